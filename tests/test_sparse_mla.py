@@ -135,8 +135,24 @@ def test_what_is_copied(heads, selected, config, pages):
 def test_the_padding_of_pages_counts():
     """4096 queries that select one key each: 4.5 MiB of rows, and 288 in pages."""
     cache = jflex.paged.LatentCache.create(3, 64, 512, 64, dtype=jnp.bfloat16)
-    assert sparse_call._is_copied(32, cache, (256, 1))
-    assert not sparse_call._is_copied(32, cache, (4096, 1))
+    queries = lambda count: jax.ShapeDtypeStruct((count, 32, 576), jnp.bfloat16)
+    assert sparse_call._is_copied(queries(256), cache, 1)
+    assert not sparse_call._is_copied(queries(4096), cache, 1)
+
+
+@pytest.mark.usefixtures("where")
+@pytest.mark.parametrize("backend", ["reference", *BACKENDS, pytest.param("mosaic_gpu", marks=pytest.mark.gpu)])
+def test_eight_bits(backend):
+    """Copied, they are dequantised, which rounds none: scales are powers of two."""
+    case = latent_case("sparse_tiles", (1, 2), (70, 33), Hq=16, D=272, Dv=256, rope=16, held="float8_e4m3fn")
+    case, indices = paged_cases.in_dtype(case, "bfloat16"), drawn(case, 50)
+    if backend == "mosaic_gpu" and sparse_call.COPIED_HEADS > 1:
+        with pytest.raises(jflex.UnsupportedError, match="mosaic_gpu"):
+            sparse(case, indices, backend)
+        return
+    found, expected = sparse(case, indices, backend), right(case, indices)
+    np.testing.assert_allclose(np.asarray(found[0], np.float64), expected[0], rtol=0.02, atol=0.02)
+    np.testing.assert_allclose(found[1], expected[1], rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("heads", [8, 32])

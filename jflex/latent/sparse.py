@@ -20,6 +20,7 @@ from jflex.mods.types import MaskMod, ScoreMod
 from jflex.paged.batch import PagedBatch, slots_of_tokens, token_positions, token_requests
 from jflex.paged.cache import check_int32, checked_layer
 from jflex.paged.latent import LatentCache
+from jflex.paged.latent_tiles import dequantised_latents
 from jflex.paged.run import How, PagedCall, Pages
 from jflex.paged.run import prepare as prepare_pages
 from jflex.types import AnyArray
@@ -66,8 +67,9 @@ def sparse_mla_attention(
 
     It is `mla_attention`, but query ``n`` attends only to the keys at the positions ``indices[n]`` of its request, and
     reads no others: to the kernel, each query is a request. From 32 heads on, selected rows are copied into pages of
-    their own, up to 256 MiB of them; otherwise, and in eight bits or a batch-invariant call, they are read where they
-    are, as pages of one token. With all keys selected, the result equals that of `mla_attention`.
+    their own, up to 256 MiB of them, in bfloat16 if the cache has eight bits; otherwise, and in a batch-invariant call,
+    they are read where they are, as pages of one token. With all keys selected, the result equals that of
+    `mla_attention`.
 
     A selected position counts as often as it is selected. One below 0, or at or beyond the keys of the request, is
     dropped and never read. What is selected is data, and has no gradient. No mask is implied: select no keys after the
@@ -146,21 +148,22 @@ def prepare(
     chosen = _Chosen(batch, jnp.asarray(indices), cache.page_size)
     mods = chosen.score(score_mod), chosen.mask(mask_mod)
     layer = checked_layer(cache, layer)
-    copied = _is_copied(q.shape[1], cache, indices.shape) and not (config is not None and config.batch_invariant)
+    copied = _is_copied(q, cache, indices.shape[1]) and not (config is not None and config.batch_invariant)
     pages = chosen.copied_pages(cache, layer, hides_zeros=mask_mod is None) if copied else chosen.pages(cache, layer)
     return prepare_pages("sparse_mla_attention", q, pages, How(*mods, scale, config, exact_out=sinks is not None))
 
 
-def _is_copied(heads: int, cache: LatentCache, shape: tuple[int, ...]) -> bool:
+def _is_copied(q: Any, cache: LatentCache, selected: int) -> bool:
     """Whether selected rows are copied first, so that the Hopper kernel loads 64 of them by TMA.
 
     H100, jax 0.11.2, bf16, one query, the best 2048 of 65,536 keys, us with a copy and in place: 32 sequences with 128
-    heads 190 and 223, 8 with 87 and 93; with 16 heads 177 and 108, 79 and 65. Numbers of heads between were not
-    measured: from 32 on the Hopper kernel is selected. The copy is XLA's gather.
+    heads 190 and 223, 8 with 87 and 93; with 16 heads 177 and 108, 79 and 65. By now 133 and 56 with a copy and 128
+    heads, 77 and 44 in place with 16. Numbers of heads between were not measured: from 32 on the Hopper kernel is
+    selected. The copy is XLA's gather; what it copies of eight bits is dequantised, for that kernel takes none.
     """
-    queries, selected = shape
-    size = queries * _in_pages(selected) * cache.rows.shape[-1] * cache.rows.dtype.itemsize
-    return heads >= COPIED_HEADS and cache.scale is None and 0 < size <= COPIED_BYTES  # those of eight bits have parts
+    queries, heads, width = q.shape
+    size = queries * _in_pages(selected) * width * (2 if cache.scale is not None else cache.rows.dtype.itemsize)
+    return heads >= COPIED_HEADS and 0 < size <= COPIED_BYTES and (cache.scale is None or q.dtype == jnp.bfloat16)
 
 
 def _in_pages(selected: int) -> int:
@@ -201,13 +204,21 @@ class _Chosen:
 
     def copied_pages(self, cache: LatentCache, layer: jax.Array | None, *, hides_zeros: bool) -> Pages:
         """The selected rows in pages of their own, with zeros for positions that select nothing."""
-        (queries, selected), latents = self.slots.shape, cache.rows
+        queries, selected = self.slots.shape
         slots = self.slots if layer is None else self.slots + layer * (cache.num_pages * cache.page_size)
-        beyond = latents.size // latents.shape[-1]
+        beyond = cache.rows.size // cache.rows.shape[-1]
         slots = jnp.where(self.exists, slots, beyond)
         slots = jnp.pad(slots, ((0, 0), (0, _in_pages(selected) - selected)), constant_values=beyond)
-        shape = (slots.size // COPIED_PAGE, COPIED_PAGE, 1, latents.shape[-1])
-        rows = _reshaped(latents, shape, lambda x: _gathered(x.reshape(-1, x.shape[-1]), slots))
+        shape = (slots.size // COPIED_PAGE, COPIED_PAGE, 1, cache.latent_size + cache.rope_size)
+
+        def copied(rows: jax.Array, *of_eight_bits: jax.Array) -> jax.Array:
+            found = [_gathered(x, slots) for x in (rows, *of_eight_bits)]
+            if of_eight_bits:
+                scale, rope = found[1:]
+                found = [dequantised_latents(found[0][..., None, :], scale, rope[..., None, :], jnp.bfloat16)]
+            return found[0].reshape(shape)
+
+        rows = _computed(copied, *(x for x in (cache.rows, cache.scale, cache.rope) if x is not None))
         table = np.arange(shape[0], dtype=np.int32).reshape(queries, -1)
         paged = self._paged(rows, shape[0], jnp.zeros((1,), jnp.int32), table, cache.latent_size)
         return paged._replace(hides_zeros=hides_zeros)
@@ -215,9 +226,8 @@ class _Chosen:
     def pages(self, cache: LatentCache, layer: jax.Array | None) -> Pages:
         """The cache in pages of one token, without a copy."""
         tokens = cache.num_pages * cache.page_size
-        rows = _reshaped(cache.rows, (-1, 1, 1, cache.rows.shape[-1]))
-        scale = None if cache.scale is None else _reshaped(cache.scale, (-1, 1, cache.scale.shape[-1]))
-        rope = None if cache.rope is None else _reshaped(cache.rope, (-1, 1, 1, cache.rope_size))
+        reshaped = lambda x, *shape: None if x is None else _computed(lambda x: x.reshape(-1, *shape, x.shape[-1]), x)
+        rows, scale, rope = reshaped(cache.rows, 1, 1), reshaped(cache.scale, 1), reshaped(cache.rope, 1, 1)
         first = jnp.zeros((1,), jnp.int32) if layer is None else (layer * tokens).reshape(1)
         paged = self._paged(rows, tokens, first, self.slots, cache.latent_size)
         return paged._replace(key_scale=scale, rope_key=rope)
@@ -228,18 +238,19 @@ class _Chosen:
         return Pages(rows, rows, count, first, indptr, self.lengths, table, latent_size)
 
 
-def _gathered(rows: jax.Array, slots: jax.Array) -> jax.Array:
-    """The rows at slots, zeros beyond the last one; numbers of 16 bits are moved in pairs.
+def _gathered(x: jax.Array, slots: jax.Array) -> jax.Array:
+    """The rows of the last axis at slots, zeros beyond the last one; small numbers are moved 32 bits at a time.
 
     H100, jax 0.11.2, 65,536 rows of 576 columns in bfloat16: 67 us one by one, 56 in pairs, 56 by a Triton kernel.
     """
-    pairs = rows.dtype.itemsize == 2 and rows.shape[-1] % 2 == 0
-    moved = jax.lax.bitcast_convert_type(rows.reshape(len(rows), -1, 2), jnp.uint32) if pairs else rows
-    found = moved.at[slots].get(mode="fill", fill_value=0)
-    return jax.lax.bitcast_convert_type(found, rows.dtype) if pairs else found
+    rows, count = x.reshape(-1, x.shape[-1]), max(1, 4 // x.dtype.itemsize)
+    in_words = count > 1 and rows.shape[-1] % count == 0
+    if in_words:
+        rows = jax.lax.bitcast_convert_type(rows.reshape(len(rows), -1, count), jnp.uint32)
+    found = rows.at[slots].get(mode="fill", fill_value=0)
+    return jax.lax.bitcast_convert_type(found, x.dtype).reshape(*slots.shape, -1) if in_words else found
 
 
-def _reshaped(x: Any, shape: tuple[int, ...], select: Callable[[Any], Any] = lambda x: x) -> Any:
-    """An array, or what is selected of it, in another shape; of a shape, the shape."""
-    reshape = lambda x: select(x).reshape(shape)
-    return jax.eval_shape(reshape, x) if isinstance(x, jax.ShapeDtypeStruct) else reshape(x)
+def _computed(function: Callable[..., Any], *arrays: Any) -> Any:
+    """A function of arrays; of shapes, the shape of its result."""
+    return jax.eval_shape(function, *arrays) if isinstance(arrays[0], jax.ShapeDtypeStruct) else function(*arrays)
