@@ -159,7 +159,8 @@ class AttentionSpec:
       stats: Row statistics besides the lse: of ``"max"`` and ``"entropy"``, in this order.
       programs: The tile programs of the mods, once a plan has made them.
       vector_programs: Those of the key and value mods.
-      latent_pairs: Whether latent vectors of eight bits are loaded two columns at a time; decided for each launch.
+      pairs: Whether keys and values of eight bits are loaded two columns at a time, where they can be; decided for each
+        launch.
     """
 
     B: int
@@ -195,7 +196,7 @@ class AttentionSpec:
     compiler: Compiler = "pallas"
     programs: Programs = dataclasses.field(default_factory=Programs)
     vector_programs: VectorPrograms = dataclasses.field(default_factory=VectorPrograms)
-    latent_pairs: bool = False
+    pairs: bool = False
 
     def __post_init__(self) -> None:
         if not self.out_dtype:

@@ -173,7 +173,8 @@ def paged_decode_tiles(need: Need, rows: int, pages: int, capacity: int) -> Tile
     same heads, e4m3 and int8 401 and 407 us with 128 keys, 4 stages, 464 and 485 with 64 keys, 7 stages, 433 and 430
     with 6, 595 and 601 with 128 keys, 8 warps; bfloat16 717. Of 1024 keys e4m3 43 us with 128 keys, 3 stages, 47 with
     64. Head size 64: 243 us with 256 keys, 4 stages, 319 with 128, 300 with 64 keys, 2 warps, 7 stages; bfloat16 399.
-    With 32 rows 453 us with 64 keys, 468 with 128.
+    With 32 rows 453 us with 64 keys, 468 with 128. Other head sizes would spill: 80 and 96 with 128 keys 72 bytes, 16
+    and 32 with 256 keys 790.
 
     Args:
       need: What decides.
@@ -183,8 +184,9 @@ def paged_decode_tiles(need: Need, rows: int, pages: int, capacity: int) -> Tile
     """
     tiles = decode_tiles(need, rows)
     if need.large_memory and need.itemsize == 2 and need.head_size <= 128:
-        if need.in_bytes and tiles.block_q == 16:
-            return Tiles(tiles.block_q, 128 if need.head_size > 64 else 256, 4, 4 if capacity > SHORT else 3)
+        keys = {128: 128, 64: 256}.get(-(-need.head_size // 32) * 32)
+        if need.in_bytes and tiles.block_q == 16 and keys is not None:
+            return Tiles(tiles.block_q, keys, 4, 4 if capacity > SHORT else 3)
         block_kv, warps = (64, 2) if need.head_size <= 64 and tiles.block_q == 16 else (64, 4)
         return Tiles(tiles.block_q, block_kv, warps, 7 if pages > 1 and capacity > SHORT else 3)
     return dataclasses.replace(tiles, num_stages=2 * tiles.num_stages + 1) if pages > 1 else tiles

@@ -24,7 +24,7 @@ from pallas_kernels.spec import AttentionSpec, Operands
 from pallas_kernels.triton import fixed_splits, language, scores, split_kv, vectors
 from pallas_kernels.triton.attention import Attention, RowVectors, Tile, Walk
 from pallas_kernels.triton.containment import any_nan
-from pallas_kernels.triton.head_chunks import Columns, holds_pairs, key_chunks, value_chunks
+from pallas_kernels.triton.head_chunks import Columns, holds_pairs, key_chunks, may_hold_pairs, value_chunks
 from pallas_kernels.triton.launch import launch
 from pallas_kernels.triton.paged import byte_pairs
 from pallas_kernels.triton.paged.key_rows import KeyRows
@@ -32,6 +32,8 @@ from pallas_kernels.triton.paged.merge import merge_splits
 from pallas_kernels.triton.paged.walk import walk_of
 from pallas_kernels.triton.paged.work import PagedOperands, QueryRows, Requests, Work, WorkItem, item_of, requests
 from pallas_kernels.types import Index, Ref, S
+
+MIN_WGMMA_ROWS = 64
 
 
 def paged(spec: AttentionSpec, works: tuple[Work, ...], arrays: PagedOperands[jax.Array]) -> list[jax.Array]:
@@ -61,15 +63,13 @@ def repair(
 
 
 def _with_pairs(spec: AttentionSpec, work: Work) -> AttentionSpec:
-    """The spec of a launch, which loads latent vectors of eight bits in pairs where its rows are too few for wgmma.
+    """The spec of a launch, which loads eight bits in pairs where its rows are too few for wgmma.
 
-    Compiled for sm_90a, jax 0.11.2, latent and rope size 512 and 64: the mainloop for 16 rows takes 828 SASS
-    instructions in pairs, 1170 otherwise. With 64 rows pairs spill 1428 bytes, for 608: what feeds wgmma goes through
-    shared memory in 16 bits in any case.
+    What feeds wgmma goes through shared memory in 16 bits in any case. Compiled for sm_90a, jax 0.11.2, latent and rope
+    size 512 and 64: the mainloop for 16 rows takes 828 SASS instructions in pairs, 1170 otherwise; with 64 rows pairs
+    spill 1428 bytes, for 608.
     """
-    return dataclasses.replace(
-        spec, latent_pairs=spec.has_latent_tiles and spec.dtype != "float32" and work.tiles.block_q < 64
-    )
+    return dataclasses.replace(spec, pairs=may_hold_pairs(spec) and work.tiles.block_q < MIN_WGMMA_ROWS)
 
 
 def _attend(
@@ -106,7 +106,7 @@ def _launch(
 ) -> list[jax.Array]:
     """Runs a program for each work item and key head; `before` is the memory of the first outputs."""
     count, programs = len(jax.tree.leaves(arrays)), spec.Hkv * work.num_items(spec)
-    if holds_pairs(spec, spec.D, spec.vector_programs.key) or spec.latent_pairs:
+    if holds_pairs(spec, spec.D, spec.vector_programs.key) or (spec.pairs and spec.has_latent_tiles):
         arrays = arrays._replace(key=byte_pairs.words(arrays.key))
     if holds_pairs(spec, spec.Dv, spec.vector_programs.value):
         arrays = arrays._replace(value=byte_pairs.words(arrays.value))
@@ -149,7 +149,7 @@ class _Program(NamedTuple):
         q, q_scale = _load_queries(spec, arrays.query, row.n, row.h), None
         if holds_pairs(spec, spec.D, spec.vector_programs.key):
             q, q_scale = byte_pairs.in_float16(q)
-        elif spec.latent_pairs:
+        elif spec.pairs and spec.has_latent_tiles:
             latents, q_scale = byte_pairs.in_float16(q[: len(value_chunks(spec))])
             q = (*latents, *q[len(value_chunks(spec)) :])
         captured = Operands(*arrays[:3], None, arrays.score_operands, arrays.mask_operands, arrays.dropout_operands)

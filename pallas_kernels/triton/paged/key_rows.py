@@ -111,13 +111,13 @@ class KeyRows(NamedTuple):
         width = arrays.key.shape[3] // len(scales)
         for tile, scale in enumerate(scales):
             rows = self._load_chunk(arrays.key, tile * width, width)
-            if spec.latent_pairs:
+            if spec.pairs:
                 found += byte_pairs.columns_of(spec, rows)
             else:
                 found.append(computed_once(spec, functools.partial(self._scaled, rows, scale)))
         for first, width in chunks(spec.D - spec.Dv):
             found.append(self._load_chunk(arrays.rope_key, first, width).astype(spec.dtype))
-        return tuple(found), scales if spec.latent_pairs else None
+        return tuple(found), scales if spec.pairs else None
 
     def _scales(self, ref: Ref | None) -> jax.Array | None:
         """The scale of the head, a scalar, or of each key, [count]: zeros past the request's length; None without."""
