@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from flax_layers.generate import generate
 from flax_layers.models import Decoder, LatentConfig, LayerConfig, ModelConfig, from_pretrained
 from flax_layers.serving import Engine, EngineOptions, Streaming
 from flax_layers.serving.step import empty_state, poison_pages
@@ -109,6 +110,15 @@ def test_streaming_rotates_keys_of_eight_bits(name):
         run(engine)
         assert [x.tokens for x in clients] == [looped("streaming", name, prompt, streaming) for prompt in PROMPTS]
     assert engine.stats().preemptions > 0
+
+
+@pytest.mark.parametrize(("kind", "name"), [("small", "float8_e5m2"), ("latent", "float8_e4m3fn")])
+def test_generation_without_the_engine(kind, name):
+    how = {"max_tokens": COUNT, "stop_tokens": (), "cache": "paged"}
+    found = generate(model_of(kind), PROMPTS, cache_dtype=name, **how).results()
+    assert [one.tokens for one in found] == [looped(kind, name, prompt) for prompt in PROMPTS]
+    with pytest.raises(ValueError, match=r"`cache_dtype` must be None or float8_e4m3fn"):
+        generate(model_of("latent"), PROMPTS, cache_dtype="int8", **how)
 
 
 def test_samples_of_a_prompt_copy_its_last_page():
