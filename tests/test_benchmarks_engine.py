@@ -41,6 +41,23 @@ def test_launches_are_those_of_clients_without_command_buffers():
     assert {record.name.partition(":")[0] for record in records[2:]} == {"2 clients, no command buffers"}
 
 
+def test_names_tell_a_cache_of_eight_bits():
+    """So that both stand in one file. The roof counts bytes of keys, values and scales."""
+    sizes = SIZES._replace(clients=(2,), cache_dtype="int8", shares=(0.5,))
+    for part, loads in (
+        ("clients", {"2 clients, int8 cache", "Poisson arrivals at 50% of 2 clients, int8 cache"}),
+        ("launches", {"2 clients, no command buffers, int8 cache"}),
+    ):
+        records, _ = engine.engine(TINY, sizes, [part], run=run_here)
+        assert {record.name.partition(":")[0] for record in records[2:]} == loads
+        rates = {record.name for record in records[:2]}
+        assert rates == {f"{of} rate{min(loads, key=len).removeprefix('2 clients')}" for of in ("copy", "GEMM")}
+    records, remarks = engine.engine(TINY, sizes, ["users"], run=run_here)
+    assert all(", int8 cache: " in record.name for record in records)
+    assert all(", int8 cache: " in remark for remark in remarks)
+    assert Roof.of(Shape(), 1.0, 1.0, "int8").key_bytes == 32 * 2 * 8 * (128 + 4)
+
+
 def test_flags_join_those_of_the_user(monkeypatch):
     """XLA reads them once, when a process begins."""
     jobs = []
@@ -82,9 +99,21 @@ def test_parts_keep_the_commands_of_others(monkeypatch, tmp_path):
     assert len(result.about["before"]) == 2
 
 
+def test_the_cache_of_a_command(monkeypatch, tmp_path):
+    """The peers have none of eight bits."""
+    measured = []
+    monkeypatch.setattr(engine, "gpu_facts", lambda: {"device": "NVIDIA H200"})
+    monkeypatch.setattr(engine, "engine", lambda _, sizes, parts, limit: measured.append((sizes, parts)) or ([], []))
+    engine.main(["--cache-dtype", "int8", "--out", str(tmp_path)])
+    assert {sizes.cache_dtype for sizes, _ in measured} == {"int8"}
+    assert [parts for _, parts in measured] == [["clients"], ["launches"], ["users"]]
+
+
 def test_wrong_options(monkeypatch, capsys):
     for words, machine, message in (
         (["peers"], {"device": "NVIDIA H200"}, "unknown: peers; known are clients, launches, users, transformers"),
+        (["transformers", "--cache-dtype", "int8"], {"device": "NVIDIA H200"}, "leave out the part transformers"),
+        (["--cache-dtype", "fp8"], {"device": "NVIDIA H200"}, "invalid choice: 'fp8'"),
         ([], {}, "`nvidia-smi` finds no GPU"),
     ):
         monkeypatch.setattr(engine, "gpu_facts", lambda machine=machine: machine)

@@ -93,6 +93,8 @@ BATCHES = [
     ("all in windows", "float32", {"max_step_tokens": 11}),
     ("none in a window", "float32", {"cascade_bytes": 1}),
     ("none in a window", "float32", {"num_pages": 100}),  # evictions and preemptions
+    ("one of two in a window", "float32", {"cache_dtype": "float8_e4m3fn", "max_step_tokens": 11}),
+    ("none in a window", "float32", {"cache_dtype": "int8", "num_pages": 100}),
 ]
 
 

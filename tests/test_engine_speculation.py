@@ -342,15 +342,17 @@ def test_wrong_options(options, message):
         EngineOptions(**options)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-def test_a_step_holds_no_second_cache(dtype):
-    """With the moves of accepted keys; the cache is 50 or 100 MB.
+@pytest.mark.parametrize(
+    ("dtype", "held"), [("bfloat16", None), ("float16", None), ("float32", None), ("float32", "int8")]
+)
+def test_a_step_holds_no_second_cache(dtype, held):
+    """With the moves of accepted keys; the cache is 37 to 100 MB.
 
     In bfloat16, XLA's CPU compiler of JAX 0.10.2 widens the cache also where nothing is drafted (`jflex.backends.xla.
     narrow`); no more of it with drafts. For a GPU, `tests/test_paged_cache.py` compiles the moves.
     """
     model = Decoder(SMALL, dtype=dtype, implementation="xla", rngs=nnx.Rngs(0))
-    engine = engine_of(model, num_pages=6000, page_size=64, draft_tokens=7, poison=False)
+    engine = engine_of(model, num_pages=6000, page_size=64, draft_tokens=7, poison=False, cache_dtype=held)
     executor = engine._executor
     size = sum(x.nbytes for x in jax.tree.leaves(executor._state.cache))
     without, drafted = (shape for shape in engine.options.shapes(SMALL) if shape.rows == 4)

@@ -345,6 +345,8 @@ ERRORS = {
     "no tokens": ({"max_tokens": 0}, "`max_tokens` must be at least 1. Got 0. Pass the number"),
     "samplings": ({"sampling": [DRAWN] * 2}, "`sampling` must be one .* Got 2 for 3 prompts"),
     "cache": ({"cache": "none"}, "`cache` must be one of dense, paged. Got 'none'"),
+    "cache dtype": ({"cache": "paged", "cache_dtype": "fp8"}, "`cache_dtype` must be one of int8, .* Got 'fp8'"),
+    "dense": ({"cache_dtype": "int8"}, "`cache_dtype` must be None unless `cache` is paged. Got int8. Pass both"),
     "chunk": ({"chunk": 0}, "`chunk` must be at least 1. Got 0"),
 }
 

@@ -131,6 +131,7 @@ ERRORS = {
     "top-p": ((*PROMPT, "--top-p", "0"), "`top_p` must be greater than 0 and at most 1. Got 0.0"),
     "seed": ((*PROMPT, "--seed", "-1"), "`seed` must be at least 0"),
     "cache": ((*PROMPT, "--cache", "none"), "argument --cache: invalid choice: 'none'"),
+    "cache dtype": ((*PROMPT, "--cache-dtype", "int8"), "`cache_dtype` must be None unless `cache` is paged"),
     "dtype": ((*PROMPT, "--dtype", "int8"), "argument --dtype: invalid choice: 'int8'"),
 }
 

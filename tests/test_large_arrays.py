@@ -10,6 +10,7 @@ import pytest
 
 import jflex
 from jflex import Config, backends
+from jflex.paged import PagedBatch, PagedCache, write
 from pallas_kernels.official_triton import memory
 from pallas_kernels.official_triton.text import Value
 from pallas_kernels.plan import Refusal, all_gradients
@@ -23,9 +24,10 @@ HOPPER = {"platform": "gpu", "device_kind": "NVIDIA H200"}
 # --- what is refused
 
 
-def pages(count, dtype="int8", layers=1):
-    """Of 64 keys, 8 heads of 128: 2 ** 16 elements each."""
-    return spec_of(B=4, T=4, S=4096, Hq=8, paging=Paging(64, count, dtype, layers), D=128, **HOPPER)
+def pages(count, held="int8", layers=1, dtype="float32", **fields):
+    """Of 64 keys, 8 heads of 128: 2 ** 16 elements each. Those of 16-bit queries are loaded as words."""
+    fields = HOPPER | {"dtype": dtype} | fields
+    return spec_of(B=4, T=4, S=4096, Hq=8, paging=Paging(64, count, held, layers), D=128, **fields)
 
 
 @pytest.mark.parametrize(
@@ -33,6 +35,8 @@ def pages(count, dtype="int8", layers=1):
     [
         (pages(1 << 15), False), (pages((1 << 15) + 1), True), (pages(1 << 16), True), (pages((1 << 16) + 1), False),
         (pages(1 << 12, layers=16), True), (pages(1 << 12, layers=8), False), (pages(1 << 16, None), False),
+        (pages(1 << 16, dtype="bfloat16"), False), (pages((1 << 15) + 1, "float8_e4m3fn", dtype="bfloat16"), False),
+        (pages(1 << 16, dtype="bfloat16", value_mod=spec_with("columns").score_mod), True),
     ],
 )  # fmt: skip
 def test_pages_of_eight_bits_that_pallas_does_not_reach_are_refused(spec, is_refused):
@@ -72,6 +76,24 @@ def test_official_triton_counts_elements_in_64_bits(heads, is_wide):
     offset = memory._offset(index, shape, lambda x: x)
     assert offset.count(".to(tl.int64)") == (4 if is_wide else 0)
     assert f"{heads * 128}" in offset
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("held", ["int8", "float8_e4m3fn"])
+def test_the_last_page_of_a_cache_between_two_and_four_gigabytes(held):
+    """About 5 GB. Words of two columns are reached by 32 bits: the same bits as from a cache of few pages."""
+    rng = np.random.default_rng(0)
+    rows = jnp.asarray(rng.normal(size=(2, 64, 8, 128)), jnp.bfloat16)
+    query = jnp.asarray(rng.normal(size=(1, 8, 128)), jnp.bfloat16)
+    found = []
+    for count in (4, (1 << 15) + 4):
+        cache = PagedCache.create(count, 64, 8, 128, dtype=held)
+        slots = jnp.arange(64, dtype=jnp.int32) + (count - 1) * 64
+        cache = jax.jit(write, donate_argnames="cache")(cache, *rows, slots)
+        batch = PagedBatch(jnp.array([0, 1]), jnp.array([64]), jnp.array([[count - 1]]))
+        found.append(np.asarray(jflex.paged_attention(query, cache, batch, implementation="triton"), np.float32))
+    assert np.abs(found[0]).max() > 0.1
+    np.testing.assert_array_equal(*found)
 
 
 S, HEADS, D, WINDOW, TAIL = 1 << 20, 18, 128, 256, 4096  # 2.4e9 elements in an array

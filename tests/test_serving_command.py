@@ -32,7 +32,7 @@ from flax_layers.serving.command import begin, create_engine, engine_options, gu
 from flax_layers.serving.demo_model import FILE
 from flax_layers.serving.http import Served, create_app
 from flax_layers.serving.server import Launch, Server, bind, url_of
-from tests.golden_models import ROOT
+from tests.golden_models import ROOT, load
 
 CONFIG = ModelConfig(
     vocabulary=280, width=16, mlp_width=32, num_heads=2, num_kv_heads=1, head_dim=8, layers=(LayerConfig(),),
@@ -74,6 +74,7 @@ ERRORS = {
     "no keys": (("--api-key-file", os.devnull), "`--api-key-file` must hold a key .* /dev/null holds none"),
     "no file": (("--api-key-file", "/nowhere"), "No such file or directory: '/nowhere'"),
     "dtype": (("--dtype", "int8"), "argument --dtype: invalid choice: 'int8'"),
+    "cache dtype": (("--cache-dtype", "fp8"), "argument --cache-dtype: invalid choice: 'fp8' .*int8.*float8_e5m2"),
 }
 
 
@@ -143,6 +144,24 @@ def test_sizes_of_the_cache(folder):
     options = read("--model", str(folder), "--memory", str(100 * page / (1 << 30)))
     assert engine_options(options, decoder).num_pages == 100
     assert engine_options(read("--num-pages", "7"), decoder).num_pages == 7
+
+
+@pytest.mark.parametrize("name", ["int8", "float8_e4m3fn", "float8_e5m2"])
+def test_eight_bits_hold_more_tokens(name, folder):
+    """Scales count: a key of 8 features takes 12 bytes, not 32. The engine gets the dtype, and the folder's model."""
+    page = 2 * 1 * (8 + 4) * 64
+    options = read("--model", str(folder), "--memory", str(100 * page / (1 << 30)), "--cache-dtype", name)
+    model = load_served(options)
+    assert engine_options(options, model.decoder).num_pages == 100
+    engine = create_engine(options, model)
+    assert engine.options.cache_dtype == name
+    assert engine._executor._state.cache.k.dtype == name
+
+
+def test_a_dtype_that_the_model_refuses():
+    """A ValueError, which the command prints."""
+    with pytest.raises(ValueError, match=r"`cache_dtype` must be None or float8_e4m3fn .* Got int8"):
+        engine_options(read("--cache-dtype", "int8"), load("deepseek_v3"))
 
 
 def test_the_cache_of_streaming(folder):

@@ -69,6 +69,7 @@ SHORT = {
     "test_eight_bit_queries": r"gradients|forward_mode|explain|preferred|few_queries|ampere|wrong|other_calls|("
     r"xla-eight_no_mask|t-eight_head|emulated-eight_head)",
     "test_engine": r"preemption",
+    "test_engine_eight_bits": r"wrong|bytes|poison|loop.*int8-.'num_pages|near.*e4m3",
     "test_engine_invariance": r"promise|refused",
     "test_engine_speculation": r"wrong|shapes",
     "test_equinox": r"own_layer",
@@ -306,7 +307,8 @@ THIRDS = {
     "test_context_parallel_paged", "test_context_parallel_queries", "test_decode_hopper", "test_deepseek",
     "test_demo", "test_demo_generation", "test_determinism", "test_dot_product_attention",
     "test_dot_product_attention_blocks", "test_dropout", "test_eight_bit_queries", "test_engine",
-    "test_engine_invariance", "test_engine_speculation", "test_explain", "test_forward", "test_generate",
+    "test_engine_eight_bits", "test_engine_invariance", "test_engine_speculation", "test_explain", "test_forward",
+    "test_generate",
     "test_hopper_emulated", "test_intervals", "test_kv_lengths", "test_latent_eight_bits", "test_latent_hopper",
     "test_latent_layers", "test_layer_config", "test_layer_decoding", "test_layer_transforms", "test_layers",
     "test_mla", "test_models", "test_paged_attention", "test_paged_compile", "test_paged_convert",

@@ -11,8 +11,8 @@ a GEMM. The share of the roof is the sum of these times over all steps, over the
 count for each of them; a cascade, and in part the L2 cache, read them once, so that their share may pass 100 %. The
 device is idle when no kernel runs, by the profiler, in the middle of a closed loop; the same profile tells which share
 of the kernels XLA launched in command buffers (CUDA graphs). The part `launches` runs the closed loops again without
-them. The peers are `generate` with a static cache, which gets all prompts of a batch at once, and `generate_batch`, the
-continuous batching of `transformers`.
+them. With `--cache-dtype` the cache has eight bits, and names of records say so. The peers are `generate` with a static
+cache, which gets all prompts of a batch at once, and `generate_batch`, the continuous batching of `transformers`.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from typing import Any, NamedTuple
 from benchmarks.environment import gpu_facts, results_folder
 from benchmarks.questions import generation
 from benchmarks.questions.command import Measured
+from benchmarks.questions.eight_bits import HELD
 from benchmarks.questions.generation import Shape, copy_rate, jax_model, key_bytes, weight_bytes
 from benchmarks.questions.serving import Load, Timing, records_of
 from benchmarks.results import schema
@@ -40,6 +41,7 @@ from benchmarks.run.timing import busy_seconds
 
 _HERE, _PEER = "benchmarks.questions.engine", "benchmarks.peers.torch_serving"
 _TITLE = "the serving engine with the shape of Llama 3 8B, random weights, bfloat16, greedy"
+_PEERS = "transformers"  # the part that runs them
 _NO_GRAPHS = "--xla_gpu_enable_command_buffer="
 
 
@@ -55,7 +57,7 @@ PARTS = {
     "clients": Part(_HERE, "jax_clients"),
     "launches": Part(_HERE, "jax_launches", _NO_GRAPHS),
     "users": Part(_HERE, "jax_users"),
-    "transformers": Part(_PEER, "torch_serving"),
+    _PEERS: Part(_PEER, "torch_serving"),
 }
 _PROFILED = 2.0  # seconds
 
@@ -73,6 +75,12 @@ class Sizes(NamedTuple):
     step_tokens: int = 2048
     gemm: int = 8192  # side of its matrices
     shares: tuple[float, ...] = (0.5, 0.8)  # of the rate of the last closed loop, at which requests then arrive
+    cache_dtype: str | None = None  # that of the model
+
+    @property
+    def of_cache(self) -> str:
+        """What names of records say of the cache."""
+        return "" if self.cache_dtype is None else f", {self.cache_dtype} cache"
 
 
 class Step(NamedTuple):
@@ -98,11 +106,13 @@ class Roof(NamedTuple):
     flops_rate: float
 
     @classmethod
-    def of(cls, shape: Shape, bytes_rate: float, flops_rate: float) -> Roof:
+    def of(cls, shape: Shape, bytes_rate: float, flops_rate: float, cache_dtype: str | None = None) -> Roof:
         """That of a model; its weights have two bytes, and each makes two operations of a token."""
         pair = 4 * shape.layers * shape.heads * shape.head_size
-        weights = weight_bytes(shape)
-        return cls(weights, key_bytes(shape), weights, pair, bytes_rate, flops_rate)
+        weights, keys = weight_bytes(shape), key_bytes(shape)
+        if cache_dtype is not None:  # a byte, and for each vector a scale of four
+            keys = shape.layers * 2 * shape.kv_heads * (shape.head_size + 4)
+        return cls(weights, keys, weights, pair, bytes_rate, flops_rate)
 
     def seconds(self, steps: Iterable[Step]) -> float:
         """The least time of steps."""
@@ -270,7 +280,8 @@ def closed_loops(
     """Records closed loops, and after the last of them Poisson arrivals at shares of its rate."""
     import jax
 
-    model, roof = jax_model(shape), Roof.of(shape, *rates(sizes.gemm))
+    model, roof = jax_model(shape), Roof.of(shape, *rates(sizes.gemm), sizes.cache_dtype)
+    kind += sizes.of_cache
     results.add(f"copy rate{kind}", roof.bytes_rate / 1e12, "TB/s")
     results.add(f"GEMM rate{kind}", roof.flops_rate / 1e12, "TFLOP/s")
     for clients in sizes.clients:
@@ -304,7 +315,7 @@ def _options(clients: int, sizes: Sizes) -> Any:
     pages = (clients + 1) * -(-length // sizes.page_size)
     return EngineOptions(
         max_requests=clients, max_step_tokens=max(clients, sizes.step_tokens), page_size=sizes.page_size,
-        num_pages=1 + pages, context=length, prefix_cache=False,
+        num_pages=1 + pages, cache_dtype=sizes.cache_dtype, context=length, prefix_cache=False,
     )  # fmt: skip
 
 
@@ -324,7 +335,7 @@ def jax_users(shape: Sequence[int], sizes: Sequence[Any]) -> dict[str, Any]:
     from flax_layers.serving import EngineOptions
 
     shape, sizes, results = Shape(*shape), Sizes(*sizes), Results()
-    model, roof = jax_model(shape), Roof.of(shape, *rates(sizes.gemm))
+    model, roof = jax_model(shape), Roof.of(shape, *rates(sizes.gemm), sizes.cache_dtype)
     prompt, users = sizes.shared + sizes.own, sizes.users
     pages = -(-(prompt + sizes.own) // sizes.page_size)
     kinds = {
@@ -335,15 +346,16 @@ def jax_users(shape: Sequence[int], sizes: Sequence[Any]) -> dict[str, Any]:
     for kind, own in kinds.items():
         options = EngineOptions(
             max_requests=users, max_step_tokens=max(users, sizes.step_tokens), page_size=sizes.page_size,
-            num_pages=1 + (users + 1) * pages, context=prompt + sizes.own, **own,
+            num_pages=1 + (users + 1) * pages, cache_dtype=sizes.cache_dtype, context=prompt + sizes.own, **own,
         )  # fmt: skip
         running, load = metered(model, options), Load(2 * users, users, None, ((prompt, sizes.own),), sizes.shared, 0)
         running.warm_up()
         running.start()
         drive(running, dataclasses.replace(load, requests=users, seed=1), shape.vocabulary)
-        measured(running, f"{users} users share {sizes.shared} tokens, {kind}", load, shape, roof, results)
+        name = f"{kind}{sizes.of_cache}"
+        measured(running, f"{users} users share {sizes.shared} tokens, {name}", load, shape, roof, results)
         steps, cascades = running.stats().steps, running.stats().cascade_steps
-        results.remarks.append(f"{kind}: {cascades} of {steps} steps were cascades")
+        results.remarks.append(f"{name}: {cascades} of {steps} steps were cascades")
         running.stop()
         del running
         gc.collect()  # its cache, which cycles keep
@@ -358,18 +370,23 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--clients", type=int, nargs="+", default=Sizes().clients, help="of closed loops")
     parser.add_argument("--step-tokens", type=int, default=Sizes().step_tokens, help="that a step computes at most")
     parser.add_argument("--shares", type=float, nargs="*", default=Sizes().shares, help="of Poisson arrivals")
+    parser.add_argument("--cache-dtype", choices=HELD, help="of keys and values; without: that of the model")
     parser.add_argument("--limit", type=float, default=560.0, metavar="SECONDS", help="of a part")
     parser.add_argument("--out", type=pathlib.Path, metavar="DIR", help="default: benchmarks/results/<device>")
     options = parser.parse_args(words)
     if unknown := sorted(set(options.parts) - set(PARTS)):
         parser.error(f"unknown: {', '.join(unknown)}; known are {', '.join(PARTS)}")
+    parts = options.parts or [part for part in PARTS if options.cache_dtype is None or part != _PEERS]
+    if options.cache_dtype is not None and _PEERS in parts:
+        parser.error(f"--cache-dtype is for jflex: leave out the part {_PEERS}, or the option")
     if not (machine := gpu_facts()):
         parser.error("`nvidia-smi` finds no GPU.")
     path = (options.out or schema.FOLDER / results_folder(machine["device"])) / "engine.json"
     first = schema.read(path)
     before = {} if first is None else {"before": schema.runs_of(first)}
-    for part in options.parts or PARTS:
-        sizes = Sizes(clients=tuple(options.clients), step_tokens=options.step_tokens, shares=tuple(options.shares))
+    sizes = Sizes(clients=tuple(options.clients), shares=tuple(options.shares), step_tokens=options.step_tokens)
+    sizes = sizes._replace(cache_dtype=options.cache_dtype)
+    for part in parts:
         records, remarks = engine(Shape(), sizes, [part], options.limit)
         old = schema.read(path)
         kept = [] if old is None else old.about["remarks"]

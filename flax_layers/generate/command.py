@@ -13,9 +13,10 @@ import jax.numpy as jnp
 
 from flax_layers.generate.folder import Loaded, load
 from flax_layers.generate.generation import Generation, Speed, generate
-from flax_layers.generate.requests import check_max_tokens
+from flax_layers.generate.requests import check_cache, check_max_tokens
 from flax_layers.generate.sequences import KINDS
 from flax_layers.models import Tokenizer
+from flax_layers.models.cache_dtype import CACHE_DTYPES
 from flax_layers.sampling import Sampling
 
 DTYPES = ("bfloat16", "float16", "float32")
@@ -45,6 +46,7 @@ def parser() -> argparse.ArgumentParser:
     add("--min-p", type=float, default=0.0, metavar="M", help="sample from those with M times the highest probability")
     add("--seed", type=int, default=0, help="random seed; default: 0")
     add("--cache", choices=list(KINDS), default="dense", help="cache of keys and values; default: dense")
+    add("--cache-dtype", choices=CACHE_DTYPES, help="of keys and values with --cache paged; default: the model's")
     add("--dtype", choices=DTYPES, help="default: bfloat16 on a GPU, float32 on a CPU")
     add("--implementation", metavar="NAME", help="jflex backend; default: jflex chooses")
     return made
@@ -86,7 +88,8 @@ def begin(options: argparse.Namespace, stdin: TextIO) -> tuple[Loaded, Generatio
         ModuleNotFoundError: A package of the extra `models` is missing.
     """
     sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed, options.min_p)
-    check_max_tokens(options.max_tokens)  # before gigabytes are read
+    check_max_tokens(options.max_tokens)
+    check_cache(options.cache, options.cache_dtype)  # before gigabytes are read
     texts = texts_of(options, stdin)
     loaded = load(options.model, options.dtype and jnp.dtype(options.dtype), options.implementation)
     prompts = [tokens_of(loaded.tokenizer, text, chat=options.chat) for text in texts]
@@ -96,6 +99,7 @@ def begin(options: argparse.Namespace, stdin: TextIO) -> tuple[Loaded, Generatio
         max_tokens=options.max_tokens,
         sampling=sampling,
         cache=options.cache,
+        cache_dtype=options.cache_dtype,
         stop_tokens=loaded.stop_tokens,
     )
 

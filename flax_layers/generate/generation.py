@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -14,13 +15,17 @@ from flax import nnx
 
 from flax_layers.generate.chunk_reader import ChunkReader
 from flax_layers.generate.requests import Requests, check_cache, check_requests
-from flax_layers.generate.sequences import KINDS
+from flax_layers.generate.sequences import KINDS, PagedSequences, Sequences
 from flax_layers.generate.steps import NO_TOKEN, Rules, State, prefill, write_chunk
 from flax_layers.models import Decoder
+from flax_layers.models.cache_dtype import check_cache_dtype
 from flax_layers.sampling import Sampling, SamplingBatch
 
 FinishReason = Literal["stop", "length"]
 """`stop`: a stop token was generated. `length`: `max_tokens` or the model's last position was reached."""
+
+MakeSequences = Callable[[Decoder, int, int], Sequences]
+"""Takes a model, the number of sequences, and the capacity of each."""
 
 CHUNK = 8
 """Decoding steps in one compiled call, whose tokens are streamed together. A call runs all of them."""
@@ -94,7 +99,7 @@ class Generation(Iterator[Piece]):
     Args:
         model: The model.
         requests: Requests that have been checked.
-        cache: A name in `flax_layers.generate.sequences.KINDS`.
+        empty: Makes empty sequences, as `flax_layers.generate.sequences.Sequences.empty`.
         max_tokens: As for `generate`. It determines the capacity of the cache.
         chunk: Decoding steps in one compiled call.
 
@@ -102,12 +107,12 @@ class Generation(Iterator[Piece]):
         speed: Tokens and seconds so far.
     """
 
-    def __init__(self, model: Decoder, requests: Requests, cache: str, max_tokens: int, chunk: int):
+    def __init__(self, model: Decoder, requests: Requests, empty: MakeSequences, max_tokens: int, chunk: int):
         self._requests = requests
         self._found: list[list[int]] = [[] for _ in requests.prompts]
         self._reasons: list[FinishReason | None] = [None] * len(requests.prompts)
         self.speed = Speed(0, len(requests.prompts))
-        self._pieces = self._run(model, cache, max_tokens, chunk)
+        self._pieces = self._run(model, empty, max_tokens, chunk)
 
     def __next__(self) -> Piece:
         return next(self._pieces)
@@ -123,7 +128,7 @@ class Generation(Iterator[Piece]):
         pairs = zip(self._found, self._reasons, strict=True)
         return [Result(tokens, reason) for tokens, reason in pairs if reason is not None]
 
-    def _run(self, model: Decoder, cache: str, max_tokens: int, chunk: int) -> Iterator[Piece]:
+    def _run(self, model: Decoder, empty: MakeSequences, max_tokens: int, chunk: int) -> Iterator[Piece]:
         """Runs one batch for each set of rotary factors; LongRoPE has two.
 
         A sequence that outgrows the first set is read again, since the keys in its cache are rotated with it.
@@ -132,16 +137,16 @@ class Generation(Iterator[Piece]):
             lengths = [len(p) + len(found) for p, found in zip(self._requests.prompts, self._found, strict=True)]
             rows = [row for row, n in enumerate(lengths) if n <= limit and self._reasons[row] is None]
             if rows:
-                yield from self._run_batch(model, cache, rows, limit, max_tokens, chunk)
+                yield from self._run_batch(model, empty, rows, limit, max_tokens, chunk)
 
     def _run_batch(
-        self, model: Decoder, cache: str, rows: list[int], limit: int, max_tokens: int, chunk: int
+        self, model: Decoder, empty: MakeSequences, rows: list[int], limit: int, max_tokens: int, chunk: int
     ) -> Iterator[Piece]:
         """Continues some rows until they end, or need more than `limit` positions."""
         requests = self._requests.continued(rows, self._found, limit)
         graph, parameters = nnx.split(model)
         tokens, counts = map(jnp.asarray, requests.padded(limit))
-        sequences = KINDS[cache].empty(model, len(counts), requests.room(max_tokens, limit))
+        sequences = empty(model, len(counts), requests.room(max_tokens, limit))
         rules = Rules(
             SamplingBatch.of(requests.sampling),
             jnp.asarray(requests.max_tokens, jnp.int32),
@@ -217,6 +222,7 @@ def generate(
     max_tokens: int = 256,
     sampling: Sampling | Sequence[Sampling] = Sampling(),  # noqa: B008  frozen
     cache: str = "dense",
+    cache_dtype: str | None = None,
     stop_tokens: Sequence[int] | None = None,
     chunk: int = CHUNK,
 ) -> Generation:
@@ -233,6 +239,8 @@ def generate(
         max_tokens: Maximum number of new tokens of each sequence, which also ends at the model's last position.
         sampling: Sampling parameters, one for all prompts or one for each. Default: greedy.
         cache: ``"dense"``: each sequence has a row with room for the longest. ``"paged"``: each has pages.
+        cache_dtype: Of keys and values in pages: ``int8``, ``float8_e4m3fn`` or ``float8_e5m2``, with a scale for each
+            token and head; of latent vectors ``float8_e4m3fn``. Default: the dtype of the model.
         stop_tokens: Tokens that end a sequence. Default: those of the model's configuration.
         chunk: Decoding steps in one compiled call, whose tokens are streamed together.
 
@@ -240,7 +248,8 @@ def generate(
         An iterator over pieces; its `results()` returns all tokens.
 
     Raises:
-        ValueError: A prompt is empty, too long, or has tokens outside the vocabulary; or a parameter is out of range.
+        ValueError: A prompt is empty, too long, or has tokens outside the vocabulary; a parameter is out of range; or
+            the cache or the model refuses `cache_dtype`.
 
     Example:
         >>> from flax_layers.models import LayerConfig, ModelConfig
@@ -256,7 +265,9 @@ def generate(
         2 length
     """
     requests = check_requests(model.config, prompts, max_tokens, sampling, stop_tokens)
-    check_cache(cache)
+    check_cache(cache, cache_dtype)
+    check_cache_dtype(cache_dtype, model)
     if chunk < 1:
         raise ValueError(f"`chunk` must be at least 1. Got {chunk}. The default is {CHUNK}.")
-    return Generation(model, requests, cache, max_tokens, chunk)
+    empty = KINDS[cache].empty if cache_dtype is None else functools.partial(PagedSequences.empty, dtype=cache_dtype)
+    return Generation(model, requests, empty, max_tokens, chunk)

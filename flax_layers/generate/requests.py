@@ -10,6 +10,7 @@ from jaxtyping import Int32
 
 from flax_layers.generate.sequences import KINDS
 from flax_layers.models import ModelConfig
+from flax_layers.models.cache_dtype import check_cache_name
 from flax_layers.sampling import Sampling
 
 
@@ -124,17 +125,23 @@ def check_max_tokens(max_tokens: int) -> None:
         raise ValueError(f"`max_tokens` must be at least 1. Got {max_tokens}. Pass the number of tokens to generate.")
 
 
-def check_cache(cache: str) -> None:
-    """Checks the name of a cache.
+def check_cache(cache: str, dtype: str | None = None) -> None:
+    """Checks the name of a cache, and of its dtype.
 
     Args:
         cache: The name.
+        dtype: The dtype; None for that of the model.
 
     Raises:
-        ValueError: There is no such cache.
+        ValueError: There is no such cache, or it cannot have the dtype.
     """
     if cache not in KINDS:
         raise ValueError(f"`cache` must be one of {', '.join(KINDS)}. Got {cache!r}. The default is dense.")
+    check_cache_name(dtype)
+    if dtype is not None and cache != "paged":
+        raise ValueError(
+            f"`cache_dtype` must be None unless `cache` is paged. Got {dtype}. Pass both, or leave it out."
+        )
 
 
 def _check_prompts(config: ModelConfig, prompts: Sequence[Sequence[int]]) -> None:

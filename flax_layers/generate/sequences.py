@@ -9,6 +9,7 @@ from typing import Any, Protocol, Self
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax.typing import Dtype
 from jaxtyping import Array, Float, Int, Int32
 
 from flax_layers.models import Decoder
@@ -97,15 +98,15 @@ class PagedSequences:
     lengths: Int32[Array, " B"]
 
     @classmethod
-    def empty(cls, model: Decoder, batch_size: int, max_length: int) -> PagedSequences:
-        """See `Sequences.empty`."""
+    def empty(cls, model: Decoder, batch_size: int, max_length: int, *, dtype: Dtype | None = None) -> PagedSequences:
+        """See `Sequences.empty`; `dtype` as for `Decoder.init_paged_cache`."""
         page_size, pages = PAGE_SIZE, -(-max_length // PAGE_SIZE)
         if any(max_length <= limit < pages * page_size for limit in model.config.context_limits[:-1]):
             page_size = math.gcd(max_length, PAGE_SIZE)  # a capacity beyond the limit selects other factors of LongRoPE
             pages = max_length // page_size
         pool = PagePool(batch_size * pages + 1, page_size)
         table = np.array([pool.alloc(pages) for _ in range(batch_size)], np.int32)
-        cache = model.init_paged_cache(pool.num_pages, page_size)
+        cache = model.init_paged_cache(pool.num_pages, page_size, dtype=dtype)
         return cls(cache, jnp.asarray(table), jnp.zeros(batch_size, jnp.int32))
 
     def read(

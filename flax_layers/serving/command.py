@@ -19,6 +19,7 @@ import jflex
 from flax_layers.generate.command import DTYPES
 from flax_layers.generate.folder import load
 from flax_layers.models import Decoder
+from flax_layers.models.cache_dtype import CACHE_DTYPES, check_cache_dtype
 from flax_layers.models.optional import needs
 from flax_layers.serving.answers import ServedTokenizer
 from flax_layers.serving.cluster import connect, follow_first
@@ -83,6 +84,12 @@ def parser() -> argparse.ArgumentParser:
     )
     room.add_argument("--num-pages", type=int, metavar="N", help="of the cache, instead of --memory")
     add("--page-size", type=int, default=64, metavar="N", help="tokens in a page; default: 64")
+    add(
+        "--cache-dtype",
+        choices=CACHE_DTYPES,
+        help="of keys and values in the KV cache, as vLLM's --kv-cache-dtype; default: that of the model. Eight bits "
+        "hold about twice the tokens of bfloat16; see the guide for their error",
+    )
     add("--context", type=int, metavar="N", help=f"tokens of a text; default: the model's, of the demo {DEMO_CONTEXT}")
     add("--streaming-window", type=int, metavar="W", help="texts attend to W last tokens and --sinks first ones alone")
     add("--sinks", type=int, metavar="N", help="first tokens that stay visible with --streaming-window; default: 4")
@@ -264,12 +271,14 @@ def engine_options(options: argparse.Namespace, model: Decoder) -> EngineOptions
         The sizes.
 
     Raises:
-        ValueError: One is out of its range, or no page fits into the memory.
+        ValueError: One is out of its range, the model cannot have the dtype of the cache, or no page fits into the
+            memory.
     """
     sizes = _sizes(options, num_pages=2)
+    check_cache_dtype(sizes.cache_dtype, model)
     if options.num_pages is not None:
         return dataclasses.replace(sizes, num_pages=options.num_pages)
-    page = jax.eval_shape(lambda: model.init_paged_cache(2, options.page_size))
+    page = jax.eval_shape(lambda: model.init_paged_cache(2, sizes.page_size, dtype=sizes.cache_dtype))
     page_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(page)) // 2
     memory = int(options.memory * (1 << 30)) if options.memory is not None else options.devices * _free_memory()
     wanted = 1 + sizes.max_requests * sizes.most_pages(model.config)
@@ -293,6 +302,7 @@ def _sizes(options: argparse.Namespace, num_pages: int) -> EngineOptions:
         max_step_tokens=default(options.max_step_tokens, max(requests, usual)),
         num_pages=num_pages,
         page_size=options.page_size,
+        cache_dtype=options.cache_dtype,
         context=options.context,
         streaming=_streaming(options.streaming_window, default(options.sinks, Streaming.sinks)),
         max_waiting=options.max_waiting,

@@ -49,7 +49,7 @@ class Engine:
     so the host does not run ahead while a request is speculated. Requests with penalties or log probabilities are not.
 
     A model whose parameters are sharded over a mesh (`from_pretrained(folder, mesh=mesh)`) is served tensor parallel:
-    the cache is sharded by KV heads.
+    the cache is sharded by KV heads, and so are its scales.
 
     Args:
         model: The model.
@@ -60,8 +60,9 @@ class Engine:
         executor: Runs the steps; None: in this process.
 
     Raises:
-        ValueError: `context`, `streaming` or `num_pages` is out of range, `guides` are of another vocabulary, the mesh
-            does not divide the KV heads, or model and options are not batch invariant alike, on one device.
+        ValueError: `context`, `streaming` or `num_pages` is out of range, the model refuses `cache_dtype`, `guides` are
+            of another vocabulary, the mesh does not divide the KV heads, or model and options are not batch invariant
+            alike, on one device.
 
     Example:
         >>> from flax import nnx

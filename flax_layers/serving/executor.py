@@ -10,6 +10,7 @@ from jax.sharding import NamedSharding
 from jaxtyping import Array, Int32
 
 from flax_layers.models import Decoder
+from flax_layers.models.cache_dtype import check_cache_dtype
 from flax_layers.serving.options import EngineOptions, Program
 from flax_layers.serving.step import (
     DeviceState,
@@ -32,11 +33,12 @@ class Executor:
         options: Sizes.
 
     Raises:
-        ValueError: The mesh does not divide the KV heads; or one of model and options is batch invariant and not the
-            other, or both on a mesh.
+        ValueError: The mesh does not divide the KV heads; the model cannot have the `cache_dtype`; or one of model and
+            options is batch invariant and not the other, or both on a mesh.
     """
 
     def __init__(self, model: Decoder, options: EngineOptions):
+        check_cache_dtype(options.cache_dtype, model)
         self._model, self._options = model, options
         graph, state = nnx.split(model)
         self._parameters, form = jax.tree.flatten(state)
@@ -48,7 +50,7 @@ class Executor:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of a token's keys and values, or of its latent vector, in one layer, on one device."""
+        """Bytes of a token's keys and values, or latent vector, with scales; in one layer, on one device."""
         arrays = jax.tree.leaves(self._state.cache)
         return sum(math.prod(x.sharding.shard_shape(x.shape)[3:]) * x.dtype.itemsize for x in arrays)
 
@@ -102,7 +104,7 @@ class Executor:
         self._state = copy_state_pages(self._state, words, sharding=self._sharding)
 
     def poison(self, free: Int32[AnyArray, " P"]) -> None:
-        """Overwrites pages with NaN.
+        """Overwrites pages with NaN; see `poison_pages`.
 
         Args:
             free: 1 for each page to overwrite, else 0.
@@ -117,8 +119,7 @@ class Executor:
         """Ends the executor: no call follows."""
 
     def _empty_state(self) -> DeviceState:
-        options = self._options
-        return empty_state(self._model, options.num_pages, options.page_size, options.max_requests, self._sharding)
+        return empty_state(self._model, self._options, self._sharding)
 
 
 def _check_invariant(model: Decoder, options: EngineOptions, sharding: NamedSharding | None) -> None:

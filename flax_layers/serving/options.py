@@ -7,6 +7,7 @@ import dataclasses
 from typing import NamedTuple
 
 from flax_layers.models import ModelConfig
+from flax_layers.models.cache_dtype import check_cache_name
 from flax_layers.serving.drafts import MAX_DRAFTS
 from flax_layers.streaming_llm import Streaming
 
@@ -58,6 +59,9 @@ class EngineOptions:
             prompts. A larger budget shortens the time to the first token and lengthens the steps of those that decode.
         num_pages: Pages of the cache, page 0 included, which holds no tokens.
         page_size: Tokens in a page, 1 to 256. Prefixes are shared in whole pages.
+        cache_dtype: Of the keys and values in the cache: ``int8``, ``float8_e4m3fn`` or ``float8_e5m2``, with a scale
+            for each token and head; of latent vectors ``float8_e4m3fn``. None: the dtype of the model. Eight bits take
+            about half the memory of bfloat16 and round keys and values; the guide of `jflex` says how much.
         context: Positions of a sequence, prompt included; None: those of the model.
         max_waiting: Requests that may wait; more are refused.
         streaming: Sequences attend to sinks and a window alone, and keep no other pages. `context` may then be longer
@@ -75,7 +79,7 @@ class EngineOptions:
         poison: Overwrites free pages with NaN before each step, so that a read of one shows in the output; for tests.
 
     Raises:
-        ValueError: A size is out of range.
+        ValueError: A size is out of range, or `cache_dtype` is another dtype.
 
     Example:
         >>> EngineOptions(max_requests=16, max_step_tokens=512, num_pages=1000).rows
@@ -86,6 +90,7 @@ class EngineOptions:
     max_step_tokens: int = 2048
     num_pages: int = 1024
     page_size: int = 64
+    cache_dtype: str | None = None
     context: int | None = None
     max_waiting: int = 1024
     streaming: Streaming | None = None
@@ -116,6 +121,7 @@ class EngineOptions:
                 f"{self.draft_tokens}. Leave one of them out."
             )
         self._check_invariant()
+        check_cache_name(self.cache_dtype)
         if not 1 <= self.page_size <= 256:
             raise ValueError(f"`page_size` must be from 1 to 256. Got {self.page_size}. 16 to 64 suit most models.")
         if self.max_step_tokens < self.max_requests:

@@ -18,7 +18,7 @@ from flax_layers.compiler_options import DECODING
 from flax_layers.models import Decoder
 from flax_layers.models.block import Pages
 from flax_layers.sampling import SamplingBatch, sample
-from flax_layers.serving.options import Program
+from flax_layers.serving.options import EngineOptions, Program
 from flax_layers.serving.packing import unpack
 from flax_layers.serving.penalties import Edits, apply_penalties, keep_allowed
 from flax_layers.serving.requests import MAX_LOGPROBS, TokenLogprobs
@@ -34,7 +34,7 @@ class DeviceState:
     """The state on the device, donated to each step.
 
     Attributes:
-        cache: Keys and values of all layers, or latent vectors.
+        cache: Keys and values of all layers, or latent vectors; with their scales, if they have eight bits.
         sampled: The last sampled token of each slot.
         edits: Token counts and biases of each slot.
         allowed: A bit for each token that the constraint of a slot allows next.
@@ -159,19 +159,16 @@ def cache_sharding(parameters: Items[Array], num_kv_heads: int | None) -> NamedS
         raise ValueError(
             f"The axis `model` of the mesh must divide the KV heads. Got {parts} devices for {num_kv_heads} heads."
         )
-    return NamedSharding(mesh, PartitionSpec(None, None, None, "model" if parts > 1 else None, None))
+    # Of keys and values [L, P, page_size, Hkv, D], and of their scales [L, P, page_size, Hkv].
+    return NamedSharding(mesh, PartitionSpec(None, None, None, "model" if parts > 1 else None))
 
 
-def empty_state(
-    model: Decoder, num_pages: int, page_size: int, slots: int, sharding: NamedSharding | None
-) -> DeviceState:
+def empty_state(model: Decoder, options: EngineOptions, sharding: NamedSharding | None) -> DeviceState:
     """The state before the first step; no device ever holds all of a sharded cache.
 
     Args:
         model: The model.
-        num_pages: Number of pages, page 0 included.
-        page_size: Tokens in a page.
-        slots: Requests that run at once.
+        options: Sizes.
         sharding: Sharding of the cache.
 
     Returns:
@@ -179,7 +176,8 @@ def empty_state(
     """
 
     def make() -> DeviceState:
-        cache, vocabulary = model.init_paged_cache(num_pages, page_size), model.config.vocabulary
+        cache = model.init_paged_cache(options.num_pages, options.page_size, dtype=options.cache_dtype)
+        slots, vocabulary = options.max_requests, model.config.vocabulary
         allowed = jnp.zeros((slots, -(-vocabulary // 32)), jnp.int32)
         state = DeviceState(cache, jnp.zeros(slots, jnp.int32), Edits.empty(slots, vocabulary), allowed)
         return _constrained(state, sharding)
@@ -290,7 +288,7 @@ def copy_state_pages(
 
 @functools.partial(jax.jit, donate_argnames="state")
 def poison_pages(state: DeviceState, free: Int32[Array, " P"]) -> DeviceState:
-    """Overwrites pages with NaN.
+    """Overwrites pages with NaN. Of int8, which has none, it overwrites the scales.
 
     Args:
         state: Donated.
@@ -299,6 +297,11 @@ def poison_pages(state: DeviceState, free: Int32[Array, " P"]) -> DeviceState:
     Returns:
         The state.
     """
-    marked = free.astype(bool)[None, :, None, None, None]  # of all layers
-    overwrite = lambda x: jnp.where(marked, jnp.asarray(jnp.nan, x.dtype), x)
+
+    def overwrite(x: Array) -> Array:
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            return x
+        marked = free.astype(bool).reshape(1, -1, *[1] * (x.ndim - 2))  # of all layers
+        return jnp.where(marked, jnp.asarray(jnp.nan, x.dtype), x)
+
     return dataclasses.replace(state, cache=jax.tree.map(overwrite, state.cache))

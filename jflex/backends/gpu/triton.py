@@ -128,17 +128,24 @@ class Triton(TritonKernels):
 
 
 def _limit_of_pages(spec: AttentionSpec) -> str | None:
-    """Why Pallas' Triton does not reach the last page of a cache in eight bits, as part of a sentence, or None."""
+    """Why Pallas' Triton does not reach the last page of a cache in eight bits, as part of a sentence, or None.
+
+    Words of two columns are elements of two bytes, of which 2 ** 32 bytes hold no more than it counts.
+    """
+    from pallas_kernels.triton.head_chunks import holds_pairs
+
     paging = spec.paging
     if paging is None or paging.dtype is None:
         return None
-    size = spec.Dv if spec.has_latent_tiles else max(spec.D, spec.Dv)
-    elements = paging.layers * paging.num_pages * paging.page_size * spec.Hkv * size
-    if not unreached_by_pallas(elements):
+    rows = paging.layers * paging.num_pages * paging.page_size * spec.Hkv
+    sides = [(spec.Dv, None)] if spec.has_latent_tiles else [(spec.D, spec.key_mod), (spec.Dv, spec.value_mod)]
+    in_bytes = [rows * size for size, mod in sides if mod is not None or not holds_pairs(spec, size, None)]
+    unreached = [elements for elements in in_bytes if unreached_by_pallas(elements)]
+    if not unreached:
         return None
     return (
-        f"pages of {paging.dtype} have {elements} elements: with more than 2 ** 31 in at most 2 ** 32 bytes, Pallas "
-        "does not reach the last ones ('official_triton' does; or take fewer or more pages)"
+        f"pages of {paging.dtype} have {unreached[0]} elements: with more than 2 ** 31 in at most 2 ** 32 bytes, "
+        "Pallas does not reach the last ones ('official_triton' does; or take fewer or more pages)"
     )
 
 
