@@ -248,6 +248,12 @@ class AttentionSpec:
         return 1 if self.blocks is None else self.blocks.heads
 
     @property
+    def paged_rows(self) -> int:
+        """Rows of the pages of all layers: a key head of a token each."""
+        assert self.paging is not None  # of a paged call
+        return self.paging.layers * self.paging.num_pages * self.paging.page_size * self.Hkv
+
+    @property
     def page_size(self) -> int:
         """Keys in a page."""
         assert self.paging is not None  # of a paged call

@@ -132,14 +132,14 @@ def _limit_of_pages(spec: AttentionSpec) -> str | None:
 
     Words of two columns are elements of two bytes, of which 2 ** 32 bytes hold no more than it counts.
     """
-    from pallas_kernels.triton.head_chunks import holds_pairs
+    from pallas_kernels.triton.head_chunks import may_hold_pairs
 
     paging = spec.paging
     if paging is None or paging.dtype is None:
         return None
-    rows = paging.layers * paging.num_pages * paging.page_size * spec.Hkv
     sides = [(spec.Dv, None)] if spec.has_latent_tiles else [(spec.D, spec.key_mod), (spec.Dv, spec.value_mod)]
-    in_bytes = [rows * size for size, mod in sides if mod is not None or not holds_pairs(spec, size, None)]
+    no_pairs = spec.has_latent_tiles or not may_hold_pairs(spec)
+    in_bytes = [spec.paged_rows * size for size, mod in sides if no_pairs or mod is not None or size % 2]
     unreached = [elements for elements in in_bytes if unreached_by_pallas(elements)]
     if not unreached:
         return None

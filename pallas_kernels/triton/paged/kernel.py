@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from pallas_kernels.plan import unreached_by_pallas
 from pallas_kernels.spec import AttentionSpec, Operands
 from pallas_kernels.triton import fixed_splits, language, scores, split_kv, vectors
 from pallas_kernels.triton.attention import Attention, RowVectors, Tile, Walk
@@ -67,9 +68,11 @@ def _with_pairs(spec: AttentionSpec, work: Work) -> AttentionSpec:
 
     What feeds wgmma goes through shared memory in 16 bits in any case. Compiled for sm_90a, jax 0.11.2, latent and rope
     size 512 and 64: the mainloop for 16 rows takes 828 SASS instructions in pairs, 1170 otherwise; with 64 rows pairs
-    spill 1428 bytes, for 608.
+    spill 1428 bytes, for 608. So does one whose pages Pallas reaches as words alone.
     """
-    return dataclasses.replace(spec, pairs=may_hold_pairs(spec) and work.tiles.block_q < MIN_WGMMA_ROWS)
+    few = work.tiles.block_q < MIN_WGMMA_ROWS
+    too_large = any(unreached_by_pallas(spec.paged_rows * size) for size in (spec.D, spec.Dv))
+    return dataclasses.replace(spec, pairs=may_hold_pairs(spec) and (few or (too_large and not spec.has_latent_tiles)))
 
 
 def _attend(
