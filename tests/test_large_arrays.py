@@ -96,7 +96,7 @@ def test_the_last_page_of_a_cache_between_two_and_four_gigabytes(held, tokens):
     assert np.abs(found[0]).max() > 0.1
     if tokens == 1:
         np.testing.assert_array_equal(*found)
-    else:  # which a cache of few pages does not load as words
+    else:  # words are loaded from the larger one alone
         np.testing.assert_allclose(*found, rtol=0, atol=0.02)
 
 

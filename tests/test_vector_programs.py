@@ -19,7 +19,7 @@ from pallas_kernels.program.vectors import (
     trace_vector_program,
 )
 from pallas_kernels.program.views import NotOnTile
-from pallas_kernels.triton.head_chunks import mod_chunks
+from pallas_kernels.triton.head_chunks import plain_chunks
 
 B, H, KEYS = 3, 2, 6
 TABLE = np.random.default_rng(1).normal(size=(H, KEYS, 96)).astype(np.float32)
@@ -107,7 +107,7 @@ def evaluated(mod, vectors, b, h, way):
     """What the program in one way of holding lanes makes of vectors [KEYS, D]."""
     size = vectors.shape[1]
     traced, operands = trace_vector_mod(mod, "key", size, jnp.float32)
-    chunks = chunkings(size, mod_chunks(size, None))[way]
+    chunks = chunkings(size, plain_chunks(size))[way]
     program = trace_vector_program(traced.jaxpr, traced.operands, VectorSizes(B, H, KEYS, size, "float32"), chunks)
     out = np.full(vectors.shape, np.nan, np.float32)
     for of in program.lane_programs:
@@ -130,7 +130,7 @@ def test_against_vmap(name, size):
     for b, h in ((0, 1), (2, 0)):
         over_keys = jax.vmap(MODS[name], in_axes=(0, None, None, 0))
         right = over_keys(jnp.asarray(vectors), jnp.int32(b), jnp.int32(h), jnp.arange(KEYS, dtype=jnp.int32))
-        for way in range(len(chunkings(size, mod_chunks(size, None)))):
+        for way in range(len(chunkings(size, plain_chunks(size)))):
             np.testing.assert_allclose(evaluated(MODS[name], vectors, b, h, way), right, rtol=2e-5, atol=2e-5)
 
 
@@ -166,7 +166,7 @@ def test_what_mixes_lanes_is_refused_by_name(mod, reason):
 def test_each_element_is_loaded_once_and_each_angle_computed_once(name, chunks, loads):
     traced, _ = trace_vector_mod(MODS[name], "key", 128, jnp.float32)
     sizes = VectorSizes(B, H, KEYS, 128, "bfloat16")
-    ways = chunkings(128, mod_chunks(128, None))
+    ways = chunkings(128, plain_chunks(128))
     programs = [trace_vector_program(traced.jaxpr, traced.operands, sizes, way) for way in ways]
     best = min(programs, key=lambda program: program.cost)
     assert best.chunks == chunks
