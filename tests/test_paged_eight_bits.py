@@ -173,6 +173,18 @@ def test_weights_beyond_float16(of, backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS[1:])
+@pytest.mark.parametrize("of", ["token", "head"])
+def test_small_weights_beside_a_sink(of, backend):
+    """Weights of 2 ** -29, which float16 does not hold, of all values but that of the sink, which is 0."""
+    v = np.ones((TOKENS, HKV, D), np.float32)
+    v[3] = 0.0
+    sink = lambda score, b, h, q, k: jnp.where(k == 3, 20.0, 0.0) + 0.0 * score
+    out, _, v = attended(backend, v, of=of, v_scale=0.01, score_mod=sink)
+    p = np.exp(np.where(np.arange(TOKENS) == 3, 20.0, 0.0))
+    np.testing.assert_allclose(out, np.einsum("t,thd->hd", p / p.sum(), v), rtol=2**-7)
+
+
+@pytest.mark.parametrize("backend", BACKENDS[1:])
 def test_a_large_value_of_no_weight_costs_no_precision(backend):
     """The weights times the scales of values are rounded to float16 relative to the largest of a row, not of a tile."""
     v = np.random.default_rng(8).normal(size=(TOKENS, HKV, D)).astype(np.float32) * np.float32(1e-4)

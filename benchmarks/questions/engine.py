@@ -155,9 +155,13 @@ class Results:
         self.remarks: list[str] = []
 
     def add(self, name: str, value: float, unit: str) -> None:
-        """Adds a single figure; it is printed, so that a process that is ended leaves it."""
-        self.records.append(Record.single(name, float(f"{value:.4g}"), unit))
-        print(f"{name}: {value:.4g} {unit}", flush=True)
+        """Keeps a single figure."""
+        self.keep(Record.single(name, float(f"{value:.4g}"), unit))
+
+    def keep(self, record: Record) -> None:
+        """Adds a figure; it is printed, so that a process that is ended leaves it."""
+        self.records.append(record)
+        print(f"{record.name}: {record.value.median:.4g} {record.unit}", flush=True)
 
     def to_json(self) -> dict[str, Any]:
         """What a job returns."""
@@ -238,7 +242,7 @@ def measured(engine: Any, name: str, load: Load, shape: Shape, roof: Roof, resul
     records, remarks = records_of(timings, load)
     seconds = max(x.arrivals[-1] for x in timings) - min(x.sent for x in timings)
     for record in records:
-        results.records.append(dataclasses.replace(record, name=f"{name}: {record.name.partition(': ')[2]}"))
+        results.keep(dataclasses.replace(record, name=f"{name}: {record.name.partition(': ')[2]}"))
     results.remarks += remarks
     results.add(f"{name}: share of the roof", 100 * roof.seconds(engine.computed) / seconds, "%")
     return len(timings) / seconds

@@ -37,18 +37,17 @@ class Tile(NamedTuple):
     scales: tuple[jax.Array, ...] | None = None
 
     def product(self, spec: AttentionSpec, p: jax.Array) -> Columns:
-        """The PV GEMM, float32, of the weights before dropout: scales of tokens multiply these, in float32.
+        """The PV GEMM, float32, of the weights before dropout, which scales multiply in float32.
 
         float16 holds no small weights, nor large ones without a softmax: where the values are float16 and have scales,
-        each row is divided by a power of two, near its largest weight.
+        each row of the tile is divided by a power of two, near its largest weight. What is 2 ** 38 times smaller than
+        that becomes 0.
         """
         p, values, scales = self.scores.drop(p), self.values, self.scales
         if scales is None:
             return pv_dot(spec, p, values)
         if values[0].dtype != jnp.float16:
             return pv_dot(spec, p * _along_keys(scales[0]), values)
-        if not scales[0].ndim and spec.normalize == "softmax":
-            return tuple(x * scales[0] for x in pv_dot(spec, p, values))
         largest = functools.reduce(jnp.maximum, scales)
         smaller, factor = powers_of_two(jnp.max(jnp.abs(p * _along_keys(largest)), axis=1))
         share, made = len(values) // len(scales), []

@@ -153,12 +153,7 @@ class _Program(NamedTuple):
         if spec.max_pages == 1:  # looked up once, so that the loads of the loop depend on no other
             work_item = work_item._replace(page=arrays.table[(work_item.request, 0)])
         row = work_item.rows(spec, work, kv_h)
-        q, q_scale = _load_queries(spec, arrays.query, row.n, row.h), None
-        if holds_pairs(spec, spec.D, spec.vector_programs.key):
-            q, q_scale = byte_pairs.in_float16(q)
-        elif spec.pairs and spec.has_latent_tiles:
-            latents, q_scale = byte_pairs.in_float16(q[: len(value_chunks(spec))])
-            q = (*latents, *q[len(value_chunks(spec)) :])
+        q, q_scale = _scaled_queries(spec, arrays.query, row)
         captured = Operands(*arrays[:3], None, arrays.score_operands, arrays.mask_operands, arrays.dropout_operands)
         prepared = scores.prepare(
             a, captured, tiles.shape, work_item.request, row.h[:, None], q=row.n[:, None], end=work_item.length
@@ -298,6 +293,18 @@ def _store(spec: AttentionSpec, ref: Ref, at: tuple[Index, ...], columns: Column
         column = first + step * lax.broadcasted_iota(jnp.int32, x.shape, 1)
         index = tuple(jnp.broadcast_to(i, x.shape) if jnp.ndim(i) else i for i in at)
         language.store(spec.route, ref.at[(*index, column)], x.astype(ref.dtype), mask=mask[:, None] & (column < size))
+
+
+def _scaled_queries(spec: AttentionSpec, ref: Ref, row: QueryRows) -> tuple[Columns, jax.Array | None]:
+    """The queries of the rows, and what the product of those in float16 is to be multiplied by, if they were scaled."""
+    q = _load_queries(spec, ref, row.n, row.h)
+    if holds_pairs(spec, spec.D, spec.vector_programs.key):
+        return byte_pairs.in_float16(q)
+    if not (spec.pairs and spec.has_latent_tiles):
+        return q, None
+    count = len(value_chunks(spec))
+    latents, scale = byte_pairs.in_float16(q[:count])
+    return (*latents, *q[count:]), scale
 
 
 def _load_queries(spec: AttentionSpec, ref: Ref, n: jax.Array, h: jax.Array) -> Columns:
