@@ -159,8 +159,7 @@ class AttentionSpec:
       stats: Row statistics besides the lse: of ``"max"`` and ``"entropy"``, in this order.
       programs: The tile programs of the mods, once a plan has made them.
       vector_programs: Those of the key and value mods.
-      pairs: Whether keys and values of eight bits are loaded two columns at a time, where they can be; decided for each
-        launch.
+      pairs: Whether a launch loads keys and values of eight bits two columns at a time, where it may.
     """
 
     B: int

@@ -171,7 +171,7 @@ def test_poison_makes_every_number_of_a_page_nan(kind, name):
     [("small", None, 2 * 2 * 8 * 4), ("small", "int8", 2 * 2 * (8 + 4)), ("latent", "float8_e4m3fn", 256 + 2 * 4 + 8)],
 )
 def test_bytes_of_a_token(kind, name, bytes_of_token):
-    """Of which a cascade saves some; scales count."""
+    """With the scales: by these bytes the engine decides whether a cascade saves enough."""
     executor = engine_of(model_of(kind), cache_dtype=name)._executor
     assert executor.token_bytes == bytes_of_token
     assert sum(x.nbytes for x in jax.tree.leaves(executor._state.cache)) == 2 * 100 * 4 * bytes_of_token

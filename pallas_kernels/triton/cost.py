@@ -133,7 +133,7 @@ def fitting(spec: AttentionSpec, kernel: str, tiles: Tiles, cotangents: Iterable
       spec: The spec.
       kernel: Its name.
       tiles: Its tiles.
-      cotangents: Those that a backward kernel computes for captured arrays.
+      cotangents: Cotangents of loads of captured arrays that a backward kernel computes.
     """
     read = bytes_of_loads(kernel, spec.programs)
     again = (node for node in reachable(list(cotangents)) if node.op == "load" and node.kind == Axes.TILE)

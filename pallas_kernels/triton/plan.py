@@ -16,7 +16,7 @@ from pallas_kernels.program.cotangents import group_loads, is_ordered
 from pallas_kernels.program.programs import derivative_of, with_programs, with_vector_programs
 from pallas_kernels.spec import AttentionSpec
 from pallas_kernels.triton import cost, fixed_splits
-from pallas_kernels.triton.head_chunks import holds_pairs, may_hold_pairs, plain_chunks
+from pallas_kernels.triton.head_chunks import may_hold_pairs, plain_chunks
 from pallas_kernels.triton.limits import MAX_DECODED, MAX_DECODED_ROWS, MIN_TILE, decodes, limit_of_device
 from pallas_kernels.triton.paged.work import Work, requests_on_host
 from pallas_kernels.tuning import tables, triton_rules
@@ -219,15 +219,9 @@ def need_of(spec: AttentionSpec) -> triton_rules.Need:
         heavy=triton_rules.is_heavy(*spec.programs),
         score=(spec.programs.score is not None and spec.normalize == "softmax") or spec.programs.dropout is not None,
         large_memory=triton_rules.has_large_memory(spec.device_kind),
-        in_bytes=_in_bytes(spec),
+        in_bytes=may_hold_pairs(spec, spec.D, spec.vector_programs.key)
+        and may_hold_pairs(spec, spec.Dv, spec.vector_programs.value),
     )
-
-
-def _in_bytes(spec: AttentionSpec) -> bool:
-    """Whether launches with few rows load both keys and values in pairs."""
-    spec = dataclasses.replace(spec, pairs=may_hold_pairs(spec))
-    sides = zip((spec.D, spec.Dv), spec.vector_programs, strict=True)
-    return all(holds_pairs(spec, size, mod) for size, mod in sides)
 
 
 # --- pages

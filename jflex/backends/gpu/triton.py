@@ -130,7 +130,7 @@ class Triton(TritonKernels):
 def _limit_of_pages(spec: AttentionSpec) -> str | None:
     """Why Pallas' Triton does not reach the last page of a cache in eight bits, as part of a sentence, or None.
 
-    Words of two columns are elements of two bytes, of which 2 ** 32 bytes hold no more than it counts.
+    It reaches them as words of two columns: 2 ** 32 bytes are 2 ** 31 of these.
     """
     from pallas_kernels.triton.head_chunks import may_hold_pairs
 
@@ -138,8 +138,8 @@ def _limit_of_pages(spec: AttentionSpec) -> str | None:
     if paging is None or paging.dtype is None:
         return None
     sides = [(spec.Dv, None)] if spec.has_latent_tiles else [(spec.D, spec.key_mod), (spec.Dv, spec.value_mod)]
-    no_pairs = spec.has_latent_tiles or not may_hold_pairs(spec)
-    in_bytes = [spec.paged_rows * size for size, mod in sides if no_pairs or mod is not None or size % 2]
+    in_words = lambda size, mod: may_hold_pairs(spec, size, mod) and not spec.has_latent_tiles
+    in_bytes = [spec.paged_rows * size for size, mod in sides if not in_words(size, mod)]
     unreached = [elements for elements in in_bytes if unreached_by_pallas(elements)]
     if not unreached:
         return None

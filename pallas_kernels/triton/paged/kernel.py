@@ -25,7 +25,7 @@ from pallas_kernels.spec import AttentionSpec, Operands
 from pallas_kernels.triton import fixed_splits, language, scores, split_kv, vectors
 from pallas_kernels.triton.attention import Attention, RowVectors, Tile, Walk
 from pallas_kernels.triton.containment import any_nan
-from pallas_kernels.triton.head_chunks import Columns, holds_pairs, key_chunks, may_hold_pairs, value_chunks
+from pallas_kernels.triton.head_chunks import Columns, holds_pairs, key_chunks, value_chunks
 from pallas_kernels.triton.launch import launch
 from pallas_kernels.triton.paged import byte_pairs
 from pallas_kernels.triton.paged.key_rows import KeyRows
@@ -76,7 +76,7 @@ def _with_pairs(spec: AttentionSpec, work: Work) -> AttentionSpec:
     too_large = not spec.has_latent_tiles and any(
         unreached_by_pallas(spec.paged_rows * size) for size in (spec.D, spec.Dv)
     )
-    return dataclasses.replace(spec, pairs=may_hold_pairs(spec) and (few or too_large))
+    return dataclasses.replace(spec, pairs=few or too_large)
 
 
 def _attend(
@@ -113,9 +113,9 @@ def _launch(
 ) -> list[jax.Array]:
     """Runs a program for each work item and key head; `before` is the memory of the first outputs."""
     count, programs = len(jax.tree.leaves(arrays)), spec.Hkv * work.num_items(spec)
-    if holds_pairs(spec, spec.D, spec.vector_programs.key) or (spec.pairs and spec.has_latent_tiles):
+    if holds_pairs(spec, spec.D, spec.vector_programs.key):
         arrays = arrays._replace(key=byte_pairs.words(arrays.key))
-    if holds_pairs(spec, spec.Dv, spec.vector_programs.value):
+    if holds_pairs(spec, spec.Dv, spec.vector_programs.value) and not spec.values_in_keys:
         arrays = arrays._replace(value=byte_pairs.words(arrays.value))
     return launch(
         functools.partial(kernel, spec, work),
@@ -298,13 +298,11 @@ def _store(spec: AttentionSpec, ref: Ref, at: tuple[Index, ...], columns: Column
 def _scaled_queries(spec: AttentionSpec, ref: Ref, row: QueryRows) -> tuple[Columns, jax.Array | None]:
     """The queries of the rows, and what the product of those in float16 is to be multiplied by, if they were scaled."""
     q = _load_queries(spec, ref, row.n, row.h)
-    if holds_pairs(spec, spec.D, spec.vector_programs.key):
-        return byte_pairs.in_float16(q)
-    if not (spec.pairs and spec.has_latent_tiles):
+    if not holds_pairs(spec, spec.D, spec.vector_programs.key):
         return q, None
-    count = len(value_chunks(spec))
-    latents, scale = byte_pairs.in_float16(q[:count])
-    return (*latents, *q[count:]), scale
+    count = len(value_chunks(spec)) if spec.has_latent_tiles else len(q)  # rotated columns are no pairs
+    scaled, factor = byte_pairs.in_float16(q[:count])
+    return (*scaled, *q[count:]), factor
 
 
 def _load_queries(spec: AttentionSpec, ref: Ref, n: jax.Array, h: jax.Array) -> Columns:

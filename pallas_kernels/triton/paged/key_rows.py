@@ -81,8 +81,8 @@ class KeyRows(NamedTuple):
         """Rows of key or value, and what is left to multiply scores or weights by: None, a scalar or [count].
 
         The scales of keys multiply the scores, and those of values the weights: fewer than the elements of the rows,
-        which are then only cast. Under a mod they multiply the rows, and so do those of tokens where weights are
-        float16, which holds no small ones.
+        which are then only cast. Under a mod they multiply the rows, and so do those of values in a float16 call that
+        loads no pairs: float16 holds no small weights.
 
         Args:
           ref: The pages.
@@ -100,9 +100,10 @@ class KeyRows(NamedTuple):
     def load_latents(self, arrays: PagedOperands[Ref]) -> tuple[Columns, tuple[jax.Array, ...] | None]:
         """Latent vectors of eight bits and their rotated columns, and the scales of tiles of columns, [count] each.
 
-        None are left where these multiply the rows, which are keys and values: a power of two rounds none of them.
+        The scales are None where they have multiplied the rows already: they are powers of two, which round none.
         """
         spec, found = self.spec, []
+        pairs = holds_pairs(spec, spec.Dv, None)
         assert arrays.key_scale is not None  # what has tiles has them
         assert arrays.rope_key is not None
         scales = tuple(
@@ -111,13 +112,13 @@ class KeyRows(NamedTuple):
         width = arrays.key.shape[3] // len(scales)
         for tile, scale in enumerate(scales):
             rows = self._load_chunk(arrays.key, tile * width, width)
-            if spec.pairs:
+            if pairs:
                 found += byte_pairs.columns_of(spec, rows)
             else:
                 found.append(computed_once(spec, functools.partial(self._scaled, rows, scale)))
         for first, width in chunks(spec.D - spec.Dv):
             found.append(self._load_chunk(arrays.rope_key, first, width).astype(spec.dtype))
-        return tuple(found), scales if spec.pairs else None
+        return tuple(found), scales if pairs else None
 
     def _scales(self, ref: Ref | None) -> jax.Array | None:
         """The scale of the head, a scalar, or of each key, [count]: zeros past the request's length; None without."""
