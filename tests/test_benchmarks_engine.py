@@ -3,10 +3,12 @@
 import pytest
 
 from benchmarks.questions import engine, generation
-from benchmarks.questions.engine import Roof, Sizes, Step
+from benchmarks.questions.engine import Results, Roof, Sizes, Step
 from benchmarks.questions.generation import Shape, weight_bytes
 from benchmarks.results import schema
 from benchmarks.results.schema import Record
+from benchmarks.run import jax_runner
+from benchmarks.run.timing import Span
 
 TINY = Shape(2, 64, 128, 4, 2, 16, 300)
 SIZES = Sizes(
@@ -66,6 +68,23 @@ def test_flags_join_those_of_the_user(monkeypatch):
         engine.engine(TINY, SIZES, [part], run=lambda job: jobs.append(job) or {"records": [], "remarks": []})
     assert "XLA_FLAGS" not in jobs[0].variables
     assert jobs[1].variables["XLA_FLAGS"] == "--xla_dump_to=folder --xla_gpu_enable_command_buffer="
+
+
+def test_the_profile_of_a_load(monkeypatch):
+    """The engine has ended when the profile ends, and the middle counts: CUPTI must not end while graphs run."""
+    spans = [Span(0.0, 1.0, False), Span(4.5, 0.5, False), Span(5.0, 0.5, False, in_graph=True), Span(9.0, 1.0, False)]
+    monkeypatch.setattr(jax_runner, "profile_of", lambda run: run())
+    monkeypatch.setattr(jax_runner, "gpu_spans", lambda _: spans)
+    running = engine.metered(generation.jax_model(TINY), engine._options(2, SIZES))
+    running.start()
+    results, load = Results(), engine._load(2, SIZES)
+    engine.record_launches(running, "load", load, TINY.vocabulary, results)
+    assert not running._thread.is_alive()
+    assert sum(x.tokens for x in running.computed) == load.requests * (SIZES.prompt + SIZES.output - 1)
+    assert {x.name: x.value.median for x in results.records} == {
+        "load: idle GPU": 0.0,
+        "load: kernels in CUDA graphs": 50.0,
+    }
 
 
 def test_users():
