@@ -197,8 +197,9 @@ def write(
       k: Keys of N tokens, in the dtype of the cache; for eight bits, in bfloat16, float16 or float32.
       v: Their values.
       slots: The slot of each token, ``page * page_size + offset``; `jflex.paged.slots_of` and `jflex.paged.token_slots`
-        compute them from page tables. A token with slot -1, or any other outside of the cache, is dropped: slots
-        neither wrap nor clamp. Slots must not repeat, except in page 0: which token is kept is undefined.
+        compute them from page tables. A token with slot -1, any other outside of the cache, or one in page 0, which
+        holds no tokens, is dropped: slots neither wrap nor clamp. Other slots must not repeat: what is written is then
+        undefined.
       layer: Which layer of a stacked cache, a Python int or traced; a traced one outside of the cache drops all tokens.
 
     Returns:
@@ -275,7 +276,8 @@ def copy_slots(cache: Cache, src: Int32[AnyArray, " M"], dst: Int32[AnyArray, " 
     Args:
       cache: The cache, a `PagedCache` or a `LatentCache`.
       src: Slots to read; one outside of the cache reads another.
-      dst: Slots to write, without duplicates. A pair with a `dst` of -1, or any other outside of the cache, is dropped.
+      dst: Slots to write, without duplicates. A pair with a `dst` of -1, any other outside of the cache, or one in page
+        0, is dropped.
 
     Returns:
       The new cache.
@@ -290,8 +292,9 @@ def copy_slots(cache: Cache, src: Int32[AnyArray, " M"], dst: Int32[AnyArray, " 
     """
     _check_pairs(cache, src, dst, "slots")
     check_slots_differ(dst, cache.num_pages, cache.page_size, "dst")
-    split = lambda slots: (jnp.asarray(slots) // cache.page_size, jnp.asarray(slots) % cache.page_size)
-    return cache.map_tokens(lambda x: _copied(cache, x, split(src), split(dst)))
+    src = jnp.asarray(src)
+    taken, written = (src // cache.page_size, src % cache.page_size), _written_index(cache, dst)
+    return cache.map_tokens(lambda x: _copied(cache, x, taken, written))
 
 
 def slot_index(cache: PageStore, slots: Int32[AnyArray, " N"], layer: int | AnyArray | None) -> tuple[jax.Array, ...]:
@@ -301,14 +304,20 @@ def slot_index(cache: PageStore, slots: Int32[AnyArray, " N"], layer: int | AnyA
       TypeError: `layer` is not an integer.
       ValueError: It is missing, superfluous or, if known, outside of the cache; known `slots` repeat.
 
-    >>> [i.tolist() for i in slot_index(PagedCache.create(4, 2, 1, 1, dtype="float32"), jnp.array([6, 3]), None)]
-    [[3, 1], [0, 1]]
+    >>> [i.tolist() for i in slot_index(PagedCache.create(4, 2, 1, 1, dtype="float32"), jnp.array([6, 3, 1]), None)]
+    [[3, 1, -1], [0, 1, 1]]
     """
     check_slots_differ(slots, cache.num_pages, cache.page_size, "slots")
-    slots = jnp.asarray(slots)
-    index = (slots // cache.page_size, slots % cache.page_size)
+    index = _written_index(cache, slots)
     checked = checked_layer(cache, layer)
     return index if checked is None else (checked, *index)
+
+
+def _written_index(cache: PageStore, slots: Int32[AnyArray, " N"]) -> tuple[jax.Array, jax.Array]:
+    """Pages and offsets of slots to write; page -1, which is dropped, for page 0: its slots may repeat."""
+    slots = jnp.asarray(slots)
+    page = slots // cache.page_size
+    return jnp.where(page == 0, -1, page), slots % cache.page_size
 
 
 def checked_layer(cache: PageStore, layer: int | AnyArray | None) -> Int32[Array, ""] | None:

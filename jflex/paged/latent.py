@@ -207,7 +207,7 @@ def write_latent(
       latent: The latent vectors of N tokens, normalised as the model does it, in the dtype of the cache; for eight
         bits, in bfloat16, float16 or float32.
       rope_key: Their rotated keys, likewise.
-      slots: The slot of each token, as in `jflex.paged.write`; one outside of the cache drops its token.
+      slots: The slot of each token, as in `jflex.paged.write`; one outside of the cache or in page 0 drops its token.
       layer: Which layer of a stacked cache, a Python int or traced.
 
     Returns:
