@@ -29,6 +29,7 @@ from pallas_kernels.triton.head_chunks import Columns, holds_pairs, key_chunks, 
 from pallas_kernels.triton.launch import launch
 from pallas_kernels.triton.paged import byte_pairs
 from pallas_kernels.triton.paged.key_rows import KeyRows
+from pallas_kernels.triton.paged.marked import QueryBlocks
 from pallas_kernels.triton.paged.merge import merge_splits
 from pallas_kernels.triton.paged.walk import walk_of
 from pallas_kernels.triton.paged.work import PagedOperands, QueryRows, Requests, Work, WorkItem, item_of, requests
@@ -89,8 +90,10 @@ def _attend(
         slots = (work.slots(spec), a.Hkv, rows)
         vectors = [jax.ShapeDtypeStruct(slots, jnp.float32)] * fixed_splits.vectors_of_partial(spec)
         outputs += [jax.ShapeDtypeStruct((*slots, a.Dv), jnp.float32), *vectors]
-    kernel = _fixed_kernel if work.fixed_splits else _kernel
-    return _launch(kernel, spec, work, arrays, before, outputs, "jflex_paged")
+    kernel, programs = _kernel, spec.Hkv * work.num_items(spec)
+    if work.fixed_splits:
+        kernel, programs = _fixed_kernel, min(programs, fixed_splits.MAX_PROGRAMS)
+    return _launch(kernel, spec, work, arrays, before, outputs, "jflex_paged", programs)
 
 
 def _repair(
@@ -99,7 +102,8 @@ def _repair(
     """Recomputes the tiles of queries that have an lse of NaN, without splits; see `containment`."""
     work = dataclasses.replace(work, may_split=False, tiles=dataclasses.replace(work.tiles, num_stages=1))
     outputs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in result]
-    return _launch(_repair_kernel, spec, work, arrays, result, outputs, "jflex_paged_repair")
+    programs = QueryBlocks(spec, work).programs
+    return _launch(_repair_kernel, spec, work, arrays, result, outputs, "jflex_paged_repair", programs)
 
 
 def _launch(
@@ -110,9 +114,10 @@ def _launch(
     before: list[jax.Array],
     outputs: Sequence[jax.ShapeDtypeStruct],
     name: str,
+    programs: int,
 ) -> list[jax.Array]:
-    """Runs a program for each work item and key head; `before` is the memory of the first outputs."""
-    count, programs = len(jax.tree.leaves(arrays)), spec.Hkv * work.num_items(spec)
+    """Runs a kernel on a grid of one axis; `before` is the memory of the first outputs."""
+    count = len(jax.tree.leaves(arrays))
     if holds_pairs(spec, spec.D, spec.vector_programs.key):
         arrays = arrays._replace(key=byte_pairs.words(arrays.key))
     if holds_pairs(spec, spec.Dv, spec.vector_programs.value) and not spec.values_in_keys:
@@ -122,7 +127,7 @@ def _launch(
         (arrays, before),
         outputs,
         name=name,
-        grid=(min(programs, fixed_splits.MAX_PROGRAMS) if kernel is _fixed_kernel else programs,),
+        grid=(programs,),
         tiles=work.tiles,
         spec=spec,
         aliases={count + n: n for n in range(len(before))},
@@ -272,19 +277,31 @@ def _store_partial(
 
 
 def _repair_kernel(spec: AttentionSpec, work: Work, arrays: PagedOperands[Ref], before: list[Ref], *refs: Ref) -> None:
-    program = _Program.of(spec, work, arrays)
-    row_lse = language.load(spec.route, before[1].at[(program.row.n, program.row.h)])
+    blocks, block = QueryBlocks(spec, work), pl.program_id(0)
 
-    def fix() -> None:
-        if work.fixed_splits:
-            sums, attended = fixed_splits.repair(program.attention, *program.fixed_splits(work))
-            columns, row_vectors = fixed_splits.finish(spec, sums)
-        else:
-            columns, row_vectors, attended = program.attention.repair()
+    def fix(number: jax.Array, of: Requests) -> None:
+        program = _Program.of(spec, work, arrays, number, of)
+        row_lse = language.load(spec.route, before[1].at[(program.row.n, program.row.h)])
         marked = (row_lse != row_lse) & (program.item.queries > 0)  # others stay, to the last bit
-        program.store(refs, columns, row_vectors, whole=marked, keeps=attended.bad > 0.0)
+        pl.when(any_nan(row_lse) & (program.item.queries > 0))(lambda: _fix(program, work, refs, marked))
 
-    pl.when(any_nan(row_lse) & (program.item.queries > 0))(fix)
+    def fix_block() -> None:
+        of = requests(spec, work, arrays)
+        first, end = blocks.items(of, block)
+        each = lambda number, state: (fix(number, of), state)[1]
+        lax.fori_loop(first * spec.Hkv, end * spec.Hkv, each, jnp.int32(0))
+
+    pl.when(blocks.has_marks(before[1], block))(fix_block)
+
+
+def _fix(program: _Program, work: Work, refs: Sequence[Ref], marked: jax.Array) -> None:
+    """Computes a tile of queries again, and stores the rows that are marked."""
+    if work.fixed_splits:
+        sums, attended = fixed_splits.repair(program.attention, *program.fixed_splits(work))
+        columns, row_vectors = fixed_splits.finish(program.attention.prepared.spec, sums)
+    else:
+        columns, row_vectors, attended = program.attention.repair()
+    program.store(refs, columns, row_vectors, whole=marked, keeps=attended.bad > 0.0)
 
 
 def _store(spec: AttentionSpec, ref: Ref, at: tuple[Index, ...], columns: Columns, mask: jax.Array) -> None:

@@ -1,0 +1,67 @@
+"""How tiles of queries are divided among programs of the repair: each is taken once, by one that reads its marks."""
+
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.experimental import pallas as pl
+
+from pallas_kernels.config import Tiles
+from pallas_kernels.triton.containment import MAX_PROGRAMS
+from pallas_kernels.triton.paged.marked import QueryBlocks
+from pallas_kernels.triton.paged.work import Work, planned_requests
+
+PADDED = 16  # requests
+HEADS = 6
+
+
+def plan_of(queries, tail, group, rows, least):
+    """Blocks, work items and plan of packed requests with so many queries, and `tail` of no request."""
+    R, N = len(queries), sum(queries) + tail
+    spec = types.SimpleNamespace(T=N, B=R, S=640, Hq=HEADS * group, Hkv=HEADS, group=group, route="interpreted")
+    work = Work(Tiles(rows, 64, 4, 1), least, 10**6, may_split=False)
+    start = np.full(PADDED, N, np.int32)
+    start[: R + 1] = np.cumsum([0, *queries])
+    end = np.append(start[1:], N).astype(np.int32)
+    lengths = np.where(np.arange(PADDED) < R, 640, 0).astype(np.int32)
+    return QueryBlocks(spec, work), planned_requests(spec, work, *map(jnp.asarray, (start, end, lengths)))
+
+
+@given(
+    st.lists(st.integers(0, 90), min_size=1, max_size=PADDED - 1),
+    st.integers(0, 200),
+    st.sampled_from([1, 3, 4]),
+    st.sampled_from([4, 16, 64]),
+    st.sampled_from([0, 17]),
+)
+def test_each_tile_is_taken_once(queries, tail, group, rows, least):
+    if not sum(queries) + tail:
+        return
+    blocks, plan = plan_of(queries, tail, group, rows, least)
+    of_all = jax.vmap(lambda block: blocks.items(plan, block))(jnp.arange(MAX_PROGRAMS))
+    ranges = [range(*x) for x in np.stack(of_all, axis=1)[: blocks.programs].tolist()]
+    per_tile, tiles = blocks.work.queries(blocks.spec), zip(*map(np.asarray, (plan.start, plan.tiles)), strict=True)
+    firsts = np.concatenate([start + per_tile * np.arange(count) for start, count in tiles])  # as `item_of` says
+    assert [i for of_block in ranges for i in of_block] == list(range(len(firsts)))
+    assert (firsts // blocks.size).tolist() == [block for block, of_block in enumerate(ranges) for _ in of_block]
+
+
+@pytest.mark.parametrize("N", [1, 5, 133, 1000, 3000])
+def test_a_mark_is_seen_by_the_programs_whose_tiles_reach_it(N):
+    blocks, _ = plan_of([N], 0, 4, 64, 0)
+    reach = blocks.work.queries(blocks.spec) - 1
+    for at in {0, N // 2, N - 1}:
+        lse = np.zeros((N, blocks.spec.Hq), np.float32)
+        lse[at, at % blocks.spec.Hq] = np.nan
+
+        def look(lse, seen):
+            seen[pl.program_id(0)] = blocks.has_marks(lse, pl.program_id(0)).astype(np.int32)
+
+        shape = jax.ShapeDtypeStruct((blocks.programs,), np.int32)
+        seen = pl.pallas_call(look, shape, grid=(blocks.programs,), interpret=True)(lse)
+        begins = np.arange(blocks.programs) * blocks.size
+        np.testing.assert_array_equal(np.asarray(seen) == 1, (begins <= at) & (at < begins + blocks.size + reach))
