@@ -180,11 +180,11 @@ def jax_generation(shape: Sequence[int], load: Sequence[int], runs: int, cache: 
 
 
 def jax_model(sizes: Shape) -> Any:
-    """A decoder with random weights in bfloat16."""
+    """A decoder with random weights in bfloat16, as the commands of flax_layers load one."""
     import jax.numpy as jnp
     from flax import nnx
 
-    from flax_layers.models import Decoder, LayerConfig, ModelConfig
+    from flax_layers.models import Decoder, LayerConfig, ModelConfig, fuse_projections
 
     config = ModelConfig(
         vocabulary=sizes.vocabulary,
@@ -196,7 +196,9 @@ def jax_model(sizes: Shape) -> Any:
         layers=(LayerConfig(rotary_base=500000.0),) * sizes.layers,
         max_positions=8192,
     )
-    return Decoder(config, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    model = Decoder(config, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    fuse_projections(model)
+    return model
 
 
 def main(words: Sequence[str] | None = None) -> None:

@@ -9,7 +9,7 @@ from flax.typing import Dtype
 from jax.sharding import Mesh
 
 import jflex
-from flax_layers.models import Decoder, ModelConfig, Tokenizer, from_pretrained
+from flax_layers.models import Decoder, ModelConfig, Tokenizer, from_pretrained, fuse_projections
 from flax_layers.models.folders import read_optional_json, recover
 
 
@@ -39,7 +39,7 @@ def load(
     mesh: Mesh | None = None,
     attention_config: jflex.Config | None = None,
 ) -> Loaded:
-    """Reads model, tokenizer and stop tokens.
+    """Reads model, tokenizer and stop tokens. On one device, the projections of the model are fused.
 
     Args:
         folder: The folder of the checkpoint.
@@ -66,6 +66,8 @@ def load(
     tokenizer = Tokenizer(folder)  # first: a missing file raises before gigabytes are read
     how: dict[str, Any] = {"implementation": implementation, "attention_config": attention_config}
     model = from_pretrained(folder, dtype=dtype or default_dtype(), mesh=mesh, **how)
+    if mesh is None:
+        fuse_projections(model)
     return Loaded(model, tokenizer, stop_tokens(folder, model.config))
 
 

@@ -5,6 +5,7 @@ from flax_layers.models.checkpoint import from_pretrained, save_pretrained
 from flax_layers.models.config import ExpertsConfig, LatentConfig, LayerConfig, ModelConfig
 from flax_layers.models.decoder import Decoder
 from flax_layers.models.folders import CheckpointError
+from flax_layers.models.fused import fuse_projections
 from flax_layers.models.sharding import RULES, parameter_shardings
 from flax_layers.models.text_stream import TextStream
 from flax_layers.models.tokenizer import Tokenizer
@@ -21,6 +22,7 @@ __all__ = [
     "TextStream",
     "Tokenizer",
     "from_pretrained",
+    "fuse_projections",
     "parameter_shardings",
     "save_pretrained",
 ]

@@ -16,6 +16,7 @@ from flax_layers.models.decoder import Decoder
 from flax_layers.models.families import family_named
 from flax_layers.models.folders import CheckpointError, copy_tokenizer, recover, replaced_folder
 from flax_layers.models.fp8_files import FP8, SCALE, BlockFP8, read_quantization
+from flax_layers.models.fused import is_fused
 from flax_layers.models.sharding import RULES, Rules, parameter_shardings
 from flax_layers.models.tensor_files import TensorFiles, write_files
 from flax_layers.models.tensor_names import Tensor, pieces_of, tensors_of
@@ -147,10 +148,15 @@ def save_pretrained(
 
     Raises:
         CheckpointError: `folder` holds files that do not belong to a checkpoint.
-        ValueError: The format of the family cannot describe the model.
+        ValueError: The format of the family cannot describe the model, or its projections are fused.
         OSError: Writing fails.
     """
     folder = pathlib.Path(folder)
+    if is_fused(model):
+        raise ValueError(
+            "`model` must not have fused projections, which files hold one by one. Save the model before "
+            "`fuse_projections`."
+        )
     raw = write_config(model.config)
     values = {".".join(map(str, path)): leaf[...] for path, leaf in nnx.to_flat_state(nnx.state(model, nnx.Param))}
     learned = [path for path in values if ".score_mod." in path]

@@ -1,0 +1,117 @@
+"""Projections of one input as one matrix product, for inference."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import jax.numpy as jnp
+from flax import nnx
+from flax.typing import Dtype
+from jaxtyping import Array, Float
+
+from flax_layers.models.mlp import MLP
+from flax_layers.nnx import FlexAttention
+
+_GROUPS = ((FlexAttention, ("query", "key", "value")), (MLP, ("gate", "up")))
+
+
+class FusedPart(nnx.Module):
+    """One of several projections of the same input, whose kernels are side by side in one `nnx.Linear`.
+
+    Each part computes all of them. In a jitted function the products are one, by common subexpression elimination.
+
+    Args:
+        fused: All projections; the parts share it.
+        start: The first of the columns of this one.
+        size: How many there are.
+    """
+
+    def __init__(self, fused: nnx.Linear, start: int, size: int):
+        self.fused = fused
+        self.start = start
+        self.size = size
+
+    def __call__(self, inputs: Float[Array, "*batch features"]) -> Float[Array, "*batch size"]:
+        """Returns the projection."""
+        return self.fused(inputs)[..., self.start : self.start + self.size]
+
+    @property
+    def dtype(self) -> Dtype | None:
+        """Of the computation."""
+        return self.fused.dtype
+
+    @property
+    def param_dtype(self) -> Dtype:
+        """Of the parameters."""
+        return self.fused.param_dtype
+
+
+def fuse_projections(model: nnx.Module) -> None:
+    """Makes one matrix of the projections to queries, keys and values of each layer, and one of `gate` and `up`.
+
+    In place, for inference on one device: `save_pretrained` and the rules of sharding do not know the new parameters.
+    The old ones of a layer are dropped before those of the next are copied. Outputs are the same but for rounding.
+    Call it before an `Engine` or `generate` gets the model; the commands `flax_layers.serve` and `flax_layers.generate`
+    do. Decoding of Llama 3 8B gives 3, 6 and 6 % more tokens/s for 1, 64 and 256 requests, a faster repair of
+    attention included (H200, jax 0.11.2): QKV of 256 tokens took 50 us where XLA concatenated the three matrices in
+    every step, and takes 24.
+
+    Args:
+        model: A `Decoder`. Projections of latent attention stay as they are.
+
+    Raises:
+        ValueError: The model is on several devices, or its projections are fused already.
+
+    Example:
+        >>> from flax_layers.models import Decoder, LayerConfig, ModelConfig
+        >>> config = ModelConfig(
+        ...     vocabulary=64, width=16, mlp_width=32, num_heads=2, num_kv_heads=1, head_dim=8,
+        ...     layers=(LayerConfig(),), max_positions=64,
+        ... )
+        >>> model = Decoder(config, rngs=nnx.Rngs(0))
+        >>> fuse_projections(model)
+        >>> attention = model.blocks[0].attention
+        >>> attention.query.fused is attention.key.fused, attention.query.fused.kernel.shape
+        (True, (16, 32))
+    """
+    for owner, names in list(_groups(model)):
+        parts = [getattr(owner, name) for name in names]
+        if any(isinstance(part, FusedPart) for part in parts):
+            raise ValueError("`model` must have projections that are not fused. Call `fuse_projections` once.")
+        if len(parts[0].kernel[...].sharding.device_set) > 1:
+            raise ValueError(
+                "`model` must be on one device: a mesh divides each projection by heads or hidden features. Leave "
+                "`fuse_projections` out."
+            )
+    for owner, names in list(_groups(model)):
+        parts = [getattr(owner, name) for name in names]
+        sizes, start = [part.out_features for part in parts], 0
+        fused = _side_by_side(parts)
+        for name, size in zip(names, sizes, strict=True):
+            setattr(owner, name, FusedPart(fused, start, size))
+            start += size
+
+
+def is_fused(model: nnx.Module) -> bool:
+    """Whether `fuse_projections` was called."""
+    return any(isinstance(module, FusedPart) for _, module in nnx.iter_modules(model))
+
+
+def _groups(model: nnx.Module) -> Iterator[tuple[nnx.Module, tuple[str, ...]]]:
+    """The modules that have projections to fuse, and the names of these."""
+    for _, module in nnx.iter_modules(model):
+        for kind, names in _GROUPS:
+            if isinstance(module, kind):
+                yield module, names
+
+
+def _side_by_side(linears: Sequence[nnx.Linear]) -> nnx.Linear:
+    """The first of the projections with the parameters of all; experts are stacked along axes before."""
+    fused = linears[0]
+    kernels = [x.kernel[...] for x in linears]
+    biases = [x.bias[...] for x in linears if x.bias is not None]
+    fused.out_features = sum(x.out_features for x in linears)
+    fused.kernel = nnx.Param(jnp.concatenate(kernels, axis=-1))
+    if biases:
+        fused.bias = nnx.Param(jnp.concatenate(biases, axis=-1))
+    return fused
