@@ -326,7 +326,8 @@ def test_shapes():
                 assert shape.tokens >= tokens
                 assert shape.rows >= rows
                 assert shape.drafts == (3 if is_drafted else 0)
-    assert options.shape_for(7, 2, 5, SMALL, drafts=True) == Shape(16, 4, 25, 3)
+    assert options.shape_for(7, 3, 5, SMALL, drafts=True) == Shape(16, 4, 25, 3)
+    assert options.shape_for(1, 1, 5, SMALL) == Shape(2, 2, 25)  # never one row of more
 
 
 @pytest.mark.parametrize(
