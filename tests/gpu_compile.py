@@ -123,15 +123,27 @@ def compile_kernels(function: Any, *arrays: Any) -> list[Kernel]:
     """
     lowered = lower(function, *jax.tree.map(_on_gpu, arrays))
     with tempfile.TemporaryDirectory() as folder, compiled_in_haste(False):
-        # The emitter writes PTX for every kernel, also for those that XLA fuses itself.
         with _mosaic_dump(pathlib.Path(folder, "mosaic")) as mosaic:
-            compiled = lowered.compile(compiler_options={"xla_dump_to": folder, "xla_dump_emitter_re": "ptx"})
+            compiled = lowered.compile(compiler_options=_ptx_in(folder))
         calls = (line for line in compiled.as_text().splitlines() if "__gpu$xla.gpu.triton" in line)
         names = {re.sub(r"\W", "_", re.findall(r'\bname = "([^"]+)"', line)[-1]) for line in calls}
         texts = (path.read_text() for path in pathlib.Path(folder).glob("*.ptx"))
         shared = _shared(folder)
         kernels = (_assembled(text, folder, shared) for text in texts if re.sub(r"__\d+$", "", _entry(text)) in names)
         return sorted([*kernels, *_mosaic_kernels(mosaic.read_text(errors="replace"), folder)])
+
+
+def ptx_of(function: Any, *arrays: Any) -> list[str]:
+    """The PTX of all kernels of a function, those of XLA included. Needs `missing()` to be None."""
+    lowered = lower(function, *jax.tree.map(_on_gpu, arrays))
+    with tempfile.TemporaryDirectory() as folder, compiled_in_haste(False):
+        lowered.compile(compiler_options=_ptx_in(folder))
+        return [path.read_text() for path in pathlib.Path(folder).glob("*.ptx")]
+
+
+def _ptx_in(folder: str) -> dict[str, str]:
+    """Options for the emitter to write PTX of every kernel, also of those that XLA fuses itself."""
+    return {"xla_dump_to": folder, "xla_dump_emitter_re": "ptx"}
 
 
 @contextlib.contextmanager
