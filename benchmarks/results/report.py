@@ -202,10 +202,12 @@ def speed_table(results: Results) -> str:
             shown = lambda record: f"{record.value.median:,.{2 if record.unit == 'x' else 0}f}"
             found = {record.name: shown(record) for record in result.records}
             rows.append([words, *(found.get(names.get(column, ""), "") for column in columns)])
+    named = ("main", "decode", "paged", "mla", "fp8", *(question for question, *_ in _WHOLE_MODELS))
+    days = _when([suites[name] for name in named if name in suites])
     about, link = main.about, PAGE.relative_to(ROOT).as_posix()
     return (
         f"One {about['machine']['device']}, bfloat16; S 16384, D 128 and time on the device where a row says nothing "
-        f"else; jax {about['versions']['jax']}, torch {about['versions']['torch']}, {_when([main])}. "
+        f"else; jax {about['versions']['jax']}, torch {about['versions']['torch']}, {days}. "
         f"[Every figure and how it was measured]({link}).\n\n{_markdown(rows)}"
     )
 
