@@ -83,7 +83,7 @@ class EngineOptions:
 
     Example:
         >>> EngineOptions(max_requests=16, max_step_tokens=512, num_pages=1000).rows
-        (2, 4, 16)
+        (1, 4, 16)
     """
 
     max_requests: int = 64
@@ -147,13 +147,8 @@ class EngineOptions:
 
     @property
     def rows(self) -> tuple[int, ...]:
-        """Buckets of decoding requests: powers of 4, and 2 in place of 1.
-
-        XLA makes one kernel of the norm of two rows, and two of that of a single row: a step of Llama 3 8B takes 4.44
-        ms with a row of padding, and 4.49 without (H200, jax 0.11.2).
-        """
-        least = min(2, self.max_requests)
-        return tuple(dict.fromkeys(max(least, rows) for rows in _ladder(1, self.max_requests)))
+        """Buckets of decoding requests: powers of 4."""
+        return _ladder(1, self.max_requests)
 
     @property
     def tokens(self) -> tuple[int, ...]:
