@@ -199,7 +199,7 @@ def test_decoding_from_a_dense_cache(backend, queries, lengths):
 
 
 @pytest.mark.parametrize("page_size", [1, 16, 64])
-@pytest.mark.parametrize("queries", [(1, 1), (3, 40)], ids=["decode", "mixed"])
+@pytest.mark.parametrize("queries", [(1, 1), (3, 40), (1, 160)], ids=["decode", "mixed", "long"])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_pages_that_a_window_no_longer_shows(backend, queries, page_size):
     """Pages go from one sequence to another, and NaN with them."""

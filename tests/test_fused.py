@@ -8,7 +8,7 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from flax_layers.models import Decoder, fuse_projections, save_pretrained
+from flax_layers.models import Decoder, fuse_projections, parameter_shardings, save_pretrained
 from flax_layers.models.fused import is_fused
 from flax_layers.serving import Engine, EngineOptions
 from tests import golden_models
@@ -71,10 +71,41 @@ def saved(folder):
     save_pretrained(model, folder)
 
 
+def test_a_shape_of_a_fused_model():
+    """As a checkpoint of a fused model is restored."""
+
+    def make():
+        model = small()
+        fuse_projections(model)
+        return model
+
+    shapes = nnx.state(nnx.eval_shape(make))
+    assert shapes.blocks[0].mlp.gate.fused.kernel.shape == (SMALL.width, 2 * SMALL.mlp_width)
+
+
+def with_adapter():
+    model, rngs = small(), nnx.Rngs(0)
+    model.blocks[1].attention.value = nnx.LoRALinear(SMALL.width, 16, lora_rank=2, use_bias=False, rngs=rngs)
+    fuse_projections(model)
+
+
+def sharded():
+    model = small()
+    fuse_projections(model)
+    shapes = {".".join(map(str, path)): x.shape for path, x in nnx.to_flat_state(nnx.state(model, nnx.Param))}
+    parameter_shardings(shapes, jax.make_mesh((2,), ("model",)))
+
+
 def test_wrong_calls(tmp_path):
-    with pytest.raises(ValueError, match="`model` must have projections that are not fused"):
+    with pytest.raises(ValueError, match=r"`query` must be an nnx\.Linear in each layer of `model`\. Got FusedPart"):
         fused_twice()
-    with pytest.raises(ValueError, match="`model` must not have fused projections, which files hold one by one"):
+    with pytest.raises(ValueError, match=r"`value` must be an nnx\.Linear in each layer of `model`\. Got LoRALinear"):
+        with_adapter()
+    with pytest.raises(ValueError, match="`shapes` must be of a model whose projections are not fused"):
+        sharded()
+    with pytest.raises(
+        ValueError, match="`model` must not have fused projections: files hold each projection"
+    ):
         saved(tmp_path / "model")
     assert not (tmp_path / "model").exists()
 

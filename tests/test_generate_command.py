@@ -15,6 +15,7 @@ from flax_layers.generate import generate
 from flax_layers.generate.command import main
 from flax_layers.generate.folder import default_dtype, load, stop_tokens
 from flax_layers.models import CheckpointError, Decoder, LayerConfig, ModelConfig, Tokenizer, save_pretrained
+from flax_layers.models.fused import is_fused
 from tests.golden_models import ROOT
 
 CONFIG = ModelConfig(
@@ -114,6 +115,11 @@ def test_dtypes():
 def test_bfloat16(folder):
     loaded = load(folder, jnp.dtype("bfloat16"))
     assert loaded.model.embed.embedding.dtype == loaded.model.init_caches(1, 4)[0].k.dtype == jnp.bfloat16
+
+
+def test_projections_are_fused_on_one_device(folder):
+    assert is_fused(load(folder).model)
+    assert not is_fused(load(folder, mesh=jax.make_mesh((1,), ("model",))).model)
 
 
 PROMPT = ("--prompt", "Hello")

@@ -43,7 +43,7 @@ def test_each_tile_is_taken_once(queries, tail, group, rows, least):
         return
     blocks, plan = plan_of(queries, tail, group, rows, least)
     of_all = jax.vmap(lambda block: blocks.items(plan, block))(jnp.arange(MAX_PROGRAMS))
-    ranges = [range(*x) for x in np.stack(of_all, axis=1)[: blocks.programs].tolist()]
+    ranges = [range(*x) for x in np.stack(of_all, axis=1)[: blocks.programs // HEADS].tolist()]
     per_tile, tiles = blocks.work.queries(blocks.spec), zip(*map(np.asarray, (plan.start, plan.tiles)), strict=True)
     firsts = np.concatenate([start + per_tile * np.arange(count) for start, count in tiles])  # as `item_of` says
     assert [i for of_block in ranges for i in of_block] == list(range(len(firsts)))
@@ -53,15 +53,17 @@ def test_each_tile_is_taken_once(queries, tail, group, rows, least):
 @pytest.mark.parametrize("N", [1, 5, 133, 1000, 3000])
 def test_a_mark_is_seen_by_the_programs_whose_tiles_reach_it(N):
     blocks, _ = plan_of([N], 0, 4, 64, 0)
-    reach = blocks.work.queries(blocks.spec) - 1
+    reach, grid = blocks.work.queries(blocks.spec) - 1, (blocks.programs // HEADS, HEADS)
     for at in {0, N // 2, N - 1}:
+        h = at % blocks.spec.Hq
         lse = np.zeros((N, blocks.spec.Hq), np.float32)
-        lse[at, at % blocks.spec.Hq] = np.nan
+        lse[at, h] = np.nan
 
         def look(lse, seen):
-            seen[pl.program_id(0)] = blocks.has_marks(lse, pl.program_id(0)).astype(np.int32)
+            place = pl.program_id(0), pl.program_id(1)
+            seen[place] = blocks.has_marks(lse, *place).astype(np.int32)
 
-        shape = jax.ShapeDtypeStruct((blocks.programs,), np.int32)
-        seen = pl.pallas_call(look, shape, grid=(blocks.programs,), interpret=True)(lse)
-        begins = np.arange(blocks.programs) * blocks.size
-        np.testing.assert_array_equal(np.asarray(seen) == 1, (begins <= at) & (at < begins + blocks.size + reach))
+        seen = pl.pallas_call(look, jax.ShapeDtypeStruct(grid, np.int32), grid=grid, interpret=True)(lse)
+        begins, right = np.arange(grid[0]) * blocks.size, np.zeros(grid, bool)
+        right[:, h // 4] = (begins <= at) & (at < begins + blocks.size + reach)
+        np.testing.assert_array_equal(np.asarray(seen) == 1, right)

@@ -256,11 +256,11 @@ def rates(side: int) -> tuple[float, float]:
 
 
 def record_launches(engine: Any, name: str, load: Load, vocabulary: int, results: Results) -> None:
-    """Records in how much of a load no kernel runs on the GPU, and how many of the kernels CUDA graphs launch.
+    """Records in how much of the middle of a load no kernel runs on the GPU, and how many kernels CUDA graphs launch.
 
-    Ends the engine. Nothing may run on the GPU when the profile begins and ends, so it is one of the whole load, of
-    which the middle counts. 3 of 11 profiles that ended while graphs ran left CUDA_ERROR_LAUNCH_FAILED (H100, driver
-    580.159, bfloat16 and float8_e4m3fn): see https://github.com/jax-ml/jax/issues/40260.
+    Ends the engine. Nothing may run on the GPU when the profile begins and ends, so the whole load is profiled. 3 of 11
+    profiles that ended while graphs ran left CUDA_ERROR_LAUNCH_FAILED (H100, driver 580.159, bfloat16 and
+    float8_e4m3fn): see https://github.com/jax-ml/jax/issues/40260.
     """
     from benchmarks.run.jax_runner import gpu_spans, profile_of
 

@@ -154,7 +154,7 @@ def save_pretrained(
     folder = pathlib.Path(folder)
     if is_fused(model):
         raise ValueError(
-            "`model` must not have fused projections, which files hold one by one. Save the model before "
+            "`model` must not have fused projections: files hold each projection by itself. Save the model before "
             "`fuse_projections`."
         )
     raw = write_config(model.config)

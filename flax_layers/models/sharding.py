@@ -43,7 +43,8 @@ def parameter_shardings(
         Shardings by path.
 
     Raises:
-        ValueError: The mesh does not divide the heads, or an axis of a parameter. The message lists all parameters.
+        ValueError: The mesh does not divide the heads, or an axis of a parameter. The message lists all parameters. Or
+            there are fused projections, which no rule knows.
 
     Example:
         >>> import jax
@@ -51,6 +52,11 @@ def parameter_shardings(
         >>> parameter_shardings({"blocks.0.mlp.up.kernel": (64, 128)}, mesh)["blocks.0.mlp.up.kernel"].spec
         P(None, 'model')
     """
+    if fused := [path for path in shapes if ".fused." in path]:
+        raise ValueError(
+            f"`shapes` must be of a model whose projections are not fused: a mesh divides each of them. Got "
+            f"{fused[0]}. Leave `fuse_projections` out."
+        )
     mesh = Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
     shardings, wrong = {}, []
     for path, shape in shapes.items():

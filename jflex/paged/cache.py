@@ -286,9 +286,9 @@ def copy_slots(cache: Cache, src: Int32[AnyArray, " M"], dst: Int32[AnyArray, " 
       TypeError: `cache` is not a paged cache, or the slots are not int32.
       ValueError: Shapes do not match; or, if values are known, a slot in `dst` repeats.
 
-    >>> cache = PagedCache(*jnp.arange(8.0).reshape(2, 2, 2, 1, 1))
-    >>> copy_slots(cache, jnp.array([3, 2, 0]), jnp.array([2, 1, -1])).k.ravel().tolist()
-    [0.0, 2.0, 3.0, 3.0]
+    >>> cache = PagedCache(*jnp.arange(12.0).reshape(2, 3, 2, 1, 1))
+    >>> copy_slots(cache, jnp.array([5, 4, 2]), jnp.array([4, 3, -1])).k.ravel().tolist()
+    [0.0, 1.0, 2.0, 4.0, 5.0, 5.0]
     """
     _check_pairs(cache, src, dst, "slots")
     check_slots_differ(dst, cache.num_pages, cache.page_size, "dst")

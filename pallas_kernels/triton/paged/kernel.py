@@ -277,21 +277,21 @@ def _store_partial(
 
 
 def _repair_kernel(spec: AttentionSpec, work: Work, arrays: PagedOperands[Ref], before: list[Ref], *refs: Ref) -> None:
-    blocks, block = QueryBlocks(spec, work), pl.program_id(0)
+    blocks, program = QueryBlocks(spec, work), pl.program_id(0)
+    block, kv_h = lax.div(program, spec.Hkv), lax.rem(program, spec.Hkv)
 
-    def fix(number: jax.Array, of: Requests) -> None:
-        program = _Program.of(spec, work, arrays, number, of)
-        row_lse = language.load(spec.route, before[1].at[(program.row.n, program.row.h)])
-        marked = (row_lse != row_lse) & (program.item.queries > 0)  # others stay, to the last bit
-        pl.when(any_nan(row_lse) & (program.item.queries > 0))(lambda: _fix(program, work, refs, marked))
+    def fix(item: jax.Array, of: Requests) -> None:
+        tile = _Program.of(spec, work, arrays, item * spec.Hkv + kv_h, of)
+        row_lse = language.load(spec.route, before[1].at[(tile.row.n, tile.row.h)])
+        marked = (row_lse != row_lse) & (tile.item.queries > 0)  # others stay, to the last bit
+        pl.when(any_nan(row_lse) & (tile.item.queries > 0))(lambda: _fix(tile, work, refs, marked))
 
     def fix_block() -> None:
         of = requests(spec, work, arrays)
         first, end = blocks.items(of, block)
-        each = lambda number, state: (fix(number, of), state)[1]
-        lax.fori_loop(first * spec.Hkv, end * spec.Hkv, each, jnp.int32(0))
+        lax.fori_loop(first, end, lambda item, state: (fix(item, of), state)[1], jnp.int32(0))
 
-    pl.when(blocks.has_marks(before[1], block))(fix_block)
+    pl.when(blocks.has_marks(before[1], block, kv_h))(fix_block)
 
 
 def _fix(program: _Program, work: Work, refs: Sequence[Ref], marked: jax.Array) -> None:

@@ -1,8 +1,9 @@
-"""Which tiles of queries a program of the repair looks at: those that begin in its block of packed queries.
+"""Which tiles of queries a program of the repair looks at: those of a key head that begin in a block of packed queries.
 
-The marks of such a block are contiguous, so where there is none a program ends after one load, without the plan of the
-requests. One program for each tile and key head, which planned first, took 12.8 us for 256 requests that decode, and
-34.7 us for 3840 tokens of prompts; this takes 1.8 and 2.1 (H200, jax 0.11.2, Hq 32, Hkv 8, D 128).
+A program that finds no mark ends without the plan of the requests. One program for each tile, which planned first, took
+12.8 us for 256 requests that decode, and 34.7 us for 3840 tokens of prompts. As many programs as here, but of all heads
+and fewer queries each, took 1.8 and 2.1 (H200, jax 0.11.2, Hq 32, Hkv 8, D 128). Heads have programs of their own for
+the sake of a request whose queries are NaN: it is repaired in every step.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from pallas_kernels.types import Index, Ref
 
 
 class QueryBlocks(NamedTuple):
-    """Blocks of packed queries, one for each program.
+    """Blocks of packed queries, with a program for each key head.
 
     Attributes:
       spec: The spec.
@@ -35,30 +36,28 @@ class QueryBlocks(NamedTuple):
     @property
     def size(self) -> int:
         """Queries of a block."""
-        return pl.cdiv(self.spec.T, MAX_PROGRAMS)
+        return pl.cdiv(self.spec.T, max(1, MAX_PROGRAMS // self.spec.Hkv))
 
     @property
     def programs(self) -> int:
-        """Size of the grid."""
-        return pl.cdiv(self.spec.T, self.size)
+        """Size of the grid: the key heads of a block side by side."""
+        return pl.cdiv(self.spec.T, self.size) * self.spec.Hkv
 
-    def has_marks(self, lse: Ref, block: Index) -> jax.Array:
-        """Whether any row of a tile that begins in a block has a mark, or another row near it."""
-        heads, reach = self.spec.Hq, self.size + self.work.queries(self.spec) - 1
-        marks, start = reach * heads, block * self.size * heads
-        at_once = min(MARKS_AT_ONCE, pl.next_power_of_2(marks))
-        end = jnp.minimum(start + marks, self.spec.T * heads)
+    def has_marks(self, lse: Ref, block: Index, kv_h: Index) -> jax.Array:
+        """Whether a row of a tile of a key head that begins in a block has a mark; all rows within its reach count."""
+        group, reach = self.spec.group, self.size + self.work.queries(self.spec) - 1
+        at_once = min(MARKS_AT_ONCE, pl.next_power_of_2(reach * group))
 
         def load(chunk: Index, found: jax.Array) -> jax.Array:
-            i = start + chunk * at_once + lax.broadcasted_iota(jnp.int32, (at_once,), 0)
-            at = jnp.minimum(i, end - 1)
-            marked = any_nan(language.load(self.spec.route, lse.at[(lax.div(at, heads), lax.rem(at, heads))]))
+            i = jnp.minimum(chunk * at_once + lax.broadcasted_iota(jnp.int32, (at_once,), 0), reach * group - 1)
+            n = jnp.minimum(block * self.size + lax.div(i, group), self.spec.T - 1)
+            marked = any_nan(language.load(self.spec.route, lse.at[(n, kv_h * group + lax.rem(i, group))]))
             return jnp.maximum(found, marked.astype(jnp.int32))
 
-        return lax.fori_loop(0, pl.cdiv(marks, at_once), load, jnp.int32(0)) > 0
+        return lax.fori_loop(0, pl.cdiv(reach * group, at_once), load, jnp.int32(0)) > 0
 
     def items(self, of: Requests, block: Index) -> tuple[jax.Array, jax.Array]:
-        """The first of the work items that begin in a block, and the end of them; the work does not split."""
+        """The first of the work items that begin in a block, and one past the last, for work without splits."""
         per_tile = self.work.queries(self.spec)
 
         def before(query: Index) -> jax.Array:
