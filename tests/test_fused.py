@@ -103,9 +103,7 @@ def test_wrong_calls(tmp_path):
         with_adapter()
     with pytest.raises(ValueError, match="`shapes` must be of a model whose projections are not fused"):
         sharded()
-    with pytest.raises(
-        ValueError, match="`model` must not have fused projections: files hold each projection"
-    ):
+    with pytest.raises(ValueError, match="`model` must not have fused projections: files hold each projection"):
         saved(tmp_path / "model")
     assert not (tmp_path / "model").exists()
 
