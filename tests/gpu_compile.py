@@ -142,7 +142,7 @@ def ptx_of(function: Any, *arrays: Any) -> list[str]:
 
 
 def _ptx_in(folder: str) -> dict[str, str]:
-    """Options for the emitter to write PTX of every kernel, also of those that XLA fuses itself."""
+    """Compiler options that dump the PTX of every kernel, those of XLA's own fusions included."""
     return {"xla_dump_to": folder, "xla_dump_emitter_re": "ptx"}
 
 

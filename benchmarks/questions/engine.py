@@ -258,9 +258,9 @@ def rates(side: int) -> tuple[float, float]:
 def record_launches(engine: Any, name: str, load: Load, vocabulary: int, results: Results) -> None:
     """Records in how much of the middle of a load no kernel runs on the GPU, and how many kernels CUDA graphs launch.
 
-    Ends the engine. Nothing may run on the GPU when the profile begins and ends, so the whole load is profiled. 3 of 11
-    profiles that ended while graphs ran left CUDA_ERROR_LAUNCH_FAILED (H100, driver 580.159, bfloat16 and
-    float8_e4m3fn): see https://github.com/jax-ml/jax/issues/40260.
+    Ends the engine. Nothing may run on the GPU when the profile begins and ends, so the whole load is profiled: 2 of 10
+    profiles that ended while graphs ran left CUDA_ERROR_LAUNCH_FAILED, one with a cache of bfloat16 and one of
+    float8_e4m3fn (H100, driver 580.159). See https://github.com/jax-ml/jax/issues/40260.
     """
     from benchmarks.run.jax_runner import gpu_spans, profile_of
 
@@ -300,7 +300,8 @@ def closed_loops(
             measured(running, f"Poisson arrivals at {share:.0%} of {name}", arrivals, shape, roof, results)
         if jax.default_backend() == "gpu":
             record_launches(running, name, load, shape.vocabulary, results)
-        running.stop()
+        else:
+            running.stop()
         del running
         gc.collect()  # its cache, which cycles keep
     return results.to_json()

@@ -1,9 +1,9 @@
 """Which tiles of queries a program of the repair looks at: those of a key head that begin in a block of packed queries.
 
-A program that finds no mark ends without the plan of the requests. One program for each tile, which planned first, took
-12.8 us for 256 requests that decode, and 34.7 us for 3840 tokens of prompts. As many programs as here, but of all heads
-and fewer queries each, took 1.8 and 2.1 (H200, jax 0.11.2, Hq 32, Hkv 8, D 128). Heads have programs of their own for
-the sake of a request whose queries are NaN: it is repaired in every step.
+A program that finds no mark ends without the plan of the requests. H200, jax 0.11.2, Hq 32, Hkv 8, D 128, 256 requests
+that decode and 3840 tokens of prompts: 12.8 and 34.7 us with one program for each tile, which planned first; 1.8 and
+2.1 with as many programs as here, each for all heads of fewer queries. This form was not timed. Each key head has
+programs of its own because a request whose queries are NaN is repaired in every step.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class QueryBlocks(NamedTuple):
         return pl.cdiv(self.spec.T, self.size) * self.spec.Hkv
 
     def has_marks(self, lse: Ref, block: Index, kv_h: Index) -> jax.Array:
-        """Whether a row of a tile of a key head that begins in a block has a mark; all rows within its reach count."""
+        """Whether there is a mark, for a key head, among the rows that the tiles of a block may hold."""
         group, reach = self.spec.group, self.size + self.work.queries(self.spec) - 1
         at_once = min(MARKS_AT_ONCE, pl.next_power_of_2(reach * group))
 
