@@ -1,20 +1,52 @@
-"""Checks of the arrays that ready mods are made of."""
+"""The arrays of ready mods: their checks, and their evaluation inside ``jit``."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import operator
-from typing import Literal
+from collections.abc import Callable
+from typing import Literal, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.typing import ArrayLike, DTypeLike
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 _KINDS: dict[str, tuple[DTypeLike, str]] = {
     "integers": (jnp.integer, "Cast with `.astype(jnp.int32)`."),
     "booleans": (jnp.bool_, "Compare, as in `x > 0`, or cast with `.astype(bool)`."),
     "floating-point": (jnp.floating, "Cast with `.astype(jnp.float32)`."),
 }
+
+
+def compile_time(*captures: object) -> contextlib.AbstractContextManager[None]:
+    """Returns a context that evaluates operations at once, also inside ``jit``, unless a capture is traced."""
+    is_traced = any(isinstance(x, Tracer) for x in jax.tree.leaves(captures))
+    return contextlib.nullcontext() if is_traced else jax.ensure_compile_time_eval()
+
+
+def at_compile_time(factory: Callable[P, R]) -> Callable[P, R]:
+    """Decorates the factory of a ready mod, so that the mod captures tracers only if it gets tracers.
+
+    Inside ``jit``, `jnp.asarray` of a numpy array is a tracer. A Flax layer that is constructed there, as for sharded
+    parameters, keeps its mods for calls outside.
+
+    >>> numbers = at_compile_time(lambda heads: jnp.arange(heads))
+    >>> jax.jit(lambda: print(numbers(4)))()
+    [0 1 2 3]
+    """
+
+    @functools.wraps(factory)
+    def evaluate(*args: P.args, **kwargs: P.kwargs) -> R:
+        with compile_time(args, kwargs):
+            return factory(*args, **kwargs)
+
+    return evaluate
 
 
 def checked_array(

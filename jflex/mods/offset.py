@@ -17,6 +17,7 @@ from jaxtyping import Array, Int, Int32
 
 from jflex._call.kv_lengths import known_lengths
 from jflex.mods.array_sizes import Requirement, requirements_of, shifted
+from jflex.mods.arrays import compile_time
 from jflex.mods.compose import AndMasks, NotMask, OrMasks
 from jflex.mods.reindex import Positions, ReindexedMod
 from jflex.mods.trace import describe
@@ -132,4 +133,5 @@ def _checked_offset(offset: object) -> tuple[Offset, np.ndarray | None]:
         raise ValueError(f"{rule}, within int32, like all positions. Got {offset.tolist()}.")
     if not offset.size:  # no sequences: the mod is traced, but there is no element to read
         return jnp.zeros((), jnp.int32), np.zeros((), np.int32)
-    return jnp.asarray(offset, jnp.int32), offset if isinstance(offset, np.ndarray) else None
+    with compile_time(offset):
+        return jnp.asarray(offset, jnp.int32), offset if isinstance(offset, np.ndarray) else None

@@ -268,7 +268,8 @@ def _hoist(traced: core.ClosedJaxpr) -> tuple[Callable[..., jax.Array], tuple[ja
             env.update(zip(outs, bind(eqn, [read(x) for x in ins]), strict=True))
         return jnp.asarray(read(result))
 
-    return replay, tuple(jnp.asarray(x) if isinstance(x, np.ndarray) else x for x in captured.values())
+    with jax.ensure_compile_time_eval():  # inside of `jit`, too
+        return replay, tuple(jnp.asarray(x) if isinstance(x, np.ndarray) else x for x in captured.values())
 
 
 def _with_key_data(

@@ -9,10 +9,11 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Float32
 
 from jflex.mods.array_sizes import ReadyMod, Requirement
-from jflex.mods.arrays import checked_array
+from jflex.mods.arrays import at_compile_time, checked_array
 from jflex.mods.types import ScoreMod
 
 
+@at_compile_time
 def alibi(slopes: Float[ArrayLike, " Hq"]) -> ScoreMod:
     """Adds ``slopes[h] * (kv_idx - q_idx)`` to the scores: a penalty for keys before the query, linear in distance.
 
@@ -39,6 +40,7 @@ def alibi(slopes: Float[ArrayLike, " Hq"]) -> ScoreMod:
     )
 
 
+@at_compile_time
 def alibi_slopes(heads: int) -> Float32[Array, " {heads}"]:
     """The slopes of the paper: ``2 ** (-8 (h + 1) / heads)`` for a power of two.
 
