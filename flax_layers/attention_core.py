@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, Int, Int32
 import jflex
 from flax_layers import functional, streaming_llm
 from flax_layers.block_selection import BlockSelection
+from flax_layers.constant_mask import block_mask_data
 from flax_layers.context_parallel import ContextParallel
 from flax_layers.dense_cache import DenseCache
 from flax_layers.eight_bit_cache import EightBitCache
@@ -106,7 +107,7 @@ class LayerMods:
         block_mask: jflex.BlockMask | BlockSelection | None = None,
     ) -> Mods:
         """The mods of a call: its own, or else those of the constructor."""
-        own = Mods().replaced_by(self.score_mod, self.mask_mod, self.block_mask)
+        own = Mods().replaced_by(self.score_mod, self.mask_mod, block_mask_data(self.block_mask))
         return own.replaced_by(score_mod, mask_mod, block_mask)
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import jax.numpy as jnp
-from flax import nnx
 from flax.linen.dtypes import promote_dtype as linen_promote_dtype
 from jaxtyping import Array, Bool, Float, Int, Num
 
 import jflex
 from flax_layers.attention_core import Mods, fold_batch
+from flax_layers.constant_mask import block_mask_data
 from flax_layers.handed_over import (
     check_handed_over,
     dropout_options,
@@ -20,7 +20,7 @@ from flax_layers.handed_over import (
     shown_lengths,
 )
 from flax_layers.linen.mods import with_parameters
-from flax_layers.nnx.hidden_state import check_no_hidden_state
+from flax_layers.nnx.stored_mods import ModAttributes, check_no_hidden_state, is_state, stored
 from jflex.block_mask.bands import Band, band_block_mask
 from jflex.jax_nn import block_size_of
 
@@ -95,13 +95,9 @@ def attention_fn(
     remedy = "Make it a callable nnx.Module."
     for name, mod in (("score_mod", score_mod), ("mask_mod", mask_mod)):
         check_no_hidden_state(name, mod, remedy)
-    holds_parameters = isinstance(score_mod, nnx.Module) or isinstance(mask_mod, nnx.Module)
-    kind = AttentionModule if holds_parameters else AttentionFn
-    return kind(
-        Mods(score_mod, mask_mod, block_mask),
-        decode,
-        {"scale": scale, "implementation": implementation, "config": config},
-    )
+    mods = Mods(stored("score_mod", score_mod), stored("mask_mod", mask_mod), stored("block_mask", block_mask))
+    kind = AttentionModule if any(map(is_state, mods)) else AttentionFn
+    return kind(mods, decode, {"scale": scale, "implementation": implementation, "config": config})
 
 
 class AttentionFn:
@@ -188,24 +184,15 @@ class AttentionFn:
         _check_batch(query, key, value)
         score_mod = with_parameters("score_mod", self.score_mod)
         mask_mod = with_parameters("mask_mod", self.mask_mod)
-        call = _Call(Mods(score_mod, mask_mod, self.block_mask), query, key, value, bias, mask, is_causal)
+        mods = Mods(score_mod, mask_mod, block_mask_data(self.block_mask))
+        call = _Call(mods, query, key, value, bias, mask, is_causal)
         with matmul_precision(precision):
             attended = call.run(self.decode, self.options | dropout)
         return attended.reshape(*query.shape[:-1], value.shape[-1])
 
 
-class AttentionModule(AttentionFn, nnx.Module):
-    """An `AttentionFn` whose mods hold NNX parameters.
-
-    Args:
-        mods: The mods and the mask.
-        decode: See `attention_fn`.
-        options: Other arguments of `jflex.flex_attention`.
-    """
-
-    def __init__(self, mods: Mods, decode: bool | None, options: dict[str, Any]):
-        super().__init__(Mods(mods.score_mod, mods.mask_mod), decode, options)
-        self.block_mask = nnx.data(mods.block_mask)
+class AttentionModule(AttentionFn, ModAttributes):
+    """An `AttentionFn` whose mods hold NNX parameters, or which is made inside ``jit`` of traced values."""
 
 
 class _Call:

@@ -13,6 +13,7 @@ import jflex
 from flax_layers import attention_core
 from flax_layers.attention_methods import AttentionMethods
 from flax_layers.block_selection import BlockSelection
+from flax_layers.constant_mask import constant_mask
 from flax_layers.context_parallel import ContextParallel
 from flax_layers.linen.mods import check_no_nnx_state, mods_with_parameters, with_parameters
 from flax_layers.linen.rms_norm import RMSNorm
@@ -125,6 +126,7 @@ class FlexAttention(AttentionMethods, linen.Module):
             check_no_nnx_state(name, mod)
             jflex.check_mod_sizes(mod, heads=self.num_heads, caller="a layer")
         attention_core.check_dropout_rate(self.dropout_rate)
+        self.block_mask = constant_mask(self.block_mask)
         super().__post_init__()
 
     def setup(self) -> None:

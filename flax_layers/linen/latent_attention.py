@@ -12,6 +12,7 @@ import jflex
 from flax_layers import latent_core
 from flax_layers.attention_core import Mods
 from flax_layers.block_selection import BlockSelection
+from flax_layers.constant_mask import constant_mask
 from flax_layers.latent_methods import LatentMethods
 from flax_layers.linen.mods import check_no_nnx_state, mods_with_parameters
 from flax_layers.linen.rms_norm import RMSNorm
@@ -107,6 +108,7 @@ class MultiHeadLatentAttention(LatentMethods, linen.Module):
         for name, mod in (("score_mod", self.score_mod), ("mask_mod", self.mask_mod)):
             check_no_nnx_state(name, mod)
             jflex.check_mod_sizes(mod, heads=self.num_heads, caller="a layer")
+        self.block_mask = constant_mask(self.block_mask)
         super().__post_init__()
 
     def setup(self) -> None:

@@ -9,9 +9,11 @@ from flax_layers.nnx.attention import FlexAttention
 from flax_layers.nnx.biases import AlibiBias, RelativeBias
 from flax_layers.nnx.latent_attention import MultiHeadLatentAttention
 from flax_layers.nnx.rms_norm import RMSNorm
+from flax_layers.nnx.stored_mods import AttentionMask
 
 __all__ = [
     "AlibiBias",
+    "AttentionMask",
     "BlockSelection",
     "DenseCache",
     "DenseLatentCache",

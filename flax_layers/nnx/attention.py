@@ -12,13 +12,13 @@ from flax_layers import attention_core
 from flax_layers.attention_methods import AttentionMethods
 from flax_layers.block_selection import BlockSelection
 from flax_layers.context_parallel import ContextParallel
-from flax_layers.nnx.hidden_state import check_no_hidden_state
 from flax_layers.nnx.projections import Projections
+from flax_layers.nnx.stored_mods import ModAttributes, check_no_hidden_state
 from flax_layers.rotary_scaling import RotaryScaling
 from flax_layers.vector_mods import VectorMods
 
 
-class FlexAttention(AttentionMethods, Projections):
+class FlexAttention(AttentionMethods, ModAttributes, Projections):
     """Projects to queries, keys and values, attends with `jflex.flex_attention`, and projects back.
 
     Pass mods and the mask to the constructor, or to a call, where they replace those of the constructor. `mask_mod` and
@@ -144,7 +144,7 @@ class FlexAttention(AttentionMethods, Projections):
         )  # fmt: skip
         self.score_mod = score_mod
         self.mask_mod = mask_mod
-        self.block_mask = nnx.data(block_mask)
+        self.block_mask = block_mask
         self.scale = scale
         self.implementation = implementation
         self.config = config

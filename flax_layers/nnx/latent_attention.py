@@ -12,12 +12,12 @@ import jflex
 from flax_layers import latent_core
 from flax_layers.block_selection import BlockSelection
 from flax_layers.latent_methods import LatentMethods
-from flax_layers.nnx.hidden_state import check_no_hidden_state
 from flax_layers.nnx.rms_norm import RMSNorm
+from flax_layers.nnx.stored_mods import ModAttributes, check_no_hidden_state
 from flax_layers.rotary_scaling import RotaryScaling
 
 
-class MultiHeadLatentAttention(LatentMethods, nnx.Module):
+class MultiHeadLatentAttention(LatentMethods, ModAttributes):
     """Multi-head latent attention (MLA) of DeepSeek-V2 and V3: keys and values are made of one small vector a token.
 
     A call on whole sequences up-projects keys and values and attends with `jflex.flex_attention`. Decoding keeps the
@@ -113,7 +113,7 @@ class MultiHeadLatentAttention(LatentMethods, nnx.Module):
         self.out = linear(num_heads * value_head_dim, in_features)
         self.in_features, self.num_heads, self.latent_dim = in_features, num_heads, latent_dim
         self.nope_head_dim, self.rope_head_dim, self.value_head_dim = nope_head_dim, rope_head_dim, value_head_dim
-        self.score_mod, self.mask_mod, self.block_mask = score_mod, mask_mod, nnx.data(block_mask)
+        self.score_mod, self.mask_mod, self.block_mask = score_mod, mask_mod, block_mask
         self.scale, self.implementation, self.config = scale, implementation, config
         self.rotary_base, self.rotary_scaling, self.rotary_interleaved = rotary_base, rotary_scaling, rotary_interleaved
 
