@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -13,11 +13,10 @@ from jaxtyping import Array, Float, Int, Int32
 
 import jflex
 from flax_layers import functional, streaming_llm
-from flax_layers.block_selection import BlockSelection
-from flax_layers.constant_mask import block_mask_data
 from flax_layers.context_parallel import ContextParallel
 from flax_layers.dense_cache import DenseCache
 from flax_layers.eight_bit_cache import EightBitCache
+from flax_layers.layer_mods import LayerMods, Mods
 from flax_layers.streaming_llm import Streaming
 from flax_layers.vector_mods import VectorMods
 
@@ -34,87 +33,11 @@ class SharedPrefix(NamedTuple):
     tokens: Int32[Array, ""]
 
 
-class Mods(NamedTuple):
-    """The mods and the mask of a constructor or of a call; or, in place of a mask, the selection that makes one.
-
-    Example:
-        >>> own, softcap = Mods(mask_mod=jflex.masks.causal()), jflex.scores.softcap(30.0)
-        >>> own.replaced_by(score_mod=softcap).mask_mod is own.mask_mod
-        True
-    """
-
-    score_mod: jflex.ScoreMod | None = None
-    mask_mod: jflex.MaskMod | None = None
-    block_mask: jflex.BlockMask | None = None
-    selection: BlockSelection | None = None
-
-    def replaced_by(
-        self,
-        score_mod: jflex.ScoreMod | None = None,
-        mask_mod: jflex.MaskMod | None = None,
-        block_mask: jflex.BlockMask | BlockSelection | None = None,
-    ) -> Mods:
-        """Replaces these by those of a call. Either form of a mask replaces both."""
-        score_mod = self.score_mod if score_mod is None else score_mod
-        if mask_mod is None and block_mask is None:
-            return self._replace(score_mod=score_mod)
-        if isinstance(block_mask, BlockSelection):
-            return Mods(score_mod, mask_mod, None, block_mask)
-        return Mods(score_mod, mask_mod, block_mask)
-
-    def mask_for(self, query: Float[Array, "B T Hq D"], key: Float[Array, "B T Hkv D"]) -> jflex.BlockMask | None:
-        """The BlockMask of a call, made of its queries and keys if they select blocks."""
-        return self.block_mask if self.selection is None else self.selection.block_mask(query, key)
-
-    def for_decoding(self) -> Mods:
-        """Replaces the BlockMask by its mask_mod, which takes positions in the whole sequence.
-
-        Raises:
-            ValueError: The BlockMask masks more than its mask_mod, or is a selection.
-        """
-        if self.selection is not None:
-            raise ValueError(
-                "The `block_mask` of this layer's constructor is a BlockSelection, which selects blocks in calls on "
-                "whole sequences, so it cannot be used for decoding. Pass `mask_mod` to this call: with "
-                "`jflex.masks.causal()`, tokens attend to all keys before them."
-            )
-        if self.block_mask is None:
-            return self
-        if self.mask_mod is not None or not self.block_mask.lists_follow_mod:
-            raise ValueError(
-                "The `block_mask` of this layer's constructor masks more than its mask_mod, so it cannot be used for "
-                "decoding. Pass `mask_mod` to this call, a mask of positions in the whole sequence."
-            )
-        return Mods(self.score_mod, self.block_mask.mask_mod)
-
-    def at(self, first: Int32[Array, ""] | Int32[Array, " B"]) -> Mods:
-        """The mods for queries whose positions begin at `first`; they must have no BlockMask."""
-        move = lambda mod: None if mod is None else jflex.with_offset(mod, first)
-        return Mods(move(self.score_mod), move(self.mask_mod))
-
-
-class LayerMods:
-    """The mods and the mask that a layer's constructor got, and those of a call."""
-
-    score_mod: Any
-    mask_mod: Any
-    block_mask: Any
-
-    def _mods(
-        self,
-        score_mod: jflex.ScoreMod | None,
-        mask_mod: jflex.MaskMod | None,
-        block_mask: jflex.BlockMask | BlockSelection | None = None,
-    ) -> Mods:
-        """The mods of a call: its own, or else those of the constructor."""
-        own = Mods().replaced_by(self.score_mod, self.mask_mod, block_mask_data(self.block_mask))
-        return own.replaced_by(score_mod, mask_mod, block_mask)
-
-
 class Layer(LayerMods):
     """The attributes of a layer, nnx or linen, that the functions below and `AttentionMethods` read."""
 
     in_features: Any
+    in_kv_features: Any
     num_heads: Any
     num_kv_heads: Any
     head_dim: Any
@@ -154,20 +77,54 @@ def check_dropout_rate(rate: float) -> None:
         raise ValueError(f"`dropout_rate` must be at least 0 and less than 1. Got {rate}.")
 
 
-def heads_of(
-    layer: Layer, inputs: Float[Array, "*batch T features"]
-) -> tuple[Float[Array, "*batch T Hq D"], Float[Array, "*batch T Hkv D"], Float[Array, "*batch T Hkv D"]]:
-    """Queries, keys and values, split into heads and normalised, before they are rotated."""
+class KeyValue(NamedTuple):
+    """Projected keys and values for calls of cross-attention; a pytree.
+
+    Attributes:
+        key: Keys, normalised and rotated if the layer does so.
+        value: Values.
+    """
+
+    key: Float[Array, "*batch S Hkv D"]
+    value: Float[Array, "*batch S Hkv D"]
+
+
+KeyValueInputs: TypeAlias = Float[Array, "*batch S kv_features"] | KeyValue | None
+"""The source of keys and values in cross-attention, as features or projected; None for self-attention."""
+
+
+class Call(NamedTuple):
+    """The arguments of a call of a layer beside inputs and mods, as in `FlexAttention.__call__`."""
+
+    inputs_kv: KeyValueInputs
+    positions: Int[Array, "*#batch T"] | None
+    dropout_key: Array | None
+    vectors: VectorMods
+    return_stats: tuple[jflex.Stat, ...]
+    context: ContextParallel | None
+
+
+def query_heads(layer: Layer, inputs: Float[Array, "*batch T features"]) -> Float[Array, "*batch T Hq D"]:
+    """Queries, split into heads and normalised, before they are rotated."""
     if inputs.shape[-1] != layer.in_features:
         raise ValueError(
             f"`inputs` must have `in_features`, {layer.in_features}, in its last axis. Got shape {inputs.shape}."
         )
     query = functional.split_heads(layer.query(inputs), layer.num_heads)
+    return query if layer.query_norm is None else layer.query_norm(query)
+
+
+def key_value_heads(layer: Layer, inputs: Float[Array, "*batch S kv_features"]) -> KeyValue:
+    """Keys and values, split into heads, keys normalised and not yet rotated."""
+    features = layer.in_features if layer.in_kv_features is None else layer.in_kv_features
+    if inputs.shape[-1] != features:
+        raise ValueError(
+            f"Keys and values must be projected from `in_kv_features`, {features}, in the last axis. Got shape "
+            f"{inputs.shape}. Pass `inputs_kv` of that size, or change `in_kv_features` of the layer."
+        )
     key = functional.split_heads(layer.key(inputs), layer.num_kv_heads)
     value = functional.split_heads(layer.value(inputs), layer.num_kv_heads)
-    if layer.query_norm is not None and layer.key_norm is not None:
-        query, key = layer.query_norm(query), layer.key_norm(key)
-    return query, key, value
+    return KeyValue(key if layer.key_norm is None else layer.key_norm(key), value)
 
 
 def rotated(
@@ -187,15 +144,18 @@ def rope_of(layer: Layer, length: int) -> jflex.VectorMod | None:
     return jflex.rope(layer.rotary_base, scaling=layer.rotary_scaling, rotary_dim=layer.rotary_dim, length=length)
 
 
-def project(
+def project_kv(
     layer: Layer,
-    inputs: Float[Array, "*batch T features"],
-    positions: Int[Array, "*#batch T"],
+    inputs: Float[Array, "*batch S kv_features"],
+    positions: Int[Array, "*#batch S"] | None = None,
     length: int | None = None,
-) -> tuple[Float[Array, "*batch T Hq D"], Float[Array, "*batch T Hkv D"], Float[Array, "*batch T Hkv D"]]:
-    """Queries, keys and values of a call; `length` as for `functional.rotate`."""
-    query, key, value = heads_of(layer, inputs)
-    return rotated(layer, query, positions, length), rotated(layer, key, positions, length), value
+) -> KeyValue:
+    """Keys and values of a call, at 0, 1, 2, ... without `positions`; `length` as for `functional.rotate`."""
+    if positions is None:
+        length = inputs.shape[-2]
+        positions = jnp.arange(length)
+    key, value = key_value_heads(layer, inputs)
+    return KeyValue(rotated(layer, key, positions, length), value)
 
 
 def join(layer: Layer, attended: Float[Array, "*batch T Hq D"]) -> Float[Array, "*batch T features"]:
@@ -224,57 +184,64 @@ def fold_batch(heads: Float[Array, "*batch T H D"]) -> Float[Array, "B T H D"]:
 
 
 def attend(
-    layer: Layer,
-    inputs: Float[Array, "*batch T features"],
-    mods: Mods,
-    positions: Int[Array, "*#batch T"] | None,
-    dropout_key: Any,
-    vectors: VectorMods,
-    return_stats: tuple[jflex.Stat, ...],
-    context: ContextParallel | None,
+    layer: Layer, inputs: Float[Array, "*batch T features"], mods: Mods, call: Call
 ) -> Float[Array, "*batch T features"] | tuple[Float[Array, "*batch T features"], jflex.AttentionStats]:
     """Computes the call of a layer. It drops weights if there is a `dropout_key`.
 
     Raises:
-        ValueError: Blocks are to be selected of tokens that are divided among devices, or `inputs` have no axis of
-            tokens.
+        ValueError: Blocks are to be selected, or tokens to be divided among devices, where that is not supported; or
+            axes of `inputs` and `inputs_kv` do not fit.
     """
-    if context is not None and mods.selection is not None:
-        raise ValueError(
-            "`block_mask` must not be a BlockSelection in a call with `context`: a BlockSelection takes the tokens of "
-            "whole sequences in their natural order. Got a BlockSelection. Pass a BlockMask or a `mask_mod` to this "
-            "call, or leave out `context`."
-        )
-    if inputs.ndim < 2:
-        raise ValueError(f"`inputs` must be [*batch, T, features]. Got shape {inputs.shape}. Add axes with `x[None]`.")
+    _check_call(inputs, mods, call)
     batch, length = inputs.shape[:-2], inputs.shape[-2]
     dropout: dict[str, Any] = {}
-    if dropout_key is not None:
-        dropout = {"dropout_rate": layer.dropout_rate, "dropout_key": dropout_key}
-    known = length if positions is None else None
+    if call.dropout_key is not None:
+        dropout = {"dropout_rate": layer.dropout_rate, "dropout_key": call.dropout_key}
+    positions, known_length = call.positions, length if call.positions is None else None
     if positions is None:
-        positions = jnp.arange(length) if context is None else context.positions(length)
-    query, key, value = map(fold_batch, project(layer, inputs, positions, known))
-    call: Any = jflex.flex_attention
-    if context is not None:
-        call = functools.partial(jflex.context_parallel_attention, **context.arguments())
-    found = call(
-        query,
-        key,
-        value,
-        mods.score_mod,
-        mods.mask_for(query, key),
-        mask_mod=mods.mask_mod,
-        sinks=sinks_of(layer),
-        **how_of(layer),
-        return_stats=return_stats,
-        **vectors._asdict(),
-        **dropout,
-    )
-    attended, stats = found if isinstance(found, tuple) else (found, None)
+        positions = jnp.arange(length) if call.context is None else call.context.positions(length)
+    query = fold_batch(rotated(layer, query_heads(layer, inputs), positions, known_length))
+    if call.inputs_kv is None:
+        key_value = project_kv(layer, inputs, positions, known_length)
+    else:
+        key_value = call.inputs_kv if isinstance(call.inputs_kv, KeyValue) else project_kv(layer, call.inputs_kv)
+    key, value = map(fold_batch, key_value)
+    attention: Any = jflex.flex_attention
+    if call.context is not None:
+        attention = functools.partial(jflex.context_parallel_attention, **call.context.arguments())
+    result = attention(
+        query, key, value, mods.score_mod, mods.mask_for(query, key), mask_mod=mods.mask_mod, sinks=sinks_of(layer),
+        **how_of(layer), return_stats=call.return_stats, **call.vectors._asdict(), **dropout,
+    )  # fmt: skip
+    attended, stats = result if isinstance(result, tuple) else (result, None)
     unfold = lambda x: x.reshape(*batch, *x.shape[1:])
     outputs = join(layer, unfold(attended))
     return outputs if stats is None else (outputs, jax.tree.map(unfold, stats))
+
+
+def _check_call(inputs: Float[Array, "*batch T features"], mods: Mods, call: Call) -> None:
+    if inputs.ndim < 2:
+        raise ValueError(f"`inputs` must be [*batch, T, features]. Got shape {inputs.shape}. Add axes with `x[None]`.")
+    others = {"context": call.context, "inputs_kv": call.inputs_kv}
+    for name, value in others.items():
+        if value is not None and mods.selection is not None:
+            raise ValueError(
+                f"`block_mask` must not be a BlockSelection in a call with `{name}`: it takes the tokens of whole "
+                "sequences in their natural order, as queries and keys. Got a BlockSelection. Pass a BlockMask or a "
+                f"`mask_mod` to this call, or leave out `{name}`."
+            )
+    if call.inputs_kv is None:
+        return
+    if call.context is not None:
+        raise ValueError(
+            "`context` divides the tokens of self-attention among devices. Got `inputs_kv`, too. Leave one of them out."
+        )
+    shape = call.inputs_kv.key.shape[:-1] if isinstance(call.inputs_kv, KeyValue) else call.inputs_kv.shape
+    if len(shape) < 2 or (shape[:-2] != inputs.shape[:-2] and math.prod(shape[:-2]) != 1):
+        raise ValueError(
+            "`inputs_kv` must be [*batch, S, features], with the batch axes of `inputs` or axes of size 1, for keys "
+            f"that all sequences share. Got {list(shape)} and `inputs` {list(inputs.shape)}."
+        )
 
 
 def check_one_mask(mask_mod: jflex.MaskMod | None, block_mask: jflex.BlockMask | None) -> None:
@@ -320,8 +287,8 @@ def decode(
     before = cache.lengths
     mods = (Mods(mods.score_mod) if block_mask is not None else mods.for_decoding()).at(before)
     positions = before.reshape(*batch, 1) + jnp.arange(length, dtype=jnp.int32).reshape(*[1] * len(batch), length)
-    query, key, value = project(layer, inputs, positions, cache.max_length)
-    key, value = map(fold_batch, (key, value))
+    query = rotated(layer, query_heads(layer, inputs), positions, cache.max_length)
+    key, value = map(fold_batch, project_kv(layer, inputs, positions, cache.max_length))
     rows = jnp.indices(key.shape[:2], dtype=jnp.int32)[0]
     key, value = vectors.stored(key, value, positions.reshape(rows.shape), rows)
     cache = cache.append(key, value)
@@ -337,7 +304,8 @@ def decode(
         **how_of(layer),
         **vectors.of_queries(before)._asdict(),
     )
-    return join(layer, attended.reshape(query.shape).astype(query.dtype)), cache
+    outputs = join(layer, attended.reshape(query.shape).astype(query.dtype))
+    return outputs, cache
 
 
 def decode_eight_bits(
@@ -349,7 +317,8 @@ def decode_eight_bits(
     packed = inputs.reshape(-1, inputs.shape[-1])
     outputs, pages = decode_paged(layer, packed, cache.pages, batch, mods, None, None, None, vectors)
     cache = dataclasses.replace(cache, pages=pages, lengths=batch.kv_lengths)
-    return outputs.reshape(*inputs.shape[:-1], outputs.shape[-1]), cache
+    outputs = outputs.reshape(*inputs.shape[:-1], outputs.shape[-1])
+    return outputs, cache
 
 
 def decode_paged(
@@ -378,7 +347,7 @@ def decode_paged(
     jflex.paged.check_batch(batch, cache, tokens)
     mods = mods.for_decoding()
     positions, length = jflex.paged.token_positions(batch, tokens), batch.page_table.shape[1] * cache.page_size
-    query, key, value = heads_of(layer, inputs)
+    query, (key, value) = query_heads(layer, inputs), key_value_heads(layer, inputs)
     if streaming is None:
         query, key = rotated(layer, query, positions, length), rotated(layer, key, positions, length)
     dtype = query.dtype if cache.k_scale is not None else cache.k.dtype  # `write` quantises to eight bits

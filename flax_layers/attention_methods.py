@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, Int32
 
 import jflex
 from flax_layers import attention_core
+from flax_layers.attention_core import KeyValue
 from flax_layers.dense_cache import DenseCache
 from flax_layers.eight_bit_cache import EightBitCache, has_eight_bits
 from flax_layers.streaming_llm import Streaming
@@ -66,6 +67,20 @@ class AttentionMethods(attention_core.Layer):
         sizes = (num_pages, page_size, self.num_kv_heads, self.head_dim)
         return jflex.paged.PagedCache.create(*sizes, dtype=dtype or self._compute_dtype(), layers=layers)
 
+    def project_kv(self, inputs_kv: Float[Array, "*batch S kv_features"]) -> KeyValue:
+        """Projects the inputs of cross-attention to keys and values, once for many calls.
+
+        In a decoder, project the outputs of the encoder once, and pass the result as `inputs_kv` to the calls of each
+        token.
+
+        Args:
+            inputs_kv: One vector for each key.
+
+        Returns:
+            Keys and values, a pytree.
+        """
+        return attention_core.project_kv(self, inputs_kv)
+
     def decode(
         self,
         inputs: Float[Array, "*batch T features"],
@@ -106,7 +121,8 @@ class AttentionMethods(attention_core.Layer):
 
         Returns:
             One vector for each token, in the dtype of the computation; and the cache with T more tokens in every
-            sequence. If traced lengths leave no room for a token, it is dropped, and its output is meaningless.
+            sequence. If traced lengths leave no room for a token, it is dropped, and the outputs of its sequence are
+            NaN.
 
         Raises:
             TypeError: `cache` is neither a DenseCache nor an EightBitCache.

@@ -17,9 +17,10 @@ from jaxtyping import Array, Float, Int, Int32
 
 import jflex
 from flax_layers import functional
-from flax_layers.attention_core import LayerMods, Mods, check_dense, check_packed
+from flax_layers.attention_core import check_dense, check_packed
 from flax_layers.dense_cache import known
 from flax_layers.latent_cache import DenseLatentCache
+from flax_layers.layer_mods import LayerMods, Mods
 from flax_layers.rotary_scaling import YarnScaling
 from jflex.paged.latent import check_latent_cache
 from jflex.paged.latent_tiles import QUERIES
@@ -231,7 +232,8 @@ def decode(
         jnp.concatenate(query, axis=-1), key, value, moved.score_mod, mask_mod=moved.mask_mod,
         kv_lengths=jnp.minimum(cache.lengths, cache.max_length), **how,
     )  # fmt: skip
-    return layer.out(functional.merge_heads(found)).reshape(inputs.shape), cache
+    outputs = layer.out(functional.merge_heads(found)).reshape(inputs.shape)
+    return outputs, cache
 
 
 def decode_paged(

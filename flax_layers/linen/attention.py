@@ -1,4 +1,4 @@
-"""Self-attention for Flax linen whose scores and sparsity are ordinary functions."""
+"""Attention for Flax linen whose scores and sparsity are ordinary functions."""
 
 import dataclasses
 import functools
@@ -11,10 +11,12 @@ from jaxtyping import Array, Float, Int
 
 import jflex
 from flax_layers import attention_core
+from flax_layers.attention_core import Call, KeyValueInputs
 from flax_layers.attention_methods import AttentionMethods
 from flax_layers.block_selection import BlockSelection
 from flax_layers.constant_mask import constant_mask
 from flax_layers.context_parallel import ContextParallel
+from flax_layers.layer_mods import Mods
 from flax_layers.linen.mods import check_no_nnx_state, mods_with_parameters, with_parameters
 from flax_layers.linen.rms_norm import RMSNorm
 from flax_layers.rotary_scaling import RotaryScaling
@@ -37,6 +39,7 @@ class FlexAttention(AttentionMethods, linen.Module):
     Args:
         in_features: Size of the input's last axis, and of the output's.
         num_heads: Query heads.
+        in_kv_features: Size of the last axis of `inputs_kv` in cross-attention. Default: `in_features`.
         num_kv_heads: Key and value heads, a divisor of `num_heads`; each is shared by `num_heads // num_kv_heads`
             adjacent query heads. Default: `num_heads`.
         head_dim: Size of a head. Default: `in_features // num_heads`.
@@ -94,6 +97,7 @@ class FlexAttention(AttentionMethods, linen.Module):
     in_features: int
     num_heads: int
     _: dataclasses.KW_ONLY
+    in_kv_features: int | None = None
     num_kv_heads: int | None = None
     head_dim: int | None = None
     score_mod: jflex.ScoreMod | None = None
@@ -156,7 +160,7 @@ class FlexAttention(AttentionMethods, linen.Module):
         dropout_rng: Array | None = None, query_mod: jflex.VectorMod | None = None,
         key_mod: jflex.VectorMod | None = None, value_mod: jflex.VectorMod | None = None,
         output_mod: jflex.OutputMod | None = None, return_stats: tuple[()] = (),
-        context: ContextParallel | None = None,
+        context: ContextParallel | None = None, inputs_kv: KeyValueInputs = None,
     ) -> Float[Array, "*batch T features"]: ...
     @overload
     def __call__(
@@ -166,7 +170,7 @@ class FlexAttention(AttentionMethods, linen.Module):
         dropout_rng: Array | None = None, query_mod: jflex.VectorMod | None = None,
         key_mod: jflex.VectorMod | None = None, value_mod: jflex.VectorMod | None = None,
         output_mod: jflex.OutputMod | None = None, return_stats: tuple[jflex.Stat, ...],
-        context: ContextParallel | None = None,
+        context: ContextParallel | None = None, inputs_kv: KeyValueInputs = None,
     ) -> tuple[Float[Array, "*batch T features"], jflex.AttentionStats]: ...
     # fmt: on
     def __call__(
@@ -185,8 +189,9 @@ class FlexAttention(AttentionMethods, linen.Module):
         output_mod: jflex.OutputMod | None = None,
         return_stats: tuple[jflex.Stat, ...] = (),
         context: ContextParallel | None = None,
+        inputs_kv: KeyValueInputs = None,
     ) -> Float[Array, "*batch T features"] | tuple[Float[Array, "*batch T features"], jflex.AttentionStats]:
-        """Attends within each sequence.
+        """Attends within each sequence, or from it to `inputs_kv`.
 
         Args:
             inputs: One vector for each position. The leading axes are folded into one batch axis, the last of them
@@ -206,6 +211,8 @@ class FlexAttention(AttentionMethods, linen.Module):
             return_stats: Also return these statistics of each row, as in `jflex.flex_attention`: "max" for QK-clip,
                 say.
             context: How tokens are divided among devices, and in which order they are; see `ContextParallel`.
+            inputs_kv: Keys and values are projected from these in place of `inputs`: cross-attention. Or the result of
+                `project_kv`. Batch axes of size 1 are shared by all sequences. Keys rotate at 0, 1, 2, ...
 
         Returns:
             One vector for each position, in the dtype of the computation; or a pair of it and the
@@ -218,18 +225,20 @@ class FlexAttention(AttentionMethods, linen.Module):
         dropout_key = _dropout_key(self, deterministic, dropout_rng)
         mods = self._mods(score_mod, mask_mod, block_mask)
         vectors = self._vectors(VectorMods(query_mod, key_mod, value_mod, output_mod))
-        return attention_core.attend(self, inputs, mods, positions, dropout_key, vectors, return_stats, context)
+        call = Call(inputs_kv, positions, dropout_key, vectors, return_stats, context)
+        return attention_core.attend(self, inputs, mods, call)
 
     # linen wraps only methods of the class's own namespace, not inherited ones.
     decode = AttentionMethods.decode
     decode_paged = AttentionMethods.decode_paged
+    project_kv = AttentionMethods.project_kv
 
     def _mods(
         self,
         score_mod: jflex.ScoreMod | None,
         mask_mod: jflex.MaskMod | None,
         block_mask: jflex.BlockMask | BlockSelection | None = None,
-    ) -> attention_core.Mods:
+    ) -> Mods:
         return mods_with_parameters(super()._mods(score_mod, mask_mod, block_mask))
 
     def _vectors(self, vectors: VectorMods) -> VectorMods:

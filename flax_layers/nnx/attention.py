@@ -1,4 +1,4 @@
-"""Self-attention for Flax NNX whose scores and sparsity are ordinary functions."""
+"""Attention for Flax NNX whose scores and sparsity are ordinary functions."""
 
 from typing import Any, overload
 
@@ -9,6 +9,7 @@ from jaxtyping import Array, Float, Int
 
 import jflex
 from flax_layers import attention_core
+from flax_layers.attention_core import Call, KeyValueInputs
 from flax_layers.attention_methods import AttentionMethods
 from flax_layers.block_selection import BlockSelection
 from flax_layers.context_parallel import ContextParallel
@@ -32,6 +33,7 @@ class FlexAttention(AttentionMethods, ModAttributes, Projections):
     Args:
         in_features: Size of the input's last axis, and of the output's.
         num_heads: Query heads.
+        in_kv_features: Size of the last axis of `inputs_kv` in cross-attention. Default: `in_features`.
         num_kv_heads: Key and value heads, a divisor of `num_heads`; each is shared by `num_heads // num_kv_heads`
             adjacent query heads. Default: `num_heads`.
         head_dim: Size of a head. Default: `in_features // num_heads`.
@@ -106,6 +108,7 @@ class FlexAttention(AttentionMethods, ModAttributes, Projections):
         in_features: int,
         num_heads: int,
         *,
+        in_kv_features: int | None = None,
         num_kv_heads: int | None = None,
         head_dim: int | None = None,
         score_mod: jflex.ScoreMod | None = None,
@@ -136,7 +139,7 @@ class FlexAttention(AttentionMethods, ModAttributes, Projections):
             jflex.check_mod_sizes(mod, heads=num_heads, caller="a layer")
         attention_core.check_dropout_rate(dropout_rate)
         super().__init__(
-            in_features, num_heads, num_kv_heads, head_dim,
+            in_features, num_heads, num_kv_heads, head_dim, in_kv_features=in_kv_features,
             rotary_base=rotary_base, rotary_scaling=rotary_scaling, rotary_dim=rotary_dim,
             qk_norm=qk_norm, qk_norm_options=qk_norm_options or {}, use_sinks=use_sinks,
             use_bias=use_bias, out_bias=out_bias, dtype=dtype, param_dtype=param_dtype,
@@ -145,9 +148,7 @@ class FlexAttention(AttentionMethods, ModAttributes, Projections):
         self.score_mod = score_mod
         self.mask_mod = mask_mod
         self.block_mask = block_mask
-        self.scale = scale
-        self.implementation = implementation
-        self.config = config
+        self.scale, self.implementation, self.config = scale, implementation, config
         self.dropout_rate = dropout_rate
         self.deterministic = deterministic
         self.rngs = nnx.data(_dropout_stream(rngs).fork() if keep_rngs and dropout_rate > 0 else None)
@@ -162,7 +163,7 @@ class FlexAttention(AttentionMethods, ModAttributes, Projections):
         rngs: nnx.Rngs | nnx.RngStream | Array | None = None, query_mod: jflex.VectorMod | None = None,
         key_mod: jflex.VectorMod | None = None, value_mod: jflex.VectorMod | None = None,
         output_mod: jflex.OutputMod | None = None, return_stats: tuple[()] = (),
-        context: ContextParallel | None = None,
+        context: ContextParallel | None = None, inputs_kv: KeyValueInputs = None,
     ) -> Float[Array, "*batch T features"]: ...
     @overload
     def __call__(
@@ -172,7 +173,7 @@ class FlexAttention(AttentionMethods, ModAttributes, Projections):
         rngs: nnx.Rngs | nnx.RngStream | Array | None = None, query_mod: jflex.VectorMod | None = None,
         key_mod: jflex.VectorMod | None = None, value_mod: jflex.VectorMod | None = None,
         output_mod: jflex.OutputMod | None = None, return_stats: tuple[jflex.Stat, ...],
-        context: ContextParallel | None = None,
+        context: ContextParallel | None = None, inputs_kv: KeyValueInputs = None,
     ) -> tuple[Float[Array, "*batch T features"], jflex.AttentionStats]: ...
     # fmt: on
     def __call__(
@@ -191,8 +192,9 @@ class FlexAttention(AttentionMethods, ModAttributes, Projections):
         output_mod: jflex.OutputMod | None = None,
         return_stats: tuple[jflex.Stat, ...] = (),
         context: ContextParallel | None = None,
+        inputs_kv: KeyValueInputs = None,
     ) -> Float[Array, "*batch T features"] | tuple[Float[Array, "*batch T features"], jflex.AttentionStats]:
-        """Attends within each sequence.
+        """Attends within each sequence, or from it to `inputs_kv`.
 
         Args:
             inputs: One vector for each position. The leading axes are folded into one batch axis, the last of them
@@ -212,6 +214,8 @@ class FlexAttention(AttentionMethods, ModAttributes, Projections):
             return_stats: Also return these statistics of each row, as in `jflex.flex_attention`: "max" for QK-clip,
                 say.
             context: How tokens are divided among devices, and in which order they are; see `ContextParallel`.
+            inputs_kv: Keys and values are projected from these in place of `inputs`: cross-attention. Or the result of
+                `project_kv`. Batch axes of size 1 are shared by all sequences. Keys rotate at 0, 1, 2, ...
 
         Returns:
             One vector for each position, in the dtype of the computation; or a pair of it and the
@@ -225,7 +229,8 @@ class FlexAttention(AttentionMethods, ModAttributes, Projections):
         dropout_key = self._dropout_key(deterministic, rngs)
         mods = self._mods(score_mod, mask_mod, block_mask)
         vectors = self._vectors(VectorMods(query_mod, key_mod, value_mod, output_mod))
-        return attention_core.attend(self, inputs, mods, positions, dropout_key, vectors, return_stats, context)
+        call = Call(inputs_kv, positions, dropout_key, vectors, return_stats, context)
+        return attention_core.attend(self, inputs, mods, call)
 
     def set_view(self, deterministic: bool | None = None) -> None:
         """Sets what `nnx.view` changes.

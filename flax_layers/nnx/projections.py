@@ -21,6 +21,7 @@ class Projections(nnx.Module):
         num_heads: Query heads.
         num_kv_heads: Key and value heads.
         head_dim: Size of a head.
+        in_kv_features: Size of the last axis of the inputs of keys and values. None: `in_features`.
         rotary_base: Base of the rotary position embedding. None: no rotary embedding.
         rotary_scaling: Scaling of its frequencies.
         rotary_dim: Number of features of a head that rotate. None: all.
@@ -43,6 +44,7 @@ class Projections(nnx.Module):
         num_kv_heads: int | None,
         head_dim: int | None,
         *,
+        in_kv_features: int | None,
         rotary_base: float | None,
         rotary_scaling: RotaryScaling | None,
         rotary_dim: int | None,
@@ -61,13 +63,15 @@ class Projections(nnx.Module):
         dtypes = {name: linear_options[name] for name in ("dtype", "param_dtype")}
         norm = functools.partial(RMSNorm, head_dim, rngs=rngs, **dtypes, **qk_norm_options)
         self.query = linear(in_features, num_heads * head_dim, use_bias=use_bias)
-        self.key = linear(in_features, num_kv_heads * head_dim, use_bias=use_bias)
-        self.value = linear(in_features, num_kv_heads * head_dim, use_bias=use_bias)
+        kv_features = in_features if in_kv_features is None else in_kv_features
+        self.key = linear(kv_features, num_kv_heads * head_dim, use_bias=use_bias)
+        self.value = linear(kv_features, num_kv_heads * head_dim, use_bias=use_bias)
         self.out = linear(num_heads * head_dim, in_features, use_bias=use_bias if out_bias is None else out_bias)
         self.query_norm = nnx.data(norm() if qk_norm else None)
         self.key_norm = nnx.data(norm() if qk_norm else None)
         self.sinks = nnx.data(nnx.Param(jnp.zeros(num_heads, dtypes["param_dtype"])) if use_sinks else None)
         self.in_features = in_features
+        self.in_kv_features = in_kv_features
         self.num_heads = num_heads
         self.num_kv_heads = num_kv_heads
         self.head_dim = head_dim
