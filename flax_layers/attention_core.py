@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int, Int32
 import jflex
 from flax_layers import functional, streaming_llm
 from flax_layers.context_parallel import ContextParallel
-from flax_layers.dense_cache import DenseCache
+from flax_layers.dense_cache import DenseCache, known
 from flax_layers.eight_bit_cache import EightBitCache
 from flax_layers.layer_mods import LayerMods, Mods
 from flax_layers.streaming_llm import Streaming
@@ -244,6 +244,14 @@ def _check_call(inputs: Float[Array, "*batch T features"], mods: Mods, call: Cal
         )
 
 
+def nan_beyond_room(outputs: Float[Array, "*batch T features"], cache: Any) -> Float[Array, "*batch T features"]:
+    """NaN in place of the outputs of each sequence that has outgrown its cache; known lengths have been checked."""
+    if known(cache.lengths) is not None:
+        return outputs
+    has_outgrown = (cache.lengths > cache.max_length).reshape(*outputs.shape[:-2], 1, 1)
+    return jnp.where(has_outgrown, jnp.full((), jnp.nan, outputs.dtype), outputs)
+
+
 def check_one_mask(mask_mod: jflex.MaskMod | None, block_mask: jflex.BlockMask | None) -> None:
     """Raises ValueError if a call gets both forms of a mask."""
     if mask_mod is not None and block_mask is not None:
@@ -305,7 +313,7 @@ def decode(
         **vectors.of_queries(before)._asdict(),
     )
     outputs = join(layer, attended.reshape(query.shape).astype(query.dtype))
-    return outputs, cache
+    return nan_beyond_room(outputs, cache), cache
 
 
 def decode_eight_bits(
@@ -318,7 +326,7 @@ def decode_eight_bits(
     outputs, pages = decode_paged(layer, packed, cache.pages, batch, mods, None, None, None, vectors)
     cache = dataclasses.replace(cache, pages=pages, lengths=batch.kv_lengths)
     outputs = outputs.reshape(*inputs.shape[:-1], outputs.shape[-1])
-    return outputs, cache
+    return nan_beyond_room(outputs, cache), cache
 
 
 def decode_paged(

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int, Int32
 
 import jflex
 from flax_layers import functional
-from flax_layers.attention_core import check_dense, check_packed
+from flax_layers.attention_core import check_dense, check_packed, nan_beyond_room
 from flax_layers.dense_cache import known
 from flax_layers.latent_cache import DenseLatentCache
 from flax_layers.layer_mods import LayerMods, Mods
@@ -224,7 +224,7 @@ def decode(
             q, cache.pages, cache.batch(tokens), score_mod=mods.score_mod, mask_mod=mods.mask_mod, **how
         )
         found = found.astype(query.nope.dtype).reshape(*inputs.shape[:-1], *found.shape[1:])
-        return joined(layer, found), cache
+        return nan_beyond_room(joined(layer, found), cache), cache
     stored = jnp.split(cache.rows(), [layer.latent_dim], axis=-1)
     key, value = up_projected(layer, Latents(*(x.astype(query.nope.dtype) for x in stored)))
     moved = mods.at(before)
@@ -233,7 +233,7 @@ def decode(
         kv_lengths=jnp.minimum(cache.lengths, cache.max_length), **how,
     )  # fmt: skip
     outputs = layer.out(functional.merge_heads(found)).reshape(inputs.shape)
-    return outputs, cache
+    return nan_beyond_room(outputs, cache), cache
 
 
 def decode_paged(

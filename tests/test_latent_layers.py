@@ -100,6 +100,15 @@ def test_nnx_and_linen_agree():
 
 
 @flavours
+@pytest.mark.parametrize("tokens", [1, 30])  # absorbed, up-projected
+def test_tokens_without_room_are_nan(flavour, tokens):
+    layer = made(flavour, "latent_queries")
+    cache = layer.init_cache(2, LENGTH).with_lengths([LENGTH, 2])
+    outputs, _ = decoded(layer, inputs_of()[:, :tokens], cache)
+    assert np.isnan(outputs).all(axis=(1, 2)).tolist() == np.isnan(outputs).any(axis=(1, 2)).tolist() == [True, False]
+
+
+@flavours
 @pytest.mark.parametrize("name", MOST_IN_FULL)
 def test_decoding_equals_the_call(flavour, name):
     layer, inputs = made(flavour, name), inputs_of(name)
