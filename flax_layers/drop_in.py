@@ -167,7 +167,7 @@ class AttentionFn:
             One vector for each query and head.
 
         Raises:
-            NotImplementedError: An argument that must be None is not None, or active dropout is to be broadcast.
+            NotImplementedError: An argument that must be None is not None.
             ValueError: Shapes do not fit, the position of the query is unknown, or dropout has no key.
         """
         del force_fp32_for_softmax

@@ -21,34 +21,26 @@ def dropout_options(rate: float, deterministic: bool, is_broadcast: bool, key: A
     Args:
         rate: The argument `dropout_rate` of Flax.
         deterministic: Whether dropout is off.
-        is_broadcast: The argument `broadcast_dropout`; must be False unless dropout is off.
+        is_broadcast: The argument `broadcast_dropout`: batch entries and heads drop the same weights.
         key: The argument `dropout_rng`.
 
     Returns:
         No arguments if dropout is off.
 
     Raises:
-        NotImplementedError: Batch entries and heads would share one draw.
         ValueError: There is no key.
 
     Example:
         >>> dropout_options(0.1, True, True, None)
         {}
-        >>> dropout_options(0.1, False, True, None)
-        Traceback (most recent call last):
-        NotImplementedError: `broadcast_dropout` must be False where dropout is active. Got True, ...
+        >>> dropout_options(0.1, False, True, jax.random.key(0))["dropout_key"].shape
+        (1, 1)
     """
     if rate == 0 or deterministic:
         return {}
-    if is_broadcast:
-        raise NotImplementedError(
-            f"`broadcast_dropout` must be False where dropout is active. Got True, `dropout_rate` {rate}: here each "
-            "weight has its own draw, which batch entries and heads do not share. Make the layer with "
-            "broadcast_dropout=False or dropout_rate=0, or call it with deterministic=True."
-        )
     if key is None:
         raise ValueError(f"`dropout_rng` is missing, and `dropout_rate` is {rate}. Pass a key, or deterministic=True.")
-    return {"dropout_rate": rate, "dropout_key": key}
+    return {"dropout_rate": rate, "dropout_key": key[None, None] if is_broadcast else key}
 
 
 def check_handed_over(*, module: Any, input_positions: Any, einsums: dict[str, Any]) -> None:

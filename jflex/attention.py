@@ -161,7 +161,8 @@ def flex_attention(
         dropout_rate)``. A Python number, at least 0 and less than 1, part of the program. The lse is that without
         dropout.
       dropout_key: A random key, for a rate above 0; a new one recompiles nothing. What it drops depends on it and on
-        ``b, h, q_idx, kv_idx`` alone, not on tiles, implementation or sharding. Not used at a rate of 0.
+        ``b, h, q_idx, kv_idx`` alone, not on tiles, implementation or sharding. Keys [B, Hq] are for a batch entry and
+        a head each; of an axis of size 1, all drop the same weights. Not used at a rate of 0.
       implementation: ``"mosaic_gpu"``, ``"triton"``, ``"official_triton"``, ``"xla"`` or ``"reference"``, or a sequence
         of names: the first that supports the call runs. It never falls back to a backend that is not named, with one
         exception: ``"mosaic_gpu"`` has ``"triton"`` compute gradients that its own kernels cannot. None

@@ -58,6 +58,7 @@ class Case:
       sinks: Whether each head has a sink; its gradient is named like that of a captured array, ``sinks``.
       normalize: As in the call; without a softmax, the lse is 0 here.
       dropout_rate: As in the call; the key is that of `tests.dropout_bits`.
+      shared_dropout: Whether batch entries and heads drop the same weights.
       positive: Draws queries and keys above 0, so that no score is near 0.
       unsupported: Backends that must refuse the case, with what their reason must match.
     """
@@ -80,6 +81,7 @@ class Case:
     sinks: bool = False
     normalize: str = "softmax"
     dropout_rate: float = 0.0
+    shared_dropout: bool = False
     positive: bool = False
     unsupported: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
@@ -352,6 +354,9 @@ DROPOUT = [
     ),
     Case("softcap_dropout", scores.softcap, sizes=N(T=129, Hq=4, Hkv=2), dropout_rate=0.1, **BF16),
     Case("dropout_bias_qk", captured.bias_qk, masks.window, N(T=70, Hq=4, Hkv=1), dropout_rate=0.2, layout="BNTH"),
+    Case(
+        "dropout_shared", mask=masks.causal, sizes=N(T=70, Hq=4, Hkv=2), dropout_rate=0.3, shared_dropout=True, **BF16
+    ),
     Case("dropout_table", captured.table, masks.causal, N(T=129), block=64, dropout_rate=0.9, **F16),
     Case("dropout_decode", captured.bias_kv, sizes=N(T=3, S=300, Hq=4, Hkv=2, Bkv=1), dropout_rate=0.25, **BF16),
     Case("dropout_head_size_128", sizes=N(B=1, T=100, D=128), dropout_rate=0.1, **BF16),

@@ -103,7 +103,13 @@ def factors_of(case: Case) -> Any:
     """The factors of dropout, for the oracle; None without dropout."""
     if not case.dropout_rate:
         return None
-    return functools.partial(dropout_bits.factors, case.dropout_rate, dropout_bits.KEY)
+    own = 0 if case.shared_dropout else 1
+    return lambda b, h, q, k: dropout_bits.factors(case.dropout_rate, dropout_bits.KEY, own * b, own * h, q, k)
+
+
+def _dropout_key(case: Case) -> jax.Array | None:
+    key = jax.random.key(dropout_bits.KEY[1])
+    return None if not case.dropout_rate else key[None, None] if case.shared_dropout else key
 
 
 def _visible(case: Case, b, h, q, k, _) -> Any:
@@ -175,7 +181,7 @@ def call_for(case: Case, backend: str, arrays, score_captures, mask_captures, bl
         layout=case.layout,
         normalize=case.normalize,
         dropout_rate=case.dropout_rate,
-        dropout_key=jax.random.key(dropout_bits.KEY[1]) if case.dropout_rate else None,
+        dropout_key=_dropout_key(case),
         implementation=implementation,
         config=configs.get(manner),
         **returned,

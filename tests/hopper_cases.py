@@ -105,6 +105,16 @@ WIDE = [
     ),
     Case("two_groups_dropout", mask=masks.causal, sizes=Sizes(T=260, D=64), block=128, dropout_rate=0.1, **BF16),
     Case(
+        "two_groups_dropout_shared",
+        scores.alibi,
+        masks.causal,
+        Sizes(T=260, D=64),
+        block=128,
+        dropout_rate=0.1,
+        shared_dropout=True,
+        **BF16,
+    ),
+    Case(
         "two_groups_dropout_wide",
         scores.alibi,
         masks.causal,
@@ -171,7 +181,7 @@ _OF_TABLE = [
     "length_sees_nothing",
 ]
 _TWO_KERNELS = {"softcap_of_much", "even_bias", "plane_gradient", "planes_two", "two_groups_scalar", "many_empty_rows",
-                "two_groups_dropout", "stored_odd", "stored_no_mask", "shared_heads", "shared_causal", "shared_by_all",
-                "shared_batch", "shared_dropout", "shared_more_heads"}  # fmt: skip
+                "two_groups_dropout", "two_groups_dropout_shared", "stored_odd", "stored_no_mask", "shared_heads",
+                "shared_causal", "shared_by_all", "shared_batch", "shared_dropout", "shared_more_heads"}  # fmt: skip
 ONE_PASS = [case for case in HOPPER if case.name in _OF_TABLE]
 ONE_PASS += [case for case in (*WIDE, *MANY) if case.name not in _TWO_KERNELS and case.sizes.D <= 128]

@@ -152,7 +152,6 @@ def test_gradients_have_the_precision_too():
 
 ABSENT = NotImplementedError
 REFUSED = {
-    "shared dropout": ({"dropout_rate": 0.1}, ABSENT, "`broadcast_dropout` must be False where dropout is active"),
     "dropout": ({"dropout_rate": 0.1, "broadcast_dropout": False}, ValueError, "`dropout_rng` is missing"),
     "sowing": ({"module": nnx.Module()}, ABSENT, "`module` is set to sow the attention weights"),
     "rotary positions": ({"input_positions": jnp.arange(T)}, ABSENT, "`input_positions` are for a rotary"),

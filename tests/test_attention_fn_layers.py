@@ -68,8 +68,6 @@ def test_layers_that_ask_for_what_is_not_there(flavour):
 
     with pytest.raises(NotImplementedError, match="`module` is set to sow"):
         call({}, sow_weights=True)
-    with pytest.raises(NotImplementedError, match="`broadcast_dropout` must be False"):
-        call({"dropout_rate": 0.5}, deterministic=False)
     if flavour == "linen":
         einsums = {name: lambda: jnp.einsum for name in ("qk_attn_weights_einsum_cls", "attn_weights_value_einsum_cls")}
         with pytest.raises(NotImplementedError, match="`qk_attn_weights_einsum` would replace"):

@@ -64,6 +64,26 @@ def test_weights_are_kept_by_the_generator(how):
     np.testing.assert_array_equal(kept_of(attend(*shown(), **how)), drawn_kept())
 
 
+@backends
+@pytest.mark.parametrize("axes", [(1, 1), (B, 1), (1, HQ)], ids=str)
+def test_batch_entries_and_heads_share_keys(how, axes):
+    """Each key drops as it does for the first batch entry and head."""
+    numbers = np.arange(np.prod(axes)).reshape(axes)
+    keys = jax.vmap(jax.vmap(lambda n: jax.random.wrap_key_data(jnp.stack([jnp.uint32(0), n]))))(jnp.uint32(numbers))
+    words = np.broadcast_to(numbers, (B, HQ))[:, :, None, None]
+    expected = dropout_bits.kept(RATE, (np.zeros_like(words), words), 0, 0, *np.ogrid[:T, :S])
+    np.testing.assert_array_equal(kept_of(attend(*shown(), key=keys, **how)), expected)
+    np.testing.assert_array_equal(kept_of(attend(*shown(), key=jax.random.key_data(keys), **how)), expected)
+
+
+def test_rows_of_a_packed_call_share_keys():
+    keys, rows = jax.random.split(jax.random.key(0), (3, 1)), jnp.array([0, 2, 2, 1], jnp.int32)
+    of_entries, of_rows = kept_mod(RATE, keys, 3, HQ), kept_mod(RATE, keys, rows, HQ)
+    positions = jnp.arange(9)[:, None], jnp.arange(50)[None]
+    for row, entry in enumerate(rows.tolist()):
+        np.testing.assert_array_equal(of_rows(row, 3, *positions), of_entries(entry, 0, *positions))
+
+
 @pytest.mark.parametrize("tiles", [(16, 16), (16, 64), (64, 32)], ids=str)
 def test_tiles_make_no_difference(tiles):
     config = jflex.Config(interpret=True, forward=jflex.Tiles(*tiles))

@@ -280,6 +280,12 @@ ROWS = [
         r"`dropout_key` must be one random key.*Got key<fry>\[3\]\. Index it, or `jax\.vmap`",
     ),
     (
+        "keys_of_two_heads",
+        lambda: call(dropout_rate=0.1, dropout_key=jax.random.split(jax.random.key(0), (1, 2))),
+        ValueError,
+        r"`dropout_key` must be one key, or keys \[B, Hq\] .*Got keys \[1, 2\] for batch 2 and 4 heads",
+    ),
+    (
         "key_of_three_words",
         lambda: call(dropout_key=jnp.zeros(3, jnp.uint32)),
         ValueError,

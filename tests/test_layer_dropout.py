@@ -177,15 +177,17 @@ def test_gradients_are_those_of_the_same_draw(flavour):
 
 
 @flavours
-def test_the_function_for_flaxs_own_layers_drops(flavour):
-    """With the key that they pass, where each weight has its own draw."""
+@pytest.mark.parametrize("broadcast", [{}, {"broadcast_dropout": False}], ids=["as by default", "not broadcast"])
+def test_the_function_for_flaxs_own_layers_drops(flavour, broadcast):
+    """With the key that they pass; by default, batch entries and heads drop the same weights."""
     keys = []
 
     def by_hand(query, key, value, dropout_rng=None, **handed):  # linen passes what it finds in the signature
         keys.append(dropout_rng)
-        return jflex.flex_attention(query, key, value, dropout_rate=RATE, dropout_key=dropout_rng, implementation="xla")
+        shared = dropout_rng if broadcast else dropout_rng[None, None]
+        return jflex.flex_attention(query, key, value, dropout_rate=RATE, dropout_key=shared, implementation="xla")
 
-    options = {"num_heads": HEADS, "dropout_rate": RATE, "broadcast_dropout": False, "deterministic": False}
+    options = {"num_heads": HEADS, "dropout_rate": RATE, "deterministic": False} | broadcast
     outputs = []
     for function in (flax_layers.attention_fn(implementation="xla"), by_hand):
         if flavour == "nnx":

@@ -72,14 +72,22 @@ def check_dropout(rate: object, key: Any) -> float:
 
 
 def _check_key(key: Any) -> None:
-    rule = "`dropout_key` must be one random key, as `jax.random.key(0)`, or uint32[2] from `jax.random.PRNGKey`"
+    rule = (
+        "`dropout_key` must be one random key, as `jax.random.key(0)`, or uint32[2] from `jax.random.PRNGKey`; or keys "
+        "[B, Hq], with axes of size 1 where weights are dropped alike"
+    )
     if not (hasattr(key, "shape") and hasattr(key, "dtype")):
         raise TypeError(f"{rule}. Got {type(key).__name__}.")
     typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
     if not typed and key.dtype != jnp.uint32:
         raise TypeError(f"{rule}. Got {describe_array(key)}.")
-    if tuple(key.shape) != (() if typed else (2,)):
+    if len(_axes(key)) not in (0, 2) or (not typed and key.shape[-1:] != (2,)):
         raise ValueError(f"{rule}. Got {describe_array(key)}. Index it, or `jax.vmap` the call over keys.")
+
+
+def _axes(key: Any) -> tuple[int, ...]:
+    """The shape of an array of keys."""
+    return tuple(key.shape if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else key.shape[:-1])
 
 
 def kept_mod(rate: float, key: Any, batch: int | Int32[Array, " rows"], heads: int) -> KeptMod | None:
@@ -93,13 +101,20 @@ def kept_mod(rate: float, key: Any, batch: int | Int32[Array, " rows"], heads: i
       batch: Batch entries, or packed sequences. Or the batch entry of each row: then ``b`` is the row.
       heads: Query heads.
 
+    Raises:
+      ValueError: There are several keys, and neither as many as batch entries nor as heads.
+
     >>> kept = kept_mod(0.25, jax.random.key(0), 1, 1)
     >>> [bool(kept(0, 0, jnp.int32(5), jnp.int32(k))) for k in range(6)]
     [True, True, True, True, False, True]
     """
     if rate == 0:
         return None
-    if isinstance(batch, int):  # at least one of each: a mod is traced even where there is nothing to read
+    has_batch, has_heads = True, True
+    if _axes(key):
+        has_batch, has_heads = (n != 1 for n in _axes(key))
+        seeds = _seeds_of_keys(key, batch, heads)
+    elif isinstance(batch, int):  # at least one of each: a mod is traced even where there is nothing to read
         seeds = _seeds_of_batch(key, max(batch, 1), max(heads, 1))
     else:
         seeds = _seeds_of_rows(key, batch, heads)
@@ -109,7 +124,8 @@ def kept_mod(rate: float, key: Any, batch: int | Int32[Array, " rows"], heads: i
         q, k = q_idx.astype(jnp.uint32), kv_idx.astype(jnp.uint32)
         sharers = [(k, bit) for bit in _SHARED_KEY_BITS] + [(q, bit) for bit in _SHARED_QUERY_BITS]
         q, k = _without(q, _SHARED_QUERY_BITS), _without(k, _SHARED_KEY_BITS)
-        first, second = seeds[b, h, 0] + q * _OF_QUERY, seeds[b, h, 1] + q * _OF_QUERY_AGAIN
+        seed = lambda word: seeds[b if has_batch else 0, h if has_heads else 0, word]
+        first, second = seed(0) + q * _OF_QUERY, seed(1) + q * _OF_QUERY_AGAIN
         word, factor = _mixed(first ^ (k * _OF_KEY), second), _LOWBIAS32[1]
         for i, (position, bit) in enumerate(sharers):
             power = np.uint32(pow(_RATIO, 2**i, 2**32))
@@ -141,6 +157,20 @@ def _seeds(key: Any, batch: int | Int32[Array, " rows"], heads: int) -> UInt32[A
     return jax.random.key_data(jax.vmap(each)(rows))
 
 
+def _seeds_of_keys(keys: Any, batch: int | Int32[Array, " rows"], heads: int) -> UInt32[Array, "#rows #heads 2"]:
+    """Two words for each key: with an axis of size 1, batch entries or heads share the words of the first one."""
+    entries, shape = batch if isinstance(batch, int) else None, _axes(keys)
+    if shape[1] not in (1, heads) or (entries is not None and shape[0] not in (1, entries)):
+        sizes = f"{'' if entries is None else f'batch {entries} and '}{heads} heads"
+        raise ValueError(
+            "`dropout_key` must be one key, or keys [B, Hq] with axes of that size or of size 1. Got keys "
+            f"{list(shape)} for {sizes}."
+        )
+    seeds = _seeds_of_each(keys)
+    return seeds if isinstance(batch, int) or shape[0] == 1 else seeds[batch]
+
+
+_seeds_of_each = jax.jit(jax.vmap(jax.vmap(lambda key: _seeds(key, 1, 1)[0, 0])))
 _seeds_of_batch = jax.jit(_seeds, static_argnums=(1, 2))
 _seeds_of_rows = jax.jit(_seeds, static_argnums=2)
 
