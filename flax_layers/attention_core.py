@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -17,6 +18,7 @@ from flax_layers.context_parallel import ContextParallel
 from flax_layers.dense_cache import DenseCache, known
 from flax_layers.eight_bit_cache import EightBitCache
 from flax_layers.layer_mods import LayerMods, Mods
+from flax_layers.owned_pages import OwnedPages
 from flax_layers.streaming_llm import Streaming
 from flax_layers.vector_mods import VectorMods
 
@@ -37,7 +39,7 @@ class Layer(LayerMods):
     """The attributes of a layer, nnx or linen, that the functions below and `AttentionMethods` read."""
 
     in_features: Any
-    in_kv_features: Any
+    in_kv_features: int | None
     num_heads: Any
     num_kv_heads: Any
     head_dim: Any
@@ -82,7 +84,7 @@ class KeyValue(NamedTuple):
 
     Attributes:
         key: Keys, normalised and rotated if the layer does so.
-        value: Values.
+        value: Values, for the same positions.
     """
 
     key: Float[Array, "*batch S Hkv D"]
@@ -206,7 +208,7 @@ def attend(
     else:
         key_value = call.inputs_kv if isinstance(call.inputs_kv, KeyValue) else project_kv(layer, call.inputs_kv)
     key, value = map(fold_batch, key_value)
-    attention: Any = jflex.flex_attention
+    attention: Callable = jflex.flex_attention
     if call.context is not None:
         attention = functools.partial(jflex.context_parallel_attention, **call.context.arguments())
     result = attention(
@@ -244,7 +246,9 @@ def _check_call(inputs: Float[Array, "*batch T features"], mods: Mods, call: Cal
         )
 
 
-def nan_beyond_room(outputs: Float[Array, "*batch T features"], cache: Any) -> Float[Array, "*batch T features"]:
+def nan_beyond_room(
+    outputs: Float[Array, "*batch T features"], cache: DenseCache | OwnedPages
+) -> Float[Array, "*batch T features"]:
     """NaN in place of the outputs of each sequence that has outgrown its cache; known lengths have been checked."""
     if known(cache.lengths) is not None:
         return outputs

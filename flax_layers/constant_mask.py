@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
-from typing import Any
+from typing import TypeVar
 
 import jax
 import numpy as np
@@ -14,6 +14,11 @@ from jax.core import Tracer, eval_context
 
 import jflex
 
+Content = tuple[jax.tree_util.PyTreeDef, str]
+"""The structure of a mask, and a digest of its arrays."""
+
+T = TypeVar("T")
+
 
 @jax.tree_util.register_static
 class ConstantMask(jflex.BlockMask):
@@ -21,9 +26,6 @@ class ConstantMask(jflex.BlockMask):
 
     Flax sees no state in it. So checkpoints, moving averages, casts and optimizers act on parameters alone, and layers
     with equal masks share compiled programs.
-
-    Args:
-        mask: The BlockMask.
 
     Example:
         >>> masks = [jflex.create_block_mask(jflex.masks.causal(), None, None, 64, 64) for _ in range(2)]
@@ -40,7 +42,7 @@ class ConstantMask(jflex.BlockMask):
         return jflex.BlockMask(**_fields(self))
 
     @functools.cached_property
-    def _content(self) -> tuple[Any, ...]:
+    def _content(self) -> Content:
         arrays, structure = jax.tree.flatten(self.data())
         digest = hashlib.sha256()
         for array in map(np.asarray, arrays):
@@ -48,7 +50,7 @@ class ConstantMask(jflex.BlockMask):
         return structure, digest.hexdigest()
 
     @property
-    def __fn_or_cls__(self) -> tuple[Any, ...]:
+    def __fn_or_cls__(self) -> Content:
         """The key by which `linen.jit` recognises an attribute of a module, instead of one made of all fields."""
         return self._content
 
@@ -58,14 +60,14 @@ class ConstantMask(jflex.BlockMask):
     def __hash__(self) -> int:
         return hash(self._content)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> ConstantMask:
+    def __deepcopy__(self, memo: dict[int, object]) -> ConstantMask:
         return self
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[type[ConstantMask], tuple[jflex.BlockMask]]:
         return ConstantMask, (self.data(),)
 
 
-def constant_mask(mask: Any) -> Any:
+def constant_mask(mask: T) -> T | ConstantMask:
     """Returns a BlockMask of known values as a `ConstantMask`, and anything else as it is.
 
     Inside ``jit`` the lists of a mask are traced. They are evaluated again if its mask_mod captures known arrays.
@@ -81,16 +83,16 @@ def constant_mask(mask: Any) -> Any:
         return ConstantMask(jflex.create_block_mask(mask.mask_mod, *mask.shape, block_size=mask.block_size))
 
 
-def block_mask_data(mask: Any) -> Any:
+def block_mask_data(mask: T) -> T | jflex.BlockMask:
     """Returns the BlockMask of a layer's attribute as a pytree of arrays, and anything else as it is."""
     if isinstance(mask, nnx.Variable):
         return mask.get_value()
     return mask.data() if isinstance(mask, ConstantMask) else mask
 
 
-def _is_traced(tree: Any) -> bool:
+def _is_traced(tree: object) -> bool:
     return any(isinstance(x, Tracer) for x in jax.tree.leaves(tree))
 
 
-def _fields(mask: jflex.BlockMask) -> dict[str, Any]:
+def _fields(mask: jflex.BlockMask) -> dict:
     return {field.name: getattr(mask, field.name) for field in dataclasses.fields(jflex.BlockMask)}

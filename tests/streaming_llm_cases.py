@@ -33,7 +33,9 @@ def attend(
     layer: FlexAttention, inputs, streaming: Streaming, score_mod=None, window: int | None = None, first: int = 0
 ) -> np.ndarray:
     """Each query over its own cache: sinks, then the window, at positions 0, 1, 2, ...; outputs from `first` on."""
-    query, key, value = (np.asarray(x, np.float64) for x in attention_core.heads_of(layer, jnp.asarray(inputs)))
+    inputs = jnp.asarray(inputs)
+    heads = attention_core.query_heads(layer, inputs), *attention_core.key_value_heads(layer, inputs)
+    query, key, value = (np.asarray(x, np.float64) for x in heads)
     length, heads, scale = len(query), query.shape[1], layer.scale or query.shape[-1] ** -0.5
     shared = heads // key.shape[1]
     by_key = jax.vmap(lambda score, h, u, last: score_mod(score, 0, h, last, u), (0, None, 0, None))

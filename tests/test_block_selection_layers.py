@@ -34,7 +34,9 @@ def made(flavour, **options):
 
 def chosen_by_hand(layer, x, selection):
     """Whether each query block selects each key block, [B, Hkv, R, C], in numpy: its own, and the best before it."""
-    query, key, _ = attention_core.project(layer, x, jnp.arange(x.shape[1]), x.shape[1])
+    at = jnp.arange(x.shape[1]), x.shape[1]
+    query = attention_core.rotated(layer, attention_core.query_heads(layer, x), *at)
+    key = attention_core.project_kv(layer, x, *at).key
     query, key = np.asarray(query, np.float64), np.asarray(key, np.float64)
     B, T, Hq, D = query.shape
     Hkv, count = key.shape[2], -(-T // selection.block_size)

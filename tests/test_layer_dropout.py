@@ -95,7 +95,8 @@ def test_the_layer_is_attention_with_the_key_by_hand(flavour):
     output = layer(INPUTS, deterministic=False, **key_argument(flavour, key))
     of_nnx = layer_of("nnx")  # projects by hand; the parameters are those of the layer
     nnx.update(of_nnx, nnx.State(jax.tree.map(jnp.asarray, FLAVOURS[flavour].params(layer))))
-    query, key_heads, value = attention_core.project(of_nnx, INPUTS, jnp.arange(LENGTH))
+    query = attention_core.query_heads(of_nnx, INPUTS)
+    key_heads, value = attention_core.project_kv(of_nnx, INPUTS)
     attended = jflex.flex_attention(
         query, key_heads, value, mask_mod=causal, implementation="xla", dropout_rate=RATE, dropout_key=key
     )

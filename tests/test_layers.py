@@ -267,8 +267,8 @@ def test_learned_sinks(flavour):
 
 def test_qk_norm_bounds_the_scores():
     seen = layer_of(qk_norm=True)
-    query, key, _ = attention_core.project(seen, 100.0 * inputs_of(1), jnp.arange(LENGTH))
-    for heads in (query, key):
+    inputs = 100.0 * inputs_of(1)
+    for heads in (attention_core.query_heads(seen, inputs), attention_core.key_value_heads(seen, inputs).key):
         np.testing.assert_allclose(np.mean(np.square(heads), axis=-1), 1.0, rtol=1e-3)
 
 

@@ -159,7 +159,7 @@ def test_the_cache_holds_raw_keys():
     batch = PagedBatch(jnp.array([0, 16]), jnp.array([16]), jnp.array([[1, 2, 3, 4]]))
     twice = np.concatenate([inputs, inputs])
     _, cache = layer.decode_paged(twice, layer.init_paged_cache(5, 4), batch, streaming=Streaming(2, 6))
-    _, key, _ = attention_core.heads_of(layer, jnp.asarray(inputs))
+    key = attention_core.key_value_heads(layer, jnp.asarray(inputs)).key
     np.testing.assert_allclose(cache.k[1:].reshape(2, 8, 2, 8), jnp.stack([key, key]), rtol=1e-6, atol=1e-6)
 
 

@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 import jax.numpy as jnp
 from flax import nnx
 from jax.core import Tracer
+from jax.typing import ArrayLike
 from jaxtyping import Array
 
 import jflex
@@ -46,7 +47,7 @@ class HoistedMod(SizedMod, nnx.Module):
         mod: The function.
     """
 
-    def __init__(self, name: str, mod: Callable[..., Any]):
+    def __init__(self, name: str, mod: Callable[..., ArrayLike]):
         self.program, arrays = _TRACERS[name](mod)
         self.arrays = nnx.List([CapturedArray(x) for x in arrays])
 
@@ -55,7 +56,7 @@ class HoistedMod(SizedMod, nnx.Module):
         names = ["score"] * (self.program.role == "score") + ["b", "h", "q_idx", "kv_idx"]
         return inspect.Signature([inspect.Parameter(x, inspect.Parameter.POSITIONAL_OR_KEYWORD) for x in names])
 
-    def __call__(self, *arguments: Any) -> Array:
+    def __call__(self, *arguments: ArrayLike) -> Array:
         """Evaluates the mod at one position."""
         dtypes = [jnp.float32] * (len(arguments) - 4) + [jnp.int32] * 4
         scalars = (jnp.asarray(x, dtype) for x, dtype in zip(arguments, dtypes, strict=True))
@@ -69,7 +70,7 @@ class HoistedMod(SizedMod, nnx.Module):
 class ModAttributes(nnx.Module):
     """Attributes `score_mod`, `mask_mod` and `block_mask` that Flax can split, merge, save and trace."""
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         if name in (*_TRACERS, "block_mask") and not isinstance(value, dataclasses.Field):  # of `nnx.data`
             value = stored(name, value)
             value = (nnx.data if is_state(value) else nnx.static)(value)
@@ -97,8 +98,8 @@ def stored(name: str, value: Any) -> Any:
     return hoisted if any(isinstance(x[...], Tracer) for x in hoisted.arrays) else value
 
 
-def is_state(value: Any) -> bool:
-    """Whether an attribute is a part of the state of a module."""
+def is_state(value: object) -> bool:
+    """Tests whether an attribute is a part of the state of a module."""
     return isinstance(value, nnx.Module | nnx.Variable)
 
 

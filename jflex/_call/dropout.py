@@ -85,7 +85,7 @@ def _check_key(key: Any) -> None:
         raise ValueError(f"{rule}. Got {describe_array(key)}. Index it, or `jax.vmap` the call over keys.")
 
 
-def _axes(key: Any) -> tuple[int, ...]:
+def _axes(key: jax.Array) -> tuple[int, ...]:
     """The shape of an array of keys."""
     return tuple(key.shape if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else key.shape[:-1])
 
@@ -157,7 +157,7 @@ def _seeds(key: Any, batch: int | Int32[Array, " rows"], heads: int) -> UInt32[A
     return jax.random.key_data(jax.vmap(each)(rows))
 
 
-def _seeds_of_keys(keys: Any, batch: int | Int32[Array, " rows"], heads: int) -> UInt32[Array, "#rows #heads 2"]:
+def _seeds_of_keys(keys: jax.Array, batch: int | Int32[Array, " rows"], heads: int) -> UInt32[Array, "#rows #heads 2"]:
     """Two words for each key: with an axis of size 1, batch entries or heads share the words of the first one."""
     entries, shape = batch if isinstance(batch, int) else None, _axes(keys)
     if shape[1] not in (1, heads) or (entries is not None and shape[0] not in (1, entries)):
