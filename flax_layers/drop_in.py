@@ -72,6 +72,7 @@ def attention_fn(
             mask_mod; or a function holds NNX parameters.
 
     Example:
+        >>> from flax import nnx
         >>> alibi = jflex.scores.alibi(jflex.scores.alibi_slopes(4))
         >>> function = attention_fn(alibi, jflex.masks.causal(), decode=True)
         >>> layer = nnx.MultiHeadAttention(4, 32, attention_fn=function, decode=False, rngs=nnx.Rngs(0))

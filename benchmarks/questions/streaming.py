@@ -90,9 +90,12 @@ def _share_of_first(model: Decoder, rows: np.ndarray, first: int) -> float:
 
     from flax_layers import attention_core
 
-    stream, found, places = model._embed(jnp.asarray(rows)), [], jnp.arange(rows.shape[1])
+    stream, found = model._embed(jnp.asarray(rows)), []
+    places = jnp.arange(rows.shape[1]), rows.shape[1]
     for block in model.blocks:
-        query, key, _ = attention_core.project(block.attention, block.attention_norm(stream), places)
+        layer, inputs = block.attention, block.attention_norm(stream)
+        query = attention_core.rotated(layer, attention_core.query_heads(layer, inputs), *places)
+        key = attention_core.project_kv(layer, inputs, *places).key
         key = jnp.repeat(key, query.shape[2] // key.shape[2], axis=2)
         scores = jnp.einsum("bhd,bshd->bhs", query[:, -1], key) * query.shape[-1] ** -0.5
         found.append(jax.nn.softmax(scores)[..., :first].sum(-1).mean())
