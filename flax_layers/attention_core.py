@@ -249,11 +249,13 @@ def _check_call(inputs: Float[Array, "*batch T features"], mods: Mods, call: Cal
 def nan_beyond_room(
     outputs: Float[Array, "*batch T features"], cache: DenseCache | OwnedPages
 ) -> Float[Array, "*batch T features"]:
-    """NaN in place of the outputs of each sequence that has outgrown its cache; known lengths have been checked."""
+    """NaN in place of the outputs of tokens that a cache had no room for; known lengths have been checked."""
     if known(cache.lengths) is not None:
         return outputs
-    has_outgrown = (cache.lengths > cache.max_length).reshape(*outputs.shape[:-2], 1, 1)
-    return jnp.where(has_outgrown, jnp.full((), jnp.nan, outputs.dtype), outputs)
+    tokens = outputs.shape[-2]
+    positions = cache.lengths[:, None] - tokens + jnp.arange(tokens, dtype=jnp.int32)[None]
+    has_room = (positions < cache.max_length).reshape(*outputs.shape[:-1], 1)
+    return jnp.where(has_room, outputs, jnp.full((), jnp.nan, outputs.dtype))
 
 
 def check_one_mask(mask_mod: jflex.MaskMod | None, block_mask: jflex.BlockMask | None) -> None:

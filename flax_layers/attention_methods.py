@@ -121,8 +121,7 @@ class AttentionMethods(attention_core.Layer):
 
         Returns:
             One vector for each token, in the dtype of the computation; and the cache with T more tokens in every
-            sequence. If traced lengths leave no room for a token, it is dropped, and the outputs of its sequence are
-            NaN.
+            sequence. If traced lengths leave no room for a token, it is dropped, and its output is NaN.
 
         Raises:
             TypeError: `cache` is neither a DenseCache nor an EightBitCache.

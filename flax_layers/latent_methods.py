@@ -79,7 +79,7 @@ class LatentMethods(latent_core.LatentLayer):
 
         Returns:
             One vector for each token; and the cache with T more tokens in every sequence. If traced lengths leave no
-            room for a token, it is dropped, and the outputs of its sequence are NaN.
+            room for a token, it is dropped, and its output is NaN.
 
         Raises:
             TypeError: `cache` is not a DenseLatentCache.
