@@ -20,6 +20,9 @@ from jaxtyping import Array, Float, Int, Int32, UInt32
 _LEAST_TEMPERATURE = 1e-6
 """The lower bound of positive temperatures: below it, logits divided by the temperature overflow float32."""
 
+_MOST_TOKENS = (1 << 31) - 1
+"""The most that `top_k` keeps, which is int32 on the device. No vocabulary is larger."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
@@ -27,7 +30,8 @@ class Sampling:
 
     Attributes:
         temperature: Divides the logits. 0: greedy; the other fields are ignored.
-        top_k: Keeps this many of the most probable tokens, and ties with the last one. 0: all tokens.
+        top_k: Keeps this many of the most probable tokens, and ties with the last one. 0: all tokens. Values above
+            2**31 - 1 become that.
         top_p: Keeps the most probable tokens until their probabilities sum to this or more, and ties. 1: all tokens.
         seed: The random key of a token is derived from it and from the position of the token.
         min_p: Keeps tokens whose probability is at least this fraction of that of the most probable one (Nguyen et al.,
@@ -35,7 +39,7 @@ class Sampling:
 
     Raises:
         TypeError: `top_k` or `seed` is not an integer.
-        ValueError: A value is out of range.
+        ValueError: A value is out of range, once it is rounded to float32.
 
     Example:
         >>> Sampling(temperature=0.8, top_p=0.95, seed=1)
@@ -52,19 +56,20 @@ class Sampling:
     min_p: float = 0.0
 
     def __post_init__(self) -> None:
-        if not (self.temperature >= 0 and math.isfinite(self.temperature)):
+        if not (self.temperature >= 0 and math.isfinite(as_float32(self.temperature))):
             raise ValueError(
                 f"`temperature` must be finite and at least 0. Got {self.temperature}. Use 0 for greedy decoding, and "
-                "1 for the probabilities of the model."
+                "1 for the probabilities of the model; float32 ends at 3.4e38."
             )
-        if not 0 < self.top_p <= 1:
+        if not 0 < as_float32(self.top_p) <= 1:
             raise ValueError(
                 f"`top_p` must be greater than 0 and at most 1. Got {self.top_p}. Use 1 to keep all tokens."
             )
-        if not 0 <= self.min_p <= 1:
+        if not 0 <= as_float32(self.min_p) <= 1:
             raise ValueError(f"`min_p` must be at least 0 and at most 1. Got {self.min_p}. Use 0 to keep all tokens.")
         if checked_integer("top_k", self.top_k) < 0:
             raise ValueError(f"`top_k` must be at least 0. Got {self.top_k}. Use 0 to keep all tokens.")
+        object.__setattr__(self, "top_k", min(self.top_k, _MOST_TOKENS))
         if not 0 <= checked_integer("seed", self.seed) < 1 << 32:
             raise ValueError(f"`seed` must be at least 0 and less than 2**32. Got {self.seed}. Pass another seed.")
 
@@ -222,6 +227,26 @@ def draw(
         return jax.random.categorical(jax.random.fold_in(jax.random.key(seed), position), row)
 
     return jax.vmap(draw_one)(logits, seed, positions).astype(jnp.int32)
+
+
+def as_float32(value: float) -> float:
+    """A number as the device gets it: rounded to float32, which makes large ones infinite.
+
+    Args:
+        value: The number.
+
+    Returns:
+        The rounded number.
+
+    Example:
+        >>> as_float32(0.1), as_float32(1e39)
+        (0.10000000149011612, inf)
+    """
+    with np.errstate(over="ignore"):
+        try:
+            return float(np.float32(value))
+        except OverflowError:  # an integer that is no float64 either
+            return math.inf if value > 0 else -math.inf
 
 
 def checked_integer(name: str, value: Any) -> int:

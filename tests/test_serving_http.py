@@ -202,7 +202,7 @@ BAD: dict[str, tuple[str, Any, int, str]] = {
     "no prompt": (COMPLETIONS, {}, 400, "`prompt` is required"),
     "no tokens": (COMPLETIONS, {"prompt": ""}, 400, "`prompt` must hold at least one token"),
     "presence": (COMPLETIONS, {**GREEDY, "presence_penalty": 2.5}, 400, "`presence_penalty` must be from -2 to 2"),
-    "repetition": (COMPLETIONS, {**GREEDY, "repetition_penalty": 0}, 400, "`repetition_penalty` must be finite"),
+    "repetition": (COMPLETIONS, {**GREEDY, "repetition_penalty": 0}, 400, "`repetition_penalty` must be from 1e-06 to"),
     "bias": (COMPLETIONS, {**GREEDY, "logit_bias": {"a": 1}}, 400, "`logit_bias` must be an object of tokens"),
     "bias of no token": (COMPLETIONS, {**GREEDY, "logit_bias": {"256": 1}}, 400, "`logit_bias` must be of tokens from"),
     "format": (COMPLETIONS, {**GREEDY, "response_format": {"type": "xml"}}, 400, "`response_format` must be .*'xml'"),

@@ -175,7 +175,7 @@ def test_the_best_prefix_is_found():
             tokens = rng.integers(0, 2, 2 * int(rng.integers(0, 7))).tolist()
             missing = cache.match(tokens)
             pages = [*missing.pages, *cache.alloc(len(tokens) // 2 - len(missing.pages))]
-            sequence = Sequence(Request((1,)), 1, lambda event: None, number)
+            sequence = Sequence(Request((1,)), 1, lambda event: None, np.zeros(0, np.int32), number)
             sequence.prefix = cache.insert(tokens, pages, missing)
             chunks.append(Chunk(sequence, 0, 1, samples=True))
         prefixes = [chunk.sequence.prefix.pages for chunk in chunks if chunk.sequence.prefix is not None]

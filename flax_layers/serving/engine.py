@@ -17,7 +17,7 @@ from flax_layers.serving.drafts import PromptLookup
 from flax_layers.serving.executor import Executor
 from flax_layers.serving.guides import Guides, begin_guide
 from flax_layers.serving.options import EngineOptions, Program, Shape
-from flax_layers.serving.packing import pack, pack_allowed, pack_copies
+from flax_layers.serving.packing import pack, pack_allowed, pack_copies, pack_request
 from flax_layers.serving.pages import Pages
 from flax_layers.serving.penalties import Penalties, pack_penalties
 from flax_layers.serving.requests import Deliver, Event, FinishReason, Request, TokenLogprobs, token_limit
@@ -241,9 +241,11 @@ class Engine:
 
     def _sequence(self, request: Request, deliver: Deliver) -> Sequence:
         limit = token_limit(request, self.context, self._pages.longest, self.config.vocabulary)
+        words = pack_request(request)
         is_speculated = self.options.draft_tokens > 0 and request.may_be_speculated
         lookup = PromptLookup(request.prompt, self.options.draft_match) if is_speculated else None
-        return Sequence(request, limit, deliver, lookup=lookup, guide=begin_guide(self._guides, request))
+        guide = begin_guide(self._guides, request)
+        return Sequence(request, limit, deliver, words, lookup=lookup, guide=guide)
 
     def _loop(self) -> None:
         try:

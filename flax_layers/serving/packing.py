@@ -14,6 +14,7 @@ from flax_layers.nnx import SharedPrefix
 from flax_layers.sampling import SamplingBatch
 from flax_layers.serving.options import Shape
 from flax_layers.serving.penalties import PenaltyBatch
+from flax_layers.serving.requests import Request
 from flax_layers.serving.scheduler import Chunk
 from flax_layers.serving.sequence import PageCopy
 from flax_layers.serving.shared_prefix import Shared
@@ -25,7 +26,8 @@ _SAMPLING = (
 _PENALTIES = tuple((f"{name}_penalty", np.float32) for name in ("presence", "frequency", "repetition"))
 COPIES = 8
 """Pages that are copied at once; XLA holds so many twice."""
-_COLUMNS = (*_SAMPLING, *_PENALTIES, ("is_edited", np.int32), ("dropped", np.int32), ("is_guided", np.int32))
+_STATE = (("is_edited", np.int32), ("dropped", np.int32), ("is_guided", np.int32))
+_COLUMNS = (*_SAMPLING, *_PENALTIES, *_STATE)
 
 
 class StepInputs(NamedTuple):
@@ -52,6 +54,20 @@ class StepInputs(NamedTuple):
     is_guided: Int32[Array, " R"]
 
 
+def pack_request(request: Request) -> Int32[np.ndarray, " words"]:
+    """Packs the parameters of a request, once for all its steps.
+
+    Args:
+        request: The request.
+
+    Returns:
+        A word for each parameter of sampling and penalties.
+    """
+    values = [(getattr(request.sampling, name), dtype) for name, dtype in _SAMPLING]
+    values += [(getattr(request.penalties, name), dtype) for name, dtype in _PENALTIES]
+    return np.concatenate([np.array([value], dtype).view(np.int32) for value, dtype in values])
+
+
 def pack(
     chunks: Items[Chunk],
     shape: Shape,
@@ -75,7 +91,7 @@ def pack(
     table = np.zeros((shape.rows, shape.pages), np.int32)
     slots = np.full(shape.rows, no_slot, np.int32)
     ancestors = np.zeros((shape.rows, 1 + shape.drafts if shape.drafts else 0), np.int32)
-    columns = {name: np.zeros(shape.rows, dtype) for name, dtype in _COLUMNS}
+    columns = np.zeros((shape.rows, len(_COLUMNS)), np.int32)
     end = 0
     for row, (sequence, first, count, samples, draft, _) in enumerate(chunks):
         assert sequence.slot is not None
@@ -94,14 +110,12 @@ def pack(
         table[row, : len(sequence.pages)] = sequence.pages
         if samples:
             slots[row] = sequence.slot
-        for name, _ in _SAMPLING:
-            columns[name][row] = getattr(sequence.request.sampling, name)
-        for name, _ in _PENALTIES:
-            columns[name][row] = getattr(sequence.request.penalties, name)
-        columns["is_edited"][row], columns["dropped"][row] = sequence.is_edited, sequence.dropped
-        columns["is_guided"][row] = sequence.guide is not None
-    words = [column.view(np.int32) for column in columns.values()]
-    arrays = [np.array(shared, np.int32), tokens, indptr, lengths, slots, *words, table.ravel(), ancestors.ravel()]
+    sequences = [chunk.sequence for chunk in chunks]
+    if sequences:
+        state = [(x.is_edited, x.dropped, x.guide is not None) for x in sequences]
+        columns[: len(chunks)] = np.concatenate([np.array([x.words for x in sequences]), np.array(state, np.int32)], 1)
+    words = columns.T.ravel()
+    arrays = [np.array(shared, np.int32), tokens, indptr, lengths, slots, words, table.ravel(), ancestors.ravel()]
     return np.concatenate(arrays)
 
 

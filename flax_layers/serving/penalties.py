@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -12,8 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 
+from flax_layers.sampling import as_float32, checked_integer
+
 MAX_BIASES = 300
 """Biased tokens of a request, at most; as in OpenAI's API."""
+
+_REPETITIONS = (1e-6, 1e6)
+"""Bounds of `repetition_penalty`. Within them logits stay finite in float32, up to 1e32."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,11 +28,12 @@ class Penalties:
         presence_penalty: Subtracted from the logits of tokens that were generated, -2 to 2.
         frequency_penalty: Subtracted for each time that a token was generated, -2 to 2.
         repetition_penalty: Positive logits of tokens in the prompt or the output are divided by it, negative ones
-            multiplied (Keskar et al., 2019, arXiv:1909.05858, section 4.1). Greater than 0; 1 changes nothing.
-        logit_bias: Tokens, each with what is added to its logit, -100 to 100.
+            multiplied (Keskar et al., 2019, arXiv:1909.05858, section 4.1). 1e-6 to 1e6; 1 changes nothing.
+        logit_bias: Tokens, each with what is added to its logit, -100 to 100. Of two biases of a token the last counts.
 
     Raises:
-        ValueError: A value is out of range.
+        TypeError: A token is not an integer.
+        ValueError: A value is out of range, once it is rounded to float32.
 
     Example:
         >>> Penalties(frequency_penalty=0.5, logit_bias=((7, -100.0),)).logit_bias
@@ -45,17 +50,19 @@ class Penalties:
 
     def __post_init__(self) -> None:
         for name in ("presence_penalty", "frequency_penalty"):
-            if not -2 <= getattr(self, name) <= 2:
+            if not -2 <= as_float32(getattr(self, name)) <= 2:
                 raise ValueError(f"`{name}` must be from -2 to 2. Got {getattr(self, name)}.")
-        if not (self.repetition_penalty > 0 and math.isfinite(self.repetition_penalty)):
+        least, most = _REPETITIONS
+        if not least <= self.repetition_penalty <= most:
             raise ValueError(
-                f"`repetition_penalty` must be finite and greater than 0. Got {self.repetition_penalty}. Use 1 for "
+                f"`repetition_penalty` must be from {least:g} to {most:g}. Got {self.repetition_penalty}. Use 1 for "
                 "none."
             )
         if len(self.logit_bias) > MAX_BIASES:
             raise ValueError(f"`logit_bias` must be of at most {MAX_BIASES} tokens. Got {len(self.logit_bias)}.")
-        for token, bias in self.logit_bias:
-            if not -100 <= bias <= 100:
+        for number, (token, bias) in enumerate(self.logit_bias):
+            checked_integer(f"logit_bias[{number}][0]", token)
+            if not -100 <= as_float32(bias) <= 100:
                 raise ValueError(f"`logit_bias` must be from -100 to 100. Got {bias} for token {token}.")
 
     def __bool__(self) -> bool:
@@ -199,6 +206,6 @@ def pack_penalties(
     known = np.full(context, -1, np.int32)
     known[: len(tokens)] = tokens
     biased, biases = np.full(MAX_BIASES, -1, np.int32), np.zeros(MAX_BIASES, np.float32)
-    for n, (token, bias) in enumerate(penalties.logit_bias):
+    for n, (token, bias) in enumerate(dict(penalties.logit_bias).items()):
         biased[n], biases[n] = token, bias
     return np.concatenate([np.array([slot, prompt], np.int32), biased, biases.view(np.int32), known])

@@ -20,6 +20,9 @@ follow its constraint."""
 MAX_LOGPROBS = 20
 """Top log probabilities that a request may ask for; as in OpenAI's API."""
 
+MAX_STOP_TOKENS = 1024
+"""Stop tokens of a request, at most."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Request:
@@ -30,7 +33,7 @@ class Request:
         max_tokens: How many tokens to generate at most; None: as many as the context and the cache hold.
         sampling: How tokens are chosen.
         penalties: How logits are changed before.
-        stop_tokens: End the sequence; the one that does is not part of the output.
+        stop_tokens: End the sequence; the one that does is not part of the output. At most 1024.
         logprobs: None: no log probabilities. Otherwise those of the sampled tokens and of so many top tokens.
         namespace: Requests share cached prefixes only within a namespace: a tenant, an adapter, a salt.
         constraint: What the generated text must match; None for any text. The engine needs `guides` for it.
@@ -58,8 +61,14 @@ class Request:
 
     def __post_init__(self) -> None:
         for name in ("prompt", "stop_tokens"):
-            tokens = tuple(checked_integer(f"{name}[{n}]", x) for n, x in enumerate(getattr(self, name)))
+            tokens = tuple(getattr(self, name))
+            if not all(type(x) is int for x in tokens):
+                tokens = tuple(checked_integer(f"{name}[{n}]", x) for n, x in enumerate(tokens))
             object.__setattr__(self, name, tokens)
+        if len(self.stop_tokens) > MAX_STOP_TOKENS:
+            raise ValueError(
+                f"`stop_tokens` must be at most {MAX_STOP_TOKENS} tokens. Got {len(self.stop_tokens)}. Leave some out."
+            )
         if not self.prompt:
             raise ValueError(
                 "`prompt` must hold at least one token. Got none. Begin it with the token that begins a text."

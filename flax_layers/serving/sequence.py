@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
+from jaxtyping import Int32
+
 from flax_layers.serving.drafts import PromptLookup
 from flax_layers.serving.guides import Guide
 from flax_layers.serving.requests import Deliver, FinishReason, Request
@@ -24,6 +27,7 @@ class Sequence:
         request: The request.
         limit: Tokens to generate at most.
         deliver: Receives the events.
+        words: Its parameters as the device gets them in each step; see `packing.pack_request`.
         number: Counts sequences in the order of arrival, which is the order of service.
         tokens: The known tokens, prompt first.
         pending: Tokens that were sampled and have not been read.
@@ -45,6 +49,7 @@ class Sequence:
     request: Request
     limit: int
     deliver: Deliver
+    words: Int32[np.ndarray, " words"] = dataclasses.field(repr=False)
     number: int = 0
     tokens: list[int] = dataclasses.field(default_factory=list)
     pending: int = 0
@@ -63,6 +68,7 @@ class Sequence:
 
     def __post_init__(self) -> None:
         self.tokens = list(self.request.prompt)
+        self._stops = frozenset(self.request.stop_tokens)
 
     def append(self, tokens: tuple[int, ...]) -> tuple[tuple[int, ...], FinishReason | None]:
         """Makes a pending token known, and the tokens after accepted drafts, whose keys are in the cache.
@@ -77,7 +83,7 @@ class Sequence:
         self.computed += len(tokens) - 1
         for number, token in enumerate(tokens):
             self.tokens.append(token)
-            if token in self.request.stop_tokens:
+            if token in self._stops:
                 return tokens[:number], "stop"
             if self.guide is not None:
                 self.guide.advance(token)
