@@ -17,9 +17,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from flax_layers.models import Decoder, LayerConfig, from_pretrained
 from flax_layers.sampling import Sampling
 from flax_layers.serving import Closed, Engine, EngineOptions
+from flax_layers.serving.dispatch import warm_up
 from flax_layers.serving.penalties import Penalties
 from flax_layers.serving.step import make_step
-from flax_layers.serving.warm_up import warm_up
 from tests import engine_cases
 from tests.engine_cases import COUNT, PROMPTS, SIZES, SYSTEM, Client, engine_of, fail_once, recomputed, run
 from tests.golden_models import ROOT, expected, load, logits_of

@@ -189,7 +189,7 @@ def packing_touches_no_device():
         chunks = engine._schedule()
         tokens = sum(chunk.size for chunk in chunks)
         program = Program(engine.options.shape_for(tokens, len(chunks), 8, engine.config))
-        packed = [engine._packed(chunks, program) for _ in range(2)]
+        packed = [engine._dispatcher.packed(chunks, program) for _ in range(2)]
     assert type(packed[0]) is np.ndarray
     np.testing.assert_array_equal(packed[0], packed[1])
 
@@ -199,7 +199,7 @@ def another_shape_is_refused():
     engine = engine_of(engine_cases.model())
     small, large = (Program(shape) for shape in engine.options.shapes(engine.config)[:2])
     with pytest.raises((TypeError, ValueError)):
-        engine._executor.run(engine._packed([], small), large)
+        engine._executor.run(engine._dispatcher.packed([], small), large)
     client = Client(engine, PROMPTS[0])
     run(engine)
     assert client.tokens == recomputed(PROMPTS[0])

@@ -7,35 +7,23 @@ import itertools
 import threading
 from collections.abc import Callable
 from collections.abc import Sequence as Items
-from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Array
 
 from flax_layers.models import Decoder
+from flax_layers.serving.dispatch import Dispatched, Dispatcher
 from flax_layers.serving.drafts import PromptLookup
 from flax_layers.serving.executor import Executor
 from flax_layers.serving.guides import Guides, begin_guide
-from flax_layers.serving.options import EngineOptions, Program, Shape
-from flax_layers.serving.packing import pack, pack_allowed, pack_copies, pack_request
+from flax_layers.serving.options import EngineOptions
+from flax_layers.serving.packing import pack_request
 from flax_layers.serving.pages import Pages
-from flax_layers.serving.penalties import Penalties, pack_penalties
 from flax_layers.serving.requests import Deliver, Event, FinishReason, Request, TokenLogprobs, token_limit
 from flax_layers.serving.scheduler import Chunk, OutOfRoom, Scheduler
-from flax_layers.serving.sequence import PageCopy, Sequence
-from flax_layers.serving.shared_prefix import Shared, SharedPrefixes
+from flax_layers.serving.sequence import Sequence
 from flax_layers.serving.stats import COUNTED, Stats
 from flax_layers.serving.step import read_row
 from flax_layers.serving.ticket import Closed, QueueFull, Ticket
-from flax_layers.serving.warm_up import warm_up
-
-
-class _Dispatched(NamedTuple):
-    """A step on its way: what was asked, in which shape, and what comes back."""
-
-    chunks: list[Chunk]
-    shape: Shape
-    fields: Array
 
 
 class Engine:
@@ -94,13 +82,11 @@ class Engine:
             )
         self.context = options.context_of(model.config)
         self._executor = Executor(model, options) if executor is None else executor
+        self._dispatcher = Dispatcher(self._executor, options, model.config)
         windows = model.config.windows
-        self._prefixes = SharedPrefixes(options, self._executor.token_bytes)
-        can_share = None in windows and not (options.streaming or options.batch_invariant or model.config.latent)
-        self._cascades = self._prefixes.shapes(options.shapes(model.config)) if can_share else []
         self._pages = Pages(options, model.config, None if None in windows else max(filter(None, windows)))
         self._scheduler = Scheduler(options, self._pages)
-        self._dispatched: _Dispatched | None = None
+        self._dispatched: Dispatched | None = None
         self._numbers = itertools.count()
         self._counts: collections.Counter[str] = collections.Counter()
         self._changed = threading.Condition()
@@ -184,14 +170,7 @@ class Engine:
             report: Called with the number of programs that are compiled, and of all, after each. What it raises ends
                 the warm-up.
         """
-        shapes = self.options.shapes(self.config)
-        self._executor.begin_penalties(pack_penalties(Penalties(), 0, [], 0, self.context))
-        self._allow([])
-        self._copy_pages([(0, -1)])
-        programs = [(shape, False) for shape in shapes] + [(shape, True) for shape in self._cascades]
-        kinds = (False,) if self.options.batch_invariant else (True, False)
-        programs = [Program(shape, greedy, cascade) for shape, cascade in programs for greedy in kinds]
-        warm_up(self._executor, [(self._packed([], program), program) for program in programs], report)
+        self._dispatcher.warm_up(report)
 
     @property
     def is_running(self) -> bool:
@@ -325,63 +304,24 @@ class Engine:
                 error = f"`constraint` cannot be followed any further: {guide.error}" if guide.error else ""
                 sequence.deliver(Event(finish_reason=reason, error=error))
 
-    def _dispatch(self, chunks: list[Chunk]) -> _Dispatched:
-        shape = self.options.shape_for(
-            sum(chunk.size for chunk in chunks),
-            len(chunks),
-            max(len(chunk.sequence.pages) for chunk in chunks),
-            self.config,
-            drafts=any(chunk.draft.tokens for chunk in chunks),
-            forks=not all(chunk.count for chunk in chunks),
-        )
-        for sequence, *_ in chunks:
-            if not sequence.is_edited and sequence.request.penalties:
-                self._begin_penalties(sequence)
+    def _dispatch(self, chunks: list[Chunk]) -> Dispatched:
         if self.options.poison:
             self._executor.poison(self._pages.free_mask())
-        if any(chunk.sequence.guide is not None for chunk in chunks):
-            self._allow(chunks)
-        may_cascade = shape in self._cascades and all(chunk.size == 1 for chunk in chunks)
-        chunks, shared = self._prefixes.arrange(chunks) if may_cascade else (chunks, Shared())
-        self._copy_pages([pair for chunk in chunks if chunk.count for pair in chunk.copies])
-        is_greedy = not self.options.batch_invariant and all(chunk.sequence.request.is_greedy for chunk in chunks)
-        program = Program(shape, is_greedy, shared.requests > 0)
-        fields = self._executor.run(self._packed(chunks, program, shared), program)
-        self._copy_pages([pair for chunk in chunks if not chunk.count for pair in chunk.copies])
-        self._counts["cascade_steps"] += shared.requests > 0
-        fields.copy_to_host_async()
+        dispatched = self._dispatcher.run(chunks)
         self._counts["steps"] += 1
-        return _Dispatched(chunks, shape, fields)
-
-    def _packed(self, chunks: list[Chunk], program: Program, shared: Shared = Shared()) -> np.ndarray:  # noqa: B008
-        return pack(chunks, program.shape, self.options.max_requests, shared)
-
-    def _allow(self, chunks: list[Chunk]) -> None:
-        """Tells the device what constraints allow; a second transfer, in steps that have any."""
-        self._executor.allow(pack_allowed(chunks, self.options.max_requests, self.config.vocabulary))
-
-    def _copy_pages(self, copies: list[PageCopy]) -> None:
-        for words in pack_copies(copies):
-            self._executor.copy_pages(words)
-
-    def _begin_penalties(self, sequence: Sequence) -> None:
-        assert sequence.slot is not None
-        request = sequence.request
-        self._executor.begin_penalties(
-            pack_penalties(request.penalties, sequence.slot, sequence.tokens, len(request.prompt), self.context)
-        )
-        sequence.is_edited = True
+        self._counts["cascade_steps"] += dispatched.program.is_cascade
+        return dispatched
 
     def _read(self) -> None:
         """Waits for the dispatched step, and delivers its tokens."""
         if self._dispatched is None:
             return
         fields = np.asarray(self._dispatched.fields)  # may raise; then the requests of the step fail
-        (chunks, shape, _), self._dispatched = self._dispatched, None
+        (chunks, program, _), self._dispatched = self._dispatched, None
         for chunk, row in zip(chunks, fields[: len(chunks)], strict=True):
             sequence = chunk.sequence
             if chunk.samples and sequence.finish_reason is None:
-                tokens, logprobs = read_row(row, sequence.top_logprobs, shape.drafts)
+                tokens, logprobs = read_row(row, sequence.top_logprobs, program.shape.drafts)
                 self._counts["drafted_tokens"] += len(chunk.draft.tokens)
                 self._counts["accepted_tokens"] += len(tokens) - 1
                 self._append(sequence, tokens, logprobs)
