@@ -1,15 +1,18 @@
-"""What the engine refuses: requests that can never run, a full queue, sizes out of range."""
+"""What the engine refuses, and faults of one request, which end no other."""
 
 from __future__ import annotations
+
+import logging
 
 import pytest
 
 from flax_layers.models import Decoder
 from flax_layers.sampling import Sampling
-from flax_layers.serving import QueueFull, Request
+from flax_layers.serving import Constraint, Engine, EngineOptions, Guides, QueueFull, Request
+from flax_layers.serving.demo_model import ByteTokenizer
 from flax_layers.serving.penalties import Penalties
-from tests import engine_cases
-from tests.engine_cases import PROMPTS, Client, engine_of, recomputed, run
+from tests import engine_cases, served
+from tests.engine_cases import COUNT, PROMPTS, SYSTEM, Client, engine_of, fail_once, recomputed, run
 
 
 @pytest.fixture(scope="module")
@@ -115,3 +118,95 @@ def test_numbers_that_no_device_array_holds(model):
     assert other.tokens == recomputed(PROMPTS[0])
     assert len({tuple(x.tokens) for x in drawn}) == len({tuple(x.tokens) for x in biased}) == 1
     assert engine.stats().failures == 0
+
+
+class Raising:
+    """A function that raises in its nth call."""
+
+    def __init__(self, function, nth: int):
+        self._function, self._left = function, nth
+
+    def __call__(self, *args):
+        self._left -= 1
+        if not self._left:
+            raise RuntimeError("injected")
+        return self._function(*args)
+
+
+@pytest.mark.parametrize("nth", [1, 3, COUNT])
+def test_events_that_cannot_be_delivered_end_their_request_alone(nth, model, caplog):
+    engine, events = engine_of(model), []
+    with caplog.at_level(logging.CRITICAL):
+        ticket = engine.submit(Request(SYSTEM, max_tokens=COUNT), Raising(events.append, nth))
+        other = Client(engine, (*SYSTEM, 5))
+        run(engine)
+    assert len(events) == nth - 1
+    assert ticket._sequence.finish_reason == ("length" if nth == COUNT else "error")
+    assert other.tokens == recomputed((*SYSTEM, 5))
+    assert (other.ticket.hit_tokens, engine.stats().failures) == (20, 0)
+    events.clear()
+    cancelled = engine.submit(Request((1,)), Raising(events.append, 1))
+    cancelled.cancel()
+    run(engine)
+    assert not events
+
+
+@pytest.mark.full
+def test_a_fault_of_drafts_ends_its_request_alone(model, monkeypatch):
+    engine = engine_of(model, draft_tokens=4)
+    bad, other = Client(engine, (7, 8) * 4), Client(engine, PROMPTS[1])
+    monkeypatch.setattr(bad.ticket._sequence.lookup, "draft", Raising(None, 1))
+    run(engine)
+    assert (bad.reason, bad.events[-1].error) == ("error", "RuntimeError: injected")
+    assert (other.tokens, engine.stats().failures) == (recomputed(PROMPTS[1]), 0)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("fault", ["advance", "mask"])
+def test_a_fault_of_a_constraint_ends_its_request_alone(fault, monkeypatch):
+    """The library computes the masks of all requests in one call; it does not say whose mask it was."""
+    guides = Guides(ByteTokenizer(), served.CONFIG.vocabulary)
+    engine = Engine(
+        served.model(), EngineOptions(max_requests=4, max_step_tokens=32, num_pages=65, page_size=8), guides
+    )
+    bad, other = (Client(engine, (1, 2), constraint=Constraint.regex(f"[a-{x}]{{9}}")) for x in "cd")
+    plain = Client(engine, (3,))
+    guide = bad.ticket._sequence.guide
+    assert guide is not None
+    if fault == "advance":
+        monkeypatch.setattr(guide, "advance", Raising(None, 1))
+    else:
+        monkeypatch.setattr(guides, "_executor", Failing())
+        monkeypatch.setattr(guide, "matcher", Failing())
+        monkeypatch.setattr(guide, "advance", lambda token: setattr(guide, "is_stale", True))
+    run(engine)
+    assert (bad.reason, "injected" in bad.events[-1].error) == ("error", True)
+    assert (len(other.tokens), other.reason, len(plain.tokens)) == (9, "stop", COUNT)
+    assert engine.stats().failures == 0
+
+
+class Failing:
+    """An object whose methods raise."""
+
+    def __getattr__(self, name):
+        return Raising(None, 1)
+
+
+def test_a_step_that_reaches_no_device_empties_nothing_of_others(model, monkeypatch):
+    """Its requests end, with the tokens of the step before; those of other namespaces keep their pages."""
+    engine = engine_of(model)
+    before = Client(engine, SYSTEM, namespace="other")
+    run(engine)
+    failing = [Client(engine, PROMPTS[0], max_tokens=20), Client(engine, (60,), max_tokens=3)]
+    for _ in range(3):  # the second one ends in the third step, which has not been read
+        engine.step()
+    fail_once(monkeypatch, engine, 1)
+    run(engine)
+    assert [x.reason for x in failing] == ["error", "length"]
+    assert failing[0].tokens == recomputed(PROMPTS[0])[:3]
+    assert failing[1].tokens == recomputed((60,))[:3]
+    assert engine.stats().failures == 1
+    after = [Client(engine, SYSTEM, namespace=namespace) for namespace in ("other", None)]
+    run(engine)
+    assert [x.tokens for x in (before, *after)] == [recomputed(SYSTEM)] * 3
+    assert [x.ticket.hit_tokens for x in after] == [20, 0]

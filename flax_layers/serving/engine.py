@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import itertools
+import logging
 import threading
 from collections.abc import Callable
 from collections.abc import Sequence as Items
@@ -24,6 +25,8 @@ from flax_layers.serving.sequence import Sequence
 from flax_layers.serving.stats import COUNTED, Stats
 from flax_layers.serving.step import read_row
 from flax_layers.serving.ticket import Closed, QueueFull, Ticket
+
+_LOG = logging.getLogger(__name__)
 
 
 class Engine:
@@ -156,10 +159,11 @@ class Engine:
         chunks = self._schedule()
         try:
             following = self._dispatch(chunks) if chunks else None
-            self._read()
-            self._dispatched = following
         except Exception as error:  # whatever the device raises: its requests fail, and the others must not hang
-            self._fail(chunks, error)
+            self._drain()
+            self._fail(chunks, error, is_intact=self._executor.is_intact())
+        else:
+            self._drain(following)
         with self._changed:
             return self._has_work()
 
@@ -250,7 +254,7 @@ class Engine:
             self._changed.notify_all()
         for sequence in left:
             sequence.finish_reason = "error"
-            sequence.deliver(Event(finish_reason="error", error=f"The engine broke down: {error!r}"))
+            self._deliver(sequence, Event(finish_reason="error", error=f"The engine broke down: {error!r}"))
 
     def _has_work(self) -> bool:
         scheduler = self._scheduler
@@ -271,9 +275,7 @@ class Engine:
             self._scheduler.add(sequence)
         for sequence in cancelled:
             if sequence.finish_reason is None:
-                error = "The server is shutting down." if self._closed else ""
-                self._scheduler.finish(sequence, "cancelled")
-                sequence.deliver(Event(finish_reason="cancelled", error=error))
+                self._end(sequence, "cancelled", "The server is shutting down." if self._closed else "")
 
     def _schedule(self) -> list[Chunk]:
         if not all(sequence.runs_ahead for sequence in self._scheduler.running):
@@ -285,12 +287,15 @@ class Engine:
             self._drain()  # what ends with it returns its pages
             return self._scheduler.schedule(may_preempt=True)
 
-    def _drain(self) -> None:
-        """Reads the dispatched step."""
+    def _drain(self, following: Dispatched | None = None) -> None:
+        """Reads the dispatched step, which another one may follow: that fails with it."""
+        dispatched, self._dispatched = self._dispatched, following
         try:
-            self._read()
+            if dispatched is not None:
+                self._read(dispatched)
         except Exception as error:  # as in `step`
-            self._fail([], error)
+            self._dispatched = None
+            self._fail([chunk for x in (dispatched, following) if x is not None for chunk in x.chunks], error)
 
     def _follow_constraints(self) -> None:
         """Computes which tokens may come next, and ends sequences that none may follow."""
@@ -298,11 +303,10 @@ class Engine:
         if self._guides is not None:
             self._guides.allow([guide for _, guide in guided])
         for sequence, guide in guided:
-            if guide.is_complete or guide.error:
-                reason: FinishReason = "error" if guide.error else "stop"
-                self._scheduler.finish(sequence, reason)
-                error = f"`constraint` cannot be followed any further: {guide.error}" if guide.error else ""
-                sequence.deliver(Event(finish_reason=reason, error=error))
+            if guide.error:
+                self._end(sequence, "error", f"`constraint` cannot be followed any further: {guide.error}")
+            elif guide.is_complete:
+                self._end(sequence, "stop")
 
     def _dispatch(self, chunks: list[Chunk]) -> Dispatched:
         if self.options.poison:
@@ -312,12 +316,10 @@ class Engine:
         self._counts["cascade_steps"] += dispatched.program.is_cascade
         return dispatched
 
-    def _read(self) -> None:
-        """Waits for the dispatched step, and delivers its tokens."""
-        if self._dispatched is None:
-            return
-        fields = np.asarray(self._dispatched.fields)  # may raise; then the requests of the step fail
-        (chunks, program, _), self._dispatched = self._dispatched, None
+    def _read(self, dispatched: Dispatched) -> None:
+        """Waits for a step, and delivers its tokens."""
+        chunks, program, results = dispatched
+        fields = np.asarray(results)  # may raise; then the requests of the step fail
         for chunk, row in zip(chunks, fields[: len(chunks)], strict=True):
             sequence = chunk.sequence
             if chunk.samples and sequence.finish_reason is None:
@@ -328,25 +330,45 @@ class Engine:
 
     def _append(self, sequence: Sequence, tokens: tuple[int, ...], logprobs: TokenLogprobs | None) -> None:
         """Makes a pending token of a sequence known, and those after accepted drafts."""
-        tokens, reason = sequence.append(tokens)
+        try:
+            tokens, reason = sequence.append(tokens)
+        except Exception as error:  # whatever its constraint or its drafts raise ends this request alone
+            self._end(sequence, "error", f"{type(error).__name__}: {error}", keep=False)
+            return
         if reason is not None:
             self._scheduler.finish(sequence, reason)
         elif sequence.lookup is not None:
             self._pages.trim(sequence)
         self._counts["generated_tokens"] += len(tokens)
-        sequence.deliver(Event(tokens, () if logprobs is None else (logprobs,) * len(tokens), reason))
+        self._deliver(sequence, Event(tokens, () if logprobs is None else (logprobs,) * len(tokens), reason))
 
-    def _fail(self, chunks: list[Chunk], error: Exception) -> None:
-        """Ends the requests of the failed steps, and begins anew with an empty cache for the others."""
-        self._counts["failures"] += 1
-        before = [] if self._dispatched is None else self._dispatched.chunks
-        self._dispatched = None
-        for sequence in dict.fromkeys(chunk.sequence for chunk in [*before, *chunks]):
+    def _end(self, sequence: Sequence, reason: FinishReason, error: str = "", *, keep: bool = True) -> None:
+        self._scheduler.finish(sequence, reason, keep=keep)
+        self._deliver(sequence, Event(finish_reason=reason, error=error))
+
+    def _deliver(self, sequence: Sequence, event: Event) -> None:
+        try:
+            sequence.deliver(event)
+        except Exception:  # whatever the function of the caller raises ends this request alone
+            _LOG.exception("Request %d: its events cannot be delivered.", sequence.number)
             if sequence.finish_reason is None:
-                self._scheduler.finish(sequence, "error", keep=False)
-                sequence.deliver(Event(finish_reason="error", error=f"{type(error).__name__}: {error}"))
+                self._scheduler.finish(sequence, "error")
+
+    def _fail(self, chunks: Items[Chunk], error: Exception, *, is_intact: bool = False) -> None:
+        """Ends the requests of failed steps, and computes the others again whose keys may be lost.
+
+        If the device still has its state, only prefixes may be: those of the namespaces in the steps, since chunks
+        share their pages before they are written.
+        """
+        self._counts["failures"] += 1
+        for sequence in dict.fromkeys(chunk.sequence for chunk in chunks):
+            if sequence.finish_reason is None:
+                self._end(sequence, "error", f"{type(error).__name__}: {error}", keep=False)
+        lost = {chunk.sequence.request.namespace for chunk in chunks} if is_intact else None
         for sequence in self._scheduler.running[::-1]:
-            sequence.pending = 0  # what was sampled is sampled again
-            self._scheduler.preempt(sequence, keep=False)
-        self._pages.clear()
-        self._executor.reset()
+            if lost is None or sequence.request.namespace in lost:
+                sequence.pending = 0  # what was sampled is sampled again
+                self._scheduler.preempt(sequence, keep=False)
+        self._pages.clear(lost)
+        if not is_intact:
+            self._executor.reset()

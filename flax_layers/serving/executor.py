@@ -111,6 +111,14 @@ class Executor:
         """
         self._state = poison_pages(self._state, free)
 
+    def is_intact(self) -> bool:
+        """Whether the state is still there after a call has raised, and no earlier call has failed."""
+        try:
+            jax.block_until_ready(self._state)
+        except RuntimeError:  # donated to the call, or the result of one that failed on the device
+            return False
+        return True
+
     def reset(self) -> None:
         """Begins anew, with an empty cache."""
         self._state = self._empty_state()

@@ -151,10 +151,18 @@ class Guides:
         stale = [guide for guide in guides if guide.is_stale and not (guide.is_complete or guide.error)]
         rows = np.zeros((len(stale), self._row_words), np.uint32)
         jobs = [(guide.matcher, row) for row, guide in enumerate(stale)]
-        if jobs:
-            self._executor.unsafe_compute_mask_ptr(jobs, rows.ctypes.data, rows.strides[0], len(rows))
+        try:
+            if jobs:
+                self._executor.unsafe_compute_mask_ptr(jobs, rows.ctypes.data, rows.strides[0], len(rows))
+        except Exception:  # of one of them: which, the library does not say
+            for guide, row in zip(stale, rows, strict=True):
+                try:
+                    guide.matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+                except Exception as error:
+                    guide.error = _words(str(error))
         for guide, row in zip(stale, rows, strict=True):
-            self._settle(guide, row)
+            if not guide.error:
+                self._settle(guide, row)
         for guide in guides:
             guide.is_stale = False
             if guide.error:  # copies share what the lexer has built, and its limits

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from collections.abc import Sequence as Items
 
 import numpy as np
@@ -268,9 +268,17 @@ class Pages:
             del sequence.pages[sinks:end]
             sequence.dropped += (end - sinks) * self._pool.page_size
 
-    def clear(self) -> None:
-        """Forgets all prefixes; no sequence may have pages."""
-        self._cache.reset()
+    def clear(self, namespaces: Iterable[Hashable] | None = None) -> None:
+        """Forgets prefixes.
+
+        Args:
+            namespaces: Whose; no sequence of theirs may have pages. None: all.
+        """
+        if namespaces is None:
+            self._cache.reset()
+            return
+        for namespace in namespaces:
+            self._cache.clear(namespace)
 
     def free_mask(self) -> Int32[np.ndarray, " P"]:
         """1 for each page that nobody uses, else 0."""

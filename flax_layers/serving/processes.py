@@ -80,6 +80,10 @@ class LeadingExecutor(Executor):
         self._tell(_POISON, free)
         super().poison(free)
 
+    def is_intact(self) -> bool:
+        """False: other processes may have run the call."""
+        return False
+
     def reset(self) -> None:
         """See `Executor.reset`."""
         self._tell(_RESET)

@@ -207,7 +207,7 @@ class Scheduler:
             return chunk
         # Before the last token that it may generate: so drafts are within the context, too.
         most = min(self._options.draft_tokens, budget, sequence.limit - sequence.generated)
-        draft = sequence.lookup.draft(sequence.tokens, most)
+        draft = sequence.draft(most)
         return chunk._replace(draft=draft.first(self._pages.extend_for_drafts(sequence, len(draft.tokens))))
 
     def _release(self, sequence: Sequence, *, keep: bool) -> None:

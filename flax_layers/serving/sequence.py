@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 from jaxtyping import Int32
 
-from flax_layers.serving.drafts import PromptLookup
+from flax_layers.serving.drafts import Draft, PromptLookup
 from flax_layers.serving.guides import Guide
 from flax_layers.serving.requests import Deliver, FinishReason, Request
 from jflex.paged import PrefixHit
@@ -44,6 +44,7 @@ class Sequence:
         guide: Follows its constraint; None without one. It has taken the known tokens after the prompt.
         samples: The samples of its prompt that were submitted together, itself included; empty if it is the only one.
         copies: Pages to copy to its own for its next chunk: source and destination.
+        fault: An error of its own on the host, which ends it when its next token is read.
     """
 
     request: Request
@@ -65,6 +66,7 @@ class Sequence:
     guide: Guide | None = None
     samples: list[Sequence] = dataclasses.field(default_factory=list, repr=False)
     copies: tuple[PageCopy, ...] = ()
+    fault: Exception | None = None
 
     def __post_init__(self) -> None:
         self.tokens = list(self.request.prompt)
@@ -78,7 +80,12 @@ class Sequence:
 
         Returns:
             Those to deliver, and why the sequence ends; what follows its end is dropped.
+
+        Raises:
+            Exception: Its `fault`, or what its constraint raises.
         """
+        if self.fault is not None:
+            raise self.fault
         self.pending -= 1
         self.computed += len(tokens) - 1
         for number, token in enumerate(tokens):
@@ -92,6 +99,23 @@ class Sequence:
             if len(self.tokens) - len(self.request.prompt) == self.limit:
                 return tokens[: number + 1], "length"
         return tokens, None
+
+    def draft(self, most: int) -> Draft:
+        """Drafts its next tokens.
+
+        Args:
+            most: How many at most.
+
+        Returns:
+            The drafts; without tokens if it is not speculated.
+        """
+        if self.lookup is None:
+            return Draft()
+        try:
+            return self.lookup.draft(self.tokens, most)
+        except Exception as error:  # a fault of the look-up ends this sequence, not the step
+            self.fault = error
+            return Draft()
 
     @property
     def length(self) -> int:
