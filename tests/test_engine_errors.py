@@ -64,13 +64,35 @@ def test_a_prompt_longer_than_the_cache(model):
     assert len(client.tokens) == 5
 
 
-def test_a_full_queue(model):
-    engine = engine_of(model, max_waiting=2)
-    clients = [Client(engine, (1,)) for _ in range(2)]
-    with pytest.raises(QueueFull, match="2 requests wait"):
+@pytest.mark.parametrize("max_waiting", [0, 2])
+def test_a_full_queue(max_waiting, model):
+    """Requests that can start at once do not wait; nor do some of `n` samples."""
+    engine = engine_of(model, max_waiting=max_waiting)
+    for steps in (0, 3):  # those that run, or have not been scheduled yet
+        clients = [Client(engine, (1, n)) for n in range(max_waiting + 6)]
+        clients += engine_cases.submit(engine, (5, 6), [{}, {}])
+        for _ in range(steps):
+            engine.step()
+        with pytest.raises(QueueFull, match=rf"^{max_waiting} requests wait, and `max_waiting` is {max_waiting}\. Try"):
+            Client(engine, (1,))
+        with pytest.raises(QueueFull, match=f"Ask for at most {max_waiting + 8} samples"):
+            engine_cases.submit(engine, (5, 6), [{}] * (max_waiting + 9))
+        run(engine)
+        assert {x.reason for x in clients} == {"length"}
+
+
+@pytest.mark.full
+def test_requests_without_pages_wait(model):
+    engine = engine_of(model, num_pages=9, max_waiting=0, prefix_cache=False)
+    first = [Client(engine, (n,) * 12, max_tokens=5) for n in (1, 2, 3)]  # the third finds no pages
+    engine.step()
+    engine.step()
+    with pytest.raises(QueueFull, match="1 requests wait"):
         Client(engine, (1,))
     run(engine)
-    assert [x.reason for x in clients] == ["length"] * 2
+    assert {x.reason for x in first} == {"length"}
+    assert Client(engine, (1,)).ticket
+    run(engine)
 
 
 @pytest.mark.parametrize(

@@ -193,8 +193,8 @@ def test_any_number_of_pages_is_copied():
 
 def test_all_samples_are_taken_or_none(model):
     engine = engine_of(model, max_waiting=3)
-    with pytest.raises(QueueFull, match=r"0 requests wait, and `max_waiting` is 3\. Ask for at most 3 samples"):
-        submit(engine, (1, 2), [{}] * 4)
+    with pytest.raises(QueueFull, match=r"0 requests wait, and `max_waiting` is 3\. Ask for at most 11 samples"):
+        submit(engine, (1, 2), [{}] * 12)
     with pytest.raises(ValueError, match="one prompt and one namespace"):
         engine.submit_samples([Request((1,)), Request((2,))], [print, print])
     with pytest.raises(ValueError, match="one prompt and one namespace"):

@@ -35,9 +35,10 @@ pytestmark = pytest.mark.usefixtures("no_page_is_lost")
 
 
 def test_a_full_queue_and_a_closed_engine():
-    engine = Engine(model(), dataclasses.replace(SIZES, max_waiting=1))
+    engine = Engine(model(), dataclasses.replace(SIZES, max_waiting=0))
     app = app_of(engine)
-    engine.submit(Request((1,)), lambda event: None)
+    for _ in range(SIZES.max_requests):  # all can start
+        engine.submit(Request((1,)), lambda event: None)
     answer = ask(app, COMPLETIONS, GREEDY)
     assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
     assert answer.json()["error"]["type"] == "rate_limit_error"
@@ -52,9 +53,9 @@ def test_a_full_queue_and_a_closed_engine():
 
 
 def test_a_request_that_is_refused_in_part_does_not_run():
-    engine = Engine(model(), dataclasses.replace(SIZES, max_waiting=3))
+    engine = Engine(model(), dataclasses.replace(SIZES, max_waiting=1))
     engine.submit(Request((1,), max_tokens=1), lambda event: None)
-    assert ask(app_of(engine), COMPLETIONS, GREEDY | {"n": 3}).status_code == 429
+    assert ask(app_of(engine), COMPLETIONS, GREEDY | {"n": 5}).status_code == 429
     engine.start()
     engine.stop(grace=60)
     assert engine.stats().generated_tokens <= 1

@@ -231,7 +231,7 @@ BAD: dict[str, tuple[str, Any, int, str]] = {
     "logprobs": (COMPLETIONS, GREEDY | {"logprobs": 21}, 400, "`logprobs` must be from 0 to 20. Got 21"),
     "usage": (COMPLETIONS, GREEDY | {"stream_options": {}}, 400, "`stream_options` may be given only with `stream`"),
     "model": (COMPLETIONS, GREEDY | {"model": "gpt"}, 404, "`model` must be 'tiny'.* Got 'gpt'"),
-    "too many": (COMPLETIONS, {"prompt": ["a"] * 20, "n": 128}, 400, "together must make at most 1024 texts. Got 2560"),
+    "too many": (COMPLETIONS, {"prompt": ["a"] * 20, "n": 128}, 400, "together must make at most 1028 texts. Got 2560"),
     "no messages": (CHATS, {"messages": []}, 400, "`messages` must .*at least 1 item"),
     "no role": (CHATS, {"messages": [{"content": "a"}]}, 400, r"`messages\[0\].role` is required"),
     "a picture": (CHATS, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "text alone"),

@@ -24,7 +24,7 @@ from flax_layers.serving.scheduler import Chunk, OutOfRoom, Scheduler
 from flax_layers.serving.sequence import Sequence
 from flax_layers.serving.stats import COUNTED, Stats
 from flax_layers.serving.step import read_row
-from flax_layers.serving.ticket import Closed, QueueFull, Ticket
+from flax_layers.serving.ticket import Closed, Ticket
 
 _LOG = logging.getLogger(__name__)
 
@@ -138,10 +138,7 @@ class Engine:
         with self._changed:
             if self._closed:
                 raise Closed("The engine takes no more requests: it is shutting down. Send them to another server.")
-            waiting, most = len(self._inbox) + len(self._scheduler.waiting), self.options.max_waiting
-            if waiting + len(samples) > most:
-                remedy = "Try again later" if len(samples) <= max(1, most) else f"Ask for at most {most} samples"
-                raise QueueFull(f"{waiting} requests wait, and `max_waiting` is {most}. {remedy}.")
+            self._scheduler.check_room(len(self._inbox), len(samples))
             for sequence in samples:
                 sequence.number = next(self._numbers)
                 sequence.samples = samples if len(samples) > 1 else []

@@ -219,7 +219,8 @@ class _Api:
         """Takes as long as tokenisation, so it runs beside the event loop."""
         body = parse(CompletionBody, raw)
         self._check_model(body.model)
-        texts, most = len(body.prompt) * body.choices, max(1, self._engine.options.max_waiting)
+        options = self._engine.options
+        texts, most = len(body.prompt) * body.choices, options.max_requests + options.max_waiting
         if texts > most:
             raise ApiError(
                 400, f"`prompt` and `n` together must make at most {most} texts. Got {texts}. Send less at once."

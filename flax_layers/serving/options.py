@@ -63,7 +63,7 @@ class EngineOptions:
             for each token and head; of latent vectors ``float8_e4m3fn``. None: the dtype of the model. Eight bits take
             about half the memory of bfloat16 and round keys and values; the guide of `jflex` says how much.
         context: Positions of a sequence, prompt included; None: those of the model.
-        max_waiting: Requests that may wait; more are refused.
+        max_waiting: Requests that may wait, beside those that can start at once; more are refused.
         streaming: Sequences attend to sinks and a window alone, and keep no other pages. `context` may then be longer
             than the positions of the model and the cache. None: they attend to all their tokens.
         prefix_cache: Whether pages of prompts and outputs are kept for requests that begin alike.

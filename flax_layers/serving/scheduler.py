@@ -18,6 +18,7 @@ from flax_layers.serving.options import EngineOptions
 from flax_layers.serving.pages import Pages
 from flax_layers.serving.requests import FinishReason
 from flax_layers.serving.sequence import PageCopy, Sequence
+from flax_layers.serving.ticket import QueueFull
 
 
 class Chunk(NamedTuple):
@@ -72,6 +73,26 @@ class Scheduler:
         self.waiting: collections.deque[Sequence] = collections.deque()
         self.running: list[Sequence] = []
         self.preemptions = self.prompt_tokens = self.hit_tokens = 0
+        self._lacks_pages = False
+
+    def check_room(self, known: int, arriving: int) -> None:
+        """Checks that no more requests wait than may; from any thread. A request that can start at once does not wait.
+
+        Args:
+            known: Requests that were taken, and are not among those that wait yet.
+            arriving: Requests to take.
+
+        Raises:
+            QueueFull: There is no room for all that arrive.
+        """
+        options = self._options
+        free = 0 if self._lacks_pages else options.max_requests - len(self.running)
+        waiting = len(self.waiting) + known - free
+        if waiting + arriving <= options.max_waiting:
+            return
+        most = options.max_requests + options.max_waiting
+        remedy = "Try again later" if arriving <= most else f"Ask for at most {most} samples"
+        raise QueueFull(f"{max(0, waiting)} requests wait, and `max_waiting` is {options.max_waiting}. {remedy}.")
 
     def add(self, sequence: Sequence) -> None:
         """Appends a sequence to those that wait."""
@@ -102,8 +123,13 @@ class Scheduler:
                 raise OutOfRoom
             self.preempt(self.running[-1])
             return self.schedule(may_preempt=True)
-        while budget and self.waiting and self._slots and self._admit(self.waiting[0], decoding):
-            budget -= self._add_chunk(chunks, self.waiting.popleft(), budget)
+        self._lacks_pages = False
+        while budget and self.waiting and self._slots:
+            sequence = self.waiting[0]
+            if not self._admit(sequence, decoding):
+                self._lacks_pages = True
+                break
+            budget -= self._add_chunk(chunks, sequence, budget)
         for place in range(len(decoding)):
             chunks[place] = self._with_draft(chunks[place], budget)
             budget -= len(chunks[place].draft.tokens)
@@ -154,10 +180,11 @@ class Scheduler:
         return decoding
 
     def _admit(self, sequence: Sequence, decoding: list[Sequence]) -> bool:
-        """Whether a sequence runs now: it gets pages for its tokens, and one is left for each that runs."""
+        """Whether the first sequence that waits runs now: it gets its pages, and one is left for each that runs."""
         samples = [x for x in sequence.samples if x in decoding]  # earlier steps have written their prompt
         if not self._pages.begin(sequence, samples, spare=len(self.running)):
             return False
+        self.waiting.popleft()
         self._enter(sequence)
         return True
 

@@ -8,7 +8,7 @@ from flax_layers.serving.sequence import Sequence
 
 
 class QueueFull(RuntimeError):
-    """The queue is full: `max_waiting` requests wait. Try again later."""
+    """The queue is full: `max_waiting` requests wait that cannot start. Try again later."""
 
 
 class Closed(RuntimeError):
