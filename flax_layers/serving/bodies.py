@@ -12,44 +12,14 @@ from flax_layers.models.optional import needs
 from flax_layers.sampling import Sampling
 from flax_layers.serving.constraints import Constraint
 from flax_layers.serving.errors import ApiError
+from flax_layers.serving.foreign_fields import check_foreign
 from flax_layers.serving.penalties import Penalties
-from flax_layers.serving.requests import MAX_LOGPROBS, Request
+from flax_layers.serving.requests import MAX_LOGPROBS, MAX_STOP_TOKENS, Request
 
 with needs("pydantic", "serve"):
     from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError, model_validator
 
-MAX_CHOICES, MAX_STOPS, MAX_STOP_LENGTH = 128, 16, 256
-
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "add_generation_prompt": (True,),
-    "audio": (),
-    "chat_template": (),
-    "chat_template_kwargs": ({},),
-    "continue_final_message": (False,),
-    "documents": ([],),
-    "echo": (False,),
-    "function_call": ("none", "auto"),
-    "functions": ([],),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "length_penalty": (1,),
-    "min_tokens": (0,),
-    "modalities": (["text"],),
-    "prediction": (),
-    "prompt_logprobs": (),
-    "reasoning_effort": ("none",),
-    "skip_special_tokens": (True,),
-    "structured_outputs": (),
-    "suffix": ("",),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
-    "truncate_prompt_tokens": (),
-    "use_beam_search": (False,),
-    "web_search_options": (),
-}
-"""Parameters of OpenAI's API and of other servers that the engine lacks, and the values that change nothing."""
+MAX_CHOICES, MAX_STOPS, MAX_STOP_LENGTH, MAX_SALT = 128, 16, 256, 256
 
 
 def _stops(value: Any) -> list[str]:
@@ -66,21 +36,24 @@ def _stops(value: Any) -> list[str]:
 
 def _biases(value: Any) -> tuple[tuple[int, float], ...]:
     """Parses `logit_bias`: a JSON object, whose keys are tokens as strings."""
-    try:
-        return tuple((int(token), float(bias)) for token, bias in (value or {}).items())
-    except (AttributeError, TypeError, ValueError):
-        raise ValueError(
-            f'`logit_bias` must be an object of tokens and numbers, as {{"50256": -100}}. Got {reprlib.repr(value)}.'
-        ) from None
+    biases = {} if value is None else value
+    is_bias = lambda token, bias: re.fullmatch("[0-9]{1,10}", token) is not None and type(bias) in (int, float)
+    if isinstance(biases, dict) and all(is_bias(*pair) for pair in biases.items()):
+        return tuple((int(token), bias) for token, bias in biases.items())
+    raise ValueError(
+        f'`logit_bias` must be an object of tokens and numbers, as {{"50256": -100}}. Got {reprlib.repr(value)}.'
+    )
 
 
 def _constraint(value: Any) -> Constraint | None:
     """Parses `response_format`: that of OpenAI's chats, and a regular expression or a grammar as types of their own."""
     try:
         match value:
-            case None | {"type": "text"}:
+            case None:
                 return None
-            case {"type": "json_object"}:
+            case {"type": "text"} if len(value) == 1:
+                return None
+            case {"type": "json_object"} if len(value) == 1:
                 return Constraint.json_object()
             case {"type": "json_schema", "json_schema": {"schema": bool() | dict() as schema}}:
                 return Constraint.json_schema(schema)
@@ -124,7 +97,7 @@ def _content(value: Any) -> str:
 
 
 class Body(BaseModel):
-    """The base of all bodies. Null means the default. Unknown fields are kept, and checked against `_NEUTRAL`."""
+    """The base of all bodies. Null means the default. Fields that nobody defines are ignored."""
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
 
@@ -132,22 +105,21 @@ class Body(BaseModel):
 
     @model_validator(mode="after")
     def _refuse(self) -> Self:
-        for name, value in (self.model_extra or {}).items():
-            if name in _NEUTRAL and value is not None and value not in _NEUTRAL[name]:
-                only = " or ".join(repr(x) for x in _NEUTRAL[name])
-                rule = f"it can only be {only}" if only else "it must be left out"
-                raise ValueError(
-                    f"`{name}` is not supported by this server: {rule}. Got {reprlib.repr(value)}. Leave it out."
-                )
+        check_foreign(self.model_extra)
         return self
 
 
 class StreamOptions(BaseModel):
     """Options of a streamed answer."""
 
-    model_config = ConfigDict(strict=True)
+    model_config = ConfigDict(strict=True, extra="allow")
 
     include_usage: bool | None = None
+
+    @model_validator(mode="after")
+    def _refuse(self) -> Self:
+        check_foreign(self.model_extra, "stream_options.")
+        return self
 
 
 class GenerationBody(Body):
@@ -161,7 +133,7 @@ class GenerationBody(Body):
     n: int | None = None
     best_of: int | None = None
     stop: Annotated[list[str], PlainValidator(_stops)] = []
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: list[int] | None = Field(None, max_length=MAX_STOP_TOKENS // 2)
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
@@ -170,7 +142,7 @@ class GenerationBody(Body):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None
-    cache_salt: str | None = None
+    cache_salt: str | None = Field(None, max_length=MAX_SALT)
     ignore_eos: bool | None = None
     response_format: Annotated[Constraint | None, PlainValidator(_constraint)] = None
 
@@ -207,12 +179,13 @@ class GenerationBody(Body):
         """None: no log probabilities. Otherwise those of the sampled tokens, and of so many top ones."""
         return None
 
-    def requests(self, prompt: Sequence[int], stop_tokens: Sequence[int]) -> list[Request]:
+    def requests(self, prompt: Sequence[int], stop_tokens: Sequence[int], tenant: Hashable = None) -> list[Request]:
         """The engine requests of this body.
 
         Args:
             prompt: Its tokens.
             stop_tokens: Stop tokens of the model.
+            tenant: Shares cached prefixes with no other tenant.
 
         Returns:
             One request for each choice. They differ in the seed.
@@ -224,22 +197,22 @@ class GenerationBody(Body):
         top_k = 0 if self.top_k in (None, -1) else self.top_k
         temperature = 1.0 if self.temperature is None else self.temperature
         top_p = 1.0 if self.top_p is None else self.top_p
-        namespace: Hashable = self.cache_salt
         penalties = Penalties(
             self.presence_penalty or 0.0,
             self.frequency_penalty or 0.0,
             1.0 if self.repetition_penalty is None else self.repetition_penalty,
             self.logit_bias,
         )
+        tokens = tuple(prompt)
         return [
             Request(
-                tuple(prompt),
+                tokens,
                 max_tokens=self.token_limit,
                 sampling=Sampling(temperature, top_k, top_p, (first + choice) % (1 << 32), self.min_p or 0.0),
                 penalties=penalties,
                 stop_tokens=(*(self.stop_token_ids or ()), *(() if self.ignore_eos else stop_tokens)),
                 logprobs=self.top,
-                namespace=namespace,
+                namespace=self.cache_salt if tenant is None else (tenant, self.cache_salt),
                 constraint=self.response_format,
             )
             for choice in range(self.choices)
@@ -251,6 +224,7 @@ class CompletionBody(GenerationBody):
 
     prompt: Annotated[list[str | list[int]], PlainValidator(_prompts)]
     logprobs: int | None = None
+    add_special_tokens: bool | None = None
 
     @property
     def token_limit(self) -> int | None:
@@ -279,6 +253,7 @@ class ChatBody(GenerationBody):
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
+    add_special_tokens: bool | None = None
 
     @model_validator(mode="after")
     def _check_logprobs(self) -> Self:
@@ -303,7 +278,7 @@ class TokenizeBody(Body):
     """The body of `/tokenize`."""
 
     prompt: str
-    add_special_tokens: bool = True
+    add_special_tokens: bool | None = None
 
 
 Wanted = TypeVar("Wanted", bound=Body)
@@ -342,5 +317,10 @@ def parse(kind: type[Wanted], raw: bytes) -> Wanted:
         raise ApiError(400, f"The body must be a JSON object. Got {reprlib.repr(wrong['input'])}.")
     if kind_of == "missing":
         raise ApiError(400, f"`{path}` is required. The body has none.", param=param)
-    rule = rule.removeprefix("Input should be ").replace("should", "must")
-    raise ApiError(400, f"`{path}` must be {rule}. Got {reprlib.repr(wrong['input'])}.", param=param)
+    rule = re.sub("^(Input|List|String) should", "must", rule).partition(" after validation")[0]
+    raise ApiError(400, f"`{path}` {rule}. Got {_shown(wrong['input'])}.", param=param)
+
+
+def _shown(value: Any) -> str:
+    """A value, or the size of one that is long."""
+    return f"{len(value)}" if isinstance(value, list | str) and len(value) > MAX_SALT else reprlib.repr(value)

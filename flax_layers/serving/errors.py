@@ -16,6 +16,7 @@ class _Kind(NamedTuple):
 _KINDS = {
     400: _Kind("invalid_request_error", None),
     401: _Kind("authentication_error", "invalid_api_key"),
+    403: _Kind("permission_error", "forbidden"),
     404: _Kind("not_found_error", "not_found"),
     405: _Kind("invalid_request_error", "method_not_allowed"),
     408: _Kind("timeout_error", "timeout"),
@@ -46,7 +47,7 @@ class ApiError(Exception):
     def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None):
         super().__init__(message)
         self.status, self.message = status, message
-        named = re.match(r"`(\w+)`", message) if status == 400 else None
+        named = re.match(r"`([\w.]+)`", message) if status == 400 else None
         self.param = named[1] if param is None and named else param
         self.code = code
 

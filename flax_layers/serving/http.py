@@ -6,6 +6,7 @@ import asyncio
 import concurrent.futures
 import contextlib
 import dataclasses
+import functools
 import hmac
 import logging
 import pathlib
@@ -178,7 +179,8 @@ class _Api:
         """The tokens of a text."""
         body = parse(TokenizeBody, await read_body(request, self._served.limits))
         self._check_model(body.model)
-        tokens = await asyncio.to_thread(self._encode, body.prompt, special_tokens=body.add_special_tokens)
+        special = body.add_special_tokens is not False
+        tokens = await asyncio.to_thread(self._encode, body.prompt, special_tokens=special)
         return JSONResponse({"tokens": tokens, "count": len(tokens), "max_model_len": self._engine.context})
 
     async def completions(self, request: Request) -> Response:
@@ -225,7 +227,8 @@ class _Api:
             raise ApiError(
                 400, f"`prompt` and `n` together must make at most {most} texts. Got {texts}. Send less at once."
             )
-        prompts = [self._encode(prompt) if isinstance(prompt, str) else prompt for prompt in body.prompt]
+        encode = functools.partial(self._encode, special_tokens=body.add_special_tokens is not False)
+        prompts = [encode(prompt) if isinstance(prompt, str) else prompt for prompt in body.prompt]
         return body, [request for tokens in prompts for request in self._requests(body, tokens)]
 
     def _read_chat(self, raw: bytes) -> tuple[ChatBody, list[EngineRequest]]:
@@ -238,9 +241,13 @@ class _Api:
             text = self._tokenizer.chat([message.model_dump() for message in body.messages])
         except _TEMPLATE_ERRORS as error:
             raise ApiError(400, f"`messages` do not fit the chat template of the model. {error}") from error
-        return body, self._requests(body, self._encode(text, special_tokens=False))
+        return body, self._requests(body, self._encode(text, special_tokens=bool(body.add_special_tokens)))
 
     def _requests(self, body: GenerationBody, tokens: Sequence[int]) -> list[EngineRequest]:
+        vocabulary = self._engine.config.vocabulary
+        for token in body.stop_token_ids or ():
+            if not 0 <= token < vocabulary:
+                raise ApiError(400, f"`stop_token_ids` must be tokens from 0 to {vocabulary - 1}. Got {token}.")
         try:
             return body.requests(tokens, self._served.stop_tokens)
         except ValueError as error:
