@@ -233,7 +233,7 @@ def as_float32(value: float) -> float:
     """A number as the device gets it: rounded to float32, which makes large ones infinite.
 
     Args:
-        value: The number.
+        value: A number of any size.
 
     Returns:
         The rounded number.

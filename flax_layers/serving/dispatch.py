@@ -37,8 +37,8 @@ class Dispatcher:
     """Chooses the program of a step, packs its numbers, and calls the executor.
 
     Args:
-        executor: Runs the steps.
-        options: Sizes.
+        executor: Runs the steps on the device.
+        options: Sizes of the engine.
         config: Configuration of the model.
     """
 

@@ -112,7 +112,7 @@ class Executor:
         self._state = poison_pages(self._state, free)
 
     def is_intact(self) -> bool:
-        """Whether the state is still there after a call has raised, and no earlier call has failed."""
+        """True if the state is still there after a call has raised, and no earlier call has failed."""
         try:
             jax.block_until_ready(self._state)
         except RuntimeError:  # donated to the call, or the result of one that failed on the device

@@ -58,7 +58,7 @@ def pack_request(request: Request) -> Int32[np.ndarray, " words"]:
     """Packs the parameters of a request, once for all its steps.
 
     Args:
-        request: The request.
+        request: One that was checked.
 
     Returns:
         A word for each parameter of sampling and penalties.

@@ -123,7 +123,8 @@ class Event(NamedTuple):
 
 
 Deliver = Callable[[Event], None]
-"""Takes the events of a request. The engine's thread calls it, so it must return at once and must not raise."""
+"""Takes the events of a request. The engine's thread calls it, so it must return at once. What it raises ends the
+request."""
 
 
 def token_limit(request: Request, context: int, cache_tokens: int, vocabulary: int) -> int:

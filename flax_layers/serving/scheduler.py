@@ -73,14 +73,14 @@ class Scheduler:
         self.waiting: collections.deque[Sequence] = collections.deque()
         self.running: list[Sequence] = []
         self.preemptions = self.prompt_tokens = self.hit_tokens = 0
-        self._lacks_pages = False
+        self._lacks_pages = False  # whether the first one that waits found no pages
 
     def check_room(self, known: int, arriving: int) -> None:
         """Checks that no more requests wait than may; from any thread. A request that can start at once does not wait.
 
         Args:
             known: Requests that were taken, and are not among those that wait yet.
-            arriving: Requests to take.
+            arriving: Number of requests to take.
 
         Raises:
             QueueFull: There is no room for all that arrive.
@@ -180,7 +180,7 @@ class Scheduler:
         return decoding
 
     def _admit(self, sequence: Sequence, decoding: list[Sequence]) -> bool:
-        """Whether the first sequence that waits runs now: it gets its pages, and one is left for each that runs."""
+        """Lets the first sequence that waits run, if it gets its pages and one is left for each that runs."""
         samples = [x for x in sequence.samples if x in decoding]  # earlier steps have written their prompt
         if not self._pages.begin(sequence, samples, spare=len(self.running)):
             return False

@@ -107,10 +107,9 @@ class Sequence:
             most: How many at most.
 
         Returns:
-            The drafts; without tokens if it is not speculated.
+            The drafts.
         """
-        if self.lookup is None:
-            return Draft()
+        assert self.lookup is not None
         try:
             return self.lookup.draft(self.tokens, most)
         except Exception as error:  # a fault of the look-up ends this sequence, not the step
