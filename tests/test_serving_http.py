@@ -91,7 +91,20 @@ def test_log_probabilities(engine):
     body = {**HELLO, "logprobs": True, "top_logprobs": 2, "max_tokens": 3, "temperature": 0}
     content = ask(app_of(engine), CHATS, body).json()["choices"][0]["logprobs"]["content"]
     assert [entry["logprob"] == entry["top_logprobs"][0]["logprob"] for entry in content] == [True] * 3
-    assert all(entry["bytes"] in (None, list(entry["token"].encode())) for entry in content)
+    said = ask(app_of(engine), CHATS, body).json()["choices"][0]["message"]["content"]
+    assert bytes(byte for entry in content for byte in entry["bytes"]).decode(errors="replace") == said
+
+
+def test_log_probabilities_of_parts_of_characters(engine):
+    """Each of the top tokens has a key of its own, as long as each is asked for."""
+    found = completion(engine, logprobs=20, max_tokens=30)["choices"][0]["logprobs"]
+    assert {len(top) for top in found["top_logprobs"]} == {20}
+    keys = {key for top in found["top_logprobs"] for key in top}
+    parts = {key for key in keys if key.startswith("bytes:")}
+    assert parts
+    assert all(re.fullmatch(r"bytes:\\x[89a-f][0-9a-f]", key) for key in parts)
+    assert all(len(key) == 1 for key in keys - parts)
+    assert all(own in top for own, top in zip(found["tokens"], found["top_logprobs"], strict=True))
 
 
 def test_seeds(engine):

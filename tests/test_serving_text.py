@@ -9,7 +9,7 @@ import pytest
 
 from flax_layers.models.text_stream import TextStream
 from flax_layers.serving.requests import Event, TokenLogprobs
-from flax_layers.serving.text import ChoiceText, Piece, StopStrings
+from flax_layers.serving.text import ChoiceText, Piece, StopStrings, TokenTexts
 
 CASES = [
     ("abcdef", ["cd"], "ab"),
@@ -106,3 +106,11 @@ def test_random_texts(seed):
     ends = [(text.find(stop) + len(stop), text.find(stop)) for stop in stops if stop in text]
     expected = text[: min(ends)[1]] if ends else text
     assert {whole(text, size, *stops)[0] for size in (1, 2, 7, 200)} == {expected}
+
+
+def test_tokens_with_one_text_have_keys_of_their_own():
+    pieces = {1: b"a", 2: b"a", 3: "é".encode(), 4: "é".encode()[:1], 5: "é".encode()[1:], 6: b"bytes:\\xc3", 7: b""}
+    texts = TokenTexts(pieces.__getitem__)
+    expected = ["a", "token_id:2", "é", "bytes:\\xc3", "bytes:\\xa9", "token_id:6", ""]
+    assert texts.keys([1, 2, 3, 4, 5, 6, 7]) == expected
+    assert [texts.raw(token) for token in pieces] == list(pieces.values())

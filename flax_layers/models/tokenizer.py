@@ -2,6 +2,7 @@
 
 import functools
 import pathlib
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -14,6 +15,19 @@ from flax_layers.models.text_stream import TextStream
 
 Message = Mapping[str, Any]
 """A message of a chat: `{"role": "user", "content": "..."}`."""
+
+_SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
+"""What stands for a space in the tokens of SentencePiece."""
+
+
+def _byte_names() -> dict[str, int]:
+    shown = {*range(33, 127), *range(161, 173), *range(174, 256)}  # by themselves; the others from 256 on
+    hidden = [byte for byte in range(256) if byte not in shown]
+    return {chr(byte if byte in shown else 256 + hidden.index(byte)): byte for byte in range(256)}
+
+
+BYTE_NAMES = _byte_names()
+"""The byte of each character in byte-level tokens, whose bytes have the names that GPT-2 gave them."""
 
 
 class Tokenizer:
@@ -94,6 +108,31 @@ class Tokenizer:
             The text.
         """
         return self._tokenizer.decode([int(token) for token in tokens], skip_special_tokens=not special_tokens)
+
+    def token_bytes(self, token: int) -> bytes:
+        r"""The bytes of a token by itself: part of a character may be all of it, and a space may begin it.
+
+        Args:
+            token: Id of the token.
+
+        Returns:
+            The bytes, of UTF-8 together with those of other tokens.
+        """
+        piece, (added, decoder) = self._tokenizer.id_to_token(token) or "", self._pieces
+        if token in added:
+            return piece.encode()
+        if "ByteLevel" in decoder and all(x in BYTE_NAMES for x in piece):
+            return bytes(BYTE_NAMES[x] for x in piece)
+        if "ByteFallback" in decoder and (named := re.fullmatch("<0x([0-9A-F]{2})>", piece)):
+            return bytes.fromhex(named[1])
+        return (piece.replace(_SPACE, " ") if _SPACE in decoder else self.decode([token])).encode()
+
+    @functools.cached_property
+    def _pieces(self) -> tuple[frozenset[int], str]:
+        """The ids of added tokens, and the decoder as JSON."""
+        decoder = self._tokenizer.decoder
+        state = "" if decoder is None else decoder.__getstate__().decode()
+        return frozenset(self._tokenizer.get_added_tokens_decoder()), state
 
     def decode_stream(self, tokens: Iterable[int], *, special_tokens: bool = False) -> Iterator[str]:
         """Decodes tokens as they arrive, in whole characters.

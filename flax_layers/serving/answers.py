@@ -8,10 +8,10 @@ import uuid
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from flax_layers.models.text_stream import UNFINISHED, TextStream
+from flax_layers.models.text_stream import TextStream
 from flax_layers.serving.generation import Usage
 from flax_layers.serving.requests import finite
-from flax_layers.serving.text import Piece, TokenText
+from flax_layers.serving.text import Piece, TokenText, TokenTexts
 
 
 class ServedTokenizer(Protocol):
@@ -31,6 +31,10 @@ class ServedTokenizer(Protocol):
         """The text of tokens."""
         ...
 
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes of a token by itself."""
+        ...
+
     def text_stream(self) -> TextStream:
         """The text of tokens as they come."""
         ...
@@ -45,15 +49,15 @@ class Answer:
 
     Args:
         model: Its name.
-        tokenizer: Shows single tokens of log probabilities.
+        token_texts: Show single tokens of log probabilities.
         include_usage: Whether chunks have usage.
     """
 
     prefix, whole_kind, chunk_kind = "cmpl", "text_completion", "text_completion"
     source = "prompt"  # the parameter that the tokens come from
 
-    def __init__(self, model: str, tokenizer: ServedTokenizer, *, include_usage: bool):
-        self._tokenizer, self._include_usage, self._model = tokenizer, include_usage, model
+    def __init__(self, model: str, token_texts: TokenTexts, *, include_usage: bool):
+        self._texts, self._include_usage, self._model = token_texts, include_usage, model
         self._id, self._created = f"{self.prefix}-{uuid.uuid4().hex}", int(time.time())
 
     def whole(self, pieces: Sequence[Piece], usage: Usage) -> dict[str, Any]:
@@ -102,16 +106,15 @@ class Answer:
 
     def _logprobs(self, tokens: Sequence[TokenText]) -> dict[str, Any]:
         return {
-            "tokens": [self._shown(x.token) for x in tokens],
+            "tokens": [self._texts.text(x.token) for x in tokens],
             "token_logprobs": [finite(x.logprobs.logprob) for x in tokens],
-            "top_logprobs": [
-                {self._shown(token): finite(logprob) for token, logprob in reversed(x.logprobs.top)} for x in tokens
-            ],
+            "top_logprobs": [self._top(x) for x in tokens],
             "text_offset": [x.offset for x in tokens],
         }
 
-    def _shown(self, token: int) -> str:
-        return self._tokenizer.decode([token], special_tokens=True)
+    def _top(self, token: TokenText) -> dict[str, float]:
+        keys = self._texts.keys([one for one, _ in token.logprobs.top])
+        return {key: finite(logprob) for key, (_, logprob) in zip(keys, token.logprobs.top, strict=True)}
 
 
 class ChatAnswer(Answer):
@@ -144,9 +147,7 @@ class ChatAnswer(Answer):
         return {"content": content, "refusal": None}
 
     def _entry(self, token: int, logprob: float) -> dict[str, Any]:
-        text = self._shown(token)
-        raw = None if UNFINISHED in text else list(text.encode())  # part of a character: its bytes are not known
-        return {"token": text, "logprob": finite(logprob), "bytes": raw}
+        return {"token": self._texts.text(token), "logprob": finite(logprob), "bytes": list(self._texts.raw(token))}
 
 
 def server_sent(value: dict[str, Any] | str) -> bytes:

@@ -16,6 +16,7 @@ from flax_layers.demo.model import ByteDecoder, Sizes, load_model, save_model
 from flax_layers.models import Decoder
 from flax_layers.models.optional import needs
 from flax_layers.models.text_stream import TextStream
+from flax_layers.models.tokenizer import BYTE_NAMES
 
 FILE = pathlib.Path("demo_output", "model.npz")
 """Where the demo leaves its model, below the current folder."""
@@ -37,13 +38,10 @@ class ByteTokenizer:
         self.chat_templates = {"default": "the texts of the messages"}
 
     def serialized(self) -> str:
-        """The text of a `tokenizer.json`: BPE without merges, whose bytes have the names that GPT-2 gave them."""
+        """The text of a `tokenizer.json`: BPE without merges."""
         with needs("tokenizers"):
             from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-        shown = {*range(33, 127), *range(161, 173), *range(174, 256)}  # by themselves; the others from 256 on
-        hidden = [byte for byte in range(256) if byte not in shown]
-        names = {chr(byte if byte in shown else 256 + hidden.index(byte)): byte for byte in range(256)}
-        made = Tokenizer(models.BPE(names, []))
+        made = Tokenizer(models.BPE(BYTE_NAMES, []))
         made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         made.decoder = decoders.ByteLevel()
         return made.to_str()
@@ -71,6 +69,10 @@ class ByteTokenizer:
             The text.
         """
         return bytes(tokens).decode(errors="replace")
+
+    def token_bytes(self, token: int) -> bytes:
+        """The byte of a token."""
+        return bytes([token])
 
     def text_stream(self) -> TextStream:
         """The text of tokens as they come."""

@@ -22,7 +22,7 @@ from flax_layers.serving.generation import Generation
 from flax_layers.serving.metrics import Metrics
 from flax_layers.serving.requests import Request as EngineRequest
 from flax_layers.serving.streaming import Disconnected, EventStream, Limits, read_body, unless_disconnected
-from flax_layers.serving.text import ChoiceText
+from flax_layers.serving.text import ChoiceText, TokenTexts
 
 with needs("starlette", "serve"):
     from starlette.applications import Starlette
@@ -128,6 +128,7 @@ class _Api:
         self._engine, self._tokenizer, self._served = engine, tokenizer, served
         self._metrics = Metrics(engine.stats)
         self._created = int(time.time())
+        self._token_texts = TokenTexts(tokenizer.token_bytes)
         self._compiling = concurrent.futures.ThreadPoolExecutor(2, "jflex-constraints")
         self._keys = [key.encode() for key in served.keys]
         self._page = pathlib.Path(__file__).with_name("page.html").read_text(encoding="utf-8")
@@ -187,14 +188,14 @@ class _Api:
         """Continues prompts."""
         raw = await read_body(request, self._served.limits)
         body, requests = await asyncio.to_thread(self._read_completion, raw)
-        answer = Answer(self._served.name, self._tokenizer, include_usage=body.include_usage)
+        answer = Answer(self._served.name, self._token_texts, include_usage=body.include_usage)
         return await self._generate(request, body, requests, answer)
 
     async def chats(self, request: Request) -> Response:
         """Answers in a chat."""
         raw = await read_body(request, self._served.limits)
         body, requests = await asyncio.to_thread(self._read_chat, raw)
-        answer = ChatAnswer(self._served.name, self._tokenizer, include_usage=body.include_usage)
+        answer = ChatAnswer(self._served.name, self._token_texts, include_usage=body.include_usage)
         return await self._generate(request, body, requests, answer)
 
     async def _generate(

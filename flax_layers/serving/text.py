@@ -1,9 +1,10 @@
-"""From the events of a request to its text: whole characters, cut where a stop string begins."""
+"""From the events of a request to its text: whole characters, cut where a stop string begins; and single tokens."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 from flax_layers.models.text_stream import TextStream
@@ -158,3 +159,35 @@ class ChoiceText:
         ready = [token for token in self._waiting if ended or token.offset < self._shown]
         self._waiting = self._waiting[len(ready) :]
         return tuple(ready)
+
+
+class TokenTexts:
+    r"""Shows single tokens: as text, or as `bytes:\xNN` if they are parts of characters, as in OpenAI's API.
+
+    Args:
+        token_bytes: The bytes of a token.
+
+    Example:
+        >>> texts = TokenTexts(lambda token: bytes([token]))
+        >>> texts.text(97), texts.text(0xE2), texts.raw(0xE2)
+        ('a', 'bytes:\\xe2', b'\xe2')
+    """
+
+    def __init__(self, token_bytes: Callable[[int], bytes]):
+        self.raw = functools.lru_cache(1 << 17)(token_bytes)
+        self.text = functools.lru_cache(1 << 17)(self._text)
+
+    def keys(self, tokens: Sequence[int]) -> list[str]:
+        """The keys of tokens in one object: their texts; of a second token with the same text `token_id:N`."""
+        keys: dict[str, int] = {}
+        for token in tokens:
+            text = self.text(token)
+            keys[f"token_id:{token}" if text in keys else text] = token
+        return list(keys)
+
+    def _text(self, token: int) -> str:
+        raw = self.raw(token)
+        try:
+            return raw.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
