@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import itertools
+import json
 import random
 import re
 
@@ -29,6 +31,7 @@ from tests.served import (
     events_of,
     idle,
     model,
+    texts_of,
 )
 
 pytestmark = pytest.mark.usefixtures("no_page_is_lost")
@@ -129,6 +132,71 @@ def test_a_client_that_does_not_read_holds_nobody_up(engine):
         assert b'"finish_reason":"length"' in b"".join(x.get("body", b"") for x in stalled.messages)
 
     asyncio.run(run())
+
+
+def chunks_of(messages: list[dict]) -> list[dict]:
+    """The events of a stream, without the last one."""
+    *events, last, rest = b"".join(x.get("body", b"") for x in messages).decode().split("\n\n")
+    assert (last, rest) == ("data: [DONE]", "")
+    return [json.loads(event.removeprefix("data: ")) for event in events]
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+def test_a_backlog_is_written_in_turns(leaves, engine, monkeypatch):
+    """Others have their turn between two of them, and a client that leaves meanwhile is noticed."""
+    monkeypatch.setattr("flax_layers.serving.generation._TURN", 40)
+    body = GREEDY | {"max_tokens": 100, "n": 4, "logprobs": 2, "stream": True}
+
+    async def run() -> None:
+        stalled = Connection(app_of(engine), COMPLETIONS, body)
+        stalled.read.clear()
+        task = asyncio.create_task(stalled.run())
+        before = engine.stats().generated_tokens
+        while engine.stats().generated_tokens < before + 400:
+            await asyncio.sleep(0.005)
+        stalled.read.set()
+        turns = []
+        while not task.done():
+            turns.append(len(stalled.messages))
+            if leaves and len(turns) == 3:
+                stalled.leave.set()
+            await asyncio.sleep(0)
+        await task
+        assert max(after - before for before, after in itertools.pairwise(turns)) <= 10
+        if leaves:
+            assert len(stalled.messages) < 40
+        else:
+            choices = [choice for event in chunks_of(stalled.messages) for choice in event["choices"]]
+            assert sum(len(x["logprobs"]["tokens"]) for x in choices if x["logprobs"]) == 400
+            assert len(choices) >= 40
+
+    asyncio.run(run())
+
+
+def test_a_client_that_is_far_behind_loses_no_token_but_gets_no_more(engine, monkeypatch):
+    whole = completion(engine, max_tokens=300)["choices"][0]["text"]
+    monkeypatch.setattr("flax_layers.serving.http.MAX_BACKLOG", 60)
+
+    async def run() -> list[dict]:
+        stalled = Connection(app_of(engine), COMPLETIONS, LONG | {"stream": True})
+        stalled.read.clear()
+        task = asyncio.create_task(stalled.run())
+        while not (stats := engine.stats()).running:
+            await asyncio.sleep(0.001)
+        while engine.stats().running:
+            await asyncio.sleep(0.005)
+        assert engine.stats().generated_tokens - stats.generated_tokens < 300
+        stalled.read.set()
+        await asyncio.wait_for(task, 120)
+        return chunks_of(stalled.messages)
+
+    *events, error = asyncio.run(run())
+    text = texts_of(events)[0]
+    assert len(text.encode()) >= 40
+    assert whole.startswith(text.rstrip("\N{REPLACEMENT CHARACTER}"))
+    assert error["error"]["type"] == "timeout_error"
+    assert "more than 60 tokens and log probabilities wait" in error["error"]["message"]
+    assert ask(app_of(engine), COMPLETIONS, LONG).json()["usage"]["completion_tokens"] == 900  # not streamed
 
 
 def test_random_cancellations_lose_no_page(engine):

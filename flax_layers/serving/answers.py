@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 from flax_layers.models.text_stream import TextStream
 from flax_layers.serving.generation import Usage
 from flax_layers.serving.requests import finite
 from flax_layers.serving.text import Piece, TokenText, TokenTexts
+
+Json = dict[str, Any]
+Lists = dict[str, list[Any]]
+"""Log probabilities as lists, by the names that the API gives them."""
 
 
 class ServedTokenizer(Protocol):
@@ -39,9 +44,18 @@ class ServedTokenizer(Protocol):
         """The text of tokens as they come."""
         ...
 
-    def chat(self, messages: Sequence[dict[str, Any]]) -> str:
+    def chat(self, messages: Sequence[Json]) -> str:
         """The text of a chat."""
         ...
+
+
+@dataclasses.dataclass
+class _Choice:
+    """A choice of an answer that is not streamed."""
+
+    text: list[str] = dataclasses.field(default_factory=list)
+    logprobs: Lists = dataclasses.field(default_factory=dict)
+    finish_reason: str | None = None
 
 
 class Answer:
@@ -50,34 +64,50 @@ class Answer:
     Args:
         model: Its name.
         token_texts: Show single tokens of log probabilities.
+        choices: How many there are.
         include_usage: Whether chunks have usage.
     """
 
     prefix, whole_kind, chunk_kind = "cmpl", "text_completion", "text_completion"
-    source = "prompt"  # the parameter that the tokens come from
 
-    def __init__(self, model: str, token_texts: TokenTexts, *, include_usage: bool):
+    def __init__(self, model: str, token_texts: TokenTexts, choices: int, *, include_usage: bool):
         self._texts, self._include_usage, self._model = token_texts, include_usage, model
         self._id, self._created = f"{self.prefix}-{uuid.uuid4().hex}", int(time.time())
+        self._choices = [_Choice() for _ in range(choices)]
 
-    def whole(self, pieces: Sequence[Piece], usage: Usage) -> dict[str, Any]:
-        """The object of an answer that is not streamed.
+    def take(self, index: int, piece: Piece) -> None:
+        """Adds to a choice of an answer that is not streamed.
 
         Args:
-            pieces: The text of each choice.
+            index: Index of the choice.
+            piece: Text and tokens to add.
+        """
+        choice = self._choices[index]
+        choice.text.append(piece.text)
+        choice.finish_reason = piece.finish_reason
+        for name, values in self._logprobs(piece.tokens).items():
+            choice.logprobs.setdefault(name, []).extend(values)
+
+    def whole(self, usage: Usage) -> Iterator[bytes]:
+        """The JSON of an answer that is not streamed, in parts, since that of many choices takes seconds.
+
+        Args:
             usage: Token counts of all choices.
 
-        Returns:
-            It, for JSON.
+        Yields:
+            The parts.
         """
-        choices = [self._choice(index, piece, whole=True) for index, piece in enumerate(pieces)]
-        return self._object(self.whole_kind, choices, usage=_usage(usage))
+        yield _json(self._object(self.whole_kind, []))[:-2]  # without the end of the list and of the object
+        for index, x in enumerate(self._choices):
+            choice = self._choice(index, "".join(x.text), x.logprobs, x.finish_reason, whole=True)
+            yield b"," * (index > 0) + _json(choice)
+        yield b'],"usage":' + _json(_usage(usage)) + b"}"
 
-    def opening(self, index: int) -> dict[str, Any] | None:
+    def opening(self, index: int) -> Json | None:
         """The first chunk of a choice; None for none."""
         return None
 
-    def chunk(self, index: int, piece: Piece) -> dict[str, Any]:
+    def chunk(self, index: int, piece: Piece) -> Json:
         """A chunk.
 
         Args:
@@ -87,24 +117,27 @@ class Answer:
         Returns:
             It, for JSON.
         """
-        return self._chunk(self._choice(index, piece, whole=False))
+        logprobs = self._logprobs(piece.tokens)
+        return self._chunk(self._choice(index, piece.text, logprobs, piece.finish_reason, whole=False))
 
-    def closing(self, usage: Usage) -> dict[str, Any] | None:
+    def closing(self, usage: Usage) -> Json | None:
         """The final chunk with the usage, if `stream_options.include_usage` is set."""
         return self._object(self.chunk_kind, [], usage=_usage(usage)) if self._include_usage else None
 
-    def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
+    def _chunk(self, choice: Json) -> Json:
         return self._object(self.chunk_kind, [choice], **({"usage": None} if self._include_usage else {}))
 
-    def _object(self, kind: str, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+    def _object(self, kind: str, choices: list[Json], **more: Any) -> Json:
         head = {"id": self._id, "object": kind, "created": self._created, "model": self._model}
         return {**head, "choices": choices, **more}
 
-    def _choice(self, index: int, piece: Piece, *, whole: bool) -> dict[str, Any]:
-        logprobs = self._logprobs(piece.tokens) if piece.tokens else None
-        return {"index": index, "text": piece.text, "logprobs": logprobs, "finish_reason": piece.finish_reason}
+    def _choice(self, index: int, text: str, logprobs: Lists, reason: str | None, *, whole: bool) -> Json:
+        return {"index": index, "text": text, "logprobs": logprobs or None, "finish_reason": reason}
 
-    def _logprobs(self, tokens: Sequence[TokenText]) -> dict[str, Any]:
+    def _logprobs(self, tokens: Sequence[TokenText]) -> Lists:
+        """Lists of log probabilities by name; none without tokens."""
+        if not tokens:
+            return {}
         return {
             "tokens": [self._texts.text(x.token) for x in tokens],
             "token_logprobs": [finite(x.logprobs.logprob) for x in tokens],
@@ -121,36 +154,37 @@ class ChatAnswer(Answer):
     """The answer to one request of `/v1/chat/completions`."""
 
     prefix, whole_kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
-    source = "messages"
 
-    def opening(self, index: int) -> dict[str, Any]:
+    def opening(self, index: int) -> Json:
         """The first chunk of a choice: the role."""
         delta = {"role": "assistant", "content": ""}
         return self._chunk({"index": index, "delta": delta, "logprobs": None, "finish_reason": None})
 
-    def _choice(self, index: int, piece: Piece, *, whole: bool) -> dict[str, Any]:
+    def _choice(self, index: int, text: str, logprobs: Lists, reason: str | None, *, whole: bool) -> Json:
         if whole:
-            said = {"message": {"role": "assistant", "content": piece.text, "refusal": None}}
+            said = {"message": {"role": "assistant", "content": text, "refusal": None}}
         else:
-            said = {"delta": {"content": piece.text} if piece.text else {}}
-        logprobs = self._logprobs(piece.tokens) if piece.tokens else None
-        return {"index": index, **said, "logprobs": logprobs, "finish_reason": piece.finish_reason}
+            said = {"delta": {"content": text} if text else {}}
+        shown = {**logprobs, "refusal": None} if logprobs else None
+        return {"index": index, **said, "logprobs": shown, "finish_reason": reason}
 
-    def _logprobs(self, tokens: Sequence[TokenText]) -> dict[str, Any]:
-        content = [
+    def _logprobs(self, tokens: Sequence[TokenText]) -> Lists:
+        if not tokens:
+            return {}
+        entries = [
             {
                 **self._entry(x.token, x.logprobs.logprob),
                 "top_logprobs": [self._entry(token, logprob) for token, logprob in x.logprobs.top],
             }
             for x in tokens
         ]
-        return {"content": content, "refusal": None}
+        return {"content": entries}
 
-    def _entry(self, token: int, logprob: float) -> dict[str, Any]:
+    def _entry(self, token: int, logprob: float) -> Json:
         return {"token": self._texts.text(token), "logprob": finite(logprob), "bytes": list(self._texts.raw(token))}
 
 
-def server_sent(value: dict[str, Any] | str) -> bytes:
+def server_sent(value: Json | str) -> bytes:
     r"""A server-sent event.
 
     Args:
@@ -163,12 +197,14 @@ def server_sent(value: dict[str, Any] | str) -> bytes:
         >>> server_sent({"a": 1}), server_sent("[DONE]")
         (b'data: {"a":1}\n\n', b'data: [DONE]\n\n')
     """
-    if not isinstance(value, str):
-        value = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    return f"data: {value}\n\n".encode()
+    return b"data: " + (value.encode() if isinstance(value, str) else _json(value)) + b"\n\n"
 
 
-def _usage(usage: Usage) -> dict[str, Any]:
+def _json(value: Json) -> bytes:
+    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+
+
+def _usage(usage: Usage) -> Json:
     return {
         "prompt_tokens": usage.prompt,
         "completion_tokens": usage.completion,

@@ -16,6 +16,12 @@ from flax_layers.serving.requests import Deliver, Event, Request
 from flax_layers.serving.text import ChoiceText, Piece
 from flax_layers.serving.ticket import Closed, QueueFull, Ticket
 
+MAX_BACKLOG = 1 << 18
+"""Tokens and log probabilities of a stream that may wait for its client; up to 80 MB."""
+
+_TURN = 1024
+"""Tokens and log probabilities after which a stream lets others have their turn: at most 30 ms of a CPU."""
+
 
 class Usage(NamedTuple):
     """Tokens of a request: of its prompts, of those in the prefix cache, and of all choices."""
@@ -28,14 +34,15 @@ class Usage(NamedTuple):
 class Generation:
     """The choices of a request, and their texts. Belongs to the event loop that it is made in.
 
-    The engine's thread only appends to a queue and wakes the loop, so a slow client does not hold it up. The queue of a
-    client that does not read is bounded by the tokens that it asked for.
+    The engine's thread only appends to a queue and wakes the loop, so a slow client does not hold it up. A client that
+    is `max_backlog` behind loses no token that was generated, but gets no more: its requests end.
 
     Args:
         requests: One for each choice; those of one prompt follow each other.
         choices: How many each prompt has.
         text: Makes the text of a choice.
         metrics: Gets latencies and reasons.
+        max_backlog: Tokens and log probabilities that may wait for the client. None: any number.
     """
 
     def __init__(
@@ -44,7 +51,11 @@ class Generation:
         choices: int,
         text: Callable[[], ChoiceText],
         metrics: Metrics,
+        max_backlog: int | None = None,
     ):
+        self._max_backlog, self._is_behind = max_backlog, False
+        self._produced = self._consumed = 0  # by the engine's thread, and by the loop
+        self._weights = [1 if x.logprobs is None else 2 + x.logprobs for x in requests]
         self._requests, self._choices, self._metrics = requests, choices, metrics
         self._loop, self._arrived = asyncio.get_running_loop(), asyncio.Event()
         self._events: collections.deque[tuple[int, Event, float]] = collections.deque()
@@ -100,28 +111,14 @@ class Generation:
         while not all(text.is_done for text in self._texts):
             await self._arrived.wait()
             self._arrived.clear()
-            fresh: dict[int, list[Piece]] = {}
             while self._events:
-                index, event, moment = self._events.popleft()
-                if not self._texts[index].is_done:
-                    fresh.setdefault(index, []).append(self._take(index, event, moment))
-            for index, pieces in fresh.items():
-                if (piece := _joined(pieces)) != Piece():
+                pieces, error = self._next_pieces()
+                for index, piece in pieces:
                     yield index, piece
-
-    async def texts(self) -> list[Piece]:
-        """Runs to the end.
-
-        Returns:
-            The whole text of each choice.
-
-        Raises:
-            ApiError: As for `pieces`.
-        """
-        found: list[list[Piece]] = [[] for _ in self._texts]
-        async for index, piece in self.pieces():
-            found[index].append(piece)
-        return [_joined(pieces) for pieces in found]
+                if error is not None:
+                    raise error
+                if self._events:  # of a client that was slow: others have their turn
+                    await asyncio.sleep(0)
 
     @property
     def usage(self) -> Usage:
@@ -136,10 +133,34 @@ class Generation:
     def _deliver(self, index: int) -> Deliver:
         def deliver(event: Event) -> None:  # in the engine's thread
             self._events.append((index, event, time.perf_counter()))
+            self._produced += len(event.tokens) * self._weights[index]
             with contextlib.suppress(RuntimeError):  # the loop has been closed: nobody waits any more
-                self._loop.call_soon_threadsafe(self._arrived.set)
+                self._loop.call_soon_threadsafe(self._wake)
 
         return deliver
+
+    def _wake(self) -> None:
+        self._arrived.set()
+        is_behind = self._max_backlog is not None and self._produced - self._consumed > self._max_backlog
+        if is_behind and not self._is_behind:
+            self._is_behind = True
+            for ticket in self._tickets:
+                ticket.cancel()
+
+    def _next_pieces(self) -> tuple[list[tuple[int, Piece]], ApiError | None]:
+        """Takes about `_TURN` tokens and log probabilities: new pieces by choice, and the error after them."""
+        fresh: dict[int, list[Piece]] = {}
+        error, ends = None, self._consumed + _TURN
+        while self._events and self._consumed < ends and error is None:
+            index, event, moment = self._events.popleft()
+            self._consumed += len(event.tokens) * self._weights[index]
+            if not self._texts[index].is_done:
+                try:
+                    fresh.setdefault(index, []).append(self._take(index, event, moment))
+                except ApiError as failure:
+                    error = failure
+        joined = [(index, _joined(pieces)) for index, pieces in fresh.items() if pieces]
+        return [(index, piece) for index, piece in joined if piece != Piece()], error
 
     def _take(self, index: int, event: Event, moment: float) -> Piece:
         text = self._texts[index]
@@ -147,6 +168,12 @@ class Generation:
             text.is_done = True
             self._metrics.ended(event.finish_reason)
             if event.finish_reason == "cancelled":
+                if self._is_behind:
+                    raise ApiError(
+                        408,
+                        f"The stream must be read sooner: more than {self._max_backlog} tokens and log probabilities "
+                        "wait for the client. Read it, or ask for fewer.",
+                    )
                 raise ApiError(503, event.error or "The request was cancelled.")
             error = event.error.replace("`constraint`", "`response_format`")
             raise ApiError(500, f"The request failed in a step of the engine. {error}. Try again.")

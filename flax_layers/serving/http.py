@@ -18,7 +18,7 @@ from flax_layers.serving.answers import Answer, ChatAnswer, ServedTokenizer, ser
 from flax_layers.serving.bodies import ChatBody, CompletionBody, GenerationBody, TokenizeBody, parse
 from flax_layers.serving.engine import Engine
 from flax_layers.serving.errors import ApiError
-from flax_layers.serving.generation import Generation
+from flax_layers.serving.generation import MAX_BACKLOG, Generation
 from flax_layers.serving.metrics import Metrics
 from flax_layers.serving.requests import Request as EngineRequest
 from flax_layers.serving.streaming import Disconnected, EventStream, Limits, read_body, unless_disconnected
@@ -188,21 +188,27 @@ class _Api:
         """Continues prompts."""
         raw = await read_body(request, self._served.limits)
         body, requests = await asyncio.to_thread(self._read_completion, raw)
-        answer = Answer(self._served.name, self._token_texts, include_usage=body.include_usage)
-        return await self._generate(request, body, requests, answer)
+        return await self._generate(request, body, requests, Answer, "prompt")
 
     async def chats(self, request: Request) -> Response:
         """Answers in a chat."""
         raw = await read_body(request, self._served.limits)
         body, requests = await asyncio.to_thread(self._read_chat, raw)
-        answer = ChatAnswer(self._served.name, self._token_texts, include_usage=body.include_usage)
-        return await self._generate(request, body, requests, answer)
+        return await self._generate(request, body, requests, ChatAnswer, "messages")
 
     async def _generate(
-        self, request: Request, body: GenerationBody, requests: Sequence[EngineRequest], answer: Answer
+        self,
+        request: Request,
+        body: GenerationBody,
+        requests: Sequence[EngineRequest],
+        kind: type[Answer],
+        source: str,
     ) -> Response:
+        """Answers a request, whose tokens come from the parameter `source`."""
+        answer = kind(self._served.name, self._token_texts, len(requests), include_usage=body.include_usage)
         text = lambda: ChoiceText(self._tokenizer.text_stream(), body.stop)
-        generation = Generation(requests, body.choices, text, self._metrics)
+        max_backlog = MAX_BACKLOG if body.stream else None
+        generation = Generation(requests, body.choices, text, self._metrics, max_backlog)
         with contextlib.ExitStack() as unfinished:
             unfinished.callback(generation.cancel)
             try:
@@ -210,13 +216,13 @@ class _Api:
                 pool = None if body.response_format is None else self._compiling
                 await asyncio.get_running_loop().run_in_executor(pool, generation.submit, self._engine)
             except ApiError as error:
-                error.param = answer.source if error.param == "prompt" else error.param
+                error.param = source if error.param == "prompt" else error.param
                 raise
             if body.stream:
                 unfinished.pop_all()  # the stream cancels it
                 return EventStream(_events(generation, answer, len(requests)), generation.cancel)
-            pieces = await unless_disconnected(request.receive, generation.texts())
-        return JSONResponse(answer.whole(pieces, generation.usage))
+            content = await unless_disconnected(request.receive, _whole(generation, answer))
+        return Response(content, media_type="application/json")
 
     def _read_completion(self, raw: bytes) -> tuple[CompletionBody, list[EngineRequest]]:
         """Takes as long as tokenisation, so it runs beside the event loop."""
@@ -274,6 +280,17 @@ class _Api:
     def _model(self) -> dict[str, object]:
         head = {"id": self._served.name, "object": "model", "created": self._created, "owned_by": "jflex"}
         return {**head, "max_model_len": self._engine.context}
+
+
+async def _whole(generation: Generation, answer: Answer) -> bytes:
+    """The JSON of an answer. Other requests have their turn while it is made."""
+    async for index, piece in generation.pieces():
+        answer.take(index, piece)
+    parts = []
+    for part in answer.whole(generation.usage):
+        parts.append(part)
+        await asyncio.sleep(0)
+    return b"".join(parts)
 
 
 async def _events(generation: Generation, answer: Answer, choices: int) -> AsyncIterator[bytes]:
