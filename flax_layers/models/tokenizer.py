@@ -95,7 +95,9 @@ class Tokenizer:
         Returns:
             Token ids.
         """
-        return np.asarray(self._tokenizer.encode(text, add_special_tokens=special_tokens).ids, np.int32)
+        # As a batch, since `encode` of the library holds the GIL: 5 s for 4 MB. "fast" leaves out offsets.
+        [encoding] = self._tokenizer.encode_batch_fast([text], add_special_tokens=special_tokens)
+        return np.asarray(encoding.ids, np.int32)
 
     def decode(self, tokens: Iterable[int], *, special_tokens: bool = False) -> str:
         """Decodes tokens.

@@ -6,12 +6,13 @@ import asyncio
 import concurrent.futures
 import contextlib
 import dataclasses
-import functools
 import hmac
+import json
 import logging
 import pathlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import TypeVar
 
 from flax_layers.models.optional import needs
 from flax_layers.serving.answers import Answer, ChatAnswer, ServedTokenizer, server_sent
@@ -20,6 +21,7 @@ from flax_layers.serving.engine import Engine
 from flax_layers.serving.errors import ApiError
 from flax_layers.serving.generation import MAX_BACKLOG, Generation
 from flax_layers.serving.metrics import Metrics
+from flax_layers.serving.prompts import Prompts
 from flax_layers.serving.requests import Request as EngineRequest
 from flax_layers.serving.streaming import Disconnected, EventStream, Limits, read_body, unless_disconnected
 from flax_layers.serving.text import ChoiceText, TokenTexts
@@ -32,13 +34,12 @@ with needs("starlette", "serve"):
     from starlette.routing import Route
 
 _LOG = logging.getLogger(__name__)
-_TEMPLATE_ERRORS = (ValueError, TypeError, LookupError, ArithmeticError, AttributeError, RecursionError)
-"""What the template of a checkpoint raises for messages that it was not written for."""
 _PAGE_RULES = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; img-src data:"
 )
 
 Endpoint = Callable[[Request], Awaitable[Response]]
+Result = TypeVar("Result")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,7 +129,7 @@ class _Api:
         self._engine, self._tokenizer, self._served = engine, tokenizer, served
         self._metrics = Metrics(engine.stats)
         self._created = int(time.time())
-        self._token_texts = TokenTexts(tokenizer.token_bytes)
+        self._prompts, self._token_texts = Prompts(tokenizer, engine.context), TokenTexts(tokenizer.token_bytes)
         self._compiling = concurrent.futures.ThreadPoolExecutor(2, "jflex-constraints")
         self._keys = [key.encode() for key in served.keys]
         self._page = pathlib.Path(__file__).with_name("page.html").read_text(encoding="utf-8")
@@ -178,23 +179,22 @@ class _Api:
 
     async def tokenize(self, request: Request) -> Response:
         """The tokens of a text."""
-        body = parse(TokenizeBody, await read_body(request, self._served.limits))
-        self._check_model(body.model)
-        special = body.add_special_tokens is not False
-        tokens = await asyncio.to_thread(self._encode, body.prompt, special_tokens=special)
-        return JSONResponse({"tokens": tokens, "count": len(tokens), "max_model_len": self._engine.context})
+        return Response(await self._read(request, self._tokenize), media_type="application/json")
 
     async def completions(self, request: Request) -> Response:
         """Continues prompts."""
-        raw = await read_body(request, self._served.limits)
-        body, requests = await asyncio.to_thread(self._read_completion, raw)
+        body, requests = await self._read(request, self._read_completion)
         return await self._generate(request, body, requests, Answer, "prompt")
 
     async def chats(self, request: Request) -> Response:
         """Answers in a chat."""
-        raw = await read_body(request, self._served.limits)
-        body, requests = await asyncio.to_thread(self._read_chat, raw)
+        body, requests = await self._read(request, self._read_chat)
         return await self._generate(request, body, requests, ChatAnswer, "messages")
+
+    async def _read(self, request: Request, function: Callable[[bytes], Result]) -> Result:
+        """Reads a body in a thread, as long as the client is there."""
+        raw = await read_body(request, self._served.limits)
+        return await unless_disconnected(request.receive, self._prompts.read(raw, function))
 
     async def _generate(
         self,
@@ -224,8 +224,15 @@ class _Api:
             content = await unless_disconnected(request.receive, _whole(generation, answer))
         return Response(content, media_type="application/json")
 
+    def _tokenize(self, raw: bytes) -> bytes:
+        """Runs beside the event loop, as the two methods that follow."""
+        body = parse(TokenizeBody, raw)
+        self._check_model(body.model)
+        tokens = self._prompts.tokens(body.prompt, special_tokens=body.add_special_tokens is not False)
+        answer = {"tokens": tokens, "count": len(tokens), "max_model_len": self._engine.context}
+        return json.dumps(answer, separators=(",", ":")).encode()
+
     def _read_completion(self, raw: bytes) -> tuple[CompletionBody, list[EngineRequest]]:
-        """Takes as long as tokenisation, so it runs beside the event loop."""
         body = parse(CompletionBody, raw)
         self._check_model(body.model)
         options = self._engine.options
@@ -234,21 +241,16 @@ class _Api:
             raise ApiError(
                 400, f"`prompt` and `n` together must make at most {most} texts. Got {texts}. Send less at once."
             )
-        encode = functools.partial(self._encode, special_tokens=body.add_special_tokens is not False)
-        prompts = [encode(prompt) if isinstance(prompt, str) else prompt for prompt in body.prompt]
+        special = body.add_special_tokens is not False
+        prompts = [self._prompts.tokens(prompt, special_tokens=special) for prompt in body.prompt]
         return body, [request for tokens in prompts for request in self._requests(body, tokens)]
 
     def _read_chat(self, raw: bytes) -> tuple[ChatBody, list[EngineRequest]]:
-        """As `_read_completion`."""
         body = parse(ChatBody, raw)
         self._check_model(body.model)
-        if not self._tokenizer.chat_templates:
-            raise ApiError(400, "`messages` needs a chat template. The model has none. Use `/v1/completions`.")
-        try:
-            text = self._tokenizer.chat([message.model_dump() for message in body.messages])
-        except _TEMPLATE_ERRORS as error:
-            raise ApiError(400, f"`messages` do not fit the chat template of the model. {error}") from error
-        return body, self._requests(body, self._encode(text, special_tokens=bool(body.add_special_tokens)))
+        text = self._prompts.chat([message.model_dump() for message in body.messages])
+        tokens = self._prompts.tokens(text, "messages", special_tokens=bool(body.add_special_tokens))
+        return body, self._requests(body, tokens)
 
     def _requests(self, body: GenerationBody, tokens: Sequence[int]) -> list[EngineRequest]:
         vocabulary = self._engine.config.vocabulary
@@ -259,9 +261,6 @@ class _Api:
             return body.requests(tokens, self._served.stop_tokens)
         except ValueError as error:
             raise ApiError(400, str(error)) from error
-
-    def _encode(self, text: str, *, special_tokens: bool = True) -> list[int]:
-        return self._tokenizer.encode(text, special_tokens=special_tokens).tolist()
 
     def _status(self) -> str:
         if self._served.is_starting():
