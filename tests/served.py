@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 import functools
 import json
+import socket
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -16,7 +18,8 @@ from flax import nnx
 from flax_layers.models import Decoder, LayerConfig, ModelConfig
 from flax_layers.serving import Engine, EngineOptions, Guides
 from flax_layers.serving.demo_model import ByteTokenizer
-from flax_layers.serving.http import Served, create_app
+from flax_layers.serving.http import Limits, Served, create_app
+from flax_layers.serving.server import Launch, Server, bind
 from tests import evaluation
 
 CONFIG = ModelConfig(
@@ -59,6 +62,36 @@ def idle(engine: Engine) -> None:
 
 def app_of(engine: Engine, served: Served = SERVED):
     return create_app(engine, ByteTokenizer(), served)
+
+
+@contextlib.contextmanager
+def listening(app=None, limits: Limits = Limits()) -> Iterator[tuple[str, int]]:  # noqa: B008  frozen
+    """A server in a thread of its own, by default for an engine that has not run; yields its address."""
+    engine, bound, ready = Engine(model(), SIZES), bind("127.0.0.1", 0), threading.Event()
+    app = app_of(engine) if app is None else app
+    server = Server(app, Launch(engine, ready=ready.set), grace=1, limits=limits)
+    address = bound.getsockname()
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})
+    thread.start()
+    try:
+        assert ready.wait(60)
+        yield address
+    finally:
+        server.should_exit = True
+        thread.join(60)
+
+
+def exchange(address: tuple[str, int], *pieces: bytes, pause: float = 0.0) -> bytes:
+    """Sends bytes, with pauses between them, and returns all that comes until the server closes the connection."""
+    with socket.create_connection(address, timeout=30) as connection:
+        for piece in pieces:
+            with contextlib.suppress(OSError):  # it has closed it
+                connection.sendall(piece)
+                time.sleep(pause)
+        received = b""
+        while piece := connection.recv(1 << 16):
+            received += piece
+        return received
 
 
 def client(app, **options) -> httpx.AsyncClient:

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import json
 import socket
 import threading
 from collections.abc import Callable
 
 from flax_layers.models.optional import needs
 from flax_layers.serving.engine import Engine
+from flax_layers.serving.errors import ApiError
+from flax_layers.serving.streaming import Limits
 
 with needs("starlette", "serve"):
     from starlette.types import ASGIApp
 with needs("uvicorn", "serve"):
+    import h11
     import uvicorn
+    from uvicorn.protocols.http.flow_control import CLOSE_HEADER
+    from uvicorn.protocols.http.h11_impl import H11Protocol
 
 _LAST_SECONDS = 5
 """What answers have to leave the process, once the engine has ended them."""
@@ -46,6 +53,8 @@ def bind(host: str, port: int) -> socket.socket:
         found.bind(address)
     except (OSError, OverflowError) as error:
         found.close()
+        if isinstance(error, OSError) and error.errno == errno.EADDRNOTAVAIL:
+            raise ValueError(f"`--host` must be an address of this machine. Got {host!r}. {error}.") from error
         raise ValueError(
             f"`--port` must be free at {host}. Got {port}: {error}. Choose another port, or 0 for any."
         ) from error
@@ -131,6 +140,82 @@ class Launch:
             raise _Interrupted
 
 
+class _Connection(H11Protocol):
+    """A connection with limits of time: for the head of a request, and for a client that reads nothing."""
+
+    limits = Limits()
+    _head_timer: asyncio.TimerHandle | None = None
+    _stall_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Begins to wait for the head of a request."""
+        super().connection_made(transport)
+        self._expect_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Ends the timers."""
+        super().connection_lost(exc)
+        for timer in (self._head_timer, self._stall_timer):
+            if timer is not None:
+                timer.cancel()
+
+    def data_received(self, data: bytes) -> None:
+        """Takes data. The time for a head begins with its first byte."""
+        super().data_received(data)
+        self._expect_head()
+
+    def handle_events(self) -> None:
+        """Handles what has arrived.
+
+        A request with both `Content-Length` and `Transfer-Encoding` may be two requests for a proxy, so the connection
+        is closed after the answer (RFC 9112, 6.1).
+        """
+        super().handle_events()
+        names = {name for name, _ in self.headers or ()}
+        if {b"content-length", b"transfer-encoding"} <= names and CLOSE_HEADER not in self.headers:
+            self.headers.append(CLOSE_HEADER)  # they are those of the scope, which is answered later
+
+    def pause_writing(self) -> None:
+        """Begins to wait for the client to read."""
+        super().pause_writing()
+        self._watch_reader()
+
+    def resume_writing(self) -> None:
+        """The client has read."""
+        super().resume_writing()
+        if self._stall_timer is not None:
+            self._stall_timer.cancel()
+
+    def _expect_head(self) -> None:
+        if self.conn.their_state is not h11.IDLE:
+            if self._head_timer is not None:
+                self._head_timer.cancel()
+                self._head_timer = None
+        elif self._head_timer is None:
+            self._head_timer = self.loop.call_later(self.limits.head_seconds, self._refuse_head)
+
+    def _refuse_head(self) -> None:
+        if not self.conn.trailing_data[0]:  # nothing has come
+            self.transport.close()
+        if self.transport.is_closing():
+            return
+        text = f"The head of a request must arrive within {self.limits.head_seconds:g} s. Send it again."
+        body = json.dumps(ApiError(408, text).body()).encode()
+        fields = {"Content-Type": "application/json", "Content-Length": str(len(body)), "Connection": "close"}
+        parts = [h11.Response(status_code=408, headers=[*fields.items()]), h11.Data(data=body), h11.EndOfMessage()]
+        for part in parts:
+            self.transport.write(self.conn.send(part) or b"")
+        self.transport.close()
+
+    def _watch_reader(self, before: int | None = None) -> None:
+        """Ends the connection if nothing was read since the last call; a slow client may go on."""
+        size = self.transport.get_write_buffer_size()
+        if size == before:
+            self.transport.abort()
+        elif size:
+            self._stall_timer = self.loop.call_later(self.limits.stall_seconds, self._watch_reader, size)
+
+
 class Server(uvicorn.Server):
     """Serves an application, and its engine with it.
 
@@ -141,15 +226,17 @@ class Server(uvicorn.Server):
         app: The application.
         launch: Starts and stops its engine.
         grace: Seconds that requests may take after a signal.
+        limits: Limits of connections, in seconds.
     """
 
-    def __init__(self, app: ASGIApp, launch: Launch, grace: float = 30.0):
+    def __init__(self, app: ASGIApp, launch: Launch, grace: float = 30.0, limits: Limits = Limits()):  # noqa: B008
         config = uvicorn.Config(
             app,
             loop="asyncio",
-            http="h11",
+            http=type("Connection", (_Connection,), {"limits": limits}),
+            ws="none",
             lifespan="off",
-            log_level="warning",
+            log_config=None,
             access_log=False,
             server_header=False,
             timeout_graceful_shutdown=int(grace) + _LAST_SECONDS,

@@ -1,4 +1,4 @@
-"""Bodies that are read within limits, answers that are streamed, and clients that leave."""
+"""Limits, bodies that are read within them, answers that are streamed, and clients that leave."""
 
 from __future__ import annotations
 
@@ -20,15 +20,19 @@ Result = TypeVar("Result")
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """Limits of request bodies.
+    """Limits of requests and connections.
 
     Attributes:
         body_bytes: Maximum size of a body.
         body_seconds: Maximum time for a body to arrive.
+        head_seconds: Maximum time for the head of a request to arrive, and of a connection without a request.
+        stall_seconds: Maximum time in which a client reads nothing of what waits for it.
     """
 
     body_bytes: int = 4 << 20
     body_seconds: float = 30.0
+    head_seconds: float = 15.0
+    stall_seconds: float = 60.0
 
 
 class Disconnected(Exception):
