@@ -1,16 +1,121 @@
-"""Connections of a real server, by raw sockets: limits of time, and bodies with two lengths."""
+"""Who may call the server: keys, hosts, web pages; request ids and the access log; connections, by raw sockets."""
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import logging
 import re
 import socket
 import time
 
 import pytest
 
+from flax_layers.serving.access import Access
 from flax_layers.serving.http import Limits
-from tests.served import exchange, listening
+from tests.served import CHATS, COMPLETIONS, GREEDY, HELLO, SERVED, app_of, ask, exchange, listening
+
+PATHS = {"/": None, "/health": None, "/metrics": None, "/stats": None, "/v1/models": None, COMPLETIONS: GREEDY,
+         CHATS: HELLO | {"max_tokens": 2}, "/tokenize": {"prompt": "a"}}  # fmt: skip
+
+
+def statuses(engine, access: Access, **headers) -> set[int]:
+    app = app_of(engine, dataclasses.replace(SERVED, access=access))
+    return {ask(app, path, body, headers=headers).status_code for path, body in PATHS.items()}
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("localhost", 200), ("LOCALHOST:8000", 200), ("127.0.0.1:9000", 200), ("127.8.0.1", 200), ("[::1]:8000", 200),
+        ("tiny.localhost:80", 200), ("named:8000", 200),
+        ("evil.example", 403), ("evil.example:8000", 403), ("127.0.0.1.evil.example", 403), ("localhost.evil", 403),
+        ("192.168.1.2", 403), ("", 403), ("127.0.0.1@evil.example", 403), ("named.evil", 403), ("x named", 403),
+    ],
+)  # fmt: skip
+def test_hosts(host, status, engine):
+    assert statuses(engine, Access(hosts=("Named",)), host=host) == {status}
+
+
+@pytest.mark.parametrize(
+    ("origin", "status"),
+    [
+        ("http://localhost:8000", 200), ("https://localhost:8000", 200), ("http://page.example", 200),
+        ("http://localhost:3000", 403), ("http://localhost", 403), ("https://evil.example", 403), ("null", 403),
+        ("http://page.example.evil", 403), ("http://localhost:8000.evil", 403), ("http://[", 403), ("", 403),
+    ],
+)  # fmt: skip
+def test_origins(origin, status, engine):
+    access = Access(hosts=(), origins=("http://page.example",))
+    assert statuses(engine, access, host="localhost:8000", origin=origin) == {status}
+
+
+def test_what_is_allowed_for_all(engine):
+    assert statuses(engine, Access(), host="evil.example", origin="https://evil.example") == {200}
+    assert statuses(engine, Access(("*",), ("*",)), host="any.example", origin="https://evil.example") == {200}
+    error = ask(app_of(engine, dataclasses.replace(SERVED, access=Access(()))), "/stats").json()["error"]
+    assert (error["type"], error["code"]) == ("permission_error", "forbidden")
+    assert "Start the server with `--allow-host server`" in error["message"]
+
+
+def test_pages_of_allowed_origins_read_answers(engine):
+    app = app_of(engine, dataclasses.replace(SERVED, access=Access((), ("http://page.example",))))
+    headers = {"host": "localhost", "origin": "http://page.example"}
+    asked = {"access-control-request-method": "POST", "access-control-request-headers": "authorization,content-type"}
+    answer = ask(app, COMPLETIONS, method="OPTIONS", headers=headers | asked)
+    assert answer.status_code == 200
+    assert answer.headers["access-control-allow-origin"] == "http://page.example"
+    assert "authorization" in answer.headers["access-control-allow-headers"]
+    for body in (GREEDY, {}):
+        answer = ask(app, COMPLETIONS, body, headers=headers)
+        assert answer.headers["access-control-allow-origin"] == "http://page.example"
+        assert answer.headers["access-control-expose-headers"] == "x-request-id"
+    assert "access-control-allow-origin" not in ask(app_of(engine), COMPLETIONS, GREEDY, headers=headers).headers
+
+
+@pytest.mark.parametrize("shares", [False, True])
+def test_keys_are_tenants(shares, engine):
+    """Their cached prefixes are their own, and salts divide them further."""
+    app = app_of(engine, dataclasses.replace(SERVED, keys=("one", "two"), shares_prefixes=shares))
+    prompt = f"A prompt of tenants, and long enough for some pages: {shares}"
+    hits = []
+    for key, salt in (("one", None), ("two", None), ("one", None), ("two", "a"), ("one", "a"), ("two", "a")):
+        body = GREEDY | {"prompt": prompt, "max_tokens": 1, "cache_salt": salt}
+        usage = ask(app, COMPLETIONS, body, headers={"Authorization": f"Bearer {key}"}).json()["usage"]
+        hits.append(usage["prompt_tokens_details"]["cached_tokens"] > 0)
+    assert hits == ([False, True, True, False, True, True] if shares else [False, False, True, False, False, True])
+
+
+def test_request_ids_and_the_access_log(engine, caplog):
+    app = app_of(engine, dataclasses.replace(SERVED, keys=("secret-key",)))
+    caplog.set_level(logging.DEBUG, "flax_layers.serving.access")
+    authorized = {"Authorization": "Bearer secret-key"}
+    made = [ask(app, "/v1/models", headers=authorized | {"x-request-id": x}) for x in ("mine-7", "", "x" * 129, "a b")]
+    ids = [answer.headers["x-request-id"] for answer in made]
+    assert ids[0] == "mine-7"
+    assert all(re.fullmatch("[0-9a-f]{32}", x) for x in ids[1:])
+    assert len({*ids}) == 4
+    others = {
+        401: ask(app, COMPLETIONS, GREEDY), 404: ask(app, "/v1/nothing%0d%0aINFO?key=secret-key"),
+        400: ask(app, COMPLETIONS, {}, headers=authorized), 200: ask(app, "/health"),
+    }  # fmt: skip
+    lines = [(record.levelname, record.getMessage()) for record in caplog.records]
+    assert [line.split()[-1] for _, line in lines] == ids + [x.headers["x-request-id"] for x in others.values()]
+    for (level, line), (status, answer) in zip(lines[4:], others.items(), strict=True):
+        assert (answer.status_code, level) == (status, "DEBUG" if status == 200 else "INFO")
+        assert re.fullmatch(rf'127\.0\.0\.1 "(GET|POST) /\S+" {status} \d+\.\d{{3}} s [0-9a-f]{{32}}', line), line
+    assert "secret-key" not in caplog.text
+
+
+def test_a_fault_of_the_server_has_the_id_of_its_request(engine, monkeypatch):
+    monkeypatch.setattr("flax_layers.serving.http.ChoiceText.push", lambda *_: 1 / 0)
+    app = app_of(engine)
+    answer = ask(app, COMPLETIONS, GREEDY, headers={"x-request-id": "mine"})
+    assert (answer.status_code, answer.headers.get("x-request-id")) == (500, "mine")
+
+
+# --- connections of a real server
+
 
 REQUEST = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
 

@@ -28,7 +28,16 @@ import jflex
 from flax_layers.demo.model import ByteDecoder, Sizes, load_model, save_model
 from flax_layers.models import Decoder, LayerConfig, ModelConfig, save_pretrained
 from flax_layers.serving import Engine, EngineOptions, Request, Streaming
-from flax_layers.serving.command import begin, create_engine, engine_options, guides_of, load_served, main, parser
+from flax_layers.serving.command import (
+    begin,
+    create_engine,
+    engine_options,
+    guides_of,
+    load_served,
+    main,
+    parser,
+    serve,
+)
 from flax_layers.serving.demo_model import FILE
 from flax_layers.serving.http import Served, create_app
 from flax_layers.serving.server import Launch, Server, bind, url_of
@@ -72,7 +81,11 @@ ERRORS = {
     "invariant devices": (("--batch-invariant", "--devices", "2"), "`--batch-invariant` needs one device: .* Got 2"),
     "grace": (("--grace", "-1"), "`--grace` must be finite and at least 0. Got -1.0"),
     "no keys": (("--api-key-file", os.devnull), "`--api-key-file` must hold a key .* /dev/null holds none"),
-    "no file": (("--api-key-file", "/nowhere"), "No such file or directory: '/nowhere'"),
+    "no file": (("--api-key-file", "/nowhere"), "`--api-key-file` must be a text file .* /nowhere: No such file"),
+    "a folder": (("--api-key-file", "/"), "`--api-key-file` must be a text file with keys. Got /: Is a directory"),
+    "no text": (("--api-key-file", sys.executable), "`--api-key-file` must be a text file .*: It is not UTF-8"),
+    "other host": (("--host", "192.0.2.1"), "`--host` must be an address of this machine. Got '192.0.2.1'"),
+    "log level": (("--log-level", "all"), "argument --log-level: invalid choice: 'all'"),
     "dtype": (("--dtype", "int8"), "argument --dtype: invalid choice: 'int8'"),
     "cache dtype": (("--cache-dtype", "fp8"), "argument --cache-dtype: invalid choice: 'fp8' .*int8.*float8_e5m2"),
 }
@@ -192,6 +205,33 @@ def test_keys_of_a_file(tmp_path):
     keys, bound = begin(read("--port", "0", "--api-key-file", str(file)))
     bound.close()
     assert keys == ("one", "two")
+
+
+@pytest.mark.parametrize(
+    ("words", "hosts"),
+    [
+        ((), ("127.0.0.1",)),
+        (("--host", "localhost", "--allow-host", "a.example", "--allow-host", "b"), ("localhost", "a.example", "b")),
+        (("--host", "0.0.0.0"), None),
+        (("--api-key-file", "keys"), None),
+    ],
+)
+def test_whose_requests_are_answered(words, hosts, folder, tmp_path, monkeypatch):
+    """On a loopback address without keys, hosts and origins are checked."""
+    monkeypatch.chdir(tmp_path)
+    pathlib.Path("keys").write_text("secret")
+    made = []
+    monkeypatch.setattr("flax_layers.serving.http.create_app", lambda engine, tokenizer, served: made.append(served))
+    monkeypatch.setattr(Server, "run", lambda self, sockets: None)
+    monkeypatch.setattr("flax_layers.serving.command.log_to_stderr", lambda level: made.append(level))
+    options = read("--port", "0", "--allow-origin", "http://page.example", "--log-level", "error", *words)
+    keys, bound = begin(options)
+    with bound:
+        model = load_served(read("--model", str(folder)))
+        serve(options, model, Engine(model.decoder, EngineOptions(num_pages=9)), keys, bound)
+    level, served = made
+    assert (served.access.hosts, served.access.origins) == (hosts, ("http://page.example",))
+    assert (level, served.keys, served.shares_prefixes) == ("error", keys, False)
 
 
 def test_the_model_of_the_demo_is_kept(tmp_path, monkeypatch):
@@ -341,6 +381,9 @@ def test_a_signal_ends_the_command(number, options, folder, tmp_path):
         line = process.stdout.readline()
         found = re.fullmatch(r"Serving tiny at (http://127\.0\.0\.1:\d+)\n", line)
         assert found, (line, (tmp_path / "errors").read_text())
+        for headers, status in (({"x-request-id": "mine"}, 200), ({"host": "evil.example", "x-request-id": "2"}, 403)):
+            answer = httpx.get(f"{found[1]}/v1/models", headers=headers)
+            assert (answer.status_code, answer.headers["x-request-id"]) == (status, headers["x-request-id"])
         body = {"prompt": "a", "max_tokens": 200, "ignore_eos": True, "stream": True, "temperature": 0}
         with httpx.stream("POST", f"{found[1]}/v1/completions", json=body, timeout=120) as answer:
             process.send_signal(number)
@@ -353,6 +396,9 @@ def test_a_signal_ends_the_command(number, options, folder, tmp_path):
     assert ("compiling" in errors) == warm
     assert bool(list(tmp_path.glob("cache/*"))) == warm
     assert "Traceback" not in errors
+    lines = re.findall(r' INFO 127\.0\.0\.1 "(\S+ \S+)" (\d+) \S+ s (\S+)\n', errors)
+    assert lines[:2] == [("GET /v1/models", "200", "mine"), ("GET /v1/models", "403", "2")]
+    assert lines[2][:2] == ("POST /v1/completions", "200")
 
 
 @pytest.mark.full

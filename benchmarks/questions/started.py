@@ -37,7 +37,7 @@ def started(options: Sequence[str]) -> Iterator[Started]:
       RuntimeError: It has ended before.
     """
     begun = time.perf_counter()
-    command = [sys.executable, "-m", "flax_layers.serve", "--port=0", *options]
+    command = [sys.executable, "-m", "flax_layers.serve", "--port=0", "--log-level=warning", *options]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None

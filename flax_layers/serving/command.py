@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import ipaddress
+import logging
 import pathlib
 import socket
 import sys
@@ -34,6 +36,7 @@ PACKAGES = ("jinja2", "llguidance", "prometheus_client", "pydantic", "starlette"
 DEMO_CONTEXT = 2048
 SHARE_OF_MEMORY = 0.85
 CPU_MEMORY = 1 << 30
+LOG_LEVELS = ("debug", "info", "warning", "error")
 STEP_TOKENS = (2048, 128)
 """Tokens of a step, at least `--max-requests`: on a GPU, and on a CPU."""
 
@@ -75,6 +78,7 @@ def parser() -> argparse.ArgumentParser:
     add("--host", default="127.0.0.1", help="default: 127.0.0.1, this machine alone; 0.0.0.0: all networks")
     add("--port", type=int, default=8000, help="0: any that is free; default: 8000")
     add("--api-key-file", type=pathlib.Path, metavar="FILE", help="clients must send one of its lines as a key")
+    _add_access(add)
     add("--max-requests", type=int, metavar="N", help="run at once; default: 64, on a CPU 16")
     add("--max-waiting", type=int, default=1024, metavar="N", help="more are refused with 429; default: 1024")
     add("--max-step-tokens", type=int, metavar="N", help="of a step; default: 2048, on a CPU 128; see the guide")
@@ -107,6 +111,25 @@ def parser() -> argparse.ArgumentParser:
     add("--no-warm-up", action="store_true", help="compile programs when they are needed, not ahead")
     add("--compilation-cache", type=pathlib.Path, metavar="FOLDER", help="keeps compiled programs for the next start")
     return made
+
+
+def _add_access(add: Callable[..., object]) -> None:
+    add("--share-prefixes", action="store_true", help="clients with different keys share cached prefixes")
+    add(
+        "--allow-host",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="in Host, beside names of this machine; * for all; checked on a loopback address without keys; repeatable",
+    )
+    add(
+        "--allow-origin",
+        action="append",
+        default=[],
+        metavar="ORIGIN",
+        help="of web pages that may call, as http://localhost:3000; * for all; repeatable",
+    )
+    add("--log-level", choices=LOG_LEVELS, default="info", help="default: info, which logs each request")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -166,9 +189,9 @@ def begin(options: argparse.Namespace) -> tuple[tuple[str, ...], socket.socket]:
         The keys, and the socket.
 
     Raises:
-        ValueError: An option is out of its range.
-        OSError: The file of keys cannot be read.
+        ValueError: An option is out of its range, or the file of keys cannot be read.
     """
+    from flax_layers.serving.access import read_keys
     from flax_layers.serving.server import bind
 
     for name, least in (("memory", 0.0), ("max_body", 0.0)):
@@ -189,25 +212,6 @@ def begin(options: argparse.Namespace) -> tuple[tuple[str, ...], socket.socket]:
     _sizes(options, num_pages=2 if options.num_pages is None else options.num_pages)
     keys = () if options.api_key_file is None else read_keys(options.api_key_file)
     return keys, bind(options.host, options.port)
-
-
-def read_keys(file: pathlib.Path) -> tuple[str, ...]:
-    """The keys of a file.
-
-    Args:
-        file: One key a line; empty lines are left out.
-
-    Returns:
-        At least one.
-
-    Raises:
-        ValueError: There is none, or it is no text.
-        OSError: The file cannot be read.
-    """
-    keys = tuple(line.strip() for line in file.read_text(encoding="utf-8").splitlines() if line.strip())
-    if not keys:
-        raise ValueError(f"`--api-key-file` must hold a key on a line of its own. {file} holds none.")
-    return keys
 
 
 def load_served(options: argparse.Namespace, mesh: Mesh | None = None) -> Model:
@@ -335,19 +339,37 @@ def serve(
         keys: API keys; none: no key is required.
         bound: The socket to listen on.
     """
+    from flax_layers.serving.access import Access
     from flax_layers.serving.http import Limits, Served, create_app
     from flax_layers.serving.server import Launch, Server, url_of
 
+    log_to_stderr(options.log_level)
     url = url_of(bound)
     ready = lambda: print(f"Serving {model.name} at {url}", flush=True)
     launch = Launch(engine, None if options.no_warm_up else _progress_bar(), ready)
     limits = Limits(body_bytes=int(options.max_body * (1 << 20)))
-    served = Served(model.name, model.stop_tokens, keys, limits, launch.is_starting)
+    is_open = not keys and ipaddress.ip_address(bound.getsockname()[0]).is_loopback
+    access = Access((options.host, *options.allow_host) if is_open else None, tuple(options.allow_origin))
+    served = Served(model.name, model.stop_tokens, keys, limits, launch.is_starting, options.share_prefixes, access)
     app = create_app(engine, model.tokenizer, served)
     with contextlib.suppress(KeyboardInterrupt):  # uvicorn raises it again, after it has shut down
-        Server(app, launch, options.grace).run(sockets=[bound])
+        Server(app, launch, options.grace, limits).run(sockets=[bound])
     if launch.failure is not None:
         raise launch.failure
+
+
+def log_to_stderr(level: str) -> None:
+    """Writes the log of the server, and that of uvicorn, to the standard error.
+
+    Args:
+        level: One of `LOG_LEVELS`. Polls of `/health`, `/metrics` and `/stats` are logged with `debug`.
+    """
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    for name in ("flax_layers", "uvicorn"):
+        logger = logging.getLogger(name)
+        logger.handlers, logger.propagate = [handler], False
+        logger.setLevel(level.upper())
 
 
 def _progress_bar() -> Callable[[int, int], None]:

@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import TypeVar
 
 from flax_layers.models.optional import needs
+from flax_layers.serving.access import Access, Gate
 from flax_layers.serving.answers import Answer, ChatAnswer, ServedTokenizer, server_sent
 from flax_layers.serving.bodies import ChatBody, CompletionBody, GenerationBody, TokenizeBody, parse
 from flax_layers.serving.engine import Engine
@@ -52,6 +53,8 @@ class Served:
         keys: API keys. A client must send one of them; if there are none, no key is required.
         limits: Limits of request bodies.
         is_starting: Whether programs are still being compiled. Requests wait until then.
+        shares_prefixes: Whether clients with different keys share cached prefixes.
+        access: Who may call, apart from keys.
     """
 
     name: str
@@ -59,9 +62,11 @@ class Served:
     keys: tuple[str, ...] = dataclasses.field(default=(), repr=False)
     limits: Limits = Limits()  # noqa: RUF009  frozen
     is_starting: Callable[[], bool] = lambda: False
+    shares_prefixes: bool = False
+    access: Access = dataclasses.field(default=Access(), repr=False)
 
 
-def create_app(engine: Engine, tokenizer: ServedTokenizer, served: Served) -> Starlette:
+def create_app(engine: Engine, tokenizer: ServedTokenizer, served: Served) -> Gate:
     """The application. Whoever makes the engine also starts and stops it.
 
     Args:
@@ -74,7 +79,7 @@ def create_app(engine: Engine, tokenizer: ServedTokenizer, served: Served) -> St
     """
     api = _Api(engine, tokenizer, served)
     guarded = api.guarded
-    return Starlette(
+    app = Starlette(
         routes=[
             Route("/", api.page),
             Route("/health", api.health),
@@ -94,6 +99,7 @@ def create_app(engine: Engine, tokenizer: ServedTokenizer, served: Served) -> St
             Exception: _unforeseen,
         },
     )
+    return Gate(app, served.access)
 
 
 async def _api_error(request: Request, error: Exception) -> Response:
@@ -143,6 +149,7 @@ class _Api:
             matches = [hmac.compare_digest(given, key) for key in self._keys]
             if self._keys and not any(matches):
                 raise ApiError(401, "An API key is required. Send one of this server: `Authorization: Bearer KEY`.")
+            request.state.tenant = matches.index(True) if self._keys and not self._served.shares_prefixes else None
             return await endpoint(request)
 
         return answer
@@ -191,10 +198,10 @@ class _Api:
         body, requests = await self._read(request, self._read_chat)
         return await self._generate(request, body, requests, ChatAnswer, "messages")
 
-    async def _read(self, request: Request, function: Callable[[bytes], Result]) -> Result:
+    async def _read(self, request: Request, function: Callable[[bytes, int | None], Result]) -> Result:
         """Reads a body in a thread, as long as the client is there."""
-        raw = await read_body(request, self._served.limits)
-        return await unless_disconnected(request.receive, self._prompts.read(raw, function))
+        raw, tenant = await read_body(request, self._served.limits), request.state.tenant
+        return await unless_disconnected(request.receive, self._prompts.read(raw, lambda raw: function(raw, tenant)))
 
     async def _generate(
         self,
@@ -220,11 +227,12 @@ class _Api:
                 raise
             if body.stream:
                 unfinished.pop_all()  # the stream cancels it
-                return EventStream(_events(generation, answer, len(requests)), generation.cancel)
+                events = _events(generation, answer, len(requests), request.state.request_id)
+                return EventStream(events, generation.cancel)
             content = await unless_disconnected(request.receive, _whole(generation, answer))
         return Response(content, media_type="application/json")
 
-    def _tokenize(self, raw: bytes) -> bytes:
+    def _tokenize(self, raw: bytes, tenant: int | None) -> bytes:
         """Runs beside the event loop, as the two methods that follow."""
         body = parse(TokenizeBody, raw)
         self._check_model(body.model)
@@ -232,7 +240,7 @@ class _Api:
         answer = {"tokens": tokens, "count": len(tokens), "max_model_len": self._engine.context}
         return json.dumps(answer, separators=(",", ":")).encode()
 
-    def _read_completion(self, raw: bytes) -> tuple[CompletionBody, list[EngineRequest]]:
+    def _read_completion(self, raw: bytes, tenant: int | None) -> tuple[CompletionBody, list[EngineRequest]]:
         body = parse(CompletionBody, raw)
         self._check_model(body.model)
         options = self._engine.options
@@ -243,22 +251,22 @@ class _Api:
             )
         special = body.add_special_tokens is not False
         prompts = [self._prompts.tokens(prompt, special_tokens=special) for prompt in body.prompt]
-        return body, [request for tokens in prompts for request in self._requests(body, tokens)]
+        return body, [request for tokens in prompts for request in self._requests(body, tokens, tenant)]
 
-    def _read_chat(self, raw: bytes) -> tuple[ChatBody, list[EngineRequest]]:
+    def _read_chat(self, raw: bytes, tenant: int | None) -> tuple[ChatBody, list[EngineRequest]]:
         body = parse(ChatBody, raw)
         self._check_model(body.model)
         text = self._prompts.chat([message.model_dump() for message in body.messages])
         tokens = self._prompts.tokens(text, "messages", special_tokens=bool(body.add_special_tokens))
-        return body, self._requests(body, tokens)
+        return body, self._requests(body, tokens, tenant)
 
-    def _requests(self, body: GenerationBody, tokens: Sequence[int]) -> list[EngineRequest]:
+    def _requests(self, body: GenerationBody, tokens: Sequence[int], tenant: int | None) -> list[EngineRequest]:
         vocabulary = self._engine.config.vocabulary
         for token in body.stop_token_ids or ():
             if not 0 <= token < vocabulary:
                 raise ApiError(400, f"`stop_token_ids` must be tokens from 0 to {vocabulary - 1}. Got {token}.")
         try:
-            return body.requests(tokens, self._served.stop_tokens)
+            return body.requests(tokens, self._served.stop_tokens, tenant)
         except ValueError as error:
             raise ApiError(400, str(error)) from error
 
@@ -292,7 +300,7 @@ async def _whole(generation: Generation, answer: Answer) -> bytes:
     return b"".join(parts)
 
 
-async def _events(generation: Generation, answer: Answer, choices: int) -> AsyncIterator[bytes]:
+async def _events(generation: Generation, answer: Answer, choices: int, request_id: str) -> AsyncIterator[bytes]:
     """The events of a streamed answer; a failure is the last one."""
     try:
         for index in range(choices):
@@ -303,6 +311,6 @@ async def _events(generation: Generation, answer: Answer, choices: int) -> Async
         if (closing := answer.closing(generation.usage)) is not None:
             yield server_sent(closing)
     except ApiError as error:
-        _LOG.warning("A stream ended with status %d: %s", error.status, error.message)
+        _LOG.warning("The stream %s ended with status %d: %s", request_id, error.status, error.message)
         yield server_sent(error.body())
     yield server_sent("[DONE]")
