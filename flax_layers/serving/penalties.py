@@ -66,7 +66,10 @@ class Penalties:
                 raise ValueError(f"`logit_bias` must be from -100 to 100. Got {bias} for token {token}.")
 
     def __bool__(self) -> bool:
-        return self != Penalties()
+        return self != _NONE
+
+
+_NONE = Penalties()
 
 
 @jax.tree_util.register_dataclass
