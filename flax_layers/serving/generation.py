@@ -20,7 +20,7 @@ MAX_BACKLOG = 1 << 18
 """Tokens and log probabilities of a stream that may wait for its client; up to 80 MB."""
 
 _TURN = 1024
-"""Tokens and log probabilities after which a stream lets others have their turn: at most 30 ms of a CPU."""
+"""Tokens and log probabilities after which a stream lets others have their turn: 13 ms of a CPU for tokens alone."""
 
 
 class Usage(NamedTuple):

@@ -151,7 +151,8 @@ def longest_token(serialized: str) -> int | None:
     if not is_bounded:
         return None
     texts = [x["content"] for x in added]
-    longest = max(map(len, [*vocabulary, *texts, *_normalized(serialized, texts)]))
+    texts += _normalized(serialized, texts) if normalizers else []
+    longest = max(map(len, [*vocabulary, *texts]))
     for contraction in contractions:
         longest *= contraction or 1
     return longest
@@ -162,7 +163,7 @@ def _normalized(serialized: str, texts: Sequence[str]) -> list[str]:
     with needs("tokenizers"):
         import tokenizers
     normalizer = tokenizers.Tokenizer.from_str(serialized).normalizer
-    return [] if normalizer is None else [normalizer.normalize_str(text) for text in texts]
+    return [normalizer.normalize_str(text) for text in texts]
 
 
 def _flat(part: Part | None) -> Iterator[Part]:
