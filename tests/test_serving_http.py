@@ -201,6 +201,7 @@ BAD: dict[str, tuple[str, Any, int, str]] = {
     "vast schema": (CHATS, {**HELLO, "response_format": schema({"enum": [float("inf")]})}, 400, "`resp.*must be JSON"),
     "min_p": (COMPLETIONS, {**GREEDY, "min_p": 2}, 400, "`min_p` must be at least 0 and at most 1. Got 2"),
     "no prompts": (COMPLETIONS, {"prompt": []}, 400, "`prompt` must be a text, a list of texts"),
+    "vast prompts": (COMPLETIONS, {"prompt": [[1]] * 70_000}, 400, "`prompt` must be at most 65536 texts. Got 70000"),
     "mixed prompts": (COMPLETIONS, {"prompt": ["a", 1]}, 400, "`prompt` must be a text, a list of texts"),
     "truths": (COMPLETIONS, {"prompt": [True]}, 400, "`prompt` must be a text, a list of texts"),
     "foreign token": (COMPLETIONS, {"prompt": [256]}, 400, "`prompt` must hold tokens from 0 to 255.*256"),

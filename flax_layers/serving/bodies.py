@@ -19,7 +19,7 @@ from flax_layers.serving.requests import MAX_LOGPROBS, MAX_STOP_TOKENS, Request
 with needs("pydantic", "serve"):
     from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError, model_validator
 
-MAX_CHOICES, MAX_STOPS, MAX_STOP_LENGTH, MAX_SALT = 128, 16, 256, 256
+MAX_PROMPTS, MAX_CHOICES, MAX_STOPS, MAX_STOP_LENGTH, MAX_SALT = 1 << 16, 128, 16, 256, 256
 
 
 def _stops(value: Any) -> list[str]:
@@ -74,6 +74,8 @@ def _prompts(value: Any) -> list[str | list[int]]:
     are_tokens = lambda x: isinstance(x, list) and bool(x) and all(type(token) is int for token in x)
     if isinstance(value, str) or are_tokens(value):
         return [value]
+    if isinstance(value, list) and len(value) > MAX_PROMPTS:
+        raise ValueError(f"`prompt` must be at most {MAX_PROMPTS} texts. Got {len(value)}. Send several requests.")
     if isinstance(value, list) and value and (all(isinstance(x, str) for x in value) or all(map(are_tokens, value))):
         return value
     raise ValueError(
