@@ -343,13 +343,13 @@ def test_wrong_options(options, message):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "held"), [("bfloat16", None), ("float16", None), ("float32", None), ("float32", "int8")]
+    ("dtype", "held"),
+    [("bfloat16", None), ("float16", None), ("float32", None), ("float32", "int8"), ("float32", "float8_e4m3fn")],
 )
 def test_a_step_holds_no_second_cache(dtype, held):
-    """With the moves of accepted keys; the cache is 37 to 100 MB.
+    """With the moves of accepted keys; the cache is 37 to 100 MB. `tests/test_paged_cache.py` compiles them for a GPU.
 
-    In bfloat16, XLA's CPU compiler of JAX 0.10.2 widens the cache also where nothing is drafted (`jflex.backends.xla.
-    narrow`); no more of it with drafts. For a GPU, `tests/test_paged_cache.py` compiles the moves.
+    XLA's CPU compiler once widened caches of bfloat16 and of eight-bit floats (`jflex.backends.xla.narrow`).
     """
     model = Decoder(SMALL, dtype=dtype, implementation="xla", rngs=nnx.Rngs(0))
     engine = engine_of(model, num_pages=6000, page_size=64, draft_tokens=7, poison=False, cache_dtype=held)
@@ -364,7 +364,7 @@ def test_a_step_holds_no_second_cache(dtype, held):
         assert memory.alias_size_in_bytes >= size
         temporary.append(memory.temp_size_in_bytes)
     assert drafted.drafts
-    assert temporary[1] < max(0.05 * size, temporary[0])
+    assert max(temporary) < 0.05 * size
 
 
 def test_drafts_beside_a_shared_prefix_that_is_read_once(model):
