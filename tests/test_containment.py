@@ -269,3 +269,12 @@ def test_a_batch_entry_without_keys_where_the_mod_is_nan(backend):
     assert all(np.isfinite(x).all() for x in gradients)
     assert float(jnp.abs(gradients[0])) > 0
     assert all((np.asarray(x)[0] == 0).all() for x in gradients[1:])
+
+
+@pytest.mark.parametrize("backend", ["xla", "reference"])
+def test_finite_values_whose_sum_overflows(backend):
+    """The test whether NaN must be kept out sums the values."""
+    zeros, value = jnp.zeros((1, 40, 1, 16)), jnp.zeros((1, 40, 1, 16)).at[:, 0].set(3e38)
+    out = jflex.flex_attention(zeros, zeros, value, mask_mod=jflex.masks.causal(), implementation=backend)
+    wanted = np.broadcast_to(3e38 / np.arange(1.0, 41)[:, None], (40, 16))
+    np.testing.assert_allclose(out[0, :, 0], wanted, rtol=1e-5)

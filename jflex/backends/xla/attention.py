@@ -7,18 +7,16 @@ from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from jflex._call.eight_bits import widened
 from jflex._call.sinks import fold_sinks
 from jflex.backends.base import Backend, Gradients, Inputs, PagedInputs, Plan, Saved, SavedCotangents
 from jflex.backends.xla import paged, softmax
 from jflex.backends.xla.backward import Backward
-from jflex.backends.xla.block_scores import einsum, exact, modified, scaled
-from jflex.backends.xla.blockwise import QUERIES_FIRST, Walk
+from jflex.backends.xla.block_scores import einsum, exact, modified, raw_scores, scaled_query
+from jflex.backends.xla.blockwise import QUERIES_FIRST, Column, Unit, Walk
 from jflex.backends.xla.containment import masked_product
 from jflex.backends.xla.dropout import dropped, kept_weights, scaled_up
-from jflex.backends.xla.heads import join_heads, padded_query
 from jflex.backends.xla.loads import split_loads
 from pallas_kernels.plan import GradientRequest, Refusal
 from pallas_kernels.spec import AttentionSpec
@@ -54,31 +52,37 @@ class Xla(Backend):
             return paged.attend(spec, inputs)
         inputs = inputs if spec.qk_dtype is None else widened(inputs)
         walk = Walk.of(spec, inputs, QUERIES_FIRST)
-        spec, query = walk.spec, padded_query(walk, inputs.query)
+        spec, dtype = walk.spec, exact(spec)
+        query, is_softmax = walk.padded(inputs.query, spec.layout), spec.normalize == "softmax"
 
-        def row(number: jax.Array) -> Saved:
-            unit = walk.unit(number)
-            q = walk.queries(query, unit)
+        def row(saved: Saved, unit: Unit) -> Saved:
+            q = scaled_query(walk.queries(query, unit, spec.layout), spec)
 
-            def step(state, column, is_partial):
-                keys = lambda x: walk.keys(x, unit, column, is_partial=is_partial)
-                s = scaled(einsum("bkgqd,bksd->bkgqs", q, keys(inputs.key), spec), spec)
+            def step(state: softmax.SoftmaxState, column: Column) -> softmax.SoftmaxState:
+                k, v = (walk.keys(x, unit, column) for x in (inputs.key, inputs.value))
+                s = raw_scores(walk.named("bkgqd,bksd->bkgqs"), q, k, spec)
                 s = modified(walk, inputs, s, unit, column.number)
-                visible = walk.visible(unit, column.number) if is_partial else None
-                s = s if visible is None else jnp.where(visible, s, -jnp.inf)
+                (s,), is_clean = walk.masked(unit, column, (s,), -jnp.inf if is_softmax else 0.0, v)
                 kept = kept_weights(walk, inputs, unit, column.number)
-                return _accumulate(state, s, keys(inputs.value), visible, kept, spec)
+                gemm = lambda p, v: einsum(walk.named("bkgqs,bksd->bkgqd"), p, v, spec)
+                visible = walk.visible_if_partial(unit, column)
+                pv_dot = lambda p: masked_product(gemm, dropped(p, kept).astype(spec.dtype), v, visible, is_clean)
+                return softmax.update(state, s, pv_dot) if is_softmax else state._replace(out=state.out + pv_dot(s))
 
-            shape, dtype = q.shape[:-1], exact(spec)
-            state = walk.over_columns(unit, softmax.start(spec, shape, dtype), step)
+            state = walk.over_columns(unit, softmax.start(spec, q.shape[:-1], dtype), step)
             state = state._replace(out=scaled_up(state.out, spec))
-            if spec.normalize == "none":
-                return Saved(state.out, jnp.zeros(shape, dtype))
-            return softmax.finish(spec, state)
+            new = softmax.finish(spec, state) if is_softmax else Saved(state.out, jnp.zeros(q.shape[:-1], dtype))
+            out = walk.set_queries(saved.out, new.out, unit, spec.layout)
+            set_rows = lambda x, block: walk.set_queries(x, block, unit, "BNTH")
+            return jax.tree.map(set_rows, saved._replace(out=None), new._replace(out=None))._replace(out=out)
 
-        saved = jax.tree.map(walk.assemble, lax.map(row, jnp.arange(walk.units, dtype=jnp.int32)))
-        of_rows = lambda x: x.reshape(spec.B, spec.Hq, spec.T).astype(jnp.float32)
-        saved = jax.tree.map(of_rows, saved._replace(out=None))._replace(out=join_heads(saved.out, spec))
+        length = walk.rows * walk.size[0]
+        out = jnp.zeros((*query.shape[:3], spec.Dv), dtype)
+        of_rows = jnp.zeros((spec.B, spec.Hq, length), jnp.float32)
+        saved = Saved(out, of_rows, **dict.fromkeys(spec.stats, of_rows))
+        saved = walk.over_units(saved, row)
+        out = walk.cropped(saved.out, spec.layout)
+        saved = jax.tree.map(lambda x: walk.cropped(x, "BNTH"), saved._replace(out=None))._replace(out=out)
         saved = fold_sinks(spec, saved, inputs.sinks)
         return saved._replace(out=saved.out.astype(spec.dtype))
 
@@ -115,16 +119,3 @@ def _limit(spec: AttentionSpec, requested: GradientRequest | None) -> str | None
                 "added in no fixed order, which `Config(deterministic=True)` excludes"
             )
     return None
-
-
-def _accumulate(
-    state: softmax.SoftmaxState, s: jax.Array, v: jax.Array, visible: jax.Array | None, kept: jax.Array | None,
-    spec: AttentionSpec,
-) -> softmax.SoftmaxState:  # fmt: skip
-    """One step of the online softmax; dropout concerns the output alone."""
-    gemm = lambda p, v: einsum("bkgqs,bksd->bkgqd", p, v, spec)
-    pv_dot = lambda p: masked_product(gemm, dropped(p, kept).astype(spec.dtype), v, visible)
-    if spec.normalize == "none":
-        p = s if visible is None else jnp.where(visible, s, 0.0)
-        return state._replace(out=state.out + pv_dot(p))
-    return softmax.update(state, s, pv_dot)

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from jflex.backends.base import Gradients, Inputs, Saved, SavedCotangents
 from jflex.backends.xla import softmax
-from jflex.backends.xla.block_scores import einsum, exact, modified, scaled
+from jflex.backends.xla.block_scores import einsum, exact, modified, raw_scores, scaled_query
 from jflex.backends.xla.blockwise import KEYS_FIRST, Column, Unit, Walk
 from jflex.backends.xla.captured import CapturedGradients
-from jflex.backends.xla.containment import cleared, masked_product
+from jflex.backends.xla.containment import all_finite, cleared, masked_product
 from jflex.backends.xla.dropout import dropped, kept_weights, scaled_up
-from jflex.backends.xla.heads import join_heads, join_key_heads, padded_query, split_heads
-from jflex.block_mask.lists import block_count
 from pallas_kernels.plan import GradientRequest
 from pallas_kernels.spec import AttentionSpec
 
@@ -26,20 +24,12 @@ class _Rows(NamedTuple):
 
     unit: Unit
     q: jax.Array
-    q_columns: jax.Array
+    q_columns: jax.Array  # scaled
     d_out: jax.Array
     d_out_columns: jax.Array
     lse: jax.Array
     delta: jax.Array
     d_entropy: jax.Array | None
-
-    @classmethod
-    def of(cls, walk: Walk, unit: Unit, query: jax.Array, d_out: jax.Array, vectors: softmax.RowVectors) -> _Rows:
-        """Slices them; the arrays are [B, Hkv, group, T, ...]."""
-        q, d_out, lse, delta = (walk.queries(x, unit) for x in (query, d_out, vectors.lse, vectors.delta))
-        d_entropy = None if vectors.d_entropy is None else walk.queries(vectors.d_entropy, unit)[:, :, None]
-        columns = lambda x: jnp.einsum("bkgqd->bkdgq", x)
-        return cls(unit, q, columns(q), d_out, columns(d_out), lse[:, :, None], delta[:, :, None], d_entropy)
 
 
 _Carry: TypeAlias = tuple[jax.Array, dict[str, Any]]  # dQ, and accumulators: arrays, lists of arrays or None
@@ -52,44 +42,41 @@ class Backward:
         self, spec: AttentionSpec, inputs: Inputs, saved: Saved, d_saved: SavedCotangents, requested: GradientRequest
     ) -> None:
         self.walk, self.inputs, self.requested = Walk.of(spec, inputs, KEYS_FIRST), inputs, requested
-        self.spec = self.walk.spec
-        self.query = padded_query(self.walk, inputs.query)
-        out, d_out = (split_heads(x, spec) for x in (saved.out, d_saved.out))
-        delta = jnp.sum(out.astype(exact(spec)) * d_out.astype(exact(spec)), axis=-1)
+        self.spec = spec = self.walk.spec
+        self.query, self.d_out = (self.walk.padded(x, spec.layout) for x in (inputs.query, d_saved.out))
+        delta = jnp.sum(saved.out.astype(exact(spec)) * d_saved.out.astype(exact(spec)), axis=-1)
+        delta = delta if spec.layout == "BNTH" else delta.swapaxes(1, 2)
         vectors = softmax.row_vectors(delta, saved, d_saved)
-        rows = self.walk.rows * self.walk.size[0]
-        pad = lambda x, fill=0.0: jnp.pad(
-            x, [(0, 0)] * 3 + [(0, rows - spec.T)] + [(0, 0)] * (x.ndim - 4), constant_values=fill
-        )
-        d_entropy = None if vectors.d_entropy is None else pad(vectors.d_entropy)
-        self.d_out, delta = pad(d_out), pad(vectors.delta)
-        self.vectors = softmax.RowVectors(pad(vectors.lse, jnp.inf), delta, d_entropy)
+        self.vectors = jax.tree.map(lambda x: self.walk.padded(x, "BNTH"), vectors)
+        self.is_clean = self.walk.is_partial is False or all_finite(d_saved.out)
         self.captured = None if spec.score_mod is None else CapturedGradients.of(self.walk, inputs.score_operands)
 
     def run(self) -> Gradients:
         """All requested gradients."""
         spec, walk, wanted = self.spec, self.walk, self.requested
         dtype = exact(spec)
-        keys = (spec.B, spec.Hkv, block_count(spec.S, walk.size[1]) * walk.size[1])
         grads = {
-            "key": jnp.zeros((*keys, spec.D), dtype) if wanted.key else None,
-            "value": jnp.zeros((*keys, spec.Dv), dtype) if wanted.value else None,
+            "query": jnp.zeros(self.query.shape, dtype) if wanted.query else None,
+            "key": walk.zero_keys(spec.D, dtype) if wanted.key else None,
+            "value": walk.zero_keys(spec.Dv, dtype) if wanted.value else None,
             "operands": [
                 jnp.zeros(x.size, jnp.float32) if want else None
                 for x, want in zip(self.inputs.score_operands, wanted.score_operands, strict=True)
             ],
         }
 
-        def row(grads, number):
-            unit = walk.unit(number)
-            rows = _Rows.of(walk, unit, self.query, self.d_out, self.vectors)
-            step = lambda carry, column, is_partial: self._block(rows, carry, column, is_partial)
+        def row(grads, unit):
+            rows = self._rows(unit)
+            step = lambda carry, column: self._block(rows, carry, column)
             d_q, grads = walk.over_columns(unit, (jnp.zeros(rows.q_columns.shape, dtype), grads), step)
-            return grads, jnp.einsum("bkdgq->bkgqd", d_q)
+            if wanted.query:
+                d_q = jnp.einsum(walk.named("bkdgq->bkgqd"), d_q)
+                grads = grads | {"query": walk.set_queries(grads["query"], d_q, unit, spec.layout)}
+            return grads
 
-        grads, d_query = lax.scan(row, grads, jnp.arange(walk.units, dtype=jnp.int32))
-        d_query = join_heads(walk.assemble(d_query), spec) if wanted.query else None
-        joined = lambda x: None if x is None else join_key_heads(x, spec)
+        grads = walk.over_units(grads, row)
+        d_query = walk.cropped(grads["query"], spec.layout) if wanted.query else None
+        joined = lambda x: None if x is None else walk.joined_keys(x)
         operands = tuple(
             None if g is None else g.reshape(x.shape)
             for g, x in zip(grads["operands"], self.inputs.score_operands, strict=True)
@@ -97,35 +84,47 @@ class Backward:
         d_value = None if grads["value"] is None else scaled_up(grads["value"], spec)
         return Gradients(d_query, joined(grads["key"]), joined(d_value), operands)
 
-    def _block(self, rows: _Rows, carry: _Carry, at: Column, is_partial: bool) -> _Carry:
-        spec, walk, unit, column = self.spec, self.walk, rows.unit, at.number
+    def _rows(self, unit: Unit) -> _Rows:
+        spec, walk = self.spec, self.walk
+        q, d_out = (walk.queries(x, unit, spec.layout) for x in (self.query, self.d_out))
+        over_keys = lambda x: jnp.expand_dims(walk.queries(x, unit, "BNTH"), walk.axes.index("s"))
+        columns = lambda x: jnp.einsum(walk.named("bkgqd->bkdgq"), x)
+        vectors = jax.tree.map(over_keys, self.vectors)
+        return _Rows(unit, self._contained(q), columns(scaled_query(q, spec)), d_out, columns(d_out), *vectors)
+
+    def _contained(self, x: jax.Array) -> jax.Array:
+        """Queries or keys for products with dS: a masked one may be NaN, while its dS is 0; a visible NaN is in dS."""
+        return x if self.walk.is_partial is False else cleared(x)
+
+    def _block(self, rows: _Rows, carry: _Carry, column: Column) -> _Carry:
+        spec, walk, unit = self.spec, self.walk, rows.unit
         d_q, grads = carry
-        k, v = (walk.keys(x, unit, at, is_partial=is_partial) for x in (self.inputs.key, self.inputs.value))
-        visible = walk.visible(unit, column) if is_partial else None
-        clear = lambda x, other=0.0: x if visible is None else jnp.where(visible, x, other)
-        raw = scaled(einsum("bksd,bkdgq->bksgq", k, rows.q_columns, spec), spec)
+        k, v = (walk.keys(x, unit, column) for x in (self.inputs.key, self.inputs.value))
+        gemm = lambda axes, a, b: einsum(walk.named(axes), a, b, spec)
+        raw = raw_scores(walk.named("bksd,bkdgq->bksgq"), k, rows.q_columns, spec)
         is_softmax = spec.normalize == "softmax"
-        s = clear(modified(walk, self.inputs, raw, unit, column), -jnp.inf if is_softmax else 0.0)
-        p = clear(jnp.exp(s - rows.lse)) if is_softmax else s
-        kept = kept_weights(walk, self.inputs, unit, column)
-        d_p = scaled_up(dropped(einsum("bksd,bkdgq->bksgq", v, rows.d_out_columns, spec), kept), spec)
+        s = modified(walk, self.inputs, raw, unit, column.number)
+        p = jnp.exp(s - rows.lse) if is_softmax else s
+        kept = kept_weights(walk, self.inputs, unit, column.number)
+        d_p = scaled_up(dropped(gemm("bksd,bkdgq->bksgq", v, rows.d_out_columns), kept), spec)
         if rows.d_entropy is not None:  # dH/dP is ``-log P``, up to a number that delta takes away
             d_p = d_p - rows.d_entropy * jnp.where(p == 0, 0.0, s - rows.lse)
-        d_s = clear(p * (d_p - rows.delta) if is_softmax else d_p)
-        operands = grads["operands"]
+        d_s = p * (d_p - rows.delta) if is_softmax else d_p
+        (p, d_s), _ = walk.masked(unit, column, (p, d_s), 0.0)
+        is_visible, operands = walk.visible_if_partial(unit, column), grads["operands"]
         if self.captured is not None:
-            d_s, operands = self.captured.through_mod(unit, column, raw, d_s, visible, operands)
-        d_s = clear(d_s)
+            visible = None if is_visible is None else is_visible()
+            d_s, operands = self.captured.through_mod(unit, column.number, raw, d_s, visible, operands)
+            d_s = d_s if visible is None else jnp.where(visible, d_s, 0.0)  # where masked, a derivative may be NaN
         d_s = (d_s * spec.scale).astype(spec.dtype)
         p = dropped(p, kept).astype(spec.dtype)
         d_key, d_value = grads["key"], grads["value"]
-        # A masked q or k may be NaN, while its dS is 0; a visible NaN has made dS NaN.
-        contained = cleared if is_partial else lambda x: x
-        over_queries = lambda a, b: einsum("bksgq,bkgqd->bksd", a, b, spec)
+        over_queries = functools.partial(gemm, "bksgq,bkgqd->bksd")
         if d_key is not None:
-            d_key = walk.add_keys(d_key, over_queries(d_s, contained(rows.q)), unit, column)
+            d_key = walk.add_keys(d_key, over_queries(d_s, rows.q), unit, column.number)
         if d_value is not None:
-            d_value = walk.add_keys(d_value, masked_product(over_queries, p, rows.d_out, visible), unit, column)
+            d_v = masked_product(over_queries, p, rows.d_out, is_visible, self.is_clean)
+            d_value = walk.add_keys(d_value, d_v, unit, column.number)
         if self.requested.query:
-            d_q = d_q + einsum("bksd,bksgq->bkdgq", contained(k), d_s, spec)
-        return d_q, {"key": d_key, "value": d_value, "operands": operands}
+            d_q = d_q + gemm("bksd,bksgq->bkdgq", self._contained(k), d_s)
+        return d_q, grads | {"key": d_key, "value": d_value, "operands": operands}

@@ -23,9 +23,15 @@ def einsum(axes: str, a: jax.Array, b: jax.Array, spec: AttentionSpec) -> jax.Ar
     return jnp.einsum(axes, a, b, precision=spec.precision, preferred_element_type=dtype)
 
 
-def scaled(scores: jax.Array, spec: AttentionSpec) -> jax.Array:
-    """Scores times the scale, in their dtype."""
-    return scores * jnp.asarray(spec.scale, scores.dtype)
+def scaled_query(q: jax.Array, spec: AttentionSpec) -> jax.Array:
+    """A query times the scale, for `raw_scores`; on a CPU alone, where it is float32 and a pass over scores is slow."""
+    return q.astype(exact(spec)) * jnp.asarray(spec.scale, exact(spec)) if spec.platform == "cpu" else q
+
+
+def raw_scores(axes: str, a: jax.Array, b: jax.Array, spec: AttentionSpec) -> jax.Array:
+    """The GEMM of keys and a `scaled_query`, scaled."""
+    scores = einsum(axes, a, b, spec)
+    return scores if spec.platform == "cpu" else scores * jnp.asarray(spec.scale, scores.dtype)
 
 
 def modified(walk: Walk, inputs: Inputs, raw: jax.Array, unit: Unit, column: jax.Array) -> jax.Array:

@@ -18,8 +18,9 @@ from jax import lax
 
 from jflex._call.kv_lengths import bounded_inputs, with_lengths_as_mask
 from jflex.backends.base import Inputs
+from jflex.backends.xla.containment import all_finite, all_of_batch
 from jflex.backends.xla.narrow import read
-from jflex.block_mask.lists import FULL, PARTIAL, BlockLists, block_count, demote_tails, lists_from_states
+from jflex.block_mask.lists import BlockLists, block_count
 from pallas_kernels.spec import AttentionSpec, Mod
 
 # Tiles without a BlockMask: the smallest of the fast ones. Milliseconds of CPU time on 2 cores,
@@ -50,10 +51,14 @@ class Unit(NamedTuple):
 
 
 class Column(NamedTuple):
-    """A block of keys: its number, and a True that XLA cannot fold (see `jflex.backends.xla.narrow.read`)."""
+    """A block of keys: its number, a True that XLA cannot fold (see `jflex.backends.xla.narrow.read`), and its kind.
+
+    A partial block is one of which the mask hides something; a bool says it of all blocks.
+    """
 
     number: jax.Array
     exists: jax.Array
+    is_partial: jax.Array | bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,51 +67,51 @@ class Walk:
 
     Attributes:
       spec: The spec; `kv_lengths` are part of its mask and lists.
-      lists: Lists of the BlockMask, or of all blocks.
+      lists: Lists of the BlockMask; None to visit all blocks.
       mask_operands: The arrays that the mask captures.
       size: Queries and keys in a block.
-      axes: Axes of a block of scores.
+      order: The axes of a block of scores: `QUERIES_FIRST` or `KEYS_FIRST`.
       kv_lengths: How many keys each batch entry has, or None.
     """
 
     spec: AttentionSpec
-    lists: BlockLists
+    lists: BlockLists | None
     mask_operands: tuple[jax.Array, ...]
     size: tuple[int, int]
-    axes: str
+    order: str
     kv_lengths: jax.Array | None
 
     @classmethod
-    def of(cls, spec: AttentionSpec, inputs: Inputs, axes: str) -> Walk:
-        """Takes the lists of the BlockMask, or makes lists of all blocks."""
+    def of(cls, spec: AttentionSpec, inputs: Inputs, order: str) -> Walk:
+        """Takes the lists of the BlockMask, if there is one."""
         size, kv_lengths = _dense_size(spec), inputs.kv_lengths
         if spec.kv_lengths:
             spec, inputs = with_lengths_as_mask(spec, size), bounded_inputs(spec, inputs, size)
         lists = inputs.lists
         if spec.blocks is not None and lists is not None:
             size = min(spec.blocks.size[0], spec.T), spec.blocks.size[1]  # no more queries than there are
-            return cls(spec, lists, inputs.mask_operands, size, axes, kv_lengths)
-        lengths = (spec.T, spec.S)
-        state = FULL if spec.mask_mod is None else PARTIAL
-        matrix = tuple(block_count(n, block) for n, block in zip(lengths, size, strict=True))
-        states = jnp.full((1, 1, *matrix), state, jnp.int8)
-        lists = lists_from_states(demote_tails(states, lengths, size))
-        return cls(spec, lists, inputs.mask_operands, size, axes, None)
+            return cls(spec, lists, inputs.mask_operands, size, order, kv_lengths)
+        return cls(spec, None, inputs.mask_operands, size, order, None)
 
     @property
     def list_batch(self) -> int:
         """Batch size of the lists."""
-        return self.lists.kv_num_blocks.shape[0]
+        return 1 if self.lists is None else self.lists.kv_num_blocks.shape[0]
 
     @property
     def list_heads(self) -> int:
         """Heads of the lists."""
-        return self.lists.kv_num_blocks.shape[1]
+        return 1 if self.lists is None else self.lists.kv_num_blocks.shape[1]
 
     @property
     def rows(self) -> int:
         """Blocks of queries."""
-        return self.lists.kv_num_blocks.shape[2]
+        return block_count(self.spec.T, self.size[0])
+
+    @property
+    def columns(self) -> int:
+        """Blocks of keys."""
+        return block_count(self.spec.S, self.size[1])
 
     @property
     def together(self) -> tuple[int, int, int]:
@@ -116,67 +121,187 @@ class Walk:
         return p.B if self.list_batch == 1 else 1, key_heads, group
 
     @property
-    def units(self) -> int:
-        """Number of units."""
-        return self.list_batch * self.list_heads * self.rows
+    def axes(self) -> str:
+        """Axes of a block of scores."""
+        return self.named(self.order)
 
-    def unit(self, number: jax.Array) -> Unit:
-        """The unit with this number."""
-        row, rest = number % self.rows, number // self.rows
-        head, batch = rest % self.list_heads, rest // self.list_heads
-        group = self.spec.group
-        zero = jnp.zeros_like(row)
-        heads = (zero, zero) if self.list_heads == 1 else (head // group, head % group)
-        return Unit((batch, *heads), row, (batch, head))
+    def named(self, axes: str) -> str:
+        """Axes without those of size 1: XLA on a CPU copies blocks that have one."""
+        absent = [axis for axis, size in zip("bkg", self.together, strict=True) if size == 1]
+        return "".join(axis for axis in axes if axis not in absent)
+
+    @property
+    def is_partial(self) -> bool | None:
+        """`Column.is_partial` of all blocks, if they are alike without running; None otherwise."""
+        if self.lists is not None:
+            return None
+        if self.spec.mask_mod is not None:
+            return True
+        return None if self.spec.T % self.size[0] or self.spec.S % self.size[1] else False
+
+    def over_units(self, carry: S, step: Callable[[S, Unit], S]) -> S:
+        """Folds ``step(carry, unit)`` over all units."""
+        units = self.list_batch * self.list_heads * self.rows
+        return lax.fori_loop(jnp.int32(0), jnp.int32(units), lambda n, carry: step(carry, self._unit(n)), carry)
+
+    def _unit(self, number: jax.Array) -> Unit:
+        # lax.div and lax.rem: `//` and `%` would repair the sign of a number that has none.
+        zero, row, rest = jnp.zeros_like(number), number, jnp.zeros_like(number)
+        rows, heads, group = (jnp.int32(size) for size in (self.rows, self.list_heads, self.spec.group))
+        if self.list_batch * self.list_heads > 1:
+            row, rest = lax.rem(number, rows), lax.div(number, rows)
+        if self.list_heads == 1:
+            return Unit((rest, zero, zero), row, (rest, zero))
+        batch, head = lax.div(rest, heads), lax.rem(rest, heads)
+        return Unit((batch, lax.div(head, group), lax.rem(head, group)), row, (batch, head))
+
+    def over_columns(self, unit: Unit, carry: S, step: Callable[[S, Column], S]) -> S:
+        """Folds ``step(carry, column)`` over the blocks that the unit visits, in lists partial ones first."""
+        count, column = self._all_columns(unit) if self.lists is None else self._listed_columns(unit, self.lists)
+        return lax.fori_loop(jnp.int32(0), count, lambda i, carry: step(carry, column(i)), carry)
+
+    def _all_columns(self, unit: Unit) -> tuple[jax.Array, Callable[[jax.Array], Column]]:
+        count, last = jnp.int32(self.columns), jnp.int32(self.columns - 1)
+        is_tail = unit.row == self.rows - 1 if self.spec.T % self.size[0] else jnp.zeros_like(unit.row, bool)
+
+        def column(i: jax.Array) -> Column:
+            if self.is_partial is not None:
+                return Column(i, i < count, self.is_partial)
+            return Column(i, i < count, is_tail | (i == last) if self.spec.S % self.size[1] else is_tail)
+
+        return count, column
+
+    def _listed_columns(self, unit: Unit, lists: BlockLists) -> tuple[jax.Array, Callable[[jax.Array], Column]]:
+        def entry(x: jax.Array, *i: jax.Array) -> jax.Array:  # clamped to the table
+            at = (*unit.lists, unit.row, *i)
+            return lax.dynamic_slice(x, at, (1,) * x.ndim, allow_negative_indices=False).reshape(())
+
+        def block(indices: jax.Array, i: jax.Array) -> jax.Array:  # as `pallas_kernels.block_walk.block_at`
+            return entry(indices, i) + jnp.maximum(i - (indices.shape[-1] - 1), 0)
+
+        partial = entry(lists.kv_num_blocks)
+        count = partial + entry(lists.full_kv_num_blocks)
+
+        def column(i: jax.Array) -> Column:
+            is_partial = i < partial
+            number = jnp.where(is_partial, block(lists.kv_indices, i), block(lists.full_kv_indices, i - partial))
+            return Column(jnp.clip(number, 0, self.columns - 1), i < count, is_partial)
+
+        return count, column
 
     def indices(self, unit: Unit, column: jax.Array) -> tuple[jax.Array, ...]:
-        """b, h, q_idx and kv_idx of a block, shaped to broadcast over [batch, key head, group, queries, keys]."""
-        batch, key_heads, group = self.together
-        b = unit.start[0] + jnp.arange(batch, dtype=jnp.int32)
-        key_head = unit.start[1] + jnp.arange(key_heads, dtype=jnp.int32)
-        member = unit.start[2] + jnp.arange(group, dtype=jnp.int32)
-        h = key_head[:, None] * self.spec.group + member[None, :]
-        q_idx = unit.row * self.size[0] + jnp.arange(self.size[0], dtype=jnp.int32)
-        kv_idx = column * self.size[1] + jnp.arange(self.size[1], dtype=jnp.int32)
-        return b, h, jnp.minimum(q_idx, self.spec.T - 1), jnp.minimum(kv_idx, self.spec.S - 1)
+        """b, h, q_idx and kv_idx of a block, each an array over those of `axes` along which it varies."""
+        p = self.spec
+        sizes = dict(zip("bkg", self.together, strict=True))
+        along = lambda start, axis: start + jnp.arange(sizes[axis], dtype=jnp.int32) if sizes[axis] > 1 else start
+        b, key_head, member = (along(*pair) for pair in zip(unit.start, "bkg", strict=True))
+        if sizes["k"] > 1 and sizes["g"] > 1:
+            key_head, member = key_head[:, None], member[None]
+        inside = lambda x, length, size: jnp.minimum(x, length - 1) if length % size else x
+        q_idx, kv_idx = self._positions(unit, column)
+        return b, key_head * p.group + member, inside(q_idx, p.T, self.size[0]), inside(kv_idx, p.S, self.size[1])
+
+    def _positions(self, unit: Unit, column: jax.Array) -> tuple[jax.Array, jax.Array]:
+        starts = zip((unit.row, column), self.size, strict=True)
+        q_idx, kv_idx = (number * size + jnp.arange(size, dtype=jnp.int32) for number, size in starts)
+        return q_idx, kv_idx
 
     def visible(self, unit: Unit, column: jax.Array) -> jax.Array:
         """Which elements of a partial block are visible, in a shape that broadcasts to a block of scores."""
-        q_idx = unit.row * self.size[0] + jnp.arange(self.size[0], dtype=jnp.int32)
-        kv_idx = column * self.size[1] + jnp.arange(self.size[1], dtype=jnp.int32)
-        along = lambda x, axis: jnp.expand_dims(x, tuple(n for n, a in enumerate(self.axes) if a != axis))
-        inside = along(q_idx < self.spec.T, "q") & along(kv_idx < self.spec.S, "s")
-        if self.spec.mask_mod is None:
-            return inside
-        mask = functools.partial(self.spec.mask_mod, self.mask_operands)
-        return inside & over_block(mask, (), self.indices(unit, column), self.axes)
+        (q_idx, kv_idx), p = self._positions(unit, column), self.spec
+        along = lambda x, axes: jnp.expand_dims(x, tuple(n for n, axis in enumerate(self.axes) if axis not in axes))
+        seen = jnp.ones((1,) * len(self.axes), bool)
+        if p.mask_mod is not None:
+            mask = functools.partial(p.mask_mod, self.mask_operands)
+            seen = over_block(mask, (), self.indices(unit, column), self.axes)
+        seen = seen & along(q_idx < p.T, "q") if p.T % self.size[0] else seen
+        return seen & along(kv_idx < p.S, "s") if p.S % self.size[1] else seen
 
-    def queries(self, x: jax.Array, unit: Unit) -> jax.Array:
-        """The rows of one unit in an array [B, Hkv, group, T, ...]."""
-        start = (*unit.start, unit.row * self.size[0], *[jnp.zeros_like(unit.row)] * (x.ndim - 4))
-        part = lambda: lax.dynamic_slice(x, start, (*self.together, self.size[0], *x.shape[4:]))
-        return read(part, unit.row < self.rows, self.spec.platform)
+    def visible_if_partial(self, unit: Unit, column: Column) -> Callable[[], jax.Array] | None:
+        """Evaluates `visible`, true in a full block; None if all blocks are full."""
+        if column.is_partial is False:
+            return None
+        return lambda: self.visible(unit, column.number) | ~jnp.asarray(column.is_partial)
 
-    def keys(self, x: jax.Array, unit: Unit, column: Column, *, is_partial: bool) -> jax.Array:
-        """A block of key or value as [B, Hkv, S, ...]; zeros past the end and, in a partial block, past the lengths.
+    def masked(
+        self, unit: Unit, column: Column, blocks: tuple[jax.Array, ...], fill: float, v: jax.Array | None = None
+    ) -> tuple[tuple[jax.Array, ...], jax.Array | bool]:
+        """Blocks of scores with `fill` where masked, and whether `v` is finite, if any is masked.
+
+        One loop with this branch compiles faster than a loop for each kind of block.
+        """
+        if column.is_partial is False:
+            return blocks, True
+
+        def partial(*blocks: jax.Array) -> tuple[tuple[jax.Array, ...], jax.Array]:
+            visible = self.visible(unit, column.number)
+            is_clean = jnp.bool_(True) if v is None else all_finite(v)
+            return tuple(jnp.where(visible, x, fill) for x in blocks), is_clean
+
+        if column.is_partial is True:
+            return partial(*blocks)
+        blocks, is_clean = lax.cond(column.is_partial, partial, lambda *blocks: (blocks, jnp.bool_(True)), *blocks)
+        return blocks, all_of_batch(is_clean)
+
+    def padded(self, x: jax.Array, layout: str) -> jax.Array:
+        """An array with an axis of queries, [B, T, Hq, ...] or [B, Hq, T, ...], with zeros up to whole blocks."""
+        pads = [(0, 0)] * x.ndim
+        pads[1 if layout == "BTNH" else 2] = (0, self.rows * self.size[0] - self.spec.T)
+        return jnp.pad(x, pads)
+
+    def cropped(self, x: jax.Array, layout: str) -> jax.Array:
+        """The reverse of `padded`."""
+        return lax.slice_in_dim(x, 0, self.spec.T, axis=1 if layout == "BTNH" else 2)
+
+    def queries(self, x: jax.Array, unit: Unit, layout: str) -> jax.Array:
+        """The rows of one unit in a padded array, with the axes "bkgq" that blocks have, and others."""
+        at, shape = self._part(x, unit, layout)
+        part = lambda: lax.dynamic_slice(x, at, shape, allow_negative_indices=False)
+        block = read(part, unit.row < self.rows, self.spec.platform)
+        block = block if layout == "BNTH" else block.swapaxes(1, 2)
+        return block.reshape(*(size for size in self.together if size > 1), *block.shape[2:])
+
+    def set_queries(self, x: jax.Array, block: jax.Array, unit: Unit, layout: str) -> jax.Array:
+        """Writes the rows of one unit, in place under jit."""
+        at, shape = self._part(x, unit, layout)
+        rows = shape if layout == "BNTH" else (shape[0], shape[2], shape[1], *shape[3:])
+        block = block.reshape(rows)
+        block = block if layout == "BNTH" else block.swapaxes(1, 2)
+        return lax.dynamic_update_slice(x, block.astype(x.dtype), at, allow_negative_indices=False)
+
+    def _part(self, x: jax.Array, unit: Unit, layout: str) -> tuple[tuple[jax.Array, ...], tuple[int, ...]]:
+        batch, key_heads, group = self.together
+        b, head, time = unit.start[0], unit.start[1] * self.spec.group + unit.start[2], unit.row * self.size[0]
+        at, shape = (b, head, time), (batch, key_heads * group, self.size[0])
+        if layout == "BTNH":
+            at, shape = (b, time, head), (batch, self.size[0], key_heads * group)
+        return (*at, *[jnp.zeros_like(unit.row)] * (x.ndim - 3)), (*shape, *x.shape[3:])
+
+    def keys(self, x: jax.Array, unit: Unit, column: Column) -> jax.Array:
+        """A block of key or value, "bksd" as blocks have it; zeros past the end and past the lengths.
 
         It is sliced from the unpadded array, so that blocks that no query visits cost nothing.
         """
         p, size = self.spec, min(self.size[1], self.spec.S)
         batch, heads, _ = self.together
         first = column.number * self.size[1]
-        start = jnp.minimum(first, p.S - size)
-        at = (unit.start[0] if p.Bkv > 1 else jnp.zeros_like(first), unit.start[1], start, jnp.zeros_like(first))
+        start = jnp.minimum(first, p.S - size) if p.S % self.size[1] else first
+        zero = jnp.zeros_like(first)
+        at = (unit.start[0] if p.Bkv > 1 else zero, unit.start[1], start, zero)
         shape = (batch if p.Bkv > 1 else 1, heads, size, x.shape[3])
-        turn = lambda t: t if p.layout == "BNTH" else (t[0], t[2], t[1], t[3])
-        block = read(lambda: lax.dynamic_slice(x, turn(at), turn(shape)), column.exists, p.platform)
+        part = lambda: lax.dynamic_slice(x, self._turned(at), self._turned(shape), allow_negative_indices=False)
+        block = read(part, column.exists, p.platform)
         block = block if p.layout == "BNTH" else block.swapaxes(1, 2)
         if p.S % self.size[1]:  # the slice of the last block begins too early: shift it
             block = jnp.pad(block, ((0, 0), (0, 0), (0, self.size[1]), (0, 0)))
-            zero = jnp.zeros_like(first)
             block = lax.dynamic_slice(block, (zero, zero, first - start, zero), (*shape[:2], self.size[1], shape[3]))
         block = jnp.broadcast_to(block, (batch, *block.shape[1:]))
-        return self._cleared(block, unit, first) if is_partial and self.kv_lengths is not None else block
+        block = self._cleared(block, unit, first) if self.kv_lengths is not None else block
+        return block.reshape(*(size for size in block.shape[:2] if size > 1), *block.shape[2:])
+
+    def _turned(self, sizes: tuple[R, R, R, R]) -> tuple[R, R, R, R]:
+        """Sizes or starts of axes [B, Hkv, S, D] in the layout of the call."""
+        return sizes if self.spec.layout == "BNTH" else (sizes[0], sizes[2], sizes[1], sizes[3])
 
     def _cleared(self, block: jax.Array, unit: Unit, first: jax.Array) -> jax.Array:
         """Zeros keys beyond the lengths: NaN there would survive a weight of 0."""
@@ -185,36 +310,24 @@ class Walk:
         kv_idx = first + lax.broadcasted_iota(jnp.int32, block.shape, 2)
         return jnp.where(kv_idx < jnp.broadcast_to(lengths, block.shape), block, jnp.zeros_like(block))
 
+    def zero_keys(self, size: int, dtype: jnp.dtype) -> jax.Array:
+        """Zeros for gradients of key or value, padded to whole blocks, for each batch entry."""
+        p = self.spec
+        return jnp.zeros(self._turned((p.B, p.Hkv, self.columns * self.size[1], size)), dtype)
+
     def add_keys(self, x: jax.Array, block: jax.Array, unit: Unit, column: jax.Array) -> jax.Array:
-        """Adds to a block in an array [B, Hkv, S padded to blocks, ...], in place under jit."""
-        at = (unit.start[0], unit.start[1], column * self.size[1], jnp.zeros_like(column))
-        return lax.dynamic_update_slice(x, lax.dynamic_slice(x, at, block.shape) + block, at)
+        """Adds a block "bksd" to a part of `zero_keys`, in place under jit."""
+        at = self._turned((unit.start[0], unit.start[1], column * self.size[1], jnp.zeros_like(column)))
+        block = block.reshape(*self.together[:2], *block.shape[-2:])
+        block = block if self.spec.layout == "BNTH" else block.swapaxes(1, 2)
+        before = lax.dynamic_slice(x, at, block.shape, allow_negative_indices=False)
+        return lax.dynamic_update_slice(x, before + block, at, allow_negative_indices=False)
 
-    def over_columns(self, unit: Unit, carry: S, step: Callable[[S, Column, bool], S]) -> S:
-        """Folds ``step(carry, column, is_partial)`` over the blocks that the unit visits."""
-        from pallas_kernels.block_walk import block_at
-
-        lists, last = self.lists, block_count(self.spec.S, self.size[1]) - 1
-        at = (*unit.lists, unit.row)
-        for counts, indices, is_partial in (
-            (lists.kv_num_blocks, lists.kv_indices, True),
-            (lists.full_kv_num_blocks, lists.full_kv_indices, False),
-        ):
-            here = lax.dynamic_slice(indices, (*at, jnp.zeros_like(unit.row)), (1, 1, 1, indices.shape[3]))[0, 0, 0]
-            count = lax.dynamic_slice(counts, at, (1, 1, 1))[0, 0, 0]
-            at_i = lambda i, here=here: jnp.clip(block_at(here, (), i, last + 1), 0, last)
-            columns = lambda i, at_i=at_i, count=count: Column(at_i(i), i < count)
-            body = lambda i, c, columns=columns, is_partial=is_partial: step(c, columns(i), is_partial)
-            carry = lax.fori_loop(jnp.int32(0), count, body, carry)
-        return carry
-
-    def assemble(self, x: jax.Array) -> jax.Array:
-        """Joins the results of units [units, batch, key head, group, queries, ...] to [B, Hkv, group, T, ...]."""
-        p, rest = self.spec, x.shape[5:]
-        heads = (1, 1) if self.list_heads == 1 else (p.Hkv, p.group)
-        x = x.reshape(self.list_batch, *heads, self.rows, *self.together, self.size[0], *rest)
-        order = (0, 4, 1, 5, 2, 6, 3, 7, *range(8, x.ndim))
-        return x.transpose(order).reshape(p.B, p.Hkv, p.group, self.rows * self.size[0], *rest)[:, :, :, : p.T]
+    def joined_keys(self, x: jax.Array) -> jax.Array:
+        """Without padding, and summed over a shared batch."""
+        p = self.spec
+        x = lax.slice_in_dim(x, 0, p.S, axis=1 if p.layout == "BTNH" else 2)
+        return x.sum(axis=0, keepdims=True) if p.Bkv < p.B else x
 
 
 def _dense_size(spec: AttentionSpec) -> tuple[int, int]:

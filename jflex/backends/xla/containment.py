@@ -10,18 +10,23 @@ from jax import lax
 
 
 @jax.custom_batching.custom_vmap
-def all_finite(x: jax.Array) -> jax.Array:
-    """Whether an array is finite; under `jax.vmap`, whether the whole batch is.
+def all_of_batch(x: jax.Array) -> jax.Array:
+    """A boolean; under `jax.vmap`, whether it is true for the whole batch.
 
     So a `lax.cond` on it stays a branch: with a predicate for each entry, both branches would run.
     """
-    return jnp.all(jnp.isfinite(x))
+    return x
 
 
-@all_finite.def_vmap
-def _all_finite_of_batch(axis_size: int, in_batched: list[bool], x: jax.Array) -> tuple[jax.Array, bool]:
+@all_of_batch.def_vmap
+def _all_of_batch(axis_size: int, in_batched: list[bool], x: jax.Array) -> tuple[jax.Array, bool]:
     del axis_size, in_batched
-    return all_finite(x), False
+    return all_of_batch(jnp.all(x)), False
+
+
+def all_finite(x: jax.Array) -> jax.Array:
+    """Whether an array, or the batch of `jax.vmap`, is finite; False, too, if its sum overflows: a sum is fast."""
+    return all_of_batch(jnp.isfinite(jnp.sum(x if x.dtype.itemsize > 2 else x.astype(jnp.float32))))
 
 
 def cleared(x: jax.Array) -> jax.Array:
@@ -30,7 +35,11 @@ def cleared(x: jax.Array) -> jax.Array:
 
 
 def masked_product(
-    product: Callable[[jax.Array, jax.Array], jax.Array], weights: jax.Array, x: jax.Array, visible: jax.Array | None
+    product: Callable[[jax.Array, jax.Array], jax.Array],
+    weights: jax.Array,
+    x: jax.Array,
+    visible: Callable[[], jax.Array] | None,
+    is_clean: jax.Array | bool | None = None,
 ) -> jax.Array:
     """``product(weights, x)``, to which masked rows of `x` add nothing, even if they are NaN.
 
@@ -38,7 +47,8 @@ def masked_product(
       product: A GEMM: sums of weights times rows.
       weights: Weights, 0 where masked.
       x: Rows.
-      visible: Which weights are not masked, in their shape or broadcast to it; None for all.
+      visible: Evaluates which weights are not masked, in their shape or broadcast to it; None for all.
+      is_clean: True if `x` is finite, or nothing is masked; None to test `x` here.
 
     Returns:
       The sums; NaN or infinite where a visible row is.
@@ -47,13 +57,11 @@ def masked_product(
         return product(weights, x)
 
     def contained() -> jax.Array:
-        seen = jnp.broadcast_to(visible, weights.shape).astype(weights.dtype)
+        seen = jnp.broadcast_to(visible(), weights.shape).astype(weights.dtype)
+        out, is_nan = product(weights, cleared(x)), jnp.isnan(x)
+        for value in (jnp.inf, -jnp.inf):  # their sum is NaN
+            count = product(seen, ((x == value) | is_nan).astype(x.dtype))
+            out = out + jnp.where(count > 0, value, 0.0).astype(out.dtype)
+        return out
 
-        def with_value(value: jax.Array, out: jax.Array) -> jax.Array:
-            chosen = jnp.where(value == value, x == value, x != x)
-            return out + jnp.where(product(seen, chosen.astype(x.dtype)) > 0, value, 0.0).astype(out.dtype)
-
-        values = jnp.asarray([jnp.inf, -jnp.inf, jnp.nan], x.dtype)  # in a loop, to take the memory of one GEMM
-        return lax.fori_loop(0, 3, lambda i, out: with_value(values[i], out), product(weights, cleared(x)))
-
-    return lax.cond(all_finite(x), lambda: product(weights, x), contained)
+    return lax.cond(all_finite(x) if is_clean is None else is_clean, lambda: product(weights, x), contained)

@@ -194,7 +194,7 @@ def _accumulate(
 ) -> softmax.SoftmaxState:
     """One step of the online softmax; without one, scores are the weights."""
     gemm = lambda a, b: jnp.einsum("kgqs,skd->kgqd", a, b, precision=p.precision, preferred_element_type=v.dtype)
-    seen = visible if p.mask_mod is not None else None
+    seen = None if p.mask_mod is None else lambda: visible
     pv_dot = lambda weights: masked_product(gemm, dropped(weights, kept).astype(p.dtype).astype(v.dtype), v, seen)
     if p.normalize == "none":
         return state._replace(out=state.out + pv_dot(jnp.where(visible, s, 0)))
