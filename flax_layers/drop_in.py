@@ -22,10 +22,12 @@ from flax_layers.handed_over import (
 from flax_layers.layer_mods import Mods
 from flax_layers.linen.mods import with_parameters
 from flax_layers.nnx.stored_mods import ModAttributes, check_no_hidden_state, is_state, stored
+from jflex._call.foreign_names import answers_foreign_names
 from jflex.block_mask.bands import Band, band_block_mask
 from jflex.jax_nn import block_size_of
 
 
+@answers_foreign_names
 def attention_fn(
     score_mod: jflex.ScoreMod | None = None,
     mask_mod: jflex.MaskMod | None = None,
@@ -84,6 +86,11 @@ def attention_fn(
         >>> print(jnp.allclose(jnp.concatenate(tokens, axis=1), whole, atol=1e-5))
         True
     """
+    if hasattr(score_mod, "shape"):  # the query: linen leaves out keywords that this function does not have
+        raise TypeError(
+            "`score_mod` must be a function. Got an array. `attention_fn` makes the function for Flax. Call it: "
+            "`attention_fn=flax_layers.attention_fn()`."
+        )
     if mask_mod is not None and block_mask is not None:
         raise ValueError(
             "`mask_mod` and `block_mask` are two forms of one mask. Got both. Pass one: to combine masks, use "

@@ -16,6 +16,7 @@ from jflex import attention, varlen
 from jflex._call.account import Account
 from jflex._call.checks import check_lse
 from jflex._call.dispatch import Implementation
+from jflex._call.foreign_names import refuse_foreign_names
 from jflex.block_mask.mask import BlockMask
 from jflex.cascade import attention as cascade
 from jflex.cascade.level import CascadeLevel
@@ -121,7 +122,7 @@ def explain(*args: Any, **kwargs: Any) -> Account | PagedAccount | CascadeAccoun
     if args and callable(args[0]):
         call, args = args[0], args[1:]
     call = inspect.unwrap(call)  # of `jax.jit`, or of a decorator
-    if not (inspect.isfunction(call) and call in _CALLS):
+    if not (inspect.isfunction(call) and call in _BY_FUNCTION):
         known = ", ".join(f"`jflex.{function.__name__}`" for function in _CALLS)
         raise TypeError(
             f"`explain` takes one of {known} before the arguments of the call. Got "
@@ -133,7 +134,7 @@ def explain(*args: Any, **kwargs: Any) -> Account | PagedAccount | CascadeAccoun
     if "return_stats" in arguments:
         arguments["return_stats"] = check_stats(arguments["return_stats"], return_lse, normalize)
     implementation = arguments.pop("implementation")
-    prepare, account = _CALLS[call]
+    prepare, account = _BY_FUNCTION[call]
     return _with_tracers(lambda given: account(prepare(**given), implementation), arguments)
 
 
@@ -157,12 +158,15 @@ _CALLS: dict[Callable[..., Any], _Explained] = {
     context_parallel_attention: _Explained(prepare_context_parallel, ContextAccount.of),
     cascade.cascade_attention: _Explained(cascade.prepare, lambda call, how: CascadeAccount.of(call.levels, how)),
 }
+_BY_FUNCTION = {inspect.unwrap(call): explained for call, explained in _CALLS.items()}  # without decorators
 
 
 def _arguments(call: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
     """All arguments by name; raises as the call if they do not match its signature."""
+    signature = inspect.signature(call)
+    refuse_foreign_names(call.__name__, signature.parameters, kwargs)
     try:
-        bound = inspect.signature(call).bind(*args, **kwargs)
+        bound = signature.bind(*args, **kwargs)
     except TypeError as error:
         raise TypeError(f"{call.__name__}() {error}") from None
     bound.apply_defaults()

@@ -13,6 +13,7 @@ from jaxtyping import Array, Bool, Float, Int32
 from jflex._call import jax_nn_arguments as checks
 from jflex._call.checks import check_arrays, check_config, check_scale
 from jflex._call.dispatch import Implementation
+from jflex._call.foreign_names import answers_foreign_names
 from jflex.attention import flex_attention
 from jflex.block_mask.bands import Band, band_block_mask
 from jflex.block_mask.mask import BlockMask
@@ -42,6 +43,7 @@ def dot_product_attention(
     implementation: Implementation = None, return_residual: Literal[True], config: Config | None = None,
 ) -> tuple[Array, Array]: ...
 # fmt: on
+@answers_foreign_names
 def dot_product_attention(
     query: Float[ArrayLike, "*B T Hq D"],
     key: Float[ArrayLike, "*B S Hkv D"],

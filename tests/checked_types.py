@@ -26,7 +26,7 @@ NAMESPACES = (jflex, jflex.masks, jflex.scores, jflex.paged, jflex.rotary, flax_
 
 def checked(function: Callable[..., Any]) -> Callable[..., Any]:
     """A function that raises `jaxtyping.TypeCheckError` where its annotations are not true."""
-    return jaxtyping.jaxtyped(function, typechecker=_CHECKER)
+    return jaxtyping.jaxtyped(inspect.unwrap(function), typechecker=_CHECKER)
 
 
 def public() -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import functools
+import inspect
 import sys
 import types
 from collections.abc import Iterator
@@ -135,7 +136,7 @@ def test_a_wrong_annotation_fails():
         ("query", Float[Array, "T B Hq D"]),
         ("value", Float[Array, "B S Hkv"]),
     ):
-        original = jflex.attention.flex_attention.__wrapped__
+        original = inspect.unwrap(jflex.attention.flex_attention)
         function = types.FunctionType(original.__code__, original.__globals__, "wrong", original.__defaults__)
         function.__kwdefaults__ = original.__kwdefaults__
         function.__annotations__ = {**original.__annotations__, name: wrong}
