@@ -21,11 +21,12 @@ from jflex._call.checks import (
     checked_sinks,
     current_device,
     current_precision,
+    warn_of_layout,
 )
 from jflex._call.dispatch import Implementation, select_forward
 from jflex._call.dropout import KeptMod, check_dropout, kept_mod
 from jflex._call.foreign_names import answers_foreign_names
-from jflex._call.kv_lengths import check_kv_lengths, known_keys
+from jflex._call.kv_lengths import check_kv_lengths, known_keys, warn_of_alignment
 from jflex._call.sinks import fold_sinks
 from jflex._call.vector_mods import VectorMods, modified_inputs, modified_output
 from jflex._jax import custom_vjp
@@ -272,6 +273,7 @@ def prepare(
     """
     query, key, value = (jnp.asarray(x) if isinstance(x, np.ndarray) else x for x in (query, key, value))
     check_arrays(query, key, value, layout, has_value=has_value, may_have_eight_bits=has_value)
+    warn_of_layout(query, key, layout)
     value = value if has_value else key
     sizes = _Sizes.of(query, key, value, layout)
     B, T, S, Hq = sizes[:4]
@@ -289,6 +291,7 @@ def prepare(
         check_mod_sizes(mod, batch=B, heads=Hq, queries=T, keys=known_keys(kv_lengths, S))
     score, score_operands = (None, ()) if score_mod is None else trace_score_mod(score_mod)
     mask = _traced_mask(block_mask, mask_mod)
+    warn_of_alignment(mask.mod, (B, Hq, T, S), kv_lengths)
     config = check_config(config, mask.blocks)
     platform, device_kind = current_device(query, key, value)
     spec = AttentionSpec(

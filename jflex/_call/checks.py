@@ -12,6 +12,7 @@ from jax.core import Tracer
 from jax.typing import DTypeLike
 
 from jflex._call.eight_bits import EIGHT_BITS, check_dtypes
+from jflex._call.user_warnings import warn_user
 from jflex.block_mask.mask import BlockMask
 from jflex.config import Config
 from jflex.mods.dependence import uses_index
@@ -20,6 +21,7 @@ from pallas_kernels.spec import Blocks
 
 LAYOUTS = ("BTNH", "BNTH")
 DTYPES = ("bfloat16", "float16", "float32", "float64")
+_MOST_HEADS = 256
 
 
 def describe_array(x: ArrayOrShape) -> str:
@@ -135,6 +137,22 @@ def _check_shapes(q: tuple, k: tuple, v: tuple, layout: str, got: str, has_value
         )
     if 0 in (q[3], v[3]):
         fail("Head sizes must be at least 1.")
+
+
+def warn_of_layout(query: ArrayOrShape, key: ArrayOrShape, layout: str) -> None:
+    """Warns of arrays that are meant in the other layout: no model has so many heads, and fewer positions than heads.
+
+    One query is a decoding step, and says nothing.
+    """
+    length, heads = (1, 2) if layout == "BTNH" else (2, 1)
+    (T, Hq), (S, Hkv) = ((x.shape[length], x.shape[heads]) for x in (query, key))
+    if Hq > _MOST_HEADS and 1 < T < Hq and Hkv > S:
+        other = LAYOUTS[1 - LAYOUTS.index(layout)]
+        warn_user(
+            f"In the layout {layout!r}, `query` {describe_array(query)} has {Hq} heads and {T} positions, `key` "
+            f"{describe_array(key)} {Hkv} heads and {S} positions. If heads and positions are swapped, pass "
+            f"layout={other!r} to `jflex.flex_attention`, or arrays with `jnp.swapaxes(x, 1, 2)`."
+        )
 
 
 def check_scale(scale: object, D: int) -> float:

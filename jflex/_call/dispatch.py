@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
-import warnings
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from jflex import backends
 from jflex._call.eight_bits import no_gradients
+from jflex._call.user_warnings import warn_user
 from jflex.backends.base import Plan
 from jflex.errors import UnsupportedError
 from pallas_kernels.plan import GradientRequest, Refusal
@@ -88,10 +87,9 @@ def select_forward(implementation: Implementation, spec: AttentionSpec, caller: 
     selection = check_supported(implementation, spec)
     assert selection.name is not None  # it is supported
     if implementation is None and selection.name == "xla" and spec.platform == "gpu":
-        warnings.warn(
+        warn_user(
             f"{caller} runs on the slower implementation 'xla' on this GPU. {_text(selection)}. Pass "
-            "implementation='xla' to accept that.",
-            stacklevel=_level_of_user(),
+            "implementation='xla' to accept that."
         )
     return selection.name
 
@@ -174,11 +172,3 @@ def _refusal(selection: Selection, spec: AttentionSpec, requested: GradientReque
 
 def _text(selection: Selection) -> str:
     return "; ".join(f"{name}: {reason}" for name, reason in selection.rejections.items())
-
-
-def _level_of_user() -> int:
-    """The `stacklevel` of `warnings.warn` in the calling function for the first frame outside of this package."""
-    frame, level = inspect.currentframe(), 0
-    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "jflex":
-        frame, level = frame.f_back, level + 1
-    return level

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable, Sequence
 from typing import overload
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.extend.core import jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jaxtyping import Array, Int8, Int32
 
 from jflex._call.checks import describe_array
+from jflex._call.user_warnings import warn_user
 from jflex.backends.base import Gradients, Inputs
 from jflex.block_mask.lists import (
     EMPTY,
@@ -32,6 +34,7 @@ from jflex.block_mask.lists import (
 from jflex.mods.fingerprint import fingerprint
 from jflex.mods.trace import TracedMod
 from jflex.types import AnyArray, ArrayOrShape
+from pallas_kernels.program.block_intervals import hides_all
 from pallas_kernels.spec import AttentionSpec, Blocks
 
 LENGTHS_BLOCK = 128  # queries and keys of a block, in lists made from lengths alone
@@ -92,6 +95,33 @@ def last_key(kv_lengths: object) -> int | None:
     """The longest length; None if they are not known."""
     known = known_lengths(kv_lengths)
     return None if known is None else int(known.max(initial=0))
+
+
+def warn_of_alignment(mask: TracedMod | None, sizes: tuple[int, int, int, int], kv_lengths: object) -> None:
+    """Warns of a decoding step whose mask takes its query for the first one, so that it attends to one key alone.
+
+    Args:
+      mask: The mask of the call.
+      sizes: ``(B, Hq, T, S)``.
+      kv_lengths: Of the call, or None.
+    """
+    if mask is None or kv_lengths is None or sizes[2] != 1:
+        return
+    longest = last_key(kv_lengths)
+    if (sizes[3] if longest is None else longest) > 1 and _hides_after_first(mask, sizes):
+        warn_user(
+            f"The mask {mask.source} hides all keys but the first: `q_idx` of the one query is 0, also at the end of "
+            "`kv_lengths` keys. For a decoding step, pass `jflex.with_offset(mask_mod, kv_lengths - 1)`."
+        )
+
+
+@functools.lru_cache(maxsize=256)
+def _hides_after_first(mask: TracedMod, sizes: tuple[int, int, int, int]) -> bool:
+    after_first = lambda b, h, q, k, *operands: jaxpr_as_fun(mask.jaxpr)(b, h, q, k + 1, *operands)[0]
+    program = dataclasses.replace(
+        mask, jaxpr=_traced_again(after_first, mask.operands), fingerprint=f"after the first key: {mask.fingerprint}"
+    )
+    return hides_all(program, sizes[:2], (1, sizes[3] - 1))
 
 
 @functools.lru_cache(maxsize=256)
@@ -207,9 +237,14 @@ def _bounded_mask(spec: AttentionSpec) -> TracedMod:
         return visible & jaxpr_as_fun(mask.jaxpr)(b, h, q_idx, kv_idx, *operands[:-1])[0]
 
     operands = (*captured, ((spec.B,), "int32"))
+    jaxpr = _traced_again(bounded, operands)
+    source = "kv_lengths" if mask is None else mask.source
+    return TracedMod("mask", fingerprint(jaxpr, differentiable=False), operands, jaxpr, source)
+
+
+def _traced_again(function: Callable[..., jax.Array], operands: Sequence[tuple[tuple[int, ...], str]]) -> ClosedJaxpr:
+    """The program of a mask, as a function of its indices and operands."""
     scalars = [jax.ShapeDtypeStruct((), jnp.int32)] * 4
     avals = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in operands]
     with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
-        jaxpr = jax.make_jaxpr(bounded)(*scalars, *avals)
-    source = "kv_lengths" if mask is None else mask.source
-    return TracedMod("mask", fingerprint(jaxpr, differentiable=False), operands, jaxpr, source)
+        return jax.make_jaxpr(function)(*scalars, *avals)

@@ -67,6 +67,18 @@ def visibility_of_blocks(
     return _BlockAnalysis(Evaluation(_Positions(operands, grid), values), grid).visibility(program.output)
 
 
+def hides_all(mod: Mod, leading: tuple[int, int], lengths: tuple[int, int]) -> bool:
+    """Whether no query attends to a key, whatever the captured arrays hold; False if bounds do not decide it.
+
+    Args:
+      mod: A mask mod.
+      leading: Batch entries and query heads.
+      lengths: Queries and keys.
+    """
+    program = program_of(mod, Sizes(*leading, *lengths))
+    return not isinstance(program, Refusal) and program.output.bounds == (0, 0)
+
+
 class _Positions(Space):
     """Row values have the shape [rows, queries of a block], column values [columns, keys of a block]."""
 
