@@ -10,7 +10,9 @@ from jaxtyping import Array, Float, Int32
 from jflex._call.checks import describe_array
 from jflex._call.kv_lengths import known_lengths
 from jflex._call.vector_mods import check_vector_mod, modified_rows
-from jflex.mods.array_sizes import check_mod_sizes, last_plus_one
+from jflex.mods.array_sizes import CallSizes, check_requirements, last_plus_one, requirements_of
+from jflex.mods.program_checks import index_requirements
+from jflex.mods.trace import describe
 from jflex.mods.types import VectorMod
 from jflex.types import AnyArray
 
@@ -51,10 +53,11 @@ def apply_vector_mod(
         raise TypeError(f"{rule}. Got {describe_array(vectors)}. Cast it.")
     if len(vectors.shape) != 3:
         raise ValueError(f"{rule}. Got {describe_array(vectors)}. Reshape [B, T, H, D] to [B * T, H, D].")
-    check_vector_mod("vector", vector_mod, vectors.shape[2], vectors.dtype)
+    program = check_vector_mod("vector", vector_mod, vectors.shape[2], vectors.dtype)
     at = _rows("positions", positions, vectors.shape[0])
-    batch = 1 if requests is None else None
-    check_mod_sizes(vector_mod, batch=batch, heads=vectors.shape[1], queries=last_plus_one(known_lengths(positions)))
+    batch, queries = 1 if requests is None else None, last_plus_one(known_lengths(positions))
+    required = (*requirements_of(vector_mod), *index_requirements(program, "vector", describe(vector_mod)))
+    check_requirements(required, CallSizes(batch, vectors.shape[1], queries))
     b = jnp.zeros_like(at) if requests is None else _rows("requests", requests, vectors.shape[0])
     return modified_rows(vector_mod, jnp.asarray(vectors), b, at)
 

@@ -36,7 +36,7 @@ from jflex.backends.base import Inputs, Saved
 from jflex.block_mask.lists import BlockLists
 from jflex.block_mask.mask import BlockMask
 from jflex.config import Config
-from jflex.mods.array_sizes import check_mod_sizes
+from jflex.mods.array_sizes import CallSizes, check_requirements, requirements_of
 from jflex.mods.trace import TracedMod, trace_mask_mod, trace_score_mod
 from jflex.mods.types import MaskMod, OutputMod, ScoreMod, VectorMod
 from jflex.states.stats import AttentionStats, Stat, check_stats, select_stats, stats_of_no_keys
@@ -132,7 +132,7 @@ def flex_attention(
       key: In `layout` and the dtype of `query`; `key` and `value` may have batch size 1, shared by all of the batch.
       value: In `layout` and the dtype of `query`; bfloat16 or float16 beside a query of eight bits.
       score_mod: ``(score, b, h, q_idx, kv_idx) -> score``, on scalars: a float32 and four int32. ``h`` is the query
-        head. In your own mods, an index beyond the end of an array reads its last element, as always in JAX.
+        head. An array that it indexes by one of these must be long enough; `jnp.minimum` clamps an index on purpose.
       block_mask: Which blocks of keys a block of queries visits, from `create_block_mask`.
       mask_mod: ``(b, h, q_idx, kv_idx) -> bool``, on scalars, in place of a BlockMask: evaluated for every score, no
         block is skipped.
@@ -180,7 +180,7 @@ def flex_attention(
 
     Raises:
       TypeError: An argument has a wrong type, or a mod takes or returns something else than it must.
-      ValueError: Shapes disagree, a ready mod was made for other sizes, or a value is out of range.
+      ValueError: Shapes disagree, a mod was made for other sizes, or a value is out of range.
       UnsupportedError: No requested backend supports this call; the message gives the reason of each. Or a gradient
         is requested beside a query of eight bits.
 
@@ -284,13 +284,14 @@ def prepare(
     check_normalize(normalize, sinks)
     sinks = None if sinks is None else checked_sinks(sinks, Hq)
     vectors = VectorMods(query_mod, key_mod, value_mod, output_mod)
-    if any(mod is not None for mod in vectors):
-        sizes = _with_vectors(sizes, vectors, query.dtype, has_lse=normalize == "softmax")
-        vectors.check_sizes(batch=B, heads=(Hq, sizes.Hkv), queries=T, keys=known_keys(kv_lengths, S))
-    for mod in (score_mod, mask_mod):
-        check_mod_sizes(mod, batch=B, heads=Hq, queries=T, keys=known_keys(kv_lengths, S))
+    call_sizes = CallSizes(B, Hq, T, known_keys(kv_lengths, S))
+    if vectors.any:
+        sizes = _with_vectors(sizes, vectors, query.dtype, call_sizes, has_lse=normalize == "softmax")
+    check_requirements(requirements_of(score_mod, mask_mod), call_sizes)
     score, score_operands = (None, ()) if score_mod is None else trace_score_mod(score_mod)
     mask = _traced_mask(block_mask, mask_mod)
+    for traced in (score, mask.mod):
+        check_requirements(() if traced is None else traced.requirements, call_sizes)
     warn_of_alignment(mask.mod, (B, Hq, T, S), kv_lengths)
     config = check_config(config, mask.blocks)
     platform, device_kind = current_device(query, key, value)
@@ -338,9 +339,9 @@ class _Sizes(NamedTuple):
         return cls(query.shape[0], T, S, Hq, Hkv, query.shape[3], value.shape[3], key.shape[0])
 
 
-def _with_vectors(sizes: _Sizes, vectors: VectorMods, dtype: Any, *, has_lse: bool) -> _Sizes:
+def _with_vectors(sizes: _Sizes, vectors: VectorMods, dtype: Any, of_mods: CallSizes, *, has_lse: bool) -> _Sizes:
     """Checks vector mods; keys that they make different ones for each batch entry have the batch size of the query."""
-    vectors.check(sizes.D, sizes.Dv, dtype, has_lse=has_lse)
+    vectors.check(sizes.D, sizes.Dv, dtype, sizes=of_mods, kv_heads=sizes.Hkv, has_lse=has_lse)
     if sizes.Bkv == sizes.B or not vectors.needs_batch(sizes.D, sizes.Dv, dtype):
         return sizes
     return sizes._replace(Bkv=sizes.B)

@@ -33,6 +33,7 @@ from jflex.block_mask.varlen_mask import (
     varlen_block_mask,
 )
 from jflex.config import Config
+from jflex.mods.array_sizes import CallSizes
 from jflex.mods.dependence import uses_index
 from jflex.mods.reindex import ReindexedMod
 from jflex.mods.trace import trace_mask_mod
@@ -148,7 +149,7 @@ def flex_attention_varlen(
 
     Raises:
       TypeError: An argument has a wrong type.
-      ValueError: Shapes disagree, known boundaries do not ascend or reach beyond the tokens, a ready mod was made for
+      ValueError: Shapes disagree, known boundaries do not ascend or reach beyond the tokens, a mod was made for
         other sizes, or `block_mask` is for other boundaries.
       UnsupportedError: No requested backend supports this call; the message gives the reason of each.
 
@@ -240,8 +241,7 @@ def prepare(
     dropout_rate = check_dropout(dropout_rate, dropout_key)
     q_ends, kv_ends = checked_boundaries(cu_seqlens_q, cu_seqlens_k, lengths)
     check_callable(score_mod, "score_mod", "(score, b, h, q_idx, kv_idx) -> score")
-    for mod in (score_mod, mask_mod):
-        check_packed_sizes(mod, q_ends, kv_ends, q.shape[1], "a call")
+    check_packed_sizes(score_mod, mask_mod, q_ends, kv_ends, q.shape[1], "a call")
     if block_mask is None:
         make = lambda H: varlen_block_mask(
             q_ends, kv_ends, *lengths, mask_mod=mask_mod, H=H, block_size=_own_block_size(config)
@@ -261,9 +261,10 @@ def prepare(
     )  # fmt: skip
     vectors = VectorMods(query_mod, key_mod, value_mod, output_mod)
     if vectors.any:
-        vectors.check(q.shape[2], v.shape[2], q.dtype, has_lse=normalize == "softmax")
-        heads, (queries, keys) = (q.shape[1], k.shape[1]), map(_longest, (q_ends, kv_ends))
-        vectors.check_sizes(batch=q_ends.size - 1, heads=heads, queries=queries, keys=keys)
+        of_mods = CallSizes(q_ends.size - 1, q.shape[1], _longest(q_ends), _longest(kv_ends))
+        vectors.check(
+            q.shape[2], v.shape[2], q.dtype, sizes=of_mods, kv_heads=k.shape[1], has_lse=normalize == "softmax"
+        )
     return PackedCall(with_dropout(call, dropout_rate, kept)._replace(vectors=vectors), q_ends, kv_ends)
 
 

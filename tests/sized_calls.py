@@ -59,6 +59,11 @@ def varlen(ends=(0, 10, 32), of_mask=False, **options):
     return jflex.flex_attention_varlen(x, x, x, cu_seqlens_q=ends, cu_seqlens_k=ends, implementation="xla", **options)
 
 
+def with_table_of(mask_mod, kv_lengths=None):
+    table = int32([[1, 2], [3, 4]])
+    return jflex.paged.convert_mask_mod(mask_mod, table, page_size=16, num_pages=8, kv_lengths=kv_lengths)
+
+
 def layer(**options):
     return FlexAttention(32, 4, num_kv_heads=2, implementation="xla", rngs=nnx.Rngs(0), **options)
 

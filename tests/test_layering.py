@@ -111,6 +111,7 @@ SHARED = (
     "pallas_kernels.config",
     "pallas_kernels.plan",
     "pallas_kernels.program.block_intervals",
+    "pallas_kernels.program.ir",
     "pallas_kernels.spec",
 )
 

@@ -38,13 +38,6 @@ def test_arrays_may_be_longer_than_the_call(name):
     assert_close(attend(make(40, 40)), attend(make(24, 32)))
 
 
-def test_a_users_mod_reads_the_last_element_where_an_array_ends():
-    by_hand = lambda b, h, q, k: IDS[jnp.minimum(q, 19)] == IDS[jnp.minimum(k, 19)]
-    wrapped = lambda b, h, q, k: DOCUMENT(b, h, q, k)
-    for mod in (lambda b, h, q, k: IDS[q] == IDS[k], wrapped):
-        np.testing.assert_array_equal(block_mask(mod).to_elements(), block_mask(by_hand).to_elements())
-
-
 def test_unknown_lengths_and_offsets_are_not_compared():
     """Of a cache with room for more positions than there are ids."""
     q, k = draw(2, 1, 4, 8), draw(2, 64, 2, 8)

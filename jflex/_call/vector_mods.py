@@ -22,8 +22,9 @@ from jaxtyping import Array, Bool, Float, Int32
 from jflex._call.checks import describe_array
 from jflex._call.eight_bits import EIGHT_BITS
 from jflex.errors import UnsupportedError
-from jflex.mods.array_sizes import check_mod_sizes
+from jflex.mods.array_sizes import CallSizes, check_requirements, requirements_of
 from jflex.mods.dependence import used_inputs
+from jflex.mods.program_checks import check_integer_powers, index_requirements
 from jflex.mods.trace import describe, explained
 from jflex.mods.types import OutputMod, VectorMod
 
@@ -57,18 +58,23 @@ class VectorMods(NamedTuple):
         """Whether there is one."""
         return any(mod is not None for mod in self)
 
-    def check(self, D: int, Dv: int, dtype: Any, *, has_lse: bool = True) -> None:
+    def check(
+        self, D: int, Dv: int, dtype: Any, *, sizes: CallSizes, kv_heads: int | None, has_lse: bool = True
+    ) -> None:
         """Traces each mod once, on one vector; nothing is computed.
 
         Args:
           D: Head size of queries and keys.
           Dv: Head size of values.
           dtype: Of the arrays; of query and key where these have eight bits.
+          sizes: Of the call.
+          kv_heads: Its key heads.
           has_lse: Whether the call has a softmax, and so an lse.
 
         Raises:
           TypeError: A mod is not a function, takes other arguments, returns another dtype, or makes eight bits.
-          ValueError: A mod returns another size, branches in Python on its arguments, or uses an lse that there is not.
+          ValueError: A mod returns another size, branches in Python on its arguments, uses an lse that there is not, or
+            was made for other sizes of calls.
         """
         for role, mod, size in zip(self._fields, self, (D, D, Dv, Dv), strict=True):
             if mod is not None and role in ("query", "key") and str(dtype) in EIGHT_BITS:
@@ -77,24 +83,12 @@ class VectorMods(NamedTuple):
                     f"to {dtype}. Apply it before they are quantised."
                 )
             if mod is not None:
-                check_vector_mod(role, mod, size, dtype, has_lse=has_lse)
-
-    def check_sizes(self, *, batch: int, heads: tuple[int, int], queries: int | None, keys: int | None = None) -> None:
-        """Compares the sizes that ready mods were made for with those of the call; see `check_mod_sizes`.
-
-        Args:
-          batch: Batch entries.
-          heads: Query heads and key heads.
-          queries: The last position of a query, plus 1; None if not known.
-          keys: The same of keys.
-
-        Raises:
-          ValueError: A mod was made for others.
-        """
-        for mod in (self.query, self.output):
-            check_mod_sizes(mod, batch=batch, heads=heads[0], queries=queries)
-        for mod in (self.key, self.value):
-            check_mod_sizes(mod, batch=batch, heads=heads[1], keys=keys)
+                program = check_vector_mod(role, mod, size, dtype, has_lse=has_lse)
+                of_keys = role in ("key", "value")
+                check_requirements(
+                    (*requirements_of(mod), *index_requirements(program, role, describe(mod))),
+                    sizes._replace(heads=kv_heads, queries=None) if of_keys else sizes._replace(keys=None),
+                )
 
     def needs_batch(self, D: int, Dv: int, dtype: Any) -> bool:
         """Whether keys or values that all of the batch share become different ones for each batch entry."""
@@ -305,6 +299,7 @@ def check_vector_mod(role: str, mod: Any, size: int, dtype: Any, *, has_lse: boo
                 ) from error
             raise
     _check_result(role, out, vector, source)
+    check_integer_powers(traced, role, source)
     return traced
 
 

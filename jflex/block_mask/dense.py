@@ -10,7 +10,7 @@ from jflex._call.foreign_names import answers_foreign_names
 from jflex.block_mask.lengths import checked_shape
 from jflex.block_mask.lists import FULL, PARTIAL
 from jflex.block_mask.states import visible_elements
-from jflex.mods.array_sizes import check_mask_shape
+from jflex.mods.array_sizes import check_mask_shape, requirements_of
 from jflex.mods.trace import trace_mask_mod
 from jflex.mods.types import MaskMod
 from pallas_kernels.spec import Mod
@@ -38,8 +38,8 @@ def create_mask(mask_mod: MaskMod, B: int | None, H: int | None, Q_LEN: int, KV_
     [[1, 0, 0], [1, 1, 0]]
     """
     shape = checked_shape(B, H, Q_LEN, KV_LEN)
-    check_mask_shape(mask_mod, shape, "a mask")
     traced, operands = trace_mask_mod(mask_mod)
+    check_mask_shape((*requirements_of(mask_mod), *traced.requirements), shape, "a mask")
     everywhere = jnp.full((*shape[:2], 1, 1), PARTIAL, jnp.int8)
     return dense_elements(traced, operands, everywhere, shape[2:], shape[2:])
 

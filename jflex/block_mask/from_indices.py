@@ -30,7 +30,7 @@ from jflex.block_mask.lists import (
 )
 from jflex.block_mask.mask import BlockMask, BlockSize
 from jflex.block_mask.states import Shape, block_states, known_block_states
-from jflex.mods.array_sizes import check_mask_shape
+from jflex.mods.array_sizes import check_mask_shape, requirements_of
 from jflex.mods.dependence import uses_index
 from jflex.mods.trace import TracedMod, trace_mask_mod
 from jflex.mods.types import MaskMod
@@ -75,7 +75,7 @@ def block_mask_from_indices(
     Raises:
       TypeError: `indices` are not integers, a size is not an integer, or `mask_mod` is not a mask_mod.
       ValueError: `indices` do not have four axes, or not a row for each query block; `H` is not a multiple of their
-        heads; a size is negative; or a ready mask was made for other sizes.
+        heads; a size is negative; or a mask was made for other sizes.
 
     References:
       Yuan et al. 2025, Native Sparse Attention, arXiv:2502.11089; Lu et al. 2025, MoBA, arXiv:2502.13189.
@@ -96,8 +96,9 @@ def block_mask_from_indices(
     chosen = _checked_indices(indices, rows, columns, block_size[0], lengths[0])
     heads = _checked_heads(H, chosen.shape[1])
     shape = chosen.shape[0], heads, *lengths
-    check_mask_shape(mask_mod, shape, "a BlockMask")
     traced, operands = (None, ()) if mask_mod is None else trace_mask_mod(mask_mod)
+    required = (*requirements_of(mask_mod), *(() if traced is None else traced.requirements))
+    check_mask_shape(required, shape, "a BlockMask")
     bounds = _states_of_mod(traced, operands, shape, block_size)
     make = functools.partial(_lists, heads=heads, widths=_widths(bounds, chosen.shape[3]))
     lists: BlockLists = partitioned_by_xla(make, lambda: leading_axes(chosen, 2))(chosen, bounds)

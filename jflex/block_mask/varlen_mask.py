@@ -25,10 +25,10 @@ from jflex.block_mask.mask import BlockMask, BlockSize
 from jflex.block_mask.runs import run_of
 from jflex.block_mask.states import visible_elements
 from jflex.block_mask.tables import block_lists
-from jflex.mods.array_sizes import check_mod_sizes
+from jflex.mods.array_sizes import CallSizes
 from jflex.mods.dependence import uses_index
 from jflex.mods.reindex import Positions, ReindexedMod
-from jflex.mods.trace import TracedMod, trace_mask_mod
+from jflex.mods.trace import TracedMod, check_call_sizes, trace_mask_mod
 from jflex.mods.types import MaskMod, ScoreMod
 from jflex.types import AnyArray
 
@@ -99,7 +99,7 @@ def varlen_block_mask(
     lengths = checked_size(num_queries, "num_queries"), checked_size(num_keys, "num_keys")
     q_ends, kv_ends = checked_boundaries(cu_seqlens_q, cu_seqlens_k, lengths)
     check_callable(mask_mod, "mask_mod", "(b, h, q_idx, kv_idx) -> bool")
-    check_packed_sizes(mask_mod, q_ends, kv_ends, H, "packed sequences")
+    check_packed_sizes(None, mask_mod, q_ends, kv_ends, H, "packed sequences")
     tokens = PackedTokens.of(q_ends, kv_ends, lengths)
     mask_mod = mask_mod if tokens.sequences else None
     traced, operands = trace_mask_mod(
@@ -249,12 +249,17 @@ def check_callable(mod: object, name: str, signature: str) -> None:
 
 
 def check_packed_sizes(
-    mod: ScoreMod | MaskMod | None, q_ends: jax.Array, kv_ends: jax.Array, heads: int | None, caller: str
+    score_mod: ScoreMod | None,
+    mask_mod: MaskMod | None,
+    q_ends: jax.Array,
+    kv_ends: jax.Array,
+    heads: int | None,
+    caller: str,
 ) -> None:
-    """Raises unless the sizes of a mod fit packed sequences; positions are checked if the boundaries are known."""
+    """Raises unless the sizes of mods fit packed sequences; positions are checked if the boundaries are known."""
     ends = known_lengths(q_ends), known_lengths(kv_ends)
     queries, keys = (None if known is None else int(np.diff(known).max(initial=0)) for known in ends)
-    check_mod_sizes(mod, batch=q_ends.size - 1, heads=heads, queries=queries, keys=keys, caller=caller)
+    check_call_sizes(score_mod, mask_mod, CallSizes(q_ends.size - 1, heads, queries, keys, caller))
 
 
 def checked_boundaries(q_ends: AnyArray, kv_ends: AnyArray, lengths: tuple[int, int]) -> tuple[jax.Array, jax.Array]:

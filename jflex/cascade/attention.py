@@ -26,8 +26,9 @@ from jflex._call.vector_mods import VectorMods, modified_rows
 from jflex.backends.base import Saved
 from jflex.cascade.level import CascadeLevel
 from jflex.config import Config
-from jflex.mods.array_sizes import CallSizes, check_requirements, last_plus_one, requirements_of
+from jflex.mods.array_sizes import CallSizes, last_plus_one
 from jflex.mods.reindex import Positions, ReindexedMod
+from jflex.mods.trace import check_call_sizes
 from jflex.mods.types import MaskMod, OutputMod, ScoreMod, VectorMod
 from jflex.paged.attention import check_queries, pages_of
 from jflex.paged.batch import check_batch
@@ -137,7 +138,7 @@ def cascade_attention(
 
     Raises:
       TypeError: An argument has a wrong type.
-      ValueError: Shapes disagree, `positions` are missing, a ready mod was made for other sizes, or a known value is
+      ValueError: Shapes disagree, `positions` are missing, a mod was made for other sizes, or a known value is
         out of range.
       UnsupportedError: No requested backend supports this call, a derivative is requested, or a `key_mod` or a
         `value_mod` uses the request of a key.
@@ -220,14 +221,12 @@ def prepare(
     vectors = VectorMods(query_mod, key_mod, value_mod, output_mod)
     needing = (score_mod, mask_mod, query_mod, output_mod, dropout_rate or None)
     positions, requests = _checked_rows(q, positions, requests, needing)
-    of_keys = {"heads": levels[0].cache.num_kv_heads, "queries": None} if levels else {}
-    roles = (((score_mod, mask_mod), {}), ((query_mod, output_mod), {"keys": None}), ((key_mod, value_mod), of_keys))
-    for mods, changed in roles:
-        required = requirements_of(*mods)
-        if required:
-            check_requirements(required, _sizes(q, levels, positions, requests)._replace(**changed))
+    has_mods = vectors.any or score_mod is not None or mask_mod is not None
+    sizes = _sizes(q, levels, positions, requests) if has_mods else CallSizes()
+    check_call_sizes(score_mod, mask_mod, sizes)
     value_size = levels[0].cache.v.shape[-1] if levels else q.shape[2]
-    vectors.check(q.shape[2], value_size, q.dtype, has_lse=normalize == "softmax")
+    kv_heads = levels[0].cache.num_kv_heads if levels else None
+    vectors.check(q.shape[2], value_size, q.dtype, sizes=sizes, kv_heads=kv_heads, has_lse=normalize == "softmax")
     if requests is not None:
         vectors.refuse_batch(q.shape[2], value_size, q.dtype, "cascade_attention")
     if sinks is not None:

@@ -159,7 +159,7 @@ def context_parallel_attention(
     Raises:
       TypeError: An argument has a wrong type.
       ValueError: Shapes disagree, the mesh lacks an axis, lengths or heads do not divide, `order` is no permutation, or
-        a ready mod was made for other sizes.
+        a mod was made for other sizes.
       UnsupportedError: No requested backend supports the call of a device; the message gives the reason of each.
 
     References:

@@ -94,7 +94,7 @@ def mla_attention(
 
     Raises:
       TypeError: An argument has a wrong type, or a mod takes or returns something else than it must.
-      ValueError: Neither or both of `qk_head_dim` and `scale` are given, shapes disagree, a ready mod was made for
+      ValueError: Neither or both of `qk_head_dim` and `scale` are given, shapes disagree, a mod was made for
         other sizes, or a known value is out of range.
       UnsupportedError: No requested backend supports this call, or a derivative is requested.
 

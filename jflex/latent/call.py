@@ -8,7 +8,8 @@ from jaxtyping import Array, Float
 
 from jflex._call.checks import check_scale, checked_sinks, describe_array
 from jflex._call.dispatch import Implementation
-from jflex.mods.array_sizes import check_mod_sizes
+from jflex.mods.array_sizes import CallSizes
+from jflex.mods.trace import check_call_sizes
 from jflex.paged.attention import longest_request
 from jflex.paged.batch import PagedBatch, check_batch
 from jflex.paged.latent import LatentCache, check_latent_cache
@@ -48,8 +49,7 @@ def checked_call(
     scale = _scale_of(caller, *scaling)
     check_batch(batch, cache, q.shape[0])
     longest = longest_request(batch)
-    for mod in mods:
-        check_mod_sizes(mod, batch=batch.requests, heads=q.shape[1], queries=longest, keys=longest)
+    check_call_sizes(*mods, CallSizes(batch.requests, q.shape[1], longest, longest))
     if sinks is not None:
         checked_sinks(sinks, q.shape[1])
     return scale

@@ -4,7 +4,7 @@ Python numbers passed to them become part of the compiled program; arrays, also 
 change without recompiling. Combine them with ``and_masks``, ``or_masks`` and ``not_mask``.
 
 They know the sizes that they were made for. A call with another batch size or number of heads, or positions beyond
-their arrays, is refused. In your own mods, an index beyond an array reads its last element, as always in JAX.
+their arrays, is refused.
 """
 
 from jflex.masks.batchify import batchify as batchify

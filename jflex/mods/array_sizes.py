@@ -1,8 +1,8 @@
-"""The sizes that a ready mod was made for, and their comparison with those of a call.
+"""The sizes that a mod was made for, and their comparison with those of a call.
 
-A mod that indexes an array beyond its end reads the last element: JAX's rule, which holds for users' mods. A ready mod,
-of `jflex.masks` and `jflex.scores`, declares the sizes of its arrays; composed and re-indexed mods pass them on while
-positions are known; and a call that does not match is refused before anything is computed.
+A ready mod, of `jflex.masks` and `jflex.scores`, declares the sizes of its arrays; composed and re-indexed mods pass
+them on while positions are known; those of other mods follow from their programs (`jflex.mods.program_checks`). A call
+that does not match is refused before anything is computed.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ class Requirement(NamedTuple):
       remedy: The end of the message; ``{}`` is replaced by the required size.
       shift: Added by the mod to the index of the call.
       in_program: Whether all mods with this program and array shapes require it; not so with a shift, a captured value.
+      is_exact: Whether a call must have just as many batch entries or heads, and not fewer.
     """
 
     axis: Axis
@@ -36,6 +37,7 @@ class Requirement(NamedTuple):
     remedy: str
     shift: int = 0
     in_program: bool = True
+    is_exact: bool = True
 
 
 class CallSizes(NamedTuple):
@@ -143,7 +145,7 @@ def check_mod_sizes(
     """Raises unless a mod was made for these sizes: for early checks, when a model is built and some are known.
 
     Ready mods, of `jflex.masks` and `jflex.scores`, and mods composed of them know the sizes that they were made for. A
-    user's function does not, and passes.
+    user's function passes here, and is checked by each call.
 
     Args:
       mod: A score_mod or a mask_mod.
@@ -165,10 +167,10 @@ def check_mod_sizes(
     check_requirements(requirements_of(mod), CallSizes(batch, heads, queries, keys, caller))
 
 
-def check_mask_shape(mask_mod: object, shape: tuple[int, ...], caller: str) -> None:
-    """`check_mod_sizes` for a mask of the shape ``(B, H, Q_LEN, KV_LEN)``."""
+def check_mask_shape(requirements: Iterable[Requirement], shape: tuple[int, ...], caller: str) -> None:
+    """`check_requirements` for a mask of the shape ``(B, H, Q_LEN, KV_LEN)``."""
     batch, heads, queries, keys = shape
-    check_mod_sizes(mask_mod, batch=batch, heads=heads, queries=queries, keys=keys, caller=caller)
+    check_requirements(requirements, CallSizes(batch, heads, queries, keys, caller))
 
 
 def check_requirements(requirements: Iterable[Requirement], sizes: CallSizes) -> None:
@@ -187,7 +189,7 @@ def _fault(needed: Requirement, sizes: CallSizes) -> tuple[str, int] | None:
         reach = (number or 0) + needed.shift
         return (f"{name} up to position {reach - 1}", reach) if number and reach > needed.size else None
     number = sizes.batch if needed.axis == "b" else sizes.heads
-    if number is None or number == needed.size:
+    if number is None or number == needed.size or (number < needed.size and not needed.is_exact):
         return None
     if needed.axis == "h":
         return f"{number} heads", number

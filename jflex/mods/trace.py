@@ -22,15 +22,18 @@ from jax.extend import core
 from jax.typing import ArrayLike
 
 from jflex._jax.manual_axes import match_manual_axes, varying_axes
-from jflex.mods.array_sizes import Requirement, program_requirements
+from jflex.mods.array_sizes import CallSizes, Requirement, check_requirements, program_requirements, requirements_of
 from jflex.mods.batchable import CALLS, batchable, bind
 from jflex.mods.fingerprint import Open, aval_of, fingerprint, open_jaxpr, sub_jaxpr
+from jflex.mods.program_checks import check_integer_powers, index_requirements
 from jflex.mods.signature import ScalarRole, check_signature, checked_result
+from jflex.mods.types import MaskMod, ScoreMod
 
 Role = Literal["score", "mask", "key", "value"]
 VectorRole = Literal["key", "value"]
 # What `jax.shard_map` puts around a mod that captures sharded arrays; the traced program knows no mesh.
 _TYPE_CASTS = frozenset({"pvary", "pcast"})
+_INDEX = jax.ShapeDtypeStruct((), np.int32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +50,7 @@ class TracedMod:
       jaxpr: Takes ``(score,) b, h, q_idx, kv_idx`` and the operands, and returns one scalar; or ``vector, b, h, idx``
         and the operands, and returns a vector.
       source: The user's function, for messages: ``causal (model.py:41)``.
-      requirements: The sizes that a ready mod was made for.
+      requirements: The sizes that the mod was made for.
     """
 
     role: Role
@@ -131,8 +134,23 @@ def trace_vector_mod(
     Returns:
       The traced mod, and the arrays that it closes over.
     """
-    arguments = [jax.ShapeDtypeStruct((size,), dtype), *[jax.ShapeDtypeStruct((), jnp.int32)] * 3]
-    return _residual(mod, lambda *args: jnp.asarray(mod(*args)), role, arguments)
+    arguments = [jax.ShapeDtypeStruct((size,), dtype), *[_INDEX] * 3]
+    return _residual(mod, lambda *args: jnp.asarray(mod(*args)), arguments, role)
+
+
+def check_call_sizes(score_mod: ScoreMod | None, mask_mod: MaskMod | None, sizes: CallSizes) -> None:
+    """Raises unless mods were made for the sizes of a call, which evaluates them at other indices than its own.
+
+    Raises:
+      TypeError: A mod is not one.
+      ValueError: It was made for other sizes; or as `trace_score_mod`.
+    """
+    roles: tuple[tuple[ScalarRole, ScoreMod | MaskMod | None], ...] = (("score", score_mod), ("mask", mask_mod))
+    for role, mod in roles:
+        if mod is not None:
+            check_requirements(requirements_of(mod), sizes)
+            program = _first_trace(mod, *_scalar_call(mod, role), role)
+            check_requirements(index_requirements(program, role, describe(mod)), sizes)
 
 
 def describe(mod: Any) -> str:
@@ -150,27 +168,38 @@ def describe(mod: Any) -> str:
 
 
 def _trace(mod: Callable[..., ArrayLike], role: ScalarRole) -> tuple[TracedMod, tuple[jax.Array, ...]]:
+    return _residual(mod, *_scalar_call(mod, role), role)
+
+
+def _scalar_call(
+    mod: Callable[..., ArrayLike], role: ScalarRole
+) -> tuple[Callable[..., jax.Array], Sequence[jax.ShapeDtypeStruct]]:
+    """A mod with its checks, and its arguments."""
     source = describe(mod)
     check_signature(mod, role, source)
     scalars = [jax.ShapeDtypeStruct((), jnp.float32)] if role == "score" else []
-    scalars += [jax.ShapeDtypeStruct((), jnp.int32)] * 4
+    return lambda *args: checked_result(mod(*args), role, source), [*scalars, *[_INDEX] * 4]
 
-    def call(*args):
-        return checked_result(mod(*args), role, source)
 
-    return _residual(mod, call, role, scalars)
+def _first_trace(
+    mod: object, call: Callable[..., jax.Array], arguments: Sequence[jax.ShapeDtypeStruct], role: Role
+) -> core.ClosedJaxpr:
+    """Traces `call`, which evaluates `mod`."""
+    with explained(role, describe(mod)):
+        program = jax.make_jaxpr(call)(*arguments)
+    check_integer_powers(program, role, describe(mod))
+    return program
 
 
 def _residual(
     mod: Callable[..., ArrayLike],
     call: Callable[..., jax.Array],
-    role: Role,
     arguments: Sequence[jax.ShapeDtypeStruct],
+    role: Role,
 ) -> tuple[TracedMod, tuple[jax.Array, ...]]:
     """Traces `call`, which evaluates `mod`, and hoists what depends on no argument."""
-    source = describe(mod)
-    with explained(role, source):
-        traced = jax.make_jaxpr(call)(*arguments)
+    traced, source = _first_trace(mod, call, arguments, role), describe(mod)
+    requirements = (*program_requirements(mod), *index_requirements(traced, role, source))
     replay, operands = _hoist(traced)
     replay, operands = _with_key_data(replay, operands, len(arguments))
     avals = [jax.ShapeDtypeStruct(jnp.shape(x), jax.dtypes.canonicalize_dtype(x.dtype)) for x in operands]
@@ -178,7 +207,7 @@ def _residual(
         residual = jax.make_jaxpr(replay)(*arguments, *avals)
     key = fingerprint(residual, differentiable=role != "mask")
     signature = tuple((aval.shape, str(aval.dtype)) for aval in avals)
-    return TracedMod(role, key, signature, residual, source, program_requirements(mod)), operands
+    return TracedMod(role, key, signature, residual, source, requirements), operands
 
 
 @contextlib.contextmanager

@@ -17,8 +17,9 @@ from jflex._call.kv_lengths import known_lengths
 from jflex._call.vector_mods import VectorMods, modified_rows
 from jflex.backends.base import Saved
 from jflex.config import Config
-from jflex.mods.array_sizes import check_mod_sizes
+from jflex.mods.array_sizes import CallSizes
 from jflex.mods.reindex import Positions, ReindexedMod
+from jflex.mods.trace import check_call_sizes
 from jflex.mods.types import MaskMod, OutputMod, ScoreMod, VectorMod
 from jflex.paged.batch import PagedBatch, check_batch, token_positions, token_requests
 from jflex.paged.cache import PagedCache, checked_layer
@@ -137,7 +138,7 @@ def paged_attention(
 
     Raises:
       TypeError: An argument has a wrong type, or a mod takes or returns something else than it must.
-      ValueError: Shapes disagree, a ready mod was made for other sizes, or a known value is out of range.
+      ValueError: Shapes disagree, a mod was made for other sizes, or a known value is out of range.
       UnsupportedError: No requested backend supports this call, or a derivative is requested.
 
     References:
@@ -216,8 +217,13 @@ def prepare(
     check_batch(batch, cache, q.shape[0])
     pages = pages_of(cache, batch, checked_layer(cache, layer))
     vectors = VectorMods(query_mod, key_mod, value_mod, output_mod)
-    vectors.check(q.shape[2], cache.v.shape[-1], q.dtype, has_lse=normalize == "softmax")
-    _check_sizes((score_mod, mask_mod), vectors, (q.shape[1], cache.num_kv_heads), batch)
+    longest = longest_request(batch)
+    sizes = CallSizes(batch.requests, q.shape[1], longest, longest)
+    vectors.check(
+        q.shape[2], cache.v.shape[-1], q.dtype, sizes=sizes, kv_heads=cache.num_kv_heads,
+        has_lse=normalize == "softmax",
+    )  # fmt: skip
+    check_call_sizes(score_mod, mask_mod, sizes)
     if sinks is not None:
         checked_sinks(sinks, q.shape[1])
     kept = kept_mod(dropout_rate, dropout_key, batch.requests, q.shape[1])
@@ -234,14 +240,6 @@ def prepare(
 def indices_of(batch: PagedBatch, num_tokens: int) -> tuple[Int32[Array, " N"], Int32[Array, " N"]]:
     """The request and the position of each packed query, for vector mods; -1 for padding."""
     return token_requests(batch, num_tokens), token_positions(batch, num_tokens)
-
-
-def _check_sizes(mods: tuple[Any, ...], vectors: VectorMods, heads: tuple[int, int], batch: PagedBatch) -> None:
-    """Compares the sizes that mods were made for."""
-    longest = longest_request(batch)
-    for mod in mods:
-        check_mod_sizes(mod, batch=batch.requests, heads=heads[0], queries=longest, keys=longest)
-    vectors.check_sizes(batch=batch.requests, heads=heads, queries=longest, keys=longest)
 
 
 def longest_request(batch: PagedBatch) -> int | None:

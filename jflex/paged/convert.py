@@ -15,21 +15,19 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jax.typing import ArrayLike
 from jaxtyping import Array, Int8, Int32
 
 from jflex._call.kv_lengths import last_key
 from jflex.block_mask.lists import EMPTY, FULL, PARTIAL, lists_from_states
 from jflex.block_mask.mask import BlockMask
-from jflex.mods.array_sizes import check_mod_sizes, requirements_of, without
+from jflex.mods.array_sizes import CallSizes, requirements_of, without
 from jflex.mods.compose import noop_mask
 from jflex.mods.dependence import uses_index
 from jflex.mods.reindex import ReindexedMod
-from jflex.mods.trace import trace_mask_mod
+from jflex.mods.trace import check_call_sizes, trace_mask_mod
 from jflex.mods.types import MaskMod, ScoreMod
 from jflex.paged.cache import Cache, check_cache
 from jflex.paged.inverse import SlotMap, slot_map
@@ -141,7 +139,7 @@ def convert_mask_mod(
     Raises:
       TypeError: `mask_mod` cannot be called; `page_table` or `kv_lengths` are not int32 arrays; a size is not an
         integer.
-      ValueError: The shapes do not match, or a ready mod was made for other sizes; or, if values are known, a page is
+      ValueError: The shapes do not match, or a mod was made for other sizes; or, if values are known, a page is
         outside of the cache or listed twice in a row, or a length is negative or beyond the table.
 
     >>> import jflex
@@ -152,7 +150,7 @@ def convert_mask_mod(
     """
     _check_mod("mask_mod", mask_mod, "(b, h, q_idx, kv_idx) -> bool")
     slots = slot_map(page_table, kv_lengths, num_pages, page_size)
-    _check_sizes(mask_mod, page_table, kv_lengths)
+    check_call_sizes(None, mask_mod, _call_sizes(page_table, kv_lengths))
     return _of_slots(mask_mod, slots)
 
 
@@ -183,7 +181,7 @@ def convert_score_mod(
     Raises:
       TypeError: `score_mod` cannot be called; `page_table` or `kv_lengths` are not int32 arrays; a size is not an
         integer.
-      ValueError: The shapes do not match, or a ready mod was made for other sizes; or, if values are known, a page is
+      ValueError: The shapes do not match, or a mod was made for other sizes; or, if values are known, a page is
         outside of the cache or listed twice in a row, or a length is negative or beyond the table.
 
     >>> distance = lambda score, b, h, q_idx, kv_idx: score - (q_idx - kv_idx).astype(jnp.float32)
@@ -193,7 +191,7 @@ def convert_score_mod(
     """
     _check_mod("score_mod", score_mod, "(score, b, h, q_idx, kv_idx) -> score")
     slots = slot_map(page_table, kv_lengths, num_pages, page_size)
-    _check_sizes(score_mod, page_table, kv_lengths)
+    check_call_sizes(score_mod, None, _call_sizes(page_table, kv_lengths))
     return _of_slots(score_mod, slots)
 
 
@@ -282,10 +280,10 @@ def _check_block_mask(block_mask: object, table_shape: tuple[int, ...], page_siz
         )
 
 
-def _check_sizes(mod: Callable[..., ArrayLike], page_table: AnyArray, kv_lengths: AnyArray | None) -> None:
-    """Checks requirements on batch entries, the rows of the table, and on logical keys, lost in a call over slots."""
+def _call_sizes(page_table: AnyArray, kv_lengths: AnyArray | None) -> CallSizes:
+    """The batch entries, rows of the table, and the logical keys, which a call over slots does not tell."""
     keys = None if kv_lengths is None else last_key(kv_lengths)
-    check_mod_sizes(mod, batch=page_table.shape[0], keys=keys, caller="a page table")
+    return CallSizes(page_table.shape[0], keys=keys, caller="a page table")
 
 
 def _check_mod(name: str, mod: object, signature: str) -> None:
