@@ -27,6 +27,7 @@ from jflex._call.dispatch import Implementation, select_forward
 from jflex._call.dropout import KeptMod, check_dropout, kept_mod
 from jflex._call.foreign_names import answers_foreign_names
 from jflex._call.kv_lengths import check_kv_lengths, known_keys, warn_of_alignment
+from jflex._call.new_numbers import warn_of_new_numbers
 from jflex._call.sinks import fold_sinks
 from jflex._call.vector_mods import VectorMods, modified_inputs, modified_output
 from jflex._jax import custom_vjp
@@ -389,6 +390,7 @@ def attend(caller: str, call: Call, implementation: Implementation) -> Saved:
     if spec.is_empty:
         out = jnp.zeros(spec.out_shape(), spec.out_dtype)
         return fold_sinks(spec, stats_of_no_keys(spec, out), inputs.sinks)
+    warn_of_new_numbers(spec, inputs)
     return _run(name, implementation, spec, inputs)
 
 

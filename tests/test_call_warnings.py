@@ -1,6 +1,7 @@
-"""What warns: arrays in the other layout, and a decoding step with a mask of training."""
+"""What warns: arrays in the other layout, a decoding step with a mask of training, numbers that compile each time."""
 
 import functools
+import re
 import warnings
 
 import jax
@@ -10,7 +11,9 @@ import pytest
 
 import jflex
 from jflex import masks
+from jflex._call import new_numbers
 from jflex._call.checks import warn_of_layout
+from jflex.backends.base import Saved
 from tests import decode_hopper_cases, hopper_cases, ragged_cases
 from tests.cases import CASES, LENGTHS
 
@@ -108,6 +111,52 @@ def test_a_step_that_sees_its_keys_does_not_warn(name):
 def test_other_calls_do_not_warn():
     for more in ({"lengths": None}, {"T": 2}, {"S": 1, "lengths": (1, 0)}, {"lengths": (1, 0)}):
         step(masks.causal(), **more)
+
+
+# --- Python numbers that change from call to call
+@pytest.fixture
+def attend(monkeypatch):
+    """Eager attention that compiles nothing."""
+    monkeypatch.setattr("jflex.attention._run", lambda name, implementation, spec, inputs: Saved(inputs.query, None))
+    new_numbers._programs.cache_clear()
+    new_numbers._count_call.cache_clear()
+    x = jnp.zeros((1, 8, 2, 16))
+    return functools.partial(jflex.flex_attention, x, x, x)
+
+
+def warned(call, numbers):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for number in numbers:
+            call(number)
+    return [str(x.message) for x in caught]
+
+
+def scaled(score, b, h, q_idx, kv_idx, by):
+    return score * by
+
+
+def test_the_fourth_number_warns_once(attend):
+    call = lambda x: attend(lambda s, b, h, q, k: scaled(s, b, h, q, k, x))
+    [message] = warned(call, [0.1, 0.2, 0.1, 0.3, 0.2, 1e-4, 0.5, 0.6])
+    assert re.match(r"4 programs .* of `score_mod` .*\(test_call_warnings\.py:\d+\)\. .*`jnp\.float32\(x\)`", message)
+
+
+def test_a_number_of_a_mask_and_a_scale_warn(attend):
+    [message] = warned(lambda n: attend(mask_mod=masks.sliding_window(n)), range(6))
+    assert "`mask_mod` sliding_window.window" in message
+    block_mask = lambda n: jflex.create_block_mask(masks.sliding_window(n), None, None, 8, 8)
+    assert len(warned(lambda n: attend(block_mask=block_mask(n)), range(5))) == 1
+    [message] = warned(lambda x: attend(scale=x), [0.1, 0.2, 0.3, 0.4])
+    assert "Multiply `query` by an array in place of a scale" in message
+
+
+def test_arrays_other_programs_and_traced_calls_do_not_warn(attend):
+    assert not warned(lambda x: attend(functools.partial(scaled, by=jnp.float32(x))), range(6))
+    assert not warned(lambda n: attend(lambda s, *at: sum([s] * n)), range(1, 7))
+    assert not warned(lambda n: attend(mask_mod=masks.document(jnp.zeros(8 + n, jnp.int32))), range(6))
+    layers = lambda x: [jflex.flex_attention(x, x, x, lambda s, *at, n=n: s * n) for n in range(6)]
+    assert not warned(lambda _: jax.eval_shape(layers, jnp.zeros((1, 8, 2, 16))), [0])
 
 
 # --- the guide's table of alignments

@@ -14,6 +14,7 @@ from jflex import backends
 from jflex._call.checks import check_config, check_scale, current_device, current_precision
 from jflex._call.dispatch import Implementation, select_forward
 from jflex._call.dropout import KeptMod
+from jflex._call.new_numbers import warn_of_new_numbers
 from jflex._call.vector_mods import exact_dtype
 from jflex._jax.manual_axes import match_manual_axes
 from jflex._jax.ops import PagedOp
@@ -148,6 +149,7 @@ def attend(call: PagedCall, implementation: Implementation) -> AttentionState:
     if spec.is_empty:
         return AttentionState.empty(spec.out_shape(), spec.out_dtype, spec.normalize, spec.stats)
     inputs, reason = call.inputs(), no_derivative(caller, name)
+    warn_of_new_numbers(spec, inputs)
     if reason is not None:
         guard = lambda x: _without_gradient(x, reason) if jnp.issubdtype(x.dtype, jnp.floating) else x
         inputs = jax.tree.map(guard, inputs)

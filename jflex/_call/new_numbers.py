@@ -1,0 +1,63 @@
+"""Eager calls that compile again for each new Python number, since numbers are part of the program of a mod.
+
+Programs are counted in the caches of this module, under their text without its numbers: no array is kept.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+from collections.abc import Hashable
+
+import jax
+from jax.core import Tracer
+
+from jflex._call.user_warnings import warn_user
+from jflex.mods.trace import TracedMod
+from pallas_kernels.spec import AttentionSpec
+
+_MODS = ("score_mod", "mask_mod", "key_mod", "value_mod")
+_MOST = 4  # programs: the first, and three that were compiled for other numbers
+_NUMBER = re.compile(r"(?<= )-?(\d[\w.+-]*|inf|nan)(?=:)")  # a literal in a fingerprint
+
+
+def warn_of_new_numbers(spec: AttentionSpec, arrays: object) -> None:
+    """Warns once where eager calls differ in numbers of their mods, or in their scale, alone.
+
+    Args:
+      spec: The call.
+      arrays: Its arrays. If some are traced, the call is compiled as a part of another program.
+    """
+    if not any(isinstance(x, Tracer) for x in jax.tree.leaves(arrays)):
+        _count_call(spec)
+
+
+@functools.lru_cache(maxsize=1024)
+def _count_call(spec: AttentionSpec) -> None:
+    """Counts a call once, and warns at the last program that differs from others in numbers alone."""
+    numbered = {"scale": spec.scale, **{name: getattr(spec, name) for name in _MODS}}
+    rest = dataclasses.replace(spec, scale=1.0, **dict.fromkeys(_MODS))
+    programs = _programs(tuple(map(_without_numbers, numbered.values())), rest)
+    programs.append({name: hash(x) for name, x in numbered.items()})
+    if len(programs) != _MOST:
+        return
+    differing = [name for name in numbered if len({program[name] for program in programs}) > 1]
+    sources = [f"`{name}` {x.source}" for name in differing if isinstance(x := numbered[name], TracedMod)]
+    fault = f"{_MOST} programs were compiled that differ in Python numbers alone"
+    if sources:
+        remedy = "Capture a number that changes as an array, `jnp.float32(x)`: a new value then compiles nothing."
+        warn_user(f"{fault}, of {' and '.join(sources)}. {remedy}")
+    else:
+        warn_user(f"{fault}, of `scale`. Multiply `query` by an array in place of a scale that changes.")
+
+
+@functools.lru_cache(maxsize=256)
+def _programs(numbered: tuple[Hashable, ...], rest: AttentionSpec) -> list[dict[str, int]]:
+    """The record of the programs that are equal but for their numbers: hashes of what may differ in them."""
+    del numbered, rest  # the keys of the record
+    return []
+
+
+def _without_numbers(x: object) -> Hashable:
+    return (_NUMBER.sub("", x.fingerprint), x.operands) if isinstance(x, TracedMod) else x is None
