@@ -24,6 +24,7 @@ from jflex._call.eight_bits import EIGHT_BITS
 from jflex.errors import UnsupportedError
 from jflex.mods.array_sizes import CallSizes, check_requirements, requirements_of
 from jflex.mods.dependence import used_inputs
+from jflex.mods.numpy_captures import accept_numpy
 from jflex.mods.program_checks import check_integer_powers, index_requirements
 from jflex.mods.trace import describe, explained
 from jflex.mods.types import OutputMod, VectorMod
@@ -224,6 +225,7 @@ def _mapped(mod: Callable[..., Any], dtype: Any, axes: Sequence[str]) -> Callabl
     Every index is mapped over its own axis alone, so that what depends on the position alone is computed once for all
     heads.
     """
+    mod = accept_numpy(mod)
 
     def one(x: Any, b: jax.Array, h: jax.Array, i: jax.Array) -> jax.Array:
         return mod(jax.tree.map(lambda leaf: leaf.astype(exact_dtype(dtype)), x), b, h, i).astype(dtype)
@@ -290,7 +292,7 @@ def check_vector_mod(role: str, mod: Any, size: int, dtype: Any, *, has_lse: boo
     lse = (jax.ShapeDtypeStruct((), vector.dtype) if has_lse else None,) if role == "output" else ()
     with explained(role, source):
         try:
-            traced, out = jax.make_jaxpr(mod, return_shape=True)(vector, *lse, index, index, index)
+            traced, out = jax.make_jaxpr(accept_numpy(mod), return_shape=True)(vector, *lse, index, index, index)
         except (TypeError, AttributeError) as error:
             if role == "output" and not has_lse and _runs_with_lse(mod, vector, index):
                 raise ValueError(

@@ -25,6 +25,7 @@ from jflex._jax.manual_axes import match_manual_axes, varying_axes
 from jflex.mods.array_sizes import CallSizes, Requirement, check_requirements, program_requirements, requirements_of
 from jflex.mods.batchable import CALLS, batchable, bind
 from jflex.mods.fingerprint import Open, aval_of, fingerprint, open_jaxpr, sub_jaxpr
+from jflex.mods.numpy_captures import accept_numpy
 from jflex.mods.program_checks import check_integer_powers, index_requirements
 from jflex.mods.signature import ScalarRole, check_signature, checked_result
 from jflex.mods.types import MaskMod, ScoreMod
@@ -135,7 +136,7 @@ def trace_vector_mod(
       The traced mod, and the arrays that it closes over.
     """
     arguments = [jax.ShapeDtypeStruct((size,), dtype), *[_INDEX] * 3]
-    return _residual(mod, lambda *args: jnp.asarray(mod(*args)), arguments, role)
+    return _residual(mod, lambda *args: jnp.asarray(accept_numpy(mod)(*args)), arguments, role)
 
 
 def check_call_sizes(score_mod: ScoreMod | None, mask_mod: MaskMod | None, sizes: CallSizes) -> None:
@@ -147,8 +148,8 @@ def check_call_sizes(score_mod: ScoreMod | None, mask_mod: MaskMod | None, sizes
     """
     roles: tuple[tuple[ScalarRole, ScoreMod | MaskMod | None], ...] = (("score", score_mod), ("mask", mask_mod))
     for role, mod in roles:
-        if mod is not None:
-            check_requirements(requirements_of(mod), sizes)
+        check_requirements(requirements_of(mod), sizes)
+        if mod is not None and 0 not in sizes[:4]:  # else there is nothing to read, maybe in an empty array
             program = _first_trace(mod, *_scalar_call(mod, role), role)
             check_requirements(index_requirements(program, role, describe(mod)), sizes)
 
@@ -178,7 +179,7 @@ def _scalar_call(
     source = describe(mod)
     check_signature(mod, role, source)
     scalars = [jax.ShapeDtypeStruct((), jnp.float32)] if role == "score" else []
-    return lambda *args: checked_result(mod(*args), role, source), [*scalars, *[_INDEX] * 4]
+    return lambda *args: checked_result(accept_numpy(mod)(*args), role, source), [*scalars, *[_INDEX] * 4]
 
 
 def _first_trace(
@@ -228,9 +229,10 @@ def explained(role: str, source: str):
         ) from error
     except (jax.errors.TracerIntegerConversionError, jax.errors.TracerArrayConversionError) as error:
         raise ValueError(
-            f"`{role}_mod` cannot hand its arguments, which are traced, to numpy or Python: {source} indexes a numpy "
-            "array or a list with one, or passes one to a function of numpy or to `range`. Wrap what it captures in "
-            "`jnp.asarray(...)`, outside of the function, and use `jnp` functions and `jax.lax.fori_loop`."
+            f"`{role}_mod` cannot hand its arguments, which are traced, to numpy or Python: {source} indexes a list, "
+            "or an attribute that is a numpy array, with one, or passes one to a function of numpy or to `range`. Wrap "
+            "what it captures in `jnp.asarray(...)`, outside of the function, and use `jnp` functions and "
+            "`jax.lax.fori_loop`."
         ) from error
     except jax.errors.ConcretizationTypeError as error:
         raise ValueError(

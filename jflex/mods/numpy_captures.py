@@ -1,0 +1,104 @@
+"""Mods that index a numpy array with their arguments, which numpy refuses if they are traced."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import types
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+from jflex.mods.array_sizes import SizedMod
+
+_R = TypeVar("_R")
+_NUMBERS = "biufc"  # kinds of dtypes that JAX has
+
+
+def accept_numpy(mod: Callable[..., _R]) -> Callable[..., _R]:
+    """The mod; if numpy refuses a tracer, the mod with captured numpy arrays that tracers may index.
+
+    These are the arrays in closures, globals, defaults and arguments of `functools.partial`, also inside of tuples,
+    lists and dicts, and those of the functions that the mod calls by name. Attributes of objects stay as they are.
+
+    >>> slopes = np.array([0.5, 0.25])
+    >>> mod = accept_numpy(lambda score, b, h, q_idx, kv_idx: score * slopes[h])
+    >>> float(jax.jit(mod)(1.0, 0, 1, 0, 0))
+    0.25
+    """
+
+    def called(*args: object) -> _R:
+        try:
+            return mod(*args)
+        except (jax.errors.TracerArrayConversionError, jax.errors.TracerIntegerConversionError):
+            conversion = _Conversion()
+            converted = conversion(mod)
+            if not conversion.arrays:
+                raise
+            return converted(*args)
+
+    return called
+
+
+class _Indexable(np.ndarray):
+    """A numpy array whose elements at a traced index are those of a JAX array."""
+
+    def __getitem__(self, index: Any) -> Any:
+        if any(isinstance(x, Tracer) for x in jax.tree.leaves(index)):
+            return jnp.asarray(np.asarray(self))[index]
+        return super().__getitem__(index)
+
+
+class _Conversion:
+    """Copies functions and containers, with arrays that tracers may index in place of numpy arrays.
+
+    Attributes:
+      arrays: The number of arrays that were converted.
+    """
+
+    def __init__(self) -> None:
+        self.arrays = 0
+        self._copies: dict[int, types.FunctionType] = {}
+
+    def __call__(self, x: Any) -> Any:
+        """Converts an array, a function or a container; returns anything else as it is."""
+        if isinstance(x, np.ndarray) and x.dtype.kind in _NUMBERS:
+            self.arrays += 1
+            return x.view(_Indexable)
+        if isinstance(x, types.FunctionType):
+            return self._function(x)
+        if isinstance(x, types.MethodType):
+            return types.MethodType(self(x.__func__), x.__self__)
+        if isinstance(x, functools.partial):
+            return functools.partial(self(x.func), *self(x.args), **self(x.keywords))
+        if isinstance(x, SizedMod) and dataclasses.is_dataclass(x):
+            return dataclasses.replace(x, **{f.name: self(getattr(x, f.name)) for f in dataclasses.fields(x)})
+        if type(x) is dict:
+            return {key: self(value) for key, value in x.items()}
+        return tuple(map(self, x)) if type(x) is tuple else [*map(self, x)] if type(x) is list else x
+
+    def _function(self, x: types.FunctionType) -> types.FunctionType:
+        if (x.__module__ or "").partition(".")[0] in ("jax", "numpy"):
+            return x
+        if id(x) not in self._copies:
+            cells, names = tuple(types.CellType() for _ in x.__closure__ or ()), dict(x.__globals__)
+            copy = self._copies[id(x)] = types.FunctionType(x.__code__, names, x.__name__, None, cells)
+            for cell, new in zip(x.__closure__ or (), cells, strict=True):
+                with contextlib.suppress(ValueError):  # a name that has no value yet
+                    new.cell_contents = self(cell.cell_contents)
+            names.update({name: self(names[name]) for name in _names(x.__code__) if name in names})
+            copy.__defaults__, copy.__kwdefaults__ = self(x.__defaults__), self(x.__kwdefaults__)
+        return self._copies[id(x)]
+
+
+def _names(code: types.CodeType) -> Iterator[str]:
+    """The global names of a function, and of those inside of it."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _names(constant)
