@@ -25,7 +25,7 @@ from jflex._call.checks import (
 )
 from jflex._call.dispatch import Implementation, select_forward
 from jflex._call.dropout import KeptMod, check_dropout, kept_mod
-from jflex._call.foreign_names import answers_foreign_names
+from jflex._call.keywords import answers_keywords
 from jflex._call.kv_lengths import check_kv_lengths, known_keys, warn_of_alignment
 from jflex._call.new_numbers import warn_of_new_numbers
 from jflex._call.sinks import fold_sinks
@@ -92,7 +92,7 @@ def flex_attention(
     dropout_key: AnyArray | None = None, implementation: Implementation = None, config: Config | None = None,
 ) -> tuple[Array, AttentionStats]: ...
 # fmt: on
-@answers_foreign_names
+@answers_keywords
 def flex_attention(
     query: Query,
     key: Key,

@@ -16,7 +16,7 @@ from jflex import attention, varlen
 from jflex._call.account import Account
 from jflex._call.checks import check_lse
 from jflex._call.dispatch import Implementation
-from jflex._call.foreign_names import refuse_foreign_names
+from jflex._call.keywords import check_keywords
 from jflex.block_mask.mask import BlockMask
 from jflex.cascade import attention as cascade
 from jflex.cascade.level import CascadeLevel
@@ -164,7 +164,7 @@ _BY_FUNCTION = {inspect.unwrap(call): explained for call, explained in _CALLS.it
 def _arguments(call: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
     """All arguments by name; raises as the call if they do not match its signature."""
     signature = inspect.signature(call)
-    refuse_foreign_names(call.__name__, signature.parameters, kwargs)
+    check_keywords(call.__name__, signature.parameters, kwargs)
     try:
         bound = signature.bind(*args, **kwargs)
     except TypeError as error:

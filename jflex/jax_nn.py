@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any, Literal, NamedTuple, overload
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
@@ -13,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int32
 from jflex._call import jax_nn_arguments as checks
 from jflex._call.checks import check_arrays, check_config, check_scale
 from jflex._call.dispatch import Implementation
-from jflex._call.foreign_names import answers_foreign_names
+from jflex._call.keywords import answers_keywords
 from jflex.attention import flex_attention
 from jflex.block_mask.bands import Band, band_block_mask
 from jflex.block_mask.mask import BlockMask
@@ -43,7 +44,7 @@ def dot_product_attention(
     implementation: Implementation = None, return_residual: Literal[True], config: Config | None = None,
 ) -> tuple[Array, Array]: ...
 # fmt: on
-@answers_foreign_names
+@answers_keywords
 def dot_product_attention(
     query: Float[ArrayLike, "*B T Hq D"],
     key: Float[ArrayLike, "*B S Hkv D"],
@@ -76,16 +77,17 @@ def dot_product_attention(
     * A query that attends to no key gives zeros, an lse of ``-inf`` and zero gradients; there, on XLA, the mean of all
       values, and an lse of about ``-2e38``. Queries beyond `query_seq_lengths` give zeros in both. Where a bias is
       below ``-2e38``, as ``finfo.min`` is, for all keys of a query, kernels for GPUs give zeros, too, and XLA a mean.
-    * The residual is float32 and differentiable; there it has the dtype of `key` and no gradient.
     * `key` and `value` may have batch size 1, and `value` its own head size. NaN that is masked has no effect.
-    * A boolean `bias`, a length beyond the arrays and a window that masks every key are refused; traced lengths clamp.
+    * A length beyond the arrays and a window that masks every key are refused; traced lengths clamp. In such a window,
+      -1 is no bound, as in FlashAttention: ``(-1, 0)`` is causal.
     * Sharded by plain `jax.jit`, a `bias` or `mask` is gathered; under `jax.shard_map` each shard has its own.
 
     Args:
       query: As in `flex_attention`, in the layout BTNH; or [T, Hq, D], if key and value have no batch axis either.
       key: Keys, likewise.
       value: Values, likewise.
-      bias: Added to the scaled scores: [B, Hq, T, S], where each axis may be 1 and leading ones may be missing.
+      bias: Added to the scaled scores: [B, Hq, T, S], where each axis may be 1 and leading ones may be missing. A
+        boolean one adds 1 where it is True.
       mask: Booleans, True where a query attends, of the same shapes.
       scale: Multiplies the raw scores; ``D ** -0.5`` for None. A number, or a 0-d array, which gets a gradient.
       is_causal: Masks the keys after the query; query 0 is at key 0, also if ``T != S``. (For queries that follow a
@@ -95,11 +97,12 @@ def dot_product_attention(
       local_window_size: ``(left, right)``: a query attends to keys from `left` before its position to `right` after it,
         both included. One number sets both.
       implementation: As in `flex_attention`; ``"xla"`` is jflex's own, too.
-      return_residual: Also return the logsumexp (natural log) of the scores over the visible keys.
+      return_residual: Also return the logsumexp (natural log) of the scores over the visible keys, without a gradient;
+        `flex_attention` returns one in float32 that has gradients.
       config: As in `flex_attention`; the one argument that jax.nn does not have.
 
     Returns:
-      The output, shaped as `query` but for ``Dv``, in its dtype; or a pair of it and the lse, float32 [B, T, Hq].
+      The output, shaped as `query` but for ``Dv``, in its dtype; or a pair of it and the lse, [B, T, Hq], likewise.
 
     Raises:
       TypeError: An argument has a wrong type or dtype.
@@ -125,7 +128,7 @@ def dot_product_attention(
     out = out[0] if unbatched else out
     if not return_residual:
         return out
-    lse = jnp.swapaxes(lse, 1, 2)
+    lse = jnp.swapaxes(jax.lax.stop_gradient(lse), 1, 2).astype(out.dtype)
     return out, lse[0] if unbatched else lse
 
 

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int32
 from jflex._call.checks import check_lse, describe_array, device_of
 from jflex._call.dispatch import Implementation
 from jflex._call.dropout import check_dropout, kept_mod
-from jflex._call.foreign_names import answers_foreign_names
+from jflex._call.keywords import answers_keywords
 from jflex._call.kv_lengths import known_lengths
 from jflex._call.vector_mods import VectorMods, modified_rows
 from jflex.attention import Call, attend, with_dropout
@@ -81,7 +81,7 @@ def flex_attention_varlen(
     dropout_key: AnyArray | None = None, implementation: Implementation = None, config: Config | None = None,
 ) -> tuple[Array, AttentionStats]: ...
 # fmt: on
-@answers_foreign_names
+@answers_keywords
 def flex_attention_varlen(
     q: Float[AnyArray, "N Hq D"],
     k: Float[AnyArray, "M Hkv D"],

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, Int32
 
 from jflex._call.checks import describe_array
-from jflex._call.foreign_names import answers_foreign_names
+from jflex._call.keywords import answers_keywords
 from jflex._call.kv_lengths import bounded_inputs, known_lengths, with_lengths_as_mask
 from jflex._jax.explicit_axes import partitioned_by_xla
 from jflex._jax.manual_axes import match_manual_axes
@@ -37,7 +37,7 @@ _ELEMENTS_PER_STEP = 1 << 22  # scores, or elements of the block of keys, in flo
 _LEAST_KEYS = 128  # in a block: fewer make the loop long
 
 
-@answers_foreign_names
+@answers_keywords
 def attention_weights(
     query: Query,
     key: Key,

@@ -179,6 +179,7 @@ ROWS = [
     ("sinks_shape", lambda: call(sinks=array(2)), ValueError, r"`sinks` must.*one logit.*\[4\]\. Got float32\[2\]"),
     ("scale_0", lambda: call(scale=0), ValueError, r"`scale` must be finite and not 0\. Got 0"),
     ("scale_nan", lambda: call(scale=float("nan")), ValueError, r"`scale` must be finite and not 0\. Got nan"),
+    ("scale_bool", lambda: call(scale=True), TypeError, r"`scale` must be a Python number\. Got bool"),
     ("scale_array", lambda: call(scale=jnp.float32(2)), TypeError, r"`scale` must be a Python number.*score_mod"),
     ("scale_traced", lambda: jax.jit(lambda x: call(scale=x))(2.0), TypeError, r"`scale` must be a Python number"),
     # --- masks
@@ -286,8 +287,14 @@ ROWS = [
         r"`dropout_key` must be one key, or keys \[B, Hq\] .*Got keys \[1, 2\] for batch 2 and 4 heads",
     ),
     (
+        "key_without_rate",
+        lambda: call(dropout_key=jax.random.key(0)),
+        ValueError,
+        r"`dropout_key` needs a `dropout_rate`.*`dropout_rate=0\.0` for evaluation",
+    ),
+    (
         "key_of_three_words",
-        lambda: call(dropout_key=jnp.zeros(3, jnp.uint32)),
+        lambda: call(dropout_rate=0.0, dropout_key=jnp.zeros(3, jnp.uint32)),
         ValueError,
         r"`dropout_key` must be one random key.*Got uint32\[3\]",
     ),

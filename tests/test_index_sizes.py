@@ -68,7 +68,6 @@ ROWS = [
     ("computed", lambda: call(score_mod=lambda s, b, h, q, k: s * jnp.exp(TWO)[h]), HEADS),
     ("made_inside", lambda: call(score_mod=lambda s, b, h, q, k: s * jnp.arange(2.0)[h]), HEADS),
     ("function", lambda: call(score_mod=lambda s, b, h, q, k: s * jax.jit(lambda x, i: x[i])(TWO, h)), HEADS),
-    ("one_for_all", lambda: call(score_mod=per_head(draw(1))), r"Got 1 for a call with 4 heads"),
     # --- ways to the call
     ("jit", lambda: jax.jit(lambda x: call(score_mod=per_head(x)))(TWO), HEADS),
     ("grad", lambda: jax.grad(lambda x: call(score_mod=per_head(x)).sum())(TWO), HEADS),
@@ -103,7 +102,7 @@ ROWS = [
     ("paged_requests", lambda: paged((9, 9, 9), 3, mask_mod=lambda b, h, q, k: k < LENGTHS[b]), r"with batch 3"),
     ("paged_positions", lambda: paged((21, 5), mask_mod=same_document), r"queries up to position 20"),
     ("varlen_heads", lambda: varlen(score_mod=per_head(TWO)), HEADS),
-    ("varlen_sequences", lambda: varlen(mask_mod=lambda b, h, q, k: k < LENGTHS[:1][b]), r"Got 1 .*with batch 2"),
+    ("varlen_sequences", lambda: varlen((0, 4, 9, 32), mask_mod=lambda b, h, q, k: k < LENGTHS[b]), r"with batch 3"),
     ("varlen_positions", lambda: varlen(mask_mod=same_document), r"queries up to position 21"),
     ("varlen_mask", lambda: varlen(of_mask=True, mask_mod=same_document), r"packed sequences with queries up to"),
     ("cascade_heads", lambda: cascade(score_mod=per_head(TWO)), HEADS),
@@ -114,12 +113,12 @@ ROWS = [
     ("layer", lambda: layer(score_mod=per_head(TWO))(jnp.zeros((2, 8, 32))), HEADS),
     # --- vector mods
     ("query_mod", lambda: call(query_mod=lambda x, b, h, i: x * TWO[h]), HEADS),
-    ("key_mod", lambda: call(key_mod=lambda x, b, h, i: x * draw(1)[h]), WORDS.format("h", "key head") + ".*2 heads"),
+    ("key_mod", lambda: call(H=8, key_mod=lambda x, b, h, i: x * TWO[h]), WORDS.format("h", "key head") + ".*4 heads"),
     ("value_mod", lambda: call(value_mod=lambda x, b, h, i: x * draw(20)[i]), r"`kv_idx`.*keys up to position 31"),
     ("output_mod", lambda: call(output_mod=lambda x, lse, b, h, i: x * TWO[h]), HEADS),
-    ("paged_key_mod", lambda: paged(key_mod=lambda x, b, h, i: x * draw(1)[h]), r"each key head.*2 heads"),
+    ("paged_key_mod", lambda: paged(key_mod=lambda x, b, h, i: x * TWO[i]), r"each key\. .*position 19"),
     ("varlen_query_mod", lambda: varlen(query_mod=lambda x, b, h, i: x * TWO[h]), HEADS),
-    ("cascade_key_mod", lambda: cascade(key_mod=lambda x, b, h, i: x * draw(1)[h]), r"each key head.*2 heads"),
+    ("cascade_key_mod", lambda: cascade(key_mod=lambda x, b, h, i: x * TWO[i]), r"each key\. .*position 31"),
     (
         "apply_vector_mod",
         lambda: jflex.apply_vector_mod(lambda x, b, h, i: x * TWO[i], jnp.ones((2, 4, 8)), int32([0, 2])),
@@ -151,11 +150,15 @@ ACCEPTED = {
     "halved": {"score_mod": lambda s, b, h, q, k: s * TWO[h // 2]},
     "shifted": {"score_mod": lambda s, b, h, q, k: s * draw(33)[q - k]},
     "broadcast": {"score_mod": lambda s, b, h, q, k: s + draw(1, 4, 1, 32)[0, h, 0, k]},
+    "shared": {
+        "mask_mod": lambda b, h, q, k: jnp.ones((2, 1, 1, 32), bool)[b, h, q, k],
+        "score_mod": per_head(draw(1)),
+    },
     "last": {"score_mod": lambda s, b, h, q, k: s * TWO[-1]},
     "branch": {"score_mod": lambda s, b, h, q, k: jax.lax.cond(h < 2, lambda: s * TWO[h], lambda: s)},
     "offset": {"mask_mod": jflex.with_offset(lambda b, h, q, k: IDS[q] == q, 30)},
     "lengths": {"T": 1, "S": 64, "mask_mod": lambda b, h, q, k: IDS[k] == 3, "kv_lengths": int32([3, 20])},
-    "no_queries": {"T": 0, "S": 8, "score_mod": lambda s, b, h, q, k: s * draw(1)[q]},
+    "no_queries": {"T": 0, "S": 8, "score_mod": lambda s, b, h, q, k: s * TWO[q]},
 }
 
 

@@ -1,4 +1,6 @@
-"""The README's table "coming from jax.nn": each row gives what `jax.nn.dot_product_attention` gives."""
+"""Rows of the guide's table "coming from jax.nn", and JAX's own tests of attention with its residual."""
+
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -49,3 +51,59 @@ def test_return_residual():
     _, expected = jax.nn.dot_product_attention(q, q, q, return_residual=True)
     _, found = jflex.flex_attention(q, q, q, return_lse=True)
     np.testing.assert_allclose(found.swapaxes(1, 2), expected, rtol=2e-5, atol=2e-5)
+
+
+def draw(seed, *shape, dtype):
+    return jax.random.normal(jax.random.key(seed), shape, dtype)
+
+
+@pytest.mark.parametrize("mapped", [pytest.param(False, marks=pytest.mark.full), True])
+@pytest.mark.parametrize(
+    "groups", [1, pytest.param(2, marks=pytest.mark.full), pytest.param(4, marks=pytest.mark.full)]
+)
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.full)])
+def test_output_residual_and_gradients_as_jax_tests_them(dtype, groups, mapped):
+    """Output, residual and gradients, also with a cotangent of the residual, in the dtype of the arrays: no cast."""
+    query, key, value = (draw(i, 2, 128, 4 // g, 32, dtype=dtype) for i, g in enumerate((1, groups, groups)))
+    cotangents = draw(3, 2, 128, 4, 32, dtype=dtype), draw(4, 2, 128, 4, dtype=dtype)
+
+    def everything(attend, query, key, value):
+        attend = jax.vmap(attend, in_axes=(0, 0, 0, None, None)) if mapped else attend
+        results, pull = jax.vjp(attend, query, key, value, None, None)
+        return results, pull(cotangents)[:3]
+
+    run = lambda attend: functools.partial(everything, functools.partial(attend, return_residual=True))
+    found = jax.jit(run(jflex.dot_product_attention))(query, key, value)
+    with jax.numpy_dtype_promotion("standard"):  # not under `jit`, where a CPU refuses its products of float16
+        expected = run(jax.nn.dot_product_attention)(query, key, value)
+    for got, right in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert (got.dtype, got.shape) == (right.dtype, right.shape)
+        np.testing.assert_allclose(np.float32(got), np.float32(right), rtol=0.01, atol=0.02)
+
+
+def test_float64_with_a_mask_has_no_infinities():
+    with jax.enable_x64(), jax.debug_infs(True):
+        query, key = jnp.zeros((5, 6, 11), jnp.float64), jnp.zeros((7, 3, 11), jnp.float64)
+        out = jflex.dot_product_attention(query, key, key, mask=jnp.arange(7) <= 3)
+        assert out.block_until_ready().dtype == jnp.float64
+
+
+@pytest.mark.parametrize(
+    "window", [(-1, 0), *(pytest.param(x, marks=pytest.mark.full) for x in ((0, -1), (-1, -1), -1))]
+)
+def test_a_window_that_would_hide_all_keys(window):
+    """-1 is no bound, as in FlashAttention."""
+    query = draw(0, 1, 9, 2, 8, dtype="float32")
+    left, right = (9 if side == -1 else side for side in (window if isinstance(window, tuple) else (window,) * 2))
+    found = jflex.dot_product_attention(query, query, query, local_window_size=window)
+    expected = jax.nn.dot_product_attention(query, query, query, local_window_size=(left, right))
+    np.testing.assert_allclose(found, expected, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.full
+def test_a_window_of_jax_that_hides_some_keys_is_as_there():
+    query = draw(0, 1, 9, 2, 8, dtype="float32")
+    both = (attend(query, query, query, local_window_size=(-1, 3)) for attend in (
+        jflex.dot_product_attention, jax.nn.dot_product_attention))  # fmt: skip
+    found, expected = (np.asarray(x)[:, :-1] for x in both)  # the last query attends to no key
+    np.testing.assert_allclose(found, expected, rtol=2e-5, atol=2e-5)

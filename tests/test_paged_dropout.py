@@ -221,7 +221,7 @@ def test_derivative_of_the_reference():
     [
         ({"dropout_rate": 0.1}, ValueError, "`dropout_rate` is 0.1, and there is no `dropout_key`"),
         ({"dropout_rate": 1.0, "dropout_key": KEY}, ValueError, "`dropout_rate` must be at least 0"),
-        ({"dropout_key": 3}, TypeError, "`dropout_key` must be one random key"),
+        ({"dropout_rate": 0.0, "dropout_key": 3}, TypeError, "`dropout_key` must be one random key"),
     ],
     ids=["no_key", "rate", "key"],
 )

@@ -164,7 +164,7 @@ def check_scale(scale: object, D: int) -> float:
     """
     if scale is None:
         return D**-0.5
-    if isinstance(scale, Tracer | jax.Array) or not isinstance(scale, (int, float, np.number)):
+    if isinstance(scale, bool | Tracer | jax.Array) or not isinstance(scale, (int, float, np.number)):
         raise TypeError(
             f"`scale` must be a Python number. Got {type(scale).__name__}. To multiply by an array, capture it "
             "in a `score_mod`, or multiply `query` by it."

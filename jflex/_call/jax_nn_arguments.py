@@ -48,20 +48,16 @@ def batched(x: Any, name: str) -> jax.Array:
 
 
 def checked_bias(bias: Any, shape: tuple[int, int, int, int]) -> jax.Array | None:
-    """The bias with four axes.
+    """The bias with four axes; a boolean one as numbers, which `jax.nn` adds.
 
     Raises:
-      TypeError: It is neither floating-point nor integer.
+      TypeError: It is neither floating-point, integer nor boolean.
       ValueError: It cannot be broadcast to `shape`.
     """
     if bias is None:
         return None
     bias = as_array(bias, "bias")
-    if bias.dtype == jnp.bool_:
-        raise TypeError(
-            f"`bias` must be numbers that are added to the scores. Got {describe_array(bias)}; pass booleans, True "
-            "where a query attends, as `mask`."
-        )
+    bias = bias.astype(jnp.int8) if bias.dtype == jnp.bool_ else bias
     if not (jnp.issubdtype(bias.dtype, jnp.floating) or jnp.issubdtype(bias.dtype, jnp.integer)):
         raise TypeError(f"`bias` must be floating-point or integers. Got {describe_array(bias)}.")
     return _broadcastable(bias, "bias", shape)
@@ -115,7 +111,7 @@ def checked_scale(scale: Any) -> tuple[Any, Any]:
                 "`query` or `key`, or use a `score_mod` with `jflex.flex_attention`."
             )
         return 1.0, jnp.asarray(scale).astype(jnp.float32)
-    if isinstance(scale, (int, float, np.number)) and scale == 0:
+    if isinstance(scale, (int, float, np.number)) and not isinstance(scale, bool) and scale == 0:
         return 1.0, 0.0
     return scale, None
 
@@ -155,7 +151,9 @@ def checked_lengths(lengths: Any, name: str, B: int, size: int) -> jax.Array | N
 
 
 def checked_window(window: Any) -> tuple[int | None, int | None]:
-    """``(left, right)``, or Nones without a window.
+    """``(left, right)``, with None for a side without a bound.
+
+    A window that hides every key has no bound on the sides that are -1, as in FlashAttention: ``(-1, 0)`` is causal.
 
     Raises:
       TypeError: It is neither an integer nor a pair of integers.
@@ -172,12 +170,14 @@ def checked_window(window: Any) -> tuple[int | None, int | None]:
             f"{rule}. Got {window!r}. For sizes that are data, pass arrays to `jflex.masks.sliding_window`, and the "
             "mask to `jflex.flex_attention`."
         ) from None
-    if left < -right:
+    if left >= -right:
+        return left, right
+    if -1 not in (left, right):
         raise ValueError(
             f"{rule}, of keys before and after the position of the query. Got {(left, right)}, which hides every key. "
-            "A side without a bound is the length of the keys, not -1."
+            "Pass -1 for a side without a bound."
         )
-    return left, right
+    return None if left == -1 else left, None if right == -1 else right
 
 
 def check_implementation(implementation: Implementation) -> None:

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int8, Int32
 
-from jflex._call.foreign_names import answers_foreign_names
+from jflex._call.keywords import answers_keywords
 from jflex.block_mask.lengths import checked_shape
 from jflex.block_mask.lists import FULL, PARTIAL
 from jflex.block_mask.states import visible_elements
@@ -16,7 +16,7 @@ from jflex.mods.types import MaskMod
 from pallas_kernels.spec import Mod
 
 
-@answers_foreign_names
+@answers_keywords
 def create_mask(mask_mod: MaskMod, B: int | None, H: int | None, Q_LEN: int, KV_LEN: int) -> Bool[Array, "B H Q KV"]:
     """Evaluates a mask_mod at every position.
 

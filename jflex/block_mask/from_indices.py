@@ -12,7 +12,7 @@ from jax.core import Tracer, eval_context
 from jax.typing import ArrayLike
 from jaxtyping import Array, Int, Int8, Int32
 
-from jflex._call.foreign_names import answers_foreign_names
+from jflex._call.keywords import answers_keywords
 from jflex._jax.explicit_axes import leading_axes, partitioned_by_xla
 from jflex.block_mask.lengths import checked_block_size, checked_size
 from jflex.block_mask.lists import (
@@ -36,7 +36,7 @@ from jflex.mods.trace import TracedMod, trace_mask_mod
 from jflex.mods.types import MaskMod
 
 
-@answers_foreign_names
+@answers_keywords
 def block_mask_from_indices(
     indices: Int[ArrayLike, "B heads R k"],
     Q_LEN: int,

@@ -20,7 +20,7 @@ from jax.core import Tracer, eval_context
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Int, Int8, Int32
 
-from jflex._call.foreign_names import answers_foreign_names
+from jflex._call.keywords import answers_keywords
 from jflex.block_mask import algebra, drawing
 from jflex.block_mask.dense import elements_at
 from jflex.block_mask.from_lists import states_from_given
@@ -88,7 +88,7 @@ class BlockMask:
     lists_follow_mod: bool = dataclasses.field(metadata={"static": True})
 
     @classmethod
-    @answers_foreign_names
+    @answers_keywords
     def from_kv_blocks(
         cls,
         kv_num_blocks: Int[ArrayLike, "B H R"],
@@ -322,7 +322,7 @@ class BlockMask:
         )
 
 
-@answers_foreign_names
+@answers_keywords
 def create_block_mask(
     mask_mod: MaskMod,
     B: int | None,

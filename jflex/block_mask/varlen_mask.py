@@ -16,7 +16,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Int8, Int32
 
 from jflex._call.checks import describe_array
-from jflex._call.foreign_names import answers_foreign_names
+from jflex._call.keywords import answers_keywords
 from jflex._call.kv_lengths import known_lengths
 from jflex._jax.manual_axes import match_manual_axes
 from jflex.block_mask.lengths import checked_block_size, checked_size
@@ -52,7 +52,7 @@ class VarlenBlockMask(BlockMask):
     cu_seqlens_k: Int32[Array, " R_and_1"]
 
 
-@answers_foreign_names
+@answers_keywords
 def varlen_block_mask(
     cu_seqlens_q: Int32[AnyArray, " R_and_1"],
     cu_seqlens_k: Int32[AnyArray, " R_and_1"],

@@ -8,7 +8,7 @@ from jaxtyping import Array, Float, Int, Int32
 
 from jflex._call.checks import check_lse
 from jflex._call.dispatch import Implementation
-from jflex._call.foreign_names import answers_foreign_names
+from jflex._call.keywords import answers_keywords
 from jflex.block_mask.mask import BlockMask
 from jflex.config import Config
 from jflex.context_parallel.call import Strategy
@@ -67,7 +67,7 @@ def context_parallel_attention(
     dropout_key: AnyArray | None = None, implementation: Implementation = None, config: Config | None = None,
 ) -> tuple[Array, AttentionStats]: ...
 # fmt: on
-@answers_foreign_names
+@answers_keywords
 def context_parallel_attention(
     query: Query,
     key: Key,

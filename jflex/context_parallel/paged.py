@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int
 
 from jflex._call.checks import check_lse
 from jflex._call.dispatch import Implementation
-from jflex._call.foreign_names import answers_foreign_names
+from jflex._call.keywords import answers_keywords
 from jflex._call.kv_lengths import known_lengths
 from jflex._call.vector_mods import modified_rows
 from jflex._jax.paged_shard import paged_shard_of
@@ -73,7 +73,7 @@ def context_parallel_paged_attention(
     implementation: Implementation = None, config: Config | None = None,
 ) -> tuple[Array, AttentionStats]: ...
 # fmt: on
-@answers_foreign_names
+@answers_keywords
 def context_parallel_paged_attention(
     q: Float[AnyArray, "N Hq D"],
     cache: PagedCache,

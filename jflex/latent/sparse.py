@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int, Int32
 
 from jflex._call.checks import check_lse, describe_array
 from jflex._call.dispatch import Implementation
-from jflex._call.foreign_names import answers_foreign_names
+from jflex._call.keywords import answers_keywords
 from jflex.config import Config
 from jflex.latent.call import checked_call, result_of
 from jflex.mods.compose import noop_mask
@@ -48,7 +48,7 @@ def sparse_mla_attention(
     implementation: Implementation = None, config: Config | None = None,
 ) -> tuple[Array, Array]: ...
 # fmt: on
-@answers_foreign_names
+@answers_keywords
 def sparse_mla_attention(
     q: Float[AnyArray, "N Hq W"],
     cache: LatentCache,

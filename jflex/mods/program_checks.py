@@ -1,8 +1,9 @@
 """What the program of a mod tells of its faults, before a call computes anything.
 
 * An array that is indexed by an index of the call itself, ``slopes[h]`` or ``ids[b, q_idx]``, must be long enough: JAX
-  clamps an index beyond the end, so that a shorter one would repeat its last element in silence. Computed indices
-  (``jnp.minimum(h, 3)``), other modes of indexing (`jax.numpy.take`), branches and loops are not checked.
+  clamps an index beyond the end, so that a shorter one would repeat its last element in silence. An axis of size 1 is
+  broadcast, as that of a mask [B, 1, T, S]. Computed indices (``jnp.minimum(h, 3)``), other modes of indexing
+  (`jax.numpy.take`), branches and loops are not checked.
 * An integer to a negative power is 0 in JAX, so ``2 ** -(h + 1)`` is. JAX expands the power by repeated squaring; it is
   recognised by the sequence of primitives that `jax.numpy.power` leaves.
 """
@@ -135,9 +136,9 @@ class _IndexWalk(_Walk[_Index]):
         return None
 
     def _require(self, eqn: core.JaxprEqn, axis: int, index: Axis | None) -> None:
-        if index is None:
-            return
         array = aval_of(eqn.invars[0])
+        if index is None or array.shape[axis] == 1:
+            return
         size = array.shape[axis] - eqn.params["slice_sizes"][axis] + 1
         shape = f"{array.dtype}[{','.join(map(str, array.shape))}]"
         on_axis = f" on axis {axis}" if len(array.shape) > 1 else ""

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int, Int32
 from jflex._call.checks import check_lse, check_normalize, checked_sinks, describe_array
 from jflex._call.dispatch import Implementation
 from jflex._call.dropout import check_dropout, kept_mod
-from jflex._call.foreign_names import answers_foreign_names
+from jflex._call.keywords import answers_keywords
 from jflex._call.kv_lengths import known_lengths
 from jflex._call.vector_mods import VectorMods, modified_rows
 from jflex.backends.base import Saved
@@ -67,7 +67,7 @@ def paged_attention(
     implementation: Implementation = None, config: Config | None = None,
 ) -> tuple[Array, AttentionStats]: ...
 # fmt: on
-@answers_foreign_names
+@answers_keywords
 def paged_attention(
     q: Float[AnyArray, "N Hq D"],
     cache: PagedCache,

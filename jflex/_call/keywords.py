@@ -1,4 +1,4 @@
-"""Keyword names of other attention libraries: what a call answers to them.
+"""Keywords of public calls: names that other attention libraries have, and a key for dropout without its rate.
 
 A call with a keyword of PyTorch, `jax.nn`, Flax or FlashAttention is refused like any unknown keyword, but the message
 names jflex's argument or another way to the same result.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Mapping
 from typing import ParamSpec, TypeVar
 
 _P = ParamSpec("_P")
@@ -129,10 +129,10 @@ _ANSWERS: dict[str, tuple[_Answer, ...]] = {
 }
 
 
-def answers_foreign_names(function: Callable[_P, _R]) -> Callable[_P, _R]:
+def answers_keywords(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """Decorates a public function: a keyword that another library has is answered with the way to write it here.
 
-    >>> @answers_foreign_names
+    >>> @answers_keywords
     ... def attend(query, *, scale=None): ...
     >>> attend(1, softmax_scale=0.1)
     Traceback (most recent call last):
@@ -142,22 +142,30 @@ def answers_foreign_names(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
     @functools.wraps(function)
     def checked(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        if not kwargs.keys() <= parameters:
-            refuse_foreign_names(function.__name__, parameters, kwargs)
+        check_keywords(function.__name__, parameters, kwargs)
         return function(*args, **kwargs)
 
     return checked
 
 
-def refuse_foreign_names(caller: str, parameters: Collection[str], names: Iterable[str]) -> None:
-    """Raises TypeError for the first name that is not a parameter, but has an answer.
+def check_keywords(caller: str, parameters: Collection[str], keywords: Mapping[str, object]) -> None:
+    """Raises for keywords of a call that would be refused without an answer, or ignored.
 
     Args:
       caller: Name of the public function.
       parameters: Names of its arguments.
-      names: Names of the keywords of a call.
+      keywords: Of the call.
+
+    Raises:
+      TypeError: Another library has the name.
+      ValueError: There is a key for dropout, but no rate.
     """
-    for name in names:
+    if keywords.get("dropout_key") is not None and "dropout_rate" in parameters and "dropout_rate" not in keywords:
+        raise ValueError(
+            "`dropout_key` needs a `dropout_rate`, which is 0 by default. Pass the rate; `dropout_rate=0.0` for "
+            "evaluation."
+        )
+    for name in keywords:
         answers = () if name in parameters else _ANSWERS.get(name, ())
         remedy = next((text for needed, text in answers if needed in parameters or not needed), None)
         if remedy is not None:

@@ -10,7 +10,7 @@ from flax import linen, nnx
 
 import flax_layers
 import jflex
-from jflex._call.foreign_names import _ANSWERS
+from jflex._call.keywords import _ANSWERS
 
 X = jnp.zeros((1, 8, 2, 16))
 PACKED = jnp.zeros((8, 2, 16))
