@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 
+import jflex
 from jflex._call.checks import block_mask_mismatch
 from jflex.block_mask.dense import create_mask
 from jflex.block_mask.mask import BlockMask, create_block_mask
@@ -254,6 +255,23 @@ def test_scan_over_masks():
     masks = jax.vmap(packed)(jnp.stack([random_documents(seed) for seed in range(3)]))
     _, counts = jax.lax.scan(lambda carry, mask: (carry, mask.to_elements().sum()), 0, masks)
     assert counts.tolist() == [int(packed(random_documents(seed)).to_elements().sum()) for seed in range(3)]
+
+
+def test_a_mask_without_an_empty_block_says_so():
+    """Once, in its picture and in `explain`; not of one block, of padding, or where something is skipped."""
+    note = "no block is skipped, although elements are hidden: try a smaller block_size or another order of tokens"
+    attend = lambda mask: jflex.explain(*[jax.ShapeDtypeStruct((1, 64, 2, 16), jnp.float32)] * 3, block_mask=mask)
+    scattered = lambda b, h, q, k: (q + k) % 3 > 0
+    mask = create_block_mask(scattered, None, None, 64, 64, block_size=16)
+    lines = str(mask).splitlines()
+    assert lines[0].endswith("sparsity=0.00%)")
+    assert (lines[1], lines.count(note)) == (note, 1)
+    assert (attend(mask).skips_nothing, str(attend(mask)).count(note)) == (True, 1)
+    for mod, length, block in ((causal, 64, 16), (scattered, 64, 64), (jflex.noop_mask, 40, 16)):
+        other = create_block_mask(mod, None, None, length, length, block_size=block)
+        assert note not in str(other)
+        if length == 64:
+            assert note not in str(attend(other))
 
 
 def test_sparsity_under_jit_is_refused():

@@ -15,7 +15,8 @@ from jflex._call.dispatch import Implementation, Selection, select, select_passe
 from jflex._call.eight_bits import no_gradients
 from jflex._call.kv_lengths import bounded_lists, known_lengths
 from jflex.backends.base import Inputs
-from jflex.block_mask.lists import BlockLists
+from jflex.block_mask.drawing import SKIPS_NOTHING, skips_nothing
+from jflex.block_mask.lists import BlockLists, states_from_lists
 from jflex.config import Config
 from jflex.errors import UnsupportedError
 from pallas_kernels.plan import Refusal, all_gradients
@@ -68,6 +69,7 @@ class Account(Choice):
         not known.
       full: Visited blocks in which the mask is not evaluated.
       blocks: All blocks.
+      skips_nothing: Whether all of several blocks are visited, although the mask hides elements of some.
       flops: Floating-point operations of the forward pass over the visited blocks, 2 for a multiply-add; without a
         BlockMask, over the keys within their lengths, where these are known.
       bytes: Lower bound on the bytes moved: query, key, value and out once each, keys and values up to their lengths.
@@ -76,6 +78,7 @@ class Account(Choice):
     visited: int | None
     full: int | None
     blocks: int | None
+    skips_nothing: bool
     flops: int
     bytes: int
 
@@ -87,7 +90,8 @@ class Account(Choice):
     @classmethod
     def of(cls, spec: AttentionSpec, inputs: Inputs, implementation: Implementation) -> Account:
         """Makes the account of one call; query, key and value may be shapes."""
-        visited, full, total = _count(spec, inputs)
+        lists = _known_lists(spec, inputs)
+        visited, full, total = _count(spec, lists)
         lengths = known_lengths(inputs.kv_lengths)
         keys, longest = spec.B * spec.S, spec.S  # of the whole batch, and of one entry
         if lengths is not None:
@@ -102,6 +106,7 @@ class Account(Choice):
             visited=visited,
             full=full,
             blocks=total,
+            skips_nothing=total is not None and visited == total and _skips_nothing(spec, lists),
             flops=2 * pairs * (spec.D + spec.Dv),
             bytes=(qk_width * spec.D + width * spec.Dv) * sum(rows),
         )
@@ -114,6 +119,7 @@ class Account(Choice):
                 f"blocks    {self.visited} of {self.blocks} visited ({self.full} full, {self.partial} partial), "
                 f"{100 * (1 - self.visited / self.blocks):.1f} % skipped"
             )
+            lines += [f"  {SKIPS_NOTHING}"] if self.skips_nothing else []
         elif self.blocks is None:
             lines.append("blocks    not counted (no BlockMask, or traced)")
         return [*lines, f"work      {work_of(self.flops, self.bytes)}"]
@@ -179,8 +185,7 @@ def _describe(spec: AttentionSpec, implementation: Implementation, selection: Se
     return Described(both.describe(), *(both.gradients or (name, "")))
 
 
-def _count(spec: AttentionSpec, inputs: Inputs) -> tuple[int | None, int | None, int | None]:
-    lists = _known_lists(spec, inputs)
+def _count(spec: AttentionSpec, lists: BlockLists | None) -> tuple[int | None, int | None, int | None]:
     if lists is None:
         return None, None, None
     batch, heads, rows = lists.kv_num_blocks.shape
@@ -189,6 +194,12 @@ def _count(spec: AttentionSpec, inputs: Inputs) -> tuple[int | None, int | None,
     columns = lists.q_num_blocks.shape[-1]
     partial = int(np.asarray(lists.kv_num_blocks).sum()) * repeat
     return partial + full, full, rows * columns * spec.B * spec.Hq
+
+
+def _skips_nothing(spec: AttentionSpec, lists: BlockLists | None) -> bool:
+    if lists is None or spec.blocks is None:
+        return False
+    return skips_nothing(np.asarray(states_from_lists(lists)), (spec.T, spec.S), spec.blocks.size)
 
 
 def _known_lists(spec: AttentionSpec, inputs: Inputs) -> BlockLists | None:

@@ -15,6 +15,7 @@ from jflex.block_mask.lists import FULL, PARTIAL, BlockLists, states_from_lists
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+SKIPS_NOTHING = "no block is skipped, although elements are hidden: try a smaller block_size or another order of tokens"
 _CHARACTERS = {0: "  ", PARTIAL: "░░", FULL: "██"}
 _COLOURS = {"empty": "#f2f2f2", "partial": "#f0a830", "full": "#3060a0"}
 
@@ -40,6 +41,20 @@ def sparsity(states: np.ndarray, seq_lengths: tuple[int, int], block_size: tuple
     return 100.0 * (total - listed) / total
 
 
+def skips_nothing(states: np.ndarray, seq_lengths: tuple[int, int], block_size: tuple[int, int]) -> bool:
+    """Whether several blocks are all visited, although elements of some are hidden.
+
+    >>> alternating = np.array([[[[1, 1], [1, 1]]]])
+    >>> skips_nothing(alternating, (64, 64), (32, 32)), skips_nothing(alternating, (20, 20), (16, 16))
+    (True, True)
+    >>> skips_nothing(np.array([[[[2, 1]]]]), (32, 40), (32, 32))  # padding hides the rest of the last block
+    False
+    """
+    rows, columns = (length // block for length, block in zip(seq_lengths, block_size, strict=True))
+    several = states.shape[-2] * states.shape[-1] > 1
+    return several and bool(np.all(states)) and bool(np.any(states[..., :rows, :columns] == PARTIAL))
+
+
 def _clipped_sizes(length: int, block: int) -> np.ndarray:
     starts = np.arange(0, length, block, dtype=np.int64)
     return np.minimum(starts + block, length) - starts
@@ -60,6 +75,7 @@ def draw(
         return f"{head})"
     states = np.asarray(states_from_lists(lists))
     lines = [f"{head}, sparsity={sparsity(states, seq_lengths, block_size):.2f}%)"]
+    lines += [SKIPS_NOTHING] if skips_nothing(states, seq_lengths, block_size) else []
     grid = (grid_size, grid_size) if isinstance(grid_size, int) else grid_size
     pictures = [(b, h) for b in range(shape[0]) for h in range(shape[1])]
     for b, h in pictures[:limit]:
