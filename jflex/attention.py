@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple, overload
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int32
 
 from jflex import backends
@@ -37,8 +38,8 @@ from jflex.backends.base import Inputs, Saved
 from jflex.block_mask.lists import BlockLists
 from jflex.block_mask.mask import BlockMask
 from jflex.config import Config
-from jflex.mods.array_sizes import CallSizes, check_requirements, requirements_of
-from jflex.mods.trace import TracedMod, trace_mask_mod, trace_score_mod
+from jflex.mods.array_sizes import CallSizes, check_requirements
+from jflex.mods.trace import TracedMod, mod_requirements, trace_mask_mod, trace_score_mod
 from jflex.mods.types import MaskMod, OutputMod, ScoreMod, VectorMod
 from jflex.states.stats import AttentionStats, Stat, check_stats, select_stats, stats_of_no_keys
 from jflex.types import AnyArray, Key, Lse, Out, Query, Value
@@ -135,8 +136,7 @@ def flex_attention(
       score_mod: ``(score, b, h, q_idx, kv_idx) -> score``, on scalars: a float32 and four int32. ``h`` is the query
         head. An array that it indexes by one of these must be long enough; `jnp.minimum` clamps an index on purpose.
       block_mask: Which blocks of keys a block of queries visits, from `create_block_mask`.
-      mask_mod: ``(b, h, q_idx, kv_idx) -> bool``, on scalars, in place of a BlockMask: evaluated for every score, no
-        block is skipped.
+      mask_mod: ``(b, h, q_idx, kv_idx) -> bool``, on scalars, in place of a BlockMask: no block is skipped.
       query_mod: ``(query[D], b, h, q_idx) -> [D]``, on each query before its products with keys: a rotation, say
         (`jflex.rope`). A vector mod sees one vector, in float32 (float64 of a float64 array), and int32 scalars; it
         must return the same size and dtype, which is then rounded once to the dtype of the array. Here these mods are
@@ -288,11 +288,9 @@ def prepare(
     call_sizes = CallSizes(B, Hq, T, known_keys(kv_lengths, S))
     if vectors.any:
         sizes = _with_vectors(sizes, vectors, query.dtype, call_sizes, has_lse=normalize == "softmax")
-    check_requirements(requirements_of(score_mod, mask_mod), call_sizes)
     score, score_operands = (None, ()) if score_mod is None else trace_score_mod(score_mod)
     mask = _traced_mask(block_mask, mask_mod)
-    for traced in (score, mask.mod):
-        check_requirements(() if traced is None else traced.requirements, call_sizes)
+    check_requirements((*mod_requirements(score_mod, score), *mod_requirements(mask_mod, mask.mod)), call_sizes)
     warn_of_alignment(mask.mod, (B, Hq, T, S), kv_lengths)
     config = check_config(config, mask.blocks)
     platform, device_kind = current_device(query, key, value)
@@ -315,9 +313,8 @@ def prepare(
         stats=tuple(name for name in return_stats if name != "lse"),
     )
     sinks = None if sinks is None else sinks.astype(spec.exact)
-    call = Call(spec, Inputs(query, key, value, mask.lists, score_operands, mask.operands, kv_lengths, sinks=sinks))
-    call = call._replace(vectors=vectors)
-    return with_dropout(call, dropout_rate, kept_mod(dropout_rate, dropout_key, B, Hq))
+    inputs = Inputs(query, key, value, mask.lists, score_operands, mask.operands, kv_lengths, sinks=sinks)
+    return with_dropout(Call(spec, inputs, vectors), dropout_rate, kept_mod(dropout_rate, dropout_key, B, Hq))
 
 
 class _Sizes(NamedTuple):
@@ -340,9 +337,9 @@ class _Sizes(NamedTuple):
         return cls(query.shape[0], T, S, Hq, Hkv, query.shape[3], value.shape[3], key.shape[0])
 
 
-def _with_vectors(sizes: _Sizes, vectors: VectorMods, dtype: Any, of_mods: CallSizes, *, has_lse: bool) -> _Sizes:
+def _with_vectors(sizes: _Sizes, vectors: VectorMods, dtype: DTypeLike, call: CallSizes, *, has_lse: bool) -> _Sizes:
     """Checks vector mods; keys that they make different ones for each batch entry have the batch size of the query."""
-    vectors.check(sizes.D, sizes.Dv, dtype, sizes=of_mods, kv_heads=sizes.Hkv, has_lse=has_lse)
+    vectors.check(sizes.D, sizes.Dv, dtype, sizes=call, kv_heads=sizes.Hkv, has_lse=has_lse)
     if sizes.Bkv == sizes.B or not vectors.needs_batch(sizes.D, sizes.Dv, dtype):
         return sizes
     return sizes._replace(Bkv=sizes.B)

@@ -205,9 +205,10 @@ ROWS = [
     ("block_mask_and_number", lambda: block_mask() & 3, TypeError, r"unsupported operand"),
     (
         "pickled",
-        lambda: pickle.dumps(block_mask()),
+        lambda: pickle.dumps(block_mask(mod=lambda b, h, q, k: jax.nn.relu(q.astype(F32)) > 1)),
         TypeError,
-        r"mod cannot be pickled: mask \(test_errors.py:\d+\).*`create_block_mask` in the process that uses it",
+        r"A BlockMask of .*<lambda> \(test_errors.py:\d+\) cannot be pickled: its primitive `custom_jvp_call` holds a "
+        r"Python function.*`create_block_mask` in the process that uses it",
     ),
     (
         "both_masks",

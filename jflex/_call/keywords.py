@@ -154,7 +154,7 @@ def check_keywords(caller: str, parameters: Collection[str], keywords: Mapping[s
     Args:
       caller: Name of the public function.
       parameters: Names of its arguments.
-      keywords: Of the call.
+      keywords: Keywords of the call, with their values.
 
     Raises:
       TypeError: Another library has the name.

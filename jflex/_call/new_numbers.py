@@ -26,7 +26,7 @@ def warn_of_new_numbers(spec: AttentionSpec, arrays: object) -> None:
     """Warns once where eager calls differ in numbers of their mods, or in their scale, alone.
 
     Args:
-      spec: The call.
+      spec: The static part of the call.
       arrays: Its arrays. If some are traced, the call is compiled as a part of another program.
     """
     if not any(isinstance(x, Tracer) for x in jax.tree.leaves(arrays)):
@@ -37,8 +37,8 @@ def warn_of_new_numbers(spec: AttentionSpec, arrays: object) -> None:
 def _count_call(spec: AttentionSpec) -> None:
     """Counts a call once, and warns at the last program that differs from others in numbers alone."""
     numbered = {"scale": spec.scale, **{name: getattr(spec, name) for name in _MODS}}
-    rest = dataclasses.replace(spec, scale=1.0, **dict.fromkeys(_MODS))
-    programs = _programs(tuple(map(_without_numbers, numbered.values())), rest)
+    without_mods = dataclasses.replace(spec, scale=1.0, **dict.fromkeys(_MODS))
+    programs = _programs(tuple(map(_without_numbers, numbered.values())), without_mods)
     programs.append({name: hash(x) for name, x in numbered.items()})
     if len(programs) != _MOST:
         return
@@ -53,9 +53,9 @@ def _count_call(spec: AttentionSpec) -> None:
 
 
 @functools.lru_cache(maxsize=256)
-def _programs(numbered: tuple[Hashable, ...], rest: AttentionSpec) -> list[dict[str, int]]:
+def _programs(numbered: tuple[Hashable, ...], without_mods: AttentionSpec) -> list[dict[str, int]]:
     """The record of the programs that are equal but for their numbers: hashes of what may differ in them."""
-    del numbered, rest  # the keys of the record
+    del numbered, without_mods  # the keys of the record
     return []
 
 

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.extend import core
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int32
 
 from jflex._call.checks import describe_array
@@ -60,7 +61,7 @@ class VectorMods(NamedTuple):
         return any(mod is not None for mod in self)
 
     def check(
-        self, D: int, Dv: int, dtype: Any, *, sizes: CallSizes, kv_heads: int | None, has_lse: bool = True
+        self, D: int, Dv: int, dtype: DTypeLike, *, sizes: CallSizes, kv_heads: int | None, has_lse: bool = True
     ) -> None:
         """Traces each mod once, on one vector; nothing is computed.
 
@@ -68,8 +69,8 @@ class VectorMods(NamedTuple):
           D: Head size of queries and keys.
           Dv: Head size of values.
           dtype: Of the arrays; of query and key where these have eight bits.
-          sizes: Of the call.
-          kv_heads: Its key heads.
+          sizes: Ranges of the indices of the call.
+          kv_heads: Number of key heads, if known.
           has_lse: Whether the call has a softmax, and so an lse.
 
         Raises:

@@ -10,8 +10,8 @@ from jflex._call.keywords import answers_keywords
 from jflex.block_mask.lengths import checked_shape
 from jflex.block_mask.lists import FULL, PARTIAL
 from jflex.block_mask.states import visible_elements
-from jflex.mods.array_sizes import check_mask_shape, requirements_of
-from jflex.mods.trace import trace_mask_mod
+from jflex.mods.array_sizes import check_mask_shape
+from jflex.mods.trace import mod_requirements, trace_mask_mod
 from jflex.mods.types import MaskMod
 from pallas_kernels.spec import Mod
 
@@ -39,7 +39,7 @@ def create_mask(mask_mod: MaskMod, B: int | None, H: int | None, Q_LEN: int, KV_
     """
     shape = checked_shape(B, H, Q_LEN, KV_LEN)
     traced, operands = trace_mask_mod(mask_mod)
-    check_mask_shape((*requirements_of(mask_mod), *traced.requirements), shape, "a mask")
+    check_mask_shape(mod_requirements(mask_mod, traced), shape, "a mask")
     everywhere = jnp.full((*shape[:2], 1, 1), PARTIAL, jnp.int8)
     return dense_elements(traced, operands, everywhere, shape[2:], shape[2:])
 

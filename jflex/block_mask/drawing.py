@@ -42,7 +42,7 @@ def sparsity(states: np.ndarray, seq_lengths: tuple[int, int], block_size: tuple
 
 
 def skips_nothing(states: np.ndarray, seq_lengths: tuple[int, int], block_size: tuple[int, int]) -> bool:
-    """Whether several blocks are all visited, although elements of some are hidden.
+    """True if several blocks are all visited, although elements of some are hidden.
 
     >>> alternating = np.array([[[[1, 1], [1, 1]]]])
     >>> skips_nothing(alternating, (64, 64), (32, 32)), skips_nothing(alternating, (20, 20), (16, 16))

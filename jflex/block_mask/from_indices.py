@@ -30,9 +30,9 @@ from jflex.block_mask.lists import (
 )
 from jflex.block_mask.mask import BlockMask, BlockSize
 from jflex.block_mask.states import Shape, block_states, known_block_states
-from jflex.mods.array_sizes import check_mask_shape, requirements_of
+from jflex.mods.array_sizes import check_mask_shape
 from jflex.mods.dependence import uses_index
-from jflex.mods.trace import TracedMod, trace_mask_mod
+from jflex.mods.trace import TracedMod, mod_requirements, trace_mask_mod
 from jflex.mods.types import MaskMod
 
 
@@ -97,8 +97,7 @@ def block_mask_from_indices(
     heads = _checked_heads(H, chosen.shape[1])
     shape = chosen.shape[0], heads, *lengths
     traced, operands = (None, ()) if mask_mod is None else trace_mask_mod(mask_mod)
-    required = (*requirements_of(mask_mod), *(() if traced is None else traced.requirements))
-    check_mask_shape(required, shape, "a BlockMask")
+    check_mask_shape(mod_requirements(mask_mod, traced), shape, "a BlockMask")
     bounds = _states_of_mod(traced, operands, shape, block_size)
     make = functools.partial(_lists, heads=heads, widths=_widths(bounds, chosen.shape[3]))
     lists: BlockLists = partitioned_by_xla(make, lambda: leading_axes(chosen, 2))(chosen, bounds)

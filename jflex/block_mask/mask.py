@@ -29,10 +29,10 @@ from jflex.block_mask.lengths import checked_block_size, checked_shape, checked_
 from jflex.block_mask.lists import BlockLists, BlockMatrix, demote_tails, states_from_lists
 from jflex.block_mask.states import block_states, known_block_states
 from jflex.block_mask.tables import block_lists, is_compact
-from jflex.mods.array_sizes import check_mask_shape, requirements_of
+from jflex.mods.array_sizes import check_mask_shape
 from jflex.mods.compose import BoundMask, noop_mask
 from jflex.mods.dependence import uses_index
-from jflex.mods.trace import TracedMod, trace_mask_mod
+from jflex.mods.trace import TracedMod, mod_requirements, trace_mask_mod
 from jflex.mods.types import MaskMod
 
 BlockSize = int | tuple[int, int]
@@ -314,7 +314,7 @@ class BlockMask:
     def _remade(self, mask_mod: MaskMod, seq_lengths: tuple[int, int]) -> BlockMask:
         """Evaluates a mask_mod for other lengths; messages keep the name of the user's function."""
         shape = (*self.kv_num_blocks.shape[:2], *seq_lengths)
-        check_mask_shape(requirements_of(mask_mod), shape, "a BlockMask")
+        check_mask_shape(mod_requirements(mask_mod, None), shape, "a BlockMask")
         states = block_states(*trace_mask_mod(mask_mod), shape, self.block_size)
         source = None if self.traced is None else self.traced.source
         return _assemble(
@@ -386,7 +386,7 @@ def create_block_mask(
                 f"`{argument}` is None, which makes one mask for all, but the mask_mod {traced.source} uses `{index}`. "
                 f"Pass `{argument}=` the number of {'batch entries' if index == 'b' else 'query heads'}."
             )
-    check_mask_shape((*requirements_of(mask_mod), *traced.requirements), shape, "a BlockMask")
+    check_mask_shape(mod_requirements(mask_mod, traced), shape, "a BlockMask")
     # Tables whose widths follow from values are made while tracing if they can be: then the values are known.
     known = is_compact(shape[2:], block_size, max_blocks) and not any(isinstance(x, Tracer) for x in operands)
     with eval_context() if known else contextlib.nullcontext():
@@ -401,10 +401,10 @@ def create_block_mask(
 def _assemble(mask: BlockMatrix) -> BlockMask:
     """Makes a BlockMask from a matrix of states, in which blocks past a length may be full."""
     traced, operands = (None, ()) if mask.mask_mod is None else trace_mask_mod(mask.mask_mod)
-    if traced is not None:
-        required = (*requirements_of(mask.mask_mod), *traced.requirements)
-        check_mask_shape(required, (*mask.states.shape[:2], *mask.seq_lengths), "a BlockMask")
-        traced = traced if mask.source is None else dataclasses.replace(traced, source=mask.source)
+    shape = (*mask.states.shape[:2], *mask.seq_lengths)
+    check_mask_shape(mod_requirements(mask.mask_mod, traced), shape, "a BlockMask")
+    if traced is not None and mask.source is not None:
+        traced = dataclasses.replace(traced, source=mask.source)
     states = demote_tails(mask.states, mask.seq_lengths, mask.block_size)
     lists = block_lists(states, follow_mod=mask.lists_follow_mod)._asdict()
     return BlockMask(

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from jflex.mods.array_sizes import ReadyMod, check_mod_sizes, requirements_of, without
+from jflex.mods.array_sizes import ReadyMod, check_mod_sizes, ready, requirements_of, without
 from jflex.mods.compose import MaskMod
 
 
+@ready
 def batchify(mask_mod: MaskMod, length: int) -> MaskMod:
     """Applies a mask within each group of `length` consecutive tokens; no group attends to another.
 

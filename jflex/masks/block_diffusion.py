@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 
-from jflex.mods.array_sizes import ReadyMod, for_positions
+from jflex.mods.array_sizes import ReadyMod, for_positions, ready
 from jflex.mods.compose import MaskMod
 
 
+@ready
 def block_diffusion(length: int, block: int) -> MaskMod:
     """A noised copy of a sequence, at positions 0 to ``length - 1``, followed by the clean one.
 

@@ -6,13 +6,14 @@ from typing import Literal
 
 from jaxtyping import Array, Int
 
-from jflex.mods.array_sizes import Axis, ReadyMod, Requirement
+from jflex.mods.array_sizes import Axis, ReadyMod, Requirement, ready
 from jflex.mods.arrays import known_count
 from jflex.mods.compose import MaskMod
 
 _Length = int | Int[Array, ""]
 
 
+@ready
 def causal(
     alignment: Literal["top_left", "bottom_right"] = "top_left",
     *,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from jflex.mods.array_sizes import ready
 from jflex.mods.compose import MaskMod
 
 
+@ready
 def dilated_window(left: int, right: int = 0, *, dilation: int) -> MaskMod:
     """Shows every `dilation`-th key from `left` positions before the query to `right` positions after it.
 

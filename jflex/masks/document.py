@@ -7,12 +7,12 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 from jaxtyping import Array, Int, Int32
 
-from jflex.mods.array_sizes import Axis, ReadyMod, Requirement
+from jflex.mods.array_sizes import Axis, ReadyMod, Requirement, ready
 from jflex.mods.arrays import at_compile_time, checked_array
 from jflex.mods.compose import MaskMod
 
 
-@at_compile_time
+@ready
 def document(q_ids: Int[ArrayLike, "*B T"], kv_ids: Int[ArrayLike, "*B S"] | None = None) -> MaskMod:
     """Shows the keys of the query's own document. Combine it with `causal` for a packed language model.
 
@@ -45,7 +45,7 @@ def document(q_ids: Int[ArrayLike, "*B T"], kv_ids: Int[ArrayLike, "*B S"] | Non
     return ReadyMod(lambda b, h, q_idx, kv_idx: q_ids[b, q_idx] == kv_ids[b, kv_idx], required)
 
 
-@at_compile_time
+@ready
 def causal_document(ids: Int[ArrayLike, "*B T"]) -> MaskMod:
     """Packed documents of a causal language model: the keys from the first token of the query's document to the query.
 

@@ -6,11 +6,12 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 from jaxtyping import Int
 
-from jflex.mods.arrays import at_compile_time, checked_array, known_count
+from jflex.mods.array_sizes import ready
+from jflex.mods.arrays import checked_array, known_count
 from jflex.mods.compose import MaskMod
 
 
-@at_compile_time
+@ready
 def draft_blocks(prefix_length: int | Int[ArrayLike, ""], block: int) -> MaskMod:
     """Shows to each token of a drafted block the prefix, and its own block up to itself.
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from jax.typing import ArrayLike
 from jaxtyping import Bool
 
-from jflex.mods.array_sizes import ReadyMod, for_positions
-from jflex.mods.arrays import at_compile_time, checked_array
+from jflex.mods.array_sizes import ReadyMod, for_positions, ready
+from jflex.mods.arrays import checked_array
 from jflex.mods.compose import MaskMod
 
 
-@at_compile_time
+@ready
 def global_tokens(is_global: Bool[ArrayLike, " S"]) -> MaskMod:
     """Shows every key to the global queries, and the global keys to every query. Add them to a window with `or_masks`.
 

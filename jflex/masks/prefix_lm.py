@@ -5,12 +5,12 @@ from __future__ import annotations
 from jax.typing import ArrayLike
 from jaxtyping import Int
 
-from jflex.mods.array_sizes import ReadyMod, Requirement
-from jflex.mods.arrays import at_compile_time, checked_array
+from jflex.mods.array_sizes import ReadyMod, Requirement, ready
+from jflex.mods.arrays import checked_array
 from jflex.mods.compose import MaskMod
 
 
-@at_compile_time
+@ready
 def prefix_lm(prefix_length: int | Int[ArrayLike, ""] | Int[ArrayLike, " B"]) -> MaskMod:
     """Shows the prefix to every query, and the keys up to the query itself.
 

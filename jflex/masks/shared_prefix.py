@@ -7,12 +7,12 @@ from jax.typing import ArrayLike
 from jaxtyping import Int
 
 from jflex.masks.document import for_ids
-from jflex.mods.array_sizes import ReadyMod
-from jflex.mods.arrays import at_compile_time, checked_array
+from jflex.mods.array_sizes import ReadyMod, ready
+from jflex.mods.arrays import checked_array
 from jflex.mods.compose import MaskMod
 
 
-@at_compile_time
+@ready
 def shared_prefix(ids: Int[ArrayLike, "*B T"], prefixes: Int[ArrayLike, "*B N"]) -> MaskMod:
     """Causal within each document; a document that continues another one attends to all of that too.
 

@@ -11,12 +11,12 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Int, Int32
 
 from jflex.masks.grid_order import checked_grid, coordinates
-from jflex.mods.array_sizes import ReadyMod, for_positions
-from jflex.mods.arrays import at_compile_time, checked_array, known_count
+from jflex.mods.array_sizes import ReadyMod, for_positions, ready
+from jflex.mods.arrays import checked_array, known_count
 from jflex.mods.compose import MaskMod
 
 
-@at_compile_time
+@ready
 def sliding_tile(
     canvas: tuple[int, ...],
     kernel: tuple[int, ...],

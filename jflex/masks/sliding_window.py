@@ -5,9 +5,11 @@ from __future__ import annotations
 from jax.typing import ArrayLike
 from jaxtyping import Int
 
+from jflex.mods.array_sizes import ready
 from jflex.mods.compose import MaskMod
 
 
+@ready
 def sliding_window(left: int | Int[ArrayLike, ""], right: int | Int[ArrayLike, ""] = 0) -> MaskMod:
     """Shows the keys from `left` positions before the query to `right` positions after it.
 

@@ -9,15 +9,15 @@ import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Bool, Int, Int32
 
-from jflex.mods.array_sizes import ReadyMod, Requirement
-from jflex.mods.arrays import at_compile_time, checked_array, known_count
+from jflex.mods.array_sizes import ReadyMod, Requirement, ready
+from jflex.mods.arrays import checked_array, known_count
 from jflex.mods.compose import MaskMod
 
 MAX_NODES = 32
 """Nodes of a tree whose ancestors are the bits of a word."""
 
 
-@at_compile_time
+@ready
 def tree(prefix_length: int | Int[ArrayLike, ""], ancestors: Bool[ArrayLike, "N N"]) -> MaskMod:
     """Shows to every node of a tree of drafted tokens the prefix, its ancestors and itself.
 
@@ -57,7 +57,7 @@ def tree(prefix_length: int | Int[ArrayLike, ""], ancestors: Bool[ArrayLike, "N 
     return ReadyMod(mask, tuple(required))
 
 
-@at_compile_time
+@ready
 def trees(prefix_lengths: Int[ArrayLike, " B"], ancestor_bits: Int[ArrayLike, "B N"]) -> MaskMod:
     """`tree` with a different tree, and a different prefix, in each batch entry: one word for each node.
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 
+from jflex.mods.array_sizes import ready
 from jflex.mods.compose import MaskMod
 
 
+@ready
 def spatial_head(frame: int, window: int, *, prompt: int = 0, first_frame: bool = False) -> MaskMod:
     """Shows the keys near the query in the sequence: those of its own frame and of the frames beside it.
 
@@ -53,6 +55,7 @@ def spatial_head(frame: int, window: int, *, prompt: int = 0, first_frame: bool 
     return mask
 
 
+@ready
 def temporal_head(frame: int, window: int, *, prompt: int = 0, first_frame: bool = False) -> MaskMod:
     """Shows the keys at the query's place in every frame, and near it.
 

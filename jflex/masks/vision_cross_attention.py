@@ -6,12 +6,12 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 from jaxtyping import Int
 
-from jflex.mods.array_sizes import ReadyMod, Requirement
-from jflex.mods.arrays import at_compile_time, checked_array
+from jflex.mods.array_sizes import ReadyMod, Requirement, ready
+from jflex.mods.arrays import checked_array
 from jflex.mods.compose import MaskMod
 
 
-@at_compile_time
+@ready
 def vision_cross_attention(intervals: Int[ArrayLike, "*B N 2"], image: int) -> MaskMod:
     """Shows each image to an interval of the text: queries are text, keys are images of as many tokens, in a row.
 

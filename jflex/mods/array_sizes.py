@@ -8,14 +8,18 @@ that does not match is refused before anything is computed.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, ParamSpec
 
 import jax
 import numpy as np
 from jax.typing import ArrayLike
 
+from jflex.mods.arrays import compile_time
+
 Axis = Literal["b", "h", "q_idx", "kv_idx"]
+_P = ParamSpec("_P")
 
 
 class Requirement(NamedTuple):
@@ -70,13 +74,22 @@ class SizedMod:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ReadyMod(SizedMod):
-    """A ready mod: a function and its requirements."""
+    """A ready mod: a function and its requirements; `ready` adds the call that makes it, which pickles hold."""
 
     mod: Callable[..., ArrayLike]
     required: tuple[Requirement, ...]
+    call: tuple[Callable[..., ReadyMod], tuple[object, ...], dict[str, object]] | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "__wrapped__", self.mod)  # messages name the function, and the signature is its own
+
+    def __reduce__(self) -> tuple[object, ...]:
+        assert self.call is not None  # made by a decorated function
+        return _called, self.call
+
+    def __deepcopy__(self, memo: object) -> ReadyMod:
+        """Itself: it never changes."""
+        return self
 
     def __call__(self, *args: jax.Array) -> ArrayLike:
         """Evaluates the mod at one position."""
@@ -85,6 +98,27 @@ class ReadyMod(SizedMod):
     def requirements(self) -> tuple[Requirement, ...]:
         """See `SizedMod`."""
         return self.required
+
+
+def ready(make: Callable[_P, Callable[..., ArrayLike]]) -> Callable[_P, ReadyMod]:
+    """Decorates the factory of a ready mod: its result can be pickled, and its arrays are evaluated at once.
+
+    Inside ``jit``, `jnp.asarray` of a numpy array is a tracer. A Flax layer that is constructed there, as for sharded
+    parameters, keeps its mods for calls outside.
+    """
+
+    @functools.wraps(make)
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> ReadyMod:
+        with compile_time(args, kwargs):
+            mod = make(*args, **kwargs)
+        mod = mod if isinstance(mod, ReadyMod) else ReadyMod(mod, ())
+        return dataclasses.replace(mod, call=(call, args, kwargs))
+
+    return call
+
+
+def _called(make: Callable[..., ReadyMod], args: tuple[object, ...], kwargs: dict[str, object]) -> ReadyMod:
+    return make(*args, **kwargs)
 
 
 def for_positions(size: int, rule: str, remedy: str) -> tuple[Requirement, Requirement]:

@@ -31,10 +31,7 @@ def compile_time(*captures: object) -> contextlib.AbstractContextManager[None]:
 
 
 def at_compile_time(factory: Callable[P, R]) -> Callable[P, R]:
-    """Decorates the factory of a ready mod, so that the mod captures tracers only if it gets tracers.
-
-    Inside ``jit``, `jnp.asarray` of a numpy array is a tracer. A Flax layer that is constructed there, as for sharded
-    parameters, keeps its mods for calls outside.
+    """Decorates a factory of arrays for ready mods: inside ``jit`` too, they are tracers only if it gets tracers.
 
     >>> numbers = at_compile_time(lambda heads: jnp.arange(heads))
     >>> jax.jit(lambda: print(numbers(4)))()

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from jax.typing import ArrayLike
 
 from jflex.mods.array_sizes import SizedMod
 
@@ -48,7 +49,7 @@ def accept_numpy(mod: Callable[..., _R]) -> Callable[..., _R]:
 class _Indexable(np.ndarray):
     """A numpy array whose elements at a traced index are those of a JAX array."""
 
-    def __getitem__(self, index: Any) -> Any:
+    def __getitem__(self, index: Any) -> ArrayLike:
         if any(isinstance(x, Tracer) for x in jax.tree.leaves(index)):
             return jnp.asarray(np.asarray(self))[index]
         return super().__getitem__(index)
@@ -65,7 +66,7 @@ class _Conversion:
         self.arrays = 0
         self._copies: dict[int, types.FunctionType] = {}
 
-    def __call__(self, x: Any) -> Any:
+    def __call__(self, x: object) -> Any:
         """Converts an array, a function or a container; returns anything else as it is."""
         if isinstance(x, np.ndarray) and x.dtype.kind in _NUMBERS:
             self.arrays += 1

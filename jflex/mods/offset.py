@@ -5,6 +5,7 @@ After FlexAttention (Dong et al., 2024, https://arxiv.org/abs/2412.05496, sectio
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -65,16 +66,23 @@ def with_offset(mod: Callable[..., Any], offset: Int[ArrayLike, ""] | Int[ArrayL
     return _continued(mod, *_checked_offset(offset))
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Continued:
+    """The positions of queries that begin at an offset."""
+
+    offset: Offset
+
+    def __call__(self, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Positions:
+        return Positions(b, h, q_idx + (self.offset[b] if self.offset.ndim else self.offset), kv_idx)
+
+
 def _continued(mod: Callable[..., Any], offset: Offset, known: np.ndarray | None) -> Callable[..., Any]:
     if isinstance(mod, AndMasks | OrMasks):
         return type(mod)(tuple(_continued(part, offset, known) for part in mod.parts))
     if isinstance(mod, NotMask):
         return NotMask(_continued(mod.part, offset, known))
 
-    def positions(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Positions:
-        return Positions(b, h, q_idx + (offset[b] if offset.ndim else offset), kv_idx)
-
-    return ReindexedMod(mod, positions, _requirements(mod, offset, known))
+    return ReindexedMod(mod, _Continued(offset), _requirements(mod, offset, known))
 
 
 def _requirements(mod: Callable[..., Any], offset: Offset, known: np.ndarray | None) -> tuple[Requirement, ...]:

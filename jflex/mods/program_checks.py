@@ -1,4 +1,4 @@
-"""What the program of a mod tells of its faults, before a call computes anything.
+"""Faults of a mod that its program shows, before a call computes anything.
 
 * An array that is indexed by an index of the call itself, ``slopes[h]`` or ``ids[b, q_idx]``, must be long enough: JAX
   clamps an index beyond the end, so that a shorter one would repeat its last element in silence. An axis of size 1 is
@@ -70,7 +70,7 @@ class _Walk(Generic[_Known]):
     """Interprets a program on what is known of its values; None if nothing is."""
 
     def run(self, opened: Open, args: Sequence[_Known | None]) -> list[_Known | None]:
-        """What is known of the outputs, from the last arguments."""
+        """Interprets the equations; `args` are the last arguments."""
         arguments = opened.jaxpr.invars[len(opened.jaxpr.invars) - len(args) :]
         env: dict[core.Var, _Known | None] = dict(zip(arguments, args, strict=True))
         read = lambda v: self.literal(v) if isinstance(v, core.Literal) else env.get(v)
@@ -83,11 +83,11 @@ class _Walk(Generic[_Known]):
         return [read(v) for v in opened.jaxpr.outvars]
 
     def literal(self, literal: core.Literal) -> _Known | None:
-        """What is known of a constant."""
+        """Interprets a constant."""
         return None
 
     def equation(self, eqn: core.JaxprEqn, ins: Sequence[_Known | None]) -> _Known | None:
-        """What is known of the result of an equation; a call of which nothing is known is entered."""
+        """Interprets an equation of one result; a call with no result here is entered."""
         raise NotImplementedError
 
     def visit(self, jaxpr: core.Jaxpr, env: Mapping[core.Var, _Known | None]) -> None:

@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NoReturn, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,7 @@ from jax.extend import core
 from jax.typing import ArrayLike
 
 from jflex._jax.manual_axes import match_manual_axes, varying_axes
+from jflex._jax.stored_programs import load_program, store_program
 from jflex.mods.array_sizes import CallSizes, Requirement, check_requirements, program_requirements, requirements_of
 from jflex.mods.batchable import CALLS, batchable, bind
 from jflex.mods.fingerprint import Open, aval_of, fingerprint, open_jaxpr, sub_jaxpr
@@ -82,11 +83,32 @@ class TracedMod:
 
     __copy__ = functools.partialmethod(__deepcopy__, None)
 
-    def __reduce__(self) -> NoReturn:
-        raise TypeError(
-            f"A traced mod cannot be pickled: {self.source} is held as a program of JAX. In place of a BlockMask, "
-            "pickle the arrays that it is made of, and call `create_block_mask` in the process that uses it."
+    def __reduce__(self) -> tuple[object, ...]:
+        try:
+            program = store_program(self.jaxpr)
+        except TypeError as error:
+            raise TypeError(
+                f"A BlockMask of {self.source} cannot be pickled: its {error}. Pickle the arrays that it is made of, "
+                "and call `create_block_mask` in the process that uses it."
+            ) from error
+        return _load_mod, (jax.__version__, program, self.role, self.operands, self.source, self.requirements)
+
+
+def _load_mod(
+    version: str,
+    program: bytes,
+    role: Role,
+    operands: tuple[tuple[tuple[int, ...], str], ...],
+    source: str,
+    requirements: tuple[Requirement, ...],
+) -> TracedMod:
+    if version != jax.__version__:
+        raise ValueError(
+            f"A BlockMask of {source} was pickled with JAX {version}, and this is {jax.__version__}: a program belongs "
+            "to one version. Make the mask anew, with `create_block_mask`."
         )
+    jaxpr = load_program(program)
+    return TracedMod(role, fingerprint(jaxpr, differentiable=role != "mask"), operands, jaxpr, source, requirements)
 
 
 @functools.lru_cache(maxsize=256)
@@ -137,6 +159,11 @@ def trace_vector_mod(
     """
     arguments = [jax.ShapeDtypeStruct((size,), dtype), *[_INDEX] * 3]
     return _residual(mod, lambda *args: jnp.asarray(accept_numpy(mod)(*args)), arguments, role)
+
+
+def mod_requirements(mod: object, traced: TracedMod | None) -> tuple[Requirement, ...]:
+    """The requirements of a mod and of its program; none without a mod."""
+    return (*requirements_of(mod), *(() if traced is None else traced.requirements))
 
 
 def check_call_sizes(score_mod: ScoreMod | None, mask_mod: MaskMod | None, sizes: CallSizes) -> None:

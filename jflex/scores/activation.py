@@ -14,9 +14,11 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
+from jflex.mods.array_sizes import ready
 from jflex.mods.types import ScoreMod
 
 
+@ready
 def activation(function: Callable[[jax.Array], ArrayLike], *, offset: float = 1.0) -> ScoreMod:
     """Maps a score to ``log(function(score) + offset)``, for `undo_softmax`.
 

@@ -8,12 +8,12 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Float32
 
-from jflex.mods.array_sizes import ReadyMod, Requirement
+from jflex.mods.array_sizes import ReadyMod, Requirement, ready
 from jflex.mods.arrays import at_compile_time, checked_array
 from jflex.mods.types import ScoreMod
 
 
-@at_compile_time
+@ready
 def alibi(slopes: Float[ArrayLike, " Hq"]) -> ScoreMod:
     """Adds ``slopes[h] * (kv_idx - q_idx)`` to the scores: a penalty for keys before the query, linear in distance.
 

@@ -6,12 +6,12 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 from jaxtyping import Float
 
-from jflex.mods.array_sizes import Axis, ReadyMod, Requirement
-from jflex.mods.arrays import at_compile_time, checked_array
+from jflex.mods.array_sizes import Axis, ReadyMod, Requirement, ready
+from jflex.mods.arrays import checked_array
 from jflex.mods.types import ScoreMod
 
 
-@at_compile_time
+@ready
 def bias(values: Float[ArrayLike, "B H T S"]) -> ScoreMod:
     """Adds ``values[b, h, q_idx, kv_idx]`` to the scores.
 

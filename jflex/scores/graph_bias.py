@@ -7,12 +7,12 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 from jaxtyping import Float, Int
 
-from jflex.mods.array_sizes import Axis, ReadyMod, Requirement
-from jflex.mods.arrays import at_compile_time, checked_array
+from jflex.mods.array_sizes import Axis, ReadyMod, Requirement, ready
+from jflex.mods.arrays import checked_array
 from jflex.mods.types import ScoreMod
 
 
-@at_compile_time
+@ready
 def spatial_bias(table: Float[ArrayLike, "Hq N"], distances: Int[ArrayLike, "*B T S"]) -> ScoreMod:
     """Adds ``table[h, distances[b, q_idx, kv_idx]]`` to the scores: a learned number for each distance of two nodes.
 
@@ -46,7 +46,7 @@ def spatial_bias(table: Float[ArrayLike, "Hq N"], distances: Int[ArrayLike, "*B 
     return ReadyMod(add_bias, required)
 
 
-@at_compile_time
+@ready
 def edge_bias(table: Float[ArrayLike, "Hq L E"], edges: Int[ArrayLike, "*B T S L"]) -> ScoreMod:
     """Adds the mean of ``table[h, n, edges[b, q_idx, kv_idx, n]]`` over the edges ``n`` of the path between two nodes.
 

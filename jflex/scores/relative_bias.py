@@ -6,12 +6,12 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 from jaxtyping import Float
 
-from jflex.mods.array_sizes import ReadyMod, Requirement
-from jflex.mods.arrays import at_compile_time, checked_array
+from jflex.mods.array_sizes import ReadyMod, Requirement, ready
+from jflex.mods.arrays import checked_array
 from jflex.mods.types import ScoreMod
 
 
-@at_compile_time
+@ready
 def relative_bias(table: Float[ArrayLike, "Hq N"]) -> ScoreMod:
     """Adds ``table[h, clip(kv_idx - q_idx, -m, m) + m]`` to the scores, where ``N = 2 m + 1``.
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import jax.numpy as jnp
 import numpy as np
 
-from jflex.mods.array_sizes import ReadyMod, Requirement, for_positions
-from jflex.mods.arrays import at_compile_time
+from jflex.mods.array_sizes import ReadyMod, Requirement, for_positions, ready
 from jflex.mods.types import ScoreMod
 
 
-@at_compile_time
+@ready
 def sandwich(heads: int, length: int, *, dimension: int = 128) -> ScoreMod:
     """Adds ``heads / (8 (h + 1)) * sum_n cos((q_idx - kv_idx) / 10000 ** (2 n / dimension))`` to the scores.
 

@@ -6,9 +6,11 @@ import jax
 from jax.typing import ArrayLike
 from jaxtyping import Float
 
+from jflex.mods.array_sizes import ready
 from jflex.mods.types import ScoreMod
 
 
+@ready
 def sigmoid(bias: float | Float[ArrayLike, ""]) -> ScoreMod:
     """Maps a score to ``sigmoid(score + bias)``, for calls with ``normalize="none"``.
 

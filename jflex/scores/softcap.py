@@ -6,9 +6,11 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 from jaxtyping import Float
 
+from jflex.mods.array_sizes import ready
 from jflex.mods.types import ScoreMod
 
 
+@ready
 def softcap(cap: float | Float[ArrayLike, ""]) -> ScoreMod:
     """Maps a score to ``cap * tanh(score / cap)``.
 

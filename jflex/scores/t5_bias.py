@@ -8,12 +8,12 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 from jaxtyping import Float
 
-from jflex.mods.array_sizes import ReadyMod, Requirement
-from jflex.mods.arrays import at_compile_time, checked_array
+from jflex.mods.array_sizes import ReadyMod, Requirement, ready
+from jflex.mods.arrays import checked_array
 from jflex.mods.types import ScoreMod
 
 
-@at_compile_time
+@ready
 def t5_bias(table: Float[ArrayLike, "Hq N"], *, bidirectional: bool, max_distance: int = 128) -> ScoreMod:
     """Adds ``table[h, bucket(kv_idx - q_idx)]`` to the scores: small distances have their own buckets, others share.
 

@@ -68,12 +68,12 @@ def visibility_of_blocks(
 
 
 def hides_all(mod: Mod, leading: tuple[int, int], lengths: tuple[int, int]) -> bool:
-    """Whether no query attends to a key, whatever the captured arrays hold; False if bounds do not decide it.
+    """True if bounds prove that no query attends to a key, whatever the captured arrays hold.
 
     Args:
-      mod: A mask mod.
+      mod: The traced mod of a mask.
       leading: Batch entries and query heads.
-      lengths: Queries and keys.
+      lengths: Numbers of queries and of keys.
     """
     program = program_of(mod, Sizes(*leading, *lengths))
     return not isinstance(program, Refusal) and program.output.bounds == (0, 0)
