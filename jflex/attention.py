@@ -387,7 +387,6 @@ def attend(caller: str, call: Call, implementation: Implementation) -> Saved:
     if spec.is_empty:
         out = jnp.zeros(spec.out_shape(), spec.out_dtype)
         return fold_sinks(spec, stats_of_no_keys(spec, out), inputs.sinks)
-    warn_of_new_numbers(spec, inputs)
     return _run(name, implementation, spec, inputs)
 
 
@@ -396,5 +395,6 @@ def _run(name: str, implementation: Implementation, spec: AttentionSpec, inputs:
     inputs = match_manual_axes(inputs)
     if backends.get(name).differentiable and spec.qk_dtype is None:
         return backends.get(name).forward(spec, inputs)
+    warn_of_new_numbers(spec, inputs)
     named = implementation if implementation is None or isinstance(implementation, str) else tuple(implementation)
     return custom_vjp.attend(custom_vjp.Static(name, named, spec), inputs)

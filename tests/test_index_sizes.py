@@ -154,6 +154,7 @@ ACCEPTED = {
         "mask_mod": lambda b, h, q, k: jnp.ones((2, 1, 1, 32), bool)[b, h, q, k],
         "score_mod": per_head(draw(1)),
     },
+    "window": {"score_mod": lambda s, b, h, q, k: s + jax.lax.dynamic_slice_in_dim(draw(6), q, 4).sum()},
     "last": {"score_mod": lambda s, b, h, q, k: s * TWO[-1]},
     "branch": {"score_mod": lambda s, b, h, q, k: jax.lax.cond(h < 2, lambda: s * TWO[h], lambda: s)},
     "offset": {"mask_mod": jflex.with_offset(lambda b, h, q, k: IDS[q] == q, 30)},

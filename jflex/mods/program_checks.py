@@ -137,9 +137,9 @@ class _IndexWalk(_Walk[_Index]):
 
     def _require(self, eqn: core.JaxprEqn, axis: int, index: Axis | None) -> None:
         array = aval_of(eqn.invars[0])
-        if index is None or array.shape[axis] == 1:
+        size = array.shape[axis]
+        if index is None or size == 1 or eqn.params["slice_sizes"][axis] != 1:
             return
-        size = array.shape[axis] - eqn.params["slice_sizes"][axis] + 1
         shape = f"{array.dtype}[{','.join(map(str, array.shape))}]"
         on_axis = f" on axis {axis}" if len(array.shape) > 1 else ""
         rule = (

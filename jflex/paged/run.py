@@ -149,8 +149,8 @@ def attend(call: PagedCall, implementation: Implementation) -> AttentionState:
     if spec.is_empty:
         return AttentionState.empty(spec.out_shape(), spec.out_dtype, spec.normalize, spec.stats)
     inputs, reason = call.inputs(), no_derivative(caller, name)
-    warn_of_new_numbers(spec, inputs)
     if reason is not None:
+        warn_of_new_numbers(spec, inputs)
         guard = lambda x: _without_gradient(x, reason) if jnp.issubdtype(x.dtype, jnp.floating) else x
         inputs = jax.tree.map(guard, inputs)
         saved = call_as_primitive(PagedOp(name, spec), match_manual_axes(inputs))

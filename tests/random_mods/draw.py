@@ -165,14 +165,16 @@ class Drawing:
             text = ["{0} - {1}", "{0} * 3 - {1}", "{0} + {1}", "{0} ^ {1}"][self.rng.integers(4)]
             index = self.step("i", text, [index, other], 4 * index.bound + other.bound)
         name = self.capture(kind, shape)
+        # A position itself must be within an array, or clamped on purpose.
+        beyond = f"jnp.minimum({{1}}, {size} - 1)" if index.name in POSITIONS else "{1}"
         before, after = [", ".join(indices[:at]), ", ".join(indices[at + 1 :])]
         around = lambda i: f"{before}{', ' if before else ''}{i}{', ' if after else ''}{after}"
         one = len(shape) == 1
         ways = [
             f"{{0}}[{around(f'{{1}} % {size}')}]",
             f"{{0}}[{around(f'jnp.clip({{1}}, 0, {size} - 1)')}]",
-            f"{{0}}[{around('{1}')}]",
-            f"{{0}}.at[{around('{1}')}].get(mode='clip')",
+            f"{{0}}[{around(beyond)}]",
+            f"{{0}}.at[{around(beyond)}].get(mode='clip')",
             *([f"jnp.take({{0}}, {{1}}, mode='{mode}')" for mode in ("wrap", "clip")] if one else []),
             *([f"jnp.take({{0}}, {{1}} % {size})"] if one else []),
             *([f"looked({{0}}, {{1}} % {size})"] if one and kind == "f" and isinstance(shape[0], int) else []),
