@@ -86,11 +86,6 @@ def attention_fn(
         >>> print(jnp.allclose(jnp.concatenate(tokens, axis=1), whole, atol=1e-5))
         True
     """
-    if hasattr(score_mod, "shape"):  # the query: linen leaves out keywords that this function does not have
-        raise TypeError(
-            "`score_mod` must be a function. Got an array. `attention_fn` makes the function for Flax. Call it: "
-            "`attention_fn=flax_layers.attention_fn()`."
-        )
     if mask_mod is not None and block_mask is not None:
         raise ValueError(
             "`mask_mod` and `block_mask` are two forms of one mask. Got both. Pass one: to combine masks, use "

@@ -16,24 +16,17 @@ _R = TypeVar("_R")
 
 # Answers of a name: the argument that a function must have for it, "" for every function, and the remedy.
 _Answer = tuple[str, str]
-_CALLED = ("decode", "`attention_fn` makes the function for Flax. Call it: `attention_fn=flax_layers.attention_fn()`.")
-_OF_FLAX = (_CALLED, ("", "Flax's attention layers take `attention_fn=flax_layers.attention_fn()`."))
+_LAYERS_OF_FLAX = ("flax.linen.attention", "flax.nnx.nn.attention")
+_OF_FLAX = (("", "Flax's attention layers take `attention_fn=flax_layers.attention_fn()`."),)
 _CAUSAL = (
     ("is_causal", "Pass `is_causal`."),
     ("block_mask", "Pass the BlockMask of `jflex.masks.causal()`, or `mask_mod=jflex.masks.causal()`."),
     ("mask_mod", "Pass `mask_mod=jflex.masks.causal()`."),
 )
-_MASK = (
-    _CALLED,
-    ("mask_mod", "Write its rule as a `mask_mod`. `jflex.dot_product_attention` takes a dense one, as `mask`."),
-)
-_BIAS = (
-    _CALLED,
-    ("score_mod", "Pass `score_mod=jflex.scores.bias(bias)` for a bias [B or 1, H or 1, T, S]."),
-)
+_MASK = (("mask_mod", "Write its rule as a `mask_mod`. `jflex.dot_product_attention` takes a dense one, as `mask`."),)
+_BIAS = (("score_mod", "Pass `score_mod=jflex.scores.bias(bias)` for a bias [B or 1, H or 1, T, S]."),)
 _SCALE = (("scale", "Pass `scale`."),)
 _DROPOUT = (
-    _CALLED,
     ("dropout_rate", "Pass `dropout_rate` and `dropout_key`."),
     ("", "`jflex.flex_attention` has `dropout_rate` and `dropout_key`."),
 )
@@ -69,7 +62,7 @@ _ANSWERS: dict[str, tuple[_Answer, ...]] = {
     "enable_gqa": (("", "Leave it out: `key` and `value` may have fewer heads, a divisor of those of `query`."),),
     "kernel_options": (("config", "Pass tile sizes as `config=jflex.Config(...)`, a backend as `implementation`."),),
     "return_aux": (("return_stats", "Pass `return_lse=True`, or `return_stats=('lse', 'max')`."), *_LSE),
-    "attn_mask": (("mask", "Pass booleans as `mask`, numbers that are added to the scores as `bias`."), *_MASK[1:]),
+    "attn_mask": (("mask", "Pass booleans as `mask`, numbers that are added to the scores as `bias`."), *_MASK),
     "dropout_p": _DROPOUT,
     "cu_seq_q": _PACKED,
     "cu_seq_k": _PACKED,
@@ -91,14 +84,14 @@ _ANSWERS: dict[str, tuple[_Answer, ...]] = {
     "block_mask": _FLEX,
     "kv_lengths": _LENGTHS[1:],
     "return_lse": _LSE[1:],
-    "dropout_rate": _DROPOUT[2:],
-    "dropout_key": _DROPOUT[2:],
+    "dropout_rate": _DROPOUT[1:],
+    "dropout_key": _DROPOUT[1:],
     # Attention functions of Flax
-    "dropout_rng": (_CALLED, ("dropout_key", "Pass `dropout_key`."), _OF_FLAX[1]),
+    "dropout_rng": (("dropout_key", "Pass `dropout_key`."), *_OF_FLAX),
     "broadcast_dropout": _OF_FLAX,
-    "deterministic": (_CALLED, ("dropout_rate", "Dropout is off at `dropout_rate=0`."), _OF_FLAX[1]),
-    "dtype": (_CALLED, ("", "Cast the arrays: outputs have their dtype, and sums are in float32.")),
-    "precision": (_CALLED, ("", "Set it by `jax.default_matmul_precision`.")),
+    "deterministic": (("dropout_rate", "Dropout is off at `dropout_rate=0`."), *_OF_FLAX),
+    "dtype": (("", "Cast the arrays: outputs have their dtype, and sums are in float32."),),
+    "precision": (("", "Set it by `jax.default_matmul_precision`."),),
     "module": _OF_FLAX,
     "promote_dtype": _OF_FLAX,
     # FlashAttention
@@ -142,6 +135,13 @@ def answers_keywords(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
     @functools.wraps(function)
     def checked(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        frame = inspect.currentframe()
+        if frame and frame.f_back and frame.f_back.f_globals.get("__name__") in _LAYERS_OF_FLAX:
+            raise TypeError(
+                f"`attention_fn` of a layer of Flax must be what `flax_layers.attention_fn()` returns. Got "
+                f"`{function.__name__}`, which has other arguments: linen would leave out the rest, as dropout or a "
+                "mask. Pass mods to `flax_layers.attention_fn(score_mod, mask_mod)`."
+            )
         check_keywords(function.__name__, parameters, kwargs)
         return function(*args, **kwargs)
 
