@@ -22,6 +22,7 @@ MAY_BE_NEGATIVE = {
     "function": lambda h, q, k: jnp.power(3, -h),
     "base": lambda h, q, k: (q + 1) ** -h,
     "inside": lambda h, q, k: jax.jit(lambda x: 2**x)(q - k),
+    "branch": lambda h, q, k: jax.lax.cond(h > 1, lambda: 2**-h, lambda: h),
 }
 IS_NOT_NEGATIVE = {
     "float": lambda h, q, k: 2.0 ** -(h + 1),
@@ -35,6 +36,7 @@ IS_NOT_NEGATIVE = {
     "unsigned": lambda h, q, k: 2 ** LEVELS[h].astype(jnp.uint32),
     "bits": lambda h, q, k: 2 ** ((q - k) & 3) + ((q >> h) & 1),
     "square": lambda h, q, k: (q - k) ** 2,
+    "branch": lambda h, q, k: jax.lax.cond(h > 1, lambda: 2**h, lambda: h),
     "where": lambda h, q, k: 2 ** jnp.where(q > k, h, k),
 }
 

@@ -5,7 +5,7 @@
   broadcast, as that of a mask [B, 1, T, S]. Computed indices (``jnp.minimum(h, 3)``), other modes of indexing
   (`jax.numpy.take`), branches and loops are not checked.
 * An integer to a negative power is 0 in JAX, so ``2 ** -(h + 1)`` is. JAX expands the power by repeated squaring; it is
-  recognised by the sequence of primitives that `jax.numpy.power` leaves.
+  recognised by the sequence of primitives that `jax.numpy.power` leaves, except in loops.
 """
 
 from __future__ import annotations
@@ -172,7 +172,9 @@ class _BoundsWalk(_Walk[Bounds]):
         return (int(value), int(value)) if value.dtype.kind in "iu" else None
 
     def equation(self, eqn: core.JaxprEqn, ins: Sequence[Bounds | None]) -> Bounds | None:
-        """Bounds of one result, by the rules of tile programs."""
+        """Bounds of one result, by the rules of tile programs; enters the branches of a `lax.cond`."""
+        for branch in eqn.params.get("branches", ()):
+            self.run(open_jaxpr(branch), ins[1:])
         if len(eqn.outvars) != 1 or not jnp.issubdtype(aval_of(eqn.outvars[0]).dtype, jnp.integer):
             return None
         if jnp.issubdtype(aval_of(eqn.outvars[0]).dtype, jnp.unsignedinteger):
