@@ -22,9 +22,9 @@ from flax_layers.handed_over import (
 from flax_layers.layer_mods import Mods
 from flax_layers.linen.mods import with_parameters
 from flax_layers.nnx.stored_mods import ModAttributes, check_no_hidden_state, is_state, stored
-from jflex._call.keywords import answers_keywords
 from jflex.block_mask.bands import Band, band_block_mask
 from jflex.jax_nn import block_size_of
+from jflex.mods.signature import answers_keywords
 
 
 @answers_keywords

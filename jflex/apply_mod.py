@@ -11,7 +11,7 @@ from jflex._call.checks import describe_array
 from jflex._call.kv_lengths import known_lengths
 from jflex._call.vector_mods import check_vector_mod, modified_rows
 from jflex.mods.array_sizes import CallSizes, check_requirements, last_plus_one, requirements_of
-from jflex.mods.program_checks import index_requirements
+from jflex.mods.dependence import index_requirements
 from jflex.mods.trace import describe
 from jflex.mods.types import VectorMod
 from jflex.types import AnyArray

@@ -24,11 +24,9 @@ from jflex._call.checks import (
     current_precision,
     warn_of_layout,
 )
-from jflex._call.dispatch import Implementation, select_forward
+from jflex._call.dispatch import Implementation, select_forward, warn_of_new_numbers
 from jflex._call.dropout import KeptMod, check_dropout, kept_mod
-from jflex._call.keywords import answers_keywords
 from jflex._call.kv_lengths import check_kv_lengths, known_keys, warn_of_alignment
-from jflex._call.new_numbers import warn_of_new_numbers
 from jflex._call.sinks import fold_sinks
 from jflex._call.vector_mods import VectorMods, modified_inputs, modified_output
 from jflex._jax import custom_vjp
@@ -39,6 +37,7 @@ from jflex.block_mask.lists import BlockLists
 from jflex.block_mask.mask import BlockMask
 from jflex.config import Config
 from jflex.mods.array_sizes import CallSizes, check_requirements
+from jflex.mods.signature import answers_keywords
 from jflex.mods.trace import TracedMod, mod_requirements, trace_mask_mod, trace_score_mod
 from jflex.mods.types import MaskMod, OutputMod, ScoreMod, VectorMod
 from jflex.states.stats import AttentionStats, Stat, check_stats, select_stats, stats_of_no_keys
@@ -286,7 +285,7 @@ def prepare(
     sinks = None if sinks is None else checked_sinks(sinks, Hq)
     vectors = VectorMods(query_mod, key_mod, value_mod, output_mod)
     call_sizes = CallSizes(B, Hq, T, known_keys(kv_lengths, S))
-    if vectors.any:
+    if any(mod is not None for mod in vectors):
         sizes = _with_vectors(sizes, vectors, query.dtype, call_sizes, has_lse=normalize == "softmax")
     score, score_operands = (None, ()) if score_mod is None else trace_score_mod(score_mod)
     mask = _traced_mask(block_mask, mask_mod)

@@ -14,7 +14,6 @@ from jaxtyping import Array, Bool, Float, Int32
 from jflex._call import jax_nn_arguments as checks
 from jflex._call.checks import check_arrays, check_config, check_scale
 from jflex._call.dispatch import Implementation
-from jflex._call.keywords import answers_keywords
 from jflex.attention import flex_attention
 from jflex.block_mask.bands import Band, band_block_mask
 from jflex.block_mask.mask import BlockMask
@@ -22,6 +21,7 @@ from jflex.config import Config
 from jflex.masks.causal import causal
 from jflex.masks.sliding_window import sliding_window
 from jflex.mods.compose import and_masks
+from jflex.mods.signature import answers_keywords
 from jflex.mods.types import MaskMod, ScoreMod
 
 _BLOCK = 128

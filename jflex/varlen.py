@@ -17,7 +17,6 @@ from jaxtyping import Array, Float, Int32
 from jflex._call.checks import check_lse, describe_array, device_of
 from jflex._call.dispatch import Implementation
 from jflex._call.dropout import check_dropout, kept_mod
-from jflex._call.keywords import answers_keywords
 from jflex._call.kv_lengths import known_lengths
 from jflex._call.vector_mods import VectorMods, modified_rows
 from jflex.attention import Call, attend, with_dropout
@@ -36,6 +35,7 @@ from jflex.config import Config
 from jflex.mods.array_sizes import CallSizes
 from jflex.mods.dependence import uses_index
 from jflex.mods.reindex import ReindexedMod
+from jflex.mods.signature import answers_keywords
 from jflex.mods.trace import trace_mask_mod
 from jflex.mods.types import MaskMod, OutputMod, ScoreMod, VectorMod
 from jflex.states.stats import AttentionStats, Stat, check_stats, select_stats

@@ -14,7 +14,6 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, Int32
 
 from jflex._call.checks import describe_array
-from jflex._call.keywords import answers_keywords
 from jflex._call.kv_lengths import bounded_inputs, known_lengths, with_lengths_as_mask
 from jflex._jax.explicit_axes import partitioned_by_xla
 from jflex._jax.manual_axes import match_manual_axes
@@ -25,6 +24,7 @@ from jflex.block_mask.dense import elements_at
 from jflex.block_mask.lists import PARTIAL, block_count, states_from_lists
 from jflex.block_mask.mask import BlockMask
 from jflex.mods.compose import noop_mask
+from jflex.mods.signature import answers_keywords
 from jflex.mods.trace import trace_mask_mod
 from jflex.mods.types import MaskMod, ScoreMod, VectorMod
 from jflex.types import AnyArray, Key, Query, Weights

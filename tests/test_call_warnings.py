@@ -119,7 +119,7 @@ def attend(monkeypatch):
     """Eager attention that compiles nothing."""
     monkeypatch.setattr("jflex._jax.custom_vjp.attend", lambda static, inputs: Saved(inputs.query, None))
     new_numbers._programs.cache_clear()
-    new_numbers._count_call.cache_clear()
+    new_numbers.count_call.cache_clear()
     x = jnp.zeros((1, 8, 2, 16))
     return functools.partial(jflex.flex_attention, x, x, x)
 

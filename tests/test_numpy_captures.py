@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jflex
-from jflex.mods.numpy_captures import accept_numpy
+from jflex.mods.signature import accept_numpy
 from jflex.mods.trace import trace_score_mod
 from tests.sized_calls import call, draw, paged
 

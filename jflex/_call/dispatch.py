@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import jax
+from jax.core import Tracer
+
 from jflex import backends
 from jflex._call.eight_bits import no_gradients
+from jflex._call.new_numbers import count_call
 from jflex._call.user_warnings import warn_user
 from jflex.backends.base import Plan
 from jflex.errors import UnsupportedError
@@ -92,6 +96,12 @@ def select_forward(implementation: Implementation, spec: AttentionSpec, caller: 
             "implementation='xla' to accept that."
         )
     return selection.name
+
+
+def warn_of_new_numbers(spec: AttentionSpec, arrays: object) -> None:
+    """Warns once of eager calls that compile for each Python number; those of traced arrays are parts of a program."""
+    if not any(isinstance(x, Tracer) for x in jax.tree.leaves(arrays)):
+        count_call(spec)
 
 
 def check_supported(implementation: Implementation, spec: AttentionSpec) -> Selection:

@@ -6,17 +6,10 @@ names jflex's argument or another way to the same result.
 
 from __future__ import annotations
 
-import functools
-import inspect
-from collections.abc import Callable, Collection, Mapping
-from typing import ParamSpec, TypeVar
-
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
+from collections.abc import Collection, Mapping
 
 # Answers of a name: the argument that a function must have for it, "" for every function, and the remedy.
 _Answer = tuple[str, str]
-_LAYERS_OF_FLAX = ("flax.linen.attention", "flax.nnx.nn.attention")
 _OF_FLAX = (("", "Flax's attention layers take `attention_fn=flax_layers.attention_fn()`."),)
 _CAUSAL = (
     ("is_causal", "Pass `is_causal`."),
@@ -120,32 +113,6 @@ _ANSWERS: dict[str, tuple[_Answer, ...]] = {
     "key": (("k", "Pass `k`."),),
     "value": (("v", "Pass `v`."),),
 }
-
-
-def answers_keywords(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Decorates a public function: a keyword that another library has is answered with the way to write it here.
-
-    >>> @answers_keywords
-    ... def attend(query, *, scale=None): ...
-    >>> attend(1, softmax_scale=0.1)
-    Traceback (most recent call last):
-    TypeError: `attend` has no argument `softmax_scale`. Pass `scale`.
-    """
-    parameters = inspect.signature(function).parameters.keys()
-
-    @functools.wraps(function)
-    def checked(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        frame = inspect.currentframe()
-        if frame and frame.f_back and frame.f_back.f_globals.get("__name__") in _LAYERS_OF_FLAX:
-            raise TypeError(
-                f"`attention_fn` of a layer of Flax must be what `flax_layers.attention_fn()` returns. Got "
-                f"`{function.__name__}`, which has other arguments: linen would leave out the rest, as dropout or a "
-                "mask. Pass mods to `flax_layers.attention_fn(score_mod, mask_mod)`."
-            )
-        check_keywords(function.__name__, parameters, kwargs)
-        return function(*args, **kwargs)
-
-    return checked
 
 
 def check_keywords(caller: str, parameters: Collection[str], keywords: Mapping[str, object]) -> None:

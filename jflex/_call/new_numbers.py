@@ -10,9 +10,6 @@ import functools
 import re
 from collections.abc import Hashable
 
-import jax
-from jax.core import Tracer
-
 from jflex._call.user_warnings import warn_user
 from jflex.mods.trace import TracedMod
 from pallas_kernels.spec import AttentionSpec
@@ -22,20 +19,9 @@ _MOST = 4  # programs: the first, and three that were compiled for other numbers
 _NUMBER = re.compile(r"(?<= )-?(\d[\w.+-]*|inf|nan)(?=:)")  # a literal in a fingerprint
 
 
-def warn_of_new_numbers(spec: AttentionSpec, arrays: object) -> None:
-    """Warns once where eager calls differ in numbers of their mods, or in their scale, alone.
-
-    Args:
-      spec: The static part of the call.
-      arrays: Its arrays. If some are traced, the call is compiled as a part of another program.
-    """
-    if not any(isinstance(x, Tracer) for x in jax.tree.leaves(arrays)):
-        _count_call(spec)
-
-
 @functools.lru_cache(maxsize=1024)
-def _count_call(spec: AttentionSpec) -> None:
-    """Counts a call once, and warns at the last program that differs from others in numbers alone."""
+def count_call(spec: AttentionSpec) -> None:
+    """Counts an eager call once; warns at the last program that differs from others in numbers alone."""
     numbered = {"scale": spec.scale, **{name: getattr(spec, name) for name in _MODS}}
     without_mods = dataclasses.replace(spec, scale=1.0, **dict.fromkeys(_MODS))
     programs = _programs(tuple(map(_without_numbers, numbered.values())), without_mods)

@@ -24,9 +24,8 @@ from jflex._call.checks import describe_array
 from jflex._call.eight_bits import EIGHT_BITS
 from jflex.errors import UnsupportedError
 from jflex.mods.array_sizes import CallSizes, check_requirements, requirements_of
-from jflex.mods.dependence import used_inputs
-from jflex.mods.numpy_captures import accept_numpy
-from jflex.mods.program_checks import check_integer_powers, index_requirements
+from jflex.mods.dependence import check_integer_powers, index_requirements, used_inputs
+from jflex.mods.signature import accept_numpy
 from jflex.mods.trace import describe, explained
 from jflex.mods.types import OutputMod, VectorMod
 

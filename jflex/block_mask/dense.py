@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int8, Int32
 
-from jflex._call.keywords import answers_keywords
 from jflex.block_mask.lengths import checked_shape
 from jflex.block_mask.lists import FULL, PARTIAL
 from jflex.block_mask.states import visible_elements
 from jflex.mods.array_sizes import check_mask_shape
+from jflex.mods.signature import answers_keywords
 from jflex.mods.trace import mod_requirements, trace_mask_mod
 from jflex.mods.types import MaskMod
 from pallas_kernels.spec import Mod

@@ -12,7 +12,6 @@ from jax.core import Tracer, eval_context
 from jax.typing import ArrayLike
 from jaxtyping import Array, Int, Int8, Int32
 
-from jflex._call.keywords import answers_keywords
 from jflex._jax.explicit_axes import leading_axes, partitioned_by_xla
 from jflex.block_mask.lengths import checked_block_size, checked_size
 from jflex.block_mask.lists import (
@@ -32,6 +31,7 @@ from jflex.block_mask.mask import BlockMask, BlockSize
 from jflex.block_mask.states import Shape, block_states, known_block_states
 from jflex.mods.array_sizes import check_mask_shape
 from jflex.mods.dependence import uses_index
+from jflex.mods.signature import answers_keywords
 from jflex.mods.trace import TracedMod, mod_requirements, trace_mask_mod
 from jflex.mods.types import MaskMod
 

@@ -20,7 +20,6 @@ from jax.core import Tracer, eval_context
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Int, Int8, Int32
 
-from jflex._call.keywords import answers_keywords
 from jflex.block_mask import algebra, drawing
 from jflex.block_mask.dense import elements_at
 from jflex.block_mask.from_lists import states_from_given
@@ -32,6 +31,7 @@ from jflex.block_mask.tables import block_lists, is_compact
 from jflex.mods.array_sizes import check_mask_shape
 from jflex.mods.compose import BoundMask, noop_mask
 from jflex.mods.dependence import uses_index
+from jflex.mods.signature import answers_keywords
 from jflex.mods.trace import TracedMod, mod_requirements, trace_mask_mod
 from jflex.mods.types import MaskMod
 

@@ -16,7 +16,6 @@ from jax import lax
 from jaxtyping import Array, Bool, Int8, Int32
 
 from jflex._call.checks import describe_array
-from jflex._call.keywords import answers_keywords
 from jflex._call.kv_lengths import known_lengths
 from jflex._jax.manual_axes import match_manual_axes
 from jflex.block_mask.lengths import checked_block_size, checked_size
@@ -28,6 +27,7 @@ from jflex.block_mask.tables import block_lists
 from jflex.mods.array_sizes import CallSizes
 from jflex.mods.dependence import uses_index
 from jflex.mods.reindex import Positions, ReindexedMod
+from jflex.mods.signature import answers_keywords
 from jflex.mods.trace import TracedMod, check_call_sizes, trace_mask_mod
 from jflex.mods.types import MaskMod, ScoreMod
 from jflex.types import AnyArray

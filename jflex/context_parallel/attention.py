@@ -8,13 +8,13 @@ from jaxtyping import Array, Float, Int, Int32
 
 from jflex._call.checks import check_lse
 from jflex._call.dispatch import Implementation
-from jflex._call.keywords import answers_keywords
 from jflex.block_mask.mask import BlockMask
 from jflex.config import Config
 from jflex.context_parallel.call import Strategy
 from jflex.context_parallel.placement import Names
 from jflex.context_parallel.prepare import prepare
 from jflex.context_parallel.run import run, with_output_mod
+from jflex.mods.signature import answers_keywords
 from jflex.mods.types import MaskMod, OutputMod, ScoreMod, VectorMod
 from jflex.states.stats import AttentionStats, Stat, check_stats, select_stats
 from jflex.types import AnyArray, Key, Lse, Out, Query, Value

@@ -18,7 +18,6 @@ from jaxtyping import Array, Float, Int
 
 from jflex._call.checks import check_lse
 from jflex._call.dispatch import Implementation
-from jflex._call.keywords import answers_keywords
 from jflex._call.kv_lengths import known_lengths
 from jflex._call.vector_mods import modified_rows
 from jflex._jax.paged_shard import paged_shard_of
@@ -26,6 +25,7 @@ from jflex._jax.shard import Spread
 from jflex.backends.base import PagedInputs
 from jflex.config import Config
 from jflex.context_parallel.placement import Names, Placement
+from jflex.mods.signature import answers_keywords
 from jflex.mods.types import MaskMod, OutputMod, ScoreMod, VectorMod
 from jflex.paged.attention import indices_of, prepare, results_of
 from jflex.paged.batch import PagedBatch

@@ -10,9 +10,9 @@ from jaxtyping import Array, Float, Int
 
 from jflex._call.checks import check_lse
 from jflex._call.dispatch import Implementation
-from jflex._call.keywords import answers_keywords
 from jflex.config import Config
 from jflex.latent.call import checked_call, result_of
+from jflex.mods.signature import answers_keywords
 from jflex.mods.types import MaskMod, ScoreMod
 from jflex.paged.attention import of_packed, pages_of
 from jflex.paged.batch import PagedBatch

@@ -12,11 +12,11 @@ from jaxtyping import Array, Float, Int, Int32
 
 from jflex._call.checks import check_lse, describe_array
 from jflex._call.dispatch import Implementation
-from jflex._call.keywords import answers_keywords
 from jflex.config import Config
 from jflex.latent.call import checked_call, result_of
 from jflex.mods.compose import noop_mask
 from jflex.mods.reindex import Positions, ReindexedMod
+from jflex.mods.signature import answers_keywords
 from jflex.mods.types import MaskMod, ScoreMod
 from jflex.paged.batch import PagedBatch, slots_of_tokens, token_positions, token_requests
 from jflex.paged.cache import check_int32, checked_layer

@@ -21,29 +21,15 @@ _R = TypeVar("_R")
 _NUMBERS = "biufc"  # kinds of dtypes that JAX has
 
 
-def accept_numpy(mod: Callable[..., _R]) -> Callable[..., _R]:
-    """The mod; if numpy refuses a tracer, the mod with captured numpy arrays that tracers may index.
+def indexable(mod: Callable[..., _R]) -> Callable[..., _R] | None:
+    """The mod with captured numpy arrays that tracers may index; None if it captures none.
 
     These are the arrays in closures, globals, defaults and arguments of `functools.partial`, also inside of tuples,
     lists and dicts, and those of the functions that the mod calls by name. Attributes of objects stay as they are.
-
-    >>> slopes = np.array([0.5, 0.25])
-    >>> mod = accept_numpy(lambda score, b, h, q_idx, kv_idx: score * slopes[h])
-    >>> float(jax.jit(mod)(1.0, 0, 1, 0, 0))
-    0.25
     """
-
-    def called(*args: object) -> _R:
-        try:
-            return mod(*args)
-        except (jax.errors.TracerArrayConversionError, jax.errors.TracerIntegerConversionError):
-            conversion = _Conversion()
-            converted = conversion(mod)
-            if not conversion.arrays:
-                raise
-            return converted(*args)
-
-    return called
+    conversion = _Conversion()
+    converted = conversion(mod)
+    return converted if conversion.arrays else None
 
 
 class _Indexable(np.ndarray):

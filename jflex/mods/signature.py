@@ -1,20 +1,28 @@
-"""What a score mod and a mask mod take and return, and what is said of functions that do not."""
+"""How functions are called: what mods take and return, and the keywords of public functions."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
-from typing import Any, Literal
+from collections.abc import Callable
+from typing import Any, Literal, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jflex._call.keywords import check_keywords
+from jflex.mods.numpy_captures import indexable
+
+P = ParamSpec("P")
+R = TypeVar("R")
 ScalarRole = Literal["score", "mask"]
 _INDICES = ("b", "h", "q_idx", "kv_idx")
 _ARGUMENTS = {"score": ("score", *_INDICES), "mask": _INDICES}
 _READY = ("jflex.masks.", "jflex.scores.")
 _VECTOR = "jflex.rotary."
+_LAYERS_OF_FLAX = ("flax.linen.attention", "flax.nnx.nn.attention")
 
 
 def check_signature(mod: object, role: ScalarRole, source: str) -> None:
@@ -99,3 +107,53 @@ def checked_result(out: Any, role: ScalarRole, source: str) -> jax.Array:
         )
         raise TypeError(f"`score_mod` must return {wanted}; {returned}.{hint}")
     return jnp.asarray(out, jnp.bool_ if role == "mask" else jnp.float32)
+
+
+def accept_numpy(mod: Callable[..., R]) -> Callable[..., R]:
+    """The mod; if numpy refuses a tracer, the mod with captured numpy arrays that tracers may index.
+
+    >>> slopes = np.array([0.5, 0.25])
+    >>> mod = accept_numpy(lambda score, b, h, q_idx, kv_idx: score * slopes[h])
+    >>> float(jax.jit(mod)(1.0, 0, 1, 0, 0))
+    0.25
+    """
+
+    def call(*args: object) -> R:
+        try:
+            return mod(*args)
+        except (jax.errors.TracerArrayConversionError, jax.errors.TracerIntegerConversionError):
+            converted = indexable(mod)
+            if converted is None:
+                raise
+            return converted(*args)
+
+    return call
+
+
+def answers_keywords(function: Callable[P, R]) -> Callable[P, R]:
+    """Decorates a public function: a keyword that another library has is answered with the way to write it here.
+
+    A layer of Flax that calls the function is answered, too: linen leaves out keywords that the function does not have.
+
+    >>> @answers_keywords
+    ... def attend(query, *, scale=None): ...
+    >>> attend(1, softmax_scale=0.1)
+    Traceback (most recent call last):
+    TypeError: `attend` has no argument `softmax_scale`. Pass `scale`.
+    """
+    parameters = inspect.signature(function).parameters.keys()
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        frame = inspect.currentframe()
+        if frame and frame.f_back and frame.f_back.f_globals.get("__name__") in _LAYERS_OF_FLAX:
+            raise TypeError(
+                "`attention_fn` of a layer of Flax must be what `flax_layers.attention_fn()` returns. Got "
+                f"`{function.__name__}`, which has other arguments: linen would leave out the rest, as dropout or a "
+                "mask. Pass mods to `flax_layers.attention_fn(score_mod, mask_mod)`."
+            )
+        if "dropout_key" in kwargs or not kwargs.keys() <= parameters:
+            check_keywords(function.__name__, parameters, kwargs)
+        return function(*args, **kwargs)
+
+    return call

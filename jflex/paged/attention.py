@@ -12,13 +12,13 @@ from jaxtyping import Array, Float, Int, Int32
 from jflex._call.checks import check_lse, check_normalize, checked_sinks, describe_array
 from jflex._call.dispatch import Implementation
 from jflex._call.dropout import check_dropout, kept_mod
-from jflex._call.keywords import answers_keywords
 from jflex._call.kv_lengths import known_lengths
 from jflex._call.vector_mods import VectorMods, modified_rows
 from jflex.backends.base import Saved
 from jflex.config import Config
 from jflex.mods.array_sizes import CallSizes
 from jflex.mods.reindex import Positions, ReindexedMod
+from jflex.mods.signature import answers_keywords
 from jflex.mods.trace import check_call_sizes
 from jflex.mods.types import MaskMod, OutputMod, ScoreMod, VectorMod
 from jflex.paged.batch import PagedBatch, check_batch, token_positions, token_requests

@@ -12,9 +12,8 @@ import jax.numpy as jnp
 
 from jflex import backends
 from jflex._call.checks import check_config, check_scale, current_device, current_precision
-from jflex._call.dispatch import Implementation, select_forward
+from jflex._call.dispatch import Implementation, select_forward, warn_of_new_numbers
 from jflex._call.dropout import KeptMod
-from jflex._call.new_numbers import warn_of_new_numbers
 from jflex._call.vector_mods import exact_dtype
 from jflex._jax.manual_axes import match_manual_axes
 from jflex._jax.ops import PagedOp
