@@ -57,11 +57,10 @@ def draw(seed, *shape, dtype):
     return jax.random.normal(jax.random.key(seed), shape, dtype)
 
 
-@pytest.mark.parametrize("mapped", [pytest.param(False, marks=pytest.mark.full), True])
-@pytest.mark.parametrize(
-    "groups", [1, pytest.param(2, marks=pytest.mark.full), pytest.param(4, marks=pytest.mark.full)]
-)
-@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("mapped", [False, True])
+@pytest.mark.parametrize("groups", [1, 2, 4])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_output_residual_and_gradients_as_jax_tests_them(dtype, groups, mapped):
     """Output, residual and gradients, also with a cotangent of the residual, in the dtype of the arrays: no cast."""
     query, key, value = (draw(i, 2, 128, 4 // g, 32, dtype=dtype) for i, g in enumerate((1, groups, groups)))

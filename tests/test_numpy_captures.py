@@ -84,6 +84,10 @@ def test_masks_and_vector_mods():
     vectors = draw(3, 2, 8)
     turned = jflex.apply_vector_mod(lambda x, b, h, i: x * SLOPES[h] * SLOPES[i], vectors, jnp.arange(3))
     np.testing.assert_allclose(turned, np.asarray(vectors) * SLOPES[:2, None] * SLOPES[:3, None, None], rtol=1e-6)
+
+
+@pytest.mark.full
+def test_vector_mods_of_calls():
     mods = {f"{role}_mod": lambda x, b, h, i: x * SLOPES[h] for role in ("query", "key", "value")}
     output = {"output_mod": lambda x, lse, b, h, i: x * SLOPES[h]}
     for attend in (call, paged):
