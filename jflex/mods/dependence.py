@@ -1,4 +1,4 @@
-"""What a mod's program does with its indices: on which its result depends, and faults that show before a call computes.
+"""Uses of the indices in a mod's program: on which its result depends, and faults that show before a call computes.
 
 * An array that is indexed by an index of the call itself, ``slopes[h]`` or ``ids[b, q_idx]``, must be long enough: JAX
   clamps an index beyond the end, so that a shorter one would repeat its last element in silence. An axis of size 1 is

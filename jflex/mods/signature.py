@@ -1,4 +1,4 @@
-"""How functions are called: what mods take and return, and the keywords of public functions."""
+"""Signatures: arguments and results of score mods and mask mods, and keywords of public functions."""
 
 from __future__ import annotations
 
