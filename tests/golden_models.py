@@ -1,7 +1,9 @@
 """The small checkpoints of `tests/goldens`, with what `transformers` computes from them; see its script."""
 
 import functools
+import json
 import pathlib
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +16,7 @@ from jflex.paged import PagedBatch
 ROOT = pathlib.Path(__file__).parent / "goldens"
 NAMES = (
     "llama2", "llama3", "llama_linear", "mistral", "qwen2", "qwen3", "qwen3_yarn", "gemma2", "gemma3", "phi3",
-    "deepseek_v2", "deepseek_v3",
+    "deepseek_v2", "deepseek_v3", "ministral",
 )  # fmt: skip
 STEPS, PAGE = 32, 4
 
@@ -27,6 +29,12 @@ def load(name: str, root: pathlib.Path = ROOT, **options) -> Decoder:
 @functools.cache
 def expected(name: str, root: pathlib.Path = ROOT) -> dict[str, np.ndarray]:
     return dict(np.load(root / name / "expected.npz"))
+
+
+def change_config(folder: pathlib.Path, **changes: Any) -> None:
+    """Changes the `config.json` of a copy."""
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
 def relative_error(found: jax.Array, expected: np.ndarray) -> float:

@@ -32,7 +32,7 @@ from flax_layers.models import (
 )
 from flax_layers.models.folders import MORE_TEMPLATES
 from flax_layers.nnx import AlibiBias
-from tests.golden_models import NAMES, ROOT, expected, load, logits_of, relative_error
+from tests.golden_models import NAMES, ROOT, change_config, expected, load, logits_of, relative_error
 
 BIG = ModelConfig(
     vocabulary=2048, width=256, mlp_width=512, num_heads=4, num_kv_heads=4, head_dim=64, layers=(LayerConfig(),) * 2,
@@ -173,11 +173,7 @@ def cut(folder: pathlib.Path) -> None:
 
 
 def replace_config(**changes):
-    def change(folder: pathlib.Path) -> None:
-        path = folder / "config.json"
-        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-
-    return change
+    return functools.partial(change_config, **changes)
 
 
 NO_CONFIG, NO_TENSORS = r"`folder` must hold `config.json`. There is", r"must hold \*.safetensors. .*expected"
@@ -210,6 +206,7 @@ WRONG = [
         r"model-00002-of-00002.safetensors does not hold tensors that .*index.json lists: model",
     ),
     ("llama3", lambda f: (f / tensor_files.INDEX).write_text("{}"), CheckpointError, r"is not an index of tensors"),
+    ("llama2", replace_config(hidden_size="48"), CheckpointError, r"broken/config.json is not .* integer. Got '48'"),
     ("llama2", replace_config(architectures=["GptOssForCausalLM"]), CheckpointError, r"GptOssForCausalLM .*sinks"),
     ("llama2", replace_config(num_hidden_layers=1), CheckpointError, r"9 unexpected"),
 ]

@@ -2,6 +2,7 @@
 
 import importlib.util
 import pathlib
+import shutil
 import subprocess
 import sys
 
@@ -10,14 +11,25 @@ import numpy as np
 import pytest
 
 from flax_layers.models import save_pretrained
-from tests.golden_models import NAMES, ROOT, expected, greedy_from_dense, load, logits_of, relative_error
+from tests.golden_models import (
+    NAMES,
+    ROOT,
+    change_config,
+    expected,
+    greedy_from_dense,
+    load,
+    logits_of,
+    relative_error,
+)
+from tests.test_model_configs import IGNORED, READ
 
 READER = """
 import sys, numpy as np, torch, transformers
-tokens, found = np.load(sys.argv[1])["tokens"], sys.argv[3]
-model = transformers.AutoModelForCausalLM.from_pretrained(sys.argv[2], dtype=torch.float32, attn_implementation="eager")
-with torch.no_grad():
-    np.save(found, model.eval()(torch.from_numpy(tokens).long()).logits.numpy())
+for tokens, folder in zip(sys.argv[1::2], sys.argv[2::2]):
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    with torch.no_grad():
+        logits = model.eval()(torch.from_numpy(np.load(tokens)["tokens"]).long(), use_cache=False).logits
+    np.save(folder + "/logits.npy", logits.numpy())
 """
 
 
@@ -28,10 +40,14 @@ def python(*arguments: str | pathlib.Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+def packages() -> None:
     for package in ("torch", "transformers"):
         if importlib.util.find_spec(package) is None:
             pytest.skip(f"{package} is not installed")
+
+
+@pytest.fixture(scope="module")
+def made(packages, tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     folder = tmp_path_factory.mktemp("goldens")
     python(ROOT / "make_checkpoints.py", folder)
     return folder
@@ -49,5 +65,20 @@ def test_checkpoints_made_anew(name, made, tmp_path):
         assert relative_error(logits_of(model, anew["tokens"]), anew["logits"]) < 1e-4
         np.testing.assert_array_equal(greedy_from_dense(model, anew["tokens"]), anew["greedy"])
     save_pretrained(model, tmp_path / "saved")
-    python("-c", READER, made / name / "expected.npz", tmp_path / "saved", tmp_path / "logits.npy")
-    assert relative_error(np.load(tmp_path / "logits.npy"), anew["logits"]) < 1e-6
+    python("-c", READER, made / name / "expected.npz", tmp_path / "saved")
+    assert relative_error(np.load(tmp_path / "saved" / "logits.npy"), anew["logits"]) < 1e-6
+
+
+@pytest.mark.gpu
+def test_changed_checkpoints(packages, tmp_path):
+    """The tables of `tests/test_model_configs.py`."""
+    rows: list[tuple[str, pathlib.Path]] = []
+    for name, changes in [*IGNORED, *(row[:2] for row in READ)]:
+        rows.append((name, tmp_path / f"{len(rows)}-{name}"))
+        shutil.copytree(ROOT / name, rows[-1][1])
+        change_config(rows[-1][1], **changes)
+    python("-c", READER, *(x for name, folder in rows for x in (ROOT / name / "expected.npz", folder)))
+    with jax.default_matmul_precision("highest"):
+        for name, folder in rows:
+            found = logits_of(load(folder.name, root=tmp_path, implementation=None), expected(name)["tokens"])
+            assert relative_error(found, np.load(folder / "logits.npy")) < 1e-5, folder.name

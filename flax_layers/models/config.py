@@ -1,7 +1,9 @@
 """The configuration of a decoder: sizes, norms, and how each layer attends and feeds forward."""
 
 import dataclasses
+from collections.abc import Mapping
 
+from flax_layers.models.mlp import ACTIVATIONS
 from flax_layers.rotary_scaling import LongRopeScaling, RotaryScaling
 
 
@@ -59,9 +61,7 @@ class ExpertsConfig:
     def __post_init__(self) -> None:
         if self.scoring not in ("sigmoid", "softmax"):
             raise ValueError(f"`scoring` must be sigmoid or softmax. Got {self.scoring!r}. Use one of them.")
-        for name, least in {"number": 1, "width": 1, "shared": 0, "groups": 1}.items():
-            if getattr(self, name) < least:
-                raise ValueError(f"`{name}` must be at least {least}. Got {getattr(self, name)}. Change it.")
+        _check_least(self, {"number": 1, "width": 1, "shared": 0, "groups": 1})
         smallest = 2 if self.scoring == "sigmoid" else 1
         if self.number % self.groups or self.number // self.groups < smallest:
             raise ValueError(
@@ -99,6 +99,10 @@ class LayerConfig:
     rotary_dim: int | None = None
     experts: ExpertsConfig | None = None
 
+    def __post_init__(self) -> None:
+        if self.window is not None and self.window < 1:
+            raise ValueError(f"`window` must be at least 1, the query's own key. Got {self.window}. Change it.")
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig:
@@ -134,7 +138,8 @@ class ModelConfig:
         pad_token_id: The token for padding.
 
     Raises:
-        ValueError: A field does not go with `latent`.
+        ValueError: A size is out of range, the numbers of heads do not fit, the activation is not supported, or a field
+            does not go with `latent`.
 
     Example:
         >>> config = ModelConfig(
@@ -174,6 +179,14 @@ class ModelConfig:
     pad_token_id: int | None = None
 
     def __post_init__(self) -> None:
+        sizes = ("vocabulary", "width", "mlp_width", "num_heads", "num_kv_heads", "head_dim", "max_positions")
+        _check_least(self, dict.fromkeys(sizes, 1))
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"`num_kv_heads` must divide `num_heads`, {self.num_heads}. Got {self.num_kv_heads}. Change one."
+            )
+        if self.activation not in ACTIVATIONS:
+            raise ValueError(f"`activation` must be one of {', '.join(ACTIVATIONS)}. Got {self.activation!r}.")
         if self.latent is None:
             return
         head_dim = self.latent.nope_head_dim + self.latent.rope_head_dim
@@ -207,3 +220,10 @@ class ModelConfig:
     def windows(self) -> tuple[int | None, ...]:
         """The distinct windows, in the order of the layers."""
         return tuple(dict.fromkeys(layer.window for layer in self.layers))
+
+
+def _check_least(config: object, least: Mapping[str, int]) -> None:
+    """Raises ValueError for a size that is too small."""
+    for name, smallest in least.items():
+        if getattr(config, name) < smallest:
+            raise ValueError(f"`{name}` must be at least {smallest}. Got {getattr(config, name)}. Change it.")

@@ -15,7 +15,6 @@ from flax_layers.context_parallel import ContextParallel
 from flax_layers.models import mods
 from flax_layers.models.block import AnyCache, Block, MakeScoreMod, Pages
 from flax_layers.models.config import ModelConfig
-from flax_layers.models.mlp import ACTIVATIONS
 from flax_layers.nnx import RMSNorm, SharedPrefix
 from flax_layers.streaming_llm import Streaming
 from jflex.paged import PagedBatch
@@ -38,9 +37,6 @@ class Decoder(nnx.Module):
         implementation: The jflex backend, or a sequence of them in order of preference. Default: jflex chooses.
         attention_config: Tile sizes and promises of its attention, for `FlexAttention`. Default: jflex chooses.
         rngs: Source of the keys of the initializers.
-
-    Raises:
-        ValueError: The numbers of heads do not fit, or the activation is not supported.
 
     Example:
         >>> from flax_layers.models.config import LayerConfig
@@ -66,8 +62,6 @@ class Decoder(nnx.Module):
         attention_config: jflex.Config | None = None,
         rngs: nnx.Rngs,
     ):
-        if config.activation not in ACTIVATIONS:
-            raise ValueError(f"`activation` must be one of {', '.join(ACTIVATIONS)}. Got {config.activation!r}.")
         options: dict[str, Any] = {"dtype": dtype or param_dtype, "param_dtype": param_dtype, "rngs": rngs}
         normal = nnx.initializers.normal(config.initializer_range)
         self.embed = nnx.Embed(config.vocabulary, config.width, embedding_init=normal, **options)

@@ -1,6 +1,8 @@
-"""Families of Hugging Face checkpoints: names of tensors, and defaults of `config.json`.
+"""Families of Hugging Face checkpoints: what `config.json` and the files of each hold.
 
-A family is data; `flax_layers.models.config_json` reads and writes `config.json` with it.
+A family is data; `flax_layers.models.config_json` reads and writes `config.json` with it. Its keys are those that the
+class of Transformers 5.24 reads: a soft cap in the `config.json` of a Llama, for example, changes nothing there, and so
+it changes nothing here.
 """
 
 import dataclasses
@@ -74,6 +76,9 @@ LEAVES = {
 }
 
 
+Table = Mapping[str, Any]
+
+
 @dataclasses.dataclass(frozen=True)
 class Family:
     """A family of checkpoints.
@@ -82,38 +87,60 @@ class Family:
         name: `model_type` in `config.json`.
         architecture: The class in `architectures`.
         modules: Names of the modules of a block in files.
-        defaults: Values of keys that are missing in `config.json`, where they differ from Llama.
+        defaults: The keys of `config.json` that it reads beside those of `flax_layers.models.config_json.DEFAULTS`, or
+            with other defaults; and their values where they are absent.
         traits: Fields of `ModelConfig` that are the same for all models of the family.
+        constants: Values of keys that it does not read.
+        values: The only values that keys may have: what the decoder does not support is refused.
+        aliases: Other names of keys. As in Transformers, they win over the names.
+        expert_keys: The keys of `config.json` of fields of `ExpertsConfig`.
+        expert_traits: Fields of `ExpertsConfig` that are the same for all models of the family.
     """
 
     name: str
     architecture: str
     modules: Mapping[str, str]
-    defaults: Mapping[str, Any]
-    traits: Mapping[str, Any]
+    defaults: Table
+    traits: Table = dataclasses.field(default_factory=dict)
+    constants: Table = dataclasses.field(default_factory=dict)
+    values: Mapping[str, tuple] = dataclasses.field(default_factory=dict)
+    aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    expert_keys: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    expert_traits: Table = dataclasses.field(default_factory=dict)
 
-    @property
-    def gemma(self) -> bool:
-        """Whether scores and embeddings are scaled as in Gemma."""
-        return "query_pre_attn_scalar" in self.defaults
+    def reads(self, key: str) -> bool:
+        """Returns whether it reads a key of `config.json` that not all families read."""
+        return key in self.defaults
 
-    @property
-    def deepseek(self) -> bool:
-        """Whether it has latent attention and mixtures of experts."""
-        return "kv_lora_rank" in self.defaults
 
+_MISTRAL_DEFAULTS = {
+    "sliding_window": 4096,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+_QWEN_DEFAULTS = {
+    "use_sliding_window": False,
+    "sliding_window": 4096,
+    "max_position_embeddings": 32768,
+}
 
 _GEMMA_DEFAULTS = {
     "head_dim": 256,
+    "num_key_value_heads": 4,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "attention_bias": False,
     "tie_word_embeddings": True,
     "query_pre_attn_scalar": 256,
     "sliding_window": 4096,
-    "sliding_window_pattern": 2,
+    "layer_types": None,
     "bos_token_id": 2,
     "eos_token_id": 1,
     "pad_token_id": 0,
-    "default_activation": "gelu_pytorch_tanh",
 }
+_GEMMA_VALUES = {"use_bidirectional_attention": (False, None)}
 _GEMMA_TRAITS = {"norm_offset": 1.0, "post_norms": True}
 
 _DEEPSEEK_DEFAULTS = {
@@ -124,52 +151,95 @@ _DEEPSEEK_DEFAULTS = {
     "v_head_dim": 128,
     "rope_interleave": True,
 }
+_DEEPSEEK_VALUES = {"attention_bias": (False, None), "mlp_bias": (False, None), "moe_layer_freq": (1, None)}
+_DEEPSEEK_KEYS = {
+    "number": "n_routed_experts",
+    "width": "moe_intermediate_size",
+    "per_token": "num_experts_per_tok",
+    "shared": "n_shared_experts",
+    "groups": "n_group",
+    "groups_per_token": "topk_group",
+    "normalised": "norm_topk_prob",
+    "scale": "routed_scaling_factor",
+}
+
+GROUP_LIMITED = "group_limited_greedy"
 
 FAMILIES = {
     family.architecture: family
     for family in (
-        Family("llama", "LlamaForCausalLM", LLAMA_MODULES, {"bos_token_id": 1, "eos_token_id": 2}, {}),
         Family(
-            "mistral",
-            "MistralForCausalLM",
+            "llama",
+            "LlamaForCausalLM",
             LLAMA_MODULES,
-            {"sliding_window": 4096, "num_key_value_heads": 8, "bos_token_id": 1, "eos_token_id": 2},
-            {},
+            {"attention_bias": False, "mlp_bias": False, "bos_token_id": 1, "eos_token_id": 2},
         ),
+        Family("mistral", "MistralForCausalLM", LLAMA_MODULES, _MISTRAL_DEFAULTS),
+        Family("ministral", "MinistralForCausalLM", LLAMA_MODULES, {**_MISTRAL_DEFAULTS, "layer_types": None}),
         Family(
             "qwen2",
             "Qwen2ForCausalLM",
             LLAMA_MODULES,
-            {"sliding_window": 4096, "max_window_layers": 28, "num_key_value_heads": 32},
+            {**_QWEN_DEFAULTS, "layer_types": None, "max_window_layers": 28, "num_key_value_heads": 32},
             {"qkv_bias": True},
         ),
         Family(
             "qwen3",
             "Qwen3ForCausalLM",
             LLAMA_MODULES,
-            {"head_dim": 128, "sliding_window": 4096, "max_window_layers": 28, "num_key_value_heads": 32},
+            {
+                **_QWEN_DEFAULTS,
+                "layer_types": None,
+                "max_window_layers": 28,
+                "num_key_value_heads": 32,
+                "head_dim": 128,
+                "attention_bias": False,
+            },
             {"qk_norm": True},
         ),
         Family(
             "gemma2",
             "Gemma2ForCausalLM",
             GEMMA_MODULES,
-            {**_GEMMA_DEFAULTS, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+            {
+                **_GEMMA_DEFAULTS,
+                "attn_logit_softcapping": 50.0,
+                "final_logit_softcapping": 30.0,
+                "max_position_embeddings": 8192,
+            },
             _GEMMA_TRAITS,
+            {"sliding_window_pattern": 2},
+            _GEMMA_VALUES,
         ),
         Family(
             "gemma3_text",
             "Gemma3ForCausalLM",
             GEMMA_MODULES,
-            {**_GEMMA_DEFAULTS, "sliding_window_pattern": 6, "rope_theta": 1e6, "rope_local_base_freq": 10000.0},
+            {
+                **_GEMMA_DEFAULTS,
+                "final_logit_softcapping": None,
+                "max_position_embeddings": 131072,
+                "sliding_window_pattern": 6,
+                "rope_theta": 1e6,
+                "rope_local_base_freq": 10000.0,
+            },
             {**_GEMMA_TRAITS, "qk_norm": True},
+            values=_GEMMA_VALUES,
         ),
         Family(
             "phi3",
             "Phi3ForCausalLM",
             PHI3_MODULES,
-            {"rms_norm_eps": 1e-5, "bos_token_id": 1, "eos_token_id": 32000, "pad_token_id": 32000},
-            {},
+            {
+                "rms_norm_eps": 1e-5,
+                "sliding_window": None,
+                "max_position_embeddings": 4096,
+                "original_max_position_embeddings": 4096,
+                "partial_rotary_factor": 1.0,
+                "bos_token_id": 1,
+                "eos_token_id": 32000,
+                "pad_token_id": 32000,
+            },
         ),
         Family(
             "deepseek_v2",
@@ -190,7 +260,16 @@ FAMILIES = {
                 "bos_token_id": 1,
                 "eos_token_id": 2,
             },
-            {},
+            values={
+                **_DEEPSEEK_VALUES,
+                "topk_method": ("greedy", GROUP_LIMITED, None),
+                "scoring_func": ("softmax", None),
+                "norm_topk_prob": (False, None),
+                "rope_interleave": (True, None),
+            },
+            aliases={"num_experts": "n_routed_experts"},
+            expert_keys=_DEEPSEEK_KEYS,
+            expert_traits={"scoring": "softmax"},
         ),
         Family(
             "deepseek_v3",
@@ -211,7 +290,9 @@ FAMILIES = {
                 "bos_token_id": 0,
                 "eos_token_id": 1,
             },
-            {},
+            values={**_DEEPSEEK_VALUES, "topk_method": ("noaux_tc", None), "scoring_func": ("sigmoid", None)},
+            aliases={"num_local_experts": "n_routed_experts"},
+            expert_keys=_DEEPSEEK_KEYS,
         ),
     )
 }
@@ -223,6 +304,7 @@ REFUSED = {
     "GptOssForCausalLM": "it has attention sinks, a learned term in the denominator of each softmax, and a mixture of "
     "experts",
     "Gemma3ForConditionalGeneration": "it has a vision tower. Use a text model, Gemma3ForCausalLM",
+    "Ministral3ForCausalLM": "it scales queries by their positions",
     "MixtralForCausalLM": _OTHER_EXPERTS,
     "Qwen2MoeForCausalLM": _OTHER_EXPERTS,
     "Qwen3MoeForCausalLM": _OTHER_EXPERTS,

@@ -72,6 +72,7 @@ _DEEPSEEK = {
     "topk_group": 2,
     "num_experts_per_tok": 3,
 }
+_SMALLER = {"vocab_size": 128, "num_hidden_layers": 2}
 _GEMMA = {"head_dim": 20, "query_pre_attn_scalar": 12, "sliding_window": 7, "tie_word_embeddings": True}
 
 # The length of the shorter prompts.
@@ -91,6 +92,11 @@ CASES = {
         },
     ),
     "mistral": ("Mistral", "bfloat16", {"sliding_window": 9, "head_dim": 14}),
+    "ministral": (
+        "Ministral",
+        "bfloat16",
+        {**_SMALLER, "sliding_window": 9, "head_dim": 14, "layer_types": ["full_attention", "sliding_attention"]},
+    ),
     "qwen2": ("Qwen2", "bfloat16", {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1}),
     "qwen3": ("Qwen3", "bfloat16", {"head_dim": 18, "num_key_value_heads": 3}),
     "qwen3_yarn": ("Qwen3", "bfloat16", {"head_dim": 16, "num_hidden_layers": 2, "rope_parameters": _YARN}),
@@ -161,7 +167,8 @@ def make(name: str, folder: pathlib.Path) -> None:
         expected |= {"short_logits": short_logits.numpy(), "short_greedy": short_greedy.astype(np.int32)}
     # Two files for one of them: an index names which tensor is where.
     for path, parameter in model.named_parameters():
-        if not path.endswith(".mlp.gate.weight"):  # which selects experts: `transformers` keeps it in float32
+        # What selects experts of DeepSeek: `transformers` keeps it in float32.
+        if not (kind.startswith("Deepseek") and path.endswith(".mlp.gate.weight")):
             parameter.data = parameter.data.to(getattr(torch, dtype))
     model.save_pretrained(folder, max_shard_size="100KB" if name == "llama3" else "1GB")
     np.savez_compressed(folder / "expected.npz", **expected)
