@@ -16,7 +16,7 @@ from jflex.paged import PagedBatch
 ROOT = pathlib.Path(__file__).parent / "goldens"
 NAMES = (
     "llama2", "llama3", "llama_linear", "mistral", "qwen2", "qwen3", "qwen3_yarn", "gemma2", "gemma3", "phi3",
-    "deepseek_v2", "deepseek_v3", "ministral",
+    "deepseek_v2", "deepseek_v3", "ministral", "mixtral", "qwen3_moe", "gpt_oss",
 )  # fmt: skip
 STEPS, PAGE = 32, 4
 

@@ -1,4 +1,4 @@
-"""Mixtures of experts of DeepSeek-V2 and V3: outputs against float64, gradients, selection, messages."""
+"""Mixtures of experts: outputs against float64, gradients, selection, messages."""
 
 import dataclasses
 import functools
@@ -17,14 +17,20 @@ EXPERTS = {
     "sigmoid": GROUPS,
     "softmax": dataclasses.replace(GROUPS, scoring="softmax", normalised=False, shared=0),
     "one group": ExpertsConfig(number=5, width=4, per_token=5, shared=2),
+    "renormalised": ExpertsConfig(number=5, width=4, per_token=2, shared=0, scoring="softmax"),
+    "clamped": ExpertsConfig(
+        number=5, width=4, per_token=2, shared=0, scoring="softmax", use_bias=True, swiglu_limit=0.7, swiglu_alpha=2.0
+    ),
 }
 
 
 @functools.cache
 def mixture(name: str) -> MixtureOfExperts:
-    linear = functools.partial(nnx.Linear, use_bias=False)
     init = nnx.initializers.normal(0.8)
+    linear = functools.partial(nnx.Linear, bias_init=init)
     made = MixtureOfExperts(8, EXPERTS[name], "silu", linear, kernel_init=init, rngs=nnx.Rngs(0))
+    if made.router.bias is not None:
+        made.router.bias[...] = jnp.linspace(-1.0, 1.0, EXPERTS[name].number)
     if made.router.correction is not None:
         made.router.correction[...] = jnp.linspace(-0.3, 0.3, EXPERTS[name].number)
     return made
@@ -34,9 +40,16 @@ def plainly(made: MixtureOfExperts, token: np.ndarray) -> np.ndarray:
     """One token in float64, by the formulas of the papers: its experts alone, one after the other."""
     config, state = made.router.config, nnx.to_pure_dict(nnx.state(made))
     arrays = jax.tree.map(lambda x: np.asarray(x, np.float64), state)
-    silu = lambda x: x / (1 + np.exp(-x))
-    mlp = lambda of: (silu(token @ of("gate")) * (token @ of("up"))) @ of("down")
-    logits = token @ arrays["router"]["kernel"]
+
+    def mlp(parts, index=()):
+        project = lambda x, part: x @ part["kernel"][index] + (part["bias"][index] if config.use_bias else 0)
+        gate, up = project(token, parts["gate"]), project(token, parts["up"])
+        if config.swiglu_limit is None:
+            return project(gate / (1 + np.exp(-gate)) * up, parts["down"])
+        gate, up = np.minimum(gate, config.swiglu_limit), np.clip(up, -config.swiglu_limit, config.swiglu_limit)
+        return project(gate / (1 + np.exp(-config.swiglu_alpha * gate)) * (up + 1), parts["down"])
+
+    logits = token @ arrays["router"]["kernel"] + (arrays["router"]["bias"] if config.use_bias else 0)
     is_sigmoid = config.scoring == "sigmoid"
     scores = 1 / (1 + np.exp(-logits)) if is_sigmoid else np.exp(logits) / np.exp(logits).sum()
     choice = scores + arrays["router"]["correction"] if is_sigmoid else scores
@@ -48,8 +61,8 @@ def plainly(made: MixtureOfExperts, token: np.ndarray) -> np.ndarray:
     total = sum(scores[chosen]) if config.normalised else 1.0
     out = np.zeros_like(token)
     for e in chosen:
-        out += config.scale * scores[e] / total * mlp(lambda name, e=e: arrays["experts"][name]["kernel"][e])
-    return out + (mlp(lambda name: arrays["shared"][name]["kernel"]) if config.shared else 0)
+        out += config.scale * scores[e] / total * mlp(arrays["experts"], e)
+    return out + (mlp(arrays["shared"]) if config.shared else 0)
 
 
 def tokens_of(*shape: int) -> np.ndarray:
@@ -99,6 +112,16 @@ def test_a_token_of_nan_changes_no_other():
 
 def test_no_tokens():
     assert mixture("sigmoid")(jnp.zeros((2, 0, 8))).shape == (2, 0, 8)
+
+
+def test_parameters_of_scores_are_those_of_the_model_or_float32():
+    for float32_router, dtype in ((True, jnp.float32), (False, jnp.bfloat16)):
+        config = dataclasses.replace(EXPERTS["clamped"], float32_router=float32_router)
+        options = {"kernel_init": nnx.initializers.normal(), "param_dtype": jnp.bfloat16, "rngs": nnx.Rngs(0)}
+        router = MixtureOfExperts(8, config, "silu", nnx.Linear, **options).router
+        assert router.bias is not None
+        assert router.kernel.dtype == router.bias.dtype == dtype
+        assert router(jnp.ones((3, 8), jnp.bfloat16)).dtype == jnp.float32
 
 
 def test_equal_scores_select_as_many():

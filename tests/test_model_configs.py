@@ -54,6 +54,7 @@ def test_windows():
     )
     assert windows("Ministral", sliding_window=9, layer_types=kinds) == [None, 9] * 2
     assert windows("Ministral", sliding_window=9) == [9] * 4
+    assert windows("GptOss") == [128, None] * 2
     assert windows("Qwen2", sliding_window=131072, use_sliding_window=False, max_window_layers=28) == [None] * 4
     assert windows("Qwen2", sliding_window=8, use_sliding_window=True, max_window_layers=3) == [None] * 3 + [8]
     assert windows("Gemma2") == windows("Gemma2", sliding_window_pattern=3) == [4096, None] * 2
@@ -152,6 +153,9 @@ IGNORED: list[tuple[str, dict[str, Any]]] = [
     ("gemma3", {"hidden_act": "silu", "attn_logit_softcapping": 2.0, "sliding_window_pattern": 2}),
     ("phi3", {"attention_bias": True, "final_logit_softcapping": 2.0, "layer_types": ["full_attention"] * 3}),
     ("deepseek_v3", {"sliding_window": 3, "num_mtp_layers": 2}),
+    ("mixtral", {"norm_topk_prob": False, "attention_bias": True, "use_sliding_window": False}),
+    ("qwen3_moe", {"layer_types": ["sliding_attention"] * 3, "max_window_layers": 0, "swiglu_limit": 0.1}),
+    ("gpt_oss", {"hidden_act": "gelu", "norm_topk_prob": False, "sliding_window_pattern": 3}),
 ]
 
 
@@ -185,6 +189,12 @@ READ: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
         {"rope_parameters": {"rope_type": "default", "rope_theta": 50.0, "partial_rotary_factor": 0.5}},
         {"rotary_dim": 4},
     ),
+    ("mixtral", {"rope_parameters": None}, {"rotary_base": 1e6}),
+    (
+        "gpt_oss",
+        {"rope_parameters": None},
+        {"rotary_base": 150000.0, "rotary_scaling": YarnScaling(32.0, 4096, truncate=False)},
+    ),
 ]
 
 
@@ -197,15 +207,14 @@ def test_keys_of_rotary_embeddings(name, changes, fields):
 
 
 def test_other_names_of_keys():
-    for name, key in (("deepseek_v2", "num_experts"), ("deepseek_v3", "num_local_experts")):
-        experts = golden(name, **{key: 12}).layers[-1].experts
+    for name, key in (("mixtral", "num_experts"), ("qwen3_moe", "num_local_experts"), ("gpt_oss", "num_experts")):
+        experts = golden(name, **{key: 3}).layers[0].experts
         assert experts is not None
-        assert experts.number == 12
+        assert experts.number == 3
 
 
 REFUSED = [
-    (lambda: read("GptOss"), r"GptOssForCausalLM is not supported: it has attention sinks"),
-    (lambda: read("Mixtral"), r"MixtralForCausalLM is not supported: it has a mixture of experts"),
+    (lambda: read("Qwen2Moe"), r"Qwen2MoeForCausalLM is not supported: it has shared experts with a gate"),
     (
         lambda: read("Llama", model_type="mistral"),
         r"`architectures` and `model_type` of `config.json` must be of one family\. Got \['LlamaForC.* and 'mistral'",

@@ -160,6 +160,7 @@ def _grouped_heads(model: ModelConfig, layer: LayerConfig, **options: Any) -> Fl
         rotary_dim=layer.rotary_dim,
         qk_norm=model.qk_norm,
         qk_norm_options=_norm_options(model),
+        use_sinks=model.use_sinks,
         use_bias=model.qkv_bias,
         out_bias=model.out_bias,
         kernel_init=nnx.initializers.normal(model.initializer_range),
@@ -184,8 +185,9 @@ def _latent(model: ModelConfig, layer: LayerConfig, **options: Any) -> MultiHead
 
 def _mlp(config: ModelConfig, layer: LayerConfig, **options: Any) -> MLP | MixtureOfExperts:
     normal = nnx.initializers.normal(config.initializer_range)
-    linear = functools.partial(nnx.Linear, use_bias=config.mlp_bias, kernel_init=normal, **options)
+    linear = functools.partial(nnx.Linear, kernel_init=normal, **options)
     if layer.experts is None:
+        linear = functools.partial(linear, use_bias=config.mlp_bias)
         return MLP(config.width, config.mlp_width, config.activation, linear)
-    rngs = options["rngs"]
-    return MixtureOfExperts(config.width, layer.experts, config.activation, linear, kernel_init=normal, rngs=rngs)
+    how = {"kernel_init": normal, "param_dtype": options["param_dtype"], "rngs": options["rngs"]}
+    return MixtureOfExperts(config.width, layer.experts, config.activation, linear, **how)

@@ -53,7 +53,7 @@ def from_pretrained(
         folder: A folder with `config.json` and one or more `*.safetensors`.
         dtype: Dtype of the computation. Default: `param_dtype`.
         param_dtype: Dtype of the parameters, float32 for training. Default: `dtype`, or else the dtype in the files.
-            What selects experts is float32 in any case.
+            What selects experts in DeepSeek is float32 in any case.
         mesh: Devices to shard the parameters over. Default: all parameters are on JAX's default device.
         rules: How each parameter is sharded over the mesh.
         implementation: The jflex backend.
@@ -82,14 +82,14 @@ def from_pretrained(
         leaves = dict(nnx.to_flat_state(state))
         paths = {".".join(map(str, path)): path for path in leaves}
         shapes = {name: leaves[path].shape for name, path in paths.items()}
-        tensors = tensors_of(family_named(config.family), shapes)
+        tensors = tensors_of(family_named(config.family).modules, shapes, files.shapes)
         _check_tensors(folder, config, tensors, files, fp8)
         shardings = None
         if mesh is not None:
             shardings = parameter_shardings(shapes, mesh, rules, num_kv_heads=config.num_kv_heads)
         for path, pieces in pieces_of(tensors).items():
             leaf, sharding = leaves[paths[path]], None if shardings is None else shardings[path]
-            leaves[paths[path]] = leaf.replace(files.read(pieces, leaf.dtype, tensors[pieces[0].name], sharding))
+            leaves[paths[path]] = leaf.replace(files.read(pieces, leaf.dtype, tensors[pieces[0].tensor], sharding))
     return nnx.merge(graph, nnx.from_flat_state(leaves))
 
 
@@ -167,7 +167,7 @@ def save_pretrained(
         )
     raw["torch_dtype"] = str(values["norm.scale"].dtype)
     shapes = {path: value.shape for path, value in values.items()}
-    tensors = tensors_of(family_named(model.config.family), shapes)
+    tensors = tensors_of(family_named(model.config.family).modules, shapes)
     with replaced_folder(folder) as room:
         (room / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
         write_files(room, tensors, values, max_file_bytes)

@@ -30,7 +30,7 @@ class LatentConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExpertsConfig:
-    """A mixture of experts, as in DeepSeek-V2 and V3: each token goes through a few of many small MLPs.
+    """A mixture of experts: each token goes through a few of many small MLPs.
 
     Attributes:
         number: Routed experts.
@@ -40,9 +40,17 @@ class ExpertsConfig:
         groups: Groups of consecutive experts.
         groups_per_token: Groups with the highest scores, from which the experts of a token are selected.
         scoring: `sigmoid`, as in DeepSeek-V3: with a learned correction that selects experts and weighs none; the score
-            of a group is the sum of its two best. `softmax`, as in V2: a group has the score of its best expert.
-        normalised: Whether the scores of the selected experts are divided by their sum.
+            of a group is the sum of its two best. `softmax`, as in V2 and others: a group has the score of its best
+            expert.
+        normalised: Whether the scores of the selected experts are divided by their sum. With `softmax`, they are then a
+            softmax over the selected experts alone.
         scale: Factor of the scores that weigh the outputs.
+        use_bias: Whether the scores and the projections of experts have biases, as in gpt-oss.
+        swiglu_limit: Bound of both factors of the gated hidden layer, as in gpt-oss: `swiglu_alpha` then says more of
+            it. None: the layer is that of other MLPs.
+        swiglu_alpha: Factor of the gate within its sigmoid. The other factor of the hidden layer is `up + 1`.
+        float32_router: Whether the parameters of the scores are float32, whatever the dtype of others. Scores are
+            computed in float32 in any case.
 
     Raises:
         ValueError: A size is out of range, or the scoring is not supported.
@@ -57,6 +65,10 @@ class ExpertsConfig:
     scoring: str = "sigmoid"
     normalised: bool = True
     scale: float = 1.0
+    use_bias: bool = False
+    swiglu_limit: float | None = None
+    swiglu_alpha: float = 1.702
+    float32_router: bool = True
 
     def __post_init__(self) -> None:
         if self.scoring not in ("sigmoid", "softmax"):
@@ -126,6 +138,7 @@ class ModelConfig:
         qkv_bias: Whether the projections to queries, keys and values have biases.
         out_bias: Whether the output projection of attention has a bias.
         mlp_bias: Whether the projections of the MLP have biases.
+        use_sinks: Whether each head has a sink, as in `flax_layers.nnx.FlexAttention`.
         latent: Latent attention (MLA) in place of keys and values of heads.
         attention_scale: Factor of the scores. None: `head_dim ** -0.5`, and with `latent` that of its layer.
         attention_softcap: Soft cap of the scores. None: no cap.
@@ -167,6 +180,7 @@ class ModelConfig:
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
+    use_sinks: bool = False
     latent: LatentConfig | None = None
     attention_scale: float | None = None
     attention_softcap: float | None = None
@@ -191,7 +205,7 @@ class ModelConfig:
             return
         head_dim = self.latent.nope_head_dim + self.latent.rope_head_dim
         needed = {"num_kv_heads": self.num_heads, "head_dim": head_dim}
-        needed |= dict.fromkeys(("qk_norm", "qkv_bias", "out_bias"), False)
+        needed |= dict.fromkeys(("qk_norm", "qkv_bias", "out_bias", "use_sinks"), False)
         for name, value in needed.items():
             if getattr(self, name) != value:
                 raise ValueError(

@@ -185,9 +185,9 @@ def family_of(raw: Raw) -> Family:
         ValueError: No architecture is supported, or they do not agree.
 
     Example:
-        >>> family_of({"architectures": ["GptOssForCausalLM"]})
+        >>> family_of({"architectures": ["Qwen2MoeForCausalLM"]})
         Traceback (most recent call last):
-        ValueError: GptOssForCausalLM is not supported: it has attention sinks, ...
+        ValueError: Qwen2MoeForCausalLM is not supported: it has shared experts with a gate.
     """
     names = raw.get("architectures") or []
     if not isinstance(names, list):
@@ -302,6 +302,8 @@ def write_config(config: ModelConfig) -> dict[str, Any]:
     raw |= {key: value for key, value in _written_options(config).items() if family.reads(key)}
     if not family.reads("hidden_activation"):
         raw["hidden_act"] = config.activation
+    if family.reads("rope_parameters") and raw["rope_scaling"] is None:
+        raw["rope_scaling"] = {"rope_type": "default"}  # a null is the scaling of the family
     if read_config(raw) != config:
         differ = [key for key, value in vars(read_config(raw)).items() if value != getattr(config, key)]
         raise ValueError(

@@ -1,4 +1,4 @@
-"""A mixture of experts, as in DeepSeek-V2 and V3, in plain JAX.
+"""A mixture of experts, as in DeepSeek, Mixtral, Qwen3-MoE and gpt-oss, in plain JAX.
 
 Every expert computes all tokens, one expert after the other, and those that did not select it as zeros. So the result
 of a token does not depend on what is computed beside it, tokens may be sharded in any way, and none is dropped. The
@@ -14,6 +14,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from flax.typing import Dtype
 from jaxtyping import Array, Bool, Float, Float32
 
 from flax_layers.models.config import ExpertsConfig
@@ -21,17 +22,22 @@ from flax_layers.models.mlp import MLP
 
 
 class Router(nnx.Module):
-    """Weighs the experts of each token, in float32 with float32 parameters, whatever the dtype of the model.
+    """Weighs the experts of each token, in float32, whatever the dtype of the model.
 
     Args:
         width: Size of the residual stream.
         config: The experts.
         kernel_init: Initializer of the projection to scores.
+        param_dtype: Dtype of the parameters, unless they are float32 in any case.
         rngs: Source of its key.
     """
 
-    def __init__(self, width: int, config: ExpertsConfig, kernel_init: nnx.Initializer, *, rngs: nnx.Rngs):
-        self.kernel = nnx.Param(kernel_init(rngs.params(), (width, config.number), jnp.float32))
+    def __init__(
+        self, width: int, config: ExpertsConfig, kernel_init: nnx.Initializer, param_dtype: Dtype, *, rngs: nnx.Rngs
+    ):
+        dtype = jnp.float32 if config.float32_router else param_dtype
+        self.kernel = nnx.Param(kernel_init(rngs.params(), (width, config.number), dtype))
+        self.bias = nnx.data(nnx.Param(jnp.zeros(config.number, dtype)) if config.use_bias else None)
         has_correction = config.scoring == "sigmoid"
         self.correction = nnx.data(nnx.Param(jnp.zeros(config.number, jnp.float32)) if has_correction else None)
         self.config = config
@@ -39,7 +45,10 @@ class Router(nnx.Module):
     def __call__(self, inputs: Float[Array, "*batch width"]) -> Float32[Array, "*batch number"]:
         """The weight of each expert; 0 for those that are not selected."""
         config = self.config
-        logits = jnp.matmul(inputs.astype(jnp.float32), self.kernel[...], precision=jax.lax.Precision.HIGHEST)
+        kernel = self.kernel[...].astype(jnp.float32)
+        logits = jnp.matmul(inputs.astype(jnp.float32), kernel, precision=jax.lax.Precision.HIGHEST)
+        if self.bias is not None:
+            logits += jnp.broadcast_to(self.bias[...].astype(jnp.float32), logits.shape)
         if self.correction is None:
             scores = choice = jax.nn.softmax(logits, axis=-1)
         else:
@@ -85,16 +94,15 @@ class MixtureOfExperts(nnx.Module):
         width: Size of the residual stream.
         config: The experts.
         activation: As for `MLP`.
-        linear: Makes a projection with given input and output sizes, and `rngs`.
+        linear: Makes a projection with given input and output sizes, `use_bias` and `rngs`.
         kernel_init: Initializer of the router.
+        param_dtype: Dtype of the parameters of the router, as for `Router`.
         rngs: Source of the keys of the initializers.
 
     Example:
-        >>> import functools
-        >>> linear = functools.partial(nnx.Linear, use_bias=False)
         >>> config = ExpertsConfig(number=4, width=8, per_token=2)
         >>> init = nnx.initializers.normal(0.1)
-        >>> experts = MixtureOfExperts(16, config, "silu", linear, kernel_init=init, rngs=nnx.Rngs(0))
+        >>> experts = MixtureOfExperts(16, config, "silu", nnx.Linear, kernel_init=init, rngs=nnx.Rngs(0))
         >>> experts.experts.up.kernel.shape, experts(jnp.ones((2, 3, 16))).shape
         ((4, 16, 8), (2, 3, 16))
     """
@@ -107,12 +115,16 @@ class MixtureOfExperts(nnx.Module):
         linear: Callable[..., nnx.Module],
         *,
         kernel_init: nnx.Initializer,
+        param_dtype: Dtype = jnp.float32,
         rngs: nnx.Rngs,
     ):
-        def mlp(hidden: int, rngs: nnx.Rngs) -> MLP:
-            return MLP(width, hidden, activation, lambda *sizes: linear(*sizes, rngs=rngs))
+        clamp = None if config.swiglu_limit is None else (config.swiglu_limit, config.swiglu_alpha)
 
-        self.router = Router(width, config, kernel_init, rngs=rngs)
+        def mlp(hidden: int, rngs: nnx.Rngs) -> MLP:
+            project = lambda *sizes: linear(*sizes, use_bias=config.use_bias, rngs=rngs)
+            return MLP(width, hidden, activation, project, clamp)
+
+        self.router = Router(width, config, kernel_init, param_dtype, rngs=rngs)
         keys = jax.random.split(rngs.params(), config.number)
         self.experts = nnx.vmap(lambda key: mlp(config.width, nnx.Rngs(key)))(keys)
         self.shared = nnx.data(mlp(config.shared * config.width, rngs) if config.shared else None)

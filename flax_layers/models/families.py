@@ -9,72 +9,15 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-LLAMA_MODULES = {
-    "attention.query": "self_attn.q_proj",
-    "attention.key": "self_attn.k_proj",
-    "attention.value": "self_attn.v_proj",
-    "attention.out": "self_attn.o_proj",
-    "attention.query_norm": "self_attn.q_norm",
-    "attention.key_norm": "self_attn.k_norm",
-    "mlp.gate": "mlp.gate_proj",
-    "mlp.up": "mlp.up_proj",
-    "mlp.down": "mlp.down_proj",
-    "attention_norm": "input_layernorm",
-    "mlp_norm": "post_attention_layernorm",
-}
-"""Names of the modules of a `Block` in files. Modules with the same name form one tensor, in this order."""
-
-GEMMA_MODULES = {
-    **LLAMA_MODULES,
-    "mlp_norm": "pre_feedforward_layernorm",
-    "post_attention_norm": "post_attention_layernorm",
-    "post_mlp_norm": "post_feedforward_layernorm",
-}
-
-PHI3_MODULES = {
-    **LLAMA_MODULES,
-    "attention.query": "self_attn.qkv_proj",
-    "attention.key": "self_attn.qkv_proj",
-    "attention.value": "self_attn.qkv_proj",
-    "mlp.gate": "mlp.gate_up_proj",
-    "mlp.up": "mlp.gate_up_proj",
-}
-
-DEEPSEEK_MODULES = {
-    "attention.query_down": "self_attn.q_a_proj",
-    "attention.query_norm": "self_attn.q_a_layernorm",
-    "attention.query": "self_attn.q_proj",
-    "attention.latent": "self_attn.kv_a_proj_with_mqa",
-    "attention.latent_norm": "self_attn.kv_a_layernorm",
-    "attention.up": "self_attn.kv_b_proj",
-    "attention.out": "self_attn.o_proj",
-    "mlp.gate": "mlp.gate_proj",
-    "mlp.up": "mlp.up_proj",
-    "mlp.down": "mlp.down_proj",
-    "mlp.router": "mlp.gate",
-    "mlp.experts.gate": "mlp.experts.{}.gate_proj",
-    "mlp.experts.up": "mlp.experts.{}.up_proj",
-    "mlp.experts.down": "mlp.experts.{}.down_proj",
-    "mlp.shared.gate": "mlp.shared_experts.gate_proj",
-    "mlp.shared.up": "mlp.shared_experts.up_proj",
-    "mlp.shared.down": "mlp.shared_experts.down_proj",
-    "attention_norm": "input_layernorm",
-    "mlp_norm": "post_attention_layernorm",
-}
-"""With `{}` in a name, the parameters of all experts are stacked, and each expert is a tensor: `{}` is its number."""
-
-LATENT_QUERY_MODULES = {"attention.query": "self_attn.q_b_proj"}
-"""Other names, in layers with `attention.query_down`."""
-
-TOP_MODULES = {"embed": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
-LEAVES = {
-    "kernel": "weight",
-    "embedding": "weight",
-    "scale": "weight",
-    "bias": "bias",
-    "correction": "e_score_correction_bias",
-}
-
+from flax_layers.models.tensor_names import (
+    DEEPSEEK_MODULES,
+    EXPERT_MODULES,
+    GEMMA_MODULES,
+    GPT_OSS_MODULES,
+    LLAMA_MODULES,
+    MIXTRAL_MODULES,
+    PHI3_MODULES,
+)
 
 Table = Mapping[str, Any]
 
@@ -162,6 +105,9 @@ _DEEPSEEK_KEYS = {
     "normalised": "norm_topk_prob",
     "scale": "routed_scaling_factor",
 }
+
+_MIXTRAL_KEYS = {"number": "num_local_experts", "width": "intermediate_size", "per_token": "num_experts_per_tok"}
+_SOFTMAX_TRAITS = {"scoring": "softmax", "shared": 0, "normalised": True, "float32_router": False}
 
 GROUP_LIMITED = "group_limited_greedy"
 
@@ -294,20 +240,85 @@ FAMILIES = {
             aliases={"num_local_experts": "n_routed_experts"},
             expert_keys=_DEEPSEEK_KEYS,
         ),
+        Family(
+            "mixtral",
+            "MixtralForCausalLM",
+            MIXTRAL_MODULES,
+            {
+                **_MISTRAL_DEFAULTS,
+                "sliding_window": None,
+                "rope_theta": 1e6,
+                "rms_norm_eps": 1e-5,
+                "num_local_experts": 8,
+                "num_experts_per_tok": 2,
+            },
+            aliases={"num_experts": "num_local_experts"},
+            expert_keys=_MIXTRAL_KEYS,
+            expert_traits=_SOFTMAX_TRAITS,
+        ),
+        Family(
+            "qwen3_moe",
+            "Qwen3MoeForCausalLM",
+            EXPERT_MODULES,
+            {
+                **_QWEN_DEFAULTS,
+                "num_key_value_heads": 4,
+                "attention_bias": False,
+                "num_experts": 128,
+                "num_experts_per_tok": 8,
+                "moe_intermediate_size": 768,
+                "norm_topk_prob": False,
+                "decoder_sparse_step": 1,
+                "mlp_only_layers": None,
+            },
+            {"qk_norm": True},
+            aliases={"num_local_experts": "num_experts"},
+            expert_keys={
+                "number": "num_experts",
+                "width": "moe_intermediate_size",
+                "per_token": "num_experts_per_tok",
+                "normalised": "norm_topk_prob",
+            },
+            expert_traits=_SOFTMAX_TRAITS,
+        ),
+        Family(
+            "gpt_oss",
+            "GptOssForCausalLM",
+            GPT_OSS_MODULES,
+            {
+                "num_key_value_heads": 8,
+                "head_dim": 64,
+                "attention_bias": True,
+                "sliding_window": 128,
+                "layer_types": None,
+                "max_position_embeddings": 131072,
+                "rms_norm_eps": 1e-5,
+                "rope_theta": 150000.0,
+                "rope_parameters": {
+                    "rope_type": "yarn",
+                    "factor": 32.0,
+                    "original_max_position_embeddings": 4096,
+                    "truncate": False,
+                },
+                "num_local_experts": 128,
+                "num_experts_per_tok": 4,
+                "swiglu_limit": 7.0,
+                "swiglu_alpha": 1.702,
+            },
+            {"use_sinks": True},
+            {"sliding_window_pattern": 2, "hidden_act": "silu"},
+            aliases={"num_experts": "num_local_experts"},
+            expert_keys={**_MIXTRAL_KEYS, "swiglu_limit": "swiglu_limit", "swiglu_alpha": "swiglu_alpha"},
+            expert_traits={**_SOFTMAX_TRAITS, "use_bias": True},
+        ),
     )
 }
 """The supported families, by architecture."""
 
-_OTHER_EXPERTS = "it has a mixture of experts of another kind than DeepSeek"
-
 REFUSED = {
-    "GptOssForCausalLM": "it has attention sinks, a learned term in the denominator of each softmax, and a mixture of "
-    "experts",
     "Gemma3ForConditionalGeneration": "it has a vision tower. Use a text model, Gemma3ForCausalLM",
     "Ministral3ForCausalLM": "it scales queries by their positions",
-    "MixtralForCausalLM": _OTHER_EXPERTS,
-    "Qwen2MoeForCausalLM": _OTHER_EXPERTS,
-    "Qwen3MoeForCausalLM": _OTHER_EXPERTS,
+    "Qwen2MoeForCausalLM": "it has shared experts with a gate",
 }
 """Architectures similar to a supported one, and why they are not supported."""
 

@@ -23,6 +23,12 @@ SCALE = "_scale_inv"
 _VALUES = np.arange(256, dtype=np.uint8).view(jnp.float8_e4m3fn).astype(np.float32)
 """Of each byte; a look-up is faster than a conversion."""
 
+_IN_16_BITS = "Use the checkpoint in 16 bits."
+_REMEDIES = {
+    "mxfp4": "Save it in 16 bits: `save_pretrained` of a model that `transformers` loaded with `quantization_config="
+    "Mxfp4Config(dequantize=True)`."
+}
+
 _NAMES_OF_KEPT = ("modules_to_not_convert", "ignored_layers")
 
 
@@ -88,7 +94,7 @@ def read_quantization(raw: Mapping[str, Any]) -> BlockFP8 | None:
         if found != needed and (found is not None or key == "quant_method"):
             raise ValueError(
                 f"`{key}` in `quantization_config` of `config.json` must be {needed!r}: weights in FP8 with a scale "
-                f"for each block. Got {found!r}, which is not read. Use the checkpoint in 16 bits."
+                f"for each block. Got {found!r}, which is not read. {_REMEDIES.get(str(found), _IN_16_BITS)}"
             )
     block, kept = held.get("weight_block_size"), next((held[x] for x in _NAMES_OF_KEPT if held.get(x)), [])
     if not isinstance(block, list) or len(block) != 2 or not all(type(x) is int and x > 0 for x in block):

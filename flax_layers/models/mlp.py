@@ -4,6 +4,7 @@ import functools
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
@@ -23,14 +24,49 @@ class MLP(nnx.Module):
         hidden: Size of the hidden layer.
         activation: A name in `ACTIVATIONS`.
         linear: Makes a projection with given input and output sizes.
+        clamp: The limit and the alpha of `clamped_swiglu`, in place of the activation.
     """
 
-    def __init__(self, width: int, hidden: int, activation: str, linear: Callable[..., nnx.Module]):
+    def __init__(
+        self,
+        width: int,
+        hidden: int,
+        activation: str,
+        linear: Callable[..., nnx.Module],
+        clamp: tuple[float, float] | None = None,
+    ):
         self.gate = linear(width, hidden)
         self.up = linear(width, hidden)
         self.down = linear(hidden, width)
         self.activation = activation
+        self.clamp = clamp
 
     def __call__(self, inputs: Float[Array, "*batch width"]) -> Float[Array, "*batch width"]:
         """Returns the output, which is added to the residual stream."""
-        return self.down(ACTIVATIONS[self.activation](self.gate(inputs)) * self.up(inputs))
+        gate, up = self.gate(inputs), self.up(inputs)
+        if self.clamp is not None:
+            return self.down(clamped_swiglu(gate, up, *self.clamp))
+        return self.down(ACTIVATIONS[self.activation](gate) * up)
+
+
+def clamped_swiglu(
+    gate: Float[Array, "*batch hidden"], up: Float[Array, "*batch hidden"], limit: float, alpha: float
+) -> Float[Array, "*batch hidden"]:
+    """The hidden layer of an expert of gpt-oss.
+
+    Args:
+        gate: Bounded by `limit` from above, and gated by the sigmoid of `alpha` times itself.
+        up: Bounded by `limit` on both sides.
+        limit: The bound of both.
+        alpha: Factor in the sigmoid.
+
+    Returns:
+        The gate times `up + 1`.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> clamped_swiglu(jnp.array([0.0, 9.0]), jnp.array([2.0, -9.0]), 7.0, 1.702).round().tolist()
+        [0.0, -42.0]
+    """
+    gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
+    return (up + 1) * gate * jax.nn.sigmoid(alpha * gate)

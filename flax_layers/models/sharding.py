@@ -18,6 +18,7 @@ RULES: Rules = (
     (r"attention\.(query_down|latent)\.kernel$", PartitionSpec("fsdp", None)),
     (r"mlp\.experts\.(gate|up)\.kernel$", PartitionSpec(None, "fsdp", "model")),
     (r"mlp\.experts\.down\.kernel$", PartitionSpec(None, "model", "fsdp")),
+    (r"mlp\.experts\.(gate|up)\.bias$", PartitionSpec(None, "model")),
 )
 """Tensor parallel over `model`, by heads and hidden features; fully sharded over `fsdp`; all others replicated.
 

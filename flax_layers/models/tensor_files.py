@@ -5,7 +5,7 @@ import json
 import math
 import pathlib
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -80,32 +80,32 @@ class TensorFiles(contextlib.ExitStack):
         Returns:
             The array, when it is on its devices and the host copy is no longer needed.
         """
-        rows = pieces[0].rows
-        shape = (rows.stop - rows.start, *tensor.shape[1:])
+        shape = pieces[0].shape
         final = shape[::-1] if tensor.transposed else shape
 
-        def of_piece(piece: Piece, index: Index) -> np.ndarray:
-            return _part(self._tensor(piece.name), piece.rows.start, shape, dtype, tensor.transposed, index)
+        def read_piece(piece: Piece, index: Index) -> np.ndarray:
+            source = _View(self._tensor(piece.tensor), piece.expert, *piece.column)
+            return _part(source, piece.start, shape, dtype, tensor.transposed, index)
 
-        def of_experts(index: Index) -> np.ndarray:
+        def read_index(index: Index) -> np.ndarray:
+            if not tensor.per_expert:
+                return read_piece(pieces[0], index)
             chosen, index = pieces[index[0]], index[1:]
             sizes = [len(range(*x.indices(size))) for x, size in zip(index, final, strict=True)]
             out = np.empty((len(chosen), *sizes), dtype)
             for number, piece in enumerate(chosen):
-                out[number] = of_piece(piece, index)
+                out[number] = read_piece(piece, index)
             return out
 
-        whole = final if tensor.expert is None else (len(pieces), *final)
+        whole = (len(pieces), *final) if tensor.per_expert else final
         if sharding is None:
-            index = (slice(None),) * len(whole)
-            array = of_piece(pieces[0], index) if tensor.expert is None else of_experts(index)
-            return jax.block_until_ready(jax.device_put(array))
+            return jax.block_until_ready(jax.device_put(read_index((slice(None),) * len(whole))))
         parts: dict[str, np.ndarray] = {}  # devices with equal shards share a copy
 
         def part(index: Index | None) -> np.ndarray:
             assert index is not None  # of an array with axes
             if str(index) not in parts:
-                parts[str(index)] = of_piece(pieces[0], index) if tensor.expert is None else of_experts(index)
+                parts[str(index)] = read_index(index)
             return parts[str(index)]
 
         return jax.block_until_ready(jax.make_array_from_callback(whole, sharding, part))
@@ -124,8 +124,23 @@ class TensorFiles(contextlib.ExitStack):
 _DTYPES = {"F32": jnp.float32, "F16": jnp.float16, "BF16": jnp.bfloat16}
 
 
+class _View(NamedTuple):
+    """One expert of a tensor, or all of it; and each `step`-th column."""
+
+    tensor: Any
+    expert: int | None
+    offset: int
+    step: int
+
+    def __getitem__(self, index: Index) -> np.ndarray:
+        *rows, last = index
+        index = (*rows, slice(last.start * self.step, last.stop * self.step))
+        chunk = self.tensor[index] if self.expert is None else self.tensor[(self.expert, *index)]
+        return chunk[..., self.offset :: self.step]
+
+
 def _part(
-    piece: Any,
+    piece: _View,
     start: int,
     shape: Shape,
     dtype: Dtype,
@@ -237,5 +252,7 @@ def _joined(tensor: Tensor, values: Mapping[str, Array]) -> np.ndarray:
     """The tensor of one or more parameters, on the host."""
     arrays = [values[path] if tensor.expert is None else values[path][tensor.expert] for path in tensor.parts]
     parts = [np.asarray(array) for array in arrays]
+    if len(parts) > 1 and tensor.alternating:
+        return np.stack(parts, axis=-1).reshape(tensor.shape)
     parts = [part.T if tensor.transposed else part for part in parts]
     return np.ascontiguousarray(parts[0] if len(parts) == 1 else np.concatenate(parts))

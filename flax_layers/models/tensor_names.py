@@ -1,24 +1,122 @@
 """Which tensors the files of a model hold, and which parameters each of them is."""
 
 import dataclasses
-from collections.abc import Mapping
-from typing import NamedTuple
-
-from flax_layers.models.families import LATENT_QUERY_MODULES, LEAVES, TOP_MODULES, Family
+from collections.abc import Container, Mapping, Sequence
 
 Shape = tuple[int, ...]
+Modules = Mapping[str, str]
+
+_ATTENTION_MODULES = {
+    "attention.query": "self_attn.q_proj",
+    "attention.key": "self_attn.k_proj",
+    "attention.value": "self_attn.v_proj",
+    "attention.out": "self_attn.o_proj",
+    "attention.query_norm": "self_attn.q_norm",
+    "attention.key_norm": "self_attn.k_norm",
+    "attention_norm": "input_layernorm",
+    "mlp_norm": "post_attention_layernorm",
+}
+
+LLAMA_MODULES = {
+    **_ATTENTION_MODULES,
+    "mlp.gate": "mlp.gate_proj",
+    "mlp.up": "mlp.up_proj",
+    "mlp.down": "mlp.down_proj",
+}
+"""Names of the modules of a `Block` in files. Modules with the same name form one tensor, in this order."""
+
+GEMMA_MODULES = {
+    **LLAMA_MODULES,
+    "mlp_norm": "pre_feedforward_layernorm",
+    "post_attention_norm": "post_attention_layernorm",
+    "post_mlp_norm": "post_feedforward_layernorm",
+}
+
+PHI3_MODULES = {
+    **LLAMA_MODULES,
+    "attention.query": "self_attn.qkv_proj",
+    "attention.key": "self_attn.qkv_proj",
+    "attention.value": "self_attn.qkv_proj",
+    "mlp.gate": "mlp.gate_up_proj",
+    "mlp.up": "mlp.gate_up_proj",
+}
+
+EXPERT_MODULES = {
+    **LLAMA_MODULES,
+    "mlp.router": "mlp.gate",
+    "mlp.experts.gate": "mlp.experts.{}.gate_proj",
+    "mlp.experts.up": "mlp.experts.{}.up_proj",
+    "mlp.experts.down": "mlp.experts.{}.down_proj",
+}
+"""With `{}` in a name, the parameters of all experts are stacked, and each expert is a tensor: `{}` is its number."""
+
+DEEPSEEK_MODULES = {
+    **EXPERT_MODULES,
+    "attention.query_down": "self_attn.q_a_proj",
+    "attention.query_norm": "self_attn.q_a_layernorm",
+    "attention.latent": "self_attn.kv_a_proj_with_mqa",
+    "attention.latent_norm": "self_attn.kv_a_layernorm",
+    "attention.up": "self_attn.kv_b_proj",
+    "mlp.shared.gate": "mlp.shared_experts.gate_proj",
+    "mlp.shared.up": "mlp.shared_experts.up_proj",
+    "mlp.shared.down": "mlp.shared_experts.down_proj",
+}
+
+MIXTRAL_MODULES = {
+    **_ATTENTION_MODULES,
+    "mlp.router": "block_sparse_moe.gate",
+    "mlp.experts.gate": "block_sparse_moe.experts.{}.w1",
+    "mlp.experts.up": "block_sparse_moe.experts.{}.w3",
+    "mlp.experts.down": "block_sparse_moe.experts.{}.w2",
+}
+
+GPT_OSS_MODULES = {
+    **_ATTENTION_MODULES,
+    "attention.sinks": "self_attn.sinks",
+    "mlp.router": "mlp.router",
+    "mlp.experts.gate.kernel": "mlp.experts.gate_up_proj",
+    "mlp.experts.up.kernel": "mlp.experts.gate_up_proj",
+    "mlp.experts.gate.bias": "mlp.experts.gate_up_proj_bias",
+    "mlp.experts.up.bias": "mlp.experts.gate_up_proj_bias",
+    "mlp.experts.down.kernel": "mlp.experts.down_proj",
+    "mlp.experts.down.bias": "mlp.experts.down_proj_bias",
+}
+"""The name of a parameter, in place of a module, is that of the tensor. Experts are stacked in files, too; their
+kernels are `[in, out]` there, and the columns of `gate` and `up` alternate."""
+
+JOINED_EXPERT_MODULES = {
+    "mlp.router.kernel": "mlp.gate.weight",
+    "mlp.experts.gate.kernel": "mlp.experts.gate_up_proj",
+    "mlp.experts.up.kernel": "mlp.experts.gate_up_proj",
+    "mlp.experts.down.kernel": "mlp.experts.down_proj",
+}
+"""Other names, in files that Transformers 5 saved in a format of its own: experts are stacked, each `[out, in]`."""
+
+LATENT_QUERY_MODULES = {"attention.query": "self_attn.q_b_proj"}
+"""Other names, in layers with `attention.query_down`."""
+
+TOP_MODULES = {"embed": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
+LEAVES = {
+    "kernel": "weight",
+    "embedding": "weight",
+    "scale": "weight",
+    "bias": "bias",
+    "correction": "e_score_correction_bias",
+}
 
 
 @dataclasses.dataclass(frozen=True)
 class Tensor:
-    """A tensor in a file: one parameter, several that are concatenated along the first axis, or one expert of one.
+    """A tensor in a file: one parameter, several that are concatenated along the outputs, or experts of these.
 
     Attributes:
         parts: Paths of the parameters.
-        sizes: Size of each along the first axis of the tensor.
+        sizes: Number of outputs of each.
         shape: Shape of the tensor.
-        transposed: Whether the tensor is `[out, in]` and the parameters are `[in, out]`.
-        expert: Index along the first axis of the parameter, whose experts are stacked. None: it is the whole parameter.
+        transposed: Whether the tensor is `[..., out, in]` and the parameters are `[..., in, out]`.
+        expert: Index along the first axis of the parameters, whose experts are stacked. None: it is all of them.
+        stacked: Whether the first axis of the tensor is that of experts, as it is in the parameters.
+        alternating: Whether the columns of the parts alternate, in place of one part after the other.
     """
 
     parts: tuple[str, ...]
@@ -26,63 +124,88 @@ class Tensor:
     shape: Shape
     transposed: bool
     expert: int | None = None
+    stacked: bool = False
+    alternating: bool = False
+
+    @property
+    def per_expert(self) -> bool:
+        """Returns whether the first axis of the parameters is that of experts."""
+        return self.stacked or self.expert is not None
 
 
-class Piece(NamedTuple):
-    """Rows of a tensor: a parameter, or one expert of it.
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """Where a parameter lies, or one expert of it.
 
     Attributes:
-        name: Name of the tensor.
-        rows: Rows along its first axis.
+        tensor: Name of the tensor.
+        shape: Shape of the piece, as it lies there.
+        start: The row at which it begins.
+        expert: Index along the first axis of the tensor, if that is the axis of experts.
+        column: Its first column, and the distance to the next.
     """
 
-    name: str
-    rows: slice
+    tensor: str
+    shape: Shape
+    start: int = 0
+    expert: int | None = None
+    column: tuple[int, int] = (0, 1)
 
 
-def tensors_of(family: Family, shapes: Mapping[str, Shape]) -> dict[str, Tensor]:
+def tensors_of(modules: Modules, shapes: Mapping[str, Shape], names: Container[str] = ()) -> dict[str, Tensor]:
     """The tensors in the files of a model.
 
     Args:
-        family: The family of the model.
+        modules: Names of the modules of a block, of the family of the model.
         shapes: Shape of each parameter, by path, such as `blocks.0.attention.query.kernel`.
+        names: Names of the tensors in files that are read. With those of `JOINED_EXPERT_MODULES` among them, experts
+            have these names.
 
     Returns:
         The tensors, by their names in files.
 
     Example:
-        >>> from flax_layers.models.families import family_named
-        >>> phi3 = family_named("phi3")
         >>> shapes = {f"blocks.0.attention.{name}.kernel": (64, size) for name, size in (("query", 64), ("key", 16))}
-        >>> for name, tensor in tensors_of(phi3, shapes).items():
+        >>> for name, tensor in tensors_of(PHI3_MODULES, shapes).items():
         ...     print(name, tensor.shape, tensor.sizes)
         model.layers.0.self_attn.qkv_proj.weight (80, 64) (64, 16)
         >>> shapes = {"blocks.1.mlp.experts.up.kernel": (2, 64, 16)}
-        >>> for name, tensor in tensors_of(family_named("deepseek_v3"), shapes).items():
+        >>> for name, tensor in tensors_of(DEEPSEEK_MODULES, shapes).items():
         ...     print(name, tensor.shape, tensor.expert)
         model.layers.1.mlp.experts.0.up_proj.weight (16, 64) 0
         model.layers.1.mlp.experts.1.up_proj.weight (16, 64) 1
+        >>> shapes |= {"blocks.1.mlp.experts.gate.kernel": (2, 64, 16)}
+        >>> for name, tensor in tensors_of(GPT_OSS_MODULES, shapes).items():
+        ...     print(name, tensor.shape, tensor.sizes)
+        model.layers.1.mlp.experts.gate_up_proj (2, 64, 32) (16, 16)
     """
-    order = {module: number for number, module in enumerate((*TOP_MODULES, *family.modules))}
+    order = {module: number for number, module in enumerate((*TOP_MODULES, *modules))}
     parts: dict[str, list[str]] = {}
-    for path in sorted(shapes, key=lambda path: order[_module(path)]):
-        parts.setdefault(_file_name(family, path, shapes), []).append(path)
+    for path in sorted(shapes, key=lambda path: order[_entry(modules, path)]):
+        parts.setdefault(_file_name(modules, path, shapes, names), []).append(path)
     tensors = {}
     for name, paths in parts.items():
         if "{}" in name:
             [path] = paths
             experts, *shape = shapes[path]
             tensors |= {name.format(i): _tensor([path], [tuple(shape)], i) for i in range(experts)}
+        elif ".mlp.experts." in paths[0]:
+            alternating = _local(paths[0]) in modules
+            one = _tensor(paths, [shapes[path][1:] for path in paths], alternating=alternating)
+            tensors[name] = dataclasses.replace(one, shape=(shapes[paths[0]][0], *one.shape), stacked=True)
         else:
             tensors[name] = _tensor(paths, [shapes[path] for path in paths])
     return tensors
 
 
-def _tensor(paths: list[str], shapes: list[Shape], expert: int | None = None) -> Tensor:
-    transposed = paths[0].endswith(".kernel")
-    rows = [shape[::-1] if transposed else shape for shape in shapes]
-    sizes = tuple(row[0] for row in rows)
-    return Tensor(tuple(paths), sizes, (sum(sizes), *rows[0][1:]), transposed, expert)
+def _tensor(
+    paths: Sequence[str], shapes: Sequence[Shape], expert: int | None = None, *, alternating: bool = False
+) -> Tensor:
+    transposed = paths[0].endswith(".kernel") and not alternating
+    parts = [shape[::-1] if transposed else shape for shape in shapes]
+    sizes = tuple(part[-1 if alternating else 0] for part in parts)
+    shape = (*parts[0][:-1], sum(sizes)) if alternating else (sum(sizes), *parts[0][1:])
+    return Tensor(tuple(paths), sizes, shape, transposed, expert, alternating=alternating)
 
 
 def pieces_of(tensors: Mapping[str, Tensor]) -> dict[str, list[Piece]]:
@@ -97,28 +220,41 @@ def pieces_of(tensors: Mapping[str, Tensor]) -> dict[str, list[Piece]]:
     Example:
         >>> tensor = Tensor(("a", "b"), (2, 3), (5, 4), transposed=False)
         >>> pieces_of({"both": tensor})["b"]
-        [Piece(name='both', rows=slice(2, 5, None))]
+        [Piece(tensor='both', shape=(3, 4), start=2, expert=None, column=(0, 1))]
     """
     pieces: dict[str, list[Piece]] = {}
     for name, tensor in tensors.items():
+        experts, shape = (range(tensor.shape[0]), tensor.shape[1:]) if tensor.stacked else ([None], tensor.shape)
         start = 0
-        for path, size in zip(tensor.parts, tensor.sizes, strict=True):
-            pieces.setdefault(path, []).append(Piece(name, slice(start, start + size)))
+        for number, (path, size) in enumerate(zip(tensor.parts, tensor.sizes, strict=True)):
+            if tensor.alternating:
+                part, row, column = (*shape[:-1], size), 0, (number, len(tensor.parts))
+            else:
+                part, row, column = (size, *shape[1:]), start, (0, 1)
+            pieces.setdefault(path, []).extend(Piece(name, part, row, expert, column) for expert in experts)
             start += size
     return pieces
 
 
-def _module(path: str) -> str:
-    """The module of a parameter: `attention.query` for `blocks.0.attention.query.kernel`."""
-    names = path.split(".")[:-1]
-    return ".".join(names[2:] if names[0] == "blocks" else names)
+def _local(path: str) -> str:
+    """A path within its block: `attention.query.kernel` for `blocks.0.attention.query.kernel`."""
+    return path.split(".", 2)[2] if path.startswith("blocks.") else path
 
 
-def _file_name(family: Family, path: str, shapes: Mapping[str, Shape]) -> str:
-    leaf, module = LEAVES[path.rpartition(".")[2]], _module(path)
+def _entry(modules: Modules, path: str) -> str:
+    """The entry of a parameter in the names of a family: itself, or its module."""
+    local = _local(path)
+    return local if local in modules else local.rpartition(".")[0]
+
+
+def _file_name(modules: Modules, path: str, shapes: Mapping[str, Shape], names: Container[str]) -> str:
+    leaf, entry = path.rpartition(".")[2], _entry(modules, path)
     if not path.startswith("blocks."):
-        return f"{TOP_MODULES[module]}.{leaf}"
-    layer = path.split(".")[1]
-    has_latent_queries = f"blocks.{layer}.attention.query_down.kernel" in shapes
-    names = {**family.modules, **(LATENT_QUERY_MODULES if has_latent_queries else {})}
-    return f"model.layers.{layer}.{names[module]}.{leaf}"
+        return f"{TOP_MODULES[entry]}.{LEAVES[leaf]}"
+    layer = f"model.layers.{path.split('.')[1]}"
+    joined = JOINED_EXPERT_MODULES.get(_local(path))
+    if joined is not None and f"{layer}.{joined}" in names:
+        return f"{layer}.{joined}"
+    has_latent_queries = f"blocks.{path.split('.')[1]}.attention.query_down.kernel" in shapes
+    name = {**modules, **(LATENT_QUERY_MODULES if has_latent_queries else {})}[entry]
+    return f"{layer}.{name}" if entry == _local(path) else f"{layer}.{name}.{LEAVES[leaf]}"

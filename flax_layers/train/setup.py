@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
-from flax_layers.models import Decoder, ModelConfig, from_pretrained
+from flax_layers.models import Decoder, ExpertsConfig, ModelConfig, from_pretrained
 from flax_layers.models.block import MakeScoreMod
 from flax_layers.models.checkpoint import read_folder_config
 from flax_layers.models.config_json import write_config
@@ -24,6 +24,17 @@ from flax_layers.train.flops import measured_flops, peak_flops
 from flax_layers.train.optimizer import Recipe
 from flax_layers.train.shapes import SHAPES, parse_sizes, resized, with_bias
 from flax_layers.train.trainer import Computation, Trainer, create_model, parameter_shapes
+
+_NEWER = {
+    "latent": None,
+    "experts": None,
+    "use_sinks": False,
+    "use_bias": False,
+    "swiglu_limit": None,
+    "swiglu_alpha": ExpertsConfig.swiglu_alpha,
+    "float32_router": True,
+}
+"""Fields of configurations that older checkpoints do not name, and what they had."""
 
 
 def model_config(options: argparse.Namespace) -> tuple[ModelConfig, MakeScoreMod | None]:
@@ -170,8 +181,9 @@ def description(
         Values by the names of sizes and options: first those of the model, which fix the shapes of its parameters or
         what they mean; then the others, which `--accept-changes` may change.
     """
-    sizes = {name: value for name, value in _described(dataclasses.asdict(config)).items() if "token_id" not in name}
-    layers = [_described(layer) for layer in sizes.pop("layers")]
+    described = dataclasses.asdict(config, dict_factory=_described)
+    sizes = {name: value for name, value in described.items() if "token_id" not in name}
+    layers = sizes.pop("layers")
     model = {f"model.{name}": value for name, value in sizes.items()}
     model |= {"model.layers": len(layers), "attention of each layer": layers, "--bias": options.bias}
     return model, {
@@ -192,9 +204,9 @@ def description(
     }
 
 
-def _described(fields: dict[str, Any]) -> dict[str, Any]:
-    """Fields but for those that a model lacks and that older checkpoints do not name."""
-    return {name: value for name, value in fields.items() if value is not None or name not in ("latent", "experts")}
+def _described(fields: list[tuple[str, object]]) -> dict[str, Any]:
+    """The fields of a configuration, without those that older checkpoints do not name and whose value they had."""
+    return {name: value for name, value in fields if name not in _NEWER or value != _NEWER[name]}
 
 
 def all_peak_flops(text: str | None, mesh: Mesh) -> float | None:

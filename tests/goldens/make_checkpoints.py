@@ -141,6 +141,40 @@ CASES = {
             "rope_parameters": _DEEPSEEK_YARN,
         },
     ),
+    "mixtral": (
+        "Mixtral",
+        "bfloat16",
+        {**_SMALLER, "intermediate_size": 24, "num_local_experts": 4, "sliding_window": 11},
+    ),
+    "qwen3_moe": (
+        "Qwen3Moe",
+        "bfloat16",
+        {
+            **_SMALLER,
+            "num_hidden_layers": 3,
+            "head_dim": 10,
+            "intermediate_size": 32,
+            "mlp_only_layers": [1],
+            "moe_intermediate_size": 12,
+            "num_experts": 5,
+            "num_experts_per_tok": 3,
+            "norm_topk_prob": True,
+        },
+    ),
+    "gpt_oss": (
+        "GptOss",
+        "bfloat16",
+        {
+            **_SMALLER,
+            "head_dim": 10,
+            "intermediate_size": 24,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "sliding_window": 7,
+            "swiglu_limit": 1.5,  # so that it bounds some
+            "rope_parameters": _YARN,
+        },
+    ),
 }
 
 
