@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import safetensors.numpy
 from flax import nnx
 
 from flax_layers.models import Decoder, from_pretrained
@@ -35,6 +36,19 @@ def change_config(folder: pathlib.Path, **changes: Any) -> None:
     """Changes the `config.json` of a copy."""
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def add_head(folder: pathlib.Path) -> np.ndarray:
+    """Adds an output projection, [out, in], to the files of a copy whose embeddings are tied."""
+    path = folder / "model.safetensors"
+    held: dict[str, Any] = {}
+    for file in folder.glob("*.safetensors*"):
+        held |= {} if file.suffix == ".json" else safetensors.numpy.load_file(file)
+        file.unlink()
+    embeddings = held["model.embed_tokens.weight"]
+    held["lm_head.weight"] = embeddings[::-1] * np.asarray(0.5, embeddings.dtype)
+    safetensors.numpy.save_file({name: np.ascontiguousarray(x) for name, x in held.items()}, path, {"format": "pt"})
+    return held["lm_head.weight"]
 
 
 def relative_error(found: jax.Array, expected: np.ndarray) -> float:

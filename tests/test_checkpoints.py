@@ -30,9 +30,10 @@ from flax_layers.models import (
     save_pretrained,
     tensor_files,
 )
+from flax_layers.models.checkpoint import read_folder_config
 from flax_layers.models.folders import MORE_TEMPLATES
 from flax_layers.nnx import AlibiBias
-from tests.golden_models import NAMES, ROOT, change_config, expected, load, logits_of, relative_error
+from tests.golden_models import NAMES, ROOT, add_head, change_config, expected, load, logits_of, relative_error
 
 BIG = ModelConfig(
     vocabulary=2048, width=256, mlp_width=512, num_heads=4, num_kv_heads=4, head_dim=64, layers=(LayerConfig(),) * 2,
@@ -133,6 +134,25 @@ def test_memory_is_that_of_one_parameter_above_the_model(sharded, tmp_path, monk
 def test_tied_embeddings_may_stand_in_the_file_twice(tmp_path):
     folder = rewrite(ROOT / "gemma2", tmp_path, lambda x: x.update({"lm_head.weight": x["model.embed_tokens.weight"]}))
     assert from_pretrained(folder).head is None
+
+
+@pytest.mark.parametrize("name", ["gemma2", "llama3"])
+def test_a_head_beside_tied_embeddings_is_kept(name, tmp_path):
+    """As in Transformers 5.24, whatever `tie_word_embeddings` says; and written so that all versions agree."""
+    shutil.copytree(ROOT / name, tmp_path / "changed")
+    head = add_head(tmp_path / "changed")
+    model, tied = load("changed", root=tmp_path), load(name)
+    assert (tied.config.tied_embeddings, read_folder_config(tmp_path / "changed")) == (True, model.config)
+    assert not model.config.tied_embeddings
+    tokens = expected(name)["tokens"]
+    right = np.asarray(tied.hidden(tokens), np.float64) @ head.astype(np.float64).T
+    cap = model.config.logits_softcap
+    right = right if cap is None else cap * np.tanh(right / cap)
+    assert relative_error(logits_of(model, tokens), right) < 1e-5
+    save_pretrained(model, tmp_path / "saved")
+    assert json.loads((tmp_path / "saved" / "config.json").read_text())["tie_word_embeddings"] is False
+    assert from_pretrained(tmp_path / "saved").config == model.config
+    np.testing.assert_array_equal(tensors(tmp_path / "saved")["lm_head.weight"], head.astype(np.float32))
 
 
 def test_frequencies_in_old_files_are_passed_over(tmp_path):

@@ -14,6 +14,7 @@ from flax_layers.models import save_pretrained
 from tests.golden_models import (
     NAMES,
     ROOT,
+    add_head,
     change_config,
     expected,
     greedy_from_dense,
@@ -71,12 +72,14 @@ def test_checkpoints_made_anew(name, made, tmp_path):
 
 @pytest.mark.gpu
 def test_changed_checkpoints(packages, tmp_path):
-    """The tables of `tests/test_model_configs.py`."""
+    """The tables of `tests/test_model_configs.py`, and files that hold a head beside tied embeddings."""
     rows: list[tuple[str, pathlib.Path]] = []
-    for name, changes in [*IGNORED, *(row[:2] for row in READ)]:
+    for name, changes in [*IGNORED, *(row[:2] for row in READ), *[("gemma2", {}), ("llama3", {})]]:
         rows.append((name, tmp_path / f"{len(rows)}-{name}"))
         shutil.copytree(ROOT / name, rows[-1][1])
         change_config(rows[-1][1], **changes)
+        if not changes:
+            add_head(rows[-1][1])
     python("-c", READER, *(x for name, folder in rows for x in (ROOT / name / "expected.npz", folder)))
     with jax.default_matmul_precision("highest"):
         for name, folder in rows:

@@ -1,5 +1,6 @@
 """Loads and saves Hugging Face checkpoints, one tensor at a time."""
 
+import dataclasses
 import json
 import pathlib
 from collections.abc import Mapping
@@ -19,12 +20,14 @@ from flax_layers.models.fp8_files import FP8, SCALE, BlockFP8, read_quantization
 from flax_layers.models.fused import is_fused
 from flax_layers.models.sharding import RULES, Rules, parameter_shardings
 from flax_layers.models.tensor_files import TensorFiles, write_files
-from flax_layers.models.tensor_names import Tensor, pieces_of, tensors_of
+from flax_layers.models.tensor_names import TOP_MODULES, Tensor, pieces_of, tensors_of
 
 Folder = str | pathlib.Path
 
 _IGNORED = (".rotary_emb.inv_freq",)
 """Suffixes of tensors in old Llama files that are not parameters."""
+
+_HEAD = f"{TOP_MODULES['head']}.weight"
 
 _PREDICTING = "eh_proj.weight"
 """The tensor of a layer of DeepSeek-V3 that predicts further tokens, and of no other layer."""
@@ -101,7 +104,8 @@ def read_folder_config(folder: Folder, max_positions: int | None = None) -> Mode
         max_positions: As for `from_pretrained`.
 
     Returns:
-        The configuration of the model.
+        The configuration of the model. Its embeddings are not tied if the files hold another `lm_head.weight`, whatever
+        `tie_word_embeddings` says: Transformers 5.24 then keeps both.
 
     Raises:
         FileNotFoundError: There is no `config.json`.
@@ -112,10 +116,21 @@ def read_folder_config(folder: Folder, max_positions: int | None = None) -> Mode
         raise ValueError(f"`max_positions` must be at least 1. Got {max_positions}. The default is that of the file.")
     recover(folder)
     try:
-        return read_config(_read_raw(folder), max_positions)
+        config = read_config(_read_raw(folder), max_positions)
     except ValueError as error:
         path = pathlib.Path(folder) / "config.json"
         raise CheckpointError(f"{path} is not the configuration of a supported model: {error}") from error
+    if config.tied_embeddings and _has_own_head(pathlib.Path(folder)):
+        return dataclasses.replace(config, tied_embeddings=False)
+    return config
+
+
+def _has_own_head(folder: pathlib.Path) -> bool:
+    """Returns whether the files hold embeddings, and an output projection that differs from them."""
+    if not any(folder.glob("*.safetensors")):
+        return False
+    with TensorFiles(folder, read_quantization(_read_raw(folder))) as files:
+        return files.differ(f"{TOP_MODULES['embed']}.weight", _HEAD)
 
 
 def _read_raw(folder: Folder) -> dict[str, Any]:
@@ -185,7 +200,7 @@ def _check_tensors(
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
     known = set(tensors)
     if config.tied_embeddings:
-        known.add("lm_head.weight")  # some files hold a copy of the embeddings
+        known.add(_HEAD)  # some files hold a copy of the embeddings
     quantized = [] if fp8 is None else [name for name in known if files.dtypes.get(name) == FP8]
     known |= {name + SCALE for name in quantized}
     if fp8 is not None:

@@ -68,6 +68,19 @@ class TensorFiles(contextlib.ExitStack):
         names = [dtype for name, dtype in self.dtypes.items() if dtype in _DTYPES and not name.endswith(SCALE)]
         return _DTYPES[max(sorted(set(names)), key=names.count)] if names else jnp.float32
 
+    def differ(self, one: str, other: str) -> bool:
+        """Returns whether two tensors of two axes are both there and differ."""
+        if not {one, other} <= self.shapes.keys():
+            return False
+        rows, *columns = self.shapes[one]
+        step = max(1, CHUNK_BYTES // (4 * max(1, math.prod(columns))))
+        parts = [(slice(start, min(start + step, rows)), slice(0, columns[0])) for start in range(0, rows, step)]
+        first, second = self._tensor(one), self._tensor(other)
+        # As float32, for one may be saved in another dtype.
+        return self.shapes[one] != self.shapes[other] or any(
+            not np.array_equal(first[part].astype(np.float32), second[part].astype(np.float32)) for part in parts
+        )
+
     def read(self, pieces: Sequence[Piece], dtype: Dtype, tensor: Tensor, sharding: Sharding | None) -> Array:
         """Reads a parameter to devices.
 
