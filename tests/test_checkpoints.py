@@ -155,6 +155,27 @@ def test_a_head_beside_tied_embeddings_is_kept(name, tmp_path):
     np.testing.assert_array_equal(tensors(tmp_path / "saved")["lm_head.weight"], head.astype(np.float32))
 
 
+def test_one_file_counts_alone(tmp_path):
+    """As in Transformers: beside it, there are Mistral's own file, or an index of an earlier save."""
+    shutil.copytree(ROOT / "mistral", tmp_path / "changed")
+    safetensors.numpy.save_file(
+        {"norm.weight": np.ones(3, np.float32)}, tmp_path / "changed" / "consolidated.safetensors"
+    )
+    (tmp_path / "changed" / tensor_files.INDEX).write_text(json.dumps({"weight_map": {"a": "gone.safetensors"}}))
+    original = parameters(from_pretrained(ROOT / "mistral"))
+    for path, value in parameters(from_pretrained(tmp_path / "changed")).items():
+        np.testing.assert_array_equal(np.asarray(value), np.asarray(original[path]))
+
+
+def test_a_name_of_the_hub_is_answered_with_its_download(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for read in (from_pretrained, load_folder):
+        with pytest.raises(FileNotFoundError, match=r"hf download google/gemma-3-1b-it --local-dir gemma-3-1b-it$"):
+            read("google/gemma-3-1b-it")
+        with pytest.raises(FileNotFoundError, match=r"Pass the folder of a checkpoint\.$"):
+            read(tmp_path / "gone")
+
+
 def test_frequencies_in_old_files_are_passed_over(tmp_path):
     extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(4, np.float32)}
     from_pretrained(rewrite(ROOT / "llama2", tmp_path, lambda x: x.update(extra)))
@@ -227,6 +248,18 @@ WRONG = [
     ),
     ("llama3", lambda f: (f / tensor_files.INDEX).write_text("{}"), CheckpointError, r"is not an index of tensors"),
     ("llama2", replace_config(hidden_size="48"), CheckpointError, r"broken/config.json is not .* integer. Got '48'"),
+    (
+        "llama2",
+        lambda f: (f / "model.safetensors").rename(f / "consolidated.safetensors"),
+        FileNotFoundError,
+        r"broken holds config.json, consolidated.safetensors, .*as Mistral's consolidated.safetensors, are not read",
+    ),
+    (
+        "llama2",
+        lambda f: (f / "adapter_config.json").write_text("{}"),
+        CheckpointError,
+        r"broken holds an adapter, adapter_config.json, .* `merge_and_unload`",
+    ),
     ("llama2", replace_config(num_hidden_layers=1), CheckpointError, r"9 unexpected"),
 ]
 

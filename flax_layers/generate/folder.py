@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 
 import jflex
 from flax_layers.models import Decoder, ModelConfig, Tokenizer, from_pretrained, fuse_projections
-from flax_layers.models.folders import read_optional_json, recover
+from flax_layers.models.folders import read_optional_json, recover, remedy_of_missing
 
 
 class Loaded(NamedTuple):
@@ -61,7 +61,7 @@ def load(
     if not folder.is_dir():
         raise FileNotFoundError(
             f"`--model` must be the folder of a checkpoint, with `config.json`, `*.safetensors` and `tokenizer.json`. "
-            f"There is no folder {folder}. `transformers` and `flax_layers.models.save_pretrained` write one."
+            f"There is no folder {folder}. {remedy_of_missing(folder)}"
         )
     tokenizer = Tokenizer(folder)  # first: a missing file raises before gigabytes are read
     how: dict[str, Any] = {"implementation": implementation, "attention_config": attention_config}

@@ -15,7 +15,7 @@ from flax_layers.models.config import ModelConfig
 from flax_layers.models.config_json import read_config, write_config
 from flax_layers.models.decoder import Decoder
 from flax_layers.models.families import family_named
-from flax_layers.models.folders import CheckpointError, copy_tokenizer, recover, replaced_folder
+from flax_layers.models.folders import CheckpointError, copy_tokenizer, recover, remedy_of_missing, replaced_folder
 from flax_layers.models.fp8_files import FP8, SCALE, BlockFP8, read_quantization
 from flax_layers.models.fused import is_fused
 from flax_layers.models.sharding import RULES, Rules, parameter_shardings
@@ -137,9 +137,7 @@ def _read_raw(folder: Folder) -> dict[str, Any]:
     """The contents of `config.json`."""
     path = pathlib.Path(folder) / "config.json"
     if not path.exists():
-        raise FileNotFoundError(
-            f"`folder` must hold `config.json`. There is no {path}. Pass the folder of a checkpoint."
-        )
+        raise FileNotFoundError(f"`folder` must hold `config.json`. There is no {path}. {remedy_of_missing(folder)}")
     raw = json.loads(path.read_text(encoding="utf-8"))
     if not isinstance(raw, dict):
         raise ValueError(f"it must hold a JSON object. Got {type(raw).__name__}.")

@@ -130,6 +130,25 @@ def copy_tokenizer(source: pathlib.Path, target: pathlib.Path) -> None:
         shutil.copytree(source / MORE_TEMPLATES, target / MORE_TEMPLATES)
 
 
+def remedy_of_missing(folder: str | pathlib.Path) -> str:
+    """The remedy for a folder without a checkpoint.
+
+    Args:
+        folder: The folder that was named.
+
+    Returns:
+        A sentence; for a name as on the Hugging Face hub, with the command that downloads it.
+
+    Example:
+        >>> remedy_of_missing("google/gemma-3-1b-it")
+        'Pass a checkpoint. From the Hugging Face hub: hf download google/gemma-3-1b-it --local-dir gemma-3-1b-it'
+    """
+    name = str(folder)
+    if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name) or pathlib.Path(name).exists():
+        return "Pass the folder of a checkpoint."
+    return f"Pass a checkpoint. From the Hugging Face hub: hf download {name} --local-dir {name.partition('/')[2]}"
+
+
 def read_optional_json(path: pathlib.Path) -> dict[str, Any]:
     """Reads a JSON file of a checkpoint that may be missing.
 

@@ -19,7 +19,7 @@ from flax_layers.models.fp8_files import FP8, SCALE, BlockFP8, WidenedTensor
 from flax_layers.models.optional import needs
 from flax_layers.models.tensor_names import Piece, Shape, Tensor
 
-INDEX = "model.safetensors.index.json"
+SINGLE, INDEX, ADAPTER = "model.safetensors", "model.safetensors.index.json", "adapter_config.json"
 Index = tuple[slice, ...]
 CHUNK_BYTES = 16 << 20
 """Bytes that are converted to another dtype at a time."""
@@ -186,7 +186,18 @@ def _begins(path: pathlib.Path) -> dict[str, int]:
 
 
 def _paths(folder: pathlib.Path) -> dict[pathlib.Path, list[str] | None]:
-    """Files, with the tensors that the index lists for each; None without an index."""
+    """Files, with the tensors that the index lists for each; None without an index.
+
+    As in Transformers, `model.safetensors` counts alone. Beside it may be an index of an earlier save, or Mistral's own
+    `consolidated.safetensors`.
+    """
+    if (folder / ADAPTER).exists():
+        raise CheckpointError(
+            f"{folder} holds an adapter, {ADAPTER}, which is not applied here. Merge it into the model with "
+            "`merge_and_unload` of the package peft, and save that."
+        )
+    if (folder / SINGLE).exists():
+        return {folder / SINGLE: None}
     index = folder / INDEX
     if index.exists():
         try:
@@ -202,11 +213,12 @@ def _paths(folder: pathlib.Path) -> dict[pathlib.Path, list[str] | None]:
                 f"{INDEX} lists files that do not exist: {', '.join(missing)}. Download them, or correct the index."
             )
         return listed
-    files = sorted(folder.glob("*.safetensors"))
+    files = sorted(path for path in folder.glob("*.safetensors") if not path.name.startswith("consolidated"))
     if not files:
         others = ", ".join(sorted(path.name for path in folder.iterdir())) or "nothing"
         raise FileNotFoundError(
-            f"`folder` must hold *.safetensors. {folder} holds {others}. Download them; other formats are not read."
+            f"`folder` must hold *.safetensors. {folder} holds {others}. Download them; other formats, as Mistral's "
+            "consolidated.safetensors, are not read."
         )
     return dict.fromkeys(files)
 
