@@ -8,6 +8,7 @@ import pathlib
 import shutil
 import tracemalloc
 import weakref
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -174,6 +175,27 @@ def test_a_name_of_the_hub_is_answered_with_its_download(tmp_path, monkeypatch):
             read("google/gemma-3-1b-it")
         with pytest.raises(FileNotFoundError, match=r"Pass the folder of a checkpoint\.$"):
             read(tmp_path / "gone")
+
+
+def test_saving_in_16_bits(tmp_path):
+    """Rounded to nearest, but for what selects experts; and `config.json` says so."""
+    model = load("deepseek_v3")
+    mlp: Any = model.blocks[1].mlp
+    mlp.router.kernel[...] += 1e-4
+    mlp.experts.up.kernel[...] *= 1.01
+    for dtype in (jnp.bfloat16, jnp.float16):
+        save_pretrained(model, tmp_path / "saved", dtype=dtype)
+        written = tensors(tmp_path / "saved")
+        assert json.loads((tmp_path / "saved" / "config.json").read_text())["torch_dtype"] == jnp.dtype(dtype).name
+        kinds = {str(tensor.dtype) for name, tensor in written.items() if not name.endswith(("gate.weight", "_bias"))}
+        assert kinds == {jnp.dtype(dtype).name}
+        gate, up = (written[f"model.layers.1.mlp.{x}.weight"] for x in ("gate", "experts.2.up_proj"))
+        np.testing.assert_array_equal(gate, np.asarray(mlp.router.kernel[...]).T)
+        np.testing.assert_array_equal(up, np.asarray(mlp.experts.up.kernel[...])[2].T.astype(dtype))
+    model.norm.scale[...] = jnp.full(48, 1e5)
+    with pytest.raises(CheckpointError, match=r"Got float16, and numbers up to 1e\+05 in norm\.scale\. Take bfloat16"):
+        save_pretrained(model, tmp_path / "saved", dtype=jnp.float16)
+    assert from_pretrained(tmp_path / "saved").config == model.config
 
 
 def test_frequencies_in_old_files_are_passed_over(tmp_path):

@@ -203,6 +203,7 @@ def test_a_run_on_a_mesh_goes_on_on_one_device(tmp_path):
         (["--sizes=vocabulary=100"], "no more tokens than the model's vocabulary, 100. Got 256"),
         (["--model=somewhere"], "`--model` says all sizes. Leave out `--sizes` and `--bias`"),
         (["--mesh=model=2", "--sizes=vocabulary=257"], r"(?s)does not divide .*embed\.embedding \[257, "),
+        (["--export-dtype=float16"], "`--export-dtype` needs `--export`, the folder to write. Got float16"),
         (["--peak-flops=many"], "`--peak-flops` must be a number, or `measure`. Got 'many'"),
     ],
 )
@@ -229,8 +230,17 @@ def test_a_checkpoint_of_hugging_face_is_trained_on_and_written(tmp_path):
     untrained = Trainer(before, Recipe(steps=1)).mean_loss(rows)
     assert first == pytest.approx(untrained, rel=0.1)
     after = from_pretrained(tmp_path / "new")
+    assert after.embed.embedding.dtype == jnp.bfloat16  # as it was
     change = np.abs(np.asarray(after.embed.embedding[...]) - np.asarray(from_pretrained(source).embed.embedding[...]))
     assert 1e-3 < change.max() < 0.1
+
+
+@pytest.mark.parametrize(("options", "dtype"), [([], "float32"), (["--export-dtype=bfloat16"], "bfloat16")])
+def test_a_model_from_scratch_is_exported_in_float32_or_as_told(text, undisturbed, tmp_path, capsys, options, dtype):
+    main([*SMALL, f"--data={text}", f"--output={undisturbed}", f"--export={tmp_path}/new", *options])
+    assert from_pretrained(tmp_path / "new").embed.embedding.dtype == jnp.dtype(dtype)
+    assert json.loads((tmp_path / "new" / "config.json").read_text())["torch_dtype"] == dtype
+    assert f"{tmp_path}/new in {dtype}\n" in capsys.readouterr().out
 
 
 def test_a_checkpoint_of_another_shape_is_refused(tmp_path):

@@ -125,6 +125,23 @@ def read_folder_config(folder: Folder, max_positions: int | None = None) -> Mode
     return config
 
 
+def read_folder_dtype(folder: Folder) -> Dtype:
+    """Reads the dtype of a checkpoint.
+
+    Args:
+        folder: The folder of the checkpoint.
+
+    Returns:
+        The dtype of most tensors that are not quantized.
+
+    Raises:
+        FileNotFoundError: A required file does not exist.
+        CheckpointError: A file cannot be read.
+    """
+    with TensorFiles(pathlib.Path(folder), read_quantization(_read_raw(folder))) as files:
+        return files.common_dtype()
+
+
 def _has_own_head(folder: pathlib.Path) -> bool:
     """Returns whether the files hold embeddings, and an output projection that differs from them."""
     if not any(folder.glob("*.safetensors")):
@@ -145,7 +162,12 @@ def _read_raw(folder: Folder) -> dict[str, Any]:
 
 
 def save_pretrained(
-    model: Decoder, folder: Folder, *, source: Folder | None = None, max_file_bytes: int = 4 << 30
+    model: Decoder,
+    folder: Folder,
+    *,
+    source: Folder | None = None,
+    dtype: Dtype | None = None,
+    max_file_bytes: int = 4 << 30,
 ) -> None:
     """Saves a model in the format of `transformers`.
 
@@ -154,13 +176,15 @@ def save_pretrained(
     or writes `folder` restores the earlier checkpoint.
 
     Args:
-        model: The model. Tensors are saved in the dtypes of its parameters.
+        model: The model, on one device or several.
         folder: Where to save it. An earlier checkpoint there is replaced.
         source: A folder whose tokenizer files are copied. Default: `folder` itself, if it has any.
+        dtype: Dtype of the tensors, to which parameters are rounded; but for those that a model of this dtype has in
+            float32. Default: the dtypes of the parameters.
         max_file_bytes: Maximum size of a file. The host holds the tensors of one file at a time.
 
     Raises:
-        CheckpointError: `folder` holds files that do not belong to a checkpoint.
+        CheckpointError: `folder` holds files that do not belong to a checkpoint, or a number is too large for `dtype`.
         ValueError: The format of the family cannot describe the model, or its projections are fused.
         OSError: Writing fails.
     """
@@ -178,12 +202,16 @@ def save_pretrained(
             f"`model` must not have score_mods with parameters, which the format of `transformers` does not know. Got "
             f"{', '.join(learned)}. Save the model with orbax."
         )
-    raw["torch_dtype"] = str(values["norm.scale"].dtype)
+    dtypes = {path: value.dtype for path, value in values.items()}
+    if dtype is not None:
+        shape = nnx.eval_shape(lambda: Decoder(model.config, param_dtype=dtype, rngs=nnx.Rngs(0)))
+        dtypes = {".".join(map(str, path)): leaf.dtype for path, leaf in nnx.to_flat_state(nnx.state(shape, nnx.Param))}
+    raw["torch_dtype"] = str(dtypes["norm.scale"])
     shapes = {path: value.shape for path, value in values.items()}
     tensors = tensors_of(family_named(model.config.family).modules, shapes)
     with replaced_folder(folder) as room:
         (room / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
-        write_files(room, tensors, values, max_file_bytes)
+        write_files(room, tensors, values, dtypes, max_file_bytes)
         copy_tokenizer(folder if source is None else pathlib.Path(source), room)
 
 

@@ -233,7 +233,11 @@ def _opened(path: pathlib.Path) -> Any:
 
 
 def write_files(
-    folder: pathlib.Path, tensors: Mapping[str, Tensor], values: Mapping[str, Array], max_file_bytes: int
+    folder: pathlib.Path,
+    tensors: Mapping[str, Tensor],
+    values: Mapping[str, Array],
+    dtypes: Mapping[str, np.dtype],
+    max_file_bytes: int,
 ) -> None:
     """Writes tensors to one file, or to several files with an index.
 
@@ -241,15 +245,17 @@ def write_files(
         folder: An existing folder.
         tensors: The tensors, by name.
         values: The parameters, by path.
+        dtypes: To which they are rounded, by path.
         max_file_bytes: Maximum size of a file. A larger tensor gets a file of its own.
 
     Raises:
         OSError: Writing fails.
+        CheckpointError: A number is too large for its dtype.
     """
     with needs("safetensors"):
         import safetensors
         import safetensors.numpy
-    size = {name: math.prod(x.shape) * values[x.parts[0]].dtype.itemsize for name, x in tensors.items()}
+    size = {name: math.prod(x.shape) * dtypes[x.parts[0]].itemsize for name, x in tensors.items()}
     groups, total = [[]], 0
     for name in tensors:
         if groups[-1] and total + size[name] > max_file_bytes:
@@ -263,7 +269,9 @@ def write_files(
         file = "model.safetensors" if len(groups) == 1 else several
         try:
             safetensors.numpy.save_file(
-                {name: _joined(tensors[name], values) for name in names}, folder / file, metadata={"format": "pt"}
+                {name: _joined(tensors[name], values, dtypes) for name in names},
+                folder / file,
+                metadata={"format": "pt"},
             )
         except safetensors.SafetensorError as error:
             raise OSError(f"Writing {folder / file} failed: {error}.") from error
@@ -273,10 +281,19 @@ def write_files(
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
-def _joined(tensor: Tensor, values: Mapping[str, Array]) -> np.ndarray:
+def _joined(tensor: Tensor, values: Mapping[str, Array], dtypes: Mapping[str, np.dtype]) -> np.ndarray:
     """The tensor of one or more parameters, on the host."""
-    arrays = [values[path] if tensor.expert is None else values[path][tensor.expert] for path in tensor.parts]
-    parts = [np.asarray(array) for array in arrays]
+    parts = []
+    for path in tensor.parts:
+        array = values[path] if tensor.expert is None else values[path][tensor.expert]
+        rounded = array.astype(dtypes[path])
+        overflows = jnp.finfo(rounded.dtype).maxexp < jnp.finfo(array.dtype).maxexp  # of float16
+        if overflows and jnp.any(jnp.isinf(rounded) & jnp.isfinite(array)):
+            raise CheckpointError(
+                f"`dtype` must hold all parameters. Got {rounded.dtype}, and numbers up to {jnp.abs(array).max():.3g} "
+                f"in {path}. Take bfloat16."
+            )
+        parts.append(np.asarray(rounded))
     if len(parts) > 1 and tensor.alternating:
         return np.stack(parts, axis=-1).reshape(tensor.shape)
     parts = [part.T if tensor.transposed else part for part in parts]

@@ -5,6 +5,8 @@ import sys
 from typing import TYPE_CHECKING
 
 import jax
+import jax.numpy as jnp
+from flax.typing import Dtype
 
 from flax_layers.models import ModelConfig, save_pretrained
 from flax_layers.models.optional import check_installed
@@ -46,6 +48,7 @@ def main(arguments: list[str] | None = None) -> float | None:
     config, score_mod = setup.model_config(options)
     mesh, recipe = setup.create_mesh(options, config), setup.make_recipe(options)
     peak = setup.all_peak_flops(options.peak_flops, mesh)
+    export_dtype = setup.export_dtype(options)  # now: `--export` may replace `--model`
     config, batches, held_out = _read_data(options, config)
     model, others = setup.description(options, recipe, config, batches)
     with Checkpoints(
@@ -65,7 +68,7 @@ def main(arguments: list[str] | None = None) -> float | None:
             log = Log(path, int(trainer.state.step))
         plan = Plan(options.steps, options.save_every, options.evaluate_every, peak)
         _fit(Run(trainer, batches.at, plan, held_out, checkpoints, log))
-        return _finish(options, trainer, log, checkpoints)
+        return _finish(options, trainer, log, checkpoints, export_dtype)
 
 
 def _read_data(options: argparse.Namespace, config: ModelConfig) -> tuple[ModelConfig, Batches, list[Rows]]:
@@ -123,7 +126,9 @@ def _in_words(progress: Progress) -> str:
     return words
 
 
-def _finish(options: argparse.Namespace, trainer: Trainer, log: Log, checkpoints: "Checkpoints") -> float | None:
+def _finish(
+    options: argparse.Namespace, trainer: Trainer, log: Log, checkpoints: "Checkpoints", export_dtype: Dtype
+) -> float | None:
     """Draws the losses and writes the model."""
     held_out, picture = log.curve("held_out_loss"), options.output / "loss.png"
     written = f"{options.output}/checkpoints, {log.path}, {picture}"
@@ -131,8 +136,9 @@ def _finish(options: argparse.Namespace, trainer: Trainer, log: Log, checkpoints
         draw_losses(picture, log.curve("loss"), held_out)
     if options.export is not None:
         with saving(options.export, checkpoints.last_good):
-            save_pretrained(trainer.model(), options.export, source=setup.export_source(options))
-        written += f", {options.export}"
+            source = setup.export_source(options)
+            save_pretrained(trainer.model(), options.export, source=source, dtype=export_dtype)
+        written += f", {options.export} in {jnp.dtype(export_dtype).name}"
     loss = held_out[-1][1] if held_out else None
     print(f"Held-out loss {loss:.4f} nats per token. " if loss is not None else "", end="")
     print(f"Written: {written}")

@@ -144,6 +144,11 @@ def _add_output(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument("--export", type=pathlib.Path, help="folder to write a Hugging Face checkpoint to at the end")
     group.add_argument(
+        "--export-dtype",
+        choices=["bfloat16", "float16", "float32"],
+        help="of its tensors; None: that of --model, and float32 from scratch",
+    )
+    group.add_argument(
         "--accept-changes",
         action="store_true",
         help="resume although options or data differ from those of the checkpoint; the model must be the same",

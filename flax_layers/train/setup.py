@@ -8,11 +8,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from flax.typing import Dtype
 from jax.sharding import Mesh
 
 from flax_layers.models import Decoder, ExpertsConfig, ModelConfig, from_pretrained
 from flax_layers.models.block import MakeScoreMod
-from flax_layers.models.checkpoint import read_folder_config
+from flax_layers.models.checkpoint import read_folder_config, read_folder_dtype
 from flax_layers.models.config_json import write_config
 from flax_layers.models.folders import check_replaceable
 from flax_layers.models.sharding import RULES, parameter_shardings
@@ -65,6 +66,10 @@ def model_config(options: argparse.Namespace) -> tuple[ModelConfig, MakeScoreMod
     config, score_mod = with_bias(config, options.bias)
     if options.export is not None:
         _check_export(options, config)
+    elif options.export_dtype is not None:
+        raise InputError(
+            f"`--export-dtype` needs `--export`, the folder to write. Got {options.export_dtype}. Set both."
+        )
     return config, score_mod
 
 
@@ -89,6 +94,19 @@ def export_source(options: argparse.Namespace) -> pathlib.Path | None:
         options: As `parse_options` gives them.
     """
     return tokenizer_folder(options) or options.model
+
+
+def export_dtype(options: argparse.Namespace) -> Dtype:
+    """The dtype of the exported model: of `--export-dtype`, else of the checkpoint of `--model`, else float32.
+
+    Args:
+        options: As `parse_options` gives them.
+    """
+    if options.export_dtype is not None:
+        return jnp.dtype(options.export_dtype)
+    if options.export is None or options.model is None:
+        return jnp.float32
+    return read_folder_dtype(options.model)
 
 
 def with_end_token(config: ModelConfig, token: int | None) -> ModelConfig:
