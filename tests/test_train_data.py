@@ -1,6 +1,7 @@
 """What is trained on: rows of packed documents, their order, and what is wrong with them."""
 
 import collections
+import gzip
 from typing import Any
 
 import numpy as np
@@ -65,6 +66,107 @@ def test_each_text_ends_with_one_end_token(texts, end: int, expected: list[int])
     assert corpus.row(0, corpus.size)[0].tolist() == expected
 
 
+LINES = b'{"text": "abc", "id": 1}\n\n{"text": ""}\n  {"text": "\\u00e4d"}\r\n{"text": "e", "body": "xyz"}'
+
+
+@pytest.mark.parametrize(
+    ("options", "tokens", "documents"),
+    [
+        ({}, "abcäde", [0, 0, 0, 1, 1, 1, 2]),
+        ({"end_token": ord("c")}, "abcädcec", [0, 0, 0, 1, 1, 1, 1, 2, 2]),
+    ],
+)
+def test_each_line_of_a_jsonl_is_a_document(tmp_path, options, tokens, documents):
+    (tmp_path / "a.jsonl").write_bytes(LINES)
+    (tmp_path / "b.txt").write_text("rest")
+    corpus = read([tmp_path], **options)
+    found = corpus.row(0, corpus.size)
+    ends = [*b"rest", *([ord("c")] if options else [])]
+    assert found[0].tolist() == [*tokens.encode(), *ends]
+    assert found[1].tolist() == [*documents, *[documents[-1] + 1] * len(ends)]
+    assert corpus.row(4, 3)[1].tolist() == [0, 0, 1] if not options else [0, 0, 0]
+
+
+def test_another_field_of_a_jsonl(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"body": "xyz"}\n{"body": "w"}')
+    assert read([tmp_path / "a.jsonl"], field="body").row(0, 4)[1].tolist() == [0, 0, 0, 1]
+
+
+def test_a_fingerprint_tells_lines_of_a_jsonl_apart(tmp_path):
+    """And is that of earlier versions for other files."""
+    found = set()
+    for name, text in (
+        ("a.txt", "abcd"),
+        ("a.jsonl", '{"text": "ab"}\n{"text": "cd"}'),
+        ("b.jsonl", '{"text": "a"}\n{"text": "bcd"}'),
+    ):
+        (tmp_path / name).write_text(text)
+        found.add(read([tmp_path / name]).fingerprint)
+    assert len(found) == 3
+    assert scan.scan_tokens(["a"], [np.array([*b"abcd"])], 256, "--data") in found
+
+
+BAD_LINES = {
+    "[1]": r"Got list in line 2 of .*a\.jsonl",
+    '{"body": "x", "id": 1}': r"Got an object with body \(str\), id \(int\) in line 2 .*another field with `--field`",
+    '{"text": null}': r"Got an object with text \(NoneType\) in line 2",
+    "{}": r"Got an object with nothing in line 2",
+    '{"text": "x"': r"Got Expecting ',' delimiter: .* in line 2 of .*a\.jsonl\. Correct it",
+    '{"text": "\\ud800"}': r"Got 'utf-8' codec can't encode .* in line 2",
+    '"text": "x"': r"Got Extra data: .* in line 2",
+}
+
+
+@pytest.mark.parametrize("line", BAD_LINES)
+def test_bad_lines_of_a_jsonl(tmp_path, line):
+    (tmp_path / "a.jsonl").write_text(f'{{"text": "fine"}}\n{line}\n')
+    with pytest.raises(InputError, match=rf"`--data` must hold an object with a string `text` in .* {BAD_LINES[line]}"):
+        read([tmp_path])
+
+
+NO_TEXTS = {
+    "a.parquet": (b"PAR1\x15\x04\x2a\x00\x00\x00PAR1", r"Got .*a\.parquet: a null byte\. Unpack it"),
+    "a.txt.gz": (
+        gzip.compress(b"text"),
+        r"Got .*a\.txt\.gz: 'utf-8' codec .*\. Unpack it, or write its texts to a \.jsonl",
+    ),
+    "a.png": (b"\x89PNG\r\n\x1a\n", r"Got .*a\.png: 'utf-8' codec can't decode byte 0x89 in position 0"),
+    "utf16.txt": ("text".encode("utf-16-le"), r"Got .*utf16\.txt: a null byte"),
+    "latin.txt": ("ä".encode("latin-1"), r"Got .*latin\.txt: 'utf-8' codec"),
+    "a.json": (b'[{"text": "x"}]', r'Got .*a\.json, all of whose syntax .* {"text": "\.\.\."} in each line; or rename'),
+    "a.csv": (b"text\nx", r"Got .*a\.csv, all of whose syntax would be learned"),
+}
+
+
+@pytest.mark.parametrize("name", NO_TEXTS)
+def test_other_files_than_text_are_refused(tmp_path, name):
+    """Whatever the tokenizer; `--held-out` likewise."""
+    content, message = NO_TEXTS[name]
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(InputError, match=rf"`--held-out` must hold text.* {message}"):
+        read([tmp_path / name], option="--held-out")
+
+
+def test_folders_are_taken_by_endings_and_say_so(texts):
+    for name in ("d.md", "e.JSONL", "f.py", "g", ".hidden.txt", ".git/config.txt", "deep/h.txt"):
+        (texts / name).parent.mkdir(exist_ok=True)
+        (texts / name).write_text('{"text": "e"}' if name == "e.JSONL" else name[0])
+    with pytest.warns(
+        UserWarning, match=r"takes 6 of 10 files in .* Left out: \.git/config\.txt, \.hidden\.txt, f\.py, g\."
+    ):
+        corpus = read([texts])
+    assert bytes(corpus.row(0, corpus.size)[0].tolist()) == b"abcdefghABCDEFGHIJKLMdde"
+    assert bytes(read([texts / "f.py", texts / "g"]).row(0, 2)[0].tolist()) == b"fg"  # named themselves
+    (texts / "empty").mkdir()
+    (texts / "code").mkdir()
+    (texts / "code" / "a.py").touch()
+    for folder, holds in (("empty", "no files"), ("code", r"a\.py")):
+        with pytest.raises(
+            InputError, match=rf"`--data` must name folders of files that end in \.txt, .* holds {holds}"
+        ):
+            read([texts / folder])
+
+
 def batches(count: int, batch: int = 2, seed: int = 0) -> Batches:
     return Batches(Corpus((np.arange(count * 4, dtype=np.uint16),)), batch, 4, range(count), seed)
 
@@ -93,17 +195,10 @@ def test_held_out_batches_hold_each_row_once_and_score_nothing_else():
 
 def test_wrong_data(tmp_path, texts):
     np.save(tmp_path / "square.npy", np.zeros((2, 2), int))
-    (tmp_path / "latin.txt").write_bytes("ä".encode("latin-1"))
-
-    class Strict(ByteEncoder):
-        def encode(self, text):
-            return super().encode(text.decode().encode())
-
     for paths, encoder, message in (
         ([tmp_path / "none"], None, "`--data` must name files or folders. There is no"),
         ([texts / "a.txt"], None, r"`--tokenizer` is required for text, as .*a\.txt: `bytes`, or"),
         ([tmp_path / "square.npy"], None, r"with one axis of integers. Got int64 of shape \(2, 2\)"),
-        ([tmp_path / "latin.txt"], Strict(), r"`--data` must hold text in UTF-8. Got .*latin\.txt"),
     ):
         with pytest.raises(InputError, match=message):
             read(paths, encoder)

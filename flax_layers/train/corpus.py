@@ -1,9 +1,10 @@
-"""Training data: text and token files, concatenated and cut into rows, with document ids."""
+"""Training data: files of text and tokens, concatenated and cut into rows, with document ids."""
 
 import dataclasses
 import functools
+import hashlib
 import pathlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -12,9 +13,8 @@ from jaxtyping import Int, Int32
 from flax_layers.train.errors import InputError
 from flax_layers.train.order import permuted
 from flax_layers.train.scan import scan_tokens
-from flax_layers.train.tokens import Encoder
-
-TOKEN_FILES = (".npy", ".bin")
+from flax_layers.train.texts import files_of, read_texts
+from flax_layers.train.tokens import TOKEN_FILES, Encoder
 
 
 class Rows(NamedTuple):
@@ -36,7 +36,8 @@ class Corpus:
         files: Their tokens; those of token files are memory-mapped.
         end_token: Ends a document; None: only the end of a file does.
         option: Of the command line that named the files, for messages.
-        fingerprint: Of all tokens.
+        fingerprint: Of all tokens, and of where documents begin.
+        starts: Where further documents begin, as lines of a .jsonl: indices of tokens, increasing.
 
     Example:
         >>> corpus = Corpus((np.array([5, 9, 6]), np.array([7, 8])), end_token=9)
@@ -49,6 +50,7 @@ class Corpus:
     end_token: int | None = None
     option: str = "--data"
     fingerprint: str = ""
+    starts: Int[np.ndarray, " documents"] = dataclasses.field(default_factory=lambda: np.zeros(0, np.int64))
 
     @functools.cached_property
     def _starts(self) -> Int[np.ndarray, " files+1"]:
@@ -81,6 +83,7 @@ class Corpus:
         if self.end_token is not None:
             starts[1:] = tokens[:-1] == self.end_token
         starts[self._starts[first + 1 : last + 1] - begin] = True
+        starts[self.starts[slice(*np.searchsorted(self.starts, [begin, end]))] - begin] = True
         starts[0] = False
         return tokens, np.cumsum(starts, dtype=np.int32)
 
@@ -165,53 +168,60 @@ def read_corpus(
     vocabulary: int,
     end_token: int | None = None,
     token_dtype: str = "uint16",
+    field: str = "text",
     option: str = "--data",
 ) -> Corpus:
-    """Reads text and token files, and checks all tokens.
+    """Reads files of text and tokens, and checks all tokens.
+
+    `.npy` and `.bin` hold tokens and are memory-mapped. A `.jsonl` holds a text in each line. All other files are text
+    in UTF-8, each file one document. Texts are tokenised now.
 
     Args:
-        paths: Files, or folders, of which all files are taken, sorted by name. `.npy` and `.bin` hold tokens and are
-            memory-mapped; all others hold text, which is tokenised now, each file one document.
+        paths: Files; or folders, of which files with the endings of `flax_layers.train.texts.ENDINGS` are taken, sorted
+            by name. A warning names the others.
         tokenizer: For text. Only token files need none.
         vocabulary: Tokens must lie below it.
         end_token: Ends a document. It is added to the end of each text that does not end with it.
         token_dtype: Of the tokens in `.bin` files.
+        field: Of the objects in `.jsonl` files: their text.
         option: Of the command line that named the files, for messages.
 
     Returns:
         The corpus.
 
     Raises:
-        InputError: A path does not exist; a token file does not hold one axis of integers; a text is not UTF-8; there
-            is text and no tokenizer; a token is not in the vocabulary.
+        InputError: A path does not exist, or a folder holds nothing that is taken; a token file does not hold one axis
+            of integers; a file is no text in UTF-8; a line of a `.jsonl` has no text; there is text and no tokenizer; a
+            token is not in the vocabulary.
     """
-    names, files = [], []
-    for path in _files_of(paths, option):
-        if path.suffix in TOKEN_FILES:
-            tokens = _mapped(path, token_dtype, option)
+    names, files, starts, size = [], [], [], 0
+    for path in files_of(paths, option):
+        if path.suffix.lower() in TOKEN_FILES:
+            parts = [_mapped(path, token_dtype, option)]
         elif tokenizer is None:
             raise InputError(
                 f"`--tokenizer` is required for text, as {path}: `bytes`, or a folder with a tokenizer.json."
             )
         else:
-            tokens = _encoded(path, tokenizer, end_token, option)
-        if len(tokens):
+            parts = [_encoded(text, tokenizer, end_token) for text in read_texts(path, field, option)]
+        parts = [part for part in parts if len(part)]
+        if parts:
+            ends = size + np.cumsum([len(part) for part in parts])
+            starts.append(ends[:-1])
+            size = int(ends[-1])
             names.append(str(path))
-            files.append(tokens)
-    return Corpus(tuple(files), end_token, option, scan_tokens(names, files, vocabulary, option))
-
-
-def _files_of(paths: Sequence[pathlib.Path], option: str) -> Iterator[pathlib.Path]:
-    for path in paths:
-        if not path.exists():
-            raise InputError(f"`{option}` must name files or folders. There is no {path}.")
-        yield from sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
+            files.append(parts[0] if len(parts) == 1 else np.concatenate(parts))
+    within = np.concatenate([np.zeros(0, np.int64), *starts])
+    fingerprint = scan_tokens(names, files, vocabulary, option)
+    if len(within):
+        fingerprint = hashlib.blake2b(fingerprint.encode() + within.astype("<u8").tobytes(), digest_size=16).hexdigest()
+    return Corpus(tuple(files), end_token, option, fingerprint, within)
 
 
 def _mapped(path: pathlib.Path, token_dtype: str, option: str) -> np.ndarray:
     if not path.stat().st_size:
         return np.zeros(0, np.uint16)
-    if path.suffix == ".bin":
+    if path.suffix.lower() == ".bin":
         if path.stat().st_size % np.dtype(token_dtype).itemsize:
             raise InputError(
                 f"`{option}` must hold whole tokens. {path} has {path.stat().st_size} bytes, no multiple of the size "
@@ -230,12 +240,8 @@ def _mapped(path: pathlib.Path, token_dtype: str, option: str) -> np.ndarray:
     return tokens
 
 
-def _encoded(path: pathlib.Path, tokenizer: Encoder, end_token: int | None, option: str) -> np.ndarray:
-    text = path.read_bytes()
-    try:
-        tokens = tokenizer.encode(text) if text else np.zeros(0, np.uint32)
-    except UnicodeDecodeError as error:
-        raise InputError(f"`{option}` must hold text in UTF-8. Got {path}: {error}.") from error
+def _encoded(text: bytes, tokenizer: Encoder, end_token: int | None) -> np.ndarray:
+    tokens = tokenizer.encode(text) if text else np.zeros(0, np.uint32)
     if end_token is None or not len(tokens) or tokens[-1] == end_token:
         return tokens
     return np.append(tokens, np.uint32(end_token))

@@ -118,7 +118,7 @@ def make_batches(
     def read(option: str, paths: list[pathlib.Path]) -> Corpus:
         return read_corpus(
             paths, encoder, vocabulary=config.vocabulary, end_token=end_token, token_dtype=options.token_dtype,
-            option=option,
+            field=options.field, option=option,
         )  # fmt: skip
 
     def batches(corpus: Corpus, rows: range, parts: int = 1) -> Batches:

@@ -71,7 +71,13 @@ def _add_model(group: argparse._ArgumentGroup) -> None:
 
 def _add_data(group: argparse._ArgumentGroup) -> None:
     many = {"type": pathlib.Path, "nargs": "+", "metavar": "PATH"}
-    group.add_argument("--data", required=True, **many, help="text files, token files (.npy, .bin), or folders of them")
+    group.add_argument(
+        "--data",
+        required=True,
+        **many,
+        help="text files, .jsonl with a text in each line, token files (.npy, .bin), or folders of them",
+    )
+    group.add_argument("--field", default="text", help="of the objects in .jsonl files: their text")
     group.add_argument("--held-out", **many, help="files of the same kinds, for the held-out loss")
     group.add_argument(
         "--held-out-share",

@@ -10,6 +10,9 @@ from flax_layers.models import Tokenizer
 
 Tokens = UInt32[np.ndarray, " tokens"]
 
+TOKEN_FILES = (".npy", ".bin")
+"""Endings of files of tokens."""
+
 
 @runtime_checkable
 class Encoder(Protocol):

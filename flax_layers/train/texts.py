@@ -1,0 +1,126 @@
+"""Texts to train on: which files are taken, and what is refused."""
+
+import json
+import pathlib
+import warnings
+from collections.abc import Iterator, Sequence
+
+from flax_layers.train.errors import InputError
+from flax_layers.train.tokens import TOKEN_FILES
+
+LINES = ".jsonl"
+ENDINGS = (".txt", ".md", LINES, *TOKEN_FILES)
+"""Endings of the files that are taken from folders. Other files are taken if they are named themselves."""
+
+_RECORDS = (".json", ".csv", ".tsv")
+"""Files whose texts are fields of records."""
+
+_SHOWN = 5
+
+
+def files_of(paths: Sequence[pathlib.Path], option: str) -> Iterator[pathlib.Path]:
+    """The files to read.
+
+    Args:
+        paths: Files and folders that were named.
+        option: Of the command line that named them, for messages.
+
+    Yields:
+        Each file; those of a folder sorted by name, without hidden ones.
+
+    Raises:
+        InputError: A path does not exist, or a folder holds nothing that is taken.
+    """
+    for path in paths:
+        if not path.exists():
+            raise InputError(f"`{option}` must name files or folders. There is no {path}.")
+        yield from _files_in(path, option) if path.is_dir() else [path]
+
+
+def _files_in(folder: pathlib.Path, option: str) -> list[pathlib.Path]:
+    files = sorted(file for file in folder.rglob("*") if file.is_file())
+    names = {file: file.relative_to(folder) for file in files}
+    taken = [
+        file
+        for file in files
+        if file.suffix.lower() in ENDINGS and not any(part.startswith(".") for part in names[file].parts)
+    ]
+    others = [str(names[file]) for file in files if file not in set(taken)]
+    shown = ", ".join(others[:_SHOWN]) + (f" and {len(others) - _SHOWN} more" if len(others) > _SHOWN else "")
+    if not taken:
+        raise InputError(
+            f"`{option}` must name folders of files that end in {', '.join(ENDINGS)}. {folder} holds "
+            f"{shown or 'no files'}. Name files of other endings themselves, if they are text."
+        )
+    if others:
+        warnings.warn(
+            f"`{option}` takes {len(taken)} of {len(files)} files in {folder}, by their endings {', '.join(ENDINGS)}. "
+            f"Left out: {shown}. Name them themselves, if they are text.",
+            stacklevel=2,
+        )
+    return taken
+
+
+def read_texts(path: pathlib.Path, field: str, option: str) -> Iterator[bytes]:
+    """The texts in a file.
+
+    Args:
+        path: The file. A `.jsonl` holds an object in each line; all others are one text.
+        field: Of the objects: their text.
+        option: Of the command line that named the file, for messages.
+
+    Yields:
+        Each text, in UTF-8.
+
+    Raises:
+        InputError: The file is no text in UTF-8, or a line has no text.
+    """
+    if path.suffix.lower() in _RECORDS:
+        raise InputError(
+            f"`{option}` must hold text, {LINES} or token files. Got {path}, all of whose syntax would be learned. "
+            f'Write its texts to a {LINES}, one object such as {{"{field}": "..."}} in each line; or rename it to .txt.'
+        )
+    if path.suffix.lower() == LINES:
+        yield from _read_lines(path, field, option)
+        return
+    text = path.read_bytes()
+    try:
+        text.decode()
+        wrong = "a null byte" if b"\0" in text else None
+    except UnicodeDecodeError as error:
+        wrong = str(error)
+    if wrong is not None:
+        raise InputError(
+            f"`{option}` must hold text in UTF-8, {LINES} or token files ({', '.join(TOKEN_FILES)}). Got {path}: "
+            f"{wrong}. Unpack it, or write its texts to a {LINES}."
+        )
+    yield text
+
+
+def _read_lines(path: pathlib.Path, field: str, option: str) -> Iterator[bytes]:
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            try:
+                record = json.loads(line)
+                text = record.get(field) if isinstance(record, dict) else None
+                wrong = None if isinstance(text, str) else _described(record)
+                encoded = text.encode() if isinstance(text, str) else b""
+            except ValueError as error:
+                encoded, wrong = b"", str(error)
+            if wrong is not None:
+                raise InputError(
+                    f"`{option}` must hold an object with a string `{field}` in each line. Got {wrong} in line "
+                    f"{number} of {path}. Correct it, or name another field with `--field`."
+                )
+            yield encoded
+
+
+def _described(record: object) -> str:
+    """The contents of a line without a text, for messages."""
+    if not isinstance(record, dict):
+        return type(record).__name__
+    return (
+        f"an object with {', '.join(f'{name} ({type(value).__name__})' for name, value in record.items()) or 'nothing'}"
+    )
