@@ -31,3 +31,19 @@ def test_only_kernels_and_embeddings_decay(bias):
     assert decaying == {path for path in shapes if path.endswith((".kernel", ".embedding"))}
     assert len(decaying) == 2 + 7
     assert {"norm.scale", "blocks.0.attention.query.bias", "blocks.0.mlp.up.bias"} <= set(shapes) - decaying
+
+
+@pytest.mark.parametrize(
+    ("warmup", "rates"), [(0, [1.0, 1.0]), (1, [1.0, 1.0]), (2, [0.5, 1.0]), (4, [0.25, 0.5, 0.75, 1.0, 1.0])]
+)
+def test_warm_up_begins_with_the_first_step(warmup, rates):
+    """And ends with its last: no step has a learning rate of 0."""
+    schedule = Recipe(steps=10, learning_rate=1.0, warmup=warmup, final_share=1.0).schedule()
+    np.testing.assert_allclose([float(schedule(step)) for step in range(len(rates))], rates, rtol=1e-6)
+
+
+def test_the_schedule_ends_where_it_says():
+    schedule = Recipe(steps=20, learning_rate=2.0, warmup=5, final_share=0.1).schedule()
+    found = [float(schedule(step)) for step in range(25)]
+    assert np.all(np.diff(found[4:20]) < 0)
+    np.testing.assert_allclose(found[20:], 0.2, rtol=1e-6)

@@ -143,17 +143,25 @@ def test_fewer_steps_than_were_taken_are_refused(run):
         run("--steps=5", "--schedule-steps=6")
 
 
-def test_a_checkpoint_that_lacks_an_entry_is_refused(run, monkeypatch):
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ("--clip", r"--clip: not recorded in the checkpoint, 1\.0 in this run"),
+        ("learning rate of the first step", r"first step: not recorded in the checkpoint, 0\.01 in this run"),
+    ],
+)
+def test_a_checkpoint_that_lacks_an_entry_is_refused(run, monkeypatch, entry: str, message: str):
+    """As of a version whose warm-up began with a learning rate of 0."""
     description: Any = train.setup.description
 
     def shorter(*arguments):
         model, others = description(*arguments)
-        return model, {name: value for name, value in others.items() if name != "--clip"}
+        return model, {name: value for name, value in others.items() if name != entry}
 
     with monkeypatch.context() as patch:
         patch.setattr(train.setup, "description", shorter)
         run()
-    with pytest.raises(InputError, match=r"--clip: not recorded in the checkpoint, 1\.0 in this run"):
+    with pytest.raises(InputError, match=message):
         run()
 
 

@@ -21,7 +21,8 @@ class Recipe:
     Attributes:
         steps: Length of the schedule. Later steps keep its last learning rate.
         learning_rate: The largest one.
-        warmup: Steps until it is reached. Default: a tenth of the schedule, at most 50.
+        warmup: Steps until it is reached, by equal increments from 0: the first step has one of them, and the last of
+            these steps the largest rate. Default: a tenth of the schedule, at most 50.
         final_share: The last learning rate, as a fraction of the largest. 1 keeps it constant after the warm-up.
         weight_decay: Of kernels and embeddings. Biases, scales of norms and parameters of score mods do not decay.
         b1: Decay of the mean of gradients.
@@ -52,12 +53,12 @@ class Recipe:
 
         Example:
             >>> rate = Recipe(steps=100, learning_rate=1.0, warmup=10).schedule()
-            >>> [round(float(rate(step)), 2) for step in (0, 10, 100)]
-            [0.0, 1.0, 0.1]
+            >>> [round(float(rate(step)), 2) for step in (0, 9, 100)]
+            [0.1, 1.0, 0.1]
         """
-        rate, warmup = self.learning_rate, self.warmup_steps
+        rate, warmup = self.learning_rate, max(self.warmup_steps, 1)
         return optax.warmup_cosine_decay_schedule(
-            0.0, rate, warmup, max(self.steps, warmup + 1), rate * self.final_share
+            rate / warmup, rate, warmup - 1, max(self.steps, warmup), rate * self.final_share
         )
 
     def optimizer(self) -> optax.GradientTransformation:
