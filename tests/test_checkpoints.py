@@ -219,7 +219,7 @@ def test_all_differences_are_listed_before_anything_is_read(tmp_path, monkeypatc
         "2 missing:\n  model.norm.weight\n  model.layers.1.mlp.up_proj.weight",
         "1 unexpected:\n  model.layers.2.mlp.up_proj.weight",
         "1 with another shape:\n  model.layers.0.self_attn.q_proj.weight: [48, 47], not [48, 48]",
-        "1 with a dtype other than F32, F16, BF16, F64:\n  model.layers.0.input_layernorm.weight: I8",
+        "1 with a dtype other than F32, F16, BF16, F64, MXFP4:\n  model.layers.0.input_layernorm.weight: I8",
     ):
         assert part in str(caught.value)
 

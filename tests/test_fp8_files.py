@@ -195,7 +195,7 @@ WRONG_TENSORS = [
     ),
     (
         change_tensors(lambda x: x.update({f"{Q}_scale_inv": np.ones((3, 4), np.uint8)})),
-        rf"dtype other than F32, F16, BF16, F64:\n  {Q}_scale_inv: U8$",
+        rf"dtype other than F32, F16, BF16, F64, MXFP4:\n  {Q}_scale_inv: U8$",
     ),
     (change_tensors(lambda x: x.update({NORM: np.ones(48, FP8)})), rf"{NORM}: F8_E4M3"),
     (lambda folder: configure(folder, None), rf"(?s)14 unexpected:.*14 with a dtype other than .*\n  {Q}: F8_E4M3"),
@@ -211,7 +211,7 @@ def test_wrong_tensors(change, message, tmp_path, monkeypatch):
         from_pretrained(folder)
 
 
-METHODS = ("gptq", "awq", "bitsandbytes", "compressed-tensors", "mxfp4", None)
+METHODS = ("gptq", "awq", "bitsandbytes", "compressed-tensors", None)
 WRONG_CONFIGS = [
     *(({"quant_method": x}, rf"`quant_method` in .* must be 'fp8': .* Got {x!r}, which is not read") for x in METHODS),
     ({"fmt": "e5m2"}, r"`fmt` in .* must be 'e4m3': .* Got 'e5m2'"),

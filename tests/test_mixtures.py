@@ -5,24 +5,35 @@ What all families do is in `tests/test_models.py` and `tests/test_checkpoints.py
 
 import dataclasses
 import functools
+import pathlib
 import shutil
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from flax_layers.models import Decoder, ExpertsConfig, ModelConfig, from_pretrained
+from flax_layers.models import (
+    CheckpointError,
+    Decoder,
+    ExpertsConfig,
+    ModelConfig,
+    from_pretrained,
+    save_pretrained,
+    tensor_files,
+)
 from flax_layers.models.config_json import read_config, write_config
+from flax_layers.models.mxfp4_files import PackedTensor
 from flax_layers.rotary_scaling import YarnScaling
 from flax_layers.train import Recipe, Rows, Trainer, create_model, make_mesh, parse_mesh
 from flax_layers.train.flops import multiplied_parameters
 from flax_layers.train.trainer import parameter_shapes
 from tests.engine_cases import Client, engine_of, run
-from tests.golden_models import ROOT, expected, load, logits_of, relative_error
+from tests.golden_models import ROOT, change_config, expected, load, logits_of, relative_error
 
 MIXTURES = ("mixtral", "qwen3_moe", "gpt_oss")
 
@@ -95,13 +106,70 @@ def test_layers_with_experts(change, sparse):
     assert read_config(write_config(config)) == config
 
 
-def test_files_in_mxfp4_are_refused_with_a_remedy():
-    raw = HUB["gpt_oss"] | {"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}}
-    with pytest.raises(
-        ValueError,
-        match=r"Got 'mxfp4', which is not read\. Save it .*`quantization_config=Mxfp4Config\(dequantize=True\)`",
-    ):
-        read_config(raw)
+def random_mxfp4(*shape: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Blocks, scales, and their products in float64, where these are exact."""
+    experts, rows, columns = shape
+    rng = np.random.default_rng(0)
+    codes = rng.integers(0, 16, (experts, columns, rows), np.uint8)
+    scales = rng.integers(118, 124, (experts, columns, rows // 32), np.uint8)
+    values = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+    blocks = (codes[..., ::2] | codes[..., 1::2] << 4).reshape(*scales.shape, 16)
+    return blocks, scales, (values[codes] * 2.0 ** np.repeat(scales - 127.0, 32, axis=2)).swapaxes(1, 2)
+
+
+@pytest.mark.parametrize("rows", [(0, 96), (0, 5), (7, 33), (32, 64), (63, 96)])
+def test_parts_of_a_tensor_in_mxfp4(rows):
+    blocks, scales, expected = random_mxfp4(2, 96, 10)
+    part = (1, slice(*rows), slice(3, 9))
+    np.testing.assert_array_equal(PackedTensor(blocks, scales)[part], expected[part])
+
+
+def in_mxfp4(folder: pathlib.Path) -> None:
+    """Replaces weights of experts of gpt-oss by random ones in MXFP4; `plain` beside the folder has them widened."""
+    packed, plain = (safetensors.numpy.load_file(folder / "model.safetensors") for _ in range(2))
+    for name in [name for name in plain if name.endswith(("gate_up_proj", "down_proj"))]:
+        packed[f"{name}_blocks"], packed[f"{name}_scales"], widened = random_mxfp4(*packed.pop(name).shape)
+        plain[name] = np.ascontiguousarray(widened.astype(np.float32))
+    shutil.copytree(folder, folder.with_name("plain"))
+    safetensors.numpy.save_file(plain, folder.with_name("plain") / "model.safetensors")
+    safetensors.numpy.save_file(packed, folder / "model.safetensors")
+    change_config(folder, quantization_config={"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]})
+
+
+@pytest.fixture
+def mxfp4(tmp_path: pathlib.Path) -> pathlib.Path:
+    """Files of gpt-oss, as on the hub, with rows of three blocks."""
+    sizes = {"hidden_size": 96, "num_hidden_layers": 1, "num_attention_heads": 8, "num_local_experts": 4}
+    config = read_config(HUB["gpt_oss"] | sizes | {"layer_types": None})
+    save_pretrained(Decoder(config, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0)), tmp_path / "packed")
+    in_mxfp4(tmp_path / "packed")
+    return tmp_path / "packed"
+
+
+@pytest.mark.full
+def test_experts_in_mxfp4_are_widened(mxfp4, monkeypatch):
+    """Bit for bit, whatever part is read at a time; with the dtype of the other tensors."""
+    mesh = jax.make_mesh((2, 2), ("fsdp", "model"), devices=jax.devices()[:4])
+    options: dict[str, Any]
+    for options, chunk in (({}, tensor_files.CHUNK_BYTES), ({"dtype": jnp.float32, "mesh": mesh}, 5000)):
+        monkeypatch.setattr(tensor_files, "CHUNK_BYTES", chunk)
+        one, other = (nnx.state(from_pretrained(x, **options), nnx.Param) for x in (mxfp4, mxfp4.with_name("plain")))
+        for x, y in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
+            assert x.dtype == options.get("dtype", jnp.bfloat16)
+            np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
+
+
+@pytest.mark.full
+def test_wrong_tensors_in_mxfp4(mxfp4):
+    name, path = "model.layers.0.mlp.experts.down_proj", mxfp4 / "model.safetensors"
+    held = safetensors.numpy.load_file(path)
+    scales = held.pop(f"{name}_scales")
+    safetensors.numpy.save_file(held, path)
+    with pytest.raises(CheckpointError, match=rf"(?s)1 missing:\n  {name}\n.*1 unexpected:\n  {name}_blocks"):
+        from_pretrained(mxfp4)
+    safetensors.numpy.save_file(held | {f"{name}_scales": scales[:, ::2]}, path)
+    with pytest.raises(CheckpointError, match=rf"(?s)1 missing:\n  {name}\n.*2 unexpected:\n  {name}_blocks"):
+        from_pretrained(mxfp4)
 
 
 def joined(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -133,9 +201,9 @@ def test_files_with_joined_experts(name, tmp_path):
     path = tmp_path / "joined" / "model.safetensors"
     safetensors.numpy.save_file(joined(safetensors.numpy.load_file(path)), path)
     mesh = jax.make_mesh((2, 2), ("fsdp", "model"), devices=jax.devices()[:4])
-    for options in ({}, {"mesh": mesh}):
+    for devices in (None, mesh):
         one, other = (
-            jax.tree.leaves(nnx.state(from_pretrained(x, **options))) for x in (ROOT / name, tmp_path / "joined")
+            jax.tree.leaves(nnx.state(from_pretrained(x, mesh=devices))) for x in (ROOT / name, tmp_path / "joined")
         )
         for x, y in zip(one, other, strict=True):
             np.testing.assert_array_equal(np.asarray(x), np.asarray(y))

@@ -49,8 +49,8 @@ def from_pretrained(
     Files are memory-mapped. Parameters are loaded one after the other, each shard directly to its device, so the host
     holds at most one parameter at a time. All names and shapes are checked before the first is loaded.
 
-    Weights in FP8 with a scale for each block (`quant_method` fp8 of `config.json`, as of DeepSeek and Qwen) are
-    widened to the dtype of the parameters while they are read.
+    Weights in FP8 with a scale for each block (`quant_method` fp8 of `config.json`, as of DeepSeek and Qwen) and
+    experts in MXFP4 (of gpt-oss) are widened to the dtype of the parameters while they are read.
 
     Args:
         folder: A folder with `config.json` and one or more `*.safetensors`.

@@ -23,12 +23,6 @@ SCALE = "_scale_inv"
 _VALUES = np.arange(256, dtype=np.uint8).view(jnp.float8_e4m3fn).astype(np.float32)
 """Of each byte; a look-up is faster than a conversion."""
 
-_IN_16_BITS = "Use the checkpoint in 16 bits."
-_REMEDIES = {
-    "mxfp4": "Save it in 16 bits: `save_pretrained` of a model that `transformers` loaded with `quantization_config="
-    "Mxfp4Config(dequantize=True)`."
-}
-
 _NAMES_OF_KEPT = ("modules_to_not_convert", "ignored_layers")
 
 
@@ -72,7 +66,7 @@ def read_quantization(raw: Mapping[str, Any]) -> BlockFP8 | None:
         raw: The contents of `config.json`.
 
     Returns:
-        How weights are quantized. None: they are not.
+        How weights are quantized. None: they are not; or in MXFP4, which names and shapes of tensors tell.
 
     Raises:
         ValueError: They are quantized by a method, or in blocks, that are not supported.
@@ -89,12 +83,15 @@ def read_quantization(raw: Mapping[str, Any]) -> BlockFP8 | None:
             f"`quantization_config` of `config.json` must be a JSON object. Got {type(held).__name__}. Download it "
             "again."
         )
+    if held.get("quant_method") == "mxfp4":
+        return None
     for key, needed in {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}.items():
         found = held.get(key)
         if found != needed and (found is not None or key == "quant_method"):
             raise ValueError(
-                f"`{key}` in `quantization_config` of `config.json` must be {needed!r}: weights in FP8 with a scale "
-                f"for each block. Got {found!r}, which is not read. {_REMEDIES.get(str(found), _IN_16_BITS)}"
+                f"`{key}` in `quantization_config` of `config.json` must be {needed!r}: weights are read in MXFP4, "
+                f"and in FP8 with a scale for each block. Got {found!r}, which is not read. Use the checkpoint in 16 "
+                "bits."
             )
     block, kept = held.get("weight_block_size"), next((held[x] for x in _NAMES_OF_KEPT if held.get(x)), [])
     if not isinstance(block, list) or len(block) != 2 or not all(type(x) is int and x > 0 for x in block):

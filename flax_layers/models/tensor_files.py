@@ -16,6 +16,7 @@ from jaxtyping import Array
 
 from flax_layers.models.folders import CheckpointError
 from flax_layers.models.fp8_files import FP8, SCALE, BlockFP8, WidenedTensor
+from flax_layers.models.mxfp4_files import BLOCKS, MXFP4, SCALES, PackedTensor, packed_shapes
 from flax_layers.models.optional import needs
 from flax_layers.models.tensor_names import Piece, Shape, Tensor
 
@@ -37,7 +38,7 @@ class TensorFiles(contextlib.ExitStack):
         CheckpointError: A file cannot be read, or does not match the index.
     """
 
-    READ = ("F32", "F16", "BF16", "F64")
+    READ = ("F32", "F16", "BF16", "F64", MXFP4)
     """Supported dtypes, by their names in files."""
 
     def __init__(self, folder: pathlib.Path, fp8: BlockFP8 | None = None):
@@ -62,6 +63,11 @@ class TensorFiles(contextlib.ExitStack):
                 self._paths[name] = path
                 self.shapes[name] = tuple(piece.get_shape())
                 self.dtypes[name] = piece.get_dtype()
+        for name, shape in packed_shapes(self.shapes).items():
+            blocks, scales = (self._slices[name + x] for x in (BLOCKS, SCALES))
+            self._slices[name], self.shapes[name], self.dtypes[name] = PackedTensor(blocks, scales), shape, MXFP4
+            for part in (name + BLOCKS, name + SCALES):
+                del self.shapes[part], self.dtypes[part]
 
     def common_dtype(self) -> Dtype:
         """The dtype of most tensors that are neither in FP8 nor scales."""
