@@ -1,18 +1,14 @@
 """Mixtures of experts and latent attention in `config.json`."""
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any
 
 from flax_layers.models.config import ExpertsConfig, LatentConfig, LayerConfig, ModelConfig
-from flax_layers.models.families import GROUP_LIMITED, Family
-
-Raw = Mapping[str, Any]
+from flax_layers.models.families import GROUP_LIMITED, Family, Fields, Raw
 
 _GROUPS = ("groups", "groups_per_token")
 
 
-def read_fields(family: Family, raw: Raw, layers: tuple[LayerConfig, ...]) -> dict[str, Any]:
+def read_fields(family: Family, raw: Raw, layers: tuple[LayerConfig, ...]) -> Fields:
     """Fields of `ModelConfig` that describe experts and latent attention.
 
     Args:
@@ -26,7 +22,7 @@ def read_fields(family: Family, raw: Raw, layers: tuple[LayerConfig, ...]) -> di
     Raises:
         ValueError: A key is missing.
     """
-    fields: dict[str, Any] = {}
+    fields: Fields = {}
     if family.reads("kv_lora_rank"):
         latent = LatentConfig(
             latent_dim=raw["kv_lora_rank"],
@@ -70,7 +66,7 @@ def _read_experts(family: Family, raw: Raw) -> ExpertsConfig:
     return ExpertsConfig(**{**family.expert_traits, **fields})
 
 
-def written_fields(family: Family, config: ModelConfig) -> dict[str, Any]:
+def written_fields(family: Family, config: ModelConfig) -> Fields:
     """The keys of `config.json` that `read_fields` reads.
 
     Args:
@@ -80,7 +76,7 @@ def written_fields(family: Family, config: ModelConfig) -> dict[str, Any]:
     Returns:
         The keys; none for latent attention or experts that the model does not have.
     """
-    raw: dict[str, Any] = {}
+    raw: Fields = {}
     if config.latent is not None:
         raw |= {
             "kv_lora_rank": config.latent.latent_dim,

@@ -7,11 +7,8 @@ from typing import Any
 from flax_layers.models import config_experts, config_rope
 from flax_layers.models.config import LayerConfig, ModelConfig
 from flax_layers.models.config_rope import FULL
-from flax_layers.models.families import FAMILIES, REFUSED, Family, family_named
+from flax_layers.models.families import FAMILIES, REFUSED, Family, Fields, Raw, family_named
 from flax_layers.models.fp8_files import read_quantization
-
-Raw = Mapping[str, Any]
-"""The contents of `config.json`."""
 
 SLIDING = "sliding_attention"
 
@@ -149,7 +146,7 @@ def _read_keys(family: Family, raw: Raw) -> Raw:
     raw = {**raw, **{key: raw[other] for other, key in family.aliases.items() if raw.get(other) is not None}}
     if missing := [key for key in _REQUIRED if raw.get(key) is None]:
         raise ValueError(f"`config.json` lacks {', '.join(missing)}.")
-    keys: dict[str, Any] = {}
+    keys: Fields = {}
     for key, default in {**dict.fromkeys(_REQUIRED), **DEFAULTS, **family.defaults}.items():
         keys[key] = default if key not in raw or (raw[key] is None and key not in _NULLABLE) else raw[key]
         _check_type(key, keys[key], _TYPES.get(key, (type(default),)))
@@ -250,7 +247,7 @@ def _layer(family: Family, raw: Raw, kind: str, head_dim: int, max_positions: in
     return LayerConfig(window=raw["sliding_window"] if kind == SLIDING else None, **rotary)
 
 
-def write_config(config: ModelConfig) -> dict[str, Any]:
+def write_config(config: ModelConfig) -> Fields:
     """Converts a configuration to the contents of a `config.json`.
 
     Args:
@@ -313,7 +310,7 @@ def write_config(config: ModelConfig) -> dict[str, Any]:
     return raw
 
 
-def _written_options(config: ModelConfig) -> dict[str, Any]:
+def _written_options(config: ModelConfig) -> Fields:
     """Keys that not all families read."""
     return {
         "hidden_activation": config.activation,
@@ -325,10 +322,10 @@ def _written_options(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def _written_windows(family: Family, config: ModelConfig) -> dict[str, Any]:
+def _written_windows(family: Family, config: ModelConfig) -> Fields:
     windows = [layer.window for layer in config.layers]
     size = next((window for window in windows if window is not None), None)
-    raw: dict[str, Any] = {"sliding_window": size}
+    raw: Fields = {"sliding_window": size}
     if family.reads("use_sliding_window"):
         raw |= {"use_sliding_window": size is not None, "max_window_layers": windows.count(None)}
     elif family.reads("layer_types"):

@@ -7,13 +7,10 @@ in the first, which both versions read. Of a value that a file has twice, the on
 
 import math
 from collections.abc import Mapping
-from typing import Any
 
 from flax_layers.models.config import LayerConfig
-from flax_layers.models.families import Family
+from flax_layers.models.families import Family, Fields, Raw
 from flax_layers.rotary_scaling import LinearScaling, Llama3Scaling, LongRopeScaling, RotaryScaling, YarnScaling
-
-Raw = Mapping[str, Any]
 
 FULL = "full_attention"
 
@@ -25,7 +22,7 @@ _REQUIRED = {
 }
 
 
-def read_rotary(family: Family, raw: Raw, kind: str, head_dim: int, max_positions: int) -> dict[str, Any]:
+def read_rotary(family: Family, raw: Raw, kind: str, head_dim: int, max_positions: int) -> Fields:
     """Reads the rotary embedding of a kind of layer.
 
     Args:
@@ -73,8 +70,8 @@ def _flat(family: Family, raw: Raw) -> Raw:
             f"{', '.join(nested)}, which Transformers does not read. Take them out of these objects."
         )
     original = raw[_ORIGINAL] or rope.get(_ORIGINAL)
-    given = {key: raw[key] for key in ("rope_theta", "partial_rotary_factor")}
-    return {**given, **rope, _ORIGINAL: original}
+    outer = {key: raw[key] for key in ("rope_theta", "partial_rotary_factor")}
+    return {**outer, **rope, _ORIGINAL: original}
 
 
 def _nested(raw: Raw, kind: str) -> Raw:
@@ -138,7 +135,7 @@ def _yarn(raw: Raw, rope: Raw) -> YarnScaling:
     )
 
 
-def written_rotary(layer: LayerConfig, head_dim: int) -> dict[str, Any]:
+def written_rotary(layer: LayerConfig, head_dim: int) -> Fields:
     """The keys of `config.json` that `read_rotary` reads.
 
     Args:
@@ -148,7 +145,7 @@ def written_rotary(layer: LayerConfig, head_dim: int) -> dict[str, Any]:
     Returns:
         The keys.
     """
-    raw: dict[str, Any] = {"rope_theta": layer.rotary_base, "rope_scaling": None}
+    raw: Fields = {"rope_theta": layer.rotary_base, "rope_scaling": None}
     if layer.rotary_dim is not None:
         raw["partial_rotary_factor"] = layer.rotary_dim / head_dim
     scaling = layer.rotary_scaling
@@ -163,14 +160,14 @@ def written_rotary(layer: LayerConfig, head_dim: int) -> dict[str, Any]:
             "original_max_position_embeddings": scaling.original_max_positions,
         }
     if isinstance(scaling, YarnScaling):
-        given = {key: getattr(scaling, key) for key in ("attention_factor", "mscale", "mscale_all_dim")}
+        optional = {key: getattr(scaling, key) for key in ("attention_factor", "mscale", "mscale_all_dim")}
         raw["rope_scaling"] = {
             "rope_type": "yarn",
             "factor": scaling.factor,
             "original_max_position_embeddings": scaling.original_max_positions,
             "beta_fast": scaling.beta_fast,
             "beta_slow": scaling.beta_slow,
-            **{key: value for key, value in given.items() if value is not None},
+            **{key: value for key, value in optional.items() if value is not None},
             "truncate": scaling.truncate,
         }
     if isinstance(scaling, LongRopeScaling):

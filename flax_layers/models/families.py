@@ -19,7 +19,11 @@ from flax_layers.models.tensor_names import (
     PHI3_MODULES,
 )
 
-Table = Mapping[str, Any]
+Raw = Mapping[str, Any]
+"""The contents of `config.json`, or values of some of its keys."""
+
+Fields = dict[str, Any]
+"""Values of fields of a configuration, or of keys to write, by their names."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,13 +47,13 @@ class Family:
     name: str
     architecture: str
     modules: Mapping[str, str]
-    defaults: Table
-    traits: Table = dataclasses.field(default_factory=dict)
-    constants: Table = dataclasses.field(default_factory=dict)
+    defaults: Raw
+    traits: Raw = dataclasses.field(default_factory=dict)
+    constants: Raw = dataclasses.field(default_factory=dict)
     values: Mapping[str, tuple] = dataclasses.field(default_factory=dict)
     aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
     expert_keys: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    expert_traits: Table = dataclasses.field(default_factory=dict)
+    expert_traits: Raw = dataclasses.field(default_factory=dict)
 
     def reads(self, key: str) -> bool:
         """Returns whether it reads a key of `config.json` that not all families read."""

@@ -6,9 +6,9 @@ scale is the biased exponent of a power of two, by which 32 values are multiplie
 """
 
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
+from jaxtyping import UInt8
 
 from flax_layers.models.tensor_names import Shape
 
@@ -38,23 +38,25 @@ def packed_shapes(shapes: Mapping[str, Shape]) -> dict[str, Shape]:
         >>> packed_shapes({"down_proj_blocks": (4, 96, 2, 16), "down_proj_scales": (4, 96, 2)})
         {'down_proj': (4, 64, 96)}
     """
-    found = {}
+    weights = {}
     for name, shape in shapes.items():
         weight = name.removesuffix(BLOCKS)
         if weight != name and len(shape) == 4 and shape[3] == _BYTES and shapes.get(weight + SCALES) == shape[:3]:
-            found[weight] = (shape[0], shape[2] * _SIZE, shape[1])
-    return found
+            weights[weight] = (shape[0], shape[2] * _SIZE, shape[1])
+    return weights
 
 
 class PackedTensor:
     """A weight in MXFP4 whose parts are read as float32.
 
     Args:
-        blocks: Its values; perhaps memory-mapped.
-        scales: Its scales.
+        blocks: Its values: an array, or what gives parts of one, as a slice of `safetensors`.
+        scales: Its scales, in the same form.
     """
 
-    def __init__(self, blocks: Any, scales: Any):
+    def __init__(
+        self, blocks: UInt8[np.ndarray, "experts out groups 16"], scales: UInt8[np.ndarray, "experts out groups"]
+    ):
         self._blocks, self._scales = blocks, scales
 
     def __getitem__(self, index: tuple[int, slice, slice]) -> np.ndarray:
