@@ -140,7 +140,7 @@ NO_TEXTS = {
 
 @pytest.mark.parametrize("name", NO_TEXTS)
 def test_other_files_than_text_are_refused(tmp_path, name):
-    """Whatever the tokenizer; `--held-out` likewise."""
+    """Whatever the tokenizer and the option."""
     content, message = NO_TEXTS[name]
     (tmp_path / name).write_bytes(content)
     with pytest.raises(InputError, match=rf"`--held-out` must hold text.* {message}"):
