@@ -206,6 +206,12 @@ def test_keys_of_rotary_embeddings(name, changes, fields):
             assert {field: getattr(layer, field) for field in fields} == fields
 
 
+def test_the_null_of_a_boolean_is_false():
+    """As in Transformers, though an absent key is true."""
+    config = golden("deepseek_v3", norm_topk_prob=None, rope_interleave=None)
+    assert config == golden("deepseek_v3", norm_topk_prob=False, rope_interleave=False) != golden("deepseek_v3")
+
+
 def test_other_names_of_keys():
     for name, key in (("mixtral", "num_experts"), ("qwen3_moe", "num_local_experts"), ("gpt_oss", "num_experts")):
         experts = golden(name, **{key: 3}).layers[0].experts

@@ -39,7 +39,7 @@ _NULLABLE = frozenset((
     "q_lora_rank", "n_shared_experts", "num_experts_per_tok", "n_group", "topk_group", "bos_token_id", "eos_token_id",
     "pad_token_id",
 ))  # fmt: skip
-"""Keys whose null is a value of its own. Another null is a default."""
+"""Keys whose null is a value of its own. Another null is a default; that of a boolean is false, as in Transformers."""
 
 _TYPES: Mapping[str, tuple[type, ...]] = {
     **dict.fromkeys(_REQUIRED, (int,)),
@@ -148,7 +148,8 @@ def _read_keys(family: Family, raw: Raw) -> Raw:
         raise ValueError(f"`config.json` lacks {', '.join(missing)}.")
     keys: Fields = {}
     for key, default in {**dict.fromkeys(_REQUIRED), **DEFAULTS, **family.defaults}.items():
-        keys[key] = default if key not in raw or (raw[key] is None and key not in _NULLABLE) else raw[key]
+        null = None if key in _NULLABLE else False if isinstance(default, bool) else default
+        keys[key] = default if key not in raw else null if raw[key] is None else raw[key]
         _check_type(key, keys[key], _TYPES.get(key, (type(default),)))
     return {**keys, **family.constants}
 
