@@ -15,7 +15,7 @@ from jflex.backends.xla import paged, softmax
 from jflex.backends.xla.backward import Backward
 from jflex.backends.xla.block_scores import einsum, exact, modified, raw_scores, scaled_query
 from jflex.backends.xla.blockwise import QUERIES_FIRST, Column, Unit, Walk
-from jflex.backends.xla.containment import masked_product
+from jflex.backends.xla.containment import all_finite, all_of_batch, masked_product
 from jflex.backends.xla.dropout import dropped, kept_weights, scaled_up
 from jflex.backends.xla.loads import split_loads
 from pallas_kernels.plan import GradientRequest, Refusal
@@ -62,12 +62,22 @@ class Xla(Backend):
                 k, v = (walk.keys(x, unit, column) for x in (inputs.key, inputs.value))
                 s = raw_scores(walk.named("bkgqd,bksd->bkgqs"), q, k, spec)
                 s = modified(walk, inputs, s, unit, column.number)
-                (s,), is_clean = walk.masked(unit, column, (s,), -jnp.inf if is_softmax else 0.0, v)
+
+                def clear(visible: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+                    """The scores, and whether NaN of masked values cannot reach the output."""
+                    if visible is None:
+                        return s, jnp.bool_(True)
+                    return jnp.where(visible, s, -jnp.inf if is_softmax else 0.0), all_finite(v)
+
+                weights, is_clean = walk.masked(unit, column, clear)
+                is_clean = all_of_batch(is_clean)
                 kept = kept_weights(walk, inputs, unit, column.number)
                 gemm = lambda p, v: einsum(walk.named("bkgqs,bksd->bkgqd"), p, v, spec)
                 visible = walk.visible_if_partial(unit, column)
                 pv_dot = lambda p: masked_product(gemm, dropped(p, kept).astype(spec.dtype), v, visible, is_clean)
-                return softmax.update(state, s, pv_dot) if is_softmax else state._replace(out=state.out + pv_dot(s))
+                if is_softmax:
+                    return softmax.update(state, weights, pv_dot)
+                return state._replace(out=state.out + pv_dot(weights))
 
             state = walk.over_columns(unit, softmax.start(spec, q.shape[:-1], dtype), step)
             state = state._replace(out=scaled_up(state.out, spec))

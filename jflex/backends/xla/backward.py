@@ -104,18 +104,26 @@ class Backward:
         raw = raw_scores(walk.named("bksd,bkdgq->bksgq"), k, rows.q_columns, spec)
         is_softmax = spec.normalize == "softmax"
         s = modified(walk, self.inputs, raw, unit, column.number)
-        p = jnp.exp(s - rows.lse) if is_softmax else s
         kept = kept_weights(walk, self.inputs, unit, column.number)
         d_p = scaled_up(dropped(gemm("bksd,bkdgq->bksgq", v, rows.d_out_columns), kept), spec)
-        if rows.d_entropy is not None:  # dH/dP is ``-log P``, up to a number that delta takes away
-            d_p = d_p - rows.d_entropy * jnp.where(p == 0, 0.0, s - rows.lse)
-        d_s = p * (d_p - rows.delta) if is_softmax else d_p
-        (p, d_s), _ = walk.masked(unit, column, (p, d_s), 0.0)
+
+        def weights(visible: jax.Array | None) -> tuple[jax.Array, jax.Array]:  # P and dS
+            clear = lambda x: x if visible is None else jnp.where(visible, x, 0.0)
+            p = jnp.exp(s - rows.lse) if is_softmax else s
+            if not is_softmax:
+                return clear(p), clear(d_p)
+            if rows.d_entropy is None:
+                return clear(p), clear(p * (d_p - rows.delta))
+            of_entropy = rows.d_entropy * jnp.where(p == 0, 0.0, s - rows.lse)  # dH/dP is ``-log P``, up to a number
+            return clear(p), clear(p * (d_p - of_entropy - rows.delta))  # that delta takes away
+
+        p, d_s = walk.masked(unit, column, weights)
         is_visible, operands = walk.visible_if_partial(unit, column), grads["operands"]
         if self.captured is not None:
             visible = None if is_visible is None else is_visible()
-            d_s, operands = self.captured.through_mod(unit, column.number, raw, d_s, visible, operands)
-            d_s = d_s if visible is None else jnp.where(visible, d_s, 0.0)  # where masked, a derivative may be NaN
+            raw_d_s, operands = self.captured.through_mod(unit, column.number, raw, d_s, visible, operands)
+            clear = lambda visible: raw_d_s if visible is None else jnp.where(visible, raw_d_s, 0.0)
+            d_s = walk.masked(unit, column, clear)  # where masked, a derivative may be NaN
         d_s = (d_s * spec.scale).astype(spec.dtype)
         p = dropped(p, kept).astype(spec.dtype)
         d_key, d_value = grads["key"], grads["value"]

@@ -18,7 +18,6 @@ from jax import lax
 
 from jflex._call.kv_lengths import bounded_inputs, with_lengths_as_mask
 from jflex.backends.base import Inputs
-from jflex.backends.xla.containment import all_finite, all_of_batch
 from jflex.backends.xla.narrow import read
 from jflex.block_mask.lists import BlockLists, block_count
 from pallas_kernels.spec import AttentionSpec, Mod
@@ -156,9 +155,20 @@ class Walk:
         return Unit((batch, lax.div(head, group), lax.rem(head, group)), row, (batch, head))
 
     def over_columns(self, unit: Unit, carry: S, step: Callable[[S, Column], S]) -> S:
-        """Folds ``step(carry, column)`` over the blocks that the unit visits, in lists partial ones first."""
-        count, column = self._all_columns(unit) if self.lists is None else self._listed_columns(unit, self.lists)
-        return lax.fori_loop(jnp.int32(0), count, lambda i, carry: step(carry, column(i)), carry)
+        """Folds ``step(carry, column)`` over the blocks that the unit visits, in lists partial ones first.
+
+        On a CPU in one loop, which compiles in 0.6 of the time of a loop for each kind of block. On a GPU, where a
+        branch waits for the host, in two: for causal masks on an H200, 5.7 ms in place of 7.1.
+        """
+        if self.lists is None:
+            count, column = self._all_columns(unit)
+            return lax.fori_loop(jnp.int32(0), count, lambda i, carry: step(carry, column(i)), carry)
+        partial, count, column = self._listed_columns(unit, self.lists)
+        if self.spec.platform == "cpu":
+            return lax.fori_loop(jnp.int32(0), count, lambda i, carry: step(carry, column(i)), carry)
+        of_kind = lambda is_partial: lambda i, carry: step(carry, column(i)._replace(is_partial=is_partial))
+        carry = lax.fori_loop(jnp.int32(0), partial, of_kind(True), carry)
+        return lax.fori_loop(partial, count, of_kind(False), carry)
 
     def _all_columns(self, unit: Unit) -> tuple[jax.Array, Callable[[jax.Array], Column]]:
         count, last = jnp.int32(self.columns), jnp.int32(self.columns - 1)
@@ -171,7 +181,11 @@ class Walk:
 
         return count, column
 
-    def _listed_columns(self, unit: Unit, lists: BlockLists) -> tuple[jax.Array, Callable[[jax.Array], Column]]:
+    def _listed_columns(
+        self, unit: Unit, lists: BlockLists
+    ) -> tuple[jax.Array, jax.Array, Callable[[jax.Array], Column]]:
+        """The number of partial blocks, that of all, and the blocks."""
+
         def entry(x: jax.Array, *i: jax.Array) -> jax.Array:  # clamped to the table
             at = (*unit.lists, unit.row, *i)
             return lax.dynamic_slice(x, at, (1,) * x.ndim, allow_negative_indices=False).reshape(())
@@ -187,7 +201,7 @@ class Walk:
             number = jnp.where(is_partial, block(lists.kv_indices, i), block(lists.full_kv_indices, i - partial))
             return Column(jnp.clip(number, 0, self.columns - 1), i < count, is_partial)
 
-        return count, column
+        return partial, count, column
 
     def indices(self, unit: Unit, column: jax.Array) -> tuple[jax.Array, ...]:
         """b, h, q_idx and kv_idx of a block, each an array over those of `axes` along which it varies."""
@@ -223,25 +237,15 @@ class Walk:
             return None
         return lambda: self.visible(unit, column.number) | ~jnp.asarray(column.is_partial)
 
-    def masked(
-        self, unit: Unit, column: Column, blocks: tuple[jax.Array, ...], fill: float, v: jax.Array | None = None
-    ) -> tuple[tuple[jax.Array, ...], jax.Array | bool]:
-        """Blocks of scores with `fill` where masked, and whether `v` is finite, if any is masked.
+    def masked(self, unit: Unit, column: Column, function: Callable[[jax.Array | None], S]) -> S:
+        """``function(visible)`` of a block, with None if all of it is visible.
 
-        One loop with this branch compiles faster than a loop for each kind of block.
+        In one loop over all blocks it is a branch: what it computes takes no pass more in either.
         """
-        if column.is_partial is False:
-            return blocks, True
-
-        def partial(*blocks: jax.Array) -> tuple[tuple[jax.Array, ...], jax.Array]:
-            visible = self.visible(unit, column.number)
-            is_clean = jnp.bool_(True) if v is None else all_finite(v)
-            return tuple(jnp.where(visible, x, fill) for x in blocks), is_clean
-
-        if column.is_partial is True:
-            return partial(*blocks)
-        blocks, is_clean = lax.cond(column.is_partial, partial, lambda *blocks: (blocks, jnp.bool_(True)), *blocks)
-        return blocks, all_of_batch(is_clean)
+        partial = lambda: function(self.visible(unit, column.number))
+        if isinstance(column.is_partial, bool):
+            return partial() if column.is_partial else function(None)
+        return lax.cond(column.is_partial, partial, lambda: function(None))
 
     def padded(self, x: jax.Array, layout: str) -> jax.Array:
         """An array with an axis of queries, [B, T, Hq, ...] or [B, Hq, T, ...], with zeros up to whole blocks."""
