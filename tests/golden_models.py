@@ -29,7 +29,8 @@ def load(name: str, root: pathlib.Path = ROOT, **options) -> Decoder:
 
 @functools.cache
 def expected(name: str, root: pathlib.Path = ROOT) -> dict[str, np.ndarray]:
-    return dict(np.load(root / name / "expected.npz"))
+    with np.load(root / name / "expected.npz") as file:
+        return dict(file)
 
 
 def change_config(folder: pathlib.Path, **changes: Any) -> None:

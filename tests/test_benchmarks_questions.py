@@ -141,7 +141,8 @@ def test_the_needle_is_what_float64_finds():
 def test_exact_attention_is_that_of_the_oracle(variant: str, tmp_path):
     case = square(1, 32, 2, 8, variant, dtype="float32")
     [path] = numerics.prepare([case], tmp_path)
-    arrays = dict(np.load(path))
+    with np.load(path) as file:
+        arrays = dict(file)
     query, key, v, cotangent = (arrays[name].astype(np.float64) for name in numerics.INPUTS)
     alibi = oracle.Score(lambda s, b, h, q, k, c: s + c["slopes"][h] * (k - q))
     bent = lambda s, *_: CAP * np.tanh(s / CAP)

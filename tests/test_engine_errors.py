@@ -64,7 +64,7 @@ def test_a_prompt_longer_than_the_cache(model):
     assert len(client.tokens) == 5
 
 
-@pytest.mark.parametrize("max_waiting", [0, 2])
+@pytest.mark.parametrize("max_waiting", [0, pytest.param(2, marks=pytest.mark.full)])
 def test_a_full_queue(max_waiting, model):
     """Requests that can start at once do not wait; nor do some of `n` samples."""
     engine = engine_of(model, max_waiting=max_waiting)
@@ -155,7 +155,9 @@ class Raising:
         return self._function(*args)
 
 
-@pytest.mark.parametrize("nth", [1, 3, COUNT])
+@pytest.mark.parametrize(
+    "nth", [pytest.param(1, marks=pytest.mark.full), 3, pytest.param(COUNT, marks=pytest.mark.full)]
+)
 def test_events_that_cannot_be_delivered_end_their_request_alone(nth, model, caplog):
     engine, events = engine_of(model), []
     with caplog.at_level(logging.CRITICAL):

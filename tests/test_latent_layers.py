@@ -37,9 +37,15 @@ MOST_IN_FULL = ["latent_queries", *(pytest.param(name, marks=pytest.mark.full) f
 flavours = pytest.mark.parametrize("flavour", FLAVOURS)
 
 
+@functools.cache
+def goldens() -> dict[str, np.ndarray]:
+    with np.load(GOLDEN) as file:
+        return dict(file)
+
+
 def params_of(name, dtype=jnp.float32):
     """The weights of the file, as parameters of a layer."""
-    golden, params = np.load(GOLDEN), {}
+    golden, params = goldens(), {}
     for ours, theirs in NAMES.items():
         theirs = "q_proj" if ours == "query" and name == "direct_queries" else theirs
         if f"{name}/{theirs}.weight" in golden:
@@ -74,14 +80,14 @@ def in_haste():
 
 
 def inputs_of(name="latent_queries", dtype=jnp.float32):
-    return jnp.asarray(np.load(GOLDEN)[f"{name}/inputs"], dtype)
+    return jnp.asarray(goldens()[f"{name}/inputs"], dtype)
 
 
 @flavours
 @pytest.mark.parametrize("name", OPTIONS)
 def test_against_transformers(flavour, name):
     with jax.enable_x64(True):
-        layer, golden = made(flavour, name, param_dtype=jnp.float64), np.load(GOLDEN)
+        layer, golden = made(flavour, name, param_dtype=jnp.float64), goldens()
         # Both compute the norms in float32, and `transformers` the angles of the rotary embedding.
         right = golden[f"{name}/outputs"]
         np.testing.assert_allclose(
@@ -91,7 +97,7 @@ def test_against_transformers(flavour, name):
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_the_scale_is_that_of_transformers(name):
-    assert latent_core.scale_of(made("nnx", name)) == pytest.approx(float(np.load(GOLDEN)[f"{name}/scale"]), rel=1e-12)
+    assert latent_core.scale_of(made("nnx", name)) == pytest.approx(float(goldens()[f"{name}/scale"]), rel=1e-12)
 
 
 def test_nnx_and_linen_agree():

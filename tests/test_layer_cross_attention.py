@@ -56,7 +56,7 @@ def test_cross_attention_is_that_of_flax(flavour):
     assert_close(outputs, flaxs(inputs, memory, mask=mask))
 
 
-@flavours
+@pytest.mark.parametrize("flavour", ["nnx", pytest.param("linen", marks=pytest.mark.full)])
 def test_projected_keys_serve_each_token(flavour):
     options = {"num_kv_heads": 2, "qk_norm": True, "rotary_base": 50.0}
     mask = jflex.create_block_mask(masks.prefix_lm(S // 2), None, None, T, S, block_size=16)

@@ -141,7 +141,7 @@ def chunks_of(messages: list[dict]) -> list[dict]:
     return [json.loads(event.removeprefix("data: ")) for event in events]
 
 
-@pytest.mark.parametrize("leaves", [False, True])
+@pytest.mark.parametrize("leaves", [pytest.param(False, marks=pytest.mark.full), True])
 def test_a_backlog_is_written_in_turns(leaves, engine, monkeypatch):
     """Others have their turn between two of them, and a client that leaves meanwhile is noticed."""
     monkeypatch.setattr("flax_layers.serving.generation._TURN", 40)

@@ -56,7 +56,15 @@ def test_the_text_is_that_of_the_engine(engine):
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHATS])
-@pytest.mark.parametrize("options", [{"temperature": 0}, {"n": 3, "seed": 5}, {"logprobs": 1}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({"temperature": 0}, marks=pytest.mark.full),
+        {"n": 3, "seed": 5},
+        pytest.param({"logprobs": 1}, marks=pytest.mark.full),
+    ],
+    ids=str,
+)
 def test_deltas_are_the_whole_text(path, options, engine):
     is_chat = path == CHATS
     body = {"max_tokens": 30, "seed": 1} | (HELLO if is_chat else {"prompt": PROMPT}) | options

@@ -45,10 +45,10 @@ SHORT = {
     "test_batch_invariance": r"refuses|error|tiles_and|explain|prefilled\[causal|prefilled\[alibi-xla",
     "test_batchable": r"branches_take.*(nested|switch)",
     "test_block_mask_algebra": r"getitem.*refuses|join.*both axes-listed\]|cropped|lengths|traced",
-    "test_bounds": r"seen|\(1, 1, 1, 0\).*few_rows",
-    "test_cascade": r"worked_example\[(each_seq|two_keys|composable-xla)|gradient"
+    "test_bounds": r"seen",
+    "test_cascade": r"worked_example\[(each_seq|composable-xla)|gradient"
     r"|on_every_backend\[.*(xla|triton).*(dense|two)",
-    "test_checkpoints": r"read\[(gemma3|phi3)|several|device|divide|memory.*False|differences|full"
+    "test_checkpoints": r"read\[(gemma3|phi3)|several|device|divide|differences|full"
     r"|interrupted|other|wrong",
     "test_context_parallel": r"float64\[causal-ring",
     "test_context_parallel_arguments": r"$^",
@@ -70,7 +70,7 @@ SHORT = {
     "test_eight_bit_queries": r"gradients|forward_mode|explain|preferred|few_queries|ampere|wrong|other_calls|("
     r"xla-eight_no_mask|t-eight_head|emulated-eight_head)",
     "test_engine": r"preemption",
-    "test_engine_eight_bits": r"wrong|bytes|poison|loop.*int8-.'num_pages|near.*e4m3",
+    "test_engine_eight_bits": r"wrong|poison|near.*e4m3",
     "test_engine_invariance": r"promise|refused",
     "test_engine_speculation": r"wrong|shapes",
     "test_equinox": r"own_layer",
@@ -82,7 +82,7 @@ SHORT = {
     r"|long_mask-bfloat16-triton-int|unbatched_res|shared",
     "test_dot_product_attention_blocks": r"skipped|traced|left_out|constant|keys\[is|take|signature|message",
     "test_fp8_files": r"wrong|refused|object|scale\[deepseek_v3|ragged|device",
-    "test_fused": r"separate.*(qwen2|deepseek_v3)|product|mesh|wrong",
+    "test_fused": r"separate.*qwen2|product|mesh|wrong",
     "test_generate": r"greedy_tokens.*paged|in_place\[dense|window|wrong|buckets",
     "test_generate_command": r"text_of_a|file_of|wrong|template|dtypes|pieces|cuts",
     "test_indexer": r"float64|order|selection_in_parts\[.*7\]|memory|indexer_scores|causal|loss|nothing|without"
@@ -106,7 +106,7 @@ SHORT = {
     "test_layers": r"captured_parameters.*xla-nnx|(attention_between|rotary).*nnx|rotate|wrong",
     "test_masks": r"^(?!.*(groups (of|by)|Morton, high|even window|first frame|of a video|traced text|short ones))",
     "test_latent_eight_bits": r"bit_for_bit\[float32-None|656|finite|float64\[xla-tiles_mixed\]|wrong|lack|explain",
-    "test_mla": r"float64\[.*latent_(mixed|decode)|bfloat16\[triton-interpret-latent_128|in_float64$"
+    "test_mla": r"float64\[.*latent_decode|bfloat16\[triton-interpret-latent_128|in_float64$"
     r"|sharded.*xla|explain|refuses|zeros|writing",
     "test_mod_sizes_fit": r"causal|alibi|document",
     "test_mod_traps": r"\[0|division",
@@ -125,7 +125,7 @@ SHORT = {
     "test_primitives": r"\[select-bfloat16-bfloat16|compiled\[(gelu|ldexp|polynomial)\]|multiply_adds|cannot|scalar",
     "test_ragged": r"message|no_tokens|lists_tell|against_each.*triton.*causal_grouped",
     "test_paged_dropout": r"test_pages_drop.*\[16-xla"
-    r"|requests_share.*xla|rate_of_0.*xla|wrong|need|shape",
+    r"|requests_share.*xla|wrong|need|shape",
     "test_paged_eight_bits": r"bit_for_bit.*float32|finite|e4m3-xla|widened|accuracy|wrong",
     "test_paged_stats": r"against_float64\[(xla-(decode|mixed)|decode\])"
     r"|levels.*append.*xla|wrong|no_levels",
@@ -134,22 +134,22 @@ SHORT = {
     "test_random_mods": r"seed|faults",
     "test_ready_masks": r"evaluate|orders|groups_pass|are_documents|rows\[Morton|(Morton, wide|shared prefix)\]",
     "test_ready_scores": r"evaluate|undo",
-    "test_return_stats": r"float64\[(xla|triton).*-slopes\]|uniform|without_keys|check|explain|few|nothing_is",
+    "test_return_stats": r"float64\[triton.*-slopes\]|uniform|without_keys|check|explain|few|nothing_is",
     "test_sampling": r"^(?!.*(whatever_is_around|frequencies))",
     "test_selected_blocks": r"dense_mask\[(reference|xla|triton).*grouped|wide|definition.*True-1-0-.32, 32|message",
     "test_block_rows": r"message",
     "test_block_selection_layers": r"once.*nnx|later.*moba",
     "test_serving_faults": r"^(?!.*random_cancellations)",
     "test_serving_constraints": r"guides|without",
-    "test_serving_scenarios": r"chain|by the host|tiles of keys",
+    "test_serving_scenarios": r"chain|by the host",
     "test_shared_prefix": r"causal-3-24-xla|wrong|pays|best",
     "test_sinks": r"mixed.*xla|minus.*xla|without_keys.*None|explain|vmap.*xla",
     "test_sharding": r"explicit|shard_map_without",
     "test_sparse_mla": r"float64\[(xla|triton)|out_of_range.*xla|all_keys.*xla|no_keys\[xla|often.*xla"
-    r"|selected_keys|message|sizes\[xla-61",
+    r"|message|sizes\[xla-61",
     "test_state": r"worked_example|neutral|associative|message|wrong",
     "test_state_stats": r"rows|wrong",
-    "test_streaming_llm": r"wrong|angles_are_exact|longer|raw_keys",
+    "test_streaming_llm": r"wrong|angles_are_exact|longer",
     "test_streaming_llm_engine": r"wrong|beyond",
     "test_train": r"fit|read|there_are|none",
     "test_train_context": r"wrong",
@@ -158,7 +158,7 @@ SHORT = {
     "test_transforms": r"bit_for_bit.*reference",
     "test_vector_mods": r"\[(every|packed|lengths)-xla|rotated-triton|zeros|nothing",
     "test_vector_programs": r"^(?!.*vmap\[(48|32))",
-    "test_paged_vector_mods": r"written|messages|default",
+    "test_paged_vector_mods": r"written|messages",
     "test_rope": r"float64\[(B|.*8-True)|transformers|yarn|message",
     "test_layer_config": r"nnx-FlexAttention-whole",
     "test_layer_vector_mods": r"gradients|streaming",
