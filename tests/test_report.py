@@ -9,7 +9,6 @@ import pytest
 
 from benchmarks import __main__ as command
 from benchmarks import roofline
-from benchmarks.environment import ROOT
 from benchmarks.peers.table import PEERS, by_library
 from benchmarks.problems import Problem
 from benchmarks.questions import cpu, eight_bits, gpu, masks, numerics
@@ -160,16 +159,6 @@ def test_cases_of_several_gpus_are_rows():
     text = report.page({DEVICE: {"context": ResultFile("context", records, ABOUT)}})
     assert "|  | time | speed-up |\n|---|---|---|\n| one GPU | 2 u |  |\n| 2 GPUs, ring | 1 u | 2 u |\n" in text
     assert "|  | measured |\n|---|---|\n| alone: sent | 3 u |\n" in text
-
-
-def test_the_guide_says_what_eight_bits_cost():
-    found = {record.name: record.value.median for record in schema.read(schema.FOLDER / "cpu/eight_bits.json").records}
-    guide, token = (ROOT / "jflex/README.md").read_text(), eight_bits.SCALES["token"]
-    columns = ("weight on the needle", "error of that weight, the worst needle", "error of the output with a needle")
-    for name in ("bfloat16", *eight_bits.HELD):
-        cache, title = (name, name) if name == "bfloat16" else (f"{name}, {token}", f"`{name}`")
-        weight, worst, out = (found[f"keys, {cache}, paged: {what}"] for what in columns)
-        assert f"| {title} | {weight:.1f} | {worst:.2f} | {out:.2f} |" in guide
 
 
 def test_records_named_by_row_and_column_become_a_table():
