@@ -90,7 +90,7 @@ def _share_of_first(model: Decoder, rows: np.ndarray, first: int) -> float:
 
     from flax_layers import attention_core
 
-    stream, found = model._embed(jnp.asarray(rows)), []
+    stream, shares = model._embed(jnp.asarray(rows)), []
     places = jnp.arange(rows.shape[1]), rows.shape[1]
     for block in model.blocks:
         layer, inputs = block.attention, block.attention_norm(stream)
@@ -98,9 +98,9 @@ def _share_of_first(model: Decoder, rows: np.ndarray, first: int) -> float:
         key = attention_core.project_kv(layer, inputs, *places).key
         key = jnp.repeat(key, query.shape[2] // key.shape[2], axis=2)
         scores = jnp.einsum("bhd,bshd->bhs", query[:, -1], key) * query.shape[-1] ** -0.5
-        found.append(jax.nn.softmax(scores)[..., :first].sum(-1).mean())
+        shares.append(jax.nn.softmax(scores)[..., :first].sum(-1).mean())
         stream = block(stream)
-    return float(jnp.stack(found).mean())
+    return float(jnp.stack(shares).mean())
 
 
 def _ranges(length: int) -> list[tuple[int, int]]:

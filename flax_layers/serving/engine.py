@@ -327,10 +327,11 @@ class Engine:
 
     def _append(self, sequence: Sequence, tokens: tuple[int, ...], logprobs: TokenLogprobs | None) -> None:
         """Makes a pending token of a sequence known, and those after accepted drafts."""
-        try:
+        reason = None
+        with sequence.alone():
             tokens, reason = sequence.append(tokens)
-        except Exception as error:  # whatever its constraint or its drafts raise ends this request alone
-            self._end(sequence, "error", f"{type(error).__name__}: {error}", keep=False)
+        if sequence.fault is not None:
+            self._end(sequence, "error", f"{type(sequence.fault).__name__}: {sequence.fault}", keep=False)
             return
         if reason is not None:
             self._scheduler.finish(sequence, reason)

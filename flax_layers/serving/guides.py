@@ -154,11 +154,11 @@ class Guides:
         try:
             if jobs:
                 self._executor.unsafe_compute_mask_ptr(jobs, rows.ctypes.data, rows.strides[0], len(rows))
-        except Exception:  # of one of them: which, the library does not say
+        except (ValueError, RuntimeError):  # of one of them: which, the library does not say
             for guide, row in zip(stale, rows, strict=True):
                 try:
                     guide.matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
-                except Exception as error:
+                except (ValueError, RuntimeError) as error:
                     guide.error = _words(str(error))
         for guide, row in zip(stale, rows, strict=True):
             if not guide.error:

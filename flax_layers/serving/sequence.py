@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
 
 import numpy as np
 from jaxtyping import Int32
@@ -44,7 +46,7 @@ class Sequence:
         guide: Follows its constraint; None without one. It has taken the known tokens after the prompt.
         samples: The samples of its prompt that were submitted together, itself included; empty if it is the only one.
         copies: Pages to copy to its own for its next chunk: source and destination.
-        fault: An error of its own on the host, which ends it when its next token is read.
+        fault: An error on the host, which ends it when its next token is read.
     """
 
     request: Request
@@ -81,11 +83,7 @@ class Sequence:
         Returns:
             Those to deliver, and why the sequence ends; what follows its end is dropped.
 
-        Raises:
-            Exception: Its `fault`, or what its constraint raises.
         """
-        if self.fault is not None:
-            raise self.fault
         self.pending -= 1
         self.computed += len(tokens) - 1
         for number, token in enumerate(tokens):
@@ -110,11 +108,17 @@ class Sequence:
             The drafts.
         """
         assert self.lookup is not None
-        try:
+        with self.alone():
             return self.lookup.draft(self.tokens, most)
-        except Exception as error:  # a fault of the look-up ends this sequence, not the step
+        return Draft()
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """Keeps an error on the host as the `fault` of this sequence, so that the step goes on."""
+        try:
+            yield
+        except Exception as error:  # whatever a constraint or a look-up raises
             self.fault = error
-            return Draft()
 
     @property
     def length(self) -> int:

@@ -27,8 +27,8 @@ from pallas_kernels.spec import Mod
 
 _INDEX_POSITIONS = {"b": 0, "h": 1, "q_idx": 2, "kv_idx": 3}
 _ELEMENTS = {"b": "batch entry", "h": "query head", "q_idx": "query", "kv_idx": "key"}
-_KEEP = frozenset({"convert_element_type", "squeeze", "reshape", "broadcast_in_dim", "copy", "pvary", "pcast"})
 _SAME_SHAPE = frozenset({"convert_element_type", "copy", "pvary", "pcast"})
+_KEEP = _SAME_SHAPE | {"squeeze", "reshape", "broadcast_in_dim"}
 _POSITIONS: Bounds = (0, 1 << 30)
 _ANY: Bounds = (-(1 << 63), 1 << 63)
 

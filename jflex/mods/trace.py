@@ -22,12 +22,12 @@ from jax.extend import core
 from jax.typing import ArrayLike
 
 from jflex._jax.manual_axes import match_manual_axes, varying_axes
-from jflex._jax.stored_programs import load_program, store_program
 from jflex.mods.array_sizes import CallSizes, Requirement, check_requirements, program_requirements, requirements_of
 from jflex.mods.batchable import CALLS, batchable, bind
 from jflex.mods.dependence import check_integer_powers, index_requirements
 from jflex.mods.fingerprint import Open, aval_of, fingerprint, open_jaxpr, sub_jaxpr
 from jflex.mods.signature import ScalarRole, accept_numpy, check_signature, checked_result
+from jflex.mods.stored_programs import load_program, store_program
 from jflex.mods.types import MaskMod, ScoreMod
 
 Role = Literal["score", "mask", "key", "value"]
