@@ -179,8 +179,8 @@ def save_pretrained(
         model: The model, on one device or several.
         folder: Where to save it. An earlier checkpoint there is replaced.
         source: A folder whose tokenizer files are copied. Default: `folder` itself, if it has any.
-        dtype: Dtype of the tensors, to which parameters are rounded; but for those that a model of this dtype has in
-            float32. Default: the dtypes of the parameters.
+        dtype: Dtype of the tensors, to which parameters are rounded; those that a model of this dtype holds in float32
+            stay so. Default: the dtypes of the parameters.
         max_file_bytes: Maximum size of a file. The host holds the tensors of one file at a time.
 
     Raises:

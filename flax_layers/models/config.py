@@ -47,7 +47,7 @@ class ExpertsConfig:
         scale: Factor of the scores that weigh the outputs.
         use_bias: Whether the scores and the projections of experts have biases, as in gpt-oss.
         swiglu_limit: Bound of both factors of the gated hidden layer, as in gpt-oss: `swiglu_alpha` then says more of
-            it. None: the layer is that of other MLPs.
+            it. None: the layer is as in other MLPs.
         swiglu_alpha: Factor of the gate within its sigmoid. The other factor of the hidden layer is `up + 1`.
         float32_router: Whether the parameters of the scores are float32, whatever the dtype of others. Scores are
             computed in float32 in any case.

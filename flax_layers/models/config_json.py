@@ -39,7 +39,7 @@ _NULLABLE = frozenset((
     "q_lora_rank", "n_shared_experts", "num_experts_per_tok", "n_group", "topk_group", "bos_token_id", "eos_token_id",
     "pad_token_id",
 ))  # fmt: skip
-"""Keys whose null is a value of its own. Another null is a default; that of a boolean is false, as in Transformers."""
+"""Keys for which null is a value. Null of a boolean is false, and of any other key the default, as in Transformers."""
 
 _TYPES: Mapping[str, tuple[type, ...]] = {
     **dict.fromkeys(_REQUIRED, (int,)),

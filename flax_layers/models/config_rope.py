@@ -118,7 +118,7 @@ def _scaling(family: Family, raw: Raw, rope: Raw, max_positions: int) -> RotaryS
 
 
 def _yarn(raw: Raw, rope: Raw) -> YarnScaling:
-    """As in Transformers, a null is a default."""
+    """Reads null as the default, as Transformers does."""
     original, factor = rope.get(_ORIGINAL), rope.get("factor")
     if factor is None and original is None:
         raise ValueError(f"The yarn rotary scaling of `config.json` lacks factor, or {_ORIGINAL}.")

@@ -81,7 +81,7 @@ GPT_OSS_MODULES = {
     "mlp.experts.down.kernel": "mlp.experts.down_proj",
     "mlp.experts.down.bias": "mlp.experts.down_proj_bias",
 }
-"""The name of a parameter, in place of a module, is that of the tensor. Experts are stacked in files, too; their
+"""A parameter, in place of a module, has the name of its tensor. Experts are stacked in files, too; their
 kernels are `[in, out]` there, and the columns of `gate` and `up` alternate."""
 
 JOINED_EXPERT_MODULES = {
@@ -115,7 +115,7 @@ class Tensor:
         shape: Shape of the tensor.
         transposed: Whether the tensor is `[..., out, in]` and the parameters are `[..., in, out]`.
         expert: Index along the first axis of the parameters, whose experts are stacked. None: it is all of them.
-        stacked: Whether the first axis of the tensor is that of experts, as it is in the parameters.
+        stacked: Whether the first axis of the tensor counts experts, as in the parameters.
         alternating: Whether the columns of the parts alternate, in place of one part after the other.
     """
 
@@ -129,13 +129,13 @@ class Tensor:
 
     @property
     def per_expert(self) -> bool:
-        """Returns whether the first axis of the parameters is that of experts."""
+        """Returns whether the first axis of the parameters counts experts."""
         return self.stacked or self.expert is not None
 
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """Where a parameter lies, or one expert of it.
+    """The place of a parameter, or of one expert in it.
 
     Attributes:
         tensor: Name of the tensor.

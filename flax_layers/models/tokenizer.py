@@ -17,7 +17,7 @@ Message = Mapping[str, Any]
 """A message of a chat: `{"role": "user", "content": "..."}`."""
 
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
-"""What stands for a space in the tokens of SentencePiece."""
+"""The space in tokens of SentencePiece."""
 
 
 def _byte_names() -> dict[str, int]:
@@ -118,7 +118,7 @@ class Tokenizer:
             token: Id of the token.
 
         Returns:
-            The bytes, of UTF-8 together with those of other tokens.
+            The bytes. Bytes of several tokens may make one character of UTF-8.
         """
         piece, (added, decoder) = self._tokenizer.id_to_token(token) or "", self._pieces
         if token in added:

@@ -69,7 +69,7 @@ class Access:
         if origin is not None and not {"*", origin} & {*self.origins, *page}:
             raise ApiError(
                 403,
-                f"`Origin` must be that of the server's own page. Got {origin!r}. Start the server with "
+                f"`Origin` must be the server's own page. Got {origin!r}. Start the server with "
                 f"`--allow-origin {origin}`, or with keys.",
             )
 

@@ -89,7 +89,7 @@ class Answer:
             choice.logprobs.setdefault(name, []).extend(values)
 
     def whole(self, usage: Usage) -> Iterator[bytes]:
-        """The JSON of an answer that is not streamed, in parts, since that of many choices takes seconds.
+        """The JSON of an answer that is not streamed, in parts, since many choices take seconds.
 
         Args:
             usage: Token counts of all choices.

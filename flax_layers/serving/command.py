@@ -359,7 +359,7 @@ def serve(
 
 
 def log_to_stderr(level: str) -> None:
-    """Writes the log of the server, and that of uvicorn, to the standard error.
+    """Writes the logs of the server and of uvicorn to the standard error.
 
     Args:
         level: One of `LOG_LEVELS`. Polls of `/health`, `/metrics` and `/stats` are logged with `debug`.

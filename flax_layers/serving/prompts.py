@@ -24,7 +24,7 @@ LONG_BYTES = 1 << 26
 """Bytes of all long bodies that are read or wait for it, at most; a single one may have more."""
 
 _TEMPLATE_ERRORS = (ValueError, TypeError, LookupError, ArithmeticError, AttributeError, RecursionError)
-"""What the template of a checkpoint raises for messages that it was not written for."""
+"""Errors that a checkpoint's template raises for messages that it was not written for."""
 
 _CONTRACTION = 4
 """Code points that NFC and NFKC make one at most: no canonical decomposition is longer."""

@@ -173,7 +173,7 @@ class _Connection(H11Protocol):
         super().handle_events()
         names = {name for name, _ in self.headers or ()}
         if {b"content-length", b"transfer-encoding"} <= names and CLOSE_HEADER not in self.headers:
-            self.headers.append(CLOSE_HEADER)  # they are those of the scope, which is answered later
+            self.headers.append(CLOSE_HEADER)  # the scope holds the same list, and is answered later
 
     def pause_writing(self) -> None:
         """Begins to wait for the client to read."""

@@ -152,7 +152,7 @@ def _add_output(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--export-dtype",
         choices=["bfloat16", "float16", "float32"],
-        help="of its tensors; None: that of --model, and float32 from scratch",
+        help="of its tensors; None: the dtype of --model, and float32 from scratch",
     )
     group.add_argument(
         "--accept-changes",

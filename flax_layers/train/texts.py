@@ -26,7 +26,7 @@ def files_of(paths: Sequence[pathlib.Path], option: str) -> Iterator[pathlib.Pat
         option: Of the command line that named them, for messages.
 
     Yields:
-        Each file; those of a folder sorted by name, without hidden ones.
+        Each file; the files of a folder sorted by name, without hidden ones.
 
     Raises:
         InputError: A path does not exist, or a folder holds nothing that is taken.

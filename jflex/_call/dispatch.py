@@ -99,7 +99,7 @@ def select_forward(implementation: Implementation, spec: AttentionSpec, caller: 
 
 
 def warn_of_new_numbers(spec: AttentionSpec, arrays: object) -> None:
-    """Warns once of eager calls that compile for each Python number; those of traced arrays are parts of a program."""
+    """Warns once of eager calls that compile for each Python number. Calls of traced arrays are parts of a program."""
     if not any(isinstance(x, Tracer) for x in jax.tree.leaves(arrays)):
         count_call(spec)
 

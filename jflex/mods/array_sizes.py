@@ -1,7 +1,7 @@
 """The sizes that a mod was made for, and their comparison with those of a call.
 
 A ready mod, of `jflex.masks` and `jflex.scores`, declares the sizes of its arrays; composed and re-indexed mods pass
-them on while positions are known; those of other mods follow from their programs (`jflex.mods.dependence`). A call
+them on while positions are known; the sizes of other mods follow from their programs (`jflex.mods.dependence`). A call
 that does not match is refused before anything is computed.
 """
 

@@ -2,7 +2,7 @@
 
 * An array that is indexed by an index of the call itself, ``slopes[h]`` or ``ids[b, q_idx]``, must be long enough: JAX
   clamps an index beyond the end, so that a shorter one would repeat its last element in silence. An axis of size 1 is
-  broadcast, as that of a mask [B, 1, T, S]. Computed indices (``jnp.minimum(h, 3)``), other modes of indexing
+  broadcast, as in a mask [B, 1, T, S]. Computed indices (``jnp.minimum(h, 3)``), other modes of indexing
   (`jax.numpy.take`), branches and loops are not checked.
 * An integer to a negative power is 0 in JAX, so ``2 ** -(h + 1)`` is. JAX expands the power by repeated squaring; it is
   recognised by the sequence of primitives that `jax.numpy.power` leaves, except in loops.

@@ -25,7 +25,7 @@ def indexable(mod: Callable[..., _R]) -> Callable[..., _R] | None:
     """The mod with captured numpy arrays that tracers may index; None if it captures none.
 
     These are the arrays in closures, globals, defaults and arguments of `functools.partial`, also inside of tuples,
-    lists and dicts, and those of the functions that the mod calls by name. Attributes of objects stay as they are.
+    lists and dicts, and the arrays of functions that the mod calls by name. Attributes of objects stay as they are.
     """
     conversion = _Conversion()
     converted = conversion(mod)
@@ -33,7 +33,7 @@ def indexable(mod: Callable[..., _R]) -> Callable[..., _R] | None:
 
 
 class _Indexable(np.ndarray):
-    """A numpy array whose elements at a traced index are those of a JAX array."""
+    """A numpy array that a traced index reads as a JAX array."""
 
     def __getitem__(self, index: Any) -> ArrayLike:
         if any(isinstance(x, Tracer) for x in jax.tree.leaves(index)):

@@ -125,7 +125,7 @@ class Walk:
         return self.named(self.order)
 
     def named(self, axes: str) -> str:
-        """Axes without those of size 1: XLA on a CPU copies blocks that have one."""
+        """Leaves out axes of size 1: XLA on a CPU copies blocks that have one."""
         absent = [axis for axis, size in zip("bkg", self.together, strict=True) if size == 1]
         return "".join(axis for axis in axes if axis not in absent)
 
@@ -184,7 +184,7 @@ class Walk:
     def _listed_columns(
         self, unit: Unit, lists: BlockLists
     ) -> tuple[jax.Array, jax.Array, Callable[[jax.Array], Column]]:
-        """The number of partial blocks, that of all, and the blocks."""
+        """The numbers of partial blocks and of all blocks, and the blocks."""
 
         def entry(x: jax.Array, *i: jax.Array) -> jax.Array:  # clamped to the table
             at = (*unit.lists, unit.row, *i)
@@ -204,7 +204,7 @@ class Walk:
         return partial, count, column
 
     def indices(self, unit: Unit, column: jax.Array) -> tuple[jax.Array, ...]:
-        """b, h, q_idx and kv_idx of a block, each an array over those of `axes` along which it varies."""
+        """b, h, q_idx and kv_idx of a block, each an array over the axes along which it varies."""
         p = self.spec
         sizes = dict(zip("bkg", self.together, strict=True))
         along = lambda start, axis: start + jnp.arange(sizes[axis], dtype=jnp.int32) if sizes[axis] > 1 else start
