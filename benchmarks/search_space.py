@@ -21,7 +21,7 @@ from benchmarks.variants import VARIANTS
 from pallas_kernels.config import Tiles
 from pallas_kernels.program.cotangents import LoadGroups
 from pallas_kernels.spec import AttentionSpec, Blocks
-from pallas_kernels.triton import cost
+from pallas_kernels.triton.plan import cost
 from pallas_kernels.tuning.tables import (
     HEAD_SIZES,
     HOPPER_KERNELS,

@@ -259,7 +259,7 @@ def _name(kernel: str, head_size: int, mods: str) -> str:
 
 def prune(heads: Sequence[int], scope: Scope) -> dict[str, list[list[int]]]:
     """Configurations whose registers spill little when they are compiled for an H200, without a GPU."""
-    from tests import gpu_compile  # which needs what no benchmark does
+    from tests.support import gpu_compile  # which needs what no benchmark does
 
     if reason := gpu_compile.missing():
         raise SystemExit(reason)

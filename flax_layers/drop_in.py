@@ -9,8 +9,9 @@ from flax.linen.dtypes import promote_dtype as linen_promote_dtype
 from jaxtyping import Array, Bool, Float, Int, Num
 
 import jflex
-from flax_layers.attention_core import fold_batch
-from flax_layers.constant_mask import block_mask_data
+from flax_layers.attention.constant_mask import block_mask_data
+from flax_layers.attention.core import fold_batch
+from flax_layers.attention.layer_mods import Mods
 from flax_layers.handed_over import (
     check_handed_over,
     dropout_options,
@@ -19,7 +20,6 @@ from flax_layers.handed_over import (
     reader,
     shown_lengths,
 )
-from flax_layers.layer_mods import Mods
 from flax_layers.linen.mods import with_parameters
 from flax_layers.nnx.stored_mods import ModAttributes, check_no_hidden_state, is_state, stored
 from jflex.block_mask.bands import Band, band_block_mask

@@ -17,11 +17,8 @@ from jflex.attention import flex_attention as flex_attention
 from jflex.backends import ORDER as ORDER
 from jflex.backends.xla.narrow import set_rows as set_rows
 from jflex.block_mask.dense import create_mask as create_mask
-from jflex.block_mask.from_indices import block_mask_from_indices as block_mask_from_indices
 from jflex.block_mask.mask import BlockMask as BlockMask
 from jflex.block_mask.mask import create_block_mask as create_block_mask
-from jflex.block_mask.selection import block_scores as block_scores
-from jflex.block_mask.selection import select_blocks as select_blocks
 from jflex.block_mask.varlen_mask import VarlenBlockMask as VarlenBlockMask
 from jflex.block_mask.varlen_mask import varlen_block_mask as varlen_block_mask
 from jflex.cascade.attention import cascade_attention as cascade_attention
@@ -50,8 +47,11 @@ from jflex.mods.types import OutputMod as OutputMod
 from jflex.mods.types import ScoreMod as ScoreMod
 from jflex.mods.types import VectorMod as VectorMod
 from jflex.paged.attention import paged_attention as paged_attention
-from jflex.paged.block_rows import BlockSparseRows as BlockSparseRows
 from jflex.rotary.rope import rope as rope
+from jflex.sparse.block_rows import BlockSparseRows as BlockSparseRows
+from jflex.sparse.from_indices import block_mask_from_indices as block_mask_from_indices
+from jflex.sparse.selection import block_scores as block_scores
+from jflex.sparse.selection import select_blocks as select_blocks
 from jflex.states.lse import lse_from_base2 as lse_from_base2
 from jflex.states.lse import lse_from_flash as lse_from_flash
 from jflex.states.lse import lse_to_base2 as lse_to_base2

@@ -1,8 +1,8 @@
 """What a plan of kernels is made of: the request, tiles with their source, or a refusal.
 
-``plan(spec, requested) -> Plan | Refusal`` stands beside each set of kernels (`pallas_kernels.triton.plan`,
-`pallas_kernels.mosaic_gpu.plan`). It is pure and cached. Dispatch, errors, `jflex.explain` and execution read the same
-plan.
+``plan(spec, requested) -> Plan | Refusal`` stands beside each set of kernels (`pallas_kernels.triton.plan.plan`,
+`pallas_kernels.mosaic_gpu.plan.plan`). It is pure and cached. Dispatch, errors, `jflex.explain` and execution
+read the same plan.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from jax.extend import core
 
 from pallas_kernels.config import Config
 from pallas_kernels.program.build import Program
-from pallas_kernels.program.vectors import VectorProgram
+from pallas_kernels.program.vectors.vectors import VectorProgram
 from pallas_kernels.types import A
 
 LOG2_E = 1.4426950408889634

@@ -10,7 +10,8 @@ import hypothesis
 import jax
 import pytest
 
-from tests import haste, tiers, workers
+from tests import tiers
+from tests.support import haste, workers
 
 SIMULATED_DEVICES = 8
 
@@ -58,8 +59,8 @@ def _bounded_memory() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Any]:
-    """The engine of `tests.served`, which the tests of a module share. Its packages are imported here alone."""
-    from tests.served import running
+    """The engine of `tests.support.served`, which the tests of a module share. Its packages are imported here alone."""
+    from tests.support.served import running
 
     with running() as engine:
         yield engine
@@ -68,7 +69,7 @@ def engine() -> Iterator[Any]:
 @pytest.fixture
 def no_page_is_lost(engine) -> Iterator[None]:
     """Checks after a test that every page of the engine is free or cached."""
-    from tests.served import idle
+    from tests.support.served import idle
 
     yield
     idle(engine)
@@ -77,7 +78,7 @@ def no_page_is_lost(engine) -> Iterator[None]:
 @pytest.fixture
 def fresh_plans() -> Iterator[None]:
     """For tests that change what plans depend on."""
-    from tests.specs import forget_plans
+    from tests.support.specs import forget_plans
 
     forget_plans()
     yield

@@ -94,7 +94,7 @@ def block_mask_of(problem: Problem, mods: Mods) -> tuple[jflex.BlockMask | None,
 
 
 def selected_blocks(problem: Problem, query: jax.Array, key: jax.Array) -> jflex.BlockMask:
-    """The causal BlockMask of the best blocks of a problem, as `flax_layers.block_selection` makes it."""
+    """The causal BlockMask of the best blocks of a problem, as `flax_layers.attention.selection` makes it."""
     scores = jflex.block_scores(query, key, block_size=problem.block)
     indices = jflex.select_blocks(scores, problem.selected, block_size=problem.block)
     return jflex.block_mask_from_indices(

@@ -17,7 +17,7 @@ import numpy as np
 import jflex
 from benchmarks.peers.jax_serving import Program, normal, on_gpu_or_xla
 from benchmarks.problems import Problem
-from flax_layers.streaming_llm import Streaming, attend
+from flax_layers.attention.streaming import Streaming, attend
 from jflex.rotary import rotate
 
 SINKS = 4

@@ -88,7 +88,7 @@ def _share_of_first(model: Decoder, rows: np.ndarray, first: int) -> float:
     import jax
     import jax.numpy as jnp
 
-    from flax_layers import attention_core
+    from flax_layers.attention import core as attention_core
 
     stream, shares = model._embed(jnp.asarray(rows)), []
     places = jnp.arange(rows.shape[1]), rows.shape[1]

@@ -13,7 +13,7 @@ from flax_layers.demo.model import ByteDecoder, Sizes, document_mask, save_model
 from flax_layers.generate import Sampling, generate
 from flax_layers.generate.sequences import KINDS
 from flax_layers.models import Decoder
-from flax_layers.models.optional import check_installed
+from flax_layers.models.checkpoint.optional import check_installed
 from flax_layers.train.command import run_command
 from flax_layers.train.loop import Plan, Progress, Run
 from flax_layers.train.optimizer import Recipe

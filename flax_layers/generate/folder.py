@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 
 import jflex
 from flax_layers.models import Decoder, ModelConfig, Tokenizer, from_pretrained, fuse_projections
-from flax_layers.models.folders import read_optional_json, recover, remedy_of_missing
+from flax_layers.models.checkpoint.folders import read_optional_json, recover, remedy_of_missing
 
 
 class Loaded(NamedTuple):

@@ -9,11 +9,11 @@ from flax.typing import Dtype, Initializer
 from jaxtyping import Array, Float, Int
 
 import jflex
-from flax_layers import latent_core
-from flax_layers.block_selection import BlockSelection
-from flax_layers.constant_mask import constant_mask
-from flax_layers.latent_methods import LatentMethods
-from flax_layers.layer_mods import Mods
+from flax_layers.attention import latent_core
+from flax_layers.attention.constant_mask import constant_mask
+from flax_layers.attention.latent_methods import LatentMethods
+from flax_layers.attention.layer_mods import Mods
+from flax_layers.attention.selection import BlockSelection
 from flax_layers.linen.mods import check_no_nnx_state, mods_with_parameters
 from flax_layers.linen.rms_norm import RMSNorm
 from flax_layers.rotary_scaling import RotaryScaling

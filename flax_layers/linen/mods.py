@@ -6,8 +6,8 @@ from typing import Any
 import jax.numpy as jnp
 from flax import linen, nnx
 
-from flax_layers.captures import captures
-from flax_layers.layer_mods import Mods
+from flax_layers.attention.captures import captures
+from flax_layers.attention.layer_mods import Mods
 
 
 def check_no_nnx_state(name: str, mod: Callable[..., Any] | None) -> None:

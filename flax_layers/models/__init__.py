@@ -1,10 +1,10 @@
 """One decoder for several families of language models, and their Hugging Face checkpoints."""
 
 from flax_layers.models.block import Block
-from flax_layers.models.checkpoint import from_pretrained, save_pretrained
+from flax_layers.models.checkpoint.checkpoint import from_pretrained, save_pretrained
+from flax_layers.models.checkpoint.folders import CheckpointError
 from flax_layers.models.config import ExpertsConfig, LatentConfig, LayerConfig, ModelConfig
 from flax_layers.models.decoder import Decoder
-from flax_layers.models.folders import CheckpointError
 from flax_layers.models.fused import fuse_projections
 from flax_layers.models.sharding import RULES, parameter_shardings
 from flax_layers.models.text_stream import TextStream

@@ -9,14 +9,14 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 import jflex
-from flax_layers.attention_methods import Cache
+from flax_layers.attention.methods import Cache
+from flax_layers.attention.streaming import Streaming
 from flax_layers.context_parallel import ContextParallel
 from flax_layers.models import mods
 from flax_layers.models.config import LayerConfig, ModelConfig
 from flax_layers.models.experts import MixtureOfExperts
 from flax_layers.models.mlp import MLP
 from flax_layers.nnx import DenseLatentCache, FlexAttention, MultiHeadLatentAttention, RMSNorm, SharedPrefix
-from flax_layers.streaming_llm import Streaming
 from jflex.paged import LatentCache, PagedBatch, PagedCache
 
 AnyCache = Cache | DenseLatentCache

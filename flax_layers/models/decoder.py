@@ -11,12 +11,12 @@ from flax.typing import Dtype
 from jaxtyping import Array, Float, Int
 
 import jflex
+from flax_layers.attention.streaming import Streaming
 from flax_layers.context_parallel import ContextParallel
 from flax_layers.models import mods
 from flax_layers.models.block import AnyCache, Block, MakeScoreMod, Pages
 from flax_layers.models.config import ModelConfig
 from flax_layers.nnx import RMSNorm, SharedPrefix
-from flax_layers.streaming_llm import Streaming
 from jflex.paged import PagedBatch
 
 Caches = tuple[AnyCache, ...]

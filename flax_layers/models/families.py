@@ -1,15 +1,15 @@
 """Families of Hugging Face checkpoints: what `config.json` and the files of each hold.
 
-A family is data; `flax_layers.models.config_json` reads and writes `config.json` with it. Its keys are those that the
-class of Transformers 5.24 reads: a soft cap in the `config.json` of a Llama, for example, changes nothing there, and so
-it changes nothing here.
+A family is data; `flax_layers.models.checkpoint.config_json` reads and writes `config.json` with it. Its keys are
+those that the class of Transformers 5.24 reads: a soft cap in the `config.json` of a Llama, for example, changes
+nothing there, and so it changes nothing here.
 """
 
 import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from flax_layers.models.tensor_names import (
+from flax_layers.models.checkpoint.tensor_names import (
     DEEPSEEK_MODULES,
     EXPERT_MODULES,
     GEMMA_MODULES,
@@ -34,8 +34,9 @@ class Family:
         name: `model_type` in `config.json`.
         architecture: The class in `architectures`.
         modules: Names of the modules of a block in files.
-        defaults: The keys of `config.json` that it reads beside those of `flax_layers.models.config_json.DEFAULTS`, or
-            with other defaults; and their values where they are absent.
+        defaults: The keys of `config.json` that it reads beside those of
+            `flax_layers.models.checkpoint.config_json.DEFAULTS`, or with other defaults; and their values where
+            they are absent.
         traits: Fields of `ModelConfig` that are the same for all models of the family.
         constants: Values of keys that it does not read.
         values: The only values that keys may have: what the decoder does not support is refused.

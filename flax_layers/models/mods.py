@@ -8,11 +8,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 import jflex
+from flax_layers.attention.caches.owned_pages import OwnedPages
+from flax_layers.attention.streaming import Streaming
 from flax_layers.context_parallel import ContextParallel
 from flax_layers.models.config import ModelConfig
 from flax_layers.nnx import DenseCache
-from flax_layers.owned_pages import OwnedPages
-from flax_layers.streaming_llm import Streaming
 from jflex.masks import causal, document, sliding_window
 from jflex.scores import softcap
 

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int32
 
-from flax_layers.models.folders import MORE_TEMPLATES, CheckpointError, read_optional_json, recover
-from flax_layers.models.optional import needs
+from flax_layers.models.checkpoint.folders import MORE_TEMPLATES, CheckpointError, read_optional_json, recover
+from flax_layers.models.checkpoint.optional import needs
 from flax_layers.models.text_stream import TextStream
 
 Message = Mapping[str, Any]

@@ -1,10 +1,10 @@
 """Layers for Flax NNX."""
 
-from flax_layers.attention_core import SharedPrefix
-from flax_layers.block_selection import BlockSelection
-from flax_layers.dense_cache import DenseCache
-from flax_layers.eight_bit_cache import EightBitCache
-from flax_layers.latent_cache import DenseLatentCache
+from flax_layers.attention.caches.dense import DenseCache
+from flax_layers.attention.caches.eight_bit import EightBitCache
+from flax_layers.attention.caches.latent import DenseLatentCache
+from flax_layers.attention.core import SharedPrefix
+from flax_layers.attention.selection import BlockSelection
 from flax_layers.nnx.attention import FlexAttention
 from flax_layers.nnx.biases import AlibiBias, RelativeBias
 from flax_layers.nnx.latent_attention import MultiHeadLatentAttention

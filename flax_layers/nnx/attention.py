@@ -8,15 +8,15 @@ from flax.typing import Dtype, Initializer
 from jaxtyping import Array, Float, Int
 
 import jflex
-from flax_layers import attention_core
-from flax_layers.attention_core import Call, KeyValueInputs
-from flax_layers.attention_methods import AttentionMethods
-from flax_layers.block_selection import BlockSelection
+from flax_layers.attention import core as attention_core
+from flax_layers.attention.core import Call, KeyValueInputs
+from flax_layers.attention.methods import AttentionMethods
+from flax_layers.attention.selection import BlockSelection
+from flax_layers.attention.vector_mods import VectorMods
 from flax_layers.context_parallel import ContextParallel
 from flax_layers.nnx.projections import Projections
 from flax_layers.nnx.stored_mods import ModAttributes, check_no_hidden_state
 from flax_layers.rotary_scaling import RotaryScaling
-from flax_layers.vector_mods import VectorMods
 
 
 class FlexAttention(AttentionMethods, ModAttributes, Projections):

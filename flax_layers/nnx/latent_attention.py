@@ -9,9 +9,9 @@ from flax.typing import Dtype, Initializer
 from jaxtyping import Array, Float, Int
 
 import jflex
-from flax_layers import latent_core
-from flax_layers.block_selection import BlockSelection
-from flax_layers.latent_methods import LatentMethods
+from flax_layers.attention import latent_core
+from flax_layers.attention.latent_methods import LatentMethods
+from flax_layers.attention.selection import BlockSelection
 from flax_layers.nnx.rms_norm import RMSNorm
 from flax_layers.nnx.stored_mods import ModAttributes, check_no_hidden_state
 from flax_layers.rotary_scaling import RotaryScaling

@@ -6,7 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 from flax import nnx
 
-from flax_layers import attention_core
+from flax_layers.attention import core as attention_core
 from flax_layers.nnx.rms_norm import RMSNorm
 from flax_layers.rotary_scaling import RotaryScaling
 
@@ -14,7 +14,7 @@ from flax_layers.rotary_scaling import RotaryScaling
 class Projections(nnx.Module):
     """The parameters of an attention layer: projections to queries, keys and values, and back to outputs.
 
-    `flax_layers.attention_core` computes with them.
+    `flax_layers.attention.core` computes with them.
 
     Args:
         in_features: Size of the input's last axis, and of the output's.

@@ -12,8 +12,8 @@ from jax.typing import ArrayLike
 from jaxtyping import Array
 
 import jflex
-from flax_layers.captures import captures
-from flax_layers.constant_mask import ConstantMask, constant_mask
+from flax_layers.attention.captures import captures
+from flax_layers.attention.constant_mask import ConstantMask, constant_mask
 from jflex import MaskMod, ScoreMod
 from jflex.mods.array_sizes import Requirement, SizedMod
 from jflex.mods.trace import trace_mask_mod, trace_score_mod

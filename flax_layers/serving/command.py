@@ -18,19 +18,19 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 import jflex
+from flax_layers.attention.streaming import Streaming
 from flax_layers.generate.command import DTYPES
 from flax_layers.generate.folder import load
 from flax_layers.models import Decoder
 from flax_layers.models.cache_dtype import CACHE_DTYPES, check_cache_dtype
-from flax_layers.models.optional import needs
-from flax_layers.serving.answers import ServedTokenizer
+from flax_layers.models.checkpoint.optional import needs
+from flax_layers.serving.api.answers import ServedTokenizer
 from flax_layers.serving.cluster import connect, follow_first
 from flax_layers.serving.demo_model import FILE, ByteTokenizer, demo_model
-from flax_layers.serving.engine import Engine
+from flax_layers.serving.engine.engine import Engine
+from flax_layers.serving.engine.options import EngineOptions
 from flax_layers.serving.guides import Guides
-from flax_layers.serving.options import EngineOptions
 from flax_layers.serving.processes import LeadingExecutor
-from flax_layers.streaming_llm import Streaming
 
 PACKAGES = ("jinja2", "llguidance", "prometheus_client", "pydantic", "starlette", "tqdm", "uvicorn")
 DEMO_CONTEXT = 2048
@@ -191,7 +191,7 @@ def begin(options: argparse.Namespace) -> tuple[tuple[str, ...], socket.socket]:
     Raises:
         ValueError: An option is out of its range, or the file of keys cannot be read.
     """
-    from flax_layers.serving.access import read_keys
+    from flax_layers.serving.api.access import read_keys
     from flax_layers.serving.server import bind
 
     for name, least in (("memory", 0.0), ("max_body", 0.0)):
@@ -339,8 +339,8 @@ def serve(
         keys: API keys; none: no key is required.
         bound: The socket to listen on.
     """
-    from flax_layers.serving.access import Access
-    from flax_layers.serving.http import Limits, Served, create_app
+    from flax_layers.serving.api.access import Access
+    from flax_layers.serving.api.http import Limits, Served, create_app
     from flax_layers.serving.server import Launch, Server, url_of
 
     log_to_stderr(options.log_level)

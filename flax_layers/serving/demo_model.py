@@ -14,7 +14,7 @@ from jaxtyping import Int32
 import jflex
 from flax_layers.demo.model import ByteDecoder, Sizes, load_model, save_model
 from flax_layers.models import Decoder
-from flax_layers.models.optional import needs
+from flax_layers.models.checkpoint.optional import needs
 from flax_layers.models.text_stream import TextStream
 from flax_layers.models.tokenizer import BYTE_NAMES
 

@@ -15,10 +15,10 @@ from typing import Any, Protocol
 import numpy as np
 from jaxtyping import Int32, UInt32
 
-from flax_layers.models.optional import needs
+from flax_layers.models.checkpoint.optional import needs
 from flax_layers.serving import grammar_check
 from flax_layers.serving.constraints import Constraint
-from flax_layers.serving.requests import Request
+from flax_layers.serving.engine.requests import Request
 
 WALL_SECONDS = 15
 """A check of a grammar ends after so many seconds, on a machine that is too busy for its seconds of CPU time."""

@@ -22,10 +22,10 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jaxtyping import Array, Int32
 
+from flax_layers.attention.streaming import Streaming
 from flax_layers.models import Decoder
-from flax_layers.serving.executor import Executor
-from flax_layers.serving.options import EngineOptions, Program, Shape
-from flax_layers.streaming_llm import Streaming
+from flax_layers.serving.device.executor import Executor
+from flax_layers.serving.engine.options import EngineOptions, Program, Shape
 from jflex.types import AnyArray
 
 _RUN, _PENALTIES, _ALLOW, _COPY, _POISON, _RESET, _CLOSE = range(7)

@@ -9,10 +9,10 @@ import socket
 import threading
 from collections.abc import Callable
 
-from flax_layers.models.optional import needs
-from flax_layers.serving.engine import Engine
-from flax_layers.serving.errors import ApiError
-from flax_layers.serving.streaming import Limits
+from flax_layers.models.checkpoint.optional import needs
+from flax_layers.serving.api.errors import ApiError
+from flax_layers.serving.api.streaming import Limits
+from flax_layers.serving.engine.engine import Engine
 
 with needs("starlette", "serve"):
     from starlette.types import ASGIApp

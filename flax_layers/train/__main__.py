@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax.typing import Dtype
 
 from flax_layers.models import ModelConfig, save_pretrained
-from flax_layers.models.optional import check_installed
+from flax_layers.models.checkpoint.optional import check_installed
 from flax_layers.train import data, setup
 from flax_layers.train.command import run_command
 from flax_layers.train.corpus import Batches, Rows

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from flax_layers.models.optional import needs
+from flax_layers.models.checkpoint.optional import needs
 from flax_layers.train.errors import InputError, SaveError
 from flax_layers.train.trainer import State
 

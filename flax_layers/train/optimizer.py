@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 import jax
 
-from flax_layers.models.optional import needs
+from flax_layers.models.checkpoint.optional import needs
 from flax_layers.train.errors import InputError
 
 with needs("optax", "train"):

@@ -3,7 +3,7 @@
 import pathlib
 from collections.abc import Mapping, Sequence
 
-from flax_layers.models.optional import needs
+from flax_layers.models.checkpoint.optional import needs
 
 Curve = Sequence[tuple[int, float]]
 """Steps, and the loss at each."""

@@ -13,9 +13,9 @@ from jax.sharding import Mesh
 
 from flax_layers.models import Decoder, ExpertsConfig, ModelConfig, from_pretrained
 from flax_layers.models.block import MakeScoreMod
-from flax_layers.models.checkpoint import read_folder_config, read_folder_dtype
-from flax_layers.models.config_json import write_config
-from flax_layers.models.folders import check_replaceable
+from flax_layers.models.checkpoint.checkpoint import read_folder_config, read_folder_dtype
+from flax_layers.models.checkpoint.config_json import write_config
+from flax_layers.models.checkpoint.folders import check_replaceable
 from flax_layers.models.sharding import RULES, parameter_shardings
 from flax_layers.train import parallel
 from flax_layers.train.corpus import Batches

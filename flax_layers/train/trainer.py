@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Float32, Int32
 
 from flax_layers.models import Decoder, ModelConfig
-from flax_layers.models.optional import needs
+from flax_layers.models.checkpoint.optional import needs
 from flax_layers.models.sharding import RULES, Rules, parameter_shardings
 from flax_layers.train import parallel
 from flax_layers.train.corpus import Rows

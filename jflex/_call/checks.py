@@ -12,7 +12,7 @@ from jax.core import Tracer
 from jax.typing import DTypeLike
 
 from jflex._call.eight_bits import EIGHT_BITS, check_dtypes
-from jflex._call.user_warnings import warn_user
+from jflex._check.user_warnings import warn_user
 from jflex.block_mask.mask import BlockMask
 from jflex.config import Config
 from jflex.mods.dependence import uses_index

@@ -11,7 +11,7 @@ from jax.core import Tracer
 from jflex import backends
 from jflex._call.eight_bits import no_gradients
 from jflex._call.new_numbers import count_call
-from jflex._call.user_warnings import warn_user
+from jflex._check.user_warnings import warn_user
 from jflex.backends.base import Plan
 from jflex.errors import UnsupportedError
 from pallas_kernels.plan import GradientRequest, Refusal

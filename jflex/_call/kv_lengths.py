@@ -19,7 +19,7 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jaxtyping import Array, Int8, Int32
 
 from jflex._call.checks import describe_array
-from jflex._call.user_warnings import warn_user
+from jflex._check.user_warnings import warn_user
 from jflex.backends.base import Gradients, Inputs
 from jflex.block_mask.lists import (
     EMPTY,

@@ -10,7 +10,7 @@ import functools
 import re
 from collections.abc import Hashable
 
-from jflex._call.user_warnings import warn_user
+from jflex._check.user_warnings import warn_user
 from jflex.mods.trace import TracedMod
 from pallas_kernels.spec import AttentionSpec
 

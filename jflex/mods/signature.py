@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jflex._call.keywords import check_keywords
+from jflex._check.keywords import check_keywords
 from jflex.mods.numpy_captures import indexable
 
 P = ParamSpec("P")

@@ -23,6 +23,6 @@ from jflex.paged.errors import StaleHit as StaleHit
 from jflex.paged.latent import LatentCache as LatentCache
 from jflex.paged.latent import write_latent as write_latent
 from jflex.paged.pool import PagePool as PagePool
-from jflex.paged.prefix_cache import PrefixCache as PrefixCache
-from jflex.paged.prefix_hit import PrefixHit as PrefixHit
-from jflex.paged.prefix_hit import PrefixStats as PrefixStats
+from jflex.paged.prefix.cache import PrefixCache as PrefixCache
+from jflex.paged.prefix.hit import PrefixHit as PrefixHit
+from jflex.paged.prefix.hit import PrefixStats as PrefixStats

@@ -11,7 +11,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plg
 from jax.typing import DTypeLike
 
-from pallas_kernels.mosaic_gpu import inline_ptx, smem
+from pallas_kernels.mosaic_gpu import smem
+from pallas_kernels.mosaic_gpu.score import inline_ptx
 from pallas_kernels.types import Index, Ref, RegisterLayout
 
 # Register budget of a thread, set by setmaxnreg: two consumer warp groups and one producer share 65536 registers.

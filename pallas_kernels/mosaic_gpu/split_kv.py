@@ -15,8 +15,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.mosaic_gpu import scores, smem
+from pallas_kernels.mosaic_gpu import smem
 from pallas_kernels.mosaic_gpu.launch import WARP_GROUP, flatten_captured, launch
+from pallas_kernels.mosaic_gpu.score import scores
 from pallas_kernels.mosaic_gpu.work_items import TILE_KEYS, Item, num_ctas, over_items
 from pallas_kernels.spec import AttentionSpec, Operands
 from pallas_kernels.types import Index, Ref

@@ -6,7 +6,7 @@ import jax
 import numpy.typing as npt
 from jax.extend import core
 
-from pallas_kernels.program.views import NotOnTile
+from pallas_kernels.program.rules.views import NotOnTile
 from pallas_kernels.types import Params, aval_of
 
 

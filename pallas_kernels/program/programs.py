@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from pallas_kernels.plan import Refusal, unreached_by_pallas
 from pallas_kernels.program.build import Derivative, Program, Sizes, differentiate, trace_program
 from pallas_kernels.program.ir import Node
-from pallas_kernels.program.vectors import Chunks, VectorProgram, VectorSizes, chunkings, trace_vector_program
-from pallas_kernels.program.views import NotOnTile
+from pallas_kernels.program.rules.views import NotOnTile
+from pallas_kernels.program.vectors.vectors import Chunks, VectorProgram, VectorSizes, chunkings, trace_vector_program
 from pallas_kernels.spec import AttentionSpec, Mod, Programs, Role, VectorPrograms
 
 _OPERAND_DTYPES = frozenset(

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.program.vectors import Chunk, VectorProgram
+from pallas_kernels.program.vectors.vectors import Chunk, VectorProgram
 from pallas_kernels.spec import LATENT_TILE, AttentionSpec
 from pallas_kernels.triton import language
 from pallas_kernels.triton.tile import opaque

@@ -12,10 +12,10 @@ import numpy as np
 from jax.ref import get as ref_get
 from jax.ref import set as ref_set
 
-from pallas_kernels.official_triton import primitives
 from pallas_kernels.plan import limit_of_pallas
 from pallas_kernels.spec import Route
 from pallas_kernels.triton import interpreted
+from pallas_kernels.triton.compiler.rules import primitives
 from pallas_kernels.types import Ref
 
 

@@ -13,8 +13,8 @@ from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import batching, mlir
 
 from pallas_kernels.config import Tiles
-from pallas_kernels.official_triton import launch as official
 from pallas_kernels.spec import Route
+from pallas_kernels.triton.compiler.launch import launch as official
 
 
 class Launched(Protocol):

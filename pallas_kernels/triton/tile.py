@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_kernels.program import elementwise
 from pallas_kernels.program.build import Program
 from pallas_kernels.program.evaluate import Evaluation, OfMultiple, Space
 from pallas_kernels.program.ir import Axes, Node
+from pallas_kernels.program.rules import elementwise
 from pallas_kernels.spec import LOG2_E, AttentionSpec, Route
 from pallas_kernels.triton import language
 from pallas_kernels.types import Index, Ref

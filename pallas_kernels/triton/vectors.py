@@ -13,7 +13,7 @@ from jax import lax
 
 from pallas_kernels.program.evaluate import Evaluation
 from pallas_kernels.program.ir import Axes
-from pallas_kernels.program.vectors import Chunk, VectorProgram
+from pallas_kernels.program.vectors.vectors import Chunk, VectorProgram
 from pallas_kernels.spec import AttentionSpec, Route
 from pallas_kernels.triton import language
 from pallas_kernels.triton.head_chunks import Columns

@@ -10,7 +10,9 @@ from collections.abc import Callable, Iterator
 
 ROOT = pathlib.Path(__file__).parents[2]
 LIBRARY = ("jflex", "pallas_kernels", "flax_layers")
-PARTICLES = frozenset(["found", "own", "made", "held", "left", "given", "said", "place", "of", "wanted", "asked", "rest", "lacking"])
+PARTICLES = frozenset(
+    ["found", "own", "made", "held", "left", "given", "said", "place", "of", "wanted", "asked", "rest", "lacking"]
+)
 BEGINNINGS = re.compile(r"(Those|That|Of|As|What|Which|Whether|Where|How|Who|Likewise|The same) ")
 Function = ast.FunctionDef
 

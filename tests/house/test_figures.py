@@ -5,8 +5,8 @@ import pytest
 from tests.house import figures
 
 LIMITS = {
-    "library lines": 62589,
-    "test lines": 47531,
+    "library lines": 62636,
+    "test lines": 47575,
     "benchmark lines": 8946,
     "library files over 400 lines": 2,
     "functions over 50 code lines": 4,
@@ -17,8 +17,8 @@ LIMITS = {
     "classes with score_operands": 11,
     "triton_here and .own": 25,
     "spec.route": 55,
-    "library folders over 14 modules": 11,
-    "largest tests folder": 242,
+    "library folders over 14 modules": 4,
+    "largest tests folder": 30,
     "folders that import each other": 11,
     "particles as names": 460,
     "docstrings that begin with a fragment": 371,

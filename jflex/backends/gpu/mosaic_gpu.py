@@ -16,12 +16,12 @@ from jflex.backends.gpu import triton
 from jflex.backends.gpu.isolated_trace import isolated_trace
 from jflex.backends.gpu.official_triton import triton_here
 from jflex.backends.gpu.operands import operands_of, requested_gradients
-from pallas_kernels.mosaic_gpu.limits import limit_of_machine
+from pallas_kernels.mosaic_gpu.plan.limits import limit_of_machine
 from pallas_kernels.plan import GradientRequest, Refusal
 from pallas_kernels.spec import AttentionSpec
 
 if TYPE_CHECKING:
-    from pallas_kernels.mosaic_gpu import plan as mosaic_plan
+    from pallas_kernels.mosaic_gpu.plan import plan as mosaic_plan
 
 _LISTS = (kv_lengths.LENGTHS_BLOCK, kv_lengths.LENGTHS_BLOCK)  # block size of lists made from lengths alone
 
@@ -84,8 +84,8 @@ class MosaicGpu(Backend):
         return gradients._replace(score_operands=tuple(map(either, gradients.score_operands, rest.score_operands)))
 
     def not_preferred(self, spec: AttentionSpec, requested: GradientRequest | None) -> str | None:
-        """Calls that underfill a CTA or the GPU, or are not MMA-bound; see `pallas_kernels.mosaic_gpu.preference`."""
-        from pallas_kernels.mosaic_gpu import preference
+        """Calls that underfill a CTA or the GPU or are not MMA-bound: `pallas_kernels.mosaic_gpu.plan.preference`."""
+        from pallas_kernels.mosaic_gpu.plan import preference
 
         if requested is not None:
             return preference.slower_backward(_own(spec, requested))
@@ -103,7 +103,7 @@ class MosaicGpu(Backend):
 
 @functools.lru_cache(maxsize=256)
 def _plan(spec: AttentionSpec, requested: GradientRequest | None) -> Plan | Refusal:
-    from pallas_kernels.mosaic_gpu.plan import plan
+    from pallas_kernels.mosaic_gpu.plan.plan import plan
 
     own = plan(kv_lengths.spec_without_lengths(spec, _LISTS), requested)
     if isinstance(own, Refusal):

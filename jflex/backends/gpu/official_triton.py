@@ -8,9 +8,9 @@ from typing import ClassVar
 from jflex.backends.base import Plan
 from jflex.backends.gpu.isolated_trace import isolated_trace
 from jflex.backends.gpu.triton import Triton, TritonKernels, loads_e4m3
-from pallas_kernels.official_triton.limits import limit_of_compiler, said_of_compiler
 from pallas_kernels.plan import GradientRequest, Refusal
 from pallas_kernels.spec import AttentionSpec, Compiler
+from pallas_kernels.triton.compiler.limits import limit_of_compiler, said_of_compiler
 
 
 class OfficialTriton(TritonKernels):

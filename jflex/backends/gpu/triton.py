@@ -20,15 +20,15 @@ from jflex.backends.gpu.isolated_trace import isolated_trace
 from jflex.backends.gpu.operands import operands_of, requested_gradients
 from pallas_kernels.plan import GradientRequest, Refusal, limit_of_pallas, unreached_by_pallas
 from pallas_kernels.spec import AttentionSpec, Compiler, Operands, as_int8
-from pallas_kernels.triton.limits import MAX_DECODED, MIN_TILE, decodes, limit_of_device
-from pallas_kernels.triton.limits import loads_e4m3 as loads_e4m3
+from pallas_kernels.triton.plan.limits import MAX_DECODED, MIN_TILE, decodes, limit_of_device
+from pallas_kernels.triton.plan.limits import loads_e4m3 as loads_e4m3
 
 if TYPE_CHECKING:
     from pallas_kernels.gradients import Entropy
     from pallas_kernels.marks import Repairs
     from pallas_kernels.program.build import Derivative
-    from pallas_kernels.triton import plan as triton_plan
     from pallas_kernels.triton.paged.work import PagedOperands, Work
+    from pallas_kernels.triton.plan import plan as triton_plan
 
 
 class TritonKernels(Backend):
@@ -117,7 +117,7 @@ class Triton(TritonKernels):
     @isolated_trace
     def not_preferred(self, spec: AttentionSpec, requested: GradientRequest | None) -> str | None:
         """Calls that official Triton was measured to run faster."""
-        from pallas_kernels.official_triton import preference
+        from pallas_kernels.triton.compiler import preference
 
         if spec.paging is not None or spec.config.batch_invariant:
             return None
@@ -193,7 +193,7 @@ def is_decoded(spec: AttentionSpec) -> bool:
 
 @functools.lru_cache(maxsize=256)
 def _plan(spec: AttentionSpec, requested: GradientRequest | None) -> Plan | Refusal:
-    from pallas_kernels.triton.plan import plan
+    from pallas_kernels.triton.plan.plan import plan
 
     lengthless = kv_lengths.spec_without_lengths(spec, _block_size(spec))
     decoded = plan(spec, None) if spec.kv_lengths and is_decoded(spec) else None  # the decoding kernel takes lengths

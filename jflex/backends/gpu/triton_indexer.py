@@ -10,7 +10,7 @@ from jflex.backends.gpu.isolated_trace import isolated_trace
 from pallas_kernels.plan import lacking_in_pallas
 from pallas_kernels.spec import Route
 from pallas_kernels.triton.indexer.limits import scores_not_taken, selection_not_taken
-from pallas_kernels.triton.limits import limit_of_platform
+from pallas_kernels.triton.plan.limits import limit_of_platform
 
 
 class Site(NamedTuple):

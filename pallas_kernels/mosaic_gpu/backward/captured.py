@@ -25,7 +25,7 @@ from jax.experimental.pallas import mosaic_gpu as plg
 
 from pallas_kernels import block_walk
 from pallas_kernels.gradients import Rows, score_mod_vjp, weights_vjp
-from pallas_kernels.mosaic_gpu import bias_gradients, bias_tiles, scores, smem
+from pallas_kernels.mosaic_gpu import smem
 from pallas_kernels.mosaic_gpu.backward.captured_work import Scratch, Work, declare
 from pallas_kernels.mosaic_gpu.backward.stream import (
     DELTA,
@@ -39,7 +39,8 @@ from pallas_kernels.mosaic_gpu.backward.stream import (
 )
 from pallas_kernels.mosaic_gpu.launch import WARP_GROUP, flatten_captured, launch
 from pallas_kernels.mosaic_gpu.pipeline import CONSUMER_REGISTERS, PRODUCER_REGISTERS
-from pallas_kernels.mosaic_gpu.tile import ROW, TILE
+from pallas_kernels.mosaic_gpu.score import bias_gradients, bias_tiles, scores
+from pallas_kernels.mosaic_gpu.score.tile import ROW, TILE
 from pallas_kernels.program.build import Derivative
 from pallas_kernels.program.cotangents import LoadGroups
 from pallas_kernels.spec import AttentionSpec, Operands

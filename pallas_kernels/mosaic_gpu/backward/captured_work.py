@@ -13,9 +13,10 @@ from jax.experimental.pallas import mosaic_gpu as plg
 from jax.typing import DTypeLike
 
 from pallas_kernels.config import Tiles
-from pallas_kernels.mosaic_gpu import bias_gradients, bias_tiles, smem
-from pallas_kernels.mosaic_gpu.cost import is_heavy
+from pallas_kernels.mosaic_gpu import smem
 from pallas_kernels.mosaic_gpu.pipeline import Ring
+from pallas_kernels.mosaic_gpu.plan.cost import is_heavy
+from pallas_kernels.mosaic_gpu.score import bias_gradients, bias_tiles
 from pallas_kernels.mosaic_gpu.tile_order import NUM_SMS
 from pallas_kernels.program.broadcast_axes import BroadcastAxes
 from pallas_kernels.program.cotangents import covers, stores

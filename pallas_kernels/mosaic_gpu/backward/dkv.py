@@ -22,7 +22,7 @@ from pallas_kernels import block_walk
 from pallas_kernels.config import Tiles
 from pallas_kernels.gradients import Rows
 from pallas_kernels.marks import mark
-from pallas_kernels.mosaic_gpu import bias_tiles, smem
+from pallas_kernels.mosaic_gpu import smem
 from pallas_kernels.mosaic_gpu.backward.stream import (
     KEY,
     VALUE,
@@ -35,7 +35,8 @@ from pallas_kernels.mosaic_gpu.backward.stream import (
 from pallas_kernels.mosaic_gpu.backward.walk import Scratch, State, Walker, declare
 from pallas_kernels.mosaic_gpu.launch import WARP_GROUP, flatten_captured, launch
 from pallas_kernels.mosaic_gpu.pipeline import CONSUMER_REGISTERS, PRODUCER_REGISTERS
-from pallas_kernels.mosaic_gpu.tile import TILE
+from pallas_kernels.mosaic_gpu.score import bias_tiles
+from pallas_kernels.mosaic_gpu.score.tile import TILE
 from pallas_kernels.mosaic_gpu.tile_order import Grid
 from pallas_kernels.program.build import Derivative
 from pallas_kernels.program.cotangents import LoadGroups

@@ -22,7 +22,7 @@ from pallas_kernels import block_walk
 from pallas_kernels.config import Tiles
 from pallas_kernels.gradients import Rows, score_mod_vjp, weights_vjp
 from pallas_kernels.marks import mark
-from pallas_kernels.mosaic_gpu import bias_gradients, bias_tiles, padding, scores, smem
+from pallas_kernels.mosaic_gpu import padding, smem
 from pallas_kernels.mosaic_gpu.backward.stream import (
     DELTA,
     LSE,
@@ -37,7 +37,8 @@ from pallas_kernels.mosaic_gpu.backward.stream import (
 )
 from pallas_kernels.mosaic_gpu.launch import WARP_GROUP, flatten_captured, launch
 from pallas_kernels.mosaic_gpu.pipeline import CONSUMER_REGISTERS, PRODUCER_REGISTERS, Ring
-from pallas_kernels.mosaic_gpu.tile import ROW
+from pallas_kernels.mosaic_gpu.score import bias_gradients, bias_tiles, scores
+from pallas_kernels.mosaic_gpu.score.tile import ROW
 from pallas_kernels.mosaic_gpu.tile_order import Grid
 from pallas_kernels.program.build import Derivative
 from pallas_kernels.program.cotangents import LoadGroups

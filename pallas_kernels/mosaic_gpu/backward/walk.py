@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 
 from pallas_kernels.config import Tiles
 from pallas_kernels.gradients import score_mod_vjp, weights_vjp
-from pallas_kernels.mosaic_gpu import bias_tiles, inline_ptx, scores, smem
+from pallas_kernels.mosaic_gpu import smem
 from pallas_kernels.mosaic_gpu.backward.one_pass import DqAccumulator, TileIndex
 from pallas_kernels.mosaic_gpu.backward.stream import (
     DELTA,
@@ -30,7 +30,8 @@ from pallas_kernels.mosaic_gpu.backward.stream import (
     wait_and_get_all,
 )
 from pallas_kernels.mosaic_gpu.pipeline import Ring
-from pallas_kernels.mosaic_gpu.tile import COLUMN, ROW, TILE
+from pallas_kernels.mosaic_gpu.score import bias_tiles, inline_ptx, scores
+from pallas_kernels.mosaic_gpu.score.tile import COLUMN, ROW, TILE
 from pallas_kernels.program.cotangents import LoadGroups
 from pallas_kernels.spec import AttentionSpec, Operands
 from pallas_kernels.types import Accumulator, Index, Ref

@@ -10,7 +10,7 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plg
 
 from pallas_kernels.mosaic_gpu import smem
-from pallas_kernels.mosaic_gpu.tile import ROW
+from pallas_kernels.mosaic_gpu.score.tile import ROW
 from pallas_kernels.mosaic_gpu.work_items import TILE_KEYS, Item
 from pallas_kernels.spec import AttentionSpec
 

@@ -26,11 +26,12 @@ from jax.typing import DTypeLike
 
 from pallas_kernels import block_walk
 from pallas_kernels.config import Tiles
-from pallas_kernels.mosaic_gpu import bias_tiles, padding, scores, smem
+from pallas_kernels.mosaic_gpu import padding, smem
 from pallas_kernels.mosaic_gpu.forward import scheduler
 from pallas_kernels.mosaic_gpu.forward import step as forward_step
 from pallas_kernels.mosaic_gpu.launch import WARP_GROUP, flatten_captured, launch
 from pallas_kernels.mosaic_gpu.pipeline import CONSUMER_REGISTERS, PRODUCER_REGISTERS, PingPong, Ring
+from pallas_kernels.mosaic_gpu.score import bias_tiles, scores
 from pallas_kernels.mosaic_gpu.tile_order import Grid
 from pallas_kernels.spec import AttentionSpec, Operands
 from pallas_kernels.types import Index, Location, Ref

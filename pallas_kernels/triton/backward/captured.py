@@ -28,9 +28,10 @@ from pallas_kernels.program.build import Derivative
 from pallas_kernels.program.cotangents import covers, stores
 from pallas_kernels.program.ir import Axes, Node
 from pallas_kernels.spec import AttentionSpec, Operands
-from pallas_kernels.triton import cost, language, scores
+from pallas_kernels.triton import language, scores
 from pallas_kernels.triton.head_chunks import load_keys, load_queries, load_vector, qk_dot
 from pallas_kernels.triton.launch import launch
+from pallas_kernels.triton.plan import cost
 from pallas_kernels.types import Index, Ref
 
 MAX_TILE = 64

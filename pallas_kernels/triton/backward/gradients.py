@@ -33,10 +33,10 @@ from pallas_kernels.gradients import (
 )
 from pallas_kernels.program.cotangents import group_loads
 from pallas_kernels.spec import AttentionSpec, Operands
-from pallas_kernels.triton import cost
 from pallas_kernels.triton.backward import captured as backward_captured
 from pallas_kernels.triton.backward import dkv as backward_dkv
 from pallas_kernels.triton.backward import dq as backward_dq
+from pallas_kernels.triton.plan import cost
 
 
 class BackwardTiles(NamedTuple):

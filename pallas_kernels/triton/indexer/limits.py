@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pallas_kernels.triton.limits import MAX_HEAD_SIZE
+from pallas_kernels.triton.plan.limits import MAX_HEAD_SIZE
 
 MAX_PART = 32768  # elements that a program of the selection holds: 32 registers of a thread, where 32 warps have 64
 

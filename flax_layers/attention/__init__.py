@@ -1,0 +1,1 @@
+"""The attention layers' one core, for both flavours of Flax."""

@@ -1,0 +1,1 @@
+"""Caches of the layers: dense, in eight bits, latent, on pages."""

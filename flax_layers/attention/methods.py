@@ -1,0 +1,201 @@
+"""The methods that the attention layers of nnx and linen share.
+
+Each layer adds its constructor, its parameters and its `__call__`, where keys for dropout come as Flax passes them.
+"""
+
+from __future__ import annotations
+
+from flax.typing import Dtype
+from jaxtyping import Array, Float, Int32
+
+import jflex
+from flax_layers.attention import core as attention_core
+from flax_layers.attention.caches.dense import DenseCache
+from flax_layers.attention.caches.eight_bit import EightBitCache, has_eight_bits
+from flax_layers.attention.core import KeyValue
+from flax_layers.attention.streaming import Streaming
+from flax_layers.attention.vector_mods import VectorMods
+
+Cache = DenseCache | EightBitCache
+"""Keys and values with a row for each sequence, whatever their dtype."""
+
+
+class AttentionMethods(attention_core.Layer):
+    """The calls of a `FlexAttention` on sequences in a dense or a paged cache. They are inference and never drop."""
+
+    def init_cache(self, batch_size: int, max_length: int, *, dtype: Dtype | None = None) -> Cache:
+        """A dense cache of empty sequences for `decode`. It needs no parameters.
+
+        Args:
+            batch_size: B, the number of sequences: the product of the leading axes of the inputs to `decode`.
+            max_length: Capacity of each sequence in tokens, prompt included.
+            dtype: Of keys and values, and of the attention over them. Default: the dtype of the layer's computation,
+                or of its parameters where the layer has none of its own. ``float8_e4m3fn``, ``float8_e5m2`` and
+                ``int8`` have a scale for each token and head, and attention over them is in the dtype of the layer's
+                computation.
+
+        Returns:
+            The cache; an `EightBitCache` for a dtype of eight bits.
+
+        Raises:
+            TypeError: A size is not an integer, or the dtype is none of these.
+            ValueError: A size is negative, or `max_length` is 0.
+        """
+        sizes, held = (batch_size, max_length, self.num_kv_heads, self.head_dim), dtype or self._compute_dtype()
+        return (EightBitCache if has_eight_bits(held) else DenseCache).create(*sizes, dtype=held)
+
+    def init_paged_cache(
+        self, num_pages: int, page_size: int, *, layers: int | None = None, dtype: Dtype | None = None
+    ) -> jflex.paged.PagedCache:
+        """A paged cache for `decode_paged`. It needs no parameters.
+
+        Args:
+            num_pages: Number of pages, including page 0, which holds no tokens.
+            page_size: Tokens in a page, 1 to 256.
+            layers: Number of layers like this one that share the cache and its page tables. Default: the cache is this
+                layer's own, without an axis of layers.
+            dtype: As for `init_cache`; or ``float8_e4m3fn``, ``float8_e5m2`` or ``int8``, with a scale for each token
+                and head. Attention over these is in the dtype of the layer's computation.
+
+        Returns:
+            The cache.
+
+        Raises:
+            TypeError: A size is not an integer, or the dtype is not floating-point.
+            ValueError: A size is out of its range.
+        """
+        sizes = (num_pages, page_size, self.num_kv_heads, self.head_dim)
+        return jflex.paged.PagedCache.create(*sizes, dtype=dtype or self._compute_dtype(), layers=layers)
+
+    def project_kv(self, inputs_kv: Float[Array, "*batch S kv_features"]) -> KeyValue:
+        """Projects the inputs of cross-attention to keys and values, once for many calls.
+
+        In a decoder, project the outputs of the encoder once, and pass the result as `inputs_kv` to the calls of each
+        token.
+
+        Args:
+            inputs_kv: One vector for each key.
+
+        Returns:
+            Keys and values, a pytree.
+        """
+        return attention_core.project_kv(self, inputs_kv)
+
+    def decode(
+        self,
+        inputs: Float[Array, "*batch T features"],
+        cache: Cache,
+        *,
+        score_mod: jflex.ScoreMod | None = None,
+        mask_mod: jflex.MaskMod | None = None,
+        block_mask: jflex.BlockMask | None = None,
+        query_mod: jflex.VectorMod | None = None,
+        key_mod: jflex.VectorMod | None = None,
+        value_mod: jflex.VectorMod | None = None,
+        output_mod: jflex.OutputMod | None = None,
+    ) -> tuple[Float[Array, "*batch T features"], Cache]:
+        """Appends T tokens to each sequence of a cache: a prompt, one token, or a few speculated ones.
+
+        Queries, keys and values are those of `__call__` on whole sequences: positions, in mods and in the rotary
+        embedding, count from the beginning of each sequence. Pass the mods of `__call__`, without an offset. If the
+        constructor got a BlockMask, its mask_mod is used. No mask is implied: a decoder needs a causal one. Arrays that
+        mods capture must cover all positions in use, not only those of this call; for ready mods this is checked as far
+        as lengths are known.
+
+        The lengths are data: one program serves all of them. Donate the cache to `jit` to update it in place. This is
+        inference: it never drops weights, whatever the layer's `dropout_rate`.
+
+        Args:
+            inputs: The next T tokens of each sequence. Leading axes are folded as by `__call__`.
+            cache: From `init_cache` or from the last call.
+            score_mod: Replaces the constructor's.
+            mask_mod: Replaces the constructor's mask, of either form.
+            block_mask: Replaces both: the mask of this call's T queries, which count from 0, and all positions of
+                the cache. Blocks that it does not list are not read, as in a layer with a window. Make it with
+                `cache.block_mask(mask_mod, T)`, once for all layers that share it. Not over eight bits, where tiles
+                that a comparison of positions masks are not read in any case.
+            query_mod: As in `__call__`, at positions in the whole sequence, and so are the next three.
+            key_mod: Applied to the new keys before they are written into the cache.
+            value_mod: Likewise to the new values.
+            output_mod: As in `__call__`.
+
+        Returns:
+            One vector for each token, in the dtype of the computation; and the cache with T more tokens in every
+            sequence. If traced lengths leave no room for a token, it is dropped, and its output is NaN.
+
+        Raises:
+            TypeError: `cache` is neither a DenseCache nor an EightBitCache.
+            ValueError: The batch is not that of the cache; the tokens do not fit into it, as far as lengths are known;
+                the constructor's BlockMask masks more than its mask_mod; or there is a `block_mask` over eight bits.
+        """
+        attention_core.check_one_mask(mask_mod, block_mask)
+        vectors = self._vectors(VectorMods(query_mod, key_mod, value_mod, output_mod))
+        mods = self._mods(score_mod, mask_mod)
+        if not isinstance(cache, EightBitCache):
+            return attention_core.decode(self, inputs, cache, mods, block_mask, vectors)
+        if block_mask is not None:
+            raise ValueError(
+                "`block_mask` must be None with an EightBitCache. Got a BlockMask. Pass its `mask_mod`, of positions "
+                "in whole sequences: tiles of keys that it masks by comparing positions are not read."
+            )
+        return attention_core.decode_eight_bits(self, inputs, cache, mods, vectors)
+
+    def decode_paged(
+        self,
+        inputs: Float[Array, "N features"],
+        cache: jflex.paged.PagedCache,
+        batch: jflex.paged.PagedBatch,
+        *,
+        layer: int | Int32[Array, ""] | None = None,
+        score_mod: jflex.ScoreMod | None = None,
+        mask_mod: jflex.MaskMod | None = None,
+        shared_prefix: attention_core.SharedPrefix | None = None,
+        streaming: Streaming | None = None,
+        query_mod: jflex.VectorMod | None = None,
+        key_mod: jflex.VectorMod | None = None,
+        value_mod: jflex.VectorMod | None = None,
+        output_mod: jflex.OutputMod | None = None,
+    ) -> tuple[Float[Array, "N features"], jflex.paged.PagedCache]:
+        """Appends to requests in a paged cache, each by as many tokens as it has in `inputs`.
+
+        Prompts, chunks of prompts and single tokens go in one call, without padding. Mods, positions, masks and
+        donation are as in `decode`; `b` is the number of the request in `batch`. It never drops weights, either.
+
+        Args:
+            inputs: The tokens of all requests, packed in the order of `batch`.
+            cache: From `init_paged_cache` or from the last call.
+            batch: The tokens and the pages of each request. Its `kv_lengths` include the tokens of this call. Every
+                page that is written must belong to one request alone.
+            layer: Index of the layer in a cache for several, a Python int or traced.
+            score_mod: Replaces the constructor's.
+            mask_mod: Replaces the constructor's mask, of either form.
+            shared_prefix: The first requests begin with the same pages: their keys are read once for all
+                (`jflex.cascade_attention`). The result is the same, to rounding.
+            streaming: Attends to sinks and to a window alone, at positions within that cache, which mods get, too. It
+                is causal without a mask. The cache then holds raw keys, which are rotated as they are loaded: pass it
+                in every call on a cache, or in none.
+            query_mod: As in `decode`. No vector mod is taken with `streaming`.
+            key_mod: As in `decode`.
+            value_mod: As in `decode`.
+            output_mod: As in `decode`.
+
+        Returns:
+            One vector for each token, in the dtype of the computation (arbitrary for padding after the last request);
+            and the cache that holds their keys and values.
+
+        Raises:
+            TypeError: `cache` or `batch` has a wrong type.
+            ValueError: `inputs` do not have two axes; cache, batch and layer do not fit together, as far as values are
+                known; the constructor's BlockMask masks more than its mask_mod; vector mods with `streaming`.
+        """
+        mods = self._mods(score_mod, mask_mod)
+        vectors = self._vectors(VectorMods(query_mod, key_mod, value_mod, output_mod))
+        return attention_core.decode_paged(self, inputs, cache, batch, mods, layer, shared_prefix, streaming, vectors)
+
+    def _vectors(self, vectors: VectorMods) -> VectorMods:
+        """The vector mods of a call."""
+        return vectors
+
+    def _compute_dtype(self) -> Dtype:
+        """The dtype of the computation, or of the parameters where the layer has none of its own."""
+        raise NotImplementedError

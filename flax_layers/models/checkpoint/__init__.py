@@ -1,0 +1,1 @@
+"""Hugging Face checkpoints: folders, tensor files, names, configs."""

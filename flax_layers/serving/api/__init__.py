@@ -1,0 +1,1 @@
+"""The HTTP interface: bodies, answers, streams, access."""

@@ -1,0 +1,213 @@
+"""Answers of both endpoints, whole and in chunks, as OpenAI's API words them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+from flax_layers.models.text_stream import TextStream
+from flax_layers.serving.api.generation import Usage
+from flax_layers.serving.api.text import Piece, TokenText, TokenTexts
+from flax_layers.serving.engine.requests import finite
+
+Json = dict[str, Any]
+Lists = dict[str, list[Any]]
+"""Log probabilities as lists, by the names that the API gives them."""
+
+
+class ServedTokenizer(Protocol):
+    """What the server needs of a tokenizer: `flax_layers.models.Tokenizer` has it."""
+
+    chat_templates: dict[str, str]
+
+    def serialized(self) -> str:
+        """The text of its `tokenizer.json`, which constraints need."""
+        ...
+
+    def encode(self, text: str, *, special_tokens: bool = True) -> Any:
+        """An array of tokens."""
+        ...
+
+    def decode(self, tokens: Sequence[int], *, special_tokens: bool = False) -> str:
+        """The text of tokens."""
+        ...
+
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes of a token by itself."""
+        ...
+
+    def text_stream(self) -> TextStream:
+        """The text of tokens as they come."""
+        ...
+
+    def chat(self, messages: Sequence[Json]) -> str:
+        """The text of a chat."""
+        ...
+
+
+@dataclasses.dataclass
+class _Choice:
+    """A choice of an answer that is not streamed."""
+
+    text: list[str] = dataclasses.field(default_factory=list)
+    logprobs: Lists = dataclasses.field(default_factory=dict)
+    finish_reason: str | None = None
+
+
+class Answer:
+    """The answer to one request of `/v1/completions`.
+
+    Args:
+        model: Its name.
+        token_texts: Show single tokens of log probabilities.
+        choices: How many there are.
+        include_usage: Whether chunks have usage.
+    """
+
+    prefix, whole_kind, chunk_kind = "cmpl", "text_completion", "text_completion"
+
+    def __init__(self, model: str, token_texts: TokenTexts, choices: int, *, include_usage: bool):
+        self._texts, self._include_usage, self._model = token_texts, include_usage, model
+        self._id, self._created = f"{self.prefix}-{uuid.uuid4().hex}", int(time.time())
+        self._choices = [_Choice() for _ in range(choices)]
+
+    def take(self, index: int, piece: Piece) -> None:
+        """Adds to a choice of an answer that is not streamed.
+
+        Args:
+            index: Index of the choice.
+            piece: Text and tokens to add.
+        """
+        choice = self._choices[index]
+        choice.text.append(piece.text)
+        choice.finish_reason = piece.finish_reason
+        for name, values in self._logprobs(piece.tokens).items():
+            choice.logprobs.setdefault(name, []).extend(values)
+
+    def whole(self, usage: Usage) -> Iterator[bytes]:
+        """The JSON of an answer that is not streamed, in parts, since many choices take seconds.
+
+        Args:
+            usage: Token counts of all choices.
+
+        Yields:
+            The parts.
+        """
+        yield _json(self._object(self.whole_kind, []))[:-2]  # without the end of the list and of the object
+        for index, x in enumerate(self._choices):
+            choice = self._choice(index, "".join(x.text), x.logprobs, x.finish_reason, whole=True)
+            yield b"," * (index > 0) + _json(choice)
+        yield b'],"usage":' + _json(_usage(usage)) + b"}"
+
+    def opening(self, index: int) -> Json | None:
+        """The first chunk of a choice; None for none."""
+        return None
+
+    def chunk(self, index: int, piece: Piece) -> Json:
+        """A chunk.
+
+        Args:
+            index: Index of the choice.
+            piece: What is new.
+
+        Returns:
+            It, for JSON.
+        """
+        logprobs = self._logprobs(piece.tokens)
+        return self._chunk(self._choice(index, piece.text, logprobs, piece.finish_reason, whole=False))
+
+    def closing(self, usage: Usage) -> Json | None:
+        """The final chunk with the usage, if `stream_options.include_usage` is set."""
+        return self._object(self.chunk_kind, [], usage=_usage(usage)) if self._include_usage else None
+
+    def _chunk(self, choice: Json) -> Json:
+        return self._object(self.chunk_kind, [choice], **({"usage": None} if self._include_usage else {}))
+
+    def _object(self, kind: str, choices: list[Json], **more: Any) -> Json:
+        head = {"id": self._id, "object": kind, "created": self._created, "model": self._model}
+        return {**head, "choices": choices, **more}
+
+    def _choice(self, index: int, text: str, logprobs: Lists, reason: str | None, *, whole: bool) -> Json:
+        return {"index": index, "text": text, "logprobs": logprobs or None, "finish_reason": reason}
+
+    def _logprobs(self, tokens: Sequence[TokenText]) -> Lists:
+        """Lists of log probabilities by name; none without tokens."""
+        if not tokens:
+            return {}
+        return {
+            "tokens": [self._texts.text(x.token) for x in tokens],
+            "token_logprobs": [finite(x.logprobs.logprob) for x in tokens],
+            "top_logprobs": [self._top(x) for x in tokens],
+            "text_offset": [x.offset for x in tokens],
+        }
+
+    def _top(self, token: TokenText) -> dict[str, float]:
+        keys = self._texts.keys([one for one, _ in token.logprobs.top])
+        return {key: finite(logprob) for key, (_, logprob) in zip(keys, token.logprobs.top, strict=True)}
+
+
+class ChatAnswer(Answer):
+    """The answer to one request of `/v1/chat/completions`."""
+
+    prefix, whole_kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    def opening(self, index: int) -> Json:
+        """The first chunk of a choice: the role."""
+        delta = {"role": "assistant", "content": ""}
+        return self._chunk({"index": index, "delta": delta, "logprobs": None, "finish_reason": None})
+
+    def _choice(self, index: int, text: str, logprobs: Lists, reason: str | None, *, whole: bool) -> Json:
+        if whole:
+            said = {"message": {"role": "assistant", "content": text, "refusal": None}}
+        else:
+            said = {"delta": {"content": text} if text else {}}
+        shown = {**logprobs, "refusal": None} if logprobs else None
+        return {"index": index, **said, "logprobs": shown, "finish_reason": reason}
+
+    def _logprobs(self, tokens: Sequence[TokenText]) -> Lists:
+        if not tokens:
+            return {}
+        entries = [
+            {
+                **self._entry(x.token, x.logprobs.logprob),
+                "top_logprobs": [self._entry(token, logprob) for token, logprob in x.logprobs.top],
+            }
+            for x in tokens
+        ]
+        return {"content": entries}
+
+    def _entry(self, token: int, logprob: float) -> Json:
+        return {"token": self._texts.text(token), "logprob": finite(logprob), "bytes": list(self._texts.raw(token))}
+
+
+def server_sent(value: Json | str) -> bytes:
+    r"""A server-sent event.
+
+    Args:
+        value: For JSON; a text is sent as it is.
+
+    Returns:
+        Its bytes.
+
+    Example:
+        >>> server_sent({"a": 1}), server_sent("[DONE]")
+        (b'data: {"a":1}\n\n', b'data: [DONE]\n\n')
+    """
+    return b"data: " + (value.encode() if isinstance(value, str) else _json(value)) + b"\n\n"
+
+
+def _json(value: Json) -> bytes:
+    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+
+
+def _usage(usage: Usage) -> Json:
+    return {
+        "prompt_tokens": usage.prompt,
+        "completion_tokens": usage.completion,
+        "total_tokens": usage.prompt + usage.completion,
+        "prompt_tokens_details": {"cached_tokens": usage.cached},
+    }

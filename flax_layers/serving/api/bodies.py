@@ -1,0 +1,328 @@
+"""Bodies of requests, checked. Nothing that changes the answer is ignored in silence."""
+
+from __future__ import annotations
+
+import re
+import reprlib
+import secrets
+from collections.abc import Hashable, Sequence
+from typing import Annotated, Any, Self, TypeVar
+
+from flax_layers.models.checkpoint.optional import needs
+from flax_layers.sampling import Sampling
+from flax_layers.serving.api.errors import ApiError
+from flax_layers.serving.api.foreign_fields import check_foreign
+from flax_layers.serving.constraints import Constraint
+from flax_layers.serving.device.penalties import Penalties
+from flax_layers.serving.engine.requests import MAX_LOGPROBS, MAX_STOP_TOKENS, Request
+
+with needs("pydantic", "serve"):
+    from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError, model_validator
+
+MAX_PROMPTS, MAX_CHOICES, MAX_STOPS, MAX_STOP_LENGTH, MAX_SALT = 1 << 16, 128, 16, 256, 256
+
+
+def _stops(value: Any) -> list[str]:
+    stops = [value] if isinstance(value, str) else [] if value is None else value
+    if not isinstance(stops, list) or not all(isinstance(x, str) and 0 < len(x) <= MAX_STOP_LENGTH for x in stops):
+        raise ValueError(
+            f"`stop` must be a text of 1 to {MAX_STOP_LENGTH} characters, or a list of such texts. Got "
+            f"{reprlib.repr(value)}. Leave it out for none."
+        )
+    if len(stops) > MAX_STOPS:
+        raise ValueError(f"`stop` must hold at most {MAX_STOPS} texts. Got {len(stops)}. Leave some out.")
+    return stops
+
+
+def _biases(value: Any) -> tuple[tuple[int, float], ...]:
+    """Parses `logit_bias`: a JSON object, whose keys are tokens as strings."""
+    biases = {} if value is None else value
+    is_bias = lambda token, bias: re.fullmatch("[0-9]{1,10}", token) is not None and type(bias) in (int, float)
+    if isinstance(biases, dict) and all(is_bias(*pair) for pair in biases.items()):
+        return tuple((int(token), bias) for token, bias in biases.items())
+    raise ValueError(
+        f'`logit_bias` must be an object of tokens and numbers, as {{"50256": -100}}. Got {reprlib.repr(value)}.'
+    )
+
+
+def _constraint(value: Any) -> Constraint | None:
+    """Parses `response_format`: that of OpenAI's chats, and a regular expression or a grammar as types of their own."""
+    try:
+        match value:
+            case None:
+                return None
+            case {"type": "text"} if len(value) == 1:
+                return None
+            case {"type": "json_object"} if len(value) == 1:
+                return Constraint.json_object()
+            case {"type": "json_schema", "json_schema": {"schema": bool() | dict() as schema}}:
+                return Constraint.json_schema(schema)
+            case {"type": "regex", "pattern": str(pattern)}:
+                return Constraint.regex(pattern)
+            case {"type": "lark", "grammar": str(grammar)}:
+                return Constraint.lark(grammar)
+    except ValueError as error:
+        raise ValueError(re.sub("^`(schema|constraint)`", "`response_format`", str(error))) from None
+    raise ValueError(
+        '`response_format` must be {"type": "text"}, {"type": "json_object"}, {"type": "json_schema", "json_schema": '
+        '{"name": "...", "schema": {...}}}, {"type": "regex", "pattern": "..."} or {"type": "lark", "grammar": "..."}. '
+        f"Got {reprlib.repr(value)}."
+    )
+
+
+def _prompts(value: Any) -> list[str | list[int]]:
+    are_tokens = lambda x: isinstance(x, list) and bool(x) and all(type(token) is int for token in x)
+    if isinstance(value, str) or are_tokens(value):
+        return [value]
+    if isinstance(value, list) and len(value) > MAX_PROMPTS:
+        raise ValueError(f"`prompt` must be at most {MAX_PROMPTS} texts. Got {len(value)}. Send several requests.")
+    if isinstance(value, list) and value and (all(isinstance(x, str) for x in value) or all(map(are_tokens, value))):
+        return value
+    raise ValueError(
+        "`prompt` must be a text, a list of texts, a list of tokens, or a list of lists of tokens; no list may be "
+        f"empty. Got {reprlib.repr(value)}."
+    )
+
+
+def _content(value: Any) -> str:
+    """Parses the content of a message: a string, or a list of text parts."""
+    if isinstance(value, str) or value is None:
+        return value or ""
+    parts = value if isinstance(value, list) else [value]
+    for part in parts:
+        if not (isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)):
+            raise ValueError(
+                '`messages` must have a text as `content`, or a list of parts {"type": "text", "text": "..."}. Got '
+                f"{reprlib.repr(part)}. The model reads text alone."
+            )
+    return "".join(part["text"] for part in parts)
+
+
+class Body(BaseModel):
+    """The base of all bodies. Null means the default. Fields that nobody defines are ignored."""
+
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+
+    model: str | None = None
+
+    @model_validator(mode="after")
+    def _refuse(self) -> Self:
+        check_foreign(self.model_extra)
+        return self
+
+
+class StreamOptions(BaseModel):
+    """Options of a streamed answer."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    include_usage: bool | None = None
+
+    @model_validator(mode="after")
+    def _refuse(self) -> Self:
+        check_foreign(self.model_extra, "stream_options.")
+        return self
+
+
+class GenerationBody(Body):
+    """Fields that both endpoints share."""
+
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    n: int | None = None
+    best_of: int | None = None
+    stop: Annotated[list[str], PlainValidator(_stops)] = []
+    stop_token_ids: list[int] | None = Field(None, max_length=MAX_STOP_TOKENS // 2)
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: Annotated[tuple[tuple[int, float], ...], PlainValidator(_biases)] = ()
+    seed: int | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: str | None = None
+    cache_salt: str | None = Field(None, max_length=MAX_SALT)
+    ignore_eos: bool | None = None
+    response_format: Annotated[Constraint | None, PlainValidator(_constraint)] = None
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.n is not None and not 1 <= self.n <= MAX_CHOICES:
+            raise ValueError(f"`n` must be from 1 to {MAX_CHOICES}. Got {self.n}.")
+        if self.best_of not in (None, self.choices):
+            raise ValueError(
+                f"`best_of` must equal `n`: choices are not ranked. Got {self.best_of} and {self.choices}. Leave it "
+                "out."
+            )
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("`stream_options` may be given only with `stream`. Set `stream`, or leave it out.")
+        return self
+
+    @property
+    def choices(self) -> int:
+        """How many texts follow each prompt."""
+        return 1 if self.n is None else self.n
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether a stream ends with its usage."""
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def token_limit(self) -> int | None:
+        """Tokens of each choice at most; None: as many as fit."""
+        return self.max_tokens
+
+    @property
+    def top(self) -> int | None:
+        """None: no log probabilities. Otherwise those of the sampled tokens, and of so many top ones."""
+        return None
+
+    def requests(self, prompt: Sequence[int], stop_tokens: Sequence[int], tenant: Hashable = None) -> list[Request]:
+        """The engine requests of this body.
+
+        Args:
+            prompt: Its tokens.
+            stop_tokens: Stop tokens of the model.
+            tenant: Shares cached prefixes with no other tenant.
+
+        Returns:
+            One request for each choice. They differ in the seed.
+
+        Raises:
+            ValueError: A value is out of range.
+        """
+        first = secrets.randbits(32) if self.seed is None else self.seed
+        top_k = 0 if self.top_k in (None, -1) else self.top_k
+        temperature = 1.0 if self.temperature is None else self.temperature
+        top_p = 1.0 if self.top_p is None else self.top_p
+        penalties = Penalties(
+            self.presence_penalty or 0.0,
+            self.frequency_penalty or 0.0,
+            1.0 if self.repetition_penalty is None else self.repetition_penalty,
+            self.logit_bias,
+        )
+        tokens = tuple(prompt)
+        return [
+            Request(
+                tokens,
+                max_tokens=self.token_limit,
+                sampling=Sampling(temperature, top_k, top_p, (first + choice) % (1 << 32), self.min_p or 0.0),
+                penalties=penalties,
+                stop_tokens=(*(self.stop_token_ids or ()), *(() if self.ignore_eos else stop_tokens)),
+                logprobs=self.top,
+                namespace=self.cache_salt if tenant is None else (tenant, self.cache_salt),
+                constraint=self.response_format,
+            )
+            for choice in range(self.choices)
+        ]
+
+
+class CompletionBody(GenerationBody):
+    """The body of `/v1/completions`."""
+
+    prompt: Annotated[list[str | list[int]], PlainValidator(_prompts)]
+    logprobs: int | None = None
+    add_special_tokens: bool | None = None
+
+    @property
+    def token_limit(self) -> int | None:
+        """16 unless `max_tokens` says otherwise, as in OpenAI's API."""
+        return 16 if self.max_tokens is None else self.max_tokens
+
+    @property
+    def top(self) -> int | None:
+        """See `logprobs`."""
+        return self.logprobs
+
+
+class Message(BaseModel):
+    """A message of a chat. Other fields are passed to the chat template, too."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    role: str
+    content: Annotated[str, PlainValidator(_content)] = ""
+
+
+class ChatBody(GenerationBody):
+    """The body of `/v1/chat/completions`."""
+
+    messages: list[Message] = Field(min_length=1)
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    add_special_tokens: bool | None = None
+
+    @model_validator(mode="after")
+    def _check_logprobs(self) -> Self:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("`top_logprobs` may be given only with `logprobs`. Set `logprobs`, or leave it out.")
+        if self.top_logprobs is not None and not 0 <= self.top_logprobs <= MAX_LOGPROBS:
+            raise ValueError(f"`top_logprobs` must be from 0 to {MAX_LOGPROBS}. Got {self.top_logprobs}.")
+        return self
+
+    @property
+    def token_limit(self) -> int | None:
+        """`max_completion_tokens`, or `max_tokens`, its old name."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def top(self) -> int | None:
+        """See `logprobs` and `top_logprobs`."""
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+
+class TokenizeBody(Body):
+    """The body of `/tokenize`."""
+
+    prompt: str
+    add_special_tokens: bool | None = None
+
+
+Wanted = TypeVar("Wanted", bound=Body)
+
+
+def parse(kind: type[Wanted], raw: bytes) -> Wanted:
+    """Reads a body.
+
+    Args:
+        kind: What it must be.
+        raw: JSON in UTF-8.
+
+    Returns:
+        The body.
+
+    Raises:
+        ApiError: 400, with what is wrong first.
+
+    Example:
+        >>> parse(CompletionBody, b'{"prompt": "a", "echo": true}')
+        Traceback (most recent call last):
+        flax_layers.serving.api.errors.ApiError: `echo` is not supported by this server: it can only be False. ...
+    """
+    try:
+        return kind.model_validate_json(raw)
+    except ValidationError as error:
+        wrong = error.errors(include_url=False)[0]
+    kind_of, rule, place = wrong["type"], wrong["msg"], wrong["loc"]
+    path = "".join(f"[{x}]" if isinstance(x, int) else f".{x}" for x in place).removeprefix(".")
+    param = str(place[0]) if place else None
+    if kind_of == "value_error":
+        raise ApiError(400, str(wrong["ctx"]["error"]))  # pyright: ignore[reportTypedDictNotRequiredAccess]
+    if kind_of == "json_invalid":
+        raise ApiError(400, f"The body must be JSON in UTF-8. {rule}.")
+    if not place:
+        raise ApiError(400, f"The body must be a JSON object. Got {reprlib.repr(wrong['input'])}.")
+    if kind_of == "missing":
+        raise ApiError(400, f"`{path}` is required. The body has none.", param=param)
+    rule = re.sub("^(Input|List|String) should", "must", rule).partition(" after validation")[0]
+    raise ApiError(400, f"`{path}` {rule}. Got {_shown(wrong['input'])}.", param=param)
+
+
+def _shown(value: Any) -> str:
+    """A value, or the size of one that is long."""
+    return f"{len(value)}" if isinstance(value, list | str) and len(value) > MAX_SALT else reprlib.repr(value)

@@ -1,0 +1,197 @@
+"""One HTTP request on its way through the engine: all its choices."""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import contextlib
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import NamedTuple
+
+from flax_layers.serving.api.errors import ApiError
+from flax_layers.serving.api.metrics import Metrics
+from flax_layers.serving.api.text import ChoiceText, Piece
+from flax_layers.serving.engine.engine import Engine
+from flax_layers.serving.engine.requests import Deliver, Event, Request
+from flax_layers.serving.engine.ticket import Closed, QueueFull, Ticket
+
+MAX_BACKLOG = 1 << 18
+"""Tokens and log probabilities of a stream that may wait for its client; up to 80 MB."""
+
+_TURN = 1024
+"""Tokens and log probabilities after which a stream lets others have their turn: 13 ms of a CPU for tokens alone."""
+
+
+class Usage(NamedTuple):
+    """Tokens of a request: of its prompts, of those in the prefix cache, and of all choices."""
+
+    prompt: int
+    cached: int
+    completion: int
+
+
+class Generation:
+    """The choices of a request, and their texts. Belongs to the event loop that it is made in.
+
+    The engine's thread only appends to a queue and wakes the loop, so a slow client does not hold it up. A client that
+    is `max_backlog` behind loses no token that was generated, but gets no more: its requests end.
+
+    Args:
+        requests: One for each choice; those of one prompt follow each other.
+        choices: How many each prompt has.
+        text: Makes the text of a choice.
+        metrics: Gets latencies and reasons.
+        max_backlog: Tokens and log probabilities that may wait for the client. None: any number.
+    """
+
+    def __init__(
+        self,
+        requests: Sequence[Request],
+        choices: int,
+        text: Callable[[], ChoiceText],
+        metrics: Metrics,
+        max_backlog: int | None = None,
+    ):
+        self._max_backlog, self._is_behind = max_backlog, False
+        self._produced = self._consumed = 0  # by the engine's thread, and by the loop
+        self._weights = [1 if x.logprobs is None else 2 + x.logprobs for x in requests]
+        self._requests, self._choices, self._metrics = requests, choices, metrics
+        self._loop, self._arrived = asyncio.get_running_loop(), asyncio.Event()
+        self._events: collections.deque[tuple[int, Event, float]] = collections.deque()
+        self._texts = [text() for _ in requests]
+        self._last = [time.perf_counter()] * len(requests)
+        self._tickets: list[Ticket] = []
+        self._is_cancelled = False
+
+    def submit(self, engine: Engine) -> None:
+        """Submits the requests. Takes a while for many long prompts, so it runs beside the event loop.
+
+        Args:
+            engine: Takes them.
+
+        Raises:
+            ApiError: The engine refuses one of them. `cancel` ends the others.
+        """
+        try:
+            for first in range(0, len(self._requests), self._choices):
+                samples = range(first, first + self._choices)
+                deliver = [self._deliver(index) for index in samples]
+                tickets = engine.submit_samples([self._requests[index] for index in samples], deliver)
+                self._tickets += tickets
+                if self._is_cancelled:  # meanwhile
+                    for ticket in tickets:
+                        ticket.cancel()
+                    return
+        except (ValueError, QueueFull, Closed) as error:
+            status = {QueueFull: 429, Closed: 503}.get(type(error), 400)
+            is_long = any(len(x.prompt) + (x.max_tokens or 1) > engine.context for x in self._requests)
+            code = "context_length_exceeded" if status == 400 and is_long else None
+            message = str(error).replace("`constraint`", "`response_format`")  # as in the body
+            raise ApiError(status, message, code=code) from error
+
+    def cancel(self) -> None:
+        """Ends what still runs, before the next step; does nothing at the end."""
+        self._is_cancelled = True
+        for ticket, text in zip(self._tickets, self._texts, strict=False):
+            if not text.is_done:
+                text.is_done = True
+                ticket.cancel()
+                self._metrics.ended("cancelled")
+
+    async def pieces(self) -> AsyncIterator[tuple[int, Piece]]:
+        """The texts as they come.
+
+        Yields:
+            The number of a choice, and what is new. What came while the client was slow is one piece.
+
+        Raises:
+            ApiError: A step failed, or the server shuts down.
+        """
+        while not all(text.is_done for text in self._texts):
+            await self._arrived.wait()
+            self._arrived.clear()
+            while self._events:
+                pieces, error = self._next_pieces()
+                for index, piece in pieces:
+                    yield index, piece
+                if error is not None:
+                    raise error
+                if self._events:  # of a client that was slow: others have their turn
+                    await asyncio.sleep(0)
+
+    @property
+    def usage(self) -> Usage:
+        """Tokens until now. The choices of a prompt share it: it counts once."""
+        prompts = self._tickets[:: self._choices]
+        return Usage(
+            sum(ticket.prompt_tokens for ticket in prompts),
+            sum(ticket.hit_tokens for ticket in prompts),
+            sum(text.num_tokens for text in self._texts),
+        )
+
+    def _deliver(self, index: int) -> Deliver:
+        def deliver(event: Event) -> None:  # in the engine's thread
+            self._events.append((index, event, time.perf_counter()))
+            self._produced += len(event.tokens) * self._weights[index]
+            with contextlib.suppress(RuntimeError):  # the loop has been closed: nobody waits any more
+                self._loop.call_soon_threadsafe(self._wake)
+
+        return deliver
+
+    def _wake(self) -> None:
+        self._arrived.set()
+        is_behind = self._max_backlog is not None and self._produced - self._consumed > self._max_backlog
+        if is_behind and not self._is_behind:
+            self._is_behind = True
+            for ticket in self._tickets:
+                ticket.cancel()
+
+    def _next_pieces(self) -> tuple[list[tuple[int, Piece]], ApiError | None]:
+        """Takes about `_TURN` tokens and log probabilities: new pieces by choice, and the error after them."""
+        fresh: dict[int, list[Piece]] = {}
+        error, ends = None, self._consumed + _TURN
+        while self._events and self._consumed < ends and error is None:
+            index, event, moment = self._events.popleft()
+            self._consumed += len(event.tokens) * self._weights[index]
+            if not self._texts[index].is_done:
+                try:
+                    fresh.setdefault(index, []).append(self._take(index, event, moment))
+                except ApiError as failure:
+                    error = failure
+        joined = [(index, _joined(pieces)) for index, pieces in fresh.items() if pieces]
+        return [(index, piece) for index, piece in joined if piece != Piece()], error
+
+    def _take(self, index: int, event: Event, moment: float) -> Piece:
+        text = self._texts[index]
+        if event.finish_reason in ("cancelled", "error"):
+            text.is_done = True
+            self._metrics.ended(event.finish_reason)
+            if event.finish_reason == "cancelled":
+                if self._is_behind:
+                    raise ApiError(
+                        408,
+                        f"The stream must be read sooner: more than {self._max_backlog} tokens and log probabilities "
+                        "wait for the client. Read it, or ask for fewer.",
+                    )
+                raise ApiError(503, event.error or "The request was cancelled.")
+            error = event.error.replace("`constraint`", "`response_format`")
+            raise ApiError(500, f"The request failed in a step of the engine. {error}. Try again.")
+        if event.tokens:
+            kind = self._metrics.next_token if text.num_tokens else self._metrics.first_token
+            for _ in event.tokens:  # of accepted drafts, which come at once, each gets its share of the time
+                kind.observe((moment - self._last[index]) / len(event.tokens))
+            self._last[index] = moment
+        piece = text.push(event)
+        if piece.finish_reason is not None:
+            self._metrics.ended(piece.finish_reason)
+            if event.finish_reason is None:  # a stop string, which the engine does not know
+                self._tickets[index].cancel()
+        return piece
+
+
+def _joined(pieces: Sequence[Piece]) -> Piece:
+    if len(pieces) == 1:
+        return pieces[0]
+    tokens = tuple(token for piece in pieces for token in piece.tokens)
+    return Piece("".join(piece.text for piece in pieces), tokens, pieces[-1].finish_reason)

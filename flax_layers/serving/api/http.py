@@ -1,0 +1,316 @@
+"""The endpoints: OpenAI's completions and chats, the health and metrics of the server, and a page to watch it."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import dataclasses
+import hmac
+import json
+import logging
+import pathlib
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import TypeVar
+
+from flax_layers.models.checkpoint.optional import needs
+from flax_layers.serving.api.access import Access, Gate
+from flax_layers.serving.api.answers import Answer, ChatAnswer, ServedTokenizer, server_sent
+from flax_layers.serving.api.bodies import ChatBody, CompletionBody, GenerationBody, TokenizeBody, parse
+from flax_layers.serving.api.errors import ApiError
+from flax_layers.serving.api.generation import MAX_BACKLOG, Generation
+from flax_layers.serving.api.metrics import Metrics
+from flax_layers.serving.api.prompts import Prompts
+from flax_layers.serving.api.streaming import Disconnected, EventStream, Limits, read_body, unless_disconnected
+from flax_layers.serving.api.text import ChoiceText, TokenTexts
+from flax_layers.serving.engine.engine import Engine
+from flax_layers.serving.engine.requests import Request as EngineRequest
+
+with needs("starlette", "serve"):
+    from starlette.applications import Starlette
+    from starlette.exceptions import HTTPException
+    from starlette.requests import ClientDisconnect, Request
+    from starlette.responses import JSONResponse, Response
+    from starlette.routing import Route
+
+_LOG = logging.getLogger(__name__)
+_PAGE_RULES = (
+    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; img-src data:"
+)
+
+Endpoint = Callable[[Request], Awaitable[Response]]
+Result = TypeVar("Result")
+
+
+@dataclasses.dataclass(frozen=True)
+class Served:
+    """The served model, API keys and limits.
+
+    Attributes:
+        name: Name of the model.
+        stop_tokens: End a text.
+        keys: API keys. A client must send one of them; if there are none, no key is required.
+        limits: Limits of request bodies.
+        is_starting: Whether programs are still being compiled. Requests wait until then.
+        shares_prefixes: Whether clients with different keys share cached prefixes.
+        access: Who may call, apart from keys.
+    """
+
+    name: str
+    stop_tokens: tuple[int, ...] = ()
+    keys: tuple[str, ...] = dataclasses.field(default=(), repr=False)
+    limits: Limits = Limits()  # noqa: RUF009  frozen
+    is_starting: Callable[[], bool] = lambda: False
+    shares_prefixes: bool = False
+    access: Access = dataclasses.field(default=Access(), repr=False)
+
+
+def create_app(engine: Engine, tokenizer: ServedTokenizer, served: Served) -> Gate:
+    """The application. Whoever makes the engine also starts and stops it.
+
+    Args:
+        engine: Generates tokens.
+        tokenizer: The tokenizer of its model.
+        served: The name of the model, keys and limits.
+
+    Returns:
+        An ASGI application.
+    """
+    api = _Api(engine, tokenizer, served)
+    guarded = api.guarded
+    app = Starlette(
+        routes=[
+            Route("/", api.page),
+            Route("/health", api.health),
+            Route("/metrics", guarded(api.metrics)),
+            Route("/stats", guarded(api.stats)),
+            Route("/tokenize", guarded(api.tokenize), methods=["POST"]),
+            Route("/v1/models", guarded(api.models)),
+            Route("/v1/models/{name:path}", guarded(api.model)),
+            Route("/v1/completions", guarded(api.completions), methods=["POST"]),
+            Route("/v1/chat/completions", guarded(api.chats), methods=["POST"]),
+        ],
+        exception_handlers={
+            ApiError: _api_error,
+            HTTPException: _http_error,
+            ClientDisconnect: _gone,
+            Disconnected: _gone,
+            Exception: _unforeseen,
+        },
+    )
+    return Gate(app, served.access)
+
+
+async def _api_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return JSONResponse(error.body(), error.status, headers=error.headers)
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    """Answers errors of the router: 404 and 405."""
+    assert isinstance(error, HTTPException)
+    if error.status_code == 405:
+        allowed = (error.headers or {}).get("Allow", "another method")
+        text = f"`{request.url.path}` takes {allowed}. Got {request.method}."
+    else:
+        text = f"There is no `{request.url.path}`. `/v1/completions` and `/v1/chat/completions` generate text."
+    found = ApiError(error.status_code, text)
+    return JSONResponse(found.body(), found.status, headers=error.headers)
+
+
+async def _gone(request: Request, error: Exception) -> Response:
+    return Response(status_code=499)  # nobody reads it
+
+
+async def _unforeseen(request: Request, error: Exception) -> Response:
+    found = ApiError(500, "The server failed. Its log says more. Try again.")
+    return JSONResponse(found.body(), found.status)
+
+
+class _Api:
+    """The endpoints and what they share."""
+
+    def __init__(self, engine: Engine, tokenizer: ServedTokenizer, served: Served):
+        self._engine, self._tokenizer, self._served = engine, tokenizer, served
+        self._metrics = Metrics(engine.stats)
+        self._created = int(time.time())
+        self._prompts, self._token_texts = Prompts(tokenizer, engine.context), TokenTexts(tokenizer.token_bytes)
+        self._compiling = concurrent.futures.ThreadPoolExecutor(2, "jflex-constraints")
+        self._keys = [key.encode() for key in served.keys]
+        self._page = pathlib.Path(__file__).with_name("page.html").read_text(encoding="utf-8")
+
+    def guarded(self, endpoint: Endpoint) -> Endpoint:
+        """An endpoint that asks for a key, if there are keys. All are compared, each in constant time."""
+
+        async def answer(request: Request) -> Response:
+            scheme, _, sent = request.headers.get("authorization", "").partition(" ")
+            given = sent.strip().encode("latin-1") if scheme.lower() == "bearer" else b""
+            matches = [hmac.compare_digest(given, key) for key in self._keys]
+            if self._keys and not any(matches):
+                raise ApiError(401, "An API key is required. Send one of this server: `Authorization: Bearer KEY`.")
+            request.state.tenant = matches.index(True) if self._keys and not self._served.shares_prefixes else None
+            return await endpoint(request)
+
+        return answer
+
+    async def page(self, request: Request) -> Response:
+        """The page."""
+        return Response(self._page, media_type="text/html", headers={"Content-Security-Policy": _PAGE_RULES})
+
+    async def health(self, request: Request) -> Response:
+        """Whether requests are taken: 503 if the engine broke down or is shutting down."""
+        status = self._status()
+        if status == "stopped":
+            raise ApiError(503, "The engine takes no more requests: it is shutting down, or it broke down.")
+        return JSONResponse({"status": status})
+
+    async def metrics(self, request: Request) -> Response:
+        """Metrics in the text format of Prometheus."""
+        return Response(self._metrics.text(), headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
+
+    async def stats(self, request: Request) -> Response:
+        """Statistics of the engine as JSON, for the page."""
+        has_chat = bool(self._tokenizer.chat_templates)
+        head = {"model": self._served.name, "status": self._status(), "chat": has_chat, "context": self._engine.context}
+        return JSONResponse({**head, **dataclasses.asdict(self._engine.stats())})
+
+    async def models(self, request: Request) -> Response:
+        """The list of models: one."""
+        return JSONResponse({"object": "list", "data": [self._model()]})
+
+    async def model(self, request: Request) -> Response:
+        """One model."""
+        self._check_model(request.path_params["name"])
+        return JSONResponse(self._model())
+
+    async def tokenize(self, request: Request) -> Response:
+        """The tokens of a text."""
+        return Response(await self._read(request, self._tokenize), media_type="application/json")
+
+    async def completions(self, request: Request) -> Response:
+        """Continues prompts."""
+        body, requests = await self._read(request, self._read_completion)
+        return await self._generate(request, body, requests, Answer, "prompt")
+
+    async def chats(self, request: Request) -> Response:
+        """Answers in a chat."""
+        body, requests = await self._read(request, self._read_chat)
+        return await self._generate(request, body, requests, ChatAnswer, "messages")
+
+    async def _read(self, request: Request, function: Callable[[bytes, int | None], Result]) -> Result:
+        """Reads a body in a thread, as long as the client is there."""
+        raw, tenant = await read_body(request, self._served.limits), request.state.tenant
+        return await unless_disconnected(request.receive, self._prompts.read(raw, lambda raw: function(raw, tenant)))
+
+    async def _generate(
+        self,
+        request: Request,
+        body: GenerationBody,
+        requests: Sequence[EngineRequest],
+        kind: type[Answer],
+        source: str,
+    ) -> Response:
+        """Answers a request, whose tokens come from the parameter `source`."""
+        answer = kind(self._served.name, self._token_texts, len(requests), include_usage=body.include_usage)
+        text = lambda: ChoiceText(self._tokenizer.text_stream(), body.stop)
+        max_backlog = MAX_BACKLOG if body.stream else None
+        generation = Generation(requests, body.choices, text, self._metrics, max_backlog)
+        with contextlib.ExitStack() as unfinished:
+            unfinished.callback(generation.cancel)
+            try:
+                # Constraints have threads of their own: while some compile, other requests are tokenised and submitted.
+                pool = None if body.response_format is None else self._compiling
+                await asyncio.get_running_loop().run_in_executor(pool, generation.submit, self._engine)
+            except ApiError as error:
+                error.param = source if error.param == "prompt" else error.param
+                raise
+            if body.stream:
+                unfinished.pop_all()  # the stream cancels it
+                events = _events(generation, answer, len(requests), request.state.request_id)
+                return EventStream(events, generation.cancel)
+            content = await unless_disconnected(request.receive, _whole(generation, answer))
+        return Response(content, media_type="application/json")
+
+    def _tokenize(self, raw: bytes, tenant: int | None) -> bytes:
+        """Runs beside the event loop, as the two methods that follow."""
+        body = parse(TokenizeBody, raw)
+        self._check_model(body.model)
+        tokens = self._prompts.tokens(body.prompt, special_tokens=body.add_special_tokens is not False)
+        answer = {"tokens": tokens, "count": len(tokens), "max_model_len": self._engine.context}
+        return json.dumps(answer, separators=(",", ":")).encode()
+
+    def _read_completion(self, raw: bytes, tenant: int | None) -> tuple[CompletionBody, list[EngineRequest]]:
+        body = parse(CompletionBody, raw)
+        self._check_model(body.model)
+        options = self._engine.options
+        texts, most = len(body.prompt) * body.choices, options.max_requests + options.max_waiting
+        if texts > most:
+            raise ApiError(
+                400, f"`prompt` and `n` together must make at most {most} texts. Got {texts}. Send less at once."
+            )
+        special = body.add_special_tokens is not False
+        prompts = [self._prompts.tokens(prompt, special_tokens=special) for prompt in body.prompt]
+        return body, [request for tokens in prompts for request in self._requests(body, tokens, tenant)]
+
+    def _read_chat(self, raw: bytes, tenant: int | None) -> tuple[ChatBody, list[EngineRequest]]:
+        body = parse(ChatBody, raw)
+        self._check_model(body.model)
+        text = self._prompts.chat([message.model_dump() for message in body.messages])
+        tokens = self._prompts.tokens(text, "messages", special_tokens=bool(body.add_special_tokens))
+        return body, self._requests(body, tokens, tenant)
+
+    def _requests(self, body: GenerationBody, tokens: Sequence[int], tenant: int | None) -> list[EngineRequest]:
+        vocabulary = self._engine.config.vocabulary
+        for token in body.stop_token_ids or ():
+            if not 0 <= token < vocabulary:
+                raise ApiError(400, f"`stop_token_ids` must be tokens from 0 to {vocabulary - 1}. Got {token}.")
+        try:
+            return body.requests(tokens, self._served.stop_tokens, tenant)
+        except ValueError as error:
+            raise ApiError(400, str(error)) from error
+
+    def _status(self) -> str:
+        if self._served.is_starting():
+            return "compiling"
+        return "running" if self._engine.is_running else "stopped"
+
+    def _check_model(self, name: str | None) -> None:
+        if name not in (None, self._served.name):
+            raise ApiError(
+                404,
+                f"`model` must be {self._served.name!r}, the only one here. Got {name!r}.",
+                param="model",
+                code="model_not_found",
+            )
+
+    def _model(self) -> dict[str, object]:
+        head = {"id": self._served.name, "object": "model", "created": self._created, "owned_by": "jflex"}
+        return {**head, "max_model_len": self._engine.context}
+
+
+async def _whole(generation: Generation, answer: Answer) -> bytes:
+    """The JSON of an answer. Other requests have their turn while it is made."""
+    async for index, piece in generation.pieces():
+        answer.take(index, piece)
+    parts = []
+    for part in answer.whole(generation.usage):
+        parts.append(part)
+        await asyncio.sleep(0)
+    return b"".join(parts)
+
+
+async def _events(generation: Generation, answer: Answer, choices: int, request_id: str) -> AsyncIterator[bytes]:
+    """The events of a streamed answer; a failure is the last one."""
+    try:
+        for index in range(choices):
+            if (opening := answer.opening(index)) is not None:
+                yield server_sent(opening)
+        async for index, piece in generation.pieces():
+            yield server_sent(answer.chunk(index, piece))
+        if (closing := answer.closing(generation.usage)) is not None:
+            yield server_sent(closing)
+    except ApiError as error:
+        _LOG.warning("The stream %s ended with status %d: %s", request_id, error.status, error.message)
+        yield server_sent(error.body())
+    yield server_sent("[DONE]")

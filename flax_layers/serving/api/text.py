@@ -1,0 +1,193 @@
+"""From the events of a request to its text: whole characters, cut where a stop string begins; and single tokens."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+from flax_layers.models.text_stream import TextStream
+from flax_layers.serving.engine.requests import Event, TokenLogprobs
+
+
+class StopStrings:
+    """Cuts a text that comes piece by piece where a stop string begins.
+
+    The stop string that is complete first ends the text, however the text is cut into pieces. The end of a piece that
+    may begin a stop string is held back until more is known.
+
+    Args:
+        stops: None of them empty.
+
+    Example:
+        >>> stops = StopStrings(["END"])
+        >>> [stops.push(piece) for piece in ("abcE", "Nd", "efEN", "D and more")]
+        ['abc', 'ENd', 'ef', '']
+        >>> stops.found
+        True
+    """
+
+    def __init__(self, stops: Sequence[str]):
+        self._stops = tuple(stops)
+        self._longest = max(map(len, self._stops), default=0)
+        self._held = ""
+        self.found = False
+
+    def push(self, piece: str) -> str:
+        """Takes the next piece.
+
+        Args:
+            piece: The next piece of the text.
+
+        Returns:
+            What can be shown; nothing after a stop string.
+        """
+        if self.found:
+            return ""
+        text = self._held + piece
+        starts = [(text.find(stop) + len(stop), text.find(stop)) for stop in self._stops if stop in text]
+        if starts:
+            self.found, self._held = True, ""
+            return text[: min(starts)[1]]
+        first = next(
+            (n for n in range(max(0, len(text) - self._longest + 1), len(text)) if self._may_begin(text[n:])), len(text)
+        )
+        self._held = text[first:]
+        return text[:first]
+
+    def finish(self) -> str:
+        """Ends the text, and returns what was held back."""
+        held, self._held = self._held, ""
+        return held
+
+    def _may_begin(self, tail: str) -> bool:
+        return any(stop.startswith(tail) for stop in self._stops)
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenText:
+    """A token with its log probabilities.
+
+    Attributes:
+        token: Its number.
+        offset: Where its text begins, counted in characters from the beginning of the output.
+        logprobs: Its own and the top ones.
+    """
+
+    token: int
+    offset: int
+    logprobs: TokenLogprobs
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """What an event adds to a text.
+
+    Attributes:
+        text: May be empty.
+        tokens: Those whose text has begun to be shown; only if log probabilities were asked for.
+        finish_reason: None while the text goes on.
+    """
+
+    text: str = ""
+    tokens: tuple[TokenText, ...] = ()
+    finish_reason: Literal["stop", "length"] | None = None
+
+
+class ChoiceText:
+    r"""The text of one choice, from its events.
+
+    Args:
+        stream: Turns tokens into text.
+        stops: Stop strings.
+
+    Attributes:
+        is_done: Whether the text has ended.
+        num_tokens: Tokens that were taken until then.
+
+    Example:
+        >>> text = ChoiceText(TextStream(lambda tokens: bytes(tokens).decode()), ["\n"])
+        >>> text.push(Event(tuple(b"ab"))).text, text.push(Event(tuple(b"c\nd")))
+        ('ab', Piece(text='c', tokens=(), finish_reason='stop'))
+    """
+
+    def __init__(self, stream: TextStream, stops: Sequence[str] = ()):
+        self._stream, self._stops = stream, StopStrings(stops)
+        self._waiting: list[TokenText] = []
+        self._decoded = self._shown = 0
+        self.is_done = False
+        self.num_tokens = 0
+
+    def push(self, event: Event) -> Piece:
+        """Takes the next event.
+
+        Args:
+            event: One that does not say `cancelled` or `error`.
+
+        Returns:
+            What it adds. With a finish reason if the text ends, also by a stop string.
+        """
+        if self.is_done:
+            return Piece()
+        pieces = []
+        for number, token in enumerate(event.tokens):
+            self.num_tokens += 1
+            if event.logprobs:
+                self._waiting.append(TokenText(token, self._decoded, event.logprobs[number]))
+            pieces.append(self._add(self._stream.push([token])))
+            if self._stops.found:
+                break
+        reason = event.finish_reason
+        assert reason not in ("cancelled", "error")
+        if reason is not None and not self._stops.found:
+            pieces += [self._add(self._stream.finish()), self._stops.finish()]
+        if self._stops.found:
+            reason = "stop"
+        self.is_done = reason is not None
+        text = "".join(pieces)
+        self._shown += len(text)
+        return Piece(text, self._release(), reason)
+
+    def _add(self, text: str) -> str:
+        self._decoded += len(text)
+        return self._stops.push(text)
+
+    def _release(self) -> tuple[TokenText, ...]:
+        """The tokens whose text has begun to be shown; at the end all that a stop string does not cut off."""
+        ended = self.is_done and not self._stops.found
+        ready = [token for token in self._waiting if ended or token.offset < self._shown]
+        self._waiting = self._waiting[len(ready) :]
+        return tuple(ready)
+
+
+class TokenTexts:
+    r"""Shows single tokens: as text, or as `bytes:\xNN` if they are parts of characters, as in OpenAI's API.
+
+    Args:
+        token_bytes: The bytes of a token.
+
+    Example:
+        >>> texts = TokenTexts(lambda token: bytes([token]))
+        >>> texts.text(97), texts.text(0xE2), texts.raw(0xE2)
+        ('a', 'bytes:\\xe2', b'\xe2')
+    """
+
+    def __init__(self, token_bytes: Callable[[int], bytes]):
+        self.raw = functools.lru_cache(1 << 17)(token_bytes)
+        self.text = functools.lru_cache(1 << 17)(self._text)
+
+    def keys(self, tokens: Sequence[int]) -> list[str]:
+        """The keys of tokens in one object: their texts; of a second token with the same text `token_id:N`."""
+        keys: dict[str, int] = {}
+        for token in tokens:
+            text = self.text(token)
+            keys[f"token_id:{token}" if text in keys else text] = token
+        return list(keys)
+
+    def _text(self, token: int) -> str:
+        raw = self.raw(token)
+        try:
+            return raw.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)

@@ -1,0 +1,1 @@
+"""The step on the device: model, sampling, speculation."""

@@ -1,0 +1,142 @@
+"""From the chunks of a step to a program on the device; and the compilation of all programs ahead of time."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import os
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import jax
+import numpy as np
+from jaxtyping import Array, Int32
+
+from flax_layers.models import ModelConfig
+from flax_layers.serving.device.executor import Executor
+from flax_layers.serving.device.penalties import Penalties, pack_penalties
+from flax_layers.serving.engine.options import EngineOptions, Program
+from flax_layers.serving.engine.packing import pack, pack_allowed, pack_copies
+from flax_layers.serving.engine.scheduler import Chunk
+from flax_layers.serving.engine.sequence import PageCopy
+from flax_layers.serving.engine.shared_prefix import Shared, SharedPrefixes
+from jflex.types import AnyArray
+
+Inputs = tuple[Int32[AnyArray, " words"], Program]
+"""The packed inputs of a step without requests, and its program."""
+
+
+class Dispatched(NamedTuple):
+    """A step on its way: its chunks, its program, and its results."""
+
+    chunks: list[Chunk]
+    program: Program
+    fields: Array
+
+
+class Dispatcher:
+    """Chooses the program of a step, packs its numbers, and calls the executor.
+
+    Args:
+        executor: Runs the steps on the device.
+        options: Sizes of the engine.
+        config: Configuration of the model.
+    """
+
+    def __init__(self, executor: Executor, options: EngineOptions, config: ModelConfig):
+        self._executor, self._options, self._config = executor, options, config
+        self._context = options.context_of(config)
+        self._prefixes = SharedPrefixes(options, executor.token_bytes)
+        can_share = None in config.windows and not (options.streaming or options.batch_invariant or config.latent)
+        self._cascades = self._prefixes.shapes(options.shapes(config)) if can_share else []
+
+    def run(self, chunks: list[Chunk]) -> Dispatched:
+        """Dispatches a step.
+
+        Args:
+            chunks: The chunks, at least one.
+
+        Returns:
+            The step. Its results are on their way to the host.
+        """
+        shape = self._options.shape_for(
+            sum(chunk.size for chunk in chunks),
+            len(chunks),
+            max(len(chunk.sequence.pages) for chunk in chunks),
+            self._config,
+            drafts=any(chunk.draft.tokens for chunk in chunks),
+            forks=not all(chunk.count for chunk in chunks),
+        )
+        for sequence, *_ in chunks:
+            if not sequence.is_edited and sequence.request.penalties:
+                assert sequence.slot is not None
+                prompt = len(sequence.request.prompt)
+                self._begin_penalties(sequence.request.penalties, sequence.slot, sequence.tokens, prompt)
+                sequence.is_edited = True
+        if any(chunk.sequence.guide is not None for chunk in chunks):
+            self._allow(chunks)
+        may_cascade = shape in self._cascades and all(chunk.size == 1 for chunk in chunks)
+        chunks, shared = self._prefixes.arrange(chunks) if may_cascade else (chunks, Shared())
+        self._copy_pages([pair for chunk in chunks if chunk.count for pair in chunk.copies])
+        is_greedy = not self._options.batch_invariant and all(chunk.sequence.request.is_greedy for chunk in chunks)
+        program = Program(shape, is_greedy, shared.requests > 0)
+        fields = self._executor.run(self.packed(chunks, program, shared), program)
+        self._copy_pages([pair for chunk in chunks if not chunk.count for pair in chunk.copies])
+        fields.copy_to_host_async()
+        return Dispatched(chunks, program, fields)
+
+    def packed(
+        self,
+        chunks: list[Chunk],
+        program: Program,
+        shared: Shared = Shared(),  # noqa: B008  a tuple
+    ) -> Int32[np.ndarray, " words"]:
+        """The numbers of a step; see `pack`."""
+        return pack(chunks, program.shape, self._options.max_requests, shared)
+
+    def warm_up(self, report: Callable[[int, int], None]) -> None:
+        """Compiles every program that a step may need; see `warm_up`."""
+        self._begin_penalties(Penalties(), 0, [], 0)
+        self._allow([])
+        self._copy_pages([(0, -1)])
+        programs = [(shape, False) for shape in self._options.shapes(self._config)]
+        programs += [(shape, True) for shape in self._cascades]
+        kinds = (False,) if self._options.batch_invariant else (True, False)
+        programs = [Program(shape, greedy, cascade) for shape, cascade in programs for greedy in kinds]
+        warm_up(self._executor, [(self.packed([], program), program) for program in programs], report)
+
+    def _begin_penalties(self, penalties: Penalties, slot: int, tokens: Sequence[int], prompt: int) -> None:
+        self._executor.begin_penalties(pack_penalties(penalties, slot, tokens, prompt, self._context))
+
+    def _allow(self, chunks: list[Chunk]) -> None:
+        """Tells the device what constraints allow; a second transfer, in steps that have any."""
+        self._executor.allow(pack_allowed(chunks, self._options.max_requests, self._config.vocabulary))
+
+    def _copy_pages(self, copies: list[PageCopy]) -> None:
+        for words in pack_copies(copies):
+            self._executor.copy_pages(words)
+
+
+def warm_up(executor: Executor, steps: Sequence[Inputs], report: Callable[[int, int], None]) -> None:
+    """Compiles programs, as many at once as there are CPUs, then runs each once.
+
+    They are lowered one after the other, since that is Python; XLA compiles without the GIL.
+
+    Args:
+        executor: What runs them.
+        steps: The programs with inputs.
+        report: Called with the number of programs that are compiled, and of all, after each. What it raises ends the
+            warm-up.
+    """
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        try:
+            lowered = (executor.lower(*step) for step in steps)
+            compiling = [pool.submit(x.compile) for x in lowered if x is not None]
+            for done, future in enumerate(concurrent.futures.as_completed(compiling), 1):
+                future.result()
+                report(done, len(steps))
+        finally:
+            pool.shutdown(cancel_futures=True)
+    for done, step in enumerate(steps, 1):
+        jax.block_until_ready(executor.run(*step))
+        if not compiling:
+            report(done, len(steps))

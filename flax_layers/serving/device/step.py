@@ -1,0 +1,307 @@
+"""The compiled step: one program for prefill chunks and decoding, from packed numbers to sampled tokens."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence as Items
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import Array, Float, Int32
+
+from flax_layers.attention.streaming import Streaming
+from flax_layers.compiler_options import DECODING
+from flax_layers.models import Decoder
+from flax_layers.models.block import Pages
+from flax_layers.sampling import SamplingBatch, sample
+from flax_layers.serving.device.penalties import Edits, apply_penalties, keep_allowed
+from flax_layers.serving.device.speculation import DraftRows, accept, compact, sample_drafts
+from flax_layers.serving.engine.options import EngineOptions, Program
+from flax_layers.serving.engine.packing import unpack
+from flax_layers.serving.engine.requests import MAX_LOGPROBS, TokenLogprobs
+from jflex.paged import copy_pages
+from jflex.types import AnyArray
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class DeviceState:
+    """The state on the device, donated to each step.
+
+    Attributes:
+        cache: Keys and values of all layers, or latent vectors; with their scales, if they have eight bits.
+        sampled: The last sampled token of each slot.
+        edits: Token counts and biases of each slot.
+        allowed: A bit for each token that the constraint of a slot allows next.
+    """
+
+    cache: Pages
+    sampled: Int32[Array, " slots"]
+    edits: Edits
+    allowed: Int32[Array, "slots words"]
+
+
+class Step(Protocol):
+    """A compiled step; see `make_step`."""
+
+    def __call__(
+        self,
+        parameters: Items[Array],
+        state: DeviceState,
+        packed: Int32[AnyArray, " words"],
+        *,
+        program: Program,
+    ) -> tuple[DeviceState, Int32[Array, "R fields"]]:
+        """Reads the tokens of a step and samples the next token of each row.
+
+        Args:
+            parameters: Parameters of the model.
+            state: Donated.
+            packed: The result of `flax_layers.serving.engine.packing.pack`.
+            program: Which program this is.
+
+        Returns:
+            The state, and the fields that `read_row` reads: the only transfer back.
+        """
+        ...
+
+    def lower(
+        self, parameters: Items[Array], state: DeviceState, packed: Int32[AnyArray, " words"], *, program: Program
+    ) -> jax.stages.Lowered:
+        """What compiles the step, from the same arguments."""
+        ...
+
+
+@functools.cache
+def make_step(
+    graph: nnx.GraphDef[Decoder], form: Any, sharding: NamedSharding | None, streaming: Streaming | None = None
+) -> Step:
+    """The step of a model; engines of models of one form share its programs.
+
+    Graph definition and form are not arguments of the step, because `jax.jit` would hash and flatten them in each call:
+    2.8 ms for 32 layers, where a call with a list of arrays takes 0.06 ms.
+
+    Args:
+        graph: Graph definition of the model.
+        form: Tree definition of its state, whose leaves are the parameters.
+        sharding: Sharding of the cache. None: it is on one device.
+        streaming: What limits attention to sinks and a window.
+
+    Returns:
+        The step.
+    """
+
+    def run(
+        parameters: Items[Array], state: DeviceState, packed: Array, *, program: Program
+    ) -> tuple[DeviceState, Array]:
+        model = nnx.merge(graph, jax.tree.unflatten(form, parameters))
+        inputs = unpack(packed, program.shape)
+        tokens = jnp.where(inputs.tokens < 0, state.sampled[jnp.maximum(-1 - inputs.tokens, 0)], inputs.tokens)
+        shared = inputs.shared_prefix if program.is_cascade else None
+        hidden, cache = model.decode_paged_hidden(tokens, state.cache, inputs.batch, shared, streaming)
+        nodes = DraftRows.of(inputs.batch) if program.shape.drafts else None
+        # A row without tokens has the logits of the row before, whose prompt is the same.
+        rows = jnp.maximum(inputs.batch.qo_indptr[1:] - 1, 0) if nodes is None else nodes.rows
+        of_nodes = model.logits(hidden[rows])
+        logits = of_nodes if nodes is None else of_nodes[:, 0]
+        ends = jnp.asarray(inputs.batch.kv_lengths) if nodes is None else nodes.positions[:, 0]
+        edits, positions = state.edits, ends + inputs.dropped
+        if program.is_greedy:
+            found = sample(logits, SamplingBatch(), positions)
+            fields = found[:, None]
+        else:
+            changed = apply_penalties(logits, inputs.penalties, edits, inputs.slots)
+            changed = keep_allowed(changed, state.allowed.at[inputs.slots].get(mode="clip"), inputs.is_guided)
+            found = sample(changed, inputs.sampling, positions)
+            fields, edits = _fields(found, logits), edits.sampled(inputs.slots, found)
+        if nodes is not None:
+            after = sample_drafts(
+                of_nodes[:, 1:], SamplingBatch() if program.is_greedy else inputs.sampling, nodes.positions
+            )
+            accepted = accept(nodes, tokens[nodes.rows], jnp.concatenate([found[:, None], after], axis=1))
+            cache, found = compact(cache, inputs.batch, nodes, accepted), accepted.last
+            fields = jnp.concatenate([fields, accepted.tokens[:, 1:], accepted.counts[:, None]], axis=1)
+        state = DeviceState(cache, state.sampled.at[inputs.slots].set(found, mode="drop"), edits, state.allowed)
+        return _constrained(state, sharding), _replicated(fields, sharding)
+
+    return jax.jit(run, static_argnames="program", donate_argnames="state", compiler_options=DECODING)
+
+
+def cache_sharding(parameters: Items[Array], num_kv_heads: int | None) -> NamedSharding | None:
+    """How a cache is sharded beside parameters: by KV heads over the axis `model` of their mesh.
+
+    Latent vectors lie on every device, as what attends to them is sharded by query heads.
+
+    Args:
+        parameters: Parameters of the model.
+        num_kv_heads: KV heads of the model. None: it caches latent vectors, which all heads need.
+
+    Returns:
+        The sharding; None if the parameters are on one device.
+
+    Raises:
+        ValueError: The axis does not divide the heads.
+    """
+    shardings = {x.sharding for x in parameters}
+    meshes = {x.mesh for x in shardings if isinstance(x, NamedSharding) and x.mesh.size > 1}
+    if not meshes:
+        return None
+    [mesh] = meshes
+    if num_kv_heads is None:
+        return NamedSharding(mesh, PartitionSpec())
+    parts = dict(mesh.shape).get("model", 1)
+    if num_kv_heads % parts:
+        raise ValueError(
+            f"The axis `model` of the mesh must divide the KV heads. Got {parts} devices for {num_kv_heads} heads."
+        )
+    # Of keys and values [L, P, page_size, Hkv, D], and of their scales [L, P, page_size, Hkv].
+    return NamedSharding(mesh, PartitionSpec(None, None, None, "model" if parts > 1 else None))
+
+
+def empty_state(model: Decoder, options: EngineOptions, sharding: NamedSharding | None) -> DeviceState:
+    """The state before the first step; no device ever holds all of a sharded cache.
+
+    Args:
+        model: The model.
+        options: Sizes.
+        sharding: Sharding of the cache.
+
+    Returns:
+        The state.
+    """
+
+    def make() -> DeviceState:
+        cache = model.init_paged_cache(options.num_pages, options.page_size, dtype=options.cache_dtype)
+        slots, vocabulary = options.max_requests, model.config.vocabulary
+        allowed = jnp.zeros((slots, -(-vocabulary // 32)), jnp.int32)
+        state = DeviceState(cache, jnp.zeros(slots, jnp.int32), Edits.empty(slots, vocabulary), allowed)
+        return _constrained(state, sharding)
+
+    return jax.jit(make)()
+
+
+def _constrained(state: DeviceState, sharding: NamedSharding | None) -> DeviceState:
+    """Fixes the sharding of the state, so that all steps have the same one and none is compiled twice."""
+    if sharding is None:
+        return state
+    cache = jax.lax.with_sharding_constraint(state.cache, sharding)
+    others = (state.sampled, state.edits, state.allowed)
+    return DeviceState(cache, *_replicated(others, sharding))
+
+
+def _replicated(tree: Any, sharding: NamedSharding | None) -> Any:
+    """Makes every device of the cache's mesh hold all of the arrays."""
+    if sharding is None:
+        return tree
+    return jax.lax.with_sharding_constraint(tree, NamedSharding(sharding.mesh, PartitionSpec()))
+
+
+def _fields(found: Int32[Array, " R"], logits: Float[Array, "R V"]) -> Int32[Array, "R fields"]:
+    """Sampled tokens, their log probabilities, and the top ones with theirs."""
+    logprobs = jax.nn.log_softmax(logits, axis=-1)
+    own = jnp.take_along_axis(logprobs, found[:, None], axis=-1)
+    best, which = jax.lax.top_k(logprobs, min(MAX_LOGPROBS, logits.shape[-1]))
+    bits = lambda x: jax.lax.bitcast_convert_type(x, jnp.int32)
+    return jnp.concatenate([found[:, None], bits(own), which.astype(jnp.int32), bits(best)], axis=-1)
+
+
+def read_row(
+    fields: Int32[np.ndarray, " fields"], top: int, drafts: int
+) -> tuple[tuple[int, ...], TokenLogprobs | None]:
+    """The sampled tokens of a row, and the log probabilities of the first.
+
+    Args:
+        fields: One row of what a step returned.
+        top: How many of the most probable tokens; -1 for no log probabilities.
+        drafts: Those of the shape of the step.
+
+    Returns:
+        Both; None for the second if there are none. There are several tokens if drafts were accepted.
+    """
+    tokens = (int(fields[0]),)
+    if drafts:
+        tokens += tuple(fields[-1 - drafts : -1][: int(fields[-1]) - 1].tolist())
+        fields = fields[: -1 - drafts]
+    if top < 0:
+        return tokens, None
+    own, tops = fields[1:2].view(np.float32), (len(fields) - 2) // 2
+    which, best = fields[2 : 2 + tops].tolist(), fields[2 + tops :].view(np.float32).tolist()
+    return tokens, TokenLogprobs(float(own[0]), tuple(zip(which, best, strict=True))[:top])
+
+
+@functools.partial(jax.jit, donate_argnames="state", static_argnames="sharding")
+def begin_penalties(
+    state: DeviceState, words: Int32[Array, " words"], *, sharding: NamedSharding | None = None
+) -> DeviceState:
+    """Writes the penalties of a request to its slot on the device.
+
+    Args:
+        state: Donated.
+        words: The result of `pack_penalties`.
+        sharding: Sharding of the cache.
+
+    Returns:
+        The state.
+    """
+    return _constrained(dataclasses.replace(state, edits=state.edits.begin(words)), sharding)
+
+
+@functools.partial(jax.jit, donate_argnames="state", static_argnames="sharding")
+def allow_tokens(
+    state: DeviceState, words: Int32[Array, " words"], *, sharding: NamedSharding | None = None
+) -> DeviceState:
+    """Writes which tokens the constraints of all slots allow next.
+
+    Args:
+        state: Donated.
+        words: The bits of all slots, one after the other.
+        sharding: Sharding of the cache.
+
+    Returns:
+        The state.
+    """
+    return _constrained(dataclasses.replace(state, allowed=words.reshape(state.allowed.shape)), sharding)
+
+
+@functools.partial(jax.jit, donate_argnames="state", static_argnames="sharding")
+def copy_state_pages(
+    state: DeviceState, words: Int32[Array, " words"], *, sharding: NamedSharding | None = None
+) -> DeviceState:
+    """Copies pages of all layers.
+
+    Args:
+        state: Donated.
+        words: One of the results of `flax_layers.serving.engine.packing.pack_copies`.
+        sharding: Sharding of the cache.
+
+    Returns:
+        The state.
+    """
+    cache = copy_pages(state.cache, *jnp.split(words, 2))
+    return _constrained(dataclasses.replace(state, cache=cache), sharding)
+
+
+@functools.partial(jax.jit, donate_argnames="state")
+def poison_pages(state: DeviceState, free: Int32[Array, " P"]) -> DeviceState:
+    """Overwrites pages with NaN. Of int8, which has none, it overwrites the scales.
+
+    Args:
+        state: Donated.
+        free: 1 for each page to overwrite, else 0.
+
+    Returns:
+        The state.
+    """
+
+    def overwrite(x: Array) -> Array:
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            return x
+        marked = free.astype(bool).reshape(1, -1, *[1] * (x.ndim - 2))  # of all layers
+        return jnp.where(marked, jnp.asarray(jnp.nan, x.dtype), x)
+
+    return dataclasses.replace(state, cache=jax.tree.map(overwrite, state.cache))

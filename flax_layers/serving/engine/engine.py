@@ -1,0 +1,373 @@
+"""The engine: takes requests, runs steps, delivers tokens."""
+
+from __future__ import annotations
+
+import collections
+import itertools
+import logging
+import threading
+from collections.abc import Callable
+from collections.abc import Sequence as Items
+
+import numpy as np
+
+from flax_layers.models import Decoder
+from flax_layers.serving.device.dispatch import Dispatched, Dispatcher
+from flax_layers.serving.device.drafts import PromptLookup
+from flax_layers.serving.device.executor import Executor
+from flax_layers.serving.device.step import read_row
+from flax_layers.serving.engine.options import EngineOptions
+from flax_layers.serving.engine.packing import pack_request
+from flax_layers.serving.engine.pages import Pages
+from flax_layers.serving.engine.requests import Deliver, Event, FinishReason, Request, TokenLogprobs, token_limit
+from flax_layers.serving.engine.scheduler import Chunk, OutOfRoom, Scheduler
+from flax_layers.serving.engine.sequence import Sequence
+from flax_layers.serving.engine.stats import COUNTED, Stats
+from flax_layers.serving.engine.ticket import Closed, Ticket
+from flax_layers.serving.guides import Guides, begin_guide
+
+_LOG = logging.getLogger(__name__)
+
+
+class Engine:
+    """Generates tokens for many requests at once, from one paged cache.
+
+    The host runs one step ahead: it dispatches a step before it reads the tokens of the one before, which the device
+    hands from step to step itself. `submit` and `cancel` may be called from any thread; `step` from one, as by `start`.
+
+    With `draft_tokens`, drafts of each request are verified in the step that follows them, as a tree: see
+    `flax_layers.serving.device.drafts` and `flax_layers.serving.device.speculation`. Tokens stay the same. Drafts need
+    known tokens, so the host does not run ahead while a request is speculated. Requests with penalties or log
+    probabilities are not.
+
+    A model whose parameters are sharded over a mesh (`from_pretrained(folder, mesh=mesh)`) is served tensor parallel:
+    the cache is sharded by KV heads, and so are its scales.
+
+    Args:
+        model: The model.
+        options: Sizes.
+        guides: Compiles the constraints of requests; None: there are none. A step with a constrained request has a
+            second transfer, a bit for each token and request. Such a request does not run ahead, so its steps are read
+            one by one, with all in them.
+        executor: Runs the steps; None: in this process.
+
+    Raises:
+        ValueError: `context`, `streaming` or `num_pages` is out of range, the model refuses `cache_dtype`, `guides` are
+            of another vocabulary, the mesh does not divide the KV heads, or model and options are not batch invariant
+            alike, on one device.
+
+    Example:
+        >>> from flax import nnx
+        >>> from flax_layers.models import LayerConfig, ModelConfig
+        >>> config = ModelConfig(
+        ...     vocabulary=64, width=16, mlp_width=32, num_heads=2, num_kv_heads=1, head_dim=8,
+        ...     layers=(LayerConfig(),), max_positions=64,
+        ... )
+        >>> options = EngineOptions(max_requests=2, max_step_tokens=16, num_pages=16, page_size=8)
+        >>> engine, events = Engine(Decoder(config, rngs=nnx.Rngs(0)), options), []
+        >>> ticket = engine.submit(Request((1, 2, 3), max_tokens=4), events.append)
+        >>> while engine.step():
+        ...     pass
+        >>> sum(len(event.tokens) for event in events), events[-1].finish_reason
+        (4, 'length')
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        options: EngineOptions = EngineOptions(),  # noqa: B008  frozen
+        guides: Guides | None = None,
+        executor: Executor | None = None,
+    ):
+        self.config, self.options, self._guides = model.config, options, guides
+        if guides is not None and guides.vocabulary != model.config.vocabulary:
+            raise ValueError(
+                f"`guides` must be of the {model.config.vocabulary} tokens of the model. Got {guides.vocabulary}."
+            )
+        self.context = options.context_of(model.config)
+        self._executor = Executor(model, options) if executor is None else executor
+        self._dispatcher = Dispatcher(self._executor, options, model.config)
+        windows = model.config.windows
+        self._pages = Pages(options, model.config, None if None in windows else max(filter(None, windows)))
+        self._scheduler = Scheduler(options, self._pages)
+        self._dispatched: Dispatched | None = None
+        self._numbers = itertools.count()
+        self._counts: collections.Counter[str] = collections.Counter()
+        self._changed = threading.Condition()
+        self._inbox: list[Sequence] = []
+        self._cancelled: list[Sequence] = []
+        self._closed = False
+        self._thread: threading.Thread | None = None
+
+    def submit(self, request: Request, deliver: Deliver) -> Ticket:
+        """Takes a request.
+
+        Args:
+            request: What to generate.
+            deliver: Receives its events. The last one has a `finish_reason`.
+
+        Returns:
+            What cancels it.
+
+        Raises:
+            ValueError: The request can never run: too long, a token that the model does not know, or a constraint that
+                does not compile.
+            QueueFull: Too many requests wait.
+            Closed: The engine shuts down.
+        """
+        [ticket] = self.submit_samples([request], [deliver])
+        return ticket
+
+    def submit_samples(self, requests: Items[Request], deliver: Items[Deliver]) -> list[Ticket]:
+        """Takes several samples of one prompt, which is computed once for all of them; or none, if it raises.
+
+        Args:
+            requests: Of one prompt and one namespace.
+            deliver: Receives the events of each.
+
+        Returns:
+            What cancels each.
+
+        Raises:
+            ValueError: Their prompts or namespaces differ, or as for `submit`.
+            QueueFull: Too many requests wait.
+            Closed: The engine shuts down.
+        """
+        if len({(request.prompt, request.namespace) for request in requests}) > 1:
+            raise ValueError("`requests` must have one prompt and one namespace. Submit others on their own.")
+        samples = [self._sequence(*pair) for pair in zip(requests, deliver, strict=True)]
+        with self._changed:
+            if self._closed:
+                raise Closed("The engine takes no more requests: it is shutting down. Send them to another server.")
+            self._scheduler.check_room(len(self._inbox), len(samples))
+            for sequence in samples:
+                sequence.number = next(self._numbers)
+                sequence.samples = samples if len(samples) > 1 else []
+            self._inbox += samples
+            self._changed.notify()
+        return [Ticket(sequence, self._cancel) for sequence in samples]
+
+    def step(self) -> bool:
+        """Dispatches a step, then reads the one before. A step that fails ends its requests with an error.
+
+        Returns:
+            Whether there is more to do.
+        """
+        self._take_in()
+        chunks = self._schedule()
+        try:
+            following = self._dispatch(chunks) if chunks else None
+        except Exception as error:  # whatever the device raises: its requests fail, and the others must not hang
+            self._drain()
+            self._fail(chunks, error, is_intact=self._executor.is_intact())
+        else:
+            self._drain(following)
+        with self._changed:
+            return self._has_work()
+
+    def warm_up(self, report: Callable[[int, int], None] = lambda done, total: None) -> None:
+        """Compiles every program that a step may need, so that none is compiled later.
+
+        Args:
+            report: Called with the number of programs that are compiled, and of all, after each. What it raises ends
+                the warm-up.
+        """
+        self._dispatcher.warm_up(report)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a thread runs the engine, and takes requests."""
+        return self._thread is not None and self._thread.is_alive() and not self._closed
+
+    def stats(self) -> Stats:
+        """Counts of the engine at this moment."""
+        return Stats(
+            running=len(self._scheduler.running),
+            waiting=len(self._scheduler.waiting) + len(self._inbox),
+            free_pages=self._pages.free,
+            cached_pages=self._pages.cached,
+            used_pages=self._pages.used,
+            **{name: getattr(self._scheduler, name) for name in ("preemptions", "prompt_tokens", "hit_tokens")},
+            **{name: self._counts[name] for name in COUNTED},
+        )
+
+    def check(self) -> None:
+        """Raises AssertionError unless every page is free, cached or in use, once; for tests and debugging."""
+        self._pages.check(self._scheduler.running)
+
+    def start(self) -> None:
+        """Runs the engine in a thread of its own, until `stop`."""
+        self._thread = threading.Thread(target=self._loop, name="jflex-engine", daemon=True)
+        self._thread.start()
+
+    def stop(self, grace: float = 0.0) -> None:
+        """Refuses new requests, lets the others go on for a while, and ends what is left with `cancelled`.
+
+        Args:
+            grace: Seconds.
+        """
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+            if self._thread is not None:
+                self._changed.wait_for(lambda: not self._has_work(), grace)
+            self._cancelled += [*self._inbox, *self._scheduler.waiting, *self._scheduler.running]
+            self._changed.notify_all()
+        if self._thread is not None:
+            self._thread.join()
+        else:
+            while self.step():
+                pass
+        self._executor.close()
+
+    def _sequence(self, request: Request, deliver: Deliver) -> Sequence:
+        limit = token_limit(request, self.context, self._pages.longest, self.config.vocabulary)
+        words = pack_request(request)
+        is_speculated = self.options.draft_tokens > 0 and request.may_be_speculated
+        lookup = PromptLookup(request.prompt, self.options.draft_match) if is_speculated else None
+        guide = begin_guide(self._guides, request)
+        return Sequence(request, limit, deliver, words, lookup=lookup, guide=guide)
+
+    def _loop(self) -> None:
+        try:
+            while True:
+                with self._changed:
+                    self._changed.wait_for(lambda: self._closed or self._has_work())
+                    if not self._has_work():
+                        return
+                if not self.step():
+                    with self._changed:
+                        self._changed.notify_all()
+        except BaseException as error:
+            self._break_down(error)  # a fault of the engine itself; no client may wait for ever
+            raise
+
+    def _break_down(self, error: BaseException) -> None:
+        with self._changed:
+            self._closed = True
+            left = [*self._inbox, *self._scheduler.waiting, *self._scheduler.running]
+            self._dispatched = None
+            for group in (self._inbox, self._cancelled, self._scheduler.waiting, self._scheduler.running):
+                group.clear()
+            self._changed.notify_all()
+        for sequence in left:
+            sequence.finish_reason = "error"
+            self._deliver(sequence, Event(finish_reason="error", error=f"The engine broke down: {error!r}"))
+
+    def _has_work(self) -> bool:
+        scheduler = self._scheduler
+        waiting = self._inbox or self._cancelled or scheduler.waiting or scheduler.running
+        return bool(waiting or self._dispatched)
+
+    def _cancel(self, sequence: Sequence) -> None:
+        with self._changed:
+            self._cancelled.append(sequence)
+            self._changed.notify_all()
+
+    def _take_in(self) -> None:
+        with self._changed:
+            arrived, cancelled = [*self._inbox], [*self._cancelled]
+            self._inbox.clear()
+            self._cancelled.clear()
+        for sequence in arrived:
+            self._scheduler.add(sequence)
+        for sequence in cancelled:
+            if sequence.finish_reason is None:
+                self._end(sequence, "cancelled", "The server is shutting down." if self._closed else "")
+
+    def _schedule(self) -> list[Chunk]:
+        if not all(sequence.runs_ahead for sequence in self._scheduler.running):
+            self._drain()
+            self._follow_constraints()
+        try:
+            return self._scheduler.schedule(may_preempt=self._dispatched is None)
+        except OutOfRoom:
+            self._drain()  # what ends with it returns its pages
+            return self._scheduler.schedule(may_preempt=True)
+
+    def _drain(self, following: Dispatched | None = None) -> None:
+        """Reads the dispatched step, which another one may follow: that fails with it."""
+        dispatched, self._dispatched = self._dispatched, following
+        try:
+            if dispatched is not None:
+                self._read(dispatched)
+        except Exception as error:  # as in `step`
+            self._dispatched = None
+            self._fail([chunk for x in (dispatched, following) if x is not None for chunk in x.chunks], error)
+
+    def _follow_constraints(self) -> None:
+        """Computes which tokens may come next, and ends sequences that none may follow."""
+        guided = [(x, x.guide) for x in self._scheduler.running if x.guide is not None]
+        if self._guides is not None:
+            self._guides.allow([guide for _, guide in guided])
+        for sequence, guide in guided:
+            if guide.error:
+                self._end(sequence, "error", f"`constraint` cannot be followed any further: {guide.error}")
+            elif guide.is_complete:
+                self._end(sequence, "stop")
+
+    def _dispatch(self, chunks: list[Chunk]) -> Dispatched:
+        if self.options.poison:
+            self._executor.poison(self._pages.free_mask())
+        dispatched = self._dispatcher.run(chunks)
+        self._counts["steps"] += 1
+        self._counts["cascade_steps"] += dispatched.program.is_cascade
+        return dispatched
+
+    def _read(self, dispatched: Dispatched) -> None:
+        """Waits for a step, and delivers its tokens."""
+        chunks, program, results = dispatched
+        fields = np.asarray(results)  # may raise; then the requests of the step fail
+        for chunk, row in zip(chunks, fields[: len(chunks)], strict=True):
+            sequence = chunk.sequence
+            if chunk.samples and sequence.finish_reason is None:
+                tokens, logprobs = read_row(row, sequence.top_logprobs, program.shape.drafts)
+                self._counts["drafted_tokens"] += len(chunk.draft.tokens)
+                self._counts["accepted_tokens"] += len(tokens) - 1
+                self._append(sequence, tokens, logprobs)
+
+    def _append(self, sequence: Sequence, tokens: tuple[int, ...], logprobs: TokenLogprobs | None) -> None:
+        """Makes a pending token of a sequence known, and those after accepted drafts."""
+        reason = None
+        with sequence.alone():
+            tokens, reason = sequence.append(tokens)
+        if sequence.fault is not None:
+            self._end(sequence, "error", f"{type(sequence.fault).__name__}: {sequence.fault}", keep=False)
+            return
+        if reason is not None:
+            self._scheduler.finish(sequence, reason)
+        elif sequence.lookup is not None:
+            self._pages.trim(sequence)
+        self._counts["generated_tokens"] += len(tokens)
+        self._deliver(sequence, Event(tokens, () if logprobs is None else (logprobs,) * len(tokens), reason))
+
+    def _end(self, sequence: Sequence, reason: FinishReason, error: str = "", *, keep: bool = True) -> None:
+        self._scheduler.finish(sequence, reason, keep=keep)
+        self._deliver(sequence, Event(finish_reason=reason, error=error))
+
+    def _deliver(self, sequence: Sequence, event: Event) -> None:
+        try:
+            sequence.deliver(event)
+        except Exception:  # whatever the function of the caller raises ends this request alone
+            _LOG.exception("Request %d: its events cannot be delivered.", sequence.number)
+            if sequence.finish_reason is None:
+                self._scheduler.finish(sequence, "error")
+
+    def _fail(self, chunks: Items[Chunk], error: Exception, *, is_intact: bool = False) -> None:
+        """Ends the requests of failed steps, and computes the others again whose keys may be lost.
+
+        If the device still has its state, only prefixes may be: those of the namespaces in the steps, since chunks
+        share their pages before they are written.
+        """
+        self._counts["failures"] += 1
+        for sequence in dict.fromkeys(chunk.sequence for chunk in chunks):
+            if sequence.finish_reason is None:
+                self._end(sequence, "error", f"{type(error).__name__}: {error}", keep=False)
+        lost = {chunk.sequence.request.namespace for chunk in chunks} if is_intact else None
+        for sequence in self._scheduler.running[::-1]:
+            if lost is None or sequence.request.namespace in lost:
+                sequence.pending = 0  # what was sampled is sampled again
+                self._scheduler.preempt(sequence, keep=False)
+        self._pages.clear(lost)
+        if not is_intact:
+            self._executor.reset()

@@ -1,0 +1,281 @@
+"""Sizes of the engine, and the shapes that it compiles."""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+from typing import NamedTuple
+
+from flax_layers.attention.streaming import Streaming
+from flax_layers.models import ModelConfig
+from flax_layers.models.cache_dtype import check_cache_name
+from flax_layers.serving.device.drafts import MAX_DRAFTS
+
+_SMALL_TABLE = 64
+"""Pages of a request up to which all steps share one width of the table: 64 rows of it are 16 KB to transfer."""
+
+_FARTHEST = 1 << 24
+"""Tokens of a text at most: a request with penalties sends a number for each to the device."""
+
+
+class Shape(NamedTuple):
+    """The shape of a step.
+
+    Attributes:
+        tokens: Packed tokens, with padding.
+        rows: Requests, with padding.
+        pages: Width of the page table.
+        drafts: Drafted tokens of a request at most; 0 for a program that verifies none.
+    """
+
+    tokens: int
+    rows: int
+    pages: int
+    drafts: int = 0
+
+
+class Program(NamedTuple):
+    """A compiled step.
+
+    Attributes:
+        shape: The shape of the step.
+        is_greedy: Whether all rows take the most probable token, without penalties, constraints and log probabilities:
+            it neither draws nor sorts.
+        is_cascade: Whether the first rows share a prefix, which is read once, and each row has one token.
+    """
+
+    shape: Shape
+    is_greedy: bool = False
+    is_cascade: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineOptions:
+    """Sizes of the engine.
+
+    Attributes:
+        max_requests: Requests that run at once; others wait.
+        max_step_tokens: Tokens of a step. Decoding requests get theirs first, one each; what is left is for chunks of
+            prompts. A larger budget shortens the time to the first token and lengthens the steps of those that decode.
+        num_pages: Pages of the cache, page 0 included, which holds no tokens.
+        page_size: Tokens in a page, 1 to 256. Prefixes are shared in whole pages.
+        cache_dtype: Of the keys and values in the cache: ``int8``, ``float8_e4m3fn`` or ``float8_e5m2``, with a scale
+            for each token and head; of latent vectors ``float8_e4m3fn``. None: the dtype of the model. Eight bits take
+            about half the memory of bfloat16 and round keys and values; the guide of `jflex` says how much.
+        context: Positions of a sequence, prompt included; None: those of the model.
+        max_waiting: Requests that may wait, beside those that can start at once; more are refused.
+        streaming: Sequences attend to sinks and a window alone, and keep no other pages. `context` may then be longer
+            than the positions of the model and the cache. None: they attend to all their tokens.
+        prefix_cache: Whether pages of prompts and outputs are kept for requests that begin alike.
+        cascade_bytes: Requests that share a prefix read it once for all, if that saves so many bytes of a layer in a
+            step; see `flax_layers.serving.engine.shared_prefix`. None: never.
+        draft_tokens: Tokens of a request that are drafted and verified in a step at most, 0 to 31; 0: no speculation.
+            Drafts are what followed the last tokens at earlier places of the request. They make steps fewer and
+            larger: worth it for text that repeats its prompt, while a step takes as long for a few more tokens.
+        draft_match: Tokens that must match for that.
+        batch_invariant: A request gets the same bits, whatever else is in the batch, from a model whose
+            `attention_config` has `batch_invariant`; the guide says how far that goes. There is one shape, with
+            `max_step_tokens` tokens: a step of one token takes as long. There is one program, and no cascade.
+        poison: Overwrites free pages with NaN before each step, so that a read of one shows in the output; for tests.
+
+    Raises:
+        ValueError: A size is out of range, or `cache_dtype` is another dtype.
+
+    Example:
+        >>> EngineOptions(max_requests=16, max_step_tokens=512, num_pages=1000).rows
+        (1, 4, 16)
+    """
+
+    max_requests: int = 64
+    max_step_tokens: int = 2048
+    num_pages: int = 1024
+    page_size: int = 64
+    cache_dtype: str | None = None
+    context: int | None = None
+    max_waiting: int = 1024
+    streaming: Streaming | None = None
+    prefix_cache: bool = True
+    cascade_bytes: int | None = 100_000_000
+    draft_tokens: int = 0
+    draft_match: int = 2
+    batch_invariant: bool = False
+    poison: bool = False
+
+    def __post_init__(self) -> None:
+        sizes = {"max_requests": 1, "max_step_tokens": 1, "num_pages": 2, "max_waiting": 0, "draft_match": 1}
+        for name, least in sizes.items():
+            if getattr(self, name) < least:
+                raise ValueError(f"`{name}` must be at least {least}. Got {getattr(self, name)}.")
+        if self.cascade_bytes is not None and self.cascade_bytes < 1:
+            raise ValueError(
+                f"`cascade_bytes` must be at least 1. Got {self.cascade_bytes}. Pass None to read prefixes for each "
+                "request."
+            )
+        if not 0 <= self.draft_tokens <= MAX_DRAFTS:
+            raise ValueError(
+                f"`draft_tokens` must be from 0 to {MAX_DRAFTS}. Got {self.draft_tokens}. Use 0 for no speculation."
+            )
+        if self.draft_tokens and self.streaming is not None:
+            raise ValueError(
+                "`draft_tokens` must be 0 with `streaming`, which does not verify trees of drafts. Got "
+                f"{self.draft_tokens}. Leave one of them out."
+            )
+        self._check_invariant()
+        check_cache_name(self.cache_dtype)
+        if not 1 <= self.page_size <= 256:
+            raise ValueError(f"`page_size` must be from 1 to 256. Got {self.page_size}. 16 to 64 suit most models.")
+        if self.max_step_tokens < self.max_requests:
+            raise ValueError(
+                f"`max_step_tokens` must be at least `max_requests`, so that every request gets a token in each step. "
+                f"Got {self.max_step_tokens} and {self.max_requests}."
+            )
+
+    def _check_invariant(self) -> None:
+        """Refuses what divides the keys of a request by what else runs: drafts by the budget, windows by the chunks."""
+        if not self.batch_invariant:
+            return
+        if self.draft_tokens:
+            raise ValueError(
+                "`draft_tokens` must be 0 with `batch_invariant`: other requests decide how many drafts there is room "
+                f"for, and so how sums are ordered. Got {self.draft_tokens}. Leave one of them out."
+            )
+        if self.streaming is not None:
+            raise ValueError(
+                "`streaming` must be None with `batch_invariant`: chunks of a prompt, whose sizes depend on other "
+                f"requests, decide where its splits begin. Got {self.streaming}. Leave one of them out."
+            )
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """Buckets of decoding requests: powers of 4."""
+        return _ladder(1, self.max_requests)
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """Buckets of tokens in a step that holds a chunk of a prompt."""
+        least = self.max_step_tokens if self.batch_invariant else min(128, self.max_step_tokens)
+        return _ladder(least, self.max_step_tokens)
+
+    def context_of(self, config: ModelConfig) -> int:
+        """Positions of a sequence.
+
+        Args:
+            config: Configuration of the model.
+
+        Returns:
+            `context`, or the positions of the model.
+
+        Raises:
+            ValueError: `context` is out of range, or there is `streaming` for a model with latent attention.
+        """
+        context = config.max_positions if self.context is None else self.context
+        if self.streaming is not None:
+            return self._streamed(context, config)
+        if not 2 <= context <= config.max_positions:
+            raise ValueError(
+                f"`context` must be from 2 to the {config.max_positions} positions that the model was made for. Got "
+                f"{context}. `streaming` allows more."
+            )
+        return context
+
+    def _streamed(self, context: int, config: ModelConfig) -> int:
+        assert self.streaming is not None
+        if config.latent is not None:
+            raise ValueError(
+                "`streaming` must be None for a model with latent attention, whose cache holds keys that are rotated "
+                f"already. Got {self.streaming}. Leave it out."
+            )
+        if self.streaming.size > config.max_positions:
+            raise ValueError(
+                f"`sinks` and `window` of `streaming` together must be at most the {config.max_positions} positions "
+                f"that the model was made for. Got {self.streaming.sinks} and {self.streaming.window}. Lower `window`."
+            )
+        if not 2 <= context <= _FARTHEST:
+            raise ValueError(
+                f"`context` must be from 2 to {_FARTHEST} with `streaming`, the tokens that penalties count at most. "
+                f"Got {context}."
+            )
+        return context
+
+    def least_pages(self, config: ModelConfig) -> int:
+        """Pages that a request needs to go on to the end of the context, if no prefix is shared."""
+        whole = -(-self.context_of(config) // self.page_size)
+        return whole if self.streaming is None else min(whole, self._streamed_pages(1))
+
+    def _streamed_pages(self, chunk: int) -> int:
+        """Pages that hold the sinks, or a shared prefix, and the windows of a chunk, at whatever offset they begin."""
+        assert self.streaming is not None
+        pages = lambda tokens: -(-tokens // self.page_size)
+        shared = self.streaming.size // self.page_size if chunk > 1 else 0
+        return max(pages(self.streaming.sinks), shared) + pages(self.streaming.window + chunk - 2) + 1
+
+    def most_pages(self, config: ModelConfig) -> int:
+        """Pages that a request holds at most: those of the context, or what `streaming` leaves of them."""
+        whole = -(-self.context_of(config) // self.page_size)
+        return whole if self.streaming is None else min(whole, self._streamed_pages(self.max_step_tokens))
+
+    def pages(self, config: ModelConfig) -> tuple[int, ...]:
+        """Buckets of the pages of a request: all of the context, and a quarter of it if that makes tables much smaller.
+
+        The width of a page table decides between the two sets of factors of LongRoPE. All steps must rotate keys alike,
+        so such a model has one bucket, and `context` decides.
+        """
+        most = min(self.most_pages(config), self.num_pages - 1)
+        has_one = most <= _SMALL_TABLE or len(config.context_limits) > 1 or self.batch_invariant
+        return (most,) if has_one else (-(-most // 4), most)
+
+    def shapes(self, config: ModelConfig) -> tuple[Shape, ...]:
+        """All shapes that a step can have: `shape_for` returns no other."""
+        widths = self.pages(config)
+        mixed = [Shape(tokens, self.max_requests, pages) for tokens in self.tokens for pages in widths]
+        if self.batch_invariant:
+            return tuple(mixed)
+        decoding = [Shape(rows, rows, pages) for rows in self.rows for pages in widths]
+        drafted = []
+        if self.draft_tokens:
+            drafted = [Shape(self._drafted(rows), rows, pages, self.draft_tokens) for rows, _, pages, _ in decoding]
+            drafted += [shape._replace(drafts=self.draft_tokens) for shape in mixed]
+        return tuple(dict.fromkeys(decoding + mixed + drafted))
+
+    def shape_for(
+        self, tokens: int, rows: int, pages: int, config: ModelConfig, *, drafts: bool = False, forks: bool = False
+    ) -> Shape:
+        """The least shape that holds a step.
+
+        Args:
+            tokens: Number of tokens in the step.
+            rows: Number of requests in it.
+            pages: The largest number of pages of a request.
+            config: Configuration of the model.
+            drafts: Whether some of the tokens are drafted.
+            forks: Whether some of the requests have no token.
+
+        Returns:
+            The shape.
+        """
+        width, bucket = _least(self.pages(config), pages), _least(self.rows, rows)
+        if drafts and tokens <= self._drafted(bucket):
+            return Shape(self._drafted(bucket), bucket, width, self.draft_tokens)
+        if tokens == rows and not forks and not self.batch_invariant:
+            return Shape(bucket, bucket, width)
+        return Shape(_least(self.tokens, tokens), self.max_requests, width, self.draft_tokens if drafts else 0)
+
+    def _drafted(self, rows: int) -> int:
+        """Tokens of so many requests with drafts."""
+        return min(rows * (1 + self.draft_tokens), self.max_step_tokens)
+
+
+def _ladder(first: int, last: int) -> tuple[int, ...]:
+    """From the first to the last, each 4 times the one before.
+
+    >>> _ladder(1, 24)
+    (1, 4, 16, 24)
+    """
+    steps = [first]
+    while steps[-1] * 4 < last:
+        steps.append(steps[-1] * 4)
+    return (*steps, *([last] if last > steps[-1] else []))
+
+
+def _least(buckets: tuple[int, ...], size: int) -> int:
+    return buckets[bisect.bisect_left(buckets, size)]

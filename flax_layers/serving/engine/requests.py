@@ -1,0 +1,178 @@
+"""Requests to the engine, and the events that it sends back."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Hashable
+from typing import Literal, NamedTuple
+
+from flax_layers.sampling import Sampling, checked_integer
+from flax_layers.serving.constraints import Constraint
+from flax_layers.serving.device.penalties import Penalties
+
+FinishReason = Literal["stop", "length", "cancelled", "error"]
+"""`stop`: a stop token was sampled, or the text of a constraint is complete. `length`: `max_tokens` or the context
+length was reached. `cancelled`: by the client or by shutdown. `error`: the step of the request failed, or no token can
+follow its constraint."""
+
+MAX_LOGPROBS = 20
+"""Top log probabilities that a request may ask for; as in OpenAI's API."""
+
+MAX_STOP_TOKENS = 1024
+"""Stop tokens of a request, at most."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """One sequence to generate.
+
+    Attributes:
+        prompt: Its tokens, at least one.
+        max_tokens: How many tokens to generate at most; None: as many as the context and the cache hold.
+        sampling: How tokens are chosen.
+        penalties: How logits are changed before.
+        stop_tokens: End the sequence; the one that does is not part of the output. At most 1024.
+        logprobs: None: no log probabilities. Otherwise those of the sampled tokens and of so many top tokens.
+        namespace: Requests share cached prefixes only within a namespace: a tenant, an adapter, a salt.
+        constraint: What the generated text must match; None for any text. The engine needs `guides` for it.
+
+    Raises:
+        TypeError: A field has a wrong type.
+        ValueError: A field is out of range.
+
+    Example:
+        >>> Request((1, 2, 3), max_tokens=8).prompt
+        (1, 2, 3)
+        >>> Request(())
+        Traceback (most recent call last):
+        ValueError: `prompt` must hold at least one token. Got none. Begin it with the token that begins a text.
+    """
+
+    prompt: tuple[int, ...]
+    max_tokens: int | None = None
+    sampling: Sampling = Sampling()  # noqa: RUF009  frozen
+    penalties: Penalties = Penalties()  # noqa: RUF009  frozen
+    stop_tokens: tuple[int, ...] = ()
+    logprobs: int | None = None
+    namespace: Hashable = None
+    constraint: Constraint | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("prompt", "stop_tokens"):
+            tokens = tuple(getattr(self, name))
+            if not all(type(x) is int for x in tokens):
+                tokens = tuple(checked_integer(f"{name}[{n}]", x) for n, x in enumerate(tokens))
+            object.__setattr__(self, name, tokens)
+        if len(self.stop_tokens) > MAX_STOP_TOKENS:
+            raise ValueError(
+                f"`stop_tokens` must be at most {MAX_STOP_TOKENS} tokens. Got {len(self.stop_tokens)}. Leave some out."
+            )
+        if not self.prompt:
+            raise ValueError(
+                "`prompt` must hold at least one token. Got none. Begin it with the token that begins a text."
+            )
+        if self.max_tokens is not None and checked_integer("max_tokens", self.max_tokens) < 1:
+            raise ValueError(
+                f"`max_tokens` must be at least 1. Got {self.max_tokens}. Leave it out to use the whole context."
+            )
+        if self.logprobs is not None and not 0 <= checked_integer("logprobs", self.logprobs) <= MAX_LOGPROBS:
+            raise ValueError(
+                f"`logprobs` must be from 0 to {MAX_LOGPROBS}. Got {self.logprobs}. Ask for fewer, or leave it out."
+            )
+
+    @functools.cached_property
+    def is_greedy(self) -> bool:
+        """Whether the most probable tokens are all that is wanted: no draws, no log probabilities, no other logits."""
+        is_plain = not self.penalties and self.constraint is None
+        return self.sampling.temperature == 0 and is_plain and self.logprobs is None
+
+    @property
+    def may_be_speculated(self) -> bool:
+        """Whether its tokens may be drafted: no token changes the logits after it, and no log probabilities return."""
+        return not self.penalties and self.logprobs is None and self.constraint is None
+
+
+class TokenLogprobs(NamedTuple):
+    """Log probabilities (natural) at one position, of the model's own distribution: before temperature and truncation.
+
+    Attributes:
+        logprob: Log probability of the sampled token.
+        top: The most probable tokens with theirs, as many as the request asked for, the most probable one first.
+    """
+
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+class Event(NamedTuple):
+    """The result of a step for one request.
+
+    Attributes:
+        tokens: New tokens, without the one that stopped the sequence.
+        logprobs: One for each of them, if the request asked for them.
+        finish_reason: None while the sequence goes on. No event follows one that has a reason.
+        error: Why the request failed, for `error` and for `cancelled` by a shutdown.
+    """
+
+    tokens: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    finish_reason: FinishReason | None = None
+    error: str = ""
+
+
+Deliver = Callable[[Event], None]
+"""Takes the events of a request. The engine's thread calls it, so it must return at once. What it raises ends the
+request."""
+
+
+def token_limit(request: Request, context: int, cache_tokens: int, vocabulary: int) -> int:
+    """How many tokens a request may generate.
+
+    Args:
+        request: The request.
+        context: Positions of a sequence.
+        cache_tokens: Tokens that all pages together hold.
+        vocabulary: Vocabulary size of the model.
+
+    Returns:
+        `max_tokens`, or what fits if it is None.
+
+    Raises:
+        ValueError: The prompt or `max_tokens` does not fit, or a token is not in the vocabulary.
+    """
+    prompt, room = len(request.prompt), min(context, cache_tokens)
+    least, most = min(request.prompt), max(request.prompt)
+    if not 0 <= least <= most < vocabulary:
+        raise ValueError(
+            f"`prompt` must hold tokens from 0 to {vocabulary - 1}, the last one of the model. It holds {least} to "
+            f"{most}. Use the model's own tokenizer."
+        )
+    for token, _ in request.penalties.logit_bias:
+        if not 0 <= token < vocabulary:
+            raise ValueError(f"`logit_bias` must be of tokens from 0 to {vocabulary - 1}. Got {token}.")
+    limit = "the context length" if context <= cache_tokens else "what the pages of the cache hold"
+    if prompt >= room:
+        raise ValueError(
+            f"`prompt` must be shorter than {room} tokens, {limit}, so that a token can follow. Got {prompt}. Shorten "
+            "it."
+        )
+    if request.max_tokens is None:
+        return room - prompt
+    if prompt + request.max_tokens > room:
+        raise ValueError(
+            f"`prompt` and `max_tokens` together must be at most {room} tokens, {limit}. Got {prompt} and "
+            f"{request.max_tokens}. Shorten the prompt, or lower `max_tokens` to {room - prompt}."
+        )
+    return request.max_tokens
+
+
+def finite(logprob: float) -> float:
+    """A log probability for JSON, which has no infinity: at least -9999.
+
+    Example:
+        >>> finite(float("-inf")), finite(-0.5)
+        (-9999.0, -0.5)
+    """
+    return max(logprob, -9999.0) if not math.isnan(logprob) else -9999.0

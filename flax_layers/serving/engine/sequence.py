@@ -1,0 +1,156 @@
+"""A request in progress: its tokens, its pages, and how many positions are computed."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+
+import numpy as np
+from jaxtyping import Int32
+
+from flax_layers.serving.device.drafts import Draft, PromptLookup
+from flax_layers.serving.engine.requests import Deliver, FinishReason, Request
+from flax_layers.serving.guides import Guide
+from jflex.paged import PrefixHit
+
+PageCopy = tuple[int, int]
+"""A page to read, and one to write."""
+
+
+@dataclasses.dataclass(eq=False)
+class Sequence:
+    """The state of a request on the host.
+
+    The host runs ahead of the device by one step, so a token that was sampled may not be known yet: it is pending, and
+    the next step takes it from the device.
+
+    Attributes:
+        request: The request.
+        limit: Tokens to generate at most.
+        deliver: Receives the events.
+        words: Its parameters as the device gets them in each step; see `packing.pack_request`.
+        number: Counts sequences in the order of arrival, which is the order of service.
+        tokens: The known tokens, prompt first.
+        pending: Tokens that were sampled and have not been read.
+        computed: Positions whose keys and values are in the cache, or will be when the dispatched steps have run.
+        prefix: Its cached prefix, locked while it runs.
+        pages: Those of the positions, in order: those of the prefix, then its own; 0 for those that were dropped.
+        dropped: With `streaming`, tokens behind the sinks whose pages are not in `pages` any more.
+        slot: Its place in the state on the device; None while it waits.
+        is_edited: Whether the device knows its penalties, in this slot.
+        hit: Tokens that it need not compute when it is admitted first: they are in the prefix cache, or another sample
+            of the prompt computes them; None before.
+        lookup: Drafts its next tokens; None: it is not speculated.
+        finish_reason: None until it ends.
+        guide: Follows its constraint; None without one. It has taken the known tokens after the prompt.
+        samples: The samples of its prompt that were submitted together, itself included; empty if it is the only one.
+        copies: Pages to copy to its own for its next chunk: source and destination.
+        fault: An error on the host, which ends it when its next token is read.
+    """
+
+    request: Request
+    limit: int
+    deliver: Deliver
+    words: Int32[np.ndarray, " words"] = dataclasses.field(repr=False)
+    number: int = 0
+    tokens: list[int] = dataclasses.field(default_factory=list)
+    pending: int = 0
+    computed: int = 0
+    prefix: PrefixHit | None = None
+    pages: list[int] = dataclasses.field(default_factory=list)
+    dropped: int = 0
+    slot: int | None = None
+    is_edited: bool = False
+    hit: int | None = None
+    lookup: PromptLookup | None = None
+    finish_reason: FinishReason | None = None
+    guide: Guide | None = None
+    samples: list[Sequence] = dataclasses.field(default_factory=list, repr=False)
+    copies: tuple[PageCopy, ...] = ()
+    fault: Exception | None = None
+
+    def __post_init__(self) -> None:
+        self.tokens = list(self.request.prompt)
+        self._stops = frozenset(self.request.stop_tokens)
+
+    def append(self, tokens: tuple[int, ...]) -> tuple[tuple[int, ...], FinishReason | None]:
+        """Makes a pending token known, and the tokens after accepted drafts, whose keys are in the cache.
+
+        Args:
+            tokens: The tokens.
+
+        Returns:
+            Those to deliver, and why the sequence ends; what follows its end is dropped.
+
+        """
+        self.pending -= 1
+        self.computed += len(tokens) - 1
+        for number, token in enumerate(tokens):
+            self.tokens.append(token)
+            if token in self._stops:
+                return tokens[:number], "stop"
+            if self.guide is not None:
+                self.guide.advance(token)
+                if self.guide.is_complete:
+                    return tokens[: number + 1], "stop"
+            if len(self.tokens) - len(self.request.prompt) == self.limit:
+                return tokens[: number + 1], "length"
+        return tokens, None
+
+    def draft(self, most: int) -> Draft:
+        """Drafts its next tokens.
+
+        Args:
+            most: How many at most.
+
+        Returns:
+            The drafts.
+        """
+        assert self.lookup is not None
+        with self.alone():
+            return self.lookup.draft(self.tokens, most)
+        return Draft()
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """Keeps an error on the host as the `fault` of this sequence, so that the step goes on."""
+        try:
+            yield
+        except Exception as error:  # whatever a constraint or a look-up raises
+            self.fault = error
+
+    @property
+    def length(self) -> int:
+        """Tokens, pending ones included."""
+        return len(self.tokens) + self.pending
+
+    @property
+    def missing(self) -> int:
+        """Tokens that a step must compute before the next one can be sampled."""
+        return self.length - self.computed
+
+    @property
+    def generated(self) -> int:
+        """Tokens that were sampled, pending ones included."""
+        return self.length - len(self.request.prompt)
+
+    @property
+    def own_pages(self) -> list[int]:
+        """The pages that belong to the sequence, not to the prefix cache."""
+        return [page for page in self.pages[0 if self.prefix is None else len(self.prefix.pages) :] if page]
+
+    @property
+    def is_done(self) -> bool:
+        """Whether nothing is left to dispatch: it has ended, or ends when its pending tokens are read."""
+        return self.finish_reason is not None or self.generated >= self.limit
+
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether its next step can be dispatched before the last one is read: it depends on no token but by value."""
+        return self.guide is None and self.lookup is None
+
+    @property
+    def top_logprobs(self) -> int:
+        """Top tokens whose log probabilities are delivered; -1 for none, and not that of the sampled token either."""
+        return -1 if self.request.logprobs is None else self.request.logprobs

@@ -1,0 +1,101 @@
+"""Which requests of a step share a prefix, and whether it pays to read its keys once for all of them: a cascade."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Sequence as Items
+from typing import NamedTuple
+
+from flax_layers.serving.engine.options import EngineOptions, Shape
+from flax_layers.serving.engine.scheduler import Chunk
+from jflex.paged import PrefixHit
+
+
+class Shared(NamedTuple):
+    """A step's shared prefix.
+
+    Attributes:
+        requests: How many requests share it, counted from the first one of the step.
+        tokens: Its tokens; whole pages.
+    """
+
+    requests: int = 0
+    tokens: int = 0
+
+
+class SharedPrefixes:
+    """Finds the shared prefix of a step, if it pays.
+
+    A cascade reads the prefix once instead of once for each request, and then merges two outputs. What it saves, in
+    bytes of a layer, is `(requests - 1) * tokens * token_bytes`. It is used if that is at least `cascade_bytes`. The
+    reason is a measurement (H200, `benchmarks/results/h200/cascade.json`, 64 requests, 8 KV heads of 128): of 8192
+    shared keys, 2.1 GB, it saves 219 us; of 1024, 264 MB, 17 us. That is 9.6 TB/s, since other requests find the pages
+    in the L2 cache, less 10 us. So it begins to pay at 100 MB.
+
+    Args:
+        options: Sizes of the engine.
+        token_bytes: Bytes of a token's keys and values in one layer, on one device.
+    """
+
+    def __init__(self, options: EngineOptions, token_bytes: int):
+        self._page_size, self._token_bytes = options.page_size, token_bytes
+        self._least = options.cascade_bytes
+        self._prefixes: list[PrefixHit | None] = []
+        self._found: tuple[int, int] | None = None
+
+    def pays(self, requests: int, tokens: int) -> bool:
+        """Whether a cascade pays for a prefix.
+
+        Args:
+            requests: How many requests share it.
+            tokens: Its tokens.
+
+        Returns:
+            Whether it saves enough.
+        """
+        return self._least is not None and (requests - 1) * tokens * self._token_bytes >= self._least
+
+    def shapes(self, shapes: Items[Shape]) -> list[Shape]:
+        """Those shapes for which it may pay: of steps in which each request has one token.
+
+        Args:
+            shapes: All shapes.
+
+        Returns:
+            Some of them.
+        """
+        width = lambda shape: shape.pages * self._page_size
+        decoding = [shape for shape in shapes if shape.tokens == shape.rows and not shape.drafts]
+        return [shape for shape in decoding if self.pays(shape.rows, width(shape))]
+
+    def arrange(self, chunks: list[Chunk]) -> tuple[list[Chunk], Shared]:
+        """Puts the requests that share a prefix first, if a cascade pays.
+
+        Args:
+            chunks: Of a step in which each request has one token.
+
+        Returns:
+            The chunks in their new order, and what the first ones share.
+        """
+        prefixes = [chunk.sequence.prefix for chunk in chunks]
+        if list(map(id, prefixes)) != list(map(id, self._prefixes)):  # a PrefixHit does not change
+            self._prefixes, self._found = prefixes, self._find(prefixes)
+        if self._found is None:
+            return chunks, Shared()
+        page, depth = self._found
+        shares = [len(x.pages) >= depth and x.pages[depth - 1] == page for x in prefixes if x is not None]
+        ordered = sorted(zip(chunks, shares, strict=True), key=lambda pair: not pair[1])
+        return [chunk for chunk, _ in ordered], Shared(sum(shares), depth * self._page_size)
+
+    def _find(self, prefixes: Items[PrefixHit | None]) -> tuple[int, int] | None:
+        """The page where the best shared prefix ends, and its pages; requests with that page share all before it."""
+        counts: collections.Counter[int] = collections.Counter()
+        depths: dict[int, int] = {}
+        for prefix in prefixes:
+            if prefix is not None:
+                counts.update(prefix.pages)
+                depths.update(zip(prefix.pages, range(1, len(prefix.pages) + 1), strict=True))
+        page = max(counts, key=lambda page: (counts[page] - 1) * depths[page], default=None)
+        if page is None or not self.pays(counts[page], depths[page] * self._page_size):
+            return None
+        return page, depths[page]

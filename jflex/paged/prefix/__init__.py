@@ -1,0 +1,1 @@
+"""The prefix cache: pages shared by requests that begin alike."""

@@ -1,0 +1,1 @@
+"""Sparse selection: block-level attention scores, selected blocks, lists of rows."""

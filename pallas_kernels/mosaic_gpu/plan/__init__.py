@@ -1,0 +1,1 @@
+"""Plans of the Hopper kernels: limits, costs, tile rules."""

@@ -1,0 +1,267 @@
+"""Which Hopper kernels run a call, and with which tiles, or why they cannot."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.config import Tiles
+from pallas_kernels.mosaic_gpu import smem
+from pallas_kernels.mosaic_gpu.backward import gradients
+from pallas_kernels.mosaic_gpu.backward.gradients import BackwardTiles
+from pallas_kernels.mosaic_gpu.forward import kernel
+from pallas_kernels.mosaic_gpu.plan import cost, tile_rules
+from pallas_kernels.mosaic_gpu.plan.limits import ROWS, limit_of_arrays
+from pallas_kernels.mosaic_gpu.plan.support import limit_of_mods, unsupported_primitive
+from pallas_kernels.mosaic_gpu.score import bias_tiles
+from pallas_kernels.plan import GradientRequest, Refusal, TileChoice
+from pallas_kernels.program.build import Derivative
+from pallas_kernels.program.cotangents import LoadGroups, group_loads
+from pallas_kernels.program.programs import derivative_of, with_programs
+from pallas_kernels.spec import AttentionSpec
+from pallas_kernels.tuning import tables
+
+
+@dataclasses.dataclass(frozen=True)
+class BackwardPlan:
+    """The backward pass of these kernels.
+
+    Attributes:
+      requested: The gradients that they compute.
+      derivative: That of the score mod, None without one.
+      tiles: Of the kernels.
+    """
+
+    requested: GradientRequest
+    derivative: Derivative | None
+    tiles: BackwardTiles
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """How a call runs.
+
+    Attributes:
+      spec: The call, with its tile programs.
+      forward: Tiles of the forward kernel.
+      has_bias_tiles: Whether TMA loads elements of captured arrays, tile by tile.
+      backward: What these kernels compute of the requested gradients; None for nothing, or forward only.
+      left: The requested gradients that they leave to other kernels, or None.
+      left_reason: Why they leave all, as part of a sentence, or which arrays have those that they leave.
+    """
+
+    spec: AttentionSpec
+    forward: TileChoice
+    has_bias_tiles: bool
+    backward: BackwardPlan | None = None
+    left: GradientRequest | None = None
+    left_reason: str = ""
+
+    def describe(self, forward: str | None = None) -> str:
+        """Kernels and tiles, for `jflex.explain`; `forward` describes another forward kernel that runs instead."""
+        text = _sizes("forward", self.forward.tiles) if forward is None else forward
+        if self.spec.qk_dtype is not None:
+            text += f" with QK^T in {self.spec.qk_dtype}"
+        if self.has_bias_tiles and forward is None:
+            text += " with bias tiles by TMA"
+        if self.backward is not None:
+            dkv, dq, captured = self.backward.tiles
+            text += f", {_sizes('dkv' if dq or captured else 'dkv and dq', dkv)}"
+            text += f", {_sizes('dq', dq)}" if dq else ""
+            text += f", {_sizes('captured' if dq else 'captured and dq', captured)}" if captured else ""
+        return text
+
+
+@functools.lru_cache(maxsize=256)
+def plan(spec: AttentionSpec, requested: GradientRequest | None) -> Plan | Refusal:
+    """Plans a call on a machine that `limits.limit_of_machine` does not refuse.
+
+    Args:
+      spec: The call, dense and without `spec.kv_lengths`.
+      requested: Which gradients; None for forward only.
+    """
+    reason = limit_of_arrays(spec)
+    if reason is not None:
+        return Refusal(reason)
+    made = with_programs(spec)
+    if isinstance(made, Refusal):
+        return made
+    forward = limit_of_mods(made) or _plan_forward(made)
+    if isinstance(forward, Refusal) or requested is None:
+        return forward
+    return _plan_backward(forward, requested)
+
+
+def _plan_forward(spec: AttentionSpec) -> Plan | Refusal:
+    choice = _forward_tiles(spec)
+    tiles = choice.tiles
+    if choice.source == "config" and (
+        tiles.num_warps not in (4, 8) or tiles.block_q * 4 // tiles.num_warps not in (64, 128)
+    ):
+        return Refusal(
+            f"a warp group of 4 warps takes 64 or 128 queries, one or two of them a tile; `config` sets "
+            f"{tiles.block_q} queries and {tiles.num_warps} warps"
+        )
+    if tiles.block_kv % ROWS:
+        return Refusal(f"its tiles are multiples of {ROWS} keys, and `config` sets tiles of {tiles.block_kv}")
+    declared = kernel.declare(spec, tiles, jnp.dtype(spec.dtype))
+    needed = smem.bytes_of(jax.tree.leaves(declared))
+    if needed > smem.LIMIT:
+        return Refusal(f"its tile needs {needed} bytes of shared memory, and a CTA has {smem.LIMIT}")
+    return Plan(spec, choice, bool(declared.has_bias_tiles))
+
+
+_MANY = 1024  # batch entries
+_NO_ENTROPY = "they have no derivative of the entropy (where its gradient is not requested, they run)"
+
+
+def _plan_backward(forward: Plan, requested: GradientRequest) -> Plan | Refusal:
+    """Divides the requested gradients: these kernels compute what they can, and leave the rest.
+
+    They leave gradients of arrays that are read by query and key, but not as a pair bias that `captured_work.supports`
+    and that fits, such as a table of distances. They leave everything where they have no tiles, and where the entropy
+    of rows is differentiated.
+    """
+    spec = forward.spec
+    if "entropy" in spec.stats:
+        return dataclasses.replace(forward, left=requested, left_reason=_NO_ENTROPY)
+    derivative = derivative_of(spec, requested.score_operands)
+    if isinstance(derivative, Refusal):
+        return derivative
+    own, left = requested, None
+    groups = group_loads(spec, derivative)
+    alone = groups._replace(repeated=())
+    if groups.repeated and not _sums_shared(spec, groups) and gradients.unsupported_groups(spec, alone) is None:
+        repeated = {load.value for _, loads in groups.repeated for load in loads}
+        pick = lambda inside: tuple(r and (i in repeated) == inside for i, r in enumerate(requested.score_operands))
+        own = requested._replace(score_operands=pick(inside=False))
+        left = GradientRequest(query=False, key=False, value=False, score_operands=pick(inside=True))
+        derivative = derivative_of(spec, own.score_operands)
+        if isinstance(derivative, Refusal):
+            return derivative
+        groups = group_loads(spec, derivative)
+    tiles = _backward_tiles(spec, derivative, groups)
+    if isinstance(tiles, Refusal):
+        return dataclasses.replace(forward, left=requested, left_reason=tiles.reason)
+    backward = BackwardPlan(own, derivative, tiles)
+    return dataclasses.replace(
+        forward, backward=backward, left=left, left_reason="are read by query and key at once" if left else ""
+    )
+
+
+# --- tiles
+
+
+def _forward_tiles(spec: AttentionSpec) -> TileChoice:
+    """The user's tiles, else measured ones where they divide the mask's blocks, else a rule's."""
+    if spec.config.forward is not None:
+        return TileChoice(spec.config.forward, "config")
+    dtype = jnp.dtype(spec.dtype)
+    if spec.config.batch_invariant:  # as if there were more tiles than CTAs: with few, other tiles may be persistent
+        many = dataclasses.replace(spec, B=_MANY)
+        return TileChoice(tile_rules.forward_tiles(many, dtype), "rule")
+    measured = _measured_tiles(spec, "forward_sm90", spec.S)
+    if measured is not None and measured.block_q <= spec.T and tile_rules.suits(spec, measured, dtype):
+        return TileChoice(measured, "table")
+    return TileChoice(tile_rules.forward_tiles(spec, dtype), "rule")
+
+
+def _backward_tiles(spec: AttentionSpec, derivative: Derivative | None, groups: LoadGroups) -> BackwardTiles | Refusal:
+    reason = gradients.unsupported_groups(spec, groups)
+    if cost.mask_exceeds_registers(spec.programs.mask):
+        reason = "the mask computes more on each element than registers hold"
+    if reason is None and derivative is not None:
+        reason = unsupported_primitive(derivative.nodes)
+        if cost.exceeds_registers(derivative):
+            reason = "the derivative of the score mod computes more on each element than registers hold"
+    if reason is not None:
+        return Refusal(reason)
+    one_pass = not (spec.config.deterministic or groups.rows or groups.stores)
+    tiles = _given_backward(spec, one_pass=one_pass)
+    if tiles is None and groups.repeated:
+        tiles = _best_backward(spec, one_pass=False)
+    elif tiles is None:
+        tiles = _best_backward(spec, one_pass=one_pass)
+        if one_pass and tiles is not None and not gradients.is_one_pass_faster(spec, tiles, groups):
+            tiles = _best_backward(spec, one_pass=False)
+    if groups.repeated and isinstance(tiles, BackwardTiles):
+        tiles = _with_captured(spec, tiles, groups, may_add=one_pass)
+    if tiles is None:
+        return Refusal("no tile of them divides the blocks of the mask")
+    if isinstance(tiles, Refusal):
+        return tiles
+    needed = max(smem.bytes_of(jax.tree.leaves(x)) for x in gradients.declare(spec, tiles, spec.dtype, groups))
+    if needed > smem.LIMIT:
+        return Refusal(f"their tiles need {needed} bytes of shared memory, and a CTA has {smem.LIMIT}")
+    return tiles
+
+
+def _sums_shared(spec: AttentionSpec, groups: LoadGroups) -> bool:
+    """Whether the kernel for shared arrays computes their gradients: not where a config wants one pass for the rest."""
+    wants_one_pass = spec.config.dkv is not None and spec.config.dq is None
+    return not wants_one_pass and gradients.captured_tiles(spec, spec.dtype, groups, with_query=False) is not None
+
+
+def _with_captured(spec: AttentionSpec, tiles: BackwardTiles, groups: LoadGroups, *, may_add: bool) -> BackwardTiles:
+    """With tiles of the kernel for shared arrays, which adds to dQ too if it may, and a config sets no tiles for it."""
+    if may_add and spec.config.dq is None:
+        both = gradients.captured_tiles(spec, spec.dtype, groups, with_query=True)
+        if both is not None:
+            return BackwardTiles(tiles.dkv, None, both)
+    return tiles._replace(captured=gradients.captured_tiles(spec, spec.dtype, groups, with_query=False))
+
+
+def _given_backward(spec: AttentionSpec, *, one_pass: bool) -> BackwardTiles | Refusal | None:
+    """The user's tiles, or None where `config` sets none."""
+    dkv, dq = spec.config.dkv, spec.config.dq
+    if dkv is None and dq is None:
+        return None
+    reason = gradients.unsupported_tiles(spec, dkv, dq, one_pass=one_pass)
+    if reason is not None:
+        return Refusal(reason)
+    assert dkv is not None  # or there was a reason
+    return BackwardTiles(dkv, dq)
+
+
+def _best_backward(spec: AttentionSpec, *, one_pass: bool) -> BackwardTiles | None:
+    """Measured tiles of the backward kernels, or a rule's; None if no tile divides the blocks of the mask."""
+    return _measured_backward(spec, one_pass=one_pass) or gradients.tiles_for(spec, one_pass=one_pass)
+
+
+def _measured_backward(spec: AttentionSpec, *, one_pass: bool) -> BackwardTiles | None:
+    """Measured tiles of the backward kernels, of one pass where that is allowed; None if nobody measured."""
+    if one_pass:
+        dkv, dq = _measured_tiles(spec, "one_pass_sm90", spec.T), None
+    else:
+        dkv, dq = _measured_tiles(spec, "dkv_sm90", spec.T), _measured_tiles(spec, "dq_sm90", spec.S)
+    if dkv is None or (dq is None and not one_pass):
+        return None
+    return None if gradients.unsupported_tiles(spec, dkv, dq, one_pass=one_pass) else BackwardTiles(dkv, dq)
+
+
+def _measured_tiles(spec: AttentionSpec, name: str, length: int) -> Tiles | None:
+    """Those of a table, for the kernel's name there and the length of its loop.
+
+    The mods there compute little, the elements that they read are loaded by TMA, and nothing has eight bits.
+    """
+    if spec.qk_dtype is not None:
+        return None
+    programs, itemsize = spec.programs, jnp.dtype(spec.dtype).itemsize
+    if cost.is_heavy(programs.score) or cost.is_heavy(programs.mask):
+        return None
+    key = tables.key_of(name, max(spec.D, spec.Dv), itemsize, programs, length)
+    tiles = tables.look_up(spec.device_kind, key)
+    if tiles is None or (key.mods == "elements" and not bias_tiles.bias_loads(spec)):
+        return None
+    size = spec.block_size
+    divides = size is None or (size[0] % tiles.block_q == 0 and size[1] % tiles.block_kv == 0)
+    return tiles if divides else None
+
+
+def _sizes(name: str, tiles: Tiles) -> str:
+    return (
+        f"{name} {tiles.block_q} x {tiles.block_kv} ({tiles.num_warps} warps that compute, {tiles.num_stages} stages)"
+    )

@@ -1,0 +1,84 @@
+"""Which calls the Hopper kernels can run, but the Triton kernels run faster."""
+
+from __future__ import annotations
+
+import math
+
+from pallas_kernels.mosaic_gpu.plan.cost import is_periodic
+from pallas_kernels.mosaic_gpu.plan.plan import Plan
+from pallas_kernels.mosaic_gpu.tile_order import NUM_SMS
+from pallas_kernels.spec import AttentionSpec
+
+WARPS_PER_GROUP = 4
+MIN_LENGTH = 256  # queries and keys from which on these kernels may be preferred
+NARROW = 64  # head size up to which few tiles, and gradients of short sequences, are faster in 'triton'
+LATENT_ROWS = 32  # of a request: query tokens times heads, from which on MMAs take longer than loading latent rows
+VERY_NARROW = 32  # head size up to which that goes for longer ones
+
+
+def slower_forward(plan: Plan) -> str | None:
+    """Cases that underfill a CTA or the GPU, or are not MMA-bound, as a sentence; None where these kernels lead.
+
+    H200, jax 0.11.2, bf16, 16 heads, TFLOP/s beside those of `triton`: causal, 64 texts of 256 tokens, 220 and 202
+    at head size 64, 328 and 235 at 128, and one such text at 128, 49 and 33. No mask, head size 32, 222 and 232 at
+    384 tokens, 267 and 271 at 768; with a pair bias 188 and 171, 222 and 199. A sine of each score, causal, 4 x
+    4096 tokens, head size 64: 6031 us and 2475.
+    """
+    spec = plan.spec
+    length, tiles = min(spec.T, spec.S), spec.B * spec.Hq * math.ceil(spec.T / 128)
+    widest = max(spec.D, spec.Dv)
+    if length < MIN_LENGTH:
+        return f"below {MIN_LENGTH} queries or keys only the kernels of 'triton' were tuned"
+    if length < 4 * MIN_LENGTH and widest <= VERY_NARROW and spec.score_mod is None:
+        return f"below {4 * MIN_LENGTH} queries or keys, at head sizes up to {VERY_NARROW}, 'triton' is faster"
+    if length < 2 * MIN_LENGTH and tiles < NUM_SMS and widest <= NARROW:
+        return f"{tiles} tiles of 128 queries leave some of the {NUM_SMS} SMs without work"
+    if plan.forward.tiles.num_warps == WARPS_PER_GROUP:
+        return "blocks of 64 queries keep one of its two consumer warp groups idle (a `block_size` of 128 does not)"
+    if is_periodic(spec.programs.score):
+        return "sin, cos or tan of each score takes longer beside wgmma (H200, head size 64: 2.4 times)"
+    return None
+
+
+def slower_latent(spec: AttentionSpec) -> str | None:
+    """Why `triton` is preferred for a latent cache: loading it bounds the time; None otherwise.
+
+    H200, jax 0.11.2, bf16, 128 sequences of 4096 keys, latent and rope size 512 and 64, pages of 64, us beside those of
+    `triton`, with one query token and with two: 16 heads, 220 and 178, 226 and 265; 128 heads, 251 and 834, 454 and
+    1695. A causal window of 1024 keys: 78 and 84, 93 and 144; 114 and 277, 212 and 574.
+    """
+    rows = spec.Hq * spec.T // spec.B
+    if rows >= LATENT_ROWS:
+        return None
+    return f"below {LATENT_ROWS} query rows to a request (here {rows}) loading keys bounds the time"
+
+
+def slower_decode() -> str:
+    """Why `triton` is preferred for few queries against keys and values, contiguous or in pages.
+
+    H200, jax 0.11.2, bf16, 32 query and 8 key heads of 128, us beside those of `triton`: 8 sequences of 16384 keys, 137
+    and 132; 32 of 4096, 134 and 133, from pages of 64 140 and 139; 1 of 65536, 76 and 73; lengths up to 16384, uniform,
+    147 and 146, skewed, 166 and 149. 16 heads of 64: 4 sequences of 16384 keys, 78 and 73.
+    """
+    return "its kernel for few queries takes up to 12 % longer than those of 'triton'"
+
+
+def slower_backward(plan: Plan) -> str | None:
+    """Gradients for which few MMAs of narrow heads do not outweigh what else takes time, as a sentence, or None.
+
+    H200, jax 0.11.2, bf16, TFLOP/s beside those of `triton`, causal: head size 64, 157 and 176 for 256 tokens, 207
+    and 219 for 512, 281 and 265 for 1024; head size 128, 211 and 183 for 256. Head size 32, no mask, us: 689 and
+    654 for 1024 tokens, 1178 and 1221 for 2048.
+
+    Not where their own kernel sums the gradient of a pair bias that batch or heads share: `triton` computes nine GEMMs
+    and each weight three times, these kernels seven and twice. Head size 32, bf16, TFLOP/s: B 384, H 4, 384 tokens, 135
+    and 109; B 128, H 8, 768 tokens, 159 and 122.
+    """
+    spec = plan.spec
+    config, length, widest = spec.config, min(spec.T, spec.S), max(spec.D, spec.Dv)
+    if config.dkv is not None or config.dq is not None or config.deterministic or widest > NARROW:
+        return None
+    if plan.backward is not None and plan.backward.tiles.captured is not None:
+        return None
+    least, size = (2048, VERY_NARROW) if widest <= VERY_NARROW else (1024, NARROW)
+    return None if length >= least else f"below {least} queries or keys, at head sizes up to {size}, it is faster"

@@ -1,0 +1,1 @@
+"""Scores of a tile on Hopper: mods, bias tiles and their gradients, in registers."""

@@ -1,0 +1,113 @@
+"""Gradients of captured arrays that are indexed by query and key (a pair bias), stored by TMA tile by tile.
+
+Where no element is read by two scores, its gradient is the cotangent of that score, times the derivative of the mod.
+The kernel for dQ has it in registers, in the order of the array, and stores it in the same pass.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plg
+
+from pallas_kernels.config import Tiles
+from pallas_kernels.mosaic_gpu import padding, smem
+from pallas_kernels.mosaic_gpu.score.bias_tiles import BiasLoad
+from pallas_kernels.program.cotangents import covers
+from pallas_kernels.program.evaluate import Evaluation
+from pallas_kernels.program.ir import Node
+from pallas_kernels.spec import AttentionSpec
+from pallas_kernels.types import Index, Ref
+
+_COLUMNS = 64  # what the rows of a stored array are padded to: whole swizzled tiles of 16 and of 32 bits
+
+
+def bias_load(spec: AttentionSpec, load: Node) -> BiasLoad | None:
+    """A load by query and key of an array [..., queries, keys] of the sizes of the call; None if it is no such load."""
+    mod, shape = spec.programs.score, spec.score_shapes[load.value]
+    if mod is None or shape[-2:] != (spec.T, spec.S) or load.dtype.itemsize not in (2, 4):
+        return None
+    if load.inputs[-2:] != (mod.argument("q"), mod.argument("k")) or any(index.kind for index in load.inputs[:-2]):
+        return None
+    return BiasLoad(load, (math.prod(shape[:-2]), *shape[-2:]))
+
+
+def declare(loads: Sequence[Node], tiles: Tiles) -> tuple[Ref, ...]:
+    """Shared memory to stage the cotangents of loads, [groups, rows, keys] each, in the dtypes of their arrays."""
+    groups = tiles.num_warps // 4
+    return tuple(smem.tiled((groups, tiles.block_q // groups, tiles.block_kv), load.dtype) for load in loads)
+
+
+def shape_of(spec: AttentionSpec, load: Node) -> jax.ShapeDtypeStruct:
+    """The array that a kernel fills with the gradient, [leading, queries, keys], padded to what TMA takes."""
+    bias = bias_load(spec, load)
+    assert bias is not None  # the plan has checked
+    leading, T, S = bias.shape
+    return jax.ShapeDtypeStruct((leading, T + -T % padding.ROWS, S + -S % _COLUMNS), load.dtype)
+
+
+def without_padding(spec: AttentionSpec, load: Node, x: jax.Array) -> jax.Array:
+    """A gradient in the shape of its array."""
+    return x[:, : spec.T, : spec.S].reshape(spec.score_shapes[load.value])
+
+
+def zeros(spec: AttentionSpec, loads: Sequence[Node]) -> list[jax.Ref | None]:
+    """For each load an array of zeros, if a kernel that skips blocks does not write all of it; else None."""
+
+    def made(load: Node) -> jax.Ref | None:
+        if spec.block_size is None and covers(spec, load, spec.score_shapes[load.value]):
+            return None
+        shape = shape_of(spec, load)
+        return jax.new_ref(jnp.zeros(shape.shape, shape.dtype))
+
+    return [made(load) for load in loads]
+
+
+class BiasGradients(NamedTuple):
+    """Where a consumer warp group stores cotangents.
+
+    Attributes:
+      staged: Its shared memory, [rows, keys] for each load.
+      targets: ``(first key) -> global memory`` of a tile, for each load.
+    """
+
+    staged: Sequence[Ref]
+    targets: Sequence[Callable[[Index], Ref]]
+
+    @classmethod
+    def of(
+        cls,
+        spec: AttentionSpec,
+        loads: Sequence[Node],
+        staged: Sequence[Ref],
+        outs: Sequence[Ref],
+        prepared: Evaluation | None,
+        q_first: Index,
+    ) -> BiasGradients:
+        """For rows from `q_first` on; `prepared` has the uniform values of the score mod."""
+
+        def target(load: Node, out: Ref) -> Callable[[Index], Ref]:
+            bias = bias_load(spec, load)
+            assert bias is not None  # the plan has checked
+            assert prepared is not None  # whose load it is
+            leading = bias.leading(prepared, spec.score_shapes[load.value])
+            rows, keys = staged[0].shape
+            return lambda first: out.at[leading, pl.ds(q_first, rows), pl.ds(first, keys)]
+
+        return cls(staged, [target(load, out) for load, out in zip(loads, outs, strict=True)])
+
+    def store(self, first: Index, cotangents: Sequence[jax.Array]) -> None:
+        """Starts the TMA stores of a tile, which drop what is past the end."""
+        if not self.staged:
+            return
+        plg.wait_smem_to_gmem(0, wait_read_only=True)
+        for ref, x in zip(self.staged, cotangents, strict=True):
+            ref[...] = x.astype(ref.dtype)
+        plg.commit_smem()
+        for ref, target in zip(self.staged, self.targets, strict=True):
+            plg.copy_smem_to_gmem(ref, target(first))

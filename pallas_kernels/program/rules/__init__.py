@@ -1,0 +1,1 @@
+"""Rules from the primitives of JAX to the operations of a program."""

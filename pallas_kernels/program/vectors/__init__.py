@@ -1,0 +1,1 @@
+"""Programs of vector mods, on rows in parts."""

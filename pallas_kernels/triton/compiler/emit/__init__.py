@@ -1,0 +1,1 @@
+"""Source for official Triton, emitted from the jaxpr of a kernel."""

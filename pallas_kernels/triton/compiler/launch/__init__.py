@@ -1,0 +1,1 @@
+"""Launchers of kernels that official Triton compiled."""

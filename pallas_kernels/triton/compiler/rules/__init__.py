@@ -1,0 +1,1 @@
+"""Rules from the operations of a kernel to the source of official Triton."""

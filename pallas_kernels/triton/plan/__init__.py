@@ -1,0 +1,1 @@
+"""Plans of the Triton kernels: limits, costs, tiles."""

@@ -1,0 +1,268 @@
+"""How suites are measured: jobs, workers, turns and deadlines with fake libraries; the JAX and torch runners."""
+
+import dataclasses
+import importlib.util
+import json
+import math
+import pathlib
+import time
+
+import jax
+import pytest
+
+from benchmarks.peers.table import by_library, peers_of
+from benchmarks.problems import square
+from benchmarks.requests import requests_of
+from benchmarks.results import schema
+from benchmarks.run import jobs
+from benchmarks.run import suite as suite_command
+from benchmarks.run.check_outputs import mismatches
+from benchmarks.run.jax_runner import JaxRunner, gpu_spans
+from benchmarks.run.jobs import Deadline, Job, Worker, WorkerError, WorkerPool
+from benchmarks.run.library_runner import DIRECTIONS
+from benchmarks.run.timing import QUEUE, Span, Timer, busy_per_call
+from benchmarks.suites import parts_of_mixed, suite
+from tests.benchmarks.test_benchmarks import MIXED, small
+from tests.support.fake_runner import FakeRunner
+
+FAKE = dict.fromkeys(("jax", "mosaic", "torch"), "tests.support.fake_runner:FakeRunner")
+TINY = {
+    "decode": (small(lengths="skewed"), small(variant="alibi")),
+    "paged": (small(page=8), small(page=1)),
+    "mixed": (MIXED, *parts_of_mixed(MIXED)),
+    "cascade": (small(prefix=32, page=8),),
+    "mla": tuple(small(page=8, keys="latent", Hkv=1, D=48, Dv=32, Hq=heads) for heads in (16, 128)),
+    "paged_fp8": (small(page=8, keys="float8_e4m3fn"), small(page=8, keys="int8")),
+    "streaming_llm": tuple(small(page=8, keys="rolling", Hkv=heads) for heads in (2, 4)),
+    "raw_keys": (small(page=8, keys="raw"), small(page=8, keys="raw neighbours")),
+}
+
+
+@pytest.fixture(autouse=True)
+def without_gpu(monkeypatch):
+    monkeypatch.setattr(suite_command, "gpu_facts", dict)
+
+
+def measure(words: str, folder: pathlib.Path) -> dict[str, schema.ResultFile]:
+    """Of suites, with fake libraries."""
+    suite_command.main([*words.split(), "--out", str(folder), "--runs", "3"], FAKE)
+    return {path.stem: schema.read(path) for path in folder.glob("*.json")}
+
+
+def test_peers_that_fail_become_remarks_and_others_keep_their_times(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(suite_command, "_MEASURE_SECONDS", 5.0)
+    peers = "jflex jflex-mosaic jax-cudnn jax-xla torch-flex tokamax"
+    words = f"--suite tiny --variants noop --peers {peers} --compile-workers 1 --limit 400"
+    result = measure(words, tmp_path)["tiny"]
+    assert {(x.direction, x.peer) for x in result.records} == {
+        *(("forward", peer) for peer in ("jflex", "jax-cudnn", "jax-xla", "torch-flex")),
+        ("backward", "jax-cudnn"),
+    }
+    own = result.find(result.problems[0], "jflex", "forward")
+    assert (own.seconds, own.value.runs, own.queue.median, own.backend) == (1.0, 4, 2.0, "triton")
+    assert own.flops == 2 * 2 * 16 * 2 * 256 * 256
+    remarks = "\n".join(result.about["remarks"])
+    for remark in (
+        "mosaic: the mosaic process ended: a fault [noop; ",
+        "jax-xla: ValueError: no backward [backward: noop; ",
+        "tokamax: ModuleNotFoundError: No module named 'tokamax' [noop; ",
+        "jflex: array 0 differs from that of jax-cudnn, by 1.6 of its norm [backward: noop; ",
+        "torch-flex: the torch process was ended, since it did not answer within 5 s: ",
+    ):
+        assert remark in remarks
+    assert result.about["rates"].keys() == {"jax", "torch", "mosaic"}
+    assert "jflex is 1.00 times as fast as jax.nn XLA in the geometric mean of 1" in capsys.readouterr().out
+
+
+def test_suites_are_measured_in_one_command_and_added_to(tmp_path):
+    words = "--suite tiny paged --peers jax-xla jflex-contiguous --pass forward"
+    first = measure(words, tmp_path)
+    assert [(x.problem.page, x.peer) for x in first["paged"].records] == [
+        (page, "jflex-contiguous") for page in (64, 16, 1, 256, 128)
+    ]
+    assert [x.peer for x in first["tiny"].records] == ["jax-xla"]
+    again = measure(f"{words} --add".replace("jax-xla", "jax-cudnn"), tmp_path)["tiny"]
+    assert [x.peer for x in again.records] == ["jax-xla", "jax-cudnn"]
+    assert again.about["before"] == [{x: first["tiny"].about[x] for x in ("date", "command", "commit")}]
+
+
+def test_nothing_is_begun_when_the_time_is_over(tmp_path, capsys):
+    started = time.monotonic()
+    with pytest.raises(SystemExit, match=r"Nothing was measured of mixed, cascade\."):
+        measure("--suite mixed cascade --limit 0", tmp_path)
+    assert time.monotonic() - started < 60
+    assert "not measured: the time was over" in capsys.readouterr().out
+    assert not list(tmp_path.iterdir())
+
+
+def test_parts_of_a_suite_can_be_picked():
+    words = "--suite hopper --variants causal --head-sizes 128 --lengths 16384 --batches 2 --pass forward"
+    plan = suite_command._plan("hopper", suite_command._options([*words.split(), "--peers", "jflex-mosaic"]))
+    assert [problem.name for problem in plan.problems] == ["causal; B 2, H 16, S 16384, D 128"]
+    assert (plan.directions, [peer.name for peer in plan.peers]) == (("forward",), ["jflex-mosaic"])
+
+
+def test_a_worker_that_ends_or_hangs_is_an_error(tmp_path):
+    worker = Worker("benchmarks.nothing", {}, tmp_path / "log")
+    worker.send("rates")
+    with pytest.raises(WorkerError, match="ended: ModuleNotFoundError: No module named"):
+        worker.receive(60)
+    worker = Worker(FAKE["jax"], {}, tmp_path / "log", "jax")
+    worker.send("rates")
+    with pytest.raises(WorkerError, match="the jax process was ended, since it did not answer within 0 s"):
+        worker.receive(0)
+
+
+def test_a_process_whose_gpu_is_broken_is_started_again(tmp_path):
+    request = {"problem": dataclasses.asdict(suite("tiny")[0]), "directions": ["forward"]}
+    with WorkerPool({"torch": FAKE["torch"]}, {}, tmp_path, Deadline()) as pool:
+        answer = pool.request("torch", "prepare", 60.0, peers=["sdpa-flash"], **request)
+        assert answer["lost"]
+        assert not pool._workers
+        assert pool.request("torch", "prepare", 60.0, peers=["torch-flex"], **request)["ready"]
+
+
+def test_a_job_that_fails_or_does_not_end_becomes_a_remark(capfd):
+    job = lambda device: Job(str(device), "benchmarks.environment", "results_folder", {"device": device})
+    found, remarks = jobs.run_jobs([job("NVIDIA L4"), job(3), job("A100")._replace(seconds=0.0)])
+    assert found == {"NVIDIA L4": "nvidia-l4"}
+    assert remarks[0].startswith("3 is left out: the job's process ended: AttributeError: 'int' object")
+    assert remarks[1].startswith("A100 is left out: the job's process was ended, since it did not answer within 0 s")
+    assert "AttributeError: 'int' object" in capfd.readouterr().out
+
+
+def test_a_wait_does_not_outlast_the_deadline():
+    assert Deadline(1000.0, 0.25).timeout(90.0) == 90.0
+    assert Deadline(40.0, 0.25).timeout(90.0) <= 15.0
+    assert Deadline(5.0, 0.25).timeout(90.0) <= 5.0
+
+
+def test_a_wrong_result_is_a_mismatch():
+    right, wrong, broken = [[1.0, 2.0, 3.0]], [[1.0, 2.0, -3.0]], [[1.0, math.nan, 3.0]]
+    both = lambda arrays: dict.fromkeys(DIRECTIONS, arrays)
+    assert mismatches({"jflex": both(right), "jax-cudnn": both(right), "jflex-copies": both(wrong)}) == {}
+    found = mismatches({"jflex": {"forward": right, "backward": wrong}, "jax-cudnn": both(right)})
+    assert found == {"jflex": {"backward": "array 0 differs from that of jax-cudnn, by 1.6 of its norm"}}
+    found = mismatches({"jflex": both(right), "jax-cudnn": both(broken), "jax-xla": both(wrong)})
+    assert [sorted(found[x]) for x in ("jax-cudnn", "jflex")] == [["backward", "forward"]] * 2
+    assert found["jflex"]["forward"].startswith("array 0 differs from that of jax-xla")
+    assert mismatches({"jflex": both([[math.nan]])})["jflex"] == both("array 0 is not finite")
+    assert "other sizes" in mismatches({"jflex": both([[1.0]]), "jax-xla": both([[1.0, 2.0]])})["jflex"]["forward"]
+    close = {"jflex": both([[1.0]]), "jax-xla": both([[1.03]])}
+    assert not mismatches(close)
+    assert mismatches(close, 0.02)
+
+
+@pytest.mark.parametrize("compile_only", [False, True])
+def test_a_peer_that_fails_in_one_direction_keeps_the_other(compile_only: bool):
+    runner = FakeRunner()
+    peers = ["tokamax", "jax-xla", "jflex"]
+    answer = runner.prepare(dataclasses.asdict(suite("tiny")[0]), peers, DIRECTIONS, compile_only)
+    assert answer["ready"] == peers[1:]
+    assert {x: list(reasons) for x, reasons in answer["unable"].items()} == {
+        "tokamax": list(DIRECTIONS), "jax-xla": ["backward"]}  # fmt: skip
+    assert "failed" in runner.measure("jax-xla", "backward", 2)
+    assert ("failed" in runner.measure("jax-xla", "forward", 2)) == compile_only
+    assert runner.check()["profiler"] == [1.0] * 10
+    assert runner.rates() == {"matmul_flops": 2 * 256**3, "copy_bytes": 8 * 2**16}
+
+
+def test_the_jax_runner_computes_each_form_and_gradient():
+    runner = JaxRunner()
+    selected = square(1, 256, (4, 2), 16, "causal", block=32, selected=3)
+    rotated = square(1, 256, 2, 32, "causal", keys="raw")
+    for problem in (*suite("tiny"), square(1, 256, 2, 32, "causal", Dv=16), selected, rotated):
+        answer = runner.prepare(dataclasses.asdict(problem), ["jflex"], DIRECTIONS)
+        assert (answer["ready"], answer["unable"]) == (["jflex"], {})
+        assert answer["backends"]["jflex"] == "xla"
+        assert runner._prepared["jflex"]["forward"].call().shape == (1, 256, problem.Hq, problem.value_size)
+        assert len(answer["samples"]["jflex"]["backward"]) == 3 + problem.differentiated
+        assert json.loads(json.dumps(answer)) == answer
+        measured = runner.measure("jflex", "backward", 3, queue=True)
+        assert [len(measured[name]) for name in ("seconds", "queue")] == [3, 3]
+    runner.release()
+
+
+def test_the_jax_runner_says_which_peers_cannot():
+    peers = ["jflex", "jflex-triton", "tokamax"]
+    answer = JaxRunner().prepare(dataclasses.asdict(suite("tiny")[0]), peers, ["forward"], compile_only=True)
+    assert "jflex" in answer["ready"]
+    assert "UnsupportedError" in answer["unable"]["jflex-triton"]["forward"]
+    assert ("tokamax" in answer["unable"]) == (importlib.util.find_spec("tokamax") is None)
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_the_jax_runner_serves(name: str):
+    runner = JaxRunner()
+    for problem in TINY[name]:
+        peers = [x for x in by_library(problem, peers_of(name))["jax"] if x != "jax-cudnn"]
+        answer = runner.prepare(dataclasses.asdict(problem), peers, ["forward"])
+        assert not answer["unable"]
+        assert not mismatches({x: y for x, y in answer["samples"].items() if x != "jflex-copies"}, 1e-3)
+        rows = int(requests_of(problem).queries.sum())
+        sizes = {runner._prepared[peer]["forward"].call().size for peer in peers}
+        assert sizes == {rows * problem.Hq * problem.value_size}
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("name", ["decode", "paged", "tiny"])
+def test_the_torch_runner_runs_what_a_cpu_can(name: str):
+    pytest.importorskip("torch")
+    from benchmarks.peers import torch_peers
+    from benchmarks.run.torch_runner import TorchRunner
+
+    runner = TorchRunner()
+    for problem in TINY.get(name, suite("tiny")):
+        peers = by_library(problem, peers_of(name)).get("torch", [])
+        answer = runner.prepare(dataclasses.asdict(problem), peers, ["forward"])
+        assert not answer["unable"].keys() - {"flashinfer", "sdpa-cudnn", "sdpa-flash"}
+    bound = torch_peers.bind(square(2, 64, 4, 16, "alibi"), "cpu")
+    assert torch_peers._materialized(bound).shape == (1, 4, 64, 64)  # cuDNN takes the first of three for the batch
+
+
+def test_a_failed_profile_is_said_and_never_taken_for_device_time():
+    def profiled(call, runs):
+        raise ValueError("The profiler saw 0 calls")
+
+    timer = Timer(lambda result: None, profiled)
+    seconds, method = timer.timed(lambda: None, 2)
+    assert (len(seconds), method) == (2, f"{QUEUE}: The profiler saw 0 calls")
+    with pytest.raises(ValueError, match="saw 0 calls"):
+        timer.device_seconds(lambda: None, 2)
+
+
+def test_spans_belong_to_the_call_after_their_separator():
+    spans = [Span(3.0, 1.0, True), Span(0.0, 1.0, True), Span(1.0, 0.5, False), Span(4.0, 0.25, False)]
+    spans.append(Span(5.0, 0.5, False))
+    assert busy_per_call(spans, 2) == [0.5, 0.75]
+    with pytest.raises(ValueError, match="saw 2 calls, 2 with kernels, out of 3"):
+        busy_per_call(spans, 3)
+
+
+PROFILE = """
+planes { name: "/device:GPU:0"
+  lines { id: 1 name: "Stream #13(Compute)" timestamp_ns: 1000
+    events { metadata_id: 1 duration_ps: 1000000 stats { metadata_id: 7 str_value: "jit_evict_l2_cache" } }
+    events { metadata_id: 2 offset_ps: 2000000 duration_ps: 500000 } }
+  lines { id: 2 name: "XLA Ops" timestamp_ns: 1000 events { metadata_id: 2 offset_ps: 0 duration_ps: 99000000 } }
+  event_metadata { key: 1 value { id: 1 name: "wrapped" } }
+  event_metadata { key: 2 value { id: 2 name: "attend" } }
+  stat_metadata { key: 7 value { id: 7 name: "hlo_module" } } }
+planes { name: "/host:CPU" }"""
+
+
+def test_the_profile_of_a_gpu_is_read():
+    data = jax.profiler.ProfileData
+    profile = data.from_serialized_xspace(data.text_proto_to_serialized_xspace(PROFILE))
+    assert busy_per_call(gpu_spans(profile), 1) == [pytest.approx(5e-7)]
+
+
+def test_a_remark_leaves_out_what_is_measured_by_now():
+    done, left = suite("tiny")[:2]
+    records = [schema.Record("", schema.Summary.of([1.0]), "s", done, "jflex", "forward")]
+    remarks = [f"not measured: the time was over [{done.name}; {left.name}]", f"torch: no GPU [{done.name}]"]
+    assert schema.without_measured([*remarks, remarks[1]], records) == [
+        f"not measured: the time was over [{left.name}]",
+        remarks[1],
+    ]
+    assert schema.without_measured([f"not measured: the time was over [{done.name}]"], records) == []

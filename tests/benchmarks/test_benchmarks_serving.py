@@ -1,0 +1,89 @@
+"""The load on a server: what is sent, what is measured, and what fails."""
+
+import asyncio
+import contextlib
+import itertools
+import re
+import time
+
+import httpx
+import pytest
+
+from benchmarks.questions import serving
+from benchmarks.questions.serving import Load, Timing, records_of, send
+from benchmarks.questions.started import Started, started
+from tests.support.served import app_of, idle, running
+
+SMALL = Load(requests=6, concurrency=2, lengths=((20, 5), (9, 3)), shared=8, warm_up=1)
+
+
+def measured(app, load: Load) -> list[Timing]:
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+    return asyncio.run(send("http://server", load, transport=transport))
+
+
+def test_prompts_have_the_lengths_and_the_prefix():
+    prompts = SMALL.prompts(256)
+    assert [(len(tokens), output) for tokens, output in prompts] == [(20, 5), (9, 3)] * 3 + [(20, 5)]
+    assert len({tuple(tokens[:8]) for tokens, _ in prompts}) == 1
+    assert len({tuple(tokens) for tokens, _ in prompts}) == 7
+    assert prompts == SMALL.prompts(256)
+
+
+def test_both_kinds_of_load():
+    with running() as engine:
+        app = app_of(engine)
+        for load in (SMALL, Load(requests=5, rate=200.0, lengths=((12, 4),))):
+            timings = measured(app, load)
+            assert [timing.error for timing in timings] == [""] * load.requests
+            wanted = itertools.islice(itertools.cycle(load.lengths), load.warm_up, load.warm_up + load.requests)
+            assert [timing.tokens for timing in timings] == [output for _, output in wanted]
+            records, remarks = records_of(timings, load)
+            assert not remarks
+            assert len(records) == 7
+            # Tokens that arrive in one event have no time between them.
+            assert all(record.value.median > 0 for record in records if not re.search("failed|between", record.name))
+        idle(engine)
+
+
+def test_refused_requests_are_counted():
+    with running() as engine:
+        timings = measured(app_of(engine), Load(requests=3, lengths=((2000, 5),), warm_up=0))
+    records, remarks = records_of(timings, SMALL)
+    assert records == []
+    assert "status 400" in remarks[0]
+
+
+def test_percentiles():
+    timings = [Timing(sent=0.0, arrivals=[0.1 * n, 0.1 * n + 0.9], tokens=10) for n in range(1, 101)]
+    found = {record.name: record.value.median for record in records_of(timings, SMALL)[0]}
+    assert found["2 clients: first token"] == pytest.approx(5.05)
+    assert found["2 clients: first token, 99th percentile"] == pytest.approx(9.901)
+    assert found["2 clients: between tokens"] == pytest.approx(0.1)
+
+
+def test_a_server_that_does_not_start():
+    with pytest.raises(RuntimeError, match="ended with status 2"), started(["--devices=0"]):
+        pass
+
+
+def test_the_command(tmp_path, monkeypatch, capsys):
+    with running() as engine:
+        transport = httpx.ASGITransport(app_of(engine))
+        real = serving.send
+        monkeypatch.setattr(serving, "send", lambda *arguments: real(*arguments, transport=transport))
+        lengths = tmp_path / "lengths.txt"
+        lengths.write_text("10 3\n4 2\n")
+        serving.main(["--requests", "3", "--lengths", str(lengths), "--out", str(tmp_path)])
+        text = capsys.readouterr().out
+        assert "16 clients: output" in text
+        assert "start to" not in text
+        ready = contextlib.nullcontext(Started("http://server", time.perf_counter() - 5))
+        monkeypatch.setattr(serving, "started", lambda options: {("--model", "a"): ready}[tuple(options)])
+        serving.main(["--requests", "3", "--out", str(tmp_path), "--start", "--model", "a"])
+    text = capsys.readouterr().out
+    [seconds] = re.findall(r"start to the first token +(\S+) s", text)
+    assert 5 < float(seconds) < 60
+    assert "16 clients: output" in text
+    assert (tmp_path / "serving.json").exists()
+    assert (tmp_path / "serving.png").stat().st_size > 1000

@@ -1,0 +1,306 @@
+"""How `jflex.dot_product_attention` is said to the kernels: blocks, plans, memory; and what it says of wrong input."""
+
+import functools
+import inspect
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jflex
+from jflex.block_mask.bands import Band, band_block_mask, dense_states
+from jflex.jax_nn import translate
+from tests.support import gpu_compile
+
+F32, I32 = jnp.float32, jnp.int32
+array = lambda *shape, dtype=F32: jnp.zeros(shape, dtype)
+X = array(2, 8, 4, 16)
+
+
+def translated(T, S=None, heads=2, **arguments):
+    S = T if S is None else S
+    return translate(array(2, T, heads, 8), array(2, S, heads, 8), array(2, S, heads, 8), **arguments)
+
+
+def visited(T, S=None, **arguments):
+    """Blocks that are visited, the full ones of them, and all, of one head and the whole batch."""
+    call = translated(T, S, heads=1, implementation="xla", **arguments)
+    account = jflex.explain(**call._asdict())
+    return account.visited, account.full, account.blocks
+
+
+# --- blocks
+
+
+def test_blocks_are_skipped():
+    row = lambda *lengths: jnp.array(lengths, I32)
+    assert visited(1024, is_causal=True) == (2 * 36, 2 * 28, 128)
+    assert visited(1024, local_window_size=(200, 0)) == (2 * 21, 0, 128)
+    assert visited(1024, 512, is_causal=True, local_window_size=(100, 90)) == (2 * 8, 0, 64)
+    assert visited(1024, query_seq_lengths=row(1024, 130)) == (64 + 16, 64 + 8, 128)
+    assert visited(1024, is_causal=True, query_seq_lengths=row(256, 0)) == (3, 1, 128)
+    assert visited(1024, is_causal=True, key_value_seq_lengths=row(256, 1024)) == (15 + 36, 13 + 28, 128)
+    documents = np.kron(np.eye(4, dtype=bool), np.ones((256, 256), bool))
+    assert visited(1024, mask=documents) == (2 * 16, 2 * 16, 128)
+    assert visited(1024, mask=documents, is_causal=True) == (2 * 12, 2 * 4, 128)
+    assert visited(1024, mask=np.arange(1024) < 300) == (2 * 24, 2 * 16, 128)
+
+
+def test_lengths_may_be_traced():
+    def states(lengths):
+        return translated(512, is_causal=True, query_seq_lengths=lengths).block_mask.states()
+
+    found = jax.jit(states)(jnp.array([512, 130], I32))
+    assert (found > 0).sum((1, 2, 3)).tolist() == [10, 3]
+    assert jax.jit(states)(jnp.array([9999, -3], I32)).sum((1, 2, 3)).tolist() == [16, 0]
+
+
+def test_lists_are_left_out_where_they_would_say_nothing():
+    nothing = translated(512, local_window_size=(511, 4096))
+    assert nothing.block_mask is nothing.mask_mod is None
+    for call in (
+        translated(128, is_causal=True),
+        translated(200, local_window_size=50),
+        translated(1, 4096, mask=array(2, 1, 1, 4096, dtype=bool)),
+        translated(1024, mask=array(2, 2, 1024, 1024, dtype=bool)),  # a mask of each head costs as much to read
+    ):
+        assert call.block_mask is None
+        assert call.mask_mod is not None
+    lengths = translated(1024, key_value_seq_lengths=jnp.array([3, 4], I32))
+    assert lengths.block_mask is lengths.mask_mod is None
+    assert lengths.kv_lengths is not None
+
+
+BANDS = [
+    (Band(*sides).within(T, S), (T, S), block)
+    for sides, (T, S), block in itertools.product(
+        [(None, 0), (3, None), (7, 5), (20, -9), (-4, 11)],
+        [(40, 40), (33, 70), (64, 17)],
+        [(16, 16), (16, 32)],
+    )
+]
+
+
+@pytest.mark.parametrize("with_lengths", [False, True])
+def test_blocks_of_bands_are_exact(with_lengths):
+    lengths = jnp.array([0, 13, 64], I32) if with_lengths else None
+    batch = 3 if with_lengths else None
+    for band, (T, S), block in BANDS:
+        left, right = (n if x is None else x for x, n in zip(band, (T, S), strict=True))
+
+        def visible(b, h, q_idx, kv_idx, left=left, right=right):
+            seen = (kv_idx >= q_idx - left) & (kv_idx <= q_idx + right)
+            return seen if lengths is None else seen & (q_idx < lengths[b])
+
+        found = band_block_mask(visible, band, (batch or 1, 1, T, S), block, lengths)
+        expected = jflex.create_block_mask(visible, batch, None, T, S, block_size=block)
+        if found is None:
+            assert (expected.states() == 1).all()
+            continue
+        np.testing.assert_array_equal(found.states(), expected.states())
+        for name in ("kv_num_blocks", "full_kv_num_blocks", "q_num_blocks", "full_q_num_blocks"):
+            np.testing.assert_array_equal(getattr(found, name), getattr(expected, name))
+        for name in ("kv_indices", "full_kv_indices", "q_indices", "full_q_indices"):
+            np.testing.assert_array_equal(getattr(found, name), getattr(expected, name))
+
+
+def test_blocks_of_a_dense_mask_are_exact():
+    for shape in ((2, 1, 70, 50), (1, 3, 1, 50), (2, 1, 70, 1), (1, 1, 1, 1)):
+        mask = jax.random.bernoulli(jax.random.key(0), 0.99, shape)
+        full = jnp.broadcast_to(mask, (*shape[:2], 70, 50))
+        block_mask = jflex.create_block_mask(
+            lambda b, h, q, k, full=full: full[b, h, q, k], *shape[:2], 70, 50, block_size=(16, 8)
+        )
+        inside = block_mask.states()[..., :4, :6]  # there, tails of full blocks are partial
+        found = jnp.broadcast_to(dense_states(mask, (16, 8)), (*shape[:2], 5, 7))
+        np.testing.assert_array_equal(found[..., :4, :6], inside)
+
+
+def test_static_lists_are_made_once_and_are_one_constant_of_a_program():
+    first, again = (translated(1024, is_causal=True).block_mask.lists for _ in range(2))
+    assert all(x is y for x, y in zip(first, again, strict=True))
+
+    def layers(count, x):
+        for _ in range(count):
+            x = jflex.dot_product_attention(x, x, x, is_causal=True, implementation="xla")
+        return x
+
+    x = array(1, 512, 1, 8)
+    sizes = [len(jax.jit(functools.partial(layers, n)).lower(x).as_text()) for n in (2, 4, 6)]
+    assert sizes[2] - sizes[1] == sizes[1] - sizes[0] < 2000
+
+
+def test_tiles_of_the_user_divide_the_blocks():
+    config = jflex.Config(forward=jflex.Tiles(256, 64), dq=jflex.Tiles(64, 512))
+    assert translated(2048, is_causal=True, config=config).block_mask.block_size == (256, 512)
+
+
+# --- memory
+
+
+T_LONG = 4096
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"is_causal": True},
+        {"local_window_size": (100, 7)},
+        {"query_seq_lengths": array(1, dtype=I32), "key_value_seq_lengths": array(1, dtype=I32)},
+        {"mask": array(1, 1, 1, T_LONG, dtype=bool), "bias": array(1, 1, T_LONG), "is_causal": True},
+    ],
+    ids=lambda arguments: "-".join(arguments),
+)
+def test_no_array_of_queries_times_keys(arguments):
+    static = {name: x for name, x in arguments.items() if not isinstance(x, jax.Array)}
+    data = {name: x for name, x in arguments.items() if name not in static}
+
+    def loss(q, k, v, data):
+        return jflex.dot_product_attention(q, k, v, **data, **static, implementation="xla").sum()
+
+    x = array(1, T_LONG, 1, 8)
+    gradients = jax.jit(jax.grad(loss, (0, 1, 2)))
+    memory = gradients.lower(x, x, x, data).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < T_LONG * T_LONG / 2  # half a byte for each score
+
+
+@pytest.mark.parametrize("shape", [(2, 1, 1, 300), (1, 4, 300, 1), (300, 300), (1,), (4, 1, 1)])
+def test_a_bias_is_captured_at_its_own_size_and_its_gradient_has_its_shape(shape):
+    bias = jax.random.normal(jax.random.key(1), shape)
+    x = jax.random.normal(jax.random.key(0), (2, 300, 4, 8))
+    call = translate(x, x, x, bias, mask=bias > -1)
+    captured = [*call.block_mask.mask_operands] if call.block_mask else []
+    captured += [c.cell_contents for c in call.score_mod.__closure__ if isinstance(c.cell_contents, jax.Array)]
+    assert all(c.size <= bias.size for c in captured)
+    run = lambda attend: jax.grad(lambda bias: jnp.sin(attend(x, x, x, bias)).sum())(bias)
+    found = run(functools.partial(jflex.dot_product_attention, implementation="xla"))
+    assert found.shape == shape
+    with jax.numpy_rank_promotion("allow"):
+        np.testing.assert_allclose(found, run(jax.nn.dot_product_attention), rtol=2e-4, atol=2e-5)
+
+
+# --- plans
+
+
+PLANNED = {
+    "causal": {"is_causal": True},
+    "window": {"local_window_size": (100, 0)},
+    "mask": {"mask": (2, 1, 1024, 1024)},
+    "mask_of_heads": {"mask": (2, 8, 1024, 1024), "is_causal": True},
+    "mask_of_keys": {"mask": (2, 1, 1, 1024)},
+    "bias": {"bias": (1, 8, 1024, 1024)},
+    "lengths": {"query_seq_lengths": (2,), "key_value_seq_lengths": (2,)},
+    "all": {"is_causal": True, "mask": (2, 1, 1024, 1024), "bias": (8, 1024, 1024), "query_seq_lengths": (2,)},
+}
+DTYPES = {"mask": jnp.bool_, "bias": jnp.bfloat16, "query_seq_lengths": I32, "key_value_seq_lengths": I32}
+
+
+@pytest.mark.parametrize("name", PLANNED)
+@pytest.mark.parametrize("backend", ["triton", "mosaic_gpu"])
+def test_kernels_take_it(name, backend):
+    if backend == "mosaic_gpu" and jax.__version_info__ < (0, 11):
+        pytest.skip("Mosaic GPU is used from JAX 0.11 on")
+    data = {k: jax.ShapeDtypeStruct(x, DTYPES[k]) for k, x in PLANNED[name].items() if k in DTYPES}
+    static = {k: x for k, x in PLANNED[name].items() if k not in DTYPES}
+    shapes = [jax.ShapeDtypeStruct((2, 1024, heads, 64), jnp.bfloat16) for heads in (8, 2, 2)]
+    accounts = []
+
+    def plan(*arrays, **data):
+        call = translate(*arrays, **data, **static, implementation=backend)
+        with gpu_compile.absent_gpu():
+            accounts.append(jflex.explain(**call._asdict()))
+
+    jax.eval_shape(plan, *shapes, **data)
+    assert accounts[0].backend == backend, accounts[0]
+    assert "no gradients" not in accounts[0].tiles
+
+
+# --- the signature, and wrong input
+
+
+def test_the_signature_is_that_of_jax():
+    theirs = list(inspect.signature(jax.nn.dot_product_attention).parameters.values())
+    ours = list(inspect.signature(jflex.dot_product_attention).parameters.values())
+    comparable = lambda parameters: [(p.name, p.kind, p.default) for p in parameters]
+    assert comparable(ours[: len(theirs)]) == comparable(theirs)
+    assert [p.name for p in ours[len(theirs) :]] == ["config"]
+
+
+call = lambda query=X, key=X, value=X, **more: jflex.dot_product_attention(query, key, value, **more)
+ROWS = [
+    ("no_array", lambda: call("x"), TypeError, r"`query` must be an array. Got str"),
+    ("two_axes", lambda: call(array(8, 16)), ValueError, r"`query` must have four axes.*three.*float32\[8,16\].*vmap"),
+    ("five_axes", lambda: call(key=array(1, 1, 2, 3, 4)), ValueError, r"`key` must have four axes, \[B, S, Hkv, D\]"),
+    ("batch", lambda: call(array(3, 8, 4, 16)), ValueError, r"`key` and `value` must have the batch size of `query`"),
+    ("lengths_differ", lambda: call(value=array(2, 9, 4, 16)), ValueError, r"one length. They have 8 and 9"),
+    ("heads", lambda: call(array(2, 8, 3, 16)), ValueError, r"4 heads, which do not divide the 3 heads"),
+    ("head_size", lambda: call(array(2, 8, 4, 8)), ValueError, r"one head size. They have 8 and 16"),
+    ("dtypes", lambda: call(X.astype(jnp.bfloat16)), TypeError, r"one dtype. Cast them"),
+    ("integers", lambda: call(*[X.astype(I32)] * 3), TypeError, r"`query` must be floating-point"),
+    ("bias_complex", lambda: call(bias=array(8, 8, dtype=jnp.complex64)), TypeError, r"`bias` must be floating-point"),
+    (
+        "bias_shape",
+        lambda: call(bias=array(2, 3, 8, 8)),
+        ValueError,
+        r"`bias` must be \[B, Hq, T, S\], each of them 1 or as in the call, \[2, 4, 8, 8\]. Got float32\[2,3,8,8\]: "
+        r"Hq is 3, for 4 query heads",
+    ),
+    ("bias_axes", lambda: call(bias=array(1, 1, 1, 8, 8)), ValueError, r"`bias` must be.*with 5 axes.*vmap"),
+    (
+        "mask_batch",
+        lambda: call(mask=array(2, 8, 8, dtype=bool)),
+        ValueError,
+        r"Hq is 2.*insert the heads, `x\[:, None\]`",
+    ),
+    ("mask_keys", lambda: call(mask=array(9, dtype=bool)), ValueError, r"`mask` must be.*S is 9, for 8 keys"),
+    ("mask_dtype", lambda: call(mask=array(8, 8)), TypeError, r"`mask` must be boolean.*astype\(bool\).*as `bias`"),
+    ("scale_text", lambda: call(scale="x"), TypeError, r"`scale` must be a Python number. Got str"),
+    ("scale_array", lambda: call(scale=array(4)), TypeError, r"`scale` must be one real number. Got float32\[4\]"),
+    ("scale_nan", lambda: call(scale=float("nan")), ValueError, r"`scale` must be finite"),
+    ("causal", lambda: call(is_causal=1), TypeError, r"`is_causal` must be True or False. Got int"),
+    (
+        "causal_traced",
+        lambda: jax.jit(lambda x: call(is_causal=x))(True),
+        TypeError,
+        r"`is_causal` must be.*static_argnames='is_causal'",
+    ),
+    ("residual", lambda: call(return_residual=None), TypeError, r"`return_residual` must be True or False"),
+    (
+        "query_lengths_shape",
+        lambda: call(query_seq_lengths=array(3, dtype=I32)),
+        ValueError,
+        r"`query_seq_lengths` must be an int32 array \[B\], the number of queries of each of the 2 batch entries",
+    ),
+    ("lengths_scalar", lambda: call(key_value_seq_lengths=3), ValueError, r"jnp\.full\(2, length, jnp\.int32\)"),
+    ("lengths_dtype", lambda: call(key_value_seq_lengths=array(2)), TypeError, r"float32\[2\]; cast it with"),
+    (
+        "lengths_beyond",
+        lambda: call(key_value_seq_lengths=[8, 9]),
+        ValueError,
+        r"`key_value_seq_lengths` must lie between 0 and S, the number of keys, 8. Batch entry 1 has 9. Clamp",
+    ),
+    ("lengths_negative", lambda: call(query_seq_lengths=[-1, 8]), ValueError, r"between 0 and T.*Batch entry 0 has -1"),
+    (
+        "window_kind",
+        lambda: call(local_window_size=1.5),
+        TypeError,
+        r"`local_window_size` must be a Python int, or a pair",
+    ),
+    ("window_three", lambda: call(local_window_size=(1, 2, 3)), TypeError, r"pair \(left, right\).*Got \(1, 2, 3\)"),
+    ("window_array", lambda: call(local_window_size=jnp.int32(3)), TypeError, r"jflex\.masks\.sliding_window"),
+    ("window_empty", lambda: call(local_window_size=(-2, 0)), ValueError, r"hides every key.*Pass -1 for a side"),
+    ("scale_bool", lambda: call(scale=False), TypeError, r"`scale` must be a Python number\. Got bool"),
+    ("cudnn", lambda: call(implementation="cudnn"), ValueError, r"`implementation` cannot be 'cudnn'.*'mosaic_gpu'"),
+    ("cudnn_first", lambda: call(implementation=("cudnn", "xla")), ValueError, r"`implementation` cannot be 'cudnn'"),
+    ("unknown", lambda: call(implementation="flash"), ValueError, r"`implementation` must be one of.*Got 'flash'"),
+    ("config", lambda: call(config=3), TypeError, r"`config` must be a `jflex\.Config`"),
+]
+
+
+@pytest.mark.parametrize(("provoke", "kind", "message"), [row[1:] for row in ROWS], ids=[row[0] for row in ROWS])
+def test_message(provoke, kind, message):
+    with pytest.raises(kind, match=r"(?s)" + message) as caught:
+        provoke()
+    assert type(caught.value) is kind

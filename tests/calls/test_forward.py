@@ -1,0 +1,14 @@
+"""Outputs and lse of every case, by every backend, against the oracle."""
+
+import pytest
+
+from tests.cases.table import CASES
+from tests.support import evaluation
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("backend", evaluation.BACKENDS)
+def test_forward(case, backend):
+    if evaluation.refused(case, backend):
+        return
+    evaluation.check_forward(case, backend)

@@ -1,0 +1,333 @@
+"""Packed sequences: `flex_attention_varlen` against the oracle, one sequence at a time. In all padding stands NaN."""
+
+import functools
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import jflex
+from jflex.block_mask import varlen_mask as ragged_mask
+from jflex.varlen import flex_attention_varlen, varlen_block_mask
+from tests.calls.test_transforms import shapes_made
+from tests.cases.ragged_cases import CASES, OPTIONS, arguments_of, check, found_by, places_of, program_of
+from tests.support import evaluation, gpu_compile
+from tests.support.traces import Traced
+
+F32 = jnp.float32
+backends = pytest.mark.parametrize("backend", evaluation.BACKENDS)
+assert_close = functools.partial(np.testing.assert_allclose, rtol=3e-5, atol=3e-5)
+tree_close = lambda found, right: jax.tree.map(assert_close, found, right)
+
+
+def boundaries(*lengths: int) -> jax.Array:
+    return jnp.asarray(np.concatenate([[0], np.cumsum(lengths)]), jnp.int32)
+
+
+def causal(b, h, q_idx, kv_idx):
+    return q_idx >= kv_idx
+
+
+# --- against the oracle
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@backends
+def test_against_each_sequence_alone(case, backend):
+    check(case, backend)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.padding != (0, 0)], ids=str)
+@backends
+def test_padding_gives_and_gets_nothing(case, backend):
+    found = found_by(case, backend)
+    q, kv = (ends[-1] for ends in case.ends)
+    for x, start in ((found.out, q), (found.query, q), (found.key, kv), (found.value, kv)):
+        np.testing.assert_array_equal(np.asarray(x, np.float32)[:, start:], 0)
+    np.testing.assert_array_equal(found.lse[:, :, q:], -np.inf)
+
+
+# --- the definition, and its neighbours
+
+
+def drawn(N=60, M=60, seed=0):
+    rng = np.random.default_rng(seed)
+    return tuple(jnp.asarray(rng.normal(size=(n, h, 16)), F32) for n, h in ((N, 4), (M, 2), (M, 2)))
+
+
+def loss(options, mods, ends, q, k, v, slopes):
+    """Of out and lse; the score mod captures `slopes`, by sequence and head."""
+    score_mod = lambda s, b, h, q_idx, kv_idx: s * slopes[b, h] - 0.1 * (q_idx - kv_idx).astype(F32)
+    out, lse = flex_attention_varlen(
+        q, k, v, cu_seqlens_q=ends[0], cu_seqlens_k=ends[1], score_mod=score_mod, return_lse=True, **mods, **options
+    )
+    return jnp.sum(jnp.sin(out)) + jnp.sum(jnp.cos(jnp.where(lse == -jnp.inf, 0.0, lse)))
+
+
+SLOPES = jnp.linspace(0.5, 1.5, 12).reshape(3, 4)
+
+
+def test_one_sequence_is_flex_attention():
+    q, k, v = drawn()
+    ends = boundaries(60)
+    found = flex_attention_varlen(q, k, v, cu_seqlens_q=ends, cu_seqlens_k=ends, mask_mod=causal, return_lse=True)
+    out, lse = jflex.flex_attention(q[None], k[None], v[None], mask_mod=causal, return_lse=True)
+    tree_close(found, (out[0], lse[0].T))
+
+
+def test_results_are_attention_states():
+    """Keys that are divided among two calls, merged."""
+    q, k, v = drawn()
+    attend = lambda k, v, *lengths: jflex.AttentionState(
+        *flex_attention_varlen(
+            q, k, v, cu_seqlens_q=boundaries(10, 40), cu_seqlens_k=boundaries(*lengths), return_lse=True
+        )
+    )
+    at = lambda *parts: [jnp.concatenate([x[slice(*part)] for part in parts]) for x in (k, v)]
+    halves = attend(*at((0, 8), (20, 30)), 8, 10), attend(*at((8, 20), (30, 60)), 12, 30)
+    tree_close(jflex.merge(*halves), attend(k, v, 20, 40))
+
+
+@pytest.mark.parametrize("backend", ["xla", "reference"])
+def test_no_sequences_and_no_tokens(backend):
+    slopes, ends = jnp.ones((0, 4)), boundaries()
+    step = jax.jit(jax.value_and_grad(functools.partial(loss, OPTIONS[backend], {"mask_mod": causal}), (1, 2, 3, 4)))
+    value, gradients = step((ends, ends), *drawn(), slopes)
+    assert value == 60 * 4  # of cos(0)
+    assert not any(np.any(x != 0) for x in gradients)
+    value, _ = step((boundaries(0, 0), boundaries(0, 0)), *drawn(0, 0), jnp.ones((2, 4)))
+    assert value == 0
+
+
+# --- transformations
+
+
+@backends
+def test_one_program_serves_all_boundaries(backend):
+    args = (*drawn(), SLOPES)
+    how = OPTIONS[backend], {"mask_mod": causal}
+    traced, right = (
+        Traced(jax.value_and_grad(functools.partial(loss, options, how[1]), (1, 2, 3, 4)))
+        for options in (how[0], OPTIONS["reference"])
+    )
+    step, right = jax.jit(traced), jax.jit(right)
+    for q, kv in (((20, 10, 30), (20, 10, 30)), ((0, 60, 0), (1, 50, 0)), ((1, 2, 3), (30, 0, 30))):
+        ends = boundaries(*q), boundaries(*kv)
+        with jax.default_matmul_precision("highest"):
+            tree_close(step(ends, *args), right(ends, *args))
+    assert traced.count == 1
+
+
+@pytest.mark.parametrize("backend", ["xla", "triton-interpret"])
+def test_vmap_over_arrays_and_boundaries(backend):
+    stacked = [jnp.stack(pair) for pair in zip(drawn(seed=0), drawn(seed=1), strict=True)]
+    ends = jnp.stack([boundaries(20, 10, 30), boundaries(5, 0, 50)])
+    step = jax.grad(lambda ends, *args: loss(OPTIONS[backend], {"mask_mod": causal}, (ends, ends), *args), (1, 2, 3, 4))
+    found = jax.jit(jax.vmap(step, in_axes=(0, 0, 0, 0, None)))(ends, *stacked, SLOPES)
+    alone = jax.jit(step)
+    for i in range(2):
+        tree_close(tuple(x[i] for x in found), alone(ends[i], *(x[i] for x in stacked), SLOPES))
+
+
+def test_a_mask_made_once_serves_all_layers_of_a_scan():
+    q, k, v = drawn()
+
+    def model(options, ends, factors):
+        limit = jnp.asarray(7.0)  # a float that the mask captures must not disturb the gradient
+        mask_mod = lambda b, h, q_idx, kv_idx: (q_idx - kv_idx).astype(F32) < limit * factors[0]
+        mask = varlen_block_mask(ends, ends, 60, 60, mask_mod=mask_mod, block_size=16)
+
+        def layer(x, factor):
+            attended = flex_attention_varlen(
+                x * factor, k, v, cu_seqlens_q=ends, cu_seqlens_k=ends, block_mask=mask, **options
+            )
+            return x + attended, None
+
+        return jnp.sum(jnp.sin(jax.lax.scan(layer, q, factors)[0]))
+
+    run = lambda name: jax.jit(jax.value_and_grad(functools.partial(model, OPTIONS[name]), 1))(
+        boundaries(20, 10, 25), jnp.array([1.0, 2.0, 0.5])
+    )
+    tree_close(run("xla"), run("reference"))
+
+
+@pytest.mark.parametrize("backend", ["xla", "triton-interpret"])
+@pytest.mark.skipif(jax.device_count() < 4, reason="needs four devices; tests/conftest.py simulates them")
+def test_inside_of_shard_map(backend):
+    """Each device has its own packing."""
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    ends = jnp.stack([boundaries(*x) for x in ((20, 10, 30), (0, 60, 0), (5, 5, 5), (0, 0, 0))])
+    args = [jnp.stack(x) for x in zip(*(drawn(seed=i) for i in range(4)), strict=True)]
+    run = functools.partial(loss, OPTIONS[backend], {"mask_mod": causal})
+    local = lambda ends, *args: run((ends[0], ends[0]), *(x[0] for x in args), SLOPES)[None]
+    sharded = jax.shard_map(local, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
+    total = lambda call: jax.jit(jax.grad(lambda *args: jnp.sum(call(ends, *args)), (0, 1, 2)))(*args)
+    one_by_one = jax.vmap(lambda ends, *args: run((ends, ends), *args, SLOPES))
+    tree_close(total(sharded), total(one_by_one))
+
+
+@pytest.mark.parametrize("name", ["window_by_head_bfloat16", "cross_bottom_right", "places"])
+def test_compiles_for_a_gpu(name):
+    [case] = [case for case in CASES if case.name == name]
+    shapes = lambda tree: jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
+    program = program_of(case, "triton")
+    args = shapes(arguments_of(case))
+    with jax.default_matmul_precision(None):
+        if gpu_compile.missing():
+            gpu_compile.lower(program, *args)
+            pytest.skip(f"lowered, but not compiled: {gpu_compile.missing()}")
+        names = {kernel.name for kernel in gpu_compile.compile_kernels(program, *args)}
+    assert {"jflex_forward", "jflex_backward_dkv", "jflex_backward_dq"} <= names
+
+
+# --- the mask
+
+
+@pytest.mark.parametrize(("block_size", "is_masked"), [((16, 8), False), ((8, 32), True)])
+@hypothesis.settings(max_examples=25)
+@hypothesis.given(lengths=st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)), min_size=5, max_size=5))
+def test_lists_tell_what_the_elements_tell(lengths, block_size, is_masked):
+    """Kinds of blocks, as a dense mask has them."""
+    N, M = 203, 208
+    ends = [np.concatenate([[0], np.cumsum(x)]).astype(np.int32) for x in np.transpose(lengths)]
+    mask = (masked if is_masked else unmasked)(*ends, N, M, block_size)
+    (b, q), (other, kv) = places_of(ends[0], N), places_of(ends[1], M)
+    dense = (b[:, None] == other[None]) & (b >= 0)[:, None]
+    if is_masked:
+        dense &= q[:, None] + b[:, None] >= kv[None]
+    shape = [-(-n // block) for n, block in zip((N, M), block_size, strict=True)]
+    padded = np.zeros((shape[0] * block_size[0], shape[1] * block_size[1]), bool)
+    padded[:N, :M] = dense
+    blocks = padded.reshape(shape[0], block_size[0], shape[1], block_size[1])
+    right = blocks.any((1, 3)).astype(int) + blocks.all((1, 3)).astype(int)
+    np.testing.assert_array_equal(mask.states()[0, 0], right)
+    np.testing.assert_array_equal(mask.to_elements()[0, 0], dense)
+
+
+@functools.partial(jax.jit, static_argnums=(2, 3, 4))
+def unmasked(*args):
+    return varlen_block_mask(*args[:4], block_size=args[4])
+
+
+@functools.partial(jax.jit, static_argnums=(2, 3, 4))
+def masked(*args):
+    mask_mod = lambda b, h, q_idx, kv_idx: q_idx + b >= kv_idx
+    return varlen_block_mask(*args[:4], mask_mod=mask_mod, block_size=args[4])
+
+
+def test_a_mask_by_head_over_several_steps(monkeypatch):
+    monkeypatch.setattr(ragged_mask, "_ELEMENTS_PER_STEP", 5 * 3 * 256)
+    ends, by_head = boundaries(50, 3, 60), lambda b, h, q_idx, kv_idx: q_idx - kv_idx >= 9 * h
+    mask = varlen_block_mask(ends, ends, 119, 119, mask_mod=by_head, H=3, block_size=16)
+    right = jflex.create_block_mask(mask.mask_mod, None, 3, 119, 119, block_size=16)
+    np.testing.assert_array_equal(mask.states(), right.states())
+    assert mask.shape == (1, 3, 119, 119)
+
+
+def test_no_array_of_all_elements_and_no_evaluation_without_a_mask_mod():
+    N = 1 << 15
+    make = lambda mask_mod, ends: varlen_block_mask(ends, ends, N, N, mask_mod=mask_mod)
+    most = lambda mask_mod: max(
+        np.prod(shape) for shape in shapes_made(jax.make_jaxpr(functools.partial(make, mask_mod))(boundaries(9, N - 9)))
+    )
+    assert most(causal) <= 1 << 24
+    assert most(None) <= 2 * (N // 128) ** 2
+
+
+def test_a_mask_of_traced_boundaries():
+    ends = boundaries(20, 0, 35)
+    q, k, v = drawn()
+
+    @jax.jit
+    def make(ends):
+        return varlen_block_mask(ends, ends, 60, 60, mask_mod=causal, block_size=16)
+
+    run = lambda mask: flex_attention_varlen(q, k, v, cu_seqlens_q=ends, cu_seqlens_k=ends, block_mask=mask)
+    assert_close(run(make(ends)), run(varlen_block_mask(ends, ends, 60, 60, mask_mod=causal)))
+    assert "VarlenBlockMask" in type(make(ends)).__name__
+
+
+def test_tiles_of_the_user_divide_the_blocks_of_a_mask_of_the_call():
+    ends = boundaries(200, 56)
+    config = jflex.Config(forward=jflex.Tiles(256, 64), interpret=True)
+    q, k, v = drawn(256, 256)
+    attend = functools.partial(flex_attention_varlen, q, k, v, cu_seqlens_q=ends, cu_seqlens_k=ends, mask_mod=causal)
+    assert_close(attend(implementation="triton", config=config), attend(implementation="reference"))
+
+
+# --- wrong input
+
+ENDS = boundaries(20, 40)
+
+
+def call(**changed):
+    q, k, v = drawn()
+    attend = {"q": q, "k": k, "v": v, "cu_seqlens_q": ENDS, "cu_seqlens_k": ENDS} | changed
+    return flex_attention_varlen(attend.pop("q"), attend.pop("k"), attend.pop("v"), **attend)
+
+
+def mask_of(N=60, M=60, ends=ENDS, **more):
+    return varlen_block_mask(ends, ends, N, M, **more)
+
+
+by_head = lambda b, h, q_idx, kv_idx: h >= b
+ERRORS = [
+    ("rank", lambda: call(q=drawn()[0][None]), ValueError,
+     r"`q` must have three axes, \[N, Hq, D\].*float32\[1,60,4,16\].*one length goes to `flex_attention`"),
+    ("rank_v", lambda: call(v=drawn()[2][0]), ValueError, r"`v` must have three axes, \[M, Hkv, Dv\]"),
+    ("list", lambda: call(k=[1.0]), TypeError, r"`k` must be an array\. Got list"),
+    ("lengths", lambda: call(v=drawn()[2][:-1]), ValueError, r"`key` and `value` must have one length.*60 and 59"),
+    ("no_array", lambda: call(cu_seqlens_q=[0, 60]), TypeError,
+     r"`cu_seqlens_q` must be an int32 array \[R \+ 1\].*Got list; pass `jnp\.asarray\(cu_seqlens_q, jnp\.int32\)`"),
+    ("int64", lambda: call(cu_seqlens_k=np.array([0, 20, 60])), TypeError,
+     r"`cu_seqlens_k` must be.*the keys of each.*Got int64\[3\]; cast it with `\.astype\(jnp\.int32\)`"),
+    ("scalar", lambda: call(cu_seqlens_k=jnp.int32(3)), ValueError, r"Got int32\[\]\. For no sequences, pass \[0\]"),
+    ("empty", lambda: call(cu_seqlens_q=ENDS[:0]), ValueError, r"Got int32\[0\]\. For no sequences, pass \[0\]"),
+    ("sequences", lambda: call(cu_seqlens_k=boundaries(60)), ValueError,
+     r"for the same sequences\. They are for 2 and 1"),
+    ("first", lambda: call(cu_seqlens_q=ENDS + 1), ValueError,
+     r"`cu_seqlens_q` must begin with 0.*begins with 1\. Prepend a 0"),
+    ("descends", lambda: call(cu_seqlens_k=boundaries(20, -3)), ValueError,
+     r"`cu_seqlens_k` must ascend\. Sequence 1 has its keys from 20 to 17\. Take the cumulative sum"),
+    ("beyond", lambda: call(cu_seqlens_q=np.array([0, 20, 61], np.int32)), ValueError,
+     r"`cu_seqlens_q` must end at the number of packed queries, or before\. It ends at 61, and there are 60 queries"),
+    ("score_mod", lambda: call(score_mod=3), TypeError, r"`score_mod` must be a function \(score, b, h.*Got int\."),
+    ("mask_mod", lambda: call(mask_mod="causal"), TypeError, r"`mask_mod` must be a function \(b, h.*Got str\."),
+    ("mask_as_mod", lambda: call(mask_mod=mask_of()), TypeError, r"Got VarlenBlockMask\. Pass it as `block_mask`"),
+    ("mask_mod_of_mask", lambda: mask_of(mask_mod=3), TypeError, r"`mask_mod` must be a function"),
+    ("arguments", lambda: call(score_mod=causal), TypeError,
+     r"`score_mod` must be a function.*causal \(test_ragged.*It fits"),
+    ("result", lambda: call(mask_mod=lambda b, h, q_idx, kv_idx: q_idx - kv_idx), TypeError,
+     r"`mask_mod` must return one boolean; <?.*test_ragged.*returned int32\[\]"),
+    ("not_one", lambda: call(mask_mod=lambda b, h, q_idx, kv_idx: (True, False)), TypeError,
+     r"must return one boolean"),
+    ("plain_mask", lambda: call(block_mask=jflex.create_block_mask(causal, None, None, 60, 60)), TypeError,
+     r"`block_mask` must be a `VarlenBlockMask`.*Got BlockMask\. Make it with `varlen_block_mask\(.*60, 60"),
+    ("both", lambda: call(block_mask=mask_of(), mask_mod=causal), ValueError,
+     r"cannot both be given.*varlen_block_mask\(\.\.\., mask_mod=and_masks"),
+    ("other_lengths", lambda: call(block_mask=mask_of(64, 60)), ValueError,
+     r"for 64 packed queries and 60 keys, the call has 60 and 60\. Make it"),
+    ("other_boundaries", lambda: call(block_mask=mask_of(ends=boundaries(20, 30))), ValueError,
+     r"made for other boundaries: its `cu_seqlens_q` is \[0, 20, 50\], that of the call \[0, 20, 60\]"),
+    ("heads", lambda: mask_of(mask_mod=by_head), ValueError, r"`H` is None.*test_ragged.*uses `h`\. Pass `H=`"),
+    ("heads_of_call", lambda: call(block_mask=mask_of(mask_mod=by_head, H=3)), ValueError, r"`block_mask` has heads 3"),
+    ("size", lambda: mask_of(N=-1), ValueError, r"`num_queries` must not be negative"),
+    ("traced_size", lambda: mask_of(M=jnp.float32(3)), TypeError, r"`num_keys` must be a Python int"),
+    ("block", lambda: mask_of(block_size=0), ValueError, r"`block_size` must be positive"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("wrong", "kind", "message"), [pytest.param(*row[1:], id=row[0]) for row in ERRORS])
+def test_message(wrong, kind, message):
+    with pytest.raises(kind, match=f"(?s){message}"):
+        wrong()
+
+
+def test_traced_boundaries_out_of_range_read_nothing_outside():
+    q, k, v = drawn()
+    attend = jax.jit(lambda ends: flex_attention_varlen(q, k, v, cu_seqlens_q=ends, cu_seqlens_k=ends))
+    assert_close(attend(jnp.array([0, 20, 1000], jnp.int32)), attend(ENDS))

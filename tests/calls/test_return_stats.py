@@ -1,0 +1,323 @@
+"""`return_stats`: the statistics of rows and their gradients, against float64; what they cost; what refuses them."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jflex
+from tests.calls.test_transforms import shapes_made
+from tests.cases.hopper_cases import HOPPER
+from tests.cases.table import CASES, LENGTHS
+from tests.support import evaluation, gpu_compile, oracle, stats_evaluation
+from tests.support.hopper_emulator import emulated
+from tests.support.traces import Traced
+
+TABLE = {case.name: case for case in [*CASES, *LENGTHS]}
+NAMES = [
+    "alibi_like", "bnth", "causal_mask_mod", "decode", "decode_sees_nothing", "dropout", "extreme_logits",
+    "grouped_causal", "head_sizes_40_16", "length_many_mask_mod", "length_sinks", "negative_scale", "one_key",
+    "own_derivative", "rows_that_see_nothing", "shared_keys_bias", "sinks", "sinks_see_nothing", "slopes", "softcap",
+    "softcap_dropout_sinks", "squared_through_causal_blocks", "table",
+]  # fmt: skip
+ON_HOPPER = [
+    "even_bias", "length_many_sinks", "negative_scale", "rows_that_see_nothing", "sinks_bounded", "softcap_far",
+    "two_groups_causal", "two_groups_dropout", "two_groups_empty_rows",
+]  # fmt: skip
+OPTIONS = {
+    "reference": {"implementation": "reference"},
+    "xla": {"implementation": "xla"},
+    "triton-interpret": {"implementation": "triton", "config": jflex.Config(interpret=True)},
+}
+every_backend = pytest.mark.parametrize("backend", OPTIONS)
+assert_close = functools.partial(np.testing.assert_allclose, rtol=3e-5, atol=3e-5)
+ALL = stats_evaluation.ALL
+
+
+# --- against float64
+
+
+@pytest.mark.parametrize("case", [TABLE[name] for name in NAMES], ids=str)
+@pytest.mark.parametrize("backend", ["reference", *evaluation.BACKENDS])
+def test_against_float64(case, backend):
+    stats_evaluation.check(case, backend)
+
+
+@pytest.mark.parametrize("case", [case for case in HOPPER if case.name in ON_HOPPER], ids=str)
+def test_the_hopper_kernel(case):
+    """Emulated; `softcap_far` and `sinks_bounded` have bounded scores, for which it keeps no running max otherwise."""
+    stats_evaluation.check(case, "mosaic_gpu-emulated")
+
+
+@pytest.mark.parametrize("name", ["two_groups_causal", "sinks_bounded"])
+def test_the_hopper_kernels_alone(name):
+    """Without a gradient of the entropy, which `triton` computes."""
+    case = next(case for case in HOPPER if case.name == name)
+    stats_evaluation.check(case, "mosaic_gpu-emulated", ("lse", "max"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [case for case in HOPPER if case.name in ON_HOPPER], ids=str)
+@pytest.mark.parametrize("names", [("lse", "max"), ALL], ids=str)
+def test_on_hopper(case, names):
+    stats_evaluation.check(case, "mosaic_gpu", names)
+
+
+@pytest.mark.parametrize("name", ["sinks", "slopes"])
+def test_gradient_of_the_entropy_in_the_oracle(name):
+    """By finite differences, along one random direction."""
+    case, rng = TABLE[name], np.random.default_rng(3)
+    x, scale = evaluation.draw(case), case.sizes.D**-0.5
+    floats = {key: x.score[key] for key in x.floats()}
+    inputs = [a.astype(np.float64) for a in (x.query, x.key, x.value, *floats.values())]
+    slopes = [rng.normal(size=a.shape) for a in inputs]
+    d_entropy, zeros = rng.normal(size=x.d_lse.shape), (np.zeros(x.d_out.shape), np.zeros(x.d_lse.shape))
+    score = None if case.score is None else case.score.exact
+
+    def at(step):
+        q, k, v, *captured = (a + step * slope for a, slope in zip(inputs, slopes, strict=True))
+        captures = {**x.score, **dict(zip(floats, captured, strict=True))}
+        mask = functools.partial(evaluation._visible, case)
+        found = oracle.forward(q, k, v, scale, score, mask, captures, captures.get("sinks"))
+        return (q, k, v), captures, found
+
+    arrays, captures, found = at(0.0)
+    grads = oracle.gradients(*arrays, scale, score, found, captures, *zeros, captures.get("sinks"), d_entropy)
+    gradients = [*grads[:3], *(grads.captures[key] for key in floats)]
+    along = sum(np.sum(g * slope) for g, slope in zip(gradients, slopes, strict=True))
+    loss = lambda step: np.sum(oracle.entropy(at(step)[2], at(step)[1].get("sinks")) * d_entropy)
+    assert abs((loss(1e-6) - loss(-1e-6)) / 2e-6 - along) <= 1e-6 * abs(along) + 1e-6
+
+
+@every_backend
+def test_packed_sequences(backend):
+    """Each sequence alone, by the oracle; NaN in all padding."""
+    rng, ends, kv_ends = np.random.default_rng(0), [0, 23, 23, 50], [0, 17, 30, 58]
+    q, k, v = (rng.normal(size=(60, heads, 16)).astype(np.float32) for heads in (4, 2, 2))
+    q[50:], k[58:], v[58:] = np.nan, np.nan, np.nan
+    d_entropy, d_max = rng.normal(size=(2, 60, 4)).astype(np.float32)
+    causal = lambda b, h, q_idx, kv_idx: q_idx >= kv_idx
+
+    def call(q, k, v):
+        return jflex.flex_attention_varlen(
+            q, k, v, cu_seqlens_q=jnp.array(ends, jnp.int32), cu_seqlens_k=jnp.array(kv_ends, jnp.int32),
+            mask_mod=causal, return_stats=("max", "entropy"), **OPTIONS[backend],
+        )  # fmt: skip
+
+    @jax.jit
+    def everything(q, k, v):
+        (out, stats), pull = jax.vjp(call, q, k, v)
+        return stats, pull((jnp.zeros_like(out), jflex.AttentionStats(None, d_max, d_entropy)))
+
+    stats, gradients = everything(q, k, v)
+    assert stats.lse is None
+    right = {"max": np.full((60, 4), -np.inf), "entropy": np.zeros((60, 4))}
+    sums = [np.zeros(x.shape) for x in (q, k, v)]
+    for i in range(3):
+        rows, keys = slice(*ends[i : i + 2]), slice(*kv_ends[i : i + 2])
+        own = [x[at][None].astype(np.float64) for x, at in ((q, rows), (k, keys), (v, keys))]
+        found = oracle.forward(*own, 0.25, None, lambda *at: at[2] >= at[3], {})
+        right["max"][rows], right["entropy"][rows] = oracle.row_max(found, None, {})[0].T, oracle.entropy(found)[0].T
+        grads = oracle.gradients(
+            *own, 0.25, None, found, {}, np.zeros(found.out.shape), np.zeros(found.lse.shape), None,
+            d_entropy[rows].T[None].astype(np.float64),
+        )  # fmt: skip
+        for total, at, x in zip(sums, (rows, keys, keys), grads[:3], strict=True):
+            total[at] = x[0]
+    assert_close(stats.max, right["max"])
+    assert_close(stats.entropy, right["entropy"])
+    for found, expected in zip(gradients, sums, strict=True):
+        assert_close(found, expected)
+
+
+# --- forms of a call
+
+
+def drawn(T=40, S=40):
+    rng = np.random.default_rng(1)
+    return [jnp.asarray(rng.normal(size=(2, n, h, 16)), jnp.float32) for n, h in ((T, 4), (S, 2), (S, 2))]
+
+
+def loss(options, q, k, v, bias):
+    score_mod = lambda score, b, h, q_idx, kv_idx: score + bias[h] * (q_idx - kv_idx).astype(jnp.float32)
+    mask_mod = lambda b, h, q_idx, kv_idx: q_idx > kv_idx  # the first row is empty
+    out, stats = jflex.flex_attention(q, k, v, score_mod, mask_mod=mask_mod, return_stats=ALL, **options)
+    finite = lambda x: jnp.where(x == -jnp.inf, 0.0, x)
+    rows = jnp.sin(stats.entropy) * jnp.cos(finite(stats.lse)) + finite(stats.max)
+    return jnp.sum(jnp.sin(out)) + jnp.sum(rows), stats
+
+
+@every_backend
+def test_vmap_and_jit(backend):
+    arrays, biases = drawn(), jnp.linspace(-0.2, 0.3, 12).reshape(3, 4)
+    one = Traced(jax.value_and_grad(functools.partial(loss, OPTIONS[backend], *arrays), has_aux=True))
+    jitted = jax.jit(one)
+    alone = [jitted(bias) for bias in biases]
+    assert one.count == 1
+    together = jax.jit(jax.vmap(jax.value_and_grad(functools.partial(loss, OPTIONS[backend], *arrays), has_aux=True)))
+    jax.tree.map(assert_close, together(biases), jax.tree.map(lambda *xs: jnp.stack(xs), *alone))
+
+
+@every_backend
+def test_masked_nan_reaches_neither_statistics_nor_gradients(backend):
+    q, k, v = drawn(T=48, S=48)
+    mask_mod = lambda b, h, q_idx, kv_idx: (q_idx >= kv_idx) & (kv_idx < 40)
+
+    def run(k, v):
+        def entropy(q, k, v):
+            _, stats = jflex.flex_attention(q, k, v, mask_mod=mask_mod, return_stats=ALL, **OPTIONS[backend])
+            return jnp.sum(jnp.sin(stats.entropy)), stats
+
+        return jax.jit(jax.grad(entropy, argnums=(0, 1, 2), has_aux=True))(q, k, v)
+
+    jax.tree.map(assert_close, run(*(x.at[:, 40:].set(jnp.nan) for x in (k, v))), run(k, v))
+
+
+@every_backend
+def test_remat(backend):
+    arrays, bias = drawn(), jnp.linspace(-0.2, 0.3, 4)
+    run = lambda wrap: jax.jit(jax.grad(wrap(lambda *xs: loss(OPTIONS[backend], *xs)[0]), range(4)))(*arrays, bias)
+    jax.tree.map(assert_close, run(jax.checkpoint), run(lambda f: f))
+
+
+def test_forward_mode_and_second_derivatives_of_the_reference():
+    arrays = (*drawn(T=12, S=12), jnp.linspace(-0.2, 0.3, 4))
+    of = lambda *xs: loss(OPTIONS["reference"], *xs)[0]
+    slopes = tuple(jnp.cos(jnp.arange(x.size, dtype=x.dtype)).reshape(x.shape) for x in arrays)
+    along = lambda gradient: sum(jnp.sum(g * s) for g, s in zip(gradient, slopes, strict=True))
+    gradient = jax.grad(of, argnums=range(4))
+    assert_close(jax.jvp(of, arrays, slopes)[1], along(gradient(*arrays)), rtol=1e-4)
+    twice = jax.jvp(lambda *xs: along(gradient(*xs)), arrays, slopes)[1]
+    step = lambda size: along(gradient(*(x + size * s for x, s in zip(arrays, slopes, strict=True))))
+    np.testing.assert_allclose(twice, (step(1e-2) - step(-1e-2)) / 2e-2, rtol=2e-2)
+
+
+@pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices; tests/conftest.py simulates them")
+@pytest.mark.parametrize("backend", ["xla", "triton-interpret"])
+def test_sharded_batch_and_heads(backend):
+    arrays, bias = drawn(), jnp.linspace(-0.2, 0.3, 4)
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    placed = [jax.device_put(x, NamedSharding(mesh, P("data", None, "model"))) for x in arrays]
+    run = lambda options: jax.jit(jax.value_and_grad(functools.partial(loss, options), argnums=range(4), has_aux=True))
+    found, right = run(OPTIONS[backend])(*placed, bias), run(OPTIONS["reference"])(*arrays, bias)
+    jax.tree.map(assert_close, found, right)
+
+
+def test_both_layouts_have_one_shape_of_statistics():
+    q, k, v = drawn(T=24)
+    _, stats = jflex.flex_attention(q, k, v, return_stats=ALL, implementation="xla")
+    swapped = (x.swapaxes(1, 2) for x in (q, k, v))
+    _, other = jflex.flex_attention(*swapped, return_stats=ALL, layout="BNTH", implementation="xla")
+    assert {x.shape for x in stats} == {(2, 4, 24)}
+    assert {x.dtype for x in stats} == {jnp.dtype(jnp.float32)}
+    jax.tree.map(assert_close, stats, other)
+
+
+@pytest.mark.parametrize("implementation", ["xla", "reference", None])
+@pytest.mark.parametrize("sinks", [None, [-1.0, 0.0, 2.0, -np.inf]])
+def test_without_keys(implementation, sinks):
+    q, k, v = drawn(S=0)
+    sinks = None if sinks is None else jnp.array(sinks)
+
+    def call(sinks):
+        _, stats = jflex.flex_attention(q, k, v, sinks=sinks, return_stats=ALL, implementation=implementation)
+        return stats.entropy.sum(), stats
+
+    entropy, stats = call(sinks)
+    np.testing.assert_array_equal(stats.max, np.full((2, 4, 40), -np.inf))
+    np.testing.assert_array_equal(stats.entropy, np.zeros((2, 4, 40)))
+    assert entropy == 0
+    if sinks is not None:
+        np.testing.assert_array_equal(jax.grad(call, has_aux=True)(sinks)[0], np.zeros(4))
+
+
+@every_backend
+def test_uniform_and_certain_rows(backend):
+    """Equal scores have the entropy log S, one key has none; half of the weight in the sink adds log(2)."""
+    q, k, v = drawn(S=32)
+    call = functools.partial(jflex.flex_attention, return_stats=("entropy", "max"), **OPTIONS[backend])
+    _, stats = call(q, 0 * k, v)
+    assert_close(stats.entropy, np.full((2, 4, 40), np.log(32)))
+    assert_close(stats.max, np.zeros((2, 4, 40)))
+    _, stats = call(q, 0 * k, v, sinks=jnp.full(4, np.log(32.0)))
+    assert_close(stats.entropy, np.full((2, 4, 40), np.log(2) + np.log(32) / 2))
+    assert_close(stats.max, np.zeros((2, 4, 40)))
+    _, stats = call(q, 30 * k[:, :1], v[:, :1])
+    assert_close(stats.entropy, np.zeros((2, 4, 40)), atol=3e-5)
+
+
+# --- which kernels compute them, and what calls without them compute
+
+
+def outputs_of_forward(implementation, returned):
+    """The shapes that the forward kernel writes, from the traced program."""
+    x = jax.ShapeDtypeStruct((1, 256, 2, 64), jnp.bfloat16)
+    call = lambda q: jax.tree.leaves(jflex.flex_attention(q, q, q, implementation=implementation, **returned))
+    with gpu_compile.absent_gpu():
+        return [shape for shape in shapes_made(jax.make_jaxpr(call)(x)) if shape == (1, 2, 256)]
+
+
+def test_nothing_is_added_to_other_calls():
+    lse = outputs_of_forward("triton", {"return_lse": True})
+    assert outputs_of_forward("triton", {}) == lse
+    assert outputs_of_forward("triton", {"return_stats": ("lse",)}) == lse
+    assert len(outputs_of_forward("triton", {"return_stats": ("max",)})) > len(lse)
+
+
+X = jax.ShapeDtypeStruct((1, 4096, 8, 64), jnp.bfloat16)
+NEEDS_011 = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="Mosaic GPU is used from JAX 0.11 on")
+
+
+@NEEDS_011
+@pytest.mark.parametrize(("stats", "gradients"), [(("lse", "max"), "mosaic_gpu"), (("entropy",), "triton")])
+def test_dispatch_and_explain(stats, gradients):
+    with gpu_compile.absent_gpu():
+        account = jflex.explain(X, X, X, return_stats=stats)
+    assert (account.backend, account.gradients) == ("mosaic_gpu", gradients)
+    assert ("no derivative of the entropy" in account.gradients_reason) == (gradients == "triton")
+
+
+@pytest.mark.parametrize("differentiates_entropy", [False, True])
+def test_hopper_kernels_compute_gradients_unless_the_entropy_has_one(monkeypatch, differentiates_entropy):
+    from jflex.backends.gpu import triton
+
+    ran, backward = [], triton.Triton.backward
+    monkeypatch.setattr(triton.Triton, "backward", lambda *args: (ran.append("triton"), backward(*args))[1])
+    q = jnp.ones((1, 128, 1, 64), jnp.bfloat16)
+    config = jflex.Config(interpret=True, contain_nan=False)
+
+    def loss(q):
+        out, stats = jflex.flex_attention(
+            q, q, q, return_stats=("entropy",), implementation="mosaic_gpu", config=config
+        )
+        return out.astype(jnp.float32).sum() + (stats.entropy.sum() if differentiates_entropy else 0.0)
+
+    with emulated():
+        assert jnp.isfinite(jax.grad(loss)(q).astype(jnp.float32)).all()
+    assert ran == ["triton"] * differentiates_entropy
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"return_stats": ("lse", "min")}, r"`return_stats` must be a tuple.*Got 'min'"),
+        ({"return_stats": ("max",), "return_lse": True}, r"`return_lse` and `return_stats` cannot both be given"),
+    ],
+)
+def test_other_calls_check_their_names(options, message):
+    x, ends = jnp.zeros((8, 2, 16)), jnp.array([0, 8], jnp.int32)
+    with pytest.raises(ValueError, match=message):
+        jflex.flex_attention_varlen(x, x, x, cu_seqlens_q=ends, cu_seqlens_k=ends, **options)
+    with pytest.raises(ValueError, match=message):
+        jflex.explain(x[None], x[None], x[None], **options)
+
+
+def test_few_queries_run_the_split_kv_kernel():
+    q, k = jax.ShapeDtypeStruct((2, 1, 8, 64), jnp.bfloat16), jax.ShapeDtypeStruct((2, 4096, 2, 64), jnp.bfloat16)
+    plan = lambda **how: jflex.explain(q, k, k, implementation="triton", config=jflex.Config(interpret=True), **how)
+    for stats in ((), ("lse",), ("max",), ALL):
+        assert plan(return_stats=stats).tiles.startswith("decode")

@@ -1,0 +1,214 @@
+"""Sinks: in every form of a call they enter once, at the end; the table of cases has them in `flex_attention`."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jflex
+from tests.cases import paged_cases
+from tests.support import paged_evaluation
+
+INTERPRET = {"implementation": "triton", "config": jflex.Config(interpret=True)}
+BACKENDS = {"xla": {"implementation": "xla"}, "triton-interpret": INTERPRET}
+backends = pytest.mark.parametrize("backend", BACKENDS)
+assert_close = functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-5)
+
+
+def sinks_of(heads):
+    return jnp.linspace(-6.0, 3.0, heads)
+
+
+def with_column(out, lse, sinks):
+    """The definition in float64: one more exponential in the denominator. out [..., Hq, Dv], lse [..., Hq]."""
+    total = np.logaddexp(np.asarray(lse, np.float64), np.asarray(sinks, np.float64))
+    return np.asarray(out, np.float64) * np.exp(lse - total)[..., None], total
+
+
+def drawn(T=40, S=40, Hq=4, Hkv=2, D=16):
+    sizes = (T, Hq), (S, Hkv), (S, Hkv)
+    keys = jax.random.split(jax.random.key(0), 3)
+    return [jax.random.normal(key, (2, *size, D)) for key, size in zip(keys, sizes, strict=True)]
+
+
+def causal(b, h, q_idx, kv_idx):
+    return q_idx >= kv_idx
+
+
+@backends
+@pytest.mark.parametrize("name", ["mixed_with_padding_and_empty_requests", "divided"])
+def test_pages(name, backend):
+    case = next(case for case in paged_cases.CASES if case.name == name)
+    x, (cache, table) = paged_evaluation.draw(case), paged_evaluation.placed(case)
+    call = jax.jit(functools.partial(jflex.paged_attention, return_lse=True, **BACKENDS[backend], **mods(case, x)))
+    batch, sinks = paged_evaluation.batch_of(case, table), sinks_of(case.Hq)
+    right = paged_evaluation.exact(case)
+    for found, expected in zip(
+        call(jnp.asarray(x.query), cache, batch, sinks=sinks), with_column(right.out, right.lse, sinks), strict=True
+    ):
+        assert_close(found, expected)
+
+
+def mods(case, x):
+    return {
+        "score_mod": case.score and case.score.jax(jax.tree.map(jnp.asarray, x.score)),
+        "mask_mod": case.mask and case.mask.jax(jax.tree.map(jnp.asarray, x.mask)),
+    }
+
+
+@backends
+def test_cascade_adds_them_after_the_levels_are_merged(backend):
+    query = jax.random.normal(jax.random.key(0), (3, 4, 16))
+    keys = jax.random.normal(jax.random.key(1), (4, 32, 2, 16))
+    levels = [
+        jflex.CascadeLevel.dense(keys[:1], keys[:1] * 0.5, qo_indptr=jnp.array([0, 3])),
+        jflex.CascadeLevel.dense(keys[1:], keys[1:] * 2, qo_indptr=jnp.arange(4), start=32),
+    ]
+    attend = functools.partial(jflex.cascade_attention, query, return_lse=True, **BACKENDS[backend])
+    sinks = sinks_of(4)
+    for used in (levels, levels[:1], []):
+        for found, expected in zip(attend(used, sinks=sinks), with_column(*attend(used), sinks), strict=True):
+            assert_close(found, expected)
+
+
+def test_packed_sequences_are_as_each_alone():
+    q, k, v = (x[0] for x in drawn(60, 60))
+    ends, sinks = jnp.array([0, 23, 23, 50], jnp.int32), sinks_of(4)
+
+    def packed(q, sinks):
+        out, lse = jflex.flex_attention_varlen(
+            q, k, v, cu_seqlens_q=ends, cu_seqlens_k=ends, mask_mod=causal, sinks=sinks, return_lse=True,
+            implementation="xla",
+        )  # fmt: skip
+        return out, lse[:50]
+
+    def alone(q, sinks):
+        parts = [
+            jflex.flex_attention(
+                *(x[None, first:last] for x in (q, k, v)),
+                mask_mod=causal,
+                sinks=sinks,
+                return_lse=True,
+                implementation="reference",
+            )
+            for first, last in ((0, 23), (23, 50))
+        ]
+        out, lse = (jnp.concatenate(x) for x in zip(*((out[0], lse[0].T) for out, lse in parts), strict=True))
+        return jnp.pad(out, ((0, 10), (0, 0), (0, 0))), lse
+
+    results = []
+    for call in (packed, alone):
+        loss = lambda *xs, call=call: sum(jnp.sum(jnp.sin(x)) for x in call(*xs))
+        results.append((call(q, sinks), jax.grad(loss, argnums=(0, 1))(q, sinks)))
+    jax.tree.map(assert_close, *results)
+
+
+@pytest.mark.parametrize("splits", [1, 4, 16])
+def test_merged_splits_then_sinks(splits):
+    (query, key, value), sinks = drawn(T=2, S=64), sinks_of(4)
+    attend = functools.partial(jflex.flex_attention, query, return_lse=True, implementation="xla")
+    states = [
+        jflex.AttentionState.from_attention(*attend(k, v))
+        for k, v in zip(jnp.split(key, splits, axis=1), jnp.split(value, splits, axis=1), strict=True)
+    ]
+    found = jflex.with_sinks(jflex.merge_all(states), sinks).to_attention()
+    jax.tree.map(assert_close, found, attend(key, value, sinks=sinks))
+
+
+@backends
+def test_minus_infinity_changes_nothing(backend):
+    arrays = drawn()
+    nothing = jnp.full(4, -jnp.inf)
+
+    def loss(sinks):
+        out, lse = jflex.flex_attention(
+            *arrays, mask_mod=lambda b, h, q, k: q > k, sinks=sinks, return_lse=True, **BACKENDS[backend]
+        )
+        return jnp.sum(jnp.sin(out)) + jnp.sum(jnp.where(lse == -jnp.inf, 0, lse)), (out, lse)
+
+    d_sinks, (out, lse) = jax.grad(loss, has_aux=True)(nothing)
+    _, (plain_out, plain_lse) = loss(None)
+    np.testing.assert_array_equal(d_sinks, np.zeros(4))
+    assert_close(out, plain_out)
+    assert_close(lse, plain_lse)
+
+
+@pytest.mark.parametrize("row_max", [None, 0.0], ids=["running", "bounded"])
+def test_epilogue_for_hopper(monkeypatch, row_max):
+    """Its arithmetic, in base 2, for rows of many, few and no scores, where scores have a row_max and where a bound."""
+    from pallas_kernels.mosaic_gpu.forward import step
+    from pallas_kernels.mosaic_gpu.score import inline_ptx
+
+    monkeypatch.setattr(inline_ptx, "exp2", lambda layout, x: jnp.exp2(x))
+    scores = jnp.array([[3.0, -1.0, 2.5], [-40.0, -41.0, -jnp.inf], [-jnp.inf] * 3])
+    tops = jnp.max(scores, axis=1) if row_max is None else jnp.full((3,), row_max)
+    row_sum = jnp.sum(jnp.exp2(scores - jnp.where(tops == -jnp.inf, 0.0, tops)[:, None]), axis=1)
+    out = jnp.where(row_sum == 0.0, jnp.nan, 2 * row_sum)  # values of 2; what was never loaded is NaN
+    for sink in (None, -jnp.inf, -150.0, -30.0, 1.0, 90.0):
+        given = None if sink is None else jnp.float32(sink)
+        found = step.normalised(out[:, None], tops, row_sum, given, marks=True)
+        weights = np.exp2(np.asarray(scores, np.float64)).sum(axis=1)
+        total = weights + (0 if sink is None else np.exp(sink))
+        assert_close(found[0][:, 0], 2 * weights / np.where(total == 0, 1, total))
+        assert_close(found[1], [-np.inf if x == 0 else np.log(x) for x in total])
+
+
+@pytest.mark.parametrize("implementation", ["xla", "reference", None])
+def test_without_keys_the_sink_is_all_there_is(implementation):
+    query, key, value = drawn(T=3, S=0)
+    call = functools.partial(jflex.flex_attention, return_lse=True, implementation=implementation)
+    out, lse = call(query, key, value, sinks=sinks_of(4))
+    np.testing.assert_array_equal(out, np.zeros(out.shape))
+    np.testing.assert_array_equal(lse, np.broadcast_to(sinks_of(4)[:, None], lse.shape))
+    gradient = jax.grad(lambda s: jnp.sum(call(query, key, value, sinks=s)[1]))(sinks_of(4))
+    np.testing.assert_array_equal(gradient, np.full(4, 6.0))
+
+
+@backends
+def test_vmap_over_sinks_and_one_program_for_all_values(backend):
+    arrays, count = drawn(), 0
+
+    @jax.jit
+    def attend(sinks):
+        nonlocal count
+        count += 1
+        return jflex.flex_attention(*arrays, sinks=sinks, **BACKENDS[backend])
+
+    several = jnp.stack([sinks_of(4), -sinks_of(4)])
+    one_by_one = jnp.stack([attend(x) for x in several])
+    assert count == 1
+    assert_close(jax.vmap(attend)(several), one_by_one)
+
+
+@backends
+@pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices; tests/conftest.py simulates them")
+@pytest.mark.parametrize("manner", ["jit", "shard_map"])
+def test_sharded_heads(manner, backend):
+    arrays, sinks = drawn(), sinks_of(4)
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    rows = P("data", None, "model")
+    specs = (rows, rows, rows, P("model"))
+
+    def loss(attend, *xs):
+        out, lse = attend(*xs)
+        return jnp.sum(jnp.sin(out)) + jnp.sum(jnp.cos(lse))
+
+    def attend(how, query, key, value, sinks):
+        return jflex.flex_attention(query, key, value, mask_mod=causal, sinks=sinks, return_lse=True, **how)
+
+    local = functools.partial(attend, BACKENDS[backend])
+    placed = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip((*arrays, sinks), specs, strict=True)]
+    if manner == "shard_map":
+        local = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=(rows, P("data", "model")))
+    found = jax.jit(jax.value_and_grad(functools.partial(loss, local), argnums=range(4)))(*placed)
+    whole = functools.partial(loss, functools.partial(attend, {"implementation": "reference"}))
+    jax.tree.map(assert_close, found, jax.value_and_grad(whole, argnums=range(4))(*arrays, sinks))
+
+
+def test_explain_takes_their_shape():
+    x, sinks = jax.ShapeDtypeStruct((1, 64, 4, 16), jnp.float32), jax.ShapeDtypeStruct((4,), jnp.float32)
+    assert jflex.explain(x, x, x, sinks=sinks, implementation="xla").backend == "xla"

@@ -1,0 +1,59 @@
+"""Cases of the decoding kernel for Hopper: few queries over contiguous keys, and requests over pages."""
+
+from tests.cases import captured_pairs as captured
+from tests.cases import mask_pairs as masks
+from tests.cases import score_pairs as scores
+from tests.cases.paged_cases import MIXED, PagedCase, bias_by_key, documents, prefix_by_request, slopes, window
+from tests.cases.table import Case, Sizes
+
+BF16 = {"dtype": "bfloat16"}
+DENSE = [
+    Case("dense_decode", sizes=Sizes(T=1, S=512, Hq=8, Hkv=2, D=128), **BF16),
+    Case("dense_one_tile", scores.softcap, sizes=Sizes(B=3, T=1, S=64, Hq=4, D=64), **BF16),
+    Case("dense_tail", scores.sigmoid, sizes=Sizes(T=2, S=200, Hq=4, Hkv=2, D=64), dtype="float16"),
+    Case("dense_alibi", scores.alibi, masks.causal, Sizes(T=4, S=256, Hq=8, Hkv=2, D=128), **BF16),
+    Case("dense_window_by_head", mask=masks.window_by_head, sizes=Sizes(T=3, S=320, Hq=4, Hkv=2, D=64), **BF16),
+    Case("dense_sees_nothing", mask=masks.strictly_causal, sizes=Sizes(T=4, S=136, Hq=4, Hkv=1, D=80, Dv=48), **BF16),
+    Case("dense_16_queries", captured.bias_q, masks.odd_keys, Sizes(T=16, S=192, Hq=4, Hkv=1, D=64), **BF16),
+    Case(
+        "dense_bnth", captured.bias_hqk, masks.both_sides, Sizes(T=3, S=128, Hq=4, Hkv=2, D=64), layout="BNTH", **BF16
+    ),
+    Case("dense_bnth_one", sizes=Sizes(T=1, S=512, Hq=4, Hkv=2, D=128), layout="BNTH", dtype="float16"),
+    Case("dense_sinks", captured.slopes, sizes=Sizes(T=1, S=512, Hq=8, Hkv=2, D=64), sinks=True, **BF16),
+    Case(
+        "dense_lengths", scores.softcap, sizes=Sizes(B=3, T=1, S=504, Hq=8, Hkv=2, D=128), kv_lengths=(129, 0, 504),
+        **BF16,
+    ),
+    Case(
+        "dense_shared_keys", sizes=Sizes(B=3, T=2, S=152, Hq=4, Hkv=2, D=48, Dv=80, Bkv=1), kv_lengths=(5, 150, 64),
+        **BF16,
+    ),
+    Case(
+        "dense_lengths_window", captured.slopes, masks.both_sides, Sizes(T=4, S=640, Hq=4, Hkv=1, D=64),
+        kv_lengths=(600, 77), **BF16,
+    ),
+    Case("dense_256", scores.alibi, sizes=Sizes(T=1, S=192, Hq=4, Hkv=2, D=256), **BF16),
+]  # fmt: skip
+
+
+def _paged(name: str, *args, **more) -> PagedCase:
+    return PagedCase(f"hopper_{name}", *args, **{"dtype": "bfloat16", "D": 128, "page_size": 64, **more})
+
+
+PAGED = [
+    _paged("decode", Hq=8),
+    _paged("divided", (1, 1, 2), (2900, 40, 700), Hq=8, mask=masks.causal),
+    _paged("window_divided", (1, 2), (1500, 700), D=64, mask=window),
+    _paged("mixed", **MIXED, page_size=16, D=64, mask=masks.causal, score=slopes),
+    _paged("pages_of_8", (1, 3, 1), (130, 64, 7), page_size=8, D=64, mask=masks.causal),
+    _paged("pages_of_32", (2, 1), (200, 33), page_size=32, D=64, score=bias_by_key),
+    _paged("pages_of_128", (2, 1), (300, 64), page_size=128, Hq=8, score=scores.softcap, factor=8.0),
+    _paged("layers", (1, 2), (20, 133), layers=2, D=64, dtype="float16"),
+    _paged("padding_and_empty", (0, 1, 0, 20, 2), (0, 30, 9, 24, 0), 5, slopes, D=64),
+    _paged("group_5", (1, 3, 17), (9, 140, 33), Hq=10, D=64, mask=documents),
+    _paged("group_1", (1, 5), (70, 140), Hq=2, D=64, Dv=128, mask=masks.causal),
+    _paged("group_64", (1, 2), (70, 140), Hq=64, Hkv=1, D=64, mask=masks.causal),
+    _paged("prefix", (1, 20, 4), (60, 140, 50), D=64, mask=prefix_by_request),
+    _paged("head_sizes_80_48", (1, 2), (30, 140), D=80, Dv=48, scale=0.3),
+    _paged("head_size_256", (1, 2), (30, 140), D=256, score=slopes),
+]

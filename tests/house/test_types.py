@@ -1,0 +1,164 @@
+"""Annotations of public functions are true: shapes and dtypes are checked at run time, over the table of cases."""
+
+from __future__ import annotations
+
+import doctest
+import functools
+import inspect
+import sys
+import types
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+pytest.importorskip("beartype", reason="annotations are checked by beartype, of the extra `test`")
+
+import jaxtyping
+from jaxtyping import Array, Float
+
+import flax_layers.functional
+import jflex
+from jflex.masks import causal
+from tests.cases.table import CASES, LENGTHS, Case
+from tests.support import checked_types, evaluation
+
+MODULES = sorted({x.__module__ for x in checked_types.public().values()})
+# One array of each: T and S, Hq and Hkv, D and Dv differ, so that no two axes are taken for one another.
+SIZES = {"query": (2, 8, 4, 16), "key": (2, 12, 2, 16), "value": (2, 12, 2, 24)}
+
+
+@pytest.fixture(autouse=True)
+def _all_checked() -> Iterator[None]:
+    with checked_types.all_checked():
+        yield
+
+
+def arrays(layout: str = "BTNH", batch: int = 2, dtype: str = "float32") -> list[jax.Array]:
+    """Query, key and value; keys of one batch entry or of all."""
+    turned = lambda x: x if layout == "BTNH" else x.swapaxes(1, 2)
+    shapes = [SIZES["query"], *((batch, *SIZES[name][1:]) for name in ("key", "value"))]
+    return [turned(jax.random.normal(jax.random.key(i), shape).astype(dtype)) for i, shape in enumerate(shapes)]
+
+
+@pytest.mark.parametrize("case", [*CASES, *LENGTHS], ids=str)
+def test_the_table_of_cases(case: Case):
+    """Traces forward and backward pass, which is when annotations are compared; nothing is compiled."""
+    x = evaluation.draw(case)
+
+    def run(x, blocks, floats):
+        attend = lambda q, k, v, c: evaluation.call(case, "xla", q, k, v, {**x.score, **c}, x.mask, blocks)
+        out, pull = jax.vjp(attend, x.query, x.key, x.value, floats)
+        return out, pull((x.d_out, x.d_lse))
+
+    with jax.default_matmul_precision(case.precision):
+        x, floats = jax.tree.map(jnp.asarray, (x, x.floats()))
+        jax.eval_shape(run, x, evaluation.block_mask(case), floats)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_the_examples_of_docstrings(name: str):
+    """What they call is checked, too: ready mods, BlockMasks, varlen, paged, cascade, states and layers."""
+    results = doctest.testmod(sys.modules[name], optionflags=doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS)
+    assert results.failed == 0
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("layout", ["BTNH", "BNTH"])
+def test_layouts_transformations_and_kinds_of_arrays(layout: str, batch: int):
+    attend = functools.partial(jflex.flex_attention, mask_mod=causal(), layout=layout, implementation="xla")
+    both = lambda *xs: attend(*xs, return_lse=True)
+    given, lengths = arrays(layout, batch), jnp.array([5, 12], jnp.int32)
+    out, lse = both(*given)
+    assert lse.shape == (2, 4, 8)
+    assert attend(*map(np.asarray, given), kv_lengths=np.asarray(lengths)).shape == out.shape
+    assert attend(*given, kv_lengths=lengths).shape == out.shape
+    for rows in (None, [0, -1], jnp.array([3])):
+        weights = jflex.attention_weights(*given[:2], mask_mod=causal(), kv_lengths=lengths, layout=layout, rows=rows)
+        assert weights.shape == (2, 4, 8 if rows is None else len(rows), 12)
+    several = [jnp.stack([x] * 3) for x in given]
+    assert jax.eval_shape(jax.jit(jax.vmap(both)), *several)[0].shape == (3, *out.shape)
+    total = lambda *xs: sum(x.astype(jnp.float32).sum() for x in both(*xs))
+    assert jax.eval_shape(jax.grad(total, (0, 1, 2)), *given)[1].shape == given[1].shape
+    for dtype in ("bfloat16", "float16"):
+        assert jax.eval_shape(both, *arrays(layout, batch, dtype))[0].dtype == dtype
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in given]
+    of_lengths = jax.ShapeDtypeStruct((2,), jnp.int32)
+    for xs in (given, shapes):
+        assert jflex.explain(*xs, kv_lengths=of_lengths, layout=layout, implementation="xla").backend == "xla"
+    state = jflex.AttentionState.from_attention(out, lse, layout=layout)
+    assert jflex.merge(state, state).to_attention(layout)[0].shape == out.shape
+
+
+def test_packed_tokens():
+    query, key, value = (x.reshape(-1, *x.shape[2:]) for x in arrays())
+    ends = jnp.array([0, 3, 16]), jnp.array([0, 20, 24])
+    attend = functools.partial(jflex.flex_attention_varlen, mask_mod=causal(), return_lse=True, implementation="xla")
+    call = lambda q, k, v, q_ends, k_ends: attend(q, k, v, cu_seqlens_q=q_ends, cu_seqlens_k=k_ends)
+    assert call(query, key, value, *ends)[1].shape == (16, 4)
+    everything = [query, key, value, *ends]
+    assert call(*map(np.asarray, everything))[0].shape == (16, 4, 24)
+    mapped = [jnp.stack([x] * 2) for x in everything]
+    assert jax.eval_shape(jax.vmap(call), *mapped)[0].shape == (2, 16, 4, 24)
+    assert jax.eval_shape(jax.grad(lambda *xs: call(*xs)[0].sum()), *everything).shape == query.shape
+
+
+@pytest.mark.parametrize("layers", [None, 3])
+def test_pages_and_levels(layers: int | None):
+    cache = jflex.paged.PagedCache.create(8, 4, 2, 16, v_head_dim=24, dtype=jnp.float32, layers=layers)
+    layer = None if layers is None else 1
+    query, key, value = (x.reshape(-1, *x.shape[2:])[:5] for x in arrays())
+    fields = jnp.array([0, 3, 5]), jnp.array([3, 6]), jnp.array([[1, 0], [2, 3]])
+    for make in (jnp.asarray, np.asarray):
+        batch = jflex.paged.PagedBatch(*map(make, fields))
+        slots = jflex.paged.token_slots(batch, 5, page_size=4)
+        filled = jflex.paged.write(cache, make(key), make(value), make(slots), layer=layer)
+        attend = functools.partial(
+            jflex.paged_attention, mask_mod=causal(), layer=layer, return_lse=True, implementation="xla"
+        )
+        assert attend(make(query), filled, batch)[0].shape == (5, 4, 24)
+        assert jax.eval_shape(jax.jit(attend), query, filled, batch)[1].shape == (5, 4)
+        level = jflex.CascadeLevel.paged(filled, batch, layer=layer)
+        positions = jflex.paged.token_positions(batch, 5)
+        cascade = functools.partial(jflex.cascade_attention, mask_mod=causal(), return_lse=True, implementation="xla")
+        assert cascade(make(query), [level], positions=make(positions))[0].shape == (5, 4, 24)
+    assert jflex.paged.clear_unused(filled, batch.page_table, batch.kv_lengths).k.shape == cache.k.shape
+
+
+def test_a_wrong_annotation_fails():
+    """`Dv` of the output said to be `D`, a dtype, and a layout of which nothing knows."""
+    given = arrays()
+    for name, wrong in (
+        ("return", Float[Array, "B T Hq D"]),
+        ("key", jaxtyping.Int[Array, "B S Hkv D"]),
+        ("query", Float[Array, "T B Hq D"]),
+        ("value", Float[Array, "B S Hkv"]),
+    ):
+        original = inspect.unwrap(jflex.attention.flex_attention)
+        function = types.FunctionType(original.__code__, original.__globals__, "wrong", original.__defaults__)
+        function.__kwdefaults__ = original.__kwdefaults__
+        function.__annotations__ = {**original.__annotations__, name: wrong}
+        with pytest.raises(jaxtyping.TypeCheckError):
+            checked_types.checked(function)(*given, implementation="xla")
+
+
+def test_wrong_calls_fail():
+    """So that what passes above is known to have been checked."""
+    query, key, value = arrays()
+    with pytest.raises(jaxtyping.TypeCheckError, match="flex_attention"):
+        jflex.flex_attention(query, key[..., :8], value)
+    with pytest.raises(jaxtyping.TypeCheckError, match="split_heads"):
+        flax_layers.functional.split_heads(query.astype(int), 2)
+    with pytest.raises(jaxtyping.TypeCheckError, match="dense"):
+        jflex.CascadeLevel.dense(key, value[:, 1:], qo_indptr=jnp.array([0, 1, 2]))
+
+
+def test_every_public_function_is_checked():
+    public = checked_types.public()
+    assert len(public) > 40
+    names = ("flex_attention", "explain", "create_block_mask", "cascade_attention", "masks.causal", "paged.write")
+    assert {f"jflex.{name}" for name in names} <= set(public)
+    functions = {name: x for name, x in public.items() if not isinstance(x, type)}
+    assert all(hasattr(x, "__wrapped__") for x in functions.values())

@@ -1,0 +1,121 @@
+"""The Hopper kernels on a CPU, by `tests.support.hopper_emulator`: results and gradients of the table of cases."""
+
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jflex
+from pallas_kernels.mosaic_gpu import pipeline
+from tests.cases.hopper_cases import HOPPER, MANY, ONE_PASS
+from tests.support import evaluation, hopper_emulator
+from tests.support.hopper_emulator import Barrier, Cta, Memory, emulated
+
+# What `.ci/run` takes; `-m long` takes all others, in ten minutes.
+USUAL = {
+    "bnth", "causal_dropout_repaired", "even_bias", "head_sizes_16_40", "length_many_sinks",
+    "log_as_weights", "narrow_cut_wide", "negative_scale", "plane_gradient", "rows_that_see_nothing",
+    "shared_causal", "shared_heads", "sigmoid", "sinks_bounded", "slopes", "softcap_far",
+    "two_groups_causal", "two_groups_dropout", "two_groups_table",
+}  # fmt: skip
+USUAL_IN_ONE_PASS = {"negative_scale"}
+
+
+def marked(cases, usual):
+    """Cases for the emulator. Those of many tiles are left out: with two CTAs, each computes several tiles anyway."""
+    taken = [case for case in cases if not case.unsupported and case not in MANY]
+    return [pytest.param(x, id=str(x), marks=() if x.name in usual else pytest.mark.long) for x in taken]
+
+
+@pytest.mark.parametrize("case", marked(HOPPER, USUAL))
+def test_results_and_gradients(case):
+    evaluation.check_forward(case, "mosaic_gpu-emulated")
+    evaluation.check_gradients(case, "mosaic_gpu-emulated", ("query", "key", "value", *evaluation.draw(case).floats()))
+
+
+@pytest.mark.parametrize("case", marked(ONE_PASS, USUAL_IN_ONE_PASS))
+def test_gradients_in_one_pass(case):
+    names = ("query", "key", "value", *evaluation.draw(case).floats())
+    evaluation.check_gradients(case, "mosaic_gpu-emulated_one_pass", names)
+
+
+def root_of_distance(q, k):
+    return jnp.sqrt((q - k).astype(jnp.float32) + 0.5)
+
+
+# Mods, the length, and `normalize`: what a logistic must not have of the element that it shares a reciprocal with.
+PAIRS = {
+    "padding_key": (lambda s, b, h, q, k: jax.nn.sigmoid(s * jnp.log(s)), 129, "none"),  # NaN where s is 0
+    "dropped_by_select": (
+        lambda s, b, h, q, k: jnp.where(q >= k, jax.nn.sigmoid(s * root_of_distance(q, k)), -1.0), 128, "softmax"
+    ),
+    "logarithm": (lambda s, b, h, q, k: jnp.log(jax.nn.sigmoid(10 * s - 100)), 128, "softmax"),
+    "factor": (lambda s, b, h, q, k: jnp.exp(100 - 20 * s) * jax.nn.sigmoid(20 * s - 100), 128, "softmax"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("mod", "length", "normalize"), PAIRS.values(), ids=PAIRS)
+def test_logistics_are_those_of_single_elements(mod, length, normalize):
+    """Of output and d_value: the others are NaN by the rules of JAX for a select."""
+    rng = np.random.default_rng(0)
+    q, k, v, d_out = (jnp.asarray(np.abs(rng.normal(size=(1, length, 1, 64))), jnp.bfloat16) for _ in range(4))
+
+    def run(implementation):
+        attend = lambda v: jflex.flex_attention(q, k, v, mod, normalize=normalize, implementation=implementation)
+        out, pull = jax.vjp(attend, v)
+        return out, *pull(d_out)
+
+    with emulated():
+        found = run("mosaic_gpu")
+    for x, y in zip(found, run("reference"), strict=True):
+        np.testing.assert_allclose(np.asarray(x, np.float32), np.asarray(y, np.float32), rtol=2e-2, atol=2e-2)
+
+
+def case_named(name):
+    return next(case for case in HOPPER if case.name == name)
+
+
+@pytest.mark.parametrize(("method", "error"), [("wait", AssertionError), ("release", TimeoutError)])
+def test_the_emulator_notices_a_barrier_that_is_left_out(monkeypatch, method, error):
+    """Without the wait a consumer reads what TMA has not written; without the release the producer waits for ever."""
+    evaluation.everything.cache_clear()
+    monkeypatch.setattr(pipeline.Ring, method, lambda *_: None)
+    if method == "wait":
+        monkeypatch.setattr(hopper_emulator, "TMA_IS_LATE", True)
+    else:
+        monkeypatch.setattr(hopper_emulator, "SECONDS", 2.0)
+    with pytest.raises(error):
+        evaluation.check_forward(case_named("two_groups_causal"), "mosaic_gpu-emulated")
+    evaluation.everything.cache_clear()
+
+
+def test_tma_fills_with_zeros_and_drops_what_is_outside():
+    memory = Memory(np.arange(12.0).reshape(3, 4))
+    assert memory.at[1:3, 2][:].tolist() == [6.0, 10.0]
+    tail = Memory(memory.array, ((2, 2, True), (3, 2, True)))
+    assert tail.read().tolist() == [[11.0, 0.0], [0.0, 0.0]]
+    tail.write(jnp.full((2, 2), 5.0), add=True)
+    assert memory.array.sum() == np.arange(12.0).sum() + 5.0
+    assert Memory(memory.array).T.at[1].read().tolist() == [1.0, 5.0, 9.0]
+
+
+def test_a_phase_of_a_barrier_ends_with_its_last_arrival():
+    cta, passed = Cta(), []
+    barrier = Barrier(2, 2, cta)
+
+    def consume():
+        hopper_emulator.here.group = 0
+        for phase in range(2):
+            hopper_emulator.wait(barrier.at[1])
+            passed.append(phase)
+
+    thread = threading.Thread(target=consume)
+    thread.start()
+    for arrivals in range(4):
+        hopper_emulator.arrive(barrier.at[1])
+        if arrivals % 2:
+            thread.join(0.2 if arrivals < 3 else None)
+        assert len(passed) <= (arrivals + 1) // 2
+    assert passed == [0, 1]

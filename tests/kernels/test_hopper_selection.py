@@ -1,0 +1,271 @@
+"""Where `mosaic_gpu` refuses a call, where it is selected, and which of its kernels and tiles then run."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jflex
+from jflex.backends.gpu import triton
+from pallas_kernels.config import Tiles
+from pallas_kernels.plan import Refusal
+from tests.kernels.test_hopper import BACKEND, NEEDS_011
+from tests.support import gpu_compile
+
+
+def on_absent_gpu(call, *shapes):
+    """Traces a call for the GPU that is not there."""
+    with gpu_compile.absent_gpu():
+        return jax.jit(call).trace(*shapes)
+
+
+X = jax.ShapeDtypeStruct((1, 256, 2, 64), jnp.bfloat16)
+REFUSALS = [
+    ("float32", jax.ShapeDtypeStruct(X.shape, jnp.float32), {}, r"bfloat16 or float16, not float32"),
+    ("head size", jax.ShapeDtypeStruct((1, 256, 2, 300), X.dtype), {}, r"head sizes up to 256, not 300"),
+    (
+        "blocks",
+        X,
+        {"block_mask": jflex.create_block_mask(jflex.masks.causal(), None, None, 256, 256, block_size=32)},
+        r"blocks of the mask are 32 x 32 \(create the mask with a `block_size` that is a multiple of 64\)",
+    ),
+    (
+        "rows of a warp group",
+        X,
+        {"config": jflex.Config(forward=jflex.Tiles(32, 64, num_warps=8))},
+        r"64 or 128 queries.*32 queries and 8 warps",
+    ),
+    (
+        "shared memory",
+        jax.ShapeDtypeStruct((1, 512, 2, 256), X.dtype),
+        {"config": jflex.Config(forward=jflex.Tiles(128, 128, num_warps=8, num_stages=4))},
+        r"needs \d+ bytes of shared memory, and a CTA has 232448",
+    ),
+    (
+        "a primitive",
+        X,
+        {"score_mod": lambda s, b, h, q, k: s + jax.lax.population_count(q ^ k).astype(jnp.float32)},
+        r"`score_mod` .* cannot run in its kernels: primitive `population_count` has no lowering for Mosaic GPU",
+    ),
+    (
+        "rows of a warp group",
+        X,
+        {"config": jflex.Config(forward=jflex.Tiles(32, 64, num_warps=4))},
+        r"takes 64 or 128 queries, one or two of them a tile; `config` sets 32 queries and 4 warps",
+    ),
+    (
+        "keys of a tile",
+        X,
+        {"config": jflex.Config(forward=jflex.Tiles(128, 32, num_warps=8))},
+        r"its tiles are multiples of 64 keys, and `config` sets tiles of 32",
+    ),
+    ("interpreter", X, {"config": jflex.Config(interpret=True)}, r"no interpreter; they run on a Hopper GPU"),
+]
+
+
+@NEEDS_011
+@pytest.mark.parametrize(("x", "arguments", "message"), [row[1:] for row in REFUSALS], ids=[row[0] for row in REFUSALS])
+def test_refuses(x, arguments, message):
+    call = functools.partial(jflex.flex_attention, implementation=BACKEND, **arguments)
+    with pytest.raises(jflex.UnsupportedError, match=message):
+        on_absent_gpu(call, x, x, x)
+
+
+def test_is_refused_off_hopper():
+    x = jnp.zeros((1, 64, 1, 64), jnp.bfloat16)
+    with pytest.raises(jflex.UnsupportedError, match=r"needs a Hopper GPU \(H100, H200\), and this call runs on cpu"):
+        jflex.flex_attention(x, x, x, implementation=BACKEND)
+
+
+@NEEDS_011
+@pytest.mark.parametrize(("version", "refused"), [(12080, "12.8.0"), (12090, "12.9.0"), (12091, None), (None, None)])
+def test_refuses_cuda_that_miscompiles(monkeypatch, version, refused):
+    from pallas_kernels.mosaic_gpu import cuda_version as toolkit
+
+    monkeypatch.setattr(toolkit, "_runtime_version", lambda: version)
+    reason = chosen(1024).reasons.get("mosaic_gpu")
+    assert reason is None if refused is None else f"the assembler of CUDA {refused} miscompiles" in reason
+
+
+def chosen(T, block=None, heads=2, D=64, **arguments):
+    """What would run, on a Hopper GPU, where no implementation is named."""
+    x = jax.ShapeDtypeStruct((1, T, heads, D), jnp.bfloat16)
+    mask = None if block is None else jflex.create_block_mask(jflex.masks.causal(), None, None, T, T, block_size=block)
+    with gpu_compile.absent_gpu():
+        return jflex.explain(x, x, x, block_mask=mask, **arguments)
+
+
+@NEEDS_011
+@pytest.mark.parametrize(
+    ("length", "block", "backend", "reason"),
+    [
+        (1024, None, "mosaic_gpu", None),
+        (1024, 128, "mosaic_gpu", None),
+        (1024, 64, "triton", "blocks of 64 queries keep one"),
+        (256, None, "triton", "4 tiles of 128 queries leave some of the 132"),
+        (255, None, "triton", "below 256 queries or keys"),
+        (4, None, "triton", "for this call of few queries"),
+    ],
+)
+def test_is_first_where_it_is_faster(length, block, backend, reason):
+    account = chosen(length, block)
+    assert account.backend == backend
+    assert reason is None or reason in account.reasons["mosaic_gpu"]
+    assert chosen(length, block, implementation=BACKEND).backend == BACKEND
+
+
+@NEEDS_011
+@pytest.mark.parametrize(
+    ("length", "heads", "D", "score_mod", "reason"),
+    [
+        (256, 2, 64, None, "4 tiles of 128 queries leave some of the 132"),
+        (256, 2, 128, None, None),
+        (1023, 80, 32, None, "below 1024 queries or keys, at head sizes up to 32, 'triton' is faster"),
+        (1024, 80, 32, None, None),
+        (512, 80, 32, lambda s, b, h, q, k: s * 2, None),
+        (1024, 80, 64, lambda s, b, h, q, k: jnp.sin(s), "sin, cos or tan of each score"),
+    ],
+)
+def test_leaves_to_triton_what_triton_does_faster(length, heads, D, score_mod, reason):
+    account = chosen(length, heads=heads, D=D, score_mod=score_mod)
+    assert account.backend == ("triton" if reason else BACKEND)
+    assert reason is None or reason in account.reasons[BACKEND]
+
+
+@NEEDS_011
+@pytest.mark.parametrize(
+    ("length", "D", "config", "below"),
+    [
+        (256, 64, {}, 1024),
+        (1023, 64, {}, 1024),
+        (1024, 64, {}, None),
+        (256, 128, {}, None),
+        (256, 64, {"deterministic": True}, None),
+        (2047, 32, {}, 2048),
+        (2048, 32, {}, None),
+    ],
+)
+def test_gradients_of_short_sequences_are_left_to_faster_kernels(length, D, config, below):
+    arguments = {"heads": 80, "D": D, "config": jflex.Config(**config)}
+    account = chosen(length, **arguments)
+    reason = f"below {below} queries or keys, at head sizes up to {D}, it is faster"
+    assert (account.gradients, account.gradients_reason) == (("triton", reason) if below else (BACKEND, ""))
+    assert f"gradients {account.gradients}{', because ' if below else ''}" in str(account)
+    assert chosen(length, **arguments, implementation=BACKEND).gradients == BACKEND
+
+
+@NEEDS_011
+def test_gradients_stay_where_nobody_else_can_compute_them(monkeypatch):
+    monkeypatch.setattr(triton.Triton, "plan", lambda self, spec, requested: Refusal("it cannot"))
+    assert chosen(256, heads=80).gradients == "mosaic_gpu"
+
+
+@NEEDS_011
+def test_tiles_that_are_set_for_gradients_are_used():
+    mine = jflex.Config(dkv=jflex.Tiles(64, 64, num_warps=4))
+    assert "dkv and dq 64 x 64" in chosen(256, heads=80, config=mine).tiles
+
+
+@NEEDS_011
+@pytest.mark.skipif(gpu_compile.missing() is not None, reason="compiles for a GPU")
+@pytest.mark.parametrize(("length", "kernels"), [(256, {"forward"}), (1024, {"forward", "backward"})])
+def test_gradients_run_where_explain_says(length, kernels):
+    x = jax.ShapeDtypeStruct((2, length, 80, 64), jnp.bfloat16)
+    total = lambda *args: jflex.flex_attention(*args).astype(jnp.float32).sum()
+    compiled = gpu_compile.compile_kernels(jax.grad(total, (0, 1, 2)), x, x, x)
+    assert {name for name in kernels | {"backward"} if any(f"{name}_sm90" in k.name for k in compiled)} == kernels
+
+
+@NEEDS_011
+@pytest.mark.parametrize(
+    ("length", "D", "bias", "kernels"),
+    [
+        (1023, 128, None, "dkv 64 x 128"),
+        (1024, 128, None, "dkv and dq 64 x 128"),
+        (4096, 64, ((4096, 4096), jnp.int16), "dkv and dq 128 x 128"),
+        (4096, 64, ((4096, 4096), jnp.int32), "dkv 128 x 128"),  # TMA loads 32-bit elements for dQ only
+        (4096, 64, ((4096, 4100), jnp.int32), "dkv and dq 128 x 128"),  # which it does not bring
+        (4096, 128, ((4096, 4096), jnp.int16), "dkv and dq 64 x 128"),
+    ],
+)
+def test_one_pass_where_it_is_faster(length, D, bias, kernels):
+    elements = jnp.zeros(*(bias or ((), jnp.int16)))  # integers have no gradient
+    mod = None if bias is None else lambda s, b, h, q, k: s + elements[q, k].astype(jnp.float32)
+    tiles = chosen(length, D=D, score_mod=mod).tiles
+    assert f" {kernels} " in tiles
+    assert ("bias tiles by TMA" in tiles) == (bias is not None and bias[0][1] % 32 == 0)
+
+
+@NEEDS_011
+def test_explain_says_which_kernels_compute_gradients():
+    assert "dkv and dq 128 x 128" in chosen(1024).tiles
+    assert "dq 128 x 128" in chosen(1024, config=jflex.Config(deterministic=True)).tiles.split("dkv")[1]
+    table = jnp.zeros(2048)
+    by_distance = chosen(1024, score_mod=lambda s, b, h, q, k: s + table[q - k + 1024])
+    assert "dkv and dq 128 x 128" in by_distance.tiles
+    assert "gradients of arrays that are read by query and key at once by 'triton'" in by_distance.tiles
+    by_element = chosen(1024, score_mod=lambda s, b, h, q, k: s + table[(q * k + h + b) % 2048])
+    assert by_element.gradients == "triton"
+    assert by_element.gradients_reason.startswith("the gradient of an array that is read by query and key")
+
+
+KEPT = jflex.Config(deterministic=True)
+BIASES = [  # batch, index, shape, configuration, and the kernels besides that for dK and dV ("" is of `triton`)
+    ("each its own", 2, lambda b, h, q, k: (b, h, q, k), (2, 2, 512, 512), None, {"dq"}),
+    ("of one text", 1, lambda b, h, q, k: (h, q, k), (2, 512, 512), None, {"dq"}),
+    ("shared by the batch", 8, lambda b, h, q, k: (h, q, k), (2, 512, 512), None, {"captured and dq"}),
+    ("shared by all", 2, lambda b, h, q, k: (q, k), (512, 512), None, {"captured and dq"}),
+    ("in order", 8, lambda b, h, q, k: (h, q, k), (2, 512, 512), KEPT, {"captured", "dq"}),
+    ("of few", 2, lambda b, h, q, k: (h, q, k), (2, 512, 512), None, {"dq", ""}),
+    ("longer", 8, lambda b, h, q, k: (h, q, k), (2, 520, 512), None, {"dq", ""}),
+    ("of one layer", 8, lambda b, h, q, k: (1, q, k), (3, 512, 512), None, {"dq", ""}),
+    ("of more heads", 8, lambda b, h, q, k: (h, q, k), (4, 512, 512), None, {"dq", ""}),
+    ("of other heads", 8, lambda b, h, q, k: (h + 2, q, k), (4, 512, 512), None, {"dq", ""}),
+]
+
+
+@NEEDS_011
+@pytest.mark.parametrize(
+    ("batch", "index", "shape", "config", "kernels"), [x[1:] for x in BIASES], ids=[x[0] for x in BIASES]
+)
+def test_which_kernel_computes_the_gradient_of_a_pair_bias(batch, index, shape, config, kernels):
+    x, bias = jax.ShapeDtypeStruct((batch, 512, 2, 64), jnp.bfloat16), jnp.zeros(shape)
+    mod = lambda s, b, h, q, k: s + bias[index(b, h, q, k)]
+    with gpu_compile.absent_gpu():
+        account = jflex.explain(x, x, x, mod, implementation=BACKEND, config=config)
+    assert set(re.findall(r", ([a-z ]+) \d|by '(?:triton)'", account.tiles)) == {"dkv", *kernels}
+
+
+@NEEDS_011
+def test_takes_measured_tiles(monkeypatch, fresh_plans):
+    from pallas_kernels.tuning import tables
+
+    table = {
+        "forward_sm90": Tiles(128, 64, 8, 3),
+        "one_pass_sm90": Tiles(64, 64, 4, 3),
+        "dkv_sm90": Tiles(64, 64, 4, 2),
+        "dq_sm90": Tiles(64, 64, 4, 3),
+    }
+    monkeypatch.setattr(tables, "look_up", lambda device, key: table.get(key.kernel))
+    assert "forward 128 x 64 (8 warps that compute, 3 stages), dkv and dq 64 x 64 (4 warps" in chosen(1024).tiles
+    in_order = chosen(1024, config=jflex.Config(deterministic=True)).tiles
+    assert "dkv 64 x 64 (4 warps that compute, 2 stages), dq 64 x 64 (4 warps that compute, 3 stages)" in in_order
+
+
+@NEEDS_011
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        ({"dq": jflex.Tiles(128, 64, num_warps=8)}, "sets tiles for dq alone"),
+        ({"dkv": jflex.Tiles(64, 64, num_warps=8)}, "takes 64 rows, and `config` sets for dkv `block_kv` 64"),
+        ({"dkv": jflex.Tiles(128, 128, num_warps=8), "deterministic": True}, "no tiles for dq, which a kernel of its"),
+        ({"dkv": jflex.Tiles(64, 128, num_warps=8)}, "no tiles for dq, which a kernel of its own"),
+        ({"dkv": jflex.Tiles(128, 128, num_warps=8)}, None),
+    ],
+)
+def test_leaves_gradients_to_triton_where_set_tiles_do_not_do(config, reason):
+    account = chosen(1024, config=jflex.Config(**config))
+    assert account.gradients == (BACKEND if reason is None else "triton")
+    assert reason in account.gradients_reason if reason else "dkv and dq 128 x 128" in account.tiles

@@ -1,0 +1,203 @@
+"""Users' mods that index an array by ``b``, ``h``, ``q_idx`` or ``kv_idx``: too short an array is refused."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jflex
+from jflex import masks
+from tests.support.sized_calls import (
+    block_mask,
+    call,
+    cascade,
+    draw,
+    ids_of,
+    int32,
+    layer,
+    paged,
+    varlen,
+    with_table_of,
+)
+
+F32 = jnp.float32
+TWO, FOUR = draw(2), draw(4)
+IDS = ids_of(20)
+LENGTHS = int32([3, 4])
+
+
+def per_head(array):
+    return lambda s, b, h, q, k: s * array[h]
+
+
+def same_document(b, h, q_idx, kv_idx):
+    return IDS[q_idx] == IDS[kv_idx]
+
+
+def mla(**mods):
+    cache = jflex.paged.LatentCache.create(4, 16, 16, 8, dtype=F32)
+    batch = jflex.paged.PagedBatch(int32([0, 1]), int32([21]), int32([[1, 2]]))
+    return jflex.mla_attention(jnp.zeros((1, 4, 24)), cache, batch, qk_head_dim=20, implementation="xla", **mods)
+
+
+def over_devices(**mods):
+    mesh = jax.make_mesh((2,), ("context",))
+    return call(of=functools.partial(jflex.context_parallel_attention, mesh=mesh), **mods)
+
+
+def weights(**mods):
+    return call(of=lambda q, k, v, implementation, **more: jflex.attention_weights(q, k, **more), **mods)
+
+
+WORDS = r"An array that a mod indexes by `{}` must hold an element for each {}\. "
+HEADS = WORDS.format("h", "query head") + r".*indexes float32\[2\]\. Got 2 for a call with 4 heads\. "
+QUERIES = WORDS.format("q_idx", "query") + r".*indexes int32\[20\]\. Got 20 .*queries up to position 31\. "
+# Name, how to provoke it, what the message holds.
+ROWS = [
+    (
+        "head",
+        lambda: call(score_mod=per_head(TWO)),
+        HEADS + r"Pass an array for 4\. To repeat the last element, index it by `jnp\.minimum\(h, 1\)`",
+    ),
+    ("source", lambda: call(mask_mod=same_document), r"same_document \(test_index_sizes\.py:\d+\) indexes int32\[20\]"),
+    ("query", lambda: call(mask_mod=same_document), QUERIES),
+    ("key", lambda: call(T=20, mask_mod=same_document, S=21), r"`kv_idx`.*each key.*keys up to position 20"),
+    ("batch", lambda: call(B=3, mask_mod=lambda b, h, q, k: k < LENGTHS[b]), r"each batch entry\. .*with batch 3"),
+    (
+        "axis",
+        lambda: call(score_mod=lambda s, b, h, q, k: s + draw(2, 2, 32, 32)[b, h, q, k]),
+        r"indexes float32\[2,2,32,32\] on axis 1\. Got 2 for a call with 4 heads",
+    ),
+    ("row", lambda: call(score_mod=lambda s, b, h, q, k: s + draw(2, 3)[h].sum()), r"float32\[2,3\] on axis 0"),
+    ("column", lambda: call(score_mod=lambda s, b, h, q, k: s + draw(3, 2)[1, h]), r"float32\[3,2\] on axis 1"),
+    ("slice", lambda: call(score_mod=lambda s, b, h, q, k: s + draw(3, 2, 5)[1:, h, 0].sum()), r"\[3,2,5\] on axis 1"),
+    ("cast", lambda: call(score_mod=lambda s, b, h, q, k: s + TWO[h.astype(jnp.uint8)]), HEADS),
+    ("elements", lambda: call(score_mod=lambda s, b, h, q, k: s + draw(2, 3)[h, jnp.arange(2)].sum()), r"on axis 0"),
+    ("lax", lambda: call(score_mod=lambda s, b, h, q, k: s + jax.lax.dynamic_index_in_dim(TWO, h, 0, False)), HEADS),
+    ("computed", lambda: call(score_mod=lambda s, b, h, q, k: s * jnp.exp(TWO)[h]), HEADS),
+    ("made_inside", lambda: call(score_mod=lambda s, b, h, q, k: s * jnp.arange(2.0)[h]), HEADS),
+    ("function", lambda: call(score_mod=lambda s, b, h, q, k: s * jax.jit(lambda x, i: x[i])(TWO, h)), HEADS),
+    # --- ways to the call
+    ("jit", lambda: jax.jit(lambda x: call(score_mod=per_head(x)))(TWO), HEADS),
+    ("grad", lambda: jax.grad(lambda x: call(score_mod=per_head(x)).sum())(TWO), HEADS),
+    ("vmap", lambda: jax.vmap(lambda x: call(score_mod=per_head(x)))(draw(3, 2)), HEADS),
+    ("explain", lambda: call(of=jflex.explain, score_mod=per_head(TWO)), HEADS),
+    ("weights", lambda: weights(score_mod=per_head(TWO)), HEADS),
+    ("over_devices", lambda: over_devices(score_mod=per_head(TWO)), HEADS),
+    ("over_devices_mask", lambda: over_devices(mask_mod=same_document), QUERIES),
+    ("and_masks", lambda: call(mask_mod=jflex.and_masks(masks.causal(), same_document)), QUERIES),
+    ("bnth", lambda: call(T=4, H=32, layout="BNTH", score_mod=per_head(TWO)), HEADS),
+    ("known_lengths", lambda: call(T=1, S=64, mask_mod=same_document, kv_lengths=int32([3, 21])), r"position 20"),
+    (
+        "create_mask",
+        lambda: jflex.create_mask(same_document, None, None, 20, 21),
+        r"a mask with keys up to position 20",
+    ),
+    ("block_mask", lambda: block_mask(same_document), r"for a BlockMask with queries up to position 31"),
+    ("with_lengths", lambda: block_mask(same_document, T=20, S=20).with_lengths(20, 24), r"keys up to position 23"),
+    (
+        "from_kv_blocks",
+        lambda: jflex.BlockMask.from_kv_blocks(
+            np.ones((1, 1, 4), int), np.zeros((1, 1, 4, 1), int), block_size=8, mask_mod=same_document
+        ),
+        r"for a BlockMask with queries up to position 31",
+    ),
+    (
+        "from_indices",
+        lambda: jflex.block_mask_from_indices(int32([[[[0]] * 4]]), 32, 32, block_size=8, mask_mod=same_document),
+        r"for a BlockMask with queries up to position 31",
+    ),
+    ("paged_heads", lambda: paged(score_mod=per_head(TWO)), HEADS),
+    ("paged_requests", lambda: paged((9, 9, 9), 3, mask_mod=lambda b, h, q, k: k < LENGTHS[b]), r"with batch 3"),
+    ("paged_positions", lambda: paged((21, 5), mask_mod=same_document), r"queries up to position 20"),
+    ("varlen_heads", lambda: varlen(score_mod=per_head(TWO)), HEADS),
+    ("varlen_sequences", lambda: varlen((0, 4, 9, 32), mask_mod=lambda b, h, q, k: k < LENGTHS[b]), r"with batch 3"),
+    ("varlen_positions", lambda: varlen(mask_mod=same_document), r"queries up to position 21"),
+    ("varlen_mask", lambda: varlen(of_mask=True, mask_mod=same_document), r"packed sequences with queries up to"),
+    ("cascade_heads", lambda: cascade(score_mod=per_head(TWO)), HEADS),
+    ("cascade_positions", lambda: cascade(mask_mod=same_document), r"queries up to position 40"),
+    ("mla_heads", lambda: mla(score_mod=per_head(TWO)), HEADS),
+    ("mla_positions", lambda: mla(mask_mod=same_document), r"queries up to position 20"),
+    ("converted", lambda: with_table_of(same_document, kv_lengths=int32([21, 3])), r"a page table with .*position 20"),
+    ("layer", lambda: layer(score_mod=per_head(TWO))(jnp.zeros((2, 8, 32))), HEADS),
+    # --- vector mods
+    ("query_mod", lambda: call(query_mod=lambda x, b, h, i: x * TWO[h]), HEADS),
+    ("key_mod", lambda: call(H=8, key_mod=lambda x, b, h, i: x * TWO[h]), WORDS.format("h", "key head") + ".*4 heads"),
+    ("value_mod", lambda: call(value_mod=lambda x, b, h, i: x * draw(20)[i]), r"`kv_idx`.*keys up to position 31"),
+    ("output_mod", lambda: call(output_mod=lambda x, lse, b, h, i: x * TWO[h]), HEADS),
+    ("paged_key_mod", lambda: paged(key_mod=lambda x, b, h, i: x * TWO[i]), r"each key\. .*position 19"),
+    ("varlen_query_mod", lambda: varlen(query_mod=lambda x, b, h, i: x * TWO[h]), HEADS),
+    ("cascade_key_mod", lambda: cascade(key_mod=lambda x, b, h, i: x * TWO[i]), r"each key\. .*position 31"),
+    (
+        "apply_vector_mod",
+        lambda: jflex.apply_vector_mod(lambda x, b, h, i: x * TWO[i], jnp.ones((2, 4, 8)), int32([0, 2])),
+        r"`q_idx`.*queries up to position 2",
+    ),
+]
+
+
+@pytest.mark.parametrize(("provoke", "message"), [pytest.param(*row[1:], id=row[0]) for row in ROWS])
+def test_an_array_that_is_too_short_is_refused(provoke, message, monkeypatch):
+    ran = []
+    monkeypatch.setattr("jflex.attention._run", lambda *args: ran.append(args))
+    with pytest.raises(ValueError, match=f"(?s){message}"):
+        provoke()
+    assert not ran
+
+
+def shape_of(**options):
+    """Traced: nothing is compiled."""
+    return jax.eval_shape(lambda: call(**options)).shape
+
+
+ACCEPTED = {
+    "longer": {"score_mod": per_head(draw(9)), "mask_mod": lambda b, h, q, k: ids_of(40)[q] == ids_of(50)[k]},
+    "minimum": {"score_mod": lambda s, b, h, q, k: s * TWO[jnp.minimum(h, 1)]},
+    "clip": {"score_mod": lambda s, b, h, q, k: s * TWO[jnp.clip(h, 0, 1)]},
+    "filled": {"score_mod": lambda s, b, h, q, k: s * TWO.at[h].get(mode="fill", fill_value=1.0)},
+    "take": {"score_mod": lambda s, b, h, q, k: s * jnp.take(TWO, h, mode="clip")},
+    "halved": {"score_mod": lambda s, b, h, q, k: s * TWO[h // 2]},
+    "shifted": {"score_mod": lambda s, b, h, q, k: s * draw(33)[q - k]},
+    "broadcast": {"score_mod": lambda s, b, h, q, k: s + draw(1, 4, 1, 32)[0, h, 0, k]},
+    "shared": {
+        "mask_mod": lambda b, h, q, k: jnp.ones((2, 1, 1, 32), bool)[b, h, q, k],
+        "score_mod": per_head(draw(1)),
+    },
+    "window": {"score_mod": lambda s, b, h, q, k: s + jax.lax.dynamic_slice_in_dim(draw(6), q, 4).sum()},
+    "last": {"score_mod": lambda s, b, h, q, k: s * TWO[-1]},
+    "branch": {"score_mod": lambda s, b, h, q, k: jax.lax.cond(h < 2, lambda: s * TWO[h], lambda: s)},
+    "offset": {"mask_mod": jflex.with_offset(lambda b, h, q, k: IDS[q] == q, 30)},
+    "lengths": {"T": 1, "S": 64, "mask_mod": lambda b, h, q, k: IDS[k] == 3, "kv_lengths": int32([3, 20])},
+    "no_queries": {"T": 0, "S": 8, "score_mod": lambda s, b, h, q, k: s * TWO[q]},
+}
+
+
+@pytest.mark.parametrize("name", ACCEPTED)
+def test_what_is_long_enough_or_clamped_on_purpose_is_accepted(name):
+    assert shape_of(**ACCEPTED[name])[0] == 2
+
+
+def test_lengths_that_are_not_known_are_not_compared():
+    """A table for the positions in use, and a cache with room for more."""
+    attend = lambda n: call(T=1, S=64, mask_mod=lambda b, h, q, k: IDS[k] == 3, kv_lengths=n)
+    assert jax.eval_shape(attend, int32([64, 3])).shape == (2, 1, 4, 8)
+    assert jax.eval_shape(lambda n: paged(n, mask_mod=same_document), int32([32, 5])).shape == (2, 4, 8)
+
+
+def test_arrays_of_a_shard():
+    """Inside of `jax.shard_map`, mods get the indices of the shard; arrays may be whole or divided alike."""
+    mesh = jax.make_mesh((2,), ("model",), axis_types=(jax.sharding.AxisType.Auto,))
+    heads = jax.P(None, None, "model")
+    x, slopes = jnp.zeros((1, 8, 4, 8)), draw(4)
+
+    def attend(x, own, whole):
+        mod = lambda s, b, h, q, k: s * own[h] * whole[h]
+        return jflex.flex_attention(x, x, x, mod, implementation="xla")
+
+    shards = jax.shard_map(attend, mesh=mesh, in_specs=(heads, jax.P("model"), jax.P()), out_specs=heads)
+    assert jax.eval_shape(shards, x, slopes, slopes).shape == x.shape
+    sharded = [jax.device_put(x, jax.NamedSharding(mesh, heads)), slopes]
+    whole = jax.jit(lambda x, slopes: jflex.flex_attention(x, x, x, per_head(slopes), implementation="xla"))
+    assert jax.eval_shape(whole, *sharded).shape == x.shape

@@ -1,0 +1,97 @@
+"""Which captured arrays TMA loads as bias tiles in the Hopper kernels, and what is declared for them."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jflex.mods.trace import TracedMod
+from pallas_kernels.config import Tiles
+from pallas_kernels.mosaic_gpu import smem
+from pallas_kernels.mosaic_gpu.score import bias_tiles
+from pallas_kernels.program.build import Sizes, trace_program
+from pallas_kernels.spec import Programs
+from tests.support.specs import spec_of
+
+SIZES = Sizes(2, 4, 1024, 2048)
+BF16, F32 = jnp.bfloat16, jnp.float32
+
+
+def spec_with(mod, *operands, D=64):
+    shapes = [(shape, str(jnp.dtype(dtype))) for shape, dtype in operands]
+    scalars = [jax.ShapeDtypeStruct((), F32), *[jax.ShapeDtypeStruct((), jnp.int32)] * 4]
+    jaxpr = jax.make_jaxpr(mod)(*scalars, *(jax.ShapeDtypeStruct(*x) for x in operands))
+    program = trace_program(jaxpr, shapes, SIZES)
+    return spec_of(
+        **{name: getattr(SIZES, name) for name in ("B", "T", "S", "Hq")},
+        D=D,
+        programs=Programs(program),
+        score_mod=TracedMod("score", "", tuple(shapes), jaxpr, "mod"),
+    )
+
+
+def plus(index):
+    return lambda s, b, h, q, k, x: s + x[index(b, h, q, k)].astype(F32)
+
+
+@pytest.mark.parametrize(
+    ("index", "shape", "dtype", "found"),
+    [
+        (lambda b, h, q, k: (h, q, k), (4, 1024, 2048), BF16, (4, 1024, 2048)),
+        (lambda b, h, q, k: (q, k), (1024, 2048), F32, (1, 1024, 2048)),
+        (lambda b, h, q, k: (b, h // 2, q, k), (2, 2, 1024, 2048), BF16, (4, 1024, 2048)),
+        (lambda b, h, q, k: (q, k), (1504, 2112), BF16, (1, 1504, 2112)),  # longer than what is read
+        (lambda b, h, q, k: (q, k), (1025, 2048), BF16, None),  # not whole tiles of 8 rows
+        (lambda b, h, q, k: (q, k), (1024, 2080), BF16, None),  # and 128 bytes
+        (lambda b, h, q, k: (q, k), (1024, 2080), F32, (1, 1024, 2080)),
+        (lambda b, h, q, k: (q, k), (1000, 2048), BF16, None),  # the last row is read again and again
+        (lambda b, h, q, k: (k, q), (2048, 1024), BF16, None),
+        (lambda b, h, q, k: (q, k, h), (1024, 2048, 4), BF16, None),
+        (lambda b, h, q, k: (q // 2, k), (1024, 2048), BF16, None),
+        (lambda b, h, q, k: (q, q, k), (1024, 1024, 2048), BF16, None),
+        (lambda b, h, q, k: (q, k), (1024, 2048), jnp.int8, None),
+    ],
+)
+def test_which_loads_are_planes(index, shape, dtype, found):
+    assert [x.shape for x in bias_tiles.bias_loads(spec_with(plus(index), (shape, dtype)))] == (
+        [found] if found else []
+    )
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "D", "count", "transposed"),
+    [
+        ((BF16, BF16), 64, 2, 2),
+        ((BF16, F32), 64, 1, 1),
+        ((F32, BF16), 64, 1, 1),
+        ((F32,), 64, 1, 0),
+        ((BF16,), 192, 1, 1),
+        ((BF16,), 256, 0, 0),
+    ],
+)
+def test_as_many_as_there_is_room_for(dtypes, D, count, transposed):
+    mod = lambda s, b, h, q, k, *xs: s + sum(x[q, k].astype(F32) for x in xs)
+    spec = spec_with(mod, *(((1024, 2048), dtype) for dtype in dtypes), D=D)
+    assert len(bias_tiles.bias_loads(spec)) == count
+    assert len(bias_tiles.bias_loads(spec, transposed=True)) == transposed
+
+
+def test_without_a_mod_or_shapes_there_are_none():
+    spec = spec_with(plus(lambda b, h, q, k: (q, k)), ((1024, 2048), BF16))
+    assert bias_tiles.bias_loads(dataclasses.replace(spec, programs=Programs())) == ()
+    assert bias_tiles.bias_loads(dataclasses.replace(spec, score_mod=None)) == ()
+
+
+@pytest.mark.parametrize(("taken", "stages"), [(0, 3), (smem.LIMIT - 80_000, 2), (smem.LIMIT - 40_000, 1)])
+def test_takes_the_stages_that_fit(taken, stages):
+    spec = spec_with(plus(lambda b, h, q, k: (q, k)), ((1024, 2048), BF16))
+    make = lambda ring: [smem.tiled((taken // 128 + 1, 64), BF16), ring]
+    found = bias_tiles.with_bias_ring(make, spec, Tiles(128, 128, 8, 3))
+    assert found[1].tiles[0].shape == (stages, 128, 128)
+
+
+def test_takes_none_that_does_not_fit():
+    spec = spec_with(plus(lambda b, h, q, k: (q, k)), ((1024, 2048), BF16))
+    make = lambda ring: [smem.tiled((smem.LIMIT // 128, 64), BF16), ring]
+    assert bias_tiles.with_bias_ring(make, spec, Tiles(128, 128, 8, 3))[1] is None

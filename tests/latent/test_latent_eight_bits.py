@@ -1,0 +1,302 @@
+"""Latent caches of eight bits: the row of FlashMLA bit for bit, attention on every backend, accuracy, messages."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import jflex
+from flax_layers.nnx import MultiHeadLatentAttention
+from jflex.paged import LatentCache, PagedBatch, copy_pages, copy_slots, write_latent
+from pallas_kernels.mosaic_gpu.plan.limits import limit_of_machine
+from pallas_kernels.spec import AttentionSpec, Paging
+from pallas_kernels.triton.plan.limits import limit_of_device
+from tests.cases import mask_pairs, paged_cases, score_pairs
+from tests.cases.paged_cases import MIXED, slopes
+from tests.latent.test_mla import latent_case
+from tests.support import eight_bits_model as model
+from tests.support import evaluation, paged_evaluation
+from tests.support.paged_evaluation import options_of, run
+
+E4M3 = "float8_e4m3fn"
+INT = functools.partial(jnp.asarray, dtype=jnp.int32)
+GPU = pytest.param("triton", marks=pytest.mark.gpu)
+BACKENDS = ["reference", "xla", "triton-interpret", GPU]
+PAGES, PAGE = 4, 4
+SLOTS = [9, -1, 4, 12, 10, 5, 10**6]
+KEPT = np.array([0 <= slot < PAGE * PAGES for slot in SLOTS])
+
+held_case = functools.partial(latent_case, held=E4M3)
+of_256 = functools.partial(held_case, D=272, Dv=256, rope=16)
+CASES = [
+    of_256("tiles_decode", Hq=16),
+    of_256("tiles_mixed", **MIXED, Hq=3, mask=mask_pairs.causal, score=slopes),
+    of_256("tiles_softcap", (1, 4), (48, 20), Hq=16, score=score_pairs.softcap, factor=8.0, page_size=1),
+    of_256("tiles_divided", (1, 1, 2), (1500, 0, 700), Hq=8, page_size=64, mask=mask_pairs.causal),
+    held_case("tiles_of_three_in_layers", (1, 2), (20, 33), 2, Hq=4, D=408, Dv=384, rope=24, layers=2),
+    held_case("tiles_of_one", (1, 20), (20, 33), Hq=4, D=144, Dv=128, rope=16, mask=mask_pairs.causal),
+    held_case("tiles_of_deepseek", (1, 2), (70, 33), Hq=16, D=576, Dv=512, rope=64, scale=192**-0.5),
+]
+IN_BFLOAT16 = [paged_cases.in_dtype(case, "bfloat16") for case in CASES]
+
+
+@pytest.fixture(autouse=True)
+def settings():
+    """In haste on the CPU; on a GPU, float32 without TF32."""
+    on_gpu = jax.default_backend() == "gpu"
+    with evaluation.compiled_in_haste(not on_gpu), jax.default_matmul_precision("highest" if on_gpu else None):
+        yield
+
+
+@pytest.mark.parametrize("case", [*CASES, *IN_BFLOAT16], ids=str)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_against_float64(case, backend):
+    """Of what the cache holds; NaN lies in all that no request may read, scales included."""
+    paged_evaluation.check(case, run(case, backend))
+
+
+@pytest.mark.parametrize("backend", BACKENDS[1:])
+def test_where_pages_lie_changes_no_bit(backend):
+    for x, y in zip(run(CASES[1], backend, 0), run(CASES[1], backend, 1), strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+@pytest.mark.parametrize("backend", BACKENDS[1:])
+def test_selected_keys(backend):
+    """Of `sparse_mla_attention`: all of them, in another order."""
+    case = CASES[4]
+    x, (cache, table) = paged_evaluation.draw(case), paged_evaluation.placed(case)
+    chosen = np.full((case.N, 40), -1, np.int32)
+    for n, length in enumerate((20, 33, 33)):
+        chosen[n, -length:] = np.arange(length)[::-1]
+    attend = functools.partial(
+        jflex.sparse_mla_attention,
+        scale=case.scale,
+        layer=paged_evaluation.LAYER,
+        return_lse=True,
+        **options_of(backend),
+    )
+    found = jax.jit(attend)(jnp.asarray(x.query), cache, paged_evaluation.batch_of(case, table), INT(chosen))
+    for one, other in zip(found, run(case, backend), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
+
+
+# --- what is written
+
+
+def drawn(dtype=np.float32, latent=256, rope=24, tokens=7):
+    """Tiles of very different magnitude; of zeros, of little, and at the borders between two scales."""
+    rng = np.random.default_rng(0)
+    tiles = rng.normal(size=(tokens, latent // 128, 128)) * 10.0 ** rng.uniform(-3, 3, (tokens, latent // 128, 1))
+    tiles[0, 0], tiles[2, 1], tiles[3, 0, 5], tiles[3, 1, 7] = 0, 1e-37, -60000, 7168
+    tiles[4, 0] = np.clip(tiles[4, 0], -1, 1)
+    tiles[4, 0, 3], tiles[4, 1] = 1.75, np.nextafter(np.float32(1.75), np.float32(2))
+    return tiles.reshape(tokens, latent).astype(dtype), rng.normal(size=(tokens, rope)).astype(dtype)
+
+
+def bits(x):
+    return np.asarray(x).view(np.uint8)
+
+
+def bytes_of(cache):
+    """Each token as FlashMLA has it: latent columns, scales, rotated columns."""
+    return np.concatenate(
+        [bits(x).reshape(*cache.rows.shape[:-2], -1) for x in (cache.rows, cache.scale, cache.rope)], -1
+    )
+
+
+@pytest.mark.parametrize("layers", [None, 3])
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, jnp.bfloat16], ids=lambda x: jnp.dtype(x).name)
+def test_written_bit_for_bit(dtype, layers):
+    latent, rope_key = drawn(dtype)
+    layer = None if layers is None else 1
+    cache = LatentCache.create(PAGES, PAGE, 256, 24, dtype=E4M3, layers=layers)
+    tiles = model.in_tiles(latent)
+    scales = model.scales_of_tiles(tiles)
+    assert (np.frexp(scales)[0] == 0.5).all()
+    rows = model.quantised(tiles, scales, E4M3).reshape(latent.shape)
+    right = np.concatenate([bits(rows), bits(scales), bits(rope_key.astype(jnp.bfloat16))], axis=1)
+    for step in (write_latent, jax.jit(write_latent, donate_argnames="cache")):
+        found = step(jax.tree.map(jnp.copy, cache), latent, rope_key, INT(SLOTS), layer=layer)
+        before, after = (bytes_of(x).reshape(-1, PAGES * PAGE, right.shape[1]) for x in (cache, found))
+        expected = before.copy()
+        expected[layer or 0, np.array(SLOTS)[KEPT]] = right[KEPT]
+        np.testing.assert_array_equal(after, expected)
+        assert np.isfinite(np.asarray(found.rows, np.float32)).all()
+
+
+def test_the_row_of_flash_mla_is_656_bytes():
+    cache = LatentCache.create(PAGES, PAGE, 512, 64, dtype=E4M3)
+    cache = write_latent(cache, *drawn(np.float32, 512, 64), INT(SLOTS))
+    packed = bytes_of(cache)
+    assert packed.shape == (PAGES, PAGE, 656)
+    rows, scale, rope = np.split(packed, [512, 528], axis=-1)
+    back = rows.view(cache.rows.dtype)[:, :, None], scale.view(np.float32), rope.view(jnp.bfloat16)[:, :, None]
+    again = LatentCache(jnp.asarray(back[0]), 64, jnp.asarray(back[2]), jnp.asarray(back[1]))
+    again.check()
+    for x, y in zip(jax.tree.leaves(again), jax.tree.leaves(cache), strict=True):
+        np.testing.assert_array_equal(bits(x), bits(y))
+
+
+def test_what_is_not_finite_stays_in_its_tile():
+    latent, rope_key = np.ones((3, 256), np.float32), np.ones((3, 16), np.float32)
+    latent[0, 3], latent[1, 200] = np.nan, np.inf
+    cache = LatentCache.create(PAGES, PAGE, 256, 16, dtype=E4M3)
+    cache = write_latent(cache, latent, rope_key, INT([4, 5, 6]))
+    with np.errstate(invalid="ignore"):  # of 0 times infinity
+        found = model.dequantised(model.in_tiles(np.asarray(cache.rows[1, :3, 0])), np.asarray(cache.scale[1, :3]))
+    assert np.isnan(found).all(axis=-1).tolist() == [[True, False], [False, True], [False, False]]
+    assert (found[~np.isnan(found)] == 1).all()
+
+
+@pytest.mark.parametrize("layers", [None, 2])
+def test_all_of_a_token_moves(layers):
+    layer = None if layers is None else 1
+    cache = LatentCache.create(PAGES, PAGE, 256, 24, dtype=E4M3, layers=layers)
+    cache = write_latent(cache, *drawn(), INT(range(4, 4 + len(SLOTS))), layer=layer)
+    own = lambda cache: bytes_of(cache) if layers is None else bytes_of(cache)[layer]
+    np.testing.assert_array_equal(own(copy_pages(cache, INT([1, 2]), INT([3, -1])))[3], own(cache)[1])
+    np.testing.assert_array_equal(own(copy_slots(cache, INT([6]), INT([13])))[3, 1], own(cache)[1, 2])
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="about XLA on a CPU")
+def test_the_cache_is_not_widened():
+    cache = jax.eval_shape(lambda: LatentCache.create(1025, 64, 256, 16, dtype=E4M3, layers=2))
+    latent, rope_key = (jax.ShapeDtypeStruct((5, size), jnp.float32) for size in (256, 16))
+    query, slots = jax.ShapeDtypeStruct((4, 4, 272), jnp.float32), jax.ShapeDtypeStruct((5,), jnp.int32)
+    batch = jax.eval_shape(lambda: PagedBatch(INT(range(5)), INT([1] * 4), jnp.zeros((4, 64), jnp.int32)))
+    step = jax.jit(functools.partial(write_latent, layer=1), donate_argnames="cache")
+    attend = jax.jit(functools.partial(jflex.mla_attention, layer=1, qk_head_dim=96, implementation="xla"))
+    for lowered in (step.lower(cache, latent, rope_key, slots), attend.lower(query, cache, batch)):
+        assert lowered.compile().memory_analysis().temp_size_in_bytes < cache.rows.size / 4
+
+
+# --- accuracy
+
+TOKENS = 4096
+SQNR = {"rows": 31.5, "bfloat16": 55.6, "out": 34.7}  # in dB, of normal latent vectors of 512 columns
+
+
+def ratio(right, found):
+    right, found = (np.asarray(x, np.float64) for x in (right, found))
+    return 10 * np.log10(np.square(right).sum() / np.square(found - right).sum())
+
+
+def test_accuracy():
+    """Of the rows, and of attention over them beside that over a cache of bfloat16."""
+    rng = np.random.default_rng(0)
+    latent, rope_key = (rng.normal(size=(TOKENS, size)).astype(np.float32) for size in (512, 64))
+    query = jnp.asarray(rng.normal(size=(1, 8, 576)) / 2, jnp.bfloat16)
+    batch = PagedBatch(INT([0, 1]), INT([TOKENS]), INT([range(1, 1 + TOKENS // 64)]))
+    found = {}
+    for name in (E4M3, "bfloat16"):
+        cache = LatentCache.create(1 + TOKENS // 64, 64, 512, 64, dtype=name)
+        arrays = (x if name == E4M3 else x.astype(jnp.bfloat16) for x in (latent, rope_key))
+        cache = write_latent(cache, *arrays, INT(range(64, 64 + TOKENS)))
+        found[name] = jflex.mla_attention(query, cache, batch, qk_head_dim=192, implementation="xla"), cache
+    held = found[E4M3][1]
+    rows = model.dequantised(model.in_tiles(np.asarray(held.rows[1:]).reshape(TOKENS, 512)),
+                             np.asarray(held.scale[1:]).reshape(TOKENS, 4))  # fmt: skip
+    measured = {
+        "rows": ratio(latent, rows.reshape(latent.shape)),
+        "bfloat16": ratio(latent, found["bfloat16"][1].rows[1:, ..., :512].reshape(latent.shape)),
+        "out": ratio(found["bfloat16"][0], found[E4M3][0]),
+    }
+    assert all(abs(x - SQNR[name]) < 0.2 for name, x in measured.items()), measured
+
+
+def layer(dtype=jnp.float32):
+    sizes = {"latent_dim": 128, "nope_head_dim": 16, "rope_head_dim": 8, "value_head_dim": 16}
+    return MultiHeadLatentAttention(64, 4, **sizes, dtype=dtype, mask_mod=jflex.masks.causal(), rngs=nnx.Rngs(0))
+
+
+def test_a_layer_reads_eight_bits():
+    inputs = jax.random.normal(jax.random.key(0), (40, 64))
+    batch = PagedBatch(INT([0, 40]), INT([40]), INT([[1, 2, 3]]))
+    right, found = (
+        layer().decode_paged(inputs, layer().init_paged_cache(5, 16, dtype=name), batch)[0] for name in (None, E4M3)
+    )
+    assert 20 < ratio(right, found) < 40
+
+
+@pytest.mark.parametrize("new_prompts", [True, False])
+def test_a_layer_in_float16_is_refused_before_it_writes(new_prompts):
+    half = layer(dtype=jnp.float16)
+    batch = PagedBatch(INT([0, 2]), INT([2]), INT([[1]]))
+    cache = half.init_paged_cache(5, 16, dtype=E4M3)
+    with pytest.raises(TypeError, match=r"`dtype` of the layer must be one of bfloat16, float32: .* Got float16"):
+        half.decode_paged(jnp.ones((2, 64), jnp.float16), cache, batch, new_prompts=new_prompts)
+
+
+# --- messages
+
+CACHE = LatentCache.create(PAGES, 16, 128, 16, dtype=E4M3)
+BATCH = PagedBatch(INT([0, 1]), INT([3]), INT([[1]]))
+QUERY = np.zeros((1, 4, 144), np.float32)
+
+
+def attend(query=QUERY, rows=CACHE.rows, rope=CACHE.rope, scale=CACHE.scale, **options):
+    cache = LatentCache(rows, 16, rope, scale)
+    return lambda: jflex.mla_attention(jnp.asarray(query), cache, BATCH, qk_head_dim=24, **options)
+
+
+def written(latent=jnp.float32, rope_key=jnp.float32):
+    return lambda: write_latent(CACHE, jnp.zeros((1, 128), latent), jnp.zeros((1, 16), rope_key), INT([16]))
+
+
+WRONG = [
+    ("width", lambda: LatentCache.create(PAGES, PAGE, 192, 16, dtype=E4M3), ValueError,
+     r"`latent_size` must be a multiple of 128 with float8_e4m3fn: so many columns share a scale. Got 192. Take"),
+    ("other eight bits", lambda: LatentCache.create(PAGES, PAGE, 128, 16, dtype="float8_e5m2"), TypeError,
+     r"`dtype` must be floating-point .*, or float8_e4m3fn, with scales. Got float8_e5m2"),
+    ("no scale", attend(scale=None), TypeError, r"`cache.scale` must be float32: .*Got NoneType. Make the cache"),
+    ("wide scale", attend(scale=np.ones((PAGES, 16, 1))), TypeError, r"`cache.scale` must be float32.*Got float64"),
+    ("scales of rows", attend(scale=jnp.ones((PAGES, 16))), ValueError,
+     r"`cache.scale` must have the shape \[4, 16, 1\], by `cache.rows` and `rope_size`. Got float32\[4,16\]"),
+    ("no rope", attend(rope=None), TypeError, r"`cache.rope` must be bfloat16: .*Got NoneType"),
+    ("rope of float32", attend(rope=CACHE.rope.astype(jnp.float32)), TypeError, r"`cache.rope` must be bfloat16"),
+    ("rope of another size", attend(rope=CACHE.rope[..., :8]), ValueError,
+     r"`cache.rope` must have the shape \[4, 16, 1, 16\].*Got bfloat16\[4,16,1,8\]"),
+    ("rows of another size", attend(rows=CACHE.rows[..., :96]), ValueError, r"`latent_size` must be a multiple of 128"),
+    ("scales of floats", attend(rows=jnp.zeros((PAGES, 16, 1, 144))), TypeError,
+     r"`cache.rope` must be None: rows of float32 hold the rotated columns.*Only latent vectors of float8_e4m3fn"),
+    ("int8", attend(rows=CACHE.rows.astype(jnp.int8)), TypeError, r"`cache` must hold rows of a floating-point dtype"),
+    ("float16", attend(QUERY.astype(np.float16)), TypeError,
+     r"`q` must be one of bfloat16, float32: the cache holds float8_e4m3fn with scales, and products.*Cast `q`"),
+    ("eight-bit queries", attend(jnp.zeros((1, 4, 144), E4M3)), TypeError, r"`q` must be one of bfloat16, float32"),
+    ("query of latent columns", attend(QUERY[..., :128]), ValueError, r"128 latent ones and 16 rotated ones"),
+    ("quantised latents", written(E4M3), TypeError,
+     r"`latent` must be one of bfloat16, float16, float32: the cache holds float8_e4m3fn.*Pass what is not yet"),
+    ("quantised keys", written(rope_key=E4M3), TypeError, r"`rope_key` must be one of bfloat16, float16, float32"),
+    ("dense cache", lambda: layer().init_cache(1, 64, dtype=E4M3), TypeError,
+     r"`dtype` must be floating-point, of 16 bits or more. Got float8_e4m3fn. A paged cache, which `init_paged"),
+    ("hopper", attend(implementation="mosaic_gpu"), jflex.UnsupportedError,
+     r"mosaic_gpu: its kernel for latent pages takes no eight bits"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("provoke", "error", "message"), [row[1:] for row in WRONG], ids=[row[0] for row in WRONG])
+def test_wrong_calls(provoke, error, message):
+    with pytest.raises(error, match=message):
+        provoke()
+
+
+def test_devices_that_lack_it():
+    sizes = {"B": 1, "T": 1, "S": 64, "Hq": 4, "Hkv": 1, "D": 576, "Dv": 512, "Bkv": 1, "scale": 1.0}
+    spec = functools.partial(AttentionSpec, **sizes, dtype="bfloat16", platform="gpu", values_in_keys=True)
+    spec = functools.partial(spec, paging=Paging(64, 8, dtype=E4M3))
+    reason = limit_of_device(spec(device_kind="NVIDIA A100-SXM4-80GB"))
+    assert str(reason).endswith("this is NVIDIA A100-SXM4-80GB (take bfloat16)")
+    assert limit_of_device(spec(device_kind="NVIDIA H200")) is None
+    assert limit_of_machine(spec(device_kind="NVIDIA H200")) == "its kernel for latent pages takes no eight bits"
+
+
+def test_explain_counts_the_bytes_of_a_row():
+    case = CASES[-1]
+    cache, table = paged_evaluation.placed(case)
+    batch, q = paged_evaluation.batch_of(case, table), jax.ShapeDtypeStruct((case.N, case.Hq, case.D), jnp.bfloat16)
+    account = jflex.explain(jflex.mla_attention, q, cache, batch, scale=0.1, **options_of("triton-interpret"))
+    assert account.bytes == 2 * case.N * case.Hq * (case.D + case.Dv) + sum(case.lengths) * (656 - 16)

@@ -1,0 +1,273 @@
+"""`mla_attention` on every backend: against float64, and against attention over up-projected keys and values."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jflex
+from tests.cases import mask_pairs, paged_cases, score_pairs
+from tests.cases.paged_cases import MIXED, PagedCase, slopes, window
+from tests.support import evaluation, paged_evaluation
+from tests.support.paged_evaluation import options_of, run
+
+GPU = pytest.param("triton", marks=pytest.mark.gpu)
+BACKENDS = ["xla", "triton-interpret", GPU]
+HOPPER = pytest.param("mosaic_gpu", marks=pytest.mark.gpu)  # of 16 bits alone
+INT = functools.partial(jnp.asarray, dtype=jnp.int32)
+
+latent_case = functools.partial(PagedCase, Hkv=1, D=80, Dv=64, rope=16, scale=24**-0.5)
+CASES = [
+    latent_case("latent_decode", Hq=16),
+    latent_case("latent_one_head", (1, 2), (33, 20), Hq=1),
+    latent_case("latent_mixed", **MIXED, Hq=3, mask=mask_pairs.causal, score=slopes),
+    latent_case("latent_9_heads", (2, 1, 4), (20, 140, 33), Hq=9, mask=mask_pairs.causal),
+    latent_case("latent_63_heads", (2, 1), (20, 35), Hq=63, mask=mask_pairs.causal),
+    latent_case("latent_128_heads", (1, 2), (20, 35), Hq=128, mask=mask_pairs.causal, page_size=64),
+    latent_case("latent_window", (1, 1, 20), (8, 9, 70), Hq=8, mask=window, page_size=4),
+    latent_case("latent_softcap", (1, 4), (48, 20), Hq=16, score=score_pairs.softcap, factor=8.0),
+    latent_case("latent_divided", (1, 1, 2), (1500, 40, 700), Hq=8, page_size=64, mask=mask_pairs.causal),
+    latent_case("latent_layers", (1, 2), (20, 33), Hq=4, layers=2),
+    latent_case("latent_padding_and_empty", (0, 1, 0, 20, 2), (0, 30, 9, 24, 0), 5, slopes, Hq=8),
+    latent_case("latent_of_two_chunks", (1, 5), (33, 20), Hq=8, D=120, Dv=96, rope=24, mask=mask_pairs.causal),
+    latent_case("latent_of_deepseek", (1, 2), (70, 33), Hq=16, D=576, Dv=512, rope=64, scale=192**-0.5),
+]
+NOT_ON_HOPPER = ["latent_window", "latent_of_two_chunks"]  # pages of 4 keys, 24 rotated columns
+IN_BFLOAT16 = ["latent_mixed", "latent_128_heads", "latent_of_deepseek"]
+# The tests of FlashMLA: heads, queries of a request, keys. The table above has the smallest and the largest of each.
+GRID = [
+    latent_case(f"latent_grid_{heads}_{queries}_{keys}", (queries, queries), (keys, keys // 2), Hq=heads, page_size=64,
+                mask=mask_pairs.causal)
+    for heads in (1, 3, 9, 63, 64, 126, 128) for queries in (1, 2, 4) for keys in (20, 140, 4096)
+]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def settings():
+    """In haste on the CPU; on a GPU, float32 without TF32."""
+    on_gpu = jax.default_backend() == "gpu"
+    with evaluation.compiled_in_haste(not on_gpu), jax.default_matmul_precision("highest" if on_gpu else None):
+        yield
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("backend", ["reference", *BACKENDS])
+def test_against_float64(case, backend):
+    paged_evaluation.check(case, run(case, backend))
+
+
+@pytest.mark.parametrize("case", [paged_cases.in_dtype(case, "bfloat16") for case in CASES], ids=str)
+@pytest.mark.parametrize("backend", [*BACKENDS, HOPPER])
+def test_bfloat16(case, backend):
+    if backend in BACKENDS[:2] and case.name not in IN_BFLOAT16:
+        pytest.skip("on a GPU")
+    if backend == "mosaic_gpu" and case.name in NOT_ON_HOPPER:
+        with pytest.raises(jflex.UnsupportedError, match="its kernel takes"):
+            run(case, backend)
+        return
+    paged_evaluation.check(case, run(case, backend))
+
+
+@pytest.mark.parametrize("case", GRID, ids=str)
+@pytest.mark.parametrize("backend", ["xla", GPU])
+def test_grid(case, backend):
+    paged_evaluation.check(case, run(case, backend))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [paged_cases.in_dtype(case, "bfloat16") for case in GRID], ids=str)
+def test_grid_on_hopper(case):
+    paged_evaluation.check(case, run(case, "mosaic_gpu"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", [16, 128])
+@pytest.mark.parametrize("queries", [1, 2])
+@pytest.mark.parametrize("mask", [mask_pairs.causal, mask_pairs.window], ids=["causal", "window"])
+def test_deepseek_on_hopper(heads, queries, mask):
+    sizes = {"Hq": heads, "D": 576, "Dv": 512, "rope": 64, "scale": 192**-0.5, "page_size": 64, "dtype": "bfloat16"}
+    lengths = (1500, 1, 63, 64, 65, 127, 128, 129, 0, 700)
+    case = latent_case(f"deepseek_{heads}_{queries}", (queries,) * 10, lengths, mask=mask, **sizes)
+    first = None
+    for seed in range(3):  # of the pages' places: the same bits, or a race
+        found = run(case, "mosaic_gpu", seed)
+        paged_evaluation.check(case, found)
+        first = first or found
+        for x, y in zip(found, first, strict=True):
+            np.testing.assert_array_equal(np.asarray(x, np.float32), np.asarray(y, np.float32))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_where_pages_lie_changes_no_bit(backend):
+    first, second = (run(CASES[3], backend, seed) for seed in (0, 1))
+    for x, y in zip(first, second, strict=True):
+        np.testing.assert_array_equal(np.asarray(x).view(np.int32), np.asarray(y).view(np.int32))
+
+
+# --- the two forms
+
+HEADS, NOPE, ROPE, LATENT, V = 6, 24, 16, 64, 20
+
+
+def drawn(dtype, length=37, queries=5):
+    """Queries of a request, the latent vectors and rotated keys of its tokens, and both up-projections."""
+    rng = np.random.default_rng(0)
+    normal = lambda *shape: jnp.asarray(rng.normal(size=shape), dtype)
+    query = normal(queries, HEADS, NOPE), normal(queries, HEADS, ROPE)
+    up = normal(HEADS, NOPE, LATENT) / NOPE**0.5, normal(HEADS, LATENT, V) / LATENT**0.5
+    return query, (normal(length, LATENT), normal(length, ROPE)), up
+
+
+def absorbed(query, tokens, up, backend, **options):
+    """Decoding over a latent cache, with pages in reverse order."""
+    length, page_size = tokens[0].shape[0], 8
+    pages = -(-length // page_size)
+    cache = jflex.paged.LatentCache.create(pages + 1, page_size, LATENT, ROPE, dtype=tokens[0].dtype)
+    table = np.arange(pages, 0, -1, dtype=np.int32)[None]
+    slots = jflex.paged.slots_of(jnp.asarray(table[0]), jnp.arange(length, dtype=jnp.int32), page_size)
+    cache = jflex.paged.write_latent(cache, *tokens, slots)
+    queries = query[0].shape[0]
+    batch = jflex.paged.PagedBatch(INT([0, queries]), INT([length]), jnp.asarray(table))
+    q = jnp.concatenate([jnp.einsum("nhd,hdc->nhc", query[0], up[0]), query[1]], axis=-1)
+    options = {"qk_head_dim": NOPE + ROPE, "mask_mod": jflex.masks.causal(), **options}
+    out = jflex.mla_attention(q, cache, batch, **options, **options_of(backend))
+    return jnp.einsum("nhc,hcv->nhv", out, up[1])
+
+
+def up_projected(query, tokens, up, backend):
+    """`flex_attention` over the keys and values of each head."""
+    latent, rope_key = tokens
+    key = jnp.einsum("sc,hdc->shd", latent, up[0])
+    key = jnp.concatenate([key, jnp.broadcast_to(rope_key[:, None], (*key.shape[:2], ROPE))], axis=-1)
+    value = jnp.einsum("sc,hcv->shv", latent, up[1])
+    q, offset = jnp.concatenate(query, axis=-1), latent.shape[0] - query[0].shape[0]
+    mask = lambda b, h, q_idx, kv_idx: q_idx + offset >= kv_idx
+    return jflex.flex_attention(q[None], key[None], value[None], mask_mod=mask, **options_of(backend))[0]
+
+
+def test_absorbed_and_up_projected_agree_in_float64():
+    with jax.enable_x64(True):
+        arrays = drawn(jnp.float64)
+        one, other = absorbed(*arrays, "xla"), up_projected(*arrays, "xla")
+        np.testing.assert_allclose(one, other, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_absorbed_and_up_projected_agree(backend):
+    arrays = drawn(jnp.float32)
+    np.testing.assert_allclose(absorbed(*arrays, backend), up_projected(*arrays, backend), rtol=2e-5, atol=2e-5)
+
+
+def test_the_size_of_a_row_is_the_wrong_scale():
+    """A trap of the absorbed form: scores are those of the head size before the queries are absorbed."""
+    arrays = drawn(jnp.float32)
+    wrong = absorbed(*arrays, "xla", qk_head_dim=None, scale=(LATENT + ROPE) ** -0.5)
+    assert np.abs(wrong - up_projected(*arrays, "xla")).max() > 0.01
+    right = absorbed(*arrays, "xla", qk_head_dim=None, scale=(NOPE + ROPE) ** -0.5)
+    np.testing.assert_array_equal(right, absorbed(*arrays, "xla"))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_chunks_of_a_context_merge(backend):
+    """Up-projected chunks of the context, merged, equal one absorbed call over all of it."""
+    (q_nope, q_rope), (latent, rope_key), up = drawn(jnp.float32)
+    states, first = [], latent.shape[0] - q_nope.shape[0]
+    q = jnp.concatenate([q_nope, q_rope], axis=-1)[None]
+    key = jnp.einsum("sc,hdc->shd", latent, up[0])
+    key = jnp.concatenate([key, jnp.broadcast_to(rope_key[:, None], (*key.shape[:2], ROPE))], axis=-1)[None]
+    value = jnp.einsum("sc,hcv->shv", latent, up[1])[None]
+    for start, stop in ((0, 16), (16, 32), (32, 37)):
+        mask = lambda b, h, q_idx, kv_idx, start=start: q_idx + first >= kv_idx + start
+        out, lse = jflex.flex_attention(
+            q, key[:, start:stop], value[:, start:stop], mask_mod=mask, return_lse=True, **options_of(backend)
+        )
+        states.append(jflex.AttentionState(out[0], lse[0].T))
+    merged = jflex.merge_all(states).out
+    whole = absorbed((q_nope, q_rope), (latent, rope_key), up, backend)
+    np.testing.assert_allclose(merged, whole, rtol=2e-5, atol=2e-5)
+
+
+def test_zeros_give_zeros():
+    cache = jflex.paged.LatentCache.create(3, 4, 32, 16, dtype=jnp.float32)
+    batch = jflex.paged.PagedBatch(INT([0, 1]), INT([7]), INT([[1, 2]]))
+    out, lse = jflex.mla_attention(jnp.ones((1, 2, 48)), cache, batch, qk_head_dim=20, return_lse=True)
+    np.testing.assert_array_equal(out, 0)
+    np.testing.assert_allclose(lse, np.log(7.0), rtol=1e-6)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_sinks(backend):
+    case = CASES[2]
+    x, (cache, table) = paged_evaluation.draw(case), paged_evaluation.placed(case)
+    sinks = jnp.linspace(-1.0, 2.0, case.Hq)
+    attend = functools.partial(
+        jflex.mla_attention, jnp.asarray(x.query), cache, paged_evaluation.batch_of(case, table), scale=case.scale,
+        mask_mod=jflex.masks.causal(), return_lse=True, **options_of(backend),
+    )  # fmt: skip
+    right = jflex.with_sinks(jflex.AttentionState(*attend()), sinks)
+    out, lse = attend(sinks=sinks)
+    np.testing.assert_allclose(out, right.out, rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(lse, right.lse, rtol=1e-6, atol=1e-6)
+
+
+def test_explain_counts_the_rows_of_the_cache_once():
+    case = CASES[0]
+    cache, table = paged_evaluation.placed(case)
+    q = jax.ShapeDtypeStruct((case.N, case.Hq, case.D), jnp.float32)
+    batch = paged_evaluation.batch_of(case, table)
+    account = jflex.explain(jflex.mla_attention, q, cache, batch, scale=0.1, **options_of("triton-interpret"))
+    keys = sum(case.lengths)
+    assert account.bytes == 4 * (case.N * case.Hq * (case.D + case.Dv) + keys * case.D)
+    assert account.flops == 2 * keys * case.Hq * (case.D + case.Dv)
+    assert account.backend == "triton"
+    assert "paged 16 x" in account.tiles
+
+
+@pytest.mark.parametrize(
+    ("sizes", "reason"),
+    [
+        ((640, 64), "latent sizes up to 512 and rotated keys up to 64, not 640 and 64"),
+        ((512, 80), "latent sizes up to 512 and rotated keys up to 64, not 512 and 80"),
+        ((112, 16), "a latent size that is a power of two of at least 16, or the sum of two of them, not 112"),
+    ],
+)
+def test_what_triton_refuses_runs_on_xla(sizes, reason):
+    cache = jflex.paged.LatentCache.create(3, 4, *sizes, dtype=jnp.float32)
+    batch = jflex.paged.PagedBatch(INT([0, 1]), INT([7]), INT([[1, 2]]))
+    attend = functools.partial(jflex.mla_attention, jnp.ones((1, 2, sum(sizes))), cache, batch, qk_head_dim=20)
+    with pytest.raises(jflex.UnsupportedError, match=reason):
+        attend(**options_of("triton-interpret"))
+    assert attend(implementation="xla").shape == (1, 2, sizes[0])
+
+
+def test_writing_drops_what_lies_outside():
+    cache = jflex.paged.LatentCache.create(4, 2, 2, 1, dtype=jnp.float32, layers=2)
+    rows = jnp.arange(6.0).reshape(3, 2), jnp.array([[7.0], [8.0], [9.0]])
+    step = jax.jit(jflex.paged.write_latent, donate_argnames="cache")
+    cache = step(cache, *rows, INT([6, -1, 3]), layer=1)
+    assert not np.asarray(cache.rows[0]).any()
+    np.testing.assert_array_equal(cache.rows[1, 3, 0, 0], [0, 1, 7])
+    np.testing.assert_array_equal(cache.rows[1, 1, 1, 0], [4, 5, 9])
+    assert np.count_nonzero(cache.rows) == 5
+    copied = jflex.paged.copy_pages(cache, INT([3]), INT([2]))
+    np.testing.assert_array_equal(copied.rows[1, 2], copied.rows[1, 3])
+    assert copied.rope_size == 1
+
+
+@pytest.mark.skipif(jax.device_count() < 2, reason="shards over two devices")
+@pytest.mark.parametrize("backend", ["xla", "triton-interpret"])
+def test_query_heads_are_sharded_and_the_cache_is_not(backend):
+    case = CASES[2]
+    case = latent_case(case.name, case.queries, case.lengths, Hq=6, mask=case.mask, score=slopes)
+    x, (cache, table) = paged_evaluation.draw(case), paged_evaluation.placed(case)
+    mesh = jax.make_mesh((2,), ("heads",), devices=jax.devices()[:2])
+    put = lambda a, *spec: jax.device_put(a, jax.NamedSharding(mesh, jax.P(*spec)))
+    q, everywhere = put(jnp.asarray(x.query), None, "heads"), functools.partial(jax.tree.map, put)
+    arrays = everywhere((cache, paged_evaluation.batch_of(case, table), jax.tree.map(jnp.asarray, x.captured)))
+    attend = jax.jit(functools.partial(paged_evaluation.call, case, backend))
+    found = attend(q, *arrays)
+    assert [y.sharding.spec[:2] for y in found] == [(None, "heads")] * 2
+    assert "all-gather" not in attend.lower(q, *arrays).compile().as_text()
+    paged_evaluation.check(case, found)

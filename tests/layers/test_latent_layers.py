@@ -1,0 +1,281 @@
+"""`MultiHeadLatentAttention` of nnx and linen: against `transformers`, both forms against each other, caches."""
+
+import functools
+import pathlib
+
+import flax.linen
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import flax_layers.linen
+import flax_layers.nnx
+import jflex
+from flax_layers.attention import latent_core
+from flax_layers.rotary_scaling import YarnScaling
+from tests.support import evaluation
+from tests.support.layer_flavours import LinenLayer
+
+GOLDEN = pathlib.Path(__file__).parents[1] / "goldens" / "latent_attention.npz"
+SIZES = {"latent_dim": 32, "nope_head_dim": 12, "rope_head_dim": 8, "value_head_dim": 10}
+OPTIONS = {
+    "latent_queries": {"query_latent_dim": 20},
+    "direct_queries": {"rotary_interleaved": False},
+    "yarn": {
+        "query_latent_dim": 20,
+        "rotary_scaling": YarnScaling(4.0, 16, beta_fast=2.0, beta_slow=0.05, mscale=1.0, mscale_all_dim=1.0),
+    },
+}
+NAMES = {"query_down": "q_a_proj", "query_norm": "q_a_layernorm", "query": "q_b_proj", "latent": "kv_a_proj_with_mqa",
+         "latent_norm": "kv_a_layernorm", "up": "kv_b_proj", "out": "o_proj"}  # fmt: skip
+INT = functools.partial(jnp.asarray, dtype=jnp.int32)
+WIDTH, HEADS, LENGTH = 48, 4, 40
+FLAVOURS = ["nnx", "linen"]
+MOST_IN_FULL = ["latent_queries", *(pytest.param(name, marks=pytest.mark.full) for name in list(OPTIONS)[1:])]
+flavours = pytest.mark.parametrize("flavour", FLAVOURS)
+
+
+@functools.cache
+def goldens() -> dict[str, np.ndarray]:
+    with np.load(GOLDEN) as file:
+        return dict(file)
+
+
+def params_of(name, dtype=jnp.float32):
+    """The weights of the file, as parameters of a layer."""
+    golden, params = goldens(), {}
+    for ours, theirs in NAMES.items():
+        theirs = "q_proj" if ours == "query" and name == "direct_queries" else theirs
+        if f"{name}/{theirs}.weight" in golden:
+            weight = jnp.asarray(golden[f"{name}/{theirs}.weight"], dtype)
+            params[ours] = {"kernel": weight.T} if weight.ndim == 2 else {"scale": weight}
+    return params
+
+
+def made(flavour, name="latent_queries", *, param_dtype=jnp.float32, **options):
+    """A layer with the weights of the file, causal."""
+    options = {**SIZES, **OPTIONS[name], "mask_mod": jflex.masks.causal(), "param_dtype": param_dtype, **options}
+    params = params_of(name, param_dtype)
+    if flavour == "linen":
+        return LinenLayer({"params": params}, flax_layers.linen.MultiHeadLatentAttention(WIDTH, HEADS, **options))
+    layer = flax_layers.nnx.MultiHeadLatentAttention(WIDTH, HEADS, **options, rngs=nnx.Rngs(0))
+    return flax_layers.linen.params_to_nnx(params, layer)
+
+
+def called(layer, inputs, **options):
+    """The call of a layer, compiled: step by step, each operation would be."""
+    return jax.jit(lambda x: layer(x, **options))(inputs)
+
+
+def decoded(layer, inputs, cache):
+    return jax.jit(lambda x, cache: layer.decode(x, cache))(inputs, cache)
+
+
+@pytest.fixture(autouse=True)
+def in_haste():
+    with evaluation.compiled_in_haste(True):
+        yield
+
+
+def inputs_of(name="latent_queries", dtype=jnp.float32):
+    return jnp.asarray(goldens()[f"{name}/inputs"], dtype)
+
+
+@flavours
+@pytest.mark.parametrize("name", OPTIONS)
+def test_against_transformers(flavour, name):
+    with jax.enable_x64(True):
+        layer, golden = made(flavour, name, param_dtype=jnp.float64), goldens()
+        # Both compute the norms in float32, and `transformers` the angles of the rotary embedding.
+        right = golden[f"{name}/outputs"]
+        np.testing.assert_allclose(
+            called(layer, inputs_of(name, jnp.float64)), right, rtol=0, atol=2e-5 * np.abs(right).max()
+        )
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_the_scale_is_that_of_transformers(name):
+    assert latent_core.scale_of(made("nnx", name)) == pytest.approx(float(goldens()[f"{name}/scale"]), rel=1e-12)
+
+
+def test_nnx_and_linen_agree():
+    inputs = inputs_of()
+    np.testing.assert_array_equal(called(made("nnx"), inputs), called(made("linen"), inputs))
+
+
+@flavours
+@pytest.mark.parametrize("tokens", [1, 30])  # absorbed, up-projected
+def test_tokens_without_room_are_nan(flavour, tokens):
+    layer = made(flavour, "latent_queries")
+    cache = layer.init_cache(2, LENGTH).with_lengths([LENGTH - tokens + 1, 2])
+    outputs, _ = decoded(layer, inputs_of()[:, :tokens], cache)
+    expected = [[False] * (tokens - 1) + [True], [False] * tokens]
+    assert np.isnan(outputs).all(axis=2).tolist() == np.isnan(outputs).any(axis=2).tolist() == expected
+
+
+@flavours
+@pytest.mark.parametrize("name", MOST_IN_FULL)
+def test_decoding_equals_the_call(flavour, name):
+    layer, inputs = made(flavour, name), inputs_of(name)
+    whole, cache = called(layer, inputs), layer.init_cache(2, LENGTH)
+    parts = []
+    for start, stop in ((0, 30), (30, 31), (31, 36), (36, 40)):
+        out, cache = decoded(layer, inputs[:, start:stop], cache)
+        parts.append(out)
+    np.testing.assert_allclose(jnp.concatenate(parts, axis=1), whole, rtol=2e-5, atol=2e-4)
+    assert cache.lengths.tolist() == [LENGTH, LENGTH]
+
+
+@pytest.mark.parametrize("tokens", [1, 12, 40])
+def test_both_forms_are_equal_in_float64(monkeypatch, tokens):
+    with jax.enable_x64(True):
+        layer, inputs = made("nnx", param_dtype=jnp.float64), inputs_of(dtype=jnp.float64)
+        _, cache = decoded(layer, inputs[:, : LENGTH - tokens], layer.init_cache(2, 100))
+        found = []
+        for fewest in (1 << 30, 1):
+            monkeypatch.setattr(latent_core, "fewest_queries_to_project", lambda layer, fewest=fewest: fewest)
+            found.append(decoded(layer, inputs[:, LENGTH - tokens :], cache)[0])
+        np.testing.assert_allclose(*found, rtol=0, atol=1e-12 * np.abs(found[0]).max())
+
+
+def test_the_form_follows_from_the_operations():
+    of_deepseek = {"latent_dim": 512, "nope_head_dim": 128, "rope_head_dim": 64, "value_head_dim": 128}
+    layer = flax_layers.linen.MultiHeadLatentAttention(8, 128, **of_deepseek)
+    assert latent_core.fewest_queries_to_project(layer) == 171
+    assert latent_core.fewest_queries_to_project(layer.clone(latent_dim=64)) == 1 << 30  # absorbed is never more
+
+
+@flavours
+def test_paged_decoding_equals_the_call(flavour):
+    """Two prompts of different lengths in a stacked cache, then a token of one and a chunk of the other."""
+    layer, inputs = made(flavour), inputs_of()
+    whole = called(layer, inputs)
+    table, cache = INT([[5, 2, 6], [7, 1, 3]]), layer.init_paged_cache(8, 16, layers=2)
+    batch = jflex.paged.PagedBatch(INT([0, 20, 23]), INT([20, 3]), table)
+    packed = jnp.concatenate([inputs[0, :20], inputs[1, :3]])
+    for new_prompts in (True, False):
+        step = jax.jit(lambda *x, new=new_prompts: layer.decode_paged(*x, layer=1, new_prompts=new))
+        out, filled = step(packed, cache, batch)
+        np.testing.assert_allclose(out[:20], whole[0, :20], rtol=2e-5, atol=2e-4)
+        np.testing.assert_allclose(out[20:], whole[1, :3], rtol=2e-5, atol=2e-4)
+    batch = jflex.paged.PagedBatch(INT([0, 1, 8]), INT([21, 10]), table)
+    out, filled = step(jnp.concatenate([inputs[0, 20:21], inputs[1, 3:10]]), filled, batch)
+    np.testing.assert_allclose(out[:1], whole[0, 20:21], rtol=2e-5, atol=2e-4)
+    np.testing.assert_allclose(out[1:], whole[1, 3:10], rtol=2e-5, atol=2e-4)
+    assert not np.asarray(filled.rows[0]).any()
+
+
+@flavours
+def test_gradients_reach_every_parameter(flavour):
+    layer, inputs = made(flavour), inputs_of()
+    if flavour == "nnx":
+        gradients = nnx.to_pure_dict(nnx.jit(nnx.grad(lambda layer: (layer(inputs) ** 2).mean()))(layer))
+    else:
+        loss = lambda variables: (layer.module.apply(variables, inputs) ** 2).mean()
+        gradients = jax.jit(jax.grad(loss))(layer.variables)["params"]
+    leaves = jax.tree.leaves(gradients)
+    assert len(leaves) == 7
+    assert all(float(jnp.abs(x).max()) > 0 and bool(jnp.isfinite(x).all()) for x in leaves)
+
+
+@flavours
+def test_mods_and_block_masks(flavour):
+    inputs = inputs_of()
+    window, softcap = jflex.masks.sliding_window(7), jflex.scores.softcap(5.0)
+    block_mask = jflex.create_block_mask(window, None, None, LENGTH, LENGTH, block_size=16)
+    layer = made(flavour, mask_mod=None, block_mask=block_mask, score_mod=softcap)
+    whole = called(layer, inputs)
+    np.testing.assert_allclose(
+        called(made(flavour), inputs, score_mod=softcap, mask_mod=window), whole, rtol=1e-5, atol=1e-5
+    )
+    assert np.abs(whole - called(made(flavour), inputs)).max() > 0.1
+    _, cache = decoded(layer, inputs[:, :30], layer.init_cache(2, LENGTH))
+    out, _ = decoded(layer, inputs[:, 30:], cache)
+    np.testing.assert_allclose(out, whole[:, 30:], rtol=2e-5, atol=2e-4)
+
+
+def test_rejected_tokens_are_dropped():
+    layer, inputs = made("nnx"), inputs_of()
+    _, cache = decoded(layer, inputs[:, :20], layer.init_cache(2, LENGTH))
+    cache = cache.with_lengths(cache.lengths - jnp.array([3, 0]))
+    out, cache = decoded(layer, jnp.stack([inputs[0, 17:19], inputs[1, 20:22]]), cache)
+    whole = called(layer, inputs)
+    np.testing.assert_allclose(out[0], whole[0, 17:19], rtol=2e-5, atol=2e-4)
+    np.testing.assert_allclose(out[1], whole[1, 20:22], rtol=2e-5, atol=2e-4)
+
+
+def test_tokens_beyond_the_capacity_are_dropped():
+    layer, inputs = made("nnx"), inputs_of()
+    _, cache = decoded(layer, inputs[:, :10], layer.init_cache(2, 12))
+    _, full = decoded(layer, inputs[:, 10:15], cache)
+    np.testing.assert_array_equal(full.rows()[:, :10], cache.rows()[:, :10])
+    assert full.rows().shape == (2, 12, 40)
+
+
+@flavours
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, pytest.param(jnp.float16, marks=pytest.mark.full)])
+def test_dtypes(flavour, dtype):
+    inputs = inputs_of()
+    layer16 = made(flavour, dtype=dtype)
+    out = called(layer16, inputs)
+    assert out.dtype == dtype
+    assert layer16.init_cache(2, 8).pages.rows.dtype == dtype
+    right = np.asarray(called(made(flavour), inputs))
+    np.testing.assert_allclose(out.astype(jnp.float32), right, rtol=0, atol=0.03 * np.abs(right).max())
+    _, cache = decoded(layer16, inputs[:, :39], layer16.init_cache(2, LENGTH))
+    token, _ = decoded(layer16, inputs[:, 39:], cache)
+    assert token.dtype == dtype
+    np.testing.assert_allclose(token.astype(jnp.float32), right[:, 39:], rtol=0, atol=0.03 * np.abs(right).max())
+
+
+class Owner(flax.linen.Module):
+    """A linen model whose layer has a mod with parameters."""
+
+    @flax.linen.compact
+    def __call__(self, inputs):
+        slopes = self.param("slopes", flax.linen.initializers.ones_init(), (HEADS,))
+        layer = flax_layers.linen.MultiHeadLatentAttention(WIDTH, HEADS, **SIZES)
+        return layer(inputs, score_mod=jflex.scores.alibi(slopes), mask_mod=jflex.masks.causal())
+
+
+def test_a_mod_with_parameters_in_linen():
+    model, inputs = Owner(), inputs_of()
+    variables = model.init(jax.random.key(0), inputs)
+    gradients = jax.grad(lambda v: (model.apply(v, inputs) ** 2).mean())(variables)
+    assert np.abs(gradients["params"]["slopes"]).max() > 0
+
+
+BATCH = jflex.paged.PagedBatch(INT([0, 2]), INT([20]), INT([[1, 2]]))
+ROWS = [
+    ("no_heads", lambda layer: made("nnx", latent_dim=0), ValueError, "`latent_dim` must be at least 1. Got 0."),
+    ("no_heads_in_linen", lambda layer: made("linen", value_head_dim=0), ValueError, "`value_head_dim` must be at"),
+    ("other_features", lambda layer: layer(jnp.ones((2, 3, 47))), ValueError, "`inputs` must have `in_features`, 48"),
+    ("dense_cache_of_keys", lambda layer: layer.decode(jnp.ones((1, 2, 48)), flax_layers.nnx.DenseCache.create(
+        1, 8, 1, 4, dtype=jnp.float32)), TypeError, "`cache` must be a DenseLatentCache. Got DenseCache."),
+    ("other_batch", lambda layer: layer.decode(jnp.ones((3, 2, 48)), layer.init_cache(2, 8)), ValueError,
+     "`inputs` must have as many sequences as the cache, 2. Got 3"),
+    ("no_room", lambda layer: layer.decode(jnp.ones((2, 9, 48)), layer.init_cache(2, 8)), ValueError,
+     "The cache has room for 8 tokens per sequence."),
+    ("lengths_of_others", lambda layer: layer.init_cache(2, 8).with_lengths([1]), ValueError, "`lengths` must be 2"),
+    ("rows_of_another_size", lambda layer: layer.init_cache(2, 8).append(jnp.ones((2, 1, 31)), jnp.ones((2, 1, 8))),
+     ValueError, "`latent` must be [2, T, 32]"),
+    ("rope_of_another_length", lambda layer: layer.init_cache(2, 8).append(jnp.ones((2, 1, 32)), jnp.ones((2, 2, 8))),
+     ValueError, "`rope_key` must be [2, T, 8]"),
+    ("not_packed", lambda layer: layer.decode_paged(jnp.ones((1, 2, 48)), layer.init_paged_cache(4, 16), BATCH),
+     ValueError, "`inputs` must be [N, features]"),
+    ("paged_cache_of_keys", lambda layer: layer.decode_paged(jnp.ones((2, 48)), jflex.paged.PagedCache.create(
+        4, 16, 1, 40, dtype=jnp.float32), BATCH), TypeError, "`cache` must be a `LatentCache`. Got PagedCache."),
+    ("not_new", lambda layer: layer.decode_paged(jnp.ones((2, 48)), layer.init_paged_cache(4, 16), BATCH,
+     new_prompts=True), ValueError, "Request 0 has 2 tokens and 20 keys."),
+    ("mod_of_other_heads", lambda layer: made("nnx", score_mod=jflex.scores.alibi(jnp.ones(3))), ValueError, "3"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("attempt", "kind", "message"), [row[1:] for row in ROWS], ids=[row[0] for row in ROWS])
+def test_message(attempt, kind, message):
+    with pytest.raises(kind) as caught:
+        attempt(made("nnx"))
+    assert type(caught.value) is kind
+    assert message in str(caught.value)

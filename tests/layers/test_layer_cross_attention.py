@@ -1,0 +1,109 @@
+"""Cross-attention of both `FlexAttention`, against Flax's own layer, and with keys and values projected once."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import flax_layers.linen
+import jflex
+from flax_layers.nnx import BlockSelection
+from jflex import masks
+from tests.support.layer_flavours import FLAVOURS, HEADS, LinenLayer
+
+FEATURES, KV_FEATURES, T, S = 16, 24, 5, 40
+flavours = pytest.mark.parametrize("flavour", FLAVOURS)
+assert_close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5)
+
+
+def normal(*shape: int) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(len(shape)).normal(size=shape), jnp.float32)
+
+
+def layer_of(flavour: str, **options):
+    if flavour == "nnx":
+        return FLAVOURS["nnx"].make(FEATURES, in_kv_features=KV_FEATURES, **options)
+    module = flax_layers.linen.FlexAttention(FEATURES, HEADS, in_kv_features=KV_FEATURES, **options)
+    everything = lambda b, h, q_idx, kv_idx: kv_idx >= 0
+    variables = module.init(
+        jax.random.key(0), normal(1, 1, FEATURES), inputs_kv=normal(1, 1, KV_FEATURES), mask_mod=everything
+    )
+    return LinenLayer(variables, module)
+
+
+def projected(layer, inputs_kv):
+    if isinstance(layer, LinenLayer):
+        return layer.module.apply(layer.variables, inputs_kv, method="project_kv")
+    return layer.project_kv(inputs_kv)
+
+
+@flavours
+def test_cross_attention_is_that_of_flax(flavour):
+    layer, inputs, memory = layer_of(flavour), normal(2, T, FEATURES), normal(2, S, KV_FEATURES)
+    flaxs = nnx.MultiHeadAttention(
+        HEADS, FEATURES, in_kv_features=KV_FEATURES, use_bias=False, decode=False, rngs=nnx.Rngs(0)
+    )
+    params = FLAVOURS[flavour].params(layer)
+    for name in ("query", "key", "value", "out"):
+        kernel = getattr(flaxs, name).kernel
+        kernel[...] = jnp.reshape(params[name]["kernel"], kernel.shape)
+    lengths = jnp.array([S, 7])
+    mask = (jnp.arange(S)[None] < lengths[:, None])[:, None, None, :]
+    outputs = layer(inputs, inputs_kv=memory, mask_mod=masks.padding(lengths))
+    assert_close(outputs, flaxs(inputs, memory, mask=mask))
+
+
+@pytest.mark.parametrize("flavour", ["nnx", pytest.param("linen", marks=pytest.mark.full)])
+def test_projected_keys_serve_each_token(flavour):
+    options = {"num_kv_heads": 2, "qk_norm": True, "rotary_base": 50.0}
+    mask = jflex.create_block_mask(masks.prefix_lm(S // 2), None, None, T, S, block_size=16)
+    layer = layer_of(flavour, **options, block_mask=mask)
+    inputs, memory = normal(3, T, FEATURES), normal(3, S, KV_FEATURES)
+    whole = layer(inputs, inputs_kv=memory)
+    keys = jax.jit(projected)(layer, memory) if flavour == "linen" else nnx.jit(projected)(layer, memory)
+    assert_close(layer(inputs, inputs_kv=keys), whole)
+    for t in range(T):
+        mask_mod = jflex.with_offset(masks.prefix_lm(S // 2), t)
+        token = layer(inputs[:, t : t + 1], inputs_kv=keys, mask_mod=mask_mod, positions=jnp.array([t]))
+        assert_close(token, whole[:, t : t + 1])
+    shared = layer(inputs, inputs_kv=jax.tree.map(lambda x: x[:1], keys))
+    assert_close(shared, layer(inputs, inputs_kv=jnp.broadcast_to(memory[:1], memory.shape)))
+
+
+@pytest.mark.full
+@flavours
+def test_gradients_reach_both_inputs(flavour):
+    layer, inputs, memory = layer_of(flavour), normal(1, T, FEATURES), normal(1, S, KV_FEATURES)
+    loss = lambda memory: jnp.sum(layer(inputs, inputs_kv=memory) ** 2)
+    gradient, step = jax.grad(loss)(memory), 1e-3 * normal(1, S, KV_FEATURES)
+    np.testing.assert_allclose(loss(memory + step) - loss(memory - step), 2 * jnp.sum(gradient * step), rtol=1e-2)
+
+
+WRONG = {
+    "other features": (lambda f: layer_of(f)(normal(1, T, FEATURES)), "projected from `in_kv_features`, 24, in the la"),
+    "another batch": (
+        lambda f: layer_of(f)(normal(3, T, FEATURES), inputs_kv=normal(2, S, KV_FEATURES)),
+        r"`inputs_kv` must be .* Got \[2, 40, 24\] and `inputs` \[3, 5, 16\]",
+    ),
+    "a selection": (
+        lambda f: layer_of(f)(
+            normal(1, T, FEATURES), inputs_kv=normal(1, S, KV_FEATURES), block_mask=BlockSelection(2, block_size=16)
+        ),
+        "`block_mask` must not be a BlockSelection in a call with `inputs_kv`",
+    ),
+    "divided tokens": (
+        lambda f: layer_of(f)(normal(1, T, FEATURES), inputs_kv=normal(1, S, KV_FEATURES), context=object()),
+        "`context` divides the tokens of self-attention",
+    ),
+}
+
+
+@flavours
+@pytest.mark.parametrize("kind", WRONG)
+def test_messages(flavour, kind):
+    call, message = WRONG[kind]
+    with pytest.raises(ValueError, match=message):
+        call(flavour)

@@ -1,0 +1,277 @@
+"""Both `FlexAttention` with dense and paged caches: their outputs are those of the layer on whole sequences."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import jflex
+from flax_layers.nnx import DenseCache
+from jflex.paged import PagedBatch
+from tests.support.layer_flavours import FLAVOURS, SLOPES
+
+pytestmark = [pytest.mark.parametrize("flavour", FLAVOURS)]
+
+FEATURES, LENGTH, ROOM = 24, 21, 32
+assert_close = functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-5)
+
+
+def causal(b, h, q_idx, kv_idx):
+    return q_idx >= kv_idx
+
+
+def window(b, h, q_idx, kv_idx):
+    return (q_idx >= kv_idx) & (q_idx - kv_idx < 6)
+
+
+def layer_of(flavour: str, **options):
+    plain = {"num_kv_heads": 2, "head_dim": 8, "mask_mod": causal}
+    return FLAVOURS[flavour].make(FEATURES, **(plain | options))
+
+
+def inputs_of(*batch: int, length: int = LENGTH) -> np.ndarray:
+    return np.random.default_rng(1).normal(size=(*batch, length, FEATURES)).astype(np.float32)
+
+
+# Compiled once for all tests: most of them take three sequences, and nine tokens or one of each at a time.
+PART = 9
+
+
+@nnx.jit
+def whole(layer, inputs):
+    return layer(inputs)
+
+
+@nnx.jit
+def decode(layer, inputs, cache):
+    return layer.decode(inputs, cache)
+
+
+@nnx.jit
+def decode_paged(layer, inputs, cache, batch):
+    return layer.decode_paged(inputs, cache, batch)
+
+
+OPTIONS = {
+    "plain": lambda flavour: {},
+    "rotary": lambda flavour: {"rotary_base": 50.0, "qk_norm": True, "use_bias": True, "use_sinks": True, "scale": 0.7},
+    "alibi": lambda flavour: {"score_mod": FLAVOURS[flavour].alibi(), "mask_mod": window},
+    "block mask": lambda flavour: {
+        "mask_mod": None,
+        "block_mask": jflex.create_block_mask(window, None, None, LENGTH, LENGTH, block_size=8),
+    },
+}
+
+
+def layer_like(flavour: str, kind: str, **options):
+    return layer_of(flavour, **(OPTIONS[kind](flavour) | options))
+
+
+@functools.cache
+def expected_of(flavour: str, kind: str) -> np.ndarray:
+    """Of three whole sequences."""
+    return np.asarray(whole(layer_like(flavour, kind), inputs_of(3)))
+
+
+@pytest.mark.parametrize(("kind", "implementation"), [*((kind, "xla") for kind in OPTIONS), ("alibi", "reference")])
+def test_dense_calls_of_any_length_are_the_whole_sequence(flavour, kind, implementation):
+    layer, inputs = layer_like(flavour, kind, implementation=implementation), inputs_of(3)
+    cache, outputs = layer.init_cache(3, ROOM), []
+    for part in np.split(inputs, [PART, 10, 11, 12], axis=1):  # a prompt, three tokens, then nine that are speculated
+        output, cache = decode(layer, part, cache)
+        outputs.append(np.asarray(output))
+    assert_close(np.concatenate(outputs, axis=1), expected_of(flavour, kind))
+    assert cache.lengths.tolist() == [LENGTH] * 3
+
+
+@pytest.mark.parametrize("kind", ["rotary", "alibi"])
+def test_dense_sequences_of_different_lengths(flavour, kind):
+    """Prompts padded at their ends: the padding is taken back, and never seen."""
+    layer, inputs = layer_like(flavour, kind, implementation="xla"), inputs_of(3)
+    counts = np.array([PART, 1, 5])
+    padded = np.where(np.arange(PART)[None, :, None] < counts[:, None, None], inputs[:, :PART], np.float32(1e3))
+    prompt, cache = decode(layer, padded, layer.init_cache(3, ROOM))
+    cache = cache.with_lengths(counts)
+    more = np.stack([row[count : count + PART] for row, count in zip(inputs, counts, strict=True)])
+    token, cache = decode(layer, more, cache)
+    expected = expected_of(flavour, kind)
+    for row, count in enumerate(counts):
+        assert_close(prompt[row, :count], expected[row, :count])
+        assert_close(token[row], expected[row, count : count + PART])
+    assert cache.lengths.tolist() == (counts + PART).tolist()
+
+
+def table_of(requests: int, pages: int, seed: int = 0) -> jax.Array:
+    """Pages from 1 on, in no order."""
+    ids = 1 + np.random.default_rng(seed).permutation(requests * pages)
+    return jnp.asarray(ids.reshape(requests, pages).astype(np.int32))
+
+
+def batch_of(counts, lengths, table) -> PagedBatch:
+    indptr = np.cumsum([0, *counts]).astype(np.int32)
+    return PagedBatch(jnp.asarray(indptr), jnp.asarray(lengths, jnp.int32), table)
+
+
+@pytest.mark.parametrize(
+    ("kind", "page_size", "implementation"),
+    [*((kind, 4, "xla") for kind in OPTIONS), ("rotary", 1, "xla"), ("alibi", 4, "reference")],
+)
+def test_paged_calls_with_prompts_and_tokens_together_are_the_whole_sequences(flavour, kind, page_size, implementation):
+    layer, inputs = layer_like(flavour, kind, implementation=implementation), inputs_of(3)
+    table = table_of(3, -(-LENGTH // page_size))
+    cache = layer.init_paged_cache(3 * table.shape[1] + 1, page_size)
+    cache = jax.tree.map(lambda pages: jnp.full_like(pages, np.nan), cache)  # what no request wrote is not seen
+    lengths, found = np.zeros(3, int), [[], [], []]
+    for counts in ([7, 0, 1], [1, 4, 1], [0, 16, 12], [13, 1, 7]):
+        packed = [inputs[row, lengths[row] : lengths[row] + count] for row, count in enumerate(counts)]
+        lengths = lengths + counts
+        padded = np.concatenate([*packed, np.zeros((30 - sum(counts), FEATURES), np.float32)])
+        outputs, cache = decode_paged(layer, padded, cache, batch_of(counts, lengths, table))
+        for row, part in enumerate(np.split(np.asarray(outputs[: sum(counts)]), np.cumsum(counts)[:-1])):
+            found[row].append(part)
+    assert lengths.tolist() == [LENGTH] * 3
+    assert_close(np.stack([np.concatenate(parts) for parts in found]), expected_of(flavour, kind))
+
+
+def test_mods_of_the_call_replace_those_of_the_constructor(flavour):
+    """`layer` has the parameters of the layer that has these mods by its constructor."""
+    of_function = lambda score, b, h, q_idx, kv_idx: score - SLOPES[h] * (q_idx - kv_idx).astype(score.dtype)
+    score_mod = (
+        FLAVOURS[flavour].alibi() if flavour == "nnx" else of_function
+    )  # in linen a module is bound to its owner
+    mods = {"score_mod": score_mod, "mask_mod": window}
+    layer, inputs, expected = layer_of(flavour), inputs_of(3)[:1], expected_of(flavour, "alibi")[:1]
+    dense = nnx.jit(lambda layer, *rest: layer.decode(*rest, **mods))
+    paged = nnx.jit(lambda layer, *rest: layer.decode_paged(*rest, **mods))
+    output, _ = dense(layer, inputs, layer.init_cache(1, ROOM))
+    assert_close(output, expected)
+    batch = batch_of([LENGTH], [LENGTH], table_of(1, 6))
+    assert_close(paged(layer, inputs[0], layer.init_paged_cache(7, 4), batch)[0], expected[0])
+
+
+def test_a_block_mask_of_the_call_is_one_of_its_queries_and_the_cache(flavour):
+    layer, inputs = layer_like(flavour, "alibi", mask_mod=None), inputs_of(3)
+    cache, outputs = layer.init_cache(3, ROOM), []
+    for part in np.split(inputs, [PART], axis=1):
+        block_mask = cache.block_mask(window, part.shape[1], block_size=4)
+        output, cache = layer.decode(part, cache, block_mask=block_mask)
+        outputs.append(np.asarray(output))
+    assert_close(np.concatenate(outputs, axis=1), expected_of(flavour, "alibi"))
+    with pytest.raises(ValueError, match=r"`mask_mod` and `block_mask` are two forms of one mask. Got both. Pass one"):
+        layer.decode(inputs, layer.init_cache(3, ROOM), mask_mod=window, block_mask=block_mask)
+
+
+def test_leading_axes_are_folded(flavour):
+    layer, inputs = layer_like(flavour, "rotary"), inputs_of(2, 3)
+    cache = layer.init_cache(6, ROOM)
+    first, cache = decode(layer, inputs[..., :PART, :], cache)
+    last, cache = decode(layer, inputs[..., PART : 2 * PART, :], cache)
+    expected = np.stack([whole(layer, row) for row in inputs])
+    assert_close(np.concatenate([first, last], axis=-2), expected[..., : 2 * PART, :])
+    alone, _ = decode(layer, inputs[0, 1, :PART], layer.init_cache(1, ROOM))
+    assert_close(alone, expected[0, 1, :PART])
+
+
+@pytest.mark.parametrize("implementation", ["xla", "reference"])
+def test_unused_places_of_a_dense_cache_never_reach_an_output(flavour, implementation):
+    layer, inputs = layer_like(flavour, "alibi", implementation=implementation), inputs_of(3)
+    cache = layer.init_cache(3, ROOM)
+    cache = DenseCache(jnp.full_like(cache.k, np.nan), jnp.full_like(cache.v, np.nan), cache.lengths)
+    first, cache = decode(layer, inputs[:, :PART], cache)
+    last, cache = decode(layer, inputs[:, PART : 2 * PART], cache)
+    assert_close(np.concatenate([first, last], axis=1), expected_of(flavour, "alibi")[:, : 2 * PART])
+
+
+def test_what_was_speculated_can_be_taken_back(flavour):
+    layer, inputs = layer_like(flavour, "rotary", implementation="xla"), inputs_of(3)
+    _, cache = decode(layer, inputs[:, :PART], layer.init_cache(3, ROOM))
+    speculated = inputs[:, PART : 2 * PART]
+    _, cache = decode(layer, 9 * speculated, cache)  # none of the nine is right
+    output, _ = decode(layer, speculated, cache.with_lengths([PART] * 3))
+    assert_close(output, expected_of(flavour, "rotary")[:, PART : 2 * PART])
+
+
+def assert_nan_where(outputs, tokens: list[list[bool]]):
+    """Compares the tokens of each sequence whose outputs are NaN, in all features."""
+    assert np.isnan(outputs).all(axis=2).tolist() == np.isnan(outputs).any(axis=2).tolist() == tokens
+
+
+def test_tokens_without_room_are_dropped_where_lengths_are_traced(flavour):
+    layer, inputs = layer_of(flavour), inputs_of(2, length=3)
+    cache = layer.init_cache(2, 8).with_lengths([7, 2])
+    outputs, after = jax.jit(layer.decode)(inputs, cache)
+    written = np.any(np.asarray(after.k), axis=(2, 3))
+    assert written.tolist() == [[False] * 7 + [True], [False, False, True, True, True, False, False, False]]
+    assert_nan_where(outputs, [[False, True, True], [False] * 3])
+
+
+def test_tokens_without_room_in_eight_bits_are_dropped_too(flavour):
+    layer, inputs = layer_of(flavour), inputs_of(2, length=3)
+    cache = layer.init_cache(2, 8, dtype=jnp.int8).with_lengths([7, 2])
+    outputs, after = jax.jit(layer.decode)(inputs, cache)
+    written = np.any(np.asarray(after.pages.k), axis=(2, 3))[1:]
+    assert written.tolist() == [[False] * 7 + [True], [False, False, True, True, True, False, False, False]]
+    assert_nan_where(outputs, [[False, True, True], [False] * 3])
+
+
+def test_a_cache_of_its_own_dtype(flavour):
+    layer, inputs = layer_of(flavour), inputs_of(3)
+    cache = layer.init_cache(3, ROOM, dtype=jnp.bfloat16)
+    output, cache = decode(layer, inputs, cache)
+    assert (output.dtype, cache.k.dtype) == (jnp.float32, jnp.bfloat16)
+    np.testing.assert_allclose(output, expected_of(flavour, "plain"), rtol=0.1, atol=0.05)
+    assert layer_of(flavour, dtype=jnp.bfloat16).init_cache(1, 2).v.dtype == jnp.bfloat16
+    assert layer_of(flavour, param_dtype=jnp.bfloat16).init_paged_cache(2, 2, layers=3).k.shape == (3, 2, 2, 2, 8)
+
+
+@pytest.mark.parametrize("dtype", [jnp.int8, jnp.float8_e4m3fn])
+def test_a_paged_cache_of_eight_bits(flavour, dtype):
+    layer, inputs = layer_of(flavour), inputs_of(3)[0]
+    cache = layer.init_paged_cache(8, 4, dtype=dtype)
+    batch = PagedBatch(*(jnp.array(x, jnp.int32) for x in ([0, LENGTH], [LENGTH], [[5, 2, 7, 1, 3, 6]])))
+    output, cache = decode_paged(layer, inputs, cache, batch)
+    assert (output.dtype, cache.k.dtype, cache.k_scale.shape) == (jnp.float32, dtype, (8, 4, 2))
+    np.testing.assert_allclose(output, expected_of(flavour, "plain")[0], rtol=0.1, atol=0.05)
+
+
+@pytest.mark.parametrize("dtype", [jnp.int8, jnp.float8_e4m3fn, jnp.float8_e5m2])
+def test_a_dense_cache_of_eight_bits(flavour, dtype):
+    """In parts of one prompt, one token and several; what is held is what pages of the same tokens hold."""
+    layer, inputs = layer_like(flavour, "rotary"), inputs_of(3)
+    cache, outputs = layer.init_cache(3, 100, dtype=dtype), []
+    for part in np.split(inputs, [PART, PART + 1], axis=1):
+        output, cache = decode(layer, part, cache)
+        outputs.append(np.asarray(output))
+    assert (output.dtype, cache.pages.k.dtype, cache.pages.k_scale.shape) == (jnp.float32, dtype, (7, 64, 2))
+    assert cache.lengths.tolist() == [LENGTH] * 3
+    found, expected = np.concatenate(outputs, axis=1), expected_of(flavour, "rotary")
+    assert np.linalg.norm(found - expected) / np.linalg.norm(expected) < (0.12 if dtype == jnp.float8_e5m2 else 0.06)
+    pages = jnp.array([[1, 2], [3, 4], [5, 6]], jnp.int32)
+    starts, lengths = LENGTH * jnp.arange(4, dtype=jnp.int32), jnp.full(3, LENGTH, jnp.int32)
+    paged = layer.init_paged_cache(7, 64, dtype=dtype)
+    _, paged = decode_paged(layer, inputs.reshape(-1, FEATURES), paged, PagedBatch(starts, lengths, pages))
+    np.testing.assert_array_equal(cache.pages.k[jnp.array([1, 3, 5]), :LENGTH], paged.k[jnp.array([1, 3, 5]), :LENGTH])
+
+
+def test_what_was_speculated_over_eight_bits_can_be_taken_back(flavour):
+    layer, inputs = layer_like(flavour, "rotary"), inputs_of(3)
+    _, cache = decode(layer, inputs[:, :PART], layer.init_cache(3, ROOM, dtype=jnp.int8))
+    speculated = inputs[:, PART : 2 * PART]
+    right, _ = decode(layer, speculated, cache)
+    _, spoiled = decode(layer, 9 * speculated, cache)
+    found, _ = decode(layer, speculated, spoiled.with_lengths([PART] * 3))
+    np.testing.assert_array_equal(found, right)
+
+
+def test_no_sequences(flavour):
+    layer = layer_of(flavour)
+    output, cache = layer.decode(inputs_of(0), layer.init_cache(0, ROOM).with_lengths([]))
+    assert (output.shape, cache.k.shape[0]) == ((0, LENGTH, FEATURES), 0)
+    empty = PagedBatch(jnp.zeros(1, jnp.int32), jnp.zeros(0, jnp.int32), jnp.zeros((0, 3), jnp.int32))
+    output, _ = layer.decode_paged(jnp.zeros((0, FEATURES)), layer.init_paged_cache(4, 4), empty)
+    assert output.shape == (0, FEATURES)
+    output, cache = layer.decode(inputs_of(0), layer.init_cache(0, ROOM, dtype=jnp.int8))
+    assert (output.shape, cache.lengths.shape) == ((0, LENGTH, FEATURES), (0,))

@@ -1,0 +1,333 @@
+"""BlockMask: building, lists of the user, transformations, wrong input; against dense numpy masks."""
+
+import copy
+import functools
+import inspect
+import logging
+
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+
+import jflex
+from jflex._call.checks import block_mask_mismatch
+from jflex.block_mask.dense import create_mask
+from jflex.block_mask.mask import BlockMask, create_block_mask
+from jflex.block_mask.states import block_states
+from jflex.mods.trace import trace_mask_mod
+from tests.support.dense_masks import (
+    causal,
+    check_same_mask,
+    dense_mod,
+    dense_values,
+    lists_of,
+    packed,
+    pooled_states,
+    random_documents,
+    random_mask,
+)
+
+QUICK = settings(max_examples=20, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+# Few sizes, so that programs are compiled once for many examples.
+SIZES = [((64, 64), (32, 32)), ((100, 70), (32, 64)), ((33, 129), (16, 8))]
+
+# --- building
+
+
+@pytest.mark.parametrize(("lengths", "block_size"), SIZES)
+@pytest.mark.parametrize("name", ["causal", "window", "prefix", "everything", "nothing"])
+def test_known_masks_match_dense(name, lengths, block_size):
+    mod = {
+        "causal": causal,
+        "window": lambda b, h, q, kv: (q >= kv) & (q - kv < 20),
+        "prefix": lambda b, h, q, kv: (q >= kv) | (kv < 40),
+        "everything": lambda b, h, q, kv: True,
+        "nothing": lambda b, h, q, kv: False,
+    }[name]
+    q_idx, kv_idx = np.arange(lengths[0])[:, None], np.arange(lengths[1])[None]
+    dense = np.broadcast_to(mod(0, 0, q_idx, kv_idx), lengths)[None, None]
+    block_mask = create_block_mask(mod, None, None, *lengths, block_size=block_size)
+    check_same_mask(block_mask, dense)
+    np.testing.assert_array_equal(create_mask(mod, None, None, *lengths), dense)
+
+
+@given(st.integers(0, 999), st.sampled_from([(1, 1), (2, 3)]), st.sampled_from(SIZES))
+@QUICK
+def test_random_masks_match_dense(seed, leading, sizes):
+    lengths, block_size = sizes
+    values = dense_values(seed, (*leading, *lengths))
+    block_mask = create_block_mask(dense_mod(values), *leading, *lengths, block_size=block_size)
+    check_same_mask(block_mask, values)
+    listed = pooled_states(values, block_size) > 0
+    np.testing.assert_array_equal(block_mask.to_dense(), listed.astype(int))
+    skipped = ~listed.repeat(block_size[0], 2).repeat(block_size[1], 3)[:, :, : lengths[0], : lengths[1]]
+    assert block_mask.sparsity() == pytest.approx(100 * skipped.mean())
+
+
+def test_many_steps_match_one(monkeypatch):
+    # As many elements at once as one block has: several units in every row, and a last step that is not filled.
+    values = dense_values(7, (2, 3, 100, 70))
+    expected = pooled_states(values, (32, 16))
+    for elements in (32 * 16, 2 * 32 * 16, 7 * 32 * 16, 4 * 5 * 32 * 16):
+        monkeypatch.setattr("jflex.block_mask.states._ELEMENTS_PER_STEP", elements)
+        traced, operands = trace_mask_mod(dense_mod(values))
+        states = inspect.unwrap(block_states)(traced, operands, values.shape, (32, 16))
+        np.testing.assert_array_equal(states, expected)
+
+
+def test_figures_of_an_offset_causal_mask():
+    offset = jnp.asarray([0, 64, 128, 256])
+    block_mask = create_block_mask(lambda b, h, q, kv: q + offset[b] >= kv, 4, 2, 512, 512)
+    assert block_mask.shape == (4, 2, 512, 512)
+    assert block_mask.numel() == 4 * 2 * 512 * 512
+    dense = np.arange(512)[:, None] + np.asarray(offset)[:, None, None, None] >= np.arange(512)
+    check_same_mask(block_mask, np.broadcast_to(dense, block_mask.shape))
+    assert create_block_mask(causal, None, None, 2048, 2048).sparsity() == 46.875
+    assert create_block_mask(causal, None, None, 100, 100).sparsity() == 0.0
+
+
+@pytest.mark.parametrize("shape", [(0, 64), (64, 0), (0, 0)])
+def test_empty_lengths_give_an_empty_mask(shape):
+    block_mask = create_block_mask(causal, 2, None, *shape, block_size=32)
+    assert block_mask.shape == (2, 1, *shape)
+    assert block_mask.numel() == 0
+    assert block_mask.sparsity() == 0.0
+    assert block_mask.to_elements().shape == (2, 1, *shape)
+    assert not block_mask.to_dense().any()
+    assert str(block_mask).startswith("BlockMask(shape=")
+
+
+def test_under_jit_with_traced_captures_as_eagerly():
+    documents = random_documents(0)
+    eager = packed(documents, block_size=16)
+    traced = jax.jit(functools.partial(packed, block_size=16))(documents)
+    assert jax.tree.structure(eager) == jax.tree.structure(traced)
+    for one, other in zip(jax.tree.leaves(eager), jax.tree.leaves(traced), strict=True):
+        np.testing.assert_array_equal(one, other)
+    ids = np.asarray(documents)
+    dense = (ids[:, :, None] == ids[:, None]) & (np.arange(100)[:, None] >= np.arange(100))
+    check_same_mask(traced, dense[:, None])
+
+
+def test_fresh_lambda_with_new_values_compiles_once(caplog):
+    packed(random_documents(0), block_size=20)
+    traces = []
+
+    @jax.jit
+    def use(block_mask):
+        traces.append(block_mask.shape)
+        return block_mask.to_dense().sum()
+
+    with jax.log_compiles(), caplog.at_level(logging.WARNING, logger="jax"):
+        counts = {int(use(packed(random_documents(seed), block_size=20))) for seed in range(6)}
+    compiled = [line for line in caplog.messages if line.startswith("Compiling ")]
+    assert len(counts) > 1
+    assert any("jit(use)" in line for line in compiled)
+    assert not any("jit(block_states)" in line for line in compiled)
+    assert len(traces) == 1
+
+
+def largest_value(jaxpr):
+    largest = 0
+    for eqn in jaxpr.eqns:
+        largest = max([largest, *(v.aval.size for v in eqn.outvars)])
+        for value in eqn.params.values():
+            for inner in value if isinstance(value, (tuple, list)) else (value,):
+                inner = getattr(inner, "jaxpr", inner)
+                if hasattr(inner, "eqns"):
+                    largest = max(largest, largest_value(inner))
+    return largest
+
+
+@pytest.mark.parametrize("length", [32768, 1 << 20])
+def test_never_holds_the_whole_mask(length):
+    documents = jax.ShapeDtypeStruct((1, length), jnp.int32)
+    traced = jax.make_jaxpr(packed)(documents)
+    assert largest_value(getattr(traced, "jaxpr", traced)) <= max(1 << 24, (length // 128) ** 2)
+
+
+# --- user lists
+
+
+def test_from_kv_blocks_equals_the_built_mask():
+    built = create_block_mask(causal, None, None, 256, 256, block_size=64)
+    rows = np.arange(4)
+    partial, full = rows[:, None], np.broadcast_to(np.arange(4), (4, 4))
+    given_mask = BlockMask.from_kv_blocks(
+        np.ones((1, 1, 4), int), partial[None, None], rows[None, None], full[None, None],
+        block_size=64, mask_mod=causal, seq_lengths=(256, 256),
+    )  # fmt: skip
+    for one, other in zip(built.lists, given_mask.lists, strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert given_mask.shape == built.shape
+
+
+@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize("lengths", [(96, 128), (90, 121)])
+def test_from_kv_blocks_without_a_mod_shows_all_of_a_listed_block(jit, lengths):
+    states = np.random.default_rng(3).integers(0, 3, (2, 1, 3, 4))
+
+    def make(*given_lists):
+        return BlockMask.from_kv_blocks(*given_lists, block_size=32, seq_lengths=lengths)
+
+    block_mask = (jax.jit(make) if jit else make)(*map(jnp.asarray, lists_of(states)))
+    dense = (states > 0).repeat(32, 2).repeat(32, 3)[:, :, : lengths[0], : lengths[1]]
+    check_same_mask(block_mask, dense)
+    assert block_mask.mask_mod is None
+
+
+ONE = np.ones((1, 1, 2), int)
+BOTH = np.array([[[[0, 1], [1, 0]]]])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "message"),
+    [
+        ((ONE, BOTH, ONE), {}, "`full_kv_num_blocks` is passed without `full_kv_indices`"),
+        ((ONE, BOTH, None, BOTH), {}, "`full_kv_indices` is passed without `full_kv_num_blocks`"),
+        ((ONE[0], BOTH), {}, "`kv_num_blocks` must have 3 axes"),
+        ((ONE, BOTH[0]), {}, "`kv_indices` must have 4 axes"),
+        ((ONE, BOTH[:, :, :1]), {}, "must begin with the shape of `kv_num_blocks`"),
+        (
+            (ONE, BOTH, np.ones((1, 2, 2), int), np.ones((1, 2, 2, 2), int)),
+            {},
+            "must have the shape of `kv_num_blocks`",
+        ),
+        ((ONE + 2, BOTH), {}, "`kv_num_blocks` must lie between 0 and the last axis of `kv_indices`, 2. Got 3 to 3"),
+        ((ONE, BOTH - 1), {}, "`kv_indices` must lie between 0 and 1, the last key block. Got -1"),
+        ((ONE, BOTH + 1), {}, "`kv_indices` must lie between 0 and 1, the last key block. Got 2"),
+        ((ONE + 1, BOTH * 0), {}, "lists key block 0 twice"),
+        ((ONE, BOTH, ONE, BOTH), {}, "partial or full, not both: key block 0"),
+        ((ONE, BOTH), {"seq_lengths": (128, 256)}, "makes 1 query blocks and 2 key blocks"),
+        ((ONE, BOTH), {"seq_lengths": (256, 100)}, "up to 2 key blocks"),
+        ((ONE, BOTH), {"block_size": 0}, "`block_size` must be positive"),
+    ],
+)
+def test_from_kv_blocks_refuses(arguments, options, message):
+    with pytest.raises(ValueError, match=message.replace("(", r"\(")):
+        BlockMask.from_kv_blocks(*arguments, **options)
+
+
+def test_from_kv_blocks_refuses_floats():
+    with pytest.raises(TypeError, match="`kv_num_blocks` must hold integers"):
+        BlockMask.from_kv_blocks(ONE * 1.0, BOTH)
+
+
+# --- transformations
+
+
+def test_is_a_pytree():
+    block_mask, values = random_mask(3)
+    leaves, structure = jax.tree.flatten(block_mask)
+    rebuilt = jax.tree.unflatten(structure, leaves)
+    assert structure == jax.tree.structure(rebuilt)
+    jax.tree.unflatten(structure, [object()] * len(leaves))
+    assert "BlockMask(shape=" in repr(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), block_mask))
+    assert "100, 70" in repr(jax.tree.unflatten(structure, [object()] * len(leaves)))
+    moved = jax.device_put(block_mask, jax.devices()[-1])
+    check_same_mask(moved, values)
+    check_same_mask(jax.jit(lambda mask: mask)(block_mask), values)
+
+
+def test_copies():
+    block_mask, values = random_mask(3)
+    for copied in (copy.copy(block_mask), copy.deepcopy(block_mask), copy.deepcopy([block_mask])[0]):
+        check_same_mask(copied, values)
+        assert jax.tree.structure(copied) == jax.tree.structure(block_mask)
+
+
+def test_vmap_over_leaves_and_over_building():
+    ids = jnp.stack([random_documents(seed) for seed in range(3)])
+    masks = jax.vmap(functools.partial(packed, block_size=16))(ids)
+    assert masks.kv_num_blocks.shape == (3, 2, 1, 7)
+    assert "shape=(3, 2, 1, 100, 100)" in repr(masks)
+    elements = jax.vmap(lambda mask: (mask & ~mask[:, :, :].with_lengths(100, 100)).to_elements())(masks)
+    assert not elements.any()
+    elements = jax.vmap(lambda mask: mask[1].to_elements())(masks)
+    for documents, shown in zip(ids, elements, strict=True):
+        np.testing.assert_array_equal(shown, packed(documents, block_size=16)[1].to_elements())
+
+
+def test_scan_over_masks():
+    masks = jax.vmap(packed)(jnp.stack([random_documents(seed) for seed in range(3)]))
+    _, counts = jax.lax.scan(lambda carry, mask: (carry, mask.to_elements().sum()), 0, masks)
+    assert counts.tolist() == [int(packed(random_documents(seed)).to_elements().sum()) for seed in range(3)]
+
+
+def test_a_mask_without_an_empty_block_says_so():
+    """Once, in its picture and in `explain`; not of one block, of padding, or where something is skipped."""
+    note = "no block is skipped, although elements are hidden: try a smaller block_size or another order of tokens"
+    attend = lambda mask: jflex.explain(*[jax.ShapeDtypeStruct((1, 64, 2, 16), jnp.float32)] * 3, block_mask=mask)
+    scattered = lambda b, h, q, k: (q + k) % 3 > 0
+    mask = create_block_mask(scattered, None, None, 64, 64, block_size=16)
+    lines = str(mask).splitlines()
+    assert lines[0].endswith("sparsity=0.00%)")
+    assert (lines[1], lines.count(note)) == (note, 1)
+    assert (attend(mask).skips_nothing, str(attend(mask)).count(note)) == (True, 1)
+    for mod, length, block in ((causal, 64, 16), (scattered, 64, 64), (jflex.noop_mask, 40, 16)):
+        other = create_block_mask(mod, None, None, length, length, block_size=block)
+        assert note not in str(other)
+        if length == 64:
+            assert note not in str(attend(other))
+
+
+def test_sparsity_under_jit_is_refused():
+    with pytest.raises(TypeError, match="needs the values of the lists"):
+        jax.jit(lambda mask: mask.sparsity())(random_mask(1)[0])
+
+
+# --- wrong input
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "error", "message"),
+    [
+        ((lambda s, b, h, q, kv: s, None, None, 64, 64), {}, TypeError, "pass it as `score_mod`"),
+        ((lambda b, h, q, kv: q.astype(jnp.float32), None, None, 64, 64), {}, TypeError, "must return one boolean"),
+        ((3, None, None, 64, 64), {}, TypeError, "`mask_mod` must be a function"),
+        ((causal, None, None, -1, 64), {}, ValueError, "`Q_LEN` must not be negative. Got -1"),
+        ((causal, None, None, 64, 64.0), {}, TypeError, "`KV_LEN` must be a Python int"),
+        ((causal, True, None, 64, 64), {}, TypeError, "`B` must be a Python int"),
+        ((causal, None, -2, 64, 64), {}, ValueError, "`H` must not be negative"),
+        (
+            (causal, None, None, 64, 64),
+            {"block_size": (32, 32, 32)},
+            TypeError,
+            "`block_size` must be an integer or a pair",
+        ),
+        ((causal, None, None, 64, 64), {"block_size": 0}, ValueError, "`block_size` must be positive"),
+        ((lambda b, h, q, kv: q + b > kv, None, 2, 64, 64), {}, ValueError, "`B` is None, .* uses `b`"),
+        ((lambda b, h, q, kv: q + h > kv, 2, None, 64, 64), {}, ValueError, "`H` is None, .* number of query heads"),
+    ],
+)
+def test_create_block_mask_refuses(arguments, options, error, message):
+    with pytest.raises(error, match=message):
+        create_block_mask(*arguments, **options)
+
+
+def test_traced_lengths_are_refused():
+    with pytest.raises(TypeError, match="`Q_LEN` must be a Python int, known while tracing"):
+        jax.jit(lambda n: create_block_mask(causal, None, None, n, 64).to_dense())(64)
+
+
+def test_mismatch_with_a_call():
+    def sentence(*call):
+        return block_mask_mismatch(*call) or ""
+
+    shared = create_block_mask(causal, None, None, 64, 64)
+    assert block_mask_mismatch(shared, 3, 5, 64, 64) is None
+    assert "Crop it with `block_mask.with_lengths(32, 64)`" in sentence(shared, 3, 5, 32, 64)
+    assert "extend it with `block_mask.with_lengths(32, 65)`" in sentence(shared, 3, 5, 32, 65)
+    own = create_block_mask(lambda b, h, q, kv: q + b > kv + h, 2, 4, 64, 64)
+    assert block_mask_mismatch(own, 2, 4, 64, 64) is None
+    assert "batch 2, the query 4" in sentence(own, 4, 4, 64, 64)
+    assert "batch 2, the query 1" in sentence(own, 1, 4, 64, 64)
+    assert "`create_block_mask(mask_mod, H=8, ...)`" in sentence(own, 2, 8, 64, 64)
+    single = create_block_mask(lambda b, h, q, kv: q + b > kv, 1, None, 64, 64)
+    assert "uses `b`" in sentence(single, 2, 4, 64, 64)
+    assert block_mask_mismatch(single[0], 2, 4, 64, 64) is None  # of batch entry 0, for all
+    masks = jax.vmap(packed)(jnp.stack([random_documents(0)] * 2))
+    assert "`jax.vmap`" in sentence(masks, 2, 4, 100, 100)

@@ -1,0 +1,216 @@
+"""BlockMask: indexing, resizing and joining, against dense numpy masks."""
+
+import itertools
+
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+
+from jflex.block_mask.mask import BlockMask, create_block_mask
+from tests.support.dense_masks import (
+    causal,
+    check_same_mask,
+    dense_mod,
+    dense_values,
+    lists_of,
+    packed,
+    random_documents,
+    random_mask,
+)
+
+QUICK = settings(max_examples=20, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+
+# --- indexing
+
+SELECTIONS = [
+    (1,), (-1, 0), (slice(None), 1), (slice(1), slice(None, None, -1)), (slice(None), slice(None), 2),
+    (slice(None), slice(None), -1), (0, 1, slice(1, 3)), (0, 1, slice(1, None)), (slice(None), slice(None), slice(2)),
+    (slice(None), slice(None), slice(0, None, 3)), ([1, 0, 1], np.array([1]), jnp.asarray([2, 0, 3])),
+    (slice(None), slice(None), slice(2, 2)), (slice(0), 0, 0), (np.int64(1), np.array(0), jnp.asarray(1)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("index", SELECTIONS, ids=str)
+def test_getitem_equals_slicing_the_dense_mask(index):
+    block_mask, values = random_mask(1)  # 4 query blocks, the last of 4 queries
+    chosen = block_mask[index]
+    dense = values
+    for axis, part in enumerate((*index, slice(None), slice(None), slice(None))[:3]):
+        size = block_mask.kv_num_blocks.shape[axis]
+        numbers = np.atleast_1d(np.arange(size)[part if isinstance(part, slice) else np.asarray(part)])
+        if axis == 2:
+            numbers = np.concatenate([np.arange(n * 32, min(n * 32 + 32, 100)) for n in numbers] or [numbers])
+        dense = np.take(dense, numbers, axis)
+    check_same_mask(chosen, dense)
+
+
+def test_getitem_with_traced_numbers():
+    block_mask, values = random_mask(2, lengths=(96, 70))
+    chosen = jax.jit(lambda mask, b, row: mask[b, :, row])(block_mask, 1, jnp.asarray(2))
+    check_same_mask(chosen, values[1:, :, 64:])
+    chosen = jax.jit(lambda mask, rows: mask[:, :, rows])(block_mask, jnp.asarray([2, 0]))
+    check_same_mask(chosen, np.concatenate([values[:, :, 64:], values[:, :, :32]], axis=2))
+
+
+def test_getitem_of_a_mask_without_a_mod():
+    states = np.random.default_rng(3).integers(0, 3, (2, 1, 3, 4))
+    block_mask = BlockMask.from_kv_blocks(*lists_of(states), block_size=8)
+    dense = (states > 0).repeat(8, 2).repeat(8, 3)
+    check_same_mask(block_mask[1, :, 1:], dense[1:, :, 8:])
+
+
+def test_getitem_twice_then_extend():
+    block_mask = create_block_mask(causal, None, None, 128, 128, block_size=32)
+    block_mask = block_mask[:, :, 1:][:, :, 1]  # queries 64 to 95
+    check_same_mask(block_mask, (np.arange(64, 96)[:, None] >= np.arange(128))[None, None])
+    longer = block_mask.with_lengths(100, 200)
+    check_same_mask(longer, (np.arange(64, 164)[:, None] >= np.arange(200))[None, None])
+
+
+@pytest.mark.parametrize(
+    ("index", "error", "message"),
+    [
+        ((0, 0, 0, 0), IndexError, "at most 3 indices"),
+        ((2,), IndexError, "out of range for the batch of a BlockMask, of size 2"),
+        ((0, -3), IndexError, "out of range for the heads"),
+        ((0, 0, [0, 4]), IndexError, "out of range for the query blocks"),
+        ((0, 0, 1.0), TypeError, "an integer, a slice or an array"),
+        ((0, 0, ...), TypeError, "an integer, a slice or an array"),
+        ((True,), TypeError, "an integer, a slice or an array"),
+        ((np.array([[0]]),), TypeError, "an integer, a slice or an array"),
+        ((np.array([True, False]),), TypeError, "an integer, a slice or an array"),
+        ((0, 0, [3, 0]), ValueError, "query block 3 of a BlockMask holds 4 queries instead of 32"),
+        ((0, 0, slice(None, None, -1)), ValueError, "only be selected last"),
+    ],
+)
+def test_getitem_refuses(index, error, message):
+    block_mask, _ = random_mask(1)
+    with pytest.raises(error, match=message):
+        block_mask[index]
+
+
+def test_getitem_refuses_traced_rows_of_uneven_lengths():
+    block_mask, _ = random_mask(1)
+    with pytest.raises(ValueError, match="only if Q_LEN is a multiple of the block size"):
+        jax.jit(lambda row: block_mask[:, :, row])(0)
+
+
+# --- resizing
+
+
+@pytest.mark.parametrize(
+    "lengths", [(100, 70), (40, 70), (100, 64), (31, 1), (0, 70), (128, 70), (150, 150), (50, 150)]
+)
+def test_with_lengths_equals_the_mask_made_for_them(lengths):
+    def mod(b, h, q_idx, kv_idx):  # visible blocks that are no prefix
+        return (kv_idx < 20) | ((kv_idx >= 60) & (kv_idx < 110)) | (q_idx == 3 * kv_idx)
+
+    resized = create_block_mask(mod, 2, None, 100, 70, block_size=(32, 16)).with_lengths(*lengths)
+    made = create_block_mask(mod, 2, None, *lengths, block_size=(32, 16))
+    assert jax.tree.structure(resized) == jax.tree.structure(made)
+    for one, other in zip(jax.tree.leaves(resized), jax.tree.leaves(made), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("lengths", [(64, 96), (50, 40), (96, 128)])
+def test_listed_masks_are_cropped(lengths):
+    states = np.random.default_rng(3).integers(0, 3, (2, 1, 3, 4))
+    block_mask = BlockMask.from_kv_blocks(*lists_of(states), block_size=32)
+    dense = (states > 0).repeat(32, 2).repeat(32, 3)
+    check_same_mask(block_mask.with_lengths(*lengths), dense[:, :, : lengths[0], : lengths[1]])
+
+
+def test_listed_masks_are_extended_by_their_mod_alone():
+    states = np.array([[[[1, 0, 0], [1, 0, 0], [0, 0, 1]]]])  # of causal, block (1, 1) and (2, 0), (2, 1) are left out
+    block_mask = BlockMask.from_kv_blocks(*lists_of(states)[:2], block_size=32, mask_mod=causal, seq_lengths=(90, 90))
+    inside = states.repeat(32, 2).repeat(32, 3)[:, :, :90, :90].astype(bool) & np.tri(90, dtype=bool)
+    check_same_mask(block_mask, inside, exact=False)
+    dense = np.tri(110, 130, dtype=bool)[None, None].copy()
+    dense[:, :, :90, :90] = inside
+    check_same_mask(block_mask.with_lengths(110, 130), dense)
+
+
+def test_masks_without_a_mod_are_not_extended():
+    block_mask = BlockMask.from_kv_blocks(np.ones((1, 1, 2), int), np.array([[[[0, 1], [1, 0]]]]))
+    with pytest.raises(ValueError, match="cannot extend this mask from \\(256, 256\\) to \\(256, 300\\)"):
+        block_mask.with_lengths(256, 300)
+
+
+# --- joining
+
+
+def listed_mask(seed, mask_mod=None, dense=None):
+    states = np.random.default_rng(seed).integers(0, 2, (2, 1, 4, 3))
+    mask = BlockMask.from_kv_blocks(*lists_of(states)[:2], block_size=32, mask_mod=mask_mod, seq_lengths=(100, 70))
+    listed = states.astype(bool).repeat(32, 2).repeat(32, 3)[:, :, :100, :70]
+    return mask, listed if dense is None else listed & dense
+
+
+JOINED = ["both axes", "shared", "one batch", "listed", "listed with a mod"]
+
+
+def operands_to_join():
+    triangle = np.tri(100, 70, dtype=bool)[None, None]
+    one_batch = dense_values(5, (1, 2, 100, 70))
+    return {
+        "both axes": random_mask(1),
+        "shared": (create_block_mask(causal, None, None, 100, 70, block_size=32), triangle),
+        "one batch": (create_block_mask(dense_mod(one_batch), 1, 2, 100, 70, block_size=32), one_batch),
+        "listed": listed_mask(6),
+        "listed with a mod": listed_mask(7, causal, triangle),
+    }
+
+
+@pytest.mark.parametrize(("first", "second"), list(itertools.combinations_with_replacement(JOINED, 2)))
+def test_join_matches_dense(first, second):
+    (one, dense_one), (two, dense_two) = operands_to_join()[first], operands_to_join()[second]
+    check_same_mask(one & two, dense_one & dense_two, exact=False)
+    check_same_mask(one | two, dense_one | dense_two, exact=False)
+
+
+@pytest.mark.parametrize("name", JOINED)
+def test_invert_matches_dense(name):
+    block_mask, dense = operands_to_join()[name]
+    # A block past a length that shows all it has is partial, and stays partial when it shows nothing.
+    check_same_mask(~block_mask, ~dense, exact=name == "listed")
+    check_same_mask(~~block_mask, dense, exact=name == "listed")
+    aligned, dense = random_mask(8, lengths=(96, 64))
+    check_same_mask(~aligned, ~dense)
+
+
+@given(st.integers(0, 999))
+@QUICK
+def test_laws_of_joining(seed):
+    (one, dense_one), (two, dense_two) = random_mask(seed), random_mask(seed + 1)
+    empty = np.asarray(one.states() == 0) | np.asarray(two.states() == 0)
+    np.testing.assert_array_equal(np.asarray((one & two).states()) == 0, empty)
+    full = np.asarray(one.states() == 2) | np.asarray(two.states() == 2)
+    np.testing.assert_array_equal(np.asarray((one | two).states()) == 2, full)
+    np.testing.assert_array_equal((~(one | two)).to_elements(), (~one & ~two).to_elements())
+    np.testing.assert_array_equal((one & ~two).to_elements(), dense_one & ~dense_two)
+
+
+def test_joins_keep_no_program_apart():
+    """A join of the same programs with other values is the same program: nothing is compiled again."""
+    join = [packed(random_documents(s)) & create_block_mask(causal, None, None, 100, 100) for s in (0, 1)]
+    assert join[0].traced == join[1].traced
+    assert jax.tree.structure(join[0]) == jax.tree.structure(join[1])
+
+
+def test_join_refuses():
+    block_mask = create_block_mask(causal, 2, 3, 64, 64, block_size=32)
+    for other, message in [
+        (create_block_mask(causal, 2, 3, 64, 96, block_size=32), "BlockMasks of equal lengths"),
+        (create_block_mask(causal, 2, 3, 64, 64, block_size=16), "BlockMasks of equal block sizes"),
+        (create_block_mask(causal, 4, 3, 64, 64, block_size=32), "whose batch are equal or 1. Got (2 and 4|4 and 2)"),
+        (create_block_mask(causal, 2, 2, 64, 64, block_size=32), "whose heads are equal or 1. Got (2 and 3|3 and 2)"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            _ = block_mask & other
+        with pytest.raises(ValueError, match=message):
+            _ = other | block_mask
+    with pytest.raises(TypeError):
+        _ = block_mask & causal  # pyright: ignore[reportOperatorIssue]

@@ -1,0 +1,395 @@
+"""Blocks that are selected inside of a step: the mask that indices make, the selection, and attention over it."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jflex
+from jflex.block_mask.lists import states_from_lists
+from tests.cases import mask_pairs
+from tests.cases.mask_pairs import MaskPair
+from tests.cases.table import Case, Sizes
+from tests.kernels.test_hopper import NEEDS_011
+from tests.support import evaluation, gpu_compile
+from tests.support.hopper_emulator import emulated
+
+BF16 = {"dtype": "bfloat16"}
+
+
+def selected_elements(indices, H, block, b, h, q, k):
+    """The elements that indices select, by looking for each key's block among those of its query."""
+    of_head = indices[np.minimum(b, indices.shape[0] - 1), h // (H // indices.shape[1]), q // block[0]]
+    return (of_head == np.asarray(k // block[1])[..., None]).any(-1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Selected:
+    """A call whose BlockMask is made inside of it, of traced indices: some negative, too large, or there twice."""
+
+    name: str
+    sizes: Sizes
+    mask: MaskPair | None = mask_pairs.causal
+    block: tuple[int, int] = (32, 32)
+    k: int = 3
+    heads: int = 0  # of the indices; 0 for the key heads
+    batch: int = 0  # of the indices; 0 for that of the call
+    dtype: str = "float32"
+
+    def __str__(self):
+        return self.name
+
+    @functools.cached_property
+    def case(self):
+        """The same as a dense mask."""
+        n, inner = self.sizes, self.mask or mask_pairs.everything
+
+        def captures(rng, n):
+            rows, columns = -(-n.T // self.block[0]), -(-n.S // self.block[1])
+            shape = self.batch or n.B, self.heads or n.Hkv, rows, self.k
+            indices = rng.integers(-2, columns + 2, shape)
+            if self.k > 1:
+                indices[..., -1] = np.where(rng.random(shape[:3]) < 0.5, indices[..., 0], indices[..., -1])
+            return {"indices": indices.astype(np.int32), **inner.captures(rng, n)}
+
+        def exact(b, h, q, k, c):
+            places = [x[..., None][..., 0] for x in np.broadcast_arrays(b, h, q, k)]
+            return selected_elements(c["indices"], n.Hq, self.block, *places) & inner.exact(b, h, q, k, c)
+
+        return Case(self.name, mask=MaskPair(inner.jax, exact, captures), sizes=n, dtype=self.dtype)
+
+    def block_mask(self, captures):
+        """Of the captured arrays, which may be traced."""
+        n, mod = self.sizes, None if self.mask is None else self.mask.jax(captures)
+        made = functools.partial(jflex.block_mask_from_indices, captures["indices"], n.T, n.S)
+        return made(H=n.Hq, block_size=self.block, mask_mod=mod)
+
+    def attend(self, backend):
+        """For `evaluation.everything_by`."""
+        return lambda x, _, q, k, v, floats: evaluation.call(
+            self.case, backend, q, k, v, {}, x.mask, self.block_mask(x.mask)
+        )
+
+
+CASES = [
+    Selected("selected_causal", Sizes(T=130)),
+    Selected("selected_grouped", Sizes(T=150, Hq=4, Hkv=2, D=16, Dv=8), block=(32, 16), k=5, **BF16),
+    Selected("selected_without_mask", Sizes(B=2, T=70, S=100, Hq=2), None, k=2, batch=1),
+    Selected("selected_for_all_heads", Sizes(T=96, Hq=4, Hkv=2), block=(16, 32), heads=1),
+    Selected("selected_documents", Sizes(T=128, Hq=2), mask_pairs.documents, k=4),
+    Selected("selected_by_query_head", Sizes(T=96, Hq=4, Hkv=2), mask_pairs.window_by_head, k=2),
+    Selected("selected_one", Sizes(B=1, T=200, Hq=2, Hkv=1), block=(64, 64), k=1, **BF16),
+    Selected("selected_more_than_there_are", Sizes(B=1, T=64), k=7),
+]
+HOPPER = [
+    Selected("selected_hopper", Sizes(B=1, T=520, Hq=4, Hkv=2, D=64), block=(128, 128), **BF16),
+    Selected("selected_hopper_64", Sizes(B=1, T=260, Hq=4, Hkv=2, D=128), block=(128, 64), k=4, **BF16),
+]
+cases = pytest.mark.parametrize("case", CASES, ids=str)
+
+
+def compare(case, found):
+    """Fails unless output, lse and all gradients are those of float64."""
+    right = evaluation.plain(case.case), evaluation.exact(case.case)
+    evaluation.compare_forward(case.case, found, *right)
+    evaluation.compare_gradients(case.case, found, *right, ("query", "key", "value"))
+
+
+@cases
+@pytest.mark.parametrize("backend", ["reference", *evaluation.BACKENDS])
+def test_attention_is_that_of_the_dense_mask(case, backend):
+    compare(case, evaluation.everything_by(case.case, case.attend(backend)))
+
+
+@cases
+def test_lists_hold_the_selected_blocks(case):
+    """Known and traced; each query block with its state, the transpose alike, and as many entries as it selects."""
+    n, captures = case.sizes, evaluation.draw(case.case).mask
+    visible = evaluation.exact(case.case).found.visible[: case.batch or n.B]
+    rows, columns = -(-n.T // case.block[0]), -(-n.S // case.block[1])
+    padded = np.zeros((*visible.shape[:2], rows * case.block[0], columns * case.block[1]), bool)
+    padded[..., : n.T, : n.S] = visible
+    blocks = padded.reshape(*visible.shape[:2], rows, case.block[0], columns, case.block[1])
+    states = blocks.any((3, 5)).astype(int) + blocks.all((3, 5))
+    for made in (case.block_mask, jax.jit(case.block_mask)):
+        block_mask = made(jax.tree.map(jnp.asarray, captures))
+        np.testing.assert_array_equal(block_mask.to_elements(), visible)
+        found = block_mask.lists
+        turned = type(found)(*found[4:], *found[:4])
+        np.testing.assert_array_equal(states_from_lists(found), states)
+        np.testing.assert_array_equal(states_from_lists(turned), states.swapaxes(2, 3))
+        assert max(block_mask.kv_indices.shape[-1], block_mask.full_kv_indices.shape[-1]) <= max(case.k, 1)
+
+
+def test_integers_of_any_width():
+    """None wraps around to a block that exists."""
+    for dtype in (np.int8, np.uint8, np.int64, np.uint32):
+        wrong = np.array([[[[0, np.iinfo(dtype).max if dtype != np.int64 else 2**32]]]], dtype)
+        for given in (wrong, [[[[0, -1]]]], *([jnp.asarray(wrong)] if dtype != np.int64 else [])):
+            mask = jflex.block_mask_from_indices(given, 32, 64, block_size=32)
+            assert mask.to_dense().tolist() == [[[[1, 0]]]]
+    many = jflex.block_mask_from_indices(np.full((1, 1, 1, 1), 255, np.uint8), 1, 300, block_size=1)
+    assert np.flatnonzero(many.to_dense()).tolist() == [255]
+
+
+@pytest.mark.parametrize(
+    ("shape", "lengths"), [((2, 1, 3, 0), (96, 64)), ((1, 1, 0, 2), (0, 64)), ((1, 2, 2, 1), (64, 0))]
+)
+def test_nothing_to_select(shape, lengths):
+    mask = jflex.block_mask_from_indices(jnp.zeros(shape, jnp.int32), *lengths, block_size=32)
+    assert not mask.to_dense().any()
+    q, k = jnp.ones((shape[0], lengths[0], 2, 8)), jnp.ones((shape[0], lengths[1], 2, 8))
+    assert not jflex.flex_attention(q, k, k, block_mask=mask, implementation="xla").any()
+
+
+# ---------------------------------------------------------------- selection
+
+
+def best_blocks(scores, k, sizes, causal, local, initial, visible):
+    """The definition, one row after the other, with Python's stable sort."""
+    rows, columns = scores.shape
+    chosen = np.full((rows, k), -1)
+    for r in range(rows):
+        positions = range(r * sizes[0], (r + 1) * sizes[0])
+        own = {p // sizes[1] for p in positions}
+        allowed = [
+            c for c in range(columns) if visible[r, c] and (not causal or c * sizes[1] <= positions[-1])
+        ]  # fmt: skip
+        always = {c for c in allowed if c < initial}
+        if local:
+            always |= {c for c in allowed if min(own) - local < c <= max(own)}
+        rest = [c for c in allowed if c not in always and scores[r, c] > -np.inf]
+        order = sorted(always) + sorted(rest, key=lambda c: -scores[r, c])
+        chosen[r, : len(order[:k])] = order[:k]
+    return chosen
+
+
+@pytest.mark.parametrize("sizes", [(32, 32), (64, 32), (32, 64), (96, 64)], ids=str)
+@pytest.mark.parametrize(
+    ("causal", "local", "initial"), [(True, 1, 0), (True, 2, 1), (True, 0, 0), (False, 0, 1), (False, 1, 0)]
+)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_select_blocks_follows_its_definition(sizes, causal, local, initial, dtype):
+    rng = np.random.default_rng(0)
+    scores = rng.integers(-2, 3, (2, 3, 7, 9)).astype(jnp.dtype(dtype))
+    scores[rng.random(scores.shape) < 0.2] = -0.0
+    scores[rng.random(scores.shape) < 0.1] = -np.inf
+    scores[rng.random(scores.shape) < 0.1] = np.nan
+    scores[rng.random(scores.shape) < 0.1] = np.inf
+    visible = rng.random((2, 1, 7, 9) if causal else (7, 9)) < 0.8
+    for k in (5, 12):
+        options = {"block_size": sizes, "causal": causal, "local_blocks": local, "initial_blocks": initial}
+        select = jax.jit(functools.partial(jflex.select_blocks, k=k, **options))
+        found = select(jnp.asarray(scores), visible=jnp.asarray(visible))
+        assert found.dtype == jnp.int32
+        for b, h in np.ndindex(2, 3):
+            shown = np.broadcast_to(visible, scores.shape)[b, h]
+            right = best_blocks(scores[b, h].astype(np.float64), k, sizes, causal, local, initial, shown)
+            np.testing.assert_array_equal(found[b, h], right)
+
+
+@pytest.mark.parametrize("queries", ["first", "mean"])
+def test_block_scores_against_float64(queries):
+    rng = np.random.default_rng(1)
+    query, key = rng.normal(size=(2, 75, 6, 8)), rng.normal(size=(1, 50, 3, 8))
+    found = jflex.block_scores(
+        jnp.asarray(query, jnp.float32), jnp.asarray(key, jnp.float32), block_size=(32, 16), queries=queries
+    )
+    means = [
+        np.stack([x[:, i : i + n].mean(1) for i in range(0, x.shape[1], n)], 1) for x, n in ((query, 32), (key, 16))
+    ]
+    of_queries = query[:, ::32] if queries == "first" else means[0]
+    right = np.einsum("brkgd,xckd->bkrgc", of_queries.reshape(2, 3, 3, 2, 8), means[1]).mean(3)
+    np.testing.assert_allclose(found, right, rtol=1e-5, atol=1e-5)
+
+
+def selective(q, k, v):
+    """The sum of squares of an attention to selected blocks, which are selected in the call."""
+    scores = jflex.block_scores(q, k, block_size=16)
+    mask = jflex.block_mask_from_indices(
+        jflex.select_blocks(scores, 3, block_size=16), 96, 96, H=4, block_size=16, mask_mod=jflex.masks.causal()
+    )
+    return (jflex.flex_attention(q, k, v, block_mask=mask, implementation="xla") ** 2).sum()
+
+
+gradients = jax.grad(selective, argnums=(0, 1, 2))
+
+
+def arrays(seed=0, *leading):
+    q, k, v = (jax.random.fold_in(jax.random.key(seed), n) for n in range(3))
+    return (
+        jax.random.normal(q, (*leading, 2, 96, 4, 16)),
+        *(jax.random.normal(x, (*leading, 2, 96, 2, 16)) for x in (k, v)),
+    )
+
+
+def assert_close(found, right):
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), found, right)
+
+
+def test_a_step_is_compiled_once_whatever_is_selected():
+    """And computes what the same values give outside of `jit`."""
+    step = jax.jit(gradients)
+    for seed in range(3):
+        assert_close(step(*arrays(seed)), gradients(*arrays(seed)))
+    assert step._cache_size() == 1
+
+
+def test_vmap_and_remat():
+    x = arrays(0, 3)
+    right = [jnp.stack(parts) for parts in zip(*(gradients(*(a[i] for a in x)) for i in range(3)), strict=True)]
+    assert_close(jax.jit(jax.vmap(gradients))(*x), tuple(right))
+    again = jax.grad(jax.checkpoint(selective), argnums=(0, 1, 2))
+    assert_close(jax.jit(again)(*arrays()), gradients(*arrays()))
+
+
+@pytest.mark.parametrize("kind", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit], ids=str)
+def test_sharded_batch_and_heads(kind):
+    right, mesh = gradients(*arrays()), jax.make_mesh((2, 2), ("data", "model"), axis_types=(kind,) * 2)
+    with jax.set_mesh(mesh):
+        divided = jax.NamedSharding(mesh, jax.P("data", None, "model"))
+        found = jax.jit(gradients)(*(jax.device_put(x, divided) for x in arrays()))
+    assert_close(jax.tree.map(np.asarray, found), right)
+
+
+@pytest.mark.parametrize("axes", [("data", None, "model"), ("data", "model"), ("data", None, None, "model")], ids=str)
+@pytest.mark.parametrize("queries", ["first", "mean"])
+def test_scores_of_shared_keys_in_a_mesh_with_explicit_axes(axes, queries):
+    """Keys of batch size 1, and any axis of queries and keys sharded."""
+    (query, key, _), mesh = (
+        arrays(),
+        jax.make_mesh((2, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Explicit,) * 2),
+    )
+    score = functools.partial(jflex.block_scores, block_size=16, queries=queries)
+    right = score(query, key[:1])
+    with jax.set_mesh(mesh):
+        place = lambda x, *spec: jax.device_put(x, jax.NamedSharding(mesh, jax.P(*spec)))
+        found = jax.jit(score)(place(query, *axes), place(key[:1], None, *axes[1:]))
+    assert_close(np.asarray(found), np.asarray(right))
+
+
+# ---------------------------------------------------------------- wrong input
+
+
+def indices(*shape, dtype=jnp.int32):
+    return jnp.zeros(shape, dtype)
+
+
+def made(*shape, dtype=jnp.int32, Q_LEN=64, **options):
+    return jflex.block_mask_from_indices(indices(*shape, dtype=dtype), Q_LEN, 64, **({"block_size": 32} | options))
+
+
+def select(*shape, k=2, dtype=jnp.float32, **options):
+    return jflex.select_blocks(jnp.zeros(shape, dtype), k, **({"block_size": 32} | options))
+
+
+def scored(query=(1, 64, 4, 8), key=(1, 64, 2, 8), **options):
+    return jflex.block_scores(jnp.zeros(query), jnp.zeros(key), **options)
+
+
+ROWS = [
+    ("floats", lambda: made(1, 1, 2, 1, dtype=jnp.float32), TypeError, r"`indices` must be integers.*Got float32"),
+    (
+        "axes",
+        lambda: made(1, 2, 1),
+        ValueError,
+        r"`indices` must have 4 axes, \[B, heads, query blocks, k\]\. Got.*\(1, 2, 1\)",
+    ),
+    (
+        "rows",
+        lambda: made(1, 1, 3, 1),
+        ValueError,
+        r"`indices`.*each query block, 2 for `Q_LEN` 64 in blocks of 32.*Got 3.*`block_size`",
+    ),
+    (
+        "heads",
+        lambda: made(1, 2, 2, 1, H=3),
+        ValueError,
+        r"`H` must be a multiple of the heads of `indices`, 2,.*Got 3",
+    ),
+    ("no_heads", lambda: made(1, 0, 2, 1, H=3), ValueError, r"`H` must be a multiple of the heads of `indices`, 0,"),
+    ("length", lambda: made(1, 1, 2, 1, Q_LEN=-1), ValueError, r"`Q_LEN` must not be negative"),
+    ("mod", lambda: made(1, 1, 2, 1, mask_mod=3), TypeError, r"mask_mod"),
+    (
+        "ready",
+        lambda: made(1, 1, 2, 1, mask_mod=jflex.masks.document(jnp.zeros((8,), jnp.int32))),
+        ValueError,
+        r"document.*BlockMask",
+    ),
+    ("integers", lambda: select(2, 2, dtype=jnp.int32), TypeError, r"`scores` must be floating-point\. Got int32"),
+    (
+        "one_axis",
+        lambda: select(2),
+        ValueError,
+        r"`scores` must have axes \[\.\.\., query blocks, key blocks\]\. Got shape \(2,\)",
+    ),
+    ("negative", lambda: select(2, 2, k=-1), ValueError, r"`k` must not be negative"),
+    ("local", lambda: select(2, 2, local_blocks=-1), ValueError, r"`local_blocks` must not be negative"),
+    ("initial", lambda: select(2, 2, initial_blocks=0.5), TypeError, r"`initial_blocks` must be a Python int"),
+    (
+        "room",
+        lambda: select(4, 4, local_blocks=2, initial_blocks=1),
+        ValueError,
+        r"`k` must be at least.*3 for query block 2:.*`local_blocks`.*Got 2",
+    ),
+    (
+        "visible",
+        lambda: select(2, 2, visible=jnp.ones((3, 2), bool)),
+        ValueError,
+        r"`visible` must be booleans.*\(2, 2\)\. Got bool of shape \(3, 2\)",
+    ),
+    (
+        "visible_dtype",
+        lambda: select(2, 2, visible=jnp.ones((2, 2))),
+        ValueError,
+        r"`visible` must be booleans.*float32",
+    ),
+    ("word", lambda: scored(queries="last"), ValueError, r"`queries` must be \"first\" or \"mean\"\. Got 'last'"),
+    (
+        "groups",
+        lambda: scored(key=(1, 64, 3, 8)),
+        ValueError,
+        r"Hkv must divide Hq\. Got shapes \(1, 64, 4, 8\) and \(1, 64, 3, 8\)",
+    ),
+    ("sizes", lambda: scored(key=(1, 64, 2, 4)), ValueError, r"`query`.*and `key`.*must have the same D"),
+]
+
+
+@pytest.mark.parametrize(("wrong", "error", "message"), [row[1:] for row in ROWS], ids=[row[0] for row in ROWS])
+def test_messages(wrong, error, message):
+    with pytest.raises(error, match=message):
+        wrong()
+
+
+# ---------------------------------------------------------------- on a GPU
+
+
+@pytest.mark.skipif(gpu_compile.missing() is not None, reason="compiles for a GPU")
+@pytest.mark.parametrize("backend", [pytest.param("mosaic_gpu", marks=NEEDS_011), "triton"])
+@pytest.mark.parametrize("case", HOPPER, ids=str)
+def test_compiles_for_hopper(case, backend):
+    """The mask, made of traced indices, and both passes over it."""
+    x = evaluation.draw(case.case)
+
+    def run(x):
+        attend = lambda q, k, v: case.attend(backend)(x, None, q, k, v, {})
+        out, pull = jax.vjp(attend, x.query, x.key, x.value)
+        return out, pull((x.d_out, x.d_lse))
+
+    kernels = gpu_compile.compile_kernels(run, jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), x))
+    assert {kernel.tensor for kernel in kernels if "repair" not in kernel.name} == {"wgmma"}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", HOPPER, ids=str)
+def test_hopper(case):
+    compare(case, evaluation.everything_by(case.case, case.attend("mosaic_gpu")))
+
+
+@pytest.mark.parametrize("case", HOPPER, ids=str)
+def test_hopper_emulated(case):
+    with emulated():
+        compare(case, evaluation.everything_by(case.case, case.attend("mosaic_gpu-emulated"), compiled=False))

@@ -1,0 +1,236 @@
+"""The decoder of every family against `transformers`: whole sequences, dense and paged caches, gradients."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import jflex
+from flax_layers.models import Block, Decoder, LayerConfig, ModelConfig, mods
+from flax_layers.rotary_scaling import LinearScaling
+from tests.support.golden_models import (
+    NAMES,
+    decode,
+    expected,
+    greedy_from_dense,
+    greedy_from_pages,
+    load,
+    logits_of,
+    relative_error,
+)
+
+families = pytest.mark.parametrize("name", NAMES)
+TOLERANCE = 1e-4
+
+SMALL = ModelConfig(
+    family="gemma3_text", vocabulary=64, width=32, mlp_width=48, num_heads=4, num_kv_heads=2, head_dim=8,
+    layers=(LayerConfig(window=5), LayerConfig(rotary_scaling=LinearScaling(4.0))), max_positions=512,
+    post_norms=True, qk_norm=True, attention_softcap=4.0, initializer_range=0.2,
+)  # fmt: skip
+
+
+def small(**options) -> Decoder:
+    return Decoder(SMALL, **({"implementation": "xla", "rngs": nnx.Rngs(0)} | options))
+
+
+def tokens_of(*shape: int) -> np.ndarray:
+    return np.random.default_rng(3).integers(0, SMALL.vocabulary, shape).astype(np.int32)
+
+
+@families
+def test_logits_are_those_of_transformers(name):
+    known = expected(name)
+    assert relative_error(logits_of(load(name), known["tokens"]), known["logits"]) < TOLERANCE
+
+
+def test_longrope_within_its_original_context():
+    """Up to 16 positions, whole and from caches that hold no more. A cache that holds more has the other factors."""
+    known, model = expected("phi3"), load("phi3")
+    tokens = known["tokens"][:, : known["short_logits"].shape[1]]
+    assert relative_error(logits_of(model, tokens), known["short_logits"]) < TOLERANCE
+    for capacity, right in ((16, True), (17, False)):
+        logits, _ = decode(model, tokens, model.init_caches(2, capacity))
+        assert (relative_error(logits, known["short_logits"]) < TOLERANCE) == right
+    whole = logits_of(model, known["tokens"][:, :16])
+    assert relative_error(whole[:, : tokens.shape[1]], known["short_logits"]) < TOLERANCE
+    longer = logits_of(model, known["tokens"][:, :17])
+    assert relative_error(longer, known["logits"][:, :17]) < TOLERANCE
+
+
+def test_longrope_by_the_largest_position():
+    """As in `transformers`, where positions are passed: those of two documents that begin at 0, for example."""
+    known, model = expected("phi3"), load("phi3")
+    tokens = known["tokens"][:, : known["short_logits"].shape[1]]
+    packed, positions = np.concatenate([tokens, tokens], axis=1), np.tile(np.arange(tokens.shape[1]), 2)[None]
+    documents = np.repeat(np.arange(2), tokens.shape[1])[None].repeat(2, axis=0)
+    hidden = nnx.jit(lambda model, *arrays: model.logits(model.hidden(*arrays)))
+    logits = hidden(model, packed, documents, jnp.asarray(positions))
+    for part in np.split(np.asarray(logits), 2, axis=1):
+        assert relative_error(part, known["short_logits"]) < TOLERANCE
+
+
+@families
+@pytest.mark.parametrize("greedy", [greedy_from_dense, greedy_from_pages])
+def test_greedy_tokens_are_those_of_transformers(name, greedy):
+    known = expected(name)
+    np.testing.assert_array_equal(greedy(load(name), known["tokens"]), known["greedy"])
+
+
+@families
+def test_decoding_is_the_whole_sequence(name):
+    """A prompt, single tokens, and a few that are speculated."""
+    known, model = expected(name), load(name)
+    caches, found = model.init_caches(2, 40), []
+    for part in np.split(known["tokens"], [13, 14, 15], axis=1):
+        logits, caches = decode(model, part, caches)
+        found.append(logits)
+    assert relative_error(jnp.concatenate(found, axis=1), known["logits"]) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gemma3"])
+def test_decoding_from_eight_bits(name):
+    """Layers with a window and without, and scores with a soft cap."""
+    known, model = expected(name), load(name)
+    caches, found = model.init_caches(2, 40, dtype=jnp.int8), []
+    for part in np.split(known["tokens"], [13, 14], axis=1):
+        logits, caches = decode(model, part, caches)
+        found.append(logits)
+    assert caches[0].pages.k.dtype == jnp.int8
+    error = jnp.concatenate(found, axis=1) - known["logits"]
+    assert 0 < jnp.linalg.norm(error) / np.linalg.norm(known["logits"]) < 0.03
+
+
+@families
+def test_gradients_are_those_of_dense_attention(name):
+    """With documents, and with remat: of all parameters."""
+    tokens = expected(name)["tokens"]
+    documents = np.repeat(np.array([[0, 1], [0, 2]], np.int32), 12, axis=1)
+
+    @nnx.jit(static_argnames="remat")
+    def gradients(model, remat):
+        return nnx.grad(lambda model: loss(model, tokens, documents, remat))(model)
+
+    dense = gradients(load(name, implementation="reference"), remat=False)
+    blockwise = gradients(load(name), remat=True)
+    for (path, one), (_, other) in zip(nnx.to_flat_state(dense), nnx.to_flat_state(blockwise), strict=True):
+        one, other = np.asarray(one[...]), np.asarray(other[...])
+        assert np.abs(one - other).max() <= 1e-4 * np.abs(one).max(), path
+        # A bias of keys moves all scores of a query alike; the correction selects experts and weighs none.
+        assert np.abs(one).max() > 0 or path[-1] in ("bias", "correction"), path
+
+
+def loss(model, tokens, documents=None, remat=False):
+    logits = model.logits(model.hidden(tokens, documents, remat=remat))[:, :-1]
+    chosen = jnp.take_along_axis(logits, jnp.asarray(tokens)[:, 1:, None], axis=-1)[..., 0]
+    return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - chosen)
+
+
+def test_documents_in_a_row_are_as_if_each_were_alone():
+    """Rotary embedding counts along the row: it is relative."""
+    model, tokens = small(), tokens_of(2, 24)
+    documents = np.searchsorted([7, 16], np.arange(24), side="right")[None].repeat(2, axis=0)
+    packed = logits_of(model, tokens, jnp.asarray(documents, jnp.int32))
+    for part in (slice(0, 7), slice(7, 16), slice(16, 24)):
+        np.testing.assert_allclose(packed[:, part], logits_of(model, tokens[:, part]), rtol=1e-4, atol=1e-4)
+
+
+def test_layers_of_one_kind_share_a_mask():
+    config = load("gemma3").config
+    masks = mods.training_masks(config, 2, 300, None)
+    assert set(masks) == {7, None}
+    assert masks[7].sparsity() > masks[None].sparsity()
+
+
+def test_a_window_reads_only_its_blocks_of_a_dense_cache():
+    """By the lists, and by what jflex says that the call reads."""
+    cache = small().init_caches(2, 512)[0].with_lengths([400, 90])
+    masks = mods.cache_masks(SMALL, cache, 1)
+    assert masks[None] is None
+    dense = masks[5].to_dense()[:, 0, 0]
+    assert dense.tolist() == [[0, 0, 0, 1], [1, 0, 0, 0]]  # keys 396 to 400, and 86 to 90
+    query = jax.ShapeDtypeStruct((2, 1, 4, 8), jnp.float32)
+    account = jflex.explain(query, cache.k, cache.v, block_mask=masks[5], kv_lengths=cache.lengths + 1)
+    assert (account.visited, account.blocks) == (2 * SMALL.num_heads, 8 * SMALL.num_heads)
+
+
+def test_a_window_beyond_the_cache_is_no_window():
+    caches = load("mistral").init_caches(1, 8)
+    assert mods.cache_masks(load("mistral").config, caches[0], 1) == {9: None}
+
+
+def test_computation_in_bfloat16_with_master_weights():
+    model = small(dtype=jnp.bfloat16)
+    assert model.embed.embedding.dtype == jnp.float32
+    assert model.hidden(tokens_of(1, 9)).dtype == jnp.bfloat16
+    assert model.init_caches(1, 9)[0].k.dtype == jnp.bfloat16
+    logits, exact = logits_of(model, tokens_of(1, 9)), logits_of(small(), tokens_of(1, 9))
+    assert logits.dtype == jnp.float32
+    assert relative_error(logits, np.asarray(exact)) < 0.1
+
+
+def test_remat_keeps_what_attention_saved():
+    """The gradient attends forward as often as without remat."""
+    model, tokens = small(implementation="xla"), tokens_of(1, 9)
+
+    def attends(remat):
+        jaxpr = jax.make_jaxpr(lambda state: nnx.grad(lambda m: loss(m, tokens, remat=remat))(nnx.merge(graph, state)))
+        return str(jaxpr(state)).count("name=jflex_out")
+
+    graph, state = nnx.split(model)
+    assert attends(False) == attends(True) == len(SMALL.layers)
+    assert attends(jax.checkpoint_policies.nothing_saveable) == 2 * len(SMALL.layers)
+
+
+def test_scan_over_layers_of_one_kind():
+    """Parameters stacked by `nnx.vmap`, blocks run by `nnx.scan`, rematerialised: as one after the other."""
+    layers, options = 3, {"implementation": "xla"}
+    keys = jax.random.split(jax.random.key(1), layers)
+    make = lambda key: Block(SMALL, LayerConfig(window=5), rngs=nnx.Rngs(key), dtype=jnp.float32, **PARAM, **options)
+    stacked = nnx.vmap(make)(keys)
+    stream = jax.random.normal(jax.random.key(2), (2, 9, SMALL.width))
+    mask = jflex.create_block_mask(mods.mask_mod(5), None, None, 9, 9)
+    step = nnx.remat(lambda stream, block: block(stream, mask))
+    scanned = nnx.jit(nnx.scan(step, in_axes=(nnx.Carry, 0), out_axes=nnx.Carry))(stream, stacked)
+    for key in keys:
+        stream = make(key)(stream, mask)
+    np.testing.assert_allclose(scanned, stream, rtol=1e-5, atol=1e-5)
+
+
+PARAM = {"param_dtype": jnp.float32}
+
+
+def test_export_of_a_prompt_and_of_a_step():
+    """Both are written to bytes, read back, and decode as before."""
+    model, tokens = small(), tokens_of(1, 10)
+    graph, state = nnx.split(model)
+    leaves, tree = jax.tree.flatten((state, model.init_caches(1, 16)))
+
+    def step(tokens, *leaves):
+        state, caches = jax.tree.unflatten(tree, leaves)
+        logits, caches = nnx.merge(graph, state).decode(tokens, caches)
+        return logits, *jax.tree.leaves((state, caches))
+
+    prompt, one = (
+        jax.export.deserialize(jax.export.export(jax.jit(step))(part, *leaves).serialize())
+        for part in (tokens[:, :9], tokens[:, 9:])
+    )
+    first, *leaves = prompt.call(tokens[:, :9], *leaves)
+    second, *leaves = one.call(tokens[:, 9:], *leaves)
+    np.testing.assert_allclose(jnp.concatenate([first, second], axis=1), logits_of(model, tokens), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("provoke", "message"),
+    [
+        (lambda: small().hidden(tokens_of(1, 513)), r"`tokens` must not be longer than the 512 positions .* Got 513"),
+        (lambda: small().init_caches(1, 600), r"`max_length` must not be longer than the 512 positions"),
+        (
+            lambda: Decoder(ModelConfig(**{**vars(SMALL), "activation": "relu6"}), rngs=nnx.Rngs(0)),
+            r"`activation` must be one of silu, .* Got 'relu6'",
+        ),
+    ],
+)
+def test_wrong_input(provoke, message):
+    with pytest.raises(ValueError, match=message):
+        provoke()

@@ -1,0 +1,162 @@
+"""What ready masks and scores go on accepting: arrays longer than a call, unknown lengths, and all that wraps mods."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jflex
+from jflex import masks, scores
+from jflex.mods.trace import trace_mask_mod
+from jflex.paged import PagedBatch, PagedCache
+from tests.support.sized_calls import (
+    DOCUMENT,
+    IDS,
+    block_mask,
+    call,
+    cascade,
+    draw,
+    ids_of,
+    int32,
+    layer,
+    paged,
+    varlen,
+)
+
+assert_close = functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-5)
+LONG_IDS, WIDE_BIAS = ids_of(2, 40), draw(2, 4, 40, 48)
+# What may be larger than a call, and the same of the sizes of the call.
+LARGER = {
+    "document": ("mask_mod", lambda T, S: masks.document(LONG_IDS[:, :T], LONG_IDS[:, :S])),
+    "global_tokens": ("mask_mod", lambda T, S: masks.global_tokens(LONG_IDS[0, : max(T, S)] == 1)),
+    "neighborhood": ("mask_mod", lambda T, S: masks.neighborhood((-(-max(T, S) // 8), 8), (1, 3))),
+    "bias": ("score_mod", lambda T, S: scores.bias(WIDE_BIAS[:, :, :T, :S])),
+    "shared bias": ("score_mod", lambda T, S: scores.bias(WIDE_BIAS[:1, :1, :T, :S])),
+    "bias by head": ("score_mod", lambda T, S: scores.bias(WIDE_BIAS[:1, :, :T, :S])),
+    "bias by batch": ("score_mod", lambda T, S: scores.bias(WIDE_BIAS[:, :1, :T, :S])),
+}
+
+
+@pytest.mark.parametrize("name", LARGER)
+def test_arrays_may_be_longer_than_the_call(name):
+    kind, make = LARGER[name]
+    q, k, v = draw(2, 24, 4, 8), draw(2, 32, 2, 8), draw(2, 32, 2, 8)
+    attend = lambda mod: jflex.flex_attention(q, k, v, implementation="xla", **{kind: mod})
+    assert_close(attend(make(40, 40)), attend(make(24, 32)))
+
+
+def test_unknown_lengths_and_offsets_are_not_compared():
+    """Of a cache with room for more positions than there are ids."""
+    q, k = draw(2, 1, 4, 8), draw(2, 64, 2, 8)
+
+    @jax.jit
+    def step(lengths, ids):
+        mod = jflex.with_offset(jflex.and_masks(masks.document(ids), masks.causal()), lengths - 1)
+        return jflex.flex_attention(q, k, k, mask_mod=mod, kv_lengths=lengths, implementation="xla")
+
+    lengths, longer = int32([20, 7]), jnp.pad(IDS, (0, 44), constant_values=9)
+    assert_close(step(lengths, IDS), step(lengths, longer))
+    mod = jflex.with_offset(jflex.and_masks(DOCUMENT, masks.causal()), lengths - 1)
+    found = jflex.flex_attention(q, k, k, mask_mod=mod, kv_lengths=lengths, implementation="xla")
+    assert_close(found, step(lengths, IDS))
+
+
+@pytest.mark.parametrize("jit", [False, True])
+def test_pages_may_have_room_for_more(jit):
+    run = lambda lengths: paged(lengths, score_mod=scores.alibi(scores.alibi_slopes(4)), mask_mod=DOCUMENT)
+    assert (jax.jit(run) if jit else run)(int32([20, 5])).shape == (2, 4, 8)
+    if jit:  # what is traced is not compared
+        assert jax.jit(run)(int32([32, 5])).shape == (2, 4, 8)
+
+
+def test_a_request_without_queries_is_not_compared():
+    batch = PagedBatch(int32([0, 1, 1]), int32([20, 30]), int32([[1, 2], [3, 4]]))
+    cache = PagedCache.create(5, 16, 2, 8, dtype=jnp.float32)
+    out = jflex.paged_attention(jnp.zeros((1, 4, 8)), cache, batch, mask_mod=DOCUMENT, implementation="xla")
+    assert out.shape == (1, 4, 8)
+
+
+def test_layers_decode_with_ready_mods():
+    ids = ids_of(2, 16)
+    mods = {
+        "score_mod": scores.alibi(scores.alibi_slopes(4)),
+        "block_mask": block_mask(jflex.and_masks(masks.causal(), masks.document(ids)), B=2, T=16, S=16),
+    }
+    inputs = draw(2, 16, 32)
+    made = layer(**mods)
+    prompt, cache = made.decode(inputs[:, :12], made.init_cache(2, 64))
+    rest, _ = nnx.jit(lambda made, x, cache: made.decode(x, cache))(made, inputs[:, 12:], cache)
+    assert_close(jnp.concatenate([prompt, rest], axis=1), made(inputs), rtol=2e-4, atol=2e-4)
+
+
+def test_selected_and_joined_masks_fit():
+    ids = ids_of(3, 32)
+    whole = block_mask(jflex.and_masks(masks.document(ids), masks.causal()), B=3)
+    joined = (whole & block_mask(masks.padding(int32([9, 30, 32])), B=3)) | block_mask(masks.sliding_window(2))
+    for mask in (whole, joined):
+        part = mask[1:3, :, 2:]
+        np.testing.assert_array_equal(part.to_elements(), mask.to_elements()[1:3, :, 16:])
+        np.testing.assert_array_equal((~part[0]).to_elements(), ~mask.to_elements()[1:2, :, 16:])
+        np.testing.assert_array_equal(mask[:, :, [3, 0]].with_lengths(16, 8).shape, (3, 1, 16, 8))
+        assert call(T=16, S=32, block_mask=part).shape == (2, 16, 4, 8)
+        sent = jax.jit(lambda mask: mask[0])(mask)
+        np.testing.assert_array_equal(sent.to_elements(), mask.to_elements()[:1])
+
+
+def test_converted_masks_fit():
+    ids, table = ids_of(2, 32), int32([[3, 1], [2, 5]])
+    sizes = {"page_size": 16, "num_pages": 6}
+    mask = jflex.create_block_mask(masks.document(ids), 2, None, 32, 32, block_size=16)
+    converted = jflex.paged.convert_block_mask(mask, table, **sizes)
+    mod = jflex.paged.convert_mask_mod(masks.document(ids), table, **sizes)
+    np.testing.assert_array_equal(converted.to_elements(), jflex.create_mask(mod, 2, None, 32, 96))
+
+
+def test_cascade_and_packed_sequences_fit():
+    assert cascade((40, 3), (0, 2), mask_mod=masks.document(ids_of(4, 41))).shape == (2, 4, 8)
+    assert cascade((40, 3), None, mask_mod=masks.document(ids_of(41))).shape == (2, 4, 8)
+    traced = jax.jit(lambda at: cascade(at, (0, 2), mask_mod=masks.document(ids_of(4, 32))))
+    assert traced(int32([40, 3])).shape == (2, 4, 8)
+    assert varlen(mask_mod=masks.document(ids_of(2, 22)), score_mod=scores.alibi(draw(4))).shape == (32, 4, 8)
+    ends = jax.jit(lambda ends: varlen(ends, mask_mod=DOCUMENT))
+    assert ends(int32([0, 20, 32])).shape == (32, 4, 8)
+
+
+def test_vmap_and_shards_fit():
+    q, slopes, ids = draw(3, 2, 16, 4, 8), draw(3, 4), ids_of(3, 2, 16)
+
+    def attend(q, slopes, ids):
+        mask = block_mask(masks.document(ids), B=2, T=16, S=16)
+        return jflex.flex_attention(q, q, q, scores.alibi(slopes), mask, implementation="xla")
+
+    one_by_one = jnp.stack([attend(*x) for x in zip(q, slopes, ids, strict=True)])
+    assert_close(jax.vmap(attend)(q, slopes, ids), one_by_one)
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    sharded = jax.device_put(q[0], NamedSharding(mesh, P("data", None, "model")))
+    assert_close(jax.jit(attend)(sharded, slopes[0], ids[0]), one_by_one[0])
+
+
+def test_requirements_are_no_part_of_the_program():
+    """A ready mask and the same by hand are one program to every cache."""
+    ready, by_hand = masks.document(IDS), lambda b, h, q, k: IDS[q] == IDS[k]
+    assert trace_mask_mod(ready)[0] == trace_mask_mod(by_hand)[0]
+    made = [block_mask(mod, T=20, S=20) for mod in (ready, by_hand)]
+    assert jax.tree.structure(made[0]) == jax.tree.structure(made[1])
+    traces = []
+    step = jax.jit(lambda mask: traces.append(mask) or mask)
+    for mask in (*made, block_mask(masks.document(ids_of(20)), T=20, S=20)):
+        step(mask)
+    assert len(traces) == 1
+
+
+def test_an_offset_is_no_part_of_what_a_block_mask_requires():
+    """JAX may replace the program of one BlockMask by that of another, of another offset."""
+    send = jax.jit(lambda mask: mask)
+    make = lambda at: send(block_mask(jflex.with_offset(masks.document(ids_of(32)), at), T=8, S=32))
+    assert make(24).shape == (1, 1, 8, 32)
+    assert make(4).with_lengths(16, 32).shape == (1, 1, 16, 32)

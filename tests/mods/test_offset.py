@@ -1,0 +1,240 @@
+"""`with_offset`: mods for queries that continue a sequence, against the rows of attention over all of it."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jflex
+from jflex import with_offset
+from jflex.mods.compose import AndMasks, NotMask, OrMasks
+from jflex.mods.reindex import ReindexedMod
+from jflex.mods.trace import trace_mask_mod, trace_score_mod
+from tests.support import oracle
+from tests.support.traces import Traced
+
+B, LENGTH, T, HQ, HKV, D = 2, 48, 4, 4, 2, 16
+F32 = jnp.float32
+BACKENDS = {
+    "xla": {"implementation": "xla"},
+    "triton-interpret": {"implementation": "triton", "config": jflex.Config(interpret=True)},
+}
+assert_close = functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-5)
+DOCUMENTS = np.sort(np.random.default_rng(1).integers(0, 3, (B, LENGTH)), axis=1).astype(np.int32)
+SLOPES = np.array([0.5, 0.25, 0.125, 0.0625], np.float32)
+
+
+def alibi(slopes):
+    return lambda s, b, h, q, k: s - slopes[h] * (q - k).astype(F32)
+
+
+def causal(b, h, q_idx, kv_idx):
+    return q_idx >= kv_idx
+
+
+def packed(ids):
+    return lambda b, h, q, k: (ids[b, q] == ids[b, k]) & (q >= k)
+
+
+def draw():
+    rng = np.random.default_rng(0)
+    return tuple(rng.normal(size=(B, LENGTH, heads, D)).astype(np.float32) for heads in (HQ, HKV, HKV))
+
+
+@functools.cache
+def exact():
+    """Attention over the whole sequence, in float64."""
+    score = oracle.Score(lambda s, b, h, q, k, c: s - c["slopes"][h] * (q - k))
+    mask = lambda b, h, q, k, c: (c["document"][b, q] == c["document"][b, k]) & (q >= k)
+    captures = {"slopes": SLOPES.astype(np.float64), "document": DOCUMENTS}
+    found = oracle.forward(*(x.astype(np.float64) for x in draw()), D**-0.5, score, mask, captures)
+    return found.out, found.lse
+
+
+def continued(offset, options, query, key, value, with_block_mask):
+    """Attention of the queries that stand at `offset`, with the mods of training."""
+    mask_mod = with_offset(packed(jnp.asarray(DOCUMENTS)), offset)
+    masked = {"mask_mod": mask_mod}
+    if with_block_mask:
+        masked = {"block_mask": jflex.create_block_mask(mask_mod, B, None, query.shape[1], LENGTH, block_size=16)}
+    score_mod = with_offset(alibi(jnp.asarray(SLOPES)), offset)
+    return jflex.flex_attention(query, key, value, score_mod, return_lse=True, **masked, **options)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("with_block_mask", [False, True])
+def test_new_queries_get_the_rows_of_the_whole_sequence(backend, with_block_mask):
+    query, key, value = draw()
+    call = jax.jit(functools.partial(continued, options=BACKENDS[backend], with_block_mask=with_block_mask))
+    for starts in ((5, 31), (44, 0)):
+        rows = np.asarray(starts)[:, None] + np.arange(T)
+        new = np.take_along_axis(query, rows[..., None, None], axis=1)
+        out, lse = call(np.asarray(starts, np.int32), query=new, key=key, value=value)
+        assert_close(out, np.take_along_axis(exact()[0], rows[..., None, None], axis=1))
+        assert_close(lse, np.take_along_axis(exact()[1], rows[:, None], axis=2))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_one_offset_for_the_batch(backend):
+    query, key, value = draw()
+    call = jax.jit(functools.partial(continued, options=BACKENDS[backend], with_block_mask=True))
+    for start in (0, 17):
+        out, lse = call(jnp.int32(start), query=query[:, start : start + T], key=key, value=value)
+        assert_close(out, exact()[0][:, start : start + T])
+        assert_close(lse, exact()[1][:, :, start : start + T])
+
+
+@pytest.mark.parametrize("make", [jnp.int32, lambda n: np.array([n, n + 3], np.int32)])
+def test_new_offsets_compile_nothing(make):
+    query, key, value = draw()
+    traced = Traced(functools.partial(continued, options=BACKENDS["xla"], with_block_mask=True))
+    call = jax.jit(traced)
+    for start in (3, 20, 0):
+        call(make(start), query=query[:, :T], key=key, value=value)
+    assert traced.count == 1
+
+
+def test_decoding_by_scan_is_the_whole_sequence():
+    query, key, value = draw()
+
+    def step(_, at):
+        one = jax.lax.dynamic_slice_in_dim(jnp.asarray(query), at, 1, axis=1)
+        return None, continued(at, BACKENDS["xla"], one, key, value, with_block_mask=False)[0][:, 0]
+
+    _, outs = jax.jit(lambda: jax.lax.scan(step, None, jnp.arange(LENGTH, dtype=jnp.int32)))()
+    assert_close(outs.swapaxes(0, 1), exact()[0])
+
+
+def test_each_sequence_by_vmap_is_an_offset_for_each():
+    query, key, value = draw()
+    starts = jnp.array([5, 31], jnp.int32)
+    new = jnp.stack([query[i, start : start + T] for i, start in enumerate((5, 31))])
+
+    def attend(start, q, k, v):
+        one = with_offset(causal, start)
+        return jflex.flex_attention(q[None], k[None], v[None], mask_mod=one, implementation="xla")[0]
+
+    expected = jflex.flex_attention(new, key, value, mask_mod=with_offset(causal, starts), implementation="xla")
+    assert_close(jax.vmap(attend)(starts, new, key, value), expected)
+
+
+def test_captured_arrays_keep_their_gradients():
+    query, key, value = draw()
+    new, offset = query[:, 20:24], np.array([20, 20])
+
+    def loss(slopes, mod):
+        out = jflex.flex_attention(new, key, value, mod(slopes), implementation="xla")
+        return jnp.sum(jnp.sin(out))
+
+    by_hand = lambda slopes: lambda s, b, h, q, k: alibi(slopes)(s, b, h, q + 20, k)
+    found = jax.grad(loss)(SLOPES, lambda slopes: with_offset(alibi(slopes), offset))
+    assert_close(found, jax.grad(loss)(SLOPES, by_hand))
+    assert np.abs(found).min() > 1e-3
+
+
+@pytest.mark.parametrize("make", [lambda n: n, np.int64, np.array, lambda n: np.array([n, n]), jnp.uint8])
+def test_offsets_are_operands_and_int32(make):
+    traced, operands = trace_mask_mod(with_offset(causal, make(3)))
+    again, others = trace_mask_mod(with_offset(causal, make(7)))
+    assert traced == again
+    assert [(x.dtype, x.ravel()[0]) for x in (*operands, *others)] == [(jnp.int32, 3), (jnp.int32, 7)]
+
+
+def test_composites_stay_composites_and_share_one_offset():
+    window = lambda b, h, q, k: q - k < 4
+    mod = with_offset(jflex.and_masks(causal, jflex.or_masks(window, jflex.not_mask(causal))), np.array([3, 5]))
+    assert isinstance(mod, AndMasks)
+    assert isinstance(mod.parts[0], ReindexedMod)
+    assert mod.parts[0].mod is causal
+    assert isinstance(mod.parts[1], OrMasks)
+    assert isinstance(mod.parts[1].parts[1], NotMask)
+    assert len(trace_mask_mod(mod)[1]) == 1
+    expected = lambda b, h, q, k: (q + 3 + 2 * b >= k) & ((q + 3 + 2 * b - k < 4) | (q + 3 + 2 * b < k))
+    dense = functools.partial(jflex.create_mask, B=2, H=None, Q_LEN=3, KV_LEN=12)
+    np.testing.assert_array_equal(dense(mod), dense(expected))
+
+
+def test_offsets_add_up_and_may_be_negative():
+    mod = with_offset(with_offset(causal, 5), np.array([-2, -6]))
+    shown = jflex.create_mask(mod, 2, None, 2, 6)[:, 0].astype(int)
+    assert shown.tolist() == [[[1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 0]], [[0] * 6, [1, 0, 0, 0, 0, 0]]]
+
+
+def test_block_masks_by_traced_offsets():
+    make = jax.jit(lambda at: jflex.create_block_mask(with_offset(causal, at), None, None, 16, 64, block_size=16))
+    assert [make(jnp.int32(at)).to_dense()[0, 0].tolist() for at in (0, 17)] == [[[1, 0, 0, 0]], [[1, 1, 1, 0]]]
+    with pytest.raises(ValueError, match=r"causal \(test_offset.py:\d+\) uses `b`. Pass `B=`"):
+        jflex.create_block_mask(with_offset(causal, jnp.array([1, 2])), None, None, 16, 16, block_size=16)
+
+
+class Method:
+    def mod(self, b, h, q_idx, kv_idx):
+        return q_idx >= kv_idx
+
+
+ROLES = [
+    ("lambda", lambda s, b, h, q, k: s, trace_score_mod),
+    ("a default that is no argument of a mod", lambda b, h, q, k, window=4: q - k < window, trace_mask_mod),
+    ("a default of a score mod", lambda s, b, h, q, k, scale=2.0: s * scale, trace_score_mod),
+    ("keywords", lambda b, h, q, k, *, window=4: q - k < window, trace_mask_mod),
+    ("partial", functools.partial(lambda window, b, h, q, k: q - k < window, 4), trace_mask_mod),
+    ("method", Method().mod, trace_mask_mod),
+    ("traced", jflex.create_block_mask(causal, None, None, 8, 8).mask_mod, trace_mask_mod),
+    ("ready", jflex.scores.softcap(5.0), trace_score_mod),
+    ("jitted", jax.jit(causal), trace_mask_mod),
+]
+
+
+@pytest.mark.parametrize(("mod", "trace"), [row[1:] for row in ROLES], ids=[row[0] for row in ROLES])
+def test_the_arguments_tell_the_role(mod, trace):
+    made = with_offset(mod, 2)
+    assert type(made) is ReindexedMod
+    assert trace(made)[0].operands in ((((), "int32"),), ())
+
+
+WRONG = [
+    ("a value", 3, 0, TypeError, r"`mod` must be a score_mod .* or a mask_mod .*Got int"),
+    (
+        "a BlockMask",
+        jflex.create_block_mask(causal, None, None, 8, 8),
+        0,
+        TypeError,
+        r"`mod` must be.*Got BlockMask. Make the BlockMask anew: `create_block_mask\(with_offset",
+    ),
+    ("arguments", lambda q, k: q >= k, 0, TypeError, r"`mod` must be.*test_offset.py:\d+\) takes \(q, k\)\."),
+    (
+        "any number",
+        lambda *indices: True,
+        0,
+        TypeError,
+        r"`mod` must be.*takes \(\*indices\). Both would fit.*`lambda`",
+    ),
+    ("no signature", max, 0, TypeError, r"`mod` must be.*max has no signature.*`lambda`"),
+    ("a fraction", causal, 2.0, TypeError, r"`offset` must be an integer.*Got float\."),
+    ("a truth", causal, True, TypeError, r"`offset` must be an integer.*Got bool"),
+    ("a list", causal, [1, 2], TypeError, r"`offset` must be an integer.*Got list. Wrap a list in `jnp.asarray`"),
+    ("floats", causal, jnp.ones(2), TypeError, r"`offset` must be.*Got float32\[2\]. Cast it with `.astype\(jnp.int32"),
+    ("truths", causal, np.ones(2, bool), TypeError, r"`offset` must be.*Got bool\[2\]. Cast"),
+    ("two axes", causal, jnp.ones((2, 3), int), ValueError, r"`offset` must be.*Got int32\[2,3\]. Index or `jax.vmap`"),
+    ("too large", causal, 2**31, ValueError, r"`offset` must be.*within int32.*Got 2147483648"),
+]
+
+
+@pytest.mark.parametrize(
+    ("mod", "offset", "error", "message"), [row[1:] for row in WRONG], ids=[row[0] for row in WRONG]
+)
+def test_wrong_calls(mod, offset, error, message):
+    with pytest.raises(error, match=message):
+        with_offset(mod, offset)
+
+
+def test_messages_name_the_users_function():
+    def branches(b, h, q_idx, kv_idx):
+        return q_idx and q_idx >= kv_idx
+
+    with pytest.raises(ValueError, match=r"cannot branch.*branches \(test_offset.py:\d+\)"):
+        jflex.create_block_mask(with_offset(branches, 3), None, None, 8, 8)
+    with pytest.raises(TypeError, match=r"It fits a mask_mod: pass it as `mask_mod`"):
+        trace_score_mod(with_offset(causal, 3))

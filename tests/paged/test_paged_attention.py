@@ -1,0 +1,369 @@
+"""`paged_attention` on every backend: against float64, request by request, and the properties that hold exactly."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jflex
+from tests.cases import mask_pairs, paged_cases, vector_pairs
+from tests.cases.paged_cases import CASES, MIXED, PagedCase, bias_by_key
+from tests.support import evaluation, paged_evaluation
+from tests.support.paged_evaluation import call, draw, placed, run
+
+GPU = pytest.param("triton", marks=pytest.mark.gpu)
+BACKENDS = ["xla", "triton-interpret", GPU]
+backends = pytest.mark.parametrize("backend", BACKENDS)
+assert_close = functools.partial(np.testing.assert_allclose, rtol=3e-5, atol=3e-5)
+INT = functools.partial(jnp.asarray, dtype=jnp.int32)
+CAUSAL = lambda b, h, q_idx, kv_idx: q_idx >= kv_idx
+CASE = PagedCase("of_properties", **MIXED, score=bias_by_key, mask=mask_pairs.causal)
+FIRST_USE = 1  # of Pallas' interpreter: on JAX 0.12 it adds a setting on which traces depend
+BY_NAME = {case.name: case for case in CASES}
+# The interpreter is slow: what differs from others in the mask alone is left to xla, and to a GPU.
+NOT_INTERPRETED = ["sinks", "random_elements", "prefix_by_request", "layers", "divided"]
+EIGHT_BITS = ["e4m3", "e4m3_of_heads", "divided_int8"]
+# On the CPU; a GPU runs all.
+BFLOAT16 = ["mixed", "softcap_group_8", "rotated_pages_of_16", "norms_of_values", *EIGHT_BITS]
+
+
+@pytest.fixture(autouse=True)
+def settings():
+    """In haste on the CPU; on a GPU, float32 without TF32."""
+    on_gpu = jax.default_backend() == "gpu"
+    with evaluation.compiled_in_haste(not on_gpu), jax.default_matmul_precision("highest" if on_gpu else None):
+        yield
+
+
+in_bfloat16 = functools.partial(paged_cases.in_dtype, dtype="bfloat16")
+
+
+def both(case, found, right):
+    for x, y in zip(found, right, strict=True):
+        assert_close(x, y)
+
+
+# --- against the oracle
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("backend", ["reference", "xla", GPU, evaluation.OFFICIAL_TRITON])
+def test_against_float64(case, backend):
+    paged_evaluation.check(case, run(case, backend))
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.name not in NOT_INTERPRETED], ids=str)
+def test_interpreted_against_float64(case):
+    paged_evaluation.check(case, run(case, "triton-interpret"))
+
+
+@pytest.mark.parametrize("case", [in_bfloat16(case) for case in CASES if case.name in BFLOAT16], ids=str)
+@pytest.mark.parametrize("backend", ["xla", "triton-interpret"])
+def test_bfloat16(case, backend):
+    paged_evaluation.check(case, run(case, backend))
+
+
+@pytest.mark.parametrize("backend", [GPU, evaluation.OFFICIAL_TRITON])
+@pytest.mark.parametrize("case", [in_bfloat16(case) for case in CASES], ids=str)
+def test_bfloat16_on_a_gpu(case, backend):
+    paged_evaluation.check(case, run(case, backend))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [in_bfloat16(case) for case in CASES], ids=str)
+def test_bfloat16_on_hopper(case):
+    """Its kernel takes pages, sizes and options of its own; what it refuses, `triton` runs."""
+    has_pages = case.page_size % 8 == 0 and (64 % case.page_size == 0 or case.page_size % 64 == 0)
+    has_sizes = case.D % 16 == (case.Dv or case.D) % 16 == 0
+    is_plain = case.normalize == "softmax" and not (case.dropout or case.held or case.key or case.value)
+    if has_pages and has_sizes and is_plain:
+        paged_evaluation.check(case, run(case, "mosaic_gpu"))
+        return
+    with pytest.raises(jflex.UnsupportedError, match="mosaic_gpu"):
+        run(case, "mosaic_gpu")
+
+
+@backends
+def test_one_visible_key_gives_its_value_to_the_last_bit(backend):
+    """However small its score is: what is hidden counts as minus infinity, not as some small number."""
+    case = PagedCase("one_visible_key", (1, 1, 17), (1, 20, 40), mask=mask_pairs.same(lambda b, h, q, k, c: k == 0))
+    x, (cache, table) = draw(case), placed(case)
+    low = lambda s, b, h, q, k: jnp.where(b == 2, -46341.0, 0.0) + 0.0 * s
+    out, lse = jflex.paged_attention(
+        x.query, cache, paged_evaluation.batch_of(case, table), score_mod=low, mask_mod=case.mask.jax({}),
+        return_lse=True, **paged_evaluation.options_of(backend),
+    )  # fmt: skip
+    first = np.stack([x.values[r][0] for r in (0, 1, *[2] * 17)])
+    # On a GPU the exponent of the weight, unit * (score - top), is one fused multiply-add of the rounded unit * top:
+    # the weight of the low score is not quite 1, and dividing by it rounds once more.
+    last_bit = 2.0**-23 if backend == "triton" and jax.default_backend() == "gpu" else 0.0
+    np.testing.assert_allclose(out, np.repeat(first, 2, axis=1), rtol=last_bit, atol=0)
+    np.testing.assert_array_equal(lse, np.repeat(np.array([0, 0, *[-46341.0] * 17])[:, None], 4, axis=1))
+
+
+@pytest.mark.parametrize("backend", ["reference", *BACKENDS])
+def test_rows_before_the_first_key_and_rows_of_no_request_see_nothing(backend):
+    case = BY_NAME["more_queries_than_keys"]
+    out, lse = run(case, backend)
+    empty = np.r_[np.arange(33), np.arange(35, 38)]
+    np.testing.assert_array_equal(out[empty], 0)
+    np.testing.assert_array_equal(lse[empty], -np.inf)
+    np.testing.assert_array_equal(out[33], np.repeat(draw(case).values[0][0], 2, axis=0))
+
+
+# --- what holds exactly
+
+
+@backends
+def test_where_pages_lie_changes_no_bit(backend):
+    first, second = (run(CASE, backend, seed) for seed in (0, 1))
+    for x, y in zip(first, second, strict=True):
+        np.testing.assert_array_equal(np.asarray(x).view(np.int32), np.asarray(y).view(np.int32))
+
+
+@backends
+def test_a_request_alone_equals_it_in_the_batch(backend):
+    x, (cache, table) = draw(CASE), placed(CASE)
+    whole = run(CASE, backend)
+    for r in (1,) if backend == "triton-interpret" else (1, 2):
+        rows = slice(CASE.indptr[r], CASE.indptr[r + 1])
+        batch = jflex.paged.PagedBatch(INT([0, CASE.queries[r]]), INT(CASE.lengths[r : r + 1]), INT(table[r : r + 1]))
+        bias = {"bias": jnp.asarray(x.score["bias"][r : r + 1])}
+        alone = call(CASE, backend, x.query[rows], cache, batch, (bias, {}))
+        both(CASE, alone, (y[rows] for y in whole))
+
+
+@backends
+def test_the_size_of_pages_changes_nothing(backend):
+    """The arrays are drawn from the name, and so are the same."""
+    sizes = {"xla": (1, 256), "triton-interpret": (256,), "triton": (1, 16, 64, 128, 256)}[backend]
+    whole = run(CASE, backend)
+    for size in sizes:
+        both(CASE, run(dataclasses.replace(CASE, page_size=size), backend), whole)
+
+
+# --- chunks, steps
+
+
+@functools.cache
+def step_of(backend):
+    """Writes some tokens to the cache, and lets them attend; and a list that grows with every trace of it."""
+    traced = []
+
+    @functools.partial(jax.jit, donate_argnames="cache")
+    def step(cache, q, k, v, batch):
+        traced.append(q.shape)
+        slots = jflex.paged.token_slots(batch, q.shape[0], page_size=16)
+        cache = jflex.paged.write(cache, k, v, slots)
+        attend = functools.partial(jflex.paged_attention, score_mod=alibi, mask_mod=CAUSAL)
+        return attend(q, cache, batch, **paged_evaluation.options_of(backend)), cache
+
+    return step, traced
+
+
+@functools.cache
+def sequence():
+    """A query, keys and values of 40 tokens, and their causal attention."""
+    rng = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(rng.normal(size=(40, heads, 16)), jnp.float32) for heads in (4, 2, 2))
+    attend = functools.partial(jflex.flex_attention, score_mod=alibi, mask_mod=CAUSAL, implementation="reference")
+    return q, k, v, np.asarray(jax.jit(attend)(q[None], k[None], v[None])[0])
+
+
+class TestChunks:
+    """One request of 40 tokens in pieces, beside another that decodes its 20th token over and over."""
+
+    TABLE = INT([[5, 2, 7], [1, 4, 0]])
+
+    @pytest.mark.parametrize("sizes", [(40,), (1, 39), (17, 17, 6), (3,) * 13 + (1,), (1,) * 40], ids=len)
+    @backends
+    def test_equal_one_shot(self, backend, sizes):
+        """All chunks are padded to one shape; steps of one token have one of their own."""
+        q, k, v, whole = sequence()
+        cache = jflex.paged.PagedCache.create(8, 16, 2, 16, dtype=jnp.float32)
+        other = jflex.paged.slots_of(self.TABLE[1], jnp.arange(20, dtype=jnp.int32), page_size=16)
+        cache = jflex.paged.write(cache, k[:20], v[:20], other)
+        (step, traced), done, most = step_of(backend), 0, 1 if max(sizes) == 1 else 40
+        for size in sizes:
+            rows = np.minimum(done + np.arange(most), 39)
+            rows = np.r_[rows[:size], 19, rows[size:]]
+            batch = jflex.paged.PagedBatch(INT([0, size, size + 1]), INT([done + size, 20]), self.TABLE)
+            out, cache = step(cache, q[rows], k[rows], v[rows], batch)
+            assert_close(out[:size], whole[done : done + size])
+            assert_close(out[size], whole[19])
+            done += size
+        assert len(traced) <= 2 + FIRST_USE
+
+
+def alibi(score, b, h, q_idx, kv_idx):
+    return score - 0.1 * (h + 1).astype(jnp.float32) * (q_idx - kv_idx).astype(jnp.float32)
+
+
+# --- one program
+
+
+@backends
+def test_one_program_serves_all_lengths_and_tables(backend):
+    """Also where requests are as uneven as can be, or there are none."""
+    traced = []
+    cache = paged_evaluation.placed(CASE)[0]
+
+    @jax.jit
+    def attend(q, lengths, indptr, table):
+        def causal(b, h, q_idx, kv_idx):
+            traced.append(1)
+            return q_idx >= kv_idx
+
+        batch = jflex.paged.PagedBatch(indptr, lengths, table)
+        return jflex.paged_attention(q, cache, batch, mask_mod=causal, **paged_evaluation.options_of(backend))
+
+    q = jnp.ones((20, 4, 16))
+    for lengths, indptr in (((20, 3), (0, 19, 20)), ((1, 18), (0, 1, 19)), ((0, 0), (0, 0, 0)), ((48, 48), (0, 0, 20))):
+        table = INT(np.random.default_rng(0).permutation(np.arange(1, 7)).reshape(2, 3))
+        assert attend(q, INT(lengths), INT(indptr), table).shape == (20, 4, 16)
+    assert len(traced) <= 1 + FIRST_USE
+
+
+@pytest.mark.parametrize("backend", ["xla", "triton-interpret", GPU])
+def test_eager_calls_check_the_batch_and_are_right(backend):
+    case = BY_NAME["decode"]
+    x, (cache, table) = draw(case), placed(case)
+    batch = paged_evaluation.batch_of(case, table)
+    both(case, call(case, backend, x.query, cache, batch, ({}, {})), run(case, backend))
+    with pytest.raises(ValueError, match="`page_table` must hold pages within"):
+        call(case, backend, x.query, cache, dataclasses.replace(batch, page_table=batch.page_table * 0), ({}, {}))
+
+
+@pytest.mark.parametrize("backend", ["reference", *BACKENDS])
+def test_traced_values_out_of_range_read_nothing_outside(backend):
+    """They give some numbers, and those of other requests are right."""
+    case = BY_NAME["speculative"]
+    x, (cache, table) = draw(case), placed(case)
+    table = table.copy()
+    table[1] = [10**9, -5, -(10**9)][: table.shape[1]] + [10**9] * (table.shape[1] - 3)
+    batch = paged_evaluation.batch_of(case, table)
+    batch = dataclasses.replace(batch, kv_lengths=batch.kv_lengths.at[1].set(10**9))
+    found = paged_evaluation.program(case, backend)(jnp.asarray(x.query), cache, batch, ({}, {}), None)
+    both(case, (y[:2] for y in found), (y[:2] for y in run(case, backend)))
+    both(case, (y[7:] for y in found), (y[7:] for y in run(case, backend)))
+
+
+# --- transformations
+
+
+@pytest.mark.parametrize("backend", ["xla", "triton-interpret"])
+def test_vmap_over_queries(backend):
+    case = PagedCase("vmap", (1, 2), (20, 5), mask=mask_pairs.causal)
+    x, (cache, table) = draw(case), placed(case)
+    batch = paged_evaluation.batch_of(case, table)
+    attend = lambda q: call(case, backend, q, cache, batch, ({}, {}))
+    both(case, (y[1] for y in jax.vmap(attend)(jnp.stack([-x.query, x.query]))), attend(jnp.asarray(x.query)))
+
+
+@pytest.mark.skipif(jax.device_count() < 2, reason="needs two devices; tests/conftest.py simulates them")
+class TestHeadsOverTwoDevices:
+    CASE = PagedCase(
+        "sharded", (1, 20), (20, 25), score=paged_cases.slopes, mask=mask_pairs.causal, key=vector_pairs.by_head
+    )
+    P = jax.sharding.PartitionSpec
+    SPECS = (P(None, "heads"), P(None, None, "heads"), P())
+
+    def arrays(self):
+        x, (cache, table) = draw(self.CASE), placed(self.CASE)
+        captured = jnp.asarray(x.score["slopes"]), jnp.asarray(x.key["gains"])
+        return jnp.asarray(x.query), cache, paged_evaluation.batch_of(self.CASE, table), *captured
+
+    def attend(self, backend, *args):
+        return call(self.CASE, backend, *args[:3], ({"slopes": args[3]}, {}, {"gains": args[4]}))
+
+    def mesh(self):
+        return jax.make_mesh((2,), ("heads",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
+
+    @pytest.mark.parametrize("backend", ["reference", "xla", "triton-interpret"])
+    def test_shard_map(self, backend):
+        args, P = self.arrays(), self.P
+        attend = functools.partial(self.attend, backend)
+        specs = (*self.SPECS, P("heads"), P("heads"))
+        local = jax.shard_map(attend, mesh=self.mesh(), in_specs=specs, out_specs=(P(None, "heads"),) * 2)
+        both(self.CASE, jax.jit(local)(*args), run(self.CASE, backend))
+
+    @pytest.mark.parametrize("backend", ["xla", "triton-interpret"])
+    def test_jit_of_sharded_arrays_gathers_no_pages(self, backend):
+        place = lambda x, spec: jax.device_put(x, jax.sharding.NamedSharding(self.mesh(), spec))
+        args = [place(x, spec) for x, spec in zip(self.arrays(), (*self.SPECS, self.P(), self.P()), strict=True)]
+        compiled = jax.jit(functools.partial(self.attend, backend)).lower(*args).compile()
+        found = compiled(*args)
+        both(self.CASE, found, run(self.CASE, backend))
+        assert found[0].sharding.is_equivalent_to(args[0].sharding, 3)
+        assert "all-gather" not in compiled.as_text()
+
+
+# --- derivatives
+
+
+def test_derivative_of_the_reference():
+    """That of dense attention, scattered to the pages; what nobody reads gets 0."""
+    case = PagedCase("derivative", (2, 2), (5, 18), mask=mask_pairs.causal)
+    x, (cache, table) = draw(case), placed(case)
+    batch = paged_evaluation.batch_of(case, table)
+    loss = lambda out, lse: jnp.sum(jnp.sin(out)) + jnp.sum(jnp.cos(lse))
+    paged = lambda q, cache: loss(*call(case, "reference", q, cache, batch, ({}, {})))
+    d_q, d_cache = jax.jit(jax.grad(paged, argnums=(0, 1)))(jnp.asarray(x.query), cache)
+    expected = jax.tree.map(lambda a: np.zeros(a.shape), d_cache)
+
+    @jax.jit
+    @functools.partial(jax.grad, argnums=(0, 1, 2))
+    def dense(q, k, v, length):
+        mask_mod = jflex.with_offset(CAUSAL, length - 2)
+        options = {"mask_mod": mask_mod, "kv_lengths": length[None], "return_lse": True}
+        return loss(*jflex.flex_attention(q[None], k[None], v[None], **options, implementation="reference"))
+
+    for r, length in enumerate(case.lengths):
+        rows, at = slice(case.indptr[r], case.indptr[r + 1]), np.arange(length)
+        padded = (np.pad(a[r], ((0, 18 - length), (0, 0), (0, 0))) for a in (x.keys, x.values))
+        right = dense(jnp.asarray(x.query[rows]), *map(jnp.asarray, padded), jnp.int32(length))
+        assert_close(d_q[rows], right[0])
+        for to, of in zip((expected.k, expected.v), right[1:], strict=True):
+            to[table[r, at // 16], at % 16] = of[:length]
+    jax.tree.map(assert_close, d_cache, expected)
+
+
+def test_mods_that_are_nan_where_nothing_is_seen_leave_the_derivative_alone():
+    case = PagedCase("hidden_nan", (2, 3), (5, 18), mask=mask_pairs.strictly_causal)
+    x, (cache, table) = draw(case), placed(case)
+    batch = paged_evaluation.batch_of(case, table)
+
+    def loss(factor, query, distance):
+        score_mod = lambda s, b, h, q_idx, kv_idx: s * jnp.sqrt(factor * distance(q_idx - kv_idx).astype(jnp.float32))
+        options = {"score_mod": score_mod, "mask_mod": case.mask.jax({}), "implementation": "reference"}
+        return jnp.sum(jnp.sin(jflex.paged_attention(query, cache, batch, **options)))
+
+    found, right = (
+        jax.jit(jax.grad(functools.partial(loss, distance=distance), (0, 1)))(jnp.float32(1.3), jnp.asarray(x.query))
+        for distance in (lambda d: d, lambda d: jnp.maximum(d, 1))
+    )
+    assert np.isfinite(right[0])
+    jax.tree.map(assert_close, found, right)
+
+
+@pytest.mark.parametrize("backend", ["xla", "triton-interpret"])
+def test_no_derivative_elsewhere(backend):
+    case = PagedCase("derivative", (2, 3), (5, 18), score=bias_by_key)
+    x, (cache, table) = draw(case), placed(case)
+    batch = paged_evaluation.batch_of(case, table)
+    message = rf"`paged_attention` has no derivative on '{backend[:3]}.*implementation='reference' has one"
+    arrays = jax.tree.map(jnp.asarray, (x.query, cache, (x.score, {})))
+
+    def loss(query, cache, captured):
+        return jnp.sum(call(case, backend, 2.0 * query, cache, batch, captured)[0])
+
+    for argnum in range(3):
+        with pytest.raises(jflex.UnsupportedError, match=message):
+            jax.grad(loss, argnums=argnum)(*arrays)
+        with pytest.raises(jflex.UnsupportedError, match=message):
+            jax.vjp(jax.jit(loss), *arrays)
+    detached = jax.grad(lambda q: jnp.sum(q) + loss(*jax.lax.stop_gradient((q, *arrays[1:]))))(arrays[0])
+    np.testing.assert_array_equal(detached, 1)

@@ -1,0 +1,271 @@
+"""`return_stats` where keys are split: pages, levels, and decoding; of layers."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jflex
+from pallas_kernels.triton import split_kv
+from tests.calls import test_cascade
+from tests.cases.paged_cases import CASES, PagedCase
+from tests.support import dropout_bits, evaluation, oracle, paged_evaluation
+from tests.support.layer_flavours import FLAVOURS
+
+ALL = ("lse", "max", "entropy")
+GPU = pytest.param("triton", marks=pytest.mark.gpu)
+TABLE = [case for case in CASES if case.normalize == "softmax"]
+# As in tests/paged/test_paged_attention.py, of each launch and each way in which keys are split.
+INTERPRETED = [
+    "decode", "mixed", "mixed_with_padding_and_empty_requests", "nothing_but_empty_requests", "group_5",
+    "softcap_of_one_key_head", "extreme_logits", "divided_with_empty_parts", "divided_with_parts_that_see_nothing",
+    "divided_dropout", "pages_of_1", "norms_of_values",
+]  # fmt: skip
+OPTIONS = {
+    "reference": {"implementation": "reference"},
+    "xla": {"implementation": "xla"},
+    "triton-interpret": {"implementation": "triton", "config": jflex.Config(interpret=True)},
+    "triton": {"implementation": "triton"},
+}
+every_backend = pytest.mark.parametrize("backend", ["reference", "xla", "triton-interpret", GPU])
+assert_close = functools.partial(np.testing.assert_allclose, rtol=3e-5, atol=3e-5)
+
+
+@pytest.fixture(autouse=True)
+def _settings():
+    on_gpu = jax.default_backend() == "gpu"
+    with evaluation.compiled_in_haste(not on_gpu), jax.default_matmul_precision("highest" if on_gpu else None):
+        yield
+
+
+def causal(b, h, q_idx, kv_idx):
+    return q_idx >= kv_idx
+
+
+# --- pages
+
+
+@pytest.mark.parametrize("case", TABLE, ids=str)
+@pytest.mark.parametrize("backend", ["reference", "xla", GPU])
+def test_pages_against_float64(case, backend):
+    out, stats = paged_evaluation.run(case, backend, stats=ALL)
+    paged_evaluation.check(case, (out, stats.lse))
+    paged_evaluation.check_stats(case, stats)
+
+
+@pytest.mark.parametrize("case", [case for case in TABLE if case.name in INTERPRETED], ids=str)
+def test_pages_interpreted_against_float64(case):
+    out, stats = paged_evaluation.run(case, "triton-interpret", stats=ALL)
+    paged_evaluation.check(case, (out, stats.lse))
+    paged_evaluation.check_stats(case, stats)
+
+
+@every_backend
+def test_sinks_of_pages_and_padding(backend):
+    """Against the oracle, request by request; an empty request and padding have the sink alone."""
+    case, sinks = PagedCase("sinks_of_stats", (2, 20, 1), (40, 25, 0), 3), np.array([-1.0, 0.5, 2.0, -np.inf])
+    x, (cache, table) = paged_evaluation.draw(case), paged_evaluation.placed(case)
+    out, stats = jflex.paged_attention(
+        x.query, cache, paged_evaluation.batch_of(case, table), mask_mod=causal, sinks=jnp.asarray(sinks, jnp.float32),
+        return_stats=("max", "entropy"), **OPTIONS[backend],
+    )  # fmt: skip
+    row_max, entropy, right = np.full((case.N, 4), -np.inf), np.zeros((case.N, 4)), np.zeros(out.shape)
+    for r, length in enumerate(case.lengths):
+        rows, offset = slice(case.indptr[r], case.indptr[r + 1]), length - case.queries[r]
+        arrays = [a[None].astype(np.float64) for a in (x.query[rows], x.keys[r], x.values[r])]
+        mask = lambda b, h, q, k, _, offset=offset: q + offset >= k
+        found = oracle.forward(*arrays, case.D**-0.5, None, mask, {}, sinks)
+        right[rows], row_max[rows] = found.out[0], oracle.row_max(found, None, {})[0].T
+        entropy[rows] = oracle.entropy(found, sinks)[0].T
+    assert stats.lse is None
+    for found, expected in ((out, right), (stats.max, row_max), (stats.entropy, entropy)):
+        assert_close(found, expected)
+
+
+@every_backend
+def test_masked_nan_changes_no_statistic(backend):
+    """Of values, which marks the lse of a split, and of keys; a mask that hides them comes before the max."""
+    case = PagedCase("nan_of_stats", (1, 2), (300, 90), page_size=16)
+    x, (cache, table) = paged_evaluation.draw(case), paged_evaluation.placed(case)
+    batch, shown = paged_evaluation.batch_of(case, table), lambda b, h, q, k: (q >= k) & (k % 5 != 1)
+    hidden = jflex.paged.slots_of(jnp.asarray(table[0]), jnp.array([1, 101, 296]), 16)
+    poisoned = jflex.paged.write(cache, *[jnp.full((3, 2, 16), jnp.nan)] * 2, hidden)
+    found, right = (
+        jflex.paged_attention(x.query, c, batch, mask_mod=shown, return_stats=ALL, **OPTIONS[backend])
+        for c in (poisoned, cache)
+    )
+    jax.tree.map(assert_close, found, right)
+
+
+def test_derivative_of_the_reference():
+    """As of the dense call, which is held against float64 in test_return_stats.py; none flows from the max."""
+    case = PagedCase("derivative_of_stats", (3,), (18,))
+    x, (cache, table) = paged_evaluation.draw(case), paged_evaluation.placed(case)
+    batch = paged_evaluation.batch_of(case, table)
+    loss = lambda stats: jnp.sum(jnp.sin(stats.entropy)) + jnp.sum(jnp.cos(stats.lse)) + jnp.sum(stats.max)
+    how = {"return_stats": ALL, "implementation": "reference"}
+    paged = lambda q: loss(jflex.paged_attention(q, cache, batch, mask_mod=causal, **how)[1])
+    mask = jflex.with_offset(causal, 15)
+    dense = lambda q: loss(jflex.flex_attention(q[None], x.keys[0][None], x.values[0][None], mask_mod=mask, **how)[1])
+    assert_close(jax.grad(paged)(x.query), jax.grad(dense)(x.query))
+
+
+@pytest.mark.parametrize("backend", ["xla", "triton-interpret"])
+def test_no_derivative_elsewhere(backend):
+    case = PagedCase("no_derivative_of_stats", (3,), (18,))
+    x, (cache, table) = paged_evaluation.draw(case), paged_evaluation.placed(case)
+    batch = paged_evaluation.batch_of(case, table)
+    call = lambda q: jflex.paged_attention(q, cache, batch, return_stats=("entropy",), **OPTIONS[backend])
+    with pytest.raises(jflex.UnsupportedError, match="`paged_attention` has no derivative on"):
+        jax.grad(lambda q: call(q)[1].entropy.sum())(x.query)
+
+
+# --- levels
+
+
+def flat_stats(tree: str, mods: test_cascade.Mods) -> tuple[np.ndarray, np.ndarray]:
+    """Max and entropy of each request over all its keys, in float64."""
+    x, made = test_cascade.drawn(tree), test_cascade.TREES[tree]
+    row_max, entropy = np.full((len(x.q), 4), -np.inf), np.zeros((len(x.q), 4))
+    for r in range(len(made.queries)):
+        keys = np.concatenate([
+            x.keys[n][g] for n, level in enumerate(made.levels) for g, (members, _) in enumerate(level) if r in members
+        ]).astype(np.float64)  # fmt: skip
+        rows = range(x.batch.qo_indptr[r], x.batch.qo_indptr[r + 1])
+        position, k = np.array(rows)[:, None] - rows.stop + len(keys), np.arange(len(keys))[None]
+        for h in range(4):
+            s = x.q[rows.start : rows.stop, h].astype(np.float64) @ keys[:, h // 2].T * test_cascade.D**-0.5
+            s = np.where(mods.mask(r, h, position, k), mods.score(s, r, h, position, k), -np.inf)
+            row_max[rows.start : rows.stop, h] = s.max(axis=1)
+            weights = np.exp(s - s.max(axis=1, keepdims=True))
+            weights = weights / weights.sum(axis=1, keepdims=True)
+            terms = -weights * np.log(np.where(weights > 0, weights, 1))
+            entropy[rows.start : rows.stop, h] = terms.sum(axis=1)
+    return row_max, entropy
+
+
+@every_backend
+@pytest.mark.parametrize(
+    ("tree", "mods"), [("append", "alibi"), ("three_levels", "window"), ("decode", "causal"), ("decode", "softcap")]
+)
+def test_levels_against_float64(tree, mods, backend):
+    x, mods = test_cascade.drawn(tree), test_cascade.MODS[mods]
+    rows = {"positions": jflex.paged.token_positions(x.batch, len(x.q))}
+    rows["requests"] = jflex.paged.token_requests(x.batch, len(x.q))
+    levels = test_cascade.paged_levels(tree)
+    with jax.default_matmul_precision("highest"):
+        attend = functools.partial(jflex.cascade_attention, **rows, **mods.given, **OPTIONS[backend])
+        out, stats = jax.jit(functools.partial(attend, return_stats=ALL))(jnp.asarray(x.q), levels)
+    right = (*test_cascade.flat(tree, mods), *flat_stats(tree, mods))
+    for found, expected in zip((out, *stats), right, strict=True):
+        assert_close(found, expected)
+
+
+def test_no_levels_and_levels_without_keys():
+    out, stats = jflex.cascade_attention(jnp.ones((2, 4, 8)), [], return_stats=ALL)
+    assert (out.shape, {x.shape for x in stats}) == ((2, 4, 8), {(2, 4)})
+    assert [float(x[0, 0]) for x in stats] == [-np.inf, -np.inf, 0]
+    k = jnp.ones((1, 4, 1, 8))
+    level = jflex.CascadeLevel.dense(k, k, qo_indptr=jnp.array([0, 2]))
+    _, stats = jflex.cascade_attention(jnp.ones((3, 1, 8)), [level, level], return_stats=ALL, implementation="xla")
+    assert_close(stats.entropy[:, 0], [np.log(8), np.log(8), 0])
+    assert stats.max[2, 0] == -np.inf
+
+
+# --- split-KV decoding of dense calls
+
+
+@pytest.fixture
+def splits(request, monkeypatch):
+    """So many splits of each row, where tiles suffice; caches of traces and plans do not know of it."""
+    jax.clear_caches()
+    monkeypatch.setattr(split_kv, "even_splits", lambda rows: request.param)
+    monkeypatch.setattr(split_kv, "num_splits", lambda heads: 3 * request.param)
+    yield request.param
+    jax.clear_caches()
+
+
+@pytest.mark.parametrize("splits", [1, 4, 16], indirect=True)
+@pytest.mark.parametrize("layout", ["BTNH", "BNTH"])
+@pytest.mark.parametrize("by_lengths", [False, True], ids=["alike", "by_lengths"])
+@pytest.mark.parametrize("backend", ["triton-interpret", GPU])
+def test_splits_of_decoding(splits, layout, by_lengths, backend):
+    """Against float64, with dropout, sinks, grouped heads, a row that sees nothing, and lengths, one of which is 0."""
+    rng = np.random.default_rng(splits)
+    q, k, v = (rng.normal(size=(3, n, h, 16)).astype(np.float32) for n, h in ((2, 4), (600, 2), (600, 2)))
+    sinks, lengths = np.array([0.3, -2.0, 5.0, -np.inf]), [600, 0, 77] if by_lengths else [600] * 3
+    mask = lambda b, h, q_idx, kv_idx: ((kv_idx < 560 + q_idx) | (b == 0)) & ((q_idx != 1) | (b != 2))
+    turn = (lambda x: x) if layout == "BTNH" else lambda x: x.swapaxes(1, 2)
+    config = jflex.Config(interpret="interpret" in backend, decode=jflex.Tiles(16, 16))
+    attend = lambda q, k, v, lengths: jflex.flex_attention(
+        turn(q), turn(k), turn(v), mask_mod=mask, kv_lengths=lengths if by_lengths else None, layout=layout,
+        sinks=jnp.asarray(sinks, jnp.float32), return_stats=ALL, implementation="triton", config=config,
+        dropout_rate=0.3, dropout_key=jax.random.key(dropout_bits.KEY[1]),
+    )  # fmt: skip
+    out, stats = jax.jit(attend)(q, k, v, jnp.array(lengths, jnp.int32))
+    inside = np.arange(600) < np.array(lengths)[:, None, None, None]
+    arrays, seen = (x.astype(np.float64) for x in (q, k, v)), lambda *at: mask(*at[:4]) & inside
+    factors = functools.partial(dropout_bits.factors, 0.3, dropout_bits.KEY)
+    exact = oracle.forward(*arrays, 0.25, None, seen, {}, sinks, factors)
+    assert_close(turn(out), exact.out)
+    assert_close(stats.lse, exact.lse)
+    assert_close(stats.max, oracle.row_max(exact, None, {}))
+    assert_close(stats.entropy, oracle.entropy(exact, sinks))
+
+
+@pytest.mark.parametrize("splits", [4], indirect=True)
+def test_large_scores_of_splits(splits):
+    """The lse, near 80000, is rounded to 2 ** -7: the entropy is not a difference from it."""
+    del splits
+    q, k = jnp.full((1, 1, 1, 16), 40.0), jnp.full((1, 256, 1, 16), 500.0)
+    config = jflex.Config(interpret=True, decode=jflex.Tiles(16, 16))
+    _, stats = jflex.flex_attention(q, k, k, return_stats=("entropy", "max"), implementation="triton", config=config)
+    assert_close(stats.entropy, np.full((1, 1, 1), np.log(256)), rtol=0, atol=1e-3)
+    assert_close(stats.max, np.full((1, 1, 1), 80000.0))
+
+
+# --- wrong names
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"return_stats": ("min",)}, ValueError, "`return_stats` must be a tuple of different names"),
+        ({"return_stats": ["max"]}, TypeError, "`return_stats` must be a tuple"),
+        ({"return_stats": ("max",), "return_lse": True}, ValueError, "`return_lse` and `return_stats` cannot both"),
+        ({"return_stats": ("max",), "normalize": "none"}, ValueError, r"must be \(\) with `normalize='none'`"),
+    ],
+    ids=["unknown", "list", "and_lse", "no_softmax"],
+)
+def test_wrong_names(options, error, message):
+    cache = jflex.paged.PagedCache.create(4, 16, 2, 16, dtype=jnp.float32)
+    batch = jflex.paged.PagedBatch(jnp.array([0, 1]), jnp.array([3]), jnp.array([[1]]))
+    q, level = jnp.ones((1, 4, 16)), jflex.CascadeLevel.paged(cache, batch)
+    for call in (jflex.paged_attention, functools.partial(jflex.explain, jflex.paged_attention)):
+        with pytest.raises(error, match=message):
+            call(q, cache, batch, **options)
+    with pytest.raises(error, match=message):
+        jflex.cascade_attention(q, [level], **options)
+
+
+# --- layers
+
+
+@pytest.mark.parametrize("flavour", FLAVOURS)
+def test_layers_return_statistics(flavour):
+    """Of uniform and of other rows, with leading axes, under jit; and a gradient through the entropy."""
+    layer = FLAVOURS[flavour].make(32, num_kv_heads=2, mask_mod=causal, use_sinks=True, implementation="xla")
+    inputs = jnp.asarray(np.random.default_rng(0).normal(size=(2, 3, 7, 32)), jnp.float32)
+    outputs, stats = jax.jit(lambda x: layer(x, return_stats=ALL))(inputs)
+    assert_close(outputs, layer(inputs))
+    assert {x.shape for x in stats} == {(2, 3, 4, 7)}
+    alone = layer(inputs[1, 2], return_stats=("entropy",))[1]
+    assert alone.lse is None
+    assert_close(alone.entropy, stats.entropy[1, 2])
+    _, zero = layer(jnp.zeros_like(inputs), return_stats=("max", "entropy"))  # of equal scores, and a sink of 0
+    assert_close(zero.entropy, np.broadcast_to(np.log(np.arange(2, 9)), (2, 3, 4, 7)))
+    assert_close(zero.max, np.zeros((2, 3, 4, 7)))
+    gradient = jax.grad(lambda x: layer(x, return_stats=("entropy",))[1].entropy.sum())(inputs)
+    assert np.abs(gradient).max() > 1e-3

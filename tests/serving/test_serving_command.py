@@ -1,0 +1,433 @@
+"""`python -m flax_layers.serve`: its options, a real server with the official client, and signals."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import pathlib
+import re
+import resource
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+import jflex
+from flax_layers.demo.model import ByteDecoder, Sizes, load_model, save_model
+from flax_layers.models import Decoder, LayerConfig, ModelConfig, save_pretrained
+from flax_layers.serving import Engine, EngineOptions, Request, Streaming
+from flax_layers.serving.api.http import Served, create_app
+from flax_layers.serving.command import (
+    begin,
+    create_engine,
+    engine_options,
+    guides_of,
+    load_served,
+    main,
+    parser,
+    serve,
+)
+from flax_layers.serving.demo_model import FILE
+from flax_layers.serving.server import Launch, Server, bind, url_of
+from tests.support.golden_models import ROOT, load
+
+CONFIG = ModelConfig(
+    vocabulary=280, width=16, mlp_width=32, num_heads=2, num_kv_heads=1, head_dim=8, layers=(LayerConfig(),),
+    max_positions=256, initializer_range=0.5, eos_token_ids=(1,),
+)  # fmt: skip
+SMALL = Sizes(width=16, layers=1, heads=2, kv_heads=1)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> pathlib.Path:
+    """A checkpoint of a random model, with a tokenizer and a chat template."""
+    path = tmp_path_factory.mktemp("checkpoint") / "tiny"
+    save_pretrained(Decoder(CONFIG, rngs=nnx.Rngs(0)), path, source=ROOT / "tokenizer")
+    return path
+
+
+def read(*arguments: str):
+    return parser().parse_args(arguments)
+
+
+ERRORS = {
+    "no folder": (("--model", "/nowhere"), "`--model` must be the folder of a checkpoint, .* no folder /nowhere"),
+    "port": (("--port", "65536"), "`--port` must be from 0 to 65535. Got 65536"),
+    "host": (("--host", "256.0.0.1"), "`--host` must be an address of this machine. Got '256.0.0.1'"),
+    "memory": (("--memory", "0"), "`--memory` must be greater than 0. Got 0.0"),
+    "little memory": (("--memory", "1e-6"), "`--memory` must hold 2 pages, .* Raise it"),
+    "both": (("--memory", "1", "--num-pages", "9"), "argument --num-pages: not allowed with argument --memory"),
+    "pages": (("--num-pages", "1"), "`num_pages` must be at least 2. Got 1"),
+    "page size": (("--page-size", "0"), "`page_size` must be from 1 to 256. Got 0"),
+    "requests": (("--max-requests", "0"), "`max_requests` must be at least 1. Got 0"),
+    "context": (("--context", "257"), "`context` must be from 2 to the 256 positions .* Got 257"),
+    "sinks": (("--sinks", "4"), "`--sinks` needs `--streaming-window`, the last tokens. Got 4"),
+    "window": (("--streaming-window", "0"), "`window` of `Streaming` must be at least 1. Got 0"),
+    "streaming": (("--streaming-window", "253"), "at most the 256 positions .* Got 4 and 253"),
+    "drafts": (("--draft-tokens", "32"), "`draft_tokens` must be from 0 to 31. Got 32"),
+    "invariant drafts": (("--batch-invariant", "--draft-tokens", "2"), "`draft_tokens` must be 0 .* Got 2"),
+    "invariant devices": (("--batch-invariant", "--devices", "2"), "`--batch-invariant` needs one device: .* Got 2"),
+    "grace": (("--grace", "-1"), "`--grace` must be finite and at least 0. Got -1.0"),
+    "no keys": (("--api-key-file", os.devnull), "`--api-key-file` must hold a key .* /dev/null holds none"),
+    "no file": (("--api-key-file", "/nowhere"), "`--api-key-file` must be a text file .* /nowhere: No such file"),
+    "a folder": (("--api-key-file", "/"), "`--api-key-file` must be a text file with keys. Got /: Is a directory"),
+    "no text": (("--api-key-file", sys.executable), "`--api-key-file` must be a text file .*: It is not UTF-8"),
+    "other host": (("--host", "192.0.2.1"), "`--host` must be an address of this machine. Got '192.0.2.1'"),
+    "log level": (("--log-level", "all"), "argument --log-level: invalid choice: 'all'"),
+    "dtype": (("--dtype", "int8"), "argument --dtype: invalid choice: 'int8'"),
+    "cache dtype": (("--cache-dtype", "fp8"), "argument --cache-dtype: invalid choice: 'fp8' .*int8.*float8_e5m2"),
+}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_wrong_options(name, folder, capsys):
+    """One sentence on the standard error, and nothing else."""
+    arguments, message = ERRORS[name]
+    with pytest.raises(SystemExit) as ended:
+        main(["--model", str(folder), "--port", "0", "--implementation", "xla", *arguments])
+    assert ended.value.code == 2
+    written = capsys.readouterr()
+    assert written.out == ""
+    [line] = [line for line in written.err.splitlines() if "error: " in line]
+    assert re.search(message, line), line
+
+
+def test_a_port_that_is_taken(folder, capsys):
+    with bind("127.0.0.1", 0) as taken:
+        taken.listen()
+        with pytest.raises(SystemExit):
+            main(["--model", str(folder), "--port", str(taken.getsockname()[1])])
+    assert "`--port` must be free at 127.0.0.1" in capsys.readouterr().err
+
+
+def test_a_missing_package(capsys, monkeypatch):
+    for package in ("llguidance", "uvicorn"):
+        monkeypatch.setitem(sys.modules, package, None)
+        with pytest.raises(SystemExit):
+            main([] if package == "llguidance" else ["--no-constraints"])
+        error = capsys.readouterr().err
+        assert f"`flax_layers.serve` needs {package} for this: pip install 'jflex[serve]'" in error
+
+
+def test_constraints_can_be_left_out(folder, tmp_path):
+    """The tokenizer of a model may be one that llguidance cannot read; then an option says so."""
+    options = read("--model", str(folder))
+    model = load_served(options)
+    made = guides_of(options, model)
+    assert made is not None
+    assert made.vocabulary == 280
+    shutil.copytree(folder, tmp_path / "other")
+    file = tmp_path / "other" / "tokenizer.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "decoder": None}))
+    options = read("--model", str(tmp_path / "other"))
+    with pytest.raises(ValueError, match=r"`--no-constraints` must be given for this model\. `tokenizer` must be one"):
+        guides_of(options, load_served(options))
+    options.no_constraints = True
+    assert guides_of(options, load_served(options)) is None
+
+
+def test_defaults(folder):
+    """Only this machine is served, the name is that of the folder, and the cache holds what all requests can use."""
+    options = read("--model", str(folder), "--port", "0")
+    keys, bound = begin(options)
+    with bound:
+        assert (keys, bound.getsockname()[0]) == ((), "127.0.0.1")
+        assert re.fullmatch(r"http://127.0.0.1:\d+", url_of(bound))
+    model = load_served(options)
+    assert (model.name, model.stop_tokens) == ("tiny", (1,))
+    sizes = engine_options(options, model.decoder)
+    assert (sizes.max_requests, sizes.num_pages) == (16, 1 + 16 * 4)
+
+
+def test_sizes_of_the_cache(folder):
+    decoder = load_served(read("--model", str(folder))).decoder
+    page = 2 * 1 * 8 * 64 * 4  # keys and values, a head of 8 features, 64 tokens, float32
+    options = read("--model", str(folder), "--memory", str(100 * page / (1 << 30)))
+    assert engine_options(options, decoder).num_pages == 100
+    assert engine_options(read("--num-pages", "7"), decoder).num_pages == 7
+
+
+@pytest.mark.parametrize("name", ["int8", "float8_e4m3fn", "float8_e5m2"])
+def test_eight_bits_hold_more_tokens(name, folder):
+    """Scales count: a key of 8 features takes 12 bytes, not 32. The engine gets the dtype, and the folder's model."""
+    page = 2 * 1 * (8 + 4) * 64
+    options = read("--model", str(folder), "--memory", str(100 * page / (1 << 30)), "--cache-dtype", name)
+    model = load_served(options)
+    assert engine_options(options, model.decoder).num_pages == 100
+    engine = create_engine(options, model)
+    assert engine.options.cache_dtype == name
+    assert engine._executor._state.cache.k.dtype == name
+
+
+def test_a_dtype_that_the_model_refuses():
+    """A ValueError, which the command prints."""
+    with pytest.raises(ValueError, match=r"`cache_dtype` must be None or float8_e4m3fn .* Got int8"):
+        engine_options(read("--cache-dtype", "int8"), load("deepseek_v3"))
+
+
+def test_the_cache_of_streaming(folder):
+    decoder = load_served(read("--model", str(folder))).decoder
+    words = ("--streaming-window", "124", "--context", "100000", "--page-size", "16", "--max-step-tokens", "64")
+    sizes = engine_options(read(*words), decoder)
+    assert (sizes.streaming, sizes.context_of(decoder.config)) == (Streaming(4, 124), 100_000)
+    assert sizes.num_pages == 1 + 16 * (128 // 16 + 12 + 1)  # a shared prefix, and the windows of 64 tokens
+
+
+def test_a_batch_invariant_server(folder):
+    """Model and engine promise it; a step has few tokens, since all are as large."""
+    options = read("--model", str(folder), "--batch-invariant", "--num-pages", "40")
+    model = load_served(options)
+    engine = create_engine(options, model)
+    assert model.decoder.attention_config == jflex.Config(batch_invariant=True)
+    assert (engine.options.batch_invariant, engine.options.max_step_tokens) == (True, 32)
+    events = []
+    engine.submit(Request((1, 2, 3), max_tokens=4), events.append)
+    while engine.step():
+        pass
+    assert events[-1].finish_reason in ("length", "stop")
+
+
+def test_keys_of_a_file(tmp_path):
+    file = tmp_path / "keys"
+    file.write_text("one\n\n two \n")
+    keys, bound = begin(read("--port", "0", "--api-key-file", str(file)))
+    bound.close()
+    assert keys == ("one", "two")
+
+
+@pytest.mark.parametrize(
+    ("words", "hosts"),
+    [
+        ((), ("127.0.0.1",)),
+        (("--host", "localhost", "--allow-host", "a.example", "--allow-host", "b"), ("localhost", "a.example", "b")),
+        (("--host", "0.0.0.0"), None),
+        (("--api-key-file", "keys"), None),
+    ],
+)
+def test_whose_requests_are_answered(words, hosts, folder, tmp_path, monkeypatch):
+    """On a loopback address without keys, hosts and origins are checked."""
+    monkeypatch.chdir(tmp_path)
+    pathlib.Path("keys").write_text("secret")
+    made = []
+    monkeypatch.setattr(
+        "flax_layers.serving.api.http.create_app", lambda engine, tokenizer, served: made.append(served)
+    )
+    monkeypatch.setattr(Server, "run", lambda self, sockets: None)
+    monkeypatch.setattr("flax_layers.serving.command.log_to_stderr", lambda level: made.append(level))
+    options = read("--port", "0", "--allow-origin", "http://page.example", "--log-level", "error", *words)
+    keys, bound = begin(options)
+    with bound:
+        model = load_served(read("--model", str(folder)))
+        serve(options, model, Engine(model.decoder, EngineOptions(num_pages=9)), keys, bound)
+    level, served = made
+    assert (served.access.hosts, served.access.origins) == (hosts, ("http://page.example",))
+    assert (level, served.keys, served.shares_prefixes) == ("error", keys, False)
+
+
+def test_the_model_of_the_demo_is_kept(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    model = ByteDecoder(SMALL, "xla", rngs=nnx.Rngs(3))
+    FILE.parent.mkdir()
+    save_model(FILE, model, SMALL)
+    served = load_served(options := read("--implementation", "xla"))
+    assert (served.name, options.context) == ("jflex-demo", 2048)
+    assert all(
+        np.array_equal(a, b)
+        for a, b in zip(jax.tree.leaves(nnx.state(model)), jax.tree.leaves(nnx.state(served.decoder)), strict=True)
+    )
+    np.savez(FILE, other=np.zeros(1))
+    with pytest.raises(ValueError, match="holds no model of the demo"):
+        load_model(FILE)
+
+
+class Running:
+    """A server on a free port, in a thread of its own."""
+
+    def __init__(self, folder: pathlib.Path):
+        loaded = load_served(read("--model", str(folder), "--implementation", "xla"))
+        sizes = EngineOptions(max_requests=4, max_step_tokens=64, num_pages=65, page_size=16)
+        self.engine = Engine(loaded.decoder, sizes)
+        self.ready, socket_ = threading.Event(), bind("127.0.0.1", 0)
+        self.url = url_of(socket_)
+        launch = Launch(self.engine, ready=self.ready.set)
+        served = Served(loaded.name, loaded.stop_tokens, is_starting=launch.is_starting)
+        self.server = Server(create_app(self.engine, loaded.tokenizer, served), launch, grace=20)
+        self._thread = threading.Thread(target=self.server.run, kwargs={"sockets": [socket_]})
+        self._thread.start()
+
+    def stop(self) -> None:
+        self.server.should_exit = True
+        self._thread.join(120)
+        assert not self._thread.is_alive()
+
+
+@pytest.fixture(scope="module")
+def running(folder) -> Iterator[Running]:
+    found = Running(folder)
+    assert found.ready.wait(120)
+    yield found
+    found.stop()
+    found.engine.check()
+    assert found.engine.stats().used_pages == 0
+
+
+@pytest.mark.full
+def test_the_official_client(running):
+    import openai
+
+    short: dict[str, Any] = {"model": "tiny", "max_tokens": 20, "temperature": 0}
+    hello = [{"role": "user", "content": "Hello"}]
+    hot: dict[str, Any] = {"model": "tiny", "messages": hello, "temperature": -1}
+    chat: dict[str, Any] = {**short, "messages": hello, "logprobs": True, "top_logprobs": 2, "n": 2}
+    with openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0) as client:
+        assert [model.id for model in client.models.list()] == ["tiny"]
+        whole = client.completions.create(prompt="Hello", **short)
+        stream = client.completions.create(prompt="Hello", stream=True, **short)
+        assert "".join(chunk.choices[0].text for chunk in stream) == whole.choices[0].text
+
+        said = client.chat.completions.create(**chat)
+        assert said.choices[0].message.role == "assistant"
+        assert len(said.choices[0].logprobs.content[0].top_logprobs) == 2
+        chunks = list(client.chat.completions.create(stream=True, stream_options={"include_usage": True}, **chat))
+        texts = ["", ""]
+        for choice in (choice for chunk in chunks for choice in chunk.choices):
+            texts[choice.index] += choice.delta.content or ""
+        assert texts == [choice.message.content for choice in said.choices]
+        assert said.usage is not None
+        assert chunks[-1].usage is not None
+        assert chunks[-1].usage.completion_tokens == said.usage.completion_tokens
+
+        with pytest.raises(openai.BadRequestError, match="`temperature` must be") as wrong:
+            client.chat.completions.create(**hot)
+        assert wrong.value.param == "temperature"
+        with pytest.raises(openai.NotFoundError):
+            client.completions.create(model="gpt", prompt="a")
+        with pytest.raises(openai.BadRequestError, match=r"refuses `messages`: unknown role system"):
+            client.chat.completions.create(model="tiny", messages=[{"role": "system", "content": "a"}])
+
+
+@pytest.mark.full
+def test_a_client_that_hangs_up(running):
+    with httpx.stream("POST", f"{running.url}/v1/completions", json={"prompt": "a", "max_tokens": 200, "stream": True}):
+        pass
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(f"{running.url}/v1/completions", json={"prompt": "a", "max_tokens": 200}, timeout=0.02)
+    ends = time.monotonic() + 120
+    while running.engine.stats().running or running.engine.stats().waiting:
+        assert time.monotonic() < ends
+        time.sleep(0.01)
+    assert 'finish_reason="cancelled"' in httpx.get(f"{running.url}/metrics").text
+
+
+@pytest.mark.full
+def test_a_thousand_idle_connections(running):
+    host, port = running.url.removeprefix("http://").split(":")
+    sockets, before = [], resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(before[1], 4096), before[1]))  # both ends are files of this process
+    try:
+        for _ in range(1000):
+            sockets.append(socket.create_connection((host, int(port)), timeout=60))
+        answer = httpx.post(f"{running.url}/v1/completions", json={"prompt": "a", "max_tokens": 3}, timeout=120)
+        assert answer.status_code == 200
+    finally:
+        for one in sockets:
+            one.close()
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_a_launch_that_fails_ends_the_server(folder, monkeypatch):
+    loaded = load_served(read("--model", str(folder), "--implementation", "xla"))
+    engine = Engine(loaded.decoder, EngineOptions(max_requests=4, max_step_tokens=64, num_pages=65, page_size=16))
+    monkeypatch.setattr(engine, "warm_up", lambda report: 1 / 0)
+    launch = Launch(engine, lambda done, total: None)
+    server = Server(create_app(engine, loaded.tokenizer, Served("tiny")), launch, grace=1)
+    asyncio.run(server.serve(sockets=[bind("127.0.0.1", 0)]))
+    assert isinstance(launch.failure, ZeroDivisionError)
+    assert not engine.is_running
+
+
+def start(folder: pathlib.Path, tmp_path: pathlib.Path, *arguments: str) -> subprocess.Popen:
+    command = [sys.executable, "-m", "flax_layers.serve", "--model", str(folder), "--port", "0", *arguments]
+    environment = {**os.environ, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "XLA_FLAGS": ""}
+    sizes = ("--max-requests", "2", "--max-step-tokens", "16", "--page-size", "64", "--num-pages", "9")
+    with (tmp_path / "errors").open("w") as errors:
+        return subprocess.Popen(
+            [*command, "--implementation", "xla", *sizes],
+            cwd=ROOT.parent.parent,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+        )
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("number", "options"), [(signal.SIGTERM, ("--compilation-cache", "{}/cache")), (signal.SIGINT, ("--no-warm-up",))]
+)
+def test_a_signal_ends_the_command(number, options, folder, tmp_path):
+    with start(folder, tmp_path, *(option.format(tmp_path) for option in options)) as process:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        found = re.fullmatch(r"Serving tiny at (http://127\.0\.0\.1:\d+)\n", line)
+        assert found, (line, (tmp_path / "errors").read_text())
+        for headers, status in (({"x-request-id": "mine"}, 200), ({"host": "evil.example", "x-request-id": "2"}, 403)):
+            answer = httpx.get(f"{found[1]}/v1/models", headers=headers)
+            assert (answer.status_code, answer.headers["x-request-id"]) == (status, headers["x-request-id"])
+        body = {"prompt": "a", "max_tokens": 200, "ignore_eos": True, "stream": True, "temperature": 0}
+        with httpx.stream("POST", f"{found[1]}/v1/completions", json=body, timeout=120) as answer:
+            process.send_signal(number)
+            events = [line for line in answer.iter_lines() if line]
+        assert process.wait(120) in (0, -number)
+    assert events[-1] == "data: [DONE]"
+    assert json.loads(events[-2].removeprefix("data: "))["choices"][0]["finish_reason"] == "length"
+    errors = (tmp_path / "errors").read_text()
+    warm = "--no-warm-up" not in options
+    assert ("compiling" in errors) == warm
+    assert bool(list(tmp_path.glob("cache/*"))) == warm
+    assert "Traceback" not in errors
+    lines = re.findall(r' INFO 127\.0\.0\.1 "(\S+ \S+)" (\d+) \S+ s (\S+)\n', errors)
+    assert lines[:2] == [("GET /v1/models", "200", "mine"), ("GET /v1/models", "403", "2")]
+    assert lines[2][:2] == ("POST /v1/completions", "200")
+
+
+@pytest.mark.full
+def test_the_command_answers_while_it_compiles_and_can_be_ended(folder, tmp_path):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with start(folder, tmp_path, "--port", str(port)) as process:
+        statuses, ends = [], time.monotonic() + 120
+        while not statuses and time.monotonic() < ends:
+            try:
+                statuses.append(httpx.get(f"http://127.0.0.1:{port}/health", timeout=5).json())
+            except httpx.ConnectError:
+                time.sleep(0.02)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(120) in (0, -signal.SIGTERM)
+    assert statuses[0]["status"] in ("compiling", "running")
+
+
+@pytest.mark.full
+def test_the_demo_is_trained_once(tmp_path, monkeypatch, capsys):
+    from flax_layers.serving import demo_model
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(demo_model, "SIZES", SMALL)
+    monkeypatch.setattr(demo_model.TRAINING, "steps", 2)
+    for said in ("trained on the Python standard library for 2 steps", "the byte-level model of the demo, from"):
+        served = load_served(read("--implementation", "xla"))
+        assert said in capsys.readouterr().err
+        assert served.decoder.config.width == 16

@@ -1,0 +1,94 @@
+"""Calls of context parallel attention that its tests share: meshes, arrays sharded over them, and masks."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jflex
+from jflex import context_parallel
+from tests.support import dropout_bits
+
+NEEDS_EIGHT_DEVICES = pytest.mark.skipif(
+    jax.device_count() < 8, reason="needs eight devices; tests/conftest.py simulates them"
+)
+STRATEGIES = ("all_gather", "ring", "ulysses")
+strategies = pytest.mark.parametrize("strategy", STRATEGIES)
+assert_close = functools.partial(np.testing.assert_allclose, rtol=3e-5, atol=3e-5)
+ZIGZAG = context_parallel.zigzag_order(4)
+F32 = jnp.float32
+CUBE = {"data": 2, "context": 2, "model": 2}
+PAIR = {"data": 2, "context": 4}
+OPS = r" (all-gather|reduce-scatter|all-reduce|collective-permute|all-to-all)(?:-start)?\("
+
+
+def mesh_of(**axes):
+    return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
+
+
+def drawn(axes=PAIR, T=256, heads=4, kind=AxisType.Auto):
+    """A mesh, and query, key and value with their tokens and batch sharded over it."""
+    mesh = jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=(kind,) * len(axes))
+    place = NamedSharding(mesh, P("data" if "data" in axes else None, "context"))
+    x = np.random.default_rng(0).normal(size=(3, 2, T, heads, 16)).astype(np.float32)
+    return mesh, [jax.device_put(a, place) for a in x]
+
+
+def near(b, h, q_idx, kv_idx):
+    return jnp.abs(q_idx - kv_idx) < 33
+
+
+MASKS = {
+    "causal": lambda b, h, q, k: q >= k,
+    "near": near,
+    "own": lambda b, h, q, k: q // 64 == k // 64,
+}
+
+
+def attend_in(mesh, strategy, **options):
+    named = {"batch_axes": "data"} if "data" in mesh.shape else {}
+    options = {"implementation": "xla", **named, **options}
+    return functools.partial(jflex.context_parallel_attention, mesh=mesh, strategy=strategy, **options)
+
+
+def collectives(compiled):
+    text = compiled.as_text()
+    return {name: len(re.findall(rf" {name}(?:-start)?\(", text)) for name in set(re.findall(OPS, text))}
+
+
+def attend_by(case, axes, order, strategy, implementation="xla", interpret=True):
+    """A function for `evaluation.everything_by`: queries, keys and values are in their natural order."""
+    bnth = case.layout == "BNTH"
+    length = 2 if bnth else 1
+    named = {name: axis for name, axis in (("batch_axes", "data"), ("head_axes", "model")) if axis in axes}
+
+    def attend(drawn, blocks, query, key, value, floats):
+        arrays = (query, key, value)
+        arrays = [x.swapaxes(1, 2) if bnth else x for x in arrays]
+        arrays = arrays if order is None else [context_parallel.reorder(x, order, length) for x in arrays]
+        found = {**drawn.score, **floats}
+        softmax = case.normalize == "softmax"
+        results = jflex.context_parallel_attention(
+            *arrays,
+            None if case.score is None else case.score.jax(found),
+            blocks,
+            mask_mod=None if case.mask is None or blocks is not None else case.mask.jax(drawn.mask),
+            mesh=mesh_of(**axes), strategy=strategy, order=order, normalize=case.normalize,
+            sinks=found.get("sinks"), scale=case.scale, layout=case.layout, return_lse=softmax,
+            dropout_rate=case.dropout_rate,
+            dropout_key=jax.random.key(dropout_bits.KEY[1]) if case.dropout_rate else None,
+            implementation=implementation,
+            config=jflex.Config(interpret=True) if implementation == "triton" and interpret else None, **named,
+        )  # fmt: skip
+        out, lse = results if softmax else (results, jnp.zeros((query.shape[0], query.shape[2], query.shape[1]), F32))
+        if order is not None:
+            out = context_parallel.restore(out, order, length)
+            lse = context_parallel.restore(lse, order, 2) if softmax else lse
+        return out.swapaxes(1, 2) if bnth else out, lse
+
+    return attend

@@ -1,0 +1,20 @@
+"""Specs for tests of parts that take one."""
+
+from jflex.backends.gpu import mosaic_gpu, triton
+from pallas_kernels.spec import AttentionSpec
+
+
+def spec_of(**fields) -> AttentionSpec:
+    """A dense call of small sizes on a CPU, with some fields set; S is T and Hkv is Hq unless given."""
+    plain = {"B": 1, "T": 256, "Hq": 2, "D": 64, "dtype": "bfloat16", "scale": 0.125, "platform": "cpu"} | fields
+    sizes = {"S": plain["T"], "Hkv": plain["Hq"], "Dv": plain["D"], "Bkv": plain["B"], "device_kind": ""}
+    return AttentionSpec(**(sizes | plain))
+
+
+def forget_plans() -> None:
+    """Plans are pure, so they are cached: a test that changes a table or a rule must forget them before and after."""
+    from pallas_kernels.mosaic_gpu.plan import plan as mosaic_plan
+    from pallas_kernels.triton.plan import plan as triton_plan
+
+    for function in (mosaic_gpu._plan, triton._plan, mosaic_plan.plan, triton_plan.plan):
+        function.cache_clear()

@@ -1,0 +1,142 @@
+"""The demo: its data and model, that new document boundaries compile nothing, and the whole command at a small size."""
+
+import itertools
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from flax_layers.demo import data
+from flax_layers.demo.__main__ import create_trainer, main
+from flax_layers.demo.model import ByteDecoder, Sizes, document_mask
+from flax_layers.train import Recipe
+from tests.cases.train_cases import counted_compilations
+
+SMALL = Sizes(width=16, layers=2, heads=2, kv_heads=1)
+
+
+@pytest.fixture(scope="module")
+def corpus() -> data.Corpus:
+    return data.read_corpus()
+
+
+def test_corpus_is_split_by_file(corpus: data.Corpus):
+    again = data.read_corpus()
+    assert [len(text) for text in corpus.held_out] == [len(text) for text in again.held_out]
+    assert len(corpus.training) > 8 * len(corpus.held_out) > 0
+    assert not {text.tobytes() for text in corpus.training} & {text.tobytes() for text in corpus.held_out}
+
+
+def test_rows_are_full_of_documents_of_different_lengths(corpus: data.Corpus):
+    rows = list(itertools.islice(data.packed_rows(corpus.training, 4, 512, seed=0), 3))
+    everything = {text.tobytes() for text in corpus.training}
+    for batch in rows:
+        assert batch.tokens.shape == batch.documents.shape == (4, 512)
+        assert batch.tokens.dtype == batch.documents.dtype == np.int32
+        assert set(np.diff(batch.documents).ravel()) <= {0, 1}
+    tokens, documents = rows[0].tokens[0], rows[0].documents[0]
+    sizes = np.bincount(documents)
+    assert sizes.sum() == 512
+    first = tokens[documents == 0].astype(np.uint8).tobytes()
+    assert any(first in text for text in everything)
+    assert len({size for batch in rows for row in batch.documents for size in np.bincount(row)}) > 5
+    again = next(data.packed_rows(corpus.training, 4, 512, seed=0))
+    np.testing.assert_array_equal(again.tokens, rows[0].tokens)
+
+
+def test_unigram_loss_is_the_cross_entropy_of_byte_counts():
+    texts = [np.array([0, 0, 1], np.uint8)]
+    rows = [data.Rows(np.array([[9, 0, 1, 1]]), np.array([[0, 0, 0, 1]]))]  # scores the bytes 0 and 1
+    expected = -(np.log(3 / 259) + np.log(2 / 259)) / 2
+    assert data.unigram_loss(texts, rows) == pytest.approx(expected)
+
+
+def test_block_mask_is_the_dense_mask():
+    documents = np.sort(np.random.default_rng(0).integers(0, 5, (2, 300)), axis=1).astype(np.int32)
+    found = document_mask(jnp.asarray(documents)).to_elements()
+    causal = np.arange(300)[:, None] >= np.arange(300)
+    expected = (documents[:, :, None] == documents[:, None, :]) & causal
+    np.testing.assert_array_equal(found[:, 0], expected)
+
+
+def test_a_byte_sees_only_what_comes_before_it_in_its_document():
+    model = ByteDecoder(SMALL, rngs=nnx.Rngs(0))
+    generator = np.random.default_rng(0)
+    tokens = generator.integers(0, 256, (1, 40)).astype(np.int32)
+    documents = (np.arange(40)[None] >= 25).astype(np.int32)
+    logits = np.asarray(model(tokens, documents))
+    changed = tokens.copy()
+    changed[0, 20] += 1
+    seen = np.abs(np.asarray(model(changed, documents)) - logits).max(axis=(0, 2)) > 1e-6
+    np.testing.assert_array_equal(seen, (np.arange(40) >= 20) & (np.arange(40) < 25))
+
+
+def test_loss_leaves_out_places_before_a_new_document():
+    trainer = create_trainer(ByteDecoder(SMALL, rngs=nnx.Rngs(0)), 1e-3, 1)
+    tokens = np.random.default_rng(0).integers(0, 256, (1, 12)).astype(np.int32)
+    packed = trainer.mean_loss([data.Rows(tokens, (np.arange(12)[None] >= 5).astype(np.int32))])
+    alone = [trainer.mean_loss([data.Rows(part, np.zeros_like(part))]) for part in (tokens[:, :5], tokens[:, 5:])]
+    assert packed == pytest.approx((4 * alone[0] + 6 * alone[1]) / 10, rel=1e-5)
+
+
+def test_every_parameter_gets_a_gradient_and_the_slopes_do():
+    model = ByteDecoder(SMALL, rngs=nnx.Rngs(0))
+    tokens = np.random.default_rng(0).integers(0, 256, (2, 48)).astype(np.int32)
+    gradients = nnx.grad(lambda model: (model(tokens, np.zeros_like(tokens)) ** 2).mean())(model)
+    assert all(np.any(leaf) for leaf in jax.tree.leaves(gradients))
+    for index in range(SMALL.layers):
+        assert np.abs(gradients["blocks"][index]["score_mod"]["slopes"][...]).max() > 0
+
+
+@pytest.mark.parametrize("implementation", ["xla", "reference"])
+def test_steps_with_new_document_boundaries_compile_once(corpus: data.Corpus, implementation: str):
+    steps = 100 if implementation == "xla" else 5
+    trainer = create_trainer(ByteDecoder(SMALL, implementation, rngs=nnx.Rngs(0)), 3e-3, steps)
+    batches = list(itertools.islice(data.packed_rows(corpus.training, 2, 256, seed=0), steps))
+    assert len({batch.documents.tobytes() for batch in batches}) == steps
+    first = float(trainer.step(batches[0]).loss)
+    with counted_compilations() as compiled:
+        losses = [float(trainer.step(batch).loss) for batch in batches[1:]]
+    assert not compiled
+    if steps == 100:
+        assert np.mean(losses[-10:]) < first - 1.5
+
+
+def test_the_count_of_compilations_sees_one():
+    with counted_compilations() as compiled:
+        jax.jit(lambda x: x * 3.25 + 1)(np.ones((3, 7), np.float32))
+    assert compiled
+
+
+def test_schedule_fits_any_number_of_steps():
+    for steps in (1, 2, 1000):
+        rates = [float(Recipe(steps, 1e-3).schedule()(step)) for step in range(steps + 1)]
+        assert max(rates) == pytest.approx(1e-3)
+
+
+def test_whole_demo(tmp_path, capsys):
+    small = "--steps=3 --rows=2 --length=192 --width=16 --layers=1 --heads=2 --kv-heads=1"
+    held_out_loss = main([*small.split(" "), f"--output={tmp_path}"])
+    output = capsys.readouterr()
+    assert 3 < held_out_loss < 7
+    assert f"Held-out loss {held_out_loss:.3f} nats/byte" in output.out
+    assert "a unigram model" in output.out
+    assert "BlockMask(" in output.out
+    assert "\ndef " in output.out
+    assert "from the dense cache" in output.out
+    assert "tokens/s" in output.err
+    for name in ("loss.png", "mask.png"):
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+
+
+def test_command_names_its_options():
+    process = subprocess.run(
+        [sys.executable, "-m", "flax_layers.demo", "--help"], capture_output=True, text=True, check=True
+    )
+    options = "implementation steps rows length width layers heads kv-heads learning-rate cache temperature seed output"
+    for option in options.split():
+        assert f"--{option}" in process.stdout

@@ -1,0 +1,356 @@
+"""Whole runs: they resume exactly, and end with one clear message."""
+
+import json
+import pathlib
+import re
+import signal
+import subprocess
+import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from flax_layers.models import CheckpointError, Decoder, from_pretrained
+from flax_layers.models.checkpoint.config_json import read_config, write_config
+from flax_layers.train import InputError, Interrupted, LossError, Plan, Recipe, Rows, Run, SaveError, Trainer
+from flax_layers.train.__main__ import main
+from flax_layers.train.checkpoints import Checkpoints
+from flax_layers.train.log import Log
+from flax_layers.train.options import parse_options
+from flax_layers.train.shapes import SHAPES
+from tests.cases import train_cases
+from tests.cases.train_cases import VOCABULARY
+
+SMALL = (  # noqa: SIM905
+    "--tokenizer=bytes --sizes=width=16,mlp_width=32,num_heads=4,num_kv_heads=2,head_dim=8,layers=1,max_positions=64 "
+    "--length=32 --batch=8 --steps=6 --learning-rate=0.01 --dtype=float32 --save-every=2 --evaluate-every=3 "
+    "--implementation=xla"
+).split(" ")
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory) -> pathlib.Path:
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_bytes(np.random.default_rng(0).integers(97, 123, 32 * 80, np.uint8).tobytes())
+    return path
+
+
+def losses_of(folder: pathlib.Path, steps: int = 6) -> dict[int, float]:
+    lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "loss" in line] == list(range(1, steps + 1))
+    return {line["step"]: line["loss"] for line in lines if "loss" in line}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(text, tmp_path_factory) -> pathlib.Path:
+    folder = tmp_path_factory.mktemp("undisturbed")
+    loss = main([*SMALL, f"--data={text}", f"--output={folder}"])
+    assert loss is not None
+    assert 2 < loss < 6
+    return folder
+
+
+def test_a_run_writes_its_losses_and_pictures(undisturbed):
+    losses = losses_of(undisturbed)
+    assert losses[6] < losses[1]
+    lines = [json.loads(line) for line in (undisturbed / "log.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "held_out_loss" in line] == [3, 6]
+    assert lines[2]["tokens_per_second"] > 0
+    assert (undisturbed / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert sorted(path.name for path in (undisturbed / "checkpoints").iterdir()) == ["4", "6"]
+
+
+def interrupted_at(step: int, number: int = signal.SIGTERM):
+    """Sends a signal once the progress of a step is known."""
+    finish = Run.finish
+
+    def changed(self):
+        on_step = self.on_step
+
+        def also_interrupt(progress):
+            on_step(progress)
+            if progress.step == step:
+                signal.raise_signal(number)
+
+        self.on_step = also_interrupt
+        finish(self)
+
+    return changed
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_an_interrupted_run_goes_on_with_the_same_losses(text, undisturbed, tmp_path, monkeypatch, capsys, number):
+    arguments = [*SMALL, f"--data={text}", f"--output={tmp_path}"]
+    before = signal.getsignal(number)
+    with monkeypatch.context() as patch:
+        patch.setattr(Run, "finish", interrupted_at(3, number))
+        with pytest.raises(
+            Interrupted, match=rf"{number.name} ended the run after step 3 of 6. The last good .* step 3"
+        ):
+            main(arguments)
+    assert signal.getsignal(number) == before
+    main(arguments)
+    assert "Resuming from step 3" in capsys.readouterr().out
+    assert losses_of(tmp_path) == losses_of(undisturbed)  # to the last bit
+
+
+def test_a_stop_after_the_last_checkpoint_repeats_the_steps_since(text, undisturbed, tmp_path, monkeypatch):
+    """As of a machine that fails: the log is cut back to the checkpoint."""
+    arguments = [*SMALL, f"--data={text}", f"--output={tmp_path}"]
+    report = Run._report
+
+    def fail(self, step, *args):
+        report(self, step, *args)
+        if step == 5:
+            raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Run, "_report", fail)
+        with pytest.raises(MemoryError):
+            main(arguments)
+    main(arguments)
+    assert losses_of(tmp_path) == losses_of(undisturbed)
+
+
+def test_a_checkpoint_of_another_run_is_refused(text, undisturbed):
+    arguments = [*SMALL, f"--data={text}", f"--output={undisturbed}"]
+    wider = SMALL[1].replace("width=16", "width=24", 1)
+    with pytest.raises(
+        InputError, match=r"(?s)another run.*model\.width: 16 in the checkpoint, 24 in this run.*--seed: 0 in"
+    ):
+        main([*arguments, wider, "--seed=1"])
+
+
+def small_run(folder: pathlib.Path, **changes) -> Any:
+    trainer = train_cases.trainer()
+    checkpoints = Checkpoints(folder / "checkpoints", {"model": "small"})
+    changes = {"batch_at": train_cases.batch, "plan": Plan(6, save_every=2), **changes}
+    return Run(trainer, checkpoints=checkpoints, log=Log(folder / "log.jsonl"), **changes)
+
+
+def test_a_full_disk_leaves_the_last_good_checkpoint(text, undisturbed, tmp_path):
+    """In a process of its own: a failed save leaves coroutines of orbax, which would warn in whichever test follows."""
+    arguments = [*SMALL, f"--data={text}", f"--output={tmp_path}", "--schedule-steps=6"]
+    main([*arguments, "--steps=2"])
+    train = [sys.executable, "-m", "flax_layers.train", *arguments, "--steps=6"]
+    small_files = ["sh", "-c", 'ulimit -f 8 && exec "$@"', "sh"]  # no file may grow beyond a few kilobytes
+    process = subprocess.run([*small_files, *train], capture_output=True, text=True, check=False)
+    assert process.returncode == 1
+    assert re.search(r"(?s)error: .*step 4 could not be written.*last good checkpoint is of step 2, ", process.stderr)
+    # Threads of orbax may write on after the failure, into a folder that the next run removes.
+    names = lambda: {path.name for path in (tmp_path / "checkpoints").iterdir()}
+    assert names() - {"4.orbax-checkpoint-tmp"} == {"2"}
+    main([*arguments, "--steps=6"])
+    assert all(name.isdigit() for name in names())
+    assert losses_of(tmp_path) == losses_of(undisturbed)
+
+
+@pytest.mark.skipif(not pathlib.Path("/dev/full").exists(), reason="a Linux device that is always full")
+def test_a_log_that_cannot_be_written_ends_the_run(tmp_path):
+    def fill(progress):
+        if progress.step == 3:
+            run.log.path = pathlib.Path("/dev/full")
+
+    run = small_run(tmp_path, on_step=fill)
+    with pytest.raises(
+        SaveError, match=r"/dev/full could not be .* The last good checkpoint is of step 2, .*/2\. Make"
+    ):
+        run.finish()
+
+
+def test_an_extended_run_has_the_losses_of_one_run(text, undisturbed, tmp_path):
+    arguments = [*SMALL, f"--data={text}", f"--output={tmp_path}", "--schedule-steps=6"]
+    main([*arguments, "--steps=4"])
+    main([*arguments, "--steps=6"])
+    assert losses_of(tmp_path) == losses_of(undisturbed)
+
+
+def test_a_loss_that_is_nan_ends_the_run(tmp_path):
+    def batch_at(step):
+        if step == 4:  # the fifth step computes with a parameter that is NaN
+            parameters = run.trainer.state.parameters
+            parameters["norm.scale"] = parameters["norm.scale"].at[0].set(np.nan)
+        return train_cases.batch(step)
+
+    run = small_run(tmp_path, batch_at=batch_at)
+    with pytest.raises(LossError, match=r"The loss of step 5 is nan.*The last good checkpoint is of step 4, .*/4\. "):
+        run.finish()
+    assert run.checkpoints.latest() == 4
+
+
+def test_a_run_on_a_mesh_goes_on_on_one_device(tmp_path):
+    """A checkpoint holds whole arrays, wherever their parts lay."""
+    first = small_run(tmp_path, plan=Plan(2, save_every=2))
+    first.trainer = train_cases.trainer("data=2,fsdp=2,model=2")
+    first.finish()
+    second = small_run(tmp_path)
+    second.trainer.state = second.checkpoints.restore(second.trainer.state)
+    expected = first.trainer.step(train_cases.batch(2))
+    np.testing.assert_allclose(second.trainer.step(train_cases.batch(2)).loss, expected.loss, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (["--length=65"], "`--length` must be at most the positions of the model, 64. Got 65. Take shorter rows"),
+        (["--mesh=model=4"], r"must divide the heads of the model .* Got num_kv_heads=2 for 4 devices"),
+        (["--mesh=data=3"], r"`--mesh` data=3,fsdp=1,model=1 must divide the rows"),
+        (["--sizes=width=8,depth=2"], r"`--sizes` must be sizes of vocabulary, .* Got 'depth=2'"),
+        (["--sizes=vocabulary=100"], "no more tokens than the model's vocabulary, 100. Got 256"),
+        (["--model=somewhere"], "`--model` says all sizes. Leave out `--sizes` and `--bias`"),
+        (["--mesh=model=2", "--sizes=vocabulary=257"], r"(?s)does not divide .*embed\.embedding \[257, "),
+        (["--export-dtype=float16"], "`--export-dtype` needs `--export`, the folder to write. Got float16"),
+        (["--peak-flops=many"], "`--peak-flops` must be a number, or `measure`. Got 'many'"),
+    ],
+)
+def test_wrong_commands(text, tmp_path, changes: list[str], message: str):
+    with pytest.raises(InputError, match=message):
+        main([*SMALL, f"--data={text}", f"--output={tmp_path}", *changes])
+
+
+def test_a_checkpoint_of_hugging_face_is_trained_on_and_written(tmp_path):
+    source = pathlib.Path(__file__).parents[1] / "goldens" / "llama3"
+    before = from_pretrained(source, param_dtype=jnp.float32)
+    vocabulary = before.config.vocabulary
+    np.save(tmp_path / "tokens.npy", np.random.default_rng(0).integers(0, vocabulary, 32 * 20))
+    options = ["--length=32", "--batch=4", "--steps=3", "--learning-rate=0.01", "--dtype=float32"]
+    more = [
+        f"--model={source}",
+        f"--data={tmp_path}/tokens.npy",
+        f"--output={tmp_path}/out",
+        f"--export={tmp_path}/new",
+    ]
+    main([*options, *more, "--mesh=fsdp=2,model=2"])
+    first = losses_of(tmp_path / "out", steps=3)[1]
+    rows = [Rows(row[None], np.zeros_like(row)[None]) for row in np.load(tmp_path / "tokens.npy").reshape(-1, 32)]
+    untrained = Trainer(before, Recipe(steps=1)).mean_loss(rows)
+    assert first == pytest.approx(untrained, rel=0.1)
+    after = from_pretrained(tmp_path / "new")
+    assert after.embed.embedding.dtype == jnp.bfloat16  # as it was
+    change = np.abs(np.asarray(after.embed.embedding[...]) - np.asarray(from_pretrained(source).embed.embedding[...]))
+    assert 1e-3 < change.max() < 0.1
+
+
+@pytest.mark.parametrize(("options", "dtype"), [([], "float32"), (["--export-dtype=bfloat16"], "bfloat16")])
+def test_a_model_from_scratch_is_exported_in_float32_or_as_told(text, undisturbed, tmp_path, capsys, options, dtype):
+    main([*SMALL, f"--data={text}", f"--output={undisturbed}", f"--export={tmp_path}/new", *options])
+    assert from_pretrained(tmp_path / "new").embed.embedding.dtype == jnp.dtype(dtype)
+    assert json.loads((tmp_path / "new" / "config.json").read_text())["torch_dtype"] == dtype
+    assert f"{tmp_path}/new in {dtype}\n" in capsys.readouterr().out
+
+
+def test_a_checkpoint_of_another_shape_is_refused(tmp_path):
+    source = pathlib.Path(__file__).parents[1] / "goldens" / "llama3"
+    for path in source.iterdir():
+        (tmp_path / path.name).symlink_to(path)
+    (tmp_path / "config.json").unlink()
+    config = json.loads((source / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"intermediate_size": config["intermediate_size"] * 2}))
+    np.save(tmp_path / "tokens.npy", np.zeros(32 * 20, int))
+    with pytest.raises(CheckpointError, match=r"(?s)Nothing was loaded.*with another shape.*gate_proj"):
+        main([f"--model={tmp_path}", f"--data={tmp_path}/tokens.npy", "--length=32", f"--output={tmp_path}/out"])
+
+
+def test_an_empty_corpus(tmp_path):
+    (tmp_path / "empty.txt").touch()
+    with pytest.raises(InputError, match=r"`--data` must hold at least one row of `--length` 32 tokens. Got 0 tokens"):
+        main([*SMALL, f"--data={tmp_path}", f"--output={tmp_path}/out"])
+
+
+def test_tokens_beyond_the_vocabulary(tmp_path):
+    np.full(32 * 20, VOCABULARY * 10, np.uint16).tofile(tmp_path / "tokens.bin")
+    with pytest.raises(InputError, match=r"from 0 to 255, the model's vocabulary. Got 640 at token 0 of .*tokens\.bin"):
+        main([*SMALL, f"--data={tmp_path}/tokens.bin", f"--output={tmp_path}/out"])
+
+
+def test_the_command_ends_with_one_sentence(tmp_path):
+    process = subprocess.run(
+        [sys.executable, "-m", "flax_layers.train", *SMALL, f"--data={tmp_path}/none", f"--output={tmp_path}"],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert process.returncode == 1
+    assert process.stderr.strip().splitlines()[-1] == (
+        f"error: `--data` must name files or folders. There is no {tmp_path}/none."
+    )
+    assert "Traceback" not in process.stderr
+
+
+def test_an_export_that_cannot_be_written_is_refused_before_training(text, tmp_path):
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "thesis.tex").touch()
+    arguments = [*SMALL, f"--data={text}", f"--output={tmp_path}/out"]
+    with pytest.raises(InputError, match="`--export` writes what `transformers` reads, which has no learned bias"):
+        main([*arguments, "--bias=alibi", f"--export={tmp_path}/new"])
+    with pytest.raises(CheckpointError, match=r"must be new, empty or a checkpoint.*holds thesis\.tex"):
+        main([*arguments, f"--export={tmp_path}/full"])
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_every_named_shape_can_be_exported(name):
+    assert read_config(write_config(SHAPES[name])) == SHAPES[name]
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "rule"),
+    [
+        *(
+            (option, 0, "at least 1")
+            for option in ("steps", "schedule-steps", "batch", "held-out-batches", "accumulate", "loss-chunk", "keep")
+        ),
+        *((option, -1, "at least 0") for option in ("warmup", "save-every", "evaluate-every")),
+        *((option, -1.0, "at least 0") for option in ("final-share", "weight-decay")),
+        *((option, 0.0, "more than 0") for option in ("learning-rate", "clip")),
+        ("learning-rate", float("nan"), "more than 0"),
+        ("held-out-share", 1.0, "at least 0 and less than 1"),
+        ("length", 1, "at least 2, a token and the next"),
+    ],
+)
+def test_wrong_numbers(option: str, value: float, rule: str, capsys):
+    with pytest.raises(SystemExit):
+        parse_options(["--data=x", f"--{option}={value}"])
+    assert f"argument --{option}: must be {rule}, got {value}" in capsys.readouterr().err
+
+
+def test_a_log_whose_last_line_is_cut_is_read(tmp_path):
+    path = tmp_path / "log.jsonl"
+    path.write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "lo')
+    log = Log(path, step=2)
+    log.write(step=2, loss=1.0)
+    assert log.curve("loss") == [(1, 2.0), (2, 1.0)]
+
+
+def test_parameters_of_a_narrow_dtype_are_refused():
+    model = Decoder(train_cases.CONFIG, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    with pytest.raises(InputError, match=r"must have float32 parameters to train. Got bfloat16. Pass `param_dtype"):
+        Trainer(model, Recipe(steps=1))
+
+
+def test_a_restored_state_takes_the_place_of_the_first(tmp_path):
+    run = small_run(tmp_path, plan=Plan(1, save_every=1))
+    run.finish()
+    before = jax.tree.leaves(run.trainer.state)
+    expected = float(run.trainer.state.parameters["norm.scale"].sum())
+    like = run.trainer.release_state()
+    assert all(array.is_deleted() for array in before)
+    run.trainer.state = run.checkpoints.restore(like)
+    assert float(run.trainer.state.parameters["norm.scale"].sum()) == expected
+    assert jax.tree.map(lambda x: x.sharding, run.trainer.state) == jax.tree.map(lambda x: x.sharding, like)
+
+
+def test_an_interrupted_run_without_checkpoints_does_not_promise_to_go_on():
+    run = Run(
+        train_cases.trainer(), train_cases.batch, Plan(3), on_step=lambda progress: signal.raise_signal(signal.SIGINT)
+    )
+    with pytest.raises(Interrupted, match=r"SIGINT ended the run after step \d of 3. Nothing was saved\.$"):
+        run.finish()
+
+
+def test_a_mesh_without_an_axis_is_refused():
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    with pytest.raises(InputError, match=r"`mesh` must have the axes data, fsdp, model. Got data. Make it with"):
+        Trainer(train_cases.build(), Recipe(steps=1), mesh=mesh)
