@@ -11,8 +11,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plg
 from jax.typing import DTypeLike
 
-from pallas_kernels.mosaic_gpu import smem
-from pallas_kernels.mosaic_gpu.score import inline_ptx
+from pallas_kernels.mosaic_gpu import inline_ptx, smem
 from pallas_kernels.types import Index, Ref, RegisterLayout
 
 # Register budget of a thread, set by setmaxnreg: two consumer warp groups and one producer share 65536 registers.
@@ -36,11 +35,11 @@ class Ring(NamedTuple):
     @classmethod
     def declare(cls, stages: int, rows: int, sizes: tuple[int, ...], dtype: DTypeLike, readers: int) -> Ring:
         """Declares a ring for rows of these sizes; `readers` consumer warp groups release each stage."""
-        return cls.of(tuple(smem.tiled((stages, rows, size), dtype) for size in sizes), readers)
+        return cls.from_tiles(tuple(smem.tiled((stages, rows, size), dtype) for size in sizes), readers)
 
     @classmethod
-    def of(cls, tiles: tuple[Ref, ...], readers: int) -> Ring:
-        """The same for tiles that are already declared."""
+    def from_tiles(cls, tiles: tuple[Ref, ...], readers: int) -> Ring:
+        """A ring of tiles that are already declared."""
         stages = tiles[0].shape[0]
         full = smem.declared(plg.Barrier(num_arrivals=len(tiles), num_barriers=stages))
         return cls(tiles, full, smem.declared(plg.Barrier(num_arrivals=readers, num_barriers=stages)))

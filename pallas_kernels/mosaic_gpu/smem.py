@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import cast
+from typing import Any, cast
 
+import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plg
 from jax.typing import DTypeLike
 
 from pallas_kernels.spec import AttentionSpec
-from pallas_kernels.types import Axis, Index, Ref
+from pallas_kernels.types import Axis, Index, Ref, RegisterLayout
 
 LIMIT = 232448  # bytes that a CTA may have on Hopper: 227 KiB
 BARRIER_BYTES = 8  # bytes
@@ -52,6 +53,12 @@ def tiled(shape: tuple[int, ...], dtype: DTypeLike, swizzle: int | None = None) 
 def declared(x: pl.MemoryRef | plg.Barrier) -> Ref:
     """A declaration of scratch, with the type of what a kernel gets in its place."""
     return cast("Ref", x)
+
+
+def load(ref: Ref, layout: RegisterLayout) -> jax.Array:
+    """Loads an array of shared memory into registers."""
+    load_: Any = plg.load  # jax < 0.11: wants an index
+    return load_(ref, layout=layout)
 
 
 def bytes_of(declared: Iterable[Ref]) -> int:

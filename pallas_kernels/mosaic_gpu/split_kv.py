@@ -16,7 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.mosaic_gpu import smem
-from pallas_kernels.mosaic_gpu.launch import WARP_GROUP, flatten_captured, launch
+from pallas_kernels.mosaic_gpu.launch import WARP_GROUP, flatten_captured, launch, output
 from pallas_kernels.mosaic_gpu.score import scores
 from pallas_kernels.mosaic_gpu.work_items import TILE_KEYS, Item, num_ctas, over_items
 from pallas_kernels.spec import AttentionSpec, Operands
@@ -93,7 +93,7 @@ class Static(NamedTuple, Generic[P, I, S]):
     spec: AttentionSpec
     packing: P
     rows: int
-    captured: scores.Captured
+    captured: scores.CapturedShapes
     arrays: I
     outputs: tuple[Ref, ...]
     scratch: S
@@ -174,13 +174,12 @@ def attend(
       arrays: The inputs; captured arrays have their shapes.
       scratch: Declarations of shared memory and barriers.
     """
-    shape = jax.ShapeDtypeStruct
-    outputs = [shape((queries, spec.Hq, spec.Dv), spec.out_dtype), shape((queries, spec.Hq), jnp.float32)]
+    outputs = [output((queries, spec.Hq, spec.Dv), spec.out_dtype), output((queries, spec.Hq), jnp.float32)]
     if sizes.slots:
         slots = (sizes.slots, spec.Hkv, rows)
-        outputs += [shape((*slots, spec.Dv), jnp.float32), shape(slots, jnp.float32)]
+        outputs += [output((*slots, spec.Dv), jnp.float32), output(slots, jnp.float32)]
     of_mods = arrays.of_mods()
-    flat, captured = flatten_captured(of_mods), scores.Captured.of(of_mods)
+    flat, captured = flatten_captured(of_mods), scores.CapturedShapes.from_operands(of_mods)
 
     def kernel(cta_id: Index, arrays: Any, outputs: tuple[Ref, ...], scratch: Any) -> None:
         static = Static(spec, packing, rows, captured, arrays, tuple(outputs), scratch, cta_id)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.mosaic_gpu.tile_order import NUM_SMS
+from pallas_kernels.mosaic_gpu.launch import NUM_SMS
 from pallas_kernels.spec import AttentionSpec
 from pallas_kernels.types import Axis, Index, Ref
 

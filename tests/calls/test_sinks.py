@@ -140,8 +140,8 @@ def test_minus_infinity_changes_nothing(backend):
 @pytest.mark.parametrize("row_max", [None, 0.0], ids=["running", "bounded"])
 def test_epilogue_for_hopper(monkeypatch, row_max):
     """Its arithmetic, in base 2, for rows of many, few and no scores, where scores have a row_max and where a bound."""
+    from pallas_kernels.mosaic_gpu import inline_ptx
     from pallas_kernels.mosaic_gpu.forward import step
-    from pallas_kernels.mosaic_gpu.score import inline_ptx
 
     monkeypatch.setattr(inline_ptx, "exp2", lambda layout, x: jnp.exp2(x))
     scores = jnp.array([[3.0, -1.0, 2.5], [-40.0, -41.0, -jnp.inf], [-jnp.inf] * 3])

@@ -82,7 +82,7 @@ def test_is_refused_off_hopper():
 @NEEDS_011
 @pytest.mark.parametrize(("version", "refused"), [(12080, "12.8.0"), (12090, "12.9.0"), (12091, None), (None, None)])
 def test_refuses_cuda_that_miscompiles(monkeypatch, version, refused):
-    from pallas_kernels.mosaic_gpu import cuda_version as toolkit
+    from pallas_kernels.mosaic_gpu.plan import limits as toolkit
 
     monkeypatch.setattr(toolkit, "_runtime_version", lambda: version)
     reason = chosen(1024).reasons.get("mosaic_gpu")

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pallas_kernels.mosaic_gpu.tile_order import NUM_SMS, Grid
+from pallas_kernels.mosaic_gpu.launch import NUM_SMS, Grid
 
 MOST = 5000  # one size for all, so that nothing is compiled twice
 

@@ -26,12 +26,11 @@ from jax.experimental.pallas import mosaic_gpu as plg
 from jflex._jax import custom_vjp
 from jflex.backends.gpu import mosaic_gpu as adapter
 from jflex.paged import run as paged_run
-from pallas_kernels.mosaic_gpu import split_kv, work_items
+from pallas_kernels.mosaic_gpu import global_rows, inline_ptx, split_kv, work_items
 from pallas_kernels.mosaic_gpu.backward import captured, dkv, dq
 from pallas_kernels.mosaic_gpu.forward import kernel as forward_kernel
 from pallas_kernels.mosaic_gpu.forward import scheduler
 from pallas_kernels.mosaic_gpu.launch import WARP_GROUP
-from pallas_kernels.mosaic_gpu.score import global_rows, inline_ptx
 
 SECONDS = 120.0  # after which a warp group that waits is stuck
 TMA_IS_LATE = False  # a copy into shared memory is there at once, or only when a warp group waits for it
@@ -201,17 +200,17 @@ class Cta:
             self.changed.notify_all()
 
 
-def _launch(kernel, inputs, outputs, scratch, *, name, num_ctas, warp_groups) -> list[jax.Array]:
+def _launch(kernel, inputs, outputs, scratch, *, name, num_ctas, warp_groups):
     """As `pallas_kernels.mosaic_gpu.launch.launch`; CTAs run one after the other."""
     del name
     flat, tree = jax.tree.flatten(inputs)
     arrays = [np.array(x[...] if isinstance(x, jax.Ref) else x) for x in flat]
-    results = [_garbage(x) for x in outputs]
+    results = jax.tree.map(_garbage, outputs)
     for number in range(num_ctas):
         cta = Cta()
         declared = jax.tree.map(functools.partial(_declared, cta), scratch)
         refs = jax.tree.unflatten(tree, [Memory(x) for x in arrays])
-        body = functools.partial(kernel, jnp.int32(number), refs, [Memory(x) for x in results], declared)
+        body = functools.partial(kernel, jnp.int32(number), refs, jax.tree.map(Memory, results), declared)
         threads = [threading.Thread(target=_run, args=(cta, group, body)) for group in range(warp_groups)]
         for thread in threads:
             thread.start()
@@ -222,7 +221,7 @@ def _launch(kernel, inputs, outputs, scratch, *, name, num_ctas, warp_groups) ->
     for x, array in zip(flat, arrays, strict=True):
         if isinstance(x, jax.Ref):
             x[...] = jnp.asarray(array)
-    return [jnp.asarray(x) for x in results]
+    return jax.tree.map(jnp.asarray, results)
 
 
 def _run(cta: Cta, group: int, body: Callable[[], None]) -> None:

@@ -73,8 +73,8 @@ class MosaicGpu(Backend):
             spec = dataclasses.replace(spec, stats=())
         own = _own(spec, requested)
         rest = None
-        if own.left is not None:
-            rest = triton_here(spec).backward(spec, inputs, saved, d_saved, own.left)
+        if own.deferred is not None:
+            rest = triton_here(spec).backward(spec, inputs, saved, d_saved, own.deferred)
             if own.backward is None:
                 return rest
         gradients = _own_gradients(spec, own, inputs, saved, d_saved)
@@ -110,19 +110,19 @@ def _plan(spec: AttentionSpec, requested: GradientRequest | None) -> Plan | Refu
         return own
     if own.spec.needs_marks and (missing := triton_here(spec).limit_of_compiler(spec)) is not None:
         return Refusal(f"the kernels of Triton recompute what NaN reached, and {missing} (or `contain_nan=False`)")
-    if own.left is not None:
-        others = triton_here(spec).plan(spec, own.left)
+    if own.deferred is not None:
+        others = triton_here(spec).plan(spec, own.deferred)
         if isinstance(others, Refusal):
             return dataclasses.replace(
                 others,
-                reason=f"for gradients, {own.left_reason}; and of '{triton_here(spec).name}': {others.reason}",
+                reason=f"for gradients, {own.deferred_reason}; and of '{triton_here(spec).name}': {others.reason}",
                 mod=None,
             )
-    all_left = own.left is not None and own.backward is None
+    all_left = own.deferred is not None and own.backward is None
     return Plan(
         functools.partial(_describe, own, spec),
         own,
-        GradientsBy(triton_here(spec).name, own.left_reason) if all_left else None,
+        GradientsBy(triton_here(spec).name, own.deferred_reason) if all_left else None,
     )
 
 
@@ -135,9 +135,9 @@ def _decoded(spec: AttentionSpec) -> Plan | None:
 def _describe(own: mosaic_plan.Plan, spec: AttentionSpec) -> str:
     decoded = _decoded(spec)
     text = own.describe(None if decoded is None else decoded.describe())
-    if own.left is None or own.backward is None:
+    if own.deferred is None or own.backward is None:
         return text
-    return f"{text}; gradients of arrays that {own.left_reason} by '{triton_here(own.spec).name}'"
+    return f"{text}; gradients of arrays that {own.deferred_reason} by '{triton_here(own.spec).name}'"
 
 
 def _own(spec: AttentionSpec, requested: GradientRequest | None) -> mosaic_plan.Plan:

@@ -1,4 +1,4 @@
-"""What the Hopper kernel for shared captured arrays computes: its CTAs, tiles and shared memory; see `captured`."""
+"""Work of the Hopper kernel for shared captured arrays: its CTAs, tiles and shared memory; see `captured`."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from jax.typing import DTypeLike
 
 from pallas_kernels.config import Tiles
 from pallas_kernels.mosaic_gpu import smem
+from pallas_kernels.mosaic_gpu.launch import NUM_SMS
 from pallas_kernels.mosaic_gpu.pipeline import Ring
-from pallas_kernels.mosaic_gpu.plan.cost import is_heavy
 from pallas_kernels.mosaic_gpu.score import bias_gradients, bias_tiles
-from pallas_kernels.mosaic_gpu.tile_order import NUM_SMS
+from pallas_kernels.mosaic_gpu.score.support import is_heavy
 from pallas_kernels.program.broadcast_axes import BroadcastAxes
 from pallas_kernels.program.cotangents import covers, stores
 from pallas_kernels.program.ir import Node, reachable
@@ -30,13 +30,12 @@ STEPS_OF_A_CTA = 3  # which take as long as its start and its end: an estimate
 MIN_SUMMED = 4  # tiles of scores that a sum has at least: with fewer a CTA would mostly start and end (an estimate)
 
 
-class Work(NamedTuple):
-    """What a launch computes.
+class CapturedWork(NamedTuple):
+    """The work of a launch.
 
     Attributes:
-      axes: What is summed over: the batch, the heads, or both.
+      axes: The axes of the sum: the batch, the heads, or both.
       loads: The loads, which are constant along these axes.
-      tiles: Of the kernel.
       splits: CTAs that share a tile of scores.
     """
 
@@ -46,12 +45,14 @@ class Work(NamedTuple):
     splits: int
 
     @classmethod
-    def of(cls, spec: AttentionSpec, tiles: Tiles, group: tuple[BroadcastAxes, tuple[Node, ...]]) -> Work:
+    def from_group(
+        cls, spec: AttentionSpec, tiles: Tiles, group: tuple[BroadcastAxes, tuple[Node, ...]]
+    ) -> CapturedWork:
         """The work of a group of `LoadGroups.repeated`, with as many splits as make it shortest."""
-        whole = cls(*group, tiles, 1)
-        ctas, summed = math.prod(whole.grid(spec)), whole.summed(spec)
+        unsplit = cls(*group, tiles, 1)
+        ctas, summed = math.prod(unsplit.grid(spec)), unsplit.summed(spec)
         steps = lambda n: -(-ctas * n // NUM_SMS) * (-(-summed // n) + STEPS_OF_A_CTA)
-        return whole._replace(splits=min(range(1, min(summed, MAX_SPLITS) + 1), key=steps))
+        return unsplit._replace(splits=min(range(1, min(summed, MAX_SPLITS) + 1), key=steps))
 
     def grid(self, spec: AttentionSpec) -> tuple[int, int, int, int, int]:
         """Splits, batch entries and heads that have a sum of their own, tiles of queries, tiles of keys."""
@@ -64,7 +65,7 @@ class Work(NamedTuple):
         )
 
     def summed(self, spec: AttentionSpec) -> int:
-        """How many tiles of scores are summed."""
+        """Tiles of scores in a sum."""
         return (spec.B if self.axes.batch else 1) * (spec.Hq if self.axes.heads else 1)
 
     def is_resident(self, bias: Sequence[bias_tiles.BiasLoad]) -> bool:
@@ -73,7 +74,7 @@ class Work(NamedTuple):
         return not any(n.op == "input" and n.value in walked for x in bias for n in reachable([x.load]))
 
 
-class Scratch(NamedTuple):
+class CapturedScratch(NamedTuple):
     """Shared memory and barriers of a CTA.
 
     Attributes:
@@ -99,20 +100,20 @@ def supports(spec: AttentionSpec, group: tuple[BroadcastAxes, tuple[Node, ...]])
     if summed < MIN_SUMMED:
         return False
 
-    def is_whole(load: Node) -> bool:
-        of_tile = bias_gradients.bias_load(spec, load) is not None and stores(spec, loads, load, axes)
-        return of_tile and covers(spec, load, spec.score_shapes[load.value])
+    def covers_array(load: Node) -> bool:
+        is_pair_bias = bias_gradients.bias_load(spec, load) is not None and stores(spec, loads, load, axes)
+        return is_pair_bias and covers(spec, load, spec.score_shapes[load.value])
 
-    return not axes.diagonal and all(map(is_whole, loads))
+    return not axes.diagonal and all(map(covers_array, loads))
 
 
-def declare(spec: AttentionSpec, work: Work, dtype: DTypeLike, *, with_query: bool) -> Scratch | None:
+def declare(spec: AttentionSpec, work: CapturedWork, dtype: DTypeLike, *, with_query: bool) -> CapturedScratch | None:
     """The scratch of a CTA; None if it does not fit."""
     tiles, groups = work.tiles, work.tiles.num_warps // 4
     rows = tiles.block_q // groups
     bias = bias_tiles.bias_loads(spec)
 
-    def made(stages: int, loaded: tuple[Ref, ...]) -> Scratch:
+    def make(stages: int, bias_refs: tuple[Ref, ...]) -> CapturedScratch:
         stream = (
             smem.tiled((stages, tiles.block_q, spec.D), dtype),
             smem.tiled((stages, tiles.block_q, spec.Dv), dtype),
@@ -120,16 +121,16 @@ def declare(spec: AttentionSpec, work: Work, dtype: DTypeLike, *, with_query: bo
             smem.tiled((stages, tiles.block_kv, spec.Dv), dtype),
             smem.declared(plg.SMEM((stages, 2, tiles.block_q), jnp.float32)),
         )
-        return Scratch(
-            Ring.of(stream, groups),
-            Ring.of(loaded, groups) if loaded else None,
+        return CapturedScratch(
+            Ring.from_tiles(stream, groups),
+            Ring.from_tiles(bias_refs, groups) if bias_refs else None,
             smem.tiled((groups, rows, spec.D), jnp.float32) if with_query else None,
         )
 
     for with_bias in (True, False) if bias else (False,):
         for stages in range(tiles.num_stages, 1, -1):
-            loaded = bias_tiles.declare(spec, tiles, 1 if work.is_resident(bias) else stages) if with_bias else ()
-            scratch = made(stages, loaded)
+            bias_stages = 1 if work.is_resident(bias) else stages
+            scratch = make(stages, bias_tiles.declare(spec, tiles, bias_stages) if with_bias else ())
             if smem.bytes_of(jax.tree.leaves(scratch)) <= smem.LIMIT:
                 return scratch
     return None

@@ -8,8 +8,7 @@ A operand of the dQ GEMM straight from registers.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Generic, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,12 +21,12 @@ from pallas_kernels import block_walk
 from pallas_kernels.config import Tiles
 from pallas_kernels.gradients import Rows, score_mod_vjp, weights_vjp
 from pallas_kernels.marks import mark
-from pallas_kernels.mosaic_gpu import padding, smem
+from pallas_kernels.mosaic_gpu import smem
 from pallas_kernels.mosaic_gpu.backward.stream import (
     DELTA,
     LSE,
+    BackwardStatic,
     RowStats,
-    Static,
     accumulator,
     load_vector,
     pack_row_stats,
@@ -35,30 +34,52 @@ from pallas_kernels.mosaic_gpu.backward.stream import (
     wait_and_get,
     wait_and_get_all,
 )
-from pallas_kernels.mosaic_gpu.launch import WARP_GROUP, flatten_captured, launch
+from pallas_kernels.mosaic_gpu.launch import WARP_GROUP, Grid, flatten_captured, launch, output
 from pallas_kernels.mosaic_gpu.pipeline import CONSUMER_REGISTERS, PRODUCER_REGISTERS, Ring
 from pallas_kernels.mosaic_gpu.score import bias_gradients, bias_tiles, scores
 from pallas_kernels.mosaic_gpu.score.tile import ROW
-from pallas_kernels.mosaic_gpu.tile_order import Grid
 from pallas_kernels.program.build import Derivative
 from pallas_kernels.program.cotangents import LoadGroups
 from pallas_kernels.spec import AttentionSpec, Operands
-from pallas_kernels.types import Accumulator, Index, Location, Ref
+from pallas_kernels.types import A, Accumulator, Index, Location, Ref
 
 
-class DqOutputs(NamedTuple):
-    """dQ; cotangents [B, Hq, T] of ``groups.rows``; gradients of the arrays of ``groups.stores``.
+class DqOutputs(NamedTuple, Generic[A]):
+    """The outputs of the kernel: arrays, their shapes, or in the kernel refs.
 
-    And marks of queries, [B, Hq, T], or None where nothing is masked.
+    Attributes:
+      query: dQ, in the layout and dtype of the query.
+      stores: Gradients of the arrays of ``groups.stores``, by position there. In a launch [leading, padded T, padded
+        S], without those that zeros among the inputs collect.
+      rows: Cotangents [B, Hq, T] of ``groups.rows``; in a launch T is rounded up to whole tiles.
+      marks: Marks of queries, likewise; None where nothing is masked.
     """
 
-    query: jax.Array
-    rows: list[jax.Array]
-    stores: list[jax.Array]
-    marks: jax.Array | None
+    query: A
+    stores: dict[int, A]
+    rows: list[A]
+    marks: A | None
 
 
-class Scratch(NamedTuple):
+class DqInputs(NamedTuple, Generic[A]):
+    """The inputs of the kernel.
+
+    Attributes:
+      arrays: The operands.
+      order: The order of tiles, [list batch, list heads, tiles]; None without a mask.
+      row_stats: dO, lse and delta.
+      bias: Sources of bias tiles.
+      zeros: Zeros [leading, padded T, padded S], by position in ``groups.stores``, unless all of it is written.
+    """
+
+    arrays: Operands[A]
+    order: A | None
+    row_stats: RowStats[A]
+    bias: list[A]
+    zeros: dict[int, A]
+
+
+class DqScratch(NamedTuple):
     """Shared memory and barriers of a CTA.
 
     Attributes:
@@ -82,8 +103,8 @@ class Scratch(NamedTuple):
     bias: Ring | None
 
 
-class Own(NamedTuple):
-    """What a consumer warp group holds of its queries.
+class QueryTile(NamedTuple):
+    """Per-warp-group query state.
 
     Attributes:
       queries: [rows, D], in shared memory.
@@ -104,12 +125,12 @@ class Own(NamedTuple):
     stored: bias_gradients.BiasGradients
 
 
-def declare(spec: AttentionSpec, tiles: Tiles, dtype: DTypeLike, loads: LoadGroups) -> Scratch:
+def declare(spec: AttentionSpec, tiles: Tiles, dtype: DTypeLike, loads: LoadGroups) -> DqScratch:
     """The scratch of a CTA."""
     groups = tiles.num_warps // 4
     rows = tiles.block_q // groups
     make = functools.partial(
-        Scratch,
+        DqScratch,
         smem.tiled((groups, rows, spec.D), dtype),
         smem.tiled((groups, rows, spec.Dv), dtype),
         smem.declared(plg.SMEM((groups, rows), jnp.float32)),
@@ -128,85 +149,75 @@ def dq(
     rows: Rows[jax.Array],
     derivative: Derivative | None,
     groups: LoadGroups,
-) -> DqOutputs:
-    """Computes dQ, in the layout and dtype of the query, and cotangents of loads.
+) -> DqOutputs[jax.Array]:
+    """Computes dQ, and cotangents of loads by query, or by query and key.
 
     Args:
       spec: The spec, with padded head sizes.
-      tiles: Of the kernel: 64 queries for each consumer warp group.
+      tiles: 64 queries for each consumer warp group.
       arrays: The operands of the forward pass, padded.
       rows: dO [B, T, Hq, Dv] or [B, Hq, T, Dv]; lse and delta [B, Hq, T].
       derivative: Of the score mod; None without one.
       groups: Loads of captured arrays with requested gradients.
     """
-    static = Static.of(spec, tiles, arrays, derivative, groups)
-    row_tiles = pl.cdiv(spec.T, tiles.block_q)
-    per_row = jax.ShapeDtypeStruct((spec.B, spec.Hq, row_tiles * tiles.block_q), jnp.float32)
-    declared = declare(spec, tiles, arrays.query.dtype, groups)
+    static = BackwardStatic.from_operands(spec, tiles, arrays, derivative, groups)
+    grid, scratch = _grid(static), declare(spec, tiles, arrays.query.dtype, groups)
+    per_row = output((spec.B, spec.Hq, grid.tiles * tiles.block_q), jnp.float32)
     zeros = bias_gradients.zeros(spec, groups.stores)
-    whole = [n for n, ref in zip(groups.stores, zeros, strict=True) if ref is None]
-    loads = () if declared.bias is None else bias_tiles.bias_loads(spec)
-    bias = [load.of(arrays.score_operands) for load in loads]
-    d_query, *sums = launch(
+    loads = () if scratch.bias is None else bias_tiles.bias_loads(spec)
+    shapes = DqOutputs(
+        output(arrays.query.shape, arrays.query.dtype),
+        {
+            i: output(bias_gradients.padded_shape(spec, load), load.dtype)
+            for i, load in enumerate(groups.stores)
+            if i not in zeros
+        },
+        [per_row for _ in groups.rows],
+        per_row if spec.needs_marks else None,
+    )
+    outputs = launch(
         functools.partial(_kernel, static),
-        (
+        DqInputs(
             flatten_captured(arrays),
             block_walk.row_order(spec, tiles, arrays),
             pack_row_stats(rows, tiles.block_q),
-            bias,
-            zeros,
+            [load.source(arrays.score_operands) for load in loads],
+            zeros,  # pyright: ignore[reportArgumentType]  (of JAX's own type of refs)
         ),
-        [
-            padding.like_rows(arrays.query, spec.D),
-            *(bias_gradients.shape_of(spec, load) for load in whole),
-            *(per_row for _ in groups.rows),
-            *([per_row] if spec.needs_marks else []),
-        ],
-        declared,
+        shapes,
+        scratch,
         name="jflex_backward_dq_sm90",
-        num_ctas=_grid(static).size,
+        num_ctas=grid.size,
         warp_groups=static.warp_groups + 1,
     )
-    filled = iter(sums[: len(whole)])
-    stored = [next(filled) if ref is None else jax.freeze(ref) for ref in zeros]
-    stored = [bias_gradients.without_padding(spec, n, x) for n, x in zip(groups.stores, stored, strict=True)]
-    by_row = [x[..., : spec.T] for x in sums[len(whole) :]]
-    return DqOutputs(d_query, by_row[: len(groups.rows)], stored, by_row[-1] if spec.needs_marks else None)
+    stores = outputs.stores | {i: jax.freeze(ref) for i, ref in zeros.items()}
+    return outputs._replace(
+        stores={i: bias_gradients.without_padding(spec, groups.stores[i], x) for i, x in stores.items()},
+        rows=[x[..., : spec.T] for x in outputs.rows],
+        marks=None if outputs.marks is None else outputs.marks[..., : spec.T],
+    )
 
 
-def _grid(static: Static) -> Grid:
+def _grid(static: BackwardStatic) -> Grid:
     return Grid(static.spec.B, static.spec.Hq, pl.cdiv(static.spec.T, static.tiles.block_q))
 
 
 def _kernel(
-    static: Static,
-    cta_id: Index,
-    inputs: tuple[
-        Operands[Ref], Ref | None, RowStats[Ref], list[Ref], list[Ref | None]
-    ],  # operands, tile order [list batch, list heads, tiles] or None, `RowStats`, sources of bias tiles, and for each
-    # of `groups.stores` zeros [leading, padded T, padded S] or None
-    outputs: tuple[
-        Ref, ...
-    ],  # dQ like the query, an array where zeros are None, [B, Hq, rounded up T] for each of `groups.rows` and marks
-    scratch: Scratch,
+    static: BackwardStatic, cta_id: Index, inputs: DqInputs[Ref], outputs: DqOutputs[Ref], scratch: DqScratch
 ) -> None:
-    arrays, order, row_stats, refs, zeros = inputs
-    d_query, *outs = outputs
-    stored = [outs.pop(0) if ref is None else ref for ref in zeros]
     grid = _grid(static)
     b, h, tile = grid.unravel(cta_id)
-    location = (b, h, block_walk.row_at(static.spec, order, b, h, tile, grid.tiles))
+    location = (b, h, block_walk.row_at(static.spec, inputs.order, b, h, tile, grid.tiles))
     group = lax.axis_index(WARP_GROUP)
-    compute = functools.partial(_consume, static, arrays, row_stats, location, (d_query, stored, outs), scratch, group)
-    pl.when(group == static.warp_groups)(lambda: _produce(static, arrays, refs, location, scratch))
-    pl.when(group < static.warp_groups)(compute)
+    pl.when(group == static.warp_groups)(lambda: _produce(static, inputs, location, scratch))
+    pl.when(group < static.warp_groups)(lambda: _consume(static, inputs, location, outputs, scratch, group))
 
 
-def _produce(static: Static, arrays: Operands[Ref], refs: list[Ref], location: Location, scratch: Scratch) -> None:
+def _produce(static: BackwardStatic, inputs: DqInputs[Ref], location: Location, scratch: DqScratch) -> None:
     """Producer warp group: loads keys, values and bias tiles by TMA."""
     plg.set_max_registers(PRODUCER_REGISTERS, action="decrease")
-    spec, q_first = static.spec, location[2] * static.tiles.block_q
-    bias_at = static.bias(arrays, refs).of_head(*location[:2])
+    spec, arrays, q_first = static.spec, inputs.arrays, location[2] * static.tiles.block_q
+    bias_at = static.bias(arrays, inputs.bias).sources_of_head(*location[:2])
     b, h = (location[0] if spec.Bkv > 1 else 0), lax.div(location[1], jnp.int32(spec.group))
 
     def step(i: Index, first: Index, _: bool) -> Index:
@@ -221,23 +232,22 @@ def _produce(static: Static, arrays: Operands[Ref], refs: list[Ref], location: L
 
 
 def _consume(
-    static: Static,
-    arrays: Operands[Ref],
-    row_stats: RowStats[Ref],
+    static: BackwardStatic,
+    inputs: DqInputs[Ref],
     location: Location,
-    outputs: tuple[Ref, Sequence[Ref], Sequence[Ref]],
-    scratch: Scratch,
+    outputs: DqOutputs[Ref],
+    scratch: DqScratch,
     group: jax.Array,
 ) -> None:
     """Consumer warp group: prologue, mainloop over tiles of keys, and epilogue of its 64 queries."""
     plg.set_max_registers(CONSUMER_REGISTERS, action="increase")
-    spec, tiles = static.spec, static.tiles
+    spec, tiles, arrays, row_stats = static.spec, static.tiles, inputs.arrays, inputs.row_stats
     b, h, row = location
     rows = tiles.block_q // static.warp_groups
     first = row * tiles.block_q + group * rows
-    own = (scratch.queries.at[group], scratch.d_out.at[group])
+    queries, d_out = scratch.queries.at[group], scratch.d_out.at[group]  # [rows, D], [rows, Dv]
     at = smem.rows_at(spec, b, h, first, rows)
-    for source, ref in zip((arrays.query, row_stats.d_out), own, strict=True):
+    for source, ref in ((arrays.query, queries), (row_stats.d_out, d_out)):
         plg.copy_gmem_to_smem(source.at[at], ref, scratch.full.at[group])
     lse_log2, delta = (-load_vector(row_stats.stats.at[b, h, which, pl.ds(first, rows)], ROW) for which in (LSE, DELTA))
     prepared = scores.prepare(
@@ -251,61 +261,69 @@ def _consume(
         may_end=spec.T % tiles.block_q != 0,
         nodes=static.nodes,
     )
-    staged = [ref.at[group] for ref in scratch.stored]
-    stored = bias_gradients.BiasGradients.of(spec, static.groups.stores, staged, outputs[1], prepared.score, first)
+    targets = outputs.stores | inputs.zeros
+    stored = bias_gradients.BiasGradients.from_loads(
+        spec,
+        static.groups.stores,
+        [ref.at[group] for ref in scratch.stored],
+        [targets[i] for i in range(len(targets))],
+        prepared.score,
+        first,
+    )
     plg.barrier_wait(scratch.full.at[group])
 
     def walk(d_query: Accumulator) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-        held = Own(*own, pl.ds(group * rows, rows), lse_log2, delta, d_query, stored)
-        step = functools.partial(_step, static, prepared, scratch, held)
+        tile = QueryTile(queries, d_out, pl.ds(group * rows, rows), lse_log2, delta, d_query, stored)
+        step = functools.partial(_step, static, prepared, scratch, tile)
         sums = tuple(plg.layout_cast(jnp.zeros((rows,), jnp.float32), ROW) for _ in static.groups.rows)
         _, sums = block_walk.over_keys(spec, tiles, arrays, location, (jnp.int32(0), sums), step)
         return d_query[...] * spec.scale, sums
 
     d_q, sums = pl.run_scoped(walk, accumulator(rows, spec.D))
-    if spec.needs_marks:
-        sums = (*sums, mark(d_q))
-    for ref, x in zip(outputs[2], sums, strict=True):
+    vectors = list(zip(outputs.rows, sums, strict=True))
+    if outputs.marks is not None:
+        vectors.append((outputs.marks, mark(d_q)))
+    for ref, x in vectors:
         store_sums(scratch.sums.at[group], ref.at[b, h, pl.ds(first, rows)], x)
-    own[0][...] = d_q.astype(own[0].dtype)
+    queries[...] = d_q.astype(queries.dtype)  # dQ is staged over the queries
     plg.commit_smem()
-    plg.copy_smem_to_gmem(own[0], outputs[0].at[at])
+    plg.copy_smem_to_gmem(queries, outputs.query.at[at])
     plg.wait_smem_to_gmem(0, wait_read_only=True)
 
 
 def _step(
-    static: Static,
+    static: BackwardStatic,
     prepared: scores.Scores,
-    scratch: Scratch,
-    own: Own,
+    scratch: DqScratch,
+    query_tile: QueryTile,
     state: tuple[Index, tuple[jax.Array, ...]],
     first: Index,
     is_partial: bool,
 ) -> tuple[Index, tuple[jax.Array, ...]]:
-    """Mainloop step over a tile of keys; the state is how many came before, and the cotangents of loads by query."""
+    """Mainloop step over a tile of keys; the state counts tiles, and sums the cotangents of loads by query."""
     i, sums = state
-    lse_log2, delta = (lax.broadcast_in_dim(x, prepared.tile, (0,)) for x in (own.lse_log2, own.delta))
-    keys = wait_and_get(scratch.keys, i)
+    lse_log2, delta = (lax.broadcast_in_dim(x, prepared.tile, (0,)) for x in (query_tile.lse_log2, query_tile.delta))
+    keys = wait_and_get(scratch.keys, i)  # [block_kv, D]
 
     def gemms(raw: Accumulator, d_weights: Accumulator) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-        plg.wgmma(raw, own.queries, keys.T)
-        plg.wgmma(d_weights, own.d_out, wait_and_get(scratch.values, i).T)
-        bias = [x.at[own.rows] for x in wait_and_get_all(scratch.bias, i)]
+        plg.wgmma(raw, query_tile.queries, keys.T)  # S = Q K^T [rows, block_kv]
+        plg.wgmma(d_weights, query_tile.d_out, wait_and_get(scratch.values, i).T)  # dP = dO V^T [rows, block_kv]
+        bias = [x.at[query_tile.rows] for x in wait_and_get_all(scratch.bias, i)]
         tile = scores.modify(prepared, plg.wgmma_accumulator_load(raw, wait_n=1), first, is_partial, bias=bias)
         if scratch.bias is not None:
             scratch.bias.release(i)
-        p = scores.weights(prepared, tile, lse_log2)
+        p = scores.weights(prepared, tile, lse_log2)  # P = exp2(S - lse)
         tile = tile._replace(kept=scores.kept(prepared, first))
         d_p = weights_vjp(static.spec, tile, plg.wgmma_accumulator_load(d_weights, wait_n=0))
-        d_s = scores.scores_vjp(prepared, tile, p, d_p - delta)
+        d_s = scores.scores_vjp(prepared, tile, p, d_p - delta)  # dS = P * (dP - delta)
         scratch.values.release(i)
-        d_s, of_load = score_mod_vjp(static.derivative, tile, d_s)
-        own.stored.store(first, [of_load(n) for n in static.groups.stores])
-        return d_s, tuple(x + jnp.sum(of_load(n), axis=1) for x, n in zip(sums, static.groups.rows, strict=True))
+        d_s, d_load = score_mod_vjp(static.derivative, tile, d_s)  # dS', through the score mod
+        query_tile.stored.store(first, [d_load(n) for n in static.groups.stores])
+        return d_s, tuple(x + jnp.sum(d_load(n), axis=1) for x, n in zip(sums, static.groups.rows, strict=True))
 
     acc = accumulator(*prepared.tile)
     d_s, sums = pl.run_scoped(gemms, acc, acc)
-    plg.wgmma(own.d_query, d_s.astype(keys.dtype), keys)
+    plg.wgmma(query_tile.d_query, d_s.astype(keys.dtype), keys)  # dQ += dS' K [rows, D]
     plg.wgmma_wait(0)
     scratch.keys.release(i)
     return i + 1, sums

@@ -12,150 +12,31 @@ gradient: eight GEMMs.
 
 from __future__ import annotations
 
-import dataclasses
-import functools
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 
-from pallas_kernels.config import Tiles
-from pallas_kernels.gradients import Gradients, RequestedGradients, collect, row_statistics, sum_batch, sum_gradients
+from pallas_kernels.gradients import (
+    Gradients,
+    RequestedGradients,
+    Rows,
+    collect,
+    row_statistics,
+    sum_batch,
+    sum_gradients,
+)
 from pallas_kernels.marks import Repairs
-from pallas_kernels.mosaic_gpu import padding
-from pallas_kernels.mosaic_gpu.backward import captured as backward_captured
-from pallas_kernels.mosaic_gpu.backward import captured_work, walk
-from pallas_kernels.mosaic_gpu.backward import dkv as backward_dkv
-from pallas_kernels.mosaic_gpu.backward import dq as backward_dq
-from pallas_kernels.mosaic_gpu.backward.one_pass import fits
-from pallas_kernels.mosaic_gpu.plan.cost import is_heavy
-from pallas_kernels.mosaic_gpu.score import bias_gradients, bias_tiles
+from pallas_kernels.mosaic_gpu.backward.captured import captured
+from pallas_kernels.mosaic_gpu.backward.captured_work import CapturedWork
+from pallas_kernels.mosaic_gpu.backward.dkv import dkv
+from pallas_kernels.mosaic_gpu.backward.dq import dq
+from pallas_kernels.mosaic_gpu.backward.plan import BackwardTiles, unsupported_groups
+from pallas_kernels.mosaic_gpu.launch import cut_rows, pad_operands, pad_rows
 from pallas_kernels.program.cotangents import LoadGroups, group_loads
+from pallas_kernels.program.ir import Node
 from pallas_kernels.spec import AttentionSpec, Operands
-
-MIN_ONE_PASS_LENGTH = 1024  # queries from which on one pass is faster (`is_one_pass_faster`)
-MAX_HEAD_SIZE_TWO_GROUPS = 192  # up to which shared memory holds what two consumers own, beside what they stream
-
-
-class BackwardTiles(NamedTuple):
-    """Tiles of the kernels.
-
-    Attributes:
-      dkv: Of the kernel for dK and dV.
-      dq: Of that for dQ; None where another computes dQ too, which is not deterministic: that for captured arrays, and
-        without it that for dK and dV.
-      captured: Of the kernel for captured arrays that are shared by batch or heads; None without such.
-    """
-
-    dkv: Tiles
-    dq: Tiles | None
-    captured: Tiles | None = None
-
-
-def unsupported_groups(spec: AttentionSpec, groups: LoadGroups) -> str | None:
-    """Which gradients of captured arrays these kernels do not support, as part of a sentence, or None."""
-    shared = all(captured_work.supports(spec, group) for group in groups.repeated)
-    if not shared or groups.atomics or any(bias_gradients.bias_load(spec, n) is None for n in groups.stores):
-        return "the gradient of an array that is read by query and key at once needs additions by element"
-    return None
-
-
-def unsupported_tiles(spec: AttentionSpec, dkv: Tiles | None, dq: Tiles | None, *, one_pass: bool) -> str | None:
-    """Why tiles that a user set are not supported, as part of a sentence, or None.
-
-    Args:
-      spec: The spec.
-      dkv: Of the kernel for dK and dV.
-      dq: Of that for dQ; None if one pass is to compute it.
-      one_pass: Whether one pass may.
-    """
-    if dkv is None:
-        return "`config` sets tiles for dq alone"
-    for name, tiles, own, walked in (("dkv", dkv, "block_kv", "block_q"), ("dq", dq, "block_q", "block_kv")):
-        if tiles is None:
-            continue
-        sizes = dataclasses.asdict(tiles)
-        if tiles.num_warps not in (4, 8) or sizes[own] != 16 * tiles.num_warps or sizes[walked] % 64:
-            return (
-                f"a warp group of 4 warps takes 64 rows, and `config` sets for {name} `{own}` {sizes[own]} and "
-                f"`{walked}` {sizes[walked]} with {tiles.num_warps} warps"
-            )
-    narrow = max(_padded(spec).D, _padded(spec).Dv) <= backward_dkv.MAX_HEAD_SIZE_BOTH_SUMS
-    if dq is None and not (one_pass and narrow and fits(_padded(spec), dkv)):
-        return "`config` sets no tiles for dq, which a kernel of its own computes here"
-    return None
-
-
-def is_one_pass_faster(spec: AttentionSpec, tiles: BackwardTiles, groups: LoadGroups) -> bool:
-    """Whether tiles are of one pass, and it is faster than two.
-
-    Short sequences have few MMAs beside the float32 dQ in global memory, which one pass sets to zero, adds to and
-    converts. H200, jax 0.11.2, bf16, 32768 tokens, 16 heads, one pass and two in us, causal: head size 64 438 and 383
-    at 256 tokens, 533 and 493 at 512, 660 and 644 at 1024; head size 128 730 and 575, 867 and 748, 1051 and 1007.
-    Without a mask, 1024 tokens: 915 and 928, 1493 and 1544.
-
-    Nor where TMA loads bias tiles in the kernel for dQ alone, as it does those of 32 bits: with
-    such a pair bias for each of 16 heads, 4 x 4096 tokens, 3538 and 3278 at head size 64, 3920 and 3769 at 128. With
-    one of 16 bits 2012 and 1992, 2553 and 3251; under a causal mask 998 and 1090, 1587 and 1778.
-    """
-    if tiles.dq is not None or spec.T < MIN_ONE_PASS_LENGTH:
-        return False
-    has_bias_tiles = declare(spec, tiles, jnp.bfloat16, groups)[0].stream.bias is not None
-    return has_bias_tiles or not bias_tiles.bias_loads(_padded(spec))
-
-
-def tiles_for(spec: AttentionSpec, *, one_pass: bool) -> BackwardTiles | None:
-    """The tiles that were fastest on an H200, cut to what divides the blocks; None if no tile does.
-
-    In one pass, where they fit it and `one_pass` allows it. A heavy mod takes two kernels, by the compiler's account
-    and not by measurement: with T5's buckets at head size 64 a tile of 128 x 128 spills 1568 bytes, tiles half as large
-    in two kernels none.
-    """
-    spec, blocks = _padded(spec), spec.block_size or (128, 128)
-    if any(size % 64 for size in blocks):
-        return None
-    widest = max(spec.D, spec.Dv)
-    light = not is_heavy(spec.programs.score) and spec.dropout is None
-    narrow = widest <= 64 and light and len(bias_tiles.bias_loads(spec)) < 2
-    pair = lambda size: 2 if size % 128 == 0 and widest <= MAX_HEAD_SIZE_TWO_GROUPS else 1
-    groups_kv, groups_q = pair(blocks[1]), pair(blocks[0])
-    block_q = 128 if narrow and groups_q == 2 and groups_kv == 2 else 64
-    dkv = Tiles(block_q, 64 * groups_kv, 4 * groups_kv, 2)
-    if one_pass and widest <= backward_dkv.MAX_HEAD_SIZE_BOTH_SUMS and fits(spec, dkv):
-        return BackwardTiles(dkv, None)
-    return BackwardTiles(dkv, Tiles(64 * groups_q, 128 if narrow and groups_kv == 2 else 64, 4 * groups_q, 2))
-
-
-def _padded(spec: AttentionSpec) -> AttentionSpec:
-    D, Dv = padding.head_sizes(spec, jnp.bfloat16)  # float16 is as wide
-    return dataclasses.replace(spec, D=D, Dv=Dv)
-
-
-def declare(
-    spec: AttentionSpec, tiles: BackwardTiles, dtype: DTypeLike, groups: LoadGroups
-) -> tuple[walk.Scratch, *tuple[backward_dq.Scratch, ...]]:
-    """The scratch of a CTA of each kernel, for `smem.bytes_of` of its leaves."""
-    spec = _padded(spec)
-    one_pass = tiles.dq is None and tiles.captured is None
-    declared = walk.declare(spec, tiles.dkv, dtype, groups, one_pass=one_pass)
-    return (declared,) if tiles.dq is None else (declared, backward_dq.declare(spec, tiles.dq, dtype, groups))
-
-
-def captured_tiles(spec: AttentionSpec, dtype: DTypeLike, groups: LoadGroups, *, with_query: bool) -> Tiles | None:
-    """Tiles of the kernel for shared captured arrays, with which its scratch fits; None if there are none."""
-    spec = _padded(spec)
-    tiles = captured_work.tiles_for(spec)
-    if tiles is None or not all(captured_work.supports(spec, group) for group in groups.repeated):
-        return None
-    work = [captured_work.Work.of(spec, tiles, group) for group in groups.repeated]
-    stages = []
-    for x in work:
-        declared = captured_work.declare(spec, x, dtype, with_query=with_query)
-        if declared is None:
-            return None
-        stages.append(declared.stream.tiles[0].shape[0])
-    return dataclasses.replace(tiles, num_stages=min(stages, default=tiles.num_stages))
 
 
 def backward(
@@ -167,64 +48,171 @@ def backward(
     d_saved: tuple[jax.Array, jax.Array | None],
     repairs: Repairs,
 ) -> Gradients:
-    """Computes the requested gradients.
+    """Computes the requested gradients: the sum over `PASSES` that apply.
 
     Args:
-      spec: The spec.
-      tiles: Of the kernels; without those for dQ, one pass computes all.
+      spec: The call.
+      tiles: Without those for dQ, one pass computes all.
       arrays: The inputs of the forward pass.
-      requested: Which gradients; `unsupported_groups` of its loads must be None.
+      requested: `unsupported_groups` of its loads must be None.
       saved: Output and lse of the forward pass.
       d_saved: Their cotangents; that of lse may be None.
-      repairs: What computes marked rows again, where there is a mask.
+      repairs: Recomputes marked rows, where there is a mask.
     """
     rows = row_statistics(spec, saved, d_saved)
     if spec.normalize == "none":  # the kernels add -delta to dP
         rows = rows._replace(delta=jnp.zeros_like(rows.delta))
     groups = group_loads(spec, requested.derivative)
-    unpadded, (spec, arrays) = spec, padding.padded(spec, arrays)
-    rows = rows._replace(d_out=padding.pad_rows(spec, rows.d_out, spec.Dv))
-    assert unsupported_groups(spec, groups) is None  # the plan has checked
-    gradients: dict[int, list[jax.Array]] = {i: [] for i in range(len(arrays.score_operands))}
-    d_query = d_key = d_value = None
-    summed = [captured_work.Work.of(spec, tiles.captured, x) for x in groups.repeated] if tiles.captured else []
-    query_by_captured = bool(summed) and tiles.dq is None and requested.query
-    one_pass = tiles.dq is None and requested.query and not query_by_captured
-    for n, work in enumerate(summed):
-        assert requested.derivative is not None  # whose loads they are
-        found = backward_captured.captured(
-            spec, work, arrays, rows, requested.derivative, groups, with_query=query_by_captured and n == 0
-        )
-        for load, x in zip(work.loads, found.loads, strict=True):
-            gradients[load.value].append(x)
-        if found.query is not None:
-            d_query = _like_query(spec, arrays, unpadded, found.query)
-            if spec.needs_marks:
-                d_query = repairs.query(d_query, _marks_of_rows(found.query))
-    if groups.rows or groups.stores or (requested.query and tiles.dq is not None):
-        assert tiles.dq is not None, "cotangents of loads by query are computed by the kernel for dQ"
-        outputs = backward_dq.dq(spec, tiles.dq, arrays, rows, requested.derivative, groups)
-        d_query = padding.cut_rows(spec, outputs.query, unpadded.T, unpadded.D) if requested.query else None
-        if d_query is not None and outputs.marks is not None:
-            d_query = repairs.query(d_query, outputs.marks)
-        collect(spec, requested.derivative, arrays, groups.rows, outputs.rows, gradients)
-        for load, x in zip(groups.stores, outputs.stores, strict=True):
-            gradients[load.value].append(x)
-    if requested.key_or_value or groups.columns or one_pass:
-        outputs = backward_dkv.dkv(spec, tiles.dkv, arrays, rows, requested.derivative, groups, one_pass=one_pass)
+    padded, arrays = pad_operands(spec, arrays)
+    rows = rows._replace(d_out=pad_rows(padded, rows.d_out, padded.Dv))
+    assert unsupported_groups(padded, groups) is None  # the plan has checked
+    call = BackwardCall(padded, spec, tiles, arrays, rows, requested, groups, repairs)
+    results = [stage.compute(call) for stage in PASSES if stage.applies(call)]
+    computed = lambda name: next((x for result in results if (x := getattr(result, name)) is not None), None)
+    parts = [[x for result in results for x in result.operands[i]] for i in range(len(arrays.score_operands))]
+    return Gradients(computed("query"), computed("key"), computed("value"), tuple(map(sum_gradients, parts)))
+
+
+class BackwardCall(NamedTuple):
+    """Inputs of all passes.
+
+    Attributes:
+      spec: The call with padded head sizes.
+      unpadded: The call.
+      tiles: Of the kernels.
+      arrays: The operands of the forward pass, padded.
+      rows: dO [B, T, Hq, Dv] or [B, Hq, T, Dv], padded; lse and delta [B, Hq, T].
+      requested: The requested gradients, with the derivative of the score mod.
+      groups: Loads of captured arrays with requested gradients.
+      repairs: Recomputes marked rows.
+    """
+
+    spec: AttentionSpec
+    unpadded: AttentionSpec
+    tiles: BackwardTiles
+    arrays: Operands[jax.Array]
+    rows: Rows[jax.Array]
+    requested: RequestedGradients
+    groups: LoadGroups
+    repairs: Repairs
+
+    @property
+    def captured_computes_query(self) -> bool:
+        """Whether the kernel for shared captured arrays adds to dQ."""
+        return self.sums_captured and self.tiles.dq is None and self.requested.query
+
+    @property
+    def sums_captured(self) -> bool:
+        """Whether a kernel sums the gradients of captured arrays that batch or heads share."""
+        return self.tiles.captured is not None and bool(self.groups.repeated)
+
+    @property
+    def one_pass(self) -> bool:
+        """Whether the kernel for dK and dV adds to dQ."""
+        return self.tiles.dq is None and self.requested.query and not self.captured_computes_query
+
+    def no_gradients(self) -> PassGradients:
+        """No gradient, for a pass to fill in."""
+        return PassGradients(None, None, None, {i: [] for i in range(len(self.arrays.score_operands))})
+
+    def collect(self, gradients: PassGradients, loads: Sequence[Node], cotangents: Sequence[jax.Array]) -> None:
+        """Scatters cotangents of row or column loads into the gradients of captured arrays."""
+        derivative = self.requested.derivative
+        collect(self.spec, derivative, self.arrays, loads, cotangents, gradients.operands)
+
+    def query_from_sums(self, sums: jax.Array) -> jax.Array:
+        """Gives dQ in the layout and dtype of the query, from sums [B, Hq, T, D]."""
+        x = (sums[..., : self.unpadded.D] * self.unpadded.scale).astype(self.arrays.query.dtype)
+        return x.swapaxes(1, 2) if self.spec.layout == "BTNH" else x
+
+
+class PassGradients(NamedTuple):
+    """Gradients that one pass computes, None without; for each captured array the terms of its sum."""
+
+    query: jax.Array | None
+    key: jax.Array | None
+    value: jax.Array | None
+    operands: dict[int, list[jax.Array]]
+
+
+class BackwardPass(NamedTuple):
+    """A kernel of the backward pass: whether a call needs it, and the gradients that it computes."""
+
+    applies: Callable[[BackwardCall], bool]
+    compute: Callable[[BackwardCall], PassGradients]
+
+
+def _captured_pass(call: BackwardCall) -> PassGradients:
+    """Gradients of captured arrays that batch or heads share, and dQ unless it has a kernel of its own."""
+    spec, derivative, gradients = call.spec, call.requested.derivative, call.no_gradients()
+    assert call.tiles.captured is not None  # the pass applies
+    assert derivative is not None  # whose loads they are
+    for n, group in enumerate(call.groups.repeated):
+        work = CapturedWork.from_group(spec, call.tiles.captured, group)
+        with_query = call.captured_computes_query and n == 0
+        outputs = captured(spec, work, call.arrays, call.rows, derivative, call.groups, with_query=with_query)
+        for load, x in zip(work.loads, outputs.loads, strict=True):
+            gradients.operands[load.value].append(x)
         if outputs.query is not None:
-            d_query = _like_query(spec, arrays, unpadded, outputs.query)
-            if outputs.marks is not None:
-                d_query = repairs.query(d_query, _marks_of_queries(spec, outputs.marks))
-        if requested.key_or_value:
-            assert outputs.key is not None
-            assert outputs.value is not None
-            cut = functools.partial(padding.cut_rows, spec)
-            both = (cut(outputs.key, unpadded.S, unpadded.D), cut(outputs.value, unpadded.S, unpadded.Dv))
-            both = both if outputs.marks is None else repairs.key_value(both, outputs.marks)
-            d_key, d_value = (sum_batch(spec, x) for x in both)
-        collect(spec, requested.derivative, arrays, groups.columns, outputs.columns, gradients)
-    return Gradients(d_query, d_key, d_value, tuple(map(sum_gradients, gradients.values())))
+            d_query = call.query_from_sums(outputs.query)
+            if spec.needs_marks:
+                d_query = call.repairs.query(d_query, _marks_of_rows(outputs.query))
+            gradients = gradients._replace(query=d_query)
+    return gradients
+
+
+def _needs_dq(call: BackwardCall) -> bool:
+    groups = call.groups
+    return bool(groups.rows or groups.stores or (call.requested.query and call.tiles.dq is not None))
+
+
+def _dq_pass(call: BackwardCall) -> PassGradients:
+    """Computes dQ, and gradients of captured arrays that are read by query, or by query and key."""
+    spec, groups, gradients = call.spec, call.groups, call.no_gradients()
+    assert call.tiles.dq is not None, "cotangents of loads by query are computed by the kernel for dQ"
+    outputs = dq(spec, call.tiles.dq, call.arrays, call.rows, call.requested.derivative, groups)
+    if call.requested.query:
+        d_query = cut_rows(spec, outputs.query, call.unpadded.T, call.unpadded.D)
+        if outputs.marks is not None:
+            d_query = call.repairs.query(d_query, outputs.marks)
+        gradients = gradients._replace(query=d_query)
+    call.collect(gradients, groups.rows, outputs.rows)
+    for i, load in enumerate(groups.stores):
+        gradients.operands[load.value].append(outputs.stores[i])
+    return gradients
+
+
+def _needs_dkv(call: BackwardCall) -> bool:
+    return bool(call.requested.key_or_value or call.groups.columns or call.one_pass)
+
+
+def _dkv_pass(call: BackwardCall) -> PassGradients:
+    """Computes dK and dV, gradients of captured arrays that are read by key, and in one pass dQ."""
+    spec, unpadded, groups, gradients = call.spec, call.unpadded, call.groups, call.no_gradients()
+    derivative = call.requested.derivative
+    outputs = dkv(spec, call.tiles.dkv, call.arrays, call.rows, derivative, groups, one_pass=call.one_pass)
+    if outputs.query is not None:
+        d_query = call.query_from_sums(outputs.query)
+        if outputs.marks is not None:
+            d_query = call.repairs.query(d_query, _marks_of_queries(spec, outputs.marks))
+        gradients = gradients._replace(query=d_query)
+    if call.requested.key_or_value:
+        assert outputs.key is not None
+        assert outputs.value is not None
+        sums = (outputs.key, unpadded.S, unpadded.D), (outputs.value, unpadded.S, unpadded.Dv)
+        d_key, d_value = (cut_rows(spec, *x) for x in sums)
+        if outputs.marks is not None:
+            d_key, d_value = call.repairs.key_value((d_key, d_value), outputs.marks)
+        gradients = gradients._replace(key=sum_batch(spec, d_key), value=sum_batch(spec, d_value))
+    call.collect(gradients, groups.columns, outputs.columns)
+    return gradients
+
+
+PASSES = (
+    BackwardPass(lambda call: call.sums_captured, _captured_pass),
+    BackwardPass(_needs_dq, _dq_pass),
+    BackwardPass(_needs_dkv, _dkv_pass),
+)
 
 
 def _marks_of_rows(x: jax.Array) -> jax.Array:
@@ -235,9 +223,3 @@ def _marks_of_rows(x: jax.Array) -> jax.Array:
 def _marks_of_queries(spec: AttentionSpec, marks: jax.Array) -> jax.Array:
     """Marks of the heads to whose dQ a marked key added, [B, Hq, 1], from those of keys [B, Hkv, S]."""
     return jnp.repeat(jnp.sum(marks, axis=2, keepdims=True), spec.group, axis=1)
-
-
-def _like_query(spec: AttentionSpec, arrays: Operands[jax.Array], unpadded: AttentionSpec, x: jax.Array) -> jax.Array:
-    """Gives dQ in the layout and dtype of the query, from sums [B, Hq, T, D]."""
-    x = (x[..., : unpadded.D] * unpadded.scale).astype(arrays.query.dtype)
-    return x.swapaxes(1, 2) if spec.layout == "BTNH" else x

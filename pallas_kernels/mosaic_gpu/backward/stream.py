@@ -1,4 +1,4 @@
-"""What the backward kernels stream through shared memory: tiles of queries, dO, and row statistics (lse and delta)."""
+"""Streams of the backward kernels through shared memory: tiles of queries, dO, and row statistics (lse and delta)."""
 
 from __future__ import annotations
 
@@ -27,12 +27,10 @@ LSE, DELTA = 0, 1  # rows of `RowStats.stats`
 KEY, VALUE = "key", "value"  # names of the dK and dV accumulators of a kernel
 
 
-class Static(NamedTuple):
+class BackwardStatic(NamedTuple):
     """Statics of a launch.
 
     Attributes:
-      spec: The spec.
-      tiles: Of the kernel.
       derivative: Of the score mod; None without one.
       groups: Loads of captured arrays with requested gradients.
       captured: Shapes of the captured arrays.
@@ -43,24 +41,23 @@ class Static(NamedTuple):
     tiles: Tiles
     derivative: Derivative | None
     groups: LoadGroups
-    captured: scores.Captured
+    captured: scores.CapturedShapes
     sums: tuple[str, ...] = (KEY, VALUE)
 
     @classmethod
-    def of(
+    def from_operands(
         cls,
         spec: AttentionSpec,
         tiles: Tiles,
         arrays: Operands[jax.Array],
         derivative: Derivative | None,
         groups: LoadGroups,
-    ) -> Static:
-        """From the operands of the call, for both dK and dV."""
-        captured = scores.Captured.of(arrays)
-        return cls(spec, tiles, derivative, groups, captured)
+    ) -> BackwardStatic:
+        """Statics for both dK and dV."""
+        return cls(spec, tiles, derivative, groups, scores.CapturedShapes.from_operands(arrays))
 
-    def of_sum(self, name: str) -> Static:
-        """For dK or dV alone; the launch for dK computes the cotangents of loads."""
+    def for_sum(self, name: str) -> BackwardStatic:
+        """Statics of dK or dV alone; the launch for dK computes the cotangents of loads."""
         if name == KEY:
             return self._replace(sums=(name,))
         return self._replace(sums=(name,), derivative=None, groups=self.groups._replace(columns=()))
@@ -85,7 +82,7 @@ class Static(NamedTuple):
 
     @property
     def lse_scale(self) -> float:
-        """What the lse, in base 2, is divided by before it is passed to the kernel."""
+        """The divisor of the lse, in base 2, that a kernel reads."""
         return LOG2_E * self.spec.scale if self.folds else 1.0
 
     @property
@@ -94,8 +91,8 @@ class Static(NamedTuple):
         return None if self.derivative is None else self.derivative.nodes
 
 
-class Stream(NamedTuple):
-    """Rings of shared-memory stages that hold a tile of queries each.
+class QueryStream(NamedTuple):
+    """Rings of shared-memory stages with a tile of queries each.
 
     Attributes:
       queries: [rows, D].
@@ -112,12 +109,12 @@ class Stream(NamedTuple):
     @classmethod
     def declare(
         cls, spec: AttentionSpec, rows: int, stages: int, dtype: DTypeLike, readers: int, bias: Ring | None
-    ) -> Stream:
+    ) -> QueryStream:
         """Declares the rings."""
         return cls(
             Ring.declare(stages, rows, (spec.D,), dtype, readers),
             Ring.declare(stages, rows, (spec.Dv,), dtype, readers),
-            Ring.of((smem.declared(plg.SMEM((stages, 2, rows), jnp.float32)),), readers),
+            Ring.from_tiles((smem.declared(plg.SMEM((stages, 2, rows), jnp.float32)),), readers),
             bias,
         )
 

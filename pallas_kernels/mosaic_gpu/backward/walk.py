@@ -15,29 +15,29 @@ from jax.typing import DTypeLike
 
 from pallas_kernels.config import Tiles
 from pallas_kernels.gradients import score_mod_vjp, weights_vjp
-from pallas_kernels.mosaic_gpu import smem
+from pallas_kernels.mosaic_gpu import inline_ptx, smem
 from pallas_kernels.mosaic_gpu.backward.one_pass import DqAccumulator, TileIndex
 from pallas_kernels.mosaic_gpu.backward.stream import (
     DELTA,
     KEY,
     LSE,
     VALUE,
-    Static,
-    Stream,
+    BackwardStatic,
+    QueryStream,
     accumulator,
     load_vector,
     wait_and_get,
     wait_and_get_all,
 )
 from pallas_kernels.mosaic_gpu.pipeline import Ring
-from pallas_kernels.mosaic_gpu.score import bias_tiles, inline_ptx, scores
+from pallas_kernels.mosaic_gpu.score import bias_tiles, scores
 from pallas_kernels.mosaic_gpu.score.tile import COLUMN, ROW, TILE
 from pallas_kernels.program.cotangents import LoadGroups
 from pallas_kernels.spec import AttentionSpec, Operands
 from pallas_kernels.types import Accumulator, Index, Ref
 
 
-class Scratch(NamedTuple):
+class DkvScratch(NamedTuple):
     """Shared memory and barriers of a CTA.
 
     Attributes:
@@ -53,74 +53,71 @@ class Scratch(NamedTuple):
     values: Ref
     sums: Ref | None
     full: Ref
-    stream: Stream
+    stream: QueryStream
     d_query: DqAccumulator | None
 
 
 def declare(
     spec: AttentionSpec, tiles: Tiles, dtype: DTypeLike, loads: LoadGroups, *, one_pass: bool = False
-) -> Scratch:
+) -> DkvScratch:
     """The scratch of a CTA."""
     groups = tiles.num_warps // 4
     rows = tiles.block_kv // groups
 
-    def make(bias: Ring | None) -> Scratch:
-        return Scratch(
+    def make(bias: Ring | None) -> DkvScratch:
+        return DkvScratch(
             smem.tiled((groups, rows, spec.D), dtype),
             smem.tiled((groups, rows, spec.Dv), dtype),
             smem.declared(plg.SMEM((groups, rows), jnp.float32)) if loads.columns or spec.needs_marks else None,
             smem.declared(plg.Barrier(num_arrivals=2, num_barriers=groups)),
-            Stream.declare(spec, tiles.block_q, tiles.num_stages, dtype, groups, bias),
+            QueryStream.declare(spec, tiles.block_q, tiles.num_stages, dtype, groups, bias),
             DqAccumulator.declare(spec, tiles, dtype) if one_pass else None,
         )
 
     return bias_tiles.with_bias_ring(make, spec, tiles, transposed=True)
 
 
-class State(NamedTuple):
-    """State of the mainloop: how many tiles came before, and the index of the last of them."""
+class DkvState(NamedTuple):
+    """State of the mainloop: the number of tiles so far, and the index of the last of them."""
 
     count: Index
     last: TileIndex
 
 
-_Carried: TypeAlias = tuple[State, tuple[jax.Array, ...]]  # and the cotangents of loads by key
+_Carried: TypeAlias = tuple[DkvState, tuple[jax.Array, ...]]  # and the cotangents of loads by key
 
 
-class Walker(NamedTuple):
-    """What a consumer warp group needs in the mainloop.
+class KeyTile(NamedTuple):
+    """Per-warp-group key state, and its mainloop over tiles of queries.
 
     Attributes:
-      static: Statics.
-      scratch: Shared memory and barriers.
       group: Index of the warp group.
-      b: Batch.
       first: Its first key.
       sums: Accumulators of dK [rows, D] and dV [rows, Dv], or of one of them, in registers.
       out: dQ, float32 [B, Hq, T, D] in global memory, or None.
     """
 
-    static: Static
-    scratch: Scratch
+    static: BackwardStatic
+    scratch: DkvScratch
     group: jax.Array
     b: jax.Array
     first: jax.Array
     sums: dict[str, Accumulator]
     out: Ref | None
 
-    def begin(self, kv_h: jax.Array) -> State:
+    def begin(self, kv_h: jax.Array) -> DkvState:
         """Prologue: the state before the first tile."""
         if self.scratch.d_query is not None:
             self.scratch.d_query.begin(self.group)
-        return State(jnp.int32(0), TileIndex(kv_h * self.static.spec.group, jnp.int32(0)))
+        return DkvState(jnp.int32(0), TileIndex(kv_h * self.static.spec.group, jnp.int32(0)))
 
-    def end(self, state: State) -> None:
+    def end(self, state: DkvState) -> None:
         """Epilogue: adds the dQ of the last tile."""
         d_query, out = self.scratch.d_query, self.out
         if d_query is None or out is None:
             return
 
-        def gemm(acc: Accumulator) -> jax.Array:
+        def gemm(acc: Accumulator) -> jax.Array:  # dQ = dS'^T K
             d_query.start_gemm(acc, state.count - 1, self.group, self.scratch.keys)
             return acc[...]
 
@@ -150,31 +147,31 @@ class Walker(NamedTuple):
 
         def step(carried: _Carried, query: Index, is_partial: bool) -> _Carried:
             state, sums = carried
-            q = wait_and_get(self.scratch.stream.queries, state.count)
+            q = wait_and_get(self.scratch.stream.queries, state.count)  # [block_q, D]
             gemms = functools.partial(self._d_scores, prepared, state.count, query, is_partial, q)
             d_s, more = pl.run_scoped(gemms, tile, tile)
             self._add(state, d_s, q)
             plg.wgmma_wait(0)
             self.scratch.stream.queries.release(state.count)
             sums = tuple(x + y for x, y in zip(sums, more, strict=True))
-            return State(state.count + 1, TileIndex(h, query)), sums
+            return DkvState(state.count + 1, TileIndex(h, query)), sums
 
         return step
 
-    def _add(self, state: State, d_s: jax.Array, q: Ref) -> None:
+    def _add(self, state: DkvState, d_s: jax.Array, q: Ref) -> None:
         """Issues the dK GEMM, and adds the tile before to dQ."""
         d_query, out, stream = self.scratch.d_query, self.out, self.scratch.stream
         if d_query is None or out is None:
             if KEY in self.sums:
-                plg.wgmma(self.sums[KEY], d_s, q)
+                plg.wgmma(self.sums[KEY], d_s, q)  # dK += dS'^T Q [keys, D]
             plg.wgmma_wait(1 if len(self.sums) > 1 else 0)  # that for dV is done
             stream.d_out.release(state.count)
             return
 
         def before(acc: Accumulator) -> jax.Array:
             d_query.write(state.count, self.group, d_s)
-            d_query.start_gemm(acc, state.count - 1, self.group, self.scratch.keys)
-            plg.wgmma(self.sums[KEY], d_s, q)
+            d_query.start_gemm(acc, state.count - 1, self.group, self.scratch.keys)  # dQ = dS' K, of the tile before
+            plg.wgmma(self.sums[KEY], d_s, q)  # dK += dS'^T Q [keys, D]
             d_query.commit()
             return plg.wgmma_accumulator_load(acc, wait_n=1)
 
@@ -202,18 +199,18 @@ class Walker(NamedTuple):
         folds_delta = prepared.dropout is None
         if KEY in self.sums and folds_delta:
             d_weights[...] = vector(DELTA)
-        plg.wgmma(raw, self.scratch.keys.at[self.group], q.T)
-        d_out = wait_and_get(stream.d_out, count)
+        plg.wgmma(raw, self.scratch.keys.at[self.group], q.T)  # S^T = K Q^T [keys, block_q]
+        d_out = wait_and_get(stream.d_out, count)  # [block_q, Dv]
         if KEY in self.sums:
-            plg.wgmma(d_weights, self.scratch.values.at[self.group], d_out.T)
-        scores_of = plg.wgmma_accumulator_load(raw, wait_n=int(KEY in self.sums))
+            plg.wgmma(d_weights, self.scratch.values.at[self.group], d_out.T)  # dP^T = V dO^T [keys, block_q]
+        s = plg.wgmma_accumulator_load(raw, wait_n=int(KEY in self.sums))
         rows = self.scratch.keys.shape[1]
         bias = [x.at[:, pl.ds(self.group * rows, rows)].T for x in wait_and_get_all(stream.bias, count)]
-        tile = scores.modify(prepared, scores_of, query, is_partial, bias=bias)
+        tile = scores.modify(prepared, s, query, is_partial, bias=bias)
         if stream.bias is not None:
             stream.bias.release(count)
         if self.static.folds:
-            p = inline_ptx.exp2(TILE, tile.s * prepared.log2_scale)
+            p = inline_ptx.exp2(TILE, tile.s * prepared.log2_scale)  # P^T = exp2(S^T - lse)
         else:
             p = scores.weights(prepared, tile, -vector(LSE))
         tile = tile._replace(kept=scores.kept(prepared, query))
@@ -221,17 +218,18 @@ class Walker(NamedTuple):
         stream.stats.release(count)
         dropped = tile.drop(p).astype(d_out.dtype)
         if KEY not in self.sums:
-            plg.wgmma(self.sums[VALUE], dropped, d_out)
+            plg.wgmma(self.sums[VALUE], dropped, d_out)  # dV += P^T dO [keys, Dv]
             return dropped, ()
         d_p = weights_vjp(spec, tile, plg.wgmma_accumulator_load(d_weights, wait_n=0))
-        d_s = scores.scores_vjp(prepared, tile, p, d_p if minus_delta is None else d_p + minus_delta)
+        d_p = d_p if minus_delta is None else d_p + minus_delta
+        d_s = scores.scores_vjp(prepared, tile, p, d_p)  # dS^T = P^T * (dP^T - delta)
         if VALUE in self.sums:
-            plg.wgmma(self.sums[VALUE], dropped, d_out)
-        d_s, of_load = score_mod_vjp(self.static.derivative, tile, d_s)
-        more = tuple(jnp.sum(of_load(load), axis=1) for load in self.static.groups.columns)
-        return self._existing(prepared, d_s).astype(d_out.dtype), more
+            plg.wgmma(self.sums[VALUE], dropped, d_out)  # dV += P^T dO [keys, Dv]
+        d_s, d_load = score_mod_vjp(self.static.derivative, tile, d_s)  # dS'^T, through the score mod
+        more = tuple(jnp.sum(d_load(load), axis=1) for load in self.static.groups.columns)
+        return self._without_padding(prepared, d_s).astype(d_out.dtype), more
 
-    def _existing(self, prepared: scores.Scores, d_s: jax.Array) -> jax.Array:
+    def _without_padding(self, prepared: scores.Scores, d_s: jax.Array) -> jax.Array:
         """Clears the dS of padding keys, which may be anything, because dQ sums over keys."""
         spec = self.static.spec
         if self.scratch.d_query is None or spec.S % self.static.tiles.block_kv == 0:

@@ -23,7 +23,7 @@ from jax.experimental.pallas import mosaic_gpu as plg
 from jax.typing import DTypeLike
 
 from pallas_kernels.marks import mark
-from pallas_kernels.mosaic_gpu import smem, split_kv
+from pallas_kernels.mosaic_gpu import global_rows, inline_ptx, smem, split_kv
 from pallas_kernels.mosaic_gpu.decode import step
 from pallas_kernels.mosaic_gpu.decode.sizes import (
     Packing,
@@ -35,7 +35,6 @@ from pallas_kernels.mosaic_gpu.decode.sizes import (
 )
 from pallas_kernels.mosaic_gpu.forward.step import normalised
 from pallas_kernels.mosaic_gpu.pipeline import FIRST_FREE_BARRIER, WARP_GROUP_THREADS, Ring
-from pallas_kernels.mosaic_gpu.score import global_rows, inline_ptx, key_tail
 from pallas_kernels.mosaic_gpu.score.tile import ROW, TILE
 from pallas_kernels.mosaic_gpu.split_kv import CONSUMERS
 from pallas_kernels.mosaic_gpu.work_items import TILE_KEYS, Item, PageRows, page_rows, pieces_of_tile
@@ -213,7 +212,7 @@ def _finish(static: Static, item: Item, rows: Rows, state: step.State) -> None:
     """First consumer, epilogue: merges the states of both, and stores output and lse."""
     scratch, spec, width = static.scratch, static.spec, merged_columns(static.spec)
     _barrier("sync", _FILLED)
-    other_max, other_sum = (key_tail.load(scratch.vectors.at[i], ROW) for i in range(2))
+    other_max, other_sum = (smem.load(scratch.vectors.at[i], ROW) for i in range(2))
     row_max = jnp.maximum(state.row_max, other_max)
     safe_max = step.finite(row_max)
     alpha, other_alpha = (inline_ptx.exp2(ROW, x - safe_max) for x in (state.row_max, other_max))
@@ -222,7 +221,7 @@ def _finish(static: Static, item: Item, rows: Rows, state: step.State) -> None:
     for first in range(0, spec.Dv, width):
         if first:
             _barrier("sync", _FILLED)
-        own, other = _columns(state.out, first, width), key_tail.load(scratch.out, TILE)
+        own, other = _columns(state.out, first, width), smem.load(scratch.out, TILE)
         _barrier("arrive", _FREE)
         spread = lambda x, shape=own.shape: step.over_columns(x, shape)
         out, found = normalised(

@@ -10,10 +10,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plg
 
-from pallas_kernels.mosaic_gpu import smem
+from pallas_kernels.mosaic_gpu import inline_ptx, smem
 from pallas_kernels.mosaic_gpu.pipeline import Ring
-from pallas_kernels.mosaic_gpu.plan.cost import has_spare_registers
-from pallas_kernels.mosaic_gpu.score import inline_ptx, key_tail, scores
+from pallas_kernels.mosaic_gpu.score import key_tail, scores
+from pallas_kernels.mosaic_gpu.score.support import has_spare_registers
 from pallas_kernels.mosaic_gpu.score.tile import ROW, TILE
 from pallas_kernels.mosaic_gpu.work_items import TILE_KEYS
 from pallas_kernels.spec import AttentionSpec

@@ -26,13 +26,21 @@ from jax.typing import DTypeLike
 
 from pallas_kernels import block_walk
 from pallas_kernels.config import Tiles
-from pallas_kernels.mosaic_gpu import padding, smem
+from pallas_kernels.mosaic_gpu import smem
 from pallas_kernels.mosaic_gpu.forward import scheduler
 from pallas_kernels.mosaic_gpu.forward import step as forward_step
-from pallas_kernels.mosaic_gpu.launch import WARP_GROUP, flatten_captured, launch
+from pallas_kernels.mosaic_gpu.launch import (
+    WARP_GROUP,
+    Grid,
+    cut_rows,
+    flatten_captured,
+    launch,
+    output,
+    pad_operands,
+    padded_head_sizes,
+)
 from pallas_kernels.mosaic_gpu.pipeline import CONSUMER_REGISTERS, PRODUCER_REGISTERS, PingPong, Ring
 from pallas_kernels.mosaic_gpu.score import bias_tiles, scores
-from pallas_kernels.mosaic_gpu.tile_order import Grid
 from pallas_kernels.spec import AttentionSpec, Operands
 from pallas_kernels.types import Index, Location, Ref
 
@@ -86,13 +94,13 @@ def _declare(
 ) -> Scratch:
     groups, query_stages = tiles.num_warps // 4, scheduler.QUERY_STAGES if is_persistent else 1
     rows = tiles.block_q // groups
-    (D, Dv), qk_dtype = padding.head_sizes(spec, dtype), jnp.dtype(spec.qk_dtype or dtype)
+    (D, Dv), qk_dtype = padded_head_sizes(spec, dtype), jnp.dtype(spec.qk_dtype or dtype)
     stages = [smem.tiled((tiles.num_stages, tiles.block_kv, size), of) for size, of in ((D, qk_dtype), (Dv, dtype))]
     return Scratch(
         smem.tiled((query_stages, groups, rows, D), qk_dtype),
         smem.declared(plg.Barrier(num_barriers=query_stages * groups)),
         smem.declared(plg.Barrier(num_barriers=query_stages * groups)) if is_persistent else None,
-        Ring.of((*stages, *bias), groups),
+        Ring.from_tiles((*stages, *bias), groups),
         None if Dv == D and spec.qk_dtype is None else smem.tiled((groups, rows, Dv), dtype),
         tuple(smem.declared(plg.SMEM((groups, rows), jnp.float32)) for _ in ("lse", *spec.stats)),
         scheduler.tile_ids() if is_persistent else None,
@@ -116,31 +124,33 @@ def forward(spec: AttentionSpec, tiles: Tiles, arrays: Operands[jax.Array]) -> t
         mask; captured arrays; sinks.
     """
     order, (T, Dv) = block_walk.row_order(spec, tiles, arrays), (spec.T, spec.Dv)
-    spec, arrays = padding.padded(spec, arrays)
+    spec, arrays = pad_operands(spec, arrays)
     grid, scratch = _grid(spec, tiles), declare(spec, tiles, arrays.value.dtype)
     is_persistent = scratch.tile_ids is not None
-    captured = scores.Captured.of(arrays)
+    captured = scores.CapturedShapes.from_operands(arrays)
     bias_refs = (
-        [load.of(arrays.score_operands) for load in bias_tiles.bias_loads(spec)] if scratch.has_bias_tiles else []
+        [load.source(arrays.score_operands) for load in bias_tiles.bias_loads(spec)] if scratch.has_bias_tiles else []
     )
-    of_out = jax.ShapeDtypeStruct((*arrays.query.shape[:3], spec.Dv), arrays.value.dtype)
-    of_rows = jax.ShapeDtypeStruct((spec.B, spec.Hq, grid.tiles * tiles.block_q), jnp.float32)
+    per_row = output((spec.B, spec.Hq, grid.tiles * tiles.block_q), jnp.float32)
     out, *rows = launch(
         functools.partial(_kernel, spec, tiles, captured),
         (flatten_captured(arrays), order, scheduler.counter() if is_persistent else None, bias_refs),
-        [of_out, *(of_rows for _ in ("lse", *spec.stats))],
+        (
+            output((*arrays.query.shape[:3], spec.Dv), arrays.value.dtype),
+            *(per_row for _ in ("lse", *spec.stats)),
+        ),
         scratch,
         name="jflex_forward_sm90",
         num_ctas=scheduler.NUM_CTAS if is_persistent else grid.size,
         warp_groups=tiles.num_warps // 4 + 1,
     )
-    return padding.cut_rows(spec, out, T, Dv), *(x[..., :T] for x in rows)
+    return cut_rows(spec, out, T, Dv), *(x[..., :T] for x in rows)
 
 
 def _kernel(
     spec: AttentionSpec,
     tiles: Tiles,
-    captured: scores.Captured,
+    captured: scores.CapturedShapes,
     cta_id: Index,
     inputs: tuple[
         Operands[Ref], Ref | None, Ref | None, list[Ref]
@@ -176,7 +186,7 @@ class Static(NamedTuple):
 
     spec: AttentionSpec
     tiles: Tiles
-    captured: scores.Captured
+    captured: scores.CapturedShapes
     arrays: Operands[Ref]
     bias: bias_tiles.BiasTiles
     outputs: tuple[Ref, ...]
@@ -217,7 +227,7 @@ def _load_keys(static: Static, location: Location, stage: jax.Array) -> jax.Arra
     spec, arrays, ring = static.spec, static.arrays, static.scratch.ring
     b, h = (location[0] if spec.Bkv > 1 else 0), lax.div(location[1], jnp.int32(spec.group))
     at = lambda first: smem.rows_at(spec, b, h, first, static.tiles.block_kv)
-    bias_at, q_first = static.bias.of_head(*location[:2]), location[2] * static.tiles.block_q
+    bias_at, q_first = static.bias.sources_of_head(*location[:2]), location[2] * static.tiles.block_q
 
     def step(state: tuple[jax.Array, jax.Array], first: Index, _: bool) -> tuple[jax.Array, Index]:
         i, before = state
@@ -316,5 +326,5 @@ def _store(
         ref[...] = x.astype(ref.dtype)
     plg.commit_smem()
     plg.copy_smem_to_gmem(staged[0], outputs[0].at[smem.rows_at(spec, b, h, first, rows)])
-    for ref, output in zip(staged[1:], outputs[1:], strict=True):
-        plg.copy_smem_to_gmem(ref, output.at[b, h, pl.ds(first, rows)])
+    for ref, target in zip(staged[1:], outputs[1:], strict=True):
+        plg.copy_smem_to_gmem(ref, target.at[b, h, pl.ds(first, rows)])

@@ -14,10 +14,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plg
 
-from pallas_kernels.mosaic_gpu import smem
+from pallas_kernels.mosaic_gpu import inline_ptx, smem
+from pallas_kernels.mosaic_gpu.launch import NUM_SMS, Grid
 from pallas_kernels.mosaic_gpu.pipeline import FIRST_FREE_BARRIER, WARP_GROUP_THREADS
-from pallas_kernels.mosaic_gpu.score import inline_ptx
-from pallas_kernels.mosaic_gpu.tile_order import NUM_SMS, Grid
 from pallas_kernels.types import Index, Location, Ref
 
 NUM_CTAS = NUM_SMS  # one persistent CTA for each SM; on GPUs with fewer SMs the CTAs that start last find no tile left

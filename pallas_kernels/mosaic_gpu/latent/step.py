@@ -19,11 +19,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plg
 
 from pallas_kernels.marks import mark
-from pallas_kernels.mosaic_gpu import smem
+from pallas_kernels.mosaic_gpu import inline_ptx, smem
 from pallas_kernels.mosaic_gpu.forward.step import normalised
 from pallas_kernels.mosaic_gpu.pipeline import FIRST_FREE_BARRIER, WARP_GROUP_THREADS
-from pallas_kernels.mosaic_gpu.plan.cost import has_spare_registers
-from pallas_kernels.mosaic_gpu.score import inline_ptx, key_tail, scores
+from pallas_kernels.mosaic_gpu.score import key_tail, scores
+from pallas_kernels.mosaic_gpu.score.support import has_spare_registers
 from pallas_kernels.mosaic_gpu.score.tile import ROW, TILE
 from pallas_kernels.mosaic_gpu.work_items import TILE_KEYS
 from pallas_kernels.spec import AttentionSpec
@@ -261,7 +261,7 @@ class Step(NamedTuple):
         It is published before the weights, so that accumulators are rescaled while the other group computes these.
         """
         _barrier("sync", _MAX_BARRIER + b)
-        return _rescaled(state, key_tail.load(self.buffers.row_max.at[b], ROW))
+        return _rescaled(state, smem.load(self.buffers.row_max.at[b], ROW))
 
     def _add_received(self, out: Accumulator, b: int, tile: jax.Array | None = None) -> None:
         """Issues PV of a tile of the other group, once its weights are published; `tile` if it may be the last.
@@ -297,9 +297,9 @@ class Step(NamedTuple):
             buffers.marks[own, :] = mark(state.out)
         plg.commit_smem()
         _barrier("sync", _SUMS_BARRIER)
-        row_sum = row_sum + key_tail.load(buffers.row_sum.at[other], ROW)
+        row_sum = row_sum + smem.load(buffers.row_sum.at[other], ROW)
         out, lse = normalised(state.out, state.row_max, row_sum, None, marks=marks)
-        return out, lse + key_tail.load(buffers.marks.at[other], ROW) if marks else lse
+        return out, lse + smem.load(buffers.marks.at[other], ROW) if marks else lse
 
 
 def _barrier(operation: str, number: int) -> None:

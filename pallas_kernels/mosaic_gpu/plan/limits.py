@@ -6,13 +6,13 @@ import math
 
 import jax
 
-from pallas_kernels.mosaic_gpu.cuda_version import miscompiling_cuda
 from pallas_kernels.spec import AttentionSpec
 
 HOPPER = ("H100", "H200", "H800", "H20", "GH200")  # parts of the names of devices with compute capability 9.0
 ROWS = 64  # of a wgmma: what the blocks of a mask must be a multiple of
 MAX_HEAD_SIZE = 256
 MAX_ELEMENTS = 1 << 31  # of a captured array: it is indexed by 32 bits
+MISCOMPILES = (12080, 12091)  # versions of CUDA: from the first, before the second
 
 
 def limit_of_machine(spec: AttentionSpec) -> str | None:
@@ -56,3 +56,22 @@ def limit_of_captured(spec: AttentionSpec) -> str | None:
             if math.prod(shape) >= MAX_ELEMENTS:
                 return f"a mod captures an array of {dtype}{list(shape)}, which has 2 ** 31 elements or more"
     return None
+
+
+def miscompiling_cuda() -> str | None:
+    """The version of CUDA, if it is one whose assembler is known to miscompile attention kernels like these.
+
+    JAX's own kernel through Mosaic GPU (`jax.experimental.pallas.ops.gpu.attention_mgpu`) refuses causal masks there.
+    """
+    version = _runtime_version()
+    if version is None or not MISCOMPILES[0] <= version < MISCOMPILES[1]:
+        return None
+    return f"{version // 1000}.{version % 1000 // 10}.{version % 10}"
+
+
+def _runtime_version() -> int | None:
+    """The CUDA version as CUDA counts, 12080 for 12.8.0; None without a plugin of JAX for CUDA."""
+    # The one import of a private module of JAX.
+    from jax._src.lib import cuda_versions
+
+    return None if cuda_versions is None else cuda_versions.cuda_runtime_get_version()

@@ -1,4 +1,4 @@
-"""Which Hopper kernels run a call, and with which tiles, or why they cannot."""
+"""The plan of a dense call: the Hopper kernels that run it, and their tiles, or why they cannot."""
 
 from __future__ import annotations
 
@@ -7,16 +7,22 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from pallas_kernels.config import Tiles
 from pallas_kernels.mosaic_gpu import smem
-from pallas_kernels.mosaic_gpu.backward import gradients
-from pallas_kernels.mosaic_gpu.backward.gradients import BackwardTiles
+from pallas_kernels.mosaic_gpu.backward import plan as backward_plan
+from pallas_kernels.mosaic_gpu.backward.plan import BackwardTiles
 from pallas_kernels.mosaic_gpu.forward import kernel
-from pallas_kernels.mosaic_gpu.plan import cost, tile_rules
 from pallas_kernels.mosaic_gpu.plan.limits import ROWS, limit_of_arrays
-from pallas_kernels.mosaic_gpu.plan.support import limit_of_mods, unsupported_primitive
 from pallas_kernels.mosaic_gpu.score import bias_tiles
+from pallas_kernels.mosaic_gpu.score.support import (
+    exceeds_registers,
+    is_heavy,
+    limit_of_mods,
+    mask_exceeds_registers,
+    unsupported_primitive,
+)
 from pallas_kernels.plan import GradientRequest, Refusal, TileChoice
 from pallas_kernels.program.build import Derivative
 from pallas_kernels.program.cotangents import LoadGroups, group_loads
@@ -31,8 +37,7 @@ class BackwardPlan:
 
     Attributes:
       requested: The gradients that they compute.
-      derivative: That of the score mod, None without one.
-      tiles: Of the kernels.
+      derivative: Of the score mod; None without one.
     """
 
     requested: GradientRequest
@@ -49,16 +54,16 @@ class Plan:
       forward: Tiles of the forward kernel.
       has_bias_tiles: Whether TMA loads elements of captured arrays, tile by tile.
       backward: What these kernels compute of the requested gradients; None for nothing, or forward only.
-      left: The requested gradients that they leave to other kernels, or None.
-      left_reason: Why they leave all, as part of a sentence, or which arrays have those that they leave.
+      deferred: The requested gradients that other kernels compute, or None.
+      deferred_reason: Why all are deferred, as part of a sentence, or which arrays have the deferred ones.
     """
 
     spec: AttentionSpec
     forward: TileChoice
     has_bias_tiles: bool
     backward: BackwardPlan | None = None
-    left: GradientRequest | None = None
-    left_reason: str = ""
+    deferred: GradientRequest | None = None
+    deferred_reason: str = ""
 
     def describe(self, forward: str | None = None) -> str:
         """Kernels and tiles, for `jflex.explain`; `forward` describes another forward kernel that runs instead."""
@@ -86,10 +91,10 @@ def plan(spec: AttentionSpec, requested: GradientRequest | None) -> Plan | Refus
     reason = limit_of_arrays(spec)
     if reason is not None:
         return Refusal(reason)
-    made = with_programs(spec)
-    if isinstance(made, Refusal):
-        return made
-    forward = limit_of_mods(made) or _plan_forward(made)
+    traced = with_programs(spec)
+    if isinstance(traced, Refusal):
+        return traced
+    forward = limit_of_mods(traced) or _plan_forward(traced)
     if isinstance(forward, Refusal) or requested is None:
         return forward
     return _plan_backward(forward, requested)
@@ -115,40 +120,43 @@ def _plan_forward(spec: AttentionSpec) -> Plan | Refusal:
 
 
 _MANY = 1024  # batch entries
+MAX_STAGES = 4  # of the forward kernel
 _NO_ENTROPY = "they have no derivative of the entropy (where its gradient is not requested, they run)"
 
 
 def _plan_backward(forward: Plan, requested: GradientRequest) -> Plan | Refusal:
-    """Divides the requested gradients: these kernels compute what they can, and leave the rest.
+    """Divides the requested gradients between these kernels and others.
 
-    They leave gradients of arrays that are read by query and key, but not as a pair bias that `captured_work.supports`
-    and that fits, such as a table of distances. They leave everything where they have no tiles, and where the entropy
-    of rows is differentiated.
+    Deferred are gradients of arrays that are read by query and key, but not as a pair bias that
+    `captured_work.supports` and that fits, such as a table of distances; and all gradients where there are no tiles, or
+    where the entropy of rows is differentiated.
     """
     spec = forward.spec
     if "entropy" in spec.stats:
-        return dataclasses.replace(forward, left=requested, left_reason=_NO_ENTROPY)
+        return dataclasses.replace(forward, deferred=requested, deferred_reason=_NO_ENTROPY)
     derivative = derivative_of(spec, requested.score_operands)
     if isinstance(derivative, Refusal):
         return derivative
-    own, left = requested, None
+    computed, deferred = requested, None
     groups = group_loads(spec, derivative)
     alone = groups._replace(repeated=())
-    if groups.repeated and not _sums_shared(spec, groups) and gradients.unsupported_groups(spec, alone) is None:
+    if groups.repeated and not _sums_shared(spec, groups) and backward_plan.unsupported_groups(spec, alone) is None:
         repeated = {load.value for _, loads in groups.repeated for load in loads}
         pick = lambda inside: tuple(r and (i in repeated) == inside for i, r in enumerate(requested.score_operands))
-        own = requested._replace(score_operands=pick(inside=False))
-        left = GradientRequest(query=False, key=False, value=False, score_operands=pick(inside=True))
-        derivative = derivative_of(spec, own.score_operands)
+        computed = requested._replace(score_operands=pick(inside=False))
+        deferred = GradientRequest(query=False, key=False, value=False, score_operands=pick(inside=True))
+        derivative = derivative_of(spec, computed.score_operands)
         if isinstance(derivative, Refusal):
             return derivative
         groups = group_loads(spec, derivative)
     tiles = _backward_tiles(spec, derivative, groups)
     if isinstance(tiles, Refusal):
-        return dataclasses.replace(forward, left=requested, left_reason=tiles.reason)
-    backward = BackwardPlan(own, derivative, tiles)
+        return dataclasses.replace(forward, deferred=requested, deferred_reason=tiles.reason)
     return dataclasses.replace(
-        forward, backward=backward, left=left, left_reason="are read by query and key at once" if left else ""
+        forward,
+        backward=BackwardPlan(computed, derivative, tiles),
+        deferred=deferred,
+        deferred_reason="are read by query and key at once" if deferred else "",
     )
 
 
@@ -162,30 +170,61 @@ def _forward_tiles(spec: AttentionSpec) -> TileChoice:
     dtype = jnp.dtype(spec.dtype)
     if spec.config.batch_invariant:  # as if there were more tiles than CTAs: with few, other tiles may be persistent
         many = dataclasses.replace(spec, B=_MANY)
-        return TileChoice(tile_rules.forward_tiles(many, dtype), "rule")
+        return TileChoice(forward_tiles(many, dtype), "rule")
     measured = _measured_tiles(spec, "forward_sm90", spec.S)
-    if measured is not None and measured.block_q <= spec.T and tile_rules.suits(spec, measured, dtype):
+    if measured is not None and measured.block_q <= spec.T and suits(spec, measured, dtype):
         return TileChoice(measured, "table")
-    return TileChoice(tile_rules.forward_tiles(spec, dtype), "rule")
+    return TileChoice(forward_tiles(spec, dtype), "rule")
+
+
+def forward_tiles(spec: AttentionSpec, dtype: DTypeLike) -> Tiles:
+    """Rule for the forward kernel: two consumer warp groups of 64 queries each, and as many stages as fit.
+
+    A persistent kernel has priority: stages, then keys in a tile, are given up for it.
+
+    Register budget: a thread holds half a tile's columns of scores, beside half of Dv for the O accumulator. 128 keys
+    go with head sizes up to 128, unless a mod is heavy (one with a gelu and a softplus spills 1420 bytes). H200, jax
+    0.11.2, bf16, S 16384, no mod, with the first version of the kernel: head size 128 in 6.84 ms with 128 keys, 8.32
+    with 64; head size 64 in 9.12 with 128 keys, 11.58 with 64.
+    """
+    blocks = spec.block_size or (128, 128)
+    groups = 2 if blocks[0] % 128 == 0 and spec.T > 64 else 1
+    light = not (is_heavy(spec.programs.score) or is_heavy(spec.programs.mask))
+    wide = max(spec.D, spec.Dv) <= 128 and blocks[1] % 128 == 0 and light
+    candidates = [
+        Tiles(64 * groups, block_kv, 4 * groups, stages)
+        for block_kv in ((128, 64) if wide else (64,))
+        for stages in range(MAX_STAGES, 1, -1)
+    ]
+    fitting = [t for t in candidates if suits(spec, t, dtype)] or candidates[-1:]
+    persistent = (t for t in fitting if kernel.declare(spec, t, dtype).tile_ids is not None)
+    return next(persistent, fitting[0])
+
+
+def suits(spec: AttentionSpec, tiles: Tiles, dtype: DTypeLike) -> bool:
+    """Whether shared memory holds the tiles of the forward kernel, and all bias tiles that TMA can load."""
+    scratch = kernel.declare(spec, tiles, dtype)
+    fits = smem.bytes_of(jax.tree.leaves(scratch)) <= smem.LIMIT
+    return fits and (scratch.has_bias_tiles or not bias_tiles.bias_loads(spec))
 
 
 def _backward_tiles(spec: AttentionSpec, derivative: Derivative | None, groups: LoadGroups) -> BackwardTiles | Refusal:
-    reason = gradients.unsupported_groups(spec, groups)
-    if cost.mask_exceeds_registers(spec.programs.mask):
+    reason = backward_plan.unsupported_groups(spec, groups)
+    if mask_exceeds_registers(spec.programs.mask):
         reason = "the mask computes more on each element than registers hold"
     if reason is None and derivative is not None:
         reason = unsupported_primitive(derivative.nodes)
-        if cost.exceeds_registers(derivative):
+        if exceeds_registers(derivative):
             reason = "the derivative of the score mod computes more on each element than registers hold"
     if reason is not None:
         return Refusal(reason)
     one_pass = not (spec.config.deterministic or groups.rows or groups.stores)
-    tiles = _given_backward(spec, one_pass=one_pass)
+    tiles = _configured_backward(spec, one_pass=one_pass)
     if tiles is None and groups.repeated:
         tiles = _best_backward(spec, one_pass=False)
     elif tiles is None:
         tiles = _best_backward(spec, one_pass=one_pass)
-        if one_pass and tiles is not None and not gradients.is_one_pass_faster(spec, tiles, groups):
+        if one_pass and tiles is not None and not backward_plan.is_one_pass_faster(spec, tiles, groups):
             tiles = _best_backward(spec, one_pass=False)
     if groups.repeated and isinstance(tiles, BackwardTiles):
         tiles = _with_captured(spec, tiles, groups, may_add=one_pass)
@@ -193,7 +232,7 @@ def _backward_tiles(spec: AttentionSpec, derivative: Derivative | None, groups: 
         return Refusal("no tile of them divides the blocks of the mask")
     if isinstance(tiles, Refusal):
         return tiles
-    needed = max(smem.bytes_of(jax.tree.leaves(x)) for x in gradients.declare(spec, tiles, spec.dtype, groups))
+    needed = max(smem.bytes_of(jax.tree.leaves(x)) for x in backward_plan.declare(spec, tiles, spec.dtype, groups))
     if needed > smem.LIMIT:
         return Refusal(f"their tiles need {needed} bytes of shared memory, and a CTA has {smem.LIMIT}")
     return tiles
@@ -202,24 +241,24 @@ def _backward_tiles(spec: AttentionSpec, derivative: Derivative | None, groups: 
 def _sums_shared(spec: AttentionSpec, groups: LoadGroups) -> bool:
     """Whether the kernel for shared arrays computes their gradients: not where a config wants one pass for the rest."""
     wants_one_pass = spec.config.dkv is not None and spec.config.dq is None
-    return not wants_one_pass and gradients.captured_tiles(spec, spec.dtype, groups, with_query=False) is not None
+    return not wants_one_pass and backward_plan.captured_tiles(spec, spec.dtype, groups, with_query=False) is not None
 
 
 def _with_captured(spec: AttentionSpec, tiles: BackwardTiles, groups: LoadGroups, *, may_add: bool) -> BackwardTiles:
     """With tiles of the kernel for shared arrays, which adds to dQ too if it may, and a config sets no tiles for it."""
     if may_add and spec.config.dq is None:
-        both = gradients.captured_tiles(spec, spec.dtype, groups, with_query=True)
+        both = backward_plan.captured_tiles(spec, spec.dtype, groups, with_query=True)
         if both is not None:
             return BackwardTiles(tiles.dkv, None, both)
-    return tiles._replace(captured=gradients.captured_tiles(spec, spec.dtype, groups, with_query=False))
+    return tiles._replace(captured=backward_plan.captured_tiles(spec, spec.dtype, groups, with_query=False))
 
 
-def _given_backward(spec: AttentionSpec, *, one_pass: bool) -> BackwardTiles | Refusal | None:
+def _configured_backward(spec: AttentionSpec, *, one_pass: bool) -> BackwardTiles | Refusal | None:
     """The user's tiles, or None where `config` sets none."""
     dkv, dq = spec.config.dkv, spec.config.dq
     if dkv is None and dq is None:
         return None
-    reason = gradients.unsupported_tiles(spec, dkv, dq, one_pass=one_pass)
+    reason = backward_plan.unsupported_tiles(spec, dkv, dq, one_pass=one_pass)
     if reason is not None:
         return Refusal(reason)
     assert dkv is not None  # or there was a reason
@@ -228,29 +267,29 @@ def _given_backward(spec: AttentionSpec, *, one_pass: bool) -> BackwardTiles | R
 
 def _best_backward(spec: AttentionSpec, *, one_pass: bool) -> BackwardTiles | None:
     """Measured tiles of the backward kernels, or a rule's; None if no tile divides the blocks of the mask."""
-    return _measured_backward(spec, one_pass=one_pass) or gradients.tiles_for(spec, one_pass=one_pass)
+    return _measured_backward(spec, one_pass=one_pass) or backward_plan.backward_tiles(spec, one_pass=one_pass)
 
 
 def _measured_backward(spec: AttentionSpec, *, one_pass: bool) -> BackwardTiles | None:
-    """Measured tiles of the backward kernels, of one pass where that is allowed; None if nobody measured."""
+    """Measured tiles of the backward kernels, of one pass where that is allowed; None without a measurement."""
     if one_pass:
         dkv, dq = _measured_tiles(spec, "one_pass_sm90", spec.T), None
     else:
         dkv, dq = _measured_tiles(spec, "dkv_sm90", spec.T), _measured_tiles(spec, "dq_sm90", spec.S)
     if dkv is None or (dq is None and not one_pass):
         return None
-    return None if gradients.unsupported_tiles(spec, dkv, dq, one_pass=one_pass) else BackwardTiles(dkv, dq)
+    return None if backward_plan.unsupported_tiles(spec, dkv, dq, one_pass=one_pass) else BackwardTiles(dkv, dq)
 
 
 def _measured_tiles(spec: AttentionSpec, name: str, length: int) -> Tiles | None:
-    """Those of a table, for the kernel's name there and the length of its loop.
+    """Tiles of a table, for the kernel's name there and the length of its loop.
 
     The mods there compute little, the elements that they read are loaded by TMA, and nothing has eight bits.
     """
     if spec.qk_dtype is not None:
         return None
     programs, itemsize = spec.programs, jnp.dtype(spec.dtype).itemsize
-    if cost.is_heavy(programs.score) or cost.is_heavy(programs.mask):
+    if is_heavy(programs.score) or is_heavy(programs.mask):
         return None
     key = tables.key_of(name, max(spec.D, spec.Dv), itemsize, programs, length)
     tiles = tables.look_up(spec.device_kind, key)

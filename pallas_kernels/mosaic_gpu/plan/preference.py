@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 
-from pallas_kernels.mosaic_gpu.plan.cost import is_periodic
+from pallas_kernels.mosaic_gpu.launch import NUM_SMS
 from pallas_kernels.mosaic_gpu.plan.plan import Plan
-from pallas_kernels.mosaic_gpu.tile_order import NUM_SMS
+from pallas_kernels.mosaic_gpu.score.support import is_periodic
 from pallas_kernels.spec import AttentionSpec
 
 WARPS_PER_GROUP = 4

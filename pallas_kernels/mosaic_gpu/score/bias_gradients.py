@@ -6,7 +6,6 @@ The kernel for dQ has it in registers, in the order of the array, and stores it 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -16,8 +15,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plg
 
 from pallas_kernels.config import Tiles
-from pallas_kernels.mosaic_gpu import padding, smem
-from pallas_kernels.mosaic_gpu.score.bias_tiles import BiasLoad
+from pallas_kernels.mosaic_gpu import smem
+from pallas_kernels.mosaic_gpu.launch import ROWS_MULTIPLE
+from pallas_kernels.mosaic_gpu.score.bias_tiles import BiasLoad, reads_by_query_and_key
 from pallas_kernels.program.cotangents import covers
 from pallas_kernels.program.evaluate import Evaluation
 from pallas_kernels.program.ir import Node
@@ -29,12 +29,10 @@ _COLUMNS = 64  # what the rows of a stored array are padded to: whole swizzled t
 
 def bias_load(spec: AttentionSpec, load: Node) -> BiasLoad | None:
     """A load by query and key of an array [..., queries, keys] of the sizes of the call; None if it is no such load."""
-    mod, shape = spec.programs.score, spec.score_shapes[load.value]
-    if mod is None or shape[-2:] != (spec.T, spec.S) or load.dtype.itemsize not in (2, 4):
+    shape = spec.score_shapes[load.value]
+    if spec.programs.score is None or shape[-2:] != (spec.T, spec.S) or load.dtype.itemsize not in (2, 4):
         return None
-    if load.inputs[-2:] != (mod.argument("q"), mod.argument("k")) or any(index.kind for index in load.inputs[:-2]):
-        return None
-    return BiasLoad(load, (math.prod(shape[:-2]), *shape[-2:]))
+    return BiasLoad.from_load(load, shape) if reads_by_query_and_key(spec.programs.score, load) else None
 
 
 def declare(loads: Sequence[Node], tiles: Tiles) -> tuple[Ref, ...]:
@@ -43,12 +41,12 @@ def declare(loads: Sequence[Node], tiles: Tiles) -> tuple[Ref, ...]:
     return tuple(smem.tiled((groups, tiles.block_q // groups, tiles.block_kv), load.dtype) for load in loads)
 
 
-def shape_of(spec: AttentionSpec, load: Node) -> jax.ShapeDtypeStruct:
-    """The array that a kernel fills with the gradient, [leading, queries, keys], padded to what TMA takes."""
+def padded_shape(spec: AttentionSpec, load: Node) -> tuple[int, int, int]:
+    """The shape of the gradient in a kernel, [leading, queries, keys], padded to what TMA takes."""
     bias = bias_load(spec, load)
     assert bias is not None  # the plan has checked
     leading, T, S = bias.shape
-    return jax.ShapeDtypeStruct((leading, T + -T % padding.ROWS, S + -S % _COLUMNS), load.dtype)
+    return leading, T + -T % ROWS_MULTIPLE, S + -S % _COLUMNS
 
 
 def without_padding(spec: AttentionSpec, load: Node, x: jax.Array) -> jax.Array:
@@ -56,20 +54,15 @@ def without_padding(spec: AttentionSpec, load: Node, x: jax.Array) -> jax.Array:
     return x[:, : spec.T, : spec.S].reshape(spec.score_shapes[load.value])
 
 
-def zeros(spec: AttentionSpec, loads: Sequence[Node]) -> list[jax.Ref | None]:
-    """For each load an array of zeros, if a kernel that skips blocks does not write all of it; else None."""
-
-    def made(load: Node) -> jax.Ref | None:
-        if spec.block_size is None and covers(spec, load, spec.score_shapes[load.value]):
-            return None
-        shape = shape_of(spec, load)
-        return jax.new_ref(jnp.zeros(shape.shape, shape.dtype))
-
-    return [made(load) for load in loads]
+def zeros(spec: AttentionSpec, loads: Sequence[Node]) -> dict[int, jax.Ref]:
+    """Arrays of zeros, by position of the load, where a kernel that skips blocks does not write all of one."""
+    writes_all = lambda load: spec.block_size is None and covers(spec, load, spec.score_shapes[load.value])
+    make = lambda load: jax.new_ref(jnp.zeros(padded_shape(spec, load), load.dtype))
+    return {i: make(load) for i, load in enumerate(loads) if not writes_all(load)}
 
 
 class BiasGradients(NamedTuple):
-    """Where a consumer warp group stores cotangents.
+    """Targets of the cotangents of a consumer warp group.
 
     Attributes:
       staged: Its shared memory, [rows, keys] for each load.
@@ -80,7 +73,7 @@ class BiasGradients(NamedTuple):
     targets: Sequence[Callable[[Index], Ref]]
 
     @classmethod
-    def of(
+    def from_loads(
         cls,
         spec: AttentionSpec,
         loads: Sequence[Node],

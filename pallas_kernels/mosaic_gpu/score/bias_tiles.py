@@ -19,6 +19,7 @@ from pallas_kernels.config import Tiles
 from pallas_kernels.mosaic_gpu import smem
 from pallas_kernels.mosaic_gpu.pipeline import Ring
 from pallas_kernels.mosaic_gpu.score.tile import evaluation
+from pallas_kernels.program.build import Program
 from pallas_kernels.program.evaluate import Evaluation
 from pallas_kernels.program.ir import Node
 from pallas_kernels.spec import AttentionSpec
@@ -40,7 +41,12 @@ class BiasLoad(NamedTuple):
     load: Node
     shape: tuple[int, int, int]
 
-    def of(self, operands: Sequence[jax.Array]) -> jax.Array:
+    @classmethod
+    def from_load(cls, load: Node, shape: tuple[int, ...]) -> BiasLoad:
+        """From the shape of the array, [..., queries, keys]."""
+        return cls(load, (math.prod(shape[:-2]), shape[-2], shape[-1]))
+
+    def source(self, operands: Sequence[jax.Array]) -> jax.Array:
         """The array as [leading, queries, keys], for TMA."""
         return operands[self.load.value].reshape(self.shape)
 
@@ -52,6 +58,12 @@ class BiasLoad(NamedTuple):
         return offset
 
 
+def reads_by_query_and_key(program: Program, load: Node) -> bool:
+    """Whether the last two indices of a load are the query and the key, and the others are uniform over a tile."""
+    q_and_k = (program.argument("q"), program.argument("k"))
+    return load.inputs[-2:] == q_and_k and not any(index.kind for index in load.inputs[:-2])
+
+
 def bias_loads(spec: AttentionSpec, *, transposed: bool = False) -> tuple[BiasLoad, ...]:
     """The loads of the score mod that TMA can do, as many as fit into `MAX_BYTES_PER_SCORE`.
 
@@ -59,17 +71,13 @@ def bias_loads(spec: AttentionSpec, *, transposed: bool = False) -> tuple[BiasLo
     """
     if spec.programs.score is None or not spec.score_shapes or max(spec.D, spec.Dv) > MAX_HEAD_SIZE:
         return ()
-    q_and_k, chosen, room = (
-        (spec.programs.score.argument("q"), spec.programs.score.argument("k")),
-        [],
-        MAX_BYTES_PER_SCORE,
-    )
+    chosen, room = [], MAX_BYTES_PER_SCORE
     for load in spec.programs.score.loads:
         shape, size = spec.score_shapes[load.value], load.dtype.itemsize
-        is_bias = load.inputs[-2:] == q_and_k and not any(index.kind for index in load.inputs[:-2])
         fits = size == 2 or (size == 4 and not transposed)
+        is_bias = reads_by_query_and_key(spec.programs.score, load)
         if is_bias and fits and size <= room and _is_tiled(shape, size):
-            chosen.append(BiasLoad(load, (math.prod(shape[:-2]), *shape[-2:])))
+            chosen.append(BiasLoad.from_load(load, shape))
             room -= size
     return tuple(chosen)
 
@@ -93,7 +101,7 @@ def with_bias_ring(
         declared = declare(spec, tiles, stages, transposed=transposed)
         if not declared:
             break
-        chosen = make(Ring.of(declared, tiles.num_warps // 4))
+        chosen = make(Ring.from_tiles(declared, tiles.num_warps // 4))
         if smem.bytes_of(jax.tree.leaves(chosen)) <= smem.LIMIT:
             return chosen
     return make(None)
@@ -103,8 +111,6 @@ class BiasTiles(NamedTuple):
     """The sources of the bias tiles of a kernel, in global memory.
 
     Attributes:
-      spec: The spec.
-      tiles: Of the kernel.
       operands: Captured arrays of the score mod, each flattened to one dimension.
       loads: The loads that TMA does.
       refs: Their arrays, [leading, queries, keys] each.
@@ -116,7 +122,7 @@ class BiasTiles(NamedTuple):
     loads: Sequence[BiasLoad]
     refs: Sequence[Ref]
 
-    def of_head(self, b: jax.Array, h: jax.Array) -> Callable[[Index, Index], list[Ref]]:
+    def sources_of_head(self, b: jax.Array, h: jax.Array) -> Callable[[Index, Index], list[Ref]]:
         """Returns ``(q_first, k_first) -> TMA sources``; TMA fills with zeros past the end."""
         if not self.loads:
             return lambda q_first, k_first: []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,10 +10,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plg
 
-from pallas_kernels.mosaic_gpu import smem
-from pallas_kernels.mosaic_gpu.score import inline_ptx
+from pallas_kernels.mosaic_gpu import inline_ptx, smem
 from pallas_kernels.mosaic_gpu.score.tile import COLUMN, TILE
-from pallas_kernels.types import Index, Ref, RegisterLayout
+from pallas_kernels.types import Index, Ref
 
 
 def mask_scores(s: jax.Array, first: Index, end: Index) -> jax.Array:
@@ -39,11 +37,5 @@ def _clear_rows(ref: Ref, valid: jax.Array) -> None:
     row = plg.broadcasted_iota(jnp.int32, (keys, width), 0, layout=TILE)
     for column in range(0, size, width):
         part = ref.at[:, pl.ds(column, width)]
-        part[...] = jnp.where(row < valid, load(part, TILE), jnp.zeros((), ref.dtype))
+        part[...] = jnp.where(row < valid, smem.load(part, TILE), jnp.zeros((), ref.dtype))
     plg.commit_smem()
-
-
-def load(ref: Ref, layout: RegisterLayout) -> jax.Array:
-    """Loads an array of shared memory into registers."""
-    load_: Any = plg.load  # jax < 0.11: wants an index
-    return load_(ref, layout=layout)

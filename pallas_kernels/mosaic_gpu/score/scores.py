@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plg
 
-from pallas_kernels.mosaic_gpu.score import bias_tiles, inline_ptx
+from pallas_kernels.mosaic_gpu import inline_ptx, smem
+from pallas_kernels.mosaic_gpu.score import bias_tiles
 from pallas_kernels.mosaic_gpu.score.tile import COLUMN, ROW, TILE, TileSpace, evaluation, indices_of
 from pallas_kernels.program import intervals, patterns
 from pallas_kernels.program.build import Program
@@ -22,7 +23,7 @@ from pallas_kernels.spec import LOG2_E, AttentionSpec, Operands
 from pallas_kernels.types import Index, Ref
 
 
-class Captured(NamedTuple):
+class CapturedShapes(NamedTuple):
     """Shapes of the captured arrays of the mods; in a kernel they are flattened to one dimension."""
 
     score: tuple[tuple[int, ...], ...]
@@ -30,8 +31,8 @@ class Captured(NamedTuple):
     dropout: tuple[tuple[int, ...], ...]
 
     @classmethod
-    def of(cls, arrays: Operands[jax.Array]) -> Captured:
-        """The shapes of these arrays."""
+    def from_operands(cls, arrays: Operands[jax.Array]) -> CapturedShapes:
+        """The shapes of captured arrays that are not flattened yet."""
         groups = arrays.score_operands, arrays.mask_operands, arrays.dropout_operands
         return cls(*(tuple(x.shape for x in group) for group in groups))
 
@@ -92,7 +93,7 @@ class Scores(NamedTuple):
 def prepare(
     spec: AttentionSpec,
     arrays: Operands[Ref],
-    captured: Captured,
+    captured: CapturedShapes,
     tile: tuple[int, int],
     b: jax.Array,
     h: jax.Array,
@@ -222,8 +223,7 @@ def modify(
         scaled = Product(raw, jnp.full((), spec.scale, jnp.float32))
         score = prefetched.score or _at(scores, scores.score, spec.programs.score, first)
         tiles = zip(bias_tiles.bias_loads(spec, transposed=scores.transposed) if bias else (), bias, strict=True)
-        load_tile: Any = plg.load  # jax < 0.11: wants an index
-        loaded = {bias_load.load: load_tile(ref, layout=TILE) for bias_load, ref in tiles}
+        loaded = {bias_load.load: smem.load(ref, TILE) for bias_load, ref in tiles}
         score = score.child(loaded, {spec.programs.score.argument("score"): scaled})
         if scores.pairs and not is_partial:
             score = _with_pairs(score, spec.programs.score)

@@ -13,7 +13,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plg
 
-from pallas_kernels.mosaic_gpu.score import inline_ptx
+from pallas_kernels.mosaic_gpu import inline_ptx
 from pallas_kernels.program import patterns
 from pallas_kernels.program.build import Program
 from pallas_kernels.program.evaluate import Evaluation, OfMultiple, Space

@@ -13,7 +13,7 @@ from jax.experimental.pallas import mosaic_gpu as plg
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
-from pallas_kernels.mosaic_gpu.score.inline_ptx import TILE_COLUMNS
+from pallas_kernels.mosaic_gpu.inline_ptx import TILE_COLUMNS
 from pallas_kernels.types import Ref
 
 

@@ -1,0 +1,142 @@
+"""Tiles of the backward kernels for Hopper, and which gradients and tiles these kernels support."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from pallas_kernels.config import Tiles
+from pallas_kernels.mosaic_gpu.backward import captured_work, dq, walk
+from pallas_kernels.mosaic_gpu.backward.dkv import MAX_HEAD_SIZE_BOTH_SUMS
+from pallas_kernels.mosaic_gpu.backward.one_pass import fits
+from pallas_kernels.mosaic_gpu.launch import padded_head_sizes
+from pallas_kernels.mosaic_gpu.score import bias_gradients, bias_tiles
+from pallas_kernels.mosaic_gpu.score.support import is_heavy
+from pallas_kernels.program.cotangents import LoadGroups
+from pallas_kernels.spec import AttentionSpec
+
+MIN_ONE_PASS_LENGTH = 1024  # queries from which on one pass is faster (`is_one_pass_faster`)
+MAX_HEAD_SIZE_TWO_GROUPS = 192  # up to which shared memory holds the tiles of two consumers, beside the stream
+
+
+class BackwardTiles(NamedTuple):
+    """Tiles of the kernels.
+
+    Attributes:
+      dkv: For dK and dV.
+      dq: For dQ; None where the kernel for captured arrays computes dQ, or without it the one for dK and dV. Neither is
+        deterministic.
+      captured: For captured arrays that are shared by batch or heads; None without such.
+    """
+
+    dkv: Tiles
+    dq: Tiles | None
+    captured: Tiles | None = None
+
+
+def unsupported_groups(spec: AttentionSpec, groups: LoadGroups) -> str | None:
+    """The gradients of captured arrays that these kernels do not support, as part of a sentence, or None."""
+    shared = all(captured_work.supports(spec, group) for group in groups.repeated)
+    if not shared or groups.atomics or any(bias_gradients.bias_load(spec, n) is None for n in groups.stores):
+        return "the gradient of an array that is read by query and key at once needs additions by element"
+    return None
+
+
+def unsupported_tiles(spec: AttentionSpec, dkv: Tiles | None, dq: Tiles | None, *, one_pass: bool) -> str | None:
+    """Why tiles that a user set are not supported, as part of a sentence, or None.
+
+    Args:
+      spec: The call.
+      dkv: For dK and dV.
+      dq: For dQ; None if one pass is to compute it.
+      one_pass: Whether one pass may.
+    """
+    if dkv is None:
+        return "`config` sets tiles for dq alone"
+    for name, tiles, rows, columns in (("dkv", dkv, "block_kv", "block_q"), ("dq", dq, "block_q", "block_kv")):
+        if tiles is None:
+            continue
+        sizes = dataclasses.asdict(tiles)
+        if tiles.num_warps not in (4, 8) or sizes[rows] != 16 * tiles.num_warps or sizes[columns] % 64:
+            return (
+                f"a warp group of 4 warps takes 64 rows, and `config` sets for {name} `{rows}` {sizes[rows]} and "
+                f"`{columns}` {sizes[columns]} with {tiles.num_warps} warps"
+            )
+    narrow = max(_padded(spec).D, _padded(spec).Dv) <= MAX_HEAD_SIZE_BOTH_SUMS
+    if dq is None and not (one_pass and narrow and fits(_padded(spec), dkv)):
+        return "`config` sets no tiles for dq, which a kernel of its own computes here"
+    return None
+
+
+def is_one_pass_faster(spec: AttentionSpec, tiles: BackwardTiles, groups: LoadGroups) -> bool:
+    """Whether tiles are of one pass, and it is faster than two.
+
+    Short sequences have few MMAs beside the float32 dQ in global memory, which one pass sets to zero, adds to and
+    converts. H200, jax 0.11.2, bf16, 32768 tokens, 16 heads, one pass and two in us, causal: head size 64 438 and 383
+    at 256 tokens, 533 and 493 at 512, 660 and 644 at 1024; head size 128 730 and 575, 867 and 748, 1051 and 1007.
+    Without a mask, 1024 tokens: 915 and 928, 1493 and 1544.
+
+    Nor where TMA loads bias tiles in the kernel for dQ alone, as it does those of 32 bits: with
+    such a pair bias for each of 16 heads, 4 x 4096 tokens, 3538 and 3278 at head size 64, 3920 and 3769 at 128. With
+    one of 16 bits 2012 and 1992, 2553 and 3251; under a causal mask 998 and 1090, 1587 and 1778.
+    """
+    if tiles.dq is not None or spec.T < MIN_ONE_PASS_LENGTH:
+        return False
+    has_bias_tiles = declare(spec, tiles, jnp.bfloat16, groups)[0].stream.bias is not None
+    return has_bias_tiles or not bias_tiles.bias_loads(_padded(spec))
+
+
+def backward_tiles(spec: AttentionSpec, *, one_pass: bool) -> BackwardTiles | None:
+    """The tiles that were fastest on an H200, cut to what divides the blocks; None if no tile does.
+
+    In one pass, where they fit it and `one_pass` allows it. A heavy mod takes two kernels, by the compiler's account
+    and not by measurement: with T5's buckets at head size 64 a tile of 128 x 128 spills 1568 bytes, tiles half as large
+    in two kernels none.
+    """
+    spec, blocks = _padded(spec), spec.block_size or (128, 128)
+    if any(size % 64 for size in blocks):
+        return None
+    widest = max(spec.D, spec.Dv)
+    light = not is_heavy(spec.programs.score) and spec.dropout is None
+    narrow = widest <= 64 and light and len(bias_tiles.bias_loads(spec)) < 2
+    pair = lambda size: 2 if size % 128 == 0 and widest <= MAX_HEAD_SIZE_TWO_GROUPS else 1
+    groups_kv, groups_q = pair(blocks[1]), pair(blocks[0])
+    block_q = 128 if narrow and groups_q == 2 and groups_kv == 2 else 64
+    dkv = Tiles(block_q, 64 * groups_kv, 4 * groups_kv, 2)
+    if one_pass and widest <= MAX_HEAD_SIZE_BOTH_SUMS and fits(spec, dkv):
+        return BackwardTiles(dkv, None)
+    return BackwardTiles(dkv, Tiles(64 * groups_q, 128 if narrow and groups_kv == 2 else 64, 4 * groups_q, 2))
+
+
+def captured_tiles(spec: AttentionSpec, dtype: DTypeLike, groups: LoadGroups, *, with_query: bool) -> Tiles | None:
+    """Tiles of the kernel for shared captured arrays, with which its scratch fits; None if there are none."""
+    spec = _padded(spec)
+    tiles = captured_work.tiles_for(spec)
+    if tiles is None or not all(captured_work.supports(spec, group) for group in groups.repeated):
+        return None
+    stages = []
+    for group in groups.repeated:
+        work = captured_work.CapturedWork.from_group(spec, tiles, group)
+        scratch = captured_work.declare(spec, work, dtype, with_query=with_query)
+        if scratch is None:
+            return None
+        stages.append(scratch.stream.tiles[0].shape[0])
+    return dataclasses.replace(tiles, num_stages=min(stages, default=tiles.num_stages))
+
+
+def declare(
+    spec: AttentionSpec, tiles: BackwardTiles, dtype: DTypeLike, groups: LoadGroups
+) -> tuple[walk.DkvScratch, *tuple[dq.DqScratch, ...]]:
+    """The scratch of a CTA of each kernel, for `smem.bytes_of` of its leaves."""
+    spec = _padded(spec)
+    one_pass = tiles.dq is None and tiles.captured is None
+    dkv_scratch = walk.declare(spec, tiles.dkv, dtype, groups, one_pass=one_pass)
+    return (dkv_scratch,) if tiles.dq is None else (dkv_scratch, dq.declare(spec, tiles.dq, dtype, groups))
+
+
+def _padded(spec: AttentionSpec) -> AttentionSpec:
+    D, Dv = padded_head_sizes(spec, jnp.bfloat16)  # float16 is as wide
+    return dataclasses.replace(spec, D=D, Dv=Dv)
