@@ -85,8 +85,8 @@ def store_rows(ref: Ref, line: jax.Array, first: int, x: jax.Array) -> None:
             if size == 2:
                 values = [llvm.bitcast(ir.IntegerType.get_signless(32), register)]
             at = (first + TILE_COLUMNS * where[1]) * size
-            of = "$2" if size == 2 else "{$2, $3}"
-            text = f"{{ .reg .pred stored; setp.ge.s32 stored, $0, 0; @stored {store} [$1+{at}], {of}; }}"
+            source = "$2" if size == 2 else "{$2, $3}"
+            text = f"{{ .reg .pred stored; setp.ge.s32 stored, $0, 0; @stored {store} [$1+{at}], {source}; }}"
             nothing, kinds = ir.Type.parse("!llvm.void"), ",".join(["r", "l", *constraint, "~{memory}"])
             llvm.inline_asm(nothing, [number, address, *values], text, kinds, has_side_effects=True)
 
@@ -97,21 +97,21 @@ def store_values(ref: Ref, at: jax.Array, x: jax.Array) -> None:
     """Stores float32 [rows] to elements of an array in global memory, by flat index; -1 stores nothing."""
     pairs = (x.shape[0], TILE_COLUMNS)
     column = plg.broadcasted_iota(jnp.int32, pairs, 1, layout=plg.Layout.WGMMA)
-    place = jnp.where(column == 0, lax.broadcast_in_dim(at, pairs, (0,)), -1)  # one thread of a row
+    index = jnp.where(column == 0, lax.broadcast_in_dim(at, pairs, (0,)), -1)  # one thread of a row
 
     @plg.inline_mgpu(arg_types=(plg.RefType(), plg.Layout.WGMMA, plg.Layout.WGMMA))
-    def run(_, target, places, values):
+    def run(_, target, indices, values):
         wide, byte, base = (
             ir.IntegerType.get_signless(64),
             ir.IntegerType.get_signless(8),
             mgpu.utils.memref_ptr(target),
         )
         for where, register in np.ndenumerate(values.registers):
-            number = vector.extract(places.registers[where], [], [0])
+            number = vector.extract(indices.registers[where], [], [0])
             offset = arith.muli(arith.extsi(wide, number), arith.constant(wide, 4))
             address = llvm.getelementptr(base.type, base, [offset], [-(2**31)], byte, llvm.GEPNoWrapFlags.none)
             text = "{ .reg .pred stored; setp.ge.s32 stored, $0, 0; @stored st.global.f32 [$1], $2; }"
             operands = [number, address, vector.extract(register, [], [0])]
             llvm.inline_asm(ir.Type.parse("!llvm.void"), operands, text, "r,l,f,~{memory}", has_side_effects=True)
 
-    run(ref, place, lax.broadcast_in_dim(x, pairs, (0,)))  # pyright: ignore[reportCallIssue]
+    run(ref, index, lax.broadcast_in_dim(x, pairs, (0,)))  # pyright: ignore[reportCallIssue]

@@ -1,6 +1,6 @@
 """Inline PTX and MLIR: element functions, loads and barriers that Pallas has no lowering for in Mosaic GPU.
 
-With `global_rows` the place that needs MLIR. A warp group holds arrays in registers, in a layout that says which thread
+Only this module and `global_rows` need MLIR. A warp group holds arrays in registers, in a layout that says which thread
 has which element; element-wise functions keep the layout.
 """
 
@@ -20,7 +20,7 @@ from jaxlib.mlir.dialects import arith, llvm, math, memref, vector
 from pallas_kernels.types import Ref, RegisterLayout
 
 
-def of_elements(function: Callable[..., mgpu.FragmentedArray], layout: RegisterLayout, *args: jax.Array) -> jax.Array:
+def map_registers(function: Callable[..., mgpu.FragmentedArray], layout: RegisterLayout, *args: jax.Array) -> jax.Array:
     """Applies a function of Mosaic GPU's register arrays, all of one shape and layout."""
     shape = args[0].shape
 
@@ -36,7 +36,7 @@ def of_elements(function: Callable[..., mgpu.FragmentedArray], layout: RegisterL
 
 def exp2(layout: RegisterLayout, x: jax.Array) -> jax.Array:
     """The SFU's exponential, ``ex2.approx`` (relative error 2 ** -22); results below 2 ** -126 are 0."""
-    return of_elements(lambda r: r.exp2(approx=True), layout, x)
+    return map_registers(lambda r: r.exp2(approx=True), layout, x)
 
 
 def mask_scores(layout: RegisterLayout, s: jax.Array, visible: Sequence[jax.Array]) -> jax.Array:
@@ -65,34 +65,34 @@ def keep_from(layout: RegisterLayout, x: jax.Array, number: jax.Array, least: in
 
 
 def _selected(text: str, constraints: str, layout: RegisterLayout, x: jax.Array, *others: jax.Array) -> jax.Array:
-    """PTX of each element of a float32 array, ``$1``, and of those of the others, from ``$2`` on."""
+    """Applies PTX to each element of a float32 array, ``$1``, and of the other arrays, from ``$2`` on."""
 
-    def run(tile: mgpu.FragmentedArray, *rest: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
+    def run(tile: mgpu.FragmentedArray, *arrays: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
         new, element = np.empty_like(tile.registers), ir.F32Type.get()
         for at, register in np.ndenumerate(tile.registers):
             kind = ir.VectorType(register.type)
-            at_each = [y.registers[at] for y in (tile, *rest)]
-            parts = lambda i, of=at_each: [vector.extract(y, [], [i]) for y in of]
+            at_each = [y.registers[at] for y in (tile, *arrays)]
+            parts = lambda i, vectors=at_each: [vector.extract(y, [], [i]) for y in vectors]
             values: Any = [llvm.inline_asm(element, parts(i), text, constraints) for i in range(kind.shape[0])]
             new[at] = vector.from_elements(kind, values)
         return _like(tile, new)
 
-    return of_elements(run, layout, x, *others)
+    return map_registers(run, layout, x, *others)
 
 
 def weights(layout: RegisterLayout, s: jax.Array, log2_scale: float, row_max_log2: jax.Array) -> jax.Array:
     """``2 ** (log2_scale * s - row_max_log2)``: one FMA and one ``ex2.approx`` for each element."""
-    return of_elements(lambda r, c: r._pointwise(math.fma, log2_scale, -c).exp2(approx=True), layout, s, row_max_log2)
+    return map_registers(lambda r, c: r._pointwise(math.fma, log2_scale, -c).exp2(approx=True), layout, s, row_max_log2)
 
 
 def tanh(layout: RegisterLayout, x: jax.Array) -> jax.Array:
     """The SFU's tanh, ``tanh.approx`` (relative error 2 ** -11)."""
-    return of_elements(lambda r: r.tanh(approx=True), layout, x)
+    return map_registers(lambda r: r.tanh(approx=True), layout, x)
 
 
 def logistic(layout: RegisterLayout, exponent: jax.Array) -> jax.Array:
     """``1 / (1 + 2 ** exponent)`` by two SFU functions (relative error 2 ** -21); 0 below 2 ** -126."""
-    return of_elements(lambda r: _reciprocal(r.exp2(approx=True) + 1.0), layout, exponent)
+    return map_registers(lambda r: _reciprocal(r.exp2(approx=True) + 1.0), layout, exponent)
 
 
 def logistic_of_pairs(exponent: jax.Array, *, of_rows: bool) -> jax.Array:
@@ -120,10 +120,10 @@ def logistic_of_pairs(exponent: jax.Array, *, of_rows: bool) -> jax.Array:
                 new[at], new[below] = (vector.from_elements(kind, column) for column in columns)
         return _like(r, new)
 
-    return of_elements(run, plg.Layout.WGMMA, exponent)
+    return map_registers(run, plg.Layout.WGMMA, exponent)
 
 
-def of_unknown_range(layout: RegisterLayout, x: jax.Array) -> jax.Array:
+def hide_range(layout: RegisterLayout, x: jax.Array) -> jax.Array:
     """Copies 32-bit integers by PTX, so that LLVM cannot know their range."""
 
     def move(x: ir.Value, _: Any) -> Any:
@@ -133,7 +133,7 @@ def of_unknown_range(layout: RegisterLayout, x: jax.Array) -> jax.Array:
         moved: Any = r.foreach(move, create_array=True, is_signed=r.is_signed)
         return moved
 
-    return of_elements(run, layout, x)
+    return map_registers(run, layout, x)
 
 
 MAX_PAIRED_EXPONENT = 63.0  # (1 + 2 ** 63) ** 2 is below the largest float32
@@ -155,7 +155,7 @@ _RECIPROCAL = "rcp.approx.ftz.f32"
 
 def from_library(name: str, layout: RegisterLayout, x: jax.Array, *others: jax.Array) -> jax.Array:
     """A function of MLIR's ``math`` dialect, which lowers to one of CUDA's device library (libdevice)."""
-    return of_elements(lambda r, *rest: r._pointwise(getattr(math, name), *rest), layout, x, *others)
+    return map_registers(lambda r, *arrays: r._pointwise(getattr(math, name), *arrays), layout, x, *others)
 
 
 def load_elements(ref: Ref, index: jax.Array, layout: RegisterLayout, dtype: np.dtype) -> jax.Array:
@@ -209,7 +209,7 @@ def load_strided(ref: Ref, index: jax.Array, dtype: np.dtype, step: int) -> jax.
 
 
 def differ_in_warp(layout: RegisterLayout, x: jax.Array, y: jax.Array) -> jax.Array:
-    """Whether any element that the warp holds differs between two arrays: a scalar that may differ between warps."""
+    """True if any element of the warp differs between two arrays: a scalar that may differ between warps."""
 
     @plg.inline_mgpu(
         arg_types=(layout, layout), return_type=plg.ShapeDtypeStruct((), jnp.int32, layout=plg.Layout.WG_SPLAT(()))
@@ -224,8 +224,8 @@ def differ_in_warp(layout: RegisterLayout, x: jax.Array, y: jax.Array) -> jax.Ar
         text = " ".join(("{ .reg .pred any; setp.ne.u32 any, 0, 0;", *tests, vote, "}"))
         constraints = ",".join(["=r", *["f"] * (2 * len(pairs))])
         word, flat = ir.IntegerType.get_signless(32), [x for pair in pairs for x in pair]
-        found: Any = llvm.inline_asm(word, flat, text, constraints, has_side_effects=True)
-        return mgpu.FragmentedArray.splat(found, (), is_signed=True)
+        any_differs: Any = llvm.inline_asm(word, flat, text, constraints, has_side_effects=True)
+        return mgpu.FragmentedArray.splat(any_differs, (), is_signed=True)
 
     return run(x, y) != 0  # pyright: ignore[reportCallIssue, reportOperatorIssue]
 

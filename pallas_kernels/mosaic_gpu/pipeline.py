@@ -20,17 +20,11 @@ WARP_GROUP_THREADS = 128
 
 
 class Ring(NamedTuple):
-    """A ring of shared-memory stages: the producer fills them by TMA, the consumers read them in order.
+    """A ring of shared-memory stages: the producer fills them by TMA, the consumers read them in order."""
 
-    Attributes:
-      tiles: Shared memory [stages, rows, size] of each array of which a stage holds a tile.
-      full: An mbarrier for each stage: the TMA copies have arrived.
-      empty: An mbarrier for each stage: all consumers are done.
-    """
-
-    tiles: tuple[Ref, ...]
-    full: Ref
-    empty: Ref
+    tiles: tuple[Ref, ...]  # shared memory [stages, rows, size] of each array of which a stage holds a tile
+    full: Ref  # an mbarrier for each stage: the TMA copies have arrived
+    empty: Ref  # an mbarrier for each stage: all consumers are done
 
     @classmethod
     def declare(cls, stages: int, rows: int, sizes: tuple[int, ...], dtype: DTypeLike, readers: int) -> Ring:
@@ -81,12 +75,9 @@ class PingPong(NamedTuple):
     So the softmax of one overlaps the GEMMs of the other. Without it both tend to do the same at the same time (Shah et
     al. 2024, arXiv:2407.08608, section 3.1). Each group waits at a named barrier of its own, at which the other
     arrives. A single group needs none.
-
-    Attributes:
-      group: Index of this warp group; None if there is but one, or no ping-pong.
     """
 
-    group: jax.Array | None
+    group: jax.Array | None  # index of this warp group; None if there is but one, or no ping-pong
 
     def acquire(self) -> None:
         """Waits until the other group releases the bottleneck."""
@@ -99,13 +90,13 @@ class PingPong(NamedTuple):
             inline_ptx.hardware_barrier("arrive", FIRST_FREE_BARRIER + 1 - self.group, 2 * WARP_GROUP_THREADS)
 
     def acquire_before(self, layout: RegisterLayout, x: jax.Array) -> jax.Array:
-        """As `acquire`, ordered before all arithmetic on what it returns, which is `x`."""
+        """Acquires before all arithmetic on the returned array, which is `x`."""
         if self.group is None:
             return x
         return inline_ptx.after_barrier(FIRST_FREE_BARRIER + self.group, 2 * WARP_GROUP_THREADS, layout, x)
 
     def release_after(self, layout: RegisterLayout, x: jax.Array) -> jax.Array:
-        """As `release`, ordered after the arithmetic that led to `x`, which must not be negative; returns `x`."""
+        """Releases after the arithmetic that led to `x`, which must not be negative; returns `x`."""
         if self.group is None:
             return x
         return inline_ptx.before_barrier(FIRST_FREE_BARRIER + 1 - self.group, 2 * WARP_GROUP_THREADS, layout, x)

@@ -127,13 +127,13 @@ def test_in_time_whatever_tma_takes(monkeypatch, case):
 
 def test_the_emulator_notices_keys_that_are_not_waited_for(monkeypatch):
     monkeypatch.setattr(hopper_emulator, "TMA_IS_LATE", True)
-    hopper_faults.leave_out_waits(monkeypatch, step.Step, "__call__")
+    hopper_faults.leave_out_waits(monkeypatch, step.DecodeStep, "__call__")
     with pytest.raises(AssertionError):
         paged_evaluation.check(DIVIDED, attend(DIVIDED))
 
 
 def test_the_emulator_notices_stages_that_are_filled_while_they_are_read(monkeypatch):
-    hopper_faults.leave_out_waits(monkeypatch, kernel, "_load", held=(step.Step, "__call__"), runs=LONG_TILES)
+    hopper_faults.leave_out_waits(monkeypatch, kernel, "_load", held=(step.DecodeStep, "__call__"), runs=LONG_TILES)
     with pytest.raises(AssertionError):
         paged_evaluation.check(LONG, attend(LONG))
 
@@ -313,10 +313,10 @@ def test_of_contiguous_keys_the_forward_kernel_runs_the_rest(sizes, reason):
 def test_packing():
     spec = lambda **sizes: dataclasses.replace(spec_of(S=4096), **sizes)
     paged = {"paging": Paging(64, 8193)}
-    assert Packing.of(spec(Hq=32, Hkv=8, T=32, **paged)) == (4, 16)
-    assert Packing.of(spec(Hq=5, Hkv=1, T=32, **paged)) == (5, 12)
-    assert Packing.of(spec(Hq=32, Hkv=8, B=20, T=30, **paged)) == (4, 2)
-    assert Packing.of(spec(Hq=32, Hkv=8, T=3)) == (4, 3)
+    assert Packing.from_spec(spec(Hq=32, Hkv=8, T=32, **paged)) == (4, 16)
+    assert Packing.from_spec(spec(Hq=5, Hkv=1, T=32, **paged)) == (5, 12)
+    assert Packing.from_spec(spec(Hq=32, Hkv=8, B=20, T=30, **paged)) == (4, 2)
+    assert Packing.from_spec(spec(Hq=32, Hkv=8, T=3)) == (4, 3)
     assert [Packing(4, 1).rows, Packing(4, 16).rows, Packing(5, 12).rows] == [16, 64, 64]
 
 

@@ -69,11 +69,13 @@ def test_in_time_whatever_tma_takes(monkeypatch):
     paged_evaluation.check(case, attend(case))
 
 
-@pytest.mark.parametrize(("method", "held"), [("_add_received", (step.Step, "_publish")), ("_start_near_scores", None)])
+@pytest.mark.parametrize(
+    ("method", "held"), [("_add_received", (step.LatentStep, "_publish")), ("_start_near_scores", None)]
+)
 def test_the_emulator_notices_a_wait_that_is_left_out(monkeypatch, method, held):
     """Of weights that the other warp group has not published, and of keys that TMA has not written."""
     monkeypatch.setattr(hopper_emulator, "TMA_IS_LATE", held is None)
-    hopper_faults.leave_out_waits(monkeypatch, step.Step, method, held=held)
+    hopper_faults.leave_out_waits(monkeypatch, step.LatentStep, method, held=held)
     with pytest.raises(AssertionError):
         paged_evaluation.check(CASES[8], attend(CASES[8]))
 
@@ -138,7 +140,7 @@ def test_sinks_join_after_the_merge():
     ],
 )
 def test_heads_fill_tiles(heads, groups, count, padded, queries):
-    of = Heads.of(heads)
+    of = Heads.from_count(heads)
     assert (of.groups, of.count, of.padded_count, of.queries) == (groups, count, padded, queries)
 
 
@@ -192,7 +194,7 @@ def test_spills_nothing(name):
 def test_shared_memory_is_known_from_what_is_declared():
     """The figure of the compiled kernel: two tiles of keys and the queries, 72 KiB each, and vectors."""
     spec = paged_spec()
-    declared = jax.tree.leaves(kernel.declare(spec, Heads.of(128), jnp.bfloat16))
+    declared = jax.tree.leaves(kernel.declare(spec, Heads.from_count(128), jnp.bfloat16))
     assert smem.bytes_of(declared) == 224336
     assert pipeline.CONSUMER_REGISTERS * 2 + pipeline.PRODUCER_REGISTERS <= 65536 // 128
 

@@ -354,7 +354,7 @@ _FUNCTIONS = {
     "continue_columns": lambda layout, x, columns, sign: jnp.concatenate(
         [x + jnp.float32(sign * i) for i in range(0, columns, x.shape[1])], axis=1
     ),
-    "of_unknown_range": lambda layout, x: x,
+    "hide_range": lambda layout, x: x,
     "sum_columns": lambda layout, x: x.reshape(x.shape[0], -1, inline_ptx.TILE_COLUMNS).sum(axis=1),
     "atomic_increment": _increment,
     "differ_in_warp": lambda layout, x, y: jnp.any(x != y),

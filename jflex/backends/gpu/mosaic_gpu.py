@@ -132,7 +132,7 @@ def _decoded(spec: AttentionSpec) -> Plan | None:
     return plan if isinstance(plan, Plan) else None
 
 
-def _describe(own: mosaic_plan.Plan, spec: AttentionSpec) -> str:
+def _describe(own: mosaic_plan.HopperPlan, spec: AttentionSpec) -> str:
     decoded = _decoded(spec)
     text = own.describe(None if decoded is None else decoded.describe())
     if own.deferred is None or own.backward is None:
@@ -140,7 +140,7 @@ def _describe(own: mosaic_plan.Plan, spec: AttentionSpec) -> str:
     return f"{text}; gradients of arrays that {own.deferred_reason} by '{triton_here(own.spec).name}'"
 
 
-def _own(spec: AttentionSpec, requested: GradientRequest | None) -> mosaic_plan.Plan:
+def _own(spec: AttentionSpec, requested: GradientRequest | None) -> mosaic_plan.HopperPlan:
     """The plan of the Hopper kernels, for a call that they support."""
     plan = _plan(triton_here(spec).own(spec), requested)
     assert isinstance(plan, Plan), plan
@@ -148,7 +148,7 @@ def _own(spec: AttentionSpec, requested: GradientRequest | None) -> mosaic_plan.
 
 
 def _own_gradients(
-    spec: AttentionSpec, plan: mosaic_plan.Plan, inputs: Inputs, saved: Saved, d_saved: SavedCotangents
+    spec: AttentionSpec, plan: mosaic_plan.HopperPlan, inputs: Inputs, saved: Saved, d_saved: SavedCotangents
 ) -> Gradients:
     from pallas_kernels.gradients import RequestedGradients
     from pallas_kernels.mosaic_gpu.backward import gradients

@@ -69,21 +69,13 @@ class QueryRows(NamedTuple):
 
 
 class CapturedInputs(NamedTuple, Generic[A]):
-    """The inputs of the kernel.
-
-    Attributes:
-      arrays: The operands.
-      states: States of blocks [list batch, list heads, rows, columns], or None.
-      row_stats: dO, lse and delta.
-      bias: Sources of bias tiles.
-      d_query: dQ, float32 [B, Hq, rounded up T, D], to which the kernel adds, or None.
-    """
+    """The inputs of the kernel."""
 
     arrays: Operands[A]
-    states: A | None
-    row_stats: RowStats[A]
-    bias: list[A]
-    d_query: A | None
+    states: A | None  # states of blocks [list batch, list heads, rows, columns], or None
+    row_stats: RowStats[A]  # dO, lse and delta
+    bias: list[A]  # sources of bias tiles
+    d_query: A | None  # dQ, float32 [B, Hq, rounded up T, D], to which the kernel adds, or None
 
 
 class CapturedOutputs(NamedTuple):
@@ -103,16 +95,9 @@ def captured(
     *,
     with_query: bool,
 ) -> CapturedOutputs:
-    """Computes the gradients of the arrays of a group of loads.
+    """Computes the gradients of the arrays of a group of loads, from padded operands as `BackwardCall` has them.
 
-    Args:
-      spec: The spec, with padded head sizes.
-      work: The loads, and the axes that they share.
-      arrays: The operands of the forward pass, padded.
-      rows: dO [B, T, Hq, Dv] or [B, Hq, T, Dv]; lse and delta [B, Hq, T].
-      derivative: Of the score mod.
-      groups: Loads of captured arrays with requested gradients.
-      with_query: Whether to compute dQ too, which is not deterministic.
+    `with_query` computes dQ too, which is not deterministic.
     """
     tiles = work.tiles
     static = BackwardStatic.from_operands(spec, tiles, arrays, derivative, groups)
@@ -239,7 +224,7 @@ class _CapturedProgram(NamedTuple):
 
     @property
     def bias_stays(self) -> bool:
-        """Whether a bias tile is loaded once, for the whole sum."""
+        """True if a bias tile is loaded once, for the whole sum."""
         return self.work.is_resident(bias_tiles.bias_loads(self.static.spec))
 
     def _prepared(self, queries: QueryRows, b: jax.Array, h: jax.Array) -> scores.Scores:

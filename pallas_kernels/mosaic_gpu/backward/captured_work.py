@@ -31,18 +31,12 @@ MIN_SUMMED = 4  # tiles of scores that a sum has at least: with fewer a CTA woul
 
 
 class CapturedWork(NamedTuple):
-    """The work of a launch.
+    """The work of a launch."""
 
-    Attributes:
-      axes: The axes of the sum: the batch, the heads, or both.
-      loads: The loads, which are constant along these axes.
-      splits: CTAs that share a tile of scores.
-    """
-
-    axes: BroadcastAxes
-    loads: tuple[Node, ...]
+    axes: BroadcastAxes  # the axes of the sum: the batch, the heads, or both
+    loads: tuple[Node, ...]  # the loads, which are constant along these axes
     tiles: Tiles
-    splits: int
+    splits: int  # CTAs that share a tile of scores
 
     @classmethod
     def from_group(
@@ -69,28 +63,23 @@ class CapturedWork(NamedTuple):
         return (spec.B if self.axes.batch else 1) * (spec.Hq if self.axes.heads else 1)
 
     def is_resident(self, bias: Sequence[bias_tiles.BiasLoad]) -> bool:
-        """Whether all that are summed have the same bias tiles."""
+        """True if all terms of the sum have the same bias tiles."""
         walked = {name for name, is_walked in (("b", self.axes.batch), ("h", self.axes.heads)) if is_walked}
         return not any(n.op == "input" and n.value in walked for x in bias for n in reachable([x.load]))
 
 
 class CapturedScratch(NamedTuple):
-    """Shared memory and barriers of a CTA.
+    """Shared memory and barriers of a CTA."""
 
-    Attributes:
-      stream: Ring of queries [block_q, D], dO [block_q, Dv], keys [block_kv, D], values [block_kv, Dv] and row
-        statistics, float32 [2, block_q].
-      bias: Ring of bias tiles [block_q, block_kv], of one stage if they stay; None without.
-      d_query: float32 [groups, rows, D], to stage dQ; None without.
-    """
-
+    # ring of queries [block_q, D], dO [block_q, Dv], keys [block_kv, D], values [block_kv, Dv] and row statistics,
+    # float32 [2, block_q]
     stream: Ring
-    bias: Ring | None
-    d_query: Ref | None
+    bias: Ring | None  # ring of bias tiles [block_q, block_kv], of one stage if they stay; None without
+    d_query: Ref | None  # float32 [groups, rows, D], to stage dQ; None without
 
 
 def supports(spec: AttentionSpec, group: tuple[BroadcastAxes, tuple[Node, ...]]) -> bool:
-    """Whether the kernel computes a group of `LoadGroups.repeated`: each element is read once by each that is summed.
+    """True if the kernel computes a group of `LoadGroups.repeated`: each term of the sum reads each element once.
 
     Not a table of distances, which is constant along diagonals, nor sums of few, nor an array that is read in part: no
     CTA would store zeros in the rest.

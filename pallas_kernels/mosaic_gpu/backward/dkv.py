@@ -49,39 +49,25 @@ class DkvOutputs(NamedTuple, Generic[A]):
     """The outputs of the kernel: arrays, their shapes, or in the kernel refs; None for what is not computed.
 
     In a launch S and T are rounded up to whole tiles.
-
-    Attributes:
-      key: dK for each batch entry, in the layout of the key.
-      value: dV for each batch entry, in the layout of the value.
-      columns: Cotangents [B, Hq, S] of ``groups.columns``.
-      marks: Marks of keys, float32 [B, Hkv, S]: of those whose dK or dV is not finite, and, with dQ, which are not
-        finite themselves.
-      query: dQ, float32 [B, Hq, T, D], without the scale of the scores; not among the outputs of a launch.
     """
 
-    key: A | None
-    value: A | None
-    columns: list[A]
+    key: A | None  # dK for each batch entry, in the layout of the key
+    value: A | None  # dV for each batch entry, in the layout of the value
+    columns: list[A]  # cotangents [B, Hq, S] of ``groups.columns``
+    # float32 [B, Hkv, S]: NaN for keys whose dK or dV is not finite, and, with dQ, which are not finite themselves
     marks: A | None
+    # dQ, float32 [B, Hq, T, D], without the scale of the scores; not among the outputs of a launch
     query: A | None = None
 
 
 class DkvInputs(NamedTuple, Generic[A]):
-    """The inputs of the kernel.
-
-    Attributes:
-      arrays: The operands.
-      order: The order of tiles; None without a mask.
-      row_stats: dO, lse and delta.
-      d_query: dQ, float32 [B, Hq, rounded up T, D], to which one pass adds; None without.
-      bias: Sources of bias tiles.
-    """
+    """The inputs of the kernel."""
 
     arrays: Operands[A]
-    order: A | None
-    row_stats: RowStats[A]
-    d_query: A | None
-    bias: list[A]
+    order: A | None  # the order of tiles; None without a mask
+    row_stats: RowStats[A]  # dO, lse and delta
+    d_query: A | None  # dQ, float32 [B, Hq, rounded up T, D], to which one pass adds; None without
+    bias: list[A]  # sources of bias tiles
 
 
 def dkv(
@@ -96,17 +82,8 @@ def dkv(
 ) -> DkvOutputs[jax.Array]:
     """Computes dK and dV in the layout of the key; of each batch entry, where the batch shares them.
 
-    With `one_pass` dQ, too, without the scale of the scores. Head sizes of more than 128 take a launch for dK and one
-    for dV.
-
-    Args:
-      spec: The spec, with padded head sizes.
-      tiles: 64 keys for each consumer warp group.
-      arrays: The operands of the forward pass, padded.
-      rows: dO [B, T, Hq, Dv] or [B, Hq, T, Dv]; lse and delta [B, Hq, T].
-      derivative: Of the score mod; None without one.
-      groups: Loads of captured arrays with requested gradients.
-      one_pass: Whether to compute dQ too, which is not deterministic.
+    With `one_pass` dQ too, without the scale of the scores, and not deterministic. Head sizes of more than 128 take a
+    launch for dK and one for dV. A consumer warp group takes 64 keys. Operands are padded, as `BackwardCall` has them.
     """
     static = BackwardStatic.from_operands(spec, tiles, arrays, derivative, groups)
     if max(spec.D, spec.Dv) <= MAX_HEAD_SIZE_BOTH_SUMS:

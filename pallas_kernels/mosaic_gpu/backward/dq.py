@@ -45,84 +45,50 @@ from pallas_kernels.types import A, Accumulator, Index, Location, Ref
 
 
 class DqOutputs(NamedTuple, Generic[A]):
-    """The outputs of the kernel: arrays, their shapes, or in the kernel refs.
+    """The outputs of the kernel: arrays, their shapes, or in the kernel refs."""
 
-    Attributes:
-      query: dQ, in the layout and dtype of the query.
-      stores: Gradients of the arrays of ``groups.stores``, by position there. In a launch [leading, padded T, padded
-        S], without those that zeros among the inputs collect.
-      rows: Cotangents [B, Hq, T] of ``groups.rows``; in a launch T is rounded up to whole tiles.
-      marks: Marks of queries, likewise; None where nothing is masked.
-    """
-
-    query: A
+    query: A  # dQ, in the layout and dtype of the query
+    # gradients of the arrays of ``groups.stores``, by position there; in a launch [leading, padded T, padded S],
+    # without the arrays that start as zeros
     stores: dict[int, A]
-    rows: list[A]
-    marks: A | None
+    rows: list[A]  # cotangents [B, Hq, T] of ``groups.rows``; in a launch T is rounded up to whole tiles
+    marks: A | None  # NaN for queries whose dQ is not finite, shaped as rows; None where nothing is masked
 
 
 class DqInputs(NamedTuple, Generic[A]):
-    """The inputs of the kernel.
-
-    Attributes:
-      arrays: The operands.
-      order: The order of tiles, [list batch, list heads, tiles]; None without a mask.
-      row_stats: dO, lse and delta.
-      bias: Sources of bias tiles.
-      zeros: Zeros [leading, padded T, padded S], by position in ``groups.stores``, unless all of it is written.
-    """
+    """The inputs of the kernel."""
 
     arrays: Operands[A]
-    order: A | None
-    row_stats: RowStats[A]
-    bias: list[A]
+    order: A | None  # the order of tiles, [list batch, list heads, tiles]; None without a mask
+    row_stats: RowStats[A]  # dO, lse and delta
+    bias: list[A]  # sources of bias tiles
+    # zeros [leading, padded T, padded S], by position in ``groups.stores``, unless all of it is written
     zeros: dict[int, A]
 
 
 class DqScratch(NamedTuple):
-    """Shared memory and barriers of a CTA.
+    """Shared memory and barriers of a CTA."""
 
-    Attributes:
-      queries: [groups, rows, D]; the epilogue stages dQ there.
-      d_out: [groups, rows, Dv].
-      sums: float32 [groups, rows], to stage cotangents of loads by query.
-      full: A barrier for each group: its queries and dO have arrived.
-      keys: Ring of keys [block_kv, D].
-      values: Ring of values [block_kv, Dv].
-      stored: [groups, rows, block_kv] for each of ``groups.stores``, to stage cotangents.
-      bias: Ring of bias tiles [block_q, block_kv]; None without.
-    """
-
-    queries: Ref
-    d_out: Ref
-    sums: Ref
-    full: Ref
-    keys: Ring
-    values: Ring
-    stored: tuple[Ref, ...]
-    bias: Ring | None
+    queries: Ref  # [groups, rows, D]; the epilogue stages dQ there
+    d_out: Ref  # [groups, rows, Dv]
+    sums: Ref  # float32 [groups, rows], to stage cotangents of loads by query
+    full: Ref  # a barrier for each group: its queries and dO have arrived
+    keys: Ring  # ring of keys [block_kv, D]
+    values: Ring  # ring of values [block_kv, Dv]
+    stored: tuple[Ref, ...]  # [groups, rows, block_kv] for each of ``groups.stores``, to stage cotangents
+    bias: Ring | None  # ring of bias tiles [block_q, block_kv]; None without
 
 
 class QueryTile(NamedTuple):
-    """Per-warp-group query state.
+    """Per-warp-group query state."""
 
-    Attributes:
-      queries: [rows, D], in shared memory.
-      d_out: [rows, Dv], in shared memory.
-      rows: Slice of its rows in the tile of the CTA.
-      lse_log2: [rows]: the lse in base 2, which is subtracted from scores.
-      delta: [rows]: subtracted from dP.
-      d_query: The dQ accumulator [rows, D].
-      stored: Where it stores cotangents of loads by query and key.
-    """
-
-    queries: Ref
-    d_out: Ref
-    rows: slice | pl.Slice
-    lse_log2: jax.Array
-    delta: jax.Array
-    d_query: Accumulator
-    stored: bias_gradients.BiasGradients
+    queries: Ref  # [rows, D], in shared memory
+    d_out: Ref  # [rows, Dv], in shared memory
+    rows: slice | pl.Slice  # slice of its rows in the tile of the CTA
+    lse_log2: jax.Array  # [rows]: the lse in base 2, which is subtracted from scores
+    delta: jax.Array  # [rows]: subtracted from dP
+    d_query: Accumulator  # the dQ accumulator [rows, D]
+    stored: bias_gradients.BiasGradients  # where it stores cotangents of loads by query and key
 
 
 def declare(spec: AttentionSpec, tiles: Tiles, dtype: DTypeLike, loads: LoadGroups) -> DqScratch:
@@ -152,13 +118,7 @@ def dq(
 ) -> DqOutputs[jax.Array]:
     """Computes dQ, and cotangents of loads by query, or by query and key.
 
-    Args:
-      spec: The spec, with padded head sizes.
-      tiles: 64 queries for each consumer warp group.
-      arrays: The operands of the forward pass, padded.
-      rows: dO [B, T, Hq, Dv] or [B, Hq, T, Dv]; lse and delta [B, Hq, T].
-      derivative: Of the score mod; None without one.
-      groups: Loads of captured arrays with requested gradients.
+    A consumer warp group takes 64 queries. Operands are padded, as `BackwardCall` has them.
     """
     static = BackwardStatic.from_operands(spec, tiles, arrays, derivative, groups)
     grid, scratch = _grid(static), declare(spec, tiles, arrays.query.dtype, groups)

@@ -51,12 +51,11 @@ def backward(
     """Computes the requested gradients: the sum over `PASSES` that apply.
 
     Args:
-      spec: The call.
       tiles: Without those for dQ, one pass computes all.
       arrays: The inputs of the forward pass.
       requested: `unsupported_groups` of its loads must be None.
       saved: Output and lse of the forward pass.
-      d_saved: Their cotangents; that of lse may be None.
+      d_saved: Cotangents of both; None for the lse if it is not differentiated.
       repairs: Recomputes marked rows, where there is a mask.
     """
     rows = row_statistics(spec, saved, d_saved)
@@ -74,41 +73,30 @@ def backward(
 
 
 class BackwardCall(NamedTuple):
-    """Inputs of all passes.
+    """Inputs of all passes."""
 
-    Attributes:
-      spec: The call with padded head sizes.
-      unpadded: The call.
-      tiles: Of the kernels.
-      arrays: The operands of the forward pass, padded.
-      rows: dO [B, T, Hq, Dv] or [B, Hq, T, Dv], padded; lse and delta [B, Hq, T].
-      requested: The requested gradients, with the derivative of the score mod.
-      groups: Loads of captured arrays with requested gradients.
-      repairs: Recomputes marked rows.
-    """
-
-    spec: AttentionSpec
+    spec: AttentionSpec  # the call with padded head sizes
     unpadded: AttentionSpec
     tiles: BackwardTiles
-    arrays: Operands[jax.Array]
-    rows: Rows[jax.Array]
-    requested: RequestedGradients
-    groups: LoadGroups
-    repairs: Repairs
+    arrays: Operands[jax.Array]  # the operands of the forward pass, padded
+    rows: Rows[jax.Array]  # dO [B, T, Hq, Dv] or [B, Hq, T, Dv], padded; lse and delta [B, Hq, T]
+    requested: RequestedGradients  # the requested gradients, with the derivative of the score mod
+    groups: LoadGroups  # loads of captured arrays with requested gradients
+    repairs: Repairs  # recomputes marked rows
 
     @property
     def captured_computes_query(self) -> bool:
-        """Whether the kernel for shared captured arrays adds to dQ."""
+        """True if the kernel for shared captured arrays adds to dQ."""
         return self.sums_captured and self.tiles.dq is None and self.requested.query
 
     @property
     def sums_captured(self) -> bool:
-        """Whether a kernel sums the gradients of captured arrays that batch or heads share."""
+        """True if a kernel sums the gradients of captured arrays that batch or heads share."""
         return self.tiles.captured is not None and bool(self.groups.repeated)
 
     @property
     def one_pass(self) -> bool:
-        """Whether the kernel for dK and dV adds to dQ."""
+        """True if the kernel for dK and dV adds to dQ."""
         return self.tiles.dq is None and self.requested.query and not self.captured_computes_query
 
     def no_gradients(self) -> PassGradients:
@@ -221,5 +209,5 @@ def _marks_of_rows(x: jax.Array) -> jax.Array:
 
 
 def _marks_of_queries(spec: AttentionSpec, marks: jax.Array) -> jax.Array:
-    """Marks of the heads to whose dQ a marked key added, [B, Hq, 1], from those of keys [B, Hkv, S]."""
+    """Marks of query heads [B, Hq, 1], to whose dQ a marked key added, from marks of keys [B, Hkv, S]."""
     return jnp.repeat(jnp.sum(marks, axis=2, keepdims=True), spec.group, axis=1)

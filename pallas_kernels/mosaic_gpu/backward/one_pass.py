@@ -38,20 +38,14 @@ class TileIndex(NamedTuple):
 
 
 class DqAccumulator(NamedTuple):
-    """Shared memory and barriers for dQ.
+    """Shared memory and barriers for dQ."""
 
-    Attributes:
-      d_scores: [stages, groups, keys of a group, queries]: dS^T.
-      staged: float32 [groups, parts, 64, columns of a part]: the dQ of a group, for TMA. What both groups compute is a
-        part of its own.
-      written: Barrier: all groups have written their dS.
-      read: Barrier: all groups have read the dS of the tile before.
-    """
-
-    d_scores: Ref
+    d_scores: Ref  # [stages, groups, keys of a group, queries]: dS^T
+    # float32 [groups, parts, 64, columns of a part]: the dQ of a group, for TMA. What both groups compute is a part of
+    # its own.
     staged: Ref
-    written: Ref
-    read: Ref
+    written: Ref  # barrier: all groups have written their dS
+    read: Ref  # barrier: all groups have read the dS of the tile before
 
     @classmethod
     def declare(cls, spec: AttentionSpec, tiles: Tiles, dtype: DTypeLike) -> DqAccumulator:
@@ -92,7 +86,7 @@ class DqAccumulator(NamedTuple):
         return accumulator(rows, parts * width)
 
     def start_gemm(self, acc: Accumulator, i: Index, group: jax.Array, keys: Ref) -> None:
-        """Issues a group's part of the dQ GEMM of the ith tile; `keys` are those of all groups."""
+        """Issues a group's part of the dQ GEMM of the ith tile; `keys` are the keys of all groups."""
         plg.barrier_wait(self.written)
         part = pl.ds(group * WARP_GROUP_ROWS, WARP_GROUP_ROWS)
         for other in range(keys.shape[0]):
@@ -128,7 +122,7 @@ class DqAccumulator(NamedTuple):
 
 
 def _by_queries(tiles: Tiles) -> bool:
-    """Whether the groups split dQ by queries, 64 each; else by columns."""
+    """True if the groups split dQ by queries, 64 each; else by columns."""
     return tiles.block_q == tiles.num_warps // 4 * WARP_GROUP_ROWS
 
 
@@ -137,7 +131,7 @@ def _stage(i: Index) -> jax.Array:
 
 
 def _swizzle(spec: AttentionSpec) -> int:
-    """The swizzle of dS: that of the keys, for a wgmma with both operands in shared memory needs both alike."""
+    """The swizzle of dS and of the keys: a wgmma with both operands in shared memory needs both alike."""
     return smem.swizzle_of(spec.D, 2)
 
 
@@ -148,5 +142,5 @@ def _columns(spec: AttentionSpec, tiles: Tiles) -> int:
 
 
 def fits(spec: AttentionSpec, tiles: Tiles) -> bool:
-    """Whether the consumers of a CTA can split dQ: by 64 queries, or by columns, of which no group has all."""
+    """True if the consumers of a CTA can split dQ: by 64 queries, or by columns, of which no group has all."""
     return _by_queries(tiles) or (tiles.block_q == WARP_GROUP_ROWS and _columns(spec, tiles) < spec.D)

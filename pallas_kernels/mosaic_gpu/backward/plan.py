@@ -23,18 +23,13 @@ MAX_HEAD_SIZE_TWO_GROUPS = 192  # up to which shared memory holds the tiles of t
 
 
 class BackwardTiles(NamedTuple):
-    """Tiles of the kernels.
+    """Tiles of the kernels."""
 
-    Attributes:
-      dkv: For dK and dV.
-      dq: For dQ; None where the kernel for captured arrays computes dQ, or without it the one for dK and dV. Neither is
-        deterministic.
-      captured: For captured arrays that are shared by batch or heads; None without such.
-    """
-
-    dkv: Tiles
+    dkv: Tiles  # for dK and dV
+    # for dQ; None where the kernel for captured arrays computes dQ, or without it the one for dK and dV. Neither is
+    # deterministic.
     dq: Tiles | None
-    captured: Tiles | None = None
+    captured: Tiles | None = None  # for captured arrays that are shared by batch or heads; None without such
 
 
 def unsupported_groups(spec: AttentionSpec, groups: LoadGroups) -> str | None:
@@ -49,10 +44,9 @@ def unsupported_tiles(spec: AttentionSpec, dkv: Tiles | None, dq: Tiles | None, 
     """Why tiles that a user set are not supported, as part of a sentence, or None.
 
     Args:
-      spec: The call.
       dkv: For dK and dV.
       dq: For dQ; None if one pass is to compute it.
-      one_pass: Whether one pass may.
+      one_pass: Whether one pass is allowed.
     """
     if dkv is None:
         return "`config` sets tiles for dq alone"
@@ -72,16 +66,16 @@ def unsupported_tiles(spec: AttentionSpec, dkv: Tiles | None, dq: Tiles | None, 
 
 
 def is_one_pass_faster(spec: AttentionSpec, tiles: BackwardTiles, groups: LoadGroups) -> bool:
-    """Whether tiles are of one pass, and it is faster than two.
+    """True if tiles are of one pass, and it is faster than two.
 
     Short sequences have few MMAs beside the float32 dQ in global memory, which one pass sets to zero, adds to and
     converts. H200, jax 0.11.2, bf16, 32768 tokens, 16 heads, one pass and two in us, causal: head size 64 438 and 383
     at 256 tokens, 533 and 493 at 512, 660 and 644 at 1024; head size 128 730 and 575, 867 and 748, 1051 and 1007.
     Without a mask, 1024 tokens: 915 and 928, 1493 and 1544.
 
-    Nor where TMA loads bias tiles in the kernel for dQ alone, as it does those of 32 bits: with
-    such a pair bias for each of 16 heads, 4 x 4096 tokens, 3538 and 3278 at head size 64, 3920 and 3769 at 128. With
-    one of 16 bits 2012 and 1992, 2553 and 3251; under a causal mask 998 and 1090, 1587 and 1778.
+    False too where TMA loads bias tiles in the kernel for dQ alone, as it does for 32 bits: with such a pair bias for
+    each of 16 heads, 4 x 4096 tokens, 3538 and 3278 at head size 64, 3920 and 3769 at 128. With one of 16 bits 2012 and
+    1992, 2553 and 3251; under a causal mask 998 and 1090, 1587 and 1778.
     """
     if tiles.dq is not None or spec.T < MIN_ONE_PASS_LENGTH:
         return False

@@ -28,21 +28,14 @@ KEY, VALUE = "key", "value"  # names of the dK and dV accumulators of a kernel
 
 
 class BackwardStatic(NamedTuple):
-    """Statics of a launch.
-
-    Attributes:
-      derivative: Of the score mod; None without one.
-      groups: Loads of captured arrays with requested gradients.
-      captured: Shapes of the captured arrays.
-      sums: Which of dK (`KEY`) and dV (`VALUE`) the dK/dV kernel computes.
-    """
+    """Statics of a launch."""
 
     spec: AttentionSpec
     tiles: Tiles
-    derivative: Derivative | None
-    groups: LoadGroups
-    captured: scores.CapturedShapes
-    sums: tuple[str, ...] = (KEY, VALUE)
+    derivative: Derivative | None  # of the score mod; None without one
+    groups: LoadGroups  # loads of captured arrays with requested gradients
+    captured: scores.CapturedShapes  # shapes of the captured arrays
+    sums: tuple[str, ...] = (KEY, VALUE)  # which of dK (`KEY`) and dV (`VALUE`) the dK/dV kernel computes
 
     @classmethod
     def from_operands(
@@ -74,7 +67,7 @@ class BackwardStatic(NamedTuple):
 
     @property
     def folds(self) -> bool:
-        """Whether scores are the QK^T accumulator itself, which may then be initialised with -lse.
+        """True if scores are the QK^T accumulator itself, which may then be initialised with -lse.
 
         That needs no registers for the lse while weights are computed.
         """
@@ -92,19 +85,12 @@ class BackwardStatic(NamedTuple):
 
 
 class QueryStream(NamedTuple):
-    """Rings of shared-memory stages with a tile of queries each.
+    """Rings of shared-memory stages with a tile of queries each."""
 
-    Attributes:
-      queries: [rows, D].
-      d_out: [rows, Dv].
-      stats: float32 [2, rows]: -lse, which is added to scores in base 2, and -delta, which is added to dP.
-      bias: Bias tiles [rows, keys of the CTA]; None without.
-    """
-
-    queries: Ring
-    d_out: Ring
-    stats: Ring
-    bias: Ring | None
+    queries: Ring  # [rows, D]
+    d_out: Ring  # [rows, Dv]
+    stats: Ring  # float32 [2, rows]: -lse, which is added to scores in base 2, and -delta, which is added to dP
+    bias: Ring | None  # bias tiles [rows, keys of the CTA]; None without
 
     @classmethod
     def declare(

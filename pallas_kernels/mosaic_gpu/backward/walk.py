@@ -38,23 +38,14 @@ from pallas_kernels.types import Accumulator, Index, Ref
 
 
 class DkvScratch(NamedTuple):
-    """Shared memory and barriers of a CTA.
+    """Shared memory and barriers of a CTA."""
 
-    Attributes:
-      keys: [groups, rows, D]; the epilogue stages dK there.
-      values: [groups, rows, Dv]; the epilogue stages dV there.
-      sums: float32 [groups, rows], to stage cotangents of loads by key, and marks; None without.
-      full: A barrier for each group: its keys and values have arrived.
-      stream: Rings of the tiles of queries.
-      d_query: For dQ; None without.
-    """
-
-    keys: Ref
-    values: Ref
-    sums: Ref | None
-    full: Ref
-    stream: QueryStream
-    d_query: DqAccumulator | None
+    keys: Ref  # [groups, rows, D]; the epilogue stages dK there
+    values: Ref  # [groups, rows, Dv]; the epilogue stages dV there
+    sums: Ref | None  # float32 [groups, rows], to stage cotangents of loads by key, and marks; None without
+    full: Ref  # a barrier for each group: its keys and values have arrived
+    stream: QueryStream  # rings of the tiles of queries
+    d_query: DqAccumulator | None  # for dQ; None without
 
 
 def declare(
@@ -88,22 +79,15 @@ _Carried: TypeAlias = tuple[DkvState, tuple[jax.Array, ...]]  # and the cotangen
 
 
 class KeyTile(NamedTuple):
-    """Per-warp-group key state, and its mainloop over tiles of queries.
-
-    Attributes:
-      group: Index of the warp group.
-      first: Its first key.
-      sums: Accumulators of dK [rows, D] and dV [rows, Dv], or of one of them, in registers.
-      out: dQ, float32 [B, Hq, T, D] in global memory, or None.
-    """
+    """Per-warp-group key state, and its mainloop over tiles of queries."""
 
     static: BackwardStatic
     scratch: DkvScratch
-    group: jax.Array
+    group: jax.Array  # index of the warp group
     b: jax.Array
     first: jax.Array
-    sums: dict[str, Accumulator]
-    out: Ref | None
+    sums: dict[str, Accumulator]  # accumulators of dK [rows, D] and dV [rows, Dv], or of one of them, in registers
+    out: Ref | None  # dQ, float32 [B, Hq, T, D] in global memory, or None
 
     def begin(self, kv_h: jax.Array) -> DkvState:
         """Prologue: the state before the first tile."""
@@ -164,7 +148,7 @@ class KeyTile(NamedTuple):
         if d_query is None or out is None:
             if KEY in self.sums:
                 plg.wgmma(self.sums[KEY], d_s, q)  # dK += dS'^T Q [keys, D]
-            plg.wgmma_wait(1 if len(self.sums) > 1 else 0)  # that for dV is done
+            plg.wgmma_wait(1 if len(self.sums) > 1 else 0)  # the dV GEMM is done
             stream.d_out.release(state.count)
             return
 

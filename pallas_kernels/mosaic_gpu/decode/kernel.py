@@ -26,8 +26,8 @@ from pallas_kernels.marks import mark
 from pallas_kernels.mosaic_gpu import global_rows, inline_ptx, smem, split_kv
 from pallas_kernels.mosaic_gpu.decode import step
 from pallas_kernels.mosaic_gpu.decode.sizes import (
+    DecodeRows,
     Packing,
-    Rows,
     first_query,
     merged_columns,
     num_queries,
@@ -73,30 +73,23 @@ class DecodeOperands(NamedTuple, Generic[A]):
         return Operands(self.query, self.key, self.value, None, self.score_operands, self.mask_operands)
 
 
-class Scratch(NamedTuple):
-    """Shared memory and barriers of a CTA.
+class DecodeScratch(NamedTuple):
+    """Shared memory and barriers of a CTA."""
 
-    Attributes:
-      queries: [consumers, 64, D]: each has a copy.
-      ring: A stage holds keys [64, D] and values [64, Dv]; even ones are read by the first consumer, odd ones by the
-        second.
-      out: [64, columns] float32: output of the second consumer, which the first merges.
-      vectors: [2, 64] float32: its row_max and row_sum.
-    """
-
-    queries: Ref
+    queries: Ref  # [consumers, 64, D]: each has a copy
+    # a stage holds keys [64, D] and values [64, Dv]; even ones are read by the first consumer, odd ones by the second
     ring: Ring
-    out: Ref
-    vectors: Ref
+    out: Ref  # [64, columns] float32: output of the second consumer, which the first merges
+    vectors: Ref  # [2, 64] float32: its row_max and row_sum
 
 
-def declare(spec: AttentionSpec, dtype: DTypeLike) -> Scratch:
+def declare(spec: AttentionSpec, dtype: DTypeLike) -> DecodeScratch:
     """The scratch of a CTA."""
     stages, rows = stages_of(spec), smem.WARP_GROUP_ROWS
     tiles = tuple(smem.tiled((stages, TILE_KEYS, size), dtype) for size in (spec.D, spec.Dv))
     pieces = 1 if spec.paging is None else pieces_of_tile(spec)
     barrier = lambda arrivals: smem.declared(plg.Barrier(num_arrivals=arrivals, num_barriers=stages))
-    return Scratch(
+    return DecodeScratch(
         smem.tiled((CONSUMERS, rows, spec.D), dtype),
         Ring(tiles, barrier(len(tiles) * pieces), barrier(1)),
         smem.tiled((rows, merged_columns(spec)), jnp.float32),
@@ -107,13 +100,9 @@ def declare(spec: AttentionSpec, dtype: DTypeLike) -> Scratch:
 def attend(
     spec: AttentionSpec, packing: Packing, sizes: split_kv.Sizes, arrays: DecodeOperands[jax.Array]
 ) -> list[jax.Array]:
-    """As `split_kv.attend`; the first rows of a partial result are the heads of the first query, then of the next.
+    """Runs `split_kv.attend`; the first rows of a partial result are the heads of the first query, then of the next.
 
-    Args:
-      spec: Its programs are traced with heads in rows.
-      packing: How queries are packed into tiles.
-      sizes: Of the launch.
-      arrays: The inputs; captured arrays have their shapes.
+    The programs of the spec are traced with heads in rows; captured arrays have their shapes.
     """
     scratch = declare(spec, arrays.query.dtype)
     return split_kv.attend(
@@ -121,27 +110,27 @@ def attend(
     )
 
 
-Static: TypeAlias = split_kv.Static[Packing, DecodeOperands[Ref], Scratch]
+DecodeStatic: TypeAlias = split_kv.Static[Packing, DecodeOperands[Ref], DecodeScratch]
 
 
 # --- producer
 
 
-def _produce(static: Static) -> None:
+def _produce(static: DecodeStatic) -> None:
     """Producer warp group: loads tiles of keys and values by TMA."""
     plg.set_max_registers(PRODUCER_REGISTERS, action="decrease")
 
-    def item_(_: jax.Array, item: Item, done: jax.Array) -> jax.Array:
+    def run_item(_: jax.Array, item: Item, done: jax.Array) -> jax.Array:
         def tile(j: jax.Array, done: jax.Array) -> jax.Array:
             _load(static, item, item.begin + j, done)
             return done + 1
 
         return lax.fori_loop(0, item.tiles, tile, done)
 
-    static.over_items(item_)
+    static.over_items(run_item)
 
 
-def _load(static: Static, item: Item, tile: jax.Array, number: jax.Array) -> None:
+def _load(static: DecodeStatic, item: Item, tile: jax.Array, number: jax.Array) -> None:
     """Loads a tile into the ring, as the one of this number, once its stage is empty."""
     ring, places = static.scratch.ring, _places(static, item, tile)
     slot, stages = ring.slot(number), ring.tiles[0].shape[0]
@@ -151,8 +140,8 @@ def _load(static: Static, item: Item, tile: jax.Array, number: jax.Array) -> Non
             plg.copy_gmem_to_smem(source.at[at], tiles.at[slot, rows], ring.full.at[slot])
 
 
-def _places(static: Static, item: Item, tile: jax.Array) -> list[tuple[tuple[Axis, ...], Axis]]:
-    """Where the rows of a tile lie in the arrays, and which of the tile they are."""
+def _places(static: DecodeStatic, item: Item, tile: jax.Array) -> list[tuple[tuple[Axis, ...], Axis]]:
+    """Indices of a tile in the arrays, each with the rows of the tile that it fills."""
     spec, arrays, head = static.spec, static.arrays, item.group
     if arrays.table is None or arrays.first_page is None:
         b = item.request if spec.Bkv > 1 else 0
@@ -164,7 +153,7 @@ def _places(static: Static, item: Item, tile: jax.Array) -> list[tuple[tuple[Axi
 # --- consumers
 
 
-def _consume(static: Static, number: int) -> None:
+def _consume(static: DecodeStatic, number: int) -> None:
     """Consumer warp group: computes every other tile of keys of each item."""
     plg.set_max_registers(CONSUMER_REGISTERS, action="increase")
     scratch, spec = static.scratch, static.spec
@@ -172,17 +161,17 @@ def _consume(static: Static, number: int) -> None:
     if number == 0:
         _barrier("arrive", _FREE)
 
-    def item_(_: jax.Array, item: Item, done: jax.Array) -> jax.Array:
+    def run_item(_: jax.Array, item: Item, done: jax.Array) -> jax.Array:
         rows = static.packing.rows_of(spec, item)
         queries[...] = global_rows.load_rows(static.arrays.query, rows.n * spec.Hq + rows.h)
         plg.commit_smem()
         prepared = static.prepare(item, rows, rows.q, first_query(spec, item))
-        run = step.Step(prepared, queries, scratch.ring, item.length)
-        first = lax.rem(done + number, jnp.int32(CONSUMERS))  # of the tiles of the item that are its own
+        run = step.DecodeStep(prepared, queries, scratch.ring, item.length)
+        first = lax.rem(done + number, jnp.int32(CONSUMERS))  # tile of the item that this consumer computes
         count = lax.div(jnp.maximum(item.tiles - first, 0) + 1, jnp.int32(CONSUMERS))
-        own = lambda j: first + CONSUMERS * j
+        tile = lambda j: first + CONSUMERS * j
         state = lax.fori_loop(
-            0, count, lambda j, state: run(state, done + own(j), item.begin + own(j)), step.start(spec)
+            0, count, lambda j, state: run(state, done + tile(j), item.begin + tile(j)), step.start(spec)
         )
         if number == 0:
             _finish(static, item, rows, state)
@@ -190,12 +179,12 @@ def _consume(static: Static, number: int) -> None:
             _hand_over(static, state)
         return done + item.tiles
 
-    static.over_items(item_)
+    static.over_items(run_item)
     if number == 1:
         _barrier("sync", _FREE)
 
 
-def _hand_over(static: Static, state: step.State) -> None:
+def _hand_over(static: DecodeStatic, state: step.DecodeState) -> None:
     """Second consumer: hands its state to the first."""
     scratch, width = static.scratch, merged_columns(static.spec)
     row_sum = jnp.sum(state.row_sum, axis=1)
@@ -208,7 +197,7 @@ def _hand_over(static: Static, state: step.State) -> None:
         _barrier("arrive", _FILLED)
 
 
-def _finish(static: Static, item: Item, rows: Rows, state: step.State) -> None:
+def _finish(static: DecodeStatic, item: Item, rows: DecodeRows, state: step.DecodeState) -> None:
     """First consumer, epilogue: merges the states of both, and stores output and lse."""
     scratch, spec, width = static.scratch, static.spec, merged_columns(static.spec)
     _barrier("sync", _FILLED)
@@ -221,14 +210,14 @@ def _finish(static: Static, item: Item, rows: Rows, state: step.State) -> None:
     for first in range(0, spec.Dv, width):
         if first:
             _barrier("sync", _FILLED)
-        own, other = _columns(state.out, first, width), smem.load(scratch.out, TILE)
+        sums, other = _columns(state.out, first, width), smem.load(scratch.out, TILE)  # [rows, width]
         _barrier("arrive", _FREE)
-        spread = lambda x, shape=own.shape: step.over_columns(x, shape)
-        out, found = normalised(
-            own * spread(alpha) + other * spread(other_alpha), row_max, row_sum, None, marks=spec.needs_marks
+        spread = lambda x, shape=sums.shape: step.over_columns(x, shape)
+        out, row_lse = normalised(
+            sums * spread(alpha) + other * spread(other_alpha), row_max, row_sum, None, marks=spec.needs_marks
         )
         if lse is None:
-            lse = found
+            lse = row_lse
         elif spec.needs_marks:
             lse = lse + mark(out)
         _store(static, item, rows, first, out)
@@ -244,17 +233,19 @@ def _barrier(operation: str, number: int) -> None:
     inline_ptx.hardware_barrier(operation, jnp.int32(number), CONSUMERS * WARP_GROUP_THREADS)
 
 
-def _store(static: Static, item: Item, rows: Rows, first: int, out: jax.Array) -> None:
+def _store(static: DecodeStatic, item: Item, rows: DecodeRows, first: int, out: jax.Array) -> None:
     """Stores columns from `first` on to the result or to the partial results."""
     write = lambda refs, line: global_rows.store_rows(refs[0], line, first, out.astype(refs[0].dtype))
     _write(static, item, rows, write)
 
 
-def _store_lse(static: Static, item: Item, rows: Rows, lse: jax.Array) -> None:
+def _store_lse(static: DecodeStatic, item: Item, rows: DecodeRows, lse: jax.Array) -> None:
     _write(static, item, rows, lambda refs, line: global_rows.store_values(refs[1], line, lse))
 
 
-def _write(static: Static, item: Item, rows: Rows, write: Callable[[tuple[Ref, ...], jax.Array], None]) -> None:
+def _write(
+    static: DecodeStatic, item: Item, rows: DecodeRows, write: Callable[[tuple[Ref, ...], jax.Array], None]
+) -> None:
     static.store(item, rows, lambda first: first + rows.line, write)
 
 

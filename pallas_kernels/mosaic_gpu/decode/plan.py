@@ -1,4 +1,4 @@
-"""Whether the decoding kernel for Hopper runs a call, dense or over pages, and how it packs queries into tiles."""
+"""The plan of the decoding kernel for Hopper, dense or over pages: limits, and the packing of queries into tiles."""
 
 from __future__ import annotations
 
@@ -23,15 +23,10 @@ _STEP = 16  # columns of a head: K of a wgmma
 
 @dataclasses.dataclass(frozen=True)
 class DecodePlan:
-    """How a call runs.
+    """The plan of a call."""
 
-    Attributes:
-      spec: The call, with its tile programs.
-      packing: How queries are packed into tiles.
-    """
-
-    spec: AttentionSpec
-    packing: Packing
+    spec: AttentionSpec  # the call, with its tile programs
+    packing: Packing  # how queries are packed into tiles
 
     @property
     def rows(self) -> int:
@@ -56,16 +51,16 @@ def plan(spec: AttentionSpec) -> DecodePlan | Refusal:
     reason = _limit(spec) or limit_of_captured(spec)
     if reason is not None:
         return Refusal(reason)
-    made = with_programs(dataclasses.replace(spec, heads_in_rows=True))
-    if isinstance(made, Refusal):
-        return made
-    missing = limit_of_mods(made)
+    traced = with_programs(dataclasses.replace(spec, heads_in_rows=True))
+    if isinstance(traced, Refusal):
+        return traced
+    missing = limit_of_mods(traced)
     if missing is not None:
         return missing
-    needed = smem.bytes_of(jax.tree.leaves(kernel.declare(made, jnp.dtype(spec.dtype))))
+    needed = smem.bytes_of(jax.tree.leaves(kernel.declare(traced, jnp.dtype(spec.dtype))))
     if needed > smem.LIMIT:
         return Refusal(f"its tiles need {needed} bytes of shared memory, and a CTA has {smem.LIMIT}")
-    return DecodePlan(made, Packing.of(made))
+    return DecodePlan(traced, Packing.from_spec(traced))
 
 
 def _limit(spec: AttentionSpec) -> str | None:

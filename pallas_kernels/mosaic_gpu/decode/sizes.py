@@ -38,33 +38,25 @@ def merged_columns(spec: AttentionSpec) -> int:
     return spec.Dv if spec.Dv <= MAX_MERGED_COLUMNS else spec.Dv // 2
 
 
-class Rows(NamedTuple):
-    """The rows of a tile of queries, [64] each; those of padding repeat others.
+class DecodeRows(NamedTuple):
+    """The rows of a tile of queries, [64] each; padding repeats others."""
 
-    Attributes:
-      line: The row of the query and its head, in a partial result.
-      n: The query, packed.
-      q: Its index in mods.
-      h: The query head.
-      exists: False for padding.
-    """
-
-    line: jax.Array
+    line: jax.Array  # the row of the query and its head, in a partial result
     n: jax.Array
-    q: jax.Array
+    q: jax.Array  # its index in mods
     h: jax.Array
-    exists: jax.Array
+    exists: jax.Array  # False for padding
 
 
 class Packing(NamedTuple):
-    """How queries are packed into tiles: `group` heads of each, side by side; `queries` fill a tile."""
+    """Packing of queries into tiles: `group` heads of each, side by side; `queries` fill a tile."""
 
     group: int
     queries: int
 
     @classmethod
-    def of(cls, spec: AttentionSpec) -> Packing:
-        """As many queries as a batch entry has, or a request in the mean, but no more than a tile holds.
+    def from_spec(cls, spec: AttentionSpec) -> Packing:
+        """Packs the queries of a batch entry, or of a request in the mean, but no more than fill a tile.
 
         The fewer rows, the smaller are partial results, and the fewer keys a split may have.
         """
@@ -73,25 +65,25 @@ class Packing(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """Rows of a partial result, a power of two.
+        """DecodeRows of a partial result, a power of two.
 
         >>> Packing(4, 1).rows, Packing(5, 4).rows
         (16, 32)
         """
         return max(MIN_ROWS, 1 << (self.group * self.queries - 1).bit_length())
 
-    def rows_of(self, spec: AttentionSpec, item: Item) -> Rows:
+    def rows_of(self, spec: AttentionSpec, item: Item) -> DecodeRows:
         """The rows of a work item."""
         row = plg.broadcasted_iota(jnp.int32, (smem.WARP_GROUP_ROWS,), 0, layout=ROW)
         t, head = lax.div(row, self.group), lax.rem(row, self.group)
         exists = t < jnp.minimum(item.queries, self.queries)
         n = jnp.minimum(item.first + t, num_queries(spec) - 1)
         q = n if spec.paging is not None else jnp.minimum(first_query(spec, item) + t, spec.T - 1)
-        return Rows(row, n, q, item.group * self.group + head, exists)
+        return DecodeRows(row, n, q, item.group * self.group + head, exists)
 
 
 def num_queries(spec: AttentionSpec) -> int:
-    """Packed queries: of a dense call, those of all batch entries."""
+    """Packed queries: of all batch entries in a dense call."""
     return spec.T if spec.paging is not None else spec.B * spec.T
 
 

@@ -22,65 +22,52 @@ from pallas_kernels.types import Accumulator, Ref
 _ROWS = smem.WARP_GROUP_ROWS
 
 
-class State(NamedTuple):
-    """Online softmax state after some of the tiles.
+class DecodeState(NamedTuple):
+    """Online softmax state after some of the tiles."""
 
-    Attributes:
-      out: [rows, Dv] float32: sum of weights times values.
-      row_max: [rows]: the largest score so far, in base 2.
-      row_sum: [rows, 8]: partial sums of the weights, each over every eighth column.
-    """
-
-    out: jax.Array
-    row_max: jax.Array
-    row_sum: jax.Array
+    out: jax.Array  # [rows, Dv] float32: sum of weights times values
+    row_max: jax.Array  # [rows]: the largest score so far, in base 2
+    row_sum: jax.Array  # [rows, 8]: partial sums of the weights, each over every eighth column
 
 
-def start(spec: AttentionSpec) -> State:
+def start(spec: AttentionSpec) -> DecodeState:
     """The state before the first tile."""
     zeros = lambda columns: plg.layout_cast(jnp.zeros((_ROWS, columns), jnp.float32), TILE)
     row_max = plg.layout_cast(jnp.full((_ROWS,), -jnp.inf, jnp.float32), ROW)
-    return State(zeros(spec.Dv), row_max, zeros(inline_ptx.TILE_COLUMNS))
+    return DecodeState(zeros(spec.Dv), row_max, zeros(inline_ptx.TILE_COLUMNS))
 
 
-class Step(NamedTuple):
-    """What the tiles of a work item share.
+class DecodeStep(NamedTuple):
+    """The mainloop of a consumer warp group: its values for all tiles of a work item."""
 
-    Attributes:
-      prepared: How scores are computed.
-      queries: [rows, D] in shared memory.
-      ring: Stages of keys [keys, D] and values [keys, Dv].
-      length: Keys of the request.
-    """
+    prepared: scores.Scores  # how scores are computed
+    queries: Ref  # [rows, D] in shared memory
+    ring: Ring  # stages of keys [keys, D] and values [keys, Dv]
+    length: jax.Array  # keys of the request
 
-    prepared: scores.Scores
-    queries: Ref
-    ring: Ring
-    length: jax.Array
-
-    def __call__(self, state: State, number: jax.Array, tile: jax.Array) -> State:
+    def __call__(self, state: DecodeState, number: jax.Array, tile: jax.Array) -> DecodeState:
         """The state after another tile, the one of this number in the ring."""
         self.ring.wait(number)
         keys, values = self.ring.stage(number)
         first = tile * TILE_KEYS
 
         def scores_of(raw: Accumulator) -> jax.Array:
-            plg.wgmma(raw, self.queries, keys.T)
+            plg.wgmma(raw, self.queries, keys.T)  # S = Q K^T [rows, keys]
             return self._modify(plg.wgmma_accumulator_load(raw), first)
 
         s = pl.run_scoped(scores_of, plg.WGMMAAccumulatorRef((_ROWS, TILE_KEYS), jnp.float32))
         log2_scale = self.prepared.log2_scale
         row_max = jnp.maximum(state.row_max, jnp.max(s, axis=1) * log2_scale)
         safe_max = finite(row_max)
-        p = inline_ptx.exp2(TILE, s * log2_scale - over_columns(safe_max, s.shape))
-        alpha = inline_ptx.exp2(ROW, state.row_max - safe_max)
+        p = inline_ptx.exp2(TILE, s * log2_scale - over_columns(safe_max, s.shape))  # P = exp2(S - m)
+        alpha = inline_ptx.exp2(ROW, state.row_max - safe_max)  # rescale factor of O and row_sum
         row_sum = state.row_sum * over_columns(alpha, state.row_sum.shape) + inline_ptx.sum_columns(TILE, p)
         out, weights = state.out * over_columns(alpha, state.out.shape), p.astype(values.dtype)
         key_tail.clear_values(values, self.length - first)
-        add: Any = pl.run_state(lambda ref: plg.wgmma(ref, weights, values))
+        add: Any = pl.run_state(lambda ref: plg.wgmma(ref, weights, values))  # O += P V [rows, Dv]
         out = add(plg.WGMMAAccumulatorRef.init(out))
         self.ring.release(number)
-        return State(out, row_max, row_sum)
+        return DecodeState(out, row_max, row_sum)
 
     def _modify(self, raw: jax.Array, first: jax.Array) -> jax.Array:
         """Scores of a tile: mods, and -inf past the end of the keys.
@@ -94,7 +81,7 @@ class Step(NamedTuple):
 
 
 def finite(row_max: jax.Array) -> jax.Array:
-    """What is subtracted from scores: 0 for rows that are masked so far."""
+    """The row_max that is subtracted from scores: 0 for rows that are masked so far."""
     return jnp.where(row_max == -jnp.inf, 0.0, row_max)
 
 

@@ -45,31 +45,22 @@ from pallas_kernels.spec import AttentionSpec, Operands
 from pallas_kernels.types import Index, Location, Ref
 
 
-class Scratch(NamedTuple):
-    """Shared memory and barriers of a CTA.
+class ForwardScratch(NamedTuple):
+    """Shared memory and barriers of a CTA."""
 
-    Attributes:
-      queries: [1 or 2 stages, groups, rows, D]: of the current tile, and of the next.
-      queries_full: A barrier for each of these stages and each group.
-      queries_empty: Likewise; None if the kernel is not persistent.
-      ring: A stage holds the keys [block_kv, D] of a tile and the values [block_kv, Dv] of the tile before it, whose
-        GEMMs belong to the same mainloop iteration, and bias tiles [block_q, block_kv].
-      out: [groups, rows, Dv], staged for the TMA store; None if it overwrites the queries.
-      rows: [groups, rows], float32, each: of the lse and of `spec.stats`.
-      tile_ids: Of the current tile and the next; None if the kernel is not persistent.
-    """
-
-    queries: Ref
-    queries_full: Ref
-    queries_empty: Ref | None
+    queries: Ref  # [1 or 2 stages, groups, rows, D]: of the current tile, and of the next
+    queries_full: Ref  # a barrier for each of these stages and each group
+    queries_empty: Ref | None  # a barrier for each of them; None if the kernel is not persistent
+    # a stage holds the keys [block_kv, D] of a tile and the values [block_kv, Dv] of the tile before it, whose GEMMs
+    # belong to the same mainloop iteration, and bias tiles [block_q, block_kv]
     ring: Ring
-    out: Ref | None
-    rows: tuple[Ref, ...]
-    tile_ids: Ref | None
+    out: Ref | None  # [groups, rows, Dv], staged for the TMA store; None if it overwrites the queries
+    rows: tuple[Ref, ...]  # [groups, rows], float32, each: of the lse and of `spec.stats`
+    tile_ids: Ref | None  # of the current tile and the next; None if the kernel is not persistent
 
     @property
     def has_bias_tiles(self) -> bool:
-        """Whether the ring holds bias tiles."""
+        """True if the ring holds bias tiles."""
         return len(self.ring.tiles) > 2
 
     def query_slot(self, i: Index, group: Index) -> tuple[jax.Array, jax.Array]:
@@ -78,7 +69,7 @@ class Scratch(NamedTuple):
         return query_stage, query_stage * groups + group
 
 
-def declare(spec: AttentionSpec, tiles: Tiles, dtype: DTypeLike) -> Scratch:
+def declare(spec: AttentionSpec, tiles: Tiles, dtype: DTypeLike) -> ForwardScratch:
     """The scratch of a CTA: with bias tiles if they fit, and persistent if that fits then."""
     bias = bias_tiles.declare(spec, tiles, tiles.num_stages)
     persistence = (True, False) if _grid(spec, tiles).size > scheduler.NUM_CTAS else (False,)
@@ -91,12 +82,13 @@ def declare(spec: AttentionSpec, tiles: Tiles, dtype: DTypeLike) -> Scratch:
 
 def _declare(
     spec: AttentionSpec, tiles: Tiles, dtype: DTypeLike, bias: tuple[Ref, ...], *, is_persistent: bool
-) -> Scratch:
+) -> ForwardScratch:
     groups, query_stages = tiles.num_warps // 4, scheduler.QUERY_STAGES if is_persistent else 1
     rows = tiles.block_q // groups
     (D, Dv), qk_dtype = padded_head_sizes(spec, dtype), jnp.dtype(spec.qk_dtype or dtype)
-    stages = [smem.tiled((tiles.num_stages, tiles.block_kv, size), of) for size, of in ((D, qk_dtype), (Dv, dtype))]
-    return Scratch(
+    sizes = ((D, qk_dtype), (Dv, dtype))
+    stages = [smem.tiled((tiles.num_stages, tiles.block_kv, size), of_tile) for size, of_tile in sizes]
+    return ForwardScratch(
         smem.tiled((query_stages, groups, rows, D), qk_dtype),
         smem.declared(plg.Barrier(num_barriers=query_stages * groups)),
         smem.declared(plg.Barrier(num_barriers=query_stages * groups)) if is_persistent else None,
@@ -117,7 +109,6 @@ def forward(spec: AttentionSpec, tiles: Tiles, arrays: Operands[jax.Array]) -> t
     With a mask, the lse is NaN where the output must be repaired (`pallas_kernels.marks`).
 
     Args:
-      spec: The spec.
       tiles: `block_q` queries (64 for each of `num_warps` / 4 consumers, or 128) and `block_kv` keys; `num_stages` of
         the ring.
       arrays: Query [B, T, Hq, D], key [Bkv, S, Hkv, D] and value [Bkv, S, Hkv, Dv], or in the layout BNTH; lists of the
@@ -156,7 +147,7 @@ def _kernel(
         Operands[Ref], Ref | None, Ref | None, list[Ref]
     ],  # operands, tile order [list batch, list heads, tiles], tile counter [1], sources of bias tiles
     outputs: tuple[Ref, ...],  # out like the query, [..., Dv]; lse and `spec.stats` [B, Hq, rounded up T]
-    scratch: Scratch,
+    scratch: ForwardScratch,
 ) -> None:
     arrays, order, counter, bias_refs = inputs
     tile_scheduler = scheduler.PersistentScheduler(_grid(spec, tiles), cta_id, counter, scratch.tile_ids)
@@ -164,37 +155,29 @@ def _kernel(
     group, groups = lax.axis_index(WARP_GROUP), tiles.num_warps // 4
     loads = bias_tiles.bias_loads(spec) if bias_refs else ()
     bias = bias_tiles.BiasTiles(spec, tiles, arrays.score_operands, loads, bias_refs)
-    static = Static(spec, tiles, captured, arrays, bias, outputs, scratch, row_at)
+    static = ForwardStatic(spec, tiles, captured, arrays, bias, outputs, scratch, row_at)
     pl.when(group == groups)(lambda: _produce(static, tile_scheduler))
     pl.when(group < groups)(lambda: _consume(static, tile_scheduler, group))
 
 
-class Static(NamedTuple):
-    """What producer and consumers share.
-
-    Attributes:
-      spec: The spec.
-      tiles: Tile sizes.
-      captured: Shapes of the captured arrays.
-      arrays: The inputs, in global memory: query [B, T, Hq, D] or [B, Hq, T, D], key and value likewise.
-      bias: The bias tiles that TMA loads beside keys and values.
-      outputs: Out, in the layout of the query, [..., Dv]; lse and `spec.stats`, float32 [B, Hq, T rounded up to whole
-        tiles].
-      scratch: Shared memory and barriers.
-      row_at: Maps (batch, head, number in the tile order) to (batch, head, tile of queries).
-    """
+class ForwardStatic(NamedTuple):
+    """Inputs, outputs and scratch of producer and consumers."""
 
     spec: AttentionSpec
     tiles: Tiles
-    captured: scores.CapturedShapes
-    arrays: Operands[Ref]
-    bias: bias_tiles.BiasTiles
+    captured: scores.CapturedShapes  # shapes of the captured arrays
+    arrays: Operands[
+        Ref
+    ]  # the inputs, in global memory: query [B, T, Hq, D] or [B, Hq, T, D], and key and value in this order
+    bias: bias_tiles.BiasTiles  # the bias tiles that TMA loads beside keys and values
+    # out, in the layout of the query, [..., Dv]; lse and `spec.stats`, float32 [B, Hq, T rounded up to whole tiles]
     outputs: tuple[Ref, ...]
-    scratch: Scratch
+    scratch: ForwardScratch  # shared memory and barriers
+    # maps (batch, head, number in the tile order) to (batch, head, tile of queries)
     row_at: Callable[[jax.Array, jax.Array, jax.Array], Location]
 
 
-def _produce(static: Static, tile_scheduler: scheduler.PersistentScheduler) -> None:
+def _produce(static: ForwardStatic, tile_scheduler: scheduler.PersistentScheduler) -> None:
     """Producer warp group: draws tile ids, and loads queries, keys and values by TMA."""
     plg.set_max_registers(PRODUCER_REGISTERS, action="decrease")
     scratch, spec, tiles = static.scratch, static.spec, static.tiles
@@ -222,7 +205,7 @@ def _produce(static: Static, tile_scheduler: scheduler.PersistentScheduler) -> N
             plg.barrier_arrive(scratch.queries_full.at[scratch.query_slot(count, group)[1]])
 
 
-def _load_keys(static: Static, location: Location, stage: jax.Array) -> jax.Array:
+def _load_keys(static: ForwardStatic, location: Location, stage: jax.Array) -> jax.Array:
     """Loads the keys, values and bias tiles that a tile of queries visits; returns the next free stage."""
     spec, arrays, ring = static.spec, static.arrays, static.scratch.ring
     b, h = (location[0] if spec.Bkv > 1 else 0), lax.div(location[1], jnp.int32(spec.group))
@@ -241,11 +224,11 @@ def _load_keys(static: Static, location: Location, stage: jax.Array) -> jax.Arra
 
 
 def _after(stage: jax.Array, end: jax.Array) -> jax.Array:
-    """The first stage after those of a tile of queries, which takes one more than it visits tiles of keys, if any."""
+    """The next free stage: a tile of queries takes one more than it visits tiles of keys, if any."""
     return jnp.where(end > stage, end + 1, stage)
 
 
-def _consume(static: Static, tile_scheduler: scheduler.PersistentScheduler, group: jax.Array) -> None:
+def _consume(static: ForwardStatic, tile_scheduler: scheduler.PersistentScheduler, group: jax.Array) -> None:
     """Consumer warp group: computes its rows of each tile of queries."""
     plg.set_max_registers(CONSUMER_REGISTERS, action="increase")
     scratch = static.scratch
@@ -267,7 +250,7 @@ def _consume(static: Static, tile_scheduler: scheduler.PersistentScheduler, grou
 
 
 def _consume_tile(
-    static: Static,
+    static: ForwardStatic,
     ping_pong: PingPong,
     group: jax.Array,
     i: Index,
@@ -296,7 +279,7 @@ def _consume_tile(
         pl.when(i > 0)(functools.partial(_free_last, scratch, i, group))
     pl.when(visits)(lambda: scratch.ring.wait(stage))
     start = forward_step.start(spec, rows, tiles.block_kv, static.arrays.value.dtype, stage)
-    step = forward_step.Step(prepared, queries, scratch.ring, ping_pong, pl.ds(group * rows, rows))
+    step = forward_step.ForwardStep(prepared, queries, scratch.ring, ping_pong, pl.ds(group * rows, rows))
     state = block_walk.over_keys(spec, tiles, static.arrays, location, start, step)
     sink = None if static.arrays.sinks is None else static.arrays.sinks[h]
     result = forward_step.finish(spec, scratch.ring, state, sink, visits)
@@ -306,7 +289,7 @@ def _consume_tile(
     return _after(stage, state.stage)
 
 
-def _free_last(scratch: Scratch, i: Index, group: jax.Array) -> None:
+def _free_last(scratch: ForwardScratch, i: Index, group: jax.Array) -> None:
     """Releases the query stage of the tile before, once the TMA store of its output has read it."""
     assert scratch.queries_empty is not None  # there is a next tile
     plg.wait_smem_to_gmem(0, wait_read_only=True)

@@ -20,25 +20,18 @@ from pallas_kernels.mosaic_gpu.pipeline import FIRST_FREE_BARRIER, WARP_GROUP_TH
 from pallas_kernels.types import Index, Location, Ref
 
 NUM_CTAS = NUM_SMS  # one persistent CTA for each SM; on GPUs with fewer SMs the CTAs that start last find no tile left
-_DRAWN_BARRIER = FIRST_FREE_BARRIER + 2  # after those of the ping-pong
+_DRAWN_BARRIER = FIRST_FREE_BARRIER + 2  # after the barriers of the ping-pong
 QUERY_STAGES = 2  # tiles whose queries are in shared memory at once
 
 
 class PersistentScheduler(NamedTuple):
-    """The tiles of a CTA.
-
-    Attributes:
-      grid: All tiles.
-      cta_id: The id of the CTA, and of its first tile.
-      counter: int32 [1] in global memory: the next tile id to draw; None if the kernel is not persistent (one tile for
-        each CTA).
-      tile_ids: int32 [QUERY_STAGES] in shared memory: ids of the current tile and of the next.
-    """
+    """The tiles of a CTA."""
 
     grid: Grid
-    cta_id: Index
+    cta_id: Index  # the id of the CTA, and of its first tile
+    # int32 [1] in global memory: the next tile id to draw; None if the kernel is not persistent (one tile for each CTA)
     counter: Ref | None
-    tile_ids: Ref | None
+    tile_ids: Ref | None  # int32 [QUERY_STAGES] in shared memory: ids of the current tile and of the next
 
     def over_tiles(
         self,

@@ -25,54 +25,39 @@ from pallas_kernels.spec import LN_2, LOG2_E, AttentionSpec
 from pallas_kernels.types import Accumulator, Index, Ref, RegisterLayout
 
 
-class State(NamedTuple):
-    """Online softmax state of the rows of a consumer warp group, after some of the keys; all in registers.
+class ForwardState(NamedTuple):
+    """Online softmax state of the rows of a consumer warp group, after some of the keys; all in registers."""
 
-    Attributes:
-      out: The O accumulator [rows, Dv] float32: sum of weights times values, without the last tile's.
-      row_max: [rows]: the largest score so far, in base 2; 0 where scores are bounded.
-      row_sum: [rows, 8]: partial sums of the weights, each over every eighth column.
-      p: [rows, keys]: weights of the last tile, in the dtype of the values: the A operand of the next PV wgmma.
-      stage: Of the ring: holds the next keys and the values of the last tile.
-      row_logs: [rows, 8]: like `row_sum`, of the weights times their exponents, for the entropy; None without it.
-    """
-
-    out: jax.Array
-    row_max: jax.Array
-    row_sum: jax.Array
+    out: jax.Array  # the O accumulator [rows, Dv] float32: sum of weights times values, without the last tile's
+    row_max: jax.Array  # [rows]: the largest score so far, in base 2; 0 where scores are bounded
+    row_sum: jax.Array  # [rows, 8]: partial sums of the weights, each over every eighth column
+    # [rows, keys]: weights of the last tile, in the dtype of the values: the A operand of the next PV wgmma
     p: jax.Array
-    stage: jax.Array
+    stage: jax.Array  # of the ring: holds the next keys and the values of the last tile
+    # [rows, 8]: like `row_sum`, of the weights times their exponents, for the entropy; None without it
     row_logs: jax.Array | None = None
 
 
-class Step(NamedTuple):
-    """What all mainloop iterations over the keys of a tile of queries share.
+class ForwardStep(NamedTuple):
+    """One iteration of the mainloop: its values for all tiles of keys that a tile of queries visits."""
 
-    Attributes:
-      prepared: How scores are computed, with the loop-invariant values of the mods.
-      queries: [rows, D] of the warp group, in shared memory.
-      ring: Stages of keys [block_kv, D], values [block_kv, Dv] and bias tiles [block_q, block_kv].
-      ping_pong: With the other consumer warp group.
-      rows: The rows of a bias tile that belong to the warp group.
-    """
-
-    prepared: scores.Scores
-    queries: Ref
-    ring: Ring
-    ping_pong: PingPong
-    rows: slice | pl.Slice
+    prepared: scores.Scores  # how scores are computed, with the loop-invariant values of the mods
+    queries: Ref  # [rows, D] of the warp group, in shared memory
+    ring: Ring  # stages of keys [block_kv, D], values [block_kv, Dv] and bias tiles [block_q, block_kv]
+    ping_pong: PingPong  # with the other consumer warp group
+    rows: slice | pl.Slice  # the rows of a bias tile that belong to the warp group
 
     @property
     def bounded(self) -> bool:
-        """Whether scores are bounded, so that no row_max is subtracted and nothing is rescaled."""
+        """True if scores are bounded, so that no row_max is subtracted and nothing is rescaled."""
         return is_bounded(self.prepared.spec, self.ring.tiles[1].dtype)
 
     @property
     def at_exponentials(self) -> bool:
-        """Whether the ping-pong is at the exponentials, which start once row_max is known."""
+        """True if the ping-pong is at the exponentials, which start once row_max is known."""
         return bottleneck(self.prepared.spec) is Bottleneck.SFU and not self.bounded
 
-    def __call__(self, state: State, first: Index, is_partial: bool) -> State:
+    def __call__(self, state: ForwardState, first: Index, is_partial: bool) -> ForwardState:
         """QK^T of the tile of keys from `first` on, PV of the tile before it, and the online softmax update.
 
         Both wgmma GEMMs are issued together, so that the tensor cores go from one to the other without a bubble. The
@@ -87,19 +72,19 @@ class Step(NamedTuple):
         exponent, row_sum, row_logs = s * prepared.log2_scale, state.row_sum, state.row_logs
         if not self.bounded:
             exponent = exponent - _over_columns(safe_max, s.shape)
-            alpha = inline_ptx.exp2(ROW, state.row_max - safe_max)
+            alpha = inline_ptx.exp2(ROW, state.row_max - safe_max)  # rescale factor of O and row_sum
             if row_logs is not None:
                 row_logs = _rescaled_logs(row_logs, row_sum, alpha, state.row_max - safe_max)
             row_sum, out = row_sum * _over_columns(alpha, row_sum.shape), out * _over_columns(alpha, out.shape)
-        p = inline_ptx.exp2(TILE, exponent)
+        p = inline_ptx.exp2(TILE, exponent)  # P = exp2(S - m) [rows, block_kv]
         row_sum = row_sum + inline_ptx.sum_columns(TILE, p)
         if row_logs is not None:
             row_logs = row_logs + inline_ptx.sum_columns(TILE, p * jnp.maximum(exponent, LEAST_EXPONENT))
         if self.at_exponentials:
             row_sum = self.ping_pong.release_after(TILE, row_sum)
-        return State(out, row_max, row_sum, drop(p).astype(state.p.dtype), state.stage + 1, row_logs)
+        return ForwardState(out, row_max, row_sum, drop(p).astype(state.p.dtype), state.stage + 1, row_logs)
 
-    def _start_gemms(self, state: State, first: Index, is_partial: bool) -> tuple[jax.Array, ...]:
+    def _start_gemms(self, state: ForwardState, first: Index, is_partial: bool) -> tuple[jax.Array, ...]:
         """Issues both GEMMs; returns O of the tiles before, S of this tile, row_max, and row_max with 0 for -inf."""
         (keys, values, *bias), spec = self.ring.stage(state.stage), self.prepared.spec
         at_gemms = bottleneck(spec) is Bottleneck.GEMMS
@@ -107,8 +92,8 @@ class Step(NamedTuple):
         def gemms(sums: Accumulator, raw: Accumulator) -> tuple[jax.Array, ...]:
             if at_gemms:
                 self.ping_pong.acquire()
-            plg.wgmma(raw, self.queries, keys.T)
-            plg.wgmma(sums, state.p, values)
+            plg.wgmma(raw, self.queries, keys.T)  # S = Q K^T [rows, block_kv]
+            plg.wgmma(sums, state.p, values)  # O += P V [rows, Dv], of the tile before
             if at_gemms:
                 self.ping_pong.release()
             prefetched = scores.prefetch(self.prepared, first, is_partial)
@@ -143,7 +128,7 @@ class Step(NamedTuple):
 
 
 class Bottleneck(enum.Enum):
-    """What the two consumer warp groups ping-pong at: the GEMMs, the special-function unit (SFU), or nothing."""
+    """The place of the ping-pong: the GEMMs, the special-function unit (SFU), or none."""
 
     GEMMS = enum.auto()
     SFU = enum.auto()
@@ -151,7 +136,7 @@ class Bottleneck(enum.Enum):
 
 
 def bottleneck(spec: AttentionSpec) -> Bottleneck:
-    """What takes longest in a tile: the consumers ping-pong there.
+    """The part of a tile that takes longest: the consumers ping-pong there.
 
     One exponential for each score, at 16 a cycle and SM, takes as long as the GEMMs at head size 64: the kernel is
     MUFU-bound up to there. H200, jax 0.11.2, bf16, S 16384, TFLOP/s with ping-pong at the GEMMs and at the
@@ -161,7 +146,7 @@ def bottleneck(spec: AttentionSpec) -> Bottleneck:
     A mod with special functions keeps the SFU busy by itself: a soft cap under a causal mask gives 380 at head size 64
     without ping-pong, 358 with ping-pong at the GEMMs, 359 with ping-pong at both functions; 646, 624 and 622 at 128.
 
-    Without a softmax there are no exponentials but those of the mod (not measured).
+    Without a softmax there are no exponentials but in the mod (not measured).
 
     QK^T of eight bits runs at twice the rate. At head size 128 a tile of 64 by 128 then takes 256 cycles of an SM for
     QK^T, 512 for PV and 512 for exponentials, as head size 96 does with 16 bits, in 0.87 to 0.90 of the time of 128. So
@@ -179,7 +164,7 @@ MAX_EXPONENT = 80  # sums of 2 ** 80 times values fit into float32 while the val
 
 
 def is_bounded(spec: AttentionSpec, dtype: DTypeLike) -> bool:
-    """Whether the score mod bounds scores so tightly, whatever QK^T, that no running row_max is needed (a soft cap).
+    """True if the score mod bounds scores so tightly, whatever QK^T, that no running row_max is needed (a soft cap).
 
     It saves a fifth of the instructions of a tile: 595 became 624 TFLOP/s at head size 128 (as `bottleneck`). Weights
     are then as large as the exponential of the bound, which float16 does not hold. Statistics of rows need the row_max.
@@ -188,24 +173,24 @@ def is_bounded(spec: AttentionSpec, dtype: DTypeLike) -> bool:
     return size is not None and size * LOG2_E <= MAX_EXPONENT and jnp.dtype(dtype) == jnp.bfloat16
 
 
-def start(spec: AttentionSpec, rows: int, keys: int, dtype: DTypeLike, stage: jax.Array) -> State:
+def start(spec: AttentionSpec, rows: int, keys: int, dtype: DTypeLike, stage: jax.Array) -> ForwardState:
     """The state before the first tile of keys, which is in the given stage."""
     least = 0.0 if is_bounded(spec, dtype) else -jnp.inf
     row_max = plg.layout_cast(jnp.full((rows,), least, jnp.float32), ROW)
     row_sum, p = _zeros((rows, inline_ptx.TILE_COLUMNS), TILE), plg.layout_cast(jnp.zeros((rows, keys), dtype), TILE)
     row_logs = _zeros(row_sum.shape, TILE) if "entropy" in spec.stats else None
-    return State(_zeros((rows, spec.Dv), TILE), row_max, row_sum, p, stage, row_logs)
+    return ForwardState(_zeros((rows, spec.Dv), TILE), row_max, row_sum, p, stage, row_logs)
 
 
 def finish(
-    spec: AttentionSpec, ring: Ring, state: State, sink: jax.Array | None, visits: jax.Array
+    spec: AttentionSpec, ring: Ring, state: ForwardState, sink: jax.Array | None, visits: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Epilogue: PV of the last tile, then what `normalised` returns; without a softmax the output as it is, and zeros.
 
     `visits` says whether any tile was visited: else the stage of values was never filled.
     """
     values = ring.stage(state.stage)[1]
-    add: Any = pl.run_state(lambda ref: plg.wgmma(ref, state.p, values))
+    add: Any = pl.run_state(lambda ref: plg.wgmma(ref, state.p, values))  # O += P V, of the last tile
     out, row_sum = add(plg.WGMMAAccumulatorRef.init(state.out)), jnp.sum(state.row_sum, axis=1)
     if spec.normalize == "none":
         out, lse = jnp.where(visits, out * spec.kept_scale, 0.0), _zeros(row_sum.shape, ROW)
@@ -213,13 +198,13 @@ def finish(
     return normalised(out, state.row_max, row_sum, sink, spec.kept_scale, marks=spec.needs_marks)
 
 
-def stats(spec: AttentionSpec, state: State, sink: jax.Array | None) -> tuple[jax.Array, ...]:
+def stats(spec: AttentionSpec, state: ForwardState, sink: jax.Array | None) -> tuple[jax.Array, ...]:
     """``spec.stats`` of the rows after all keys: the max as a natural score, without the sink; the entropy with it."""
     values = {"max": lambda: state.row_max * LN_2, "entropy": lambda: _entropy(state, sink)}
     return tuple(values[name]() for name in spec.stats)
 
 
-def _entropy(state: State, sink: jax.Array | None) -> jax.Array:
+def _entropy(state: ForwardState, sink: jax.Array | None) -> jax.Array:
     assert state.row_logs is not None  # the state was started with it
     row_sum, row_logs = jnp.sum(state.row_sum, axis=1), jnp.sum(state.row_logs, axis=1)
     if sink is not None:

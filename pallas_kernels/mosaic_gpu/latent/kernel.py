@@ -27,7 +27,7 @@ from jax.typing import DTypeLike
 
 from pallas_kernels.mosaic_gpu import global_rows, smem, split_kv
 from pallas_kernels.mosaic_gpu.latent import step
-from pallas_kernels.mosaic_gpu.latent.sizes import BUFFERS, Heads, Rows
+from pallas_kernels.mosaic_gpu.latent.sizes import BUFFERS, Heads, LatentRows
 from pallas_kernels.mosaic_gpu.pipeline import CONSUMER_REGISTERS, PRODUCER_REGISTERS
 from pallas_kernels.mosaic_gpu.split_kv import CONSUMERS
 from pallas_kernels.mosaic_gpu.work_items import TILE_KEYS, Item, PageRows, page_rows, pieces_of_tile
@@ -63,25 +63,17 @@ class LatentOperands(NamedTuple, Generic[A]):
         return Operands(self.query, self.rows, self.rows, None, self.score_operands, self.mask_operands)
 
 
-class Scratch(NamedTuple):
-    """Shared memory and barriers of a CTA.
+class LatentScratch(NamedTuple):
+    """Shared memory and barriers of a CTA."""
 
-    Attributes:
-      queries: [2, 64, Dv / 2], the halves of the latent columns.
-      query_ropes: [1, 64, D - Dv].
-      queries_full: The queries have arrived.
-      queries_empty: Both consumers are done with them.
-      buffers: The tiles of keys.
-    """
-
-    queries: Ref
-    query_ropes: Ref
-    queries_full: Ref
-    queries_empty: Ref
-    buffers: step.Buffers
+    queries: Ref  # [2, 64, Dv / 2], the halves of the latent columns
+    query_ropes: Ref  # [1, 64, D - Dv]
+    queries_full: Ref  # the queries have arrived
+    queries_empty: Ref  # both consumers are done with them
+    buffers: step.Buffers  # the tiles of keys
 
 
-def declare(spec: AttentionSpec, heads: Heads, dtype: DTypeLike) -> Scratch:
+def declare(spec: AttentionSpec, heads: Heads, dtype: DTypeLike) -> LatentScratch:
     """The scratch of a CTA."""
     half, rope = spec.Dv // 2, spec.D - spec.Dv
     swizzle = smem.swizzle_of(math.gcd(half, rope), jnp.dtype(dtype).itemsize)
@@ -102,7 +94,7 @@ def declare(spec: AttentionSpec, heads: Heads, dtype: DTypeLike) -> Scratch:
         far_empty=barrier(1, BUFFERS),
     )
     rows = smem.WARP_GROUP_ROWS
-    return Scratch(
+    return LatentScratch(
         tiled((2, rows, half)),
         tiled((1, rows, rope)),
         barrier(3 * heads.queries, 1),
@@ -114,39 +106,36 @@ def declare(spec: AttentionSpec, heads: Heads, dtype: DTypeLike) -> Scratch:
 def attend(
     spec: AttentionSpec, heads: Heads, sizes: split_kv.Sizes, arrays: LatentOperands[jax.Array]
 ) -> list[jax.Array]:
-    """As `split_kv.attend`; the first rows of a partial result are the heads of the group of the first query.
+    """Runs `split_kv.attend`; the first rows of a partial result are the heads of the group of the first query.
 
-    Args:
-      spec: Its programs are traced with heads in rows; `Hkv` counts the groups of heads.
-      heads: How query heads are divided among tiles.
-      sizes: Of the launch.
-      arrays: The inputs; captured arrays have their shapes.
+    The programs of the spec are traced with heads in rows; `Hkv` counts the groups of heads. Captured arrays have their
+    shapes.
     """
     scratch, rows = declare(spec, heads, arrays.query.dtype), smem.WARP_GROUP_ROWS
     arrays = arrays._replace(query=heads.padded(arrays.query))
     return split_kv.attend("jflex_latent_sm90", ROLES, spec, heads, rows, spec.T, sizes, arrays, scratch)
 
 
-Static: TypeAlias = split_kv.Static[Heads, LatentOperands[Ref], Scratch]
+LatentStatic: TypeAlias = split_kv.Static[Heads, LatentOperands[Ref], LatentScratch]
 
 
 # --- producer
 
 
-def _produce(static: Static) -> None:
+def _produce(static: LatentStatic) -> None:
     """Producer warp group: loads queries and tiles of keys by TMA."""
     plg.set_max_registers(PRODUCER_REGISTERS, action="decrease")
     scratch, heads = static.scratch, static.packing
 
-    def item_(i: jax.Array, item: Item, pair: jax.Array) -> jax.Array:
+    def run_item(i: jax.Array, item: Item, pair: jax.Array) -> jax.Array:
         pl.when(i > 0)(lambda: plg.barrier_wait(scratch.queries_empty.at[0]))
         lax.fori_loop(0, heads.queries, functools.partial(_load_query, static, item), jnp.int32(0))
         return lax.fori_loop(0, item.pairs, functools.partial(_load_pair, static, item), pair)
 
-    static.over_items(item_)
+    static.over_items(run_item)
 
 
-def _load_query(static: Static, item: Item, t: jax.Array, carry: jax.Array) -> jax.Array:
+def _load_query(static: LatentStatic, item: Item, t: jax.Array, carry: jax.Array) -> jax.Array:
     """Loads a query of the tile."""
     scratch, count = static.scratch, static.packing.padded_count
     n = jnp.minimum(item.first + t, static.spec.T - 1)
@@ -163,7 +152,7 @@ def _columns(spec: AttentionSpec) -> tuple[Axis, Axis, Axis]:
     return pl.ds(0, half), pl.ds(half, half), pl.ds(2 * half, spec.D - 2 * half)
 
 
-def _load_pair(static: Static, item: Item, j: jax.Array, pair: jax.Array) -> jax.Array:
+def _load_pair(static: LatentStatic, item: Item, j: jax.Array, pair: jax.Array) -> jax.Array:
     """Loads a pair of tiles into the two buffers; of a pair that has but one tile, the second is left as it is."""
     buffers, columns = static.scratch.buffers, _columns(static.spec)
     for b in range(BUFFERS):
@@ -188,7 +177,7 @@ def _load_pair(static: Static, item: Item, j: jax.Array, pair: jax.Array) -> jax
     return pair + 1
 
 
-def _prefetch(static: Static, item: Item, tile: jax.Array) -> None:
+def _prefetch(static: LatentStatic, item: Item, tile: jax.Array) -> None:
     """Loads a tile into the L2 cache."""
     for columns in _columns(static.spec):
         for at, _ in _page_rows(static, item, tile):
@@ -206,33 +195,35 @@ def _arrive(barrier: Ref, count: int) -> None:
         plg.barrier_arrive(barrier)
 
 
-def _page_rows(static: Static, item: Item, tile: jax.Array) -> list[PageRows]:
+def _page_rows(static: LatentStatic, item: Item, tile: jax.Array) -> list[PageRows]:
     return page_rows(static.spec, static.arrays.table, static.arrays.first_page, item, tile)
 
 
 # --- consumers
 
 
-def _consume(static: Static, group: int) -> None:
+def _consume(static: LatentStatic, group: int) -> None:
     """Consumer warp group: computes its half of the columns of each item."""
     plg.set_max_registers(CONSUMER_REGISTERS, action="increase")
     scratch, heads, spec = static.scratch, static.packing, static.spec
 
-    def item_(i: jax.Array, item: Item, pair: jax.Array) -> jax.Array:
+    def run_item(i: jax.Array, item: Item, pair: jax.Array) -> jax.Array:
         rows = heads.rows_of(item.group, item.first, item.queries, spec)
         prepared = static.prepare(item, rows, rows.n, item.first)
         plg.barrier_wait(scratch.queries_full.at[0])
-        run = step.Step(prepared, scratch.queries, scratch.query_ropes, scratch.buffers, group, item.length, item.end)
+        run = step.LatentStep(
+            prepared, scratch.queries, scratch.query_ropes, scratch.buffers, group, item.length, item.end
+        )
         state = run(item.begin, item.pairs)
         plg.barrier_arrive(scratch.queries_empty.at[0])
         out, lse = run.finish(state, lax.rem(i, jnp.int32(2)))
         _store(static, item, rows, group, out, lse)
         return pair + item.pairs
 
-    static.over_items(item_)
+    static.over_items(run_item)
 
 
-def _store(static: Static, item: Item, rows: Rows, group: int, out: jax.Array, lse: jax.Array) -> None:
+def _store(static: LatentStatic, item: Item, rows: LatentRows, group: int, out: jax.Array, lse: jax.Array) -> None:
     """Stores this half of the columns, and from group 0 the lse, to the result or to the partial results."""
     column = group * (static.spec.Dv // 2)
 

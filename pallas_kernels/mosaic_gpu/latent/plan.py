@@ -1,4 +1,4 @@
-"""Whether the latent kernel for Hopper runs a paged call, and with which groups of heads."""
+"""The plan of the latent kernel for Hopper: limits, and groups of heads."""
 
 from __future__ import annotations
 
@@ -24,14 +24,9 @@ _STEP = 16  # columns of a half, and rotated columns: K of a wgmma
 
 @dataclasses.dataclass(frozen=True)
 class LatentPlan:
-    """How a call runs.
+    """The plan of a call."""
 
-    Attributes:
-      spec: The call, with its tile programs; `Hkv` counts the groups of heads.
-      heads: The groups.
-    """
-
-    spec: AttentionSpec
+    spec: AttentionSpec  # the call, with its tile programs; `Hkv` counts the groups of heads
     heads: Heads
 
     @property
@@ -55,17 +50,17 @@ def plan(spec: AttentionSpec) -> LatentPlan | Refusal:
     reason = _limit(spec) or limit_of_captured(spec)
     if reason is not None:
         return Refusal(reason)
-    heads = Heads.of(spec.Hq)
-    made = with_programs(dataclasses.replace(spec, heads_in_rows=True, Hkv=heads.groups))
-    if isinstance(made, Refusal):
-        return made
-    missing = limit_of_mods(made)
+    heads = Heads.from_count(spec.Hq)
+    traced = with_programs(dataclasses.replace(spec, heads_in_rows=True, Hkv=heads.groups))
+    if isinstance(traced, Refusal):
+        return traced
+    missing = limit_of_mods(traced)
     if missing is not None:
         return missing
-    needed = smem.bytes_of(jax.tree.leaves(kernel.declare(made, heads, jnp.dtype(spec.dtype))))
+    needed = smem.bytes_of(jax.tree.leaves(kernel.declare(traced, heads, jnp.dtype(spec.dtype))))
     if needed > smem.LIMIT:
         return Refusal(f"its tiles need {needed} bytes of shared memory, and a CTA has {smem.LIMIT}")
-    return LatentPlan(made, heads)
+    return LatentPlan(traced, heads)
 
 
 def _limit(spec: AttentionSpec) -> str | None:

@@ -17,35 +17,27 @@ from pallas_kernels.spec import AttentionSpec
 BUFFERS = 2  # of tiles of keys in shared memory, one for each consumer warp group
 
 
-class Rows(NamedTuple):
-    """The rows of a tile of queries, [64] each.
+class LatentRows(NamedTuple):
+    """The rows of a tile of queries, [64] each."""
 
-    Attributes:
-      t: Which query of the tile.
-      head: Which head of the group.
-      n: The query, packed; that of a padding row is another's.
-      h: The query head, likewise.
-      exists: False for padding.
-    """
-
-    t: jax.Array
-    head: jax.Array
-    n: jax.Array
-    h: jax.Array
-    exists: jax.Array
+    t: jax.Array  # which query of the tile
+    head: jax.Array  # which head of the group
+    n: jax.Array  # the query, packed; padding repeats another
+    h: jax.Array  # the query head; padding repeats another
+    exists: jax.Array  # False for padding
 
 
 class Heads(NamedTuple):
-    """How heads are divided: `groups` of `count` heads, each padded to `padded_count` rows; `queries` fill a tile."""
+    """Division of heads: `groups` of `count` heads, each padded to `padded_count` rows; `queries` fill a tile."""
 
     groups: int
     count: int
 
     @classmethod
-    def of(cls, heads: int) -> Heads:
+    def from_count(cls, heads: int) -> Heads:
         """The fewest groups that are equal.
 
-        >>> Heads.of(128), Heads.of(9).queries, Heads.of(126).padded_count
+        >>> Heads.from_count(128), Heads.from_count(9).queries, Heads.from_count(126).padded_count
         (Heads(groups=2, count=64), 4, 64)
         """
         count = max(n for n in range(1, smem.WARP_GROUP_ROWS + 1) if heads % n == 0)
@@ -53,7 +45,7 @@ class Heads(NamedTuple):
 
     @property
     def padded_count(self) -> int:
-        """Rows of a query in a tile."""
+        """LatentRows of a query in a tile."""
         return -(-self.count // TILED_ROWS) * TILED_ROWS
 
     @property
@@ -70,10 +62,10 @@ class Heads(NamedTuple):
         wide = jnp.pad(grouped, ((0, 0), (0, 0), (0, self.padded_count - self.count), (0, 0)))
         return wide.reshape(N, self.groups * self.padded_count, D)
 
-    def rows_of(self, group: jax.Array, first: jax.Array, queries: jax.Array, spec: AttentionSpec) -> Rows:
+    def rows_of(self, group: jax.Array, first: jax.Array, queries: jax.Array, spec: AttentionSpec) -> LatentRows:
         """The rows of the tile from a packed query on, of a request that has so many from there."""
         row = plg.broadcasted_iota(jnp.int32, (smem.WARP_GROUP_ROWS,), 0, layout=ROW)
         t, head = lax.div(row, self.padded_count), lax.rem(row, self.padded_count)
         exists = (t < jnp.minimum(queries, self.queries)) & (head < self.count)
         n = jnp.minimum(first + t, spec.T - 1)
-        return Rows(t, head, n, group * self.count + jnp.minimum(head, self.count - 1), exists)
+        return LatentRows(t, head, n, group * self.count + jnp.minimum(head, self.count - 1), exists)

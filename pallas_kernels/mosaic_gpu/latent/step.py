@@ -3,8 +3,8 @@
 Tiles are folded in order, and each is published with its row_max: the weights of tile t are relative to the largest
 score of tiles 0 to t. Warp group 0 publishes the even tiles, 1 the odd ones. Where group 0 computes the softmax of its
 tile, QK^T of the other runs; where group 1 does, PV of the first tile runs. A buffer has two parts: *near*, the latent
-columns that the group of its tile owns, and *far*, those of the other and the rotated keys. The near part is last read
-by the group of the tile, the far part by the other one, so that each has one reader to wait for.
+columns that the group of its tile owns, and *far*, the columns of the other and the rotated keys. The near part is last
+read by the group of the tile, the far part by the other one, so that each has one reader to wait for.
 """
 
 from __future__ import annotations
@@ -38,100 +38,70 @@ MAX_EXCESS = 8.0
 
 
 class Buffers(NamedTuple):
-    """Two tiles of keys, their weights, and what else the consumers hand to each other; in shared memory.
+    """Two tiles of keys, their weights, and what else the consumers hand to each other; in shared memory."""
 
-    Attributes:
-      latents: [buffers, 2, keys, Dv / 2], the halves of the latent columns.
-      ropes: [buffers, keys, D - Dv]; where it has the shape of weights, these overwrite it.
-      weights: [buffers, rows, keys]; None where they overwrite the rotated keys.
-      row_max: [buffers, rows].
-      row_sum: [2 * consumers, rows], of the item and of the next.
-      marks: Likewise.
-      near_full: For each buffer: its near part has arrived.
-      far_full: Its far part has arrived.
-      near_empty: Its near part has been read.
-      far_empty: Its far part has been read, and so have the weights.
-    """
-
-    latents: Ref
-    ropes: Ref
-    weights: Ref | None
-    row_max: Ref
-    row_sum: Ref
-    marks: Ref
-    near_full: Ref
-    far_full: Ref
-    near_empty: Ref
-    far_empty: Ref
+    latents: Ref  # [buffers, 2, keys, Dv / 2], the halves of the latent columns
+    ropes: Ref  # [buffers, keys, D - Dv]; where it has the shape of weights, these overwrite it
+    weights: Ref | None  # [buffers, rows, keys]; None where they overwrite the rotated keys
+    row_max: Ref  # [buffers, rows]
+    row_sum: Ref  # [2 * consumers, rows], of the item and of the next
+    marks: Ref  # [2 * consumers, rows], of the item and of the next
+    near_full: Ref  # for each buffer: its near part has arrived
+    far_full: Ref  # its far part has arrived
+    near_empty: Ref  # its near part has been read
+    far_empty: Ref  # its far part has been read, and so have the weights
 
     def weights_of(self, b: Index) -> Ref:
         """The weights of the tile in a buffer."""
         return (self.ropes if self.weights is None else self.weights).at[b]
 
 
-class State(NamedTuple):
-    """Online softmax state after some of the tiles.
+class LatentState(NamedTuple):
+    """Online softmax state after some of the tiles."""
 
-    Attributes:
-      out: [rows, Dv / 2] float32: sum of weights times this half of the values.
-      row_max: [rows]: the largest score so far, in base 2, or up to `MAX_EXCESS` less.
-      row_sum: [rows, 8]: partial sums of the weights of the group's own tiles, each over every eighth column.
-    """
-
-    out: jax.Array
-    row_max: jax.Array
-    row_sum: jax.Array
+    out: jax.Array  # [rows, Dv / 2] float32: sum of weights times this half of the values
+    row_max: jax.Array  # [rows]: the largest score so far, in base 2, or up to `MAX_EXCESS` less
+    row_sum: jax.Array  # [rows, 8]: partial sums of the weights of the group's own tiles, each over every eighth column
 
 
-def start(spec: AttentionSpec) -> State:
+def start(spec: AttentionSpec) -> LatentState:
     """The state before the first tile."""
     zeros = lambda columns: plg.layout_cast(jnp.zeros((_ROWS, columns), jnp.float32), TILE)
     row_max = plg.layout_cast(jnp.full((_ROWS,), -jnp.inf, jnp.float32), ROW)
-    return State(zeros(spec.Dv // 2), row_max, zeros(inline_ptx.TILE_COLUMNS))
+    return LatentState(zeros(spec.Dv // 2), row_max, zeros(inline_ptx.TILE_COLUMNS))
 
 
-class Step(NamedTuple):
-    """The mainloop of a consumer warp group over the tiles of an item.
+class LatentStep(NamedTuple):
+    """The mainloop of a consumer warp group over the tiles of an item."""
 
-    Attributes:
-      prepared: How scores are computed.
-      queries: [2, rows, Dv / 2] in shared memory.
-      query_ropes: [1, rows, D - Dv].
-      buffers: The tiles.
-      group: The warp group: 0 or 1; also the buffer of its own tiles, and the half of the columns that it owns.
-      length: Keys of the request.
-      end: One past the last tile of keys.
-      zero: Added to indices of shared memory; see `inline_ptx.unknown_zero`.
-    """
-
-    prepared: scores.Scores
-    queries: Ref
-    query_ropes: Ref
+    prepared: scores.Scores  # how scores are computed
+    queries: Ref  # [2, rows, Dv / 2] in shared memory
+    query_ropes: Ref  # [1, rows, D - Dv]
     buffers: Buffers
-    group: int
-    length: jax.Array
-    end: jax.Array
-    zero: Index = 0
+    group: int  # the warp group: 0 or 1; also the buffer of its own tiles, and the half of the columns that it owns
+    length: jax.Array  # keys of the request
+    end: jax.Array  # one past the last tile of keys
+    zero: Index = 0  # added to indices of shared memory; see `inline_ptx.unknown_zero`
 
-    def __call__(self, begin: jax.Array, pairs: jax.Array) -> State:
+    def __call__(self, begin: jax.Array, pairs: jax.Array) -> LatentState:
         """The state after so many pairs of tiles from `begin` on; the second tile of the last may be past the end."""
         state = start(self.prepared.spec)
         if self.group == 1:
             follow = lambda j, state: self._with_opaque_zero()._follow(state, begin + 2 * j)
             return lax.fori_loop(0, pairs, follow, state)
 
-        def lead(state: State) -> State:
+        def lead(state: LatentState) -> LatentState:
             state = self._with_opaque_zero()._lead_first(state, begin)
             on = lambda j, state: self._with_opaque_zero()._lead_on(state, begin + 2 * j)
             return self._with_opaque_zero()._lead_last(lax.fori_loop(0, pairs - 1, on, state), begin + 2 * pairs - 1)
 
         return lax.cond(pairs > 0, lead, lambda state: state, state)
 
-    def _with_opaque_zero(self) -> Step:
-        """The same with a zero that is not known."""
+    def _with_opaque_zero(self) -> LatentStep:
+        """This step with a zero that the compilers do not know."""
         return self._replace(zero=inline_ptx.unknown_zero())
 
-    def _lead_first(self, state: State, tile: jax.Array) -> State:
+    def _lead_first(self, state: LatentState, tile: jax.Array) -> LatentState:
         """Warp group 0: the first of its own tiles."""
 
         def scores_of(raw: Accumulator) -> jax.Array:
@@ -139,11 +109,11 @@ class Step(NamedTuple):
             self._start_far_scores(raw)
             return self._modify(plg.wgmma_accumulator_load(raw), tile)
 
-        made = self._weights(state.row_max, pl.run_scoped(scores_of, _raw_scores()))
-        self._publish(made[1])
-        return self._lead_own(state, tile, *made)
+        weights = self._weights(state.row_max, pl.run_scoped(scores_of, _raw_scores()))
+        self._publish(weights[1])
+        return self._lead_own(state, tile, *weights)
 
-    def _lead_on(self, state: State, tile: jax.Array) -> State:
+    def _lead_on(self, state: LatentState, tile: jax.Array) -> LatentState:
         """Warp group 0: PV of the tile of the other after `tile`, then its own next tile.
 
         Both GEMMs are issued together, so that the tensor cores go from one to the other without a bubble.
@@ -157,24 +127,26 @@ class Step(NamedTuple):
             plg.barrier_arrive(self.buffers.far_empty.at[1])
             self._start_far_scores(raw)
             s = self._modify(plg.wgmma_accumulator_load(raw), tile + 2)
-            made = self._weights(state.row_max, s)
-            self._publish(made[1])
-            for ref, x in zip(refs[1:], made, strict=True):
+            weights = self._weights(state.row_max, s)
+            self._publish(weights[1])
+            for ref, x in zip(refs[1:], weights, strict=True):
                 ref[...] = x
 
         run: Any = pl.run_state(lambda refs: pl.run_scoped(functools.partial(both, refs), _raw_scores()))
-        out, *made = run((plg.WGMMAAccumulatorRef.init(state.out), *self._no_weights()))
-        return self._lead_own(state._replace(out=out), tile + 2, *made)
+        out, *weights = run((plg.WGMMAAccumulatorRef.init(state.out), *self._no_weights()))
+        return self._lead_own(state._replace(out=out), tile + 2, *weights)
 
-    def _lead_own(self, state: State, tile: jax.Array, row_max: jax.Array, p: jax.Array, added: jax.Array) -> State:
+    def _lead_own(
+        self, state: LatentState, tile: jax.Array, row_max: jax.Array, p: jax.Array, added: jax.Array
+    ) -> LatentState:
         """Warp group 0: PV of its own tile, from its weights."""
         state = _rescaled(state, row_max)
         self._clear_past_end(0, tile)
         out = self._add(state.out, p, 0)
         plg.barrier_arrive(self.buffers.near_empty.at[0])
-        return State(out, row_max, state.row_sum + added)
+        return LatentState(out, row_max, state.row_sum + added)
 
-    def _lead_last(self, state: State, tile: jax.Array) -> State:
+    def _lead_last(self, state: LatentState, tile: jax.Array) -> LatentState:
         """Warp group 0: PV of the last tile of the other."""
         state = self._received_max(state, 1)
         add: Any = pl.run_state(lambda ref: self._add_received(ref, 1, tile))
@@ -182,7 +154,7 @@ class Step(NamedTuple):
         plg.barrier_arrive(self.buffers.far_empty.at[1])
         return state._replace(out=out)
 
-    def _follow(self, state: State, tile: jax.Array) -> State:
+    def _follow(self, state: LatentState, tile: jax.Array) -> LatentState:
         """Warp group 1: the tile of the other while its own QK^T runs, then its own."""
 
         def first(raw: Accumulator) -> tuple[jax.Array, ...]:
@@ -193,35 +165,35 @@ class Step(NamedTuple):
             def both(refs: tuple[Any, ...]) -> None:
                 self._add_received(refs[0], 0, tile)
                 s = self._modify(plg.wgmma_accumulator_load(raw, wait_n=1), tile + 1)
-                made = self._weights(received.row_max, s)
-                self._publish(made[1])
-                for ref, x in zip(refs[1:], made, strict=True):
+                weights = self._weights(received.row_max, s)
+                self._publish(weights[1])
+                for ref, x in zip(refs[1:], weights, strict=True):
                     ref[...] = x
 
             run: Any = pl.run_state(both)
-            out, *made = run((plg.WGMMAAccumulatorRef.init(received.out), *self._no_weights()))
-            return out, received.row_max, received.row_sum, *made
+            out, *weights = run((plg.WGMMAAccumulatorRef.init(received.out), *self._no_weights()))
+            return out, received.row_max, received.row_sum, *weights
 
         *received, row_max, p, added = pl.run_scoped(first, _raw_scores())
         plg.barrier_arrive(self.buffers.far_empty.at[0])
-        state = _rescaled(State(*received), row_max)
+        state = _rescaled(LatentState(*received), row_max)
         self._clear_past_end(1, tile + 1)
         out = self._add(state.out, p, 1)
         plg.barrier_arrive(self.buffers.near_empty.at[1])
-        return State(out, row_max, state.row_sum + added)
+        return LatentState(out, row_max, state.row_sum + added)
 
     def _start_near_scores(self, raw: Accumulator) -> None:
         """Issues QK^T of the near part of the group's own tile: it arrives first."""
         b, keys = self.group, self.buffers.latents.at[self.group + self.zero, self.group]
         plg.barrier_wait(self.buffers.near_full.at[b])
-        plg.wgmma(raw, self.queries.at[b + self.zero], keys.T)
+        plg.wgmma(raw, self.queries.at[b + self.zero], keys.T)  # S = Q K^T [rows, keys], of Dv / 2 columns
 
     def _start_far_scores(self, raw: Accumulator) -> None:
         """Issues QK^T of the far part."""
         b, buffers = self.group, self.buffers
         plg.barrier_wait(buffers.far_full.at[b])
-        plg.wgmma(raw, self.queries.at[1 - b + self.zero], buffers.latents.at[b + self.zero, 1 - b].T)
-        plg.wgmma(raw, self.query_ropes.at[self.zero], buffers.ropes.at[b + self.zero].T)
+        plg.wgmma(raw, self.queries.at[1 - b + self.zero], buffers.latents.at[b + self.zero, 1 - b].T)  # S += Q K^T
+        plg.wgmma(raw, self.query_ropes.at[self.zero], buffers.ropes.at[b + self.zero].T)  # S += Q K^T, rotated columns
 
     def _modify(self, raw: jax.Array, tile: jax.Array) -> jax.Array:
         """Scores of a tile: mods, and -inf past the end of the keys; all of a tile past the last one is masked."""
@@ -241,7 +213,7 @@ class Step(NamedTuple):
         self.buffers.row_max[self.group, :] = row_max
         number = jnp.int32(_MAX_BARRIER + self.group)
         row_max = inline_ptx.after_barrier(number, 2 * WARP_GROUP_THREADS, ROW, row_max, "arrive")
-        p = inline_ptx.exp2(TILE, s * scale - _over_columns(_safe(row_max), s.shape))
+        p = inline_ptx.exp2(TILE, s * scale - _over_columns(_safe(row_max), s.shape))  # P = exp2(S - m)
         return row_max, p.astype(self.queries.dtype), inline_ptx.sum_columns(TILE, p)
 
     def _no_weights(self) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -255,7 +227,7 @@ class Step(NamedTuple):
         plg.commit_smem()
         _barrier("arrive", _WEIGHTS_BARRIER + self.group)
 
-    def _received_max(self, state: State, b: int) -> State:
+    def _received_max(self, state: LatentState, b: int) -> LatentState:
         """The state, rescaled to the row_max of a tile of the other group.
 
         It is published before the weights, so that accumulators are rescaled while the other group computes these.
@@ -272,14 +244,14 @@ class Step(NamedTuple):
         plg.barrier_wait(self.buffers.far_full.at[b])  # long complete; its values are read through TMA's proxy
         if tile is not None:
             self._clear_past_end(b, tile)
-        plg.wgmma(out, self.buffers.weights_of(b + self.zero), self._values(b))
+        plg.wgmma(out, self.buffers.weights_of(b + self.zero), self._values(b))  # O += P V [rows, Dv / 2]
 
     def _values(self, b: int) -> Ref:
         return self.buffers.latents.at[b + self.zero, self.group]
 
     def _add(self, out: jax.Array, p: jax.Array, b: int) -> jax.Array:
         """PV of the group's own tile."""
-        add: Any = pl.run_state(lambda ref: plg.wgmma(ref, p, self._values(b)))
+        add: Any = pl.run_state(lambda ref: plg.wgmma(ref, p, self._values(b)))  # O += P V [rows, Dv / 2]
         return add(plg.WGMMAAccumulatorRef.init(out))
 
     def _clear_past_end(self, b: int, tile: jax.Array) -> None:
@@ -287,19 +259,19 @@ class Step(NamedTuple):
         valid = jnp.where(tile < self.end, self.length - tile * TILE_KEYS, 0)
         key_tail.clear_values(self._values(b), valid)
 
-    def finish(self, state: State, turn: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def finish(self, state: LatentState, turn: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Epilogue: this half of the output, and the lse; `turn` is 0 and 1 in turns."""
         buffers, marks = self.buffers, self.prepared.spec.needs_marks
-        own, other = 2 * turn + self.group, 2 * turn + (1 - self.group)
+        row, other_row = 2 * turn + self.group, 2 * turn + (1 - self.group)
         row_sum = jnp.sum(state.row_sum, axis=1)
-        buffers.row_sum[own, :] = row_sum
+        buffers.row_sum[row, :] = row_sum
         if marks:
-            buffers.marks[own, :] = mark(state.out)
+            buffers.marks[row, :] = mark(state.out)
         plg.commit_smem()
         _barrier("sync", _SUMS_BARRIER)
-        row_sum = row_sum + smem.load(buffers.row_sum.at[other], ROW)
+        row_sum = row_sum + smem.load(buffers.row_sum.at[other_row], ROW)
         out, lse = normalised(state.out, state.row_max, row_sum, None, marks=marks)
-        return out, lse + smem.load(buffers.marks.at[other], ROW) if marks else lse
+        return out, lse + smem.load(buffers.marks.at[other_row], ROW) if marks else lse
 
 
 def _barrier(operation: str, number: int) -> None:
@@ -310,16 +282,16 @@ def _raw_scores() -> Any:
     return plg.WGMMAAccumulatorRef((_ROWS, TILE_KEYS), jnp.float32)
 
 
-def _rescaled(state: State, row_max: jax.Array) -> State:
+def _rescaled(state: LatentState, row_max: jax.Array) -> LatentState:
     """The state relative to a new row_max, if it is new to any row of the warp."""
 
     def rescale(sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, ...]:
-        alpha = inline_ptx.exp2(ROW, state.row_max - _safe(row_max))
+        alpha = inline_ptx.exp2(ROW, state.row_max - _safe(row_max))  # rescale factor of O and row_sum
         return tuple(x * _over_columns(alpha, x.shape) for x in sums)
 
     differ = inline_ptx.differ_in_warp(ROW, row_max, state.row_max)
     out, row_sum = lax.cond(differ, rescale, lambda sums: sums, (state.out, state.row_sum))
-    return State(out, row_max, row_sum)
+    return LatentState(out, row_max, row_sum)
 
 
 def _safe(row_max: jax.Array) -> jax.Array:

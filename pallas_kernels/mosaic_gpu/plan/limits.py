@@ -1,4 +1,4 @@
-"""What the Hopper kernels cannot run, whatever the mods: asked before Pallas is imported."""
+"""Limits of the Hopper kernels, whatever the mods; this module does not import Pallas."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MISCOMPILES = (12080, 12091)  # versions of CUDA: from the first, before the sec
 
 
 def limit_of_machine(spec: AttentionSpec) -> str | None:
-    """What of the device or the versions every kernel here refuses."""
+    """The limit of device or versions that refuses every kernel here, or None."""
     if spec.has_latent_tiles:
         return "its kernel for latent pages takes no eight bits"
     if spec.paging is not None and spec.config.batch_invariant:
@@ -35,7 +35,7 @@ def limit_of_machine(spec: AttentionSpec) -> str | None:
 
 
 def limit_of_arrays(spec: AttentionSpec) -> str | None:
-    """What of dtype, sizes and blocks every kernel here refuses."""
+    """The limit of dtype, sizes or blocks that refuses every kernel here, or None."""
     if spec.dtype not in ("bfloat16", "float16"):
         return f"its kernels compute in bfloat16 or float16, not {spec.dtype}"
     if max(spec.D, spec.Dv) > MAX_HEAD_SIZE:

@@ -33,37 +33,24 @@ from pallas_kernels.tuning import tables
 
 @dataclasses.dataclass(frozen=True)
 class BackwardPlan:
-    """The backward pass of these kernels.
+    """The backward pass of these kernels."""
 
-    Attributes:
-      requested: The gradients that they compute.
-      derivative: Of the score mod; None without one.
-    """
-
-    requested: GradientRequest
-    derivative: Derivative | None
+    requested: GradientRequest  # the gradients that they compute
+    derivative: Derivative | None  # of the score mod; None without one
     tiles: BackwardTiles
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
-    """How a call runs.
+class HopperPlan:
+    """The plan of a call."""
 
-    Attributes:
-      spec: The call, with its tile programs.
-      forward: Tiles of the forward kernel.
-      has_bias_tiles: Whether TMA loads elements of captured arrays, tile by tile.
-      backward: What these kernels compute of the requested gradients; None for nothing, or forward only.
-      deferred: The requested gradients that other kernels compute, or None.
-      deferred_reason: Why all are deferred, as part of a sentence, or which arrays have the deferred ones.
-    """
-
-    spec: AttentionSpec
-    forward: TileChoice
-    has_bias_tiles: bool
+    spec: AttentionSpec  # the call, with its tile programs
+    forward: TileChoice  # tiles of the forward kernel
+    has_bias_tiles: bool  # whether TMA loads elements of captured arrays, tile by tile
+    # What these kernels compute of the requested gradients; None for nothing, or forward only
     backward: BackwardPlan | None = None
-    deferred: GradientRequest | None = None
-    deferred_reason: str = ""
+    deferred: GradientRequest | None = None  # the requested gradients that other kernels compute, or None
+    deferred_reason: str = ""  # Why all are deferred, as part of a sentence, or which arrays have the deferred ones
 
     def describe(self, forward: str | None = None) -> str:
         """Kernels and tiles, for `jflex.explain`; `forward` describes another forward kernel that runs instead."""
@@ -81,7 +68,7 @@ class Plan:
 
 
 @functools.lru_cache(maxsize=256)
-def plan(spec: AttentionSpec, requested: GradientRequest | None) -> Plan | Refusal:
+def plan(spec: AttentionSpec, requested: GradientRequest | None) -> HopperPlan | Refusal:
     """Plans a call on a machine that `limits.limit_of_machine` does not refuse.
 
     Args:
@@ -100,7 +87,7 @@ def plan(spec: AttentionSpec, requested: GradientRequest | None) -> Plan | Refus
     return _plan_backward(forward, requested)
 
 
-def _plan_forward(spec: AttentionSpec) -> Plan | Refusal:
+def _plan_forward(spec: AttentionSpec) -> HopperPlan | Refusal:
     choice = _forward_tiles(spec)
     tiles = choice.tiles
     if choice.source == "config" and (
@@ -116,7 +103,7 @@ def _plan_forward(spec: AttentionSpec) -> Plan | Refusal:
     needed = smem.bytes_of(jax.tree.leaves(declared))
     if needed > smem.LIMIT:
         return Refusal(f"its tile needs {needed} bytes of shared memory, and a CTA has {smem.LIMIT}")
-    return Plan(spec, choice, bool(declared.has_bias_tiles))
+    return HopperPlan(spec, choice, bool(declared.has_bias_tiles))
 
 
 _MANY = 1024  # batch entries
@@ -124,7 +111,7 @@ MAX_STAGES = 4  # of the forward kernel
 _NO_ENTROPY = "they have no derivative of the entropy (where its gradient is not requested, they run)"
 
 
-def _plan_backward(forward: Plan, requested: GradientRequest) -> Plan | Refusal:
+def _plan_backward(forward: HopperPlan, requested: GradientRequest) -> HopperPlan | Refusal:
     """Divides the requested gradients between these kernels and others.
 
     Deferred are gradients of arrays that are read by query and key, but not as a pair bias that
@@ -202,7 +189,7 @@ def forward_tiles(spec: AttentionSpec, dtype: DTypeLike) -> Tiles:
 
 
 def suits(spec: AttentionSpec, tiles: Tiles, dtype: DTypeLike) -> bool:
-    """Whether shared memory holds the tiles of the forward kernel, and all bias tiles that TMA can load."""
+    """True if shared memory holds the tiles of the forward kernel, and all bias tiles that TMA can load."""
     scratch = kernel.declare(spec, tiles, dtype)
     fits = smem.bytes_of(jax.tree.leaves(scratch)) <= smem.LIMIT
     return fits and (scratch.has_bias_tiles or not bias_tiles.bias_loads(spec))
@@ -239,7 +226,7 @@ def _backward_tiles(spec: AttentionSpec, derivative: Derivative | None, groups: 
 
 
 def _sums_shared(spec: AttentionSpec, groups: LoadGroups) -> bool:
-    """Whether the kernel for shared arrays computes their gradients: not where a config wants one pass for the rest."""
+    """True if the kernel for shared arrays computes their gradients: not where a config wants one pass for the rest."""
     wants_one_pass = spec.config.dkv is not None and spec.config.dq is None
     return not wants_one_pass and backward_plan.captured_tiles(spec, spec.dtype, groups, with_query=False) is not None
 

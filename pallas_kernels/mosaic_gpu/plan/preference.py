@@ -1,11 +1,11 @@
-"""Which calls the Hopper kernels can run, but the Triton kernels run faster."""
+"""Calls that the Hopper kernels can run, but the Triton kernels run faster."""
 
 from __future__ import annotations
 
 import math
 
 from pallas_kernels.mosaic_gpu.launch import NUM_SMS
-from pallas_kernels.mosaic_gpu.plan.plan import Plan
+from pallas_kernels.mosaic_gpu.plan.plan import HopperPlan
 from pallas_kernels.mosaic_gpu.score.support import is_periodic
 from pallas_kernels.spec import AttentionSpec
 
@@ -16,10 +16,10 @@ LATENT_ROWS = 32  # of a request: query tokens times heads, from which on MMAs t
 VERY_NARROW = 32  # head size up to which that goes for longer ones
 
 
-def slower_forward(plan: Plan) -> str | None:
+def slower_forward(plan: HopperPlan) -> str | None:
     """Cases that underfill a CTA or the GPU, or are not MMA-bound, as a sentence; None where these kernels lead.
 
-    H200, jax 0.11.2, bf16, 16 heads, TFLOP/s beside those of `triton`: causal, 64 texts of 256 tokens, 220 and 202
+    H200, jax 0.11.2, bf16, 16 heads, TFLOP/s and of `triton`: causal, 64 texts of 256 tokens, 220 and 202
     at head size 64, 328 and 235 at 128, and one such text at 128, 49 and 33. No mask, head size 32, 222 and 232 at
     384 tokens, 267 and 271 at 768; with a pair bias 188 and 171, 222 and 199. A sine of each score, causal, 4 x
     4096 tokens, head size 64: 6031 us and 2475.
@@ -56,17 +56,17 @@ def slower_latent(spec: AttentionSpec) -> str | None:
 def slower_decode() -> str:
     """Why `triton` is preferred for few queries against keys and values, contiguous or in pages.
 
-    H200, jax 0.11.2, bf16, 32 query and 8 key heads of 128, us beside those of `triton`: 8 sequences of 16384 keys, 137
+    H200, jax 0.11.2, bf16, 32 query and 8 key heads of 128, us and of `triton`: 8 sequences of 16384 keys, 137
     and 132; 32 of 4096, 134 and 133, from pages of 64 140 and 139; 1 of 65536, 76 and 73; lengths up to 16384, uniform,
     147 and 146, skewed, 166 and 149. 16 heads of 64: 4 sequences of 16384 keys, 78 and 73.
     """
     return "its kernel for few queries takes up to 12 % longer than those of 'triton'"
 
 
-def slower_backward(plan: Plan) -> str | None:
+def slower_backward(plan: HopperPlan) -> str | None:
     """Gradients for which few MMAs of narrow heads do not outweigh what else takes time, as a sentence, or None.
 
-    H200, jax 0.11.2, bf16, TFLOP/s beside those of `triton`, causal: head size 64, 157 and 176 for 256 tokens, 207
+    H200, jax 0.11.2, bf16, TFLOP/s and of `triton`, causal: head size 64, 157 and 176 for 256 tokens, 207
     and 219 for 512, 281 and 265 for 1024; head size 128, 211 and 183 for 256. Head size 32, no mask, us: 689 and
     654 for 1024 tokens, 1178 and 1221 for 2048.
 

@@ -62,15 +62,10 @@ def zeros(spec: AttentionSpec, loads: Sequence[Node]) -> dict[int, jax.Ref]:
 
 
 class BiasGradients(NamedTuple):
-    """Targets of the cotangents of a consumer warp group.
+    """Targets of the cotangents of a consumer warp group."""
 
-    Attributes:
-      staged: Its shared memory, [rows, keys] for each load.
-      targets: ``(first key) -> global memory`` of a tile, for each load.
-    """
-
-    staged: Sequence[Ref]
-    targets: Sequence[Callable[[Index], Ref]]
+    staged: Sequence[Ref]  # its shared memory, [rows, keys] for each load
+    targets: Sequence[Callable[[Index], Ref]]  # ``(first key) -> global memory`` of a tile, for each load
 
     @classmethod
     def from_loads(

@@ -31,15 +31,10 @@ _SWIZZLE = 128  # bytes: the TMA swizzle of bias tiles
 
 
 class BiasLoad(NamedTuple):
-    """A load whose last two indices are the query and the key, and whose leading indices are uniform over a tile.
-
-    Attributes:
-      load: The load.
-      shape: Of the array, with its leading axes flattened into one: [leading, queries, keys].
-    """
+    """A load whose last two indices are the query and the key, and whose leading indices are uniform over a tile."""
 
     load: Node
-    shape: tuple[int, int, int]
+    shape: tuple[int, int, int]  # of the array, with its leading axes flattened into one: [leading, queries, keys]
 
     @classmethod
     def from_load(cls, load: Node, shape: tuple[int, ...]) -> BiasLoad:
@@ -59,7 +54,7 @@ class BiasLoad(NamedTuple):
 
 
 def reads_by_query_and_key(program: Program, load: Node) -> bool:
-    """Whether the last two indices of a load are the query and the key, and the others are uniform over a tile."""
+    """True if the last two indices of a load are the query and the key, and the others are uniform over a tile."""
     q_and_k = (program.argument("q"), program.argument("k"))
     return load.inputs[-2:] == q_and_k and not any(index.kind for index in load.inputs[:-2])
 
@@ -83,7 +78,7 @@ def bias_loads(spec: AttentionSpec, *, transposed: bool = False) -> tuple[BiasLo
 
 
 def _is_tiled(shape: tuple[int, ...], itemsize: int) -> bool:
-    """Whether an array consists of whole tiles of 8 rows by one swizzle, as Mosaic GPU requires for such TMA copies."""
+    """True if an array consists of whole tiles of 8 rows by one swizzle, as Mosaic GPU requires for such TMA copies."""
     return shape[-2] % 8 == 0 and shape[-1] * itemsize % _SWIZZLE == 0
 
 
@@ -108,19 +103,13 @@ def with_bias_ring(
 
 
 class BiasTiles(NamedTuple):
-    """The sources of the bias tiles of a kernel, in global memory.
-
-    Attributes:
-      operands: Captured arrays of the score mod, each flattened to one dimension.
-      loads: The loads that TMA does.
-      refs: Their arrays, [leading, queries, keys] each.
-    """
+    """The sources of the bias tiles of a kernel, in global memory."""
 
     spec: AttentionSpec
     tiles: Tiles
-    operands: Sequence[Ref]
-    loads: Sequence[BiasLoad]
-    refs: Sequence[Ref]
+    operands: Sequence[Ref]  # captured arrays of the score mod, each flattened to one dimension
+    loads: Sequence[BiasLoad]  # the loads that TMA does
+    refs: Sequence[Ref]  # their arrays, [leading, queries, keys] each
 
     def sources_of_head(self, b: jax.Array, h: jax.Array) -> Callable[[Index, Index], list[Ref]]:
         """Returns ``(q_first, k_first) -> TMA sources``; TMA fills with zeros past the end."""

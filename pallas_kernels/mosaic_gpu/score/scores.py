@@ -37,7 +37,7 @@ class CapturedShapes(NamedTuple):
         return cls(*(tuple(x.shape for x in group) for group in groups))
 
 
-class Walk(NamedTuple):
+class LoopAxis(NamedTuple):
     """The axis of the mainloop: its name, the tile size along it, its length, and whether tiles may pass its end."""
 
     axis: str
@@ -47,34 +47,23 @@ class Walk(NamedTuple):
 
 
 class Scores(NamedTuple):
-    """How a consumer warp group computes scores: statics, and the values of the mods that the prologue evaluates.
-
-    Attributes:
-      spec: The spec.
-      tile: Queries and keys of a tile.
-      transposed: Whether tiles are (keys, queries), and the mainloop goes over queries.
-      score: The score mod, with its loop-invariant values.
-      mask: The mask mod, with its loop-invariant values.
-      dropout: What decides which weights dropout keeps, likewise.
-      fixed: The first index along the axis that the mainloop does not go along.
-      pairs: Whether logistics of the score mod are computed in pairs in tiles where nothing is masked.
-    """
+    """Scores of a consumer warp group: statics, and the values of the mods that the prologue evaluates."""
 
     spec: AttentionSpec
-    tile: tuple[int, int]
-    transposed: bool
-    score: Evaluation | None
-    mask: Evaluation | None
-    dropout: Evaluation | None
-    fixed: jax.Array
-    pairs: bool
+    tile: tuple[int, int]  # queries and keys of a tile
+    transposed: bool  # whether tiles are (keys, queries), and the mainloop goes over queries
+    score: Evaluation | None  # the score mod, with its loop-invariant values
+    mask: Evaluation | None  # the mask mod, with its loop-invariant values
+    dropout: Evaluation | None  # the weights that dropout keeps, with loop-invariant values
+    fixed: jax.Array  # the first index along the axis that the mainloop does not go along
+    pairs: bool  # whether logistics of the score mod are computed in pairs in tiles where nothing is masked
 
     @property
-    def walk(self) -> Walk:
+    def loop(self) -> LoopAxis:
         """The axis of the mainloop."""
         if self.transposed:
-            return Walk("q", self.tile[0], self.spec.T, self.spec.walk_passes_end("q", self.tile[0]))
-        return Walk("k", self.tile[1], self.spec.S, self.spec.walk_passes_end("k", self.tile[1]))
+            return LoopAxis("q", self.tile[0], self.spec.T, self.spec.walk_passes_end("q", self.tile[0]))
+        return LoopAxis("k", self.tile[1], self.spec.S, self.spec.walk_passes_end("k", self.tile[1]))
 
     @property
     def log2_scale(self) -> float:
@@ -107,17 +96,14 @@ def prepare(
     """Prologue: evaluates the loop-invariant values of the mods (uniform, and along the axis that stays fixed).
 
     Args:
-      spec: The spec.
-      arrays: The refs.
       captured: Shapes of the captured arrays.
       tile: Queries and keys of a warp group.
-      b: Batch.
-      h: Query head; where rows belong to several heads, that of each, [rows].
+      h: Query head; [rows] where rows belong to several heads.
       q_first: The first query, if the mainloop goes over keys.
       k_first: The first key, if it goes over queries; then tiles are transposed.
       q: The indices of the queries, [rows], if they are not contiguous; they lie within `tile` from `q_first` on.
       may_end: Whether these queries or keys may reach past the end.
-      nodes: Nodes of the score mod to prepare, if more than those of its program.
+      nodes: Nodes of the score mod to prepare; None for the nodes of its program.
     """
     transposed, first = k_first is not None, q_first if k_first is None else k_first
     assert first is not None  # one of them is given
@@ -150,14 +136,9 @@ def prepare(
 
 
 class Prefetched(NamedTuple):
-    """Values of the mods that were loaded while the GEMMs of their tile run.
+    """Values of the mods that were loaded while the GEMMs of their tile run."""
 
-    Attributes:
-      score: The score mod, evaluated so far; None if nothing was prefetched.
-      mask: The mask, likewise.
-    """
-
-    score: Evaluation | None
+    score: Evaluation | None  # the score mod, evaluated so far; None if nothing was prefetched
     mask: Evaluation | None
 
 
@@ -169,7 +150,7 @@ def prefetch(scores: Scores, first: Index, is_partial: bool) -> Prefetched:
 
     Not where a mod also loads tile values: those need the registers.
     """
-    spec, axis = scores.spec, scores.walk.axis
+    spec, axis = scores.spec, scores.loop.axis
 
     def prefetched(prepared: Evaluation | None, program: Program | None) -> Evaluation | None:
         kinds = {load.kind for load in program.loads} if program is not None else set()
@@ -187,7 +168,7 @@ def prefetch(scores: Scores, first: Index, is_partial: bool) -> Prefetched:
 
 def _at(scores: Scores, prepared: Evaluation, program: Program, first: Index) -> Evaluation:
     """The evaluation of a program at a tile."""
-    index = {program.argument(scores.walk.axis): _walked(scores, first)}
+    index = {program.argument(scores.loop.axis): _walked(scores, first)}
     return prepared.child(
         {**index, **_distances(scores, prepared, program, first), **_runs(scores, prepared, program, first)}
     )
@@ -242,7 +223,7 @@ def modify(
 
 
 def kept(scores: Scores, first: Index) -> jax.Array | None:
-    """Which weights of the tile from `first` on dropout keeps; None without dropout."""
+    """The weights that dropout keeps, bool, in the tile from `first` on; None without dropout."""
     if scores.dropout is None:
         return None
     program = scores.spec.programs.dropout
@@ -320,16 +301,16 @@ def _runs(scores: Scores, prepared: Evaluation, program: Program, first: Index) 
 
     H200, jax 0.11.2, bf16, S 16384, a mask of equal documents: 0.625 ms became 0.575.
     """
-    walk = scores.walk
-    if walk.passes_end:
+    loop = scores.loop
+    if loop.passes_end:
         return {}
     space = _space(prepared)
-    runs = patterns.runs(program, walk.axis, space.operand_shapes)
-    return {run: space.load_run(run, [prepared(x) for x in run.inputs[:-1]], first, walk.count) for run in runs}
+    runs = patterns.runs(program, loop.axis, space.operand_shapes)
+    return {run: space.load_run(run, [prepared(x) for x in run.inputs[:-1]], first, loop.count) for run in runs}
 
 
 def _walked(scores: Scores, first: Index, *, clamped: bool = True) -> jax.Array:
-    _, count, length, passes_end = scores.walk
+    _, count, length, passes_end = scores.loop
     return indices_of(first, count, length, COLUMN, may_end=clamped and passes_end)
 
 
@@ -337,16 +318,11 @@ class Mask(NamedTuple):
     """The mask of a partial tile: the conjunction of the clauses of the mask mod, and padding along the loop axis.
 
     Padding along the other axis needs no mask: it has rows of its own, which are never stored.
-
-    Attributes:
-      scores: Statics and loop-invariant values.
-      first: First index along the axis of the mainloop.
-      evaluation: Of the mask mod at this tile; None without one.
     """
 
-    scores: Scores
-    first: Index
-    evaluation: Evaluation | None
+    scores: Scores  # statics and loop-invariant values
+    first: Index  # First index along the axis of the mainloop
+    evaluation: Evaluation | None  # of the mask mod at this tile; None without one
 
     @classmethod
     def at(cls, scores: Scores, first: Index, prefetched: Prefetched) -> Mask:
@@ -380,10 +356,10 @@ class Mask(NamedTuple):
 
     def _conjuncts(self, clauses: list[Node]) -> list[jax.Array]:
         """The value of each of these clauses, and which indices along the loop axis are not padding."""
-        walk, result = self.scores.walk, self._values(clauses)
-        if walk.passes_end:
+        loop, result = self.scores.loop, self._values(clauses)
+        if loop.passes_end:
             shape = self.scores.tile[::-1] if self.scores.transposed else self.scores.tile
-            exists = _walked(self.scores, self.first, clamped=False) < walk.length
+            exists = _walked(self.scores, self.first, clamped=False) < loop.length
             result.append(lax.broadcast_in_dim(exists, shape, (1,)))
         return result
 
@@ -394,7 +370,7 @@ class Mask(NamedTuple):
         return [branch.tile(clause) for clause in clauses]
 
     def _may_mask(self, clause: Node) -> jax.Array:
-        """Whether a clause may mask any of the tile."""
+        """True if a clause may mask any of the tile."""
         scores = self.scores
         assert scores.mask is not None  # whose clause it is
         firsts = (self.first, scores.fixed) if scores.transposed else (scores.fixed, self.first)

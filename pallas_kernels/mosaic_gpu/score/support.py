@@ -49,7 +49,7 @@ def unsupported_primitive(nodes: Iterable[Node]) -> str | None:
 
 
 def limit_of_mods(spec: AttentionSpec) -> Refusal | None:
-    """Which mod of a call, with its tile programs, the kernels do not support."""
+    """The mod of a call, with its tile programs, that the kernels do not support, or None."""
     for mod, program in ((spec.score_mod, spec.programs.score), (spec.mask_mod, spec.programs.mask)):
         missing = None if program is None else unsupported_primitive(program.nodes)
         if missing is not None:
@@ -60,7 +60,7 @@ def limit_of_mods(spec: AttentionSpec) -> Refusal | None:
 
 
 def is_heavy(program: Program | None) -> bool:
-    """Whether a mod has so many tile values that a large tile would spill.
+    """True if a mod has so many tile values that a large tile would spill.
 
     Functions that reduce their argument to a period always do: a sine spills 2280 bytes with 128 keys, and none with
     64, where a gelu or a softplus spills none with either (compiled for sm_90a, head size 64).
@@ -69,22 +69,22 @@ def is_heavy(program: Program | None) -> bool:
 
 
 def is_periodic(program: Program | None) -> bool:
-    """Whether a mod calls, on each element, a function that reduces its argument to a period."""
+    """True if a mod calls, on each element, a function that reduces its argument to a period."""
     return program is not None and any(x.kind == Axes.TILE and x.op in _PERIODIC for x in program.nodes)
 
 
 def fits_beside_gemm(program: Program | None) -> bool:
-    """Whether a mod can be evaluated while a wgmma in flight holds registers."""
+    """True if a mod can be evaluated while a wgmma in flight holds registers."""
     return program is None or _values(program.nodes) <= MAX_VALUES_BESIDE_GEMM
 
 
 def has_spare_registers(program: Program | None) -> bool:
-    """Whether a mod leaves registers for more than one code path of a mask: it is light and loads no tile values."""
+    """True if a mod leaves registers for more than one code path of a mask: it is light and loads no tile values."""
     return fits_beside_gemm(program) and (program is None or all(load.kind != Axes.TILE for load in program.loads))
 
 
 def uses_sfu(program: Program | None) -> bool:
-    """Whether a mod that is not too large uses the SFU on each element, as softmax does.
+    """True if a mod that is not too large uses the SFU on each element, as softmax does.
 
     A larger one spills 2608 bytes where nothing keeps the assembler from starting on it early, 468 otherwise.
     """
@@ -96,7 +96,7 @@ def uses_sfu(program: Program | None) -> bool:
 
 
 def exceeds_registers(derivative: Derivative) -> bool:
-    """Whether a derivative has so many tile values that it spills in every tile of the backward kernels.
+    """True if a derivative has so many tile values that it spills in every tile of the backward kernels.
 
     Compiled for sm_90a, one of three functions of the score, a sine among them, spills 3228 bytes.
     """
@@ -104,7 +104,7 @@ def exceeds_registers(derivative: Derivative) -> bool:
 
 
 def mask_exceeds_registers(program: Program | None) -> bool:
-    """Whether a mask has so many tile values that it spills in every tile of the backward kernels."""
+    """True if a mask has so many tile values that it spills in every tile of the backward kernels."""
     return program is not None and _values(program.nodes) > MAX_MASK_VALUES
 
 

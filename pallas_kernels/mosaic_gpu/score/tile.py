@@ -144,7 +144,7 @@ _DIVISIONS = {"div": lax.div, "rem": lax.rem}
 
 def _divided(divide: Callable[..., jax.Array], layout: RegisterLayout, x: jax.Array, y: jax.Array) -> jax.Array:
     is_word = jnp.issubdtype(x.dtype, jnp.integer) and x.dtype.itemsize == 4
-    return divide(inline_ptx.of_unknown_range(layout, x) if is_word else x, y)
+    return divide(inline_ptx.hide_range(layout, x) if is_word else x, y)
 
 
 def _boolean(x: jax.Array) -> jax.Array:
@@ -168,12 +168,11 @@ def evaluation(
     """Starts to evaluate a program.
 
     Args:
-      program: Of a mod.
-      refs: Its captured arrays, flattened.
-      shapes: Their shapes.
+      refs: The captured arrays of the mod, flattened.
+      shapes: Of the captured arrays.
       tile: Queries and keys.
-      indices: Those of ``b``, ``h``, ``q``, ``k`` that are loop-invariant.
-      transposed: Whether tiles are held as (keys, queries).
+      indices: The loop-invariant ones of ``b``, ``h``, ``q``, ``k``.
+      transposed: Whether tiles are (keys, queries).
       may_end: Whether tiles pass the end of the axis of their columns, where the last index is repeated.
     """
     space = TileSpace(refs, shapes, tile, transposed=transposed, may_end=may_end)
