@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,8 +11,10 @@ from jax.experimental.pallas import mosaic_gpu as plg
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
-from pallas_kernels.mosaic_gpu.inline_ptx import TILE_COLUMNS
+from pallas_kernels.mosaic_gpu.inline_ptx import TILE_COLUMNS, address_at, array, inline, ptx, word
 from pallas_kernels.types import Ref
+
+_TILE = plg.Layout.WGMMA
 
 
 def load_rows(ref: Ref, line: jax.Array) -> jax.Array:
@@ -25,15 +25,10 @@ def load_rows(ref: Ref, line: jax.Array) -> jax.Array:
       line: int32 [rows], the line of each row; each is in range.
     """
     columns, pairs = ref.shape[-1], (line.shape[0], TILE_COLUMNS)
-    column = plg.broadcasted_iota(jnp.int32, pairs, 1, layout=plg.Layout.WGMMA)
-    shape = (line.shape[0], columns)
+    column = plg.broadcasted_iota(jnp.int32, pairs, 1, layout=_TILE)
 
-    @plg.inline_mgpu(
-        arg_types=(plg.RefType(), plg.Layout.WGMMA, plg.Layout.WGMMA),
-        return_type=plg.ShapeDtypeStruct(shape, ref.dtype, layout=plg.Layout.WGMMA),
-    )
     def run(_, source, lines, first):
-        wide, byte = ir.IntegerType.get_signless(64), ir.IntegerType.get_signless(8)
+        wide = word(64)
         pair_type = ir.VectorType.get((2,), mgpu.utils.dtype_to_ir_type(jnp.dtype(ref.dtype)))
         base, bytes_of_line = mgpu.utils.memref_ptr(source), arith.constant(wide, columns * 2)
         parts = [np.empty_like(lines.registers) for _ in range(0, columns, TILE_COLUMNS)]
@@ -41,14 +36,14 @@ def load_rows(ref: Ref, line: jax.Array) -> jax.Array:
             number, at = (vector.extract(x, [], [0]) for x in (register, first.registers[where]))
             offset = arith.muli(arith.extsi(wide, number), bytes_of_line)
             offset = arith.addi(offset, arith.muli(arith.extsi(wide, at), arith.constant(wide, 2)))
-            address = llvm.getelementptr(base.type, base, [offset], [-(2**31)], byte, llvm.GEPNoWrapFlags.none)
+            address = address_at(base, offset)
             for i, part in enumerate(parts):
-                text = f"ld.global.nc.b32 $0, [$1+{i * TILE_COLUMNS * 2}];"
-                word: Any = llvm.inline_asm(ir.IntegerType.get_signless(32), [address], text, "=r,l")
-                part[where] = llvm.bitcast(pair_type, word)
+                pair = ptx(word(), [address], f"ld.global.nc.b32 $0, [$1+{i * TILE_COLUMNS * 2}];", "=r,l")
+                part[where] = llvm.bitcast(pair_type, pair)
         return type(lines)(_registers=np.concatenate(parts, axis=1), _layout=lines.layout, _is_signed=None)
 
-    return run(ref, lax.broadcast_in_dim(line, pairs, (0,)), column)  # pyright: ignore[reportCallIssue]
+    types, result = (plg.RefType(), _TILE, _TILE), array((line.shape[0], columns), ref.dtype, _TILE)
+    return inline(run, types, ref, lax.broadcast_in_dim(line, pairs, (0,)), column, result=result)
 
 
 def store_rows(ref: Ref, line: jax.Array, first: int, x: jax.Array) -> None:
@@ -61,13 +56,11 @@ def store_rows(ref: Ref, line: jax.Array, first: int, x: jax.Array) -> None:
       x: [rows, size] in the layout of wgmma accumulators, in the dtype of `ref`.
     """
     size, pairs = ref.dtype.itemsize, (x.shape[0], TILE_COLUMNS)
-    column = plg.broadcasted_iota(jnp.int32, pairs, 1, layout=plg.Layout.WGMMA)
+    column = plg.broadcasted_iota(jnp.int32, pairs, 1, layout=_TILE)
     store, constraint = ("st.global.v2.f32", "ff") if size == 4 else ("st.global.b32", "r")
 
-    @plg.inline_mgpu(arg_types=(plg.RefType(), plg.Layout.WGMMA, plg.Layout.WGMMA, plg.Layout.WGMMA))
     def run(_, target, lines, columns, tile):
-        wide, byte = ir.IntegerType.get_signless(64), ir.IntegerType.get_signless(8)
-        base = mgpu.utils.memref_ptr(target)
+        wide, base = word(64), mgpu.utils.memref_ptr(target)
         bytes_of_line, bytes_of_element = arith.constant(wide, ref.shape[-1] * size), arith.constant(wide, size)
         addresses = {}
         for where, register in np.ndenumerate(tile.registers):
@@ -78,40 +71,33 @@ def store_rows(ref: Ref, line: jax.Array, first: int, x: jax.Array) -> None:
                     arith.extsi(wide, vector.extract(columns.registers[row], [], [0])), bytes_of_element
                 )
                 offset = arith.addi(offset, arith.muli(arith.extsi(wide, number), bytes_of_line))
-                address = llvm.getelementptr(base.type, base, [offset], [-(2**31)], byte, llvm.GEPNoWrapFlags.none)
-                addresses[row] = number, address
+                addresses[row] = number, address_at(base, offset)
             number, address = addresses[row]
             values = [vector.extract(register, [], [i]) for i in range(2)]
             if size == 2:
-                values = [llvm.bitcast(ir.IntegerType.get_signless(32), register)]
+                values = [llvm.bitcast(word(), register)]
             at = (first + TILE_COLUMNS * where[1]) * size
             source = "$2" if size == 2 else "{$2, $3}"
             text = f"{{ .reg .pred stored; setp.ge.s32 stored, $0, 0; @stored {store} [$1+{at}], {source}; }}"
             nothing, kinds = ir.Type.parse("!llvm.void"), ",".join(["r", "l", *constraint, "~{memory}"])
             llvm.inline_asm(nothing, [number, address, *values], text, kinds, has_side_effects=True)
 
-    run(ref, lax.broadcast_in_dim(line, pairs, (0,)), column, x)  # pyright: ignore[reportCallIssue]
+    inline(run, (plg.RefType(), _TILE, _TILE, _TILE), ref, lax.broadcast_in_dim(line, pairs, (0,)), column, x)
 
 
 def store_values(ref: Ref, at: jax.Array, x: jax.Array) -> None:
     """Stores float32 [rows] to elements of an array in global memory, by flat index; -1 stores nothing."""
     pairs = (x.shape[0], TILE_COLUMNS)
-    column = plg.broadcasted_iota(jnp.int32, pairs, 1, layout=plg.Layout.WGMMA)
+    column = plg.broadcasted_iota(jnp.int32, pairs, 1, layout=_TILE)
     index = jnp.where(column == 0, lax.broadcast_in_dim(at, pairs, (0,)), -1)  # one thread of a row
 
-    @plg.inline_mgpu(arg_types=(plg.RefType(), plg.Layout.WGMMA, plg.Layout.WGMMA))
     def run(_, target, indices, values):
-        wide, byte, base = (
-            ir.IntegerType.get_signless(64),
-            ir.IntegerType.get_signless(8),
-            mgpu.utils.memref_ptr(target),
-        )
+        wide, base = word(64), mgpu.utils.memref_ptr(target)
         for where, register in np.ndenumerate(values.registers):
             number = vector.extract(indices.registers[where], [], [0])
-            offset = arith.muli(arith.extsi(wide, number), arith.constant(wide, 4))
-            address = llvm.getelementptr(base.type, base, [offset], [-(2**31)], byte, llvm.GEPNoWrapFlags.none)
+            address = address_at(base, arith.muli(arith.extsi(wide, number), arith.constant(wide, 4)))
             text = "{ .reg .pred stored; setp.ge.s32 stored, $0, 0; @stored st.global.f32 [$1], $2; }"
             operands = [number, address, vector.extract(register, [], [0])]
             llvm.inline_asm(ir.Type.parse("!llvm.void"), operands, text, "r,l,f,~{memory}", has_side_effects=True)
 
-    run(ref, index, lax.broadcast_in_dim(x, pairs, (0,)))  # pyright: ignore[reportCallIssue]
+    inline(run, (plg.RefType(), _TILE, _TILE), ref, index, lax.broadcast_in_dim(x, pairs, (0,)))

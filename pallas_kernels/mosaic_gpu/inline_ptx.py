@@ -7,31 +7,55 @@ has which element; element-wise functions keep the layout.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plg
+from jax.typing import DTypeLike
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, math, memref, vector
 
 from pallas_kernels.types import Ref, RegisterLayout
 
 
+def ptx(
+    result: ir.Type, operands: Sequence[ir.Value], text: str, constraints: str, *, side_effects: bool = False
+) -> ir.Value:
+    """Inline PTX with a result."""
+    return cast("ir.Value", llvm.inline_asm(result, operands, text, constraints, has_side_effects=side_effects))
+
+
+def word(bits: int = 32) -> ir.IntegerType:
+    """The type of words of so many bits."""
+    return ir.IntegerType.get_signless(bits)
+
+
+def address_at(base: ir.Value, offset: ir.Value) -> ir.Value:
+    """An address in global memory, by an offset in bytes."""
+    return llvm.getelementptr(base.type, base, [offset], [-(2**31)], word(8), llvm.GEPNoWrapFlags.none)
+
+
+def inline(
+    function: Callable[..., object], arg_types: Sequence[object], *args: object, result: object = None
+) -> jax.Array:
+    """Calls ``function(context, *registers)`` inside of a kernel; `result` declares the array that it returns."""
+    return cast("Callable[..., jax.Array]", plg.inline_mgpu(arg_types=tuple(arg_types), return_type=result)(function))(
+        *args
+    )
+
+
+def array(shape: tuple[int, ...], dtype: DTypeLike, layout: RegisterLayout) -> plg.ShapeDtypeStruct:
+    """Declares a result in registers."""
+    return plg.ShapeDtypeStruct(shape, jnp.dtype(dtype), layout=layout)
+
+
 def map_registers(function: Callable[..., mgpu.FragmentedArray], layout: RegisterLayout, *args: jax.Array) -> jax.Array:
     """Applies a function of Mosaic GPU's register arrays, all of one shape and layout."""
-    shape = args[0].shape
-
-    @plg.inline_mgpu(
-        arg_types=(layout,) * len(args),
-        return_type=plg.ShapeDtypeStruct(shape, args[0].dtype, layout=layout),
-    )
-    def apply(_, *registers):
-        return function(*registers)
-
-    return apply(*args)  # pyright: ignore[reportReturnType]  (what it decorates returns registers)
+    result = array(args[0].shape, args[0].dtype, layout)
+    return inline(lambda _, *registers: function(*registers), (layout,) * len(args), *args, result=result)
 
 
 def exp2(layout: RegisterLayout, x: jax.Array) -> jax.Array:
@@ -73,7 +97,7 @@ def _selected(text: str, constraints: str, layout: RegisterLayout, x: jax.Array,
             kind = ir.VectorType(register.type)
             at_each = [y.registers[at] for y in (tile, *arrays)]
             parts = lambda i, vectors=at_each: [vector.extract(y, [], [i]) for y in vectors]
-            values: Any = [llvm.inline_asm(element, parts(i), text, constraints) for i in range(kind.shape[0])]
+            values = [ptx(element, parts(i), text, constraints) for i in range(kind.shape[0])]
             new[at] = vector.from_elements(kind, values)
         return _like(tile, new)
 
@@ -108,15 +132,15 @@ def logistic_of_pairs(exponent: jax.Array, *, of_rows: bool) -> jax.Array:
     """
 
     def run(r: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
-        denominators: Any = (r.min(MAX_PAIRED_EXPONENT).exp2(approx=True) + 1.0).registers
-        elements = lambda at: [vector.extract(denominators[at], [], [i]) for i in range(2)]
+        denominators = (r.min(MAX_PAIRED_EXPONENT).exp2(approx=True) + 1.0).registers
+        elements = lambda at: [vector.extract(denominators.item(at), [], [i]) for i in range(2)]
         new, kind = np.empty_like(denominators), denominators.flat[0].type
         for at in np.ndindex(new.shape):
             if not of_rows:
                 new[at] = vector.from_elements(kind, _reciprocals(*elements(at)))
             elif at[_AXIS_OF_8_ROWS] == 0:
                 below = (*at[:_AXIS_OF_8_ROWS], 1, *at[_AXIS_OF_8_ROWS + 1 :])
-                columns: Any = zip(*map(_reciprocals, elements(at), elements(below)), strict=True)
+                columns = zip(*map(_reciprocals, elements(at), elements(below)), strict=True)
                 new[at], new[below] = (vector.from_elements(kind, column) for column in columns)
         return _like(r, new)
 
@@ -125,15 +149,8 @@ def logistic_of_pairs(exponent: jax.Array, *, of_rows: bool) -> jax.Array:
 
 def hide_range(layout: RegisterLayout, x: jax.Array) -> jax.Array:
     """Copies 32-bit integers by PTX, so that LLVM cannot know their range."""
-
-    def move(x: ir.Value, _: Any) -> Any:
-        return llvm.inline_asm(ir.IntegerType.get_signless(32), [x], "mov.b32 $0, $1;", "=r,r")
-
-    def run(r: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
-        moved: Any = r.foreach(move, create_array=True, is_signed=r.is_signed)
-        return moved
-
-    return map_registers(run, layout, x)
+    move = lambda x, _: ptx(word(), [x], "mov.b32 $0, $1;", "=r,r")
+    return map_registers(lambda r: r.foreach(move, create_array=True, is_signed=r.is_signed), layout, x)
 
 
 MAX_PAIRED_EXPONENT = 63.0  # (1 + 2 ** 63) ** 2 is below the largest float32
@@ -146,7 +163,7 @@ def _reciprocal(r: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
 
 def _reciprocals(a: ir.Value, b: ir.Value) -> list[ir.Value]:
     """``1 / a`` and ``1 / b`` by one SFU function."""
-    inverse: Any = llvm.inline_asm(ir.F32Type.get(), [arith.mulf(a, b)], f"{_RECIPROCAL} $0, $1;", "=f,f")
+    inverse = ptx(ir.F32Type.get(), [arith.mulf(a, b)], f"{_RECIPROCAL} $0, $1;", "=f,f")
     return [arith.mulf(b, inverse), arith.mulf(a, inverse)]
 
 
@@ -161,16 +178,16 @@ def from_library(name: str, layout: RegisterLayout, x: jax.Array, *others: jax.A
 def load_elements(ref: Ref, index: jax.Array, layout: RegisterLayout, dtype: np.dtype) -> jax.Array:
     """Gathers elements of a one-dimensional array in global memory; every index must be in range."""
 
-    @plg.inline_mgpu(
-        arg_types=(plg.RefType(), layout),
-        return_type=plg.ShapeDtypeStruct(index.shape, dtype, layout=layout),
-    )
-    def load(_, source, numbers):
-        signed = jnp.issubdtype(dtype, jnp.signedinteger) if jnp.issubdtype(dtype, jnp.integer) else None
+    def run(_, source, numbers):
         element = lambda i, _: memref.load(source, [arith.index_cast(ir.IndexType.get(), i)])
-        return numbers.foreach(element, create_array=True, is_signed=signed)
+        return numbers.foreach(element, create_array=True, is_signed=_is_signed(dtype))
 
-    return load(ref, index)  # pyright: ignore[reportCallIssue]  (what it decorates takes a context first)
+    return inline(run, (plg.RefType(), layout), ref, index, result=array(index.shape, dtype, layout))
+
+
+def _is_signed(dtype: np.dtype) -> bool | None:
+    """Whether integers are signed; None for floating-point numbers."""
+    return jnp.issubdtype(dtype, jnp.signedinteger) if jnp.issubdtype(dtype, jnp.integer) else None
 
 
 def load_strided(ref: Ref, index: jax.Array, dtype: np.dtype, step: int) -> jax.Array:
@@ -181,39 +198,31 @@ def load_strided(ref: Ref, index: jax.Array, dtype: np.dtype, step: int) -> jax.
     size = jnp.dtype(dtype).itemsize
     constraint, bits = {4: ("r", 32), 2: ("h", 16), 1: ("h", 16)}[size]
 
-    @plg.inline_mgpu(
-        arg_types=(plg.RefType(), plg.Layout.WGMMA),
-        return_type=plg.ShapeDtypeStruct(index.shape, dtype, layout=plg.Layout.WGMMA),
-    )
-    def load(_, source, numbers):
-        word, wide = ir.IntegerType.get_signless(bits), ir.IntegerType.get_signless(64)
-        element, byte = mgpu.utils.dtype_to_ir_type(jnp.dtype(dtype)), ir.IntegerType.get_signless(8)
-        base, bytes_of_element = mgpu.utils.memref_ptr(source), arith.constant(wide, size)
+    def run(_, source, numbers):
+        element = mgpu.utils.dtype_to_ir_type(jnp.dtype(dtype))
+        base, bytes_of_element = mgpu.utils.memref_ptr(source), arith.constant(word(64), size)
 
         def at(address: ir.Value, columns: int) -> ir.Value:
             text = f"ld.global.nc.{'u8' if size == 1 else f'b{bits}'} $0, [$1+{columns * step * size}];"
-            x: Any = llvm.inline_asm(word, [address], text, f"={constraint},l")
-            return llvm.bitcast(element, arith.trunci(byte, x) if size == 1 else x)
+            x = ptx(word(bits), [address], text, f"={constraint},l")
+            return llvm.bitcast(element, arith.trunci(word(8), x) if size == 1 else x)
 
         registers = np.empty_like(numbers.registers)
         for where in np.ndindex(registers.shape):
             first = numbers.registers[(where[0], 0, *where[2:])]
-            offset = arith.muli(arith.extsi(wide, vector.extract(first, [], [0])), bytes_of_element)
-            address = llvm.getelementptr(base.type, base, [offset], [-(2**31)], byte, llvm.GEPNoWrapFlags.none)
-            pair: Any = [at(address, TILE_COLUMNS * where[1] + i) for i in range(2)]
+            offset = arith.muli(arith.extsi(word(64), vector.extract(first, [], [0])), bytes_of_element)
+            address = address_at(base, offset)
+            pair = [at(address, TILE_COLUMNS * where[1] + i) for i in range(2)]
             registers[where] = vector.from_elements(ir.VectorType.get((2,), element), pair)
-        signed = jnp.issubdtype(dtype, jnp.signedinteger) if jnp.issubdtype(dtype, jnp.integer) else None
-        return type(numbers)(_registers=registers, _layout=numbers.layout, _is_signed=signed)
+        return type(numbers)(_registers=registers, _layout=numbers.layout, _is_signed=_is_signed(dtype))
 
-    return load(ref, index)  # pyright: ignore[reportCallIssue]
+    types = (plg.RefType(), plg.Layout.WGMMA)
+    return inline(run, types, ref, index, result=array(index.shape, dtype, plg.Layout.WGMMA))
 
 
 def differ_in_warp(layout: RegisterLayout, x: jax.Array, y: jax.Array) -> jax.Array:
     """True if any element of the warp differs between two arrays: a scalar that may differ between warps."""
 
-    @plg.inline_mgpu(
-        arg_types=(layout, layout), return_type=plg.ShapeDtypeStruct((), jnp.int32, layout=plg.Layout.WG_SPLAT(()))
-    )
     def run(_, one, other):
         pairs = []
         for a, b in zip(one.registers.flat, other.registers.flat, strict=True):
@@ -223,27 +232,21 @@ def differ_in_warp(layout: RegisterLayout, x: jax.Array, y: jax.Array) -> jax.Ar
         vote = "vote.sync.any.pred any, any, 0xffffffff; selp.u32 $0, 1, 0, any;"
         text = " ".join(("{ .reg .pred any; setp.ne.u32 any, 0, 0;", *tests, vote, "}"))
         constraints = ",".join(["=r", *["f"] * (2 * len(pairs))])
-        word, flat = ir.IntegerType.get_signless(32), [x for pair in pairs for x in pair]
-        any_differs: Any = llvm.inline_asm(word, flat, text, constraints, has_side_effects=True)
+        any_differs = ptx(word(), [x for pair in pairs for x in pair], text, constraints, side_effects=True)
         return mgpu.FragmentedArray.splat(any_differs, (), is_signed=True)
 
-    return run(x, y) != 0  # pyright: ignore[reportCallIssue, reportOperatorIssue]
+    return inline(run, (layout, layout), x, y, result=array((), jnp.int32, plg.Layout.WG_SPLAT(()))) != 0
 
 
 def unknown_zero() -> jax.Array:
     """An int32 zero that the compilers do not know.
 
-    What is indexed with it is not loop-invariant: else LLVM computes the descriptors of all wgmma instructions of a
+    An index that contains it is not loop-invariant: else LLVM computes the descriptors of all wgmma instructions of a
     loop before it, and spills them.
     """
-
-    @plg.inline_mgpu(return_type=plg.ShapeDtypeStruct((), jnp.int32, layout=plg.Layout.WG_SPLAT(())))
-    def run(_):
-        word = ir.IntegerType.get_signless(32)
-        zero: Any = llvm.inline_asm(word, [], "mov.u32 $0, 0;", "=r", has_side_effects=True)
-        return mgpu.FragmentedArray.splat(zero, (), is_signed=True)
-
-    return run()  # pyright: ignore[reportCallIssue, reportReturnType]
+    zero = lambda: ptx(word(), [], "mov.u32 $0, 0;", "=r", side_effects=True)
+    splat = lambda _: mgpu.FragmentedArray.splat(zero(), (), is_signed=True)
+    return inline(splat, (), result=array((), jnp.int32, plg.Layout.WG_SPLAT(())))
 
 
 def hardware_barrier(operation: str, barrier: jax.Array, threads: int) -> None:
@@ -252,13 +255,11 @@ def hardware_barrier(operation: str, barrier: jax.Array, threads: int) -> None:
     Threads that wait at a named barrier sleep; at an mbarrier in shared memory they poll.
     """
 
-    @plg.inline_mgpu(arg_types=(plg.Layout.WG_SPLAT,))
     def run(_, which):
-        text = f"bar.{operation} $0, {threads};"
-        nothing = ir.Type.parse("!llvm.void")
+        text, nothing = f"bar.{operation} $0, {threads};", ir.Type.parse("!llvm.void")
         llvm.inline_asm(nothing, [which.registers[()]], text, "r,~{memory}", has_side_effects=True)
 
-    run(barrier)  # pyright: ignore[reportCallIssue]
+    inline(run, (plg.Layout.WG_SPLAT,), barrier)
 
 
 TILE_COLUMNS = 8  # of the pattern that repeats in the layout of wgmma accumulators; a thread holds two of a row
@@ -267,14 +268,11 @@ TILE_COLUMNS = 8  # of the pattern that repeats in the layout of wgmma accumulat
 def continue_columns(layout: RegisterLayout, x: jax.Array, columns: int, sign: int) -> jax.Array:
     """Extends rows of consecutive numbers, of which the first `TILE_COLUMNS` are given, in steps of `sign`."""
 
-    @plg.inline_mgpu(
-        arg_types=(layout,), return_type=plg.ShapeDtypeStruct((x.shape[0], columns), x.dtype, layout=layout)
-    )
     def run(_, start):
         repeated = [start._pointwise(arith.addf, float(sign * i)) for i in range(0, columns, TILE_COLUMNS)]
         return _like(start, np.concatenate([part.registers for part in repeated], axis=1))
 
-    return run(x)  # pyright: ignore[reportCallIssue]
+    return inline(run, (layout,), x, result=array((x.shape[0], columns), x.dtype, layout))
 
 
 def sum_columns(layout: RegisterLayout, x: jax.Array) -> jax.Array:
@@ -284,9 +282,6 @@ def sum_columns(layout: RegisterLayout, x: jax.Array) -> jax.Array:
     exponential that was just issued.
     """
 
-    @plg.inline_mgpu(
-        arg_types=(layout,), return_type=plg.ShapeDtypeStruct((x.shape[0], TILE_COLUMNS), x.dtype, layout=layout)
-    )
     def run(_, tile):
         count = tile.registers.shape[1]
         parts = [tile.registers[:, i : i + 1] for i in range(count)]
@@ -296,7 +291,7 @@ def sum_columns(layout: RegisterLayout, x: jax.Array) -> jax.Array:
                 result[at] = arith.addf(result[at], part[at])
         return _like(tile, result)
 
-    return run(x)  # pyright: ignore[reportCallIssue]
+    return inline(run, (layout,), x, result=array((x.shape[0], TILE_COLUMNS), x.dtype, layout))
 
 
 def after_barrier(
@@ -328,34 +323,31 @@ def _tied(
 ) -> jax.Array:
     """Inline PTX over all registers of an array: `each` computes ``$to`` from ``$of``."""
 
-    @plg.inline_mgpu(
-        arg_types=(plg.Layout.WG_SPLAT, layout), return_type=plg.ShapeDtypeStruct(x.shape, x.dtype, layout=layout)
-    )
-    def run(_, which, array):
-        registers, element = list(array.registers.flat), ir.F32Type.get()
+    def run(_, which, tile):
+        registers, element = list(tile.registers.flat), ir.F32Type.get()
         width = ir.VectorType(registers[0].type).shape[0]
         values = [vector.extract(register, [], [i]) for register in registers for i in range(width)]
         count = len(values)
         lines = [each.replace("$to", f"${i}").replace("$of", f"${count + i}") for i in range(count)]
         text = " ".join(("{ .reg .pred never; .reg .b32 word;", before, *lines, after, "}"))
-        result: Any = llvm.inline_asm(
+        result = ptx(
             ir.Type.parse(f"!llvm.struct<({', '.join(['f32'] * count)})>"),
             [*values, which.registers[()]],
             text.replace("$number", f"${2 * count}"),
             ",".join(["=f"] * count + ["f"] * count + ["r"]),
-            has_side_effects=True,
+            side_effects=True,
         )
         values = [llvm.extractvalue(element, result, [i]) for i in range(count)]
-        new = np.empty_like(array.registers)
+        new = np.empty_like(tile.registers)
         for i, at in enumerate(np.ndindex(new.shape)):
             new[at] = vector.from_elements(registers[0].type, values[width * i : width * (i + 1)])
-        return _like(array, new)
+        return _like(tile, new)
 
-    return run(barrier, x)  # pyright: ignore[reportCallIssue]
+    return inline(run, (plg.Layout.WG_SPLAT, layout), barrier, x, result=array(x.shape, x.dtype, layout))
 
 
-def _like(array: mgpu.FragmentedArray, registers: np.ndarray) -> mgpu.FragmentedArray:
-    return type(array)(_registers=registers, _layout=array.layout, _is_signed=array.is_signed)
+def _like(tile: mgpu.FragmentedArray, registers: np.ndarray) -> mgpu.FragmentedArray:
+    return type(tile)(_registers=registers, _layout=tile.layout, _is_signed=tile.is_signed)
 
 
 def atomic_increment(counter: Ref, into: Ref, at: jax.Array) -> None:
@@ -363,17 +355,11 @@ def atomic_increment(counter: Ref, into: Ref, at: jax.Array) -> None:
 
     The atomic is relaxed: MLIR's own, with system-wide ordering, flushes the L1 cache.
     """
+    text = "atom.relaxed.gpu.global.add.u32 $0, [$1], 1;"
 
-    @plg.inline_mgpu(arg_types=(plg.RefType(), plg.RefType(), plg.Layout.WG_SPLAT))
     def run(_, source, target, offset):
         with mgpu.single_thread(mgpu.ThreadSubset.WARPGROUP):
-            before: Any = llvm.inline_asm(
-                ir.IntegerType.get_signless(32),
-                [mgpu.utils.memref_ptr(source)],
-                "atom.relaxed.gpu.global.add.u32 $0, [$1], 1;",
-                "=r,l,~{memory}",
-                has_side_effects=True,
-            )
+            before = ptx(word(), [mgpu.utils.memref_ptr(source)], text, "=r,l,~{memory}", side_effects=True)
             memref.store(before, target, [arith.index_cast(ir.IndexType.get(), offset.registers[()])])
 
-    run(counter, into, at)  # pyright: ignore[reportCallIssue]
+    inline(run, (plg.RefType(), plg.RefType(), plg.Layout.WG_SPLAT), counter, into, at)

@@ -124,9 +124,7 @@ def pad_operands(spec: AttentionSpec, arrays: Operands[jax.Array]) -> tuple[Atte
     """The spec with padded head sizes, and the padded arrays; lengths in the spec stay the true ones."""
     D, Dv = padded_head_sizes(spec, arrays.value.dtype)
     wide = arrays._replace(
-        query=pad_rows(spec, arrays.query, D),
-        key=pad_rows(spec, arrays.key, D),
-        value=pad_rows(spec, arrays.value, Dv),
+        query=pad_rows(spec, arrays.query, D), key=pad_rows(spec, arrays.key, D), value=pad_rows(spec, arrays.value, Dv)
     )
     return dataclasses.replace(spec, D=D, Dv=Dv), wide
 

@@ -32,7 +32,6 @@ from pallas_kernels.mosaic_gpu.backward.stream import (
     LSE,
     BackwardStatic,
     RowStats,
-    accumulator,
     load_vector,
     pack_row_stats,
     wait_and_get_all,
@@ -40,7 +39,7 @@ from pallas_kernels.mosaic_gpu.backward.stream import (
 from pallas_kernels.mosaic_gpu.launch import WARP_GROUP, flatten_captured, launch, output
 from pallas_kernels.mosaic_gpu.pipeline import CONSUMER_REGISTERS, PRODUCER_REGISTERS
 from pallas_kernels.mosaic_gpu.score import bias_gradients, bias_tiles, scores
-from pallas_kernels.mosaic_gpu.score.tile import ROW, TILE
+from pallas_kernels.mosaic_gpu.score.tile import ROW, accumulator, zero_tile
 from pallas_kernels.program.build import Derivative
 from pallas_kernels.program.cotangents import LoadGroups
 from pallas_kernels.spec import AttentionSpec, Operands
@@ -211,7 +210,7 @@ class _CapturedProgram(NamedTuple):
             self.scratch.stream.release(i)
             return i + 1, tuple(x + y for x, y in zip(sums, more, strict=True))
 
-        zeros = tuple(plg.layout_cast(jnp.zeros(queries.tile, jnp.float32), TILE) for _ in self.work.loads)
+        zeros = tuple(zero_tile(*queries.tile) for _ in self.work.loads)
         _, sums = self._walk((jnp.int32(0), zeros), step)
         prepared = self._prepared(queries, at.b, at.h).score
         assert prepared is not None  # whose loads they are
@@ -228,12 +227,7 @@ class _CapturedProgram(NamedTuple):
         return self.work.is_resident(bias_tiles.bias_loads(self.static.spec))
 
     def _prepared(self, queries: QueryRows, b: jax.Array, h: jax.Array) -> scores.Scores:
-        static, arrays = self.static, self.inputs.arrays
-        ends = static.spec.T % static.tiles.block_q != 0
-        return scores.prepare(
-            static.spec, arrays, static.captured, queries.tile, b, h, q_first=queries.first, may_end=ends,
-            nodes=static.nodes,
-        )  # fmt: skip
+        return self.static.prepare(self.inputs.arrays, queries.tile, b, h, q_first=queries.first)
 
     def _walk(self, state: S, step: Callable[[S, jax.Array, jax.Array, bool], S]) -> S:
         """Folds ``step(state, b, h, is_partial)`` over batch entries and heads, without empty blocks."""

@@ -28,7 +28,6 @@ from pallas_kernels.mosaic_gpu.backward.stream import (
     VALUE,
     BackwardStatic,
     RowStats,
-    accumulator,
     pack_row_stats,
     store_sums,
 )
@@ -36,7 +35,7 @@ from pallas_kernels.mosaic_gpu.backward.walk import DkvScratch, DkvState, KeyTil
 from pallas_kernels.mosaic_gpu.launch import WARP_GROUP, Grid, flatten_captured, launch, output
 from pallas_kernels.mosaic_gpu.pipeline import CONSUMER_REGISTERS, PRODUCER_REGISTERS
 from pallas_kernels.mosaic_gpu.score import bias_tiles
-from pallas_kernels.mosaic_gpu.score.tile import TILE
+from pallas_kernels.mosaic_gpu.score.tile import TILE, accumulator
 from pallas_kernels.program.build import Derivative
 from pallas_kernels.program.cotangents import LoadGroups
 from pallas_kernels.spec import AttentionSpec, Operands

@@ -27,7 +27,6 @@ from pallas_kernels.mosaic_gpu.backward.stream import (
     LSE,
     BackwardStatic,
     RowStats,
-    accumulator,
     load_vector,
     pack_row_stats,
     store_sums,
@@ -37,7 +36,7 @@ from pallas_kernels.mosaic_gpu.backward.stream import (
 from pallas_kernels.mosaic_gpu.launch import WARP_GROUP, Grid, flatten_captured, launch, output
 from pallas_kernels.mosaic_gpu.pipeline import CONSUMER_REGISTERS, PRODUCER_REGISTERS, Ring
 from pallas_kernels.mosaic_gpu.score import bias_gradients, bias_tiles, scores
-from pallas_kernels.mosaic_gpu.score.tile import ROW
+from pallas_kernels.mosaic_gpu.score.tile import ROW, accumulator, row_vector
 from pallas_kernels.program.build import Derivative
 from pallas_kernels.program.cotangents import LoadGroups
 from pallas_kernels.spec import AttentionSpec, Operands
@@ -210,17 +209,7 @@ def _consume(
     for source, ref in ((arrays.query, queries), (row_stats.d_out, d_out)):
         plg.copy_gmem_to_smem(source.at[at], ref, scratch.full.at[group])
     lse_log2, delta = (-load_vector(row_stats.stats.at[b, h, which, pl.ds(first, rows)], ROW) for which in (LSE, DELTA))
-    prepared = scores.prepare(
-        spec,
-        arrays,
-        static.captured,
-        (rows, tiles.block_kv),
-        b,
-        h,
-        q_first=first,
-        may_end=spec.T % tiles.block_q != 0,
-        nodes=static.nodes,
-    )
+    prepared = static.prepare(arrays, (rows, tiles.block_kv), b, h, q_first=first)
     targets = outputs.stores | inputs.zeros
     stored = bias_gradients.BiasGradients.from_loads(
         spec,
@@ -235,7 +224,7 @@ def _consume(
     def walk(d_query: Accumulator) -> tuple[jax.Array, tuple[jax.Array, ...]]:
         tile = QueryTile(queries, d_out, pl.ds(group * rows, rows), lse_log2, delta, d_query, stored)
         step = functools.partial(_step, static, prepared, scratch, tile)
-        sums = tuple(plg.layout_cast(jnp.zeros((rows,), jnp.float32), ROW) for _ in static.groups.rows)
+        sums = tuple(row_vector(rows) for _ in static.groups.rows)
         _, sums = block_walk.over_keys(spec, tiles, arrays, location, (jnp.int32(0), sums), step)
         return d_query[...] * spec.scale, sums
 

@@ -21,8 +21,7 @@ from jax.typing import DTypeLike
 
 from pallas_kernels.config import Tiles
 from pallas_kernels.mosaic_gpu import smem
-from pallas_kernels.mosaic_gpu.backward.stream import accumulator
-from pallas_kernels.mosaic_gpu.score.tile import TILE
+from pallas_kernels.mosaic_gpu.score.tile import TILE, accumulator
 from pallas_kernels.mosaic_gpu.smem import WARP_GROUP_ROWS
 from pallas_kernels.spec import AttentionSpec
 from pallas_kernels.types import Accumulator, Index, Ref

@@ -19,7 +19,6 @@ from pallas_kernels.mosaic_gpu.pipeline import Ring
 from pallas_kernels.mosaic_gpu.score import bias_tiles, scores
 from pallas_kernels.program.build import Derivative
 from pallas_kernels.program.cotangents import LoadGroups
-from pallas_kernels.program.ir import Node
 from pallas_kernels.spec import LOG2_E, AttentionSpec, Operands
 from pallas_kernels.types import A, Index, Ref, RegisterLayout
 
@@ -78,10 +77,23 @@ class BackwardStatic(NamedTuple):
         """The divisor of the lse, in base 2, that a kernel reads."""
         return LOG2_E * self.spec.scale if self.folds else 1.0
 
-    @property
-    def nodes(self) -> Sequence[Node] | None:
-        """The nodes of the score mod to prepare."""
-        return None if self.derivative is None else self.derivative.nodes
+    def prepare(
+        self,
+        arrays: Operands[Ref],
+        tile: tuple[int, int],
+        b: jax.Array,
+        h: jax.Array,
+        *,
+        q_first: jax.Array | None = None,
+        k_first: jax.Array | None = None,
+    ) -> scores.Scores:
+        """Prologue of a warp group for queries or keys from the first one on; see `scores.prepare`."""
+        block, length = (self.tiles.block_kv, self.spec.S) if q_first is None else (self.tiles.block_q, self.spec.T)
+        nodes = None if self.derivative is None else self.derivative.nodes
+        return scores.prepare(
+            self.spec, arrays, self.captured, tile, b, h, q_first=q_first, k_first=k_first, may_end=length % block != 0,
+            nodes=nodes,
+        )  # fmt: skip
 
 
 class QueryStream(NamedTuple):
@@ -168,8 +180,3 @@ def wait_and_get_all(ring: Ring | None, i: Index) -> tuple[Ref, ...]:
         return ()
     ring.wait(i)
     return ring.stage(i)
-
-
-def accumulator(rows: int, columns: int) -> plg.WGMMAAccumulatorRef:
-    """Declares a float32 wgmma accumulator of a warp group."""
-    return plg.ACC((rows, columns), jnp.float32)  # pyright: ignore[reportPrivateImportUsage]

@@ -24,14 +24,13 @@ from pallas_kernels.mosaic_gpu.backward.stream import (
     VALUE,
     BackwardStatic,
     QueryStream,
-    accumulator,
     load_vector,
     wait_and_get,
     wait_and_get_all,
 )
 from pallas_kernels.mosaic_gpu.pipeline import Ring
 from pallas_kernels.mosaic_gpu.score import bias_tiles, scores
-from pallas_kernels.mosaic_gpu.score.tile import COLUMN, ROW, TILE
+from pallas_kernels.mosaic_gpu.score.tile import COLUMN, ROW, TILE, accumulator, row_vector
 from pallas_kernels.program.cotangents import LoadGroups
 from pallas_kernels.spec import AttentionSpec, Operands
 from pallas_kernels.types import Accumulator, Index, Ref
@@ -85,7 +84,7 @@ class KeyTile(NamedTuple):
     scratch: DkvScratch
     group: jax.Array  # index of the warp group
     b: jax.Array
-    first: jax.Array
+    first: jax.Array  # its first key
     sums: dict[str, Accumulator]  # accumulators of dK [rows, D] and dV [rows, Dv], or of one of them, in registers
     out: Ref | None  # dQ, float32 [B, Hq, T, D] in global memory, or None
 
@@ -101,8 +100,8 @@ class KeyTile(NamedTuple):
         if d_query is None or out is None:
             return
 
-        def gemm(acc: Accumulator) -> jax.Array:  # dQ = dS'^T K
-            d_query.start_gemm(acc, state.count - 1, self.group, self.scratch.keys)
+        def gemm(acc: Accumulator) -> jax.Array:
+            d_query.start_gemm(acc, state.count - 1, self.group, self.scratch.keys)  # dQ = dS' K
             return acc[...]
 
         x = pl.run_scoped(gemm, d_query.gemm_accumulator)
@@ -111,22 +110,12 @@ class KeyTile(NamedTuple):
     def zero_sums(self) -> tuple[jax.Array, ...]:
         """Zeros for the cotangents of loads by key."""
         rows = self.scratch.keys.shape[1]
-        return tuple(plg.layout_cast(jnp.zeros((rows,), jnp.float32), ROW) for _ in self.static.groups.columns)
+        return tuple(row_vector(rows) for _ in self.static.groups.columns)
 
     def step(self, arrays: Operands[Ref], h: jax.Array) -> Callable[[_Carried, Index, bool], _Carried]:
         """The mainloop step over a tile of queries; it carries the state and the cotangents of loads by key."""
-        static, spec = self.static, self.static.spec
-        prepared = scores.prepare(
-            spec,
-            arrays,
-            static.captured,
-            (static.tiles.block_q, self.scratch.keys.shape[1]),
-            self.b,
-            h,
-            k_first=self.first,
-            may_end=spec.S % static.tiles.block_kv != 0,
-            nodes=static.nodes,
-        )
+        shape = (self.static.tiles.block_q, self.scratch.keys.shape[1])
+        prepared = self.static.prepare(arrays, shape, self.b, h, k_first=self.first)
         tile = accumulator(prepared.tile[1], prepared.tile[0])
 
         def step(carried: _Carried, query: Index, is_partial: bool) -> _Carried:

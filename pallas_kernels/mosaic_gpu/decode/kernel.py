@@ -35,7 +35,7 @@ from pallas_kernels.mosaic_gpu.decode.sizes import (
 )
 from pallas_kernels.mosaic_gpu.forward.step import normalised
 from pallas_kernels.mosaic_gpu.pipeline import FIRST_FREE_BARRIER, WARP_GROUP_THREADS, Ring
-from pallas_kernels.mosaic_gpu.score.tile import ROW, TILE
+from pallas_kernels.mosaic_gpu.score.tile import ROW, TILE, over_columns
 from pallas_kernels.mosaic_gpu.split_kv import CONSUMERS
 from pallas_kernels.mosaic_gpu.work_items import TILE_KEYS, Item, PageRows, page_rows, pieces_of_tile
 from pallas_kernels.spec import AttentionSpec, Operands
@@ -212,7 +212,7 @@ def _finish(static: DecodeStatic, item: Item, rows: DecodeRows, state: step.Deco
             _barrier("sync", _FILLED)
         sums, other = _columns(state.out, first, width), smem.load(scratch.out, TILE)  # [rows, width]
         _barrier("arrive", _FREE)
-        spread = lambda x, shape=sums.shape: step.over_columns(x, shape)
+        spread = lambda x, shape=sums.shape: over_columns(x, shape)
         out, row_lse = normalised(
             sums * spread(alpha) + other * spread(other_alpha), row_max, row_sum, None, marks=spec.needs_marks
         )

@@ -65,7 +65,7 @@ class Packing(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """DecodeRows of a partial result, a power of two.
+        """Rows of a partial result, a power of two.
 
         >>> Packing(4, 1).rows, Packing(5, 4).rows
         (16, 32)

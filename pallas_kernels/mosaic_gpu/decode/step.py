@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plg
 
@@ -14,7 +13,7 @@ from pallas_kernels.mosaic_gpu import inline_ptx, smem
 from pallas_kernels.mosaic_gpu.pipeline import Ring
 from pallas_kernels.mosaic_gpu.score import key_tail, scores
 from pallas_kernels.mosaic_gpu.score.support import has_spare_registers
-from pallas_kernels.mosaic_gpu.score.tile import ROW, TILE
+from pallas_kernels.mosaic_gpu.score.tile import ROW, TILE, accumulate, accumulator, over_columns, row_vector, zero_tile
 from pallas_kernels.mosaic_gpu.work_items import TILE_KEYS
 from pallas_kernels.spec import AttentionSpec
 from pallas_kernels.types import Accumulator, Ref
@@ -32,9 +31,8 @@ class DecodeState(NamedTuple):
 
 def start(spec: AttentionSpec) -> DecodeState:
     """The state before the first tile."""
-    zeros = lambda columns: plg.layout_cast(jnp.zeros((_ROWS, columns), jnp.float32), TILE)
-    row_max = plg.layout_cast(jnp.full((_ROWS,), -jnp.inf, jnp.float32), ROW)
-    return DecodeState(zeros(spec.Dv), row_max, zeros(inline_ptx.TILE_COLUMNS))
+    row_max = row_vector(_ROWS, -jnp.inf)
+    return DecodeState(zero_tile(_ROWS, spec.Dv), row_max, zero_tile(_ROWS, inline_ptx.TILE_COLUMNS))
 
 
 class DecodeStep(NamedTuple):
@@ -55,7 +53,7 @@ class DecodeStep(NamedTuple):
             plg.wgmma(raw, self.queries, keys.T)  # S = Q K^T [rows, keys]
             return self._modify(plg.wgmma_accumulator_load(raw), first)
 
-        s = pl.run_scoped(scores_of, plg.WGMMAAccumulatorRef((_ROWS, TILE_KEYS), jnp.float32))
+        s = pl.run_scoped(scores_of, accumulator(_ROWS, TILE_KEYS))
         log2_scale = self.prepared.log2_scale
         row_max = jnp.maximum(state.row_max, jnp.max(s, axis=1) * log2_scale)
         safe_max = finite(row_max)
@@ -64,8 +62,7 @@ class DecodeStep(NamedTuple):
         row_sum = state.row_sum * over_columns(alpha, state.row_sum.shape) + inline_ptx.sum_columns(TILE, p)
         out, weights = state.out * over_columns(alpha, state.out.shape), p.astype(values.dtype)
         key_tail.clear_values(values, self.length - first)
-        add: Any = pl.run_state(lambda ref: plg.wgmma(ref, weights, values))  # O += P V [rows, Dv]
-        out = add(plg.WGMMAAccumulatorRef.init(out))
+        out = accumulate(out, lambda ref: plg.wgmma(ref, weights, values))  # O += P V [rows, Dv]
         self.ring.release(number)
         return DecodeState(out, row_max, row_sum)
 
@@ -83,8 +80,3 @@ class DecodeStep(NamedTuple):
 def finite(row_max: jax.Array) -> jax.Array:
     """The row_max that is subtracted from scores: 0 for rows that are masked so far."""
     return jnp.where(row_max == -jnp.inf, 0.0, row_max)
-
-
-def over_columns(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Row values, repeated along rows."""
-    return lax.broadcast_in_dim(x, shape, (0,))

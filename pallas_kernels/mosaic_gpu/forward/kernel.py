@@ -126,10 +126,7 @@ def forward(spec: AttentionSpec, tiles: Tiles, arrays: Operands[jax.Array]) -> t
     out, *rows = launch(
         functools.partial(_kernel, spec, tiles, captured),
         (flatten_captured(arrays), order, scheduler.counter() if is_persistent else None, bias_refs),
-        (
-            output((*arrays.query.shape[:3], spec.Dv), arrays.value.dtype),
-            *(per_row for _ in ("lse", *spec.stats)),
-        ),
+        (output((*arrays.query.shape[:3], spec.Dv), arrays.value.dtype), *(per_row for _ in ("lse", *spec.stats))),
         scratch,
         name="jflex_forward_sm90",
         num_ctas=scheduler.NUM_CTAS if is_persistent else grid.size,
@@ -250,12 +247,7 @@ def _consume(static: ForwardStatic, tile_scheduler: scheduler.PersistentSchedule
 
 
 def _consume_tile(
-    static: ForwardStatic,
-    ping_pong: PingPong,
-    group: jax.Array,
-    i: Index,
-    index: Location,
-    stage: jax.Array,
+    static: ForwardStatic, ping_pong: PingPong, group: jax.Array, i: Index, index: Location, stage: jax.Array
 ) -> jax.Array:
     """Prologue, mainloop and epilogue of a consumer's rows of a tile of queries; returns the next free stage."""
     spec, tiles, scratch = static.spec, static.tiles, static.scratch

@@ -34,9 +34,7 @@ class PersistentScheduler(NamedTuple):
     tile_ids: Ref | None  # int32 [QUERY_STAGES] in shared memory: ids of the current tile and of the next
 
     def over_tiles(
-        self,
-        tile: Callable[[Index, Location, jax.Array], jax.Array],
-        next_tile: Callable[[Index], jax.Array],
+        self, tile: Callable[[Index, Location, jax.Array], jax.Array], next_tile: Callable[[Index], jax.Array]
     ) -> jax.Array:
         """Runs ``stage = tile(i, index, stage)`` for the ith tile of this CTA, and returns how many there were.
 

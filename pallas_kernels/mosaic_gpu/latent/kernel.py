@@ -95,11 +95,7 @@ def declare(spec: AttentionSpec, heads: Heads, dtype: DTypeLike) -> LatentScratc
     )
     rows = smem.WARP_GROUP_ROWS
     return LatentScratch(
-        tiled((2, rows, half)),
-        tiled((1, rows, rope)),
-        barrier(3 * heads.queries, 1),
-        barrier(CONSUMERS, 1),
-        buffers,
+        tiled((2, rows, half)), tiled((1, rows, rope)), barrier(3 * heads.queries, 1), barrier(CONSUMERS, 1), buffers
     )
 
 

@@ -45,7 +45,7 @@ class Heads(NamedTuple):
 
     @property
     def padded_count(self) -> int:
-        """LatentRows of a query in a tile."""
+        """Rows of a query in a tile."""
         return -(-self.count // TILED_ROWS) * TILED_ROWS
 
     @property

@@ -10,7 +10,8 @@ read by the group of the tile, the far part by the other one, so that each has o
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +25,7 @@ from pallas_kernels.mosaic_gpu.forward.step import normalised
 from pallas_kernels.mosaic_gpu.pipeline import FIRST_FREE_BARRIER, WARP_GROUP_THREADS
 from pallas_kernels.mosaic_gpu.score import key_tail, scores
 from pallas_kernels.mosaic_gpu.score.support import has_spare_registers
-from pallas_kernels.mosaic_gpu.score.tile import ROW, TILE
+from pallas_kernels.mosaic_gpu.score.tile import ROW, TILE, accumulate, accumulator, over_columns, row_vector, zero_tile
 from pallas_kernels.mosaic_gpu.work_items import TILE_KEYS
 from pallas_kernels.spec import AttentionSpec
 from pallas_kernels.types import Accumulator, Index, Ref
@@ -66,9 +67,8 @@ class LatentState(NamedTuple):
 
 def start(spec: AttentionSpec) -> LatentState:
     """The state before the first tile."""
-    zeros = lambda columns: plg.layout_cast(jnp.zeros((_ROWS, columns), jnp.float32), TILE)
-    row_max = plg.layout_cast(jnp.full((_ROWS,), -jnp.inf, jnp.float32), ROW)
-    return LatentState(zeros(spec.Dv // 2), row_max, zeros(inline_ptx.TILE_COLUMNS))
+    row_max = row_vector(_ROWS, -jnp.inf)
+    return LatentState(zero_tile(_ROWS, spec.Dv // 2), row_max, zero_tile(_ROWS, inline_ptx.TILE_COLUMNS))
 
 
 class LatentStep(NamedTuple):
@@ -109,7 +109,7 @@ class LatentStep(NamedTuple):
             self._start_far_scores(raw)
             return self._modify(plg.wgmma_accumulator_load(raw), tile)
 
-        weights = self._weights(state.row_max, pl.run_scoped(scores_of, _raw_scores()))
+        weights = self._weights(state.row_max, pl.run_scoped(scores_of, accumulator(_ROWS, TILE_KEYS)))
         self._publish(weights[1])
         return self._lead_own(state, tile, *weights)
 
@@ -120,7 +120,7 @@ class LatentStep(NamedTuple):
         """
         state = self._received_max(state, 1)
 
-        def both(refs: tuple[Any, ...], raw: Accumulator) -> None:
+        def both(refs: tuple[Accumulator, ...], raw: Accumulator) -> None:
             self._add_received(refs[0], 1)
             self._start_near_scores(raw)
             plg.wgmma_wait(1)
@@ -132,8 +132,8 @@ class LatentStep(NamedTuple):
             for ref, x in zip(refs[1:], weights, strict=True):
                 ref[...] = x
 
-        run: Any = pl.run_state(lambda refs: pl.run_scoped(functools.partial(both, refs), _raw_scores()))
-        out, *weights = run((plg.WGMMAAccumulatorRef.init(state.out), *self._no_weights()))
+        raw = accumulator(_ROWS, TILE_KEYS)
+        out, *weights = self._run(lambda refs: pl.run_scoped(functools.partial(both, refs), raw), state.out)
         return self._lead_own(state._replace(out=out), tile + 2, *weights)
 
     def _lead_own(
@@ -149,8 +149,7 @@ class LatentStep(NamedTuple):
     def _lead_last(self, state: LatentState, tile: jax.Array) -> LatentState:
         """Warp group 0: PV of the last tile of the other."""
         state = self._received_max(state, 1)
-        add: Any = pl.run_state(lambda ref: self._add_received(ref, 1, tile))
-        out = add(plg.WGMMAAccumulatorRef.init(state.out))
+        out = accumulate(state.out, lambda ref: self._add_received(ref, 1, tile))
         plg.barrier_arrive(self.buffers.far_empty.at[1])
         return state._replace(out=out)
 
@@ -162,7 +161,7 @@ class LatentStep(NamedTuple):
             self._start_far_scores(raw)
             received = self._received_max(state, 0)
 
-            def both(refs: tuple[Any, ...]) -> None:
+            def both(refs: tuple[Accumulator, ...]) -> None:
                 self._add_received(refs[0], 0, tile)
                 s = self._modify(plg.wgmma_accumulator_load(raw, wait_n=1), tile + 1)
                 weights = self._weights(received.row_max, s)
@@ -170,11 +169,10 @@ class LatentStep(NamedTuple):
                 for ref, x in zip(refs[1:], weights, strict=True):
                     ref[...] = x
 
-            run: Any = pl.run_state(both)
-            out, *weights = run((plg.WGMMAAccumulatorRef.init(received.out), *self._no_weights()))
+            out, *weights = self._run(both, received.out)
             return out, received.row_max, received.row_sum, *weights
 
-        *received, row_max, p, added = pl.run_scoped(first, _raw_scores())
+        *received, row_max, p, added = pl.run_scoped(first, accumulator(_ROWS, TILE_KEYS))
         plg.barrier_arrive(self.buffers.far_empty.at[0])
         state = _rescaled(LatentState(*received), row_max)
         self._clear_past_end(1, tile + 1)
@@ -213,13 +211,15 @@ class LatentStep(NamedTuple):
         self.buffers.row_max[self.group, :] = row_max
         number = jnp.int32(_MAX_BARRIER + self.group)
         row_max = inline_ptx.after_barrier(number, 2 * WARP_GROUP_THREADS, ROW, row_max, "arrive")
-        p = inline_ptx.exp2(TILE, s * scale - _over_columns(_safe(row_max), s.shape))  # P = exp2(S - m)
+        p = inline_ptx.exp2(TILE, s * scale - over_columns(_safe(row_max), s.shape))  # P = exp2(S - m)
         return row_max, p.astype(self.queries.dtype), inline_ptx.sum_columns(TILE, p)
 
-    def _no_weights(self) -> tuple[jax.Array, jax.Array, jax.Array]:
-        zeros = lambda columns, dtype: plg.layout_cast(jnp.zeros((_ROWS, columns), dtype), TILE)
-        row_max = plg.layout_cast(jnp.zeros((_ROWS,), jnp.float32), ROW)
-        return row_max, zeros(TILE_KEYS, self.queries.dtype), zeros(inline_ptx.TILE_COLUMNS, jnp.float32)
+    def _run(self, both: Callable[[tuple[Accumulator, ...]], None], out: jax.Array) -> tuple[jax.Array, ...]:
+        """Runs `both` on refs to O and to what `_weights` returns, and returns their values."""
+        init, row_max = plg.WGMMAAccumulatorRef.init(out), row_vector(_ROWS)
+        weights, row_sum = zero_tile(_ROWS, TILE_KEYS, self.queries.dtype), zero_tile(_ROWS, inline_ptx.TILE_COLUMNS)
+        run = cast("Callable[[object], tuple[jax.Array, ...]]", pl.run_state(both))
+        return run((init, row_max, weights, row_sum))
 
     def _publish(self, p: jax.Array) -> None:
         """Hands the weights of the group's own tile to the other group."""
@@ -251,8 +251,7 @@ class LatentStep(NamedTuple):
 
     def _add(self, out: jax.Array, p: jax.Array, b: int) -> jax.Array:
         """PV of the group's own tile."""
-        add: Any = pl.run_state(lambda ref: plg.wgmma(ref, p, self._values(b)))  # O += P V [rows, Dv / 2]
-        return add(plg.WGMMAAccumulatorRef.init(out))
+        return accumulate(out, lambda ref: plg.wgmma(ref, p, self._values(b)))  # O += P V [rows, Dv / 2]
 
     def _clear_past_end(self, b: int, tile: jax.Array) -> None:
         """Overwrites the values past the end of the keys with zeros: their weights are 0, and they may be NaN."""
@@ -278,16 +277,12 @@ def _barrier(operation: str, number: int) -> None:
     inline_ptx.hardware_barrier(operation, jnp.int32(number), 2 * WARP_GROUP_THREADS)
 
 
-def _raw_scores() -> Any:
-    return plg.WGMMAAccumulatorRef((_ROWS, TILE_KEYS), jnp.float32)
-
-
 def _rescaled(state: LatentState, row_max: jax.Array) -> LatentState:
     """The state relative to a new row_max, if it is new to any row of the warp."""
 
     def rescale(sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, ...]:
         alpha = inline_ptx.exp2(ROW, state.row_max - _safe(row_max))  # rescale factor of O and row_sum
-        return tuple(x * _over_columns(alpha, x.shape) for x in sums)
+        return tuple(x * over_columns(alpha, x.shape) for x in sums)
 
     differ = inline_ptx.differ_in_warp(ROW, row_max, state.row_max)
     out, row_sum = lax.cond(differ, rescale, lambda sums: sums, (state.out, state.row_sum))
@@ -296,7 +291,3 @@ def _rescaled(state: LatentState, row_max: jax.Array) -> LatentState:
 
 def _safe(row_max: jax.Array) -> jax.Array:
     return jnp.where(row_max == -jnp.inf, 0.0, row_max)
-
-
-def _over_columns(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    return lax.broadcast_in_dim(x, shape, (0,))

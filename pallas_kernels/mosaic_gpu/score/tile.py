@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plg
+from jax.typing import DTypeLike
 
 from pallas_kernels.mosaic_gpu import inline_ptx
 from pallas_kernels.program import patterns
@@ -19,7 +21,7 @@ from pallas_kernels.program.build import Program
 from pallas_kernels.program.evaluate import Evaluation, OfMultiple, Space
 from pallas_kernels.program.ir import Axes, Node
 from pallas_kernels.spec import LOG2_E
-from pallas_kernels.types import Index, Ref, RegisterLayout
+from pallas_kernels.types import Accumulator, Index, Ref, RegisterLayout
 
 TILE = plg.Layout.WGMMA  # accumulators, 64 rows to a warp group
 ROW = TILE.reduce(1)  # one value for each row: what a sum over the columns of a tile leaves
@@ -177,6 +179,32 @@ def evaluation(
     """
     space = TileSpace(refs, shapes, tile, transposed=transposed, may_end=may_end)
     return Evaluation(space, {n: indices[n.value] for n in program.arguments if n.value in indices})
+
+
+def accumulator(rows: int, columns: int) -> plg.WGMMAAccumulatorRef:
+    """Declares a float32 wgmma accumulator of a warp group."""
+    return plg.WGMMAAccumulatorRef((rows, columns), jnp.float32)
+
+
+def accumulate(out: jax.Array, gemm: Callable[[Accumulator], None]) -> jax.Array:
+    """Adds the GEMM that `gemm` issues on an accumulator to `out`, and waits for it."""
+    run = cast("Callable[[object], jax.Array]", pl.run_state(gemm))
+    return run(plg.WGMMAAccumulatorRef.init(out))
+
+
+def row_vector(rows: int, value: float = 0.0) -> jax.Array:
+    """A float32 row value, [rows], of one number."""
+    return plg.layout_cast(jnp.full((rows,), value, jnp.float32), ROW)
+
+
+def zero_tile(rows: int, columns: int, dtype: DTypeLike = jnp.float32) -> jax.Array:
+    """Zeros [rows, columns] in the layout of wgmma accumulators."""
+    return plg.layout_cast(jnp.zeros((rows, columns), dtype), TILE)
+
+
+def over_columns(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Row values, repeated along rows."""
+    return lax.broadcast_in_dim(x, shape, (0,))
 
 
 def indices_of(first: Index, count: int, length: int, layout: RegisterLayout, *, may_end: bool) -> jax.Array:
