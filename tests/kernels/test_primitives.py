@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.mosaic_gpu.score.support import unsupported_primitive
+from pallas_kernels.mosaic_gpu.score.tile import unsupported_primitive
 from pallas_kernels.program.build import Sizes, differentiate, trace_program
 from pallas_kernels.program.evaluate import Evaluation, Space
 from pallas_kernels.program.rules.views import NotOnTile

@@ -14,7 +14,7 @@ from pallas_kernels.mosaic_gpu.backward.dkv import MAX_HEAD_SIZE_BOTH_SUMS
 from pallas_kernels.mosaic_gpu.backward.one_pass import fits
 from pallas_kernels.mosaic_gpu.launch import padded_head_sizes
 from pallas_kernels.mosaic_gpu.score import bias_gradients, bias_tiles
-from pallas_kernels.mosaic_gpu.score.support import is_heavy
+from pallas_kernels.mosaic_gpu.score.tile import is_heavy
 from pallas_kernels.program.cotangents import LoadGroups
 from pallas_kernels.spec import AttentionSpec
 

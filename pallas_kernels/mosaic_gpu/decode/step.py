@@ -12,8 +12,16 @@ from jax.experimental.pallas import mosaic_gpu as plg
 from pallas_kernels.mosaic_gpu import inline_ptx, smem
 from pallas_kernels.mosaic_gpu.pipeline import Ring
 from pallas_kernels.mosaic_gpu.score import key_tail, scores
-from pallas_kernels.mosaic_gpu.score.support import has_spare_registers
-from pallas_kernels.mosaic_gpu.score.tile import ROW, TILE, accumulate, accumulator, over_columns, row_vector, zero_tile
+from pallas_kernels.mosaic_gpu.score.tile import (
+    ROW,
+    TILE,
+    accumulate,
+    accumulator,
+    has_spare_registers,
+    over_columns,
+    row_vector,
+    zero_tile,
+)
 from pallas_kernels.mosaic_gpu.work_items import TILE_KEYS
 from pallas_kernels.spec import AttentionSpec
 from pallas_kernels.types import Accumulator, Ref

@@ -17,8 +17,7 @@ from pallas_kernels.marks import mark
 from pallas_kernels.mosaic_gpu import inline_ptx
 from pallas_kernels.mosaic_gpu.pipeline import PingPong, Ring
 from pallas_kernels.mosaic_gpu.score import scores
-from pallas_kernels.mosaic_gpu.score.support import fits_beside_gemm, has_spare_registers, uses_sfu
-from pallas_kernels.mosaic_gpu.score.tile import ROW, TILE
+from pallas_kernels.mosaic_gpu.score.tile import ROW, TILE, fits_beside_gemm, has_spare_registers, uses_sfu
 from pallas_kernels.program import patterns
 from pallas_kernels.softmax import LEAST_EXPONENT
 from pallas_kernels.spec import LN_2, LOG2_E, AttentionSpec

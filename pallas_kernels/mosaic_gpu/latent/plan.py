@@ -12,7 +12,7 @@ from pallas_kernels.mosaic_gpu import smem
 from pallas_kernels.mosaic_gpu.latent import kernel
 from pallas_kernels.mosaic_gpu.latent.sizes import Heads
 from pallas_kernels.mosaic_gpu.plan.limits import limit_of_captured
-from pallas_kernels.mosaic_gpu.score.support import limit_of_mods
+from pallas_kernels.mosaic_gpu.score.tile import limit_of_mods
 from pallas_kernels.mosaic_gpu.work_items import TILE_KEYS, limit_of_pages
 from pallas_kernels.plan import Refusal
 from pallas_kernels.program.programs import with_programs

@@ -24,8 +24,16 @@ from pallas_kernels.mosaic_gpu import inline_ptx, smem
 from pallas_kernels.mosaic_gpu.forward.step import normalised
 from pallas_kernels.mosaic_gpu.pipeline import FIRST_FREE_BARRIER, WARP_GROUP_THREADS
 from pallas_kernels.mosaic_gpu.score import key_tail, scores
-from pallas_kernels.mosaic_gpu.score.support import has_spare_registers
-from pallas_kernels.mosaic_gpu.score.tile import ROW, TILE, accumulate, accumulator, over_columns, row_vector, zero_tile
+from pallas_kernels.mosaic_gpu.score.tile import (
+    ROW,
+    TILE,
+    accumulate,
+    accumulator,
+    has_spare_registers,
+    over_columns,
+    row_vector,
+    zero_tile,
+)
 from pallas_kernels.mosaic_gpu.work_items import TILE_KEYS
 from pallas_kernels.spec import AttentionSpec
 from pallas_kernels.types import Accumulator, Index, Ref

@@ -16,7 +16,7 @@ from pallas_kernels.mosaic_gpu.backward.plan import BackwardTiles
 from pallas_kernels.mosaic_gpu.forward import kernel
 from pallas_kernels.mosaic_gpu.plan.limits import ROWS, limit_of_arrays
 from pallas_kernels.mosaic_gpu.score import bias_tiles
-from pallas_kernels.mosaic_gpu.score.support import (
+from pallas_kernels.mosaic_gpu.score.tile import (
     exceeds_registers,
     is_heavy,
     limit_of_mods,

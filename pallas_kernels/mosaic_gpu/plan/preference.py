@@ -6,7 +6,7 @@ import math
 
 from pallas_kernels.mosaic_gpu.launch import NUM_SMS
 from pallas_kernels.mosaic_gpu.plan.plan import HopperPlan
-from pallas_kernels.mosaic_gpu.score.support import is_periodic
+from pallas_kernels.mosaic_gpu.score.tile import is_periodic
 from pallas_kernels.spec import AttentionSpec
 
 WARPS_PER_GROUP = 4
