@@ -186,7 +186,7 @@ def load_elements(ref: Ref, index: jax.Array, layout: RegisterLayout, dtype: np.
 
 
 def _is_signed(dtype: np.dtype) -> bool | None:
-    """Whether integers are signed; None for floating-point numbers."""
+    """True for signed integers, None for floating-point numbers."""
     return jnp.issubdtype(dtype, jnp.signedinteger) if jnp.issubdtype(dtype, jnp.integer) else None
 
 

@@ -35,7 +35,7 @@ from pallas_kernels.mosaic_gpu.backward.walk import DkvScratch, DkvState, KeyTil
 from pallas_kernels.mosaic_gpu.launch import WARP_GROUP, Grid, flatten_captured, launch, output
 from pallas_kernels.mosaic_gpu.pipeline import CONSUMER_REGISTERS, PRODUCER_REGISTERS
 from pallas_kernels.mosaic_gpu.score import bias_tiles
-from pallas_kernels.mosaic_gpu.score.tile import TILE, accumulator
+from pallas_kernels.mosaic_gpu.score.tile import TILE, accumulator, row_vector
 from pallas_kernels.program.build import Derivative
 from pallas_kernels.program.cotangents import LoadGroups
 from pallas_kernels.spec import AttentionSpec, Operands
@@ -195,7 +195,7 @@ def _consume(
         state = key_tile.begin(kv_h)
 
         def one_head(h: jax.Array, state: DkvState) -> DkvState:
-            step, cotangents = key_tile.step(arrays, h), key_tile.zero_sums()
+            step, cotangents = key_tile.step(arrays, h), tuple(row_vector(rows) for _ in outputs.columns)
             state, cotangents = block_walk.over_queries(
                 spec, static.tiles, arrays, (b, h, column), (state, cotangents), step
             )

@@ -12,7 +12,8 @@ gradient: eight GEMMs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -35,7 +36,6 @@ from pallas_kernels.mosaic_gpu.backward.dq import dq
 from pallas_kernels.mosaic_gpu.backward.plan import BackwardTiles, unsupported_groups
 from pallas_kernels.mosaic_gpu.launch import cut_rows, pad_operands, pad_rows
 from pallas_kernels.program.cotangents import LoadGroups, group_loads
-from pallas_kernels.program.ir import Node
 from pallas_kernels.spec import AttentionSpec, Operands
 
 
@@ -99,15 +99,6 @@ class BackwardCall(NamedTuple):
         """True if the kernel for dK and dV adds to dQ."""
         return self.tiles.dq is None and self.requested.query and not self.captured_computes_query
 
-    def no_gradients(self) -> PassGradients:
-        """No gradient, for a pass to fill in."""
-        return PassGradients(None, None, None, {i: [] for i in range(len(self.arrays.score_operands))})
-
-    def collect(self, gradients: PassGradients, loads: Sequence[Node], cotangents: Sequence[jax.Array]) -> None:
-        """Scatters cotangents of row or column loads into the gradients of captured arrays."""
-        derivative = self.requested.derivative
-        collect(self.spec, derivative, self.arrays, loads, cotangents, gradients.operands)
-
     def query_from_sums(self, sums: jax.Array) -> jax.Array:
         """Gives dQ in the layout and dtype of the query, from sums [B, Hq, T, D]."""
         x = (sums[..., : self.unpadded.D] * self.unpadded.scale).astype(self.arrays.query.dtype)
@@ -115,12 +106,12 @@ class BackwardCall(NamedTuple):
 
 
 class PassGradients(NamedTuple):
-    """Gradients that one pass computes, None without; for each captured array the terms of its sum."""
+    """Gradients that one pass computes; for each captured array the terms of its sum."""
 
-    query: jax.Array | None
-    key: jax.Array | None
-    value: jax.Array | None
-    operands: dict[int, list[jax.Array]]
+    operands: defaultdict[int, list[jax.Array]]
+    query: jax.Array | None = None
+    key: jax.Array | None = None
+    value: jax.Array | None = None
 
 
 class BackwardPass(NamedTuple):
@@ -132,7 +123,7 @@ class BackwardPass(NamedTuple):
 
 def _captured_pass(call: BackwardCall) -> PassGradients:
     """Gradients of captured arrays that batch or heads share, and dQ unless it has a kernel of its own."""
-    spec, derivative, gradients = call.spec, call.requested.derivative, call.no_gradients()
+    spec, derivative, operands, d_query = call.spec, call.requested.derivative, defaultdict(list), None
     assert call.tiles.captured is not None  # the pass applies
     assert derivative is not None  # whose loads they are
     for n, group in enumerate(call.groups.repeated):
@@ -140,13 +131,12 @@ def _captured_pass(call: BackwardCall) -> PassGradients:
         with_query = call.captured_computes_query and n == 0
         outputs = captured(spec, work, call.arrays, call.rows, derivative, call.groups, with_query=with_query)
         for load, x in zip(work.loads, outputs.loads, strict=True):
-            gradients.operands[load.value].append(x)
+            operands[load.value].append(x)
         if outputs.query is not None:
             d_query = call.query_from_sums(outputs.query)
             if spec.needs_marks:
                 d_query = call.repairs.query(d_query, _marks_of_rows(outputs.query))
-            gradients = gradients._replace(query=d_query)
-    return gradients
+    return PassGradients(operands, d_query)
 
 
 def _needs_dq(call: BackwardCall) -> bool:
@@ -156,18 +146,18 @@ def _needs_dq(call: BackwardCall) -> bool:
 
 def _dq_pass(call: BackwardCall) -> PassGradients:
     """Computes dQ, and gradients of captured arrays that are read by query, or by query and key."""
-    spec, groups, gradients = call.spec, call.groups, call.no_gradients()
+    spec, groups, derivative = call.spec, call.groups, call.requested.derivative
+    operands, d_query = defaultdict(list), None
     assert call.tiles.dq is not None, "cotangents of loads by query are computed by the kernel for dQ"
-    outputs = dq(spec, call.tiles.dq, call.arrays, call.rows, call.requested.derivative, groups)
+    outputs = dq(spec, call.tiles.dq, call.arrays, call.rows, derivative, groups)
     if call.requested.query:
         d_query = cut_rows(spec, outputs.query, call.unpadded.T, call.unpadded.D)
         if outputs.marks is not None:
             d_query = call.repairs.query(d_query, outputs.marks)
-        gradients = gradients._replace(query=d_query)
-    call.collect(gradients, groups.rows, outputs.rows)
+    collect(spec, derivative, call.arrays, groups.rows, outputs.rows, operands)
     for i, load in enumerate(groups.stores):
-        gradients.operands[load.value].append(outputs.stores[i])
-    return gradients
+        operands[load.value].append(outputs.stores[i])
+    return PassGradients(operands, d_query)
 
 
 def _needs_dkv(call: BackwardCall) -> bool:
@@ -176,14 +166,13 @@ def _needs_dkv(call: BackwardCall) -> bool:
 
 def _dkv_pass(call: BackwardCall) -> PassGradients:
     """Computes dK and dV, gradients of captured arrays that are read by key, and in one pass dQ."""
-    spec, unpadded, groups, gradients = call.spec, call.unpadded, call.groups, call.no_gradients()
-    derivative = call.requested.derivative
+    spec, unpadded, groups, derivative = call.spec, call.unpadded, call.groups, call.requested.derivative
+    operands, d_query, d_key, d_value = defaultdict(list), None, None, None
     outputs = dkv(spec, call.tiles.dkv, call.arrays, call.rows, derivative, groups, one_pass=call.one_pass)
     if outputs.query is not None:
         d_query = call.query_from_sums(outputs.query)
         if outputs.marks is not None:
             d_query = call.repairs.query(d_query, _marks_of_queries(spec, outputs.marks))
-        gradients = gradients._replace(query=d_query)
     if call.requested.key_or_value:
         assert outputs.key is not None
         assert outputs.value is not None
@@ -191,9 +180,9 @@ def _dkv_pass(call: BackwardCall) -> PassGradients:
         d_key, d_value = (cut_rows(spec, *x) for x in sums)
         if outputs.marks is not None:
             d_key, d_value = call.repairs.key_value((d_key, d_value), outputs.marks)
-        gradients = gradients._replace(key=sum_batch(spec, d_key), value=sum_batch(spec, d_value))
-    call.collect(gradients, groups.columns, outputs.columns)
-    return gradients
+        d_key, d_value = sum_batch(spec, d_key), sum_batch(spec, d_value)
+    collect(spec, derivative, call.arrays, groups.columns, outputs.columns, operands)
+    return PassGradients(operands, d_query, d_key, d_value)
 
 
 PASSES = (

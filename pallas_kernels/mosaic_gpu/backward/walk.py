@@ -30,7 +30,7 @@ from pallas_kernels.mosaic_gpu.backward.stream import (
 )
 from pallas_kernels.mosaic_gpu.pipeline import Ring
 from pallas_kernels.mosaic_gpu.score import bias_tiles, scores
-from pallas_kernels.mosaic_gpu.score.tile import COLUMN, ROW, TILE, accumulator, row_vector
+from pallas_kernels.mosaic_gpu.score.tile import COLUMN, ROW, TILE, accumulator
 from pallas_kernels.program.cotangents import LoadGroups
 from pallas_kernels.spec import AttentionSpec, Operands
 from pallas_kernels.types import Accumulator, Index, Ref
@@ -106,11 +106,6 @@ class KeyTile(NamedTuple):
 
         x = pl.run_scoped(gemm, d_query.gemm_accumulator)
         d_query.add(out, self.group, self.b, state.last, x)
-
-    def zero_sums(self) -> tuple[jax.Array, ...]:
-        """Zeros for the cotangents of loads by key."""
-        rows = self.scratch.keys.shape[1]
-        return tuple(row_vector(rows) for _ in self.static.groups.columns)
 
     def step(self, arrays: Operands[Ref], h: jax.Array) -> Callable[[_Carried, Index, bool], _Carried]:
         """The mainloop step over a tile of queries; it carries the state and the cotangents of loads by key."""

@@ -12,7 +12,7 @@ Of an item whose keys are not split the output is stored; of the others, partial
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
 from typing import Generic, NamedTuple, TypeAlias
 
 import jax
@@ -200,6 +200,7 @@ def _hand_over(static: DecodeStatic, state: step.DecodeState) -> None:
 def _finish(static: DecodeStatic, item: Item, rows: DecodeRows, state: step.DecodeState) -> None:
     """First consumer, epilogue: merges the states of both, and stores output and lse."""
     scratch, spec, width = static.scratch, static.spec, merged_columns(static.spec)
+    store = functools.partial(static.store, item, rows, lambda line: line + rows.line)
     _barrier("sync", _FILLED)
     other_max, other_sum = (smem.load(scratch.vectors.at[i], ROW) for i in range(2))
     row_max = jnp.maximum(state.row_max, other_max)
@@ -220,9 +221,9 @@ def _finish(static: DecodeStatic, item: Item, rows: DecodeRows, state: step.Deco
             lse = row_lse
         elif spec.needs_marks:
             lse = lse + mark(out)
-        _store(static, item, rows, first, out)
+        store(functools.partial(_store_columns, first, out))
     assert lse is not None  # there are columns
-    _store_lse(static, item, rows, lse)
+    store(lambda refs, line: global_rows.store_values(refs[1], line, lse))
 
 
 def _columns(x: jax.Array, first: int, width: int) -> jax.Array:
@@ -233,20 +234,9 @@ def _barrier(operation: str, number: int) -> None:
     inline_ptx.hardware_barrier(operation, jnp.int32(number), CONSUMERS * WARP_GROUP_THREADS)
 
 
-def _store(static: DecodeStatic, item: Item, rows: DecodeRows, first: int, out: jax.Array) -> None:
+def _store_columns(first: int, out: jax.Array, refs: tuple[Ref, ...], line: jax.Array) -> None:
     """Stores columns from `first` on to the result or to the partial results."""
-    write = lambda refs, line: global_rows.store_rows(refs[0], line, first, out.astype(refs[0].dtype))
-    _write(static, item, rows, write)
-
-
-def _store_lse(static: DecodeStatic, item: Item, rows: DecodeRows, lse: jax.Array) -> None:
-    _write(static, item, rows, lambda refs, line: global_rows.store_values(refs[1], line, lse))
-
-
-def _write(
-    static: DecodeStatic, item: Item, rows: DecodeRows, write: Callable[[tuple[Ref, ...], jax.Array], None]
-) -> None:
-    static.store(item, rows, lambda first: first + rows.line, write)
+    global_rows.store_rows(refs[0], line, first, out.astype(refs[0].dtype))
 
 
 ROLES = split_kv.Roles(_produce, _consume)

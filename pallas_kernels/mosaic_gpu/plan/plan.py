@@ -253,19 +253,15 @@ def _configured_backward(spec: AttentionSpec, *, one_pass: bool) -> BackwardTile
 
 
 def _best_backward(spec: AttentionSpec, *, one_pass: bool) -> BackwardTiles | None:
-    """Measured tiles of the backward kernels, or a rule's; None if no tile divides the blocks of the mask."""
-    return _measured_backward(spec, one_pass=one_pass) or backward_plan.backward_tiles(spec, one_pass=one_pass)
-
-
-def _measured_backward(spec: AttentionSpec, *, one_pass: bool) -> BackwardTiles | None:
-    """Measured tiles of the backward kernels, of one pass where that is allowed; None without a measurement."""
+    """Measured tiles, of one pass where it is allowed, or a rule's; None if no tile divides the blocks of the mask."""
     if one_pass:
         dkv, dq = _measured_tiles(spec, "one_pass_sm90", spec.T), None
     else:
         dkv, dq = _measured_tiles(spec, "dkv_sm90", spec.T), _measured_tiles(spec, "dq_sm90", spec.S)
-    if dkv is None or (dq is None and not one_pass):
-        return None
-    return None if backward_plan.unsupported_tiles(spec, dkv, dq, one_pass=one_pass) else BackwardTiles(dkv, dq)
+    fits = lambda: backward_plan.unsupported_tiles(spec, dkv, dq, one_pass=one_pass) is None
+    if dkv is not None and (dq is not None or one_pass) and fits():
+        return BackwardTiles(dkv, dq)
+    return backward_plan.backward_tiles(spec, one_pass=one_pass)
 
 
 def _measured_tiles(spec: AttentionSpec, name: str, length: int) -> Tiles | None:
