@@ -1,4 +1,4 @@
-"""Rows of a tile in global memory, at lines of their own: threads gather and scatter what they hold, by inline PTX."""
+"""Rows of a tile in global memory, at lines of their own: threads gather and scatter their elements by inline PTX."""
 
 from __future__ import annotations
 

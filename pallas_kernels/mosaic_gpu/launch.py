@@ -103,7 +103,7 @@ def launch(
 
 
 def output(shape: tuple[int, ...], dtype: DTypeLike) -> jax.Array:
-    """Declares an output, with the type of what `launch` returns in its place."""
+    """Declares an output, with the type of the array that `launch` returns."""
     return cast("jax.Array", jax.ShapeDtypeStruct(shape, dtype))
 
 
@@ -144,7 +144,7 @@ def pad_rows(spec: AttentionSpec, x: jax.Array, size: int) -> jax.Array:
 
 
 def cut_rows(spec: AttentionSpec, x: jax.Array, length: int, size: int) -> jax.Array:
-    """Slices off what `pad_rows` padded."""
+    """Slices off the padding of `pad_rows`."""
     return jax.lax.slice_in_dim(x, 0, length, axis=_axis(spec))[..., :size]
 
 

@@ -51,7 +51,7 @@ def tiled(shape: tuple[int, ...], dtype: DTypeLike, swizzle: int | None = None) 
 
 
 def declared(x: pl.MemoryRef | plg.Barrier) -> Ref:
-    """A declaration of scratch, with the type of what a kernel gets in its place."""
+    """A declaration of scratch, with the type of the ref that a kernel gets."""
     return cast("Ref", x)
 
 

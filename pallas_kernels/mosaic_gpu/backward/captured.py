@@ -3,7 +3,7 @@
 A CTA owns a tile of scores, of 64 queries for each consumer warp group, and walks the batch entries, the heads, or
 both. The sum of their cotangents stays in registers and is stored once, so memory traffic does not grow with the batch:
 to store the cotangents of each entry takes four bytes for each score, twice. Where there are fewer tiles than SMs, CTAs
-split what is summed. The producer warp group loads queries, keys, values, dO and row statistics by TMA; a bias tile
+split the sum. The producer warp group loads queries, keys, values, dO and row statistics by TMA; a bias tile
 stays in shared memory.
 
 dQ = dS K of a tile takes one GEMM more. The tiles of other keys belong to other CTAs: they add to dQ in global memory

@@ -24,8 +24,8 @@ from pallas_kernels.program.ir import Node, reachable
 from pallas_kernels.spec import AttentionSpec
 from pallas_kernels.types import Ref
 
-MAX_STAGES = 4  # of what is streamed; as many as fit
-MAX_SPLITS = 16  # of what is summed: each has an array of its own
+MAX_STAGES = 4  # of the stream; as many as fit
+MAX_SPLITS = 16  # of a sum: each has an array of its own
 STEPS_OF_A_CTA = 3  # which take as long as its start and its end: an estimate
 MIN_SUMMED = 4  # tiles of scores that a sum has at least: with fewer a CTA would mostly start and end (an estimate)
 

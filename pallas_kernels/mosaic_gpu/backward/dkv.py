@@ -45,7 +45,7 @@ MAX_HEAD_SIZE_BOTH_SUMS = 128  # up to which registers hold 64 rows of both accu
 
 
 class DkvOutputs(NamedTuple, Generic[A]):
-    """The outputs of the kernel: arrays, their shapes, or in the kernel refs; None for what is not computed.
+    """The outputs of the kernel: arrays, their shapes, or in the kernel refs; None if not computed.
 
     In a launch S and T are rounded up to whole tiles.
     """
@@ -225,7 +225,7 @@ def _consume(
     for ref, name in zip(staged, static.sums, strict=True):
         target = targets[name][1]
         assert target is not None  # it is computed
-        plg.copy_smem_to_gmem(ref, target.at[at])  # TMA drops what is past the end
+        plg.copy_smem_to_gmem(ref, target.at[at])  # TMA drops rows past the end
     plg.wait_smem_to_gmem(0, wait_read_only=True)
 
 

@@ -1,8 +1,8 @@
 """dQ in the kernel for dK and dV: accumulated in global memory by TMA reductions (add), tile by tile.
 
 The consumer warp groups of a CTA put dS^T of their keys into shared memory. Each then computes a part of dQ = dS K over
-all keys of the CTA, for some of the queries or some of the columns, and adds it by TMA, in float32, to what the CTAs of
-other keys have added. The order of these additions is not fixed, so dQ may differ in its last bits between runs.
+all keys of the CTA, for some of the queries or some of the columns, and adds it by TMA, in float32, to the sums of the
+CTAs of other keys. The order of these additions is not fixed, so dQ may differ in its last bits between runs.
 
 The dQ GEMM of a tile is issued when the dS of the next tile is known, so no group waits for the other as long as it is
 less than a tile ahead, and the dK GEMM runs while dQ is stored. Before the first tile, zeros are added.
@@ -40,8 +40,7 @@ class DqAccumulator(NamedTuple):
     """Shared memory and barriers for dQ."""
 
     d_scores: Ref  # [stages, groups, keys of a group, queries]: dS^T
-    # float32 [groups, parts, 64, columns of a part]: the dQ of a group, for TMA. What both groups compute is a part of
-    # its own.
+    # float32 [groups, parts, 64, columns of a part]: the dQ of a group, for TMA; columns of both groups are one part
     staged: Ref
     written: Ref  # barrier: all groups have written their dS
     read: Ref  # barrier: all groups have read the dS of the tile before
@@ -74,7 +73,7 @@ class DqAccumulator(NamedTuple):
         self.d_scores.at[_stage(i), group][...] = plg.layout_cast(d_s, TILE)
 
     def commit(self) -> None:
-        """Makes what was written visible to all groups."""
+        """Makes the written dS visible to all groups."""
         plg.commit_smem()
         plg.barrier_arrive(self.written)
 

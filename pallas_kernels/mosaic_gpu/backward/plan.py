@@ -84,7 +84,7 @@ def is_one_pass_faster(spec: AttentionSpec, tiles: BackwardTiles, groups: LoadGr
 
 
 def backward_tiles(spec: AttentionSpec, *, one_pass: bool) -> BackwardTiles | None:
-    """The tiles that were fastest on an H200, cut to what divides the blocks; None if no tile does.
+    """The tiles that were fastest on an H200, cut to divide the blocks; None if no tile does.
 
     In one pass, where they fit it and `one_pass` allows it. A heavy mod takes two kernels, by the compiler's account
     and not by measurement: with T5's buckets at head size 64 a tile of 128 x 128 spills 1568 bytes, tiles half as large

@@ -42,7 +42,7 @@ from pallas_kernels.spec import AttentionSpec, Operands
 from pallas_kernels.types import A, Axis, Ref
 
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = 216, 72  # the producer has addresses of pages; consumers hold 64 keys
-_FILLED, _FREE = FIRST_FREE_BARRIER, FIRST_FREE_BARRIER + 1  # named barriers of what one consumer hands to the other
+_FILLED, _FREE = FIRST_FREE_BARRIER, FIRST_FREE_BARRIER + 1  # named barriers of the state handed over
 
 
 class DecodeOperands(NamedTuple, Generic[A]):

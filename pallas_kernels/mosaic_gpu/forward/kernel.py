@@ -295,7 +295,7 @@ def _store(
     outputs: tuple[Ref, ...],
     index: Location,
 ) -> None:
-    """Starts the TMA stores of a group's rows; TMA drops what is past the end."""
+    """Starts the TMA stores of a group's rows; TMA drops rows past the end."""
     (b, h, first), rows = index, result[0].shape[0]
     for ref, x in zip(staged, result, strict=True):
         ref[...] = x.astype(ref.dtype)

@@ -184,7 +184,7 @@ def start(spec: AttentionSpec, rows: int, keys: int, dtype: DTypeLike, stage: ja
 def finish(
     spec: AttentionSpec, ring: Ring, state: ForwardState, sink: jax.Array | None, visits: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Epilogue: PV of the last tile, then what `normalised` returns; without a softmax the output as it is, and zeros.
+    """Epilogue: PV of the last tile, then `normalised`; without a softmax the output as it is, and zeros.
 
     `visits` says whether any tile was visited: else the stage of values was never filled.
     """

@@ -47,7 +47,7 @@ MAX_EXCESS = 8.0
 
 
 class Buffers(NamedTuple):
-    """Two tiles of keys, their weights, and what else the consumers hand to each other; in shared memory."""
+    """Two tiles of keys, their weights, and the state that consumers hand to each other; in shared memory."""
 
     latents: Ref  # [buffers, 2, keys, Dv / 2], the halves of the latent columns
     ropes: Ref  # [buffers, keys, D - Dv]; where it has the shape of weights, these overwrite it
@@ -223,7 +223,7 @@ class LatentStep(NamedTuple):
         return row_max, p.astype(self.queries.dtype), inline_ptx.sum_columns(TILE, p)
 
     def _run(self, both: Callable[[tuple[Accumulator, ...]], None], out: jax.Array) -> tuple[jax.Array, ...]:
-        """Runs `both` on refs to O and to what `_weights` returns, and returns their values."""
+        """Runs `both` on refs to O and to the results of `_weights`, and returns their values."""
         init, row_max = plg.WGMMAAccumulatorRef.init(out), row_vector(_ROWS)
         weights, row_sum = zero_tile(_ROWS, TILE_KEYS, self.queries.dtype), zero_tile(_ROWS, inline_ptx.TILE_COLUMNS)
         run = cast("Callable[[object], tuple[jax.Array, ...]]", pl.run_state(both))

@@ -9,7 +9,7 @@ import jax
 from pallas_kernels.spec import AttentionSpec
 
 HOPPER = ("H100", "H200", "H800", "H20", "GH200")  # parts of the names of devices with compute capability 9.0
-ROWS = 64  # of a wgmma: what the blocks of a mask must be a multiple of
+ROWS = 64  # of a wgmma: blocks of a mask must be multiples
 MAX_HEAD_SIZE = 256
 MAX_ELEMENTS = 1 << 31  # of a captured array: it is indexed by 32 bits
 MISCOMPILES = (12080, 12091)  # versions of CUDA: from the first, before the second

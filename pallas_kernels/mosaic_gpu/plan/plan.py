@@ -47,7 +47,7 @@ class HopperPlan:
     spec: AttentionSpec  # the call, with its tile programs
     forward: TileChoice  # tiles of the forward kernel
     has_bias_tiles: bool  # whether TMA loads elements of captured arrays, tile by tile
-    # What these kernels compute of the requested gradients; None for nothing, or forward only
+    # the requested gradients that these kernels compute; None for none, or forward only
     backward: BackwardPlan | None = None
     deferred: GradientRequest | None = None  # the requested gradients that other kernels compute, or None
     deferred_reason: str = ""  # Why all are deferred, as part of a sentence, or which arrays have the deferred ones

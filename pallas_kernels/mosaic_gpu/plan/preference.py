@@ -64,7 +64,7 @@ def slower_decode() -> str:
 
 
 def slower_backward(plan: HopperPlan) -> str | None:
-    """Gradients for which few MMAs of narrow heads do not outweigh what else takes time, as a sentence, or None.
+    """Gradients for which few MMAs of narrow heads do not outweigh the other work, as a sentence, or None.
 
     H200, jax 0.11.2, bf16, TFLOP/s and of `triton`, causal: head size 64, 157 and 176 for 256 tokens, 207
     and 219 for 512, 281 and 265 for 1024; head size 128, 211 and 183 for 256. Head size 32, no mask, us: 689 and

@@ -24,7 +24,7 @@ from pallas_kernels.program.ir import Node
 from pallas_kernels.spec import AttentionSpec
 from pallas_kernels.types import Index, Ref
 
-_COLUMNS = 64  # what the rows of a stored array are padded to: whole swizzled tiles of 16 and of 32 bits
+_COLUMNS = 64  # multiple of columns in a stored array: whole swizzled tiles of 16 and of 32 bits
 
 
 def bias_load(spec: AttentionSpec, load: Node) -> BiasLoad | None:
@@ -42,7 +42,7 @@ def declare(loads: Sequence[Node], tiles: Tiles) -> tuple[Ref, ...]:
 
 
 def padded_shape(spec: AttentionSpec, load: Node) -> tuple[int, int, int]:
-    """The shape of the gradient in a kernel, [leading, queries, keys], padded to what TMA takes."""
+    """The shape of the gradient in a kernel, [leading, queries, keys], padded for TMA."""
     bias = bias_load(spec, load)
     assert bias is not None  # the plan has checked
     leading, T, S = bias.shape
@@ -90,7 +90,7 @@ class BiasGradients(NamedTuple):
         return cls(staged, [target(load, out) for load, out in zip(loads, outs, strict=True)])
 
     def store(self, first: Index, cotangents: Sequence[jax.Array]) -> None:
-        """Starts the TMA stores of a tile, which drop what is past the end."""
+        """Starts the TMA stores of a tile, which drop elements past the end."""
         if not self.staged:
             return
         plg.wait_smem_to_gmem(0, wait_read_only=True)

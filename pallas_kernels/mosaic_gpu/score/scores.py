@@ -71,7 +71,7 @@ class Scores(NamedTuple):
 
         Without a score mod, tiles hold the QK^T accumulator itself, up to the sign of the scale. With a mod that adds a
         term to the score, they hold the accumulator plus that term over the scale. With a mod that multiplies last,
-        they hold what it multiplies.
+        they hold its other factor.
         """
         if self.score is None or patterns.addend(self.spec.programs.score, self.spec.scale) is not None:
             return LOG2_E * abs(self.spec.scale)
@@ -191,7 +191,7 @@ def modify(
       raw: The QK^T accumulator, float32 [queries, keys], or transposed.
       first: First index along the axis of the mainloop.
       is_partial: Whether the mask, and the ends of the sequences, matter.
-      prefetched: What `prefetch` returned for this tile.
+      prefetched: From `prefetch` of this tile.
       bias: Its bias tiles, in shared memory.
       by_clause: Whether to apply the mask clause by clause, which is faster where there are spare registers. Beside the
         accumulators of the backward kernels it spills up to 184 bytes more.
@@ -200,7 +200,7 @@ def modify(
     if scores.score is None:
         s = raw if spec.scale > 0 else -raw
     else:
-        assert spec.programs.score is not None  # what `prepare` began to evaluate
+        assert spec.programs.score is not None  # `prepare` began to evaluate it
         scaled = Product(raw, jnp.full((), spec.scale, jnp.float32))
         score = prefetched.score or _at(scores, scores.score, spec.programs.score, first)
         tiles = zip(bias_tiles.bias_loads(spec, transposed=scores.transposed) if bias else (), bias, strict=True)
@@ -227,7 +227,7 @@ def kept(scores: Scores, first: Index) -> jax.Array | None:
     if scores.dropout is None:
         return None
     program = scores.spec.programs.dropout
-    assert program is not None  # what `prepare` began to evaluate
+    assert program is not None  # `prepare` began to evaluate it
     return _at(scores, scores.dropout, program, first).tile(program.output)
 
 
@@ -236,7 +236,7 @@ def drop(scores: Scores, first: Index, p: jax.Array) -> jax.Array:
     if scores.dropout is None:
         return p
     program = scores.spec.programs.dropout
-    assert program is not None  # what `prepare` began to evaluate
+    assert program is not None  # `prepare` began to evaluate it
     assert program.output.op == "ge"  # of a word and a threshold: `jflex` makes it
     number, least = program.output.inputs
     assert least.op == "literal"
@@ -329,7 +329,7 @@ class Mask(NamedTuple):
         """The mask at a tile, of which some loads may have been prefetched."""
         if scores.mask is None:
             return cls(scores, first, None)
-        assert scores.spec.programs.mask is not None  # what `prepare` began to evaluate
+        assert scores.spec.programs.mask is not None  # `prepare` began to evaluate it
         return cls(scores, first, prefetched.mask or _at(scores, scores.mask, scores.spec.programs.mask, first))
 
     def apply(self, s: jax.Array) -> jax.Array:

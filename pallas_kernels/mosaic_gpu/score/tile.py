@@ -25,7 +25,7 @@ from pallas_kernels.spec import LOG2_E, AttentionSpec
 from pallas_kernels.types import Accumulator, Index, Ref, RegisterLayout
 
 TILE = plg.Layout.WGMMA  # accumulators, 64 rows to a warp group
-ROW = TILE.reduce(1)  # one value for each row: what a sum over the columns of a tile leaves
+ROW = TILE.reduce(1)  # one value for each row, as a sum over the columns of a tile leaves
 COLUMN = TILE.reduce(0)  # one value for each column
 
 # Primitives that are computed by CUDA's device library, by their names in MLIR: Pallas has no lowering for them.
@@ -51,7 +51,7 @@ MAX_VALUES_BESIDE_GEMM = 16
 MAX_DERIVATIVE_VALUES = 32  # tile values of a derivative: with more a tile of 64 x 64 does not fit beside it either
 MAX_MASK_VALUES = 96  # of a mask, in the backward kernels: a fold and a draw of a key have 246, and spill 11 kB at D 64
 VALUES_PER_CALL = 16  # values that a function of CUDA's device library holds
-# What the SFU (MUFU instructions) computes; mods that call a library are too large for it to matter.
+# Primitives of the SFU (MUFU instructions); mods that call a library are too large for it to matter.
 _SPECIAL = frozenset({"div", "exp", "exp2", "log", "log2", "logistic", "rsqrt", "sqrt", "tanh"})
 _PERIODIC = frozenset({"sin", "cos", "tan"})
 _CALLS = frozenset({"atan2", "cos", "sin", *LIBRARY})
