@@ -69,13 +69,11 @@ def test_in_time_whatever_tma_takes(monkeypatch):
     paged_evaluation.check(case, attend(case))
 
 
-@pytest.mark.parametrize(
-    ("method", "held"), [("_add_received", (step.LatentStep, "_publish")), ("_start_near_scores", None)]
-)
+@pytest.mark.parametrize(("method", "held"), [("_add_received", "_publish"), ("_start_near_scores", None)])
 def test_the_emulator_notices_a_wait_that_is_left_out(monkeypatch, method, held):
     """Of weights that the other warp group has not published, and of keys that TMA has not written."""
     monkeypatch.setattr(hopper_emulator, "TMA_IS_LATE", held is None)
-    hopper_faults.leave_out_waits(monkeypatch, step.LatentStep, method, held=held)
+    hopper_faults.leave_out_waits(monkeypatch, step.LatentStep, method, held=held and (step.LatentStep, held))
     with pytest.raises(AssertionError):
         paged_evaluation.check(CASES[8], attend(CASES[8]))
 
