@@ -1,14 +1,16 @@
 """Digests of the kernels that tests lower for a GPU, to show that a change of the code leaves the kernels as they are.
 
-    pytest -p tests.support.kernel_text --kernel-text before.json -m "" -k compile tests/kernels
-    python -m tests.support.kernel_text before.json after.json
+    pytest -p tests.support.kernel_text --kernel-text before -m "" -k compile tests/kernels
+    python -m tests.support.kernel_text before after
 
-The first command, run before and after, writes a digest for each test: of the Triton and Mosaic GPU modules that it
-lowers, without locations. It compiles nothing, so tests end as skipped. The second prints the tests that differ.
+The first command, run before and after, writes a digest for each test into a folder: of the Triton and Mosaic GPU
+modules that it lowers, without locations. It compiles nothing, so tests end as skipped. The second prints the tests
+that differ.
 """
 
 import hashlib
 import json
+import os
 import pathlib
 import re
 import sys
@@ -20,6 +22,8 @@ from jax._src.interpreters import mlir
 from jax._src.lib import mosaic_gpu_dialect
 from jax._src.lib.mlir import ir
 from jaxlib.triton import dialect as triton_dialect
+
+from tests.support import gpu_compile
 
 MODULES = ("ir", "module")  # attributes of a custom call that hold a kernel: Triton, Mosaic GPU
 IGNORED = (*MODULES, "kernel_hash")
@@ -51,15 +55,17 @@ def module_text(serialized: bytes) -> str:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--kernel-text", help="write digests of kernels to this file, and compile none")
+    parser.addoption("--kernel-text", help="write digests of kernels to this folder, and compile none")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--kernel-text"):
+        gpu_compile.missing = lambda: None  # the compilers are not asked
 
 
 @pytest.fixture(autouse=True)
 def _recorded_kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if not request.config.getoption("--kernel-text"):
-        return
-    gpu_compile = sys.modules.get("tests.support.gpu_compile") or sys.modules.get("tests.gpu_compile")
-    if gpu_compile is None:
         return
     digests = request.config.stash.setdefault(RECORDS, {}).setdefault(request.node.name, [])
     lower = gpu_compile.lower
@@ -83,11 +89,20 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     path = session.config.getoption("--kernel-text")
     if path:
         records = {test: digests for test, digests in session.config.stash.get(RECORDS, {}).items() if digests}
-        pathlib.Path(path).write_text(json.dumps(records, indent=0, sort_keys=True))
+        pathlib.Path(path).mkdir(parents=True, exist_ok=True)
+        worker = os.environ.get("PYTEST_XDIST_WORKER", "alone")
+        pathlib.Path(path, f"{worker}.json").write_text(json.dumps(records, indent=0, sort_keys=True))
+
+
+def records_in(folder: str) -> dict[str, list[str]]:
+    records = {}
+    for path in pathlib.Path(folder).glob("*.json"):
+        records |= json.loads(path.read_text())
+    return records
 
 
 def main(before: str, after: str) -> int:
-    old, new = (json.loads(pathlib.Path(path).read_text()) for path in (before, after))
+    old, new = records_in(before), records_in(after)
     different = sorted(test for test in old.keys() & new.keys() if old[test] != new[test])
     print(f"{len(old.keys() & new.keys())} tests, {sum(map(len, old.values()))} programs, {len(different)} differ")
     print("\n".join(different))
