@@ -55,8 +55,8 @@ def draft_blocks(prefix_length: int | Int[ArrayLike, ""], block: int) -> MaskMod
 
     def mask(b, h, q_idx, kv_idx):
         token = kv_idx - prefix
-        own = (q_idx // block == token // block) & (q_idx >= token)
-        return (kv_idx < prefix) | own
+        same_block = (q_idx // block == token // block) & (q_idx >= token)
+        return (kv_idx < prefix) | same_block
 
     return mask
 
@@ -76,9 +76,6 @@ def tree(prefix_length: int | Int[ArrayLike, ""], ancestors: Bool[ArrayLike, "N 
     Args:
       prefix_length: Keys before the first node. If it is a Python number, no keys may follow the last node.
       ancestors: Whether node ``j`` is node ``i`` or an ancestor of it, at ``[i, j]``; from `tree_ancestors`.
-
-    Returns:
-      A mask_mod.
 
     Raises:
       TypeError: `ancestors` is not boolean.

@@ -127,11 +127,11 @@ def coordinates(cell: Index, canvas: tuple[int, ...]) -> tuple[Index, ...]:
     >>> coordinates(np.array([5, 11]), (3, 4))
     (array([1, 2]), array([1, 3]))
     """
-    found = []
+    inner = []
     for side in reversed(canvas[1:]):
-        found.append(cell % side)
+        inner.append(cell % side)
         cell = cell // side
-    return (cell, *reversed(found))
+    return (cell, *reversed(inner))
 
 
 def checked_grid(caller: str, **sides: tuple[int, ...]) -> list[tuple[int, ...]]:
@@ -149,14 +149,14 @@ def checked_grid(caller: str, **sides: tuple[int, ...]) -> list[tuple[int, ...]]
     [(3, 4), (1, 3)]
     """
     checked = []
-    for name, given in sides.items():
+    for name, lengths in sides.items():
         rule = f"`{name}` of `{caller}` must be a tuple of positive integers, one for each axis of the canvas"
-        known = [known_count(side) for side in given] if isinstance(given, tuple | list) else [None]
+        known = [known_count(side) for side in lengths] if isinstance(lengths, tuple | list) else [None]
         numbers = tuple(side for side in known if side is not None)
         if len(numbers) < len(known):
-            raise TypeError(f"{rule}. Got {given!r}.")
+            raise TypeError(f"{rule}. Got {lengths!r}.")
         if min(numbers, default=0) < 1 or len(numbers) != len(checked[0] if checked else numbers):
-            raise ValueError(f"{rule}. Got {given!r}{f' on a canvas of {checked[0]}' if checked else ''}.")
+            raise ValueError(f"{rule}. Got {lengths!r}{f' on a canvas of {checked[0]}' if checked else ''}.")
         checked.append(numbers)
     return checked
 

@@ -90,8 +90,8 @@ def causal_document(ids: Int[ArrayLike, "*B T"]) -> MaskMod:
 def for_ids(argument: str, ids: Int[Array, "*B T"], *axes: Axis) -> tuple[Requirement, ...]:
     """The requirements of document ids [T] or [B, T] that a mod indexes on these axes."""
     rule, remedy = f"{argument} must hold one id for each", "Pass {} ids; padding can be a document of its own."
-    of = {"q_idx": "query", "kv_idx": "key"}
-    positions = tuple(Requirement(axis, ids.shape[-1], f"{rule} {of[axis]}", remedy) for axis in axes)
+    nouns = {"q_idx": "query", "kv_idx": "key"}
+    positions = tuple(Requirement(axis, ids.shape[-1], f"{rule} {nouns[axis]}", remedy) for axis in axes)
     if ids.ndim == 1:
         return positions
     rule = f"{argument} must hold one row for each batch entry"
@@ -169,13 +169,13 @@ def shared_prefix(ids: Int[ArrayLike, "*B T"], prefixes: Int[ArrayLike, "*B N"])
             f"Got {ids.shape} and {prefixes.shape}."
         )
     documents = prefixes.shape[-1]
-    found = jnp.take_along_axis(prefixes, jnp.clip(ids, 0, max(documents - 1, 0)), axis=-1) if documents else ids
-    before = jnp.where((ids >= 0) & (ids < documents), found, ids)
+    prefix = jnp.take_along_axis(prefixes, jnp.clip(ids, 0, max(documents - 1, 0)), axis=-1) if documents else ids
+    before = jnp.where((ids >= 0) & (ids < documents), prefix, ids)
 
     def mask(b, h, q_idx, kv_idx):
         at = (lambda x, index: x[index]) if ids.ndim == 1 else (lambda x, index: x[b, index])
         document = at(ids, kv_idx)
-        own = at(ids, q_idx) == document
-        return (own & (q_idx >= kv_idx)) | (~own & (at(before, q_idx) == document))
+        same_document = at(ids, q_idx) == document
+        return (same_document & (q_idx >= kv_idx)) | (~same_document & (at(before, q_idx) == document))
 
     return ReadyMod(mask, for_ids("`ids` of `shared_prefix`", ids, "q_idx", "kv_idx"))

@@ -39,9 +39,6 @@ def causal(
       q_length: Number of queries, for ``"bottom_right"``. If it is a Python number, a call must not have more.
       kv_length: Number of keys, likewise.
 
-    Returns:
-      A mask_mod.
-
     Raises:
       ValueError: `alignment` is unknown, or the lengths are missing for ``"bottom_right"`` or set for ``"top_left"``.
 
@@ -89,9 +86,6 @@ def sliding_window(left: int | Int[ArrayLike, ""], right: int | Int[ArrayLike, "
       left: Keys before the query.
       right: Keys after the query.
 
-    Returns:
-      A mask_mod.
-
     >>> from jflex.block_mask.dense import create_mask
     >>> create_mask(sliding_window(1), None, None, 3, 3)[0, 0].astype(int).tolist()
     [[1, 0, 0], [1, 1, 0], [0, 1, 1]]
@@ -113,9 +107,6 @@ def dilated_window(left: int, right: int = 0, *, dilation: int) -> MaskMod:
       left: How far the window reaches back, in positions.
       right: How far it reaches forward, in positions.
       dilation: Distance between visible keys; the query's own key is one of them.
-
-    Returns:
-      A mask_mod.
 
     Raises:
       ValueError: `dilation` is not positive.
@@ -140,9 +131,6 @@ def global_tokens(is_global: Bool[ArrayLike, " S"]) -> MaskMod:
 
     Args:
       is_global: Which positions are global, for queries and keys alike: booleans; may be longer than a call.
-
-    Returns:
-      A mask_mod.
 
     Raises:
       TypeError: `is_global` is not boolean.
@@ -185,9 +173,6 @@ def prefix_lm(prefix_length: int | Int[ArrayLike, ""] | Int[ArrayLike, " B"]) ->
 
     Args:
       prefix_length: Length of the prefix; an array of one axis holds one for every batch entry.
-
-    Returns:
-      A mask_mod.
 
     Raises:
       TypeError: `prefix_length` is not an integer.
@@ -297,9 +282,6 @@ def block_diffusion(length: int, block: int) -> MaskMod:
       length: Tokens of the sequence; the mask is for ``2 * length`` queries and keys, or fewer.
       block: Tokens of a diffusion block.
 
-    Returns:
-      A mask_mod.
-
     Raises:
       ValueError: A size is not positive.
 
@@ -314,8 +296,8 @@ def block_diffusion(length: int, block: int) -> MaskMod:
         q_clean, kv_clean = q_idx >= length, kv_idx >= length
         q_block = jnp.where(q_clean, q_idx - length, q_idx) // block
         kv_block = jnp.where(kv_clean, kv_idx - length, kv_idx) // block
-        own = (q_clean == kv_clean) & (q_block == kv_block)
-        return own | (kv_clean & (q_block > kv_block))
+        same_block = (q_clean == kv_clean) & (q_block == kv_block)
+        return same_block | (kv_clean & (q_block > kv_block))
 
     rule = "`length` of `block_diffusion` must give 2 * length positions, one for each {}"
     remedy = "Pass the length of one copy, and pad each copy by itself."

@@ -113,9 +113,6 @@ def spatial_head(frame: int, window: int, *, prompt: int = 0, first_frame: bool 
       prompt: Tokens of the prompt.
       first_frame: Whether all attend to the first frame too.
 
-    Returns:
-      A mask_mod.
-
     Raises:
       ValueError: A number is not positive, or `prompt` is negative.
 
@@ -160,9 +157,6 @@ def temporal_head(frame: int, window: int, *, prompt: int = 0, first_frame: bool
       prompt: Tokens of the prompt.
       first_frame: Whether all attend to the first frame too.
 
-    Returns:
-      A mask_mod.
-
     Raises:
       ValueError: A number is not positive, or `prompt` is negative.
 
@@ -189,8 +183,8 @@ def temporal_head(frame: int, window: int, *, prompt: int = 0, first_frame: bool
     sink = prompt + (frame if first_frame else 0)
 
     def mask(b, h, q_idx, kv_idx):
-        place, kv_place = (jnp.maximum(index - prompt, 0) % frame for index in (q_idx, kv_idx))
-        return (jnp.abs(place - kv_place) < window) | (kv_idx < sink) | (q_idx < prompt)
+        q_offset, kv_offset = (jnp.maximum(index - prompt, 0) % frame for index in (q_idx, kv_idx))
+        return (jnp.abs(q_offset - kv_offset) < window) | (kv_idx < sink) | (q_idx < prompt)
 
     return mask
 
