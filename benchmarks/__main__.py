@@ -9,16 +9,13 @@ import sys
 COMMANDS = {
     "attention": ("benchmarks.run.suite", "speed of attention beside peers, by suites"),
     "gpu": ("benchmarks.questions.gpu", "memory, mask creation and the first call on a GPU"),
-    "cpu": ("benchmarks.questions.cpu", "the same and more on a CPU"),
     "masks": ("benchmarks.questions.masks", "making BlockMasks of up to a million tokens, on a CPU or a GPU"),
-    "numerics": ("benchmarks.questions.numerics", "errors of 16-bit attention against float64"),
+    "numerics": ("benchmarks.questions.eight_bits", "errors of caches of eight bits against float64"),
     "training": ("benchmarks.questions.training", "training steps of whole models beside peers"),
     "generation": ("benchmarks.questions.generation", "prefill and decoding with a whole model beside torch"),
     "engine": ("benchmarks.questions.engine", "the serving engine under load, with a whole model"),
-    "streaming": ("benchmarks.questions.streaming", "loss along texts longer than those of training"),
     "serving": ("benchmarks.questions.serving", "load on a server of OpenAI's completions API"),
     "context": ("benchmarks.questions.context", "context parallel attention on several GPUs beside one"),
-    "devices": ("benchmarks.questions.devices", "a model, no measurement: context parallelism on 2 to 1,024 GPUs"),
     "tune": ("benchmarks.tune", "search tiles and write a table for the GPU at hand"),
     "report": ("benchmarks.results.report", "render the result files"),
 }

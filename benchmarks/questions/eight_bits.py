@@ -8,11 +8,13 @@ this imports neither JAX nor torch.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from benchmarks.environment import gpu_facts
+from benchmarks.questions import command
 from benchmarks.questions.command import Measured, Questions
 from benchmarks.results.schema import Record
 from benchmarks.run.jobs import SHARED_GPU, Job, RunJob, run_job, run_jobs
@@ -248,3 +250,8 @@ def _attended(query: Any, cache: Any, table: Any, length: int) -> tuple[np.ndarr
         own = cache.k_scale[table[0]] if cache.k_scale.ndim == 3 else cache.k_scale
         held = held * np.asarray(own)[..., None]
     return held.reshape(-1, *held.shape[-2:])[:length], out, lse
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    """The command."""
+    command.run("numerics", QUESTIONS, words, on_gpu=bool(gpu_facts()))

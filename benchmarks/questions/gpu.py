@@ -98,33 +98,6 @@ def million_memory(
 
 
 @QUESTIONS.of(
-    "create_block_mask, S 131072, blocks of 128, jitted and compiled before; documents: 12 packed causal ones"
-)
-def block_mask(length: int = 131072, runs: int = 11, run: RunJob = run_job) -> Measured:
-    """What does it cost to make a BlockMask of a long sequence on the device?"""
-    shapes = [{"length": length, "mask": mask, "runs": runs} for mask in ("documents", "causal")]
-    jobs = [Job(f"jflex, {shape['mask']}", _PROBES, "jax_block_mask", shape) for shape in shapes]
-    jobs += [
-        Job(f"torch {how}, {shape['mask']}", _PROBES, "torch_block_mask", {**shape, "compiled": how == "compiled"})
-        for shape in shapes
-        for how in ("compiled", "eager")
-    ]
-    found, remarks = run_jobs(jobs, run)
-    records = []
-    for label, answer in found.items():
-        for kind, name in (("wall", "time"), ("device", "time of the kernels alone")):
-            if answer.get(kind):
-                records.append(Record.of(f"{name}, {label}", [1e3 * x for x in answer[kind]], "ms"))
-        for kind, name in (("peak", "peak of the allocator"), ("planned", "planned by XLA")):
-            if answer.get(kind) is not None:
-                records.append(Record.single(f"{name}, {label}", round(answer[kind] / 1e6, 2), "MB"))
-        records.append(Record.single(f"sparsity, {label}", round(answer["sparsity"], 2), "%"))
-        if answer.get("covered"):
-            remarks.append(f"{label}: the peak of the preparation was above that of the run, so the run's is less.")
-    return records, remarks
-
-
-@QUESTIONS.of(
     "from a fresh process to the first result of causal forward and backward; B 1, H 16, S 4096, D 64, bfloat16"
 )
 def first_call(

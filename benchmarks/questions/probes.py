@@ -5,12 +5,9 @@ Importing this imports neither JAX nor torch, so that a probe may time that.
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
-
-from benchmarks.run.jobs import exclusive
 
 DOCUMENTS = 12
 
@@ -85,27 +82,6 @@ def jax_memory(
     return {**memory, "block_mask": sum(x.nbytes for x in jax.tree.leaves(block_mask.lists))}
 
 
-def jax_block_mask(length: int, mask: str, runs: int) -> dict[str, Any]:
-    """Seconds, bytes and sparsity of one mask."""
-    import jax
-    import jax.numpy as jnp
-
-    import jflex
-    from benchmarks.peers.jax_peers import causal_documents
-    from benchmarks.run.jax_runner import timer
-    from benchmarks.run.timing import PROFILER
-    from jflex.masks import causal
-
-    ids = jax.block_until_ready(jnp.arange(length, dtype=jnp.int32) * DOCUMENTS // length)
-    plain = lambda ids: jflex.create_block_mask(causal(), None, None, length, length)
-    compiled = jax.jit(plain if mask == "causal" else causal_documents).lower(ids).compile()
-    made, memory = _run_with_memory(compiled, ids)
-    with exclusive():
-        wall = timer().wall_seconds(lambda: compiled(ids), runs)
-        kernels, method = timer().timed(lambda: compiled(ids), runs)
-    return {"wall": wall, "device": kernels if method == PROFILER else None, **memory, "sparsity": made.sparsity()}
-
-
 def jax_imported() -> None:
     """Nothing but the import and the start on the GPU, so that the files have been read once."""
     import jax.numpy as jnp
@@ -166,71 +142,6 @@ def _use_cache(folder: str | None) -> dict[str, int]:
     return events
 
 
-@contextlib.contextmanager
-def count_compilations() -> Iterator[list[int]]:
-    """Counts the programs that XLA compiles inside of the block, in the list's one element.
-
-    >>> import jax, jax.numpy as jnp
-    >>> with count_compilations() as count:
-    ...     three = jax.jit(lambda x: x * 3.25)(jnp.float32(3))
-    >>> count[0] > 0
-    True
-    """
-    import jax
-
-    count, open_ = [0], [True]
-
-    def listen(event: str, duration_secs: float, **kwargs: str | int) -> None:
-        del duration_secs, kwargs
-        if open_ and event == "/jax/core/compile/backend_compile_duration":
-            count[0] += 1
-
-    jax.monitoring.register_event_duration_secs_listener(listen)  # JAX has no public way to remove one
-    try:
-        yield count
-    finally:
-        open_.clear()
-
-
-def eager_calls() -> dict[str, dict[str, float]]:
-    """Seconds of the first eager calls of a process on a CPU, and programs compiled in the second ones."""
-    import jax
-    import jax.numpy as jnp
-
-    jax.block_until_ready(jnp.ones(3) + 1)
-    ready = time.perf_counter()
-    import jflex
-
-    seconds = {"import jflex, JAX being there": time.perf_counter() - ready}
-    query, compiled = jax.random.normal(jax.random.key(0), (1, 512, 4, 64)), {}
-
-    def alibi() -> Callable[..., Any]:
-        slopes = 2.0 ** -jnp.arange(1.0, 5.0)
-        return lambda score, b, h, q_idx, kv_idx: score - slopes[h] * (q_idx - kv_idx).astype(jnp.float32)
-
-    def timed(name: str, function: Callable[[], Any]) -> Any:
-        jax.block_until_ready(query)
-        started = time.perf_counter()
-        with count_compilations() as count:
-            result = jax.block_until_ready(function())
-        seconds[name] = time.perf_counter() - started
-        if "second" in name:
-            compiled[name] = count[0]
-        return result
-
-    make_mask = lambda: jflex.create_block_mask(lambda b, h, q_idx, kv_idx: q_idx >= kv_idx, None, None, 512, 512)
-    attend = lambda q, block_mask, mod: jflex.flex_attention(q, q, q, mod, block_mask, implementation="xla")
-    loss = lambda q, block_mask, mod: attend(q, block_mask, mod).sum()
-    block_mask = timed("create_block_mask, first call", make_mask)
-    timed("forward, first call", lambda: attend(query, block_mask, alibi()))
-    timed("gradient, first call", lambda: jax.grad(loss)(query, block_mask, alibi()))
-    again = timed("create_block_mask, second call with a fresh lambda", make_mask)
-    mods = [alibi(), alibi()]
-    timed("forward, second call with a fresh lambda", lambda: attend(query, again, mods[0]))
-    timed("gradient, second call with a fresh lambda", lambda: jax.grad(loss)(query, again, mods[1]))
-    return {"seconds": seconds, "compiled": compiled}
-
-
 # torch.
 
 
@@ -283,28 +194,6 @@ def torch_memory(length: int, heads: int, head_size: int) -> dict[str, Any]:
     both = _torch_forward_and_backward("documents", length, heads, head_size, lambda name: None)
     both()
     return {"peak": _torch_peak(both)[1]}
-
-
-def torch_block_mask(length: int, mask: str, compiled: bool, runs: int) -> dict[str, Any]:
-    """Seconds and peak bytes of `create_block_mask`, after a first call."""
-    import torch
-    from torch.nn.attention.flex_attention import create_block_mask
-
-    mask_mod = _torch_mask_mod(mask, length)
-    create = torch.compile(create_block_mask) if compiled else create_block_mask
-    build = lambda: create(mask_mod, None, None, length, length, device="cuda")
-    if compiled:
-        build()
-    with exclusive():
-        sparsity, seconds = float(build().sparsity()), []
-        _, peak = _torch_peak(build)
-        for _ in range(runs):
-            started = time.perf_counter()
-            build()
-            torch.cuda.synchronize()
-            seconds.append(time.perf_counter() - started)
-        torch.cuda.empty_cache()  # the next process may need tens of GB
-    return {"wall": seconds, "peak": peak, "sparsity": sparsity}
 
 
 def torch_imported() -> None:

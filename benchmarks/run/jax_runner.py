@@ -7,7 +7,6 @@ import gc
 import pathlib
 import re
 import tempfile
-import time
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -19,7 +18,6 @@ import numpy as np
 from benchmarks import roofline
 from benchmarks.peers import jax_peers, jax_serving
 from benchmarks.problems import Problem
-from benchmarks.results.schema import Summary
 from benchmarks.run.check_outputs import MAX_SAMPLES
 from benchmarks.run.library_runner import LibraryRunner
 from benchmarks.run.timing import COLD_BYTES, Call, Span, Timer, busy_per_call
@@ -27,9 +25,6 @@ from benchmarks.run.timing import COLD_BYTES, Call, Span, Timer, busy_per_call
 _EVICT = "evict_l2_cache"
 _SENT = re.compile("nccl|p2p", re.IGNORECASE)  # in names of kernels and copies
 _COLLECTIVE = re.compile("all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter")  # XLA's instructions
-_STEADY = 0.1  # `take_turns` ends when the quartiles of the ratio lie within this share of its median,
-_ENOUGH = 9  # and there are so many rounds,
-_LONGEST = 31  # or so many at most, or the time is over.
 
 
 def evict_l2_cache(buffer: jax.Array) -> jax.Array:
@@ -93,32 +88,6 @@ def samples(arrays: Any) -> list[list[float]]:
         step = (x.size // MAX_SAMPLES) | 1  # odd, so that not all are of one column
         found.append(np.asarray(x.reshape(-1)[::step], np.float64).round(7).tolist())
     return found
-
-
-def take_turns(peers: dict[str, Call], seconds: float) -> dict[str, list[float]]:
-    """Wall seconds that each of two peers takes, in rounds, on a CPU.
-
-    Args:
-      peers: Functions without arguments that return arrays; jitted ones.
-      seconds: No round is begun after so much time, but three are made in any case.
-    """
-    measure, times = timer(), {name: [] for name in peers}
-    for call in peers.values():
-        measure.wait(call())
-    deadline = time.perf_counter() + seconds
-    while True:
-        for name, call in peers.items():
-            times[name] += measure.wall_seconds(call, 1)
-        first, second = times.values()
-        ratio = Summary.of(ratios(first, second))
-        steady = len(first) >= _ENOUGH and ratio.high - ratio.low < _STEADY * ratio.median
-        if steady or len(first) >= _LONGEST or (len(first) >= 3 and time.perf_counter() > deadline):
-            return times
-
-
-def ratios(numerator: Sequence[float], denominator: Sequence[float]) -> list[float]:
-    """The ratio of each round."""
-    return [a / b for a, b in zip(numerator, denominator, strict=True)]
 
 
 class JaxRunner(LibraryRunner):

@@ -139,7 +139,7 @@ def test_work_of_serving_counts_visible_keys_and_shared_ones_once():
 
 def test_what_the_parent_process_uses_loads_no_library():
     modules = ("run.suite", "results.report", "__main__")
-    modules += tuple(f"questions.{x}" for x in ("gpu", "probes", "numerics", "eight_bits"))
+    modules += tuple(f"questions.{x}" for x in ("gpu", "probes", "eight_bits"))
     words = f"import sys, {', '.join(f'benchmarks.{x}' for x in modules)}"
     words += "; assert not {'jax', 'torch', 'jflex'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", words], check=True, cwd=ROOT)

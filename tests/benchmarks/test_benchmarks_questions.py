@@ -8,13 +8,10 @@ import numpy as np
 import pytest
 
 from benchmarks import environment
-from benchmarks.peers.table import PEERS
-from benchmarks.problems import square
-from benchmarks.questions import command, cpu, eight_bits, gpu, masks, numerics, probes
+from benchmarks.questions import command, eight_bits, gpu, masks, probes
 from benchmarks.questions.command import Questions
 from benchmarks.results import schema
 from benchmarks.results.schema import Record
-from benchmarks.variants import CAP, VARIANTS
 from tests.support import oracle
 
 
@@ -52,14 +49,6 @@ def test_memory_of_a_million_tokens():
     assert value(found, "bytes per token relative to S 512, planned by XLA, S 1024") < 1.1
 
 
-def test_block_mask():
-    records, remarks = gpu.block_mask(512, 3, run_here)
-    found = by_name(records)
-    assert found["time, jflex, documents"].value.runs == 3
-    assert value(found, "sparsity, jflex, causal") == 37.5
-    assert len(remarks) == 4
-
-
 def test_long_masks():
     found = by_name(masks.long_masks((256,), run_here)[0])
     for kind in masks.KINDS:
@@ -82,26 +71,6 @@ def test_first_call(monkeypatch):
     ratios = [f"trace, lower, compile and run, reference over xla, {x} JAX's persistent cache" for x in caches]
     assert all(value(found, name) > 0 for name in ratios)
     assert "jflex, reading JAX's persistent cache: 0 hits, 0 misses" in remarks
-
-
-def test_numerics():
-    peers = ("jflex-xla", "jax-xla", "torch-flex")
-    records, remarks = numerics.numerics(64, 2, (16,), ("bfloat16",), peers, run_here)
-    found = by_name(records)
-    for variant in numerics.TESTED:
-        assert 1e-5 < value(found, f"out, RMSE, {variant}, bfloat16, D 16, jflex xla") < 5e-3
-        assert 1e-4 < value(found, f"gradients, RMSE, {variant}, bfloat16, D 16, jflex xla") < 2e-2
-    assert value(found, "out, RMSE, alibi, bfloat16, D 16, jax.nn XLA") < 5e-3
-    assert "jax.nn XLA; softcap: NotImplementedError: there is no soft capping." in remarks
-    assert any("torch-flex (4 of 4) is left out" in remark for remark in remarks)
-    assert numerics._PROCESSES.keys() <= PEERS.keys()
-
-
-def test_numerics_are_relative_to_torch():
-    errors = lambda rmse: {name: numerics.Errors(rmse, rmse, 1.0) for name in numerics.RESULTS}
-    ours = {"a": errors(1.0), "b": errors(2.0), "c": errors(9.0)}
-    records = numerics.summary({"jflex-triton": ours, "torch-flex": {"a": errors(2.0), "b": errors(2.0)}})
-    assert [(x.value.median, x.value.runs) for x in records] == [(0.75, 2), (0.75, 2)]
 
 
 def test_eight_bits():
@@ -135,48 +104,6 @@ def test_the_needle_is_what_float64_finds():
     right = oracle.forward(*arrays, 128**-0.5, None, None, {})
     np.testing.assert_allclose(out, right.out[0], rtol=1e-10, atol=1e-12)
     assert (weights > 0.99).all()
-
-
-@pytest.mark.parametrize("variant", numerics.TESTED)
-def test_exact_attention_is_that_of_the_oracle(variant: str, tmp_path):
-    case = square(1, 32, 2, 8, variant, dtype="float32")
-    [path] = numerics.prepare([case], tmp_path)
-    with np.load(path) as file:
-        arrays = dict(file)
-    query, key, v, cotangent = (arrays[name].astype(np.float64) for name in numerics.INPUTS)
-    alibi = oracle.Score(lambda s, b, h, q, k, c: s + c["slopes"][h] * (k - q))
-    bent = lambda s, *_: CAP * np.tanh(s / CAP)
-    softcap = oracle.Score(bent, lambda s, *_: 1 - np.tanh(s / CAP) ** 2)
-    mask = None if variant == "noop" else lambda b, h, q, k, c: q >= k
-    captures, score = VARIANTS["alibi"].captured(case), {"alibi": alibi, "softcap": softcap}.get(variant)
-    found = oracle.forward(query, key, v, case.D**-0.5, score, mask, captures)
-    pulled = oracle.gradients(query, key, v, case.D**-0.5, score, found, captures, cotangent, np.zeros_like(found.lse))
-    for name, expected in zip(numerics.RESULTS, (found.out, *pulled[:3]), strict=True):
-        np.testing.assert_allclose(arrays[name], expected, rtol=1e-10, atol=1e-12)
-
-
-def test_paged_scaling_on_the_cpu():
-    records, _ = cpu.paged_scaling((16, 32), (32, 64), 0.1)
-    assert len(by_name(records)) == 6
-    assert [record.unit for record in records] == ["ms", "ms", "x"] * 2
-
-
-@pytest.mark.parametrize("make", [cpu.dense_step, cpu.paged_step])
-def test_a_step_of_the_demo_can_be_repeated(make):
-    step = make(cpu.demo_model(16, 1, 2, 1), 16, 32)
-    first, again = step(), step()
-    assert first.shape[-1] == 256
-    np.testing.assert_array_equal(first, again)
-
-
-def test_memory_and_compilations_of_a_process():
-    found = cpu.in_fresh_process("probe_mask", length=512)
-    assert found["megabytes"] > 0.1
-    assert found["sparsity"] > 50
-    assert cpu.planned_training(128, dense=False) > 0
-    calls = cpu.in_fresh_process("eager_calls", probes.__name__)
-    assert len(calls["seconds"]) == 7
-    assert list(calls["compiled"].values()) == [0, 0, 0]
 
 
 def test_a_question_is_written_and_an_unknown_one_refused(tmp_path, capsys):
