@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 import jflex
-from benchmarks.peers import jax_peers
+from benchmarks.peers.jax import attention as jax_attention
 from benchmarks.problems import Problem, square
 from benchmarks.variants import VARIANTS
 from pallas_kernels.config import Tiles
@@ -75,7 +75,7 @@ def program(problem: Problem, kernel: str, tiles: Tiles | None, *, interpret: bo
     config = jflex.Config(**_tiles_of(kernel, tiles), interpret=interpret)
 
     def run(query: Any, key: Any, value: Any, d_out: Any, captured: Any, block_mask: Any) -> Any:
-        mod = VARIANTS[problem.variant].make(problem, captured, jax_peers.OPERATIONS).score
+        mod = VARIANTS[problem.variant].make(problem, captured, jax_attention.OPERATIONS).score
         attend = lambda query, key, value: jflex.flex_attention(
             query, key, value, mod, block_mask, implementation=implementation, config=config
         )
@@ -107,8 +107,8 @@ def inputs(problem: Problem) -> tuple[Any, ...]:
     if problem.variant == "pair_bias":
         captured = {"bias": jax.random.normal(jax.random.key(2), (H, S, S), jnp.bfloat16)}
     else:
-        captured = jax_peers.mods_of(problem)[1]
-    mask = VARIANTS[problem.variant].make(problem, captured, jax_peers.OPERATIONS).mask
+        captured = jax_attention.mods_of(problem)[1]
+    mask = VARIANTS[problem.variant].make(problem, captured, jax_attention.OPERATIONS).mask
     return (*arrays, captured, mask and jflex.create_block_mask(mask, None, None, S, S))
 
 

@@ -79,9 +79,8 @@ class Scope(NamedTuple):
         return [x for x in tiles if dataclasses.astuple(x) in kept]
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """The command."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks tune", description=__doc__)
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of the command."""
     parser.add_argument("--heads", type=int, nargs="+", default=HEAD_SIZES[:-1], choices=HEAD_SIZES, help="head sizes")
     every = (*KERNELS, *OFFICIAL_KERNELS, *HOPPER_KERNELS)
     parser.add_argument("--kernels", nargs="+", default=KERNELS, choices=every, help="default: Triton's")
@@ -92,20 +91,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--prune", type=pathlib.Path, help="compile for an H200, write what may be searched, stop")
     parser.add_argument("--candidates", type=pathlib.Path, help="a file that --prune wrote")
     parser.add_argument("--out", type=pathlib.Path, default=TABLES, help="folder of the table")
-    options = parser.parse_args(arguments)
+
+
+def run(options: argparse.Namespace) -> None:
+    """Searches, prunes or lists what the options name."""
     allowed = json.loads(options.candidates.read_text()) if options.candidates else None
     scope = Scope(options.kernels, options.mods, options.lengths, allowed, time.time() + options.budget)
     if options.dry_run:
         print(plan(options.heads, scope))
         return
     if options.prune and not set(options.kernels) <= set(KERNELS):
-        parser.error(f"`--prune` compiles kernels of Triton by Pallas: {', '.join(KERNELS)}")
+        raise SystemExit(f"`--prune` compiles kernels of Triton by Pallas: {', '.join(KERNELS)}")
     if options.prune:
         options.prune.write_text(json.dumps(prune(options.heads, scope), indent=1) + "\n")
         return
     facts = gpu_facts()
     if "device" not in facts:
-        parser.error("no GPU was found; `--prune FILE` and `--dry-run` work without one")
+        raise SystemExit("no GPU was found; `--prune FILE` and `--dry-run` work without one")
     tune(options.heads, scope, facts, options.out)
 
 

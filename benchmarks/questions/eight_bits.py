@@ -8,18 +8,16 @@ this imports neither JAX nor torch.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from benchmarks.environment import gpu_facts
-from benchmarks.questions import command
-from benchmarks.questions.command import Measured, Questions
+from benchmarks.questions.question import Measured
 from benchmarks.results.schema import Record
 from benchmarks.run.jobs import SHARED_GPU, Job, RunJob, run_job, run_jobs
 
-HELD = ("float8_e4m3fn", "float8_e5m2", "int8")
+DTYPES = ("float8_e4m3fn", "float8_e5m2", "int8")
 SCALES = {"tensor": "one scale", "head": "a scale for each head", "token": "a scale for each token and head"}
 MAGNITUDES = (1.0, 8.0)  # of the keys of each head
 UNITS = {
@@ -33,14 +31,8 @@ UNITS = {
 _D, _LATENT, _ROPE = 128, 512, 64
 _PAGE, _PLAIN = 64, 16
 _SCORE = 14.0  # of a query and its needle; those of other keys have a mean of 0 and a deviation of _SCORE * D**-0.5
-QUESTIONS = Questions()
 
 
-@QUESTIONS.of(
-    "caches of eight bits and of bfloat16 against float64: 65,536 normal keys and values of 128, 2 heads, the keys of "
-    "the second 8 times as large, and as many latent vectors of 512 columns and 64 rotated ones; 16 needles in each "
-    "head: keys that one query each matches with a score of 14; in % of the exact output, and of all weights",
-)
 def eight_bits(length: int = 65536, needles: int = 16, run: RunJob = run_job) -> Measured:
     """What do eight bits cost, and does attention find a needle among 64 k keys?"""
     job = Job("the caches", __name__, "errors", {"length": length, "needles": needles}, SHARED_GPU)
@@ -51,7 +43,7 @@ def eight_bits(length: int = 65536, needles: int = 16, run: RunJob = run_job) ->
         for cache, values in answer.items()
         for what, value in values.items()
     ]
-    return records, remarks
+    return Measured(records, remarks)
 
 
 class Haystack(NamedTuple):
@@ -143,7 +135,7 @@ def _caches(x: Haystack) -> Iterator[_Attended]:
     out, lse = jflex.flex_attention(query[None], rounded[0][None], rounded[1][None], return_lse=True)
     yield "bfloat16, dense", np.asarray(rounded[0], np.float32), out[0], lse[0].T
     yield "bfloat16, paged", *_paged(query, *rounded, {"dtype": jnp.bfloat16})
-    for dtype in HELD:
+    for dtype in DTYPES:
         for kind, words in SCALES.items():
             how = {"dtype": dtype, **_scales(x, dtype, kind)}
             yield f"{dtype}, {words}, paged", *_paged(query, key, value, how)
@@ -250,8 +242,3 @@ def _attended(query: Any, cache: Any, table: Any, length: int) -> tuple[np.ndarr
         own = cache.k_scale[table[0]] if cache.k_scale.ndim == 3 else cache.k_scale
         held = held * np.asarray(own)[..., None]
     return held.reshape(-1, *held.shape[-2:])[:length], out, lse
-
-
-def main(words: Sequence[str] | None = None) -> None:
-    """The command."""
-    command.run("numerics", QUESTIONS, words, on_gpu=bool(gpu_facts()))

@@ -373,13 +373,15 @@ def _draw_plots() -> None:
                 plots.draw(result, FOLDER / device)
 
 
-def main(words: Sequence[str] | None = None) -> None:
-    """The command."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks report", description=__doc__)
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of the command."""
     parser.add_argument("--check", action="store_true", help="change nothing; exit 1 if a document differs")
     parser.add_argument("--targets", action="store_true", help="print each target; exit 1 if one is missed")
     parser.add_argument("--plots", action="store_true", help="draw the plots of the page, too, with matplotlib")
-    options = parser.parse_args(words)
+
+
+def run(options: argparse.Namespace) -> None:
+    """Writes the documents, or checks them."""
     if options.plots:
         _draw_plots()
     if options.targets:

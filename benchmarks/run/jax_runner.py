@@ -16,7 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import roofline
-from benchmarks.peers import jax_peers, jax_serving
+from benchmarks.peers.jax import attention as jax_attention
+from benchmarks.peers.jax import served
 from benchmarks.problems import Problem
 from benchmarks.run.check_outputs import MAX_SAMPLES
 from benchmarks.run.library_runner import LibraryRunner
@@ -103,21 +104,21 @@ class JaxRunner(LibraryRunner):
     def start(self, problem: Problem) -> dict[str, Any]:
         """Draws the arrays, makes the BlockMask and counts the work."""
         self._problem = problem
-        self._mods, self._captured = jax_peers.mods_of(problem)
+        self._mods, self._captured = jax_attention.mods_of(problem)
         if problem.served:
             return {}
-        block_mask, visited = jax_peers.block_mask_of(problem, self._mods(self._captured))
-        self._inputs = jax_peers.inputs_of(problem, self._captured, block_mask)
+        block_mask, visited = jax_attention.block_mask_of(problem, self._mods(self._captured))
+        self._inputs = jax_attention.inputs_of(problem, self._captured, block_mask)
         work = roofline.work(problem, visited, [x.shape for x in self._captured.values()])
-        return {"work": work._asdict(), "backends": jax_peers.backends_of(problem, self._mods, self._inputs)}
+        return {"work": work._asdict(), "backends": jax_attention.backends_of(problem, self._mods, self._inputs)}
 
     def _programs(self, peer: str, directions: Sequence[str]) -> dict[str, tuple[Any, tuple[Any, ...]]]:
         """Jitted functions and their arguments; that of the backward gives ``(out, pull)``."""
         if self._problem.served:
-            function, inputs = jax_serving.served_program(peer, self._problem, self._mods, self._captured)
+            function, inputs = served.served_program(peer, self._problem, self._mods, self._captured)
             return {"forward": (jax.jit(function), inputs)}
-        attend = jax_peers.attention(peer, self._problem, self._mods)
-        functions = {"forward": attend, "backward": jax_peers.with_residuals(attend, self._problem)}
+        attend = jax_attention.attention(peer, self._problem, self._mods)
+        functions = {"forward": attend, "backward": jax_attention.with_residuals(attend, self._problem)}
         return {direction: (jax.jit(functions[direction]), self._inputs) for direction in directions}
 
     def build(self, peer: str, directions: Sequence[str]) -> dict[str, Call]:

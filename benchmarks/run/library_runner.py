@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import abc
 import statistics
-import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -137,10 +136,3 @@ class LibraryRunner(abc.ABC):
         side, count = (256, 2**16) if self.timer.profiled is None else (8192, 2**28)
         gemm, copy = (statistics.median(self.timer.timed(call, 10)[0]) for call in self.gemm_and_copy(side, count))
         return {"matmul_flops": 2 * side**3 / gemm, "copy_bytes": 2 * 4 * count / copy}
-
-    def check(self) -> dict[str, Any]:
-        """Of a GEMM of side 8192: seconds by the profiler, with the method, and by the wall."""
-        call, started = self.gemm_and_copy(8192, 1)[0], time.perf_counter()
-        seconds, method = self.timer.timed(call, 10)
-        queue = self.timer.queue_seconds(call, 10)
-        return {"profiler": seconds, "method": method, "queue": queue, "took": time.perf_counter() - started}

@@ -11,7 +11,6 @@ import argparse
 import collections
 import contextlib
 import dataclasses
-import json
 import pathlib
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -220,8 +219,8 @@ def _plan(name: str, options: argparse.Namespace) -> Plan:
     return Plan(name, [x for x in suite(name) if selected(x)], peers_of(name, options.peers), directions)
 
 
-def _options(words: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks attention", description=__doc__)
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of the command."""
     add = parser.add_argument
     suites = f"one or more, in this order: {', '.join(SUITES)}"
     add("--suite", choices=tuple(SUITES), nargs="+", metavar="NAME", default=["quick"], help=suites)
@@ -245,13 +244,10 @@ def _options(words: Sequence[str] | None) -> argparse.Namespace:
     add("--cache", type=pathlib.Path, help="keep the compilation caches here; default: a temporary folder")
     add("--out", type=pathlib.Path, help="write <out>/<suite>.json; default: benchmarks/results/<device>")
     add("--add", action="store_true", help="keep other records of the file in --out, or else of the committed one")
-    add("--check-timing", action="store_true", help="only compare the profiler with wall time")
-    return parser.parse_args(words)
 
 
-def main(words: Sequence[str] | None = None, runners: Mapping[str, str] = RUNNERS) -> None:
-    """The command."""
-    options = _options(words)
+def run(options: argparse.Namespace, runners: Mapping[str, str] = RUNNERS) -> None:
+    """Measures the suites that the options name."""
     with contextlib.ExitStack() as stack:
         cache = options.cache or pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory()))
         cache = cache.resolve()  # workers run in the root of the checkout
@@ -262,9 +258,6 @@ def main(words: Sequence[str] | None = None, runners: Mapping[str, str] = RUNNER
         pool = WorkerPool(
             {library: runners[library] for library in libraries}, worker_variables(cache), cache, deadline
         )
-        if options.check_timing:
-            print(json.dumps(stack.enter_context(pool).request_in_turn("check", _MEASURE_SECONDS), indent=1))
-            return
         half = Deadline(None if options.limit is None else options.limit / 2)  # at most, for what compiles beside
         thread = stack.enter_context(ThreadPoolExecutor(max_workers=1))
         compiling = thread.submit(precompile, plans, options.compile_workers, cache, half, runners)
@@ -274,9 +267,9 @@ def main(words: Sequence[str] | None = None, runners: Mapping[str, str] = RUNNER
         rates: dict[str, dict[str, float]] = {}
         paths: dict[str, pathlib.Path | None] = {}
         for plan in plans:
-            run = SuiteRun(pool, plan, options.runs, options.patience)
-            rates = rates or run.measure_rates()
-            paths[plan.suite] = _measure(run, plan, options, watch, rates, deadline)
+            suite_run = SuiteRun(pool, plan, options.runs, options.patience)
+            rates = rates or suite_run.measure_rates()
+            paths[plan.suite] = _measure(suite_run, plan, options, watch, rates, deadline)
     for path in filter(None, paths.values()):
         report.show(path)
     if None in paths.values():

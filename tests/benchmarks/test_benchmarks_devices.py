@@ -5,21 +5,20 @@ import types
 import jax
 import pytest
 
+from benchmarks.__main__ import main
 from benchmarks.questions import context
 from benchmarks.results import schema, targets
 from benchmarks.run.jax_runner import gpu_spans
 from benchmarks.run.timing import Communication, communication_of, spans_per_call
 
 SIZES = ("length=512", "heads=4", "kv-heads=2", "head-size=16", "documents=3", "implementation=xla", "runs=2")
-TINY = [*(f"--{size}" for size in SIZES), "--devices=2"]
+TINY = ["context", *(f"--{size}" for size in SIZES), "--devices=2"]
 
 
 @pytest.mark.skipif(jax.device_count() < 2, reason="needs two devices; tests/conftest.py simulates them")
 def test_several_devices_beside_one(tmp_path):
-    context.main([*TINY, f"--out={tmp_path}", "--masks=causal", "--strategies=ring", "--orders=balanced"])
-    context.main(
-        [*TINY, f"--out={tmp_path}", "--masks=documents", "--strategies=all_gather", "--orders=natural", "--add"]
-    )
+    main([*TINY, f"--out={tmp_path}", "--masks=causal", "--strategies=ring", "--orders=balanced"])
+    main([*TINY, f"--out={tmp_path}", "--masks=documents", "--strategies=all_gather", "--orders=natural", "--add"])
     found = schema.read(tmp_path / "context.json")
     assert found is not None
     assert found.about["machine"]["devices"] == 2

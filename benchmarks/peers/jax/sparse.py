@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 import jflex
-from benchmarks.peers.jax_peers import IMPLEMENTATIONS
-from benchmarks.peers.jax_serving import QK_HEAD_DIM, Program, contiguous_inputs, on_gpu_or_xla, paged_inputs
+from benchmarks.peers.jax.attention import IMPLEMENTATIONS
+from benchmarks.peers.jax.inputs import QK_HEAD_DIM, Cache, Program, contiguous_inputs, on_gpu_or_xla, paged_inputs
 from benchmarks.problems import Problem
 
 _LARGEST = 2  # of the integers in queries and keys of the indexer, so that scores are exact in any order of summation
@@ -31,17 +30,17 @@ def program(peer: str, problem: Problem) -> Program:
 
 
 def selected_positions(problem: Problem) -> np.ndarray:
-    """What each query selects, int32 [B * T, selected]: distinct positions that it sees."""
-    generator, found = np.random.default_rng(3), []
+    """Selection of each query, int32 [B * T, selected]: distinct visible positions."""
+    generator, positions = np.random.default_rng(3), []
     for _ in range(problem.B):
         for row in range(problem.T):
-            seen = problem.S - problem.T + row + 1
-            found.append(generator.permutation(seen)[: problem.selected])
-    return np.stack(found).astype(np.int32)
+            visible = problem.S - problem.T + row + 1
+            positions.append(generator.permutation(visible)[: problem.selected])
+    return np.stack(positions).astype(np.int32)
 
 
 def _sparse(problem: Problem, on_gpu: str | None) -> Program:
-    def attend(query: Any, cache: Any, batch: Any, indices: Any) -> Any:
+    def attend(query: jax.Array, cache: Cache, batch: jflex.paged.PagedBatch, indices: jax.Array) -> jax.Array:
         return jflex.sparse_mla_attention(
             query, cache, batch, indices, qk_head_dim=QK_HEAD_DIM, implementation=on_gpu_or_xla(on_gpu)
         )
@@ -54,7 +53,7 @@ def _gathered(problem: Problem) -> Program:
     query, rows, _, _ = contiguous_inputs(problem)
     indices = jnp.asarray(selected_positions(problem)).reshape(problem.B, problem.T, -1)
 
-    def attend(query: Any, rows: Any, indices: Any) -> Any:
+    def attend(query: jax.Array, rows: jax.Array, indices: jax.Array) -> jax.Array:
         chosen = jax.vmap(lambda rows, indices: rows[indices])(rows, indices)  # [B, T, selected, 1, D]
         each = lambda x: x.reshape(problem.B * problem.T, -1, *x.shape[-2:])
         how = {"scale": QK_HEAD_DIM**-0.5, "implementation": "xla"}
@@ -70,7 +69,7 @@ _ATTENTIONS: dict[str, Callable[[Problem], Program]] = {
 }
 
 
-def _indexer_inputs(problem: Problem) -> tuple[Any, ...]:
+def _indexer_inputs(problem: Problem) -> tuple[jax.Array, ...]:
     """Queries, keys, weights of heads, and positions of the queries."""
     keys = jax.random.split(jax.random.key(0), 3)
     draw = lambda key, shape, largest: jax.random.randint(key, shape, -largest, largest + 1)
@@ -81,7 +80,7 @@ def _indexer_inputs(problem: Problem) -> tuple[Any, ...]:
 
 
 def _indexer(problem: Problem) -> Program:
-    def select(query: Any, key: Any, weights: Any, positions: Any) -> Any:
+    def select(query: jax.Array, key: jax.Array, weights: jax.Array, positions: jax.Array) -> jax.Array:
         visible = positions[:, None] >= jnp.arange(problem.S)[None]
         best = lambda *arrays: jflex.select_keys(jflex.indexer_scores(*arrays), problem.selected, visible=visible)
         return jax.vmap(best)(query, key, weights)
@@ -92,7 +91,7 @@ def _indexer(problem: Problem) -> Program:
 def _indexer_at_once(problem: Problem) -> Program:
     """Scores of all heads in one array."""
 
-    def select(query: Any, key: Any, weights: Any, positions: Any) -> Any:
+    def select(query: jax.Array, key: jax.Array, weights: jax.Array, positions: jax.Array) -> jax.Array:
         products = jnp.einsum("bthd,bsd->bths", query, key, preferred_element_type=jnp.float32)
         scores = (weights[..., None] * jax.nn.relu(products)).sum(axis=2)
         visible = positions[:, None] >= jnp.arange(problem.S)[None]

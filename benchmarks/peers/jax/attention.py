@@ -102,18 +102,6 @@ def selected_blocks(problem: Problem, query: jax.Array, key: jax.Array) -> jflex
     )
 
 
-def causal_documents(ids: jax.Array, window: int = 0) -> jflex.BlockMask:
-    """The causal BlockMask of packed documents, from the number of each position's document.
-
-    Args:
-      ids: The numbers.
-      window: Keys that a query attends to, itself among them; 0 for all before it.
-    """
-    before = jflex.masks.sliding_window(window - 1, 0) if window else jflex.masks.causal()
-    mask_mod = jflex.and_masks(before, jflex.masks.document(ids))
-    return jflex.create_block_mask(mask_mod, None, None, *ids.shape, *ids.shape)
-
-
 def attention(peer: str, problem: Problem, mods: BoundMods) -> Attend:
     """A peer's attention for a problem with as many queries as keys."""
     return _ATTEND[peer](problem, mods)
