@@ -71,7 +71,7 @@ class Scope(NamedTuple):
         return [(kernel, *condition) for kernel in self.kernels for condition in chosen]
 
     def configurations(self, head_size: int, kernel: str, mods: str) -> list[Tiles]:
-        """What is compiled and timed."""
+        """Configurations that are compiled and timed."""
         tiles = list(search_space.configurations(kernel, head_size))
         if self.allowed is None or kernel not in KERNELS:
             return tiles
@@ -127,7 +127,7 @@ def tune(heads: Sequence[int], scope: Scope, facts: dict[str, str], folder: path
     """Searches all, and writes the table anew after each head size; entries that are not searched are kept."""
     path = folder / f"{table_name(facts['device'])}.json"
     old = json.loads(path.read_text()) if path.exists() else {"entries": []}
-    found = {json.dumps(entry["key"]): {"date": old["date"], **entry} for entry in old["entries"]}
+    table = {json.dumps(entry["key"]): {"date": old["date"], **entry} for entry in old["entries"]}
     about = describe()
     about["machine"] |= facts
     arguments = [{"head_size": D, "scope": scope._asdict()} for D in heads]
@@ -141,9 +141,9 @@ def tune(heads: Sequence[int], scope: Scope, facts: dict[str, str], folder: path
                 tqdm.write(str(error))
                 continue
             for entry in entries:
-                found[json.dumps(entry["key"])] = entry | {"date": about["date"]}
+                table[json.dumps(entry["key"])] = entry | {"date": about["date"]}
                 tqdm.write(_line(entry))
-            write(path, about, list(found.values()))
+            write(path, about, list(table.values()))
     print(path)
 
 
@@ -203,13 +203,13 @@ def _compiled(head_size: int, condition: tuple[str, str, str], scope: Scope) -> 
             if not all(_runs(kernel, program.as_text()) for program in lowered):
                 continue  # jflex would take kernels of Triton instead
             futures[x] = pool.submit(compiled, lowered)
-    found = {x: future.result() for x, future in futures.items()}
+    programs = {x: future.result() for x, future in futures.items()}
     bind = lambda run, a: lambda: run(*a)
-    return {x: [bind(run, a) for run, a in zip(runs, arrays, strict=True)] for x, runs in found.items() if runs}
+    return {x: [bind(run, a) for run, a in zip(runs, arrays, strict=True)] for x, runs in programs.items() if runs}
 
 
 def _runs(kernel: str, text: str) -> bool:
-    """Whether a lowered program runs the Hopper kernel that it is to measure; Triton's always run."""
+    """A lowered program runs the Hopper kernel that it is to measure; Triton's always run."""
     return kernel not in _NAMES or any(name in text for name in _NAMES[kernel])
 
 
@@ -236,16 +236,16 @@ def _entry(head_size: int, condition: tuple[str, str, str], calls: Calls) -> dic
 
 def _seconds(calls: Sequence[Callable[[], Any]]) -> list[float]:
     """Median time of each call; they take turns in one profile, since to start one costs as much as all of them."""
-    made = 0
+    count = 0
 
     def next_call() -> Any:
-        nonlocal made
-        made += 1
-        return calls[(made - 1) % len(calls)]()
+        nonlocal count
+        count += 1
+        return calls[(count - 1) % len(calls)]()
 
     runs = _RUNS * len(calls)
     seconds = timer().device_seconds(next_call, runs, warmup=len(calls))
-    first = (made - runs) % len(calls)  # whose turn it was when measuring began
+    first = (count - runs) % len(calls)  # whose turn it was when measuring began
     return [statistics.median(seconds[(i - first) % len(calls) :: len(calls)]) for i in range(len(calls))]
 
 
@@ -265,7 +265,7 @@ def prune(heads: Sequence[int], scope: Scope) -> dict[str, list[list[int]]]:
 
     if reason := gpu_compile.missing():
         raise SystemExit(reason)
-    found: dict[str, list[list[int]]] = {}
+    kept: dict[str, list[list[int]]] = {}
     searched = dict.fromkeys((kernel, D, mods) for D in heads for kernel, mods, _ in scope.conditions(D))
     for kernel, D, mods in tqdm(searched, unit="condition", disable=None):
         attention = search_space.attentions(D, mods, "short")[0]
@@ -278,5 +278,5 @@ def prune(heads: Sequence[int], scope: Scope) -> dict[str, list[list[int]]]:
                 continue
             if all(x.spill <= MAX_SPILLED for x in compiled if x.name.endswith(kernel)):
                 fine.append(list(dataclasses.astuple(tiles)))
-        found[_name(kernel, D, mods)] = fine
-    return found
+        kept[_name(kernel, D, mods)] = fine
+    return kept

@@ -243,7 +243,7 @@ def _measure(bench: Bench, case: Case, program: Any, runs: int, alone: _Result |
     records = _records(name, times, program.memory_analysis())
     if alone is not None and alone.records:
         ratio = alone.records[0].value.median / records[0].value.median
-        records.append(Record.of(f"{name}: speed-up", [ratio], "x"))
+        records.append(Record.from_values(f"{name}: speed-up", [ratio], "x"))
     return _Result(records, remarks, samples)
 
 
@@ -252,15 +252,18 @@ def _relative_error(array: np.ndarray, expected: np.ndarray) -> float:
 
 
 def _records(name: str, times: Times, memory: Any) -> list[Record]:
-    """The first one is the time."""
-    records = [Record.of(f"{name}: time", times.seconds, "s"), Record.of(f"{name}: wall time", times.wall, "s")]
+    """Records of a case, the time first."""
+    records = [
+        Record.from_values(f"{name}: time", times.seconds, "s"),
+        Record.from_values(f"{name}: wall time", times.wall, "s"),
+    ]
     if memory is not None:
         sizes = memory.argument_size_in_bytes, memory.temp_size_in_bytes, memory.output_size_in_bytes
         records.append(Record.single(f"{name}: memory of a GPU, planned by XLA", round(sum(sizes) / 1e6, 1), "MB"))
     if times.communication and any(x.seconds for x in times.communication):
         spent = [1e3 * x.seconds for x in times.communication]
-        records.append(Record.of(f"{name}: communication and waits", spent, "ms"))
-        records.append(Record.of(f"{name}: hidden", [100 * x.hidden for x in times.communication], "%"))
+        records.append(Record.from_values(f"{name}: communication and waits", spent, "ms"))
+        records.append(Record.from_values(f"{name}: hidden", [100 * x.hidden for x in times.communication], "%"))
     return records
 
 
@@ -277,21 +280,21 @@ def rates(bench: Bench, strategies: Sequence[str], runs: int) -> Measured:
             jax.block_until_ready(send())
             times = measure(send, bench.devices, runs)
             name = f"{len(bench.devices)} GPUs, {_COLLECTIVES[strategy]} alone: sent by each"
-            records.append(Record.of(name, [sent / x / 1e9 for x in times.seconds], "GB/s"))
+            records.append(Record.from_values(name, [sent / x / 1e9 for x in times.seconds], "GB/s"))
     except failures() as error:
         return Measured(records, [f"collectives alone: {describe_error(error)}"], "collectives alone: ")
     return Measured(records, [], "collectives alone: ")
 
 
 def work(bench: Bench, masks: Sequence[str], orders: Sequence[str]) -> Measured:
-    """How evenly the orders divide the visited blocks."""
+    """Balance of the visited blocks in each order."""
     from jflex import context_parallel
 
     records, n = [], len(bench.devices)
     for mask, order in itertools.product(masks, orders):
         costs = context_parallel.device_costs(bench.masks[mask], n, bench.order(mask, order))
         name = f"{mask}, {n} GPUs, {order}: blocks of the GPU with most over the mean"
-        records.append(Record.of(name, [float(costs.max() / costs.mean())], "x"))
+        records.append(Record.from_values(name, [float(costs.max() / costs.mean())], "x"))
     return Measured(records)
 
 
@@ -305,7 +308,7 @@ def context(
     limit: float | None,
     **sizes: int,
 ) -> Iterator[Measured]:
-    """How much faster are several GPUs than one, and how much of the communication is hidden?"""
+    """Speed-up of several GPUs over one, and hidden communication."""
     import jax
 
     local = jax.local_devices()[:devices]

@@ -65,7 +65,7 @@ class Sizes(NamedTuple):
     clients: tuple[int, ...] = (1, 64, 256)
     users: int = 64
     shared: int = 4096
-    own: int = 128
+    suffix: int = 128  # tokens of a user after the shared ones, and of an answer
     page_size: int = 64
     step_tokens: int = 2048
     gemm: int = 8192  # side of its matrices
@@ -124,7 +124,7 @@ def engine(
     cache_dtype: str | None,
     limit: float,
 ) -> Iterator[Measured]:
-    """How many tokens a second, how late is the first one, and how far is that from the roof and the peers?"""
+    """Tokens a second, latencies, and the share of the roof, beside peers."""
     if cache_dtype is not None and _PEERS in parts:
         raise SystemExit(f"--cache-dtype is for jflex: leave out the part {_PEERS}, or the option")
     sizes = Sizes(clients=(*clients,), step_tokens=step_tokens, shares=(*shares,), cache_dtype=cache_dtype)
@@ -243,11 +243,11 @@ def rates(side: int) -> tuple[float, float]:
     from benchmarks.run.jax_runner import timer
 
     copied, copy = jnp.arange(generation.COPIED_BYTES // 4, dtype=jnp.uint32), jax.jit(jnp.invert)
-    left, right = jax.random.normal(jax.random.key(0), (2, side, side), jnp.bfloat16)
+    first, second = jax.random.normal(jax.random.key(0), (2, side, side), jnp.bfloat16)
     multiply = jax.jit(jnp.matmul)
     seconds = lambda call: statistics.median(timer().device_seconds(call, 20))
     bytes_rate = 2 * generation.COPIED_BYTES / seconds(lambda: copy(copied))
-    return bytes_rate, 2 * side**3 / seconds(lambda: multiply(left, right))
+    return bytes_rate, 2 * side**3 / seconds(lambda: multiply(first, second))
 
 
 def record_launches(engine: Any, name: str, load: Load, vocabulary: int, results: Results) -> None:
@@ -334,19 +334,20 @@ def jax_users(shape: Sequence[int], sizes: Sequence[Any]) -> dict[str, Any]:
 
     shape, sizes, results = Shape(*shape), Sizes(*sizes), Results()
     model, roof = jax_model(shape), Roof.from_shape(shape, *rates(sizes.gemm), sizes.cache_dtype)
-    prompt, users = sizes.shared + sizes.own, sizes.users
-    pages = -(-(prompt + sizes.own) // sizes.page_size)
+    prompt, users = sizes.shared + sizes.suffix, sizes.users
+    pages = -(-(prompt + sizes.suffix) // sizes.page_size)
     kinds = {
         "no prefix cache": {"prefix_cache": False},
         "prefix cache": {"cascade_bytes": None},
         "prefix cache and cascade": {"cascade_bytes": 1},
     }
-    for kind, own in kinds.items():
+    for kind, more in kinds.items():
         options = EngineOptions(
             max_requests=users, max_step_tokens=max(users, sizes.step_tokens), page_size=sizes.page_size,
-            num_pages=1 + (users + 1) * pages, cache_dtype=sizes.cache_dtype, context=prompt + sizes.own, **own,
+            num_pages=1 + (users + 1) * pages, cache_dtype=sizes.cache_dtype, context=prompt + sizes.suffix, **more,
         )  # fmt: skip
-        running, load = metered(model, options), Load(2 * users, users, None, ((prompt, sizes.own),), sizes.shared, 0)
+        load = Load(2 * users, users, None, ((prompt, sizes.suffix),), sizes.shared, 0)
+        running = metered(model, options)
         running.warm_up()
         running.start()
         drive(running, dataclasses.replace(load, requests=users, seed=1), shape.vocabulary)

@@ -81,7 +81,7 @@ def step_bytes(shape: Shape, load: Load) -> int:
 def generation(
     batches: Sequence[int], peers: Sequence[str], runs: int, limit: float, run: RunJob = run_job
 ) -> Iterator[Measured]:
-    """How many tokens a second, which share of the copy rate, and how does it compare to torch?"""
+    """Tokens a second and share of the copy rate, beside torch."""
     for batch in batches:
         yield generated(Shape(), Load(batch), peers, runs, limit, run)
 
@@ -103,10 +103,10 @@ def _records(label: str, answer: Mapping[str, Any], shape: Shape, load: Load) ->
     steps, moved = load.tokens - 1, step_bytes(shape, load)
     shares = [100 * moved * steps / seconds / answer["copy"] for seconds in answer["decode"]]
     return [
-        Record.of(f"{label}: decode", [load.batch * steps / s for s in answer["decode"]], "tokens/s"),
-        Record.of(f"{label}: a step", [s / steps for s in answer["decode"]], "s"),
-        Record.of(f"{label}: share of the copy rate", shares, "%"),
-        Record.of(f"{label}: prompt", [load.batch * load.prompt / s for s in answer["prefill"]], "tokens/s"),
+        Record.from_values(f"{label}: decode", [load.batch * steps / s for s in answer["decode"]], "tokens/s"),
+        Record.from_values(f"{label}: a step", [s / steps for s in answer["decode"]], "s"),
+        Record.from_values(f"{label}: share of the copy rate", shares, "%"),
+        Record.from_values(f"{label}: prompt", [load.batch * load.prompt / s for s in answer["prefill"]], "tokens/s"),
         Record.single(f"{label}: copy rate", round(answer["copy"] / 1e12, 3), "TB/s"),
     ]
 

@@ -23,7 +23,7 @@ def first_call(
     run: RunJob = run_job,
     other: str = "official_triton",
 ) -> Measured:
-    """How long is it from a fresh process to the first result of forward and backward?
+    """Seconds from a fresh process to the first result of forward and backward.
 
     The `other` implementation has a cache of its own, that of Triton, beside JAX's: two processes fill and read both.
     """

@@ -88,7 +88,7 @@ def records_of(timings: Sequence[Timing], load: Load) -> Measured:
         Record.single(f"{load.name}: failed", len(timings) - len(good), ""),
     ]
     for name, values in (("first token", [x.first for x in good]), ("between tokens", [x.gap for x in good])):
-        records.append(Record.of(f"{load.name}: {name}", values, "s"))
+        records.append(Record.from_values(f"{load.name}: {name}", values, "s"))
         last = statistics.quantiles(values, n=100, method="inclusive")[98] if len(values) > 1 else values[0]
         records.append(Record.single(f"{load.name}: {name}, 99th percentile", rounded(last), "s"))
     return Measured(records, remarks)

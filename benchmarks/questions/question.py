@@ -99,7 +99,7 @@ def answer(question: Question, options: argparse.Namespace) -> None:
 def line(record: Record) -> str:
     """A record in words.
 
-    >>> line(Record.single("warm-up", 2.5, "s")), line(Record.of("step", [1.0, 2.0, 3.0], "s"))
+    >>> line(Record.single("warm-up", 2.5, "s")), line(Record.from_values("step", [1.0, 2.0, 3.0], "s"))
     ('warm-up: 2.5 s', 'step: 2 s (1.5 to 2.5)')
     """
     value = record.value

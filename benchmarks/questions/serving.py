@@ -134,21 +134,18 @@ def serving(
     url: str,
     key: str | None,
     start: Sequence[str] | None,
-    requests: int,
     concurrency: Sequence[int],
     rate: Sequence[float],
-    prompt_tokens: int,
-    output_tokens: int,
     lengths: Path | None,
     vocabulary: int,
-    **more: int,
+    **load: int,
 ) -> Iterator[Measured]:
-    """How many tokens a second, and how late are the first one and the next ones?"""
-    pairs = [(prompt_tokens, output_tokens)]
+    """Tokens a second, and latencies of the first token and the next ones."""
+    pairs = [(load.pop("prompt_tokens"), load.pop("output_tokens"))]
     if lengths is not None:
         lines = [line.split() for line in lengths.read_text().splitlines() if line.strip()]
         pairs = [(int(prompt), int(output)) for prompt, output in lines]
-    common = Load(requests, lengths=(*pairs,), **more)
+    common = Load(lengths=(*pairs,), **load)
     loads = [dataclasses.replace(common, rate=x) for x in rate]
     loads = loads or [dataclasses.replace(common, concurrency=clients) for clients in concurrency]
     with contextlib.ExitStack() as stack:
@@ -157,7 +154,7 @@ def serving(
             [first] = asyncio.run(send(url, Load(1, lengths=((16, 1),), warm_up=0), key))
             seconds = float(f"{first.arrivals[0] - begun:.4g}")
             yield Measured([Record.single("start to the first token", seconds, "s")])
-        for load in loads:
-            with tqdm(total=load.requests, unit="request", dynamic_ncols=True, disable=None) as bar:
-                timings = asyncio.run(send(url, load, key, vocabulary, functools.partial(bar.update, 1)))
-            yield records_of(timings, load)._replace(draw=functools.partial(draw_times, timings, load))
+        for one in loads:
+            with tqdm(total=one.requests, unit="request", dynamic_ncols=True, disable=None) as bar:
+                timings = asyncio.run(send(url, one, key, vocabulary, functools.partial(bar.update, 1)))
+            yield records_of(timings, one)._replace(draw=functools.partial(draw_times, timings, one))

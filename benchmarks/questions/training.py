@@ -174,7 +174,7 @@ def peers_attention(peer: str, query, key, value, score_mod=None, block_mask=Non
 
 
 def torch_step(problem: Problem, peer: str, mesh: str, remat: str, accumulate: int) -> tuple[Step, Callable]:
-    """The same model and step in torch: bfloat16 by autocast, float32 weights, a fused AdamW."""
+    """Model and step in torch: bfloat16 by autocast, float32 weights, a fused AdamW."""
     if mesh != "data=1" or remat == "products":
         raise Unsupported("the torch peer has one device, and remat of whole blocks or none")
     import torch
@@ -239,7 +239,7 @@ def run_case(name: str, peer: str, mesh: str, steps: int, limit: float, run: Run
 def training(
     problems: Sequence[str], peers: Sequence[str], meshes: Sequence[str], steps: int, limit: float
 ) -> Iterator[Measured]:
-    """How many tokens a second does a whole model train on, and which share of the peak rate is that?"""
+    """Tokens a second and model FLOP utilisation in training."""
     device = gpu_facts().get("device", "cpu")
     for name in problems:
         for peer in peers:

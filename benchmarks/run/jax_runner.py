@@ -49,7 +49,7 @@ def _profiled_seconds(call: Call, runs: int) -> list[float]:
 
 
 def profile_of(run: Call) -> Any:
-    """A `jax.profiler.ProfileData` of what a function puts on the devices."""
+    """A `jax.profiler.ProfileData` of a function's work on the devices."""
     options = jax.profiler.ProfileOptions()
     options.host_tracer_level = options.python_tracer_level = 0
     options.enable_hlo_proto = False
@@ -61,11 +61,11 @@ def profile_of(run: Call) -> Any:
 
 
 def gpu_spans(profile: Any, device: int = 0) -> list[Span]:
-    """What the streams of a GPU did, in a `jax.profiler.ProfileData`."""
-    own = re.compile(rf"/device:GPU:{device}(\D|$)")
+    """Kernels and copies on the streams of a GPU, in a `jax.profiler.ProfileData`."""
+    plane_name = re.compile(rf"/device:GPU:{device}(\D|$)")
     # Python 3.12 warns of the type of `event.stats` when it is first made; as an error, that would end the process.
     with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
-        lines = [line for plane in profile.planes if own.match(plane.name) for line in plane.lines]
+        lines = [line for plane in profile.planes if plane_name.match(plane.name) for line in plane.lines]
         return [_span(event) for line in lines if line.name.startswith("Stream") for event in line.events]
 
 
@@ -84,11 +84,8 @@ def timer() -> Timer:
 
 def samples(arrays: Any) -> list[list[float]]:
     """Up to about `MAX_SAMPLES` elements of each array, for `benchmarks.run.check_outputs`."""
-    found = []
-    for x in jax.tree.leaves(arrays):
-        step = (x.size // MAX_SAMPLES) | 1  # odd, so that not all are of one column
-        found.append(np.asarray(x.reshape(-1)[::step], np.float64).round(7).tolist())
-    return found
+    step = lambda x: (x.size // MAX_SAMPLES) | 1  # odd, so that not all are of one column
+    return [np.asarray(x.reshape(-1)[:: step(x)], np.float64).round(7).tolist() for x in jax.tree.leaves(arrays)]
 
 
 class JaxRunner(LibraryRunner):
@@ -139,9 +136,9 @@ class JaxRunner(LibraryRunner):
                 _pull().lower(pull, out).compile()
 
     def gemm_and_copy(self, side: int, count: int) -> tuple[Call, Call]:
-        left, right = jax.random.normal(jax.random.key(0), (2, side, side), jnp.bfloat16)
+        first, second = jax.random.normal(jax.random.key(0), (2, side, side), jnp.bfloat16)
         copied = jnp.arange(count, dtype=jnp.uint32)
-        return functools.partial(jax.jit(jnp.matmul), left, right), functools.partial(jax.jit(jnp.invert), copied)
+        return functools.partial(jax.jit(jnp.matmul), first, second), functools.partial(jax.jit(jnp.invert), copied)
 
     def forget(self) -> None:
         for name in ("_problem", "_inputs", "_mods", "_captured"):

@@ -1,4 +1,4 @@
-"""What one library's process does for a problem: compile and time its peers, and report what failed.
+"""One library's process: it compiles and times its peers for a problem, and reports failures.
 
 Imports neither JAX nor torch.
 """
@@ -66,15 +66,9 @@ class LibraryRunner(abc.ABC):
     ) -> dict[str, Any]:
         """Compiles, warms up and samples the outputs of peers. A peer that can run one direction is ready for it.
 
-        Args:
-          problem: Fields of `Problem`.
-          peers: Names.
-          directions: Of `DIRECTIONS`.
-          compile_only: Only fill the caches on the disk.
-
         Returns:
-          What `start` returns; ``ready``, names of peers; ``unable``, reasons by peer and direction; ``samples`` of the
-          results, by peer and direction.
+          The answer of `start`, with ``ready``, names of peers; ``unable``, reasons by peer and direction; ``samples``
+          of the results, by peer and direction.
         """
         self.release()
         started = self.start(Problem(**problem))
@@ -101,10 +95,10 @@ class LibraryRunner(abc.ABC):
         except failures() as error:  # each library's compiler has errors of its own
             if len(directions) == 1:
                 return {directions[0]: describe_error(error)}
-        found: dict[str, str] = {}
+        reasons: dict[str, str] = {}
         for direction in directions:
-            found |= self._prepare_peer(peer, (direction,), compile_only)
-        return found
+            reasons |= self._prepare_peer(peer, (direction,), compile_only)
+        return reasons
 
     def _warm(self, call: Call) -> _Prepared:
         result = call()

@@ -65,8 +65,8 @@ class TorchRunner(LibraryRunner):
         return calls
 
     def gemm_and_copy(self, side: int, count: int) -> tuple[Call, Call]:
-        left, right = torch.randn(2, side, side, device=self._device).to(torch.bfloat16)
-        return lambda: left @ right, torch.arange(count, device=self._device, dtype=torch.int32).clone
+        first, second = torch.randn(2, side, side, device=self._device).to(torch.bfloat16)
+        return lambda: first @ second, torch.arange(count, device=self._device, dtype=torch.int32).clone
 
     def forget(self) -> None:
         for name in ("_problem", "_arrays", "_leaves", "_bound"):

@@ -14,7 +14,7 @@ from benchmarks.run.timing import Span
 
 TINY = Shape(2, 64, 128, 4, 2, 16, 300)
 SIZES = Sizes(
-    prompt=20, output=6, clients=(1, 4), users=4, shared=32, own=8, page_size=8, step_tokens=32, gemm=64
+    prompt=20, output=6, clients=(1, 4), users=4, shared=32, suffix=8, page_size=8, step_tokens=32, gemm=64
 )  # fmt: skip
 
 

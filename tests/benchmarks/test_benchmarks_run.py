@@ -259,7 +259,7 @@ def test_the_profile_of_a_gpu_is_read():
 
 def test_a_remark_leaves_out_what_is_measured_by_now():
     done, left = suite("tiny")[:2]
-    records = [schema.Record("", schema.Summary.of([1.0]), "s", done, "jflex", "forward")]
+    records = [schema.Record("", schema.Summary.from_values([1.0]), "s", done, "jflex", "forward")]
     remarks = [f"not measured: the time was over [{done.name}; {left.name}]", f"torch: no GPU [{done.name}]"]
     assert schema.without_measured([*remarks, remarks[1]], records) == [
         f"not measured: the time was over [{left.name}]",

@@ -50,7 +50,7 @@ class Inputs(NamedTuple):
 
 
 def mods_of(problem: Problem) -> tuple[BoundMods, dict[str, jax.Array]]:
-    """A problem's mods, from the captured arrays; and these."""
+    """A problem's mods, as a function of the captured arrays, and these arrays."""
     variant = VARIANTS[problem.variant]
     indices = {name: jnp.asarray(array) for name, array in variant.indices(problem).items()}
     captured = {
@@ -110,20 +110,21 @@ def attention(peer: str, problem: Problem, mods: BoundMods) -> Attend:
 def with_residuals(attend: Attend, problem: Problem) -> Callable[..., Any]:
     """``(*inputs) -> (out, pull)``; whether captured arrays have gradients depends on the problem."""
 
-    def both(query: Any, key: Any, value: Any, captured: Any, block_mask: Any) -> Any:
+    def both(*inputs: Any) -> Any:
+        *arrays, captured, block_mask = inputs
         if problem.differentiated:
-            return jax.vjp(lambda q, k, v, c: attend(q, k, v, c, block_mask), query, key, value, captured)
-        return jax.vjp(lambda q, k, v: attend(q, k, v, captured, block_mask), query, key, value)
+            return jax.vjp(lambda *x: attend(*x, block_mask), *arrays, captured)
+        return jax.vjp(lambda *x: attend(*x, captured, block_mask), *arrays)
 
     return both
 
 
-def forward_and_backward(attend: Callable[[Any, Any, Any], Any]) -> Callable[..., Any]:
+def forward_and_backward(attend: Callable[..., jax.Array]) -> Callable[..., Any]:
     """``(query, key, value, cotangent) -> (out, gradients)`` of an attention."""
 
-    def both(query: Any, key: Any, value: Any, cotangent: Any) -> Any:
-        out, pull = jax.vjp(attend, query, key, value)
-        return out, pull(cotangent)
+    def both(*arrays: jax.Array) -> Any:
+        out, pull = jax.vjp(attend, *arrays[:-1])
+        return out, pull(arrays[-1])
 
     return both
 
@@ -133,30 +134,26 @@ def backends_of(problem: Problem, mods: BoundMods, inputs: Inputs) -> dict[str, 
     (mask, score), (query, key, value, _, block_mask) = mods(inputs.captured), inputs
     block_mask = selected_blocks(problem, query, key) if problem.selected else block_mask
     everywhere = mask if problem.form == "everywhere" else None
-    how: dict[str, Any] = {**_weights_of(problem), **_rotation_of(problem), "return_stats": (*problem.stats.split(),)}
-    account = jflex.explain(query, key, value, score, block_mask, mask_mod=everywhere, **how)
+    account = jflex.explain(query, key, value, score, block_mask, mask_mod=everywhere, **_options(problem))
     return {name: named or str(account.backend) for name, named in IMPLEMENTATIONS.items()}
 
 
-def _weights_of(problem: Problem) -> dict[str, Any]:
-    """Arguments of `flex_attention`, by `Problem.weights`."""
-    if problem.weights == "sinks":
-        return {"sinks": jnp.zeros(problem.Hq)}
-    if problem.weights == "dropout":
-        return {"dropout_rate": 0.1, "dropout_key": jax.random.key(1)}
-    return {"normalize": "none"} if problem.weights == "sigmoid" else {}
-
-
-def _rotation_of(problem: Problem) -> dict[str, Any]:
-    """Arguments of `flex_attention`, by `Problem.keys`."""
-    return dict.fromkeys(("query_mod", "key_mod"), jflex.rope()) if problem.keys == "raw" else {}
+def _options(problem: Problem) -> dict[str, Any]:
+    """Arguments of `flex_attention`, by `weights`, `keys` and `stats`."""
+    weights = {
+        "sinks": {"sinks": jnp.zeros(problem.Hq)},
+        "dropout": {"dropout_rate": 0.1, "dropout_key": jax.random.key(1)},
+        "sigmoid": {"normalize": "none"},
+    }
+    rotation = dict.fromkeys(("query_mod", "key_mod"), jflex.rope()) if problem.keys == "raw" else {}
+    return {**weights.get(problem.weights, {}), **rotation, "return_stats": tuple(problem.stats.split())}
 
 
 def _rotating(problem: Problem, mods: BoundMods) -> Attend:
     """Queries and keys rotated by XLA, and the plain call."""
     plain = _jflex(dataclasses.replace(problem, keys=""), mods)
 
-    def attend(query: Any, key: Any, value: Any, captured: Any, block_mask: Any) -> Any:
+    def attend(query: jax.Array, key: jax.Array, value: jax.Array, captured: Captured, block_mask: Any) -> Any:
         query, key = (jflex.rotary.rotate(x, jnp.arange(x.shape[1])) for x in (query, key))
         return plain(query, key, value, captured, block_mask)
 
@@ -164,18 +161,15 @@ def _rotating(problem: Problem, mods: BoundMods) -> Attend:
 
 
 def _jflex(problem: Problem, mods: BoundMods, implementation: str | None = None) -> Attend:
-    def attend(query: Any, key: Any, value: Any, captured: Any, block_mask: Any) -> Any:
+    def attend(query: jax.Array, key: jax.Array, value: jax.Array, captured: Captured, block_mask: Any) -> Any:
         mask, score = mods(captured)
         if problem.weights == "sigmoid":
             assert score is None  # of the variants of the suite
             score = jflex.scores.sigmoid(-math.log(problem.S))
         everywhere = mask if problem.form == "everywhere" else None
         block_mask = selected_blocks(problem, query, key) if problem.selected else block_mask
-        how = _weights_of(problem) | _rotation_of(problem)
-        attend = functools.partial(jflex.flex_attention, implementation=implementation, **how)
-        result = attend(
-            query, key, value, score, block_mask, mask_mod=everywhere, return_stats=tuple(problem.stats.split())
-        )
+        options = {"mask_mod": everywhere, "implementation": implementation, **_options(problem)}
+        result = jflex.flex_attention(query, key, value, score, block_mask, **options)
         return result[0] if problem.stats else result
 
     return attend
@@ -187,7 +181,7 @@ def _jax_nn(problem: Problem, mods: BoundMods, implementation: Any) -> Attend:
     window = (min(WINDOW, problem.S // 2) - 1, 0) if problem.variant == "sliding_window" else None
     causal = problem.variant in ("causal", "sliding_window", "alibi")
 
-    def attend(query: Any, key: Any, value: Any, captured: Any, block_mask: Any) -> Any:
+    def attend(query: jax.Array, key: jax.Array, value: jax.Array, captured: Captured, block_mask: Any) -> Any:
         bias = captured["bias"][None] if "bias" in captured else None
         if "slopes" in captured:
             places = jnp.arange(problem.S, dtype=jnp.float32)

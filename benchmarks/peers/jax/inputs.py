@@ -63,7 +63,7 @@ def paged_inputs(problem: Problem, prefix: int = 0) -> tuple[jax.Array, Cache, j
 
 
 def _in_eight_bits(dtype: str, cache: jflex.paged.PagedCache) -> jflex.paged.PagedCache:
-    """The same pages in eight bits, with a scale for each token and head."""
+    """Pages in eight bits, with a scale for each token and head."""
     pages, size, heads, D = cache.k.shape
     rows = lambda x: x.reshape(pages * size, heads, D)
     empty = jflex.paged.PagedCache.create(pages, size, heads, D, dtype=dtype)

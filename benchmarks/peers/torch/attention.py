@@ -101,8 +101,8 @@ def _flash_attention_4(problem: Problem) -> Callable[..., Any]:
     options = {"causal": problem.variant in ("causal", "softcap"), "window_size": window, "softcap": cap}
 
     def attend(query: Any, key: Any, value: Any) -> Any:
-        found = flash_attn_func(*(x.transpose(1, 2) for x in (query, key, value)), **options)
-        return found[0] if isinstance(found, tuple) else found  # with its lse, in some versions
+        out = flash_attn_func(*(x.transpose(1, 2) for x in (query, key, value)), **options)
+        return out[0] if isinstance(out, tuple) else out  # with its lse, in some versions
 
     return attend
 

@@ -76,7 +76,7 @@ class Model(nn.Module):
 
 
 class Programs(NamedTuple):
-    """What is compiled."""
+    """Compiled functions."""
 
     prefill: Callable[[Tensor], Tensor]  # tokens [B, T] to the first token [B, 1]
     step: Callable[[Tensor, Tensor], Tensor]  # the last token [B, 1] and its position [1] to the next one
@@ -116,14 +116,14 @@ def torch_generation(
     shape: Sequence[int], load: Sequence[int], runs: int, how: str, device: str = "cuda"
 ) -> dict[str, Any]:
     """Seconds of prompt and decoding of each run, after two that compile and record graphs; and the copy rate."""
-    sizes, wanted = Shape(*shape), Load(*load)
+    sizes, loaded = Shape(*shape), Load(*load)
     torch.manual_seed(0)
     with torch.no_grad():
         with torch.device(device):  # not around the calls: torch.compile does not trace all of them under it
-            prompts = torch.randint(sizes.vocabulary, (wanted.batch, wanted.prompt))
-            compiled = programs(sizes, wanted, how)
+            prompts = torch.randint(sizes.vocabulary, (loaded.batch, loaded.prompt))
+            compiled = programs(sizes, loaded, how)
             copied = torch.empty(COPIED_BYTES // 4, dtype=torch.int32)
-        times = [_seconds(compiled, prompts, wanted.tokens) for _ in range(runs + 2)][2:]
+        times = [_seconds(compiled, prompts, loaded.tokens) for _ in range(runs + 2)][2:]
         copy = copy_rate(copied.clone, lambda _: _wait())
     return {"prefill": [prefill for prefill, _ in times], "decode": [decode for _, decode in times], "copy": copy}
 

@@ -60,7 +60,7 @@ def _model(shape: Shape, device: str) -> Any:
 
 
 def _seconds(generate: Callable[[], None]) -> float:
-    """Of the second run; the first one compiles and records graphs."""
+    """Time of the second run; the first one compiles and records graphs."""
     generate()
     _wait()
     started = time.perf_counter()
@@ -75,17 +75,17 @@ def _static(model: Any, prompts: torch.Tensor, tokens: int) -> None:
         max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False, cache_implementation="static", pad_token_id=0
     )
     with torch.no_grad():
-        found = model.generate(inputs, attention_mask=torch.ones_like(inputs), generation_config=options)
-    _check([found.shape[1] - inputs.shape[1]], tokens)
+        tokens_out = model.generate(inputs, attention_mask=torch.ones_like(inputs), generation_config=options)
+    _check([tokens_out.shape[1] - inputs.shape[1]], tokens)
 
 
 def _continuous(model: Any, prompts: torch.Tensor, tokens: int) -> None:
     options = GenerationConfig(max_new_tokens=tokens, do_sample=False, eos_token_id=-1, pad_token_id=0)
     with torch.no_grad():
-        found = model.generate_batch(  # the second run finds the manager, the cache and the graphs of the first
+        answers = model.generate_batch(  # the second run finds the manager, the cache and the graphs of the first
             prompts.tolist(), generation_config=options, progress_bar=False, persistent_manager=True
         )
-    _check([len(one.generated_tokens) for one in found.values()], tokens)
+    _check([len(one.generated_tokens) for one in answers.values()], tokens)
 
 
 def _check(counts: Sequence[int], expected: int) -> None:
