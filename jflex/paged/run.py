@@ -61,8 +61,8 @@ class Pages(NamedTuple):
     hides_zeros: bool = False
 
 
-class How(NamedTuple):
-    """Options that callers pass on.
+class PagedOptions(NamedTuple):
+    """Options forwarded by the public calls.
 
     Attributes:
       score_mod: ``(score, r, h, n, j)``: group, query head, packed query, key of the group.
@@ -149,7 +149,7 @@ def attend(call: PagedCall, implementation: Implementation) -> AttentionState:
     return AttentionState(saved.out, saved.lse, spec.normalize, saved.max, saved.entropy)
 
 
-def prepare(caller: str, query: Any, pages: Pages, how: How) -> PagedCall:
+def prepare(caller: str, query: Any, pages: Pages, how: PagedOptions) -> PagedCall:
     """Traces the mods and makes the remaining checks; nothing is computed, and query and pages may be shapes."""
     Dv = pages.value.shape[-1] if pages.latent_size is None else pages.latent_size
     score, score_operands = (None, ()) if how.score_mod is None else trace_score_mod(how.score_mod)
