@@ -121,7 +121,7 @@ class ModelConfig:
     """A decoder.
 
     Attributes:
-        family: A name in `flax_layers.models.families`: the format of its checkpoints.
+        family: A name in `flax_layers.models.checkpoint.families`: the format of its checkpoints.
         vocabulary: Number of tokens.
         width: Size of the residual stream.
         mlp_width: Size of the hidden layer of the MLP.

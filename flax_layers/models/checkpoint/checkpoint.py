@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 
 import jflex
 from flax_layers.models.checkpoint.config_json import read_config, write_config
+from flax_layers.models.checkpoint.families import family_named
 from flax_layers.models.checkpoint.folders import (
     CheckpointError,
     copy_tokenizer,
@@ -24,7 +25,6 @@ from flax_layers.models.checkpoint.tensor_files import TensorFiles, write_files
 from flax_layers.models.checkpoint.tensor_names import TOP_MODULES, Tensor, pieces_of, tensors_of
 from flax_layers.models.config import ModelConfig
 from flax_layers.models.decoder import Decoder
-from flax_layers.models.families import family_named
 from flax_layers.models.fused import is_fused
 from flax_layers.models.sharding import RULES, Rules, parameter_shardings
 

@@ -4,11 +4,11 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from flax_layers.models import config_experts, config_rope
+from flax_layers.models.checkpoint import config_experts, config_rope
+from flax_layers.models.checkpoint.config_rope import FULL
+from flax_layers.models.checkpoint.families import FAMILIES, REFUSED, Family, Fields, Raw, family_named
 from flax_layers.models.checkpoint.fp8_files import read_quantization
 from flax_layers.models.config import LayerConfig, ModelConfig
-from flax_layers.models.config_rope import FULL
-from flax_layers.models.families import FAMILIES, REFUSED, Family, Fields, Raw, family_named
 
 SLIDING = "sliding_attention"
 

@@ -8,8 +8,8 @@ in the first, which both versions read. Of a value that a file has twice, the on
 import math
 from collections.abc import Mapping
 
+from flax_layers.models.checkpoint.families import Family, Fields, Raw
 from flax_layers.models.config import LayerConfig
-from flax_layers.models.families import Family, Fields, Raw
 from flax_layers.rotary_scaling import LinearScaling, Llama3Scaling, LongRopeScaling, RotaryScaling, YarnScaling
 
 FULL = "full_attention"

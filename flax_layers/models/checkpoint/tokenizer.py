@@ -194,7 +194,7 @@ class Tokenizer:
                 f"`template` must be a chat template of the checkpoint, which has {known}. Got {template!r}."
             )
         with needs("jinja2"):
-            from flax_layers.models import chat_template
+            from flax_layers.models.checkpoint import chat_template
         values = {
             "tools": None, "documents": None, **self.special_tokens, **values,
             "messages": messages, "add_generation_prompt": add_generation_prompt,

@@ -43,7 +43,7 @@ def dropout_options(rate: float, deterministic: bool, is_broadcast: bool, key: A
     return {"dropout_rate": rate, "dropout_key": key[None, None] if is_broadcast else key}
 
 
-def check_handed_over(*, module: Any, input_positions: Any, einsums: dict[str, Any]) -> None:
+def check_flax_arguments(*, module: Any, input_positions: Any, einsums: dict[str, Any]) -> None:
     """Refuses arguments that jflex does not support.
 
     Args:
@@ -55,7 +55,7 @@ def check_handed_over(*, module: Any, input_positions: Any, einsums: dict[str, A
         NotImplementedError: An argument is set.
 
     Example:
-        >>> check_handed_over(module=object(), input_positions=None, einsums={})
+        >>> check_flax_arguments(module=object(), input_positions=None, einsums={})
         Traceback (most recent call last):
         NotImplementedError: `module` is set to sow the attention weights (`sow_weights=True`), which jflex never ...
     """

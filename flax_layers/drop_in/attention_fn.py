@@ -12,8 +12,8 @@ import jflex
 from flax_layers.attention.constant_mask import block_mask_data
 from flax_layers.attention.core import fold_batch
 from flax_layers.attention.layer_mods import Mods
-from flax_layers.handed_over import (
-    check_handed_over,
+from flax_layers.drop_in.flax_arguments import (
+    check_flax_arguments,
     dropout_options,
     four_axes,
     matmul_precision,
@@ -180,7 +180,7 @@ class AttentionFn:
             "attn_weights_value_einsum": attn_weights_value_einsum,
         }
         dropout = dropout_options(dropout_rate, deterministic, broadcast_dropout, dropout_rng)
-        check_handed_over(module=module, input_positions=input_positions, einsums=einsums)
+        check_flax_arguments(module=module, input_positions=input_positions, einsums=einsums)
         if promote_dtype is None:
             query, key, value = linen_promote_dtype(query, key, value, dtype=dtype)
         else:

@@ -2,8 +2,8 @@
 
 import dataclasses
 
+from flax_layers.models.checkpoint.families import GROUP_LIMITED, Family, Fields, Raw
 from flax_layers.models.config import ExpertsConfig, LatentConfig, LayerConfig, ModelConfig
-from flax_layers.models.families import GROUP_LIMITED, Family, Fields, Raw
 
 _GROUPS = ("groups", "groups_per_token")
 
