@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import TypedDict
 
+import jax
 import jax.numpy as jnp
 from flax.linen.dtypes import promote_dtype as linen_promote_dtype
+from flax.typing import Dtype
 from jaxtyping import Array, Bool, Float, Int, Num
 
 import jflex
 from flax_layers.attention.constant_mask import block_mask_data
 from flax_layers.attention.core import fold_batch
-from flax_layers.attention.layer_mods import Mods
+from flax_layers.attention.mods import Mods
 from flax_layers.drop_in.flax_arguments import (
+    DropoutOptions,
     check_flax_arguments,
     dropout_options,
     four_axes,
@@ -20,7 +24,7 @@ from flax_layers.drop_in.flax_arguments import (
     reader,
     shown_lengths,
 )
-from flax_layers.linen.mods import with_parameters
+from flax_layers.linen.mods import create_parameters
 from flax_layers.nnx.stored_mods import ModAttributes, check_no_hidden_state, is_state, stored
 from jflex.block_mask.bands import Band, band_block_mask
 from jflex.jax_nn import block_size_of
@@ -104,16 +108,21 @@ def attention_fn(
     return kind(mods, decode, {"scale": scale, "implementation": implementation, "config": config})
 
 
+class Options(TypedDict):
+    """Arguments of `attention_fn` for `jflex.flex_attention`."""
+
+    scale: float | None
+    implementation: str | tuple[str, ...] | None
+    config: jflex.Config | None
+
+
 class AttentionFn:
     """The return value of `attention_fn`, in place of Flax's `dot_product_attention`.
 
-    Args:
-        mods: The mods and the mask.
-        decode: See `attention_fn`.
-        options: Other arguments of `jflex.flex_attention`.
+    `options` are other arguments of `jflex.flex_attention`.
     """
 
-    def __init__(self, mods: Mods, decode: bool | None, options: dict[str, Any]):
+    def __init__(self, mods: Mods, decode: bool | None, options: Options):
         self.score_mod = mods.score_mod
         self.mask_mod = mods.mask_mod
         self.block_mask = mods.block_mask
@@ -129,26 +138,26 @@ class AttentionFn:
         mask: Num[Array, "*shape"] | Bool[Array, "*shape"] | None = None,
         *,
         broadcast_dropout: bool = True,
-        dropout_rng: Any = None,
+        dropout_rng: Array | None = None,
         dropout_rate: float = 0.0,
         deterministic: bool = False,
-        dtype: Any = None,
-        precision: Any = None,
-        module: Any = None,
+        dtype: Dtype | None = None,
+        precision: jax.lax.PrecisionLike | jax.lax.DotAlgorithmPreset = None,
+        module: object = None,
         is_causal: bool = False,
         input_positions: Int[Array, "*shape"] | None = None,
-        promote_dtype: Any = None,
+        promote_dtype: Callable[..., tuple[Array, Array, Array]] | None = None,
         force_fp32_for_softmax: bool = False,
-        einsum_dot_general: Any = None,
-        qk_attn_weights_einsum: Any = None,
-        attn_weights_value_einsum: Any = None,
+        einsum_dot_general: object = None,
+        qk_attn_weights_einsum: object = None,
+        attn_weights_value_einsum: object = None,
     ) -> Float[Array, "*batch T Hq Dv"]:
         """Computes attention. The signature lists every argument of Flax, because linen inspects it.
 
         Args:
-            query: Queries.
+            query: Queries, [*batch, T, Hq, D].
             key: Keys. Each key head is shared by `Hq // Hkv` query heads.
-            value: Values.
+            value: Values, with the heads of the keys.
             bias: Added to the scores; broadcasts to [*batch, Hq, T, S].
             mask: 0 or False where a key is not attended to; broadcasts to [*batch, Hq, T, S].
             broadcast_dropout: Must be False where dropout is active: each weight has its own draw.
@@ -157,14 +166,14 @@ class AttentionFn:
             deterministic: Whether dropout is off.
             dtype: Dtype to which queries, keys and values are cast. Default: their promoted dtype.
             precision: Precision of float32 matrix products, forward and backward.
-            module: Must be None: attention weights cannot be sown.
+            module: None: attention weights cannot be sown.
             is_causal: Whether a query attends only to keys up to its own position.
-            input_positions: Must be None.
+            input_positions: None, as are the three functions for einsums.
             promote_dtype: A function for the casts, called with `((query, key, value), dtype=dtype)`.
             force_fp32_for_softmax: Ignored; softmax is always in float32.
-            einsum_dot_general: Must be None.
-            qk_attn_weights_einsum: Must be None.
-            attn_weights_value_einsum: Must be None.
+            einsum_dot_general: None, for the kernels compute all products.
+            qk_attn_weights_einsum: None, for the same reason.
+            attn_weights_value_einsum: None, for the same reason.
 
         Returns:
             One vector for each query and head.
@@ -186,12 +195,12 @@ class AttentionFn:
         else:
             query, key, value = promote_dtype((query, key, value), dtype=dtype)
         _check_batch(query, key, value)
-        score_mod = with_parameters("score_mod", self.score_mod)
-        mask_mod = with_parameters("mask_mod", self.mask_mod)
-        mods = Mods(score_mod, mask_mod, block_mask_data(self.block_mask))
-        call = _Call(mods, query, key, value, bias, mask, is_causal)
+        mods = Mods(self.score_mod, self.mask_mod, block_mask_data(self.block_mask))
+        create_parameters("score_mod", mods.score_mod)
+        create_parameters("mask_mod", mods.mask_mod)
+        call = _Call(mods, (query, key, value), bias, mask, is_causal)
         with matmul_precision(precision):
-            attended = call.run(self.decode, self.options | dropout)
+            attended = call.run(self.decode, self.options, dropout)
         return attended.reshape(*query.shape[:-1], value.shape[-1])
 
 
@@ -202,7 +211,15 @@ class AttentionModule(AttentionFn, ModAttributes):
 class _Call:
     """The arguments of a call, with all batch axes folded into one."""
 
-    def __init__(self, mods: Mods, query: Array, key: Array, value: Array, bias: Any, mask: Any, is_causal: bool):
+    def __init__(
+        self,
+        mods: Mods,
+        arrays: tuple[Array, Array, Array],
+        bias: Array | None,
+        mask: Array | None,
+        is_causal: bool,
+    ):
+        query, key, value = arrays
         shape = (*query.shape[:-3], query.shape[-2], query.shape[-3], key.shape[-3])
         self.mods = mods
         self.query, self.key, self.value = fold_batch(query), fold_batch(key), fold_batch(value)
@@ -212,7 +229,7 @@ class _Call:
         self.causal = jflex.masks.causal() if is_causal else None
         self.B, self.T, self.S, self.Hq = self.query.shape[0], *shape[-2:], shape[-3]
 
-    def run(self, decode: bool | None, options: dict[str, Any]) -> Float[Array, "B T Hq Dv"]:
+    def run(self, decode: bool | None, options: Options, dropout: DropoutOptions) -> Float[Array, "B T Hq Dv"]:
         lengths, mods, causal = None, self.mods, self.causal
         if self.T == 1 and self.mask is not None:
             if decode is None and self.S > 1:
@@ -225,8 +242,10 @@ class _Call:
                 causal = None  # keys after the query are beyond `lengths`
         mask_mod, block_mask = self._mask(mods, causal, block_size_of(options["config"] or jflex.Config()))
         score_mod = self._with_bias(mods.score_mod)
-        arrays = (self.query, self.key, self.value)
-        return jflex.flex_attention(*arrays, score_mod, block_mask, mask_mod=mask_mod, kv_lengths=lengths, **options)
+        return jflex.flex_attention(
+            self.query, self.key, self.value, score_mod, block_mask, mask_mod=mask_mod, kv_lengths=lengths,
+            **options, **dropout,
+        )  # fmt: skip
 
     def _mask(
         self, mods: Mods, causal: jflex.MaskMod | None, block_size: tuple[int, int]
@@ -237,7 +256,7 @@ class _Call:
             return (whole, None) if mods.block_mask is None else (None, mods.block_mask)
         if mods.block_mask is None:
             block_mask = None
-            if causal is not None and self.T > 1:
+            if whole is not None and causal is not None and self.T > 1:
                 block_mask = self._blocks(whole, causal, block_size, hides_more=mods.mask_mod is not None)
             return (whole, None) if block_mask is None else (None, block_mask)
         if whole is None:
@@ -251,7 +270,11 @@ class _Call:
         return None, mods.block_mask & listed
 
     def _blocks(
-        self, whole: Any, causal: jflex.MaskMod | None, block_size: tuple[int, int], hides_more: bool = False
+        self,
+        whole: jflex.MaskMod,
+        causal: jflex.MaskMod | None,
+        block_size: tuple[int, int],
+        hides_more: bool = False,
     ) -> jflex.BlockMask | None:
         """The BlockMask without blocks above the diagonal or empty in the dense mask; None if it would skip none."""
         band, shape = Band(None, None if causal is None else 0), (self.B, self.Hq, self.T, self.S)
@@ -271,8 +294,7 @@ class _Call:
 
     def _check_no_mods(self) -> None:
         """Refuses mods and `is_causal`, which need the position of the query."""
-        given = {**self.mods._asdict(), "is_causal": self.causal}
-        for name, value in given.items():
+        for name, value in {**self.mods._asdict(), "is_causal": self.causal}.items():
             if value is not None:
                 raise ValueError(
                     f"`{name}` needs the position of the query, which Flax does not pass. Got one query, {self.S} keys "
@@ -282,10 +304,10 @@ class _Call:
                 )
 
 
-def _all_of(*masks: Any) -> Any:
+def _all_of(*masks: jflex.MaskMod | None) -> jflex.MaskMod | None:
     """Combines mask_mods with `and_masks`. None stands for no mask."""
-    given = [mask for mask in masks if mask is not None]
-    return jflex.and_masks(*given) if len(given) > 1 else given[0] if given else None
+    present = [mask for mask in masks if mask is not None]
+    return jflex.and_masks(*present) if len(present) > 1 else present[0] if present else None
 
 
 def _check_batch(query: Array, key: Array, value: Array) -> None:

@@ -4,28 +4,29 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import TypedDict
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 from jaxtyping import Array, Int32, Shaped
 
-Reader = Callable[[Any, Any, Any, Any], Array]
+Reader = Callable[[ArrayLike, ArrayLike, ArrayLike, ArrayLike], Array]
 """`(b, h, q_idx, kv_idx) -> element`, on scalars."""
 
 
-def dropout_options(rate: float, deterministic: bool, is_broadcast: bool, key: Any) -> dict[str, Any]:
-    """Returns the arguments for dropout of `jflex.flex_attention`.
+class DropoutOptions(TypedDict, total=False):
+    """Arguments for dropout of `jflex.flex_attention`."""
 
-    Args:
-        rate: The argument `dropout_rate` of Flax.
-        deterministic: Whether dropout is off.
-        is_broadcast: The argument `broadcast_dropout`: batch entries and heads drop the same weights.
-        key: The argument `dropout_rng`.
+    dropout_rate: float
+    dropout_key: Array
 
-    Returns:
-        No arguments if dropout is off.
+
+def dropout_options(rate: float, deterministic: bool, is_broadcast: bool, key: Array | None) -> DropoutOptions:
+    """Returns the arguments for dropout of `jflex.flex_attention`; none if dropout is off.
+
+    With `is_broadcast`, the `broadcast_dropout` of Flax, batch entries and heads drop the same weights.
 
     Raises:
         ValueError: There is no key.
@@ -43,16 +44,8 @@ def dropout_options(rate: float, deterministic: bool, is_broadcast: bool, key: A
     return {"dropout_rate": rate, "dropout_key": key[None, None] if is_broadcast else key}
 
 
-def check_flax_arguments(*, module: Any, input_positions: Any, einsums: dict[str, Any]) -> None:
-    """Refuses arguments that jflex does not support.
-
-    Args:
-        module: The module that sows attention weights; must be None.
-        input_positions: Positions for a rotary embedding; must be None.
-        einsums: Replacements of matrix products, by name; all must be None.
-
-    Raises:
-        NotImplementedError: An argument is set.
+def check_flax_arguments(*, module: object, input_positions: object, einsums: Mapping[str, object]) -> None:
+    """Raises NotImplementedError for arguments that jflex does not support; all must be None, and so must all einsums.
 
     Example:
         >>> check_flax_arguments(module=object(), input_positions=None, einsums={})
@@ -81,13 +74,7 @@ def check_flax_arguments(*, module: Any, input_positions: Any, einsums: dict[str
 def four_axes(name: str, array: Shaped[Array, "*shape"], shape: tuple[int, ...]) -> Shaped[Array, "#B #H #T #S"]:
     """Folds the batch axes of a dense mask or bias into one, of size 1 if all of them are broadcast.
 
-    Args:
-        name: Name of the argument, for the message.
-        array: An array that broadcasts to `shape` by the rules of numpy.
-        shape: `(*batch, heads, queries, keys)`.
-
-    Returns:
-        The array with four axes. Axes of size 1 for heads, queries and keys are kept.
+    `shape` is `(*batch, heads, queries, keys)`. Axes of size 1 for heads, queries and keys are kept.
 
     Raises:
         ValueError: The array does not broadcast to `shape`.
@@ -132,14 +119,12 @@ def shown_lengths(mask: Shaped[Array, "#B #H 1 #S"], batch: int, keys: int) -> I
     return jnp.max(jnp.where(shown, ends, 0), axis=1, initial=0)
 
 
-def matmul_precision(precision: Any) -> contextlib.AbstractContextManager[Any]:
-    """A context in which jflex computes with the `precision` of Flax.
+def matmul_precision(
+    precision: jax.lax.PrecisionLike | jax.lax.DotAlgorithmPreset,
+) -> contextlib.AbstractContextManager[object]:
+    """A context in which jflex computes with the `precision` of Flax; for None, it changes nothing.
 
-    Args:
-        precision: None, a `jax.lax.Precision`, a `jax.lax.DotAlgorithmPreset`, a name of one, or a pair of equal ones.
-
-    Returns:
-        The context. For None, it changes nothing.
+    It takes a `jax.lax.Precision`, a `jax.lax.DotAlgorithmPreset`, a name of one, or a pair of equal ones.
 
     Raises:
         ValueError: The precision is something else.
