@@ -36,7 +36,7 @@ class Block(nnx.Module):
         config: The configuration of the model.
         layer: The configuration of this layer.
         score_mod: Makes a module that is the score_mod of this layer.
-        implementation: The jflex backend.
+        implementation: The jflex backend, as for `Decoder`.
         attention_config: Tile sizes and promises of its attention.
         options: `dtype`, `param_dtype` and `rngs`, as for `Decoder`.
     """
@@ -74,7 +74,7 @@ class Block(nnx.Module):
         """Returns the residual stream after this block.
 
         Args:
-            stream: The residual stream.
+            stream: The residual stream before it.
             block_mask: The mask. Default: causal within the layer's window, without skipping blocks.
             positions: Positions for the rotary embedding. Default: 0, 1, 2, ...
             context: How tokens are divided among devices. Default: they are not.

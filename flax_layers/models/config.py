@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 
 from flax_layers.models.mlp import ACTIVATIONS
-from flax_layers.rotary_scaling import LongRopeScaling, RotaryScaling
+from jflex.rotary import LongRopeScaling, RotaryScaling
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,7 +33,7 @@ class ExpertsConfig:
     """A mixture of experts: each token goes through a few of many small MLPs.
 
     Attributes:
-        number: Routed experts.
+        number: Number of routed experts.
         width: Size of the hidden layer of an expert.
         per_token: Experts that a token goes through.
         shared: Experts that every token goes through; they form one MLP of the sum of their sizes.
@@ -122,14 +122,14 @@ class ModelConfig:
 
     Attributes:
         family: A name in `flax_layers.models.checkpoint.families`: the format of its checkpoints.
-        vocabulary: Number of tokens.
+        vocabulary: Number of tokens, special ones included.
         width: Size of the residual stream.
         mlp_width: Size of the hidden layer of the MLP.
-        num_heads: Query heads.
+        num_heads: Number of query heads.
         num_kv_heads: Key and value heads.
         head_dim: Size of a head; with `latent`, of a query and key.
         layers: The attention and the MLP of each layer.
-        max_positions: The longest context.
+        max_positions: The longest context, in tokens.
         activation: Activation of the gate of the MLP: a name in `flax_layers.models.mlp.ACTIVATIONS`.
         norm_epsilon: Epsilon of all RMS norms.
         norm_offset: Added to the scales of all RMS norms: 1 in Gemma.

@@ -94,7 +94,7 @@ class Decoder(nnx.Module):
         """The last hidden states, after the final norm. `logits` takes them.
 
         Args:
-            tokens: Rows of tokens.
+            tokens: Rows of tokens, in the order of `context`.
             documents: Document id of each token; tokens attend only within their document. Default: one per row.
                 In the natural order of the tokens, whatever the order of `context`.
             positions: Positions for the rotary embedding. Default: 0, 1, 2, ... in each row.
@@ -102,7 +102,7 @@ class Decoder(nnx.Module):
                 (`flax_layers.models.mods.remat_policy`). You can also pass a policy of `jax.checkpoint_policies`.
             constrain: Applied to the residual stream before each block and after the last, to set its sharding, for
                 example.
-            context: How tokens are divided among devices; `tokens` and the result are in its order. Default: each
+            context: How tokens are divided among devices; the result is in its order, too. Default: each
                 device attends to whole sequences.
 
         Returns:
@@ -146,7 +146,7 @@ class Decoder(nnx.Module):
         """Dense caches of empty sequences, one for each layer, for `decode`.
 
         Args:
-            batch: Number of sequences.
+            batch: Number of sequences, B.
             max_length: Capacity of each, in tokens. It selects the factors of LongRoPE.
             dtype: Dtype of keys and values, of eight bits too but for latent attention. Default: that of the
                 computation.
@@ -228,16 +228,11 @@ class Decoder(nnx.Module):
     ) -> tuple[Float[Array, "N width"], Pages]:
         """See `decode_paged`; returns hidden states.
 
-        Args:
-            tokens: As for `decode_paged`.
-            cache: As for `decode_paged`.
-            batch: As for `decode_paged`.
-            shared_prefix: The first requests begin with the same pages, and each request has one token in this call:
-                layers without a window read these pages once for all.
-            streaming: As for `decode_paged`.
+        With a `shared_prefix`, the first requests begin with the same pages, and each request has one token in this
+        call: layers without a window read these pages once for all.
 
         Raises:
-            ValueError: As for `decode_paged`; or either of the last two with latent attention.
+            ValueError: As for `decode_paged`; or there are a shared prefix and latent attention.
         """
         self._check_latent("shared_prefix", shared_prefix)
         self._check_latent("streaming", streaming)

@@ -24,12 +24,7 @@ from flax_layers.models.mlp import MLP
 class Router(nnx.Module):
     """Weighs the experts of each token, in float32, whatever the dtype of the model.
 
-    Args:
-        width: Size of the residual stream.
-        config: The experts.
-        kernel_init: Initializer of the projection to scores.
-        param_dtype: Dtype of the parameters, unless they are float32 in any case.
-        rngs: Source of its key.
+    Its parameters have the `param_dtype`, unless they are float32 in any case.
     """
 
     def __init__(
@@ -61,14 +56,7 @@ class Router(nnx.Module):
 
 
 def selected(choice: Float[Array, "*batch number"], config: ExpertsConfig) -> Bool[Array, "*batch number"]:
-    """The experts of each token: the best ones of its best groups.
-
-    Args:
-        choice: What each expert is selected by.
-        config: The experts.
-
-    Returns:
-        True for `config.per_token` experts of each token.
+    """The experts of each token: the best ones of its best groups, by the values of `choice`.
 
     Example:
         >>> config = ExpertsConfig(number=4, width=8, per_token=1, groups=2)
@@ -90,14 +78,8 @@ def _best(values: Float[Array, "*batch n"], count: int) -> Bool[Array, "*batch n
 class MixtureOfExperts(nnx.Module):
     """Routed experts, and one MLP of the shared ones.
 
-    Args:
-        width: Size of the residual stream.
-        config: The experts.
-        activation: As for `MLP`.
-        linear: Makes a projection with given input and output sizes, `use_bias` and `rngs`.
-        kernel_init: Initializer of the router.
-        param_dtype: Dtype of the parameters of the router, as for `Router`.
-        rngs: Source of the keys of the initializers.
+    `linear` makes a projection with given input and output sizes, `use_bias` and `rngs`; the other initializer and
+    dtype are those of the router.
 
     Example:
         >>> config = ExpertsConfig(number=4, width=8, per_token=2)

@@ -20,12 +20,8 @@ _GROUPS = ((FlexAttention, ("query", "key", "value")), (MLP, ("gate", "up")))
 class FusedPart(nnx.Module):
     """One of several projections of the same input, whose kernels are side by side in one `nnx.Linear`.
 
-    Each part computes all of them. In a jitted function the products are one, by common subexpression elimination.
-
-    Args:
-        fused: All projections; the parts share it.
-        start: The first of the columns of this one.
-        size: How many there are.
+    Each part computes all of them, and returns `size` columns from `start` on. In a jitted function the products are
+    one, by common subexpression elimination.
     """
 
     def __init__(self, fused: nnx.Linear, start: int, size: int):
@@ -39,12 +35,12 @@ class FusedPart(nnx.Module):
 
     @property
     def dtype(self) -> Dtype | None:
-        """Of the computation."""
+        """The dtype of the computation."""
         return self.fused.dtype
 
     @property
     def param_dtype(self) -> Dtype:
-        """Of the parameters."""
+        """The dtype of the parameters."""
         return self.fused.param_dtype
 
 
@@ -106,7 +102,7 @@ def _check(name: str, part: Any) -> None:
 
 
 def is_fused(model: nnx.Module) -> bool:
-    """Whether `fuse_projections` was called."""
+    """Tests whether `fuse_projections` was called."""
     return any(isinstance(module, FusedPart) for _, module in nnx.iter_modules(model))
 
 

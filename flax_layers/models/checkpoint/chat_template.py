@@ -17,16 +17,8 @@ import jinja2.sandbox
 import jinja2.utils
 
 
-def render(source: str, origin: str, values: Mapping[str, Any]) -> str:
-    """The text of a chat.
-
-    Args:
-        source: The template.
-        origin: Its name and file, for messages.
-        values: What the template reads: `messages`, `add_generation_prompt` and others.
-
-    Returns:
-        The text.
+def render(source: str, origin: str, values: Mapping[str, object]) -> str:
+    """Renders a chat. `origin` is the name and the file of the template, for messages.
 
     Raises:
         ValueError: The template is not valid, or it refuses the messages.
@@ -63,10 +55,10 @@ class _GenerationBlock(jinja2.ext.Extension):
 class _Dict:
     """`dict` for templates, without the attributes of the class."""
 
-    def __call__(self, *args: Any, **values: Any) -> dict[Any, Any]:
+    def __call__(self, *args: Mapping, **values: object) -> dict:
         return dict(*args, **values)
 
-    def fromkeys(self, *args: Any) -> dict[Any, Any]:
+    def fromkeys(self, *args: Any) -> dict:
         return dict.fromkeys(*args)
 
 
@@ -74,17 +66,17 @@ class _Namespace(jinja2.utils.Namespace):
     """`namespace` for templates, without names that begin with an underscore."""
 
     def __init__(*args: Any, **values: Any) -> None:  # `namespace(self=...)` is valid
-        self, *rest = args
-        for name in dict(*rest, **values):
+        self, *mappings = args
+        for name in dict(*mappings, **values):
             _check_name(name)
-        jinja2.utils.Namespace.__init__(self, *rest, **values)
+        jinja2.utils.Namespace.__init__(self, *mappings, **values)
 
-    def __setitem__(self, name: str, value: Any) -> None:
+    def __setitem__(self, name: str, value: object) -> None:
         _check_name(name)
         super().__setitem__(name, value)
 
 
-def _check_name(name: Any) -> None:
+def _check_name(name: object) -> None:
     if isinstance(name, str) and name.startswith("_"):
         raise jinja2.exceptions.SecurityError(f"A namespace must not have the unsafe attribute {name!r}.")
 
@@ -94,9 +86,13 @@ def _raise_exception(message: str) -> NoReturn:
 
 
 def _to_json(
-    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
 ) -> str:
-    """As `transformers`: the filter of jinja2 escapes HTML."""
+    """Returns JSON as `transformers` does: the filter of jinja2 escapes HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

@@ -65,7 +65,7 @@ def from_pretrained(
             What selects experts in DeepSeek is float32 in any case.
         mesh: Devices to shard the parameters over. Default: all parameters are on JAX's default device.
         rules: How each parameter is sharded over the mesh.
-        implementation: The jflex backend.
+        implementation: The jflex backend, as for `Decoder`.
         attention_config: Tile sizes and promises of its attention, for `Decoder`.
         max_positions: The longest context that will be used. Default: what the file says. Up to the original context
             of a LongRoPE, the model always has its short factors.
@@ -103,15 +103,10 @@ def from_pretrained(
 
 
 def read_folder_config(folder: Folder, max_positions: int | None = None) -> ModelConfig:
-    """Reads `config.json` of a checkpoint.
+    """Reads `config.json` of a checkpoint; `max_positions` as for `from_pretrained`.
 
-    Args:
-        folder: The folder of the checkpoint.
-        max_positions: As for `from_pretrained`.
-
-    Returns:
-        The configuration of the model. Its embeddings are not tied if the files hold another `lm_head.weight`, whatever
-        `tie_word_embeddings` says: Transformers 5.24 then keeps both.
+    The embeddings are not tied if the files hold another `lm_head.weight`, whatever `tie_word_embeddings` says:
+    Transformers 5.24 then keeps both.
 
     Raises:
         FileNotFoundError: There is no `config.json`.
@@ -132,13 +127,7 @@ def read_folder_config(folder: Folder, max_positions: int | None = None) -> Mode
 
 
 def read_folder_dtype(folder: Folder) -> Dtype:
-    """Reads the dtype of a checkpoint.
-
-    Args:
-        folder: The folder of the checkpoint.
-
-    Returns:
-        The dtype of most tensors that are not quantized.
+    """Reads the dtype of a checkpoint: that of most tensors that are not quantized.
 
     Raises:
         FileNotFoundError: A required file does not exist.
@@ -149,7 +138,7 @@ def read_folder_dtype(folder: Folder) -> Dtype:
 
 
 def _has_own_head(folder: pathlib.Path) -> bool:
-    """Returns whether the files hold embeddings, and an output projection that differs from them."""
+    """Tests whether the files hold embeddings, and an output projection that differs from them."""
     if not any(folder.glob("*.safetensors")):
         return False
     with TensorFiles(folder, read_quantization(_read_raw(folder))) as files:
@@ -192,7 +181,7 @@ def save_pretrained(
     Raises:
         CheckpointError: `folder` holds files that do not belong to a checkpoint, or a number is too large for `dtype`.
         ValueError: The format of the family cannot describe the model, or its projections are fused.
-        OSError: Writing fails.
+        OSError: A file cannot be written.
     """
     folder = pathlib.Path(folder)
     if is_fused(model):
@@ -222,11 +211,7 @@ def save_pretrained(
 
 
 def _check_tensors(
-    folder: pathlib.Path,
-    config: ModelConfig,
-    tensors: Mapping[str, Tensor],
-    files: TensorFiles,
-    fp8: BlockFP8 | None,
+    folder: pathlib.Path, config: ModelConfig, tensors: Mapping[str, Tensor], files: TensorFiles, fp8: BlockFP8 | None
 ) -> None:
     """Raises one error that lists all differences between the tensors of the model and of the files."""
     shapes = {name: tensor.shape for name, tensor in tensors.items()}

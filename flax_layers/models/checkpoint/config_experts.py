@@ -5,33 +5,28 @@ import dataclasses
 from flax_layers.models.checkpoint.families import GROUP_LIMITED, Family, Fields, Raw
 from flax_layers.models.config import ExpertsConfig, LatentConfig, LayerConfig, ModelConfig
 
+_LATENT_KEYS = {
+    "latent_dim": "kv_lora_rank",
+    "nope_head_dim": "qk_nope_head_dim",
+    "rope_head_dim": "qk_rope_head_dim",
+    "value_head_dim": "v_head_dim",
+    "query_latent_dim": "q_lora_rank",
+    "rotary_interleaved": "rope_interleave",
+}
+"""Fields of `LatentConfig`, and their keys."""
+
 _GROUPS = ("groups", "groups_per_token")
 
 
 def read_fields(family: Family, raw: Raw, layers: tuple[LayerConfig, ...]) -> Fields:
-    """Fields of `ModelConfig` that describe experts and latent attention.
-
-    Args:
-        family: The family of the model.
-        raw: The keys of `config.json` that the family reads, with its defaults.
-        layers: The attention of each layer.
-
-    Returns:
-        The fields; none for a family without them.
+    """Reads the fields of `ModelConfig` for experts and latent attention; none for a family without them.
 
     Raises:
         ValueError: A key is missing.
     """
     fields: Fields = {}
     if family.reads("kv_lora_rank"):
-        latent = LatentConfig(
-            latent_dim=raw["kv_lora_rank"],
-            nope_head_dim=raw["qk_nope_head_dim"],
-            rope_head_dim=raw["qk_rope_head_dim"],
-            value_head_dim=raw["v_head_dim"],
-            query_latent_dim=raw["q_lora_rank"],
-            rotary_interleaved=raw["rope_interleave"],
-        )
+        latent = LatentConfig(**{field: raw[key] for field, key in _LATENT_KEYS.items()})
         head_dim = latent.nope_head_dim + latent.rope_head_dim
         fields |= {"latent": latent, "head_dim": head_dim, "num_kv_heads": raw["num_attention_heads"]}
     sparse = _sparse_layers(family, raw)
@@ -67,26 +62,11 @@ def _read_experts(family: Family, raw: Raw) -> ExpertsConfig:
 
 
 def written_fields(family: Family, config: ModelConfig) -> Fields:
-    """The keys of `config.json` that `read_fields` reads.
-
-    Args:
-        family: The family of the model.
-        config: The configuration.
-
-    Returns:
-        The keys; none for latent attention or experts that the model does not have.
-    """
+    """The keys that `read_fields` reads; none for latent attention or experts that the model does not have."""
     raw: Fields = {}
     if config.latent is not None:
-        raw |= {
-            "kv_lora_rank": config.latent.latent_dim,
-            "q_lora_rank": config.latent.query_latent_dim,
-            "qk_nope_head_dim": config.latent.nope_head_dim,
-            "qk_rope_head_dim": config.latent.rope_head_dim,
-            "v_head_dim": config.latent.value_head_dim,
-            "head_dim": config.latent.rope_head_dim,  # whose rotary embedding Transformers makes of this size
-            "rope_interleave": config.latent.rotary_interleaved,
-        }
+        raw |= {key: getattr(config.latent, field) for field, key in _LATENT_KEYS.items()}
+        raw["head_dim"] = config.latent.rope_head_dim  # whose rotary embedding Transformers makes of this size
     dense = [number for number, layer in enumerate(config.layers) if layer.experts is None]
     if family.reads("mlp_only_layers"):
         raw["mlp_only_layers"] = dense

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from flax_layers.models.checkpoint.families import Family, Fields, Raw
 from flax_layers.models.config import LayerConfig
-from flax_layers.rotary_scaling import LinearScaling, Llama3Scaling, LongRopeScaling, RotaryScaling, YarnScaling
+from jflex.rotary import LinearScaling, Llama3Scaling, LongRopeScaling, RotaryScaling, YarnScaling
 
 FULL = "full_attention"
 
@@ -21,19 +21,29 @@ _REQUIRED = {
     "longrope": ("short_factor", "long_factor"),
 }
 
+_YARN = ("factor", "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate")
+_WRITTEN: Mapping[type, tuple[str, Mapping[str, str]]] = {
+    LinearScaling: ("linear", {"factor": "factor"}),
+    Llama3Scaling: (
+        "llama3",
+        {
+            "factor": "factor",
+            "low_freq_factor": "low_frequency_factor",
+            "high_freq_factor": "high_frequency_factor",
+            _ORIGINAL: "original_max_positions",
+        },
+    ),
+    YarnScaling: ("yarn", {**{key: key for key in _YARN}, _ORIGINAL: "original_max_positions"}),
+    LongRopeScaling: (
+        "longrope",
+        {"short_factor": "short_factors", "long_factor": "long_factors", "attention_factor": "magnitude"},
+    ),
+}
+"""The name of each scaling, its keys, and their attributes, of which None is not written."""
+
 
 def read_rotary(family: Family, raw: Raw, kind: str, head_dim: int, max_positions: int) -> Fields:
-    """Reads the rotary embedding of a kind of layer.
-
-    Args:
-        family: The family of the model.
-        raw: The keys of `config.json` that the family reads, with their types checked.
-        kind: The kind, as in `layer_types`.
-        head_dim: Size of a head.
-        max_positions: The longest context that will be used.
-
-    Returns:
-        The fields of `LayerConfig` that describe it.
+    """Reads the fields of `LayerConfig` for the rotary embedding of a kind of layer, as in `layer_types`.
 
     Raises:
         ValueError: A key is missing, or the scaling is not supported.
@@ -136,46 +146,16 @@ def _yarn(raw: Raw, rope: Raw) -> YarnScaling:
 
 
 def written_rotary(layer: LayerConfig, head_dim: int) -> Fields:
-    """The keys of `config.json` that `read_rotary` reads.
-
-    Args:
-        layer: The layer whose embedding is written.
-        head_dim: Size of a head.
-
-    Returns:
-        The keys.
-    """
+    """The keys of `config.json` that `read_rotary` reads."""
     raw: Fields = {"rope_theta": layer.rotary_base, "rope_scaling": None}
     if layer.rotary_dim is not None:
         raw["partial_rotary_factor"] = layer.rotary_dim / head_dim
     scaling = layer.rotary_scaling
-    if isinstance(scaling, LinearScaling):
-        raw["rope_scaling"] = {"rope_type": "linear", "factor": scaling.factor}
-    if isinstance(scaling, Llama3Scaling):
-        raw["rope_scaling"] = {
-            "rope_type": "llama3",
-            "factor": scaling.factor,
-            "low_freq_factor": scaling.low_frequency_factor,
-            "high_freq_factor": scaling.high_frequency_factor,
-            "original_max_position_embeddings": scaling.original_max_positions,
-        }
-    if isinstance(scaling, YarnScaling):
-        optional = {key: getattr(scaling, key) for key in ("attention_factor", "mscale", "mscale_all_dim")}
-        raw["rope_scaling"] = {
-            "rope_type": "yarn",
-            "factor": scaling.factor,
-            "original_max_position_embeddings": scaling.original_max_positions,
-            "beta_fast": scaling.beta_fast,
-            "beta_slow": scaling.beta_slow,
-            **{key: value for key, value in optional.items() if value is not None},
-            "truncate": scaling.truncate,
-        }
+    if type(scaling) in _WRITTEN:
+        name, attributes = _WRITTEN[type(scaling)]
+        values = {key: getattr(scaling, attribute) for key, attribute in attributes.items()}
+        lists = {key: list(x) if isinstance(x, tuple) else x for key, x in values.items() if x is not None}
+        raw["rope_scaling"] = {"rope_type": name, **lists}
     if isinstance(scaling, LongRopeScaling):
-        raw["original_max_position_embeddings"] = scaling.original_max_positions
-        raw["rope_scaling"] = {
-            "rope_type": "longrope",
-            "short_factor": list(scaling.short_factors),
-            "long_factor": list(scaling.long_factors),
-            "attention_factor": scaling.magnitude,
-        }
+        raw[_ORIGINAL] = scaling.original_max_positions
     return raw

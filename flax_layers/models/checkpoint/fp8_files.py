@@ -28,7 +28,7 @@ _NAMES_OF_KEPT = ("modules_to_not_convert", "ignored_layers")
 
 @dataclasses.dataclass(frozen=True)
 class BlockFP8:
-    """How the weights of a checkpoint are quantized.
+    """The quantization of the weights of a checkpoint.
 
     Attributes:
         block: Rows and columns of a block of a weight ``[out, in]``.
@@ -48,7 +48,7 @@ class BlockFP8:
         return tuple(-(-size // block) for size, block in zip(shape, self.block, strict=True))
 
     def keeps(self, name: str) -> bool:
-        """Whether the module of a tensor is one that is not quantized.
+        """Tests whether the module of a tensor is one that is not quantized.
 
         >>> fp8 = BlockFP8((128, 128), ("lm_head", "model.layers.*.mlp.gate"))
         >>> fp8.keeps("lm_head.weight"), fp8.keeps("model.layers.3.mlp.gate_proj.weight")
@@ -62,11 +62,8 @@ class BlockFP8:
 def read_quantization(raw: Mapping[str, Any]) -> BlockFP8 | None:
     """Reads `quantization_config` of a `config.json`.
 
-    Args:
-        raw: The contents of `config.json`.
-
     Returns:
-        How weights are quantized. None: they are not; or in MXFP4, which names and shapes of tensors tell.
+        None: weights are not quantized; or in MXFP4, which names and shapes of tensors tell.
 
     Raises:
         ValueError: They are quantized by a method, or in blocks, that are not supported.
@@ -75,25 +72,28 @@ def read_quantization(raw: Mapping[str, Any]) -> BlockFP8 | None:
         >>> read_quantization({"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}})
         BlockFP8(block=(128, 128), kept=())
     """
-    held = raw.get("quantization_config")
-    if not held:
+    config = raw.get("quantization_config")
+    if not config:
         return None
-    if not isinstance(held, Mapping):
+    if not isinstance(config, Mapping):
         raise ValueError(
-            f"`quantization_config` of `config.json` must be a JSON object. Got {type(held).__name__}. Download it "
+            f"`quantization_config` of `config.json` must be a JSON object. Got {type(config).__name__}. Download it "
             "again."
         )
-    if held.get("quant_method") == "mxfp4":
+    if config.get("quant_method") == "mxfp4":
         return None
     for key, needed in {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}.items():
-        found = held.get(key)
-        if found != needed and (found is not None or key == "quant_method"):
+        value = config.get(key)
+        if value != needed and (value is not None or key == "quant_method"):
             raise ValueError(
                 f"`{key}` in `quantization_config` of `config.json` must be {needed!r}: weights are read in MXFP4, "
-                f"and in FP8 with a scale for each block. Got {found!r}, which is not read. Use the checkpoint in 16 "
+                f"and in FP8 with a scale for each block. Got {value!r}, which is not read. Use the checkpoint in 16 "
                 "bits."
             )
-    block, kept = held.get("weight_block_size"), next((held[x] for x in _NAMES_OF_KEPT if held.get(x)), [])
+    block, kept = (
+        config.get("weight_block_size"),
+        next((config[x] for x in _NAMES_OF_KEPT if config.get(x)), []),
+    )
     if not isinstance(block, list) or len(block) != 2 or not all(type(x) is int and x > 0 for x in block):
         raise ValueError(
             "`weight_block_size` in `quantization_config` of `config.json` must be two positive integers, as [128, "
@@ -109,13 +109,7 @@ def read_quantization(raw: Mapping[str, Any]) -> BlockFP8 | None:
 
 
 class WidenedTensor:
-    """A weight in FP8 whose parts are read as float32: each value times the scale of its block.
-
-    Args:
-        values: The bytes of the weight, ``[out, in]``; perhaps memory-mapped.
-        scales: Its scales.
-        block: Rows and columns of a block.
-    """
+    """A weight in FP8, ``[out, in]``, whose parts are read as float32: each value times the scale of its block."""
 
     def __init__(self, values: np.ndarray, scales: np.ndarray, block: tuple[int, int]):
         self._values, self._height = values, block[0]

@@ -29,10 +29,6 @@ CHUNK_BYTES = 16 << 20
 class TensorFiles(contextlib.ExitStack):
     """The tensors in a folder. Files stay open and memory-mapped until the context ends.
 
-    Args:
-        folder: A folder with `*.safetensors`, and perhaps an index.
-        fp8: How weights in FP8 are quantized. None: there are none.
-
     Raises:
         FileNotFoundError: There are no files, or a file in the index is missing.
         CheckpointError: A file cannot be read, or does not match the index.
@@ -51,8 +47,7 @@ class TensorFiles(contextlib.ExitStack):
         self.dtypes: dict[str, str] = {}
         for path, names in _paths(folder).items():
             file = self.enter_context(_opened(path))
-            held = set(file.keys())
-            absent = [] if names is None else sorted(set(names) - held)
+            absent = [] if names is None else sorted(set(names).difference(file.keys()))
             if absent:
                 raise CheckpointError(
                     f"{path} does not hold tensors that {INDEX} lists: {', '.join(absent)}. Download both again."
@@ -75,7 +70,7 @@ class TensorFiles(contextlib.ExitStack):
         return _DTYPES[max(sorted(set(names)), key=names.count)] if names else jnp.float32
 
     def differ(self, one: str, other: str) -> bool:
-        """Returns whether two tensors of two axes are both there and differ."""
+        """Tests whether two tensors of two axes are both there and differ."""
         if not {one, other} <= self.shapes.keys():
             return False
         rows, *columns = self.shapes[one]
@@ -88,16 +83,10 @@ class TensorFiles(contextlib.ExitStack):
         )
 
     def read(self, pieces: Sequence[Piece], dtype: Dtype, tensor: Tensor, sharding: Sharding | None) -> Array:
-        """Reads a parameter to devices.
+        """Reads a parameter to devices, each of which gets only its own shard; by default to JAX's default device.
 
-        Args:
-            pieces: Where it lies.
-            dtype: Dtype of the result.
-            tensor: The tensor of the first piece.
-            sharding: Sharding of the result. Each device gets only its own shard. Default: JAX's default device.
-
-        Returns:
-            The array, when it is on its devices and the host copy is no longer needed.
+        It returns when the array is on its devices and the host copy is no longer needed. `tensor` is that of the first
+        piece.
         """
         shape = pieces[0].shape
         final = shape[::-1] if tensor.transposed else shape
@@ -130,7 +119,7 @@ class TensorFiles(contextlib.ExitStack):
         return jax.block_until_ready(jax.make_array_from_callback(whole, sharding, part))
 
     def _tensor(self, name: str) -> Any:
-        """What gives parts of a tensor; of one in FP8, as float32."""
+        """A tensor that is read in parts; one in FP8 as float32."""
         if self._fp8 is None or self.dtypes[name] != FP8:
             return self._slices[name]
         path = self._paths[name]
@@ -158,14 +147,7 @@ class _View(NamedTuple):
         return chunk[..., self.offset :: self.step]
 
 
-def _part(
-    piece: _View,
-    start: int,
-    shape: Shape,
-    dtype: Dtype,
-    transposed: bool,
-    index: Index,
-) -> np.ndarray:
+def _part(piece: _View, start: int, shape: Shape, dtype: Dtype, transposed: bool, index: Index) -> np.ndarray:
     """One shard of the result, read, cast and transposed a few rows at a time."""
     index = index[::-1] if transposed else index
     ranges = [range(*x.indices(size)) for x, size in zip(index, shape, strict=True)]
@@ -184,7 +166,7 @@ def _part(
 
 
 def _begins(path: pathlib.Path) -> dict[str, int]:
-    """Where the tensors of a file begin, for those in FP8: `safetensors` does not read them for numpy."""
+    """Offsets of the tensors in a file, for those in FP8: `safetensors` does not read them for numpy."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(length))
@@ -247,12 +229,8 @@ def write_files(
 ) -> None:
     """Writes tensors to one file, or to several files with an index.
 
-    Args:
-        folder: An existing folder.
-        tensors: The tensors, by name.
-        values: The parameters, by path.
-        dtypes: To which they are rounded, by path.
-        max_file_bytes: Maximum size of a file. A larger tensor gets a file of its own.
+    Values and the dtypes to which they are rounded are those of parameters, by path. A tensor larger than
+    `max_file_bytes` gets a file of its own.
 
     Raises:
         OSError: Writing fails.

@@ -1,4 +1,4 @@
-"""Which tensors the files of a model hold, and which parameters each of them is."""
+"""Tensors in the files of a model, and the parameters of each."""
 
 import dataclasses
 from collections.abc import Container, Mapping, Sequence
@@ -129,7 +129,7 @@ class Tensor:
 
     @property
     def per_expert(self) -> bool:
-        """Returns whether the first axis of the parameters counts experts."""
+        """Tests whether the first axis of the parameters counts experts."""
         return self.stacked or self.expert is not None
 
 
@@ -153,16 +153,10 @@ class Piece:
 
 
 def tensors_of(modules: Modules, shapes: Mapping[str, Shape], names: Container[str] = ()) -> dict[str, Tensor]:
-    """The tensors in the files of a model.
+    """The tensors in the files of a model, by their names there.
 
-    Args:
-        modules: Names of the modules of a block, of the family of the model.
-        shapes: Shape of each parameter, by path, such as `blocks.0.attention.query.kernel`.
-        names: Names of the tensors in files that are read. With those of `JOINED_EXPERT_MODULES` among them, experts
-            have these names.
-
-    Returns:
-        The tensors, by their names in files.
+    `shapes` are those of the parameters, by path, such as `blocks.0.attention.query.kernel`. With those of
+    `JOINED_EXPERT_MODULES` among the `names` of tensors that are read, experts have these names.
 
     Example:
         >>> shapes = {f"blocks.0.attention.{name}.kernel": (64, size) for name, size in (("query", 64), ("key", 16))}
@@ -209,13 +203,7 @@ def _tensor(
 
 
 def pieces_of(tensors: Mapping[str, Tensor]) -> dict[str, list[Piece]]:
-    """Where each parameter lies: in one piece, or with stacked experts in one for each.
-
-    Args:
-        tensors: Of `tensors_of`.
-
-    Returns:
-        The pieces of each parameter, by path; of experts in their order.
+    """The pieces of each parameter, by path: one, or with stacked experts one for each, in their order.
 
     Example:
         >>> tensor = Tensor(("a", "b"), (2, 3), (5, 4), transposed=False)

@@ -103,7 +103,7 @@ class Tokenizer:
         """Decodes tokens.
 
         Args:
-            tokens: Token ids.
+            tokens: Ids of the tokens.
             special_tokens: Whether the text shows special tokens.
 
         Returns:
@@ -140,7 +140,7 @@ class Tokenizer:
         """Decodes tokens as they arrive, in whole characters.
 
         Args:
-            tokens: Token ids.
+            tokens: Ids of the tokens.
             special_tokens: Whether the text shows special tokens.
 
         Yields:
