@@ -45,7 +45,7 @@ def rms_norm(
         scale: One factor for each feature.
         epsilon: Added to the mean of squares.
         offset: Added to the scale.
-        dtype: Dtype of the result. Default: that of the inputs.
+        dtype: Dtype of the result. Default: the dtype of the inputs.
 
     Returns:
         The normalised inputs.

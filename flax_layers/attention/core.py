@@ -250,12 +250,6 @@ def _check_call(inputs: Float[Array, "*batch T features"], mods: Mods, call: Cal
         )
 
 
-def check_one_mask(mask_mod: jflex.MaskMod | None, block_mask: jflex.BlockMask | None) -> None:
-    """Raises ValueError if a call gets both forms of a mask."""
-    if mask_mod is not None and block_mask is not None:
-        raise ValueError("`mask_mod` and `block_mask` are two forms of one mask. Got both. Pass one of them.")
-
-
 def decode(
     layer: HeadsLayer,
     inputs: Float[Array, "*batch T features"],

@@ -49,7 +49,7 @@ class LatentLayer(Layer):
     latent_norm: Norm
 
     def up_kernel(self) -> Float[Array, "latent Hq_times_both"]:
-        """The projection of latent vectors to keys and values of each head: `nope` columns, then those of the value."""
+        """The projection of latent vectors to keys and values of each head: `nope` columns, then value columns."""
         raise NotImplementedError
 
 
@@ -86,7 +86,7 @@ def check_sizes(num_heads: int, **sizes: int) -> None:
 
 
 def scale_of(layer: LatentLayer) -> float:
-    """The factor of the scores: that of the head size before queries are absorbed, in both forms.
+    """The factor of the scores, in both forms: from the head size before queries are absorbed.
 
     YaRN with `mscale_all_dim` sharpens all of a score, and not only its rotated part, as in DeepSeek-V2 and V3.
     """
@@ -241,7 +241,7 @@ def decode_paged(
     length = batch.page_table.shape[1] * cache.page_size
     query, new = queries_of(layer, inputs, positions, length), latents_of(layer, inputs, positions, length)
     slots = jflex.paged.token_slots(batch, tokens, cache.page_size)
-    dtype = cache.keys.dtype if cache.scale is None else query.nope.dtype  # of what is not yet quantised
+    dtype = cache.keys.dtype if cache.scale is None else query.nope.dtype  # before quantization
     if cache.scale is not None and str(dtype) not in QUERIES:
         raise TypeError(
             f"`dtype` of the layer must be one of {', '.join(QUERIES)}: the cache holds {cache.rows.dtype} with "

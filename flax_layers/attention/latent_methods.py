@@ -45,7 +45,7 @@ class LatentMethods(latent_core.LatentLayer):
     def init_cache(self, batch_size: int, max_length: int, *, dtype: Dtype | None = None) -> DenseLatentCache:
         """A dense cache of empty sequences for `decode`, with arguments and errors as for `FlexAttention.init_cache`.
 
-        Its dtype, that of the cache and of absorbed attention over it, has 16 bits or more.
+        Its dtype, in which absorbed attention over it computes, has 16 bits or more.
         """
         sizes = {"latent_size": self.latent_dim, "rope_size": self.rope_head_dim}
         return DenseLatentCache.create(batch_size, max_length, **sizes, dtype=dtype or self._compute_dtype())

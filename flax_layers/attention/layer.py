@@ -54,7 +54,7 @@ class Layer:
         mask_mod: jflex.MaskMod | None,
         block_mask: jflex.BlockMask | BlockSelection | None = None,
     ) -> Mods:
-        """The mods of a call, or else those of the constructor."""
+        """The mods of a call, or else of the constructor."""
         stored = Mods().replaced_by(self.score_mod, self.mask_mod, block_mask_data(self.block_mask))
         return stored.replaced_by(score_mod, mask_mod, block_mask)
 
@@ -64,7 +64,7 @@ class Layer:
 
 
 def check_features(layer: Layer, inputs: Float[Array, "*batch T features"]) -> None:
-    """Raises ValueError unless the last axis is that of the layer."""
+    """Raises ValueError unless the last axis has the `in_features` of the layer."""
     if inputs.shape[-1] != layer.in_features:
         raise ValueError(
             f"`inputs` must have `in_features`, {layer.in_features}, in its last axis. Got shape {inputs.shape}."

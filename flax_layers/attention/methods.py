@@ -97,10 +97,10 @@ class AttentionMethods(attention_core.HeadsLayer):
     ) -> tuple[Float[Array, "*batch T features"], Cache]:
         """Appends T tokens to each sequence of a cache: a prompt, one token, or a few speculated ones.
 
-        Queries, keys and values are those of `__call__` on whole sequences: positions, in mods and in the rotary
+        Queries, keys and values are as in `__call__` on whole sequences: positions, in mods and in the rotary
         embedding, count from the beginning of each sequence. Pass the mods of `__call__`, without an offset. If the
         constructor got a BlockMask, its mask_mod is used. No mask is implied: a decoder needs a causal one. Arrays that
-        mods capture must cover all positions in use, not only those of this call; for ready mods this is checked as far
+        mods capture must cover all positions in use, not only in this call; for ready mods this is checked as far
         as lengths are known.
 
         The lengths are data: one program serves all of them. Donate the cache to `jit` to update it in place. This is
@@ -116,7 +116,7 @@ class AttentionMethods(attention_core.HeadsLayer):
                 `cache.block_mask(mask_mod, T)`, once for all layers that share it. Not over eight bits, where tiles
                 that a comparison of positions masks are not read in any case.
             **vector_mods: `query_mod`, `key_mod`, `value_mod` and `output_mod`, as in `__call__`, at positions in the
-                whole sequence. Those of keys and values apply to new ones before they are written into the cache.
+                whole sequence. New keys and values are modified before they are written into the cache.
 
         Returns:
             One vector for each token, in the dtype of the computation; and the cache with T more tokens in every
@@ -124,10 +124,11 @@ class AttentionMethods(attention_core.HeadsLayer):
 
         Raises:
             TypeError: `cache` is neither a DenseCache nor an EightBitCache.
-            ValueError: The batch is not that of the cache; the tokens do not fit into it, as far as lengths are known;
+            ValueError: The cache has another batch; the tokens do not fit into it, as far as lengths are known;
                 the constructor's BlockMask masks more than its mask_mod; or there is a `block_mask` over eight bits.
         """
-        attention_core.check_one_mask(mask_mod, block_mask)
+        if mask_mod is not None and block_mask is not None:
+            raise ValueError("`mask_mod` and `block_mask` are two forms of one mask. Got both. Pass one of them.")
         vectors = self._vectors(VectorMods(**vector_mods))
         mods = self._mods(score_mod, mask_mod)
         if not isinstance(cache, EightBitCache):

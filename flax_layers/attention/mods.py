@@ -36,7 +36,7 @@ class Mods(NamedTuple):
         mask_mod: jflex.MaskMod | None = None,
         block_mask: jflex.BlockMask | BlockSelection | None = None,
     ) -> Mods:
-        """Replaces these by those of a call. Either form of a mask replaces both."""
+        """Replaces these by the mods of a call. Either form of a mask replaces both."""
         score_mod = self.score_mod if score_mod is None else score_mod
         if mask_mod is None and block_mask is None:
             return self._replace(score_mod=score_mod)

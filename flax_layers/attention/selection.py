@@ -22,7 +22,7 @@ class BlockSelection:
     are rotated if the layer rotates them. Vector mods of a call do not change the scores.
 
     A layer that is trained with it computes blocks of the selection alone, forward and backward, and is compiled once.
-    The selection has no gradient: the projections learn through the attention to what is selected. Decoding does not
+    The selection has no gradient: the projections learn through the attention to selected keys. Decoding does not
     select: `decode` and `decode_paged` want a mask_mod, and attend to all keys that it shows.
 
     Args:

@@ -145,7 +145,7 @@ class Streaming:
     def _within(self, mod: Callable[..., ArrayLike], owners: Int32[Array, " N"] | None) -> Callable[..., ArrayLike]:
         """A mod that takes positions in the page table, and gives `mod` those within the cache.
 
-        `owners` are the requests that `mod` gets in place of those of the call. Pages are left out only where the query
+        `owners` are the requests that `mod` gets in place of those in the call. Pages are left out only where the query
         is behind the end of the cache, so they make no difference.
         """
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +13,7 @@ from jaxtyping import Array, Bool, Float, Int, Num
 import jflex
 from flax_layers.attention.constant_mask import block_mask_data
 from flax_layers.attention.core import fold_batch
+from flax_layers.attention.layer import AttentionOptions
 from flax_layers.attention.mods import Mods
 from flax_layers.drop_in.flax_arguments import (
     DropoutOptions,
@@ -65,8 +65,8 @@ def attention_fn(
         mask_mod: `(b, h, q_idx, kv_idx) -> bool`, true where the query attends to the key.
         block_mask: A `jflex.BlockMask` in place of `mask_mod`. In decode mode, its mask_mod is used.
         scale: Factor of the raw scores. Default: ``head_dim ** -0.5``, as in Flax.
-        decode: What a call with one query, several keys and a mask means. True: a step of Flax's decode mode. False:
-            a single query at position 0. Default: such a call is refused if there are mods or `is_causal`.
+        decode: The meaning of a call with one query, several keys and a mask. True: a step of Flax's decode mode.
+            False: a single query at position 0. Default: such a call is refused if there are mods or `is_causal`.
         implementation: The jflex backend, or a sequence of them in order of preference. Default: jflex chooses.
         config: Tile sizes. Default: tuned tile sizes.
 
@@ -108,21 +108,13 @@ def attention_fn(
     return kind(mods, decode, {"scale": scale, "implementation": implementation, "config": config})
 
 
-class Options(TypedDict):
-    """Arguments of `attention_fn` for `jflex.flex_attention`."""
-
-    scale: float | None
-    implementation: str | tuple[str, ...] | None
-    config: jflex.Config | None
-
-
 class AttentionFn:
     """The return value of `attention_fn`, in place of Flax's `dot_product_attention`.
 
     `options` are other arguments of `jflex.flex_attention`.
     """
 
-    def __init__(self, mods: Mods, decode: bool | None, options: Options):
+    def __init__(self, mods: Mods, decode: bool | None, options: AttentionOptions):
         self.score_mod = mods.score_mod
         self.mask_mod = mods.mask_mod
         self.block_mask = mods.block_mask
@@ -154,32 +146,17 @@ class AttentionFn:
     ) -> Float[Array, "*batch T Hq Dv"]:
         """Computes attention. The signature lists every argument of Flax, because linen inspects it.
 
-        Args:
-            query: Queries, [*batch, T, Hq, D].
-            key: Keys. Each key head is shared by `Hq // Hkv` query heads.
-            value: Values, with the heads of the keys.
-            bias: Added to the scores; broadcasts to [*batch, Hq, T, S].
-            mask: 0 or False where a key is not attended to; broadcasts to [*batch, Hq, T, S].
-            broadcast_dropout: Must be False where dropout is active: each weight has its own draw.
-            dropout_rng: Key of the dropout.
-            dropout_rate: Probability with which each weight is dropped, unless `deterministic`.
-            deterministic: Whether dropout is off.
-            dtype: Dtype to which queries, keys and values are cast. Default: their promoted dtype.
-            precision: Precision of float32 matrix products, forward and backward.
-            module: None: attention weights cannot be sown.
-            is_causal: Whether a query attends only to keys up to its own position.
-            input_positions: None, as are the three functions for einsums.
-            promote_dtype: A function for the casts, called with `((query, key, value), dtype=dtype)`.
-            force_fp32_for_softmax: Ignored; softmax is always in float32.
-            einsum_dot_general: None, for the kernels compute all products.
-            qk_attn_weights_einsum: None, for the same reason.
-            attn_weights_value_einsum: None, for the same reason.
-
-        Returns:
-            One vector for each query and head.
+        Each key head is shared by `Hq // Hkv` query heads. `bias` is added to the scores, and a `mask` is 0 or
+        False where a key is not attended to; both broadcast to [*batch, Hq, T, S]. Every weight is dropped with
+        `dropout_rate` unless `deterministic`, with the same draws for all batch entries and heads if
+        `broadcast_dropout`. Queries, keys and values are cast by `promote_dtype((query, key, value), dtype=dtype)`,
+        or else to `dtype`, or else to their promoted dtype. `precision` is for float32 matrix products, forward
+        and backward. With `is_causal`, a query attends only to keys up to its own position. The softmax is always
+        in float32.
 
         Raises:
-            NotImplementedError: An argument that must be None is not None.
+            NotImplementedError: `module`, which sows attention weights, `input_positions` or a function for an einsum
+                is not None.
             ValueError: Shapes do not fit, the position of the query is unknown, or dropout has no key.
         """
         del force_fp32_for_softmax
@@ -212,12 +189,7 @@ class _Call:
     """The arguments of a call, with all batch axes folded into one."""
 
     def __init__(
-        self,
-        mods: Mods,
-        arrays: tuple[Array, Array, Array],
-        bias: Array | None,
-        mask: Array | None,
-        is_causal: bool,
+        self, mods: Mods, arrays: tuple[Array, Array, Array], bias: Array | None, mask: Array | None, is_causal: bool
     ):
         query, key, value = arrays
         shape = (*query.shape[:-3], query.shape[-2], query.shape[-3], key.shape[-3])
@@ -229,7 +201,7 @@ class _Call:
         self.causal = jflex.masks.causal() if is_causal else None
         self.B, self.T, self.S, self.Hq = self.query.shape[0], *shape[-2:], shape[-3]
 
-    def run(self, decode: bool | None, options: Options, dropout: DropoutOptions) -> Float[Array, "B T Hq Dv"]:
+    def run(self, decode: bool | None, options: AttentionOptions, dropout: DropoutOptions) -> Float[Array, "B T Hq Dv"]:
         lengths, mods, causal = None, self.mods, self.causal
         if self.T == 1 and self.mask is not None:
             if decode is None and self.S > 1:
@@ -270,11 +242,7 @@ class _Call:
         return None, mods.block_mask & listed
 
     def _blocks(
-        self,
-        whole: jflex.MaskMod,
-        causal: jflex.MaskMod | None,
-        block_size: tuple[int, int],
-        hides_more: bool = False,
+        self, whole: jflex.MaskMod, causal: jflex.MaskMod | None, block_size: tuple[int, int], hides_more: bool = False
     ) -> jflex.BlockMask | None:
         """The BlockMask without blocks above the diagonal or empty in the dense mask; None if it would skip none."""
         band, shape = Band(None, None if causal is None else 0), (self.B, self.Hq, self.T, self.S)

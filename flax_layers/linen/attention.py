@@ -30,7 +30,7 @@ class FlexAttention(LinenLayer, AttentionMethods, linen.Module):
     no `rngs` and `keep_rngs`; with a `dropout_rate`, `deterministic` must be set here or in the call; and
     `qk_norm_options` are arguments of `flax_layers.linen.RMSNorm`.
 
-    Pass mods and the mask to the constructor, or to a call, where they replace those of the constructor. `mask_mod` and
+    Pass mods and the mask to the constructor, or to a call, where they replace the constructor's. `mask_mod` and
     `block_mask` are two forms of one mask: either replaces both.
 
     A mod may hold parameters, and they get gradients. It may be a callable linen module, which becomes a child of
@@ -148,7 +148,7 @@ class FlexAttention(LinenLayer, AttentionMethods, linen.Module):
     ) -> Float[Array, "*batch T features"] | tuple[Float[Array, "*batch T features"], jflex.AttentionStats]:
         """Attends within each sequence, or from it to `inputs_kv`.
 
-        Arguments, results and errors are those of a call of `flax_layers.nnx.FlexAttention`, but for two: pass
+        Arguments, results and errors are as for a call of `flax_layers.nnx.FlexAttention`, but for two: pass
         `deterministic` here or to the constructor, not to both; and `dropout_rng` is the key of this call's dropout, by
         default one from `self.make_rng("dropout")`.
         """

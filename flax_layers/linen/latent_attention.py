@@ -33,7 +33,7 @@ class _Kernel(linen.Module):
 class MultiHeadLatentAttention(LinenLayer, LatentMethods, linen.Module):
     """Multi-head latent attention (MLA) for linen: as `flax_layers.nnx.MultiHeadLatentAttention`, with its parameters.
 
-    Its arguments, but for `rngs`, are those of that layer. A mod may hold parameters, as in
+    It takes the arguments of that layer, but no `rngs`. A mod may hold parameters, as in
     `flax_layers.linen.FlexAttention`.
 
     Raises:

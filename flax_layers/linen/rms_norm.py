@@ -11,12 +11,7 @@ from flax_layers.functional import rms_norm
 class RMSNorm(linen.Module):
     """Divides by the root mean square and multiplies by a learned scale, both in float32; as `flax_layers.nnx.RMSNorm`.
 
-    Args:
-        num_features: Size of the input's last axis.
-        epsilon: Added to the mean of squares.
-        offset: Added to the scale: 1 in Gemma, whose initial scales are 0. Initial scales are `1 - offset`.
-        dtype: Dtype of the result. Default: that of the inputs.
-        param_dtype: Dtype of the scale.
+    It takes the arguments of that norm, but no `rngs`.
 
     Example:
         >>> import jax

@@ -140,7 +140,7 @@ class ModelConfig:
         mlp_bias: Whether the projections of the MLP have biases.
         use_sinks: Whether each head has a sink, as in `flax_layers.nnx.FlexAttention`.
         latent: Latent attention (MLA) in place of keys and values of heads.
-        attention_scale: Factor of the scores. None: `head_dim ** -0.5`, and with `latent` that of its layer.
+        attention_scale: Factor of the scores. None: `head_dim ** -0.5`, and with `latent` the default of its layer.
         attention_softcap: Soft cap of the scores. None: no cap.
         logits_softcap: Soft cap of the logits. None: no cap.
         embedding_scale: Factor of the embeddings.
@@ -214,8 +214,8 @@ class ModelConfig:
                 )
         if any(layer.rotary_dim is not None for layer in self.layers):
             raise ValueError(
-                "`rotary_dim` must be None with `latent`, whose `rope_head_dim` says what rotates. Got another one. "
-                "Leave it out."
+                "`rotary_dim` must be None with `latent`, whose `rope_head_dim` is the size that rotates. Got another "
+                "one. Leave it out."
             )
 
     @property

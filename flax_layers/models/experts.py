@@ -1,8 +1,8 @@
 """A mixture of experts, as in DeepSeek, Mixtral, Qwen3-MoE and gpt-oss, in plain JAX.
 
 Every expert computes all tokens, one expert after the other, and those that did not select it as zeros. So the result
-of a token does not depend on what is computed beside it, tokens may be sharded in any way, and none is dropped. The
-price is work: `number / per_token` times that of the selected experts. `jax.lax.ragged_dot` would not be cheaper on a
+of a token does not depend on other tokens of the batch, tokens may be sharded in any way, and none is dropped. The
+price is `number / per_token` times the work of the selected experts. `jax.lax.ragged_dot` would not be cheaper on a
 GPU: XLA makes of it one GEMM over all experts for each pair of a token and a selected expert, `per_token` times the
 work here, of an array `number` times as large (seen in programs that JAX 0.10.2 and 0.12.0 compile for an H200).
 
@@ -79,7 +79,7 @@ class MixtureOfExperts(nnx.Module):
     """Routed experts, and one MLP of the shared ones.
 
     `linear` makes a projection with given input and output sizes, `use_bias` and `rngs`; the other initializer and
-    dtype are those of the router.
+    dtype are for the router.
 
     Example:
         >>> config = ExpertsConfig(number=4, width=8, per_token=2)

@@ -36,7 +36,7 @@ def parameter_shardings(
     Args:
         shapes: Shape of each parameter, by path.
         mesh: The devices. Axes in `rules` that the mesh does not have are ignored. Whatever the axis types of the
-            mesh, those of the shardings are automatic: XLA decides how activations are sharded.
+            mesh, the axes of the shardings are automatic: XLA decides how activations are sharded.
         rules: Shardings by path. Parameters that match none are replicated.
         num_kv_heads: If set, each device must hold whole heads.
 

@@ -22,7 +22,7 @@ from jflex.rotary import RotaryScaling
 class FlexAttention(AttentionMethods, ModAttributes):
     """Projects to queries, keys and values, attends with `jflex.flex_attention`, and projects back.
 
-    Pass mods and the mask to the constructor, or to a call, where they replace those of the constructor. `mask_mod` and
+    Pass mods and the mask to the constructor, or to a call, where they replace the constructor's. `mask_mod` and
     `block_mask` are two forms of one mask: either replaces both.
 
     A mod may hold parameters, and they get gradients. The constructor takes such a mod as a callable `nnx.Module`,
@@ -44,7 +44,7 @@ class FlexAttention(AttentionMethods, ModAttributes):
         scale: Factor of the raw scores. Default: `head_dim ** -0.5`.
         rotary_base: Base of the rotary position embedding (`flax_layers.functional.rotate`); the usual value is 10000.
             Default: none, and no rotary embedding.
-        rotary_scaling: Scaling of the frequencies for longer contexts, such as those of `flax_layers.rotary_scaling`.
+        rotary_scaling: Scaling of the frequencies for longer contexts, as by `flax_layers.rotary_scaling.YarnScaling`.
         rotary_dim: Number of features of a head that rotate, from the first on. Default: all.
         qk_norm: Whether each query and key head is normalised (RMS, with learned scales) before the rotary embedding,
             as in Henry et al. 2020, arXiv:2010.04245, with RMS in place of L2.
@@ -264,7 +264,7 @@ class FlexAttention(AttentionMethods, ModAttributes):
 
 
 def _dropout_stream(rngs: nnx.Rngs | nnx.RngStream) -> nnx.RngStream:
-    """The stream for dropout: that of this name, or else the default one."""
+    """The stream of the name "dropout", or else the default one."""
     if isinstance(rngs, nnx.RngStream):
         return rngs
     if not isinstance(rngs, nnx.Rngs):

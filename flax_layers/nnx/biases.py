@@ -15,7 +15,7 @@ class AlibiBias(nnx.Module):
     Args:
         num_heads: Number of query heads.
         param_dtype: Dtype of the slopes.
-        rngs: Not used: the initial slopes are those of the paper.
+        rngs: Not used: the initial slopes are as in the paper.
 
     References:
         Press et al. 2021, arXiv:2108.12409.

@@ -93,7 +93,7 @@ _VALUES = {"is_causal": (True,), "per_layer_config": (None,), "transformers_weig
 
 
 def read_config(raw: Raw, max_positions: int | None = None) -> ModelConfig:
-    """Converts the contents of a `config.json`, for contexts of `max_positions`, by default those of the file.
+    """Converts the contents of a `config.json`, for contexts of `max_positions`, by default as in the file.
 
     Raises:
         ValueError: A size is missing, or the decoder does not support the model.
@@ -143,7 +143,7 @@ def _read_keys(family: Family, raw: Raw) -> Raw:
                 f"`{key}` of `config.json` must be {supported} for {family.name}. Got {raw[key]!r}, which the decoder "
                 "does not support."
             )
-    read_quantization(raw)  # refuses what is not read; what is, is no part of the model
+    read_quantization(raw)  # refuses unsupported quantization; the supported one is no part of the model
     raw = {**raw, **{key: raw[other] for other, key in family.aliases.items() if raw.get(other) is not None}}
     if missing := [key for key in _REQUIRED if raw.get(key) is None]:
         raise ValueError(f"`config.json` lacks {', '.join(missing)}.")

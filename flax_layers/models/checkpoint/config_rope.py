@@ -39,7 +39,7 @@ _WRITTEN: Mapping[type, tuple[str, Mapping[str, str]]] = {
         {"short_factor": "short_factors", "long_factor": "long_factors", "attention_factor": "magnitude"},
     ),
 }
-"""The name of each scaling, its keys, and their attributes, of which None is not written."""
+"""The name of each scaling, its keys, and their attributes. None is not written."""
 
 
 def read_rotary(family: Family, raw: Raw, kind: str, head_dim: int, max_positions: int) -> Fields:

@@ -34,12 +34,11 @@ class Family:
         name: The `model_type` of `config.json`.
         architecture: The class in `architectures`.
         modules: Names of the modules of a block in files.
-        defaults: The keys of `config.json` that it reads beside those of
-            `flax_layers.models.checkpoint.config_json.DEFAULTS`, or with other defaults; and their values where
-            they are absent.
+        defaults: The keys of `config.json` that it reads beside `config_json.DEFAULTS`, or with other defaults; and
+            their values where they are absent.
         traits: Fields of `ModelConfig` that are the same for all models of the family.
         constants: Values of keys that it does not read.
-        values: The only values that keys may have: what the decoder does not support is refused.
+        values: The only values that keys may have, which the decoder supports.
         aliases: Other names of keys. As in Transformers, they win over the names.
         expert_keys: The keys of `config.json` of fields of `ExpertsConfig`.
         expert_traits: Fields of `ExpertsConfig` that are the same for all models of the family.

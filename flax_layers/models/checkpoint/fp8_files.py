@@ -1,24 +1,24 @@
 """Weights in FP8 with a scale for each block, as in DeepSeek's and Qwen's files: widened while they are read.
 
 A weight ``X.weight`` of dtype float8_e4m3fn, ``[out, in]``, stands beside ``X.weight_scale_inv``, ``[ceil(out / 128),
-ceil(in / 128)]``: what each block of 128 x 128 is multiplied by. Blocks at the end may be ragged.
+ceil(in / 128)]``: a factor for each block of 128 x 128. Blocks at the end may be ragged.
 """
 
 import dataclasses
 import re
 from collections.abc import Mapping
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
+from flax_layers.models.checkpoint.families import Raw
 from flax_layers.models.checkpoint.tensor_names import Shape
 
 FP8 = "F8_E4M3"
 """Name of the dtype in files."""
 
 SCALE = "_scale_inv"
-"""What the name of a weight and the name of its scales differ in."""
+"""Suffix of the name of a weight in the name of its scales."""
 
 _VALUES = np.arange(256, dtype=np.uint8).view(jnp.float8_e4m3fn).astype(np.float32)
 """Of each byte; a look-up is faster than a conversion."""
@@ -59,7 +59,7 @@ class BlockFP8:
         return any(re.search(rf"(^|\.){pattern}(\.|$)", module) for pattern in patterns)
 
 
-def read_quantization(raw: Mapping[str, Any]) -> BlockFP8 | None:
+def read_quantization(raw: Raw) -> BlockFP8 | None:
     """Reads `quantization_config` of a `config.json`.
 
     Returns:
@@ -90,10 +90,7 @@ def read_quantization(raw: Mapping[str, Any]) -> BlockFP8 | None:
                 f"and in FP8 with a scale for each block. Got {value!r}, which is not read. Use the checkpoint in 16 "
                 "bits."
             )
-    block, kept = (
-        config.get("weight_block_size"),
-        next((config[x] for x in _NAMES_OF_KEPT if config.get(x)), []),
-    )
+    block, kept = (config.get("weight_block_size"), next((config[x] for x in _NAMES_OF_KEPT if config.get(x)), []))
     if not isinstance(block, list) or len(block) != 2 or not all(type(x) is int and x > 0 for x in block):
         raise ValueError(
             "`weight_block_size` in `quantization_config` of `config.json` must be two positive integers, as [128, "

@@ -5,7 +5,7 @@ import json
 import math
 import pathlib
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,12 @@ SINGLE, INDEX, ADAPTER = "model.safetensors", "model.safetensors.index.json", "a
 Index = tuple[slice, ...]
 CHUNK_BYTES = 16 << 20
 """Bytes that are converted to another dtype at a time."""
+
+
+class Parts(Protocol):
+    """A tensor that is read in parts."""
+
+    def __getitem__(self, index: tuple, /) -> np.ndarray: ...
 
 
 class TensorFiles(contextlib.ExitStack):
@@ -85,8 +91,8 @@ class TensorFiles(contextlib.ExitStack):
     def read(self, pieces: Sequence[Piece], dtype: Dtype, tensor: Tensor, sharding: Sharding | None) -> Array:
         """Reads a parameter to devices, each of which gets only its own shard; by default to JAX's default device.
 
-        It returns when the array is on its devices and the host copy is no longer needed. `tensor` is that of the first
-        piece.
+        It returns when the array is on its devices and the host copy is no longer needed. `tensor` holds the
+        first piece.
         """
         shape = pieces[0].shape
         final = shape[::-1] if tensor.transposed else shape
@@ -118,7 +124,7 @@ class TensorFiles(contextlib.ExitStack):
 
         return jax.block_until_ready(jax.make_array_from_callback(whole, sharding, part))
 
-    def _tensor(self, name: str) -> Any:
+    def _tensor(self, name: str) -> Parts:
         """A tensor that is read in parts; one in FP8 as float32."""
         if self._fp8 is None or self.dtypes[name] != FP8:
             return self._slices[name]
@@ -135,7 +141,7 @@ _DTYPES = {"F32": jnp.float32, "F16": jnp.float16, "BF16": jnp.bfloat16}
 class _View(NamedTuple):
     """One expert of a tensor, or all of it; and each `step`-th column."""
 
-    tensor: Any
+    tensor: Parts
     expert: int | None
     offset: int
     step: int
@@ -229,7 +235,7 @@ def write_files(
 ) -> None:
     """Writes tensors to one file, or to several files with an index.
 
-    Values and the dtypes to which they are rounded are those of parameters, by path. A tensor larger than
+    Values of parameters, and dtypes to which they are rounded, are by path. A tensor larger than
     `max_file_bytes` gets a file of its own.
 
     Raises:

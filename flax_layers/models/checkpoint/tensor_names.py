@@ -155,8 +155,8 @@ class Piece:
 def tensors_of(modules: Modules, shapes: Mapping[str, Shape], names: Container[str] = ()) -> dict[str, Tensor]:
     """The tensors in the files of a model, by their names there.
 
-    `shapes` are those of the parameters, by path, such as `blocks.0.attention.query.kernel`. With those of
-    `JOINED_EXPERT_MODULES` among the `names` of tensors that are read, experts have these names.
+    `shapes` of parameters are by path, such as `blocks.0.attention.query.kernel`. If names of `JOINED_EXPERT_MODULES`
+    are among the `names` of tensors that are read, experts have these names.
 
     Example:
         >>> shapes = {f"blocks.0.attention.{name}.kernel": (64, size) for name, size in (("query", 64), ("key", 16))}

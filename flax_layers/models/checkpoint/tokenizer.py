@@ -86,39 +86,23 @@ class Tokenizer:
         return self._tokenizer.to_str()
 
     def encode(self, text: str, *, special_tokens: bool = True) -> Int32[np.ndarray, " T"]:
-        """Encodes text.
+        """Encodes text to token ids.
 
-        Args:
-            text: The text. Special tokens in it are encoded as such.
-            special_tokens: Whether to add the special tokens that begin and end a text, such as BOS.
-
-        Returns:
-            Token ids.
+        Special tokens in the text are encoded as such. With `special_tokens`, those that begin and end a text, such as
+        BOS, are added.
         """
         # As a batch, since `encode` of the library holds the GIL: 5 s for 4 MB. "fast" leaves out offsets.
         [encoding] = self._tokenizer.encode_batch_fast([text], add_special_tokens=special_tokens)
         return np.asarray(encoding.ids, np.int32)
 
     def decode(self, tokens: Iterable[int], *, special_tokens: bool = False) -> str:
-        """Decodes tokens.
-
-        Args:
-            tokens: Ids of the tokens.
-            special_tokens: Whether the text shows special tokens.
-
-        Returns:
-            The text.
-        """
+        """Decodes token ids to text, which shows special tokens if `special_tokens` is set."""
         return self._tokenizer.decode([int(token) for token in tokens], skip_special_tokens=not special_tokens)
 
     def token_bytes(self, token: int) -> bytes:
-        r"""The bytes of a token by itself: part of a character may be all of it, and a space may begin it.
+        """The bytes of a token by itself: part of a character may be all of it, and a space may begin it.
 
-        Args:
-            token: Id of the token.
-
-        Returns:
-            The bytes. Bytes of several tokens may make one character of UTF-8.
+        Bytes of several tokens may make one character of UTF-8.
         """
         piece, (added, decoder) = self._tokenizer.id_to_token(token) or "", self._pieces
         if token in added:
@@ -137,15 +121,7 @@ class Tokenizer:
         return frozenset(self._tokenizer.get_added_tokens_decoder()), state
 
     def decode_stream(self, tokens: Iterable[int], *, special_tokens: bool = False) -> Iterator[str]:
-        """Decodes tokens as they arrive, in whole characters.
-
-        Args:
-            tokens: Ids of the tokens.
-            special_tokens: Whether the text shows special tokens.
-
-        Yields:
-            Pieces of the text.
-        """
+        """Decodes token ids as they arrive, and yields pieces of text, in whole characters."""
         stream = self.text_stream(special_tokens=special_tokens)
         for token in tokens:
             if piece := stream.push([int(token)]):
@@ -154,14 +130,7 @@ class Tokenizer:
             yield piece
 
     def text_stream(self, *, special_tokens: bool = False) -> TextStream:
-        """A stream that decodes tokens as they arrive.
-
-        Args:
-            special_tokens: Whether the text shows special tokens.
-
-        Returns:
-            A stream for one text.
-        """
+        """A stream that decodes the tokens of one text as they arrive."""
         return TextStream(functools.partial(self.decode, special_tokens=special_tokens))
 
     def chat(
@@ -170,7 +139,7 @@ class Tokenizer:
         *,
         add_generation_prompt: bool = True,
         template: str = "default",
-        **values: Any,
+        **values: object,
     ) -> str:
         """Renders a chat with a chat template. Encode the text with `special_tokens=False`.
 
@@ -203,15 +172,15 @@ class Tokenizer:
         return chat_template.render(self.chat_templates[template], origin, values)
 
 
-def _content(token: Any) -> str:
+def _content(token: str | Mapping[str, str]) -> str:
     """The text of a token, which is a string or an object in files."""
-    return token["content"] if isinstance(token, dict) else token
+    return token if isinstance(token, str) else token["content"]
 
 
 def _chat_templates(
     folder: pathlib.Path, config: Mapping[str, Any], config_path: pathlib.Path
 ) -> tuple[dict[str, str], dict[str, pathlib.Path]]:
-    """Templates and their files, by name. Templates in `*.jinja` files replace those of the configuration."""
+    """Templates and their files, by name. Templates in `*.jinja` files replace templates of the configuration."""
     templates = config.get("chat_template") or {}
     if isinstance(templates, str):
         templates = {"default": templates}
