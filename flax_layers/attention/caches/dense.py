@@ -90,7 +90,7 @@ class DenseCache:
             The cache with T more tokens in each sequence.
 
         Raises:
-            ValueError: Batch, heads or head size differ from those of the cache, or the tokens do not fit.
+            ValueError: The cache has another batch, number of heads or head size, or the tokens do not fit.
 
         Example:
             >>> cache = DenseCache.create(2, 4, num_kv_heads=1, head_dim=1, dtype=jnp.float32).with_lengths([0, 2])
@@ -161,7 +161,7 @@ class DenseCache:
 
 
 def checked_lengths(lengths: Array | list[int], batch_size: int, max_length: int) -> Int32[Array, " B"]:
-    """New lengths of the sequences of a cache, of which traced ones are not checked.
+    """New lengths of the sequences of a cache. Traced ones are not checked.
 
     Raises:
         ValueError: There is not one length for each sequence, or one is out of range.

@@ -7,7 +7,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Float
 
 import jflex
 from flax_layers.attention.caches.dense import check_room, checked_size
@@ -35,8 +35,6 @@ class EightBitCache(OwnedPages):
     """
 
     pages: jflex.paged.PagedCache
-    lengths: Int32[Array, " B"]
-    max_length: int = dataclasses.field(metadata={"static": True})
 
     @classmethod
     def create(
@@ -109,7 +107,7 @@ class EightBitCache(OwnedPages):
 
         Raises:
             TypeError: The dtype is another one.
-            ValueError: Batch, heads or head size differ from those of the cache, or the tokens do not fit.
+            ValueError: The cache has another batch, number of heads or head size, or the tokens do not fit.
 
         Example:
             >>> cache = EightBitCache.create(2, 4, num_kv_heads=1, head_dim=1, dtype=jnp.int8).with_lengths([0, 2])

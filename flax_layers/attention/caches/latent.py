@@ -7,7 +7,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Float
 
 import jflex
 from flax_layers.attention.caches.dense import checked_size
@@ -34,8 +34,6 @@ class DenseLatentCache(OwnedPages):
     """
 
     pages: jflex.paged.LatentCache
-    lengths: Int32[Array, " B"]
-    max_length: int = dataclasses.field(metadata={"static": True})
 
     @classmethod
     def create(
@@ -91,7 +89,7 @@ class DenseLatentCache(OwnedPages):
             The cache with T more tokens in each sequence.
 
         Raises:
-            ValueError: The batch or the sizes differ from those of the cache, or the tokens do not fit.
+            ValueError: The cache has another batch or other sizes, or the tokens do not fit.
 
         Example:
             >>> cache = DenseLatentCache.create(2, 4, latent_size=1, rope_size=1, dtype=jnp.float32)

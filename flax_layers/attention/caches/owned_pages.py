@@ -11,7 +11,7 @@ from jaxtyping import Array, Int32
 from flax_layers.attention.caches.dense import check_room, checked_lengths
 from jflex.paged import LatentCache, PagedCache, slots_of
 
-PAGE_SIZE = 64  # of which the kernels read the keys at once
+PAGE_SIZE = 64  # keys that kernels read at once
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -20,7 +20,7 @@ class OwnedPages:
 
     pages: PagedCache | LatentCache
     lengths: Int32[Array, " B"]
-    max_length: int
+    max_length: int = dataclasses.field(metadata={"static": True})
 
     @property
     def batch_size(self) -> int:
