@@ -270,17 +270,10 @@ def decode(
     key, value = vectors.stored(key, value, positions.reshape(rows.shape), rows)
     cache = cache.append(key, value)
     attended = jflex.flex_attention(
-        fold_batch(query).astype(cache.k.dtype),
-        cache.k,
-        cache.v,
-        mods.score_mod,
-        block_mask,
-        mask_mod=mods.mask_mod,
-        kv_lengths=cache.lengths,
-        sinks=sinks(layer),
-        **attention_options(layer),
+        fold_batch(query).astype(cache.k.dtype), cache.k, cache.v, mods.score_mod, block_mask, mask_mod=mods.mask_mod,
+        kv_lengths=cache.lengths, sinks=sinks(layer), **attention_options(layer),
         **vectors.for_cached_keys(before)._asdict(),
-    )
+    )  # fmt: skip
     outputs = join(layer, attended.reshape(query.shape).astype(query.dtype))
     return nan_beyond_room(outputs, cache), cache
 

@@ -75,11 +75,7 @@ class Up(NamedTuple):
 
 
 def check_sizes(num_heads: int, **sizes: int) -> None:
-    """Raises ValueError unless a layer has heads, and each of its sizes is positive.
-
-    Example:
-        >>> check_sizes(4, latent_dim=64, rope_head_dim=16)
-    """
+    """Raises ValueError unless a layer has heads, and each of its sizes is positive."""
     for name, size in {"num_heads": num_heads, **sizes}.items():
         if size < 1:
             raise ValueError(f"`{name}` must be at least 1. Got {size}. Change it.")

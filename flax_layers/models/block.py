@@ -160,37 +160,22 @@ def _norm_options(config: ModelConfig) -> dict[str, float]:
 
 def _grouped_heads(model: ModelConfig, layer: LayerConfig, **options: Any) -> FlexAttention:
     return FlexAttention(
-        model.width,
-        model.num_heads,
-        num_kv_heads=model.num_kv_heads,
-        head_dim=model.head_dim,
-        scale=model.attention_scale,
-        rotary_base=layer.rotary_base,
-        rotary_scaling=layer.rotary_scaling,
-        rotary_dim=layer.rotary_dim,
-        qk_norm=model.qk_norm,
-        qk_norm_options=_norm_options(model),
-        use_sinks=model.use_sinks,
-        use_bias=model.qkv_bias,
-        out_bias=model.out_bias,
-        kernel_init=nnx.initializers.normal(model.initializer_range),
-        **options,
-    )
+        model.width, model.num_heads, num_kv_heads=model.num_kv_heads, head_dim=model.head_dim,
+        scale=model.attention_scale, rotary_base=layer.rotary_base, rotary_scaling=layer.rotary_scaling,
+        rotary_dim=layer.rotary_dim, qk_norm=model.qk_norm, qk_norm_options=_norm_options(model),
+        use_sinks=model.use_sinks, use_bias=model.qkv_bias, out_bias=model.out_bias,
+        kernel_init=nnx.initializers.normal(model.initializer_range), **options,
+    )  # fmt: skip
 
 
 def _latent(model: ModelConfig, layer: LayerConfig, **options: Any) -> MultiHeadLatentAttention:
     assert model.latent is not None
     # Norms of latent vectors keep their epsilon of 1e-6, as in Transformers, whatever the epsilon of the model.
     return MultiHeadLatentAttention(
-        model.width,
-        model.num_heads,
-        **dataclasses.asdict(model.latent),
-        scale=model.attention_scale,
-        rotary_base=layer.rotary_base,
-        rotary_scaling=layer.rotary_scaling,
-        kernel_init=nnx.initializers.normal(model.initializer_range),
-        **options,
-    )
+        model.width, model.num_heads, **dataclasses.asdict(model.latent), scale=model.attention_scale,
+        rotary_base=layer.rotary_base, rotary_scaling=layer.rotary_scaling,
+        kernel_init=nnx.initializers.normal(model.initializer_range), **options,
+    )  # fmt: skip
 
 
 def _mlp(config: ModelConfig, layer: LayerConfig, **options: Unpack[ModuleOptions]) -> MLP | MixtureOfExperts:

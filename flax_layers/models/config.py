@@ -9,16 +9,7 @@ from jflex.rotary import LongRopeScaling, RotaryScaling
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LatentConfig:
-    """Latent attention (MLA): sizes of `flax_layers.nnx.MultiHeadLatentAttention`, by the same names.
-
-    Attributes:
-        latent_dim: Size of the latent vector of keys and values.
-        nope_head_dim: Size of the part of a query and key that is not rotated.
-        rope_head_dim: Size of the part that is rotated, whose key all heads share.
-        value_head_dim: Size of the value of a head.
-        query_latent_dim: Size of the latent vector of queries. None: queries are projected directly.
-        rotary_interleaved: Whether a pair of rotated features is two neighbours.
-    """
+    """Sizes of latent attention (MLA), by the names of the arguments of `flax_layers.nnx.MultiHeadLatentAttention`."""
 
     latent_dim: int
     nope_head_dim: int

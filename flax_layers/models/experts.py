@@ -64,8 +64,8 @@ def selected(choice: Float[Array, "*batch number"], config: ExpertsConfig) -> Bo
         [0, 0, 1, 0]
     """
     grouped = choice.reshape(*choice.shape[:-1], config.groups, config.number // config.groups)
-    of_group = jnp.sum(jax.lax.top_k(grouped, 2 if config.scoring == "sigmoid" else 1)[0], axis=-1)
-    kept = _best(of_group, config.groups_per_token)[..., None]
+    group_scores = jnp.sum(jax.lax.top_k(grouped, 2 if config.scoring == "sigmoid" else 1)[0], axis=-1)
+    kept = _best(group_scores, config.groups_per_token)[..., None]
     return _best(jnp.where(kept, grouped, -jnp.inf).reshape(choice.shape), config.per_token)
 
 
@@ -116,8 +116,8 @@ class MixtureOfExperts(nnx.Module):
         form, kernels = nnx.split(self.experts)
 
         def add(total: Array, expert: tuple[nnx.State, Array]) -> tuple[Array, None]:
-            of_one, weight = expert[0], expert[1][..., None]
-            out = nnx.merge(form, of_one)(jnp.where(weight == 0, 0, inputs))
+            state, weight = expert[0], expert[1][..., None]
+            out = nnx.merge(form, state)(jnp.where(weight == 0, 0, inputs))
             return total + weight * out.astype(jnp.float32), None
 
         # Of each expert, the backward pass keeps its weights alone: activations of all would take their number as much.

@@ -203,20 +203,18 @@ class FlexAttention(AttentionMethods, ModAttributes):
             block_mask: Replaces the constructor's mask, of either form.
             positions: Positions for the rotary embedding. Default: 0, 1, 2, ... `q_idx` and `kv_idx` in mods are
                 always indices within the sequence.
-            deterministic: Whether dropout is off. Replaces the layer's own.
+            deterministic: Whether dropout is off. Replaces the attribute of the layer.
             rngs: Source of the key of this call's dropout, or the key. Replaces the stream that the layer keeps.
             return_stats: Also return these statistics of each row, as in `jflex.flex_attention`: "max" for QK-clip,
                 say.
-            **options: Some of these:
-
-                * `query_mod`: `(query[D], b, h, q_idx) -> [D]`, as in `jflex.flex_attention`, after the normalisation
-                  and the rotary embedding of the layer, and so are the next three.
-                * `key_mod`: `(key[D], b, h_kv, kv_idx) -> [D]`.
-                * `value_mod`: `(value[D], b, h_kv, kv_idx) -> [D]`.
-                * `output_mod`: `(out[D], lse, b, h, q_idx) -> [D]`, before the output projection.
-                * `context`: How tokens are divided among devices, and in which order they are; see `ContextParallel`.
-                * `inputs_kv`: Keys and values are projected from these in place of `inputs`: cross-attention. Or the
-                  result of `project_kv`. Batch axes of size 1 are shared by all sequences. Keys rotate at 0, 1, 2, ...
+            query_mod: `(query[D], b, h, q_idx) -> [D]`, as in `jflex.flex_attention`, after the normalisation and the
+                rotary embedding of the layer, and so are the next three.
+            key_mod: `(key[D], b, h_kv, kv_idx) -> [D]`.
+            value_mod: `(value[D], b, h_kv, kv_idx) -> [D]`.
+            output_mod: `(out[D], lse, b, h, q_idx) -> [D]`, before the output projection.
+            context: The devices among which tokens are divided, and the order of these; see `ContextParallel`.
+            inputs_kv: Keys and values are projected from these in place of `inputs`: cross-attention. Or the result of
+                `project_kv`. Batch axes of size 1 are shared by all sequences. Keys rotate at 0, 1, 2, ...
 
         Returns:
             One vector for each position, in the dtype of the computation; or a pair of it and the

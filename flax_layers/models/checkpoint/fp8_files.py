@@ -23,7 +23,7 @@ SCALE = "_scale_inv"
 _VALUES = np.arange(256, dtype=np.uint8).view(jnp.float8_e4m3fn).astype(np.float32)
 """Of each byte; a look-up is faster than a conversion."""
 
-_NAMES_OF_KEPT = ("modules_to_not_convert", "ignored_layers")
+_KEPT_KEYS = ("modules_to_not_convert", "ignored_layers")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,7 +90,7 @@ def read_quantization(raw: Raw) -> BlockFP8 | None:
                 f"and in FP8 with a scale for each block. Got {value!r}, which is not read. Use the checkpoint in 16 "
                 "bits."
             )
-    block, kept = (config.get("weight_block_size"), next((config[x] for x in _NAMES_OF_KEPT if config.get(x)), []))
+    block, kept = (config.get("weight_block_size"), next((config[x] for x in _KEPT_KEYS if config.get(x)), []))
     if not isinstance(block, list) or len(block) != 2 or not all(type(x) is int and x > 0 for x in block):
         raise ValueError(
             "`weight_block_size` in `quantization_config` of `config.json` must be two positive integers, as [128, "
