@@ -107,10 +107,10 @@ def queries_of(
 ) -> Queries:
     """Queries of a call; `length` as for `flax_layers.functional.rotate`."""
     check_features(layer, inputs)
-    low = inputs
+    query_inputs = inputs
     if layer.query_down is not None and layer.query_norm is not None:
-        low = layer.query_norm(layer.query_down(inputs))
-    heads = functional.split_heads(layer.query(low), layer.num_heads)
+        query_inputs = layer.query_norm(layer.query_down(inputs))
+    heads = functional.split_heads(layer.query(query_inputs), layer.num_heads)
     nope, rope = jnp.split(heads, [layer.nope_head_dim], axis=-1)
     return Queries(nope, _rotated(layer, rope, positions, length))
 
@@ -209,9 +209,9 @@ def decode(
         return nan_beyond_room(joined(layer, attended), cache), cache
     stored = jnp.split(cache.rows(), [layer.latent_dim], axis=-1)
     key, value = up_projected(layer, Latents(*(x.astype(query.nope.dtype) for x in stored)))
-    moved = mods.at(before)
+    shifted = mods.at(before)
     attended = jflex.flex_attention(
-        jnp.concatenate(query, axis=-1), key, value, moved.score_mod, mask_mod=moved.mask_mod,
+        jnp.concatenate(query, axis=-1), key, value, shifted.score_mod, mask_mod=shifted.mask_mod,
         kv_lengths=jnp.minimum(cache.lengths, cache.max_length), **options,
     )  # fmt: skip
     outputs = layer.out(functional.merge_heads(attended)).reshape(inputs.shape)

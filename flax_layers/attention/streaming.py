@@ -102,22 +102,22 @@ class Streaming:
             >>> len(Streaming(sinks=1, window=2).parts(token, 1, jflex.rope()))
             1
         """
-        shown = lambda b, h, q_idx, kv_idx: (kv_idx < self.sinks) | (kv_idx > q_idx - self.window)
+        visible = lambda b, h, q_idx, kv_idx: (kv_idx < self.sinks) | (kv_idx > q_idx - self.window)
         if rope is None or not (num_tokens and batch.requests):
-            return (self._part(batch, jflex.and_masks(shown, causal()), score_mod, mask_mod),)
+            return (self._part(batch, jflex.and_masks(visible, causal()), score_mod, mask_mod),)
         if num_tokens > batch.requests or batch.ancestors is not None:
             return self._window_and_sinks(batch, rope, score_mod, mask_mod)
         batch, owners = _one_token_each(batch, num_tokens)
         gaps = self._gaps(batch)
         rotate_key = lambda key, b, h, kv_idx: rope(key, b, h, self._cache_position(kv_idx, gaps[b]))
-        return (self._part(batch, shown, score_mod, mask_mod, self._rotate_query(rope), rotate_key, owners),)
+        return (self._part(batch, visible, score_mod, mask_mod, self._rotate_query(rope), rotate_key, owners),)
 
     def _window_and_sinks(
         self, batch: PagedBatch, rope: jflex.VectorMod, score_mod: jflex.ScoreMod | None, mask_mod: jflex.MaskMod | None
     ) -> tuple[Part, ...]:
         gaps = self._gaps(batch)  # keep the angles of the window small: distances are the same without them
-        moved = lambda x, b, h, idx: rope(x, b, h, idx - gaps[b])
-        window = self._part(batch, sliding_window(self.window - 1), score_mod, mask_mod, moved, moved)
+        rotate_near = lambda x, b, h, idx: rope(x, b, h, idx - gaps[b])
+        window = self._part(batch, sliding_window(self.window - 1), score_mod, mask_mod, rotate_near, rotate_near)
         if not self.sinks:
             return (window,)
         before = lambda b, h, q_idx, kv_idx: (kv_idx < self.sinks) & (kv_idx <= q_idx - self.window)
@@ -130,7 +130,7 @@ class Streaming:
     def _part(
         self,
         batch: PagedBatch,
-        shown: jflex.MaskMod,
+        visible: jflex.MaskMod,
         score_mod: jflex.ScoreMod | None,
         mask_mod: jflex.MaskMod | None,
         query_mod: jflex.VectorMod | None = None,
@@ -138,7 +138,7 @@ class Streaming:
         owners: Int32[Array, " N"] | None = None,
     ) -> Part:
         """A call with the mods of the layer at positions within the cache; `owners` as for `_within`."""
-        mask = shown if mask_mod is None else jflex.and_masks(shown, self._within(mask_mod, owners))
+        mask = visible if mask_mod is None else jflex.and_masks(visible, self._within(mask_mod, owners))
         score = None if score_mod is None else self._within(score_mod, owners)
         return Part(batch, query_mod, key_mod, score, mask)
 

@@ -17,12 +17,12 @@ from flax_layers.attention.layer import AttentionOptions
 from flax_layers.attention.mods import Mods
 from flax_layers.drop_in.flax_arguments import (
     DropoutOptions,
+    allowed_lengths,
     check_flax_arguments,
     dropout_options,
     four_axes,
     matmul_precision,
     reader,
-    shown_lengths,
 )
 from flax_layers.linen.mods import create_parameters
 from flax_layers.nnx.stored_mods import ModAttributes, check_no_hidden_state, is_state, stored
@@ -207,7 +207,7 @@ class _Call:
             if decode is None and self.S > 1:
                 self._check_no_mods()
             if mods.block_mask is None or decode:
-                lengths = shown_lengths(self.mask, self.B, self.S)
+                lengths = allowed_lengths(self.mask, self.B, self.S)
             if decode and lengths is not None:
                 mods = mods.for_decoding()
                 mods = mods.at(jnp.max(lengths, initial=1) - 1)
@@ -223,30 +223,34 @@ class _Call:
         self, mods: Mods, causal: jflex.MaskMod | None, block_size: tuple[int, int]
     ) -> tuple[jflex.MaskMod | None, jflex.BlockMask | None]:
         """The conjunction of the mods' mask, `is_causal` and the dense mask: a mask_mod or a BlockMask."""
-        whole = _all_of(mods.mask_mod, causal, self.dense)
+        combined = _all_of(mods.mask_mod, causal, self.dense)
         if 0 in (self.B, self.T, self.S):
-            return (whole, None) if mods.block_mask is None else (None, mods.block_mask)
+            return (combined, None) if mods.block_mask is None else (None, mods.block_mask)
         if mods.block_mask is None:
             block_mask = None
-            if whole is not None and causal is not None and self.T > 1:
-                block_mask = self._blocks(whole, causal, block_size, hides_more=mods.mask_mod is not None)
-            return (whole, None) if block_mask is None else (None, block_mask)
-        if whole is None:
+            if combined is not None and causal is not None and self.T > 1:
+                block_mask = self._blocks(combined, causal, block_size, hides_more=mods.mask_mod is not None)
+            return (combined, None) if block_mask is None else (None, block_mask)
+        if combined is None:
             return None, mods.block_mask
         block_size = mods.block_mask.block_size
-        listed = self._blocks(whole, causal, block_size)
+        listed = self._blocks(combined, causal, block_size)
         if listed is None:  # there is only one block, for example
-            many = (1, 1) if self.mask is None else self.mask.shape[:2]
-            batch, heads = (size if size > 1 else None for size in many)
-            listed = jflex.create_block_mask(whole, batch, heads, self.T, self.S, block_size=block_size)
+            sizes = (1, 1) if self.mask is None else self.mask.shape[:2]
+            batch, heads = (size if size > 1 else None for size in sizes)
+            listed = jflex.create_block_mask(combined, batch, heads, self.T, self.S, block_size=block_size)
         return None, mods.block_mask & listed
 
     def _blocks(
-        self, whole: jflex.MaskMod, causal: jflex.MaskMod | None, block_size: tuple[int, int], hides_more: bool = False
+        self,
+        combined: jflex.MaskMod,
+        causal: jflex.MaskMod | None,
+        block_size: tuple[int, int],
+        hides_more: bool = False,
     ) -> jflex.BlockMask | None:
         """The BlockMask without blocks above the diagonal or empty in the dense mask; None if it would skip none."""
         band, shape = Band(None, None if causal is None else 0), (self.B, self.Hq, self.T, self.S)
-        return band_block_mask(whole, band, shape, block_size, mask=self.mask, hides_more=hides_more)
+        return band_block_mask(combined, band, shape, block_size, mask=self.mask, hides_more=hides_more)
 
     def _with_bias(self, score_mod: jflex.ScoreMod | None) -> jflex.ScoreMod | None:
         if self.bias is None:

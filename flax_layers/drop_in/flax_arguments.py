@@ -102,21 +102,21 @@ def reader(array: Shaped[Array, "#B #H #T #S"]) -> Reader:
         >>> float(read(5, 7, 9, 2))
         2.0
     """
-    many = [size != 1 for size in array.shape]
-    kept = array.reshape([size for size in array.shape if size != 1])
-    return lambda *indices: kept[tuple(index for index, used in zip(indices, many, strict=True) if used)]
+    is_used = [size != 1 for size in array.shape]
+    squeezed = array.reshape([size for size in array.shape if size != 1])
+    return lambda *indices: squeezed[tuple(index for index, used in zip(indices, is_used, strict=True) if used)]
 
 
-def shown_lengths(mask: Shaped[Array, "#B #H 1 #S"], batch: int, keys: int) -> Int32[Array, " B"]:
+def allowed_lengths(mask: Shaped[Array, "#B #H 1 #S"], batch: int, keys: int) -> Int32[Array, " B"]:
     """The number of keys of each batch entry, up to the last one that the mask allows for any head.
 
     Example:
-        >>> shown_lengths(jnp.array([1, 0, 1, 0], bool).reshape(1, 1, 1, 4), 2, 4).tolist()
+        >>> allowed_lengths(jnp.array([1, 0, 1, 0], bool).reshape(1, 1, 1, 4), 2, 4).tolist()
         [3, 3]
     """
-    shown = jnp.broadcast_to(jnp.any(mask, axis=(1, 2)), (batch, keys))
+    allowed = jnp.broadcast_to(jnp.any(mask, axis=(1, 2)), (batch, keys))
     ends = jnp.arange(1, keys + 1, dtype=jnp.int32)[None, :]
-    return jnp.max(jnp.where(shown, ends, 0), axis=1, initial=0)
+    return jnp.max(jnp.where(allowed, ends, 0), axis=1, initial=0)
 
 
 def matmul_precision(
@@ -136,13 +136,13 @@ def matmul_precision(
     """
     if precision is None:
         return contextlib.nullcontext()
-    one = precision[0] if isinstance(precision, tuple) and len(set(precision)) == 1 else precision
-    if isinstance(one, jax.lax.DotAlgorithmPreset):
-        one = one.name
-    elif isinstance(one, jax.lax.Precision):
-        one = one.name.lower()
+    value = precision[0] if isinstance(precision, tuple) and len(set(precision)) == 1 else precision
+    if isinstance(value, jax.lax.DotAlgorithmPreset):
+        value = value.name
+    elif isinstance(value, jax.lax.Precision):
+        value = value.name.lower()
     try:
-        return jax.default_matmul_precision(one)
+        return jax.default_matmul_precision(value)
     except ValueError:
         raise ValueError(
             "`precision` must be the same for both operands: None, a jax.lax.Precision, a "

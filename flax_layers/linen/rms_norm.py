@@ -29,6 +29,6 @@ class RMSNorm(linen.Module):
     @linen.compact
     def __call__(self, inputs: Float[Array, "*batch features"]) -> Float[Array, "*batch features"]:
         """Returns the normalised inputs."""
-        first = linen.initializers.constant(1.0 - self.offset)
-        scale = self.param("scale", first, (self.num_features,), self.param_dtype)
+        initializer = linen.initializers.constant(1.0 - self.offset)
+        scale = self.param("scale", initializer, (self.num_features,), self.param_dtype)
         return rms_norm(inputs, scale, epsilon=self.epsilon, offset=self.offset, dtype=self.dtype)

@@ -65,8 +65,8 @@ def selected(choice: Float[Array, "*batch number"], config: ExpertsConfig) -> Bo
     """
     grouped = choice.reshape(*choice.shape[:-1], config.groups, config.number // config.groups)
     group_scores = jnp.sum(jax.lax.top_k(grouped, 2 if config.scoring == "sigmoid" else 1)[0], axis=-1)
-    kept = _best(group_scores, config.groups_per_token)[..., None]
-    return _best(jnp.where(kept, grouped, -jnp.inf).reshape(choice.shape), config.per_token)
+    in_best_groups = _best(group_scores, config.groups_per_token)[..., None]
+    return _best(jnp.where(in_best_groups, grouped, -jnp.inf).reshape(choice.shape), config.per_token)
 
 
 def _best(values: Float[Array, "*batch n"], count: int) -> Bool[Array, "*batch n"]:

@@ -64,10 +64,10 @@ def training_masks(
     batch = None if documents is None else rows
     masks: Masks = {}
     for window in config.windows:
-        seen = _within(window, length)
-        if seen not in masks:
-            masks[seen] = jflex.create_block_mask(
-                mask_mod(seen, documents), batch, None, length, length, block_size=block
+        effective = _within(window, length)
+        if effective not in masks:
+            masks[effective] = jflex.create_block_mask(
+                mask_mod(effective, documents), batch, None, length, length, block_size=block
             )
     return {window: masks[_within(window, length)] for window in config.windows}
 
@@ -87,10 +87,10 @@ def cache_masks(config: ModelConfig, cache: DenseCache | OwnedPages, tokens: int
         return dict.fromkeys(config.windows)
     masks: Masks = {None: None} if tokens <= FEW_TOKENS else {}
     for window in config.windows:
-        seen = _within(window, cache.max_length)
-        if seen not in masks:
+        effective = _within(window, cache.max_length)
+        if effective not in masks:
             queries = tokens if tokens <= FEW_TOKENS else 128
-            masks[seen] = cache.block_mask(mask_mod(seen), tokens, block_size=(queries, 128))
+            masks[effective] = cache.block_mask(mask_mod(effective), tokens, block_size=(queries, 128))
     return {window: masks[_within(window, cache.max_length)] for window in config.windows}
 
 

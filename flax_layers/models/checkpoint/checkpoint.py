@@ -204,10 +204,10 @@ def save_pretrained(
     raw["torch_dtype"] = str(dtypes["norm.scale"])
     shapes = {path: value.shape for path, value in values.items()}
     tensors = tensors_of(family_named(model.config.family).modules, shapes)
-    with replaced_folder(folder) as room:
-        (room / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
-        write_files(room, tensors, values, dtypes, max_file_bytes)
-        copy_tokenizer(folder if source is None else pathlib.Path(source), room)
+    with replaced_folder(folder) as staging:
+        (staging / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
+        write_files(staging, tensors, values, dtypes, max_file_bytes)
+        copy_tokenizer(folder if source is None else pathlib.Path(source), staging)
 
 
 def _check_tensors(

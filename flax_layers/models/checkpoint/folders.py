@@ -48,18 +48,18 @@ def replaced_folder(folder: pathlib.Path) -> Iterator[pathlib.Path]:
     recover(folder)
     check_replaceable(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    room = pathlib.Path(tempfile.mkdtemp(prefix=f".{folder.name}.", suffix=".new", dir=folder.parent))
+    staging = pathlib.Path(tempfile.mkdtemp(prefix=f".{folder.name}.", suffix=".new", dir=folder.parent))
     try:
-        yield room
-        for path in room.rglob("*"):
+        yield staging
+        for path in staging.rglob("*"):
             if path.is_file():
                 _flush(path)
-        room.chmod(0o755)
+        staging.chmod(0o755)
         if folder.exists():
             folder.rename(_old(folder))
-        room.rename(folder)
+        staging.rename(folder)
     finally:
-        shutil.rmtree(room, ignore_errors=True)
+        shutil.rmtree(staging, ignore_errors=True)
         _recover(folder)
 
 
@@ -94,11 +94,11 @@ def _old(folder: pathlib.Path) -> pathlib.Path:
 
 def check_replaceable(folder: pathlib.Path) -> None:
     """Raises CheckpointError if a folder holds files that do not belong to a checkpoint. It need not exist."""
-    strange = [] if not folder.exists() else sorted(p.name for p in folder.iterdir() if not _belongs(p))
-    if strange:
+    foreign = [] if not folder.exists() else sorted(p.name for p in folder.iterdir() if not _belongs(p))
+    if foreign:
         raise CheckpointError(
             f"`folder` must be new, empty or a checkpoint, since all of it is replaced. {folder} holds "
-            f"{', '.join(strange)}. Choose another folder, or move these files."
+            f"{', '.join(foreign)}. Choose another folder, or move these files."
         )
 
 

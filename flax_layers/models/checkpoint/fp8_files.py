@@ -90,7 +90,8 @@ def read_quantization(raw: Raw) -> BlockFP8 | None:
                 f"and in FP8 with a scale for each block. Got {value!r}, which is not read. Use the checkpoint in 16 "
                 "bits."
             )
-    block, kept = (config.get("weight_block_size"), next((config[x] for x in _KEPT_KEYS if config.get(x)), []))
+    block = config.get("weight_block_size")
+    kept = next((config[key] for key in _KEPT_KEYS if config.get(key)), [])
     if not isinstance(block, list) or len(block) != 2 or not all(type(x) is int and x > 0 for x in block):
         raise ValueError(
             "`weight_block_size` in `quantization_config` of `config.json` must be two positive integers, as [128, "

@@ -48,11 +48,11 @@ class TensorFiles(contextlib.ExitStack):
         self._fp8 = fp8
         self._slices: dict[str, Any] = {}
         self._paths: dict[str, pathlib.Path] = {}
-        self._begins: dict[pathlib.Path, dict[str, int]] = {}
+        self._offsets: dict[pathlib.Path, dict[str, int]] = {}
         self.shapes: dict[str, Shape] = {}
         self.dtypes: dict[str, str] = {}
         for path, names in _paths(folder).items():
-            file = self.enter_context(_opened(path))
+            file = self.enter_context(_open(path))
             absent = [] if names is None else sorted(set(names).difference(file.keys()))
             if absent:
                 raise CheckpointError(
@@ -129,9 +129,9 @@ class TensorFiles(contextlib.ExitStack):
         if self._fp8 is None or self.dtypes[name] != FP8:
             return self._slices[name]
         path = self._paths[name]
-        if path not in self._begins:
-            self._begins[path] = _begins(path)
-        values = np.memmap(path, np.uint8, "r", self._begins[path][name], self.shapes[name])
+        if path not in self._offsets:
+            self._offsets[path] = _offsets(path)
+        values = np.memmap(path, np.uint8, "r", self._offsets[path][name], self.shapes[name])
         return WidenedTensor(values, self._slices[name + SCALE][:], self._fp8.block)
 
 
@@ -171,7 +171,7 @@ def _part(piece: _View, start: int, shape: Shape, dtype: Dtype, transposed: bool
     return out
 
 
-def _begins(path: pathlib.Path) -> dict[str, int]:
+def _offsets(path: pathlib.Path) -> dict[str, int]:
     """Offsets of the tensors in a file, for those in FP8: `safetensors` does not read them for numpy."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
@@ -217,7 +217,7 @@ def _paths(folder: pathlib.Path) -> dict[pathlib.Path, list[str] | None]:
     return dict.fromkeys(files)
 
 
-def _opened(path: pathlib.Path) -> Any:
+def _open(path: pathlib.Path) -> Any:
     with needs("safetensors"):
         import safetensors
     try:
