@@ -18,7 +18,7 @@ from flax_layers.models.checkpoint.folders import CheckpointError
 from flax_layers.models.checkpoint.fp8_files import FP8, SCALE, BlockFP8, WidenedTensor
 from flax_layers.models.checkpoint.mxfp4_files import BLOCKS, MXFP4, SCALES, PackedTensor, packed_shapes
 from flax_layers.models.checkpoint.optional import needs
-from flax_layers.models.checkpoint.tensor_names import Piece, Shape, Tensor
+from flax_layers.models.checkpoint.tensor_names import ParameterSlice, Shape, Tensor
 
 SINGLE, INDEX, ADAPTER = "model.safetensors", "model.safetensors.index.json", "adapter_config.json"
 Index = tuple[slice, ...]
@@ -88,7 +88,7 @@ class TensorFiles(contextlib.ExitStack):
             not np.array_equal(first[part].astype(np.float32), second[part].astype(np.float32)) for part in parts
         )
 
-    def read(self, pieces: Sequence[Piece], dtype: Dtype, tensor: Tensor, sharding: Sharding | None) -> Array:
+    def read(self, pieces: Sequence[ParameterSlice], dtype: Dtype, tensor: Tensor, sharding: Sharding | None) -> Array:
         """Reads a parameter to devices, each of which gets only its own shard; by default to JAX's default device.
 
         It returns when the array is on its devices and the host copy is no longer needed. `tensor` holds the
@@ -97,18 +97,18 @@ class TensorFiles(contextlib.ExitStack):
         shape = pieces[0].shape
         final = shape[::-1] if tensor.transposed else shape
 
-        def read_piece(piece: Piece, index: Index) -> np.ndarray:
+        def read_slice(piece: ParameterSlice, index: Index) -> np.ndarray:
             source = _View(self._tensor(piece.tensor), piece.expert, *piece.column)
             return _part(source, piece.start, shape, dtype, tensor.transposed, index)
 
         def read_index(index: Index) -> np.ndarray:
             if not tensor.per_expert:
-                return read_piece(pieces[0], index)
+                return read_slice(pieces[0], index)
             chosen, index = pieces[index[0]], index[1:]
             sizes = [len(range(*x.indices(size))) for x, size in zip(index, final, strict=True)]
             out = np.empty((len(chosen), *sizes), dtype)
             for number, piece in enumerate(chosen):
-                out[number] = read_piece(piece, index)
+                out[number] = read_slice(piece, index)
             return out
 
         whole = (len(pieces), *final) if tensor.per_expert else final

@@ -134,12 +134,12 @@ class Tensor:
 
 
 @dataclasses.dataclass(frozen=True)
-class Piece:
-    """The place of a parameter, or of one expert in it.
+class ParameterSlice:
+    """A parameter, or one expert of it, within a tensor of a file.
 
     Attributes:
         tensor: Name of the tensor.
-        shape: Shape of the piece, as it lies there.
+        shape: Shape of the slice, before a transposition.
         start: The row at which it begins.
         expert: Index along the first axis of the tensor, if that is the axis of experts.
         column: Its first column, and the distance to the next.
@@ -202,15 +202,15 @@ def _tensor(
     return Tensor(tuple(paths), sizes, shape, transposed, expert, alternating=alternating)
 
 
-def pieces_of(tensors: Mapping[str, Tensor]) -> dict[str, list[Piece]]:
+def pieces_of(tensors: Mapping[str, Tensor]) -> dict[str, list[ParameterSlice]]:
     """The pieces of each parameter, by path: one, or with stacked experts one for each, in their order.
 
     Example:
         >>> tensor = Tensor(("a", "b"), (2, 3), (5, 4), transposed=False)
         >>> pieces_of({"both": tensor})["b"]
-        [Piece(tensor='both', shape=(3, 4), start=2, expert=None, column=(0, 1))]
+        [ParameterSlice(tensor='both', shape=(3, 4), start=2, expert=None, column=(0, 1))]
     """
-    pieces: dict[str, list[Piece]] = {}
+    pieces: dict[str, list[ParameterSlice]] = {}
     for name, tensor in tensors.items():
         experts, shape = (range(tensor.shape[0]), tensor.shape[1:]) if tensor.stacked else ([None], tensor.shape)
         start = 0
@@ -219,7 +219,7 @@ def pieces_of(tensors: Mapping[str, Tensor]) -> dict[str, list[Piece]]:
                 part, row, column = (*shape[:-1], size), 0, (number, len(tensor.parts))
             else:
                 part, row, column = (size, *shape[1:]), start, (0, 1)
-            pieces.setdefault(path, []).extend(Piece(name, part, row, expert, column) for expert in experts)
+            pieces.setdefault(path, []).extend(ParameterSlice(name, part, row, expert, column) for expert in experts)
             start += size
     return pieces
 
