@@ -2,39 +2,47 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import sys
+from collections.abc import Sequence
 
-# Each is `main(words)` of a module, which is imported only if it is named.
-COMMANDS = {
+from benchmarks.questions import question, table
+
+# Modules with `add_options(parser)` and `run(options)`, imported only if they are named.
+_MODULES = {
     "attention": ("benchmarks.run.suite", "speed of attention beside peers, by suites"),
-    "gpu": ("benchmarks.questions.gpu", "memory, mask creation and the first call on a GPU"),
-    "cpu": ("benchmarks.questions.cpu", "the same and more on a CPU"),
-    "masks": ("benchmarks.questions.masks", "making BlockMasks of up to a million tokens, on a CPU or a GPU"),
-    "numerics": ("benchmarks.questions.numerics", "errors of 16-bit attention against float64"),
-    "training": ("benchmarks.questions.training", "training steps of whole models beside peers"),
-    "generation": ("benchmarks.questions.generation", "prefill and decoding with a whole model beside torch"),
-    "engine": ("benchmarks.questions.engine", "the serving engine under load, with a whole model"),
-    "streaming": ("benchmarks.questions.streaming", "loss along texts longer than those of training"),
-    "serving": ("benchmarks.questions.serving", "load on a server of OpenAI's completions API"),
-    "context": ("benchmarks.questions.context", "context parallel attention on several GPUs beside one"),
-    "devices": ("benchmarks.questions.devices", "a model, no measurement: context parallelism on 2 to 1,024 GPUs"),
     "tune": ("benchmarks.tune", "search tiles and write a table for the GPU at hand"),
     "report": ("benchmarks.results.report", "render the result files"),
 }
 
 
-def main() -> None:
+def parse(words: Sequence[str]) -> argparse.Namespace:
+    """The options of a command."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Each command has --help.")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name, (module, text) in _MODULES.items():
+        command = commands.add_parser(name, help=text, formatter_class=argparse.RawDescriptionHelpFormatter)
+        if name in words[:1]:
+            command.description = importlib.import_module(module).__doc__
+            importlib.import_module(module).add_options(command)
+    for name, text in table.COMMANDS.items():
+        rows = [row for row in table.QUESTIONS if row.command == name]
+        about = sys.modules[rows[0].measure.__module__].__doc__
+        command = commands.add_parser(
+            name, help=text, description=about, formatter_class=argparse.RawDescriptionHelpFormatter
+        )
+        question.add_options(command, rows)
+    return parser.parse_args(words)
+
+
+def main(words: Sequence[str] | None = None) -> None:
     """Runs the named command."""
-    name, *words = sys.argv[1:] or [""]
-    if name in COMMANDS:
-        importlib.import_module(COMMANDS[name][0]).main(words)
-        return
-    lines = [f"  {command:10} {what}" for command, (_, what) in COMMANDS.items()]
-    usage = "\n".join(["usage: python -m benchmarks COMMAND ... (each has --help)", "", *lines])
-    if name not in ("", "-h", "--help"):
-        sys.exit(f"{usage}\n\nunknown command: {name}")
-    print(usage)
+    options = parse(sys.argv[1:] if words is None else words)
+    if options.command in _MODULES:
+        importlib.import_module(_MODULES[options.command][0]).run(options)
+    else:
+        question.run([row for row in table.QUESTIONS if row.command == options.command], options)
 
 
 if __name__ == "__main__":

@@ -60,17 +60,17 @@ class Problem:
 
     @property
     def value_size(self) -> int:
-        """Of a head of the values."""
+        """Size of a head of the values."""
         return self.Dv or self.D
 
     @property
     def served(self) -> bool:
-        """Whether the queries continue sequences whose keys are there, as in decoding."""
+        """The queries continue sequences, as in decoding."""
         return self.T < self.S
 
     @property
     def selects_keys(self) -> bool:
-        """Whether queries select keys, as in DeepSeek-V3.2, and not blocks."""
+        """Queries select keys, as in DeepSeek-V3.2, and not blocks."""
         return bool(self.selected) and self.keys in ("latent", "indexer")
 
     @property
@@ -109,6 +109,6 @@ class Problem:
 
 
 def square(B: int, S: int, H: int | tuple[int, int], D: int, variant: str, **more: Any) -> Problem:
-    """As many queries as keys."""
+    """A problem with as many queries as keys."""
     Hq, Hkv = H if isinstance(H, tuple) else (H, H)
     return Problem(B, S, S, Hq, Hkv, D, variant, **more)

@@ -17,7 +17,7 @@ class Requests(NamedTuple):
 
     @property
     def indptr(self) -> np.ndarray:
-        """Where the queries of each begin, packed; int32, one longer."""
+        """Offsets of the packed queries; int32, one longer."""
         return np.concatenate([[0], np.cumsum(self.queries)]).astype(np.int32)
 
 
@@ -50,7 +50,7 @@ LENGTHS = {"even": _even_keys, "uniform": _uniform_keys, "skewed": _skewed_keys,
 
 
 def requests_of(problem: Problem) -> Requests:
-    """Those of a problem: T queries at the end of S keys each, unless its `lengths` say otherwise.
+    """Lengths of a problem: T queries at the end of S keys each, unless its `lengths` say otherwise.
 
     >>> requests_of(Problem(3, 8, 64, 2, 2, 16, "causal", lengths="mixed"))
     Requests(queries=array([8, 1, 1], dtype=int32), keys=array([64, 32, 32], dtype=int32))

@@ -30,12 +30,7 @@ class Work(NamedTuple):
 
 
 def visited_elements(visited: np.ndarray, lengths: tuple[int, int], block: tuple[int, int] = (128, 128)) -> int:
-    """Elements in visited blocks, of which the last may be cut short.
-
-    Args:
-      visited: Booleans, [query blocks, key blocks].
-      lengths: Queries and keys.
-      block: Sizes of a block.
+    """Elements in visited blocks [query blocks, key blocks], of which the last may be cut short.
 
     >>> visited_elements(np.array([[True, False], [True, True]]), (256, 200))
     41984
@@ -85,7 +80,7 @@ def served_work(problem: Problem) -> Work:
 
 
 def _indexer_work(problem: Problem) -> Work:
-    """Of a product with each key for each head: queries, keys and weights of heads are read, positions written."""
+    """A product with each key for each head: queries, keys and weights of heads are read, positions written."""
     rows, heads = problem.B * problem.T, problem.B * problem.T * problem.Hq
     vectors = _item(problem) * (heads + problem.B * problem.S) * problem.D
     moved = vectors + 4 * heads + _POSITION * rows * problem.selected  # weights are float32
@@ -99,11 +94,7 @@ def _item(problem: Problem) -> int:
 def share(flops: float, moved: float, seconds: float, rates: Iterable[Mapping[str, float]]) -> float | None:
     """The share of the roof that is reached, of compute or bandwidth, whichever bounds; None if no rate is known.
 
-    Args:
-      flops: Of the call.
-      moved: Its bytes.
-      seconds: Its time.
-      rates: Of each library in the same run; the best counts.
+    The best rates of the libraries in the same run count.
 
     >>> share(2e12, 1e9, 4.0, [{"matmul_flops": 1e12, "copy_bytes": 1e9}])
     0.5

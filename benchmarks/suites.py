@@ -82,7 +82,7 @@ def _fp8() -> list[Problem]:
 
 @_suite("short sequences, Mosaic GPU beside Triton", "jflex jflex-mosaic jflex-triton")
 def _hopper_short() -> list[Problem]:
-    """The same number of tokens at every length, and a single sequence, whose tiles do not fill the GPU."""
+    """An equal number of tokens at every length, and a single sequence, whose tiles do not fill the GPU."""
     lengths, sizes = (256, 512, 1024, 2048, 4096), (64, 128)
     even = [square(16384 // S, S, 16, D, variant) for variant in ("causal", "noop") for D in sizes for S in lengths]
     return even + [square(1, S, 16, 128, "causal") for S in lengths]
@@ -107,11 +107,6 @@ def _paper() -> list[Problem]:
     by_variant = [_of_paper(16384, *shape, x) for shape in _PAPER_SHAPES for x in SEVEN if x != "causal"]
     near = [_of_paper(16384, 16, D, x, "appendix A.1") for D in (64, 128) for x in NEIGHBORHOODS]
     return by_length + by_variant + near
-
-
-@_suite("every variant at every length, key and value 256 MiB", _FLEX)
-def _grid() -> list[Problem]:
-    return [_of_paper(S, *shape, x) for shape in _PAPER_SHAPES for S in _PAPER_LENGTHS for x in SEVEN]
 
 
 @_suite("one sequence of up to a million tokens: texts of 16384 in the mean, each in a window of 4096",

@@ -71,7 +71,7 @@ class Scope(NamedTuple):
         return [(kernel, *condition) for kernel in self.kernels for condition in chosen]
 
     def configurations(self, head_size: int, kernel: str, mods: str) -> list[Tiles]:
-        """What is compiled and timed."""
+        """Configurations that are compiled and timed."""
         tiles = list(search_space.configurations(kernel, head_size))
         if self.allowed is None or kernel not in KERNELS:
             return tiles
@@ -79,9 +79,8 @@ class Scope(NamedTuple):
         return [x for x in tiles if dataclasses.astuple(x) in kept]
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """The command."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks tune", description=__doc__)
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of the command."""
     parser.add_argument("--heads", type=int, nargs="+", default=HEAD_SIZES[:-1], choices=HEAD_SIZES, help="head sizes")
     every = (*KERNELS, *OFFICIAL_KERNELS, *HOPPER_KERNELS)
     parser.add_argument("--kernels", nargs="+", default=KERNELS, choices=every, help="default: Triton's")
@@ -92,20 +91,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--prune", type=pathlib.Path, help="compile for an H200, write what may be searched, stop")
     parser.add_argument("--candidates", type=pathlib.Path, help="a file that --prune wrote")
     parser.add_argument("--out", type=pathlib.Path, default=TABLES, help="folder of the table")
-    options = parser.parse_args(arguments)
+
+
+def run(options: argparse.Namespace) -> None:
+    """Searches, prunes or lists what the options name."""
     allowed = json.loads(options.candidates.read_text()) if options.candidates else None
     scope = Scope(options.kernels, options.mods, options.lengths, allowed, time.time() + options.budget)
     if options.dry_run:
         print(plan(options.heads, scope))
         return
     if options.prune and not set(options.kernels) <= set(KERNELS):
-        parser.error(f"`--prune` compiles kernels of Triton by Pallas: {', '.join(KERNELS)}")
+        raise SystemExit(f"`--prune` compiles kernels of Triton by Pallas: {', '.join(KERNELS)}")
     if options.prune:
         options.prune.write_text(json.dumps(prune(options.heads, scope), indent=1) + "\n")
         return
     facts = gpu_facts()
     if "device" not in facts:
-        parser.error("no GPU was found; `--prune FILE` and `--dry-run` work without one")
+        raise SystemExit("no GPU was found; `--prune FILE` and `--dry-run` work without one")
     tune(options.heads, scope, facts, options.out)
 
 
@@ -125,7 +127,7 @@ def tune(heads: Sequence[int], scope: Scope, facts: dict[str, str], folder: path
     """Searches all, and writes the table anew after each head size; entries that are not searched are kept."""
     path = folder / f"{table_name(facts['device'])}.json"
     old = json.loads(path.read_text()) if path.exists() else {"entries": []}
-    found = {json.dumps(entry["key"]): {"date": old["date"], **entry} for entry in old["entries"]}
+    table = {json.dumps(entry["key"]): {"date": old["date"], **entry} for entry in old["entries"]}
     about = describe()
     about["machine"] |= facts
     arguments = [{"head_size": D, "scope": scope._asdict()} for D in heads]
@@ -139,9 +141,9 @@ def tune(heads: Sequence[int], scope: Scope, facts: dict[str, str], folder: path
                 tqdm.write(str(error))
                 continue
             for entry in entries:
-                found[json.dumps(entry["key"])] = entry | {"date": about["date"]}
+                table[json.dumps(entry["key"])] = entry | {"date": about["date"]}
                 tqdm.write(_line(entry))
-            write(path, about, list(found.values()))
+            write(path, about, list(table.values()))
     print(path)
 
 
@@ -201,13 +203,13 @@ def _compiled(head_size: int, condition: tuple[str, str, str], scope: Scope) -> 
             if not all(_runs(kernel, program.as_text()) for program in lowered):
                 continue  # jflex would take kernels of Triton instead
             futures[x] = pool.submit(compiled, lowered)
-    found = {x: future.result() for x, future in futures.items()}
+    programs = {x: future.result() for x, future in futures.items()}
     bind = lambda run, a: lambda: run(*a)
-    return {x: [bind(run, a) for run, a in zip(runs, arrays, strict=True)] for x, runs in found.items() if runs}
+    return {x: [bind(run, a) for run, a in zip(runs, arrays, strict=True)] for x, runs in programs.items() if runs}
 
 
 def _runs(kernel: str, text: str) -> bool:
-    """Whether a lowered program runs the Hopper kernel that it is to measure; Triton's always run."""
+    """A lowered program runs the Hopper kernel that it is to measure; Triton's always run."""
     return kernel not in _NAMES or any(name in text for name in _NAMES[kernel])
 
 
@@ -234,16 +236,16 @@ def _entry(head_size: int, condition: tuple[str, str, str], calls: Calls) -> dic
 
 def _seconds(calls: Sequence[Callable[[], Any]]) -> list[float]:
     """Median time of each call; they take turns in one profile, since to start one costs as much as all of them."""
-    made = 0
+    count = 0
 
     def next_call() -> Any:
-        nonlocal made
-        made += 1
-        return calls[(made - 1) % len(calls)]()
+        nonlocal count
+        count += 1
+        return calls[(count - 1) % len(calls)]()
 
     runs = _RUNS * len(calls)
     seconds = timer().device_seconds(next_call, runs, warmup=len(calls))
-    first = (made - runs) % len(calls)  # whose turn it was when measuring began
+    first = (count - runs) % len(calls)  # whose turn it was when measuring began
     return [statistics.median(seconds[(i - first) % len(calls) :: len(calls)]) for i in range(len(calls))]
 
 
@@ -263,7 +265,7 @@ def prune(heads: Sequence[int], scope: Scope) -> dict[str, list[list[int]]]:
 
     if reason := gpu_compile.missing():
         raise SystemExit(reason)
-    found: dict[str, list[list[int]]] = {}
+    kept: dict[str, list[list[int]]] = {}
     searched = dict.fromkeys((kernel, D, mods) for D in heads for kernel, mods, _ in scope.conditions(D))
     for kernel, D, mods in tqdm(searched, unit="condition", disable=None):
         attention = search_space.attentions(D, mods, "short")[0]
@@ -276,5 +278,5 @@ def prune(heads: Sequence[int], scope: Scope) -> dict[str, list[list[int]]]:
                 continue
             if all(x.spill <= MAX_SPILLED for x in compiled if x.name.endswith(kernel)):
                 fine.append(list(dataclasses.astuple(tiles)))
-        found[_name(kernel, D, mods)] = fine
-    return found
+        kept[_name(kernel, D, mods)] = fine
+    return kept

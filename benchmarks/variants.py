@@ -28,7 +28,7 @@ Neighborhood = Callable[[str, tuple[int, int], tuple[int, int], tuple[int, int]]
 
 
 class Operations(NamedTuple):
-    """What JAX and torch call by different names."""
+    """Functions that JAX and torch name differently."""
 
     tanh: Callable[[Any], Any]
     floating: Callable[[Any], Any]  # an integer as float32
@@ -37,7 +37,7 @@ class Operations(NamedTuple):
 
 
 class Mods(NamedTuple):
-    """Of one problem; None where there is none."""
+    """Mods of one problem; None where there is none."""
 
     mask: Callable[..., Any] | None = None
     score: Callable[..., Any] | None = None
@@ -48,7 +48,7 @@ Make = Callable[[Problem, Arrays, Operations], Mods]
 
 
 class Variant(NamedTuple):
-    """How to make the mods of a problem."""
+    """Constructor of mods, and the arrays that they capture."""
 
     make: Make  # from the problem, its captured arrays in the library's own type, and the library's operations
     captured: Callable[[Problem], dict[str, np.ndarray]] = lambda problem: {}  # by the score_mod, in float64
@@ -115,14 +115,14 @@ def _neighborhood(order: str) -> Make:
         reach = min(KERNEL, side - 1 + side % 2) // 2
         if operations.neighborhood is not None:
             return Mods(operations.neighborhood(order, (side, side), (2 * reach + 1, 2 * reach + 1), TILE))
-        place = ORDERS[order]
+        cell = ORDERS[order]
 
         def near(query: Any, key: Any) -> Any:
             offset = operations.clip(query, reach, side - 1 - reach) - key
             return (offset <= reach) & (offset >= -reach)
 
         def mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-            (q_row, q_column), (kv_row, kv_column) = place(q_idx, side), place(kv_idx, side)
+            (q_row, q_column), (kv_row, kv_column) = cell(q_idx, side), cell(kv_idx, side)
             return near(q_row, kv_row) & near(q_column, kv_column)
 
         return Mods(mask)
@@ -153,24 +153,23 @@ ORDERS = {"rows": _by_rows, "tiles": _by_tiles, "morton": _by_morton}
 
 
 def _slopes(problem: Problem) -> dict[str, np.ndarray]:
-    """Those of ALiBi (Press et al. 2022, arXiv:2108.12409) for a power of two."""
+    """Slopes of ALiBi (Press et al. 2022, arXiv:2108.12409) for a power of two."""
     return {"slopes": 2.0 ** (-8 * np.arange(1, problem.Hq + 1) / problem.Hq)}
 
 
-def _documents(problem: Problem) -> dict[str, np.ndarray]:
-    """The number of every place's document; lengths between a third of the mean and more, by a fixed seed."""
-    generator = np.random.default_rng(0)
-    shares = generator.uniform(1 / 3, 5 / 3, DOCUMENTS)
-    ends = np.round(np.cumsum(shares) / shares.sum() * problem.S).astype(int)
-    return {"document": np.searchsorted(ends, np.arange(problem.S), side="right").astype(np.int32)}
+def _documents(name: str, length: int | None = None) -> Callable[[Problem], dict[str, np.ndarray]]:
+    """The document of every position: `DOCUMENTS`, or as many as have this length in the mean.
 
+    Lengths lie between a third of the mean and five thirds, by a fixed seed, before they are scaled to the whole.
+    """
 
-def _texts(problem: Problem) -> dict[str, np.ndarray]:
-    """Likewise of texts of `TEXT` tokens in the mean: 64 in a million tokens."""
-    generator, count = np.random.default_rng(0), max(1, problem.S // TEXT)
-    shares = generator.uniform(1 / 3, 5 / 3, count)
-    ends = np.round(np.cumsum(shares) / shares.sum() * problem.S).astype(int)
-    return {"text": np.searchsorted(ends, np.arange(problem.S), side="right").astype(np.int32)}
+    def ids(problem: Problem) -> dict[str, np.ndarray]:
+        count = DOCUMENTS if length is None else max(1, problem.S // length)
+        shares = np.random.default_rng(0).uniform(1 / 3, 5 / 3, count)
+        ends = np.round(np.cumsum(shares) / shares.sum() * problem.S).astype(int)
+        return {name: np.searchsorted(ends, np.arange(problem.S), side="right").astype(np.int32)}
+
+    return ids
 
 
 def _table(problem: Problem) -> dict[str, np.ndarray]:
@@ -189,8 +188,8 @@ VARIANTS: dict[str, Variant] = {
     "sliding_window": Variant(_sliding_window),
     "prefix_lm": Variant(_prefix_lm),
     "softcap": Variant(_softcap),
-    "document_mask": Variant(_document_mask, indices=_documents),
-    "windows_in_texts": Variant(_windows_in_texts, indices=_texts),
+    "document_mask": Variant(_document_mask, indices=_documents("document")),
+    "windows_in_texts": Variant(_windows_in_texts, indices=_documents("text", TEXT)),
     "relative_table": Variant(_relative_table, _table),
     "pair_bias": Variant(_pair_bias, _bias),
     "neighborhood": Variant(_neighborhood("rows")),

@@ -15,6 +15,6 @@ except ModuleNotFoundError as error:
     ) from None
 
 from flax_layers import linen, nnx
-from flax_layers.drop_in import attention_fn
+from flax_layers.drop_in.attention_fn import attention_fn
 
 __all__ = ["attention_fn", "linen", "nnx"]

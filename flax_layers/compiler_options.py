@@ -1,8 +1,6 @@
 """Options of XLA for programs that decode."""
 
-from typing import Any
-
-DECODING: dict[str, Any] = {"xla_disable_hlo_passes": "dot-strength-reduction"}
+DECODING: dict[str, str] = {"xla_disable_hlo_passes": "dot-strength-reduction"}
 """`compiler_options` of `jax.jit` for decoding steps.
 
 On a GPU, XLA replaces the GEMM of one row and a small matrix by a multiplication, which it writes to memory, and a sum:

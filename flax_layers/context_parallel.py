@@ -1,4 +1,4 @@
-"""How a layer attends to sequences whose tokens are divided among devices."""
+"""Attention of a layer to sequences whose tokens are divided among devices."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class ContextParallel:
         axis: Its axis that divides the tokens.
         batch_axes: Its axes that divide the batch.
         head_axes: Its axes that divide the heads.
-        strategy: As in `jflex.context_parallel_attention`.
+        strategy: ``"all_gather"``, or another one of `jflex.context_parallel_attention`.
         order: The order of the tokens, a permutation of chunks; None: the natural one.
 
     Example:
@@ -44,24 +44,16 @@ class ContextParallel:
     order: tuple[int, ...] | None = None
 
     def positions(self, length: int) -> Int[Array, " T"]:
-        """The position of each token.
-
-        Args:
-            length: Tokens of a sequence.
-        """
+        """The position of each token of a sequence of that length."""
         if self.order is None:
             return jnp.arange(length, dtype=jnp.int32)
         return jnp.asarray(jflex.context_parallel.positions(np.array(self.order), length))
 
     def chunk(self, length: int) -> int:
-        """Tokens of a chunk. A sequence is cut into equal chunks, and a device holds one or more of them.
-
-        Args:
-            length: Tokens of a sequence.
-        """
+        """Tokens of a chunk. A sequence is cut into equal chunks, and a device holds one or more of them."""
         return length // (self.mesh.shape[self.axis] if self.order is None else len(self.order))
 
     def arguments(self) -> dict[str, Any]:
-        """Those of `jflex.context_parallel_attention`."""
+        """The arguments for `jflex.context_parallel_attention`."""
         named = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return named | {"order": None if self.order is None else np.array(self.order)}

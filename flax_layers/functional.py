@@ -9,14 +9,7 @@ from jflex.rotary import rotate as rotate
 
 
 def split_heads(features: Float[Array, "*batch T features"], num_heads: int) -> Float[Array, "*batch T H D"]:
-    """Splits the last axis into heads of adjacent features.
-
-    Args:
-        features: The output of a projection.
-        num_heads: `H`, a divisor of the last axis.
-
-    Returns:
-        The same values, with two axes in place of the last one.
+    """Splits the last axis into heads of adjacent features: `num_heads` is a divisor of it.
 
     Example:
         >>> import jax.numpy as jnp
@@ -28,12 +21,6 @@ def split_heads(features: Float[Array, "*batch T features"], num_heads: int) -> 
 
 def merge_heads(heads: Float[Array, "*batch T H D"]) -> Float[Array, "*batch T H*D"]:
     """Merges the last two axes: the inverse of `split_heads`.
-
-    Args:
-        heads: One vector for each position and head.
-
-    Returns:
-        The same values, with one axis in place of the last two.
 
     Example:
         >>> import jax.numpy as jnp
@@ -58,7 +45,7 @@ def rms_norm(
         scale: One factor for each feature.
         epsilon: Added to the mean of squares.
         offset: Added to the scale.
-        dtype: Dtype of the result. Default: that of the inputs.
+        dtype: Dtype of the result. Default: the dtype of the inputs.
 
     Returns:
         The normalised inputs.

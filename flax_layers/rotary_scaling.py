@@ -1,4 +1,4 @@
-"""Scaling of rotary embeddings for contexts longer than those of pretraining: the names of `jflex.rotary`."""
+"""Scaling of rotary embeddings for contexts longer than in pretraining: the names of `jflex.rotary`."""
 
 from jflex.rotary import Length as Length
 from jflex.rotary import LinearScaling as LinearScaling

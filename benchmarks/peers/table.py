@@ -1,4 +1,4 @@
-"""The implementations that are measured, and what each can compute. Imports neither JAX nor torch."""
+"""The implementations that are measured, and the problems that each can compute. Imports neither JAX nor torch."""
 
 from __future__ import annotations
 
@@ -160,10 +160,10 @@ def peers_of(suite: str, names: Sequence[str] = ()) -> tuple[Peer, ...]:
 
 def by_library(problem: Problem, peers: Sequence[Peer]) -> dict[str, list[str]]:
     """Names of the peers that a problem is measured with, by library."""
-    found: dict[str, list[str]] = {}
+    names: dict[str, list[str]] = {}
     for peer in peers:
         any_kind = peer.selects or peer.name.startswith("jflex")
         refuses = peer.refuses if any_kind else _all(_plain_softmax, peer.refuses)
         if refuses(problem) is None:
-            found.setdefault(peer.library, []).append(peer.name)
-    return found
+            names.setdefault(peer.library, []).append(peer.name)
+    return names

@@ -1,8 +1,7 @@
 """Accuracy of caches of eight bits beside bfloat16: ``python -m benchmarks numerics eight_bits``.
 
-Keys and values are drawn in float32 and written to each cache; what attention over it gives is held against attention
-in float64 over what was drawn. Needles are keys that a query matches strongly, one each, among all others. Importing
-this imports neither JAX nor torch.
+Keys and values are drawn in float32 and written to each cache; attention over it is compared with attention in float64
+over the drawn arrays. Needles are keys that a query matches strongly, one each.
 """
 
 from __future__ import annotations
@@ -13,11 +12,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from benchmarks.questions.command import Measured, Questions
+from benchmarks.questions.question import Measured
 from benchmarks.results.schema import Record
 from benchmarks.run.jobs import SHARED_GPU, Job, RunJob, run_job, run_jobs
 
-HELD = ("float8_e4m3fn", "float8_e5m2", "int8")
+DTYPES = ("float8_e4m3fn", "float8_e5m2", "int8")
 SCALES = {"tensor": "one scale", "head": "a scale for each head", "token": "a scale for each token and head"}
 MAGNITUDES = (1.0, 8.0)  # of the keys of each head
 UNITS = {
@@ -31,29 +30,23 @@ UNITS = {
 _D, _LATENT, _ROPE = 128, 512, 64
 _PAGE, _PLAIN = 64, 16
 _SCORE = 14.0  # of a query and its needle; those of other keys have a mean of 0 and a deviation of _SCORE * D**-0.5
-QUESTIONS = Questions()
 
 
-@QUESTIONS.of(
-    "caches of eight bits and of bfloat16 against float64: 65,536 normal keys and values of 128, 2 heads, the keys of "
-    "the second 8 times as large, and as many latent vectors of 512 columns and 64 rotated ones; 16 needles in each "
-    "head: keys that one query each matches with a score of 14; in % of the exact output, and of all weights",
-)
 def eight_bits(length: int = 65536, needles: int = 16, run: RunJob = run_job) -> Measured:
-    """What do eight bits cost, and does attention find a needle among 64 k keys?"""
+    """Error of eight bits, and attention to a needle among 64 k keys."""
     job = Job("the caches", __name__, "errors", {"length": length, "needles": needles}, SHARED_GPU)
-    found, remarks = run_jobs([job], run)
+    answers, remarks = run_jobs([job], run)
     records = [
-        Record.single(f"{cache}: {what}", float(f"{value:.3g}"), UNITS[what])
-        for answer in found.values()
+        Record.single(f"{cache}: {name}", float(f"{value:.3g}"), UNITS[name])
+        for answer in answers.values()
         for cache, values in answer.items()
-        for what, value in values.items()
+        for name, value in values.items()
     ]
-    return records, remarks
+    return Measured(records, remarks)
 
 
 class Haystack(NamedTuple):
-    """What is drawn, in float32: N queries, the first of which have a needle each."""
+    """Drawn arrays in float32: N queries, the first of which have a needle each."""
 
     query: np.ndarray  # [N, H, D], of bfloat16 numbers
     key: np.ndarray  # [S, H, D]
@@ -72,8 +65,8 @@ def haystack(length: int, needles: int, *, latent: bool = False) -> Haystack:
     key = normal((length, heads, D)) * magnitudes
     value = key[..., :_LATENT] if latent else normal((length, heads, D))
     places = np.stack([rng.choice(length, needles, replace=False) for _ in range(heads)], axis=1)
-    found = np.take_along_axis(key, places[..., None], axis=0)
-    matching = np.float32(_SCORE * D**0.5) * found / np.square(found).sum(-1, keepdims=True)
+    needle = np.take_along_axis(key, places[..., None], axis=0)
+    matching = np.float32(_SCORE * D**0.5) * needle / np.square(needle).sum(-1, keepdims=True)
     query = np.concatenate([matching, normal((_PLAIN, heads, D)) / magnitudes])
     return Haystack(query.astype(ml_dtypes.bfloat16).astype(np.float32), key, value, places)
 
@@ -91,38 +84,42 @@ def exact(x: Haystack) -> tuple[np.ndarray, np.ndarray]:
 
 
 def errors(length: int, needles: int) -> dict[str, dict[str, float]]:
-    """How far each cache is from float64, by its name and what is measured; in a process of its own."""
-    found = {}
-    for what, caches in (("keys", _caches), ("latent vectors", _latent_caches)):
+    """Distances of each cache from float64, by its name and that of the measure; in a process of its own."""
+    distances = {}
+    for kind, caches in (("keys", _caches), ("latent vectors", _latent_caches)):
         x = haystack(length, needles, latent=caches is _latent_caches)
-        right, weights = exact(x)
-        found[f"{what}, float64"] = {"weight on the needle": 100 * float(weights.mean())}
-        for name, held, out, lse in caches(x):
-            measured = _measured(x, held, np.asarray(out, np.float64), np.asarray(lse), right, weights)
-            found[f"{what}, {name}"] = measured
-    return found
+        expected, weights = exact(x)
+        distances[f"{kind}, float64"] = {"weight on the needle": 100 * float(weights.mean())}
+        for name, keys, out, lse in caches(x):
+            out, lse = np.asarray(out, np.float64), np.asarray(lse)
+            distances[f"{kind}, {name}"] = _measured(x, keys, out, lse, expected, weights)
+    return distances
 
 
 def _measured(
-    x: Haystack, held: np.ndarray, out: np.ndarray, lse: np.ndarray, right: np.ndarray, weights: np.ndarray
+    x: Haystack, keys: np.ndarray, out: np.ndarray, lse: np.ndarray, expected: np.ndarray, weights: np.ndarray
 ) -> dict[str, float]:
+    """The measures of `UNITS`, for a cache that holds `keys`."""
     needles = len(x.places)
-    keys = min(_ratio(x.key[:, h], held[:, h]) for h in range(held.shape[1]))
-    own = np.take_along_axis(held, x.places[..., None], axis=0).astype(np.float64)
-    scores = own.shape[-1] ** -0.5 * (x.query[:needles] * own).sum(-1)
-    found = np.exp(scores - lse[:needles])
-    with_needle, expected = out[:needles], right[:needles]
-    norms = np.linalg.norm(with_needle, axis=-1) * np.linalg.norm(expected, axis=-1)
-    cosines = (with_needle * expected).sum(-1) / norms
-    off = np.linalg.norm(with_needle - expected) / np.linalg.norm(expected)
-    ratio = _ratio(right[needles:], out[needles:])
-    values = keys, ratio, 100 * off, 1 - cosines.min(), 100 * found.mean(), 100 * np.abs(found - weights).max()
+    needle = np.take_along_axis(keys, x.places[..., None], axis=0).astype(np.float64)
+    scores = needle.shape[-1] ** -0.5 * (x.query[:needles] * needle).sum(-1)
+    weight = np.exp(scores - lse[:needles])
+    first, exact = out[:needles], expected[:needles]
+    cosines = (first * exact).sum(-1) / (np.linalg.norm(first, axis=-1) * np.linalg.norm(exact, axis=-1))
+    values = (
+        min(_sqnr(x.key[:, h], keys[:, h]) for h in range(keys.shape[1])),
+        _sqnr(expected[needles:], out[needles:]),
+        100 * np.linalg.norm(first - exact) / np.linalg.norm(exact),
+        1 - cosines.min(),
+        100 * weight.mean(),
+        100 * np.abs(weight - weights).max(),
+    )
     return dict(zip(UNITS, map(float, values), strict=True))
 
 
-def _ratio(right: np.ndarray, found: np.ndarray) -> float:
-    """Signal to quantisation noise, in dB."""
-    signal, noise = (np.square(a.astype(np.float64)).sum() for a in (right, found - right))
+def _sqnr(expected: np.ndarray, rounded: np.ndarray) -> float:
+    """Signal to quantization noise ratio, in dB."""
+    signal, noise = (np.square(a.astype(np.float64)).sum() for a in (expected, rounded - expected))
     return float(10 * np.log10(signal / noise))
 
 
@@ -130,7 +127,7 @@ _Attended = tuple[str, np.ndarray, Any, Any]
 
 
 def _caches(x: Haystack) -> Iterator[_Attended]:
-    """Each cache: its name, the keys that it holds, out and lse."""
+    """Name, keys, out and lse of each cache."""
     import jax.numpy as jnp
 
     import jflex
@@ -141,7 +138,7 @@ def _caches(x: Haystack) -> Iterator[_Attended]:
     out, lse = jflex.flex_attention(query[None], rounded[0][None], rounded[1][None], return_lse=True)
     yield "bfloat16, dense", np.asarray(rounded[0], np.float32), out[0], lse[0].T
     yield "bfloat16, paged", *_paged(query, *rounded, {"dtype": jnp.bfloat16})
-    for dtype in HELD:
+    for dtype in DTYPES:
         for kind, words in SCALES.items():
             how = {"dtype": dtype, **_scales(x, dtype, kind)}
             yield f"{dtype}, {words}, paged", *_paged(query, key, value, how)
@@ -160,7 +157,7 @@ def _scales(x: Haystack, dtype: str, kind: str) -> Mapping[str, Any]:
 
 
 def _latent_caches(x: Haystack) -> Iterator[_Attended]:
-    """Likewise of latent vectors, on pages."""
+    """Name, keys, out and lse of each cache of latent vectors, on pages."""
     import jax
     import jax.numpy as jnp
 
@@ -175,11 +172,11 @@ def _latent_caches(x: Haystack) -> Iterator[_Attended]:
         cache = write(cache, rows[:, :_LATENT], rows[:, _LATENT:], slots)
         attend = functools.partial(jflex.mla_attention, scale=query.shape[-1] ** -0.5, return_lse=True)
         out, lse = jax.jit(attend)(query, cache, _batch(query, table, length))
-        held = np.asarray(cache.rows[table[0]], np.float32).reshape(length, -1)
+        keys = np.asarray(cache.rows[table[0]], np.float32).reshape(length, -1)
         if cache.scale is not None and cache.rope is not None:
-            held *= np.repeat(np.asarray(cache.scale[table[0]]).reshape(length, -1), 128, axis=-1)
-            held = np.concatenate([held, np.asarray(cache.rope[table[0]], np.float32).reshape(length, -1)], axis=-1)
-        yield f"{dtype}{words}, paged", held[:, None], out, lse
+            keys *= np.repeat(np.asarray(cache.scale[table[0]]).reshape(length, -1), 128, axis=-1)
+            keys = np.concatenate([keys, np.asarray(cache.rope[table[0]], np.float32).reshape(length, -1)], axis=-1)
+        yield f"{dtype}{words}, paged", keys[:, None], out, lse
 
 
 def _table(length: int) -> tuple[Any, Any]:
@@ -241,10 +238,10 @@ def _write() -> Any:
 
 
 def _attended(query: Any, cache: Any, table: Any, length: int) -> tuple[np.ndarray, Any, Any]:
-    """The keys that a cache holds, out and lse."""
+    """Keys of a cache, out and lse."""
     out, lse = _attend()(query, cache, _batch(query, table, length))
-    held = np.asarray(cache.k[table[0]], np.float32)
+    keys = np.asarray(cache.k[table[0]], np.float32)
     if cache.k_scale is not None:
-        own = cache.k_scale[table[0]] if cache.k_scale.ndim == 3 else cache.k_scale
-        held = held * np.asarray(own)[..., None]
-    return held.reshape(-1, *held.shape[-2:])[:length], out, lse
+        scale = cache.k_scale[table[0]] if cache.k_scale.ndim == 3 else cache.k_scale
+        keys = keys * np.asarray(scale)[..., None]
+    return keys.reshape(-1, *keys.shape[-2:])[:length], out, lse

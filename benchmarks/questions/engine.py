@@ -17,31 +17,25 @@ cache, which gets all prompts of a batch at once, and `generate_batch`, the cont
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import gc
 import os
-import pathlib
 import random
 import statistics
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from benchmarks.environment import gpu_facts, results_folder
 from benchmarks.questions import generation
-from benchmarks.questions.command import Measured
-from benchmarks.questions.eight_bits import HELD
-from benchmarks.questions.generation import Shape, jax_model, key_bytes, weight_bytes
-from benchmarks.questions.serving import Load, Timing, records_of
-from benchmarks.results import schema
+from benchmarks.questions.generation import Shape, jax_model
+from benchmarks.questions.load import Load, Timing, records_of
+from benchmarks.questions.question import Measured
 from benchmarks.results.schema import Record
 from benchmarks.run.jobs import SHARED_GPU, Job, RunJob, run_job, run_jobs
 from benchmarks.run.timing import busy_seconds
 
-_HERE, _PEER = "benchmarks.questions.engine", "benchmarks.peers.torch_serving"
-_TITLE = "the serving engine with the shape of Llama 3 8B, random weights, bfloat16, greedy"
+_HERE, _PEER = "benchmarks.questions.engine", "benchmarks.peers.torch.serving"
 _PEERS = "transformers"  # the part that runs them
 _NO_GRAPHS = "--xla_gpu_enable_command_buffer="
 
@@ -64,14 +58,14 @@ _PROFILED = 2.0  # seconds of a profile that are counted
 
 
 class Sizes(NamedTuple):
-    """Of the loads."""
+    """Sizes of the loads."""
 
     prompt: int = 1024
     output: int = 256
     clients: tuple[int, ...] = (1, 64, 256)
     users: int = 64
     shared: int = 4096
-    own: int = 128
+    suffix: int = 128  # tokens of a user after the shared ones, and of an answer
     page_size: int = 64
     step_tokens: int = 2048
     gemm: int = 8192  # side of its matrices
@@ -79,13 +73,13 @@ class Sizes(NamedTuple):
     cache_dtype: str | None = None  # that of the model
 
     @property
-    def of_cache(self) -> str:
-        """What names of records say of the cache."""
+    def cache_name(self) -> str:
+        """Suffix of names of records."""
         return "" if self.cache_dtype is None else f", {self.cache_dtype} cache"
 
 
 class Step(NamedTuple):
-    """What a step computes: tokens, pairs of a query and a key, and keys in the caches of its requests."""
+    """Work of a step: tokens, pairs of a query and a key, and keys in the caches of its requests."""
 
     tokens: int
     pairs: int
@@ -93,7 +87,7 @@ class Step(NamedTuple):
 
 
 class Roof(NamedTuple):
-    """What bounds a step.
+    """Bounds of a step.
 
     >>> Roof(100, 1, 50, 1, bytes_rate=10.0, flops_rate=100.0).seconds([Step(1, 20, 20), Step(40, 0, 0)])
     32.0
@@ -107,10 +101,10 @@ class Roof(NamedTuple):
     flops_rate: float
 
     @classmethod
-    def of(cls, shape: Shape, bytes_rate: float, flops_rate: float, cache_dtype: str | None = None) -> Roof:
-        """That of a model; its weights have two bytes, and each makes two operations of a token."""
+    def from_shape(cls, shape: Shape, bytes_rate: float, flops_rate: float, cache_dtype: str | None = None) -> Roof:
+        """Roof of a model; its weights have two bytes, and each makes two operations of a token."""
         pair = 4 * shape.layers * shape.heads * shape.head_size
-        weights, keys = weight_bytes(shape), key_bytes(shape)
+        weights, keys = shape.weight_bytes, shape.key_bytes
         if cache_dtype is not None:  # a byte, and for each vector a scale of four
             keys = shape.layers * 2 * shape.kv_heads * (shape.head_size + 4)
         return cls(weights, keys, weights, pair, bytes_rate, flops_rate)
@@ -123,29 +117,30 @@ class Roof(NamedTuple):
 
 
 def engine(
-    shape: Shape, sizes: Sizes, parts: Sequence[str] = tuple(PARTS), seconds: float = 560.0, run: RunJob = run_job
-) -> Measured:
-    """How many tokens a second, how late is the first one, and how far is that from the roof and the peers?
-
-    Args:
-      shape: Of the model.
-      sizes: Of the loads.
-      parts: Names in `PARTS`, one after the other, each in a process of its own.
-      seconds: After which a process is ended.
-      run: Runs a job.
-    """
-    arguments = {"shape": list(shape), "sizes": list(sizes)}
-    jobs = [_job(part, arguments, seconds) for part in parts]
-    found, remarks = run_jobs(jobs, run, at_once=1)
-    records = [Record.from_json(record) for one in found.values() for record in one["records"]]
-    return records, [*remarks, *(remark for one in found.values() for remark in one["remarks"])]
+    parts: Sequence[str],
+    clients: Sequence[int],
+    step_tokens: int,
+    shares: Sequence[float],
+    cache_dtype: str | None,
+    limit: float,
+) -> Iterator[Measured]:
+    """Tokens a second, latencies, and the share of the roof, beside peers."""
+    if cache_dtype is not None and _PEERS in parts:
+        raise SystemExit(f"--cache-dtype is for jflex: leave out the part {_PEERS}, or the option")
+    sizes = Sizes(clients=(*clients,), step_tokens=step_tokens, shares=(*shares,), cache_dtype=cache_dtype)
+    for part in parts or [part for part in PARTS if cache_dtype is None or part != _PEERS]:
+        yield measured_part(Shape(), sizes, part, limit)
 
 
-def _job(name: str, arguments: dict[str, Any], seconds: float) -> Job:
+def measured_part(shape: Shape, sizes: Sizes, name: str, limit: float = 560.0, run: RunJob = run_job) -> Measured:
+    """Runs a part of `PARTS` in a process of its own, of at most `limit` seconds."""
     part, variables = PARTS[name], dict(SHARED_GPU)
     if part.flags:
         variables["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {part.flags}".strip()
-    return Job(name, part.module, part.function, arguments, variables, seconds)
+    arguments = {"shape": list(shape), "sizes": list(sizes)}
+    answers, remarks = run_jobs([Job(name, part.module, part.function, arguments, variables, limit)], run)
+    records = [Record.from_json(record) for answer in answers.values() for record in answer["records"]]
+    return Measured(records, [*remarks, *(remark for answer in answers.values() for remark in answer["remarks"])])
 
 
 class Results:
@@ -165,7 +160,7 @@ class Results:
         print(f"{record.name}: {record.value.median:.4g} {record.unit}", flush=True)
 
     def to_json(self) -> dict[str, Any]:
-        """What a job returns."""
+        """The answer of a job."""
         return {"records": [record.to_json() for record in self.records], "remarks": self.remarks}
 
 
@@ -231,7 +226,7 @@ def measured(engine: Any, name: str, load: Load, shape: Shape, roof: Roof, resul
     """Runs a load, and records rates, latencies and the share of the roof; returns requests per second."""
     engine.computed.clear()
     timings = drive(engine, load, shape.vocabulary)
-    records, remarks = records_of(timings, load)
+    records, remarks, *_ = records_of(timings, load)
     seconds = max(x.arrivals[-1] for x in timings) - min(x.sent for x in timings)
     for record in records:
         results.keep(dataclasses.replace(record, name=f"{name}: {record.name.partition(': ')[2]}"))
@@ -248,11 +243,11 @@ def rates(side: int) -> tuple[float, float]:
     from benchmarks.run.jax_runner import timer
 
     copied, copy = jnp.arange(generation.COPIED_BYTES // 4, dtype=jnp.uint32), jax.jit(jnp.invert)
-    left, right = jax.random.normal(jax.random.key(0), (2, side, side), jnp.bfloat16)
+    first, second = jax.random.normal(jax.random.key(0), (2, side, side), jnp.bfloat16)
     multiply = jax.jit(jnp.matmul)
     seconds = lambda call: statistics.median(timer().device_seconds(call, 20))
     bytes_rate = 2 * generation.COPIED_BYTES / seconds(lambda: copy(copied))
-    return bytes_rate, 2 * side**3 / seconds(lambda: multiply(left, right))
+    return bytes_rate, 2 * side**3 / seconds(lambda: multiply(first, second))
 
 
 def record_launches(engine: Any, name: str, load: Load, vocabulary: int, results: Results) -> None:
@@ -282,8 +277,8 @@ def closed_loops(
     """Records closed loops, and after the last of them Poisson arrivals at shares of its rate."""
     import jax
 
-    model, roof = jax_model(shape), Roof.of(shape, *rates(sizes.gemm), sizes.cache_dtype)
-    kind += sizes.of_cache
+    model, roof = jax_model(shape), Roof.from_shape(shape, *rates(sizes.gemm), sizes.cache_dtype)
+    kind += sizes.cache_name
     results.add(f"copy rate{kind}", roof.bytes_rate / 1e12, "TB/s")
     results.add(f"GEMM rate{kind}", roof.flops_rate / 1e12, "TFLOP/s")
     for clients in sizes.clients:
@@ -338,24 +333,25 @@ def jax_users(shape: Sequence[int], sizes: Sequence[Any]) -> dict[str, Any]:
     from flax_layers.serving import EngineOptions
 
     shape, sizes, results = Shape(*shape), Sizes(*sizes), Results()
-    model, roof = jax_model(shape), Roof.of(shape, *rates(sizes.gemm), sizes.cache_dtype)
-    prompt, users = sizes.shared + sizes.own, sizes.users
-    pages = -(-(prompt + sizes.own) // sizes.page_size)
+    model, roof = jax_model(shape), Roof.from_shape(shape, *rates(sizes.gemm), sizes.cache_dtype)
+    prompt, users = sizes.shared + sizes.suffix, sizes.users
+    pages = -(-(prompt + sizes.suffix) // sizes.page_size)
     kinds = {
         "no prefix cache": {"prefix_cache": False},
         "prefix cache": {"cascade_bytes": None},
         "prefix cache and cascade": {"cascade_bytes": 1},
     }
-    for kind, own in kinds.items():
+    for kind, more in kinds.items():
         options = EngineOptions(
             max_requests=users, max_step_tokens=max(users, sizes.step_tokens), page_size=sizes.page_size,
-            num_pages=1 + (users + 1) * pages, cache_dtype=sizes.cache_dtype, context=prompt + sizes.own, **own,
+            num_pages=1 + (users + 1) * pages, cache_dtype=sizes.cache_dtype, context=prompt + sizes.suffix, **more,
         )  # fmt: skip
-        running, load = metered(model, options), Load(2 * users, users, None, ((prompt, sizes.own),), sizes.shared, 0)
+        load = Load(2 * users, users, None, ((prompt, sizes.suffix),), sizes.shared, 0)
+        running = metered(model, options)
         running.warm_up()
         running.start()
         drive(running, dataclasses.replace(load, requests=users, seed=1), shape.vocabulary)
-        name = f"{kind}{sizes.of_cache}"
+        name = f"{kind}{sizes.cache_name}"
         measured(running, f"{users} users share {sizes.shared} tokens, {name}", load, shape, roof, results)
         steps, cascades = running.stats().steps, running.stats().cascade_steps
         results.remarks.append(f"{name}: {cascades} of {steps} steps were cascades")
@@ -363,40 +359,3 @@ def jax_users(shape: Sequence[int], sizes: Sequence[Any]) -> dict[str, Any]:
         del running
         gc.collect()  # its cache, which cycles keep
     return results.to_json()
-
-
-def main(words: Sequence[str] | None = None) -> None:
-    """The command: measures on a GPU, and writes `engine.json` after each part."""
-    form = argparse.ArgumentDefaultsHelpFormatter
-    parser = argparse.ArgumentParser(prog="python -m benchmarks engine", formatter_class=form)
-    parser.add_argument("parts", nargs="*", metavar="part", help=f"all without: {', '.join(PARTS)}")
-    parser.add_argument("--clients", type=int, nargs="+", default=Sizes().clients, help="of closed loops")
-    parser.add_argument("--step-tokens", type=int, default=Sizes().step_tokens, help="that a step computes at most")
-    parser.add_argument("--shares", type=float, nargs="*", default=Sizes().shares, help="of Poisson arrivals")
-    parser.add_argument("--cache-dtype", choices=HELD, help="of keys and values; without: that of the model")
-    parser.add_argument("--limit", type=float, default=560.0, metavar="SECONDS", help="of a part")
-    parser.add_argument("--out", type=pathlib.Path, metavar="DIR", help="default: benchmarks/results/<device>")
-    options = parser.parse_args(words)
-    if unknown := sorted(set(options.parts) - set(PARTS)):
-        parser.error(f"unknown: {', '.join(unknown)}; known are {', '.join(PARTS)}")
-    parts = options.parts or [part for part in PARTS if options.cache_dtype is None or part != _PEERS]
-    if options.cache_dtype is not None and _PEERS in parts:
-        parser.error(f"--cache-dtype is for jflex: leave out the part {_PEERS}, or the option")
-    if not (machine := gpu_facts()):
-        parser.error("`nvidia-smi` finds no GPU.")
-    path = (options.out or schema.FOLDER / results_folder(machine["device"])) / "engine.json"
-    first = schema.read(path)
-    before = {} if first is None else {"before": schema.runs_of(first)}
-    sizes = Sizes(clients=tuple(options.clients), shares=tuple(options.shares), step_tokens=options.step_tokens)
-    sizes = sizes._replace(cache_dtype=options.cache_dtype)
-    for part in parts:
-        records, remarks = engine(Shape(), sizes, [part], options.limit)
-        old = schema.read(path)
-        kept = [] if old is None else old.about["remarks"]
-        about = {"title": _TITLE, "machine": gpu_facts(), "remarks": [*dict.fromkeys([*kept, *remarks])], **before}
-        schema.write(path, schema.merged(old, records), about)
-        print("\n".join([f"{x.name}: {x.value.median:g} {x.unit}" for x in records] + remarks), flush=True)
-
-
-if __name__ == "__main__":
-    main()

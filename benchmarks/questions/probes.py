@@ -1,18 +1,10 @@
-"""Functions that `benchmarks.questions` calls in processes of their own, one for each measurement.
-
-Importing this imports neither JAX nor torch, so that a probe may time that.
-"""
+"""Processes of the first call. Importing this imports neither JAX nor torch, so that a probe may time that."""
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
-
-from benchmarks.run.jobs import exclusive
-
-DOCUMENTS = 12
 
 
 class Stopwatch:
@@ -35,77 +27,6 @@ class Stopwatch:
         return {"in all": total, **self._steps, "second call": time.perf_counter() - started}
 
 
-# JAX.
-
-
-def _jflex_forward_and_backward(implementation: str | None) -> Callable[..., Any]:
-    import jflex
-    from benchmarks.peers.jax_peers import forward_and_backward
-
-    def both(block_mask: Any, query: Any, key: Any, value: Any, cotangent: Any) -> Any:
-        attend = lambda q, k, v: jflex.flex_attention(q, k, v, block_mask=block_mask, implementation=implementation)
-        return forward_and_backward(attend)(query, key, value, cotangent)
-
-    return both
-
-
-def _run_with_memory(compiled: Any, *arguments: Any) -> tuple[Any, dict[str, Any]]:
-    """The results of a program, and bytes above its inputs: as XLA plans, and the allocator's peak (None on a CPU)."""
-    import jax
-
-    device, plan = jax.devices()[0], compiled.memory_analysis()
-    before = device.memory_stats()
-    results = jax.block_until_ready(compiled(*arguments))
-    after = device.memory_stats()
-    return results, {
-        "planned": plan.temp_size_in_bytes + plan.output_size_in_bytes,
-        "peak": after["peak_bytes_in_use"] - before["bytes_in_use"] if after else None,
-        "covered": bool(after) and after["peak_bytes_in_use"] <= before["peak_bytes_in_use"],
-    }
-
-
-def jax_memory(
-    length: int, heads: int, head_size: int, implementation: str | None, documents: int = DOCUMENTS, window: int = 0
-) -> dict[str, Any]:
-    """Bytes of forward and backward above the inputs, and of the BlockMask; `window` 0: whole documents."""
-    import jax
-    import jax.numpy as jnp
-    import numpy as np
-
-    from benchmarks.peers.jax_peers import causal_documents
-
-    block_mask = causal_documents(jnp.arange(length, dtype=jnp.int32) * documents // length, window)
-    jax.block_until_ready(block_mask.lists)
-    # Copied from the host: random numbers made on the device would leave a peak of their own.
-    pattern = np.random.default_rng(0).normal(size=1 << 16).astype(jnp.bfloat16)
-    arrays = [jax.device_put(np.resize(np.roll(pattern, i), (1, length, heads, head_size))) for i in range(4)]
-    compiled = jax.jit(_jflex_forward_and_backward(implementation)).lower(block_mask, *arrays).compile()
-    jax.block_until_ready(arrays)
-    _, memory = _run_with_memory(compiled, block_mask, *arrays)
-    return {**memory, "block_mask": sum(x.nbytes for x in jax.tree.leaves(block_mask.lists))}
-
-
-def jax_block_mask(length: int, mask: str, runs: int) -> dict[str, Any]:
-    """Seconds, bytes and sparsity of one mask."""
-    import jax
-    import jax.numpy as jnp
-
-    import jflex
-    from benchmarks.peers.jax_peers import causal_documents
-    from benchmarks.run.jax_runner import timer
-    from benchmarks.run.timing import PROFILER
-    from jflex.masks import causal
-
-    ids = jax.block_until_ready(jnp.arange(length, dtype=jnp.int32) * DOCUMENTS // length)
-    plain = lambda ids: jflex.create_block_mask(causal(), None, None, length, length)
-    compiled = jax.jit(plain if mask == "causal" else causal_documents).lower(ids).compile()
-    made, memory = _run_with_memory(compiled, ids)
-    with exclusive():
-        wall = timer().wall_seconds(lambda: compiled(ids), runs)
-        kernels, method = timer().timed(lambda: compiled(ids), runs)
-    return {"wall": wall, "device": kernels if method == PROFILER else None, **memory, "sparsity": made.sparsity()}
-
-
 def jax_imported() -> None:
     """Nothing but the import and the start on the GPU, so that the files have been read once."""
     import jax.numpy as jnp
@@ -125,9 +46,13 @@ def jax_first_call(
     import numpy as np
 
     import jflex
+    from benchmarks.peers.jax.attention import forward_and_backward
     from jflex.masks import causal
 
-    both = _jflex_forward_and_backward(implementation)
+    def both(block_mask: jflex.BlockMask, *arrays: jax.Array) -> object:
+        attend = lambda q, k, v: jflex.flex_attention(q, k, v, block_mask=block_mask, implementation=implementation)
+        return forward_and_backward(attend)(*arrays)
+
     watch.mark("import")
     events = _use_cache(cache)
     pattern = np.random.default_rng(0).normal(size=(4, 1, length, heads, head_size)).astype(jnp.bfloat16)
@@ -166,147 +91,6 @@ def _use_cache(folder: str | None) -> dict[str, int]:
     return events
 
 
-@contextlib.contextmanager
-def count_compilations() -> Iterator[list[int]]:
-    """Counts the programs that XLA compiles inside of the block, in the list's one element.
-
-    >>> import jax, jax.numpy as jnp
-    >>> with count_compilations() as count:
-    ...     three = jax.jit(lambda x: x * 3.25)(jnp.float32(3))
-    >>> count[0] > 0
-    True
-    """
-    import jax
-
-    count, open_ = [0], [True]
-
-    def listen(event: str, duration_secs: float, **kwargs: str | int) -> None:
-        del duration_secs, kwargs
-        if open_ and event == "/jax/core/compile/backend_compile_duration":
-            count[0] += 1
-
-    jax.monitoring.register_event_duration_secs_listener(listen)  # JAX has no public way to remove one
-    try:
-        yield count
-    finally:
-        open_.clear()
-
-
-def eager_calls() -> dict[str, dict[str, float]]:
-    """Seconds of the first eager calls of a process on a CPU, and programs compiled in the second ones."""
-    import jax
-    import jax.numpy as jnp
-
-    jax.block_until_ready(jnp.ones(3) + 1)
-    ready = time.perf_counter()
-    import jflex
-
-    seconds = {"import jflex, JAX being there": time.perf_counter() - ready}
-    query, compiled = jax.random.normal(jax.random.key(0), (1, 512, 4, 64)), {}
-
-    def alibi() -> Callable[..., Any]:
-        slopes = 2.0 ** -jnp.arange(1.0, 5.0)
-        return lambda score, b, h, q_idx, kv_idx: score - slopes[h] * (q_idx - kv_idx).astype(jnp.float32)
-
-    def timed(name: str, function: Callable[[], Any]) -> Any:
-        jax.block_until_ready(query)
-        started = time.perf_counter()
-        with count_compilations() as count:
-            result = jax.block_until_ready(function())
-        seconds[name] = time.perf_counter() - started
-        if "second" in name:
-            compiled[name] = count[0]
-        return result
-
-    make_mask = lambda: jflex.create_block_mask(lambda b, h, q_idx, kv_idx: q_idx >= kv_idx, None, None, 512, 512)
-    attend = lambda q, block_mask, mod: jflex.flex_attention(q, q, q, mod, block_mask, implementation="xla")
-    loss = lambda q, block_mask, mod: attend(q, block_mask, mod).sum()
-    block_mask = timed("create_block_mask, first call", make_mask)
-    timed("forward, first call", lambda: attend(query, block_mask, alibi()))
-    timed("gradient, first call", lambda: jax.grad(loss)(query, block_mask, alibi()))
-    again = timed("create_block_mask, second call with a fresh lambda", make_mask)
-    mods = [alibi(), alibi()]
-    timed("forward, second call with a fresh lambda", lambda: attend(query, again, mods[0]))
-    timed("gradient, second call with a fresh lambda", lambda: jax.grad(loss)(query, again, mods[1]))
-    return {"seconds": seconds, "compiled": compiled}
-
-
-# torch.
-
-
-def _torch_mask_mod(mask: str, length: int) -> Callable[..., Any]:
-    import torch
-
-    if mask == "causal":
-        return lambda b, h, q_idx, kv_idx: q_idx >= kv_idx
-    ids = torch.arange(length, device="cuda", dtype=torch.int32) * DOCUMENTS // length
-    return lambda b, h, q_idx, kv_idx: (q_idx >= kv_idx) & (ids[q_idx] == ids[kv_idx])
-
-
-def _torch_forward_and_backward(mask: str, length: int, heads: int, head_size: int, mark: Callable[..., Any]) -> Any:
-    """A compiled call; what is made before it is marked."""
-    import torch
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-
-    shape = (1, heads, length, head_size)
-    *inputs, cotangent = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(4))
-    torch.cuda.synchronize()
-    mark("start of the GPU and inputs")
-    block_mask = create_block_mask(_torch_mask_mod(mask, length), None, None, length, length, device="cuda")
-    torch.cuda.synchronize()
-    mark("create_block_mask")
-    compiled = torch.compile(flex_attention, dynamic=False)
-    leaves = [x.requires_grad_() for x in inputs]
-
-    def both() -> None:
-        torch.autograd.grad(compiled(*leaves, block_mask=block_mask), leaves, cotangent)
-        torch.cuda.synchronize()
-
-    return both
-
-
-def _torch_peak(call: Callable[[], Any]) -> tuple[Any, int]:
-    """The result of a call, and the allocator's peak in it, in bytes."""
-    import torch
-
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    result = call()
-    torch.cuda.synchronize()
-    return result, torch.cuda.max_memory_allocated() - before
-
-
-def torch_memory(length: int, heads: int, head_size: int) -> dict[str, Any]:
-    """The allocator's peak in forward and backward above the inputs, after they have been compiled."""
-    both = _torch_forward_and_backward("documents", length, heads, head_size, lambda name: None)
-    both()
-    return {"peak": _torch_peak(both)[1]}
-
-
-def torch_block_mask(length: int, mask: str, compiled: bool, runs: int) -> dict[str, Any]:
-    """Seconds and peak bytes of `create_block_mask`, after a first call."""
-    import torch
-    from torch.nn.attention.flex_attention import create_block_mask
-
-    mask_mod = _torch_mask_mod(mask, length)
-    create = torch.compile(create_block_mask) if compiled else create_block_mask
-    build = lambda: create(mask_mod, None, None, length, length, device="cuda")
-    if compiled:
-        build()
-    with exclusive():
-        sparsity, seconds = float(build().sparsity()), []
-        _, peak = _torch_peak(build)
-        for _ in range(runs):
-            started = time.perf_counter()
-            build()
-            torch.cuda.synchronize()
-            seconds.append(time.perf_counter() - started)
-        torch.cuda.empty_cache()  # the next process may need tens of GB
-    return {"wall": seconds, "peak": peak, "sparsity": sparsity}
-
-
 def torch_imported() -> None:
     """Nothing but the import and the start on the GPU, so that the files have been read once."""
     import torch
@@ -318,10 +102,25 @@ def torch_imported() -> None:
 def torch_first_call(started: float, length: int, heads: int, head_size: int) -> dict[str, float]:
     """Seconds of each step from the start of the process to the first result of causal forward and backward."""
     watch = Stopwatch(started)
-    import torch.nn.attention.flex_attention  # noqa: F401
+    import torch
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     watch.mark("import")
-    both = _torch_forward_and_backward("causal", length, heads, head_size, watch.mark)
+    shape = (1, heads, length, head_size)
+    *inputs, cotangent = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(4))
+    torch.cuda.synchronize()
+    watch.mark("start of the GPU and inputs")
+    causal = lambda b, h, q_idx, kv_idx: q_idx >= kv_idx
+    block_mask = create_block_mask(causal, None, None, length, length, device="cuda")
+    torch.cuda.synchronize()
+    watch.mark("create_block_mask")
+    compiled = torch.compile(flex_attention, dynamic=False)
+    leaves = [x.requires_grad_() for x in inputs]
+
+    def both() -> None:
+        torch.autograd.grad(compiled(*leaves, block_mask=block_mask), leaves, cotangent)
+        torch.cuda.synchronize()
+
     both()
     watch.mark("trace, lower, compile and run")
     return watch.seconds(both)

@@ -8,26 +8,29 @@ memory in every form of the step, gets a remark in place of figures.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import functools
-import json
 import math
 import os
-import pathlib
-import subprocess
-import sys
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from benchmarks.environment import ROOT, gpu_facts, results_folder
-from benchmarks.results import schema
+from benchmarks.environment import gpu_facts
+from benchmarks.questions.question import Measured
 from benchmarks.results.schema import Record
+from benchmarks.run.jobs import Job, RunJob, WorkerError, run_job
+from benchmarks.run.timing import describe_error, failures
 
-_TITLE = "training steps of whole models, bfloat16 with float32 masters, 32,768 tokens; MFU of the dense bfloat16 peak"
+if TYPE_CHECKING:
+    import torch
+
+    from flax_layers.models import ModelConfig
+
+Step = Callable[[np.ndarray, np.ndarray], Any]  # of tokens and documents, to the loss
+_OUT_OF_MEMORY = ("RESOURCE_EXHAUSTED", "OutOfMemory", "out of memory")
 
 ATTENTION = {
     "jflex": "jflex.flex_attention with the BlockMask of the documents, made in every step",
@@ -42,7 +45,7 @@ class Problem:
     """A training step.
 
     Attributes:
-      shape: In `flax_layers.train.shapes.SHAPES`.
+      shape: In `flax_layers.train.setup.SHAPES`.
       rows: Of a step.
       length: Tokens of a row.
       documents: Of a row.
@@ -67,9 +70,9 @@ class Problem:
         return tokens.astype(np.int32), np.cumsum(documents, axis=1, dtype=np.int32)
 
     @functools.cache  # noqa: B019  frozen, and few
-    def config(self) -> Any:
+    def config(self) -> ModelConfig:
         """The `ModelConfig`."""
-        from flax_layers.train.shapes import SHAPES, resized
+        from flax_layers.train.setup import SHAPES, resized
 
         return resized(SHAPES[self.shape], dict(self.sizes))
 
@@ -95,19 +98,7 @@ PROBLEMS = {
 
 
 def measure(problem: Problem, peer: str, mesh: str, remat: str, accumulate: int, steps: int) -> dict[str, Any]:
-    """Runs a case in this process.
-
-    Args:
-      problem: The training step.
-      peer: In `ATTENTION`.
-      mesh: As `python -m flax_layers.train --mesh` takes it.
-      remat: What the backward pass recomputes.
-      accumulate: Parts of a step.
-      steps: Timed steps, after two warm-up steps.
-
-    Returns:
-      Seconds of a step, losses of the first two, tokens/s, model FLOP/s, peak bytes of a device.
-    """
+    """Runs a case in this process, `steps` timed steps after two that warm up."""
     step, peak_bytes = (torch_step if peer == "torch" else jax_step)(problem, peer, mesh, remat, accumulate)
     batches = [problem.batch(number) for number in range(steps + 2)]
     first = time.perf_counter()
@@ -116,16 +107,22 @@ def measure(problem: Problem, peer: str, mesh: str, remat: str, accumulate: int,
     last = [step(*batch) for batch in batches[2:]]
     losses.append(float(last[-1]))  # waits
     seconds = (time.perf_counter() - started) / steps
-    tokens = problem.rows * problem.length
-    flops = np.mean([flops_of(problem, documents) for _, documents in batches[2:]])
     return {
         "seconds": seconds,
         "first_two_steps_seconds": started - first,
-        "tokens_per_second": tokens / seconds,
-        "model_flops_per_second": flops / seconds,
+        "tokens_per_second": problem.rows * problem.length / seconds,
+        "model_flops_per_second": np.mean([flops_of(problem, documents) for _, documents in batches[2:]]) / seconds,
         "peak_bytes": peak_bytes(),
         "losses": losses,
     }
+
+
+def measure_case(problem: str, **case: Any) -> dict[str, Any]:
+    """Runs a case in a process of its own; ``"failed"`` is the reason if it has no figures."""
+    try:
+        return measure(PROBLEMS[problem], **case)
+    except failures() as error:
+        return {"failed": describe_error(error)}
 
 
 def flops_of(problem: Problem, documents: np.ndarray) -> float:
@@ -135,7 +132,7 @@ def flops_of(problem: Problem, documents: np.ndarray) -> float:
     return step_flops(problem.config(), problem.multiplied(), documents)
 
 
-def jax_step(problem: Problem, peer: str, mesh: str, remat: str, accumulate: int) -> tuple[Any, Any]:
+def jax_step(problem: Problem, peer: str, mesh: str, remat: str, accumulate: int) -> tuple[Step, Callable]:
     """The step of `flax_layers.train`, with the attention of a peer; and a function that returns the peak memory."""
     import jax
     import jax.numpy as jnp
@@ -176,13 +173,13 @@ def peers_attention(peer: str, query, key, value, score_mod=None, block_mask=Non
     return jax.nn.dot_product_attention(query, key, value, mask=mask, scale=scale, implementation="xla")
 
 
-def torch_step(problem: Problem, peer: str, mesh: str, remat: str, accumulate: int) -> tuple[Any, Any]:
-    """The same model and step in torch: bfloat16 by autocast, float32 weights, a fused AdamW."""
+def torch_step(problem: Problem, peer: str, mesh: str, remat: str, accumulate: int) -> tuple[Step, Callable]:
+    """Model and step in torch: bfloat16 by autocast, float32 weights, a fused AdamW."""
     if mesh != "data=1" or remat == "products":
         raise Unsupported("the torch peer has one device, and remat of whole blocks or none")
     import torch
 
-    from benchmarks.peers.torch_decoder import Decoder, document_mask, loss_of
+    from benchmarks.peers.torch.decoder import Decoder, document_mask, loss_of
 
     torch.manual_seed(0)
     torch.set_float32_matmul_precision("high")
@@ -193,7 +190,7 @@ def torch_step(problem: Problem, peer: str, mesh: str, remat: str, accumulate: i
     compiled = torch.compile(loss_of)
     rows = problem.rows // accumulate
 
-    def step(tokens: np.ndarray, documents: np.ndarray) -> Any:
+    def step(tokens: np.ndarray, documents: np.ndarray) -> torch.Tensor:
         tokens, documents = (torch.from_numpy(array.astype(np.int64)).cuda() for array in (tokens, documents))
         total = torch.zeros((), device="cuda")
         count = (documents[:, 1:] == documents[:, :-1]).sum()
@@ -212,96 +209,52 @@ def torch_step(problem: Problem, peer: str, mesh: str, remat: str, accumulate: i
     return step, torch.cuda.max_memory_allocated
 
 
-class Unsupported(Exception):
+class Unsupported(RuntimeError):
     """A peer cannot run a case; the message says why."""
 
 
-def run_case(name: str, peer: str, mesh: str, steps: int, limit: float) -> dict[str, Any]:
+def run_case(name: str, peer: str, mesh: str, steps: int, limit: float, run: RunJob = run_job) -> dict[str, Any]:
     """Runs a case in processes of its own, in the first form that fits into the memory.
 
-    Args:
-      name: Of the problem.
-      peer: In `ATTENTION`.
-      mesh: The devices.
-      steps: That are timed.
-      limit: Seconds of a process.
-
     Returns:
-      A record: the case, its figures or a remark.
+      The case, and its figures or a remark.
     """
     record: dict[str, Any] = {"problem": name, "peer": peer, "attention": ATTENTION[peer], "mesh": mesh}
+    variables = {"XLA_PYTHON_CLIENT_MEM_FRACTION": os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")}
     remarks = []
     for remat, accumulate in PROBLEMS[name].forms:
         case = {"problem": name, "peer": peer, "mesh": mesh, "remat": remat, "accumulate": accumulate, "steps": steps}
-        words = [sys.executable, "-m", "benchmarks.questions.training", "--case", json.dumps(case)]
-        environment = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.95", **os.environ}
         try:
-            done = subprocess.run(
-                words, capture_output=True, text=True, check=False, timeout=limit, env=environment, cwd=ROOT
-            )
-        except subprocess.TimeoutExpired:
-            return record | {"remark": f"{remat}, {accumulate} parts: no result in {limit:.0f} s"}
-        if done.returncode == 0:
-            return record | {"remat": remat, "accumulate": accumulate} | json.loads(done.stdout.splitlines()[-1])
-        lines = done.stderr.strip().splitlines() or ["no message"]
-        why = next((line for line in lines if "RESOURCE_EXHAUSTED" in line or "OutOfMemory" in line), None)
-        why = why or next((line for line in reversed(lines) if "Error" in line), lines[-1])
-        remarks.append(f"{remat}, {accumulate} parts: {why[:300]}")
-        if not any(
-            word in done.stderr for word in ("RESOURCE_EXHAUSTED", "OutOfMemory", "out of memory", "Unsupported")
-        ):
+            answer = run(Job(name, __name__, "measure_case", case, variables, limit))
+        except WorkerError as error:
+            answer = {"failed": str(error)}
+        if "failed" not in answer:
+            return record | {"remat": remat, "accumulate": accumulate} | answer
+        remarks.append(f"{remat}, {accumulate} parts: {answer['failed']}")
+        if not any(word in answer["failed"] for word in (*_OUT_OF_MEMORY, "Unsupported")):
             break
     return record | {"remark": "; ".join(remarks)}
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs the cases and writes `training.json`, anew after each; what an earlier run measured of others is kept."""
-    form = argparse.ArgumentDefaultsHelpFormatter
-    parser = argparse.ArgumentParser(prog="python -m benchmarks training", description=__doc__, formatter_class=form)
-    parser.add_argument("--problems", nargs="+", choices=list(PROBLEMS), default=[n for n in PROBLEMS if n != "tiny"])
-    parser.add_argument("--peers", nargs="+", choices=list(ATTENTION), default=list(ATTENTION))
-    parser.add_argument("--meshes", nargs="+", default=["data=1"], help="for jflex; peers have one device")
-    parser.add_argument("--steps", type=int, default=10, help="that are timed")
-    parser.add_argument("--limit", type=float, default=240, help="seconds of a process")
-    parser.add_argument("--out", type=pathlib.Path, metavar="DIR", help="default: benchmarks/results/<device>")
-    parser.add_argument("--case", help=argparse.SUPPRESS)
-    options = parser.parse_args(arguments)
-    if options.case is not None:
-        case = json.loads(options.case)
-        print(json.dumps(measure(PROBLEMS[case.pop("problem")], **case)))
-        return
+def training(
+    problems: Sequence[str], peers: Sequence[str], meshes: Sequence[str], steps: int, limit: float
+) -> Iterator[Measured]:
+    """Tokens a second and model FLOP utilisation in training."""
     device = gpu_facts().get("device", "cpu")
-    path = (options.out or schema.FOLDER / results_folder(device)) / "training.json"
-    for name in options.problems:
-        for peer in options.peers:
-            for mesh in options.meshes if peer == "jflex" else options.meshes[:1]:
-                case = run_case(name, peer, mesh, options.steps, options.limit)
-                records, remark = records_of(case, device)
-                old = schema.read(path)
-                kept = [] if old is None else [x for x in old.about["remarks"] if not x.startswith(title_of(case))]
-                about = {"title": _TITLE, "machine": gpu_facts(), "remarks": [*kept, remark]}
-                schema.write(path, schema.merged(old, records), about)
-                print("\n".join([remark, *(f"  {x.name}: {x.value.median:g} {x.unit}" for x in records)]), flush=True)
+    for name in problems:
+        for peer in peers:
+            for mesh in meshes if peer == "jflex" else meshes[:1]:
+                yield records_of(run_case(name, peer, mesh, steps, limit), device)
 
 
-def title_of(case: dict[str, Any]) -> str:
-    """The problem, the peer and, of several devices, the mesh."""
-    mesh = "" if case["mesh"] == "data=1" else f", {case['mesh']}"
-    return f"{case['problem']}, {case['peer']}{mesh}: "
-
-
-def records_of(case: dict[str, Any], device: str) -> tuple[list[Record], str]:
-    """What `run_case` returned, as records of a result file and a remark.
-
-    Args:
-      case: Of `run_case`.
-      device: Its name, for the peak rate that the utilisation is a share of.
-    """
+def records_of(case: dict[str, Any], device: str) -> Measured:
+    """Records and a remark of a case that `run_case` returned; `device` has the peak rate of the utilisation."""
     from flax_layers.train.flops import peak_flops
 
-    title = title_of(case)
+    mesh = "" if case["mesh"] == "data=1" else f", {case['mesh']}"
+    title = f"{case['problem']}, {case['peer']}{mesh}: "
     if "seconds" not in case:
-        return [], title + case["remark"]
+        return Measured([], [title + case["remark"]], title)
     values = [("tokens", case["tokens_per_second"], "tokens/s"), ("step", case["seconds"], "s")]
     devices = math.prod(int(part.partition("=")[2]) for part in case["mesh"].split(","))
     if (peak := peak_flops(device)) is not None:
@@ -309,10 +262,6 @@ def records_of(case: dict[str, Any], device: str) -> tuple[list[Record], str]:
     if case["peak_bytes"] is not None:
         values.append(("peak memory", case["peak_bytes"] / 1e9, "GB"))
     values.append(("first two steps", case["first_two_steps_seconds"], "s"))
-    records = [Record.single(title + what, float(f"{value:.5g}"), unit) for what, value, unit in values]
+    records = [Record.single(title + name, float(f"{value:.5g}"), unit) for name, value, unit in values]
     parts = "" if case["accumulate"] == 1 else f", {case['accumulate']} parts of the batch"
-    return records, f"{title}{case['attention']}; rematerialised: {case['remat']}{parts}"
-
-
-if __name__ == "__main__":
-    main()
+    return Measured(records, [f"{title}{case['attention']}; rematerialised: {case['remat']}{parts}"], title)

@@ -31,14 +31,12 @@ def draw(result: ResultFile, folder: pathlib.Path) -> list[pathlib.Path]:
     return written
 
 
-def _panels(
-    result: ResultFile, group: Callable[[Problem], Any], place: Callable[[Problem], Any]
-) -> list[list[Problem]]:
+def _panels(result: ResultFile, group: Callable[[Problem], Any], axis: Callable[[Problem], Any]) -> list[list[Problem]]:
     """Groups of problems with enough points."""
     groups: dict[Any, list[Problem]] = {}
     for problem in result.problems:
         groups.setdefault(group(problem), []).append(problem)
-    return [problems for problems in groups.values() if len({place(problem) for problem in problems}) >= _MIN_POINTS]
+    return [problems for problems in groups.values() if len({axis(problem) for problem in problems}) >= _MIN_POINTS]
 
 
 def _picture(result: ResultFile, panels: Sequence[list[Problem]], fill: Callable[..., None]) -> Picture:
@@ -72,7 +70,7 @@ def _color(peer: str) -> Any:
 def _lines(axis: Any, result: ResultFile, problems: Sequence[Problem], direction: str) -> None:
     first = problems[0]
     labels = list(dict.fromkeys(problem.label for problem in problems))
-    for place, label in enumerate(labels):
+    for number, label in enumerate(labels):
         for name in result.peers(direction):
             points = [
                 (problem.S, record.tflops)
@@ -81,7 +79,7 @@ def _lines(axis: Any, result: ResultFile, problems: Sequence[Problem], direction
             ]
             if points:
                 title = PEERS[name].title + (label.removeprefix(first.variant) if len(labels) > 1 else "")
-                style = ("-", "--", ":")[place % 3]
+                style = ("-", "--", ":")[number % 3]
                 axis.plot(*zip(*sorted(points), strict=True), style, color=_color(name), marker="o", ms=3, label=title)
     heads = f"H {first.Hq}" + ("" if first.Hq == first.Hkv else f"/{first.Hkv}")
     axis.set_xscale("log", base=2)
@@ -93,9 +91,9 @@ def _bars(axis: Any, result: ResultFile, problems: Sequence[Problem], direction:
     peers = result.peers(direction)
     width = 0.8 / len(peers)
     for column, name in enumerate(peers):
-        found = [result.find(problem, name, direction) for problem in problems]
-        places = [place + (column - (len(peers) - 1) / 2) * width for place, record in enumerate(found) if record]
-        if places:
-            axis.bar(places, [x.tflops for x in found if x], width, color=_color(name), label=PEERS[name].title)
+        records = [result.find(problem, name, direction) for problem in problems]
+        offsets = [row + (column - (len(peers) - 1) / 2) * width for row, record in enumerate(records) if record]
+        if offsets:
+            axis.bar(offsets, [x.tflops for x in records if x], width, color=_color(name), label=PEERS[name].title)
     axis.set_xticks(range(len(problems)), [problem.label for problem in problems], rotation=30, ha="right", fontsize=7)
     axis.set_title(problems[0].shape, fontsize=9)

@@ -74,7 +74,7 @@ _METHOD = (
 
 
 def tables_of(result: ResultFile) -> list[Table]:
-    """What a reader looks for in a suite's results."""
+    """The tables of a suite."""
     main = _served_table(result) if SUITES[result.name].served else _speed_table(result)
     return [main, queued] if len(queued := _queue_table(result)) > 1 else [main]
 
@@ -85,13 +85,13 @@ def _titles(result: ResultFile) -> list[str]:
 
 def _speed_table(result: ResultFile) -> Table:
     """A row for each problem: TFLOP/s of every peer, forward / backward."""
-    found = [["", *_titles(result), f"{PEERS[result.baseline].title} of the roof"]]
+    rows = [["", *_titles(result), f"{PEERS[result.baseline].title} of the roof"]]
     for problem in result.problems:
         pair = lambda name, problem=problem: [result.find(problem, name, direction) for direction in DIRECTIONS]
         cells = [" / ".join(map(_tflops, pair(name))) if any(pair(name)) else "" for name in result.peers()]
         roof = " / ".join(_roof(result, record) or "-" for record in pair(result.baseline))
-        found.append([problem.name, *cells, roof])
-    return found
+        rows.append([problem.name, *cells, roof])
+    return rows
 
 
 def _served_table(result: ResultFile) -> Table:
@@ -109,17 +109,17 @@ def _served_table(result: ResultFile) -> Table:
 
 def _queue_table(result: ResultFile) -> Table:
     """Microseconds of the kernels / of a call in a queue, by the wall, where queues were measured."""
-    found = [["µs of the kernels / of a call in a queue", *_titles(result)]]
+    rows = [["µs of the kernels / of a call in a queue", *_titles(result)]]
     for problem, direction in itertools.product(result.problems, result.directions):
         records = [result.find(problem, name, direction) for name in result.peers()]
         times = [x and x.queue and f"{x.seconds * 1e6:.0f} / {x.queue.median * 1e6:.0f}" for x in records]
         if any(times):
-            found.append([f"{direction}; {problem.name}", *(x or "" for x in times)])
-    return found
+            rows.append([f"{direction}; {problem.name}", *(x or "" for x in times)])
+    return rows
 
 
 def _roof(result: ResultFile, record: Record | None) -> str:
-    """How much of the machine's rates a record reaches; "" if that is not known."""
+    """Share of the machine's rates; "" if unknown."""
     if record is None:
         return ""
     at_16_bits = record.flops
@@ -141,19 +141,19 @@ def _microseconds(seconds: float) -> str:
 
 def sentences(result: ResultFile) -> list[str]:
     """Mean speedups in words, one for each peer and direction, and which peers were not installed."""
-    found = []
+    lines, title = [], PEERS[result.baseline].title
     for direction in result.directions:
         for name in result.peers(direction):
             every = (result.speedup(problem, direction, name) for problem in result.problems)
             ratios = [x for x in every if x is not None]
             if name != result.baseline and ratios:
-                found.append(
-                    f"{direction}: {PEERS[result.baseline].title} is {statistics.geometric_mean(ratios):.2f} times as "
-                    f"fast as {PEERS[name].title} in the geometric mean of {len(ratios)}, {min(ratios):.2f} at the "
-                    "least."
+                mean, count = statistics.geometric_mean(ratios), len(ratios)
+                lines.append(
+                    f"{direction}: {title} is {mean:.2f} times as fast as {PEERS[name].title} in the geometric mean of "
+                    f"{count}, {min(ratios):.2f} at the least."
                 )
     absent = [peer.title for name, peer in PEERS.items() if result.lacks(name)]
-    return found + [f"Not installed there: {', '.join(absent)}."] * bool(absent)
+    return lines + [f"Not installed there: {', '.join(absent)}."] * bool(absent)
 
 
 def show(path: pathlib.Path) -> None:
@@ -171,8 +171,8 @@ def show(path: pathlib.Path) -> None:
 
 
 def _markdown(table: Table) -> str:
-    first, *rest = ("| " + " | ".join(row) + " |" for row in table)
-    return "\n".join([first, "|" + "---|" * len(table[0]), *rest])
+    first, *others = ("| " + " | ".join(row) + " |" for row in table)
+    return "\n".join([first, "|" + "---|" * len(table[0]), *others])
 
 
 # The short table of the README.
@@ -195,13 +195,13 @@ def speed_table(results: Results) -> str:
         suites.get("decode"), columns, "decode, one token against 16384 keys, B 8, 32/8 heads of 128", 0
     )
     rows += _served_row(suites.get("paged"), columns, "the same from pages of 64, 4096 keys, B 32", 64)
-    rows += _own_row(suites.get("mla"), len(columns), *_LATENT)
-    rows += _own_row(suites.get("fp8"), len(columns), *_FP8)
+    rows += _single_row(suites.get("mla"), len(columns), *_LATENT)
+    rows += _single_row(suites.get("fp8"), len(columns), *_FP8)
     for question, words, names in _WHOLE_MODELS:
         if (result := suites.get(question)) is not None:
             shown = lambda record: f"{record.value.median:,.{2 if record.unit == 'x' else 0}f}"
-            found = {record.name: shown(record) for record in result.records}
-            rows.append([words, *(found.get(names.get(column, ""), "") for column in columns)])
+            cells = {record.name: shown(record) for record in result.records}
+            rows.append([words, *(cells.get(names.get(column, ""), "") for column in columns)])
     named = ("main", "decode", "paged", "mla", "fp8", *(question for question, *_ in _WHOLE_MODELS))
     days = _when([suites[name] for name in named if name in suites])
     about, link = main.about, PAGE.relative_to(ROOT).as_posix()
@@ -226,8 +226,8 @@ def _served_row(result: ResultFile | None, columns: Sequence[str], words: str, p
     return [row]
 
 
-def _own_row(result: ResultFile | None, columns: int, words: str, fields: Mapping[str, Any]) -> Table:
-    """One row of what no peer of the table computes: the suite's first peer at the problem with such fields."""
+def _single_row(result: ResultFile | None, columns: int, words: str, fields: Mapping[str, Any]) -> Table:
+    """One row without peers: the suite's first peer at the problem with such fields."""
     matches = lambda problem: all(getattr(problem, name) == x for name, x in fields.items())
     problem = next(filter(matches, result.problems), None) if result else None
     record = result.find(problem, result.baseline, "forward") if result and problem else None
@@ -246,9 +246,9 @@ def readme_with_table(readme: str, results: Results) -> str:
     Raises:
       ValueError: The markers are missing.
     """
-    before, found, rest = readme.partition(START)
-    _, closed, after = rest.partition(END)
-    if not (found and closed):
+    before, opened, inside = readme.partition(START)
+    _, closed, after = inside.partition(END)
+    if not (opened and closed):
         raise ValueError(f"README.md lacks the markers {START} and {END}.")
     return f"{before}{START}\n{speed_table(results)}\n{END}{after}"
 
@@ -300,7 +300,7 @@ def _question(device: str, result: ResultFile) -> str:
 
 
 def _of_question(name: str, records: Sequence[Record]) -> list[Table]:
-    """Of several GPUs: a row for each case with a time, and the other records in a list."""
+    """Records named by row and column as a table, as those of several GPUs with a time; the others as a list."""
     if name in _CROSSED:
         return [_crossed(records)]
     row = lambda x: x.name.split(": ", 1)[0]
@@ -315,7 +315,7 @@ def _named(record: Record) -> list[str]:
 
 
 def _crossed(records: Sequence[Record]) -> Table:
-    """Of records that are named by row and column, ``"row: column"``."""
+    """Table of records that are named ``"row: column"``."""
     cells = {tuple(x.name.split(": ", 1)): _measured(x) for x in records}
     rows, columns = (list(dict.fromkeys(names)) for names in zip(*cells, strict=True))
     return [["", *columns], *([row, *(cells.get((row, x), "") for x in columns)] for row in rows)]
@@ -359,7 +359,7 @@ def _limit(outcome: Outcome) -> str:
 
 
 def documents() -> dict[pathlib.Path, str]:
-    """What each generated file should hold."""
+    """Content of each generated file."""
     results = schema.read_all()
     return {README: readme_with_table(README.read_text(), results), PAGE: page(results)}
 
@@ -373,13 +373,15 @@ def _draw_plots() -> None:
                 plots.draw(result, FOLDER / device)
 
 
-def main(words: Sequence[str] | None = None) -> None:
-    """The command."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks report", description=__doc__)
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of the command."""
     parser.add_argument("--check", action="store_true", help="change nothing; exit 1 if a document differs")
     parser.add_argument("--targets", action="store_true", help="print each target; exit 1 if one is missed")
     parser.add_argument("--plots", action="store_true", help="draw the plots of the page, too, with matplotlib")
-    options = parser.parse_args(words)
+
+
+def run(options: argparse.Namespace) -> None:
+    """Writes the documents, or checks them."""
     if options.plots:
         _draw_plots()
     if options.targets:

@@ -29,8 +29,8 @@ class Summary(NamedTuple):
     runs: int
 
     @classmethod
-    def of(cls, values: Sequence[float]) -> Summary:
-        """Of at least one value."""
+    def from_values(cls, values: Sequence[float]) -> Summary:
+        """From at least one value."""
         quartiles = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else [values[0]] * 3
         return cls(quartiles[1], quartiles[0], quartiles[2], len(values))
 
@@ -53,13 +53,13 @@ class Record:
 
     @classmethod
     def single(cls, name: str, value: float, unit: str) -> Record:
-        """Of one measurement without repetitions."""
+        """One measurement without repetitions."""
         return cls(name, Summary(value, value, value, 1), unit)
 
     @classmethod
-    def of(cls, name: str, values: Sequence[float], unit: str, digits: int = 4) -> Record:
+    def from_values(cls, name: str, values: Sequence[float], unit: str, digits: int = 4) -> Record:
         """Median and quartiles of repetitions, to so many significant digits."""
-        *numbers, runs = Summary.of(values)
+        *numbers, runs = Summary.from_values(values)
         median, low, high = (float(f"{x:.{digits}g}") for x in numbers)
         return cls(name, Summary(median, low, high, runs), unit)
 
@@ -75,11 +75,11 @@ class Record:
 
     @property
     def key(self) -> tuple[str, Problem | None, str, str]:
-        """What must differ between the records of a file."""
+        """Identity among the records of a file."""
         return self.name, self.problem, self.peer, self.direction
 
     def to_json(self) -> dict[str, Any]:
-        """What the file holds; `from_json` is the inverse."""
+        """Content of the file; `from_json` is the inverse."""
         short = lambda summary: [*(float(f"{x:.5g}") for x in summary[:3]), summary.runs]
         if self.problem is None:
             return {"name": self.name, "value": [*self.value], "unit": self.unit}
@@ -91,7 +91,7 @@ class Record:
 
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> Record:
-        """From what `to_json` gives."""
+        """The inverse of `to_json`."""
         fields = {x: content[x] for x in ("peer", "direction", "method", "flops", "backend") if x in content}
         if "problem" in content:
             fields |= {"problem": Problem(**content["problem"]), "moved": content["bytes"]}
@@ -106,9 +106,8 @@ class ResultFile:
 
     name: str  # of the suite or question
     records: tuple[Record, ...]  # in the order in which they were measured
-    about: dict[
-        str, Any
-    ]  # title, date, command, commit, machine, versions and remarks; of suites also rates and clocks
+    # Title, date, command, commit, machine, versions and remarks; of suites also rates and clocks.
+    about: dict[str, Any]
 
     @property
     def baseline(self) -> str:
@@ -122,16 +121,16 @@ class ResultFile:
 
     @property
     def directions(self) -> tuple[str, ...]:
-        """Those that were measured, the forward first."""
+        """Measured directions, the forward first."""
         return tuple(sorted({record.direction for record in self.records}, reverse=True))
 
     def peers(self, direction: str | None = None) -> tuple[str, ...]:
-        """Those that were measured, in the order of `PEERS`."""
+        """Measured peers, in the order of `PEERS`."""
         measured = {record.peer for record in self.records if direction in (None, record.direction)}
         return tuple(name for name in PEERS if name in measured)
 
     def lacks(self, peer: str) -> bool:
-        """Whether a peer was to be measured, and was not installed."""
+        """A peer was to be measured, and was not installed."""
         return any(remark.startswith(f"{peer}: ModuleNotFoundError") for remark in self.about["remarks"])
 
     def find(self, problem: Problem, peer: str, direction: str) -> Record | None:
@@ -140,7 +139,7 @@ class ResultFile:
         return next((record for record in self.records if record.key == key), None)
 
     def speedup(self, problem: Problem, direction: str, over: str) -> float | None:
-        """How many times faster the baseline is than another peer; None if one is missing."""
+        """Speed of the baseline over that of another peer; None if one is missing."""
         first, second = (self.find(problem, name, direction) for name in (self.baseline, over))
         return None if first is None or second is None else second.seconds / first.seconds
 
@@ -148,10 +147,7 @@ class ResultFile:
 def write(path: pathlib.Path, records: Iterable[Record], about: dict[str, Any]) -> pathlib.Path:
     """Writes a result file, at once, so that a run that is killed leaves a whole file.
 
-    Args:
-      path: ``<folder>/<name>.json``.
-      records: What was measured.
-      about: At least a title and remarks; date, command, commit, machine and versions are added.
+    To `about`, at least a title and remarks, it adds date, command, commit, machine and versions.
     """
     here = describe()
     here["machine"] |= about.get("machine", {})
@@ -174,11 +170,11 @@ def read(path: pathlib.Path) -> ResultFile | None:
 
 def read_all(folder: pathlib.Path = FOLDER) -> dict[str, dict[str, ResultFile]]:
     """The result files of each device, by name."""
-    found: dict[str, dict[str, ResultFile]] = {}
+    results: dict[str, dict[str, ResultFile]] = {}
     for path in sorted(folder.glob("*/*.json")):
         if (content := read(path)) is not None:
-            found.setdefault(path.parent.name, {})[path.stem] = content
-    return found
+            results.setdefault(path.parent.name, {})[path.stem] = content
+    return results
 
 
 def merged(old: ResultFile | None, new: Sequence[Record]) -> list[Record]:
@@ -205,8 +201,8 @@ def without_measured(remarks: Iterable[str], records: Iterable[Record]) -> list[
         parts = where.split("; ")  # a name has two parts
         if remark.startswith("not measured: ") and what and len(parts) % 2 == 0:
             names = ["; ".join(pair) for pair in zip(parts[::2], parts[1::2], strict=True)]
-            left = [name for name in names if name not in measured]
-            kept += [f"{what} [{'; '.join(left)}]"] * bool(left)
+            missing = [name for name in names if name not in measured]
+            kept += [f"{what} [{'; '.join(missing)}]"] * bool(missing)
         else:
             kept.append(remark)
     return list(dict.fromkeys(kept))

@@ -180,7 +180,7 @@ class Outcome(NamedTuple):
 
     @property
     def reached(self) -> bool:
-        """Whether there is a figure within the limit."""
+        """The figure exists and is within the limit."""
         if self.value is None:
             return False
         above = self.target.at_least is None or self.value >= self.target.at_least
@@ -189,15 +189,15 @@ class Outcome(NamedTuple):
 
 def outcomes(results: Results) -> list[Outcome]:
     """Every target with its figure; those over peers that were not installed are left out."""
-    found = []
+    figures = []
     for target in (*TARGETS, *hopper_targets()):
         device = _measured_on(target.suite, results)
         result = results.get(device, {}).get(target.suite)
         if result is None or not (isinstance(target.over, str) and result.lacks(target.over)):
-            found.append(evaluate(target, result, device))
+            figures.append(evaluate(target, result, device))
     for target in QUESTION_TARGETS:
-        found += [outcome for x in _concrete(target, results) for outcome in _of_question(x, results)]
-    return found
+        figures += [outcome for x in _concrete(target, results) for outcome in _of_question(x, results)]
+    return figures
 
 
 def _measured_on(name: str, results: Results) -> str:
@@ -215,13 +215,7 @@ def _concrete(target: QuestionTarget, results: Results) -> list[QuestionTarget]:
 
 
 def evaluate(target: Target, result: ResultFile | None, device: str = DEVICE) -> Outcome:
-    """A target with its figure.
-
-    Args:
-      target: Of a suite.
-      result: The suite's results; None if there are none.
-      device: Where it was measured.
-    """
+    """A target with its figure; `result` holds that of the suite on the device."""
     problems = [problem for problem in suite(target.suite) if _selected(problem, target.select)]
     unit = target.metric if target.over is None else "x"
     missing = Outcome(target, f"{device}/{target.suite}", _name(target, len(problems)), None, unit)
@@ -242,16 +236,16 @@ def _selected(problem: Problem, select: Mapping[str, Any]) -> bool:
 
 
 def _value(target: Target, result: ResultFile, problem: Problem) -> float | None:
-    metric, own = _METRICS[target.metric], result.find(problem, target.peer or result.baseline, target.direction)
-    if own is None or target.over is None:
-        return None if own is None else metric(own)
-    if own.backend == "triton" and target.over == "jflex-triton":
+    metric, record = _METRICS[target.metric], result.find(problem, target.peer or result.baseline, target.direction)
+    if record is None or target.over is None:
+        return None if record is None else metric(record)
+    if record.backend == "triton" and target.over == "jflex-triton":
         return 1.0  # the same kernels; what differs is noise
     others = _others(target, result, problem)
-    known = [metric(record) for record in others if record is not None]
+    known = [metric(other) for other in others if other is not None]
     if not known or len(known) < len(others):
         return None
-    return metric(own) / (sum(known) if target.over == PARTS else max(known))
+    return metric(record) / (sum(known) if target.over == PARTS else max(known))
 
 
 def _others(target: Target, result: ResultFile, problem: Problem) -> Sequence[Record | None]:

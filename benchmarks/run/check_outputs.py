@@ -17,26 +17,22 @@ _JUDGED = ("jflex", "jflex-mosaic", "jflex-raw-keys", "jflex-joined")
 Samples = Sequence[Sequence[float]]  # of each array that a call returns, `MAX_SAMPLES` elements at most
 
 
-def mismatch(found: Samples, expected: Samples | None, baseline: str, tolerance: float = TOLERANCE) -> str | None:
-    """Why results cannot be right; None if they may be.
+def mismatch(samples: Samples, expected: Samples | None, baseline: str, tolerance: float = TOLERANCE) -> str | None:
+    """The reason why results cannot be right; None if they may be.
 
-    Args:
-      found: Of the implementation that is judged.
-      expected: Of another one; None if there is none, so that only finiteness is checked.
-      baseline: Its name.
-      tolerance: Of the norm of each expected array.
+    Without expected ones, those of the implementation `baseline`, only finiteness is checked.
 
     >>> mismatch([[1.0, 2.0]], [[1.0, 2.5]], "jax-cudnn")
     'array 0 differs from that of jax-cudnn, by 0.19 of its norm'
     """
-    for i, array in enumerate(found):
+    for i, array in enumerate(samples):
         if not all(map(math.isfinite, array)):
             return f"array {i} is not finite"
     if expected is None:
         return None
-    if [len(x) for x in found] != [len(x) for x in expected]:
+    if [len(x) for x in samples] != [len(x) for x in expected]:
         return f"its arrays have other sizes than those of {baseline}"
-    for i, (array, other) in enumerate(zip(found, expected, strict=True)):
+    for i, (array, other) in enumerate(zip(samples, expected, strict=True)):
         error = math.dist(array, other) / max(math.hypot(*other), 1e-30)
         if not error <= tolerance:
             return f"array {i} differs from that of {baseline}, by {error:.2g} of its norm"
@@ -44,25 +40,21 @@ def mismatch(found: Samples, expected: Samples | None, baseline: str, tolerance:
 
 
 def mismatches(samples: Mapping[str, Mapping[str, Samples]], tolerance: float = TOLERANCE) -> dict[str, dict[str, str]]:
-    """Why results cannot be right, by peer and direction.
+    """Reasons why results cannot be right, by peer and direction.
 
-    Every peer's results must be finite, and those of jflex like those of the first baseline that has any.
-
-    Args:
-      samples: By peer and direction.
-      tolerance: Of `mismatch`.
+    Results must be finite for every peer, and for jflex close to the results of the first baseline that has any.
     """
-    found: dict[str, dict[str, str]] = {}
+    reasons: dict[str, dict[str, str]] = {}
     for peer, directions in samples.items():
         for direction, arrays in directions.items():
             if (reason := mismatch(arrays, None, "")) is not None:
-                found.setdefault(peer, {})[direction] = reason
+                reasons.setdefault(peer, {})[direction] = reason
     for peer in _JUDGED:
         for direction, arrays in samples.get(peer, {}).items():
             others = (name for name in _BASELINES if direction in samples.get(name, {}))
-            finite = [name for name in others if direction not in found.get(name, {})]
-            if not finite or direction in found.get(peer, {}):
+            finite = [name for name in others if direction not in reasons.get(name, {})]
+            if not finite or direction in reasons.get(peer, {}):
                 continue
             if (reason := mismatch(arrays, samples[finite[0]][direction], finite[0], tolerance)) is not None:
-                found.setdefault(peer, {})[direction] = reason
-    return found
+                reasons.setdefault(peer, {})[direction] = reason
+    return reasons

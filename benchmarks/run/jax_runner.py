@@ -7,7 +7,6 @@ import gc
 import pathlib
 import re
 import tempfile
-import time
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -17,9 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import roofline
-from benchmarks.peers import jax_peers, jax_serving
+from benchmarks.peers.jax import attention as jax_attention
+from benchmarks.peers.jax import served
 from benchmarks.problems import Problem
-from benchmarks.results.schema import Summary
 from benchmarks.run.check_outputs import MAX_SAMPLES
 from benchmarks.run.library_runner import LibraryRunner
 from benchmarks.run.timing import COLD_BYTES, Call, Span, Timer, busy_per_call
@@ -27,9 +26,6 @@ from benchmarks.run.timing import COLD_BYTES, Call, Span, Timer, busy_per_call
 _EVICT = "evict_l2_cache"
 _SENT = re.compile("nccl|p2p", re.IGNORECASE)  # in names of kernels and copies
 _COLLECTIVE = re.compile("all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter")  # XLA's instructions
-_STEADY = 0.1  # `take_turns` ends when the quartiles of the ratio lie within this share of its median,
-_ENOUGH = 9  # and there are so many rounds,
-_LONGEST = 31  # or so many at most, or the time is over.
 
 
 def evict_l2_cache(buffer: jax.Array) -> jax.Array:
@@ -53,7 +49,7 @@ def _profiled_seconds(call: Call, runs: int) -> list[float]:
 
 
 def profile_of(run: Call) -> Any:
-    """A `jax.profiler.ProfileData` of what a function puts on the devices."""
+    """A `jax.profiler.ProfileData` of a function's work on the devices."""
     options = jax.profiler.ProfileOptions()
     options.host_tracer_level = options.python_tracer_level = 0
     options.enable_hlo_proto = False
@@ -65,11 +61,11 @@ def profile_of(run: Call) -> Any:
 
 
 def gpu_spans(profile: Any, device: int = 0) -> list[Span]:
-    """What the streams of a GPU did, in a `jax.profiler.ProfileData`."""
-    own = re.compile(rf"/device:GPU:{device}(\D|$)")
+    """Kernels and copies on the streams of a GPU, in a `jax.profiler.ProfileData`."""
+    plane_name = re.compile(rf"/device:GPU:{device}(\D|$)")
     # Python 3.12 warns of the type of `event.stats` when it is first made; as an error, that would end the process.
     with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
-        lines = [line for plane in profile.planes if own.match(plane.name) for line in plane.lines]
+        lines = [line for plane in profile.planes if plane_name.match(plane.name) for line in plane.lines]
         return [_span(event) for line in lines if line.name.startswith("Stream") for event in line.events]
 
 
@@ -88,37 +84,8 @@ def timer() -> Timer:
 
 def samples(arrays: Any) -> list[list[float]]:
     """Up to about `MAX_SAMPLES` elements of each array, for `benchmarks.run.check_outputs`."""
-    found = []
-    for x in jax.tree.leaves(arrays):
-        step = (x.size // MAX_SAMPLES) | 1  # odd, so that not all are of one column
-        found.append(np.asarray(x.reshape(-1)[::step], np.float64).round(7).tolist())
-    return found
-
-
-def take_turns(peers: dict[str, Call], seconds: float) -> dict[str, list[float]]:
-    """Wall seconds that each of two peers takes, in rounds, on a CPU.
-
-    Args:
-      peers: Functions without arguments that return arrays; jitted ones.
-      seconds: No round is begun after so much time, but three are made in any case.
-    """
-    measure, times = timer(), {name: [] for name in peers}
-    for call in peers.values():
-        measure.wait(call())
-    deadline = time.perf_counter() + seconds
-    while True:
-        for name, call in peers.items():
-            times[name] += measure.wall_seconds(call, 1)
-        first, second = times.values()
-        ratio = Summary.of(ratios(first, second))
-        steady = len(first) >= _ENOUGH and ratio.high - ratio.low < _STEADY * ratio.median
-        if steady or len(first) >= _LONGEST or (len(first) >= 3 and time.perf_counter() > deadline):
-            return times
-
-
-def ratios(numerator: Sequence[float], denominator: Sequence[float]) -> list[float]:
-    """The ratio of each round."""
-    return [a / b for a, b in zip(numerator, denominator, strict=True)]
+    step = lambda x: (x.size // MAX_SAMPLES) | 1  # odd, so that not all are of one column
+    return [np.asarray(x.reshape(-1)[:: step(x)], np.float64).round(7).tolist() for x in jax.tree.leaves(arrays)]
 
 
 class JaxRunner(LibraryRunner):
@@ -134,21 +101,21 @@ class JaxRunner(LibraryRunner):
     def start(self, problem: Problem) -> dict[str, Any]:
         """Draws the arrays, makes the BlockMask and counts the work."""
         self._problem = problem
-        self._mods, self._captured = jax_peers.mods_of(problem)
+        self._mods, self._captured = jax_attention.mods_of(problem)
         if problem.served:
             return {}
-        block_mask, visited = jax_peers.block_mask_of(problem, self._mods(self._captured))
-        self._inputs = jax_peers.inputs_of(problem, self._captured, block_mask)
+        block_mask, visited = jax_attention.block_mask_of(problem, self._mods(self._captured))
+        self._inputs = jax_attention.inputs_of(problem, self._captured, block_mask)
         work = roofline.work(problem, visited, [x.shape for x in self._captured.values()])
-        return {"work": work._asdict(), "backends": jax_peers.backends_of(problem, self._mods, self._inputs)}
+        return {"work": work._asdict(), "backends": jax_attention.backends_of(problem, self._mods, self._inputs)}
 
     def _programs(self, peer: str, directions: Sequence[str]) -> dict[str, tuple[Any, tuple[Any, ...]]]:
         """Jitted functions and their arguments; that of the backward gives ``(out, pull)``."""
         if self._problem.served:
-            function, inputs = jax_serving.served_program(peer, self._problem, self._mods, self._captured)
+            function, inputs = served.served_program(peer, self._problem, self._mods, self._captured)
             return {"forward": (jax.jit(function), inputs)}
-        attend = jax_peers.attention(peer, self._problem, self._mods)
-        functions = {"forward": attend, "backward": jax_peers.with_residuals(attend, self._problem)}
+        attend = jax_attention.attention(peer, self._problem, self._mods)
+        functions = {"forward": attend, "backward": jax_attention.with_residuals(attend, self._problem)}
         return {direction: (jax.jit(functions[direction]), self._inputs) for direction in directions}
 
     def build(self, peer: str, directions: Sequence[str]) -> dict[str, Call]:
@@ -169,9 +136,9 @@ class JaxRunner(LibraryRunner):
                 _pull().lower(pull, out).compile()
 
     def gemm_and_copy(self, side: int, count: int) -> tuple[Call, Call]:
-        left, right = jax.random.normal(jax.random.key(0), (2, side, side), jnp.bfloat16)
+        first, second = jax.random.normal(jax.random.key(0), (2, side, side), jnp.bfloat16)
         copied = jnp.arange(count, dtype=jnp.uint32)
-        return functools.partial(jax.jit(jnp.matmul), left, right), functools.partial(jax.jit(jnp.invert), copied)
+        return functools.partial(jax.jit(jnp.matmul), first, second), functools.partial(jax.jit(jnp.invert), copied)
 
     def forget(self) -> None:
         for name in ("_problem", "_inputs", "_mods", "_captured"):

@@ -36,9 +36,7 @@ _FATAL = ("CUDA_ERROR_ILLEGAL", "CUDA_ERROR_LAUNCH", "CUDA_ERROR_MISALIGNED", "C
 class Deadline:
     """The end of a run, for waits that must not outlast it.
 
-    Args:
-      seconds: From now on; None for no end.
-      share: Of the remaining time, how much one wait may take; a peer that hangs must leave some for others.
+    One wait may take a `share` of the remaining time: a peer that hangs must leave some for others.
 
     >>> Deadline().timeout(90.0), Deadline(0.0).timeout(90.0), Deadline(0.0).over, Deadline().over
     (90.0, 0.0, True, False)
@@ -52,7 +50,7 @@ class Deadline:
 
     @property
     def over(self) -> bool:
-        """Whether nothing should be begun any more, since what takes `_MIN_WAIT` seconds would be cut short."""
+        """Less than `_MIN_WAIT` seconds remain, so that nothing should begin."""
         return self._left < _MIN_WAIT
 
     @property
@@ -60,7 +58,7 @@ class Deadline:
         return max(0.0, self._end - time.monotonic())
 
     def timeout(self, seconds: float) -> float:
-        """How long to wait, at most `seconds`."""
+        """Seconds to wait, at most `seconds`."""
         return min(seconds, max(self._left * self._share, min(self._left, _MIN_WAIT)))
 
 
@@ -69,14 +67,7 @@ class WorkerError(RuntimeError):
 
 
 class Worker:
-    """A child process.
-
-    Args:
-      target: ``MODULE`` or ``MODULE:CLASS``, whose functions or methods the child calls.
-      variables: Added to the variables of the environment.
-      log: A file for what the child prints.
-      name: For messages.
-    """
+    """A child process, which calls the functions of ``MODULE`` or the methods of ``MODULE:CLASS``."""
 
     def __init__(self, target: str, variables: Mapping[str, str], log: pathlib.Path, name: str = "") -> None:
         self._name, self._log, self._buffer = name or target, log, b""
@@ -151,14 +142,8 @@ def serve(target: str) -> None:
 class WorkerPool:
     """One persistent worker per library; a worker that is lost is started again.
 
-    What goes wrong is an answer with ``"failed"``, and never ends the run. If the process was lost with it, so that
-    it has forgotten what was prepared, the answer has ``"lost"``, too.
-
-    Args:
-      targets: Of `Worker`, by library.
-      variables: Added to the variables of the environment.
-      logs: A folder for the logs.
-      deadline: No answer is waited for beyond it.
+    A failure is an answer with ``"failed"``, and never ends the run. If the process was lost with it, and the prepared
+    problem too, the answer has ``"lost"``.
     """
 
     def __init__(
@@ -177,7 +162,7 @@ class WorkerPool:
             worker.close()
 
     def has_given_up(self, library: str) -> bool:
-        """Whether its worker was lost too often to be started again."""
+        """The worker was lost too often to be started again."""
         return self._losses[library] >= _MAX_LOSSES
 
     def request(self, library: str, method: str, seconds: float, **arguments: Any) -> dict[str, Any]:
@@ -193,10 +178,10 @@ class WorkerPool:
     ) -> dict[str, dict[str, Any]]:
         """The answers of the workers that have arguments, side by side, by library."""
         answers, waits = {}, {}
-        for library, own in arguments.items():
+        for library, request in arguments.items():
             waits[library] = seconds + _START_SECONDS * (library not in self._workers)
             try:
-                self._worker(library).send(method, **own)
+                self._worker(library).send(method, **request)
             except WorkerError as error:
                 answers[library] = self._lost(library, str(error))
         for library in [x for x in waits if x not in answers]:
@@ -257,22 +242,16 @@ def run_job(job: Job) -> Any:
 
 
 def run_jobs(jobs: Sequence[Job], run: RunJob = run_job, at_once: int = 16) -> tuple[dict[str, Any], list[str]]:
-    """Results by label, and a remark for each job that failed.
-
-    Args:
-      jobs: With labels that differ.
-      run: Runs one; tests run without a process.
-      at_once: Processes side by side; 1 where wall time is measured.
-    """
-    found, remarks = {}, []
+    """Results by label, and a remark for each job that failed; one `at_once` where wall time is measured."""
+    results, remarks = {}, []
     with ThreadPoolExecutor(max_workers=at_once) as pool:
         running = [(job.label, pool.submit(run, job)) for job in jobs]
         for label, future in running:
             try:
-                found[label] = future.result()
+                results[label] = future.result()
             except (RuntimeError, ImportError) as error:
                 remarks.append(f"{label} is left out: {error}")
-    return found, remarks
+    return results, remarks
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""What one library's process does for a problem: compile and time its peers, and report what failed.
+"""One library's process: it compiles and times its peers for a problem, and reports failures.
 
 Imports neither JAX nor torch.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import abc
 import statistics
-import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -67,15 +66,9 @@ class LibraryRunner(abc.ABC):
     ) -> dict[str, Any]:
         """Compiles, warms up and samples the outputs of peers. A peer that can run one direction is ready for it.
 
-        Args:
-          problem: Fields of `Problem`.
-          peers: Names.
-          directions: Of `DIRECTIONS`.
-          compile_only: Only fill the caches on the disk.
-
         Returns:
-          What `start` returns; ``ready``, names of peers; ``unable``, reasons by peer and direction; ``samples`` of the
-          results, by peer and direction.
+          The answer of `start`, with ``ready``, names of peers; ``unable``, reasons by peer and direction; ``samples``
+          of the results, by peer and direction.
         """
         self.release()
         started = self.start(Problem(**problem))
@@ -102,10 +95,10 @@ class LibraryRunner(abc.ABC):
         except failures() as error:  # each library's compiler has errors of its own
             if len(directions) == 1:
                 return {directions[0]: describe_error(error)}
-        found: dict[str, str] = {}
+        reasons: dict[str, str] = {}
         for direction in directions:
-            found |= self._prepare_peer(peer, (direction,), compile_only)
-        return found
+            reasons |= self._prepare_peer(peer, (direction,), compile_only)
+        return reasons
 
     def _warm(self, call: Call) -> _Prepared:
         result = call()
@@ -137,10 +130,3 @@ class LibraryRunner(abc.ABC):
         side, count = (256, 2**16) if self.timer.profiled is None else (8192, 2**28)
         gemm, copy = (statistics.median(self.timer.timed(call, 10)[0]) for call in self.gemm_and_copy(side, count))
         return {"matmul_flops": 2 * side**3 / gemm, "copy_bytes": 2 * 4 * count / copy}
-
-    def check(self) -> dict[str, Any]:
-        """Of a GEMM of side 8192: seconds by the profiler, with the method, and by the wall."""
-        call, started = self.gemm_and_copy(8192, 1)[0], time.perf_counter()
-        seconds, method = self.timer.timed(call, 10)
-        queue = self.timer.queue_seconds(call, 10)
-        return {"profiler": seconds, "method": method, "queue": queue, "took": time.perf_counter() - started}

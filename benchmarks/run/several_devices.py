@@ -25,7 +25,7 @@ from benchmarks.run.timing import (
 
 
 class Times(NamedTuple):
-    """Of each repetition of a call.
+    """Times of the repetitions of a call.
 
     Attributes:
       seconds: On the device that worked longest; wall time without a profile.
@@ -60,10 +60,10 @@ def measure(call: Call, devices: Sequence[Any], runs: int) -> Times:
 
 def _walls(call: Call, devices: Sequence[Any], runs: int) -> list[float]:
     mesh = jax.make_mesh((len(devices),), ("all",), devices=devices)
-    place = jax.NamedSharding(mesh, jax.P("all"))
+    sharding = jax.NamedSharding(mesh, jax.P("all"))
     evict = jax.jit(evict_l2_cache, donate_argnums=0)
     size = COLD_BYTES // 4 if devices[0].platform == "gpu" else 1
-    buffer, seconds = jnp.zeros((len(devices), size), jnp.uint32, device=place), []
+    buffer, seconds = jnp.zeros((len(devices), size), jnp.uint32, device=sharding), []
     for _ in range(runs):
         buffer = jax.block_until_ready(evict(buffer))
         started = time.perf_counter()

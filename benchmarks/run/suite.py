@@ -11,7 +11,6 @@ import argparse
 import collections
 import contextlib
 import dataclasses
-import json
 import pathlib
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -40,7 +39,7 @@ _SHARE = 0.25  # of the remaining time, which one wait may take
 
 
 class Plan(NamedTuple):
-    """What to measure of a suite."""
+    """Problems, peers and directions of a suite."""
 
     suite: str
     problems: list[Problem]
@@ -57,11 +56,7 @@ class Plan(NamedTuple):
 class SuiteRun:
     """One measurement of a plan; `records` and `remarks()` grow with each problem.
 
-    Args:
-      pool: A worker for each library.
-      plan: What to measure.
-      runs: Repetitions of each figure.
-      patience: Seconds that a library has to compile and warm up a problem; then its process is ended.
+    A library has `patience` seconds to compile and warm up a problem; then its process is ended.
     """
 
     def __init__(self, pool: WorkerPool, plan: Plan, runs: int, patience: float = 300.0) -> None:
@@ -70,7 +65,7 @@ class SuiteRun:
         self._remarks: dict[str, list[str]] = {}
 
     def measure_rates(self) -> dict[str, dict[str, float]]:
-        """Of GEMMs and of copies, by each library."""
+        """Rates of GEMMs and of copies, by library."""
         rates = {}
         for library, answer in self._pool.request_in_turn("rates", _MEASURE_SECONDS).items():
             self.remark_failure(library, answer, "the rates")
@@ -108,7 +103,7 @@ class SuiteRun:
         return {name: answers for name, answers in times.items() if answers}
 
     def _prepare(self, problem: Problem) -> tuple[dict[str, list[str]], dict[str, Any]]:
-        """Which peers are ready, by direction; and what the libraries' ``start`` returned."""
+        """The peers that are ready, by direction, and the answers of the libraries' ``start``."""
         ready, unable, samples, started = [], {}, {}, {}
         requests = self._plan.requests(problem, always=["jax"])  # which counts the work
         for library, answer in self._pool.request_each("prepare", self._patience, requests).items():
@@ -136,31 +131,26 @@ class SuiteRun:
             prefix = "" if len(where) == len(self._plan.directions) else f"{', '.join(where)}: "
             self.remark_failure(name, {"failed": reason}, f"{prefix}{problem.name}")
 
-    def remark_failure(self, who: str, answer: dict[str, Any], where: str) -> None:
+    def remark_failure(self, name: str, answer: dict[str, Any], where: str) -> None:
         """Makes a remark of an answer with ``"failed"``."""
         if "failed" in answer:
-            self._remarks.setdefault(f"{who}: {answer['failed']}", []).append(where)
+            self._remarks.setdefault(f"{name}: {answer['failed']}", []).append(where)
 
     def remarks(self) -> list[str]:
-        """Each with where it holds."""
+        """Remarks, each with the problems that it is about."""
         return [f"{remark} [{'; '.join(where)}]" for remark, where in self._remarks.items()]
 
 
 def _record(problem: Problem, peer: str, direction: str, answers: Sequence[dict[str, Any]], **work: Any) -> Record:
     every = lambda name: [x for answer in answers for x in answer[name]]
     method = "; ".join(dict.fromkeys(answer["method"] for answer in answers))
-    in_queue = Summary.of(every("queue")) if every("queue") else None
-    seconds = Summary.of(every("seconds"))
+    in_queue = Summary.from_values(every("queue")) if every("queue") else None
+    seconds = Summary.from_values(every("seconds"))
     return Record("", seconds, "s", problem, peer, direction, method=method, queue=in_queue, **work)
 
 
 def worker_variables(cache: pathlib.Path, threads: int = 4) -> dict[str, str]:
-    """The environment of a worker that shares the GPU, and keeps what it compiles in a folder.
-
-    Args:
-      cache: The folder.
-      threads: With which torch's inductor compiles.
-    """
+    """The environment of a worker that shares the GPU and keeps programs in a folder; inductor has `threads`."""
     return {
         **SHARED_GPU,
         "JAX_COMPILATION_CACHE_DIR": str(cache / "jax"),
@@ -175,15 +165,7 @@ def worker_variables(cache: pathlib.Path, threads: int = 4) -> dict[str, str]:
 def precompile(
     plans: Sequence[Plan], workers: int, cache: pathlib.Path, deadline: Deadline, runners: Mapping[str, str] = RUNNERS
 ) -> None:
-    """Fills the compilation caches; what fails here fails again, and is reported, in the measurement.
-
-    Args:
-      plans: What will be measured.
-      workers: Processes of each library; nothing is compiled with 0.
-      cache: The folder of the caches.
-      deadline: Nothing is waited for beyond it.
-      runners: `RUNNERS`.
-    """
+    """Fills the compilation caches with so many processes of each library; failures recur in the measurement."""
     requests: dict[str, collections.deque[dict[str, Any]]] = collections.defaultdict(collections.deque)
     for plan in plans:
         for problem in plan.problems:
@@ -220,8 +202,8 @@ def _plan(name: str, options: argparse.Namespace) -> Plan:
     return Plan(name, [x for x in suite(name) if selected(x)], peers_of(name, options.peers), directions)
 
 
-def _options(words: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks attention", description=__doc__)
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of the command."""
     add = parser.add_argument
     suites = f"one or more, in this order: {', '.join(SUITES)}"
     add("--suite", choices=tuple(SUITES), nargs="+", metavar="NAME", default=["quick"], help=suites)
@@ -245,13 +227,10 @@ def _options(words: Sequence[str] | None) -> argparse.Namespace:
     add("--cache", type=pathlib.Path, help="keep the compilation caches here; default: a temporary folder")
     add("--out", type=pathlib.Path, help="write <out>/<suite>.json; default: benchmarks/results/<device>")
     add("--add", action="store_true", help="keep other records of the file in --out, or else of the committed one")
-    add("--check-timing", action="store_true", help="only compare the profiler with wall time")
-    return parser.parse_args(words)
 
 
-def main(words: Sequence[str] | None = None, runners: Mapping[str, str] = RUNNERS) -> None:
-    """The command."""
-    options = _options(words)
+def run(options: argparse.Namespace, runners: Mapping[str, str] = RUNNERS) -> None:
+    """Measures the suites that the options name."""
     with contextlib.ExitStack() as stack:
         cache = options.cache or pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory()))
         cache = cache.resolve()  # workers run in the root of the checkout
@@ -262,9 +241,6 @@ def main(words: Sequence[str] | None = None, runners: Mapping[str, str] = RUNNER
         pool = WorkerPool(
             {library: runners[library] for library in libraries}, worker_variables(cache), cache, deadline
         )
-        if options.check_timing:
-            print(json.dumps(stack.enter_context(pool).request_in_turn("check", _MEASURE_SECONDS), indent=1))
-            return
         half = Deadline(None if options.limit is None else options.limit / 2)  # at most, for what compiles beside
         thread = stack.enter_context(ThreadPoolExecutor(max_workers=1))
         compiling = thread.submit(precompile, plans, options.compile_workers, cache, half, runners)
@@ -274,9 +250,9 @@ def main(words: Sequence[str] | None = None, runners: Mapping[str, str] = RUNNER
         rates: dict[str, dict[str, float]] = {}
         paths: dict[str, pathlib.Path | None] = {}
         for plan in plans:
-            run = SuiteRun(pool, plan, options.runs, options.patience)
-            rates = rates or run.measure_rates()
-            paths[plan.suite] = _measure(run, plan, options, watch, rates, deadline)
+            suite_run = SuiteRun(pool, plan, options.runs, options.patience)
+            rates = rates or suite_run.measure_rates()
+            paths[plan.suite] = _measure(suite_run, plan, options, watch, rates, deadline)
     for path in filter(None, paths.values()):
         report.show(path)
     if None in paths.values():

@@ -1,4 +1,4 @@
-"""How every library is timed: kernels of a profile, with a cold L2, or wall time. Imports neither JAX nor torch."""
+"""Timing of every library: kernels of a profile, with a cold L2, or wall time. Imports neither JAX nor torch."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def busy_seconds(spans: list[Span]) -> float:
 
 
 class Communication(NamedTuple):
-    """Of one device in one call."""
+    """Communication of one device in one call."""
 
     seconds: float  # in which it sent to others, or waited for them
     exposed: float  # of these, in which nothing else ran on it
@@ -87,13 +87,13 @@ class Communication(NamedTuple):
 
 
 def communication_of(spans: list[Span]) -> Communication:
-    """That of the spans of a call, in the order of their start."""
+    """Communication of a call, from its spans in the order of their start."""
     sent, kernels = ([x for x in spans if x.communication == kind] for kind in (True, False))
     return Communication(busy_seconds(sent), max(0.0, busy_seconds(spans) - busy_seconds(kernels)))
 
 
 class Timer(NamedTuple):
-    """How a library times a call: it waits for a result, and profiles so many calls, or cannot (on a CPU)."""
+    """Timing of calls in a library: it waits for a result, and profiles so many calls, or cannot (on a CPU)."""
 
     wait: Callable[[Any], Any]
     profiled: Callable[[Call, int], list[float]] | None
@@ -131,14 +131,14 @@ class Timer(NamedTuple):
 
 
 def failures() -> tuple[type[BaseException], ...]:
-    """What libraries raise where they cannot compile or run a call; Triton and MLIR have errors of their own."""
-    found: list[type[BaseException]] = [ArithmeticError, AssertionError, AttributeError, ImportError, LookupError]
-    found += [MemoryError, OSError, RuntimeError, TypeError, ValueError]
+    """Errors of libraries that cannot compile or run a call; Triton and MLIR have errors of their own."""
+    errors: list[type[BaseException]] = [ArithmeticError, AssertionError, AttributeError, ImportError, LookupError]
+    errors += [MemoryError, OSError, RuntimeError, TypeError, ValueError]
     if "triton" in sys.modules:
-        found.append(importlib.import_module("triton.errors").TritonError)
+        errors.append(importlib.import_module("triton.errors").TritonError)
     if "jaxlib.mlir.ir" in sys.modules:
-        found.append(sys.modules["jaxlib.mlir.ir"].MLIRError)
-    return tuple(found)
+        errors.append(sys.modules["jaxlib.mlir.ir"].MLIRError)
+    return tuple(errors)
 
 
 def describe_error(error: BaseException) -> str:
@@ -147,6 +147,6 @@ def describe_error(error: BaseException) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Of its message, at most 300 characters; its type if it has none."""
+    """First line of the message, at most 300 characters; the type if there is none."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[0][:300] if lines else type(error).__name__

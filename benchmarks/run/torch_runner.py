@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch._functorch import config as functorch_config
 
-from benchmarks.peers import torch_peers
+from benchmarks.peers.torch import attention as torch_attention
 from benchmarks.problems import Problem
 from benchmarks.run.library_runner import LibraryRunner
 from benchmarks.run.timing import COLD_BYTES, Call, Span, Timer, busy_per_call
@@ -41,7 +41,7 @@ class TorchRunner(LibraryRunner):
             torch.randn(problem.B, H, length, size, device=self._device, dtype=dtype)
             for H, length, size in zip(heads, lengths, sizes, strict=True)
         ]
-        self._bound = torch_peers.bind(problem, self._device)
+        self._bound = torch_attention.bind(problem, self._device)
         self._leaves = [*self._arrays, *(self._bound.captured.values() if problem.differentiated else ())]
         return {}
 
@@ -50,9 +50,9 @@ class TorchRunner(LibraryRunner):
         for leaf in self._leaves:
             leaf.requires_grad_("backward" in directions)
         if peer == "flashinfer":
-            attend = torch_peers.flashinfer_decode(self._problem, self._device)
+            attend = torch_attention.flashinfer_decode(self._problem, self._device)
         else:
-            attend = torch_peers.attention(peer, self._bound)
+            attend = torch_attention.attention(peer, self._bound)
         calls: dict[str, Call] = {}
         if "forward" in directions:
             detached = [x.detach() for x in self._arrays]  # a backward beside it must not change it
@@ -65,8 +65,8 @@ class TorchRunner(LibraryRunner):
         return calls
 
     def gemm_and_copy(self, side: int, count: int) -> tuple[Call, Call]:
-        left, right = torch.randn(2, side, side, device=self._device).to(torch.bfloat16)
-        return lambda: left @ right, torch.arange(count, device=self._device, dtype=torch.int32).clone
+        first, second = torch.randn(2, side, side, device=self._device).to(torch.bfloat16)
+        return lambda: first @ second, torch.arange(count, device=self._device, dtype=torch.int32).clone
 
     def forget(self) -> None:
         for name in ("_problem", "_arrays", "_leaves", "_bound"):

@@ -83,7 +83,7 @@ def constant_mask(mask: T) -> T | ConstantMask:
         return ConstantMask(jflex.create_block_mask(mask.mask_mod, *mask.shape, block_size=mask.block_size))
 
 
-def block_mask_data(mask: T) -> T | jflex.BlockMask:
+def block_mask_data(mask: T | nnx.Variable[jflex.BlockMask]) -> T | jflex.BlockMask:
     """Returns the BlockMask of a layer's attribute as a pytree of arrays, and anything else as it is."""
     if isinstance(mask, nnx.Variable):
         return mask.get_value()

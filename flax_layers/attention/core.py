@@ -1,4 +1,4 @@
-"""What the attention layers of nnx and linen compute."""
+"""The computation of the attention layers of nnx and linen."""
 
 from __future__ import annotations
 
@@ -10,17 +10,26 @@ from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jaxtyping import Array, Float, Int, Int32
 
 import jflex
 from flax_layers import functional
 from flax_layers.attention import streaming as streaming_llm
-from flax_layers.attention.caches.dense import DenseCache, known
+from flax_layers.attention.caches.dense import DenseCache
 from flax_layers.attention.caches.eight_bit import EightBitCache
-from flax_layers.attention.caches.owned_pages import OwnedPages
-from flax_layers.attention.layer_mods import LayerMods, Mods
+from flax_layers.attention.layer import (
+    AttentionOptions,
+    Layer,
+    Norm,
+    Projection,
+    check_dense,
+    check_features,
+    check_packed,
+    nan_beyond_room,
+)
+from flax_layers.attention.mods import Mods, VectorModOptions, VectorMods
 from flax_layers.attention.streaming import Streaming
-from flax_layers.attention.vector_mods import VectorMods
 from flax_layers.context_parallel import ContextParallel
 
 
@@ -36,28 +45,18 @@ class SharedPrefix(NamedTuple):
     tokens: Int32[Array, ""]
 
 
-class Layer(LayerMods):
-    """The attributes of a layer, nnx or linen, that the functions below and `AttentionMethods` read."""
+class HeadsLayer(Layer):
+    """Attributes of a `FlexAttention`, nnx or linen."""
 
-    in_features: Any
     in_kv_features: int | None
-    num_heads: Any
-    num_kv_heads: Any
-    head_dim: Any
-    scale: Any
-    rotary_base: Any
-    rotary_scaling: Any
-    rotary_dim: Any
-    implementation: Any
-    config: Any
-    dropout_rate: Any
-    query: Any
-    key: Any
-    value: Any
-    out: Any
-    query_norm: Any
-    key_norm: Any
-    sinks: Any
+    num_kv_heads: int
+    head_dim: int
+    rotary_dim: int | None
+    dropout_rate: float
+    key: Projection
+    value: Projection
+    key_norm: Norm | None
+    sinks: nnx.Variable | Array | None
 
 
 def check_heads(in_features: int, num_heads: int, num_kv_heads: int, head_dim: int | None) -> None:
@@ -96,28 +95,41 @@ KeyValueInputs: TypeAlias = Float[Array, "*batch S kv_features"] | KeyValue | No
 """The source of keys and values in cross-attention, as features or projected; None for self-attention."""
 
 
+class CallOptions(VectorModOptions, total=False):
+    """Keyword arguments of `FlexAttention.__call__` that the layers of nnx and linen share."""
+
+    context: ContextParallel | None
+    inputs_kv: KeyValueInputs
+
+
 class Call(NamedTuple):
     """The arguments of a call of a layer beside inputs and mods, as in `FlexAttention.__call__`."""
 
-    inputs_kv: KeyValueInputs
     positions: Int[Array, "*#batch T"] | None
     dropout_key: Array | None
-    vectors: VectorMods
     return_stats: tuple[jflex.Stat, ...]
+    vectors: VectorMods
     context: ContextParallel | None
+    inputs_kv: KeyValueInputs
 
 
-def query_heads(layer: Layer, inputs: Float[Array, "*batch T features"]) -> Float[Array, "*batch T Hq D"]:
+class PagedCall(NamedTuple):
+    """The arguments of `decode_paged` beside inputs, cache, batch and mods; `number` is the layer's in the cache."""
+
+    vectors: VectorMods
+    number: int | Int32[Array, ""] | None = None
+    shared: SharedPrefix | None = None
+    streaming: Streaming | None = None
+
+
+def query_heads(layer: HeadsLayer, inputs: Float[Array, "*batch T features"]) -> Float[Array, "*batch T Hq D"]:
     """Queries, split into heads and normalised, before they are rotated."""
-    if inputs.shape[-1] != layer.in_features:
-        raise ValueError(
-            f"`inputs` must have `in_features`, {layer.in_features}, in its last axis. Got shape {inputs.shape}."
-        )
+    check_features(layer, inputs)
     query = functional.split_heads(layer.query(inputs), layer.num_heads)
     return query if layer.query_norm is None else layer.query_norm(query)
 
 
-def key_value_heads(layer: Layer, inputs: Float[Array, "*batch S kv_features"]) -> KeyValue:
+def key_value_heads(layer: HeadsLayer, inputs: Float[Array, "*batch S kv_features"]) -> KeyValue:
     """Keys and values, split into heads, keys normalised and not yet rotated."""
     features = layer.in_features if layer.in_kv_features is None else layer.in_kv_features
     if inputs.shape[-1] != features:
@@ -131,7 +143,7 @@ def key_value_heads(layer: Layer, inputs: Float[Array, "*batch S kv_features"]) 
 
 
 def rotated(
-    layer: Layer, heads: Float[Array, "*batch T H D"], positions: Int[Array, "*#batch T"], length: int | None
+    layer: HeadsLayer, heads: Float[Array, "*batch T H D"], positions: Int[Array, "*#batch T"], length: int | None
 ) -> Float[Array, "*batch T H D"]:
     """Queries or keys with the rotary embedding of the layer, if it has one; options as for `functional.rotate`."""
     if layer.rotary_base is None:
@@ -140,15 +152,8 @@ def rotated(
     return functional.rotate(heads, positions, layer.rotary_base, **options)
 
 
-def rope_of(layer: Layer, length: int) -> jflex.VectorMod | None:
-    """The rotary embedding of the layer as a vector mod, if it has one."""
-    if layer.rotary_base is None:
-        return None
-    return jflex.rope(layer.rotary_base, scaling=layer.rotary_scaling, rotary_dim=layer.rotary_dim, length=length)
-
-
 def project_kv(
-    layer: Layer,
+    layer: HeadsLayer,
     inputs: Float[Array, "*batch S kv_features"],
     positions: Int[Array, "*#batch S"] | None = None,
     length: int | None = None,
@@ -161,17 +166,17 @@ def project_kv(
     return KeyValue(rotated(layer, key, positions, length), value)
 
 
-def join(layer: Layer, attended: Float[Array, "*batch T Hq D"]) -> Float[Array, "*batch T features"]:
+def join(layer: HeadsLayer, attended: Float[Array, "*batch T Hq D"]) -> Float[Array, "*batch T features"]:
     """The output projection of the layer."""
     return layer.out(functional.merge_heads(attended))
 
 
-def sinks_of(layer: Layer) -> Float[Array, " Hq"] | None:
+def sinks(layer: HeadsLayer) -> Float[Array, " Hq"] | None:
     """The sinks of the layer, if it has any."""
     return None if layer.sinks is None else layer.sinks[...]
 
 
-def how_of(layer: Layer) -> dict[str, Any]:
+def attention_options(layer: HeadsLayer) -> AttentionOptions:
     """Options that every attention call of the layer gets."""
     return {"scale": layer.scale, "implementation": layer.implementation, "config": layer.config}
 
@@ -187,7 +192,7 @@ def fold_batch(heads: Float[Array, "*batch T H D"]) -> Float[Array, "B T H D"]:
 
 
 def attend(
-    layer: Layer, inputs: Float[Array, "*batch T features"], mods: Mods, call: Call
+    layer: HeadsLayer, inputs: Float[Array, "*batch T features"], mods: Mods, call: Call
 ) -> Float[Array, "*batch T features"] | tuple[Float[Array, "*batch T features"], jflex.AttentionStats]:
     """Computes the call of a layer. It drops weights if there is a `dropout_key`.
 
@@ -197,9 +202,6 @@ def attend(
     """
     _check_call(inputs, mods, call)
     batch, length = inputs.shape[:-2], inputs.shape[-2]
-    dropout: dict[str, Any] = {}
-    if call.dropout_key is not None:
-        dropout = {"dropout_rate": layer.dropout_rate, "dropout_key": call.dropout_key}
     positions, known_length = call.positions, length if call.positions is None else None
     if positions is None:
         positions = jnp.arange(length) if call.context is None else call.context.positions(length)
@@ -212,9 +214,11 @@ def attend(
     attention: Callable = jflex.flex_attention
     if call.context is not None:
         attention = functools.partial(jflex.context_parallel_attention, **call.context.arguments())
+    if call.dropout_key is not None:
+        attention = functools.partial(attention, dropout_rate=layer.dropout_rate, dropout_key=call.dropout_key)
     result = attention(
-        query, key, value, mods.score_mod, mods.mask_for(query, key), mask_mod=mods.mask_mod, sinks=sinks_of(layer),
-        **how_of(layer), return_stats=call.return_stats, **call.vectors._asdict(), **dropout,
+        query, key, value, mods.score_mod, mods.mask_for(query, key), mask_mod=mods.mask_mod, sinks=sinks(layer),
+        **attention_options(layer), return_stats=call.return_stats, **call.vectors._asdict(),
     )  # fmt: skip
     attended, stats = result if isinstance(result, tuple) else (result, None)
     unfold = lambda x: x.reshape(*batch, *x.shape[1:])
@@ -225,8 +229,7 @@ def attend(
 def _check_call(inputs: Float[Array, "*batch T features"], mods: Mods, call: Call) -> None:
     if inputs.ndim < 2:
         raise ValueError(f"`inputs` must be [*batch, T, features]. Got shape {inputs.shape}. Add axes with `x[None]`.")
-    others = {"context": call.context, "inputs_kv": call.inputs_kv}
-    for name, value in others.items():
+    for name, value in (("context", call.context), ("inputs_kv", call.inputs_kv)):
         if value is not None and mods.selection is not None:
             raise ValueError(
                 f"`block_mask` must not be a BlockSelection in a call with `{name}`: it takes the tokens of whole "
@@ -247,49 +250,8 @@ def _check_call(inputs: Float[Array, "*batch T features"], mods: Mods, call: Cal
         )
 
 
-def nan_beyond_room(
-    outputs: Float[Array, "*batch T features"], cache: DenseCache | OwnedPages
-) -> Float[Array, "*batch T features"]:
-    """NaN in place of the outputs of tokens that a cache had no room for; known lengths have been checked."""
-    if known(cache.lengths) is not None:
-        return outputs
-    tokens = outputs.shape[-2]
-    positions = cache.lengths[:, None] - tokens + jnp.arange(tokens, dtype=jnp.int32)[None]
-    has_room = (positions < cache.max_length).reshape(*outputs.shape[:-1], 1)
-    return jnp.where(has_room, outputs, jnp.full((), jnp.nan, outputs.dtype))
-
-
-def check_one_mask(mask_mod: jflex.MaskMod | None, block_mask: jflex.BlockMask | None) -> None:
-    """Raises ValueError if a call gets both forms of a mask."""
-    if mask_mod is not None and block_mask is not None:
-        raise ValueError("`mask_mod` and `block_mask` are two forms of one mask. Got both. Pass one of them.")
-
-
-def check_dense(inputs: Float[Array, "*batch T features"], cache: Any, kind: type) -> None:
-    """Raises unless a dense cache has the type and the batch size of a call."""
-    if not isinstance(cache, kind):
-        raise TypeError(
-            f"`cache` must be a {kind.__name__}. Got {type(cache).__name__}. Make one with `layer.init_cache`, or pass "
-            "a paged cache to `layer.decode_paged`."
-        )
-    if math.prod(inputs.shape[:-2]) != cache.batch_size:
-        raise ValueError(
-            f"`inputs` must have as many sequences as the cache, {cache.batch_size}. Got {math.prod(inputs.shape[:-2])}"
-            f", the product of all axes but the last two of {inputs.shape}. Make the cache with this batch size."
-        )
-
-
-def check_packed(inputs: Float[Array, "N features"]) -> None:
-    """Raises ValueError unless the tokens of requests are packed."""
-    if inputs.ndim != 2:
-        raise ValueError(
-            f"`inputs` must be [N, features]: the tokens of all requests, packed. Got {inputs.shape}. Reshape "
-            "[B, T, features] to [B * T, features], with `qo_indptr` in steps of T."
-        )
-
-
 def decode(
-    layer: Layer,
+    layer: HeadsLayer,
     inputs: Float[Array, "*batch T features"],
     cache: DenseCache,
     mods: Mods,
@@ -308,46 +270,37 @@ def decode(
     key, value = vectors.stored(key, value, positions.reshape(rows.shape), rows)
     cache = cache.append(key, value)
     attended = jflex.flex_attention(
-        fold_batch(query).astype(cache.k.dtype),
-        cache.k,
-        cache.v,
-        mods.score_mod,
-        block_mask,
-        mask_mod=mods.mask_mod,
-        kv_lengths=cache.lengths,
-        sinks=sinks_of(layer),
-        **how_of(layer),
-        **vectors.of_queries(before)._asdict(),
-    )
+        fold_batch(query).astype(cache.k.dtype), cache.k, cache.v, mods.score_mod, block_mask, mask_mod=mods.mask_mod,
+        kv_lengths=cache.lengths, sinks=sinks(layer), **attention_options(layer),
+        **vectors.for_cached_keys(before)._asdict(),
+    )  # fmt: skip
     outputs = join(layer, attended.reshape(query.shape).astype(query.dtype))
     return nan_beyond_room(outputs, cache), cache
 
 
 def decode_eight_bits(
-    layer: Layer, inputs: Float[Array, "*batch T features"], cache: EightBitCache, mods: Mods, vectors: VectorMods
+    layer: HeadsLayer, inputs: Float[Array, "*batch T features"], cache: EightBitCache, mods: Mods, vectors: VectorMods
 ) -> tuple[Float[Array, "*batch T features"], EightBitCache]:
     """Computes `decode` of a layer over eight bits: its sequences are requests, which keep their pages."""
     check_dense(inputs, cache, EightBitCache)
     batch = cache.next_tokens(inputs.shape[-2])
     packed = inputs.reshape(-1, inputs.shape[-1])
-    outputs, pages = decode_paged(layer, packed, cache.pages, batch, mods, None, None, None, vectors)
+    outputs, pages = decode_paged(layer, packed, cache.pages, batch, mods, PagedCall(vectors))
     cache = dataclasses.replace(cache, pages=pages, lengths=batch.kv_lengths)
     outputs = outputs.reshape(*inputs.shape[:-1], outputs.shape[-1])
     return nan_beyond_room(outputs, cache), cache
 
 
 def decode_paged(
-    layer: Layer,
+    layer: HeadsLayer,
     inputs: Float[Array, "N features"],
     cache: jflex.paged.PagedCache,
     batch: jflex.paged.PagedBatch,
     mods: Mods,
-    number: int | Int32[Array, ""] | None,
-    shared: SharedPrefix | None,
-    streaming: Streaming | None,
-    vectors: VectorMods,
+    call: PagedCall,
 ) -> tuple[Float[Array, "N features"], jflex.paged.PagedCache]:
-    """Computes `decode_paged` of a layer; `number` is the index of the layer in the cache."""
+    """Computes `decode_paged` of a layer."""
+    vectors, number, shared, streaming = call
     check_packed(inputs)
     if shared is not None and streaming is not None:
         raise ValueError(
@@ -371,16 +324,20 @@ def decode_paged(
     key, value = vectors.stored(key, value, positions, requests)
     cache = jflex.paged.write(cache, key.astype(dtype), value.astype(dtype), slots, layer=number)
     packed = query.astype(dtype)
-    how: dict[str, Any] = how_of(layer) | {"sinks": sinks_of(layer)}
+    options: dict[str, Any] = {**attention_options(layer), "sinks": sinks(layer)}
     if streaming is not None:
-        parts = streaming.parts(batch, tokens, rope_of(layer, streaming.size), mods.score_mod, mods.mask_mod)
-        attended = streaming_llm.attend(packed, cache, parts, layer=number, **how)
+        rope = None
+        if layer.rotary_base is not None:
+            scaling, size = layer.rotary_scaling, streaming.size
+            rope = jflex.rope(layer.rotary_base, scaling=scaling, rotary_dim=layer.rotary_dim, length=size)
+        parts = streaming.parts(batch, tokens, rope, mods.score_mod, mods.mask_mod)
+        attended = streaming_llm.attend(packed, cache, parts, layer=number, **options)
         return join(layer, attended.astype(query.dtype)), cache
-    how |= {"query_mod": vectors.query_mod, "output_mod": vectors.output_mod}
-    how |= {"score_mod": mods.score_mod, "mask_mod": mods.mask_mod}
+    options |= {"query_mod": vectors.query_mod, "output_mod": vectors.output_mod}
+    options |= {"score_mod": mods.score_mod, "mask_mod": mods.mask_mod}
     if shared is not None:
         levels = jflex.shared_prefix_levels(cache, batch, *shared, layer=number)
-        attended = jflex.cascade_attention(packed, levels, positions=positions, requests=requests, **how)
+        attended = jflex.cascade_attention(packed, levels, positions=positions, requests=requests, **options)
     else:
-        attended = jflex.paged_attention(packed, cache, batch, layer=number, **how)
+        attended = jflex.paged_attention(packed, cache, batch, layer=number, **options)
     return join(layer, attended.astype(query.dtype)), cache

@@ -1,4 +1,4 @@
-"""What the layers of multi-head latent attention (MLA) of nnx and linen compute.
+"""The computation of multi-head latent attention (MLA), for the layers of nnx and linen.
 
 DeepSeek-AI 2024, DeepSeek-V2, arXiv:2405.04434, section 2.1. Both forms have the same parameters:
 
@@ -9,47 +9,47 @@ DeepSeek-AI 2024, DeepSeek-V2, arXiv:2405.04434, section 2.1. Both forms have th
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
+from flax.typing import Dtype
 from jaxtyping import Array, Float, Int, Int32
 
 import jflex
 from flax_layers import functional
 from flax_layers.attention.caches.dense import known
 from flax_layers.attention.caches.latent import DenseLatentCache
-from flax_layers.attention.core import check_dense, check_packed, nan_beyond_room
-from flax_layers.attention.layer_mods import LayerMods, Mods
-from flax_layers.rotary_scaling import YarnScaling
+from flax_layers.attention.layer import (
+    AttentionOptions,
+    Layer,
+    Norm,
+    Projection,
+    check_dense,
+    check_features,
+    check_packed,
+    nan_beyond_room,
+)
+from flax_layers.attention.mods import Mods
 from jflex.paged.latent import check_latent_cache
 from jflex.paged.latent_tiles import QUERIES
+from jflex.rotary import YarnScaling
 
 
-class LatentLayer(LayerMods):
-    """The attributes of a layer, nnx or linen, that the functions below and `LatentMethods` read."""
+class LatentLayer(Layer):
+    """Attributes of a `MultiHeadLatentAttention`, nnx or linen."""
 
-    in_features: Any
-    num_heads: Any
-    latent_dim: Any
-    nope_head_dim: Any
-    rope_head_dim: Any
-    value_head_dim: Any
-    scale: Any
-    rotary_base: Any
-    rotary_scaling: Any
-    rotary_interleaved: Any
-    implementation: Any
-    config: Any
-    query_down: Any
-    query_norm: Any
-    query: Any
-    latent: Any
-    latent_norm: Any
-    out: Any
+    latent_dim: int
+    nope_head_dim: int
+    rope_head_dim: int
+    value_head_dim: int
+    rotary_interleaved: bool
+    query_down: Projection | None
+    latent: Projection
+    latent_norm: Norm
 
     def up_kernel(self) -> Float[Array, "latent Hq_times_both"]:
-        """The projection of latent vectors to keys and values of each head: `nope` columns, then those of the value."""
+        """The projection of latent vectors to keys and values of each head: `nope` columns, then value columns."""
         raise NotImplementedError
 
 
@@ -61,7 +61,7 @@ class Queries(NamedTuple):
 
 
 class Latents(NamedTuple):
-    """What a cache holds of each token: its latent vector, normalised, and its rotated key."""
+    """The content of a cache for each token: its latent vector, normalised, and its rotated key."""
 
     latent: Float[Array, "*batch T latent"]
     rope_key: Float[Array, "*batch T rope"]
@@ -75,18 +75,14 @@ class Up(NamedTuple):
 
 
 def check_sizes(num_heads: int, **sizes: int) -> None:
-    """Raises ValueError unless a layer has heads, and each of its sizes is positive.
-
-    Example:
-        >>> check_sizes(4, latent_dim=64, rope_head_dim=16)
-    """
+    """Raises ValueError unless a layer has heads, and each of its sizes is positive."""
     for name, size in {"num_heads": num_heads, **sizes}.items():
         if size < 1:
             raise ValueError(f"`{name}` must be at least 1. Got {size}. Change it.")
 
 
 def scale_of(layer: LatentLayer) -> float:
-    """The factor of the scores: that of the head size before queries are absorbed, in both forms.
+    """The factor of the scores, in both forms: from the head size before queries are absorbed.
 
     YaRN with `mscale_all_dim` sharpens all of a score, and not only its rotated part, as in DeepSeek-V2 and V3.
     """
@@ -98,7 +94,7 @@ def scale_of(layer: LatentLayer) -> float:
     return scale * (0.1 * yarn.mscale_all_dim * math.log(yarn.factor) + 1) ** 2
 
 
-def how_of(layer: LatentLayer) -> dict[str, Any]:
+def attention_options(layer: LatentLayer) -> AttentionOptions:
     """Options that every attention call of the layer gets."""
     return {"scale": scale_of(layer), "implementation": layer.implementation, "config": layer.config}
 
@@ -110,12 +106,11 @@ def queries_of(
     length: int | None,
 ) -> Queries:
     """Queries of a call; `length` as for `flax_layers.functional.rotate`."""
-    if inputs.shape[-1] != layer.in_features:
-        raise ValueError(
-            f"`inputs` must have `in_features`, {layer.in_features}, in its last axis. Got shape {inputs.shape}."
-        )
-    low = inputs if layer.query_down is None else layer.query_norm(layer.query_down(inputs))
-    heads = functional.split_heads(layer.query(low), layer.num_heads)
+    check_features(layer, inputs)
+    query_inputs = inputs
+    if layer.query_down is not None and layer.query_norm is not None:
+        query_inputs = layer.query_norm(layer.query_down(inputs))
+    heads = functional.split_heads(layer.query(query_inputs), layer.num_heads)
     nope, rope = jnp.split(heads, [layer.nope_head_dim], axis=-1)
     return Queries(nope, _rotated(layer, rope, positions, length))
 
@@ -126,7 +121,7 @@ def latents_of(
     positions: Int[Array, "*#batch T"],
     length: int | None,
 ) -> Latents:
-    """What a cache holds of the tokens of a call."""
+    """The latent vectors and the rotated keys of the tokens of a call."""
     latent, rope_key = jnp.split(layer.latent(inputs), [layer.latent_dim], axis=-1)
     rope_key = _rotated(layer, rope_key[..., None, :], positions, length)[..., 0, :]
     return Latents(layer.latent_norm(latent), rope_key)
@@ -139,7 +134,7 @@ def _rotated(layer: LatentLayer, heads: Array, positions: Array, length: int | N
     return functional.rotate(heads, positions, layer.rotary_base, **options)
 
 
-def up_projections(layer: LatentLayer, dtype: Any) -> Up:
+def up_projections(layer: LatentLayer, dtype: Dtype) -> Up:
     """The up-projections in the dtype of the computation."""
     kernel = layer.up_kernel().astype(dtype).reshape(layer.latent_dim, layer.num_heads, -1)
     return Up(*jnp.split(kernel, [layer.nope_head_dim], axis=-1))
@@ -168,7 +163,7 @@ def joined(layer: LatentLayer, attended: Float[Array, "*batch T Hq latent"]) -> 
 
 
 def fewest_queries_to_project(layer: LatentLayer) -> int:
-    """From how many queries of a sequence on the up-projected form takes fewer operations.
+    """The number of queries of a sequence from which the up-projected form takes fewer operations.
 
     For each key and head, T queries take ``2 * T * (2 * latent + rope)`` absorbed, and ``2 * T * (nope + rope + v) + 2
     * latent * (nope + v)`` up-projected: 171 with the sizes of DeepSeek-V3.
@@ -179,10 +174,7 @@ def fewest_queries_to_project(layer: LatentLayer) -> int:
 
 
 def attend(
-    layer: LatentLayer,
-    inputs: Float[Array, "*batch T features"],
-    mods: Mods,
-    positions: Int[Array, "*#batch T"] | None,
+    layer: LatentLayer, inputs: Float[Array, "*batch T features"], mods: Mods, positions: Int[Array, "*#batch T"] | None
 ) -> Float[Array, "*batch T features"]:
     """Computes the call of a layer, up-projected."""
     length = inputs.shape[-2]
@@ -190,16 +182,9 @@ def attend(
     positions = jnp.arange(length) if positions is None else positions
     query = jnp.concatenate(queries_of(layer, inputs, positions, known), axis=-1)
     key, value = up_projected(layer, latents_of(layer, inputs, positions, known))
-    fold = lambda x: x.reshape(-1, *x.shape[-3:])
-    folded = fold(query), fold(key)
-    attended = jflex.flex_attention(
-        *folded,
-        fold(value),
-        mods.score_mod,
-        mods.mask_for(*folded),
-        mask_mod=mods.mask_mod,
-        **how_of(layer),
-    )
+    q, k, v = (x.reshape(-1, *x.shape[-3:]) for x in (query, key, value))
+    options = attention_options(layer)
+    attended = jflex.flex_attention(q, k, v, mods.score_mod, mods.mask_for(q, k), mask_mod=mods.mask_mod, **options)
     return layer.out(functional.merge_heads(attended.reshape(*query.shape[:-1], layer.value_head_dim)))
 
 
@@ -213,26 +198,23 @@ def decode(
     positions = before[:, None] + jnp.arange(tokens, dtype=jnp.int32)[None]
     query = queries_of(layer, rows, positions, cache.max_length)
     cache = cache.append(*latents_of(layer, rows, positions, cache.max_length))
-    how = how_of(layer)
+    options = attention_options(layer)
     if tokens < fewest_queries_to_project(layer):
-        q = (
-            absorbed(layer, query)
-            .astype(cache.pages.rows.dtype)
-            .reshape(-1, layer.num_heads, cache.pages.rows.shape[-1])
+        pages = cache.pages.rows
+        q = absorbed(layer, query).astype(pages.dtype).reshape(-1, layer.num_heads, pages.shape[-1])
+        attended = jflex.mla_attention(
+            q, cache.pages, cache.batch(tokens), score_mod=mods.score_mod, mask_mod=mods.mask_mod, **options
         )
-        found = jflex.mla_attention(
-            q, cache.pages, cache.batch(tokens), score_mod=mods.score_mod, mask_mod=mods.mask_mod, **how
-        )
-        found = found.astype(query.nope.dtype).reshape(*inputs.shape[:-1], *found.shape[1:])
-        return nan_beyond_room(joined(layer, found), cache), cache
+        attended = attended.astype(query.nope.dtype).reshape(*inputs.shape[:-1], *attended.shape[1:])
+        return nan_beyond_room(joined(layer, attended), cache), cache
     stored = jnp.split(cache.rows(), [layer.latent_dim], axis=-1)
     key, value = up_projected(layer, Latents(*(x.astype(query.nope.dtype) for x in stored)))
-    moved = mods.at(before)
-    found = jflex.flex_attention(
-        jnp.concatenate(query, axis=-1), key, value, moved.score_mod, mask_mod=moved.mask_mod,
-        kv_lengths=jnp.minimum(cache.lengths, cache.max_length), **how,
+    shifted = mods.at(before)
+    attended = jflex.flex_attention(
+        jnp.concatenate(query, axis=-1), key, value, shifted.score_mod, mask_mod=shifted.mask_mod,
+        kv_lengths=jnp.minimum(cache.lengths, cache.max_length), **options,
     )  # fmt: skip
-    outputs = layer.out(functional.merge_heads(found)).reshape(inputs.shape)
+    outputs = layer.out(functional.merge_heads(attended)).reshape(inputs.shape)
     return nan_beyond_room(outputs, cache), cache
 
 
@@ -255,7 +237,7 @@ def decode_paged(
     length = batch.page_table.shape[1] * cache.page_size
     query, new = queries_of(layer, inputs, positions, length), latents_of(layer, inputs, positions, length)
     slots = jflex.paged.token_slots(batch, tokens, cache.page_size)
-    dtype = cache.keys.dtype if cache.scale is None else query.nope.dtype  # of what is not yet quantised
+    dtype = cache.keys.dtype if cache.scale is None else query.nope.dtype  # before quantization
     if cache.scale is not None and str(dtype) not in QUERIES:
         raise TypeError(
             f"`dtype` of the layer must be one of {', '.join(QUERIES)}: the cache holds {cache.rows.dtype} with "
@@ -263,17 +245,17 @@ def decode_paged(
         )
     latent, rope_key = (x.astype(dtype) for x in new)
     cache = jflex.paged.write_latent(cache, latent, rope_key, slots, layer=number)
-    how = how_of(layer) | {"score_mod": mods.score_mod, "mask_mod": mods.mask_mod}
+    options = {**attention_options(layer), "score_mod": mods.score_mod, "mask_mod": mods.mask_mod}
     if not new_prompts:
-        found = jflex.mla_attention(absorbed(layer, query).astype(dtype), cache, batch, layer=number, **how)
-        return joined(layer, found.astype(query.nope.dtype)), cache
+        attended = jflex.mla_attention(absorbed(layer, query).astype(dtype), cache, batch, layer=number, **options)
+        return joined(layer, attended.astype(query.nope.dtype)), cache
     _check_new(batch)
     key, value = up_projected(layer, new)
     ends = jnp.asarray(batch.qo_indptr)
-    found = jflex.flex_attention_varlen(
-        jnp.concatenate(query, axis=-1), key, value, cu_seqlens_q=ends, cu_seqlens_k=ends, **how
+    attended = jflex.flex_attention_varlen(
+        jnp.concatenate(query, axis=-1), key, value, cu_seqlens_q=ends, cu_seqlens_k=ends, **options
     )
-    return layer.out(functional.merge_heads(found)), cache
+    return layer.out(functional.merge_heads(attended)), cache
 
 
 def _check_new(batch: jflex.paged.PagedBatch) -> None:

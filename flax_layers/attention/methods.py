@@ -5,22 +5,25 @@ Each layer adds its constructor, its parameters and its `__call__`, where keys f
 
 from __future__ import annotations
 
+from typing import Unpack
+
 from flax.typing import Dtype
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Float, Int, Int32
 
 import jflex
 from flax_layers.attention import core as attention_core
 from flax_layers.attention.caches.dense import DenseCache
 from flax_layers.attention.caches.eight_bit import EightBitCache, has_eight_bits
-from flax_layers.attention.core import KeyValue
+from flax_layers.attention.core import Call, KeyValue, KeyValueInputs, PagedCall
+from flax_layers.attention.mods import VectorModOptions, VectorMods
 from flax_layers.attention.streaming import Streaming
-from flax_layers.attention.vector_mods import VectorMods
+from flax_layers.context_parallel import ContextParallel
 
 Cache = DenseCache | EightBitCache
 """Keys and values with a row for each sequence, whatever their dtype."""
 
 
-class AttentionMethods(attention_core.Layer):
+class AttentionMethods(attention_core.HeadsLayer):
     """The calls of a `FlexAttention` on sequences in a dense or a paged cache. They are inference and never drop."""
 
     def init_cache(self, batch_size: int, max_length: int, *, dtype: Dtype | None = None) -> Cache:
@@ -41,8 +44,9 @@ class AttentionMethods(attention_core.Layer):
             TypeError: A size is not an integer, or the dtype is none of these.
             ValueError: A size is negative, or `max_length` is 0.
         """
-        sizes, held = (batch_size, max_length, self.num_kv_heads, self.head_dim), dtype or self._compute_dtype()
-        return (EightBitCache if has_eight_bits(held) else DenseCache).create(*sizes, dtype=held)
+        cache_dtype = dtype or self._compute_dtype()
+        kind = EightBitCache if has_eight_bits(cache_dtype) else DenseCache
+        return kind.create(batch_size, max_length, self.num_kv_heads, self.head_dim, dtype=cache_dtype)
 
     def init_paged_cache(
         self, num_pages: int, page_size: int, *, layers: int | None = None, dtype: Dtype | None = None
@@ -89,17 +93,14 @@ class AttentionMethods(attention_core.Layer):
         score_mod: jflex.ScoreMod | None = None,
         mask_mod: jflex.MaskMod | None = None,
         block_mask: jflex.BlockMask | None = None,
-        query_mod: jflex.VectorMod | None = None,
-        key_mod: jflex.VectorMod | None = None,
-        value_mod: jflex.VectorMod | None = None,
-        output_mod: jflex.OutputMod | None = None,
+        **vector_mods: Unpack[VectorModOptions],
     ) -> tuple[Float[Array, "*batch T features"], Cache]:
         """Appends T tokens to each sequence of a cache: a prompt, one token, or a few speculated ones.
 
-        Queries, keys and values are those of `__call__` on whole sequences: positions, in mods and in the rotary
+        Queries, keys and values are as in `__call__` on whole sequences: positions, in mods and in the rotary
         embedding, count from the beginning of each sequence. Pass the mods of `__call__`, without an offset. If the
         constructor got a BlockMask, its mask_mod is used. No mask is implied: a decoder needs a causal one. Arrays that
-        mods capture must cover all positions in use, not only those of this call; for ready mods this is checked as far
+        mods capture must cover all positions in use, not only in this call; for ready mods this is checked as far
         as lengths are known.
 
         The lengths are data: one program serves all of them. Donate the cache to `jit` to update it in place. This is
@@ -108,16 +109,14 @@ class AttentionMethods(attention_core.Layer):
         Args:
             inputs: The next T tokens of each sequence. Leading axes are folded as by `__call__`.
             cache: From `init_cache` or from the last call.
-            score_mod: Replaces the constructor's.
+            score_mod: Replaces the score_mod of the constructor.
             mask_mod: Replaces the constructor's mask, of either form.
             block_mask: Replaces both: the mask of this call's T queries, which count from 0, and all positions of
                 the cache. Blocks that it does not list are not read, as in a layer with a window. Make it with
                 `cache.block_mask(mask_mod, T)`, once for all layers that share it. Not over eight bits, where tiles
                 that a comparison of positions masks are not read in any case.
-            query_mod: As in `__call__`, at positions in the whole sequence, and so are the next three.
-            key_mod: Applied to the new keys before they are written into the cache.
-            value_mod: Likewise to the new values.
-            output_mod: As in `__call__`.
+            **vector_mods: `query_mod`, `key_mod`, `value_mod` and `output_mod`, as in `__call__`, at positions in the
+                whole sequence. New keys and values are modified before they are written into the cache.
 
         Returns:
             One vector for each token, in the dtype of the computation; and the cache with T more tokens in every
@@ -125,11 +124,12 @@ class AttentionMethods(attention_core.Layer):
 
         Raises:
             TypeError: `cache` is neither a DenseCache nor an EightBitCache.
-            ValueError: The batch is not that of the cache; the tokens do not fit into it, as far as lengths are known;
+            ValueError: The cache has another batch; the tokens do not fit into it, as far as lengths are known;
                 the constructor's BlockMask masks more than its mask_mod; or there is a `block_mask` over eight bits.
         """
-        attention_core.check_one_mask(mask_mod, block_mask)
-        vectors = self._vectors(VectorMods(query_mod, key_mod, value_mod, output_mod))
+        if mask_mod is not None and block_mask is not None:
+            raise ValueError("`mask_mod` and `block_mask` are two forms of one mask. Got both. Pass one of them.")
+        vectors = self._vectors(VectorMods(**vector_mods))
         mods = self._mods(score_mod, mask_mod)
         if not isinstance(cache, EightBitCache):
             return attention_core.decode(self, inputs, cache, mods, block_mask, vectors)
@@ -151,10 +151,7 @@ class AttentionMethods(attention_core.Layer):
         mask_mod: jflex.MaskMod | None = None,
         shared_prefix: attention_core.SharedPrefix | None = None,
         streaming: Streaming | None = None,
-        query_mod: jflex.VectorMod | None = None,
-        key_mod: jflex.VectorMod | None = None,
-        value_mod: jflex.VectorMod | None = None,
-        output_mod: jflex.OutputMod | None = None,
+        **vector_mods: Unpack[VectorModOptions],
     ) -> tuple[Float[Array, "N features"], jflex.paged.PagedCache]:
         """Appends to requests in a paged cache, each by as many tokens as it has in `inputs`.
 
@@ -167,17 +164,14 @@ class AttentionMethods(attention_core.Layer):
             batch: The tokens and the pages of each request. Its `kv_lengths` include the tokens of this call. Every
                 page that is written must belong to one request alone.
             layer: Index of the layer in a cache for several, a Python int or traced.
-            score_mod: Replaces the constructor's.
+            score_mod: Replaces the score_mod of the constructor.
             mask_mod: Replaces the constructor's mask, of either form.
             shared_prefix: The first requests begin with the same pages: their keys are read once for all
                 (`jflex.cascade_attention`). The result is the same, to rounding.
             streaming: Attends to sinks and to a window alone, at positions within that cache, which mods get, too. It
                 is causal without a mask. The cache then holds raw keys, which are rotated as they are loaded: pass it
                 in every call on a cache, or in none.
-            query_mod: As in `decode`. No vector mod is taken with `streaming`.
-            key_mod: As in `decode`.
-            value_mod: As in `decode`.
-            output_mod: As in `decode`.
+            **vector_mods: `query_mod`, `key_mod`, `value_mod` and `output_mod`, as in `decode`; none with `streaming`.
 
         Returns:
             One vector for each token, in the dtype of the computation (arbitrary for padding after the last request);
@@ -189,13 +183,22 @@ class AttentionMethods(attention_core.Layer):
                 known; the constructor's BlockMask masks more than its mask_mod; vector mods with `streaming`.
         """
         mods = self._mods(score_mod, mask_mod)
-        vectors = self._vectors(VectorMods(query_mod, key_mod, value_mod, output_mod))
-        return attention_core.decode_paged(self, inputs, cache, batch, mods, layer, shared_prefix, streaming, vectors)
+        call = PagedCall(self._vectors(VectorMods(**vector_mods)), layer, shared_prefix, streaming)
+        return attention_core.decode_paged(self, inputs, cache, batch, mods, call)
+
+    def _call(
+        self,
+        positions: Int[Array, "*#batch T"] | None,
+        dropout_key: Array | None,
+        return_stats: tuple[jflex.Stat, ...],
+        *,
+        context: ContextParallel | None = None,
+        inputs_kv: KeyValueInputs = None,
+        **vector_mods: Unpack[VectorModOptions],
+    ) -> Call:
+        vectors = self._vectors(VectorMods(**vector_mods))
+        return Call(positions, dropout_key, return_stats, vectors, context, inputs_kv)
 
     def _vectors(self, vectors: VectorMods) -> VectorMods:
         """The vector mods of a call."""
         return vectors
-
-    def _compute_dtype(self) -> Dtype:
-        """The dtype of the computation, or of the parameters where the layer has none of its own."""
-        raise NotImplementedError

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 
 import jax
 from jaxtyping import Array, Float
@@ -23,7 +22,7 @@ class BlockSelection:
     are rotated if the layer rotates them. Vector mods of a call do not change the scores.
 
     A layer that is trained with it computes blocks of the selection alone, forward and backward, and is compiled once.
-    The selection has no gradient: the projections learn through the attention to what is selected. Decoding does not
+    The selection has no gradient: the projections learn through the attention to selected keys. Decoding does not
     select: `decode` and `decode_paged` want a mask_mod, and attend to all keys that it shows.
 
     Args:
@@ -51,14 +50,7 @@ class BlockSelection:
     initial_blocks: int = 0
 
     def block_mask(self, query: Float[Array, "B T Hq D"], key: Float[Array, "B T Hkv D"]) -> jflex.BlockMask:
-        """The mask of a call.
-
-        Args:
-            query: Its queries.
-            key: Its keys.
-
-        Returns:
-            A causal BlockMask of all query heads.
+        """The mask of a call with these queries and keys: a causal BlockMask of all query heads.
 
         Raises:
             TypeError: A number is not an integer.
@@ -72,5 +64,7 @@ class BlockSelection:
             local_blocks=self.local_blocks,
             initial_blocks=self.initial_blocks,
         )
-        made = functools.partial(jflex.block_mask_from_indices, H=query.shape[2], block_size=self.block_size)
-        return made(indices, query.shape[1], key.shape[1], mask_mod=jflex.masks.causal())
+        return jflex.block_mask_from_indices(
+            indices, query.shape[1], key.shape[1], mask_mod=jflex.masks.causal(), H=query.shape[2],
+            block_size=self.block_size,
+        )  # fmt: skip

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int32
 
 import jflex
@@ -18,15 +19,7 @@ from jflex.types import AnyArray
 
 
 class Part(NamedTuple):
-    """A call of `jflex.paged_attention` over raw keys.
-
-    Attributes:
-        batch: Its requests.
-        query_mod: Rotates queries.
-        key_mod: Rotates keys as they are loaded.
-        score_mod: Of this part.
-        mask_mod: Shows the keys of this part.
-    """
+    """A call of `jflex.paged_attention` over raw keys, which `key_mod` rotates as they are loaded."""
 
     batch: PagedBatch
     query_mod: jflex.VectorMod | None
@@ -89,22 +82,14 @@ class Streaming:
         score_mod: jflex.ScoreMod | None = None,
         mask_mod: jflex.MaskMod | None = None,
     ) -> tuple[Part, ...]:
-        """The calls whose merged results are attention to sinks and window.
+        """The calls whose merged results are attention to sinks and window: one, or the window and the sinks.
 
         It is one call if there are no more tokens than requests, as in a step of decoding: each token is a request of
         its own, whose keys are rotated for it. In a chunk, the sinks come closer from query to query while distances
         in the window stay, and a `key_mod` rotates a key once for all queries of its request. So there the window is a
         call, and the sinks before it are another one. Without a rotary embedding there is one call in any case.
 
-        Args:
-            batch: The requests.
-            num_tokens: N, the number of packed rows.
-            rope: The rotary embedding, from `jflex.rope`. None: there is none.
-            score_mod: Of the layer. It gets positions within the cache.
-            mask_mod: Of the layer, likewise; None: causal.
-
-        Returns:
-            One call, or the window and the sinks: then no key is in both.
+        The mods of the layer get positions within the cache; without a mask_mod, attention is causal.
 
         Example:
             >>> batch = PagedBatch(jnp.array([0, 4]), jnp.array([4]), jnp.array([[1, 2]]))
@@ -117,39 +102,35 @@ class Streaming:
             >>> len(Streaming(sinks=1, window=2).parts(token, 1, jflex.rope()))
             1
         """
-        shown = lambda b, h, q_idx, kv_idx: (kv_idx < self.sinks) | (kv_idx > q_idx - self.window)
+        visible = lambda b, h, q_idx, kv_idx: (kv_idx < self.sinks) | (kv_idx > q_idx - self.window)
         if rope is None or not (num_tokens and batch.requests):
-            return (self._part(batch, jflex.and_masks(shown, causal()), score_mod, mask_mod),)
+            return (self._part(batch, jflex.and_masks(visible, causal()), score_mod, mask_mod),)
         if num_tokens > batch.requests or batch.ancestors is not None:
             return self._window_and_sinks(batch, rope, score_mod, mask_mod)
         batch, owners = _one_token_each(batch, num_tokens)
-        place, gaps = self._place, self._gaps(batch)
-        of_key = lambda key, b, h, kv_idx: rope(key, b, h, place(kv_idx, gaps[b]))
-        return (self._part(batch, shown, score_mod, mask_mod, self._of_query(rope), of_key, owners),)
+        gaps = self._gaps(batch)
+        rotate_key = lambda key, b, h, kv_idx: rope(key, b, h, self._cache_position(kv_idx, gaps[b]))
+        return (self._part(batch, visible, score_mod, mask_mod, self._rotate_query(rope), rotate_key, owners),)
 
     def _window_and_sinks(
-        self,
-        batch: PagedBatch,
-        rope: jflex.VectorMod,
-        score_mod: jflex.ScoreMod | None,
-        mask_mod: jflex.MaskMod | None,
+        self, batch: PagedBatch, rope: jflex.VectorMod, score_mod: jflex.ScoreMod | None, mask_mod: jflex.MaskMod | None
     ) -> tuple[Part, ...]:
         gaps = self._gaps(batch)  # keep the angles of the window small: distances are the same without them
-        moved = lambda x, b, h, idx: rope(x, b, h, idx - gaps[b])
-        window = self._part(batch, sliding_window(self.window - 1), score_mod, mask_mod, moved, moved)
+        rotate_near = lambda x, b, h, idx: rope(x, b, h, idx - gaps[b])
+        window = self._part(batch, sliding_window(self.window - 1), score_mod, mask_mod, rotate_near, rotate_near)
         if not self.sinks:
             return (window,)
         before = lambda b, h, q_idx, kv_idx: (kv_idx < self.sinks) & (kv_idx <= q_idx - self.window)
-        return window, self._part(batch, before, score_mod, mask_mod, self._of_query(rope), rope)
+        return window, self._part(batch, before, score_mod, mask_mod, self._rotate_query(rope), rope)
 
-    def _of_query(self, rope: jflex.VectorMod) -> jflex.VectorMod:
+    def _rotate_query(self, rope: jflex.VectorMod) -> jflex.VectorMod:
         """Rotates queries at their positions within the cache."""
         return lambda query, b, h, q_idx: rope(query, b, h, jnp.minimum(q_idx, self.size - 1))
 
     def _part(
         self,
         batch: PagedBatch,
-        shown: jflex.MaskMod,
+        visible: jflex.MaskMod,
         score_mod: jflex.ScoreMod | None,
         mask_mod: jflex.MaskMod | None,
         query_mod: jflex.VectorMod | None = None,
@@ -157,28 +138,25 @@ class Streaming:
         owners: Int32[Array, " N"] | None = None,
     ) -> Part:
         """A call with the mods of the layer at positions within the cache; `owners` as for `_within`."""
-        mask = shown if mask_mod is None else jflex.and_masks(shown, self._within(mask_mod, owners))
+        mask = visible if mask_mod is None else jflex.and_masks(visible, self._within(mask_mod, owners))
         score = None if score_mod is None else self._within(score_mod, owners)
         return Part(batch, query_mod, key_mod, score, mask)
 
-    def _within(self, mod: Callable[..., Any], owners: Int32[Array, " N"] | None) -> Callable[..., Any]:
+    def _within(self, mod: Callable[..., ArrayLike], owners: Int32[Array, " N"] | None) -> Callable[..., ArrayLike]:
         """A mod that takes positions in the page table, and gives `mod` those within the cache.
 
-        Pages are left out only where the query is behind the end of the cache, so they make no difference.
-
-        Args:
-            mod: Of scores or of a mask.
-            owners: The request that `mod` gets for each request of the call. None: the same.
+        `owners` are the requests that `mod` gets in place of those in the call. Pages are left out only where the query
+        is behind the end of the cache, so they make no difference.
         """
 
-        def within(*arguments: Any) -> Any:
+        def within(*arguments: Array) -> ArrayLike:
             *score, b, h, q_idx, kv_idx = arguments
             gap = jnp.maximum(q_idx - (self.size - 1), 0)
-            return mod(*score, b if owners is None else owners[b], h, q_idx - gap, self._place(kv_idx, gap))
+            return mod(*score, b if owners is None else owners[b], h, q_idx - gap, self._cache_position(kv_idx, gap))
 
         return within
 
-    def _place(self, kv_idx: Any, gap: Any) -> Any:
+    def _cache_position(self, kv_idx: Array, gap: Array) -> Array:
         """The position within the cache of a key that is attended to, with so many tokens before the window."""
         return jnp.where(kv_idx < self.sinks, kv_idx, kv_idx - gap)
 
@@ -197,15 +175,8 @@ def attend(
 ) -> Float[Array, "N Hq D"]:
     """Attention to sinks and window.
 
-    Args:
-        query: Before the rotary embedding, in the dtype of the attention.
-        cache: Raw keys and their values.
-        parts: From `Streaming.parts`.
-        sinks: Learned sinks of the layer, which are logits and not tokens.
-        **options: Of `jflex.paged_attention`.
-
-    Returns:
-        The outputs.
+    `query` is not rotated and has the dtype of the attention. `sinks` are learned ones of the layer, which are logits
+    and not tokens.
     """
 
     def call(part: Part, **more: Any) -> Any:

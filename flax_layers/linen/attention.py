@@ -2,7 +2,8 @@
 
 import dataclasses
 import functools
-from typing import Any, overload
+from collections.abc import Mapping
+from typing import Any, Unpack, overload
 
 import jax.numpy as jnp
 from flax import linen
@@ -12,62 +13,29 @@ from jaxtyping import Array, Float, Int
 import jflex
 from flax_layers.attention import core as attention_core
 from flax_layers.attention.constant_mask import constant_mask
-from flax_layers.attention.core import Call, KeyValueInputs
-from flax_layers.attention.layer_mods import Mods
+from flax_layers.attention.core import CallOptions
 from flax_layers.attention.methods import AttentionMethods
+from flax_layers.attention.mods import VectorMods
 from flax_layers.attention.selection import BlockSelection
-from flax_layers.attention.vector_mods import VectorMods
-from flax_layers.context_parallel import ContextParallel
-from flax_layers.linen.mods import check_no_nnx_state, mods_with_parameters, with_parameters
+from flax_layers.linen.mods import LinenLayer, check_mods, create_parameters
 from flax_layers.linen.rms_norm import RMSNorm
-from flax_layers.rotary_scaling import RotaryScaling
+from jflex.rotary import RotaryScaling
 
 
-class FlexAttention(AttentionMethods, linen.Module):
+class FlexAttention(LinenLayer, AttentionMethods, linen.Module):
     """Projects to queries, keys and values, attends with `jflex.flex_attention`, and projects back.
 
     The layer of `flax_layers.nnx.FlexAttention` for linen: the same arguments, shapes, caches and errors, and the same
-    parameters, which `flax_layers.linen.params_from_nnx` and `params_to_nnx` convert.
+    parameters, which `flax_layers.linen.params_from_nnx` and `params_to_nnx` convert. Four arguments differ: there are
+    no `rngs` and `keep_rngs`; with a `dropout_rate`, `deterministic` must be set here or in the call; and
+    `qk_norm_options` are arguments of `flax_layers.linen.RMSNorm`.
 
-    Pass mods and the mask to the constructor, or to a call, where they replace those of the constructor. `mask_mod` and
+    Pass mods and the mask to the constructor, or to a call, where they replace the constructor's. `mask_mod` and
     `block_mask` are two forms of one mask: either replaces both.
 
     A mod may hold parameters, and they get gradients. It may be a callable linen module, which becomes a child of
     this layer if passed to the constructor; a function that captures what `self.param` returned to the caller; or a
     method of the module that calls the layer.
-
-    Args:
-        in_features: Size of the input's last axis, and of the output's.
-        num_heads: Query heads.
-        in_kv_features: Size of the last axis of `inputs_kv` in cross-attention. Default: `in_features`.
-        num_kv_heads: Key and value heads, a divisor of `num_heads`; each is shared by `num_heads // num_kv_heads`
-            adjacent query heads. Default: `num_heads`.
-        head_dim: Size of a head. Default: `in_features // num_heads`.
-        score_mod: `(score, b, h, q_idx, kv_idx) -> score`, applied to every scaled score.
-        mask_mod: `(b, h, q_idx, kv_idx) -> bool`, true where the query attends to the key; it skips no blocks.
-        block_mask: A `jflex.BlockMask`: a mask that lists which blocks are computed, for inputs of its length; or a
-            `BlockSelection`, with which each call makes one of the blocks that its queries select.
-        scale: Factor of the raw scores. Default: `head_dim ** -0.5`.
-        rotary_base: Base of the rotary position embedding (`flax_layers.functional.rotate`); the usual value is 10000.
-            Default: no rotary embedding.
-        rotary_scaling: Scaling of the frequencies for longer contexts, such as those of `flax_layers.rotary_scaling`.
-        rotary_dim: Number of features of a head that rotate, from the first on. Default: all.
-        qk_norm: Whether each query and key head is normalised (RMS, with learned scales) before the rotary embedding.
-        qk_norm_options: Arguments of `flax_layers.linen.RMSNorm` for both, such as `{"epsilon": 1e-5}`.
-        use_sinks: Whether each head has a sink (`jflex.with_sinks`): a logit in the denominator of its softmax, learned
-            from 0 on.
-        use_bias: Whether the four projections have biases.
-        out_bias: Whether the output projection has a bias. Default: `use_bias`.
-        dtype: Dtype of the computation; the parameters are cast to it. Default: the promoted dtype of inputs and
-            parameters.
-        param_dtype: Dtype of the parameters.
-        kernel_init: Initializer of the four projections.
-        bias_init: Initializer of their biases.
-        dropout_rate: Probability with which a call drops each attention weight; every weight has its own draw.
-            `decode` and `decode_paged` never drop.
-        deterministic: Whether dropout is off. With a rate, it must be set here or in the call.
-        implementation: The jflex backend, or a sequence of them in order of preference. Default: jflex chooses.
-        config: Tile sizes and promises of its attention, not of its projections. Default: jflex chooses.
 
     Raises:
         ValueError: The numbers or sizes of heads do not fit, a ready mod was made for another number of heads, a mod
@@ -108,7 +76,7 @@ class FlexAttention(AttentionMethods, linen.Module):
     rotary_scaling: RotaryScaling | None = None
     rotary_dim: int | None = None
     qk_norm: bool = False
-    qk_norm_options: dict[str, Any] | None = None
+    qk_norm_options: Mapping[str, Any] | None = None
     use_sinks: bool = False
     use_bias: bool = False
     out_bias: bool | None = None
@@ -126,9 +94,7 @@ class FlexAttention(AttentionMethods, linen.Module):
         self.num_kv_heads = self.num_heads if self.num_kv_heads is None else self.num_kv_heads
         attention_core.check_heads(self.in_features, self.num_heads, self.num_kv_heads, self.head_dim)
         self.head_dim = self.in_features // self.num_heads if self.head_dim is None else self.head_dim
-        for name, mod in (("score_mod", self.score_mod), ("mask_mod", self.mask_mod)):
-            check_no_nnx_state(name, mod)
-            jflex.check_mod_sizes(mod, heads=self.num_heads, caller="a layer")
+        check_mods(self.score_mod, self.mask_mod, self.num_heads)
         attention_core.check_dropout_rate(self.dropout_rate)
         self.block_mask = constant_mask(self.block_mask)
         super().__post_init__()
@@ -157,20 +123,14 @@ class FlexAttention(AttentionMethods, linen.Module):
         self, inputs: Float[Array, "*batch T features"], *, score_mod: jflex.ScoreMod | None = None,
         mask_mod: jflex.MaskMod | None = None, block_mask: jflex.BlockMask | BlockSelection | None = None,
         positions: Int[Array, "*#batch T"] | None = None, deterministic: bool | None = None,
-        dropout_rng: Array | None = None, query_mod: jflex.VectorMod | None = None,
-        key_mod: jflex.VectorMod | None = None, value_mod: jflex.VectorMod | None = None,
-        output_mod: jflex.OutputMod | None = None, return_stats: tuple[()] = (),
-        context: ContextParallel | None = None, inputs_kv: KeyValueInputs = None,
+        dropout_rng: Array | None = None, return_stats: tuple[()] = (), **options: Unpack[CallOptions],
     ) -> Float[Array, "*batch T features"]: ...
     @overload
     def __call__(
         self, inputs: Float[Array, "*batch T features"], *, score_mod: jflex.ScoreMod | None = None,
         mask_mod: jflex.MaskMod | None = None, block_mask: jflex.BlockMask | BlockSelection | None = None,
         positions: Int[Array, "*#batch T"] | None = None, deterministic: bool | None = None,
-        dropout_rng: Array | None = None, query_mod: jflex.VectorMod | None = None,
-        key_mod: jflex.VectorMod | None = None, value_mod: jflex.VectorMod | None = None,
-        output_mod: jflex.OutputMod | None = None, return_stats: tuple[jflex.Stat, ...],
-        context: ContextParallel | None = None, inputs_kv: KeyValueInputs = None,
+        dropout_rng: Array | None = None, return_stats: tuple[jflex.Stat, ...], **options: Unpack[CallOptions],
     ) -> tuple[Float[Array, "*batch T features"], jflex.AttentionStats]: ...
     # fmt: on
     def __call__(
@@ -183,49 +143,18 @@ class FlexAttention(AttentionMethods, linen.Module):
         positions: Int[Array, "*#batch T"] | None = None,
         deterministic: bool | None = None,
         dropout_rng: Array | None = None,
-        query_mod: jflex.VectorMod | None = None,
-        key_mod: jflex.VectorMod | None = None,
-        value_mod: jflex.VectorMod | None = None,
-        output_mod: jflex.OutputMod | None = None,
         return_stats: tuple[jflex.Stat, ...] = (),
-        context: ContextParallel | None = None,
-        inputs_kv: KeyValueInputs = None,
+        **options: Unpack[CallOptions],
     ) -> Float[Array, "*batch T features"] | tuple[Float[Array, "*batch T features"], jflex.AttentionStats]:
         """Attends within each sequence, or from it to `inputs_kv`.
 
-        Args:
-            inputs: One vector for each position. The leading axes are folded into one batch axis, the last of them
-                fastest; `b` in mods, and the batch of a BlockMask, count along that axis.
-            score_mod: Replaces the constructor's.
-            mask_mod: Replaces the constructor's mask, of either form.
-            block_mask: Replaces the constructor's mask, of either form.
-            positions: Positions for the rotary embedding. Default: 0, 1, 2, ... `q_idx` and `kv_idx` in mods are
-                always indices within the sequence.
-            deterministic: Whether dropout is off. Pass it here or to the constructor, not to both.
-            dropout_rng: Key of this call's dropout. Default: one from `self.make_rng("dropout")`.
-            query_mod: `(query[D], b, h, q_idx) -> [D]`, as in `jflex.flex_attention`, after the normalisation and the
-                rotary embedding of the layer, and so are the next three.
-            key_mod: `(key[D], b, h_kv, kv_idx) -> [D]`.
-            value_mod: `(value[D], b, h_kv, kv_idx) -> [D]`.
-            output_mod: `(out[D], lse, b, h, q_idx) -> [D]`, before the output projection.
-            return_stats: Also return these statistics of each row, as in `jflex.flex_attention`: "max" for QK-clip,
-                say.
-            context: How tokens are divided among devices, and in which order they are; see `ContextParallel`.
-            inputs_kv: Keys and values are projected from these in place of `inputs`: cross-attention. Or the result of
-                `project_kv`. Batch axes of size 1 are shared by all sequences. Keys rotate at 0, 1, 2, ...
-
-        Returns:
-            One vector for each position, in the dtype of the computation; or a pair of it and the
-            `jflex.AttentionStats`, [*batch, Hq, T].
-
-        Raises:
-            ValueError: Dropout without `deterministic` or without a key, a BlockMask for another length or batch, and
-                what `jflex.flex_attention` raises.
+        Arguments, results and errors are as for a call of `flax_layers.nnx.FlexAttention`, but for two: pass
+        `deterministic` here or to the constructor, not to both; and `dropout_rng` is the key of this call's dropout, by
+        default one from `self.make_rng("dropout")`.
         """
         dropout_key = _dropout_key(self, deterministic, dropout_rng)
         mods = self._mods(score_mod, mask_mod, block_mask)
-        vectors = self._vectors(VectorMods(query_mod, key_mod, value_mod, output_mod))
-        call = Call(inputs_kv, positions, dropout_key, vectors, return_stats, context)
+        call = self._call(positions, dropout_key, return_stats, **options)
         return attention_core.attend(self, inputs, mods, call)
 
     # linen wraps only methods of the class's own namespace, not inherited ones.
@@ -233,21 +162,11 @@ class FlexAttention(AttentionMethods, linen.Module):
     decode_paged = AttentionMethods.decode_paged
     project_kv = AttentionMethods.project_kv
 
-    def _mods(
-        self,
-        score_mod: jflex.ScoreMod | None,
-        mask_mod: jflex.MaskMod | None,
-        block_mask: jflex.BlockMask | BlockSelection | None = None,
-    ) -> Mods:
-        return mods_with_parameters(super()._mods(score_mod, mask_mod, block_mask))
-
     def _vectors(self, vectors: VectorMods) -> VectorMods:
         assert self.head_dim is not None  # set by `__post_init__`
-        return VectorMods(*(with_parameters(*example) for example in vectors.examples(self.head_dim)))
-
-    @linen.nowrap
-    def _compute_dtype(self) -> Dtype:
-        return self.dtype or self.param_dtype
+        for example in vectors.examples(self.head_dim):
+            create_parameters(*example)
+        return vectors
 
 
 def _dropout_key(layer: FlexAttention, deterministic: bool | None, dropout_rng: Array | None) -> Array | None:

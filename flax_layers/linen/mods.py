@@ -1,24 +1,48 @@
 """Mods of linen layers that hold or create parameters."""
 
 from collections.abc import Callable
-from typing import Any
 
 import jax.numpy as jnp
 from flax import linen, nnx
+from flax.typing import Dtype
+from jaxtyping import Array
 
-from flax_layers.attention.captures import captures
-from flax_layers.attention.layer_mods import Mods
+import jflex
+from flax_layers.attention.layer import Layer
+from flax_layers.attention.mods import Mods, captures
+from flax_layers.attention.selection import BlockSelection
 
 
-def check_no_nnx_state(name: str, mod: Callable[..., Any] | None) -> None:
-    """Refuses a mod with NNX parameters, which linen would treat as constants.
+class LinenLayer(Layer):
+    """Attributes of a linen layer. linen wraps none of these methods, which are not of the class's own namespace."""
 
-    Args:
-        name: Name of the argument, for the message.
-        mod: The value of the argument.
+    dtype: Dtype | None
+    param_dtype: Dtype
 
-    Raises:
-        ValueError: The mod captures a module or a variable of NNX.
+    def _mods(
+        self,
+        score_mod: jflex.ScoreMod | None,
+        mask_mod: jflex.MaskMod | None,
+        block_mask: jflex.BlockMask | BlockSelection | None = None,
+    ) -> Mods:
+        mods = super()._mods(score_mod, mask_mod, block_mask)
+        for name in ("score_mod", "mask_mod"):
+            create_parameters(name, getattr(mods, name))
+        return mods
+
+    def _compute_dtype(self) -> Dtype:
+        return self.dtype or self.param_dtype
+
+
+def check_mods(score_mod: jflex.ScoreMod | None, mask_mod: jflex.MaskMod | None, heads: int) -> None:
+    """Raises ValueError for mods of a constructor with NNX parameters, or made for another number of heads."""
+    for name, mod in (("score_mod", score_mod), ("mask_mod", mask_mod)):
+        check_no_nnx_state(name, mod)
+        jflex.check_mod_sizes(mod, heads=heads, caller="a layer")
+
+
+def check_no_nnx_state(name: str, mod: Callable[..., object] | None) -> None:
+    """Raises ValueError for a mod with NNX parameters, which linen would treat as constants.
 
     Example:
         >>> def capped(cap):  # the function that it returns holds the parameter
@@ -35,25 +59,18 @@ def check_no_nnx_state(name: str, mod: Callable[..., Any] | None) -> None:
             )
 
 
-def with_parameters(name: str, mod: Any, example: tuple[Any, ...] | None = None) -> Any:
-    """Creates the parameters of a mod, and returns it.
+def create_parameters(name: str, mod: Callable[..., object] | None, example: tuple[Array, ...] | None = None) -> None:
+    """Creates the parameters of a mod of the constructor or of the call.
 
     jflex traces a mod separately. Parameters that linen creates inside that trace would leak as tracers. So during
-    initialisation, a mod that captures a linen module is evaluated once before the trace.
-
-    Args:
-        name: Name of the argument, for the message.
-        mod: A mod of the constructor or of the call, or None.
-        example: Arguments of a vector mod.
-
-    Returns:
-        The same mod.
+    initialisation, a mod that captures a linen module is evaluated once before the trace: a vector mod with the
+    `example` of its arguments.
 
     Raises:
         ValueError: The mod is an unbound linen module.
     """
     if mod is None:
-        return mod
+        return
     if isinstance(mod, linen.Module) and mod.scope is None:
         raise ValueError(
             f"`{name}` is an unbound linen module, {type(mod).__name__}: its parameters have no scope. "
@@ -64,20 +81,3 @@ def with_parameters(name: str, mod: Any, example: tuple[Any, ...] | None = None)
     if any(module.is_initializing() for module in modules):
         scores = [jnp.float32(0)] if name == "score_mod" else []
         mod(*(example or (*scores, *[jnp.int32(0)] * 4)))
-    return mod
-
-
-def mods_with_parameters(mods: Mods) -> Mods:
-    """Creates the parameters of the mods of a call, and returns these.
-
-    Args:
-        mods: Of the constructor or of the call.
-
-    Returns:
-        The same mods.
-
-    Raises:
-        ValueError: One of them is an unbound linen module.
-    """
-    score_mod = with_parameters("score_mod", mods.score_mod)
-    return mods._replace(score_mod=score_mod, mask_mod=with_parameters("mask_mod", mods.mask_mod))

@@ -28,10 +28,10 @@ def params_from_nnx(source: nnx.Module | nnx.State) -> dict[str, Any]:
     Example:
         >>> import jax.numpy as jnp
         >>> from flax_layers.linen import FlexAttention
-        >>> from flax_layers.nnx import FlexAttention as OfNNX
-        >>> of_nnx, of_linen = OfNNX(32, 4, rngs=nnx.Rngs(0)), FlexAttention(32, 4)
+        >>> from flax_layers.nnx import FlexAttention as NNXAttention
+        >>> nnx_layer, linen_layer = NNXAttention(32, 4, rngs=nnx.Rngs(0)), FlexAttention(32, 4)
         >>> inputs = jnp.ones((1, 8, 32))
-        >>> print(jnp.allclose(of_linen.apply({"params": params_from_nnx(of_nnx)}, inputs), of_nnx(inputs)))
+        >>> print(jnp.allclose(linen_layer.apply({"params": params_from_nnx(nnx_layer)}, inputs), nnx_layer(inputs)))
         True
     """
     if not isinstance(source, nnx.Module | nnx.State):
@@ -40,7 +40,7 @@ def params_from_nnx(source: nnx.Module | nnx.State) -> dict[str, Any]:
     return nnx.to_pure_dict(state)
 
 
-def params_to_nnx(params: Mapping[str, Any], module: Module) -> Module:
+def params_to_nnx(params: Mapping[str, object], module: Module) -> Module:
     """An NNX module with the parameters of a linen module.
 
     Args:
@@ -57,28 +57,28 @@ def params_to_nnx(params: Mapping[str, Any], module: Module) -> Module:
         >>> import jax
         >>> import jax.numpy as jnp
         >>> from flax_layers.linen import FlexAttention
-        >>> from flax_layers.nnx import FlexAttention as OfNNX
-        >>> of_linen, inputs = FlexAttention(32, 4), jnp.ones((1, 8, 32))
-        >>> params = of_linen.init(jax.random.key(0), inputs)["params"]
-        >>> of_nnx = params_to_nnx(params, OfNNX(32, 4, rngs=nnx.Rngs(1)))
-        >>> print(jnp.allclose(of_linen.apply({"params": params}, inputs), of_nnx(inputs)))
+        >>> from flax_layers.nnx import FlexAttention as NNXAttention
+        >>> linen_layer, inputs = FlexAttention(32, 4), jnp.ones((1, 8, 32))
+        >>> params = linen_layer.init(jax.random.key(0), inputs)["params"]
+        >>> nnx_layer = params_to_nnx(params, NNXAttention(32, 4, rngs=nnx.Rngs(1)))
+        >>> print(jnp.allclose(linen_layer.apply({"params": params}, inputs), nnx_layer(inputs)))
         True
     """
-    given = traverse_util.flatten_dict(linen.meta.unbox(flax.core.unfreeze(dict(params))), sep="/")
-    graph, state, rest = nnx.split(module, nnx.Param, ...)
-    wanted = traverse_util.flatten_dict(nnx.to_pure_dict(state), sep="/")
+    source = traverse_util.flatten_dict(linen.meta.unbox(flax.core.unfreeze(dict(params))), sep="/")
+    graph, state, other = nnx.split(module, nnx.Param, ...)
+    target = traverse_util.flatten_dict(nnx.to_pure_dict(state), sep="/")
     shapes = lambda tree: {name: jnp.shape(leaf) for name, leaf in tree.items()}
-    _check_same(shapes(given), shapes(wanted))
-    nnx.replace_by_pure_dict(state, traverse_util.unflatten_dict(given, sep="/"))
-    return nnx.merge(graph, state, rest)
+    _check_same(shapes(source), shapes(target))
+    nnx.replace_by_pure_dict(state, traverse_util.unflatten_dict(source, sep="/"))
+    return nnx.merge(graph, state, other)
 
 
-def _check_same(given: dict[str, tuple[int, ...]], wanted: dict[str, tuple[int, ...]]) -> None:
-    wrong = [f"{name} is missing" for name in sorted(wanted.keys() - given.keys())]
-    wrong += [f"{name} is not in the module" for name in sorted(given.keys() - wanted.keys())]
-    for name in sorted(given.keys() & wanted.keys()):
-        if given[name] != wanted[name]:
-            wrong.append(f"{name} has shape {given[name]}, not {wanted[name]}")
+def _check_same(source: dict[str, tuple[int, ...]], target: dict[str, tuple[int, ...]]) -> None:
+    wrong = [f"{name} is missing" for name in sorted(target.keys() - source.keys())]
+    wrong += [f"{name} is not in the module" for name in sorted(source.keys() - target.keys())]
+    for name in sorted(source.keys() & target.keys()):
+        if source[name] != target[name]:
+            wrong.append(f"{name} has shape {source[name]}, not {target[name]}")
     if wrong:
         raise ValueError(
             "`params` must have the names and shapes of the parameters of `module`: "

@@ -11,12 +11,7 @@ from flax_layers.functional import rms_norm
 class RMSNorm(linen.Module):
     """Divides by the root mean square and multiplies by a learned scale, both in float32; as `flax_layers.nnx.RMSNorm`.
 
-    Args:
-        num_features: Size of the input's last axis.
-        epsilon: Added to the mean of squares.
-        offset: Added to the scale: 1 in Gemma, whose initial scales are 0. Initial scales are `1 - offset`.
-        dtype: Dtype of the result. Default: that of the inputs.
-        param_dtype: Dtype of the scale.
+    It takes the arguments of that norm, but no `rngs`.
 
     Example:
         >>> import jax
@@ -34,6 +29,6 @@ class RMSNorm(linen.Module):
     @linen.compact
     def __call__(self, inputs: Float[Array, "*batch features"]) -> Float[Array, "*batch features"]:
         """Returns the normalised inputs."""
-        first = linen.initializers.constant(1.0 - self.offset)
-        scale = self.param("scale", first, (self.num_features,), self.param_dtype)
+        initializer = linen.initializers.constant(1.0 - self.offset)
+        scale = self.param("scale", initializer, (self.num_features,), self.param_dtype)
         return rms_norm(inputs, scale, epsilon=self.epsilon, offset=self.offset, dtype=self.dtype)

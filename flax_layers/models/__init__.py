@@ -3,12 +3,12 @@
 from flax_layers.models.block import Block
 from flax_layers.models.checkpoint.checkpoint import from_pretrained, save_pretrained
 from flax_layers.models.checkpoint.folders import CheckpointError
+from flax_layers.models.checkpoint.tokenizer import Tokenizer
 from flax_layers.models.config import ExpertsConfig, LatentConfig, LayerConfig, ModelConfig
 from flax_layers.models.decoder import Decoder
 from flax_layers.models.fused import fuse_projections
 from flax_layers.models.sharding import RULES, parameter_shardings
 from flax_layers.models.text_stream import TextStream
-from flax_layers.models.tokenizer import Tokenizer
 
 __all__ = [
     "RULES",

@@ -3,9 +3,10 @@
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 from flax import nnx
+from flax.typing import Dtype
 from jaxtyping import Array, Float, Int
 
 import jflex
@@ -25,6 +26,15 @@ AnyCache = Cache | DenseLatentCache
 Pages = PagedCache | LatentCache
 """The paged cache of all layers."""
 
+
+class ModuleOptions(TypedDict):
+    """Arguments of every module of a model."""
+
+    dtype: Dtype
+    param_dtype: Dtype
+    rngs: nnx.Rngs
+
+
 MakeScoreMod = Callable[..., nnx.Module]
 """Takes `rngs` and returns a callable module, such as `functools.partial(flax_layers.nnx.AlibiBias, num_heads)`."""
 
@@ -36,9 +46,9 @@ class Block(nnx.Module):
         config: The configuration of the model.
         layer: The configuration of this layer.
         score_mod: Makes a module that is the score_mod of this layer.
-        implementation: The jflex backend.
+        implementation: The jflex backend, as for `Decoder`.
         attention_config: Tile sizes and promises of its attention.
-        options: `dtype`, `param_dtype` and `rngs`, as for `Decoder`.
+        **options: `dtype`, `param_dtype` and `rngs`, as for `Decoder`.
     """
 
     def __init__(
@@ -49,12 +59,12 @@ class Block(nnx.Module):
         score_mod: MakeScoreMod | None = None,
         implementation: str | tuple[str, ...] | None = None,
         attention_config: jflex.Config | None = None,
-        **options: Any,
+        **options: Unpack[ModuleOptions],
     ):
         norm = functools.partial(RMSNorm, config.width, **_norm_options(config), **options)
-        how = {"implementation": implementation, "config": attention_config, **options}
         make = _grouped_heads if config.latent is None else _latent
-        self.attention: Any = make(config, layer, **how)  # each takes a cache of its own
+        # Each takes a cache of its own.
+        self.attention: Any = make(config, layer, implementation=implementation, config=attention_config, **options)
         self.mlp = _mlp(config, layer, **options)
         self.attention_norm = norm()
         self.mlp_norm = norm()
@@ -74,7 +84,7 @@ class Block(nnx.Module):
         """Returns the residual stream after this block.
 
         Args:
-            stream: The residual stream.
+            stream: The residual stream before it.
             block_mask: The mask. Default: causal within the layer's window, without skipping blocks.
             positions: Positions for the rotary embedding. Default: 0, 1, 2, ...
             context: How tokens are divided among devices. Default: they are not.
@@ -84,7 +94,7 @@ class Block(nnx.Module):
             score_mod=mods.score_mod(self.config, self.score_mod),
             positions=positions,
             **self._mask(block_mask),
-            **_given(context=context),
+            **_present(context=context),
         )
         return self._add_both(stream, attended)
 
@@ -118,7 +128,7 @@ class Block(nnx.Module):
             layer=layer,
             score_mod=mods.score_mod(self.config, self.score_mod),
             mask_mod=None if reads_all else mods.paged_mask(self.layer.window, streaming),
-            **_given(shared_prefix=shared_prefix if reads_all else None, streaming=streaming),
+            **_present(shared_prefix=shared_prefix if reads_all else None, streaming=streaming),
         )
         return self._add_both(stream, attended), cache
 
@@ -139,55 +149,42 @@ class Block(nnx.Module):
         return stream + added
 
 
-def _given(**options: Any) -> dict[str, Any]:
+def _present(**options: object) -> dict[str, Any]:
     """Options but for those that are None. Latent attention lacks some; `Decoder` refuses them by name."""
     return {name: option for name, option in options.items() if option is not None}
 
 
-def _norm_options(config: ModelConfig) -> dict[str, Any]:
+def _norm_options(config: ModelConfig) -> dict[str, float]:
     return {"epsilon": config.norm_epsilon, "offset": config.norm_offset}
 
 
 def _grouped_heads(model: ModelConfig, layer: LayerConfig, **options: Any) -> FlexAttention:
     return FlexAttention(
-        model.width,
-        model.num_heads,
-        num_kv_heads=model.num_kv_heads,
-        head_dim=model.head_dim,
-        scale=model.attention_scale,
-        rotary_base=layer.rotary_base,
-        rotary_scaling=layer.rotary_scaling,
-        rotary_dim=layer.rotary_dim,
-        qk_norm=model.qk_norm,
-        qk_norm_options=_norm_options(model),
-        use_sinks=model.use_sinks,
-        use_bias=model.qkv_bias,
-        out_bias=model.out_bias,
-        kernel_init=nnx.initializers.normal(model.initializer_range),
-        **options,
-    )
+        model.width, model.num_heads, num_kv_heads=model.num_kv_heads, head_dim=model.head_dim,
+        scale=model.attention_scale, rotary_base=layer.rotary_base, rotary_scaling=layer.rotary_scaling,
+        rotary_dim=layer.rotary_dim, qk_norm=model.qk_norm, qk_norm_options=_norm_options(model),
+        use_sinks=model.use_sinks, use_bias=model.qkv_bias, out_bias=model.out_bias,
+        kernel_init=nnx.initializers.normal(model.initializer_range), **options,
+    )  # fmt: skip
 
 
 def _latent(model: ModelConfig, layer: LayerConfig, **options: Any) -> MultiHeadLatentAttention:
     assert model.latent is not None
-    # Norms of latent vectors keep their epsilon of 1e-6, as in Transformers, whatever that of the model.
+    # Norms of latent vectors keep their epsilon of 1e-6, as in Transformers, whatever the epsilon of the model.
     return MultiHeadLatentAttention(
-        model.width,
-        model.num_heads,
-        **dataclasses.asdict(model.latent),
-        scale=model.attention_scale,
-        rotary_base=layer.rotary_base,
-        rotary_scaling=layer.rotary_scaling,
-        kernel_init=nnx.initializers.normal(model.initializer_range),
-        **options,
-    )
+        model.width, model.num_heads, **dataclasses.asdict(model.latent), scale=model.attention_scale,
+        rotary_base=layer.rotary_base, rotary_scaling=layer.rotary_scaling,
+        kernel_init=nnx.initializers.normal(model.initializer_range), **options,
+    )  # fmt: skip
 
 
-def _mlp(config: ModelConfig, layer: LayerConfig, **options: Any) -> MLP | MixtureOfExperts:
+def _mlp(config: ModelConfig, layer: LayerConfig, **options: Unpack[ModuleOptions]) -> MLP | MixtureOfExperts:
     normal = nnx.initializers.normal(config.initializer_range)
     linear = functools.partial(nnx.Linear, kernel_init=normal, **options)
     if layer.experts is None:
         linear = functools.partial(linear, use_bias=config.mlp_bias)
         return MLP(config.width, config.mlp_width, config.activation, linear)
-    how = {"kernel_init": normal, "param_dtype": options["param_dtype"], "rngs": options["rngs"]}
-    return MixtureOfExperts(config.width, layer.experts, config.activation, linear, **how)
+    param_dtype, rngs = options["param_dtype"], options["rngs"]
+    return MixtureOfExperts(
+        config.width, layer.experts, config.activation, linear, kernel_init=normal, param_dtype=param_dtype, rngs=rngs
+    )

@@ -1,4 +1,4 @@
-"""Which dtypes of eight bits the paged cache of a model can have."""
+"""Dtypes of eight bits for the paged cache of a model."""
 
 from __future__ import annotations
 
@@ -11,14 +11,7 @@ CACHE_DTYPES = ("int8", "float8_e4m3fn", "float8_e5m2")
 
 
 def check_cache_name(name: str | None) -> None:
-    """Checks the name of a dtype.
-
-    Args:
-        name: The name; None for the dtype of the model.
-
-    Raises:
-        ValueError: It is another one.
-    """
+    """Raises ValueError for a name that is neither None nor one of `CACHE_DTYPES`."""
     if name is not None and name not in CACHE_DTYPES:
         raise ValueError(
             f"`cache_dtype` must be one of {', '.join(CACHE_DTYPES)}, or None for the dtype of the model. Got {name!r}."
@@ -26,11 +19,7 @@ def check_cache_name(name: str | None) -> None:
 
 
 def check_cache_dtype(name: str | None, model: Decoder) -> None:
-    """Checks that the cache of a model can have a dtype.
-
-    Args:
-        name: One of `CACHE_DTYPES`; None for the dtype of the model.
-        model: The model.
+    """Checks that the cache of a model can have a dtype; None stands for the dtype of the model.
 
     Raises:
         ValueError: The model has latent attention, and the dtype, the size of its latent vectors or the dtype of its

@@ -4,21 +4,12 @@ import dataclasses
 from collections.abc import Mapping
 
 from flax_layers.models.mlp import ACTIVATIONS
-from flax_layers.rotary_scaling import LongRopeScaling, RotaryScaling
+from jflex.rotary import LongRopeScaling, RotaryScaling
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LatentConfig:
-    """Latent attention (MLA): sizes of `flax_layers.nnx.MultiHeadLatentAttention`, by the same names.
-
-    Attributes:
-        latent_dim: Size of the latent vector of keys and values.
-        nope_head_dim: Size of the part of a query and key that is not rotated.
-        rope_head_dim: Size of the part that is rotated, whose key all heads share.
-        value_head_dim: Size of the value of a head.
-        query_latent_dim: Size of the latent vector of queries. None: queries are projected directly.
-        rotary_interleaved: Whether a pair of rotated features is two neighbours.
-    """
+    """Sizes of latent attention (MLA), by the names of the arguments of `flax_layers.nnx.MultiHeadLatentAttention`."""
 
     latent_dim: int
     nope_head_dim: int
@@ -33,7 +24,7 @@ class ExpertsConfig:
     """A mixture of experts: each token goes through a few of many small MLPs.
 
     Attributes:
-        number: Routed experts.
+        number: Number of routed experts.
         width: Size of the hidden layer of an expert.
         per_token: Experts that a token goes through.
         shared: Experts that every token goes through; they form one MLP of the sum of their sizes.
@@ -121,15 +112,15 @@ class ModelConfig:
     """A decoder.
 
     Attributes:
-        family: A name in `flax_layers.models.families`: the format of its checkpoints.
-        vocabulary: Number of tokens.
+        family: A name in `flax_layers.models.checkpoint.families`: the format of its checkpoints.
+        vocabulary: Number of tokens, special ones included.
         width: Size of the residual stream.
         mlp_width: Size of the hidden layer of the MLP.
-        num_heads: Query heads.
+        num_heads: Number of query heads.
         num_kv_heads: Key and value heads.
         head_dim: Size of a head; with `latent`, of a query and key.
         layers: The attention and the MLP of each layer.
-        max_positions: The longest context.
+        max_positions: The longest context, in tokens.
         activation: Activation of the gate of the MLP: a name in `flax_layers.models.mlp.ACTIVATIONS`.
         norm_epsilon: Epsilon of all RMS norms.
         norm_offset: Added to the scales of all RMS norms: 1 in Gemma.
@@ -140,7 +131,7 @@ class ModelConfig:
         mlp_bias: Whether the projections of the MLP have biases.
         use_sinks: Whether each head has a sink, as in `flax_layers.nnx.FlexAttention`.
         latent: Latent attention (MLA) in place of keys and values of heads.
-        attention_scale: Factor of the scores. None: `head_dim ** -0.5`, and with `latent` that of its layer.
+        attention_scale: Factor of the scores. None: `head_dim ** -0.5`, and with `latent` the default of its layer.
         attention_softcap: Soft cap of the scores. None: no cap.
         logits_softcap: Soft cap of the logits. None: no cap.
         embedding_scale: Factor of the embeddings.
@@ -214,8 +205,8 @@ class ModelConfig:
                 )
         if any(layer.rotary_dim is not None for layer in self.layers):
             raise ValueError(
-                "`rotary_dim` must be None with `latent`, whose `rope_head_dim` says what rotates. Got another one. "
-                "Leave it out."
+                "`rotary_dim` must be None with `latent`, whose `rope_head_dim` is the size that rotates. Got another "
+                "one. Leave it out."
             )
 
     @property

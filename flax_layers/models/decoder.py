@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +13,7 @@ import jflex
 from flax_layers.attention.streaming import Streaming
 from flax_layers.context_parallel import ContextParallel
 from flax_layers.models import mods
-from flax_layers.models.block import AnyCache, Block, MakeScoreMod, Pages
+from flax_layers.models.block import AnyCache, Block, MakeScoreMod, ModuleOptions, Pages
 from flax_layers.models.config import ModelConfig
 from flax_layers.nnx import RMSNorm, SharedPrefix
 from jflex.paged import PagedBatch
@@ -62,11 +61,11 @@ class Decoder(nnx.Module):
         attention_config: jflex.Config | None = None,
         rngs: nnx.Rngs,
     ):
-        options: dict[str, Any] = {"dtype": dtype or param_dtype, "param_dtype": param_dtype, "rngs": rngs}
+        options: ModuleOptions = {"dtype": dtype or param_dtype, "param_dtype": param_dtype, "rngs": rngs}
         normal = nnx.initializers.normal(config.initializer_range)
         self.embed = nnx.Embed(config.vocabulary, config.width, embedding_init=normal, **options)
-        how: dict[str, Any] = {"implementation": implementation, "attention_config": attention_config}
-        block = functools.partial(Block, config, score_mod=score_mod, **how, **options)
+        block = functools.partial(Block, config, score_mod=score_mod, implementation=implementation)
+        block = functools.partial(block, attention_config=attention_config, **options)
         self.blocks = nnx.List([block(layer) for layer in config.layers])
         self.norm = RMSNorm(config.width, epsilon=config.norm_epsilon, offset=config.norm_offset, **options)
         head = None
@@ -94,7 +93,7 @@ class Decoder(nnx.Module):
         """The last hidden states, after the final norm. `logits` takes them.
 
         Args:
-            tokens: Rows of tokens.
+            tokens: Rows of tokens, in the order of `context`.
             documents: Document id of each token; tokens attend only within their document. Default: one per row.
                 In the natural order of the tokens, whatever the order of `context`.
             positions: Positions for the rotary embedding. Default: 0, 1, 2, ... in each row.
@@ -102,7 +101,7 @@ class Decoder(nnx.Module):
                 (`flax_layers.models.mods.remat_policy`). You can also pass a policy of `jax.checkpoint_policies`.
             constrain: Applied to the residual stream before each block and after the last, to set its sharding, for
                 example.
-            context: How tokens are divided among devices; `tokens` and the result are in its order. Default: each
+            context: How tokens are divided among devices; the result is in its order, too. Default: each
                 device attends to whole sequences.
 
         Returns:
@@ -146,10 +145,10 @@ class Decoder(nnx.Module):
         """Dense caches of empty sequences, one for each layer, for `decode`.
 
         Args:
-            batch: Number of sequences.
+            batch: Number of sequences, B.
             max_length: Capacity of each, in tokens. It selects the factors of LongRoPE.
-            dtype: Dtype of keys and values, of eight bits too but for latent attention. Default: that of the
-                computation.
+            dtype: Dtype of keys and values, of eight bits too but for latent attention. Default: the dtype of
+                the computation.
 
         Returns:
             The caches.
@@ -174,7 +173,7 @@ class Decoder(nnx.Module):
         return self.logits(hidden), caches
 
     def decode_hidden(self, tokens: Int[Array, "B T"], caches: Caches) -> tuple[Float[Array, "B T width"], Caches]:
-        """See `decode`; returns hidden states. After a prompt, pass only that of the last token to `logits`."""
+        """See `decode`; returns hidden states. After a prompt, pass only the last one to `logits`."""
         masks = mods.cache_masks(self.config, caches[0], tokens.shape[1])
         stream, written = self._embed(tokens), []
         for block, cache in zip(self.blocks, caches, strict=True):
@@ -188,7 +187,7 @@ class Decoder(nnx.Module):
         Args:
             num_pages: Number of pages, including page 0, which holds no tokens.
             page_size: Tokens in a page.
-            dtype: Dtype of keys and values. Default: that of the computation.
+            dtype: Dtype of keys and values. Default: the dtype of the computation.
 
         Returns:
             The cache.
@@ -228,16 +227,11 @@ class Decoder(nnx.Module):
     ) -> tuple[Float[Array, "N width"], Pages]:
         """See `decode_paged`; returns hidden states.
 
-        Args:
-            tokens: As for `decode_paged`.
-            cache: As for `decode_paged`.
-            batch: As for `decode_paged`.
-            shared_prefix: The first requests begin with the same pages, and each request has one token in this call:
-                layers without a window read these pages once for all.
-            streaming: As for `decode_paged`.
+        With a `shared_prefix`, the first requests begin with the same pages, and each request has one token in this
+        call: layers without a window read these pages once for all.
 
         Raises:
-            ValueError: As for `decode_paged`; or either of the last two with latent attention.
+            ValueError: As for `decode_paged`; or there are a shared prefix and latent attention.
         """
         self._check_latent("shared_prefix", shared_prefix)
         self._check_latent("streaming", streaming)
@@ -268,5 +262,11 @@ class Decoder(nnx.Module):
         return stream * jnp.asarray(self.config.embedding_scale, stream.dtype)
 
 
-def _apply(context: ContextParallel | None, block: Block, *args: Any) -> Array:
-    return block(*args, context=context)
+def _apply(
+    context: ContextParallel | None,
+    block: Block,
+    stream: Array,
+    block_mask: jflex.BlockMask | None,
+    positions: Array | None,
+) -> Array:
+    return block(stream, block_mask, positions, context)

@@ -1,8 +1,8 @@
 """A mixture of experts, as in DeepSeek, Mixtral, Qwen3-MoE and gpt-oss, in plain JAX.
 
 Every expert computes all tokens, one expert after the other, and those that did not select it as zeros. So the result
-of a token does not depend on what is computed beside it, tokens may be sharded in any way, and none is dropped. The
-price is work: `number / per_token` times that of the selected experts. `jax.lax.ragged_dot` would not be cheaper on a
+of a token does not depend on other tokens of the batch, tokens may be sharded in any way, and none is dropped. The
+price is `number / per_token` times the work of the selected experts. `jax.lax.ragged_dot` would not be cheaper on a
 GPU: XLA makes of it one GEMM over all experts for each pair of a token and a selected expert, `per_token` times the
 work here, of an array `number` times as large (seen in programs that JAX 0.10.2 and 0.12.0 compile for an H200).
 
@@ -24,12 +24,7 @@ from flax_layers.models.mlp import MLP
 class Router(nnx.Module):
     """Weighs the experts of each token, in float32, whatever the dtype of the model.
 
-    Args:
-        width: Size of the residual stream.
-        config: The experts.
-        kernel_init: Initializer of the projection to scores.
-        param_dtype: Dtype of the parameters, unless they are float32 in any case.
-        rngs: Source of its key.
+    Its parameters have the `param_dtype`, unless they are float32 in any case.
     """
 
     def __init__(
@@ -61,14 +56,7 @@ class Router(nnx.Module):
 
 
 def selected(choice: Float[Array, "*batch number"], config: ExpertsConfig) -> Bool[Array, "*batch number"]:
-    """The experts of each token: the best ones of its best groups.
-
-    Args:
-        choice: What each expert is selected by.
-        config: The experts.
-
-    Returns:
-        True for `config.per_token` experts of each token.
+    """The experts of each token: the best ones of its best groups, by the values of `choice`.
 
     Example:
         >>> config = ExpertsConfig(number=4, width=8, per_token=1, groups=2)
@@ -76,9 +64,9 @@ def selected(choice: Float[Array, "*batch number"], config: ExpertsConfig) -> Bo
         [0, 0, 1, 0]
     """
     grouped = choice.reshape(*choice.shape[:-1], config.groups, config.number // config.groups)
-    of_group = jnp.sum(jax.lax.top_k(grouped, 2 if config.scoring == "sigmoid" else 1)[0], axis=-1)
-    kept = _best(of_group, config.groups_per_token)[..., None]
-    return _best(jnp.where(kept, grouped, -jnp.inf).reshape(choice.shape), config.per_token)
+    group_scores = jnp.sum(jax.lax.top_k(grouped, 2 if config.scoring == "sigmoid" else 1)[0], axis=-1)
+    in_best_groups = _best(group_scores, config.groups_per_token)[..., None]
+    return _best(jnp.where(in_best_groups, grouped, -jnp.inf).reshape(choice.shape), config.per_token)
 
 
 def _best(values: Float[Array, "*batch n"], count: int) -> Bool[Array, "*batch n"]:
@@ -90,14 +78,8 @@ def _best(values: Float[Array, "*batch n"], count: int) -> Bool[Array, "*batch n
 class MixtureOfExperts(nnx.Module):
     """Routed experts, and one MLP of the shared ones.
 
-    Args:
-        width: Size of the residual stream.
-        config: The experts.
-        activation: As for `MLP`.
-        linear: Makes a projection with given input and output sizes, `use_bias` and `rngs`.
-        kernel_init: Initializer of the router.
-        param_dtype: Dtype of the parameters of the router, as for `Router`.
-        rngs: Source of the keys of the initializers.
+    `linear` makes a projection with given input and output sizes, `use_bias` and `rngs`; the other initializer and
+    dtype are for the router.
 
     Example:
         >>> config = ExpertsConfig(number=4, width=8, per_token=2)
@@ -134,8 +116,8 @@ class MixtureOfExperts(nnx.Module):
         form, kernels = nnx.split(self.experts)
 
         def add(total: Array, expert: tuple[nnx.State, Array]) -> tuple[Array, None]:
-            of_one, weight = expert[0], expert[1][..., None]
-            out = nnx.merge(form, of_one)(jnp.where(weight == 0, 0, inputs))
+            state, weight = expert[0], expert[1][..., None]
+            out = nnx.merge(form, state)(jnp.where(weight == 0, 0, inputs))
             return total + weight * out.astype(jnp.float32), None
 
         # Of each expert, the backward pass keeps its weights alone: activations of all would take their number as much.

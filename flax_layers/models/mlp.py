@@ -52,16 +52,9 @@ class MLP(nnx.Module):
 def clamped_swiglu(
     gate: Float[Array, "*batch hidden"], up: Float[Array, "*batch hidden"], limit: float, alpha: float
 ) -> Float[Array, "*batch hidden"]:
-    """The hidden layer of an expert of gpt-oss.
+    """The hidden layer of an expert of gpt-oss: the gate, times its sigmoid with a factor alpha, times `up + 1`.
 
-    Args:
-        gate: Bounded by `limit` from above, and gated by the sigmoid of `alpha` times itself.
-        up: Bounded by `limit` on both sides.
-        limit: The bound of both.
-        alpha: Factor in the sigmoid.
-
-    Returns:
-        The gate times `up + 1`.
+    The gate is bounded by `limit` from above, and `up` on both sides.
 
     Example:
         >>> import jax.numpy as jnp

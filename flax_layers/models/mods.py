@@ -24,15 +24,7 @@ FEW_TOKENS = 16
 
 
 def score_mod(config: ModelConfig, bias: jflex.ScoreMod | None = None) -> jflex.ScoreMod | None:
-    """The score_mod of a layer: a learned bias, then the soft cap. Either may be absent.
-
-    Args:
-        config: The configuration of the model.
-        bias: A score_mod with parameters: a module of the layer.
-
-    Returns:
-        The score_mod, or None.
-    """
+    """The score_mod of a layer, if any: a learned bias, which is a module of the layer, then the soft cap."""
     cap = None if config.attention_softcap is None else softcap(config.attention_softcap)
     if bias is None or cap is None:
         return cap if bias is None else bias
@@ -40,14 +32,7 @@ def score_mod(config: ModelConfig, bias: jflex.ScoreMod | None = None) -> jflex.
 
 
 def mask_mod(window: int | None, documents: Int[Array, "B T"] | None = None) -> jflex.MaskMod:
-    """A causal mask within a window and within documents.
-
-    Args:
-        window: Number of keys that a query attends to, including its own position. None: all keys up to it.
-        documents: Document id of each token. None: one document per row.
-
-    Returns:
-        The mask_mod.
+    """A causal mask within documents and a window: the number of keys that a query attends to, its own included.
 
     Example:
         >>> jflex.create_mask(mask_mod(2), None, None, 3, 3)[0, 0].astype(int).tolist()
@@ -58,15 +43,7 @@ def mask_mod(window: int | None, documents: Int[Array, "B T"] | None = None) -> 
 
 
 def paged_mask(window: int | None, streaming: Streaming | None) -> jflex.MaskMod | None:
-    """The mask of a layer over a paged cache.
-
-    Args:
-        window: As for `mask_mod`.
-        streaming: What limits attention to sinks and a window; its positions are those of the mask.
-
-    Returns:
-        The mask_mod, or None where `streaming` masks as much.
-    """
+    """The mask of a layer over a paged cache, at positions of `streaming`; None where that masks as much."""
     if streaming is None:
         return mask_mod(window)
     return None if _within(window, streaming.size) is None else mask_mod(window)
@@ -79,41 +56,28 @@ def training_masks(
     documents: Int[Array, "B T"] | None,
     context: ContextParallel | None = None,
 ) -> Masks:
-    """One BlockMask for each window; layers with the same window share it.
+    """One BlockMask of B rows and T tokens for each window; layers with the same window share it.
 
-    Args:
-        config: The configuration of the model.
-        rows: B.
-        length: T.
-        documents: Document id of each token; may be traced.
-        context: How tokens are divided among devices; blocks then divide its chunks.
-
-    Returns:
-        The masks.
+    The document ids may be traced. With a `context`, blocks divide its chunks.
     """
     block = 128 if context is None else math.gcd(128, context.chunk(length))
     batch = None if documents is None else rows
-    made: Masks = {}
+    masks: Masks = {}
     for window in config.windows:
-        seen = _within(window, length)
-        if seen not in made:
-            made[seen] = jflex.create_block_mask(
-                mask_mod(seen, documents), batch, None, length, length, block_size=block
+        effective = _within(window, length)
+        if effective not in masks:
+            masks[effective] = jflex.create_block_mask(
+                mask_mod(effective, documents), batch, None, length, length, block_size=block
             )
-    return {window: made[_within(window, length)] for window in config.windows}
+    return {window: masks[_within(window, length)] for window in config.windows}
 
 
 def cache_masks(config: ModelConfig, cache: DenseCache | OwnedPages, tokens: int) -> Masks:
-    """Masks of the next tokens and a dense cache: layers read only the listed blocks.
+    """Masks of the next tokens and a dense cache, before they are appended: layers read only the listed blocks.
 
     A few tokens without a window attend to the whole cache and need no BlockMask. With a window, the block size of
     queries is the number of tokens, since the mask is evaluated on whole blocks in every step. (On a CPU, two
     sequences with a window of 1024 in a cache of 65536 take 2 ms per call, and 28 ms with blocks of 128 queries.)
-
-    Args:
-        config: The configuration of the model.
-        cache: The cache of any layer, before the tokens are appended.
-        tokens: Number of tokens that are appended to each sequence.
 
     Returns:
         The masks; None where the mask_mod is sufficient, as over eight bits and latent vectors, whose kernels bound it
@@ -121,13 +85,13 @@ def cache_masks(config: ModelConfig, cache: DenseCache | OwnedPages, tokens: int
     """
     if isinstance(cache, OwnedPages):
         return dict.fromkeys(config.windows)
-    made: Masks = {None: None} if tokens <= FEW_TOKENS else {}
+    masks: Masks = {None: None} if tokens <= FEW_TOKENS else {}
     for window in config.windows:
-        seen = _within(window, cache.max_length)
-        if seen not in made:
+        effective = _within(window, cache.max_length)
+        if effective not in masks:
             queries = tokens if tokens <= FEW_TOKENS else 128
-            made[seen] = cache.block_mask(mask_mod(seen), tokens, block_size=(queries, 128))
-    return {window: made[_within(window, cache.max_length)] for window in config.windows}
+            masks[effective] = cache.block_mask(mask_mod(effective), tokens, block_size=(queries, 128))
+    return {window: masks[_within(window, cache.max_length)] for window in config.windows}
 
 
 def _within(window: int | None, length: int) -> int | None:
@@ -136,9 +100,5 @@ def _within(window: int | None, length: int) -> int | None:
 
 
 def remat_policy() -> Callable[..., bool]:
-    """Saves the residuals of attention, so that remat does not recompute it.
-
-    Returns:
-        A policy for `jax.checkpoint`.
-    """
+    """A policy for `jax.checkpoint` that saves the residuals of attention, so that remat does not recompute it."""
     return jax.checkpoint_policies.save_only_these_names("jflex_out", "jflex_lse")

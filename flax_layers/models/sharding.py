@@ -36,7 +36,7 @@ def parameter_shardings(
     Args:
         shapes: Shape of each parameter, by path.
         mesh: The devices. Axes in `rules` that the mesh does not have are ignored. Whatever the axis types of the
-            mesh, those of the shardings are automatic: XLA decides how activations are sharded.
+            mesh, the axes of the shardings are automatic: XLA decides how activations are sharded.
         rules: Shardings by path. Parameters that match none are replicated.
         num_kv_heads: If set, each device must hold whole heads.
 
@@ -68,8 +68,8 @@ def parameter_shardings(
             if num_kv_heads is not None and axis == 1 and re.search(_HEADS, path):
                 units = math.gcd(units, num_kv_heads) if "query" in path else num_kv_heads
             if units % parts:
-                what = f"{units} heads" if units != shape[axis] else f"axis {axis} of size {units}"
-                wrong.append(f"{path} {list(shape)}: {what}, over {parts} devices")
+                units_text = f"{units} heads" if units != shape[axis] else f"axis {axis} of size {units}"
+                wrong.append(f"{path} {list(shape)}: {units_text}, over {parts} devices")
         shardings[path] = NamedSharding(mesh, spec)
     if wrong:
         raise ValueError(
@@ -81,11 +81,11 @@ def parameter_shardings(
 
 def _present(spec: PartitionSpec, mesh: Mesh) -> PartitionSpec:
     """The spec without axes that the mesh does not have."""
-    kept = []
+    axes = []
     for names in spec:
         names = tuple(name for name in _names(names) if name in mesh.shape)
-        kept.append(names[0] if len(names) == 1 else names or None)
-    return PartitionSpec(*kept)
+        axes.append(names[0] if len(names) == 1 else names or None)
+    return PartitionSpec(*axes)
 
 
 def _names(names: str | Iterable[str] | None) -> tuple[str, ...]:

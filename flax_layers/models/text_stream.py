@@ -29,14 +29,7 @@ class TextStream:
         self._pending: list[int] = []
 
     def push(self, tokens: Iterable[int]) -> str:
-        """Appends tokens.
-
-        Args:
-            tokens: The next tokens.
-
-        Returns:
-            The new text up to the last complete character; may be empty.
-        """
+        """Appends tokens, and returns the new text up to the last complete character; it may be empty."""
         pieces = []
         for token in tokens:
             self._pending.append(token)
@@ -47,11 +40,7 @@ class TextStream:
         return "".join(pieces)
 
     def finish(self) -> str:
-        """Ends the stream.
-
-        Returns:
-            The text that was held back: the bytes of an incomplete character.
-        """
+        """Ends the stream, and returns the text that was held back: the bytes of an incomplete character."""
         piece, self._pending = self._new_text(), []
         return piece
 

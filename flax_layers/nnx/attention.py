@@ -1,6 +1,8 @@
 """Attention for Flax NNX whose scores and sparsity are ordinary functions."""
 
-from typing import Any, overload
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, Unpack, overload
 
 import jax.numpy as jnp
 from flax import nnx
@@ -9,20 +11,18 @@ from jaxtyping import Array, Float, Int
 
 import jflex
 from flax_layers.attention import core as attention_core
-from flax_layers.attention.core import Call, KeyValueInputs
+from flax_layers.attention.core import CallOptions
 from flax_layers.attention.methods import AttentionMethods
 from flax_layers.attention.selection import BlockSelection
-from flax_layers.attention.vector_mods import VectorMods
-from flax_layers.context_parallel import ContextParallel
-from flax_layers.nnx.projections import Projections
-from flax_layers.nnx.stored_mods import ModAttributes, check_no_hidden_state
-from flax_layers.rotary_scaling import RotaryScaling
+from flax_layers.nnx.rms_norm import RMSNorm
+from flax_layers.nnx.stored_mods import ModAttributes, check_mods
+from jflex.rotary import RotaryScaling
 
 
-class FlexAttention(AttentionMethods, ModAttributes, Projections):
+class FlexAttention(AttentionMethods, ModAttributes):
     """Projects to queries, keys and values, attends with `jflex.flex_attention`, and projects back.
 
-    Pass mods and the mask to the constructor, or to a call, where they replace those of the constructor. `mask_mod` and
+    Pass mods and the mask to the constructor, or to a call, where they replace the constructor's. `mask_mod` and
     `block_mask` are two forms of one mask: either replaces both.
 
     A mod may hold parameters, and they get gradients. The constructor takes such a mod as a callable `nnx.Module`,
@@ -32,7 +32,7 @@ class FlexAttention(AttentionMethods, ModAttributes, Projections):
 
     Args:
         in_features: Size of the input's last axis, and of the output's.
-        num_heads: Query heads.
+        num_heads: Number of query heads.
         in_kv_features: Size of the last axis of `inputs_kv` in cross-attention. Default: `in_features`.
         num_kv_heads: Key and value heads, a divisor of `num_heads`; each is shared by `num_heads // num_kv_heads`
             adjacent query heads. Default: `num_heads`.
@@ -43,8 +43,8 @@ class FlexAttention(AttentionMethods, ModAttributes, Projections):
             `BlockSelection`, with which each call makes one of the blocks that its queries select.
         scale: Factor of the raw scores. Default: `head_dim ** -0.5`.
         rotary_base: Base of the rotary position embedding (`flax_layers.functional.rotate`); the usual value is 10000.
-            Default: no rotary embedding.
-        rotary_scaling: Scaling of the frequencies for longer contexts, such as those of `flax_layers.rotary_scaling`.
+            Default: none, and no rotary embedding.
+        rotary_scaling: Scaling of the frequencies for longer contexts, as by `flax_layers.rotary_scaling.YarnScaling`.
         rotary_dim: Number of features of a head that rotate, from the first on. Default: all.
         qk_norm: Whether each query and key head is normalised (RMS, with learned scales) before the rotary embedding,
             as in Henry et al. 2020, arXiv:2010.04245, with RMS in place of L2.
@@ -119,7 +119,7 @@ class FlexAttention(AttentionMethods, ModAttributes, Projections):
         rotary_scaling: RotaryScaling | None = None,
         rotary_dim: int | None = None,
         qk_norm: bool = False,
-        qk_norm_options: dict[str, Any] | None = None,
+        qk_norm_options: Mapping[str, Any] | None = None,
         use_sinks: bool = False,
         use_bias: bool = False,
         out_bias: bool | None = None,
@@ -134,24 +134,32 @@ class FlexAttention(AttentionMethods, ModAttributes, Projections):
         config: jflex.Config | None = None,
         rngs: nnx.Rngs,
     ):
-        for name, mod in (("score_mod", score_mod), ("mask_mod", mask_mod)):
-            check_no_hidden_state(name, mod)
-            jflex.check_mod_sizes(mod, heads=num_heads, caller="a layer")
+        check_mods(score_mod, mask_mod, num_heads)
         attention_core.check_dropout_rate(dropout_rate)
-        super().__init__(
-            in_features, num_heads, num_kv_heads, head_dim, in_kv_features=in_kv_features,
-            rotary_base=rotary_base, rotary_scaling=rotary_scaling, rotary_dim=rotary_dim,
-            qk_norm=qk_norm, qk_norm_options=qk_norm_options or {}, use_sinks=use_sinks,
-            use_bias=use_bias, out_bias=out_bias, dtype=dtype, param_dtype=param_dtype,
-            kernel_init=kernel_init, bias_init=bias_init, rngs=rngs,
-        )  # fmt: skip
-        self.score_mod = score_mod
-        self.mask_mod = mask_mod
-        self.block_mask = block_mask
+        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        attention_core.check_heads(in_features, num_heads, num_kv_heads, head_dim)
+        self.in_features, self.in_kv_features = in_features, in_kv_features
+        self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
+        self.head_dim = in_features // num_heads if head_dim is None else head_dim
+        linear = functools.partial(nnx.Linear, kernel_init=kernel_init, bias_init=bias_init)
+        linear = functools.partial(linear, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+        self._add_projections(linear, use_bias, use_bias if out_bias is None else out_bias)
+        norm = functools.partial(RMSNorm, self.head_dim, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+        norm = functools.partial(norm, **(qk_norm_options or {}))
+        self.query_norm, self.key_norm = (nnx.data(norm() if qk_norm else None) for _ in range(2))
+        self.sinks = nnx.data(nnx.Param(jnp.zeros(num_heads, param_dtype)) if use_sinks else None)
+        self.score_mod, self.mask_mod, self.block_mask = score_mod, mask_mod, block_mask
+        self.rotary_base, self.rotary_scaling, self.rotary_dim = rotary_base, rotary_scaling, rotary_dim
         self.scale, self.implementation, self.config = scale, implementation, config
-        self.dropout_rate = dropout_rate
-        self.deterministic = deterministic
+        self.dropout_rate, self.deterministic = dropout_rate, deterministic
         self.rngs = nnx.data(_dropout_stream(rngs).fork() if keep_rngs and dropout_rate > 0 else None)
+
+    def _add_projections(self, linear: Callable[..., nnx.Linear], use_bias: bool, out_bias: bool) -> None:
+        kv_features = self.in_features if self.in_kv_features is None else self.in_kv_features
+        self.query = linear(self.in_features, self.num_heads * self.head_dim, use_bias=use_bias)
+        self.key = linear(kv_features, self.num_kv_heads * self.head_dim, use_bias=use_bias)
+        self.value = linear(kv_features, self.num_kv_heads * self.head_dim, use_bias=use_bias)
+        self.out = linear(self.num_heads * self.head_dim, self.in_features, use_bias=out_bias)
 
     # Return types, by `return_stats`.
     # fmt: off
@@ -160,20 +168,16 @@ class FlexAttention(AttentionMethods, ModAttributes, Projections):
         self, inputs: Float[Array, "*batch T features"], *, score_mod: jflex.ScoreMod | None = None,
         mask_mod: jflex.MaskMod | None = None, block_mask: jflex.BlockMask | BlockSelection | None = None,
         positions: Int[Array, "*#batch T"] | None = None, deterministic: bool | None = None,
-        rngs: nnx.Rngs | nnx.RngStream | Array | None = None, query_mod: jflex.VectorMod | None = None,
-        key_mod: jflex.VectorMod | None = None, value_mod: jflex.VectorMod | None = None,
-        output_mod: jflex.OutputMod | None = None, return_stats: tuple[()] = (),
-        context: ContextParallel | None = None, inputs_kv: KeyValueInputs = None,
+        rngs: nnx.Rngs | nnx.RngStream | Array | None = None, return_stats: tuple[()] = (),
+        **options: Unpack[CallOptions],
     ) -> Float[Array, "*batch T features"]: ...
     @overload
     def __call__(
         self, inputs: Float[Array, "*batch T features"], *, score_mod: jflex.ScoreMod | None = None,
         mask_mod: jflex.MaskMod | None = None, block_mask: jflex.BlockMask | BlockSelection | None = None,
         positions: Int[Array, "*#batch T"] | None = None, deterministic: bool | None = None,
-        rngs: nnx.Rngs | nnx.RngStream | Array | None = None, query_mod: jflex.VectorMod | None = None,
-        key_mod: jflex.VectorMod | None = None, value_mod: jflex.VectorMod | None = None,
-        output_mod: jflex.OutputMod | None = None, return_stats: tuple[jflex.Stat, ...],
-        context: ContextParallel | None = None, inputs_kv: KeyValueInputs = None,
+        rngs: nnx.Rngs | nnx.RngStream | Array | None = None, return_stats: tuple[jflex.Stat, ...],
+        **options: Unpack[CallOptions],
     ) -> tuple[Float[Array, "*batch T features"], jflex.AttentionStats]: ...
     # fmt: on
     def __call__(
@@ -186,34 +190,29 @@ class FlexAttention(AttentionMethods, ModAttributes, Projections):
         positions: Int[Array, "*#batch T"] | None = None,
         deterministic: bool | None = None,
         rngs: nnx.Rngs | nnx.RngStream | Array | None = None,
-        query_mod: jflex.VectorMod | None = None,
-        key_mod: jflex.VectorMod | None = None,
-        value_mod: jflex.VectorMod | None = None,
-        output_mod: jflex.OutputMod | None = None,
         return_stats: tuple[jflex.Stat, ...] = (),
-        context: ContextParallel | None = None,
-        inputs_kv: KeyValueInputs = None,
+        **options: Unpack[CallOptions],
     ) -> Float[Array, "*batch T features"] | tuple[Float[Array, "*batch T features"], jflex.AttentionStats]:
         """Attends within each sequence, or from it to `inputs_kv`.
 
         Args:
             inputs: One vector for each position. The leading axes are folded into one batch axis, the last of them
                 fastest; `b` in mods, and the batch of a BlockMask, count along that axis.
-            score_mod: Replaces the constructor's.
+            score_mod: Replaces the score_mod of the constructor.
             mask_mod: Replaces the constructor's mask, of either form.
             block_mask: Replaces the constructor's mask, of either form.
             positions: Positions for the rotary embedding. Default: 0, 1, 2, ... `q_idx` and `kv_idx` in mods are
                 always indices within the sequence.
-            deterministic: Whether dropout is off. Replaces the layer's own.
+            deterministic: Whether dropout is off. Replaces the attribute of the layer.
             rngs: Source of the key of this call's dropout, or the key. Replaces the stream that the layer keeps.
+            return_stats: Also return these statistics of each row, as in `jflex.flex_attention`: "max" for QK-clip,
+                say.
             query_mod: `(query[D], b, h, q_idx) -> [D]`, as in `jflex.flex_attention`, after the normalisation and the
                 rotary embedding of the layer, and so are the next three.
             key_mod: `(key[D], b, h_kv, kv_idx) -> [D]`.
             value_mod: `(value[D], b, h_kv, kv_idx) -> [D]`.
             output_mod: `(out[D], lse, b, h, q_idx) -> [D]`, before the output projection.
-            return_stats: Also return these statistics of each row, as in `jflex.flex_attention`: "max" for QK-clip,
-                say.
-            context: How tokens are divided among devices, and in which order they are; see `ContextParallel`.
+            context: The devices among which tokens are divided, and the order of these; see `ContextParallel`.
             inputs_kv: Keys and values are projected from these in place of `inputs`: cross-attention. Or the result of
                 `project_kv`. Batch axes of size 1 are shared by all sequences. Keys rotate at 0, 1, 2, ...
 
@@ -228,20 +227,15 @@ class FlexAttention(AttentionMethods, ModAttributes, Projections):
         """
         dropout_key = self._dropout_key(deterministic, rngs)
         mods = self._mods(score_mod, mask_mod, block_mask)
-        vectors = self._vectors(VectorMods(query_mod, key_mod, value_mod, output_mod))
-        call = Call(inputs_kv, positions, dropout_key, vectors, return_stats, context)
+        call = self._call(positions, dropout_key, return_stats, **options)
         return attention_core.attend(self, inputs, mods, call)
 
     def set_view(self, deterministic: bool | None = None) -> None:
-        """Sets what `nnx.view` changes.
-
-        Args:
-            deterministic: Whether dropout is off. None: as it is.
-        """
+        """Sets whether dropout is off, for `nnx.view`; None leaves it unchanged."""
         if deterministic is not None:
             self.deterministic = deterministic
 
-    def _dropout_key(self, deterministic: bool | None, rngs: Any) -> Array | None:
+    def _dropout_key(self, deterministic: bool | None, rngs: nnx.Rngs | nnx.RngStream | Array | None) -> Array | None:
         """The key of a call, None if it drops nothing."""
         if self.dropout_rate == 0:
             return None
@@ -267,8 +261,8 @@ class FlexAttention(AttentionMethods, ModAttributes, Projections):
         return self.key.dtype or self.key.param_dtype
 
 
-def _dropout_stream(rngs: Any) -> nnx.RngStream:
-    """The stream for dropout: that of this name, or else the default one."""
+def _dropout_stream(rngs: nnx.Rngs | nnx.RngStream) -> nnx.RngStream:
+    """The stream of the name "dropout", or else the default one."""
     if isinstance(rngs, nnx.RngStream):
         return rngs
     if not isinstance(rngs, nnx.Rngs):

@@ -13,9 +13,9 @@ class AlibiBias(nnx.Module):
     """ALiBi with learned slopes: a penalty linear in distance, with a slope for each head.
 
     Args:
-        num_heads: Query heads.
+        num_heads: Number of query heads.
         param_dtype: Dtype of the slopes.
-        rngs: Not used: the initial slopes are those of the paper.
+        rngs: Not used: the initial slopes are as in the paper.
 
     References:
         Press et al. 2021, arXiv:2108.12409.
@@ -45,7 +45,7 @@ class RelativeBias(nnx.Module):
     """A learned bias for each head and distance.
 
     Args:
-        num_heads: Query heads.
+        num_heads: Number of query heads.
         max_distance: Greater distances share the bias of this one.
         param_dtype: Dtype of the biases.
         rngs: Not used: the initial biases are 0.

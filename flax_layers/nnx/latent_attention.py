@@ -1,20 +1,19 @@
 """Multi-head latent attention for Flax NNX."""
 
 import functools
-from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
 from flax.typing import Dtype, Initializer
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 import jflex
 from flax_layers.attention import latent_core
 from flax_layers.attention.latent_methods import LatentMethods
 from flax_layers.attention.selection import BlockSelection
 from flax_layers.nnx.rms_norm import RMSNorm
-from flax_layers.nnx.stored_mods import ModAttributes, check_no_hidden_state
-from flax_layers.rotary_scaling import RotaryScaling
+from flax_layers.nnx.stored_mods import ModAttributes, check_mods
+from jflex.rotary import RotaryScaling
 
 
 class MultiHeadLatentAttention(LatentMethods, ModAttributes):
@@ -26,7 +25,7 @@ class MultiHeadLatentAttention(LatentMethods, ModAttributes):
 
     Args:
         in_features: Size of the input's last axis, and of the output's.
-        num_heads: Heads.
+        num_heads: Number of attention heads.
         latent_dim: Size of the latent vector of keys and values (512 in DeepSeek-V2 and V3).
         nope_head_dim: Size of the part of a query and key that is not rotated (128).
         rope_head_dim: Size of the part that is rotated, whose key all heads share (64).
@@ -38,8 +37,8 @@ class MultiHeadLatentAttention(LatentMethods, ModAttributes):
             `BlockSelection`, with which each call makes one of the blocks that its queries select.
         scale: Factor of the raw scores. Default: `(nope_head_dim + rope_head_dim) ** -0.5`; with a `YarnScaling` that
             has an `mscale_all_dim`, times `(0.1 * mscale_all_dim * log(factor) + 1) ** 2`, as in DeepSeek-V3.
-        rotary_base: Base of the rotary position embedding. None: none.
-        rotary_scaling: Scaling of its frequencies, such as those of `flax_layers.rotary_scaling`.
+        rotary_base: Base of the rotary position embedding. None: no rotary embedding.
+        rotary_scaling: Scaling of its frequencies, such as `flax_layers.rotary_scaling.YarnScaling`.
         rotary_interleaved: Whether a pair of rotated features is two neighbours, as in DeepSeek's checkpoints.
         norm_epsilon: Epsilon of the RMS norms of both latent vectors.
         dtype: Dtype of the computation; the parameters are cast to it. Default: the promoted dtype of inputs and
@@ -97,12 +96,10 @@ class MultiHeadLatentAttention(LatentMethods, ModAttributes):
     ):
         sizes = {"latent_dim": latent_dim, "nope_head_dim": nope_head_dim, "rope_head_dim": rope_head_dim}
         latent_core.check_sizes(num_heads, **sizes, value_head_dim=value_head_dim)
-        for name, mod in (("score_mod", score_mod), ("mask_mod", mask_mod)):
-            check_no_hidden_state(name, mod)
-            jflex.check_mod_sizes(mod, heads=num_heads, caller="a layer")
-        options: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
-        linear = functools.partial(nnx.Linear, use_bias=False, kernel_init=kernel_init, **options)
-        norm = functools.partial(RMSNorm, epsilon=norm_epsilon, **options)
+        check_mods(score_mod, mask_mod, num_heads)
+        linear = functools.partial(nnx.Linear, use_bias=False, kernel_init=kernel_init)
+        linear = functools.partial(linear, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+        norm = functools.partial(RMSNorm, epsilon=norm_epsilon, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
         is_low = query_latent_dim is not None
         self.query_down = nnx.data(linear(in_features, query_latent_dim) if is_low else None)
         self.query_norm = nnx.data(norm(query_latent_dim) if is_low else None)
@@ -116,34 +113,6 @@ class MultiHeadLatentAttention(LatentMethods, ModAttributes):
         self.score_mod, self.mask_mod, self.block_mask = score_mod, mask_mod, block_mask
         self.scale, self.implementation, self.config = scale, implementation, config
         self.rotary_base, self.rotary_scaling, self.rotary_interleaved = rotary_base, rotary_scaling, rotary_interleaved
-
-    def __call__(
-        self,
-        inputs: Float[Array, "*batch T features"],
-        *,
-        score_mod: jflex.ScoreMod | None = None,
-        mask_mod: jflex.MaskMod | None = None,
-        block_mask: jflex.BlockMask | BlockSelection | None = None,
-        positions: Int[Array, "*#batch T"] | None = None,
-    ) -> Float[Array, "*batch T features"]:
-        """Attends within each sequence, over up-projected keys and values.
-
-        Args:
-            inputs: One vector for each position. The leading axes are folded into one batch axis, the last of them
-                fastest; `b` in mods, and the batch of a BlockMask, count along that axis.
-            score_mod: Replaces the constructor's.
-            mask_mod: Replaces the constructor's mask, of either form.
-            block_mask: Replaces the constructor's mask, of either form.
-            positions: Positions for the rotary embedding. Default: 0, 1, 2, ... `q_idx` and `kv_idx` in mods are
-                always indices within the sequence.
-
-        Returns:
-            One vector for each position, in the dtype of the computation.
-
-        Raises:
-            ValueError: A BlockMask for another length or batch, and what `jflex.flex_attention` raises.
-        """
-        return latent_core.attend(self, inputs, self._mods(score_mod, mask_mod, block_mask), positions)
 
     def up_kernel(self) -> Float[Array, "latent Hq_times_both"]:
         """The projection of latent vectors to keys and values."""

@@ -15,7 +15,7 @@ class RMSNorm(nnx.Module):
         num_features: Size of the input's last axis.
         epsilon: Added to the mean of squares.
         offset: Added to the scale: 1 in Gemma, whose initial scales are 0. Initial scales are `1 - offset`.
-        dtype: Dtype of the result. Default: that of the inputs.
+        dtype: Dtype of the result. Default: the dtype of the inputs.
         param_dtype: Dtype of the scale.
         rngs: Not used: the initial scales are constant.
 

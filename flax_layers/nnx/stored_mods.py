@@ -12,8 +12,8 @@ from jax.typing import ArrayLike
 from jaxtyping import Array
 
 import jflex
-from flax_layers.attention.captures import captures
 from flax_layers.attention.constant_mask import ConstantMask, constant_mask
+from flax_layers.attention.mods import captures
 from jflex import MaskMod, ScoreMod
 from jflex.mods.array_sizes import Requirement, SizedMod
 from jflex.mods.trace import trace_mask_mod, trace_score_mod
@@ -40,11 +40,8 @@ class CapturedArray(nnx.Variable):
 class HoistedMod(SizedMod, nnx.Module):
     """A mod whose captured arrays are variables, for layers that are constructed inside ``jit``.
 
-    A closure over tracers could not be called outside. `nnx.jit` returns the variables.
-
-    Args:
-        name: Argument of the layer, ``"score_mod"`` or ``"mask_mod"``.
-        mod: The function.
+    A closure over tracers could not be called outside. `nnx.jit` returns the variables. `name` is the argument of the
+    layer, ``"score_mod"`` or ``"mask_mod"``.
     """
 
     def __init__(self, name: str, mod: Callable[..., ArrayLike]):
@@ -80,13 +77,8 @@ class ModAttributes(nnx.Module):
 def stored(name: str, value: Any) -> Any:
     """Returns a mod or a mask in the form in which a module stores it.
 
-    Args:
-        name: ``"score_mod"``, ``"mask_mod"`` or ``"block_mask"``.
-        value: The mod or the mask.
-
-    Returns:
-        A known mask as a `ConstantMask`, a traced one as an `AttentionMask`, a function that captures tracers as a
-        `HoistedMod`, and anything else as it is.
+    That is a `ConstantMask` for a known mask, an `AttentionMask` for a traced one, a `HoistedMod` for a function that
+    captures tracers, and the value itself for anything else.
     """
     if name == "block_mask":
         value = constant_mask(value)
@@ -108,16 +100,17 @@ def _may_capture_tracers(mod: Mod) -> bool:
     return is_tracing or any(isinstance(x, Tracer) for x in captures(mod))
 
 
+def check_mods(score_mod: ScoreMod | None, mask_mod: MaskMod | None, heads: int) -> None:
+    """Raises ValueError for mods of a constructor with hidden parameters, or made for another number of heads."""
+    for name, mod in (("score_mod", score_mod), ("mask_mod", mask_mod)):
+        check_no_hidden_state(name, mod)
+        jflex.check_mod_sizes(mod, heads=heads, caller="a layer")
+
+
 def check_no_hidden_state(name: str, mod: Mod | None, remedy: str = _REMEDY) -> None:
-    """Refuses a mod whose parameters the transformations of Flax would not see.
+    """Raises ValueError for a mod whose parameters the transformations of Flax would not see.
 
-    Args:
-        name: Name of the argument, for the message.
-        mod: The value of the argument.
-        remedy: The end of the message.
-
-    Raises:
-        ValueError: The mod is not a module, and captures a module or a variable.
+    It is not a module, and captures a module or a variable. `remedy` ends the message.
 
     Example:
         >>> def capped(cap):  # the function that it returns holds the parameter

@@ -15,8 +15,8 @@ import jflex
 from flax_layers.demo.model import ByteDecoder, Sizes, load_model, save_model
 from flax_layers.models import Decoder
 from flax_layers.models.checkpoint.optional import needs
+from flax_layers.models.checkpoint.tokenizer import BYTE_NAMES
 from flax_layers.models.text_stream import TextStream
-from flax_layers.models.tokenizer import BYTE_NAMES
 
 FILE = pathlib.Path("demo_output", "model.npz")
 """Where the demo leaves its model, below the current folder."""

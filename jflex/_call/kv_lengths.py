@@ -34,7 +34,7 @@ from jflex.block_mask.lists import (
 from jflex.mods.fingerprint import fingerprint
 from jflex.mods.trace import TracedMod
 from jflex.types import AnyArray, ArrayOrShape
-from pallas_kernels.program.block_intervals import hides_all
+from pallas_kernels.block_intervals import hides_all
 from pallas_kernels.spec import AttentionSpec, Blocks
 
 LENGTHS_BLOCK = 128  # queries and keys of a block, in lists made from lengths alone
@@ -137,7 +137,7 @@ def with_lengths_as_mask(spec: AttentionSpec, size: tuple[int, int] | None) -> A
         blocks = Blocks(blocks.size, spec.B, blocks.heads)
     elif size is not None:
         blocks = Blocks(size, spec.B, 1)
-    return dataclasses.replace(spec, mask_mod=_bounded_mask(spec), blocks=blocks, kv_lengths=False)
+    return spec.replace(mask_mod=_bounded_mask(spec), blocks=blocks, kv_lengths=False)
 
 
 def bounded_inputs(spec: AttentionSpec, inputs: Inputs, size: tuple[int, int] | None) -> Inputs:
@@ -146,7 +146,8 @@ def bounded_inputs(spec: AttentionSpec, inputs: Inputs, size: tuple[int, int] | 
     size = size if spec.blocks is None else spec.blocks.size
     if size is not None:
         lists = bounded_lists(spec, lists, lengths, size)
-    return inputs._replace(lists=lists, mask_operands=(*inputs.mask_operands, lengths), kv_lengths=None)
+    captured = inputs.captured._replace(mask=(*inputs.captured.mask, lengths))
+    return inputs._replace(lists=lists, captured=captured, kv_lengths=None)
 
 
 def bounded_lists(
@@ -186,7 +187,7 @@ def spec_without_lengths(spec: AttentionSpec, size: tuple[int, int] | None) -> A
       spec: The call.
       size: As in `with_lengths_as_mask`.
     """
-    return dataclasses.replace(with_lengths_as_mask(spec, size), Bkv=spec.B) if spec.kv_lengths else spec
+    return with_lengths_as_mask(spec, size).replace(Bkv=spec.B) if spec.kv_lengths else spec
 
 
 def inputs_without_lengths(spec: AttentionSpec, inputs: Inputs, size: tuple[int, int] | None) -> Inputs:

@@ -35,7 +35,7 @@ from jflex.paged.batch import check_batch
 from jflex.paged.batch_checks import check_rules, indptr_rules
 from jflex.paged.cache import checked_layer
 from jflex.paged.cache_checks import check_int32, is_known
-from jflex.paged.run import How, PagedCall, attend
+from jflex.paged.run import PagedCall, PagedOptions, attend
 from jflex.paged.run import prepare as prepare_pages
 from jflex.states.merging import merge_all, with_sinks
 from jflex.states.state import AttentionState, Normalize
@@ -240,7 +240,7 @@ def prepare(
         score, mask = (_of_level(mod, level, positions, requests) for mod in (score_mod, mask_mod))
         pages = pages_of(level.cache, level.groups, checked_layer(level.cache, level.layer))
         keys = (_of_keys(mod, level) for mod in (key_mod, value_mod))
-        how = How(
+        how = PagedOptions(
             score, mask, scale, config, partial, *keys, normalize=normalize, stats=return_stats,
             dropout_rate=dropout_rate, kept_mod=_kept_of_level(kept, level, positions, requests),
         )  # fmt: skip

@@ -18,7 +18,7 @@ from jflex.paged.attention import of_packed, pages_of
 from jflex.paged.batch import PagedBatch
 from jflex.paged.cache import checked_layer
 from jflex.paged.latent import LatentCache
-from jflex.paged.run import How, PagedCall
+from jflex.paged.run import PagedCall, PagedOptions
 from jflex.paged.run import prepare as prepare_pages
 from jflex.types import AnyArray
 
@@ -133,4 +133,4 @@ def prepare(
     scale = checked_call("mla_attention", q, cache, batch, (score_mod, mask_mod), sinks, (qk_head_dim, scale))
     pages = pages_of(cache, batch, checked_layer(cache, layer))._replace(latent_size=cache.latent_size)
     mods = of_packed(score_mod, batch, "score"), of_packed(mask_mod, batch, "mask")
-    return prepare_pages("mla_attention", q, pages, How(*mods, scale, config, exact_out=sinks is not None))
+    return prepare_pages("mla_attention", q, pages, PagedOptions(*mods, scale, config, exact_out=sinks is not None))

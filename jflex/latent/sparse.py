@@ -22,7 +22,7 @@ from jflex.paged.batch import PagedBatch, slots_of_tokens, token_positions, toke
 from jflex.paged.cache import check_int32, checked_layer
 from jflex.paged.latent import LatentCache
 from jflex.paged.latent_tiles import dequantised_latents
-from jflex.paged.run import How, PagedCall, Pages
+from jflex.paged.run import PagedCall, PagedOptions, Pages
 from jflex.paged.run import prepare as prepare_pages
 from jflex.types import AnyArray
 
@@ -152,7 +152,9 @@ def prepare(
     layer = checked_layer(cache, layer)
     copied = _is_copied(q, cache, indices.shape[1]) and not (config is not None and config.batch_invariant)
     pages = chosen.copied_pages(cache, layer, hides_zeros=mask_mod is None) if copied else chosen.pages(cache, layer)
-    return prepare_pages("sparse_mla_attention", q, pages, How(*mods, scale, config, exact_out=sinks is not None))
+    return prepare_pages(
+        "sparse_mla_attention", q, pages, PagedOptions(*mods, scale, config, exact_out=sinks is not None)
+    )
 
 
 def _is_copied(q: Any, cache: LatentCache, selected: int) -> bool:

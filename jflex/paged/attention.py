@@ -24,7 +24,7 @@ from jflex.mods.types import MaskMod, OutputMod, ScoreMod, VectorMod
 from jflex.paged.batch import PagedBatch, check_batch, token_positions, token_requests
 from jflex.paged.cache import PagedCache, checked_layer
 from jflex.paged.eight_bits import WRITTEN, is_eight_bits
-from jflex.paged.run import How, PagedCall, Pages, attend
+from jflex.paged.run import PagedCall, PagedOptions, Pages, attend
 from jflex.paged.run import prepare as prepare_pages
 from jflex.paged.store import PageStore
 from jflex.paged.trees import Trees
@@ -230,7 +230,7 @@ def prepare(
     mods = (of_packed(score_mod, batch, "score"), of_packed(mask_mod, batch, "mask"))
     exact_out = sinks is not None or output_mod is not None  # rounded once
     keys = (_of_keys(mod, batch) for mod in (key_mod, value_mod))
-    how = How(
+    how = PagedOptions(
         *mods, scale, config, exact_out, *keys, normalize=normalize, stats=return_stats,
         dropout_rate=dropout_rate, kept_mod=None if kept is None else of_packed(kept, batch, "score"),
     )  # fmt: skip

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import NamedTuple, TypeVar, cast
 
@@ -109,12 +108,7 @@ def output(shape: tuple[int, ...], dtype: DTypeLike) -> jax.Array:
 
 def flatten_captured(arrays: Operands[jax.Array]) -> Operands[jax.Array]:
     """The operands, with captured arrays flattened to one dimension."""
-    flat = lambda operands: tuple(x.reshape(-1) for x in operands)
-    return arrays._replace(
-        score_operands=flat(arrays.score_operands),
-        mask_operands=flat(arrays.mask_operands),
-        dropout_operands=flat(arrays.dropout_operands),
-    )
+    return arrays._replace(captured=jax.tree.map(lambda x: x.reshape(-1), arrays.captured))
 
 
 # --- padding with zeros: TMA takes rows of a multiple of 16 numbers, and a multiple of 8 rows
@@ -126,7 +120,7 @@ def pad_operands(spec: AttentionSpec, arrays: Operands[jax.Array]) -> tuple[Atte
     wide = arrays._replace(
         query=pad_rows(spec, arrays.query, D), key=pad_rows(spec, arrays.key, D), value=pad_rows(spec, arrays.value, Dv)
     )
-    return dataclasses.replace(spec, D=D, Dv=Dv), wide
+    return spec.replace(D=D, Dv=Dv), wide
 
 
 def padded_head_sizes(spec: AttentionSpec, dtype: DTypeLike) -> tuple[int, ...]:

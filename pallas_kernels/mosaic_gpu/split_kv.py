@@ -190,7 +190,7 @@ def attend(
 
     return launch(
         kernel,
-        arrays._replace(score_operands=flat.score_operands, mask_operands=flat.mask_operands),
+        arrays._replace(captured=flat.captured),
         outputs,
         scratch,
         name=name,

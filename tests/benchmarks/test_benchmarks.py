@@ -12,7 +12,8 @@ import pytest
 
 from benchmarks import roofline
 from benchmarks.environment import ROOT
-from benchmarks.peers import jax_peers, jax_serving
+from benchmarks.peers.jax import attention as jax_attention
+from benchmarks.peers.jax import served
 from benchmarks.peers.table import PEERS, by_library, peers_of
 from benchmarks.problems import EIGHT_BITS, Problem, square
 from benchmarks.requests import requests_of
@@ -71,7 +72,7 @@ def test_a_variant_is_the_same_in_every_library(name: str, library: str):
         torch = pytest.importorskip("torch")
         operations, array = Operations(torch.tanh, lambda x: x.to(torch.float32), torch.clamp), torch.as_tensor
     else:
-        operations, array = jax_peers.OPERATIONS, jnp.asarray
+        operations, array = jax_attention.OPERATIONS, jnp.asarray
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
         found = evaluated(problem, operations, array)
     for ours, expected in zip(found, evaluated(problem, NUMPY, np.asarray), strict=True):
@@ -110,8 +111,8 @@ def test_visited_elements_are_those_of_the_blocks_with_any_visible(name: str):
     problem = dataclasses.replace(SMALL, variant=name, T=400, S=400)
     [visible] = evaluated(problem, NUMPY, np.asarray)
     blocks = [visible[q : q + 128, kv : kv + 128] for q, kv in itertools.product(range(0, 400, 128), repeat=2)]
-    mods, captured = jax_peers.mods_of(problem)
-    assert jax_peers.block_mask_of(problem, mods(captured))[1] == sum(x.size * x.any() for x in blocks)
+    mods, captured = jax_attention.mods_of(problem)
+    assert jax_attention.block_mask_of(problem, mods(captured))[1] == sum(x.size * x.any() for x in blocks)
 
 
 def test_work_counts_gemms_and_arrays():
@@ -139,7 +140,7 @@ def test_work_of_serving_counts_visible_keys_and_shared_ones_once():
 
 def test_what_the_parent_process_uses_loads_no_library():
     modules = ("run.suite", "results.report", "__main__")
-    modules += tuple(f"questions.{x}" for x in ("gpu", "probes", "numerics", "eight_bits"))
+    modules += ("questions.table", "questions.probes")
     words = f"import sys, {', '.join(f'benchmarks.{x}' for x in modules)}"
     words += "; assert not {'jax', 'torch', 'jflex'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", words], check=True, cwd=ROOT)
@@ -148,7 +149,7 @@ def test_what_the_parent_process_uses_loads_no_library():
 def test_raw_keys_are_rotated_as_they_are_loaded():
     """The output differs from that of the same numbers as rotated keys; peers without a `key_mod` are left out."""
     problems = [small(page=8, keys=x) for x in ("", "raw", "raw neighbours")]
-    programs = [jax_serving.served_program("jflex", x, *jax_peers.mods_of(x)) for x in problems]
+    programs = [served.served_program("jflex", x, *jax_attention.mods_of(x)) for x in problems]
     outs = [np.asarray(attend(*inputs)) for attend, inputs in programs]
     assert not any(np.allclose(x, y, atol=0.01) for x, y in itertools.combinations(outs, 2))
     assert by_library(problems[1], tuple(PEERS.values())).keys() == {"jax"}
@@ -158,12 +159,12 @@ def test_raw_keys_are_rotated_as_they_are_loaded():
 def test_a_call_that_rotates_is_as_one_on_rotated_arrays():
     """Outputs and gradients, which are those of arrays that are not rotated yet."""
     raw, plain = (square(1, 64, 4, 16, "causal", keys=x, dtype="float32") for x in ("raw", ""))
-    mods, captured = jax_peers.mods_of(raw)
-    inputs = jax_peers.inputs_of(raw, captured, None)
+    mods, captured = jax_attention.mods_of(raw)
+    inputs = jax_attention.inputs_of(raw, captured, None)
     pulled = {}
     for name, problem in (("jflex-xla", raw), ("jflex-rotating", raw), ("", plain)):
-        attend = jax_peers.attention(name or "jflex-xla", problem, mods)
-        out, pull = jax_peers.with_residuals(attend, problem)(*inputs)
+        attend = jax_attention.attention(name or "jflex-xla", problem, mods)
+        out, pull = jax_attention.with_residuals(attend, problem)(*inputs)
         pulled[name] = (out, *pull(out))
     for own, other in zip(pulled["jflex-xla"], pulled["jflex-rotating"], strict=True):
         np.testing.assert_allclose(own, other, rtol=1e-4, atol=1e-5)
@@ -175,7 +176,7 @@ def test_a_call_that_rotates_is_as_one_on_rotated_arrays():
 @pytest.mark.parametrize("keys", EIGHT_BITS)
 def test_eight_bits_are_close_to_the_same_keys_in_float32(keys):
     problems = [small(page=8, keys=x, dtype="float32") for x in ("", keys)]
-    programs = [jax_serving.served_program("jflex", x, *jax_peers.mods_of(x)) for x in problems]
+    programs = [served.served_program("jflex", x, *jax_attention.mods_of(x)) for x in problems]
     whole, rounded = (np.asarray(attend(*inputs)) for attend, inputs in programs)
     assert 0 < np.linalg.norm(rounded - whole) / np.linalg.norm(whole) < 0.1
     work = roofline.served_work(problems[1])
@@ -189,7 +190,7 @@ def test_latents_and_the_same_rows_as_keys_and_values(T):
         page=8, keys="latent", Hq=4, Hkv=1, D=48, Dv=32, T=T, variant="causal" if T > 1 else "noop", dtype="float32"
     )
     programs = [
-        jax_serving.served_program(x, problem, *jax_peers.mods_of(problem)) for x in ("jflex", "jax-xla-latents")
+        served.served_program(x, problem, *jax_attention.mods_of(problem)) for x in ("jflex", "jax-xla-latents")
     ]
     own, other = (np.asarray(attend(*inputs)) for attend, inputs in programs)
     np.testing.assert_allclose(own, other.reshape(own.shape), rtol=1e-5, atol=1e-5)
@@ -204,10 +205,10 @@ def test_other_weights_than_of_a_plain_softmax(weights):
     plain, other = (square(1, 64, 2, 16, "causal", weights=x) for x in ("", weights))
     outs = []
     for problem in (plain, other):
-        mods, captured = jax_peers.mods_of(problem)
-        block_mask, _ = jax_peers.block_mask_of(problem, mods(captured))
+        mods, captured = jax_attention.mods_of(problem)
+        block_mask, _ = jax_attention.block_mask_of(problem, mods(captured))
         outs.append(
-            jax_peers.attention("jflex-xla", problem, mods)(*jax_peers.inputs_of(problem, captured, block_mask))
+            jax_attention.attention("jflex-xla", problem, mods)(*jax_attention.inputs_of(problem, captured, block_mask))
         )
     assert np.isfinite(np.asarray(outs[1], np.float32)).all()
     assert not np.allclose(*(np.asarray(x, np.float32) for x in outs), atol=0.05)
@@ -219,10 +220,10 @@ def test_other_weights_than_of_a_plain_softmax(weights):
 def test_statistics_of_rows():
     """They change nothing of the output; peers have none."""
     plain, other = (square(1, 64, 2, 16, "causal", stats=x) for x in ("", "lse max entropy"))
-    mods, captured = jax_peers.mods_of(plain)
-    block_mask, _ = jax_peers.block_mask_of(plain, mods(captured))
-    inputs = jax_peers.inputs_of(plain, captured, block_mask)
-    outs = [jax_peers.attention("jflex-xla", problem, mods)(*inputs) for problem in (plain, other)]
+    mods, captured = jax_attention.mods_of(plain)
+    block_mask, _ = jax_attention.block_mask_of(plain, mods(captured))
+    inputs = jax_attention.inputs_of(plain, captured, block_mask)
+    outs = [jax_attention.attention("jflex-xla", problem, mods)(*inputs) for problem in (plain, other)]
     np.testing.assert_array_equal(*(np.asarray(x, np.float32) for x in outs))
     names = [name for found in by_library(other, tuple(PEERS.values())).values() for name in found]
     assert all(name.startswith("jflex") for name in names)

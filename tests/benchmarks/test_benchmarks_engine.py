@@ -2,9 +2,11 @@
 
 import pytest
 
-from benchmarks.questions import engine, generation
+from benchmarks.__main__ import main
+from benchmarks.questions import engine, generation, question
 from benchmarks.questions.engine import Results, Roof, Sizes, Step
-from benchmarks.questions.generation import Shape, weight_bytes
+from benchmarks.questions.generation import Shape
+from benchmarks.questions.question import Measured
 from benchmarks.results import schema
 from benchmarks.results.schema import Record
 from benchmarks.run import jax_runner
@@ -12,7 +14,7 @@ from benchmarks.run.timing import Span
 
 TINY = Shape(2, 64, 128, 4, 2, 16, 300)
 SIZES = Sizes(
-    prompt=20, output=6, clients=(1, 4), users=4, shared=32, own=8, page_size=8, step_tokens=32, gemm=64
+    prompt=20, output=6, clients=(1, 4), users=4, shared=32, suffix=8, page_size=8, step_tokens=32, gemm=64
 )  # fmt: skip
 
 
@@ -26,7 +28,7 @@ def run_here(job):
 
 
 def test_clients():
-    records, remarks = engine.engine(TINY, SIZES, ["clients"], run=run_here)
+    records, remarks, *_ = engine.measured_part(TINY, SIZES, "clients", run=run_here)
     found = {record.name: record.value.median for record in records}
     assert remarks == []
     assert len(found) == len(records) == 2 + 2 + 4 * 8
@@ -38,7 +40,7 @@ def test_clients():
 
 
 def test_launches_are_those_of_clients_without_command_buffers():
-    records, _ = engine.engine(TINY, SIZES._replace(clients=(2,)), ["launches"], run=run_here)
+    records, *_ = engine.measured_part(TINY, SIZES._replace(clients=(2,)), "launches", run=run_here)
     assert len(records) == 2 + 1 + 8
     assert {record.name.partition(":")[0] for record in records[2:]} == {"2 clients, no command buffers"}
 
@@ -50,14 +52,14 @@ def test_names_tell_a_cache_of_eight_bits():
         ("clients", {"2 clients, int8 cache", "Poisson arrivals at 50% of 2 clients, int8 cache"}),
         ("launches", {"2 clients, no command buffers, int8 cache"}),
     ):
-        records, _ = engine.engine(TINY, sizes, [part], run=run_here)
+        records, *_ = engine.measured_part(TINY, sizes, part, run=run_here)
         assert {record.name.partition(":")[0] for record in records[2:]} == loads
         rates = {record.name for record in records[:2]}
         assert rates == {f"{of} rate{min(loads, key=len).removeprefix('2 clients')}" for of in ("copy", "GEMM")}
-    records, remarks = engine.engine(TINY, sizes, ["users"], run=run_here)
+    records, remarks, *_ = engine.measured_part(TINY, sizes, "users", run=run_here)
     assert all(", int8 cache: " in record.name for record in records)
     assert all(", int8 cache: " in remark for remark in remarks)
-    assert Roof.of(Shape(), 1.0, 1.0, "int8").key_bytes == 32 * 2 * 8 * (128 + 4)
+    assert Roof.from_shape(Shape(), 1.0, 1.0, "int8").key_bytes == 32 * 2 * 8 * (128 + 4)
 
 
 def test_flags_join_those_of_the_user(monkeypatch):
@@ -65,7 +67,7 @@ def test_flags_join_those_of_the_user(monkeypatch):
     jobs = []
     monkeypatch.setenv("XLA_FLAGS", "--xla_dump_to=folder")
     for part in ("clients", "launches"):
-        engine.engine(TINY, SIZES, [part], run=lambda job: jobs.append(job) or {"records": [], "remarks": []})
+        engine.measured_part(TINY, SIZES, part, run=lambda job: jobs.append(job) or {"records": [], "remarks": []})
     assert "XLA_FLAGS" not in jobs[0].variables
     assert jobs[1].variables["XLA_FLAGS"] == "--xla_dump_to=folder --xla_gpu_enable_command_buffer="
 
@@ -88,7 +90,7 @@ def test_the_profile_of_a_load(monkeypatch):
 
 
 def test_users():
-    records, remarks = engine.engine(TINY, SIZES, ["users"], run=run_here)
+    records, remarks, *_ = engine.measured_part(TINY, SIZES, "users", run=run_here)
     assert len(records) == 3 * 8
     cascades = {remark.partition(":")[0]: int(remark.split()[-6]) for remark in remarks}
     assert cascades["no prefix cache"] == cascades["prefix cache"] == 0
@@ -97,21 +99,20 @@ def test_users():
 
 def test_the_roof():
     """Of two steps of Llama 3 8B: one token with 1,000 keys reads 15 GB; 2,048 tokens of a prompt compute."""
-    roof = Roof.of(Shape(), bytes_rate=4e12, flops_rate=7e14)
+    roof = Roof.from_shape(Shape(), bytes_rate=4e12, flops_rate=7e14)
     decoding, prompt = Step(1, 1000, 1000), Step(2048, 2048 * 2049 // 2, 2048)
-    read = (weight_bytes(Shape()) + 1000 * 131_072) / 4e12
-    computed = (2048 * weight_bytes(Shape()) + prompt.pairs * 4 * 32 * 32 * 128) / 7e14
+    read = (Shape().weight_bytes + 1000 * 131_072) / 4e12
+    computed = (2048 * Shape().weight_bytes + prompt.pairs * 4 * 32 * 32 * 128) / 7e14
     assert roof.seconds([decoding, prompt]) == pytest.approx(read + computed)
 
 
 def test_parts_keep_the_commands_of_others(monkeypatch, tmp_path):
     """Each part adds its records to the file, which names all runs that it holds."""
-    monkeypatch.setattr(engine, "gpu_facts", lambda: {"device": "NVIDIA H200"})
-    monkeypatch.setattr(
-        engine, "engine", lambda shape, sizes, parts, seconds: ([Record.single(parts[0], 1.0, "s")], [f"of {parts[0]}"])
-    )
+    part = lambda shape, sizes, name, limit: Measured([Record.single(name, 1.0, "s")], [f"of {name}"])
+    monkeypatch.setattr(question, "gpu_facts", lambda: {"device": "NVIDIA H200"})
+    monkeypatch.setattr(engine, "measured_part", part)
     for parts in (["clients"], ["users", "transformers"], ["clients"]):
-        engine.main([*parts, "--out", str(tmp_path)])
+        main(["engine", *parts, "--out", str(tmp_path)])
     result = schema.read(tmp_path / "engine.json")
     assert {x.name for x in result.records} == {"clients", "users", "transformers"}
     assert result.about["remarks"] == ["of clients", "of users", "of transformers"]
@@ -121,21 +122,8 @@ def test_parts_keep_the_commands_of_others(monkeypatch, tmp_path):
 def test_the_cache_of_a_command(monkeypatch, tmp_path):
     """The peers have none of eight bits."""
     measured = []
-    monkeypatch.setattr(engine, "gpu_facts", lambda: {"device": "NVIDIA H200"})
-    monkeypatch.setattr(engine, "engine", lambda _, sizes, parts, limit: measured.append((sizes, parts)) or ([], []))
-    engine.main(["--cache-dtype", "int8", "--out", str(tmp_path)])
-    assert {sizes.cache_dtype for sizes, _ in measured} == {"int8"}
-    assert [parts for _, parts in measured] == [["clients"], ["launches"], ["users"]]
-
-
-def test_wrong_options(monkeypatch, capsys):
-    for words, machine, message in (
-        (["peers"], {"device": "NVIDIA H200"}, "unknown: peers; known are clients, launches, users, transformers"),
-        (["transformers", "--cache-dtype", "int8"], {"device": "NVIDIA H200"}, "leave out the part transformers"),
-        (["--cache-dtype", "fp8"], {"device": "NVIDIA H200"}, "invalid choice: 'fp8'"),
-        ([], {}, "`nvidia-smi` finds no GPU"),
-    ):
-        monkeypatch.setattr(engine, "gpu_facts", lambda machine=machine: machine)
-        with pytest.raises(SystemExit):
-            engine.main(words)
-        assert message in capsys.readouterr().err
+    part = lambda shape, sizes, name, limit: measured.append((sizes.cache_dtype, name)) or Measured([])
+    monkeypatch.setattr(question, "gpu_facts", lambda: {"device": "NVIDIA H200"})
+    monkeypatch.setattr(engine, "measured_part", part)
+    main(["engine", "--cache-dtype", "int8", "--out", str(tmp_path)])
+    assert measured == [("int8", name) for name in ("clients", "launches", "users")]

@@ -2,7 +2,8 @@
 
 import pytest
 
-from benchmarks.questions import generation
+from benchmarks.__main__ import main
+from benchmarks.questions import generation, question
 from benchmarks.questions.generation import Load, Shape, step_bytes
 from benchmarks.results import schema
 
@@ -18,7 +19,7 @@ def test_records_of_all_peers(monkeypatch):
             return {"prefill": [0.1], "decode": [0.5 if job.arguments["how"] == "flex" else 0.9], "copy": 1e9}
         return generation.jax_generation(**job.arguments)
 
-    records, remarks = generation.generation(TINY, LOAD, runs=1, run=run)
+    records, remarks, *_ = generation.generated(TINY, LOAD, runs=1, run=run)
     found = {record.name: record.value.median for record in records}
     assert remarks == []
     assert len(found) == len(records) == 4 * 5 + 2
@@ -33,7 +34,7 @@ def test_records_of_all_peers(monkeypatch):
 
 def test_the_file_keeps_other_batches(monkeypatch, tmp_path, capsys):
     """Of one run after the other; a peer that fails is a remark."""
-    monkeypatch.setattr(generation, "gpu_facts", lambda: {"device": "NVIDIA H200"})
+    monkeypatch.setattr(question, "gpu_facts", lambda: {"device": "NVIDIA H200"})
 
     def run_jobs(jobs, run, at_once):
         assert at_once == 1
@@ -43,14 +44,13 @@ def test_the_file_keeps_other_batches(monkeypatch, tmp_path, capsys):
 
     monkeypatch.setattr(generation, "run_jobs", run_jobs)
     for batch in ("1", "32", "1"):
-        generation.main(
-            ["--batches", batch, "--peers", "jflex dense", "torch sdpa", "torch flex", "--out", str(tmp_path)]
-        )
+        peers = ["--peers", "jflex dense", "torch sdpa", "torch flex"]
+        main(["generation", "--batches", batch, *peers, "--out", str(tmp_path)])
     file = schema.read(tmp_path / "generation.json")
     assert file.about["remarks"] == [f"batch {n}, torch flex is left out: no" for n in (32, 1)]
     assert len(file.records) == 2 * (2 * 5 + 1)
     assert "batch 32, jflex dense: decode: 4080 tokens/s" in capsys.readouterr().out
-    generation.main(["--batches", "1", "--peers", "jflex dense", "torch sdpa", "--out", str(tmp_path)])
+    main(["generation", "--batches", "1", "--peers", "jflex dense", "torch sdpa", "--out", str(tmp_path)])
     ratios = [x.name for x in schema.read(tmp_path / "generation.json").records if x.unit == "x"]
     assert ratios == ["batch 32, jflex dense: decode over that of the faster torch"]  # that of batch 1 is of two runs
 
@@ -69,7 +69,7 @@ def test_a_text_of_another_length_is_refused():
 
 def test_the_torch_peers_write_the_same_tokens():
     torch = pytest.importorskip("torch")
-    from benchmarks.peers.torch_generation import programs
+    from benchmarks.peers.torch.generation import programs
 
     found = []
     with torch.no_grad():

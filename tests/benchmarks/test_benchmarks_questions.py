@@ -8,13 +8,11 @@ import numpy as np
 import pytest
 
 from benchmarks import environment
-from benchmarks.peers.table import PEERS
-from benchmarks.problems import square
-from benchmarks.questions import command, cpu, eight_bits, gpu, masks, numerics, probes
-from benchmarks.questions.command import Questions
+from benchmarks.__main__ import main, parse
+from benchmarks.questions import eight_bits, gpu, probes, question
+from benchmarks.questions.question import Measured, Question
 from benchmarks.results import schema
 from benchmarks.results.schema import Record
-from benchmarks.variants import CAP, VARIANTS
 from tests.support import oracle
 
 
@@ -36,42 +34,10 @@ def value(records: dict[str, Record], name: str) -> float:
     return records[name].value.median
 
 
-def test_memory():
-    records, remarks = gpu.memory((256, 512), 2, 16, "xla", run_here)
-    found = by_name(records)
-    planned = [value(found, f"planned by XLA, jflex triton, S {length}") for length in (256, 512)]
-    assert planned[1] > value(found, "the results alone, out and three gradients, S 512")
-    growth = value(found, "bytes per token relative to S 256, planned by XLA, jflex triton, S 512")
-    assert growth == pytest.approx(planned[1] / planned[0] / 2, abs=0.1)
-    assert remarks == [f"torch FlexAttention at S {x} is left out: No module named 'torch'" for x in (256, 512)]
-
-
-def test_memory_of_a_million_tokens():
-    found = by_name(gpu.million_memory((512, 1024), 2, 16, 4, 64, "xla", run_here)[0])
-    assert value(found, "planned by XLA, S 1024") > value(found, "planned by XLA, S 512")
-    assert value(found, "bytes per token relative to S 512, planned by XLA, S 1024") < 1.1
-
-
-def test_block_mask():
-    records, remarks = gpu.block_mask(512, 3, run_here)
-    found = by_name(records)
-    assert found["time, jflex, documents"].value.runs == 3
-    assert value(found, "sparsity, jflex, causal") == 37.5
-    assert len(remarks) == 4
-
-
-def test_long_masks():
-    found = by_name(masks.long_masks((256,), run_here)[0])
-    for kind in masks.KINDS:
-        eager, in_jit = (value(found, f"index tables, made {how}, {kind}, S 256") for how in ("eagerly", "inside jit"))
-        assert eager == in_jit > 0
-    assert all(record.value.median > 0 for record in found.values())
-
-
 def test_first_call(monkeypatch):
     # The persistent cache is a setting of the whole process, and this one goes on.
     monkeypatch.setattr(probes, "_use_cache", lambda folder: {"hits": 0, "misses": 0})
-    records, remarks = gpu.first_call(128, 1, 16, "xla", run_here, "reference")
+    records, remarks, *_ = gpu.first_call(128, 1, 16, "xla", run_here, "reference")
     found = by_name(records)
     caches = ("filling", "reading")
     cached = [f"{peer}, {x} JAX's persistent cache" for peer in ("jflex", "jflex reference") for x in caches]
@@ -84,35 +50,15 @@ def test_first_call(monkeypatch):
     assert "jflex, reading JAX's persistent cache: 0 hits, 0 misses" in remarks
 
 
-def test_numerics():
-    peers = ("jflex-xla", "jax-xla", "torch-flex")
-    records, remarks = numerics.numerics(64, 2, (16,), ("bfloat16",), peers, run_here)
-    found = by_name(records)
-    for variant in numerics.TESTED:
-        assert 1e-5 < value(found, f"out, RMSE, {variant}, bfloat16, D 16, jflex xla") < 5e-3
-        assert 1e-4 < value(found, f"gradients, RMSE, {variant}, bfloat16, D 16, jflex xla") < 2e-2
-    assert value(found, "out, RMSE, alibi, bfloat16, D 16, jax.nn XLA") < 5e-3
-    assert "jax.nn XLA; softcap: NotImplementedError: there is no soft capping." in remarks
-    assert any("torch-flex (4 of 4) is left out" in remark for remark in remarks)
-    assert numerics._PROCESSES.keys() <= PEERS.keys()
-
-
-def test_numerics_are_relative_to_torch():
-    errors = lambda rmse: {name: numerics.Errors(rmse, rmse, 1.0) for name in numerics.RESULTS}
-    ours = {"a": errors(1.0), "b": errors(2.0), "c": errors(9.0)}
-    records = numerics.summary({"jflex-triton": ours, "torch-flex": {"a": errors(2.0), "b": errors(2.0)}})
-    assert [(x.value.median, x.value.runs) for x in records] == [(0.75, 2), (0.75, 2)]
-
-
 def test_eight_bits():
     """At a small size: bfloat16 is best, a scale of each token is not worse than one; dense caches are pages."""
-    records, remarks = eight_bits.eight_bits(512, 3, run_here)
+    records, remarks, *_ = eight_bits.eight_bits(512, 3, run_here)
     found = by_name(records)
     assert not remarks
     of = lambda cache, what: value(found, f"keys, {cache}: {what}")
     measures = list(eight_bits.UNITS)
     token, one = eight_bits.SCALES["token"], eight_bits.SCALES["tensor"]
-    for name in eight_bits.HELD:
+    for name in eight_bits.DTYPES:
         for what in measures:
             assert of(f"{name}, {token}, paged", what) == of(f"{name}, {token}, dense", what)
         for what in measures[:2]:
@@ -137,63 +83,51 @@ def test_the_needle_is_what_float64_finds():
     assert (weights > 0.99).all()
 
 
-@pytest.mark.parametrize("variant", numerics.TESTED)
-def test_exact_attention_is_that_of_the_oracle(variant: str, tmp_path):
-    case = square(1, 32, 2, 8, variant, dtype="float32")
-    [path] = numerics.prepare([case], tmp_path)
-    with np.load(path) as file:
-        arrays = dict(file)
-    query, key, v, cotangent = (arrays[name].astype(np.float64) for name in numerics.INPUTS)
-    alibi = oracle.Score(lambda s, b, h, q, k, c: s + c["slopes"][h] * (k - q))
-    bent = lambda s, *_: CAP * np.tanh(s / CAP)
-    softcap = oracle.Score(bent, lambda s, *_: 1 - np.tanh(s / CAP) ** 2)
-    mask = None if variant == "noop" else lambda b, h, q, k, c: q >= k
-    captures, score = VARIANTS["alibi"].captured(case), {"alibi": alibi, "softcap": softcap}.get(variant)
-    found = oracle.forward(query, key, v, case.D**-0.5, score, mask, captures)
-    pulled = oracle.gradients(query, key, v, case.D**-0.5, score, found, captures, cotangent, np.zeros_like(found.lse))
-    for name, expected in zip(numerics.RESULTS, (found.out, *pulled[:3]), strict=True):
-        np.testing.assert_allclose(arrays[name], expected, rtol=1e-10, atol=1e-12)
-
-
-def test_paged_scaling_on_the_cpu():
-    records, _ = cpu.paged_scaling((16, 32), (32, 64), 0.1)
-    assert len(by_name(records)) == 6
-    assert [record.unit for record in records] == ["ms", "ms", "x"] * 2
-
-
-@pytest.mark.parametrize("make", [cpu.dense_step, cpu.paged_step])
-def test_a_step_of_the_demo_can_be_repeated(make):
-    step = make(cpu.demo_model(16, 1, 2, 1), 16, 32)
-    first, again = step(), step()
-    assert first.shape[-1] == 256
-    np.testing.assert_array_equal(first, again)
-
-
-def test_memory_and_compilations_of_a_process():
-    found = cpu.in_fresh_process("probe_mask", length=512)
-    assert found["megabytes"] > 0.1
-    assert found["sparsity"] > 50
-    assert cpu.planned_training(128, dense=False) > 0
-    calls = cpu.in_fresh_process("eager_calls", probes.__name__)
-    assert len(calls["seconds"]) == 7
-    assert list(calls["compiled"].values()) == [0, 0, 0]
-
-
-def test_a_question_is_written_and_an_unknown_one_refused(tmp_path, capsys):
-    questions = Questions()
-
-    @questions.of("a title")
-    def one():
-        return [Record.single("it", 3.0, "MB")], ["a remark"]
-
-    command.run("cpu", questions, ["--out", str(tmp_path)], on_gpu=False)
+def answered(tmp_path, parts: list[Measured], *words: str) -> schema.ResultFile:
+    one = Question("gpu", "one", "a title", lambda: iter(parts))
+    question.answer(one, parse(["gpu", "--out", str(tmp_path), *words]))
     result = schema.read(tmp_path / "one.json")
-    assert result.records == (Record.single("it", 3.0, "MB"),)
-    assert (result.about["title"], result.about["remarks"]) == ("a title", ["a remark"])
-    assert "it: 3 MB" in capsys.readouterr().out
-    with pytest.raises(SystemExit):
-        command.run("cpu", questions, ["two"], on_gpu=False)
-    assert "unknown: two; known are one" in capsys.readouterr().err
+    assert result is not None
+    return result
+
+
+def test_a_question_is_written_after_each_part(tmp_path, capsys):
+    it, other = Record.single("it", 3.0, "MB"), Record.single("other", 1.0, "s")
+    parts = [Measured([it], ["a remark"]), Measured([other], about={"title": "another"}, machine={"devices": 2})]
+    result = answered(tmp_path, parts)
+    assert result.records == (it, other)
+    assert (result.about["title"], result.about["remarks"]) == ("another", ["a remark"])
+    assert result.about["machine"]["devices"] == 2
+    assert "it: 3 MB\n" in capsys.readouterr().out
+    assert answered(tmp_path, [Measured([other])]).records == (other,)
+
+
+def test_earlier_records_stay_with_add(tmp_path):
+    """A ratio and a remark of a case that is measured again do not."""
+    single = lambda *names: [Record.single(name, 1.0, "s") for name in names]
+    first = answered(tmp_path, [Measured(single("a, x: time", "a: ratio", "b: ratio"), ["a, y is left out", "b"])])
+    again = answered(tmp_path, [Measured(single("a, x: time"), [], "a", ": ratio")], "--add")
+    assert [x.name for x in again.records] == ["b: ratio", "a, x: time"]
+    assert again.about["remarks"] == ["b"]
+    assert again.about["before"] == [{x: first.about[x] for x in ("date", "command", "commit")}]
+
+
+def test_wrong_commands(monkeypatch, capsys):
+    for words, message in (
+        (["gpu", "two"], "unknown: two; known are first_call"),
+        (["engine", "peers"], "unknown: peers; known are clients, launches, users, transformers"),
+        (["engine", "--cache-dtype", "fp8"], "invalid choice: 'fp8'"),
+        (["bars"], "invalid choice: 'bars'"),
+    ):
+        with pytest.raises(SystemExit):
+            main(words)
+        assert message in capsys.readouterr().err
+    monkeypatch.setattr(question, "gpu_facts", dict)
+    with pytest.raises(SystemExit, match="`nvidia-smi` finds no GPU"):
+        main(["engine"])
+    monkeypatch.setattr(question, "gpu_facts", lambda: {"device": "NVIDIA H200"})
+    with pytest.raises(SystemExit, match="leave out the part transformers"):
+        main(["engine", "transformers", "--cache-dtype", "int8"])
 
 
 def test_facts_of_the_gpu(monkeypatch):

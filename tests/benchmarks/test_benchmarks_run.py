@@ -10,6 +10,7 @@ import time
 import jax
 import pytest
 
+from benchmarks.__main__ import parse
 from benchmarks.peers.table import by_library, peers_of
 from benchmarks.problems import square
 from benchmarks.requests import requests_of
@@ -45,7 +46,7 @@ def without_gpu(monkeypatch):
 
 def measure(words: str, folder: pathlib.Path) -> dict[str, schema.ResultFile]:
     """Of suites, with fake libraries."""
-    suite_command.main([*words.split(), "--out", str(folder), "--runs", "3"], FAKE)
+    suite_command.run(parse(["attention", *words.split(), "--out", str(folder), "--runs", "3"]), FAKE)
     return {path.stem: schema.read(path) for path in folder.glob("*.json")}
 
 
@@ -97,7 +98,7 @@ def test_nothing_is_begun_when_the_time_is_over(tmp_path, capsys):
 
 def test_parts_of_a_suite_can_be_picked():
     words = "--suite hopper --variants causal --head-sizes 128 --lengths 16384 --batches 2 --pass forward"
-    plan = suite_command._plan("hopper", suite_command._options([*words.split(), "--peers", "jflex-mosaic"]))
+    plan = suite_command._plan("hopper", parse(["attention", *words.split(), "--peers", "jflex-mosaic"]))
     assert [problem.name for problem in plan.problems] == ["causal; B 2, H 16, S 16384, D 128"]
     assert (plan.directions, [peer.name for peer in plan.peers]) == (("forward",), ["jflex-mosaic"])
 
@@ -163,7 +164,6 @@ def test_a_peer_that_fails_in_one_direction_keeps_the_other(compile_only: bool):
         "tokamax": list(DIRECTIONS), "jax-xla": ["backward"]}  # fmt: skip
     assert "failed" in runner.measure("jax-xla", "backward", 2)
     assert ("failed" in runner.measure("jax-xla", "forward", 2)) == compile_only
-    assert runner.check()["profiler"] == [1.0] * 10
     assert runner.rates() == {"matmul_flops": 2 * 256**3, "copy_bytes": 8 * 2**16}
 
 
@@ -208,7 +208,7 @@ def test_the_jax_runner_serves(name: str):
 @pytest.mark.parametrize("name", ["decode", "paged", "tiny"])
 def test_the_torch_runner_runs_what_a_cpu_can(name: str):
     pytest.importorskip("torch")
-    from benchmarks.peers import torch_peers
+    from benchmarks.peers.torch import attention as torch_attention
     from benchmarks.run.torch_runner import TorchRunner
 
     runner = TorchRunner()
@@ -216,8 +216,8 @@ def test_the_torch_runner_runs_what_a_cpu_can(name: str):
         peers = by_library(problem, peers_of(name)).get("torch", [])
         answer = runner.prepare(dataclasses.asdict(problem), peers, ["forward"])
         assert not answer["unable"].keys() - {"flashinfer", "sdpa-cudnn", "sdpa-flash"}
-    bound = torch_peers.bind(square(2, 64, 4, 16, "alibi"), "cpu")
-    assert torch_peers._materialized(bound).shape == (1, 4, 64, 64)  # cuDNN takes the first of three for the batch
+    bound = torch_attention.bind(square(2, 64, 4, 16, "alibi"), "cpu")
+    assert torch_attention._materialized(bound).shape == (1, 4, 64, 64)  # cuDNN takes the first of three for the batch
 
 
 def test_a_failed_profile_is_said_and_never_taken_for_device_time():
@@ -259,7 +259,7 @@ def test_the_profile_of_a_gpu_is_read():
 
 def test_a_remark_leaves_out_what_is_measured_by_now():
     done, left = suite("tiny")[:2]
-    records = [schema.Record("", schema.Summary.of([1.0]), "s", done, "jflex", "forward")]
+    records = [schema.Record("", schema.Summary.from_values([1.0]), "s", done, "jflex", "forward")]
     remarks = [f"not measured: the time was over [{done.name}; {left.name}]", f"torch: no GPU [{done.name}]"]
     assert schema.without_measured([*remarks, remarks[1]], records) == [
         f"not measured: the time was over [{left.name}]",

@@ -9,9 +9,10 @@ import time
 import httpx
 import pytest
 
+from benchmarks.__main__ import main
 from benchmarks.questions import serving
-from benchmarks.questions.serving import Load, Timing, records_of, send
-from benchmarks.questions.started import Started, started
+from benchmarks.questions.load import Load, Timing, records_of
+from benchmarks.questions.serving import Started, send, started
 from tests.support.served import app_of, idle, running
 
 SMALL = Load(requests=6, concurrency=2, lengths=((20, 5), (9, 3)), shared=8, warm_up=1)
@@ -36,9 +37,9 @@ def test_both_kinds_of_load():
         for load in (SMALL, Load(requests=5, rate=200.0, lengths=((12, 4),))):
             timings = measured(app, load)
             assert [timing.error for timing in timings] == [""] * load.requests
-            wanted = itertools.islice(itertools.cycle(load.lengths), load.warm_up, load.warm_up + load.requests)
-            assert [timing.tokens for timing in timings] == [output for _, output in wanted]
-            records, remarks = records_of(timings, load)
+            expected = itertools.islice(itertools.cycle(load.lengths), load.warm_up, load.warm_up + load.requests)
+            assert [timing.tokens for timing in timings] == [output for _, output in expected]
+            records, remarks, *_ = records_of(timings, load)
             assert not remarks
             assert len(records) == 7
             # Tokens that arrive in one event have no time between them.
@@ -49,7 +50,7 @@ def test_both_kinds_of_load():
 def test_refused_requests_are_counted():
     with running() as engine:
         timings = measured(app_of(engine), Load(requests=3, lengths=((2000, 5),), warm_up=0))
-    records, remarks = records_of(timings, SMALL)
+    records, remarks, *_ = records_of(timings, SMALL)
     assert records == []
     assert "status 400" in remarks[0]
 
@@ -74,15 +75,15 @@ def test_the_command(tmp_path, monkeypatch, capsys):
         monkeypatch.setattr(serving, "send", lambda *arguments: real(*arguments, transport=transport))
         lengths = tmp_path / "lengths.txt"
         lengths.write_text("10 3\n4 2\n")
-        serving.main(["--requests", "3", "--lengths", str(lengths), "--out", str(tmp_path)])
+        main(["serving", "--requests", "3", "--lengths", str(lengths), "--out", str(tmp_path)])
         text = capsys.readouterr().out
         assert "16 clients: output" in text
         assert "start to" not in text
         ready = contextlib.nullcontext(Started("http://server", time.perf_counter() - 5))
         monkeypatch.setattr(serving, "started", lambda options: {("--model", "a"): ready}[tuple(options)])
-        serving.main(["--requests", "3", "--out", str(tmp_path), "--start", "--model", "a"])
+        main(["serving", "--requests", "3", "--out", str(tmp_path), "--start", "--model", "a"])
     text = capsys.readouterr().out
-    [seconds] = re.findall(r"start to the first token +(\S+) s", text)
+    [seconds] = re.findall(r"start to the first token: (\S+) s", text)
     assert 5 < float(seconds) < 60
     assert "16 clients: output" in text
     assert (tmp_path / "serving.json").exists()

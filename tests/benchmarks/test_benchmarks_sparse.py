@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from benchmarks import roofline
-from benchmarks.peers import jax_peers, jax_serving, jax_sparse
+from benchmarks.peers.jax import attention as jax_attention
+from benchmarks.peers.jax import inputs, served, sparse
 from benchmarks.peers.table import PEERS, by_library, peers_of
 from benchmarks.problems import Problem
 from benchmarks.run.check_outputs import SERVED_TOLERANCE, mismatches
@@ -22,7 +23,7 @@ PEERS_OF_SUITE = [peer.name for peer in peers_of("sparse_mla")]
 
 
 def inputs_and_result(peer: str, problem: Problem) -> tuple[list[np.ndarray], np.ndarray]:
-    function, (_, *inputs) = jax_serving.served_program(peer, problem, *jax_peers.mods_of(problem))
+    function, (_, *inputs) = served.served_program(peer, problem, *jax_attention.mods_of(problem))
     return inputs, np.asarray(jax.jit(function)({}, *inputs))
 
 
@@ -30,9 +31,9 @@ def inputs_and_result(peer: str, problem: Problem) -> tuple[list[np.ndarray], np
 @pytest.mark.parametrize("peer", PEERS_OF_SUITE)
 def test_attention_is_over_the_selected_rows_alone(peer: str, T: int):
     problem = dataclasses.replace(SPARSE, T=T)
-    query, cache, batch = jax_serving.paged_inputs(problem)
+    query, cache, batch = inputs.paged_inputs(problem)
     rows = np.asarray(cache.rows, np.float64)[np.asarray(batch.page_table)].reshape(problem.B, problem.S, problem.D)
-    chosen = rows[np.arange(problem.B).repeat(T)[:, None], jax_sparse.selected_positions(problem)]
+    chosen = rows[np.arange(problem.B).repeat(T)[:, None], sparse.selected_positions(problem)]
     scores = np.einsum("nhd,nkd->nhk", np.asarray(query, np.float64), chosen) / np.sqrt(192)
     weights = np.exp(scores - scores.max(-1, keepdims=True))
     expected = np.einsum("nhk,nkd->nhd", weights / weights.sum(-1, keepdims=True), chosen[..., : problem.Dv])
@@ -55,11 +56,11 @@ def test_the_indexer_selects_the_best_keys_that_are_seen(peer: str, T: int):
 
 def test_positions_are_distinct_and_seen():
     problem = dataclasses.replace(SPARSE, T=3)
-    positions = jax_sparse.selected_positions(problem)
+    positions = sparse.selected_positions(problem)
     assert positions.shape == (problem.B * 3, 6)
     assert all(len(set(row)) == 6 for row in positions.tolist())
     assert (positions <= np.tile([61, 62, 63], problem.B)[:, None]).all()
-    everything = jax_sparse.selected_positions(dataclasses.replace(SPARSE, selected=64))
+    everything = sparse.selected_positions(dataclasses.replace(SPARSE, selected=64))
     np.testing.assert_array_equal(np.sort(everything), np.broadcast_to(np.arange(64), everything.shape))
 
 
@@ -114,7 +115,7 @@ def test_peers_that_take_no_selection_are_left_out():
     with pytest.raises(
         NotImplementedError, match=r"jflex-flat is not measured with noop, latent keys, the best 6 keys"
     ):
-        jax_sparse.program("jflex-flat", SPARSE)
+        sparse.program("jflex-flat", SPARSE)
     assert INDEXER.name == "noop, indexer queries and keys, the best 6 keys; B 4, H 3/1, T 1, S 64, D 16"
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Library
 
-from flax_layers.models.tokenizer import BYTE_NAMES, Tokenizer
+from flax_layers.models.checkpoint.tokenizer import BYTE_NAMES, Tokenizer
 from flax_layers.serving.api import prompts
 from flax_layers.serving.api.errors import ApiError
 from flax_layers.serving.api.http import create_app

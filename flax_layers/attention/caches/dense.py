@@ -47,8 +47,8 @@ class DenseCache:
         Args:
             batch_size: B, the number of sequences.
             max_length: Capacity of each, in tokens.
-            num_kv_heads: Hkv.
-            head_dim: D.
+            num_kv_heads: Hkv, the number of key heads.
+            head_dim: D, the size of a head.
             dtype: Dtype of keys and values, floating-point, of 16 bits or more.
 
         Returns:
@@ -84,13 +84,13 @@ class DenseCache:
 
         Args:
             k: Keys, which are cast to the dtype of the cache.
-            v: Values, likewise.
+            v: Values, which are cast, too.
 
         Returns:
             The cache with T more tokens in each sequence.
 
         Raises:
-            ValueError: Batch, heads or head size differ from those of the cache, or the tokens do not fit.
+            ValueError: The cache has another batch, number of heads or head size, or the tokens do not fit.
 
         Example:
             >>> cache = DenseCache.create(2, 4, num_kv_heads=1, head_dim=1, dtype=jnp.float32).with_lengths([0, 2])
@@ -161,12 +161,7 @@ class DenseCache:
 
 
 def checked_lengths(lengths: Array | list[int], batch_size: int, max_length: int) -> Int32[Array, " B"]:
-    """New lengths of the sequences of a cache.
-
-    Args:
-        lengths: One for each sequence. Traced lengths are not checked.
-        batch_size: Sequences.
-        max_length: Capacity of each.
+    """New lengths of the sequences of a cache. Traced ones are not checked.
 
     Raises:
         ValueError: There is not one length for each sequence, or one is out of range.
@@ -189,11 +184,7 @@ def checked_lengths(lengths: Array | list[int], batch_size: int, max_length: int
 
 
 def check_room(lengths: Int32[Array, " B"], max_length: int, tokens: int) -> None:
-    """Raises ValueError if so many more tokens do not fit into a cache, as far as lengths are known.
-
-    Example:
-        >>> check_room(jnp.array([3, 5]), max_length=8, tokens=3)
-    """
+    """Raises ValueError if so many more tokens do not fit into a cache, as far as lengths are known."""
     values = known(lengths)
     used = int(values.max()) if values is not None and values.size else 0
     if used + tokens > max_length:
@@ -218,10 +209,6 @@ def checked_size(name: str, size: SupportsIndex, least: int) -> int:
     Raises:
         TypeError: It is not an integer.
         ValueError: It is below `least`.
-
-    Example:
-        >>> checked_size("batch_size", 4, 0)
-        4
     """
     try:
         number = operator.index(size)

@@ -7,7 +7,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Float
 
 import jflex
 from flax_layers.attention.caches.dense import check_room, checked_size
@@ -35,8 +35,6 @@ class EightBitCache(OwnedPages):
     """
 
     pages: jflex.paged.PagedCache
-    lengths: Int32[Array, " B"]
-    max_length: int = dataclasses.field(metadata={"static": True})
 
     @classmethod
     def create(
@@ -53,14 +51,14 @@ class EightBitCache(OwnedPages):
         """A cache of empty sequences.
 
         Args:
-            batch_size: B, the number of sequences.
-            max_length: Capacity of each, in tokens.
-            num_kv_heads: Hkv.
-            head_dim: D.
+            batch_size: B, and the other sizes, as for `DenseCache.create`.
+            max_length: Capacity of each sequence, in tokens.
+            num_kv_heads: Hkv, the number of key heads.
+            head_dim: D, the size of a head.
             dtype: ``float8_e4m3fn``, ``float8_e5m2`` or ``int8``.
             k_scale: One scale of the keys, or one for each head, [Hkv]. Default: one for each token and head, made from
                 the largest magnitude of its row.
-            v_scale: Of the values, likewise.
+            v_scale: Scale of the values, in the same forms.
 
         Returns:
             The cache.
@@ -77,23 +75,12 @@ class EightBitCache(OwnedPages):
             )
         rows, length = checked_size("batch_size", batch_size, 0), checked_size("max_length", max_length, 1)
         pages = jflex.paged.PagedCache.create(
-            *sizes_of_pages(rows, length),
-            num_kv_heads,
-            head_dim,
-            dtype=dtype,
-            k_scale=k_scale,
-            v_scale=v_scale,
+            *sizes_of_pages(rows, length), num_kv_heads, head_dim, dtype=dtype, k_scale=k_scale, v_scale=v_scale
         )
         return cls(pages, jnp.zeros(rows, jnp.int32), length)
 
     def next_tokens(self, tokens: int) -> jflex.paged.PagedBatch:
         """The batch of a call that appends tokens to each sequence, packed sequence by sequence.
-
-        Args:
-            tokens: Number of tokens that are appended to each sequence.
-
-        Returns:
-            Requests with `lengths` plus these tokens.
 
         Raises:
             ValueError: The tokens do not fit, as far as lengths are known.
@@ -109,20 +96,18 @@ class EightBitCache(OwnedPages):
         return jflex.paged.PagedBatch(starts, self.lengths + tokens, self.table)
 
     def append(self, k: Float[Array, "B T Hkv D"], v: Float[Array, "B T Hkv D"]) -> EightBitCache:
-        """Appends T tokens to each sequence; in place under `jit` with the cache donated.
-
-        Traced lengths cannot be checked: tokens beyond `max_length` are dropped, and other tokens do not change.
+        """Appends T tokens to each sequence, as `DenseCache.append`.
 
         Args:
             k: Keys, in bfloat16, float16 or float32.
-            v: Values, likewise.
+            v: Values, in the same dtype.
 
         Returns:
             The cache with T more tokens in each sequence.
 
         Raises:
             TypeError: The dtype is another one.
-            ValueError: Batch, heads or head size differ from those of the cache, or the tokens do not fit.
+            ValueError: The cache has another batch, number of heads or head size, or the tokens do not fit.
 
         Example:
             >>> cache = EightBitCache.create(2, 4, num_kv_heads=1, head_dim=1, dtype=jnp.int8).with_lengths([0, 2])
@@ -144,10 +129,5 @@ class EightBitCache(OwnedPages):
 
 
 def has_eight_bits(dtype: DTypeLike) -> bool:
-    """Whether numbers of this dtype have eight bits.
-
-    Example:
-        >>> has_eight_bits(jnp.int8), has_eight_bits(jnp.bfloat16)
-        (True, False)
-    """
+    """Tests whether numbers of this dtype have eight bits."""
     return jnp.dtype(dtype).itemsize == 1

@@ -7,7 +7,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Float
 
 import jflex
 from flax_layers.attention.caches.dense import checked_size
@@ -34,8 +34,6 @@ class DenseLatentCache(OwnedPages):
     """
 
     pages: jflex.paged.LatentCache
-    lengths: Int32[Array, " B"]
-    max_length: int = dataclasses.field(metadata={"static": True})
 
     @classmethod
     def create(
@@ -70,10 +68,7 @@ class DenseLatentCache(OwnedPages):
         return cls(pages, jnp.zeros(batch_size, jnp.int32), max_length)
 
     def batch(self, queries: int) -> jflex.paged.PagedBatch:
-        """The batch whose queries are the last ones of each sequence.
-
-        Args:
-            queries: Of each sequence.
+        """The batch whose queries are the last `queries` ones of each sequence.
 
         Example:
             >>> cache = DenseLatentCache.create(2, 8, latent_size=4, rope_size=2, dtype=jnp.float32)
@@ -84,19 +79,17 @@ class DenseLatentCache(OwnedPages):
         return jflex.paged.PagedBatch(indptr, jnp.minimum(self.lengths, self.max_length), self.table)
 
     def append(self, latent: Float[Array, "B T latent"], rope_key: Float[Array, "B T rope"]) -> DenseLatentCache:
-        """Appends T tokens to each sequence; in place under `jit` with the cache donated.
-
-        Traced lengths cannot be checked: tokens beyond `max_length` are dropped, and other tokens do not change.
+        """Appends T tokens to each sequence, as `DenseCache.append`.
 
         Args:
             latent: Latent vectors, which are cast to the dtype of the cache.
-            rope_key: Rotated keys, likewise.
+            rope_key: Rotated keys, which are cast, too.
 
         Returns:
             The cache with T more tokens in each sequence.
 
         Raises:
-            ValueError: The batch or the sizes differ from those of the cache, or the tokens do not fit.
+            ValueError: The cache has another batch or other sizes, or the tokens do not fit.
 
         Example:
             >>> cache = DenseLatentCache.create(2, 4, latent_size=1, rope_size=1, dtype=jnp.float32)
@@ -120,5 +113,5 @@ class DenseLatentCache(OwnedPages):
 
     def rows(self) -> Float[Array, "B S W"]:
         """The rows of each sequence, up to the capacity of its pages."""
-        found = self.pages.rows[self.table]
-        return found.reshape(self.batch_size, -1, found.shape[-1])
+        rows = self.pages.rows[self.table]
+        return rows.reshape(self.batch_size, -1, rows.shape[-1])

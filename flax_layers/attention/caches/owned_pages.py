@@ -11,22 +11,16 @@ from jaxtyping import Array, Int32
 from flax_layers.attention.caches.dense import check_room, checked_lengths
 from jflex.paged import LatentCache, PagedCache, slots_of
 
-PAGE_SIZE = 64  # of which the kernels read the keys at once
+PAGE_SIZE = 64  # keys that kernels read at once
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class OwnedPages:
-    """Sequences of a batch on pages of their own, in order, from page 1 on: `DenseLatentCache` or `EightBitCache`.
-
-    Attributes:
-        pages: What is held of each token.
-        lengths: Number of tokens of each sequence.
-        max_length: Capacity of each sequence, in tokens.
-    """
+    """Sequences of a batch on pages of their own, in order, from page 1 on: `DenseLatentCache` or `EightBitCache`."""
 
     pages: PagedCache | LatentCache
     lengths: Int32[Array, " B"]
-    max_length: int
+    max_length: int = dataclasses.field(metadata={"static": True})
 
     @property
     def batch_size(self) -> int:
@@ -40,16 +34,7 @@ class OwnedPages:
         return 1 + jnp.arange(self.batch_size * pages, dtype=jnp.int32).reshape(self.batch_size, pages)
 
     def with_lengths(self, lengths: Int32[Array, " B"] | list[int]) -> Self:
-        """The cache with new lengths: drops tokens from the end of each sequence.
-
-        Args:
-            lengths: New lengths, one for each sequence. Traced lengths are not checked.
-
-        Returns:
-            A cache that holds the same tokens.
-
-        Raises:
-            ValueError: There is not one length for each sequence, or one is out of range.
+        """The cache with new lengths: drops tokens from the end of each sequence, as `DenseCache.with_lengths`.
 
         Example:
             >>> from flax_layers.nnx import EightBitCache
@@ -61,9 +46,6 @@ class OwnedPages:
 
     def next_slots(self, tokens: int) -> Int32[Array, " N"]:
         """The slots of that many more tokens of each sequence, packed; -1, which is dropped, beyond `max_length`.
-
-        Args:
-            tokens: Of each sequence.
 
         Raises:
             ValueError: They do not fit, as far as lengths are known.

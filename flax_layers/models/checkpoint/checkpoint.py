@@ -1,10 +1,10 @@
 """Loads and saves Hugging Face checkpoints, one tensor at a time."""
 
 import dataclasses
+import functools
 import json
 import pathlib
 from collections.abc import Mapping
-from typing import Any
 
 from flax import nnx
 from flax.typing import Dtype
@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 
 import jflex
 from flax_layers.models.checkpoint.config_json import read_config, write_config
+from flax_layers.models.checkpoint.families import Raw, family_named
 from flax_layers.models.checkpoint.folders import (
     CheckpointError,
     copy_tokenizer,
@@ -24,7 +25,6 @@ from flax_layers.models.checkpoint.tensor_files import TensorFiles, write_files
 from flax_layers.models.checkpoint.tensor_names import TOP_MODULES, Tensor, pieces_of, tensors_of
 from flax_layers.models.config import ModelConfig
 from flax_layers.models.decoder import Decoder
-from flax_layers.models.families import family_named
 from flax_layers.models.fused import is_fused
 from flax_layers.models.sharding import RULES, Rules, parameter_shardings
 
@@ -62,12 +62,12 @@ def from_pretrained(
         folder: A folder with `config.json` and one or more `*.safetensors`.
         dtype: Dtype of the computation. Default: `param_dtype`.
         param_dtype: Dtype of the parameters, float32 for training. Default: `dtype`, or else the dtype in the files.
-            What selects experts in DeepSeek is float32 in any case.
+            Parameters that select experts in DeepSeek are float32 in any case.
         mesh: Devices to shard the parameters over. Default: all parameters are on JAX's default device.
         rules: How each parameter is sharded over the mesh.
-        implementation: The jflex backend.
+        implementation: The jflex backend, as for `Decoder`.
         attention_config: Tile sizes and promises of its attention, for `Decoder`.
-        max_positions: The longest context that will be used. Default: what the file says. Up to the original context
+        max_positions: The longest context that will be used. Default: as in the file. Up to the original context
             of a LongRoPE, the model always has its short factors.
 
     Returns:
@@ -75,8 +75,8 @@ def from_pretrained(
 
     Raises:
         FileNotFoundError: The folder, or a required file in it, does not exist.
-        CheckpointError: The architecture is not supported; or names, shapes or dtypes of tensors differ from those of
-            the model. The message lists all differences.
+        CheckpointError: The architecture is not supported; or names, shapes or dtypes of tensors do not fit the
+            model. The message lists all differences.
         ValueError: The mesh does not divide the parameters.
     """
     folder = pathlib.Path(folder)
@@ -85,9 +85,9 @@ def from_pretrained(
     with TensorFiles(folder, fp8) as files:
         if param_dtype is None:
             param_dtype = dtype or files.common_dtype()
-        how: dict[str, Any] = {"implementation": implementation, "attention_config": attention_config}
-        build = lambda: Decoder(config, dtype=dtype, param_dtype=param_dtype, **how, rngs=nnx.Rngs(0))
-        graph, state = nnx.split(nnx.eval_shape(build))
+        build = functools.partial(Decoder, config, dtype=dtype, param_dtype=param_dtype, implementation=implementation)
+        build = functools.partial(build, attention_config=attention_config)
+        graph, state = nnx.split(nnx.eval_shape(lambda: build(rngs=nnx.Rngs(0))))
         leaves = dict(nnx.to_flat_state(state))
         paths = {".".join(map(str, path)): path for path in leaves}
         shapes = {name: leaves[path].shape for name, path in paths.items()}
@@ -103,15 +103,10 @@ def from_pretrained(
 
 
 def read_folder_config(folder: Folder, max_positions: int | None = None) -> ModelConfig:
-    """Reads `config.json` of a checkpoint.
+    """Reads `config.json` of a checkpoint; `max_positions` as for `from_pretrained`.
 
-    Args:
-        folder: The folder of the checkpoint.
-        max_positions: As for `from_pretrained`.
-
-    Returns:
-        The configuration of the model. Its embeddings are not tied if the files hold another `lm_head.weight`, whatever
-        `tie_word_embeddings` says: Transformers 5.24 then keeps both.
+    The embeddings are not tied if the files hold another `lm_head.weight`, whatever `tie_word_embeddings` says:
+    Transformers 5.24 then keeps both.
 
     Raises:
         FileNotFoundError: There is no `config.json`.
@@ -132,13 +127,7 @@ def read_folder_config(folder: Folder, max_positions: int | None = None) -> Mode
 
 
 def read_folder_dtype(folder: Folder) -> Dtype:
-    """Reads the dtype of a checkpoint.
-
-    Args:
-        folder: The folder of the checkpoint.
-
-    Returns:
-        The dtype of most tensors that are not quantized.
+    """Reads the dtype of a checkpoint, which most tensors that are not quantized have.
 
     Raises:
         FileNotFoundError: A required file does not exist.
@@ -149,14 +138,14 @@ def read_folder_dtype(folder: Folder) -> Dtype:
 
 
 def _has_own_head(folder: pathlib.Path) -> bool:
-    """Returns whether the files hold embeddings, and an output projection that differs from them."""
+    """Tests whether the files hold embeddings, and an output projection that differs from them."""
     if not any(folder.glob("*.safetensors")):
         return False
     with TensorFiles(folder, read_quantization(_read_raw(folder))) as files:
         return files.differ(f"{TOP_MODULES['embed']}.weight", _HEAD)
 
 
-def _read_raw(folder: Folder) -> dict[str, Any]:
+def _read_raw(folder: Folder) -> Raw:
     """The contents of `config.json`."""
     path = pathlib.Path(folder) / "config.json"
     if not path.exists():
@@ -192,7 +181,7 @@ def save_pretrained(
     Raises:
         CheckpointError: `folder` holds files that do not belong to a checkpoint, or a number is too large for `dtype`.
         ValueError: The format of the family cannot describe the model, or its projections are fused.
-        OSError: Writing fails.
+        OSError: A file cannot be written.
     """
     folder = pathlib.Path(folder)
     if is_fused(model):
@@ -215,18 +204,14 @@ def save_pretrained(
     raw["torch_dtype"] = str(dtypes["norm.scale"])
     shapes = {path: value.shape for path, value in values.items()}
     tensors = tensors_of(family_named(model.config.family).modules, shapes)
-    with replaced_folder(folder) as room:
-        (room / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
-        write_files(room, tensors, values, dtypes, max_file_bytes)
-        copy_tokenizer(folder if source is None else pathlib.Path(source), room)
+    with replaced_folder(folder) as staging:
+        (staging / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
+        write_files(staging, tensors, values, dtypes, max_file_bytes)
+        copy_tokenizer(folder if source is None else pathlib.Path(source), staging)
 
 
 def _check_tensors(
-    folder: pathlib.Path,
-    config: ModelConfig,
-    tensors: Mapping[str, Tensor],
-    files: TensorFiles,
-    fp8: BlockFP8 | None,
+    folder: pathlib.Path, config: ModelConfig, tensors: Mapping[str, Tensor], files: TensorFiles, fp8: BlockFP8 | None
 ) -> None:
     """Raises one error that lists all differences between the tensors of the model and of the files."""
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
@@ -240,7 +225,7 @@ def _check_tensors(
         shapes |= {name + SCALE: fp8.scale_shape(shapes[name]) for name in matrices}
     # Layers for multi-token prediction follow the others, and no decoder needs them.
     predicting = tuple(name.removesuffix(_PREDICTING) for name in files.shapes if name.endswith(_PREDICTING))
-    problems: dict[str, list[Any]] = {
+    problems: dict[str, list[str]] = {
         "missing": [name for name in shapes if name not in files.shapes],
         "unexpected": [
             name

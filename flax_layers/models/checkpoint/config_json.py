@@ -4,13 +4,36 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from flax_layers.models import config_experts, config_rope
+from flax_layers.models.checkpoint import config_experts, config_rope
+from flax_layers.models.checkpoint.config_rope import FULL
+from flax_layers.models.checkpoint.families import FAMILIES, REFUSED, Family, Fields, Raw, family_named
 from flax_layers.models.checkpoint.fp8_files import read_quantization
 from flax_layers.models.config import LayerConfig, ModelConfig
-from flax_layers.models.config_rope import FULL
-from flax_layers.models.families import FAMILIES, REFUSED, Family, Fields, Raw, family_named
 
 SLIDING = "sliding_attention"
+
+_FIELDS = {
+    "vocabulary": "vocab_size",
+    "width": "hidden_size",
+    "mlp_width": "intermediate_size",
+    "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "max_positions": "max_position_embeddings",
+    "norm_epsilon": "rms_norm_eps",
+    "initializer_range": "initializer_range",
+    "tied_embeddings": "tie_word_embeddings",
+    "bos_token_id": "bos_token_id",
+    "pad_token_id": "pad_token_id",
+}
+"""Fields of `ModelConfig`, and the keys that all families read for them."""
+
+_OPTIONAL_FIELDS = {
+    "mlp_bias": "mlp_bias",
+    "attention_softcap": "attn_logit_softcapping",
+    "logits_softcap": "final_logit_softcapping",
+}
+"""The same for keys that not all families read."""
 
 DEFAULTS = {
     "num_key_value_heads": None,
@@ -65,23 +88,12 @@ _TYPE_NAMES = {
     dict: "an object",
 }
 
-_VALUES = {
-    "is_causal": (True,),
-    "per_layer_config": (None,),
-    "transformers_weights": (None,),
-}
+_VALUES = {"is_causal": (True,), "per_layer_config": (None,), "transformers_weights": (None,)}
 """The only values that keys of all families may have."""
 
 
 def read_config(raw: Raw, max_positions: int | None = None) -> ModelConfig:
-    """Converts the contents of a `config.json`.
-
-    Args:
-        raw: The contents.
-        max_positions: The longest context that will be used. Default: that of the file.
-
-    Returns:
-        The configuration.
+    """Converts the contents of a `config.json`, for contexts of `max_positions`, by default as in the file.
 
     Raises:
         ValueError: A size is missing, or the decoder does not support the model.
@@ -100,27 +112,16 @@ def read_config(raw: Raw, max_positions: int | None = None) -> ModelConfig:
     head_dim = raw["head_dim"] or raw["hidden_size"] // heads
     positions = max_positions or raw["max_position_embeddings"]
     bias, eos = raw.get("attention_bias", False), raw["eos_token_id"]
-    fields = {
-        "vocabulary": raw["vocab_size"],
-        "width": raw["hidden_size"],
-        "mlp_width": raw["intermediate_size"],
-        "num_heads": heads,
+    fields = {field: raw[key] for field, key in (_FIELDS | _OPTIONAL_FIELDS).items() if key in raw}
+    fields |= {
         "num_kv_heads": raw["num_key_value_heads"] or heads,
         "head_dim": head_dim,
         "layers": tuple(_layer(family, raw, kind, head_dim, positions) for kind in layer_kinds(raw)),
         "max_positions": positions,
         "activation": raw.get("hidden_activation", raw["hidden_act"]),
-        "norm_epsilon": raw["rms_norm_eps"],
         "qkv_bias": bias,
         "out_bias": bias,
-        "mlp_bias": raw.get("mlp_bias", False),
-        "attention_softcap": raw.get("attn_logit_softcapping"),
-        "logits_softcap": raw.get("final_logit_softcapping"),
-        "tied_embeddings": raw["tie_word_embeddings"],
-        "initializer_range": raw["initializer_range"],
-        "bos_token_id": raw["bos_token_id"],
         "eos_token_ids": tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
-        "pad_token_id": raw["pad_token_id"],
     }
     if family.reads("query_pre_attn_scalar"):
         fields["attention_scale"] = raw["query_pre_attn_scalar"] ** -0.5
@@ -142,7 +143,7 @@ def _read_keys(family: Family, raw: Raw) -> Raw:
                 f"`{key}` of `config.json` must be {supported} for {family.name}. Got {raw[key]!r}, which the decoder "
                 "does not support."
             )
-    read_quantization(raw)  # refuses what is not read; what is, is no part of the model
+    read_quantization(raw)  # refuses unsupported quantization; the supported one is no part of the model
     raw = {**raw, **{key: raw[other] for other, key in family.aliases.items() if raw.get(other) is not None}}
     if missing := [key for key in _REQUIRED if raw.get(key) is None]:
         raise ValueError(f"`config.json` lacks {', '.join(missing)}.")
@@ -172,12 +173,6 @@ def _check_type(key: str, value: Any, kinds: tuple[type, ...]) -> None:
 
 def family_of(raw: Raw) -> Family:
     """Looks up the family of a checkpoint by `model_type`, with which `architectures` must agree.
-
-    Args:
-        raw: The contents of `config.json`.
-
-    Returns:
-        The family.
 
     Raises:
         ValueError: No architecture is supported, or they do not agree.
@@ -212,13 +207,7 @@ def family_of(raw: Raw) -> Family:
 
 
 def layer_kinds(raw: Raw) -> list[str]:
-    """Whether each layer attends to all keys or to a window.
-
-    Args:
-        raw: The keys of `config.json` that the family reads, with its defaults.
-
-    Returns:
-        `full_attention` or `sliding_attention` for each layer.
+    """Returns `full_attention` or `sliding_attention` for each layer.
 
     Raises:
         ValueError: A layer is of another kind or lacks a window, or the number of kinds is not the number of layers.
@@ -249,13 +238,7 @@ def _layer(family: Family, raw: Raw, kind: str, head_dim: int, max_positions: in
 
 
 def write_config(config: ModelConfig) -> Fields:
-    """Converts a configuration to the contents of a `config.json`.
-
-    Args:
-        config: The configuration.
-
-    Returns:
-        The contents, as `transformers` and `read_config` read them.
+    """Converts a configuration to the contents of a `config.json`, as `transformers` and `read_config` read them.
 
     Raises:
         ValueError: The format of the family cannot describe the model.
@@ -279,25 +262,19 @@ def write_config(config: ModelConfig) -> Fields:
     raw = {
         "architectures": [family.architecture],
         "model_type": family.name,
-        "vocab_size": config.vocabulary,
-        "hidden_size": config.width,
-        "intermediate_size": config.mlp_width,
+        **{key: getattr(config, field) for field, key in _FIELDS.items()},
         "num_hidden_layers": len(config.layers),
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
-        "max_position_embeddings": config.max_positions,
-        "rms_norm_eps": config.norm_epsilon,
-        "initializer_range": config.initializer_range,
-        "tie_word_embeddings": config.tied_embeddings,
-        "bos_token_id": config.bos_token_id,
         "eos_token_id": None if not eos else eos[0] if len(eos) == 1 else list(eos),
-        "pad_token_id": config.pad_token_id,
         **config_rope.written_rotary(full[0], config.head_dim),
         **_written_windows(family, config),
         **config_experts.written_fields(family, config),
     }
-    raw |= {key: value for key, value in _written_options(config).items() if family.reads(key)}
+    optional = {key: getattr(config, field) for field, key in _OPTIONAL_FIELDS.items()} | {
+        "hidden_activation": config.activation,
+        "attention_bias": config.out_bias,
+        "query_pre_attn_scalar": _whole((config.attention_scale or config.head_dim**-0.5) ** -2),
+    }
+    raw |= {key: value for key, value in optional.items() if family.reads(key)}
     if not family.reads("hidden_activation"):
         raw["hidden_act"] = config.activation
     if family.reads("rope_parameters") and raw["rope_scaling"] is None:
@@ -309,18 +286,6 @@ def write_config(config: ModelConfig) -> Fields:
             "Choose another `family`, or values that this family supports."
         )
     return raw
-
-
-def _written_options(config: ModelConfig) -> Fields:
-    """Keys that not all families read."""
-    return {
-        "hidden_activation": config.activation,
-        "attention_bias": config.out_bias,
-        "mlp_bias": config.mlp_bias,
-        "query_pre_attn_scalar": _whole((config.attention_scale or config.head_dim**-0.5) ** -2),
-        "attn_logit_softcapping": config.attention_softcap,
-        "final_logit_softcapping": config.logits_softcap,
-    }
 
 
 def _written_windows(family: Family, config: ModelConfig) -> Fields:

@@ -41,12 +41,6 @@ def replaced_folder(folder: pathlib.Path) -> Iterator[pathlib.Path]:
     Until then `folder` does not change. The old folder is renamed to `.NAME.old`, and removed when the new one is
     in its place. If the process is killed in between, `recover` restores it.
 
-    Args:
-        folder: The folder to replace. It does not exist, is empty, or holds a checkpoint.
-
-    Yields:
-        The empty folder.
-
     Raises:
         CheckpointError: `folder` holds files that do not belong to a checkpoint.
     """
@@ -54,26 +48,25 @@ def replaced_folder(folder: pathlib.Path) -> Iterator[pathlib.Path]:
     recover(folder)
     check_replaceable(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    room = pathlib.Path(tempfile.mkdtemp(prefix=f".{folder.name}.", suffix=".new", dir=folder.parent))
+    staging = pathlib.Path(tempfile.mkdtemp(prefix=f".{folder.name}.", suffix=".new", dir=folder.parent))
     try:
-        yield room
-        for path in room.rglob("*"):
+        yield staging
+        for path in staging.rglob("*"):
             if path.is_file():
                 _flush(path)
-        room.chmod(0o755)
+        staging.chmod(0o755)
         if folder.exists():
             folder.rename(_old(folder))
-        room.rename(folder)
+        staging.rename(folder)
     finally:
-        shutil.rmtree(room, ignore_errors=True)
+        shutil.rmtree(staging, ignore_errors=True)
         _recover(folder)
 
 
 def recover(folder: str | pathlib.Path) -> None:
     """Restores a checkpoint whose replacement was interrupted, and warns; or removes the one that was replaced.
 
-    Args:
-        folder: Of a checkpoint. If it does not exist, `.NAME.old` is renamed to it; if it does, `.NAME.old` is removed.
+    If `folder` does not exist, `.NAME.old` is renamed to it; if it does, `.NAME.old` is removed.
     """
     folder = pathlib.Path(os.path.abspath(folder))
     if _recover(folder):
@@ -84,7 +77,7 @@ def recover(folder: str | pathlib.Path) -> None:
 
 
 def _recover(folder: pathlib.Path) -> bool:
-    """Whether the old folder was restored."""
+    """Returns whether the old folder was restored."""
     old = _old(folder)
     if not old.is_dir() or not all(map(_belongs, old.iterdir())):
         return False
@@ -100,29 +93,17 @@ def _old(folder: pathlib.Path) -> pathlib.Path:
 
 
 def check_replaceable(folder: pathlib.Path) -> None:
-    """Checks that a folder can be replaced by a checkpoint.
-
-    Args:
-        folder: The folder. It need not exist.
-
-    Raises:
-        CheckpointError: It holds files that do not belong to a checkpoint.
-    """
-    strange = [] if not folder.exists() else sorted(p.name for p in folder.iterdir() if not _belongs(p))
-    if strange:
+    """Raises CheckpointError if a folder holds files that do not belong to a checkpoint. It need not exist."""
+    foreign = [] if not folder.exists() else sorted(p.name for p in folder.iterdir() if not _belongs(p))
+    if foreign:
         raise CheckpointError(
             f"`folder` must be new, empty or a checkpoint, since all of it is replaced. {folder} holds "
-            f"{', '.join(strange)}. Choose another folder, or move these files."
+            f"{', '.join(foreign)}. Choose another folder, or move these files."
         )
 
 
 def copy_tokenizer(source: pathlib.Path, target: pathlib.Path) -> None:
-    """Copies the files of the tokenizer and the generation settings, if there are any.
-
-    Args:
-        source: The folder of a checkpoint.
-        target: The folder to copy them to.
-    """
+    """Copies the files of the tokenizer and the generation settings, if there are any."""
     for name in TOKENIZER_FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, target / name)
@@ -131,13 +112,7 @@ def copy_tokenizer(source: pathlib.Path, target: pathlib.Path) -> None:
 
 
 def remedy_of_missing(folder: str | pathlib.Path) -> str:
-    """The remedy for a folder without a checkpoint.
-
-    Args:
-        folder: The folder that was named.
-
-    Returns:
-        A sentence; for a name as on the Hugging Face hub, with the command that downloads it.
+    """The remedy for a folder without a checkpoint: for a name as on the Hugging Face hub, the command to download it.
 
     Example:
         >>> remedy_of_missing("google/gemma-3-1b-it")
@@ -150,13 +125,7 @@ def remedy_of_missing(folder: str | pathlib.Path) -> str:
 
 
 def read_optional_json(path: pathlib.Path) -> dict[str, Any]:
-    """Reads a JSON file of a checkpoint that may be missing.
-
-    Args:
-        path: The file.
-
-    Returns:
-        Its object; an empty one if there is no such file.
+    """Reads the object of a JSON file of a checkpoint; an empty one if there is no such file.
 
     Raises:
         CheckpointError: The file does not hold a JSON object.
@@ -164,12 +133,12 @@ def read_optional_json(path: pathlib.Path) -> dict[str, Any]:
     if not path.exists():
         return {}
     try:
-        held = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise CheckpointError(f"{path} is not JSON: {error}. Download it again, or remove it.") from error
-    if not isinstance(held, dict):
-        raise CheckpointError(f"{path} must hold a JSON object. Got {type(held).__name__}. Download it again.")
-    return held
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} must hold a JSON object. Got {type(content).__name__}. Download it again.")
+    return content
 
 
 def _belongs(path: pathlib.Path) -> bool:

@@ -1,34 +1,34 @@
 """Weights in FP8 with a scale for each block, as in DeepSeek's and Qwen's files: widened while they are read.
 
 A weight ``X.weight`` of dtype float8_e4m3fn, ``[out, in]``, stands beside ``X.weight_scale_inv``, ``[ceil(out / 128),
-ceil(in / 128)]``: what each block of 128 x 128 is multiplied by. Blocks at the end may be ragged.
+ceil(in / 128)]``: a factor for each block of 128 x 128. Blocks at the end may be ragged.
 """
 
 import dataclasses
 import re
 from collections.abc import Mapping
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
+from flax_layers.models.checkpoint.families import Raw
 from flax_layers.models.checkpoint.tensor_names import Shape
 
 FP8 = "F8_E4M3"
 """Name of the dtype in files."""
 
 SCALE = "_scale_inv"
-"""What the name of a weight and the name of its scales differ in."""
+"""Suffix of the name of a weight in the name of its scales."""
 
 _VALUES = np.arange(256, dtype=np.uint8).view(jnp.float8_e4m3fn).astype(np.float32)
 """Of each byte; a look-up is faster than a conversion."""
 
-_NAMES_OF_KEPT = ("modules_to_not_convert", "ignored_layers")
+_KEPT_KEYS = ("modules_to_not_convert", "ignored_layers")
 
 
 @dataclasses.dataclass(frozen=True)
 class BlockFP8:
-    """How the weights of a checkpoint are quantized.
+    """The quantization of the weights of a checkpoint.
 
     Attributes:
         block: Rows and columns of a block of a weight ``[out, in]``.
@@ -48,7 +48,7 @@ class BlockFP8:
         return tuple(-(-size // block) for size, block in zip(shape, self.block, strict=True))
 
     def keeps(self, name: str) -> bool:
-        """Whether the module of a tensor is one that is not quantized.
+        """Tests whether the module of a tensor is one that is not quantized.
 
         >>> fp8 = BlockFP8((128, 128), ("lm_head", "model.layers.*.mlp.gate"))
         >>> fp8.keeps("lm_head.weight"), fp8.keeps("model.layers.3.mlp.gate_proj.weight")
@@ -59,14 +59,11 @@ class BlockFP8:
         return any(re.search(rf"(^|\.){pattern}(\.|$)", module) for pattern in patterns)
 
 
-def read_quantization(raw: Mapping[str, Any]) -> BlockFP8 | None:
+def read_quantization(raw: Raw) -> BlockFP8 | None:
     """Reads `quantization_config` of a `config.json`.
 
-    Args:
-        raw: The contents of `config.json`.
-
     Returns:
-        How weights are quantized. None: they are not; or in MXFP4, which names and shapes of tensors tell.
+        None: weights are not quantized; or in MXFP4, which names and shapes of tensors tell.
 
     Raises:
         ValueError: They are quantized by a method, or in blocks, that are not supported.
@@ -75,25 +72,26 @@ def read_quantization(raw: Mapping[str, Any]) -> BlockFP8 | None:
         >>> read_quantization({"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}})
         BlockFP8(block=(128, 128), kept=())
     """
-    held = raw.get("quantization_config")
-    if not held:
+    config = raw.get("quantization_config")
+    if not config:
         return None
-    if not isinstance(held, Mapping):
+    if not isinstance(config, Mapping):
         raise ValueError(
-            f"`quantization_config` of `config.json` must be a JSON object. Got {type(held).__name__}. Download it "
+            f"`quantization_config` of `config.json` must be a JSON object. Got {type(config).__name__}. Download it "
             "again."
         )
-    if held.get("quant_method") == "mxfp4":
+    if config.get("quant_method") == "mxfp4":
         return None
     for key, needed in {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}.items():
-        found = held.get(key)
-        if found != needed and (found is not None or key == "quant_method"):
+        value = config.get(key)
+        if value != needed and (value is not None or key == "quant_method"):
             raise ValueError(
                 f"`{key}` in `quantization_config` of `config.json` must be {needed!r}: weights are read in MXFP4, "
-                f"and in FP8 with a scale for each block. Got {found!r}, which is not read. Use the checkpoint in 16 "
+                f"and in FP8 with a scale for each block. Got {value!r}, which is not read. Use the checkpoint in 16 "
                 "bits."
             )
-    block, kept = held.get("weight_block_size"), next((held[x] for x in _NAMES_OF_KEPT if held.get(x)), [])
+    block = config.get("weight_block_size")
+    kept = next((config[key] for key in _KEPT_KEYS if config.get(key)), [])
     if not isinstance(block, list) or len(block) != 2 or not all(type(x) is int and x > 0 for x in block):
         raise ValueError(
             "`weight_block_size` in `quantization_config` of `config.json` must be two positive integers, as [128, "
@@ -109,13 +107,7 @@ def read_quantization(raw: Mapping[str, Any]) -> BlockFP8 | None:
 
 
 class WidenedTensor:
-    """A weight in FP8 whose parts are read as float32: each value times the scale of its block.
-
-    Args:
-        values: The bytes of the weight, ``[out, in]``; perhaps memory-mapped.
-        scales: Its scales.
-        block: Rows and columns of a block.
-    """
+    """A weight in FP8, ``[out, in]``, whose parts are read as float32: each value times the scale of its block."""
 
     def __init__(self, values: np.ndarray, scales: np.ndarray, block: tuple[int, int]):
         self._values, self._height = values, block[0]

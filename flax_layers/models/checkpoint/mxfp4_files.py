@@ -26,13 +26,7 @@ _PAIRS = np.stack([np.tile(_VALUES, 16), np.repeat(_VALUES, 16)], axis=-1).view(
 
 
 def packed_shapes(shapes: Mapping[str, Shape]) -> dict[str, Shape]:
-    """The shapes of the weights in MXFP4.
-
-    Args:
-        shapes: The shapes of all tensors in files.
-
-    Returns:
-        The shapes of weights whose blocks and scales are there and of one size, by name.
+    """The shapes, by name, of weights in MXFP4 whose blocks and scales are there and of one size.
 
     Example:
         >>> packed_shapes({"down_proj_blocks": (4, 96, 2, 16), "down_proj_scales": (4, 96, 2)})
@@ -47,12 +41,7 @@ def packed_shapes(shapes: Mapping[str, Shape]) -> dict[str, Shape]:
 
 
 class PackedTensor:
-    """A weight in MXFP4 whose parts are read as float32.
-
-    Args:
-        blocks: Its values: an array, or what gives parts of one, as a slice of `safetensors`.
-        scales: Its scales, in the same form.
-    """
+    """A weight in MXFP4 whose parts are read as float32; blocks and scales may be slices of `safetensors`."""
 
     def __init__(
         self, blocks: UInt8[np.ndarray, "experts out groups 16"], scales: UInt8[np.ndarray, "experts out groups"]

@@ -7,14 +7,12 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def needs(package: str, extra: str = "models") -> Iterator[None]:
-    """Says what to install if a package is missing.
+    """Tells which extra of `pyproject.toml` to install if a package that is imported inside is missing.
 
-    Args:
-        package: That is imported inside.
-        extra: Of `pyproject.toml`, which installs it; it has the name of the part of `flax_layers`.
+    The extra has the name of the part of `flax_layers`.
 
     Raises:
-        ModuleNotFoundError: It is not installed; the message says how to install it.
+        ModuleNotFoundError: It is not installed.
 
     Example:
         >>> with needs("no_such_package"):
@@ -33,15 +31,7 @@ def needs(package: str, extra: str = "models") -> Iterator[None]:
 
 
 def check_installed(*packages: str, extra: str) -> None:
-    """Imports packages that are used late, so that a missing one is known at the start.
-
-    Args:
-        packages: Their names.
-        extra: As for `needs`.
-
-    Raises:
-        ModuleNotFoundError: One is not installed.
-    """
+    """Imports packages that are used late, so that a missing one is known at the start, as an error of `needs`."""
     for package in packages:
         with needs(package, extra):
             importlib.import_module(package)

@@ -5,7 +5,7 @@ import json
 import math
 import pathlib
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ from flax_layers.models.checkpoint.folders import CheckpointError
 from flax_layers.models.checkpoint.fp8_files import FP8, SCALE, BlockFP8, WidenedTensor
 from flax_layers.models.checkpoint.mxfp4_files import BLOCKS, MXFP4, SCALES, PackedTensor, packed_shapes
 from flax_layers.models.checkpoint.optional import needs
-from flax_layers.models.checkpoint.tensor_names import Piece, Shape, Tensor
+from flax_layers.models.checkpoint.tensor_names import ParameterSlice, Shape, Tensor
 
 SINGLE, INDEX, ADAPTER = "model.safetensors", "model.safetensors.index.json", "adapter_config.json"
 Index = tuple[slice, ...]
@@ -26,12 +26,14 @@ CHUNK_BYTES = 16 << 20
 """Bytes that are converted to another dtype at a time."""
 
 
+class Parts(Protocol):
+    """A tensor that is read in parts."""
+
+    def __getitem__(self, index: tuple, /) -> np.ndarray: ...
+
+
 class TensorFiles(contextlib.ExitStack):
     """The tensors in a folder. Files stay open and memory-mapped until the context ends.
-
-    Args:
-        folder: A folder with `*.safetensors`, and perhaps an index.
-        fp8: How weights in FP8 are quantized. None: there are none.
 
     Raises:
         FileNotFoundError: There are no files, or a file in the index is missing.
@@ -46,13 +48,12 @@ class TensorFiles(contextlib.ExitStack):
         self._fp8 = fp8
         self._slices: dict[str, Any] = {}
         self._paths: dict[str, pathlib.Path] = {}
-        self._begins: dict[pathlib.Path, dict[str, int]] = {}
+        self._offsets: dict[pathlib.Path, dict[str, int]] = {}
         self.shapes: dict[str, Shape] = {}
         self.dtypes: dict[str, str] = {}
         for path, names in _paths(folder).items():
-            file = self.enter_context(_opened(path))
-            held = set(file.keys())
-            absent = [] if names is None else sorted(set(names) - held)
+            file = self.enter_context(_open(path))
+            absent = [] if names is None else sorted(set(names).difference(file.keys()))
             if absent:
                 raise CheckpointError(
                     f"{path} does not hold tensors that {INDEX} lists: {', '.join(absent)}. Download both again."
@@ -75,7 +76,7 @@ class TensorFiles(contextlib.ExitStack):
         return _DTYPES[max(sorted(set(names)), key=names.count)] if names else jnp.float32
 
     def differ(self, one: str, other: str) -> bool:
-        """Returns whether two tensors of two axes are both there and differ."""
+        """Tests whether two tensors of two axes are both there and differ."""
         if not {one, other} <= self.shapes.keys():
             return False
         rows, *columns = self.shapes[one]
@@ -87,33 +88,27 @@ class TensorFiles(contextlib.ExitStack):
             not np.array_equal(first[part].astype(np.float32), second[part].astype(np.float32)) for part in parts
         )
 
-    def read(self, pieces: Sequence[Piece], dtype: Dtype, tensor: Tensor, sharding: Sharding | None) -> Array:
-        """Reads a parameter to devices.
+    def read(self, pieces: Sequence[ParameterSlice], dtype: Dtype, tensor: Tensor, sharding: Sharding | None) -> Array:
+        """Reads a parameter to devices, each of which gets only its own shard; by default to JAX's default device.
 
-        Args:
-            pieces: Where it lies.
-            dtype: Dtype of the result.
-            tensor: The tensor of the first piece.
-            sharding: Sharding of the result. Each device gets only its own shard. Default: JAX's default device.
-
-        Returns:
-            The array, when it is on its devices and the host copy is no longer needed.
+        It returns when the array is on its devices and the host copy is no longer needed. `tensor` holds the
+        first piece.
         """
         shape = pieces[0].shape
         final = shape[::-1] if tensor.transposed else shape
 
-        def read_piece(piece: Piece, index: Index) -> np.ndarray:
+        def read_slice(piece: ParameterSlice, index: Index) -> np.ndarray:
             source = _View(self._tensor(piece.tensor), piece.expert, *piece.column)
             return _part(source, piece.start, shape, dtype, tensor.transposed, index)
 
         def read_index(index: Index) -> np.ndarray:
             if not tensor.per_expert:
-                return read_piece(pieces[0], index)
+                return read_slice(pieces[0], index)
             chosen, index = pieces[index[0]], index[1:]
             sizes = [len(range(*x.indices(size))) for x, size in zip(index, final, strict=True)]
             out = np.empty((len(chosen), *sizes), dtype)
             for number, piece in enumerate(chosen):
-                out[number] = read_piece(piece, index)
+                out[number] = read_slice(piece, index)
             return out
 
         whole = (len(pieces), *final) if tensor.per_expert else final
@@ -129,14 +124,14 @@ class TensorFiles(contextlib.ExitStack):
 
         return jax.block_until_ready(jax.make_array_from_callback(whole, sharding, part))
 
-    def _tensor(self, name: str) -> Any:
-        """What gives parts of a tensor; of one in FP8, as float32."""
+    def _tensor(self, name: str) -> Parts:
+        """A tensor that is read in parts; one in FP8 as float32."""
         if self._fp8 is None or self.dtypes[name] != FP8:
             return self._slices[name]
         path = self._paths[name]
-        if path not in self._begins:
-            self._begins[path] = _begins(path)
-        values = np.memmap(path, np.uint8, "r", self._begins[path][name], self.shapes[name])
+        if path not in self._offsets:
+            self._offsets[path] = _offsets(path)
+        values = np.memmap(path, np.uint8, "r", self._offsets[path][name], self.shapes[name])
         return WidenedTensor(values, self._slices[name + SCALE][:], self._fp8.block)
 
 
@@ -146,7 +141,7 @@ _DTYPES = {"F32": jnp.float32, "F16": jnp.float16, "BF16": jnp.bfloat16}
 class _View(NamedTuple):
     """One expert of a tensor, or all of it; and each `step`-th column."""
 
-    tensor: Any
+    tensor: Parts
     expert: int | None
     offset: int
     step: int
@@ -158,14 +153,7 @@ class _View(NamedTuple):
         return chunk[..., self.offset :: self.step]
 
 
-def _part(
-    piece: _View,
-    start: int,
-    shape: Shape,
-    dtype: Dtype,
-    transposed: bool,
-    index: Index,
-) -> np.ndarray:
+def _part(piece: _View, start: int, shape: Shape, dtype: Dtype, transposed: bool, index: Index) -> np.ndarray:
     """One shard of the result, read, cast and transposed a few rows at a time."""
     index = index[::-1] if transposed else index
     ranges = [range(*x.indices(size)) for x, size in zip(index, shape, strict=True)]
@@ -183,8 +171,8 @@ def _part(
     return out
 
 
-def _begins(path: pathlib.Path) -> dict[str, int]:
-    """Where the tensors of a file begin, for those in FP8: `safetensors` does not read them for numpy."""
+def _offsets(path: pathlib.Path) -> dict[str, int]:
+    """Offsets of the tensors in a file, for those in FP8: `safetensors` does not read them for numpy."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(length))
@@ -229,7 +217,7 @@ def _paths(folder: pathlib.Path) -> dict[pathlib.Path, list[str] | None]:
     return dict.fromkeys(files)
 
 
-def _opened(path: pathlib.Path) -> Any:
+def _open(path: pathlib.Path) -> Any:
     with needs("safetensors"):
         import safetensors
     try:
@@ -247,12 +235,8 @@ def write_files(
 ) -> None:
     """Writes tensors to one file, or to several files with an index.
 
-    Args:
-        folder: An existing folder.
-        tensors: The tensors, by name.
-        values: The parameters, by path.
-        dtypes: To which they are rounded, by path.
-        max_file_bytes: Maximum size of a file. A larger tensor gets a file of its own.
+    Values of parameters, and dtypes to which they are rounded, are by path. A tensor larger than
+    `max_file_bytes` gets a file of its own.
 
     Raises:
         OSError: Writing fails.

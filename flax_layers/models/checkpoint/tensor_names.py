@@ -1,4 +1,4 @@
-"""Which tensors the files of a model hold, and which parameters each of them is."""
+"""Tensors in the files of a model, and the parameters of each."""
 
 import dataclasses
 from collections.abc import Container, Mapping, Sequence
@@ -129,17 +129,17 @@ class Tensor:
 
     @property
     def per_expert(self) -> bool:
-        """Returns whether the first axis of the parameters counts experts."""
+        """Tests whether the first axis of the parameters counts experts."""
         return self.stacked or self.expert is not None
 
 
 @dataclasses.dataclass(frozen=True)
-class Piece:
-    """The place of a parameter, or of one expert in it.
+class ParameterSlice:
+    """A parameter, or one expert of it, within a tensor of a file.
 
     Attributes:
         tensor: Name of the tensor.
-        shape: Shape of the piece, as it lies there.
+        shape: Shape of the slice, before a transposition.
         start: The row at which it begins.
         expert: Index along the first axis of the tensor, if that is the axis of experts.
         column: Its first column, and the distance to the next.
@@ -153,16 +153,10 @@ class Piece:
 
 
 def tensors_of(modules: Modules, shapes: Mapping[str, Shape], names: Container[str] = ()) -> dict[str, Tensor]:
-    """The tensors in the files of a model.
+    """The tensors in the files of a model, by their names there.
 
-    Args:
-        modules: Names of the modules of a block, of the family of the model.
-        shapes: Shape of each parameter, by path, such as `blocks.0.attention.query.kernel`.
-        names: Names of the tensors in files that are read. With those of `JOINED_EXPERT_MODULES` among them, experts
-            have these names.
-
-    Returns:
-        The tensors, by their names in files.
+    `shapes` of parameters are by path, such as `blocks.0.attention.query.kernel`. If names of `JOINED_EXPERT_MODULES`
+    are among the `names` of tensors that are read, experts have these names.
 
     Example:
         >>> shapes = {f"blocks.0.attention.{name}.kernel": (64, size) for name, size in (("query", 64), ("key", 16))}
@@ -208,21 +202,15 @@ def _tensor(
     return Tensor(tuple(paths), sizes, shape, transposed, expert, alternating=alternating)
 
 
-def pieces_of(tensors: Mapping[str, Tensor]) -> dict[str, list[Piece]]:
-    """Where each parameter lies: in one piece, or with stacked experts in one for each.
-
-    Args:
-        tensors: Of `tensors_of`.
-
-    Returns:
-        The pieces of each parameter, by path; of experts in their order.
+def pieces_of(tensors: Mapping[str, Tensor]) -> dict[str, list[ParameterSlice]]:
+    """The pieces of each parameter, by path: one, or with stacked experts one for each, in their order.
 
     Example:
         >>> tensor = Tensor(("a", "b"), (2, 3), (5, 4), transposed=False)
         >>> pieces_of({"both": tensor})["b"]
-        [Piece(tensor='both', shape=(3, 4), start=2, expert=None, column=(0, 1))]
+        [ParameterSlice(tensor='both', shape=(3, 4), start=2, expert=None, column=(0, 1))]
     """
-    pieces: dict[str, list[Piece]] = {}
+    pieces: dict[str, list[ParameterSlice]] = {}
     for name, tensor in tensors.items():
         experts, shape = (range(tensor.shape[0]), tensor.shape[1:]) if tensor.stacked else ([None], tensor.shape)
         start = 0
@@ -231,7 +219,7 @@ def pieces_of(tensors: Mapping[str, Tensor]) -> dict[str, list[Piece]]:
                 part, row, column = (*shape[:-1], size), 0, (number, len(tensor.parts))
             else:
                 part, row, column = (size, *shape[1:]), start, (0, 1)
-            pieces.setdefault(path, []).extend(Piece(name, part, row, expert, column) for expert in experts)
+            pieces.setdefault(path, []).extend(ParameterSlice(name, part, row, expert, column) for expert in experts)
             start += size
     return pieces
 

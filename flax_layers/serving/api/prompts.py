@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from flax_layers.models.checkpoint.optional import needs
-from flax_layers.models.tokenizer import BYTE_NAMES
+from flax_layers.models.checkpoint.tokenizer import BYTE_NAMES
 from flax_layers.serving.api.answers import ServedTokenizer
 from flax_layers.serving.api.errors import ApiError
 

@@ -102,7 +102,7 @@ def captured(
     static = BackwardStatic.from_operands(spec, tiles, arrays, derivative, groups)
     scratch = declare(spec, work, arrays.query.dtype, with_query=with_query)
     assert scratch is not None  # the plan has checked
-    bias = [] if scratch.bias is None else [x.source(arrays.score_operands) for x in bias_tiles.bias_loads(spec)]
+    bias = [] if scratch.bias is None else [x.source(arrays.captured.score) for x in bias_tiles.bias_loads(spec)]
     states = None if spec.block_size is None else block_walk.states(spec, arrays.lists or ())
     splits, _, _, row_tiles, column_tiles = work.grid(spec)
     d_query = None

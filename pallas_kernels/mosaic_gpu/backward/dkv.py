@@ -21,7 +21,6 @@ from jax.experimental.pallas import mosaic_gpu as plg
 from pallas_kernels import block_walk
 from pallas_kernels.config import Tiles
 from pallas_kernels.gradients import Rows
-from pallas_kernels.marks import mark
 from pallas_kernels.mosaic_gpu import smem
 from pallas_kernels.mosaic_gpu.backward.stream import (
     KEY,
@@ -38,6 +37,7 @@ from pallas_kernels.mosaic_gpu.score import bias_tiles
 from pallas_kernels.mosaic_gpu.score.tile import TILE, accumulator, row_vector
 from pallas_kernels.program.build import Derivative
 from pallas_kernels.program.cotangents import LoadGroups
+from pallas_kernels.softmax import mark
 from pallas_kernels.spec import AttentionSpec, Operands
 from pallas_kernels.types import A, Accumulator, Index, Location, Ref, S
 
@@ -112,7 +112,7 @@ def _launch(
             block_walk.column_order(spec, tiles, arrays),
             pack_row_stats(rows, tiles.block_q, static.lse_scale),
             d_query,  # pyright: ignore[reportArgumentType]  (of JAX's own type of refs)
-            [load.source(arrays.score_operands) for load in loads],
+            [load.source(arrays.captured.score) for load in loads],
         ),
         DkvOutputs(
             per_entry(KEY, arrays.key),

@@ -20,7 +20,6 @@ from jax.typing import DTypeLike
 from pallas_kernels import block_walk
 from pallas_kernels.config import Tiles
 from pallas_kernels.gradients import Rows, score_mod_vjp, weights_vjp
-from pallas_kernels.marks import mark
 from pallas_kernels.mosaic_gpu import smem
 from pallas_kernels.mosaic_gpu.backward.stream import (
     DELTA,
@@ -39,6 +38,7 @@ from pallas_kernels.mosaic_gpu.score import bias_gradients, bias_tiles, scores
 from pallas_kernels.mosaic_gpu.score.tile import ROW, accumulator, row_vector
 from pallas_kernels.program.build import Derivative
 from pallas_kernels.program.cotangents import LoadGroups
+from pallas_kernels.softmax import mark
 from pallas_kernels.spec import AttentionSpec, Operands
 from pallas_kernels.types import A, Accumulator, Index, Location, Ref
 
@@ -140,7 +140,7 @@ def dq(
             flatten_captured(arrays),
             block_walk.row_order(spec, tiles, arrays),
             pack_row_stats(rows, tiles.block_q),
-            [load.source(arrays.score_operands) for load in loads],
+            [load.source(arrays.captured.score) for load in loads],
             zeros,  # pyright: ignore[reportArgumentType]  (of JAX's own type of refs)
         ),
         shapes,

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.gradients import (
     Gradients,
+    Repairs,
     RequestedGradients,
     Rows,
     collect,
@@ -28,7 +29,6 @@ from pallas_kernels.gradients import (
     sum_batch,
     sum_gradients,
 )
-from pallas_kernels.marks import Repairs
 from pallas_kernels.mosaic_gpu.backward.captured import captured
 from pallas_kernels.mosaic_gpu.backward.captured_work import CapturedWork
 from pallas_kernels.mosaic_gpu.backward.dkv import dkv
@@ -68,7 +68,7 @@ def backward(
     call = BackwardCall(padded, spec, tiles, arrays, rows, requested, groups, repairs)
     results = [stage.compute(call) for stage in PASSES if stage.applies(call)]
     computed = lambda name: next((x for result in results if (x := getattr(result, name)) is not None), None)
-    parts = [[x for result in results for x in result.operands[i]] for i in range(len(arrays.score_operands))]
+    parts = [[x for result in results for x in result.operands[i]] for i in range(len(arrays.captured.score))]
     return Gradients(computed("query"), computed("key"), computed("value"), tuple(map(sum_gradients, parts)))
 
 

@@ -133,4 +133,4 @@ def declare(
 
 def _padded(spec: AttentionSpec) -> AttentionSpec:
     D, Dv = padded_head_sizes(spec, jnp.bfloat16)  # float16 is as wide
-    return dataclasses.replace(spec, D=D, Dv=Dv)
+    return spec.replace(D=D, Dv=Dv)

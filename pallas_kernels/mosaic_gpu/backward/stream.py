@@ -57,7 +57,7 @@ class BackwardStatic(NamedTuple):
     def bias(self, arrays: Operands[Ref], refs: Sequence[Ref], *, transposed: bool = False) -> bias_tiles.BiasTiles:
         """The bias tiles that TMA loads; `refs` are empty if they do not fit."""
         loads = bias_tiles.bias_loads(self.spec, transposed=transposed) if refs else ()
-        return bias_tiles.BiasTiles(self.spec, self.tiles, arrays.score_operands, loads, refs)
+        return bias_tiles.BiasTiles(self.spec, self.tiles, arrays.captured.score, loads, refs)
 
     @property
     def warp_groups(self) -> int:

@@ -106,7 +106,7 @@ def _grid(spec: AttentionSpec, tiles: Tiles) -> Grid:
 def forward(spec: AttentionSpec, tiles: Tiles, arrays: Operands[jax.Array]) -> tuple[jax.Array, ...]:
     """Computes out, in the layout of the query and the dtype of the value, lse and `spec.stats`, float32 [B, Hq, T].
 
-    With a mask, the lse is NaN where the output must be repaired (`pallas_kernels.marks`).
+    With a mask, the lse is NaN where the output must be repaired (`pallas_kernels.softmax.mark`).
 
     Args:
       tiles: `block_q` queries (64 for each of `num_warps` / 4 consumers, or 128) and `block_kv` keys; `num_stages` of
@@ -120,7 +120,7 @@ def forward(spec: AttentionSpec, tiles: Tiles, arrays: Operands[jax.Array]) -> t
     is_persistent = scratch.tile_ids is not None
     captured = scores.CapturedShapes.from_operands(arrays)
     bias_refs = (
-        [load.source(arrays.score_operands) for load in bias_tiles.bias_loads(spec)] if scratch.has_bias_tiles else []
+        [load.source(arrays.captured.score) for load in bias_tiles.bias_loads(spec)] if scratch.has_bias_tiles else []
     )
     per_row = output((spec.B, spec.Hq, grid.tiles * tiles.block_q), jnp.float32)
     out, *rows = launch(
@@ -151,7 +151,7 @@ def _kernel(
     row_at = lambda b, h, i: (b, h, block_walk.row_at(spec, order, b, h, i, tile_scheduler.grid.tiles))
     group, groups = lax.axis_index(WARP_GROUP), tiles.num_warps // 4
     loads = bias_tiles.bias_loads(spec) if bias_refs else ()
-    bias = bias_tiles.BiasTiles(spec, tiles, arrays.score_operands, loads, bias_refs)
+    bias = bias_tiles.BiasTiles(spec, tiles, arrays.captured.score, loads, bias_refs)
     static = ForwardStatic(spec, tiles, captured, arrays, bias, outputs, scratch, row_at)
     pl.when(group == groups)(lambda: _produce(static, tile_scheduler))
     pl.when(group < groups)(lambda: _consume(static, tile_scheduler, group))

@@ -23,10 +23,9 @@ from pallas_kernels.mosaic_gpu.score.tile import (
     mask_exceeds_registers,
     unsupported_primitive,
 )
-from pallas_kernels.plan import GradientRequest, Refusal, TileChoice
+from pallas_kernels.plan import GradientRequest, Refusal, TileChoice, derivative_of, with_programs
 from pallas_kernels.program.build import Derivative
 from pallas_kernels.program.cotangents import LoadGroups, group_loads
-from pallas_kernels.program.programs import derivative_of, with_programs
 from pallas_kernels.spec import AttentionSpec
 from pallas_kernels.tuning import tables
 
@@ -156,7 +155,7 @@ def _forward_tiles(spec: AttentionSpec) -> TileChoice:
         return TileChoice(spec.config.forward, "config")
     dtype = jnp.dtype(spec.dtype)
     if spec.config.batch_invariant:  # as if there were more tiles than CTAs: with few, other tiles may be persistent
-        many = dataclasses.replace(spec, B=_MANY)
+        many = spec.replace(B=_MANY)
         return TileChoice(forward_tiles(many, dtype), "rule")
     measured = _measured_tiles(spec, "forward_sm90", spec.S)
     if measured is not None and measured.block_q <= spec.T and suits(spec, measured, dtype):

@@ -1,0 +1,211 @@
+"""The JAX peers with as many queries as keys, from a problem's mods to a callable.
+
+All arrays are arguments of what is jitted, so that none is a constant of the program.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jflex
+from benchmarks import roofline
+from benchmarks.problems import EIGHT_BITS, Problem
+from benchmarks.variants import LARGE, VARIANTS, WINDOW, Mods, Operations
+
+_ORDERS = {"tiles": jflex.masks.tile_order, "morton": lambda canvas, tile: jflex.masks.morton_order(canvas)}
+
+
+def _neighborhood(order: str, canvas: tuple[int, int], kernel: tuple[int, int], tile: tuple[int, int]) -> jflex.MaskMod:
+    cells = None if order == "rows" else _ORDERS[order](canvas, tile)
+    return jflex.masks.neighborhood(canvas, kernel, order=cells)
+
+
+OPERATIONS = Operations(jnp.tanh, lambda x: x.astype(jnp.float32), jnp.clip, _neighborhood)
+IMPLEMENTATIONS = {
+    "jflex": None, "jflex-mosaic": "mosaic_gpu", "jflex-triton": "triton", "jflex-official": "official_triton",
+    "jflex-xla": "xla",
+}  # fmt: skip
+Captured = Mapping[str, jax.Array]
+BoundMods = Callable[[Captured], Mods]
+# (query, key, value, captured arrays, BlockMask or None) -> out
+Attend = Callable[..., Any]
+
+
+class Inputs(NamedTuple):
+    """The arrays of a problem."""
+
+    query: jax.Array
+    key: jax.Array
+    value: jax.Array
+    captured: dict[str, jax.Array]
+    block_mask: jflex.BlockMask | None
+
+
+def mods_of(problem: Problem) -> tuple[BoundMods, dict[str, jax.Array]]:
+    """A problem's mods, as a function of the captured arrays, and these arrays."""
+    variant = VARIANTS[problem.variant]
+    indices = {name: jnp.asarray(array) for name, array in variant.indices(problem).items()}
+    captured = {
+        name: jnp.asarray(array, problem.dtype if name in LARGE else jnp.float32)
+        for name, array in variant.captured(problem).items()
+    }
+    return lambda captured: variant.make(problem, {**indices, **captured}, OPERATIONS), captured
+
+
+def inputs_of(problem: Problem, captured: dict[str, jax.Array], block_mask: jflex.BlockMask | None) -> Inputs:
+    """Random arrays."""
+    keys = jax.random.split(jax.random.key(0), 3)
+    heads, lengths = (problem.Hq, problem.Hkv, problem.Hkv), (problem.T, problem.S, problem.S)
+    sizes = (problem.D, problem.D, problem.value_size)
+    query, key, value = (
+        jax.random.normal(random, (problem.B, length, H, size), problem.dtype)
+        for random, length, H, size in zip(keys, lengths, heads, sizes, strict=True)
+    )
+    if problem.keys in EIGHT_BITS:
+        query, key = query.astype(problem.keys), key.astype(problem.keys)
+    return Inputs(query, key, value, captured, block_mask)
+
+
+def block_mask_of(problem: Problem, mods: Mods) -> tuple[jflex.BlockMask | None, int]:
+    """In the form of the problem, and how many elements the BlockMask visits in any form."""
+    if mods.mask is None:
+        return None, problem.T * problem.S
+    if problem.selected:
+        rows = np.arange(problem.T // problem.block) + 1
+        return None, int(np.minimum(rows, problem.selected).sum()) * problem.block**2
+    create = functools.partial(jflex.create_block_mask, mods.mask, None, None, problem.T, problem.S)
+    counted = create()
+    dense = counted.to_dense()
+    visited = roofline.visited_elements(np.asarray(dense[0, 0]) > 0, (problem.T, problem.S), counted.block_size)
+    block_mask = counted if problem.block == 128 else create(block_size=problem.block)
+    if problem.form == "partial":
+        block_mask = jflex.BlockMask.from_kv_blocks(
+            dense.sum(-1), jnp.argsort(-dense, stable=True), mask_mod=mods.mask, seq_lengths=(problem.T, problem.S)
+        )
+    return (None if problem.form == "everywhere" else block_mask), visited
+
+
+def selected_blocks(problem: Problem, query: jax.Array, key: jax.Array) -> jflex.BlockMask:
+    """The causal BlockMask of the best blocks of a problem, as `flax_layers.attention.selection` makes it."""
+    scores = jflex.block_scores(query, key, block_size=problem.block)
+    indices = jflex.select_blocks(scores, problem.selected, block_size=problem.block)
+    return jflex.block_mask_from_indices(
+        indices, problem.T, problem.S, H=problem.Hq, block_size=problem.block, mask_mod=jflex.masks.causal()
+    )
+
+
+def attention(peer: str, problem: Problem, mods: BoundMods) -> Attend:
+    """A peer's attention for a problem with as many queries as keys."""
+    return _ATTEND[peer](problem, mods)
+
+
+def with_residuals(attend: Attend, problem: Problem) -> Callable[..., Any]:
+    """``(*inputs) -> (out, pull)``; whether captured arrays have gradients depends on the problem."""
+
+    def both(*inputs: Any) -> Any:
+        *arrays, captured, block_mask = inputs
+        if problem.differentiated:
+            return jax.vjp(lambda *x: attend(*x, block_mask), *arrays, captured)
+        return jax.vjp(lambda *x: attend(*x, captured, block_mask), *arrays)
+
+    return both
+
+
+def forward_and_backward(attend: Callable[..., jax.Array]) -> Callable[..., Any]:
+    """``(query, key, value, cotangent) -> (out, gradients)`` of an attention."""
+
+    def both(*arrays: jax.Array) -> Any:
+        out, pull = jax.vjp(attend, *arrays[:-1])
+        return out, pull(arrays[-1])
+
+    return both
+
+
+def backends_of(problem: Problem, mods: BoundMods, inputs: Inputs) -> dict[str, str]:
+    """The backend of jflex that runs a problem, for each peer that is jflex."""
+    (mask, score), (query, key, value, _, block_mask) = mods(inputs.captured), inputs
+    block_mask = selected_blocks(problem, query, key) if problem.selected else block_mask
+    everywhere = mask if problem.form == "everywhere" else None
+    account = jflex.explain(query, key, value, score, block_mask, mask_mod=everywhere, **_options(problem))
+    return {name: named or str(account.backend) for name, named in IMPLEMENTATIONS.items()}
+
+
+def _options(problem: Problem) -> dict[str, Any]:
+    """Arguments of `flex_attention`, by `weights`, `keys` and `stats`."""
+    weights = {
+        "sinks": {"sinks": jnp.zeros(problem.Hq)},
+        "dropout": {"dropout_rate": 0.1, "dropout_key": jax.random.key(1)},
+        "sigmoid": {"normalize": "none"},
+    }
+    rotation = dict.fromkeys(("query_mod", "key_mod"), jflex.rope()) if problem.keys == "raw" else {}
+    return {**weights.get(problem.weights, {}), **rotation, "return_stats": tuple(problem.stats.split())}
+
+
+def _rotating(problem: Problem, mods: BoundMods) -> Attend:
+    """Queries and keys rotated by XLA, and the plain call."""
+    plain = _jflex(dataclasses.replace(problem, keys=""), mods)
+
+    def attend(query: jax.Array, key: jax.Array, value: jax.Array, captured: Captured, block_mask: Any) -> Any:
+        query, key = (jflex.rotary.rotate(x, jnp.arange(x.shape[1])) for x in (query, key))
+        return plain(query, key, value, captured, block_mask)
+
+    return attend
+
+
+def _jflex(problem: Problem, mods: BoundMods, implementation: str | None = None) -> Attend:
+    def attend(query: jax.Array, key: jax.Array, value: jax.Array, captured: Captured, block_mask: Any) -> Any:
+        mask, score = mods(captured)
+        if problem.weights == "sigmoid":
+            assert score is None  # of the variants of the suite
+            score = jflex.scores.sigmoid(-math.log(problem.S))
+        everywhere = mask if problem.form == "everywhere" else None
+        block_mask = selected_blocks(problem, query, key) if problem.selected else block_mask
+        options = {"mask_mod": everywhere, "implementation": implementation, **_options(problem)}
+        result = jflex.flex_attention(query, key, value, score, block_mask, **options)
+        return result[0] if problem.stats else result
+
+    return attend
+
+
+def _jax_nn(problem: Problem, mods: BoundMods, implementation: Any) -> Attend:
+    if problem.variant == "softcap":
+        raise NotImplementedError("there is no soft capping.")
+    window = (min(WINDOW, problem.S // 2) - 1, 0) if problem.variant == "sliding_window" else None
+    causal = problem.variant in ("causal", "sliding_window", "alibi")
+
+    def attend(query: jax.Array, key: jax.Array, value: jax.Array, captured: Captured, block_mask: Any) -> Any:
+        bias = captured["bias"][None] if "bias" in captured else None
+        if "slopes" in captured:
+            places = jnp.arange(problem.S, dtype=jnp.float32)
+            bias = (captured["slopes"][:, None, None] * (places[None] - places[:, None])[None])[None]
+            bias = bias.astype(query.dtype) if implementation == "cudnn" else bias  # cuDNN's has the query's dtype
+        return jax.nn.dot_product_attention(
+            query, key, value, bias, is_causal=causal, local_window_size=window, implementation=implementation
+        )
+
+    return attend
+
+
+def _tokamax(problem: Problem, mods: BoundMods) -> Attend:
+    import tokamax  # type: ignore
+
+    return lambda query, key, value, captured, block_mask: tokamax.dot_product_attention(
+        query, key, value, is_causal=problem.variant == "causal", implementation="mosaic"
+    )
+
+
+_ATTEND: dict[str, Callable[[Problem, BoundMods], Attend]] = {
+    **{name: functools.partial(_jflex, implementation=named) for name, named in IMPLEMENTATIONS.items()},
+    "jax-cudnn": functools.partial(_jax_nn, implementation="cudnn"),
+    "jax-xla": functools.partial(_jax_nn, implementation="xla"),
+    "tokamax": _tokamax,
+    "jflex-rotating": _rotating,
+}

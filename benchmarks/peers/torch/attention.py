@@ -1,0 +1,191 @@
+"""The torch peers, from a problem's mods to a callable. Imports torch, and not JAX."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn.attention import SDPBackend, flex_attention, sdpa_kernel
+
+from benchmarks.problems import Problem
+from benchmarks.requests import requests_of
+from benchmarks.variants import CAP, LARGE, VARIANTS, WINDOW, Mods, Operations
+
+OPERATIONS = Operations(torch.tanh, lambda x: x.to(torch.float32), torch.clamp)
+_MAX_EAGER = 2**28  # elements that `create_block_mask` may hold
+_WORKSPACE_BYTES = 128 * 2**20  # that FlashInfer takes
+_SDPA = {
+    "sdpa-cudnn": SDPBackend.CUDNN_ATTENTION,
+    "sdpa-flash": SDPBackend.FLASH_ATTENTION,
+    "sdpa-efficient": SDPBackend.EFFICIENT_ATTENTION,
+}
+
+
+class BoundProblem(NamedTuple):
+    """A problem with its mods and their captured arrays on a device."""
+
+    problem: Problem
+    mods: Mods
+    captured: dict[str, torch.Tensor]
+    device: str
+
+
+def bind(problem: Problem, device: str) -> BoundProblem:
+    """Makes the mods of a problem without pages, on ``"cuda"`` or ``"cpu"``; on the latter nothing is compiled."""
+    variant, dtype = VARIANTS[problem.variant], getattr(torch, problem.dtype)
+    captured = {
+        name: torch.as_tensor(array).to(device, dtype if name in LARGE else torch.float32)
+        for name, array in variant.captured(problem).items()
+    }
+    indices = {name: torch.as_tensor(array, device=device) for name, array in variant.indices(problem).items()}
+    return BoundProblem(problem, variant.make(problem, {**indices, **captured}, OPERATIONS), captured, device)
+
+
+def attention(peer: str, bound: BoundProblem) -> Callable[..., Any]:
+    """A peer's ``(query, key, value) -> out``, of arrays [B, H, length, D].
+
+    Raises:
+      ImportError: The peer is not installed.
+    """
+    if peer in _SDPA:
+        return _sdpa(bound, _SDPA[peer])
+    if peer == "fa4":
+        return _flash_attention_4(bound.problem)
+    if peer.startswith("torch-decode"):
+        return _flex_decode(bound.problem, bound.device, blocks=peer == "torch-decode-mask")
+    return _flex(bound)
+
+
+def _compiled_flex(device: str) -> Callable[..., Any]:
+    return (
+        torch.compile(flex_attention.flex_attention, dynamic=False)
+        if device == "cuda"
+        else flex_attention.flex_attention
+    )
+
+
+def _flex(bound: BoundProblem) -> Callable[..., Any]:
+    problem, (mask, score) = bound.problem, bound.mods
+    block_mask = None
+    if problem.form == "everywhere":
+        score = _with_mask(bound.mods)
+    elif mask is not None:
+        block_mask = _block_mask(mask, problem, bound.device)
+    options = {"score_mod": score, "block_mask": block_mask, "enable_gqa": problem.Hq != problem.Hkv}
+    return functools.partial(_compiled_flex(bound.device), **options)
+
+
+def _sdpa(bound: BoundProblem, backend: SDPBackend) -> Callable[..., Any]:
+    problem = bound.problem
+    if problem.variant == "softcap":
+        raise NotImplementedError("there is no soft capping.")
+    options: dict[str, Any] = {"is_causal": problem.variant == "causal", "enable_gqa": problem.Hq != problem.Hkv}
+    if problem.variant not in ("noop", "causal"):
+        options = options | {"attn_mask": _materialized(bound)}
+
+    def attend(query: Any, key: Any, value: Any) -> Any:
+        with sdpa_kernel(backend):
+            return torch.nn.functional.scaled_dot_product_attention(query, key, value, **options)
+
+    return attend
+
+
+def _flash_attention_4(problem: Problem) -> Callable[..., Any]:
+    """FlashAttention's kernels in CuTe's Python, which know these variants without a mod."""
+    from flash_attn.cute import flash_attn_func  # type: ignore
+
+    window = (min(WINDOW, problem.S // 2) - 1, 0) if problem.variant == "sliding_window" else (None, None)
+    cap = CAP if problem.variant == "softcap" else 0.0
+    options = {"causal": problem.variant in ("causal", "softcap"), "window_size": window, "softcap": cap}
+
+    def attend(query: Any, key: Any, value: Any) -> Any:
+        out = flash_attn_func(*(x.transpose(1, 2) for x in (query, key, value)), **options)
+        return out[0] if isinstance(out, tuple) else out  # with its lse, in some versions
+
+    return attend
+
+
+def _flex_decode(problem: Problem, device: str, *, blocks: bool) -> Callable[..., Any]:
+    """FlexAttention of one token with its decode kernel forced, on a GPU.
+
+    With `blocks` it has the causal BlockMask of the last position, which masks nothing; otherwise no BlockMask.
+    """
+    last = problem.S - problem.T
+    block_mask = None
+    if blocks:
+        block_mask = flex_attention.create_block_mask(
+            lambda b, h, q_idx, kv_idx: q_idx + last >= kv_idx, None, None, problem.T, problem.S, device=device
+        )
+    options: dict[str, Any] = {"block_mask": block_mask, "enable_gqa": problem.Hq != problem.Hkv}
+    if device == "cuda":
+        options["kernel_options"] = {"BACKEND": "TRITON_DECODE"}
+    return functools.partial(_compiled_flex(device), **options)
+
+
+def flashinfer_decode(problem: Problem, device: str) -> Callable[..., Any]:
+    """FlashInfer's batch decode over pages at random places, which it draws.
+
+    Raises:
+      ImportError: It is not installed.
+    """
+    import flashinfer  # type: ignore
+
+    keys = requests_of(problem).keys
+    counts = torch.as_tensor(-(-keys // problem.page), dtype=torch.int32)
+    indptr = torch.cat([torch.zeros(1, dtype=torch.int32), counts.cumsum(0, dtype=torch.int32)])
+    pages = int(indptr[-1])
+    dtype = getattr(torch, problem.dtype)
+    draw = functools.partial(torch.randn, device=device, dtype=dtype)
+    query = draw(problem.B, problem.Hq, problem.D)
+    cache = tuple(draw(pages, problem.page, problem.Hkv, problem.D) for _ in range(2))
+    workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=True)
+    last = torch.as_tensor((keys - 1) % problem.page + 1, dtype=torch.int32)
+    table = (indptr.to(device), torch.randperm(pages, dtype=torch.int32, device=device), last.to(device))
+    sizes = (problem.Hq, problem.Hkv, problem.D, problem.page)
+    wrapper.plan(*table, *sizes, q_data_type=dtype, kv_data_type=dtype)
+    return lambda: wrapper.run(query, cache)
+
+
+def _block_mask(mask: Callable[..., Any], problem: Problem, device: str) -> Any:
+    create = flex_attention.create_block_mask
+    if device == "cuda" and problem.T * problem.S > _MAX_EAGER:
+        create = torch.compile(create)
+    block_mask = create(mask, None, None, problem.T, problem.S, device=device)
+    if problem.form == "split":
+        return block_mask
+    dense = block_mask.to_dense()
+    order = torch.argsort(dense, dim=-1, descending=True, stable=True).to(torch.int32)
+    return flex_attention.BlockMask.from_kv_blocks(
+        dense.sum(-1).to(torch.int32), order, mask_mod=mask, seq_lengths=(problem.T, problem.S)
+    )
+
+
+def _with_mask(mods: Mods) -> Callable[..., Any]:
+    """The mask as a score_mod, which is how torch takes one without a BlockMask."""
+    mask, score = mods
+    assert mask is not None
+
+    def score_mod(value: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        kept = value if score is None else score(value, b, h, q_idx, kv_idx)
+        return torch.where(mask(b, h, q_idx, kv_idx), kept, -float("inf"))
+
+    return score_mod
+
+
+def _materialized(bound: BoundProblem) -> Any:
+    """The mask or the bias as one array."""
+    problem, (mask, score), captured, device = bound
+    if "bias" in captured:
+        return captured["bias"][None].expand(problem.B, -1, -1, -1)
+    assert mask is not None
+    q_idx, kv_idx = torch.arange(problem.T, device=device)[:, None], torch.arange(problem.S, device=device)
+    visible = mask(0, 0, q_idx, kv_idx)
+    if score is None:
+        return visible
+    dtype = getattr(torch, problem.dtype)
+    heads = [score(torch.zeros((), device=device), 0, h, q_idx, kv_idx) for h in range(problem.Hq)]
+    # Of four axes: cuDNN's takes the first of three for the batch.
+    return torch.stack([torch.where(visible, x, -float("inf")).to(dtype) for x in heads])[None]

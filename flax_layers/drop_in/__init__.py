@@ -1,0 +1,1 @@
+"""`attention_fn` for the attention layers of Flax."""

@@ -1,0 +1,164 @@
+"""Which blocks of queries and keys are empty, partial or full under a mask, by intervals over all blocks at once.
+
+What depends on the query alone is evaluated for each query, and what depends on the key alone for each key: so their
+minimum and maximum in a block are exact, also those of captured arrays (the documents of a block). Interval arithmetic
+bounds only what depends on both. Integers and booleans are bounded; what is computed from floats stays undecided.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.plan import Refusal, program_of
+from pallas_kernels.program.build import Sizes
+from pallas_kernels.program.evaluate import Evaluation, Space
+from pallas_kernels.program.intervals import MAX_LOADED, RULES, Interval, Visibility, result_bounds
+from pallas_kernels.program.ir import Axes, Bounds, Node, reachable
+from pallas_kernels.types import Mod
+
+_INTEGERS = frozenset(map(np.dtype, (np.int8, np.uint8, np.int16, np.uint16, np.int32)))  # that int32 holds
+_LOGICAL = frozenset({"and", "or", "not"})
+
+
+class Grid(NamedTuple):
+    """A grid of blocks that covers some queries and keys; sizes are positive."""
+
+    lengths: tuple[int, int]
+    block_size: tuple[int, int]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Blocks of queries and of keys."""
+        rows, columns = (-(-n // size) for n, size in zip(self.lengths, self.block_size, strict=True))
+        return rows, columns
+
+    def positions(self, axis: int) -> jax.Array:
+        """The positions in each block along an axis, int32 [blocks, size]; the last one stands for those past it."""
+        blocks, size, length = self.shape[axis], self.block_size[axis], self.lengths[axis]
+        return jnp.minimum(jnp.arange(blocks * size, dtype=jnp.int32), length - 1).reshape(blocks, size)
+
+
+def visibility_of_blocks(
+    mod: Mod, operands: Sequence[jax.Array], at: tuple[jax.Array, jax.Array], leading: tuple[int, int], grid: Grid
+) -> Visibility | None:
+    """Classifies all blocks of a batch entry and head; positions past the lengths do not count.
+
+    Args:
+      mod: A mask mod.
+      operands: The arrays that it captures.
+      at: Batch entry and query head.
+      leading: How many there are of each.
+      grid: The blocks.
+
+    Returns:
+      Booleans [rows, columns]; None if nothing is known of any block, or the mod has no tile program.
+    """
+    program = program_of(mod, Sizes(*leading, *grid.lengths))
+    if isinstance(program, Refusal):
+        return None
+    given = {"b": at[0], "h": at[1], "q": grid.positions(0), "k": grid.positions(1)}
+    values = {node: given[node.value] for node in program.arguments}
+    return _BlockAnalysis(Evaluation(_Positions(operands, grid), values), grid).visibility(program.output)
+
+
+def hides_all(mod: Mod, leading: tuple[int, int], lengths: tuple[int, int]) -> bool:
+    """True if bounds prove that no query attends to a key, whatever the captured arrays hold.
+
+    Args:
+      mod: The traced mod of a mask.
+      leading: Batch entries and query heads.
+      lengths: Numbers of queries and of keys.
+    """
+    program = program_of(mod, Sizes(*leading, *lengths))
+    return not isinstance(program, Refusal) and program.output.bounds == (0, 0)
+
+
+class _Positions(Space):
+    """Row values have the shape [rows, queries of a block], column values [columns, keys of a block]."""
+
+    def __init__(self, operands: Sequence[jax.Array], grid: Grid) -> None:
+        self.operands = operands
+        (rows, columns), (queries, keys) = grid.shape, grid.block_size
+        self.shapes: dict[str, tuple[int, int]] = {Axes.ROW: (rows, queries), Axes.COLUMN: (columns, keys)}
+
+    def literal(self, node: Node) -> jax.Array:
+        return jnp.full((), node.value.item(), node.dtype)
+
+    def spread(self, x: jax.Array, kind: str, to: str) -> jax.Array:
+        return x if kind == to else jnp.broadcast_to(x, self.shapes[to])
+
+    def load(self, node: Node, indices: Sequence[jax.Array]) -> jax.Array:
+        return self.operands[node.value][tuple(indices)]
+
+
+class _BlockAnalysis:
+    """Intervals of the nodes of one program: [rows, 1] of row values, [1, columns] of column values; None: unknown."""
+
+    def __init__(self, evaluation: Evaluation, grid: Grid) -> None:
+        self.evaluation, self.grid = evaluation, grid
+        self.intervals: dict[Node, Interval | None] = {}
+        self.out_of_range: list[jax.Array] = []  # where a number that enters arithmetic is larger than assumed
+
+    def visibility(self, output: Node) -> Visibility | None:
+        found = self._interval(output)
+        if found is None:
+            return None
+        some, everything = (jnp.broadcast_to(x != 0, self.grid.shape) for x in (found.high, found.low))
+        for unsafe in self.out_of_range:
+            some, everything = some | unsafe, everything & ~unsafe
+        return Visibility(some, everything)
+
+    def _interval(self, node: Node) -> Interval | None:
+        if node not in self.intervals:
+            self.intervals[node] = self._of_tiles(node) if node.kind == Axes.TILE else self._of_axis(node)
+        return self.intervals[node]
+
+    def _of_axis(self, node: Node) -> Interval | None:
+        """The exact interval of a value of one axis, or of none."""
+        is_boolean = node.dtype == np.bool_
+        if not (is_boolean or node.dtype in _INTEGERS) or any(x.dtype.kind not in "iub" for x in reachable([node])):
+            return None
+        value = self.evaluation(node).astype(jnp.int32)
+        low, high = (value, value) if node.kind == Axes.UNIFORM else (value.min(axis=1), value.max(axis=1))
+        if node.kind != Axes.UNIFORM:
+            low, high = (x[:, None] if node.kind == Axes.ROW else x[None] for x in (low, high))
+        limits = (0, 1) if is_boolean else (int(np.iinfo(node.dtype).min), int(np.iinfo(node.dtype).max))
+        return Interval(low, high, node.bounds or limits)
+
+    def _of_tiles(self, node: Node) -> Interval | None:
+        if node.op == "call":
+            return self._interval(node.inputs[0])
+        is_boolean = node.dtype == np.bool_
+        if node.op not in RULES or not (is_boolean or node.dtype == np.int32):
+            return None
+        if (node.op in _LOGICAL and not is_boolean) or (node.op == "convert_element_type" and is_boolean):
+            return None
+        ins = [self._interval(x) for x in node.inputs]
+        if (node.op in ("and", "or") and any(ins)) or (node.op == "select_n" and all(ins[1:])):
+            undecided = Interval(jnp.int32(0), jnp.int32(1), (0, 1))
+            ins = [x or undecided for x in ins]  # what the other side decides still counts
+        intervals = [x for x in ins if x is not None]
+        if len(intervals) < len(ins):
+            return None
+        if is_boolean:
+            made, bounds = RULES[node.op](*intervals), (0, 1)
+        else:
+            intervals, bounds = self._within_range(node, intervals)
+            made = None if bounds is None else RULES[node.op](*intervals)
+        return None if made is None or bounds is None else Interval(*made, bounds)
+
+    def _within_range(self, node: Node, ins: list[Interval]) -> tuple[list[Interval], Bounds | None]:
+        """The inputs of an integer and its static bounds, for which large numbers are assumed not to occur."""
+        bounds = result_bounds(node, ins)
+        if bounds is None:
+            for x in ins:
+                if x.bounds[0] < -MAX_LOADED or x.bounds[1] > MAX_LOADED:
+                    self.out_of_range.append((x.low < -MAX_LOADED) | (x.high > MAX_LOADED))
+            ins = [x._replace(bounds=(max(x.bounds[0], -MAX_LOADED), min(x.bounds[1], MAX_LOADED))) for x in ins]
+            bounds = result_bounds(node, ins)
+        return ins, bounds
