@@ -11,9 +11,9 @@ from typing import TextIO
 
 import jax.numpy as jnp
 
+from flax_layers.generate.batch import check_cache, check_max_tokens
 from flax_layers.generate.folder import Loaded, load
 from flax_layers.generate.generation import Generation, Speed, generate
-from flax_layers.generate.requests import check_cache, check_max_tokens
 from flax_layers.generate.sequences import KINDS
 from flax_layers.models import Tokenizer
 from flax_layers.models.cache_dtype import CACHE_DTYPES

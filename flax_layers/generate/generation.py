@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import TracebackType
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jaxtyping import Array, Int32
 
-from flax_layers.generate.chunk_reader import ChunkReader
-from flax_layers.generate.requests import Requests, check_cache, check_requests
+from flax_layers.generate.batch import Requests, check_cache, check_requests
 from flax_layers.generate.sequences import KINDS, PagedSequences, Sequences
 from flax_layers.generate.steps import NO_TOKEN, Rules, State, prefill, write_chunk
 from flax_layers.models import Decoder
@@ -26,6 +29,8 @@ FinishReason = Literal["stop", "length"]
 
 MakeSequences = Callable[[Decoder, int, int], Sequences]
 """Takes a model, the number of sequences, and the capacity of each."""
+
+Tokens = Int32[np.ndarray, "B steps"]
 
 CHUNK = 8
 """Decoding steps in one compiled call, whose tokens are streamed together. A call runs all of them."""
@@ -89,6 +94,61 @@ class Speed:
     def decode_rate(self) -> float:
         """Tokens per second of decoding steps; 0 if there were none."""
         return (self.tokens - self.first_tokens) / self.decode_seconds if self.decode_seconds else 0.0
+
+
+class ChunkReader:
+    """Copies chunks to the host in a thread of its own, in the order in which they are pushed.
+
+    The seconds of a chunk count from its dispatch, or from the end of the chunk before it if that is later, to the end
+    of its copy. What the caller does meanwhile does not count.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> with ChunkReader() as reader:
+        ...     reader.push(jnp.array([[1, 2]]), time.perf_counter())
+        ...     tokens, seconds = reader.pop()
+        >>> tokens.tolist(), 0 <= seconds < 60
+        ([[1, 2]], True)
+    """
+
+    def __init__(self):
+        self._thread = ThreadPoolExecutor(1)
+        self._pending: collections.deque[Future[tuple[Tokens, float]]] = collections.deque()
+        self._copied = 0.0
+
+    def __enter__(self) -> ChunkReader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._thread.shutdown()
+
+    def __len__(self) -> int:
+        """Chunks that have been pushed and not popped."""
+        return len(self._pending)
+
+    def push(self, chunk: Int32[Array, "B steps"], dispatched: float) -> None:
+        """Begins to copy a chunk.
+
+        Args:
+            chunk: On the device; it need not be computed yet.
+            dispatched: When its program was called, by `time.perf_counter`.
+        """
+        self._pending.append(self._thread.submit(self._copy, chunk, dispatched))
+
+    def pop(self) -> tuple[Tokens, float]:
+        """Waits for the oldest chunk.
+
+        Returns:
+            Its tokens, and its seconds.
+        """
+        return self._pending.popleft().result()
+
+    def _copy(self, chunk: Int32[Array, "B steps"], dispatched: float) -> tuple[Tokens, float]:
+        tokens = np.asarray(chunk)
+        begun, self._copied = max(dispatched, self._copied), time.perf_counter()
+        return tokens, self._copied - begun
 
 
 class Generation(Iterator[Piece]):
@@ -229,7 +289,7 @@ def generate(
     """Continues prompts in one batch.
 
     Two programs are compiled: prefill, and a loop of decoding steps. Prompts and the capacity of the cache are padded
-    to buckets (`flax_layers.generate.requests.bucket`). Prompts in the same bucket do not recompile, nor do new seeds,
+    to buckets (`flax_layers.generate.batch.bucket`). Prompts in the same bucket do not recompile, nor do new seeds,
     stop tokens or values of temperature, top-k and top-p. After all sequences have ended, the device finishes at most
     two chunks.
 

@@ -25,12 +25,11 @@ from flax_layers.models import Decoder
 from flax_layers.models.cache_dtype import CACHE_DTYPES, check_cache_dtype
 from flax_layers.models.checkpoint.optional import needs
 from flax_layers.serving.api.answers import ServedTokenizer
-from flax_layers.serving.cluster import connect, follow_first
 from flax_layers.serving.demo_model import FILE, ByteTokenizer, demo_model
+from flax_layers.serving.device.options import EngineOptions
+from flax_layers.serving.engine.constraints import Guides
 from flax_layers.serving.engine.engine import Engine
-from flax_layers.serving.engine.options import EngineOptions
-from flax_layers.serving.guides import Guides
-from flax_layers.serving.processes import LeadingExecutor
+from flax_layers.serving.processes import LeadingExecutor, connect, follow_first
 
 PACKAGES = ("jinja2", "llguidance", "prometheus_client", "pydantic", "starlette", "tqdm", "uvicorn")
 DEMO_CONTEXT = 2048

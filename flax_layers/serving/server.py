@@ -10,8 +10,7 @@ import threading
 from collections.abc import Callable
 
 from flax_layers.models.checkpoint.optional import needs
-from flax_layers.serving.api.errors import ApiError
-from flax_layers.serving.api.streaming import Limits
+from flax_layers.serving.api.transport import ApiError, Limits
 from flax_layers.serving.engine.engine import Engine
 
 with needs("starlette", "serve"):

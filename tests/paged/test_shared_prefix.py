@@ -14,7 +14,7 @@ import pytest
 import jflex
 from flax_layers.sampling import Sampling
 from flax_layers.serving import EngineOptions
-from flax_layers.serving.engine.options import Shape
+from flax_layers.serving.device.options import Shape
 from flax_layers.serving.engine.requests import Request
 from flax_layers.serving.engine.scheduler import Chunk
 from flax_layers.serving.engine.sequence import Sequence

@@ -13,8 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flax_layers.sampling import Sampling, SamplingBatch, sample, scale_and_truncate
-from flax_layers.serving.device.drafts import DECAY, LONGEST_MATCH, MAX_DRAFTS, PLACES, Draft, PromptLookup
+from flax_layers.serving.device.options import MAX_DRAFTS
 from flax_layers.serving.device.speculation import DraftRows, accept, compact, sample_drafts
+from flax_layers.serving.engine.drafts import DECAY, LONGEST_MATCH, PLACES, Draft, PromptLookup
 from jflex.masks import tree_ancestors, tree_bits
 from jflex.paged import PagedBatch, PagedCache
 

@@ -11,7 +11,7 @@ import time
 import uuid
 
 from flax_layers.models.checkpoint.optional import needs
-from flax_layers.serving.api.errors import ApiError
+from flax_layers.serving.api.transport import ApiError
 
 with needs("starlette", "serve"):
     from starlette.datastructures import Headers
@@ -54,7 +54,7 @@ class Access:
             >>> Access(hosts=()).check("localhost:8000", "http://localhost:8000")
             >>> Access(hosts=()).check("example.com", None)
             Traceback (most recent call last):
-            flax_layers.serving.api.errors.ApiError: `Host` must be a name of this machine. Got 'example.com'. ...
+            flax_layers.serving.api.transport.ApiError: `Host` must be a name of this machine. Got 'example.com'. ...
         """
         if self.hosts is None:
             return

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 from flax_layers.models.text_stream import TextStream
-from flax_layers.serving.api.generation import Usage
+from flax_layers.serving.api.choices import Usage
 from flax_layers.serving.api.text import Piece, TokenText, TokenTexts
 from flax_layers.serving.engine.requests import finite
 

@@ -18,12 +18,18 @@ from flax_layers.models.checkpoint.optional import needs
 from flax_layers.serving.api.access import Access, Gate
 from flax_layers.serving.api.answers import Answer, ChatAnswer, ServedTokenizer, server_sent
 from flax_layers.serving.api.bodies import ChatBody, CompletionBody, GenerationBody, TokenizeBody, parse
-from flax_layers.serving.api.errors import ApiError
-from flax_layers.serving.api.generation import MAX_BACKLOG, Generation
+from flax_layers.serving.api.choices import MAX_BACKLOG, Choices
 from flax_layers.serving.api.metrics import Metrics
 from flax_layers.serving.api.prompts import Prompts
-from flax_layers.serving.api.streaming import Disconnected, EventStream, Limits, read_body, unless_disconnected
 from flax_layers.serving.api.text import ChoiceText, TokenTexts
+from flax_layers.serving.api.transport import (
+    ApiError,
+    Disconnected,
+    EventStream,
+    Limits,
+    read_body,
+    unless_disconnected,
+)
 from flax_layers.serving.engine.engine import Engine
 from flax_layers.serving.engine.requests import Request as EngineRequest
 
@@ -215,21 +221,21 @@ class _Api:
         answer = kind(self._served.name, self._token_texts, len(requests), include_usage=body.include_usage)
         text = lambda: ChoiceText(self._tokenizer.text_stream(), body.stop)
         max_backlog = MAX_BACKLOG if body.stream else None
-        generation = Generation(requests, body.choices, text, self._metrics, max_backlog)
+        choices = Choices(requests, body.choices, text, self._metrics, max_backlog)
         with contextlib.ExitStack() as unfinished:
-            unfinished.callback(generation.cancel)
+            unfinished.callback(choices.cancel)
             try:
                 # Constraints have threads of their own: while some compile, other requests are tokenised and submitted.
                 pool = None if body.response_format is None else self._compiling
-                await asyncio.get_running_loop().run_in_executor(pool, generation.submit, self._engine)
+                await asyncio.get_running_loop().run_in_executor(pool, choices.submit, self._engine)
             except ApiError as error:
                 error.param = source if error.param == "prompt" else error.param
                 raise
             if body.stream:
                 unfinished.pop_all()  # the stream cancels it
-                events = _events(generation, answer, len(requests), request.state.request_id)
-                return EventStream(events, generation.cancel)
-            content = await unless_disconnected(request.receive, _whole(generation, answer))
+                events = _events(choices, answer, len(requests), request.state.request_id)
+                return EventStream(events, choices.cancel)
+            content = await unless_disconnected(request.receive, _whole(choices, answer))
         return Response(content, media_type="application/json")
 
     def _tokenize(self, raw: bytes, tenant: int | None) -> bytes:
@@ -289,26 +295,26 @@ class _Api:
         return {**head, "max_model_len": self._engine.context}
 
 
-async def _whole(generation: Generation, answer: Answer) -> bytes:
+async def _whole(choices: Choices, answer: Answer) -> bytes:
     """The JSON of an answer. Other requests have their turn while it is made."""
-    async for index, piece in generation.pieces():
+    async for index, piece in choices.pieces():
         answer.take(index, piece)
     parts = []
-    for part in answer.whole(generation.usage):
+    for part in answer.whole(choices.usage):
         parts.append(part)
         await asyncio.sleep(0)
     return b"".join(parts)
 
 
-async def _events(generation: Generation, answer: Answer, choices: int, request_id: str) -> AsyncIterator[bytes]:
+async def _events(choices: Choices, answer: Answer, count: int, request_id: str) -> AsyncIterator[bytes]:
     """The events of a streamed answer; a failure is the last one."""
     try:
-        for index in range(choices):
+        for index in range(count):
             if (opening := answer.opening(index)) is not None:
                 yield server_sent(opening)
-        async for index, piece in generation.pieces():
+        async for index, piece in choices.pieces():
             yield server_sent(answer.chunk(index, piece))
-        if (closing := answer.closing(generation.usage)) is not None:
+        if (closing := answer.closing(choices.usage)) is not None:
             yield server_sent(closing)
     except ApiError as error:
         _LOG.warning("The stream %s ended with status %d: %s", request_id, error.status, error.message)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from flax_layers.models.checkpoint.optional import needs
-from flax_layers.serving.engine.stats import Stats
+from flax_layers.serving.engine.requests import Stats
 
 with needs("prometheus_client", "serve"):
     from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from flax_layers.models.checkpoint.optional import needs
 from flax_layers.models.tokenizer import BYTE_NAMES
 from flax_layers.serving.api.answers import ServedTokenizer
-from flax_layers.serving.api.errors import ApiError
+from flax_layers.serving.api.transport import ApiError
 
 Part = dict[str, Any]
 """A part of a `tokenizer.json`, or a message."""

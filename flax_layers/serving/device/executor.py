@@ -11,6 +11,7 @@ from jaxtyping import Array, Int32
 
 from flax_layers.models import Decoder
 from flax_layers.models.cache_dtype import check_cache_dtype
+from flax_layers.serving.device.options import EngineOptions, Program
 from flax_layers.serving.device.step import (
     DeviceState,
     allow_tokens,
@@ -21,7 +22,6 @@ from flax_layers.serving.device.step import (
     make_step,
     poison_pages,
 )
-from flax_layers.serving.engine.options import EngineOptions, Program
 from jflex.types import AnyArray
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence as Items
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -19,13 +19,27 @@ from flax_layers.compiler_options import DECODING
 from flax_layers.models import Decoder
 from flax_layers.models.block import Pages
 from flax_layers.sampling import SamplingBatch, sample
+from flax_layers.serving.device.inputs import unpack
+from flax_layers.serving.device.options import EngineOptions, Program
 from flax_layers.serving.device.penalties import Edits, apply_penalties, keep_allowed
 from flax_layers.serving.device.speculation import DraftRows, accept, compact, sample_drafts
-from flax_layers.serving.engine.options import EngineOptions, Program
-from flax_layers.serving.engine.packing import unpack
-from flax_layers.serving.engine.requests import MAX_LOGPROBS, TokenLogprobs
 from jflex.paged import copy_pages
 from jflex.types import AnyArray
+
+MAX_LOGPROBS = 20
+"""Top log probabilities that a request may ask for; as in OpenAI's API."""
+
+
+class TokenLogprobs(NamedTuple):
+    """Log probabilities (natural) at one position, of the model's own distribution: before temperature and truncation.
+
+    Attributes:
+        logprob: Log probability of the sampled token.
+        top: The most probable tokens with theirs, as many as the request asked for, the most probable one first.
+    """
+
+    logprob: float
+    top: tuple[tuple[int, float], ...]
 
 
 @jax.tree_util.register_dataclass

@@ -12,19 +12,26 @@ from collections.abc import Sequence as Items
 import numpy as np
 
 from flax_layers.models import Decoder
-from flax_layers.serving.device.dispatch import Dispatched, Dispatcher
-from flax_layers.serving.device.drafts import PromptLookup
 from flax_layers.serving.device.executor import Executor
-from flax_layers.serving.device.step import read_row
-from flax_layers.serving.engine.options import EngineOptions
+from flax_layers.serving.device.options import EngineOptions
+from flax_layers.serving.device.step import TokenLogprobs, read_row
+from flax_layers.serving.engine.constraints import Guide, Guides
+from flax_layers.serving.engine.dispatch import Dispatched, Dispatcher
+from flax_layers.serving.engine.drafts import PromptLookup
 from flax_layers.serving.engine.packing import pack_request
 from flax_layers.serving.engine.pages import Pages
-from flax_layers.serving.engine.requests import Deliver, Event, FinishReason, Request, TokenLogprobs, token_limit
+from flax_layers.serving.engine.requests import (
+    COUNTED,
+    Closed,
+    Deliver,
+    Event,
+    FinishReason,
+    Request,
+    Stats,
+    token_limit,
+)
 from flax_layers.serving.engine.scheduler import Chunk, OutOfRoom, Scheduler
-from flax_layers.serving.engine.sequence import Sequence
-from flax_layers.serving.engine.stats import COUNTED, Stats
-from flax_layers.serving.engine.ticket import Closed, Ticket
-from flax_layers.serving.guides import Guides, begin_guide
+from flax_layers.serving.engine.sequence import Sequence, Ticket
 
 _LOG = logging.getLogger(__name__)
 
@@ -36,7 +43,7 @@ class Engine:
     hands from step to step itself. `submit` and `cancel` may be called from any thread; `step` from one, as by `start`.
 
     With `draft_tokens`, drafts of each request are verified in the step that follows them, as a tree: see
-    `flax_layers.serving.device.drafts` and `flax_layers.serving.device.speculation`. Tokens stay the same. Drafts need
+    `flax_layers.serving.engine.drafts` and `flax_layers.serving.device.speculation`. Tokens stay the same. Drafts need
     known tokens, so the host does not run ahead while a request is speculated. Requests with penalties or log
     probabilities are not.
 
@@ -225,7 +232,7 @@ class Engine:
         words = pack_request(request)
         is_speculated = self.options.draft_tokens > 0 and request.may_be_speculated
         lookup = PromptLookup(request.prompt, self.options.draft_match) if is_speculated else None
-        guide = begin_guide(self._guides, request)
+        guide = _begin_guide(self._guides, request)
         return Sequence(request, limit, deliver, words, lookup=lookup, guide=guide)
 
     def _loop(self) -> None:
@@ -371,3 +378,26 @@ class Engine:
         self._pages.clear(lost)
         if not is_intact:
             self._executor.reset()
+
+
+def _begin_guide(guides: Guides | None, request: Request) -> Guide | None:
+    """The guide of a request at its beginning.
+
+    Args:
+        guides: Compile constraints; None if the engine has none.
+        request: The request.
+
+    Returns:
+        The guide; None if the request has no constraint.
+
+    Raises:
+        ValueError: The constraint does not compile, or there are no `guides`.
+    """
+    if request.constraint is None:
+        return None
+    if guides is None:
+        raise ValueError(
+            "`constraint` is not supported by this engine: it was made without `guides`. Leave it out, or make the "
+            "engine with `guides=Guides(tokenizer, vocabulary)`."
+        )
+    return guides.begin(request.constraint, request.stop_tokens)

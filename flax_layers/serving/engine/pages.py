@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Int32
 
 from flax_layers.models import ModelConfig
-from flax_layers.serving.engine.options import EngineOptions
+from flax_layers.serving.device.options import EngineOptions
 from flax_layers.serving.engine.sequence import Sequence
 from jflex.paged import OutOfPages, PagePool, PrefixCache, PrefixHit
 

@@ -1,4 +1,4 @@
-"""Requests to the engine, and the events that it sends back."""
+"""Requests to the engine, the events and errors that answer them, and counts of the engine."""
 
 from __future__ import annotations
 
@@ -9,16 +9,14 @@ from collections.abc import Callable, Hashable
 from typing import Literal, NamedTuple
 
 from flax_layers.sampling import Sampling, checked_integer
-from flax_layers.serving.constraints import Constraint
 from flax_layers.serving.device.penalties import Penalties
+from flax_layers.serving.device.step import MAX_LOGPROBS, TokenLogprobs
+from flax_layers.serving.engine.constraints import Constraint
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 """`stop`: a stop token was sampled, or the text of a constraint is complete. `length`: `max_tokens` or the context
 length was reached. `cancelled`: by the client or by shutdown. `error`: the step of the request failed, or no token can
 follow its constraint."""
-
-MAX_LOGPROBS = 20
-"""Top log probabilities that a request may ask for; as in OpenAI's API."""
 
 MAX_STOP_TOKENS = 1024
 """Stop tokens of a request, at most."""
@@ -94,18 +92,6 @@ class Request:
         return not self.penalties and self.logprobs is None and self.constraint is None
 
 
-class TokenLogprobs(NamedTuple):
-    """Log probabilities (natural) at one position, of the model's own distribution: before temperature and truncation.
-
-    Attributes:
-        logprob: Log probability of the sampled token.
-        top: The most probable tokens with theirs, as many as the request asked for, the most probable one first.
-    """
-
-    logprob: float
-    top: tuple[tuple[int, float], ...]
-
-
 class Event(NamedTuple):
     """The result of a step for one request.
 
@@ -166,6 +152,55 @@ def token_limit(request: Request, context: int, cache_tokens: int, vocabulary: i
             f"{request.max_tokens}. Shorten the prompt, or lower `max_tokens` to {room - prompt}."
         )
     return request.max_tokens
+
+
+class QueueFull(RuntimeError):
+    """The queue is full: `max_waiting` requests wait that cannot start. Try again later."""
+
+
+class Closed(RuntimeError):
+    """The engine takes no more requests: it is shutting down."""
+
+
+COUNTED = ("generated_tokens", "drafted_tokens", "accepted_tokens", "steps", "cascade_steps", "failures")
+"""What the engine itself counts."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Stats:
+    """The engine at one moment; counts are since it started.
+
+    Attributes:
+        running: Requests that have pages.
+        waiting: Requests that have none yet.
+        free_pages: Pages that nobody uses.
+        cached_pages: Pages that the prefix cache holds.
+        used_pages: Pages of running requests alone.
+        prompt_tokens: Tokens of admitted prompts.
+        hit_tokens: Those of them that were found in the prefix cache, or that another sample of the prompt computed.
+        generated_tokens: Sampled tokens that were delivered.
+        drafted_tokens: Drafted tokens that were verified.
+        accepted_tokens: Those of them that were accepted.
+        steps: Steps that were dispatched.
+        cascade_steps: Those of them in which requests read the prefix that they share once for all.
+        preemptions: How often a request lost its pages and was computed again.
+        failures: Steps that failed.
+    """
+
+    running: int
+    waiting: int
+    free_pages: int
+    cached_pages: int
+    used_pages: int
+    prompt_tokens: int
+    hit_tokens: int
+    generated_tokens: int
+    drafted_tokens: int
+    accepted_tokens: int
+    steps: int
+    cascade_steps: int
+    preemptions: int
+    failures: int
 
 
 def finite(logprob: float) -> float:

@@ -13,12 +13,11 @@ import bisect
 import collections
 from typing import NamedTuple
 
-from flax_layers.serving.device.drafts import Draft
-from flax_layers.serving.engine.options import EngineOptions
+from flax_layers.serving.device.options import EngineOptions
+from flax_layers.serving.engine.drafts import Draft
 from flax_layers.serving.engine.pages import Pages
-from flax_layers.serving.engine.requests import FinishReason
+from flax_layers.serving.engine.requests import FinishReason, QueueFull
 from flax_layers.serving.engine.sequence import PageCopy, Sequence
-from flax_layers.serving.engine.ticket import QueueFull
 
 
 class Chunk(NamedTuple):

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 from jaxtyping import Int32
 
-from flax_layers.serving.device.drafts import Draft, PromptLookup
+from flax_layers.serving.engine.constraints import Guide
+from flax_layers.serving.engine.drafts import Draft, PromptLookup
 from flax_layers.serving.engine.requests import Deliver, FinishReason, Request
-from flax_layers.serving.guides import Guide
 from jflex.paged import PrefixHit
 
 PageCopy = tuple[int, int]
@@ -154,3 +154,24 @@ class Sequence:
     def top_logprobs(self) -> int:
         """Top tokens whose log probabilities are delivered; -1 for none, and not that of the sampled token either."""
         return -1 if self.request.logprobs is None else self.request.logprobs
+
+
+class Ticket:
+    """A submitted request."""
+
+    def __init__(self, sequence: Sequence, cancel: Callable[[Sequence], None]):
+        self._sequence, self._cancel = sequence, cancel
+
+    def cancel(self) -> None:
+        """Ends the request before the next step, from any thread; does nothing if it has ended."""
+        self._cancel(self._sequence)
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of the prompt."""
+        return len(self._sequence.request.prompt)
+
+    @property
+    def hit_tokens(self) -> int:
+        """Tokens of the prompt that were found in the prefix cache, or that another sample of it computed."""
+        return self._sequence.hit or 0

@@ -6,7 +6,7 @@ import collections
 from collections.abc import Sequence as Items
 from typing import NamedTuple
 
-from flax_layers.serving.engine.options import EngineOptions, Shape
+from flax_layers.serving.device.options import EngineOptions, Shape
 from flax_layers.serving.engine.scheduler import Chunk
 from jflex.paged import PrefixHit
 

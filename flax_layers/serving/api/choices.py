@@ -9,12 +9,12 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import NamedTuple
 
-from flax_layers.serving.api.errors import ApiError
 from flax_layers.serving.api.metrics import Metrics
 from flax_layers.serving.api.text import ChoiceText, Piece
+from flax_layers.serving.api.transport import ApiError
 from flax_layers.serving.engine.engine import Engine
-from flax_layers.serving.engine.requests import Deliver, Event, Request
-from flax_layers.serving.engine.ticket import Closed, QueueFull, Ticket
+from flax_layers.serving.engine.requests import Closed, Deliver, Event, QueueFull, Request
+from flax_layers.serving.engine.sequence import Ticket
 
 MAX_BACKLOG = 1 << 18
 """Tokens and log probabilities of a stream that may wait for its client; up to 80 MB."""
@@ -31,7 +31,7 @@ class Usage(NamedTuple):
     completion: int
 
 
-class Generation:
+class Choices:
     """The choices of a request, and their texts. Belongs to the event loop that it is made in.
 
     The engine's thread only appends to a queue and wakes the loop, so a slow client does not hold it up. A client that

@@ -13,8 +13,8 @@ from jaxtyping import Array, Int32
 
 from flax_layers.models import ModelConfig
 from flax_layers.serving.device.executor import Executor
+from flax_layers.serving.device.options import EngineOptions, Program
 from flax_layers.serving.device.penalties import Penalties, pack_penalties
-from flax_layers.serving.engine.options import EngineOptions, Program
 from flax_layers.serving.engine.packing import pack, pack_allowed, pack_copies
 from flax_layers.serving.engine.scheduler import Chunk
 from flax_layers.serving.engine.sequence import PageCopy

@@ -2,7 +2,7 @@
 
 A grammar of a few kilobytes can take minutes and gigabytes to compile, and what compiles it cannot be stopped. So it is
 compiled first where the operating system bounds time and memory. This file imports nothing of the library, so that it
-starts in 0.1 s; `flax_layers.serving.guides` runs it.
+starts in 0.1 s; `flax_layers.serving.engine.constraints` runs it.
 """
 
 import json

@@ -9,7 +9,9 @@ from typing import NamedTuple
 from flax_layers.attention.streaming import Streaming
 from flax_layers.models import ModelConfig
 from flax_layers.models.cache_dtype import check_cache_name
-from flax_layers.serving.device.drafts import MAX_DRAFTS
+
+MAX_DRAFTS = 31
+"""Drafts of one request in a step: with the last known token they are the 32 nodes of a tree."""
 
 _SMALL_TABLE = 64
 """Pages of a request up to which all steps share one width of the table: 64 rows of it are 16 KB to transfer."""

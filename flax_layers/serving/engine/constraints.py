@@ -1,4 +1,7 @@
-"""Follows the constraints of sequences on the host: which tokens may come next, as bits. llguidance does the work."""
+"""Constraints on the text of a request (JSON schema, regular expression, grammar), and the tokens that they allow next.
+
+The host follows them with llguidance.
+"""
 
 from __future__ import annotations
 
@@ -6,19 +9,22 @@ import collections
 import dataclasses
 import json
 import pathlib
+import reprlib
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, Protocol
 
 import numpy as np
 from jaxtyping import Int32, UInt32
 
 from flax_layers.models.checkpoint.optional import needs
-from flax_layers.serving import grammar_check
-from flax_layers.serving.constraints import Constraint
-from flax_layers.serving.engine.requests import Request
+from flax_layers.serving.engine import grammar_check
+
+MAX_CHARACTERS = 1 << 17
+"""Characters of a schema, a pattern or a grammar, at most."""
+
 
 WALL_SECONDS = 15
 """A check of a grammar ends after so many seconds, on a machine that is too busy for its seconds of CPU time."""
@@ -27,6 +33,89 @@ _KEPT = 32
 """Compiled constraints that are kept. The lexer of one has at most 250,000 states, 40 MB; most have a few hundred."""
 
 _END = "<|end of a constrained text|>"
+
+
+@dataclasses.dataclass(frozen=True)
+class Constraint:
+    """What the text of a request must match, as a whole.
+
+    llguidance compiles it: its documentation lists the keywords of JSON schema, and describes regular expressions and
+    grammars. A keyword that it cannot follow is an error, never ignored.
+
+    Attributes:
+        kind: Language of the text.
+        text: A schema, a pattern or a grammar.
+
+    Raises:
+        ValueError: The text is too long, or has surrogates.
+
+    Example:
+        >>> Constraint.json_schema({"type": "integer"})
+        Constraint(kind='json_schema', text='{"type": "integer"}')
+        >>> Constraint.regex("yes|no")
+        Constraint(kind='regex', text='yes|no')
+    """
+
+    kind: Literal["json_schema", "regex", "lark"]
+    text: str
+
+    def __post_init__(self) -> None:
+        if len(self.text) > MAX_CHARACTERS:
+            raise ValueError(
+                f"`constraint` must have at most {MAX_CHARACTERS} characters. Got {len(self.text)}. Simplify it."
+            )
+        if not self.text.isprintable() and any("\ud800" <= x <= "\udfff" for x in self.text):
+            raise ValueError(f"`constraint` must be text of Unicode. Got {reprlib.repr(self.text)}, with a surrogate.")
+
+    @classmethod
+    def json_schema(cls, schema: Mapping[str, Any] | bool) -> Constraint:
+        """JSON that matches a schema. Properties come in the order of the schema.
+
+        Args:
+            schema: The schema, of draft 2020-12.
+
+        Returns:
+            The constraint.
+
+        Raises:
+            ValueError: The schema is not an object of JSON.
+        """
+        if not isinstance(schema, Mapping | bool):
+            raise ValueError(f"`schema` must be a JSON object, true or false. Got {reprlib.repr(schema)}.")
+        try:
+            text = json.dumps(schema, ensure_ascii=False, allow_nan=False)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise ValueError(f"`schema` must be JSON. Got {reprlib.repr(schema)}: {error}.") from None
+        return cls("json_schema", text)
+
+    @classmethod
+    def json_object(cls) -> Constraint:
+        """Any JSON object."""
+        return cls.json_schema({"type": "object"})
+
+    @classmethod
+    def regex(cls, pattern: str) -> Constraint:
+        """A text that a regular expression matches as a whole.
+
+        Args:
+            pattern: In the syntax of the Rust crate `regex`, without look-around, anchors inside and back-references.
+
+        Returns:
+            The constraint.
+        """
+        return cls("regex", pattern)
+
+    @classmethod
+    def lark(cls, grammar: str) -> Constraint:
+        """A text of a context-free grammar.
+
+        Args:
+            grammar: In llguidance's dialect of Lark.
+
+        Returns:
+            The constraint.
+        """
+        return cls("lark", grammar)
 
 
 class SerializedTokenizer(Protocol):
@@ -207,29 +296,6 @@ class Guides:
         elif may_end and guide.stop_tokens:
             allowed |= _bits(guide.stop_tokens, self.vocabulary)
         guide.allowed = allowed.view(np.int32)
-
-
-def begin_guide(guides: Guides | None, request: Request) -> Guide | None:
-    """The guide of a request at its beginning.
-
-    Args:
-        guides: Compile constraints; None if the engine has none.
-        request: The request.
-
-    Returns:
-        The guide; None if the request has no constraint.
-
-    Raises:
-        ValueError: The constraint does not compile, or there are no `guides`.
-    """
-    if request.constraint is None:
-        return None
-    if guides is None:
-        raise ValueError(
-            "`constraint` is not supported by this engine: it was made without `guides`. Leave it out, or make the "
-            "engine with `guides=Guides(tokenizer, vocabulary)`."
-        )
-    return guides.begin(request.constraint, request.stop_tokens)
 
 
 def check(constraint: Constraint) -> None:

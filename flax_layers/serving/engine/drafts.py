@@ -14,8 +14,6 @@ from jaxtyping import Int32
 
 from jflex.masks import tree_bits
 
-MAX_DRAFTS = 31
-"""Drafts of one request in a step: with the last known token they are the 32 nodes of a tree."""
 PLACES = 16
 """Earlier places that are compared: the most recent ones. It bounds the time of a look-up."""
 LONGEST_MATCH = 8
