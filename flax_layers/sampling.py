@@ -147,12 +147,7 @@ def sample(logits: Float[Array, "B V"], sampling: SamplingBatch, positions: Int[
 def scale_and_truncate(logits: Float[Array, "B V"], sampling: SamplingBatch) -> Float[Array, "B V"]:
     """Divides logits by the temperature, and sets tokens outside of top-k, top-p or min-p to `-inf`.
 
-    Args:
-        logits: Logits, float32.
-        sampling: Parameters of the rows. The results of rows with temperature 0 are not used.
-
-    Returns:
-        Logits, shifted so that the maximum of each row is 0.
+    The maximum of each row becomes 0. The results of rows with temperature 0 are not used.
     """
     logits = logits - jnp.max(logits, axis=-1, keepdims=True)
     if sampling.temperature is not None:
@@ -169,15 +164,8 @@ def truncate(
 ) -> Float[Array, "B V"]:
     """Keeps the most probable tokens of each row: top-k, then top-p among these. All others become `-inf`.
 
-    Both also keep tokens that tie with the last one kept.
-
-    Args:
-        logits: Logits, float32.
-        top_k: Number of tokens to keep; 0 keeps all. None keeps all in every row.
-        top_p: Minimum total probability of the tokens to keep; 1 keeps all. None keeps all in every row.
-
-    Returns:
-        Logits.
+    Both also keep tokens that tie with the last one kept. `top_k` 0 and `top_p` 1 keep all tokens of a row, None those
+    of every row.
 
     Example:
         >>> logits = jnp.log(jnp.array([[0.5, 0.25, 0.125, 0.125]]))
@@ -205,15 +193,7 @@ def truncate(
 def draw(
     logits: Float[Array, "B V"], seed: UInt32[Array, " B"] | None, positions: Int[Array, " B"]
 ) -> Int32[Array, " B"]:
-    """Draws a token for each row with probability `softmax(logits)`.
-
-    Args:
-        logits: Logits; `-inf` excludes a token.
-        seed: Seed of each row.
-        positions: Position of the token of each row, folded into the key.
-
-    Returns:
-        The tokens.
+    """Draws a token for each row with probability `softmax(logits)`; its key is the seed, folded with the position.
 
     Raises:
         ValueError: `seed` is None.
@@ -232,12 +212,6 @@ def draw(
 def as_float32(value: float) -> float:
     """A number as the device gets it: rounded to float32, which makes large ones infinite.
 
-    Args:
-        value: A number of any size.
-
-    Returns:
-        The rounded number.
-
     Example:
         >>> as_float32(0.1), as_float32(1e39)
         (0.10000000149011612, inf)
@@ -250,18 +224,7 @@ def as_float32(value: float) -> float:
 
 
 def checked_integer(name: str, value: Any) -> int:
-    """An argument as an int.
-
-    Args:
-        name: Name of the argument.
-        value: Its value.
-
-    Returns:
-        The integer.
-
-    Raises:
-        TypeError: It is not one.
-    """
+    """Returns the argument `name` as an int, or raises TypeError."""
     try:
         return operator.index(value)
     except TypeError:

@@ -16,14 +16,7 @@ from flax_layers.sampling import Sampling
 
 @dataclasses.dataclass(frozen=True)
 class Requests:
-    """Prompts that run in one batch.
-
-    Attributes:
-        prompts: Tokens of each prompt.
-        sampling: Sampling parameters of each.
-        max_tokens: Maximum number of new tokens of each.
-        stop_tokens: Tokens that end a sequence.
-    """
+    """Prompts that run in one batch, with the sampling parameters and the maximum number of new tokens of each."""
 
     prompts: tuple[tuple[int, ...], ...]
     sampling: tuple[Sampling, ...]
@@ -31,15 +24,10 @@ class Requests:
     stop_tokens: tuple[int, ...]
 
     def continued(self, rows: Sequence[int], written: Sequence[Sequence[int]], limit: int) -> Requests:
-        """The remaining requests of some rows, with generated tokens appended to their prompts.
+        """Selects rows, with the tokens generated so far (`written`, of all rows) appended to their prompts.
 
         Args:
-            rows: Indices of the rows.
-            written: The tokens generated so far, for all rows.
             limit: Maximum length of a sequence in the cache; its last token is not in the cache.
-
-        Returns:
-            The requests.
         """
         prompts = tuple((*self.prompts[row], *written[row]) for row in rows)
         left = [self.max_tokens[row] - len(written[row]) for row in rows]
@@ -63,12 +51,6 @@ class Requests:
 def bucket(length: int) -> int:
     """The smallest of 16, 24, 32, 48, 64, 96, ... that is at least `length`. From 12 on, at most a third is padding.
 
-    Args:
-        length: At least 1.
-
-    Returns:
-        The bucket.
-
     Example:
         >>> [bucket(length) for length in (1, 16, 17, 25, 1000, 1025)]
         [16, 16, 24, 32, 1024, 1536]
@@ -84,21 +66,7 @@ def check_requests(
     sampling: Sampling | Sequence[Sampling],
     stop_tokens: Sequence[int] | None,
 ) -> Requests:
-    """Checks the arguments of generation.
-
-    Args:
-        config: The configuration of the model.
-        prompts: Tokens of each prompt.
-        max_tokens: Maximum number of new tokens of each sequence.
-        sampling: Sampling parameters, one for all prompts or one for each.
-        stop_tokens: Tokens that end a sequence. None: those of the configuration.
-
-    Returns:
-        The requests.
-
-    Raises:
-        ValueError: An argument is out of range.
-    """
+    """Checks the arguments of `generate`, and raises ValueError for one that is out of range."""
     _check_prompts(config, prompts)
     check_max_tokens(max_tokens)
     each = (sampling,) * len(prompts) if isinstance(sampling, Sampling) else tuple(sampling)
@@ -113,28 +81,13 @@ def check_requests(
 
 
 def check_max_tokens(max_tokens: int) -> None:
-    """Checks `max_tokens`.
-
-    Args:
-        max_tokens: Maximum number of new tokens.
-
-    Raises:
-        ValueError: It is less than 1.
-    """
+    """Raises ValueError unless `max_tokens` is at least 1."""
     if max_tokens < 1:
         raise ValueError(f"`max_tokens` must be at least 1. Got {max_tokens}. Pass the number of tokens to generate.")
 
 
 def check_cache(cache: str, dtype: str | None = None) -> None:
-    """Checks the name of a cache, and of its dtype.
-
-    Args:
-        cache: The name.
-        dtype: The dtype; None for that of the model.
-
-    Raises:
-        ValueError: There is no such cache, or it cannot have the dtype.
-    """
+    """Raises ValueError if there is no such cache, or it cannot have the dtype; None is the dtype of the model."""
     if cache not in KINDS:
         raise ValueError(f"`cache` must be one of {', '.join(KINDS)}. Got {cache!r}. The default is dense.")
     check_cache_name(dtype)

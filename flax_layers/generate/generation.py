@@ -129,20 +129,16 @@ class ChunkReader:
         return len(self._pending)
 
     def push(self, chunk: Int32[Array, "B steps"], dispatched: float) -> None:
-        """Begins to copy a chunk.
+        """Begins to copy a chunk, which need not be computed yet.
 
         Args:
-            chunk: On the device; it need not be computed yet.
-            dispatched: When its program was called, by `time.perf_counter`.
+            chunk: Tokens on the device.
+            dispatched: Time of the call of its program, by `time.perf_counter`.
         """
         self._pending.append(self._thread.submit(self._copy, chunk, dispatched))
 
     def pop(self) -> tuple[Tokens, float]:
-        """Waits for the oldest chunk.
-
-        Returns:
-            Its tokens, and its seconds.
-        """
+        """Waits for the oldest chunk; returns its tokens and its seconds."""
         return self._pending.popleft().result()
 
     def _copy(self, chunk: Int32[Array, "B steps"], dispatched: float) -> tuple[Tokens, float]:

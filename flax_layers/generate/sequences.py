@@ -52,10 +52,8 @@ class Sequences(Protocol):
 class DenseSequences:
     """Sequences in dense caches, with a row for each sequence.
 
-    Attributes:
-        caches: Of each layer, without their lengths.
-        lengths: Number of tokens of each sequence in the caches. Stored once: a loop over decoding steps would copy
-            those of each layer, in a kernel for each.
+    `lengths` is stored once, not in the `caches` of the layers: a loop over decoding steps would copy those of each
+    layer, in a kernel for each.
     """
 
     caches: Caches
@@ -85,13 +83,7 @@ def _with_lengths(caches: Caches, lengths: Int32[Array, " B"] | None) -> Caches:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PagedSequences:
-    """Sequences in a paged cache, which all layers share. The pages of a sequence are allocated at the start.
-
-    Attributes:
-        cache: Keys and values of all layers.
-        page_table: The pages of each sequence.
-        lengths: Number of tokens of each sequence in the cache.
-    """
+    """Sequences in a paged cache, which all layers share. The pages of a sequence are allocated at the start."""
 
     cache: Pages
     page_table: Int32[Array, "B max_pages"]

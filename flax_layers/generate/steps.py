@@ -23,13 +23,7 @@ NO_TOKEN = -1
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Rules:
-    """How tokens of B sequences are sampled, and when the sequences end.
-
-    Attributes:
-        sampling: Sampling parameters.
-        max_tokens: Maximum number of new tokens of each sequence.
-        stop_tokens: Tokens that end a sequence.
-    """
+    """Sampling parameters and ends of B sequences."""
 
     sampling: SamplingBatch
     max_tokens: Int32[Array, " B"]
@@ -45,7 +39,7 @@ class State:
         sequences: The sequences and their cache.
         token: The last sampled token of each sequence, not yet in the cache; `NO_TOKEN` if it ended earlier.
         written: Number of tokens sampled for each.
-        ended: Whether each is complete.
+        ended: True for each complete sequence.
     """
 
     sequences: DenseSequences | PagedSequences
@@ -63,18 +57,9 @@ def prefill(
     counts: Int32[Array, " B"],
     rules: Rules,
 ) -> State:
-    """Reads the prompts and samples the first token of each sequence.
+    """Reads prompts, padded to one length, and samples the first token of each sequence.
 
-    Args:
-        graph: The graph definition of the model.
-        parameters: The state of the model.
-        sequences: Empty sequences, donated.
-        prompts: Tokens, padded to one length.
-        counts: Number of tokens of each prompt.
-        rules: How tokens are sampled.
-
-    Returns:
-        The state after prefill.
+    `sequences` must be empty; they are donated. `counts` are the lengths of the prompts.
     """
     logits, sequences = sequences.read(nnx.merge(graph, parameters), prompts, counts)
     begun = jnp.zeros(counts.shape, jnp.int32)
@@ -91,15 +76,8 @@ def write_chunk(
     for the GPU after each step, and the call returns when its last step is launched: 5.2 ms a step of the shape of
     Llama 3 8B at batch 1, and 4.6 ms so (H200, JAX 0.11.2).
 
-    Args:
-        graph: The graph definition of the model.
-        parameters: The state of the model.
-        state: The state of the sequences, donated.
-        rules: How tokens are sampled.
-        steps: Number of steps.
-
     Returns:
-        The new state, and the sampled tokens; `NO_TOKEN` where a sequence had ended.
+        The new state, which replaces the donated one, and the sampled tokens; `NO_TOKEN` where a sequence had ended.
     """
     model = nnx.merge(graph, parameters)
 

@@ -45,14 +45,7 @@ long as the GEMMs of 190 tokens: 808 TFLOP/s over 4.28 TB/s (`benchmarks/results
 
 
 class Model(NamedTuple):
-    """A model to serve.
-
-    Attributes:
-        name: Its name for clients.
-        decoder: The model.
-        tokenizer: Its tokenizer.
-        stop_tokens: End a text.
-    """
+    """A model to serve: its name for clients, and the tokens that end a text."""
 
     name: str
     decoder: Decoder
@@ -61,11 +54,7 @@ class Model(NamedTuple):
 
 
 def parser() -> argparse.ArgumentParser:
-    """The options.
-
-    Returns:
-        What reads them.
-    """
+    """Builds the parser of the options."""
     made = argparse.ArgumentParser(
         prog="python -m flax_layers.serve",
         description="Serves a model to clients of OpenAI's API: /v1/completions, /v1/chat/completions, /v1/models. "
@@ -132,11 +121,7 @@ def _add_access(add: Callable[..., object]) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs the command.
-
-    Args:
-        arguments: Instead of the command line's.
-    """
+    """Runs the command, by default with the arguments of the process."""
     reader = parser()
     options = reader.parse_args(arguments)
     with contextlib.ExitStack() as opened:
@@ -159,14 +144,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def create_engine(options: argparse.Namespace, model: Model) -> Engine:
-    """The engine of the model, and of all processes.
-
-    Args:
-        options: Of `parser`.
-        model: The model.
-
-    Returns:
-        The engine.
+    """Creates the engine, which runs in all processes.
 
     Raises:
         ValueError: A size is out of its range, no page fits into the memory, or the tokenizer cannot be used for
@@ -179,13 +157,7 @@ def create_engine(options: argparse.Namespace, model: Model) -> Engine:
 
 
 def begin(options: argparse.Namespace) -> tuple[tuple[str, ...], socket.socket]:
-    """Checks what can be checked before a model of many gigabytes is read.
-
-    Args:
-        options: Of `parser`.
-
-    Returns:
-        The keys, and the socket.
+    """Checks options before a model of many gigabytes is read; returns the API keys and the bound socket.
 
     Raises:
         ValueError: An option is out of its range, or the file of keys cannot be read.
@@ -214,14 +186,7 @@ def begin(options: argparse.Namespace) -> tuple[tuple[str, ...], socket.socket]:
 
 
 def load_served(options: argparse.Namespace, mesh: Mesh | None = None) -> Model:
-    """Loads the model.
-
-    Args:
-        options: Of `parser`.
-        mesh: The devices that share it. None: JAX's default device.
-
-    Returns:
-        The model.
+    """Loads the model, sharded over the mesh if there is one.
 
     Raises:
         ValueError: An option is out of its range, or the folder holds no checkpoint.
@@ -243,18 +208,7 @@ def load_served(options: argparse.Namespace, mesh: Mesh | None = None) -> Model:
 
 
 def guides_of(options: argparse.Namespace, model: Model) -> Guides | None:
-    """What compiles constraints.
-
-    Args:
-        options: Of `parser`.
-        model: The model.
-
-    Returns:
-        It; None with `--no-constraints`.
-
-    Raises:
-        ValueError: The tokenizer cannot be used for constraints.
-    """
+    """The compiler of constraints; None with `--no-constraints`. Raises ValueError if it cannot use the tokenizer."""
     if options.no_constraints:
         return None
     try:
@@ -266,15 +220,8 @@ def guides_of(options: argparse.Namespace, model: Model) -> Guides | None:
 def engine_options(options: argparse.Namespace, model: Decoder) -> EngineOptions:
     """The sizes of the engine.
 
-    Args:
-        options: Of `parser`.
-        model: Which the cache is for.
-
-    Returns:
-        The sizes.
-
     Raises:
-        ValueError: One is out of its range, the model cannot have the dtype of the cache, or no page fits into the
+        ValueError: A size is out of its range, the model cannot have the dtype of the cache, or no page fits into the
             memory.
     """
     sizes = _sizes(options, num_pages=2)
@@ -329,15 +276,7 @@ def _free_memory() -> int:
 def serve(
     options: argparse.Namespace, model: Model, engine: Engine, keys: tuple[str, ...], bound: socket.socket
 ) -> None:
-    """Serves until a signal.
-
-    Args:
-        options: Of `parser`.
-        model: What is served.
-        engine: The engine of the model.
-        keys: API keys; none: no key is required.
-        bound: The socket to listen on.
-    """
+    """Serves until a signal. Without `keys`, no key is required."""
     from flax_layers.serving.api.access import Access
     from flax_layers.serving.api.http import Limits, Served, create_app
     from flax_layers.serving.server import Launch, Server, url_of
@@ -360,8 +299,7 @@ def serve(
 def log_to_stderr(level: str) -> None:
     """Writes the logs of the server and of uvicorn to the standard error.
 
-    Args:
-        level: One of `LOG_LEVELS`. Polls of `/health`, `/metrics` and `/stats` are logged with `debug`.
+    Polls of `/health`, `/metrics` and `/stats` are logged with `debug`.
     """
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))

@@ -39,11 +39,11 @@ _ANSWER = 512
 
 
 class LeadingExecutor(Executor):
-    """The executor of the first process: tells each call to the others.
+    """The executor of the first process: tells each call, and first the options, to the others.
 
     Args:
         model: The model, sharded over a mesh of the devices of all processes.
-        options: Sizes; the other processes get them from here.
+        options: Sizes of the engine.
         host: Address of this process for the others.
 
     Raises:
@@ -110,10 +110,7 @@ class LeadingExecutor(Executor):
 
 
 def follow(model: Decoder) -> None:
-    """Runs what the first process says, until it ends; for all other processes.
-
-    Args:
-        model: The same model, sharded alike.
+    """Runs the calls of the first process until it ends; for all other processes, with the model sharded alike.
 
     Raises:
         EOFError: The first process has died.
@@ -175,13 +172,7 @@ def _broadcast(text: bytes) -> bytes:
 
 
 def connect(options: argparse.Namespace) -> Mesh | None:
-    """Meets the other processes, if there are any.
-
-    Args:
-        options: Of `parser`.
-
-    Returns:
-        The devices that share the model; None for one device.
+    """Initializes JAX's processes, if there are several; returns the devices that share the model, None for one device.
 
     Raises:
         ValueError: An option is missing or out of its range.
@@ -202,13 +193,7 @@ def connect(options: argparse.Namespace) -> Mesh | None:
 
 
 def create_mesh(options: argparse.Namespace) -> Mesh | None:
-    """The devices that share the model, as many of each process.
-
-    Args:
-        options: Of `parser`.
-
-    Returns:
-        The mesh; None for one device.
+    """The devices that share the model, as many of each process; None for one device.
 
     Raises:
         ValueError: `--devices` is out of its range.
@@ -233,11 +218,7 @@ def create_mesh(options: argparse.Namespace) -> Mesh | None:
 
 
 def follow_first(model: Decoder) -> None:
-    """Runs the calls of process 0 until it ends.
-
-    Args:
-        model: The model.
-    """
+    """Runs the calls of process 0 until it ends."""
     # Ctrl-C reaches all processes of a terminal. Process 0 ends the others.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:

@@ -30,18 +30,7 @@ class _Interrupted(Exception):
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Takes an address, without listening yet.
-
-    Args:
-        host: A name or an address.
-        port: 0: any that is free.
-
-    Returns:
-        The socket.
-
-    Raises:
-        ValueError: The address cannot be used.
-    """
+    """Binds an address, without listening yet; port 0 is any that is free. Raises ValueError if it cannot be used."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         found = socket.socket(family, kind, protocol)
@@ -61,14 +50,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def url_of(bound: socket.socket) -> str:
-    """Where a socket is reached.
-
-    Args:
-        bound: The socket.
-
-    Returns:
-        Its URL.
-    """
+    """The URL of a bound socket."""
     host, port = bound.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
@@ -97,24 +79,16 @@ class Launch:
         self.failure: Exception | None = None
 
     def is_starting(self) -> bool:
-        """Whether programs are still being compiled."""
+        """True while programs are being compiled."""
         return self._thread is not None and self._thread.is_alive() and not self._engine.is_running
 
     def start(self, failed: Callable[[], None]) -> None:
-        """Begins to compile, then starts the engine.
-
-        Args:
-            failed: Called if that fails.
-        """
+        """Begins to compile, then starts the engine; calls `failed` if that fails."""
         self._thread = threading.Thread(target=self._run, args=(failed,), name="jflex-warm-up", daemon=True)
         self._thread.start()
 
     def stop(self, grace: float) -> None:
-        """Stops the engine, after the program that is being compiled.
-
-        Args:
-            grace: Seconds that requests may take.
-        """
+        """Stops the engine, after the program that is being compiled. Requests may take `grace` seconds."""
         self._interrupted = True
         if self._thread is not None:
             self._thread.join()
@@ -218,14 +192,8 @@ class _Connection(H11Protocol):
 class Server(uvicorn.Server):
     """Serves an application, and its engine with it.
 
-    At SIGTERM or SIGINT it takes no more connections and refuses new requests. Those that run may go on for a while;
-    then what is left ends with an error.
-
-    Args:
-        app: The application.
-        launch: Starts and stops its engine.
-        grace: Seconds that requests may take after a signal.
-        limits: Limits of connections, in seconds.
+    At SIGTERM or SIGINT it takes no more connections and refuses new requests. Running requests may go on for `grace`
+    seconds; then they end with an error.
     """
 
     def __init__(self, app: ASGIApp, launch: Launch, grace: float = 30.0, limits: Limits = Limits()):  # noqa: B008

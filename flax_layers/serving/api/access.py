@@ -41,14 +41,7 @@ class Access:
     origins: tuple[str, ...] = ()
 
     def check(self, host: str | None, origin: str | None) -> None:
-        """Checks the headers of a request.
-
-        Args:
-            host: The header `Host`; None: there is none.
-            origin: The header `Origin`, which browsers send.
-
-        Raises:
-            ApiError: 403, one of them is not allowed.
+        """Checks the headers `Host` and `Origin`, which browsers send; None for a missing one. Raises ApiError 403.
 
         Example:
             >>> Access(hosts=()).check("localhost:8000", "http://localhost:8000")
@@ -75,17 +68,7 @@ class Access:
 
 
 def read_keys(file: pathlib.Path) -> tuple[str, ...]:
-    """The keys of a file.
-
-    Args:
-        file: One key a line; empty lines are left out.
-
-    Returns:
-        At least one.
-
-    Raises:
-        ValueError: There is none, or the file cannot be read.
-    """
+    """Reads keys, one on each line, at least one. Raises ValueError if there is none, or the file cannot be read."""
     try:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -111,10 +94,6 @@ class Gate:
 
     The id is that of the header `x-request-id`, if it has 1 to 128 printable characters, or a new one. The answer has
     the header, too.
-
-    Args:
-        app: The application that answers.
-        access: Hosts and web pages that may call.
     """
 
     def __init__(self, app: ASGIApp, access: Access):

@@ -20,7 +20,7 @@ Lists = dict[str, list[Any]]
 
 
 class ServedTokenizer(Protocol):
-    """What the server needs of a tokenizer: `flax_layers.models.Tokenizer` has it."""
+    """The part of a tokenizer that the server needs: `flax_layers.models.Tokenizer` has it."""
 
     chat_templates: dict[str, str]
 
@@ -59,14 +59,7 @@ class _Choice:
 
 
 class Answer:
-    """The answer to one request of `/v1/completions`.
-
-    Args:
-        model: Its name.
-        token_texts: Show single tokens of log probabilities.
-        choices: How many there are.
-        include_usage: Whether chunks have usage.
-    """
+    """The answer to one request of `/v1/completions`."""
 
     prefix, whole_kind, chunk_kind = "cmpl", "text_completion", "text_completion"
 
@@ -76,12 +69,7 @@ class Answer:
         self._choices = [_Choice() for _ in range(choices)]
 
     def take(self, index: int, piece: Piece) -> None:
-        """Adds to a choice of an answer that is not streamed.
-
-        Args:
-            index: Index of the choice.
-            piece: Text and tokens to add.
-        """
+        """Adds text and tokens to a choice of an answer that is not streamed."""
         choice = self._choices[index]
         choice.text.append(piece.text)
         choice.finish_reason = piece.finish_reason
@@ -89,14 +77,7 @@ class Answer:
             choice.logprobs.setdefault(name, []).extend(values)
 
     def whole(self, usage: Usage) -> Iterator[bytes]:
-        """The JSON of an answer that is not streamed, in parts, since many choices take seconds.
-
-        Args:
-            usage: Token counts of all choices.
-
-        Yields:
-            The parts.
-        """
+        """The JSON of an answer that is not streamed, in parts, since many choices take seconds."""
         yield _json(self._object(self.whole_kind, []))[:-2]  # without the end of the list and of the object
         for index, x in enumerate(self._choices):
             choice = self._choice(index, "".join(x.text), x.logprobs, x.finish_reason, whole=True)
@@ -108,15 +89,7 @@ class Answer:
         return None
 
     def chunk(self, index: int, piece: Piece) -> Json:
-        """A chunk.
-
-        Args:
-            index: Index of the choice.
-            piece: What is new.
-
-        Returns:
-            It, for JSON.
-        """
+        """A chunk with new text and tokens of a choice."""
         logprobs = self._logprobs(piece.tokens)
         return self._chunk(self._choice(index, piece.text, logprobs, piece.finish_reason, whole=False))
 
@@ -185,13 +158,7 @@ class ChatAnswer(Answer):
 
 
 def server_sent(value: Json | str) -> bytes:
-    r"""A server-sent event.
-
-    Args:
-        value: For JSON; a text is sent as it is.
-
-    Returns:
-        Its bytes.
+    r"""A server-sent event with a JSON value, or with a text as it is.
 
     Example:
         >>> server_sent({"a": 1}), server_sent("[DONE]")

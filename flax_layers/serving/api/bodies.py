@@ -91,14 +91,7 @@ FOREIGN = {
 
 
 def check_foreign(fields: dict[str, object] | None, prefix: str = "") -> None:
-    """Checks that fields which are not supported change nothing.
-
-    Args:
-        fields: Fields that the server does not know.
-        prefix: Comes before their names in a message.
-
-    Raises:
-        ValueError: One of them would change the answer.
+    """Raises ValueError if one of the fields that the server does not know would change the answer.
 
     Example:
         >>> check_foreign({"echo": False, "nobody_defines_this": 1})
@@ -258,12 +251,12 @@ class GenerationBody(Body):
 
     @property
     def choices(self) -> int:
-        """How many texts follow each prompt."""
+        """Number of texts for each prompt."""
         return 1 if self.n is None else self.n
 
     @property
     def include_usage(self) -> bool:
-        """Whether a stream ends with its usage."""
+        """True if a stream ends with its usage."""
         return bool(self.stream_options and self.stream_options.include_usage)
 
     @property
@@ -277,15 +270,12 @@ class GenerationBody(Body):
         return None
 
     def requests(self, prompt: Sequence[int], stop_tokens: Sequence[int], tenant: Hashable = None) -> list[Request]:
-        """The engine requests of this body.
+        """The engine requests of this body for a tokenized prompt: one for each choice, with different seeds.
 
         Args:
             prompt: Its tokens.
             stop_tokens: Stop tokens of the model.
             tenant: Shares cached prefixes with no other tenant.
-
-        Returns:
-            One request for each choice. They differ in the seed.
 
         Raises:
             ValueError: A value is out of range.
@@ -382,17 +372,7 @@ Wanted = TypeVar("Wanted", bound=Body)
 
 
 def parse(kind: type[Wanted], raw: bytes) -> Wanted:
-    """Reads a body.
-
-    Args:
-        kind: What it must be.
-        raw: JSON in UTF-8.
-
-    Returns:
-        The body.
-
-    Raises:
-        ApiError: 400, with what is wrong first.
+    """Parses a body from JSON, or raises ApiError 400, whose message names the first error.
 
     Example:
         >>> parse(CompletionBody, b'{"prompt": "a", "echo": true}')

@@ -32,16 +32,16 @@ class Usage(NamedTuple):
 
 
 class Choices:
-    """The choices of a request, and their texts. Belongs to the event loop that it is made in.
+    """The choices of an HTTP request, and their texts. Belongs to the event loop that constructs it.
 
-    The engine's thread only appends to a queue and wakes the loop, so a slow client does not hold it up. A client that
+    The engine's thread only appends to a queue and wakes the loop, so a slow client does not block it. A client that
     is `max_backlog` behind loses no token that was generated, but gets no more: its requests end.
 
     Args:
         requests: One for each choice; those of one prompt follow each other.
-        choices: How many each prompt has.
-        text: Makes the text of a choice.
-        metrics: Gets latencies and reasons.
+        choices: Number of choices of each prompt.
+        text: Constructs the text of a choice.
+        metrics: Collects latencies and finish reasons.
         max_backlog: Tokens and log probabilities that may wait for the client. None: any number.
     """
 
@@ -66,9 +66,6 @@ class Choices:
 
     def submit(self, engine: Engine) -> None:
         """Submits the requests. Takes a while for many long prompts, so it runs beside the event loop.
-
-        Args:
-            engine: Takes them.
 
         Raises:
             ApiError: The engine refuses one of them. `cancel` ends the others.
@@ -100,10 +97,10 @@ class Choices:
                 self._metrics.ended("cancelled")
 
     async def pieces(self) -> AsyncIterator[tuple[int, Piece]]:
-        """The texts as they come.
+        """Streams the texts.
 
         Yields:
-            The number of a choice, and what is new. What came while the client was slow is one piece.
+            The index of a choice, and its new text; one piece for all text that came while the client was slow.
 
         Raises:
             ApiError: A step failed, or the server shuts down.

@@ -55,12 +55,12 @@ class Served:
 
     Attributes:
         name: Name of the model.
-        stop_tokens: End a text.
+        stop_tokens: Tokens that end a text.
         keys: API keys. A client must send one of them; if there are none, no key is required.
         limits: Limits of request bodies.
-        is_starting: Whether programs are still being compiled. Requests wait until then.
+        is_starting: Returns True while programs are being compiled. Requests wait until then.
         shares_prefixes: Whether clients with different keys share cached prefixes.
-        access: Who may call, apart from keys.
+        access: Allowed hosts and web pages.
     """
 
     name: str
@@ -73,16 +73,7 @@ class Served:
 
 
 def create_app(engine: Engine, tokenizer: ServedTokenizer, served: Served) -> Gate:
-    """The application. Whoever makes the engine also starts and stops it.
-
-    Args:
-        engine: Generates tokens.
-        tokenizer: The tokenizer of its model.
-        served: The name of the model, keys and limits.
-
-    Returns:
-        An ASGI application.
-    """
+    """Creates the ASGI application. The caller starts and stops the engine."""
     api = _Api(engine, tokenizer, served)
     guarded = api.guarded
     app = Starlette(
@@ -165,7 +156,7 @@ class _Api:
         return Response(self._page, media_type="text/html", headers={"Content-Security-Policy": _PAGE_RULES})
 
     async def health(self, request: Request) -> Response:
-        """Whether requests are taken: 503 if the engine broke down or is shutting down."""
+        """Answers 503 if the engine broke down or is shutting down, so that no requests are taken."""
         status = self._status()
         if status == "stopped":
             raise ApiError(503, "The engine takes no more requests: it is shutting down, or it broke down.")

@@ -17,9 +17,6 @@ class StopStrings:
     The stop string that is complete first ends the text, however the text is cut into pieces. The end of a piece that
     may begin a stop string is held back until more is known.
 
-    Args:
-        stops: None of them empty.
-
     Example:
         >>> stops = StopStrings(["END"])
         >>> [stops.push(piece) for piece in ("abcE", "Nd", "efEN", "D and more")]
@@ -35,14 +32,7 @@ class StopStrings:
         self.found = False
 
     def push(self, piece: str) -> str:
-        """Takes the next piece.
-
-        Args:
-            piece: The next piece of the text.
-
-        Returns:
-            What can be shown; nothing after a stop string.
-        """
+        """Takes the next piece, and returns the text that can be shown; none after a stop string."""
         if self.found:
             return ""
         text = self._held + piece
@@ -67,13 +57,7 @@ class StopStrings:
 
 @dataclasses.dataclass(frozen=True)
 class TokenText:
-    """A token with its log probabilities.
-
-    Attributes:
-        token: Its number.
-        offset: Where its text begins, counted in characters from the beginning of the output.
-        logprobs: Its own and the top ones.
-    """
+    """A token with its log probabilities; its text begins `offset` characters after the beginning of the output."""
 
     token: int
     offset: int
@@ -82,7 +66,7 @@ class TokenText:
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """What an event adds to a text.
+    """New text of an event.
 
     Attributes:
         text: May be empty.
@@ -97,10 +81,6 @@ class Piece:
 
 class ChoiceText:
     r"""The text of one choice, from its events.
-
-    Args:
-        stream: Turns tokens into text.
-        stops: Stop strings.
 
     Attributes:
         is_done: Whether the text has ended.
@@ -120,14 +100,7 @@ class ChoiceText:
         self.num_tokens = 0
 
     def push(self, event: Event) -> Piece:
-        """Takes the next event.
-
-        Args:
-            event: One that does not say `cancelled` or `error`.
-
-        Returns:
-            What it adds. With a finish reason if the text ends, also by a stop string.
-        """
+        """Takes the next event, neither `cancelled` nor `error`. A stop string is the end of the text, too."""
         if self.is_done:
             return Piece()
         pieces = []
@@ -163,9 +136,6 @@ class ChoiceText:
 
 class TokenTexts:
     r"""Shows single tokens: as text, or as `bytes:\xNN` if they are parts of characters, as in OpenAI's API.
-
-    Args:
-        token_bytes: The bytes of a token.
 
     Example:
         >>> texts = TokenTexts(lambda token: bytes([token]))

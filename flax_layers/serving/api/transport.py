@@ -46,9 +46,9 @@ class ApiError(Exception):
     """The error that answers a failed request.
 
     Args:
-        status: Of HTTP.
-        message: What is wrong, the rule, the values, the remedy.
-        param: The parameter that is wrong; default: the first that the message names in backquotes, if it is a 400.
+        status: HTTP status.
+        message: The error, the rule, the values, the remedy.
+        param: The wrong parameter; default: the first that the message names in backquotes, if it is a 400.
         code: A code for programs. Default: follows from the status.
 
     Example:
@@ -103,18 +103,7 @@ class Disconnected(Exception):
 
 
 async def read_body(request: Request, limits: Limits) -> bytes:
-    """Reads a body within limits; what is over them is never held.
-
-    Args:
-        request: The request.
-        limits: Limits of its size and of the time to receive it.
-
-    Returns:
-        The body.
-
-    Raises:
-        ApiError: 413 or 408.
-    """
+    """Reads a body; bytes beyond the limits are never held. Raises ApiError 413 or 408."""
     too_large = ApiError(
         413, f"The body must be at most {limits.body_bytes} bytes. It has more. Shorten it, or send several requests."
     )
@@ -136,14 +125,7 @@ async def read_body(request: Request, limits: Limits) -> bytes:
 
 
 async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
-    """Runs something as long as the client is there; the body must have been read.
-
-    Args:
-        receive: The `receive` of the ASGI request.
-        work: The coroutine to run. It is cancelled if the client leaves.
-
-    Returns:
-        Its result.
+    """Awaits `work` while the client is connected, and cancels it otherwise; the body must have been read.
 
     Raises:
         Disconnected: The client has left.
@@ -166,12 +148,7 @@ async def _left(receive: Receive) -> None:
 
 
 class EventStream(Response):
-    """Streams events, and stops when the client leaves.
-
-    Args:
-        events: Their bytes.
-        end: Called once, whatever happens.
-    """
+    """Streams events, and stops when the client leaves. `end` is called once, whatever happens."""
 
     media_type = "text/event-stream"
 

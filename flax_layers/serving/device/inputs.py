@@ -32,7 +32,7 @@ class StepInputs(NamedTuple):
         slots: Slot of each row. For rows that sample no token it is out of range, so that writes to it are dropped.
         sampling: Parameters of each row.
         penalties: Penalties of each row.
-        shared_prefix: What the first rows share.
+        shared_prefix: The prefix that the first rows share.
         dropped: With `streaming`, tokens of each row that `batch` leaves out.
         is_guided: 1 for each row with a constraint, else 0.
     """
@@ -48,15 +48,7 @@ class StepInputs(NamedTuple):
 
 
 def unpack(packed: Int32[Array, " words"], shape: Shape) -> StepInputs:
-    """Takes a packed step apart, inside of `jit`.
-
-    Args:
-        packed: The result of `pack`.
-        shape: The shape that it was packed with.
-
-    Returns:
-        The inputs.
-    """
+    """Splits a packed step of a shape into its inputs, inside of `jit`."""
     nodes = 1 + shape.drafts if shape.drafts else 0
     sizes = [1, 1, shape.tokens, shape.rows + 1, *[shape.rows] * (2 + len(COLUMNS)), shape.rows * shape.pages]
     parts = jnp.split(packed, np.cumsum(sizes).tolist())

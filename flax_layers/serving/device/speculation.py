@@ -38,7 +38,7 @@ class DraftRows(NamedTuple):
 
     @classmethod
     def of(cls, batch: PagedBatch) -> DraftRows:
-        """The nodes of a batch with ancestors."""
+        """Selects the nodes of a batch with ancestors."""
         assert batch.ancestors is not None
         words, indptr, lengths = (jnp.asarray(x) for x in (batch.ancestors, batch.qo_indptr, batch.kv_lengths))
         has_tree = words[:, 0] != 0
@@ -56,11 +56,11 @@ class DraftRows(NamedTuple):
 
 
 class Accepted(NamedTuple):
-    """What was sampled on the accepted path.
+    """Tokens sampled on the accepted path.
 
     Attributes:
         tokens: The sampled tokens, in order; 0 after the last.
-        counts: How many there are: one more than drafts were accepted.
+        counts: Number of tokens: one more than accepted drafts.
         path: The node at each depth of the path; 0 after the last.
     """
 
@@ -81,9 +81,6 @@ def accept(nodes: DraftRows, drafted: Int32[Array, "R K"], sampled: Int32[Array,
         nodes: The nodes.
         drafted: The token of each node.
         sampled: The token sampled after each node.
-
-    Returns:
-        The accepted tokens.
 
     Example:
         >>> words = jnp.array([[1, 3, 5, 13]])  # two children of the known token, and one of the second of these
@@ -107,16 +104,7 @@ def accept(nodes: DraftRows, drafted: Int32[Array, "R K"], sampled: Int32[Array,
 def sample_drafts(
     logits: Float[Array, "R drafts V"], sampling: SamplingBatch, positions: Int32[Array, "R K"]
 ) -> Int32[Array, "R drafts"]:
-    """Samples the token after each draft.
-
-    Args:
-        logits: Logits after each draft.
-        sampling: Parameters of the requests.
-        positions: Position of the token after each node, that of the known token first.
-
-    Returns:
-        The tokens.
-    """
+    """Samples the token after each draft. `positions` are of the tokens after all nodes, the known token first."""
     drafts = logits.shape[1]
     of_each = jax.tree.map(lambda x: jnp.repeat(x, drafts), sampling)
     return sample(logits.reshape(-1, logits.shape[2]), of_each, positions[:, 1:].ravel()).reshape(-1, drafts)
@@ -126,15 +114,6 @@ def compact(cache: Pages, batch: PagedBatch, nodes: DraftRows, accepted: Accepte
     """Moves keys and values of accepted drafts to the rows that follow the known tokens, in all layers.
 
     The accepted path of a chain is there already, and nothing is written.
-
-    Args:
-        cache: The cache, with the keys of all nodes.
-        batch: The batch of the nodes.
-        nodes: The nodes.
-        accepted: The accepted path.
-
-    Returns:
-        The cache.
     """
     depth = jnp.arange(accepted.path.shape[1], dtype=jnp.int32)[None]
     moves = (depth < accepted.counts[:, None]) & (accepted.path != depth)

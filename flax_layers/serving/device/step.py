@@ -77,7 +77,7 @@ class Step(Protocol):
             parameters: Parameters of the model.
             state: Donated.
             packed: The result of `flax_layers.serving.engine.packing.pack`.
-            program: Which program this is.
+            program: The program of the step.
 
         Returns:
             The state, and the fields that `read_row` reads: the only transfer back.
@@ -87,7 +87,7 @@ class Step(Protocol):
     def lower(
         self, parameters: Items[Array], state: DeviceState, packed: Int32[AnyArray, " words"], *, program: Program
     ) -> jax.stages.Lowered:
-        """What compiles the step, from the same arguments."""
+        """Lowers the step for the same arguments."""
         ...
 
 
@@ -104,10 +104,7 @@ def make_step(
         graph: Graph definition of the model.
         form: Tree definition of its state, whose leaves are the parameters.
         sharding: Sharding of the cache. None: it is on one device.
-        streaming: What limits attention to sinks and a window.
-
-    Returns:
-        The step.
+        streaming: Limits attention to sinks and a window.
     """
 
     def run(
@@ -147,16 +144,9 @@ def make_step(
 
 
 def cache_sharding(parameters: Items[Array], num_kv_heads: int | None) -> NamedSharding | None:
-    """How a cache is sharded beside parameters: by KV heads over the axis `model` of their mesh.
+    """Sharding of a cache beside sharded parameters: by KV heads over the axis `model` of their mesh.
 
-    Latent vectors lie on every device, as what attends to them is sharded by query heads.
-
-    Args:
-        parameters: Parameters of the model.
-        num_kv_heads: KV heads of the model. None: it caches latent vectors, which all heads need.
-
-    Returns:
-        The sharding; None if the parameters are on one device.
+    Latent vectors (`num_kv_heads` None) are replicated, since MLA shards query heads. None for unsharded parameters.
 
     Raises:
         ValueError: The axis does not divide the heads.
@@ -178,16 +168,7 @@ def cache_sharding(parameters: Items[Array], num_kv_heads: int | None) -> NamedS
 
 
 def empty_state(model: Decoder, options: EngineOptions, sharding: NamedSharding | None) -> DeviceState:
-    """The state before the first step; no device ever holds all of a sharded cache.
-
-    Args:
-        model: The model.
-        options: Sizes.
-        sharding: Sharding of the cache.
-
-    Returns:
-        The state.
-    """
+    """The state before the first step; no device ever holds all of a sharded cache."""
 
     def make() -> DeviceState:
         cache = model.init_paged_cache(options.num_pages, options.page_size, dtype=options.cache_dtype)
@@ -227,12 +208,12 @@ def _fields(found: Int32[Array, " R"], logits: Float[Array, "R V"]) -> Int32[Arr
 def read_row(
     fields: Int32[np.ndarray, " fields"], top: int, drafts: int
 ) -> tuple[tuple[int, ...], TokenLogprobs | None]:
-    """The sampled tokens of a row, and the log probabilities of the first.
+    """Reads the sampled tokens of a row, and the log probabilities of the first.
 
     Args:
-        fields: One row of what a step returned.
-        top: How many of the most probable tokens; -1 for no log probabilities.
-        drafts: Those of the shape of the step.
+        fields: One row of the results of a step.
+        top: Number of most probable tokens; -1 for no log probabilities.
+        drafts: Drafts of the shape of the step.
 
     Returns:
         Both; None for the second if there are none. There are several tokens if drafts were accepted.
@@ -252,16 +233,7 @@ def read_row(
 def begin_penalties(
     state: DeviceState, words: Int32[Array, " words"], *, sharding: NamedSharding | None = None
 ) -> DeviceState:
-    """Writes the penalties of a request to its slot on the device.
-
-    Args:
-        state: Donated.
-        words: The result of `pack_penalties`.
-        sharding: Sharding of the cache.
-
-    Returns:
-        The state.
-    """
+    """Writes the penalties of a request to its slot on the device, from the words of `pack_penalties`."""
     return _constrained(dataclasses.replace(state, edits=state.edits.begin(words)), sharding)
 
 
@@ -269,16 +241,7 @@ def begin_penalties(
 def allow_tokens(
     state: DeviceState, words: Int32[Array, " words"], *, sharding: NamedSharding | None = None
 ) -> DeviceState:
-    """Writes which tokens the constraints of all slots allow next.
-
-    Args:
-        state: Donated.
-        words: The bits of all slots, one after the other.
-        sharding: Sharding of the cache.
-
-    Returns:
-        The state.
-    """
+    """Writes the bits of the tokens that the constraints of all slots allow next, one slot after the other."""
     return _constrained(dataclasses.replace(state, allowed=words.reshape(state.allowed.shape)), sharding)
 
 
@@ -286,31 +249,14 @@ def allow_tokens(
 def copy_state_pages(
     state: DeviceState, words: Int32[Array, " words"], *, sharding: NamedSharding | None = None
 ) -> DeviceState:
-    """Copies pages of all layers.
-
-    Args:
-        state: Donated.
-        words: One of the results of `flax_layers.serving.engine.packing.pack_copies`.
-        sharding: Sharding of the cache.
-
-    Returns:
-        The state.
-    """
+    """Copies pages of all layers, from the words of `pack_copies`."""
     cache = copy_pages(state.cache, *jnp.split(words, 2))
     return _constrained(dataclasses.replace(state, cache=cache), sharding)
 
 
 @functools.partial(jax.jit, donate_argnames="state")
 def poison_pages(state: DeviceState, free: Int32[Array, " P"]) -> DeviceState:
-    """Overwrites pages with NaN. Of int8, which has none, it overwrites the scales.
-
-    Args:
-        state: Donated.
-        free: 1 for each page to overwrite, else 0.
-
-    Returns:
-        The state.
-    """
+    """Overwrites pages marked with 1 with NaN. Of int8, which has none, it overwrites the scales."""
 
     def overwrite(x: Array) -> Array:
         if not jnp.issubdtype(x.dtype, jnp.floating):

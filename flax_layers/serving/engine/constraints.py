@@ -37,7 +37,7 @@ _END = "<|end of a constrained text|>"
 
 @dataclasses.dataclass(frozen=True)
 class Constraint:
-    """What the text of a request must match, as a whole.
+    """A language that the whole text of a request must match.
 
     llguidance compiles it: its documentation lists the keywords of JSON schema, and describes regular expressions and
     grammars. A keyword that it cannot follow is an error, never ignored.
@@ -119,7 +119,7 @@ class Constraint:
 
 
 class SerializedTokenizer(Protocol):
-    """What constraints need of a tokenizer: `flax_layers.models.Tokenizer` has it."""
+    """The part of a tokenizer that constraints need: `flax_layers.models.Tokenizer` has it."""
 
     def serialized(self) -> str:
         """The text of its `tokenizer.json`."""
@@ -133,7 +133,7 @@ class Guide:
     Attributes:
         constraint: The constraint.
         stop_tokens: End the sequence; they are allowed where the text may end.
-        matcher: That of llguidance, after the tokens so far.
+        matcher: Matcher of llguidance, after the tokens so far.
         allowed: A bit for each token of the model: whether it may come next.
         is_stale: Whether a token was taken since `Guides.allow` computed `allowed`.
         is_complete: Whether the text is complete, and nothing may follow.
@@ -299,14 +299,7 @@ class Guides:
 
 
 def check(constraint: Constraint) -> None:
-    """Compiles a constraint in a process of its own, with limits of time and memory.
-
-    Args:
-        constraint: The constraint.
-
-    Raises:
-        ValueError: It does not compile within the limits.
-    """
+    """Compiles a constraint in another process. Raises ValueError beyond its limits of time and memory."""
     text = json.dumps(dataclasses.asdict(constraint)).encode()
     command = [sys.executable, "-P", str(pathlib.Path(grammar_check.__file__).absolute())]
     try:

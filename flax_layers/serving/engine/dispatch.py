@@ -34,13 +34,7 @@ class Dispatched(NamedTuple):
 
 
 class Dispatcher:
-    """Chooses the program of a step, packs its numbers, and calls the executor.
-
-    Args:
-        executor: Runs the steps on the device.
-        options: Sizes of the engine.
-        config: Configuration of the model.
-    """
+    """Chooses the program of a step, packs its numbers, and calls the executor."""
 
     def __init__(self, executor: Executor, options: EngineOptions, config: ModelConfig):
         self._executor, self._options, self._config = executor, options, config
@@ -50,14 +44,7 @@ class Dispatcher:
         self._cascades = self._prefixes.shapes(options.shapes(config)) if can_share else []
 
     def run(self, chunks: list[Chunk]) -> Dispatched:
-        """Dispatches a step.
-
-        Args:
-            chunks: The chunks, at least one.
-
-        Returns:
-            The step. Its results are on their way to the host.
-        """
+        """Dispatches a step of at least one chunk. Its results are on their way to the host."""
         shape = self._options.shape_for(
             sum(chunk.size for chunk in chunks),
             len(chunks),
@@ -119,13 +106,8 @@ class Dispatcher:
 def warm_up(executor: Executor, steps: Sequence[Inputs], report: Callable[[int, int], None]) -> None:
     """Compiles programs, as many at once as there are CPUs, then runs each once.
 
-    They are lowered one after the other, since that is Python; XLA compiles without the GIL.
-
-    Args:
-        executor: What runs them.
-        steps: The programs with inputs.
-        report: Called with the number of programs that are compiled, and of all, after each. What it raises ends the
-            warm-up.
+    They are lowered one after the other, since that is Python; XLA compiles without the GIL. `report` is called after
+    each program with the number of compiled programs, and of all. An error of it ends the warm-up.
     """
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         try:

@@ -72,14 +72,11 @@ class PromptLookup:
         self._index(tokens)
 
     def draft(self, tokens: Sequence[int], most: int) -> Draft:
-        """Continuations of the known tokens.
+        """Drafts at most `most` continuations of the known tokens; none if nothing matches.
 
         Args:
-            tokens: Those of the last call, or of the constructor, and the ones that have become known since.
-            most: How many tokens to draft at most.
-
-        Returns:
-            The tree; without tokens if nothing matches.
+            tokens: The tokens of the last call, or of the constructor, and the ones that have become known since.
+            most: Number of drafts at most.
         """
         self._index(tokens)
         if most < 1 or len(tokens) <= self._least:

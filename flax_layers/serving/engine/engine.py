@@ -183,7 +183,7 @@ class Engine:
 
     @property
     def is_running(self) -> bool:
-        """Whether a thread runs the engine, and takes requests."""
+        """True while a thread runs the engine, and requests are taken."""
         return self._thread is not None and self._thread.is_alive() and not self._closed
 
     def stats(self) -> Stats:
@@ -381,14 +381,7 @@ class Engine:
 
 
 def _begin_guide(guides: Guides | None, request: Request) -> Guide | None:
-    """The guide of a request at its beginning.
-
-    Args:
-        guides: Compile constraints; None if the engine has none.
-        request: The request.
-
-    Returns:
-        The guide; None if the request has no constraint.
+    """The guide of a request at its beginning; None without a constraint.
 
     Raises:
         ValueError: The constraint does not compile, or there are no `guides`.

@@ -19,14 +19,7 @@ COPIES = 8
 
 
 def pack_request(request: Request) -> Int32[np.ndarray, " words"]:
-    """Packs the parameters of a request, once for all its steps.
-
-    Args:
-        request: One that was checked.
-
-    Returns:
-        A word for each parameter of sampling and penalties.
-    """
+    """Packs the parameters of a request, once for all its steps: a word for each one of sampling and penalties."""
     values = [(getattr(request.sampling, name), dtype) for name, dtype in SAMPLING_COLUMNS]
     values += [(getattr(request.penalties, name), dtype) for name, dtype in PENALTY_COLUMNS]
     return np.concatenate([np.array([value], dtype).view(np.int32) for value, dtype in values])
@@ -38,16 +31,13 @@ def pack(
     no_slot: int,
     shared: Shared = Shared(),  # noqa: B008  a tuple
 ) -> Int32[np.ndarray, " words"]:
-    """Packs a step.
+    """Packs the chunks of a step, whose first rows share a prefix.
 
     Args:
         chunks: The chunks of the step, no more than the shape has rows.
         shape: The shape of the step.
         no_slot: The slot of rows that sample no token.
-        shared: What the first chunks share.
-
-    Returns:
-        The packed array.
+        shared: The prefix that the first chunks share.
     """
     tokens = np.zeros(shape.tokens, np.int32)
     indptr = np.zeros(shape.rows + 1, np.int32)
@@ -84,13 +74,10 @@ def pack(
 
 
 def pack_copies(copies: Items[PageCopy]) -> list[Int32[np.ndarray, " words"]]:
-    """Packs copies of pages, `COPIES` at a time.
-
-    Args:
-        copies: Any number of them.
+    """Packs copies of pages, `COPIES` for each call of `copy_pages`.
 
     Returns:
-        The pages to read and the pages to write of each call of `copy_pages`, padded with copies to no page.
+        The pages to read and the pages to write of each call, padded with copies to no page.
 
     Example:
         >>> [words.tolist() for words in pack_copies([(3, 5)])]
@@ -106,16 +93,7 @@ def pack_copies(copies: Items[PageCopy]) -> list[Int32[np.ndarray, " words"]]:
 
 
 def pack_allowed(chunks: Items[Chunk], slots: int, vocabulary: int) -> Int32[np.ndarray, " words"]:
-    """Packs the tokens that constraints allow next.
-
-    Args:
-        chunks: The chunks of the step.
-        slots: Requests that run at once.
-        vocabulary: Vocabulary size of the model.
-
-    Returns:
-        A bit for each token of each slot, the lowest bit of the first word first.
-    """
+    """Packs a bit for each token that the constraint of a slot allows next, the lowest of the first word first."""
     bits = np.zeros((slots, -(-vocabulary // 32)), np.int32)
     for chunk in chunks:
         if chunk.samples and chunk.sequence.guide is not None:

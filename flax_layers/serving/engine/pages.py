@@ -81,20 +81,17 @@ class Pages:
         return self._pool.num_pages - 1 - self.free - self.cached
 
     def begin(self, sequence: Sequence, samples: Items[Sequence], spare: int) -> bool:
-        """Gives a sequence pages for all its tokens, the first ones from the prefix cache.
+        """Allocates pages for all tokens of a sequence, the first from the prefix cache; False if there are too few.
 
         If there is another sample of its prompt and all pages before the last one are cached, the last one is copied.
         Only the last token is computed then.
 
-        With `streaming`, not more than sinks and window need: `room` gives it the others.
+        With `streaming`, not more than sinks and window need: `room` allocates the others.
 
         Args:
-            sequence: One without pages.
+            sequence: A sequence without pages. Nothing changes if there are not enough.
             samples: Others of its prompt, which has been written to their pages by dispatched steps.
             spare: Pages that must remain available.
-
-        Returns:
-            Whether there were enough; if not, nothing has changed.
         """
         prefix = self._match(sequence)
         missing = self._pool.pages_for(sequence.length)
@@ -113,10 +110,10 @@ class Pages:
         return True
 
     def fork(self, sequence: Sequence, first: Sequence, spare: int) -> bool:
-        """Gives a sample of a prompt its pages, in the step that completes the prompt.
+        """Allocates the pages of a sample in the step that completes its prompt.
 
         Args:
-            sequence: One without pages and without generated tokens.
+            sequence: A sequence without pages and without generated tokens.
             first: Another sample of the prompt. The step computes the last token.
             spare: Pages that must remain available.
 
@@ -138,7 +135,7 @@ class Pages:
         return True
 
     def extend(self, sequence: Sequence) -> bool:
-        """Whether a running sequence has a page for its next token; allocates it if it is missing."""
+        """Allocates a page for the next token of a running sequence if it is missing; False if there is none."""
         self._drop_unseen(sequence)
         if sequence.length - sequence.dropped <= len(sequence.pages) * self._pool.page_size:
             return True
@@ -153,11 +150,11 @@ class Pages:
 
         Args:
             sequence: The sequence.
-            wanted: Tokens of the chunk.
+            count: Tokens of the chunk.
             spare: Pages that must remain available.
 
         Returns:
-            How many of the tokens have pages.
+            Number of tokens that have pages.
         """
         if self._streaming is None:
             return wanted
@@ -169,15 +166,7 @@ class Pages:
         return min(wanted, len(sequence.pages) * self._pool.page_size - begun)
 
     def extend_for_drafts(self, sequence: Sequence, drafts: int) -> int:
-        """Gives a running sequence pages for drafts after its last token, as far as any are available.
-
-        Args:
-            sequence: One whose last token has a page.
-            drafts: How many there are.
-
-        Returns:
-            How many of them have a page.
-        """
+        """Allocates available pages for drafts after the last token of a sequence; returns the drafts that have one."""
         missing = self._pool.pages_for(sequence.computed + drafts) - len(sequence.pages)
         sequence.pages += self._cache.alloc(max(0, min(missing, self._pool.num_free + self._cache.num_evictable)))
         return min(drafts, len(sequence.pages) * self._pool.page_size - sequence.computed)
@@ -216,12 +205,7 @@ class Pages:
         sequence.pages[: len(sequence.prefix.pages)] = sequence.prefix.pages
 
     def end(self, sequence: Sequence, *, keep: bool) -> None:
-        """Takes the pages of a sequence.
-
-        Args:
-            sequence: One that has pages.
-            keep: Whether its full pages stay in the prefix cache.
-        """
+        """Releases the pages of a sequence; with `keep`, its full pages stay in the prefix cache."""
         if keep:
             self.share(sequence)
         assert sequence.prefix is not None
@@ -269,11 +253,7 @@ class Pages:
             sequence.dropped += (end - sinks) * self._pool.page_size
 
     def clear(self, namespaces: Iterable[Hashable] | None = None) -> None:
-        """Forgets prefixes.
-
-        Args:
-            namespaces: Whose; no sequence of theirs may have pages. None: all.
-        """
+        """Forgets the prefixes of namespaces without running sequences, by default of all."""
         if namespaces is None:
             self._cache.reset()
             return

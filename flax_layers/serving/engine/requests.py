@@ -82,13 +82,13 @@ class Request:
 
     @functools.cached_property
     def is_greedy(self) -> bool:
-        """Whether the most probable tokens are all that is wanted: no draws, no log probabilities, no other logits."""
+        """True if only the most probable tokens are needed: no draws, no log probabilities, no other logits."""
         is_plain = not self.penalties and self.constraint is None
         return self.sampling.temperature == 0 and is_plain and self.logprobs is None
 
     @property
     def may_be_speculated(self) -> bool:
-        """Whether its tokens may be drafted: no token changes the logits after it, and no log probabilities return."""
+        """True if its tokens may be drafted: no token changes the logits after it, and no log probabilities return."""
         return not self.penalties and self.logprobs is None and self.constraint is None
 
 
@@ -114,16 +114,13 @@ request."""
 
 
 def token_limit(request: Request, context: int, cache_tokens: int, vocabulary: int) -> int:
-    """How many tokens a request may generate.
+    """The number of tokens that a request may generate: `max_tokens`, or all that fit if it is None.
 
     Args:
         request: The request.
         context: Positions of a sequence.
         cache_tokens: Tokens that all pages together hold.
         vocabulary: Vocabulary size of the model.
-
-    Returns:
-        `max_tokens`, or what fits if it is None.
 
     Raises:
         ValueError: The prompt or `max_tokens` does not fit, or a token is not in the vocabulary.

@@ -53,16 +53,12 @@ class OutOfRoom(Exception):
 class Scheduler:
     """The waiting and running sequences, and their pages.
 
-    Args:
-        options: Sizes of the engine.
-        pages: The pages of the cache.
-
     Attributes:
         waiting: Sequences that wait, in the order of service.
-        running: Those that have pages, in the order of arrival.
-        preemptions: How often a sequence lost its pages.
+        running: Sequences that have pages, in the order of arrival.
+        preemptions: Number of times that a sequence lost its pages.
         prompt_tokens: Tokens of the prompts that were admitted.
-        hit_tokens: Those of them that were found in the prefix cache, or that another sample of the prompt computed.
+        hit_tokens: Those of them that were in the prefix cache, or that another sample of the prompt computed.
     """
 
     def __init__(self, options: EngineOptions, pages: Pages):
@@ -75,14 +71,13 @@ class Scheduler:
         self._lacks_pages = False  # whether the first one that waits found no pages
 
     def check_room(self, known: int, arriving: int) -> None:
-        """Checks that no more requests wait than may; from any thread. A request that can start at once does not wait.
+        """Raises QueueFull if more requests would wait than may; from any thread.
+
+        A request that can start at once does not wait.
 
         Args:
-            known: Requests that were taken, and are not among those that wait yet.
+            known: Requests that were taken, and are not in `waiting` yet.
             arriving: Number of requests to take.
-
-        Raises:
-            QueueFull: There is no room for all that arrive.
         """
         options = self._options
         free = 0 if self._lacks_pages else options.max_requests - len(self.running)
@@ -135,13 +130,7 @@ class Scheduler:
         return chunks
 
     def finish(self, sequence: Sequence, reason: FinishReason, *, keep: bool = True) -> None:
-        """Ends a sequence, wherever it is, and returns its pages.
-
-        Args:
-            sequence: One that has not ended.
-            reason: Why it ends.
-            keep: Whether the prefix cache may keep what was computed.
-        """
+        """Ends a waiting or running sequence; with `keep`, the prefix cache may keep its full pages."""
         sequence.finish_reason = reason
         if sequence.slot is None:
             self.waiting.remove(sequence)
@@ -151,9 +140,7 @@ class Scheduler:
     def preempt(self, sequence: Sequence, *, keep: bool = True) -> None:
         """Takes the pages of a running sequence without pending tokens; it is the next one to be admitted.
 
-        Args:
-            sequence: The sequence.
-            keep: Whether the prefix cache may keep what was computed, until other sequences need the pages.
+        With `keep`, the prefix cache may keep computed pages until other sequences need them.
         """
         assert not sequence.pending
         self._release(sequence, keep=keep)

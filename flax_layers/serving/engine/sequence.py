@@ -77,12 +77,8 @@ class Sequence:
     def append(self, tokens: tuple[int, ...]) -> tuple[tuple[int, ...], FinishReason | None]:
         """Makes a pending token known, and the tokens after accepted drafts, whose keys are in the cache.
 
-        Args:
-            tokens: The tokens.
-
         Returns:
-            Those to deliver, and why the sequence ends; what follows its end is dropped.
-
+            The tokens to deliver, and why the sequence ends; tokens after its end are dropped.
         """
         self.pending -= 1
         self.computed += len(tokens) - 1
@@ -99,14 +95,7 @@ class Sequence:
         return tokens, None
 
     def draft(self, most: int) -> Draft:
-        """Drafts its next tokens.
-
-        Args:
-            most: How many at most.
-
-        Returns:
-            The drafts.
-        """
+        """Drafts at most `most` of its next tokens."""
         assert self.lookup is not None
         with self.alone():
             return self.lookup.draft(self.tokens, most)
@@ -142,12 +131,12 @@ class Sequence:
 
     @property
     def is_done(self) -> bool:
-        """Whether nothing is left to dispatch: it has ended, or ends when its pending tokens are read."""
+        """True if nothing remains to dispatch: it has ended, or ends when its pending tokens are read."""
         return self.finish_reason is not None or self.generated >= self.limit
 
     @property
     def runs_ahead(self) -> bool:
-        """Whether its next step can be dispatched before the last one is read: it depends on no token but by value."""
+        """True if its next step can be dispatched before the last one is read: it depends on no token but by value."""
         return self.guide is None and self.lookup is None
 
     @property

@@ -12,12 +12,7 @@ from jflex.paged import PrefixHit
 
 
 class Shared(NamedTuple):
-    """A step's shared prefix.
-
-    Attributes:
-        requests: How many requests share it, counted from the first one of the step.
-        tokens: Its tokens; whole pages.
-    """
+    """A step's shared prefix: the number of its first requests that share it, and its tokens, in whole pages."""
 
     requests: int = 0
     tokens: int = 0
@@ -44,39 +39,17 @@ class SharedPrefixes:
         self._found: tuple[int, int] | None = None
 
     def pays(self, requests: int, tokens: int) -> bool:
-        """Whether a cascade pays for a prefix.
-
-        Args:
-            requests: How many requests share it.
-            tokens: Its tokens.
-
-        Returns:
-            Whether it saves enough.
-        """
+        """True if a cascade saves enough for a prefix of so many tokens, shared by so many requests."""
         return self._least is not None and (requests - 1) * tokens * self._token_bytes >= self._least
 
     def shapes(self, shapes: Items[Shape]) -> list[Shape]:
-        """Those shapes for which it may pay: of steps in which each request has one token.
-
-        Args:
-            shapes: All shapes.
-
-        Returns:
-            Some of them.
-        """
+        """The shapes for which it may pay: of steps in which each request has one token."""
         width = lambda shape: shape.pages * self._page_size
         decoding = [shape for shape in shapes if shape.tokens == shape.rows and not shape.drafts]
         return [shape for shape in decoding if self.pays(shape.rows, width(shape))]
 
     def arrange(self, chunks: list[Chunk]) -> tuple[list[Chunk], Shared]:
-        """Puts the requests that share a prefix first, if a cascade pays.
-
-        Args:
-            chunks: Of a step in which each request has one token.
-
-        Returns:
-            The chunks in their new order, and what the first ones share.
-        """
+        """Puts the requests that share a prefix first, if a cascade pays; each chunk must have one token."""
         prefixes = [chunk.sequence.prefix for chunk in chunks]
         if list(map(id, prefixes)) != list(map(id, self._prefixes)):  # a PrefixHit does not change
             self._prefixes, self._found = prefixes, self._find(prefixes)
