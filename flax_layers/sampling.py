@@ -10,7 +10,6 @@ import dataclasses
 import math
 import operator
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -94,17 +93,13 @@ class SamplingBatch:
     min_p: Float[Array, " B"] | None = None
 
     @classmethod
-    def of(cls, requests: Sequence[Sampling]) -> SamplingBatch:
+    def from_requests(cls, requests: Sequence[Sampling]) -> SamplingBatch:
         """Collects the parameters of requests.
 
-        Args:
-            requests: The parameters of each row.
-
-        Returns:
-            The arrays. Which of them are None is part of the pytree structure, so `jit` compiles for each combination.
+        A parameter that is None is part of the pytree structure, so `jit` compiles for each combination.
 
         Example:
-            >>> batch = SamplingBatch.of([Sampling(), Sampling(temperature=0.5, top_k=9)])
+            >>> batch = SamplingBatch.from_requests([Sampling(), Sampling(temperature=0.5, top_k=9)])
             >>> batch.top_k.tolist(), batch.top_p
             ([0, 9], None)
         """
@@ -133,7 +128,7 @@ def sample(logits: Float[Array, "B V"], sampling: SamplingBatch, positions: Int[
 
     Example:
         >>> logits = jnp.log(jnp.array([[0.1, 0.7, 0.2], [0.1, 0.7, 0.2]]))
-        >>> batch = SamplingBatch.of([Sampling(), Sampling(temperature=1.0, top_k=1)])
+        >>> batch = SamplingBatch.from_requests([Sampling(), Sampling(temperature=1.0, top_k=1)])
         >>> sample(logits, batch, jnp.array([5, 5])).tolist()
         [1, 1]
     """
@@ -200,7 +195,8 @@ def draw(
     """
     if seed is None:
         raise ValueError(
-            "`seed` of a SamplingBatch with a `temperature` must be an array. Got None. Use `SamplingBatch.of`."
+            "`seed` of a SamplingBatch with a `temperature` must be an array. Got None. Use "
+            "`SamplingBatch.from_requests`."
         )
 
     def draw_one(row: Array, seed: Array, position: Array) -> Array:
@@ -223,9 +219,9 @@ def as_float32(value: float) -> float:
             return math.inf if value > 0 else -math.inf
 
 
-def checked_integer(name: str, value: Any) -> int:
+def checked_integer(name: str, value: object) -> int:
     """Returns the argument `name` as an int, or raises TypeError."""
     try:
-        return operator.index(value)
+        return operator.index(value)  # pyright: ignore[reportArgumentType]
     except TypeError:
         raise TypeError(f"`{name}` must be an integer. Got {type(value).__name__}.") from None

@@ -15,7 +15,7 @@ from flax_layers.sampling import Sampling
 
 
 @dataclasses.dataclass(frozen=True)
-class Requests:
+class Batch:
     """Prompts that run in one batch, with the sampling parameters and the maximum number of new tokens of each."""
 
     prompts: tuple[tuple[int, ...], ...]
@@ -23,16 +23,16 @@ class Requests:
     max_tokens: tuple[int, ...]
     stop_tokens: tuple[int, ...]
 
-    def continued(self, rows: Sequence[int], written: Sequence[Sequence[int]], limit: int) -> Requests:
+    def continued(self, rows: Sequence[int], written: Sequence[Sequence[int]], limit: int) -> Batch:
         """Selects rows, with the tokens generated so far (`written`, of all rows) appended to their prompts.
 
         Args:
             limit: Maximum length of a sequence in the cache; its last token is not in the cache.
         """
         prompts = tuple((*self.prompts[row], *written[row]) for row in rows)
-        left = [self.max_tokens[row] - len(written[row]) for row in rows]
-        max_tokens = tuple(min(n, limit - len(prompt) + 1) for n, prompt in zip(left, prompts, strict=True))
-        return Requests(prompts, tuple(self.sampling[row] for row in rows), max_tokens, self.stop_tokens)
+        most = [self.max_tokens[row] - len(written[row]) for row in rows]
+        max_tokens = tuple(min(n, limit - len(prompt) + 1) for n, prompt in zip(most, prompts, strict=True))
+        return Batch(prompts, tuple(self.sampling[row] for row in rows), max_tokens, self.stop_tokens)
 
     def padded(self, max_positions: int) -> tuple[Int32[np.ndarray, "B T"], Int32[np.ndarray, " B"]]:
         """The prompts, padded to the bucket of the longest, and their lengths."""
@@ -59,13 +59,13 @@ def bucket(length: int) -> int:
     return power * 3 // 4 if power > 16 and length <= power * 3 // 4 else power
 
 
-def check_requests(
+def check_batch(
     config: ModelConfig,
     prompts: Sequence[Sequence[int]],
     max_tokens: int,
     sampling: Sampling | Sequence[Sampling],
     stop_tokens: Sequence[int] | None,
-) -> Requests:
+) -> Batch:
     """Checks the arguments of `generate`, and raises ValueError for one that is out of range."""
     _check_prompts(config, prompts)
     check_max_tokens(max_tokens)
@@ -75,9 +75,9 @@ def check_requests(
             f"`sampling` must be one `Sampling` for all prompts, or one for each. Got {len(each)} for {len(prompts)} "
             "prompts."
         )
-    left = tuple(min(max_tokens, config.max_positions - len(prompt)) for prompt in prompts)
+    most = tuple(min(max_tokens, config.max_positions - len(prompt)) for prompt in prompts)
     stops = config.eos_token_ids if stop_tokens is None else tuple(stop_tokens)
-    return Requests(tuple(map(tuple, prompts)), each, left, stops)
+    return Batch(tuple(map(tuple, prompts)), each, most, stops)
 
 
 def check_max_tokens(max_tokens: int) -> None:

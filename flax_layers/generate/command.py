@@ -24,13 +24,13 @@ DTYPES = ("bfloat16", "float16", "float32")
 
 def parser() -> argparse.ArgumentParser:
     """Builds the parser of the options."""
-    made = argparse.ArgumentParser(
+    reader = argparse.ArgumentParser(
         prog="python -m flax_layers.generate",
         description="Continues prompts with a checkpoint in the format of `transformers`. Text is streamed to standard "
         "output; tokens per second go to standard error. Several prompts are generated in one batch and printed one "
         "after the other.",
     )
-    add = made.add_argument
+    add = reader.add_argument
     add("--model", type=pathlib.Path, required=True, metavar="FOLDER", help="folder of a checkpoint, with a tokenizer")
     add("--prompt", nargs="+", default=[], metavar="TEXT", help="one or more prompts, each an argument")
     add("--stdin", action="store_true", help="read one more prompt from standard input")
@@ -45,7 +45,7 @@ def parser() -> argparse.ArgumentParser:
     add("--cache-dtype", choices=CACHE_DTYPES, help="of keys and values with --cache paged; default: the model's")
     add("--dtype", choices=DTYPES, help="default: bfloat16 on a GPU, float32 on a CPU")
     add("--implementation", metavar="NAME", help="jflex backend; default: jflex chooses")
-    return made
+    return reader
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

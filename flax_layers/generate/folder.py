@@ -1,7 +1,7 @@
 """Reads model, tokenizer and stop tokens from a checkpoint."""
 
 import pathlib
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -55,8 +55,8 @@ def load(
             f"There is no folder {folder}. {remedy_of_missing(folder)}"
         )
     tokenizer = Tokenizer(folder)  # first: a missing file raises before gigabytes are read
-    how: dict[str, Any] = {"implementation": implementation, "attention_config": attention_config}
-    model = from_pretrained(folder, dtype=dtype or default_dtype(), mesh=mesh, **how)
+    options = {"implementation": implementation, "attention_config": attention_config}
+    model = from_pretrained(folder, dtype=dtype or default_dtype(), mesh=mesh, **options)
     if mesh is None:
         fuse_projections(model)
     return Loaded(model, tokenizer, stop_tokens(folder, model.config))

@@ -17,7 +17,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Int32
 
-from flax_layers.generate.batch import Requests, check_cache, check_requests
+from flax_layers.generate.batch import Batch, check_batch, check_cache
 from flax_layers.generate.sequences import KINDS, PagedSequences, Sequences
 from flax_layers.generate.steps import NO_TOKEN, Rules, State, prefill, write_chunk
 from flax_layers.models import Decoder
@@ -154,8 +154,8 @@ class Generation(Iterator[Piece]):
 
     Args:
         model: The model.
-        requests: Requests that have been checked.
-        empty: Makes empty sequences, as `flax_layers.generate.sequences.Sequences.empty`.
+        batch: The checked prompts.
+        empty: Constructs empty sequences, as `flax_layers.generate.sequences.DenseSequences.empty`.
         max_tokens: As for `generate`. It determines the capacity of the cache.
         chunk: Decoding steps in one compiled call.
 
@@ -163,11 +163,11 @@ class Generation(Iterator[Piece]):
         speed: Tokens and seconds so far.
     """
 
-    def __init__(self, model: Decoder, requests: Requests, empty: MakeSequences, max_tokens: int, chunk: int):
-        self._requests = requests
-        self._found: list[list[int]] = [[] for _ in requests.prompts]
-        self._reasons: list[FinishReason | None] = [None] * len(requests.prompts)
-        self.speed = Speed(0, len(requests.prompts))
+    def __init__(self, model: Decoder, batch: Batch, empty: MakeSequences, max_tokens: int, chunk: int):
+        self._batch = batch
+        self._tokens: list[list[int]] = [[] for _ in batch.prompts]
+        self._reasons: list[FinishReason | None] = [None] * len(batch.prompts)
+        self.speed = Speed(0, len(batch.prompts))
         self._pieces = self._run(model, empty, max_tokens, chunk)
 
     def __next__(self) -> Piece:
@@ -181,7 +181,7 @@ class Generation(Iterator[Piece]):
         """
         for _ in self:
             pass
-        pairs = zip(self._found, self._reasons, strict=True)
+        pairs = zip(self._tokens, self._reasons, strict=True)
         return [Result(tokens, reason) for tokens, reason in pairs if reason is not None]
 
     def _run(self, model: Decoder, empty: MakeSequences, max_tokens: int, chunk: int) -> Iterator[Piece]:
@@ -190,7 +190,7 @@ class Generation(Iterator[Piece]):
         A sequence that outgrows the first set is read again, since the keys in its cache are rotated with it.
         """
         for limit in model.config.context_limits:
-            lengths = [len(p) + len(found) for p, found in zip(self._requests.prompts, self._found, strict=True)]
+            lengths = [len(p) + len(written) for p, written in zip(self._batch.prompts, self._tokens, strict=True)]
             rows = [row for row, n in enumerate(lengths) if n <= limit and self._reasons[row] is None]
             if rows:
                 yield from self._run_batch(model, empty, rows, limit, max_tokens, chunk)
@@ -199,41 +199,41 @@ class Generation(Iterator[Piece]):
         self, model: Decoder, empty: MakeSequences, rows: list[int], limit: int, max_tokens: int, chunk: int
     ) -> Iterator[Piece]:
         """Continues some rows until they end, or need more than `limit` positions."""
-        requests = self._requests.continued(rows, self._found, limit)
+        batch = self._batch.continued(rows, self._tokens, limit)
         graph, parameters = nnx.split(model)
-        tokens, counts = map(jnp.asarray, requests.padded(limit))
-        sequences = empty(model, len(counts), requests.room(max_tokens, limit))
+        tokens, counts = map(jnp.asarray, batch.padded(limit))
+        sequences = empty(model, len(counts), batch.room(max_tokens, limit))
         rules = Rules(
-            SamplingBatch.of(requests.sampling),
-            jnp.asarray(requests.max_tokens, jnp.int32),
-            jnp.asarray(requests.stop_tokens, jnp.int32),
+            SamplingBatch.from_requests(batch.sampling),
+            jnp.asarray(batch.max_tokens, jnp.int32),
+            jnp.asarray(batch.stop_tokens, jnp.int32),
         )
         self._compile(prefill, graph, parameters, sequences, tokens, counts, rules)
         started = time.perf_counter()
         state = prefill(graph, parameters, sequences, tokens, counts, rules)
         first = np.asarray(state.token)[:, None]
         self.speed.prefill_seconds += time.perf_counter() - started
-        self.speed.prompt_tokens += sum(map(len, requests.prompts))
+        self.speed.prompt_tokens += sum(map(len, batch.prompts))
         self.speed.first_tokens += len(rows)
-        left = dict(zip(rows, requests.max_tokens, strict=True))
-        yield from self._taken(left, first)
-        if any(left.values()):
+        remaining = dict(zip(rows, batch.max_tokens, strict=True))
+        yield from self._take(remaining, first)
+        if any(remaining.values()):
             self._compile(write_chunk, graph, parameters, state, rules, steps=chunk)
-            yield from self._decode(graph, parameters, state, rules, left, chunk)
+            yield from self._decode(graph, parameters, state, rules, remaining, chunk)
 
     def _decode(
         self,
         graph: nnx.GraphDef[Decoder],
-        parameters: Any,
+        parameters: nnx.State,
         state: State,
         rules: Rules,
-        left: dict[int, int],
+        remaining: dict[int, int],
         chunk: int,
     ) -> Iterator[Piece]:
         """Runs chunks of decoding steps. The next chunk is dispatched before the current one is read."""
-        chunks = -(-max(left.values()) // chunk)
+        chunks = -(-max(remaining.values()) // chunk)
         with ChunkReader() as reader:
-            while any(left.values()):
+            while any(remaining.values()):
                 while chunks and len(reader) < 2:
                     dispatched = time.perf_counter()
                     state, written = write_chunk(graph, parameters, state, rules, steps=chunk)
@@ -241,27 +241,27 @@ class Generation(Iterator[Piece]):
                     chunks -= 1
                 tokens, seconds = reader.pop()
                 self.speed.decode_seconds += seconds
-                yield from self._taken(left, tokens)
+                yield from self._take(remaining, tokens)
         jax.block_until_ready(state.ended)  # the chunk after the last one that was read
 
-    def _taken(self, left: dict[int, int], chunk: np.ndarray) -> list[Piece]:
-        """The pieces of a chunk. `left` holds how many tokens each row of the batch may still get, and is updated."""
+    def _take(self, remaining: dict[int, int], chunk: np.ndarray) -> list[Piece]:
+        """The pieces of a chunk. `remaining` holds the tokens that each row may still get, and is updated."""
         pieces: list[Piece] = []
-        for row, tokens in zip(left, chunk.tolist(), strict=True):
-            if left[row]:
+        for row, tokens in zip(remaining, chunk.tolist(), strict=True):
+            if remaining[row]:
                 tokens = [token for token in tokens if token != NO_TOKEN]
                 pieces.append(self._piece(row, tokens))
-                left[row] = 0 if pieces[-1].finish_reason else left[row] - len(tokens)
+                remaining[row] = 0 if pieces[-1].finish_reason else remaining[row] - len(tokens)
         return pieces
 
     def _piece(self, row: int, tokens: list[int]) -> Piece:
         self.speed.tokens += len(tokens)
-        if tokens and tokens[-1] in self._requests.stop_tokens:
+        if tokens and tokens[-1] in self._batch.stop_tokens:
             self._reasons[row] = "stop"
             tokens = tokens[:-1]
-        elif len(self._found[row]) + len(tokens) == self._requests.max_tokens[row]:
+        elif len(self._tokens[row]) + len(tokens) == self._batch.max_tokens[row]:
             self._reasons[row] = "length"
-        self._found[row] += tokens
+        self._tokens[row] += tokens
         return Piece(row, tokens, self._reasons[row])
 
     def _compile(self, program: Any, *arguments: Any, **options: Any) -> None:
@@ -320,10 +320,10 @@ def generate(
         2 None
         2 length
     """
-    requests = check_requests(model.config, prompts, max_tokens, sampling, stop_tokens)
+    batch = check_batch(model.config, prompts, max_tokens, sampling, stop_tokens)
     check_cache(cache, cache_dtype)
     check_cache_dtype(cache_dtype, model)
     if chunk < 1:
         raise ValueError(f"`chunk` must be at least 1. Got {chunk}. The default is {CHUNK}.")
     empty = KINDS[cache].empty if cache_dtype is None else functools.partial(PagedSequences.empty, dtype=cache_dtype)
-    return Generation(model, requests, empty, max_tokens, chunk)
+    return Generation(model, batch, empty, max_tokens, chunk)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +11,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Int, Int32
 
 from flax_layers.compiler_options import DECODING
-from flax_layers.generate.sequences import DenseSequences, PagedSequences
+from flax_layers.generate.sequences import Sequences
 from flax_layers.models import Decoder
 from flax_layers.sampling import SamplingBatch, sample
 
@@ -42,7 +41,7 @@ class State:
         ended: True for each complete sequence.
     """
 
-    sequences: DenseSequences | PagedSequences
+    sequences: Sequences
     token: Int32[Array, " B"]
     written: Int32[Array, " B"]
     ended: Bool[Array, " B"]
@@ -51,8 +50,8 @@ class State:
 @functools.partial(jax.jit, static_argnames="graph", donate_argnames="sequences")
 def prefill(
     graph: nnx.GraphDef[Decoder],
-    parameters: Any,
-    sequences: DenseSequences | PagedSequences,
+    parameters: nnx.State,
+    sequences: Sequences,
     prompts: Int[Array, "B T"],
     counts: Int32[Array, " B"],
     rules: Rules,
@@ -68,7 +67,7 @@ def prefill(
 
 @functools.partial(jax.jit, static_argnames=("graph", "steps"), donate_argnames="state", compiler_options=DECODING)
 def write_chunk(
-    graph: nnx.GraphDef[Decoder], parameters: Any, state: State, rules: Rules, *, steps: int
+    graph: nnx.GraphDef[Decoder], parameters: nnx.State, state: State, rules: Rules, *, steps: int
 ) -> tuple[State, Int32[Array, "B steps"]]:
     """Runs `steps` decoding steps. A sequence that has ended does not change.
 

@@ -32,7 +32,7 @@ from flax_layers.serving.device.executor import Executor
 from flax_layers.serving.device.options import EngineOptions, Program, Shape
 from jflex.types import AnyArray
 
-_RUN, _PENALTIES, _ALLOW, _COPY, _POISON, _RESET, _CLOSE = range(7)
+_CALLS = ("run", "begin_penalties", "allow", "copy_pages", "poison", "reset", "close")
 _HEADER = len(Shape._fields) + len(Program._fields)  # with the number of the call
 _SECRET = 32
 _ANSWER = 512
@@ -61,27 +61,27 @@ class LeadingExecutor(Executor):
 
     def run(self, packed: Int32[AnyArray, " words"], program: Program) -> Int32[Array, "R fields"]:
         """See `Executor.run`."""
-        self._tell(_RUN, packed, *program.shape, *program[1:])
+        self._tell("run", packed, *program.shape, *program[1:])
         return super().run(packed, program)
 
     def begin_penalties(self, words: Int32[AnyArray, " words"]) -> None:
         """See `Executor.begin_penalties`."""
-        self._tell(_PENALTIES, words)
+        self._tell("begin_penalties", words)
         super().begin_penalties(words)
 
     def allow(self, words: Int32[AnyArray, " words"]) -> None:
         """See `Executor.allow`."""
-        self._tell(_ALLOW, words)
+        self._tell("allow", words)
         super().allow(words)
 
     def copy_pages(self, words: Int32[AnyArray, " words"]) -> None:
         """See `Executor.copy_pages`."""
-        self._tell(_COPY, words)
+        self._tell("copy_pages", words)
         super().copy_pages(words)
 
     def poison(self, free: Int32[AnyArray, " P"]) -> None:
         """See `Executor.poison`."""
-        self._tell(_POISON, free)
+        self._tell("poison", free)
         super().poison(free)
 
     def is_intact(self) -> bool:
@@ -90,20 +90,20 @@ class LeadingExecutor(Executor):
 
     def reset(self) -> None:
         """See `Executor.reset`."""
-        self._tell(_RESET)
+        self._tell("reset")
         super().reset()
 
     def close(self) -> None:
         """Ends the other processes, too, and leaves them."""
         with contextlib.suppress(OSError):  # one has died
-            self._tell(_CLOSE)
+            self._tell("close")
         while self._followers:
             self._followers.pop().close()
         jax.distributed.shutdown()  # now: a signal may end this process before Python's own end, and the others with it
 
-    def _tell(self, call: int, words: Int32[AnyArray, " words"] | None = None, *numbers: int) -> None:
+    def _tell(self, call: str, words: Int32[AnyArray, " words"] | None = None, *numbers: int) -> None:
         header = np.zeros(_HEADER, np.int32)
-        header[: 1 + len(numbers)] = (call, *numbers)
+        header[: 1 + len(numbers)] = (_CALLS.index(call), *numbers)
         message = header if words is None else np.concatenate([header, np.asarray(words, np.int32)])
         for follower in self._followers:
             follower.send_bytes(message.tobytes())
@@ -122,22 +122,17 @@ def follow(model: Decoder) -> None:
         executor = Executor(model, EngineOptions(**options))
         while True:
             message = np.frombuffer(leader.recv_bytes(), np.int32)
-            (call, *numbers), words = message[:_HEADER].tolist(), message[_HEADER:]
-            if call == _RUN:
+            (number, *numbers), words = message[:_HEADER].tolist(), message[_HEADER:]
+            call = _CALLS[number]
+            if call == "close":
+                break
+            if call == "run":
                 shape, kind = numbers[: len(Shape._fields)], numbers[len(Shape._fields) :]
                 executor.run(words, Program(Shape(*shape), *map(bool, kind)))
-            elif call == _PENALTIES:
-                executor.begin_penalties(words)
-            elif call == _ALLOW:
-                executor.allow(words)
-            elif call == _COPY:
-                executor.copy_pages(words)
-            elif call == _POISON:
-                executor.poison(words)
-            elif call == _RESET:
+            elif call == "reset":
                 executor.reset()
             else:
-                break
+                getattr(executor, call)(words)
     jax.distributed.shutdown()
 
 
@@ -153,9 +148,9 @@ def _meet(host: str) -> list[Connection]:
 
 
 def _join() -> Connection:
-    said = _broadcast(b"")
-    host, port = json.loads(said[_SECRET:])
-    return _without_delay(Client((host, port), authkey=said[:_SECRET]))
+    text = _broadcast(b"")
+    host, port = json.loads(text[_SECRET:])
+    return _without_delay(Client((host, port), authkey=text[:_SECRET]))
 
 
 def _without_delay(connection: Connection) -> Connection:
@@ -177,10 +172,10 @@ def connect(options: argparse.Namespace) -> Mesh | None:
     Raises:
         ValueError: An option is missing or out of its range.
     """
-    given = [getattr(options, name) is not None for name in ("coordinator", "processes", "process")]
-    if any(given) != all(given):
+    passed = [getattr(options, name) is not None for name in ("coordinator", "processes", "process")]
+    if any(passed) != all(passed):
         raise ValueError("`--coordinator`, `--processes` and `--process` must be passed together, or none of them.")
-    if all(given):
+    if all(passed):
         if not 0 <= options.process < options.processes:
             raise ValueError(
                 f"`--process` must be from 0 to {options.processes - 1}, one of `--processes`. Got {options.process}."

@@ -22,7 +22,7 @@ with needs("uvicorn", "serve"):
     from uvicorn.protocols.http.h11_impl import H11Protocol
 
 _LAST_SECONDS = 5
-"""What answers have to leave the process, once the engine has ended them."""
+"""Time for answers to leave the process, once the engine has ended them."""
 
 
 class _Interrupted(Exception):
@@ -33,20 +33,20 @@ def bind(host: str, port: int) -> socket.socket:
     """Binds an address, without listening yet; port 0 is any that is free. Raises ValueError if it cannot be used."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        found = socket.socket(family, kind, protocol)
+        bound = socket.socket(family, kind, protocol)
     except (OSError, OverflowError) as error:
         raise ValueError(f"`--host` must be an address of this machine. Got {host!r}. {error}.") from error
     try:
-        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        found.bind(address)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(address)
     except (OSError, OverflowError) as error:
-        found.close()
+        bound.close()
         if isinstance(error, OSError) and error.errno == errno.EADDRNOTAVAIL:
             raise ValueError(f"`--host` must be an address of this machine. Got {host!r}. {error}.") from error
         raise ValueError(
             f"`--port` must be free at {host}. Got {port}: {error}. Choose another port, or 0 for any."
         ) from error
-    return found
+    return bound
 
 
 def url_of(bound: socket.socket) -> str:
@@ -102,7 +102,7 @@ class Launch:
             self._ready()
         except _Interrupted:
             pass
-        except Exception as error:  # whatever the compiler raises, as no memory: the process must end, not hang
+        except Exception as error:  # any error of the compiler, as no memory: the process must end, not hang
             self.failure = error
             failed()
 

@@ -9,6 +9,9 @@ import uuid
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
+import numpy as np
+from jaxtyping import Int32
+
 from flax_layers.models.text_stream import TextStream
 from flax_layers.serving.api.choices import Usage
 from flax_layers.serving.api.text import Piece, TokenText, TokenTexts
@@ -28,8 +31,8 @@ class ServedTokenizer(Protocol):
         """The text of its `tokenizer.json`, which constraints need."""
         ...
 
-    def encode(self, text: str, *, special_tokens: bool = True) -> Any:
-        """An array of tokens."""
+    def encode(self, text: str, *, special_tokens: bool = True) -> Int32[np.ndarray, " T"]:
+        """The tokens of a text."""
         ...
 
     def decode(self, tokens: Sequence[int], *, special_tokens: bool = False) -> str:
@@ -100,7 +103,7 @@ class Answer:
     def _chunk(self, choice: Json) -> Json:
         return self._object(self.chunk_kind, [choice], **({"usage": None} if self._include_usage else {}))
 
-    def _object(self, kind: str, choices: list[Json], **more: Any) -> Json:
+    def _object(self, kind: str, choices: list[Json], **more: object) -> Json:
         head = {"id": self._id, "object": kind, "created": self._created, "model": self._model}
         return {**head, "choices": choices, **more}
 
@@ -135,11 +138,11 @@ class ChatAnswer(Answer):
 
     def _choice(self, index: int, text: str, logprobs: Lists, reason: str | None, *, whole: bool) -> Json:
         if whole:
-            said = {"message": {"role": "assistant", "content": text, "refusal": None}}
+            message = {"message": {"role": "assistant", "content": text, "refusal": None}}
         else:
-            said = {"delta": {"content": text} if text else {}}
+            message = {"delta": {"content": text} if text else {}}
         shown = {**logprobs, "refusal": None} if logprobs else None
-        return {"index": index, **said, "logprobs": shown, "finish_reason": reason}
+        return {"index": index, **message, "logprobs": shown, "finish_reason": reason}
 
     def _logprobs(self, tokens: Sequence[TokenText]) -> Lists:
         if not tokens:

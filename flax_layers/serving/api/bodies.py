@@ -6,7 +6,7 @@ import re
 import reprlib
 import secrets
 from collections.abc import Hashable, Sequence
-from typing import Annotated, Any, NamedTuple, Self, TypeVar
+from typing import Annotated, Any, ClassVar, NamedTuple, Self, TypeVar
 
 from flax_layers.models.checkpoint.optional import needs
 from flax_layers.sampling import Sampling
@@ -19,16 +19,14 @@ from flax_layers.serving.engine.requests import MAX_STOP_TOKENS, Request
 with needs("pydantic", "serve"):
     from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError, model_validator
 
+Unchecked = Any
+"""A value of a JSON body, before its type is checked."""
+
 MAX_PROMPTS, MAX_CHOICES, MAX_STOPS, MAX_STOP_LENGTH, MAX_SALT = 1 << 16, 128, 16, 256, 256
 
 
 class ForeignField(NamedTuple):
-    """A field that is not supported.
-
-    Attributes:
-        neutral: The values that change nothing; null is always one of them.
-        remedy: What to do instead.
-    """
+    """A field that is not supported: the values that change nothing, beside null, and the remedy for others."""
 
     neutral: tuple[object, ...]
     remedy: str
@@ -87,7 +85,9 @@ FOREIGN = {
         web_search_options=(),
     ),
 }  # fmt: skip
-"""The fields by name. Labels of requests, as `user` and `metadata`, are not among them: they change no answer."""
+"""Fields of OpenAI's, vLLM's and SGLang's APIs by name, from openai 3.57, vLLM at 002032e with names that it has
+dropped, and SGLang at 004c82e. Labels of requests, as `user` and `metadata`, are not among them: they change no
+answer."""
 
 
 def check_foreign(fields: dict[str, object] | None, prefix: str = "") -> None:
@@ -110,7 +110,7 @@ def check_foreign(fields: dict[str, object] | None, prefix: str = "") -> None:
         )
 
 
-def _stops(value: Any) -> list[str]:
+def _stops(value: Unchecked) -> list[str]:
     stops = [value] if isinstance(value, str) else [] if value is None else value
     if not isinstance(stops, list) or not all(isinstance(x, str) and 0 < len(x) <= MAX_STOP_LENGTH for x in stops):
         raise ValueError(
@@ -122,7 +122,7 @@ def _stops(value: Any) -> list[str]:
     return stops
 
 
-def _biases(value: Any) -> tuple[tuple[int, float], ...]:
+def _biases(value: Unchecked) -> tuple[tuple[int, float], ...]:
     """Parses `logit_bias`: a JSON object, whose keys are tokens as strings."""
     biases = {} if value is None else value
     is_bias = lambda token, bias: re.fullmatch("[0-9]{1,10}", token) is not None and type(bias) in (int, float)
@@ -133,7 +133,7 @@ def _biases(value: Any) -> tuple[tuple[int, float], ...]:
     )
 
 
-def _constraint(value: Any) -> Constraint | None:
+def _constraint(value: Unchecked) -> Constraint | None:
     """Parses `response_format`: that of OpenAI's chats, and a regular expression or a grammar as types of their own."""
     try:
         match value:
@@ -158,7 +158,7 @@ def _constraint(value: Any) -> Constraint | None:
     )
 
 
-def _prompts(value: Any) -> list[str | list[int]]:
+def _prompts(value: Unchecked) -> list[str | list[int]]:
     are_tokens = lambda x: isinstance(x, list) and bool(x) and all(type(token) is int for token in x)
     if isinstance(value, str) or are_tokens(value):
         return [value]
@@ -172,7 +172,7 @@ def _prompts(value: Any) -> list[str | list[int]]:
     )
 
 
-def _content(value: Any) -> str:
+def _content(value: Unchecked) -> str:
     """Parses the content of a message: a string, or a list of text parts."""
     if isinstance(value, str) or value is None:
         return value or ""
@@ -186,30 +186,31 @@ def _content(value: Any) -> str:
     return "".join(part["text"] for part in parts)
 
 
-class Body(BaseModel):
-    """The base of all bodies. Null means the default. Fields that nobody defines are ignored."""
+class Fields(BaseModel):
+    """Fields of a JSON object. Null means the default. Fields that nobody defines are ignored."""
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
 
+    prefix: ClassVar[str] = ""
+
+    @model_validator(mode="after")
+    def _refuse(self) -> Self:
+        check_foreign(self.model_extra, self.prefix)
+        return self
+
+
+class Body(Fields):
+    """The base of all bodies."""
+
     model: str | None = None
 
-    @model_validator(mode="after")
-    def _refuse(self) -> Self:
-        check_foreign(self.model_extra)
-        return self
 
-
-class StreamOptions(BaseModel):
+class StreamOptions(Fields):
     """Options of a streamed answer."""
 
-    model_config = ConfigDict(strict=True, extra="allow")
+    prefix: ClassVar[str] = "stream_options."
 
     include_usage: bool | None = None
-
-    @model_validator(mode="after")
-    def _refuse(self) -> Self:
-        check_foreign(self.model_extra, "stream_options.")
-        return self
 
 
 class GenerationBody(Body):
@@ -266,19 +267,13 @@ class GenerationBody(Body):
 
     @property
     def top(self) -> int | None:
-        """None: no log probabilities. Otherwise those of the sampled tokens, and of so many top ones."""
+        """Top tokens with log probabilities, beside the sampled ones; None: no log probabilities."""
         return None
 
     def requests(self, prompt: Sequence[int], stop_tokens: Sequence[int], tenant: Hashable = None) -> list[Request]:
         """The engine requests of this body for a tokenized prompt: one for each choice, with different seeds.
 
-        Args:
-            prompt: Its tokens.
-            stop_tokens: Stop tokens of the model.
-            tenant: Shares cached prefixes with no other tenant.
-
-        Raises:
-            ValueError: A value is out of range.
+        A tenant shares cached prefixes with no other one. Raises ValueError for a value that is out of range.
         """
         first = secrets.randbits(32) if self.seed is None else self.seed
         top_k = 0 if self.top_k in (None, -1) else self.top_k
@@ -368,10 +363,10 @@ class TokenizeBody(Body):
     add_special_tokens: bool | None = None
 
 
-Wanted = TypeVar("Wanted", bound=Body)
+BodyKind = TypeVar("BodyKind", bound=Body)
 
 
-def parse(kind: type[Wanted], raw: bytes) -> Wanted:
+def parse(kind: type[BodyKind], raw: bytes) -> BodyKind:
     """Parses a body from JSON, or raises ApiError 400, whose message names the first error.
 
     Example:
@@ -383,21 +378,21 @@ def parse(kind: type[Wanted], raw: bytes) -> Wanted:
         return kind.model_validate_json(raw)
     except ValidationError as error:
         wrong = error.errors(include_url=False)[0]
-    kind_of, rule, place = wrong["type"], wrong["msg"], wrong["loc"]
-    path = "".join(f"[{x}]" if isinstance(x, int) else f".{x}" for x in place).removeprefix(".")
-    param = str(place[0]) if place else None
-    if kind_of == "value_error":
+    error_type, rule, location = wrong["type"], wrong["msg"], wrong["loc"]
+    path = "".join(f"[{x}]" if isinstance(x, int) else f".{x}" for x in location).removeprefix(".")
+    param = str(location[0]) if location else None
+    if error_type == "value_error":
         raise ApiError(400, str(wrong["ctx"]["error"]))  # pyright: ignore[reportTypedDictNotRequiredAccess]
-    if kind_of == "json_invalid":
+    if error_type == "json_invalid":
         raise ApiError(400, f"The body must be JSON in UTF-8. {rule}.")
-    if not place:
+    if not location:
         raise ApiError(400, f"The body must be a JSON object. Got {reprlib.repr(wrong['input'])}.")
-    if kind_of == "missing":
+    if error_type == "missing":
         raise ApiError(400, f"`{path}` is required. The body has none.", param=param)
     rule = re.sub("^(Input|List|String) should", "must", rule).partition(" after validation")[0]
     raise ApiError(400, f"`{path}` {rule}. Got {_shown(wrong['input'])}.", param=param)
 
 
-def _shown(value: Any) -> str:
+def _shown(value: Unchecked) -> str:
     """A value, or the size of one that is long."""
     return f"{len(value)}" if isinstance(value, list | str) and len(value) > MAX_SALT else reprlib.repr(value)

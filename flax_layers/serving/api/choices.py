@@ -1,4 +1,4 @@
-"""One HTTP request on its way through the engine: all its choices."""
+"""All choices of one HTTP request, on their way through the engine."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class Choices:
             raise ApiError(status, message, code=code) from error
 
     def cancel(self) -> None:
-        """Ends what still runs, before the next step; does nothing at the end."""
+        """Ends unfinished choices before the next step."""
         self._is_cancelled = True
         for ticket, text in zip(self._tickets, self._texts, strict=False):
             if not text.is_done:
@@ -131,7 +131,7 @@ class Choices:
         def deliver(event: Event) -> None:  # in the engine's thread
             self._events.append((index, event, time.perf_counter()))
             self._produced += len(event.tokens) * self._weights[index]
-            with contextlib.suppress(RuntimeError):  # the loop has been closed: nobody waits any more
+            with contextlib.suppress(RuntimeError):  # the loop has been closed
                 self._loop.call_soon_threadsafe(self._wake)
 
         return deliver

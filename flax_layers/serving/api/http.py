@@ -112,17 +112,17 @@ async def _http_error(request: Request, error: Exception) -> Response:
         text = f"`{request.url.path}` takes {allowed}. Got {request.method}."
     else:
         text = f"There is no `{request.url.path}`. `/v1/completions` and `/v1/chat/completions` generate text."
-    found = ApiError(error.status_code, text)
-    return JSONResponse(found.body(), found.status, headers=error.headers)
+    answer = ApiError(error.status_code, text)
+    return JSONResponse(answer.body(), answer.status, headers=error.headers)
 
 
 async def _gone(request: Request, error: Exception) -> Response:
-    return Response(status_code=499)  # nobody reads it
+    return Response(status_code=499)  # the client has left
 
 
 async def _unforeseen(request: Request, error: Exception) -> Response:
-    found = ApiError(500, "The server failed. Its log says more. Try again.")
-    return JSONResponse(found.body(), found.status)
+    answer = ApiError(500, "The server failed. Its log says more. Try again.")
+    return JSONResponse(answer.body(), answer.status)
 
 
 class _Api:
@@ -142,8 +142,8 @@ class _Api:
 
         async def answer(request: Request) -> Response:
             scheme, _, sent = request.headers.get("authorization", "").partition(" ")
-            given = sent.strip().encode("latin-1") if scheme.lower() == "bearer" else b""
-            matches = [hmac.compare_digest(given, key) for key in self._keys]
+            token = sent.strip().encode("latin-1") if scheme.lower() == "bearer" else b""
+            matches = [hmac.compare_digest(token, key) for key in self._keys]
             if self._keys and not any(matches):
                 raise ApiError(401, "An API key is required. Send one of this server: `Authorization: Bearer KEY`.")
             request.state.tenant = matches.index(True) if self._keys and not self._served.shares_prefixes else None

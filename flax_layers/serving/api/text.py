@@ -21,35 +21,35 @@ class StopStrings:
         >>> stops = StopStrings(["END"])
         >>> [stops.push(piece) for piece in ("abcE", "Nd", "efEN", "D and more")]
         ['abc', 'ENd', 'ef', '']
-        >>> stops.found
+        >>> stops.has_ended
         True
     """
 
     def __init__(self, stops: Sequence[str]):
         self._stops = tuple(stops)
         self._longest = max(map(len, self._stops), default=0)
-        self._held = ""
-        self.found = False
+        self._tail = ""
+        self.has_ended = False
 
     def push(self, piece: str) -> str:
         """Takes the next piece, and returns the text that can be shown; none after a stop string."""
-        if self.found:
+        if self.has_ended:
             return ""
-        text = self._held + piece
+        text = self._tail + piece
         starts = [(text.find(stop) + len(stop), text.find(stop)) for stop in self._stops if stop in text]
         if starts:
-            self.found, self._held = True, ""
+            self.has_ended, self._tail = True, ""
             return text[: min(starts)[1]]
         first = next(
             (n for n in range(max(0, len(text) - self._longest + 1), len(text)) if self._may_begin(text[n:])), len(text)
         )
-        self._held = text[first:]
+        self._tail = text[first:]
         return text[:first]
 
     def finish(self) -> str:
         """Ends the text, and returns what was held back."""
-        held, self._held = self._held, ""
-        return held
+        tail, self._tail = self._tail, ""
+        return tail
 
     def _may_begin(self, tail: str) -> bool:
         return any(stop.startswith(tail) for stop in self._stops)
@@ -109,13 +109,13 @@ class ChoiceText:
             if event.logprobs:
                 self._waiting.append(TokenText(token, self._decoded, event.logprobs[number]))
             pieces.append(self._add(self._stream.push([token])))
-            if self._stops.found:
+            if self._stops.has_ended:
                 break
         reason = event.finish_reason
         assert reason not in ("cancelled", "error")
-        if reason is not None and not self._stops.found:
+        if reason is not None and not self._stops.has_ended:
             pieces += [self._add(self._stream.finish()), self._stops.finish()]
-        if self._stops.found:
+        if self._stops.has_ended:
             reason = "stop"
         self.is_done = reason is not None
         text = "".join(pieces)
@@ -128,7 +128,7 @@ class ChoiceText:
 
     def _release(self) -> tuple[TokenText, ...]:
         """The tokens whose text has begun to be shown; at the end all that a stop string does not cut off."""
-        ended = self.is_done and not self._stops.found
+        ended = self.is_done and not self._stops.has_ended
         ready = [token for token in self._waiting if ended or token.offset < self._shown]
         self._waiting = self._waiting[len(ready) :]
         return tuple(ready)

@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 import re
 from collections.abc import AsyncIterator, Callable, Coroutine
-from typing import Any, NamedTuple, TypeVar
+from typing import TypeVar
 
 from flax_layers.models.checkpoint.optional import needs
 
@@ -17,26 +17,19 @@ with needs("starlette", "serve"):
 
 Result = TypeVar("Result")
 
-
-class _Kind(NamedTuple):
-    """The `type` and `code` of an HTTP status."""
-
-    type: str
-    code: str | None
-
-
 _KINDS = {
-    400: _Kind("invalid_request_error", None),
-    401: _Kind("authentication_error", "invalid_api_key"),
-    403: _Kind("permission_error", "forbidden"),
-    404: _Kind("not_found_error", "not_found"),
-    405: _Kind("invalid_request_error", "method_not_allowed"),
-    408: _Kind("timeout_error", "timeout"),
-    413: _Kind("invalid_request_error", "request_too_large"),
-    429: _Kind("rate_limit_error", "rate_limit_exceeded"),
-    500: _Kind("server_error", "server_error"),
-    503: _Kind("service_unavailable_error", "service_unavailable"),
+    400: ("invalid_request_error", None),
+    401: ("authentication_error", "invalid_api_key"),
+    403: ("permission_error", "forbidden"),
+    404: ("not_found_error", "not_found"),
+    405: ("invalid_request_error", "method_not_allowed"),
+    408: ("timeout_error", "timeout"),
+    413: ("invalid_request_error", "request_too_large"),
+    429: ("rate_limit_error", "rate_limit_exceeded"),
+    500: ("server_error", "server_error"),
+    503: ("service_unavailable_error", "service_unavailable"),
 }
+"""Type and code of an error, by its HTTP status."""
 
 RETRY_SECONDS = 1
 """`Retry-After` of refused requests, in seconds."""
@@ -70,15 +63,14 @@ class ApiError(Exception):
             return {"Retry-After": str(RETRY_SECONDS)}
         if self.status == 401:
             return {"WWW-Authenticate": "Bearer"}
-        if self.status in (408, 413):  # what is left of the body is not read
+        if self.status in (408, 413):  # the remaining body is not read
             return {"Connection": "close"}
         return {}
 
-    def body(self) -> dict[str, Any]:
+    def body(self) -> dict[str, dict[str, str | None]]:
         """The error object of the answer, as JSON."""
-        kind = _KINDS.get(self.status, _KINDS[400 if self.status < 500 else 500])
-        error = {"message": self.message, "type": kind.type, "param": self.param, "code": self.code or kind.code}
-        return {"error": error}
+        kind, code = _KINDS.get(self.status, _KINDS[400 if self.status < 500 else 500])
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code or code}}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +81,7 @@ class Limits:
         body_bytes: Maximum size of a body.
         body_seconds: Maximum time for a body to arrive.
         head_seconds: Maximum time for the head of a request to arrive, and of a connection without a request.
-        stall_seconds: Maximum time in which a client reads nothing of what waits for it.
+        stall_seconds: Maximum time in which a client reads nothing of a waiting answer.
     """
 
     body_bytes: int = 4 << 20
@@ -124,7 +116,7 @@ async def read_body(request: Request, limits: Limits) -> bytes:
     return bytes(body)
 
 
-async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
+async def unless_disconnected(receive: Receive, work: Coroutine[object, None, Result]) -> Result:
     """Awaits `work` while the client is connected, and cancels it otherwise; the body must have been read.
 
     Raises:

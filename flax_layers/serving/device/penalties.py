@@ -1,4 +1,4 @@
-"""Penalties on tokens that have occurred, biases on tokens, and allowed tokens: what changes logits before a draw."""
+"""Changes of logits before a draw: penalties on tokens that have occurred, biases on tokens, allowed tokens."""
 
 from __future__ import annotations
 
@@ -94,11 +94,11 @@ class Edits:
         biased, bits, tokens = jnp.split(words[2:], [MAX_BIASES, 2 * MAX_BIASES])
         biases = jax.lax.bitcast_convert_type(bits, jnp.float32)
         vocabulary = self.counts.shape[1]
-        place = jnp.arange(tokens.shape[0], dtype=jnp.int32)
-        kept = lambda x, wanted: jnp.where(wanted & (x >= 0), x, vocabulary)  # what lies beyond is dropped
-        in_prompt = jnp.zeros(vocabulary, bool).at[kept(tokens, place < prompt)].set(True, mode="drop")
-        counts = jnp.zeros(vocabulary, jnp.int32).at[kept(tokens, place >= prompt)].add(1, mode="drop")
-        dense = jnp.zeros(vocabulary, jnp.float32).at[kept(biased, biased >= 0)].set(biases, mode="drop")
+        index = jnp.arange(tokens.shape[0], dtype=jnp.int32)
+        select = lambda x, mask: jnp.where(mask & (x >= 0), x, vocabulary)  # updates out of range are dropped
+        in_prompt = jnp.zeros(vocabulary, bool).at[select(tokens, index < prompt)].set(True, mode="drop")
+        counts = jnp.zeros(vocabulary, jnp.int32).at[select(tokens, index >= prompt)].add(1, mode="drop")
+        dense = jnp.zeros(vocabulary, jnp.float32).at[select(biased, biased >= 0)].set(biases, mode="drop")
         return Edits(
             self.in_prompt.at[slot].set(in_prompt),
             self.counts.at[slot].set(counts),

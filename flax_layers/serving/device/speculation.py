@@ -1,4 +1,4 @@
-"""Verifies drafted tokens in the compiled step: which of them the model samples itself, and where their keys belong.
+"""Verifies drafted tokens in the compiled step: accepts those that the model samples itself, and moves their keys.
 
 At each node of a tree a token is sampled from the model's distribution, with the key of its request and position; the
 walk goes on in the child that equals it. A draft is one token, not a distribution, so this is the rejection sampling of
@@ -37,7 +37,7 @@ class DraftRows(NamedTuple):
     starts: Int32[Array, " R"]
 
     @classmethod
-    def of(cls, batch: PagedBatch) -> DraftRows:
+    def from_batch(cls, batch: PagedBatch) -> DraftRows:
         """Selects the nodes of a batch with ancestors."""
         assert batch.ancestors is not None
         words, indptr, lengths = (jnp.asarray(x) for x in (batch.ancestors, batch.qo_indptr, batch.kv_lengths))
@@ -88,17 +88,17 @@ def accept(nodes: DraftRows, drafted: Int32[Array, "R K"], sampled: Int32[Array,
         >>> accept(nodes, jnp.array([[6, 7, 8, 9]]), jnp.array([[8, 0, 9, 5]])).tokens.tolist()
         [[8, 9, 5, 0]]
     """
-    place = jnp.arange(drafted.shape[1], dtype=jnp.int32)[None]
-    own = jnp.left_shift(1, place)
-    parent = jnp.maximum(31 - jax.lax.clz(nodes.words & ~own), 0)  # the highest bit before its own
-    agrees = (drafted == jnp.take_along_axis(sampled, parent, axis=1)) | (place == 0)
-    rejected = jnp.sum(jnp.where(agrees, 0, own), axis=1, dtype=jnp.int32)[:, None]  # as bits
+    node = jnp.arange(drafted.shape[1], dtype=jnp.int32)[None]
+    bit = jnp.left_shift(1, node)
+    parent = jnp.maximum(31 - jax.lax.clz(nodes.words & ~bit), 0)  # the highest bit before that of the node
+    agrees = (drafted == jnp.take_along_axis(sampled, parent, axis=1)) | (node == 0)
+    rejected = jnp.sum(jnp.where(agrees, 0, bit), axis=1, dtype=jnp.int32)[:, None]  # as bits
     accepted = (nodes.words != 0) & (nodes.words & rejected == 0)  # with all ancestors
     # [R, depth, node]: children of one node differ, so at most one node of a depth is accepted.
-    on_path: Bool[Array, "R K K"] = accepted[:, None] & (nodes.depths[:, None] == place[:, :, None])
+    on_path: Bool[Array, "R K K"] = accepted[:, None] & (nodes.depths[:, None] == node[:, :, None])
     select = lambda x: jnp.sum(jnp.where(on_path, x[:, None], 0), axis=2, dtype=jnp.int32)
-    nodes_of_row = jnp.broadcast_to(place, drafted.shape)
-    return Accepted(select(sampled), jnp.sum(accepted, axis=1, dtype=jnp.int32), select(nodes_of_row))
+    path = select(jnp.broadcast_to(node, drafted.shape))
+    return Accepted(select(sampled), jnp.sum(accepted, axis=1, dtype=jnp.int32), path)
 
 
 def sample_drafts(

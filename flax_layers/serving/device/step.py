@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence as Items
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,8 @@ from flax_layers.serving.device.penalties import Edits, apply_penalties, keep_al
 from flax_layers.serving.device.speculation import DraftRows, accept, compact, sample_drafts
 from jflex.paged import copy_pages
 from jflex.types import AnyArray
+
+Tree = TypeVar("Tree")
 
 MAX_LOGPROBS = 20
 """Top log probabilities that a request may ask for; as in OpenAI's API."""
@@ -71,16 +73,9 @@ class Step(Protocol):
         *,
         program: Program,
     ) -> tuple[DeviceState, Int32[Array, "R fields"]]:
-        """Reads the tokens of a step and samples the next token of each row.
+        """Reads the tokens of a packed step and samples the next token of each row.
 
-        Args:
-            parameters: Parameters of the model.
-            state: Donated.
-            packed: The result of `flax_layers.serving.engine.packing.pack`.
-            program: The program of the step.
-
-        Returns:
-            The state, and the fields that `read_row` reads: the only transfer back.
+        Returns the donated state, and the fields that `read_row` reads: the only transfer back.
         """
         ...
 
@@ -93,18 +88,17 @@ class Step(Protocol):
 
 @functools.cache
 def make_step(
-    graph: nnx.GraphDef[Decoder], form: Any, sharding: NamedSharding | None, streaming: Streaming | None = None
+    graph: nnx.GraphDef[Decoder],
+    form: Any,
+    sharding: NamedSharding | None,
+    streaming: Streaming | None = None,
 ) -> Step:
     """The step of a model; engines of models of one form share its programs.
 
     Graph definition and form are not arguments of the step, because `jax.jit` would hash and flatten them in each call:
     2.8 ms for 32 layers, where a call with a list of arrays takes 0.06 ms.
 
-    Args:
-        graph: Graph definition of the model.
-        form: Tree definition of its state, whose leaves are the parameters.
-        sharding: Sharding of the cache. None: it is on one device.
-        streaming: Limits attention to sinks and a window.
+    `form` is the tree definition of the model's state, whose leaves are the parameters; the cache has the `sharding`.
     """
 
     def run(
@@ -115,7 +109,7 @@ def make_step(
         tokens = jnp.where(inputs.tokens < 0, state.sampled[jnp.maximum(-1 - inputs.tokens, 0)], inputs.tokens)
         shared = inputs.shared_prefix if program.is_cascade else None
         hidden, cache = model.decode_paged_hidden(tokens, state.cache, inputs.batch, shared, streaming)
-        nodes = DraftRows.of(inputs.batch) if program.shape.drafts else None
+        nodes = DraftRows.from_batch(inputs.batch) if program.shape.drafts else None
         # A row without tokens has the logits of the row before, whose prompt is the same.
         rows = jnp.maximum(inputs.batch.qo_indptr[1:] - 1, 0) if nodes is None else nodes.rows
         of_nodes = model.logits(hidden[rows])
@@ -123,21 +117,21 @@ def make_step(
         ends = jnp.asarray(inputs.batch.kv_lengths) if nodes is None else nodes.positions[:, 0]
         edits, positions = state.edits, ends + inputs.dropped
         if program.is_greedy:
-            found = sample(logits, SamplingBatch(), positions)
-            fields = found[:, None]
+            sampled = sample(logits, SamplingBatch(), positions)
+            fields = sampled[:, None]
         else:
             changed = apply_penalties(logits, inputs.penalties, edits, inputs.slots)
             changed = keep_allowed(changed, state.allowed.at[inputs.slots].get(mode="clip"), inputs.is_guided)
-            found = sample(changed, inputs.sampling, positions)
-            fields, edits = _fields(found, logits), edits.sampled(inputs.slots, found)
+            sampled = sample(changed, inputs.sampling, positions)
+            fields, edits = _fields(sampled, logits), edits.sampled(inputs.slots, sampled)
         if nodes is not None:
             after = sample_drafts(
                 of_nodes[:, 1:], SamplingBatch() if program.is_greedy else inputs.sampling, nodes.positions
             )
-            accepted = accept(nodes, tokens[nodes.rows], jnp.concatenate([found[:, None], after], axis=1))
-            cache, found = compact(cache, inputs.batch, nodes, accepted), accepted.last
+            accepted = accept(nodes, tokens[nodes.rows], jnp.concatenate([sampled[:, None], after], axis=1))
+            cache, sampled = compact(cache, inputs.batch, nodes, accepted), accepted.last
             fields = jnp.concatenate([fields, accepted.tokens[:, 1:], accepted.counts[:, None]], axis=1)
-        state = DeviceState(cache, state.sampled.at[inputs.slots].set(found, mode="drop"), edits, state.allowed)
+        state = DeviceState(cache, state.sampled.at[inputs.slots].set(sampled, mode="drop"), edits, state.allowed)
         return _constrained(state, sharding), _replicated(fields, sharding)
 
     return jax.jit(run, static_argnames="program", donate_argnames="state", compiler_options=DECODING)
@@ -189,20 +183,20 @@ def _constrained(state: DeviceState, sharding: NamedSharding | None) -> DeviceSt
     return DeviceState(cache, *_replicated(others, sharding))
 
 
-def _replicated(tree: Any, sharding: NamedSharding | None) -> Any:
+def _replicated(tree: Tree, sharding: NamedSharding | None) -> Tree:
     """Makes every device of the cache's mesh hold all of the arrays."""
     if sharding is None:
         return tree
     return jax.lax.with_sharding_constraint(tree, NamedSharding(sharding.mesh, PartitionSpec()))
 
 
-def _fields(found: Int32[Array, " R"], logits: Float[Array, "R V"]) -> Int32[Array, "R fields"]:
+def _fields(sampled: Int32[Array, " R"], logits: Float[Array, "R V"]) -> Int32[Array, "R fields"]:
     """Sampled tokens, their log probabilities, and the top ones with theirs."""
     logprobs = jax.nn.log_softmax(logits, axis=-1)
-    own = jnp.take_along_axis(logprobs, found[:, None], axis=-1)
+    of_sampled = jnp.take_along_axis(logprobs, sampled[:, None], axis=-1)
     best, which = jax.lax.top_k(logprobs, min(MAX_LOGPROBS, logits.shape[-1]))
     bits = lambda x: jax.lax.bitcast_convert_type(x, jnp.int32)
-    return jnp.concatenate([found[:, None], bits(own), which.astype(jnp.int32), bits(best)], axis=-1)
+    return jnp.concatenate([sampled[:, None], bits(of_sampled), which.astype(jnp.int32), bits(best)], axis=-1)
 
 
 def read_row(
@@ -224,9 +218,9 @@ def read_row(
         fields = fields[: -1 - drafts]
     if top < 0:
         return tokens, None
-    own, tops = fields[1:2].view(np.float32), (len(fields) - 2) // 2
+    logprob, tops = float(fields[1:2].view(np.float32)[0]), (len(fields) - 2) // 2
     which, best = fields[2 : 2 + tops].tolist(), fields[2 + tops :].view(np.float32).tolist()
-    return tokens, TokenLogprobs(float(own[0]), tuple(zip(which, best, strict=True))[:top])
+    return tokens, TokenLogprobs(logprob, tuple(zip(which, best, strict=True))[:top])
 
 
 @functools.partial(jax.jit, donate_argnames="state", static_argnames="sharding")

@@ -25,7 +25,6 @@ from flax_layers.serving.engine import grammar_check
 MAX_CHARACTERS = 1 << 17
 """Characters of a schema, a pattern or a grammar, at most."""
 
-
 WALL_SECONDS = 15
 """A check of a grammar ends after so many seconds, on a machine that is too busy for its seconds of CPU time."""
 
@@ -69,13 +68,7 @@ class Constraint:
 
     @classmethod
     def json_schema(cls, schema: Mapping[str, Any] | bool) -> Constraint:
-        """JSON that matches a schema. Properties come in the order of the schema.
-
-        Args:
-            schema: The schema, of draft 2020-12.
-
-        Returns:
-            The constraint.
+        """JSON that matches a schema of draft 2020-12. Properties come in the order of the schema.
 
         Raises:
             ValueError: The schema is not an object of JSON.
@@ -97,24 +90,13 @@ class Constraint:
     def regex(cls, pattern: str) -> Constraint:
         """A text that a regular expression matches as a whole.
 
-        Args:
-            pattern: In the syntax of the Rust crate `regex`, without look-around, anchors inside and back-references.
-
-        Returns:
-            The constraint.
+        Its syntax is that of the Rust crate `regex`, without look-around, anchors inside and back-references.
         """
         return cls("regex", pattern)
 
     @classmethod
     def lark(cls, grammar: str) -> Constraint:
-        """A text of a context-free grammar.
-
-        Args:
-            grammar: In llguidance's dialect of Lark.
-
-        Returns:
-            The constraint.
-        """
+        """A text of a context-free grammar, in llguidance's dialect of Lark."""
         return cls("lark", grammar)
 
 
@@ -214,12 +196,7 @@ class Guides:
     def begin(self, constraint: Constraint, stop_tokens: Sequence[int] = ()) -> Guide:
         """Compiles a constraint, or copies one that is compiled. Takes 0.1 s for a new one, and 2 s or so at most.
 
-        Args:
-            constraint: The constraint.
-            stop_tokens: End a sequence.
-
-        Returns:
-            A guide at the beginning of the text.
+        `stop_tokens` end a sequence. Returns a guide at the beginning of the text.
 
         Raises:
             ValueError: The constraint does not compile, takes too long, or allows no token.
@@ -234,8 +211,7 @@ class Guides:
     def allow(self, guides: Sequence[Guide]) -> None:
         """Computes the allowed tokens of all guides that have advanced, on several cores.
 
-        Args:
-            guides: The guides. If no token may come next, a guide is complete afterwards, or has an error.
+        A guide is complete afterwards, or has an error, if no token may come next.
         """
         stale = [guide for guide in guides if guide.is_stale and not (guide.is_complete or guide.error)]
         rows = np.zeros((len(stale), self._row_words), np.uint32)
@@ -243,7 +219,7 @@ class Guides:
         try:
             if jobs:
                 self._executor.unsafe_compute_mask_ptr(jobs, rows.ctypes.data, rows.strides[0], len(rows))
-        except (ValueError, RuntimeError):  # of one of them: which, the library does not say
+        except (ValueError, RuntimeError):  # of one of them; the library does not say of which
             for guide, row in zip(stale, rows, strict=True):
                 try:
                     guide.matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
@@ -303,17 +279,18 @@ def check(constraint: Constraint) -> None:
     text = json.dumps(dataclasses.asdict(constraint)).encode()
     command = [sys.executable, "-P", str(pathlib.Path(grammar_check.__file__).absolute())]
     try:
-        found = subprocess.run(command, input=text, capture_output=True, timeout=WALL_SECONDS, check=False)
-        failure = found.stderr.decode(errors="replace").strip().rpartition("\n")[2] or f"signal {-found.returncode}"
+        checked = subprocess.run(command, input=text, capture_output=True, timeout=WALL_SECONDS, check=False)
+        failure = checked.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+        failure = failure or f"signal {-checked.returncode}"
     except subprocess.TimeoutExpired:
-        found, failure = None, f"{WALL_SECONDS} s were over"
-    if found is None or found.returncode:
+        checked, failure = None, f"{WALL_SECONDS} s were over"
+    if checked is None or checked.returncode:
         raise ValueError(
             f"`constraint` must compile within {grammar_check.CPU_SECONDS} s and {grammar_check.MEMORY >> 20} MiB. Got "
             f"one that does not: {_words(failure)}. Simplify it."
         )
-    if found.stdout:
-        words = _words(found.stdout.decode(errors="replace"))
+    if checked.stdout:
+        words = _words(checked.stdout.decode(errors="replace"))
         raise ValueError(f"`constraint` must be one that llguidance can follow. It says: {words}.")
 
 

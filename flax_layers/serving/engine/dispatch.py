@@ -15,10 +15,10 @@ from flax_layers.models import ModelConfig
 from flax_layers.serving.device.executor import Executor
 from flax_layers.serving.device.options import EngineOptions, Program
 from flax_layers.serving.device.penalties import Penalties, pack_penalties
+from flax_layers.serving.engine.cascades import Cascades, Shared
 from flax_layers.serving.engine.packing import pack, pack_allowed, pack_copies
 from flax_layers.serving.engine.scheduler import Chunk
 from flax_layers.serving.engine.sequence import PageCopy
-from flax_layers.serving.engine.shared_prefix import Shared, SharedPrefixes
 from jflex.types import AnyArray
 
 Inputs = tuple[Int32[AnyArray, " words"], Program]
@@ -39,33 +39,17 @@ class Dispatcher:
     def __init__(self, executor: Executor, options: EngineOptions, config: ModelConfig):
         self._executor, self._options, self._config = executor, options, config
         self._context = options.context_of(config)
-        self._prefixes = SharedPrefixes(options, executor.token_bytes)
+        self._cascades = Cascades(options, executor.token_bytes)
         can_share = None in config.windows and not (options.streaming or options.batch_invariant or config.latent)
-        self._cascades = self._prefixes.shapes(options.shapes(config)) if can_share else []
+        self._cascade_shapes = self._cascades.shapes(options.shapes(config)) if can_share else []
 
     def run(self, chunks: list[Chunk]) -> Dispatched:
         """Dispatches a step of at least one chunk. Its results are on their way to the host."""
-        shape = self._options.shape_for(
-            sum(chunk.size for chunk in chunks),
-            len(chunks),
-            max(len(chunk.sequence.pages) for chunk in chunks),
-            self._config,
-            drafts=any(chunk.draft.tokens for chunk in chunks),
-            forks=not all(chunk.count for chunk in chunks),
-        )
-        for sequence, *_ in chunks:
-            if not sequence.is_edited and sequence.request.penalties:
-                assert sequence.slot is not None
-                prompt = len(sequence.request.prompt)
-                self._begin_penalties(sequence.request.penalties, sequence.slot, sequence.tokens, prompt)
-                sequence.is_edited = True
+        self._write_penalties(chunks)
         if any(chunk.sequence.guide is not None for chunk in chunks):
             self._allow(chunks)
-        may_cascade = shape in self._cascades and all(chunk.size == 1 for chunk in chunks)
-        chunks, shared = self._prefixes.arrange(chunks) if may_cascade else (chunks, Shared())
+        chunks, program, shared = self._choose_program(chunks)
         self._copy_pages([pair for chunk in chunks if chunk.count for pair in chunk.copies])
-        is_greedy = not self._options.batch_invariant and all(chunk.sequence.request.is_greedy for chunk in chunks)
-        program = Program(shape, is_greedy, shared.requests > 0)
         fields = self._executor.run(self.packed(chunks, program, shared), program)
         self._copy_pages([pair for chunk in chunks if not chunk.count for pair in chunk.copies])
         fields.copy_to_host_async()
@@ -77,7 +61,7 @@ class Dispatcher:
         program: Program,
         shared: Shared = Shared(),  # noqa: B008  a tuple
     ) -> Int32[np.ndarray, " words"]:
-        """The numbers of a step; see `pack`."""
+        """Packs a step; see `pack`."""
         return pack(chunks, program.shape, self._options.max_requests, shared)
 
     def warm_up(self, report: Callable[[int, int], None]) -> None:
@@ -86,16 +70,40 @@ class Dispatcher:
         self._allow([])
         self._copy_pages([(0, -1)])
         programs = [(shape, False) for shape in self._options.shapes(self._config)]
-        programs += [(shape, True) for shape in self._cascades]
+        programs += [(shape, True) for shape in self._cascade_shapes]
         kinds = (False,) if self._options.batch_invariant else (True, False)
         programs = [Program(shape, greedy, cascade) for shape, cascade in programs for greedy in kinds]
         warm_up(self._executor, [(self.packed([], program), program) for program in programs], report)
+
+    def _write_penalties(self, chunks: list[Chunk]) -> None:
+        """Writes the penalties of sequences that the device does not know yet in their slots."""
+        for sequence, *_ in chunks:
+            if not sequence.is_edited and sequence.request.penalties:
+                assert sequence.slot is not None
+                prompt = len(sequence.request.prompt)
+                self._begin_penalties(sequence.request.penalties, sequence.slot, sequence.tokens, prompt)
+                sequence.is_edited = True
+
+    def _choose_program(self, chunks: list[Chunk]) -> tuple[list[Chunk], Program, Shared]:
+        """The chunks in the order of their rows, their program, and the prefix that the first rows share."""
+        shape = self._options.shape_for(
+            sum(chunk.size for chunk in chunks),
+            len(chunks),
+            max(len(chunk.sequence.pages) for chunk in chunks),
+            self._config,
+            drafts=any(chunk.draft.tokens for chunk in chunks),
+            forks=not all(chunk.count for chunk in chunks),
+        )
+        may_cascade = shape in self._cascade_shapes and all(chunk.size == 1 for chunk in chunks)
+        chunks, shared = self._cascades.arrange(chunks) if may_cascade else (chunks, Shared())
+        is_greedy = not self._options.batch_invariant and all(chunk.sequence.request.is_greedy for chunk in chunks)
+        return chunks, Program(shape, is_greedy, shared.requests > 0), shared
 
     def _begin_penalties(self, penalties: Penalties, slot: int, tokens: Sequence[int], prompt: int) -> None:
         self._executor.begin_penalties(pack_penalties(penalties, slot, tokens, prompt, self._context))
 
     def _allow(self, chunks: list[Chunk]) -> None:
-        """Tells the device what constraints allow; a second transfer, in steps that have any."""
+        """Writes the tokens that constraints allow: a second transfer, in steps that have any."""
         self._executor.allow(pack_allowed(chunks, self._options.max_requests, self._config.vocabulary))
 
     def _copy_pages(self, copies: list[PageCopy]) -> None:

@@ -9,10 +9,10 @@ from jaxtyping import Int32
 
 from flax_layers.serving.device.inputs import COLUMNS, PENALTY_COLUMNS, SAMPLING_COLUMNS
 from flax_layers.serving.device.options import Shape
+from flax_layers.serving.engine.cascades import Shared
 from flax_layers.serving.engine.requests import Request
 from flax_layers.serving.engine.scheduler import Chunk
 from flax_layers.serving.engine.sequence import PageCopy
-from flax_layers.serving.engine.shared_prefix import Shared
 
 COPIES = 8
 """Pages that are copied at once; XLA holds so many twice."""
@@ -86,8 +86,8 @@ def pack_copies(copies: Items[PageCopy]) -> list[Int32[np.ndarray, " words"]]:
     packed = []
     for first in range(0, len(copies), COPIES):
         words = np.repeat(np.array([0, -1], np.int32), COPIES)
-        for place, (source, destination) in enumerate(copies[first : first + COPIES]):
-            words[place], words[COPIES + place] = source, destination
+        for n, (source, destination) in enumerate(copies[first : first + COPIES]):
+            words[n], words[COPIES + n] = source, destination
         packed.append(words)
     return packed
 

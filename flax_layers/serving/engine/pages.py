@@ -15,14 +15,14 @@ from jflex.paged import OutOfPages, PagePool, PrefixCache, PrefixHit
 
 
 class Pages:
-    """Gives pages to sequences and takes them back.
+    """Allocates and releases the pages of sequences.
 
     Keys and values that a step has been dispatched to write count as written: steps run in the order of dispatch. So a
     prefix is shared as soon as its chunk is scheduled, even with a chunk of the same step, for each layer writes the
     keys of all chunks before any of them attends.
 
-    If all layers of the model have windows, pages of a sequence that no later token attends to are dropped. Those of
-    its shared prefix stay until it ends.
+    If all layers of the model have windows, pages of a sequence that no later token attends to are dropped. Pages
+    of its shared prefix stay until it ends.
 
     The samples of a prompt compute it once. They share its full pages through the prefix cache. The last page, if it is
     partly filled, is copied, because each of them goes on in it.
@@ -31,9 +31,7 @@ class Pages:
     chunk. A prefix that is shared is at most as long as sinks and window, and is given up when the window has left it.
 
     Args:
-        options: Sizes of the cache, whether prefixes are shared, and what sequences attend to.
-        config: Configuration of the model.
-        window: How many keys a token attends to at most, its own included; None: all before it.
+        window: Keys that a token attends to at most, itself included; None: all before it.
 
     Attributes:
         longest: Tokens of the longest sequence that can end.
@@ -67,7 +65,7 @@ class Pages:
 
     @property
     def free(self) -> int:
-        """Pages that nobody uses."""
+        """Free pages."""
         return self._pool.num_free
 
     @property
@@ -145,7 +143,7 @@ class Pages:
             return False
         return True
 
-    def room(self, sequence: Sequence, wanted: int, spare: int) -> int:
+    def room(self, sequence: Sequence, count: int, spare: int) -> int:
         """Allocates the pages of a chunk of a prompt, as far as `begin` has not.
 
         Args:
@@ -157,13 +155,13 @@ class Pages:
             Number of tokens that have pages.
         """
         if self._streaming is None:
-            return wanted
+            return count
         self._drop_unseen(sequence)
         begun = sequence.computed - sequence.dropped
-        missing = self._pool.pages_for(begun + wanted) - len(sequence.pages)
+        missing = self._pool.pages_for(begun + count) - len(sequence.pages)
         available = self._pool.num_free + self._cache.num_evictable - spare
         sequence.pages += self._cache.alloc(max(0, min(missing, available)))
-        return min(wanted, len(sequence.pages) * self._pool.page_size - begun)
+        return min(count, len(sequence.pages) * self._pool.page_size - begun)
 
     def extend_for_drafts(self, sequence: Sequence, drafts: int) -> int:
         """Allocates available pages for drafts after the last token of a sequence; returns the drafts that have one."""
@@ -178,7 +176,7 @@ class Pages:
         del sequence.pages[needed:]
 
     def skip_cached(self, sequence: Sequence) -> None:
-        """Leaves out what another sequence has computed since this one began."""
+        """Skips tokens that another sequence has computed since this one began."""
         if not self._shares or sequence.dropped:
             return
         assert sequence.prefix is not None
@@ -186,9 +184,9 @@ class Pages:
         if prefix.num_tokens <= sequence.computed:
             self._cache.unlock(prefix)
             return
-        own = sequence.pages[len(sequence.prefix.pages) : len(prefix.pages)]
+        duplicates = sequence.pages[len(sequence.prefix.pages) : len(prefix.pages)]
         self._cache.unlock(sequence.prefix)
-        self._pool.release(own)
+        self._pool.release(duplicates)
         sequence.prefix = prefix
         sequence.pages[: len(prefix.pages)] = prefix.pages
         sequence.computed = prefix.num_tokens
@@ -210,7 +208,7 @@ class Pages:
             self.share(sequence)
         assert sequence.prefix is not None
         self._cache.unlock(sequence.prefix)
-        self._pool.release(sequence.own_pages)
+        self._pool.release(sequence.private_pages)
         sequence.prefix, sequence.pages, sequence.dropped, sequence.copies = None, [], 0, ()
 
     def _match(self, sequence: Sequence, limit: int | None = None) -> PrefixHit:
@@ -261,10 +259,10 @@ class Pages:
             self._cache.clear(namespace)
 
     def free_mask(self) -> Int32[np.ndarray, " P"]:
-        """1 for each page that nobody uses, else 0."""
+        """1 for each free page, else 0."""
         owners = self._pool.owner_counts(np.arange(1, self._pool.num_pages))
         return np.concatenate([np.zeros(1, np.int32), (owners == 0).astype(np.int32)])
 
     def check(self, running: Iterable[Sequence]) -> None:
         """Raises unless every page is free, cached or used by one of the running sequences."""
-        self._cache.check([sequence.own_pages for sequence in running])
+        self._cache.check([sequence.private_pages for sequence in running])

@@ -28,13 +28,13 @@ class Request:
 
     Attributes:
         prompt: Its tokens, at least one.
-        max_tokens: How many tokens to generate at most; None: as many as the context and the cache hold.
-        sampling: How tokens are chosen.
-        penalties: How logits are changed before.
-        stop_tokens: End the sequence; the one that does is not part of the output. At most 1024.
+        max_tokens: Maximum number of generated tokens; None: as many as the context and the cache hold.
+        sampling: Temperature, truncation and seed.
+        penalties: Changes of the logits before sampling.
+        stop_tokens: Tokens that end the sequence, which are not part of the output. At most 1024.
         logprobs: None: no log probabilities. Otherwise those of the sampled tokens and of so many top tokens.
         namespace: Requests share cached prefixes only within a namespace: a tenant, an adapter, a salt.
-        constraint: What the generated text must match; None for any text. The engine needs `guides` for it.
+        constraint: Language of the generated text; None for any text. The engine needs `guides` for it.
 
     Raises:
         TypeError: A field has a wrong type.
@@ -109,18 +109,14 @@ class Event(NamedTuple):
 
 
 Deliver = Callable[[Event], None]
-"""Takes the events of a request. The engine's thread calls it, so it must return at once. What it raises ends the
-request."""
+"""Takes the events of a request. The engine's thread calls it, so it must return at once. An error of it ends
+the request."""
 
 
 def token_limit(request: Request, context: int, cache_tokens: int, vocabulary: int) -> int:
     """The number of tokens that a request may generate: `max_tokens`, or all that fit if it is None.
 
-    Args:
-        request: The request.
-        context: Positions of a sequence.
-        cache_tokens: Tokens that all pages together hold.
-        vocabulary: Vocabulary size of the model.
+    `context` is the positions of a sequence, `cache_tokens` the tokens that all pages together hold.
 
     Raises:
         ValueError: The prompt or `max_tokens` does not fit, or a token is not in the vocabulary.
@@ -160,7 +156,7 @@ class Closed(RuntimeError):
 
 
 COUNTED = ("generated_tokens", "drafted_tokens", "accepted_tokens", "steps", "cascade_steps", "failures")
-"""What the engine itself counts."""
+"""Counts of the engine itself."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,17 +166,17 @@ class Stats:
     Attributes:
         running: Requests that have pages.
         waiting: Requests that have none yet.
-        free_pages: Pages that nobody uses.
+        free_pages: Pages that no request and no prefix uses.
         cached_pages: Pages that the prefix cache holds.
         used_pages: Pages of running requests alone.
         prompt_tokens: Tokens of admitted prompts.
-        hit_tokens: Those of them that were found in the prefix cache, or that another sample of the prompt computed.
+        hit_tokens: Tokens of prompts from the prefix cache, or that another sample of the prompt computed.
         generated_tokens: Sampled tokens that were delivered.
         drafted_tokens: Drafted tokens that were verified.
-        accepted_tokens: Those of them that were accepted.
+        accepted_tokens: Drafted tokens that were accepted.
         steps: Steps that were dispatched.
-        cascade_steps: Those of them in which requests read the prefix that they share once for all.
-        preemptions: How often a request lost its pages and was computed again.
+        cascade_steps: Steps in which requests read their shared prefix once for all.
+        preemptions: Number of times that a request lost its pages and was computed again.
         failures: Steps that failed.
     """
 

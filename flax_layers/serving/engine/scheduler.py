@@ -124,9 +124,9 @@ class Scheduler:
                 self._lacks_pages = True
                 break
             budget -= self._add_chunk(chunks, sequence, budget)
-        for place in range(len(decoding)):
-            chunks[place] = self._with_draft(chunks[place], budget)
-            budget -= len(chunks[place].draft.tokens)
+        for row in range(len(decoding)):
+            chunks[row] = self._with_draft(chunks[row], budget)
+            budget -= len(chunks[row].draft.tokens)
         return chunks
 
     def finish(self, sequence: Sequence, reason: FinishReason, *, keep: bool = True) -> None:

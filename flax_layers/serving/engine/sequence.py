@@ -29,15 +29,15 @@ class Sequence:
         request: The request.
         limit: Tokens to generate at most.
         deliver: Receives the events.
-        words: Its parameters as the device gets them in each step; see `packing.pack_request`.
+        words: Its parameters, packed for each step by `packing.pack_request`.
         number: Counts sequences in the order of arrival, which is the order of service.
         tokens: The known tokens, prompt first.
         pending: Tokens that were sampled and have not been read.
         computed: Positions whose keys and values are in the cache, or will be when the dispatched steps have run.
         prefix: Its cached prefix, locked while it runs.
-        pages: Those of the positions, in order: those of the prefix, then its own; 0 for those that were dropped.
+        pages: Pages of its positions, in order: of the prefix, then private ones; 0 for dropped pages.
         dropped: With `streaming`, tokens behind the sinks whose pages are not in `pages` any more.
-        slot: Its place in the state on the device; None while it waits.
+        slot: Its index in the state on the device; None while it waits.
         is_edited: Whether the device knows its penalties, in this slot.
         hit: Tokens that it need not compute when it is admitted first: they are in the prefix cache, or another sample
             of the prompt computes them; None before.
@@ -45,7 +45,7 @@ class Sequence:
         finish_reason: None until it ends.
         guide: Follows its constraint; None without one. It has taken the known tokens after the prompt.
         samples: The samples of its prompt that were submitted together, itself included; empty if it is the only one.
-        copies: Pages to copy to its own for its next chunk: source and destination.
+        copies: Pages to copy for its next chunk: source and destination.
         fault: An error on the host, which ends it when its next token is read.
     """
 
@@ -77,8 +77,7 @@ class Sequence:
     def append(self, tokens: tuple[int, ...]) -> tuple[tuple[int, ...], FinishReason | None]:
         """Makes a pending token known, and the tokens after accepted drafts, whose keys are in the cache.
 
-        Returns:
-            The tokens to deliver, and why the sequence ends; tokens after its end are dropped.
+        Returns the tokens to deliver, and why the sequence ends; tokens after its end are dropped.
         """
         self.pending -= 1
         self.computed += len(tokens) - 1
@@ -106,7 +105,7 @@ class Sequence:
         """Keeps an error on the host as the `fault` of this sequence, so that the step goes on."""
         try:
             yield
-        except Exception as error:  # whatever a constraint or a look-up raises
+        except Exception as error:  # any error of a constraint or a look-up
             self.fault = error
 
     @property
@@ -125,7 +124,7 @@ class Sequence:
         return self.length - len(self.request.prompt)
 
     @property
-    def own_pages(self) -> list[int]:
+    def private_pages(self) -> list[int]:
         """The pages that belong to the sequence, not to the prefix cache."""
         return [page for page in self.pages[0 if self.prefix is None else len(self.prefix.pages) :] if page]
 
@@ -146,7 +145,7 @@ class Sequence:
 
 
 class Ticket:
-    """A submitted request."""
+    """A submitted request, which it cancels."""
 
     def __init__(self, sequence: Sequence, cancel: Callable[[Sequence], None]):
         self._sequence, self._cancel = sequence, cancel

@@ -1,4 +1,4 @@
-"""Which requests of a step share a prefix, and whether it pays to read its keys once for all of them: a cascade."""
+"""Cascades: requests of a step that share a prefix read its keys once for all of them, if that pays."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class Shared(NamedTuple):
     tokens: int = 0
 
 
-class SharedPrefixes:
-    """Finds the shared prefix of a step, if it pays.
+class Cascades:
+    """Chooses the shared prefix of a step, if a cascade pays.
 
-    A cascade reads the prefix once instead of once for each request, and then merges two outputs. What it saves, in
-    bytes of a layer, is `(requests - 1) * tokens * token_bytes`. It is used if that is at least `cascade_bytes`. The
+    A cascade reads the prefix once instead of once for each request, and then merges two outputs. It saves
+    `(requests - 1) * tokens * token_bytes` bytes of a layer, and is used if that is at least `cascade_bytes`. The
     reason is a measurement (H200, `benchmarks/results/h200/cascade.json`, 64 requests, 8 KV heads of 128): of 8192
     shared keys, 2.1 GB, it saves 219 us; of 1024, 264 MB, 17 us. That is 9.6 TB/s, since other requests find the pages
     in the L2 cache, less 10 us. So it begins to pay at 100 MB.
@@ -36,7 +36,7 @@ class SharedPrefixes:
         self._page_size, self._token_bytes = options.page_size, token_bytes
         self._least = options.cascade_bytes
         self._prefixes: list[PrefixHit | None] = []
-        self._found: tuple[int, int] | None = None
+        self._shared: tuple[int, int] | None = None
 
     def pays(self, requests: int, tokens: int) -> bool:
         """True if a cascade saves enough for a prefix of so many tokens, shared by so many requests."""
@@ -52,10 +52,10 @@ class SharedPrefixes:
         """Puts the requests that share a prefix first, if a cascade pays; each chunk must have one token."""
         prefixes = [chunk.sequence.prefix for chunk in chunks]
         if list(map(id, prefixes)) != list(map(id, self._prefixes)):  # a PrefixHit does not change
-            self._prefixes, self._found = prefixes, self._find(prefixes)
-        if self._found is None:
+            self._prefixes, self._shared = prefixes, self._find(prefixes)
+        if self._shared is None:
             return chunks, Shared()
-        page, depth = self._found
+        page, depth = self._shared
         shares = [len(x.pages) >= depth and x.pages[depth - 1] == page for x in prefixes if x is not None]
         ordered = sorted(zip(chunks, shares, strict=True), key=lambda pair: not pair[1])
         return [chunk for chunk, _ in ordered], Shared(sum(shares), depth * self._page_size)
