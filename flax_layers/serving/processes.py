@@ -2,8 +2,9 @@
 
 `jax.distributed` makes one mesh of the devices of all processes, and a program on it runs only when every process
 dispatches it. So the first process, which holds the queue and the pages, tells each call of its executor to the others
-before it makes the call itself: a few kilobytes over a connection of its own, not over the mesh, whose devices are busy
-with the step before.
+before it makes the call itself: a few kilobytes over a connection of its own. `multihost_utils.broadcast_one_to_all`
+would send them over the mesh, whose devices are busy with the step before: beside a program of 3.2 s it returned after
+3.1 s (two processes on a CPU, JAX 0.10.2), so the host could not run ahead.
 """
 
 from __future__ import annotations
@@ -30,9 +31,10 @@ from flax_layers.attention.streaming import Streaming
 from flax_layers.models import Decoder
 from flax_layers.serving.device.executor import Executor
 from flax_layers.serving.device.options import EngineOptions, Program, Shape
+from flax_layers.serving.device.step import CHANGES
 from jflex.types import AnyArray
 
-_CALLS = ("run", "begin_penalties", "allow", "copy_pages", "poison", "reset", "close")
+_CALLS = ("run", *CHANGES, "reset", "close")
 _HEADER = len(Shape._fields) + len(Program._fields)  # with the number of the call
 _SECRET = 32
 _ANSWER = 512
@@ -64,25 +66,10 @@ class LeadingExecutor(Executor):
         self._tell("run", packed, *program.shape, *program[1:])
         return super().run(packed, program)
 
-    def begin_penalties(self, words: Int32[AnyArray, " words"]) -> None:
-        """See `Executor.begin_penalties`."""
-        self._tell("begin_penalties", words)
-        super().begin_penalties(words)
-
-    def allow(self, words: Int32[AnyArray, " words"]) -> None:
-        """See `Executor.allow`."""
-        self._tell("allow", words)
-        super().allow(words)
-
-    def copy_pages(self, words: Int32[AnyArray, " words"]) -> None:
-        """See `Executor.copy_pages`."""
-        self._tell("copy_pages", words)
-        super().copy_pages(words)
-
-    def poison(self, free: Int32[AnyArray, " P"]) -> None:
-        """See `Executor.poison`."""
-        self._tell("poison", free)
-        super().poison(free)
+    def change(self, change: str, words: Int32[AnyArray, " words"]) -> None:
+        """See `Executor.change`."""
+        self._tell(change, words)
+        super().change(change, words)
 
     def is_intact(self) -> bool:
         """False: other processes may have run the call."""
@@ -124,15 +111,15 @@ def follow(model: Decoder) -> None:
             message = np.frombuffer(leader.recv_bytes(), np.int32)
             (number, *numbers), words = message[:_HEADER].tolist(), message[_HEADER:]
             call = _CALLS[number]
-            if call == "close":
-                break
             if call == "run":
                 shape, kind = numbers[: len(Shape._fields)], numbers[len(Shape._fields) :]
                 executor.run(words, Program(Shape(*shape), *map(bool, kind)))
+            elif call in CHANGES:
+                executor.change(call, words)
             elif call == "reset":
                 executor.reset()
             else:
-                getattr(executor, call)(words)
+                break
     jax.distributed.shutdown()
 
 

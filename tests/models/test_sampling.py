@@ -88,9 +88,8 @@ def test_a_row_draws_the_same_whatever_is_around_it():
 
 def test_seed_and_position_decide_the_draw():
     logits = np.zeros((64, VOCABULARY), np.float32)
-    draw = lambda seed, first: sample(
-        logits, SamplingBatch.from_requests([Sampling(1.0, seed=seed)] * 64), first + jnp.arange(64)
-    )
+    batch = lambda seed: SamplingBatch.from_requests([Sampling(1.0, seed=seed)] * 64)
+    draw = lambda seed, first: sample(logits, batch(seed), first + jnp.arange(64))
     first, again, seeded, moved = draw(1, 0), draw(1, 0), draw(2, 0), draw(1, 1)
     assert first.tolist() == again.tolist()
     assert first[1:].tolist() == moved[:-1].tolist()

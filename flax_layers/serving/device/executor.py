@@ -12,16 +12,7 @@ from jaxtyping import Array, Int32
 from flax_layers.models import Decoder
 from flax_layers.models.cache_dtype import check_cache_dtype
 from flax_layers.serving.device.options import EngineOptions, Program
-from flax_layers.serving.device.step import (
-    DeviceState,
-    allow_tokens,
-    begin_penalties,
-    cache_sharding,
-    copy_state_pages,
-    empty_state,
-    make_step,
-    poison_pages,
-)
+from flax_layers.serving.device.step import DeviceState, cache_sharding, change_state, empty_state, make_step
 from jflex.types import AnyArray
 
 
@@ -59,21 +50,9 @@ class Executor:
         self._state, fields = self._step(self._parameters, self._state, packed, program=program)
         return fields
 
-    def begin_penalties(self, words: Int32[AnyArray, " words"]) -> None:
-        """Writes the penalties of a request to its slot, from the words of `pack_penalties`."""
-        self._state = begin_penalties(self._state, words, sharding=self._sharding)
-
-    def allow(self, words: Int32[AnyArray, " words"]) -> None:
-        """Writes a bit for each token that the constraint of a slot allows next, the lowest of the first word first."""
-        self._state = allow_tokens(self._state, words, sharding=self._sharding)
-
-    def copy_pages(self, words: Int32[AnyArray, " words"]) -> None:
-        """Copies the pages of `pack_copies`."""
-        self._state = copy_state_pages(self._state, words, sharding=self._sharding)
-
-    def poison(self, free: Int32[AnyArray, " P"]) -> None:
-        """Overwrites free pages, marked with 1, with NaN."""
-        self._state = poison_pages(self._state, free)
+    def change(self, change: str, words: Int32[AnyArray, " words"]) -> None:
+        """Applies one of `flax_layers.serving.device.step.CHANGES` to the state."""
+        self._state = change_state(self._state, words, change=change, sharding=self._sharding)
 
     def is_intact(self) -> bool:
         """True if the state is still there after a call has raised, and no earlier call has failed."""

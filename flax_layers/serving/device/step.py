@@ -223,32 +223,21 @@ def read_row(
     return tokens, TokenLogprobs(logprob, tuple(zip(which, best, strict=True))[:top])
 
 
-@functools.partial(jax.jit, donate_argnames="state", static_argnames="sharding")
-def begin_penalties(
-    state: DeviceState, words: Int32[Array, " words"], *, sharding: NamedSharding | None = None
-) -> DeviceState:
-    """Writes the penalties of a request to its slot on the device, from the words of `pack_penalties`."""
-    return _constrained(dataclasses.replace(state, edits=state.edits.begin(words)), sharding)
+def begin_penalties(state: DeviceState, words: Int32[Array, " words"]) -> DeviceState:
+    """Writes the penalties of a request to its slot, from the words of `pack_penalties`."""
+    return dataclasses.replace(state, edits=state.edits.begin(words))
 
 
-@functools.partial(jax.jit, donate_argnames="state", static_argnames="sharding")
-def allow_tokens(
-    state: DeviceState, words: Int32[Array, " words"], *, sharding: NamedSharding | None = None
-) -> DeviceState:
+def allow_tokens(state: DeviceState, words: Int32[Array, " words"]) -> DeviceState:
     """Writes the bits of the tokens that the constraints of all slots allow next, one slot after the other."""
-    return _constrained(dataclasses.replace(state, allowed=words.reshape(state.allowed.shape)), sharding)
+    return dataclasses.replace(state, allowed=words.reshape(state.allowed.shape))
 
 
-@functools.partial(jax.jit, donate_argnames="state", static_argnames="sharding")
-def copy_state_pages(
-    state: DeviceState, words: Int32[Array, " words"], *, sharding: NamedSharding | None = None
-) -> DeviceState:
+def copy_state_pages(state: DeviceState, words: Int32[Array, " words"]) -> DeviceState:
     """Copies pages of all layers, from the words of `pack_copies`."""
-    cache = copy_pages(state.cache, *jnp.split(words, 2))
-    return _constrained(dataclasses.replace(state, cache=cache), sharding)
+    return dataclasses.replace(state, cache=copy_pages(state.cache, *jnp.split(words, 2)))
 
 
-@functools.partial(jax.jit, donate_argnames="state")
 def poison_pages(state: DeviceState, free: Int32[Array, " P"]) -> DeviceState:
     """Overwrites pages marked with 1 with NaN. Of int8, which has none, it overwrites the scales."""
 
@@ -259,3 +248,15 @@ def poison_pages(state: DeviceState, free: Int32[Array, " P"]) -> DeviceState:
         return jnp.where(marked, jnp.asarray(jnp.nan, x.dtype), x)
 
     return dataclasses.replace(state, cache=jax.tree.map(overwrite, state.cache))
+
+
+CHANGES = {"penalties": begin_penalties, "allowed": allow_tokens, "copies": copy_state_pages, "poison": poison_pages}
+"""Changes of the state between steps, by name."""
+
+
+@functools.partial(jax.jit, donate_argnames="state", static_argnames=("change", "sharding"))
+def change_state(
+    state: DeviceState, words: Int32[Array, " words"], *, change: str, sharding: NamedSharding | None
+) -> DeviceState:
+    """Applies one of `CHANGES`."""
+    return _constrained(CHANGES[change](state, words), sharding)

@@ -100,15 +100,15 @@ class Dispatcher:
         return chunks, Program(shape, is_greedy, shared.requests > 0), shared
 
     def _begin_penalties(self, penalties: Penalties, slot: int, tokens: Sequence[int], prompt: int) -> None:
-        self._executor.begin_penalties(pack_penalties(penalties, slot, tokens, prompt, self._context))
+        self._executor.change("penalties", pack_penalties(penalties, slot, tokens, prompt, self._context))
 
     def _allow(self, chunks: list[Chunk]) -> None:
         """Writes the tokens that constraints allow: a second transfer, in steps that have any."""
-        self._executor.allow(pack_allowed(chunks, self._options.max_requests, self._config.vocabulary))
+        self._executor.change("allowed", pack_allowed(chunks, self._options.max_requests, self._config.vocabulary))
 
     def _copy_pages(self, copies: list[PageCopy]) -> None:
         for words in pack_copies(copies):
-            self._executor.copy_pages(words)
+            self._executor.change("copies", words)
 
 
 def warm_up(executor: Executor, steps: Sequence[Inputs], report: Callable[[int, int], None]) -> None:

@@ -335,7 +335,7 @@ class Engine:
 
     def _dispatch(self, chunks: list[Chunk]) -> Dispatched:
         if self.options.poison:
-            self._executor.poison(self._pages.free_mask())
+            self._executor.change("poison", self._pages.free_mask())
         dispatched = self._dispatcher.run(chunks)
         self._counts["steps"] += 1
         self._counts["cascade_steps"] += dispatched.program.is_cascade

@@ -74,7 +74,7 @@ def pack(
 
 
 def pack_copies(copies: Items[PageCopy]) -> list[Int32[np.ndarray, " words"]]:
-    """Packs copies of pages, `COPIES` for each call of `copy_pages`.
+    """Packs copies of pages, `COPIES` for each call of the executor.
 
     Returns:
         The pages to read and the pages to write of each call, padded with copies to no page.
