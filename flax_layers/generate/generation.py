@@ -68,13 +68,13 @@ class Speed:
     """Tokens of all sequences, and the time to compute them, not counting the time of the consumer.
 
     Attributes:
-        prompt_tokens: Read by prefill, without padding.
+        prompt_tokens: Tokens read by prefill, without padding.
         rows: Number of sequences.
-        tokens: Generated so far, stop tokens included.
-        first_tokens: How many of these were chosen by prefill: one for each sequence that it read.
-        compile_seconds: To compile the programs.
-        prefill_seconds: To read the prompts and choose the first tokens.
-        decode_seconds: To generate all other tokens.
+        tokens: Tokens generated so far, stop tokens included.
+        first_tokens: Tokens chosen by prefill, one for each sequence that it read.
+        compile_seconds: Time to compile the programs.
+        prefill_seconds: Time to read the prompts and choose the first tokens.
+        decode_seconds: Time to generate all other tokens.
     """
 
     prompt_tokens: int
@@ -100,7 +100,7 @@ class ChunkReader:
     """Copies chunks to the host in a thread of its own, in the order in which they are pushed.
 
     The seconds of a chunk count from its dispatch, or from the end of the chunk before it if that is later, to the end
-    of its copy. What the caller does meanwhile does not count.
+    of its copy. The time of the caller meanwhile does not count.
 
     Example:
         >>> import jax.numpy as jnp
@@ -156,7 +156,7 @@ class Generation(Iterator[Piece]):
         model: The model.
         batch: The checked prompts.
         empty: Constructs empty sequences, as `flax_layers.generate.sequences.DenseSequences.empty`.
-        max_tokens: As for `generate`. It determines the capacity of the cache.
+        max_tokens: See `generate`. It determines the capacity of the cache.
         chunk: Decoding steps in one compiled call.
 
     Attributes:
@@ -295,9 +295,9 @@ def generate(
         max_tokens: Maximum number of new tokens of each sequence, which also ends at the model's last position.
         sampling: Sampling parameters, one for all prompts or one for each. Default: greedy.
         cache: ``"dense"``: each sequence has a row with room for the longest. ``"paged"``: each has pages.
-        cache_dtype: Of keys and values in pages: ``int8``, ``float8_e4m3fn`` or ``float8_e5m2``, with a scale for each
-            token and head; of latent vectors ``float8_e4m3fn``. Default: the dtype of the model.
-        stop_tokens: Tokens that end a sequence. Default: those of the model's configuration.
+        cache_dtype: Dtype of paged keys and values: ``int8``, ``float8_e4m3fn`` or ``float8_e5m2``, with a scale for
+            each token and head; of latent vectors ``float8_e4m3fn``. Default: the dtype of the model.
+        stop_tokens: Tokens that end a sequence. Default: the stop tokens of the model's configuration.
         chunk: Decoding steps in one compiled call, whose tokens are streamed together.
 
     Returns:

@@ -124,7 +124,7 @@ def follow(model: Decoder) -> None:
 
 
 def _meet(host: str) -> list[Connection]:
-    """Waits for all other processes. They get address and key over the mesh, so nobody else can connect."""
+    """Waits for all other processes. They get address and key over the mesh, so no other process can connect."""
     key, followers = secrets.token_bytes(_SECRET), []
     with Listener((host, 0), authkey=key) as listener:
         _broadcast(key + json.dumps(listener.address).encode())

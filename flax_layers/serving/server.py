@@ -138,7 +138,7 @@ class _Connection(H11Protocol):
         self._expect_head()
 
     def handle_events(self) -> None:
-        """Handles what has arrived.
+        """Handles arrived data.
 
         A request with both `Content-Length` and `Transfer-Encoding` may be two requests for a proxy, so the connection
         is closed after the answer (RFC 9112, 6.1).

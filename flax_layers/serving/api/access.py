@@ -32,7 +32,7 @@ class Access:
     rebinding) read the answers, too.
 
     Attributes:
-        hosts: Names in `Host`, beside those of this machine; `*` for all. None: neither hosts nor origins are checked.
+        hosts: Names in `Host`, beside names of this machine; `*` for all. None: neither hosts nor origins are checked.
         origins: Origins of web pages, as `http://localhost:3000`, beside the server's own; `*` for all. They may read
             answers (CORS).
     """
@@ -92,7 +92,7 @@ def _is_local(name: str) -> bool:
 class Gate:
     """Checks each request, gives it an id, and logs it.
 
-    The id is that of the header `x-request-id`, if it has 1 to 128 printable characters, or a new one. The answer has
+    The id is the header `x-request-id`, if it has 1 to 128 printable characters, or a new one. The answer has
     the header, too.
     """
 

@@ -15,6 +15,7 @@ from jaxtyping import Int32
 from flax_layers.models.text_stream import TextStream
 from flax_layers.serving.api.choices import Usage
 from flax_layers.serving.api.text import Piece, TokenText, TokenTexts
+from flax_layers.serving.engine.constraints import SerializedTokenizer
 from flax_layers.serving.engine.requests import finite
 
 Json = dict[str, Any]
@@ -22,14 +23,10 @@ Lists = dict[str, list[Any]]
 """Log probabilities as lists, by the names that the API gives them."""
 
 
-class ServedTokenizer(Protocol):
+class ServedTokenizer(SerializedTokenizer, Protocol):
     """The part of a tokenizer that the server needs: `flax_layers.models.Tokenizer` has it."""
 
     chat_templates: dict[str, str]
-
-    def serialized(self) -> str:
-        """The text of its `tokenizer.json`, which constraints need."""
-        ...
 
     def encode(self, text: str, *, special_tokens: bool = True) -> Int32[np.ndarray, " T"]:
         """The tokens of a text."""

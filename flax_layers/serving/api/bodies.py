@@ -134,7 +134,7 @@ def _biases(value: Unchecked) -> tuple[tuple[int, float], ...]:
 
 
 def _constraint(value: Unchecked) -> Constraint | None:
-    """Parses `response_format`: that of OpenAI's chats, and a regular expression or a grammar as types of their own."""
+    """Parses `response_format`: the types of OpenAI's chats, and the types `regex` and `lark`."""
     try:
         match value:
             case None:
@@ -187,7 +187,7 @@ def _content(value: Unchecked) -> str:
 
 
 class Fields(BaseModel):
-    """Fields of a JSON object. Null means the default. Fields that nobody defines are ignored."""
+    """Fields of a JSON object. Null means the default. Unknown fields are ignored."""
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
 

@@ -38,7 +38,7 @@ class Choices:
     is `max_backlog` behind loses no token that was generated, but gets no more: its requests end.
 
     Args:
-        requests: One for each choice; those of one prompt follow each other.
+        requests: One for each choice; all requests of a prompt follow each other.
         choices: Number of choices of each prompt.
         text: Constructs the text of a choice.
         metrics: Collects latencies and finish reasons.

@@ -126,7 +126,7 @@ async def _unforeseen(request: Request, error: Exception) -> Response:
 
 
 class _Api:
-    """The endpoints and what they share."""
+    """The endpoints and their shared state."""
 
     def __init__(self, engine: Engine, tokenizer: ServedTokenizer, served: Served):
         self._engine, self._tokenizer, self._served = engine, tokenizer, served

@@ -1,4 +1,4 @@
-"""From the texts of requests to tokens: beside the event loop, few at a time, and no text that cannot fit."""
+"""Tokenizes the texts of requests: beside the event loop, few at a time, and no text that cannot fit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From the events of a request to its text: whole characters, cut where a stop string begins; and single tokens."""
+"""Text of a request from its events: whole characters, cut where a stop string begins; and texts of single tokens."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class StopStrings:
         return text[:first]
 
     def finish(self) -> str:
-        """Ends the text, and returns what was held back."""
+        """Ends the text, and returns its withheld end."""
         tail, self._tail = self._tail, ""
         return tail
 
@@ -69,8 +69,7 @@ class Piece:
     """New text of an event.
 
     Attributes:
-        text: May be empty.
-        tokens: Those whose text has begun to be shown; only if log probabilities were asked for.
+        tokens: Tokens whose text has begun to be shown; only if log probabilities were asked for.
         finish_reason: None while the text goes on.
     """
 

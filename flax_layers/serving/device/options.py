@@ -57,10 +57,10 @@ class EngineOptions:
             of prompts. A larger budget shortens the time to the first token and lengthens decoding steps.
         num_pages: Pages of the cache, page 0 included, which holds no tokens.
         page_size: Tokens in a page, 1 to 256. Prefixes are shared in whole pages.
-        cache_dtype: Of the keys and values in the cache: ``int8``, ``float8_e4m3fn`` or ``float8_e5m2``, with a scale
+        cache_dtype: Dtype of keys and values in the cache: ``int8``, ``float8_e4m3fn`` or ``float8_e5m2``, with a scale
             for each token and head; of latent vectors ``float8_e4m3fn``. None: the dtype of the model. Eight bits take
             about half the memory of bfloat16 and round keys and values; the guide of `jflex` says how much.
-        context: Positions of a sequence, prompt included; None: those of the model.
+        context: Positions of a sequence, prompt included; None: the positions of the model.
         max_waiting: Requests that may wait, beside those that can start at once; more are refused.
         streaming: Sequences attend to sinks and a window alone, and keep no other pages. `context` may then be longer
             than the positions of the model and the cache. None: they attend to all their tokens.
@@ -155,7 +155,7 @@ class EngineOptions:
         return _ladder(least, self.max_step_tokens)
 
     def context_of(self, config: ModelConfig) -> int:
-        """Positions of a sequence: `context`, or those of the model.
+        """Positions of a sequence: `context`, or the positions of the model.
 
         Raises:
             ValueError: `context` is out of range, or there is `streaming` for a model with latent attention.

@@ -77,10 +77,7 @@ class Accepted(NamedTuple):
 def accept(nodes: DraftRows, drafted: Int32[Array, "R K"], sampled: Int32[Array, "R K"]) -> Accepted:
     """Walks each tree along the tokens that the model samples.
 
-    Args:
-        nodes: The nodes.
-        drafted: The token of each node.
-        sampled: The token sampled after each node.
+    `drafted` is the token of each node, `sampled` the token sampled after it.
 
     Example:
         >>> words = jnp.array([[1, 3, 5, 13]])  # two children of the known token, and one of the second of these

@@ -90,7 +90,7 @@ class Constraint:
     def regex(cls, pattern: str) -> Constraint:
         """A text that a regular expression matches as a whole.
 
-        Its syntax is that of the Rust crate `regex`, without look-around, anchors inside and back-references.
+        Its syntax is the one of the Rust crate `regex`, without look-around, anchors inside and back-references.
         """
         return cls("regex", pattern)
 
@@ -113,7 +113,6 @@ class Guide:
     """A constraint that a sequence follows. Its state depends on the generated tokens alone.
 
     Attributes:
-        constraint: The constraint.
         stop_tokens: End the sequence; they are allowed where the text may end.
         matcher: Matcher of llguidance, after the tokens so far.
         allowed: A bit for each token of the model: whether it may come next.
@@ -230,7 +229,7 @@ class Guides:
                 self._settle(guide, row)
         for guide in guides:
             guide.is_stale = False
-            if guide.error:  # copies share what the lexer has built, and its limits
+            if guide.error:  # copies share the states of the lexer, and its limits
                 with self._lock:
                     self._compiled.pop(guide.constraint, None)
 

@@ -1,4 +1,4 @@
-"""From the chunks of a step to a program on the device; and the compilation of all programs ahead of time."""
+"""Dispatches the chunks of a step as a program on the device, and compiles all programs ahead of time."""
 
 from __future__ import annotations
 

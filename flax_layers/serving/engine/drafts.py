@@ -54,7 +54,6 @@ class PromptLookup:
     ones, longer matches, then more recent positions come first.
 
     Args:
-        tokens: The known tokens.
         least_match: Tokens that must match, at least 1.
 
     Example:

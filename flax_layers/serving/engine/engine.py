@@ -383,8 +383,8 @@ class Engine:
     def _fail(self, chunks: Items[Chunk], error: Exception, *, is_intact: bool = False) -> None:
         """Ends the requests of failed steps, and computes the others again whose keys may be lost.
 
-        If the device still has its state, only prefixes may be: those of the namespaces in the steps, since chunks
-        share their pages before they are written.
+        If the device still has its state, only prefixes in the namespaces of the steps may be: chunks share their pages
+        before they are written.
         """
         self._counts["failures"] += 1
         for sequence in dict.fromkeys(chunk.sequence for chunk in chunks):

@@ -146,13 +146,7 @@ class Pages:
     def room(self, sequence: Sequence, count: int, spare: int) -> int:
         """Allocates the pages of a chunk of a prompt, as far as `begin` has not.
 
-        Args:
-            sequence: The sequence.
-            count: Tokens of the chunk.
-            spare: Pages that must remain available.
-
-        Returns:
-            Number of tokens that have pages.
+        Returns the number of its tokens, `count` at most, that have pages. `spare` pages remain available.
         """
         if self._streaming is None:
             return count
@@ -170,7 +164,7 @@ class Pages:
         return min(drafts, len(sequence.pages) * self._pool.page_size - sequence.computed)
 
     def trim(self, sequence: Sequence) -> None:
-        """Takes the pages of a running sequence after that of its last token: only rejected drafts are on them."""
+        """Releases the pages of a running sequence behind its last token: only rejected drafts are on them."""
         needed = self._pool.pages_for(sequence.length)
         self._pool.release(sequence.pages[needed:])
         del sequence.pages[needed:]

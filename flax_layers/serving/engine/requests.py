@@ -32,7 +32,7 @@ class Request:
         sampling: Temperature, truncation and seed.
         penalties: Changes of the logits before sampling.
         stop_tokens: Tokens that end the sequence, which are not part of the output. At most 1024.
-        logprobs: None: no log probabilities. Otherwise those of the sampled tokens and of so many top tokens.
+        logprobs: Number of top tokens with log probabilities, beside the sampled ones; None: no log probabilities.
         namespace: Requests share cached prefixes only within a namespace: a tenant, an adapter, a salt.
         constraint: Language of the generated text; None for any text. The engine needs `guides` for it.
 

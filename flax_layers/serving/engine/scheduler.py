@@ -1,7 +1,7 @@
 """Decides which tokens of which requests a step computes, and owns the pages: host Python, nothing of a device.
 
 Continuous batching with chunked prefill (Orca, Yu et al., OSDI 2022; Sarathi-Serve, Agrawal et al., OSDI 2024): every
-decoding request gets its token in each step, and what is left of the budget goes to chunks of prompts, in the order of
+decoding request gets its token in each step, and the remaining budget goes to chunks of prompts, in the order of
 arrival, and then to drafts. When pages run out, cached prefixes are evicted; then the request that came last is
 preempted: its pages are released, and it is computed again later (vLLM, Kwon et al., 2023, section 4.5). Drafts preempt
 nobody.
@@ -24,7 +24,6 @@ class Chunk(NamedTuple):
     """Consecutive tokens of one sequence, for one step.
 
     Attributes:
-        sequence: The sequence.
         first: Position of the first token.
         count: Number of tokens. 0 for a sample of a prompt that the chunk before completes: its next token is sampled
             from the same logits.
@@ -58,7 +57,7 @@ class Scheduler:
         running: Sequences that have pages, in the order of arrival.
         preemptions: Number of times that a sequence lost its pages.
         prompt_tokens: Tokens of the prompts that were admitted.
-        hit_tokens: Those of them that were in the prefix cache, or that another sample of the prompt computed.
+        hit_tokens: Tokens of prompts from the prefix cache, or that another sample of the prompt computed.
     """
 
     def __init__(self, options: EngineOptions, pages: Pages):

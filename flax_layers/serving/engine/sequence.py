@@ -26,9 +26,7 @@ class Sequence:
     the next step takes it from the device.
 
     Attributes:
-        request: The request.
         limit: Tokens to generate at most.
-        deliver: Receives the events.
         words: Its parameters, packed for each step by `packing.pack_request`.
         number: Counts sequences in the order of arrival, which is the order of service.
         tokens: The known tokens, prompt first.
@@ -140,7 +138,7 @@ class Sequence:
 
     @property
     def top_logprobs(self) -> int:
-        """Top tokens whose log probabilities are delivered; -1 for none, and not that of the sampled token either."""
+        """Number of top tokens with log probabilities; -1: no log probabilities, not even of the sampled token."""
         return -1 if self.request.logprobs is None else self.request.logprobs
 
 
