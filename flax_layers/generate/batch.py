@@ -1,4 +1,4 @@
-"""Checks requests, and pads them so that a few programs serve prompts of all lengths."""
+"""Checks prompts, and pads them so that a few programs serve prompts of all lengths."""
 
 from __future__ import annotations
 

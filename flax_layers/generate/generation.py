@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -219,16 +219,11 @@ class Generation(Iterator[Piece]):
         yield from self._take(remaining, first)
         if any(remaining.values()):
             self._compile(write_chunk, graph, parameters, state, rules, steps=chunk)
-            yield from self._decode(graph, parameters, state, rules, remaining, chunk)
+            write = lambda state: write_chunk(graph, parameters, state, rules, steps=chunk)
+            yield from self._decode(write, state, remaining, chunk)
 
     def _decode(
-        self,
-        graph: nnx.GraphDef[Decoder],
-        parameters: nnx.State,
-        state: State,
-        rules: Rules,
-        remaining: dict[int, int],
-        chunk: int,
+        self, write: Callable[[State], tuple[State, Array]], state: State, remaining: dict[int, int], chunk: int
     ) -> Iterator[Piece]:
         """Runs chunks of decoding steps. The next chunk is dispatched before the current one is read."""
         chunks = -(-max(remaining.values()) // chunk)
@@ -236,7 +231,7 @@ class Generation(Iterator[Piece]):
             while any(remaining.values()):
                 while chunks and len(reader) < 2:
                     dispatched = time.perf_counter()
-                    state, written = write_chunk(graph, parameters, state, rules, steps=chunk)
+                    state, written = write(state)
                     reader.push(written, dispatched)
                     chunks -= 1
                 tokens, seconds = reader.pop()
@@ -264,7 +259,7 @@ class Generation(Iterator[Piece]):
         self._tokens[row] += tokens
         return Piece(row, tokens, self._reasons[row])
 
-    def _compile(self, program: Any, *arguments: Any, **options: Any) -> None:
+    def _compile(self, program: jax.stages.Wrapped, *arguments: object, **options: object) -> None:
         """Compiles ahead of time, to measure it. The call that follows takes the program from JAX's cache."""
         started = time.perf_counter()
         program.lower(*arguments, **options).compile()

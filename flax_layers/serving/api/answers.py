@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import time
 import uuid
 from collections.abc import Iterator, Sequence
@@ -16,7 +17,6 @@ from flax_layers.models.text_stream import TextStream
 from flax_layers.serving.api.choices import Usage
 from flax_layers.serving.api.text import Piece, TokenText, TokenTexts
 from flax_layers.serving.engine.constraints import SerializedTokenizer
-from flax_layers.serving.engine.requests import finite
 
 Json = dict[str, Any]
 Lists = dict[str, list[Any]]
@@ -113,14 +113,14 @@ class Answer:
             return {}
         return {
             "tokens": [self._texts.text(x.token) for x in tokens],
-            "token_logprobs": [finite(x.logprobs.logprob) for x in tokens],
+            "token_logprobs": [_finite(x.logprobs.logprob) for x in tokens],
             "top_logprobs": [self._top(x) for x in tokens],
             "text_offset": [x.offset for x in tokens],
         }
 
     def _top(self, token: TokenText) -> dict[str, float]:
         keys = self._texts.keys([one for one, _ in token.logprobs.top])
-        return {key: finite(logprob) for key, (_, logprob) in zip(keys, token.logprobs.top, strict=True)}
+        return {key: _finite(logprob) for key, (_, logprob) in zip(keys, token.logprobs.top, strict=True)}
 
 
 class ChatAnswer(Answer):
@@ -154,7 +154,7 @@ class ChatAnswer(Answer):
         return {"content": entries}
 
     def _entry(self, token: int, logprob: float) -> Json:
-        return {"token": self._texts.text(token), "logprob": finite(logprob), "bytes": list(self._texts.raw(token))}
+        return {"token": self._texts.text(token), "logprob": _finite(logprob), "bytes": list(self._texts.raw(token))}
 
 
 def server_sent(value: Json | str) -> bytes:
@@ -165,6 +165,15 @@ def server_sent(value: Json | str) -> bytes:
         (b'data: {"a":1}\n\n', b'data: [DONE]\n\n')
     """
     return b"data: " + (value.encode() if isinstance(value, str) else _json(value)) + b"\n\n"
+
+
+def _finite(logprob: float) -> float:
+    """A log probability for JSON, which has no infinity: at least -9999.
+
+    >>> _finite(float("-inf")), _finite(-0.5)
+    (-9999.0, -0.5)
+    """
+    return max(logprob, -9999.0) if not math.isnan(logprob) else -9999.0
 
 
 def _json(value: Json) -> bytes:

@@ -39,7 +39,7 @@ class Choices:
 
     Args:
         requests: One for each choice; all requests of a prompt follow each other.
-        choices: Number of choices of each prompt.
+        per_prompt: Number of choices of each prompt.
         text: Constructs the text of a choice.
         metrics: Collects latencies and finish reasons.
         max_backlog: Tokens and log probabilities that may wait for the client. None: any number.
@@ -48,7 +48,7 @@ class Choices:
     def __init__(
         self,
         requests: Sequence[Request],
-        choices: int,
+        per_prompt: int,
         text: Callable[[], ChoiceText],
         metrics: Metrics,
         max_backlog: int | None = None,
@@ -56,7 +56,7 @@ class Choices:
         self._max_backlog, self._is_behind = max_backlog, False
         self._produced = self._consumed = 0  # by the engine's thread, and by the loop
         self._weights = [1 if x.logprobs is None else 2 + x.logprobs for x in requests]
-        self._requests, self._choices, self._metrics = requests, choices, metrics
+        self._requests, self._per_prompt, self._metrics = requests, per_prompt, metrics
         self._loop, self._arrived = asyncio.get_running_loop(), asyncio.Event()
         self._events: collections.deque[tuple[int, Event, float]] = collections.deque()
         self._texts = [text() for _ in requests]
@@ -71,8 +71,8 @@ class Choices:
             ApiError: The engine refuses one of them. `cancel` ends the others.
         """
         try:
-            for first in range(0, len(self._requests), self._choices):
-                samples = range(first, first + self._choices)
+            for first in range(0, len(self._requests), self._per_prompt):
+                samples = range(first, first + self._per_prompt)
                 deliver = [self._deliver(index) for index in samples]
                 tickets = engine.submit_samples([self._requests[index] for index in samples], deliver)
                 self._tickets += tickets
@@ -120,7 +120,7 @@ class Choices:
     @property
     def usage(self) -> Usage:
         """Tokens until now. The choices of a prompt share it: it counts once."""
-        prompts = self._tickets[:: self._choices]
+        prompts = self._tickets[:: self._per_prompt]
         return Usage(
             sum(ticket.prompt_tokens for ticket in prompts),
             sum(ticket.hit_tokens for ticket in prompts),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Hashable
 from typing import Literal, NamedTuple
 
@@ -194,13 +193,3 @@ class Stats:
     cascade_steps: int
     preemptions: int
     failures: int
-
-
-def finite(logprob: float) -> float:
-    """A log probability for JSON, which has no infinity: at least -9999.
-
-    Example:
-        >>> finite(float("-inf")), finite(-0.5)
-        (-9999.0, -0.5)
-    """
-    return max(logprob, -9999.0) if not math.isnan(logprob) else -9999.0
