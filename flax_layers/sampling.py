@@ -10,7 +10,6 @@ import dataclasses
 import math
 import operator
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -94,17 +93,13 @@ class SamplingBatch:
     min_p: Float[Array, " B"] | None = None
 
     @classmethod
-    def of(cls, requests: Sequence[Sampling]) -> SamplingBatch:
+    def from_requests(cls, requests: Sequence[Sampling]) -> SamplingBatch:
         """Collects the parameters of requests.
 
-        Args:
-            requests: The parameters of each row.
-
-        Returns:
-            The arrays. Which of them are None is part of the pytree structure, so `jit` compiles for each combination.
+        A parameter that is None is part of the pytree structure, so `jit` compiles for each combination.
 
         Example:
-            >>> batch = SamplingBatch.of([Sampling(), Sampling(temperature=0.5, top_k=9)])
+            >>> batch = SamplingBatch.from_requests([Sampling(), Sampling(temperature=0.5, top_k=9)])
             >>> batch.top_k.tolist(), batch.top_p
             ([0, 9], None)
         """
@@ -133,7 +128,7 @@ def sample(logits: Float[Array, "B V"], sampling: SamplingBatch, positions: Int[
 
     Example:
         >>> logits = jnp.log(jnp.array([[0.1, 0.7, 0.2], [0.1, 0.7, 0.2]]))
-        >>> batch = SamplingBatch.of([Sampling(), Sampling(temperature=1.0, top_k=1)])
+        >>> batch = SamplingBatch.from_requests([Sampling(), Sampling(temperature=1.0, top_k=1)])
         >>> sample(logits, batch, jnp.array([5, 5])).tolist()
         [1, 1]
     """
@@ -147,12 +142,7 @@ def sample(logits: Float[Array, "B V"], sampling: SamplingBatch, positions: Int[
 def scale_and_truncate(logits: Float[Array, "B V"], sampling: SamplingBatch) -> Float[Array, "B V"]:
     """Divides logits by the temperature, and sets tokens outside of top-k, top-p or min-p to `-inf`.
 
-    Args:
-        logits: Logits, float32.
-        sampling: Parameters of the rows. The results of rows with temperature 0 are not used.
-
-    Returns:
-        Logits, shifted so that the maximum of each row is 0.
+    The maximum of each row becomes 0. The results of rows with temperature 0 are not used.
     """
     logits = logits - jnp.max(logits, axis=-1, keepdims=True)
     if sampling.temperature is not None:
@@ -169,15 +159,8 @@ def truncate(
 ) -> Float[Array, "B V"]:
     """Keeps the most probable tokens of each row: top-k, then top-p among these. All others become `-inf`.
 
-    Both also keep tokens that tie with the last one kept.
-
-    Args:
-        logits: Logits, float32.
-        top_k: Number of tokens to keep; 0 keeps all. None keeps all in every row.
-        top_p: Minimum total probability of the tokens to keep; 1 keeps all. None keeps all in every row.
-
-    Returns:
-        Logits.
+    Both also keep tokens that tie with the last one kept. `top_k` 0 and `top_p` 1 keep all tokens of a row, None those
+    of every row.
 
     Example:
         >>> logits = jnp.log(jnp.array([[0.5, 0.25, 0.125, 0.125]]))
@@ -205,22 +188,15 @@ def truncate(
 def draw(
     logits: Float[Array, "B V"], seed: UInt32[Array, " B"] | None, positions: Int[Array, " B"]
 ) -> Int32[Array, " B"]:
-    """Draws a token for each row with probability `softmax(logits)`.
-
-    Args:
-        logits: Logits; `-inf` excludes a token.
-        seed: Seed of each row.
-        positions: Position of the token of each row, folded into the key.
-
-    Returns:
-        The tokens.
+    """Draws a token for each row with probability `softmax(logits)`; its key is the seed, folded with the position.
 
     Raises:
         ValueError: `seed` is None.
     """
     if seed is None:
         raise ValueError(
-            "`seed` of a SamplingBatch with a `temperature` must be an array. Got None. Use `SamplingBatch.of`."
+            "`seed` of a SamplingBatch with a `temperature` must be an array. Got None. Use "
+            "`SamplingBatch.from_requests`."
         )
 
     def draw_one(row: Array, seed: Array, position: Array) -> Array:
@@ -231,12 +207,6 @@ def draw(
 
 def as_float32(value: float) -> float:
     """A number as the device gets it: rounded to float32, which makes large ones infinite.
-
-    Args:
-        value: A number of any size.
-
-    Returns:
-        The rounded number.
 
     Example:
         >>> as_float32(0.1), as_float32(1e39)
@@ -249,20 +219,9 @@ def as_float32(value: float) -> float:
             return math.inf if value > 0 else -math.inf
 
 
-def checked_integer(name: str, value: Any) -> int:
-    """An argument as an int.
-
-    Args:
-        name: Name of the argument.
-        value: Its value.
-
-    Returns:
-        The integer.
-
-    Raises:
-        TypeError: It is not one.
-    """
+def checked_integer(name: str, value: object) -> int:
+    """Returns the argument `name` as an int, or raises TypeError."""
     try:
-        return operator.index(value)
+        return operator.index(value)  # pyright: ignore[reportArgumentType]
     except TypeError:
         raise TypeError(f"`{name}` must be an integer. Got {type(value).__name__}.") from None

@@ -11,9 +11,9 @@ from typing import TextIO
 
 import jax.numpy as jnp
 
+from flax_layers.generate.batch import check_cache, check_max_tokens
 from flax_layers.generate.folder import Loaded, load
 from flax_layers.generate.generation import Generation, Speed, generate
-from flax_layers.generate.requests import check_cache, check_max_tokens
 from flax_layers.generate.sequences import KINDS
 from flax_layers.models import Tokenizer
 from flax_layers.models.cache_dtype import CACHE_DTYPES
@@ -23,18 +23,14 @@ DTYPES = ("bfloat16", "float16", "float32")
 
 
 def parser() -> argparse.ArgumentParser:
-    """The parser of the options.
-
-    Returns:
-        The parser.
-    """
-    made = argparse.ArgumentParser(
+    """Builds the parser of the options."""
+    reader = argparse.ArgumentParser(
         prog="python -m flax_layers.generate",
         description="Continues prompts with a checkpoint in the format of `transformers`. Text is streamed to standard "
         "output; tokens per second go to standard error. Several prompts are generated in one batch and printed one "
         "after the other.",
     )
-    add = made.add_argument
+    add = reader.add_argument
     add("--model", type=pathlib.Path, required=True, metavar="FOLDER", help="folder of a checkpoint, with a tokenizer")
     add("--prompt", nargs="+", default=[], metavar="TEXT", help="one or more prompts, each an argument")
     add("--stdin", action="store_true", help="read one more prompt from standard input")
@@ -49,15 +45,11 @@ def parser() -> argparse.ArgumentParser:
     add("--cache-dtype", choices=CACHE_DTYPES, help="of keys and values with --cache paged; default: the model's")
     add("--dtype", choices=DTYPES, help="default: bfloat16 on a GPU, float32 on a CPU")
     add("--implementation", metavar="NAME", help="jflex backend; default: jflex chooses")
-    return made
+    return reader
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs the command.
-
-    Args:
-        arguments: Command-line arguments. Default: those of the process.
-    """
+    """Runs the command, by default with the arguments of the process."""
     reader = parser()
     options = reader.parse_args(arguments)
     try:
@@ -74,13 +66,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def begin(options: argparse.Namespace, stdin: TextIO) -> tuple[Loaded, Generation]:
     """Checks the options, loads the model and starts the generation.
-
-    Args:
-        options: Parsed options.
-        stdin: Standard input.
-
-    Returns:
-        The model, and the generation.
 
     Raises:
         ValueError: An option is out of range, or there is no prompt.
@@ -105,18 +90,7 @@ def begin(options: argparse.Namespace, stdin: TextIO) -> tuple[Loaded, Generatio
 
 
 def texts_of(options: argparse.Namespace, stdin: TextIO) -> list[str]:
-    """The prompts as text.
-
-    Args:
-        options: Parsed options.
-        stdin: Standard input, which is read with `--stdin`.
-
-    Returns:
-        At least one prompt.
-
-    Raises:
-        ValueError: There is no prompt, or one is empty.
-    """
+    """The prompts as text, at least one; with `--stdin` one is read. Raises ValueError for none, or an empty one."""
     texts = list(options.prompt)
     if not texts and not options.stdin:
         raise ValueError(
@@ -135,19 +109,7 @@ def texts_of(options: argparse.Namespace, stdin: TextIO) -> list[str]:
 
 
 def tokens_of(tokenizer: Tokenizer, text: str, *, chat: bool) -> list[int]:
-    """The tokens of a prompt.
-
-    Args:
-        tokenizer: The tokenizer of the model.
-        text: The prompt.
-        chat: Whether the prompt is a user message for the chat template.
-
-    Returns:
-        The tokens.
-
-    Raises:
-        ValueError: There is no chat template.
-    """
+    """Tokenizes a prompt, with `chat` as a user message. Raises ValueError if there is no chat template."""
     if not chat:
         return tokenizer.encode(text).tolist()
     if not tokenizer.chat_templates:
@@ -159,12 +121,9 @@ def tokens_of(tokenizer: Tokenizer, text: str, *, chat: bool) -> list[int]:
 
 
 def show(generation: Generation, tokenizer: Tokenizer, out: TextIO) -> None:
-    """Prints texts one after the other. The current one is streamed; later ones are held back until it is complete.
+    """Prints texts one after the other: streams the current one and holds back later ones until it is complete.
 
-    Args:
-        generation: The running generation.
-        tokenizer: The tokenizer of the model.
-        out: The output stream. If there are several texts, a line with its number precedes each.
+    Several texts are preceded by a line with their number.
     """
     rows = generation.speed.rows
     streams, waiting = [tokenizer.text_stream() for _ in range(rows)], [""] * rows
@@ -186,13 +145,7 @@ def show(generation: Generation, tokenizer: Tokenizer, out: TextIO) -> None:
 
 
 def summary(speed: Speed) -> str:
-    """One line with tokens per second.
-
-    Args:
-        speed: The speed of a generation that has ended.
-
-    Returns:
-        The line.
+    """One line with the tokens per second of a generation that has ended.
 
     Example:
         >>> speed = Speed(96, 2, tokens=66, first_tokens=2, compile_seconds=3, prefill_seconds=0.5, decode_seconds=0.25)

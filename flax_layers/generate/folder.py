@@ -1,7 +1,7 @@
 """Reads model, tokenizer and stop tokens from a checkpoint."""
 
 import pathlib
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,13 +14,7 @@ from flax_layers.models.checkpoint.folders import read_optional_json, recover, r
 
 
 class Loaded(NamedTuple):
-    """A checkpoint, ready for generation.
-
-    Attributes:
-        model: The model.
-        tokenizer: The tokenizer of the model.
-        stop_tokens: Tokens that end a text.
-    """
+    """A checkpoint, ready for generation, with the tokens that end a text."""
 
     model: Decoder
     tokenizer: Tokenizer
@@ -48,9 +42,6 @@ def load(
         mesh: Devices to shard the parameters over. Default: JAX's default device.
         attention_config: Tile sizes and promises of its attention, for `Decoder`.
 
-    Returns:
-        Model, tokenizer and stop tokens.
-
     Raises:
         FileNotFoundError: The folder, or a required file in it, does not exist.
         CheckpointError: A file cannot be read.
@@ -64,22 +55,15 @@ def load(
             f"There is no folder {folder}. {remedy_of_missing(folder)}"
         )
     tokenizer = Tokenizer(folder)  # first: a missing file raises before gigabytes are read
-    how: dict[str, Any] = {"implementation": implementation, "attention_config": attention_config}
-    model = from_pretrained(folder, dtype=dtype or default_dtype(), mesh=mesh, **how)
+    options = {"implementation": implementation, "attention_config": attention_config}
+    model = from_pretrained(folder, dtype=dtype or default_dtype(), mesh=mesh, **options)
     if mesh is None:
         fuse_projections(model)
     return Loaded(model, tokenizer, stop_tokens(folder, model.config))
 
 
 def stop_tokens(folder: pathlib.Path, config: ModelConfig) -> tuple[int, ...]:
-    """The tokens that end a text: those of `generation_config.json`, or of `config.json` if it has none.
-
-    Args:
-        folder: The folder of the checkpoint.
-        config: The configuration of the model.
-
-    Returns:
-        Token ids.
+    """The tokens that end a text: from `generation_config.json`, or from `config.json` if it has none.
 
     Raises:
         CheckpointError: `generation_config.json` cannot be read.

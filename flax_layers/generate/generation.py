@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal, NamedTuple
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import TracebackType
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jaxtyping import Array, Int32
 
-from flax_layers.generate.chunk_reader import ChunkReader
-from flax_layers.generate.requests import Requests, check_cache, check_requests
+from flax_layers.generate.batch import Batch, check_batch, check_cache
 from flax_layers.generate.sequences import KINDS, PagedSequences, Sequences
 from flax_layers.generate.steps import NO_TOKEN, Rules, State, prefill, write_chunk
 from flax_layers.models import Decoder
@@ -26,6 +29,8 @@ FinishReason = Literal["stop", "length"]
 
 MakeSequences = Callable[[Decoder, int, int], Sequences]
 """Takes a model, the number of sequences, and the capacity of each."""
+
+Tokens = Int32[np.ndarray, "B steps"]
 
 CHUNK = 8
 """Decoding steps in one compiled call, whose tokens are streamed together. A call runs all of them."""
@@ -63,13 +68,13 @@ class Speed:
     """Tokens of all sequences, and the time to compute them, not counting the time of the consumer.
 
     Attributes:
-        prompt_tokens: Read by prefill, without padding.
+        prompt_tokens: Tokens read by prefill, without padding.
         rows: Number of sequences.
-        tokens: Generated so far, stop tokens included.
-        first_tokens: How many of these were chosen by prefill: one for each sequence that it read.
-        compile_seconds: To compile the programs.
-        prefill_seconds: To read the prompts and choose the first tokens.
-        decode_seconds: To generate all other tokens.
+        tokens: Tokens generated so far, stop tokens included.
+        first_tokens: Tokens chosen by prefill, one for each sequence that it read.
+        compile_seconds: Time to compile the programs.
+        prefill_seconds: Time to read the prompts and choose the first tokens.
+        decode_seconds: Time to generate all other tokens.
     """
 
     prompt_tokens: int
@@ -91,6 +96,57 @@ class Speed:
         return (self.tokens - self.first_tokens) / self.decode_seconds if self.decode_seconds else 0.0
 
 
+class ChunkReader:
+    """Copies chunks to the host in a thread of its own, in the order in which they are pushed.
+
+    The seconds of a chunk count from its dispatch, or from the end of the chunk before it if that is later, to the end
+    of its copy. The time of the caller meanwhile does not count.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> with ChunkReader() as reader:
+        ...     reader.push(jnp.array([[1, 2]]), time.perf_counter())
+        ...     tokens, seconds = reader.pop()
+        >>> tokens.tolist(), 0 <= seconds < 60
+        ([[1, 2]], True)
+    """
+
+    def __init__(self):
+        self._thread = ThreadPoolExecutor(1)
+        self._pending: collections.deque[Future[tuple[Tokens, float]]] = collections.deque()
+        self._copied = 0.0
+
+    def __enter__(self) -> ChunkReader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._thread.shutdown()
+
+    def __len__(self) -> int:
+        """Chunks that have been pushed and not popped."""
+        return len(self._pending)
+
+    def push(self, chunk: Int32[Array, "B steps"], dispatched: float) -> None:
+        """Begins to copy a chunk, which need not be computed yet.
+
+        Args:
+            chunk: Tokens on the device.
+            dispatched: Time of the call of its program, by `time.perf_counter`.
+        """
+        self._pending.append(self._thread.submit(self._copy, chunk, dispatched))
+
+    def pop(self) -> tuple[Tokens, float]:
+        """Waits for the oldest chunk; returns its tokens and its seconds."""
+        return self._pending.popleft().result()
+
+    def _copy(self, chunk: Int32[Array, "B steps"], dispatched: float) -> tuple[Tokens, float]:
+        tokens = np.asarray(chunk)
+        begun, self._copied = max(dispatched, self._copied), time.perf_counter()
+        return tokens, self._copied - begun
+
+
 class Generation(Iterator[Piece]):
     """A running generation. Iterate over it to stream pieces; `results` runs it to the end.
 
@@ -98,20 +154,20 @@ class Generation(Iterator[Piece]):
 
     Args:
         model: The model.
-        requests: Requests that have been checked.
-        empty: Makes empty sequences, as `flax_layers.generate.sequences.Sequences.empty`.
-        max_tokens: As for `generate`. It determines the capacity of the cache.
+        batch: The checked prompts.
+        empty: Constructs empty sequences, as `flax_layers.generate.sequences.DenseSequences.empty`.
+        max_tokens: See `generate`. It determines the capacity of the cache.
         chunk: Decoding steps in one compiled call.
 
     Attributes:
         speed: Tokens and seconds so far.
     """
 
-    def __init__(self, model: Decoder, requests: Requests, empty: MakeSequences, max_tokens: int, chunk: int):
-        self._requests = requests
-        self._found: list[list[int]] = [[] for _ in requests.prompts]
-        self._reasons: list[FinishReason | None] = [None] * len(requests.prompts)
-        self.speed = Speed(0, len(requests.prompts))
+    def __init__(self, model: Decoder, batch: Batch, empty: MakeSequences, max_tokens: int, chunk: int):
+        self._batch = batch
+        self._tokens: list[list[int]] = [[] for _ in batch.prompts]
+        self._reasons: list[FinishReason | None] = [None] * len(batch.prompts)
+        self.speed = Speed(0, len(batch.prompts))
         self._pieces = self._run(model, empty, max_tokens, chunk)
 
     def __next__(self) -> Piece:
@@ -125,7 +181,7 @@ class Generation(Iterator[Piece]):
         """
         for _ in self:
             pass
-        pairs = zip(self._found, self._reasons, strict=True)
+        pairs = zip(self._tokens, self._reasons, strict=True)
         return [Result(tokens, reason) for tokens, reason in pairs if reason is not None]
 
     def _run(self, model: Decoder, empty: MakeSequences, max_tokens: int, chunk: int) -> Iterator[Piece]:
@@ -134,7 +190,7 @@ class Generation(Iterator[Piece]):
         A sequence that outgrows the first set is read again, since the keys in its cache are rotated with it.
         """
         for limit in model.config.context_limits:
-            lengths = [len(p) + len(found) for p, found in zip(self._requests.prompts, self._found, strict=True)]
+            lengths = [len(p) + len(written) for p, written in zip(self._batch.prompts, self._tokens, strict=True)]
             rows = [row for row, n in enumerate(lengths) if n <= limit and self._reasons[row] is None]
             if rows:
                 yield from self._run_batch(model, empty, rows, limit, max_tokens, chunk)
@@ -143,72 +199,67 @@ class Generation(Iterator[Piece]):
         self, model: Decoder, empty: MakeSequences, rows: list[int], limit: int, max_tokens: int, chunk: int
     ) -> Iterator[Piece]:
         """Continues some rows until they end, or need more than `limit` positions."""
-        requests = self._requests.continued(rows, self._found, limit)
+        batch = self._batch.continued(rows, self._tokens, limit)
         graph, parameters = nnx.split(model)
-        tokens, counts = map(jnp.asarray, requests.padded(limit))
-        sequences = empty(model, len(counts), requests.room(max_tokens, limit))
+        tokens, counts = map(jnp.asarray, batch.padded(limit))
+        sequences = empty(model, len(counts), batch.room(max_tokens, limit))
         rules = Rules(
-            SamplingBatch.of(requests.sampling),
-            jnp.asarray(requests.max_tokens, jnp.int32),
-            jnp.asarray(requests.stop_tokens, jnp.int32),
+            SamplingBatch.from_requests(batch.sampling),
+            jnp.asarray(batch.max_tokens, jnp.int32),
+            jnp.asarray(batch.stop_tokens, jnp.int32),
         )
         self._compile(prefill, graph, parameters, sequences, tokens, counts, rules)
         started = time.perf_counter()
         state = prefill(graph, parameters, sequences, tokens, counts, rules)
         first = np.asarray(state.token)[:, None]
         self.speed.prefill_seconds += time.perf_counter() - started
-        self.speed.prompt_tokens += sum(map(len, requests.prompts))
+        self.speed.prompt_tokens += sum(map(len, batch.prompts))
         self.speed.first_tokens += len(rows)
-        left = dict(zip(rows, requests.max_tokens, strict=True))
-        yield from self._taken(left, first)
-        if any(left.values()):
+        remaining = dict(zip(rows, batch.max_tokens, strict=True))
+        yield from self._take(remaining, first)
+        if any(remaining.values()):
             self._compile(write_chunk, graph, parameters, state, rules, steps=chunk)
-            yield from self._decode(graph, parameters, state, rules, left, chunk)
+            write = lambda state: write_chunk(graph, parameters, state, rules, steps=chunk)
+            yield from self._decode(write, state, remaining, chunk)
 
     def _decode(
-        self,
-        graph: nnx.GraphDef[Decoder],
-        parameters: Any,
-        state: State,
-        rules: Rules,
-        left: dict[int, int],
-        chunk: int,
+        self, write: Callable[[State], tuple[State, Array]], state: State, remaining: dict[int, int], chunk: int
     ) -> Iterator[Piece]:
         """Runs chunks of decoding steps. The next chunk is dispatched before the current one is read."""
-        chunks = -(-max(left.values()) // chunk)
+        chunks = -(-max(remaining.values()) // chunk)
         with ChunkReader() as reader:
-            while any(left.values()):
+            while any(remaining.values()):
                 while chunks and len(reader) < 2:
                     dispatched = time.perf_counter()
-                    state, written = write_chunk(graph, parameters, state, rules, steps=chunk)
+                    state, written = write(state)
                     reader.push(written, dispatched)
                     chunks -= 1
                 tokens, seconds = reader.pop()
                 self.speed.decode_seconds += seconds
-                yield from self._taken(left, tokens)
+                yield from self._take(remaining, tokens)
         jax.block_until_ready(state.ended)  # the chunk after the last one that was read
 
-    def _taken(self, left: dict[int, int], chunk: np.ndarray) -> list[Piece]:
-        """The pieces of a chunk. `left` holds how many tokens each row of the batch may still get, and is updated."""
+    def _take(self, remaining: dict[int, int], chunk: np.ndarray) -> list[Piece]:
+        """The pieces of a chunk. `remaining` holds the tokens that each row may still get, and is updated."""
         pieces: list[Piece] = []
-        for row, tokens in zip(left, chunk.tolist(), strict=True):
-            if left[row]:
+        for row, tokens in zip(remaining, chunk.tolist(), strict=True):
+            if remaining[row]:
                 tokens = [token for token in tokens if token != NO_TOKEN]
                 pieces.append(self._piece(row, tokens))
-                left[row] = 0 if pieces[-1].finish_reason else left[row] - len(tokens)
+                remaining[row] = 0 if pieces[-1].finish_reason else remaining[row] - len(tokens)
         return pieces
 
     def _piece(self, row: int, tokens: list[int]) -> Piece:
         self.speed.tokens += len(tokens)
-        if tokens and tokens[-1] in self._requests.stop_tokens:
+        if tokens and tokens[-1] in self._batch.stop_tokens:
             self._reasons[row] = "stop"
             tokens = tokens[:-1]
-        elif len(self._found[row]) + len(tokens) == self._requests.max_tokens[row]:
+        elif len(self._tokens[row]) + len(tokens) == self._batch.max_tokens[row]:
             self._reasons[row] = "length"
-        self._found[row] += tokens
+        self._tokens[row] += tokens
         return Piece(row, tokens, self._reasons[row])
 
-    def _compile(self, program: Any, *arguments: Any, **options: Any) -> None:
+    def _compile(self, program: jax.stages.Wrapped, *arguments: object, **options: object) -> None:
         """Compiles ahead of time, to measure it. The call that follows takes the program from JAX's cache."""
         started = time.perf_counter()
         program.lower(*arguments, **options).compile()
@@ -229,7 +280,7 @@ def generate(
     """Continues prompts in one batch.
 
     Two programs are compiled: prefill, and a loop of decoding steps. Prompts and the capacity of the cache are padded
-    to buckets (`flax_layers.generate.requests.bucket`). Prompts in the same bucket do not recompile, nor do new seeds,
+    to buckets (`flax_layers.generate.batch.bucket`). Prompts in the same bucket do not recompile, nor do new seeds,
     stop tokens or values of temperature, top-k and top-p. After all sequences have ended, the device finishes at most
     two chunks.
 
@@ -239,9 +290,9 @@ def generate(
         max_tokens: Maximum number of new tokens of each sequence, which also ends at the model's last position.
         sampling: Sampling parameters, one for all prompts or one for each. Default: greedy.
         cache: ``"dense"``: each sequence has a row with room for the longest. ``"paged"``: each has pages.
-        cache_dtype: Of keys and values in pages: ``int8``, ``float8_e4m3fn`` or ``float8_e5m2``, with a scale for each
-            token and head; of latent vectors ``float8_e4m3fn``. Default: the dtype of the model.
-        stop_tokens: Tokens that end a sequence. Default: those of the model's configuration.
+        cache_dtype: Dtype of paged keys and values: ``int8``, ``float8_e4m3fn`` or ``float8_e5m2``, with a scale for
+            each token and head; of latent vectors ``float8_e4m3fn``. Default: the dtype of the model.
+        stop_tokens: Tokens that end a sequence. Default: the stop tokens of the model's configuration.
         chunk: Decoding steps in one compiled call, whose tokens are streamed together.
 
     Returns:
@@ -264,10 +315,10 @@ def generate(
         2 None
         2 length
     """
-    requests = check_requests(model.config, prompts, max_tokens, sampling, stop_tokens)
+    batch = check_batch(model.config, prompts, max_tokens, sampling, stop_tokens)
     check_cache(cache, cache_dtype)
     check_cache_dtype(cache_dtype, model)
     if chunk < 1:
         raise ValueError(f"`chunk` must be at least 1. Got {chunk}. The default is {CHUNK}.")
     empty = KINDS[cache].empty if cache_dtype is None else functools.partial(PagedSequences.empty, dtype=cache_dtype)
-    return Generation(model, requests, empty, max_tokens, chunk)
+    return Generation(model, batch, empty, max_tokens, chunk)

@@ -1,10 +1,12 @@
-"""One interface to sequences in dense and in paged caches."""
+"""B sequences and their cache, dense or paged: pytrees with one interface.
+
+`read` runs under `jit` and returns new sequences. Donate the old ones to update the cache in place.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, Protocol, Self
 
 import jax
 import jax.numpy as jnp
@@ -21,41 +23,13 @@ PAGE_SIZE = 16
 """Pages of 16 and of 64 tokens decode within 1% of one another on an H200 (`benchmarks/results/h200/paged.json`)."""
 
 
-class Sequences(Protocol):
-    """B sequences and their cache. A pytree; `read` returns a new one.
-
-    `read` runs under `jit`. Donate the sequences to update the cache in place.
-    """
-
-    @classmethod
-    def empty(cls, model: Decoder, batch_size: int, max_length: int) -> Self:
-        """Empty sequences, with capacity for `max_length` tokens each."""
-        ...
-
-    @property
-    def lengths(self) -> Int32[Array, " B"]:
-        """Number of tokens of each sequence in the cache."""
-        ...
-
-    def read(
-        self, model: Decoder, tokens: Int[Array, "B T"], counts: Int32[Array, " B"]
-    ) -> tuple[Float[Array, "B V"], Self]:
-        """Appends the first `counts` of T tokens to each sequence, and returns the logits of the token after them.
-
-        Tokens beyond a count are padding. A sequence with a count of 0 does not change, and its logits are arbitrary.
-        """
-        ...
-
-
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DenseSequences:
     """Sequences in dense caches, with a row for each sequence.
 
-    Attributes:
-        caches: Of each layer, without their lengths.
-        lengths: Number of tokens of each sequence in the caches. Stored once: a loop over decoding steps would copy
-            those of each layer, in a kernel for each.
+    `lengths` is stored once, not in the `caches` of the layers: a loop over decoding steps would copy those of each
+    layer, in a kernel for each.
     """
 
     caches: Caches
@@ -63,14 +37,18 @@ class DenseSequences:
 
     @classmethod
     def empty(cls, model: Decoder, batch_size: int, max_length: int) -> DenseSequences:
-        """See `Sequences.empty`."""
+        """Empty sequences, with capacity for `max_length` tokens each."""
         caches = model.init_caches(batch_size, max_length)
         return cls(_with_lengths(caches, None), caches[0].lengths)
 
     def read(
         self, model: Decoder, tokens: Int[Array, "B T"], counts: Int32[Array, " B"]
     ) -> tuple[Float[Array, "B V"], DenseSequences]:
-        """See `Sequences.read`. Appends the padding as well, and then drops it."""
+        """Appends the first `counts` of T tokens to each sequence, and returns the logits of the token after them.
+
+        Tokens beyond a count are padding, which is appended as well, and then dropped. A sequence with a count of 0
+        does not change, and its logits are arbitrary.
+        """
         lengths = self.lengths + counts
         hidden, caches = model.decode_hidden(tokens, _with_lengths(self.caches, self.lengths))
         last = jnp.take_along_axis(hidden, jnp.maximum(counts - 1, 0)[:, None, None], axis=1)[:, 0]
@@ -78,20 +56,13 @@ class DenseSequences:
 
 
 def _with_lengths(caches: Caches, lengths: Int32[Array, " B"] | None) -> Caches:
-    changed: Any = {"lengths": lengths}
-    return tuple(dataclasses.replace(cache, **changed) for cache in caches)
+    return tuple(dataclasses.replace(cache, lengths=lengths) for cache in caches)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PagedSequences:
-    """Sequences in a paged cache, which all layers share. The pages of a sequence are allocated at the start.
-
-    Attributes:
-        cache: Keys and values of all layers.
-        page_table: The pages of each sequence.
-        lengths: Number of tokens of each sequence in the cache.
-    """
+    """Sequences in a paged cache, which all layers share. The pages of a sequence are allocated at the start."""
 
     cache: Pages
     page_table: Int32[Array, "B max_pages"]
@@ -99,7 +70,7 @@ class PagedSequences:
 
     @classmethod
     def empty(cls, model: Decoder, batch_size: int, max_length: int, *, dtype: Dtype | None = None) -> PagedSequences:
-        """See `Sequences.empty`; `dtype` as for `Decoder.init_paged_cache`."""
+        """See `DenseSequences.empty`; `dtype` as for `Decoder.init_paged_cache`."""
         page_size, pages = PAGE_SIZE, -(-max_length // PAGE_SIZE)
         if any(max_length <= limit < pages * page_size for limit in model.config.context_limits[:-1]):
             page_size = math.gcd(max_length, PAGE_SIZE)  # a capacity beyond the limit selects other factors of LongRoPE
@@ -112,7 +83,7 @@ class PagedSequences:
     def read(
         self, model: Decoder, tokens: Int[Array, "B T"], counts: Int32[Array, " B"]
     ) -> tuple[Float[Array, "B V"], PagedSequences]:
-        """See `Sequences.read`. Packs the tokens of all sequences, with the padding at the end."""
+        """See `DenseSequences.read`. Packs the tokens of all sequences, with the padding at the end."""
         ends = jnp.cumsum(counts, dtype=jnp.int32)
         begins, lengths = ends - counts, self.lengths + counts
         batch = PagedBatch(jnp.concatenate([begins[:1], ends]), lengths, self.page_table)
@@ -122,5 +93,7 @@ class PagedSequences:
         return model.logits(hidden[ends - 1]), PagedSequences(cache, self.page_table, lengths)
 
 
+Sequences = DenseSequences | PagedSequences
+
 KINDS: dict[str, type[DenseSequences] | type[PagedSequences]] = {"dense": DenseSequences, "paged": PagedSequences}
-"""The implementations of `Sequences`, by name."""
+"""The kinds of sequences, by the name of their cache."""

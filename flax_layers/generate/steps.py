@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +11,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Int, Int32
 
 from flax_layers.compiler_options import DECODING
-from flax_layers.generate.sequences import DenseSequences, PagedSequences
+from flax_layers.generate.sequences import Sequences
 from flax_layers.models import Decoder
 from flax_layers.sampling import SamplingBatch, sample
 
@@ -23,13 +22,7 @@ NO_TOKEN = -1
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Rules:
-    """How tokens of B sequences are sampled, and when the sequences end.
-
-    Attributes:
-        sampling: Sampling parameters.
-        max_tokens: Maximum number of new tokens of each sequence.
-        stop_tokens: Tokens that end a sequence.
-    """
+    """Sampling parameters and ends of B sequences."""
 
     sampling: SamplingBatch
     max_tokens: Int32[Array, " B"]
@@ -45,10 +38,10 @@ class State:
         sequences: The sequences and their cache.
         token: The last sampled token of each sequence, not yet in the cache; `NO_TOKEN` if it ended earlier.
         written: Number of tokens sampled for each.
-        ended: Whether each is complete.
+        ended: True for each complete sequence.
     """
 
-    sequences: DenseSequences | PagedSequences
+    sequences: Sequences
     token: Int32[Array, " B"]
     written: Int32[Array, " B"]
     ended: Bool[Array, " B"]
@@ -57,24 +50,15 @@ class State:
 @functools.partial(jax.jit, static_argnames="graph", donate_argnames="sequences")
 def prefill(
     graph: nnx.GraphDef[Decoder],
-    parameters: Any,
-    sequences: DenseSequences | PagedSequences,
+    parameters: nnx.State,
+    sequences: Sequences,
     prompts: Int[Array, "B T"],
     counts: Int32[Array, " B"],
     rules: Rules,
 ) -> State:
-    """Reads the prompts and samples the first token of each sequence.
+    """Reads prompts, padded to one length, and samples the first token of each sequence.
 
-    Args:
-        graph: The graph definition of the model.
-        parameters: The state of the model.
-        sequences: Empty sequences, donated.
-        prompts: Tokens, padded to one length.
-        counts: Number of tokens of each prompt.
-        rules: How tokens are sampled.
-
-    Returns:
-        The state after prefill.
+    `sequences` must be empty; they are donated. `counts` are the lengths of the prompts.
     """
     logits, sequences = sequences.read(nnx.merge(graph, parameters), prompts, counts)
     begun = jnp.zeros(counts.shape, jnp.int32)
@@ -83,7 +67,7 @@ def prefill(
 
 @functools.partial(jax.jit, static_argnames=("graph", "steps"), donate_argnames="state", compiler_options=DECODING)
 def write_chunk(
-    graph: nnx.GraphDef[Decoder], parameters: Any, state: State, rules: Rules, *, steps: int
+    graph: nnx.GraphDef[Decoder], parameters: nnx.State, state: State, rules: Rules, *, steps: int
 ) -> tuple[State, Int32[Array, "B steps"]]:
     """Runs `steps` decoding steps. A sequence that has ended does not change.
 
@@ -91,15 +75,8 @@ def write_chunk(
     for the GPU after each step, and the call returns when its last step is launched: 5.2 ms a step of the shape of
     Llama 3 8B at batch 1, and 4.6 ms so (H200, JAX 0.11.2).
 
-    Args:
-        graph: The graph definition of the model.
-        parameters: The state of the model.
-        state: The state of the sequences, donated.
-        rules: How tokens are sampled.
-        steps: Number of steps.
-
     Returns:
-        The new state, and the sampled tokens; `NO_TOKEN` where a sequence had ended.
+        The new state, which replaces the donated one, and the sampled tokens; `NO_TOKEN` where a sequence had ended.
     """
     model = nnx.merge(graph, parameters)
 

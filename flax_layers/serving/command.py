@@ -25,12 +25,11 @@ from flax_layers.models import Decoder
 from flax_layers.models.cache_dtype import CACHE_DTYPES, check_cache_dtype
 from flax_layers.models.checkpoint.optional import needs
 from flax_layers.serving.api.answers import ServedTokenizer
-from flax_layers.serving.cluster import connect, follow_first
 from flax_layers.serving.demo_model import FILE, ByteTokenizer, demo_model
+from flax_layers.serving.device.options import EngineOptions
+from flax_layers.serving.engine.constraints import Guides
 from flax_layers.serving.engine.engine import Engine
-from flax_layers.serving.engine.options import EngineOptions
-from flax_layers.serving.guides import Guides
-from flax_layers.serving.processes import LeadingExecutor
+from flax_layers.serving.processes import LeadingExecutor, connect, follow_first
 
 PACKAGES = ("jinja2", "llguidance", "prometheus_client", "pydantic", "starlette", "tqdm", "uvicorn")
 DEMO_CONTEXT = 2048
@@ -46,14 +45,7 @@ long as the GEMMs of 190 tokens: 808 TFLOP/s over 4.28 TB/s (`benchmarks/results
 
 
 class Model(NamedTuple):
-    """A model to serve.
-
-    Attributes:
-        name: Its name for clients.
-        decoder: The model.
-        tokenizer: Its tokenizer.
-        stop_tokens: End a text.
-    """
+    """A model to serve: its name for clients, and the tokens that end a text."""
 
     name: str
     decoder: Decoder
@@ -62,17 +54,13 @@ class Model(NamedTuple):
 
 
 def parser() -> argparse.ArgumentParser:
-    """The options.
-
-    Returns:
-        What reads them.
-    """
-    made = argparse.ArgumentParser(
+    """Builds the parser of the options."""
+    reader = argparse.ArgumentParser(
         prog="python -m flax_layers.serve",
         description="Serves a model to clients of OpenAI's API: /v1/completions, /v1/chat/completions, /v1/models. "
         "A page to try it is at /, metrics for Prometheus are at /metrics.",
     )
-    add = made.add_argument
+    add = reader.add_argument
     add("--model", type=pathlib.Path, metavar="FOLDER", help="of a checkpoint; default: the demo's byte-level model")
     add("--name", help="of the model, for clients; default: that of the folder")
     add("--host", default="127.0.0.1", help="default: 127.0.0.1, this machine alone; 0.0.0.0: all networks")
@@ -82,7 +70,7 @@ def parser() -> argparse.ArgumentParser:
     add("--max-requests", type=int, metavar="N", help="run at once; default: 64, on a CPU 16")
     add("--max-waiting", type=int, default=1024, metavar="N", help="more are refused with 429; default: 1024")
     add("--max-step-tokens", type=int, metavar="N", help="of a step; default: 2048, on a CPU 128; see the guide")
-    room = made.add_mutually_exclusive_group()
+    room = reader.add_mutually_exclusive_group()
     room.add_argument(
         "--memory", type=float, metavar="GIB", help="of the cache, on all devices; default: what is free, on a CPU 1"
     )
@@ -110,7 +98,7 @@ def parser() -> argparse.ArgumentParser:
     add("--process", type=int, metavar="N", help="which of them this is, from 0; process 0 answers")
     add("--no-warm-up", action="store_true", help="compile programs when they are needed, not ahead")
     add("--compilation-cache", type=pathlib.Path, metavar="FOLDER", help="keeps compiled programs for the next start")
-    return made
+    return reader
 
 
 def _add_access(add: Callable[..., object]) -> None:
@@ -133,11 +121,7 @@ def _add_access(add: Callable[..., object]) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs the command.
-
-    Args:
-        arguments: Instead of the command line's.
-    """
+    """Runs the command, by default with the arguments of the process."""
     reader = parser()
     options = reader.parse_args(arguments)
     with contextlib.ExitStack() as opened:
@@ -160,14 +144,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def create_engine(options: argparse.Namespace, model: Model) -> Engine:
-    """The engine of the model, and of all processes.
-
-    Args:
-        options: Of `parser`.
-        model: The model.
-
-    Returns:
-        The engine.
+    """Creates the engine, which runs in all processes.
 
     Raises:
         ValueError: A size is out of its range, no page fits into the memory, or the tokenizer cannot be used for
@@ -180,13 +157,7 @@ def create_engine(options: argparse.Namespace, model: Model) -> Engine:
 
 
 def begin(options: argparse.Namespace) -> tuple[tuple[str, ...], socket.socket]:
-    """Checks what can be checked before a model of many gigabytes is read.
-
-    Args:
-        options: Of `parser`.
-
-    Returns:
-        The keys, and the socket.
+    """Checks options before a model of many gigabytes is read; returns the API keys and the bound socket.
 
     Raises:
         ValueError: An option is out of its range, or the file of keys cannot be read.
@@ -194,10 +165,9 @@ def begin(options: argparse.Namespace) -> tuple[tuple[str, ...], socket.socket]:
     from flax_layers.serving.api.access import read_keys
     from flax_layers.serving.server import bind
 
-    for name, least in (("memory", 0.0), ("max_body", 0.0)):
-        value = getattr(options, name)
-        if value is not None and not least < value < float("inf"):
-            raise ValueError(f"`--{name.replace('_', '-')}` must be greater than {least:g}. Got {value}.")
+    for name, value in (("memory", options.memory), ("max-body", options.max_body)):
+        if value is not None and not 0 < value < float("inf"):
+            raise ValueError(f"`--{name}` must be greater than 0. Got {value}.")
     if not 0 <= options.grace < float("inf"):
         raise ValueError(f"`--grace` must be finite and at least 0. Got {options.grace}.")
     if not 0 <= options.port < 1 << 16:
@@ -215,14 +185,7 @@ def begin(options: argparse.Namespace) -> tuple[tuple[str, ...], socket.socket]:
 
 
 def load_served(options: argparse.Namespace, mesh: Mesh | None = None) -> Model:
-    """Loads the model.
-
-    Args:
-        options: Of `parser`.
-        mesh: The devices that share it. None: JAX's default device.
-
-    Returns:
-        The model.
+    """Loads the model, sharded over the mesh if there is one.
 
     Raises:
         ValueError: An option is out of its range, or the folder holds no checkpoint.
@@ -244,18 +207,7 @@ def load_served(options: argparse.Namespace, mesh: Mesh | None = None) -> Model:
 
 
 def guides_of(options: argparse.Namespace, model: Model) -> Guides | None:
-    """What compiles constraints.
-
-    Args:
-        options: Of `parser`.
-        model: The model.
-
-    Returns:
-        It; None with `--no-constraints`.
-
-    Raises:
-        ValueError: The tokenizer cannot be used for constraints.
-    """
+    """The compiler of constraints; None with `--no-constraints`. Raises ValueError if it cannot use the tokenizer."""
     if options.no_constraints:
         return None
     try:
@@ -267,15 +219,8 @@ def guides_of(options: argparse.Namespace, model: Model) -> Guides | None:
 def engine_options(options: argparse.Namespace, model: Decoder) -> EngineOptions:
     """The sizes of the engine.
 
-    Args:
-        options: Of `parser`.
-        model: Which the cache is for.
-
-    Returns:
-        The sizes.
-
     Raises:
-        ValueError: One is out of its range, the model cannot have the dtype of the cache, or no page fits into the
+        ValueError: A size is out of its range, the model cannot have the dtype of the cache, or no page fits into the
             memory.
     """
     sizes = _sizes(options, num_pages=2)
@@ -285,14 +230,14 @@ def engine_options(options: argparse.Namespace, model: Decoder) -> EngineOptions
     page = jax.eval_shape(lambda: model.init_paged_cache(2, sizes.page_size, dtype=sizes.cache_dtype))
     page_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(page)) // 2
     memory = int(options.memory * (1 << 30)) if options.memory is not None else options.devices * _free_memory()
-    wanted = 1 + sizes.max_requests * sizes.most_pages(model.config)
+    all_requests = 1 + sizes.max_requests * sizes.most_pages(model.config)
     if memory < 2 * page_bytes:
         raise ValueError(
             f"`--memory` must hold 2 pages, {2 * page_bytes / (1 << 30):.3g} GiB. Got {memory / (1 << 30):.3g}. Raise "
             "it, or lower `--page-size`."
         )
     # On a CPU the default is no more than all requests can use.
-    most = wanted if options.memory is None and jax.default_backend() == "cpu" else memory // page_bytes
+    most = all_requests if options.memory is None and jax.default_backend() == "cpu" else memory // page_bytes
     return dataclasses.replace(sizes, num_pages=min(most, memory // page_bytes))
 
 
@@ -301,6 +246,8 @@ def _sizes(options: argparse.Namespace, num_pages: int) -> EngineOptions:
     default = lambda value, other: other if value is None else value
     requests = default(options.max_requests, 16 if on_cpu else 64)
     usual = (INVARIANT_TOKENS if options.batch_invariant else STEP_TOKENS)[on_cpu]
+    window, sinks = options.streaming_window, default(options.sinks, Streaming.sinks)
+    streaming = None if window is None else Streaming(sinks, window)
     return EngineOptions(
         max_requests=requests,
         max_step_tokens=default(options.max_step_tokens, max(requests, usual)),
@@ -308,19 +255,15 @@ def _sizes(options: argparse.Namespace, num_pages: int) -> EngineOptions:
         page_size=options.page_size,
         cache_dtype=options.cache_dtype,
         context=options.context,
-        streaming=_streaming(options.streaming_window, default(options.sinks, Streaming.sinks)),
+        streaming=streaming,
         max_waiting=options.max_waiting,
         draft_tokens=options.draft_tokens,
         batch_invariant=options.batch_invariant,
     )
 
 
-def _streaming(window: int | None, sinks: int) -> Streaming | None:
-    return None if window is None else Streaming(sinks, window)
-
-
 def _free_memory() -> int:
-    """Bytes of a device for the cache: a share of what it has left, so that steps have room."""
+    """Bytes of a device for the cache: a share of its free memory, so that steps have room."""
     stats = jax.local_devices()[0].memory_stats() or {}
     if "bytes_limit" not in stats:
         return CPU_MEMORY
@@ -330,15 +273,7 @@ def _free_memory() -> int:
 def serve(
     options: argparse.Namespace, model: Model, engine: Engine, keys: tuple[str, ...], bound: socket.socket
 ) -> None:
-    """Serves until a signal.
-
-    Args:
-        options: Of `parser`.
-        model: What is served.
-        engine: The engine of the model.
-        keys: API keys; none: no key is required.
-        bound: The socket to listen on.
-    """
+    """Serves until a signal. Without `keys`, no key is required."""
     from flax_layers.serving.api.access import Access
     from flax_layers.serving.api.http import Limits, Served, create_app
     from flax_layers.serving.server import Launch, Server, url_of
@@ -361,8 +296,7 @@ def serve(
 def log_to_stderr(level: str) -> None:
     """Writes the logs of the server and of uvicorn to the standard error.
 
-    Args:
-        level: One of `LOG_LEVELS`. Polls of `/health`, `/metrics` and `/stats` are logged with `debug`.
+    Polls of `/health`, `/metrics` and `/stats` are logged with `debug`.
     """
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import pathlib
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 import numpy as np
 from flax import nnx
@@ -19,7 +18,7 @@ from flax_layers.models.checkpoint.tokenizer import BYTE_NAMES
 from flax_layers.models.text_stream import TextStream
 
 FILE = pathlib.Path("demo_output", "model.npz")
-"""Where the demo leaves its model, below the current folder."""
+"""File of the demo's model, below the current folder."""
 
 SIZES = Sizes(width=64, layers=2, heads=2, kv_heads=1)
 TRAINING = argparse.Namespace(steps=150, rows=4, length=256, seed=0)
@@ -41,33 +40,17 @@ class ByteTokenizer:
         """The text of a `tokenizer.json`: BPE without merges."""
         with needs("tokenizers"):
             from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-        made = Tokenizer(models.BPE(BYTE_NAMES, []))
-        made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-        made.decoder = decoders.ByteLevel()
-        return made.to_str()
+        tokenizer = Tokenizer(models.BPE(BYTE_NAMES, []))
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        tokenizer.decoder = decoders.ByteLevel()
+        return tokenizer.to_str()
 
     def encode(self, text: str, *, special_tokens: bool = True) -> Int32[np.ndarray, " T"]:
-        """The tokens of a text.
-
-        Args:
-            text: The text.
-            special_tokens: There are none.
-
-        Returns:
-            Its bytes.
-        """
+        """The bytes of a text. There are no special tokens."""
         return np.frombuffer(text.encode(), np.uint8).astype(np.int32)
 
     def decode(self, tokens: Iterable[int], *, special_tokens: bool = False) -> str:
-        """The text of tokens.
-
-        Args:
-            tokens: Bytes.
-            special_tokens: There are none.
-
-        Returns:
-            The text.
-        """
+        """The text of bytes. There are no special tokens."""
         return bytes(tokens).decode(errors="replace")
 
     def token_bytes(self, token: int) -> bytes:
@@ -78,15 +61,8 @@ class ByteTokenizer:
         """The text of tokens as they come."""
         return TextStream(self.decode)
 
-    def chat(self, messages: Sequence[dict[str, Any]]) -> str:
-        """The text of a chat, which the model continues: it was not trained to answer.
-
-        Args:
-            messages: Each with its `content`.
-
-        Returns:
-            The text.
-        """
+    def chat(self, messages: Sequence[dict[str, str]]) -> str:
+        """The text of a chat, which the model continues: it was not trained to answer."""
         return "\n".join(message["content"] for message in messages)
 
 
@@ -103,9 +79,6 @@ def demo_model(
         implementation: The backend of jflex.
         say: Prints where the model comes from.
         attention_config: Tile sizes and promises of its attention, once it is trained.
-
-    Returns:
-        The model.
 
     Raises:
         ValueError: The file holds something else.

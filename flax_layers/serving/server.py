@@ -10,8 +10,7 @@ import threading
 from collections.abc import Callable
 
 from flax_layers.models.checkpoint.optional import needs
-from flax_layers.serving.api.errors import ApiError
-from flax_layers.serving.api.streaming import Limits
+from flax_layers.serving.api.transport import ApiError, Limits
 from flax_layers.serving.engine.engine import Engine
 
 with needs("starlette", "serve"):
@@ -23,7 +22,7 @@ with needs("uvicorn", "serve"):
     from uvicorn.protocols.http.h11_impl import H11Protocol
 
 _LAST_SECONDS = 5
-"""What answers have to leave the process, once the engine has ended them."""
+"""Time for answers to leave the process, once the engine has ended them."""
 
 
 class _Interrupted(Exception):
@@ -31,45 +30,27 @@ class _Interrupted(Exception):
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Takes an address, without listening yet.
-
-    Args:
-        host: A name or an address.
-        port: 0: any that is free.
-
-    Returns:
-        The socket.
-
-    Raises:
-        ValueError: The address cannot be used.
-    """
+    """Binds an address, without listening yet; port 0 is any that is free. Raises ValueError if it cannot be used."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        found = socket.socket(family, kind, protocol)
+        bound = socket.socket(family, kind, protocol)
     except (OSError, OverflowError) as error:
         raise ValueError(f"`--host` must be an address of this machine. Got {host!r}. {error}.") from error
     try:
-        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        found.bind(address)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(address)
     except (OSError, OverflowError) as error:
-        found.close()
+        bound.close()
         if isinstance(error, OSError) and error.errno == errno.EADDRNOTAVAIL:
             raise ValueError(f"`--host` must be an address of this machine. Got {host!r}. {error}.") from error
         raise ValueError(
             f"`--port` must be free at {host}. Got {port}: {error}. Choose another port, or 0 for any."
         ) from error
-    return found
+    return bound
 
 
 def url_of(bound: socket.socket) -> str:
-    """Where a socket is reached.
-
-    Args:
-        bound: The socket.
-
-    Returns:
-        Its URL.
-    """
+    """The URL of a bound socket."""
     host, port = bound.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
@@ -98,24 +79,16 @@ class Launch:
         self.failure: Exception | None = None
 
     def is_starting(self) -> bool:
-        """Whether programs are still being compiled."""
+        """True while programs are being compiled."""
         return self._thread is not None and self._thread.is_alive() and not self._engine.is_running
 
     def start(self, failed: Callable[[], None]) -> None:
-        """Begins to compile, then starts the engine.
-
-        Args:
-            failed: Called if that fails.
-        """
+        """Begins to compile, then starts the engine; calls `failed` if that fails."""
         self._thread = threading.Thread(target=self._run, args=(failed,), name="jflex-warm-up", daemon=True)
         self._thread.start()
 
     def stop(self, grace: float) -> None:
-        """Stops the engine, after the program that is being compiled.
-
-        Args:
-            grace: Seconds that requests may take.
-        """
+        """Stops the engine, after the program that is being compiled. Requests may take `grace` seconds."""
         self._interrupted = True
         if self._thread is not None:
             self._thread.join()
@@ -129,7 +102,7 @@ class Launch:
             self._ready()
         except _Interrupted:
             pass
-        except Exception as error:  # whatever the compiler raises, as no memory: the process must end, not hang
+        except Exception as error:  # any error of the compiler, as no memory: the process must end, not hang
             self.failure = error
             failed()
 
@@ -165,7 +138,7 @@ class _Connection(H11Protocol):
         self._expect_head()
 
     def handle_events(self) -> None:
-        """Handles what has arrived.
+        """Handles arrived data.
 
         A request with both `Content-Length` and `Transfer-Encoding` may be two requests for a proxy, so the connection
         is closed after the answer (RFC 9112, 6.1).
@@ -219,14 +192,8 @@ class _Connection(H11Protocol):
 class Server(uvicorn.Server):
     """Serves an application, and its engine with it.
 
-    At SIGTERM or SIGINT it takes no more connections and refuses new requests. Those that run may go on for a while;
-    then what is left ends with an error.
-
-    Args:
-        app: The application.
-        launch: Starts and stops its engine.
-        grace: Seconds that requests may take after a signal.
-        limits: Limits of connections, in seconds.
+    At SIGTERM or SIGINT it takes no more connections and refuses new requests. Running requests may go on for `grace`
+    seconds; then they end with an error.
     """
 
     def __init__(self, app: ASGIApp, launch: Launch, grace: float = 30.0, limits: Limits = Limits()):  # noqa: B008

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from flax_layers.generate import Sampling, chunk_reader, generate
+from flax_layers.generate import Sampling, generate
 from flax_layers.generate import generation as generation_module
-from flax_layers.generate.requests import bucket
+from flax_layers.generate.batch import bucket
 from flax_layers.generate.sequences import KINDS
 from flax_layers.generate.steps import Rules, State, write_chunk
 from flax_layers.models import Decoder, LayerConfig, from_pretrained
@@ -308,9 +308,8 @@ def test_the_time_of_the_consumer_is_not_that_of_decoding(chunk, model, monkeypa
             return future
 
     clock = types.SimpleNamespace(perf_counter=lambda: next(now) + 1000 * consumed)
-    for module in (chunk_reader, generation_module):
-        monkeypatch.setattr(module, "time", clock)
-    monkeypatch.setattr(chunk_reader, "ThreadPoolExecutor", AtOnce)
+    monkeypatch.setattr(generation_module, "time", clock)
+    monkeypatch.setattr(generation_module, "ThreadPoolExecutor", AtOnce)
     generation = generate(model, PROMPTS, max_tokens=COUNT, stop_tokens=(), chunk=chunk)
     for _ in generation:
         consumed += 1

@@ -45,13 +45,13 @@ REQUESTS = {
 @pytest.mark.parametrize("name", REQUESTS)
 def test_what_may_be_drawn(name):
     request, logits = REQUESTS[name], logits_of(20)
-    found = jax.nn.softmax(scale_and_truncate(logits, SamplingBatch.of([request] * 20)), axis=-1)
+    found = jax.nn.softmax(scale_and_truncate(logits, SamplingBatch.from_requests([request] * 20)), axis=-1)
     np.testing.assert_allclose(found, [probabilities(row, request) for row in logits], rtol=2e-5, atol=1e-7)
 
 
 def test_rows_of_a_batch_have_their_own_parameters():
     requests, logits = list(REQUESTS.values()), logits_of(len(REQUESTS))
-    found = jax.nn.softmax(scale_and_truncate(logits, SamplingBatch.of(requests)), axis=-1)
+    found = jax.nn.softmax(scale_and_truncate(logits, SamplingBatch.from_requests(requests)), axis=-1)
     np.testing.assert_allclose(found, list(map(probabilities, logits, requests)), rtol=2e-5, atol=1e-7)
 
 
@@ -60,7 +60,7 @@ def test_frequencies_are_the_probabilities(name):
     """Each within five standard deviations."""
     request, count = REQUESTS[name], 20000
     row = logits_of(1)[0]
-    batch = SamplingBatch.of([request] * count)
+    batch = SamplingBatch.from_requests([request] * count)
     drawn = sample(np.broadcast_to(row, (count, VOCABULARY)), batch, jnp.arange(count))
     p = probabilities(row, request)
     found = np.bincount(drawn, minlength=VOCABULARY) / count
@@ -77,18 +77,19 @@ def test_a_row_draws_the_same_whatever_is_around_it():
     """Alone, among others, at another place, and beside rows that use other parameters."""
     requests = [Sampling(1.0, seed=3), Sampling(), Sampling(0.7, top_k=9, seed=3), Sampling(1.3, top_p=0.8, seed=5)]
     logits, positions = logits_of(4), jnp.array([7, 7, 2, 900])
-    together = sample(logits, SamplingBatch.of(requests), positions)
+    together = sample(logits, SamplingBatch.from_requests(requests), positions)
     alone = [
-        sample(logits[i : i + 1], SamplingBatch.of([request]), positions[i : i + 1])[0]
+        sample(logits[i : i + 1], SamplingBatch.from_requests([request]), positions[i : i + 1])[0]
         for i, request in enumerate(requests)
     ]
-    backwards = sample(logits[::-1], SamplingBatch.of(requests[::-1]), positions[::-1])
+    backwards = sample(logits[::-1], SamplingBatch.from_requests(requests[::-1]), positions[::-1])
     assert together.tolist() == [int(token) for token in alone] == backwards[::-1].tolist()
 
 
 def test_seed_and_position_decide_the_draw():
     logits = np.zeros((64, VOCABULARY), np.float32)
-    draw = lambda seed, first: sample(logits, SamplingBatch.of([Sampling(1.0, seed=seed)] * 64), first + jnp.arange(64))
+    batch = lambda seed: SamplingBatch.from_requests([Sampling(1.0, seed=seed)] * 64)
+    draw = lambda seed, first: sample(logits, batch(seed), first + jnp.arange(64))
     first, again, seeded, moved = draw(1, 0), draw(1, 0), draw(2, 0), draw(1, 1)
     assert first.tolist() == again.tolist()
     assert first[1:].tolist() == moved[:-1].tolist()
@@ -100,7 +101,7 @@ def test_seed_and_position_decide_the_draw():
 @pytest.mark.parametrize("request_", [Sampling(), Sampling(1e-30), Sampling(1.0, top_k=1), Sampling(1e-6, top_p=0.5)])
 def test_greedy(request_):
     logits = logits_of(6)
-    chosen = sample(logits, SamplingBatch.of([request_] * 6), jnp.arange(6))
+    chosen = sample(logits, SamplingBatch.from_requests([request_] * 6), jnp.arange(6))
     assert chosen.dtype == jnp.int32
     assert chosen.tolist() == logits.argmax(-1).tolist()
 
@@ -108,13 +109,13 @@ def test_greedy(request_):
 def test_greedy_rows_in_a_batch_that_draws():
     logits = logits_of(6)
     requests = [Sampling(), Sampling(5.0)] * 3
-    found = np.asarray(sample(logits, SamplingBatch.of(requests), jnp.arange(6)))
+    found = np.asarray(sample(logits, SamplingBatch.from_requests(requests), jnp.arange(6)))
     assert found[::2].tolist() == logits.argmax(-1)[::2].tolist()
 
 
 def test_parameters_that_no_row_uses_cost_nothing():
-    assert jax.tree.leaves(SamplingBatch.of([Sampling(top_k=3, top_p=0.5, seed=1)])) == []
-    batch = SamplingBatch.of([Sampling(1.0), Sampling()])
+    assert jax.tree.leaves(SamplingBatch.from_requests([Sampling(top_k=3, top_p=0.5, seed=1)])) == []
+    batch = SamplingBatch.from_requests([Sampling(1.0), Sampling()])
     assert (batch.top_k, batch.top_p) == (None, None)
     assert "sort" not in str(jax.make_jaxpr(sample)(logits_of(2), batch, jnp.arange(2)))
 
@@ -145,7 +146,7 @@ def test_wrong_parameters(options, error, message):
 
 
 def test_a_top_k_beyond_int32_keeps_all_tokens():
-    batch = SamplingBatch.of([Sampling(1.0, top_k=k, seed=5) for k in (VOCABULARY, 1 << 31, 10**30)])
+    batch = SamplingBatch.from_requests([Sampling(1.0, top_k=k, seed=5) for k in (VOCABULARY, 1 << 31, 10**30)])
     assert len(set(sample(np.repeat(logits_of(1), 3, axis=0), batch, jnp.full(3, 7, jnp.int32)).tolist())) == 1
 
 

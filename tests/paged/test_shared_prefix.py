@@ -14,11 +14,11 @@ import pytest
 import jflex
 from flax_layers.sampling import Sampling
 from flax_layers.serving import EngineOptions
-from flax_layers.serving.engine.options import Shape
+from flax_layers.serving.device.options import Shape
+from flax_layers.serving.engine.cascades import Cascades, Shared
 from flax_layers.serving.engine.requests import Request
 from flax_layers.serving.engine.scheduler import Chunk
 from flax_layers.serving.engine.sequence import Sequence
-from flax_layers.serving.engine.shared_prefix import Shared, SharedPrefixes
 from jflex.paged import PagedBatch, PagedCache, PagePool, PrefixCache, token_positions, token_requests
 from tests.calls.test_cascade import BACKENDS, HKV, HQ, MODS, D, backends
 from tests.cases.engine_cases import PROMPTS, SYSTEM, Client, engine_of, model, recomputed, run
@@ -157,12 +157,12 @@ def test_nothing_is_compiled_after_warm_up():
 
 def test_when_a_cascade_pays():
     """The shapes of decoding, and among them only those that could save enough."""
-    found = SharedPrefixes(EngineOptions(max_requests=64, page_size=64, cascade_bytes=1_000_000), token_bytes=100)
+    found = Cascades(EngineOptions(max_requests=64, page_size=64, cascade_bytes=1_000_000), token_bytes=100)
     assert found.pays(11, 1000)
     assert not found.pays(10, 1000)
     shapes = [Shape(1, 1, 512), Shape(4, 4, 8), Shape(4, 4, 512), Shape(64, 64, 8), Shape(128, 64, 512)]
     assert found.shapes(shapes) == [Shape(4, 4, 512), Shape(64, 64, 8)]
-    assert SharedPrefixes(EngineOptions(cascade_bytes=None), token_bytes=100).shapes(shapes) == []
+    assert Cascades(EngineOptions(cascade_bytes=None), token_bytes=100).shapes(shapes) == []
 
 
 def test_the_best_prefix_is_found():
@@ -181,7 +181,7 @@ def test_the_best_prefix_is_found():
         prefixes = [chunk.sequence.prefix.pages for chunk in chunks if chunk.sequence.prefix is not None]
         common = lambda start, prefixes=prefixes: sum(prefix[: len(start)] == start for prefix in prefixes)
         saved = {prefix[:n]: (common(prefix[:n]) - 1) * 2 * n for prefix in prefixes for n in range(1, len(prefix) + 1)}
-        ordered, shared = SharedPrefixes(EngineOptions(page_size=2, cascade_bytes=1), 1).arrange(chunks)
+        ordered, shared = Cascades(EngineOptions(page_size=2, cascade_bytes=1), 1).arrange(chunks)
         assert (shared.requests - 1) * shared.tokens == max([0, *saved.values()]) or shared == Shared()
         assert (shared == Shared()) == (max([0, *saved.values()]) == 0)
         assert sorted(map(id, ordered)) == sorted(map(id, chunks))

@@ -325,7 +325,7 @@ def test_a_limit_of_the_library_ends_its_request_alone():
 
 
 def test_compiled_constraints_are_kept_up_to_a_number(monkeypatch):
-    from flax_layers.serving import guides as module
+    from flax_layers.serving.engine import constraints as module
 
     checked = []
     monkeypatch.setattr(module, "check", checked.append)

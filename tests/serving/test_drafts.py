@@ -13,8 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flax_layers.sampling import Sampling, SamplingBatch, sample, scale_and_truncate
-from flax_layers.serving.device.drafts import DECAY, LONGEST_MATCH, MAX_DRAFTS, PLACES, Draft, PromptLookup
+from flax_layers.serving.device.options import MAX_DRAFTS
 from flax_layers.serving.device.speculation import DraftRows, accept, compact, sample_drafts
+from flax_layers.serving.engine.drafts import DECAY, LONGEST_MATCH, MAX_MATCHES, Draft, PromptLookup
 from jflex.masks import tree_ancestors, tree_bits
 from jflex.paged import PagedBatch, PagedCache
 
@@ -29,7 +30,7 @@ def naive(tokens: list[int], least: int, most: int) -> dict[tuple[int, ...], flo
         lengths = [n for n in range(1, min(place, max(LONGEST_MATCH, least)) + 1)
                    if tokens[place - n : place] == tokens[end - n :]]  # fmt: skip
         length = max(lengths, default=0)
-        if length >= least and len(matches) < PLACES:
+        if length >= least and len(matches) < MAX_MATCHES:
             matches.append((length, place))
     for length, place in sorted(matches, reverse=True):
         for depth in range(1, most + 1):
@@ -88,7 +89,7 @@ def test_a_look_up_does_not_grow_with_the_text(monkeypatch):
         Counted.reads = 0
         lookup.draft(tokens, 7)
         reads.append(Counted.reads)
-    assert max(reads) <= PLACES * 2 * (LONGEST_MATCH + 1) + 2
+    assert max(reads) <= MAX_MATCHES * 2 * (LONGEST_MATCH + 1) + 2
 
 
 def test_bits():
@@ -160,7 +161,7 @@ def test_tokens_have_the_distribution_of_the_model(sampling):
     draws = 20_000
     logits = np.random.default_rng(1).normal(size=(8, VOCABULARY)).astype(np.float32)
     nodes = nodes_of(PARENTS, 8, draws)
-    every = SamplingBatch.of([sampling] * 2)
+    every = SamplingBatch.from_requests([sampling] * 2)
     column = lambda x: None if x is None else jnp.full(draws, x[0])
     batch = SamplingBatch(*(column(getattr(every, name)) for name in ("temperature", "top_k", "top_p")))
     batch = SamplingBatch(batch.temperature, batch.top_k, batch.top_p, jnp.arange(draws, dtype=jnp.uint32))
@@ -173,7 +174,7 @@ def test_tokens_have_the_distribution_of_the_model(sampling):
         return accept(nodes, drafted, jnp.concatenate([first[:, None], after], axis=1))
 
     found = jax.tree.map(np.asarray, generate(batch))
-    one = SamplingBatch.of([sampling] * 8)
+    one = SamplingBatch.from_requests([sampling] * 8)
     exact = np.asarray(jax.nn.softmax(scale_and_truncate(jnp.asarray(logits), one)), np.float64)
     exact /= exact.sum(axis=1, keepdims=True)
     judged = 0
@@ -202,7 +203,7 @@ def test_accepted_keys_follow_the_known_ones(layers):
     leading = () if layers is None else (layers,)
     shape = (*leading, 9, 4, 2, 3)
     cache = PagedCache(*jnp.asarray(np.random.default_rng(0).normal(size=(2, *shape)), jnp.float32))
-    nodes = DraftRows.of(batch)
+    nodes = DraftRows.from_batch(batch)
     sampled = np.zeros((4, 8), np.int32)
     sampled[0, [0, 3, 6, 7]] = [4, 1, 4, 2]  # along nodes 3, 6 and 7
     drafted = np.tile(np.array(TREE_TOKENS, np.int32), (4, 1))

@@ -17,9 +17,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from flax_layers.models import Decoder, LayerConfig, from_pretrained
 from flax_layers.sampling import Sampling
 from flax_layers.serving import Closed, Engine, EngineOptions
-from flax_layers.serving.device.dispatch import warm_up
 from flax_layers.serving.device.penalties import Penalties
 from flax_layers.serving.device.step import make_step
+from flax_layers.serving.engine.dispatch import warm_up
 from tests.cases import engine_cases
 from tests.cases.engine_cases import COUNT, PROMPTS, SIZES, SYSTEM, Client, engine_of, fail_once, recomputed, run
 from tests.cases.train_cases import counted_compilations

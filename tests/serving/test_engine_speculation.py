@@ -17,10 +17,10 @@ from flax_layers.models import Decoder, LayerConfig, from_pretrained
 from flax_layers.nnx import AlibiBias
 from flax_layers.sampling import Sampling
 from flax_layers.serving import Engine, EngineOptions, Streaming
-from flax_layers.serving.device import drafts
-from flax_layers.serving.device.drafts import Draft, PromptLookup
+from flax_layers.serving.device.options import Program, Shape
 from flax_layers.serving.device.penalties import Penalties
-from flax_layers.serving.engine.options import Program, Shape
+from flax_layers.serving.engine import drafts
+from flax_layers.serving.engine.drafts import Draft, PromptLookup
 from flax_layers.serving.engine.packing import pack
 from tests.cases import engine_cases
 from tests.cases.engine_cases import COUNT, PROMPTS, SYSTEM, Client, engine_of, fail_once, recomputed, run

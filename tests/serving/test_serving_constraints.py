@@ -11,9 +11,9 @@ import threading
 import pytest
 
 from flax_layers.serving import Engine
-from flax_layers.serving import guides as guides_module
 from flax_layers.serving.demo_model import ByteTokenizer
-from flax_layers.serving.guides import Guides
+from flax_layers.serving.engine import constraints as constraints_module
+from flax_layers.serving.engine.constraints import Guides
 from tests.cases.constraint_cases import PERSON, is_valid
 from tests.support.served import (
     CHATS,
@@ -100,7 +100,7 @@ def test_a_client_that_leaves(engine):
 def test_slow_grammars_delay_no_other_request(engine, monkeypatch):
     """Requests without constraints are answered while more grammars compile than there are threads for them."""
     opened = threading.Event()
-    monkeypatch.setattr(guides_module, "check", lambda constraint: opened.wait(60))
+    monkeypatch.setattr(constraints_module, "check", lambda constraint: opened.wait(60))
     app = app_of(engine)
 
     async def status(**body) -> int:

@@ -84,7 +84,7 @@ def test_a_failed_step(stream, engine, monkeypatch):
 
 def test_a_fault_of_the_server(engine, monkeypatch):
     app = app_of(engine)
-    monkeypatch.setattr("flax_layers.serving.api.http.Generation", lambda *_: 1 / 0)
+    monkeypatch.setattr("flax_layers.serving.api.http.Choices", lambda *_: 1 / 0)
     answer = ask(app, COMPLETIONS, GREEDY)
     assert answer.status_code == 500
     assert answer.json()["error"]["message"].startswith("The server failed")
@@ -144,7 +144,7 @@ def chunks_of(messages: list[dict]) -> list[dict]:
 @pytest.mark.parametrize("leaves", [pytest.param(False, marks=pytest.mark.full), True])
 def test_a_backlog_is_written_in_turns(leaves, engine, monkeypatch):
     """Others have their turn between two of them, and a client that leaves meanwhile is noticed."""
-    monkeypatch.setattr("flax_layers.serving.api.generation._TURN", 40)
+    monkeypatch.setattr("flax_layers.serving.api.choices._TURN", 40)
     body = GREEDY | {"max_tokens": 100, "n": 4, "logprobs": 2, "stream": True}
 
     async def run() -> None:

@@ -6,8 +6,7 @@ import re
 
 import pytest
 
-from flax_layers.serving.api.bodies import ChatBody, CompletionBody, StreamOptions, TokenizeBody
-from flax_layers.serving.api.foreign_fields import FOREIGN
+from flax_layers.serving.api.bodies import FOREIGN, ChatBody, CompletionBody, StreamOptions, TokenizeBody
 from tests.support.served import COMPLETIONS, GREEDY, app_of, ask, completion
 
 LABELS = dict.fromkeys((

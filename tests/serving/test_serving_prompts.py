@@ -17,9 +17,9 @@ from tokenizers import Tokenizer as Library
 
 from flax_layers.models.checkpoint.tokenizer import BYTE_NAMES, Tokenizer
 from flax_layers.serving.api import prompts
-from flax_layers.serving.api.errors import ApiError
 from flax_layers.serving.api.http import create_app
 from flax_layers.serving.api.prompts import Prompts, longest_token
+from flax_layers.serving.api.transport import ApiError
 from flax_layers.serving.demo_model import ByteTokenizer
 from tests.support.golden_models import ROOT
 from tests.support.served import CHATS, COMPLETIONS, HELLO, SERVED, ask, client

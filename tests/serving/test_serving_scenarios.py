@@ -15,8 +15,8 @@ from flax import nnx
 import jflex
 from flax_layers.models import Decoder, LayerConfig
 from flax_layers.serving import Engine
-from flax_layers.serving.engine import packing
-from flax_layers.serving.engine.options import Program
+from flax_layers.serving.device import inputs
+from flax_layers.serving.device.options import Program
 from jflex.backends.xla.paged import KEYS
 from jflex.backends.xla.paged_bounds import walk_of
 from jflex.masks import causal, tree_bits
@@ -185,7 +185,7 @@ def packing_touches_no_device():
         Client(engine, prompt)
     with pytest.MonkeyPatch.context() as patch:
         for name in ("jax", "jnp"):
-            patch.setattr(packing, name, Untouched())
+            patch.setattr(inputs, name, Untouched())
         engine._take_in()
         chunks = engine._schedule()
         tokens = sum(chunk.size for chunk in chunks)

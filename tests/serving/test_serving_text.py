@@ -41,7 +41,7 @@ def test_stop_strings_do_not_depend_on_pieces(text, stops, expected):
             shown += found.push(piece)
             assert expected.startswith(shown)
         assert shown + found.finish() == expected
-        assert found.found == (expected != text)
+        assert found.has_ended == (expected != text)
 
 
 def test_only_what_may_begin_a_stop_string_is_held_back():

@@ -11,7 +11,7 @@ import time
 import uuid
 
 from flax_layers.models.checkpoint.optional import needs
-from flax_layers.serving.api.errors import ApiError
+from flax_layers.serving.api.transport import ApiError
 
 with needs("starlette", "serve"):
     from starlette.datastructures import Headers
@@ -32,7 +32,7 @@ class Access:
     rebinding) read the answers, too.
 
     Attributes:
-        hosts: Names in `Host`, beside those of this machine; `*` for all. None: neither hosts nor origins are checked.
+        hosts: Names in `Host`, beside names of this machine; `*` for all. None: neither hosts nor origins are checked.
         origins: Origins of web pages, as `http://localhost:3000`, beside the server's own; `*` for all. They may read
             answers (CORS).
     """
@@ -41,20 +41,13 @@ class Access:
     origins: tuple[str, ...] = ()
 
     def check(self, host: str | None, origin: str | None) -> None:
-        """Checks the headers of a request.
-
-        Args:
-            host: The header `Host`; None: there is none.
-            origin: The header `Origin`, which browsers send.
-
-        Raises:
-            ApiError: 403, one of them is not allowed.
+        """Checks the headers `Host` and `Origin`, which browsers send; None for a missing one. Raises ApiError 403.
 
         Example:
             >>> Access(hosts=()).check("localhost:8000", "http://localhost:8000")
             >>> Access(hosts=()).check("example.com", None)
             Traceback (most recent call last):
-            flax_layers.serving.api.errors.ApiError: `Host` must be a name of this machine. Got 'example.com'. ...
+            flax_layers.serving.api.transport.ApiError: `Host` must be a name of this machine. Got 'example.com'. ...
         """
         if self.hosts is None:
             return
@@ -75,17 +68,7 @@ class Access:
 
 
 def read_keys(file: pathlib.Path) -> tuple[str, ...]:
-    """The keys of a file.
-
-    Args:
-        file: One key a line; empty lines are left out.
-
-    Returns:
-        At least one.
-
-    Raises:
-        ValueError: There is none, or the file cannot be read.
-    """
+    """Reads keys, one on each line, at least one. Raises ValueError if there is none, or the file cannot be read."""
     try:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -109,12 +92,8 @@ def _is_local(name: str) -> bool:
 class Gate:
     """Checks each request, gives it an id, and logs it.
 
-    The id is that of the header `x-request-id`, if it has 1 to 128 printable characters, or a new one. The answer has
+    The id is the header `x-request-id`, if it has 1 to 128 printable characters, or a new one. The answer has
     the header, too.
-
-    Args:
-        app: The application that answers.
-        access: Hosts and web pages that may call.
     """
 
     def __init__(self, app: ASGIApp, access: Access):

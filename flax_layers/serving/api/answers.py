@@ -4,32 +4,32 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import time
 import uuid
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
+import numpy as np
+from jaxtyping import Int32
+
 from flax_layers.models.text_stream import TextStream
-from flax_layers.serving.api.generation import Usage
+from flax_layers.serving.api.choices import Usage
 from flax_layers.serving.api.text import Piece, TokenText, TokenTexts
-from flax_layers.serving.engine.requests import finite
+from flax_layers.serving.engine.constraints import SerializedTokenizer
 
 Json = dict[str, Any]
 Lists = dict[str, list[Any]]
 """Log probabilities as lists, by the names that the API gives them."""
 
 
-class ServedTokenizer(Protocol):
-    """What the server needs of a tokenizer: `flax_layers.models.Tokenizer` has it."""
+class ServedTokenizer(SerializedTokenizer, Protocol):
+    """The part of a tokenizer that the server needs: `flax_layers.models.Tokenizer` has it."""
 
     chat_templates: dict[str, str]
 
-    def serialized(self) -> str:
-        """The text of its `tokenizer.json`, which constraints need."""
-        ...
-
-    def encode(self, text: str, *, special_tokens: bool = True) -> Any:
-        """An array of tokens."""
+    def encode(self, text: str, *, special_tokens: bool = True) -> Int32[np.ndarray, " T"]:
+        """The tokens of a text."""
         ...
 
     def decode(self, tokens: Sequence[int], *, special_tokens: bool = False) -> str:
@@ -59,14 +59,7 @@ class _Choice:
 
 
 class Answer:
-    """The answer to one request of `/v1/completions`.
-
-    Args:
-        model: Its name.
-        token_texts: Show single tokens of log probabilities.
-        choices: How many there are.
-        include_usage: Whether chunks have usage.
-    """
+    """The answer to one request of `/v1/completions`."""
 
     prefix, whole_kind, chunk_kind = "cmpl", "text_completion", "text_completion"
 
@@ -76,12 +69,7 @@ class Answer:
         self._choices = [_Choice() for _ in range(choices)]
 
     def take(self, index: int, piece: Piece) -> None:
-        """Adds to a choice of an answer that is not streamed.
-
-        Args:
-            index: Index of the choice.
-            piece: Text and tokens to add.
-        """
+        """Adds text and tokens to a choice of an answer that is not streamed."""
         choice = self._choices[index]
         choice.text.append(piece.text)
         choice.finish_reason = piece.finish_reason
@@ -89,14 +77,7 @@ class Answer:
             choice.logprobs.setdefault(name, []).extend(values)
 
     def whole(self, usage: Usage) -> Iterator[bytes]:
-        """The JSON of an answer that is not streamed, in parts, since many choices take seconds.
-
-        Args:
-            usage: Token counts of all choices.
-
-        Yields:
-            The parts.
-        """
+        """The JSON of an answer that is not streamed, in parts, since many choices take seconds."""
         yield _json(self._object(self.whole_kind, []))[:-2]  # without the end of the list and of the object
         for index, x in enumerate(self._choices):
             choice = self._choice(index, "".join(x.text), x.logprobs, x.finish_reason, whole=True)
@@ -108,15 +89,7 @@ class Answer:
         return None
 
     def chunk(self, index: int, piece: Piece) -> Json:
-        """A chunk.
-
-        Args:
-            index: Index of the choice.
-            piece: What is new.
-
-        Returns:
-            It, for JSON.
-        """
+        """A chunk with new text and tokens of a choice."""
         logprobs = self._logprobs(piece.tokens)
         return self._chunk(self._choice(index, piece.text, logprobs, piece.finish_reason, whole=False))
 
@@ -127,7 +100,7 @@ class Answer:
     def _chunk(self, choice: Json) -> Json:
         return self._object(self.chunk_kind, [choice], **({"usage": None} if self._include_usage else {}))
 
-    def _object(self, kind: str, choices: list[Json], **more: Any) -> Json:
+    def _object(self, kind: str, choices: list[Json], **more: object) -> Json:
         head = {"id": self._id, "object": kind, "created": self._created, "model": self._model}
         return {**head, "choices": choices, **more}
 
@@ -140,14 +113,14 @@ class Answer:
             return {}
         return {
             "tokens": [self._texts.text(x.token) for x in tokens],
-            "token_logprobs": [finite(x.logprobs.logprob) for x in tokens],
+            "token_logprobs": [_finite(x.logprobs.logprob) for x in tokens],
             "top_logprobs": [self._top(x) for x in tokens],
             "text_offset": [x.offset for x in tokens],
         }
 
     def _top(self, token: TokenText) -> dict[str, float]:
         keys = self._texts.keys([one for one, _ in token.logprobs.top])
-        return {key: finite(logprob) for key, (_, logprob) in zip(keys, token.logprobs.top, strict=True)}
+        return {key: _finite(logprob) for key, (_, logprob) in zip(keys, token.logprobs.top, strict=True)}
 
 
 class ChatAnswer(Answer):
@@ -162,11 +135,11 @@ class ChatAnswer(Answer):
 
     def _choice(self, index: int, text: str, logprobs: Lists, reason: str | None, *, whole: bool) -> Json:
         if whole:
-            said = {"message": {"role": "assistant", "content": text, "refusal": None}}
+            message = {"message": {"role": "assistant", "content": text, "refusal": None}}
         else:
-            said = {"delta": {"content": text} if text else {}}
+            message = {"delta": {"content": text} if text else {}}
         shown = {**logprobs, "refusal": None} if logprobs else None
-        return {"index": index, **said, "logprobs": shown, "finish_reason": reason}
+        return {"index": index, **message, "logprobs": shown, "finish_reason": reason}
 
     def _logprobs(self, tokens: Sequence[TokenText]) -> Lists:
         if not tokens:
@@ -181,23 +154,26 @@ class ChatAnswer(Answer):
         return {"content": entries}
 
     def _entry(self, token: int, logprob: float) -> Json:
-        return {"token": self._texts.text(token), "logprob": finite(logprob), "bytes": list(self._texts.raw(token))}
+        return {"token": self._texts.text(token), "logprob": _finite(logprob), "bytes": list(self._texts.raw(token))}
 
 
 def server_sent(value: Json | str) -> bytes:
-    r"""A server-sent event.
-
-    Args:
-        value: For JSON; a text is sent as it is.
-
-    Returns:
-        Its bytes.
+    r"""A server-sent event with a JSON value, or with a text as it is.
 
     Example:
         >>> server_sent({"a": 1}), server_sent("[DONE]")
         (b'data: {"a":1}\n\n', b'data: [DONE]\n\n')
     """
     return b"data: " + (value.encode() if isinstance(value, str) else _json(value)) + b"\n\n"
+
+
+def _finite(logprob: float) -> float:
+    """A log probability for JSON, which has no infinity: at least -9999.
+
+    >>> _finite(float("-inf")), _finite(-0.5)
+    (-9999.0, -0.5)
+    """
+    return max(logprob, -9999.0) if not math.isnan(logprob) else -9999.0
 
 
 def _json(value: Json) -> bytes:

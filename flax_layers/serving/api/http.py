@@ -18,12 +18,18 @@ from flax_layers.models.checkpoint.optional import needs
 from flax_layers.serving.api.access import Access, Gate
 from flax_layers.serving.api.answers import Answer, ChatAnswer, ServedTokenizer, server_sent
 from flax_layers.serving.api.bodies import ChatBody, CompletionBody, GenerationBody, TokenizeBody, parse
-from flax_layers.serving.api.errors import ApiError
-from flax_layers.serving.api.generation import MAX_BACKLOG, Generation
+from flax_layers.serving.api.choices import MAX_BACKLOG, Choices
 from flax_layers.serving.api.metrics import Metrics
 from flax_layers.serving.api.prompts import Prompts
-from flax_layers.serving.api.streaming import Disconnected, EventStream, Limits, read_body, unless_disconnected
 from flax_layers.serving.api.text import ChoiceText, TokenTexts
+from flax_layers.serving.api.transport import (
+    ApiError,
+    Disconnected,
+    EventStream,
+    Limits,
+    read_body,
+    unless_disconnected,
+)
 from flax_layers.serving.engine.engine import Engine
 from flax_layers.serving.engine.requests import Request as EngineRequest
 
@@ -49,12 +55,12 @@ class Served:
 
     Attributes:
         name: Name of the model.
-        stop_tokens: End a text.
+        stop_tokens: Tokens that end a text.
         keys: API keys. A client must send one of them; if there are none, no key is required.
         limits: Limits of request bodies.
-        is_starting: Whether programs are still being compiled. Requests wait until then.
+        is_starting: Returns True while programs are being compiled. Requests wait until then.
         shares_prefixes: Whether clients with different keys share cached prefixes.
-        access: Who may call, apart from keys.
+        access: Allowed hosts and web pages.
     """
 
     name: str
@@ -67,16 +73,7 @@ class Served:
 
 
 def create_app(engine: Engine, tokenizer: ServedTokenizer, served: Served) -> Gate:
-    """The application. Whoever makes the engine also starts and stops it.
-
-    Args:
-        engine: Generates tokens.
-        tokenizer: The tokenizer of its model.
-        served: The name of the model, keys and limits.
-
-    Returns:
-        An ASGI application.
-    """
+    """Creates the ASGI application. The caller starts and stops the engine."""
     api = _Api(engine, tokenizer, served)
     guarded = api.guarded
     app = Starlette(
@@ -115,21 +112,21 @@ async def _http_error(request: Request, error: Exception) -> Response:
         text = f"`{request.url.path}` takes {allowed}. Got {request.method}."
     else:
         text = f"There is no `{request.url.path}`. `/v1/completions` and `/v1/chat/completions` generate text."
-    found = ApiError(error.status_code, text)
-    return JSONResponse(found.body(), found.status, headers=error.headers)
+    answer = ApiError(error.status_code, text)
+    return JSONResponse(answer.body(), answer.status, headers=error.headers)
 
 
 async def _gone(request: Request, error: Exception) -> Response:
-    return Response(status_code=499)  # nobody reads it
+    return Response(status_code=499)  # the client has left
 
 
 async def _unforeseen(request: Request, error: Exception) -> Response:
-    found = ApiError(500, "The server failed. Its log says more. Try again.")
-    return JSONResponse(found.body(), found.status)
+    answer = ApiError(500, "The server failed. Its log says more. Try again.")
+    return JSONResponse(answer.body(), answer.status)
 
 
 class _Api:
-    """The endpoints and what they share."""
+    """The endpoints and their shared state."""
 
     def __init__(self, engine: Engine, tokenizer: ServedTokenizer, served: Served):
         self._engine, self._tokenizer, self._served = engine, tokenizer, served
@@ -145,8 +142,8 @@ class _Api:
 
         async def answer(request: Request) -> Response:
             scheme, _, sent = request.headers.get("authorization", "").partition(" ")
-            given = sent.strip().encode("latin-1") if scheme.lower() == "bearer" else b""
-            matches = [hmac.compare_digest(given, key) for key in self._keys]
+            token = sent.strip().encode("latin-1") if scheme.lower() == "bearer" else b""
+            matches = [hmac.compare_digest(token, key) for key in self._keys]
             if self._keys and not any(matches):
                 raise ApiError(401, "An API key is required. Send one of this server: `Authorization: Bearer KEY`.")
             request.state.tenant = matches.index(True) if self._keys and not self._served.shares_prefixes else None
@@ -159,7 +156,7 @@ class _Api:
         return Response(self._page, media_type="text/html", headers={"Content-Security-Policy": _PAGE_RULES})
 
     async def health(self, request: Request) -> Response:
-        """Whether requests are taken: 503 if the engine broke down or is shutting down."""
+        """Answers 503 if the engine broke down or is shutting down, so that no requests are taken."""
         status = self._status()
         if status == "stopped":
             raise ApiError(503, "The engine takes no more requests: it is shutting down, or it broke down.")
@@ -215,21 +212,21 @@ class _Api:
         answer = kind(self._served.name, self._token_texts, len(requests), include_usage=body.include_usage)
         text = lambda: ChoiceText(self._tokenizer.text_stream(), body.stop)
         max_backlog = MAX_BACKLOG if body.stream else None
-        generation = Generation(requests, body.choices, text, self._metrics, max_backlog)
+        choices = Choices(requests, body.choices, text, self._metrics, max_backlog)
         with contextlib.ExitStack() as unfinished:
-            unfinished.callback(generation.cancel)
+            unfinished.callback(choices.cancel)
             try:
                 # Constraints have threads of their own: while some compile, other requests are tokenised and submitted.
                 pool = None if body.response_format is None else self._compiling
-                await asyncio.get_running_loop().run_in_executor(pool, generation.submit, self._engine)
+                await asyncio.get_running_loop().run_in_executor(pool, choices.submit, self._engine)
             except ApiError as error:
                 error.param = source if error.param == "prompt" else error.param
                 raise
             if body.stream:
                 unfinished.pop_all()  # the stream cancels it
-                events = _events(generation, answer, len(requests), request.state.request_id)
-                return EventStream(events, generation.cancel)
-            content = await unless_disconnected(request.receive, _whole(generation, answer))
+                events = _events(choices, answer, len(requests), request.state.request_id)
+                return EventStream(events, choices.cancel)
+            content = await unless_disconnected(request.receive, _whole(choices, answer))
         return Response(content, media_type="application/json")
 
     def _tokenize(self, raw: bytes, tenant: int | None) -> bytes:
@@ -289,26 +286,26 @@ class _Api:
         return {**head, "max_model_len": self._engine.context}
 
 
-async def _whole(generation: Generation, answer: Answer) -> bytes:
+async def _whole(choices: Choices, answer: Answer) -> bytes:
     """The JSON of an answer. Other requests have their turn while it is made."""
-    async for index, piece in generation.pieces():
+    async for index, piece in choices.pieces():
         answer.take(index, piece)
     parts = []
-    for part in answer.whole(generation.usage):
+    for part in answer.whole(choices.usage):
         parts.append(part)
         await asyncio.sleep(0)
     return b"".join(parts)
 
 
-async def _events(generation: Generation, answer: Answer, choices: int, request_id: str) -> AsyncIterator[bytes]:
+async def _events(choices: Choices, answer: Answer, count: int, request_id: str) -> AsyncIterator[bytes]:
     """The events of a streamed answer; a failure is the last one."""
     try:
-        for index in range(choices):
+        for index in range(count):
             if (opening := answer.opening(index)) is not None:
                 yield server_sent(opening)
-        async for index, piece in generation.pieces():
+        async for index, piece in choices.pieces():
             yield server_sent(answer.chunk(index, piece))
-        if (closing := answer.closing(generation.usage)) is not None:
+        if (closing := answer.closing(choices.usage)) is not None:
             yield server_sent(closing)
     except ApiError as error:
         _LOG.warning("The stream %s ended with status %d: %s", request_id, error.status, error.message)

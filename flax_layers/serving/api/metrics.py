@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from flax_layers.models.checkpoint.optional import needs
-from flax_layers.serving.engine.stats import Stats
+from flax_layers.serving.engine.requests import Stats
 
 with needs("prometheus_client", "serve"):
     from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -48,9 +48,6 @@ class _EngineCollector(Collector):
 class Metrics:
     """Metrics of one server, in a registry of its own.
 
-    Args:
-        stats: Returns the statistics of the engine.
-
     Attributes:
         first_token: Seconds from the request to the first token of a choice.
         next_token: Seconds from a token to the next one.
@@ -76,11 +73,7 @@ class Metrics:
         )
 
     def ended(self, reason: str) -> None:
-        """Counts a choice that ended.
-
-        Args:
-            reason: `stop`, `length`, `cancelled` or `error`.
-        """
+        """Counts a choice that ended with `stop`, `length`, `cancelled` or `error`."""
         self._ended.labels(finish_reason=reason).inc()
 
     def text(self) -> bytes:

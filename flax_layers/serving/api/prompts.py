@@ -1,4 +1,4 @@
-"""From the texts of requests to tokens: beside the event loop, few at a time, and no text that cannot fit."""
+"""Tokenizes the texts of requests: beside the event loop, few at a time, and no text that cannot fit."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from flax_layers.models.checkpoint.optional import needs
 from flax_layers.models.checkpoint.tokenizer import BYTE_NAMES
 from flax_layers.serving.api.answers import ServedTokenizer
-from flax_layers.serving.api.errors import ApiError
+from flax_layers.serving.api.transport import ApiError
 
 Part = dict[str, Any]
 """A part of a `tokenizer.json`, or a message."""
@@ -34,7 +34,7 @@ class Prompts:
     """Reads bodies in threads: four for short ones, and one for long ones, so that these delay no other.
 
     Args:
-        tokenizer: Renders chats and makes tokens of texts. It should not hold the GIL for long.
+        tokenizer: Renders chats and tokenizes texts. It should not hold the GIL for long.
         context: Tokens of a text. A prompt must be shorter.
     """
 
@@ -46,17 +46,10 @@ class Prompts:
         self._long_bytes = 0
 
     async def read(self, raw: bytes, function: Callable[[bytes], Result]) -> Result:
-        """Calls a function in a thread.
-
-        Args:
-            raw: A body.
-            function: Reads it.
-
-        Returns:
-            The result of the function.
+        """Calls a function of a body in a thread.
 
         Raises:
-            ApiError: 429, too many long bodies are being read; or what the function raises.
+            ApiError: 429, too many long bodies are being read; or an error of the function.
         """
         loop = asyncio.get_running_loop()
         if len(raw) < LONG_BODY:
@@ -72,18 +65,10 @@ class Prompts:
             self._long_bytes -= len(raw)
 
     def tokens(self, text: str | Sequence[int], param: str = "prompt", *, special_tokens: bool = True) -> Sequence[int]:
-        """The tokens of a text.
-
-        Args:
-            text: The text; or its tokens, whose number is checked.
-            param: Name of the parameter that it is from.
-            special_tokens: Whether to add those that begin and end a text.
-
-        Returns:
-            The tokens.
+        """Tokenizes the text of a parameter, or checks the number of its tokens.
 
         Raises:
-            ApiError: 400, they are certainly not shorter than the context.
+            ApiError: 400, the tokens are certainly not shorter than the context.
         """
         size, covered = len(text), self._longest if isinstance(text, str) else 1
         if covered is not None and size > (self._context - 1) * covered:
@@ -99,13 +84,7 @@ class Prompts:
         return text
 
     def chat(self, messages: Sequence[Part]) -> str:
-        """The text of a chat.
-
-        Args:
-            messages: The messages of the chat.
-
-        Returns:
-            The text.
+        """Renders a chat.
 
         Raises:
             ApiError: 400, there is no chat template, or the messages do not fit it.
@@ -119,17 +98,11 @@ class Prompts:
 
 
 def longest_token(serialized: str) -> int | None:
-    """Characters of a text that one token covers at most.
+    """The most characters of a text that one token of a `tokenizer.json` covers; None if there is no bound.
 
     A bound exists if every part of the tokenizer is known to keep each character: then the tokens of a text cover all
     of it. Parts that drop characters or make one token of any number of them (strippers, pre-tokenizers that remove
     white space, models that fuse unknown characters, tokens that take the spaces beside them) have none.
-
-    Args:
-        serialized: The text of a `tokenizer.json`.
-
-    Returns:
-        The bound; None if there is none.
 
     Example:
         >>> from flax_layers.serving.demo_model import ByteTokenizer

@@ -1,4 +1,4 @@
-"""From the events of a request to its text: whole characters, cut where a stop string begins; and single tokens."""
+"""Text of a request from its events: whole characters, cut where a stop string begins; and texts of single tokens."""
 
 from __future__ import annotations
 
@@ -17,49 +17,39 @@ class StopStrings:
     The stop string that is complete first ends the text, however the text is cut into pieces. The end of a piece that
     may begin a stop string is held back until more is known.
 
-    Args:
-        stops: None of them empty.
-
     Example:
         >>> stops = StopStrings(["END"])
         >>> [stops.push(piece) for piece in ("abcE", "Nd", "efEN", "D and more")]
         ['abc', 'ENd', 'ef', '']
-        >>> stops.found
+        >>> stops.has_ended
         True
     """
 
     def __init__(self, stops: Sequence[str]):
         self._stops = tuple(stops)
         self._longest = max(map(len, self._stops), default=0)
-        self._held = ""
-        self.found = False
+        self._tail = ""
+        self.has_ended = False
 
     def push(self, piece: str) -> str:
-        """Takes the next piece.
-
-        Args:
-            piece: The next piece of the text.
-
-        Returns:
-            What can be shown; nothing after a stop string.
-        """
-        if self.found:
+        """Takes the next piece, and returns the text that can be shown; none after a stop string."""
+        if self.has_ended:
             return ""
-        text = self._held + piece
+        text = self._tail + piece
         starts = [(text.find(stop) + len(stop), text.find(stop)) for stop in self._stops if stop in text]
         if starts:
-            self.found, self._held = True, ""
+            self.has_ended, self._tail = True, ""
             return text[: min(starts)[1]]
         first = next(
             (n for n in range(max(0, len(text) - self._longest + 1), len(text)) if self._may_begin(text[n:])), len(text)
         )
-        self._held = text[first:]
+        self._tail = text[first:]
         return text[:first]
 
     def finish(self) -> str:
-        """Ends the text, and returns what was held back."""
-        held, self._held = self._held, ""
-        return held
+        """Ends the text, and returns its withheld end."""
+        tail, self._tail = self._tail, ""
+        return tail
 
     def _may_begin(self, tail: str) -> bool:
         return any(stop.startswith(tail) for stop in self._stops)
@@ -67,13 +57,7 @@ class StopStrings:
 
 @dataclasses.dataclass(frozen=True)
 class TokenText:
-    """A token with its log probabilities.
-
-    Attributes:
-        token: Its number.
-        offset: Where its text begins, counted in characters from the beginning of the output.
-        logprobs: Its own and the top ones.
-    """
+    """A token with its log probabilities; its text begins `offset` characters after the beginning of the output."""
 
     token: int
     offset: int
@@ -82,11 +66,10 @@ class TokenText:
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """What an event adds to a text.
+    """New text of an event.
 
     Attributes:
-        text: May be empty.
-        tokens: Those whose text has begun to be shown; only if log probabilities were asked for.
+        tokens: Tokens whose text has begun to be shown; only if log probabilities were asked for.
         finish_reason: None while the text goes on.
     """
 
@@ -97,10 +80,6 @@ class Piece:
 
 class ChoiceText:
     r"""The text of one choice, from its events.
-
-    Args:
-        stream: Turns tokens into text.
-        stops: Stop strings.
 
     Attributes:
         is_done: Whether the text has ended.
@@ -120,14 +99,7 @@ class ChoiceText:
         self.num_tokens = 0
 
     def push(self, event: Event) -> Piece:
-        """Takes the next event.
-
-        Args:
-            event: One that does not say `cancelled` or `error`.
-
-        Returns:
-            What it adds. With a finish reason if the text ends, also by a stop string.
-        """
+        """Takes the next event, neither `cancelled` nor `error`. A stop string is the end of the text, too."""
         if self.is_done:
             return Piece()
         pieces = []
@@ -136,13 +108,13 @@ class ChoiceText:
             if event.logprobs:
                 self._waiting.append(TokenText(token, self._decoded, event.logprobs[number]))
             pieces.append(self._add(self._stream.push([token])))
-            if self._stops.found:
+            if self._stops.has_ended:
                 break
         reason = event.finish_reason
         assert reason not in ("cancelled", "error")
-        if reason is not None and not self._stops.found:
+        if reason is not None and not self._stops.has_ended:
             pieces += [self._add(self._stream.finish()), self._stops.finish()]
-        if self._stops.found:
+        if self._stops.has_ended:
             reason = "stop"
         self.is_done = reason is not None
         text = "".join(pieces)
@@ -155,7 +127,7 @@ class ChoiceText:
 
     def _release(self) -> tuple[TokenText, ...]:
         """The tokens whose text has begun to be shown; at the end all that a stop string does not cut off."""
-        ended = self.is_done and not self._stops.found
+        ended = self.is_done and not self._stops.has_ended
         ready = [token for token in self._waiting if ended or token.offset < self._shown]
         self._waiting = self._waiting[len(ready) :]
         return tuple(ready)
@@ -163,9 +135,6 @@ class ChoiceText:
 
 class TokenTexts:
     r"""Shows single tokens: as text, or as `bytes:\xNN` if they are parts of characters, as in OpenAI's API.
-
-    Args:
-        token_bytes: The bytes of a token.
 
     Example:
         >>> texts = TokenTexts(lambda token: bytes([token]))

@@ -11,26 +11,13 @@ from jaxtyping import Array, Int32
 
 from flax_layers.models import Decoder
 from flax_layers.models.cache_dtype import check_cache_dtype
-from flax_layers.serving.device.step import (
-    DeviceState,
-    allow_tokens,
-    begin_penalties,
-    cache_sharding,
-    copy_state_pages,
-    empty_state,
-    make_step,
-    poison_pages,
-)
-from flax_layers.serving.engine.options import EngineOptions, Program
+from flax_layers.serving.device.options import EngineOptions, Program
+from flax_layers.serving.device.step import DeviceState, cache_sharding, change_state, empty_state, make_step
 from jflex.types import AnyArray
 
 
 class Executor:
     """Runs steps. Every call returns once its work is dispatched, and takes nothing but numbers.
-
-    Args:
-        model: The model, on one device or sharded over a mesh.
-        options: Sizes.
 
     Raises:
         ValueError: The mesh does not divide the KV heads; the model cannot have the `cache_dtype`; or one of model and
@@ -55,61 +42,17 @@ class Executor:
         return sum(math.prod(x.sharding.shard_shape(x.shape)[3:]) * x.dtype.itemsize for x in arrays)
 
     def lower(self, packed: Int32[AnyArray, " words"], program: Program) -> jax.stages.Lowered | None:
-        """Lowers a step. Once the result is compiled, in any thread, `run` need not compile it.
-
-        Args:
-            packed: The packed inputs, for their sizes.
-            program: Which program.
-
-        Returns:
-            What compiles it; None if only `run` may.
-        """
+        """Lowers a step; None if only `run` may compile it. Once that is compiled, in any thread, `run` need not."""
         return self._step.lower(self._parameters, self._state, packed, program=program)
 
     def run(self, packed: Int32[AnyArray, " words"], program: Program) -> Int32[Array, "R fields"]:
-        """Runs a step; see `flax_layers.serving.device.step.Step`.
-
-        Args:
-            packed: The result of `flax_layers.serving.engine.packing.pack`.
-            program: Which program.
-
-        Returns:
-            The fields that `read_row` reads.
-        """
+        """Runs a step, and returns the fields that `read_row` reads."""
         self._state, fields = self._step(self._parameters, self._state, packed, program=program)
         return fields
 
-    def begin_penalties(self, words: Int32[AnyArray, " words"]) -> None:
-        """Writes the penalties of a request to its slot.
-
-        Args:
-            words: The result of `flax_layers.serving.device.penalties.pack_penalties`.
-        """
-        self._state = begin_penalties(self._state, words, sharding=self._sharding)
-
-    def allow(self, words: Int32[AnyArray, " words"]) -> None:
-        """Writes which tokens the constraints of all slots allow next.
-
-        Args:
-            words: A bit for each token of each slot, the lowest bit of the first word first.
-        """
-        self._state = allow_tokens(self._state, words, sharding=self._sharding)
-
-    def copy_pages(self, words: Int32[AnyArray, " words"]) -> None:
-        """Copies pages.
-
-        Args:
-            words: One of the results of `flax_layers.serving.engine.packing.pack_copies`.
-        """
-        self._state = copy_state_pages(self._state, words, sharding=self._sharding)
-
-    def poison(self, free: Int32[AnyArray, " P"]) -> None:
-        """Overwrites pages with NaN; see `poison_pages`.
-
-        Args:
-            free: 1 for each page to overwrite, else 0.
-        """
-        self._state = poison_pages(self._state, free)
+    def change(self, change: str, words: Int32[AnyArray, " words"]) -> None:
+        """Applies one of `flax_layers.serving.device.step.CHANGES` to the state."""
+        self._state = change_state(self._state, words, change=change, sharding=self._sharding)
 
     def is_intact(self) -> bool:
         """True if the state is still there after a call has raised, and no earlier call has failed."""

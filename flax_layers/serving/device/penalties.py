@@ -1,4 +1,4 @@
-"""Penalties on tokens that have occurred, biases on tokens, and allowed tokens: what changes logits before a draw."""
+"""Changes of logits before a draw: penalties on tokens that have occurred, biases on tokens, allowed tokens."""
 
 from __future__ import annotations
 
@@ -22,14 +22,15 @@ _REPETITIONS = (1e-6, 1e6)
 
 @dataclasses.dataclass(frozen=True)
 class Penalties:
-    """How one request changes logits; by default not at all.
+    """Changes of the logits of one request; by default none.
 
     Attributes:
         presence_penalty: Subtracted from the logits of tokens that were generated, -2 to 2.
         frequency_penalty: Subtracted for each time that a token was generated, -2 to 2.
         repetition_penalty: Positive logits of tokens in the prompt or the output are divided by it, negative ones
             multiplied (Keskar et al., 2019, arXiv:1909.05858, section 4.1). 1e-6 to 1e6; 1 changes nothing.
-        logit_bias: Tokens, each with what is added to its logit, -100 to 100. Of two biases of a token the last counts.
+        logit_bias: Tokens, each with a number to add to its logit, -100 to 100. Of two biases of a token the last
+            counts.
 
     Raises:
         TypeError: A token is not an integer.
@@ -75,13 +76,7 @@ _NONE = Penalties()
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Edits:
-    """Token counts and biases of each slot, kept on the device for the penalties.
-
-    Attributes:
-        in_prompt: Whether the prompt contains each token.
-        counts: How many times each token was generated.
-        biases: What is added to each logit.
-    """
+    """Token counts and biases of each slot, kept on the device for the penalties."""
 
     in_prompt: Bool[Array, "slots V"]
     counts: Int32[Array, "slots V"]
@@ -94,23 +89,16 @@ class Edits:
         return cls(zeros(bool), zeros(jnp.int32), zeros(jnp.float32))
 
     def begin(self, words: Int32[Array, " words"]) -> Edits:
-        """Sets the tokens and biases of a request that begins in a slot.
-
-        Args:
-            words: The result of `pack_penalties`.
-
-        Returns:
-            The new state.
-        """
+        """Sets the tokens and biases of a request that begins in a slot, from the words of `pack_penalties`."""
         slot, prompt = words[0], words[1]
         biased, bits, tokens = jnp.split(words[2:], [MAX_BIASES, 2 * MAX_BIASES])
         biases = jax.lax.bitcast_convert_type(bits, jnp.float32)
         vocabulary = self.counts.shape[1]
-        place = jnp.arange(tokens.shape[0], dtype=jnp.int32)
-        kept = lambda x, wanted: jnp.where(wanted & (x >= 0), x, vocabulary)  # what lies beyond is dropped
-        in_prompt = jnp.zeros(vocabulary, bool).at[kept(tokens, place < prompt)].set(True, mode="drop")
-        counts = jnp.zeros(vocabulary, jnp.int32).at[kept(tokens, place >= prompt)].add(1, mode="drop")
-        dense = jnp.zeros(vocabulary, jnp.float32).at[kept(biased, biased >= 0)].set(biases, mode="drop")
+        index = jnp.arange(tokens.shape[0], dtype=jnp.int32)
+        select = lambda x, mask: jnp.where(mask & (x >= 0), x, vocabulary)  # updates out of range are dropped
+        in_prompt = jnp.zeros(vocabulary, bool).at[select(tokens, index < prompt)].set(True, mode="drop")
+        counts = jnp.zeros(vocabulary, jnp.int32).at[select(tokens, index >= prompt)].add(1, mode="drop")
+        dense = jnp.zeros(vocabulary, jnp.float32).at[select(biased, biased >= 0)].set(biases, mode="drop")
         return Edits(
             self.in_prompt.at[slot].set(in_prompt),
             self.counts.at[slot].set(counts),
@@ -125,11 +113,7 @@ class Edits:
 class PenaltyBatch(NamedTuple):
     """The penalties of R rows; biases are in `Edits`.
 
-    Attributes:
-        presence_penalty: See `Penalties`.
-        frequency_penalty: See `Penalties`.
-        repetition_penalty: See `Penalties`.
-        is_edited: Whether the row has any penalty or bias; its slot holds those of an earlier request if not.
+    Unless `is_edited`, the slot of a row holds the edits of an earlier request.
     """
 
     presence_penalty: Float32[Array, " R"]
@@ -141,16 +125,7 @@ class PenaltyBatch(NamedTuple):
 def apply_penalties(
     logits: Float[Array, "R V"], rows: PenaltyBatch, edits: Edits, slots: Int[Array, " R"]
 ) -> Float[Array, "R V"]:
-    """Changes the logits of rows that have penalties or biases.
-
-    Args:
-        logits: Float32.
-        rows: Penalties of each row.
-        edits: The state of the slots.
-        slots: The slot of each row.
-
-    Returns:
-        Logits.
+    """Changes the logits of rows that have penalties or biases, by the state of their slots.
 
     Example:
         >>> edits = Edits.empty(1, 3).sampled(jnp.array([0, 0]), jnp.array([1, 1]))
@@ -173,13 +148,7 @@ def keep_allowed(
 ) -> Float[Array, "R V"]:
     """Sets the logits of tokens that are not allowed to `-inf`, in rows that have a constraint.
 
-    Args:
-        logits: Logits.
-        allowed: A bit for each token, the lowest bit of the first word first.
-        is_guided: 1 for each row with a constraint, else 0.
-
-    Returns:
-        Logits.
+    The lowest bit of the first word of `allowed` is token 0.
 
     Example:
         >>> keep_allowed(jnp.ones((2, 3)), jnp.full((2, 1), 0b101, jnp.int32), jnp.array([1, 0])).tolist()
@@ -194,13 +163,13 @@ def keep_allowed(
 def pack_penalties(
     penalties: Penalties, slot: int, tokens: Sequence[int], prompt: int, context: int
 ) -> Int32[np.ndarray, " words"]:
-    """Packs what the device must know of a request with penalties: one transfer when it begins.
+    """Packs the penalties of a request that begins: one transfer.
 
     Args:
-        penalties: Of the request.
+        penalties: Penalties of the request.
         slot: Its slot.
-        tokens: Its tokens so far.
-        prompt: How many of them are the prompt.
+        tokens: Its tokens so far, prompt first.
+        prompt: Length of the prompt.
         context: Positions of a sequence.
 
     Returns:

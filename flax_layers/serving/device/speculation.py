@@ -1,4 +1,4 @@
-"""Verifies drafted tokens in the compiled step: which of them the model samples itself, and where their keys belong.
+"""Verifies drafted tokens in the compiled step: accepts those that the model samples itself, and moves their keys.
 
 At each node of a tree a token is sampled from the model's distribution, with the key of its request and position; the
 walk goes on in the child that equals it. A draft is one token, not a distribution, so this is the rejection sampling of
@@ -37,8 +37,8 @@ class DraftRows(NamedTuple):
     starts: Int32[Array, " R"]
 
     @classmethod
-    def of(cls, batch: PagedBatch) -> DraftRows:
-        """The nodes of a batch with ancestors."""
+    def from_batch(cls, batch: PagedBatch) -> DraftRows:
+        """Selects the nodes of a batch with ancestors."""
         assert batch.ancestors is not None
         words, indptr, lengths = (jnp.asarray(x) for x in (batch.ancestors, batch.qo_indptr, batch.kv_lengths))
         has_tree = words[:, 0] != 0
@@ -56,11 +56,11 @@ class DraftRows(NamedTuple):
 
 
 class Accepted(NamedTuple):
-    """What was sampled on the accepted path.
+    """Tokens sampled on the accepted path.
 
     Attributes:
         tokens: The sampled tokens, in order; 0 after the last.
-        counts: How many there are: one more than drafts were accepted.
+        counts: Number of tokens: one more than accepted drafts.
         path: The node at each depth of the path; 0 after the last.
     """
 
@@ -77,13 +77,7 @@ class Accepted(NamedTuple):
 def accept(nodes: DraftRows, drafted: Int32[Array, "R K"], sampled: Int32[Array, "R K"]) -> Accepted:
     """Walks each tree along the tokens that the model samples.
 
-    Args:
-        nodes: The nodes.
-        drafted: The token of each node.
-        sampled: The token sampled after each node.
-
-    Returns:
-        The accepted tokens.
+    `drafted` is the token of each node, `sampled` the token sampled after it.
 
     Example:
         >>> words = jnp.array([[1, 3, 5, 13]])  # two children of the known token, and one of the second of these
@@ -91,32 +85,23 @@ def accept(nodes: DraftRows, drafted: Int32[Array, "R K"], sampled: Int32[Array,
         >>> accept(nodes, jnp.array([[6, 7, 8, 9]]), jnp.array([[8, 0, 9, 5]])).tokens.tolist()
         [[8, 9, 5, 0]]
     """
-    place = jnp.arange(drafted.shape[1], dtype=jnp.int32)[None]
-    own = jnp.left_shift(1, place)
-    parent = jnp.maximum(31 - jax.lax.clz(nodes.words & ~own), 0)  # the highest bit before its own
-    agrees = (drafted == jnp.take_along_axis(sampled, parent, axis=1)) | (place == 0)
-    rejected = jnp.sum(jnp.where(agrees, 0, own), axis=1, dtype=jnp.int32)[:, None]  # as bits
+    node = jnp.arange(drafted.shape[1], dtype=jnp.int32)[None]
+    bit = jnp.left_shift(1, node)
+    parent = jnp.maximum(31 - jax.lax.clz(nodes.words & ~bit), 0)  # the highest bit before that of the node
+    agrees = (drafted == jnp.take_along_axis(sampled, parent, axis=1)) | (node == 0)
+    rejected = jnp.sum(jnp.where(agrees, 0, bit), axis=1, dtype=jnp.int32)[:, None]  # as bits
     accepted = (nodes.words != 0) & (nodes.words & rejected == 0)  # with all ancestors
     # [R, depth, node]: children of one node differ, so at most one node of a depth is accepted.
-    on_path: Bool[Array, "R K K"] = accepted[:, None] & (nodes.depths[:, None] == place[:, :, None])
+    on_path: Bool[Array, "R K K"] = accepted[:, None] & (nodes.depths[:, None] == node[:, :, None])
     select = lambda x: jnp.sum(jnp.where(on_path, x[:, None], 0), axis=2, dtype=jnp.int32)
-    nodes_of_row = jnp.broadcast_to(place, drafted.shape)
-    return Accepted(select(sampled), jnp.sum(accepted, axis=1, dtype=jnp.int32), select(nodes_of_row))
+    path = select(jnp.broadcast_to(node, drafted.shape))
+    return Accepted(select(sampled), jnp.sum(accepted, axis=1, dtype=jnp.int32), path)
 
 
 def sample_drafts(
     logits: Float[Array, "R drafts V"], sampling: SamplingBatch, positions: Int32[Array, "R K"]
 ) -> Int32[Array, "R drafts"]:
-    """Samples the token after each draft.
-
-    Args:
-        logits: Logits after each draft.
-        sampling: Parameters of the requests.
-        positions: Position of the token after each node, that of the known token first.
-
-    Returns:
-        The tokens.
-    """
+    """Samples the token after each draft. `positions` are of the tokens after all nodes, the known token first."""
     drafts = logits.shape[1]
     of_each = jax.tree.map(lambda x: jnp.repeat(x, drafts), sampling)
     return sample(logits.reshape(-1, logits.shape[2]), of_each, positions[:, 1:].ravel()).reshape(-1, drafts)
@@ -126,15 +111,6 @@ def compact(cache: Pages, batch: PagedBatch, nodes: DraftRows, accepted: Accepte
     """Moves keys and values of accepted drafts to the rows that follow the known tokens, in all layers.
 
     The accepted path of a chain is there already, and nothing is written.
-
-    Args:
-        cache: The cache, with the keys of all nodes.
-        batch: The batch of the nodes.
-        nodes: The nodes.
-        accepted: The accepted path.
-
-    Returns:
-        The cache.
     """
     depth = jnp.arange(accepted.path.shape[1], dtype=jnp.int32)[None]
     moves = (depth < accepted.counts[:, None]) & (accepted.path != depth)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence as Items
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -19,13 +19,29 @@ from flax_layers.compiler_options import DECODING
 from flax_layers.models import Decoder
 from flax_layers.models.block import Pages
 from flax_layers.sampling import SamplingBatch, sample
+from flax_layers.serving.device.inputs import unpack
+from flax_layers.serving.device.options import EngineOptions, Program
 from flax_layers.serving.device.penalties import Edits, apply_penalties, keep_allowed
 from flax_layers.serving.device.speculation import DraftRows, accept, compact, sample_drafts
-from flax_layers.serving.engine.options import EngineOptions, Program
-from flax_layers.serving.engine.packing import unpack
-from flax_layers.serving.engine.requests import MAX_LOGPROBS, TokenLogprobs
 from jflex.paged import copy_pages
 from jflex.types import AnyArray
+
+Tree = TypeVar("Tree")
+
+MAX_LOGPROBS = 20
+"""Top log probabilities that a request may ask for; as in OpenAI's API."""
+
+
+class TokenLogprobs(NamedTuple):
+    """Log probabilities (natural) at one position, of the model's own distribution: before temperature and truncation.
+
+    Attributes:
+        logprob: Log probability of the sampled token.
+        top: The most probable tokens with theirs, as many as the request asked for, the most probable one first.
+    """
+
+    logprob: float
+    top: tuple[tuple[int, float], ...]
 
 
 @jax.tree_util.register_dataclass
@@ -57,43 +73,32 @@ class Step(Protocol):
         *,
         program: Program,
     ) -> tuple[DeviceState, Int32[Array, "R fields"]]:
-        """Reads the tokens of a step and samples the next token of each row.
+        """Reads the tokens of a packed step and samples the next token of each row.
 
-        Args:
-            parameters: Parameters of the model.
-            state: Donated.
-            packed: The result of `flax_layers.serving.engine.packing.pack`.
-            program: Which program this is.
-
-        Returns:
-            The state, and the fields that `read_row` reads: the only transfer back.
+        Returns the donated state, and the fields that `read_row` reads: the only transfer back.
         """
         ...
 
     def lower(
         self, parameters: Items[Array], state: DeviceState, packed: Int32[AnyArray, " words"], *, program: Program
     ) -> jax.stages.Lowered:
-        """What compiles the step, from the same arguments."""
+        """Lowers the step for the same arguments."""
         ...
 
 
 @functools.cache
 def make_step(
-    graph: nnx.GraphDef[Decoder], form: Any, sharding: NamedSharding | None, streaming: Streaming | None = None
+    graph: nnx.GraphDef[Decoder],
+    form: Any,
+    sharding: NamedSharding | None,
+    streaming: Streaming | None = None,
 ) -> Step:
     """The step of a model; engines of models of one form share its programs.
 
     Graph definition and form are not arguments of the step, because `jax.jit` would hash and flatten them in each call:
     2.8 ms for 32 layers, where a call with a list of arrays takes 0.06 ms.
 
-    Args:
-        graph: Graph definition of the model.
-        form: Tree definition of its state, whose leaves are the parameters.
-        sharding: Sharding of the cache. None: it is on one device.
-        streaming: What limits attention to sinks and a window.
-
-    Returns:
-        The step.
+    `form` is the tree definition of the model's state, whose leaves are the parameters; the cache has the `sharding`.
     """
 
     def run(
@@ -104,7 +109,7 @@ def make_step(
         tokens = jnp.where(inputs.tokens < 0, state.sampled[jnp.maximum(-1 - inputs.tokens, 0)], inputs.tokens)
         shared = inputs.shared_prefix if program.is_cascade else None
         hidden, cache = model.decode_paged_hidden(tokens, state.cache, inputs.batch, shared, streaming)
-        nodes = DraftRows.of(inputs.batch) if program.shape.drafts else None
+        nodes = DraftRows.from_batch(inputs.batch) if program.shape.drafts else None
         # A row without tokens has the logits of the row before, whose prompt is the same.
         rows = jnp.maximum(inputs.batch.qo_indptr[1:] - 1, 0) if nodes is None else nodes.rows
         of_nodes = model.logits(hidden[rows])
@@ -112,37 +117,30 @@ def make_step(
         ends = jnp.asarray(inputs.batch.kv_lengths) if nodes is None else nodes.positions[:, 0]
         edits, positions = state.edits, ends + inputs.dropped
         if program.is_greedy:
-            found = sample(logits, SamplingBatch(), positions)
-            fields = found[:, None]
+            sampled = sample(logits, SamplingBatch(), positions)
+            fields = sampled[:, None]
         else:
             changed = apply_penalties(logits, inputs.penalties, edits, inputs.slots)
             changed = keep_allowed(changed, state.allowed.at[inputs.slots].get(mode="clip"), inputs.is_guided)
-            found = sample(changed, inputs.sampling, positions)
-            fields, edits = _fields(found, logits), edits.sampled(inputs.slots, found)
+            sampled = sample(changed, inputs.sampling, positions)
+            fields, edits = _fields(sampled, logits), edits.sampled(inputs.slots, sampled)
         if nodes is not None:
             after = sample_drafts(
                 of_nodes[:, 1:], SamplingBatch() if program.is_greedy else inputs.sampling, nodes.positions
             )
-            accepted = accept(nodes, tokens[nodes.rows], jnp.concatenate([found[:, None], after], axis=1))
-            cache, found = compact(cache, inputs.batch, nodes, accepted), accepted.last
+            accepted = accept(nodes, tokens[nodes.rows], jnp.concatenate([sampled[:, None], after], axis=1))
+            cache, sampled = compact(cache, inputs.batch, nodes, accepted), accepted.last
             fields = jnp.concatenate([fields, accepted.tokens[:, 1:], accepted.counts[:, None]], axis=1)
-        state = DeviceState(cache, state.sampled.at[inputs.slots].set(found, mode="drop"), edits, state.allowed)
+        state = DeviceState(cache, state.sampled.at[inputs.slots].set(sampled, mode="drop"), edits, state.allowed)
         return _constrained(state, sharding), _replicated(fields, sharding)
 
     return jax.jit(run, static_argnames="program", donate_argnames="state", compiler_options=DECODING)
 
 
 def cache_sharding(parameters: Items[Array], num_kv_heads: int | None) -> NamedSharding | None:
-    """How a cache is sharded beside parameters: by KV heads over the axis `model` of their mesh.
+    """Sharding of a cache beside sharded parameters: by KV heads over the axis `model` of their mesh.
 
-    Latent vectors lie on every device, as what attends to them is sharded by query heads.
-
-    Args:
-        parameters: Parameters of the model.
-        num_kv_heads: KV heads of the model. None: it caches latent vectors, which all heads need.
-
-    Returns:
-        The sharding; None if the parameters are on one device.
+    Latent vectors (`num_kv_heads` None) are replicated, since MLA shards query heads. None for unsharded parameters.
 
     Raises:
         ValueError: The axis does not divide the heads.
@@ -164,16 +162,7 @@ def cache_sharding(parameters: Items[Array], num_kv_heads: int | None) -> NamedS
 
 
 def empty_state(model: Decoder, options: EngineOptions, sharding: NamedSharding | None) -> DeviceState:
-    """The state before the first step; no device ever holds all of a sharded cache.
-
-    Args:
-        model: The model.
-        options: Sizes.
-        sharding: Sharding of the cache.
-
-    Returns:
-        The state.
-    """
+    """The state before the first step; no device ever holds all of a sharded cache."""
 
     def make() -> DeviceState:
         cache = model.init_paged_cache(options.num_pages, options.page_size, dtype=options.cache_dtype)
@@ -194,31 +183,31 @@ def _constrained(state: DeviceState, sharding: NamedSharding | None) -> DeviceSt
     return DeviceState(cache, *_replicated(others, sharding))
 
 
-def _replicated(tree: Any, sharding: NamedSharding | None) -> Any:
+def _replicated(tree: Tree, sharding: NamedSharding | None) -> Tree:
     """Makes every device of the cache's mesh hold all of the arrays."""
     if sharding is None:
         return tree
     return jax.lax.with_sharding_constraint(tree, NamedSharding(sharding.mesh, PartitionSpec()))
 
 
-def _fields(found: Int32[Array, " R"], logits: Float[Array, "R V"]) -> Int32[Array, "R fields"]:
+def _fields(sampled: Int32[Array, " R"], logits: Float[Array, "R V"]) -> Int32[Array, "R fields"]:
     """Sampled tokens, their log probabilities, and the top ones with theirs."""
     logprobs = jax.nn.log_softmax(logits, axis=-1)
-    own = jnp.take_along_axis(logprobs, found[:, None], axis=-1)
+    of_sampled = jnp.take_along_axis(logprobs, sampled[:, None], axis=-1)
     best, which = jax.lax.top_k(logprobs, min(MAX_LOGPROBS, logits.shape[-1]))
     bits = lambda x: jax.lax.bitcast_convert_type(x, jnp.int32)
-    return jnp.concatenate([found[:, None], bits(own), which.astype(jnp.int32), bits(best)], axis=-1)
+    return jnp.concatenate([sampled[:, None], bits(of_sampled), which.astype(jnp.int32), bits(best)], axis=-1)
 
 
 def read_row(
     fields: Int32[np.ndarray, " fields"], top: int, drafts: int
 ) -> tuple[tuple[int, ...], TokenLogprobs | None]:
-    """The sampled tokens of a row, and the log probabilities of the first.
+    """Reads the sampled tokens of a row, and the log probabilities of the first.
 
     Args:
-        fields: One row of what a step returned.
-        top: How many of the most probable tokens; -1 for no log probabilities.
-        drafts: Those of the shape of the step.
+        fields: One row of the results of a step.
+        top: Number of most probable tokens; -1 for no log probabilities.
+        drafts: Drafts of the shape of the step.
 
     Returns:
         Both; None for the second if there are none. There are several tokens if drafts were accepted.
@@ -229,74 +218,28 @@ def read_row(
         fields = fields[: -1 - drafts]
     if top < 0:
         return tokens, None
-    own, tops = fields[1:2].view(np.float32), (len(fields) - 2) // 2
+    logprob, tops = float(fields[1:2].view(np.float32)[0]), (len(fields) - 2) // 2
     which, best = fields[2 : 2 + tops].tolist(), fields[2 + tops :].view(np.float32).tolist()
-    return tokens, TokenLogprobs(float(own[0]), tuple(zip(which, best, strict=True))[:top])
+    return tokens, TokenLogprobs(logprob, tuple(zip(which, best, strict=True))[:top])
 
 
-@functools.partial(jax.jit, donate_argnames="state", static_argnames="sharding")
-def begin_penalties(
-    state: DeviceState, words: Int32[Array, " words"], *, sharding: NamedSharding | None = None
-) -> DeviceState:
-    """Writes the penalties of a request to its slot on the device.
-
-    Args:
-        state: Donated.
-        words: The result of `pack_penalties`.
-        sharding: Sharding of the cache.
-
-    Returns:
-        The state.
-    """
-    return _constrained(dataclasses.replace(state, edits=state.edits.begin(words)), sharding)
+def begin_penalties(state: DeviceState, words: Int32[Array, " words"]) -> DeviceState:
+    """Writes the penalties of a request to its slot, from the words of `pack_penalties`."""
+    return dataclasses.replace(state, edits=state.edits.begin(words))
 
 
-@functools.partial(jax.jit, donate_argnames="state", static_argnames="sharding")
-def allow_tokens(
-    state: DeviceState, words: Int32[Array, " words"], *, sharding: NamedSharding | None = None
-) -> DeviceState:
-    """Writes which tokens the constraints of all slots allow next.
-
-    Args:
-        state: Donated.
-        words: The bits of all slots, one after the other.
-        sharding: Sharding of the cache.
-
-    Returns:
-        The state.
-    """
-    return _constrained(dataclasses.replace(state, allowed=words.reshape(state.allowed.shape)), sharding)
+def allow_tokens(state: DeviceState, words: Int32[Array, " words"]) -> DeviceState:
+    """Writes the bits of the tokens that the constraints of all slots allow next, one slot after the other."""
+    return dataclasses.replace(state, allowed=words.reshape(state.allowed.shape))
 
 
-@functools.partial(jax.jit, donate_argnames="state", static_argnames="sharding")
-def copy_state_pages(
-    state: DeviceState, words: Int32[Array, " words"], *, sharding: NamedSharding | None = None
-) -> DeviceState:
-    """Copies pages of all layers.
-
-    Args:
-        state: Donated.
-        words: One of the results of `flax_layers.serving.engine.packing.pack_copies`.
-        sharding: Sharding of the cache.
-
-    Returns:
-        The state.
-    """
-    cache = copy_pages(state.cache, *jnp.split(words, 2))
-    return _constrained(dataclasses.replace(state, cache=cache), sharding)
+def copy_state_pages(state: DeviceState, words: Int32[Array, " words"]) -> DeviceState:
+    """Copies pages of all layers, from the words of `pack_copies`."""
+    return dataclasses.replace(state, cache=copy_pages(state.cache, *jnp.split(words, 2)))
 
 
-@functools.partial(jax.jit, donate_argnames="state")
 def poison_pages(state: DeviceState, free: Int32[Array, " P"]) -> DeviceState:
-    """Overwrites pages with NaN. Of int8, which has none, it overwrites the scales.
-
-    Args:
-        state: Donated.
-        free: 1 for each page to overwrite, else 0.
-
-    Returns:
-        The state.
-    """
+    """Overwrites pages marked with 1 with NaN. Of int8, which has none, it overwrites the scales."""
 
     def overwrite(x: Array) -> Array:
         if not jnp.issubdtype(x.dtype, jnp.floating):
@@ -305,3 +248,15 @@ def poison_pages(state: DeviceState, free: Int32[Array, " P"]) -> DeviceState:
         return jnp.where(marked, jnp.asarray(jnp.nan, x.dtype), x)
 
     return dataclasses.replace(state, cache=jax.tree.map(overwrite, state.cache))
+
+
+CHANGES = {"penalties": begin_penalties, "allowed": allow_tokens, "copies": copy_state_pages, "poison": poison_pages}
+"""Changes of the state between steps, by name."""
+
+
+@functools.partial(jax.jit, donate_argnames="state", static_argnames=("change", "sharding"))
+def change_state(
+    state: DeviceState, words: Int32[Array, " words"], *, change: str, sharding: NamedSharding | None
+) -> DeviceState:
+    """Applies one of `CHANGES`."""
+    return _constrained(CHANGES[change](state, words), sharding)

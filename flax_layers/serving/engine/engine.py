@@ -1,4 +1,15 @@
-"""The engine: takes requests, runs steps, delivers tokens."""
+"""The engine: takes requests, runs steps, delivers tokens.
+
+The steps of a request:
+
+1. `Engine.submit` checks it, packs its parameters, compiles its constraint and queues it as a `Sequence`.
+2. `Engine.step` hands queued sequences to the scheduler, and ends cancelled ones.
+3. `Scheduler.schedule` admits it, allocates its pages through `Pages`, and plans chunks of its tokens.
+4. `Dispatcher.run` packs the chunks of all requests into one array, and `Executor.run` dispatches the program.
+5. While the device computes, `Engine.step` reads the tokens of the step before: `Sequence.append` checks its ends.
+6. `Engine` delivers an `Event` with the new tokens, until one has a finish reason.
+7. `Scheduler.finish` releases its pages; the prefix cache keeps the full ones.
+"""
 
 from __future__ import annotations
 
@@ -12,19 +23,26 @@ from collections.abc import Sequence as Items
 import numpy as np
 
 from flax_layers.models import Decoder
-from flax_layers.serving.device.dispatch import Dispatched, Dispatcher
-from flax_layers.serving.device.drafts import PromptLookup
 from flax_layers.serving.device.executor import Executor
-from flax_layers.serving.device.step import read_row
-from flax_layers.serving.engine.options import EngineOptions
+from flax_layers.serving.device.options import EngineOptions
+from flax_layers.serving.device.step import TokenLogprobs, read_row
+from flax_layers.serving.engine.constraints import Guide, Guides
+from flax_layers.serving.engine.dispatch import Dispatched, Dispatcher
+from flax_layers.serving.engine.drafts import PromptLookup
 from flax_layers.serving.engine.packing import pack_request
 from flax_layers.serving.engine.pages import Pages
-from flax_layers.serving.engine.requests import Deliver, Event, FinishReason, Request, TokenLogprobs, token_limit
+from flax_layers.serving.engine.requests import (
+    COUNTED,
+    Closed,
+    Deliver,
+    Event,
+    FinishReason,
+    Request,
+    Stats,
+    token_limit,
+)
 from flax_layers.serving.engine.scheduler import Chunk, OutOfRoom, Scheduler
-from flax_layers.serving.engine.sequence import Sequence
-from flax_layers.serving.engine.stats import COUNTED, Stats
-from flax_layers.serving.engine.ticket import Closed, Ticket
-from flax_layers.serving.guides import Guides, begin_guide
+from flax_layers.serving.engine.sequence import Sequence, Ticket
 
 _LOG = logging.getLogger(__name__)
 
@@ -36,7 +54,7 @@ class Engine:
     hands from step to step itself. `submit` and `cancel` may be called from any thread; `step` from one, as by `start`.
 
     With `draft_tokens`, drafts of each request are verified in the step that follows them, as a tree: see
-    `flax_layers.serving.device.drafts` and `flax_layers.serving.device.speculation`. Tokens stay the same. Drafts need
+    `flax_layers.serving.engine.drafts` and `flax_layers.serving.device.speculation`. Tokens stay the same. Drafts need
     known tokens, so the host does not run ahead while a request is speculated. Requests with penalties or log
     probabilities are not.
 
@@ -45,7 +63,7 @@ class Engine:
 
     Args:
         model: The model.
-        options: Sizes.
+        options: Sizes of the engine.
         guides: Compiles the constraints of requests; None: there are none. A step with a constrained request has a
             second transfer, a bit for each token and request. Such a request does not run ahead, so its steps are read
             one by one, with all in them.
@@ -103,11 +121,11 @@ class Engine:
         """Takes a request.
 
         Args:
-            request: What to generate.
+            request: Prompt, limits and sampling.
             deliver: Receives its events. The last one has a `finish_reason`.
 
         Returns:
-            What cancels it.
+            Its ticket, which cancels it.
 
         Raises:
             ValueError: The request can never run: too long, a token that the model does not know, or a constraint that
@@ -122,11 +140,11 @@ class Engine:
         """Takes several samples of one prompt, which is computed once for all of them; or none, if it raises.
 
         Args:
-            requests: Of one prompt and one namespace.
+            requests: Requests with one prompt and one namespace.
             deliver: Receives the events of each.
 
         Returns:
-            What cancels each.
+            A ticket for each.
 
         Raises:
             ValueError: Their prompts or namespaces differ, or as for `submit`.
@@ -157,7 +175,7 @@ class Engine:
         chunks = self._schedule()
         try:
             following = self._dispatch(chunks) if chunks else None
-        except Exception as error:  # whatever the device raises: its requests fail, and the others must not hang
+        except Exception as error:  # any error of the device: its requests fail, and the others must not hang
             self._drain()
             self._fail(chunks, error, is_intact=self._executor.is_intact())
         else:
@@ -169,14 +187,14 @@ class Engine:
         """Compiles every program that a step may need, so that none is compiled later.
 
         Args:
-            report: Called with the number of programs that are compiled, and of all, after each. What it raises ends
-                the warm-up.
+            report: Called with the number of compiled programs, and of all, after each. An error of it ends the
+                warm-up.
         """
         self._dispatcher.warm_up(report)
 
     @property
     def is_running(self) -> bool:
-        """Whether a thread runs the engine, and takes requests."""
+        """True while a thread runs the engine, and requests are taken."""
         return self._thread is not None and self._thread.is_alive() and not self._closed
 
     def stats(self) -> Stats:
@@ -201,17 +219,13 @@ class Engine:
         self._thread.start()
 
     def stop(self, grace: float = 0.0) -> None:
-        """Refuses new requests, lets the others go on for a while, and ends what is left with `cancelled`.
-
-        Args:
-            grace: Seconds.
-        """
+        """Refuses new requests, lets the others go on for `grace` seconds, and then ends them with `cancelled`."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
             if self._thread is not None:
                 self._changed.wait_for(lambda: not self._has_work(), grace)
-            self._cancelled += [*self._inbox, *self._scheduler.waiting, *self._scheduler.running]
+            self._cancelled += self._unfinished()
             self._changed.notify_all()
         if self._thread is not None:
             self._thread.join()
@@ -225,8 +239,18 @@ class Engine:
         words = pack_request(request)
         is_speculated = self.options.draft_tokens > 0 and request.may_be_speculated
         lookup = PromptLookup(request.prompt, self.options.draft_match) if is_speculated else None
-        guide = begin_guide(self._guides, request)
+        guide = self._guide(request)
         return Sequence(request, limit, deliver, words, lookup=lookup, guide=guide)
+
+    def _guide(self, request: Request) -> Guide | None:
+        if request.constraint is None:
+            return None
+        if self._guides is None:
+            raise ValueError(
+                "`constraint` is not supported by this engine: it was made without `guides`. Leave it out, or make the "
+                "engine with `guides=Guides(tokenizer, vocabulary)`."
+            )
+        return self._guides.begin(request.constraint, request.stop_tokens)
 
     def _loop(self) -> None:
         try:
@@ -245,12 +269,12 @@ class Engine:
     def _break_down(self, error: BaseException) -> None:
         with self._changed:
             self._closed = True
-            left = [*self._inbox, *self._scheduler.waiting, *self._scheduler.running]
+            unfinished = self._unfinished()
             self._dispatched = None
             for group in (self._inbox, self._cancelled, self._scheduler.waiting, self._scheduler.running):
                 group.clear()
             self._changed.notify_all()
-        for sequence in left:
+        for sequence in unfinished:
             sequence.finish_reason = "error"
             self._deliver(sequence, Event(finish_reason="error", error=f"The engine broke down: {error!r}"))
 
@@ -258,6 +282,9 @@ class Engine:
         scheduler = self._scheduler
         waiting = self._inbox or self._cancelled or scheduler.waiting or scheduler.running
         return bool(waiting or self._dispatched)
+
+    def _unfinished(self) -> list[Sequence]:
+        return [*self._inbox, *self._scheduler.waiting, *self._scheduler.running]
 
     def _cancel(self, sequence: Sequence) -> None:
         with self._changed:
@@ -282,7 +309,7 @@ class Engine:
         try:
             return self._scheduler.schedule(may_preempt=self._dispatched is None)
         except OutOfRoom:
-            self._drain()  # what ends with it returns its pages
+            self._drain()  # requests that end with it release their pages
             return self._scheduler.schedule(may_preempt=True)
 
     def _drain(self, following: Dispatched | None = None) -> None:
@@ -296,7 +323,7 @@ class Engine:
             self._fail([chunk for x in (dispatched, following) if x is not None for chunk in x.chunks], error)
 
     def _follow_constraints(self) -> None:
-        """Computes which tokens may come next, and ends sequences that none may follow."""
+        """Computes the tokens that may come next, and ends sequences that none may follow."""
         guided = [(x, x.guide) for x in self._scheduler.running if x.guide is not None]
         if self._guides is not None:
             self._guides.allow([guide for _, guide in guided])
@@ -308,7 +335,7 @@ class Engine:
 
     def _dispatch(self, chunks: list[Chunk]) -> Dispatched:
         if self.options.poison:
-            self._executor.poison(self._pages.free_mask())
+            self._executor.change("poison", self._pages.free_mask())
         dispatched = self._dispatcher.run(chunks)
         self._counts["steps"] += 1
         self._counts["cascade_steps"] += dispatched.program.is_cascade
@@ -348,7 +375,7 @@ class Engine:
     def _deliver(self, sequence: Sequence, event: Event) -> None:
         try:
             sequence.deliver(event)
-        except Exception:  # whatever the function of the caller raises ends this request alone
+        except Exception:  # any error of the caller's function ends this request alone
             _LOG.exception("Request %d: its events cannot be delivered.", sequence.number)
             if sequence.finish_reason is None:
                 self._scheduler.finish(sequence, "error")
@@ -356,18 +383,18 @@ class Engine:
     def _fail(self, chunks: Items[Chunk], error: Exception, *, is_intact: bool = False) -> None:
         """Ends the requests of failed steps, and computes the others again whose keys may be lost.
 
-        If the device still has its state, only prefixes may be: those of the namespaces in the steps, since chunks
-        share their pages before they are written.
+        If the device still has its state, only prefixes in the namespaces of the steps may be: chunks share their pages
+        before they are written.
         """
         self._counts["failures"] += 1
         for sequence in dict.fromkeys(chunk.sequence for chunk in chunks):
             if sequence.finish_reason is None:
                 self._end(sequence, "error", f"{type(error).__name__}: {error}", keep=False)
-        lost = {chunk.sequence.request.namespace for chunk in chunks} if is_intact else None
+        namespaces = {chunk.sequence.request.namespace for chunk in chunks} if is_intact else None
         for sequence in self._scheduler.running[::-1]:
-            if lost is None or sequence.request.namespace in lost:
-                sequence.pending = 0  # what was sampled is sampled again
+            if namespaces is None or sequence.request.namespace in namespaces:
+                sequence.pending = 0  # those tokens are sampled again
                 self._scheduler.preempt(sequence, keep=False)
-        self._pages.clear(lost)
+        self._pages.clear(namespaces)
         if not is_intact:
             self._executor.reset()

@@ -1,70 +1,27 @@
-"""The numbers of a step as one int32 array, for one transfer to the device; and how the step takes them apart."""
+"""Packs the chunks of a step into one int32 array, for one transfer to the device."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Items
-from typing import NamedTuple
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int32
+from jaxtyping import Int32
 
-from flax_layers.nnx import SharedPrefix
-from flax_layers.sampling import SamplingBatch
-from flax_layers.serving.device.penalties import PenaltyBatch
-from flax_layers.serving.engine.options import Shape
+from flax_layers.serving.device.inputs import COLUMNS, PENALTY_COLUMNS, SAMPLING_COLUMNS
+from flax_layers.serving.device.options import Shape
+from flax_layers.serving.engine.cascades import Shared
 from flax_layers.serving.engine.requests import Request
 from flax_layers.serving.engine.scheduler import Chunk
 from flax_layers.serving.engine.sequence import PageCopy
-from flax_layers.serving.engine.shared_prefix import Shared
-from jflex.paged import PagedBatch
 
-_SAMPLING = (
-    ("temperature", np.float32), ("top_k", np.int32), ("top_p", np.float32), ("seed", np.uint32), ("min_p", np.float32),
-)  # fmt: skip
-_PENALTIES = tuple((f"{name}_penalty", np.float32) for name in ("presence", "frequency", "repetition"))
 COPIES = 8
 """Pages that are copied at once; XLA holds so many twice."""
-_STATE = (("is_edited", np.int32), ("dropped", np.int32), ("is_guided", np.int32))
-_COLUMNS = (*_SAMPLING, *_PENALTIES, *_STATE)
-
-
-class StepInputs(NamedTuple):
-    """The inputs of a step from the host. R rows of requests and N tokens, both padded.
-
-    Attributes:
-        tokens: Packed; `-1 - slot` stands for the token that the step before sampled for a slot.
-        batch: The tokens and pages of each row; rows of padding have none.
-        slots: Slot of each row. For rows that sample no token it is out of range, so that writes to it are dropped.
-        sampling: Parameters of each row.
-        penalties: Penalties of each row.
-        shared_prefix: What the first rows share.
-        dropped: With `streaming`, tokens of each row that `batch` leaves out.
-        is_guided: 1 for each row with a constraint, else 0.
-    """
-
-    tokens: Int32[Array, " N"]
-    batch: PagedBatch
-    slots: Int32[Array, " R"]
-    sampling: SamplingBatch
-    penalties: PenaltyBatch
-    shared_prefix: SharedPrefix
-    dropped: Int32[Array, " R"]
-    is_guided: Int32[Array, " R"]
 
 
 def pack_request(request: Request) -> Int32[np.ndarray, " words"]:
-    """Packs the parameters of a request, once for all its steps.
-
-    Args:
-        request: One that was checked.
-
-    Returns:
-        A word for each parameter of sampling and penalties.
-    """
-    values = [(getattr(request.sampling, name), dtype) for name, dtype in _SAMPLING]
-    values += [(getattr(request.penalties, name), dtype) for name, dtype in _PENALTIES]
+    """Packs the parameters of a request, once for all its steps: a word for each one of sampling and penalties."""
+    values = [(getattr(request.sampling, name), dtype) for name, dtype in SAMPLING_COLUMNS]
+    values += [(getattr(request.penalties, name), dtype) for name, dtype in PENALTY_COLUMNS]
     return np.concatenate([np.array([value], dtype).view(np.int32) for value, dtype in values])
 
 
@@ -74,16 +31,13 @@ def pack(
     no_slot: int,
     shared: Shared = Shared(),  # noqa: B008  a tuple
 ) -> Int32[np.ndarray, " words"]:
-    """Packs a step.
+    """Packs the chunks of a step, whose first rows share a prefix.
 
     Args:
         chunks: The chunks of the step, no more than the shape has rows.
         shape: The shape of the step.
         no_slot: The slot of rows that sample no token.
-        shared: What the first chunks share.
-
-    Returns:
-        The packed array.
+        shared: The prefix that the first chunks share.
     """
     tokens = np.zeros(shape.tokens, np.int32)
     indptr = np.zeros(shape.rows + 1, np.int32)
@@ -91,7 +45,7 @@ def pack(
     table = np.zeros((shape.rows, shape.pages), np.int32)
     slots = np.full(shape.rows, no_slot, np.int32)
     ancestors = np.zeros((shape.rows, 1 + shape.drafts if shape.drafts else 0), np.int32)
-    columns = np.zeros((shape.rows, len(_COLUMNS)), np.int32)
+    columns = np.zeros((shape.rows, len(COLUMNS)), np.int32)
     end = 0
     for row, (sequence, first, count, samples, draft, _) in enumerate(chunks):
         assert sequence.slot is not None
@@ -120,13 +74,10 @@ def pack(
 
 
 def pack_copies(copies: Items[PageCopy]) -> list[Int32[np.ndarray, " words"]]:
-    """Packs copies of pages, `COPIES` at a time.
-
-    Args:
-        copies: Any number of them.
+    """Packs copies of pages, `COPIES` for each call of the executor.
 
     Returns:
-        The pages to read and the pages to write of each call of `copy_pages`, padded with copies to no page.
+        The pages to read and the pages to write of each call, padded with copies to no page.
 
     Example:
         >>> [words.tolist() for words in pack_copies([(3, 5)])]
@@ -135,49 +86,16 @@ def pack_copies(copies: Items[PageCopy]) -> list[Int32[np.ndarray, " words"]]:
     packed = []
     for first in range(0, len(copies), COPIES):
         words = np.repeat(np.array([0, -1], np.int32), COPIES)
-        for place, (source, destination) in enumerate(copies[first : first + COPIES]):
-            words[place], words[COPIES + place] = source, destination
+        for n, (source, destination) in enumerate(copies[first : first + COPIES]):
+            words[n], words[COPIES + n] = source, destination
         packed.append(words)
     return packed
 
 
 def pack_allowed(chunks: Items[Chunk], slots: int, vocabulary: int) -> Int32[np.ndarray, " words"]:
-    """Packs the tokens that constraints allow next.
-
-    Args:
-        chunks: The chunks of the step.
-        slots: Requests that run at once.
-        vocabulary: Vocabulary size of the model.
-
-    Returns:
-        A bit for each token of each slot, the lowest bit of the first word first.
-    """
+    """Packs a bit for each token that the constraint of a slot allows next, the lowest of the first word first."""
     bits = np.zeros((slots, -(-vocabulary // 32)), np.int32)
     for chunk in chunks:
         if chunk.samples and chunk.sequence.guide is not None:
             bits[chunk.sequence.slot] = chunk.sequence.guide.allowed
     return bits.ravel()
-
-
-def unpack(packed: Int32[Array, " words"], shape: Shape) -> StepInputs:
-    """Takes a packed step apart, inside of `jit`.
-
-    Args:
-        packed: The result of `pack`.
-        shape: The shape that it was packed with.
-
-    Returns:
-        The inputs.
-    """
-    nodes = 1 + shape.drafts if shape.drafts else 0
-    sizes = [1, 1, shape.tokens, shape.rows + 1, *[shape.rows] * (2 + len(_COLUMNS)), shape.rows * shape.pages]
-    parts = jnp.split(packed, np.cumsum(sizes).tolist())
-    requests, shared, tokens, indptr, lengths, slots, *words, table, trees = parts
-    cast = jax.lax.bitcast_convert_type
-    *columns, dropped, guided = (cast(x, dtype) for (_, dtype), x in zip(_COLUMNS, words, strict=True))
-    ancestors = trees.reshape(shape.rows, nodes) if nodes else None
-    batch = PagedBatch(indptr, lengths, table.reshape(shape.rows, shape.pages), ancestors)
-    of_sampling = len(_SAMPLING)
-    sampling, penalties = SamplingBatch(*columns[:of_sampling]), PenaltyBatch(*columns[of_sampling:])
-    prefix = SharedPrefix(requests[0], shared[0])
-    return StepInputs(tokens, batch, slots, sampling, penalties, prefix, dropped, guided)

@@ -9,20 +9,20 @@ import numpy as np
 from jaxtyping import Int32
 
 from flax_layers.models import ModelConfig
-from flax_layers.serving.engine.options import EngineOptions
+from flax_layers.serving.device.options import EngineOptions
 from flax_layers.serving.engine.sequence import Sequence
 from jflex.paged import OutOfPages, PagePool, PrefixCache, PrefixHit
 
 
 class Pages:
-    """Gives pages to sequences and takes them back.
+    """Allocates and releases the pages of sequences.
 
     Keys and values that a step has been dispatched to write count as written: steps run in the order of dispatch. So a
     prefix is shared as soon as its chunk is scheduled, even with a chunk of the same step, for each layer writes the
     keys of all chunks before any of them attends.
 
-    If all layers of the model have windows, pages of a sequence that no later token attends to are dropped. Those of
-    its shared prefix stay until it ends.
+    If all layers of the model have windows, pages of a sequence that no later token attends to are dropped. Pages
+    of its shared prefix stay until it ends.
 
     The samples of a prompt compute it once. They share its full pages through the prefix cache. The last page, if it is
     partly filled, is copied, because each of them goes on in it.
@@ -31,9 +31,7 @@ class Pages:
     chunk. A prefix that is shared is at most as long as sinks and window, and is given up when the window has left it.
 
     Args:
-        options: Sizes of the cache, whether prefixes are shared, and what sequences attend to.
-        config: Configuration of the model.
-        window: How many keys a token attends to at most, its own included; None: all before it.
+        window: Keys that a token attends to at most, itself included; None: all before it.
 
     Attributes:
         longest: Tokens of the longest sequence that can end.
@@ -67,7 +65,7 @@ class Pages:
 
     @property
     def free(self) -> int:
-        """Pages that nobody uses."""
+        """Free pages."""
         return self._pool.num_free
 
     @property
@@ -81,20 +79,17 @@ class Pages:
         return self._pool.num_pages - 1 - self.free - self.cached
 
     def begin(self, sequence: Sequence, samples: Items[Sequence], spare: int) -> bool:
-        """Gives a sequence pages for all its tokens, the first ones from the prefix cache.
+        """Allocates pages for all tokens of a sequence, the first from the prefix cache; False if there are too few.
 
         If there is another sample of its prompt and all pages before the last one are cached, the last one is copied.
         Only the last token is computed then.
 
-        With `streaming`, not more than sinks and window need: `room` gives it the others.
+        With `streaming`, not more than sinks and window need: `room` allocates the others.
 
         Args:
-            sequence: One without pages.
+            sequence: A sequence without pages. Nothing changes if there are not enough.
             samples: Others of its prompt, which has been written to their pages by dispatched steps.
             spare: Pages that must remain available.
-
-        Returns:
-            Whether there were enough; if not, nothing has changed.
         """
         prefix = self._match(sequence)
         missing = self._pool.pages_for(sequence.length)
@@ -113,10 +108,10 @@ class Pages:
         return True
 
     def fork(self, sequence: Sequence, first: Sequence, spare: int) -> bool:
-        """Gives a sample of a prompt its pages, in the step that completes the prompt.
+        """Allocates the pages of a sample in the step that completes its prompt.
 
         Args:
-            sequence: One without pages and without generated tokens.
+            sequence: A sequence without pages and without generated tokens.
             first: Another sample of the prompt. The step computes the last token.
             spare: Pages that must remain available.
 
@@ -138,7 +133,7 @@ class Pages:
         return True
 
     def extend(self, sequence: Sequence) -> bool:
-        """Whether a running sequence has a page for its next token; allocates it if it is missing."""
+        """Allocates a page for the next token of a running sequence if it is missing; False if there is none."""
         self._drop_unseen(sequence)
         if sequence.length - sequence.dropped <= len(sequence.pages) * self._pool.page_size:
             return True
@@ -148,48 +143,34 @@ class Pages:
             return False
         return True
 
-    def room(self, sequence: Sequence, wanted: int, spare: int) -> int:
+    def room(self, sequence: Sequence, count: int, spare: int) -> int:
         """Allocates the pages of a chunk of a prompt, as far as `begin` has not.
 
-        Args:
-            sequence: The sequence.
-            wanted: Tokens of the chunk.
-            spare: Pages that must remain available.
-
-        Returns:
-            How many of the tokens have pages.
+        Returns the number of its tokens, `count` at most, that have pages. `spare` pages remain available.
         """
         if self._streaming is None:
-            return wanted
+            return count
         self._drop_unseen(sequence)
         begun = sequence.computed - sequence.dropped
-        missing = self._pool.pages_for(begun + wanted) - len(sequence.pages)
+        missing = self._pool.pages_for(begun + count) - len(sequence.pages)
         available = self._pool.num_free + self._cache.num_evictable - spare
         sequence.pages += self._cache.alloc(max(0, min(missing, available)))
-        return min(wanted, len(sequence.pages) * self._pool.page_size - begun)
+        return min(count, len(sequence.pages) * self._pool.page_size - begun)
 
     def extend_for_drafts(self, sequence: Sequence, drafts: int) -> int:
-        """Gives a running sequence pages for drafts after its last token, as far as any are available.
-
-        Args:
-            sequence: One whose last token has a page.
-            drafts: How many there are.
-
-        Returns:
-            How many of them have a page.
-        """
+        """Allocates available pages for drafts after the last token of a sequence; returns the drafts that have one."""
         missing = self._pool.pages_for(sequence.computed + drafts) - len(sequence.pages)
         sequence.pages += self._cache.alloc(max(0, min(missing, self._pool.num_free + self._cache.num_evictable)))
         return min(drafts, len(sequence.pages) * self._pool.page_size - sequence.computed)
 
     def trim(self, sequence: Sequence) -> None:
-        """Takes the pages of a running sequence after that of its last token: only rejected drafts are on them."""
+        """Releases the pages of a running sequence behind its last token: only rejected drafts are on them."""
         needed = self._pool.pages_for(sequence.length)
         self._pool.release(sequence.pages[needed:])
         del sequence.pages[needed:]
 
     def skip_cached(self, sequence: Sequence) -> None:
-        """Leaves out what another sequence has computed since this one began."""
+        """Skips tokens that another sequence has computed since this one began."""
         if not self._shares or sequence.dropped:
             return
         assert sequence.prefix is not None
@@ -197,9 +178,9 @@ class Pages:
         if prefix.num_tokens <= sequence.computed:
             self._cache.unlock(prefix)
             return
-        own = sequence.pages[len(sequence.prefix.pages) : len(prefix.pages)]
+        duplicates = sequence.pages[len(sequence.prefix.pages) : len(prefix.pages)]
         self._cache.unlock(sequence.prefix)
-        self._pool.release(own)
+        self._pool.release(duplicates)
         sequence.prefix = prefix
         sequence.pages[: len(prefix.pages)] = prefix.pages
         sequence.computed = prefix.num_tokens
@@ -216,17 +197,12 @@ class Pages:
         sequence.pages[: len(sequence.prefix.pages)] = sequence.prefix.pages
 
     def end(self, sequence: Sequence, *, keep: bool) -> None:
-        """Takes the pages of a sequence.
-
-        Args:
-            sequence: One that has pages.
-            keep: Whether its full pages stay in the prefix cache.
-        """
+        """Releases the pages of a sequence; with `keep`, its full pages stay in the prefix cache."""
         if keep:
             self.share(sequence)
         assert sequence.prefix is not None
         self._cache.unlock(sequence.prefix)
-        self._pool.release(sequence.own_pages)
+        self._pool.release(sequence.private_pages)
         sequence.prefix, sequence.pages, sequence.dropped, sequence.copies = None, [], 0, ()
 
     def _match(self, sequence: Sequence, limit: int | None = None) -> PrefixHit:
@@ -269,11 +245,7 @@ class Pages:
             sequence.dropped += (end - sinks) * self._pool.page_size
 
     def clear(self, namespaces: Iterable[Hashable] | None = None) -> None:
-        """Forgets prefixes.
-
-        Args:
-            namespaces: Whose; no sequence of theirs may have pages. None: all.
-        """
+        """Forgets the prefixes of namespaces without running sequences, by default of all."""
         if namespaces is None:
             self._cache.reset()
             return
@@ -281,10 +253,10 @@ class Pages:
             self._cache.clear(namespace)
 
     def free_mask(self) -> Int32[np.ndarray, " P"]:
-        """1 for each page that nobody uses, else 0."""
+        """1 for each free page, else 0."""
         owners = self._pool.owner_counts(np.arange(1, self._pool.num_pages))
         return np.concatenate([np.zeros(1, np.int32), (owners == 0).astype(np.int32)])
 
     def check(self, running: Iterable[Sequence]) -> None:
         """Raises unless every page is free, cached or used by one of the running sequences."""
-        self._cache.check([sequence.own_pages for sequence in running])
+        self._cache.check([sequence.private_pages for sequence in running])

@@ -1,24 +1,21 @@
-"""Requests to the engine, and the events that it sends back."""
+"""Requests to the engine, the events and errors that answer them, and counts of the engine."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Hashable
 from typing import Literal, NamedTuple
 
 from flax_layers.sampling import Sampling, checked_integer
-from flax_layers.serving.constraints import Constraint
 from flax_layers.serving.device.penalties import Penalties
+from flax_layers.serving.device.step import MAX_LOGPROBS, TokenLogprobs
+from flax_layers.serving.engine.constraints import Constraint
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 """`stop`: a stop token was sampled, or the text of a constraint is complete. `length`: `max_tokens` or the context
 length was reached. `cancelled`: by the client or by shutdown. `error`: the step of the request failed, or no token can
 follow its constraint."""
-
-MAX_LOGPROBS = 20
-"""Top log probabilities that a request may ask for; as in OpenAI's API."""
 
 MAX_STOP_TOKENS = 1024
 """Stop tokens of a request, at most."""
@@ -30,13 +27,13 @@ class Request:
 
     Attributes:
         prompt: Its tokens, at least one.
-        max_tokens: How many tokens to generate at most; None: as many as the context and the cache hold.
-        sampling: How tokens are chosen.
-        penalties: How logits are changed before.
-        stop_tokens: End the sequence; the one that does is not part of the output. At most 1024.
-        logprobs: None: no log probabilities. Otherwise those of the sampled tokens and of so many top tokens.
+        max_tokens: Maximum number of generated tokens; None: as many as the context and the cache hold.
+        sampling: Temperature, truncation and seed.
+        penalties: Changes of the logits before sampling.
+        stop_tokens: Tokens that end the sequence, which are not part of the output. At most 1024.
+        logprobs: Number of top tokens with log probabilities, beside the sampled ones; None: no log probabilities.
         namespace: Requests share cached prefixes only within a namespace: a tenant, an adapter, a salt.
-        constraint: What the generated text must match; None for any text. The engine needs `guides` for it.
+        constraint: Language of the generated text; None for any text. The engine needs `guides` for it.
 
     Raises:
         TypeError: A field has a wrong type.
@@ -84,26 +81,14 @@ class Request:
 
     @functools.cached_property
     def is_greedy(self) -> bool:
-        """Whether the most probable tokens are all that is wanted: no draws, no log probabilities, no other logits."""
+        """True if only the most probable tokens are needed: no draws, no log probabilities, no other logits."""
         is_plain = not self.penalties and self.constraint is None
         return self.sampling.temperature == 0 and is_plain and self.logprobs is None
 
     @property
     def may_be_speculated(self) -> bool:
-        """Whether its tokens may be drafted: no token changes the logits after it, and no log probabilities return."""
+        """True if its tokens may be drafted: no token changes the logits after it, and no log probabilities return."""
         return not self.penalties and self.logprobs is None and self.constraint is None
-
-
-class TokenLogprobs(NamedTuple):
-    """Log probabilities (natural) at one position, of the model's own distribution: before temperature and truncation.
-
-    Attributes:
-        logprob: Log probability of the sampled token.
-        top: The most probable tokens with theirs, as many as the request asked for, the most probable one first.
-    """
-
-    logprob: float
-    top: tuple[tuple[int, float], ...]
 
 
 class Event(NamedTuple):
@@ -123,21 +108,14 @@ class Event(NamedTuple):
 
 
 Deliver = Callable[[Event], None]
-"""Takes the events of a request. The engine's thread calls it, so it must return at once. What it raises ends the
-request."""
+"""Takes the events of a request. The engine's thread calls it, so it must return at once. An error of it ends
+the request."""
 
 
 def token_limit(request: Request, context: int, cache_tokens: int, vocabulary: int) -> int:
-    """How many tokens a request may generate.
+    """The number of tokens that a request may generate: `max_tokens`, or all that fit if it is None.
 
-    Args:
-        request: The request.
-        context: Positions of a sequence.
-        cache_tokens: Tokens that all pages together hold.
-        vocabulary: Vocabulary size of the model.
-
-    Returns:
-        `max_tokens`, or what fits if it is None.
+    `context` is the positions of a sequence, `cache_tokens` the tokens that all pages together hold.
 
     Raises:
         ValueError: The prompt or `max_tokens` does not fit, or a token is not in the vocabulary.
@@ -168,11 +146,50 @@ def token_limit(request: Request, context: int, cache_tokens: int, vocabulary: i
     return request.max_tokens
 
 
-def finite(logprob: float) -> float:
-    """A log probability for JSON, which has no infinity: at least -9999.
+class QueueFull(RuntimeError):
+    """The queue is full: `max_waiting` requests wait that cannot start. Try again later."""
 
-    Example:
-        >>> finite(float("-inf")), finite(-0.5)
-        (-9999.0, -0.5)
+
+class Closed(RuntimeError):
+    """The engine takes no more requests: it is shutting down."""
+
+
+COUNTED = ("generated_tokens", "drafted_tokens", "accepted_tokens", "steps", "cascade_steps", "failures")
+"""Counts of the engine itself."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Stats:
+    """The engine at one moment; counts are since it started.
+
+    Attributes:
+        running: Requests that have pages.
+        waiting: Requests that have none yet.
+        free_pages: Pages that no request and no prefix uses.
+        cached_pages: Pages that the prefix cache holds.
+        used_pages: Pages of running requests alone.
+        prompt_tokens: Tokens of admitted prompts.
+        hit_tokens: Tokens of prompts from the prefix cache, or that another sample of the prompt computed.
+        generated_tokens: Sampled tokens that were delivered.
+        drafted_tokens: Drafted tokens that were verified.
+        accepted_tokens: Drafted tokens that were accepted.
+        steps: Steps that were dispatched.
+        cascade_steps: Steps in which requests read their shared prefix once for all.
+        preemptions: Number of times that a request lost its pages and was computed again.
+        failures: Steps that failed.
     """
-    return max(logprob, -9999.0) if not math.isnan(logprob) else -9999.0
+
+    running: int
+    waiting: int
+    free_pages: int
+    cached_pages: int
+    used_pages: int
+    prompt_tokens: int
+    hit_tokens: int
+    generated_tokens: int
+    drafted_tokens: int
+    accepted_tokens: int
+    steps: int
+    cascade_steps: int
+    preemptions: int
+    failures: int

@@ -1,7 +1,7 @@
 """Decides which tokens of which requests a step computes, and owns the pages: host Python, nothing of a device.
 
 Continuous batching with chunked prefill (Orca, Yu et al., OSDI 2022; Sarathi-Serve, Agrawal et al., OSDI 2024): every
-decoding request gets its token in each step, and what is left of the budget goes to chunks of prompts, in the order of
+decoding request gets its token in each step, and the remaining budget goes to chunks of prompts, in the order of
 arrival, and then to drafts. When pages run out, cached prefixes are evicted; then the request that came last is
 preempted: its pages are released, and it is computed again later (vLLM, Kwon et al., 2023, section 4.5). Drafts preempt
 nobody.
@@ -13,19 +13,17 @@ import bisect
 import collections
 from typing import NamedTuple
 
-from flax_layers.serving.device.drafts import Draft
-from flax_layers.serving.engine.options import EngineOptions
+from flax_layers.serving.device.options import EngineOptions
+from flax_layers.serving.engine.drafts import Draft
 from flax_layers.serving.engine.pages import Pages
-from flax_layers.serving.engine.requests import FinishReason
+from flax_layers.serving.engine.requests import FinishReason, QueueFull
 from flax_layers.serving.engine.sequence import PageCopy, Sequence
-from flax_layers.serving.engine.ticket import QueueFull
 
 
 class Chunk(NamedTuple):
     """Consecutive tokens of one sequence, for one step.
 
     Attributes:
-        sequence: The sequence.
         first: Position of the first token.
         count: Number of tokens. 0 for a sample of a prompt that the chunk before completes: its next token is sampled
             from the same logits.
@@ -54,16 +52,12 @@ class OutOfRoom(Exception):
 class Scheduler:
     """The waiting and running sequences, and their pages.
 
-    Args:
-        options: Sizes of the engine.
-        pages: The pages of the cache.
-
     Attributes:
         waiting: Sequences that wait, in the order of service.
-        running: Those that have pages, in the order of arrival.
-        preemptions: How often a sequence lost its pages.
+        running: Sequences that have pages, in the order of arrival.
+        preemptions: Number of times that a sequence lost its pages.
         prompt_tokens: Tokens of the prompts that were admitted.
-        hit_tokens: Those of them that were found in the prefix cache, or that another sample of the prompt computed.
+        hit_tokens: Tokens of prompts from the prefix cache, or that another sample of the prompt computed.
     """
 
     def __init__(self, options: EngineOptions, pages: Pages):
@@ -76,14 +70,13 @@ class Scheduler:
         self._lacks_pages = False  # whether the first one that waits found no pages
 
     def check_room(self, known: int, arriving: int) -> None:
-        """Checks that no more requests wait than may; from any thread. A request that can start at once does not wait.
+        """Raises QueueFull if more requests would wait than may; from any thread.
+
+        A request that can start at once does not wait.
 
         Args:
-            known: Requests that were taken, and are not among those that wait yet.
+            known: Requests that were taken, and are not in `waiting` yet.
             arriving: Number of requests to take.
-
-        Raises:
-            QueueFull: There is no room for all that arrive.
         """
         options = self._options
         free = 0 if self._lacks_pages else options.max_requests - len(self.running)
@@ -130,19 +123,13 @@ class Scheduler:
                 self._lacks_pages = True
                 break
             budget -= self._add_chunk(chunks, sequence, budget)
-        for place in range(len(decoding)):
-            chunks[place] = self._with_draft(chunks[place], budget)
-            budget -= len(chunks[place].draft.tokens)
+        for row in range(len(decoding)):
+            chunks[row] = self._with_draft(chunks[row], budget)
+            budget -= len(chunks[row].draft.tokens)
         return chunks
 
     def finish(self, sequence: Sequence, reason: FinishReason, *, keep: bool = True) -> None:
-        """Ends a sequence, wherever it is, and returns its pages.
-
-        Args:
-            sequence: One that has not ended.
-            reason: Why it ends.
-            keep: Whether the prefix cache may keep what was computed.
-        """
+        """Ends a waiting or running sequence; with `keep`, the prefix cache may keep its full pages."""
         sequence.finish_reason = reason
         if sequence.slot is None:
             self.waiting.remove(sequence)
@@ -152,9 +139,7 @@ class Scheduler:
     def preempt(self, sequence: Sequence, *, keep: bool = True) -> None:
         """Takes the pages of a running sequence without pending tokens; it is the next one to be admitted.
 
-        Args:
-            sequence: The sequence.
-            keep: Whether the prefix cache may keep what was computed, until other sequences need the pages.
+        With `keep`, the prefix cache may keep computed pages until other sequences need them.
         """
         assert not sequence.pending
         self._release(sequence, keep=keep)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 from jaxtyping import Int32
 
-from flax_layers.serving.device.drafts import Draft, PromptLookup
+from flax_layers.serving.engine.constraints import Guide
+from flax_layers.serving.engine.drafts import Draft, PromptLookup
 from flax_layers.serving.engine.requests import Deliver, FinishReason, Request
-from flax_layers.serving.guides import Guide
 from jflex.paged import PrefixHit
 
 PageCopy = tuple[int, int]
@@ -26,18 +26,16 @@ class Sequence:
     the next step takes it from the device.
 
     Attributes:
-        request: The request.
         limit: Tokens to generate at most.
-        deliver: Receives the events.
-        words: Its parameters as the device gets them in each step; see `packing.pack_request`.
+        words: Its parameters, packed for each step by `packing.pack_request`.
         number: Counts sequences in the order of arrival, which is the order of service.
         tokens: The known tokens, prompt first.
         pending: Tokens that were sampled and have not been read.
         computed: Positions whose keys and values are in the cache, or will be when the dispatched steps have run.
         prefix: Its cached prefix, locked while it runs.
-        pages: Those of the positions, in order: those of the prefix, then its own; 0 for those that were dropped.
+        pages: Pages of its positions, in order: of the prefix, then private ones; 0 for dropped pages.
         dropped: With `streaming`, tokens behind the sinks whose pages are not in `pages` any more.
-        slot: Its place in the state on the device; None while it waits.
+        slot: Its index in the state on the device; None while it waits.
         is_edited: Whether the device knows its penalties, in this slot.
         hit: Tokens that it need not compute when it is admitted first: they are in the prefix cache, or another sample
             of the prompt computes them; None before.
@@ -45,7 +43,7 @@ class Sequence:
         finish_reason: None until it ends.
         guide: Follows its constraint; None without one. It has taken the known tokens after the prompt.
         samples: The samples of its prompt that were submitted together, itself included; empty if it is the only one.
-        copies: Pages to copy to its own for its next chunk: source and destination.
+        copies: Pages to copy for its next chunk: source and destination.
         fault: An error on the host, which ends it when its next token is read.
     """
 
@@ -77,12 +75,7 @@ class Sequence:
     def append(self, tokens: tuple[int, ...]) -> tuple[tuple[int, ...], FinishReason | None]:
         """Makes a pending token known, and the tokens after accepted drafts, whose keys are in the cache.
 
-        Args:
-            tokens: The tokens.
-
-        Returns:
-            Those to deliver, and why the sequence ends; what follows its end is dropped.
-
+        Returns the tokens to deliver, and why the sequence ends; tokens after its end are dropped.
         """
         self.pending -= 1
         self.computed += len(tokens) - 1
@@ -99,14 +92,7 @@ class Sequence:
         return tokens, None
 
     def draft(self, most: int) -> Draft:
-        """Drafts its next tokens.
-
-        Args:
-            most: How many at most.
-
-        Returns:
-            The drafts.
-        """
+        """Drafts at most `most` of its next tokens."""
         assert self.lookup is not None
         with self.alone():
             return self.lookup.draft(self.tokens, most)
@@ -117,7 +103,7 @@ class Sequence:
         """Keeps an error on the host as the `fault` of this sequence, so that the step goes on."""
         try:
             yield
-        except Exception as error:  # whatever a constraint or a look-up raises
+        except Exception as error:  # any error of a constraint or a look-up
             self.fault = error
 
     @property
@@ -136,21 +122,42 @@ class Sequence:
         return self.length - len(self.request.prompt)
 
     @property
-    def own_pages(self) -> list[int]:
+    def private_pages(self) -> list[int]:
         """The pages that belong to the sequence, not to the prefix cache."""
         return [page for page in self.pages[0 if self.prefix is None else len(self.prefix.pages) :] if page]
 
     @property
     def is_done(self) -> bool:
-        """Whether nothing is left to dispatch: it has ended, or ends when its pending tokens are read."""
+        """True if nothing remains to dispatch: it has ended, or ends when its pending tokens are read."""
         return self.finish_reason is not None or self.generated >= self.limit
 
     @property
     def runs_ahead(self) -> bool:
-        """Whether its next step can be dispatched before the last one is read: it depends on no token but by value."""
+        """True if its next step can be dispatched before the last one is read: it depends on no token but by value."""
         return self.guide is None and self.lookup is None
 
     @property
     def top_logprobs(self) -> int:
-        """Top tokens whose log probabilities are delivered; -1 for none, and not that of the sampled token either."""
+        """Number of top tokens with log probabilities; -1: no log probabilities, not even of the sampled token."""
         return -1 if self.request.logprobs is None else self.request.logprobs
+
+
+class Ticket:
+    """A submitted request, which it cancels."""
+
+    def __init__(self, sequence: Sequence, cancel: Callable[[Sequence], None]):
+        self._sequence, self._cancel = sequence, cancel
+
+    def cancel(self) -> None:
+        """Ends the request before the next step, from any thread; does nothing if it has ended."""
+        self._cancel(self._sequence)
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of the prompt."""
+        return len(self._sequence.request.prompt)
+
+    @property
+    def hit_tokens(self) -> int:
+        """Tokens of the prompt that were found in the prefix cache, or that another sample of it computed."""
+        return self._sequence.hit or 0

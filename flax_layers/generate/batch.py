@@ -1,4 +1,4 @@
-"""Checks requests, and pads them so that a few programs serve prompts of all lengths."""
+"""Checks prompts, and pads them so that a few programs serve prompts of all lengths."""
 
 from __future__ import annotations
 
@@ -15,36 +15,24 @@ from flax_layers.sampling import Sampling
 
 
 @dataclasses.dataclass(frozen=True)
-class Requests:
-    """Prompts that run in one batch.
-
-    Attributes:
-        prompts: Tokens of each prompt.
-        sampling: Sampling parameters of each.
-        max_tokens: Maximum number of new tokens of each.
-        stop_tokens: Tokens that end a sequence.
-    """
+class Batch:
+    """Prompts that run in one batch, with the sampling parameters and the maximum number of new tokens of each."""
 
     prompts: tuple[tuple[int, ...], ...]
     sampling: tuple[Sampling, ...]
     max_tokens: tuple[int, ...]
     stop_tokens: tuple[int, ...]
 
-    def continued(self, rows: Sequence[int], written: Sequence[Sequence[int]], limit: int) -> Requests:
-        """The remaining requests of some rows, with generated tokens appended to their prompts.
+    def continued(self, rows: Sequence[int], written: Sequence[Sequence[int]], limit: int) -> Batch:
+        """Selects rows, with the tokens generated so far (`written`, of all rows) appended to their prompts.
 
         Args:
-            rows: Indices of the rows.
-            written: The tokens generated so far, for all rows.
             limit: Maximum length of a sequence in the cache; its last token is not in the cache.
-
-        Returns:
-            The requests.
         """
         prompts = tuple((*self.prompts[row], *written[row]) for row in rows)
-        left = [self.max_tokens[row] - len(written[row]) for row in rows]
-        max_tokens = tuple(min(n, limit - len(prompt) + 1) for n, prompt in zip(left, prompts, strict=True))
-        return Requests(prompts, tuple(self.sampling[row] for row in rows), max_tokens, self.stop_tokens)
+        most = [self.max_tokens[row] - len(written[row]) for row in rows]
+        max_tokens = tuple(min(n, limit - len(prompt) + 1) for n, prompt in zip(most, prompts, strict=True))
+        return Batch(prompts, tuple(self.sampling[row] for row in rows), max_tokens, self.stop_tokens)
 
     def padded(self, max_positions: int) -> tuple[Int32[np.ndarray, "B T"], Int32[np.ndarray, " B"]]:
         """The prompts, padded to the bucket of the longest, and their lengths."""
@@ -63,12 +51,6 @@ class Requests:
 def bucket(length: int) -> int:
     """The smallest of 16, 24, 32, 48, 64, 96, ... that is at least `length`. From 12 on, at most a third is padding.
 
-    Args:
-        length: At least 1.
-
-    Returns:
-        The bucket.
-
     Example:
         >>> [bucket(length) for length in (1, 16, 17, 25, 1000, 1025)]
         [16, 16, 24, 32, 1024, 1536]
@@ -77,28 +59,14 @@ def bucket(length: int) -> int:
     return power * 3 // 4 if power > 16 and length <= power * 3 // 4 else power
 
 
-def check_requests(
+def check_batch(
     config: ModelConfig,
     prompts: Sequence[Sequence[int]],
     max_tokens: int,
     sampling: Sampling | Sequence[Sampling],
     stop_tokens: Sequence[int] | None,
-) -> Requests:
-    """Checks the arguments of generation.
-
-    Args:
-        config: The configuration of the model.
-        prompts: Tokens of each prompt.
-        max_tokens: Maximum number of new tokens of each sequence.
-        sampling: Sampling parameters, one for all prompts or one for each.
-        stop_tokens: Tokens that end a sequence. None: those of the configuration.
-
-    Returns:
-        The requests.
-
-    Raises:
-        ValueError: An argument is out of range.
-    """
+) -> Batch:
+    """Checks the arguments of `generate`, and raises ValueError for one that is out of range."""
     _check_prompts(config, prompts)
     check_max_tokens(max_tokens)
     each = (sampling,) * len(prompts) if isinstance(sampling, Sampling) else tuple(sampling)
@@ -107,34 +75,19 @@ def check_requests(
             f"`sampling` must be one `Sampling` for all prompts, or one for each. Got {len(each)} for {len(prompts)} "
             "prompts."
         )
-    left = tuple(min(max_tokens, config.max_positions - len(prompt)) for prompt in prompts)
+    most = tuple(min(max_tokens, config.max_positions - len(prompt)) for prompt in prompts)
     stops = config.eos_token_ids if stop_tokens is None else tuple(stop_tokens)
-    return Requests(tuple(map(tuple, prompts)), each, left, stops)
+    return Batch(tuple(map(tuple, prompts)), each, most, stops)
 
 
 def check_max_tokens(max_tokens: int) -> None:
-    """Checks `max_tokens`.
-
-    Args:
-        max_tokens: Maximum number of new tokens.
-
-    Raises:
-        ValueError: It is less than 1.
-    """
+    """Raises ValueError unless `max_tokens` is at least 1."""
     if max_tokens < 1:
         raise ValueError(f"`max_tokens` must be at least 1. Got {max_tokens}. Pass the number of tokens to generate.")
 
 
 def check_cache(cache: str, dtype: str | None = None) -> None:
-    """Checks the name of a cache, and of its dtype.
-
-    Args:
-        cache: The name.
-        dtype: The dtype; None for that of the model.
-
-    Raises:
-        ValueError: There is no such cache, or it cannot have the dtype.
-    """
+    """Raises ValueError if there is no such cache, or it cannot have the dtype; None is the dtype of the model."""
     if cache not in KINDS:
         raise ValueError(f"`cache` must be one of {', '.join(KINDS)}. Got {cache!r}. The default is dense.")
     check_cache_name(dtype)

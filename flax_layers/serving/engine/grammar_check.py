@@ -1,8 +1,8 @@
 """Compiles a grammar in a process of its own: `python -P grammar_check.py`, with the constraint as JSON on its input.
 
-A grammar of a few kilobytes can take minutes and gigabytes to compile, and what compiles it cannot be stopped. So it is
+A grammar of a few kilobytes can take minutes and gigabytes to compile, and the compiler cannot be stopped. So it is
 compiled first where the operating system bounds time and memory. This file imports nothing of the library, so that it
-starts in 0.1 s; `flax_layers.serving.guides` runs it.
+starts in 0.1 s; `flax_layers.serving.engine.constraints` runs it.
 """
 
 import json
@@ -15,7 +15,7 @@ LIMITS = {"max_items_in_row": 10_000, "verbose_errors": False}
 
 
 def main() -> None:
-    """Prints what is wrong with the grammar; nothing if it compiles."""
+    """Prints the error of the grammar; nothing if it compiles."""
     import resource  # not on every system
 
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))

@@ -1,14 +1,14 @@
-"""Limits, bodies that are read within them, answers that are streamed, and clients that leave."""
+"""HTTP below the endpoints: errors as OpenAI's API words them, limits of bodies and connections, streams."""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
+import re
 from collections.abc import AsyncIterator, Callable, Coroutine
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from flax_layers.models.checkpoint.optional import needs
-from flax_layers.serving.api.errors import ApiError
 
 with needs("starlette", "serve"):
     from starlette.requests import Request
@@ -16,6 +16,61 @@ with needs("starlette", "serve"):
     from starlette.types import Receive, Scope, Send
 
 Result = TypeVar("Result")
+
+_KINDS = {
+    400: ("invalid_request_error", None),
+    401: ("authentication_error", "invalid_api_key"),
+    403: ("permission_error", "forbidden"),
+    404: ("not_found_error", "not_found"),
+    405: ("invalid_request_error", "method_not_allowed"),
+    408: ("timeout_error", "timeout"),
+    413: ("invalid_request_error", "request_too_large"),
+    429: ("rate_limit_error", "rate_limit_exceeded"),
+    500: ("server_error", "server_error"),
+    503: ("service_unavailable_error", "service_unavailable"),
+}
+"""Type and code of an error, by its HTTP status."""
+
+RETRY_SECONDS = 1
+"""`Retry-After` of refused requests, in seconds."""
+
+
+class ApiError(Exception):
+    """The error that answers a failed request.
+
+    Args:
+        status: HTTP status.
+        message: The error, the rule, the values, the remedy.
+        param: The wrong parameter; default: the first that the message names in backquotes, if it is a 400.
+        code: A code for programs. Default: follows from the status.
+
+    Example:
+        >>> ApiError(400, "`n` must be at least 1. Got 0.").body()["error"]["param"]
+        'n'
+    """
+
+    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None):
+        super().__init__(message)
+        self.status, self.message = status, message
+        named = re.match(r"`([\w.]+)`", message) if status == 400 else None
+        self.param = named[1] if param is None and named else param
+        self.code = code
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """HTTP headers of the answer."""
+        if self.status in (429, 503):
+            return {"Retry-After": str(RETRY_SECONDS)}
+        if self.status == 401:
+            return {"WWW-Authenticate": "Bearer"}
+        if self.status in (408, 413):  # the remaining body is not read
+            return {"Connection": "close"}
+        return {}
+
+    def body(self) -> dict[str, dict[str, str | None]]:
+        """The error object of the answer, as JSON."""
+        kind, code = _KINDS.get(self.status, _KINDS[400 if self.status < 500 else 500])
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code or code}}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,7 +81,7 @@ class Limits:
         body_bytes: Maximum size of a body.
         body_seconds: Maximum time for a body to arrive.
         head_seconds: Maximum time for the head of a request to arrive, and of a connection without a request.
-        stall_seconds: Maximum time in which a client reads nothing of what waits for it.
+        stall_seconds: Maximum time in which a client reads nothing of a waiting answer.
     """
 
     body_bytes: int = 4 << 20
@@ -40,18 +95,7 @@ class Disconnected(Exception):
 
 
 async def read_body(request: Request, limits: Limits) -> bytes:
-    """Reads a body within limits; what is over them is never held.
-
-    Args:
-        request: The request.
-        limits: Limits of its size and of the time to receive it.
-
-    Returns:
-        The body.
-
-    Raises:
-        ApiError: 413 or 408.
-    """
+    """Reads a body; bytes beyond the limits are never held. Raises ApiError 413 or 408."""
     too_large = ApiError(
         413, f"The body must be at most {limits.body_bytes} bytes. It has more. Shorten it, or send several requests."
     )
@@ -72,15 +116,8 @@ async def read_body(request: Request, limits: Limits) -> bytes:
     return bytes(body)
 
 
-async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
-    """Runs something as long as the client is there; the body must have been read.
-
-    Args:
-        receive: The `receive` of the ASGI request.
-        work: The coroutine to run. It is cancelled if the client leaves.
-
-    Returns:
-        Its result.
+async def unless_disconnected(receive: Receive, work: Coroutine[object, None, Result]) -> Result:
+    """Awaits `work` while the client is connected, and cancels it otherwise; the body must have been read.
 
     Raises:
         Disconnected: The client has left.
@@ -103,12 +140,7 @@ async def _left(receive: Receive) -> None:
 
 
 class EventStream(Response):
-    """Streams events, and stops when the client leaves.
-
-    Args:
-        events: Their bytes.
-        end: Called once, whatever happens.
-    """
+    """Streams events, and stops when the client leaves. `end` is called once, whatever happens."""
 
     media_type = "text/event-stream"
 

@@ -9,7 +9,9 @@ from typing import NamedTuple
 from flax_layers.attention.streaming import Streaming
 from flax_layers.models import ModelConfig
 from flax_layers.models.cache_dtype import check_cache_name
-from flax_layers.serving.device.drafts import MAX_DRAFTS
+
+MAX_DRAFTS = 31
+"""Drafts of one request in a step: with the last known token they are the 32 nodes of a tree."""
 
 _SMALL_TABLE = 64
 """Pages of a request up to which all steps share one width of the table: 64 rows of it are 16 KB to transfer."""
@@ -19,13 +21,9 @@ _FARTHEST = 1 << 24
 
 
 class Shape(NamedTuple):
-    """The shape of a step.
+    """The shape of a step: packed tokens and rows of requests, with padding, and the width of the page table.
 
-    Attributes:
-        tokens: Packed tokens, with padding.
-        rows: Requests, with padding.
-        pages: Width of the page table.
-        drafts: Drafted tokens of a request at most; 0 for a program that verifies none.
+    A request has `drafts` drafted tokens at most; 0 for a program that verifies none.
     """
 
     tokens: int
@@ -39,9 +37,9 @@ class Program(NamedTuple):
 
     Attributes:
         shape: The shape of the step.
-        is_greedy: Whether all rows take the most probable token, without penalties, constraints and log probabilities:
-            it neither draws nor sorts.
-        is_cascade: Whether the first rows share a prefix, which is read once, and each row has one token.
+        is_greedy: All rows take the most probable token, without penalties, constraints and log probabilities: it
+            neither draws nor sorts.
+        is_cascade: The first rows share a prefix, which is read once, and each row has one token.
     """
 
     shape: Shape
@@ -55,23 +53,23 @@ class EngineOptions:
 
     Attributes:
         max_requests: Requests that run at once; others wait.
-        max_step_tokens: Tokens of a step. Decoding requests get theirs first, one each; what is left is for chunks of
-            prompts. A larger budget shortens the time to the first token and lengthens the steps of those that decode.
+        max_step_tokens: Tokens of a step. Decoding requests get theirs first, one each; the others are for chunks
+            of prompts. A larger budget shortens the time to the first token and lengthens decoding steps.
         num_pages: Pages of the cache, page 0 included, which holds no tokens.
         page_size: Tokens in a page, 1 to 256. Prefixes are shared in whole pages.
-        cache_dtype: Of the keys and values in the cache: ``int8``, ``float8_e4m3fn`` or ``float8_e5m2``, with a scale
+        cache_dtype: Dtype of keys and values in the cache: ``int8``, ``float8_e4m3fn`` or ``float8_e5m2``, with a scale
             for each token and head; of latent vectors ``float8_e4m3fn``. None: the dtype of the model. Eight bits take
             about half the memory of bfloat16 and round keys and values; the guide of `jflex` says how much.
-        context: Positions of a sequence, prompt included; None: those of the model.
+        context: Positions of a sequence, prompt included; None: the positions of the model.
         max_waiting: Requests that may wait, beside those that can start at once; more are refused.
         streaming: Sequences attend to sinks and a window alone, and keep no other pages. `context` may then be longer
             than the positions of the model and the cache. None: they attend to all their tokens.
         prefix_cache: Whether pages of prompts and outputs are kept for requests that begin alike.
         cascade_bytes: Requests that share a prefix read it once for all, if that saves so many bytes of a layer in a
-            step; see `flax_layers.serving.engine.shared_prefix`. None: never.
+            step; see `flax_layers.serving.engine.cascades`. None: never.
         draft_tokens: Tokens of a request that are drafted and verified in a step at most, 0 to 31; 0: no speculation.
-            Drafts are what followed the last tokens at earlier places of the request. They make steps fewer and
-            larger: worth it for text that repeats its prompt, while a step takes as long for a few more tokens.
+            Drafts are earlier continuations of the last tokens of the request. They make steps fewer and larger:
+            worth it for text that repeats its prompt, if a step takes as long for a few more tokens.
         draft_match: Tokens that must match for that.
         batch_invariant: A request gets the same bits, whatever else is in the batch, from a model whose
             `attention_config` has `batch_invariant`; the guide says how far that goes. There is one shape, with
@@ -131,7 +129,7 @@ class EngineOptions:
             )
 
     def _check_invariant(self) -> None:
-        """Refuses what divides the keys of a request by what else runs: drafts by the budget, windows by the chunks."""
+        """Refuses drafts and windows: other requests would decide how the keys of a request are split."""
         if not self.batch_invariant:
             return
         if self.draft_tokens:
@@ -157,13 +155,7 @@ class EngineOptions:
         return _ladder(least, self.max_step_tokens)
 
     def context_of(self, config: ModelConfig) -> int:
-        """Positions of a sequence.
-
-        Args:
-            config: Configuration of the model.
-
-        Returns:
-            `context`, or the positions of the model.
+        """Positions of a sequence: `context`, or the positions of the model.
 
         Raises:
             ValueError: `context` is out of range, or there is `streaming` for a model with latent attention.
@@ -199,20 +191,21 @@ class EngineOptions:
 
     def least_pages(self, config: ModelConfig) -> int:
         """Pages that a request needs to go on to the end of the context, if no prefix is shared."""
-        whole = -(-self.context_of(config) // self.page_size)
-        return whole if self.streaming is None else min(whole, self._streamed_pages(1))
-
-    def _streamed_pages(self, chunk: int) -> int:
-        """Pages that hold the sinks, or a shared prefix, and the windows of a chunk, at whatever offset they begin."""
-        assert self.streaming is not None
-        pages = lambda tokens: -(-tokens // self.page_size)
-        shared = self.streaming.size // self.page_size if chunk > 1 else 0
-        return max(pages(self.streaming.sinks), shared) + pages(self.streaming.window + chunk - 2) + 1
+        return self._request_pages(config, 1)
 
     def most_pages(self, config: ModelConfig) -> int:
-        """Pages that a request holds at most: those of the context, or what `streaming` leaves of them."""
-        whole = -(-self.context_of(config) // self.page_size)
-        return whole if self.streaming is None else min(whole, self._streamed_pages(self.max_step_tokens))
+        """Pages that a request holds at most."""
+        return self._request_pages(config, self.max_step_tokens)
+
+    def _request_pages(self, config: ModelConfig, chunk: int) -> int:
+        """Pages of the context; with `streaming` at most the sinks, or a shared prefix, and the windows of a chunk."""
+        pages = lambda tokens: -(-tokens // self.page_size)
+        context = pages(self.context_of(config))
+        if self.streaming is None:
+            return context
+        shared = self.streaming.size // self.page_size if chunk > 1 else 0
+        windows = pages(self.streaming.window + chunk - 2) + 1  # at any offset
+        return min(context, max(pages(self.streaming.sinks), shared) + windows)
 
     def pages(self, config: ModelConfig) -> tuple[int, ...]:
         """Buckets of the pages of a request: all of the context, and a quarter of it if that makes tables much smaller.
@@ -247,11 +240,8 @@ class EngineOptions:
             rows: Number of requests in it.
             pages: The largest number of pages of a request.
             config: Configuration of the model.
-            drafts: Whether some of the tokens are drafted.
-            forks: Whether some of the requests have no token.
-
-        Returns:
-            The shape.
+            drafts: True if some of the tokens are drafted.
+            forks: True if some of the requests have no token.
         """
         width, bucket = _least(self.pages(config), pages), _least(self.rows, rows)
         if drafts and tokens <= self._drafted(bucket):

@@ -1,4 +1,4 @@
-"""Which requests of a step share a prefix, and whether it pays to read its keys once for all of them: a cascade."""
+"""Cascades: requests of a step that share a prefix read its keys once for all of them, if that pays."""
 
 from __future__ import annotations
 
@@ -6,28 +6,23 @@ import collections
 from collections.abc import Sequence as Items
 from typing import NamedTuple
 
-from flax_layers.serving.engine.options import EngineOptions, Shape
+from flax_layers.serving.device.options import EngineOptions, Shape
 from flax_layers.serving.engine.scheduler import Chunk
 from jflex.paged import PrefixHit
 
 
 class Shared(NamedTuple):
-    """A step's shared prefix.
-
-    Attributes:
-        requests: How many requests share it, counted from the first one of the step.
-        tokens: Its tokens; whole pages.
-    """
+    """A step's shared prefix: the number of its first requests that share it, and its tokens, in whole pages."""
 
     requests: int = 0
     tokens: int = 0
 
 
-class SharedPrefixes:
-    """Finds the shared prefix of a step, if it pays.
+class Cascades:
+    """Chooses the shared prefix of a step, if a cascade pays.
 
-    A cascade reads the prefix once instead of once for each request, and then merges two outputs. What it saves, in
-    bytes of a layer, is `(requests - 1) * tokens * token_bytes`. It is used if that is at least `cascade_bytes`. The
+    A cascade reads the prefix once instead of once for each request, and then merges two outputs. It saves
+    `(requests - 1) * tokens * token_bytes` bytes of a layer, and is used if that is at least `cascade_bytes`. The
     reason is a measurement (H200, `benchmarks/results/h200/cascade.json`, 64 requests, 8 KV heads of 128): of 8192
     shared keys, 2.1 GB, it saves 219 us; of 1024, 264 MB, 17 us. That is 9.6 TB/s, since other requests find the pages
     in the L2 cache, less 10 us. So it begins to pay at 100 MB.
@@ -41,48 +36,26 @@ class SharedPrefixes:
         self._page_size, self._token_bytes = options.page_size, token_bytes
         self._least = options.cascade_bytes
         self._prefixes: list[PrefixHit | None] = []
-        self._found: tuple[int, int] | None = None
+        self._shared: tuple[int, int] | None = None
 
     def pays(self, requests: int, tokens: int) -> bool:
-        """Whether a cascade pays for a prefix.
-
-        Args:
-            requests: How many requests share it.
-            tokens: Its tokens.
-
-        Returns:
-            Whether it saves enough.
-        """
+        """True if a cascade saves enough for a prefix of so many tokens, shared by so many requests."""
         return self._least is not None and (requests - 1) * tokens * self._token_bytes >= self._least
 
     def shapes(self, shapes: Items[Shape]) -> list[Shape]:
-        """Those shapes for which it may pay: of steps in which each request has one token.
-
-        Args:
-            shapes: All shapes.
-
-        Returns:
-            Some of them.
-        """
+        """The shapes for which it may pay: of steps in which each request has one token."""
         width = lambda shape: shape.pages * self._page_size
         decoding = [shape for shape in shapes if shape.tokens == shape.rows and not shape.drafts]
         return [shape for shape in decoding if self.pays(shape.rows, width(shape))]
 
     def arrange(self, chunks: list[Chunk]) -> tuple[list[Chunk], Shared]:
-        """Puts the requests that share a prefix first, if a cascade pays.
-
-        Args:
-            chunks: Of a step in which each request has one token.
-
-        Returns:
-            The chunks in their new order, and what the first ones share.
-        """
+        """Puts the requests that share a prefix first, if a cascade pays; each chunk must have one token."""
         prefixes = [chunk.sequence.prefix for chunk in chunks]
         if list(map(id, prefixes)) != list(map(id, self._prefixes)):  # a PrefixHit does not change
-            self._prefixes, self._found = prefixes, self._find(prefixes)
-        if self._found is None:
+            self._prefixes, self._shared = prefixes, self._find(prefixes)
+        if self._shared is None:
             return chunks, Shared()
-        page, depth = self._found
+        page, depth = self._shared
         shares = [len(x.pages) >= depth and x.pages[depth - 1] == page for x in prefixes if x is not None]
         ordered = sorted(zip(chunks, shares, strict=True), key=lambda pair: not pair[1])
         return [chunk for chunk, _ in ordered], Shared(sum(shares), depth * self._page_size)

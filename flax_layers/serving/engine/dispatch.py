@@ -1,4 +1,4 @@
-"""From the chunks of a step to a program on the device; and the compilation of all programs ahead of time."""
+"""Dispatches the chunks of a step as a program on the device, and compiles all programs ahead of time."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from jaxtyping import Array, Int32
 
 from flax_layers.models import ModelConfig
 from flax_layers.serving.device.executor import Executor
+from flax_layers.serving.device.options import EngineOptions, Program
 from flax_layers.serving.device.penalties import Penalties, pack_penalties
-from flax_layers.serving.engine.options import EngineOptions, Program
+from flax_layers.serving.engine.cascades import Cascades, Shared
 from flax_layers.serving.engine.packing import pack, pack_allowed, pack_copies
 from flax_layers.serving.engine.scheduler import Chunk
 from flax_layers.serving.engine.sequence import PageCopy
-from flax_layers.serving.engine.shared_prefix import Shared, SharedPrefixes
 from jflex.types import AnyArray
 
 Inputs = tuple[Int32[AnyArray, " words"], Program]
@@ -34,51 +34,22 @@ class Dispatched(NamedTuple):
 
 
 class Dispatcher:
-    """Chooses the program of a step, packs its numbers, and calls the executor.
-
-    Args:
-        executor: Runs the steps on the device.
-        options: Sizes of the engine.
-        config: Configuration of the model.
-    """
+    """Chooses the program of a step, packs its numbers, and calls the executor."""
 
     def __init__(self, executor: Executor, options: EngineOptions, config: ModelConfig):
         self._executor, self._options, self._config = executor, options, config
         self._context = options.context_of(config)
-        self._prefixes = SharedPrefixes(options, executor.token_bytes)
+        self._cascades = Cascades(options, executor.token_bytes)
         can_share = None in config.windows and not (options.streaming or options.batch_invariant or config.latent)
-        self._cascades = self._prefixes.shapes(options.shapes(config)) if can_share else []
+        self._cascade_shapes = self._cascades.shapes(options.shapes(config)) if can_share else []
 
     def run(self, chunks: list[Chunk]) -> Dispatched:
-        """Dispatches a step.
-
-        Args:
-            chunks: The chunks, at least one.
-
-        Returns:
-            The step. Its results are on their way to the host.
-        """
-        shape = self._options.shape_for(
-            sum(chunk.size for chunk in chunks),
-            len(chunks),
-            max(len(chunk.sequence.pages) for chunk in chunks),
-            self._config,
-            drafts=any(chunk.draft.tokens for chunk in chunks),
-            forks=not all(chunk.count for chunk in chunks),
-        )
-        for sequence, *_ in chunks:
-            if not sequence.is_edited and sequence.request.penalties:
-                assert sequence.slot is not None
-                prompt = len(sequence.request.prompt)
-                self._begin_penalties(sequence.request.penalties, sequence.slot, sequence.tokens, prompt)
-                sequence.is_edited = True
+        """Dispatches a step of at least one chunk. Its results are on their way to the host."""
+        self._write_penalties(chunks)
         if any(chunk.sequence.guide is not None for chunk in chunks):
             self._allow(chunks)
-        may_cascade = shape in self._cascades and all(chunk.size == 1 for chunk in chunks)
-        chunks, shared = self._prefixes.arrange(chunks) if may_cascade else (chunks, Shared())
+        chunks, program, shared = self._choose_program(chunks)
         self._copy_pages([pair for chunk in chunks if chunk.count for pair in chunk.copies])
-        is_greedy = not self._options.batch_invariant and all(chunk.sequence.request.is_greedy for chunk in chunks)
-        program = Program(shape, is_greedy, shared.requests > 0)
         fields = self._executor.run(self.packed(chunks, program, shared), program)
         self._copy_pages([pair for chunk in chunks if not chunk.count for pair in chunk.copies])
         fields.copy_to_host_async()
@@ -90,7 +61,7 @@ class Dispatcher:
         program: Program,
         shared: Shared = Shared(),  # noqa: B008  a tuple
     ) -> Int32[np.ndarray, " words"]:
-        """The numbers of a step; see `pack`."""
+        """Packs a step; see `pack`."""
         return pack(chunks, program.shape, self._options.max_requests, shared)
 
     def warm_up(self, report: Callable[[int, int], None]) -> None:
@@ -99,33 +70,52 @@ class Dispatcher:
         self._allow([])
         self._copy_pages([(0, -1)])
         programs = [(shape, False) for shape in self._options.shapes(self._config)]
-        programs += [(shape, True) for shape in self._cascades]
+        programs += [(shape, True) for shape in self._cascade_shapes]
         kinds = (False,) if self._options.batch_invariant else (True, False)
         programs = [Program(shape, greedy, cascade) for shape, cascade in programs for greedy in kinds]
         warm_up(self._executor, [(self.packed([], program), program) for program in programs], report)
 
+    def _write_penalties(self, chunks: list[Chunk]) -> None:
+        """Writes the penalties of sequences that the device does not know yet in their slots."""
+        for sequence, *_ in chunks:
+            if not sequence.is_edited and sequence.request.penalties:
+                assert sequence.slot is not None
+                prompt = len(sequence.request.prompt)
+                self._begin_penalties(sequence.request.penalties, sequence.slot, sequence.tokens, prompt)
+                sequence.is_edited = True
+
+    def _choose_program(self, chunks: list[Chunk]) -> tuple[list[Chunk], Program, Shared]:
+        """The chunks in the order of their rows, their program, and the prefix that the first rows share."""
+        shape = self._options.shape_for(
+            sum(chunk.size for chunk in chunks),
+            len(chunks),
+            max(len(chunk.sequence.pages) for chunk in chunks),
+            self._config,
+            drafts=any(chunk.draft.tokens for chunk in chunks),
+            forks=not all(chunk.count for chunk in chunks),
+        )
+        may_cascade = shape in self._cascade_shapes and all(chunk.size == 1 for chunk in chunks)
+        chunks, shared = self._cascades.arrange(chunks) if may_cascade else (chunks, Shared())
+        is_greedy = not self._options.batch_invariant and all(chunk.sequence.request.is_greedy for chunk in chunks)
+        return chunks, Program(shape, is_greedy, shared.requests > 0), shared
+
     def _begin_penalties(self, penalties: Penalties, slot: int, tokens: Sequence[int], prompt: int) -> None:
-        self._executor.begin_penalties(pack_penalties(penalties, slot, tokens, prompt, self._context))
+        self._executor.change("penalties", pack_penalties(penalties, slot, tokens, prompt, self._context))
 
     def _allow(self, chunks: list[Chunk]) -> None:
-        """Tells the device what constraints allow; a second transfer, in steps that have any."""
-        self._executor.allow(pack_allowed(chunks, self._options.max_requests, self._config.vocabulary))
+        """Writes the tokens that constraints allow: a second transfer, in steps that have any."""
+        self._executor.change("allowed", pack_allowed(chunks, self._options.max_requests, self._config.vocabulary))
 
     def _copy_pages(self, copies: list[PageCopy]) -> None:
         for words in pack_copies(copies):
-            self._executor.copy_pages(words)
+            self._executor.change("copies", words)
 
 
 def warm_up(executor: Executor, steps: Sequence[Inputs], report: Callable[[int, int], None]) -> None:
     """Compiles programs, as many at once as there are CPUs, then runs each once.
 
-    They are lowered one after the other, since that is Python; XLA compiles without the GIL.
-
-    Args:
-        executor: What runs them.
-        steps: The programs with inputs.
-        report: Called with the number of programs that are compiled, and of all, after each. What it raises ends the
-            warm-up.
+    They are lowered one after the other, since that is Python; XLA compiles without the GIL. `report` is called after
+    each program with the number of compiled programs, and of all. An error of it ends the warm-up.
     """
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         try:

@@ -1,4 +1,4 @@
-"""One HTTP request on its way through the engine: all its choices."""
+"""All choices of one HTTP request, on their way through the engine."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import NamedTuple
 
-from flax_layers.serving.api.errors import ApiError
 from flax_layers.serving.api.metrics import Metrics
 from flax_layers.serving.api.text import ChoiceText, Piece
+from flax_layers.serving.api.transport import ApiError
 from flax_layers.serving.engine.engine import Engine
-from flax_layers.serving.engine.requests import Deliver, Event, Request
-from flax_layers.serving.engine.ticket import Closed, QueueFull, Ticket
+from flax_layers.serving.engine.requests import Closed, Deliver, Event, QueueFull, Request
+from flax_layers.serving.engine.sequence import Ticket
 
 MAX_BACKLOG = 1 << 18
 """Tokens and log probabilities of a stream that may wait for its client; up to 80 MB."""
@@ -31,24 +31,24 @@ class Usage(NamedTuple):
     completion: int
 
 
-class Generation:
-    """The choices of a request, and their texts. Belongs to the event loop that it is made in.
+class Choices:
+    """The choices of an HTTP request, and their texts. Belongs to the event loop that constructs it.
 
-    The engine's thread only appends to a queue and wakes the loop, so a slow client does not hold it up. A client that
+    The engine's thread only appends to a queue and wakes the loop, so a slow client does not block it. A client that
     is `max_backlog` behind loses no token that was generated, but gets no more: its requests end.
 
     Args:
-        requests: One for each choice; those of one prompt follow each other.
-        choices: How many each prompt has.
-        text: Makes the text of a choice.
-        metrics: Gets latencies and reasons.
+        requests: One for each choice; all requests of a prompt follow each other.
+        per_prompt: Number of choices of each prompt.
+        text: Constructs the text of a choice.
+        metrics: Collects latencies and finish reasons.
         max_backlog: Tokens and log probabilities that may wait for the client. None: any number.
     """
 
     def __init__(
         self,
         requests: Sequence[Request],
-        choices: int,
+        per_prompt: int,
         text: Callable[[], ChoiceText],
         metrics: Metrics,
         max_backlog: int | None = None,
@@ -56,7 +56,7 @@ class Generation:
         self._max_backlog, self._is_behind = max_backlog, False
         self._produced = self._consumed = 0  # by the engine's thread, and by the loop
         self._weights = [1 if x.logprobs is None else 2 + x.logprobs for x in requests]
-        self._requests, self._choices, self._metrics = requests, choices, metrics
+        self._requests, self._per_prompt, self._metrics = requests, per_prompt, metrics
         self._loop, self._arrived = asyncio.get_running_loop(), asyncio.Event()
         self._events: collections.deque[tuple[int, Event, float]] = collections.deque()
         self._texts = [text() for _ in requests]
@@ -67,15 +67,12 @@ class Generation:
     def submit(self, engine: Engine) -> None:
         """Submits the requests. Takes a while for many long prompts, so it runs beside the event loop.
 
-        Args:
-            engine: Takes them.
-
         Raises:
             ApiError: The engine refuses one of them. `cancel` ends the others.
         """
         try:
-            for first in range(0, len(self._requests), self._choices):
-                samples = range(first, first + self._choices)
+            for first in range(0, len(self._requests), self._per_prompt):
+                samples = range(first, first + self._per_prompt)
                 deliver = [self._deliver(index) for index in samples]
                 tickets = engine.submit_samples([self._requests[index] for index in samples], deliver)
                 self._tickets += tickets
@@ -91,7 +88,7 @@ class Generation:
             raise ApiError(status, message, code=code) from error
 
     def cancel(self) -> None:
-        """Ends what still runs, before the next step; does nothing at the end."""
+        """Ends unfinished choices before the next step."""
         self._is_cancelled = True
         for ticket, text in zip(self._tickets, self._texts, strict=False):
             if not text.is_done:
@@ -100,10 +97,10 @@ class Generation:
                 self._metrics.ended("cancelled")
 
     async def pieces(self) -> AsyncIterator[tuple[int, Piece]]:
-        """The texts as they come.
+        """Streams the texts.
 
         Yields:
-            The number of a choice, and what is new. What came while the client was slow is one piece.
+            The index of a choice, and its new text; one piece for all text that came while the client was slow.
 
         Raises:
             ApiError: A step failed, or the server shuts down.
@@ -123,7 +120,7 @@ class Generation:
     @property
     def usage(self) -> Usage:
         """Tokens until now. The choices of a prompt share it: it counts once."""
-        prompts = self._tickets[:: self._choices]
+        prompts = self._tickets[:: self._per_prompt]
         return Usage(
             sum(ticket.prompt_tokens for ticket in prompts),
             sum(ticket.hit_tokens for ticket in prompts),
@@ -134,7 +131,7 @@ class Generation:
         def deliver(event: Event) -> None:  # in the engine's thread
             self._events.append((index, event, time.perf_counter()))
             self._produced += len(event.tokens) * self._weights[index]
-            with contextlib.suppress(RuntimeError):  # the loop has been closed: nobody waits any more
+            with contextlib.suppress(RuntimeError):  # the loop has been closed
                 self._loop.call_soon_threadsafe(self._wake)
 
         return deliver

@@ -1,4 +1,7 @@
-"""Follows the constraints of sequences on the host: which tokens may come next, as bits. llguidance does the work."""
+"""Constraints on the text of a request (JSON schema, regular expression, grammar), and the tokens that they allow next.
+
+The host follows them with llguidance.
+"""
 
 from __future__ import annotations
 
@@ -6,19 +9,21 @@ import collections
 import dataclasses
 import json
 import pathlib
+import reprlib
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, Protocol
 
 import numpy as np
 from jaxtyping import Int32, UInt32
 
 from flax_layers.models.checkpoint.optional import needs
-from flax_layers.serving import grammar_check
-from flax_layers.serving.constraints import Constraint
-from flax_layers.serving.engine.requests import Request
+from flax_layers.serving.engine import grammar_check
+
+MAX_CHARACTERS = 1 << 17
+"""Characters of a schema, a pattern or a grammar, at most."""
 
 WALL_SECONDS = 15
 """A check of a grammar ends after so many seconds, on a machine that is too busy for its seconds of CPU time."""
@@ -29,8 +34,74 @@ _KEPT = 32
 _END = "<|end of a constrained text|>"
 
 
+@dataclasses.dataclass(frozen=True)
+class Constraint:
+    """A language that the whole text of a request must match.
+
+    llguidance compiles it: its documentation lists the keywords of JSON schema, and describes regular expressions and
+    grammars. A keyword that it cannot follow is an error, never ignored.
+
+    Attributes:
+        kind: Language of the text.
+        text: A schema, a pattern or a grammar.
+
+    Raises:
+        ValueError: The text is too long, or has surrogates.
+
+    Example:
+        >>> Constraint.json_schema({"type": "integer"})
+        Constraint(kind='json_schema', text='{"type": "integer"}')
+        >>> Constraint.regex("yes|no")
+        Constraint(kind='regex', text='yes|no')
+    """
+
+    kind: Literal["json_schema", "regex", "lark"]
+    text: str
+
+    def __post_init__(self) -> None:
+        if len(self.text) > MAX_CHARACTERS:
+            raise ValueError(
+                f"`constraint` must have at most {MAX_CHARACTERS} characters. Got {len(self.text)}. Simplify it."
+            )
+        if not self.text.isprintable() and any("\ud800" <= x <= "\udfff" for x in self.text):
+            raise ValueError(f"`constraint` must be text of Unicode. Got {reprlib.repr(self.text)}, with a surrogate.")
+
+    @classmethod
+    def json_schema(cls, schema: Mapping[str, Any] | bool) -> Constraint:
+        """JSON that matches a schema of draft 2020-12. Properties come in the order of the schema.
+
+        Raises:
+            ValueError: The schema is not an object of JSON.
+        """
+        if not isinstance(schema, Mapping | bool):
+            raise ValueError(f"`schema` must be a JSON object, true or false. Got {reprlib.repr(schema)}.")
+        try:
+            text = json.dumps(schema, ensure_ascii=False, allow_nan=False)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise ValueError(f"`schema` must be JSON. Got {reprlib.repr(schema)}: {error}.") from None
+        return cls("json_schema", text)
+
+    @classmethod
+    def json_object(cls) -> Constraint:
+        """Any JSON object."""
+        return cls.json_schema({"type": "object"})
+
+    @classmethod
+    def regex(cls, pattern: str) -> Constraint:
+        """A text that a regular expression matches as a whole.
+
+        Its syntax is the one of the Rust crate `regex`, without look-around, anchors inside and back-references.
+        """
+        return cls("regex", pattern)
+
+    @classmethod
+    def lark(cls, grammar: str) -> Constraint:
+        """A text of a context-free grammar, in llguidance's dialect of Lark."""
+        return cls("lark", grammar)
+
+
 class SerializedTokenizer(Protocol):
-    """What constraints need of a tokenizer: `flax_layers.models.Tokenizer` has it."""
+    """The part of a tokenizer that constraints need: `flax_layers.models.Tokenizer` has it."""
 
     def serialized(self) -> str:
         """The text of its `tokenizer.json`."""
@@ -42,9 +113,8 @@ class Guide:
     """A constraint that a sequence follows. Its state depends on the generated tokens alone.
 
     Attributes:
-        constraint: The constraint.
         stop_tokens: End the sequence; they are allowed where the text may end.
-        matcher: That of llguidance, after the tokens so far.
+        matcher: Matcher of llguidance, after the tokens so far.
         allowed: A bit for each token of the model: whether it may come next.
         is_stale: Whether a token was taken since `Guides.allow` computed `allowed`.
         is_complete: Whether the text is complete, and nothing may follow.
@@ -125,12 +195,7 @@ class Guides:
     def begin(self, constraint: Constraint, stop_tokens: Sequence[int] = ()) -> Guide:
         """Compiles a constraint, or copies one that is compiled. Takes 0.1 s for a new one, and 2 s or so at most.
 
-        Args:
-            constraint: The constraint.
-            stop_tokens: End a sequence.
-
-        Returns:
-            A guide at the beginning of the text.
+        `stop_tokens` end a sequence. Returns a guide at the beginning of the text.
 
         Raises:
             ValueError: The constraint does not compile, takes too long, or allows no token.
@@ -145,8 +210,7 @@ class Guides:
     def allow(self, guides: Sequence[Guide]) -> None:
         """Computes the allowed tokens of all guides that have advanced, on several cores.
 
-        Args:
-            guides: The guides. If no token may come next, a guide is complete afterwards, or has an error.
+        A guide is complete afterwards, or has an error, if no token may come next.
         """
         stale = [guide for guide in guides if guide.is_stale and not (guide.is_complete or guide.error)]
         rows = np.zeros((len(stale), self._row_words), np.uint32)
@@ -154,7 +218,7 @@ class Guides:
         try:
             if jobs:
                 self._executor.unsafe_compute_mask_ptr(jobs, rows.ctypes.data, rows.strides[0], len(rows))
-        except (ValueError, RuntimeError):  # of one of them: which, the library does not say
+        except (ValueError, RuntimeError):  # of one of them; the library does not say of which
             for guide, row in zip(stale, rows, strict=True):
                 try:
                     guide.matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
@@ -165,7 +229,7 @@ class Guides:
                 self._settle(guide, row)
         for guide in guides:
             guide.is_stale = False
-            if guide.error:  # copies share what the lexer has built, and its limits
+            if guide.error:  # copies share the states of the lexer, and its limits
                 with self._lock:
                     self._compiled.pop(guide.constraint, None)
 
@@ -209,52 +273,23 @@ class Guides:
         guide.allowed = allowed.view(np.int32)
 
 
-def begin_guide(guides: Guides | None, request: Request) -> Guide | None:
-    """The guide of a request at its beginning.
-
-    Args:
-        guides: Compile constraints; None if the engine has none.
-        request: The request.
-
-    Returns:
-        The guide; None if the request has no constraint.
-
-    Raises:
-        ValueError: The constraint does not compile, or there are no `guides`.
-    """
-    if request.constraint is None:
-        return None
-    if guides is None:
-        raise ValueError(
-            "`constraint` is not supported by this engine: it was made without `guides`. Leave it out, or make the "
-            "engine with `guides=Guides(tokenizer, vocabulary)`."
-        )
-    return guides.begin(request.constraint, request.stop_tokens)
-
-
 def check(constraint: Constraint) -> None:
-    """Compiles a constraint in a process of its own, with limits of time and memory.
-
-    Args:
-        constraint: The constraint.
-
-    Raises:
-        ValueError: It does not compile within the limits.
-    """
+    """Compiles a constraint in another process. Raises ValueError beyond its limits of time and memory."""
     text = json.dumps(dataclasses.asdict(constraint)).encode()
     command = [sys.executable, "-P", str(pathlib.Path(grammar_check.__file__).absolute())]
     try:
-        found = subprocess.run(command, input=text, capture_output=True, timeout=WALL_SECONDS, check=False)
-        failure = found.stderr.decode(errors="replace").strip().rpartition("\n")[2] or f"signal {-found.returncode}"
+        checked = subprocess.run(command, input=text, capture_output=True, timeout=WALL_SECONDS, check=False)
+        failure = checked.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+        failure = failure or f"signal {-checked.returncode}"
     except subprocess.TimeoutExpired:
-        found, failure = None, f"{WALL_SECONDS} s were over"
-    if found is None or found.returncode:
+        checked, failure = None, f"{WALL_SECONDS} s were over"
+    if checked is None or checked.returncode:
         raise ValueError(
             f"`constraint` must compile within {grammar_check.CPU_SECONDS} s and {grammar_check.MEMORY >> 20} MiB. Got "
             f"one that does not: {_words(failure)}. Simplify it."
         )
-    if found.stdout:
-        words = _words(found.stdout.decode(errors="replace"))
+    if checked.stdout:
+        words = _words(checked.stdout.decode(errors="replace"))
         raise ValueError(f"`constraint` must be one that llguidance can follow. It says: {words}.")
 
 
