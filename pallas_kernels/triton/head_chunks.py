@@ -68,7 +68,7 @@ def _side_chunks(spec: AttentionSpec, size: int, mod: VectorProgram | None) -> t
 def may_hold_pairs(spec: AttentionSpec, size: int, mod: object) -> bool:
     """Whether a launch may load keys or values of this size, with this mod or None, as words of two columns.
 
-    They have eight bits, which float16 holds, and the GEMMs are of 16. See `pallas_kernels.triton.paged.byte_pairs`.
+    They have eight bits, which float16 holds, and the GEMMs are of 16. See `pallas_kernels.split_kv.byte_pairs`.
     """
     in_bytes = spec.paging is not None and spec.paging.dtype is not None
     return in_bytes and spec.dtype != "float32" and mod is None and size % 2 == 0

@@ -129,18 +129,27 @@ def test_only_backends_import_kernels_and_only_inside_functions():
     assert not found
 
 
-def test_only_the_triton_room_and_its_adapters_know_triton():
-    adapters = ROOT / "jflex" / "backends" / "gpu"
-    rooms = ROOT / "pallas_kernels" / "triton", *adapters.glob("*triton*.py")
-    found = [
+def test_only_adapters_and_the_split_kv_room_know_triton():
+    """Of Pallas' Triton its own room alone, of the Triton kernels the room above and the adapters."""
+    triton, split_kv = ROOT / "pallas_kernels" / "triton", ROOT / "pallas_kernels" / "split_kv"
+    rooms = {
+        "jax.experimental.pallas.triton": (triton,),
+        "pallas_kernels.triton": (triton, split_kv, ROOT / "jflex" / "backends" / "gpu"),
+        "pallas_kernels.split_kv": (
+            split_kv,
+            ROOT / "pallas_kernels" / "mosaic_gpu",
+            ROOT / "jflex" / "backends" / "gpu",
+        ),
+    }
+    forbidden = [
         f"{path.relative_to(ROOT)} imports {name}"
         for package in ABOVE
         for path in sources(package)
         for name, _ in imports_of(path)
-        if starts_with(name, "jax.experimental.pallas.triton", "pallas_kernels.triton")
-        and not any(path.is_relative_to(room) for room in rooms)
+        for module, allowed in rooms.items()
+        if starts_with(name, module) and not any(path.is_relative_to(room) for room in allowed)
     ]
-    assert not found
+    assert not forbidden
 
 
 def test_only_flax_layers_import_flax():

@@ -16,8 +16,8 @@ import jflex
 from jflex._jax import primitive
 from jflex.paged import PagedBatch, PagedCache
 from pallas_kernels.config import Tiles
+from pallas_kernels.split_kv import paged
 from pallas_kernels.triton import interpreted, language
-from pallas_kernels.triton.paged import kernel
 from tests.cases import paged_cases
 from tests.support import paged_evaluation
 
@@ -78,7 +78,7 @@ def test_pages(name, outside):
 def test_words_of_two_columns_in_tiles_of_several_pages(counts, N, always, outside, monkeypatch):
     """As a server calls it: a stacked cache, requests of any length, padding, and pages of no request."""
     if always:
-        monkeypatch.setattr(kernel, "MIN_WGMMA_ROWS", 1 << 20)
+        monkeypatch.setattr(paged, "MIN_WGMMA_ROWS", 1 << 20)
     rng, integers = np.random.default_rng(N), functools.partial(jnp.asarray, dtype=jnp.int32)
     R, pages, page = len(counts), 5, 64
     lengths = [max(count, int(rng.integers(1, pages * page))) if count else 0 for count in counts]

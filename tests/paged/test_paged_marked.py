@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from jax.experimental import pallas as pl
 
 from pallas_kernels.config import Tiles
+from pallas_kernels.split_kv.marked import QueryBlocks
+from pallas_kernels.split_kv.work import Work, planned_requests
 from pallas_kernels.triton.containment import MAX_PROGRAMS
-from pallas_kernels.triton.paged.marked import QueryBlocks
-from pallas_kernels.triton.paged.work import Work, planned_requests
 
 PADDED = 16  # requests
 HEADS = 6

@@ -11,6 +11,7 @@ MAX_LATENT_SIZE, MAX_ROPE_SIZE = 512, 64  # of multi-head latent attention
 # Words, up to a dash, in the names of devices of compute capability 8.0 to 8.7.
 _BEFORE_ADA = ("A100", "A800", "A30", "A10", "A16", "A40", "A2", "A4000", "A4500", "A5000", "A5500", "A6000", "3050",
                "3060", "3070", "3080", "3090", "Orin")  # fmt: skip
+KEYS_OF_SPLIT = 1024  # of a split where the batch must not matter (`pallas_kernels.split_kv.fixed_splits`)
 MIN_TILE = 16  # of queries or keys: what an MMA of Triton takes
 
 

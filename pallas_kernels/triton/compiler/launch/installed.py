@@ -20,11 +20,11 @@ class Launcher(NamedTuple):
 
     Attributes:
       name: ``"jax_triton"``: by `jax_triton.triton_call`; ``"direct"``: by jaxlib's own custom call.
-      said: The versions, as text.
+      description: The versions, as text.
     """
 
     name: Literal["jax_triton", "direct"]
-    said: str
+    description: str
 
 
 @functools.cache

@@ -13,7 +13,7 @@ from jax.experimental import pallas as pl
 from pallas_kernels.program import intervals
 from pallas_kernels.program.evaluate import Evaluation
 from pallas_kernels.spec import AttentionSpec
-from pallas_kernels.triton.paged.work import Work, WorkItem
+from pallas_kernels.split_kv.work import Work, WorkItem
 from pallas_kernels.triton.tile import evaluation
 from pallas_kernels.types import Index, Ref
 

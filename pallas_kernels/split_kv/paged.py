@@ -22,17 +22,17 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.plan import unreached_by_pallas
 from pallas_kernels.spec import AttentionSpec, Operands
-from pallas_kernels.triton import fixed_splits, language, scores, split_kv, vectors
+from pallas_kernels.split_kv import byte_pairs, fixed_splits, planner
+from pallas_kernels.split_kv.key_rows import KeyRows
+from pallas_kernels.split_kv.marked import QueryBlocks
+from pallas_kernels.split_kv.merge import merge_splits
+from pallas_kernels.split_kv.walk import walk_of
+from pallas_kernels.split_kv.work import PagedOperands, QueryRows, Requests, Work, WorkItem, item_of, requests
+from pallas_kernels.triton import language, scores, vectors
 from pallas_kernels.triton.attention import Attention, RowVectors, Tile, Walk
 from pallas_kernels.triton.containment import any_nan
 from pallas_kernels.triton.head_chunks import Columns, holds_pairs, key_chunks, value_chunks
 from pallas_kernels.triton.launch import launch
-from pallas_kernels.triton.paged import byte_pairs
-from pallas_kernels.triton.paged.key_rows import KeyRows
-from pallas_kernels.triton.paged.marked import QueryBlocks
-from pallas_kernels.triton.paged.merge import merge_splits
-from pallas_kernels.triton.paged.walk import walk_of
-from pallas_kernels.triton.paged.work import PagedOperands, QueryRows, Requests, Work, WorkItem, item_of, requests
 from pallas_kernels.types import Index, Ref, S
 
 MIN_WGMMA_ROWS = 64
@@ -260,7 +260,7 @@ def _fixed_kernel(spec: AttentionSpec, work: Work, arrays: PagedOperands[Ref], b
         if len(refs) > count:
             _store_partial(program, refs[count:], number, sums.out, sums.vectors)
 
-    split_kv.grid_stride(jnp.sum(of.tiles * of.splits) * spec.Hkv, compute)
+    planner.grid_stride(jnp.sum(of.tiles * of.splits) * spec.Hkv, compute)
 
 
 def _store_partial(
@@ -345,7 +345,7 @@ def _over_keys(
     """Folds a step over this program's split of the tiles that its rows visit."""
     tile = work.tiles.block_kv
     walk = walk_of(spec, tile, prepared.mask, work_item)
-    start, end = split_kv.split_range(walk.last - walk.first, work_item.split, work_item.splits)
+    start, end = planner.split_range(walk.last - walk.first, work_item.split, work_item.splits)
     start, end = walk.first + start, walk.first + end
     inside = lambda x: jnp.minimum(jnp.maximum(x, start), end)
     first_whole, last_whole = inside(walk.first_whole), inside(walk.last_whole)

@@ -7,7 +7,7 @@ partial results of the splits.
 
 Where all rows are alike, each has the same static number of splits; the grid is (splits, key heads, batch). Where
 lengths or lists make them differ, the programs plan the splits: the grid is (key heads, splits of all rows), and
-`pallas_kernels.triton.decode.ragged` maps a program to its split of a row.
+`pallas_kernels.split_kv.ragged` maps a program to its split of a row.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from jax.experimental import pallas as pl
 from pallas_kernels import block_walk
 from pallas_kernels.config import Tiles
 from pallas_kernels.spec import AttentionSpec, Operands
-from pallas_kernels.triton import fixed_splits, language, scores, split_kv
+from pallas_kernels.split_kv import fixed_splits, merge, planner, ragged
+from pallas_kernels.split_kv.ragged import KvExtents, SplitPlan
+from pallas_kernels.triton import language, scores
 from pallas_kernels.triton.attention import Attention, Tile, Walk
 from pallas_kernels.triton.containment import any_nan
-from pallas_kernels.triton.decode import merge, ragged
-from pallas_kernels.triton.decode.ragged import KvExtents, SplitPlan
 from pallas_kernels.triton.head_chunks import Columns, chunks, load_rows, widened
 from pallas_kernels.triton.launch import launch
 from pallas_kernels.types import Index, Ref, S
@@ -134,11 +134,11 @@ def _decode_ragged(
 
 def row_splits(spec: AttentionSpec, tiles: Tiles) -> int:
     """Splits of the keys of each head, where all rows are alike."""
-    target = split_kv.even_splits(max(1, spec.B * spec.Hkv))
+    target = planner.even_splits(max(1, spec.B * spec.Hkv))
     if spec.config.batch_invariant:
         fixed = ragged.max_fixed_splits(spec, tiles)
         return fixed if target > 1 and spec.B * spec.Hkv * fixed <= fixed_splits.MAX_PARTIALS else 1
-    return max(1, min(target, ragged.max_tiles(spec, tiles) // split_kv.MIN_TILES_PER_SPLIT))
+    return max(1, min(target, ragged.max_tiles(spec, tiles) // planner.MIN_TILES_PER_SPLIT))
 
 
 def _uniform_kernel(
@@ -196,7 +196,7 @@ def _ragged_kernel(
         ragged.store_unsplit(spec, row, rows, vectors, refs[:count])
 
     if plan.is_fixed:
-        split_kv.grid_stride(jnp.sum(plan.splits(extents)[1]), compute, axis=1)
+        planner.grid_stride(jnp.sum(plan.splits(extents)[1]), compute, axis=1)
     else:
         compute(pl.program_id(1))
 

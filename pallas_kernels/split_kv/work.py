@@ -13,9 +13,11 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.config import Tiles
 from pallas_kernels.spec import AttentionSpec
-from pallas_kernels.triton import fixed_splits, language, split_kv
+from pallas_kernels.split_kv import fixed_splits, planner
+from pallas_kernels.triton import language
 from pallas_kernels.types import A, Index, Ref
 
+UNLIMITED = 1 << 30  # queries of a request
 ROWS_PER_KEY_TILE = 8  # rows of queries; a split has at least one tile of keys for each so many
 
 
@@ -77,7 +79,7 @@ class Work:
       source: Who chose the tiles; see `pallas_kernels.plan.TileChoice`.
       queries_of_tile: Queries in a tile; None for as many as its rows hold.
       resident: Programs that are resident at once.
-      fixed_splits: Whether the keys of a split are constant in number (`pallas_kernels.triton.fixed_splits`).
+      fixed_splits: Whether the keys of a split are constant in number (`pallas_kernels.split_kv.fixed_splits`).
     """
 
     tiles: Tiles
@@ -86,7 +88,7 @@ class Work:
     may_split: bool = True
     source: Literal["config", "table", "rule"] = "rule"
     queries_of_tile: int | None = None
-    resident: int = split_kv.MAX_RESIDENT_PROGRAMS
+    resident: int = planner.MAX_RESIDENT_PROGRAMS
     fixed_splits: bool = False
 
     def queries(self, spec: AttentionSpec) -> int:
@@ -102,12 +104,12 @@ class Work:
 
     def num_splits(self, spec: AttentionSpec) -> int:
         """Splits to aim at for a key head, over all tiles of queries."""
-        return split_kv.num_splits(spec.Hkv, self.resident)
+        return planner.num_splits(spec.Hkv, self.resident)
 
     @property
     def min_tiles_per_split(self) -> int:
         """Fewest tiles of keys of a split: the partial result that it writes must be small beside those keys."""
-        return max(split_kv.MIN_TILES_PER_SPLIT, self.tiles.block_q // ROWS_PER_KEY_TILE)
+        return max(planner.MIN_TILES_PER_SPLIT, self.tiles.block_q // ROWS_PER_KEY_TILE)
 
     def max_splits(self, spec: AttentionSpec) -> int:
         """Upper bound on the splits of a tile of queries."""
@@ -121,7 +123,7 @@ class Work:
         rows, max_queries = self.max_row_tiles(spec), self.max_splits(spec)
         if self.fixed_splits:
             return rows + self.slots(spec) if max_queries > 1 else rows
-        return min(split_kv.max_items(rows, self.num_splits(spec)), rows * max_queries)
+        return min(planner.max_items(rows, self.num_splits(spec)), rows * max_queries)
 
     def slots(self, spec: AttentionSpec) -> int:
         """Upper bound on partial results: a tile of 1.2 exact splits has 2, longer ones have more."""
@@ -189,12 +191,12 @@ def planned_requests(spec: AttentionSpec, work: Work, start: jax.Array, end: jax
     if work.max_splits(spec) == 1:
         splits = (tiles > 0).astype(jnp.int32)
     elif work.fixed_splits:  # either all splits of constant size in programs of their own, or none
-        wanted = split_kv.row_splits(key_tiles, tiles, work.num_splits(spec), work.min_tiles_per_split)
+        wanted = planner.row_splits(key_tiles, tiles, work.num_splits(spec), work.min_tiles_per_split)
         of_split = fixed_splits.tiles_of_split(work.tiles)
         splits = jnp.where(wanted > 1, lax.div(key_tiles + (of_split - 1), of_split), jnp.minimum(wanted, 1))
         splits = fixed_splits.within_slots(splits, tiles, work.slots(spec))
     else:
-        splits = split_kv.row_splits(key_tiles, tiles, work.num_splits(spec), work.min_tiles_per_split)
+        splits = planner.row_splits(key_tiles, tiles, work.num_splits(spec), work.min_tiles_per_split)
     return Requests(start, queries, length, tiles, splits)
 
 
@@ -244,10 +246,10 @@ def item_of(spec: AttentionSpec, work: Work, of: Requests, item: jax.Array, *, l
     """The work item of an index, of planned requests: in their order, or those with the longest splits first."""
     if longest_first:
         key_tiles = lax.div(of.length + (work.tiles.block_kv - 1), work.tiles.block_kv)
-        number, within = split_kv.find_longest_first(key_tiles * of.tiles, of.tiles * of.splits, item)
+        number, within = planner.find_longest_first(key_tiles * of.tiles, of.tiles * of.splits, item)
     else:
-        number, within = split_kv.find_work_item(of.tiles * of.splits, item)
-    splits = jnp.maximum(split_kv.at(of.splits, number), 1)
+        number, within = planner.find_work_item(of.tiles * of.splits, item)
+    splits = jnp.maximum(planner.at(of.splits, number), 1)
     tile, split = lax.div(within, splits), lax.rem(within, splits)
     earlier = lax.broadcasted_iota(jnp.int32, of.splits.shape, 0) < number
     slot = jnp.sum(jnp.where(earlier, of.slots, 0)) + within
@@ -277,15 +279,15 @@ def queries_to_merge(of: Requests) -> jax.Array:
 
 def query_to_merge(spec: AttentionSpec, work: Work, of: Requests, i: jax.Array) -> MergeItem:
     """The ith of the queries whose keys are split."""
-    number, query = split_kv.find_work_item(queries_to_merge(of), i)
-    splits, per_tile = split_kv.at(of.splits, number), work.queries(spec)
+    number, query = planner.find_work_item(queries_to_merge(of), i)
+    splits, per_tile = planner.at(of.splits, number), work.queries(spec)
     earlier = lax.broadcasted_iota(jnp.int32, of.splits.shape, 0) < number
     slot = jnp.sum(jnp.where(earlier, of.slots, 0)) + lax.div(query, per_tile) * splits
-    return MergeItem(split_kv.at(of.start, number) + query, slot, splits, lax.rem(query, per_tile))
+    return MergeItem(planner.at(of.start, number) + query, slot, splits, lax.rem(query, per_tile))
 
 
 def _item_at(spec: AttentionSpec, work: Work, of: Requests, number: jax.Array, tile: jax.Array) -> WorkItem:
     done = tile * work.queries(spec)
-    queries = jnp.maximum(split_kv.at(of.queries, number) - done, 0)
+    queries = jnp.maximum(planner.at(of.queries, number) - done, 0)
     request = jnp.minimum(number, spec.B - 1)
-    return WorkItem(request, split_kv.at(of.start, number) + done, queries, split_kv.at(of.length, number), 0, 1, 0)
+    return WorkItem(request, planner.at(of.start, number) + done, queries, planner.at(of.length, number), 0, 1, 0)

@@ -1,9 +1,10 @@
-"""What the Hopper kernels with split-KV leave to these: the plan of their work items, the merge of partial results."""
+"""Work items of the Hopper kernels with split-KV, planned by a Triton kernel or on the host, and their merge."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -12,20 +13,41 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.config import Tiles
 from pallas_kernels.spec import AttentionSpec
-from pallas_kernels.triton import split_kv
+from pallas_kernels.split_kv import planner
+from pallas_kernels.split_kv.merge import merge_splits
+from pallas_kernels.split_kv.walk import walk_of_all_heads
+from pallas_kernels.split_kv.work import UNLIMITED, RequestExtents, Work, item_of, requests, requests_on_host
 from pallas_kernels.triton.launch import launch
-from pallas_kernels.triton.paged.merge import merge_splits
-from pallas_kernels.triton.paged.walk import walk_of_all_heads
-from pallas_kernels.triton.paged.work import RequestExtents, Work, item_of, requests, requests_on_host
 from pallas_kernels.types import Ref
 
-_UNLIMITED = 1 << 30
 FIELDS = 8  # of a work item
+Extents: TypeAlias = "tuple[jax.Array | np.ndarray, jax.Array | np.ndarray]"
+"""`indptr` and `lengths` of `RequestExtents`, in numpy where they are known on the host."""
 
 
 def work_of(rows: int, keys: int, queries: int) -> Work:
     """All requests in one launch, a CTA on each SM, with tiles of so many rows and keys, which hold so many queries."""
-    return Work(Tiles(rows, keys, 8), 0, _UNLIMITED, queries_of_tile=queries, resident=split_kv.NUM_SMS)
+    return Work(Tiles(rows, keys, 8), 0, UNLIMITED, queries_of_tile=queries, resident=planner.NUM_SMS)
+
+
+def plan_items(
+    spec: AttentionSpec,
+    work: Work,
+    extents: Extents,
+    mask_operands: tuple[jax.Array, ...],
+    per_request: int | None = None,
+) -> tuple[jax.Array, int]:
+    """The work items of a launch, int32 [items, FIELDS], and an upper bound on partial results, 0 if none are split.
+
+    Where the extents are known on the host, and no mask bounds the tiles that are visited, no kernel plans them.
+    """
+    indptr, lengths = extents
+    if isinstance(indptr, np.ndarray) and isinstance(lengths, np.ndarray) and spec.mask_mod is None:
+        items, slots = items_on_host(spec, work, RequestExtents(indptr, lengths))
+        return jnp.asarray(items), slots
+    arrays = RequestExtents(jnp.asarray(indptr), jnp.asarray(lengths))
+    items = work_items(spec, work, arrays, mask_operands, per_request)
+    return items, work.slots(spec) if work.max_splits(spec) > 1 else 0
 
 
 def work_items(
@@ -74,7 +96,7 @@ def _kernel(
     of = requests(spec, work, extents)
     item = item_of(spec, work, of, number, longest_first=True)
     walk = walk_of_all_heads(spec, work, mask_operands, item, per_request)
-    begin, end = (walk.first + x for x in split_kv.split_range(walk.last - walk.first, item.split, item.splits))
+    begin, end = (walk.first + x for x in planner.split_range(walk.last - walk.first, item.split, item.splits))
     slot = jnp.where(item.splits > 1, item.slot, -1)
     fields = item.request, item.first, item.queries, item.length, begin, end, slot, jnp.sum(of.tiles * of.splits)
     for i, field in enumerate(fields):
@@ -89,7 +111,7 @@ def items_on_host(spec: AttentionSpec, work: Work, extents: RequestExtents[np.nd
         start, queries, length, tiles, splits = (np.asarray(x) for x in of)
     count = -(-length // work.tiles.block_kv)
     size, slots = -(-count // np.maximum(splits, 1)), np.where(splits > 1, tiles * splits, 0)
-    order = np.argsort(-size, kind="stable") if size.size <= split_kv.MAX_SORTED_ROWS else np.arange(size.size)
+    order = np.argsort(-size, kind="stable") if size.size <= planner.MAX_SORTED_ROWS else np.arange(size.size)
     found = []
     for request in order:
         for within in range(tiles[request] * splits[request]):
@@ -103,7 +125,19 @@ def items_on_host(spec: AttentionSpec, work: Work, extents: RequestExtents[np.nd
 
 
 def merge(
-    spec: AttentionSpec, work: Work, extents: RequestExtents[jax.Array], result: Sequence[jax.Array]
+    spec: AttentionSpec,
+    work: Work,
+    extents: Extents,
+    result: Sequence[jax.Array],
 ) -> list[jax.Array]:
-    """Out [N, Hq, Dv] and lse [N, Hq], from these and the partial results of the launch."""
-    return merge_splits(spec, work, extents, result[:2], result[2:]) if len(result) > 2 else list(result)
+    """Out [N, Hq, Dv] and lse [N, Hq], from these and the partial results of the launch, if keys may be split."""
+    if len(result) == 2:
+        return list(result)
+    arrays = RequestExtents(*map(jnp.asarray, extents))
+    return merge_splits(spec, work, arrays, result[:2], result[2:])
+
+
+def count_splits(spec: AttentionSpec, work: Work, indptr: np.ndarray, lengths: np.ndarray) -> tuple[int, int]:
+    """Tiles of queries, and the splits of their keys, for each group of heads."""
+    planned = requests_on_host(spec, work, indptr, lengths)
+    return int(planned.tiles.sum()), int((planned.tiles * planned.splits).sum())

@@ -1,8 +1,8 @@
 """Split-KV decoding over ragged rows: they differ in length, or in how many blocks the mask lists.
 
 The number of splits of a row follows from its own tiles of keys, which only the device knows: see
-`pallas_kernels.triton.split_kv`. The output of an unsplit row is written directly; the others keep partial results,
-and a second, small kernel (`pallas_kernels.triton.decode.merge`) merges them.
+`pallas_kernels.split_kv.planner`. The output of an unsplit row is written directly; the others keep partial results,
+and a second, small kernel (`pallas_kernels.split_kv.merge`) merges them.
 
 Programs are started longest split first, all key heads of a split side by side: those in the tail are short.
 """
@@ -21,7 +21,8 @@ from jax.experimental import pallas as pl
 from pallas_kernels import block_walk
 from pallas_kernels.config import Tiles
 from pallas_kernels.spec import AttentionSpec
-from pallas_kernels.triton import fixed_splits, language, split_kv
+from pallas_kernels.split_kv import fixed_splits, planner
+from pallas_kernels.triton import language
 from pallas_kernels.triton.attention import RowVectors
 from pallas_kernels.triton.head_chunks import Columns, chunks
 from pallas_kernels.types import A, Index, Ref, S
@@ -97,7 +98,7 @@ class SplitPlan:
 
     @property
     def is_fixed(self) -> bool:
-        """Whether the keys of a split are constant in number (`pallas_kernels.triton.fixed_splits`)."""
+        """Whether the keys of a split are constant in number (`pallas_kernels.split_kv.fixed_splits`)."""
         return self.spec.config.batch_invariant
 
     @property
@@ -115,19 +116,19 @@ class SplitPlan:
         """Splits of one row, at most."""
         if self.is_fixed:
             return max_fixed_splits(self.spec, self.tiles)
-        return min(self.num_splits + 1, max(1, max_tiles(self.spec, self.tiles) // split_kv.MIN_TILES_PER_SPLIT))
+        return min(self.num_splits + 1, max(1, max_tiles(self.spec, self.tiles) // planner.MIN_TILES_PER_SPLIT))
 
     @property
     def num_splits(self) -> int:
         """Splits to aim at, over all rows."""
-        return split_kv.num_splits(self.heads)
+        return planner.num_splits(self.heads)
 
     @property
     def num_items(self) -> int:
         """Splits of all rows, at most: the size of the grid for a key head."""
         if self.is_fixed:
             return self.rows + self.slots if self.max_splits > 1 else self.rows
-        return min(split_kv.max_items(self.rows, self.num_splits), self.rows * self.max_splits)
+        return min(planner.max_items(self.rows, self.num_splits), self.rows * self.max_splits)
 
     @property
     def slots(self) -> int:
@@ -165,7 +166,7 @@ class SplitPlan:
             listed = [x if max_blocks_ is None else jnp.minimum(x, max_blocks_) for x in listed]
             tiles = (listed[0] + listed[1]) * (spec.block_size[1] // self.tiles.block_kv)
         exists = (index < self.rows).astype(jnp.int32)
-        splits = split_kv.row_splits(tiles, exists, self.num_splits)
+        splits = planner.row_splits(tiles, exists, self.num_splits)
         if self.is_fixed:  # either all splits of constant size in programs of their own, or none
             splits = jnp.where(splits > 1, self.fixed_splits(tiles), splits)
             splits = fixed_splits.within_slots(splits, exists, self.slots)
@@ -179,8 +180,8 @@ class SplitPlan:
     def item_at(self, extents: KvExtents[Ref], item: jax.Array, head: jax.Array) -> WorkItem:
         """The work item of a program."""
         tiles, splits = self.splits(extents)
-        row, i = split_kv.find_longest_first(tiles, splits, item)
-        count, exists = split_kv.at(splits, row), row < self.rows
+        row, i = planner.find_longest_first(tiles, splits, item)
+        count, exists = planner.at(splits, row), row < self.rows
         b, kv_h = self.batch_and_head(jnp.minimum(row, self.rows - 1), head)
         split = block_walk.Split(
             jnp.where(exists, i, 1), jnp.maximum(count, 1)
@@ -188,14 +189,14 @@ class SplitPlan:
         slot = _slots_before(splits, row) + i
         fixed = (0, 0)
         if self.is_fixed:
-            fixed = jnp.where(count > 1, i, 0), jnp.where(count > 1, i + 1, self.fixed_splits(split_kv.at(tiles, row)))
+            fixed = jnp.where(count > 1, i, 0), jnp.where(count > 1, i + 1, self.fixed_splits(planner.at(tiles, row)))
         return WorkItem(b, kv_h, extents.end(self.spec, b), split, exists, count == 1, slot, fixed)
 
     def split_row(self, splits: jax.Array, i: jax.Array, head: jax.Array) -> SplitRow:
         """The ith of the rows that are split."""
-        row, _ = split_kv.find_work_item((splits > 1).astype(jnp.int32), i)
+        row, _ = planner.find_work_item((splits > 1).astype(jnp.int32), i)
         b, kv_h = self.batch_and_head(jnp.minimum(row, self.rows - 1), head)
-        return SplitRow(b, kv_h, _slots_before(splits, row), split_kv.at(splits, row))
+        return SplitRow(b, kv_h, _slots_before(splits, row), planner.at(splits, row))
 
 
 def max_tiles(spec: AttentionSpec, tiles: Tiles) -> int:

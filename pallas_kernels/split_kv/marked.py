@@ -16,9 +16,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.spec import AttentionSpec
+from pallas_kernels.split_kv.work import Requests, Work
 from pallas_kernels.triton import language
 from pallas_kernels.triton.containment import MARKS_AT_ONCE, MAX_PROGRAMS, any_nan
-from pallas_kernels.triton.paged.work import Requests, Work
 from pallas_kernels.types import Index, Ref
 
 

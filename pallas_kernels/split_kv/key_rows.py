@@ -11,6 +11,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.spec import LATENT_TILE, AttentionSpec
+from pallas_kernels.split_kv import byte_pairs
+from pallas_kernels.split_kv.work import PagedOperands, WorkItem
 from pallas_kernels.triton import language
 from pallas_kernels.triton.head_chunks import (
     Columns,
@@ -19,8 +21,6 @@ from pallas_kernels.triton.head_chunks import (
     key_chunks,
     plain_chunks,
 )
-from pallas_kernels.triton.paged import byte_pairs
-from pallas_kernels.triton.paged.work import PagedOperands, WorkItem
 from pallas_kernels.triton.tile import computed_once
 from pallas_kernels.triton.vectors import PreparedVectors
 from pallas_kernels.types import Index, Ref

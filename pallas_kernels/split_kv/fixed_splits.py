@@ -20,25 +20,21 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
 
 from pallas_kernels import softmax
 from pallas_kernels.config import Tiles
 from pallas_kernels.marks import mark
 from pallas_kernels.spec import LN_2, AttentionSpec
-from pallas_kernels.triton import language
+from pallas_kernels.split_kv.planner import NUM_SMS
 from pallas_kernels.triton.attention import Attention, RowVectors, Walk
 from pallas_kernels.triton.containment import Attended
-from pallas_kernels.triton.head_chunks import Columns, chunks, zero_values
-from pallas_kernels.triton.split_kv import NUM_SMS
-from pallas_kernels.triton.split_merge import Partials
+from pallas_kernels.triton.head_chunks import Columns, zero_values
+from pallas_kernels.triton.plan import limits
 from pallas_kernels.triton.tile import weights
-from pallas_kernels.types import Index, Ref
+from pallas_kernels.types import Index
 
-KEYS_OF_SPLIT = 1024
 MAX_PARTIALS = 8192  # partial results of all key heads: 270 MB with tiles of 64 rows and 128 columns
 MAX_PROGRAMS = 8 * NUM_SMS  # of a grid-stride loop over splits: most of what the bounds allow does not exist
-LOADED_AT_ONCE = 8  # partial results
 _LEAST = -127.0  # exponent of a factor that counts as 0
 
 
@@ -70,7 +66,7 @@ def vectors_of_partial(spec: AttentionSpec) -> int:
 
 def tiles_of_split(tiles: Tiles) -> int:
     """Tiles of keys of a split."""
-    return max(1, KEYS_OF_SPLIT // tiles.block_kv)
+    return max(1, limits.KEYS_OF_SPLIT // tiles.block_kv)
 
 
 def max_slots(heads: int) -> int:
@@ -161,34 +157,3 @@ def finish(spec: AttentionSpec, sums: Sums) -> tuple[Columns, RowVectors]:
     factor = spec.kept_scale / row_sum
     out = tuple(x * (factor[:, None] if factor.ndim else factor) for x in sums.out)
     return out, (lse, *sums.row_max)
-
-
-def merge_row(
-    spec: AttentionSpec, partials: Partials[Ref], slot: Index, count: Index, at: tuple[Index, Index]
-) -> tuple[Columns, RowVectors]:
-    """As `pallas_kernels.triton.split_merge.merge_row`: one row, whose splits are added in ascending order."""
-    scalar, size = lambda x: jnp.full((), x, jnp.float32), partials.out.shape[-1]
-    zeros = tuple(jnp.zeros((width,), jnp.float32) for _, width in chunks(size))
-    exponent = scalar(0.0 if spec.normalize == "none" else -jnp.inf)
-    start = Sums(exponent, scalar(0.0), zeros, tuple(scalar(-jnp.inf) for _ in spec.stats))
-
-    def load(i: jax.Array) -> Sums:
-        exists, here = i < count, slot + jnp.minimum(i, count - 1)
-        vector = lambda ref, other: jnp.where(exists, ref[(here, *at)], other)
-        row_sum, *row_max = partials.stats
-        out = []
-        for first, width in chunks(size):
-            column = first + lax.broadcasted_iota(jnp.int32, (width,), 0)
-            mask = (column < size) & exists
-            out.append(language.load(spec.route, partials.out.at[(here, *at, column)], mask=mask, other=0.0))
-        empty = 0.0 if spec.normalize == "none" else -jnp.inf
-        of_max = tuple(vector(ref, -jnp.inf) for ref in row_max)
-        return Sums(vector(partials.lse, empty), vector(row_sum, 0.0), tuple(out), of_max)
-
-    def run(n: jax.Array, sums: Sums) -> Sums:
-        loaded = [load(n * LOADED_AT_ONCE + k) for k in range(LOADED_AT_ONCE)]  # before the first is used
-        for other in loaded:
-            sums = add(sums, other)
-        return sums
-
-    return finish(spec, lax.fori_loop(0, pl.cdiv(count, LOADED_AT_ONCE), run, start))
