@@ -19,8 +19,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.spec import AttentionSpec
-from pallas_kernels.triton import language
 from pallas_kernels.triton.head_chunks import Columns, powers_of_two, qk_dot
+from pallas_kernels.triton.launch import runner_of
 
 
 def words(x: jax.Array) -> jax.Array:
@@ -35,10 +35,10 @@ def columns_of(spec: AttentionSpec, x: jax.Array) -> Columns:
     """The even and the odd columns of words, float16."""
     assert spec.paging is not None  # of a paged call
     held = jnp.dtype(str(spec.paging.dtype))
-    if spec.route == "interpreted":
+    if runner_of(spec).is_interpreter:
         pair = lax.bitcast_convert_type(x, held)
         return pair[..., 0].astype(jnp.float16), pair[..., 1].astype(jnp.float16)
-    return tuple(language.element(spec.route, f"{which}_{held.name}", x) for which in ("even", "odd"))
+    return tuple(runner_of(spec).element(f"{which}_{held.name}", x) for which in ("even", "odd"))
 
 
 def in_float16(rows: Columns) -> tuple[Columns, jax.Array | None]:

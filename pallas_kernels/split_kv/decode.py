@@ -27,11 +27,11 @@ from pallas_kernels.config import Tiles
 from pallas_kernels.spec import AttentionSpec, Operands
 from pallas_kernels.split_kv import fixed_splits, merge, planner, ragged
 from pallas_kernels.split_kv.ragged import KvExtents, SplitPlan
-from pallas_kernels.triton import language, scores
+from pallas_kernels.triton import scores
 from pallas_kernels.triton.attention import Attention, Tile, Walk
 from pallas_kernels.triton.containment import any_nan
 from pallas_kernels.triton.head_chunks import Columns, chunks, load_rows, widened
-from pallas_kernels.triton.launch import launch
+from pallas_kernels.triton.launch import runner_of
 from pallas_kernels.types import Index, Ref, S
 
 
@@ -67,14 +67,13 @@ def repair(
     See `containment`.
     """
     count = len(jax.tree.leaves((arrays, lengths)))
-    return launch(
+    return runner_of(spec).launch(
         functools.partial(_repair_kernel, spec, tiles),
         (arrays, lengths, tuple(result)),
         [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in result],
         name="jflex_decode_repair",
         grid=(spec.Hkv, spec.B),
         tiles=dataclasses.replace(tiles, num_stages=1),
-        spec=spec,
         aliases={count + n: n for n in range(len(result))},
     )
 
@@ -85,28 +84,26 @@ def _decode_uniform(spec: AttentionSpec, tiles: Tiles, arrays: Operands[jax.Arra
         return _decode_whole(spec, tiles, arrays)
     shape = (spec.B * splits, spec.Hkv, tiles.block_q)
     vectors = [jax.ShapeDtypeStruct(shape, jnp.float32)] * fixed_splits.vectors_of_partial(spec)
-    partials = launch(
+    partials = runner_of(spec).launch(
         functools.partial(_uniform_kernel, spec, tiles, splits),
         (arrays,),
         [jax.ShapeDtypeStruct((*shape, spec.Dv), jnp.float32), *vectors],
         name="jflex_decode",
         grid=(splits, spec.Hkv, spec.B),
         tiles=tiles,
-        spec=spec,
     )
     return merge.merge_uniform(spec, splits, partials, arrays.value.dtype)
 
 
 def _decode_whole(spec: AttentionSpec, tiles: Tiles, arrays: Operands[jax.Array]) -> merge.Results:
     """One split for each row: there is nothing to merge."""
-    return launch(
+    return runner_of(spec).launch(
         functools.partial(_uniform_kernel, spec, tiles, 1),
         (arrays,),
         merge.result_shapes(spec, arrays.value.dtype),
         name="jflex_decode",
         grid=(1, spec.Hkv, spec.B),
         tiles=tiles,
-        spec=spec,
     )
 
 
@@ -119,14 +116,13 @@ def _decode_ragged(
     result = merge.result_shapes(spec, arrays.value.dtype)
     vectors = [jax.ShapeDtypeStruct(slots, jnp.float32)] * fixed_splits.vectors_of_partial(spec)
     items = min(plan.num_items, pl.cdiv(fixed_splits.MAX_PROGRAMS, plan.heads)) if plan.is_fixed else plan.num_items
-    found = launch(
+    found = runner_of(spec).launch(
         functools.partial(_ragged_kernel, spec, tiles, plan),
         (arrays, lengths),
         [*result, jax.ShapeDtypeStruct((*slots, spec.Dv), jnp.float32), *vectors],
         name="jflex_decode",
         grid=(plan.heads, items),
         tiles=tiles,
-        spec=spec,
     )
     whole, splits = found[: len(result)], found[len(result) :]
     return whole if plan.max_splits == 1 else merge.merge_ragged(plan, extents, splits, whole)
@@ -165,9 +161,9 @@ def _uniform_kernel(
     for (first, width), x in zip(chunks(spec.Dv), rows, strict=True):
         column = first + lax.broadcasted_iota(jnp.int32, (tiles.block_q, width), 1)
         line = lax.broadcasted_iota(jnp.int32, (tiles.block_q, width), 0)
-        language.store(spec.route, out.at[(b * splits + split, kv_h, line, column)], x, mask=column < spec.Dv)
+        runner_of(spec).store(out.at[(b * splits + split, kv_h, line, column)], x, mask=column < spec.Dv)
     for ref, x in zip(of_vectors, vectors, strict=True):
-        language.store(spec.route, ref.at[(b * splits + split, kv_h, pl.ds(0, tiles.block_q))], x)
+        runner_of(spec).store(ref.at[(b * splits + split, kv_h, pl.ds(0, tiles.block_q))], x)
 
 
 def _ragged_kernel(
@@ -277,7 +273,7 @@ def _load_queries(spec: AttentionSpec, ref: Ref, b: Index, h: jax.Array, t: jax.
         column = first + lax.broadcasted_iota(jnp.int32, shape, 1)
         h_row, t_row = jnp.broadcast_to(h, shape), jnp.broadcast_to(t, shape)
         at = (b, t_row, h_row, column) if spec.layout == "BTNH" else (b, h_row, t_row, column)
-        return widened(spec, language.load(spec.route, ref.at[at], mask=column < spec.D, other=0.0))
+        return widened(spec, runner_of(spec).load(ref.at[at], mask=column < spec.D, other=0.0))
 
     return tuple(load(*chunk) for chunk in chunks(spec.D))
 

@@ -17,7 +17,7 @@ from pallas_kernels.split_kv import planner
 from pallas_kernels.split_kv.merge import merge_splits
 from pallas_kernels.split_kv.walk import walk_of_all_heads
 from pallas_kernels.split_kv.work import UNLIMITED, RequestExtents, Work, item_of, requests, requests_on_host
-from pallas_kernels.triton.launch import launch
+from pallas_kernels.triton.launch import runner_of
 from pallas_kernels.types import Ref
 
 FIELDS = 8  # of a work item
@@ -72,14 +72,13 @@ def work_items(
       per_request: Queries of each request, if the mask counts them from the first of its own (dense calls).
     """
     count = work.num_items(spec)
-    [items] = launch(
+    [items] = runner_of(spec).launch(
         functools.partial(_kernel, spec, work, per_request),
         (extents, mask_operands),
         [jax.ShapeDtypeStruct((count, FIELDS), jnp.int32)],
         name="jflex_paged_plan",
         grid=(count,),
         tiles=Tiles(16, 16, 1, 1),
-        spec=spec,
     )
     return items
 

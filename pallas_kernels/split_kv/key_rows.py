@@ -13,7 +13,6 @@ from jax.experimental import pallas as pl
 from pallas_kernels.spec import LATENT_TILE, AttentionSpec
 from pallas_kernels.split_kv import byte_pairs
 from pallas_kernels.split_kv.work import PagedOperands, WorkItem
-from pallas_kernels.triton import language
 from pallas_kernels.triton.head_chunks import (
     Columns,
     chunks,
@@ -21,7 +20,7 @@ from pallas_kernels.triton.head_chunks import (
     key_chunks,
     plain_chunks,
 )
-from pallas_kernels.triton.tile import computed_once
+from pallas_kernels.triton.launch import runner_of
 from pallas_kernels.triton.vectors import PreparedVectors
 from pallas_kernels.types import Index, Ref
 
@@ -70,7 +69,7 @@ class KeyRows(NamedTuple):
             page, row = arrays.table[(work_item.request, lax.div(first, page_size))], lax.rem(first, page_size)
         else:
             at = arrays.table.at[(work_item.request, lax.div(position, page_size))]
-            page = language.load(spec.route, at, mask=exists, other=0) if may_end else language.load(spec.route, at)
+            page = runner_of(spec).load(at, mask=exists, other=0) if may_end else runner_of(spec).load(at)
             row = lax.rem(position, page_size)
         page = jnp.minimum(jnp.maximum(page, 0), spec.num_pages - 1) + arrays.first_page[0]
         return cls(spec, h, first, exists, page, row, may_end)
@@ -115,7 +114,7 @@ class KeyRows(NamedTuple):
             if pairs:
                 found += byte_pairs.columns_of(spec, rows)
             else:
-                found.append(computed_once(spec, functools.partial(self._scaled, rows, scale)))
+                found.append(runner_of(spec).computed_once(functools.partial(self._scaled, rows, scale)))
         for first, width in chunks(spec.D - spec.Dv):
             found.append(self._load_chunk(arrays.rope_key, first, width).astype(spec.dtype))
         return tuple(found), scales if pairs else None
@@ -131,9 +130,9 @@ class KeyRows(NamedTuple):
         row = lax.broadcasted_iota(jnp.int32, self.exists.shape, 0) + self.row if self._is_one_page else self.row
         at = ref.at[(self.page, row, column)]
         return (
-            language.load(self.spec.route, at, mask=self.exists, other=0.0)
+            runner_of(self.spec).load(at, mask=self.exists, other=0.0)
             if self.may_end
-            else language.load(self.spec.route, at)
+            else runner_of(self.spec).load(at)
         )
 
     def _load(self, ref: Ref, mod: PreparedVectors | None, scale: jax.Array | None) -> Columns:
@@ -152,9 +151,7 @@ class KeyRows(NamedTuple):
     def _load_chunk(self, ref: Ref, start: int, width: int) -> jax.Array:
         count, size = self.exists.shape[0], ref.shape[3]
         if self._is_one_page and not self.may_end and start + width <= size:
-            return language.load(
-                self.spec.route, ref.at[(self.page, pl.ds(self.row, count), self.h, pl.ds(start, width))]
-            )
+            return runner_of(self.spec).load(ref.at[(self.page, pl.ds(self.row, count), self.h, pl.ds(start, width))])
         column = start + lax.broadcasted_iota(jnp.int32, (count, width), 1)
         return self._load_lanes(ref, column, column < size)
 
@@ -170,8 +167,8 @@ class KeyRows(NamedTuple):
             mask = exists if mask is None else mask & exists
         at = ref.at[(pages, rows, self.h, lanes)]
         if mask is None:
-            return language.load(self.spec.route, at)
-        return language.load(self.spec.route, at, mask=mask, other=0 if jnp.issubdtype(ref.dtype, jnp.integer) else 0.0)
+            return runner_of(self.spec).load(at)
+        return runner_of(self.spec).load(at, mask=mask, other=0 if jnp.issubdtype(ref.dtype, jnp.integer) else 0.0)
 
     @property
     def _is_one_page(self) -> bool:

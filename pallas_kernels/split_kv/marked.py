@@ -17,8 +17,8 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.spec import AttentionSpec
 from pallas_kernels.split_kv.work import Requests, Work
-from pallas_kernels.triton import language
 from pallas_kernels.triton.containment import MARKS_AT_ONCE, MAX_PROGRAMS, any_nan
+from pallas_kernels.triton.launch import runner_of
 from pallas_kernels.types import Index, Ref
 
 
@@ -51,7 +51,7 @@ class QueryBlocks(NamedTuple):
         def load(chunk: Index, found: jax.Array) -> jax.Array:
             i = jnp.minimum(chunk * at_once + lax.broadcasted_iota(jnp.int32, (at_once,), 0), reach * group - 1)
             n = jnp.minimum(block * self.size + lax.div(i, group), self.spec.T - 1)
-            marked = any_nan(language.load(self.spec.route, lse.at[(n, kv_h * group + lax.rem(i, group))]))
+            marked = any_nan(runner_of(self.spec).load(lse.at[(n, kv_h * group + lax.rem(i, group))]))
             return jnp.maximum(found, marked.astype(jnp.int32))
 
         return lax.fori_loop(0, pl.cdiv(reach * group, at_once), load, jnp.int32(0)) > 0

@@ -29,10 +29,9 @@ from pallas_kernels.split_kv.work import (
     query_to_merge,
     requests,
 )
-from pallas_kernels.triton import language
 from pallas_kernels.triton.attention import RowVectors
 from pallas_kernels.triton.head_chunks import Columns, chunks
-from pallas_kernels.triton.launch import launch
+from pallas_kernels.triton.launch import runner_of
 from pallas_kernels.types import A, Index, Ref
 
 
@@ -132,7 +131,7 @@ def _accumulate(
     (first_slot, count), size = slots, partials.out.shape[-1]
     i = n * run + lax.broadcasted_iota(jnp.int32, (run,), 0)
     exists, slot = i < count, first_slot + jnp.minimum(i, count - 1)
-    lse = language.load(spec.route, partials.lse.at[(slot, *at)], mask=exists, other=-jnp.inf)
+    lse = runner_of(spec).load(partials.lse.at[(slot, *at)], mask=exists, other=-jnp.inf)
     new_max = jnp.maximum(row.max, jnp.max(lse))
     safe_max = jnp.where(new_max == -jnp.inf, 0.0, new_max)
     weight, alpha = jnp.exp(lse - safe_max), jnp.exp(row.max - safe_max)
@@ -140,13 +139,11 @@ def _accumulate(
     for (first, width), x in zip(chunks(size), row.sums, strict=True):
         column = first + lax.broadcasted_iota(jnp.int32, (run, width), 1)
         slot_of, mask = (jnp.broadcast_to(y[:, None], column.shape) for y in (slot, exists))
-        values = language.load(
-            spec.route, partials.out.at[(slot_of, *at, column)], mask=(column < size) & mask, other=0.0
-        )
+        values = runner_of(spec).load(partials.out.at[(slot_of, *at, column)], mask=(column < size) & mask, other=0.0)
         added.append(x * alpha + jnp.sum(values * weight[:, None], axis=0))
     row_sum, stats = row.sum * alpha + jnp.sum(weight), []
     for name, ref, x in zip(spec.stats, partials.stats, row.stats, strict=True):
-        values = language.load(spec.route, ref.at[(slot, *at)], mask=exists, other=_START[name])
+        values = runner_of(spec).load(ref.at[(slot, *at)], mask=exists, other=_START[name])
         if name == "max":
             stats.append(jnp.maximum(x, jnp.max(values)))
         else:
@@ -177,7 +174,7 @@ def _merge_fixed_row(
         for first, width in chunks(size):
             column = first + lax.broadcasted_iota(jnp.int32, (width,), 0)
             mask = (column < size) & exists
-            out.append(language.load(spec.route, partials.out.at[(here, *at, column)], mask=mask, other=0.0))
+            out.append(runner_of(spec).load(partials.out.at[(here, *at, column)], mask=mask, other=0.0))
         empty = 0.0 if spec.normalize == "none" else -jnp.inf
         of_max = tuple(vector(ref, -jnp.inf) for ref in row_max)
         return fixed_splits.Sums(vector(partials.lse, empty), vector(row_sum, 0.0), tuple(out), of_max)
@@ -209,14 +206,13 @@ def merge_uniform(spec: AttentionSpec, splits: int, partials: Results, out_dtype
     """
     lines = spec.group * spec.T
     run, warps = _at_once(spec, splits, spec.B * spec.Hkv * lines)
-    return launch(
+    return runner_of(spec).launch(
         functools.partial(_uniform_kernel, spec, splits, run),
         (Partials.of(partials),),
         result_shapes(spec, out_dtype),
         name="jflex_decode_merge",
         grid=(lines, spec.Hkv, spec.B),
         tiles=Tiles(run, run, warps, 1),
-        spec=spec,
     )
 
 
@@ -232,14 +228,13 @@ def merge_ragged(plan: SplitPlan, extents: KvExtents[jax.Array], partials: Resul
     first_output = len(jax.tree.leaves((extents, partials)))
     rows = spec.group * spec.T * plan.heads * plan.max_split_rows
     run, warps = _at_once(spec, plan.max_splits, rows)
-    return launch(
+    return runner_of(spec).launch(
         functools.partial(_ragged_kernel, plan, run),
         (extents, Partials.of(partials), tuple(result)),
         [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in result],
         name="jflex_decode_merge",
         grid=(min(rows, planner.MAX_MERGE_PROGRAMS),),
         tiles=Tiles(run, run, warps, 1),
-        spec=spec,
         aliases={first_output + n: n for n in range(len(result))},
     )
 
@@ -295,7 +290,7 @@ def _merge_line(
     for (first, width), x in zip(chunks(spec.Dv), columns, strict=True):
         column = first + lax.broadcasted_iota(jnp.int32, (width,), 0)
         at = (row.b, t, h, column) if spec.layout == "BTNH" else (row.b, h, t, column)
-        language.store(spec.route, out.at[at], x.astype(out.dtype), mask=column < spec.Dv)
+        runner_of(spec).store(out.at[at], x.astype(out.dtype), mask=column < spec.Dv)
 
 
 # --- pages
@@ -311,14 +306,13 @@ def merge_splits(
     """Writes the rows that have several splits into out [N, Hq, Dv], lse and stats [N, Hq], and returns these."""
     extents, rows = RequestExtents(arrays.indptr, arrays.lengths), work.rows_to_merge(spec)
     run, warps = (2, 1) if work.fixed_splits else partials_at_once(work.max_splits(spec), rows)
-    return launch(
+    return runner_of(spec).launch(
         functools.partial(_paged_kernel, spec, work, run),
         (extents, Partials.of(splits), tuple(result)),
         [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in result],
         name="jflex_paged_merge",
         grid=(min(rows, planner.MAX_MERGE_PROGRAMS),),
         tiles=Tiles(run, run, warps, 1),
-        spec=spec,
         aliases={2 + len(splits) + n: n for n in range(len(result))},
     )
 
@@ -352,6 +346,6 @@ def _paged_kernel(
             ref[n, h] = x
         for (first, width), x in zip(chunks(a.Dv), columns, strict=True):
             column = first + lax.broadcasted_iota(jnp.int32, (width,), 0)
-            language.store(spec.route, out.at[(n, h, column)], x.astype(out.dtype), mask=column < a.Dv)
+            runner_of(spec).store(out.at[(n, h, column)], x.astype(out.dtype), mask=column < a.Dv)
 
     planner.grid_stride(rows, merge)

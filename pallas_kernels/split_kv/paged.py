@@ -28,11 +28,11 @@ from pallas_kernels.split_kv.marked import QueryBlocks
 from pallas_kernels.split_kv.merge import merge_splits
 from pallas_kernels.split_kv.walk import walk_of
 from pallas_kernels.split_kv.work import PagedOperands, QueryRows, Requests, Work, WorkItem, item_of, requests
-from pallas_kernels.triton import language, scores, vectors
+from pallas_kernels.triton import scores, vectors
 from pallas_kernels.triton.attention import Attention, RowVectors, Tile, Walk
 from pallas_kernels.triton.containment import any_nan
 from pallas_kernels.triton.head_chunks import Columns, holds_pairs, key_chunks, value_chunks
-from pallas_kernels.triton.launch import launch
+from pallas_kernels.triton.launch import runner_of
 from pallas_kernels.types import Index, Ref, S
 
 MIN_WGMMA_ROWS = 64
@@ -122,14 +122,13 @@ def _launch(
         arrays = arrays._replace(key=byte_pairs.words(arrays.key))
     if holds_pairs(spec, spec.Dv, spec.vector_programs.value) and not spec.values_in_keys:
         arrays = arrays._replace(value=byte_pairs.words(arrays.value))
-    return launch(
+    return runner_of(spec).launch(
         functools.partial(kernel, spec, work),
         (arrays, before),
         outputs,
         name=name,
         grid=(programs,),
         tiles=work.tiles,
-        spec=spec,
         aliases={count + n: n for n in range(len(before))},
     )
 
@@ -226,7 +225,7 @@ class _Program(NamedTuple):
         row, whole, spec = self.row, jnp.broadcast_to(whole, row_vectors[0].shape), self.attention.prepared.spec
         out, *of_rows = refs
         for ref, x in zip(of_rows, row_vectors, strict=True):
-            language.store(spec.route, ref.at[(row.n, row.h)], x, mask=whole)
+            runner_of(spec).store(ref.at[(row.n, row.h)], x, mask=whole)
         mask = whole if keeps is None else whole & ~keeps
         _store(spec, out, (row.n[:, None], row.h[:, None]), columns, mask)
 
@@ -272,7 +271,7 @@ def _store_partial(
     i = lax.broadcasted_iota(jnp.int32, (program.attention.rows,), 0)
     is_split = program.row.exists & (item.splits > 1)
     for ref, x in zip(of_rows, row_vectors, strict=True):
-        language.store(spec.route, ref.at[(item.slot, kv_h, i)], x, mask=is_split)
+        runner_of(spec).store(ref.at[(item.slot, kv_h, i)], x, mask=is_split)
     _store(spec, partial_out, (item.slot, kv_h, i[:, None]), columns, is_split)
 
 
@@ -282,7 +281,7 @@ def _repair_kernel(spec: AttentionSpec, work: Work, arrays: PagedOperands[Ref], 
 
     def fix(item: jax.Array, of: Requests) -> None:
         tile = _Program.of(spec, work, arrays, item * spec.Hkv + kv_h, of)
-        row_lse = language.load(spec.route, before[1].at[(tile.row.n, tile.row.h)])
+        row_lse = runner_of(spec).load(before[1].at[(tile.row.n, tile.row.h)])
         marked = (row_lse != row_lse) & (tile.item.queries > 0)  # others stay, to the last bit
         pl.when(any_nan(row_lse) & (tile.item.queries > 0))(lambda: _fix(tile, work, refs, marked))
 
@@ -309,7 +308,7 @@ def _store(spec: AttentionSpec, ref: Ref, at: tuple[Index, ...], columns: Column
     for (first, _, step), x in zip(value_chunks(spec), columns, strict=True):
         column = first + step * lax.broadcasted_iota(jnp.int32, x.shape, 1)
         index = tuple(jnp.broadcast_to(i, x.shape) if jnp.ndim(i) else i for i in at)
-        language.store(spec.route, ref.at[(*index, column)], x.astype(ref.dtype), mask=mask[:, None] & (column < size))
+        runner_of(spec).store(ref.at[(*index, column)], x.astype(ref.dtype), mask=mask[:, None] & (column < size))
 
 
 def _scaled_queries(spec: AttentionSpec, ref: Ref, row: QueryRows) -> tuple[Columns, jax.Array | None]:
@@ -329,7 +328,7 @@ def _load_queries(spec: AttentionSpec, ref: Ref, n: jax.Array, h: jax.Array) -> 
         shape = (n.shape[0], width)
         column = first + step * lax.broadcasted_iota(jnp.int32, shape, 1)
         at = (jnp.broadcast_to(n[:, None], shape), jnp.broadcast_to(h[:, None], shape), column)
-        return language.load(spec.route, ref.at[at], mask=column < spec.D, other=0.0)
+        return runner_of(spec).load(ref.at[at], mask=column < spec.D, other=0.0)
 
     return tuple(load(*chunk) for chunk in key_chunks(spec))
 

@@ -22,9 +22,9 @@ from pallas_kernels import block_walk
 from pallas_kernels.config import Tiles
 from pallas_kernels.spec import AttentionSpec
 from pallas_kernels.split_kv import fixed_splits, planner
-from pallas_kernels.triton import language
 from pallas_kernels.triton.attention import RowVectors
 from pallas_kernels.triton.head_chunks import Columns, chunks
+from pallas_kernels.triton.launch import runner_of
 from pallas_kernels.types import A, Index, Ref, S
 
 MIN_LANES = 16  # of a vector over rows
@@ -47,7 +47,7 @@ class KvExtents(NamedTuple, Generic[A]):
         """Where the keys of a batch entry end; None where all end at S."""
         if self.lengths is None:
             return None
-        return jnp.minimum(jnp.maximum(language.load(spec.route, self.lengths.at[b]), 0), spec.S)
+        return jnp.minimum(jnp.maximum(runner_of(spec).load(self.lengths.at[b]), 0), spec.S)
 
 
 class WorkItem(NamedTuple):
@@ -162,7 +162,7 @@ class SplitPlan:
             assert spec.block_size is not None
             max_blocks_ = max_blocks(spec, end)
             at = (*_list_position(spec, b, kv_h), jnp.zeros_like(row))
-            listed = [language.load(spec.route, counts.at[at]) for counts in (extents.counts, extents.full_counts)]
+            listed = [runner_of(spec).load(counts.at[at]) for counts in (extents.counts, extents.full_counts)]
             listed = [x if max_blocks_ is None else jnp.minimum(x, max_blocks_) for x in listed]
             tiles = (listed[0] + listed[1]) * (spec.block_size[1] // self.tiles.block_kv)
         exists = (index < self.rows).astype(jnp.int32)
@@ -236,21 +236,19 @@ def store_partial(
     slot = jnp.minimum(row.slot, partial_out.shape[0] - 1)
     line = lax.broadcasted_iota(jnp.int32, (block_q,), 0)
     for ref, x in zip(of_vectors, vectors, strict=True):
-        language.store(spec.route, ref.at[(slot, head, line)], x, mask=jnp.broadcast_to(kept, (block_q,)))
+        runner_of(spec).store(ref.at[(slot, head, line)], x, mask=jnp.broadcast_to(kept, (block_q,)))
     for (first, width), x in zip(chunks(partial_out.shape[-1]), rows, strict=True):
         column = first + lax.broadcasted_iota(jnp.int32, (block_q, width), 1)
         line = lax.broadcasted_iota(jnp.int32, (block_q, width), 0)
-        language.store(
-            spec.route, partial_out.at[(slot, head, line, column)], x, mask=(column < partial_out.shape[-1]) & kept
+        runner_of(spec).store(
+            partial_out.at[(slot, head, line, column)], x, mask=(column < partial_out.shape[-1]) & kept
         )
 
 
 def load_lse(spec: AttentionSpec, row: WorkItem, block_q: int, lse: Ref) -> jax.Array:
     """Loads the lse of the queries of a key head; lines past the last query repeat it."""
     line = jnp.minimum(lax.broadcasted_iota(jnp.int32, (block_q,), 0), spec.group * spec.T - 1)
-    return language.load(
-        spec.route, lse.at[(row.b, row.kv_h * spec.group + lax.div(line, spec.T), lax.rem(line, spec.T))]
-    )
+    return runner_of(spec).load(lse.at[(row.b, row.kv_h * spec.group + lax.div(line, spec.T), lax.rem(line, spec.T))])
 
 
 def store_unsplit(
@@ -272,13 +270,13 @@ def store_unsplit(
 
     h, t, exists = batch_and_head(lax.broadcasted_iota(jnp.int32, (block_q,), 0))
     for ref, x in zip(of_vectors, vectors, strict=True):
-        language.store(spec.route, ref.at[(row.b, h, t)], x, mask=exists)
+        runner_of(spec).store(ref.at[(row.b, h, t)], x, mask=exists)
     for (first, width), x in zip(chunks(spec.Dv), rows, strict=True):
         column = first + lax.broadcasted_iota(jnp.int32, (block_q, width), 1)
         h, t, exists = batch_and_head(lax.broadcasted_iota(jnp.int32, (block_q, width), 0))
         at = (row.b, t, h, column) if spec.layout == "BTNH" else (row.b, h, t, column)
         exists = exists if keeps is None else exists & ~keeps[:, None]
-        language.store(spec.route, out.at[at], x.astype(out.dtype), mask=(column < spec.Dv) & exists)
+        runner_of(spec).store(out.at[at], x.astype(out.dtype), mask=(column < spec.Dv) & exists)
 
 
 def over_keys(

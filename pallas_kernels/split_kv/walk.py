@@ -14,6 +14,7 @@ from pallas_kernels.program import intervals
 from pallas_kernels.program.evaluate import Evaluation
 from pallas_kernels.spec import AttentionSpec
 from pallas_kernels.split_kv.work import Work, WorkItem
+from pallas_kernels.triton.launch import runner_of
 from pallas_kernels.triton.tile import evaluation
 from pallas_kernels.types import Index, Ref
 
@@ -76,7 +77,7 @@ def walk_of_all_heads(
     row = item.rows(spec, work, jnp.zeros_like(item.request))
     q = row.n if per_request is None else row.n - item.request * per_request
     at = {"b": item.request, "h": row.h[:, None], "q": q[:, None]}
-    mask = evaluation(program, refs, work.tiles.shape, at, approximate=True, route=spec.route)
+    mask = evaluation(program, refs, work.tiles.shape, at, approximate=True, runner=runner_of(spec))
     mask.prepare(program.nodes, ("", "q"))
     return walk_of(spec, tile, mask, item)
 

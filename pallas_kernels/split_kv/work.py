@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 from pallas_kernels.config import Tiles
 from pallas_kernels.spec import AttentionSpec
 from pallas_kernels.split_kv import fixed_splits, planner
-from pallas_kernels.triton import language
+from pallas_kernels.triton.launch import runner_of
 from pallas_kernels.types import A, Index, Ref
 
 UNLIMITED = 1 << 30  # queries of a request
@@ -164,11 +164,9 @@ def requests(spec: AttentionSpec, work: Work, arrays: PagedOperands[Ref] | Reque
     """Loads the lengths of all requests, and plans their tiles and splits."""
     R, N = spec.B, spec.T
     i = lax.broadcasted_iota(jnp.int32, (1 << R.bit_length(),), 0)
-    start = language.load(spec.route, arrays.indptr.at[i], mask=i <= R, other=N)
-    end = language.load(spec.route, arrays.indptr.at[i + 1], mask=i < R, other=N)
-    return planned_requests(
-        spec, work, start, end, language.load(spec.route, arrays.lengths.at[i], mask=i < R, other=0)
-    )
+    start = runner_of(spec).load(arrays.indptr.at[i], mask=i <= R, other=N)
+    end = runner_of(spec).load(arrays.indptr.at[i + 1], mask=i < R, other=N)
+    return planned_requests(spec, work, start, end, runner_of(spec).load(arrays.lengths.at[i], mask=i < R, other=0))
 
 
 def requests_on_host(spec: AttentionSpec, work: Work, indptr: np.ndarray, lengths: np.ndarray) -> Requests:

@@ -20,8 +20,8 @@ from jax.experimental import pallas as pl
 from pallas_kernels.config import Tiles
 from pallas_kernels.marks import mark
 from pallas_kernels.spec import AttentionSpec
-from pallas_kernels.triton import language
 from pallas_kernels.triton.head_chunks import Columns
+from pallas_kernels.triton.launch import runner_of
 from pallas_kernels.types import Index, Location, Ref
 
 MAX_TILE = 64  # of a repair, in queries and keys
@@ -108,14 +108,14 @@ class Marked(NamedTuple):
         def one(number: jax.Array) -> None:
             b, h, first = self._index(number)
             row = jnp.minimum(first + lax.broadcasted_iota(jnp.int32, (self.tile,), 0), last)
-            pl.when(any_nan(language.load(self.spec.route, marks.at[(b, h, row)])))(lambda: fix(b, h, first))
+            pl.when(any_nan(runner_of(self.spec).load(marks.at[(b, h, row)])))(lambda: fix(b, h, first))
 
         def run(chunk: Index, state: jax.Array) -> jax.Array:
             start = program + chunk * count * programs
             number = start + lax.broadcasted_iota(jnp.int32, (count, self.tile), 0) * programs
             b, h, first = self._index(jnp.minimum(number, self.tiles - 1))
             row = jnp.minimum(first + lax.broadcasted_iota(jnp.int32, number.shape, 1), last)
-            has_nan = any_nan(jnp.sum(language.load(self.spec.route, marks.at[(b, h, row)]), axis=1))
+            has_nan = any_nan(jnp.sum(runner_of(self.spec).load(marks.at[(b, h, row)]), axis=1))
             left = jnp.minimum(lax.div(self.tiles - start + (programs - 1), programs), count)
             each = lambda i, state: (one(start + i * programs), state)[1]
             return lax.fori_loop(0, jnp.where(has_nan, left, 0), each, state)

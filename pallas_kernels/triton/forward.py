@@ -29,7 +29,7 @@ from pallas_kernels.triton import scores
 from pallas_kernels.triton.attention import Attention, Tile
 from pallas_kernels.triton.containment import Marked, repair_tiles
 from pallas_kernels.triton.head_chunks import load_keys, load_queries, store_rows, store_vector
-from pallas_kernels.triton.launch import launch
+from pallas_kernels.triton.launch import runner_of
 from pallas_kernels.types import Index, Ref
 
 
@@ -47,14 +47,13 @@ def forward(spec: AttentionSpec, tiles: Tiles, arrays: Operands[jax.Array]) -> t
         jax.ShapeDtypeStruct(spec.rows_shape(spec.Dv), arrays.value.dtype),
         *(jax.ShapeDtypeStruct((spec.B, spec.Hq, spec.T), jnp.float32) for _ in ("lse", *spec.stats)),
     ]
-    out, lse, *stats = launch(
+    out, lse, *stats = runner_of(spec).launch(
         functools.partial(_kernel, spec, tiles),
         (arrays, order),
         outputs,
         name="jflex_forward",
         grid=(pl.cdiv(spec.T, tiles.block_q), spec.Hq, spec.B),
         tiles=tiles,
-        spec=spec,
     )
     if spec.needs_marks:  # which a masked NaN reached by its value: the stats are those of scores, and stay
         out, lse = repair(spec, tiles, arrays, (out, lse))
@@ -68,14 +67,13 @@ def repair(
     tiles = repair_tiles(tiles)
     marked = Marked(spec, spec.Hq, spec.B, spec.T, tiles.block_q)
     count = len(jax.tree.leaves(arrays))
-    out, lse = launch(
+    out, lse = runner_of(spec).launch(
         functools.partial(_repair_kernel, spec, tiles, marked),
         (arrays, tuple(result)),
         [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in result],
         name="jflex_forward_repair",
         grid=(marked.programs,),
         tiles=tiles,
-        spec=spec,
         aliases={count: 0, count + 1: 1},
     )
     return out, lse

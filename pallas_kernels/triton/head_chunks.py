@@ -14,8 +14,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.program.vectors.vectors import Chunk, VectorProgram
 from pallas_kernels.spec import LATENT_TILE, AttentionSpec
-from pallas_kernels.triton import language
-from pallas_kernels.triton.tile import opaque
+from pallas_kernels.triton.launch import runner_of
 from pallas_kernels.types import Index, Ref
 
 MIN_DOT_SIZE = 16  # M, N and K of an MMA
@@ -103,9 +102,9 @@ def load_rows(
         at, mask = _index_and_mask(spec, ref, (b, h), (first, rows, length, may_end), (start, width))
         return widened(
             spec,
-            language.load(spec.route, ref.at[at])
+            runner_of(spec).load(ref.at[at])
             if mask is None
-            else language.load(spec.route, ref.at[at], mask=mask, other=0.0),
+            else runner_of(spec).load(ref.at[at], mask=mask, other=0.0),
         )
 
     return tuple(load(*chunk) for chunk in chunks(ref.shape[3]))
@@ -135,7 +134,7 @@ def store_rows(
     """Stores what `load_rows` would load."""
     for chunk, columns in zip(chunks(ref.shape[3]), x, strict=True):
         at, mask = _index_and_mask(spec, ref, (b, h), (first, columns.shape[0], length, may_end), chunk)
-        language.store(spec.route, ref.at[at], columns.astype(ref.dtype), mask=mask)
+        runner_of(spec).store(ref.at[at], columns.astype(ref.dtype), mask=mask)
 
 
 def _index_and_mask(
@@ -172,9 +171,9 @@ def load_vector(
 ) -> jax.Array:
     """Loads ``[rows]`` of the last axis of an array."""
     if not may_end:
-        return language.load(spec.route, ref.at[(*at, pl.ds(first, rows))])
+        return runner_of(spec).load(ref.at[(*at, pl.ds(first, rows))])
     index = first + lax.broadcasted_iota(jnp.int32, (rows,), 0)
-    return language.load(spec.route, ref.at[(*at, index)], mask=index < length, other=other)
+    return runner_of(spec).load(ref.at[(*at, index)], mask=index < length, other=other)
 
 
 def store_vector(
@@ -182,10 +181,10 @@ def store_vector(
 ) -> None:
     """Stores what `load_vector` would load."""
     if not may_end:
-        language.store(spec.route, ref.at[(*at, pl.ds(first, x.shape[0]))], x)
+        runner_of(spec).store(ref.at[(*at, pl.ds(first, x.shape[0]))], x)
     else:
         index = first + lax.broadcasted_iota(jnp.int32, x.shape, 0)
-        language.store(spec.route, ref.at[(*at, index)], x, mask=index < length)
+        runner_of(spec).store(ref.at[(*at, index)], x, mask=index < length)
 
 
 def zero_rows(rows: int, size: int) -> Columns:
@@ -208,7 +207,7 @@ def pv_dot(spec: AttentionSpec, weights: jax.Array, rows: Columns) -> Columns:
     """``weights @ rows`` (PV and its like) in float32, with the weights rounded to the dtype of the rows."""
     may_select = spec.programs.score is not None or spec.dropout is not None or spec.normalize == "none"
     if may_select and rows[0].dtype.itemsize == 2:
-        weights = opaque(spec, weights)
+        weights = runner_of(spec).opaque(weights)
     weights = weights.astype(rows[0].dtype)
     return tuple(_dot(spec, weights, x, over=(1, 0)) for x in rows)
 

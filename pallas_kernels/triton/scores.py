@@ -17,6 +17,7 @@ from pallas_kernels.score_tile import ScoreTile
 from pallas_kernels.softmax import LEAST_EXPONENT
 from pallas_kernels.spec import LN_2, LOG2_E, AttentionSpec, Operands
 from pallas_kernels.triton.head_chunks import Columns, qk_dot
+from pallas_kernels.triton.launch import runner_of
 from pallas_kernels.triton.tile import evaluation, k_indices, q_indices, weights
 from pallas_kernels.types import Index, Ref
 
@@ -97,7 +98,7 @@ def prepare(
         if program is None:
             return None
         evaluation_ = evaluation(
-            program, refs, tile, fixed, transposed=transposed, approximate=approximate, route=spec.route
+            program, refs, tile, fixed, transposed=transposed, approximate=approximate, runner=runner_of(spec)
         )
         evaluation_.prepare(nodes or program.nodes, states)
         return evaluation_

@@ -14,9 +14,9 @@ from jax import lax
 from pallas_kernels.program.evaluate import Evaluation
 from pallas_kernels.program.ir import Axes
 from pallas_kernels.program.vectors.vectors import Chunk, VectorProgram
-from pallas_kernels.spec import AttentionSpec, Route
-from pallas_kernels.triton import language
+from pallas_kernels.spec import AttentionSpec
 from pallas_kernels.triton.head_chunks import Columns
+from pallas_kernels.triton.launch import Runner, runner_of
 from pallas_kernels.triton.tile import TileSpace
 from pallas_kernels.types import Ref
 
@@ -77,7 +77,9 @@ def prepare(
     """
     evaluations = []
     for of_width in program.lane_programs:
-        space = _VectorSpace(refs, block_kv, of_width.width, approximate=spec.dtype != "float32", route=spec.route)
+        space = _VectorSpace(
+            refs, block_kv, of_width.width, approximate=spec.dtype != "float32", runner=runner_of(spec)
+        )
         lane = lax.broadcasted_iota(jnp.int32, (1, of_width.width), 1)
         values = {of_width.argument(name): x for name, x in (("b", b), ("h", h), ("k", lane))}
         evaluation = Evaluation(space, values)
@@ -89,14 +91,14 @@ def prepare(
 class _VectorSpace(TileSpace):
     """Tiles of keys and lanes."""
 
-    def __init__(self, refs: Sequence[Ref], keys: int, lanes: int, *, approximate: bool, route: Route) -> None:
-        super().__init__(refs, keys, lanes, transposed=False, approximate=approximate, route=route)
+    def __init__(self, refs: Sequence[Ref], keys: int, lanes: int, *, approximate: bool, runner: Runner) -> None:
+        super().__init__(refs, keys, lanes, transposed=False, approximate=approximate, runner=runner)
 
     def substitutes(self, kind: str) -> Mapping[str, Callable[..., jax.Array]]:
         """The SFU's sine and cosine too, for vectors of 16 bits."""
-        if not self._has_sfu(kind) or self.route == "interpreted":
+        if not self._has_sfu(kind) or self.runner.is_interpreter:
             return super().substitutes(kind)
-        angles = {name: functools.partial(_of_angle, self.route, name) for name in ("sin", "cos")}
+        angles = {name: functools.partial(_of_angle, self.runner, name) for name in ("sin", "cos")}
         return {**super().substitutes(kind), **angles}
 
 
@@ -106,13 +108,13 @@ _TWO_PI_LOW = np.float32(_TWO_PI - float(_TWO_PI_HIGH))
 _ROUND = np.float32(1.5 * 2**23)  # a number of magnitude up to 2 ** 22 loses its fraction, if this is added
 
 
-def _of_angle(route: Route, name: str, x: jax.Array, **_: object) -> jax.Array:
+def _of_angle(runner: Runner, name: str, x: jax.Array, **_: object) -> jax.Array:
     """Sine or cosine, with an absolute error of 2 ** -20.5 up to 2 ** 22 turns (PTX ISA, section on `sin.approx`)."""
-    return language.element(route, name, _within_a_turn(route, x))
+    return runner.element(name, _within_a_turn(runner, x))
 
 
-def _within_a_turn(route: Route, x: jax.Array) -> jax.Array:
+def _within_a_turn(runner: Runner, x: jax.Array) -> jax.Array:
     """The angle between -pi and pi, by Cody and Waite's reduction: its FMAs round relative to the small result."""
-    fma = lambda a, factor, c: language.multiply_add(route, a, jnp.full_like(x, factor), c)
+    fma = lambda a, factor, c: runner.multiply_add(a, jnp.full_like(x, factor), c)
     turns = fma(x, np.float32(1 / _TWO_PI), jnp.full_like(x, _ROUND)) - _ROUND
     return fma(turns, -_TWO_PI_LOW, fma(turns, -_TWO_PI_HIGH, x))

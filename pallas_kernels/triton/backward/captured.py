@@ -28,9 +28,9 @@ from pallas_kernels.program.build import Derivative
 from pallas_kernels.program.cotangents import covers, stores
 from pallas_kernels.program.ir import Axes, Node
 from pallas_kernels.spec import AttentionSpec, Operands
-from pallas_kernels.triton import language, scores
+from pallas_kernels.triton import scores
 from pallas_kernels.triton.head_chunks import load_keys, load_queries, load_vector, qk_dot
-from pallas_kernels.triton.launch import launch
+from pallas_kernels.triton.launch import runner_of
 from pallas_kernels.triton.plan import cost
 from pallas_kernels.types import Index, Ref
 
@@ -71,14 +71,13 @@ def captured(
     inputs = (arrays, states, rows, zeros)
     before = len(jax.tree.leaves(inputs[:3]))
     zeroed = [i for i, load in enumerate(work.loads) if not _writes_all(spec, arrays, work, load)]
-    outs = launch(
+    outs = runner_of(spec).launch(
         functools.partial(_kernel, spec, work, derivative),
         inputs,
         shapes,
         name="jflex_backward_captured",
         grid=(_positions(spec, work) * work.splits, *_kept(spec, work)),
         tiles=cost.fitting(spec, "captured", _tiles(spec, tiles, work), [derivative.d_loads[x] for x in work.loads]),
-        spec=spec,
         aliases={before + n: i for n, i in enumerate(zeroed)},
     )
     return [x.sum(axis=0) if _stores(spec, work, load) else x for x, load in zip(outs, work.loads, strict=True)]
@@ -244,7 +243,7 @@ class _Program(NamedTuple):
         if spec.config.interpret:  # it also writes masked elements, with their old values
             addupdate(ref, index, jnp.where(exists, total, 0.0).astype(ref.dtype))
         else:
-            language.store(spec.route, ref.at[index], total.astype(ref.dtype), mask=exists)
+            runner_of(spec).store(ref.at[index], total.astype(ref.dtype), mask=exists)
 
     def _scores(self, at: tuple[jax.Array, jax.Array, jax.Array, jax.Array], nodes: Sequence[Node]) -> scores.Scores:
         b, h, query, _ = at

@@ -36,7 +36,7 @@ from pallas_kernels.triton.head_chunks import (
     store_vector,
     zero_rows,
 )
-from pallas_kernels.triton.launch import launch
+from pallas_kernels.triton.launch import runner_of
 from pallas_kernels.types import Index, Location, Ref, S
 
 
@@ -74,14 +74,13 @@ def dkv(
         *(per_column for _ in groups.columns),
         *([marks] if spec.needs_marks else []),
     ]
-    d_key, d_value, *columns = launch(
+    d_key, d_value, *columns = runner_of(spec).launch(
         functools.partial(_kernel, spec, tiles, derivative, groups),
         (arrays, block_walk.column_order(spec, tiles, arrays), rows),
         outputs,
         name="jflex_backward_dkv",
         grid=(pl.cdiv(spec.S, tiles.block_kv), spec.Hkv, spec.B),
         tiles=tiles,
-        spec=spec,
     )
     if spec.needs_marks:
         *columns, marks = columns
@@ -102,14 +101,13 @@ def repair(
     tiles = repair_tiles(tiles)
     marked = Marked(spec, spec.Hkv, spec.B, spec.S, tiles.block_kv)
     count = len(jax.tree.leaves((arrays, rows, marks)))
-    d_key, d_value = launch(
+    d_key, d_value = runner_of(spec).launch(
         functools.partial(_repair_kernel, spec, tiles, derivative, marked),
         (arrays, rows, marks, result),
         [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in result],
         name="jflex_backward_dkv_repair",
         grid=(marked.programs,),
         tiles=tiles,
-        spec=spec,
         aliases={count: 0, count + 1: 1},
     )
     return d_key, d_value

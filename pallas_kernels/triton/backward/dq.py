@@ -25,7 +25,7 @@ from pallas_kernels.program.cotangents import LoadGroups
 from pallas_kernels.program.ir import Axes, Node
 from pallas_kernels.score_tile import ScoreTile
 from pallas_kernels.spec import AttentionSpec, Operands
-from pallas_kernels.triton import language, scores
+from pallas_kernels.triton import scores
 from pallas_kernels.triton.containment import Marked, cleared, repair_tiles
 from pallas_kernels.triton.head_chunks import (
     Columns,
@@ -39,7 +39,7 @@ from pallas_kernels.triton.head_chunks import (
     store_vector,
     zero_rows,
 )
-from pallas_kernels.triton.launch import launch
+from pallas_kernels.triton.launch import runner_of
 from pallas_kernels.types import Index, Location, Ref, S
 
 
@@ -82,14 +82,13 @@ def dq(
     ]
     before = len(jax.tree.leaves(inputs[:3]))
     aliases = {before + i: 1 + len(groups.rows) + i for i in range(len(zeros))}
-    result = launch(
+    result = runner_of(spec).launch(
         functools.partial(_kernel, spec, tiles, derivative, groups),
         inputs,
         outputs,
         name="jflex_backward_dq",
         grid=(pl.cdiv(spec.T, tiles.block_q), spec.Hq, spec.B),
         tiles=tiles,
-        spec=spec,
         aliases=aliases,
     )
     d_query, captured = result[0], result[1 : 1 + len(groups.rows) + len(zeros)]
@@ -111,14 +110,13 @@ def repair(
     tiles = repair_tiles(tiles)
     marked = Marked(spec, spec.Hq, spec.B, spec.T, tiles.block_q)
     count = len(jax.tree.leaves((arrays, rows, marks)))
-    [d_query] = launch(
+    [d_query] = runner_of(spec).launch(
         functools.partial(_repair_kernel, spec, tiles, derivative, marked),
         (arrays, rows, marks, d_query),
         [jax.ShapeDtypeStruct(d_query.shape, d_query.dtype)],
         name="jflex_backward_dq_repair",
         grid=(marked.programs,),
         tiles=tiles,
-        spec=spec,
         aliases={count: 0},
     )
     return d_query
@@ -289,4 +287,4 @@ def _write(
     if add or spec.config.interpret:
         addupdate(ref, at, jnp.where(exists, cotangent, 0.0).astype(ref.dtype))
     else:
-        language.store(spec.route, ref.at[at], cotangent.astype(ref.dtype), mask=exists)
+        runner_of(spec).store(ref.at[at], cotangent.astype(ref.dtype), mask=exists)
