@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from pallas_kernels.program.build import Derivative
 from pallas_kernels.program.cotangents import scatter
 from pallas_kernels.program.ir import Node
-from pallas_kernels.score_tile import ScoreTile
+from pallas_kernels.softmax import ScoreTile
 from pallas_kernels.spec import LOG2_E, AttentionSpec, Operands
 from pallas_kernels.types import A
 

@@ -1,4 +1,11 @@
-"""Online softmax in base 2 (Milakov and Gimelshein 2018, arXiv:1805.02867; Dao 2023, arXiv:2307.08691, section 3.1)."""
+"""Online softmax in base 2 (Milakov and Gimelshein 2018, arXiv:1805.02867; Dao 2023, arXiv:2307.08691, section 3.1).
+
+Marks of rows whose sums are not finite show where masked NaN reached a sum. A weight of 0 times NaN is NaN: one key
+that no query may attend to would reach every output of its tile, and a page that one request leaves to another would
+carry it on. To clear every tile before its MMA costs on every tile. But a sum never loses a NaN. So kernels mark the
+rows whose sums are not finite, and a second launch, the *repair*, computes their tiles again with cleared operands
+(`pallas_kernels.triton.containment`). It reads the marks, and exits at once where there are none.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +15,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.program.evaluate import Evaluation
 from pallas_kernels.spec import LN_2, LOG2_E
 
 
@@ -115,3 +123,51 @@ def finish(state: SoftmaxState, log2_scale: float, kept_scale: float = 1.0) -> t
     row_sum = jnp.where(empty, 1.0, state.row_sum)
     lse = jnp.where(empty, -jnp.inf, state.row_max * (log2_scale * LN_2) + jnp.log(row_sum))
     return tuple(x * (kept_scale / row_sum)[:, None] for x in state.out), lse
+
+
+# --- tiles of scores
+
+
+class ScoreTile(NamedTuple):
+    """A tile of scores.
+
+    Attributes:
+      s: The scores, up to the `log2_scale` of the kernel; -inf where masked.
+      visible: False where masked, or None where nothing is masked.
+      score: The evaluation of the score mod, for its derivative.
+      kept: False where dropout drops the weight, or None without dropout.
+    """
+
+    s: jax.Array
+    visible: jax.Array | None
+    score: Evaluation | None
+    kept: jax.Array | None = None
+
+    def clear(self, x: jax.Array) -> jax.Array:
+        """A tile with zeros where masked."""
+        return x if self.visible is None else jnp.where(self.visible, x, 0.0)
+
+    def drop(self, x: jax.Array) -> jax.Array:
+        """A tile with zeros where dropout drops the weight."""
+        return x if self.kept is None else jnp.where(self.kept, x, 0.0)
+
+
+# --- marks
+
+
+def mark(*sums: jax.Array) -> jax.Array:
+    """Float32 [rows]: NaN where sums [rows, columns] are not finite, else 0."""
+    zeros = [jnp.sum(x.astype(jnp.float32) * 0.0, axis=1) for x in sums]
+    return sum(zeros[1:], start=zeros[0])
+
+
+class Repairs(NamedTuple):
+    """How the backward pass of one backend is repaired by the kernels of another.
+
+    Attributes:
+      query: ``(dQ, marks of queries) -> dQ``; marks are float32 [B, Hq, T], or [B, Hq, 1] for all of a head.
+      key_value: ``(dK and dV, marks of keys) -> dK and dV``; marks are float32 [B, Hkv, S].
+    """
+
+    query: Callable[[jax.Array, jax.Array], jax.Array]
+    key_value: Callable[[tuple[jax.Array, jax.Array], jax.Array], tuple[jax.Array, jax.Array]]

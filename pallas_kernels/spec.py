@@ -271,14 +271,14 @@ class AttentionSpec:
 
     @property
     def contains_nan(self) -> bool:
-        """Whether masked NaN is kept out of all sums (`pallas_kernels.marks`)."""
+        """Whether masked NaN is kept out of all sums (`pallas_kernels.softmax`)."""
         if self.paging is not None:
             return not self.paging.hides_zeros
         return self.config.contain_nan or self.heads_in_rows
 
     @property
     def needs_marks(self) -> bool:
-        """Whether sums are marked (`pallas_kernels.marks`): without a mask only padding is masked, which is zeros."""
+        """Whether sums are marked (`pallas_kernels.softmax`): without a mask only padding is masked, which is zeros."""
         return self.programs.mask is not None and self.contains_nan
 
     @property

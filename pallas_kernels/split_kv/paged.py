@@ -24,9 +24,8 @@ from pallas_kernels.plan import unreached_by_pallas
 from pallas_kernels.spec import AttentionSpec, Operands
 from pallas_kernels.split_kv import byte_pairs, fixed_splits, planner
 from pallas_kernels.split_kv.key_rows import KeyRows
-from pallas_kernels.split_kv.marked import QueryBlocks
 from pallas_kernels.split_kv.merge import merge_splits
-from pallas_kernels.split_kv.walk import walk_of
+from pallas_kernels.split_kv.walk import QueryBlocks, walk_of
 from pallas_kernels.split_kv.work import PagedOperands, QueryRows, Requests, Work, WorkItem, item_of, requests
 from pallas_kernels.triton import scores, vectors
 from pallas_kernels.triton.attention import Attention, RowVectors, Tile, Walk
@@ -58,7 +57,7 @@ def paged(spec: AttentionSpec, works: tuple[Work, ...], arrays: PagedOperands[ja
 def repair(
     spec: AttentionSpec, works: tuple[Work, ...], arrays: PagedOperands[jax.Array], result: list[jax.Array]
 ) -> list[jax.Array]:
-    """The results of these launches, with what masked NaN reached computed again (`pallas_kernels.marks`)."""
+    """The results of these launches, with what masked NaN reached computed again (`pallas_kernels.softmax`)."""
     for work in works if spec.needs_marks else ():
         result = _repair(_with_pairs(spec, work), work, arrays, result)
     return result

@@ -20,7 +20,7 @@ from pallas_kernels.triton.plan.limits import (
     MIN_TILE,
     limit_of_device,
 )
-from pallas_kernels.triton.plan.plan import describe_splits, describe_tiles, need_of
+from pallas_kernels.triton.plan.plan import describe_splits, describe_tiles
 from pallas_kernels.tuning import triton_rules
 
 MAX_GROUP = 128  # query heads of a key head in a paged call, all of them rows of a tile
@@ -66,7 +66,7 @@ def plan(spec: AttentionSpec) -> PagedPlan | Refusal:
     if reason is not None:
         return Refusal(reason)
     if spec.values_in_keys:  # to the kernel, heads that share a tile are a group with a key head of its own
-        heads = _heads_of_tile(spec.Hq, triton_rules.latent_rows(need_of(spec)))
+        heads = _heads_of_tile(spec.Hq, triton_rules.latent_rows(cost.need_of(spec)))
         spec = dataclasses.replace(spec, Hkv=spec.Hq // heads)
     if spec.group > MAX_GROUP:
         return Refusal(f"its kernels take up to {MAX_GROUP} query heads for each key head, not {spec.group}")
@@ -105,7 +105,7 @@ def _launches(spec: AttentionSpec) -> tuple[Work, ...]:
     work = lambda choice, least, most: Work(choice.tiles, least, most, source=choice.source)
     mean = -(-spec.T // max(spec.B, 1))
     queries = mean if mean <= MAX_DECODED else 1
-    most = triton_rules.latent_rows(need_of(spec)) if spec.values_in_keys else MAX_DECODED_ROWS
+    most = triton_rules.latent_rows(cost.need_of(spec)) if spec.values_in_keys else MAX_DECODED_ROWS
     rows = min(spec.group * queries, max(most, spec.group))
     if spec.B == 1 and spec.T > MAX_DECODED:  # most likely one request with all of them, or with most
         return (work(_prefill_tiles(spec), 0, UNLIMITED),)
@@ -118,7 +118,7 @@ def _launches(spec: AttentionSpec) -> tuple[Work, ...]:
 
 
 def _paged_decode_tiles(spec: AttentionSpec, rows: int) -> TileChoice:
-    need, block_q = need_of(spec), triton_rules.decode_rows(rows)
+    need, block_q = cost.need_of(spec), triton_rules.decode_rows(rows)
     if spec.values_in_keys:
         made = triton_rules.latent_tiles(need, block_q)
     else:
@@ -127,7 +127,7 @@ def _paged_decode_tiles(spec: AttentionSpec, rows: int) -> TileChoice:
 
 
 def _prefill_tiles(spec: AttentionSpec) -> TileChoice:
-    need, given = need_of(spec), spec.config.forward
+    need, given = cost.need_of(spec), spec.config.forward
     if spec.values_in_keys:
         made = triton_rules.latent_tiles(need, triton_rules.latent_rows(need))
     else:

@@ -1,4 +1,4 @@
-"""Repair of Hopper kernels: Triton kernels recompute the rows that they marked (`pallas_kernels.marks`)."""
+"""Repair of Hopper kernels: Triton kernels recompute the rows that they marked (`pallas_kernels.softmax`)."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import jax
 
 from pallas_kernels.config import Tiles
 from pallas_kernels.gradients import row_statistics
-from pallas_kernels.marks import Repairs
 from pallas_kernels.plan import Refusal
 from pallas_kernels.program.build import Derivative
+from pallas_kernels.softmax import Repairs
 from pallas_kernels.spec import AttentionSpec, Operands
 from pallas_kernels.split_kv import decode as decode_kernel
 from pallas_kernels.split_kv import paged as paged_kernel
@@ -19,9 +19,9 @@ from pallas_kernels.split_kv import plan as paged_plan
 from pallas_kernels.split_kv.work import PagedOperands
 from pallas_kernels.triton import forward as forward_kernel
 from pallas_kernels.triton.backward import dkv, dq
-from pallas_kernels.triton.compiler.limits import limit_of_compiler
 from pallas_kernels.triton.containment import MAX_TILE
 from pallas_kernels.triton.plan import plan as triton_plan
+from pallas_kernels.triton.plan.limits import limit_of_compiler
 
 TILES = Tiles(MAX_TILE, MAX_TILE, 4, 1)  # they divide the blocks that the Hopper kernels take
 

@@ -21,11 +21,11 @@ from pallas_kernels.plan import Refusal, all_gradients
 from pallas_kernels.program.rules.elementwise import ELEMENTWISE
 from pallas_kernels.spec import Paging
 from pallas_kernels.triton.compiler import compile as compiler
-from pallas_kernels.triton.compiler import limits
 from pallas_kernels.triton.compiler.emit import emit
 from pallas_kernels.triton.compiler.emit.dialect import CUDA
 from pallas_kernels.triton.compiler.launch import direct, installed, launch, target
 from pallas_kernels.triton.compiler.launch.installed import Launcher, launcher
+from pallas_kernels.triton.plan import limits
 from pallas_kernels.tuning import tables
 from tests.cases import official_primitives
 from tests.support import gpu_compile
@@ -254,7 +254,8 @@ def test_it_is_selected_only_where_it_was_measured_to_be_faster(monkeypatch):
 
 @pytest.mark.usefixtures("any_launcher", "fresh_plans")
 def test_it_is_selected_where_pallas_has_no_triton(monkeypatch):
-    monkeypatch.setattr("pallas_kernels.triton.compiler.limits.limit_of_pallas", lambda: "JAX 9 has no Triton")
+    for module in ("pallas_kernels.triton.plan.limits", "jflex.backends.gpu.mosaic_gpu"):
+        monkeypatch.setattr(f"{module}.limit_of_pallas", lambda: "JAX 9 has no Triton")
     ampere = spec_of(platform="gpu", device_kind="NVIDIA A100-SXM4-80GB")
     assert select_forward(None, ampere) == "official_triton"
     hopper = {"platform": "gpu", "device_kind": "NVIDIA H200", "T": 4096}
@@ -289,7 +290,7 @@ import sys
 sys.modules["jax.experimental.pallas.triton"] = None  # importing it raises ImportError
 import jax, jax.numpy as jnp, numpy as np
 import jflex
-from pallas_kernels.triton.compiler import limits
+from pallas_kernels.triton.plan import limits
 from pallas_kernels.triton.compiler.emit import emit
 from pallas_kernels.triton.compiler.emit.dialect import CUDA
 from pallas_kernels.triton.compiler.launch import launch

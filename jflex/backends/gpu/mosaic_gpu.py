@@ -19,10 +19,9 @@ from jflex.backends.base import Backend, Gradients, GradientsBy, Inputs, PagedIn
 from jflex.backends.gpu.isolated_trace import isolated_trace
 from jflex.backends.gpu.triton import NAMES, Triton, operands_of, paged_operands, requested_gradients, splits_of
 from pallas_kernels.mosaic_gpu.plan.limits import limit_of_machine
-from pallas_kernels.plan import GradientRequest, Refusal
+from pallas_kernels.plan import GradientRequest, Refusal, limit_of_pallas
 from pallas_kernels.spec import AttentionSpec
-from pallas_kernels.triton.compiler.limits import available_compiler, limit_of_compiler
-from pallas_kernels.triton.plan.limits import decodes
+from pallas_kernels.triton.plan.limits import MAX_DECODED, available_compiler, decodes, limit_of_compiler
 
 if TYPE_CHECKING:
     from pallas_kernels.mosaic_gpu.decode.plan import DecodePlan
@@ -51,12 +50,10 @@ class MosaicGpu(Backend):
         from pallas_kernels.split_kv import repair
 
         spec = _compiled(spec)
-        split_kv = _split_kv_kernel(spec)
         if isinstance(inputs, PagedInputs):
-            assert split_kv is not None  # the call is supported
-            return _attend_paged(spec, split_kv, inputs)
-        if split_kv is not None:
-            return _decode(spec, split_kv, inputs)
+            return _attend_paged(spec, inputs)
+        if (decoded := _plan_decode(spec)) is not None:
+            return _decode(spec, decoded.kernels, inputs)
         plan = _dense_kernels(spec, None)
         operands = operands_of(kv_lengths.inputs_without_lengths(spec, inputs, _LISTS))._replace(sinks=inputs.sinks)
         out, lse, *stats = forward(plan.spec, plan.forward.tiles, operands)
@@ -97,7 +94,7 @@ class MosaicGpu(Backend):
             return preference.slower_backward(_dense_kernels(spec, requested))
         if spec.paging is not None:
             return preference.slower_latent(spec) if spec.values_in_keys else preference.slower_decode()
-        if decodes(spec):
+        if _is_decoded(spec):
             missing = _plan_split_kv(spec)
             if isinstance(missing, Refusal):
                 return f"only 'triton' has a split-KV kernel for this call of few queries: {missing.reason}"
@@ -118,16 +115,28 @@ class _SplitKv(NamedTuple):
 
 
 def _compiled(spec: AttentionSpec) -> AttentionSpec:
-    """The call, with the compiler of the Triton kernels beside these."""
-    return dataclasses.replace(spec, compiler=available_compiler(spec))
+    """The call, with the compiler of the Triton kernels beside these: Pallas', unless it cannot compile them."""
+    has_pallas = spec.paging is None and limit_of_pallas() is None  # its other limit is of pages
+    return dataclasses.replace(spec, compiler="pallas" if has_pallas else available_compiler(spec))
 
 
 def _plan(spec: AttentionSpec, requested: GradientRequest | None) -> Plan | Refusal:
     """The plan on a machine that is not refused."""
     if spec.paging is not None:
         return _plan_split_kv(spec)
-    decoded = _plan_split_kv(spec) if requested is None and decodes(spec) else None
-    return decoded if isinstance(decoded, Plan) else _plan_dense(spec, requested)
+    decoded = _plan_decode(spec) if requested is None else None
+    return _plan_dense(spec, requested) if decoded is None else decoded
+
+
+def _plan_decode(spec: AttentionSpec) -> Plan | None:
+    """The plan of the kernel for few queries, where it runs."""
+    plan = _plan_split_kv(spec) if _is_decoded(spec) else None
+    return plan if isinstance(plan, Plan) else None
+
+
+def _is_decoded(spec: AttentionSpec) -> bool:
+    """Whether a kernel for few queries may run; calls with many ask none."""
+    return spec.T <= MAX_DECODED and decodes(spec)
 
 
 def _dense_kernels(spec: AttentionSpec, requested: GradientRequest | None) -> mosaic_plan.Plan:
@@ -135,12 +144,6 @@ def _dense_kernels(spec: AttentionSpec, requested: GradientRequest | None) -> mo
     plan = _plan_dense(spec, requested)
     assert isinstance(plan, Plan), plan
     return plan.kernels
-
-
-def _split_kv_kernel(spec: AttentionSpec) -> _SplitKv | None:
-    """The kernel with split-KV, if one runs the forward pass."""
-    plan = _plan_split_kv(spec) if spec.paging is not None or decodes(spec) else None
-    return plan.kernels if isinstance(plan, Plan) else None
 
 
 @functools.lru_cache(maxsize=256)
@@ -170,8 +173,10 @@ def _plan_dense(spec: AttentionSpec, requested: GradientRequest | None) -> Plan 
     plan, triton = plan_call(kv_lengths.spec_without_lengths(spec, _LISTS), requested), Triton(spec.compiler)
     if isinstance(plan, Refusal):
         return plan
-    if plan.spec.needs_marks and (missing := limit_of_compiler(spec, spec.compiler)) is not None:
-        return Refusal(f"the kernels of Triton recompute what NaN reached, and {missing} (or `contain_nan=False`)")
+    if plan.spec.needs_marks and spec.compiler == "official":  # Pallas' was chosen because it has no limit here
+        missing = limit_of_compiler(spec, spec.compiler)
+        if missing is not None:
+            return Refusal(f"the kernels of Triton recompute what NaN reached, and {missing} (or `contain_nan=False`)")
     if plan.left is not None:
         others = triton.plan(spec, plan.left)
         if isinstance(others, Refusal):
@@ -183,8 +188,8 @@ def _plan_dense(spec: AttentionSpec, requested: GradientRequest | None) -> Plan 
 
 
 def _describe(plan: mosaic_plan.Plan, spec: AttentionSpec) -> str:
-    decoded = _plan_split_kv(spec) if decodes(spec) else None
-    text = plan.describe(decoded.describe() if isinstance(decoded, Plan) else None)
+    decoded = _plan_decode(spec)
+    text = plan.describe(None if decoded is None else decoded.describe())
     if plan.left is None or plan.backward is None:
         return text
     return f"{text}; gradients of arrays that {plan.left_reason} by '{NAMES[spec.compiler]}'"
@@ -193,12 +198,14 @@ def _describe(plan: mosaic_plan.Plan, spec: AttentionSpec) -> str:
 # --- split-KV
 
 
-def _attend_paged(spec: AttentionSpec, split_kv: _SplitKv, inputs: PagedInputs) -> Saved:
+def _attend_paged(spec: AttentionSpec, inputs: PagedInputs) -> Saved:
     """Out and lse of a paged call."""
     from pallas_kernels.mosaic_gpu.latent.plan import LatentPlan
     from pallas_kernels.split_kv import items, repair
 
-    (plan, work), arrays = split_kv, paged_operands(inputs)
+    planned = _plan_split_kv(spec)
+    assert isinstance(planned, Plan), planned
+    (plan, work), arrays = planned.kernels, paged_operands(inputs)
     extents = arrays.indptr, arrays.lengths
     work_items, slots = items.plan_items(plan.spec, work, extents, arrays.mask_operands)
     if isinstance(plan, LatentPlan):

@@ -21,8 +21,7 @@ from jflex.backends.base import Backend, Gradients, Inputs, PagedInputs, Plan, S
 from jflex.backends.gpu.isolated_trace import isolated_trace
 from pallas_kernels.plan import GradientRequest, Refusal
 from pallas_kernels.spec import AttentionSpec, Compiler, Operands, as_int8
-from pallas_kernels.triton.compiler.limits import describe_compiler, limit_of_compiler
-from pallas_kernels.triton.plan.limits import MIN_TILE, decodes, limit_of_device
+from pallas_kernels.triton.plan.limits import MIN_TILE, decodes, describe_compiler, limit_of_compiler, limit_of_device
 
 if TYPE_CHECKING:
     from pallas_kernels.gradients import Entropy

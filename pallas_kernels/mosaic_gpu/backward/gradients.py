@@ -22,7 +22,6 @@ from jax.typing import DTypeLike
 
 from pallas_kernels.config import Tiles
 from pallas_kernels.gradients import Gradients, RequestedGradients, collect, row_statistics, sum_batch, sum_gradients
-from pallas_kernels.marks import Repairs
 from pallas_kernels.mosaic_gpu import padding
 from pallas_kernels.mosaic_gpu.backward import captured as backward_captured
 from pallas_kernels.mosaic_gpu.backward import captured_work, walk
@@ -32,6 +31,7 @@ from pallas_kernels.mosaic_gpu.backward.one_pass import fits
 from pallas_kernels.mosaic_gpu.plan.cost import is_heavy
 from pallas_kernels.mosaic_gpu.score import bias_gradients, bias_tiles
 from pallas_kernels.program.cotangents import LoadGroups, group_loads
+from pallas_kernels.softmax import Repairs
 from pallas_kernels.spec import AttentionSpec, Operands
 
 MIN_ONE_PASS_LENGTH = 1024  # queries from which on one pass is faster (`is_one_pass_faster`)

@@ -7,19 +7,33 @@ import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.config import Tiles
 from pallas_kernels.program.build import Program
 from pallas_kernels.program.ir import Axes, Node, reachable
 from pallas_kernels.spec import AttentionSpec
-from pallas_kernels.triton.head_chunks import chunks
+from pallas_kernels.triton.head_chunks import chunks, may_hold_pairs
 from pallas_kernels.tuning import triton_rules
 
 # Bytes of shared memory that a CTA may have, by a part of the name of the device; elsewhere the minimum.
 HOPPER_SHARED_MEMORY, AMPERE_SHARED_MEMORY, MIN_SHARED_MEMORY = 232448, 166912, 101376
 # Register budget for values live through the mainloop. A thread has 255, and some values are rounded to 16 bits early.
 MAX_REGISTERS = 272
+
+
+def need_of(spec: AttentionSpec) -> triton_rules.Need:
+    """What the rules for tiles depend on."""
+    return triton_rules.Need(
+        head_size=max(spec.D, spec.Dv),
+        itemsize=jnp.dtype(spec.dtype).itemsize,
+        heavy=triton_rules.is_heavy(*spec.programs),
+        score=(spec.programs.score is not None and spec.normalize == "softmax") or spec.programs.dropout is not None,
+        large_memory=triton_rules.has_large_memory(spec.device_kind),
+        in_bytes=may_hold_pairs(spec, spec.D, spec.vector_programs.key)
+        and may_hold_pairs(spec, spec.Dv, spec.vector_programs.value),
+    )
 
 
 class LoadBytes(NamedTuple):

@@ -14,7 +14,6 @@ from pallas_kernels.program.build import Derivative
 from pallas_kernels.program.cotangents import group_loads, is_ordered
 from pallas_kernels.program.programs import derivative_of, with_programs
 from pallas_kernels.spec import AttentionSpec
-from pallas_kernels.triton.head_chunks import may_hold_pairs
 from pallas_kernels.triton.plan import cost, limits
 from pallas_kernels.triton.plan.limits import MIN_TILE, decodes, limit_of_device
 from pallas_kernels.tuning import tables, triton_rules
@@ -158,7 +157,7 @@ def _tiles_of(spec: AttentionSpec, kernel: Kernel) -> TileChoice:
         return TileChoice(dataclasses.replace(given, block_q=rows) if kernel == "decode" else given, "config")
     invariant = spec.config.batch_invariant and kernel == "forward"
     measured = None if kernel == "decode" or invariant else _measured_tiles(spec, kernel)
-    tiles = triton_rules.tiles_for(kernel, need_of(spec), spec.group * spec.T) if measured is None else measured
+    tiles = triton_rules.tiles_for(kernel, cost.need_of(spec), spec.group * spec.T) if measured is None else measured
     block_q, block_kv = tiles.shape
     if kernel == "decode":  # rows of its tile are queries of several heads
         block_kv = min(block_kv, spec.blocks.size[1] & -spec.blocks.size[1] if spec.blocks else block_kv)
@@ -202,19 +201,6 @@ def faster_by_official(plan: Plan, requested: GradientRequest | None) -> str | N
     if after >= before:
         return None
     return f"official Triton was measured to be faster ({' and '.join(kernels)}: {after:.1f} us, not {before:.1f})"
-
-
-def need_of(spec: AttentionSpec) -> triton_rules.Need:
-    """What the rules for tiles depend on."""
-    return triton_rules.Need(
-        head_size=max(spec.D, spec.Dv),
-        itemsize=jnp.dtype(spec.dtype).itemsize,
-        heavy=triton_rules.is_heavy(*spec.programs),
-        score=(spec.programs.score is not None and spec.normalize == "softmax") or spec.programs.dropout is not None,
-        large_memory=triton_rules.has_large_memory(spec.device_kind),
-        in_bytes=may_hold_pairs(spec, spec.D, spec.vector_programs.key)
-        and may_hold_pairs(spec, spec.Dv, spec.vector_programs.value),
-    )
 
 
 def describe_tiles(choice: TileChoice) -> str:
