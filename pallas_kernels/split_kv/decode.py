@@ -243,7 +243,7 @@ def _attention(
     row = lax.broadcasted_iota(jnp.int32, (tiles.block_q, 1), 0)
     row = jnp.minimum(row, spec.group * spec.T - 1)  # rows beyond repeat the last one, and are dropped
     h, t = kv_h * spec.group + lax.div(row, spec.T), lax.rem(row, spec.T)
-    q = _load_queries(spec, arrays.query, b, h, t)
+    q = _load_queries(spec, arrays.query, b, h, t)  # [block_q, D]
     prepared = scores.prepare(spec, arrays, tiles.shape, b, h, q=t, end=end)
     kv_b = b if spec.Bkv > 1 else 0
 
@@ -259,8 +259,8 @@ def _attention(
             may_end=may_end,
         )
         masked = prepared._replace(mask=prepared.mask if is_partial else None, end=end if may_end else None)
-        tile = scores.compute(masked, q, keys(arrays.key), key, is_partial or may_end)
-        return Tile(tile, keys(arrays.value))
+        tile = scores.compute(masked, q, keys(arrays.key), key, is_partial or may_end)  # S = QK^T, [block_q, Bk]
+        return Tile(tile, keys(arrays.value))  # V [Bk, Dv]
 
     return Attention(prepared, tiles.block_q, walk, tile_at)
 

@@ -178,7 +178,7 @@ class _Program(NamedTuple):
             product = (
                 None if key_scales is None else functools.partial(byte_pairs.qk_product, spec, key_scales, q_scale)
             )
-            result = scores.compute(prepared, q, keys, key, is_partial, product)
+            result = scores.compute(prepared, q, keys, key, is_partial, product)  # S = QK^T, [block_q, Bk]
             if spec.values_in_keys:
                 return Tile(result, keys[: len(value_chunks(spec))], key_scales)
             values, scale = rows.load_scaled(arrays.value, arrays.value_scale, value_vectors, weighs=True)

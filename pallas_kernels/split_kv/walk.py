@@ -12,6 +12,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.program import intervals
 from pallas_kernels.program.evaluate import Evaluation
+from pallas_kernels.program.ir import Axes
 from pallas_kernels.spec import AttentionSpec
 from pallas_kernels.split_kv.work import Requests, Work, WorkItem
 from pallas_kernels.triton.containment import MARKS_AT_ONCE, MAX_PROGRAMS, any_nan
@@ -79,7 +80,7 @@ def walk_of_all_heads(
     q = row.n if per_request is None else row.n - item.request * per_request
     at = {"b": item.request, "h": row.h[:, None], "q": q[:, None]}
     mask = evaluation(program, refs, work.tiles.shape, at, approximate=True, runner=runner_of(spec))
-    mask.prepare(program.nodes, ("", "q"))
+    mask.prepare(program.nodes, (Axes.UNIFORM, Axes.ROW))
     return walk_of(spec, tile, mask, item)
 
 

@@ -125,15 +125,15 @@ def _attention(
     """The attention of a tile of queries of a head."""
     rows_end, keys_end = spec.T % tiles.block_q != 0, spec.walk_passes_end("k", tiles.block_kv)
     first = tile * tiles.block_q
-    q = load_queries(spec, arrays.query, b, h, first, tiles.block_q, may_end=rows_end)
+    q = load_queries(spec, arrays.query, b, h, first, tiles.block_q, may_end=rows_end)  # [Bq, D]
     prepared = scores.prepare(spec, arrays, tiles.shape, b, h, q_first=first)
 
     def tile_at(key: Index, is_partial: bool) -> Tile:
         load = functools.partial(
             load_keys, spec, b=b, h=h, first=key, rows=tiles.block_kv, may_end=is_partial and keys_end
         )
-        result = scores.compute(prepared, q, load(arrays.key), key, is_partial)
-        return Tile(result, load(arrays.value))
+        result = scores.compute(prepared, q, load(arrays.key), key, is_partial)  # S = QK^T, [Bq, Bk]
+        return Tile(result, load(arrays.value))  # V [Bk, Dv]
 
     walk = functools.partial(block_walk.over_keys, spec, tiles, arrays, (b, h, tile))
     may_be_empty = spec.programs.mask is not None or spec.programs.score is not None

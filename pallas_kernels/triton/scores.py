@@ -12,7 +12,7 @@ from jax import lax
 
 from pallas_kernels.program.build import Program
 from pallas_kernels.program.evaluate import Evaluation, Product
-from pallas_kernels.program.ir import Node
+from pallas_kernels.program.ir import Axes, Node
 from pallas_kernels.softmax import LEAST_EXPONENT, ScoreTile
 from pallas_kernels.spec import LN_2, LOG2_E, AttentionSpec, Operands
 from pallas_kernels.triton.head_chunks import Columns, qk_dot
@@ -90,7 +90,7 @@ def prepare(
     else:
         assert q_first is not None  # one of the three is given
         fixed["q"] = q_indices(q_first, tile, spec.T, may_end=spec.T % tile[0] != 0)
-    states = ("", "k" if transposed else "q")
+    fixed_axes = (Axes.UNIFORM, Axes.COLUMN if transposed else Axes.ROW)
     approximate = arrays.query.dtype.itemsize <= 2
 
     def evaluate_fixed(program: Program | None, refs: Sequence[Ref], nodes: Sequence[Node] | None) -> Evaluation | None:
@@ -99,7 +99,7 @@ def prepare(
         evaluation_ = evaluation(
             program, refs, tile, fixed, transposed=transposed, approximate=approximate, runner=runner_of(spec)
         )
-        evaluation_.prepare(nodes or program.nodes, states)
+        evaluation_.prepare(nodes or program.nodes, fixed_axes)
         return evaluation_
 
     score = evaluate_fixed(spec.programs.score, arrays.score_operands, (programs or {}).get("score"))
@@ -127,12 +127,14 @@ def compute(
       product: ``(q, k) -> QK^T``, where queries or keys have scales; tiles are not transposed then.
     """
     spec = scores.spec
+    # S = QK^T: [Bq, Bk], or [Bk, Bq] where tiles are transposed
     raw = product(q, k) if product is not None else qk_dot(spec, k, q) if scores.transposed else qk_dot(spec, q, k)
     score = None
     if scores.score is None:
         s = raw if spec.scale > 0 else -raw
     else:
         assert spec.programs.score is not None  # what `prepare` began to evaluate
+        # S = score_mod(scale * QK^T)
         scaled = Product(raw, jnp.full((), spec.scale, jnp.float32))
         score = scores.score.child(
             walked_index(scores, spec.programs.score, first), {spec.programs.score.argument("score"): scaled}
@@ -158,12 +160,12 @@ def probabilities(scores: Scores, tile: ScoreTile, lse_log2: jax.Array) -> jax.A
     """
     if scores.spec.normalize == "none":
         return linear_weights(scores, tile)
-    return weights(scores.spec, tile.s, scores.log2_scale, lse_log2)
+    return weights(scores.spec, tile.s, scores.log2_scale, lse_log2)  # P = exp2(S - lse)
 
 
 def scores_vjp(scores: Scores, tile: ScoreTile, p: jax.Array, d_p: jax.Array, delta: jax.Array) -> jax.Array:
     """The cotangents of the modified scores, from weights and cotangents of weights; `delta` as `lse_log2` above."""
-    return tile.clear(d_p) if scores.spec.normalize == "none" else p * (d_p - delta)
+    return tile.clear(d_p) if scores.spec.normalize == "none" else p * (d_p - delta)  # dS = P * (dP - delta)
 
 
 def entropy_vjp(
@@ -182,7 +184,7 @@ def entropy_vjp(
         return d_p
     d_entropy = d_entropy[None, :] if scores.transposed else d_entropy[:, None]
     exponent = jnp.maximum(tile.s * scores.log2_scale - lse_log2, LEAST_EXPONENT)
-    return d_p - (d_entropy * LN_2) * exponent
+    return d_p - (d_entropy * LN_2) * exponent  # dP -= dH * log P
 
 
 def walked_index(scores: Scores, program: Program, first: Index) -> dict[Node, jax.Array]:

@@ -204,14 +204,14 @@ class _Program(NamedTuple):
         vector = functools.partial(
             load_vector, spec, at=(b, h), first=query, rows=tile, length=spec.T, may_end=rows_end
         )
-        q, d_out = of_rows(arrays.query), of_rows(rows.d_out)
+        q, d_out = of_rows(arrays.query), of_rows(rows.d_out)  # [tile, D], [tile, Dv]
         prepared = self._scores(at, self.derivative.nodes)
-        outs = scores.compute(prepared, q, of_keys(arrays.key), key, is_partial)
+        outs = scores.compute(prepared, q, of_keys(arrays.key), key, is_partial)  # S = QK^T, [tile, tile]
         lse_log2 = log2_lse(vector(rows.lse, other=-jnp.inf))[:, None]
-        p = scores.probabilities(prepared, outs, lse_log2)
-        d_p = weights_vjp(spec, outs, qk_dot(spec, d_out, of_keys(arrays.value)))
+        p = scores.probabilities(prepared, outs, lse_log2)  # P = exp2(S - lse)
+        d_p = weights_vjp(spec, outs, qk_dot(spec, d_out, of_keys(arrays.value)))  # dP = dO V^T
         d_p = scores.entropy_vjp(prepared, outs, d_p, lse_log2, rows.load_d_entropy(vector))
-        d_s = scores.scores_vjp(prepared, outs, p, d_p, vector(rows.delta, other=0.0)[:, None])
+        d_s = scores.scores_vjp(prepared, outs, p, d_p, vector(rows.delta, other=0.0)[:, None])  # P * (dP - delta)
         _, of_load = score_mod_vjp(self.derivative, outs, d_s)
         cotangents = [of_load(load) for load in self.work.loads]
         if self.work.axes.diagonal and rows_end:  # padding of the last tile is no padding in the first

@@ -256,17 +256,17 @@ class _Head(NamedTuple):
 
         def step(state: _Sums, query: Index, is_partial: bool) -> _Sums:
             d_k, d_v, sums = state
-            q, d_out, vector = self._load(query, is_partial)
-            tile = scores.compute(prepared, q, self.keys.k, query, is_partial)
+            q, d_out, vector = self._load(query, is_partial)  # [Bq, D], [Bq, Dv]
+            tile = scores.compute(prepared, q, self.keys.k, query, is_partial)  # S^T = KQ^T, [Bk, Bq]
             lse_log2 = log2_lse(vector(self.rows.lse, other=-jnp.inf))[None, :]
-            p = scores.probabilities(prepared, tile, lse_log2)
-            d_v = add_rows(d_v, pv_dot(spec, tile.drop(p), d_out))
-            d_p = weights_vjp(spec, tile, qk_dot(spec, self.keys.v, d_out))
+            p = scores.probabilities(prepared, tile, lse_log2)  # P^T = exp2(S^T - lse)
+            d_v = add_rows(d_v, pv_dot(spec, tile.drop(p), d_out))  # dV += P^T dO
+            d_p = weights_vjp(spec, tile, qk_dot(spec, self.keys.v, d_out))  # dP^T = V dO^T
             d_p = scores.entropy_vjp(prepared, tile, d_p, lse_log2, self.rows.load_d_entropy(vector))
             d_s = scores.scores_vjp(prepared, tile, p, d_p, vector(self.rows.delta, other=0.0)[None, :])
-            d_s, of_load = score_mod_vjp(self.derivative, tile, d_s)
+            d_s, of_load = score_mod_vjp(self.derivative, tile, d_s)  # dS'^T of KQ^T, from dS = P * (dP - delta)
             sums = tuple(total + jnp.sum(of_load(n), axis=1) for total, n in zip(sums, groups.columns, strict=True))
-            return add_rows(d_k, pv_dot(spec, d_s, q)), d_v, sums
+            return add_rows(d_k, pv_dot(spec, d_s, q)), d_v, sums  # dK += dS'^T Q
 
         return step
 
@@ -276,16 +276,17 @@ class _Head(NamedTuple):
 
         def step(state: _Repaired, query: Index, is_partial: bool) -> _Repaired:
             d_k, d_v, attended = state
-            q, d_out, vector = self._load(query, is_partial)
-            tile = scores.compute(prepared, q, self.keys.k, query, is_partial)
+            q, d_out, vector = self._load(query, is_partial)  # [Bq, D], [Bq, Dv]
+            tile = scores.compute(prepared, q, self.keys.k, query, is_partial)  # S^T = KQ^T, [Bk, Bq]
             lse_log2 = log2_lse(vector(self.rows.lse, other=-jnp.inf))[None, :]
-            p = tile.clear(scores.probabilities(prepared, tile, lse_log2))
-            d_v = add_rows(d_v, pv_dot(spec, tile.drop(p), cleared(d_out)))
-            d_p = weights_vjp(spec, tile, qk_dot(spec, self.keys.v, d_out))
+            p = tile.clear(scores.probabilities(prepared, tile, lse_log2))  # P^T = exp2(S^T - lse)
+            d_v = add_rows(d_v, pv_dot(spec, tile.drop(p), cleared(d_out)))  # dV += P^T dO
+            d_p = weights_vjp(spec, tile, qk_dot(spec, self.keys.v, d_out))  # dP^T = V dO^T
             d_p = scores.entropy_vjp(prepared, tile, d_p, lse_log2, self.rows.load_d_entropy(vector))
             d_s = tile.clear(scores.scores_vjp(prepared, tile, p, d_p, vector(self.rows.delta, other=0.0)[None, :]))
-            d_s, _ = score_mod_vjp(self.derivative, tile, d_s)
-            return add_rows(d_k, pv_dot(spec, d_s, cleared(q))), d_v, attended.to(d_out, tile.visible)
+            d_s, _ = score_mod_vjp(self.derivative, tile, d_s)  # dS'^T of KQ^T, from dS = P * (dP - delta)
+            d_k = add_rows(d_k, pv_dot(spec, d_s, cleared(q)))  # dK += dS'^T Q
+            return d_k, d_v, attended.to(d_out, tile.visible)
 
         return step
 

@@ -140,11 +140,11 @@ def _kernel(
 
     def step(state: tuple[Columns, Columns], key: Index, is_partial: bool) -> tuple[Columns, Columns]:
         (d_q, sums), (k, tile, d_s) = state, queries.d_scores(key, is_partial)
-        d_s, of_load = score_mod_vjp(derivative, tile, d_s)
+        d_s, of_load = score_mod_vjp(derivative, tile, d_s)  # dS' of QK^T, from dS of the modified scores
         sums = tuple(total + jnp.sum(of_load(n), axis=1) for total, n in zip(sums, groups.rows, strict=True))
         for load, ref in zip((*groups.stores, *groups.atomics), written, strict=False):
             _write(spec, tiles, ref, tile, load, of_load(load), (queries.first, key), add=load in groups.atomics)
-        return add_rows(d_q, pv_dot(spec, d_s, k)), sums
+        return add_rows(d_q, pv_dot(spec, d_s, k)), sums  # dQ += dS' K
 
     sums = tuple(jnp.zeros((tiles.block_q,), jnp.float32) for _ in groups.rows)
     d_q, sums = queries.walk((zero_rows(tiles.block_q, spec.D), sums), step)
@@ -174,7 +174,7 @@ def _repair_kernel(
         def step(d_q: Columns, key: Index, is_partial: bool) -> Columns:
             k, tile, d_s = queries.d_scores(key, is_partial)
             d_s, _ = score_mod_vjp(derivative, tile, tile.clear(d_s))
-            return add_rows(d_q, pv_dot(spec, d_s, cleared(k)))
+            return add_rows(d_q, pv_dot(spec, d_s, cleared(k)))  # dQ += dS' K
 
         queries.store(d_query, queries.walk(zero_rows(tiles.block_q, spec.D), step))
 
@@ -246,13 +246,13 @@ class _Queries(NamedTuple):
         spec, tiles, (b, h, _) = self.spec, self.tiles, self.at
         may_end = is_partial and spec.walk_passes_end("k", tiles.block_kv)
         load = functools.partial(load_keys, spec, b=b, h=h, first=key, rows=tiles.block_kv, may_end=may_end)
-        k = load(self.arrays.key)
-        tile = scores.compute(self.prepared, self.q, k, key, is_partial)
+        k = load(self.arrays.key)  # [Bk, D]
+        tile = scores.compute(self.prepared, self.q, k, key, is_partial)  # S = QK^T, [Bq, Bk]
         lse_log2 = self.lse_log2[:, None]
-        p = scores.probabilities(self.prepared, tile, lse_log2)
-        d_p = weights_vjp(spec, tile, qk_dot(spec, self.d_out, load(self.arrays.value)))
+        p = scores.probabilities(self.prepared, tile, lse_log2)  # P = exp2(S - lse)
+        d_p = weights_vjp(spec, tile, qk_dot(spec, self.d_out, load(self.arrays.value)))  # dP = dO V^T
         d_p = scores.entropy_vjp(self.prepared, tile, d_p, lse_log2, self.d_entropy)
-        return k, tile, scores.scores_vjp(self.prepared, tile, p, d_p, self.delta[:, None])
+        return k, tile, scores.scores_vjp(self.prepared, tile, p, d_p, self.delta[:, None])  # dS = P * (dP - delta)
 
     def store(self, d_query: Ref, d_q: Columns) -> None:
         """Epilogue: scales and stores dQ."""
