@@ -1,4 +1,4 @@
-"""What the kernels with split-KV share: how they are launched, what their warp groups are given, where results go.
+"""Launch, roles of warp groups and stores of results, for the kernels with split-KV.
 
 Persistent CTAs take work items (`pallas_kernels.mosaic_gpu.work_items`), with a producer warp group and two consumers.
 Of an item whose keys are not split the output is stored; of the others, partial results, which a second kernel merges.
@@ -34,7 +34,7 @@ class Inputs(Protocol):
         ...
 
     def of_mods(self) -> Operands[Any]:
-        """What scores are computed from, in the form in which all kernels take it."""
+        """Inputs of scores, in the form that all kernels take."""
         ...
 
     def _replace(self, **fields: Any) -> Any: ...
@@ -77,7 +77,7 @@ S = TypeVar("S")
 
 
 class Static(NamedTuple, Generic[P, I, S]):
-    """What producer and consumers share.
+    """State that producer and consumers share.
 
     Attributes:
       spec: The spec.
@@ -143,7 +143,7 @@ class Static(NamedTuple, Generic[P, I, S]):
 
 
 class Roles(NamedTuple):
-    """What the warp groups of a CTA run.
+    """Programs of the warp groups of a CTA.
 
     Attributes:
       produce: Of the producer, with a `Static`.

@@ -34,11 +34,11 @@ def words(x: jax.Array) -> jax.Array:
 def columns_of(spec: AttentionSpec, x: jax.Array) -> Columns:
     """The even and the odd columns of words, float16."""
     assert spec.paging is not None  # of a paged call
-    held = jnp.dtype(str(spec.paging.dtype))
+    dtype = jnp.dtype(str(spec.paging.dtype))
     if runner_of(spec).is_interpreter:
-        pair = lax.bitcast_convert_type(x, held)
+        pair = lax.bitcast_convert_type(x, dtype)
         return pair[..., 0].astype(jnp.float16), pair[..., 1].astype(jnp.float16)
-    return tuple(runner_of(spec).element(f"{which}_{held.name}", x) for which in ("even", "odd"))
+    return tuple(runner_of(spec).element(f"{which}_{dtype.name}", x) for which in ("even", "odd"))
 
 
 def in_float16(rows: Columns) -> tuple[Columns, jax.Array | None]:

@@ -116,7 +116,7 @@ def _decode_ragged(
     result = merge.result_shapes(spec, arrays.value.dtype)
     vectors = [jax.ShapeDtypeStruct(slots, jnp.float32)] * fixed_splits.vectors_of_partial(spec)
     items = min(plan.num_items, pl.cdiv(fixed_splits.MAX_PROGRAMS, plan.heads)) if plan.is_fixed else plan.num_items
-    found = runner_of(spec).launch(
+    results = runner_of(spec).launch(
         functools.partial(_ragged_kernel, spec, tiles, plan),
         (arrays, lengths),
         [*result, jax.ShapeDtypeStruct((*slots, spec.Dv), jnp.float32), *vectors],
@@ -124,7 +124,7 @@ def _decode_ragged(
         grid=(plan.heads, items),
         tiles=tiles,
     )
-    whole, splits = found[: len(result)], found[len(result) :]
+    whole, splits = results[: len(result)], results[len(result) :]
     return whole if plan.max_splits == 1 else merge.merge_ragged(plan, extents, splits, whole)
 
 
@@ -292,7 +292,7 @@ def _walk_uniform(
     state: S,
     step: Callable[[S, Index, bool, bool], S],
 ) -> S:
-    """As `_over_keys`; a partial tile may have padding keys."""
+    """Folds a step over keys, like `_over_keys`; a partial tile may have padding keys."""
     keys_end = spec.walk_passes_end("k", tiles.block_kv)
     listed = lambda s, key, is_partial: step(s, key, is_partial, is_partial and keys_end)
     return _over_keys(spec, tiles, arrays, location, split, state, listed)

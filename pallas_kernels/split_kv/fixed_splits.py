@@ -60,7 +60,7 @@ class Sums(NamedTuple):
 
 
 def vectors_of_partial(spec: AttentionSpec) -> int:
-    """How many vectors are stored of a partial result."""
+    """Vectors that are stored of a partial result."""
     return (2 if spec.config.batch_invariant else 1) + len(spec.stats)
 
 
@@ -91,19 +91,19 @@ def attend(attention: Attention, walk_of: Callable[[Index], Walk], first: Index,
     """
 
     def one(i: Index, sums: Sums) -> Sums:
-        own = attention._replace(walk=walk_of(i))
-        return add(sums, _of_state(own, own.state()))
+        split_attention = attention._replace(walk=walk_of(i))
+        return add(sums, _of_state(split_attention, split_attention.state()))
 
     return lax.fori_loop(first, end, one, _nothing(attention))
 
 
 def repair(attention: Attention, walk_of: Callable[[Index], Walk], first: Index, end: Index) -> tuple[Sums, Attended]:
-    """The same from cleared values (`pallas_kernels.triton.containment`), and which rows must keep their output."""
+    """Sums from cleared values (`pallas_kernels.triton.containment`), and the rows that must keep their output."""
 
     def one(i: Index, carry: tuple[Sums, Attended]) -> tuple[Sums, Attended]:
-        own = attention._replace(walk=walk_of(i))
-        state, attended = own.repaired_state(carry[1])
-        return add(carry[0], _of_state(own, state, marked=False)), attended
+        split_attention = attention._replace(walk=walk_of(i))
+        state, attended = split_attention.repaired_state(carry[1])
+        return add(carry[0], _of_state(split_attention, state, marked=False)), attended
 
     return lax.fori_loop(first, end, one, (_nothing(attention), Attended.none(attention.rows)))
 
@@ -134,11 +134,11 @@ def add(a: Sums, b: Sums) -> Sums:
     """The sums over the splits of both; rounds once."""
     exponent = jnp.maximum(a.exponent, b.exponent)
     finite = jnp.where(exponent == -jnp.inf, 0.0, exponent)
-    of_a, of_b = _power_of_two(a.exponent - finite), _power_of_two(b.exponent - finite)
+    factor_a, factor_b = _power_of_two(a.exponent - finite), _power_of_two(b.exponent - finite)
     spread = lambda x: x[:, None] if x.ndim else x
-    out = tuple(x * spread(of_a) + y * spread(of_b) for x, y in zip(a.out, b.out, strict=True))
+    out = tuple(x * spread(factor_a) + y * spread(factor_b) for x, y in zip(a.out, b.out, strict=True))
     row_max = tuple(jnp.maximum(x, y) for x, y in zip(a.row_max, b.row_max, strict=True))
-    return Sums(exponent, a.row_sum * of_a + b.row_sum * of_b, out, row_max)
+    return Sums(exponent, a.row_sum * factor_a + b.row_sum * factor_b, out, row_max)
 
 
 def _power_of_two(exponent: jax.Array) -> jax.Array:

@@ -92,12 +92,21 @@ def _kernel(
     items: Ref,
 ) -> None:
     number = pl.program_id(0)
-    of = requests(spec, work, extents)
-    item = item_of(spec, work, of, number, longest_first=True)
+    planned = requests(spec, work, extents)
+    item = item_of(spec, work, planned, number, longest_first=True)
     walk = walk_of_all_heads(spec, work, mask_operands, item, per_request)
     begin, end = (walk.first + x for x in planner.split_range(walk.last - walk.first, item.split, item.splits))
     slot = jnp.where(item.splits > 1, item.slot, -1)
-    fields = item.request, item.first, item.queries, item.length, begin, end, slot, jnp.sum(of.tiles * of.splits)
+    fields = (
+        item.request,
+        item.first,
+        item.queries,
+        item.length,
+        begin,
+        end,
+        slot,
+        jnp.sum(planned.tiles * planned.splits),
+    )
     for i, field in enumerate(fields):
         items[number, i] = field
 
@@ -106,21 +115,21 @@ def items_on_host(spec: AttentionSpec, work: Work, extents: RequestExtents[np.nd
     """The same, without padding, for extents that are known, and no mask; and how many partial results there are."""
     assert spec.programs.mask is None  # it bounds the tiles that are visited
     with jax.ensure_compile_time_eval():
-        of = requests_on_host(spec, work, extents.indptr, extents.lengths)
-        start, queries, length, tiles, splits = (np.asarray(x) for x in of)
+        planned = requests_on_host(spec, work, extents.indptr, extents.lengths)
+        start, queries, length, tiles, splits = (np.asarray(x) for x in planned)
     count = -(-length // work.tiles.block_kv)
     size, slots = -(-count // np.maximum(splits, 1)), np.where(splits > 1, tiles * splits, 0)
     order = np.argsort(-size, kind="stable") if size.size <= planner.MAX_SORTED_ROWS else np.arange(size.size)
-    found = []
+    items = []
     for request in order:
         for within in range(tiles[request] * splits[request]):
             tile, split = divmod(within, splits[request])
             done, end = tile * work.queries(spec), count[request]
             bounds = min(split * size[request], end), min((split + 1) * size[request], end)
             slot = slots[:request].sum() + within if splits[request] > 1 else -1
-            owner, left = min(request, spec.B - 1), max(queries[request] - done, 0)
-            found.append([owner, start[request] + done, left, length[request], *bounds, slot])
-    return np.array([[*row, len(found)] for row in found], np.int32).reshape(-1, FIELDS), int(slots.sum())
+            owner, remaining = min(request, spec.B - 1), max(queries[request] - done, 0)
+            items.append([owner, start[request] + done, remaining, length[request], *bounds, slot])
+    return np.array([[*row, len(items)] for row in items], np.int32).reshape(-1, FIELDS), int(slots.sum())
 
 
 def merge(

@@ -26,7 +26,7 @@ from pallas_kernels.types import Index, Ref
 
 
 class KeyRows(NamedTuple):
-    """Where a tile of keys lies.
+    """Pages and rows of a tile of keys.
 
     Attributes:
       spec: The spec.
@@ -47,7 +47,7 @@ class KeyRows(NamedTuple):
     may_end: bool
 
     @classmethod
-    def of(
+    def look_up(
         cls,
         spec: AttentionSpec,
         arrays: PagedOperands[Ref],
@@ -91,8 +91,9 @@ class KeyRows(NamedTuple):
         """
         scale, spec = self._scales(scales), self.spec
         if holds_pairs(spec, spec.Dv if weighs else spec.D, None if mod is None else mod.program):
-            of = chunks(ref.shape[3])
-            return tuple(x for chunk in of for x in byte_pairs.columns_of(spec, self._load_chunk(ref, *chunk))), scale
+            return tuple(
+                x for chunk in chunks(ref.shape[3]) for x in byte_pairs.columns_of(spec, self._load_chunk(ref, *chunk))
+            ), scale
         on_rows = mod is not None or (weighs and self.spec.dtype == "float16")
         return (self._load(ref, mod, scale), None) if on_rows else (self._load(ref, mod, None), scale)
 
@@ -101,7 +102,7 @@ class KeyRows(NamedTuple):
 
         The scales are None where they have multiplied the rows already: they are powers of two, which round none.
         """
-        spec, found = self.spec, []
+        spec, columns = self.spec, []
         pairs = holds_pairs(spec, spec.Dv, None)
         assert arrays.key_scale is not None  # what has tiles has them
         assert arrays.rope_key is not None
@@ -112,12 +113,12 @@ class KeyRows(NamedTuple):
         for tile, scale in enumerate(scales):
             rows = self._load_chunk(arrays.key, tile * width, width)
             if pairs:
-                found += byte_pairs.columns_of(spec, rows)
+                columns += byte_pairs.columns_of(spec, rows)
             else:
-                found.append(runner_of(spec).computed_once(functools.partial(self._scaled, rows, scale)))
+                columns.append(runner_of(spec).computed_once(functools.partial(self._scaled, rows, scale)))
         for first, width in chunks(spec.D - spec.Dv):
-            found.append(self._load_chunk(arrays.rope_key, first, width).astype(spec.dtype))
-        return tuple(found), scales if pairs else None
+            columns.append(self._load_chunk(arrays.rope_key, first, width).astype(spec.dtype))
+        return tuple(columns), scales if pairs else None
 
     def _scales(self, ref: Ref | None) -> jax.Array | None:
         """The scale of the head, a scalar, or of each key, [count]: zeros past the request's length; None without."""
@@ -138,15 +139,15 @@ class KeyRows(NamedTuple):
     def _load(self, ref: Ref, mod: PreparedVectors | None, scale: jax.Array | None) -> Columns:
         """Rows [count, D or Dv], multiplied by a scale, and as a mod makes them; zeros past the request's length."""
         if mod is None:
-            of = key_chunks(self.spec) if self.spec.values_in_keys else plain_chunks(ref.shape[3])
-            return tuple(self._scaled(self._load_chunk(ref, first, width), scale) for first, width, _ in of)
+            pieces = key_chunks(self.spec) if self.spec.values_in_keys else plain_chunks(ref.shape[3])
+            return tuple(self._scaled(self._load_chunk(ref, first, width), scale) for first, width, _ in pieces)
         position = self.first + lax.broadcasted_iota(jnp.int32, (self.exists.shape[0], 1), 0)
         if self.may_end:  # indices of captured arrays are in range
             position = jnp.minimum(position, self.spec.S - 1)
-        made = mod.tile(position, lambda lanes: self._scaled(self._load_lanes(ref, lanes), scale))
+        rows = mod.tile(position, lambda lanes: self._scaled(self._load_lanes(ref, lanes), scale))
         if not self.may_end:
-            return made
-        return tuple(jnp.where(self.exists[:, None], x, jnp.zeros_like(x)) for x in made)  # a mod may make NaN of zeros
+            return rows
+        return tuple(jnp.where(self.exists[:, None], x, jnp.zeros_like(x)) for x in rows)  # a mod may make NaN of zeros
 
     def _load_chunk(self, ref: Ref, start: int, width: int) -> jax.Array:
         count, size = self.exists.shape[0], ref.shape[3]

@@ -43,7 +43,7 @@ class Partials(NamedTuple, Generic[A]):
     stats: tuple[A, ...] = ()
 
     @classmethod
-    def of(cls, arrays: Sequence[A]) -> Partials[A]:
+    def from_arrays(cls, arrays: Sequence[A]) -> Partials[A]:
         """From out, lse and stats."""
         out, lse, *stats = arrays
         return cls(out, lse, tuple(stats))
@@ -55,7 +55,7 @@ MAX_FEW_ROWS = 132  # up to which the merge needs more warps in a program to fil
 
 
 def partials_at_once(max_splits: int, rows: int) -> tuple[int, int]:
-    """How many partial results a merge program reads at once, and its warps.
+    """Partial results that a merge program reads at once, and its warps.
 
     Args:
       max_splits: Splits that a row may have.
@@ -138,8 +138,8 @@ def _accumulate(
     added = []
     for (first, width), x in zip(chunks(size), row.sums, strict=True):
         column = first + lax.broadcasted_iota(jnp.int32, (run, width), 1)
-        slot_of, mask = (jnp.broadcast_to(y[:, None], column.shape) for y in (slot, exists))
-        values = runner_of(spec).load(partials.out.at[(slot_of, *at, column)], mask=(column < size) & mask, other=0.0)
+        slot_tile, mask = (jnp.broadcast_to(y[:, None], column.shape) for y in (slot, exists))
+        values = runner_of(spec).load(partials.out.at[(slot_tile, *at, column)], mask=(column < size) & mask, other=0.0)
         added.append(x * alpha + jnp.sum(values * weight[:, None], axis=0))
     row_sum, stats = row.sum * alpha + jnp.sum(weight), []
     for name, ref, x in zip(spec.stats, partials.stats, row.stats, strict=True):
@@ -160,7 +160,7 @@ def _finite(log_of_weight: jax.Array) -> jax.Array:
 def _merge_fixed_row(
     spec: AttentionSpec, partials: Partials[Ref], slot: Index, count: Index, at: tuple[Index, Index]
 ) -> tuple[Columns, RowVectors]:
-    """As `merge_row`, with splits of a constant number of keys, which are added in ascending order."""
+    """Merges splits of a constant number of keys, in ascending order; otherwise like `merge_row`."""
     scalar, size = lambda x: jnp.full((), x, jnp.float32), partials.out.shape[-1]
     zeros = tuple(jnp.zeros((width,), jnp.float32) for _, width in chunks(size))
     exponent = scalar(0.0 if spec.normalize == "none" else -jnp.inf)
@@ -176,8 +176,8 @@ def _merge_fixed_row(
             mask = (column < size) & exists
             out.append(runner_of(spec).load(partials.out.at[(here, *at, column)], mask=mask, other=0.0))
         empty = 0.0 if spec.normalize == "none" else -jnp.inf
-        of_max = tuple(vector(ref, -jnp.inf) for ref in row_max)
-        return fixed_splits.Sums(vector(partials.lse, empty), vector(row_sum, 0.0), tuple(out), of_max)
+        max_values = tuple(vector(ref, -jnp.inf) for ref in row_max)
+        return fixed_splits.Sums(vector(partials.lse, empty), vector(row_sum, 0.0), tuple(out), max_values)
 
     def run(n: jax.Array, sums: fixed_splits.Sums) -> fixed_splits.Sums:
         loaded = [load(n * LOADED_AT_ONCE + k) for k in range(LOADED_AT_ONCE)]  # before the first is used
@@ -208,7 +208,7 @@ def merge_uniform(spec: AttentionSpec, splits: int, partials: Results, out_dtype
     run, warps = _at_once(spec, splits, spec.B * spec.Hkv * lines)
     return runner_of(spec).launch(
         functools.partial(_uniform_kernel, spec, splits, run),
-        (Partials.of(partials),),
+        (Partials.from_arrays(partials),),
         result_shapes(spec, out_dtype),
         name="jflex_decode_merge",
         grid=(lines, spec.Hkv, spec.B),
@@ -217,7 +217,7 @@ def merge_uniform(spec: AttentionSpec, splits: int, partials: Results, out_dtype
 
 
 def result_shapes(spec: AttentionSpec, out_dtype: DTypeLike) -> list[jax.ShapeDtypeStruct]:
-    """Of out, in the layout of the query, and of lse and stats [B, Hq, T]."""
+    """Shapes of out, in the layout of the query, and of lse and stats [B, Hq, T]."""
     vectors = [jax.ShapeDtypeStruct((spec.B, spec.Hq, spec.T), jnp.float32)] * (1 + len(spec.stats))
     return [jax.ShapeDtypeStruct(spec.rows_shape(spec.Dv), out_dtype), *vectors]
 
@@ -230,7 +230,7 @@ def merge_ragged(plan: SplitPlan, extents: KvExtents[jax.Array], partials: Resul
     run, warps = _at_once(spec, plan.max_splits, rows)
     return runner_of(spec).launch(
         functools.partial(_ragged_kernel, plan, run),
-        (extents, Partials.of(partials), tuple(result)),
+        (extents, Partials.from_arrays(partials), tuple(result)),
         [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in result],
         name="jflex_decode_merge",
         grid=(min(rows, planner.MAX_MERGE_PROGRAMS),),
@@ -263,8 +263,8 @@ def _ragged_kernel(
     rows = jnp.sum((splits > 1).astype(jnp.int32)) * (lines * plan.heads)
 
     def merge(number: jax.Array) -> None:
-        line, rest = lax.rem(number, lines), lax.div(number, lines)
-        head, i = lax.rem(rest, plan.heads), lax.div(rest, plan.heads)
+        line, row_head = lax.rem(number, lines), lax.div(number, lines)
+        head, i = lax.rem(row_head, plan.heads), lax.div(row_head, plan.heads)
         _merge_line(spec, run, partials, plan.split_row(splits, i, head), (head, line), result)
 
     planner.grid_stride(rows, merge)
@@ -279,13 +279,13 @@ def _merge_line(
     result: Sequence[Ref],
 ) -> None:
     """Merges and stores one line of a split row; `location` is that of its partial results: head and line."""
-    (out, *of_vectors), line = result, location[1]
+    (out, *vector_refs), line = result, location[1]
     if spec.config.batch_invariant:
         columns, vectors = _merge_fixed_row(spec, partials, row.slot, row.splits, location)
     else:
         columns, vectors = merge_row(spec, partials, run, row.slot, row.splits, location)
     h, t = row.kv_h * spec.group + lax.div(line, spec.T), lax.rem(line, spec.T)
-    for ref, x in zip(of_vectors, vectors, strict=True):
+    for ref, x in zip(vector_refs, vectors, strict=True):
         ref[row.b, h, t] = x
     for (first, width), x in zip(chunks(spec.Dv), columns, strict=True):
         column = first + lax.broadcasted_iota(jnp.int32, (width,), 0)
@@ -308,7 +308,7 @@ def merge_splits(
     run, warps = (2, 1) if work.fixed_splits else partials_at_once(work.max_splits(spec), rows)
     return runner_of(spec).launch(
         functools.partial(_paged_kernel, spec, work, run),
-        (extents, Partials.of(splits), tuple(result)),
+        (extents, Partials.from_arrays(splits), tuple(result)),
         [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in result],
         name="jflex_paged_merge",
         grid=(min(rows, planner.MAX_MERGE_PROGRAMS),),
@@ -325,27 +325,26 @@ def _paged_kernel(
     splits: Partials[Ref],
     before: tuple[Ref, ...],
     out: Ref,
-    *of_vectors: Ref,
+    *vector_refs: Ref,
 ) -> None:
     del before  # the memory of the outputs
-    a = spec
-    of = requests(spec, work, extents)
-    rows = jnp.sum(queries_to_merge(of)) * a.Hq
+    planned = requests(spec, work, extents)
+    rows = jnp.sum(queries_to_merge(planned)) * spec.Hq
 
     def merge(number: jax.Array) -> None:
-        h = lax.rem(number, a.Hq)
-        row = query_to_merge(spec, work, of, lax.div(number, a.Hq))
-        line = row.t * a.group + lax.rem(h, a.group)
-        at = lax.div(h, a.group), line
+        h = lax.rem(number, spec.Hq)
+        row = query_to_merge(spec, work, planned, lax.div(number, spec.Hq))
+        line = row.t * spec.group + lax.rem(h, spec.group)
+        at = lax.div(h, spec.group), line
         if work.fixed_splits:
             columns, vectors = _merge_fixed_row(spec, splits, row.slot, row.splits, at)
         else:
             columns, vectors = merge_row(spec, splits, run, row.slot, row.splits, at)
-        n = jnp.minimum(row.n, a.T - 1)
-        for ref, x in zip(of_vectors, vectors, strict=True):
+        n = jnp.minimum(row.n, spec.T - 1)
+        for ref, x in zip(vector_refs, vectors, strict=True):
             ref[n, h] = x
-        for (first, width), x in zip(chunks(a.Dv), columns, strict=True):
+        for (first, width), x in zip(chunks(spec.Dv), columns, strict=True):
             column = first + lax.broadcasted_iota(jnp.int32, (width,), 0)
-            runner_of(spec).store(out.at[(n, h, column)], x.astype(out.dtype), mask=column < a.Dv)
+            runner_of(spec).store(out.at[(n, h, column)], x.astype(out.dtype), mask=column < spec.Dv)
 
     planner.grid_stride(rows, merge)

@@ -47,8 +47,8 @@ def paged(spec: AttentionSpec, works: tuple[Work, ...], arrays: PagedOperands[ja
     """
     result: list[jax.Array] = []
     for work in works:
-        found, count = _attend(_with_pairs(spec, work), work, arrays, result), 2 + len(spec.stats)
-        result, splits = found[:count], found[count:]
+        outputs, count = _attend(_with_pairs(spec, work), work, arrays, result), 2 + len(spec.stats)
+        result, splits = outputs[:count], outputs[count:]
         if splits:
             result = merge_splits(spec, work, arrays, result, splits)
     return repair(spec, works, arrays, result)
@@ -82,13 +82,13 @@ def _with_pairs(spec: AttentionSpec, work: Work) -> AttentionSpec:
 def _attend(
     spec: AttentionSpec, work: Work, arrays: PagedOperands[jax.Array], before: list[jax.Array]
 ) -> list[jax.Array]:
-    a, rows = spec, work.tiles.block_q
-    of_rows = lambda *shape: [jax.ShapeDtypeStruct(shape, jnp.float32)] * (1 + len(spec.stats))
-    outputs = [jax.ShapeDtypeStruct((a.T, a.Hq, a.Dv), spec.out_dtype), *of_rows(a.T, a.Hq)]
+    rows = work.tiles.block_q
+    per_row = lambda *shape: [jax.ShapeDtypeStruct(shape, jnp.float32)] * (1 + len(spec.stats))
+    outputs = [jax.ShapeDtypeStruct((spec.T, spec.Hq, spec.Dv), spec.out_dtype), *per_row(spec.T, spec.Hq)]
     if work.max_splits(spec) > 1:
-        slots = (work.slots(spec), a.Hkv, rows)
+        slots = (work.slots(spec), spec.Hkv, rows)
         vectors = [jax.ShapeDtypeStruct(slots, jnp.float32)] * fixed_splits.vectors_of_partial(spec)
-        outputs += [jax.ShapeDtypeStruct((*slots, a.Dv), jnp.float32), *vectors]
+        outputs += [jax.ShapeDtypeStruct((*slots, spec.Dv), jnp.float32), *vectors]
     kernel, programs = _kernel, spec.Hkv * work.num_items(spec)
     if work.fixed_splits:
         kernel, programs = _fixed_kernel, min(programs, fixed_splits.MAX_PROGRAMS)
@@ -133,14 +133,14 @@ def _launch(
 
 
 class _Program(NamedTuple):
-    """What a program computes: the work item, its rows, and their attention."""
+    """A program: its work item, the rows of that, and their attention."""
 
     item: WorkItem
     row: QueryRows
     attention: Attention
 
     @classmethod
-    def of(
+    def from_number(
         cls,
         spec: AttentionSpec,
         work: Work,
@@ -149,9 +149,9 @@ class _Program(NamedTuple):
         planned: Requests | None = None,
     ) -> _Program:
         """From a number of work item and key head: the program id for None."""
-        a, tiles = spec, work.tiles
+        tiles = work.tiles
         number = pl.program_id(0) if number is None else number
-        kv_h, item = lax.rem(number, a.Hkv), lax.div(number, a.Hkv)
+        kv_h, item = lax.rem(number, spec.Hkv), lax.div(number, spec.Hkv)
         work_item = item_of(spec, work, requests(spec, work, arrays) if planned is None else planned, item)
         if spec.max_pages == 1:  # looked up once, so that the loads of the loop depend on no other
             work_item = work_item._replace(page=arrays.table[(work_item.request, 0)])
@@ -159,17 +159,17 @@ class _Program(NamedTuple):
         q, q_scale = _scaled_queries(spec, arrays.query, row)
         captured = Operands(*arrays[:3], None, arrays.score_operands, arrays.mask_operands, arrays.dropout_operands)
         prepared = scores.prepare(
-            a, captured, tiles.shape, work_item.request, row.h[:, None], q=row.n[:, None], end=work_item.length
+            spec, captured, tiles.shape, work_item.request, row.h[:, None], q=row.n[:, None], end=work_item.length
         )
 
-        of_mod = lambda program, refs: (
-            None if program is None else vectors.prepare(a, program, refs, tiles.block_kv, work_item.request, kv_h)
+        prepare_vectors = lambda program, refs: (
+            None if program is None else vectors.prepare(spec, program, refs, tiles.block_kv, work_item.request, kv_h)
         )
-        key_vectors = of_mod(spec.vector_programs.key, arrays.key_operands)
-        value_vectors = of_mod(spec.vector_programs.value, arrays.value_operands)
+        key_vectors = prepare_vectors(spec.vector_programs.key, arrays.key_operands)
+        value_vectors = prepare_vectors(spec.vector_programs.value, arrays.value_operands)
 
         def tile_at(key: jax.Array, is_partial: bool) -> Tile:
-            rows = KeyRows.of(spec, arrays, work_item, key_head, key, tiles.block_kv, may_end=is_partial)
+            rows = KeyRows.look_up(spec, arrays, work_item, key_head, key, tiles.block_kv, may_end=is_partial)
             if spec.has_latent_tiles:
                 keys, key_scales = rows.load_latents(arrays)
             else:
@@ -197,7 +197,7 @@ class _Program(NamedTuple):
         item, tile, prepared = self.item, work.tiles.block_kv, self.attention.prepared
         walk, size = walk_of(prepared.spec, tile, prepared.mask, item), fixed_splits.tiles_of_split(work.tiles)
 
-        def of(i: Index) -> Walk:
+        def split_walk(i: Index) -> Walk:
             begin, end = jnp.maximum(walk.first, i * size), jnp.minimum(walk.last, (i + 1) * size)
             return lambda state, step: lax.fori_loop(begin, end, lambda t, s: step(s, t * tile, True), state)
 
@@ -205,7 +205,7 @@ class _Program(NamedTuple):
         begin = jnp.full((), walk.first, jnp.int32) if isinstance(walk.first, int) else walk.first
         first = jnp.where(is_split, item.split, lax.div(begin, jnp.int32(size)))
         last = jnp.where(is_split, item.split + 1, lax.div(walk.last + (size - 1), jnp.int32(size)))
-        return of, first, last
+        return split_walk, first, last
 
     def store(
         self,
@@ -222,8 +222,8 @@ class _Program(NamedTuple):
         writes the old values there.
         """
         row, whole, spec = self.row, jnp.broadcast_to(whole, row_vectors[0].shape), self.attention.prepared.spec
-        out, *of_rows = refs
-        for ref, x in zip(of_rows, row_vectors, strict=True):
+        out, *per_row = refs
+        for ref, x in zip(per_row, row_vectors, strict=True):
             runner_of(spec).store(ref.at[(row.n, row.h)], x, mask=whole)
         mask = whole if keeps is None else whole & ~keeps
         _store(spec, out, (row.n[:, None], row.h[:, None]), columns, mask)
@@ -237,7 +237,7 @@ def _kernel(
     *refs: Ref,  # out [N, Hq, Dv], lse and stats [N, Hq]; partial results, [slots, Hkv, block_q] in place of [N, Hq]
 ) -> None:
     del before  # the memory of the outputs but partial results
-    program, count = _Program.of(spec, work, arrays), 2 + len(spec.stats)
+    program, count = _Program.from_number(spec, work, arrays), 2 + len(spec.stats)
     item, (columns, row_vectors) = program.item, program.attention.attend()
     program.store(refs[:count], columns, row_vectors, whole=(item.queries > 0) & (item.splits == 1))
     if len(refs) > count:
@@ -245,31 +245,31 @@ def _kernel(
 
 
 def _fixed_kernel(spec: AttentionSpec, work: Work, arrays: PagedOperands[Ref], before: list[Ref], *refs: Ref) -> None:
-    """The same with splits of a constant number of keys; a program takes items in a grid-stride loop."""
+    """Takes items in a grid-stride loop, with splits of a constant number of keys."""
     del before
-    of = requests(spec, work, arrays)
+    planned = requests(spec, work, arrays)
     count = 2 + len(spec.stats)
 
     def compute(number: jax.Array) -> None:
-        program = _Program.of(spec, work, arrays, number, of)
+        program = _Program.from_number(spec, work, arrays, number, planned)
         item, sums = program.item, fixed_splits.attend(program.attention, *program.fixed_splits(work))
         columns, row_vectors = fixed_splits.finish(spec, sums)
         program.store(refs[:count], columns, row_vectors, whole=(item.queries > 0) & (item.splits == 1))
         if len(refs) > count:
             _store_partial(program, refs[count:], number, sums.out, sums.vectors)
 
-    planner.grid_stride(jnp.sum(of.tiles * of.splits) * spec.Hkv, compute)
+    planner.grid_stride(jnp.sum(planned.tiles * planned.splits) * spec.Hkv, compute)
 
 
 def _store_partial(
     program: _Program, refs: Sequence[Ref], number: jax.Array, columns: Columns, row_vectors: RowVectors
 ) -> None:
     """Stores the partial result of an item, if its keys are split: out and vectors."""
-    (partial_out, *of_rows), item, spec = refs, program.item, program.attention.prepared.spec
+    (partial_out, *per_row), item, spec = refs, program.item, program.attention.prepared.spec
     kv_h = lax.rem(number, spec.Hkv)
     i = lax.broadcasted_iota(jnp.int32, (program.attention.rows,), 0)
     is_split = program.row.exists & (item.splits > 1)
-    for ref, x in zip(of_rows, row_vectors, strict=True):
+    for ref, x in zip(per_row, row_vectors, strict=True):
         runner_of(spec).store(ref.at[(item.slot, kv_h, i)], x, mask=is_split)
     _store(spec, partial_out, (item.slot, kv_h, i[:, None]), columns, is_split)
 
@@ -278,16 +278,16 @@ def _repair_kernel(spec: AttentionSpec, work: Work, arrays: PagedOperands[Ref], 
     blocks, program = QueryBlocks(spec, work), pl.program_id(0)
     block, kv_h = lax.div(program, spec.Hkv), lax.rem(program, spec.Hkv)
 
-    def fix(item: jax.Array, of: Requests) -> None:
-        tile = _Program.of(spec, work, arrays, item * spec.Hkv + kv_h, of)
+    def fix(item: jax.Array, planned: Requests) -> None:
+        tile = _Program.from_number(spec, work, arrays, item * spec.Hkv + kv_h, planned)
         row_lse = runner_of(spec).load(before[1].at[(tile.row.n, tile.row.h)])
         marked = (row_lse != row_lse) & (tile.item.queries > 0)  # others stay, to the last bit
         pl.when(any_nan(row_lse) & (tile.item.queries > 0))(lambda: _fix(tile, work, refs, marked))
 
     def fix_block() -> None:
-        of = requests(spec, work, arrays)
-        first, end = blocks.items(of, block)
-        lax.fori_loop(first, end, lambda item, state: (fix(item, of), state)[1], jnp.int32(0))
+        planned = requests(spec, work, arrays)
+        first, end = blocks.items(planned, block)
+        lax.fori_loop(first, end, lambda item, state: (fix(item, planned), state)[1], jnp.int32(0))
 
     pl.when(blocks.has_marks(before[1], block, kv_h))(fix_block)
 

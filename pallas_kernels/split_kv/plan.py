@@ -1,4 +1,4 @@
-"""Which launches of the paged kernel run a call, and with which tiles, or why they cannot."""
+"""Plan of a paged call: the launches of its kernel and their tiles, or a refusal."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MAX_GROUP = 128  # query heads of a key head in a paged call, all of them rows o
 
 @dataclasses.dataclass(frozen=True)
 class PagedPlan:
-    """How a paged call runs.
+    """Plan of a paged call.
 
     Attributes:
       spec: The call, with its tile programs.
@@ -70,17 +70,17 @@ def plan(spec: AttentionSpec) -> PagedPlan | Refusal:
         spec = dataclasses.replace(spec, Hkv=spec.Hq // heads)
     if spec.group > MAX_GROUP:
         return Refusal(f"its kernels take up to {MAX_GROUP} query heads for each key head, not {spec.group}")
-    made = with_programs(dataclasses.replace(spec, heads_in_rows=True))
-    if isinstance(made, Refusal):
-        return made
-    made = with_vector_programs(made, plain_chunks(spec.D), plain_chunks(spec.Dv))
-    if isinstance(made, Refusal):
-        return made
-    launches = _launches(made)
+    traced = with_programs(dataclasses.replace(spec, heads_in_rows=True))
+    if isinstance(traced, Refusal):
+        return traced
+    traced = with_vector_programs(traced, plain_chunks(spec.D), plain_chunks(spec.Dv))
+    if isinstance(traced, Refusal):
+        return traced
+    launches = _launches(traced)
     smallest = min(min(work.tiles.shape) for work in launches)
     if smallest < MIN_TILE:
         return Refusal(f"it needs tiles of at least {MIN_TILE}, in powers of two; `config` sets {smallest}")
-    return PagedPlan(made, launches)
+    return PagedPlan(traced, launches)
 
 
 def _heads_of_tile(heads: int, most: int) -> int:
@@ -120,32 +120,32 @@ def _launches(spec: AttentionSpec) -> tuple[Work, ...]:
 def _paged_decode_tiles(spec: AttentionSpec, rows: int) -> TileChoice:
     need, block_q = cost.need_of(spec), triton_rules.decode_rows(rows)
     if spec.values_in_keys:
-        made = triton_rules.latent_tiles(need, block_q)
+        default = triton_rules.latent_tiles(need, block_q)
     else:
-        made = triton_rules.paged_decode_tiles(need, rows, spec.max_pages, spec.S)
-    return _fit_paged(spec, made, spec.config.decode, block_q=block_q)
+        default = triton_rules.paged_decode_tiles(need, rows, spec.max_pages, spec.S)
+    return _fit_paged(spec, default, spec.config.decode, block_q=block_q)
 
 
 def _prefill_tiles(spec: AttentionSpec) -> TileChoice:
-    need, given = cost.need_of(spec), spec.config.forward
+    need, configured = cost.need_of(spec), spec.config.forward
     if spec.values_in_keys:
-        made = triton_rules.latent_tiles(need, triton_rules.latent_rows(need))
+        default = triton_rules.latent_tiles(need, triton_rules.latent_rows(need))
     else:
-        made = triton_rules.paged_prefill_tiles(need)
-    block_q = max((made if given is None else given).block_q, triton_rules.decode_rows(spec.group))
-    return _fit_paged(spec, made, given, block_q=block_q)
+        default = triton_rules.paged_prefill_tiles(need)
+    block_q = max((default if configured is None else configured).block_q, triton_rules.decode_rows(spec.group))
+    return _fit_paged(spec, default, configured, block_q=block_q)
 
 
-def _fit_paged(spec: AttentionSpec, made: Tiles, given: Tiles | None, *, block_q: int) -> TileChoice:
+def _fit_paged(spec: AttentionSpec, default: Tiles, configured: Tiles | None, *, block_q: int) -> TileChoice:
     """The user's tiles or a rule's, with so many rows."""
-    tiles = made if given is None else given
-    if given is None:
+    tiles = default if configured is None else configured
+    if configured is None:
         warps = 8 if block_q > 64 else tiles.num_warps
         capacity = limits.KEYS_OF_SPLIT if spec.config.batch_invariant else spec.S
         block_kv = min(tiles.block_kv, max(MIN_TILE, 1 << (capacity - 1).bit_length()))
         tiles = dataclasses.replace(tiles, num_warps=warps, block_kv=block_kv)
     stages = tiles.num_stages if cost.can_pipeline(spec.programs.score) else 1
     fitting = dataclasses.replace(tiles, block_q=block_q, num_stages=stages)
-    if given is None and any(program is not None for program in spec.vector_programs):
+    if configured is None and any(program is not None for program in spec.vector_programs):
         fitting = dataclasses.replace(fitting, num_stages=cost.paged_stages(spec, fitting))
-    return TileChoice(fitting, "rule" if given is None else "config")
+    return TileChoice(fitting, "rule" if configured is None else "config")

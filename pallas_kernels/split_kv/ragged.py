@@ -31,7 +31,7 @@ MIN_LANES = 16  # of a vector over rows
 
 
 class KvExtents(NamedTuple, Generic[A]):
-    """How many keys each row visits: what the splits follow from (in a kernel: the refs).
+    """Keys that each row visits, from which the splits follow (in a kernel: the refs).
 
     Attributes:
       lengths: Keys of each batch entry, int32 [B], or None where all have S.
@@ -44,7 +44,7 @@ class KvExtents(NamedTuple, Generic[A]):
     full_counts: A | None
 
     def end(self: KvExtents[Ref], spec: AttentionSpec, b: Index) -> jax.Array | None:
-        """Where the keys of a batch entry end; None where all end at S."""
+        """End of the keys of a batch entry; None where all end at S."""
         if self.lengths is None:
             return None
         return jnp.minimum(jnp.maximum(runner_of(spec).load(self.lengths.at[b]), 0), spec.S)
@@ -98,7 +98,7 @@ class SplitPlan:
 
     @property
     def is_fixed(self) -> bool:
-        """Whether the keys of a split are constant in number (`pallas_kernels.split_kv.fixed_splits`)."""
+        """True if the keys of a split are constant in number (`pallas_kernels.split_kv.fixed_splits`)."""
         return self.spec.config.batch_invariant
 
     @property
@@ -212,7 +212,7 @@ def max_fixed_splits(spec: AttentionSpec, tiles: Tiles) -> int:
 
 
 def max_blocks(spec: AttentionSpec, end: Index | None) -> jax.Array | None:
-    """How many of a row's listed blocks may begin before `end`: lists ascend, so these are the first ones."""
+    """Bound on a row's listed blocks that begin before `end`: lists ascend, so these are the first ones."""
     assert spec.block_size is not None
     return None if end is None else lax.div(end + (spec.block_size[1] - 1), spec.block_size[1])
 
@@ -231,11 +231,11 @@ def store_partial(
     spec: AttentionSpec, row: WorkItem, head: Index, rows: Columns, vectors: RowVectors, splits: Sequence[Ref]
 ) -> None:
     """Stores the partial result of a split: its rows [block_q, Dv] in float32, and their lse and stats [block_q]."""
-    partial_out, *of_vectors = splits
+    partial_out, *vector_refs = splits
     kept, block_q = row.exists & ~row.unsplit, vectors[0].shape[0]
     slot = jnp.minimum(row.slot, partial_out.shape[0] - 1)
     line = lax.broadcasted_iota(jnp.int32, (block_q,), 0)
-    for ref, x in zip(of_vectors, vectors, strict=True):
+    for ref, x in zip(vector_refs, vectors, strict=True):
         runner_of(spec).store(ref.at[(slot, head, line)], x, mask=jnp.broadcast_to(kept, (block_q,)))
     for (first, width), x in zip(chunks(partial_out.shape[-1]), rows, strict=True):
         column = first + lax.broadcasted_iota(jnp.int32, (block_q, width), 1)
@@ -260,7 +260,7 @@ def store_unsplit(
     keeps: jax.Array | None = None,
 ) -> None:
     """Stores the output, lse and stats of an unsplit row; outputs where `keeps` is true stay as they are."""
-    (out, *of_vectors), is_here, block_q = result, row.exists & row.unsplit, vectors[0].shape[0]
+    (out, *vector_refs), is_here, block_q = result, row.exists & row.unsplit, vectors[0].shape[0]
 
     def batch_and_head(line: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         # Lines past the last name rows of other heads, or none; as repeated ones they would undo, in the interpreter,
@@ -269,7 +269,7 @@ def store_unsplit(
         return row.kv_h * spec.group + lax.div(line, spec.T), lax.rem(line, spec.T), exists
 
     h, t, exists = batch_and_head(lax.broadcasted_iota(jnp.int32, (block_q,), 0))
-    for ref, x in zip(of_vectors, vectors, strict=True):
+    for ref, x in zip(vector_refs, vectors, strict=True):
         runner_of(spec).store(ref.at[(row.b, h, t)], x, mask=exists)
     for (first, width), x in zip(chunks(spec.Dv), rows, strict=True):
         column = first + lax.broadcasted_iota(jnp.int32, (block_q, width), 1)

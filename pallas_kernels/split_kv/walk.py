@@ -52,10 +52,10 @@ def walk_of(spec: AttentionSpec, tile: int, mask: Evaluation | None, item: WorkI
     first_key = i * (run * tile)
     visible = intervals.visibility(spec.programs.mask, mask, first_key, first_key + (run * tile - 1))
     exists = i * run < last
-    some, all_of = visible.some & exists, visible.all & ((i + 1) * run <= whole)
+    some, whole_runs = visible.some & exists, visible.all & ((i + 1) * run <= whole)
     first, after = _first_where(some, i, count), _last_where(some, i) + 1
-    first_whole = _first_where(all_of, i, count)
-    last_whole = _first_where(~all_of & (i > first_whole), i, count)
+    first_whole = _first_where(whole_runs, i, count)
+    last_whole = _first_where(~whole_runs & (i > first_whole), i, count)
     end = jnp.minimum(after * run, last)
     begin = jnp.minimum(first * run, end)
     return Walk(begin, end, jnp.minimum(first_whole * run, end), jnp.minimum(last_whole * run, end))
@@ -119,24 +119,24 @@ class QueryBlocks(NamedTuple):
         return pl.cdiv(self.spec.T, self.size) * self.spec.Hkv
 
     def has_marks(self, lse: Ref, block: Index, kv_h: Index) -> jax.Array:
-        """Whether there is a mark, for a key head, among the rows that the tiles of a block may hold."""
+        """True if there is a mark, for a key head, among the rows that the tiles of a block may hold."""
         group, reach = self.spec.group, self.size + self.work.queries(self.spec) - 1
         at_once = min(MARKS_AT_ONCE, pl.next_power_of_2(reach * group))
 
-        def load(chunk: Index, found: jax.Array) -> jax.Array:
+        def load(chunk: Index, any_marked: jax.Array) -> jax.Array:
             i = jnp.minimum(chunk * at_once + lax.broadcasted_iota(jnp.int32, (at_once,), 0), reach * group - 1)
             n = jnp.minimum(block * self.size + lax.div(i, group), self.spec.T - 1)
             marked = any_nan(runner_of(self.spec).load(lse.at[(n, kv_h * group + lax.rem(i, group))]))
-            return jnp.maximum(found, marked.astype(jnp.int32))
+            return jnp.maximum(any_marked, marked.astype(jnp.int32))
 
         return lax.fori_loop(0, pl.cdiv(reach * group, at_once), load, jnp.int32(0)) > 0
 
-    def items(self, of: Requests, block: Index) -> tuple[jax.Array, jax.Array]:
+    def items(self, planned: Requests, block: Index) -> tuple[jax.Array, jax.Array]:
         """The first of the work items that begin in a block, and one past the last, for work without splits."""
         per_tile = self.work.queries(self.spec)
 
         def before(query: Index) -> jax.Array:
-            begin = lax.div(jnp.maximum(query - of.start, 0) + (per_tile - 1), per_tile)
-            return jnp.sum(jnp.minimum(begin, of.tiles))
+            begin = lax.div(jnp.maximum(query - planned.start, 0) + (per_tile - 1), per_tile)
+            return jnp.sum(jnp.minimum(begin, planned.tiles))
 
         return before(block * self.size), before((block + 1) * self.size)

@@ -170,7 +170,7 @@ def requests(spec: AttentionSpec, work: Work, arrays: PagedOperands[Ref] | Reque
 
 
 def requests_on_host(spec: AttentionSpec, work: Work, indptr: np.ndarray, lengths: np.ndarray) -> Requests:
-    """What the kernel plans for known lengths, for `jflex.explain`."""
+    """Plans requests of known lengths as the kernel does, for `jflex.explain`."""
     padding = (1 << spec.B.bit_length()) - spec.B
     padded = lambda x, count, value: jnp.asarray(np.pad(x, (0, count), constant_values=value))
     start, end = padded(indptr, padding - 1, spec.T), padded(indptr[1:], padding, spec.T)
@@ -189,9 +189,9 @@ def planned_requests(spec: AttentionSpec, work: Work, start: jax.Array, end: jax
     if work.max_splits(spec) == 1:
         splits = (tiles > 0).astype(jnp.int32)
     elif work.fixed_splits:  # either all splits of constant size in programs of their own, or none
-        wanted = planner.row_splits(key_tiles, tiles, work.num_splits(spec), work.min_tiles_per_split)
-        of_split = fixed_splits.tiles_of_split(work.tiles)
-        splits = jnp.where(wanted > 1, lax.div(key_tiles + (of_split - 1), of_split), jnp.minimum(wanted, 1))
+        even = planner.row_splits(key_tiles, tiles, work.num_splits(spec), work.min_tiles_per_split)
+        size = fixed_splits.tiles_of_split(work.tiles)
+        splits = jnp.where(even > 1, lax.div(key_tiles + (size - 1), size), jnp.minimum(even, 1))
         splits = fixed_splits.within_slots(splits, tiles, work.slots(spec))
     else:
         splits = planner.row_splits(key_tiles, tiles, work.num_splits(spec), work.min_tiles_per_split)
@@ -207,7 +207,7 @@ class QueryRows(NamedTuple):
 
 
 class WorkItem(NamedTuple):
-    """What a program computes: a tile of queries, and a split of their keys.
+    """Work of a program: a tile of queries, and a split of their keys.
 
     Attributes:
       request: Its index; the last one for queries of no request.
@@ -240,18 +240,20 @@ class WorkItem(NamedTuple):
         return QueryRows(n, kv_h * group + lax.rem(row, group), exists)
 
 
-def item_of(spec: AttentionSpec, work: Work, of: Requests, item: jax.Array, *, longest_first: bool = False) -> WorkItem:
+def item_of(
+    spec: AttentionSpec, work: Work, planned: Requests, item: jax.Array, *, longest_first: bool = False
+) -> WorkItem:
     """The work item of an index, of planned requests: in their order, or those with the longest splits first."""
     if longest_first:
-        key_tiles = lax.div(of.length + (work.tiles.block_kv - 1), work.tiles.block_kv)
-        number, within = planner.find_longest_first(key_tiles * of.tiles, of.tiles * of.splits, item)
+        key_tiles = lax.div(planned.length + (work.tiles.block_kv - 1), work.tiles.block_kv)
+        number, within = planner.find_longest_first(key_tiles * planned.tiles, planned.tiles * planned.splits, item)
     else:
-        number, within = planner.find_work_item(of.tiles * of.splits, item)
-    splits = jnp.maximum(planner.at(of.splits, number), 1)
+        number, within = planner.find_work_item(planned.tiles * planned.splits, item)
+    splits = jnp.maximum(planner.at(planned.splits, number), 1)
     tile, split = lax.div(within, splits), lax.rem(within, splits)
-    earlier = lax.broadcasted_iota(jnp.int32, of.splits.shape, 0) < number
-    slot = jnp.sum(jnp.where(earlier, of.slots, 0)) + within
-    return _item_at(spec, work, of, number, tile)._replace(split=split, splits=splits, slot=slot)
+    earlier = lax.broadcasted_iota(jnp.int32, planned.splits.shape, 0) < number
+    slot = jnp.sum(jnp.where(earlier, planned.slots, 0)) + within
+    return _item_at(spec, work, planned, number, tile)._replace(split=split, splits=splits, slot=slot)
 
 
 class MergeItem(NamedTuple):
@@ -270,22 +272,24 @@ class MergeItem(NamedTuple):
     t: Index
 
 
-def queries_to_merge(of: Requests) -> jax.Array:
+def queries_to_merge(planned: Requests) -> jax.Array:
     """For each request, the number of queries whose keys are split."""
-    return jnp.where(of.splits > 1, of.queries, 0)
+    return jnp.where(planned.splits > 1, planned.queries, 0)
 
 
-def query_to_merge(spec: AttentionSpec, work: Work, of: Requests, i: jax.Array) -> MergeItem:
+def query_to_merge(spec: AttentionSpec, work: Work, planned: Requests, i: jax.Array) -> MergeItem:
     """The ith of the queries whose keys are split."""
-    number, query = planner.find_work_item(queries_to_merge(of), i)
-    splits, per_tile = planner.at(of.splits, number), work.queries(spec)
-    earlier = lax.broadcasted_iota(jnp.int32, of.splits.shape, 0) < number
-    slot = jnp.sum(jnp.where(earlier, of.slots, 0)) + lax.div(query, per_tile) * splits
-    return MergeItem(planner.at(of.start, number) + query, slot, splits, lax.rem(query, per_tile))
+    number, query = planner.find_work_item(queries_to_merge(planned), i)
+    splits, per_tile = planner.at(planned.splits, number), work.queries(spec)
+    earlier = lax.broadcasted_iota(jnp.int32, planned.splits.shape, 0) < number
+    slot = jnp.sum(jnp.where(earlier, planned.slots, 0)) + lax.div(query, per_tile) * splits
+    return MergeItem(planner.at(planned.start, number) + query, slot, splits, lax.rem(query, per_tile))
 
 
-def _item_at(spec: AttentionSpec, work: Work, of: Requests, number: jax.Array, tile: jax.Array) -> WorkItem:
+def _item_at(spec: AttentionSpec, work: Work, planned: Requests, number: jax.Array, tile: jax.Array) -> WorkItem:
     done = tile * work.queries(spec)
-    queries = jnp.maximum(planner.at(of.queries, number) - done, 0)
+    queries = jnp.maximum(planner.at(planned.queries, number) - done, 0)
     request = jnp.minimum(number, spec.B - 1)
-    return WorkItem(request, planner.at(of.start, number) + done, queries, planner.at(of.length, number), 0, 1, 0)
+    return WorkItem(
+        request, planner.at(planned.start, number) + done, queries, planner.at(planned.length, number), 0, 1, 0
+    )

@@ -116,9 +116,9 @@ class Marked(NamedTuple):
             b, h, first = self._index(jnp.minimum(number, self.tiles - 1))
             row = jnp.minimum(first + lax.broadcasted_iota(jnp.int32, number.shape, 1), last)
             has_nan = any_nan(jnp.sum(runner_of(self.spec).load(marks.at[(b, h, row)]), axis=1))
-            left = jnp.minimum(lax.div(self.tiles - start + (programs - 1), programs), count)
+            remaining = jnp.minimum(lax.div(self.tiles - start + (programs - 1), programs), count)
             each = lambda i, state: (one(start + i * programs), state)[1]
-            return lax.fori_loop(0, jnp.where(has_nan, left, 0), each, state)
+            return lax.fori_loop(0, jnp.where(has_nan, remaining, 0), each, state)
 
         lax.fori_loop(0, pl.cdiv(pl.cdiv(self.tiles, self.programs), count), run, jnp.int32(0))
 
@@ -129,5 +129,5 @@ class Marked(NamedTuple):
 
 
 def any_nan(x: jax.Array) -> jax.Array:
-    """Whether any element is NaN."""
+    """True if any element is NaN."""
     return jnp.max(jnp.where(x == x, 0, 1)) > 0

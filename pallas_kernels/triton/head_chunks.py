@@ -29,16 +29,16 @@ def chunks(size: int) -> list[tuple[int, int]]:
     ([(0, 64)], [(0, 64), (64, 16)], [(0, 128)])
     """
     whole = _power_of_two(size)
-    rest = _power_of_two(size - whole // 2)
-    return [(0, whole // 2), (whole // 2, rest)] if whole // 2 + rest < whole else [(0, whole)]
+    second = _power_of_two(size - whole // 2)
+    return [(0, whole // 2), (whole // 2, second)] if whole // 2 + second < whole else [(0, whole)]
 
 
 def key_chunks(spec: AttentionSpec) -> tuple[Chunk, ...]:
     """The chunks that hold keys and queries of a paged call; those of the values first, if keys hold these."""
     if not spec.values_in_keys:
         return _side_chunks(spec, spec.D, spec.vector_programs.key)
-    rest = (Chunk(spec.Dv + first, width) for first, width in chunks(spec.D - spec.Dv))
-    return (*value_chunks(spec), *rest)
+    rotated = (Chunk(spec.Dv + first, width) for first, width in chunks(spec.D - spec.Dv))
+    return (*value_chunks(spec), *rotated)
 
 
 def value_chunks(spec: AttentionSpec) -> tuple[Chunk, ...]:
@@ -65,7 +65,7 @@ def _side_chunks(spec: AttentionSpec, size: int, mod: VectorProgram | None) -> t
 
 
 def may_hold_pairs(spec: AttentionSpec, size: int, mod: object) -> bool:
-    """Whether a launch may load keys or values of this size, with this mod or None, as words of two columns.
+    """True if a launch may load keys or values of this size, with this mod or None, as words of two columns.
 
     They have eight bits, which float16 holds, and the GEMMs are of 16. See `pallas_kernels.split_kv.byte_pairs`.
     """
@@ -74,7 +74,7 @@ def may_hold_pairs(spec: AttentionSpec, size: int, mod: object) -> bool:
 
 
 def holds_pairs(spec: AttentionSpec, size: int, mod: object) -> bool:
-    """Whether the launch does so."""
+    """True if the launch loads words of two columns."""
     return spec.pairs and may_hold_pairs(spec, size, mod)
 
 
@@ -213,7 +213,7 @@ def pv_dot(spec: AttentionSpec, weights: jax.Array, rows: Columns) -> Columns:
 
 
 def powers_of_two(largest: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """What rows are multiplied by for float16, and its inverse, [rows, 1], from their largest magnitudes [rows].
+    """Factors of rows for float16, and their inverses, [rows, 1], from their largest magnitudes [rows].
 
     Powers of two that take the largest element near 2 ** 14: float16 ends at 2 ** 16, and holds what is 2 ** 28 times
     smaller than that with all of its bits. Of rows of zeros they are finite too.

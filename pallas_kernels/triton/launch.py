@@ -163,13 +163,13 @@ class Interpreter(Runner):
 
     @staticmethod
     def load_by_index(ref: Ref, mask: jax.Array | None, other: float | None) -> jax.Array:
-        """As `load`."""
+        """Loads by index arrays."""
         x = ref_get(*by_arrays(ref))
         return x if mask is None or other is None else jnp.where(mask, x, jnp.full_like(x, other))
 
     @staticmethod
     def store_by_index(ref: Ref, x: jax.Array, mask: jax.Array | None) -> None:
-        """As `store`; masked elements are written with their old values."""
+        """Stores by index arrays; masked elements are written with their old values."""
         whole, index = by_arrays(ref)
         ref_set(whole, index, x if mask is None else jnp.where(mask, x, ref_get(whole, index)))
 

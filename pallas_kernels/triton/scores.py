@@ -22,7 +22,7 @@ from pallas_kernels.types import Index, Ref
 
 
 class Scores(NamedTuple):
-    """How a program computes scores: statics, and the loop-invariant values of the mods.
+    """Scores of a program: statics, and the loop-invariant values of the mods.
 
     Attributes:
       spec: The spec.
@@ -198,7 +198,7 @@ def walked_index(scores: Scores, program: Program, first: Index) -> dict[Node, j
 
 
 def _kept(scores: Scores, first: Index) -> jax.Array | None:
-    """Which weights of a tile dropout keeps; None without dropout."""
+    """True for the weights of a tile that dropout keeps; None without dropout."""
     if scores.dropout is None:
         return None
     program = scores.spec.programs.dropout

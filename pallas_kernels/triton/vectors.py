@@ -35,25 +35,25 @@ class PreparedVectors(NamedTuple):
     evaluations: tuple[Evaluation, ...]
 
     def tile(self, key: jax.Array, load: Load) -> Columns:
-        """What the mod makes of a tile of keys, in chunks of lanes.
+        """Applies the mod to a tile of keys; returns chunks of lanes.
 
         Args:
           key: Their positions, int32 [keys, 1], in range.
           load: Loads the vectors.
         """
-        made: dict[Chunk, jax.Array] = {}
+        columns: dict[Chunk, jax.Array] = {}
         for program, prologue in zip(self.program.lane_programs, self.evaluations, strict=True):
             evaluation = prologue.child({program.argument("q"): key})
             pairs: tuple[jax.Array, ...] = ()
             for node in program.vector_loads:
-                lane, place = node.inputs[1], program.place_in_pair(node)
-                if place is None:
+                lane, parity = node.inputs[1], program.place_in_pair(node)
+                if parity is None:
                     evaluation.values[node] = load(evaluation.space.spread(evaluation(lane), lane.kind, node.kind))
                 else:
                     pairs = pairs or _even_and_odd(load, key.shape[0], program.width)
-                    evaluation.values[node] = pairs[place]
-            made.update((chunk, evaluation.tile(output)) for chunk, output in program.outputs)
-        return tuple(made[chunk] for chunk in self.program.chunks)
+                    evaluation.values[node] = pairs[parity]
+            columns.update((chunk, evaluation.tile(output)) for chunk, output in program.outputs)
+        return tuple(columns[chunk] for chunk in self.program.chunks)
 
 
 def _even_and_odd(load: Load, keys: int, width: int) -> tuple[jax.Array, ...]:

@@ -226,7 +226,7 @@ def test_aliased_outputs_are_returned_in_their_order():
     made = compiler.Compiled("kernel", "", 0, 4)
     sizes = [jax.ShapeDtypeStruct((n,), jnp.float32) for n in (1, 2, 3)]
     call = lambda a, b: direct.call(
-        a, b, made=made, source=source, target=target.CUDA_TARGETS[90], outputs=sizes, aliases={0: 1}
+        a, b, compiled=made, source=source, target=target.CUDA_TARGETS[90], outputs=sizes, aliases={0: 1}
     )
     jaxpr = jax.make_jaxpr(call)(sizes[2], sizes[0])
     assert [v.aval.shape for v in jaxpr.jaxpr.outvars] == [(1,), (2,), (3,)]

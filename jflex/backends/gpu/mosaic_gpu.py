@@ -135,7 +135,7 @@ def _plan_decode(spec: AttentionSpec) -> Plan | None:
 
 
 def _is_decoded(spec: AttentionSpec) -> bool:
-    """Whether a kernel for few queries may run; calls with many ask none."""
+    """Returns whether a kernel for few queries may run; calls with many ask none."""
     return spec.T <= MAX_DECODED and decodes(spec)
 
 

@@ -14,7 +14,7 @@ from pallas_kernels.triton.plan.limits import limit_of_platform
 
 
 class Site(NamedTuple):
-    """Where a kernel runs.
+    """The site of a kernel: its device and its runner.
 
     Attributes:
       platform: Of the device.

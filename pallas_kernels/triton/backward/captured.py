@@ -39,7 +39,7 @@ TARGET_PROGRAMS = 1024  # for a GPU with about a hundred SMs; with fewer, the wo
 
 
 class CapturedWork(NamedTuple):
-    """What one launch computes.
+    """Work of one launch.
 
     Attributes:
       axes: Along which the loads are constant.
@@ -112,7 +112,7 @@ def _kept(spec: AttentionSpec, work: CapturedWork) -> tuple[int, int]:
 
 
 def _stores(spec: AttentionSpec, work: CapturedWork, load: Node) -> bool:
-    """Whether a load's cotangents are stored, each split in an array of its own, and not added by atomics."""
+    """True if a load's cotangents are stored, each split in an array of its own, and not added by atomics."""
     return stores(spec, work.loads, load, work.axes)
 
 

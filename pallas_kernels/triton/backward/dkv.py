@@ -127,7 +127,7 @@ def _kernel(
 ) -> None:
     tile, kv_h, b = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     tile = block_walk.column_at(spec, order, b, kv_h, tile)
-    keys = _Keys.of(spec, tiles, arrays, (b, kv_h, tile))
+    keys = _Keys.from_refs(spec, tiles, arrays, (b, kv_h, tile))
 
     def one_head(member: Index, state: tuple[Columns, Columns]) -> tuple[Columns, Columns]:
         head = _Head(keys, derivative, groups, rows, kv_h * spec.group + member)
@@ -156,7 +156,7 @@ def _repair_kernel(
     d_value: Ref,  # [B, S, Hkv, Dv] or [B, Hkv, S, Dv]
 ) -> None:
     def fix(b: jax.Array, kv_h: jax.Array, first: jax.Array) -> None:
-        keys = _Keys.of(spec, tiles, arrays, (b, kv_h, lax.div(first, jnp.int32(tiles.block_kv))))
+        keys = _Keys.from_refs(spec, tiles, arrays, (b, kv_h, lax.div(first, jnp.int32(tiles.block_kv))))
 
         def one_head(member: Index, state: _Repaired) -> _Repaired:
             head = _Head(keys, derivative, None, rows, kv_h * spec.group + member)
@@ -185,7 +185,7 @@ class _Keys(NamedTuple):
     v: Columns
 
     @classmethod
-    def of(cls, spec: AttentionSpec, tiles: Tiles, arrays: Operands[Ref], at: Location) -> _Keys:
+    def from_refs(cls, spec: AttentionSpec, tiles: Tiles, arrays: Operands[Ref], at: Location) -> _Keys:
         """Loads it."""
         empty, b = cls(spec, tiles, arrays, at, (), ()), at[0] if spec.Bkv > 1 else 0
         return empty._replace(k=empty.load(arrays.key, b), v=empty.load(arrays.value, b))
@@ -197,7 +197,7 @@ class _Keys(NamedTuple):
 
     @property
     def keys_end(self) -> bool:
-        """Whether a tile may have padding keys."""
+        """True if a tile may have padding keys."""
         return self.spec.S % self.tiles.block_kv != 0
 
     @property
@@ -271,7 +271,7 @@ class _Head(NamedTuple):
         return step
 
     def repair_step(self) -> Callable[[_Repaired, Index, bool], _Repaired]:
-        """The same for dK and dV alone, with masked elements cleared."""
+        """The mainloop step of a repair: dK and dV alone, with masked elements cleared."""
         spec, prepared = self.keys.spec, self._prepared()
 
         def step(state: _Repaired, query: Index, is_partial: bool) -> _Repaired:

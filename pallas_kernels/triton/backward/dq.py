@@ -135,7 +135,7 @@ def _kernel(
 ) -> None:
     i, h, b = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     tile = block_walk.row_at(spec, order, b, h, i, pl.num_programs(0))
-    queries = _Queries.of(spec, tiles, derivative, arrays, rows, (b, h, tile))
+    queries = _Queries.from_refs(spec, tiles, derivative, arrays, rows, (b, h, tile))
     written = captured[len(groups.rows) :]
 
     def step(state: tuple[Columns, Columns], key: Index, is_partial: bool) -> tuple[Columns, Columns]:
@@ -169,7 +169,7 @@ def _repair_kernel(
 
     def fix(b: jax.Array, h: jax.Array, first: jax.Array) -> None:
         tile = lax.div(first, jnp.int32(tiles.block_q))
-        queries = _Queries.of(spec, tiles, derivative, arrays, rows, (b, h, tile))
+        queries = _Queries.from_refs(spec, tiles, derivative, arrays, rows, (b, h, tile))
 
         def step(d_q: Columns, key: Index, is_partial: bool) -> Columns:
             k, tile, d_s = queries.d_scores(key, is_partial)
@@ -205,7 +205,7 @@ class _Queries(NamedTuple):
     d_entropy: jax.Array | None
 
     @classmethod
-    def of(
+    def from_refs(
         cls,
         spec: AttentionSpec,
         tiles: Tiles,
@@ -234,7 +234,7 @@ class _Queries(NamedTuple):
 
     @property
     def rows_end(self) -> bool:
-        """Whether a tile may have padding queries."""
+        """True if a tile may have padding queries."""
         return self.spec.T % self.tiles.block_q != 0
 
     def walk(self, state: S, step: Callable[[S, Index, bool], S]) -> S:

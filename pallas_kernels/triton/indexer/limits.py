@@ -1,4 +1,4 @@
-"""What the kernels of the indexer cannot run, whatever the device: asked before Pallas is imported."""
+"""Limits of the kernels of the indexer, whatever the device: asked before Pallas is imported."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ def _warps(size: int) -> int:
 
 
 class _Part(NamedTuple):
-    """What a program selects from.
+    """Elements that a program selects from.
 
     Attributes:
       length: Of the whole row.
@@ -84,7 +84,7 @@ def _largest(
     parts = pl.cdiv(length, size)
     spare = 1 if runner.is_interpreter else 0  # column, to which the interpreter stores what is masked
     shape = jax.ShapeDtypeStruct((rows, parts * k + spare), jnp.int32)
-    found = runner.launch(
+    largest, at = runner.launch(
         functools.partial(_kernel, runner, _Part(length, size, k), positions is not None),
         (ranks,) if positions is None else (ranks, positions),
         [shape, shape],
@@ -92,7 +92,7 @@ def _largest(
         grid=(parts, rows),
         tiles=Tiles(1, size, num_warps=_warps(size), num_stages=1),
     )
-    return found[0][:, : parts * k], found[1][:, : parts * k]
+    return largest[:, : parts * k], at[:, : parts * k]
 
 
 def _kernel(runner: Runner, part: _Part, has_positions: bool, ranks: Ref, *refs: Ref) -> None:
@@ -115,12 +115,12 @@ def _kernel(runner: Runner, part: _Part, has_positions: bool, ranks: Ref, *refs:
         to = number * part.k + lax.shift_right_logical(counts, 16) + jnp.minimum(equal_count, equal_ones) - 1
         if runner.is_interpreter:
             to = jnp.where(selected, to, out.shape[1] - 1)
-        found = at
+        position = at
         if has_positions:
             exists = selected & (at < part.length)
-            found = runner.load(positions[0].at[row, at], mask=exists, other=0)
+            position = runner.load(positions[0].at[row, at], mask=exists, other=0)
         runner.store(out.at[row, to], ~x, mask=selected)
-        runner.store(out_positions.at[row, to], found, mask=selected)
+        runner.store(out_positions.at[row, to], position, mask=selected)
         return before + jnp.sum(ones)
 
     lax.fori_loop(0, part.size // run, compact, jnp.int32(0))

@@ -20,7 +20,7 @@ MIN_TILE = 16  # of queries or keys: what an MMA of Triton takes
 
 
 def limit_of_device(spec: AttentionSpec) -> str | None:
-    """What of the device, the configuration, the dtype or the head sizes every kernel here refuses."""
+    """Device, configuration, dtype or head sizes that every kernel here refuses, as a sentence, or None."""
     elsewhere = limit_of_platform(spec.platform, interpret=spec.config.interpret)
     if elsewhere is not None:
         return elsewhere
@@ -51,19 +51,19 @@ def limit_of_platform(platform: str, *, interpret: bool) -> str | None:
 
 
 def loads_e4m3(spec: AttentionSpec) -> bool:
-    """Whether a kernel loads float8_e4m3fn: of pages, and of keys in decoding; other calls widen arrays before."""
+    """True if a kernel loads float8_e4m3fn: of pages, and of keys in decoding; other calls widen arrays before."""
     if spec.paging is not None:
         return spec.paging.dtype == "float8_e4m3fn"
     return spec.qk_dtype == "float8_e4m3fn" and decodes(spec)
 
 
 def _lacks_e4m3(device_kind: str) -> bool:
-    """Whether a device of this name is known to be older than compute capability 8.9."""
+    """True if a device of this name is known to be older than compute capability 8.9."""
     return any(word.split("-")[0] in _BEFORE_ADA for word in device_kind.split())
 
 
 def _limit_of_latent(latent: int, rope: int) -> str | None:
-    """What of the sizes of a latent cache is refused: the values must be whole chunks of columns of the keys."""
+    """Sizes of a latent cache that are refused: the values must be whole chunks of columns of the keys."""
     if latent > MAX_LATENT_SIZE or rope > MAX_ROPE_SIZE:
         return (
             f"its kernels take latent sizes up to {MAX_LATENT_SIZE} and rotated keys up to {MAX_ROPE_SIZE}, not "
@@ -78,7 +78,7 @@ def _limit_of_latent(latent: int, rope: int) -> str | None:
 
 
 def decodes(spec: AttentionSpec) -> bool:
-    """Whether the kernel for few queries runs: they fit into a tile, and share one row of the mask's lists."""
+    """True if the kernel for few queries runs: they fit into a tile, and share one row of the mask's lists."""
     blocks = spec.blocks
     one_row = blocks is None or (blocks.size[0] >= spec.T and (blocks.heads == 1 or spec.group == 1))
     few = 0 < spec.T <= MAX_DECODED and spec.group * spec.T <= MAX_DECODED_ROWS

@@ -1,4 +1,4 @@
-"""Which Triton kernels run a call, and with which tiles, or why they cannot."""
+"""Plan of a dense call: its Triton kernels and their tiles, or a refusal."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class BackwardPlan:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """How a call runs.
+    """Plan of a dense call.
 
     Attributes:
       spec: The call, with its tile programs; that of few queries has heads in rows.
@@ -65,7 +65,7 @@ class Plan:
 
     @property
     def decodes(self) -> bool:
-        """Whether the split-KV kernel for few queries runs."""
+        """True if the split-KV kernel for few queries runs."""
         return self.spec.heads_in_rows
 
     def describe(self) -> str:
@@ -97,30 +97,30 @@ def plan(spec: AttentionSpec, requested: GradientRequest | None) -> Plan | Refus
 
 def _plan_forward(spec: AttentionSpec) -> Plan | Refusal:
     decoded = decodes(spec)
-    made = with_programs(dataclasses.replace(spec, heads_in_rows=decoded))
-    if isinstance(made, Refusal):
-        return made
-    choice = _choose_tiles(made, "decode" if decoded else "forward")
-    return choice if isinstance(choice, Refusal) else Plan(made, choice)
+    traced = with_programs(dataclasses.replace(spec, heads_in_rows=decoded))
+    if isinstance(traced, Refusal):
+        return traced
+    choice = _choose_tiles(traced, "decode" if decoded else "forward")
+    return choice if isinstance(choice, Refusal) else Plan(traced, choice)
 
 
 def _plan_backward(spec: AttentionSpec, requested: GradientRequest) -> BackwardPlan | Refusal:
-    made = with_programs(spec)
-    if isinstance(made, Refusal):
-        return made
-    derivative = derivative_of(made, requested.score_operands)
+    traced = with_programs(spec)
+    if isinstance(traced, Refusal):
+        return traced
+    derivative = derivative_of(traced, requested.score_operands)
     if isinstance(derivative, Refusal):
         return derivative
-    if spec.config.deterministic and not is_ordered(made, group_loads(made, derivative)):
+    if spec.config.deterministic and not is_ordered(traced, group_loads(traced, derivative)):
         return Refusal(_UNORDERED)
-    if spec.config.deterministic and _is_too_large_to_sort(made, requested):
+    if spec.config.deterministic and _is_too_large_to_sort(traced, requested):
         return Refusal(_UNSORTED)
-    dkv, dq = _choose_tiles(made, "dkv"), _choose_tiles(made, "dq")
+    dkv, dq = _choose_tiles(traced, "dkv"), _choose_tiles(traced, "dq")
     if isinstance(dkv, Refusal):
         return dkv
     if isinstance(dq, Refusal):
         return dq
-    return BackwardPlan(made, requested, derivative, dkv, dq)
+    return BackwardPlan(traced, requested, derivative, dkv, dq)
 
 
 def _is_too_large_to_sort(spec: AttentionSpec, requested: GradientRequest) -> bool:
@@ -151,10 +151,10 @@ def _tiles_of(spec: AttentionSpec, kernel: Kernel) -> TileChoice:
 
     Those of jflex are cut to what divides the mask's blocks and is no larger than the call.
     """
-    given: Tiles | None = getattr(spec.config, kernel)
-    if given is not None:
+    configured: Tiles | None = getattr(spec.config, kernel)
+    if configured is not None:
         rows = triton_rules.decode_rows(spec.group * spec.T)
-        return TileChoice(dataclasses.replace(given, block_q=rows) if kernel == "decode" else given, "config")
+        return TileChoice(dataclasses.replace(configured, block_q=rows) if kernel == "decode" else configured, "config")
     invariant = spec.config.batch_invariant and kernel == "forward"
     measured = None if kernel == "decode" or invariant else _measured_tiles(spec, kernel)
     tiles = triton_rules.tiles_for(kernel, cost.need_of(spec), spec.group * spec.T) if measured is None else measured

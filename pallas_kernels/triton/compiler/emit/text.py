@@ -17,7 +17,7 @@ DTYPES = {
 
 
 class Value(NamedTuple):
-    """What an expression of the source holds.
+    """Value of an expression of the source.
 
     Attributes:
       text: A name, or a number.
@@ -33,7 +33,7 @@ class Value(NamedTuple):
 
     @property
     def is_number(self) -> bool:
-        """Whether the text is a number."""
+        """True if the text is a number."""
         return self.number is not None
 
 
@@ -57,7 +57,7 @@ def number(x: np.ndarray) -> str:
 
 
 def is_float(dtype: np.dtype) -> bool:
-    """Whether a dtype has floating point; numpy does not count bfloat16."""
+    """True for a dtype with floating point; numpy does not count bfloat16."""
     return dtype.kind == "f" or dtype.name == "bfloat16"
 
 

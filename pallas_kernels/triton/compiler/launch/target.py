@@ -12,7 +12,7 @@ from pallas_kernels.triton.compiler.emit.dialect import CUDA, GFX942, OTHER_AMD,
 
 
 class Target(NamedTuple):
-    """What is compiled for.
+    """Target of the compiler.
 
     Attributes:
       backend: Of Triton.

@@ -32,7 +32,7 @@ class ElementFunction(NamedTuple):
 
 
 def pack(dtype: str) -> int:
-    """How many elements of the result a register holds."""
+    """Elements of the result in a register."""
     return 4 // jnp.dtype(dtype).itemsize
 
 
@@ -42,7 +42,7 @@ def constraints(dtype: str, count: int) -> str:
     return ",".join([f"={kind}", *(kind for _ in range(count))])
 
 
-def _bytes_of(held: str, ptx: tuple[str, str]) -> dict[str, ElementFunction]:
+def _bytes_of(dtype: str, ptx: tuple[str, str]) -> dict[str, ElementFunction]:
     """The lower and the upper byte of each word of 16 bits, numbers of a dtype, as float16."""
     names = {
         "int8": "",
@@ -51,7 +51,7 @@ def _bytes_of(held: str, ptx: tuple[str, str]) -> dict[str, ElementFunction]:
     }
     shifted = {"even": "{0}", "odd": "({0} >> 8)"}
     return {
-        f"{which}_{held}": ElementFunction(code, f"{word}.to(tl.int8){names[held]}.to(tl.float16)", "float16")
+        f"{which}_{dtype}": ElementFunction(code, f"{word}.to(tl.int8){names[dtype]}.to(tl.float16)", "float16")
         for (which, word), code in zip(shifted.items(), ptx, strict=True)
     }
 
