@@ -80,14 +80,11 @@ class Static(NamedTuple, Generic[P, I, S]):
     """State that producer and consumers share.
 
     Attributes:
-      spec: The spec.
       packing: How queries and heads fill the rows of a tile.
       rows: Rows of a partial result.
       captured: Shapes of the captured arrays.
-      arrays: The inputs.
       outputs: Out, lse, and partial results.
       scratch: Shared memory and barriers.
-      cta_id: Of this CTA.
     """
 
     spec: AttentionSpec
@@ -127,8 +124,6 @@ class Static(NamedTuple, Generic[P, I, S]):
         """Stores rows of out and lse, to the result or to the partial results.
 
         Args:
-          item: The work item.
-          rows: Its rows.
           of_partial: From the first line of the partial result, the line of each row.
           write: Gets the refs of out and lse, and the line of each row, -1 for padding.
         """
@@ -169,8 +164,6 @@ def attend(
       spec: The spec; its programs are traced with heads in rows.
       packing: How queries and heads fill the rows of a tile.
       rows: Rows of a partial result.
-      queries: Packed queries.
-      sizes: Of the launch.
       arrays: The inputs; captured arrays have their shapes.
       scratch: Declarations of shared memory and barriers.
     """

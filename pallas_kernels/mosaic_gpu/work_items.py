@@ -25,7 +25,6 @@ class Item(NamedTuple):
 
     Attributes:
       group: The group of heads: those that share a key head, or some heads of a latent cache.
-      request: The request.
       first: The first query, packed.
       queries: Queries from there to the end of the request.
       length: Keys of the request.
@@ -64,8 +63,6 @@ def over_items(
 
     Args:
       items: int32 [items, FIELDS].
-      groups: Groups of heads.
-      cta_id: Of the CTA.
       body: Computes an item; `i` is its number in the CTA.
     """
     heads, ctas = jnp.int32(groups), jnp.int32(NUM_SMS)
@@ -95,7 +92,6 @@ def page_rows(spec: AttentionSpec, table: Ref, first_page: Ref, item: Item, tile
       spec: The spec, of a paged call.
       table: int32 [R, max_pages].
       first_page: int32 [1].
-      item: The work item.
       tile: Which tile of keys.
     """
     size = spec.page_size

@@ -56,7 +56,6 @@ def qk_product(
     """QK^T of keys with scales, float32 [rows, keys].
 
     Args:
-      spec: The spec.
       key_scales: Of equal shares of the columns: scalars, or [keys]. Columns of latent vectors are pairs, with a scale
         for each; what follows them has none.
       q_scale: Of the columns with scales, [rows, 1].

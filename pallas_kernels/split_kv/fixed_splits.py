@@ -84,9 +84,7 @@ def attend(attention: Attention, walk_of: Callable[[Index], Walk], first: Index,
     """The sums over the splits from `first` to `end`.
 
     Args:
-      attention: Of the rows.
       walk_of: The walk of a split.
-      first: The first split.
       end: One past the last.
     """
 

@@ -66,7 +66,6 @@ def work_items(
 
     Args:
       spec: The spec; its T counts packed queries.
-      work: The launch.
       extents: Where queries begin, and how many keys there are.
       mask_operands: What the mask captures.
       per_request: Queries of each request, if the mask counts them from the first of its own (dense calls).

@@ -29,8 +29,6 @@ class KeyRows(NamedTuple):
     """Pages and rows of a tile of keys.
 
     Attributes:
-      spec: The spec.
-      h: Key head.
       first: The logical position of the first key.
       exists: Which keys lie before the request's length, [count].
       page: Physical page of all of them, or of each, [count].
@@ -84,9 +82,7 @@ class KeyRows(NamedTuple):
         loads no pairs: float16 holds no small weights.
 
         Args:
-          ref: The pages.
           scales: Their scales, if they have eight bits.
-          mod: Of the rows.
           weighs: Whether these are values.
         """
         scale, spec = self._scales(scales), self.spec

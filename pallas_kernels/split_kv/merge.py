@@ -73,12 +73,10 @@ def merge_row(
     Without a softmax, outputs add up, and the lse is 0.
 
     Args:
-      spec: The spec.
-      partials: The partial results.
       run: How many are read at once, a power of two.
       slot: The first of the row; the others follow.
       count: How many there are; with none, the row is fully masked.
-      at: Head and row.
+      at: Head and row of the partial results.
     """
     size = partials.out.shape[-1]
     zeros = tuple(jnp.zeros((width,), jnp.float32) for _, width in chunks(size))
@@ -198,11 +196,8 @@ def merge_uniform(spec: AttentionSpec, splits: int, partials: Results, out_dtype
     """Out, in the layout of the query, lse and stats [B, Hq, T], where every row has the same number of splits.
 
     Args:
-      spec: The spec.
-      splits: How many.
       partials: Out [B * splits, Hkv, rows, Dv], and lse and stats [B * splits, Hkv, rows], those of a batch entry side
         by side.
-      out_dtype: Of the output.
     """
     lines = spec.group * spec.T
     run, warps = _at_once(spec, splits, spec.B * spec.Hkv * lines)

@@ -43,7 +43,6 @@ def paged(spec: AttentionSpec, works: tuple[Work, ...], arrays: PagedOperands[ja
     Args:
       spec: Its programs are traced with heads in rows.
       works: The launches: which requests they take, with which tiles; each request is in one of them.
-      arrays: The inputs.
     """
     result: list[jax.Array] = []
     for work in works:

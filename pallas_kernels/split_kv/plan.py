@@ -52,7 +52,6 @@ class PagedPlan:
 
         Args:
           indptr: Where the queries of each request begin.
-          lengths: Keys of each.
         """
         planned = [requests_on_host(self.spec, work, indptr, lengths) for work in self.launches]
         counts = [(x.tiles[: lengths.size], x.splits[: lengths.size]) for x in planned]

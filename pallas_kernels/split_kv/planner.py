@@ -86,7 +86,6 @@ def find_longest_first(tiles: jax.Array, counts: jax.Array, item: jax.Array) -> 
     Args:
       tiles: Tiles of keys of each row.
       counts: Splits of each row, 0 for padding rows.
-      item: The work item.
     """
     if counts.shape[0] > MAX_SORTED_ROWS:
         return find_work_item(counts, item)

@@ -36,7 +36,6 @@ class KvExtents(NamedTuple, Generic[A]):
     Attributes:
       lengths: Keys of each batch entry, int32 [B], or None where all have S.
       counts: Partial blocks of each row of the mask's lists, int32 [list batch, list heads, 1], or None without lists.
-      full_counts: Full ones.
     """
 
     lengths: A | None
@@ -54,8 +53,6 @@ class WorkItem(NamedTuple):
     """The split of a row that a program computes.
 
     Attributes:
-      b: Batch entry.
-      kv_h: Key head.
       end: Where its keys end; None for S.
       split: Which split of them.
       exists: False where there is nothing to do.

@@ -36,10 +36,8 @@ def walk_of(spec: AttentionSpec, tile: int, mask: Evaluation | None, item: WorkI
     """The tiles of `tile` keys that a work item visits.
 
     Args:
-      spec: The spec.
       tile: Keys of a tile.
       mask: The mask of the item's rows, evaluated where it does not depend on keys; None without one.
-      item: The work item.
     """
     last, whole = lax.div(item.length + (tile - 1), tile), lax.div(item.length, tile)
     if mask is None:
@@ -68,9 +66,7 @@ def walk_of_all_heads(
 
     Args:
       spec: The spec; its key heads are the groups.
-      work: The launch.
       refs: What the mask captures.
-      item: The work item.
       per_request: Queries of each request, if the mask counts them from the first of its own.
     """
     program, tile = spec.programs.mask, work.tiles.block_kv
@@ -101,7 +97,6 @@ class QueryBlocks(NamedTuple):
     key head has programs of its own because a request whose queries are NaN is repaired in every step.
 
     Attributes:
-      spec: The spec.
       work: The launch whose tiles are repaired.
     """
 

@@ -141,9 +141,7 @@ class Requests(NamedTuple):
     """For each request, and after the last one for queries of no request: int32 [R + 1, rounded up to a power of two].
 
     Attributes:
-      start: The first query.
       queries: How many there are.
-      length: Keys.
       tiles: Tiles of queries, 0 where another launch takes them.
       splits: Of the keys of each of these tiles.
     """
@@ -213,9 +211,7 @@ class WorkItem(NamedTuple):
       request: Its index; the last one for queries of no request.
       first: The first query of the tile, packed.
       queries: Queries from there to the end of the request; none if there is nothing to do.
-      length: Keys.
       split: Which split of the keys.
-      splits: Of how many.
       slot: Of the partial result, if there are several splits.
       page: The physical page of all keys, where a request has only one.
     """
@@ -260,7 +256,6 @@ class MergeItem(NamedTuple):
     """One query whose keys are split.
 
     Attributes:
-      n: The query, packed.
       slot: Of its first partial result.
       splits: How many there are.
       t: Which query of the tile it is.

@@ -93,7 +93,6 @@ class Attention(NamedTuple):
 
     Attributes:
       prepared: Statics and loop-invariant values of the mods.
-      rows: How many.
       walk: The mainloop, ``(state, step) -> state``: folds ``step(state, *key)`` over tiles of keys.
       tile_at: ``(*key) -> Tile``.
       may_be_empty: Whether a row may still be fully masked after a tile.

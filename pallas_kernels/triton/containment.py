@@ -70,9 +70,6 @@ class Marked(NamedTuple):
     """Marks of rows, and how they are divided into tiles.
 
     Attributes:
-      spec: The spec.
-      heads: How many.
-      batch: How many.
       length: Rows of a head.
       tile: Rows of a tile.
     """

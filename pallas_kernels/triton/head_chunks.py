@@ -88,13 +88,7 @@ def load_rows(
     """Loads rows of an array in the layout of the spec, eight bits widened to its dtype; zeros outside of the array.
 
     Args:
-      spec: The spec.
       ref: [B, length, heads, size] or [B, heads, length, size].
-      b: Batch.
-      h: Head.
-      first: First row.
-      rows: How many.
-      length: Of the array.
       may_end: Whether the rows may reach past the end.
     """
 

@@ -44,7 +44,6 @@ class Runner(abc.ABC):
         """Loads what a ref, or an index of one, refers to.
 
         Args:
-          ref: The ref.
           mask: Where to load, of the shape of what is loaded; None for everywhere.
           other: The value elsewhere; None for anything.
         """
@@ -98,12 +97,8 @@ class Runner(abc.ABC):
         """Runs ``kernel(*input refs, *output refs)`` on a grid.
 
         Args:
-          kernel: The kernel.
           inputs: Pytrees of arrays; the kernel gets pytrees of refs.
-          outputs: Shapes and dtypes.
-          name: In profiles.
           grid: Programs along each axis; the first varies fastest.
-          tiles: Warps and stages.
           aliases: Numbers of (flattened) inputs that are also the memory of outputs.
         """
         # A `jax.shard_map` around this call requires outputs to say, in this form, that nothing varies over its mesh.

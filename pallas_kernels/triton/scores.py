@@ -25,8 +25,7 @@ class Scores(NamedTuple):
     """Scores of a program: statics, and the loop-invariant values of the mods.
 
     Attributes:
-      spec: The spec.
-      tile: Queries and keys.
+      tile: Queries and keys of a tile, (Bq, Bk).
       transposed: Whether tiles are (keys, queries).
       score: The score mod, with its loop-invariant values.
       mask: The mask mod, with its loop-invariant values.
@@ -69,10 +68,7 @@ def prepare(
     """Prologue: evaluates the loop-invariant values of the mods (uniform, and along the axis that stays fixed).
 
     Args:
-      spec: The spec.
-      arrays: The refs.
-      tile: Queries and keys.
-      b: Batch.
+      tile: Queries and keys of a tile, (Bq, Bk).
       h: Query head; where rows belong to several heads, that of each, [Bq, 1].
       q_first: The first query, if the mainloop goes over keys.
       q: The indices of the queries, [Bq, 1], if they are not contiguous.
@@ -155,7 +151,6 @@ def probabilities(scores: Scores, tile: ScoreTile, lse_log2: jax.Array) -> jax.A
 
     Args:
       scores: How the tile was computed.
-      tile: Its scores.
       lse_log2: Of its queries, in base 2, [Bq, 1], or [1, Bq] where tiles are transposed.
     """
     if scores.spec.normalize == "none":
@@ -175,7 +170,6 @@ def entropy_vjp(
 
     Args:
       scores: How the tile was computed.
-      tile: Its scores.
       d_p: dP of the output.
       lse_log2: As in `probabilities`.
       d_entropy: The cotangents of the entropy of its queries, [Bq]; None where there are none.

@@ -105,9 +105,7 @@ def evaluation(
     """Starts to evaluate a program.
 
     Args:
-      program: Of a mod.
-      refs: Its captured arrays.
-      tile: Queries and keys.
+      tile: Queries and keys of a tile, (Bq, Bk).
       indices: Those of ``b``, ``h``, ``q``, ``k`` that are loop-invariant.
       transposed: Whether tiles are held as (keys, queries).
       approximate: Whether approximate SFU functions may be used: the inputs have 16 bits.

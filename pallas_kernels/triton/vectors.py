@@ -27,7 +27,6 @@ class PreparedVectors(NamedTuple):
     """A vector mod with its loop-invariant values.
 
     Attributes:
-      program: Of the mod.
       evaluations: For each of its lane programs.
     """
 
@@ -39,7 +38,6 @@ class PreparedVectors(NamedTuple):
 
         Args:
           key: Their positions, int32 [keys, 1], in range.
-          load: Loads the vectors.
         """
         columns: dict[Chunk, jax.Array] = {}
         for program, prologue in zip(self.program.lane_programs, self.evaluations, strict=True):
@@ -68,12 +66,7 @@ def prepare(
     """Prologue: evaluates what depends on the lane alone.
 
     Args:
-      spec: The spec.
-      program: Of the mod.
-      refs: Its captured arrays.
       block_kv: Keys of a tile.
-      b: The request.
-      h: The key head.
     """
     evaluations = []
     for of_width in program.lane_programs:

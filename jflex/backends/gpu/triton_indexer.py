@@ -17,8 +17,6 @@ class Site(NamedTuple):
     """The site of a kernel: its device and its runner.
 
     Attributes:
-      platform: Of the device.
-      device_kind: Of the device.
       interpret: Whether Pallas' interpreter runs it.
     """
 

@@ -43,7 +43,6 @@ class CapturedWork(NamedTuple):
 
     Attributes:
       axes: Along which the loads are constant.
-      loads: The loads.
       tile: Queries of a tile, and keys.
       splits: Programs that share a tile or diagonal.
     """

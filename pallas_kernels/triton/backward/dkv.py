@@ -59,8 +59,6 @@ def dkv(
     """Computes dK and dV in the layout of the key; float32 where a shared batch is still to be summed.
 
     Args:
-      spec: The spec.
-      tiles: Of the kernel.
       arrays: The operands of the forward pass.
       rows: dO [B, T, Hq, Dv] or [B, Hq, T, Dv]; lse, delta and dH [B, Hq, T].
       derivative: Of the score mod; None without one.

@@ -61,8 +61,6 @@ def dq(
     """Computes dQ, in the layout and dtype of the query, and cotangents of loads.
 
     Args:
-      spec: The spec.
-      tiles: Of the kernel.
       arrays: The operands of the forward pass.
       rows: dO [B, T, Hq, Dv] or [B, Hq, T, Dv]; lse, delta and dH [B, Hq, T].
       derivative: Of the score mod; None without one.

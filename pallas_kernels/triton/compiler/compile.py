@@ -31,10 +31,8 @@ class Compiled(NamedTuple):
     """Machine code, or PTX.
 
     Attributes:
-      name: The entry point.
       code: PTX as text; "" for AMD.
       shared_memory: Bytes of a CTA.
-      num_warps: Of a CTA.
     """
 
     name: str

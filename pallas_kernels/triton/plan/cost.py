@@ -40,7 +40,6 @@ class LoadBytes(NamedTuple):
     """Bytes that loads of mods read, of 4 at least in the dK/dV kernel, where Triton holds 16 bits in one of two ways.
 
     Attributes:
-      by_element: For each score.
       by_row: For each key that a kernel walks, or query in the dK/dV kernel.
     """
 
@@ -58,12 +57,9 @@ def shared_memory(kernel: str, tiles: Tiles, D: int, Dv: int, itemsize: int, loa
     walks. It is what Triton takes for sm_90a, where tests compile it; that of ``captured`` is compared by none.
 
     Args:
-      kernel: Its name.
-      tiles: Its tiles.
       D: Head size of query and key.
       Dv: Head size of value.
       itemsize: Bytes of an element of query, key and value.
-      loads: Of mods.
 
     >>> shared_memory("forward", Tiles(128, 128, 4, 2), 64, 64, 2)
     81920
@@ -144,9 +140,6 @@ def fitting(spec: AttentionSpec, kernel: str, tiles: Tiles, cotangents: Iterable
     bytes of each element, the dK/dV kernel held 36.
 
     Args:
-      spec: The spec.
-      kernel: Its name.
-      tiles: Its tiles.
       cotangents: Cotangents of loads of captured arrays that a backward kernel computes.
     """
     read = bytes_of_loads(kernel, spec.programs)

@@ -183,7 +183,6 @@ def faster_by_official(plan: Plan, requested: GradientRequest | None) -> str | N
     """Why official Triton compiles faster kernels for a pass, by the table of the device, or None.
 
     Args:
-      plan: The call.
       requested: The gradients of the backward pass; None for the forward pass.
     """
     backward = plan.backward if requested is not None else None

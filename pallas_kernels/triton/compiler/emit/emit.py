@@ -60,14 +60,12 @@ class Launched(NamedTuple):
     """A kernel as `pl.pallas_call` traced it.
 
     Attributes:
-      name: In profiles.
       jaxpr: It takes refs to the inputs and then to the outputs.
       grid: Programs along each axis.
       shapes: Of the whole arrays, inputs and outputs.
       block_index: For each of them the jaxpr from the indices of the grid to those of its block; None where the block
         is the whole array.
       aliases: For outputs in the memory of an input: which input.
-      inputs: How many.
     """
 
     name: str
@@ -83,9 +81,7 @@ def emit(launched: Launched, names: Sequence[str], dialect: Dialect) -> Source |
     """Emits a kernel.
 
     Args:
-      launched: The kernel.
       names: Of its arguments: inputs and outputs.
-      dialect: Of the target.
     """
     try:
         return _kernel(Emitter(dialect, RULES, launched.grid, names), launched, names)

@@ -29,10 +29,8 @@ class Emitter:
     """The lines of a kernel so far.
 
     Attributes:
-      dialect: Of the target.
       rules: Of primitives, by name.
       grid: Programs along each axis, as the kernel knows them.
-      lines: Of the body.
       loads: Line and pointers of each load, by variable: what `jflex_mask_load` must know.
       masks: Of values that are stored next, by variable.
     """

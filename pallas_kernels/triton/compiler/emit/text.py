@@ -21,8 +21,6 @@ class Value(NamedTuple):
 
     Attributes:
       text: A name, or a number.
-      shape: Of the array.
-      dtype: Of the array.
       number: Of Python, to which Triton gives a dtype of its own choice; None for a value that has a name.
     """
 

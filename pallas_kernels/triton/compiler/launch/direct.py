@@ -31,11 +31,7 @@ def call(
     """Calls a kernel.
 
     Args:
-      *args: The arrays.
-      made: Of the source.
-      source: The kernel.
       target: What it was compiled for.
-      outputs: Of the call.
       aliases: For outputs in the memory of an argument: which argument. The kernel has no parameters for them.
     """
     # jaxlib hands over arguments and results in order, as many as there are parameters: aliased ones come last.

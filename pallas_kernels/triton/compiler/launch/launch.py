@@ -35,9 +35,7 @@ def launch(
 
     Args:
       call: What `pl.pallas_call` returned.
-      inputs: Pytrees of arrays.
       names: Of the arguments of the kernel, as `names_of` gives them.
-      tiles: Warps and stages.
       device_kind: Of the device for which it is compiled.
     """
     flat, tree = jax.tree.flatten(tuple(inputs))

@@ -15,7 +15,6 @@ class Target(NamedTuple):
     """Target of the compiler.
 
     Attributes:
-      backend: Of Triton.
       arch: Compute capability, 90 for 9.0, or AMD's name.
       shared_memory: Bytes that a CTA may have.
       ptx: Version of PTX, 87 for 8.7; 0 for AMD.

@@ -23,7 +23,6 @@ class ElementFunction(NamedTuple):
       ptx: The instructions: ``$0`` is the result, what follows are the arguments. Registers hold two elements of 16
         bits.
       portable: The same in Triton, for targets without PTX, in terms of ``{0}``, ``{1}``, ``{2}``.
-      dtype: Of the result.
     """
 
     ptx: str
