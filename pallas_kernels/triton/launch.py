@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import warnings
 from collections.abc import Callable, Sequence
+from types import ModuleType
 from typing import Any, ClassVar, cast
 
 import jax
@@ -188,7 +189,7 @@ class Interpreter(Runner):
         return call()(*inputs)
 
 
-def by_arrays(ref: Ref) -> tuple[Any, tuple[jax.Array, ...] | None]:
+def by_arrays(ref: Ref) -> tuple[Ref, tuple[jax.Array, ...] | None]:
     """The whole ref, and the index by arrays of one shape; None for all of it."""
     view = cast(Any, ref)
     if not getattr(view, "transforms", ()):
@@ -268,7 +269,7 @@ class PallasTriton(Runner):
         return _without_warning(call(compiler_params=params), inputs)
 
 
-def _pallas() -> Any:
+def _pallas() -> ModuleType:
     """`jax.experimental.pallas.triton`, which later versions of JAX lack."""
     from jax.experimental.pallas import triton
 

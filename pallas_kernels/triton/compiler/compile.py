@@ -137,6 +137,6 @@ def jit_function(source: Source) -> Any:
     """The kernel as Triton's own function. Triton reads the source of functions, so `linecache` gets it."""
     file = f"<{source.name} {hashlib.sha256(source.text.encode()).hexdigest()[:12]}>"
     linecache.cache[file] = (len(source.text), None, source.text.splitlines(keepends=True), file)
-    module: dict[str, Any] = {"__name__": f"jflex.{source.name}"}
+    module: dict[str, object] = {"__name__": f"jflex.{source.name}"}
     exec(compile(source.text, file, "exec"), module)
     return module[source.name]

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
+from jax.typing import ArrayLike, DTypeLike
 
 DTYPES = {
     "float16": "tl.float16", "bfloat16": "tl.bfloat16", "float32": "tl.float32", "float64": "tl.float64",
@@ -35,7 +36,7 @@ class Value(NamedTuple):
         return self.number is not None
 
 
-def number_of(x: Any, dtype: Any = "int32") -> Value:
+def number_of(x: ArrayLike, dtype: DTypeLike = "int32") -> Value:
     """A constant of a jaxpr, a scalar."""
     x = np.asarray(x, np.dtype(dtype))
     return Value(number(x), (), x.dtype, x)

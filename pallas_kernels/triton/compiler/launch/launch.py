@@ -92,7 +92,7 @@ batching.primitive_batchers[_call_p] = _batching
 
 
 def _run(
-    jaxpr: ClosedJaxpr, args: Sequence[Any], names: tuple[str, ...], tiles: Tiles, target: Target
+    jaxpr: ClosedJaxpr, args: Sequence[jax.Array], names: tuple[str, ...], tiles: Tiles, target: Target
 ) -> list[jax.Array]:
     """Evaluates a jaxpr with a kernel, which Triton runs; around one that is batched, `jax.vmap` may move axes."""
     opened = jaxpr.jaxpr

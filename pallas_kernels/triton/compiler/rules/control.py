@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from pallas_kernels.triton.compiler.emit.emitter import Emitter, Rule, UnknownPrimitiveError
 from pallas_kernels.triton.compiler.emit.text import Value, number_of
-from pallas_kernels.types import aval_of
+from pallas_kernels.types import Params, aval_of
 
 _INT32 = np.dtype("int32")
 
@@ -95,7 +94,7 @@ def _scan(emitter: Emitter, eqn: JaxprEqn, ins: list[Value]) -> list[Value]:
     return [outs[i] for i in range(carried)]
 
 
-def _scan_sizes(params: Any) -> tuple[int, int]:
+def _scan_sizes(params: Params) -> tuple[int, int]:
     """Numbers of constants and of carried values; JAX 0.12 holds them in a tree."""
     if "ft_in" in params:
         consts, carried = params["ft_in"].unpack()[:2]
