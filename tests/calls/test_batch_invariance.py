@@ -11,7 +11,6 @@ import jflex
 from jflex import Config, Tiles, UnsupportedError, backends
 from pallas_kernels.plan import Refusal
 from pallas_kernels.spec import Paging
-from pallas_kernels.split_kv import fixed_splits
 from pallas_kernels.triton.plan import limits
 from tests.cases import paged_cases
 from tests.support import evaluation, invariance, paged_evaluation
@@ -96,7 +95,7 @@ def test_who_adds_the_splits_changes_no_bit(backend, queries, monkeypatch):
     drawn, how = requests(lengths_of(backend)), how_of(backend, "alibi")
     row = Row(2, lengths_of(backend)[2], queries)
     [apart] = serve(drawn, [row], how)
-    monkeypatch.setattr(fixed_splits, "MAX_PARTIALS", 1)
+    monkeypatch.setattr("pallas_kernels.split_kv.fixed_splits.MAX_PARTIALS", 1)
     jax.clear_caches()
     [together] = serve(drawn, [row], how)
     same_bits(apart, together)
