@@ -16,7 +16,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 ROOMS = ("jflex", "pallas_kernels")
 MOSAIC_FILES = 65
 TRITON_FILES = 46
-PAGED_FILES = 58
+PAGED_FILES = 59
 SHARED = {"pallas_kernels/spec.py", "pallas_kernels/plan.py", "pallas_kernels/config.py"}  # what both speak of
 
 
