@@ -20,8 +20,7 @@ PAGED_FILES = 59
 SHARED = {"pallas_kernels/spec.py", "pallas_kernels/plan.py", "pallas_kernels/config.py"}  # what both speak of
 
 
-def forget_caches():
-    """What an earlier test left in a cache would not be counted."""
+def forget_caches():  # what is in one would not be counted
     modules = [module for name, module in sys.modules.items() if name.partition(".")[0] in ROOMS]
     for value in itertools.chain.from_iterable(list(vars(module).values()) for module in modules):
         if callable(getattr(value, "cache_clear", None)):
