@@ -1,4 +1,11 @@
-"""Online softmax in base 2 (Milakov and Gimelshein 2018, arXiv:1805.02867; Dao 2023, arXiv:2307.08691, section 3.1)."""
+"""Online softmax in base 2 (Milakov and Gimelshein 2018, arXiv:1805.02867; Dao 2023, arXiv:2307.08691, section 3.1).
+
+Marks of rows whose sums are not finite show where masked NaN reached a sum. A weight of 0 times NaN is NaN: one key
+that no query may attend to would reach every output of its tile, and a page that one request leaves to another would
+carry it on. To clear every tile before its MMA costs on every tile. But a sum never loses a NaN. So kernels mark the
+rows whose sums are not finite, and a second launch, the *repair*, computes their tiles again with cleared operands
+(`pallas_kernels.triton.containment`). It reads the marks, and exits at once where there are none.
+"""
 
 from __future__ import annotations
 

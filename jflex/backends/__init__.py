@@ -10,8 +10,8 @@ ORDER = ("mosaic_gpu", "triton", "official_triton", "xla")
 KNOWN = (*ORDER, "reference")
 _CLASSES = {
     "mosaic_gpu": ("gpu.mosaic_gpu", "MosaicGpu"),
-    "triton": ("gpu.triton", "Triton"),
-    "official_triton": ("gpu.official_triton", "OfficialTriton"),
+    "triton": ("gpu.triton", "Triton", "pallas"),
+    "official_triton": ("gpu.triton", "Triton", "official"),
     "xla": ("xla.attention", "Xla"),
     "reference": ("reference", "Reference"),
 }
@@ -19,5 +19,5 @@ _CLASSES = {
 
 def get(name: str) -> Backend:
     """Loads a backend by its name."""
-    module, backend = _CLASSES[name]
-    return getattr(importlib.import_module(f"jflex.backends.{module}"), backend)()
+    module, backend, *compiler = _CLASSES[name]
+    return getattr(importlib.import_module(f"jflex.backends.{module}"), backend)(*compiler)

@@ -1,4 +1,4 @@
-"""What the kernels with split-KV share: how they are launched, what their warp groups are given, where results go.
+"""Launch, roles of warp groups and stores of results, for the kernels with split-KV.
 
 Persistent CTAs take work items (`pallas_kernels.mosaic_gpu.work_items`), with a producer warp group and two consumers.
 Of an item whose keys are not split the output is stored; of the others, partial results, which a second kernel merges.
@@ -34,10 +34,10 @@ class Inputs(Protocol):
         ...
 
     def of_mods(self) -> Operands[Any]:
-        """What scores are computed from, in the form in which all kernels take it."""
+        """Inputs of scores, in the form that all kernels take."""
         ...
 
-    def _replace(self, **fields: Any) -> Any: ...
+    def _replace(self, **fields: object) -> Any: ...
 
 
 class Rows(Protocol):
@@ -77,17 +77,14 @@ S = TypeVar("S")
 
 
 class Static(NamedTuple, Generic[P, I, S]):
-    """What producer and consumers share.
+    """State that producer and consumers share.
 
     Attributes:
-      spec: The spec.
       packing: How queries and heads fill the rows of a tile.
       rows: Rows of a partial result.
       captured: Shapes of the captured arrays.
-      arrays: The inputs.
       outputs: Out, lse, and partial results.
       scratch: Shared memory and barriers.
-      cta_id: Of this CTA.
     """
 
     spec: AttentionSpec
@@ -127,8 +124,6 @@ class Static(NamedTuple, Generic[P, I, S]):
         """Stores rows of out and lse, to the result or to the partial results.
 
         Args:
-          item: The work item.
-          rows: Its rows.
           of_partial: From the first line of the partial result, the line of each row.
           write: Gets the refs of out and lse, and the line of each row, -1 for padding.
         """
@@ -143,7 +138,7 @@ class Static(NamedTuple, Generic[P, I, S]):
 
 
 class Roles(NamedTuple):
-    """What the warp groups of a CTA run.
+    """Programs of the warp groups of a CTA.
 
     Attributes:
       produce: Of the producer, with a `Static`.
@@ -169,8 +164,6 @@ def attend(
       spec: The spec; its programs are traced with heads in rows.
       packing: How queries and heads fill the rows of a tile.
       rows: Rows of a partial result.
-      queries: Packed queries.
-      sizes: Of the launch.
       arrays: The inputs; captured arrays have their shapes.
       scratch: Declarations of shared memory and barriers.
     """

@@ -25,7 +25,6 @@ class Item(NamedTuple):
 
     Attributes:
       group: The group of heads: those that share a key head, or some heads of a latent cache.
-      request: The request.
       first: The first query, packed.
       queries: Queries from there to the end of the request.
       length: Keys of the request.
@@ -64,22 +63,20 @@ def over_items(
 
     Args:
       items: int32 [items, FIELDS].
-      groups: Groups of heads.
-      cta_id: Of the CTA.
       body: Computes an item; `i` is its number in the CTA.
     """
     heads, ctas = jnp.int32(groups), jnp.int32(NUM_SMS)
     total = items[0, FIELDS - 1] * heads
     # Every other round in reverse: where the longest items come first, a CTA with a long one gets a short one next.
-    place = lambda i: jnp.where(lax.rem(i, jnp.int32(2)) == 0, cta_id, ctas - 1 - cta_id)
+    position = lambda i: jnp.where(lax.rem(i, jnp.int32(2)) == 0, cta_id, ctas - 1 - cta_id)
 
     def run(i: jax.Array, count: jax.Array) -> jax.Array:
-        number = place(i) + i * ctas
+        number = position(i) + i * ctas
         at, group = lax.div(number, heads), lax.rem(number, heads)
         return body(i, Item(group, *(items[at, field] for field in range(FIELDS - 1))), count)
 
     whole = lax.div(total, ctas)
-    rounds = whole + (place(whole) < lax.rem(total, ctas)).astype(jnp.int32)
+    rounds = whole + (position(whole) < lax.rem(total, ctas)).astype(jnp.int32)
     return lax.fori_loop(0, rounds, run, jnp.int32(0))
 
 
@@ -89,13 +86,12 @@ def num_ctas(items: int, groups: int) -> int:
 
 
 def page_rows(spec: AttentionSpec, table: Ref, first_page: Ref, item: Item, tile: jax.Array) -> list[PageRows]:
-    """Where the keys of a tile lie; what lies past the length of the request is read from its last page.
+    """Pages and rows of the keys of a tile; past the length of the request, its last page is read.
 
     Args:
       spec: The spec, of a paged call.
       table: int32 [R, max_pages].
       first_page: int32 [1].
-      item: The work item.
       tile: Which tile of keys.
     """
     size = spec.page_size

@@ -1,4 +1,4 @@
-"""What the forward, decoding and paged kernels share: online softmax over tiles of keys, and its repair.
+"""Attention of the forward, decoding and paged kernels: online softmax over tiles of keys, and its repair.
 
 See `containment` for what is repaired.
 """
@@ -49,19 +49,19 @@ class Tile(NamedTuple):
             return pv_dot(spec, p * _along_keys(scales[0]), values)
         largest = functools.reduce(jnp.maximum, scales)
         smaller, factor = powers_of_two(jnp.max(jnp.abs(p * _along_keys(largest)), axis=1))
-        share, made = len(values) // len(scales), []
+        share, products = len(values) // len(scales), []
         for number, scale in enumerate(scales):
             columns = values[number * share : (number + 1) * share]
-            made += [x * factor for x in pv_dot(spec, p * _along_keys(scale) * smaller, columns)]
-        return tuple(made)
+            products += [x * factor for x in pv_dot(spec, p * _along_keys(scale) * smaller, columns)]
+        return tuple(products)
 
     def cleared(self) -> Tile:
         """With 0 for values that are NaN or infinite, also by their scale."""
         if self.scales is None:
             return self._replace(values=cleared(self.values))
         values = tuple(
-            jnp.where(jnp.abs(x) < jnp.inf, held, jnp.zeros_like(held))
-            for x, held in zip(self.scaled_values, self.values, strict=True)
+            jnp.where(jnp.abs(x) < jnp.inf, stored, jnp.zeros_like(stored))
+            for x, stored in zip(self.scaled_values, self.values, strict=True)
         )
         return Tile(self.scores, values, cleared(self.scales))
 
@@ -93,7 +93,6 @@ class Attention(NamedTuple):
 
     Attributes:
       prepared: Statics and loop-invariant values of the mods.
-      rows: How many.
       walk: The mainloop, ``(state, step) -> state``: folds ``step(state, *key)`` over tiles of keys.
       tile_at: ``(*key) -> Tile``.
       may_be_empty: Whether a row may still be fully masked after a tile.
@@ -117,7 +116,7 @@ class Attention(NamedTuple):
         return out, (lse + mark(*out) if self.prepared.spec.needs_marks else lse, *self._stats(state))
 
     def repair(self) -> tuple[Columns, RowVectors, Attended]:
-        """The same from cleared values, with the lse as it is, and which rows must keep the output of `attend`."""
+        """Results from cleared values, with the lse as it is, and the rows that must keep the output of `attend`."""
         state, attended = self.repaired_state(Attended.none(self.rows))
         out, lse = self._finish(state)
         return out, (lse, *self._stats(state)), attended
@@ -131,7 +130,7 @@ class Attention(NamedTuple):
         return self.walk(self._start, step)
 
     def repaired_state(self, attended: Attended) -> tuple[softmax.SoftmaxState, Attended]:
-        """The same from cleared values, and which rows must keep their output, with those that had to before."""
+        """The state from cleared values, and the rows that must keep their output, added to those of `attended`."""
 
         def step(state: tuple[softmax.SoftmaxState, Attended], *key: Index) -> tuple[softmax.SoftmaxState, Attended]:
             tile = self.tile_at(*key)
@@ -155,7 +154,7 @@ class Attention(NamedTuple):
         return state if self.sink is None else softmax.with_sink(state, self.sink, self.prepared.log2_scale)
 
     def _stats(self, state: softmax.SoftmaxState) -> tuple[jax.Array, ...]:
-        """Those of the state after all keys; the max is the natural score, and without the sink."""
+        """Statistics of the state after all keys; the max is the natural score, and without the sink."""
         values = {
             "max": lambda: state.row_max * (self.prepared.log2_scale * LN_2),
             "entropy": lambda: softmax.entropy(self._with_sink(state)),

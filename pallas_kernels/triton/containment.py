@@ -1,4 +1,4 @@
-"""Repairs: tiles with marks (`pallas_kernels.softmax.mark`) are recomputed with cleared operands.
+"""Repairs: tiles with marks (`pallas_kernels.softmax`) are recomputed with cleared operands.
 
 What is attended to keeps its NaN: for dS it comes through the scores, for weights `Attended` says which rows to leave
 alone.
@@ -20,8 +20,8 @@ from jax.experimental import pallas as pl
 from pallas_kernels.config import Tiles
 from pallas_kernels.softmax import mark
 from pallas_kernels.spec import AttentionSpec
-from pallas_kernels.triton import language
 from pallas_kernels.triton.head_chunks import Columns
+from pallas_kernels.triton.launch import runner_of
 from pallas_kernels.types import Index, Location, Ref
 
 MAX_TILE = 64  # of a repair, in queries and keys
@@ -70,9 +70,6 @@ class Marked(NamedTuple):
     """Marks of rows, and how they are divided into tiles.
 
     Attributes:
-      spec: The spec.
-      heads: How many.
-      batch: How many.
       length: Rows of a head.
       tile: Rows of a tile.
     """
@@ -108,17 +105,17 @@ class Marked(NamedTuple):
         def one(number: jax.Array) -> None:
             b, h, first = self._index(number)
             row = jnp.minimum(first + lax.broadcasted_iota(jnp.int32, (self.tile,), 0), last)
-            pl.when(any_nan(language.load(self.spec.route, marks.at[(b, h, row)])))(lambda: fix(b, h, first))
+            pl.when(any_nan(runner_of(self.spec).load(marks.at[(b, h, row)])))(lambda: fix(b, h, first))
 
         def run(chunk: Index, state: jax.Array) -> jax.Array:
             start = program + chunk * count * programs
             number = start + lax.broadcasted_iota(jnp.int32, (count, self.tile), 0) * programs
             b, h, first = self._index(jnp.minimum(number, self.tiles - 1))
             row = jnp.minimum(first + lax.broadcasted_iota(jnp.int32, number.shape, 1), last)
-            has_nan = any_nan(jnp.sum(language.load(self.spec.route, marks.at[(b, h, row)]), axis=1))
-            left = jnp.minimum(lax.div(self.tiles - start + (programs - 1), programs), count)
+            has_nan = any_nan(jnp.sum(runner_of(self.spec).load(marks.at[(b, h, row)]), axis=1))
+            remaining = jnp.minimum(lax.div(self.tiles - start + (programs - 1), programs), count)
             each = lambda i, state: (one(start + i * programs), state)[1]
-            return lax.fori_loop(0, jnp.where(has_nan, left, 0), each, state)
+            return lax.fori_loop(0, jnp.where(has_nan, remaining, 0), each, state)
 
         lax.fori_loop(0, pl.cdiv(pl.cdiv(self.tiles, self.programs), count), run, jnp.int32(0))
 
@@ -129,5 +126,5 @@ class Marked(NamedTuple):
 
 
 def any_nan(x: jax.Array) -> jax.Array:
-    """Whether any element is NaN."""
+    """True if any element is NaN."""
     return jnp.max(jnp.where(x == x, 0, 1)) > 0

@@ -29,7 +29,7 @@ from pallas_kernels.triton import scores
 from pallas_kernels.triton.attention import Attention, Tile
 from pallas_kernels.triton.containment import Marked, repair_tiles
 from pallas_kernels.triton.head_chunks import load_keys, load_queries, store_rows, store_vector
-from pallas_kernels.triton.launch import launch
+from pallas_kernels.triton.launch import runner_of
 from pallas_kernels.types import Index, Ref
 
 
@@ -37,8 +37,6 @@ def forward(spec: AttentionSpec, tiles: Tiles, arrays: Operands[jax.Array]) -> t
     """Computes out, in the layout of the query and the dtype of the value, lse and ``spec.stats``, float32 [B, Hq, T].
 
     Args:
-      spec: The spec.
-      tiles: Of the kernel.
       arrays: Query [B, T, Hq, D], key [Bkv, S, Hkv, D] and value [Bkv, S, Hkv, Dv], or in the layout BNTH; lists of the
         mask; captured arrays; sinks.
     """
@@ -47,14 +45,13 @@ def forward(spec: AttentionSpec, tiles: Tiles, arrays: Operands[jax.Array]) -> t
         jax.ShapeDtypeStruct(spec.rows_shape(spec.Dv), arrays.value.dtype),
         *(jax.ShapeDtypeStruct((spec.B, spec.Hq, spec.T), jnp.float32) for _ in ("lse", *spec.stats)),
     ]
-    out, lse, *stats = launch(
+    out, lse, *stats = runner_of(spec).launch(
         functools.partial(_kernel, spec, tiles),
         (arrays, order),
         outputs,
         name="jflex_forward",
         grid=(pl.cdiv(spec.T, tiles.block_q), spec.Hq, spec.B),
         tiles=tiles,
-        spec=spec,
     )
     if spec.needs_marks:  # which a masked NaN reached by its value: the stats are those of scores, and stay
         out, lse = repair(spec, tiles, arrays, (out, lse))
@@ -68,14 +65,13 @@ def repair(
     tiles = repair_tiles(tiles)
     marked = Marked(spec, spec.Hq, spec.B, spec.T, tiles.block_q)
     count = len(jax.tree.leaves(arrays))
-    out, lse = launch(
+    out, lse = runner_of(spec).launch(
         functools.partial(_repair_kernel, spec, tiles, marked),
         (arrays, tuple(result)),
         [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in result],
         name="jflex_forward_repair",
         grid=(marked.programs,),
         tiles=tiles,
-        spec=spec,
         aliases={count: 0, count + 1: 1},
     )
     return out, lse
@@ -127,15 +123,15 @@ def _attention(
     """The attention of a tile of queries of a head."""
     rows_end, keys_end = spec.T % tiles.block_q != 0, spec.walk_passes_end("k", tiles.block_kv)
     first = tile * tiles.block_q
-    q = load_queries(spec, arrays.query, b, h, first, tiles.block_q, may_end=rows_end)
+    q = load_queries(spec, arrays.query, b, h, first, tiles.block_q, may_end=rows_end)  # [Bq, D]
     prepared = scores.prepare(spec, arrays, tiles.shape, b, h, q_first=first)
 
     def tile_at(key: Index, is_partial: bool) -> Tile:
         load = functools.partial(
             load_keys, spec, b=b, h=h, first=key, rows=tiles.block_kv, may_end=is_partial and keys_end
         )
-        result = scores.compute(prepared, q, load(arrays.key), key, is_partial)
-        return Tile(result, load(arrays.value))
+        result = scores.compute(prepared, q, load(arrays.key), key, is_partial)  # S = QK^T, [Bq, Bk]
+        return Tile(result, load(arrays.value))  # V [Bk, Dv]
 
     walk = functools.partial(block_walk.over_keys, spec, tiles, arrays, (b, h, tile))
     may_be_empty = spec.programs.mask is not None or spec.programs.score is not None

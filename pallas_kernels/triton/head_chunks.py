@@ -14,8 +14,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.program.vectors.vectors import Chunk, VectorProgram
 from pallas_kernels.spec import LATENT_TILE, AttentionSpec
-from pallas_kernels.triton import language
-from pallas_kernels.triton.tile import opaque
+from pallas_kernels.triton.launch import runner_of
 from pallas_kernels.types import Index, Ref
 
 MIN_DOT_SIZE = 16  # M, N and K of an MMA
@@ -30,16 +29,16 @@ def chunks(size: int) -> list[tuple[int, int]]:
     ([(0, 64)], [(0, 64), (64, 16)], [(0, 128)])
     """
     whole = _power_of_two(size)
-    rest = _power_of_two(size - whole // 2)
-    return [(0, whole // 2), (whole // 2, rest)] if whole // 2 + rest < whole else [(0, whole)]
+    second = _power_of_two(size - whole // 2)
+    return [(0, whole // 2), (whole // 2, second)] if whole // 2 + second < whole else [(0, whole)]
 
 
 def key_chunks(spec: AttentionSpec) -> tuple[Chunk, ...]:
     """The chunks that hold keys and queries of a paged call; those of the values first, if keys hold these."""
     if not spec.values_in_keys:
         return _side_chunks(spec, spec.D, spec.vector_programs.key)
-    rest = (Chunk(spec.Dv + first, width) for first, width in chunks(spec.D - spec.Dv))
-    return (*value_chunks(spec), *rest)
+    rotated = (Chunk(spec.Dv + first, width) for first, width in chunks(spec.D - spec.Dv))
+    return (*value_chunks(spec), *rotated)
 
 
 def value_chunks(spec: AttentionSpec) -> tuple[Chunk, ...]:
@@ -66,16 +65,16 @@ def _side_chunks(spec: AttentionSpec, size: int, mod: VectorProgram | None) -> t
 
 
 def may_hold_pairs(spec: AttentionSpec, size: int, mod: object) -> bool:
-    """Whether a launch may load keys or values of this size, with this mod or None, as words of two columns.
+    """True if a launch may load keys or values of this size, with this mod or None, as words of two columns.
 
-    They have eight bits, which float16 holds, and the GEMMs are of 16. See `pallas_kernels.triton.paged.byte_pairs`.
+    They have eight bits, which float16 holds, and the GEMMs are of 16. See `pallas_kernels.split_kv.byte_pairs`.
     """
     in_bytes = spec.paging is not None and spec.paging.dtype is not None
     return in_bytes and spec.dtype != "float32" and mod is None and size % 2 == 0
 
 
 def holds_pairs(spec: AttentionSpec, size: int, mod: object) -> bool:
-    """Whether the launch does so."""
+    """True if the launch loads words of two columns."""
     return spec.pairs and may_hold_pairs(spec, size, mod)
 
 
@@ -89,13 +88,7 @@ def load_rows(
     """Loads rows of an array in the layout of the spec, eight bits widened to its dtype; zeros outside of the array.
 
     Args:
-      spec: The spec.
       ref: [B, length, heads, size] or [B, heads, length, size].
-      b: Batch.
-      h: Head.
-      first: First row.
-      rows: How many.
-      length: Of the array.
       may_end: Whether the rows may reach past the end.
     """
 
@@ -103,9 +96,9 @@ def load_rows(
         at, mask = _index_and_mask(spec, ref, (b, h), (first, rows, length, may_end), (start, width))
         return widened(
             spec,
-            language.load(spec.route, ref.at[at])
+            runner_of(spec).load(ref.at[at])
             if mask is None
-            else language.load(spec.route, ref.at[at], mask=mask, other=0.0),
+            else runner_of(spec).load(ref.at[at], mask=mask, other=0.0),
         )
 
     return tuple(load(*chunk) for chunk in chunks(ref.shape[3]))
@@ -135,7 +128,7 @@ def store_rows(
     """Stores what `load_rows` would load."""
     for chunk, columns in zip(chunks(ref.shape[3]), x, strict=True):
         at, mask = _index_and_mask(spec, ref, (b, h), (first, columns.shape[0], length, may_end), chunk)
-        language.store(spec.route, ref.at[at], columns.astype(ref.dtype), mask=mask)
+        runner_of(spec).store(ref.at[at], columns.astype(ref.dtype), mask=mask)
 
 
 def _index_and_mask(
@@ -172,9 +165,9 @@ def load_vector(
 ) -> jax.Array:
     """Loads ``[rows]`` of the last axis of an array."""
     if not may_end:
-        return language.load(spec.route, ref.at[(*at, pl.ds(first, rows))])
+        return runner_of(spec).load(ref.at[(*at, pl.ds(first, rows))])
     index = first + lax.broadcasted_iota(jnp.int32, (rows,), 0)
-    return language.load(spec.route, ref.at[(*at, index)], mask=index < length, other=other)
+    return runner_of(spec).load(ref.at[(*at, index)], mask=index < length, other=other)
 
 
 def store_vector(
@@ -182,10 +175,10 @@ def store_vector(
 ) -> None:
     """Stores what `load_vector` would load."""
     if not may_end:
-        language.store(spec.route, ref.at[(*at, pl.ds(first, x.shape[0]))], x)
+        runner_of(spec).store(ref.at[(*at, pl.ds(first, x.shape[0]))], x)
     else:
         index = first + lax.broadcasted_iota(jnp.int32, x.shape, 0)
-        language.store(spec.route, ref.at[(*at, index)], x, mask=index < length)
+        runner_of(spec).store(ref.at[(*at, index)], x, mask=index < length)
 
 
 def zero_rows(rows: int, size: int) -> Columns:
@@ -208,13 +201,13 @@ def pv_dot(spec: AttentionSpec, weights: jax.Array, rows: Columns) -> Columns:
     """``weights @ rows`` (PV and its like) in float32, with the weights rounded to the dtype of the rows."""
     may_select = spec.programs.score is not None or spec.dropout is not None or spec.normalize == "none"
     if may_select and rows[0].dtype.itemsize == 2:
-        weights = opaque(spec, weights)
+        weights = runner_of(spec).opaque(weights)
     weights = weights.astype(rows[0].dtype)
     return tuple(_dot(spec, weights, x, over=(1, 0)) for x in rows)
 
 
 def powers_of_two(largest: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """What rows are multiplied by for float16, and its inverse, [rows, 1], from their largest magnitudes [rows].
+    """Factors of rows for float16, and their inverses, [rows, 1], from their largest magnitudes [rows].
 
     Powers of two that take the largest element near 2 ** 14: float16 ends at 2 ** 16, and holds what is 2 ** 28 times
     smaller than that with all of its bits. Of rows of zeros they are finite too.

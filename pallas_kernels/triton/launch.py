@@ -1,87 +1,291 @@
-"""Launching a Triton kernel. The one place that knows who compiles it, and how JAX treats that."""
+"""Runners of Triton kernels: Pallas' interpreter, Pallas' own Triton, and official Triton.
+
+A kernel is traced by Pallas. Its runner launches it, and has what Pallas' core has not: masked loads and stores,
+functions of the SFU. This is the one place that needs `jax.experimental.pallas.triton`, and only where that compiles a
+kernel, or interprets it.
+"""
 
 from __future__ import annotations
 
+import abc
+import dataclasses
 import functools
 import warnings
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from types import ModuleType
+from typing import Any, ClassVar, cast
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import batching, mlir
+from jax.ref import get as ref_get
+from jax.ref import set as ref_set
 
 from pallas_kernels.config import Tiles
-from pallas_kernels.spec import Route
+from pallas_kernels.plan import limit_of_pallas
+from pallas_kernels.spec import AttentionSpec, Route
 from pallas_kernels.triton.compiler.launch import launch as official
+from pallas_kernels.triton.compiler.rules import primitives
+from pallas_kernels.types import Ref
 
 
-class Launched(Protocol):
-    """What `launch` asks of a call: a spec of attention, or a `Target`."""
+@dataclasses.dataclass(frozen=True)
+class Runner(abc.ABC):
+    """Launches a kernel for a device, and says in it what Pallas' core does not."""
 
-    @property
-    def route(self) -> Route: ...  # noqa: D102
-    @property
-    def device_kind(self) -> str: ...  # noqa: D102
-
-
-class Target(NamedTuple):
-    """Who runs a kernel that computes no attention.
-
-    Attributes:
-      route: Who runs it.
-      device_kind: Of the device.
-    """
-
-    route: Route
     device_kind: str
+    is_interpreter: ClassVar[bool] = False
+
+    @abc.abstractmethod
+    def load(self, ref: Ref, *, mask: jax.Array | None = None, other: float | None = None) -> jax.Array:
+        """Loads what a ref, or an index of one, refers to.
+
+        Args:
+          mask: Where to load, of the shape of what is loaded; None for everywhere.
+          other: The value elsewhere; None for anything.
+        """
+
+    @abc.abstractmethod
+    def store(self, ref: Ref, x: jax.Array, *, mask: jax.Array | None = None) -> None:
+        """Stores to what a ref refers to, where a mask is true.
+
+        The interpreter also writes the elements that are masked, with their old values.
+        """
+
+    @abc.abstractmethod
+    def element(self, name: str, *args: jax.Array) -> jax.Array:
+        """One of `primitives.FUNCTIONS` on each element of arrays of one shape; not for the interpreter."""
+
+    def multiply_add(self, a: jax.Array, b: jax.Array, c: jax.Array) -> jax.Array:
+        """``a * b + c`` of float32 arrays of one shape, as one FMA instruction."""
+        return self.element("multiply_add", a, b, c)
+
+    def relu(self, x: jax.Array) -> jax.Array:
+        """The positive elements of a float32 array, zeros for the others, and NaN, which Triton's maximum drops."""
+        return self.element("relu", x)
+
+    @abc.abstractmethod
+    def exp2_of_multiple(self, x: jax.Array, factor: float, subtracted: jax.Array) -> jax.Array:
+        """``2 ** (factor * x - subtracted)``, by one FMA and one ``ex2.approx`` (relative error 2 ** -22)."""
+
+    def opaque(self, x: jax.Array) -> jax.Array:
+        """A float32 tile as it is, which LLVM cannot see through: costs no instruction.
+
+        Of ``where(mask, x, 0)`` rounded to 16 bits it would make a select of 16 bits, between numbers that are packed
+        in pairs: in SASS PRMT and SEL for each score, instead of FSEL.
+        """
+        return self.element("opaque", x)
+
+    def computed_once(self, compute: Callable[[], jax.Array]) -> jax.Array:
+        """A tile for two dots, computed once although one of them transposes it."""
+        return compute()
+
+    def launch(
+        self,
+        kernel: Callable[..., None],
+        inputs: Sequence[object],
+        outputs: Sequence[jax.ShapeDtypeStruct],
+        *,
+        name: str,
+        grid: tuple[int, ...],
+        tiles: Tiles,
+        aliases: dict[int, int] | None = None,
+    ) -> list[jax.Array]:
+        """Runs ``kernel(*input refs, *output refs)`` on a grid.
+
+        Args:
+          inputs: Pytrees of arrays; the kernel gets pytrees of refs.
+          grid: Programs along each axis; the first varies fastest.
+          aliases: Numbers of (flattened) inputs that are also the memory of outputs.
+        """
+        # A `jax.shard_map` around this call requires outputs to say, in this form, that nothing varies over its mesh.
+        nowhere = jax.typeof(jax.tree.leaves(inputs)[0]).manual_axis_type
+        outputs = [jax.ShapeDtypeStruct(x.shape, x.dtype, manual_axis_type=nowhere) for x in outputs]
+        call = functools.partial(
+            pl.pallas_call,
+            kernel,
+            out_shape=outputs,
+            grid=grid,
+            interpret=self.is_interpreter,
+            name=name,
+            input_output_aliases=aliases or {},
+        )
+        return self._run(call, kernel, inputs, len(outputs), tiles)
+
+    @abc.abstractmethod
+    def _run(
+        self,
+        call: Callable[..., Callable[..., list[jax.Array]]],
+        kernel: Callable[..., None],
+        inputs: Sequence[object],
+        outputs: int,
+        tiles: Tiles,
+    ) -> list[jax.Array]:
+        """Runs a kernel by `call`, `pl.pallas_call` with all but the parameters of a compiler."""
 
 
-def launch(
-    kernel: Callable[..., None],
-    inputs: Sequence[object],
-    outputs: Sequence[jax.ShapeDtypeStruct],
-    *,
-    name: str,
-    grid: tuple[int, ...],
-    tiles: Tiles,
-    spec: Launched,
-    aliases: dict[int, int] | None = None,
-) -> list[jax.Array]:
-    """Runs ``kernel(*input refs, *output refs)`` on a grid.
+def runner_of(spec: AttentionSpec) -> Runner:
+    """The runner of a call."""
+    return runner_for(spec.route, spec.device_kind)
 
-    Args:
-      kernel: The kernel.
-      inputs: Pytrees of arrays; the kernel gets pytrees of refs.
-      outputs: List of ``jax.ShapeDtypeStruct``.
-      name: In profiles.
-      grid: Programs along each axis; the first varies fastest.
-      tiles: Warps and stages.
-      spec: The call: it says who runs the kernel, and on which device.
-      aliases: Numbers of (flattened) inputs that are also the memory of outputs.
+
+def runner_for(route: Route, device_kind: str) -> Runner:
+    """The runner of a kernel that computes no attention."""
+    return {"interpreted": Interpreter, "pallas": PallasTriton, "official": OfficialTriton}[route](device_kind)
+
+
+class Interpreter(Runner):
+    """Pallas' interpreter; masked loads and stores by index, on a JAX whose Pallas has none of its own.
+
+    A slice becomes an array of indices: the interpreter refuses a slice that is longer than its array, which a kernel
+    traces, and never loads, where an array is shorter than a tile.
     """
-    # A `jax.shard_map` around this call requires outputs to say, in this form, that nothing varies over its mesh.
-    nowhere = jax.typeof(jax.tree.leaves(inputs)[0]).manual_axis_type
-    outputs = [jax.ShapeDtypeStruct(x.shape, x.dtype, manual_axis_type=nowhere) for x in outputs]
-    call = functools.partial(
-        pl.pallas_call,
-        kernel,
-        out_shape=outputs,
-        grid=grid,
-        interpret=spec.route == "interpreted",
-        name=name,
-        input_output_aliases=aliases or {},
-    )
-    if spec.route == "interpreted":
-        return call()(*inputs)
-    if spec.route == "official":
-        names = official.names_of(kernel, inputs, len(outputs))
-        return official.launch(call(), inputs, names, tiles, spec.device_kind)
-    from jax.experimental.pallas import triton as plgpu
 
-    params = plgpu.CompilerParams(num_warps=tiles.num_warps, num_stages=tiles.num_stages)
-    return _without_warning(call(compiler_params=params), inputs)
+    is_interpreter = True
+
+    def load(self, ref: Ref, *, mask: jax.Array | None = None, other: float | None = None) -> jax.Array:  # noqa: D102
+        if limit_of_pallas() is None:
+            return _pallas().load(ref, mask=mask, other=other)
+        return self.load_by_index(ref, mask, other)
+
+    def store(self, ref: Ref, x: jax.Array, *, mask: jax.Array | None = None) -> None:  # noqa: D102
+        if limit_of_pallas() is None:
+            return _pallas().store(ref, x, mask=mask)
+        return self.store_by_index(ref, x, mask)
+
+    @staticmethod
+    def load_by_index(ref: Ref, mask: jax.Array | None, other: float | None) -> jax.Array:
+        """Loads by index arrays."""
+        x = ref_get(*by_arrays(ref))
+        return x if mask is None or other is None else jnp.where(mask, x, jnp.full_like(x, other))
+
+    @staticmethod
+    def store_by_index(ref: Ref, x: jax.Array, mask: jax.Array | None) -> None:
+        """Stores by index arrays; masked elements are written with their old values."""
+        whole, index = by_arrays(ref)
+        ref_set(whole, index, x if mask is None else jnp.where(mask, x, ref_get(whole, index)))
+
+    def element(self, name: str, *args: jax.Array) -> jax.Array:  # noqa: D102
+        raise NotImplementedError(f"The interpreter has no `{name}`.")
+
+    def multiply_add(self, a: jax.Array, b: jax.Array, c: jax.Array) -> jax.Array:  # noqa: D102
+        return a * b + c
+
+    def relu(self, x: jax.Array) -> jax.Array:  # noqa: D102
+        return jnp.maximum(x, 0.0)
+
+    def exp2_of_multiple(self, x: jax.Array, factor: float, subtracted: jax.Array) -> jax.Array:  # noqa: D102
+        return jnp.exp2(x * factor - subtracted)
+
+    def opaque(self, x: jax.Array) -> jax.Array:  # noqa: D102
+        return x
+
+    def _run(self, call, kernel, inputs, outputs, tiles) -> list[jax.Array]:
+        del kernel, outputs, tiles
+        return call()(*inputs)
+
+
+def by_arrays(ref: Ref) -> tuple[Ref, tuple[jax.Array, ...] | None]:
+    """The whole ref, and the index by arrays of one shape; None for all of it."""
+    view = cast(Any, ref)
+    if not getattr(view, "transforms", ()):
+        return ref, None
+    (indexer,) = view.transforms
+    slices = [x for x in indexer.indices if isinstance(x, pl.Slice)]
+    shape, index, before = (*indexer.int_indexer_shape, *(x.size for x in slices)), [], 0
+    for x in indexer.indices:
+        if isinstance(x, pl.Slice):
+            axis = len(indexer.int_indexer_shape) + before
+            positions = x.start + jnp.arange(x.size, dtype=jnp.int32)
+            index.append(positions.reshape([-1 if i == axis else 1 for i in range(len(shape))]))
+            before += 1
+        else:
+            x = jnp.asarray(x, jnp.int32)
+            index.append(x.reshape(*x.shape, *[1] * len(slices)) if x.ndim else x)
+    return view.ref, tuple(jnp.broadcast_to(x, shape) if x.ndim else x for x in index)
+
+
+class OfficialTriton(Runner):
+    """Official Triton: operations are primitives of ours, of which its emitter makes source."""
+
+    def load(self, ref: Ref, *, mask: jax.Array | None = None, other: float | None = None) -> jax.Array:  # noqa: D102
+        return ref_get(ref) if mask is None else primitives.masked_load(ref, mask, other)
+
+    def store(self, ref: Ref, x: jax.Array, *, mask: jax.Array | None = None) -> None:  # noqa: D102
+        return ref_set(ref, None, x) if mask is None else primitives.masked_store(ref, x, mask)
+
+    def element(self, name: str, *args: jax.Array) -> jax.Array:  # noqa: D102
+        return primitives.element(name, *args)
+
+    def exp2_of_multiple(self, x: jax.Array, factor: float, subtracted: jax.Array) -> jax.Array:  # noqa: D102
+        addend = jnp.broadcast_to(-subtracted, x.shape)
+        return jnp.exp2(self.multiply_add(x, jnp.full_like(x, factor), addend))
+
+    def _run(self, call, kernel, inputs, outputs, tiles) -> list[jax.Array]:
+        return official.launch(call(), inputs, official.names_of(kernel, inputs, outputs), tiles, self.device_kind)
+
+
+class PallasTriton(Runner):
+    """The Triton inside Pallas, deprecated since JAX 0.11."""
+
+    def load(self, ref: Ref, *, mask: jax.Array | None = None, other: float | None = None) -> jax.Array:  # noqa: D102
+        return _pallas().load(ref, mask=mask, other=other)
+
+    def store(self, ref: Ref, x: jax.Array, *, mask: jax.Array | None = None) -> None:  # noqa: D102
+        _pallas().store(ref, x, mask=mask)
+
+    def element(self, name: str, *args: jax.Array) -> jax.Array:  # noqa: D102
+        function = primitives.FUNCTIONS[name]
+        return _inline_ptx(function.ptx, *args, dtype=function.dtype)
+
+    def exp2_of_multiple(self, x: jax.Array, factor: float, subtracted: jax.Array) -> jax.Array:
+        """Inline PTX, because XLA's code rounds product and difference separately.
+
+        Its exponential guards numbers below 2 ** -126, which here become 0: together seven SASS instructions for each
+        score.
+        """
+        addend = jnp.broadcast_to(-subtracted, x.shape)
+        bits = np.float32(factor).view(np.uint32)
+        return _inline_ptx(f"{{ fma.rn.f32 $0, $1, 0f{bits:08X}, $2; ex2.approx.ftz.f32 $0, $0; }}", x, addend)
+
+    def computed_once(self, compute: Callable[[], jax.Array]) -> jax.Array:
+        """In a loop of one step.
+
+        XLA's compiler of Triton moves the transpose before casts and products, and so computes the tile in either
+        order, to two buffers. It moves none into a loop, and unrolls this one later. Compiled for sm_90a, jax 0.10.2,
+        64 rows by 32 latent vectors of eight bits, 512 and 64 columns: 1108 SASS instructions of the mainloop, 1299
+        without; 16 rows by 64: 1164 and 1391.
+        """
+        tile = jax.eval_shape(compute)
+        return lax.fori_loop(0, 1, lambda _, __: compute(), jnp.zeros(tile.shape, tile.dtype))
+
+    def _run(self, call, kernel, inputs, outputs, tiles) -> list[jax.Array]:
+        del kernel, outputs
+        params = _pallas().CompilerParams(num_warps=tiles.num_warps, num_stages=tiles.num_stages)
+        return _without_warning(call(compiler_params=params), inputs)
+
+
+def _pallas() -> ModuleType:
+    """`jax.experimental.pallas.triton`, which later versions of JAX lack."""
+    from jax.experimental.pallas import triton
+
+    return triton
+
+
+def _inline_ptx(ptx: str, *args: jax.Array, dtype: str = "float32") -> jax.Array:
+    """Runs PTX on each element, or each two of 16 bits: ``$0`` is the result, ``$1`` the first argument."""
+    [out] = _pallas().elementwise_inline_asm(
+        ptx,
+        args=args,
+        constraints=primitives.constraints(dtype, len(args)),
+        pack=primitives.pack(dtype),
+        result_shape_dtypes=[jax.ShapeDtypeStruct(args[0].shape, jnp.dtype(dtype))],
+    )
+    return out
 
 
 # JAX >= 0.11 warns at each lowering of a kernel through Triton, which is inside of a user's own jit, where no context

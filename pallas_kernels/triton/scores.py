@@ -12,20 +12,20 @@ from jax import lax
 
 from pallas_kernels.program.build import Program
 from pallas_kernels.program.evaluate import Evaluation, Product
-from pallas_kernels.program.ir import Node
+from pallas_kernels.program.ir import Axes, Node
 from pallas_kernels.softmax import LEAST_EXPONENT, ScoreTile
 from pallas_kernels.spec import LN_2, LOG2_E, AttentionSpec, Operands
 from pallas_kernels.triton.head_chunks import Columns, qk_dot
+from pallas_kernels.triton.launch import runner_of
 from pallas_kernels.triton.tile import evaluation, k_indices, q_indices, weights
 from pallas_kernels.types import Index, Ref
 
 
 class Scores(NamedTuple):
-    """How a program computes scores: statics, and the loop-invariant values of the mods.
+    """Scores of a program: statics, and the loop-invariant values of the mods.
 
     Attributes:
-      spec: The spec.
-      tile: Queries and keys.
+      tile: Queries and keys of a tile, (Bq, Bk).
       transposed: Whether tiles are (keys, queries).
       score: The score mod, with its loop-invariant values.
       mask: The mask mod, with its loop-invariant values.
@@ -68,10 +68,7 @@ def prepare(
     """Prologue: evaluates the loop-invariant values of the mods (uniform, and along the axis that stays fixed).
 
     Args:
-      spec: The spec.
-      arrays: The refs.
-      tile: Queries and keys.
-      b: Batch.
+      tile: Queries and keys of a tile, (Bq, Bk).
       h: Query head; where rows belong to several heads, that of each, [Bq, 1].
       q_first: The first query, if the mainloop goes over keys.
       q: The indices of the queries, [Bq, 1], if they are not contiguous.
@@ -89,16 +86,16 @@ def prepare(
     else:
         assert q_first is not None  # one of the three is given
         fixed["q"] = q_indices(q_first, tile, spec.T, may_end=spec.T % tile[0] != 0)
-    states = ("", "k" if transposed else "q")
+    fixed_axes = (Axes.UNIFORM, Axes.COLUMN if transposed else Axes.ROW)
     approximate = arrays.query.dtype.itemsize <= 2
 
     def evaluate_fixed(program: Program | None, refs: Sequence[Ref], nodes: Sequence[Node] | None) -> Evaluation | None:
         if program is None:
             return None
         evaluation_ = evaluation(
-            program, refs, tile, fixed, transposed=transposed, approximate=approximate, route=spec.route
+            program, refs, tile, fixed, transposed=transposed, approximate=approximate, runner=runner_of(spec)
         )
-        evaluation_.prepare(nodes or program.nodes, states)
+        evaluation_.prepare(nodes or program.nodes, fixed_axes)
         return evaluation_
 
     score = evaluate_fixed(spec.programs.score, arrays.captured.score, (programs or {}).get("score"))
@@ -126,12 +123,14 @@ def compute(
       product: ``(q, k) -> QK^T``, where queries or keys have scales; tiles are not transposed then.
     """
     spec = scores.spec
+    # S = QK^T: [Bq, Bk], or [Bk, Bq] where tiles are transposed
     raw = product(q, k) if product is not None else qk_dot(spec, k, q) if scores.transposed else qk_dot(spec, q, k)
     score = None
     if scores.score is None:
         s = raw if spec.scale > 0 else -raw
     else:
         assert spec.programs.score is not None  # what `prepare` began to evaluate
+        # S = score_mod(scale * QK^T)
         scaled = Product(raw, jnp.full((), spec.scale, jnp.float32))
         score = scores.score.child(
             walked_index(scores, spec.programs.score, first), {spec.programs.score.argument("score"): scaled}
@@ -152,17 +151,16 @@ def probabilities(scores: Scores, tile: ScoreTile, lse_log2: jax.Array) -> jax.A
 
     Args:
       scores: How the tile was computed.
-      tile: Its scores.
       lse_log2: Of its queries, in base 2, [Bq, 1], or [1, Bq] where tiles are transposed.
     """
     if scores.spec.normalize == "none":
         return linear_weights(scores, tile)
-    return weights(scores.spec, tile.s, scores.log2_scale, lse_log2)
+    return weights(scores.spec, tile.s, scores.log2_scale, lse_log2)  # P = exp2(S - lse)
 
 
 def scores_vjp(scores: Scores, tile: ScoreTile, p: jax.Array, d_p: jax.Array, delta: jax.Array) -> jax.Array:
     """The cotangents of the modified scores, from weights and cotangents of weights; `delta` as `lse_log2` above."""
-    return tile.clear(d_p) if scores.spec.normalize == "none" else p * (d_p - delta)
+    return tile.clear(d_p) if scores.spec.normalize == "none" else p * (d_p - delta)  # dS = P * (dP - delta)
 
 
 def entropy_vjp(
@@ -172,7 +170,6 @@ def entropy_vjp(
 
     Args:
       scores: How the tile was computed.
-      tile: Its scores.
       d_p: dP of the output.
       lse_log2: As in `probabilities`.
       d_entropy: The cotangents of the entropy of its queries, [Bq]; None where there are none.
@@ -181,7 +178,7 @@ def entropy_vjp(
         return d_p
     d_entropy = d_entropy[None, :] if scores.transposed else d_entropy[:, None]
     exponent = jnp.maximum(tile.s * scores.log2_scale - lse_log2, LEAST_EXPONENT)
-    return d_p - (d_entropy * LN_2) * exponent
+    return d_p - (d_entropy * LN_2) * exponent  # dP -= dH * log P
 
 
 def walked_index(scores: Scores, program: Program, first: Index) -> dict[Node, jax.Array]:
@@ -195,7 +192,7 @@ def walked_index(scores: Scores, program: Program, first: Index) -> dict[Node, j
 
 
 def _kept(scores: Scores, first: Index) -> jax.Array | None:
-    """Which weights of a tile dropout keeps; None without dropout."""
+    """True for the weights of a tile that dropout keeps; None without dropout."""
     if scores.dropout is None:
         return None
     program = scores.spec.programs.dropout

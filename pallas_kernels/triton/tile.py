@@ -14,37 +14,14 @@ from pallas_kernels.program.build import Program
 from pallas_kernels.program.evaluate import Evaluation, OfMultiple, Space
 from pallas_kernels.program.ir import Axes, Node
 from pallas_kernels.program.rules import elementwise
-from pallas_kernels.spec import LOG2_E, AttentionSpec, Route
-from pallas_kernels.triton import language
+from pallas_kernels.spec import LOG2_E, AttentionSpec
+from pallas_kernels.triton.launch import Runner, runner_of
 from pallas_kernels.types import Index, Ref
 
 
 def weights(spec: AttentionSpec, s: jax.Array, log2_scale: float, row_max_log2: jax.Array) -> jax.Array:
     """``2 ** (log2_scale * s - row_max_log2)``."""
-    return language.exp2_of_multiple(spec.route, s, log2_scale, row_max_log2)
-
-
-def opaque(spec: AttentionSpec, x: jax.Array) -> jax.Array:
-    """A float32 tile as it is, which LLVM cannot see through: costs no instruction.
-
-    Of ``where(mask, x, 0)`` rounded to 16 bits it would make a select of 16 bits, between numbers that are packed in
-    pairs: in SASS PRMT and SEL for each score, instead of FSEL.
-    """
-    return x if spec.route == "interpreted" else language.element(spec.route, "opaque", x)
-
-
-def computed_once(spec: AttentionSpec, compute: Callable[[], jax.Array]) -> jax.Array:
-    """Computes a tile for two dots once, in a loop of one step, although one of them transposes it.
-
-    XLA's compiler of Triton moves the transpose before casts and products, and so computes the tile in either order, to
-    two buffers. It moves none into a loop, and unrolls this one later. Compiled for sm_90a, jax 0.10.2, 64 rows by 32
-    latent vectors of eight bits, 512 and 64 columns: 1108 SASS instructions of the mainloop, 1299 without; 16 rows by
-    64: 1164 and 1391.
-    """
-    if spec.route != "pallas":
-        return compute()
-    made = jax.eval_shape(compute)
-    return lax.fori_loop(0, 1, lambda _, __: compute(), jnp.zeros(made.shape, made.dtype))
+    return runner_of(spec).exp2_of_multiple(s, log2_scale, row_max_log2)
 
 
 class TileSpace(Space):
@@ -54,10 +31,10 @@ class TileSpace(Space):
     """
 
     def __init__(
-        self, refs: Sequence[Ref], block_q: int, block_kv: int, *, transposed: bool, approximate: bool, route: Route
+        self, refs: Sequence[Ref], block_q: int, block_kv: int, *, transposed: bool, approximate: bool, runner: Runner
     ) -> None:
         self.refs, self.approximate = refs, approximate
-        self.route: Route = route
+        self.runner = runner
         shapes = {
             Axes.UNIFORM: (),
             Axes.ROW: (block_q, 1),
@@ -77,42 +54,42 @@ class TileSpace(Space):
     def load(self, node: Node, indices: Sequence[jax.Array]) -> jax.Array:
         """Gathers elements; the program has made sure that the indices are in range."""
         ref = self.refs[node.value]
-        x = language.load(self.route, ref.at[tuple(indices)]) if indices else ref[...]
+        x = self.runner.load(ref.at[tuple(indices)]) if indices else ref[...]
         return x != 0 if node.dtype == np.bool_ else x
 
     def multiply_add(self, a: jax.Array, b: jax.Array, c: jax.Array) -> jax.Array:
         """One FMA instruction."""
-        return language.multiply_add(self.route, a, b, c)
+        return self.runner.multiply_add(a, b, c)
 
     def substitutes(self, kind: str) -> Mapping[str, Callable[..., jax.Array]]:
         """An exact remainder; the SFU's tanh (relative error 2 ** -11), where the inputs are no more exact."""
         exact: dict[str, Callable[..., jax.Array]] = {"rem": elementwise.remainder}
-        has_tanh = self._has_sfu(kind) and self.route != "interpreted"
-        return {**exact, "tanh": functools.partial(_approximate_tanh, self.route)} if has_tanh else exact
+        has_tanh = self._has_sfu(kind) and not self.runner.is_interpreter
+        return {**exact, "tanh": functools.partial(_approximate_tanh, self.runner)} if has_tanh else exact
 
     def substitutes_of_multiples(self, kind: str) -> Mapping[str, OfMultiple]:
         """The logistic by two SFU functions, under the same rule."""
-        logistic = functools.partial(_logistic, self.route)
+        logistic = functools.partial(_logistic, self.runner)
         return {"logistic": OfMultiple(-LOG2_E, logistic)} if self._has_sfu(kind) else {}
 
     def _has_sfu(self, kind: str) -> bool:
         return self.approximate and kind != Axes.UNIFORM  # inline PTX takes no scalars
 
 
-def _approximate_tanh(route: Route, x: jax.Array, **_: object) -> jax.Array:
-    return language.element(route, "tanh", x) if x.dtype == jnp.float32 else jnp.tanh(x)
+def _approximate_tanh(runner: Runner, x: jax.Array, **_: object) -> jax.Array:
+    return runner.element("tanh", x) if x.dtype == jnp.float32 else jnp.tanh(x)
 
 
-def _logistic(route: Route, exponent: jax.Array) -> jax.Array:
+def _logistic(runner: Runner, exponent: jax.Array) -> jax.Array:
     """``1 / (1 + 2 ** exponent)``, with a relative error of 2 ** -21, for weights near 0 too; 0 below 2 ** -126.
 
     The rounding of the exponent adds 2 ** -24 for each unit of the argument, as a rounding of the score would. A tanh
     would take one SFU function, not two, but has an absolute error of 2 ** -12, and a weight of sigmoid attention may
     be 2 ** -14 for all keys.
     """
-    if route == "interpreted":
+    if runner.is_interpreter:
         return 1.0 / (1.0 + jnp.exp2(exponent))
-    return language.element(route, "logistic", exponent)
+    return runner.element("logistic", exponent)
 
 
 def evaluation(
@@ -123,20 +100,17 @@ def evaluation(
     *,
     transposed: bool = False,
     approximate: bool = False,
-    route: Route = "pallas",
+    runner: Runner,
 ) -> Evaluation:
     """Starts to evaluate a program.
 
     Args:
-      program: Of a mod.
-      refs: Its captured arrays.
-      tile: Queries and keys.
+      tile: Queries and keys of a tile, (Bq, Bk).
       indices: Those of ``b``, ``h``, ``q``, ``k`` that are loop-invariant.
       transposed: Whether tiles are held as (keys, queries).
       approximate: Whether approximate SFU functions may be used: the inputs have 16 bits.
-      route: Who runs the kernel.
     """
-    space = TileSpace(refs, *tile, transposed=transposed, approximate=approximate, route=route)
+    space = TileSpace(refs, *tile, transposed=transposed, approximate=approximate, runner=runner)
     return Evaluation(space, {n: indices[n.value] for n in program.arguments if n.value in indices})
 
 

@@ -14,9 +14,9 @@ from jax import lax
 from pallas_kernels.program.evaluate import Evaluation
 from pallas_kernels.program.ir import Axes
 from pallas_kernels.program.vectors.vectors import Chunk, VectorProgram
-from pallas_kernels.spec import AttentionSpec, Route
-from pallas_kernels.triton import language
+from pallas_kernels.spec import AttentionSpec
 from pallas_kernels.triton.head_chunks import Columns
+from pallas_kernels.triton.launch import Runner, runner_of
 from pallas_kernels.triton.tile import TileSpace
 from pallas_kernels.types import Ref
 
@@ -27,7 +27,6 @@ class PreparedVectors(NamedTuple):
     """A vector mod with its loop-invariant values.
 
     Attributes:
-      program: Of the mod.
       evaluations: For each of its lane programs.
     """
 
@@ -35,25 +34,24 @@ class PreparedVectors(NamedTuple):
     evaluations: tuple[Evaluation, ...]
 
     def tile(self, key: jax.Array, load: Load) -> Columns:
-        """What the mod makes of a tile of keys, in chunks of lanes.
+        """Applies the mod to a tile of keys; returns chunks of lanes.
 
         Args:
           key: Their positions, int32 [keys, 1], in range.
-          load: Loads the vectors.
         """
-        made: dict[Chunk, jax.Array] = {}
+        columns: dict[Chunk, jax.Array] = {}
         for program, prologue in zip(self.program.lane_programs, self.evaluations, strict=True):
             evaluation = prologue.child({program.argument("q"): key})
             pairs: tuple[jax.Array, ...] = ()
             for node in program.vector_loads:
-                lane, place = node.inputs[1], program.place_in_pair(node)
-                if place is None:
+                lane, parity = node.inputs[1], program.place_in_pair(node)
+                if parity is None:
                     evaluation.values[node] = load(evaluation.space.spread(evaluation(lane), lane.kind, node.kind))
                 else:
                     pairs = pairs or _even_and_odd(load, key.shape[0], program.width)
-                    evaluation.values[node] = pairs[place]
-            made.update((chunk, evaluation.tile(output)) for chunk, output in program.outputs)
-        return tuple(made[chunk] for chunk in self.program.chunks)
+                    evaluation.values[node] = pairs[parity]
+            columns.update((chunk, evaluation.tile(output)) for chunk, output in program.outputs)
+        return tuple(columns[chunk] for chunk in self.program.chunks)
 
 
 def _even_and_odd(load: Load, keys: int, width: int) -> tuple[jax.Array, ...]:
@@ -68,16 +66,13 @@ def prepare(
     """Prologue: evaluates what depends on the lane alone.
 
     Args:
-      spec: The spec.
-      program: Of the mod.
-      refs: Its captured arrays.
       block_kv: Keys of a tile.
-      b: The request.
-      h: The key head.
     """
     evaluations = []
     for of_width in program.lane_programs:
-        space = _VectorSpace(refs, block_kv, of_width.width, approximate=spec.dtype != "float32", route=spec.route)
+        space = _VectorSpace(
+            refs, block_kv, of_width.width, approximate=spec.dtype != "float32", runner=runner_of(spec)
+        )
         lane = lax.broadcasted_iota(jnp.int32, (1, of_width.width), 1)
         values = {of_width.argument(name): x for name, x in (("b", b), ("h", h), ("k", lane))}
         evaluation = Evaluation(space, values)
@@ -89,14 +84,14 @@ def prepare(
 class _VectorSpace(TileSpace):
     """Tiles of keys and lanes."""
 
-    def __init__(self, refs: Sequence[Ref], keys: int, lanes: int, *, approximate: bool, route: Route) -> None:
-        super().__init__(refs, keys, lanes, transposed=False, approximate=approximate, route=route)
+    def __init__(self, refs: Sequence[Ref], keys: int, lanes: int, *, approximate: bool, runner: Runner) -> None:
+        super().__init__(refs, keys, lanes, transposed=False, approximate=approximate, runner=runner)
 
     def substitutes(self, kind: str) -> Mapping[str, Callable[..., jax.Array]]:
         """The SFU's sine and cosine too, for vectors of 16 bits."""
-        if not self._has_sfu(kind) or self.route == "interpreted":
+        if not self._has_sfu(kind) or self.runner.is_interpreter:
             return super().substitutes(kind)
-        angles = {name: functools.partial(_of_angle, self.route, name) for name in ("sin", "cos")}
+        angles = {name: functools.partial(_of_angle, self.runner, name) for name in ("sin", "cos")}
         return {**super().substitutes(kind), **angles}
 
 
@@ -106,13 +101,13 @@ _TWO_PI_LOW = np.float32(_TWO_PI - float(_TWO_PI_HIGH))
 _ROUND = np.float32(1.5 * 2**23)  # a number of magnitude up to 2 ** 22 loses its fraction, if this is added
 
 
-def _of_angle(route: Route, name: str, x: jax.Array, **_: object) -> jax.Array:
+def _of_angle(runner: Runner, name: str, x: jax.Array, **_: object) -> jax.Array:
     """Sine or cosine, with an absolute error of 2 ** -20.5 up to 2 ** 22 turns (PTX ISA, section on `sin.approx`)."""
-    return language.element(route, name, _within_a_turn(route, x))
+    return runner.element(name, _within_a_turn(runner, x))
 
 
-def _within_a_turn(route: Route, x: jax.Array) -> jax.Array:
+def _within_a_turn(runner: Runner, x: jax.Array) -> jax.Array:
     """The angle between -pi and pi, by Cody and Waite's reduction: its FMAs round relative to the small result."""
-    fma = lambda a, factor, c: language.multiply_add(route, a, jnp.full_like(x, factor), c)
+    fma = lambda a, factor, c: runner.multiply_add(a, jnp.full_like(x, factor), c)
     turns = fma(x, np.float32(1 / _TWO_PI), jnp.full_like(x, _ROUND)) - _ROUND
     return fma(turns, -_TWO_PI_LOW, fma(turns, -_TWO_PI_HIGH, x))

@@ -11,7 +11,7 @@ import jflex
 from jflex import Config, Tiles, UnsupportedError, backends
 from pallas_kernels.plan import Refusal
 from pallas_kernels.spec import Paging
-from pallas_kernels.triton import fixed_splits
+from pallas_kernels.triton.plan import limits
 from tests.cases import paged_cases
 from tests.support import evaluation, invariance, paged_evaluation
 from tests.support.invariance import HKV, HQ, MODS, D, Row, cascade, dense, requests, same_bits, serve
@@ -30,7 +30,7 @@ def short_splits(request, monkeypatch):
         with jax.default_matmul_precision("highest"):
             yield
         return
-    monkeypatch.setattr(fixed_splits, "KEYS_OF_SPLIT", SPLIT)
+    monkeypatch.setattr(limits, "KEYS_OF_SPLIT", SPLIT)
     interpreted = "interpret" in request.node.name
     if interpreted:  # forget what was traced with long ones, and with these after it
         jax.clear_caches()
@@ -95,7 +95,7 @@ def test_who_adds_the_splits_changes_no_bit(backend, queries, monkeypatch):
     drawn, how = requests(lengths_of(backend)), how_of(backend, "alibi")
     row = Row(2, lengths_of(backend)[2], queries)
     [apart] = serve(drawn, [row], how)
-    monkeypatch.setattr(fixed_splits, "MAX_PARTIALS", 1)
+    monkeypatch.setattr("pallas_kernels.split_kv.fixed_splits.MAX_PARTIALS", 1)
     jax.clear_caches()
     [together] = serve(drawn, [row], how)
     same_bits(apart, together)
@@ -315,7 +315,7 @@ def test_tiles_and_backend_do_not_depend_on_the_batch(tokens):
     """Those of a paged call, and of a dense one by `mosaic_gpu`'s rule and by Triton's."""
     config = Config(batch_invariant=True)
     plans = [
-        backends.get("triton").plan(paged_spec(B=B, T=tokens, S=S, config=config, **HOPPER), None).kernels.paged[0]
+        backends.get("triton").plan(paged_spec(B=B, T=tokens, S=S, config=config, **HOPPER), None).kernels.launches[0]
         for B in (1, 4, 300)
         for S in (64, 4096, 1 << 20)
     ]
@@ -335,6 +335,6 @@ def test_explain_shows_it():
     batch = jflex.paged.PagedBatch(invariance.INT([0, 1, 2]), invariance.INT([1200, 30]), table)
     config = Config(interpret=True, batch_invariant=True)
     account = jflex.explain(jflex.paged_attention, q, cache, batch, implementation="triton", config=config)
-    assert f"in splits of {fixed_splits.KEYS_OF_SPLIT} keys" in str(account)
+    assert f"in splits of {limits.KEYS_OF_SPLIT} keys" in str(account)
     assert "batch_invariant=True" in str(account)
     assert account.splits == 1200 // SPLIT + 1 + 1

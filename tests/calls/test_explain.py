@@ -152,10 +152,10 @@ def test_cascade_cases(tree, levels, backend, told, ran):
 
 
 def test_kernels_are_launched_with_the_tiles_that_are_named(told, ran, monkeypatch):
-    from pallas_kernels.triton.paged import kernel
+    from pallas_kernels.triton import launch
 
-    launched, launch = [], kernel.launch
-    monkeypatch.setattr(kernel, "launch", lambda *args, **how: launched.append(how) or launch(*args, **how))
+    launched, original = [], launch.Runner.launch
+    monkeypatch.setattr(launch.Runner, "launch", lambda *args, **how: launched.append(how) or original(*args, **how))
     case = next(case for case in paged_cases.CASES if case.name == "mixed")
     x, (cache, table) = paged_evaluation.draw(case), paged_evaluation.placed(case)
     paged_evaluation.call(case, "triton-interpret", x.query, cache, paged_evaluation.batch_of(case, table), ({}, {}))

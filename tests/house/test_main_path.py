@@ -14,14 +14,13 @@ from tests.support import gpu_compile
 
 ROOT = pathlib.Path(__file__).parents[2]
 ROOMS = ("jflex", "pallas_kernels")
-MOSAIC_FILES = 70
+MOSAIC_FILES = 65
 TRITON_FILES = 46
-PAGED_FILES = 63
+PAGED_FILES = 59
 SHARED = {"pallas_kernels/spec.py", "pallas_kernels/plan.py", "pallas_kernels/config.py"}  # what both speak of
 
 
-def forget_caches():
-    """What an earlier test left in a cache would not be counted."""
+def forget_caches():  # what is in one would not be counted
     modules = [module for name, module in sys.modules.items() if name.partition(".")[0] in ROOMS]
     for value in itertools.chain.from_iterable(list(vars(module).values()) for module in modules):
         if callable(getattr(value, "cache_clear", None)):
@@ -30,10 +29,7 @@ def forget_caches():
 
 
 def crossings_and_files(call):
-    """Call sites in `jflex` of functions in `pallas_kernels`, and the files whose functions run.
-
-    The call runs once before: what runs while modules are imported does not count, nor what is in a cache by chance.
-    """
+    """Call sites in `jflex` of functions in `pallas_kernels`, and files whose functions run; imports do not count."""
     call()
     forget_caches()
     sites, files = set(), set()
@@ -73,8 +69,6 @@ def alibi_and_causal(implementation, x, **options):
     return lambda q: jflex.flex_attention(q, q, q, mod, mask, implementation=implementation, **options)
 
 
-# 25 call sites once. Of the files about 40 are the Hopper kernel, its repair and the program of the mod,
-# and two are about who compiles Triton kernels.
 @pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="Mosaic GPU is used from JAX 0.11 on")
 @pytest.mark.skipif(gpu_compile.missing() is not None, reason="lowers for a GPU")
 def test_mosaic_gpu():

@@ -16,8 +16,8 @@ import jflex
 from jflex._jax import primitive
 from jflex.paged import PagedBatch, PagedCache
 from pallas_kernels.config import Tiles
-from pallas_kernels.triton import interpreted, language
-from pallas_kernels.triton.paged import kernel
+from pallas_kernels.split_kv import paged
+from pallas_kernels.triton.launch import Interpreter, by_arrays
 from tests.cases import paged_cases
 from tests.support import paged_evaluation
 
@@ -35,24 +35,24 @@ def outside(monkeypatch):
         found[name] += int(count)
 
     def check(name, ref, mask):
-        whole, index = interpreted._by_arrays(ref)
+        whole, index = by_arrays(ref)
         if index is None:
             return
         wrong = functools.reduce(jnp.logical_or, [(x < 0) | (x >= n) for x, n in zip(index, whole.shape, strict=True)])
         count = jnp.sum(wrong if mask is None else wrong & mask)
         jax.debug.callback(functools.partial(note, name), count)
 
-    def load(route, ref, *, mask=None, other=None):
+    def load(self, ref, *, mask=None, other=None):
         check("load", ref, mask)
-        return interpreted.load(ref, mask, other)
+        return self.load_by_index(ref, mask, other)
 
-    def store(route, ref, x, *, mask=None):
+    def store(self, ref, x, *, mask=None):
         check("store", ref, mask)
-        interpreted.store(ref, x, mask)
+        self.store_by_index(ref, x, mask)
 
     forget = [primitive._trace, primitive._batched, primitive._compiled]
-    monkeypatch.setattr(language, "load", load)
-    monkeypatch.setattr(language, "store", store)
+    monkeypatch.setattr(Interpreter, "load", load)
+    monkeypatch.setattr(Interpreter, "store", store)
     for cached in forget:  # traces are cached by spec
         cached.cache_clear()
     yield found
@@ -78,7 +78,7 @@ def test_pages(name, outside):
 def test_words_of_two_columns_in_tiles_of_several_pages(counts, N, always, outside, monkeypatch):
     """As a server calls it: a stacked cache, requests of any length, padding, and pages of no request."""
     if always:
-        monkeypatch.setattr(kernel, "MIN_WGMMA_ROWS", 1 << 20)
+        monkeypatch.setattr(paged, "MIN_WGMMA_ROWS", 1 << 20)
     rng, integers = np.random.default_rng(N), functools.partial(jnp.asarray, dtype=jnp.int32)
     R, pages, page = len(counts), 5, 64
     lengths = [max(count, int(rng.integers(1, pages * page))) if count else 0 for count in counts]
@@ -99,7 +99,7 @@ def test_words_of_two_columns_in_tiles_of_several_pages(counts, N, always, outsi
 def test_what_is_out_of_range_is_seen(outside):
     def beyond(x, out):
         at = jnp.arange(8, dtype=jnp.int32) + 4
-        language.store("interpreted", out.at[at], language.load("interpreted", x.at[at]), mask=at < 10)
+        Interpreter("").store(out.at[at], Interpreter("").load(x.at[at]), mask=at < 10)
 
     run = pl.pallas_call(beyond, out_shape=jax.ShapeDtypeStruct((8,), jnp.float32), interpret=True)
     run(jnp.zeros(8))

@@ -12,8 +12,8 @@ from pallas_kernels.mosaic_gpu import pipeline, smem, split_kv, work_items
 from pallas_kernels.mosaic_gpu.decode import kernel, step
 from pallas_kernels.mosaic_gpu.decode.sizes import Packing
 from pallas_kernels.spec import Paging
-from pallas_kernels.triton.paged import for_hopper
-from pallas_kernels.triton.paged.work import RequestExtents
+from pallas_kernels.split_kv import items as hopper_items
+from pallas_kernels.split_kv.work import RequestExtents
 from tests.cases.decode_hopper_cases import DENSE, PAGED
 from tests.cases.paged_cases import PagedCase
 from tests.support import evaluation, gpu_compile, hopper_emulator, hopper_faults, paged_evaluation
@@ -326,10 +326,10 @@ def test_items_of_the_host_are_those_of_the_kernel(lengths, queries):
     R, indptr = len(lengths), np.arange(len(lengths) + 1, dtype=np.int32) * queries
     config = jflex.Config(interpret=True)
     spec = spec_of(B=R, T=R * queries, S=max(lengths), Hq=32, Hkv=8).replace(config=config)
-    work = for_hopper.work_of(16, 64, queries)
+    work = hopper_items.work_of(16, 64, queries)
     extents = RequestExtents(indptr, np.array(lengths, np.int32))
-    items, slots = for_hopper.items_on_host(spec, work, extents)
-    planned = np.asarray(for_hopper.work_items(spec, work, RequestExtents(*map(jnp.asarray, extents)), ()))
+    items, slots = hopper_items.items_on_host(spec, work, extents)
+    planned = np.asarray(hopper_items.work_items(spec, work, RequestExtents(*map(jnp.asarray, extents)), ()))
     np.testing.assert_array_equal(planned[: len(items)], items)
     assert slots == 1 + max(items[:, 6].max(), -1)
     assert slots <= work.slots(spec)

@@ -9,12 +9,12 @@ import jax.numpy as jnp
 import pytest
 
 import jflex
-from pallas_kernels.triton.compiler import limits
 from pallas_kernels.triton.compiler.compile import CompileError, compiled
 from pallas_kernels.triton.compiler.emit import emit
 from pallas_kernels.triton.compiler.launch import launch
 from pallas_kernels.triton.compiler.launch.installed import Launcher, launcher
 from pallas_kernels.triton.compiler.launch.target import AMD_TARGETS, CUDA_TARGETS
+from pallas_kernels.triton.plan import limits
 from tests.cases import official_primitives, paged_cases
 from tests.kernels.test_compile import SUPPORTED, program_of
 from tests.support import gpu_compile, paged_evaluation

@@ -20,12 +20,11 @@ from pallas_kernels.plan import Refusal, all_gradients
 from pallas_kernels.program.rules.elementwise import ELEMENTWISE
 from pallas_kernels.spec import Paging
 from pallas_kernels.triton.compiler import compile as compiler
-from pallas_kernels.triton.compiler import limits
 from pallas_kernels.triton.compiler.emit import emit
 from pallas_kernels.triton.compiler.emit.dialect import CUDA
 from pallas_kernels.triton.compiler.launch import direct, installed, launch, target
 from pallas_kernels.triton.compiler.launch.installed import Launcher, launcher
-from pallas_kernels.triton.plan.limits import loads_e4m3
+from pallas_kernels.triton.plan import limits
 from pallas_kernels.tuning import tables
 from tests.cases import official_primitives
 from tests.support import gpu_compile
@@ -170,7 +169,7 @@ def test_what_launches_kernels(monkeypatch, versions, jax_version, found):
         assert re.search(found, chosen)
     else:
         assert chosen.name == found.name
-        assert chosen.said.startswith(found.said)
+        assert chosen.description.startswith(found.description)
 
 
 def test_a_jaxlib_without_the_custom_call_is_refused(monkeypatch):
@@ -196,7 +195,7 @@ def test_targets_of_devices_that_are_not_there(kind, found):
 def test_pages_of_a_dtype_that_the_device_lacks_are_refused(kind, refused, dtype):
     spec = spec_of(platform="gpu", device_kind=kind)
     spec = spec.replace(paging=Paging(16, 4, dtype))
-    found = limits.limit_of_compiler(spec, loads_e4m3=loads_e4m3(spec))
+    found = limits.limit_of_compiler(spec, "official")
     expected = f"Triton loads float8_e4m3fn from compute capability 8.9 on, and {kind!r} has less"
     assert found == (expected if refused and dtype == "float8_e4m3fn" else None)
 
@@ -226,7 +225,7 @@ def test_aliased_outputs_are_returned_in_their_order():
     made = compiler.Compiled("kernel", "", 0, 4)
     sizes = [jax.ShapeDtypeStruct((n,), jnp.float32) for n in (1, 2, 3)]
     call = lambda a, b: direct.call(
-        a, b, made=made, source=source, target=target.CUDA_TARGETS[90], outputs=sizes, aliases={0: 1}
+        a, b, compiled=made, source=source, target=target.CUDA_TARGETS[90], outputs=sizes, aliases={0: 1}
     )
     jaxpr = jax.make_jaxpr(call)(sizes[2], sizes[0])
     assert [v.aval.shape for v in jaxpr.jaxpr.outvars] == [(1,), (2,), (3,)]
@@ -254,7 +253,8 @@ def test_it_is_selected_only_where_it_was_measured_to_be_faster(monkeypatch):
 
 @pytest.mark.usefixtures("any_launcher", "fresh_plans")
 def test_it_is_selected_where_pallas_has_no_triton(monkeypatch):
-    monkeypatch.setattr("jflex.backends.gpu.triton.limit_of_pallas", lambda: "JAX 9 has no Triton")
+    for module in ("pallas_kernels.triton.plan.limits", "jflex.backends.gpu.mosaic_gpu"):
+        monkeypatch.setattr(f"{module}.limit_of_pallas", lambda: "JAX 9 has no Triton")
     ampere = spec_of(platform="gpu", device_kind="NVIDIA A100-SXM4-80GB")
     assert select_forward(None, ampere) == "official_triton"
     hopper = {"platform": "gpu", "device_kind": "NVIDIA H200", "T": 4096}
@@ -289,7 +289,7 @@ import sys
 sys.modules["jax.experimental.pallas.triton"] = None  # importing it raises ImportError
 import jax, jax.numpy as jnp, numpy as np
 import jflex
-from pallas_kernels.triton.compiler import limits
+from pallas_kernels.triton.plan import limits
 from pallas_kernels.triton.compiler.emit import emit
 from pallas_kernels.triton.compiler.emit.dialect import CUDA
 from pallas_kernels.triton.compiler.launch import launch

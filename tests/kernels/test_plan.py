@@ -9,19 +9,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pallas_kernels.triton import split_kv
+from pallas_kernels.split_kv import planner
 
 ROWS = st.lists(st.integers(0, 1000), min_size=1, max_size=16)
 SIZE = 32  # of what rows are padded to
 ITEMS = jnp.arange(300, dtype=jnp.int32)  # more than there are parts
 # Compiled once for all rows and shares.
-row_splits = jax.jit(split_kv.row_splits, static_argnums=(2, 3))
-split_range = jax.jit(jax.vmap(split_kv.split_range))
-find_work_item = jax.jit(jax.vmap(split_kv.find_work_item, (None, 0)))
-find_longest_first = jax.jit(jax.vmap(split_kv.find_longest_first, (None, None, 0)))
+row_splits = jax.jit(planner.row_splits, static_argnums=(2, 3))
+split_range = jax.jit(jax.vmap(planner.split_range))
+find_work_item = jax.jit(jax.vmap(planner.find_work_item, (None, 0)))
+find_longest_first = jax.jit(jax.vmap(planner.find_longest_first, (None, None, 0)))
 
 
-def divided(tiles, target, least=split_kv.MIN_TILES_PER_SPLIT):
+def divided(tiles, target, least=planner.MIN_TILES_PER_SPLIT):
     """Tiles and parts of each row, padded as in kernels: with rows of which there are no copies."""
     padded = np.zeros(SIZE, np.int32)
     padded[: len(tiles)] = tiles
@@ -48,11 +48,11 @@ def test_bounds(tiles, target):
     _, splits = divided(tiles, target)
     splits = splits[: len(tiles)]
     assert (splits >= 1).all()
-    assert splits.sum() <= split_kv.max_items(len(tiles), target)
+    assert splits.sum() <= planner.max_items(len(tiles), target)
     assert splits[splits > 1].sum() <= 2 * target
     assert (splits > 1).sum() <= target
     assert splits.max() <= target + 1
-    assert (np.array(tiles)[splits > 1] // splits[splits > 1] >= split_kv.MIN_TILES_PER_SPLIT).all()
+    assert (np.array(tiles)[splits > 1] // splits[splits > 1] >= planner.MIN_TILES_PER_SPLIT).all()
 
 
 @pytest.mark.parametrize("kind", ["even", "uniform", "one_long"])
@@ -60,7 +60,7 @@ def test_bounds(tiles, target):
 def test_no_part_is_much_longer_than_a_share(rows, heads, kind):
     rng = np.random.default_rng(0)
     tiles = {"even": [256] * rows, "uniform": rng.integers(1, 257, rows), "one_long": [256] + [16] * (rows - 1)}[kind]
-    target = split_kv.num_splits(heads)
+    target = planner.num_splits(heads)
     _, splits = divided(list(tiles), target)
     longest = np.ceil(np.array(tiles) / splits[: len(tiles)]).max()
     assert longest <= 1.25 * sum(tiles) / target
@@ -114,26 +114,26 @@ def test_longest_splits_first_end_within_4_thirds_of_the_optimum(tiles, resident
 @given(ROWS, st.sampled_from([1, 2, 8, 16]), st.booleans())
 def test_the_last_program_ends_soon_after_a_share_of_all_tiles(tiles, heads, longest_first):
     """List scheduling (Graham 1966), longest first and in the order of requests; no split is far above its share."""
-    resident, target = split_kv.MAX_RESIDENT_PROGRAMS, split_kv.num_splits(heads)
+    resident, target = planner.MAX_RESIDENT_PROGRAMS, planner.num_splits(heads)
     padded, splits = divided(tiles, target)
     order = find_longest_first(padded, splits, ITEMS) if longest_first else find_work_item(splits, ITEMS)
     sizes = sizes_in(order, padded, splits)
     assert sum(sizes) == sum(tiles)
     share, longest = sum(tiles) / target, max(sizes)
-    assert longest <= max(1.25 * share + 1, 2 * split_kv.MIN_TILES_PER_SPLIT - 1)
+    assert longest <= max(1.25 * share + 1, 2 * planner.MIN_TILES_PER_SPLIT - 1)
     of_all_heads = [size for size in sizes for _ in range(heads)]
     assert makespan(of_all_heads, resident) <= sum(of_all_heads) / resident + longest
 
 
 def test_even_rows_are_divided_among_the_multiprocessors():
     """One program for each; a second one where too many would have none, but never more than run at once."""
-    assert [split_kv.even_splits(rows) for rows in (1, 8, 64, 67, 100, 256, 1000)] == [132, 16, 2, 3, 1, 1, 1]
-    assert all(rows * split_kv.even_splits(rows) <= max(rows, split_kv.MAX_RESIDENT_PROGRAMS) for rows in range(1, 600))
+    assert [planner.even_splits(rows) for rows in (1, 8, 64, 67, 100, 256, 1000)] == [132, 16, 2, 3, 1, 1, 1]
+    assert all(rows * planner.even_splits(rows) <= max(rows, planner.MAX_RESIDENT_PROGRAMS) for rows in range(1, 600))
 
 
 @pytest.mark.parametrize("heads", [1, 8, 16, 32, 64])
 def test_equal_tiles_of_queries_are_divided_into_no_more_than_run_at_once(heads):
     """As those of a prefix that many queries share."""
     for rows in (1, 2, 4):
-        _, splits = divided([128] * rows, split_kv.num_splits(heads))
-        assert splits.sum() * heads <= split_kv.MAX_RESIDENT_PROGRAMS
+        _, splits = divided([128] * rows, planner.num_splits(heads))
+        assert splits.sum() * heads <= planner.MAX_RESIDENT_PROGRAMS

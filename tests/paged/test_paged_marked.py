@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from jax.experimental import pallas as pl
 
 from pallas_kernels.config import Tiles
+from pallas_kernels.split_kv.walk import QueryBlocks
+from pallas_kernels.split_kv.work import Work, planned_requests
 from pallas_kernels.triton.containment import MAX_PROGRAMS
-from pallas_kernels.triton.paged.marked import QueryBlocks
-from pallas_kernels.triton.paged.work import Work, planned_requests
 
 PADDED = 16  # requests
 HEADS = 6
@@ -22,7 +22,8 @@ HEADS = 6
 def plan_of(queries, tail, group, rows, least):
     """Blocks, work items and plan of packed requests with so many queries, and `tail` of no request."""
     R, N = len(queries), sum(queries) + tail
-    spec = types.SimpleNamespace(T=N, B=R, S=640, Hq=HEADS * group, Hkv=HEADS, group=group, route="interpreted")
+    sizes = {"T": N, "B": R, "S": 640, "Hq": HEADS * group, "Hkv": HEADS, "group": group}
+    spec = types.SimpleNamespace(**sizes, route="interpreted", device_kind="")
     work = Work(Tiles(rows, 64, 4, 1), least, 10**6, may_split=False)
     start = np.full(PADDED, N, np.int32)
     start[: R + 1] = np.cumsum([0, *queries])

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jflex
-from pallas_kernels.triton import split_kv
+from pallas_kernels.split_kv import planner
 from tests.calls import test_cascade
 from tests.cases.paged_cases import CASES, PagedCase
 from tests.support import dropout_bits, evaluation, oracle, paged_evaluation
@@ -181,8 +181,8 @@ def test_no_levels_and_levels_without_keys():
 def splits(request, monkeypatch):
     """So many splits of each row, where tiles suffice; caches of traces and plans do not know of it."""
     jax.clear_caches()
-    monkeypatch.setattr(split_kv, "even_splits", lambda rows: request.param)
-    monkeypatch.setattr(split_kv, "num_splits", lambda heads: 3 * request.param)
+    monkeypatch.setattr(planner, "even_splits", lambda rows: request.param)
+    monkeypatch.setattr(planner, "num_splits", lambda heads: 3 * request.param)
     yield request.param
     jax.clear_caches()
 

@@ -23,8 +23,8 @@ from jflex.masks import causal, tree_bits
 from jflex.paged import PagedBatch, PagedCache
 from jflex.paged.attention import prepare
 from pallas_kernels.config import Tiles
-from pallas_kernels.triton import split_kv
-from pallas_kernels.triton.paged.work import Work, requests_on_host
+from pallas_kernels.split_kv import planner
+from pallas_kernels.split_kv.work import Work, requests_on_host
 from tests.cases import engine_cases
 from tests.cases.engine_cases import PROMPTS, SYSTEM, Client, engine_of, recomputed, run
 from tests.models.test_models import SMALL
@@ -146,14 +146,14 @@ def work_covers_each_tile_once():
         work = Work(Tiles(block_q=32, block_kv=64), min_queries=0, max_queries=1 << 20)
         plan = requests_on_host(spec, work, indptr, lengths)
         splits = np.asarray(plan.splits)
-        find = jax.vmap(functools.partial(split_kv.find_work_item, plan.tiles * plan.splits))
+        find = jax.vmap(functools.partial(planner.find_work_item, plan.tiles * plan.splits))
         items = np.stack(find(jnp.arange(work.num_items(spec), dtype=jnp.int32)), axis=1)
         covered = [
             np.zeros((-(-n // work.queries(spec)), -(-s // 64)), int) for n, s in zip(counts, lengths, strict=True)
         ]
         for request, within in items[items[:, 0] < 9]:
             tile, split = divmod(within, splits[request])
-            first, end = split_kv.split_range(covered[request].shape[1], int(split), int(splits[request]))
+            first, end = planner.split_range(covered[request].shape[1], int(split), int(splits[request]))
             covered[request][tile, int(first) : int(end)] += 1
         assert all((one == 1).all() for one in covered)
         assert splits.max() > 1

@@ -16,7 +16,9 @@ def spec_of(**fields) -> AttentionSpec:
 def forget_plans() -> None:
     """Plans are pure, so they are cached: a test that changes a table or a rule must forget them before and after."""
     from pallas_kernels.mosaic_gpu.plan import plan as mosaic_plan
+    from pallas_kernels.split_kv import plan as paged_plan
     from pallas_kernels.triton.plan import plan as triton_plan
 
-    for function in (mosaic_gpu._plan, triton._plan, mosaic_plan.plan, triton_plan.plan):
+    adapters = mosaic_gpu._plan_dense, mosaic_gpu._plan_split_kv, triton._plan_dense, triton._plan_paged
+    for function in (*adapters, mosaic_plan.plan, triton_plan.plan, paged_plan.plan):
         function.cache_clear()

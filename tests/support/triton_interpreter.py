@@ -142,7 +142,7 @@ def replaced(monkeypatch: Any) -> None:
     """Makes every call one for a GPU, which is this CPU."""
     install()
     monkeypatch.setattr(launch, "call", call)
-    monkeypatch.setattr("pallas_kernels.triton.compiler.limits.launcher", lambda: Launcher("direct", "an interpreter"))
+    monkeypatch.setattr("pallas_kernels.triton.plan.limits.launcher", lambda: Launcher("direct", "an interpreter"))
     for module in ("jflex.attention", "jflex.paged.run"):
         monkeypatch.setattr(f"{module}.current_device", lambda *_: ("gpu", "NVIDIA H200"))
 

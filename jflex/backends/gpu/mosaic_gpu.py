@@ -1,27 +1,33 @@
 """Adapter of the Hopper kernels: plans a call, and passes its arrays to the kernels.
 
-The Triton kernels compute the gradients that these do not, and recompute tiles that masked NaN reached.
+The Triton kernels compute the gradients that these do not, plan and merge splits of keys, and recompute tiles that
+masked NaN reached.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
+
+import jax
+import numpy as np
 
 from jflex._call import kv_lengths
+from jflex._call.sinks import fold_sinks
 from jflex.backends.base import Backend, Gradients, GradientsBy, Inputs, PagedInputs, Plan, Saved, SavedCotangents
-from jflex.backends.gpu import hopper_split_kv as split_kv
-from jflex.backends.gpu import triton
 from jflex.backends.gpu.isolated_trace import isolated_trace
-from jflex.backends.gpu.official_triton import triton_here
-from jflex.backends.gpu.operands import operands_of, requested_gradients
+from jflex.backends.gpu.triton import NAMES, Triton, operands_of, paged_operands, requested_gradients, splits_of
 from pallas_kernels.mosaic_gpu.plan.limits import limit_of_machine
-from pallas_kernels.plan import GradientRequest, Refusal
+from pallas_kernels.plan import GradientRequest, Refusal, limit_of_pallas
 from pallas_kernels.spec import AttentionSpec
+from pallas_kernels.triton.plan.limits import MAX_DECODED, available_compiler, decodes, limit_of_compiler
 
 if TYPE_CHECKING:
+    from pallas_kernels.mosaic_gpu.decode.plan import DecodePlan
+    from pallas_kernels.mosaic_gpu.latent.plan import LatentPlan
     from pallas_kernels.mosaic_gpu.plan import plan as mosaic_plan
+    from pallas_kernels.split_kv.work import PagedOperands, Work
 
 _LISTS = (kv_lengths.LENGTHS_BLOCK, kv_lengths.LENGTHS_BLOCK)  # block size of lists made from lengths alone
 
@@ -35,28 +41,24 @@ class MosaicGpu(Backend):
     def plan(self, spec: AttentionSpec, requested: GradientRequest | None) -> Plan | Refusal:
         """The kernels and tiles of both passes, and which gradients the Triton kernels compute."""
         reason = limit_of_machine(spec)  # depends on more than the call: not cached
-        if reason is not None:
-            return Refusal(reason)
-        own = triton_here(spec).own(spec)
-        if spec.paging is not None:
-            return split_kv.plan_paged(own)
-        decoded = _decoded(own)
-        return _plan(own, requested) if requested is not None or decoded is None else decoded
+        return _plan(_compiled(spec), requested) if reason is None else Refusal(reason)
 
     @isolated_trace
     def forward(self, spec: AttentionSpec, inputs: Inputs | PagedInputs) -> Saved:
-        """Runs the forward kernel."""
+        """Runs the forward kernel, or one with split-KV."""
         from pallas_kernels.mosaic_gpu.forward.kernel import forward
+        from pallas_kernels.split_kv import repair
 
+        spec = _compiled(spec)
         if isinstance(inputs, PagedInputs):
-            return split_kv.attend_paged(triton_here(spec).own(spec), inputs)
-        if _decoded(triton_here(spec).own(spec)) is not None:
-            return split_kv.decode(triton_here(spec).own(spec), inputs)
-        plan = _own(spec, None)
+            return _attend_paged(spec, inputs)
+        if (decoded := _plan_decode(spec)) is not None:
+            return _decode(spec, decoded.kernels, inputs)
+        plan = _dense_kernels(spec, None)
         operands = operands_of(kv_lengths.inputs_without_lengths(spec, inputs, _LISTS))._replace(sinks=inputs.sinks)
         out, lse, *stats = forward(plan.spec, plan.forward.tiles, operands)
         if plan.spec.needs_marks:
-            out, lse = triton.repair_forward(plan.spec, operands, (out, lse))
+            out, lse = repair.forward(plan.spec, operands, (out, lse))
         return Saved(out, lse, **dict(zip(spec.stats, stats, strict=True)))
 
     @isolated_trace
@@ -69,89 +71,209 @@ class MosaicGpu(Backend):
         requested: GradientRequest,
     ) -> Gradients:
         """Runs the backward kernels, and those of `triton` for the gradients that these do not compute."""
+        spec = _compiled(spec)
         if d_saved.entropy is None:  # nothing of the statistics is differentiated
             spec = spec.replace(stats=())
-        own = _own(spec, requested)
-        rest = None
-        if own.deferred is not None:
-            rest = triton_here(spec).backward(spec, inputs, saved, d_saved, own.deferred)
-            if own.backward is None:
-                return rest
-        gradients = _own_gradients(spec, own, inputs, saved, d_saved)
-        if rest is None:
+        plan, others = _dense_kernels(spec, requested), None
+        if plan.deferred is not None:
+            others = Triton(spec.device.compiler).backward(spec, inputs, saved, d_saved, plan.deferred)
+            if plan.backward is None:
+                return others
+        gradients = _gradients(spec, plan, inputs, saved, d_saved)
+        if others is None:
             return gradients
-        either = lambda mine, theirs: theirs if mine is None else mine
-        return gradients._replace(score_operands=tuple(map(either, gradients.score_operands, rest.score_operands)))
+        either = lambda x, other: other if x is None else x
+        return gradients._replace(score_operands=tuple(map(either, gradients.score_operands, others.score_operands)))
 
     def not_preferred(self, spec: AttentionSpec, requested: GradientRequest | None) -> str | None:
         """Calls that underfill a CTA or the GPU or are not MMA-bound: `pallas_kernels.mosaic_gpu.plan.preference`."""
         from pallas_kernels.mosaic_gpu.plan import preference
 
+        spec = _compiled(spec)
         if requested is not None:
-            return preference.slower_backward(_own(spec, requested))
+            return preference.slower_backward(_dense_kernels(spec, requested))
         if spec.paging is not None:
             return preference.slower_latent(spec) if spec.values_in_keys else preference.slower_decode()
-        if triton.is_decoded(spec):
-            missing = split_kv.plan_decode(triton_here(spec).own(spec))
+        if _is_decoded(spec):
+            missing = _plan_split_kv(spec)
             if isinstance(missing, Refusal):
                 return f"only 'triton' has a split-KV kernel for this call of few queries: {missing.reason}"
             return preference.slower_decode()
         if spec.config.batch_invariant:
             return None  # or the choice would depend on the batch
-        return preference.slower_forward(_own(spec, None))
+        return preference.slower_forward(_dense_kernels(spec, None))
 
 
-@functools.lru_cache(maxsize=256)
+# --- plans
+
+
+class _SplitKv(NamedTuple):
+    """A kernel with split-KV: its plan, and its launch."""
+
+    plan: DecodePlan | LatentPlan
+    work: Work
+
+
+def _compiled(spec: AttentionSpec) -> AttentionSpec:
+    """The call, with the compiler of the Triton kernels beside these: Pallas', unless it cannot compile them."""
+    has_pallas = spec.paging is None and limit_of_pallas() is None  # its other limit is of pages
+    return spec.replace(compiler="pallas" if has_pallas else available_compiler(spec))
+
+
 def _plan(spec: AttentionSpec, requested: GradientRequest | None) -> Plan | Refusal:
-    from pallas_kernels.mosaic_gpu.plan.plan import plan
-
-    own = plan(kv_lengths.spec_without_lengths(spec, _LISTS), requested)
-    if isinstance(own, Refusal):
-        return own
-    if own.spec.needs_marks and (missing := triton_here(spec).limit_of_compiler(spec)) is not None:
-        return Refusal(f"the kernels of Triton recompute what NaN reached, and {missing} (or `contain_nan=False`)")
-    if own.deferred is not None:
-        others = triton_here(spec).plan(spec, own.deferred)
-        if isinstance(others, Refusal):
-            return dataclasses.replace(
-                others,
-                reason=f"for gradients, {own.deferred_reason}; and of '{triton_here(spec).name}': {others.reason}",
-                mod=None,
-            )
-    all_left = own.deferred is not None and own.backward is None
-    return Plan(
-        functools.partial(_describe, own, spec),
-        own,
-        GradientsBy(triton_here(spec).name, own.deferred_reason) if all_left else None,
-    )
+    """The plan on a machine that is not refused."""
+    if spec.paging is not None:
+        return _plan_split_kv(spec)
+    decoded = _plan_decode(spec) if requested is None else None
+    return _plan_dense(spec, requested) if decoded is None else decoded
 
 
-def _decoded(spec: AttentionSpec) -> Plan | None:
-    """The plan of the split-KV kernel for few queries, where it runs."""
-    plan = split_kv.plan_decode(spec) if triton.is_decoded(spec) else None
+def _plan_decode(spec: AttentionSpec) -> Plan | None:
+    """The plan of the kernel for few queries, where it runs."""
+    plan = _plan_split_kv(spec) if _is_decoded(spec) else None
     return plan if isinstance(plan, Plan) else None
 
 
-def _describe(own: mosaic_plan.HopperPlan, spec: AttentionSpec) -> str:
-    decoded = _decoded(spec)
-    text = own.describe(None if decoded is None else decoded.describe())
-    if own.deferred is None or own.backward is None:
-        return text
-    return f"{text}; gradients of arrays that {own.deferred_reason} by '{triton_here(own.spec).name}'"
+def _is_decoded(spec: AttentionSpec) -> bool:
+    """Returns whether a kernel for few queries may run; calls with many ask none."""
+    return spec.T <= MAX_DECODED and decodes(spec)
 
 
-def _own(spec: AttentionSpec, requested: GradientRequest | None) -> mosaic_plan.HopperPlan:
-    """The plan of the Hopper kernels, for a call that they support."""
-    plan = _plan(triton_here(spec).own(spec), requested)
+def _dense_kernels(spec: AttentionSpec, requested: GradientRequest | None) -> mosaic_plan.HopperPlan:
+    """The plan of forward and backward kernels, for a call that they support."""
+    plan = _plan_dense(spec, requested)
     assert isinstance(plan, Plan), plan
     return plan.kernels
 
 
-def _own_gradients(
+@functools.lru_cache(maxsize=256)
+def _plan_split_kv(spec: AttentionSpec) -> Plan | Refusal:
+    """The plan of a paged call, or of a dense one with few queries."""
+    from pallas_kernels.mosaic_gpu.decode import plan as decode_plan
+    from pallas_kernels.mosaic_gpu.latent import plan as latent_plan
+    from pallas_kernels.mosaic_gpu.work_items import TILE_KEYS
+    from pallas_kernels.split_kv import items, repair
+
+    plan = latent_plan.plan(spec) if spec.values_in_keys else decode_plan.plan(spec)
+    if isinstance(plan, Refusal):
+        return plan
+    refusal = repair.limit_of_split_kv(spec, needs_marks=plan.spec.needs_marks)
+    if refusal is not None:
+        return refusal
+    work = items.work_of(plan.rows, TILE_KEYS, plan.queries)
+    count = functools.partial(items.count_splits, plan.spec, work)
+    count_splits = None if spec.paging is None else functools.partial(splits_of, count)
+    return Plan(plan.describe, _SplitKv(plan, work), count_splits=count_splits)
+
+
+@functools.lru_cache(maxsize=256)
+def _plan_dense(spec: AttentionSpec, requested: GradientRequest | None) -> Plan | Refusal:
+    from pallas_kernels.mosaic_gpu.plan.plan import plan as plan_call
+
+    plan, triton = plan_call(kv_lengths.spec_without_lengths(spec, _LISTS), requested), Triton(spec.device.compiler)
+    if isinstance(plan, Refusal):
+        return plan
+    if plan.spec.needs_marks and spec.device.compiler == "official":  # Pallas' was chosen because it has no limit here
+        missing = limit_of_compiler(spec, spec.device.compiler)
+        if missing is not None:
+            return Refusal(f"the kernels of Triton recompute what NaN reached, and {missing} (or `contain_nan=False`)")
+    if plan.deferred is not None:
+        others = triton.plan(spec, plan.deferred)
+        if isinstance(others, Refusal):
+            reason = f"for gradients, {plan.deferred_reason}; and of '{triton.name}': {others.reason}"
+            return dataclasses.replace(others, reason=reason, mod=None)
+    all_by_triton = plan.deferred is not None and plan.backward is None
+    by_triton = GradientsBy(triton.name, plan.deferred_reason) if all_by_triton else None
+    return Plan(functools.partial(_describe, plan, spec), plan, by_triton)
+
+
+def _describe(plan: mosaic_plan.HopperPlan, spec: AttentionSpec) -> str:
+    decoded = _plan_decode(spec)
+    text = plan.describe(None if decoded is None else decoded.describe())
+    if plan.deferred is None or plan.backward is None:
+        return text
+    return f"{text}; gradients of arrays that {plan.deferred_reason} by '{NAMES[spec.device.compiler]}'"
+
+
+# --- split-KV
+
+
+def _attend_paged(spec: AttentionSpec, inputs: PagedInputs) -> Saved:
+    """Out and lse of a paged call."""
+    from pallas_kernels.mosaic_gpu.latent.plan import LatentPlan
+    from pallas_kernels.split_kv import items, repair
+
+    planned = _plan_split_kv(spec)
+    assert isinstance(planned, Plan), planned
+    (plan, work), arrays = planned.kernels, paged_operands(inputs)
+    extents = arrays.indptr, arrays.lengths
+    work_items, slots = items.plan_items(plan.spec, work, extents, arrays.captured.mask)
+    if isinstance(plan, LatentPlan):
+        partials = _attend_latent(plan, arrays, work_items, slots)
+    else:
+        partials = _attend_pages(plan, arrays, work_items, slots)
+    result = items.merge(plan.spec, work, extents, partials)
+    return Saved(*(repair.paged(spec, arrays, result) if plan.spec.needs_marks else result))
+
+
+def _attend_latent(plan: LatentPlan, arrays: PagedOperands[jax.Array], items: jax.Array, slots: int) -> list[jax.Array]:
+    from pallas_kernels.mosaic_gpu import split_kv
+    from pallas_kernels.mosaic_gpu.latent import kernel
+
+    rows = arrays.key.reshape(*arrays.key.shape[:2], -1)
+    operands = kernel.LatentOperands(arrays.query, rows, arrays.table, arrays.first_page, items, arrays.captured)
+    return kernel.attend(plan.spec, plan.heads, split_kv.Sizes(len(items), slots), operands)
+
+
+def _attend_pages(plan: DecodePlan, arrays: PagedOperands[jax.Array], items: jax.Array, slots: int) -> list[jax.Array]:
+    from pallas_kernels.mosaic_gpu import split_kv
+    from pallas_kernels.mosaic_gpu.decode import kernel
+
+    pages = arrays.table, arrays.first_page
+    operands = kernel.DecodeOperands(arrays.query, arrays.key, arrays.value, *pages, items, arrays.captured)
+    return kernel.attend(plan.spec, plan.packing, split_kv.Sizes(len(items), slots), operands)
+
+
+def _decode(spec: AttentionSpec, split_kv: _SplitKv, inputs: Inputs) -> Saved:
+    """Out and lse of few queries against contiguous keys: each batch entry is a request with T queries."""
+    from pallas_kernels.mosaic_gpu.decode import kernel
+    from pallas_kernels.mosaic_gpu.decode.plan import DecodePlan
+    from pallas_kernels.mosaic_gpu.split_kv import Sizes
+    from pallas_kernels.split_kv import items, repair
+
+    (plan, work), arrays = split_kv, operands_of(inputs)
+    assert isinstance(plan, DecodePlan)  # the call is dense
+    packed = plan.spec.replace(T=spec.B * spec.T)  # to the plan of items and the merge
+    indptr, lengths = np.arange(spec.B + 1, dtype=np.int32) * spec.T, inputs.kv_lengths
+    extents = indptr, np.full(spec.B, spec.S, np.int32) if lengths is None else lengths
+    work_items, slots = items.plan_items(packed, work, extents, arrays.captured.mask, per_request=spec.T)
+    query = _packed(spec, arrays.query)
+    operands = kernel.DecodeOperands(query, arrays.key, arrays.value, None, None, work_items, arrays.captured)
+    partials = kernel.attend(plan.spec, plan.packing, Sizes(len(work_items), slots), operands)
+    out, lse = items.merge(packed, work, extents, partials)
+    by_batch = lambda x: x.reshape(spec.B, spec.T, *x.shape[1:])
+    out, lse = by_batch(out), by_batch(lse).swapaxes(1, 2)
+    result = [out if spec.layout == "BTNH" else out.swapaxes(1, 2), lse]
+    if plan.spec.needs_marks:
+        result = repair.decode(spec, arrays, lengths, result)
+    return fold_sinks(spec, Saved(*result), inputs.sinks)
+
+
+def _packed(spec: AttentionSpec, query: jax.Array) -> jax.Array:
+    """Queries [N, Hq, D], those of a batch entry side by side."""
+    tokens_first = query if spec.layout == "BTNH" else query.swapaxes(1, 2)
+    return tokens_first.reshape(spec.B * spec.T, *tokens_first.shape[2:])
+
+
+# --- gradients
+
+
+def _gradients(
     spec: AttentionSpec, plan: mosaic_plan.HopperPlan, inputs: Inputs, saved: Saved, d_saved: SavedCotangents
 ) -> Gradients:
     from pallas_kernels.gradients import RequestedGradients
     from pallas_kernels.mosaic_gpu.backward import gradients
+    from pallas_kernels.split_kv import repair
 
     assert plan.backward is not None  # else the caller has returned
     requested, derivative, tiles = plan.backward.requested, plan.backward.derivative, plan.backward.tiles
@@ -163,7 +285,7 @@ def _own_gradients(
         operands,
         RequestedGradients(requested.query, requested.key or requested.value, derivative),
         *states,
-        triton.repairs_of(plan.spec, operands, derivative, *states),
+        repair.backward(plan.spec, operands, derivative, *states),
     )
-    own = requested_gradients(result, requested)
-    return kv_lengths.sum_shared_batch(spec, own) if spec.kv_lengths else own
+    result = requested_gradients(result, requested)
+    return kv_lengths.sum_shared_batch(spec, result) if spec.kv_lengths else result

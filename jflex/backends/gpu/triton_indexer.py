@@ -14,11 +14,9 @@ from pallas_kernels.triton.plan.limits import limit_of_platform
 
 
 class Site(NamedTuple):
-    """Where a kernel runs.
+    """The site of a kernel: its device and its runner.
 
     Attributes:
-      platform: Of the device.
-      device_kind: Of the device.
       interpret: Whether Pallas' interpreter runs it.
     """
 
@@ -28,7 +26,7 @@ class Site(NamedTuple):
 
     @property
     def route(self) -> Route:
-        """Who runs it."""
+        """The runner."""
         return "interpreted" if self.interpret else "pallas"
 
     @property
@@ -48,9 +46,9 @@ def limit_of_scores(site: Site, query: jax.Array, key: jax.Array) -> str | None:
 def scores(site: Site, query: jax.Array, key: jax.Array, weights: jax.Array) -> jax.Array:
     """Scores [N, S] of arrays that are not empty; weights are float32."""
     from pallas_kernels.triton.indexer import scores
-    from pallas_kernels.triton.launch import Target
+    from pallas_kernels.triton.launch import runner_for
 
-    return scores.scores(Target(site.route, site.device_kind), query, key, weights)
+    return scores.scores(runner_for(site.route, site.device_kind), query, key, weights)
 
 
 def limit_of_selection(site: Site, scores: jax.Array, k: int) -> str | None:
@@ -62,6 +60,6 @@ def limit_of_selection(site: Site, scores: jax.Array, k: int) -> str | None:
 def select(site: Site, scores: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
     """The k largest of each row, and their positions; k is from 1 to their number, and there are rows."""
     from pallas_kernels.triton.indexer import select
-    from pallas_kernels.triton.launch import Target
+    from pallas_kernels.triton.launch import runner_for
 
-    return select.select(Target(site.route, site.device_kind), scores, k)
+    return select.select(runner_for(site.route, site.device_kind), scores, k)

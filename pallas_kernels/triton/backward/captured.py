@@ -28,9 +28,9 @@ from pallas_kernels.program.build import Derivative
 from pallas_kernels.program.cotangents import covers, stores
 from pallas_kernels.program.ir import Axes, Node
 from pallas_kernels.spec import AttentionSpec, Operands
-from pallas_kernels.triton import language, scores
+from pallas_kernels.triton import scores
 from pallas_kernels.triton.head_chunks import load_keys, load_queries, load_vector, qk_dot
-from pallas_kernels.triton.launch import launch
+from pallas_kernels.triton.launch import runner_of
 from pallas_kernels.triton.plan import cost
 from pallas_kernels.types import Index, Ref
 
@@ -39,11 +39,10 @@ TARGET_PROGRAMS = 1024  # for a GPU with about a hundred SMs; with fewer, the wo
 
 
 class CapturedWork(NamedTuple):
-    """What one launch computes.
+    """Work of one launch.
 
     Attributes:
       axes: Along which the loads are constant.
-      loads: The loads.
       tile: Queries of a tile, and keys.
       splits: Programs that share a tile or diagonal.
     """
@@ -71,14 +70,13 @@ def captured(
     inputs = (arrays, states, rows, zeros)
     before = len(jax.tree.leaves(inputs[:3]))
     zeroed = [i for i, load in enumerate(work.loads) if not _writes_all(spec, arrays, work, load)]
-    outs = launch(
+    outs = runner_of(spec).launch(
         functools.partial(_kernel, spec, work, derivative),
         inputs,
         shapes,
         name="jflex_backward_captured",
         grid=(_positions(spec, work) * work.splits, *_kept(spec, work)),
         tiles=cost.fitting(spec, "captured", _tiles(spec, tiles, work), [derivative.d_loads[x] for x in work.loads]),
-        spec=spec,
         aliases={before + n: i for n, i in enumerate(zeroed)},
     )
     return [x.sum(axis=0) if _stores(spec, work, load) else x for x, load in zip(outs, work.loads, strict=True)]
@@ -113,7 +111,7 @@ def _kept(spec: AttentionSpec, work: CapturedWork) -> tuple[int, int]:
 
 
 def _stores(spec: AttentionSpec, work: CapturedWork, load: Node) -> bool:
-    """Whether a load's cotangents are stored, each split in an array of its own, and not added by atomics."""
+    """True if a load's cotangents are stored, each split in an array of its own, and not added by atomics."""
     return stores(spec, work.loads, load, work.axes)
 
 
@@ -205,14 +203,14 @@ class _Program(NamedTuple):
         vector = functools.partial(
             load_vector, spec, at=(b, h), first=query, rows=tile, length=spec.T, may_end=rows_end
         )
-        q, d_out = of_rows(arrays.query), of_rows(rows.d_out)
+        q, d_out = of_rows(arrays.query), of_rows(rows.d_out)  # [tile, D], [tile, Dv]
         prepared = self._scores(at, self.derivative.nodes)
-        outs = scores.compute(prepared, q, of_keys(arrays.key), key, is_partial)
+        outs = scores.compute(prepared, q, of_keys(arrays.key), key, is_partial)  # S = QK^T, [tile, tile]
         lse_log2 = log2_lse(vector(rows.lse, other=-jnp.inf))[:, None]
-        p = scores.probabilities(prepared, outs, lse_log2)
-        d_p = weights_vjp(spec, outs, qk_dot(spec, d_out, of_keys(arrays.value)))
+        p = scores.probabilities(prepared, outs, lse_log2)  # P = exp2(S - lse)
+        d_p = weights_vjp(spec, outs, qk_dot(spec, d_out, of_keys(arrays.value)))  # dP = dO V^T
         d_p = scores.entropy_vjp(prepared, outs, d_p, lse_log2, rows.load_d_entropy(vector))
-        d_s = scores.scores_vjp(prepared, outs, p, d_p, vector(rows.delta, other=0.0)[:, None])
+        d_s = scores.scores_vjp(prepared, outs, p, d_p, vector(rows.delta, other=0.0)[:, None])  # P * (dP - delta)
         _, of_load = score_mod_vjp(self.derivative, outs, d_s)
         cotangents = [of_load(load) for load in self.work.loads]
         if self.work.axes.diagonal and rows_end:  # padding of the last tile is no padding in the first
@@ -244,7 +242,7 @@ class _Program(NamedTuple):
         if spec.config.interpret:  # it also writes masked elements, with their old values
             addupdate(ref, index, jnp.where(exists, total, 0.0).astype(ref.dtype))
         else:
-            language.store(spec.route, ref.at[index], total.astype(ref.dtype), mask=exists)
+            runner_of(spec).store(ref.at[index], total.astype(ref.dtype), mask=exists)
 
     def _scores(self, at: tuple[jax.Array, jax.Array, jax.Array, jax.Array], nodes: Sequence[Node]) -> scores.Scores:
         b, h, query, _ = at

@@ -36,7 +36,7 @@ from pallas_kernels.triton.head_chunks import (
     store_vector,
     zero_rows,
 )
-from pallas_kernels.triton.launch import launch
+from pallas_kernels.triton.launch import runner_of
 from pallas_kernels.types import Index, Location, Ref, S
 
 
@@ -59,8 +59,6 @@ def dkv(
     """Computes dK and dV in the layout of the key; float32 where a shared batch is still to be summed.
 
     Args:
-      spec: The spec.
-      tiles: Of the kernel.
       arrays: The operands of the forward pass.
       rows: dO [B, T, Hq, Dv] or [B, Hq, T, Dv]; lse, delta and dH [B, Hq, T].
       derivative: Of the score mod; None without one.
@@ -74,14 +72,13 @@ def dkv(
         *(per_column for _ in groups.columns),
         *([marks] if spec.needs_marks else []),
     ]
-    d_key, d_value, *columns = launch(
+    d_key, d_value, *columns = runner_of(spec).launch(
         functools.partial(_kernel, spec, tiles, derivative, groups),
         (arrays, block_walk.column_order(spec, tiles, arrays), rows),
         outputs,
         name="jflex_backward_dkv",
         grid=(pl.cdiv(spec.S, tiles.block_kv), spec.Hkv, spec.B),
         tiles=tiles,
-        spec=spec,
     )
     if spec.needs_marks:
         *columns, marks = columns
@@ -102,14 +99,13 @@ def repair(
     tiles = repair_tiles(tiles)
     marked = Marked(spec, spec.Hkv, spec.B, spec.S, tiles.block_kv)
     count = len(jax.tree.leaves((arrays, rows, marks)))
-    d_key, d_value = launch(
+    d_key, d_value = runner_of(spec).launch(
         functools.partial(_repair_kernel, spec, tiles, derivative, marked),
         (arrays, rows, marks, result),
         [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in result],
         name="jflex_backward_dkv_repair",
         grid=(marked.programs,),
         tiles=tiles,
-        spec=spec,
         aliases={count: 0, count + 1: 1},
     )
     return d_key, d_value
@@ -129,7 +125,7 @@ def _kernel(
 ) -> None:
     tile, kv_h, b = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     tile = block_walk.column_at(spec, order, b, kv_h, tile)
-    keys = _Keys.of(spec, tiles, arrays, (b, kv_h, tile))
+    keys = _Keys.from_refs(spec, tiles, arrays, (b, kv_h, tile))
 
     def one_head(member: Index, state: tuple[Columns, Columns]) -> tuple[Columns, Columns]:
         head = _Head(keys, derivative, groups, rows, kv_h * spec.group + member)
@@ -158,7 +154,7 @@ def _repair_kernel(
     d_value: Ref,  # [B, S, Hkv, Dv] or [B, Hkv, S, Dv]
 ) -> None:
     def fix(b: jax.Array, kv_h: jax.Array, first: jax.Array) -> None:
-        keys = _Keys.of(spec, tiles, arrays, (b, kv_h, lax.div(first, jnp.int32(tiles.block_kv))))
+        keys = _Keys.from_refs(spec, tiles, arrays, (b, kv_h, lax.div(first, jnp.int32(tiles.block_kv))))
 
         def one_head(member: Index, state: _Repaired) -> _Repaired:
             head = _Head(keys, derivative, None, rows, kv_h * spec.group + member)
@@ -187,7 +183,7 @@ class _Keys(NamedTuple):
     v: Columns
 
     @classmethod
-    def of(cls, spec: AttentionSpec, tiles: Tiles, arrays: Operands[Ref], at: Location) -> _Keys:
+    def from_refs(cls, spec: AttentionSpec, tiles: Tiles, arrays: Operands[Ref], at: Location) -> _Keys:
         """Loads it."""
         empty, b = cls(spec, tiles, arrays, at, (), ()), at[0] if spec.Bkv > 1 else 0
         return empty._replace(k=empty.load(arrays.key, b), v=empty.load(arrays.value, b))
@@ -199,7 +195,7 @@ class _Keys(NamedTuple):
 
     @property
     def keys_end(self) -> bool:
-        """Whether a tile may have padding keys."""
+        """True if a tile may have padding keys."""
         return self.spec.S % self.tiles.block_kv != 0
 
     @property
@@ -258,36 +254,37 @@ class _Head(NamedTuple):
 
         def step(state: _Sums, query: Index, is_partial: bool) -> _Sums:
             d_k, d_v, sums = state
-            q, d_out, vector = self._load(query, is_partial)
-            tile = scores.compute(prepared, q, self.keys.k, query, is_partial)
+            q, d_out, vector = self._load(query, is_partial)  # [Bq, D], [Bq, Dv]
+            tile = scores.compute(prepared, q, self.keys.k, query, is_partial)  # S^T = KQ^T, [Bk, Bq]
             lse_log2 = log2_lse(vector(self.rows.lse, other=-jnp.inf))[None, :]
-            p = scores.probabilities(prepared, tile, lse_log2)
-            d_v = add_rows(d_v, pv_dot(spec, tile.drop(p), d_out))
-            d_p = weights_vjp(spec, tile, qk_dot(spec, self.keys.v, d_out))
+            p = scores.probabilities(prepared, tile, lse_log2)  # P^T = exp2(S^T - lse)
+            d_v = add_rows(d_v, pv_dot(spec, tile.drop(p), d_out))  # dV += P^T dO
+            d_p = weights_vjp(spec, tile, qk_dot(spec, self.keys.v, d_out))  # dP^T = V dO^T
             d_p = scores.entropy_vjp(prepared, tile, d_p, lse_log2, self.rows.load_d_entropy(vector))
             d_s = scores.scores_vjp(prepared, tile, p, d_p, vector(self.rows.delta, other=0.0)[None, :])
-            d_s, of_load = score_mod_vjp(self.derivative, tile, d_s)
+            d_s, of_load = score_mod_vjp(self.derivative, tile, d_s)  # dS'^T of KQ^T, from dS = P * (dP - delta)
             sums = tuple(total + jnp.sum(of_load(n), axis=1) for total, n in zip(sums, groups.columns, strict=True))
-            return add_rows(d_k, pv_dot(spec, d_s, q)), d_v, sums
+            return add_rows(d_k, pv_dot(spec, d_s, q)), d_v, sums  # dK += dS'^T Q
 
         return step
 
     def repair_step(self) -> Callable[[_Repaired, Index, bool], _Repaired]:
-        """The same for dK and dV alone, with masked elements cleared."""
+        """The mainloop step of a repair: dK and dV alone, with masked elements cleared."""
         spec, prepared = self.keys.spec, self._prepared()
 
         def step(state: _Repaired, query: Index, is_partial: bool) -> _Repaired:
             d_k, d_v, attended = state
-            q, d_out, vector = self._load(query, is_partial)
-            tile = scores.compute(prepared, q, self.keys.k, query, is_partial)
+            q, d_out, vector = self._load(query, is_partial)  # [Bq, D], [Bq, Dv]
+            tile = scores.compute(prepared, q, self.keys.k, query, is_partial)  # S^T = KQ^T, [Bk, Bq]
             lse_log2 = log2_lse(vector(self.rows.lse, other=-jnp.inf))[None, :]
-            p = tile.clear(scores.probabilities(prepared, tile, lse_log2))
-            d_v = add_rows(d_v, pv_dot(spec, tile.drop(p), cleared(d_out)))
-            d_p = weights_vjp(spec, tile, qk_dot(spec, self.keys.v, d_out))
+            p = tile.clear(scores.probabilities(prepared, tile, lse_log2))  # P^T = exp2(S^T - lse)
+            d_v = add_rows(d_v, pv_dot(spec, tile.drop(p), cleared(d_out)))  # dV += P^T dO
+            d_p = weights_vjp(spec, tile, qk_dot(spec, self.keys.v, d_out))  # dP^T = V dO^T
             d_p = scores.entropy_vjp(prepared, tile, d_p, lse_log2, self.rows.load_d_entropy(vector))
             d_s = tile.clear(scores.scores_vjp(prepared, tile, p, d_p, vector(self.rows.delta, other=0.0)[None, :]))
-            d_s, _ = score_mod_vjp(self.derivative, tile, d_s)
-            return add_rows(d_k, pv_dot(spec, d_s, cleared(q))), d_v, attended.to(d_out, tile.visible)
+            d_s, _ = score_mod_vjp(self.derivative, tile, d_s)  # dS'^T of KQ^T, from dS = P * (dP - delta)
+            d_k = add_rows(d_k, pv_dot(spec, d_s, cleared(q)))  # dK += dS'^T Q
+            return d_k, d_v, attended.to(d_out, tile.visible)
 
         return step
 

@@ -24,7 +24,7 @@ from pallas_kernels.program.cotangents import LoadGroups
 from pallas_kernels.program.ir import Axes, Node
 from pallas_kernels.softmax import ScoreTile, mark
 from pallas_kernels.spec import AttentionSpec, Operands
-from pallas_kernels.triton import language, scores
+from pallas_kernels.triton import scores
 from pallas_kernels.triton.containment import Marked, cleared, repair_tiles
 from pallas_kernels.triton.head_chunks import (
     Columns,
@@ -38,7 +38,7 @@ from pallas_kernels.triton.head_chunks import (
     store_vector,
     zero_rows,
 )
-from pallas_kernels.triton.launch import launch
+from pallas_kernels.triton.launch import runner_of
 from pallas_kernels.types import Index, Location, Ref, S
 
 
@@ -61,8 +61,6 @@ def dq(
     """Computes dQ, in the layout and dtype of the query, and cotangents of loads.
 
     Args:
-      spec: The spec.
-      tiles: Of the kernel.
       arrays: The operands of the forward pass.
       rows: dO [B, T, Hq, Dv] or [B, Hq, T, Dv]; lse, delta and dH [B, Hq, T].
       derivative: Of the score mod; None without one.
@@ -81,14 +79,13 @@ def dq(
     ]
     before = len(jax.tree.leaves(inputs[:3]))
     aliases = {before + i: 1 + len(groups.rows) + i for i in range(len(zeros))}
-    result = launch(
+    result = runner_of(spec).launch(
         functools.partial(_kernel, spec, tiles, derivative, groups),
         inputs,
         outputs,
         name="jflex_backward_dq",
         grid=(pl.cdiv(spec.T, tiles.block_q), spec.Hq, spec.B),
         tiles=tiles,
-        spec=spec,
         aliases=aliases,
     )
     d_query, captured = result[0], result[1 : 1 + len(groups.rows) + len(zeros)]
@@ -110,14 +107,13 @@ def repair(
     tiles = repair_tiles(tiles)
     marked = Marked(spec, spec.Hq, spec.B, spec.T, tiles.block_q)
     count = len(jax.tree.leaves((arrays, rows, marks)))
-    [d_query] = launch(
+    [d_query] = runner_of(spec).launch(
         functools.partial(_repair_kernel, spec, tiles, derivative, marked),
         (arrays, rows, marks, d_query),
         [jax.ShapeDtypeStruct(d_query.shape, d_query.dtype)],
         name="jflex_backward_dq_repair",
         grid=(marked.programs,),
         tiles=tiles,
-        spec=spec,
         aliases={count: 0},
     )
     return d_query
@@ -137,16 +133,16 @@ def _kernel(
 ) -> None:
     i, h, b = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     tile = block_walk.row_at(spec, order, b, h, i, pl.num_programs(0))
-    queries = _Queries.of(spec, tiles, derivative, arrays, rows, (b, h, tile))
+    queries = _Queries.from_refs(spec, tiles, derivative, arrays, rows, (b, h, tile))
     written = captured[len(groups.rows) :]
 
     def step(state: tuple[Columns, Columns], key: Index, is_partial: bool) -> tuple[Columns, Columns]:
         (d_q, sums), (k, tile, d_s) = state, queries.d_scores(key, is_partial)
-        d_s, of_load = score_mod_vjp(derivative, tile, d_s)
+        d_s, of_load = score_mod_vjp(derivative, tile, d_s)  # dS' of QK^T, from dS of the modified scores
         sums = tuple(total + jnp.sum(of_load(n), axis=1) for total, n in zip(sums, groups.rows, strict=True))
         for load, ref in zip((*groups.stores, *groups.atomics), written, strict=False):
             _write(spec, tiles, ref, tile, load, of_load(load), (queries.first, key), add=load in groups.atomics)
-        return add_rows(d_q, pv_dot(spec, d_s, k)), sums
+        return add_rows(d_q, pv_dot(spec, d_s, k)), sums  # dQ += dS' K
 
     sums = tuple(jnp.zeros((tiles.block_q,), jnp.float32) for _ in groups.rows)
     d_q, sums = queries.walk((zero_rows(tiles.block_q, spec.D), sums), step)
@@ -171,12 +167,12 @@ def _repair_kernel(
 
     def fix(b: jax.Array, h: jax.Array, first: jax.Array) -> None:
         tile = lax.div(first, jnp.int32(tiles.block_q))
-        queries = _Queries.of(spec, tiles, derivative, arrays, rows, (b, h, tile))
+        queries = _Queries.from_refs(spec, tiles, derivative, arrays, rows, (b, h, tile))
 
         def step(d_q: Columns, key: Index, is_partial: bool) -> Columns:
             k, tile, d_s = queries.d_scores(key, is_partial)
             d_s, _ = score_mod_vjp(derivative, tile, tile.clear(d_s))
-            return add_rows(d_q, pv_dot(spec, d_s, cleared(k)))
+            return add_rows(d_q, pv_dot(spec, d_s, cleared(k)))  # dQ += dS' K
 
         queries.store(d_query, queries.walk(zero_rows(tiles.block_q, spec.D), step))
 
@@ -207,7 +203,7 @@ class _Queries(NamedTuple):
     d_entropy: jax.Array | None
 
     @classmethod
-    def of(
+    def from_refs(
         cls,
         spec: AttentionSpec,
         tiles: Tiles,
@@ -236,7 +232,7 @@ class _Queries(NamedTuple):
 
     @property
     def rows_end(self) -> bool:
-        """Whether a tile may have padding queries."""
+        """True if a tile may have padding queries."""
         return self.spec.T % self.tiles.block_q != 0
 
     def walk(self, state: S, step: Callable[[S, Index, bool], S]) -> S:
@@ -248,13 +244,13 @@ class _Queries(NamedTuple):
         spec, tiles, (b, h, _) = self.spec, self.tiles, self.at
         may_end = is_partial and spec.walk_passes_end("k", tiles.block_kv)
         load = functools.partial(load_keys, spec, b=b, h=h, first=key, rows=tiles.block_kv, may_end=may_end)
-        k = load(self.arrays.key)
-        tile = scores.compute(self.prepared, self.q, k, key, is_partial)
+        k = load(self.arrays.key)  # [Bk, D]
+        tile = scores.compute(self.prepared, self.q, k, key, is_partial)  # S = QK^T, [Bq, Bk]
         lse_log2 = self.lse_log2[:, None]
-        p = scores.probabilities(self.prepared, tile, lse_log2)
-        d_p = weights_vjp(spec, tile, qk_dot(spec, self.d_out, load(self.arrays.value)))
+        p = scores.probabilities(self.prepared, tile, lse_log2)  # P = exp2(S - lse)
+        d_p = weights_vjp(spec, tile, qk_dot(spec, self.d_out, load(self.arrays.value)))  # dP = dO V^T
         d_p = scores.entropy_vjp(self.prepared, tile, d_p, lse_log2, self.d_entropy)
-        return k, tile, scores.scores_vjp(self.prepared, tile, p, d_p, self.delta[:, None])
+        return k, tile, scores.scores_vjp(self.prepared, tile, p, d_p, self.delta[:, None])  # dS = P * (dP - delta)
 
     def store(self, d_query: Ref, d_q: Columns) -> None:
         """Epilogue: scales and stores dQ."""
@@ -288,4 +284,4 @@ def _write(
     if add or spec.config.interpret:
         addupdate(ref, at, jnp.where(exists, cotangent, 0.0).astype(ref.dtype))
     else:
-        language.store(spec.route, ref.at[at], cotangent.astype(ref.dtype), mask=exists)
+        runner_of(spec).store(ref.at[at], cotangent.astype(ref.dtype), mask=exists)

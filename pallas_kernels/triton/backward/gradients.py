@@ -58,10 +58,7 @@ def backward(
     """Computes the requested gradients.
 
     Args:
-      spec: The spec.
-      tiles: Of the kernels.
       arrays: The inputs of the forward pass.
-      requested: Which gradients.
       saved: Output and lse of the forward pass.
       d_saved: Their cotangents; that of lse may be None.
       entropy: That of the rows and its cotangent; None where it has none.

@@ -31,10 +31,8 @@ class Compiled(NamedTuple):
     """Machine code, or PTX.
 
     Attributes:
-      name: The entry point.
       code: PTX as text; "" for AMD.
       shared_memory: Bytes of a CTA.
-      num_warps: Of a CTA.
     """
 
     name: str
@@ -54,27 +52,27 @@ def compiled(source: Source, target: Target, num_warps: int, num_stages: int) ->
     Raises:
       CompileError: It takes more shared memory than a CTA may have, or parameters that the launch does not give.
     """
-    made = _kept(source, target, {"num_warps": num_warps, "num_stages": num_stages})
-    if made.shared_memory > target.shared_memory:
+    kernel = _kept(source, target, {"num_warps": num_warps, "num_stages": num_stages})
+    if kernel.shared_memory > target.shared_memory:
         raise CompileError(
-            f"The kernel `{source.name}` takes {made.shared_memory} bytes of shared memory, and a CTA may have "
+            f"The kernel `{source.name}` takes {kernel.shared_memory} bytes of shared memory, and a CTA may have "
             f"{target.shared_memory} (of {target.arch}): pass `config=jflex.Config(...)` with smaller `Tiles` or fewer "
             "`num_stages`."
         )
     if target.backend == "cuda":
-        _check_parameters(made, len(source.dtypes))
-    return made
+        _check_parameters(kernel, len(source.dtypes))
+    return kernel
 
 
-def _check_parameters(made: Compiled, pointers: int) -> None:
+def _check_parameters(kernel: Compiled, pointers: int) -> None:
     """With another calling convention, a kernel would read memory that is not its own."""
-    entry = re.search(rf"\.entry {re.escape(made.name)}\((.*?)\)", made.code, re.DOTALL)
-    found = 0 if entry is None else entry[1].count(".param")
-    if found != pointers + _HIDDEN_POINTERS:
+    entry = re.search(rf"\.entry {re.escape(kernel.name)}\((.*?)\)", kernel.code, re.DOTALL)
+    parameters = 0 if entry is None else entry[1].count(".param")
+    if parameters != pointers + _HIDDEN_POINTERS:
         raise CompileError(
-            f"The kernel `{made.name}` of {pointers} arrays has {found} parameters, not {pointers + _HIDDEN_POINTERS}: "
-            "this version of Triton has another calling convention than those that were tested. Install "
-            "'jflex[jax-triton]', or pass implementation='triton' or 'xla'."
+            f"The kernel `{kernel.name}` of {pointers} arrays has {parameters} parameters, not "
+            f"{pointers + _HIDDEN_POINTERS}: this version of Triton has another calling convention than those that "
+            "were tested. Install 'jflex[jax-triton]', or pass implementation='triton' or 'xla'."
         )
 
 
@@ -88,17 +86,17 @@ def _kept(source: Source, target: Target, sizes: dict[str, int]) -> Compiled:
     path = _cache_folder() / hashlib.sha256(key.encode()).hexdigest() / f"{source.name}.jflex.json"
     with contextlib.suppress(OSError):
         return Compiled(**json.loads(path.read_text()))
-    made = _compile(source, target, sizes)
+    kernel = _compile(source, target, sizes)
     with contextlib.suppress(OSError):  # the disk is full, or nothing may be written there: compiled again next time
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_name(uuid.uuid4().hex)
-        partial.write_text(json.dumps(made._asdict()))
+        partial.write_text(json.dumps(kernel._asdict()))
         partial.replace(path)  # others see a whole file or none
-    return made
+    return kernel
 
 
 def _cache_folder() -> pathlib.Path:
-    """As Triton chooses it."""
+    """The folder that Triton chooses."""
     if folder := os.environ.get("TRITON_CACHE_DIR"):
         return pathlib.Path(folder)
     return pathlib.Path(os.environ.get("TRITON_HOME") or pathlib.Path.home()) / ".triton" / "cache"
@@ -139,6 +137,6 @@ def jit_function(source: Source) -> Any:
     """The kernel as Triton's own function. Triton reads the source of functions, so `linecache` gets it."""
     file = f"<{source.name} {hashlib.sha256(source.text.encode()).hexdigest()[:12]}>"
     linecache.cache[file] = (len(source.text), None, source.text.splitlines(keepends=True), file)
-    module: dict[str, Any] = {"__name__": f"jflex.{source.name}"}
+    module: dict[str, object] = {"__name__": f"jflex.{source.name}"}
     exec(compile(source.text, file, "exec"), module)
     return module[source.name]

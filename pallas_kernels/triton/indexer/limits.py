@@ -1,4 +1,4 @@
-"""What the kernels of the indexer cannot run, whatever the device: asked before Pallas is imported."""
+"""Limits of the kernels of the indexer, whatever the device: asked before Pallas is imported."""
 
 from __future__ import annotations
 
@@ -8,13 +8,7 @@ MAX_PART = 32768  # elements that a program of the selection holds: 32 registers
 
 
 def scores_not_taken(query_dtype: str, key_dtype: str, size: int) -> str | None:
-    """Why the kernel does not compute scores, as part of a sentence, or None.
-
-    Args:
-      query_dtype: Of the queries.
-      key_dtype: Of the keys.
-      size: Of a head.
-    """
+    """Why the kernel does not compute scores, as part of a sentence, or None."""
     if query_dtype != key_dtype or query_dtype not in ("bfloat16", "float16"):
         return (
             "its kernel takes queries and keys in bfloat16, or both in float16, not queries in "

@@ -15,10 +15,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.config import Tiles
-from pallas_kernels.spec import Route
-from pallas_kernels.triton import language
 from pallas_kernels.triton.head_chunks import MIN_DOT_SIZE, Columns, chunks
-from pallas_kernels.triton.launch import Target, launch
+from pallas_kernels.triton.launch import Runner
 from pallas_kernels.types import Index, Ref
 
 MAX_HEADS_AT_ONCE = 64  # 64 registers of a thread for products with 128 keys, in 4 warps
@@ -49,24 +47,22 @@ class _Tile(NamedTuple):
     block_keys: int
 
 
-def scores(target: Target, query: jax.Array, key: jax.Array, weights: jax.Array) -> jax.Array:
+def scores(runner: Runner, query: jax.Array, key: jax.Array, weights: jax.Array) -> jax.Array:
     """Float32 ``scores[n, s] = sum over h of weights[n, h] * relu(query[n, h] . key[s])``.
 
     Args:
-      target: Who runs the kernel.
       query: [N, H, D], bfloat16 or float16, with at least one of each, as of the keys.
       key: [S, D], of the same dtype.
       weights: [N, H], floating point.
     """
     tile = _tile_of(query.shape, key.shape[0])
-    [out] = launch(
-        functools.partial(_kernel, target.route, tile),
+    [out] = runner.launch(
+        functools.partial(_kernel, runner, tile),
         (query, key, weights),
         [jax.ShapeDtypeStruct((tile.queries, tile.keys), jnp.float32)],
         name="jflex_indexer_scores",
         grid=(pl.cdiv(tile.keys, tile.block_keys), pl.cdiv(tile.queries, tile.block_queries)),
         tiles=Tiles(tile.block_heads, tile.block_keys, num_warps=WARPS, num_stages=STAGES),
-        spec=target,
     )
     return out
 
@@ -79,15 +75,15 @@ def _tile_of(shape: tuple[int, ...], keys: int) -> _Tile:
     return _Tile(queries, heads, keys, pl.cdiv(queries, programs), block_heads, block_keys)
 
 
-def _kernel(route: Route, tile: _Tile, query: Ref, key: Ref, weights: Ref, out: Ref) -> None:
+def _kernel(runner: Runner, tile: _Tile, query: Ref, key: Ref, weights: Ref, out: Ref) -> None:
     first = pl.program_id(0) * tile.block_keys
-    keys = _load_rows(route, key, (), first, tile.block_keys, tile.keys)
+    keys = _load_rows(runner, key, (), first, tile.block_keys, tile.keys)
     position = first + lax.broadcasted_iota(jnp.int32, (tile.block_keys,), 0)
     exists = None if tile.keys % tile.block_keys == 0 else position < tile.keys
 
     def score(n: Index) -> None:
-        total = _sum_over_heads(route, tile, query, weights, keys, n)
-        language.store(route, out.at[n, position], total, mask=exists)
+        total = _sum_over_heads(runner, tile, query, weights, keys, n)
+        runner.store(out.at[n, position], total, mask=exists)
 
     if tile.block_queries == 1:
         score(pl.program_id(1))
@@ -97,21 +93,21 @@ def _kernel(route: Route, tile: _Tile, query: Ref, key: Ref, weights: Ref, out: 
     lax.fori_loop(begin, end, lambda n, _: score(n), None)
 
 
-def _sum_over_heads(route: Route, tile: _Tile, query: Ref, weights: Ref, keys: Columns, n: Index) -> jax.Array:
+def _sum_over_heads(runner: Runner, tile: _Tile, query: Ref, weights: Ref, keys: Columns, n: Index) -> jax.Array:
     """Scores [block_keys] of one query."""
 
     def add(first: Index, total: jax.Array) -> jax.Array:
-        heads = _load_rows(route, query, (n,), first, tile.block_heads, tile.heads)
+        heads = _load_rows(runner, query, (n,), first, tile.block_heads, tile.heads)
         products = _dot(keys[0], heads[0])
         for a, b in zip(keys[1:], heads[1:], strict=True):
             products += _dot(a, b)
-        products = language.relu(route, products)
+        products = runner.relu(products)
         head = first + lax.broadcasted_iota(jnp.int32, (tile.block_heads,), 0)
         if tile.heads % tile.block_heads == 0:
-            weight = language.load(route, weights.at[n, head])
+            weight = runner.load(weights.at[n, head])
         else:  # zeros for the heads that do not exist: with a key that is infinite, their products are NaN
             products = jnp.where(jnp.broadcast_to(head[None] < tile.heads, products.shape), products, 0.0)
-            weight = language.load(route, weights.at[n, head], mask=head < tile.heads, other=0.0)
+            weight = runner.load(weights.at[n, head], mask=head < tile.heads, other=0.0)
         return total + jnp.sum(products * weight.astype(jnp.float32)[None], axis=1)
 
     start, blocks = jnp.zeros((tile.block_keys,), jnp.float32), pl.cdiv(tile.heads, tile.block_heads)
@@ -120,7 +116,7 @@ def _sum_over_heads(route: Route, tile: _Tile, query: Ref, weights: Ref, keys: C
     return lax.fori_loop(0, blocks, lambda i, total: add(i * tile.block_heads, total), start)
 
 
-def _load_rows(route: Route, ref: Ref, at: tuple[Index, ...], first: Index, rows: int, length: int) -> Columns:
+def _load_rows(runner: Runner, ref: Ref, at: tuple[Index, ...], first: Index, rows: int, length: int) -> Columns:
     """Rows [rows, D] of the last two axes in chunks of columns; zeros outside of the array."""
 
     def load(start: int, width: int) -> jax.Array:
@@ -132,7 +128,7 @@ def _load_rows(route: Route, ref: Ref, at: tuple[Index, ...], first: Index, rows
         if start + width > ref.shape[-1]:
             exists.append(column < ref.shape[-1])
         mask = functools.reduce(jnp.logical_and, exists) if exists else None
-        return language.load(route, ref.at[(*at, row, column)], mask=mask, other=None if mask is None else 0.0)
+        return runner.load(ref.at[(*at, row, column)], mask=mask, other=None if mask is None else 0.0)
 
     return tuple(load(*chunk) for chunk in chunks(ref.shape[-1]))
 

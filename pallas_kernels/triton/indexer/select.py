@@ -18,10 +18,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.config import Tiles
-from pallas_kernels.spec import Route
-from pallas_kernels.triton import language
 from pallas_kernels.triton.indexer.limits import MAX_PART
-from pallas_kernels.triton.launch import Target, launch
+from pallas_kernels.triton.launch import Runner
 from pallas_kernels.types import Index, Ref
 
 LEAST = -(2**31)  # no greater than any element
@@ -32,17 +30,16 @@ ELEMENTS_PER_WARP = 1024
 RUN_PER_WARP = 128
 
 
-def select(target: Target, scores: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
+def select(runner: Runner, scores: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
     """The k largest of each row and their positions, int32, both [N, k]: bit for bit as `lax.top_k`.
 
     Args:
-      target: Who runs the kernel.
       scores: Float32 [N, S].
       k: From 1 to S, and no more than `MAX_PART` / 2 if S is greater than `MAX_PART`.
     """
     ranks, positions = ~_ordered(lax.bitcast_convert_type(scores, jnp.int32)), None
     while positions is None or ranks.shape[1] > k:
-        ranks, positions = _largest(target, ranks, positions, k, _part_size(ranks.shape[1], k))
+        ranks, positions = _largest(runner, ranks, positions, k, _part_size(ranks.shape[1], k))
     ranks, positions = lax.sort((ranks, positions), dimension=1, is_stable=False, num_keys=2)
     return lax.bitcast_convert_type(_ordered(~ranks), jnp.float32), positions
 
@@ -66,7 +63,7 @@ def _warps(size: int) -> int:
 
 
 class _Part(NamedTuple):
-    """What a program selects from.
+    """Elements that a program selects from.
 
     Attributes:
       length: Of the whole row.
@@ -80,36 +77,35 @@ class _Part(NamedTuple):
 
 
 def _largest(
-    target: Target, ranks: jax.Array, positions: jax.Array | None, k: int, size: int
+    runner: Runner, ranks: jax.Array, positions: jax.Array | None, k: int, size: int
 ) -> tuple[jax.Array, jax.Array]:
     """Ranks of the k largest of each part of each row [N, parts * k], and their positions, in order of position."""
     rows, length = ranks.shape
     parts = pl.cdiv(length, size)
-    spare = 1 if target.route == "interpreted" else 0  # column, to which the interpreter stores what is masked
+    spare = 1 if runner.is_interpreter else 0  # column, to which the interpreter stores what is masked
     shape = jax.ShapeDtypeStruct((rows, parts * k + spare), jnp.int32)
-    found = launch(
-        functools.partial(_kernel, target.route, _Part(length, size, k), positions is not None),
+    largest, at = runner.launch(
+        functools.partial(_kernel, runner, _Part(length, size, k), positions is not None),
         (ranks,) if positions is None else (ranks, positions),
         [shape, shape],
         name="jflex_indexer_select",
         grid=(parts, rows),
         tiles=Tiles(1, size, num_warps=_warps(size), num_stages=1),
-        spec=target,
     )
-    return found[0][:, : parts * k], found[1][:, : parts * k]
+    return largest[:, : parts * k], at[:, : parts * k]
 
 
-def _kernel(route: Route, part: _Part, has_positions: bool, ranks: Ref, *refs: Ref) -> None:
+def _kernel(runner: Runner, part: _Part, has_positions: bool, ranks: Ref, *refs: Ref) -> None:
     *positions, out, out_positions = refs
     number, row = pl.program_id(0), pl.program_id(1)
-    x, _ = _load(route, part, ranks, row, number * part.size, part.size)
+    x, _ = _load(runner, part, ranks, row, number * part.size, part.size)
     threshold = _threshold(x, part.k)
     equal_ones = part.k - jnp.sum((x > threshold).astype(jnp.int32))  # how many of them are selected
     run = min(part.size, RUN_PER_WARP * _warps(part.size))
 
     def compact(i: Index, before: jax.Array) -> jax.Array:
         """Stores what is selected of a run of elements; loads them again, which needs fewer registers."""
-        x, at = _load(route, part, ranks, row, number * part.size + i * run, run)
+        x, at = _load(runner, part, ranks, row, number * part.size + i * run, run)
         greater, equal = x > threshold, x == threshold
         # Both counts in one scan: 16 bits without a sign hold the elements of a part.
         ones = (greater.astype(jnp.int32) << 16) + equal.astype(jnp.int32)
@@ -117,25 +113,25 @@ def _kernel(route: Route, part: _Part, has_positions: bool, ranks: Ref, *refs: R
         equal_count = counts & 0xFFFF
         selected = greater | (equal & (equal_count <= equal_ones))
         to = number * part.k + lax.shift_right_logical(counts, 16) + jnp.minimum(equal_count, equal_ones) - 1
-        if route == "interpreted":
+        if runner.is_interpreter:
             to = jnp.where(selected, to, out.shape[1] - 1)
-        found = at
+        position = at
         if has_positions:
             exists = selected & (at < part.length)
-            found = language.load(route, positions[0].at[row, at], mask=exists, other=0)
-        language.store(route, out.at[row, to], ~x, mask=selected)
-        language.store(route, out_positions.at[row, to], found, mask=selected)
+            position = runner.load(positions[0].at[row, at], mask=exists, other=0)
+        runner.store(out.at[row, to], ~x, mask=selected)
+        runner.store(out_positions.at[row, to], position, mask=selected)
         return before + jnp.sum(ones)
 
     lax.fori_loop(0, part.size // run, compact, jnp.int32(0))
 
 
-def _load(route: Route, part: _Part, ranks: Ref, row: Index, first: Index, count: int) -> tuple[jax.Array, jax.Array]:
+def _load(runner: Runner, part: _Part, ranks: Ref, row: Index, first: Index, count: int) -> tuple[jax.Array, jax.Array]:
     """Elements of a row, beyond its end the least integer, and their positions."""
     at = first + lax.broadcasted_iota(jnp.int32, (count,), 0)
     if part.length % part.size == 0:
-        return ~language.load(route, ranks.at[row, at]), at
-    return ~language.load(route, ranks.at[row, at], mask=at < part.length, other=~LEAST), at
+        return ~runner.load(ranks.at[row, at]), at
+    return ~runner.load(ranks.at[row, at], mask=at < part.length, other=~LEAST), at
 
 
 def _threshold(x: jax.Array, k: int) -> jax.Array:

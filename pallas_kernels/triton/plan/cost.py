@@ -7,13 +7,14 @@ import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.config import Tiles
 from pallas_kernels.program.build import Program
 from pallas_kernels.program.ir import Axes, Node, reachable
 from pallas_kernels.spec import AttentionSpec
-from pallas_kernels.triton.head_chunks import chunks
+from pallas_kernels.triton.head_chunks import chunks, may_hold_pairs
 from pallas_kernels.tuning import triton_rules
 
 # Bytes of shared memory that a CTA may have, by a part of the name of the device; elsewhere the minimum.
@@ -22,11 +23,23 @@ HOPPER_SHARED_MEMORY, AMPERE_SHARED_MEMORY, MIN_SHARED_MEMORY = 232448, 166912, 
 MAX_REGISTERS = 272
 
 
+def need_of(spec: AttentionSpec) -> triton_rules.Need:
+    """Properties of a call that the rules for tiles depend on."""
+    return triton_rules.Need(
+        head_size=max(spec.D, spec.Dv),
+        itemsize=jnp.dtype(spec.dtype).itemsize,
+        heavy=triton_rules.is_heavy(*spec.programs),
+        score=(spec.programs.score is not None and spec.normalize == "softmax") or spec.programs.dropout is not None,
+        large_memory=triton_rules.has_large_memory(spec.device_kind),
+        in_bytes=may_hold_pairs(spec, spec.D, spec.vector_programs.key)
+        and may_hold_pairs(spec, spec.Dv, spec.vector_programs.value),
+    )
+
+
 class LoadBytes(NamedTuple):
     """Bytes that loads of mods read, of 4 at least in the dK/dV kernel, where Triton holds 16 bits in one of two ways.
 
     Attributes:
-      by_element: For each score.
       by_row: For each key that a kernel walks, or query in the dK/dV kernel.
     """
 
@@ -44,20 +57,17 @@ def shared_memory(kernel: str, tiles: Tiles, D: int, Dv: int, itemsize: int, loa
     walks. It is what Triton takes for sm_90a, where tests compile it; that of ``captured`` is compared by none.
 
     Args:
-      kernel: Its name.
-      tiles: Its tiles.
       D: Head size of query and key.
       Dv: Head size of value.
       itemsize: Bytes of an element of query, key and value.
-      loads: Of mods.
 
     >>> shared_memory("forward", Tiles(128, 128, 4, 2), 64, 64, 2)
     81920
     """
     size, size_v = (sum(width for _, width in chunks(x)) for x in (D, Dv))
     walked = tiles.block_q if kernel == "dkv" else tiles.block_kv
-    of_mods = tiles.block_q * tiles.block_kv * loads.by_element + walked * loads.by_row
-    both, more = size + size_v, (tiles.num_stages - 1) * of_mods
+    mod_bytes = tiles.block_q * tiles.block_kv * loads.by_element + walked * loads.by_row
+    both, more = size + size_v, (tiles.num_stages - 1) * mod_bytes
     if kernel in ("forward", "decode"):
         elements = tiles.block_q * size + tiles.num_stages * tiles.block_kv * both
     elif kernel == "captured":  # it walks batch entries and heads
@@ -78,29 +88,29 @@ def registers(kernel: str, tiles: Tiles, D: int, Dv: int) -> float:
     """
     size, size_v = (sum(width for _, width in chunks(x)) for x in (D, Dv))
     scores = tiles.block_q * tiles.block_kv
-    held = {
+    live = {
         "forward": tiles.block_q * size_v + 1.5 * scores,  # the weights live beside the scores, in 16 bits
         "dq": tiles.block_q * size + 2.5 * scores,
         "dkv": tiles.block_kv * (size + size_v) + 2.5 * scores,
     }
-    return held[kernel] / (32 * tiles.num_warps)
+    return live[kernel] / (32 * tiles.num_warps)
 
 
 def may_work(kernel: str, tiles: Tiles, D: int, Dv: int, itemsize: int, loads: LoadBytes = NO_LOADS) -> bool:
-    """Whether a configuration may fit into the shared memory and registers of Hopper."""
+    """True if a configuration may fit into the shared memory and registers of Hopper."""
     fits = shared_memory(kernel, tiles, D, Dv, itemsize, loads) <= HOPPER_SHARED_MEMORY
     return fits and registers(kernel, tiles, D, Dv) <= MAX_REGISTERS
 
 
 def bytes_of_loads(kernel: str, programs: Sequence[Program | None]) -> LoadBytes:
-    """What `shared_memory` counts of mods."""
+    """Bytes of mods that `shared_memory` counts."""
     loads = [node for program in programs if program is not None for node in program.loads]
     read = lambda kind: sum(max(x.dtype.itemsize, 4 if kernel == "dkv" else 1) for x in loads if x.kind == kind)
     return LoadBytes(read(Axes.TILE), read(Axes.ROW if kernel == "dkv" else Axes.COLUMN))
 
 
 def can_pipeline(score: Program | None) -> bool:
-    """Whether the mainloop may be software-pipelined: not where a score mod indexes an array by the score.
+    """True if the mainloop may be software-pipelined: not where a score mod indexes an array by the score.
 
     Such a load waits for an MMA of the same iteration, which Triton (XLA of JAX 0.11) then moves to an earlier one. On
     an H200 (bf16, tiles of 64 x 64, wgmma) dK came out wrong, by 0.25 in the mean; that the move is the cause was read
@@ -130,9 +140,6 @@ def fitting(spec: AttentionSpec, kernel: str, tiles: Tiles, cotangents: Iterable
     bytes of each element, the dK/dV kernel held 36.
 
     Args:
-      spec: The spec.
-      kernel: Its name.
-      tiles: Its tiles.
       cotangents: Cotangents of loads of captured arrays that a backward kernel computes.
     """
     read = bytes_of_loads(kernel, spec.programs)
@@ -156,21 +163,21 @@ def paged_shared_memory(spec: AttentionSpec, tiles: Tiles, stages: int) -> int:
     Where pages are looked up, loads of keys wait for loads of the page table, and each has half of the stages. A tile
     that a mod has made is an operand of an MMA, in shared memory once more.
     """
-    itemsize, per_key, made = np.dtype(spec.dtype).itemsize, 0, 0
+    itemsize, per_key, mod_width = np.dtype(spec.dtype).itemsize, 0, 0
     for size, program in zip((spec.D, spec.Dv), spec.vector_programs, strict=True):
         if program is None:
             per_key += sum(width for _, width in chunks(size)) * itemsize
             continue
-        made = max(made, *(chunk.width for chunk in program.chunks))
+        mod_width = max(mod_width, *(chunk.width for chunk in program.chunks))
         per_key += sum(
-            of.width * node.dtype.itemsize
-            for of in program.lane_programs
-            for node in of.nodes
+            lanes.width * node.dtype.itemsize
+            for lanes in program.lane_programs
+            for node in lanes.nodes
             if node.op == "load" and node.kind == Axes.TILE
         )
     buffers = max(1, (stages - 1) // 2 if spec.max_pages > 1 else stages - 1)
     queries = tiles.block_q * sum(width for _, width in chunks(spec.D))
-    return (buffers * per_key + made * itemsize) * tiles.block_kv + queries * itemsize
+    return (buffers * per_key + mod_width * itemsize) * tiles.block_kv + queries * itemsize
 
 
 def _most_stages(stages: int, taken: Callable[[int], float], device_kind: str) -> int:

@@ -1,8 +1,11 @@
-"""What the Triton kernels cannot run, whatever the mods: asked before Pallas is imported."""
+"""Limits of the Triton kernels and of their two compilers, whatever the mods: asked before Pallas is imported."""
 
 from __future__ import annotations
 
-from pallas_kernels.spec import AttentionSpec
+from pallas_kernels.plan import limit_of_pallas, unreached_by_pallas
+from pallas_kernels.spec import AttentionSpec, Compiler
+from pallas_kernels.triton.compiler.launch.installed import launcher
+from pallas_kernels.triton.compiler.launch.target import target_of
 
 MAX_DECODED = 16  # queries of a sequence that are decoded
 MAX_DECODED_ROWS = 64  # query heads of a key head times queries, which a tile of the decoding kernel holds
@@ -11,11 +14,13 @@ MAX_LATENT_SIZE, MAX_ROPE_SIZE = 512, 64  # of multi-head latent attention
 # Words, up to a dash, in the names of devices of compute capability 8.0 to 8.7.
 _BEFORE_ADA = ("A100", "A800", "A30", "A10", "A16", "A40", "A2", "A4000", "A4500", "A5000", "A5500", "A6000", "3050",
                "3060", "3070", "3080", "3090", "Orin")  # fmt: skip
+KEYS_OF_SPLIT = 1024  # of a split where the batch must not matter (`pallas_kernels.split_kv.fixed_splits`)
+_E4M3 = 89  # the compute capability from which on official Triton loads float8_e4m3fn
 MIN_TILE = 16  # of queries or keys: what an MMA of Triton takes
 
 
 def limit_of_device(spec: AttentionSpec) -> str | None:
-    """What of the device, the configuration, the dtype or the head sizes every kernel here refuses."""
+    """Device, configuration, dtype or head sizes that every kernel here refuses, as a sentence, or None."""
     elsewhere = limit_of_platform(spec.platform, interpret=spec.config.interpret)
     if elsewhere is not None:
         return elsewhere
@@ -46,19 +51,19 @@ def limit_of_platform(platform: str, *, interpret: bool) -> str | None:
 
 
 def loads_e4m3(spec: AttentionSpec) -> bool:
-    """Whether a kernel loads float8_e4m3fn: of pages, and of keys in decoding; other calls widen arrays before."""
+    """True if a kernel loads float8_e4m3fn: of pages, and of keys in decoding; other calls widen arrays before."""
     if spec.paging is not None:
         return spec.paging.dtype == "float8_e4m3fn"
     return spec.qk_dtype == "float8_e4m3fn" and decodes(spec)
 
 
 def _lacks_e4m3(device_kind: str) -> bool:
-    """Whether a device of this name is known to be older than compute capability 8.9."""
+    """True if a device of this name is known to be older than compute capability 8.9."""
     return any(word.split("-")[0] in _BEFORE_ADA for word in device_kind.split())
 
 
 def _limit_of_latent(latent: int, rope: int) -> str | None:
-    """What of the sizes of a latent cache is refused: the values must be whole chunks of columns of the keys."""
+    """Sizes of a latent cache that are refused: the values must be whole chunks of columns of the keys."""
     if latent > MAX_LATENT_SIZE or rope > MAX_ROPE_SIZE:
         return (
             f"its kernels take latent sizes up to {MAX_LATENT_SIZE} and rotated keys up to {MAX_ROPE_SIZE}, not "
@@ -73,8 +78,61 @@ def _limit_of_latent(latent: int, rope: int) -> str | None:
 
 
 def decodes(spec: AttentionSpec) -> bool:
-    """Whether the kernel for few queries runs: they fit into a tile, and share one row of the mask's lists."""
+    """True if the kernel for few queries runs: they fit into a tile, and share one row of the mask's lists."""
     blocks = spec.blocks
     one_row = blocks is None or (blocks.size[0] >= spec.T and (blocks.heads == 1 or spec.group == 1))
     few = 0 < spec.T <= MAX_DECODED and spec.group * spec.T <= MAX_DECODED_ROWS
     return few and one_row and spec.config.forward is None
+
+
+# --- compilers: the Triton inside Pallas, and official Triton, the package `triton`
+
+
+def available_compiler(spec: AttentionSpec) -> Compiler:
+    """The compiler of kernels that no implementation names: Pallas', unless it cannot compile them."""
+    return "pallas" if limit_of_compiler(spec, "pallas") is None else "official"
+
+
+def limit_of_compiler(spec: AttentionSpec, compiler: Compiler) -> str | None:
+    """Why a compiler cannot compile a call, as part of a sentence, or None; Pallas' interpreter needs neither."""
+    if spec.config.interpret:
+        return None
+    return limit_of_pallas() or _limit_of_pages(spec) if compiler == "pallas" else _limit_of_official(spec)
+
+
+def describe_compiler(spec: AttentionSpec) -> str:
+    """Versions that compile and launch kernels through official Triton, for `jflex.explain`."""
+    installed = launcher()
+    return "Pallas' interpreter" if spec.config.interpret or isinstance(installed, str) else installed.description
+
+
+def _limit_of_official(spec: AttentionSpec) -> str | None:
+    """Missing packages, and devices that are not known."""
+    target, installed = target_of(spec.device_kind), launcher()
+    if isinstance(installed, str) or isinstance(target, str):
+        return installed if isinstance(installed, str) else str(target)
+    if loads_e4m3(spec) and int(target.arch) < _E4M3:
+        return f"Triton loads float8_e4m3fn from compute capability 8.9 on, and {spec.device_kind!r} has less"
+    return None
+
+
+def _limit_of_pages(spec: AttentionSpec) -> str | None:
+    """Why Pallas' Triton does not reach the last page of a cache in eight bits.
+
+    It reaches them as words of two columns: 2 ** 32 bytes are 2 ** 31 of these.
+    """
+    from pallas_kernels.triton.head_chunks import may_hold_pairs
+
+    paging = spec.paging
+    if paging is None or paging.dtype is None:
+        return None
+    sides = [(spec.Dv, None)] if spec.has_latent_tiles else [(spec.D, spec.key_mod), (spec.Dv, spec.value_mod)]
+    in_words = lambda size, mod: may_hold_pairs(spec, size, mod) and not spec.has_latent_tiles
+    in_bytes = [spec.paged_rows * size for size, mod in sides if not in_words(size, mod)]
+    unreached = [elements for elements in in_bytes if unreached_by_pallas(elements)]
+    if not unreached:
+        return None
+    return (
+        f"pages of {paging.dtype} have {unreached[0]} elements: with more than 2 ** 31 in at most 2 ** 32 bytes, "
+        "Pallas does not reach the last ones ('official_triton' does; or take fewer or more pages)"
+    )

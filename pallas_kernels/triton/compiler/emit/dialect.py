@@ -1,4 +1,4 @@
-"""What differs between the targets of official Triton."""
+"""Differences between the targets of official Triton."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Dialect:
         return f"libdevice.{name}({', '.join(args)})"
 
     def counter(self, name: str) -> str | None:
-        """What is to be done with the counter of a loop; None for nothing."""
+        """Operation on the counter of a loop; None for nothing."""
         del name
 
     def extreme(self, name: str) -> str:

@@ -60,14 +60,12 @@ class Launched(NamedTuple):
     """A kernel as `pl.pallas_call` traced it.
 
     Attributes:
-      name: In profiles.
       jaxpr: It takes refs to the inputs and then to the outputs.
       grid: Programs along each axis.
       shapes: Of the whole arrays, inputs and outputs.
       block_index: For each of them the jaxpr from the indices of the grid to those of its block; None where the block
         is the whole array.
       aliases: For outputs in the memory of an input: which input.
-      inputs: How many.
     """
 
     name: str
@@ -83,9 +81,7 @@ def emit(launched: Launched, names: Sequence[str], dialect: Dialect) -> Source |
     """Emits a kernel.
 
     Args:
-      launched: The kernel.
       names: Of its arguments: inputs and outputs.
-      dialect: Of the target.
     """
     try:
         return _kernel(Emitter(dialect, RULES, launched.grid, names), launched, names)
@@ -97,7 +93,7 @@ def _kernel(emitter: Emitter, launched: Launched, names: Sequence[str]) -> Sourc
     """The source of a whole kernel."""
     inputs, avals = launched.inputs, [aval_of(v) for v in launched.jaxpr.invars]
     at = {inputs + output: argument for output, argument in launched.aliases.items()}
-    own = [n for n in range(len(names)) if n not in at]
+    unaliased = [n for n in range(len(names)) if n not in at]
     refs = []
     for n, (aval, index) in enumerate(zip(avals, launched.block_index, strict=True)):
         text = names[at.get(n, n)]
@@ -105,12 +101,12 @@ def _kernel(emitter: Emitter, launched: Launched, names: Sequence[str]) -> Sourc
             text = _block(emitter, text, launched.shapes[n], aval.shape, index)
         refs.append(Value(text, aval.shape, np.dtype(aval.dtype)))
     emitter.block(launched.jaxpr, refs)
-    parameters = [f"    {names[n]},  # {described(launched.shapes[n], avals[n].dtype)}" for n in own]
+    parameters = [f"    {names[n]},  # {described(launched.shapes[n], avals[n].dtype)}" for n in unaliased]
     body = "\n".join(emitter.lines or ["    pass"])
     helpers = "".join(text for name, text in _HELPERS.items() if f"{name}(" in body)
     head = "\n".join([f"@triton.jit\ndef {launched.name}(", *parameters, "):"])
     grid = emitter.launch_grid
-    dtypes = tuple(np.dtype(avals[n].dtype).name for n in own)
+    dtypes = tuple(np.dtype(avals[n].dtype).name for n in unaliased)
     return Source(f"{_HEADER}{helpers}\n\n{head}\n{body}\n", launched.name, dtypes, grid)
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
+from jax.typing import DTypeLike
 
 from pallas_kernels.triton.compiler.emit.dialect import Dialect
 from pallas_kernels.triton.compiler.emit.text import Value, number_of
@@ -29,10 +30,8 @@ class Emitter:
     """The lines of a kernel so far.
 
     Attributes:
-      dialect: Of the target.
       rules: Of primitives, by name.
       grid: Programs along each axis, as the kernel knows them.
-      lines: Of the body.
       loads: Line and pointers of each load, by variable: what `jflex_mask_load` must know.
       masks: Of values that are stored next, by variable.
     """
@@ -131,6 +130,6 @@ class Emitter:
         return [*range(batched, len(self.grid)), *range(batched)]
 
 
-def described(shape: Sequence[int], dtype: Any) -> str:
+def described(shape: Sequence[int], dtype: DTypeLike) -> str:
     """Dtype and shape, as jaxprs write them: ``float32[64, 128]``."""
     return f"{np.dtype(dtype).name}[{', '.join(map(str, shape))}]"

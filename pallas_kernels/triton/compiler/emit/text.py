@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
+from jax.typing import ArrayLike, DTypeLike
 
 DTYPES = {
     "float16": "tl.float16", "bfloat16": "tl.bfloat16", "float32": "tl.float32", "float64": "tl.float64",
@@ -17,12 +18,10 @@ DTYPES = {
 
 
 class Value(NamedTuple):
-    """What an expression of the source holds.
+    """Value of an expression of the source.
 
     Attributes:
       text: A name, or a number.
-      shape: Of the array.
-      dtype: Of the array.
       number: Of Python, to which Triton gives a dtype of its own choice; None for a value that has a name.
     """
 
@@ -33,11 +32,11 @@ class Value(NamedTuple):
 
     @property
     def is_number(self) -> bool:
-        """Whether the text is a number."""
+        """True if the text is a number."""
         return self.number is not None
 
 
-def number_of(x: Any, dtype: Any = "int32") -> Value:
+def number_of(x: ArrayLike, dtype: DTypeLike = "int32") -> Value:
     """A constant of a jaxpr, a scalar."""
     x = np.asarray(x, np.dtype(dtype))
     return Value(number(x), (), x.dtype, x)
@@ -57,7 +56,7 @@ def number(x: np.ndarray) -> str:
 
 
 def is_float(dtype: np.dtype) -> bool:
-    """Whether a dtype has floating point; numpy does not count bfloat16."""
+    """True for a dtype with floating point; numpy does not count bfloat16."""
     return dtype.kind == "f" or dtype.name == "bfloat16"
 
 

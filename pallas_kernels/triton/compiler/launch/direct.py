@@ -22,7 +22,7 @@ _call_p.multiple_results = True
 
 def call(
     *args: jax.Array,
-    made: Compiled,
+    compiled: Compiled,
     source: Source,
     target: Target,
     outputs: Sequence[jax.ShapeDtypeStruct],
@@ -31,30 +31,28 @@ def call(
     """Calls a kernel.
 
     Args:
-      *args: The arrays.
-      made: Of the source.
-      source: The kernel.
       target: What it was compiled for.
-      outputs: Of the call.
       aliases: For outputs in the memory of an argument: which argument. The kernel has no parameters for them.
     """
     # jaxlib hands over arguments and results in order, as many as there are parameters: aliased ones come last.
     order = sorted(range(len(outputs)), key=lambda n: n in aliases)
     avals = tuple(ShapedArray(outputs[n].shape, outputs[n].dtype) for n in order)
-    pairs = tuple((aliases[n], place) for place, n in enumerate(order) if n in aliases)
-    found = _call_p.bind(*args, made=made, grid=source.grid, arch=target.arch, outputs=avals, aliases=pairs)
-    return [x for _, x in sorted(zip(order, found, strict=True), key=lambda pair: pair[0])]
+    pairs = tuple((aliases[n], position) for position, n in enumerate(order) if n in aliases)
+    results = _call_p.bind(*args, compiled=compiled, grid=source.grid, arch=target.arch, outputs=avals, aliases=pairs)
+    return [x for _, x in sorted(zip(order, results, strict=True), key=lambda pair: pair[0])]
 
 
 _call_p.def_abstract_eval(lambda *_, outputs, **__: list(outputs))
 
 
-def _lowering(ctx, *args, made, grid, arch, outputs, aliases):
+def _lowering(ctx, *args, compiled, grid, arch, outputs, aliases):
     from jaxlib import gpu_triton
 
-    kernel = gpu_triton.TritonKernel(made.name, made.num_warps, 1, made.shared_memory, made.code, "", arch)
+    kernel = gpu_triton.TritonKernel(
+        compiled.name, compiled.num_warps, 1, compiled.shared_memory, compiled.code, "", arch
+    )
     pointers = [gpu_triton.create_array_parameter(0, 16) for _ in range(len(args) + len(outputs) - len(aliases))]
-    opaque = gpu_triton.TritonKernelCall(kernel, *grid, pointers).to_proto(made.name, b"")
+    opaque = gpu_triton.TritonKernelCall(kernel, *grid, pointers).to_proto(compiled.name, b"")
     rule = jax.ffi.ffi_lowering(CUSTOM_CALL, api_version=4, operand_output_aliases=dict(aliases))
     return rule(ctx, *args, opaque=zlib.compress(opaque))
 

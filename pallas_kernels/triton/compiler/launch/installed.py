@@ -1,4 +1,4 @@
-"""Which Triton is installed, and what launches its kernels: asked once, without importing it."""
+"""The installed Triton and the launcher of its kernels: asked once, without importing it."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ _JAX_TRITON = (0, 4), (0, 11)  # jax-triton and the JAX with which it works; on 
 
 
 class Launcher(NamedTuple):
-    """How kernels are launched.
+    """Launcher of kernels.
 
     Attributes:
       name: ``"jax_triton"``: by `jax_triton.triton_call`; ``"direct"``: by jaxlib's own custom call.
-      said: The versions, as text.
+      description: The versions, as text.
     """
 
     name: Literal["jax_triton", "direct"]
-    said: str
+    description: str
 
 
 @functools.cache
 def launcher() -> Launcher | str:
-    """What launches kernels here, or what is missing and how to get it, as a sentence without a full stop."""
+    """The launcher, or the missing package and its remedy as a sentence without a full stop."""
     triton = triton_version()
     if triton is None:
         return f"it needs the package `triton`, which is not installed ({_REMEDY})"

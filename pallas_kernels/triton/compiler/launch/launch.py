@@ -35,9 +35,7 @@ def launch(
 
     Args:
       call: What `pl.pallas_call` returned.
-      inputs: Pytrees of arrays.
       names: Of the arguments of the kernel, as `names_of` gives them.
-      tiles: Warps and stages.
       device_kind: Of the device for which it is compiled.
     """
     flat, tree = jax.tree.flatten(tuple(inputs))
@@ -53,11 +51,11 @@ def names_of(kernel: Callable[..., None], inputs: Sequence[object], outputs: int
     """
     parameters = inspect.signature(kernel).parameters.values()
     named = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
-    rest = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), "out")
-    parameter = lambda n: named[n] if n < len(named) else f"{rest}_{n - len(named)}"
+    variadic = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), "out")
+    parameter = lambda n: named[n] if n < len(named) else f"{variadic}_{n - len(named)}"
     names: list[str] = []
-    for n, given in enumerate(inputs):
-        for path, _ in jax.tree_util.tree_leaves_with_path(given):
+    for n, argument in enumerate(inputs):
+        for path, _ in jax.tree_util.tree_leaves_with_path(argument):
             words = re.findall(r"\w+", jax.tree_util.keystr(path))
             numbered = not words or words[0].isdigit()
             names.append("_".join([parameter(n), *words] if numbered else words))
@@ -94,7 +92,7 @@ batching.primitive_batchers[_call_p] = _batching
 
 
 def _run(
-    jaxpr: ClosedJaxpr, args: Sequence[Any], names: tuple[str, ...], tiles: Tiles, target: Target
+    jaxpr: ClosedJaxpr, args: Sequence[jax.Array], names: tuple[str, ...], tiles: Tiles, target: Target
 ) -> list[jax.Array]:
     """Evaluates a jaxpr with a kernel, which Triton runs; around one that is batched, `jax.vmap` may move axes."""
     opened = jaxpr.jaxpr
@@ -106,8 +104,8 @@ def _run(
             outs = _launch(launched_of(eqn), eqn, ins, names, tiles, target)
         else:
             subfuns, params = eqn.primitive.get_bind_params(eqn.params)
-            found = eqn.primitive.bind(*subfuns, *ins, **params)
-            outs = found if eqn.primitive.multiple_results else [found]
+            results = eqn.primitive.bind(*subfuns, *ins, **params)
+            outs = results if eqn.primitive.multiple_results else [results]
         values.update(zip(eqn.outvars, outs, strict=True))
     return [read(v) for v in opened.outvars]
 
@@ -137,8 +135,8 @@ def call(
     sizes = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
     if chosen.name == "jax_triton":
         return by_jax_triton.call(*args, source=source, target=target, outputs=outputs, aliases=aliases, **sizes)
-    made = compiled(source, target, **sizes)
-    return direct.call(*args, made=made, source=source, target=target, outputs=outputs, aliases=aliases)
+    kernel = compiled(source, target, **sizes)
+    return direct.call(*args, compiled=kernel, source=source, target=target, outputs=outputs, aliases=aliases)
 
 
 def launched_of(eqn: JaxprEqn) -> Launched:
@@ -155,7 +153,7 @@ def launched_of(eqn: JaxprEqn) -> Launched:
 def _block_indices(
     shapes: Sequence[tuple[int, ...]], parts: Sequence[tuple[int, ...]], mappings: Sequence[Any]
 ) -> Iterator[ClosedJaxpr | None]:
-    """How blocks are found, where they are not whole arrays."""
+    """Index maps of the blocks that are not whole arrays."""
     for whole, part, mapping in zip(shapes, parts, mappings, strict=True):
         yield None if tuple(whole) == tuple(part) else mapping.index_map_jaxpr
 

@@ -12,10 +12,9 @@ from pallas_kernels.triton.compiler.emit.dialect import CUDA, GFX942, OTHER_AMD,
 
 
 class Target(NamedTuple):
-    """What is compiled for.
+    """Target of the compiler.
 
     Attributes:
-      backend: Of Triton.
       arch: Compute capability, 90 for 9.0, or AMD's name.
       shared_memory: Bytes that a CTA may have.
       ptx: Version of PTX, 87 for 8.7; 0 for AMD.

@@ -131,15 +131,15 @@ def _input_precision(emitter: Emitter, eqn: JaxprEqn, dtype: np.dtype) -> str:
     """TF32 for float32 by default, as in Pallas' Triton."""
     if dtype != np.float32:
         return "ieee"  # products of 16 bits are exact
-    asked = eqn.params["precision"]
-    asked = asked[0] if isinstance(asked, tuple) else asked
-    if asked is None or asked in (lax.Precision.DEFAULT, lax.Precision.HIGH, lax.DotAlgorithmPreset.DEFAULT):
-        found = "tf32"
-    elif asked.name in _ALGORITHMS:
-        found = _ALGORITHMS[asked.name]
+    precision = eqn.params["precision"]
+    precision = precision[0] if isinstance(precision, tuple) else precision
+    if precision is None or precision in (lax.Precision.DEFAULT, lax.Precision.HIGH, lax.DotAlgorithmPreset.DEFAULT):
+        input_precision = "tf32"
+    elif precision.name in _ALGORITHMS:
+        input_precision = _ALGORITHMS[precision.name]
     else:
-        raise UnknownPrimitiveError(f"the primitive `dot_general` with precision {asked.name}")
-    return found if emitter.dialect.tf32 else "ieee"
+        raise UnknownPrimitiveError(f"the primitive `dot_general` with precision {precision.name}")
+    return input_precision if emitter.dialect.tf32 else "ieee"
 
 
 RULES: dict[str, Rule] = {

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from pallas_kernels.triton.compiler.emit.emitter import Emitter, Rule, UnknownPrimitiveError
 from pallas_kernels.triton.compiler.emit.text import Value, number_of
-from pallas_kernels.types import aval_of
+from pallas_kernels.types import Params, aval_of
 
 _INT32 = np.dtype("int32")
 
@@ -46,9 +45,9 @@ def _loop(
 def _while(emitter: Emitter, eqn: JaxprEqn, ins: list[Value]) -> list[Value]:
     """A `lax.fori_loop` whose bounds are known at run time: ``while i < end``, with ``i + 1`` carried on."""
     test, body = eqn.params["cond_jaxpr"].jaxpr, eqn.params["body_jaxpr"].jaxpr
-    tested, held = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
-    consts, first = ins[tested : tested + held], ins[tested + held :]
-    low, high = _counted(test, body, tested, held)
+    tested, constants = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+    consts, first = ins[tested : tested + constants], ins[tested + constants :]
+    low, high = _counted(test, body, tested, constants)
     others = [i for i in range(len(first)) if i not in (low, high)]
 
     def step(counter: Value, carried: list[Value]) -> list[Value]:
@@ -61,13 +60,13 @@ def _while(emitter: Emitter, eqn: JaxprEqn, ins: list[Value]) -> list[Value]:
     return [outs[i] for i in range(len(first))]
 
 
-def _counted(test: Jaxpr, body: Jaxpr, tested: int, held: int) -> tuple[int, int]:
-    """Which of what is carried count, and where they end."""
-    carry = body.invars[held:]
+def _counted(test: Jaxpr, body: Jaxpr, tested: int, constants: int) -> tuple[int, int]:
+    """Numbers of the carried counter and of its end."""
+    carry = body.invars[constants:]
     if len(test.eqns) == 1 and test.eqns[0].primitive.name == "lt":
         sides = [test.invars.index(v) - tested if not isinstance(v, Literal) else -1 for v in test.eqns[0].invars]
         low, high = sides
-        if low >= 0 and high >= 0 and body.outvars[high] is carry[high] and _counts(body, held, low):
+        if low >= 0 and high >= 0 and body.outvars[high] is carry[high] and _counts(body, constants, low):
             return low, high
     raise UnknownPrimitiveError("the primitive `while`, but for `lax.fori_loop`")
 
@@ -78,7 +77,7 @@ def _scan(emitter: Emitter, eqn: JaxprEqn, ins: list[Value]) -> list[Value]:
     consts, carried = _scan_sizes(params)
     if consts + carried != len(ins) or params["reverse"]:
         raise UnknownPrimitiveError("the primitive `scan`, but for `lax.fori_loop`")
-    held, first = ins[:consts], ins[consts:]
+    constants, first = ins[:consts], ins[consts:]
     counting = (i for i in range(carried) if first[i].is_number and _counts(body, consts, i))
     number = next(counting, None)
     start = 0 if number is None else int(first[number].text.strip("()"))
@@ -86,7 +85,7 @@ def _scan(emitter: Emitter, eqn: JaxprEqn, ins: list[Value]) -> list[Value]:
 
     def step(counter: Value, now: list[Value]) -> list[Value]:
         values: dict[int | None, Value] = {number: counter, **dict(zip(others, now, strict=True))}
-        outs = emitter.block(body, [*held, *(values[i] for i in range(carried))])
+        outs = emitter.block(body, [*constants, *(values[i] for i in range(carried))])
         return [outs[i] for i in others]
 
     end = start + params["length"]
@@ -95,8 +94,8 @@ def _scan(emitter: Emitter, eqn: JaxprEqn, ins: list[Value]) -> list[Value]:
     return [outs[i] for i in range(carried)]
 
 
-def _scan_sizes(params: Any) -> tuple[int, int]:
-    """How many constants and carried values there are; JAX 0.12 holds them in a tree."""
+def _scan_sizes(params: Params) -> tuple[int, int]:
+    """Numbers of constants and of carried values; JAX 0.12 holds them in a tree."""
     if "ft_in" in params:
         consts, carried = params["ft_in"].unpack()[:2]
         return len(consts), len(carried)
@@ -104,7 +103,7 @@ def _scan_sizes(params: Any) -> tuple[int, int]:
 
 
 def _counts(body: Jaxpr, consts: int, i: int) -> bool:
-    """Whether a loop adds one to the ith scalar that it carries."""
+    """True if a loop adds one to the ith scalar that it carries."""
     number, new = body.invars[consts + i], body.outvars[i]
     is_one = lambda v: isinstance(v, Literal) and v.val == 1
     return not aval_of(number).shape and any(

@@ -43,7 +43,7 @@ def _infix(operator: str) -> Rule:
 
 
 def _comparison(operator: str) -> Rule:
-    """Of booleans as integers: those of one bit would have a sign."""
+    """Compares booleans as integers: with one bit they would have a sign."""
 
     def write(emitter: Emitter, dtype: np.dtype, *args: str) -> str:
         x, y = (f"{text}.to(tl.int32)" for text in args) if dtype == np.bool_ else args

@@ -19,7 +19,7 @@ _MAX_INT32_SIZE = 1 << 31  # elements of an array that int32 can count
 
 
 class _Index(NamedTuple):
-    """What is used of the index of a ref."""
+    """Parts of the index of a ref."""
 
     indices: Sequence[Any]
     int_indexer_shape: tuple[int, ...]
@@ -47,7 +47,7 @@ def _mask_load(emitter: Emitter, eqn: JaxprEqn, ins: list[Value]) -> list[Value]
 
 
 def _mask_store(emitter: Emitter, eqn: JaxprEqn, ins: list[Value]) -> list[Value]:
-    """Of the store that follows."""
+    """Mask of the store that follows."""
     emitter.masks[eqn.outvars[0]] = ins[1]
     return ins[:1]
 
@@ -83,7 +83,7 @@ def _pointer(emitter: Emitter, eqn: JaxprEqn, ins: list[Value], first: int) -> s
 
 
 def _offset(indexer: Any, shape: tuple[int, ...], read: Callable[[Any], Value]) -> str:
-    """What an index adds to a pointer. Axes of arrays come before those of slices."""
+    """Offset of an index from a pointer. Axes of arrays come before those of slices."""
     slices = [x for x in indexer.indices if isinstance(x, pl.Slice)]
     arrays = len(indexer.int_indexer_shape)
     rank, axis, terms = arrays + len(slices), arrays, []

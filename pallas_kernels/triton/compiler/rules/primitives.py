@@ -23,7 +23,6 @@ class ElementFunction(NamedTuple):
       ptx: The instructions: ``$0`` is the result, what follows are the arguments. Registers hold two elements of 16
         bits.
       portable: The same in Triton, for targets without PTX, in terms of ``{0}``, ``{1}``, ``{2}``.
-      dtype: Of the result.
     """
 
     ptx: str
@@ -32,7 +31,7 @@ class ElementFunction(NamedTuple):
 
 
 def pack(dtype: str) -> int:
-    """How many elements of the result a register holds."""
+    """Elements of the result in a register."""
     return 4 // jnp.dtype(dtype).itemsize
 
 
@@ -42,7 +41,7 @@ def constraints(dtype: str, count: int) -> str:
     return ",".join([f"={kind}", *(kind for _ in range(count))])
 
 
-def _bytes_of(held: str, ptx: tuple[str, str]) -> dict[str, ElementFunction]:
+def _bytes_of(dtype: str, ptx: tuple[str, str]) -> dict[str, ElementFunction]:
     """The lower and the upper byte of each word of 16 bits, numbers of a dtype, as float16."""
     names = {
         "int8": "",
@@ -51,7 +50,7 @@ def _bytes_of(held: str, ptx: tuple[str, str]) -> dict[str, ElementFunction]:
     }
     shifted = {"even": "{0}", "odd": "({0} >> 8)"}
     return {
-        f"{which}_{held}": ElementFunction(code, f"{word}.to(tl.int8){names[held]}.to(tl.float16)", "float16")
+        f"{which}_{dtype}": ElementFunction(code, f"{word}.to(tl.int8){names[dtype]}.to(tl.float16)", "float16")
         for (which, word), code in zip(shifted.items(), ptx, strict=True)
     }
 

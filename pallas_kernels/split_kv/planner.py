@@ -81,12 +81,11 @@ def find_work_item(counts: jax.Array, item: jax.Array) -> tuple[jax.Array, jax.A
 
 
 def find_longest_first(tiles: jax.Array, counts: jax.Array, item: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """As `find_work_item`, but rows with the longest splits first, so that short ones fill the tail; few rows only.
+    """Finds a work item with the longest splits first, so that short ones fill the tail; for few rows only.
 
     Args:
       tiles: Tiles of keys of each row.
       counts: Splits of each row, 0 for padding rows.
-      item: The work item.
     """
     if counts.shape[0] > MAX_SORTED_ROWS:
         return find_work_item(counts, item)

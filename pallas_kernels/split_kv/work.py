@@ -13,9 +13,11 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.config import Tiles
 from pallas_kernels.spec import AttentionSpec, Captured
-from pallas_kernels.triton import fixed_splits, language, split_kv
+from pallas_kernels.split_kv import fixed_splits, planner
+from pallas_kernels.triton.launch import runner_of
 from pallas_kernels.types import A, Index, Ref
 
+UNLIMITED = 1 << 30  # queries of a request
 ROWS_PER_KEY_TILE = 8  # rows of queries; a split has at least one tile of keys for each so many
 
 
@@ -68,7 +70,7 @@ class Work:
       source: Who chose the tiles; see `pallas_kernels.plan.TileChoice`.
       queries_of_tile: Queries in a tile; None for as many as its rows hold.
       resident: Programs that are resident at once.
-      fixed_splits: Whether the keys of a split are constant in number (`pallas_kernels.triton.fixed_splits`).
+      fixed_splits: Whether the keys of a split are constant in number (`pallas_kernels.split_kv.fixed_splits`).
     """
 
     tiles: Tiles
@@ -77,7 +79,7 @@ class Work:
     may_split: bool = True
     source: Literal["config", "table", "rule"] = "rule"
     queries_of_tile: int | None = None
-    resident: int = split_kv.MAX_RESIDENT_PROGRAMS
+    resident: int = planner.MAX_RESIDENT_PROGRAMS
     fixed_splits: bool = False
 
     def queries(self, spec: AttentionSpec) -> int:
@@ -93,12 +95,12 @@ class Work:
 
     def num_splits(self, spec: AttentionSpec) -> int:
         """Splits to aim at for a key head, over all tiles of queries."""
-        return split_kv.num_splits(spec.Hkv, self.resident)
+        return planner.num_splits(spec.Hkv, self.resident)
 
     @property
     def min_tiles_per_split(self) -> int:
         """Fewest tiles of keys of a split: the partial result that it writes must be small beside those keys."""
-        return max(split_kv.MIN_TILES_PER_SPLIT, self.tiles.block_q // ROWS_PER_KEY_TILE)
+        return max(planner.MIN_TILES_PER_SPLIT, self.tiles.block_q // ROWS_PER_KEY_TILE)
 
     def max_splits(self, spec: AttentionSpec) -> int:
         """Upper bound on the splits of a tile of queries."""
@@ -112,7 +114,7 @@ class Work:
         rows, max_queries = self.max_row_tiles(spec), self.max_splits(spec)
         if self.fixed_splits:
             return rows + self.slots(spec) if max_queries > 1 else rows
-        return min(split_kv.max_items(rows, self.num_splits(spec)), rows * max_queries)
+        return min(planner.max_items(rows, self.num_splits(spec)), rows * max_queries)
 
     def slots(self, spec: AttentionSpec) -> int:
         """Upper bound on partial results: a tile of 1.2 exact splits has 2, longer ones have more."""
@@ -130,9 +132,7 @@ class Requests(NamedTuple):
     """For each request, and after the last one for queries of no request: int32 [R + 1, rounded up to a power of two].
 
     Attributes:
-      start: The first query.
       queries: How many there are.
-      length: Keys.
       tiles: Tiles of queries, 0 where another launch takes them.
       splits: Of the keys of each of these tiles.
     """
@@ -153,15 +153,13 @@ def requests(spec: AttentionSpec, work: Work, arrays: PagedOperands[Ref] | Reque
     """Loads the lengths of all requests, and plans their tiles and splits."""
     R, N = spec.B, spec.T
     i = lax.broadcasted_iota(jnp.int32, (1 << R.bit_length(),), 0)
-    start = language.load(spec.route, arrays.indptr.at[i], mask=i <= R, other=N)
-    end = language.load(spec.route, arrays.indptr.at[i + 1], mask=i < R, other=N)
-    return planned_requests(
-        spec, work, start, end, language.load(spec.route, arrays.lengths.at[i], mask=i < R, other=0)
-    )
+    start = runner_of(spec).load(arrays.indptr.at[i], mask=i <= R, other=N)
+    end = runner_of(spec).load(arrays.indptr.at[i + 1], mask=i < R, other=N)
+    return planned_requests(spec, work, start, end, runner_of(spec).load(arrays.lengths.at[i], mask=i < R, other=0))
 
 
 def requests_on_host(spec: AttentionSpec, work: Work, indptr: np.ndarray, lengths: np.ndarray) -> Requests:
-    """What the kernel plans for known lengths, for `jflex.explain`."""
+    """Plans requests of known lengths as the kernel does, for `jflex.explain`."""
     padding = (1 << spec.B.bit_length()) - spec.B
     padded = lambda x, count, value: jnp.asarray(np.pad(x, (0, count), constant_values=value))
     start, end = padded(indptr, padding - 1, spec.T), padded(indptr[1:], padding, spec.T)
@@ -180,12 +178,12 @@ def planned_requests(spec: AttentionSpec, work: Work, start: jax.Array, end: jax
     if work.max_splits(spec) == 1:
         splits = (tiles > 0).astype(jnp.int32)
     elif work.fixed_splits:  # either all splits of constant size in programs of their own, or none
-        wanted = split_kv.row_splits(key_tiles, tiles, work.num_splits(spec), work.min_tiles_per_split)
-        of_split = fixed_splits.tiles_of_split(work.tiles)
-        splits = jnp.where(wanted > 1, lax.div(key_tiles + (of_split - 1), of_split), jnp.minimum(wanted, 1))
+        even = planner.row_splits(key_tiles, tiles, work.num_splits(spec), work.min_tiles_per_split)
+        size = fixed_splits.tiles_of_split(work.tiles)
+        splits = jnp.where(even > 1, lax.div(key_tiles + (size - 1), size), jnp.minimum(even, 1))
         splits = fixed_splits.within_slots(splits, tiles, work.slots(spec))
     else:
-        splits = split_kv.row_splits(key_tiles, tiles, work.num_splits(spec), work.min_tiles_per_split)
+        splits = planner.row_splits(key_tiles, tiles, work.num_splits(spec), work.min_tiles_per_split)
     return Requests(start, queries, length, tiles, splits)
 
 
@@ -198,15 +196,13 @@ class QueryRows(NamedTuple):
 
 
 class WorkItem(NamedTuple):
-    """What a program computes: a tile of queries, and a split of their keys.
+    """Work of a program: a tile of queries, and a split of their keys.
 
     Attributes:
       request: Its index; the last one for queries of no request.
       first: The first query of the tile, packed.
       queries: Queries from there to the end of the request; none if there is nothing to do.
-      length: Keys.
       split: Which split of the keys.
-      splits: Of how many.
       slot: Of the partial result, if there are several splits.
       page: The physical page of all keys, where a request has only one.
     """
@@ -231,25 +227,26 @@ class WorkItem(NamedTuple):
         return QueryRows(n, kv_h * group + lax.rem(row, group), exists)
 
 
-def item_of(spec: AttentionSpec, work: Work, of: Requests, item: jax.Array, *, longest_first: bool = False) -> WorkItem:
+def item_of(
+    spec: AttentionSpec, work: Work, planned: Requests, item: jax.Array, *, longest_first: bool = False
+) -> WorkItem:
     """The work item of an index, of planned requests: in their order, or those with the longest splits first."""
     if longest_first:
-        key_tiles = lax.div(of.length + (work.tiles.block_kv - 1), work.tiles.block_kv)
-        number, within = split_kv.find_longest_first(key_tiles * of.tiles, of.tiles * of.splits, item)
+        key_tiles = lax.div(planned.length + (work.tiles.block_kv - 1), work.tiles.block_kv)
+        number, within = planner.find_longest_first(key_tiles * planned.tiles, planned.tiles * planned.splits, item)
     else:
-        number, within = split_kv.find_work_item(of.tiles * of.splits, item)
-    splits = jnp.maximum(split_kv.at(of.splits, number), 1)
+        number, within = planner.find_work_item(planned.tiles * planned.splits, item)
+    splits = jnp.maximum(planner.at(planned.splits, number), 1)
     tile, split = lax.div(within, splits), lax.rem(within, splits)
-    earlier = lax.broadcasted_iota(jnp.int32, of.splits.shape, 0) < number
-    slot = jnp.sum(jnp.where(earlier, of.slots, 0)) + within
-    return _item_at(spec, work, of, number, tile)._replace(split=split, splits=splits, slot=slot)
+    earlier = lax.broadcasted_iota(jnp.int32, planned.splits.shape, 0) < number
+    slot = jnp.sum(jnp.where(earlier, planned.slots, 0)) + within
+    return _item_at(spec, work, planned, number, tile)._replace(split=split, splits=splits, slot=slot)
 
 
 class MergeItem(NamedTuple):
     """One query whose keys are split.
 
     Attributes:
-      n: The query, packed.
       slot: Of its first partial result.
       splits: How many there are.
       t: Which query of the tile it is.
@@ -261,22 +258,24 @@ class MergeItem(NamedTuple):
     t: Index
 
 
-def queries_to_merge(of: Requests) -> jax.Array:
+def queries_to_merge(planned: Requests) -> jax.Array:
     """For each request, the number of queries whose keys are split."""
-    return jnp.where(of.splits > 1, of.queries, 0)
+    return jnp.where(planned.splits > 1, planned.queries, 0)
 
 
-def query_to_merge(spec: AttentionSpec, work: Work, of: Requests, i: jax.Array) -> MergeItem:
+def query_to_merge(spec: AttentionSpec, work: Work, planned: Requests, i: jax.Array) -> MergeItem:
     """The ith of the queries whose keys are split."""
-    number, query = split_kv.find_work_item(queries_to_merge(of), i)
-    splits, per_tile = split_kv.at(of.splits, number), work.queries(spec)
-    earlier = lax.broadcasted_iota(jnp.int32, of.splits.shape, 0) < number
-    slot = jnp.sum(jnp.where(earlier, of.slots, 0)) + lax.div(query, per_tile) * splits
-    return MergeItem(split_kv.at(of.start, number) + query, slot, splits, lax.rem(query, per_tile))
+    number, query = planner.find_work_item(queries_to_merge(planned), i)
+    splits, per_tile = planner.at(planned.splits, number), work.queries(spec)
+    earlier = lax.broadcasted_iota(jnp.int32, planned.splits.shape, 0) < number
+    slot = jnp.sum(jnp.where(earlier, planned.slots, 0)) + lax.div(query, per_tile) * splits
+    return MergeItem(planner.at(planned.start, number) + query, slot, splits, lax.rem(query, per_tile))
 
 
-def _item_at(spec: AttentionSpec, work: Work, of: Requests, number: jax.Array, tile: jax.Array) -> WorkItem:
+def _item_at(spec: AttentionSpec, work: Work, planned: Requests, number: jax.Array, tile: jax.Array) -> WorkItem:
     done = tile * work.queries(spec)
-    queries = jnp.maximum(split_kv.at(of.queries, number) - done, 0)
+    queries = jnp.maximum(planner.at(planned.queries, number) - done, 0)
     request = jnp.minimum(number, spec.B - 1)
-    return WorkItem(request, split_kv.at(of.start, number) + done, queries, split_kv.at(of.length, number), 0, 1, 0)
+    return WorkItem(
+        request, planner.at(planned.start, number) + done, queries, planner.at(planned.length, number), 0, 1, 0
+    )

@@ -11,7 +11,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.spec import LATENT_TILE, AttentionSpec
-from pallas_kernels.triton import language
+from pallas_kernels.split_kv import byte_pairs
+from pallas_kernels.split_kv.work import PagedOperands, WorkItem
 from pallas_kernels.triton.head_chunks import (
     Columns,
     chunks,
@@ -19,19 +20,15 @@ from pallas_kernels.triton.head_chunks import (
     key_chunks,
     plain_chunks,
 )
-from pallas_kernels.triton.paged import byte_pairs
-from pallas_kernels.triton.paged.work import PagedOperands, WorkItem
-from pallas_kernels.triton.tile import computed_once
+from pallas_kernels.triton.launch import runner_of
 from pallas_kernels.triton.vectors import PreparedVectors
 from pallas_kernels.types import Index, Ref
 
 
 class KeyRows(NamedTuple):
-    """Where a tile of keys lies.
+    """Pages and rows of a tile of keys.
 
     Attributes:
-      spec: The spec.
-      h: Key head.
       first: The logical position of the first key.
       exists: Which keys lie before the request's length, [count].
       page: Physical page of all of them, or of each, [count].
@@ -48,7 +45,7 @@ class KeyRows(NamedTuple):
     may_end: bool
 
     @classmethod
-    def of(
+    def look_up(
         cls,
         spec: AttentionSpec,
         arrays: PagedOperands[Ref],
@@ -70,7 +67,7 @@ class KeyRows(NamedTuple):
             page, row = arrays.table[(work_item.request, lax.div(first, page_size))], lax.rem(first, page_size)
         else:
             at = arrays.table.at[(work_item.request, lax.div(position, page_size))]
-            page = language.load(spec.route, at, mask=exists, other=0) if may_end else language.load(spec.route, at)
+            page = runner_of(spec).load(at, mask=exists, other=0) if may_end else runner_of(spec).load(at)
             row = lax.rem(position, page_size)
         page = jnp.minimum(jnp.maximum(page, 0), spec.num_pages - 1) + arrays.first_page[0]
         return cls(spec, h, first, exists, page, row, may_end)
@@ -85,15 +82,14 @@ class KeyRows(NamedTuple):
         loads no pairs: float16 holds no small weights.
 
         Args:
-          ref: The pages.
           scales: Their scales, if they have eight bits.
-          mod: Of the rows.
           weighs: Whether these are values.
         """
         scale, spec = self._scales(scales), self.spec
         if holds_pairs(spec, spec.Dv if weighs else spec.D, None if mod is None else mod.program):
-            of = chunks(ref.shape[3])
-            return tuple(x for chunk in of for x in byte_pairs.columns_of(spec, self._load_chunk(ref, *chunk))), scale
+            return tuple(
+                x for chunk in chunks(ref.shape[3]) for x in byte_pairs.columns_of(spec, self._load_chunk(ref, *chunk))
+            ), scale
         on_rows = mod is not None or (weighs and self.spec.dtype == "float16")
         return (self._load(ref, mod, scale), None) if on_rows else (self._load(ref, mod, None), scale)
 
@@ -102,7 +98,7 @@ class KeyRows(NamedTuple):
 
         The scales are None where they have multiplied the rows already: they are powers of two, which round none.
         """
-        spec, found = self.spec, []
+        spec, columns = self.spec, []
         pairs = holds_pairs(spec, spec.Dv, None)
         assert arrays.key_scale is not None  # what has tiles has them
         assert arrays.rope_key is not None
@@ -113,12 +109,12 @@ class KeyRows(NamedTuple):
         for tile, scale in enumerate(scales):
             rows = self._load_chunk(arrays.key, tile * width, width)
             if pairs:
-                found += byte_pairs.columns_of(spec, rows)
+                columns += byte_pairs.columns_of(spec, rows)
             else:
-                found.append(computed_once(spec, functools.partial(self._scaled, rows, scale)))
+                columns.append(runner_of(spec).computed_once(functools.partial(self._scaled, rows, scale)))
         for first, width in chunks(spec.D - spec.Dv):
-            found.append(self._load_chunk(arrays.rope_key, first, width).astype(spec.dtype))
-        return tuple(found), scales if pairs else None
+            columns.append(self._load_chunk(arrays.rope_key, first, width).astype(spec.dtype))
+        return tuple(columns), scales if pairs else None
 
     def _scales(self, ref: Ref | None) -> jax.Array | None:
         """The scale of the head, a scalar, or of each key, [count]: zeros past the request's length; None without."""
@@ -131,30 +127,28 @@ class KeyRows(NamedTuple):
         row = lax.broadcasted_iota(jnp.int32, self.exists.shape, 0) + self.row if self._is_one_page else self.row
         at = ref.at[(self.page, row, column)]
         return (
-            language.load(self.spec.route, at, mask=self.exists, other=0.0)
+            runner_of(self.spec).load(at, mask=self.exists, other=0.0)
             if self.may_end
-            else language.load(self.spec.route, at)
+            else runner_of(self.spec).load(at)
         )
 
     def _load(self, ref: Ref, mod: PreparedVectors | None, scale: jax.Array | None) -> Columns:
         """Rows [count, D or Dv], multiplied by a scale, and as a mod makes them; zeros past the request's length."""
         if mod is None:
-            of = key_chunks(self.spec) if self.spec.values_in_keys else plain_chunks(ref.shape[3])
-            return tuple(self._scaled(self._load_chunk(ref, first, width), scale) for first, width, _ in of)
+            pieces = key_chunks(self.spec) if self.spec.values_in_keys else plain_chunks(ref.shape[3])
+            return tuple(self._scaled(self._load_chunk(ref, first, width), scale) for first, width, _ in pieces)
         position = self.first + lax.broadcasted_iota(jnp.int32, (self.exists.shape[0], 1), 0)
         if self.may_end:  # indices of captured arrays are in range
             position = jnp.minimum(position, self.spec.S - 1)
-        made = mod.tile(position, lambda lanes: self._scaled(self._load_lanes(ref, lanes), scale))
+        rows = mod.tile(position, lambda lanes: self._scaled(self._load_lanes(ref, lanes), scale))
         if not self.may_end:
-            return made
-        return tuple(jnp.where(self.exists[:, None], x, jnp.zeros_like(x)) for x in made)  # a mod may make NaN of zeros
+            return rows
+        return tuple(jnp.where(self.exists[:, None], x, jnp.zeros_like(x)) for x in rows)  # a mod may make NaN of zeros
 
     def _load_chunk(self, ref: Ref, start: int, width: int) -> jax.Array:
         count, size = self.exists.shape[0], ref.shape[3]
         if self._is_one_page and not self.may_end and start + width <= size:
-            return language.load(
-                self.spec.route, ref.at[(self.page, pl.ds(self.row, count), self.h, pl.ds(start, width))]
-            )
+            return runner_of(self.spec).load(ref.at[(self.page, pl.ds(self.row, count), self.h, pl.ds(start, width))])
         column = start + lax.broadcasted_iota(jnp.int32, (count, width), 1)
         return self._load_lanes(ref, column, column < size)
 
@@ -170,8 +164,8 @@ class KeyRows(NamedTuple):
             mask = exists if mask is None else mask & exists
         at = ref.at[(pages, rows, self.h, lanes)]
         if mask is None:
-            return language.load(self.spec.route, at)
-        return language.load(self.spec.route, at, mask=mask, other=0 if jnp.issubdtype(ref.dtype, jnp.integer) else 0.0)
+            return runner_of(self.spec).load(at)
+        return runner_of(self.spec).load(at, mask=mask, other=0 if jnp.issubdtype(ref.dtype, jnp.integer) else 0.0)
 
     @property
     def _is_one_page(self) -> bool:

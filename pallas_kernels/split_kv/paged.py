@@ -22,17 +22,16 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.plan import unreached_by_pallas
 from pallas_kernels.spec import AttentionSpec, Operands
-from pallas_kernels.triton import fixed_splits, language, scores, split_kv, vectors
+from pallas_kernels.split_kv import byte_pairs, fixed_splits, planner
+from pallas_kernels.split_kv.key_rows import KeyRows
+from pallas_kernels.split_kv.merge import merge_splits
+from pallas_kernels.split_kv.walk import QueryBlocks, walk_of
+from pallas_kernels.split_kv.work import PagedOperands, QueryRows, Requests, Work, WorkItem, item_of, requests
+from pallas_kernels.triton import scores, vectors
 from pallas_kernels.triton.attention import Attention, RowVectors, Tile, Walk
 from pallas_kernels.triton.containment import any_nan
 from pallas_kernels.triton.head_chunks import Columns, holds_pairs, key_chunks, value_chunks
-from pallas_kernels.triton.launch import launch
-from pallas_kernels.triton.paged import byte_pairs
-from pallas_kernels.triton.paged.key_rows import KeyRows
-from pallas_kernels.triton.paged.marked import QueryBlocks
-from pallas_kernels.triton.paged.merge import merge_splits
-from pallas_kernels.triton.paged.walk import walk_of
-from pallas_kernels.triton.paged.work import PagedOperands, QueryRows, Requests, Work, WorkItem, item_of, requests
+from pallas_kernels.triton.launch import runner_of
 from pallas_kernels.types import Index, Ref, S
 
 MIN_WGMMA_ROWS = 64
@@ -44,12 +43,11 @@ def paged(spec: AttentionSpec, works: tuple[Work, ...], arrays: PagedOperands[ja
     Args:
       spec: Its programs are traced with heads in rows.
       works: The launches: which requests they take, with which tiles; each request is in one of them.
-      arrays: The inputs.
     """
     result: list[jax.Array] = []
     for work in works:
-        found, count = _attend(_with_pairs(spec, work), work, arrays, result), 2 + len(spec.stats)
-        result, splits = found[:count], found[count:]
+        outputs, count = _attend(_with_pairs(spec, work), work, arrays, result), 2 + len(spec.stats)
+        result, splits = outputs[:count], outputs[count:]
         if splits:
             result = merge_splits(spec, work, arrays, result, splits)
     return repair(spec, works, arrays, result)
@@ -58,7 +56,7 @@ def paged(spec: AttentionSpec, works: tuple[Work, ...], arrays: PagedOperands[ja
 def repair(
     spec: AttentionSpec, works: tuple[Work, ...], arrays: PagedOperands[jax.Array], result: list[jax.Array]
 ) -> list[jax.Array]:
-    """The results of these launches, with what masked NaN reached computed again (`pallas_kernels.softmax.mark`)."""
+    """The results of these launches, with what masked NaN reached computed again (`pallas_kernels.softmax`)."""
     for work in works if spec.needs_marks else ():
         result = _repair(_with_pairs(spec, work), work, arrays, result)
     return result
@@ -83,13 +81,13 @@ def _with_pairs(spec: AttentionSpec, work: Work) -> AttentionSpec:
 def _attend(
     spec: AttentionSpec, work: Work, arrays: PagedOperands[jax.Array], before: list[jax.Array]
 ) -> list[jax.Array]:
-    a, rows = spec, work.tiles.block_q
-    of_rows = lambda *shape: [jax.ShapeDtypeStruct(shape, jnp.float32)] * (1 + len(spec.stats))
-    outputs = [jax.ShapeDtypeStruct((a.T, a.Hq, a.Dv), spec.out_dtype), *of_rows(a.T, a.Hq)]
+    rows = work.tiles.block_q
+    per_row = lambda *shape: [jax.ShapeDtypeStruct(shape, jnp.float32)] * (1 + len(spec.stats))
+    outputs = [jax.ShapeDtypeStruct((spec.T, spec.Hq, spec.Dv), spec.out_dtype), *per_row(spec.T, spec.Hq)]
     if work.max_splits(spec) > 1:
-        slots = (work.slots(spec), a.Hkv, rows)
+        slots = (work.slots(spec), spec.Hkv, rows)
         vectors = [jax.ShapeDtypeStruct(slots, jnp.float32)] * fixed_splits.vectors_of_partial(spec)
-        outputs += [jax.ShapeDtypeStruct((*slots, a.Dv), jnp.float32), *vectors]
+        outputs += [jax.ShapeDtypeStruct((*slots, spec.Dv), jnp.float32), *vectors]
     kernel, programs = _kernel, spec.Hkv * work.num_items(spec)
     if work.fixed_splits:
         kernel, programs = _fixed_kernel, min(programs, fixed_splits.MAX_PROGRAMS)
@@ -122,27 +120,26 @@ def _launch(
         arrays = arrays._replace(key=byte_pairs.words(arrays.key))
     if holds_pairs(spec, spec.Dv, spec.vector_programs.value) and not spec.values_in_keys:
         arrays = arrays._replace(value=byte_pairs.words(arrays.value))
-    return launch(
+    return runner_of(spec).launch(
         functools.partial(kernel, spec, work),
         (arrays, before),
         outputs,
         name=name,
         grid=(programs,),
         tiles=work.tiles,
-        spec=spec,
         aliases={count + n: n for n in range(len(before))},
     )
 
 
 class _Program(NamedTuple):
-    """What a program computes: the work item, its rows, and their attention."""
+    """A program: its work item, the rows of that, and their attention."""
 
     item: WorkItem
     row: QueryRows
     attention: Attention
 
     @classmethod
-    def of(
+    def from_number(
         cls,
         spec: AttentionSpec,
         work: Work,
@@ -151,9 +148,9 @@ class _Program(NamedTuple):
         planned: Requests | None = None,
     ) -> _Program:
         """From a number of work item and key head: the program id for None."""
-        a, tiles = spec, work.tiles
+        tiles = work.tiles
         number = pl.program_id(0) if number is None else number
-        kv_h, item = lax.rem(number, a.Hkv), lax.div(number, a.Hkv)
+        kv_h, item = lax.rem(number, spec.Hkv), lax.div(number, spec.Hkv)
         work_item = item_of(spec, work, requests(spec, work, arrays) if planned is None else planned, item)
         if spec.max_pages == 1:  # looked up once, so that the loads of the loop depend on no other
             work_item = work_item._replace(page=arrays.table[(work_item.request, 0)])
@@ -161,17 +158,17 @@ class _Program(NamedTuple):
         q, q_scale = _scaled_queries(spec, arrays.query, row)
         captured = Operands(*arrays[:3], None, arrays.captured)
         prepared = scores.prepare(
-            a, captured, tiles.shape, work_item.request, row.h[:, None], q=row.n[:, None], end=work_item.length
+            spec, captured, tiles.shape, work_item.request, row.h[:, None], q=row.n[:, None], end=work_item.length
         )
 
-        of_mod = lambda program, refs: (
-            None if program is None else vectors.prepare(a, program, refs, tiles.block_kv, work_item.request, kv_h)
+        prepare_vectors = lambda program, refs: (
+            None if program is None else vectors.prepare(spec, program, refs, tiles.block_kv, work_item.request, kv_h)
         )
-        key_vectors = of_mod(spec.vector_programs.key, arrays.captured.key)
-        value_vectors = of_mod(spec.vector_programs.value, arrays.captured.value)
+        key_vectors = prepare_vectors(spec.vector_programs.key, arrays.captured.key)
+        value_vectors = prepare_vectors(spec.vector_programs.value, arrays.captured.value)
 
         def tile_at(key: jax.Array, is_partial: bool) -> Tile:
-            rows = KeyRows.of(spec, arrays, work_item, key_head, key, tiles.block_kv, may_end=is_partial)
+            rows = KeyRows.look_up(spec, arrays, work_item, key_head, key, tiles.block_kv, may_end=is_partial)
             if spec.has_latent_tiles:
                 keys, key_scales = rows.load_latents(arrays)
             else:
@@ -180,7 +177,7 @@ class _Program(NamedTuple):
             product = (
                 None if key_scales is None else functools.partial(byte_pairs.qk_product, spec, key_scales, q_scale)
             )
-            result = scores.compute(prepared, q, keys, key, is_partial, product)
+            result = scores.compute(prepared, q, keys, key, is_partial, product)  # S = QK^T, [block_q, Bk]
             if spec.values_in_keys:
                 return Tile(result, keys[: len(value_chunks(spec))], key_scales)
             values, scale = rows.load_scaled(arrays.value, arrays.value_scale, value_vectors, weighs=True)
@@ -199,7 +196,7 @@ class _Program(NamedTuple):
         item, tile, prepared = self.item, work.tiles.block_kv, self.attention.prepared
         walk, size = walk_of(prepared.spec, tile, prepared.mask, item), fixed_splits.tiles_of_split(work.tiles)
 
-        def of(i: Index) -> Walk:
+        def split_walk(i: Index) -> Walk:
             begin, end = jnp.maximum(walk.first, i * size), jnp.minimum(walk.last, (i + 1) * size)
             return lambda state, step: lax.fori_loop(begin, end, lambda t, s: step(s, t * tile, True), state)
 
@@ -207,7 +204,7 @@ class _Program(NamedTuple):
         begin = jnp.full((), walk.first, jnp.int32) if isinstance(walk.first, int) else walk.first
         first = jnp.where(is_split, item.split, lax.div(begin, jnp.int32(size)))
         last = jnp.where(is_split, item.split + 1, lax.div(walk.last + (size - 1), jnp.int32(size)))
-        return of, first, last
+        return split_walk, first, last
 
     def store(
         self,
@@ -224,9 +221,9 @@ class _Program(NamedTuple):
         writes the old values there.
         """
         row, whole, spec = self.row, jnp.broadcast_to(whole, row_vectors[0].shape), self.attention.prepared.spec
-        out, *of_rows = refs
-        for ref, x in zip(of_rows, row_vectors, strict=True):
-            language.store(spec.route, ref.at[(row.n, row.h)], x, mask=whole)
+        out, *per_row = refs
+        for ref, x in zip(per_row, row_vectors, strict=True):
+            runner_of(spec).store(ref.at[(row.n, row.h)], x, mask=whole)
         mask = whole if keeps is None else whole & ~keeps
         _store(spec, out, (row.n[:, None], row.h[:, None]), columns, mask)
 
@@ -239,7 +236,7 @@ def _kernel(
     *refs: Ref,  # out [N, Hq, Dv], lse and stats [N, Hq]; partial results, [slots, Hkv, block_q] in place of [N, Hq]
 ) -> None:
     del before  # the memory of the outputs but partial results
-    program, count = _Program.of(spec, work, arrays), 2 + len(spec.stats)
+    program, count = _Program.from_number(spec, work, arrays), 2 + len(spec.stats)
     item, (columns, row_vectors) = program.item, program.attention.attend()
     program.store(refs[:count], columns, row_vectors, whole=(item.queries > 0) & (item.splits == 1))
     if len(refs) > count:
@@ -247,32 +244,32 @@ def _kernel(
 
 
 def _fixed_kernel(spec: AttentionSpec, work: Work, arrays: PagedOperands[Ref], before: list[Ref], *refs: Ref) -> None:
-    """The same with splits of a constant number of keys; a program takes items in a grid-stride loop."""
+    """Takes items in a grid-stride loop, with splits of a constant number of keys."""
     del before
-    of = requests(spec, work, arrays)
+    planned = requests(spec, work, arrays)
     count = 2 + len(spec.stats)
 
     def compute(number: jax.Array) -> None:
-        program = _Program.of(spec, work, arrays, number, of)
+        program = _Program.from_number(spec, work, arrays, number, planned)
         item, sums = program.item, fixed_splits.attend(program.attention, *program.fixed_splits(work))
         columns, row_vectors = fixed_splits.finish(spec, sums)
         program.store(refs[:count], columns, row_vectors, whole=(item.queries > 0) & (item.splits == 1))
         if len(refs) > count:
             _store_partial(program, refs[count:], number, sums.out, sums.vectors)
 
-    split_kv.grid_stride(jnp.sum(of.tiles * of.splits) * spec.Hkv, compute)
+    planner.grid_stride(jnp.sum(planned.tiles * planned.splits) * spec.Hkv, compute)
 
 
 def _store_partial(
     program: _Program, refs: Sequence[Ref], number: jax.Array, columns: Columns, row_vectors: RowVectors
 ) -> None:
     """Stores the partial result of an item, if its keys are split: out and vectors."""
-    (partial_out, *of_rows), item, spec = refs, program.item, program.attention.prepared.spec
+    (partial_out, *per_row), item, spec = refs, program.item, program.attention.prepared.spec
     kv_h = lax.rem(number, spec.Hkv)
     i = lax.broadcasted_iota(jnp.int32, (program.attention.rows,), 0)
     is_split = program.row.exists & (item.splits > 1)
-    for ref, x in zip(of_rows, row_vectors, strict=True):
-        language.store(spec.route, ref.at[(item.slot, kv_h, i)], x, mask=is_split)
+    for ref, x in zip(per_row, row_vectors, strict=True):
+        runner_of(spec).store(ref.at[(item.slot, kv_h, i)], x, mask=is_split)
     _store(spec, partial_out, (item.slot, kv_h, i[:, None]), columns, is_split)
 
 
@@ -280,16 +277,16 @@ def _repair_kernel(spec: AttentionSpec, work: Work, arrays: PagedOperands[Ref], 
     blocks, program = QueryBlocks(spec, work), pl.program_id(0)
     block, kv_h = lax.div(program, spec.Hkv), lax.rem(program, spec.Hkv)
 
-    def fix(item: jax.Array, of: Requests) -> None:
-        tile = _Program.of(spec, work, arrays, item * spec.Hkv + kv_h, of)
-        row_lse = language.load(spec.route, before[1].at[(tile.row.n, tile.row.h)])
+    def fix(item: jax.Array, planned: Requests) -> None:
+        tile = _Program.from_number(spec, work, arrays, item * spec.Hkv + kv_h, planned)
+        row_lse = runner_of(spec).load(before[1].at[(tile.row.n, tile.row.h)])
         marked = (row_lse != row_lse) & (tile.item.queries > 0)  # others stay, to the last bit
         pl.when(any_nan(row_lse) & (tile.item.queries > 0))(lambda: _fix(tile, work, refs, marked))
 
     def fix_block() -> None:
-        of = requests(spec, work, arrays)
-        first, end = blocks.items(of, block)
-        lax.fori_loop(first, end, lambda item, state: (fix(item, of), state)[1], jnp.int32(0))
+        planned = requests(spec, work, arrays)
+        first, end = blocks.items(planned, block)
+        lax.fori_loop(first, end, lambda item, state: (fix(item, planned), state)[1], jnp.int32(0))
 
     pl.when(blocks.has_marks(before[1], block, kv_h))(fix_block)
 
@@ -309,7 +306,7 @@ def _store(spec: AttentionSpec, ref: Ref, at: tuple[Index, ...], columns: Column
     for (first, _, step), x in zip(value_chunks(spec), columns, strict=True):
         column = first + step * lax.broadcasted_iota(jnp.int32, x.shape, 1)
         index = tuple(jnp.broadcast_to(i, x.shape) if jnp.ndim(i) else i for i in at)
-        language.store(spec.route, ref.at[(*index, column)], x.astype(ref.dtype), mask=mask[:, None] & (column < size))
+        runner_of(spec).store(ref.at[(*index, column)], x.astype(ref.dtype), mask=mask[:, None] & (column < size))
 
 
 def _scaled_queries(spec: AttentionSpec, ref: Ref, row: QueryRows) -> tuple[Columns, jax.Array | None]:
@@ -329,7 +326,7 @@ def _load_queries(spec: AttentionSpec, ref: Ref, n: jax.Array, h: jax.Array) -> 
         shape = (n.shape[0], width)
         column = first + step * lax.broadcasted_iota(jnp.int32, shape, 1)
         at = (jnp.broadcast_to(n[:, None], shape), jnp.broadcast_to(h[:, None], shape), column)
-        return language.load(spec.route, ref.at[at], mask=column < spec.D, other=0.0)
+        return runner_of(spec).load(ref.at[at], mask=column < spec.D, other=0.0)
 
     return tuple(load(*chunk) for chunk in key_chunks(spec))
 
@@ -345,7 +342,7 @@ def _over_keys(
     """Folds a step over this program's split of the tiles that its rows visit."""
     tile = work.tiles.block_kv
     walk = walk_of(spec, tile, prepared.mask, work_item)
-    start, end = split_kv.split_range(walk.last - walk.first, work_item.split, work_item.splits)
+    start, end = planner.split_range(walk.last - walk.first, work_item.split, work_item.splits)
     start, end = walk.first + start, walk.first + end
     inside = lambda x: jnp.minimum(jnp.maximum(x, start), end)
     first_whole, last_whole = inside(walk.first_whole), inside(walk.last_whole)

@@ -1,8 +1,8 @@
 """Split-KV decoding over ragged rows: they differ in length, or in how many blocks the mask lists.
 
 The number of splits of a row follows from its own tiles of keys, which only the device knows: see
-`pallas_kernels.triton.split_kv`. The output of an unsplit row is written directly; the others keep partial results,
-and a second, small kernel (`pallas_kernels.triton.decode.merge`) merges them.
+`pallas_kernels.split_kv.planner`. The output of an unsplit row is written directly; the others keep partial results,
+and a second, small kernel (`pallas_kernels.split_kv.merge`) merges them.
 
 Programs are started longest split first, all key heads of a split side by side: those in the tail are short.
 """
@@ -21,21 +21,21 @@ from jax.experimental import pallas as pl
 from pallas_kernels import block_walk
 from pallas_kernels.config import Tiles
 from pallas_kernels.spec import AttentionSpec
-from pallas_kernels.triton import fixed_splits, language, split_kv
+from pallas_kernels.split_kv import fixed_splits, planner
 from pallas_kernels.triton.attention import RowVectors
 from pallas_kernels.triton.head_chunks import Columns, chunks
+from pallas_kernels.triton.launch import runner_of
 from pallas_kernels.types import A, Index, Ref, S
 
 MIN_LANES = 16  # of a vector over rows
 
 
 class KvExtents(NamedTuple, Generic[A]):
-    """How many keys each row visits: what the splits follow from (in a kernel: the refs).
+    """Keys that each row visits, from which the splits follow (in a kernel: the refs).
 
     Attributes:
       lengths: Keys of each batch entry, int32 [B], or None where all have S.
       counts: Partial blocks of each row of the mask's lists, int32 [list batch, list heads, 1], or None without lists.
-      full_counts: Full ones.
     """
 
     lengths: A | None
@@ -43,18 +43,16 @@ class KvExtents(NamedTuple, Generic[A]):
     full_counts: A | None
 
     def end(self: KvExtents[Ref], spec: AttentionSpec, b: Index) -> jax.Array | None:
-        """Where the keys of a batch entry end; None where all end at S."""
+        """End of the keys of a batch entry; None where all end at S."""
         if self.lengths is None:
             return None
-        return jnp.minimum(jnp.maximum(language.load(spec.route, self.lengths.at[b]), 0), spec.S)
+        return jnp.minimum(jnp.maximum(runner_of(spec).load(self.lengths.at[b]), 0), spec.S)
 
 
 class WorkItem(NamedTuple):
     """The split of a row that a program computes.
 
     Attributes:
-      b: Batch entry.
-      kv_h: Key head.
       end: Where its keys end; None for S.
       split: Which split of them.
       exists: False where there is nothing to do.
@@ -97,7 +95,7 @@ class SplitPlan:
 
     @property
     def is_fixed(self) -> bool:
-        """Whether the keys of a split are constant in number (`pallas_kernels.triton.fixed_splits`)."""
+        """True if the keys of a split are constant in number (`pallas_kernels.split_kv.fixed_splits`)."""
         return self.spec.config.batch_invariant
 
     @property
@@ -115,19 +113,19 @@ class SplitPlan:
         """Splits of one row, at most."""
         if self.is_fixed:
             return max_fixed_splits(self.spec, self.tiles)
-        return min(self.num_splits + 1, max(1, max_tiles(self.spec, self.tiles) // split_kv.MIN_TILES_PER_SPLIT))
+        return min(self.num_splits + 1, max(1, max_tiles(self.spec, self.tiles) // planner.MIN_TILES_PER_SPLIT))
 
     @property
     def num_splits(self) -> int:
         """Splits to aim at, over all rows."""
-        return split_kv.num_splits(self.heads)
+        return planner.num_splits(self.heads)
 
     @property
     def num_items(self) -> int:
         """Splits of all rows, at most: the size of the grid for a key head."""
         if self.is_fixed:
             return self.rows + self.slots if self.max_splits > 1 else self.rows
-        return min(split_kv.max_items(self.rows, self.num_splits), self.rows * self.max_splits)
+        return min(planner.max_items(self.rows, self.num_splits), self.rows * self.max_splits)
 
     @property
     def slots(self) -> int:
@@ -161,11 +159,11 @@ class SplitPlan:
             assert spec.block_size is not None
             max_blocks_ = max_blocks(spec, end)
             at = (*_list_position(spec, b, kv_h), jnp.zeros_like(row))
-            listed = [language.load(spec.route, counts.at[at]) for counts in (extents.counts, extents.full_counts)]
+            listed = [runner_of(spec).load(counts.at[at]) for counts in (extents.counts, extents.full_counts)]
             listed = [x if max_blocks_ is None else jnp.minimum(x, max_blocks_) for x in listed]
             tiles = (listed[0] + listed[1]) * (spec.block_size[1] // self.tiles.block_kv)
         exists = (index < self.rows).astype(jnp.int32)
-        splits = split_kv.row_splits(tiles, exists, self.num_splits)
+        splits = planner.row_splits(tiles, exists, self.num_splits)
         if self.is_fixed:  # either all splits of constant size in programs of their own, or none
             splits = jnp.where(splits > 1, self.fixed_splits(tiles), splits)
             splits = fixed_splits.within_slots(splits, exists, self.slots)
@@ -179,8 +177,8 @@ class SplitPlan:
     def item_at(self, extents: KvExtents[Ref], item: jax.Array, head: jax.Array) -> WorkItem:
         """The work item of a program."""
         tiles, splits = self.splits(extents)
-        row, i = split_kv.find_longest_first(tiles, splits, item)
-        count, exists = split_kv.at(splits, row), row < self.rows
+        row, i = planner.find_longest_first(tiles, splits, item)
+        count, exists = planner.at(splits, row), row < self.rows
         b, kv_h = self.batch_and_head(jnp.minimum(row, self.rows - 1), head)
         split = block_walk.Split(
             jnp.where(exists, i, 1), jnp.maximum(count, 1)
@@ -188,14 +186,14 @@ class SplitPlan:
         slot = _slots_before(splits, row) + i
         fixed = (0, 0)
         if self.is_fixed:
-            fixed = jnp.where(count > 1, i, 0), jnp.where(count > 1, i + 1, self.fixed_splits(split_kv.at(tiles, row)))
+            fixed = jnp.where(count > 1, i, 0), jnp.where(count > 1, i + 1, self.fixed_splits(planner.at(tiles, row)))
         return WorkItem(b, kv_h, extents.end(self.spec, b), split, exists, count == 1, slot, fixed)
 
     def split_row(self, splits: jax.Array, i: jax.Array, head: jax.Array) -> SplitRow:
         """The ith of the rows that are split."""
-        row, _ = split_kv.find_work_item((splits > 1).astype(jnp.int32), i)
+        row, _ = planner.find_work_item((splits > 1).astype(jnp.int32), i)
         b, kv_h = self.batch_and_head(jnp.minimum(row, self.rows - 1), head)
-        return SplitRow(b, kv_h, _slots_before(splits, row), split_kv.at(splits, row))
+        return SplitRow(b, kv_h, _slots_before(splits, row), planner.at(splits, row))
 
 
 def max_tiles(spec: AttentionSpec, tiles: Tiles) -> int:
@@ -211,7 +209,7 @@ def max_fixed_splits(spec: AttentionSpec, tiles: Tiles) -> int:
 
 
 def max_blocks(spec: AttentionSpec, end: Index | None) -> jax.Array | None:
-    """How many of a row's listed blocks may begin before `end`: lists ascend, so these are the first ones."""
+    """Bound on a row's listed blocks that begin before `end`: lists ascend, so these are the first ones."""
     assert spec.block_size is not None
     return None if end is None else lax.div(end + (spec.block_size[1] - 1), spec.block_size[1])
 
@@ -230,26 +228,24 @@ def store_partial(
     spec: AttentionSpec, row: WorkItem, head: Index, rows: Columns, vectors: RowVectors, splits: Sequence[Ref]
 ) -> None:
     """Stores the partial result of a split: its rows [block_q, Dv] in float32, and their lse and stats [block_q]."""
-    partial_out, *of_vectors = splits
+    partial_out, *vector_refs = splits
     kept, block_q = row.exists & ~row.unsplit, vectors[0].shape[0]
     slot = jnp.minimum(row.slot, partial_out.shape[0] - 1)
     line = lax.broadcasted_iota(jnp.int32, (block_q,), 0)
-    for ref, x in zip(of_vectors, vectors, strict=True):
-        language.store(spec.route, ref.at[(slot, head, line)], x, mask=jnp.broadcast_to(kept, (block_q,)))
+    for ref, x in zip(vector_refs, vectors, strict=True):
+        runner_of(spec).store(ref.at[(slot, head, line)], x, mask=jnp.broadcast_to(kept, (block_q,)))
     for (first, width), x in zip(chunks(partial_out.shape[-1]), rows, strict=True):
         column = first + lax.broadcasted_iota(jnp.int32, (block_q, width), 1)
         line = lax.broadcasted_iota(jnp.int32, (block_q, width), 0)
-        language.store(
-            spec.route, partial_out.at[(slot, head, line, column)], x, mask=(column < partial_out.shape[-1]) & kept
+        runner_of(spec).store(
+            partial_out.at[(slot, head, line, column)], x, mask=(column < partial_out.shape[-1]) & kept
         )
 
 
 def load_lse(spec: AttentionSpec, row: WorkItem, block_q: int, lse: Ref) -> jax.Array:
     """Loads the lse of the queries of a key head; lines past the last query repeat it."""
     line = jnp.minimum(lax.broadcasted_iota(jnp.int32, (block_q,), 0), spec.group * spec.T - 1)
-    return language.load(
-        spec.route, lse.at[(row.b, row.kv_h * spec.group + lax.div(line, spec.T), lax.rem(line, spec.T))]
-    )
+    return runner_of(spec).load(lse.at[(row.b, row.kv_h * spec.group + lax.div(line, spec.T), lax.rem(line, spec.T))])
 
 
 def store_unsplit(
@@ -261,7 +257,7 @@ def store_unsplit(
     keeps: jax.Array | None = None,
 ) -> None:
     """Stores the output, lse and stats of an unsplit row; outputs where `keeps` is true stay as they are."""
-    (out, *of_vectors), is_here, block_q = result, row.exists & row.unsplit, vectors[0].shape[0]
+    (out, *vector_refs), is_here, block_q = result, row.exists & row.unsplit, vectors[0].shape[0]
 
     def batch_and_head(line: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         # Lines past the last name rows of other heads, or none; as repeated ones they would undo, in the interpreter,
@@ -270,14 +266,14 @@ def store_unsplit(
         return row.kv_h * spec.group + lax.div(line, spec.T), lax.rem(line, spec.T), exists
 
     h, t, exists = batch_and_head(lax.broadcasted_iota(jnp.int32, (block_q,), 0))
-    for ref, x in zip(of_vectors, vectors, strict=True):
-        language.store(spec.route, ref.at[(row.b, h, t)], x, mask=exists)
+    for ref, x in zip(vector_refs, vectors, strict=True):
+        runner_of(spec).store(ref.at[(row.b, h, t)], x, mask=exists)
     for (first, width), x in zip(chunks(spec.Dv), rows, strict=True):
         column = first + lax.broadcasted_iota(jnp.int32, (block_q, width), 1)
         h, t, exists = batch_and_head(lax.broadcasted_iota(jnp.int32, (block_q, width), 0))
         at = (row.b, t, h, column) if spec.layout == "BTNH" else (row.b, h, t, column)
         exists = exists if keeps is None else exists & ~keeps[:, None]
-        language.store(spec.route, out.at[at], x.astype(out.dtype), mask=(column < spec.Dv) & exists)
+        runner_of(spec).store(out.at[at], x.astype(out.dtype), mask=(column < spec.Dv) & exists)
 
 
 def over_keys(

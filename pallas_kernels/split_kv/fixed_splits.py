@@ -20,25 +20,21 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
 
 from pallas_kernels import softmax
 from pallas_kernels.config import Tiles
 from pallas_kernels.softmax import mark
 from pallas_kernels.spec import LN_2, AttentionSpec
-from pallas_kernels.triton import language
+from pallas_kernels.split_kv.planner import NUM_SMS
 from pallas_kernels.triton.attention import Attention, RowVectors, Walk
 from pallas_kernels.triton.containment import Attended
-from pallas_kernels.triton.head_chunks import Columns, chunks, zero_values
-from pallas_kernels.triton.split_kv import NUM_SMS
-from pallas_kernels.triton.split_merge import Partials
+from pallas_kernels.triton.head_chunks import Columns, zero_values
+from pallas_kernels.triton.plan import limits
 from pallas_kernels.triton.tile import weights
-from pallas_kernels.types import Index, Ref
+from pallas_kernels.types import Index
 
-KEYS_OF_SPLIT = 1024
 MAX_PARTIALS = 8192  # partial results of all key heads: 270 MB with tiles of 64 rows and 128 columns
 MAX_PROGRAMS = 8 * NUM_SMS  # of a grid-stride loop over splits: most of what the bounds allow does not exist
-LOADED_AT_ONCE = 8  # partial results
 _LEAST = -127.0  # exponent of a factor that counts as 0
 
 
@@ -47,7 +43,7 @@ class Sums(NamedTuple):
 
     Attributes:
       exponent: Of the power of two that they are relative to, a whole number; -inf where nothing was visible.
-      row_sum: Sum of the weights; NaN marks a row (`pallas_kernels.softmax.mark`).
+      row_sum: Sum of the weights; NaN marks a row (`pallas_kernels.softmax`).
       out: Sums of the weights times the values, in chunks of columns.
       row_max: The largest natural score, if it is one of ``spec.stats``.
     """
@@ -64,13 +60,13 @@ class Sums(NamedTuple):
 
 
 def vectors_of_partial(spec: AttentionSpec) -> int:
-    """How many vectors are stored of a partial result."""
+    """Vectors that are stored of a partial result."""
     return (2 if spec.config.batch_invariant else 1) + len(spec.stats)
 
 
 def tiles_of_split(tiles: Tiles) -> int:
     """Tiles of keys of a split."""
-    return max(1, KEYS_OF_SPLIT // tiles.block_kv)
+    return max(1, limits.KEYS_OF_SPLIT // tiles.block_kv)
 
 
 def max_slots(heads: int) -> int:
@@ -88,26 +84,24 @@ def attend(attention: Attention, walk_of: Callable[[Index], Walk], first: Index,
     """The sums over the splits from `first` to `end`.
 
     Args:
-      attention: Of the rows.
       walk_of: The walk of a split.
-      first: The first split.
       end: One past the last.
     """
 
     def one(i: Index, sums: Sums) -> Sums:
-        own = attention._replace(walk=walk_of(i))
-        return add(sums, _of_state(own, own.state()))
+        split_attention = attention._replace(walk=walk_of(i))
+        return add(sums, _of_state(split_attention, split_attention.state()))
 
     return lax.fori_loop(first, end, one, _nothing(attention))
 
 
 def repair(attention: Attention, walk_of: Callable[[Index], Walk], first: Index, end: Index) -> tuple[Sums, Attended]:
-    """The same from cleared values (`pallas_kernels.triton.containment`), and which rows must keep their output."""
+    """Sums from cleared values (`pallas_kernels.triton.containment`), and the rows that must keep their output."""
 
     def one(i: Index, carry: tuple[Sums, Attended]) -> tuple[Sums, Attended]:
-        own = attention._replace(walk=walk_of(i))
-        state, attended = own.repaired_state(carry[1])
-        return add(carry[0], _of_state(own, state, marked=False)), attended
+        split_attention = attention._replace(walk=walk_of(i))
+        state, attended = split_attention.repaired_state(carry[1])
+        return add(carry[0], _of_state(split_attention, state, marked=False)), attended
 
     return lax.fori_loop(first, end, one, (_nothing(attention), Attended.none(attention.rows)))
 
@@ -138,11 +132,11 @@ def add(a: Sums, b: Sums) -> Sums:
     """The sums over the splits of both; rounds once."""
     exponent = jnp.maximum(a.exponent, b.exponent)
     finite = jnp.where(exponent == -jnp.inf, 0.0, exponent)
-    of_a, of_b = _power_of_two(a.exponent - finite), _power_of_two(b.exponent - finite)
+    factor_a, factor_b = _power_of_two(a.exponent - finite), _power_of_two(b.exponent - finite)
     spread = lambda x: x[:, None] if x.ndim else x
-    out = tuple(x * spread(of_a) + y * spread(of_b) for x, y in zip(a.out, b.out, strict=True))
+    out = tuple(x * spread(factor_a) + y * spread(factor_b) for x, y in zip(a.out, b.out, strict=True))
     row_max = tuple(jnp.maximum(x, y) for x, y in zip(a.row_max, b.row_max, strict=True))
-    return Sums(exponent, a.row_sum * of_a + b.row_sum * of_b, out, row_max)
+    return Sums(exponent, a.row_sum * factor_a + b.row_sum * factor_b, out, row_max)
 
 
 def _power_of_two(exponent: jax.Array) -> jax.Array:
@@ -161,34 +155,3 @@ def finish(spec: AttentionSpec, sums: Sums) -> tuple[Columns, RowVectors]:
     factor = spec.kept_scale / row_sum
     out = tuple(x * (factor[:, None] if factor.ndim else factor) for x in sums.out)
     return out, (lse, *sums.row_max)
-
-
-def merge_row(
-    spec: AttentionSpec, partials: Partials[Ref], slot: Index, count: Index, at: tuple[Index, Index]
-) -> tuple[Columns, RowVectors]:
-    """As `pallas_kernels.triton.split_merge.merge_row`: one row, whose splits are added in ascending order."""
-    scalar, size = lambda x: jnp.full((), x, jnp.float32), partials.out.shape[-1]
-    zeros = tuple(jnp.zeros((width,), jnp.float32) for _, width in chunks(size))
-    exponent = scalar(0.0 if spec.normalize == "none" else -jnp.inf)
-    start = Sums(exponent, scalar(0.0), zeros, tuple(scalar(-jnp.inf) for _ in spec.stats))
-
-    def load(i: jax.Array) -> Sums:
-        exists, here = i < count, slot + jnp.minimum(i, count - 1)
-        vector = lambda ref, other: jnp.where(exists, ref[(here, *at)], other)
-        row_sum, *row_max = partials.stats
-        out = []
-        for first, width in chunks(size):
-            column = first + lax.broadcasted_iota(jnp.int32, (width,), 0)
-            mask = (column < size) & exists
-            out.append(language.load(spec.route, partials.out.at[(here, *at, column)], mask=mask, other=0.0))
-        empty = 0.0 if spec.normalize == "none" else -jnp.inf
-        of_max = tuple(vector(ref, -jnp.inf) for ref in row_max)
-        return Sums(vector(partials.lse, empty), vector(row_sum, 0.0), tuple(out), of_max)
-
-    def run(n: jax.Array, sums: Sums) -> Sums:
-        loaded = [load(n * LOADED_AT_ONCE + k) for k in range(LOADED_AT_ONCE)]  # before the first is used
-        for other in loaded:
-            sums = add(sums, other)
-        return sums
-
-    return finish(spec, lax.fori_loop(0, pl.cdiv(count, LOADED_AT_ONCE), run, start))

@@ -7,7 +7,7 @@ partial results of the splits.
 
 Where all rows are alike, each has the same static number of splits; the grid is (splits, key heads, batch). Where
 lengths or lists make them differ, the programs plan the splits: the grid is (key heads, splits of all rows), and
-`pallas_kernels.triton.decode.ragged` maps a program to its split of a row.
+`pallas_kernels.split_kv.ragged` maps a program to its split of a row.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from jax.experimental import pallas as pl
 from pallas_kernels import block_walk
 from pallas_kernels.config import Tiles
 from pallas_kernels.spec import AttentionSpec, Operands
-from pallas_kernels.triton import fixed_splits, language, scores, split_kv
+from pallas_kernels.split_kv import fixed_splits, merge, planner, ragged
+from pallas_kernels.split_kv.ragged import KvExtents, SplitPlan
+from pallas_kernels.triton import scores
 from pallas_kernels.triton.attention import Attention, Tile, Walk
 from pallas_kernels.triton.containment import any_nan
-from pallas_kernels.triton.decode import merge, ragged
-from pallas_kernels.triton.decode.ragged import KvExtents, SplitPlan
 from pallas_kernels.triton.head_chunks import Columns, chunks, load_rows, widened
-from pallas_kernels.triton.launch import launch
+from pallas_kernels.triton.launch import runner_of
 from pallas_kernels.types import Index, Ref, S
 
 
@@ -67,14 +67,13 @@ def repair(
     See `containment`.
     """
     count = len(jax.tree.leaves((arrays, lengths)))
-    return launch(
+    return runner_of(spec).launch(
         functools.partial(_repair_kernel, spec, tiles),
         (arrays, lengths, tuple(result)),
         [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in result],
         name="jflex_decode_repair",
         grid=(spec.Hkv, spec.B),
         tiles=dataclasses.replace(tiles, num_stages=1),
-        spec=spec,
         aliases={count + n: n for n in range(len(result))},
     )
 
@@ -85,28 +84,26 @@ def _decode_uniform(spec: AttentionSpec, tiles: Tiles, arrays: Operands[jax.Arra
         return _decode_whole(spec, tiles, arrays)
     shape = (spec.B * splits, spec.Hkv, tiles.block_q)
     vectors = [jax.ShapeDtypeStruct(shape, jnp.float32)] * fixed_splits.vectors_of_partial(spec)
-    partials = launch(
+    partials = runner_of(spec).launch(
         functools.partial(_uniform_kernel, spec, tiles, splits),
         (arrays,),
         [jax.ShapeDtypeStruct((*shape, spec.Dv), jnp.float32), *vectors],
         name="jflex_decode",
         grid=(splits, spec.Hkv, spec.B),
         tiles=tiles,
-        spec=spec,
     )
     return merge.merge_uniform(spec, splits, partials, arrays.value.dtype)
 
 
 def _decode_whole(spec: AttentionSpec, tiles: Tiles, arrays: Operands[jax.Array]) -> merge.Results:
     """One split for each row: there is nothing to merge."""
-    return launch(
+    return runner_of(spec).launch(
         functools.partial(_uniform_kernel, spec, tiles, 1),
         (arrays,),
         merge.result_shapes(spec, arrays.value.dtype),
         name="jflex_decode",
         grid=(1, spec.Hkv, spec.B),
         tiles=tiles,
-        spec=spec,
     )
 
 
@@ -119,26 +116,25 @@ def _decode_ragged(
     result = merge.result_shapes(spec, arrays.value.dtype)
     vectors = [jax.ShapeDtypeStruct(slots, jnp.float32)] * fixed_splits.vectors_of_partial(spec)
     items = min(plan.num_items, pl.cdiv(fixed_splits.MAX_PROGRAMS, plan.heads)) if plan.is_fixed else plan.num_items
-    found = launch(
+    results = runner_of(spec).launch(
         functools.partial(_ragged_kernel, spec, tiles, plan),
         (arrays, lengths),
         [*result, jax.ShapeDtypeStruct((*slots, spec.Dv), jnp.float32), *vectors],
         name="jflex_decode",
         grid=(plan.heads, items),
         tiles=tiles,
-        spec=spec,
     )
-    whole, splits = found[: len(result)], found[len(result) :]
+    whole, splits = results[: len(result)], results[len(result) :]
     return whole if plan.max_splits == 1 else merge.merge_ragged(plan, extents, splits, whole)
 
 
 def row_splits(spec: AttentionSpec, tiles: Tiles) -> int:
     """Splits of the keys of each head, where all rows are alike."""
-    target = split_kv.even_splits(max(1, spec.B * spec.Hkv))
+    target = planner.even_splits(max(1, spec.B * spec.Hkv))
     if spec.config.batch_invariant:
         fixed = ragged.max_fixed_splits(spec, tiles)
         return fixed if target > 1 and spec.B * spec.Hkv * fixed <= fixed_splits.MAX_PARTIALS else 1
-    return max(1, min(target, ragged.max_tiles(spec, tiles) // split_kv.MIN_TILES_PER_SPLIT))
+    return max(1, min(target, ragged.max_tiles(spec, tiles) // planner.MIN_TILES_PER_SPLIT))
 
 
 def _uniform_kernel(
@@ -165,9 +161,9 @@ def _uniform_kernel(
     for (first, width), x in zip(chunks(spec.Dv), rows, strict=True):
         column = first + lax.broadcasted_iota(jnp.int32, (tiles.block_q, width), 1)
         line = lax.broadcasted_iota(jnp.int32, (tiles.block_q, width), 0)
-        language.store(spec.route, out.at[(b * splits + split, kv_h, line, column)], x, mask=column < spec.Dv)
+        runner_of(spec).store(out.at[(b * splits + split, kv_h, line, column)], x, mask=column < spec.Dv)
     for ref, x in zip(of_vectors, vectors, strict=True):
-        language.store(spec.route, ref.at[(b * splits + split, kv_h, pl.ds(0, tiles.block_q))], x)
+        runner_of(spec).store(ref.at[(b * splits + split, kv_h, pl.ds(0, tiles.block_q))], x)
 
 
 def _ragged_kernel(
@@ -196,7 +192,7 @@ def _ragged_kernel(
         ragged.store_unsplit(spec, row, rows, vectors, refs[:count])
 
     if plan.is_fixed:
-        split_kv.grid_stride(jnp.sum(plan.splits(extents)[1]), compute, axis=1)
+        planner.grid_stride(jnp.sum(plan.splits(extents)[1]), compute, axis=1)
     else:
         compute(pl.program_id(1))
 
@@ -247,7 +243,7 @@ def _attention(
     row = lax.broadcasted_iota(jnp.int32, (tiles.block_q, 1), 0)
     row = jnp.minimum(row, spec.group * spec.T - 1)  # rows beyond repeat the last one, and are dropped
     h, t = kv_h * spec.group + lax.div(row, spec.T), lax.rem(row, spec.T)
-    q = _load_queries(spec, arrays.query, b, h, t)
+    q = _load_queries(spec, arrays.query, b, h, t)  # [block_q, D]
     prepared = scores.prepare(spec, arrays, tiles.shape, b, h, q=t, end=end)
     kv_b = b if spec.Bkv > 1 else 0
 
@@ -263,8 +259,8 @@ def _attention(
             may_end=may_end,
         )
         masked = prepared._replace(mask=prepared.mask if is_partial else None, end=end if may_end else None)
-        tile = scores.compute(masked, q, keys(arrays.key), key, is_partial or may_end)
-        return Tile(tile, keys(arrays.value))
+        tile = scores.compute(masked, q, keys(arrays.key), key, is_partial or may_end)  # S = QK^T, [block_q, Bk]
+        return Tile(tile, keys(arrays.value))  # V [Bk, Dv]
 
     return Attention(prepared, tiles.block_q, walk, tile_at)
 
@@ -277,7 +273,7 @@ def _load_queries(spec: AttentionSpec, ref: Ref, b: Index, h: jax.Array, t: jax.
         column = first + lax.broadcasted_iota(jnp.int32, shape, 1)
         h_row, t_row = jnp.broadcast_to(h, shape), jnp.broadcast_to(t, shape)
         at = (b, t_row, h_row, column) if spec.layout == "BTNH" else (b, h_row, t_row, column)
-        return widened(spec, language.load(spec.route, ref.at[at], mask=column < spec.D, other=0.0))
+        return widened(spec, runner_of(spec).load(ref.at[at], mask=column < spec.D, other=0.0))
 
     return tuple(load(*chunk) for chunk in chunks(spec.D))
 
@@ -296,7 +292,7 @@ def _walk_uniform(
     state: S,
     step: Callable[[S, Index, bool, bool], S],
 ) -> S:
-    """As `_over_keys`; a partial tile may have padding keys."""
+    """Folds a step over keys, like `_over_keys`; a partial tile may have padding keys."""
     keys_end = spec.walk_passes_end("k", tiles.block_kv)
     listed = lambda s, key, is_partial: step(s, key, is_partial, is_partial and keys_end)
     return _over_keys(spec, tiles, arrays, location, split, state, listed)

@@ -19,8 +19,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.spec import AttentionSpec
-from pallas_kernels.triton import language
 from pallas_kernels.triton.head_chunks import Columns, powers_of_two, qk_dot
+from pallas_kernels.triton.launch import runner_of
 
 
 def words(x: jax.Array) -> jax.Array:
@@ -34,11 +34,11 @@ def words(x: jax.Array) -> jax.Array:
 def columns_of(spec: AttentionSpec, x: jax.Array) -> Columns:
     """The even and the odd columns of words, float16."""
     assert spec.paging is not None  # of a paged call
-    held = jnp.dtype(str(spec.paging.dtype))
-    if spec.route == "interpreted":
-        pair = lax.bitcast_convert_type(x, held)
+    dtype = jnp.dtype(str(spec.paging.dtype))
+    if runner_of(spec).is_interpreter:
+        pair = lax.bitcast_convert_type(x, dtype)
         return pair[..., 0].astype(jnp.float16), pair[..., 1].astype(jnp.float16)
-    return tuple(language.element(spec.route, f"{which}_{held.name}", x) for which in ("even", "odd"))
+    return tuple(runner_of(spec).element(f"{which}_{dtype.name}", x) for which in ("even", "odd"))
 
 
 def in_float16(rows: Columns) -> tuple[Columns, jax.Array | None]:
@@ -56,7 +56,6 @@ def qk_product(
     """QK^T of keys with scales, float32 [rows, keys].
 
     Args:
-      spec: The spec.
       key_scales: Of equal shares of the columns: scalars, or [keys]. Columns of latent vectors are pairs, with a scale
         for each; what follows them has none.
       q_scale: Of the columns with scales, [rows, 1].

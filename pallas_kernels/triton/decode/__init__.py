@@ -1,1 +1,0 @@
-"""Kernels for few queries against many keys, with split-KV."""

@@ -1,1 +1,0 @@
-"""Kernels for packed queries against paged keys."""
