@@ -30,8 +30,8 @@ from jflex._call.kv_lengths import check_kv_lengths, known_keys, warn_of_alignme
 from jflex._call.sinks import fold_sinks
 from jflex._call.vector_mods import VectorMods, modified_inputs, modified_output
 from jflex._jax import custom_vjp
-from jflex._jax.manual_axes import match_manual_axes
 from jflex._jax.partitioning import refuse_divided_tokens
+from jflex._mesh import match_manual_axes
 from jflex.backends.base import Inputs, Saved
 from jflex.block_mask.lists import BlockLists
 from jflex.block_mask.mask import BlockMask

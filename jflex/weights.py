@@ -15,8 +15,7 @@ from jaxtyping import Array, Bool, Float, Int, Int32
 
 from jflex._call.checks import describe_array
 from jflex._call.kv_lengths import bounded_inputs, known_lengths, with_lengths_as_mask
-from jflex._jax.explicit_axes import partitioned_by_xla
-from jflex._jax.manual_axes import match_manual_axes
+from jflex._mesh import match_manual_axes, partitioned_by_xla
 from jflex.attention import prepare, with_modified_inputs
 from jflex.backends.base import Inputs
 from jflex.backends.dense_scores import contained_scores, modified, softmax

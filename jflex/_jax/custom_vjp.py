@@ -15,9 +15,9 @@ from jax.interpreters import ad, batching, mlir
 
 from jflex._call.dispatch import select_passes
 from jflex._call.eight_bits import no_gradients
-from jflex._jax.manual_axes import match_manual_axes
 from jflex._jax.ops import BackwardOp, ForwardOp
 from jflex._jax.primitive import ONLY_REVERSE, call_as_primitive
+from jflex._mesh import match_manual_axes
 from jflex.backends.base import Inputs, Saved, SavedCotangents
 from jflex.errors import UnsupportedError
 from pallas_kernels.plan import GradientRequest

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jflex._call.kv_lengths import inputs_without_lengths, spec_without_lengths
-from jflex._jax.manual_axes import vary, varying_axes
+from jflex._mesh import vary, varying_axes
 from jflex.backends import paged_reference
 from jflex.backends.base import Backend, Gradients, Inputs, PagedInputs, Plan, Saved, SavedCotangents
 from jflex.backends.dense_scores import contained_scores, einsum, modified, scores, softmax, stats_of

@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Int8, Int32
 
 from jflex._call.checks import describe_array
 from jflex._call.kv_lengths import known_lengths
-from jflex._jax.manual_axes import match_manual_axes
+from jflex._mesh import match_manual_axes
 from jflex.block_mask.lengths import checked_block_size, checked_size
 from jflex.block_mask.lists import EMPTY, FULL, PARTIAL, block_count
 from jflex.block_mask.mask import BlockMask, BlockSize

@@ -10,7 +10,7 @@ import jax
 from jax.core import Tracer, eval_context
 
 from jflex._call.kv_lengths import known_lengths
-from jflex._jax.primitive import no_mesh
+from jflex._mesh import no_mesh
 from jflex.block_mask.drawing import is_concrete
 from jflex.block_mask.mask import BlockMask, create_block_mask
 from jflex.masks.padding import padding

@@ -10,8 +10,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int32
 
 from jflex._call.checks import describe_array
-from jflex._jax.explicit_axes import leading_axes, partitioned_by_xla
-from jflex._jax.manual_axes import vary, varying_axes
+from jflex._mesh import leading_axes, partitioned_by_xla, vary, varying_axes
 from jflex.config import Config
 from jflex.latent import indexer_kernels
 from jflex.latent.indexer_kernels import IndexerImplementation, site_of_kernel

@@ -13,8 +13,8 @@ from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
 from jflex._call.checks import check_config, current_device
-from jflex._jax.manual_axes import match_manual_axes
 from jflex._jax.primitive import Flat, call_as_primitive
+from jflex._mesh import match_manual_axes
 from jflex.errors import UnsupportedError
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from jax.core import Tracer
 from jax.extend import core
 from jax.typing import ArrayLike
 
-from jflex._jax.manual_axes import match_manual_axes, varying_axes
+from jflex._mesh import match_manual_axes, varying_axes
 from jflex.mods.array_sizes import CallSizes, Requirement, check_requirements, program_requirements, requirements_of
 from jflex.mods.batchable import CALLS, batchable, bind
 from jflex.mods.dependence import check_integer_powers, index_requirements

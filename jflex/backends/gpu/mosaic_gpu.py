@@ -10,10 +10,10 @@ import functools
 from typing import TYPE_CHECKING, ClassVar
 
 from jflex._call import kv_lengths
+from jflex._mesh import isolated_trace
 from jflex.backends.base import Backend, Gradients, GradientsBy, Inputs, PagedInputs, Plan, Saved, SavedCotangents
 from jflex.backends.gpu import hopper_split_kv as split_kv
 from jflex.backends.gpu import triton
-from jflex.backends.gpu.isolated_trace import isolated_trace
 from jflex.backends.gpu.official_triton import triton_here
 from jflex.backends.gpu.operands import operands_of, requested_gradients
 from pallas_kernels.mosaic_gpu.plan.limits import limit_of_machine

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar
 
+from jflex._mesh import isolated_trace
 from jflex.backends.base import Plan
-from jflex.backends.gpu.isolated_trace import isolated_trace
 from jflex.backends.gpu.triton import Triton, TritonKernels, loads_e4m3
 from pallas_kernels.plan import GradientRequest, Refusal
 from pallas_kernels.spec import AttentionSpec, Compiler

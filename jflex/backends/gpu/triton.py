@@ -15,8 +15,8 @@ import numpy as np
 from jflex._call import kv_lengths
 from jflex._call.eight_bits import widened
 from jflex._call.sinks import fold_sinks
+from jflex._mesh import isolated_trace
 from jflex.backends.base import Backend, Gradients, Inputs, PagedInputs, Plan, Saved, SavedCotangents, Splits
-from jflex.backends.gpu.isolated_trace import isolated_trace
 from jflex.backends.gpu.operands import operands_of, requested_gradients
 from pallas_kernels.plan import GradientRequest, Refusal, limit_of_pallas, unreached_by_pallas
 from pallas_kernels.spec import AttentionSpec, Compiler, Operands, as_int8

@@ -22,7 +22,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from jflex._call.checks import current_device
-from jflex._jax.manual_axes import match_manual_axes
+from jflex._mesh import match_manual_axes
 from jflex.types import AnyArray
 
 _NATIVE = (0, 11, 2)  # the first version of JAX seen not to widen bfloat16

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 
+from jflex._mesh import isolated_trace
 from jflex.backends.base import PagedInputs
-from jflex.backends.gpu.isolated_trace import isolated_trace
 from pallas_kernels.plan import Refusal
 from pallas_kernels.spec import AttentionSpec
 
