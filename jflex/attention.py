@@ -12,27 +12,28 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int32
 
 from jflex import backends
-from jflex._call.checks import (
+from jflex._call.call_warnings import warn_of_alignment
+from jflex._call.checks import check_block_mask, check_config
+from jflex._call.dispatch import Implementation, select_forward, warn_of_new_numbers
+from jflex._call.dropout import KeptMod, check_dropout, kept_mod
+from jflex._call.vector_mods import VectorMods
+from jflex._check.arrays import (
     check_arrays,
-    check_block_mask,
-    check_config,
+    check_kv_lengths,
     check_lse,
     check_normalize,
     check_scale,
     checked_sinks,
-    current_device,
-    current_precision,
+    largest_value,
     warn_of_layout,
 )
-from jflex._call.dispatch import Implementation, select_forward, warn_of_new_numbers
-from jflex._call.dropout import KeptMod, check_dropout, kept_mod
-from jflex._call.kv_lengths import check_kv_lengths, known_keys, warn_of_alignment
-from jflex._call.sinks import fold_sinks
-from jflex._call.vector_mods import VectorMods, modified_inputs, modified_output
+from jflex._check.device import current_device, current_precision
 from jflex._jax import custom_vjp
 from jflex._jax.partitioning import refuse_divided_tokens
 from jflex._mesh import match_manual_axes
 from jflex.backends.base import Inputs, Saved
+from jflex.backends.results import results_of_no_keys
+from jflex.backends.vector_mods import modified_inputs, modified_output
 from jflex.block_mask.lists import BlockLists
 from jflex.block_mask.mask import BlockMask
 from jflex.config import Config
@@ -40,7 +41,7 @@ from jflex.mods.array_sizes import CallSizes, check_requirements
 from jflex.mods.signature import answers_keywords
 from jflex.mods.trace import TracedMod, mod_requirements, trace_mask_mod, trace_score_mod
 from jflex.mods.types import MaskMod, OutputMod, ScoreMod, VectorMod
-from jflex.states.stats import AttentionStats, Stat, check_stats, select_stats, stats_of_no_keys
+from jflex.states.stats import AttentionStats, Stat, check_stats, select_stats
 from jflex.types import AnyArray, Key, Lse, Out, Query, Value
 from pallas_kernels.spec import AttentionSpec, Blocks, Dropout
 
@@ -284,13 +285,14 @@ def prepare(
     check_normalize(normalize, sinks)
     sinks = None if sinks is None else checked_sinks(sinks, Hq)
     vectors = VectorMods(query_mod, key_mod, value_mod, output_mod)
-    call_sizes = CallSizes(B, Hq, T, known_keys(kv_lengths, S))
+    call_sizes = CallSizes(B, Hq, T, S if kv_lengths is None else largest_value(kv_lengths))
     if any(mod is not None for mod in vectors):
         sizes = _with_vectors(sizes, vectors, query.dtype, call_sizes, has_lse=normalize == "softmax")
     score, score_operands = (None, ()) if score_mod is None else trace_score_mod(score_mod)
     mask = _traced_mask(block_mask, mask_mod)
     check_requirements((*mod_requirements(score_mod, score), *mod_requirements(mask_mod, mask.mod)), call_sizes)
-    warn_of_alignment(mask.mod, (B, Hq, T, S), kv_lengths)
+    if mask.mod is not None and kv_lengths is not None and T == 1:
+        warn_of_alignment(mask.mod, (B, Hq, T, S), kv_lengths)
     config = check_config(config, mask.blocks)
     platform, device_kind = current_device(query, key, value)
     spec = AttentionSpec(
@@ -350,7 +352,7 @@ def with_modified_inputs(call: Call) -> Call:
         return call
     spec, inputs = call.spec, call.inputs
     arrays = inputs.query, inputs.key, inputs.value
-    query, key, value = modified_inputs(call.vectors, arrays, spec.layout, spec.Bkv, inputs.kv_lengths)
+    query, key, value = modified_inputs(call.vectors[:3], arrays, spec.layout, spec.Bkv, inputs.kv_lengths)
     return call._replace(inputs=inputs._replace(query=query, key=key, value=value))
 
 
@@ -384,8 +386,7 @@ def attend(caller: str, call: Call, implementation: Implementation) -> Saved:
     spec, inputs, _ = call
     name = select_forward(implementation, spec, caller)
     if spec.is_empty:
-        out = jnp.zeros(spec.out_shape(), spec.out_dtype)
-        return fold_sinks(spec, stats_of_no_keys(spec, out), inputs.sinks)
+        return results_of_no_keys(spec, inputs.sinks)
     return _run(name, implementation, spec, inputs)
 
 

@@ -14,8 +14,8 @@ from jaxtyping import Float
 
 from jflex import attention, varlen
 from jflex._call.account import Account
-from jflex._call.checks import check_lse
 from jflex._call.dispatch import Implementation
+from jflex._check.arrays import check_lse
 from jflex._check.keywords import check_keywords
 from jflex.block_mask.mask import BlockMask
 from jflex.cascade import attention as cascade

@@ -14,14 +14,15 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int32
 
-from jflex._call.checks import check_lse, describe_array, device_of
 from jflex._call.dispatch import Implementation
 from jflex._call.dropout import check_dropout, kept_mod
-from jflex._call.kv_lengths import known_lengths
-from jflex._call.vector_mods import VectorMods, modified_rows
+from jflex._call.vector_mods import VectorMods
+from jflex._check.arrays import check_lse, describe_array, known_values
+from jflex._check.device import device_of
 from jflex.attention import Call, attend, with_dropout
 from jflex.attention import prepare as prepare_dense
 from jflex.backends.base import Saved
+from jflex.backends.vector_mods import modified_rows
 from jflex.block_mask.varlen_mask import (
     DEFAULT_BLOCK,
     PackedTokens,
@@ -321,13 +322,13 @@ def _batch_of_one(x: Any) -> jax.ShapeDtypeStruct:
 
 
 def _longest(ends: jax.Array) -> int | None:
-    known = known_lengths(ends)
+    known = known_values(ends)
     return None if known is None else int(np.diff(known).max(initial=0))
 
 
 def _without_padding(x: jax.Array, ends: Int32[Array, " R_and_1"], fill: float = 0) -> jax.Array:
     """Overwrites padding, the tokens after the last boundary, and clears their cotangents."""
-    known = known_lengths(ends)
+    known = known_values(ends)
     if known is not None and known[-1] == x.shape[0]:
         return x
     inside = lax.broadcasted_iota(jnp.int32, x.shape, 0) < ends[-1]
@@ -379,7 +380,7 @@ def _check_mask(
             + remedy
         )
     for name, ends in (("cu_seqlens_q", q_ends), ("cu_seqlens_k", kv_ends)):
-        made_for, known = known_lengths(getattr(block_mask, name)), known_lengths(ends)
+        made_for, known = known_values(getattr(block_mask, name)), known_values(ends)
         if made_for is not None and known is not None and not np.array_equal(made_for, known):
             raise ValueError(
                 f"`block_mask` was made for other boundaries: its `{name}` is {made_for.tolist()}, that of the call "

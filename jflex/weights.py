@@ -13,12 +13,12 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, Int32
 
-from jflex._call.checks import describe_array
-from jflex._call.kv_lengths import bounded_inputs, known_lengths, with_lengths_as_mask
+from jflex._check.arrays import describe_array, known_values
 from jflex._mesh import match_manual_axes, partitioned_by_xla
 from jflex.attention import prepare, with_modified_inputs
 from jflex.backends.base import Inputs
 from jflex.backends.dense_scores import contained_scores, modified, softmax
+from jflex.backends.lengths import bounded_inputs, with_lengths_as_mask
 from jflex.block_mask.dense import elements_at
 from jflex.block_mask.lists import PARTIAL, block_count, states_from_lists
 from jflex.block_mask.mask import BlockMask
@@ -148,7 +148,7 @@ def _checked_rows(rows: Any, spec: AttentionSpec) -> Int32[Array, " R"]:
     if rows.ndim != 1:
         hint = "For one query, pass `rows[None]`." if rows.ndim == 0 else "Pass `rows.reshape(-1)`."
         raise ValueError(f"{rule}. Got {describe_array(rows)}. {hint}")
-    known = known_lengths(rows)
+    known = known_values(rows)
     if known is not None and (outside := (known < -T) | (known >= T)).any():
         raise ValueError(
             f"`rows` must lie between 0 and T - 1, or between -T and -1 from the end, for the {T} queries. Got "

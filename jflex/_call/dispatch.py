@@ -9,8 +9,7 @@ import jax
 from jax.core import Tracer
 
 from jflex import backends
-from jflex._call.eight_bits import no_gradients
-from jflex._call.new_numbers import count_call
+from jflex._call.call_warnings import count_call
 from jflex._check.user_warnings import warn_user
 from jflex.backends.base import Plan
 from jflex.errors import UnsupportedError
@@ -141,6 +140,11 @@ def select_passes(implementation: Implementation, spec: AttentionSpec, requested
     name = selection.name
     faster = _faster(name, spec, requested, requested) if implementation is None else None
     return Passes(name, name) if faster is None else Passes(name, faster.name, faster.reason)
+
+
+def no_gradients(spec: AttentionSpec) -> str:
+    """Why no backend computes gradients of a call with eight bits, as part of a sentence."""
+    return f"`query` and `key` of {spec.qk_dtype} are for inference (cast both to {spec.dtype})"
 
 
 class _Faster(NamedTuple):

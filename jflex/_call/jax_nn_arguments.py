@@ -10,9 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from jflex._call.checks import describe_array
 from jflex._call.dispatch import Implementation, names_of
-from jflex._call.kv_lengths import known_lengths
+from jflex._check.arrays import describe_array, known_values
 
 _AXES = (("B", "batch"), ("Hq", "query heads"), ("T", "queries"), ("S", "keys"))
 
@@ -140,7 +139,7 @@ def checked_lengths(lengths: Any, name: str, B: int, size: int) -> jax.Array | N
     if array.shape != (B,):
         hint = "" if array.ndim else f" For one length for all, pass `jnp.full({B}, length, jnp.int32)`."
         raise ValueError(f"{rule}. Got {describe_array(array)}.{hint}")
-    known = known_lengths(lengths if isinstance(lengths, np.ndarray) else array)
+    known = known_values(lengths if isinstance(lengths, np.ndarray) else array)
     if known is not None and known.size and not (known.min() >= 0 and known.max() <= size):
         wrong = int(np.argmax((known < 0) | (known > size)))
         raise ValueError(

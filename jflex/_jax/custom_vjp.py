@@ -13,8 +13,7 @@ from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from jflex._call.dispatch import select_passes
-from jflex._call.eight_bits import no_gradients
+from jflex._call.dispatch import no_gradients, select_passes
 from jflex._jax.ops import BackwardOp, ForwardOp
 from jflex._jax.primitive import ONLY_REVERSE, call_as_primitive
 from jflex._mesh import match_manual_axes

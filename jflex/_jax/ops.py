@@ -11,12 +11,12 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jflex import backends
-from jflex._call.sinks import sinks_gradient
 from jflex._jax import partitioning
 from jflex._jax.paged_shard import paged_shard_of
 from jflex._jax.partitioning import Axes, Split
 from jflex._jax.primitive import Flat
 from jflex.backends.base import Gradients, Inputs, PagedInputs, Saved, SavedCotangents
+from jflex.backends.results import sinks_gradient
 from pallas_kernels.plan import GradientRequest
 from pallas_kernels.spec import AttentionSpec
 

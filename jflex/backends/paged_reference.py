@@ -8,11 +8,10 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from jflex._call.vector_mods import modified_keys
 from jflex.backends.base import PagedInputs, Saved
 from jflex.backends.dense_scores import stats_of
-from jflex.paged.eight_bits import dequantised
-from jflex.paged.latent_tiles import dequantised_latents
+from jflex.backends.eight_bits import dequantised, dequantised_latents
+from jflex.backends.vector_mods import modified_keys
 from pallas_kernels.spec import AttentionSpec, Mod
 
 

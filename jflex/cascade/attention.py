@@ -17,12 +17,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int32
 
-from jflex._call.checks import check_lse, check_normalize, checked_sinks, describe_array
 from jflex._call.dispatch import Implementation
 from jflex._call.dropout import KeptMod, check_dropout, kept_mod
-from jflex._call.kv_lengths import known_lengths
-from jflex._call.vector_mods import VectorMods, modified_rows
-from jflex.backends.base import Saved
+from jflex._call.vector_mods import VectorMods
+from jflex._check.arrays import check_lse, check_normalize, checked_sinks, describe_array, known_values
+from jflex.backends.vector_mods import modified_rows
 from jflex.cascade.level import CascadeLevel
 from jflex.config import Config
 from jflex.mods.array_sizes import CallSizes, last_plus_one
@@ -34,7 +33,7 @@ from jflex.paged.attention import check_queries, pages_of
 from jflex.paged.batch import check_batch
 from jflex.paged.batch_checks import check_rules, indptr_rules
 from jflex.paged.cache import checked_layer
-from jflex.paged.cache_checks import check_int32, is_known
+from jflex.paged.cache_checks import check_int32
 from jflex.paged.run import How, PagedCall, attend
 from jflex.paged.run import prepare as prepare_pages
 from jflex.states.merging import merge_all, with_sinks
@@ -170,7 +169,7 @@ def cascade_attention(
     lse = None if normalize == "none" else merged.lse
     out = modified_rows(output_mod, (merged.out, lse), *call.indices, call.dtype)
     if stats:
-        return out, select_stats(Saved(out, merged.lse, merged.max, merged.entropy), stats)
+        return out, select_stats(merged, stats)
     return (out, merged.lse) if return_lse else out
 
 
@@ -254,13 +253,13 @@ def _sizes(q: jax.Array, levels: Sequence[CascadeLevel], positions: jax.Array, r
     """The ranges of the indices of mods; for keys, the maximum over levels where it is known."""
     keys = [
         int(np.where(lengths > 0, start + lengths, 0).max(initial=0))
-        for start, lengths in ((known_lengths(level.start), known_lengths(level.groups.kv_lengths)) for level in levels)
+        for start, lengths in ((known_values(level.start), known_values(level.groups.kv_lengths)) for level in levels)
         if start is not None and lengths is not None
     ]
     return CallSizes(
-        1 if requests is None else last_plus_one(known_lengths(requests)),
+        1 if requests is None else last_plus_one(known_values(requests)),
         q.shape[1],
-        last_plus_one(known_lengths(positions)),
+        last_plus_one(known_values(positions)),
         max(keys, default=None),
         all_batch=requests is None,
     )
@@ -316,8 +315,8 @@ def _checked_levels(levels: object) -> tuple[CascadeLevel, ...]:
 def _check_level(level: CascadeLevel, num_tokens: int) -> None:
     if not level.is_dense:
         check_batch(level.groups, level.cache, num_tokens)
-    elif is_known(level.groups.qo_indptr):
-        check_rules(indptr_rules(np.asarray(level.groups.qo_indptr), num_tokens))
+    elif (indptr := known_values(level.groups.qo_indptr)) is not None:
+        check_rules(indptr_rules(indptr, num_tokens))
 
 
 def _checked_rows(

@@ -6,8 +6,8 @@ from typing import Any, Literal, overload
 
 from jaxtyping import Array, Float, Int, Int32
 
-from jflex._call.checks import check_lse
 from jflex._call.dispatch import Implementation
+from jflex._check.arrays import check_lse
 from jflex.block_mask.mask import BlockMask
 from jflex.config import Config
 from jflex.context_parallel.call import Strategy

@@ -16,13 +16,12 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from jflex._call.checks import check_lse
 from jflex._call.dispatch import Implementation
-from jflex._call.kv_lengths import known_lengths
-from jflex._call.vector_mods import modified_rows
+from jflex._check.arrays import check_lse, known_values
 from jflex._jax.paged_shard import paged_shard_of
 from jflex._jax.shard import Spread
 from jflex.backends.base import PagedInputs
+from jflex.backends.vector_mods import modified_rows
 from jflex.config import Config
 from jflex.context_parallel.placement import Names, Placement
 from jflex.mods.signature import answers_keywords
@@ -199,7 +198,7 @@ def _check(whole: PagedCache, batch: PagedBatch, place: Placement) -> None:
             f"`head_axes` {place.heads!r} has {place.head_shards} devices, which do not divide the "
             f"{whole.num_kv_heads} key heads. Name fewer axes."
         )
-    lengths, table = known_lengths(batch.kv_lengths), known_lengths(batch.page_table)
+    lengths, table = known_values(batch.kv_lengths), known_values(batch.page_table)
     if lengths is None or table is None:
         return
     entry = np.arange(table.shape[1])

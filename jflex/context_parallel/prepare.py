@@ -11,8 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jflex._call.checks import check_arrays
-from jflex._call.kv_lengths import check_kv_lengths
+from jflex._check.arrays import check_arrays, check_kv_lengths
 from jflex.attention import Call
 from jflex.attention import prepare as prepare_dense
 from jflex.block_mask.mask import BlockMask

@@ -24,13 +24,13 @@ from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 
 from jflex import backends
 from jflex._call.dispatch import select_forward, select_passes
-from jflex._call.sinks import fold_sinks
 from jflex._jax.custom_vjp import reverse_only
 from jflex._jax.ops import BackwardOp, ForwardOp
 from jflex._jax.primitive import call_as_primitive
 from jflex._jax.shard import Shard, Where, shard_of
 from jflex._mesh import match_manual_axes
 from jflex.backends.base import Inputs, Saved, SavedCotangents
+from jflex.backends.results import fold_sinks
 from jflex.block_mask.lists import BlockLists
 from jflex.context_parallel.call import CALLER, ContextCall
 from jflex.states.merging import merge

@@ -13,10 +13,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Int32
 
 from jflex._call.dispatch import Implementation, check_supported
-from jflex._call.vector_mods import TokenPositions, modified_inputs, modified_output, used_keys
 from jflex._jax.shard import Span, shard_of
 from jflex.attention import attend
 from jflex.backends.base import Inputs, Saved
+from jflex.backends.vector_mods import TokenPositions, modified_inputs, modified_output, used_keys
 from jflex.block_mask.lists import BlockLists
 from jflex.context_parallel.call import CALLER, ContextCall, Strategy, divided
 from jflex.context_parallel.gather import attend_gathered
@@ -94,7 +94,7 @@ def _modified(checked: Checked) -> tuple[jax.Array, jax.Array, jax.Array]:
     if lengths is None and vectors[:3] == (None, None, None):
         return checked.arrays
     positions = TokenPositions(_positions(context, spec.T), _positions(context, spec.S))
-    query, key, value = modified_inputs(vectors, checked.arrays, spec.layout, spec.Bkv, lengths, positions)
+    query, key, value = modified_inputs(vectors[:3], checked.arrays, spec.layout, spec.Bkv, lengths, positions)
     if lengths is None:
         return query, key, value
     used = used_keys(key, spec.layout, lengths, positions.keys)

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jflex._call.checks import check_lse
 from jflex._call.dispatch import Implementation
+from jflex._check.arrays import check_lse
 from jflex.config import Config
 from jflex.latent.call import checked_call, result_of
 from jflex.mods.signature import answers_keywords

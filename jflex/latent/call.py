@@ -6,8 +6,8 @@ from typing import Any
 
 from jaxtyping import Array, Float
 
-from jflex._call.checks import check_scale, checked_sinks, describe_array
 from jflex._call.dispatch import Implementation
+from jflex._check.arrays import check_scale, checked_sinks, describe_array
 from jflex.mods.array_sizes import CallSizes
 from jflex.mods.trace import check_call_sizes
 from jflex.paged.attention import longest_request

@@ -10,8 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Int32
 
-from jflex._call.checks import check_lse, describe_array
 from jflex._call.dispatch import Implementation
+from jflex._check.arrays import check_lse, describe_array
+from jflex.backends.eight_bits import dequantised_latents
 from jflex.config import Config
 from jflex.latent.call import checked_call, result_of
 from jflex.mods.compose import noop_mask
@@ -21,7 +22,6 @@ from jflex.mods.types import MaskMod, ScoreMod
 from jflex.paged.batch import PagedBatch, slots_of_tokens, token_positions, token_requests
 from jflex.paged.cache import check_int32, checked_layer
 from jflex.paged.latent import LatentCache
-from jflex.paged.latent_tiles import dequantised_latents
 from jflex.paged.run import How, PagedCall, Pages
 from jflex.paged.run import prepare as prepare_pages
 from jflex.types import AnyArray

@@ -11,7 +11,7 @@ import numpy as np
 
 from jflex._call.account import NOTHING, Choice, Described, work_of
 from jflex._call.dispatch import Implementation, Selection, select
-from jflex._call.kv_lengths import known_lengths
+from jflex._check.arrays import known_values
 from jflex.paged.latent_tiles import ROPE_DTYPE
 from jflex.paged.run import PagedCall, no_derivative
 from pallas_kernels.spec import AttentionSpec
@@ -60,7 +60,7 @@ class PagedAccount(Choice):
         """Makes the account of one call; query, key and value may be shapes."""
         spec, pages = call.spec, call.pages
         selection = select(implementation, spec)
-        indptr, lengths, table = map(known_lengths, (pages.indptr, pages.lengths, pages.table))
+        indptr, lengths, table = map(known_values, (pages.indptr, pages.lengths, pages.table))
         passes = _describe(call, selection)
         query_tiles, splits = _splits(spec, selection, indptr, lengths)
         used, different = _pages(spec.page_size, lengths, table)

@@ -9,12 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Int32
 
-from jflex._call.checks import check_lse, check_normalize, checked_sinks, describe_array
 from jflex._call.dispatch import Implementation
 from jflex._call.dropout import check_dropout, kept_mod
-from jflex._call.kv_lengths import known_lengths
-from jflex._call.vector_mods import VectorMods, modified_rows
-from jflex.backends.base import Saved
+from jflex._call.vector_mods import VectorMods
+from jflex._check.arrays import check_lse, check_normalize, checked_sinks, describe_array, known_values
+from jflex.backends.vector_mods import modified_rows
 from jflex.config import Config
 from jflex.mods.array_sizes import CallSizes
 from jflex.mods.reindex import Positions, ReindexedMod
@@ -185,7 +184,7 @@ def results_of(
         lse = None if state.normalize == "none" else state.lse
         out = modified_rows(output_mod, (state.out, lse), *indices_of(batch, out.shape[0]), dtype)
     if stats:
-        return out, select_stats(Saved(out, state.lse, state.max, state.entropy), stats)
+        return out, select_stats(state, stats)
     return (out, state.lse) if return_lse else out
 
 
@@ -244,7 +243,7 @@ def indices_of(batch: PagedBatch, num_tokens: int) -> tuple[Int32[Array, " N"], 
 
 def longest_request(batch: PagedBatch) -> int | None:
     """Keys of the longest request with queries; None if lengths are not known, since a table may hold more."""
-    lengths, indptr = known_lengths(batch.kv_lengths), known_lengths(batch.qo_indptr)
+    lengths, indptr = known_values(batch.kv_lengths), known_values(batch.qo_indptr)
     if lengths is None or indptr is None:
         return None
     return int(np.where(np.diff(indptr) > 0, lengths, 0).max(initial=0))

@@ -8,16 +8,15 @@ from typing import Any, SupportsIndex
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental import checkify
 from jaxtyping import Array, Int32
 
-from jflex._call.checks import describe_array
+from jflex._check.arrays import describe_array, known_values
 from jflex.block_mask.lengths import checked_size
 from jflex.block_mask.runs import run_of
 from jflex.paged.batch_checks import Rule, check_rules, indptr_rules, length_rules, table_rule
 from jflex.paged.cache import check_cache
-from jflex.paged.cache_checks import check_int32, is_known
+from jflex.paged.cache_checks import check_int32
 from jflex.paged.sizes import checked_page_size
 from jflex.paged.store import PageStore
 from jflex.paged.trees import Trees, check_ancestors, tree_rules
@@ -226,7 +225,7 @@ def check_batch(batch: PagedBatch, cache: PageStore, num_tokens: int) -> None:
     """
     num_tokens = _check_shapes(batch, cache, num_tokens)
     values = (getattr(batch, name) for name in _FIELDS)
-    fields = [np.asarray(x) if x is not None and is_known(x) else None for x in values]
+    fields = [known_values(x) for x in values]
     check_rules(_rules(fields, batch.max_pages, cache, num_tokens))
 
 

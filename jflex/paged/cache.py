@@ -20,7 +20,8 @@ from jax.core import Tracer
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float, Float32, Int, Int32, Shaped
 
-from jflex._call.checks import DTYPES, current_device, describe_array
+from jflex._check.arrays import DTYPES, describe_array
+from jflex._check.device import current_device
 from jflex.backends.xla.narrow import read, set_rows
 from jflex.paged.cache_checks import check_copies, check_int32, check_slots_differ, check_tokens
 from jflex.paged.eight_bits import (

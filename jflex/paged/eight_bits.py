@@ -15,7 +15,7 @@ from jax.core import Tracer
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float32
 
-from jflex._call.checks import describe_array
+from jflex._check.arrays import describe_array
 from jflex.types import AnyArray
 
 LARGEST = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0, "int8": 127.0}
@@ -59,17 +59,6 @@ def quantised(rows: AnyArray, scale: Float32[AnyArray, "*tokens H"], dtype: DTyp
     if jnp.dtype(dtype) == jnp.int8:
         scaled = jnp.where(jnp.isnan(scaled), 0, jnp.round(scaled))
     return scaled.astype(dtype)
-
-
-def dequantised(rows: jax.Array, scale: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """Rows [*tokens, H, D] times their scale, [*tokens, H] or [H], rounded once.
-
-    >>> dequantised(jnp.array([[3, -2]], jnp.int8), jnp.array([0.5]), jnp.float32).tolist()
-    [[1.5, -1.0]]
-    """
-    exact = np.promote_types(jnp.dtype(dtype), np.float32)  # which JAX refuses under strict promotion
-    scale = jnp.broadcast_to(scale, rows.shape[:-1])[..., None]
-    return (rows.astype(exact) * scale.astype(exact)).astype(dtype)
 
 
 def first_scale(name: str, scale: Any, shape: tuple[int, ...], dtype: DTypeLike) -> jax.Array | None:

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int32
 
-from jflex._call.checks import describe_array
+from jflex._check.arrays import describe_array, known_values
 from jflex.mods.reindex import Positions
 from jflex.paged.batch_checks import check_rules, length_rules, table_rule
-from jflex.paged.cache_checks import check_int32, is_known
+from jflex.paged.cache_checks import check_int32
 from jflex.paged.sizes import checked_pages
 from jflex.types import AnyArray
 
@@ -94,7 +94,7 @@ def _check_table(page_table: AnyArray, kv_lengths: AnyArray | None, num_pages: i
             "`x[None]`."
         )
     max_pages = page_table.shape[1]
-    table = np.asarray(page_table) if is_known(page_table) else None
+    table = known_values(page_table)
     lengths = None
     if kv_lengths is not None:
         check_int32("kv_lengths", kv_lengths, "counts")
@@ -103,7 +103,7 @@ def _check_table(page_table: AnyArray, kv_lengths: AnyArray | None, num_pages: i
                 "`kv_lengths` must be [B], one for each row of `page_table`. Got "
                 f"{describe_array(kv_lengths)} and {describe_array(page_table)}."
             )
-        lengths = np.asarray(kv_lengths) if is_known(kv_lengths) else None
+        lengths = known_values(kv_lengths)
         if lengths is not None:
             check_rules(length_rules(lengths, max_pages, num_pages, page_size))
     if table is None or (lengths is None and kv_lengths is not None):

@@ -11,7 +11,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, BFloat16, Float, Float32, Int, Int32
 
-from jflex._call.checks import DTYPES, describe_array
+from jflex._check.arrays import DTYPES, describe_array
 from jflex.backends.xla.narrow import set_rows
 from jflex.paged.cache import check_cache, slot_index
 from jflex.paged.cache_checks import check_int32

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32
 
-from jflex._call.checks import describe_array
-from jflex.paged.eight_bits import dequantised, quantised
+from jflex._check.arrays import describe_array
+from jflex.backends.eight_bits import in_tiles
+from jflex.paged.eight_bits import quantised
 from jflex.types import AnyArray
 from pallas_kernels.spec import LATENT_TILE
 
@@ -32,15 +32,6 @@ def has_tiles(dtype: DTypeLike) -> bool:
     (True, False)
     """
     return str(jnp.dtype(dtype)) == TILES_DTYPE
-
-
-def in_tiles(x: jax.Array) -> jax.Array:
-    """Columns [..., latent] as tiles [..., tiles, 128].
-
-    >>> in_tiles(jnp.zeros((3, 512))).shape
-    (3, 4, 128)
-    """
-    return x.reshape(*x.shape[:-1], x.shape[-1] // LATENT_TILE, LATENT_TILE)
 
 
 def tile_scales(latent: Float[AnyArray, "N latent"]) -> Float32[Array, "N tiles"]:
@@ -68,17 +59,6 @@ def quantised_tiles(
     1.5
     """
     return quantised(in_tiles(jnp.asarray(latent)), scale, TILES_DTYPE).reshape(latent.shape)
-
-
-def dequantised_latents(rows: jax.Array, scale: jax.Array, rope: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """Whole rows [*tokens, 1, W] of latent columns, the scales of their tiles [*tokens, tiles], and rotated columns.
-
-    >>> rows, rope = jnp.ones((5, 1, 256), jnp.float8_e4m3fn), jnp.ones((5, 1, 64), jnp.bfloat16)
-    >>> dequantised_latents(rows, jnp.ones((5, 2)), rope, jnp.bfloat16).shape
-    (5, 1, 320)
-    """
-    latent = dequantised(in_tiles(rows[..., 0, :]), scale, dtype).reshape(rows.shape)
-    return jnp.concatenate([latent, rope.astype(dtype)], axis=-1)
 
 
 def check_latent_size(size: int) -> None:

@@ -14,8 +14,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Int32
 
-from jflex._call.checks import describe_array
 from jflex._call.dropout import KeptMod
+from jflex._check.arrays import describe_array
 from jflex.masks.tree import MAX_NODES
 from jflex.mods.reindex import Positions, ReindexedMod
 from jflex.mods.types import MaskMod, ScoreMod

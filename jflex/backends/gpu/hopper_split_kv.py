@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 import jax
 import numpy as np
 
-from jflex._call.sinks import fold_sinks
 from jflex.backends.base import Inputs, PagedInputs, Plan, Saved
 from jflex.backends.gpu import triton
 from jflex.backends.gpu.official_triton import triton_here
 from jflex.backends.gpu.operands import operands_of
+from jflex.backends.results import fold_sinks
 from pallas_kernels.plan import Refusal
 from pallas_kernels.spec import AttentionSpec
 

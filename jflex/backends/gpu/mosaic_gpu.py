@@ -9,8 +9,8 @@ import dataclasses
 import functools
 from typing import TYPE_CHECKING, ClassVar
 
-from jflex._call import kv_lengths
 from jflex._mesh import isolated_trace
+from jflex.backends import lengths as kv_lengths
 from jflex.backends.base import Backend, Gradients, GradientsBy, Inputs, PagedInputs, Plan, Saved, SavedCotangents
 from jflex.backends.gpu import hopper_split_kv as split_kv
 from jflex.backends.gpu import triton

@@ -12,12 +12,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jflex._call import kv_lengths
-from jflex._call.eight_bits import widened
-from jflex._call.sinks import fold_sinks
 from jflex._mesh import isolated_trace
+from jflex.backends import lengths as kv_lengths
 from jflex.backends.base import Backend, Gradients, Inputs, PagedInputs, Plan, Saved, SavedCotangents, Splits
+from jflex.backends.eight_bits import widened
 from jflex.backends.gpu.operands import operands_of, requested_gradients
+from jflex.backends.results import fold_sinks
 from pallas_kernels.plan import GradientRequest, Refusal, limit_of_pallas, unreached_by_pallas
 from pallas_kernels.spec import AttentionSpec, Compiler, Operands, as_int8
 from pallas_kernels.triton.plan.limits import MAX_DECODED, MIN_TILE, decodes, limit_of_device

@@ -8,9 +8,9 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from jflex._call.eight_bits import widened
-from jflex._call.sinks import fold_sinks
 from jflex.backends.base import Backend, Gradients, Inputs, PagedInputs, Plan, Saved, SavedCotangents
+from jflex.backends.eight_bits import widened
+from jflex.backends.results import fold_sinks
 from jflex.backends.xla import paged, softmax
 from jflex.backends.xla.backward import Backward
 from jflex.backends.xla.block_scores import einsum, exact, modified, raw_scores, scaled_query

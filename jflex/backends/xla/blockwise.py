@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jflex._call.kv_lengths import bounded_inputs, with_lengths_as_mask
 from jflex.backends.base import Inputs
+from jflex.backends.lengths import bounded_inputs, with_lengths_as_mask
 from jflex.backends.xla.narrow import read
 from jflex.block_mask.lists import BlockLists, block_count
 from pallas_kernels.spec import AttentionSpec, Mod

@@ -13,16 +13,15 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jflex._call.vector_mods import modified_keys
 from jflex.backends.base import PagedInputs, Saved
+from jflex.backends.eight_bits import dequantised, dequantised_latents
+from jflex.backends.vector_mods import modified_keys
 from jflex.backends.xla import softmax
 from jflex.backends.xla.blockwise import over_block
 from jflex.backends.xla.containment import masked_product
 from jflex.backends.xla.dropout import dropped, scaled_up
 from jflex.backends.xla.narrow import read
 from jflex.backends.xla.paged_bounds import walk_of
-from jflex.paged.eight_bits import dequantised
-from jflex.paged.latent_tiles import dequantised_latents
 from pallas_kernels.spec import AttentionSpec, Mod
 
 Pages = TypeVar("Pages", jax.Array, jax.Array | None)
