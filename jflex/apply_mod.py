@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
 from jflex._call.vector_mods import check_vector_mod
-from jflex._check.arrays import describe_array, known_values
+from jflex._check.arguments import describe_array, known_values
 from jflex.backends.vector_mods import modified_rows
 from jflex.mods.array_sizes import CallSizes, check_requirements, last_plus_one, requirements_of
 from jflex.mods.dependence import index_requirements

@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, Int32
 
-from jflex._check.arrays import describe_array, known_values
+from jflex._check.arguments import describe_array, known_values
 from jflex._mesh import match_manual_axes, partitioned_by_xla
 from jflex.attention import prepare, with_modified_inputs
 from jflex.backends.base import Inputs
@@ -26,6 +26,7 @@ from jflex.mods.compose import noop_mask
 from jflex.mods.signature import answers_keywords
 from jflex.mods.trace import trace_mask_mod
 from jflex.mods.types import MaskMod, ScoreMod, VectorMod
+from jflex.options import Settings
 from jflex.types import AnyArray, Key, Query, Weights
 from pallas_kernels.spec import AttentionSpec
 
@@ -107,11 +108,10 @@ def attention_weights(
     ··░░█·
     ···░░█
     """
+    settings = Settings(score_mod, mask_mod, query_mod, key_mod, sinks=sinks, scale=scale)
     call = prepare(
-        query, key, None, score_mod, block_mask, mask_mod=mask_mod, query_mod=query_mod, key_mod=key_mod,
-        kv_lengths=kv_lengths, normalize="softmax", sinks=sinks, scale=scale, layout=layout, dropout_rate=0.0,
-        dropout_key=None, config=None, has_value=False,
-    )  # fmt: skip
+        query, key, None, settings, block_mask=block_mask, kv_lengths=kv_lengths, layout=layout, has_value=False
+    )
     spec, inputs, _ = with_modified_inputs(call)
     chosen = _checked_rows(rows, spec)
     if spec.is_empty or not chosen.size:

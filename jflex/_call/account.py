@@ -12,7 +12,7 @@ from jax.core import Tracer
 
 from jflex import backends
 from jflex._call.dispatch import Implementation, Selection, no_gradients, select, select_passes
-from jflex._check.arrays import known_values
+from jflex._check.arguments import known_values
 from jflex.backends.base import Inputs
 from jflex.backends.lengths import bounded_lists
 from jflex.block_mask.drawing import SKIPS_NOTHING, skips_nothing

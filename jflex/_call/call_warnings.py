@@ -13,7 +13,7 @@ from collections.abc import Hashable
 
 from jax.extend.core import jaxpr_as_fun
 
-from jflex._check.arrays import largest_value
+from jflex._check.arguments import largest_value
 from jflex._check.user_warnings import warn_user
 from jflex.backends.lengths import trace_mask
 from jflex.mods.trace import TracedMod

@@ -1,16 +1,164 @@
-"""Checks of the BlockMask and of the config of a call."""
+"""Checks of query, key, value and BlockMask of a dense call."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import numpy as np
 
+from jflex._check.arguments import DTYPES, EIGHT_BITS, LAYOUTS, describe_array
+from jflex._check.user_warnings import warn_user
 from jflex.block_mask.mask import BlockMask
-from jflex.config import Config
 from jflex.mods.dependence import uses_index
-from pallas_kernels.spec import Blocks
+from jflex.types import ArrayOrShape
+
+_VALUES_OF_EIGHT_BITS = ("bfloat16", "float16")  # each holds every number of eight bits
+_MOST_HEADS = 256
+
+
+def check_arrays(
+    query: ArrayOrShape,
+    key: ArrayOrShape,
+    value: ArrayOrShape | None,
+    layout: str,
+    *,
+    has_value: bool = True,
+    may_have_eight_bits: bool = False,
+) -> None:
+    """Raises unless query, key and value fit together.
+
+    Args:
+      query: The query.
+      key: The key.
+      value: The value; not looked at where the call has none.
+      layout: Of all of them.
+      has_value: Whether the call has a value.
+      may_have_eight_bits: Whether it takes queries and keys of eight bits.
+
+    Raises:
+      TypeError: An argument is not an array, or their dtypes do not go together or are not floating-point.
+      ValueError: Their shapes do not fit, or `layout` is unknown.
+    """
+    if layout not in LAYOUTS:
+        raise ValueError(f"`layout` must be one of {', '.join(map(repr, LAYOUTS))}. Got {layout!r}.")
+    named: dict[str, Any] = {"query": query, "key": key} | ({"value": value} if has_value else {})
+    for name, x in named.items():
+        if not (hasattr(x, "shape") and hasattr(x, "dtype")):
+            raise TypeError(f"`{name}` must be an array. Got {type(x).__name__}.")
+    got = "Got " + ", ".join(f"{name}: {describe_array(x)}" for name, x in named.items()) + "."
+    for name, x in named.items():
+        if len(x.shape) != 4:
+            axes = "[B, T, Hq, D]" if name == "query" else "[B, S, Hkv, D]"
+            axes = axes if layout == "BTNH" else "[B, Hq, T, D]" if name == "query" else "[B, Hkv, S, D]"
+            raise ValueError(
+                f"`{name}` must have four axes, {axes} in the layout {layout!r}; it has {len(x.shape)}. Add the "
+                f"missing ones with `x[None]`, or `jax.vmap` the call. {got}"
+            )
+        if not all(isinstance(size, int) for size in x.shape):
+            raise ValueError(
+                f"`{name}` must have sizes that are known while tracing; `jax.export` gave it symbolic ones. Export "
+                "one program for each size. A batch can be symbolic where `jax.vmap` is around a call for one entry, "
+                f"`flex_attention(q[None], k[None], v[None], ...)[0]`. {got}"
+            )
+    if may_have_eight_bits and not {str(query.dtype), str(key.dtype)}.isdisjoint(EIGHT_BITS):
+        _check_eight_bits(query, key, value, got)
+        del named["query"], named["key"]
+    _check_floats(named, got, may_have_eight_bits)
+    if len({x.dtype for x in named.values()}) > 1:
+        names = "`query`, `key` and `value`" if has_value else "`query` and `key`"
+        raise TypeError(f"{names} must have one dtype. Cast them to one of these. {got}")
+    _check_shapes(query.shape, key.shape, named.get("value", key).shape, layout, got, has_value)
+
+
+def _check_eight_bits(query: Any, key: Any, value: Any, got: str) -> None:
+    """Raises unless query and key share a dtype of eight bits, and the value is wider; `got` lists them all.
+
+    Raises:
+      TypeError: They do not.
+    """
+    if query.dtype != key.dtype:
+        raise TypeError(
+            f"`query` and `key` must have one dtype where one of them has eight bits ({', '.join(EIGHT_BITS)}). "
+            f"Quantise both, or cast both to the dtype of `value`. {got}"
+        )
+    if str(value.dtype) not in _VALUES_OF_EIGHT_BITS:
+        raise TypeError(
+            f"`value` must be {' or '.join(_VALUES_OF_EIGHT_BITS)} where `query` and `key` have eight bits: weights "
+            f"and output have its dtype. Cast it. {got}"
+        )
+
+
+def _check_floats(named: dict[str, Any], got: str, may_have_eight_bits: bool) -> None:
+    for name, x in named.items():
+        if str(x.dtype) in DTYPES:
+            continue
+        also = ""
+        if may_have_eight_bits and name != "value":
+            other = "key" if name == "query" else "query"
+            also = f", or have eight bits, as `{other}` ({', '.join(EIGHT_BITS)})"
+        raise TypeError(f"`{name}` must be floating-point ({', '.join(DTYPES)}){also}; it is {x.dtype}. Cast it. {got}")
+
+
+def _check_shapes(q: tuple, k: tuple, v: tuple, layout: str, got: str, has_value: bool) -> None:
+    heads, length = (2, 1) if layout == "BTNH" else (1, 2)
+    other = LAYOUTS[1 - LAYOUTS.index(layout)]
+
+    def fail(text: str) -> NoReturn:
+        swapped_fits = (
+            k[heads] == v[heads]
+            and k[length] == v[length]
+            and k[length]
+            and q[length] % k[length] == 0
+            and q[length] < q[heads]
+            and q[3] == k[3]
+            and q[0] == v[0] == k[0]
+        )
+        hint = (
+            f" The shapes suggest another order of axes: if it is meant, pass layout={other!r}." if swapped_fits else ""
+        )
+        raise ValueError(f"{text} {got}{hint}")
+
+    if k[0] != v[0] or k[0] not in (1, q[0]):
+        if not has_value:
+            fail(
+                f"`key` must have the batch size of `query`, or 1 (shared by all). The batch sizes are {q[0]} (query), "
+                f"{k[0]} (key)."
+            )
+        fail(
+            f"`key` and `value` must have the batch size of `query`, or both 1 (shared by all). The batch sizes are "
+            f"{q[0]} (query), {k[0]} (key), {v[0]} (value)."
+        )
+    if q[3] != k[3]:
+        fail(f"`query` and `key` must have one head size. They have {q[3]} and {k[3]}.")
+    if k[length] != v[length]:
+        fail(f"`key` and `value` must have one length. They have {k[length]} and {v[length]}.")
+    if k[heads] != v[heads]:
+        fail(f"`key` and `value` must have as many heads. They have {k[heads]} and {v[heads]}.")
+    if k[heads] == 0 or q[heads] == 0 or q[heads] % k[heads]:
+        fail(
+            f"`key` has {k[heads]} heads, which do not divide the {q[heads]} heads of `query`. Grouped-query "
+            f"attention gives "
+            "each key head an equal share of the query heads."
+        )
+    if 0 in (q[3], v[3]):
+        fail("Head sizes must be at least 1.")
+
+
+def warn_of_layout(query: ArrayOrShape, key: ArrayOrShape, layout: str) -> None:
+    """Warns of arrays that are meant in the other layout: no model has so many heads, and fewer positions than heads.
+
+    One query is a decoding step, and says nothing.
+    """
+    length, heads = (1, 2) if layout == "BTNH" else (2, 1)
+    (T, Hq), (S, Hkv) = ((x.shape[length], x.shape[heads]) for x in (query, key))
+    if Hq > _MOST_HEADS and 1 < T < Hq and Hkv > S:
+        other = LAYOUTS[1 - LAYOUTS.index(layout)]
+        warn_user(
+            f"In the layout {layout!r}, `query` {describe_array(query)} has {Hq} heads and {T} positions, `key` "
+            f"{describe_array(key)} {Hkv} heads and {S} positions. If heads and positions are swapped, pass "
+            f"layout={other!r} to `jflex.flex_attention`, or arrays with `jnp.swapaxes(x, 1, 2)`."
+        )
 
 
 def check_block_mask(block_mask: object, mask_mod: object, B: int, Hq: int, T: int, S: int) -> None:
@@ -86,27 +234,3 @@ def block_mask_mismatch(block_mask: BlockMask, batch: int, heads: int, q_length:
         f"{fault} Make it with `create_block_mask(mask_mod, B, H, {q_length}, {kv_length})`, or extend it with "
         f"`block_mask.with_lengths({q_length}, {kv_length})`."
     )
-
-
-def check_config(config: Any, blocks: Blocks | None) -> Config:
-    """Returns the config; the default one for None.
-
-    Raises:
-      TypeError: `config` is not a Config.
-      ValueError: A tile does not divide the blocks of the mask.
-    """
-    if config is None:
-        return Config()
-    if not isinstance(config, Config):
-        raise TypeError(f"`config` must be a `jflex.Config`. Got {type(config).__name__}.")
-    for name in ("forward", "dkv", "dq", "decode"):
-        tiles = getattr(config, name)
-        if tiles is None or blocks is None:
-            continue
-        for size, tile, axis in zip(blocks.size, (tiles.block_q, tiles.block_kv), ("q", "kv"), strict=True):
-            if size % tile and (name, axis) != ("decode", "q"):
-                raise ValueError(
-                    f"`config.{name}.block_{axis}` must divide the block size of the mask, {size}. Got {tile}. "
-                    "Take a divisor, or create the mask with another `block_size`."
-                )
-    return config

@@ -33,7 +33,7 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Int32, UInt32
 
-from jflex._check.arrays import describe_array
+from jflex._check.arguments import describe_array
 
 KeptMod = Callable[[Any, Any, Any, Any], Any]
 

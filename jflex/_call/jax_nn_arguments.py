@@ -11,7 +11,7 @@ import numpy as np
 from jax.core import Tracer
 
 from jflex._call.dispatch import Implementation, names_of
-from jflex._check.arrays import describe_array, known_values
+from jflex._check.arguments import describe_array, known_values
 
 _AXES = (("B", "batch"), ("Hq", "query heads"), ("T", "queries"), ("S", "keys"))
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.extend import core
 from jax.typing import DTypeLike
 
-from jflex._check.arrays import EIGHT_BITS, describe_array
+from jflex._check.arguments import EIGHT_BITS, describe_array
 from jflex.backends.vector_mods import exact_dtype
 from jflex.errors import UnsupportedError
 from jflex.mods.array_sizes import CallSizes, check_requirements, requirements_of

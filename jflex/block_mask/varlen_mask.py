@@ -15,9 +15,9 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Int8, Int32
 
-from jflex._check.arrays import describe_array, known_values
+from jflex._check.arguments import checked_size, describe_array, known_values
 from jflex._mesh import match_manual_axes
-from jflex.block_mask.lengths import checked_block_size, checked_size
+from jflex.block_mask.lengths import checked_block_size
 from jflex.block_mask.lists import EMPTY, FULL, PARTIAL, block_count
 from jflex.block_mask.mask import BlockMask, BlockSize
 from jflex.block_mask.runs import run_of

@@ -9,10 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Int32
 
-from jflex._check.arrays import check_kv_lengths, describe_array
+from jflex._check.arguments import check_int32, check_kv_lengths, describe_array
 from jflex.paged.batch import PagedBatch, check_fields
 from jflex.paged.cache import PagedCache
-from jflex.paged.cache_checks import check_int32
 from jflex.types import AnyArray
 
 

@@ -6,11 +6,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int, Int32
 
-from jflex._check.arrays import describe_array, known_values
+from jflex._check.arguments import check_int32, describe_array, known_values
 from jflex.cascade.level import CascadeLevel
 from jflex.paged.batch import PagedBatch, check_fields
 from jflex.paged.cache import PagedCache
-from jflex.paged.cache_checks import check_int32
 from jflex.types import AnyArray
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 from jax.core import Tracer, eval_context
 
-from jflex._check.arrays import known_values
+from jflex._check.arguments import known_values
 from jflex._mesh import no_mesh
 from jflex.block_mask.drawing import is_concrete
 from jflex.block_mask.mask import BlockMask, create_block_mask

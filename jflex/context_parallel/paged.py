@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, Literal, NamedTuple, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -17,62 +17,41 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from jflex._call.dispatch import Implementation
-from jflex._check.arrays import check_lse, known_values
+from jflex._check.arguments import known_values
 from jflex._jax.paged_shard import paged_shard_of
 from jflex._jax.shard import Spread
 from jflex.backends.base import PagedInputs
-from jflex.backends.vector_mods import modified_rows
-from jflex.config import Config
 from jflex.context_parallel.placement import Names, Placement
-from jflex.mods.signature import answers_keywords
-from jflex.mods.types import MaskMod, OutputMod, ScoreMod, VectorMod
-from jflex.paged.attention import indices_of, prepare, results_of
+from jflex.mods.types import ScoreMod
+from jflex.options import Options, checked, takes
+from jflex.paged.attention import prepare, results_of, with_modified_query
 from jflex.paged.batch import PagedBatch
 from jflex.paged.cache import PagedCache
 from jflex.paged.run import PagedCall, Pages, attend
 from jflex.states.merging import merge_over
-from jflex.states.state import AttentionState, Normalize
-from jflex.states.stats import AttentionStats, Stat, check_stats
+from jflex.states.state import AttentionState
+from jflex.states.stats import AttentionStats, Stat
 from jflex.types import AnyArray
 from pallas_kernels.spec import AttentionSpec
 
 CALLER = "context_parallel_paged_attention"
 
 
-# Return types, by `return_lse` and `return_stats`.
 # fmt: off
 @overload
 def context_parallel_paged_attention(
     q: AnyArray, cache: PagedCache, batch: PagedBatch, *, mesh: Any = None, axis: str = "context",
-    head_axes: Names = (), score_mod: ScoreMod | None = None, mask_mod: MaskMod | None = None,
-    query_mod: VectorMod | None = None, key_mod: VectorMod | None = None, value_mod: VectorMod | None = None,
-    output_mod: OutputMod | None = None, normalize: Normalize = "softmax", sinks: AnyArray | None = None,
-    scale: float | None = None, layer: int | AnyArray | None = None, return_lse: Literal[False] = False,
-    return_stats: tuple[()] = (), dropout_rate: float = 0.0, dropout_key: AnyArray | None = None,
-    implementation: Implementation = None, config: Config | None = None,
+    head_axes: Names = (), score_mod: ScoreMod | None = None, layer: int | AnyArray | None = None,
+    return_lse: Literal[False] = False, return_stats: tuple[()] = (), **options: Unpack[Options],
 ) -> Array: ...
 @overload
 def context_parallel_paged_attention(
     q: AnyArray, cache: PagedCache, batch: PagedBatch, *, mesh: Any = None, axis: str = "context",
-    head_axes: Names = (), score_mod: ScoreMod | None = None, mask_mod: MaskMod | None = None,
-    query_mod: VectorMod | None = None, key_mod: VectorMod | None = None, value_mod: VectorMod | None = None,
-    output_mod: OutputMod | None = None, normalize: Normalize = "softmax", sinks: AnyArray | None = None,
-    scale: float | None = None, layer: int | AnyArray | None = None, return_lse: Literal[True],
-    return_stats: tuple[()] = (), dropout_rate: float = 0.0, dropout_key: AnyArray | None = None,
-    implementation: Implementation = None, config: Config | None = None,
-) -> tuple[Array, Array]: ...
-@overload
-def context_parallel_paged_attention(
-    q: AnyArray, cache: PagedCache, batch: PagedBatch, *, mesh: Any = None, axis: str = "context",
-    head_axes: Names = (), score_mod: ScoreMod | None = None, mask_mod: MaskMod | None = None,
-    query_mod: VectorMod | None = None, key_mod: VectorMod | None = None, value_mod: VectorMod | None = None,
-    output_mod: OutputMod | None = None, normalize: Normalize = "softmax", sinks: AnyArray | None = None,
-    scale: float | None = None, layer: int | AnyArray | None = None, return_lse: Literal[False] = False,
-    return_stats: tuple[Stat, ...], dropout_rate: float = 0.0, dropout_key: AnyArray | None = None,
-    implementation: Implementation = None, config: Config | None = None,
-) -> tuple[Array, AttentionStats]: ...
+    head_axes: Names = (), score_mod: ScoreMod | None = None, layer: int | AnyArray | None = None,
+    return_lse: bool = False, return_stats: tuple[Stat, ...] = (), **options: Unpack[Options],
+) -> tuple[Array, Any]: ...
 # fmt: on
-@answers_keywords
+@takes(Options)
 def context_parallel_paged_attention(
     q: Float[AnyArray, "N Hq D"],
     cache: PagedCache,
@@ -82,21 +61,10 @@ def context_parallel_paged_attention(
     axis: str = "context",
     head_axes: Names = (),
     score_mod: ScoreMod | None = None,
-    mask_mod: MaskMod | None = None,
-    query_mod: VectorMod | None = None,
-    key_mod: VectorMod | None = None,
-    value_mod: VectorMod | None = None,
-    output_mod: OutputMod | None = None,
-    normalize: Normalize = "softmax",
-    sinks: Float[AnyArray, " Hq"] | None = None,
-    scale: float | None = None,
     layer: int | Int[AnyArray, ""] | None = None,
     return_lse: bool = False,
     return_stats: tuple[Stat, ...] = (),
-    dropout_rate: float = 0.0,
-    dropout_key: AnyArray | None = None,
-    implementation: Implementation = None,
-    config: Config | None = None,
+    **options: Unpack[Options],
 ) -> Float[Array, "N Hq Dv"] | tuple[Float[Array, "N Hq Dv"], Float[Array, "N Hq"] | AttentionStats]:
     """`paged_attention` over a cache whose pages are divided among the devices of a mesh.
 
@@ -122,22 +90,13 @@ def context_parallel_paged_attention(
       mesh: The mesh; None for that of `jax.set_mesh`, or of the enclosing `jax.shard_map`.
       axis: Its axis that divides the pages.
       head_axes: Its axes that divide the heads, a name or a sequence; outside of `jax.shard_map` only.
-      score_mod: As in `paged_attention`, and so are all arguments below.
-      mask_mod: ``(b, h, q_idx, kv_idx) -> bool``.
-      query_mod: ``(query[D], b, h, q_idx) -> [D]``.
-      key_mod: ``(key[D], b, h_kv, kv_idx) -> [D]``.
-      value_mod: ``(value[Dv], b, h_kv, kv_idx) -> [Dv]``.
-      output_mod: ``(out[Dv], lse, b, h, q_idx) -> [Dv]``, after the states are merged.
-      normalize: With ``"none"``, partial outputs are added.
-      sinks: They enter once, after the states are merged.
-      scale: Multiplies the raw scores; ``D ** -0.5`` for None.
-      layer: Which layer of a stacked cache.
+      score_mod: As in `paged_attention`.
+      layer: As in `paged_attention`.
       return_lse: Also return the float32 logsumexp of the scores over the visible keys of all devices.
       return_stats: Also return these statistics, merged exactly.
-      dropout_rate: The weights of one device are dropped, whatever the mesh.
-      dropout_key: A random key.
-      implementation: Of the kernels of each device.
-      config: Likewise.
+      **options: The keywords of `jflex.options.Options`, as in `paged_attention`; `implementation` and `config` are of
+        the kernels of each device. `sinks` and `output_mod` enter once, after the states are merged; with
+        ``normalize="none"``, partial outputs are added. The weights of one device are dropped, whatever the mesh.
 
     Returns:
       As `paged_attention`.
@@ -155,20 +114,13 @@ def context_parallel_paged_attention(
     >>> context_parallel_paged_attention(jnp.ones((1, 8, 64)), cache, batch, mesh=mesh).shape
     (1, 8, 64)
     """
-    check_lse(return_lse, normalize)
-    stats = () if return_stats == () else check_stats(return_stats, return_lse, normalize)
+    settings = checked(score_mod=score_mod, return_lse=return_lse, return_stats=return_stats, **options)
     place = Placement.of(mesh, axis, (), head_axes)
     whole = _whole(cache, place)
-    call = prepare(
-        q, whole, batch, score_mod=score_mod, mask_mod=mask_mod, query_mod=query_mod, key_mod=key_mod,
-        value_mod=value_mod, output_mod=output_mod, normalize=normalize, sinks=sinks, scale=scale, layer=layer,
-        config=config, return_stats=stats, dropout_rate=dropout_rate, dropout_key=dropout_key,
-    )  # fmt: skip
+    call = prepare(q, whole, batch, settings, layer=layer)
     _check(whole, batch, place)
-    if query_mod is not None:
-        call = call._replace(query=modified_rows(query_mod, call.query, *indices_of(batch, q.shape[0])))
-    state = _attend(call, cache, place, implementation)
-    return results_of(state, batch, sinks, output_mod, call.query.dtype, stats, return_lse=return_lse)
+    call = with_modified_query(call, settings, batch)
+    return results_of(call, _attend(call, cache, place, settings.implementation), settings, batch)
 
 
 def _whole(cache: Any, place: Placement) -> Any:

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jflex._check.device import device_of
+from jflex._check.arguments import device_of
 from jflex.context_parallel.order import Order, checked_order
 from jflex.context_parallel.placement import Placement
 

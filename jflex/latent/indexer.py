@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int32
 
-from jflex._check.arrays import describe_array
+from jflex._check.arguments import describe_array
 from jflex._mesh import leading_axes, partitioned_by_xla, vary, varying_axes
 from jflex.config import Config
 from jflex.latent import indexer_kernels

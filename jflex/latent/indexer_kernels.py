@@ -12,8 +12,7 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
-from jflex._call.checks import check_config
-from jflex._check.device import current_device
+from jflex._check.arguments import check_config, current_device
 from jflex._jax.primitive import Flat, call_as_primitive
 from jflex._mesh import match_manual_axes
 from jflex.errors import UnsupportedError

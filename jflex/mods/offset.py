@@ -16,7 +16,7 @@ import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Array, Int, Int32
 
-from jflex._check.arrays import known_values
+from jflex._check.arguments import known_values
 from jflex.mods.array_sizes import Requirement, requirements_of, shifted
 from jflex.mods.arrays import compile_time
 from jflex.mods.compose import AndMasks, NotMask, OrMasks

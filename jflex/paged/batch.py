@@ -11,14 +11,11 @@ import jax.numpy as jnp
 from jax.experimental import checkify
 from jaxtyping import Array, Int32
 
-from jflex._check.arrays import describe_array, known_values
-from jflex.block_mask.lengths import checked_size
+from jflex._check.arguments import check_int32, checked_size, describe_array, known_values
 from jflex.block_mask.runs import run_of
 from jflex.paged.batch_checks import Rule, check_rules, indptr_rules, length_rules, table_rule
 from jflex.paged.cache import check_cache
-from jflex.paged.cache_checks import check_int32
-from jflex.paged.sizes import checked_page_size
-from jflex.paged.store import PageStore
+from jflex.paged.store import PageStore, checked_page_size
 from jflex.paged.trees import Trees, check_ancestors, tree_rules
 from jflex.types import AnyArray
 

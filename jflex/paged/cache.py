@@ -20,20 +20,11 @@ from jax.core import Tracer
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float, Float32, Int, Int32, Shaped
 
-from jflex._check.arrays import DTYPES, describe_array
-from jflex._check.device import current_device
+from jflex._check.arguments import DTYPES, check_int32, checked_positive, current_device, describe_array
 from jflex.backends.xla.narrow import read, set_rows
-from jflex.paged.cache_checks import check_copies, check_int32, check_slots_differ, check_tokens
-from jflex.paged.eight_bits import (
-    LARGEST,
-    check_scale,
-    first_scale,
-    is_eight_bits,
-    quantised,
-    row_scales,
-)
-from jflex.paged.sizes import checked_pages, checked_positive
-from jflex.paged.store import PageStore
+from jflex.paged.cache_checks import check_copies, check_slots_differ, check_tokens
+from jflex.paged.eight_bits import check_scale, first_scale, quantised, row_scales
+from jflex.paged.store import LARGEST, PageStore, checked_pages, is_eight_bits
 from jflex.types import AnyArray
 
 Cache = TypeVar("Cache", bound=PageStore)
@@ -171,8 +162,9 @@ class PagedCache(PageStore):
                 f"axis of layers or neither. {got} Make one with `PagedCache.create`."
             )
         checked_pages(self.num_pages, self.page_size)
-        check_scale("cache.k_scale", self.k_scale, self.k)
-        check_scale("cache.v_scale", self.v_scale, self.v)
+        for name, scale, pages in (("k_scale", self.k_scale, self.k), ("v_scale", self.v_scale, self.v)):
+            if scale is not None or is_eight_bits(pages.dtype):
+                check_scale(f"cache.{name}", scale, pages)
 
 
 def write(

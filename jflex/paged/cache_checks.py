@@ -3,28 +3,12 @@
 from __future__ import annotations
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from jflex._check.arrays import describe_array, known_values
-from jflex.paged.eight_bits import WRITTEN, is_eight_bits
-from jflex.paged.store import PageStore
+from jflex._check.arguments import check_int32, describe_array, known_values
+from jflex.paged.eight_bits import WRITTEN
+from jflex.paged.store import PageStore, is_eight_bits
 from jflex.types import AnyArray
-
-
-def check_int32(name: str, x: object, of: str) -> None:
-    """Raises TypeError unless an argument is an array of int32.
-
-    >>> check_int32("slots", jnp.arange(3), "slots")
-    """
-    if not isinstance(x, jax.Array | np.ndarray):
-        raise TypeError(
-            f"`{name}` must be an int32 array of {of}. Got {type(x).__name__}. Wrap it in `jnp.asarray(x, jnp.int32)`."
-        )
-    if x.dtype != jnp.int32:
-        raise TypeError(
-            f"`{name}` must be an int32 array of {of}. Got {describe_array(x)}. Cast it with `.astype(jnp.int32)`."
-        )
 
 
 def check_tokens(cache: PageStore, k: AnyArray, v: AnyArray, slots: AnyArray) -> None:

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int8, Int32
 
-from jflex._check.arrays import largest_value
+from jflex._check.arguments import largest_value
 from jflex.block_mask.lists import EMPTY, FULL, PARTIAL, lists_from_states
 from jflex.block_mask.mask import BlockMask
 from jflex.mods.array_sizes import CallSizes, requirements_of, without
@@ -31,7 +31,7 @@ from jflex.mods.trace import check_call_sizes, trace_mask_mod
 from jflex.mods.types import MaskMod, ScoreMod
 from jflex.paged.cache import Cache, check_cache
 from jflex.paged.inverse import SlotMap, slot_map
-from jflex.paged.sizes import checked_pages
+from jflex.paged.store import checked_pages
 from jflex.types import AnyArray
 
 

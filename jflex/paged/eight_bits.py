@@ -15,21 +15,12 @@ from jax.core import Tracer
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float32
 
-from jflex._check.arrays import describe_array
+from jflex._check.arguments import describe_array
+from jflex.paged.store import LARGEST, is_eight_bits
 from jflex.types import AnyArray
 
-LARGEST = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0, "int8": 127.0}
 LEAST_SCALE = float(np.finfo(np.float32).tiny)  # GPUs and XLA take anything smaller for zero
 WRITTEN = ("bfloat16", "float16", "float32")  # of queries, and of tokens that are written
-
-
-def is_eight_bits(dtype: DTypeLike) -> bool:
-    """Whether keys of this dtype have scales.
-
-    >>> is_eight_bits(jnp.int8), is_eight_bits(jnp.bfloat16)
-    (True, False)
-    """
-    return str(jnp.dtype(dtype)) in LARGEST
 
 
 def row_scales(rows: AnyArray, dtype: DTypeLike) -> Float32[Array, "*tokens H"]:

@@ -9,11 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int32
 
-from jflex._check.arrays import describe_array, known_values
+from jflex._check.arguments import check_int32, describe_array, known_values
 from jflex.mods.reindex import Positions
 from jflex.paged.batch_checks import check_rules, length_rules, table_rule
-from jflex.paged.cache_checks import check_int32
-from jflex.paged.sizes import checked_pages
+from jflex.paged.store import checked_pages
 from jflex.types import AnyArray
 
 

@@ -11,10 +11,9 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, BFloat16, Float, Float32, Int, Int32
 
-from jflex._check.arrays import DTYPES, describe_array
+from jflex._check.arguments import DTYPES, check_int32, checked_positive, describe_array
 from jflex.backends.xla.narrow import set_rows
 from jflex.paged.cache import check_cache, slot_index
-from jflex.paged.cache_checks import check_int32
 from jflex.paged.eight_bits import WRITTEN
 from jflex.paged.latent_tiles import (
     ROPE_DTYPE,
@@ -25,8 +24,7 @@ from jflex.paged.latent_tiles import (
     quantised_tiles,
     tile_scales,
 )
-from jflex.paged.sizes import checked_pages, checked_positive
-from jflex.paged.store import PageStore
+from jflex.paged.store import PageStore, checked_pages
 from jflex.types import AnyArray
 from pallas_kernels.spec import LATENT_TILE
 

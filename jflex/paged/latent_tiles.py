@@ -13,7 +13,7 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32
 
-from jflex._check.arrays import describe_array
+from jflex._check.arguments import describe_array
 from jflex.backends.eight_bits import in_tiles
 from jflex.paged.eight_bits import quantised
 from jflex.types import AnyArray

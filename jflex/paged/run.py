@@ -11,11 +11,9 @@ import jax
 import jax.numpy as jnp
 
 from jflex import backends
-from jflex._call.checks import check_config
 from jflex._call.dispatch import Implementation, select_forward, warn_of_new_numbers
 from jflex._call.dropout import KeptMod
-from jflex._check.arrays import check_scale
-from jflex._check.device import current_device, current_precision
+from jflex._check.arguments import check_config, check_scale, current_device, current_precision
 from jflex._jax.ops import PagedOp
 from jflex._jax.primitive import call_as_primitive
 from jflex._mesh import match_manual_axes

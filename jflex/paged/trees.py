@@ -15,12 +15,11 @@ from jax import lax
 from jaxtyping import Array, Int32
 
 from jflex._call.dropout import KeptMod
-from jflex._check.arrays import describe_array
+from jflex._check.arguments import check_int32, describe_array
 from jflex.masks.tree import MAX_NODES
 from jflex.mods.reindex import Positions, ReindexedMod
 from jflex.mods.types import MaskMod, ScoreMod
 from jflex.paged.batch_checks import Rule
-from jflex.paged.cache_checks import check_int32
 from jflex.types import AnyArray
 
 

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float
 
-from jflex._check.arrays import check_normalize, checked_sinks, describe_array
+from jflex._check.arguments import check_normalize, checked_sinks, describe_array
 from jflex.states.lse import log_weight
 from jflex.states.state import AttentionState, check_alike, checked_state
 from jflex.types import AnyArray

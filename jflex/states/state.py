@@ -20,7 +20,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from jflex._check.arrays import DTYPES, LAYOUTS, describe_array
+from jflex._check.arguments import DTYPES, LAYOUTS, describe_array
 from jflex.states.stats import AttentionStats, Stat
 from jflex.types import AnyArray, Lse, Out
 

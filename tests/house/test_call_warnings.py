@@ -12,7 +12,7 @@ import pytest
 import jflex
 from jflex import masks
 from jflex._call import call_warnings
-from jflex._check.arrays import warn_of_layout
+from jflex._call.checks import warn_of_layout
 from jflex.backends.base import Saved
 from tests.cases import decode_hopper_cases, hopper_cases, ragged_cases
 from tests.cases.table import CASES, LENGTHS

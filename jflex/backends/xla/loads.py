@@ -17,8 +17,8 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from jflex.mods.batchable import SMALL, VIEWS, bind
-from jflex.mods.fingerprint import aval_of, open_jaxpr
+from jflex.mods.batchable import SMALL, VIEWS
+from jflex.mods.fingerprint import aval_of, bind, open_jaxpr
 from jflex.mods.trace import TracedMod, batchable_program
 
 

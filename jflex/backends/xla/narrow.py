@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from jflex._check.device import current_device
+from jflex._check.arguments import current_device
 from jflex._mesh import match_manual_axes
 from jflex.types import AnyArray
 
