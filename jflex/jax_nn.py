@@ -19,8 +19,7 @@ from jflex.attention import flex_attention
 from jflex.block_mask.bands import Band, band_block_mask
 from jflex.block_mask.mask import BlockMask
 from jflex.config import Config
-from jflex.masks.causal import causal
-from jflex.masks.sliding_window import sliding_window
+from jflex.masks.sequences import causal, sliding_window
 from jflex.mods.compose import and_masks
 from jflex.mods.signature import answers_keywords
 from jflex.mods.types import MaskMod, ScoreMod

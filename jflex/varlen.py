@@ -178,7 +178,7 @@ def prepare(
         _check_mask(block_mask, mask_mod, q_ends, kv_ends, lengths)
     kept = kept_mod(rate, settings.dropout_key, q_ends.size - 1, q.shape[1]) if rate else None
     if score_mod is not None or kept is not None:
-        tokens = PackedTokens.of(q_ends, kv_ends, lengths)
+        tokens = PackedTokens.from_boundaries(q_ends, kv_ends, lengths)
         reindexed = lambda mod: ReindexedMod(mod, tokens.positions) if tokens.sequences and mod is not None else None
         score_mod, kept = reindexed(score_mod), reindexed(kept)
     dense = Settings(
@@ -209,7 +209,7 @@ class _Modified(NamedTuple):
     def of(cls, vectors: VectorMods, q_ends: jax.Array, kv_ends: jax.Array, lengths: tuple[int, int]) -> _Modified:
         """Locates the tokens if there are mods."""
         exists = vectors.any and q_ends.size > 1
-        return cls(vectors, PackedTokens.of(q_ends, kv_ends, lengths) if exists else None, q_ends, kv_ends)
+        return cls(vectors, PackedTokens.from_boundaries(q_ends, kv_ends, lengths) if exists else None, q_ends, kv_ends)
 
     def inputs(self, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """The packed arrays, as the mods make them; padding is arbitrary but finite."""

@@ -42,7 +42,7 @@ class Problem:
     """A training step.
 
     Attributes:
-      shape: In `flax_layers.train.shapes.SHAPES`.
+      shape: In `flax_layers.train.setup.SHAPES`.
       rows: Of a step.
       length: Tokens of a row.
       documents: Of a row.
@@ -69,7 +69,7 @@ class Problem:
     @functools.cache  # noqa: B019  frozen, and few
     def config(self) -> Any:
         """The `ModelConfig`."""
-        from flax_layers.train.shapes import SHAPES, resized
+        from flax_layers.train.setup import SHAPES, resized
 
         return resized(SHAPES[self.shape], dict(self.sizes))
 

@@ -14,10 +14,10 @@ from flax_layers.generate import Sampling, generate
 from flax_layers.generate.sequences import KINDS
 from flax_layers.models import Decoder
 from flax_layers.models.checkpoint.optional import check_installed
-from flax_layers.train.command import run_command
+from flax_layers.train.errors import run_command
+from flax_layers.train.log import draw_losses
 from flax_layers.train.loop import Plan, Progress, Run
 from flax_layers.train.optimizer import Recipe
-from flax_layers.train.pictures import draw_losses
 from flax_layers.train.trainer import Trainer
 
 HELD_OUT_BATCHES = 16

@@ -89,7 +89,7 @@ def save_model(path: pathlib.Path, model: Decoder, sizes: Sizes) -> None:
         sizes: Of it.
     """
     leaves = jax.tree.leaves_with_path(nnx.state(model))
-    arrays = {jax.tree_util.keystr(place): np.asarray(array) for place, array in leaves}
+    arrays = {jax.tree_util.keystr(key_path): np.asarray(array) for key_path, array in leaves}
     partial = path.with_name(f"partial-{path.name}")  # renamed when it is whole
     np.savez(partial, sizes=np.array(sizes), **arrays)  # pyright: ignore[reportArgumentType]
     partial.replace(path)
@@ -116,7 +116,7 @@ def load_model(
     try:
         model = ByteDecoder(Sizes(*arrays["sizes"].tolist()), implementation, attention_config, rngs=nnx.Rngs(0))
         state = jax.tree.map_with_path(
-            lambda place, known: jnp.asarray(arrays[jax.tree_util.keystr(place)], known.dtype), nnx.state(model)
+            lambda key_path, known: jnp.asarray(arrays[jax.tree_util.keystr(key_path)], known.dtype), nnx.state(model)
         )
     except (KeyError, TypeError) as error:
         raise ValueError(f"{path} holds no model of the demo: {error}. Remove it, and run the demo again.") from error

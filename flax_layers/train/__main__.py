@@ -11,13 +11,11 @@ from flax.typing import Dtype
 from flax_layers.models import ModelConfig, save_pretrained
 from flax_layers.models.checkpoint.optional import check_installed
 from flax_layers.train import data, setup
-from flax_layers.train.command import run_command
 from flax_layers.train.corpus import Batches, Rows
-from flax_layers.train.errors import InputError, saving
-from flax_layers.train.log import Log
+from flax_layers.train.errors import InputError, run_command, saving
+from flax_layers.train.log import Log, draw_losses
 from flax_layers.train.loop import Plan, Progress, Run
 from flax_layers.train.options import parse_options
-from flax_layers.train.pictures import draw_losses
 from flax_layers.train.trainer import Trainer
 
 if TYPE_CHECKING:

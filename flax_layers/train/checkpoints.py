@@ -144,7 +144,7 @@ def _shown(about: Mapping[str, Any], name: str) -> str:
 
 
 def _remedy(about: Mapping[str, Any], changed: Collection[str], acceptable: bool) -> str:
-    """What to do about differences from `about`."""
+    """Remedy for differences from `about`."""
     remedy = "Use the options of that run, or another `--output`."
     if acceptable:
         remedy += " `--accept-changes` resumes with the options and data of this run."

@@ -1,5 +1,6 @@
 """Training data: files of text and tokens, concatenated and cut into rows, with document ids."""
 
+import concurrent.futures
 import dataclasses
 import functools
 import hashlib
@@ -11,10 +12,7 @@ import numpy as np
 from jaxtyping import Int, Int32
 
 from flax_layers.train.errors import InputError
-from flax_layers.train.order import permuted
-from flax_layers.train.scan import scan_tokens
-from flax_layers.train.texts import files_of, read_texts
-from flax_layers.train.tokens import TOKEN_FILES, Encoder
+from flax_layers.train.texts import TOKEN_FILES, Encoder, files_of, read_texts
 
 
 class Rows(NamedTuple):
@@ -54,7 +52,7 @@ class Corpus:
 
     @functools.cached_property
     def _starts(self) -> Int[np.ndarray, " files+1"]:
-        """Where each file begins, and the end of the last."""
+        """Begin of each file, and the end of the last."""
         return np.cumsum([0, *map(len, self.files)])
 
     @property
@@ -143,14 +141,14 @@ class Batches:
         Returns:
             The batches.
         """
-        made = []
+        batches = []
         for start in range(0, min(len(self.rows), most * self.batch), self.batch):
             rows = self._stack(self.rows[start : start + self.batch])
             missing = self.batch - len(rows.tokens)
             alone = np.tile(np.arange(self.length, dtype=np.int32), (missing, 1))  # each token its own document
             empty = np.zeros((missing, self.length), np.int32)
-            made.append(Rows(np.concatenate([rows.tokens, empty]), np.concatenate([rows.documents, alone])))
-        return made
+            batches.append(Rows(np.concatenate([rows.tokens, empty]), np.concatenate([rows.documents, alone])))
+        return batches
 
     def _stack(self, chosen: Sequence[int]) -> Rows:
         rows = [self.corpus.row(row * self.length, self.length) for row in chosen]
@@ -245,3 +243,90 @@ def _encoded(text: bytes, tokenizer: Encoder, end_token: int | None) -> np.ndarr
     if end_token is None or not len(tokens) or tokens[-1] == end_token:
         return tokens
     return np.append(tokens, np.uint32(end_token))
+
+
+_ROUNDS = 6
+
+
+def permuted(index: int, size: int, seed: int) -> int:
+    """An element of a random permutation of `range(size)`.
+
+    A Feistel network permutes the next power of four above `size`; a result of at least `size` is permuted again until
+    it falls below ("cycle walking", Black and Rogaway 2002). Nothing is held in memory, and access is random.
+
+    Args:
+        index: From 0 to `size - 1`.
+        size: Number of elements.
+        seed: Each seed gives another permutation.
+
+    Returns:
+        The element at that index.
+
+    Example:
+        >>> [permuted(index, 7, seed=1) for index in range(7)]
+        [3, 0, 2, 5, 1, 6, 4]
+    """
+    bits = max((size - 1).bit_length() + 1, 2) // 2
+    while True:
+        index = _feistel(index, bits, seed)
+        if index < size:
+            return index
+
+
+def _feistel(value: int, bits: int, seed: int) -> int:
+    """A permutation of `range(4 ** bits)`."""
+    high, low = value >> bits, value & ((1 << bits) - 1)
+    for turn in range(_ROUNDS):
+        digest = hashlib.blake2b(f"{seed} {turn} {low}".encode(), digest_size=8).digest()
+        high, low = low, high ^ (int.from_bytes(digest, "little") & ((1 << bits) - 1))
+    return high << bits | low
+
+
+Tokens = Int[np.ndarray, " tokens"]
+
+_CHUNK = 1 << 22
+
+
+def scan_tokens(names: Sequence[str], files: Sequence[Tokens], vocabulary: int, option: str) -> str:
+    """Checks all tokens and computes their fingerprint, with one thread per core.
+
+    Args:
+        names: Of the files.
+        files: Their tokens. Those that are memory-mapped are read in chunks.
+        vocabulary: Tokens must lie below it.
+        option: Of the command line that named the files, for messages.
+
+    Returns:
+        A hash of all tokens and of the lengths of the files. It does not depend on names and dtypes.
+
+    Raises:
+        InputError: A token is not in the vocabulary.
+
+    Example:
+        >>> wide, narrow = np.array([1, 2, 3]), np.array([1, 2, 3], np.uint16)
+        >>> scan_tokens(["a"], [wide], 4, "--data") == scan_tokens(["b"], [narrow], 4, "--data")
+        True
+    """
+    chunks = [(file, start) for file, tokens in enumerate(files) for start in range(0, len(tokens), _CHUNK)]
+    lengths = ",".join(str(len(tokens)) for tokens in files)
+    fingerprint = hashlib.blake2b(lengths.encode(), digest_size=16)
+
+    def digest(chunk: tuple[int, int]) -> bytes:
+        file, start = chunk
+        tokens = files[file][start : start + _CHUNK]
+        if tokens.min() < 0 or tokens.max() >= vocabulary:
+            raise _out_of_range(tokens, start, names[file], vocabulary, option)
+        return hashlib.blake2b(tokens.astype("<u4").data, digest_size=16).digest()
+
+    with concurrent.futures.ThreadPoolExecutor() as threads:
+        for part in threads.map(digest, chunks):
+            fingerprint.update(part)
+    return fingerprint.hexdigest()
+
+
+def _out_of_range(tokens: Tokens, start: int, name: str, vocabulary: int, option: str) -> InputError:
+    index = int(np.flatnonzero((tokens < 0) | (tokens >= vocabulary))[0])
+    return InputError(
+        f"`{option}` must hold tokens from 0 to {vocabulary - 1}, the model's vocabulary. Got {tokens[index]} at token "
+        f"{start + index} of {name}. Use the tokenizer of the model, or the right `--token-dtype`."
+    )

@@ -7,11 +7,11 @@ from typing import NamedTuple
 from flax_layers.models import ModelConfig
 from flax_layers.train.corpus import Batches, Corpus, Rows, read_corpus
 from flax_layers.train.errors import InputError
-from flax_layers.train.tokens import ByteEncoder, Encoder, FolderEncoder
+from flax_layers.train.texts import ByteEncoder, Encoder, FolderEncoder
 
 
 class DocumentEnd(NamedTuple):
-    """Where documents end, besides the ends of files."""
+    """The end of documents, besides the ends of files."""
 
     token: int | None
     """After this token; None: nowhere else."""
@@ -35,7 +35,7 @@ def tokenizer_folder(options: argparse.Namespace) -> pathlib.Path | None:
 
 
 def make_encoder(options: argparse.Namespace, config: ModelConfig) -> Encoder | None:
-    """What tokenises text.
+    """Makes the tokenizer of text.
 
     Args:
         options: As `parse_options` gives them.

@@ -2,7 +2,11 @@
 
 import contextlib
 import pathlib
+import signal
+import sys
 from collections.abc import Callable, Iterator
+
+from flax_layers.models import CheckpointError
 
 
 class InputError(ValueError):
@@ -47,3 +51,24 @@ def saving(path: pathlib.Path, last_good: Callable[[], str]) -> Iterator[None]:
             f"{path} could not be written: {error.strerror or error}. {last_good()}. Make room on the disk, or make "
             "the folder writable; then run the same command again."
         ) from error
+
+
+def run_command(main: Callable[[], object]) -> None:
+    """Runs a command.
+
+    Args:
+        main: What it does.
+
+    Raises:
+        SystemExit: With status 1 after an error, with 128 and the number of the signal after SIGINT or SIGTERM.
+    """
+    try:
+        main()
+    except Interrupted as interrupted:
+        print(interrupted, file=sys.stderr)
+        sys.exit(128 + interrupted.signal)
+    except KeyboardInterrupt:  # outside of the training loop
+        print("SIGINT ended the command.", file=sys.stderr)
+        sys.exit(128 + signal.SIGINT)
+    except (InputError, CheckpointError, LossError, ModuleNotFoundError, OSError) as error:
+        sys.exit(f"error: {error}")

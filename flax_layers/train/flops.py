@@ -44,8 +44,8 @@ def peak_flops(kind: str) -> float | None:
         >>> peak_flops("NVIDIA H200"), peak_flops("NVIDIA H100 PCIe"), peak_flops("cpu")
         (989000000000000.0, 756000000000000.0, None)
     """
-    found = [name for name in PEAKS if f" {name} " in f" {kind} " or f" {name}-" in f" {kind}"]
-    return PEAKS[max(found, key=len)] if found else None
+    names = [name for name in PEAKS if f" {name} " in f" {kind} " or f" {name}-" in f" {kind}"]
+    return PEAKS[max(names, key=len)] if names else None
 
 
 def measured_flops(size: int = 8192, repeats: int = 10) -> float:
@@ -61,8 +61,10 @@ def measured_flops(size: int = 8192, repeats: int = 10) -> float:
     matrix = jax.random.normal(jax.random.key(0), (size, size), jnp.bfloat16)
 
     @jax.jit
-    def products(left):
-        return jax.lax.fori_loop(0, repeats, lambda _, left: (left @ matrix) * jnp.bfloat16(size**-0.5), left)
+    def products(matrices):
+        return jax.lax.fori_loop(
+            0, repeats, lambda _, matrices: (matrices @ matrix) * jnp.bfloat16(size**-0.5), matrices
+        )
 
     products(matrix).block_until_ready()
     started = time.perf_counter()

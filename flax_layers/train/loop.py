@@ -54,11 +54,11 @@ class Plan:
     peak_flops: float | None = None
 
     def saves_after(self, step: int) -> bool:
-        """Whether a checkpoint follows the step."""
+        """True if a checkpoint follows the step."""
         return step == self.steps or (self.save_every > 0 and step % self.save_every == 0)
 
     def evaluates_after(self, step: int) -> bool:
-        """Whether a held-out loss follows the step."""
+        """True if a held-out loss follows the step."""
         return step == self.steps or (self.evaluate_every > 0 and step % self.evaluate_every == 0)
 
 

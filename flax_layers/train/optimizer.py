@@ -1,10 +1,12 @@
 """AdamW with warm-up, cosine decay and clipping: optax, put together."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 
+from flax_layers.models import mods
 from flax_layers.models.checkpoint.optional import needs
 from flax_layers.train.errors import InputError
 
@@ -72,6 +74,20 @@ class Recipe:
 
 
 def _decays(parameters: Mapping[str, jax.Array]) -> dict[str, bool]:
-    """Whether weight decay applies to each parameter, by its path."""
+    """Marks the parameters that decay, by their paths."""
     names = {path: path.split(".") for path in parameters}
     return {path: parts[-1] in _DECAYING and "score_mod" not in parts for path, parts in names.items()}
+
+
+def _products() -> Callable[..., bool]:
+    policies = jax.checkpoint_policies
+    return policies.save_from_both_policies(policies.dots_with_no_batch_dims_saveable, mods.remat_policy())
+
+
+REMAT: dict[str, Callable[[], Any]] = {
+    "none": lambda: False,
+    "products": _products,
+    "blocks": mods.remat_policy,
+}
+"""By name. `none`: nothing is recomputed. `products`: everything between matrix products. `blocks`: whole blocks,
+except for the output and lse of attention, which jflex names as residuals."""

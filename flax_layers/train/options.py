@@ -6,9 +6,9 @@ import pathlib
 from collections.abc import Callable
 from typing import Any
 
+from flax_layers.train.optimizer import REMAT
 from flax_layers.train.parallel import ORDERS
-from flax_layers.train.remat import REMAT
-from flax_layers.train.shapes import BIASES, SHAPES
+from flax_layers.train.setup import BIASES, SHAPES
 from jflex.context_parallel import STRATEGIES
 
 
@@ -65,7 +65,7 @@ def _add_model(group: argparse._ArgumentGroup) -> None:
         help="folder with a config.json, and maybe a tokenizer.json: this model, from scratch",
     )
     start.add_argument("--shape", choices=list(SHAPES), default="tiny", help="a named model, from scratch")
-    group.add_argument("--sizes", help="of a model from scratch, as width=256,layers=8; see flax_layers.train.shapes")
+    group.add_argument("--sizes", help="of a model from scratch, as width=256,layers=8; see flax_layers.train.setup")
     group.add_argument("--bias", choices=list(BIASES), help="learned attention bias in place of the rotary embedding")
 
 

@@ -157,7 +157,7 @@ def check_strategy(mesh: Mesh, config: ModelConfig, strategy: str) -> None:
 
 
 def context_of(mesh: Mesh, strategy: str, order: str) -> ContextParallel | None:
-    """How layers divide the tokens of rows among devices; None where they do not.
+    """Context parallelism of the layers; None without it.
 
     Args:
         mesh: The devices.

@@ -20,8 +20,7 @@ from flax_layers.train import parallel
 from flax_layers.train.corpus import Rows
 from flax_layers.train.errors import InputError
 from flax_layers.train.loss import next_token_weights, summed_cross_entropy
-from flax_layers.train.optimizer import Recipe
-from flax_layers.train.remat import REMAT
+from flax_layers.train.optimizer import REMAT, Recipe
 from jflex import context_parallel
 from jflex.context_parallel import STRATEGIES
 
@@ -64,11 +63,11 @@ class Metrics(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Computation:
-    """How a step is computed; this changes its result only by rounding.
+    """The computation of a step; it changes the result only by rounding.
 
     Attributes:
         accumulate: Micro-batches of a step, computed one after the other.
-        remat: What the backward pass recomputes: a name in `flax_layers.train.remat.REMAT`.
+        remat: What the backward pass recomputes: a name in `flax_layers.train.optimizer.REMAT`.
         loss_chunk: Tokens whose logits a device holds at a time.
         context_strategy: How the devices of `context` meet the keys of others, as in
             `jflex.context_parallel_attention`.

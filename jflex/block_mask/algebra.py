@@ -100,7 +100,7 @@ def unite(first: BlockMatrix, second: BlockMatrix) -> BlockMatrix:
 
 
 def no_mask(other: object, symbol: str) -> Any:
-    """What an operator of a BlockMask answers to an operand that is none.
+    """Refuses a function as an operand of a BlockMask's operator; other operands may answer themselves.
 
     Raises:
       TypeError: It is a function.
@@ -140,8 +140,8 @@ def _spread_states(mask: BlockMatrix, shape: tuple[int, int]) -> Int8[Array, "B 
 
 def _shared(mask: BlockMatrix, mask_mod: MaskMod, shape: tuple[int, int]) -> MaskMod:
     """Broadcasts a mask of batch size 1, of one head, or of both: indexes it with batch 0 or head 0."""
-    own = mask.states.shape
-    shares_batch, shares_heads = own[0] == 1 != shape[0], own[1] == 1 != shape[1]
+    shape_of_lists = mask.states.shape
+    shares_batch, shares_heads = shape_of_lists[0] == 1 != shape[0], shape_of_lists[1] == 1 != shape[1]
     if not (shares_batch or shares_heads):
         return mask_mod
 

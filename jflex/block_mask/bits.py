@@ -71,9 +71,9 @@ def last_where(
     [3, 5]
     """
 
-    def search(i: jax.Array, found: jax.Array) -> jax.Array:
-        further = jnp.minimum(found + jnp.right_shift(jnp.int32(1 << last.bit_length()), i + 1), last)
-        return jnp.where(holds(further), further, found)
+    def search(i: jax.Array, reached: jax.Array) -> jax.Array:
+        further = jnp.minimum(reached + jnp.right_shift(jnp.int32(1 << last.bit_length()), i + 1), last)
+        return jnp.where(holds(further), further, reached)
 
     # A loop: unrolled, such a search in a table takes XLA seconds to compile.
     return lax.fori_loop(jnp.int32(0), last.bit_length(), search, jnp.zeros_like(like))
@@ -83,11 +83,11 @@ class BitRows(NamedTuple):
     """Rows of bits, with counts.
 
     Attributes:
-      words: Of `pack`.
+      words: Packed bits, as `pack` returns them.
       before: How many are set in the words before each one.
       counts: How many are set in each row.
 
-    >>> rows = BitRows.of(pack(jnp.array([[False, True, True, False, True]])))
+    >>> rows = BitRows.from_words(pack(jnp.array([[False, True, True, False, True]])))
     >>> rows.counts.tolist(), rows.first(2).tolist(), rows.last().tolist(), rows.run().tolist()
     ([3], [[1, 2]], [4], [1])
     """
@@ -97,7 +97,7 @@ class BitRows(NamedTuple):
     counts: Int32[Array, " N"]
 
     @classmethod
-    def of(cls, words: UInt32[Array, "N W"]) -> BitRows:
+    def from_words(cls, words: UInt32[Array, "N W"]) -> BitRows:
         """Counts the bits."""
         each = lax.population_count(words).astype(jnp.int32)
         through = jnp.cumsum(each, axis=1, dtype=jnp.int32)
@@ -116,7 +116,7 @@ class BitRows(NamedTuple):
         return word * _BITS + nth_of_word(bits, n - before)
 
     def rank(self, column: Int32[Array, " N"]) -> Int32[Array, " N"]:
-        """How many columns before this one are set in each row; the column may lie past the last one."""
+        """Number of columns before this one that are set in each row; the column may lie past the last one."""
         word = jnp.minimum(column // _BITS, self.words.shape[1] - 1)[:, None]
         before, bits = (jnp.take_along_axis(x, word, axis=1)[:, 0] for x in (self.before, self.words))
         return before + lax.population_count(bits & _bits_below(column - word[:, 0] * _BITS)).astype(jnp.int32)
@@ -126,7 +126,7 @@ class BitRows(NamedTuple):
         return _highest(self.words)
 
     def run(self) -> Int32[Array, " N"]:
-        """How many columns in sequence are set at the end of each row, up to its last one."""
+        """Length of the run of set columns that ends at the last set one of each row."""
         last = self.last()
         first = jnp.arange(self.words.shape[1], dtype=jnp.int32) * _BITS
         return last - _highest(~self.words & _bits_below(last[:, None] - first[None]))

@@ -21,7 +21,7 @@ _COLOURS = {"empty": "#f2f2f2", "partial": "#f0a830", "full": "#3060a0"}
 
 
 def is_concrete(lists: BlockLists) -> bool:
-    """Whether the values of the lists are known: not under ``jit``, nor while JAX transforms the pytree."""
+    """True if the values of the lists are known: not under ``jit``, nor while JAX transforms the pytree."""
     return all(isinstance(x, (jax.Array, np.ndarray)) and not isinstance(x, Tracer) for x in lists)
 
 

@@ -16,7 +16,7 @@ _NAMES = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices"
 
 
 def states_from_given(
-    given: tuple[ArrayLike, ArrayLike, ArrayLike | None, ArrayLike | None],
+    arguments: tuple[ArrayLike, ArrayLike, ArrayLike | None, ArrayLike | None],
     block_size: tuple[int, int],
     seq_lengths: tuple[int, int] | None,
 ) -> tuple[Int8[Array, "B H R C"], tuple[int, int]]:
@@ -29,12 +29,12 @@ def states_from_given(
       TypeError: The lists are not integers.
       ValueError: Shapes do not fit, a known value is out of range, or a block is listed twice.
     """
-    if (given[2] is None) != (given[3] is None):
-        present, absent = (_NAMES[2], _NAMES[3]) if given[3] is None else (_NAMES[3], _NAMES[2])
+    if (arguments[2] is None) != (arguments[3] is None):
+        present, absent = (_NAMES[2], _NAMES[3]) if arguments[3] is None else (_NAMES[3], _NAMES[2])
         raise ValueError(f"`{present}` is passed without `{absent}`: pass both, or neither if no block is full.")
-    pairs = [_checked_pair(given[0], given[1], _NAMES[:2])]
-    if given[2] is not None and given[3] is not None:
-        pairs.append(_checked_pair(given[2], given[3], _NAMES[2:]))
+    pairs = [_checked_pair(arguments[0], arguments[1], _NAMES[:2])]
+    if arguments[2] is not None and arguments[3] is not None:
+        pairs.append(_checked_pair(arguments[2], arguments[3], _NAMES[2:]))
         if pairs[1][0].shape != pairs[0][0].shape:
             raise ValueError(
                 "`full_kv_num_blocks` must have the shape of `kv_num_blocks` [B, H, query blocks]. "
@@ -67,8 +67,8 @@ def states_from_given(
 
 def _checked_pair(counts: ArrayLike, numbers: ArrayLike, names: tuple[str, ...]) -> tuple[AnyArray, AnyArray]:
     arrays: list[AnyArray] = []
-    for given, name, axes in zip((counts, numbers), names, ("[B, H, R]", "[B, H, R, W]"), strict=True):
-        array = given if isinstance(given, jax.Array | np.ndarray) else np.asarray(given)
+    for argument, name, axes in zip((counts, numbers), names, ("[B, H, R]", "[B, H, R, W]"), strict=True):
+        array = argument if isinstance(argument, jax.Array | np.ndarray) else np.asarray(argument)
         if not jnp.issubdtype(array.dtype, jnp.integer):
             raise TypeError(f"`{name}` must hold integers. Got {array.dtype}.")
         rank = axes.count(",") + 1

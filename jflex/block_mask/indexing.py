@@ -172,7 +172,7 @@ _take = jax.jit(jnp.take, static_argnames="axis")
 
 
 def _selected_length(selection: Selection, length: int, block: int) -> int:
-    """How many queries the selected blocks hold.
+    """Number of queries in the selected blocks.
 
     Raises:
       ValueError: The length is not a multiple of the block size, and the short last block is selected before another

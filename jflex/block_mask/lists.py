@@ -66,7 +66,7 @@ class BlockMatrix(NamedTuple):
 
 
 def block_count(length: int, block: int) -> int:
-    """How many blocks of size `block` cover `length`.
+    """Number of blocks of size `block` that cover `length`.
 
     >>> block_count(100, 32)
     4
@@ -128,13 +128,13 @@ def pack_states(states: Int8[Array, "B H R C"]) -> PackedStates:
 def _split(words: list[jax.Array]) -> list[BitRows]:
     """Counts the bits of several matrices at once: a cumulative sum takes 0.1 s to compile for a CPU."""
     ends = list(itertools.accumulate(len(x) for x in words))
-    parts = (jnp.split(x, ends[:-1]) for x in BitRows.of(jnp.concatenate(words)))
+    parts = (jnp.split(x, ends[:-1]) for x in BitRows.from_words(jnp.concatenate(words)))
     return [BitRows(*part) for part in zip(*parts, strict=True)]
 
 
 @jax.jit
 def entries_needed(packed: PackedStates) -> Int32[Array, " 4"]:
-    """How many entries the most crowded row of each table needs, if its last one may begin a run."""
+    """Entries that the most crowded row of each table needs, if its last one may begin a run."""
     return jnp.stack([jnp.max(bits.counts - jnp.maximum(bits.run() - 1, 0), initial=0) for bits in packed])
 
 
@@ -145,8 +145,6 @@ def lists_of_width(
     """Lists of the given widths.
 
     Args:
-      packed: Of `pack_states`.
-      shape: Of the matrix of states.
       widths: Of the tables. A row that needs more entries than its table has loses blocks, unless `may_cut`.
       may_cut: Whether such a row may end in a run of partial blocks that covers all that it lists from some block on.
         It is walked where it lists nothing, too; so the mask_mod must be what hides those blocks.
@@ -154,8 +152,8 @@ def lists_of_width(
     batch, heads, *sides = shape
     tables = []
     for (partial, full), side, width in zip((packed[:2], packed[2:]), sides, (widths[:2], widths[2:]), strict=True):
-        made = _cut_lists(partial, full, width) if may_cut else _plain_lists(partial, full, width)
-        tables += [x.reshape(batch, heads, side, *x.shape[1:]) for x in made]
+        row_lists = _cut_lists(partial, full, width) if may_cut else _plain_lists(partial, full, width)
+        tables += [x.reshape(batch, heads, side, *x.shape[1:]) for x in row_lists]
     return BlockLists(*tables)
 
 
@@ -164,7 +162,7 @@ def _plain_lists(partial: BitRows, full: BitRows, widths: tuple[int, int]) -> li
 
 
 def _cut_lists(partial: BitRows, full: BitRows, widths: tuple[int, int]) -> list[jax.Array]:
-    """As `_plain_lists`; a row that needs more entries ends in a run of partial blocks from its `cut` on."""
+    """Cuts lists to the width: a row that needs more entries ends in a run of partial blocks from its `cut` on."""
     never = jnp.int32(np.iinfo(np.int32).max)
     fits, cut = jnp.bool_(True), never
     # There must be room for what lies before the cut: for its full blocks, and for its partial ones and the run.
@@ -249,7 +247,7 @@ def demote_tails(
 
 
 def inside_blocks(seq_lengths: tuple[int, int], block_size: tuple[int, int]) -> Bool[Array, "R C"]:
-    """Which blocks lie wholly within the lengths."""
+    """Blocks that lie wholly within the lengths."""
     sides = [
         (jnp.arange(block_count(length, block), dtype=jnp.int32) + 1) * block <= length
         for length, block in zip(seq_lengths, block_size, strict=True)

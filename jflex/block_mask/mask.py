@@ -134,8 +134,8 @@ class BlockMask:
         if seq_lengths is not None:
             q_length, kv_length = seq_lengths
             seq_lengths = (checked_size(q_length, "seq_lengths"), checked_size(kv_length, "seq_lengths"))
-        given = (kv_num_blocks, kv_indices, full_kv_num_blocks, full_kv_indices)
-        states, seq_lengths = states_from_given(given, block_size, seq_lengths)
+        arguments = (kv_num_blocks, kv_indices, full_kv_num_blocks, full_kv_indices)
+        states, seq_lengths = states_from_given(arguments, block_size, seq_lengths)
         if mask_mod is None:
             states = algebra.solid_states(states)
         return _assemble(BlockMatrix(states, mask_mod, seq_lengths, block_size, lists_follow_mod=False))
@@ -214,7 +214,7 @@ class BlockMask:
         return _assemble(select(self._matrix(), index))
 
     def with_lengths(self, q_len: int, kv_len: int) -> BlockMask:
-        """The same mask, cropped or extended to other lengths; query 0 and key 0 keep their positions.
+        """Crops or extends the mask to other lengths; query 0 and key 0 keep their positions.
 
         Args:
           q_len: New number of queries.

@@ -25,10 +25,10 @@ from pallas_kernels.spec import Mod
 # Elements evaluated at once: enough to fill a GPU (131072 x 131072 takes 1024 steps), and few enough that without
 # fusion of the mask into its reduction only tens of megabytes are needed.
 _ELEMENTS_PER_STEP = 1 << 24
-# Up to here one doubtful block has all elements evaluated: as fast as without bounds, and the loop that would evaluate
+# Up to here one undecided block has all elements evaluated: as fast as without bounds, and the loop that would evaluate
 # it alone takes 0.4 s to compile. On 2 cores of a CPU 2 ** 28 elements take 0.08 s.
 _FEW_ELEMENTS = 1 << 28
-_DOUBT = 3  # the state of a block that bounds and corners leave undecided
+_UNDECIDED = 3  # the state of a block that bounds and corners leave undecided
 
 Shape = tuple[int, int, int, int]
 
@@ -36,9 +36,9 @@ Shape = tuple[int, int, int, int]
 def known_block_states(
     traced: TracedMod, operands: tuple[jax.Array, ...], shape: Shape, block_size: tuple[int, int]
 ) -> Int8[Array, "B H R C"]:
-    """As `block_states`, of known operands: what evaluates blocks in doubt is compiled only if there are any."""
+    """Block states of known operands: code for undecided blocks is compiled only if there are any."""
     states = block_states(traced, operands, shape, block_size, settle=False)
-    if not states.size or int(jnp.max(states)) < _DOUBT:
+    if not states.size or int(jnp.max(states)) < _UNDECIDED:
         return states
     return block_states(traced, operands, shape, block_size)
 
@@ -71,7 +71,7 @@ def block_states(
 def _bounded_states(
     traced: TracedMod, operands: tuple[jax.Array, ...], shape: Shape, block_size: tuple[int, int], *, settle: bool
 ) -> Int8[Array, "B H R C"] | None:
-    """The states by bounds, and of what these leave in doubt by elements if `settle`; None if bounds decide nothing."""
+    """States by bounds; undecided ones by elements if `settle`. None if bounds decide nothing."""
     batch, heads, *lengths = shape
     grid = Grid((lengths[0], lengths[1]), block_size)
     if varying_axes(*operands):  # inside a `jax.shard_map` programs would need the types of its mesh
@@ -92,7 +92,7 @@ def _bounded_states(
         seen, hidden = _corners(traced, operands, b, h, grid)
         inside = inside_blocks(grid.lengths, block_size)
         full, hidden = bounded.all & inside, hidden | ~inside
-        state = jnp.where((bounded.all | seen) & hidden, jnp.int8(PARTIAL), jnp.int8(_DOUBT))
+        state = jnp.where((bounded.all | seen) & hidden, jnp.int8(PARTIAL), jnp.int8(_UNDECIDED))
         return jnp.where(full, jnp.int8(FULL), jnp.where(bounded.some, state, jnp.int8(EMPTY)))
 
     units, (rows, columns) = batch * heads, grid.shape
@@ -102,7 +102,7 @@ def _bounded_states(
         if not settle:
             return states
         evaluate = lambda _: _evaluated_states(traced, operands, shape, block_size)
-        return lax.cond(_any_doubtful(states), evaluate, lambda states: states, states)
+        return lax.cond(_any_undecided(states), evaluate, lambda states: states, states)
     width = min(units, max(1, _ELEMENTS_PER_STEP // (rows * columns)))
 
     def of_units(some: Int32[Array, " N"]) -> Int8[Array, "N R C"]:
@@ -115,14 +115,14 @@ def _bounded_states(
     return states.reshape(-1, rows, columns)[:units].reshape(batch, heads, rows, columns)
 
 
-def _any_doubtful(states: Int8[Array, "*N"]) -> Bool[Array, ""]:
-    return jnp.max(states) == _DOUBT  # on a CPU `any` takes ten times as long
+def _any_undecided(states: Int8[Array, "*N"]) -> Bool[Array, ""]:
+    return jnp.max(states) == _UNDECIDED  # on a CPU `any` takes ten times as long
 
 
 def _corners(
     traced: TracedMod, operands: tuple[jax.Array, ...], b: Int32[Array, ""], h: Int32[Array, ""], grid: Grid
 ) -> tuple[Bool[Array, "R C"], Bool[Array, "R C"]]:
-    """Whether any corner of each block is visible, and whether any is not."""
+    """Tells of each block whether any corner is visible, and whether any is not."""
     q_ends, kv_ends = ((grid.positions(axis)[:, 0], grid.positions(axis)[:, -1]) for axis in (0, 1))
     corners = [
         visible_elements(traced, operands, b, h, (q_idx, kv_idx[None]), grid.lengths)[0]
@@ -141,7 +141,7 @@ def _settled(
     heads: int,
     grid: Grid,
 ) -> Int8[Array, "N R C"]:
-    """The states with those in doubt decided by their elements, in a loop over these blocks."""
+    """The states with those undecided decided by their elements, in a loop over these blocks."""
     (rows, columns), flat = grid.shape, states.reshape(-1)
     width = min(flat.size, max(1, _ELEMENTS_PER_STEP // (grid.block_size[0] * grid.block_size[1])))
 
@@ -153,23 +153,23 @@ def _settled(
         return jnp.any(visible).astype(jnp.int8) + jnp.all(visible).astype(jnp.int8)
 
     def settle(flat: Int8[Array, " X"]) -> Int8[Array, " X"]:
-        words = pack((flat == _DOUBT)[None])[0]
+        words = pack((flat == _UNDECIDED)[None])[0]
         each = lax.population_count(words).astype(jnp.int32)
         before = jnp.cumsum(each, dtype=jnp.int32) - each
-        doubtful = before[-1] + each[-1]
+        undecided = before[-1] + each[-1]
 
         def step(state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-            start, found = state
+            start, values_so_far = state
             nth = start + jnp.arange(width, dtype=jnp.int32)
             word = last_where(lambda word: before[word] <= nth, before.size - 1, nth)
             number = word * 32 + nth_of_word(words[word], nth - before[word])
             values = jax.vmap(classify)(jnp.minimum(number, flat.size - 1))
-            at = jnp.where(nth < doubtful, number, flat.size)
-            return start + width, found.at[at].set(values, mode="drop")
+            at = jnp.where(nth < undecided, number, flat.size)
+            return start + width, values_so_far.at[at].set(values, mode="drop")
 
-        return lax.while_loop(lambda state: state[0] < doubtful, step, (jnp.int32(0), flat))[1]
+        return lax.while_loop(lambda state: state[0] < undecided, step, (jnp.int32(0), flat))[1]
 
-    return lax.cond(_any_doubtful(flat), settle, lambda flat: flat, flat).reshape(states.shape)
+    return lax.cond(_any_undecided(flat), settle, lambda flat: flat, flat).reshape(states.shape)
 
 
 def _evaluated_states(

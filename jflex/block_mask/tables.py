@@ -1,4 +1,4 @@
-"""How wide the tables of a BlockMask are: as the sequence, as its most crowded row, or as the user says."""
+"""Widths of the tables of a BlockMask: as the sequence, as its most crowded row, or as the user says."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _KINDS = (
 
 
 def is_compact(lengths: tuple[int, int], block_size: tuple[int, int], max_blocks: int | None) -> bool:
-    """Whether the tables of a mask are narrower than its lengths, or may be."""
+    """True if the tables of a mask are, or may be, narrower than its lengths."""
     blocks = [-(-length // size) for length, size in zip(lengths, block_size, strict=True)]
     return max_blocks is not None or max(blocks) > WIDE
 

@@ -99,7 +99,7 @@ def varlen_block_mask(
     q_ends, kv_ends = checked_boundaries(cu_seqlens_q, cu_seqlens_k, lengths)
     check_callable(mask_mod, "mask_mod", "(b, h, q_idx, kv_idx) -> bool")
     check_packed_sizes(None, mask_mod, q_ends, kv_ends, H, "packed sequences")
-    tokens = PackedTokens.of(q_ends, kv_ends, lengths)
+    tokens = PackedTokens.from_boundaries(q_ends, kv_ends, lengths)
     mask_mod = mask_mod if tokens.sequences else None
     traced, operands = trace_mask_mod(
         tokens.same_sequence if mask_mod is None else ReindexedMod(mask_mod, tokens.positions_in_sequence)
@@ -135,7 +135,7 @@ class PackedTokens(NamedTuple):
     sequences: int
 
     @classmethod
-    def of(cls, q_ends: jax.Array, kv_ends: jax.Array, lengths: tuple[int, int]) -> PackedTokens:
+    def from_boundaries(cls, q_ends: jax.Array, kv_ends: jax.Array, lengths: tuple[int, int]) -> PackedTokens:
         """Computes both from boundaries; the padding of queries and that of keys get different sequence ids."""
         sequences = q_ends.size - 1
         return cls(*_locate(q_ends, lengths[0], sequences), *_locate(kv_ends, lengths[1], -1), sequences)
@@ -228,15 +228,15 @@ def _evaluated_states(
     over_blocks = jax.vmap(over_heads, in_axes=(0, None), out_axes=1)
 
     def step(state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        start, found = state
+        start, classified = state
         some = lax.dynamic_slice(numbers.astype(jnp.int32), (start,), (width,))
         values = over_blocks(some, jnp.arange(heads, dtype=jnp.int32))
-        return start + width, found.at[:, some].set(values, mode="drop")
+        return start + width, classified.at[:, some].set(values, mode="drop")
 
     count = jnp.sum(seen, dtype=jnp.int32)
     state = match_manual_axes((jnp.int32(0), jnp.zeros((heads, states.size), jnp.int8), count, operands))[:2]
-    _, found = lax.while_loop(lambda state: state[0] < count, step, state)
-    return found.reshape(heads, *states.shape)
+    _, classified = lax.while_loop(lambda state: state[0] < count, step, state)
+    return classified.reshape(heads, *states.shape)
 
 
 def check_callable(mod: object, name: str, signature: str) -> None:

@@ -13,7 +13,7 @@ from jflex._check.arguments import known_values
 from jflex._mesh import no_mesh
 from jflex.block_mask.drawing import is_concrete
 from jflex.block_mask.mask import BlockMask, create_block_mask
-from jflex.masks.padding import padding
+from jflex.masks.sequences import padding
 from jflex.mods.compose import and_masks
 from jflex.mods.dependence import uses_index
 from jflex.mods.trace import trace_mask_mod

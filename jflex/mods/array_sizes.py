@@ -122,7 +122,7 @@ def _called(make: Callable[..., ReadyMod], args: tuple[object, ...], kwargs: dic
 
 
 def for_positions(size: int, rule: str, remedy: str) -> tuple[Requirement, Requirement]:
-    """The same requirement on queries and on keys; ``{}`` in the rule is replaced by either."""
+    """One requirement on queries and one on keys; ``{}`` in the rule is replaced by either."""
     return (
         Requirement("q_idx", size, rule.format("query"), remedy),
         Requirement("kv_idx", size, rule.format("key"), remedy),

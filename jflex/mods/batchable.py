@@ -91,16 +91,16 @@ def factored(function: Callable[..., Sequence[jax.Array]], *args: jax.Array) -> 
     """
     opened = open_jaxpr(jax.make_jaxpr(function)(*args))
     values = _run(opened, [_Value(x, frozenset({i})) for i, x in enumerate(args)])
-    found = []
+    results = []
     for value in values:
         product, x = value.product, jnp.asarray(value.x)
         if x.ndim == 0 or product is None or not (product.scales and product.factors):
-            found.append(Factored(None, guarded(x) if value.multiplied and x.ndim else x, value.depends))
+            results.append(Factored(None, guarded(x) if value.multiplied and x.ndim else x, value.depends))
         else:
-            rest = multiplied([x.x for x in product.factors], jnp.float32)
+            factor = multiplied([x.x for x in product.factors], jnp.float32)
             depends = frozenset().union(*(x.depends for x in product.factors))
-            found.append(Factored(multiplied(product.scales, jnp.float32), rest, depends))
-    return found
+            results.append(Factored(multiplied(product.scales, jnp.float32), factor, depends))
+    return results
 
 
 class _Product(NamedTuple):
@@ -240,7 +240,7 @@ def _sum(eqn: core.JaxprEqn, value: _Value) -> jax.Array:
 
 
 def guarded(x: jax.Array) -> jax.Array:
-    """The same values; XLA does not turn a sum of them into a GEMM."""
+    """Guards values against XLA, which would turn a sum of them into a GEMM."""
     info = jnp.finfo(x.dtype)
     return lax.reduce_precision(x, info.nexp, info.nmant)
 

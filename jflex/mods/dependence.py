@@ -34,7 +34,7 @@ _ANY: Bounds = (-(1 << 63), 1 << 63)
 
 
 def uses_index(traced: Mod, index: str) -> bool:
-    """Whether the result of a mask_mod can depend on one of its indices: ``"b"``, ``"h"``, ``"q_idx"`` or ``"kv_idx"``.
+    """True if the result of a mask_mod can depend on one of its indices: ``"b"``, ``"h"``, ``"q_idx"`` or ``"kv_idx"``.
 
     Loops and branches count as using whatever enters them.
 
@@ -47,9 +47,9 @@ def uses_index(traced: Mod, index: str) -> bool:
     return _INDEX_POSITIONS[index] in used_inputs(jaxpr, [True])
 
 
-def used_inputs(jaxpr: Any, wanted: Sequence[bool]) -> set[int]:
-    """Indices of the inputs of a jaxpr on which its `wanted` outputs can depend."""
-    live = {v for v, want in zip(jaxpr.outvars, wanted, strict=True) if want and not isinstance(v, core.Literal)}
+def used_inputs(jaxpr: Any, outputs_used: Sequence[bool]) -> set[int]:
+    """Indices of the inputs of a jaxpr on which the used outputs can depend."""
+    live = {v for v, want in zip(jaxpr.outvars, outputs_used, strict=True) if want and not isinstance(v, core.Literal)}
     for eqn in reversed(jaxpr.eqns):
         outputs = [v in live for v in eqn.outvars]
         if not any(outputs):
@@ -233,7 +233,7 @@ class _BoundsWalk(_Walk[Bounds]):
 
 
 def _has_powers(opened: Open) -> bool:
-    """Whether integers are raised to a power in a program, in those that it calls, or in branches."""
+    """True if a program raises integers to a power, in its calls and branches too."""
     calls = [sub_jaxpr(eqn) for eqn in opened.jaxpr.eqns if eqn.primitive.name in CALLS]
     branches = [open_jaxpr(x) for eqn in opened.jaxpr.eqns for x in eqn.params.get("branches", ())]
     return bool(_exponents(opened.jaxpr)) or any(_has_powers(x) for x in (*calls, *branches) if x is not None)

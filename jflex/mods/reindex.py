@@ -15,7 +15,7 @@ from jflex.mods.array_sizes import Requirement, SizedMod
 
 
 class Positions(NamedTuple):
-    """Where a mod is evaluated: int32 scalars.
+    """Positions at which a mod is evaluated: int32 scalars.
 
     Attributes:
       b: Batch entry.
@@ -73,7 +73,7 @@ class ReindexedMod(SizedMod):
         return exists & value
 
     def _of_vector(self, *args: Any) -> Any:
-        """Of a vector mod, whose last index is that of its query."""
+        """Reindexes a vector mod, whose last index is its query."""
         *vector, b, h, q_idx = args
         return self.mod(*vector, *self.positions(b, h, q_idx, jnp.zeros_like(q_idx))[:3])
 

@@ -65,7 +65,7 @@ def _kind(x: object) -> str:
 
 
 def _instead(x: object, role: ScalarRole) -> str:
-    """Where an argument that is no function belongs, if that is known."""
+    """Names the argument that a value belongs to, if that is known."""
     if hasattr(x, "kv_num_blocks"):  # a BlockMask, of a room above this one
         return " Pass it as `block_mask`."
     if not isinstance(x, (jax.Array, np.ndarray)):
@@ -81,22 +81,22 @@ def checked_result(out: Any, role: ScalarRole, source: str) -> jax.Array:
     Raises:
       TypeError: It is not one scalar of the kind that the role wants.
     """
-    wanted = "one boolean" if role == "mask" else "one floating-point number"
+    expected = "one boolean" if role == "mask" else "one floating-point number"
     if len(jax.tree.leaves(out)) != 1 or not jax.tree.structure(out) == jax.tree.structure(0):
-        raise TypeError(f"`{role}_mod` must return {wanted}; {source} returned {type(out).__name__}.")
+        raise TypeError(f"`{role}_mod` must return {expected}; {source} returned {type(out).__name__}.")
     try:
         shape, dtype = jnp.shape(out), jax.dtypes.result_type(out)
     except TypeError:
-        raise TypeError(f"`{role}_mod` must return {wanted}; {source} returned {type(out).__name__}.") from None
+        raise TypeError(f"`{role}_mod` must return {expected}; {source} returned {type(out).__name__}.") from None
     returned = f"{source} returned {dtype}[{','.join(map(str, shape))}]"
     if shape != ():
         raise TypeError(
-            f"`{role}_mod` must return {wanted}; {returned}. It is called on scalars: index captured "
+            f"`{role}_mod` must return {expected}; {returned}. It is called on scalars: index captured "
             "arrays with `b`, `h`, `q_idx`, `kv_idx` until one number is left."
         )
     if role == "mask" and dtype != jnp.bool_:
         raise TypeError(
-            f"`mask_mod` must return {wanted}; {returned}. Compare (`q_idx >= kv_idx`) or cast with "
+            f"`mask_mod` must return {expected}; {returned}. Compare (`q_idx >= kv_idx`) or cast with "
             "`.astype(bool)`; to change scores rather than hide them, pass it as `score_mod`."
         )
     if role == "score" and not jnp.issubdtype(dtype, jnp.floating):
@@ -105,7 +105,7 @@ def checked_result(out: Any, role: ScalarRole, source: str) -> jax.Array:
             if dtype == jnp.bool_
             else " Cast it with `.astype(jnp.float32)`."
         )
-        raise TypeError(f"`score_mod` must return {wanted}; {returned}.{hint}")
+        raise TypeError(f"`score_mod` must return {expected}; {returned}.{hint}")
     return jnp.asarray(out, jnp.bool_ if role == "mask" else jnp.float32)
 
 

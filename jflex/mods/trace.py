@@ -332,7 +332,7 @@ def _hoist(traced: core.ClosedJaxpr) -> tuple[Callable[..., jax.Array], tuple[ja
 def _with_key_data(
     replay: Callable[..., jax.Array], operands: tuple[jax.Array, ...], arguments: int
 ) -> tuple[Callable[..., jax.Array], tuple[jax.Array, ...]]:
-    """The same with random keys as uint32, which any array may be; they become keys again where the mod uses them."""
+    """Passes random keys as uint32, which any array may be; they become keys again where the mod uses them."""
     if not any(map(_is_key, operands)):
         return replay, operands
     kinds = [jax.random.key_impl(x) if _is_key(x) else None for x in operands]

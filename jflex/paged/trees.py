@@ -16,7 +16,7 @@ from jaxtyping import Array, Int32
 
 from jflex._call.dropout import KeptMod
 from jflex._check.arguments import check_int32, describe_array
-from jflex.masks.tree import MAX_NODES
+from jflex.masks.drafts import MAX_NODES
 from jflex.mods.reindex import Positions, ReindexedMod
 from jflex.mods.types import MaskMod, ScoreMod
 from jflex.paged.batch_checks import Rule

@@ -19,7 +19,7 @@ class Angles(NamedTuple):
 
 
 def checked_rotary_dim(rotary_dim: int | None, head_dim: int) -> int:
-    """How many features of a head rotate; all of them for None.
+    """Number of rotated features of a head; all of them for None.
 
     Raises:
       ValueError: They are more than the head has, or not pairs.
@@ -64,10 +64,10 @@ def angles(
     turned = jnp.multiply.outer(positions.astype(dtype), frequencies)
     cosine, sine = jnp.cos(turned), jnp.sin(turned)
     if is_far and dtype == jnp.float32:
-        rest = _rounding_error(positions, frequencies, turned)
+        remainder = _rounding_error(positions, frequencies, turned)
         cosine, sine = (
-            cosine * jnp.cos(rest) - sine * jnp.sin(rest),
-            sine * jnp.cos(rest) + cosine * jnp.sin(rest),
+            cosine * jnp.cos(remainder) - sine * jnp.sin(remainder),
+            sine * jnp.cos(remainder) + cosine * jnp.sin(remainder),
         )
     return Angles(magnitude * cosine, magnitude * sine)
 
@@ -88,7 +88,7 @@ def rotated(
 def _rounding_error(
     positions: Int[Array, "*axes"], frequencies: Float[Array, " pairs"], turned: Float[Array, "*axes pairs"]
 ) -> Float[Array, "*axes pairs"]:
-    """What float32 angles lack to the exact products of positions, from 0 to 2**24, and frequencies.
+    """Rounding error of float32 angles: products of positions, from 0 to 2**24, and frequencies.
 
     Factors are split into halves of 12 bits, whose products are exact in float32 (Dekker 1971), with or without FMA.
     """

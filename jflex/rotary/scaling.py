@@ -116,10 +116,10 @@ class YarnScaling:
         """Factor of the rotated features."""
         if self.attention_factor is not None:
             return self.attention_factor
-        of = lambda mscale: 1.0 if self.factor <= 1 else 0.1 * mscale * math.log(self.factor) + 1.0
+        attention_factor = lambda mscale: 1.0 if self.factor <= 1 else 0.1 * mscale * math.log(self.factor) + 1.0
         if self.mscale and self.mscale_all_dim:
-            return of(self.mscale) / of(self.mscale_all_dim)
-        return of(1.0)
+            return attention_factor(self.mscale) / attention_factor(self.mscale_all_dim)
+        return attention_factor(1.0)
 
     def __call__(self, frequencies: Float[Array, " pairs"], length: Length) -> Float[Array, " pairs"]:
         """Returns the scaled frequencies, the same for every length."""

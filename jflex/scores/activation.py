@@ -27,9 +27,6 @@ def activation(function: Callable[[jax.Array], ArrayLike], *, offset: float = 1.
       offset: What makes the logarithm finite: more than ``-function(score)`` for all scores. The larger, the more
         digits cancel in `undo_softmax`.
 
-    Returns:
-      A score_mod.
-
     Raises:
       TypeError: `function` cannot be called.
       ValueError: `offset` is not positive.

@@ -18,9 +18,6 @@ def bias(values: Float[ArrayLike, "B H T S"]) -> ScoreMod:
     Args:
       values: The bias. Batch and heads may be 1, shared by all; T and S may exceed those of a call.
 
-    Returns:
-      A score_mod.
-
     Raises:
       TypeError: `values` is not floating-point.
       ValueError: `values` does not have four axes.

@@ -19,9 +19,6 @@ def relative_bias(table: Float[ArrayLike, "Hq N"]) -> ScoreMod:
       table: One number for each query head and distance from ``-m`` (the key comes first) to ``m``; larger distances
         are clipped.
 
-    Returns:
-      A score_mod.
-
     Raises:
       TypeError: `table` is not floating-point.
       ValueError: `table` does not have two axes, the second of odd size.

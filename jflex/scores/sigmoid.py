@@ -18,9 +18,6 @@ def sigmoid(bias: float | Float[ArrayLike, ""]) -> ScoreMod:
       bias: Added to each score. Ramapuram et al. start from ``-log(S)`` for S keys: then the weights of a
         row sum to about 1.
 
-    Returns:
-      A score_mod.
-
     References:
       Ramapuram et al. 2024, Theory, Analysis, and Best Practices for Sigmoid Self-Attention, arXiv:2409.04431.
 

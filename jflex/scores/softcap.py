@@ -17,9 +17,6 @@ def softcap(cap: float | Float[ArrayLike, ""]) -> ScoreMod:
     Args:
       cap: The bound, positive; 50.0 in Gemma 2.
 
-    Returns:
-      A score_mod.
-
     Raises:
       ValueError: `cap` is a number that is not positive.
 

@@ -23,9 +23,6 @@ def t5_bias(table: Float[ArrayLike, "Hq N"], *, bidirectional: bool, max_distanc
         keys after the query share the bucket of distance 0; use a causal mask.
       max_distance: Distances from here on share the last bucket.
 
-    Returns:
-      A score_mod.
-
     Raises:
       TypeError: `table` is not floating-point.
       ValueError: `table` does not have two axes, or has too few buckets for the distances.

@@ -175,7 +175,7 @@ class BlockSparseRows:
         )  # fmt: skip
 
     def first_keys(self) -> Int32[Array, "R C"]:
-        """How many keys a query block has in the blocks that it lists before each one; -1 for a block not listed."""
+        """Number of keys in the blocks that a query block lists before each one; -1 for a block not listed."""
         rows, columns, entries = len(self.q_indptr) - 1, len(self.kv_indptr) - 1, len(self.indices)
         table = jnp.full((rows, columns), -1, jnp.int32)
         if not table.size or not entries:
@@ -190,7 +190,7 @@ class BlockSparseRows:
         return table.at[jnp.where(exists, row, rows), column].max(first, mode="drop")
 
     def to_block_mask(self, mask_mod: MaskMod | None = None, *, block_size: BlockSize | None = None) -> BlockMask:
-        """The same as a BlockMask, for `flex_attention`; under ``jit``, too.
+        """Converts to a BlockMask, for `flex_attention`; under ``jit``, too.
 
         If blocks of queries and of keys have one size each, and there are no `kv_lengths`, it lists these blocks, and
         nothing is evaluated for single elements but `mask_mod`. Else blocks do not lie on one grid, and its mask_mod
@@ -209,18 +209,18 @@ class BlockSparseRows:
           ValueError: As `create_block_mask`.
         """
         sizes = [128 if size is None else size for size in self.block_size]
-        wanted = (sizes[0], sizes[1]) if block_size is None else checked_block_size(block_size)
+        sizes_requested = (sizes[0], sizes[1]) if block_size is None else checked_block_size(block_size)
         table = self.first_keys()
-        if wanted == self.block_size and self.kv_lengths is None:
+        if sizes_requested == self.block_size and self.kv_lengths is None:
             column = jax.lax.broadcasted_iota(jnp.int32, table.shape, 1)
             indices = jnp.where(table >= 0, column, -1)[None, None]
-            return block_mask_from_indices(indices, *self.seq_lengths, block_size=wanted, mask_mod=mask_mod)
+            return block_mask_from_indices(indices, *self.seq_lengths, block_size=sizes_requested, mask_mod=mask_mod)
         elements = self._mask_of_elements(table)
         both = elements if mask_mod is None else and_masks(elements, mask_mod)
-        return create_block_mask(both, None, None, *self.seq_lengths, block_size=wanted)
+        return create_block_mask(both, None, None, *self.seq_lengths, block_size=sizes_requested)
 
     def to_paged_batch(self, *, max_pages: int | None = None) -> PagedBatch:
-        """The same as a batch for `paged_attention`: query blocks are requests, and key blocks are pages.
+        """Converts to a batch for `paged_attention`: query blocks are requests, and key blocks are pages.
 
         Args:
           max_pages: Width of the page table. None: of the longest row, or of all pages if values are not known.
@@ -261,7 +261,7 @@ class BlockSparseRows:
         return width
 
     def _mask_of_elements(self, table: Int32[Array, "R C"]) -> MaskMod:
-        """Whether a query's block lists the block of a key, and the key lies within its length."""
+        """True if a query's block lists the block of a key, and the key lies within its length."""
         q_length, kv_length = self.seq_lengths
         # A last row and column for queries and keys in no block.
         table = jnp.pad(table, ((0, 1), (0, 1)), constant_values=-1)
@@ -278,8 +278,8 @@ class BlockSparseRows:
         return visible
 
 
-def _vector(name: str, given: AnyArray | list[int]) -> Int32[Array, " N"]:
-    array = given if isinstance(given, jax.Array) else np.asarray(given, None if np.size(given) else np.int32)
+def _vector(name: str, values: AnyArray | list[int]) -> Int32[Array, " N"]:
+    array = values if isinstance(values, jax.Array) else np.asarray(values, None if np.size(values) else np.int32)
     if not jnp.issubdtype(array.dtype, jnp.integer):
         raise TypeError(f"`{name}` must be integers. Got {array.dtype}.")
     if array.ndim != 1:
@@ -290,7 +290,7 @@ def _vector(name: str, given: AnyArray | list[int]) -> Int32[Array, " N"]:
 
 
 def _boundaries(name: str, blocks: Blocks | list[int], length: int) -> tuple[Int32[Array, " blocks_and_1"], int | None]:
-    """Where blocks begin and the last ends; and the size of all, if they have one."""
+    """Boundaries of blocks, and their common size, if they have one."""
     if isinstance(blocks, int | np.integer):
         size = checked_positive(blocks, name)
         return jnp.asarray(np.minimum(np.arange(block_count(length, size) + 1) * size, length), jnp.int32), size
@@ -301,12 +301,14 @@ def _boundaries(name: str, blocks: Blocks | list[int], length: int) -> tuple[Int
     return boundaries, None
 
 
-def _check_ascends(name: str, array: Int32[Array, " N"], end: int, of: str) -> None:
+def _check_ascends(name: str, array: Int32[Array, " N"], end: int, sequence: str) -> None:
     if isinstance(array, Tracer):
         return
     known = np.asarray(array)
     if known[0] != 0 or np.any(np.diff(known) < 0) or known[-1] > end:
-        raise ValueError(f"`{name}` must ascend from 0 and end within {end}, the length of {of}. Got {known.tolist()}.")
+        raise ValueError(
+            f"`{name}` must ascend from 0 and end within {end}, the length of {sequence}. Got {known.tolist()}."
+        )
 
 
 def _check_numbers(indptr: Int32[Array, " R_and_1"], indices: Int32[Array, " N"], columns: int) -> None:

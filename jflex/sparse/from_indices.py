@@ -112,21 +112,21 @@ def _checked_indices(
     indices: ArrayLike, rows: int, columns: int, block: int, length: int
 ) -> Int32[Array, "B heads R k"]:
     """The indices as int32, with -1 for all that are out of range: no wide integer may wrap around to a block."""
-    given = indices if isinstance(indices, jax.Array | np.ndarray) else np.asarray(indices)
-    if not jnp.issubdtype(given.dtype, jnp.integer):
-        raise TypeError(f"`indices` must be integers, numbers of key blocks. Got {given.dtype}.")
-    if given.ndim != 4:
+    blocks = indices if isinstance(indices, jax.Array | np.ndarray) else np.asarray(indices)
+    if not jnp.issubdtype(blocks.dtype, jnp.integer):
+        raise TypeError(f"`indices` must be integers, numbers of key blocks. Got {blocks.dtype}.")
+    if blocks.ndim != 4:
         raise ValueError(
-            f"`indices` must have 4 axes, [B, heads, query blocks, k]. Got shape {given.shape}. Add axes of size 1 for "
-            "one selection for all batch entries or heads."
+            f"`indices` must have 4 axes, [B, heads, query blocks, k]. Got shape {blocks.shape}. Add axes of size 1 "
+            "for one selection for all batch entries or heads."
         )
-    if given.shape[2] != rows:
+    if blocks.shape[2] != rows:
         raise ValueError(
             f"`indices` must have a row for each query block, {rows} for `Q_LEN` {length} in blocks of {block}. Got "
-            f"{given.shape[2]} in shape {given.shape}. Pass the `block_size` and `Q_LEN` that they were selected for."
+            f"{blocks.shape[2]} in shape {blocks.shape}. Pass the `block_size` and `Q_LEN` that they were selected for."
         )
-    numpy = jnp if isinstance(given, jax.Array) else np
-    wide = given.astype(numpy.int32) if given.dtype.itemsize < 4 else given
+    numpy = jnp if isinstance(blocks, jax.Array) else np
+    wide = blocks.astype(numpy.int32) if blocks.dtype.itemsize < 4 else blocks
     exists = (wide >= 0) & (wide < columns)
     return jnp.asarray(numpy.where(exists, wide.astype(numpy.int32), numpy.int32(-1)))
 
@@ -146,16 +146,16 @@ def _checked_heads(H: int | None, heads: int) -> int:
 def _states_of_mod(
     traced: TracedMod | None, operands: tuple[jax.Array, ...], shape: Shape, block_size: tuple[int, int]
 ) -> Int8[Array, "#B #H R C"]:
-    """What each block is if it is selected; evaluated now if values are known, even while tracing."""
+    """States of blocks if they are selected; evaluated now if values are known, even while tracing."""
     if traced is None:
         with eval_context():
             inside = inside_blocks((shape[2], shape[3]), block_size)
             return jnp.where(inside, jnp.int8(FULL), jnp.int8(PARTIAL))[None, None]
     batch, heads = (n if uses_index(traced, index) else 1 for n, index in zip(shape[:2], "bh", strict=True))
-    own = batch, heads, shape[2], shape[3]
+    mod_shape = batch, heads, shape[2], shape[3]
     known = not any(isinstance(x, Tracer) for x in operands)
     with eval_context() if known else contextlib.nullcontext():
-        return (known_block_states if known else block_states)(traced, operands, own, block_size)
+        return (known_block_states if known else block_states)(traced, operands, mod_shape, block_size)
 
 
 def _widths(bounds: Int8[Array, "B H R C"], k: int) -> Widths:

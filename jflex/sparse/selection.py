@@ -1,4 +1,4 @@
-"""Which blocks of keys each block of queries selects: scores of blocks, and the best of them."""
+"""Sparse selection: block-level attention scores, and the best blocks of each query block."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def block_scores(
     block_size: int | tuple[int, int] = 128,
     queries: Literal["first", "mean"] = "first",
 ) -> Float[Array, "B Hkv R C"]:
-    """How much each block of queries wants each block of keys: the gate of MoBA, for `select_blocks`.
+    """Block-level attention scores, the gate of MoBA, for `select_blocks`.
 
     The score is the product of one query for the block and the mean of the keys of the block, averaged over the query
     heads that share a key head (NSA, equation 10, adds them up). MoBA scores each query alone; a block of queries

@@ -186,7 +186,7 @@ def test_bits(shape, share, seed):
     batch, rows, columns = shape
     listed = np.random.default_rng(seed).random((batch, rows, columns)) < share
     words = pack(jnp.asarray(listed.reshape(-1, columns)))
-    bits = BitRows.of(words)
+    bits = BitRows.from_words(words)
     flat = listed.reshape(-1, columns)
     np.testing.assert_array_equal(bits.counts, flat.sum(1))
     for row, first, last, run in zip(flat, np.asarray(bits.first(columns)), bits.last(), bits.run(), strict=True):

@@ -11,8 +11,8 @@ import pytest
 
 from flax_layers.train import Computation, InputError, Rows, make_mesh, parse_mesh
 from flax_layers.train.flops import multiplied_parameters, peak_flops, step_flops, visible_pairs
+from flax_layers.train.optimizer import REMAT
 from flax_layers.train.parallel import check_mesh
-from flax_layers.train.remat import REMAT
 from tests.cases import train_cases
 from tests.cases.train_cases import CONFIG, batch, counted_compilations
 

@@ -10,8 +10,8 @@ from flax_layers.demo import __main__ as demo
 from flax_layers.models import CheckpointError
 from flax_layers.train import InputError, Interrupted, LossError, SaveError
 from flax_layers.train import __main__ as train
-from flax_layers.train.command import run_command
-from flax_layers.train.pictures import draw_losses
+from flax_layers.train.errors import run_command
+from flax_layers.train.log import draw_losses
 
 
 def raising(error: BaseException):

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flax_layers.train import Batches, Corpus, InputError, read_corpus, scan
-from flax_layers.train.order import permuted
-from flax_layers.train.tokens import ByteEncoder, Encoder
+from flax_layers.train import Batches, Corpus, InputError, read_corpus
+from flax_layers.train.corpus import permuted, scan_tokens
+from flax_layers.train.texts import ByteEncoder, Encoder
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 16, 17, 1000])
@@ -103,7 +103,7 @@ def test_a_fingerprint_tells_lines_of_a_jsonl_apart(tmp_path):
         (tmp_path / name).write_text(text)
         found.add(read([tmp_path / name]).fingerprint)
     assert len(found) == 3
-    assert scan.scan_tokens(["a"], [np.array([*b"abcd"])], 256, "--data") in found
+    assert scan_tokens(["a"], [np.array([*b"abcd"])], 256, "--data") in found
 
 
 BAD_LINES = {
@@ -217,7 +217,7 @@ def test_an_empty_corpus_is_refused(texts):
 @pytest.mark.parametrize("option", ["--data", "--held-out"])
 def test_tokens_out_of_range_are_refused_at_once(tmp_path, monkeypatch, token: int, dtype, option: str):
     """Wherever they are, also where int32 would wrap around to a token of the vocabulary."""
-    monkeypatch.setattr(scan, "_CHUNK", 4)
+    monkeypatch.setattr("flax_layers.train.corpus._CHUNK", 4)
     tokens = np.zeros(11, dtype)
     tokens[9] = token
     np.save(tmp_path / "a.npy", tokens[:9])
@@ -232,10 +232,10 @@ def test_tokens_out_of_range_are_refused_at_once(tmp_path, monkeypatch, token: i
 
 def test_a_fingerprint_tells_contents_apart(monkeypatch):
     """Those of every chunk, and where files end; not names and dtypes."""
-    monkeypatch.setattr(scan, "_CHUNK", 4)
+    monkeypatch.setattr("flax_layers.train.corpus._CHUNK", 4)
 
     def fingerprint(*files: list[int], dtype: Any = np.uint16) -> str:
-        return scan.scan_tokens(["name"] * len(files), [np.array(file, dtype) for file in files], 256, "--data")
+        return scan_tokens(["name"] * len(files), [np.array(file, dtype) for file in files], 256, "--data")
 
     tokens = [*range(11)]
     same = {fingerprint(tokens), fingerprint(tokens, dtype=np.int64), fingerprint(tokens, dtype=">u2")}

@@ -13,7 +13,7 @@ from flax_layers.train import InputError
 from flax_layers.train.data import document_end, make_batches, make_encoder, tokenizer_folder
 from flax_layers.train.options import parse_options
 from flax_layers.train.setup import export_source, model_config, with_end_token
-from flax_layers.train.tokens import FolderEncoder
+from flax_layers.train.texts import FolderEncoder
 from tests.cases import train_cases
 from tests.support.golden_models import ROOT
 

@@ -21,7 +21,7 @@ from flax_layers.train.__main__ import main
 from flax_layers.train.checkpoints import Checkpoints
 from flax_layers.train.log import Log
 from flax_layers.train.options import parse_options
-from flax_layers.train.shapes import SHAPES
+from flax_layers.train.setup import SHAPES
 from tests.cases import train_cases
 from tests.cases.train_cases import VOCABULARY
 

@@ -240,9 +240,9 @@ class PrefixCache:
         rows = whole_pages(checked_tokens(tokens), self._pool.page_size)
         prefix = self._tree.find(checked_hit(hit, self._hits).namespace, rows)
         check_begin(prefix, hit, len(tokens))
-        own = checked_own_pages(pages, len(rows), hit, self._pool, self._cached)
+        request_pages = checked_own_pages(pages, len(rows), hit, self._pool, self._cached)
         known = prefix.num_pages - len(hit.pages)
-        duplicates, new = own[:known], own[known:]
+        duplicates, new = request_pages[:known], request_pages[known:]
         node = self._tree.split(prefix)
         if new:
             node = self._tree.append(node, rows[prefix.num_pages :], new)

@@ -87,7 +87,7 @@ def checked_time(time: float, name: str) -> float:
 
 
 def next_time(clock: Callable[[], float] | None, before: float) -> float:
-    """What the clock gives; without one, the next number.
+    """Reads the clock; without one, counts.
 
     Raises:
       TypeError: The clock does not give a real number.
@@ -104,7 +104,7 @@ def next_time(clock: Callable[[], float] | None, before: float) -> float:
     return now
 
 
-def checked_hit(hit: PrefixHit, held: Collection[PrefixHit]) -> PrefixHit:
+def checked_hit(hit: PrefixHit, locked: Collection[PrefixHit]) -> PrefixHit:
     """A hit that is among those that a cache holds locked.
 
     Raises:
@@ -113,7 +113,7 @@ def checked_hit(hit: PrefixHit, held: Collection[PrefixHit]) -> PrefixHit:
     """
     if not isinstance(hit, PrefixHit):
         raise TypeError(f"`hit` must be a PrefixHit, from `match`, `lock` or `insert`. Got {type(hit).__name__}.")
-    if hit not in held:
+    if hit not in locked:
         raise StaleHit(
             f"`hit` is not locked by this cache: {len(hit.pages)} pages of namespace {hit.namespace!r}. Unlock a hit "
             "once. After `insert`, use the hit that it returned."
@@ -123,9 +123,9 @@ def checked_hit(hit: PrefixHit, held: Collection[PrefixHit]) -> PrefixHit:
 
 def check_begin(prefix: Prefix, hit: PrefixHit, num_tokens: int) -> None:
     """Raises `ValueError` unless a prefix that was found, of `num_tokens` tokens, begins with that of the hit."""
-    found = prefix.node.path_pages()[: prefix.num_pages]
-    if tuple(found[: len(hit.pages)]) != hit.pages:
-        agree = sum(map(operator.eq, found, hit.pages))
+    pages = prefix.node.path_pages()[: prefix.num_pages]
+    if tuple(pages[: len(hit.pages)]) != hit.pages:
+        agree = sum(map(operator.eq, pages, hit.pages))
         raise ValueError(
             f"`tokens` must begin with those of `hit`, {len(hit.pages)} pages. Got {num_tokens} tokens; {agree} pages "
             "agree. Pass all tokens of the request."

@@ -1,4 +1,4 @@
-"""What a `PrefixCache` returns: locked prefixes, and counts of what was found."""
+"""Locked prefixes of a `PrefixCache`, and its statistics."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ class PrefixHit:
 
 @dataclasses.dataclass(frozen=True)
 class PrefixStats:
-    """What a `PrefixCache` has done since it was created.
+    """Counts of a `PrefixCache` since it was created.
 
     Attributes:
       lookups: Calls of `match`.
-      hits: Those that found at least one page.
+      hits: Lookups that matched at least one page.
       tokens: Tokens that calls of `match` were given.
       hit_tokens: Tokens that they found.
       inserted_pages: Pages that `insert` added to the cache.

@@ -52,7 +52,7 @@ class Node:
         return [page for node in reversed([*self.path()]) for page in node.pages]
 
     def common_pages(self, tokens: Int64[np.ndarray, "n page_size"]) -> int:
-        """How many of the first pages of `tokens` are those of the node, given that the first one is.
+        """Number of leading pages that `tokens` shares with the node; the first one is known to agree.
 
         >>> Node(None, b"", np.array([[1, 2], [3, 4], [5, 6]]), [7, 8, 9]).common_pages(np.array([[1, 2], [3, 0]]))
         1
@@ -119,14 +119,14 @@ class PrefixTree:
     def find(self, namespace: Hashable, tokens: Int64[np.ndarray, "n page_size"]) -> Prefix:
         """The longest prefix of `tokens`. Changes nothing: `split` adds the root of a new namespace."""
         node = self.roots.get(namespace) or Node(None, namespace, tokens[:0], [])
-        inside = found = 0
-        while found < len(tokens) and inside == len(node.pages):
-            child = node.children.get(tokens[found].tobytes())  # compares the bytes where hashes are equal
+        inside = matched = 0
+        while matched < len(tokens) and inside == len(node.pages):
+            child = node.children.get(tokens[matched].tobytes())  # compares the bytes where hashes are equal
             if child is None:
                 break
-            node, inside = child, child.common_pages(tokens[found:])
-            found += inside
-        return Prefix(node, inside, found)
+            node, inside = child, child.common_pages(tokens[matched:])
+            matched += inside
+        return Prefix(node, inside, matched)
 
     def split(self, prefix: Prefix) -> Node:
         """The node that ends where `prefix` ends; splits a node for it, or adds a root, if there is none.

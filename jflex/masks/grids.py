@@ -8,6 +8,9 @@ lies in few. Attention then runs on reordered arrays: `reorder` queries, keys an
 
 from __future__ import annotations
 
+import functools
+import math
+import operator
 from typing import TypeVar
 
 import jax
@@ -16,7 +19,9 @@ import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Array, Int, Int32, Shaped
 
+from jflex.mods.array_sizes import ReadyMod, for_positions, ready
 from jflex.mods.arrays import checked_array, known_count
+from jflex.mods.compose import MaskMod
 
 Index = TypeVar("Index", jax.Array, np.ndarray)
 
@@ -122,11 +127,11 @@ def coordinates(cell: Index, canvas: tuple[int, ...]) -> tuple[Index, ...]:
     >>> coordinates(np.array([5, 11]), (3, 4))
     (array([1, 2]), array([1, 3]))
     """
-    found = []
+    inner = []
     for side in reversed(canvas[1:]):
-        found.append(cell % side)
+        inner.append(cell % side)
         cell = cell // side
-    return (cell, *reversed(found))
+    return (cell, *reversed(inner))
 
 
 def checked_grid(caller: str, **sides: tuple[int, ...]) -> list[tuple[int, ...]]:
@@ -144,14 +149,14 @@ def checked_grid(caller: str, **sides: tuple[int, ...]) -> list[tuple[int, ...]]
     [(3, 4), (1, 3)]
     """
     checked = []
-    for name, given in sides.items():
+    for name, lengths in sides.items():
         rule = f"`{name}` of `{caller}` must be a tuple of positive integers, one for each axis of the canvas"
-        known = [known_count(side) for side in given] if isinstance(given, tuple | list) else [None]
+        known = [known_count(side) for side in lengths] if isinstance(lengths, tuple | list) else [None]
         numbers = tuple(side for side in known if side is not None)
         if len(numbers) < len(known):
-            raise TypeError(f"{rule}. Got {given!r}.")
+            raise TypeError(f"{rule}. Got {lengths!r}.")
         if min(numbers, default=0) < 1 or len(numbers) != len(checked[0] if checked else numbers):
-            raise ValueError(f"{rule}. Got {given!r}{f' on a canvas of {checked[0]}' if checked else ''}.")
+            raise ValueError(f"{rule}. Got {lengths!r}{f' on a canvas of {checked[0]}' if checked else ''}.")
         checked.append(numbers)
     return checked
 
@@ -165,3 +170,86 @@ def _checked_order(caller: str, x: Shaped[ArrayLike, "*axes"], order: Int[ArrayL
             f"{np.shape(x)}. Pass the axis of the tokens, and the order of a canvas with as many cells."
         )
     return cells
+
+
+@ready
+def neighborhood(
+    canvas: tuple[int, ...], kernel: tuple[int, ...], *, order: Int[ArrayLike, " N"] | None = None
+) -> MaskMod:
+    """Shows the keys of a `kernel` around the query; near a border the kernel is moved inside, so it keeps its size.
+
+    Source: NATTEN, https://arxiv.org/abs/2204.07143.
+
+    Position ``i`` of the sequence is row ``i // width`` and column ``i % width`` of the canvas. With an order it is
+    cell ``order[i]``; the kernel then lies in fewer blocks, and less is computed.
+
+    Args:
+      canvas: Height and width of the grid, or more axes before them.
+      kernel: Height and width of the neighbourhood, odd and at most those of the canvas.
+      order: The order of the sequence, from `tile_order` or `morton_order`, for arrays that `reorder` brought into it;
+        None for row-major order.
+
+    Returns:
+      A mask_mod, for ``height * width`` queries and keys, or fewer.
+
+    Raises:
+      TypeError: A side is not an integer, or the order is not of integers.
+      ValueError: A side of the kernel is even or longer than that of the canvas, or the order is of another canvas.
+
+    >>> from jflex.block_mask.mask import create_block_mask
+    >>> from jflex.masks.grids import morton_order
+    >>> create = lambda mask_mod: create_block_mask(mask_mod, None, None, 64, 64, block_size=8)
+    >>> print(create(neighborhood((4, 16), (3, 3))))
+    BlockMask(shape=(1, 1, 64, 64), block_size=(8, 8), sparsity=25.00%)
+    batch 0, head 0
+    ░░░░░░░░░░░░    |
+    ░░░░░░░░░░░░    |
+    ░░░░░░░░░░░░    |
+    ░░░░░░░░░░░░    |
+        ░░░░░░░░░░░░|
+        ░░░░░░░░░░░░|
+        ░░░░░░░░░░░░|
+        ░░░░░░░░░░░░|
+    >>> print(create(neighborhood((4, 16), (3, 3), order=morton_order((4, 16)))))
+    BlockMask(shape=(1, 1, 64, 64), block_size=(8, 8), sparsity=37.50%)
+    batch 0, head 0
+    ░░░░░░░░        |
+    ░░░░░░░░        |
+    ░░░░░░░░░░░░    |
+    ░░░░░░░░░░░░    |
+        ░░░░░░░░░░░░|
+        ░░░░░░░░░░░░|
+            ░░░░░░░░|
+            ░░░░░░░░|
+    """
+    canvas, kernel = checked_grid("neighborhood", canvas=canvas, kernel=kernel)
+    for side, around in zip(canvas, kernel, strict=True):
+        if around % 2 == 0 or around > side:
+            raise ValueError(f"`kernel` must be odd and fit in the canvas. Got {kernel} on a canvas of {canvas}.")
+    # Of each token, so that a kernel loads them, and does not divide for each element.
+    reordered = None if order is None else coordinates(_checked_cells(order, canvas), canvas)
+
+    def mask(b, h, q_idx, kv_idx):
+        at = (
+            coordinates(index, canvas) if reordered is None else [of_axis[index] for of_axis in reordered]
+            for index in (q_idx, kv_idx)
+        )
+        near = [
+            jnp.abs(jnp.clip(query, around // 2, side - 1 - around // 2) - key) <= around // 2
+            for query, key, side, around in zip(*at, canvas, kernel, strict=True)
+        ]
+        return functools.reduce(operator.and_, near)
+
+    rule = "`canvas` of `neighborhood` must hold one position for each {}"
+    remedy = "Pass a canvas of {} positions, height * width."
+    return ReadyMod(mask, for_positions(math.prod(canvas), rule, remedy))
+
+
+def _checked_cells(order: Int[ArrayLike, " N"], canvas: tuple[int, ...]) -> Int32[Array, " N"]:
+    cells = checked_array(order, "`order` of `neighborhood`", "integers", "[N]")
+    if cells.shape[0] != math.prod(canvas):
+        raise ValueError(
+            f"`order` of `neighborhood` must hold every cell of the canvas {canvas} once. Got {cells.shape[0]} cells. "
+            "Pass `tile_order` or `morton_order` of this canvas."
+        )
+    return cells.astype(jnp.int32)

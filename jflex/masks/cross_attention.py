@@ -1,4 +1,4 @@
-"""Cross-attention of text to interleaved images (Flamingo, https://arxiv.org/abs/2204.14198, section 2.3)."""
+"""Cross-attention of text to interleaved images."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Packed documents: several sequences in one row, none of which attends to another."""
+"""Masks of packed sequences: documents, and documents that share a prefix."""
 
 from __future__ import annotations
 
@@ -90,8 +90,8 @@ def causal_document(ids: Int[ArrayLike, "*B T"]) -> MaskMod:
 def for_ids(argument: str, ids: Int[Array, "*B T"], *axes: Axis) -> tuple[Requirement, ...]:
     """The requirements of document ids [T] or [B, T] that a mod indexes on these axes."""
     rule, remedy = f"{argument} must hold one id for each", "Pass {} ids; padding can be a document of its own."
-    of = {"q_idx": "query", "kv_idx": "key"}
-    positions = tuple(Requirement(axis, ids.shape[-1], f"{rule} {of[axis]}", remedy) for axis in axes)
+    nouns = {"q_idx": "query", "kv_idx": "key"}
+    positions = tuple(Requirement(axis, ids.shape[-1], f"{rule} {nouns[axis]}", remedy) for axis in axes)
     if ids.ndim == 1:
         return positions
     rule = f"{argument} must hold one row for each batch entry"
@@ -121,3 +121,61 @@ def document_ids_from_lengths(lengths: Int[ArrayLike, " N"], total: int) -> Int3
     lengths = checked_array(lengths, "`lengths` of `document_ids_from_lengths`", "integers", "[N]")
     ends = jnp.cumsum(lengths.astype(jnp.int32), dtype=jnp.int32)
     return jnp.searchsorted(ends, jnp.arange(total, dtype=jnp.int32), side="right").astype(jnp.int32)
+
+
+@ready
+def shared_prefix(ids: Int[ArrayLike, "*B T"], prefixes: Int[ArrayLike, "*B N"]) -> MaskMod:
+    """Causal within each document; a document that continues another one attends to all of that too.
+
+    Source: Prefix Grouper, https://arxiv.org/abs/2506.05433.
+
+    So a prompt is packed once, followed by its responses, none of which attends to another.
+
+    Args:
+      ids: The document of every token, integers [T] for one packing that all batch entries share, or [B, T]. They may
+        be longer than a call.
+      prefixes: For each document the one that it continues; itself if there is none. [N], or [B, N]. Tokens whose
+        document is N or more, as the padding of `document_ids_from_lengths`, continue nothing.
+
+    Returns:
+      A mask_mod; it uses ``b`` if the ids have a batch axis.
+
+    Raises:
+      TypeError: The arrays are not of integers.
+      ValueError: They do not have one or two axes, or are for different batch sizes.
+
+    >>> from jflex.block_mask.mask import create_block_mask
+    >>> ids = jnp.array([0, 0, 0, 1, 1, 2, 2, 3, 3, 4])  # two prompts: 0 with two responses, 3 with one
+    >>> mask_mod = shared_prefix(ids, jnp.array([0, 0, 0, 3, 3]))
+    >>> print(create_block_mask(mask_mod, None, None, 10, 10, block_size=1))
+    BlockMask(shape=(1, 1, 10, 10), block_size=(1, 1), sparsity=70.00%)
+    batch 0, head 0
+    ██                  |
+    ████                |
+    ██████              |
+    ████████            |
+    ██████████          |
+    ██████    ██        |
+    ██████    ████      |
+                  ██    |
+                  ████  |
+                  ██████|
+    """
+    ids = checked_array(ids, "`ids` of `shared_prefix`", "integers").astype(jnp.int32)
+    prefixes = checked_array(prefixes, "`prefixes` of `shared_prefix`", "integers").astype(jnp.int32)
+    if ids.ndim not in (1, 2) or prefixes.ndim != ids.ndim or ids.shape[:-1] != prefixes.shape[:-1]:
+        raise ValueError(
+            "`ids` and `prefixes` of `shared_prefix` must be [T] and [N], or [B, T] and [B, N]. "
+            f"Got {ids.shape} and {prefixes.shape}."
+        )
+    documents = prefixes.shape[-1]
+    prefix = jnp.take_along_axis(prefixes, jnp.clip(ids, 0, max(documents - 1, 0)), axis=-1) if documents else ids
+    before = jnp.where((ids >= 0) & (ids < documents), prefix, ids)
+
+    def mask(b, h, q_idx, kv_idx):
+        at = (lambda x, index: x[index]) if ids.ndim == 1 else (lambda x, index: x[b, index])
+        document = at(ids, kv_idx)
+        same_document = at(ids, q_idx) == document
+        return (same_document & (q_idx >= kv_idx)) | (~same_document & (at(before, q_idx) == document))
+
+    return ReadyMod(mask, for_ids("`ids` of `shared_prefix`", ids, "q_idx", "kv_idx"))

@@ -1,4 +1,4 @@
-"""Tree attention: candidate continuations that share their beginnings (SpecInfer, https://arxiv.org/abs/2305.09781)."""
+"""Masks of drafted tokens: blocks and trees."""
 
 from __future__ import annotations
 
@@ -13,6 +13,54 @@ from jflex.mods.array_sizes import ReadyMod, Requirement, ready
 from jflex.mods.arrays import checked_array, known_count
 from jflex.mods.compose import MaskMod
 
+
+@ready
+def draft_blocks(prefix_length: int | Int[ArrayLike, ""], block: int) -> MaskMod:
+    """Shows to each token of a drafted block the prefix, and its own block up to itself.
+
+    Source: JetSpec, https://arxiv.org/abs/2606.18394.
+
+    Queries are the tokens of the blocks, one block after the other; keys are the prefix and then the same tokens. With
+    trees in place of chains, see `tree`.
+
+    Args:
+      prefix_length: Keys before the first block.
+      block: Tokens of a block.
+
+    Returns:
+      A mask_mod, for any number of blocks.
+
+    Raises:
+      TypeError: `prefix_length` is not an integer.
+      ValueError: `block` is not positive, or `prefix_length` is negative.
+
+    >>> from jflex.block_mask.mask import create_block_mask
+    >>> print(create_block_mask(draft_blocks(3, 2), None, None, 6, 9, block_size=1))
+    BlockMask(shape=(1, 1, 6, 9), block_size=(1, 1), sparsity=50.00%)
+    batch 0, head 0
+    ████████          |
+    ██████████        |
+    ██████    ██      |
+    ██████    ████    |
+    ██████        ██  |
+    ██████        ████|
+    """
+    known = known_count(prefix_length)
+    argument = "`prefix_length` of `draft_blocks`"
+    prefix = known if known is not None else checked_array(prefix_length, argument, "integers").astype(jnp.int32)
+    if block < 1:
+        raise ValueError(f"`block` of `draft_blocks` must be positive. Got {block}.")
+    if known is not None and known < 0:
+        raise ValueError(f"{argument} must not be negative. Got {known}.")
+
+    def mask(b, h, q_idx, kv_idx):
+        token = kv_idx - prefix
+        same_block = (q_idx // block == token // block) & (q_idx >= token)
+        return (kv_idx < prefix) | same_block
+
+    return mask
+
+
 MAX_NODES = 32
 """Nodes of a tree whose ancestors are the bits of a word."""
 
@@ -21,14 +69,13 @@ MAX_NODES = 32
 def tree(prefix_length: int | Int[ArrayLike, ""], ancestors: Bool[ArrayLike, "N N"]) -> MaskMod:
     """Shows to every node of a tree of drafted tokens the prefix, its ancestors and itself.
 
+    Source: SpecInfer, https://arxiv.org/abs/2305.09781.
+
     Queries are the nodes; keys are the prefix and then the nodes.
 
     Args:
       prefix_length: Keys before the first node. If it is a Python number, no keys may follow the last node.
       ancestors: Whether node ``j`` is node ``i`` or an ancestor of it, at ``[i, j]``; from `tree_ancestors`.
-
-    Returns:
-      A mask_mod.
 
     Raises:
       TypeError: `ancestors` is not boolean.
