@@ -185,9 +185,7 @@ class Call(NamedTuple):
     """A checked call.
 
     Attributes:
-      spec: Its static part.
       inputs: The arrays. Query, key and value are not yet modified.
-      vectors: The vector mods.
     """
 
     spec: AttentionSpec

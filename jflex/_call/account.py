@@ -68,7 +68,6 @@ class Account(Choice):
       visited: Visited blocks, over batch and heads; None without a BlockMask, or where its lists or `kv_lengths` are
         not known.
       full: Visited blocks in which the mask is not evaluated.
-      blocks: All blocks.
       skips_nothing: Whether all of several blocks are visited, although the mask hides elements of some.
       flops: Floating-point operations of the forward pass over the visited blocks, 2 for a multiply-add; without a
         BlockMask, over the keys within their lengths, where these are known.

@@ -29,16 +29,9 @@ def check_arrays(
     """Raises unless query, key and value fit together.
 
     Args:
-      query: The query.
-      key: The key.
       value: The value; not looked at where the call has none.
-      layout: Of all of them.
       has_value: Whether the call has a value.
       may_have_eight_bits: Whether it takes queries and keys of eight bits.
-
-    Raises:
-      TypeError: An argument is not an array, or their dtypes do not go together or are not floating-point.
-      ValueError: Their shapes do not fit, or `layout` is unknown.
     """
     if layout not in LAYOUTS:
         raise ValueError(f"`layout` must be one of {', '.join(map(repr, LAYOUTS))}. Got {layout!r}.")
@@ -72,11 +65,7 @@ def check_arrays(
 
 
 def _check_eight_bits(query: Any, key: Any, value: Any, got: str) -> None:
-    """Raises unless query and key share a dtype of eight bits, and the value is wider; `got` lists them all.
-
-    Raises:
-      TypeError: They do not.
-    """
+    """Raises unless query and key share a dtype of eight bits, and the value is wider; `got` lists them all."""
     if query.dtype != key.dtype:
         raise TypeError(
             f"`query` and `key` must have one dtype where one of them has eight bits ({', '.join(EIGHT_BITS)}). "
@@ -162,12 +151,7 @@ def warn_of_layout(query: ArrayOrShape, key: ArrayOrShape, layout: str) -> None:
 
 
 def check_block_mask(block_mask: object, mask_mod: object, B: int, Hq: int, T: int, S: int) -> None:
-    """Raises unless `block_mask` fits the call.
-
-    Raises:
-      TypeError: `block_mask` is not a BlockMask.
-      ValueError: It was made for another call, or `mask_mod` is passed too.
-    """
+    """Raises unless `block_mask` fits the call."""
     if block_mask is None:
         return
     if not isinstance(block_mask, BlockMask):
@@ -191,8 +175,6 @@ def block_mask_mismatch(block_mask: BlockMask, batch: int, heads: int, q_length:
     """Says in one sentence or two why a BlockMask does not fit a call, and what would.
 
     Args:
-      block_mask: The mask.
-      batch: ``B`` of the call.
       heads: Query heads ``Hq`` of the call.
       q_length: Queries ``T`` of the call.
       kv_length: Keys ``S`` of the call.

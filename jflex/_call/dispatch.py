@@ -24,7 +24,6 @@ class Selection(NamedTuple):
 
     Attributes:
       name: The first that supports it, or None.
-      plan: Its plan, or None.
       rejections: Why each backend before it was rejected, in order.
     """
 
@@ -34,11 +33,7 @@ class Selection(NamedTuple):
 
 
 def names_of(implementation: Implementation) -> tuple[str, ...]:
-    """The backend names of an argument `implementation`.
-
-    Raises:
-      ValueError: It names no backend, or one that is not known.
-    """
+    """The backend names of an argument `implementation`."""
     known = ", ".join(map(repr, backends.KNOWN))
     if implementation is None:
         return backends.ORDER
@@ -57,12 +52,7 @@ def select(implementation: Implementation, spec: AttentionSpec, requested: Gradi
     If none was named, a backend that is slower than the next one of GPU kernels is skipped, if one supports the call.
 
     Args:
-      implementation: As in the call.
-      spec: The call.
       requested: Which gradients; None for forward only.
-
-    Raises:
-      ValueError: As `names_of`.
     """
     rejections: dict[str, str] = {}
     for name in names_of(implementation):
@@ -82,10 +72,6 @@ def select_forward(implementation: Implementation, spec: AttentionSpec, caller: 
     """The name of the backend that runs the forward pass.
 
     Warns if no backend was named and a GPU would run 'xla', which is made for CPUs.
-
-    Raises:
-      ValueError: As `names_of`.
-      UnsupportedError: None of the requested backends supports the call.
     """
     selection = check_supported(implementation, spec)
     assert selection.name is not None  # it is supported
@@ -104,12 +90,7 @@ def warn_of_new_numbers(spec: AttentionSpec, arrays: object) -> None:
 
 
 def check_supported(implementation: Implementation, spec: AttentionSpec) -> Selection:
-    """What runs the forward pass, without a warning: the call itself gives that.
-
-    Raises:
-      ValueError: As `names_of`.
-      UnsupportedError: None of the requested backends supports the call.
-    """
+    """What runs the forward pass, without a warning: the call itself gives that."""
     selection = select(implementation, spec)
     if selection.name is None:
         raise UnsupportedError(_refusal(selection, spec, None))
@@ -128,9 +109,6 @@ def select_passes(implementation: Implementation, spec: AttentionSpec, requested
     """The backends of both passes of a differentiated call.
 
     If none was named, the next backend in the order runs the backward pass where it is known to be faster.
-
-    Raises:
-      UnsupportedError: None of the requested backends supports the call with these gradients.
     """
     if spec.qk_dtype is not None:
         raise UnsupportedError(f"This call has no gradients: {no_gradients(spec)}.")
@@ -161,9 +139,7 @@ def _faster(
 
     Args:
       name: A backend that supports the call.
-      spec: The call.
       judged: The pass that is compared: the backward pass with these gradients; None for the forward pass.
-      requested: As in `select`.
     """
     reason = backends.get(name).not_preferred(spec, judged)
     if reason is None:

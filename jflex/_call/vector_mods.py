@@ -30,14 +30,7 @@ _BATCH = 1  # the argument `b` of a vector mod
 
 
 class VectorMods(NamedTuple):
-    """The vector mods of a call, checked by `check`.
-
-    Attributes:
-      query: ``query_mod``, or None.
-      key: ``key_mod``.
-      value: ``value_mod``.
-      output: ``output_mod``.
-    """
+    """The vector mods of a call, checked by `check`."""
 
     query: VectorMod | None = None
     key: VectorMod | None = None
@@ -56,16 +49,10 @@ class VectorMods(NamedTuple):
 
         Args:
           D: Head size of queries and keys.
-          Dv: Head size of values.
           dtype: Of the arrays; of query and key where these have eight bits.
           sizes: Ranges of the indices of the call.
           kv_heads: Number of key heads, if known.
           has_lse: Whether the call has a softmax, and so an lse.
-
-        Raises:
-          TypeError: A mod is not a function, takes other arguments, returns another dtype, or makes eight bits.
-          ValueError: A mod returns another size, branches in Python on its arguments, uses an lse that there is not, or
-            was made for other sizes of calls.
         """
         for role, mod, size in zip(self._fields, self, (D, D, Dv, Dv), strict=True):
             if mod is not None and role in ("query", "key") and str(dtype) in EIGHT_BITS:
@@ -87,11 +74,7 @@ class VectorMods(NamedTuple):
         return any(mod is not None and _uses_batch(role, mod, size, dtype) for role, mod, size in mods)
 
     def refuse_batch(self, D: int, Dv: int, dtype: Any, caller: str) -> None:
-        """Raises where keys belong to several requests.
-
-        Raises:
-          UnsupportedError: A ``key_mod`` or a ``value_mod`` uses ``b``.
-        """
+        """Raises where keys belong to several requests."""
         for role, mod, size in (("key", self.key, D), ("value", self.value, Dv)):
             if mod is not None and _uses_batch(role, mod, size, dtype):
                 raise UnsupportedError(
@@ -104,15 +87,8 @@ def check_vector_mod(role: str, mod: Any, size: int, dtype: Any, *, has_lse: boo
     """Traces a mod on one vector, and returns the jaxpr.
 
     Args:
-      role: The argument, without ``_mod``.
-      mod: Its value.
-      size: Of the vector.
       dtype: Of the array that holds it.
       has_lse: Whether an output mod gets an lse.
-
-    Raises:
-      TypeError: It is not a function, takes other arguments, or returns another dtype.
-      ValueError: It returns another size, branches in Python on its arguments, or uses an lse that there is not.
     """
     source = describe(mod)
     _check_signature(role, mod, source)

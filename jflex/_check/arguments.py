@@ -44,12 +44,7 @@ def largest_value(x: object) -> int | None:
 
 
 def check_scale(scale: object, D: int) -> float:
-    """Returns the scale as a float; ``D ** -0.5`` for None.
-
-    Raises:
-      TypeError: `scale` is not a Python number.
-      ValueError: `scale` is 0, infinite or NaN.
-    """
+    """Returns the scale as a float; ``D ** -0.5`` for None."""
     if scale is None:
         return D**-0.5
     if isinstance(scale, bool | Tracer | jax.Array) or not isinstance(scale, (int, float, np.number)):
@@ -63,11 +58,7 @@ def check_scale(scale: object, D: int) -> float:
 
 
 def check_normalize(normalize: object, sinks: object) -> None:
-    """Raises unless `normalize` is known and fits the sinks.
-
-    Raises:
-      ValueError: It is unknown, or there are sinks without a softmax.
-    """
+    """Raises unless `normalize` is known and fits the sinks."""
     if normalize not in ("softmax", "none"):
         raise ValueError(f"`normalize` must be 'softmax' or 'none'. Got {normalize!r}.")
     if normalize == "none" and sinks is not None:
@@ -77,12 +68,7 @@ def check_normalize(normalize: object, sinks: object) -> None:
 
 
 def checked_sinks(sinks: object, heads: int) -> jax.Array:
-    """Returns `sinks` as a JAX array.
-
-    Raises:
-      TypeError: They are no array, or not floating-point.
-      ValueError: They are not one logit for each query head.
-    """
+    """Returns `sinks` as a JAX array."""
     rule = f"`sinks` must be a floating-point array with one logit for each of the {heads} query heads, [{heads}]."
     x: Any = sinks
     if not (hasattr(x, "shape") and hasattr(x, "dtype")):
@@ -115,12 +101,7 @@ def check_kv_lengths(
 def check_kv_lengths(
     kv_lengths: ArrayOrShape | None, B: int, S: int, name: str = "kv_lengths"
 ) -> jax.Array | jax.ShapeDtypeStruct | None:
-    """Returns the lengths as a JAX array, or as the shape that `jflex.explain` got; `name` is the argument's.
-
-    Raises:
-      TypeError: They are not an array, or not int32.
-      ValueError: There is not one for each batch entry, or a known one is negative or greater than S.
-    """
+    """Returns the lengths as a JAX array, or as the shape that `jflex.explain` got; `name` is the argument's."""
     rule = f"`{name}` must be an int32 array [B], the number of visible keys of each of the {B} batch entries"
     if kv_lengths is None:
         return None
@@ -144,10 +125,6 @@ def check_kv_lengths(
 def checked_size(size: SupportsIndex, name: str) -> int:
     """A size as a Python int.
 
-    Raises:
-      TypeError: It is not an integer, or is traced: shapes are static in JAX.
-      ValueError: It is negative.
-
     >>> checked_size(512, "Q_LEN")
     512
     """
@@ -164,10 +141,6 @@ def checked_size(size: SupportsIndex, name: str) -> int:
 
 def checked_positive(size: SupportsIndex, name: str) -> int:
     """A size of at least 1 as a Python int.
-
-    Raises:
-      TypeError: It is not an integer.
-      ValueError: It is not positive.
 
     >>> checked_positive(8, "num_kv_heads")
     8
@@ -194,12 +167,7 @@ def check_int32(name: str, x: object, of: str) -> None:
 
 
 def check_config(config: Any, blocks: Blocks | None) -> Config:
-    """Returns the config; the default one for None.
-
-    Raises:
-      TypeError: `config` is not a Config.
-      ValueError: A tile does not divide the blocks of the mask.
-    """
+    """Returns the config; the default one for None."""
     if config is None:
         return Config()
     if not isinstance(config, Config):

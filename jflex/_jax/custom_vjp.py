@@ -29,7 +29,6 @@ class Static(NamedTuple):
     Attributes:
       backend: The backend of the forward pass if no gradient is requested.
       implementation: As in `flex_attention`; for a differentiated call, backends are selected by requested gradients.
-      spec: The call.
     """
 
     backend: str
@@ -53,7 +52,6 @@ def reverse_only(inputs: Inputs, unsupported: str = "") -> Inputs:
     """The same inputs, which refuse forward mode with a message of the library.
 
     Args:
-      inputs: The arrays.
       unsupported: Why the call has no derivatives at all; raised as an `UnsupportedError`.
     """
     guard = lambda x: _reverse_only(unsupported, x) if jnp.issubdtype(x.dtype, jnp.floating) else x

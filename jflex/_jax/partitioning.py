@@ -114,11 +114,9 @@ def partitioned(
     """Lets XLA's partitioner run `local` on each shard.
 
     Args:
-      spec: The whole spec.
       function: The computation on flat, unsharded arrays.
       local: ``local(mesh, split, *flat arrays)``: that of one shard, inside its program.
       in_axes: Axes of each input; the first is the query.
-      out_axes: Axes of each output.
     """
     call = custom_partitioning(function)
 

@@ -79,7 +79,6 @@ class _Traced:
 
     Attributes:
       jaxpr: What is lowered: with several devices, `plain` inside a call that XLA can partition.
-      plain: The pass itself.
       tree: Tree structure of the outputs.
       out_specs: Shardings of the flat outputs, from that of the first input.
     """

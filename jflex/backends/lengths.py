@@ -38,7 +38,6 @@ def with_lengths_as_mask(spec: AttentionSpec, size: tuple[int, int] | None) -> A
     """The spec in which the mask and the lists hide keys beyond the lengths.
 
     Args:
-      spec: A spec with lengths.
       size: Block size (queries, keys) of the lists made if the spec has none; None for no lists.
     """
     blocks = spec.blocks
@@ -89,12 +88,7 @@ def bounded_states(states: Int8[Array, "b H R C"], lengths: Int32[Array, " B"], 
 
 
 def spec_without_lengths(spec: AttentionSpec, size: tuple[int, int] | None) -> AttentionSpec:
-    """An equivalent spec for a backend without support for lengths; `spec` itself if it has none.
-
-    Args:
-      spec: The call.
-      size: As in `with_lengths_as_mask`.
-    """
+    """An equivalent spec for a backend without support for lengths; `spec` itself if it has none."""
     return dataclasses.replace(with_lengths_as_mask(spec, size), Bkv=spec.B) if spec.kv_lengths else spec
 
 

@@ -39,9 +39,6 @@ def modified_inputs(
     """Query, key and value of a dense call, as the mods make them.
 
     Args:
-      mods: Checked; of query, key and value.
-      arrays: Query, key and value.
-      layout: Of the arrays.
       key_batch: Batch size of the resulting keys and values: that of the query where a mod uses ``b``.
       kv_lengths: Keys beyond are replaced before the mods see them, since they may be NaN: a zero cotangent times the
         derivative of NaN would be NaN, in the gradients of captured arrays.
@@ -82,10 +79,7 @@ def modified_rows(
     """Packed vectors, as a mod makes them; a pair of output and lse for an ``output_mod``.
 
     Args:
-      mod: Checked, or None.
-      rows: The vectors.
       b: The sequence of each row; negative for padding, whose output is zeros.
-      idx: Its position there.
       dtype: Of the result; None for that of the vectors.
     """
     is_output = isinstance(rows, tuple)
@@ -119,10 +113,7 @@ def modified_keys(
     """Keys or values that were loaded from pages, as a traced mod makes them.
 
     Args:
-      mod: Its captured arrays bound.
       rows: The vectors; what must not reach a result may be anything, and NaN.
-      b: The request of each.
-      idx: Its position there.
 
     Returns:
       The vectors, in the dtype of `rows`.

@@ -129,8 +129,6 @@ class CascadeCall(NamedTuple):
     """A checked call.
 
     Attributes:
-      out_shape: [N, Hq, Dv].
-      dtype: Of the queries.
       levels: A call for each level; None for a level without queries or without room for keys.
       indices: The request and the position of each query.
     """

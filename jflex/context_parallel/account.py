@@ -25,9 +25,7 @@ class ContextAccount(Choice):
     of a device are means over these axes.
 
     Attributes:
-      strategy: How queries meet keys.
       axis: The axis of the mesh that divides the tokens.
-      devices: Devices along it.
       steps: Steps of the ring; None for another strategy. All of them if the mask is not known.
       visited: Visited blocks of each device; None without a BlockMask, or where its lists are not known.
       flops: Floating-point operations of each device in the forward pass, over visited blocks; without known blocks,

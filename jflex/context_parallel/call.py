@@ -47,10 +47,7 @@ class ContextCall:
 
     Attributes:
       spec: The call of all devices.
-      placement: The mesh.
-      strategy: How queries meet keys.
       order: The order of the tokens, or None.
-      implementation: As in `flex_attention`.
       sees: As in `Tables`, if the mask is known while tracing; else None.
     """
 

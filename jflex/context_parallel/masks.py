@@ -34,7 +34,6 @@ def own_block_mask(mask_mod: MaskMod, sizes: tuple[int, int, int, int], chunk: t
     """The BlockMask of a mask_mod, in blocks that divide the chunks; None if these are too odd.
 
     Args:
-      mask_mod: The mask.
       sizes: ``(B, Hq, T, S)`` of the whole call.
       chunk: Queries and keys in a chunk.
     """

@@ -207,12 +207,7 @@ def positions(order: Int[ArrayLike, " chunks"], length: int) -> Int32[np.ndarray
 
 
 def checked_order(order: Any, shards: int, length: int | None) -> Order:
-    """A permutation of chunks that divides a sequence of `length` tokens, if known, and is divided by `shards`.
-
-    Raises:
-      TypeError: It is not of integers, or is traced.
-      ValueError: It is no permutation, or does not divide.
-    """
+    """A permutation of chunks that divides a sequence of `length` tokens, if known, and is divided by `shards`."""
     rule = "`order` must be a permutation of chunks, integers from 0 on with one axis"
     if isinstance(order, Tracer):
         raise TypeError(f"{rule}, known while tracing. Got a traced array. Pass one of numpy.")

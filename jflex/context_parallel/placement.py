@@ -21,11 +21,9 @@ class Placement:
     Attributes:
       mesh: The mesh over which the call maps itself; None inside of the caller's `jax.shard_map`.
       axis: The axis that divides the tokens.
-      shards: Its size.
       batch: The axes that divide the batch.
       heads: The axes that divide the heads.
       batch_shards: The product of their sizes.
-      head_shards: Likewise.
     """
 
     mesh: Any
@@ -38,12 +36,7 @@ class Placement:
 
     @classmethod
     def of(cls, mesh: Any, axis: object, batch_axes: Names, head_axes: Names) -> Placement:
-        """Checks the arguments of a call.
-
-        Raises:
-          TypeError: A name is not a string.
-          ValueError: There is no mesh, it lacks a named axis, or an axis has two uses.
-        """
+        """Checks the arguments of a call."""
         around = jax.sharding.get_abstract_mesh()
         found = around if mesh is None else mesh
         inside = mesh is None and axis in around.manual_axes

@@ -32,10 +32,6 @@ class Checked(NamedTuple):
     Attributes:
       call: That of all devices, with whole shapes, and with the mask that the caller gave.
       arrays: Query, key and value as the caller has them; shapes for `jflex.explain`.
-      context: The static part.
-      block_mask: That of the caller.
-      mask_mod: Likewise.
-      kv_lengths: Likewise.
       traced: Traces the mods anew with another mask.
     """
 

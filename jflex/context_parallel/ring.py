@@ -60,7 +60,6 @@ class _Ring:
     """The static part of a call.
 
     Attributes:
-      call: The call.
       steps: The steps at which any device attends to anything; at step ``s``, device ``i`` holds the keys of ``i - s``.
     """
 
@@ -99,7 +98,6 @@ def attend_in_ring(call: ContextCall, inputs: Inputs, where: Where, sees: jax.Ar
     """The attention of one device, inside of its program; `inputs` are local.
 
     Args:
-      call: The call.
       inputs: The arrays of this device.
       where: Its batch entries and heads.
       sees: Whether this device attends to the keys of each device; None if not known.
@@ -138,7 +136,6 @@ def _walk(ring: _Ring, local: _Local, visit: Visit, sums: Any) -> tuple[Any, Any
     """Visits the keys of all steps.
 
     Args:
-      ring: The ring.
       local: The arrays of this device.
       visit: ``(carry, keys, owner) -> (carry, addition)``; the carry stays on this device, and is None at first.
       sums: Zeros, to which the additions are added: a tree like theirs. They travel with the keys that they belong to.

@@ -18,13 +18,7 @@ from jflex.types import AnyArray
 def checked_call(
     caller: str, q: Any, cache: LatentCache, batch: PagedBatch, settings: Settings, qk_head_dim: Any
 ) -> float:
-    """Checks what `mla_attention` and `sparse_mla_attention` have in common, and returns the factor of the scores.
-
-    Raises:
-      TypeError: An argument has a wrong type.
-      ValueError: Neither or both of `qk_head_dim` and the scale are set, shapes disagree, or a known value is out of
-        range.
-    """
+    """Checks what `mla_attention` and `sparse_mla_attention` have in common, and returns the factor of the scores."""
     check_latent_cache(cache)
     _check_absorbed(q, cache)
     scale = _scale_of(caller, qk_head_dim, settings.scale)

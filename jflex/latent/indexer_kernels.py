@@ -34,15 +34,7 @@ def site_of_kernel(
 
     Args:
       caller: Name of the public function, for messages.
-      implementation: As in the call.
-      config: As in the call.
-      arrays: Of the call.
       limit: Given the adapter of the kernels and a site, says why the kernel does not run the call there, or None.
-
-    Raises:
-      TypeError: `config` is not a Config.
-      ValueError: `implementation` is not known.
-      UnsupportedError: The kernel was requested and does not run the call.
     """
     if implementation not in ("triton", "xla", None):
         raise ValueError(f"`implementation` of `{caller}` must be 'triton', 'xla' or None. Got {implementation!r}.")

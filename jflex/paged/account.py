@@ -27,10 +27,7 @@ class PagedAccount(Choice):
 
     Attributes:
       requests: Requests; for a level, groups of queries.
-      rows: Packed rows, padding included.
       queries: Rows that belong to a request.
-      keys: Keys of all requests.
-      page_size: Keys in a page.
       pages: Entries of the page table that are in use.
       different_pages: Different pages among them: fewer than `pages` if requests share pages.
       query_tiles: Query tiles of the split-KV kernels, per key head; None if keys are not split.

@@ -224,12 +224,7 @@ def _of_keys(mod: VectorMod | None, batch: PagedBatch) -> VectorMod | None:
 
 
 def check_queries(q: AnyArray, cache: object) -> None:
-    """Raises unless packed queries fit a cache.
-
-    Raises:
-      TypeError: `cache` is not a PagedCache, `q` is not an array, or their dtypes differ.
-      ValueError: Axes, head sizes or heads do not match.
-    """
+    """Raises unless packed queries fit a cache."""
     if not isinstance(cache, PagedCache):
         raise TypeError(
             f"`cache` must be a `PagedCache`. Got {type(cache).__name__}. Make one with `PagedCache.create(...)`."

@@ -293,10 +293,6 @@ def copy_slots(cache: Cache, src: Int32[AnyArray, " M"], dst: Int32[AnyArray, " 
 def slot_index(cache: PageStore, slots: Int32[AnyArray, " N"], layer: int | AnyArray | None) -> tuple[jax.Array, ...]:
     """The index of slots in the arrays of a cache, checked: layer if there is one, page, offset.
 
-    Raises:
-      TypeError: `layer` is not an integer.
-      ValueError: It is missing, superfluous or, if known, outside of the cache; known `slots` repeat.
-
     >>> [i.tolist() for i in slot_index(PagedCache.create(4, 2, 1, 1, dtype="float32"), jnp.array([6, 3, 1]), None)]
     [[3, 1, -1], [0, 1, 1]]
     """
@@ -315,10 +311,6 @@ def _written_index(cache: PageStore, slots: Int32[AnyArray, " N"]) -> tuple[jax.
 
 def checked_layer(cache: PageStore, layer: int | AnyArray | None) -> Int32[Array, ""] | None:
     """The index of a layer as a scalar int32; None for a cache without layers.
-
-    Raises:
-      TypeError: `layer` is not an integer.
-      ValueError: It is missing, superfluous or, if known, outside of the cache.
 
     >>> int(checked_layer(PagedCache.create(4, 2, 1, 1, dtype="float32", layers=2), 1))
     1
@@ -346,10 +338,6 @@ def checked_layer(cache: PageStore, layer: int | AnyArray | None) -> Int32[Array
 
 def check_cache(cache: object, kind: type[PageStore] = PageStore) -> None:
     """Raises unless `cache` is a paged cache, or one of some kind, whose arrays match.
-
-    Raises:
-      TypeError: It has another type, or its dtypes differ or are not floating-point.
-      ValueError: The shapes do not match.
 
     >>> check_cache(PagedCache.create(4, 2, 1, 1, dtype="float32"))
     """

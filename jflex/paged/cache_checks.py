@@ -14,10 +14,6 @@ from jflex.types import AnyArray
 def check_tokens(cache: PageStore, k: AnyArray, v: AnyArray, slots: AnyArray) -> None:
     """Raises unless keys and values of tokens fit a cache, and as many slots.
 
-    Raises:
-      TypeError: They are no arrays, or have another dtype.
-      ValueError: Their shapes do not fit.
-
     >>> from jflex.paged import PagedCache
     >>> cache, rows = PagedCache.create(4, 2, 1, 8, dtype="float32"), jnp.zeros((3, 1, 8))
     >>> check_tokens(cache, rows, rows, jnp.arange(3))

@@ -55,10 +55,6 @@ def quantised(rows: AnyArray, scale: Float32[AnyArray, "*tokens H"], dtype: DTyp
 def first_scale(name: str, scale: Any, shape: tuple[int, ...], dtype: DTypeLike) -> jax.Array | None:
     """The scale of a new cache of pages [*L, P, page_size, Hkv]: that of each head, or ones for each token and head.
 
-    Raises:
-      TypeError: It is not a number or an array, or keys of this dtype have none.
-      ValueError: It has another shape, or is not positive.
-
     >>> first_scale("k_scale", 0.5, (4, 2, 3), jnp.int8).shape, first_scale("k_scale", None, (4, 2, 3), jnp.int8).shape
     ((3,), (4, 2, 3))
     """
@@ -72,10 +68,6 @@ def first_scale(name: str, scale: Any, shape: tuple[int, ...], dtype: DTypeLike)
 
 def static_scale(name: str, scale: Any, shape: tuple[int, ...]) -> Float32[Array, "*L Hkv"]:
     """A given scale as one number for each head, checked.
-
-    Raises:
-      TypeError: It is not a number or an array of real numbers.
-      ValueError: It does not broadcast to `shape`, or a known number is not positive, finite and normal.
 
     >>> static_scale("k_scale", 0.5, (2,)).tolist()
     [0.5, 0.5]
@@ -101,10 +93,6 @@ def static_scale(name: str, scale: Any, shape: tuple[int, ...]) -> Float32[Array
 
 def check_scale(name: str, scale: Any, pages: Any) -> None:
     """Raises unless a scale fits pages of keys or values, [*L, P, page_size, Hkv, D].
-
-    Raises:
-      TypeError: It is missing, superfluous or not float32.
-      ValueError: It has another shape, or a known number of each head is not positive, finite and normal.
 
     >>> check_scale("cache.k_scale", jnp.ones(2), jnp.zeros((4, 8, 2, 16), jnp.int8))
     """

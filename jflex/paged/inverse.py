@@ -23,7 +23,6 @@ class SlotMap:
     Attributes:
       starts: [B, P]: the position of a page's first token; -1 if the request does not have the page.
       lengths: [B]: slots that hold positions from here on are hidden.
-      page_size: Tokens in a page.
     """
 
     starts: Int32[Array, "B P"]
@@ -47,16 +46,10 @@ def slot_map(
     Args:
       page_table: [B, max_pages]; entries of 0 or below, and those for positions beyond a length, are ignored.
       kv_lengths: [B], or None: as many as the table has entries for.
-      num_pages: P of the cache.
       page_size: Page size of the cache.
 
     Returns:
       The map; for a table without rows, one row without pages. If a row lists a page twice, the first entry counts.
-
-    Raises:
-      TypeError: The arrays are not int32, or a size is not an integer.
-      ValueError: The shapes do not match; or, if values are known, a page is outside of the cache or listed twice in a
-        row, or a length is negative or beyond the table.
 
     >>> slots = slot_map(jnp.array([[3, 1]]), jnp.array([3]), num_pages=4, page_size=2)
     >>> slots.starts.tolist(), slots.lengths.tolist()

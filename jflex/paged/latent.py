@@ -261,10 +261,6 @@ def write_latent(
 def check_latent_cache(cache: object) -> None:
     """Raises unless `cache` is a LatentCache whose rows fit.
 
-    Raises:
-      TypeError: It has another type, or its rows are neither floating-point nor of eight bits with scales.
-      ValueError: The shapes do not fit.
-
     >>> check_latent_cache(LatentCache.create(4, 2, 8, 4, dtype="float32"))
     """
     if not isinstance(cache, LatentCache):

@@ -76,10 +76,6 @@ def check_latent_size(size: int) -> None:
 def check_tiles(rows: Any, rope_size: int, rope: Any, scale: Any) -> None:
     """Raises unless rotated columns and scales fit rows of latent vectors.
 
-    Raises:
-      TypeError: One is missing, superfluous, or has another dtype.
-      ValueError: One has another shape, or the rows are not whole tiles.
-
     >>> check_tiles(jnp.zeros((4, 2, 1, 12)), 4, None, None)
     """
     held = has_tiles(rows.dtype)

@@ -20,10 +20,6 @@ _SLOT_LIMIT = 2**31
 def checked_pages(num_pages: SupportsIndex, page_size: SupportsIndex) -> tuple[int, int]:
     """Number and size of pages as Python ints.
 
-    Raises:
-      TypeError: One of them is not an integer.
-      ValueError: There is no page, a page holds fewer than 1 or more than 256 tokens, or slots would not fit in int32.
-
     >>> checked_pages(1024, 16)
     (1024, 16)
     """
@@ -39,10 +35,6 @@ def checked_pages(num_pages: SupportsIndex, page_size: SupportsIndex) -> tuple[i
 def checked_page_size(page_size: SupportsIndex) -> int:
     """Tokens in a page as a Python int.
 
-    Raises:
-      TypeError: It is not an integer.
-      ValueError: It is not within 1 and 256.
-
     >>> checked_page_size(16)
     16
     """
@@ -54,9 +46,6 @@ def checked_page_size(page_size: SupportsIndex) -> int:
 
 def checked_integers(values: npt.ArrayLike, name: str) -> np.ndarray:
     """Integers as an array; none are an array of int64.
-
-    Raises:
-      TypeError: They are not integers.
 
     >>> checked_integers([3, 1], "ids"), checked_integers([], "ids").dtype
     (array([3, 1]), dtype('int64'))

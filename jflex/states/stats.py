@@ -37,12 +37,7 @@ class AttentionStats(NamedTuple):
 
 
 def check_stats(return_stats: object, return_lse: bool, normalize: str) -> tuple[Stat, ...]:
-    """Returns the names of the statistics, in the order of `STATS`.
-
-    Raises:
-      TypeError: `return_stats` is not a tuple of strings.
-      ValueError: A name is unknown or is there twice; `return_lse` is set, too; or there is no softmax.
-    """
+    """Returns the names of the statistics, in the order of `STATS`."""
     known = ", ".join(map(repr, STATS))
     rule = f"`return_stats` must be a tuple of different names of {known}"
     if not isinstance(return_stats, tuple):

@@ -19,9 +19,7 @@ class CapturedGradients(NamedTuple):
     """What the gradients of the captured arrays of a score mod are computed from.
 
     Attributes:
-      walk: The blocks.
       loaded: The score mod, split into its loads and the rest.
-      operands: Its captured arrays.
     """
 
     walk: Walk

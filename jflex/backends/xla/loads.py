@@ -28,7 +28,6 @@ class Load:
 
     Attributes:
       variable: Its variable in the jaxpr of the mod.
-      operand: Index of the operand.
       axes: Which of b, h, q_idx, kv_idx (0 to 3) it depends on.
     """
 
@@ -42,8 +41,6 @@ class LoadedMod:
     """A score mod, split into loads and the rest.
 
     Attributes:
-      traced: The mod.
-      jaxpr: Its program; see `jflex.mods.batchable`.
       loads: The loads of floating-point operands of which it reads few values at once.
       whole: Indices of the other floating-point operands.
     """

@@ -45,9 +45,7 @@ def read(part: Callable[[], jax.Array], exists: jax.Array, platform: str) -> jax
     """Reads a slice of an array inside a branch, out of which XLA hoists nothing: in a loop, or before a write.
 
     Args:
-      part: Slices or gathers.
       exists: A boolean that XLA cannot fold, True where `part` is read.
-      platform: Platform of the device.
     """
     out = jax.eval_shape(part)
     if not is_widened(out.dtype, platform):

@@ -158,11 +158,7 @@ def _rows(
     """Keys or values of a request, [KEYS, Hkv, D], in the accumulator dtype; zeros beyond its length.
 
     Args:
-      p: The spec.
       inputs: The arrays of the call.
-      source: Their pages.
-      request: The request.
-      j: Positions.
       exists: Which of them lie before its length.
     """
     pages, scale, mod, operands = source

@@ -28,13 +28,7 @@ def walk_of(
     """The first tile, and the one after the last.
 
     Args:
-      p: The spec.
       inputs: The arrays of the call.
-      request: The request.
-      n: Packed queries.
-      h: All query heads.
-      length: Keys of the request.
-      tile: Keys in a tile.
     """
     end = (length + tile - 1) // tile
     program = None if p.mask_mod is None else _mask_program(p)
