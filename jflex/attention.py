@@ -93,7 +93,7 @@ def flex_attention(
 
     Gradients flow from output, lse and entropy into query, key, value and every floating-point array that `score_mod`
     or a vector mod captures. Mods are traced: they may close over arrays and tracers, and new values of captured arrays
-    recompile nothing.
+    recompile nothing. `jflex.options.Options` describes the keywords that all calls share in full.
 
     Args:
       query: In `layout`. Query and key may be ``float8_e4m3fn`` or ``float8_e5m2``, for inference: there are no
@@ -105,10 +105,10 @@ def flex_attention(
         purpose.
       block_mask: Which blocks of keys a block of queries visits, from `create_block_mask`.
       mask_mod: ``(b, h, q_idx, kv_idx) -> bool``, in place of a BlockMask: no block is skipped.
-      query_mod: ``(query[D], b, h, q_idx) -> [D]``; this and the keywords without text are in `jflex.options.Options`.
-      key_mod: ``(key[D], b, h_kv, kv_idx) -> [D]``.
-      value_mod: ``(value[Dv], b, h_kv, kv_idx) -> [Dv]``.
-      output_mod: ``(out[Dv], lse, b, h, q_idx) -> [Dv]``.
+      query_mod: ``(query[D], b, h, q_idx) -> [D]``, on each query before its products with keys.
+      key_mod: ``(key[D], b, h_kv, kv_idx) -> [D]``, on each key; ``h_kv`` is the key head.
+      value_mod: ``(value[Dv], b, h_kv, kv_idx) -> [Dv]``, on each value.
+      output_mod: ``(out[Dv], lse, b, h, q_idx) -> [Dv]``, on each output before it is returned.
       kv_lengths: How many keys each batch entry has, int32 [B] of 0 to S. Keys at or beyond the length are masked,
         whatever the mask says, and not read where possible; their contents, even NaN, affect neither output nor
         gradients. Lengths are data: one program serves all of them. Traced lengths are not checked but clamped to 0

@@ -135,7 +135,7 @@ class _Explained(NamedTuple):
 
 
 def _dense(call: attention.Call, implementation: Implementation) -> Account:
-    return Account.of(call.spec, call.inputs, implementation)
+    return Account.from_call(call.spec, call.inputs, implementation)
 
 
 def _prepare_context_parallel(settings: Settings, **arguments: Any) -> Checked:
@@ -146,11 +146,13 @@ def _prepare_context_parallel(settings: Settings, **arguments: Any) -> Checked:
 _CALLS: dict[Callable[..., Any], _Explained] = {
     attention.flex_attention: _Explained(attention.prepare, _dense),
     varlen.flex_attention_varlen: _Explained(varlen.prepare, lambda packed, how: _dense(packed.call, how)),
-    paged.paged_attention: _Explained(paged.prepare, PagedAccount.of),
-    latent.mla_attention: _Explained(latent.prepare, PagedAccount.of),
-    sparse.sparse_mla_attention: _Explained(sparse.prepare, PagedAccount.of),
-    context_parallel_attention: _Explained(_prepare_context_parallel, ContextAccount.of),
-    cascade.cascade_attention: _Explained(cascade.prepare, lambda call, how: CascadeAccount.of(call.levels, how)),
+    paged.paged_attention: _Explained(paged.prepare, PagedAccount.from_call),
+    latent.mla_attention: _Explained(latent.prepare, PagedAccount.from_call),
+    sparse.sparse_mla_attention: _Explained(sparse.prepare, PagedAccount.from_call),
+    context_parallel_attention: _Explained(_prepare_context_parallel, ContextAccount.from_call),
+    cascade.cascade_attention: _Explained(
+        cascade.prepare, lambda call, how: CascadeAccount.from_levels(call.levels, how)
+    ),
 }
 _BY_FUNCTION = {inspect.unwrap(call): explained for call, explained in _CALLS.items()}  # without decorators
 

@@ -122,7 +122,7 @@ def flex_attention_varlen(
     call, q_ends, kv_ends = prepare(
         q, k, v, settings, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, block_mask=block_mask
     )
-    modified = _Modified.of(call.vectors, q_ends, kv_ends, (q.shape[0], k.shape[0]))
+    modified = _Modified.from_lengths(call.vectors, q_ends, kv_ends, (q.shape[0], k.shape[0]))
     q, k, v = modified.inputs(*map(jnp.asarray, (q, k, v)))
     # NaN in padding would survive a weight of 0, in the GEMMs of the block that the last boundary cuts.
     q, k, v = (_without_padding(x, ends)[None] for x, ends in ((q, q_ends), (k, kv_ends), (v, kv_ends)))
@@ -206,7 +206,9 @@ class _Modified(NamedTuple):
     kv_ends: jax.Array
 
     @classmethod
-    def of(cls, vectors: VectorMods, q_ends: jax.Array, kv_ends: jax.Array, lengths: tuple[int, int]) -> _Modified:
+    def from_lengths(
+        cls, vectors: VectorMods, q_ends: jax.Array, kv_ends: jax.Array, lengths: tuple[int, int]
+    ) -> _Modified:
         """Locates the tokens if there are mods."""
         exists = vectors.any and q_ends.size > 1
         return cls(vectors, PackedTokens.from_boundaries(q_ends, kv_ends, lengths) if exists else None, q_ends, kv_ends)
@@ -217,8 +219,8 @@ class _Modified(NamedTuple):
             return q, k, v
         queries = self.tokens.q_sequence, self.tokens.q_position, self.q_ends
         keys = self.tokens.kv_sequence, self.tokens.kv_position, self.kv_ends
-        given = ((self.vectors.query, q, queries), (self.vectors.key, k, keys), (self.vectors.value, v, keys))
-        q, k, v = (x if mod is None else self._rows(mod, x, *where) for mod, x, where in given)
+        arrays = ((self.vectors.query, q, queries), (self.vectors.key, k, keys), (self.vectors.value, v, keys))
+        q, k, v = (x if mod is None else self._rows(mod, x, *where) for mod, x, where in arrays)
         return q, k, v
 
     def output(self, out: jax.Array, lse: jax.Array | None) -> jax.Array:

@@ -140,8 +140,8 @@ def _checked_rows(rows: Any, spec: AttentionSpec) -> Int32[Array, " R"]:
     if isinstance(rows, Sequence) and all(isinstance(x, int | np.integer) for x in rows):
         rows = np.asarray(rows, None if len(rows) else np.int32)
     if not isinstance(rows, jax.Array | np.ndarray):
-        of = f" of {type(rows[0]).__name__}" if isinstance(rows, list | tuple) else ""
-        raise TypeError(f"{rule}. Got {type(rows).__name__}{of}; pass `jnp.asarray(rows, jnp.int32)`.")
+        element = f" of {type(rows[0]).__name__}" if isinstance(rows, list | tuple) else ""
+        raise TypeError(f"{rule}. Got {type(rows).__name__}{element}; pass `jnp.asarray(rows, jnp.int32)`.")
     if not jnp.issubdtype(rows.dtype, jnp.integer):
         hint = "pass `np.flatnonzero(rows)`" if rows.dtype == bool else "cast it with `.astype(jnp.int32)`"
         raise TypeError(f"{rule}. Got {describe_array(rows)}; {hint}.")

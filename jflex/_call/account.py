@@ -87,7 +87,7 @@ class Account(Choice):
         return None if self.visited is None or self.full is None else self.visited - self.full
 
     @classmethod
-    def of(cls, spec: AttentionSpec, inputs: Inputs, implementation: Implementation) -> Account:
+    def from_call(cls, spec: AttentionSpec, inputs: Inputs, implementation: Implementation) -> Account:
         """Makes the account of one call; query, key and value may be shapes."""
         lists = _known_lists(spec, inputs)
         visited, full, total = _count(spec, lists)

@@ -151,18 +151,19 @@ def checked_positive(size: SupportsIndex, name: str) -> int:
     return number
 
 
-def check_int32(name: str, x: object, of: str) -> None:
+def check_int32(name: str, x: object, content: str) -> None:
     """Raises TypeError unless an argument is an array of int32.
 
     >>> check_int32("slots", jnp.arange(3), "slots")
     """
     if not isinstance(x, jax.Array | np.ndarray):
         raise TypeError(
-            f"`{name}` must be an int32 array of {of}. Got {type(x).__name__}. Wrap it in `jnp.asarray(x, jnp.int32)`."
+            f"`{name}` must be an int32 array of {content}. Got {type(x).__name__}. Wrap it in "
+            "`jnp.asarray(x, jnp.int32)`."
         )
     if x.dtype != jnp.int32:
         raise TypeError(
-            f"`{name}` must be an int32 array of {of}. Got {describe_array(x)}. Cast it with `.astype(jnp.int32)`."
+            f"`{name}` must be an int32 array of {content}. Got {describe_array(x)}. Cast it with `.astype(jnp.int32)`."
         )
 
 

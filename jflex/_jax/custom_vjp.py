@@ -71,7 +71,7 @@ def _attend(static: Static, inputs: Inputs) -> Saved:
 
 def _forward(backend: str, spec: AttentionSpec, inputs: Inputs) -> Saved:
     saved = call_as_primitive(ForwardOp(backend, spec), inputs)
-    name = lambda x, of: None if x is None else checkpoint_name(x, f"jflex_{of}")
+    name = lambda x, suffix: None if x is None else checkpoint_name(x, f"jflex_{suffix}")
     return Saved(
         checkpoint_name(saved.out, "jflex_out"),
         checkpoint_name(saved.lse, "jflex_lse"),
@@ -92,10 +92,10 @@ class _Backward:
 def _attend_fwd(static: Static, perturbed_inputs: Inputs) -> tuple[Saved, tuple[Inputs, Saved, _Backward]]:
     is_primal = lambda x: isinstance(x, CustomVJPPrimal)
     inputs = jax.tree.map(lambda x: x.value, perturbed_inputs, is_leaf=is_primal)
-    asked = jax.tree.map(lambda x: x.perturbed, perturbed_inputs, is_leaf=is_primal)
+    perturbed = jax.tree.map(lambda x: x.perturbed, perturbed_inputs, is_leaf=is_primal)
     is_float = lambda x: jnp.issubdtype(x.dtype, jnp.floating)
-    captured = tuple(a and is_float(x) for a, x in zip(asked.score_operands, inputs.score_operands, strict=True))
-    requested = GradientRequest(asked.query, asked.key, asked.value, captured, bool(asked.sinks))
+    captured = tuple(a and is_float(x) for a, x in zip(perturbed.score_operands, inputs.score_operands, strict=True))
+    requested = GradientRequest(perturbed.query, perturbed.key, perturbed.value, captured, bool(perturbed.sinks))
     passes = select_passes(static.implementation, static.spec, requested)
     saved = _forward(passes.forward, static.spec, inputs)
     return saved, (inputs, saved._replace(max=None), _Backward(passes.backward, requested))

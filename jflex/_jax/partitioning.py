@@ -69,7 +69,7 @@ def gradient_axes(spec: AttentionSpec, gradients: Gradients) -> list[Axes]:
     keys = key_axes(spec)
     axes = (row_axes(spec), keys, keys, *(Axes() for _ in gradients.score_operands), Axes(None, 0))
     arrays = (*gradients[:3], *gradients.score_operands, gradients.sinks)
-    return [own for x, own in zip(arrays, axes, strict=True) if x is not None]
+    return [axes_of_x for x, axes_of_x in zip(arrays, axes, strict=True) if x is not None]
 
 
 class Split(NamedTuple):

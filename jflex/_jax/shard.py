@@ -68,8 +68,10 @@ class Where(NamedTuple):
     def positions(self, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Positions:
         """The absolute positions of local indices."""
         add = lambda index, first: index if first is None else index + first
-        of = lambda index, span: index if span is None else span.position(index)
-        return Positions(add(b, self.batch), add(h, self.head), of(q_idx, self.queries), of(kv_idx, self.keys))
+        position = lambda index, span: index if span is None else span.position(index)
+        return Positions(
+            add(b, self.batch), add(h, self.head), position(q_idx, self.queries), position(kv_idx, self.keys)
+        )
 
 
 class Shard(NamedTuple):

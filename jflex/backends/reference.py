@@ -81,8 +81,8 @@ class Reference(Backend):
             out, *rows = jax.lax.cond(finite, dense, contained, *arrays)
         out = out if spec.layout == "BNTH" else out.swapaxes(1, 2)
         lse, *stats = (x.astype(jnp.float32) for x in rows)
-        found = {name: x for name, x in zip(("max", "entropy"), stats, strict=False) if name in spec.stats}
-        return Saved(out.astype(spec.dtype), lse, **found)
+        named_stats = {name: x for name, x in zip(("max", "entropy"), stats, strict=False) if name in spec.stats}
+        return Saved(out.astype(spec.dtype), lse, **named_stats)
 
     def backward(
         self,

@@ -90,8 +90,8 @@ def modified_rows(
     if is_output:
         rows = first, None if rows[1] is None else rows[1].astype(exact_dtype(dtype))
     call = (lambda x, *where: mod(*x, *where)) if is_output else mod
-    made = _mapped(call, dtype, ("bi", "h"))(rows, jnp.maximum(b, 0), _indices_along(first, 1), jnp.maximum(idx, 0))
-    return jnp.where((b < 0)[:, None, None], jnp.zeros_like(made), made) if is_output else made
+    modified = _mapped(call, dtype, ("bi", "h"))(rows, jnp.maximum(b, 0), _indices_along(first, 1), jnp.maximum(idx, 0))
+    return jnp.where((b < 0)[:, None, None], jnp.zeros_like(modified), modified) if is_output else modified
 
 
 def _of_dense(mod: Callable[..., Any], x: Any, layout: str, positions: Int32[Array, " T"] | None = None) -> jax.Array:

@@ -58,9 +58,9 @@ def shared_prefix_levels(
     shared = PagedBatch(ends, keys[None][:few], table[:few])
     start = jnp.where(jnp.arange(rows, dtype=jnp.int32) < count, keys, 0)
     columns = jnp.arange(batch.max_pages, dtype=jnp.int32)[None] + (start // size)[:, None]
-    rest = jnp.take_along_axis(table, jnp.minimum(columns, batch.max_pages - 1), axis=1)
-    own = PagedBatch(indptr, jnp.maximum(lengths - start, 0), rest)
-    return CascadeLevel.paged(cache, shared, layer=layer), CascadeLevel.paged(cache, own, start=start, layer=layer)
+    table_after = jnp.take_along_axis(table, jnp.minimum(columns, batch.max_pages - 1), axis=1)
+    private = PagedBatch(indptr, jnp.maximum(lengths - start, 0), table_after)
+    return CascadeLevel.paged(cache, shared, layer=layer), CascadeLevel.paged(cache, private, start=start, layer=layer)
 
 
 def _checked_number(name: str, x: int | AnyArray, most: int, unit: int = 1) -> Int32[Array, ""]:

@@ -65,9 +65,12 @@ class ContextCall:
 
     def rows_of(self, number: Callable[[tuple[str, ...]], jax.Array]) -> Where:
         """Where the batch entries and heads of a device begin, from its number along axes of the mesh."""
-        place, spec = self.placement, self.spec
+        placement, spec = self.placement, self.spec
         first = lambda names, n, size: number(names) * (size // n) if n > 1 else None
-        return Where(first(place.batch, place.batch_shards, spec.B), first(place.heads, place.head_shards, spec.Hq))
+        return Where(
+            first(placement.batch, placement.batch_shards, spec.B),
+            first(placement.heads, placement.head_shards, spec.Hq),
+        )
 
     def span(self, length: int, shard: Int32[Array, ""]) -> Span:
         """The positions of the tokens of a device; `length` of the whole sequence."""

@@ -80,7 +80,7 @@ def balanced_order(block_mask: BlockMask, shards: int, *, chunk_blocks: int = 1,
         chunks[shard].append(chunk)
         if len(chunks[shard]) < room:
             heapq.heappush(loads, (load + float(costs[chunk]), shard))
-    return np.array([chunk for own in sorted(map(sorted, chunks)) for chunk in own], np.int32)
+    return np.array([chunk for chunks_of_shard in sorted(map(sorted, chunks)) for chunk in chunks_of_shard], np.int32)
 
 
 def device_costs(

@@ -54,9 +54,9 @@ class Checked(NamedTuple):
         """The blocks of the mask that `masked` makes, before it is made."""
         spec = self.call.spec
         if self.block_mask is not None:
-            found = spec.blocks
-            assert found is not None  # of the BlockMask
-            return found if self.kv_lengths is None else dataclasses.replace(found, batch=spec.B)
+            blocks = spec.blocks
+            assert blocks is not None  # of the BlockMask
+            return blocks if self.kv_lengths is None else dataclasses.replace(blocks, batch=spec.B)
         size = own_block_size(self.chunk)
         if size is None or (self.mask_mod is None and self.kv_lengths is None):
             return None
@@ -111,14 +111,14 @@ def prepare(
     mesh, axis, batch_axes, head_axes, strategy, order = division
     if strategy not in STRATEGIES:
         raise ValueError(f"`strategy` must be one of {', '.join(map(repr, STRATEGIES))}. Got {strategy!r}.")
-    place = Placement.of(mesh, axis, batch_axes, head_axes)
+    placement = Placement.from_mesh(mesh, axis, batch_axes, head_axes)
     arrays = [jnp.asarray(x) if isinstance(x, np.ndarray) else x for x in (query, key, value)]
     check_arrays(arrays[0], arrays[1], arrays[2], layout)
-    sizes = Sizes.of(arrays, layout, place)
-    order = None if order is None else sizes.checked_order(order, place)
-    sizes.check(place, strategy)
+    sizes = Sizes.from_arrays(arrays, layout, placement)
+    order = None if order is None else sizes.checked_order(order, placement)
+    sizes.check(placement, strategy)
     lengths = check_kv_lengths(kv_lengths, sizes.B, sizes.S)
-    q, k, v = sizes.whole(arrays, layout, place)
+    q, k, v = sizes.whole(arrays, layout, placement)
 
     def traced(block_mask: BlockMask | None, mask_mod: MaskMod | None) -> Call:
         masked = settings._replace(mask_mod=mask_mod)
@@ -127,7 +127,7 @@ def prepare(
 
     call = traced(block_mask, settings.mask_mod)
     in_order = None if order is None else tuple(order.tolist())
-    context = ContextCall(call.spec, place, strategy, in_order, None)
+    context = ContextCall(call.spec, placement, strategy, in_order, None)
     checked = Checked(call, (arrays[0], arrays[1], arrays[2]), context, block_mask, settings.mask_mod, lengths, traced)
     if block_mask is not None and strategy != "ulysses" and not call.spec.is_empty:
         check_block_size(block_mask, checked.chunk)

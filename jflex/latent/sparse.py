@@ -202,11 +202,11 @@ class _Chosen:
         shape = (slots.size // COPIED_PAGE, COPIED_PAGE, 1, cache.latent_size + cache.rope_size)
 
         def copied(rows: jax.Array, *of_eight_bits: jax.Array) -> jax.Array:
-            found = [_gathered(x, slots) for x in (rows, *of_eight_bits)]
+            copies = [_gathered(x, slots) for x in (rows, *of_eight_bits)]
             if of_eight_bits:
-                scale, rope = found[1:]
-                found = [dequantised_latents(found[0][..., None, :], scale, rope[..., None, :], jnp.bfloat16)]
-            return found[0].reshape(shape)
+                scale, rope = copies[1:]
+                copies = [dequantised_latents(copies[0][..., None, :], scale, rope[..., None, :], jnp.bfloat16)]
+            return copies[0].reshape(shape)
 
         rows = _computed(copied, *(x for x in (cache.rows, cache.scale, cache.rope) if x is not None))
         table = np.arange(shape[0], dtype=np.int32).reshape(queries, -1)
@@ -237,8 +237,8 @@ def _gathered(x: jax.Array, slots: jax.Array) -> jax.Array:
     in_words = count > 1 and rows.shape[-1] % count == 0
     if in_words:
         rows = jax.lax.bitcast_convert_type(rows.reshape(len(rows), -1, count), jnp.uint32)
-    found = rows.at[slots].get(mode="fill", fill_value=0)
-    return jax.lax.bitcast_convert_type(found, x.dtype).reshape(*slots.shape, -1) if in_words else found
+    gathered = rows.at[slots].get(mode="fill", fill_value=0)
+    return jax.lax.bitcast_convert_type(gathered, x.dtype).reshape(*slots.shape, -1) if in_words else gathered
 
 
 def _computed(function: Callable[..., Any], *arrays: Any) -> Any:

@@ -53,7 +53,7 @@ class PagedAccount(Choice):
     bytes: int | None
 
     @classmethod
-    def of(cls, call: PagedCall, implementation: Implementation) -> PagedAccount:
+    def from_call(cls, call: PagedCall, implementation: Implementation) -> PagedAccount:
         """Makes the account of one call; query, key and value may be shapes."""
         spec, pages = call.spec, call.pages
         selection = select(implementation, spec)
@@ -127,9 +127,9 @@ class CascadeAccount:
     bytes: int | None
 
     @classmethod
-    def of(cls, calls: Sequence[PagedCall | None], implementation: Implementation) -> CascadeAccount:
+    def from_levels(cls, calls: Sequence[PagedCall | None], implementation: Implementation) -> CascadeAccount:
         """Makes the account of one call, from those of its levels."""
-        levels = tuple(None if call is None else PagedAccount.of(call, implementation) for call in calls)
+        levels = tuple(None if call is None else PagedAccount.from_call(call, implementation) for call in calls)
         merge_bytes = _merge_bytes([call.spec for call in calls if call is not None])
         run = [level for level in levels if level is not None]
         flops, moved = [level.flops for level in run], [level.bytes for level in run]

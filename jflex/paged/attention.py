@@ -202,7 +202,7 @@ def of_packed(mod: Any, batch: PagedBatch, role: Literal["score", "mask"]) -> An
     The mod of dropout maps its positions as a score mod, which alone is masked by no tree.
     """
     if batch.ancestors is not None and batch.requests and (mod is None or callable(mod)):
-        trees = Trees.of(batch.ancestors, batch.kv_lengths, batch.qo_indptr)
+        trees = Trees.from_ancestors(batch.ancestors, batch.kv_lengths, batch.qo_indptr)
         of_role: Any = trees.of_mask if role == "mask" else trees.of_score
         mod = of_role(mod)
 
@@ -219,7 +219,7 @@ def _of_keys(mod: VectorMod | None, batch: PagedBatch) -> VectorMod | None:
     """A key or value mod on rows of keys: those of a tree are at the positions of its nodes."""
     if mod is None or batch.ancestors is None or not batch.requests:
         return mod
-    trees = Trees.of(batch.ancestors, batch.kv_lengths, batch.qo_indptr)
+    trees = Trees.from_ancestors(batch.ancestors, batch.kv_lengths, batch.qo_indptr)
     return ReindexedMod(mod, lambda b, h, row, kv_idx: Positions(b, h, trees.position(b, row), kv_idx))
 
 

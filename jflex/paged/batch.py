@@ -115,7 +115,7 @@ def token_positions(batch: PagedBatch, num_tokens: int) -> Int32[Array, " N"]:
     rows = _token_rows(batch, request)
     if batch.ancestors is None or not batch.requests:
         return rows
-    trees = Trees.of(batch.ancestors, batch.kv_lengths, batch.qo_indptr)
+    trees = Trees.from_ancestors(batch.ancestors, batch.kv_lengths, batch.qo_indptr)
     return jnp.where(request < 0, -1, trees.position(request, rows))
 
 
@@ -258,7 +258,7 @@ def debug_check_batch(batch: PagedBatch, cache: PageStore, num_tokens: int) -> N
     for rule in _rules(fields, batch.max_pages, cache, num_tokens):
         if rule.fault.size:
             first = jnp.argmax(rule.fault)
-            values: dict[str, Any] = {name: jnp.ravel(of)[first] for name, of in rule.values.items()}
+            values: dict[str, Any] = {name: jnp.ravel(x)[first] for name, x in rule.values.items()}
             checkify.check(~jnp.any(rule.fault), rule.message, **values)
 
 

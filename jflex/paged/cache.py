@@ -226,10 +226,10 @@ def _written(
     """Pages with new rows, quantised, and their scales."""
     assert scale is not None  # `check_cache` asks for it
     if scale.shape != pages.shape[:-1]:
-        own = scale if cache.layers is None else scale.at[index[0]].get(mode="clip")
-        return set_rows(pages, index, quantised(rows, own[None], pages.dtype)), scale
-    made = row_scales(rows, pages.dtype)
-    return set_rows(pages, index, quantised(rows, made, pages.dtype)), set_rows(scale, index, made)
+        layer_scale = scale if cache.layers is None else scale.at[index[0]].get(mode="clip")
+        return set_rows(pages, index, quantised(rows, layer_scale[None], pages.dtype)), scale
+    scales = row_scales(rows, pages.dtype)
+    return set_rows(pages, index, quantised(rows, scales, pages.dtype)), set_rows(scale, index, scales)
 
 
 def copy_pages(cache: Cache, src: Int32[AnyArray, " M"], dst: Int32[AnyArray, " M"]) -> Cache:
@@ -349,10 +349,10 @@ def check_cache(cache: object, kind: type[PageStore] = PageStore) -> None:
     cache.check()
 
 
-def _check_pairs(cache: PageStore, src: AnyArray, dst: AnyArray, of: str) -> None:
+def _check_pairs(cache: PageStore, src: AnyArray, dst: AnyArray, content: str) -> None:
     check_cache(cache)
     for name, x in (("src", src), ("dst", dst)):
-        check_int32(name, x, of)
+        check_int32(name, x, content)
     if src.shape != dst.shape or src.ndim != 1:
         raise ValueError(
             f"`src` and `dst` must have one shape [M]. Got src: {describe_array(src)}, dst: {describe_array(dst)}. Pad "

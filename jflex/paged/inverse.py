@@ -121,9 +121,9 @@ def _check_pages(table: np.ndarray, lengths: np.ndarray | None, num_pages: int, 
     ordered = np.sort(np.where(used, table, -1 - np.arange(table.shape[1])), axis=1)
     twice = np.argwhere(ordered[:, 1:] == ordered[:, :-1])
     if twice.size:
-        request, place = twice[0].tolist()
+        request, entry = twice[0].tolist()
         raise ValueError(
             f"`page_table` must not hold a page twice for one request: one slot would map to two positions. "
-            f"Request {request} has page {ordered[request, place]} twice. Use `jflex.paged_attention`, which "
+            f"Request {request} has page {ordered[request, entry]} twice. Use `jflex.paged_attention`, which "
             "looks pages up, or pass `kv_lengths` if the entries after the first are unused."
         )

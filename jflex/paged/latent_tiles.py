@@ -78,20 +78,20 @@ def check_tiles(rows: Any, rope_size: int, rope: Any, scale: Any) -> None:
 
     >>> check_tiles(jnp.zeros((4, 2, 1, 12)), 4, None, None)
     """
-    held = has_tiles(rows.dtype)
+    tiled = has_tiles(rows.dtype)
     for name, x, dtype in (("cache.rope", rope, ROPE_DTYPE), ("cache.scale", scale, "float32")):
-        if not held and x is not None:
+        if not tiled and x is not None:
             raise TypeError(
                 f"`{name}` must be None: rows of {rows.dtype} hold the rotated columns, and have no scales. Only "
                 f"latent vectors of {TILES_DTYPE} have."
             )
-        if held and str(getattr(x, "dtype", None)) != dtype:
+        if tiled and str(getattr(x, "dtype", None)) != dtype:
             got = type(x).__name__ if x is None or not hasattr(x, "dtype") else describe_array(x)
             raise TypeError(
                 f"`{name}` must be {dtype}: the cache holds latent vectors of {rows.dtype}, with scales, and rotated "
                 f"columns apart. Got {got}. Make the cache with `LatentCache.create`."
             )
-    if not held:
+    if not tiled:
         return
     check_latent_size(rows.shape[-1])
     tiles = rows.shape[-1] // LATENT_TILE

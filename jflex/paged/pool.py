@@ -192,7 +192,7 @@ class PagePool:
         self._owners[distinct] -= times.astype(np.int32)
         freed = distinct[self._owners[distinct] == 0]
         # In the order of the call, each page where it loses its last owner.
-        last = {int(page): place for place, page in enumerate(pages)}
+        last = {int(page): entry for entry, page in enumerate(pages)}
         self._push(sorted(freed.tolist(), key=last.__getitem__))
 
     def fork(self, page: int) -> int:

@@ -38,7 +38,7 @@ class Trees:
     depths: Int32[Array, "R nodes"]
 
     @classmethod
-    def of(cls, ancestors: AnyArray, kv_lengths: AnyArray, qo_indptr: AnyArray) -> Trees:
+    def from_ancestors(cls, ancestors: AnyArray, kv_lengths: AnyArray, qo_indptr: AnyArray) -> Trees:
         """Those of the fields of a batch."""
         words, lengths, indptr = (jnp.asarray(x) for x in (ancestors, kv_lengths, qo_indptr))
         counts = jnp.where(words[:, 0] != 0, indptr[1:] - indptr[:-1], 0)

@@ -51,7 +51,7 @@ class Xla(Backend):
         if isinstance(inputs, PagedInputs):
             return paged.attend(spec, inputs)
         inputs = inputs if spec.qk_dtype is None else widened(inputs)
-        walk = Walk.of(spec, inputs, QUERIES_FIRST)
+        walk = Walk.from_inputs(spec, inputs, QUERIES_FIRST)
         spec, dtype = walk.spec, exact(spec)
         query, is_softmax = walk.padded(inputs.query, spec.layout), spec.normalize == "softmax"
 

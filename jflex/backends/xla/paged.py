@@ -95,9 +95,9 @@ def _run(spec: AttentionSpec, inputs: PagedInputs, work: _Work, saved: Saved) ->
         request = jnp.searchsorted(ends, number, side="right").astype(jnp.int32)
         nth = number - (ends[request] - tiles[request])
         first = start[request] + nth * work.queries
-        found = _tile(spec, inputs, work.queries, request, first)
+        rows = _tile(spec, inputs, work.queries, request, first)
         exists = first + jnp.arange(work.queries, dtype=jnp.int32) < end[request]
-        return jax.tree.map(lambda x, new: _write(x, first, new, exists), written, found)
+        return jax.tree.map(lambda x, new: _write(x, first, new, exists), written, rows)
 
     return lax.fori_loop(jnp.int32(0), ends[-1], tile, saved)
 

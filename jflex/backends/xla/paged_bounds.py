@@ -55,8 +55,8 @@ def _mask_program(p: AttentionSpec) -> Program | None:
     """The kernel program of the mask, with heads in rows; None if there is none."""
     from pallas_kernels.program.programs import with_programs
 
-    made = with_programs(dataclasses.replace(p, score_mod=None, heads_in_rows=True))
-    return None if isinstance(made, Refusal) else made.programs.mask
+    planned = with_programs(dataclasses.replace(p, score_mod=None, heads_in_rows=True))
+    return None if isinstance(planned, Refusal) else planned.programs.mask
 
 
 def _space(operands: Sequence[jax.Array], count: int) -> Space:
