@@ -137,7 +137,7 @@ def with_lengths_as_mask(spec: AttentionSpec, size: tuple[int, int] | None) -> A
         blocks = Blocks(blocks.size, spec.B, blocks.heads)
     elif size is not None:
         blocks = Blocks(size, spec.B, 1)
-    return dataclasses.replace(spec, mask_mod=_bounded_mask(spec), blocks=blocks, kv_lengths=False)
+    return spec.replace(mask_mod=_bounded_mask(spec), blocks=blocks, kv_lengths=False)
 
 
 def bounded_inputs(spec: AttentionSpec, inputs: Inputs, size: tuple[int, int] | None) -> Inputs:
@@ -186,7 +186,7 @@ def spec_without_lengths(spec: AttentionSpec, size: tuple[int, int] | None) -> A
       spec: The call.
       size: As in `with_lengths_as_mask`.
     """
-    return dataclasses.replace(with_lengths_as_mask(spec, size), Bkv=spec.B) if spec.kv_lengths else spec
+    return with_lengths_as_mask(spec, size).replace(Bkv=spec.B) if spec.kv_lengths else spec
 
 
 def inputs_without_lengths(spec: AttentionSpec, inputs: Inputs, size: tuple[int, int] | None) -> Inputs:

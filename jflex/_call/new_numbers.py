@@ -5,7 +5,6 @@ Programs are counted in the caches of this module, under their text without its 
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import re
 from collections.abc import Hashable
@@ -23,7 +22,7 @@ _NUMBER = re.compile(r"(?<= )-?(\d[\w.+-]*|inf|nan)(?=:)")  # a literal in a fin
 def count_call(spec: AttentionSpec) -> None:
     """Counts an eager call once; warns at the last program that differs from others in numbers alone."""
     numbered = {"scale": spec.scale, **{name: getattr(spec, name) for name in _MODS}}
-    without_mods = dataclasses.replace(spec, scale=1.0, **dict.fromkeys(_MODS))
+    without_mods = spec.replace(scale=1.0, **dict.fromkeys(_MODS))
     programs = _programs(tuple(map(_without_numbers, numbered.values())), without_mods)
     programs.append({name: hash(x) for name, x in numbered.items()})
     if len(programs) != _MOST:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -37,7 +36,7 @@ def paged_shard_of(
     first_key = Where(head=head(spec.Hkv), queries=rows)  # the index of a key is the last one of a vector mod
     key, key_operands = _moved_vector_mod(spec, spec.key_mod, inputs.key_operands, first_key)
     value, value_operands = _moved_vector_mod(spec, spec.value_mod, inputs.value_operands, first_key)
-    local = dataclasses.replace(spec, **sizes, score_mod=score, mask_mod=mask, key_mod=key, value_mod=value)
+    local = spec.replace(**sizes, score_mod=score, mask_mod=mask, key_mod=key, value_mod=value)
     return local, inputs._replace(
         score_operands=score_operands,
         mask_operands=mask_operands,

@@ -114,8 +114,8 @@ def shard_of(whole: AttentionSpec, inputs: Inputs, where: Where) -> Shard:
         blocks = Blocks(blocks.size, *inputs.lists[0].shape[:2])
     length, heads = (1, 2) if whole.layout == "BTNH" else (2, 1)
     query, key = inputs.query.shape, inputs.key.shape
-    spec = dataclasses.replace(
-        whole, B=query[0], T=query[length], S=key[length], Hq=query[heads], Hkv=key[heads], Bkv=key[0],
+    spec = whole.replace(
+        B=query[0], T=query[length], S=key[length], Hq=query[heads], Hkv=key[heads], Bkv=key[0],
         score_mod=score, mask_mod=mask, dropout=dropout, blocks=blocks, sinks=inputs.sinks is not None,
     )  # fmt: skip
     numbers = tuple(next((i for i, y in enumerate(score_operands) if y is x), None) for x in inputs.score_operands)

@@ -279,9 +279,7 @@ def _on_device(static: _Static, arrays: _Arrays) -> AttentionState:
     lengths = arrays.lengths // (n * size) * size + jnp.clip(arrays.lengths % (n * size) - me * size, 0, size)
     first = arrays.first_page // (n * own) * own
     exact = spec.dtype if spec.dtype == "float64" else "float32"
-    local = dataclasses.replace(
-        spec, S=table.shape[1] * size, paging=dataclasses.replace(paging, num_pages=own), out_dtype=exact
-    )
+    local = spec.replace(S=table.shape[1] * size, paging=paging._replace(num_pages=own), out_dtype=exact)
     inputs = PagedInputs(arrays.query, arrays.key, arrays.value, arrays.indptr, lengths, table, first, *arrays.captured)
     number = jax.lax.axis_index(place.heads) if place.head_shards > 1 else 0
     local, inputs = paged_shard_of(local, inputs, place.head_shards, number, Spread(me * size, size, n * size))

@@ -25,7 +25,7 @@ from jflex.mods.trace import TracedMod, VectorRole, trace_mask_mod, trace_score_
 from jflex.mods.types import MaskMod, ScoreMod, VectorMod
 from jflex.states.state import AttentionState, Normalize
 from jflex.states.stats import Stat
-from pallas_kernels.spec import AttentionSpec, Dropout, Paging
+from pallas_kernels.spec import AttentionSpec, Device, Dropout, Mods, Numerics, Paging, Sizes
 
 
 class Pages(NamedTuple):
@@ -172,37 +172,28 @@ def prepare(caller: str, query: Any, pages: Pages, how: How) -> PagedCall:
     if how.kept_mod is not None:
         kept, dropout_operands = trace_mask_mod(how.kept_mod)
         dropout = Dropout(how.dropout_rate, kept)
-    platform, device_kind = current_device(query, pages.key, pages.value)
-    spec = AttentionSpec(
-        B=R,
-        T=query.shape[0],
-        S=max_pages * page_size,
-        Hq=query.shape[1],
-        Hkv=Hkv,
-        D=D,
-        Dv=Dv,
-        paging=Paging(
-            page_size,
-            pages.num_pages,
-            None if pages.key_scale is None else str(pages.key.dtype),
-            layers=pages.key.shape[0] if pages.key.ndim == 5 else 1,
-            hides_zeros=pages.hides_zeros,
-        ),
-        Bkv=R,
+    numerics = Numerics(
         dtype=str(query.dtype),
-        out_dtype="float32" if how.exact_out and query.dtype != jnp.float64 else str(query.dtype),
         scale=check_scale(how.scale, D),
-        score_mod=score,
-        mask_mod=mask,
-        key_mod=key_mod,
-        value_mod=value_mod,
-        normalize=how.normalize,
-        values_in_keys=pages.latent_size is not None,
-        stats=tuple(name for name in how.stats if name != "lse"),
-        dropout=dropout,
-        platform=platform,
-        device_kind=device_kind,
+        out_dtype="float32" if how.exact_out and query.dtype != jnp.float64 else None,
         precision=current_precision(query.dtype),
+        normalize=how.normalize,
+        stats=tuple(name for name in how.stats if name != "lse"),
+    )
+    paging = Paging(
+        page_size,
+        pages.num_pages,
+        None if pages.key_scale is None else str(pages.key.dtype),
+        layers=pages.key.shape[0] if pages.key.ndim == 5 else 1,
+        hides_zeros=pages.hides_zeros,
+        values_in_keys=pages.latent_size is not None,
+    )
+    spec = AttentionSpec(
+        sizes=Sizes(B=R, T=query.shape[0], S=max_pages * page_size, Hq=query.shape[1], Hkv=Hkv, D=D, Dv=Dv, Bkv=R),
+        numerics=numerics,
+        device=Device(*current_device(query, pages.key, pages.value)),
+        mods=Mods(score, mask, key_mod, value_mod, dropout),
+        memory=paging,
         config=check_config(how.config, None),
     )
     captured = score_operands, mask_operands, key_operands, value_operands, dropout_operands

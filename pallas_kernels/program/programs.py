@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 from collections.abc import Sequence
@@ -28,7 +27,7 @@ def with_programs(spec: AttentionSpec) -> AttentionSpec | Refusal:
         if isinstance(program, Refusal):
             return program
         programs.append(program)
-    return dataclasses.replace(spec, programs=Programs(*programs))
+    return spec.replace(programs=Programs(*programs))
 
 
 def with_vector_programs(spec: AttentionSpec, key_chunks: Chunks, value_chunks: Chunks) -> AttentionSpec | Refusal:
@@ -46,7 +45,7 @@ def with_vector_programs(spec: AttentionSpec, key_chunks: Chunks, value_chunks: 
         if isinstance(program, Refusal):
             return program
         programs.append(program)
-    return dataclasses.replace(spec, vector_programs=VectorPrograms(*programs))
+    return spec.replace(vector_programs=VectorPrograms(*programs))
 
 
 def derivative_of(spec: AttentionSpec, requested: Sequence[bool]) -> Derivative | Refusal | None:

@@ -6,7 +6,6 @@ recompute what masked NaN reached.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from typing import TYPE_CHECKING
 
@@ -123,7 +122,7 @@ def decode(spec: AttentionSpec, inputs: Inputs) -> Saved:
     plan = plan_decode(spec)
     assert isinstance(plan, Plan), plan
     (own, work), arrays = plan.kernels, operands_of(inputs)
-    packed = dataclasses.replace(own.spec, T=spec.B * spec.T)  # to the plan and the merge
+    packed = own.spec.replace(T=spec.B * spec.T)  # to the plan and the merge
     indptr, lengths = np.arange(spec.B + 1, dtype=np.int32) * spec.T, inputs.kv_lengths
     extents = indptr, np.full(spec.B, spec.S, np.int32) if lengths is None else lengths
     items, sizes = triton.items_for_hopper(packed, work, extents, arrays.mask_operands, per_request=spec.T)

@@ -52,7 +52,7 @@ class TritonKernels(Backend):
 
     def own(self, spec: AttentionSpec) -> AttentionSpec:
         """The call, compiled by this compiler."""
-        return spec if spec.compiler == self.compiler else dataclasses.replace(spec, compiler=self.compiler)
+        return spec if spec.device.compiler == self.compiler else spec.replace(compiler=self.compiler)
 
     @isolated_trace
     def forward(self, spec: AttentionSpec, inputs: Inputs | PagedInputs) -> Saved:

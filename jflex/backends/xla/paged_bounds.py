@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -61,7 +60,7 @@ def _mask_program(p: AttentionSpec) -> Program | None:
     """The kernel program of the mask, with heads in rows; None if there is none."""
     from pallas_kernels.program.programs import with_programs
 
-    made = with_programs(dataclasses.replace(p, score_mod=None, heads_in_rows=True))
+    made = with_programs(p.replace(score_mod=None, heads_in_rows=True))
     return None if isinstance(made, Refusal) else made.programs.mask
 
 

@@ -129,7 +129,7 @@ def tiles_for(spec: AttentionSpec, *, one_pass: bool) -> BackwardTiles | None:
 
 def _padded(spec: AttentionSpec) -> AttentionSpec:
     D, Dv = padding.head_sizes(spec, jnp.bfloat16)  # float16 is as wide
-    return dataclasses.replace(spec, D=D, Dv=Dv)
+    return spec.replace(D=D, Dv=Dv)
 
 
 def declare(

@@ -56,7 +56,7 @@ def plan(spec: AttentionSpec) -> DecodePlan | Refusal:
     reason = _limit(spec) or limit_of_captured(spec)
     if reason is not None:
         return Refusal(reason)
-    made = with_programs(dataclasses.replace(spec, heads_in_rows=True))
+    made = with_programs(spec.replace(heads_in_rows=True))
     if isinstance(made, Refusal):
         return made
     missing = limit_of_mods(made)

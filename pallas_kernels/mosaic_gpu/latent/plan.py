@@ -56,7 +56,7 @@ def plan(spec: AttentionSpec) -> LatentPlan | Refusal:
     if reason is not None:
         return Refusal(reason)
     heads = Heads.of(spec.Hq)
-    made = with_programs(dataclasses.replace(spec, heads_in_rows=True, Hkv=heads.groups))
+    made = with_programs(spec.replace(heads_in_rows=True, Hkv=heads.groups))
     if isinstance(made, Refusal):
         return made
     missing = limit_of_mods(made)

@@ -161,7 +161,7 @@ def _forward_tiles(spec: AttentionSpec) -> TileChoice:
         return TileChoice(spec.config.forward, "config")
     dtype = jnp.dtype(spec.dtype)
     if spec.config.batch_invariant:  # as if there were more tiles than CTAs: with few, other tiles may be persistent
-        many = dataclasses.replace(spec, B=_MANY)
+        many = spec.replace(B=_MANY)
         return TileChoice(tile_rules.forward_tiles(many, dtype), "rule")
     measured = _measured_tiles(spec, "forward_sm90", spec.S)
     if measured is not None and measured.block_q <= spec.T and tile_rules.suits(spec, measured, dtype):

@@ -77,7 +77,7 @@ def _with_pairs(spec: AttentionSpec, work: Work) -> AttentionSpec:
     too_large = not spec.has_latent_tiles and any(
         unreached_by_pallas(spec.paged_rows * size) for size in (spec.D, spec.Dv)
     )
-    return dataclasses.replace(spec, pairs=few or too_large)
+    return spec.replace(pairs=few or too_large)
 
 
 def _attend(
