@@ -41,7 +41,7 @@ from jflex.mods.trace import TracedMod, mod_requirements, trace_mask_mod, trace_
 from jflex.mods.types import MaskMod, OutputMod, ScoreMod, VectorMod
 from jflex.states.stats import AttentionStats, Stat, check_stats, select_stats, stats_of_no_keys
 from jflex.types import AnyArray, Key, Lse, Out, Query, Value
-from pallas_kernels.spec import AttentionSpec, Blocks, Dense, Device, Dropout, Mods, Numerics, Sizes
+from pallas_kernels.spec import AttentionSpec, Blocks, Captured, Dense, Device, Dropout, Mods, Numerics, Sizes
 
 
 # Return types, by `return_lse` and `return_stats`.
@@ -309,7 +309,7 @@ def prepare(
         config=config,
     )
     sinks = None if sinks is None else sinks.astype(spec.exact)
-    inputs = Inputs(query, key, value, mask.lists, score_operands, mask.operands, kv_lengths, sinks=sinks)
+    inputs = Inputs(query, key, value, mask.lists, Captured(score_operands, mask.operands), kv_lengths, sinks=sinks)
     return with_dropout(Call(spec, inputs, vectors), dropout_rate, kept_mod(dropout_rate, dropout_key, B, Hq))
 
 
@@ -359,8 +359,8 @@ def with_dropout(call: Call, rate: float, kept: KeptMod | None) -> Call:
     if kept is None:
         return call
     traced, operands = trace_mask_mod(kept)
-    spec = call.spec.replace(dropout=Dropout(rate, traced))
-    return call._replace(spec=spec, inputs=call.inputs._replace(dropout_operands=operands))
+    spec, captured = call.spec.replace(dropout=Dropout(rate, traced)), call.inputs.captured._replace(dropout=operands)
+    return call._replace(spec=spec, inputs=call.inputs._replace(captured=captured))
 
 
 def attend(caller: str, call: Call, implementation: Implementation) -> Saved:

@@ -119,7 +119,7 @@ def collect(
     if derivative is None:
         return  # no gradient of a captured array is requested
     for load, cotangent in zip(loads, cotangents, strict=True):
-        gradients[load.value].append(scatter(spec, derivative, arrays.score_operands, load, cotangent))
+        gradients[load.value].append(scatter(spec, derivative, arrays.captured.score, load, cotangent))
 
 
 def sum_gradients(parts: list[jax.Array]) -> jax.Array | None:

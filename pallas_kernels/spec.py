@@ -434,6 +434,16 @@ _PLACES |= {"config": ("spec", "config"), "paging": ("spec", "memory")}
 """Of each name that `AttentionSpec.replace` takes, the part and the field."""
 
 
+class Captured(NamedTuple, Generic[A]):
+    """Captured arrays of each mod; in kernels, booleans are int8."""
+
+    score: tuple[A, ...] = ()
+    mask: tuple[A, ...] = ()
+    key: tuple[A, ...] = ()
+    value: tuple[A, ...] = ()
+    dropout: tuple[A, ...] = ()
+
+
 class Operands(NamedTuple, Generic[A]):
     """The inputs of all kernels (in a kernel: refs to them).
 
@@ -442,9 +452,7 @@ class Operands(NamedTuple, Generic[A]):
       key: [Bkv, S, Hkv, D] or [Bkv, Hkv, S, D].
       value: [Bkv, S, Hkv, Dv] or [Bkv, Hkv, S, Dv].
       lists: The eight index arrays of a block mask, or None.
-      score_operands: Captured arrays of the score mod; booleans as int8.
-      mask_operands: Captured arrays of the mask mod; booleans as int8.
-      dropout_operands: Captured arrays of the mod of dropout.
+      captured: Without arrays of key and value mods.
       sinks: float32 [Hq], or None; only forward kernels read them.
     """
 
@@ -452,9 +460,7 @@ class Operands(NamedTuple, Generic[A]):
     key: A
     value: A
     lists: tuple[A, ...] | None
-    score_operands: tuple[A, ...]
-    mask_operands: tuple[A, ...]
-    dropout_operands: tuple[A, ...] = ()
+    captured: Captured[A]
     sinks: A | None = None
 
 

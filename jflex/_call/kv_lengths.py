@@ -146,7 +146,8 @@ def bounded_inputs(spec: AttentionSpec, inputs: Inputs, size: tuple[int, int] | 
     size = size if spec.blocks is None else spec.blocks.size
     if size is not None:
         lists = bounded_lists(spec, lists, lengths, size)
-    return inputs._replace(lists=lists, mask_operands=(*inputs.mask_operands, lengths), kv_lengths=None)
+    captured = inputs.captured._replace(mask=(*inputs.captured.mask, lengths))
+    return inputs._replace(lists=lists, captured=captured, kv_lengths=None)
 
 
 def bounded_lists(

@@ -246,7 +246,7 @@ def _attend(call: PagedCall, cache: PagedCache, place: Placement, implementation
     static = _Static(spec, place, named)
     arrays = _Arrays(
         call.query, cache.keys, cache.values, *cache.scales, jnp.asarray(pages.indptr), jnp.asarray(pages.lengths),
-        jnp.asarray(pages.table), pages.first_page, call[4:],
+        jnp.asarray(pages.table), pages.first_page, call.captured,
     )  # fmt: skip
     return _on_device(static, arrays) if place.mesh is None else _on_mesh(static, arrays)
 
@@ -280,12 +280,12 @@ def _on_device(static: _Static, arrays: _Arrays) -> AttentionState:
     first = arrays.first_page // (n * own) * own
     exact = spec.dtype if spec.dtype == "float64" else "float32"
     local = spec.replace(S=table.shape[1] * size, paging=paging._replace(num_pages=own), out_dtype=exact)
-    inputs = PagedInputs(arrays.query, arrays.key, arrays.value, arrays.indptr, lengths, table, first, *arrays.captured)
+    inputs = PagedInputs(arrays.query, arrays.key, arrays.value, arrays.indptr, lengths, table, first, arrays.captured)
     number = jax.lax.axis_index(place.heads) if place.head_shards > 1 else 0
     local, inputs = paged_shard_of(local, inputs, place.head_shards, number, Spread(me * size, size, n * size))
     pages = Pages(
         arrays.key, arrays.value, own, first, arrays.indptr, lengths, table, key_scale=arrays.key_scale,
         value_scale=arrays.value_scale,
     )  # fmt: skip
-    call = PagedCall(CALLER, local, arrays.query, pages, *inputs[7:12])
+    call = PagedCall(CALLER, local, arrays.query, pages, inputs.captured)
     return merge_over(attend(call, static.implementation), place.axis)

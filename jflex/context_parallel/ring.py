@@ -248,7 +248,7 @@ def _attend_fwd(ring: _Ring, backend: str, perturbed: _Local) -> tuple[Saved, An
     local = jax.tree.map(lambda x: x.value, perturbed, is_leaf=is_primal)
     asked = jax.tree.map(lambda x: x.perturbed, perturbed.inputs, is_leaf=is_primal)
     is_float = lambda x: jnp.issubdtype(x.dtype, jnp.floating)
-    captured = tuple(a and is_float(x) for a, x in zip(asked.score_operands, local.inputs.score_operands, strict=True))
+    captured = tuple(a and is_float(x) for a, x in zip(asked.captured.score, local.inputs.captured.score, strict=True))
     requested = GradientRequest(asked.query, asked.key, asked.value, captured)
     shard = ring.at(local, (local.inputs.key, local.inputs.value), local.me)
     passes = select_passes(ring.call.implementation, shard.spec, shard.requested(requested))
@@ -269,7 +269,7 @@ class _OfQueries(NamedTuple):
     """The gradients that stay on a device; None where not requested."""
 
     query: jax.Array | None
-    score_operands: tuple[jax.Array | None, ...]
+    captured: tuple[jax.Array | None, ...]
 
 
 class _OfKeys(NamedTuple):
@@ -293,14 +293,14 @@ def _attend_bwd(ring: _Ring, backend: str, residuals: tuple[_Local, Saved, _Back
         found = call_as_primitive(operation, match_manual_axes((shard.inputs, saved, d_saved)))
         captured = tuple(
             None if not want else jnp.zeros_like(x) if number is None else found.score_operands[number]
-            for number, want, x in zip(shard.operands, requested.score_operands, inputs.score_operands, strict=True)
+            for number, want, x in zip(shard.operands, requested.score_operands, inputs.captured.score, strict=True)
         )
         return _typed_like(local, (_OfQueries(found.query, captured), _OfKeys(found.key, found.value)))
 
     zeros = lambda x, want: jnp.zeros_like(x) if want else None
     none = _typed_like(local, (
         _OfQueries(
-            zeros(inputs.query, requested.query), tuple(map(zeros, inputs.score_operands, requested.score_operands))
+            zeros(inputs.query, requested.query), tuple(map(zeros, inputs.captured.score, requested.score_operands))
         ),
         _OfKeys(zeros(inputs.key, requested.key), zeros(inputs.value, requested.value)),
     ))  # fmt: skip
@@ -319,7 +319,7 @@ def _attend_bwd(ring: _Ring, backend: str, residuals: tuple[_Local, Saved, _Back
         query=like(of_queries.query, inputs.query),
         key=like(of_keys.key, inputs.key),
         value=like(of_keys.value, inputs.value),
-        score_operands=tuple(map(like, of_queries.score_operands, inputs.score_operands)),
+        captured=nothing.inputs.captured._replace(score=tuple(map(like, of_queries.captured, inputs.captured.score))),
     )
     return (nothing._replace(inputs=gradients),)
 

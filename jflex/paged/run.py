@@ -25,7 +25,7 @@ from jflex.mods.trace import TracedMod, VectorRole, trace_mask_mod, trace_score_
 from jflex.mods.types import MaskMod, ScoreMod, VectorMod
 from jflex.states.state import AttentionState, Normalize
 from jflex.states.stats import Stat
-from pallas_kernels.spec import AttentionSpec, Device, Dropout, Mods, Numerics, Paging, Sizes
+from pallas_kernels.spec import AttentionSpec, Captured, Device, Dropout, Mods, Numerics, Paging, Sizes
 
 
 class Pages(NamedTuple):
@@ -99,22 +99,13 @@ class PagedCall(NamedTuple):
       spec: Its static part.
       query: [N, Hq, D], in the dtype of the pages, unless these have eight bits; or its shape.
       pages: The keys and values.
-      score_operands: The arrays that the score mod captures.
-      mask_operands: The arrays that the mask captures.
-      key_operands: The arrays that the key mod captures.
-      value_operands: The arrays that the value mod captures.
-      dropout_operands: The arrays that the mod of dropout captures.
     """
 
     caller: str
     spec: AttentionSpec
     query: Any
     pages: Pages
-    score_operands: tuple[jax.Array, ...]
-    mask_operands: tuple[jax.Array, ...]
-    key_operands: tuple[jax.Array, ...] = ()
-    value_operands: tuple[jax.Array, ...] = ()
-    dropout_operands: tuple[jax.Array, ...] = ()
+    captured: Captured[jax.Array]
 
     def inputs(self) -> PagedInputs:
         """The arrays."""
@@ -125,7 +116,7 @@ class PagedCall(NamedTuple):
         indptr, lengths, table = (jnp.asarray(x) for x in (pages.indptr, pages.lengths, pages.table))
         key_scale, value_scale = (_scale_of(pages, x) for x in (pages.key_scale, pages.value_scale))
         held = {"key_scale": key_scale, "value_scale": value_scale, "rope_key": rope_key}
-        return PagedInputs(self.query, key, value, indptr, lengths, table, pages.first_page, *self[4:], **held)
+        return PagedInputs(self.query, key, value, indptr, lengths, table, pages.first_page, self.captured, **held)
 
 
 def _scale_of(pages: Pages, scale: jax.Array | None) -> jax.Array | None:
@@ -196,8 +187,8 @@ def prepare(caller: str, query: Any, pages: Pages, how: How) -> PagedCall:
         memory=paging,
         config=check_config(how.config, None),
     )
-    captured = score_operands, mask_operands, key_operands, value_operands, dropout_operands
-    return PagedCall(caller, spec, query, pages, *captured)
+    captured = Captured(score_operands, mask_operands, key_operands, value_operands, dropout_operands)
+    return PagedCall(caller, spec, query, pages, captured)
 
 
 def _traced_vector_mod(

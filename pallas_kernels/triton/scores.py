@@ -102,9 +102,9 @@ def prepare(
         evaluation_.prepare(nodes or program.nodes, states)
         return evaluation_
 
-    score = evaluate_fixed(spec.programs.score, arrays.score_operands, (programs or {}).get("score"))
-    mask = evaluate_fixed(spec.programs.mask, arrays.mask_operands, None)
-    dropout = evaluate_fixed(spec.programs.dropout, arrays.dropout_operands, None)
+    score = evaluate_fixed(spec.programs.score, arrays.captured.score, (programs or {}).get("score"))
+    mask = evaluate_fixed(spec.programs.mask, arrays.captured.mask, None)
+    dropout = evaluate_fixed(spec.programs.dropout, arrays.captured.dropout, None)
     return Scores(spec, tile, transposed, score, mask, dropout, "q" if transposed else "k", end)
 
 

@@ -231,14 +231,7 @@ def paged_operands(inputs: PagedInputs) -> PagedOperands[jax.Array]:
     """The arrays of a paged call; booleans that mods capture as int8."""
     from pallas_kernels.triton.paged.work import PagedOperands
 
-    captured = (tuple(map(as_int8, group)) for group in inputs[7:12])
-    return PagedOperands(
-        *inputs[:7],
-        *captured,
-        key_scale=inputs.key_scale,
-        value_scale=inputs.value_scale,
-        rope_key=inputs.rope_key,
-    )
+    return PagedOperands(*inputs._replace(captured=jax.tree.map(as_int8, inputs.captured)))
 
 
 # --- what the Hopper kernels with split-KV leave to these

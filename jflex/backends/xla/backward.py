@@ -49,7 +49,7 @@ class Backward:
         vectors = softmax.row_vectors(delta, saved, d_saved)
         self.vectors = jax.tree.map(lambda x: self.walk.padded(x, "BNTH"), vectors)
         self.is_clean = self.walk.is_partial is False or all_finite(d_saved.out)
-        self.captured = None if spec.score_mod is None else CapturedGradients.of(self.walk, inputs.score_operands)
+        self.captured = None if spec.score_mod is None else CapturedGradients.of(self.walk, inputs.captured.score)
 
     def run(self) -> Gradients:
         """All requested gradients."""
@@ -61,7 +61,7 @@ class Backward:
             "value": walk.zero_keys(spec.Dv, dtype) if wanted.value else None,
             "operands": [
                 jnp.zeros(x.size, jnp.float32) if want else None
-                for x, want in zip(self.inputs.score_operands, wanted.score_operands, strict=True)
+                for x, want in zip(self.inputs.captured.score, wanted.score_operands, strict=True)
             ],
         }
 
@@ -79,7 +79,7 @@ class Backward:
         joined = lambda x: None if x is None else walk.joined_keys(x)
         operands = tuple(
             None if g is None else g.reshape(x.shape)
-            for g, x in zip(grads["operands"], self.inputs.score_operands, strict=True)
+            for g, x in zip(grads["operands"], self.inputs.captured.score, strict=True)
         )
         d_value = None if grads["value"] is None else scaled_up(grads["value"], spec)
         return Gradients(d_query, joined(grads["key"]), joined(d_value), operands)

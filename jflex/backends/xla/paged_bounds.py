@@ -44,7 +44,7 @@ def walk_of(
 
     rows = jnp.stack([x.reshape(-1) for x in jnp.meshgrid(n, h, indexing="ij")])
     indices = {"b": request, "q": rows[0], "h": rows[1]}
-    space = _space(inputs.mask_operands, rows.shape[1])
+    space = _space(inputs.captured.mask, rows.shape[1])
     known = Evaluation(space, {node: indices[node.value] for node in program.arguments if node.value in indices})
     tiles = -(-p.S // tile)
     run = -(-tiles // MOST_JUDGED)

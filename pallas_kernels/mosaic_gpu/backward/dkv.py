@@ -109,7 +109,7 @@ def _launched(
     of_batch = lambda x: jax.ShapeDtypeStruct((spec.B, *x.shape[1:]), x.dtype)
     declared = declare(spec, tiles, arrays.key.dtype, groups, one_pass=one_pass)
     loads = () if declared.stream.bias is None else bias_tiles.bias_loads(spec, transposed=True)
-    bias = [load.of(arrays.score_operands) for load in loads]
+    bias = [load.of(arrays.captured.score) for load in loads]
     outs = launch(
         functools.partial(_kernel, static),
         (flatten_captured(arrays), order, row_stats, d_query, bias),

@@ -146,7 +146,7 @@ def dq(
     zeros = bias_gradients.zeros(spec, groups.stores)
     whole = [n for n, ref in zip(groups.stores, zeros, strict=True) if ref is None]
     loads = () if declared.bias is None else bias_tiles.bias_loads(spec)
-    bias = [load.of(arrays.score_operands) for load in loads]
+    bias = [load.of(arrays.captured.score) for load in loads]
     d_query, *sums = launch(
         functools.partial(_kernel, static),
         (

@@ -185,7 +185,7 @@ def backward(
     unpadded, (spec, arrays) = spec, padding.padded(spec, arrays)
     rows = rows._replace(d_out=padding.pad_rows(spec, rows.d_out, spec.Dv))
     assert unsupported_groups(spec, groups) is None  # the plan has checked
-    gradients: dict[int, list[jax.Array]] = {i: [] for i in range(len(arrays.score_operands))}
+    gradients: dict[int, list[jax.Array]] = {i: [] for i in range(len(arrays.captured.score))}
     d_query = d_key = d_value = None
     summed = [captured_work.Work.of(spec, tiles.captured, x) for x in groups.repeated] if tiles.captured else []
     query_by_captured = bool(summed) and tiles.dq is None and requested.query

@@ -69,7 +69,7 @@ def dq(
       derivative: Of the score mod; None without one.
       groups: Loads of captured arrays with requested gradients.
     """
-    operands = arrays.score_operands
+    operands = arrays.captured.score
     zeros = [jnp.zeros(operands[n.value].shape or (1,), operands[n.value].dtype) for n in groups.stores]
     zeros += [jnp.zeros(operands[n.value].shape, jnp.float32) for n in groups.atomics]
     inputs = (arrays, block_walk.row_order(spec, tiles, arrays), rows, zeros)

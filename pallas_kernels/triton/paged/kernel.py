@@ -159,7 +159,7 @@ class _Program(NamedTuple):
             work_item = work_item._replace(page=arrays.table[(work_item.request, 0)])
         row = work_item.rows(spec, work, kv_h)
         q, q_scale = _scaled_queries(spec, arrays.query, row)
-        captured = Operands(*arrays[:3], None, arrays.score_operands, arrays.mask_operands, arrays.dropout_operands)
+        captured = Operands(*arrays[:3], None, arrays.captured)
         prepared = scores.prepare(
             a, captured, tiles.shape, work_item.request, row.h[:, None], q=row.n[:, None], end=work_item.length
         )
@@ -167,8 +167,8 @@ class _Program(NamedTuple):
         of_mod = lambda program, refs: (
             None if program is None else vectors.prepare(a, program, refs, tiles.block_kv, work_item.request, kv_h)
         )
-        key_vectors = of_mod(spec.vector_programs.key, arrays.key_operands)
-        value_vectors = of_mod(spec.vector_programs.value, arrays.value_operands)
+        key_vectors = of_mod(spec.vector_programs.key, arrays.captured.key)
+        value_vectors = of_mod(spec.vector_programs.value, arrays.captured.value)
 
         def tile_at(key: jax.Array, is_partial: bool) -> Tile:
             rows = KeyRows.of(spec, arrays, work_item, key_head, key, tiles.block_kv, may_end=is_partial)
