@@ -3,53 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from typing import Generic, Literal, NamedTuple, Protocol, TypeVar, cast
+from collections.abc import Callable
+from typing import Generic, Literal, NamedTuple, TypeVar, cast
 
 import jax
-from jax.extend import core
 
 from pallas_kernels.config import Config
 from pallas_kernels.program.build import Program
 from pallas_kernels.program.vectors.vectors import VectorProgram
-from pallas_kernels.types import A
+from pallas_kernels.types import A, Mod
 
 LOG2_E = 1.4426950408889634
 LN_2 = 0.6931471805599453
 LATENT_TILE = 128  # columns of a latent vector of eight bits that share a scale
 
 
-Role = Literal["score", "mask", "key", "value"]
 Normalize = Literal["softmax", "none"]
 Compiler = Literal["pallas", "official"]
 """Who compiles Triton kernels: the Triton that Pallas brings, or official Triton."""
 Route = Literal["interpreted", "pallas", "official"]
 """Who runs a Triton kernel: Pallas' interpreter, or what a compiler has made."""
-
-
-class Mod(Protocol):
-    """A traced mod: static, hashable, equal to those of the same program and the same shapes.
-
-    Attributes:
-      role: ``"score"``, ``"mask"``, ``"key"`` or ``"value"``.
-      fingerprint: The program as text; what equality compares.
-      operands: Shape and dtype of each captured array.
-      jaxpr: Takes ``(score,) b, h, q_idx, kv_idx`` and the captured arrays, and returns one scalar; of a key or a value
-        mod ``vector, b, h_kv, kv_idx`` and the captured arrays, and returns a vector like the one it takes.
-      source: The user's function, for messages; equal mods may come from different ones.
-    """
-
-    @property
-    def role(self) -> Role: ...  # noqa: D102
-    @property
-    def fingerprint(self) -> str: ...  # noqa: D102
-    @property
-    def operands(self) -> tuple[tuple[tuple[int, ...], str], ...]: ...  # noqa: D102
-    @property
-    def jaxpr(self) -> core.ClosedJaxpr: ...  # noqa: D102
-    @property
-    def source(self) -> str: ...  # noqa: D102
-    def __call__(self, operands: Sequence[jax.Array], *arguments: jax.Array) -> jax.Array: ...  # noqa: D102
 
 
 @dataclasses.dataclass(frozen=True)
@@ -270,6 +243,19 @@ class AttentionSpec:
     heads_in_rows = _shorthand(lambda spec: spec.planned.heads_in_rows)
     pairs = _shorthand(lambda spec: spec.planned.pairs)
 
+    # Of a dense call; in a paged one, the defaults.
+    layout = _shorthand(lambda spec: spec.memory.layout if isinstance(spec.memory, Dense) else "BTNH")
+    blocks = _shorthand(lambda spec: spec.memory.blocks if isinstance(spec.memory, Dense) else None)
+    kv_lengths = _shorthand(lambda spec: isinstance(spec.memory, Dense) and spec.memory.kv_lengths)
+    values_in_keys = _shorthand(lambda spec: isinstance(spec.memory, Paging) and spec.memory.values_in_keys)
+    group = _shorthand(lambda spec: spec.Hq // spec.Hkv)  # query heads for each key head
+    exact = _shorthand(lambda spec: "float64" if spec.dtype == "float64" else "float32")  # dtype of scores and sums
+    is_empty = _shorthand(lambda spec: 0 in (spec.B, spec.T, spec.S))  # nothing to compute
+    kept_scale = _shorthand(lambda spec: 1.0 if spec.dropout is None else spec.dropout.scale)  # of weights not dropped
+    block_size = _shorthand(lambda spec: None if spec.blocks is None else spec.blocks.size)  # queries, keys
+    list_batch = _shorthand(lambda spec: 1 if spec.blocks is None else spec.blocks.batch)  # 1 or B
+    list_heads = _shorthand(lambda spec: 1 if spec.blocks is None else spec.blocks.heads)  # 1 or Hq
+
     def replace(self, **fields: object) -> AttentionSpec:
         """Returns the spec with other values, each by the name of its shorthand, of `paging` or of `config`."""
         parts: dict[str, dict[str, object]] = {}
@@ -291,34 +277,9 @@ class AttentionSpec:
         return self.memory if isinstance(self.memory, Paging) else None
 
     @property
-    def layout(self) -> str:
-        """``"BTNH"`` or ``"BNTH"``."""
-        return self.memory.layout if isinstance(self.memory, Dense) else "BTNH"
-
-    @property
-    def blocks(self) -> Blocks | None:
-        """The static part of the BlockMask of a dense call; None without one."""
-        return self.memory.blocks if isinstance(self.memory, Dense) else None
-
-    @property
-    def kv_lengths(self) -> bool:
-        """Whether each batch entry of a dense call has its own number of keys."""
-        return isinstance(self.memory, Dense) and self.memory.kv_lengths
-
-    @property
-    def values_in_keys(self) -> bool:
-        """Whether the values are the first Dv columns of the keys, of one key head (MLA)."""
-        return isinstance(self.memory, Paging) and self.memory.values_in_keys
-
-    @property
     def route(self) -> Route:
         """Who runs a Triton kernel."""
         return "interpreted" if self.config.interpret else self.device.compiler
-
-    @property
-    def group(self) -> int:
-        """Query heads for each key head."""
-        return self.Hq // self.Hkv
 
     @property
     def heads_to_divide(self) -> int:
@@ -329,31 +290,6 @@ class AttentionSpec:
     def has_latent_tiles(self) -> bool:
         """Whether keys are latent vectors of eight bits: tiles of columns with a scale each, rotated columns apart."""
         return self.values_in_keys and self.paging is not None and self.paging.dtype is not None
-
-    @property
-    def exact(self) -> str:
-        """The dtype of scores and sums."""
-        return "float64" if self.dtype == "float64" else "float32"
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether there is nothing to compute."""
-        return 0 in (self.B, self.T, self.S)
-
-    @property
-    def block_size(self) -> tuple[int, int] | None:
-        """Queries and keys in a block of the mask's lists, or None without lists."""
-        return None if self.blocks is None else self.blocks.size
-
-    @property
-    def list_batch(self) -> int:
-        """Batch of the lists: 1 or B."""
-        return 1 if self.blocks is None else self.blocks.batch
-
-    @property
-    def list_heads(self) -> int:
-        """Heads of the lists: 1 or Hq."""
-        return 1 if self.blocks is None else self.blocks.heads
 
     @property
     def paged_rows(self) -> int:
@@ -380,20 +316,15 @@ class AttentionSpec:
 
     @property
     def contains_nan(self) -> bool:
-        """Whether masked NaN is kept out of all sums (`pallas_kernels.marks`)."""
+        """Whether masked NaN is kept out of all sums (`pallas_kernels.softmax.mark`)."""
         if self.paging is not None:
             return not self.paging.hides_zeros
         return self.config.contain_nan or self.heads_in_rows
 
     @property
     def needs_marks(self) -> bool:
-        """Whether sums are marked (`pallas_kernels.marks`): without a mask only padding is masked, which is zeros."""
+        """Whether sums are marked (`softmax.mark`): without a mask only padding is masked, which is zeros."""
         return self.programs.mask is not None and self.contains_nan
-
-    @property
-    def kept_scale(self) -> float:
-        """The factor of weights that dropout keeps; 1 without dropout."""
-        return 1.0 if self.dropout is None else self.dropout.scale
 
     @property
     def score_shapes(self) -> tuple[tuple[int, ...], ...]:

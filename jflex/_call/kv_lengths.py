@@ -34,7 +34,7 @@ from jflex.block_mask.lists import (
 from jflex.mods.fingerprint import fingerprint
 from jflex.mods.trace import TracedMod
 from jflex.types import AnyArray, ArrayOrShape
-from pallas_kernels.program.block_intervals import hides_all
+from pallas_kernels.block_intervals import hides_all
 from pallas_kernels.spec import AttentionSpec, Blocks
 
 LENGTHS_BLOCK = 128  # queries and keys of a block, in lists made from lengths alone

@@ -13,8 +13,7 @@ from jax import lax
 from pallas_kernels.program.build import Program
 from pallas_kernels.program.evaluate import Evaluation, Product
 from pallas_kernels.program.ir import Node
-from pallas_kernels.score_tile import ScoreTile
-from pallas_kernels.softmax import LEAST_EXPONENT
+from pallas_kernels.softmax import LEAST_EXPONENT, ScoreTile
 from pallas_kernels.spec import LN_2, LOG2_E, AttentionSpec, Operands
 from pallas_kernels.triton.head_chunks import Columns, qk_dot
 from pallas_kernels.triton.tile import evaluation, k_indices, q_indices, weights

@@ -58,7 +58,7 @@ def walk_of(
 @isolated_trace
 def _mask_program(p: AttentionSpec) -> Program | None:
     """The kernel program of the mask, with heads in rows; None if there is none."""
-    from pallas_kernels.program.programs import with_programs
+    from pallas_kernels.plan import with_programs
 
     made = with_programs(p.replace(score_mod=None, heads_in_rows=True))
     return None if isinstance(made, Refusal) else made.programs.mask

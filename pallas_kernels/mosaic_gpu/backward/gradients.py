@@ -21,8 +21,15 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from pallas_kernels.config import Tiles
-from pallas_kernels.gradients import Gradients, RequestedGradients, collect, row_statistics, sum_batch, sum_gradients
-from pallas_kernels.marks import Repairs
+from pallas_kernels.gradients import (
+    Gradients,
+    Repairs,
+    RequestedGradients,
+    collect,
+    row_statistics,
+    sum_batch,
+    sum_gradients,
+)
 from pallas_kernels.mosaic_gpu import padding
 from pallas_kernels.mosaic_gpu.backward import captured as backward_captured
 from pallas_kernels.mosaic_gpu.backward import captured_work, walk

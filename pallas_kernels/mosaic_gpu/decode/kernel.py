@@ -22,7 +22,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plg
 from jax.typing import DTypeLike
 
-from pallas_kernels.marks import mark
 from pallas_kernels.mosaic_gpu import smem, split_kv
 from pallas_kernels.mosaic_gpu.decode import step
 from pallas_kernels.mosaic_gpu.decode.sizes import (
@@ -39,6 +38,7 @@ from pallas_kernels.mosaic_gpu.score import global_rows, inline_ptx, key_tail
 from pallas_kernels.mosaic_gpu.score.tile import ROW, TILE
 from pallas_kernels.mosaic_gpu.split_kv import CONSUMERS
 from pallas_kernels.mosaic_gpu.work_items import TILE_KEYS, Item, PageRows, page_rows, pieces_of_tile
+from pallas_kernels.softmax import mark
 from pallas_kernels.spec import AttentionSpec, Captured, Operands
 from pallas_kernels.types import A, Axis, Ref
 

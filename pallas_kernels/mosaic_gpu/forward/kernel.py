@@ -106,7 +106,7 @@ def _grid(spec: AttentionSpec, tiles: Tiles) -> Grid:
 def forward(spec: AttentionSpec, tiles: Tiles, arrays: Operands[jax.Array]) -> tuple[jax.Array, ...]:
     """Computes out, in the layout of the query and the dtype of the value, lse and `spec.stats`, float32 [B, Hq, T].
 
-    With a mask, the lse is NaN where the output must be repaired (`pallas_kernels.marks`).
+    With a mask, the lse is NaN where the output must be repaired (`pallas_kernels.softmax.mark`).
 
     Args:
       spec: The spec.

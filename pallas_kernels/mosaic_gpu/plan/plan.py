@@ -17,10 +17,9 @@ from pallas_kernels.mosaic_gpu.plan import cost, tile_rules
 from pallas_kernels.mosaic_gpu.plan.limits import ROWS, limit_of_arrays
 from pallas_kernels.mosaic_gpu.plan.support import limit_of_mods, unsupported_primitive
 from pallas_kernels.mosaic_gpu.score import bias_tiles
-from pallas_kernels.plan import GradientRequest, Refusal, TileChoice
+from pallas_kernels.plan import GradientRequest, Refusal, TileChoice, derivative_of, with_programs
 from pallas_kernels.program.build import Derivative
 from pallas_kernels.program.cotangents import LoadGroups, group_loads
-from pallas_kernels.program.programs import derivative_of, with_programs
 from pallas_kernels.spec import AttentionSpec
 from pallas_kernels.tuning import tables
 

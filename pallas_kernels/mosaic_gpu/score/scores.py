@@ -17,7 +17,7 @@ from pallas_kernels.program import intervals, patterns
 from pallas_kernels.program.build import Program
 from pallas_kernels.program.evaluate import Evaluation, Product
 from pallas_kernels.program.ir import Axes, Node
-from pallas_kernels.score_tile import ScoreTile
+from pallas_kernels.softmax import ScoreTile
 from pallas_kernels.spec import LOG2_E, AttentionSpec, Operands
 from pallas_kernels.types import Index, Ref
 

@@ -58,7 +58,7 @@ def paged(spec: AttentionSpec, works: tuple[Work, ...], arrays: PagedOperands[ja
 def repair(
     spec: AttentionSpec, works: tuple[Work, ...], arrays: PagedOperands[jax.Array], result: list[jax.Array]
 ) -> list[jax.Array]:
-    """The results of these launches, with what masked NaN reached computed again (`pallas_kernels.marks`)."""
+    """The results of these launches, with what masked NaN reached computed again (`pallas_kernels.softmax.mark`)."""
     for work in works if spec.needs_marks else ():
         result = _repair(_with_pairs(spec, work), work, arrays, result)
     return result

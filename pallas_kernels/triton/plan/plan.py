@@ -10,10 +10,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.config import Tiles
-from pallas_kernels.plan import GradientRequest, Kernel, Refusal, TileChoice
+from pallas_kernels.plan import (
+    GradientRequest,
+    Kernel,
+    Refusal,
+    TileChoice,
+    derivative_of,
+    with_programs,
+    with_vector_programs,
+)
 from pallas_kernels.program.build import Derivative
 from pallas_kernels.program.cotangents import group_loads, is_ordered
-from pallas_kernels.program.programs import derivative_of, with_programs, with_vector_programs
 from pallas_kernels.spec import AttentionSpec
 from pallas_kernels.triton import fixed_splits
 from pallas_kernels.triton.head_chunks import may_hold_pairs, plain_chunks
