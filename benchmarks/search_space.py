@@ -20,7 +20,7 @@ from benchmarks.problems import Problem, square
 from benchmarks.variants import VARIANTS
 from pallas_kernels.config import Tiles
 from pallas_kernels.program.cotangents import LoadGroups
-from pallas_kernels.spec import AttentionSpec, Blocks
+from pallas_kernels.spec import AttentionSpec, Blocks, Dense, Device, Numerics, Sizes
 from pallas_kernels.triton.plan import cost
 from pallas_kernels.tuning.tables import (
     HEAD_SIZES,
@@ -146,9 +146,9 @@ def _of_hopper(kernel: str, head_size: int) -> Iterator[Tiles]:
     }
     declare = declarations.get(kernel, by_key)
     by_keys, sums_apart = kernel in ("one_pass_sm90", "dkv_sm90"), head_size > dkv.MAX_HEAD_SIZE_BOTH_SUMS
-    sizes: dict[str, Any] = {"B": 1, "T": 1024, "S": 1024, "Hq": 1, "Hkv": 1, "D": head_size, "Dv": head_size, "Bkv": 1}
-    machine: dict[str, Any] = {"dtype": "bfloat16", "platform": "gpu", "device_kind": "NVIDIA H200"}
-    spec = AttentionSpec(**sizes, **machine, scale=1.0, blocks=Blocks((128, 128), 1, 1))
+    sizes = Sizes(B=1, T=1024, S=1024, Hq=1, Hkv=1, D=head_size, Dv=head_size, Bkv=1)
+    numerics, memory = Numerics(dtype="bfloat16", scale=1.0), Dense(blocks=Blocks((128, 128), 1, 1))
+    spec = AttentionSpec(sizes=sizes, numerics=numerics, device=Device("gpu", "NVIDIA H200"), memory=memory)
     for groups, rows, columns in itertools.product((1, 2), (64, 128), (64, 128)):
         # In one pass a call with its forward pass took 1 to 84 % longer with one group than with two (H200, head sizes
         # 64 to 128), but where two left no room for bias tiles.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any, Literal, NamedTuple, Unpack, overload
 
 import jax
@@ -43,7 +42,7 @@ from jflex.mods.types import MaskMod, OutputMod, ScoreMod, VectorMod
 from jflex.options import Options, Settings, checked
 from jflex.states.stats import AttentionStats, Stat
 from jflex.types import AnyArray, Key, Lse, Out, Query, Value
-from pallas_kernels.spec import AttentionSpec, Blocks, Dropout
+from pallas_kernels.spec import AttentionSpec, Blocks, Captured, Dense, Device, Dropout, Mods, Numerics, Sizes
 
 
 # fmt: off
@@ -214,7 +213,7 @@ def prepare(
     check_arrays(query, key, value, layout, has_value=has_value, may_have_eight_bits=has_value)
     warn_of_layout(query, key, layout)
     value = value if has_value else key
-    sizes = _Sizes.of(query, key, value, layout)
+    sizes = _sizes(query, key, value, layout)
     B, T, S, Hq = sizes[:4]
     scale = check_scale(settings.scale, sizes.D)
     if block_mask is not None:
@@ -232,54 +231,40 @@ def prepare(
     if mask.mod is not None and kv_lengths is not None and T == 1:
         warn_of_alignment(mask.mod, (B, Hq, T, S), kv_lengths)
     config = check_config(config, mask.blocks)
-    platform, device_kind = current_device(query, key, value)
-    spec = AttentionSpec(
-        **sizes._asdict(),
+    numerics = Numerics(
         dtype=str(value.dtype),
-        qk_dtype=None if query.dtype == value.dtype else str(query.dtype),  # eight bits, or the check had raised
-        layout=layout,
         scale=scale,
-        score_mod=score,
-        mask_mod=mask.mod,
-        blocks=mask.blocks,
-        platform=platform,
-        device_kind=device_kind,
+        qk_dtype=None if query.dtype == value.dtype else str(query.dtype),  # eight bits, or the check had raised
         precision=current_precision(value.dtype),
-        config=config,
-        kv_lengths=kv_lengths is not None,
-        sinks=sinks is not None,
         normalize=normalize,
         stats=tuple(name for name in return_stats if name != "lse"),
+        sinks=sinks is not None,
+    )
+    spec = AttentionSpec(
+        sizes=sizes,
+        numerics=numerics,
+        device=Device(*current_device(query, key, value)),
+        mods=Mods(score, mask.mod),
+        memory=Dense(layout, mask.blocks, kv_lengths is not None),
+        config=config,
     )
     sinks = None if sinks is None else sinks.astype(spec.exact)
-    inputs = Inputs(query, key, value, mask.lists, score_operands, mask.operands, kv_lengths, sinks=sinks)
+    captured = Captured(score_operands, mask.operands)
+    inputs = Inputs(query, key, value, mask.lists, captured, kv_lengths, sinks=sinks)
     call = Call(spec, inputs, vectors)
     if not settings.dropout_rate:
         return call
     return with_dropout(call, settings.dropout_rate, kept_mod(settings.dropout_rate, settings.dropout_key, B, Hq))
 
 
-class _Sizes(NamedTuple):
-    """Sizes of a call, by the letters of `AttentionSpec`."""
-
-    B: int
-    T: int
-    S: int
-    Hq: int
-    Hkv: int
-    D: int
-    Dv: int
-    Bkv: int
-
-    @classmethod
-    def of(cls, query: Any, key: Any, value: Any, layout: str) -> _Sizes:
-        """Those of checked arrays."""
-        length, heads = (1, 2) if layout == "BTNH" else (2, 1)
-        (T, S), (Hq, Hkv) = ((query.shape[axis], key.shape[axis]) for axis in (length, heads))
-        return cls(query.shape[0], T, S, Hq, Hkv, query.shape[3], value.shape[3], key.shape[0])
+def _sizes(query: Any, key: Any, value: Any, layout: str) -> Sizes:
+    """Sizes of a call with checked arrays."""
+    length, heads = (1, 2) if layout == "BTNH" else (2, 1)
+    (T, S), (Hq, Hkv) = ((query.shape[axis], key.shape[axis]) for axis in (length, heads))
+    return Sizes(B=query.shape[0], T=T, S=S, Hq=Hq, Hkv=Hkv, D=query.shape[3], Dv=value.shape[3], Bkv=key.shape[0])
 
 
-def _with_vectors(sizes: _Sizes, vectors: VectorMods, dtype: DTypeLike, call: CallSizes, *, has_lse: bool) -> _Sizes:
+def _with_vectors(sizes: Sizes, vectors: VectorMods, dtype: DTypeLike, call: CallSizes, *, has_lse: bool) -> Sizes:
     """Checks vector mods; keys that they make different ones for each batch entry have the batch size of the query."""
     vectors.check(sizes.D, sizes.Dv, dtype, sizes=call, kv_heads=sizes.Hkv, has_lse=has_lse)
     if sizes.Bkv == sizes.B or not vectors.needs_batch(sizes.D, sizes.Dv, dtype):
@@ -318,8 +303,8 @@ def with_dropout(call: Call, rate: float, kept: KeptMod | None) -> Call:
     if kept is None:
         return call
     traced, operands = trace_mask_mod(kept)
-    spec = dataclasses.replace(call.spec, dropout=Dropout(rate, traced))
-    return call._replace(spec=spec, inputs=call.inputs._replace(dropout_operands=operands))
+    spec, captured = call.spec.replace(dropout=Dropout(rate, traced)), call.inputs.captured._replace(dropout=operands)
+    return call._replace(spec=spec, inputs=call.inputs._replace(captured=captured))
 
 
 def attend(caller: str, call: Call, implementation: Implementation) -> Saved:

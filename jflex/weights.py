@@ -192,7 +192,7 @@ def _weights(spec: AttentionSpec, inputs: Inputs, rows: Int32[Array, " R"], size
             b, h = (jax.lax.broadcasted_iota(jnp.int32, score.shape, axis) for axis in range(2))
             q_kv = (jnp.broadcast_to(x, score.shape) for x in (rows[:, None], kv_idx))
             raw = score.astype(jnp.float32)
-            score = modified(spec.score_mod, inputs.score_operands, raw, (b, h, *q_kv), visible).astype(exact)
+            score = modified(spec.score_mod, inputs.captured.score, raw, (b, h, *q_kv), visible).astype(exact)
         return jnp.where(visible, score, -jnp.inf)
 
     count = block_count(spec.S, size)
@@ -214,4 +214,4 @@ def _visibility(
     else:
         states = states_from_lists(inputs.lists)
     mask = spec.mask_mod or trace_mask_mod(noop_mask)[0]
-    return lambda kv_idx: elements_at(mask, inputs.mask_operands, states, (rows, kv_idx), lengths, size)
+    return lambda kv_idx: elements_at(mask, inputs.captured.mask, states, (rows, kv_idx), lengths, size)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from pallas_kernels.program.build import Derivative
 from pallas_kernels.program.cotangents import scatter
 from pallas_kernels.program.ir import Node
-from pallas_kernels.score_tile import ScoreTile
+from pallas_kernels.softmax import ScoreTile
 from pallas_kernels.spec import LOG2_E, AttentionSpec, Operands
 from pallas_kernels.types import A
 
@@ -49,6 +49,18 @@ class Rows(NamedTuple, Generic[A]):
     def load_d_entropy(self, vector: Callable[..., jax.Array]) -> jax.Array | None:
         """Loads dH of a tile of queries by ``vector(ref, other=)``; None without."""
         return None if self.d_entropy is None else vector(self.d_entropy, other=0.0)
+
+
+class Repairs(NamedTuple):
+    """How the backward pass of one backend is repaired by the kernels of another.
+
+    Attributes:
+      query: ``(dQ, marks of queries) -> dQ``; marks are float32 [B, Hq, T], or [B, Hq, 1] for all of a head.
+      key_value: ``(dK and dV, marks of keys) -> dK and dV``; marks are float32 [B, Hkv, S].
+    """
+
+    query: Callable[[jax.Array, jax.Array], jax.Array]
+    key_value: Callable[[tuple[jax.Array, jax.Array], jax.Array], tuple[jax.Array, jax.Array]]
 
 
 class Entropy(NamedTuple):
@@ -119,7 +131,8 @@ def collect(
     if derivative is None:
         return  # no gradient of a captured array is requested
     for load, cotangent in zip(loads, cotangents, strict=True):
-        gradients[load.value].append(scatter(spec, derivative, arrays.score_operands, load, cotangent))
+        operands, ordered = arrays.captured.score, spec.config.deterministic
+        gradients[load.value].append(scatter(spec, derivative, operands, load, cotangent, deterministic=ordered))
 
 
 def sum_gradients(parts: list[jax.Array]) -> jax.Array | None:

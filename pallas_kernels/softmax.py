@@ -8,7 +8,32 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.program.evaluate import Evaluation
 from pallas_kernels.spec import LN_2, LOG2_E
+
+
+class ScoreTile(NamedTuple):
+    """A tile of scores.
+
+    Attributes:
+      s: The scores, up to the `log2_scale` of the kernel; -inf where masked.
+      visible: False where masked, or None where nothing is masked.
+      score: The evaluation of the score mod, for its derivative.
+      kept: False where dropout drops the weight, or None without dropout.
+    """
+
+    s: jax.Array
+    visible: jax.Array | None
+    score: Evaluation | None
+    kept: jax.Array | None = None
+
+    def clear(self, x: jax.Array) -> jax.Array:
+        """A tile with zeros where masked."""
+        return x if self.visible is None else jnp.where(self.visible, x, 0.0)
+
+    def drop(self, x: jax.Array) -> jax.Array:
+        """A tile with zeros where dropout drops the weight."""
+        return x if self.kept is None else jnp.where(self.kept, x, 0.0)
 
 
 class SoftmaxState(NamedTuple):
@@ -115,3 +140,16 @@ def finish(state: SoftmaxState, log2_scale: float, kept_scale: float = 1.0) -> t
     row_sum = jnp.where(empty, 1.0, state.row_sum)
     lse = jnp.where(empty, -jnp.inf, state.row_max * (log2_scale * LN_2) + jnp.log(row_sum))
     return tuple(x * (kept_scale / row_sum)[:, None] for x in state.out), lse
+
+
+def mark(*sums: jax.Array) -> jax.Array:
+    """Marks rows whose sums [rows, columns] are not finite: float32 [rows], NaN for these, else 0.
+
+    Marks show where masked NaN reached a sum. A weight of 0 times NaN is NaN: one key that no query may attend to would
+    reach every output of its tile, and a page that one request leaves to another would carry it on. To clear every tile
+    before its MMA costs on every tile. But a sum never loses a NaN. So kernels mark rows, and a second launch, the
+    *repair*, computes their tiles again with cleared operands (`pallas_kernels.triton.containment`). It reads the
+    marks, and exits at once where there are none.
+    """
+    zeros = [jnp.sum(x.astype(jnp.float32) * 0.0, axis=1) for x in sums]
+    return sum(zeros[1:], start=zeros[0])

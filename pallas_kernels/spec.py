@@ -3,52 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Generic, Literal, NamedTuple, Protocol
+from collections.abc import Callable
+from typing import Generic, Literal, NamedTuple, TypeVar, cast
 
 import jax
-from jax.extend import core
 
 from pallas_kernels.config import Config
 from pallas_kernels.program.build import Program
 from pallas_kernels.program.vectors.vectors import VectorProgram
-from pallas_kernels.types import A
+from pallas_kernels.types import A, Mod
 
 LOG2_E = 1.4426950408889634
 LN_2 = 0.6931471805599453
 LATENT_TILE = 128  # columns of a latent vector of eight bits that share a scale
 
 
-Role = Literal["score", "mask", "key", "value"]
+Normalize = Literal["softmax", "none"]
 Compiler = Literal["pallas", "official"]
 """Who compiles Triton kernels: the Triton that Pallas brings, or official Triton."""
 Route = Literal["interpreted", "pallas", "official"]
 """Who runs a Triton kernel: Pallas' interpreter, or what a compiler has made."""
-
-
-class Mod(Protocol):
-    """A traced mod: static, hashable, equal to those of the same program and the same shapes.
-
-    Attributes:
-      role: ``"score"``, ``"mask"``, ``"key"`` or ``"value"``.
-      fingerprint: The program as text; what equality compares.
-      operands: Shape and dtype of each captured array.
-      jaxpr: Takes ``(score,) b, h, q_idx, kv_idx`` and the captured arrays, and returns one scalar; of a key or a value
-        mod ``vector, b, h_kv, kv_idx`` and the captured arrays, and returns a vector like the one it takes.
-      source: The user's function, for messages; equal mods may come from different ones.
-    """
-
-    @property
-    def role(self) -> Role: ...  # noqa: D102
-    @property
-    def fingerprint(self) -> str: ...  # noqa: D102
-    @property
-    def operands(self) -> tuple[tuple[tuple[int, ...], str], ...]: ...  # noqa: D102
-    @property
-    def jaxpr(self) -> core.ClosedJaxpr: ...  # noqa: D102
-    @property
-    def source(self) -> str: ...  # noqa: D102
-    def __call__(self, operands: Sequence[jax.Array], *arguments: jax.Array) -> jax.Array: ...  # noqa: D102
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,9 +73,22 @@ class Blocks:
     heads: int
 
 
-@dataclasses.dataclass(frozen=True)
-class Paging:
-    """The static part of a paged cache.
+class Dense(NamedTuple):
+    """Memory of a dense call.
+
+    Attributes:
+      layout: ``"BTNH"`` or ``"BNTH"``.
+      blocks: The static part of the BlockMask; None without one.
+      kv_lengths: Whether each batch entry has its own number of keys.
+    """
+
+    layout: str = "BTNH"
+    blocks: Blocks | None = None
+    kv_lengths: bool = False
+
+
+class Paging(NamedTuple):
+    """Memory of a paged call: the static part of its cache.
 
     Attributes:
       page_size: Keys in a page.
@@ -109,6 +96,7 @@ class Paging:
       dtype: Of keys and values with scales; None for that of the query, without scales.
       layers: Whose pages lie in one array.
       hides_zeros: Whether the mask hides nothing but zeros, so that no masked NaN reaches a sum.
+      values_in_keys: Whether the values are the first Dv columns of the keys, of one key head (MLA).
     """
 
     page_size: int
@@ -116,11 +104,11 @@ class Paging:
     dtype: str | None = None
     layers: int = 1
     hides_zeros: bool = False
+    values_in_keys: bool = False
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class AttentionSpec:
-    """Everything static in a call of attention, dense or paged; hashable, so that it keys caches.
+class Sizes(NamedTuple):
+    """Sizes of the arrays of a call.
 
     In a paged call, B counts requests, T packed queries, and S the keys that a request may have; its mods get the
     request as ``b`` and the index of the packed query as ``q_idx``.
@@ -134,32 +122,6 @@ class AttentionSpec:
       D: Head size of query and key.
       Dv: Head size of value.
       Bkv: Batch of key and value: B, or 1 if it is shared.
-      dtype: Of query, key and value; keys and values with scales have that of `paging`.
-      scale: Of the scores.
-      qk_dtype: Of query and key where these have eight bits (dense calls without gradients); None for `dtype`.
-      score_mod: The traced score mod.
-      mask_mod: The traced mask.
-      key_mod: The traced key mod of a paged call; that of a dense call is applied before.
-      value_mod: Likewise.
-      platform: Of the device.
-      device_kind: Of the device.
-      config: The user's settings.
-      layout: ``"BTNH"`` or ``"BNTH"``.
-      blocks: Of a BlockMask, or None without one.
-      paging: Of a paged cache, or None.
-      out_dtype: Of the output; that of query, except for partial results of splits that are merged.
-      precision: Of GEMMs of float32; None for JAX's default.
-      kv_lengths: Whether each batch entry has its own number of keys.
-      sinks: Whether each head has a sink.
-      heads_in_rows: Whether the rows of a tile belong to several query heads (decoding packs a GQA group into a tile).
-      dropout: Of the weights, or None.
-      normalize: ``"softmax"``, or ``"none"``: scores are the weights, and the lse is 0.
-      values_in_keys: Whether the values are the first Dv columns of the keys, of one key head (MLA); paged calls only.
-      compiler: Of Triton kernels.
-      stats: Row statistics besides the lse: of ``"max"`` and ``"entropy"``, in this order.
-      programs: The tile programs of the mods, once a plan has made them.
-      vector_programs: Those of the key and value mods.
-      pairs: Whether a launch loads keys and values of eight bits two columns at a time, where it may.
     """
 
     B: int
@@ -170,46 +132,154 @@ class AttentionSpec:
     D: int
     Dv: int
     Bkv: int
+
+
+class Mods(NamedTuple):
+    """The traced mods of a call; key and value mods of paged calls alone, because dense calls apply them before."""
+
+    score: Mod | None = None
+    mask: Mod | None = None
+    key: Mod | None = None
+    value: Mod | None = None
+    dropout: Dropout | None = None
+
+
+class Numerics(NamedTuple):
+    """Dtypes and the rule from scores to results.
+
+    Attributes:
+      dtype: Of query, key and value; keys and values with scales have that of `Paging`.
+      scale: Factor of the scores.
+      qk_dtype: Of query and key where these have eight bits (dense calls without gradients); None for `dtype`.
+      out_dtype: Of partial results of splits that are merged; None for `dtype`.
+      precision: Of GEMMs of float32; None for JAX's default.
+      normalize: ``"softmax"``, or ``"none"``: scores are the weights, and the lse is 0.
+      stats: Row statistics besides the lse: of ``"max"`` and ``"entropy"``, in this order.
+      sinks: Whether each head has a sink.
+    """
+
     dtype: str
     scale: float
-    platform: str
-    device_kind: str
     qk_dtype: str | None = None
-    score_mod: Mod | None = None
-    mask_mod: Mod | None = None
-    key_mod: Mod | None = None
-    value_mod: Mod | None = None
-    config: Config = dataclasses.field(default_factory=Config)
-    layout: str = "BTNH"
-    blocks: Blocks | None = None
-    paging: Paging | None = None
-    out_dtype: str = ""
+    out_dtype: str | None = None
     precision: str | None = None
-    kv_lengths: bool = False
-    sinks: bool = False
-    heads_in_rows: bool = False
-    dropout: Dropout | None = None
-    normalize: Literal["softmax", "none"] = "softmax"
-    values_in_keys: bool = False
+    normalize: Normalize = "softmax"
     stats: tuple[Literal["max", "entropy"], ...] = ()
+    sinks: bool = False
+
+
+class Device(NamedTuple):
+    """The device of a call, and the compiler of its Triton kernels."""
+
+    platform: str
+    kind: str
     compiler: Compiler = "pallas"
-    programs: Programs = dataclasses.field(default_factory=Programs)
-    vector_programs: VectorPrograms = dataclasses.field(default_factory=VectorPrograms)
+
+
+class Planned(NamedTuple):
+    """Decisions of a plan that its kernels read; a spec without a plan has the defaults.
+
+    Attributes:
+      programs: Tile programs of score mod, mask and dropout.
+      vector_programs: Tile programs of key and value mod.
+      heads_in_rows: Whether the rows of a tile belong to several query heads (decoding packs a GQA group into a tile).
+      pairs: Whether a launch loads keys and values of eight bits two columns at a time, where it may.
+    """
+
+    programs: Programs = Programs()
+    vector_programs: VectorPrograms = VectorPrograms()
+    heads_in_rows: bool = False
     pairs: bool = False
 
-    def __post_init__(self) -> None:
-        if not self.out_dtype:
-            object.__setattr__(self, "out_dtype", self.dtype)
+
+X = TypeVar("X")
+
+
+def _shorthand(get: Callable[[AttentionSpec], X]) -> X:
+    """A read-only attribute of `AttentionSpec`: a field of one of its parts."""
+    return cast(X, property(get))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AttentionSpec:
+    """Everything static in a call of attention, dense or paged; hashable, so that it keys caches.
+
+    Fields of the parts have shorthands, because kernels read them several hundred times: ``spec.T`` and ``spec.dtype``
+    stand for ``spec.sizes.T`` and ``spec.numerics.dtype``.
+    """
+
+    sizes: Sizes
+    numerics: Numerics
+    device: Device
+    mods: Mods = dataclasses.field(default_factory=Mods)
+    memory: Dense | Paging = dataclasses.field(default_factory=Dense)
+    config: Config = dataclasses.field(default_factory=Config)
+    planned: Planned = dataclasses.field(default_factory=Planned)
+
+    B = _shorthand(lambda spec: spec.sizes.B)
+    T = _shorthand(lambda spec: spec.sizes.T)
+    S = _shorthand(lambda spec: spec.sizes.S)
+    Hq = _shorthand(lambda spec: spec.sizes.Hq)
+    Hkv = _shorthand(lambda spec: spec.sizes.Hkv)
+    D = _shorthand(lambda spec: spec.sizes.D)
+    Dv = _shorthand(lambda spec: spec.sizes.Dv)
+    Bkv = _shorthand(lambda spec: spec.sizes.Bkv)
+    dtype = _shorthand(lambda spec: spec.numerics.dtype)
+    scale = _shorthand(lambda spec: spec.numerics.scale)
+    qk_dtype = _shorthand(lambda spec: spec.numerics.qk_dtype)
+    out_dtype = _shorthand(lambda spec: spec.numerics.out_dtype or spec.numerics.dtype)
+    precision = _shorthand(lambda spec: spec.numerics.precision)
+    stats = _shorthand(lambda spec: spec.numerics.stats)
+    sinks = _shorthand(lambda spec: spec.numerics.sinks)
+    platform = _shorthand(lambda spec: spec.device.platform)
+    device_kind = _shorthand(lambda spec: spec.device.kind)
+    score_mod = _shorthand(lambda spec: spec.mods.score)
+    mask_mod = _shorthand(lambda spec: spec.mods.mask)
+    key_mod = _shorthand(lambda spec: spec.mods.key)
+    value_mod = _shorthand(lambda spec: spec.mods.value)
+    dropout = _shorthand(lambda spec: spec.mods.dropout)
+    programs = _shorthand(lambda spec: spec.planned.programs)
+    vector_programs = _shorthand(lambda spec: spec.planned.vector_programs)
+    heads_in_rows = _shorthand(lambda spec: spec.planned.heads_in_rows)
+    pairs = _shorthand(lambda spec: spec.planned.pairs)
+
+    # Of a dense call; in a paged one, the defaults.
+    layout = _shorthand(lambda spec: spec.memory.layout if isinstance(spec.memory, Dense) else "BTNH")
+    blocks = _shorthand(lambda spec: spec.memory.blocks if isinstance(spec.memory, Dense) else None)
+    kv_lengths = _shorthand(lambda spec: isinstance(spec.memory, Dense) and spec.memory.kv_lengths)
+    values_in_keys = _shorthand(lambda spec: isinstance(spec.memory, Paging) and spec.memory.values_in_keys)
+    group = _shorthand(lambda spec: spec.Hq // spec.Hkv)  # query heads for each key head
+    exact = _shorthand(lambda spec: "float64" if spec.dtype == "float64" else "float32")  # dtype of scores and sums
+    is_empty = _shorthand(lambda spec: 0 in (spec.B, spec.T, spec.S))  # nothing to compute
+    kept_scale = _shorthand(lambda spec: 1.0 if spec.dropout is None else spec.dropout.scale)  # of weights not dropped
+    block_size = _shorthand(lambda spec: None if spec.blocks is None else spec.blocks.size)  # queries, keys
+    list_batch = _shorthand(lambda spec: 1 if spec.blocks is None else spec.blocks.batch)  # 1 or B
+    list_heads = _shorthand(lambda spec: 1 if spec.blocks is None else spec.blocks.heads)  # 1 or Hq
+
+    def replace(self, **fields: object) -> AttentionSpec:
+        """Returns the spec with other values, each by the name of its shorthand, of `paging` or of `config`."""
+        parts: dict[str, dict[str, object]] = {}
+        for name, value in fields.items():
+            part, field = _PLACES[name]
+            parts.setdefault(part, {})[field] = value
+        spec = dataclasses.replace(self, **parts.pop("spec", {}))
+        changed = {part: getattr(spec, part)._replace(**values) for part, values in parts.items()}
+        return dataclasses.replace(spec, **changed)
+
+    @property
+    def normalize(self) -> Normalize:
+        """``"softmax"``, or ``"none"``: scores are the weights, and the lse is 0."""
+        return self.numerics.normalize
+
+    @property
+    def paging(self) -> Paging | None:
+        """The cache of a paged call; None for a dense one."""
+        return self.memory if isinstance(self.memory, Paging) else None
 
     @property
     def route(self) -> Route:
         """Who runs a Triton kernel."""
-        return "interpreted" if self.config.interpret else self.compiler
-
-    @property
-    def group(self) -> int:
-        """Query heads for each key head."""
-        return self.Hq // self.Hkv
+        return "interpreted" if self.config.interpret else self.device.compiler
 
     @property
     def heads_to_divide(self) -> int:
@@ -220,31 +290,6 @@ class AttentionSpec:
     def has_latent_tiles(self) -> bool:
         """Whether keys are latent vectors of eight bits: tiles of columns with a scale each, rotated columns apart."""
         return self.values_in_keys and self.paging is not None and self.paging.dtype is not None
-
-    @property
-    def exact(self) -> str:
-        """The dtype of scores and sums."""
-        return "float64" if self.dtype == "float64" else "float32"
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether there is nothing to compute."""
-        return 0 in (self.B, self.T, self.S)
-
-    @property
-    def block_size(self) -> tuple[int, int] | None:
-        """Queries and keys in a block of the mask's lists, or None without lists."""
-        return None if self.blocks is None else self.blocks.size
-
-    @property
-    def list_batch(self) -> int:
-        """Batch of the lists: 1 or B."""
-        return 1 if self.blocks is None else self.blocks.batch
-
-    @property
-    def list_heads(self) -> int:
-        """Heads of the lists: 1 or Hq."""
-        return 1 if self.blocks is None else self.blocks.heads
 
     @property
     def paged_rows(self) -> int:
@@ -271,20 +316,15 @@ class AttentionSpec:
 
     @property
     def contains_nan(self) -> bool:
-        """Whether masked NaN is kept out of all sums (`pallas_kernels.marks`)."""
+        """Whether masked NaN is kept out of all sums (`pallas_kernels.softmax.mark`)."""
         if self.paging is not None:
             return not self.paging.hides_zeros
         return self.config.contain_nan or self.heads_in_rows
 
     @property
     def needs_marks(self) -> bool:
-        """Whether sums are marked (`pallas_kernels.marks`): without a mask only padding is masked, which is zeros."""
+        """Whether sums are marked (`softmax.mark`): without a mask only padding is masked, which is zeros."""
         return self.programs.mask is not None and self.contains_nan
-
-    @property
-    def kept_scale(self) -> float:
-        """The factor of weights that dropout keeps; 1 without dropout."""
-        return 1.0 if self.dropout is None else self.dropout.scale
 
     @property
     def score_shapes(self) -> tuple[tuple[int, ...], ...]:
@@ -316,6 +356,25 @@ class AttentionSpec:
         return (self.B, self.S, self.Hkv, size) if self.layout == "BTNH" else (self.B, self.Hkv, self.S, size)
 
 
+_PARTS = {"sizes": Sizes, "numerics": Numerics, "memory": Dense, "planned": Planned}
+_PLACES = {field: (part, field) for part, kind in _PARTS.items() for field in kind._fields}
+_PLACES |= {f"{role}_mod": ("mods", role) for role in ("score", "mask", "key", "value")}
+_PLACES |= {"dropout": ("mods", "dropout"), "values_in_keys": ("memory", "values_in_keys")}
+_PLACES |= {"platform": ("device", "platform"), "device_kind": ("device", "kind"), "compiler": ("device", "compiler")}
+_PLACES |= {"config": ("spec", "config"), "paging": ("spec", "memory")}
+"""Of each name that `AttentionSpec.replace` takes, the part and the field."""
+
+
+class Captured(NamedTuple, Generic[A]):
+    """Captured arrays of each mod; in kernels, booleans are int8."""
+
+    score: tuple[A, ...] = ()
+    mask: tuple[A, ...] = ()
+    key: tuple[A, ...] = ()
+    value: tuple[A, ...] = ()
+    dropout: tuple[A, ...] = ()
+
+
 class Operands(NamedTuple, Generic[A]):
     """The inputs of all kernels (in a kernel: refs to them).
 
@@ -324,9 +383,7 @@ class Operands(NamedTuple, Generic[A]):
       key: [Bkv, S, Hkv, D] or [Bkv, Hkv, S, D].
       value: [Bkv, S, Hkv, Dv] or [Bkv, Hkv, S, Dv].
       lists: The eight index arrays of a block mask, or None.
-      score_operands: Captured arrays of the score mod; booleans as int8.
-      mask_operands: Captured arrays of the mask mod; booleans as int8.
-      dropout_operands: Captured arrays of the mod of dropout.
+      captured: Without arrays of key and value mods.
       sinks: float32 [Hq], or None; only forward kernels read them.
     """
 
@@ -334,9 +391,7 @@ class Operands(NamedTuple, Generic[A]):
     key: A
     value: A
     lists: tuple[A, ...] | None
-    score_operands: tuple[A, ...]
-    mask_operands: tuple[A, ...]
-    dropout_operands: tuple[A, ...] = ()
+    captured: Captured[A]
     sinks: A | None = None
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar, cast
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -41,6 +41,47 @@ Accumulator: TypeAlias = Any
 
 Params: TypeAlias = Mapping[str, Any]
 """The parameters of an equation of a jaxpr, to which JAX gives no types."""
+
+
+Role = Literal["score", "mask", "key", "value"]
+
+
+class Mod(Protocol):
+    """A traced mod: static, hashable, equal to those of the same program and the same shapes.
+
+    Attributes:
+      role: ``"score"``, ``"mask"``, ``"key"`` or ``"value"``.
+      fingerprint: The program as text; what equality compares.
+      operands: Shape and dtype of each captured array.
+      jaxpr: Takes ``(score,) b, h, q_idx, kv_idx`` and the captured arrays, and returns one scalar; of a key or a value
+        mod ``vector, b, h_kv, kv_idx`` and the captured arrays, and returns a vector like the one it takes.
+      source: The user's function, for messages; equal mods may come from different ones.
+    """
+
+    @property
+    def role(self) -> Role: ...  # noqa: D102
+    @property
+    def fingerprint(self) -> str: ...  # noqa: D102
+    @property
+    def operands(self) -> tuple[tuple[tuple[int, ...], str], ...]: ...  # noqa: D102
+    @property
+    def jaxpr(self) -> core.ClosedJaxpr: ...  # noqa: D102
+    @property
+    def source(self) -> str: ...  # noqa: D102
+    def __call__(self, operands: Sequence[jax.Array], *arguments: jax.Array) -> jax.Array: ...  # noqa: D102
+
+
+class ScoreShape(Protocol):
+    """The shape of the scores of a call: batch, query heads, queries, keys."""
+
+    @property
+    def B(self) -> int: ...  # noqa: D102
+    @property
+    def Hq(self) -> int: ...  # noqa: D102
+    @property
+    def T(self) -> int: ...  # noqa: D102
+    @property
+    def S(self) -> int: ...  # noqa: D102
 
 
 class Ref(_JaxRef):

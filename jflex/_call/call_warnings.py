@@ -17,7 +17,7 @@ from jflex._check.arguments import largest_value
 from jflex._check.user_warnings import warn_user
 from jflex.backends.lengths import trace_mask
 from jflex.mods.trace import TracedMod
-from pallas_kernels.program.block_intervals import hides_all
+from pallas_kernels.block_intervals import hides_all
 from pallas_kernels.spec import AttentionSpec
 
 _MODS = ("score_mod", "mask_mod", "key_mod", "value_mod")
@@ -29,7 +29,7 @@ _NUMBER = re.compile(r"(?<= )-?(\d[\w.+-]*|inf|nan)(?=:)")  # a literal in a fin
 def count_call(spec: AttentionSpec) -> None:
     """Counts an eager call once; warns at the last program that differs from others in numbers alone."""
     numbered = {"scale": spec.scale, **{name: getattr(spec, name) for name in _MODS}}
-    without_mods = dataclasses.replace(spec, scale=1.0, **dict.fromkeys(_MODS))
+    without_mods = spec.replace(scale=1.0, **dict.fromkeys(_MODS))
     programs = _programs(tuple(map(_without_numbers, numbered.values())), without_mods)
     programs.append({name: hash(x) for name, x in numbered.items()})
     if len(programs) != _MOST:

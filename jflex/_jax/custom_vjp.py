@@ -59,7 +59,7 @@ def reverse_only(inputs: Inputs, unsupported: str = "") -> Inputs:
         query=guard(inputs.query),
         key=guard(inputs.key),
         value=guard(inputs.value),
-        score_operands=tuple(map(guard, inputs.score_operands)),
+        captured=inputs.captured._replace(score=tuple(map(guard, inputs.captured.score))),
         sinks=None if inputs.sinks is None else guard(inputs.sinks),
     )
 
@@ -94,7 +94,7 @@ def _attend_fwd(static: Static, perturbed_inputs: Inputs) -> tuple[Saved, tuple[
     inputs = jax.tree.map(lambda x: x.value, perturbed_inputs, is_leaf=is_primal)
     perturbed = jax.tree.map(lambda x: x.perturbed, perturbed_inputs, is_leaf=is_primal)
     is_float = lambda x: jnp.issubdtype(x.dtype, jnp.floating)
-    captured = tuple(a and is_float(x) for a, x in zip(perturbed.score_operands, inputs.score_operands, strict=True))
+    captured = tuple(a and is_float(x) for a, x in zip(perturbed.captured.score, inputs.captured.score, strict=True))
     requested = GradientRequest(perturbed.query, perturbed.key, perturbed.value, captured, bool(perturbed.sinks))
     passes = select_passes(static.implementation, static.spec, requested)
     saved = _forward(passes.forward, static.spec, inputs)
@@ -109,14 +109,14 @@ def _attend_bwd(static: Static, residuals: tuple[Inputs, Saved, _Backward], cota
     arrays = match_manual_axes((inputs, saved, SavedCotangents(d_out, d_lse, d_entropy)))
     gradients = call_as_primitive(BackwardOp(backward.backend, static.spec, backward.requested), arrays)
     like = lambda g, x: None if g is None else g.astype(x.dtype)
-    captured = tuple(map(like, gradients.score_operands, inputs.score_operands))
+    captured = tuple(map(like, gradients.score_operands, inputs.captured.score))
     nothing = jax.tree.map(lambda _: None, inputs)
     return (
         nothing._replace(
             query=like(gradients.query, inputs.query),
             key=like(gradients.key, inputs.key),
             value=like(gradients.value, inputs.value),
-            score_operands=captured,
+            captured=nothing.captured._replace(score=captured),
             sinks=gradients.sinks,
         ),
     )

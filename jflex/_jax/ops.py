@@ -142,12 +142,13 @@ class PagedOp:
 
     def axes(self, inputs: PagedInputs, outputs: Saved) -> tuple[list[Axes], list[Axes]]:
         """Axes of the flat inputs and outputs: heads alone, because requests share pages; those of MLA, heads too."""
-        leaves, rows = len(jax.tree.leaves(inputs)), [_ROWS] * len(jax.tree.leaves(outputs))
-        if self.spec.values_in_keys:  # which all query heads share
-            return [_ROWS, *[Axes()] * (leaves - 1)], rows
-        scales = [x for x in (inputs.key_scale, inputs.value_scale) if x is not None]
-        of_heads = [Axes(None, x.ndim - 1, per_key=True) for x in scales]
-        return [_ROWS, _PAGES, _PAGES, *[Axes()] * (leaves - 3 - len(scales)), *of_heads], rows
+        axes, rows = jax.tree.map(lambda _: Axes(), inputs), [_ROWS] * len(jax.tree.leaves(outputs))
+        axes = axes._replace(query=_ROWS)
+        if not self.spec.values_in_keys:  # which all query heads share
+            of_heads = lambda x: None if x is None else Axes(None, x.ndim - 1, per_key=True)
+            scales = {"key_scale": of_heads(inputs.key_scale), "value_scale": of_heads(inputs.value_scale)}
+            axes = axes._replace(key=_PAGES, value=_PAGES, **scales)
+        return partitioning.flat_axes(axes), rows
 
     def partitioned(self, inputs: PagedInputs, outputs: Saved, whole: Flat) -> Flat:
         """See `jflex._jax.primitive.Op`."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -12,7 +11,7 @@ import jax.numpy as jnp
 from jflex._jax.shard import Spread, Where, moved, moved_dropout
 from jflex.backends.base import PagedInputs
 from jflex.mods.trace import VectorRole, trace_mask_mod, trace_score_mod, trace_vector_mod
-from pallas_kernels.spec import AttentionSpec, Mod
+from pallas_kernels.spec import AttentionSpec, Captured, Mod
 
 
 def paged_shard_of(
@@ -27,22 +26,17 @@ def paged_shard_of(
     """
     head = lambda heads: None if pieces == 1 else number * (heads // pieces)
     first = Where(head=head(spec.Hq), keys=rows)
-    score, score_operands = moved(spec.score_mod, inputs.score_operands, first, trace_score_mod)
-    mask, mask_operands = moved(spec.mask_mod, inputs.mask_operands, first, trace_mask_mod)
-    dropout, dropout_operands = moved_dropout(spec.dropout, inputs.dropout_operands, first)
+    score, score_operands = moved(spec.score_mod, inputs.captured.score, first, trace_score_mod)
+    mask, mask_operands = moved(spec.mask_mod, inputs.captured.mask, first, trace_mask_mod)
+    dropout, dropout_operands = moved_dropout(spec.dropout, inputs.captured.dropout, first)
     key_heads = spec.Hkv if spec.values_in_keys else spec.Hkv // pieces
     sizes = {"Hq": spec.Hq // pieces, "Hkv": key_heads, "dropout": dropout}
     first_key = Where(head=head(spec.Hkv), queries=rows)  # the index of a key is the last one of a vector mod
-    key, key_operands = _moved_vector_mod(spec, spec.key_mod, inputs.key_operands, first_key)
-    value, value_operands = _moved_vector_mod(spec, spec.value_mod, inputs.value_operands, first_key)
-    local = dataclasses.replace(spec, **sizes, score_mod=score, mask_mod=mask, key_mod=key, value_mod=value)
-    return local, inputs._replace(
-        score_operands=score_operands,
-        mask_operands=mask_operands,
-        key_operands=key_operands,
-        value_operands=value_operands,
-        dropout_operands=dropout_operands,
-    )
+    key, key_operands = _moved_vector_mod(spec, spec.key_mod, inputs.captured.key, first_key)
+    value, value_operands = _moved_vector_mod(spec, spec.value_mod, inputs.captured.value, first_key)
+    local = spec.replace(**sizes, score_mod=score, mask_mod=mask, key_mod=key, value_mod=value)
+    captured = Captured(score_operands, mask_operands, key_operands, value_operands, dropout_operands)
+    return local, inputs._replace(captured=captured)
 
 
 def _moved_vector_mod(

@@ -47,16 +47,27 @@ def key_axes(spec: AttentionSpec) -> Axes:
 
 def input_axes(spec: AttentionSpec, inputs: Inputs) -> list[Axes]:
     """Axes of all inputs, flat."""
-    blocks, lists = spec.blocks, []
-    if blocks is not None and inputs.lists is not None:
-        axes = Axes(0 if blocks.batch == spec.B else None, 1 if blocks.heads == spec.Hq else None)
-        lists = [axes for _ in inputs.lists]
-    keys = key_axes(spec)
-    captured = [Axes() for _ in (*inputs.score_operands, *inputs.mask_operands)]
-    lengths = [] if inputs.kv_lengths is None else [Axes(0)]
-    dropout = [Axes() for _ in inputs.dropout_operands]
-    sinks = [] if inputs.sinks is None else [Axes(None, 0)]
-    return [row_axes(spec), keys, keys, *lists, *captured, *lengths, *dropout, *sinks]
+    blocks, keys = spec.blocks, key_axes(spec)
+    lists = Axes()
+    if blocks is not None:
+        lists = Axes(0 if blocks.batch == spec.B else None, 1 if blocks.heads == spec.Hq else None)
+    every = lambda axes, arrays: jax.tree.map(lambda _: axes, arrays)
+    return flat_axes(
+        inputs._replace(
+            query=row_axes(spec),
+            key=keys,
+            value=keys,
+            lists=every(lists, inputs.lists),
+            captured=every(Axes(), inputs.captured),
+            kv_lengths=every(Axes(0), inputs.kv_lengths),
+            sinks=every(Axes(None, 0), inputs.sinks),
+        )
+    )
+
+
+def flat_axes(tree: object) -> list[Axes]:
+    """Axes in the order of the leaves of the arrays that have them."""
+    return jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, Axes))
 
 
 def saved_axes(spec: AttentionSpec, saved: Saved | SavedCotangents) -> list[Axes]:

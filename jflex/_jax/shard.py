@@ -16,7 +16,7 @@ from jflex.backends.base import Inputs
 from jflex.mods.reindex import Positions, ReindexedMod
 from jflex.mods.trace import TracedMod, trace_mask_mod, trace_score_mod
 from pallas_kernels.plan import GradientRequest
-from pallas_kernels.spec import AttentionSpec, Blocks, Dropout, Mod
+from pallas_kernels.spec import AttentionSpec, Blocks, Captured, Dropout, Mod
 
 
 @jax.tree_util.register_dataclass
@@ -88,7 +88,7 @@ class Shard(NamedTuple):
 
     def requested(self, of_whole: GradientRequest) -> GradientRequest:
         """The gradients that the whole call requests, in the numbering of the captured arrays here."""
-        requested = [False] * len(self.inputs.score_operands)
+        requested = [False] * len(self.inputs.captured.score)
         for number, want in zip(self.operands, of_whole.score_operands, strict=True):
             if number is not None:
                 requested[number] = want
@@ -97,21 +97,21 @@ class Shard(NamedTuple):
 
 def shard_of(whole: AttentionSpec, inputs: Inputs, where: Where) -> Shard:
     """The call of one device, from the spec of the whole call and local arrays."""
-    score, score_operands = moved(whole.score_mod, inputs.score_operands, where, trace_score_mod)
-    mask, mask_operands = moved(whole.mask_mod, inputs.mask_operands, where, trace_mask_mod)
-    dropout, dropout_operands = moved_dropout(whole.dropout, inputs.dropout_operands, where)
+    score, score_operands = moved(whole.score_mod, inputs.captured.score, where, trace_score_mod)
+    mask, mask_operands = moved(whole.mask_mod, inputs.captured.mask, where, trace_mask_mod)
+    dropout, dropout_operands = moved_dropout(whole.dropout, inputs.captured.dropout, where)
     blocks = whole.blocks
     if blocks is not None and inputs.lists is not None:
         blocks = Blocks(blocks.size, *inputs.lists[0].shape[:2])
     length, heads = (1, 2) if whole.layout == "BTNH" else (2, 1)
     query, key = inputs.query.shape, inputs.key.shape
-    spec = dataclasses.replace(
-        whole, B=query[0], T=query[length], S=key[length], Hq=query[heads], Hkv=key[heads], Bkv=key[0],
+    spec = whole.replace(
+        B=query[0], T=query[length], S=key[length], Hq=query[heads], Hkv=key[heads], Bkv=key[0],
         score_mod=score, mask_mod=mask, dropout=dropout, blocks=blocks, sinks=inputs.sinks is not None,
     )  # fmt: skip
-    numbers = tuple(next((i for i, y in enumerate(score_operands) if y is x), None) for x in inputs.score_operands)
-    captured = {"score_operands": score_operands, "mask_operands": mask_operands, "dropout_operands": dropout_operands}
-    return Shard(spec, inputs._replace(**captured), numbers)
+    numbers = tuple(next((i for i, y in enumerate(score_operands) if y is x), None) for x in inputs.captured.score)
+    captured = Captured(score_operands, mask_operands, dropout=dropout_operands)
+    return Shard(spec, inputs._replace(captured=captured), numbers)
 
 
 def moved(

@@ -12,7 +12,7 @@ import numpy as np
 
 from jflex.block_mask.lists import BlockLists
 from pallas_kernels.plan import GradientRequest, Refusal
-from pallas_kernels.spec import AttentionSpec
+from pallas_kernels.spec import AttentionSpec, Captured
 
 
 class Inputs(NamedTuple):
@@ -23,10 +23,7 @@ class Inputs(NamedTuple):
       key: Likewise.
       value: Likewise.
       lists: The index lists of the BlockMask, or None.
-      score_operands: The arrays that `score_mod` captures.
-      mask_operands: The arrays that the mask captures.
       kv_lengths: How many keys each batch entry has, int32 [B]; None if all have S.
-      dropout_operands: The arrays that the mod of dropout captures.
       sinks: float32 [Hq], a logit in the denominator of each query head; None without.
     """
 
@@ -34,10 +31,8 @@ class Inputs(NamedTuple):
     key: jax.Array
     value: jax.Array
     lists: BlockLists | None
-    score_operands: tuple[jax.Array, ...]
-    mask_operands: tuple[jax.Array, ...]
+    captured: Captured[jax.Array]
     kv_lengths: jax.Array | None = None
-    dropout_operands: tuple[jax.Array, ...] = ()
     sinks: jax.Array | None = None
 
 
@@ -52,11 +47,6 @@ class PagedInputs(NamedTuple):
       lengths: int32 [R], keys of each request.
       table: int32 [R, max_pages], the page table.
       first_page: int32 [1], the first page of the layer.
-      score_operands: The arrays that the score mod captures.
-      mask_operands: The arrays that the mask captures.
-      key_operands: The arrays that the key mod captures.
-      value_operands: The arrays that the value mod captures.
-      dropout_operands: The arrays that the mod of dropout captures.
       key_scale: Of keys of eight bits, float32: [Hkv], or [pages of all layers, page_size, Hkv]; None for others.
       value_scale: Likewise.
       rope_key: Of latent vectors of eight bits, the rotated columns of the keys, [pages of all layers, page_size, 1,
@@ -70,11 +60,7 @@ class PagedInputs(NamedTuple):
     lengths: jax.Array
     table: jax.Array
     first_page: jax.Array
-    score_operands: tuple[jax.Array, ...]
-    mask_operands: tuple[jax.Array, ...]
-    key_operands: tuple[jax.Array, ...] = ()
-    value_operands: tuple[jax.Array, ...] = ()
-    dropout_operands: tuple[jax.Array, ...] = ()
+    captured: Captured[jax.Array]
     key_scale: jax.Array | None = None
     value_scale: jax.Array | None = None
     rope_key: jax.Array | None = None

@@ -6,7 +6,6 @@ captured arrays; the lists omit the blocks beyond a length; keys and values beyo
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 
@@ -45,7 +44,7 @@ def with_lengths_as_mask(spec: AttentionSpec, size: tuple[int, int] | None) -> A
         blocks = Blocks(blocks.size, spec.B, blocks.heads)
     elif size is not None:
         blocks = Blocks(size, spec.B, 1)
-    return dataclasses.replace(spec, mask_mod=_bounded_mask(spec), blocks=blocks, kv_lengths=False)
+    return spec.replace(mask_mod=_bounded_mask(spec), blocks=blocks, kv_lengths=False)
 
 
 def bounded_inputs(spec: AttentionSpec, inputs: Inputs, size: tuple[int, int] | None) -> Inputs:
@@ -54,7 +53,8 @@ def bounded_inputs(spec: AttentionSpec, inputs: Inputs, size: tuple[int, int] | 
     size = size if spec.blocks is None else spec.blocks.size
     if size is not None:
         lists = bounded_lists(spec, lists, lengths, size)
-    return inputs._replace(lists=lists, mask_operands=(*inputs.mask_operands, lengths), kv_lengths=None)
+    captured = inputs.captured._replace(mask=(*inputs.captured.mask, lengths))
+    return inputs._replace(lists=lists, captured=captured, kv_lengths=None)
 
 
 def bounded_lists(
@@ -89,7 +89,7 @@ def bounded_states(states: Int8[Array, "b H R C"], lengths: Int32[Array, " B"], 
 
 def spec_without_lengths(spec: AttentionSpec, size: tuple[int, int] | None) -> AttentionSpec:
     """An equivalent spec for a backend without support for lengths; `spec` itself if it has none."""
-    return dataclasses.replace(with_lengths_as_mask(spec, size), Bkv=spec.B) if spec.kv_lengths else spec
+    return with_lengths_as_mask(spec, size).replace(Bkv=spec.B) if spec.kv_lengths else spec
 
 
 def inputs_without_lengths(spec: AttentionSpec, inputs: Inputs, size: tuple[int, int] | None) -> Inputs:

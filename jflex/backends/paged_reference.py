@@ -25,7 +25,7 @@ def attend(spec: AttentionSpec, inputs: PagedInputs) -> Saved:
 
     visible = jnp.broadcast_to(exists[:, None], (p.T, p.Hq, p.S))
     if p.mask_mod is not None:
-        visible &= _seen(p.mask_mod, inputs.mask_operands, request, jnp.arange(p.Hq, dtype=jnp.int32), n, j)
+        visible &= _seen(p.mask_mod, inputs.captured.mask, request, jnp.arange(p.Hq, dtype=jnp.int32), n, j)
 
     def keys(pages: jax.Array, mod: Mod | None, operands: tuple[jax.Array, ...], scale: jax.Array | None) -> jax.Array:
         """Keys of each query's request, [N, S, Hq, D]; zeros where masked, because 0 times NaN is NaN."""
@@ -37,15 +37,15 @@ def attend(spec: AttentionSpec, inputs: PagedInputs) -> Saved:
         selected = jnp.repeat(rows[request].astype(exact), p.group, axis=2)
         return jnp.where(visible.swapaxes(1, 2)[..., None], selected, 0)
 
-    key = keys(inputs.key, p.key_mod, inputs.key_operands, inputs.key_scale)
-    value = keys(inputs.value, p.value_mod, inputs.value_operands, inputs.value_scale)
+    key = keys(inputs.key, p.key_mod, inputs.captured.key, inputs.key_scale)
+    value = keys(inputs.value, p.value_mod, inputs.captured.value, inputs.value_scale)
     value = value[..., : p.Dv]  # of a latent cache, the keys
     s = jnp.einsum("nhd,nshd->nhs", inputs.query.astype(exact), key, precision="highest") * p.scale
     if p.score_mod is not None:
-        s = _modified(p.score_mod, inputs.score_operands, s.astype(jnp.float32), visible, request).astype(exact)
+        s = _modified(p.score_mod, inputs.captured.score, s.astype(jnp.float32), visible, request).astype(exact)
     drop = lambda weights: weights
     if p.dropout is not None:
-        kept = _seen(p.dropout.mod, inputs.dropout_operands, request, jnp.arange(p.Hq, dtype=jnp.int32), n, j)
+        kept = _seen(p.dropout.mod, inputs.captured.dropout, request, jnp.arange(p.Hq, dtype=jnp.int32), n, j)
         drop = lambda weights: jnp.where(kept, weights * p.kept_scale, 0)
     if p.normalize == "none":
         weights = drop(jnp.where(visible, s, 0))

@@ -50,13 +50,13 @@ class Reference(Backend):
         key, value = (self._per_query_head(spec, x) for x in (key, value))
         visible = jnp.ones((spec.B, spec.Hq, spec.T, spec.S), bool)
         if spec.mask_mod is not None:
-            visible = over_indices(spec.mask_mod, inputs.mask_operands, visible.shape)
+            visible = over_indices(spec.mask_mod, inputs.captured.mask, visible.shape)
         if spec.blocks is not None and inputs.lists is not None:
             states = _states_of_elements(spec, spec.blocks, inputs.lists)
             visible = jnp.broadcast_to((states == FULL) | ((states == PARTIAL) & visible), visible.shape)
         kept = None
         if spec.dropout is not None:
-            kept = over_indices(spec.dropout.mod, inputs.dropout_operands, visible.shape)
+            kept = over_indices(spec.dropout.mod, inputs.captured.dropout, visible.shape)
 
         def attend(scores_of: _Scores, outputs: _Outputs, query, key, value, operands, sinks) -> tuple[jax.Array, ...]:
             score = scores_of(query, key) * jnp.asarray(spec.scale, exact)
@@ -73,11 +73,11 @@ class Reference(Backend):
 
         dense = functools.partial(attend, scores, lambda weights, value: einsum("bnts,bnsh->bnth", weights, value))
         if spec.mask_mod is None and spec.blocks is None:
-            out, *rows = dense(query, key, value, inputs.score_operands, inputs.sinks)
+            out, *rows = dense(query, key, value, inputs.captured.score, inputs.sinks)
         else:  # masked elements may be NaN
             contained = jax.checkpoint(functools.partial(attend, contained_scores, _contained_outputs(visible)))
             finite = functools.reduce(jnp.logical_and, map(all_finite, jax.lax.stop_gradient([query, key, value])))
-            arrays = (query, key, value, inputs.score_operands, inputs.sinks)
+            arrays = (query, key, value, inputs.captured.score, inputs.sinks)
             out, *rows = jax.lax.cond(finite, dense, contained, *arrays)
         out = out if spec.layout == "BNTH" else out.swapaxes(1, 2)
         lse, *stats = (x.astype(jnp.float32) for x in rows)
@@ -93,9 +93,15 @@ class Reference(Backend):
         requested: GradientRequest,
     ) -> Gradients:
         """Differentiates `forward`, to complete the interface."""
-        floats = (inputs.query, inputs.key, inputs.value, inputs.score_operands, inputs.sinks)
-        names = ("query", "key", "value", "score_operands", "sinks")
-        _, pull = jax.vjp(lambda *xs: self.forward(spec, inputs._replace(**dict(zip(names, xs, strict=True)))), *floats)
+        floats = (inputs.query, inputs.key, inputs.value, inputs.captured.score, inputs.sinks)
+
+        def forward(query, key, value, score, sinks) -> Saved:
+            captured = inputs.captured._replace(score=score)
+            return self.forward(
+                spec, inputs._replace(query=query, key=key, value=value, captured=captured, sinks=sinks)
+            )
+
+        _, pull = jax.vjp(forward, *floats)
         lse = jnp.zeros_like(saved.lse) if d_saved.lse is None else d_saved.lse
         rows = jax.tree.map(jnp.zeros_like, saved)._replace(out=d_saved.out, lse=lse)
         return Gradients(*pull(rows if d_saved.entropy is None else rows._replace(entropy=d_saved.entropy)))

@@ -19,7 +19,7 @@ from jflex.block_mask.bits import last_where, nth_of_word, pack
 from jflex.block_mask.lists import EMPTY, FULL, PARTIAL, block_count, inside_blocks
 from jflex.mods.dependence import uses_index
 from jflex.mods.trace import TracedMod
-from pallas_kernels.program.block_intervals import Grid, Visibility, visibility_of_blocks
+from pallas_kernels.block_intervals import Grid, Visibility, visibility_of_blocks
 from pallas_kernels.spec import Mod
 
 # Elements evaluated at once: enough to fill a GPU (131072 x 131072 takes 1024 steps), and few enough that without

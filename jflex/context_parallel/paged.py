@@ -197,7 +197,7 @@ def _attend(call: PagedCall, cache: PagedCache, placement: Placement, implementa
     static = _Static(spec, placement, named)
     arrays = _Arrays(
         call.query, cache.keys, cache.values, *cache.scales, jnp.asarray(pages.indptr), jnp.asarray(pages.lengths),
-        jnp.asarray(pages.table), pages.first_page, call[4:],
+        jnp.asarray(pages.table), pages.first_page, call.captured,
     )  # fmt: skip
     return _on_device(static, arrays) if placement.mesh is None else _on_mesh(static, arrays)
 
@@ -230,15 +230,13 @@ def _on_device(static: _Static, arrays: _Arrays) -> AttentionState:
     lengths = arrays.lengths // (n * size) * size + jnp.clip(arrays.lengths % (n * size) - me * size, 0, size)
     first = arrays.first_page // (n * local_pages) * local_pages
     exact = spec.dtype if spec.dtype == "float64" else "float32"
-    local = dataclasses.replace(
-        spec, S=table.shape[1] * size, paging=dataclasses.replace(paging, num_pages=local_pages), out_dtype=exact
-    )
-    inputs = PagedInputs(arrays.query, arrays.key, arrays.value, arrays.indptr, lengths, table, first, *arrays.captured)
+    local = spec.replace(S=table.shape[1] * size, paging=paging._replace(num_pages=local_pages), out_dtype=exact)
+    inputs = PagedInputs(arrays.query, arrays.key, arrays.value, arrays.indptr, lengths, table, first, arrays.captured)
     number = jax.lax.axis_index(placement.heads) if placement.head_shards > 1 else 0
     local, inputs = paged_shard_of(local, inputs, placement.head_shards, number, Spread(me * size, size, n * size))
     pages = Pages(
         arrays.key, arrays.value, local_pages, first, arrays.indptr, lengths, table, key_scale=arrays.key_scale,
         value_scale=arrays.value_scale,
     )  # fmt: skip
-    call = PagedCall(CALLER, local, arrays.query, pages, *inputs[7:12])
+    call = PagedCall(CALLER, local, arrays.query, pages, inputs.captured)
     return merge_over(attend(call, static.implementation), placement.axis)

@@ -138,5 +138,5 @@ def _without_lengths(call: Call) -> Call:
     """The call without its lengths, which the mask has; keys of a shared batch are then those of each entry."""
     if not call.spec.kv_lengths:
         return call
-    spec = dataclasses.replace(call.spec, kv_lengths=False, Bkv=call.spec.B)
+    spec = call.spec.replace(kv_lengths=False, Bkv=call.spec.B)
     return call._replace(spec=spec, inputs=call.inputs._replace(kv_lengths=None))

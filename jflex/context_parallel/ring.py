@@ -246,7 +246,7 @@ def _attend_fwd(ring: _Ring, backend: str, perturbed: _Local) -> tuple[Saved, An
     perturbed_inputs = jax.tree.map(lambda x: x.perturbed, perturbed.inputs, is_leaf=is_primal)
     is_float = lambda x: jnp.issubdtype(x.dtype, jnp.floating)
     captured = tuple(
-        a and is_float(x) for a, x in zip(perturbed_inputs.score_operands, local.inputs.score_operands, strict=True)
+        a and is_float(x) for a, x in zip(perturbed_inputs.captured.score, local.inputs.captured.score, strict=True)
     )
     requested = GradientRequest(perturbed_inputs.query, perturbed_inputs.key, perturbed_inputs.value, captured)
     shard = ring.at(local, (local.inputs.key, local.inputs.value), local.me)
@@ -268,7 +268,7 @@ class _OfQueries(NamedTuple):
     """The gradients that stay on a device; None where not requested."""
 
     query: jax.Array | None
-    score_operands: tuple[jax.Array | None, ...]
+    captured: tuple[jax.Array | None, ...]
 
 
 class _OfKeys(NamedTuple):
@@ -292,14 +292,14 @@ def _attend_bwd(ring: _Ring, backend: str, residuals: tuple[_Local, Saved, _Back
         gradients = call_as_primitive(operation, match_manual_axes((shard.inputs, saved, d_saved)))
         captured = tuple(
             None if not want else jnp.zeros_like(x) if number is None else gradients.score_operands[number]
-            for number, want, x in zip(shard.operands, requested.score_operands, inputs.score_operands, strict=True)
+            for number, want, x in zip(shard.operands, requested.score_operands, inputs.captured.score, strict=True)
         )
         return _typed_like(local, (_OfQueries(gradients.query, captured), _OfKeys(gradients.key, gradients.value)))
 
     zeros = lambda x, want: jnp.zeros_like(x) if want else None
     none = _typed_like(local, (
         _OfQueries(
-            zeros(inputs.query, requested.query), tuple(map(zeros, inputs.score_operands, requested.score_operands))
+            zeros(inputs.query, requested.query), tuple(map(zeros, inputs.captured.score, requested.score_operands))
         ),
         _OfKeys(zeros(inputs.key, requested.key), zeros(inputs.value, requested.value)),
     ))  # fmt: skip
@@ -318,7 +318,7 @@ def _attend_bwd(ring: _Ring, backend: str, residuals: tuple[_Local, Saved, _Back
         query=like(of_queries.query, inputs.query),
         key=like(of_keys.key, inputs.key),
         value=like(of_keys.value, inputs.value),
-        score_operands=tuple(map(like, of_queries.score_operands, inputs.score_operands)),
+        captured=nothing.inputs.captured._replace(score=tuple(map(like, of_queries.captured, inputs.captured.score))),
     )
     return (nothing._replace(inputs=gradients),)
 

@@ -32,7 +32,7 @@ def run(checked: Checked, implementation: Implementation) -> Saved:
     context, spec = checked.context, checked.call.spec
     placement, strategy = context.placement, context.strategy
     if spec.is_empty:  # zeros, which need no device
-        local = spec if placement.mesh is not None else dataclasses.replace(spec, T=spec.T // placement.shards)
+        local = spec if placement.mesh is not None else spec.replace(T=spec.T // placement.shards)
         return attend(CALLER, checked.call._replace(spec=local), implementation)
     check_supported(implementation, device_spec(context, checked.call.inputs, checked.blocks()))
     call, block_mask = checked.masked()
@@ -84,7 +84,7 @@ def device_spec(context: ContextCall, inputs: Inputs, blocks: Blocks | None) -> 
         lists = BlockLists(*[table] * len(BlockLists._fields))
     arrays: Any = one(T, Hq, spec.D, B), one(S, Hkv, spec.D, keys), one(S, Hkv, spec.Dv, keys)
     local = inputs._replace(query=arrays[0], key=arrays[1], value=arrays[2], lists=lists)
-    return shard_of(dataclasses.replace(spec, blocks=blocks), local, where).spec
+    return shard_of(spec.replace(blocks=blocks), local, where).spec
 
 
 def _modified(checked: Checked) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -25,7 +25,7 @@ from jflex.mods.trace import TracedMod, VectorRole, trace_mask_mod, trace_score_
 from jflex.mods.types import MaskMod, ScoreMod, VectorMod
 from jflex.states.state import AttentionState, Normalize
 from jflex.states.stats import Stat
-from pallas_kernels.spec import AttentionSpec, Dropout, Paging
+from pallas_kernels.spec import AttentionSpec, Captured, Device, Dropout, Mods, Numerics, Paging, Sizes
 
 
 class Pages(NamedTuple):
@@ -99,22 +99,13 @@ class PagedCall(NamedTuple):
       spec: Its static part.
       query: [N, Hq, D], in the dtype of the pages, unless these have eight bits; or its shape.
       pages: The keys and values.
-      score_operands: The arrays that the score mod captures.
-      mask_operands: The arrays that the mask captures.
-      key_operands: The arrays that the key mod captures.
-      value_operands: The arrays that the value mod captures.
-      dropout_operands: The arrays that the mod of dropout captures.
     """
 
     caller: str
     spec: AttentionSpec
     query: Any
     pages: Pages
-    score_operands: tuple[jax.Array, ...]
-    mask_operands: tuple[jax.Array, ...]
-    key_operands: tuple[jax.Array, ...] = ()
-    value_operands: tuple[jax.Array, ...] = ()
-    dropout_operands: tuple[jax.Array, ...] = ()
+    captured: Captured[jax.Array]
 
     def inputs(self) -> PagedInputs:
         """The arrays."""
@@ -125,7 +116,7 @@ class PagedCall(NamedTuple):
         indptr, lengths, table = (jnp.asarray(x) for x in (pages.indptr, pages.lengths, pages.table))
         key_scale, value_scale = (_scale_of(pages, x) for x in (pages.key_scale, pages.value_scale))
         held = {"key_scale": key_scale, "value_scale": value_scale, "rope_key": rope_key}
-        return PagedInputs(self.query, key, value, indptr, lengths, table, pages.first_page, *self[4:], **held)
+        return PagedInputs(self.query, key, value, indptr, lengths, table, pages.first_page, self.captured, **held)
 
 
 def _scale_of(pages: Pages, scale: jax.Array | None) -> jax.Array | None:
@@ -172,41 +163,32 @@ def prepare(caller: str, query: Any, pages: Pages, how: How) -> PagedCall:
     if how.kept_mod is not None:
         kept, dropout_operands = trace_mask_mod(how.kept_mod)
         dropout = Dropout(how.dropout_rate, kept)
-    platform, device_kind = current_device(query, pages.key, pages.value)
-    spec = AttentionSpec(
-        B=R,
-        T=query.shape[0],
-        S=max_pages * page_size,
-        Hq=query.shape[1],
-        Hkv=Hkv,
-        D=D,
-        Dv=Dv,
-        paging=Paging(
-            page_size,
-            pages.num_pages,
-            None if pages.key_scale is None else str(pages.key.dtype),
-            layers=pages.key.shape[0] if pages.key.ndim == 5 else 1,
-            hides_zeros=pages.hides_zeros,
-        ),
-        Bkv=R,
+    numerics = Numerics(
         dtype=str(query.dtype),
-        out_dtype="float32" if how.exact_out and query.dtype != jnp.float64 else str(query.dtype),
         scale=check_scale(how.scale, D),
-        score_mod=score,
-        mask_mod=mask,
-        key_mod=key_mod,
-        value_mod=value_mod,
-        normalize=how.normalize,
-        values_in_keys=pages.latent_size is not None,
-        stats=tuple(name for name in how.stats if name != "lse"),
-        dropout=dropout,
-        platform=platform,
-        device_kind=device_kind,
+        out_dtype="float32" if how.exact_out and query.dtype != jnp.float64 else None,
         precision=current_precision(query.dtype),
+        normalize=how.normalize,
+        stats=tuple(name for name in how.stats if name != "lse"),
+    )
+    paging = Paging(
+        page_size,
+        pages.num_pages,
+        None if pages.key_scale is None else str(pages.key.dtype),
+        layers=pages.key.shape[0] if pages.key.ndim == 5 else 1,
+        hides_zeros=pages.hides_zeros,
+        values_in_keys=pages.latent_size is not None,
+    )
+    spec = AttentionSpec(
+        sizes=Sizes(B=R, T=query.shape[0], S=max_pages * page_size, Hq=query.shape[1], Hkv=Hkv, D=D, Dv=Dv, Bkv=R),
+        numerics=numerics,
+        device=Device(*current_device(query, pages.key, pages.value)),
+        mods=Mods(score, mask, key_mod, value_mod, dropout),
+        memory=paging,
         config=check_config(how.config, None),
     )
-    captured = score_operands, mask_operands, key_operands, value_operands, dropout_operands
-    return PagedCall(caller, spec, query, pages, *captured)
+    captured = Captured(score_operands, mask_operands, key_operands, value_operands, dropout_operands)
+    return PagedCall(caller, spec, query, pages, captured)
 
 
 def _traced_vector_mod(

@@ -60,9 +60,4 @@ def launch(
 
 def flatten_captured(arrays: Operands[jax.Array]) -> Operands[jax.Array]:
     """The operands, with captured arrays flattened to one dimension."""
-    flat = lambda operands: tuple(x.reshape(-1) for x in operands)
-    return arrays._replace(
-        score_operands=flat(arrays.score_operands),
-        mask_operands=flat(arrays.mask_operands),
-        dropout_operands=flat(arrays.dropout_operands),
-    )
+    return arrays._replace(captured=jax.tree.map(lambda x: x.reshape(-1), arrays.captured))

@@ -5,8 +5,6 @@ TMA needs a multiple of 16 numbers in a row, and a multiple of 8 rows, which is 
 
 from __future__ import annotations
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
@@ -25,7 +23,7 @@ def padded(spec: AttentionSpec, arrays: Operands[jax.Array]) -> tuple[AttentionS
         key=pad_rows(spec, arrays.key, D),
         value=pad_rows(spec, arrays.value, Dv),
     )
-    return dataclasses.replace(spec, D=D, Dv=Dv), wide
+    return spec.replace(D=D, Dv=Dv), wide
 
 
 def head_sizes(spec: AttentionSpec, dtype: DTypeLike) -> tuple[int, ...]:

@@ -93,7 +93,7 @@ class Static(NamedTuple, Generic[P, I, S]):
     spec: AttentionSpec
     packing: P
     rows: int
-    captured: scores.Captured
+    captured: scores.CapturedShapes
     arrays: I
     outputs: tuple[Ref, ...]
     scratch: S
@@ -180,7 +180,7 @@ def attend(
         slots = (sizes.slots, spec.Hkv, rows)
         outputs += [shape((*slots, spec.Dv), jnp.float32), shape(slots, jnp.float32)]
     of_mods = arrays.of_mods()
-    flat, captured = flatten_captured(of_mods), scores.Captured.of(of_mods)
+    flat, captured = flatten_captured(of_mods), scores.CapturedShapes.of(of_mods)
 
     def kernel(cta_id: Index, arrays: Any, outputs: tuple[Ref, ...], scratch: Any) -> None:
         static = Static(spec, packing, rows, captured, arrays, tuple(outputs), scratch, cta_id)
@@ -191,7 +191,7 @@ def attend(
 
     return launch(
         kernel,
-        arrays._replace(score_operands=flat.score_operands, mask_operands=flat.mask_operands),
+        arrays._replace(captured=flat.captured),
         outputs,
         scratch,
         name=name,

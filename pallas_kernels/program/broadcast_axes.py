@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from pallas_kernels.program.ir import Axes, Node, is_exact_in_float, reachable
-from pallas_kernels.spec import AttentionSpec
+from pallas_kernels.types import ScoreShape
 
 
 class BroadcastAxes(NamedTuple):
@@ -27,7 +27,7 @@ class BroadcastAxes(NamedTuple):
 NO_AXES = BroadcastAxes(False, False, False)
 
 
-def broadcast_axes(spec: AttentionSpec, load: Node) -> BroadcastAxes:
+def broadcast_axes(scores: ScoreShape, load: Node) -> BroadcastAxes:
     """The broadcast axes of a tile load; an axis of length 1 is none."""
     nodes = reachable([load])
     used = {n.value for n in nodes if n.op == "input"}
@@ -40,8 +40,8 @@ def broadcast_axes(spec: AttentionSpec, load: Node) -> BroadcastAxes:
         by_inputs = bool(node.inputs) and all(of_difference[n] for n in node.inputs)
         of_difference[node] = slopes[node] == 0 or by_inputs
     return BroadcastAxes(
-        "b" not in used and spec.B > 1,
-        "h" not in used and spec.Hq > 1,
+        "b" not in used and scores.B > 1,
+        "h" not in used and scores.Hq > 1,
         all(of_difference[index] for index in load.inputs),
     )
 

@@ -19,12 +19,11 @@ from jax.extend import core
 from jax.typing import DTypeLike
 
 from pallas_kernels.program.ir import Axes, Graph, Node, reachable
-from pallas_kernels.program.jaxprs import body_of, open_jaxpr, scan_layout
 from pallas_kernels.program.rules import random_bits
 from pallas_kernels.program.rules.elementwise import ELEMENTWISE, substitute, without_accuracy
 from pallas_kernels.program.rules.primitive_rules import RULES, Value, choose, element, load, polynomial, split
 from pallas_kernels.program.rules.views import NotOnTile, Scalars, View, scalars
-from pallas_kernels.types import aval_of, is_random_key
+from pallas_kernels.types import Params, aval_of, is_random_key
 
 MAX_STEPS = 64  # of an unrolled loop
 CALLS = frozenset({"jit", "pjit", "closed_call", "eval_jaxpr", "checkpoint", "remat", "remat2", "core_call"})
@@ -103,12 +102,7 @@ class Derivative:
 
 
 def trace_program(jaxpr: core.ClosedJaxpr, operands: Sequence[tuple[tuple[int, ...], str]], sizes: Sizes) -> Program:
-    """Builds the tile program of a mod.
-
-    Args:
-      jaxpr: Of ``(score,) b, h, q, k, *operands -> scalar``.
-      operands: Shape and dtype of each captured array.
-      sizes: Ranges of the indices.
+    """Builds the tile program of a mod, whose jaxpr takes ``(score,) b, h, q, k, *operands``.
 
     Raises:
       NotOnTile: A primitive has no meaning on a tile.
@@ -377,3 +371,28 @@ def _needed(output: Node) -> list[Node]:
             is_call = node.op == "call"
             stack.extend((n for nodes in node.value[0].inputs for n in nodes.ravel()) if is_call else node.inputs)
     return [seen[number] for number in sorted(seen)]
+
+
+def open_jaxpr(x: core.ClosedJaxpr | core.Jaxpr) -> tuple[core.Jaxpr, tuple[npt.ArrayLike, ...]]:
+    """Opens a ``ClosedJaxpr`` (JAX <= 0.10) or a ``Jaxpr`` with constants (JAX >= 0.11)."""
+    return getattr(x, "jaxpr", x), tuple(getattr(x, "consts", ()))  # pyright: ignore[reportReturnType]  (by version)
+
+
+def body_of(eqn: core.JaxprEqn) -> tuple[core.Jaxpr, tuple[npt.ArrayLike, ...]]:
+    """The jaxpr that a call inlines, and its constants."""
+    for key in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
+        if key in eqn.params:
+            return open_jaxpr(eqn.params[key])
+    if "_prim" in eqn.params:  # JAX >= 0.12: `jnp.ldexp`
+        called = eqn.params["_prim"]
+        expand = lambda *xs: jax.tree.leaves(called.expand(*jax.tree.unflatten(called.in_tree, xs)))
+        return open_jaxpr(jax.make_jaxpr(expand)(*(aval_of(v) for v in eqn.invars)))
+    raise NotOnTile(f"primitive `{eqn.primitive.name}` has no meaning on a tile")
+
+
+def scan_layout(params: Params) -> tuple[int, int]:
+    """How many inputs of a `scan` are constants, and how many are carried."""
+    if "num_consts" in params:
+        return params["num_consts"], params["num_carry"]
+    consts, carry, *_ = (len(group) for group in params["ft_in"].unpack())  # JAX >= 0.11
+    return consts, carry

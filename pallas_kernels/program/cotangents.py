@@ -19,7 +19,7 @@ from pallas_kernels.program.broadcast_axes import NO_AXES, BroadcastAxes, broadc
 from pallas_kernels.program.build import Derivative
 from pallas_kernels.program.evaluate import Evaluation, Space
 from pallas_kernels.program.ir import Axes, Node, reachable
-from pallas_kernels.spec import AttentionSpec
+from pallas_kernels.types import ScoreShape
 
 
 class LoadGroups(NamedTuple):
@@ -40,16 +40,16 @@ class LoadGroups(NamedTuple):
     atomics: tuple[Node, ...]
 
 
-def group_loads(spec: AttentionSpec, derivative: Derivative | None) -> LoadGroups:
+def group_loads(scores: ScoreShape, derivative: Derivative | None) -> LoadGroups:
     """Groups the loads with requested gradients."""
     loads = [] if derivative is None else list(derivative.d_loads)
     repeated: dict[BroadcastAxes, list[Node]] = {}
     single = []
     for load in (n for n in loads if n.kind == Axes.TILE):
-        axes = broadcast_axes(spec, load)
+        axes = broadcast_axes(scores, load)
         (repeated.setdefault(axes, []) if any(axes) else single).append(load)
     alone = lambda n: sum(other.value == n.value for other in single) == 1
-    stores = [n for n in single if alone(n) and reads_once(spec, n)]
+    stores = [n for n in single if alone(n) and reads_once(scores, n)]
     return LoadGroups(
         tuple(n for n in loads if n.kind in (Axes.UNIFORM, Axes.ROW)),
         tuple(n for n in loads if n.kind == Axes.COLUMN),
@@ -59,31 +59,31 @@ def group_loads(spec: AttentionSpec, derivative: Derivative | None) -> LoadGroup
     )
 
 
-def stores(spec: AttentionSpec, loads: Sequence[Node], load: Node, axes: BroadcastAxes) -> bool:
+def stores(scores: ScoreShape, loads: Sequence[Node], load: Node, axes: BroadcastAxes) -> bool:
     """Whether a load of a group that is constant along some axes is stored, and not added by atomics."""
     alone = sum(other.value == load.value for other in loads) == 1
-    return alone and reads_once(spec, load, axes)
+    return alone and reads_once(scores, load, axes)
 
 
-def is_ordered(spec: AttentionSpec, groups: LoadGroups) -> bool:
+def is_ordered(scores: ScoreShape, groups: LoadGroups) -> bool:
     """Whether all cotangents are added in a fixed order, and none by atomics."""
-    stored = (stores(spec, loads, load, axes) for axes, loads in groups.repeated for load in loads)
+    stored = (stores(scores, loads, load, axes) for axes, loads in groups.repeated for load in loads)
     return not groups.atomics and all(stored)
 
 
-def reads_once(spec: AttentionSpec, load: Node, axes: BroadcastAxes = NO_AXES) -> bool:
+def reads_once(scores: ScoreShape, load: Node, axes: BroadcastAxes = NO_AXES) -> bool:
     """Whether different (b, h, q, k) surely read different elements: each has its own dimension, up to an offset.
 
     `axes` are ignored, because the load is constant along them.
     """
-    sizes = {"b": 1 if axes.batch else spec.B, "h": 1 if axes.heads else spec.Hq, "q": spec.T, "k": spec.S}
+    sizes = {"b": 1 if axes.batch else scores.B, "h": 1 if axes.heads else scores.Hq, "q": scores.T, "k": scores.S}
     own = {_argument_with_offset(index) for index in load.inputs}
     return not axes.diagonal and all(size == 1 or name in own for name, size in sizes.items())
 
 
-def covers(spec: AttentionSpec, load: Node, shape: tuple[int, ...]) -> bool:
+def covers(scores: ScoreShape, load: Node, shape: tuple[int, ...]) -> bool:
     """Whether a load surely reads all of its array: its indices are arguments, of the sizes of the dimensions."""
-    sizes = {"b": spec.B, "h": spec.Hq, "q": spec.T, "k": spec.S}
+    sizes = {"b": scores.B, "h": scores.Hq, "q": scores.T, "k": scores.S}
     named = [index.value if index.op == "input" else None for index in load.inputs]
     return all(size == 1 or sizes.get(name or "") == size for name, size in zip(named, shape, strict=True))
 
@@ -99,9 +99,9 @@ def _argument_with_offset(node: Node) -> str | None:
 class _DenseSpace(Space):
     """Evaluates on whole arrays: values of a kind as [B, Hq, T or 1, S or 1]."""
 
-    def __init__(self, spec: AttentionSpec, operands: Sequence[jax.Array]) -> None:
+    def __init__(self, scores: ScoreShape, operands: Sequence[jax.Array]) -> None:
         self.operands = operands
-        B, H, T, S = spec.B, spec.Hq, spec.T, spec.S
+        B, H, T, S = scores.B, scores.Hq, scores.T, scores.S
         self.shapes = {Axes.UNIFORM: (B, H, 1, 1), Axes.ROW: (B, H, T, 1), Axes.COLUMN: (B, H, 1, S)}
 
     def literal(self, node: Node) -> jax.Array:
@@ -117,19 +117,17 @@ class _DenseSpace(Space):
 
 
 def scatter(
-    spec: AttentionSpec, derivative: Derivative, operands: Sequence[jax.Array], load: Node, cotangent: jax.Array
+    scores: ScoreShape,
+    derivative: Derivative,
+    operands: Sequence[jax.Array],
+    load: Node,
+    cotangent: jax.Array,
+    *,
+    deterministic: bool,
 ) -> jax.Array:
-    """Gradient of the array from which a load reads.
+    """Gradient of the array from which a uniform, row or column load reads: float32, of its shape.
 
-    Args:
-      spec: The spec.
-      derivative: Of the score program.
-      operands: Its captured arrays.
-      load: A uniform, row or column load.
-      cotangent: float32 [B, Hq, T or S], summed over the other axis.
-
-    Returns:
-      float32, of the shape of the array.
+    The cotangent is float32 [B, Hq, T or S], summed over the other axis; `deterministic` adds in a fixed order.
     """
     operand = operands[load.value]
     cotangent = cotangent[:, :, None, :] if load.kind == Axes.COLUMN else cotangent[:, :, :, None]
@@ -138,7 +136,7 @@ def scatter(
     cotangent = jnp.sum(cotangent, axis=summed, keepdims=True)
     if operand.ndim == 0:
         return cotangent.reshape(())
-    space, program = _DenseSpace(spec, operands), derivative.program
+    space, program = _DenseSpace(scores, operands), derivative.program
     numbers = {"b": 0, "h": 1, "q": 2, "k": 3}
     kinds = {"b": Axes.UNIFORM, "h": Axes.UNIFORM, "q": Axes.ROW, "k": Axes.COLUMN}
     indices = {
@@ -150,7 +148,7 @@ def scatter(
     at = [space.spread(evaluation(i), i.kind, load.kind) for i in load.inputs]
     first = tuple(slice(0, 1) if axis in summed else slice(None) for axis in range(4))
     at = tuple(i[first] for i in at)
-    if spec.config.deterministic:
+    if deterministic:
         zeros, shape = jnp.zeros(operand.size, jnp.float32), at[0].shape
         values = jnp.broadcast_to(cotangent, shape).reshape(-1)
         return ordered_add(zeros, flat_positions(at, operand.shape), values).reshape(operand.shape)

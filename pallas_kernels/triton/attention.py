@@ -13,8 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import softmax
-from pallas_kernels.marks import mark
-from pallas_kernels.score_tile import ScoreTile
+from pallas_kernels.softmax import ScoreTile, mark
 from pallas_kernels.spec import LN_2, AttentionSpec
 from pallas_kernels.triton.containment import Attended, cleared
 from pallas_kernels.triton.head_chunks import Columns, powers_of_two, pv_dot, zero_values

@@ -1,4 +1,4 @@
-"""Repairs: tiles with marks (`pallas_kernels.marks`) are recomputed with cleared operands.
+"""Repairs: tiles with marks (`pallas_kernels.softmax.mark`) are recomputed with cleared operands.
 
 What is attended to keeps its NaN: for dS it comes through the scores, for weights `Attended` says which rows to leave
 alone.
@@ -18,7 +18,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.config import Tiles
-from pallas_kernels.marks import mark
+from pallas_kernels.softmax import mark
 from pallas_kernels.spec import AttentionSpec
 from pallas_kernels.triton import language
 from pallas_kernels.triton.head_chunks import Columns

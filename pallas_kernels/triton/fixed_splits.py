@@ -24,7 +24,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels import softmax
 from pallas_kernels.config import Tiles
-from pallas_kernels.marks import mark
+from pallas_kernels.softmax import mark
 from pallas_kernels.spec import LN_2, AttentionSpec
 from pallas_kernels.triton import language
 from pallas_kernels.triton.attention import Attention, RowVectors, Walk
@@ -47,7 +47,7 @@ class Sums(NamedTuple):
 
     Attributes:
       exponent: Of the power of two that they are relative to, a whole number; -inf where nothing was visible.
-      row_sum: Sum of the weights; NaN marks a row (`pallas_kernels.marks`).
+      row_sum: Sum of the weights; NaN marks a row (`pallas_kernels.softmax.mark`).
       out: Sums of the weights times the values, in chunks of columns.
       row_max: The largest natural score, if it is one of ``spec.stats``.
     """

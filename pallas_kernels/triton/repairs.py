@@ -1,4 +1,4 @@
-"""Triton kernels recompute what the Hopper kernels marked (`pallas_kernels.marks`)."""
+"""Triton kernels recompute what the Hopper kernels marked (`pallas_kernels.softmax.mark`)."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ import functools
 import jax
 
 from pallas_kernels.config import Tiles
-from pallas_kernels.gradients import row_statistics
-from pallas_kernels.marks import Repairs
+from pallas_kernels.gradients import Repairs, row_statistics
 from pallas_kernels.program.build import Derivative
 from pallas_kernels.spec import AttentionSpec, Operands
 from pallas_kernels.triton import forward as forward_kernel

@@ -13,8 +13,7 @@ from jax import lax
 from pallas_kernels.program.build import Program
 from pallas_kernels.program.evaluate import Evaluation, Product
 from pallas_kernels.program.ir import Node
-from pallas_kernels.score_tile import ScoreTile
-from pallas_kernels.softmax import LEAST_EXPONENT
+from pallas_kernels.softmax import LEAST_EXPONENT, ScoreTile
 from pallas_kernels.spec import LN_2, LOG2_E, AttentionSpec, Operands
 from pallas_kernels.triton.head_chunks import Columns, qk_dot
 from pallas_kernels.triton.tile import evaluation, k_indices, q_indices, weights
@@ -102,9 +101,9 @@ def prepare(
         evaluation_.prepare(nodes or program.nodes, states)
         return evaluation_
 
-    score = evaluate_fixed(spec.programs.score, arrays.score_operands, (programs or {}).get("score"))
-    mask = evaluate_fixed(spec.programs.mask, arrays.mask_operands, None)
-    dropout = evaluate_fixed(spec.programs.dropout, arrays.dropout_operands, None)
+    score = evaluate_fixed(spec.programs.score, arrays.captured.score, (programs or {}).get("score"))
+    mask = evaluate_fixed(spec.programs.mask, arrays.captured.mask, None)
+    dropout = evaluate_fixed(spec.programs.dropout, arrays.captured.dropout, None)
     return Scores(spec, tile, transposed, score, mask, dropout, "q" if transposed else "k", end)
 
 

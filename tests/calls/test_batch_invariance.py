@@ -292,7 +292,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("backend", "spec", "message"), REFUSED, ids=lambda x: x if isinstance(x, str) else "")
 def test_refuses_what_it_cannot_promise(backend, spec, message):
-    invariant = dataclasses.replace(spec, config=Config(batch_invariant=True))
+    invariant = spec.replace(config=Config(batch_invariant=True))
     found = backends.get(backend).plan(invariant, None)
     assert isinstance(found, Refusal)
     assert message in found.reason

@@ -1,6 +1,5 @@
 """`Config(deterministic=True)`: the same bits in each run, or a refusal by name."""
 
-import dataclasses
 import re
 
 import jax
@@ -132,7 +131,7 @@ def spec_with(score, platform="gpu", **fields):
 
     jax.eval_shape(keep, jax.ShapeDtypeStruct((B, T, HQ, D), jnp.bfloat16), jnp.zeros(SHAPES[score]))
     device = {"platform": platform, "device_kind": "NVIDIA H200" if platform == "gpu" else ""}
-    return dataclasses.replace(spec[0], config=Config(deterministic=True), **device, **fields)
+    return spec[0].replace(config=Config(deterministic=True), **device, **fields)
 
 
 @pytest.mark.parametrize("backend", ["triton", "official_triton", "mosaic_gpu", "reference"])
@@ -161,7 +160,7 @@ def test_xla_refuses_what_it_cannot_sort():
     SCORES["of_score"], SHAPES["of_score"] = mod, (3, 2)
     try:
         spec = spec_with("of_score")
-        on_cpu = dataclasses.replace(spec, platform="cpu")
+        on_cpu = spec.replace(platform="cpu")
     finally:
         del SCORES["of_score"], SHAPES["of_score"]
     xla, requested = backends.get("xla"), all_gradients(spec)

@@ -52,7 +52,7 @@ def ran(monkeypatch) -> list[Run]:
         if not is_backward:
             return zeros(op.spec)
         given, _, _ = arrays
-        captured = zip(given.score_operands, op.requested.score_operands, strict=True)
+        captured = zip(given.captured.score, op.requested.score_operands, strict=True)
         grads = (jnp.zeros_like(x) for x in (given.query, given.key, given.value))
         return Gradients(*grads, tuple(jnp.zeros_like(x) if wanted else None for x, wanted in captured))
 

@@ -108,11 +108,12 @@ def test_a_circle_is_seen(names: dict[str, set[str]], expected: set[str]):
 
 # What both packages speak of, plain dataclasses, and the bounds of blocks; all without Pallas.
 SHARED = (
+    "pallas_kernels.block_intervals",
     "pallas_kernels.config",
     "pallas_kernels.plan",
-    "pallas_kernels.program.block_intervals",
     "pallas_kernels.program.ir",
     "pallas_kernels.spec",
+    "pallas_kernels.types",
 )
 
 

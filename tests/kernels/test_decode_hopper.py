@@ -1,6 +1,5 @@
 """The decoding kernel for Hopper, over contiguous keys and over pages: emulated, compiled without a GPU, refused."""
 
-import dataclasses
 import functools
 
 import jax
@@ -311,7 +310,7 @@ def test_of_contiguous_keys_the_forward_kernel_runs_the_rest(sizes, reason):
 
 
 def test_packing():
-    spec = lambda **sizes: dataclasses.replace(spec_of(S=4096), **sizes)
+    spec = lambda **sizes: spec_of(S=4096).replace(**sizes)
     paged = {"paging": Paging(64, 8193)}
     assert Packing.of(spec(Hq=32, Hkv=8, T=32, **paged)) == (4, 16)
     assert Packing.of(spec(Hq=5, Hkv=1, T=32, **paged)) == (5, 12)
@@ -326,7 +325,7 @@ def test_items_of_the_host_are_those_of_the_kernel(lengths, queries):
     """Of lengths that are known, without a mask: items, splits, slots."""
     R, indptr = len(lengths), np.arange(len(lengths) + 1, dtype=np.int32) * queries
     config = jflex.Config(interpret=True)
-    spec = dataclasses.replace(spec_of(B=R, T=R * queries, S=max(lengths), Hq=32, Hkv=8), config=config)
+    spec = spec_of(B=R, T=R * queries, S=max(lengths), Hq=32, Hkv=8).replace(config=config)
     work = for_hopper.work_of(16, 64, queries)
     extents = RequestExtents(indptr, np.array(lengths, np.int32))
     items, slots = for_hopper.items_on_host(spec, work, extents)

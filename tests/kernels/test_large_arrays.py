@@ -47,9 +47,9 @@ def test_pages_of_eight_bits_that_pallas_does_not_reach_are_refused(spec, is_ref
 
 def large(backend, **config):
     """A bias of 2 ** 31 elements, whose gradient is requested."""
-    spec = dataclasses.replace(spec_with("columns"), config=Config(**config))
+    spec = spec_with("columns").replace(config=Config(**config))
     mod = dataclasses.replace(spec.score_mod, operands=(((1 << 16, 1 << 15), "float32"),))
-    spec = dataclasses.replace(spec, score_mod=mod)
+    spec = spec.replace(score_mod=mod)
     return backends.get(backend).plan(spec, all_gradients(spec))
 
 

@@ -1,6 +1,5 @@
 """The latent kernel for Hopper: in the emulator against float64, compiled for an H200 without one, and its refusals."""
 
-import dataclasses
 import functools
 
 import jax
@@ -202,7 +201,7 @@ def paged_spec():
     from tests.support.specs import spec_of
 
     spec = spec_of(T=1, S=4096, Hq=128)
-    return dataclasses.replace(spec, D=576, Dv=512, paging=Paging(64, 8193), values_in_keys=True)
+    return spec.replace(D=576, Dv=512, paging=Paging(64, 8193), values_in_keys=True)
 
 
 # --- what is selected, and what is refused
@@ -273,5 +272,5 @@ def test_refuses(sizes, message):
 
 @pytest.mark.parametrize("option", [{"normalize": "none"}, {"stats": ("max",)}])
 def test_plan_refuses_what_mla_attention_does_not_take(option):
-    spec = dataclasses.replace(paged_spec(), dtype="bfloat16", **option)
+    spec = paged_spec().replace(dtype="bfloat16", **option)
     assert "neither dropout, statistics of rows nor weights without a softmax" in latent_plan.plan(spec).reason

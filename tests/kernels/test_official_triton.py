@@ -1,6 +1,5 @@
 """Official Triton as the compiler of the Triton kernels: source, limits, dispatch; and life without Pallas' own."""
 
-import dataclasses
 import importlib.metadata
 import importlib.util
 import os
@@ -196,7 +195,7 @@ def test_targets_of_devices_that_are_not_there(kind, found):
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
 def test_pages_of_a_dtype_that_the_device_lacks_are_refused(kind, refused, dtype):
     spec = spec_of(platform="gpu", device_kind=kind)
-    spec = dataclasses.replace(spec, paging=Paging(16, 4, dtype))
+    spec = spec.replace(paging=Paging(16, 4, dtype))
     found = limits.limit_of_compiler(spec, loads_e4m3=loads_e4m3(spec))
     expected = f"Triton loads float8_e4m3fn from compute capability 8.9 on, and {kind!r} has less"
     assert found == (expected if refused and dtype == "float8_e4m3fn" else None)

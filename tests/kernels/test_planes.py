@@ -1,7 +1,5 @@
 """Which captured arrays TMA loads as bias tiles in the Hopper kernels, and what is declared for them."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import pytest
@@ -79,8 +77,8 @@ def test_as_many_as_there_is_room_for(dtypes, D, count, transposed):
 
 def test_without_a_mod_or_shapes_there_are_none():
     spec = spec_with(plus(lambda b, h, q, k: (q, k)), ((1024, 2048), BF16))
-    assert bias_tiles.bias_loads(dataclasses.replace(spec, programs=Programs())) == ()
-    assert bias_tiles.bias_loads(dataclasses.replace(spec, score_mod=None)) == ()
+    assert bias_tiles.bias_loads(spec.replace(programs=Programs())) == ()
+    assert bias_tiles.bias_loads(spec.replace(score_mod=None)) == ()
 
 
 @pytest.mark.parametrize(("taken", "stages"), [(0, 3), (smem.LIMIT - 80_000, 2), (smem.LIMIT - 40_000, 1)])

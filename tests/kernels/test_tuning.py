@@ -55,7 +55,7 @@ class TestLookUp:
         spec = spec_of(T=512, platform="gpu", device_kind="NVIDIA H200", blocks=given)
         choice = mosaic_plan.plan(spec, None).forward
         assert (choice.source, choice.tiles == tiles) == (("table", True) if taken else ("rule", False))
-        by_user = mosaic_plan.plan(dataclasses.replace(spec, config=GIVEN), None).forward
+        by_user = mosaic_plan.plan(spec.replace(config=GIVEN), None).forward
         assert by_user == TileChoice(GIVEN.forward, "config")
 
     @pytest.mark.parametrize(("device", "name"), [

@@ -12,7 +12,7 @@ import jflex
 from flax_layers.nnx import MultiHeadLatentAttention
 from jflex.paged import LatentCache, PagedBatch, copy_pages, copy_slots, write_latent
 from pallas_kernels.mosaic_gpu.plan.limits import limit_of_machine
-from pallas_kernels.spec import AttentionSpec, Paging
+from pallas_kernels.spec import Paging
 from pallas_kernels.triton.plan.limits import limit_of_device
 from tests.cases import mask_pairs, paged_cases, score_pairs
 from tests.cases.paged_cases import MIXED, slopes
@@ -20,6 +20,7 @@ from tests.latent.test_mla import latent_case
 from tests.support import eight_bits_model as model
 from tests.support import evaluation, paged_evaluation
 from tests.support.paged_evaluation import options_of, run
+from tests.support.specs import spec_of
 
 E4M3 = "float8_e4m3fn"
 INT = functools.partial(jnp.asarray, dtype=jnp.int32)
@@ -285,9 +286,8 @@ def test_wrong_calls(provoke, error, message):
 
 
 def test_devices_that_lack_it():
-    sizes = {"B": 1, "T": 1, "S": 64, "Hq": 4, "Hkv": 1, "D": 576, "Dv": 512, "Bkv": 1, "scale": 1.0}
-    spec = functools.partial(AttentionSpec, **sizes, dtype="bfloat16", platform="gpu", values_in_keys=True)
-    spec = functools.partial(spec, paging=Paging(64, 8, dtype=E4M3))
+    sizes = {"B": 1, "T": 1, "S": 64, "Hq": 4, "Hkv": 1, "D": 576, "Dv": 512}
+    spec = functools.partial(spec_of, **sizes, platform="gpu", paging=Paging(64, 8, E4M3, values_in_keys=True))
     reason = limit_of_device(spec(device_kind="NVIDIA A100-SXM4-80GB"))
     assert str(reason).endswith("this is NVIDIA A100-SXM4-80GB (take bfloat16)")
     assert limit_of_device(spec(device_kind="NVIDIA H200")) is None

@@ -10,11 +10,12 @@ import pytest
 import jflex
 from flax_layers.nnx import EightBitCache
 from jflex.paged import PagedBatch, PagedCache, clear_unused, copy_pages, copy_slots, write
-from pallas_kernels.spec import AttentionSpec, Paging
+from pallas_kernels.spec import Paging
 from pallas_kernels.triton.plan.limits import limit_of_device
 from tests.cases import paged_cases
 from tests.support import eight_bits_model as model
 from tests.support import evaluation, paged_evaluation
+from tests.support.specs import spec_of
 
 NAMES = list(model.LARGEST)
 BACKENDS = ["reference", "xla", "triton-interpret", pytest.param("triton", marks=pytest.mark.gpu)]
@@ -263,10 +264,8 @@ def test_accuracy(name, of):
 )  # fmt: skip
 @pytest.mark.parametrize("name", NAMES)
 def test_devices_without_e4m3(name, device, lacks):
-    sizes = {"B": 1, "T": 1, "S": 64, "Hq": 4, "Hkv": 2, "D": 64, "Dv": 64, "Bkv": 1, "scale": 1.0}
-    spec = AttentionSpec(
-        **sizes, dtype="bfloat16", platform="gpu", device_kind=device, paging=Paging(64, 8, dtype=name)
-    )
+    sizes = {"B": 1, "T": 1, "S": 64, "Hq": 4, "Hkv": 2}
+    spec = spec_of(**sizes, platform="gpu", device_kind=device, paging=Paging(64, 8, dtype=name))
     reason = limit_of_device(spec)
     if lacks and name == "float8_e4m3fn":
         assert reason == f"its compiler converts float8_e4m3fn from Ada and Hopper on, and this is {device} (take int8)"

@@ -1,14 +1,16 @@
 """Specs for tests of parts that take one."""
 
 from jflex.backends.gpu import mosaic_gpu, triton
-from pallas_kernels.spec import AttentionSpec
+from pallas_kernels.spec import AttentionSpec, Device, Numerics, Sizes
 
 
 def spec_of(**fields) -> AttentionSpec:
     """A dense call of small sizes on a CPU, with some fields set; S is T and Hkv is Hq unless given."""
-    plain = {"B": 1, "T": 256, "Hq": 2, "D": 64, "dtype": "bfloat16", "scale": 0.125, "platform": "cpu"} | fields
-    sizes = {"S": plain["T"], "Hkv": plain["Hq"], "Dv": plain["D"], "Bkv": plain["B"], "device_kind": ""}
-    return AttentionSpec(**(sizes | plain))
+    plain = {"B": 1, "T": 256, "Hq": 2, "D": 64} | fields
+    others = {"S": plain["T"], "Hkv": plain["Hq"], "Dv": plain["D"], "Bkv": plain["B"]}
+    sizes = Sizes(**{name: (others | plain)[name] for name in Sizes._fields})
+    spec = AttentionSpec(sizes=sizes, numerics=Numerics("bfloat16", 0.125), device=Device("cpu", ""))
+    return spec.replace(**fields)
 
 
 def forget_plans() -> None:

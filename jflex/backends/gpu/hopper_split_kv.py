@@ -6,7 +6,6 @@ recompute what masked NaN reached.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from typing import TYPE_CHECKING
 
@@ -82,7 +81,7 @@ def attend_paged(spec: AttentionSpec, inputs: PagedInputs) -> Saved:
     own, work = plan.kernels
     arrays = triton.paged_operands(inputs)
     extents = arrays.indptr, arrays.lengths
-    items, sizes = triton.items_for_hopper(own.spec, work, extents, arrays.mask_operands)
+    items, sizes = triton.items_for_hopper(own.spec, work, extents, arrays.captured.mask)
     run = _attend_latent if spec.values_in_keys else _attend_pages
     result = triton.merge_for_hopper(own.spec, work, extents, run(own, arrays, items, sizes))
     return Saved(*(triton.repair_paged(spec, arrays, result) if own.spec.needs_marks else result))
@@ -95,8 +94,7 @@ def _attend_latent(
     from pallas_kernels.mosaic_gpu.latent import kernel
 
     rows = arrays.key.reshape(*arrays.key.shape[:2], -1)
-    captured = arrays.score_operands, arrays.mask_operands
-    operands = kernel.LatentOperands(arrays.query, rows, arrays.table, arrays.first_page, items, *captured)
+    operands = kernel.LatentOperands(arrays.query, rows, arrays.table, arrays.first_page, items, arrays.captured)
     return kernel.attend(own.spec, own.heads, split_kv.Sizes(*sizes), operands)
 
 
@@ -107,8 +105,7 @@ def _attend_pages(
     from pallas_kernels.mosaic_gpu.decode import kernel
 
     pages = arrays.table, arrays.first_page
-    captured = arrays.score_operands, arrays.mask_operands
-    operands = kernel.DecodeOperands(arrays.query, arrays.key, arrays.value, *pages, items, *captured)
+    operands = kernel.DecodeOperands(arrays.query, arrays.key, arrays.value, *pages, items, arrays.captured)
     return kernel.attend(own.spec, own.packing, split_kv.Sizes(*sizes), operands)
 
 
@@ -123,12 +120,12 @@ def decode(spec: AttentionSpec, inputs: Inputs) -> Saved:
     plan = plan_decode(spec)
     assert isinstance(plan, Plan), plan
     (own, work), arrays = plan.kernels, operands_of(inputs)
-    packed = dataclasses.replace(own.spec, T=spec.B * spec.T)  # to the plan and the merge
+    packed = own.spec.replace(T=spec.B * spec.T)  # to the plan and the merge
     indptr, lengths = np.arange(spec.B + 1, dtype=np.int32) * spec.T, inputs.kv_lengths
     extents = indptr, np.full(spec.B, spec.S, np.int32) if lengths is None else lengths
-    items, sizes = triton.items_for_hopper(packed, work, extents, arrays.mask_operands, per_request=spec.T)
-    captured, query = (arrays.score_operands, arrays.mask_operands), _packed(spec, arrays.query)
-    operands = kernel.DecodeOperands(query, arrays.key, arrays.value, None, None, items, *captured)
+    items, sizes = triton.items_for_hopper(packed, work, extents, arrays.captured.mask, per_request=spec.T)
+    query = _packed(spec, arrays.query)
+    operands = kernel.DecodeOperands(query, arrays.key, arrays.value, None, None, items, arrays.captured)
     found = kernel.attend(own.spec, own.packing, split_kv.Sizes(*sizes), operands)
     out, lse = triton.merge_for_hopper(packed, work, extents, found)
     by_batch = lambda x: x.reshape(spec.B, spec.T, *x.shape[1:])

@@ -70,7 +70,7 @@ class MosaicGpu(Backend):
     ) -> Gradients:
         """Runs the backward kernels, and those of `triton` for the gradients that these do not compute."""
         if d_saved.entropy is None:  # nothing of the statistics is differentiated
-            spec = dataclasses.replace(spec, stats=())
+            spec = spec.replace(stats=())
         own = _own(spec, requested)
         rest = None
         if own.left is not None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import jax
+
 from jflex.backends.base import Gradients, Inputs
 from pallas_kernels.plan import GradientRequest
 from pallas_kernels.spec import Operands, as_int8
@@ -15,9 +17,7 @@ if TYPE_CHECKING:
 def operands_of(inputs: Inputs) -> Operands:
     """The arrays; booleans that mods capture as int8."""
     lists = None if inputs.lists is None else tuple(inputs.lists)
-    captured = (tuple(map(as_int8, group)) for group in (inputs.score_operands, inputs.mask_operands))
-    arrays = Operands(inputs.query, inputs.key, inputs.value, lists, *captured)
-    return arrays._replace(dropout_operands=inputs.dropout_operands)
+    return Operands(inputs.query, inputs.key, inputs.value, lists, jax.tree.map(as_int8, inputs.captured))
 
 
 def requested_gradients(result: KernelGradients, requested: GradientRequest) -> Gradients:

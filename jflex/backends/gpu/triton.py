@@ -24,8 +24,7 @@ from pallas_kernels.triton.plan.limits import MAX_DECODED, MIN_TILE, decodes, li
 from pallas_kernels.triton.plan.limits import loads_e4m3 as loads_e4m3
 
 if TYPE_CHECKING:
-    from pallas_kernels.gradients import Entropy
-    from pallas_kernels.marks import Repairs
+    from pallas_kernels.gradients import Entropy, Repairs
     from pallas_kernels.program.build import Derivative
     from pallas_kernels.triton.paged.work import PagedOperands, Work
     from pallas_kernels.triton.plan import plan as triton_plan
@@ -52,7 +51,7 @@ class TritonKernels(Backend):
 
     def own(self, spec: AttentionSpec) -> AttentionSpec:
         """The call, compiled by this compiler."""
-        return spec if spec.compiler == self.compiler else dataclasses.replace(spec, compiler=self.compiler)
+        return spec if spec.device.compiler == self.compiler else spec.replace(compiler=self.compiler)
 
     @isolated_trace
     def forward(self, spec: AttentionSpec, inputs: Inputs | PagedInputs) -> Saved:
@@ -167,7 +166,7 @@ def _entropy(saved: Saved, d_saved: SavedCotangents) -> Entropy | None:
 def repair_forward(
     spec: AttentionSpec, operands: Operands, result: tuple[jax.Array, jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
-    """Out and lse of the Hopper kernels, with the marked rows recomputed (`pallas_kernels.marks`)."""
+    """Out and lse of the Hopper kernels, with the marked rows recomputed (`pallas_kernels.softmax.mark`)."""
     from pallas_kernels.triton import repairs
 
     return repairs.forward(spec, operands, result)
@@ -231,14 +230,7 @@ def paged_operands(inputs: PagedInputs) -> PagedOperands[jax.Array]:
     """The arrays of a paged call; booleans that mods capture as int8."""
     from pallas_kernels.triton.paged.work import PagedOperands
 
-    captured = (tuple(map(as_int8, group)) for group in inputs[7:12])
-    return PagedOperands(
-        *inputs[:7],
-        *captured,
-        key_scale=inputs.key_scale,
-        value_scale=inputs.value_scale,
-        rope_key=inputs.rope_key,
-    )
+    return PagedOperands(*inputs._replace(captured=jax.tree.map(as_int8, inputs.captured)))
 
 
 # --- what the Hopper kernels with split-KV leave to these
@@ -304,7 +296,7 @@ def count_splits_for_hopper(spec: AttentionSpec, work: Work, indptr: np.ndarray,
 
 
 def repair_paged(spec: AttentionSpec, arrays: PagedOperands[jax.Array], result: list[jax.Array]) -> list[jax.Array]:
-    """Out and lse of a Hopper kernel for pages, with the marked rows recomputed (`pallas_kernels.marks`)."""
+    """Out and lse of a Hopper kernel for pages, with the marked rows recomputed (`pallas_kernels.softmax.mark`)."""
     from pallas_kernels.triton.paged.kernel import repair
 
     planned = _planned(spec, None)

@@ -50,7 +50,7 @@ class Backward:
         self.vectors = jax.tree.map(lambda x: self.walk.padded(x, "BNTH"), vectors)
         self.is_clean = self.walk.is_partial is False or all_finite(d_saved.out)
         self.captured = (
-            None if spec.score_mod is None else CapturedGradients.from_walk(self.walk, inputs.score_operands)
+            None if spec.score_mod is None else CapturedGradients.from_walk(self.walk, inputs.captured.score)
         )
 
     def run(self) -> Gradients:
@@ -63,7 +63,7 @@ class Backward:
             "value": walk.zero_keys(spec.Dv, dtype) if requested.value else None,
             "operands": [
                 jnp.zeros(x.size, jnp.float32) if want else None
-                for x, want in zip(self.inputs.score_operands, requested.score_operands, strict=True)
+                for x, want in zip(self.inputs.captured.score, requested.score_operands, strict=True)
             ],
         }
 
@@ -81,7 +81,7 @@ class Backward:
         joined = lambda x: None if x is None else walk.joined_keys(x)
         operands = tuple(
             None if g is None else g.reshape(x.shape)
-            for g, x in zip(grads["operands"], self.inputs.score_operands, strict=True)
+            for g, x in zip(grads["operands"], self.inputs.captured.score, strict=True)
         )
         d_value = None if grads["value"] is None else scaled_up(grads["value"], spec)
         return Gradients(d_query, joined(grads["key"]), joined(d_value), operands)

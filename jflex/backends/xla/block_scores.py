@@ -39,6 +39,6 @@ def modified(walk: Walk, inputs: Inputs, raw: jax.Array, unit: Unit, column: jax
     if walk.spec.score_mod is None:
         return raw
     indices = walk.indices(unit, column)
-    return evaluate(walk.spec.score_mod, inputs.score_operands, raw.astype(jnp.float32), indices, walk.axes).astype(
+    return evaluate(walk.spec.score_mod, inputs.captured.score, raw.astype(jnp.float32), indices, walk.axes).astype(
         raw.dtype
     )

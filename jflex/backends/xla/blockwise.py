@@ -89,8 +89,8 @@ class Walk:
         lists = inputs.lists
         if spec.blocks is not None and lists is not None:
             size = min(spec.blocks.size[0], spec.T), spec.blocks.size[1]  # no more queries than there are
-            return cls(spec, lists, inputs.mask_operands, size, order, kv_lengths)
-        return cls(spec, None, inputs.mask_operands, size, order, None)
+            return cls(spec, lists, inputs.captured.mask, size, order, kv_lengths)
+        return cls(spec, None, inputs.captured.mask, size, order, None)
 
     @property
     def list_batch(self) -> int:

@@ -17,7 +17,7 @@ def kept_weights(walk: Walk, inputs: Inputs, unit: Unit, column: jax.Array) -> j
     dropout = walk.spec.dropout
     if dropout is None:
         return None
-    mod = functools.partial(dropout.mod, inputs.dropout_operands)
+    mod = functools.partial(dropout.mod, inputs.captured.dropout)
     return over_block(mod, (), walk.indices(unit, column), walk.axes)
 
 

@@ -121,21 +121,21 @@ def _tile(p: AttentionSpec, inputs: PagedInputs, count: int, request: jax.Array,
     def step(number: jax.Array, state: softmax.SoftmaxState) -> softmax.SoftmaxState:
         j = number * KEYS + jnp.arange(KEYS, dtype=jnp.int32)
         exists, j = j < length, jnp.minimum(j, p.S - 1)
-        of_key = _Source(inputs.key, inputs.key_scale, p.key_mod, inputs.key_operands)
+        of_key = _Source(inputs.key, inputs.key_scale, p.key_mod, inputs.captured.key)
         k = _rows(p, inputs, of_key, request, j, exists)
-        of_value = _Source(inputs.value, inputs.value_scale, p.value_mod, inputs.value_operands)
+        of_value = _Source(inputs.value, inputs.value_scale, p.value_mod, inputs.captured.value)
         v = k[..., : p.Dv] if p.values_in_keys else _rows(p, inputs, of_value, request, j, exists)
         s = jnp.einsum("kgqd,skd->kgqs", q, k, precision=p.precision, preferred_element_type=exact) * p.scale
         at = (request, h.reshape(p.Hkv, p.group), n, j)
         if p.score_mod is not None:
-            score = functools.partial(p.score_mod, inputs.score_operands)
+            score = functools.partial(p.score_mod, inputs.captured.score)
             s = over_block(score, (s.astype(jnp.float32),), at, _AXES).astype(exact)
         visible = exists[None, None, None]  # [Hkv, group, count, KEYS]
         if p.mask_mod is not None:
-            visible = visible & over_block(functools.partial(p.mask_mod, inputs.mask_operands), (), at, _AXES)
+            visible = visible & over_block(functools.partial(p.mask_mod, inputs.captured.mask), (), at, _AXES)
         kept = None
         if p.dropout is not None:
-            kept = over_block(functools.partial(p.dropout.mod, inputs.dropout_operands), (), at, _AXES)
+            kept = over_block(functools.partial(p.dropout.mod, inputs.captured.dropout), (), at, _AXES)
         return _accumulate(state, s, v, visible, kept, p)
 
     begin, end = walk_of(p, inputs, request, n, h, length, KEYS)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -39,7 +38,7 @@ def walk_of(
 
     rows = jnp.stack([x.reshape(-1) for x in jnp.meshgrid(n, h, indexing="ij")])
     indices = {"b": request, "q": rows[0], "h": rows[1]}
-    space = _space(inputs.mask_operands, rows.shape[1])
+    space = _space(inputs.captured.mask, rows.shape[1])
     known = Evaluation(space, {node: indices[node.value] for node in program.arguments if node.value in indices})
     tiles = -(-p.S // tile)
     run = -(-tiles // MOST_JUDGED)
@@ -53,9 +52,9 @@ def walk_of(
 @isolated_trace
 def _mask_program(p: AttentionSpec) -> Program | None:
     """The kernel program of the mask, with heads in rows; None if there is none."""
-    from pallas_kernels.program.programs import with_programs
+    from pallas_kernels.plan import with_programs
 
-    planned = with_programs(dataclasses.replace(p, score_mod=None, heads_in_rows=True))
+    planned = with_programs(p.replace(score_mod=None, heads_in_rows=True))
     return None if isinstance(planned, Refusal) else planned.programs.mask
 
 

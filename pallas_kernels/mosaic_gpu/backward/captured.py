@@ -100,7 +100,7 @@ def captured(
     static = Static.of(spec, tiles, arrays, derivative, groups)
     declared = declare(spec, work, arrays.query.dtype, with_query=with_query)
     assert declared is not None  # the plan has checked
-    bias = [] if declared.bias is None else [x.of(arrays.score_operands) for x in bias_tiles.bias_loads(spec)]
+    bias = [] if declared.bias is None else [x.of(arrays.captured.score) for x in bias_tiles.bias_loads(spec)]
     states = None if spec.block_size is None else block_walk.states(spec, arrays.lists or ())
     splits, _, _, row_tiles, column_tiles = work.grid(spec)
     d_query = None

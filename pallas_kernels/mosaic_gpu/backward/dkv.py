@@ -21,7 +21,6 @@ from jax.experimental.pallas import mosaic_gpu as plg
 from pallas_kernels import block_walk
 from pallas_kernels.config import Tiles
 from pallas_kernels.gradients import Rows
-from pallas_kernels.marks import mark
 from pallas_kernels.mosaic_gpu import smem
 from pallas_kernels.mosaic_gpu.backward.stream import (
     KEY,
@@ -40,6 +39,7 @@ from pallas_kernels.mosaic_gpu.score.tile import TILE
 from pallas_kernels.mosaic_gpu.tile_order import Grid
 from pallas_kernels.program.build import Derivative
 from pallas_kernels.program.cotangents import LoadGroups
+from pallas_kernels.softmax import mark
 from pallas_kernels.spec import AttentionSpec, Operands
 from pallas_kernels.types import Accumulator, Axis, Index, Location, Ref, S
 
@@ -109,7 +109,7 @@ def _launched(
     of_batch = lambda x: jax.ShapeDtypeStruct((spec.B, *x.shape[1:]), x.dtype)
     declared = declare(spec, tiles, arrays.key.dtype, groups, one_pass=one_pass)
     loads = () if declared.stream.bias is None else bias_tiles.bias_loads(spec, transposed=True)
-    bias = [load.of(arrays.score_operands) for load in loads]
+    bias = [load.of(arrays.captured.score) for load in loads]
     outs = launch(
         functools.partial(_kernel, static),
         (flatten_captured(arrays), order, row_stats, d_query, bias),

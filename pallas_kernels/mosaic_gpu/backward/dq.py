@@ -21,7 +21,6 @@ from jax.typing import DTypeLike
 from pallas_kernels import block_walk
 from pallas_kernels.config import Tiles
 from pallas_kernels.gradients import Rows, score_mod_vjp, weights_vjp
-from pallas_kernels.marks import mark
 from pallas_kernels.mosaic_gpu import padding, smem
 from pallas_kernels.mosaic_gpu.backward.stream import (
     DELTA,
@@ -42,6 +41,7 @@ from pallas_kernels.mosaic_gpu.score.tile import ROW
 from pallas_kernels.mosaic_gpu.tile_order import Grid
 from pallas_kernels.program.build import Derivative
 from pallas_kernels.program.cotangents import LoadGroups
+from pallas_kernels.softmax import mark
 from pallas_kernels.spec import AttentionSpec, Operands
 from pallas_kernels.types import Accumulator, Index, Location, Ref
 
@@ -146,7 +146,7 @@ def dq(
     zeros = bias_gradients.zeros(spec, groups.stores)
     whole = [n for n, ref in zip(groups.stores, zeros, strict=True) if ref is None]
     loads = () if declared.bias is None else bias_tiles.bias_loads(spec)
-    bias = [load.of(arrays.score_operands) for load in loads]
+    bias = [load.of(arrays.captured.score) for load in loads]
     d_query, *sums = launch(
         functools.partial(_kernel, static),
         (

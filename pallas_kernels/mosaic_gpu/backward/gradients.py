@@ -21,8 +21,15 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from pallas_kernels.config import Tiles
-from pallas_kernels.gradients import Gradients, RequestedGradients, collect, row_statistics, sum_batch, sum_gradients
-from pallas_kernels.marks import Repairs
+from pallas_kernels.gradients import (
+    Gradients,
+    Repairs,
+    RequestedGradients,
+    collect,
+    row_statistics,
+    sum_batch,
+    sum_gradients,
+)
 from pallas_kernels.mosaic_gpu import padding
 from pallas_kernels.mosaic_gpu.backward import captured as backward_captured
 from pallas_kernels.mosaic_gpu.backward import captured_work, walk
@@ -129,7 +136,7 @@ def tiles_for(spec: AttentionSpec, *, one_pass: bool) -> BackwardTiles | None:
 
 def _padded(spec: AttentionSpec) -> AttentionSpec:
     D, Dv = padding.head_sizes(spec, jnp.bfloat16)  # float16 is as wide
-    return dataclasses.replace(spec, D=D, Dv=Dv)
+    return spec.replace(D=D, Dv=Dv)
 
 
 def declare(
@@ -185,7 +192,7 @@ def backward(
     unpadded, (spec, arrays) = spec, padding.padded(spec, arrays)
     rows = rows._replace(d_out=padding.pad_rows(spec, rows.d_out, spec.Dv))
     assert unsupported_groups(spec, groups) is None  # the plan has checked
-    gradients: dict[int, list[jax.Array]] = {i: [] for i in range(len(arrays.score_operands))}
+    gradients: dict[int, list[jax.Array]] = {i: [] for i in range(len(arrays.captured.score))}
     d_query = d_key = d_value = None
     summed = [captured_work.Work.of(spec, tiles.captured, x) for x in groups.repeated] if tiles.captured else []
     query_by_captured = bool(summed) and tiles.dq is None and requested.query

@@ -43,7 +43,7 @@ class Static(NamedTuple):
     tiles: Tiles
     derivative: Derivative | None
     groups: LoadGroups
-    captured: scores.Captured
+    captured: scores.CapturedShapes
     sums: tuple[str, ...] = (KEY, VALUE)
 
     @classmethod
@@ -56,7 +56,7 @@ class Static(NamedTuple):
         groups: LoadGroups,
     ) -> Static:
         """From the operands of the call, for both dK and dV."""
-        captured = scores.Captured.of(arrays)
+        captured = scores.CapturedShapes.of(arrays)
         return cls(spec, tiles, derivative, groups, captured)
 
     def of_sum(self, name: str) -> Static:
@@ -68,7 +68,7 @@ class Static(NamedTuple):
     def bias(self, arrays: Operands[Ref], refs: Sequence[Ref], *, transposed: bool = False) -> bias_tiles.BiasTiles:
         """The bias tiles that TMA loads; `refs` are empty if they do not fit."""
         loads = bias_tiles.bias_loads(self.spec, transposed=transposed) if refs else ()
-        return bias_tiles.BiasTiles(self.spec, self.tiles, arrays.score_operands, loads, refs)
+        return bias_tiles.BiasTiles(self.spec, self.tiles, arrays.captured.score, loads, refs)
 
     @property
     def warp_groups(self) -> int:

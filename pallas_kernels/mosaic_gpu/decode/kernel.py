@@ -22,7 +22,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plg
 from jax.typing import DTypeLike
 
-from pallas_kernels.marks import mark
 from pallas_kernels.mosaic_gpu import smem, split_kv
 from pallas_kernels.mosaic_gpu.decode import step
 from pallas_kernels.mosaic_gpu.decode.sizes import (
@@ -39,7 +38,8 @@ from pallas_kernels.mosaic_gpu.score import global_rows, inline_ptx, key_tail
 from pallas_kernels.mosaic_gpu.score.tile import ROW, TILE
 from pallas_kernels.mosaic_gpu.split_kv import CONSUMERS
 from pallas_kernels.mosaic_gpu.work_items import TILE_KEYS, Item, PageRows, page_rows, pieces_of_tile
-from pallas_kernels.spec import AttentionSpec, Operands
+from pallas_kernels.softmax import mark
+from pallas_kernels.spec import AttentionSpec, Captured, Operands
 from pallas_kernels.types import A, Axis, Ref
 
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = 216, 72  # the producer has addresses of pages; consumers hold 64 keys
@@ -56,8 +56,6 @@ class DecodeOperands(NamedTuple, Generic[A]):
       table: int32 [R, max_pages], the page table; None for a dense call.
       first_page: int32 [1], the first page of the layer; None for a dense call.
       items: int32 [items, 8], the work items (`pallas_kernels.mosaic_gpu.work_items`).
-      score_operands: Captured arrays of the score mod; booleans as int8.
-      mask_operands: Captured arrays of the mask mod; booleans as int8.
     """
 
     query: A
@@ -66,12 +64,11 @@ class DecodeOperands(NamedTuple, Generic[A]):
     table: A | None
     first_page: A | None
     items: A
-    score_operands: tuple[A, ...]
-    mask_operands: tuple[A, ...]
+    captured: Captured[A]
 
     def of_mods(self) -> Operands[A]:
         """What scores are computed from, in the form in which all kernels take it."""
-        return Operands(self.query, self.key, self.value, None, self.score_operands, self.mask_operands)
+        return Operands(self.query, self.key, self.value, None, self.captured)
 
 
 class Scratch(NamedTuple):

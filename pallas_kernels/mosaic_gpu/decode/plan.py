@@ -14,8 +14,7 @@ from pallas_kernels.mosaic_gpu.decode.sizes import Packing, stages_of
 from pallas_kernels.mosaic_gpu.plan.limits import MAX_HEAD_SIZE, limit_of_captured
 from pallas_kernels.mosaic_gpu.plan.support import limit_of_mods
 from pallas_kernels.mosaic_gpu.work_items import TILE_KEYS, TILED_ROWS, limit_of_pages
-from pallas_kernels.plan import Refusal
-from pallas_kernels.program.programs import with_programs
+from pallas_kernels.plan import Refusal, with_programs
 from pallas_kernels.spec import AttentionSpec
 
 _STEP = 16  # columns of a head: K of a wgmma
@@ -56,7 +55,7 @@ def plan(spec: AttentionSpec) -> DecodePlan | Refusal:
     reason = _limit(spec) or limit_of_captured(spec)
     if reason is not None:
         return Refusal(reason)
-    made = with_programs(dataclasses.replace(spec, heads_in_rows=True))
+    made = with_programs(spec.replace(heads_in_rows=True))
     if isinstance(made, Refusal):
         return made
     missing = limit_of_mods(made)

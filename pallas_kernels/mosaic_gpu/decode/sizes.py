@@ -24,9 +24,10 @@ MIN_ROWS = 16
 def stages_of(spec: AttentionSpec) -> int:
     """Stages of the ring; even, so that each has one consumer warp group that reads it.
 
-    >>> from pallas_kernels.spec import AttentionSpec
-    >>> sizes = dict(B=1, T=1, S=64, Hq=1, Hkv=1, Bkv=1, dtype="bfloat16", scale=1.0, platform="gpu", device_kind="")
-    >>> [stages_of(AttentionSpec(D=D, Dv=D, **sizes)) for D in (64, 128, 256)]
+    >>> from pallas_kernels.spec import AttentionSpec, Device, Numerics, Sizes
+    >>> parts = {"numerics": Numerics(dtype="bfloat16", scale=1.0), "device": Device("gpu", "")}
+    >>> sizes = {"B": 1, "T": 1, "S": 64, "Hq": 1, "Hkv": 1, "Bkv": 1}
+    >>> [stages_of(AttentionSpec(sizes=Sizes(D=D, Dv=D, **sizes), **parts)) for D in (64, 128, 256)]
     [8, 4, 2]
     """
     fit = RING_BYTES // (TILE_KEYS * (spec.D + spec.Dv) * ITEMSIZE)

@@ -106,7 +106,7 @@ def _grid(spec: AttentionSpec, tiles: Tiles) -> Grid:
 def forward(spec: AttentionSpec, tiles: Tiles, arrays: Operands[jax.Array]) -> tuple[jax.Array, ...]:
     """Computes out, in the layout of the query and the dtype of the value, lse and `spec.stats`, float32 [B, Hq, T].
 
-    With a mask, the lse is NaN where the output must be repaired (`pallas_kernels.marks`).
+    With a mask, the lse is NaN where the output must be repaired (`pallas_kernels.softmax.mark`).
 
     Args:
       spec: The spec.
@@ -119,9 +119,9 @@ def forward(spec: AttentionSpec, tiles: Tiles, arrays: Operands[jax.Array]) -> t
     spec, arrays = padding.padded(spec, arrays)
     grid, scratch = _grid(spec, tiles), declare(spec, tiles, arrays.value.dtype)
     is_persistent = scratch.tile_ids is not None
-    captured = scores.Captured.of(arrays)
+    captured = scores.CapturedShapes.of(arrays)
     bias_refs = (
-        [load.of(arrays.score_operands) for load in bias_tiles.bias_loads(spec)] if scratch.has_bias_tiles else []
+        [load.of(arrays.captured.score) for load in bias_tiles.bias_loads(spec)] if scratch.has_bias_tiles else []
     )
     of_out = jax.ShapeDtypeStruct((*arrays.query.shape[:3], spec.Dv), arrays.value.dtype)
     of_rows = jax.ShapeDtypeStruct((spec.B, spec.Hq, grid.tiles * tiles.block_q), jnp.float32)
@@ -140,7 +140,7 @@ def forward(spec: AttentionSpec, tiles: Tiles, arrays: Operands[jax.Array]) -> t
 def _kernel(
     spec: AttentionSpec,
     tiles: Tiles,
-    captured: scores.Captured,
+    captured: scores.CapturedShapes,
     cta_id: Index,
     inputs: tuple[
         Operands[Ref], Ref | None, Ref | None, list[Ref]
@@ -153,7 +153,7 @@ def _kernel(
     row_at = lambda b, h, i: (b, h, block_walk.row_at(spec, order, b, h, i, tile_scheduler.grid.tiles))
     group, groups = lax.axis_index(WARP_GROUP), tiles.num_warps // 4
     loads = bias_tiles.bias_loads(spec) if bias_refs else ()
-    bias = bias_tiles.BiasTiles(spec, tiles, arrays.score_operands, loads, bias_refs)
+    bias = bias_tiles.BiasTiles(spec, tiles, arrays.captured.score, loads, bias_refs)
     static = Static(spec, tiles, captured, arrays, bias, outputs, scratch, row_at)
     pl.when(group == groups)(lambda: _produce(static, tile_scheduler))
     pl.when(group < groups)(lambda: _consume(static, tile_scheduler, group))
@@ -176,7 +176,7 @@ class Static(NamedTuple):
 
     spec: AttentionSpec
     tiles: Tiles
-    captured: scores.Captured
+    captured: scores.CapturedShapes
     arrays: Operands[Ref]
     bias: bias_tiles.BiasTiles
     outputs: tuple[Ref, ...]

@@ -13,13 +13,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plg
 from jax.typing import DTypeLike
 
-from pallas_kernels.marks import mark
 from pallas_kernels.mosaic_gpu.pipeline import PingPong, Ring
 from pallas_kernels.mosaic_gpu.plan.cost import fits_beside_gemm, has_spare_registers, uses_sfu
 from pallas_kernels.mosaic_gpu.score import inline_ptx, scores
 from pallas_kernels.mosaic_gpu.score.tile import ROW, TILE
 from pallas_kernels.program import patterns
-from pallas_kernels.softmax import LEAST_EXPONENT
+from pallas_kernels.softmax import LEAST_EXPONENT, mark
 from pallas_kernels.spec import LN_2, LOG2_E, AttentionSpec
 from pallas_kernels.types import Accumulator, Index, Ref, RegisterLayout
 

@@ -32,7 +32,7 @@ from pallas_kernels.mosaic_gpu.pipeline import CONSUMER_REGISTERS, PRODUCER_REGI
 from pallas_kernels.mosaic_gpu.score import global_rows
 from pallas_kernels.mosaic_gpu.split_kv import CONSUMERS
 from pallas_kernels.mosaic_gpu.work_items import TILE_KEYS, Item, PageRows, page_rows, pieces_of_tile
-from pallas_kernels.spec import AttentionSpec, Operands
+from pallas_kernels.spec import AttentionSpec, Captured, Operands
 from pallas_kernels.types import A, Axis, Ref
 
 PAIRS_PREFETCHED = 1  # of tiles of keys, into the L2 cache, before the pair that is loaded
@@ -47,8 +47,6 @@ class LatentOperands(NamedTuple, Generic[A]):
       table: int32 [R, max_pages], the page table.
       first_page: int32 [1], the first page of the layer.
       items: int32 [items, 8], the work items (`pallas_kernels.mosaic_gpu.work_items`).
-      score_operands: Captured arrays of the score mod; booleans as int8.
-      mask_operands: Captured arrays of the mask mod; booleans as int8.
     """
 
     query: A
@@ -56,12 +54,11 @@ class LatentOperands(NamedTuple, Generic[A]):
     table: A
     first_page: A
     items: A
-    score_operands: tuple[A, ...]
-    mask_operands: tuple[A, ...]
+    captured: Captured[A]
 
     def of_mods(self) -> Operands[A]:
         """What scores are computed from, in the form in which all kernels take it."""
-        return Operands(self.query, self.rows, self.rows, None, self.score_operands, self.mask_operands)
+        return Operands(self.query, self.rows, self.rows, None, self.captured)
 
 
 class Scratch(NamedTuple):

@@ -14,8 +14,7 @@ from pallas_kernels.mosaic_gpu.latent.sizes import Heads
 from pallas_kernels.mosaic_gpu.plan.limits import limit_of_captured
 from pallas_kernels.mosaic_gpu.plan.support import limit_of_mods
 from pallas_kernels.mosaic_gpu.work_items import TILE_KEYS, limit_of_pages
-from pallas_kernels.plan import Refusal
-from pallas_kernels.program.programs import with_programs
+from pallas_kernels.plan import Refusal, with_programs
 from pallas_kernels.spec import AttentionSpec
 
 MAX_HALF = 256  # columns of the output that a consumer warp group holds: half of its registers
@@ -56,7 +55,7 @@ def plan(spec: AttentionSpec) -> LatentPlan | Refusal:
     if reason is not None:
         return Refusal(reason)
     heads = Heads.of(spec.Hq)
-    made = with_programs(dataclasses.replace(spec, heads_in_rows=True, Hkv=heads.groups))
+    made = with_programs(spec.replace(heads_in_rows=True, Hkv=heads.groups))
     if isinstance(made, Refusal):
         return made
     missing = limit_of_mods(made)

@@ -18,7 +18,6 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plg
 
-from pallas_kernels.marks import mark
 from pallas_kernels.mosaic_gpu import smem
 from pallas_kernels.mosaic_gpu.forward.step import normalised
 from pallas_kernels.mosaic_gpu.pipeline import FIRST_FREE_BARRIER, WARP_GROUP_THREADS
@@ -26,6 +25,7 @@ from pallas_kernels.mosaic_gpu.plan.cost import has_spare_registers
 from pallas_kernels.mosaic_gpu.score import inline_ptx, key_tail, scores
 from pallas_kernels.mosaic_gpu.score.tile import ROW, TILE
 from pallas_kernels.mosaic_gpu.work_items import TILE_KEYS
+from pallas_kernels.softmax import mark
 from pallas_kernels.spec import AttentionSpec
 from pallas_kernels.types import Accumulator, Index, Ref
 

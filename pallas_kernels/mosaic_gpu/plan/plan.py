@@ -17,10 +17,9 @@ from pallas_kernels.mosaic_gpu.plan import cost, tile_rules
 from pallas_kernels.mosaic_gpu.plan.limits import ROWS, limit_of_arrays
 from pallas_kernels.mosaic_gpu.plan.support import limit_of_mods, unsupported_primitive
 from pallas_kernels.mosaic_gpu.score import bias_tiles
-from pallas_kernels.plan import GradientRequest, Refusal, TileChoice
+from pallas_kernels.plan import GradientRequest, Refusal, TileChoice, derivative_of, with_programs
 from pallas_kernels.program.build import Derivative
 from pallas_kernels.program.cotangents import LoadGroups, group_loads
-from pallas_kernels.program.programs import derivative_of, with_programs
 from pallas_kernels.spec import AttentionSpec
 from pallas_kernels.tuning import tables
 
@@ -161,7 +160,7 @@ def _forward_tiles(spec: AttentionSpec) -> TileChoice:
         return TileChoice(spec.config.forward, "config")
     dtype = jnp.dtype(spec.dtype)
     if spec.config.batch_invariant:  # as if there were more tiles than CTAs: with few, other tiles may be persistent
-        many = dataclasses.replace(spec, B=_MANY)
+        many = spec.replace(B=_MANY)
         return TileChoice(tile_rules.forward_tiles(many, dtype), "rule")
     measured = _measured_tiles(spec, "forward_sm90", spec.S)
     if measured is not None and measured.block_q <= spec.T and tile_rules.suits(spec, measured, dtype):

@@ -17,12 +17,12 @@ from pallas_kernels.program import intervals, patterns
 from pallas_kernels.program.build import Program
 from pallas_kernels.program.evaluate import Evaluation, Product
 from pallas_kernels.program.ir import Axes, Node
-from pallas_kernels.score_tile import ScoreTile
+from pallas_kernels.softmax import ScoreTile
 from pallas_kernels.spec import LOG2_E, AttentionSpec, Operands
 from pallas_kernels.types import Index, Ref
 
 
-class Captured(NamedTuple):
+class CapturedShapes(NamedTuple):
     """Shapes of the captured arrays of the mods; in a kernel they are flattened to one dimension."""
 
     score: tuple[tuple[int, ...], ...]
@@ -30,9 +30,9 @@ class Captured(NamedTuple):
     dropout: tuple[tuple[int, ...], ...]
 
     @classmethod
-    def of(cls, arrays: Operands[jax.Array]) -> Captured:
+    def of(cls, arrays: Operands[jax.Array]) -> CapturedShapes:
         """The shapes of these arrays."""
-        groups = arrays.score_operands, arrays.mask_operands, arrays.dropout_operands
+        groups = arrays.captured.score, arrays.captured.mask, arrays.captured.dropout
         return cls(*(tuple(x.shape for x in group) for group in groups))
 
 
@@ -92,7 +92,7 @@ class Scores(NamedTuple):
 def prepare(
     spec: AttentionSpec,
     arrays: Operands[Ref],
-    captured: Captured,
+    captured: CapturedShapes,
     tile: tuple[int, int],
     b: jax.Array,
     h: jax.Array,
@@ -140,9 +140,9 @@ def prepare(
         prepared.prepare(requested or program.nodes, kinds)
         return prepared
 
-    score = evaluate_fixed(spec.programs.score, arrays.score_operands, captured.score, nodes)
-    mask = evaluate_fixed(spec.programs.mask, arrays.mask_operands, captured.mask, None)
-    dropout = evaluate_fixed(spec.programs.dropout, arrays.dropout_operands, captured.dropout, None)
+    score = evaluate_fixed(spec.programs.score, arrays.captured.score, captured.score, nodes)
+    mask = evaluate_fixed(spec.programs.mask, arrays.captured.mask, captured.mask, None)
+    dropout = evaluate_fixed(spec.programs.dropout, arrays.captured.dropout, captured.dropout, None)
     # A pair shares its NaN, which may come from a padding key: it has rows of its own in a transposed tile.
     pairs = patterns.is_linear_in(spec.programs.score, "logistic") and not (transposed and may_end)
     return Scores(spec, tile, transposed, score, mask, dropout, first, pairs)

@@ -17,9 +17,8 @@ import numpy as np
 import numpy.typing as npt
 from jax.extend import core
 
-from pallas_kernels.program.build import CALLS, IDENTITIES, RULED, Run
+from pallas_kernels.program.build import CALLS, IDENTITIES, RULED, Run, body_of, open_jaxpr
 from pallas_kernels.program.ir import Axes, Graph, Node, reachable
-from pallas_kernels.program.jaxprs import body_of, open_jaxpr
 from pallas_kernels.program.rules.elementwise import ELEMENTWISE
 from pallas_kernels.program.rules.primitive_rules import choose
 from pallas_kernels.program.rules.views import NotOnTile

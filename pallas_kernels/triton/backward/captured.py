@@ -118,12 +118,12 @@ def _stores(spec: AttentionSpec, work: CapturedWork, load: Node) -> bool:
 
 
 def _writes_all(spec: AttentionSpec, arrays: Operands[jax.Array], work: CapturedWork, load: Node) -> bool:
-    shape = arrays.score_operands[load.value].shape
+    shape = arrays.captured.score[load.value].shape
     return _stores(spec, work, load) and covers(spec, load, shape) and not spec.config.interpret
 
 
 def _result(spec: AttentionSpec, arrays: Operands[jax.Array], work: CapturedWork, load: Node) -> jax.ShapeDtypeStruct:
-    operand = arrays.score_operands[load.value]
+    operand = arrays.captured.score[load.value]
     if not _stores(spec, work, load):
         return jax.ShapeDtypeStruct(operand.shape, jnp.float32)
     return jax.ShapeDtypeStruct((work.splits, *operand.shape), operand.dtype if work.splits == 1 else jnp.float32)

@@ -19,9 +19,9 @@ from jax.experimental import pallas as pl
 from pallas_kernels import block_walk
 from pallas_kernels.config import Tiles
 from pallas_kernels.gradients import Rows, log2_lse, score_mod_vjp, weights_vjp
-from pallas_kernels.marks import mark
 from pallas_kernels.program.build import Derivative
 from pallas_kernels.program.cotangents import LoadGroups
+from pallas_kernels.softmax import mark
 from pallas_kernels.spec import AttentionSpec, Operands
 from pallas_kernels.triton import scores
 from pallas_kernels.triton.containment import Attended, Marked, cleared, repair_tiles

@@ -19,11 +19,10 @@ from jax.ref import addupdate
 from pallas_kernels import block_walk
 from pallas_kernels.config import Tiles
 from pallas_kernels.gradients import Rows, log2_lse, score_mod_vjp, weights_vjp
-from pallas_kernels.marks import mark
 from pallas_kernels.program.build import Derivative
 from pallas_kernels.program.cotangents import LoadGroups
 from pallas_kernels.program.ir import Axes, Node
-from pallas_kernels.score_tile import ScoreTile
+from pallas_kernels.softmax import ScoreTile, mark
 from pallas_kernels.spec import AttentionSpec, Operands
 from pallas_kernels.triton import language, scores
 from pallas_kernels.triton.containment import Marked, cleared, repair_tiles
@@ -69,7 +68,7 @@ def dq(
       derivative: Of the score mod; None without one.
       groups: Loads of captured arrays with requested gradients.
     """
-    operands = arrays.score_operands
+    operands = arrays.captured.score
     zeros = [jnp.zeros(operands[n.value].shape or (1,), operands[n.value].dtype) for n in groups.stores]
     zeros += [jnp.zeros(operands[n.value].shape, jnp.float32) for n in groups.atomics]
     inputs = (arrays, block_walk.row_order(spec, tiles, arrays), rows, zeros)

@@ -70,7 +70,7 @@ def backward(
     derivative = requested.derivative
     groups = group_loads(spec, derivative)
     cotangents_of = lambda loads: [] if derivative is None else [derivative.d_loads[load] for load in loads]
-    gradients = {i: [] for i in range(len(arrays.score_operands))}
+    gradients = {i: [] for i in range(len(arrays.captured.score))}
     d_query = d_key = d_value = None
     if requested.query or groups.rows or groups.stores or groups.atomics:
         written = (*groups.stores, *groups.atomics)

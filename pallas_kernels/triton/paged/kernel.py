@@ -58,7 +58,7 @@ def paged(spec: AttentionSpec, works: tuple[Work, ...], arrays: PagedOperands[ja
 def repair(
     spec: AttentionSpec, works: tuple[Work, ...], arrays: PagedOperands[jax.Array], result: list[jax.Array]
 ) -> list[jax.Array]:
-    """The results of these launches, with what masked NaN reached computed again (`pallas_kernels.marks`)."""
+    """The results of these launches, with what masked NaN reached computed again (`pallas_kernels.softmax.mark`)."""
     for work in works if spec.needs_marks else ():
         result = _repair(_with_pairs(spec, work), work, arrays, result)
     return result
@@ -77,7 +77,7 @@ def _with_pairs(spec: AttentionSpec, work: Work) -> AttentionSpec:
     too_large = not spec.has_latent_tiles and any(
         unreached_by_pallas(spec.paged_rows * size) for size in (spec.D, spec.Dv)
     )
-    return dataclasses.replace(spec, pairs=few or too_large)
+    return spec.replace(pairs=few or too_large)
 
 
 def _attend(
@@ -159,7 +159,7 @@ class _Program(NamedTuple):
             work_item = work_item._replace(page=arrays.table[(work_item.request, 0)])
         row = work_item.rows(spec, work, kv_h)
         q, q_scale = _scaled_queries(spec, arrays.query, row)
-        captured = Operands(*arrays[:3], None, arrays.score_operands, arrays.mask_operands, arrays.dropout_operands)
+        captured = Operands(*arrays[:3], None, arrays.captured)
         prepared = scores.prepare(
             a, captured, tiles.shape, work_item.request, row.h[:, None], q=row.n[:, None], end=work_item.length
         )
@@ -167,8 +167,8 @@ class _Program(NamedTuple):
         of_mod = lambda program, refs: (
             None if program is None else vectors.prepare(a, program, refs, tiles.block_kv, work_item.request, kv_h)
         )
-        key_vectors = of_mod(spec.vector_programs.key, arrays.key_operands)
-        value_vectors = of_mod(spec.vector_programs.value, arrays.value_operands)
+        key_vectors = of_mod(spec.vector_programs.key, arrays.captured.key)
+        value_vectors = of_mod(spec.vector_programs.value, arrays.captured.value)
 
         def tile_at(key: jax.Array, is_partial: bool) -> Tile:
             rows = KeyRows.of(spec, arrays, work_item, key_head, key, tiles.block_kv, may_end=is_partial)

@@ -12,7 +12,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.config import Tiles
-from pallas_kernels.spec import AttentionSpec
+from pallas_kernels.spec import AttentionSpec, Captured
 from pallas_kernels.triton import fixed_splits, language, split_kv
 from pallas_kernels.types import A, Index, Ref
 
@@ -37,11 +37,6 @@ class PagedOperands(NamedTuple, Generic[A]):
       lengths: int32 [R], keys of each request.
       table: int32 [R, max_pages], the physical page of each logical page of `page_size` keys.
       first_page: int32 [1], the first page of the layer.
-      score_operands: Captured arrays of the score mod; booleans as int8.
-      mask_operands: Captured arrays of the mask mod; booleans as int8.
-      key_operands: Captured arrays of the key mod; booleans as int8.
-      value_operands: Captured arrays of the value mod; booleans as int8.
-      dropout_operands: Captured arrays of the mod of dropout.
       key_scale: Of keys of eight bits, float32: [Hkv], or [pages of all layers, page_size, Hkv]; None for others.
       value_scale: Likewise.
       rope_key: Of latent vectors of eight bits, the rotated columns of the keys, [pages of all layers, page_size, 1,
@@ -55,11 +50,7 @@ class PagedOperands(NamedTuple, Generic[A]):
     lengths: A
     table: A
     first_page: A
-    score_operands: tuple[A, ...]
-    mask_operands: tuple[A, ...]
-    key_operands: tuple[A, ...] = ()
-    value_operands: tuple[A, ...] = ()
-    dropout_operands: tuple[A, ...] = ()
+    captured: Captured[A]
     key_scale: A | None = None
     value_scale: A | None = None
     rope_key: A | None = None

@@ -10,10 +10,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.config import Tiles
-from pallas_kernels.plan import GradientRequest, Kernel, Refusal, TileChoice
+from pallas_kernels.plan import (
+    GradientRequest,
+    Kernel,
+    Refusal,
+    TileChoice,
+    derivative_of,
+    with_programs,
+    with_vector_programs,
+)
 from pallas_kernels.program.build import Derivative
 from pallas_kernels.program.cotangents import group_loads, is_ordered
-from pallas_kernels.program.programs import derivative_of, with_programs, with_vector_programs
 from pallas_kernels.spec import AttentionSpec
 from pallas_kernels.triton import fixed_splits
 from pallas_kernels.triton.head_chunks import may_hold_pairs, plain_chunks
@@ -130,7 +137,7 @@ def plan(spec: AttentionSpec, requested: GradientRequest | None) -> Plan | Refus
 
 def _plan_forward(spec: AttentionSpec) -> Plan | Refusal:
     decoded = decodes(spec)
-    made = with_programs(dataclasses.replace(spec, heads_in_rows=decoded))
+    made = with_programs(spec.replace(heads_in_rows=decoded))
     if isinstance(made, Refusal):
         return made
     choice = _choose_tiles(made, "decode" if decoded else "forward")
@@ -208,7 +215,7 @@ def _measured_tiles(spec: AttentionSpec, kernel: Kernel) -> Tiles | None:
     key = tables.key_of(kernel, max(spec.D, spec.Dv), itemsize, spec.programs, length)
     if kernel == "forward" and spec.normalize == "none" and key.mods in ("arithmetic", "functions"):
         key = key._replace(mods="none")  # see `triton_rules.forward_tiles`
-    own = tables.look_up(spec.device_kind, tables.official(key)) if spec.compiler == "official" else None
+    own = tables.look_up(spec.device_kind, tables.official(key)) if spec.device.compiler == "official" else None
     return tables.look_up(spec.device_kind, key) if own is None else own
 
 
@@ -231,10 +238,10 @@ def need_of(spec: AttentionSpec) -> triton_rules.Need:
 def _plan_paged(spec: AttentionSpec) -> Plan | Refusal:
     if spec.values_in_keys:  # to the kernel, heads that share a tile are a group with a key head of its own
         heads = _heads_of_tile(spec.Hq, triton_rules.latent_rows(need_of(spec)))
-        spec = dataclasses.replace(spec, Hkv=spec.Hq // heads)
+        spec = spec.replace(Hkv=spec.Hq // heads)
     if spec.group > MAX_GROUP:
         return Refusal(f"its kernels take up to {MAX_GROUP} query heads for each key head, not {spec.group}")
-    made = with_programs(dataclasses.replace(spec, heads_in_rows=True))
+    made = with_programs(spec.replace(heads_in_rows=True))
     if isinstance(made, Refusal):
         return made
     made = with_vector_programs(made, plain_chunks(spec.D), plain_chunks(spec.Dv))

@@ -14,13 +14,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.plan import Refusal
+from pallas_kernels.plan import Refusal, program_of
 from pallas_kernels.program.build import Sizes
 from pallas_kernels.program.evaluate import Evaluation, Space
 from pallas_kernels.program.intervals import MAX_LOADED, RULES, Interval, Visibility, result_bounds
 from pallas_kernels.program.ir import Axes, Bounds, Node, reachable
-from pallas_kernels.program.programs import program_of
-from pallas_kernels.spec import Mod
+from pallas_kernels.types import Mod
 
 _INTEGERS = frozenset(map(np.dtype, (np.int8, np.uint8, np.int16, np.uint16, np.int32)))  # that int32 holds
 _LOGICAL = frozenset({"and", "or", "not"})
