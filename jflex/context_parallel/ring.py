@@ -220,8 +220,8 @@ def _forward(ring: _Ring, backend: str, local: _Local) -> Saved:
     wide = lambda state: dataclasses.replace(state, out=state.out.astype(exact))
 
     def visit(state: AttentionState | None, keys: tuple[jax.Array, jax.Array], owner: jax.Array) -> tuple[Any, None]:
-        state = _where_attended(local, owner, lambda keys: attend(keys, owner), keys, empty)
-        return state if state is None else merge(wide(state), wide(state)), None
+        attended = _where_attended(local, owner, lambda keys: attend(keys, owner), keys, empty)
+        return attended if state is None else merge(wide(state), wide(attended)), None
 
     state, _ = _walk(ring, local, visit, None)
     out, lse = state.to_attention(layout)
