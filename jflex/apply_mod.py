@@ -7,9 +7,9 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
-from jflex._call.checks import describe_array
-from jflex._call.kv_lengths import known_lengths
-from jflex._call.vector_mods import check_vector_mod, modified_rows
+from jflex._call.vector_mods import check_vector_mod
+from jflex._check.arguments import describe_array, known_values
+from jflex.backends.vector_mods import modified_rows
 from jflex.mods.array_sizes import CallSizes, check_requirements, last_plus_one, requirements_of
 from jflex.mods.dependence import index_requirements
 from jflex.mods.trace import describe
@@ -55,7 +55,7 @@ def apply_vector_mod(
         raise ValueError(f"{rule}. Got {describe_array(vectors)}. Reshape [B, T, H, D] to [B * T, H, D].")
     program = check_vector_mod("vector", vector_mod, vectors.shape[2], vectors.dtype)
     at = _rows("positions", positions, vectors.shape[0])
-    batch, queries = 1 if requests is None else None, last_plus_one(known_lengths(positions))
+    batch, queries = 1 if requests is None else None, last_plus_one(known_values(positions))
     required = (*requirements_of(vector_mod), *index_requirements(program, "vector", describe(vector_mod)))
     check_requirements(required, CallSizes(batch, vectors.shape[1], queries))
     b = jnp.zeros_like(at) if requests is None else _rows("requests", requests, vectors.shape[0])

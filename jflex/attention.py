@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, Literal, NamedTuple, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -11,27 +11,27 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int32
 
 from jflex import backends
-from jflex._call.checks import (
-    check_arrays,
-    check_block_mask,
+from jflex._call.call_warnings import warn_of_alignment
+from jflex._call.checks import check_arrays, check_block_mask, warn_of_layout
+from jflex._call.dispatch import Implementation, select_forward, warn_of_new_numbers
+from jflex._call.dropout import KeptMod, kept_mod
+from jflex._call.vector_mods import VectorMods
+from jflex._check.arguments import (
     check_config,
-    check_lse,
+    check_kv_lengths,
     check_normalize,
     check_scale,
     checked_sinks,
     current_device,
     current_precision,
-    warn_of_layout,
+    largest_value,
 )
-from jflex._call.dispatch import Implementation, select_forward, warn_of_new_numbers
-from jflex._call.dropout import KeptMod, check_dropout, kept_mod
-from jflex._call.kv_lengths import check_kv_lengths, known_keys, warn_of_alignment
-from jflex._call.sinks import fold_sinks
-from jflex._call.vector_mods import VectorMods, modified_inputs, modified_output
 from jflex._jax import custom_vjp
-from jflex._jax.manual_axes import match_manual_axes
 from jflex._jax.partitioning import refuse_divided_tokens
+from jflex._mesh import match_manual_axes
 from jflex.backends.base import Inputs, Saved
+from jflex.backends.results import results_of_no_keys
+from jflex.backends.vector_mods import modified_inputs, modified_output
 from jflex.block_mask.lists import BlockLists
 from jflex.block_mask.mask import BlockMask
 from jflex.config import Config
@@ -39,57 +39,25 @@ from jflex.mods.array_sizes import CallSizes, check_requirements
 from jflex.mods.signature import answers_keywords
 from jflex.mods.trace import TracedMod, mod_requirements, trace_mask_mod, trace_score_mod
 from jflex.mods.types import MaskMod, OutputMod, ScoreMod, VectorMod
-from jflex.states.stats import AttentionStats, Stat, check_stats, select_stats, stats_of_no_keys
+from jflex.options import Options, Settings, checked
+from jflex.states.stats import AttentionStats, Stat
 from jflex.types import AnyArray, Key, Lse, Out, Query, Value
 from pallas_kernels.spec import AttentionSpec, Blocks, Captured, Dense, Device, Dropout, Mods, Numerics, Sizes
 
 
-# Return types, by `return_lse` and `return_stats`.
 # fmt: off
 @overload
 def flex_attention(
     query: AnyArray, key: AnyArray, value: AnyArray, score_mod: ScoreMod | None = None,
-    block_mask: BlockMask | None = None, *, mask_mod: MaskMod | None = None,
-    query_mod: VectorMod | None = None, key_mod: VectorMod | None = None, value_mod: VectorMod | None = None,
-    output_mod: OutputMod | None = None, kv_lengths: AnyArray | None = None,
-    normalize: Literal["softmax", "none"] = "softmax",
-    sinks: AnyArray | None = None, scale: float | None = None, layout: str = "BTNH",
-    return_lse: Literal[False] = False, return_stats: tuple[()] = (), dropout_rate: float = 0.0,
-    dropout_key: AnyArray | None = None, implementation: Implementation = None, config: Config | None = None,
+    block_mask: BlockMask | None = None, *, kv_lengths: AnyArray | None = None, layout: str = "BTNH",
+    return_lse: Literal[False] = False, return_stats: tuple[()] = (), **options: Unpack[Options],
 ) -> Array: ...
 @overload
 def flex_attention(
     query: AnyArray, key: AnyArray, value: AnyArray, score_mod: ScoreMod | None = None,
-    block_mask: BlockMask | None = None, *, mask_mod: MaskMod | None = None,
-    query_mod: VectorMod | None = None, key_mod: VectorMod | None = None, value_mod: VectorMod | None = None,
-    output_mod: OutputMod | None = None, kv_lengths: AnyArray | None = None,
-    normalize: Literal["softmax", "none"] = "softmax",
-    sinks: AnyArray | None = None, scale: float | None = None, layout: str = "BTNH",
-    return_lse: Literal[True], return_stats: tuple[()] = (), dropout_rate: float = 0.0,
-    dropout_key: AnyArray | None = None, implementation: Implementation = None, config: Config | None = None,
-) -> tuple[Array, Array]: ...
-@overload
-def flex_attention(
-    query: AnyArray, key: AnyArray, value: AnyArray, score_mod: ScoreMod | None = None,
-    block_mask: BlockMask | None = None, *, mask_mod: MaskMod | None = None,
-    query_mod: VectorMod | None = None, key_mod: VectorMod | None = None, value_mod: VectorMod | None = None,
-    output_mod: OutputMod | None = None, kv_lengths: AnyArray | None = None,
-    normalize: Literal["softmax", "none"] = "softmax",
-    sinks: AnyArray | None = None, scale: float | None = None, layout: str = "BTNH",
-    return_lse: bool, return_stats: tuple[()] = (), dropout_rate: float = 0.0,
-    dropout_key: AnyArray | None = None, implementation: Implementation = None, config: Config | None = None,
-) -> Array | tuple[Array, Array]: ...
-@overload
-def flex_attention(
-    query: AnyArray, key: AnyArray, value: AnyArray, score_mod: ScoreMod | None = None,
-    block_mask: BlockMask | None = None, *, mask_mod: MaskMod | None = None,
-    query_mod: VectorMod | None = None, key_mod: VectorMod | None = None, value_mod: VectorMod | None = None,
-    output_mod: OutputMod | None = None, kv_lengths: AnyArray | None = None,
-    normalize: Literal["softmax", "none"] = "softmax",
-    sinks: AnyArray | None = None, scale: float | None = None, layout: str = "BTNH",
-    return_lse: Literal[False] = False, return_stats: tuple[Stat, ...], dropout_rate: float = 0.0,
-    dropout_key: AnyArray | None = None, implementation: Implementation = None, config: Config | None = None,
-) -> tuple[Array, AttentionStats]: ...
+    block_mask: BlockMask | None = None, *, kv_lengths: AnyArray | None = None, layout: str = "BTNH",
+    return_lse: bool = False, return_stats: tuple[Stat, ...] = (), **options: Unpack[Options],
+) -> tuple[Array, Any]: ...
 # fmt: on
 @answers_keywords
 def flex_attention(
@@ -124,54 +92,38 @@ def flex_attention(
 
     Gradients flow from output, lse and entropy into query, key, value and every floating-point array that `score_mod`
     or a vector mod captures. Mods are traced: they may close over arrays and tracers, and new values of captured arrays
-    recompile nothing.
+    recompile nothing. `jflex.options.Options` describes the keywords that all calls share in full.
 
     Args:
       query: In `layout`. Query and key may be ``float8_e4m3fn`` or ``float8_e5m2``, for inference: there are no
         gradients then. `scale` or a `score_mod` holds what descales them.
       key: In `layout` and the dtype of `query`; `key` and `value` may have batch size 1, shared by all of the batch.
       value: In `layout` and the dtype of `query`; bfloat16 or float16 beside a query of eight bits.
-      score_mod: ``(score, b, h, q_idx, kv_idx) -> score``, on scalars: a float32 and four int32. ``h`` is the query
-        head. An array that it indexes by one of these must be long enough; `jnp.minimum` clamps an index on purpose.
+      score_mod: ``(score, b, h, q_idx, kv_idx) -> score``, on scalars: a float32 and four int32, of which ``h`` is the
+        query head. An array that it indexes by one of these must be long enough; `jnp.minimum` clamps an index on
+        purpose.
       block_mask: Which blocks of keys a block of queries visits, from `create_block_mask`.
-      mask_mod: ``(b, h, q_idx, kv_idx) -> bool``, on scalars, in place of a BlockMask: no block is skipped.
-      query_mod: ``(query[D], b, h, q_idx) -> [D]``, on each query before its products with keys: a rotation, say
-        (`jflex.rope`). A vector mod sees one vector, in float32 (float64 of a float64 array), and int32 scalars; it
-        must return the same size and dtype, which is then rounded once to the dtype of the array. Here these mods are
-        not fused into the kernel: the modified arrays are stored.
-      key_mod: ``(key[D], b, h_kv, kv_idx) -> [D]``, likewise on each key; ``h_kv`` is the key head. Keys and values of
-        batch size 1 stay shared, unless a mod uses ``b``: then each batch entry gets its own.
-      value_mod: ``(value[Dv], b, h_kv, kv_idx) -> [Dv]``, likewise on each value.
-      output_mod: ``(out[Dv], lse, b, h, q_idx) -> [Dv]``, on each output before it is returned. ``lse`` is that of the
-        query; with ``normalize="none"`` it is None. A query that attends to no key comes as zeros and an lse of
-        ``-inf``. The lse that is returned is the unmodified one.
+      mask_mod: ``(b, h, q_idx, kv_idx) -> bool``, in place of a BlockMask: no block is skipped.
+      query_mod: ``(query[D], b, h, q_idx) -> [D]``, on each query before its products with keys.
+      key_mod: ``(key[D], b, h_kv, kv_idx) -> [D]``, on each key; ``h_kv`` is the key head.
+      value_mod: ``(value[Dv], b, h_kv, kv_idx) -> [Dv]``, on each value.
+      output_mod: ``(out[Dv], lse, b, h, q_idx) -> [Dv]``, on each output before it is returned.
       kv_lengths: How many keys each batch entry has, int32 [B] of 0 to S. Keys at or beyond the length are masked,
         whatever the mask says, and not read where possible; their contents, even NaN, affect neither output nor
         gradients. Lengths are data: one program serves all of them. Traced lengths are not checked but clamped to 0
         and S; checking others waits for their values.
-      normalize: ``"none"`` takes what `score_mod` returns as the weights themselves, 0 where masked: sigmoid attention
-        with `jflex.scores.sigmoid`, say. There is no lse then, and there are no sinks.
-      sinks: A natural logit for each query head, which enters the denominator of its softmax and has no value: learned
-        ones get gradients. See `with_sinks`; the lse includes them, so states that are to be merged must have none.
+      normalize: ``"softmax"``, or ``"none"`` for scores that are the weights.
+      sinks: A logit for each query head in the denominator of its softmax.
       scale: Multiplies the raw scores; ``D ** -0.5`` for None.
       layout: ``"BTNH"``, or ``"BNTH"`` for [B, Hq, T, D], [B, Hkv, S, D], [B, Hkv, S, Dv].
       return_lse: Also return the float32 logsumexp (natural log) of the scores over the visible keys.
       return_stats: Also return these statistics of each row, computed in the kernel: of ``"lse"``, ``"max"`` (the
         largest score, without a gradient) and ``"entropy"`` (of the weights, in nats). See `AttentionStats`. Not
         together with `return_lse`.
-      dropout_rate: Probability that a weight is dropped after the softmax; the others are multiplied by ``1 / (1 -
-        dropout_rate)``. A Python number, at least 0 and less than 1, part of the program. The lse is that without
-        dropout.
-      dropout_key: A random key, for a rate above 0; a new one recompiles nothing. What it drops depends on it and on
-        ``b, h, q_idx, kv_idx`` alone, not on tiles, implementation or sharding. Keys [B, Hq] are for a batch entry and
-        a head each; of an axis of size 1, all drop the same weights. Not used at a rate of 0.
-      implementation: ``"mosaic_gpu"``, ``"triton"``, ``"official_triton"``, ``"xla"`` or ``"reference"``, or a sequence
-        of names: the first that supports the call runs. It never falls back to a backend that is not named, with one
-        exception: ``"mosaic_gpu"`` has ``"triton"`` compute gradients that its own kernels cannot. None
-        selects, for each pass, the first of ``jflex.ORDER`` that supports the call and is not known to be slower than a
-        later one; it warns on a GPU if that is ``"xla"``.
-      config: Tile sizes, None for the tuned ones. ``deterministic=True`` fixes the summation order; without it, the
-        gradient of the query may differ in its last bits between runs of ``"mosaic_gpu"``.
+      dropout_rate: Probability that a weight is dropped after the softmax.
+      dropout_key: A random key, for a rate above 0.
+      implementation: The name of a backend or names in order of preference; None selects one.
+      config: Tile sizes; None for the tuned ones.
 
     Returns:
       The output in `layout` and the dtype of `value`, or a pair of it and the lse, which is [B, Hq, T] in both layouts,
@@ -214,28 +166,25 @@ def flex_attention(
     >>> stats.max.max(axis=(0, 2)).shape, stats.entropy.mean(axis=(0, 2)).shape, stats.lse
     ((4,), (4,), None)
     """
-    check_lse(return_lse, normalize)
-    stats = () if return_stats == () else check_stats(return_stats, return_lse, normalize)
-    call = prepare(
-        query, key, value, score_mod, block_mask, mask_mod=mask_mod, query_mod=query_mod, key_mod=key_mod,
-        value_mod=value_mod, output_mod=output_mod, kv_lengths=kv_lengths, normalize=normalize,
-        sinks=sinks, scale=scale, layout=layout, dropout_rate=dropout_rate, dropout_key=dropout_key,
-        config=config, return_stats=stats,
+    settings = checked(
+        score_mod=score_mod, mask_mod=mask_mod, query_mod=query_mod, key_mod=key_mod, value_mod=value_mod,
+        output_mod=output_mod, normalize=normalize, sinks=sinks, scale=scale, return_lse=return_lse,
+        return_stats=return_stats, dropout_rate=dropout_rate, dropout_key=dropout_key, implementation=implementation,
+        config=config,
     )  # fmt: skip
+    call = prepare(query, key, value, settings, block_mask=block_mask, kv_lengths=kv_lengths, layout=layout)
     saved = attend("flex_attention", with_modified_inputs(call), implementation)
-    out, lse = saved.out, saved.lse
     if output_mod is not None:
-        out = modified_output(output_mod, out, lse if normalize == "softmax" else None, layout)
-    return (out, select_stats(saved, stats)) if stats else (out, lse) if return_lse else out
+        lse = saved.lse if normalize == "softmax" else None
+        saved = saved._replace(out=modified_output(output_mod, saved.out, lse, layout))
+    return settings.results(saved)
 
 
 class Call(NamedTuple):
     """A checked call.
 
     Attributes:
-      spec: Its static part.
       inputs: The arrays. Query, key and value are not yet modified.
-      vectors: The vector mods.
     """
 
     spec: AttentionSpec
@@ -247,49 +196,40 @@ def prepare(
     query: Any,
     key: Any,
     value: Any,
-    score_mod: ScoreMod | None,
-    block_mask: BlockMask | None,
+    settings: Settings,
     *,
-    mask_mod: MaskMod | None,
-    kv_lengths: Any,
-    normalize: Literal["softmax", "none"],
-    sinks: Any,
-    scale: float | None,
-    layout: str,
-    dropout_rate: float,
-    dropout_key: Any,
-    config: Config | None,
-    query_mod: VectorMod | None = None,
-    key_mod: VectorMod | None = None,
-    value_mod: VectorMod | None = None,
-    output_mod: OutputMod | None = None,
+    block_mask: BlockMask | None = None,
+    kv_lengths: Any = None,
+    layout: str = "BTNH",
     has_value: bool = True,
-    return_stats: tuple[Stat, ...] = (),
 ) -> Call:
     """Checks every argument of `flex_attention`; nothing is computed, and query, key and value may be shapes.
 
     Where the call has no value (`jflex.attention_weights`), `key` stands in its place.
     """
+    score_mod, mask_mod, config = settings.score_mod, settings.mask_mod, settings.config
+    normalize, return_stats = settings.normalize, settings.return_stats
     query, key, value = (jnp.asarray(x) if isinstance(x, np.ndarray) else x for x in (query, key, value))
     check_arrays(query, key, value, layout, has_value=has_value, may_have_eight_bits=has_value)
     warn_of_layout(query, key, layout)
     value = value if has_value else key
     sizes = _sizes(query, key, value, layout)
     B, T, S, Hq = sizes[:4]
-    scale = check_scale(scale, sizes.D)
-    dropout_rate = check_dropout(dropout_rate, dropout_key)
-    check_block_mask(block_mask, mask_mod, B, Hq, T, S)
+    scale = check_scale(settings.scale, sizes.D)
+    if block_mask is not None:
+        check_block_mask(block_mask, mask_mod, B, Hq, T, S)
     kv_lengths = check_kv_lengths(kv_lengths, B, S)
-    check_normalize(normalize, sinks)
-    sinks = None if sinks is None else checked_sinks(sinks, Hq)
-    vectors = VectorMods(query_mod, key_mod, value_mod, output_mod)
-    call_sizes = CallSizes(B, Hq, T, known_keys(kv_lengths, S))
-    if any(mod is not None for mod in vectors):
+    check_normalize(normalize, settings.sinks)
+    sinks = None if settings.sinks is None else checked_sinks(settings.sinks, Hq)
+    vectors = settings.vectors
+    call_sizes = CallSizes(B, Hq, T, S if kv_lengths is None else largest_value(kv_lengths))
+    if vectors != VectorMods():
         sizes = _with_vectors(sizes, vectors, query.dtype, call_sizes, has_lse=normalize == "softmax")
     score, score_operands = (None, ()) if score_mod is None else trace_score_mod(score_mod)
     mask = _traced_mask(block_mask, mask_mod)
     check_requirements((*mod_requirements(score_mod, score), *mod_requirements(mask_mod, mask.mod)), call_sizes)
-    warn_of_alignment(mask.mod, (B, Hq, T, S), kv_lengths)
+    if mask.mod is not None and kv_lengths is not None and T == 1:
+        warn_of_alignment(mask.mod, (B, Hq, T, S), kv_lengths)
     config = check_config(config, mask.blocks)
     numerics = Numerics(
         dtype=str(value.dtype),
@@ -309,8 +249,12 @@ def prepare(
         config=config,
     )
     sinks = None if sinks is None else sinks.astype(spec.exact)
-    inputs = Inputs(query, key, value, mask.lists, Captured(score_operands, mask.operands), kv_lengths, sinks=sinks)
-    return with_dropout(Call(spec, inputs, vectors), dropout_rate, kept_mod(dropout_rate, dropout_key, B, Hq))
+    captured = Captured(score_operands, mask.operands)
+    inputs = Inputs(query, key, value, mask.lists, captured, kv_lengths, sinks=sinks)
+    call = Call(spec, inputs, vectors)
+    if not settings.dropout_rate:
+        return call
+    return with_dropout(call, settings.dropout_rate, kept_mod(settings.dropout_rate, settings.dropout_key, B, Hq))
 
 
 def _sizes(query: Any, key: Any, value: Any, layout: str) -> Sizes:
@@ -334,7 +278,7 @@ def with_modified_inputs(call: Call) -> Call:
         return call
     spec, inputs = call.spec, call.inputs
     arrays = inputs.query, inputs.key, inputs.value
-    query, key, value = modified_inputs(call.vectors, arrays, spec.layout, spec.Bkv, inputs.kv_lengths)
+    query, key, value = modified_inputs(call.vectors[:3], arrays, spec.layout, spec.Bkv, inputs.kv_lengths)
     return call._replace(inputs=inputs._replace(query=query, key=key, value=value))
 
 
@@ -368,13 +312,13 @@ def attend(caller: str, call: Call, implementation: Implementation) -> Saved:
     spec, inputs, _ = call
     name = select_forward(implementation, spec, caller)
     if spec.is_empty:
-        out = jnp.zeros(spec.out_shape(), spec.out_dtype)
-        return fold_sinks(spec, stats_of_no_keys(spec, out), inputs.sinks)
+        return results_of_no_keys(spec, inputs.sinks)
     return _run(name, implementation, spec, inputs)
 
 
 def _run(name: str, implementation: Implementation, spec: AttentionSpec, inputs: Inputs) -> Saved:
-    refuse_divided_tokens(spec, inputs.query, inputs.key, inputs.value)
+    if any(jax.typeof(x).sharding.mesh.explicit_axes for x in inputs[:3]):
+        refuse_divided_tokens(spec, inputs.query, inputs.key, inputs.value)
     inputs = match_manual_axes(inputs)
     if backends.get(name).differentiable and spec.qk_dtype is None:
         return backends.get(name).forward(spec, inputs)

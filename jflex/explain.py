@@ -10,28 +10,26 @@ from typing import Any, Concatenate, NamedTuple, overload
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float
 
 from jflex import attention, varlen
 from jflex._call.account import Account
-from jflex._call.checks import check_lse
 from jflex._call.dispatch import Implementation
 from jflex._check.keywords import check_keywords
 from jflex.block_mask.mask import BlockMask
 from jflex.cascade import attention as cascade
 from jflex.cascade.level import CascadeLevel
-from jflex.config import Config
 from jflex.context_parallel.account import ContextAccount
 from jflex.context_parallel.attention import context_parallel_attention
+from jflex.context_parallel.prepare import Checked, Division
 from jflex.context_parallel.prepare import prepare as prepare_context_parallel
 from jflex.latent import attention as latent
 from jflex.latent import sparse
-from jflex.mods.types import MaskMod, OutputMod, ScoreMod, VectorMod
+from jflex.mods.types import ScoreMod
+from jflex.options import Settings, checked
 from jflex.paged import attention as paged
 from jflex.paged.account import CascadeAccount, PagedAccount
 from jflex.paged.batch import PagedBatch
 from jflex.paged.store import PageStore
-from jflex.states.stats import Stat, check_stats
 
 Shaped = jax.Array | np.ndarray | jax.ShapeDtypeStruct
 
@@ -39,14 +37,8 @@ Shaped = jax.Array | np.ndarray | jax.ShapeDtypeStruct
 # fmt: off
 @overload
 def explain(
-    query: Float[Shaped, "B T Hq D"], key: Float[Shaped, "B S Hkv D"], value: Float[Shaped, "B S Hkv Dv"],
-    score_mod: ScoreMod | None = None, block_mask: BlockMask | None = None, *,
-    mask_mod: MaskMod | None = None, query_mod: VectorMod | None = None, key_mod: VectorMod | None = None,
-    value_mod: VectorMod | None = None, output_mod: OutputMod | None = None,
-    kv_lengths: Any = None, normalize: Any = "softmax", sinks: Any = None,
-    scale: float | None = None, layout: str = "BTNH", return_lse: bool = False, return_stats: tuple[Stat, ...] = (),
-    dropout_rate: float = 0.0, dropout_key: Any = None,
-    implementation: Implementation = None, config: Config | None = None,
+    query: Shaped, key: Shaped, value: Shaped, score_mod: ScoreMod | None = None, block_mask: BlockMask | None = None,
+    **keywords: Any,
 ) -> Account: ...
 @overload
 def explain(
@@ -129,13 +121,10 @@ def explain(*args: Any, **kwargs: Any) -> Account | PagedAccount | CascadeAccoun
             f"{getattr(call, '__name__', type(call).__name__)}."
         )
     arguments = _arguments(call, args, kwargs)
-    normalize, return_lse = arguments.get("normalize", "softmax"), arguments.pop("return_lse")
-    check_lse(return_lse, normalize)
-    if "return_stats" in arguments:
-        arguments["return_stats"] = check_stats(arguments["return_stats"], return_lse, normalize)
-    implementation = arguments.pop("implementation")
+    settings = checked(**{name: arguments.pop(name) for name in Settings._fields if name in arguments})
     prepare, account = _BY_FUNCTION[call]
-    return _with_tracers(lambda given: account(prepare(**given), implementation), arguments)
+    explained = lambda both: account(prepare(settings=both[0], **both[1]), settings.implementation)
+    return _with_tracers(explained, (settings, arguments))
 
 
 class _Explained(NamedTuple):
@@ -146,17 +135,24 @@ class _Explained(NamedTuple):
 
 
 def _dense(call: attention.Call, implementation: Implementation) -> Account:
-    return Account.of(call.spec, call.inputs, implementation)
+    return Account.from_call(call.spec, call.inputs, implementation)
+
+
+def _prepare_context_parallel(settings: Settings, **arguments: Any) -> Checked:
+    division = Division(**{name: arguments.pop(name) for name in Division._fields})
+    return prepare_context_parallel(settings=settings, division=division, **arguments)
 
 
 _CALLS: dict[Callable[..., Any], _Explained] = {
     attention.flex_attention: _Explained(attention.prepare, _dense),
     varlen.flex_attention_varlen: _Explained(varlen.prepare, lambda packed, how: _dense(packed.call, how)),
-    paged.paged_attention: _Explained(paged.prepare, PagedAccount.of),
-    latent.mla_attention: _Explained(latent.prepare, PagedAccount.of),
-    sparse.sparse_mla_attention: _Explained(sparse.prepare, PagedAccount.of),
-    context_parallel_attention: _Explained(prepare_context_parallel, ContextAccount.of),
-    cascade.cascade_attention: _Explained(cascade.prepare, lambda call, how: CascadeAccount.of(call.levels, how)),
+    paged.paged_attention: _Explained(paged.prepare, PagedAccount.from_call),
+    latent.mla_attention: _Explained(latent.prepare, PagedAccount.from_call),
+    sparse.sparse_mla_attention: _Explained(sparse.prepare, PagedAccount.from_call),
+    context_parallel_attention: _Explained(_prepare_context_parallel, ContextAccount.from_call),
+    cascade.cascade_attention: _Explained(
+        cascade.prepare, lambda call, how: CascadeAccount.from_levels(call.levels, how)
+    ),
 }
 _BY_FUNCTION = {inspect.unwrap(call): explained for call, explained in _CALLS.items()}  # without decorators
 
@@ -173,7 +169,7 @@ def _arguments(call: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, 
     return bound.arguments
 
 
-def _with_tracers(explained: Callable[[dict[str, Any]], Any], arguments: dict[str, Any]) -> Any:
+def _with_tracers(explained: Callable[[Any], Any], arguments: Any) -> Any:
     """Calls a function with tracers in place of the shapes of integers and random keys.
 
     Mods capture lengths and tables, so these must be arrays; of queries, keys and values the shape is enough.

@@ -12,8 +12,9 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int32
 
 from jflex._call import jax_nn_arguments as checks
-from jflex._call.checks import check_arrays, check_config, check_scale
+from jflex._call.checks import check_arrays
 from jflex._call.dispatch import Implementation
+from jflex._check.arguments import check_config, check_scale
 from jflex.attention import flex_attention
 from jflex.block_mask.bands import Band, band_block_mask
 from jflex.block_mask.mask import BlockMask

@@ -6,7 +6,7 @@ To a backend the packed tokens are one batch entry, with a mask that keeps seque
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, Literal, NamedTuple, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -14,14 +14,13 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int32
 
-from jflex._call.checks import check_lse, describe_array, device_of
-from jflex._call.dispatch import Implementation
-from jflex._call.dropout import check_dropout, kept_mod
-from jflex._call.kv_lengths import known_lengths
-from jflex._call.vector_mods import VectorMods, modified_rows
+from jflex._call.dropout import kept_mod
+from jflex._call.vector_mods import VectorMods
+from jflex._check.arguments import describe_array, device_of, known_values
 from jflex.attention import Call, attend, with_dropout
 from jflex.attention import prepare as prepare_dense
 from jflex.backends.base import Saved
+from jflex.backends.vector_mods import modified_rows
 from jflex.block_mask.varlen_mask import (
     DEFAULT_BLOCK,
     PackedTokens,
@@ -31,57 +30,31 @@ from jflex.block_mask.varlen_mask import (
     checked_boundaries,
     varlen_block_mask,
 )
-from jflex.config import Config
 from jflex.mods.array_sizes import CallSizes
 from jflex.mods.dependence import uses_index
 from jflex.mods.reindex import ReindexedMod
-from jflex.mods.signature import answers_keywords
 from jflex.mods.trace import trace_mask_mod
-from jflex.mods.types import MaskMod, OutputMod, ScoreMod, VectorMod
-from jflex.states.stats import AttentionStats, Stat, check_stats, select_stats
+from jflex.mods.types import MaskMod, ScoreMod
+from jflex.options import Options, Settings, checked, takes
+from jflex.states.stats import AttentionStats, Stat
 from jflex.types import AnyArray
 
 
-# Return types, by `return_lse` and `return_stats`.
 # fmt: off
 @overload
 def flex_attention_varlen(
     q: AnyArray, k: AnyArray, v: AnyArray, *, cu_seqlens_q: AnyArray, cu_seqlens_k: AnyArray,
-    score_mod: ScoreMod | None = None,
-    mask_mod: MaskMod | None = None, block_mask: VarlenBlockMask | None = None,
-    query_mod: VectorMod | None = None, key_mod: VectorMod | None = None, value_mod: VectorMod | None = None,
-    output_mod: OutputMod | None = None,
-    normalize: Literal["softmax", "none"] = "softmax", sinks: AnyArray | None = None,
-    scale: float | None = None,
-    return_lse: Literal[False] = False, return_stats: tuple[()] = (), dropout_rate: float = 0.0,
-    dropout_key: AnyArray | None = None, implementation: Implementation = None, config: Config | None = None,
+    score_mod: ScoreMod | None = None, block_mask: VarlenBlockMask | None = None, return_lse: Literal[False] = False,
+    return_stats: tuple[()] = (), **options: Unpack[Options],
 ) -> Array: ...
 @overload
 def flex_attention_varlen(
     q: AnyArray, k: AnyArray, v: AnyArray, *, cu_seqlens_q: AnyArray, cu_seqlens_k: AnyArray,
-    score_mod: ScoreMod | None = None,
-    mask_mod: MaskMod | None = None, block_mask: VarlenBlockMask | None = None,
-    query_mod: VectorMod | None = None, key_mod: VectorMod | None = None, value_mod: VectorMod | None = None,
-    output_mod: OutputMod | None = None,
-    normalize: Literal["softmax", "none"] = "softmax", sinks: AnyArray | None = None,
-    scale: float | None = None,
-    return_lse: Literal[True], return_stats: tuple[()] = (), dropout_rate: float = 0.0,
-    dropout_key: AnyArray | None = None, implementation: Implementation = None, config: Config | None = None,
-) -> tuple[Array, Array]: ...
-@overload
-def flex_attention_varlen(
-    q: AnyArray, k: AnyArray, v: AnyArray, *, cu_seqlens_q: AnyArray, cu_seqlens_k: AnyArray,
-    score_mod: ScoreMod | None = None,
-    mask_mod: MaskMod | None = None, block_mask: VarlenBlockMask | None = None,
-    query_mod: VectorMod | None = None, key_mod: VectorMod | None = None, value_mod: VectorMod | None = None,
-    output_mod: OutputMod | None = None,
-    normalize: Literal["softmax", "none"] = "softmax", sinks: AnyArray | None = None,
-    scale: float | None = None,
-    return_lse: Literal[False] = False, return_stats: tuple[Stat, ...], dropout_rate: float = 0.0,
-    dropout_key: AnyArray | None = None, implementation: Implementation = None, config: Config | None = None,
-) -> tuple[Array, AttentionStats]: ...
+    score_mod: ScoreMod | None = None, block_mask: VarlenBlockMask | None = None, return_lse: bool = False,
+    return_stats: tuple[Stat, ...] = (), **options: Unpack[Options],
+) -> tuple[Array, Any]: ...
 # fmt: on
-@answers_keywords
+@takes(Options)
 def flex_attention_varlen(
     q: Float[AnyArray, "N Hq D"],
     k: Float[AnyArray, "M Hkv D"],
@@ -90,21 +63,10 @@ def flex_attention_varlen(
     cu_seqlens_q: Int32[AnyArray, " R_and_1"],
     cu_seqlens_k: Int32[AnyArray, " R_and_1"],
     score_mod: ScoreMod | None = None,
-    mask_mod: MaskMod | None = None,
     block_mask: VarlenBlockMask | None = None,
-    query_mod: VectorMod | None = None,
-    key_mod: VectorMod | None = None,
-    value_mod: VectorMod | None = None,
-    output_mod: OutputMod | None = None,
-    normalize: Literal["softmax", "none"] = "softmax",
-    sinks: Float[AnyArray, " Hq"] | None = None,
-    scale: float | None = None,
     return_lse: bool = False,
     return_stats: tuple[Stat, ...] = (),
-    dropout_rate: float = 0.0,
-    dropout_key: AnyArray | None = None,
-    implementation: Implementation = None,
-    config: Config | None = None,
+    **options: Unpack[Options],
 ) -> Float[Array, "N Hq Dv"] | tuple[Float[Array, "N Hq Dv"], Float[Array, "N Hq"] | AttentionStats]:
     """Attention over packed sequences of any lengths, forward and backward, as if each were computed alone.
 
@@ -124,24 +86,13 @@ def flex_attention_varlen(
       cu_seqlens_q: Where the queries of each sequence begin, and where the last ones end: int32, from 0 to at most N.
       cu_seqlens_k: The same for the keys, from 0 to at most M. Pass the same array for self-attention.
       score_mod: ``(score, b, h, q_idx, kv_idx) -> score``, on scalars, as in `flex_attention`.
-      mask_mod: ``(b, h, q_idx, kv_idx) -> bool``, likewise. Without a `block_mask` each call makes one, as
-        `varlen_block_mask` does.
       block_mask: From `varlen_block_mask`, for the same boundaries and packed lengths; it alone defines the mask. Its
-        boundaries must equal those of the call; traced ones are not compared.
-      query_mod: As in `flex_attention`, at the sequence ``b`` and the position within it. Padding tokens never get to
-        vector mods.
-      key_mod: Likewise.
-      value_mod: Likewise.
-      output_mod: Likewise.
-      normalize: As in `flex_attention`.
-      sinks: As in `flex_attention`. Padding tokens have none.
-      scale: Multiplies the raw scores; ``D ** -0.5`` for None.
+        boundaries must equal those of the call; traced ones are not compared. Without one, each call makes one of the
+        `mask_mod`.
       return_lse: Also return the float32 logsumexp (natural log) of the scores over the visible keys.
       return_stats: As in `flex_attention`; padding tokens have the statistics of a row that attends to no key.
-      dropout_rate: As in `flex_attention`.
-      dropout_key: Likewise; what is dropped depends on the sequence and on positions within it, not on the packing.
-      implementation: As in `flex_attention`.
-      config: Likewise.
+      **options: The keywords of `jflex.options.Options`, at the sequence ``b`` and positions within it. Padding tokens
+        never get to vector mods, and have no sinks. What is dropped does not depend on the packing.
 
     Returns:
       The output in the dtype of `q`, or a pair of it and the lse: the fields of an `AttentionState`; or a pair of it
@@ -167,33 +118,24 @@ def flex_attention_varlen(
     >>> bool(jnp.allclose(again, out, atol=1e-5))
     True
     """
-    check_lse(return_lse, normalize)
-    stats = check_stats(return_stats, return_lse, normalize)
+    settings = checked(score_mod=score_mod, return_lse=return_lse, return_stats=return_stats, **options)
     call, q_ends, kv_ends = prepare(
-        q, k, v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, score_mod=score_mod, mask_mod=mask_mod,
-        block_mask=block_mask, query_mod=query_mod, key_mod=key_mod, value_mod=value_mod, output_mod=output_mod,
-        normalize=normalize, sinks=sinks, scale=scale, dropout_rate=dropout_rate, dropout_key=dropout_key,
-        config=config, return_stats=stats,
-    )  # fmt: skip
-    modified = _Modified.of(call.vectors, q_ends, kv_ends, (q.shape[0], k.shape[0]))
+        q, k, v, settings, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, block_mask=block_mask
+    )
+    modified = _Modified.from_lengths(call.vectors, q_ends, kv_ends, (q.shape[0], k.shape[0]))
     q, k, v = modified.inputs(*map(jnp.asarray, (q, k, v)))
     # NaN in padding would survive a weight of 0, in the GEMMs of the block that the last boundary cuts.
     q, k, v = (_without_padding(x, ends)[None] for x, ends in ((q, q_ends), (k, kv_ends), (v, kv_ends)))
     call = call._replace(inputs=call.inputs._replace(query=q, key=k, value=v))
-    saved = attend("flex_attention_varlen", call, implementation)
-    lse = None if normalize == "none" else saved.lse[0].T
-    out = modified.output(saved.out[0], lse)
+    saved = attend("flex_attention_varlen", call, settings.implementation)
+    out = modified.output(saved.out[0], None if settings.normalize == "none" else saved.lse[0].T)
     out = _without_padding(out, q_ends)  # without a mod already 0 there, and lse -inf; their cotangents need not be
-    if stats:
-        return out, _packed_stats(saved, stats, q_ends)
-    return (out, _without_padding(lse, q_ends, -jnp.inf)) if return_lse and lse is not None else out
-
-
-def _packed_stats(saved: Saved, names: tuple[Stat, ...], ends: jax.Array) -> AttentionStats:
-    """The statistics [N, Hq]; those of padding are those of no keys."""
-    found = select_stats(saved, names)._asdict()
-    of_tokens = lambda x, fill: None if x is None else _without_padding(x[0].T, ends, fill)
-    return AttentionStats(**{name: of_tokens(x, 0 if name == "entropy" else -jnp.inf) for name, x in found.items()})
+    if not (settings.return_lse or settings.return_stats):
+        return out
+    rows = lambda x, fill: _without_padding(x[0].T, q_ends, fill)
+    row_max = None if saved.max is None else rows(saved.max, -jnp.inf)
+    entropy = None if saved.entropy is None else rows(saved.entropy, 0)
+    return settings.results(Saved(out, rows(saved.lse, -jnp.inf), row_max, entropy))
 
 
 class PackedCall(NamedTuple):
@@ -214,58 +156,41 @@ def prepare(
     q: Any,
     k: Any,
     v: Any,
+    settings: Settings,
     *,
     cu_seqlens_q: Any,
     cu_seqlens_k: Any,
-    score_mod: ScoreMod | None,
-    mask_mod: MaskMod | None,
-    block_mask: VarlenBlockMask | None,
-    normalize: Literal["softmax", "none"],
-    sinks: Any,
-    scale: float | None,
-    dropout_rate: float,
-    dropout_key: Any,
-    config: Config | None,
-    query_mod: VectorMod | None = None,
-    key_mod: VectorMod | None = None,
-    value_mod: VectorMod | None = None,
-    output_mod: OutputMod | None = None,
-    return_stats: tuple[Stat, ...] = (),
+    block_mask: VarlenBlockMask | None = None,
 ) -> PackedCall:
-    """Checks every argument of `flex_attention_varlen`, and makes the mask if there is none.
-
-    q, k and v may be shapes.
-    """
+    """Checks every argument of `flex_attention_varlen`, and makes the mask if there is none; q, k, v may be shapes."""
+    score_mod, mask_mod, rate = settings.score_mod, settings.mask_mod, settings.dropout_rate
     _check_packed(q, k, v)
     lengths = q.shape[0], k.shape[0]
-    dropout_rate = check_dropout(dropout_rate, dropout_key)
     q_ends, kv_ends = checked_boundaries(cu_seqlens_q, cu_seqlens_k, lengths)
     check_callable(score_mod, "score_mod", "(score, b, h, q_idx, kv_idx) -> score")
     check_packed_sizes(score_mod, mask_mod, q_ends, kv_ends, q.shape[1], "a call")
     if block_mask is None:
         make = lambda H: varlen_block_mask(
-            q_ends, kv_ends, *lengths, mask_mod=mask_mod, H=H, block_size=_own_block_size(config)
+            q_ends, kv_ends, *lengths, mask_mod=mask_mod, H=H, block_size=_own_block_size(settings.config)
         )
         block_mask = make(None if mask_mod is None or not _uses_heads(mask_mod) else q.shape[1])
     else:
         _check_mask(block_mask, mask_mod, q_ends, kv_ends, lengths)
-    kept = kept_mod(dropout_rate, dropout_key, q_ends.size - 1, q.shape[1])
+    kept = kept_mod(rate, settings.dropout_key, q_ends.size - 1, q.shape[1]) if rate else None
     if score_mod is not None or kept is not None:
         tokens = PackedTokens.from_boundaries(q_ends, kv_ends, lengths)
         reindexed = lambda mod: ReindexedMod(mod, tokens.positions) if tokens.sequences and mod is not None else None
         score_mod, kept = reindexed(score_mod), reindexed(kept)
-    call = prepare_dense(
-        _batch_of_one(q), _batch_of_one(k), _batch_of_one(v), score_mod, block_mask,
-        mask_mod=None, kv_lengths=None, normalize=normalize, sinks=sinks, scale=scale, layout="BTNH", dropout_rate=0.0,
-        dropout_key=None, config=config, return_stats=return_stats,
+    dense = Settings(
+        score_mod, normalize=settings.normalize, sinks=settings.sinks, scale=settings.scale, config=settings.config,
+        return_stats=settings.return_stats,
     )  # fmt: skip
-    vectors = VectorMods(query_mod, key_mod, value_mod, output_mod)
-    if vectors.any:
-        of_mods = CallSizes(q_ends.size - 1, q.shape[1], _longest(q_ends), _longest(kv_ends))
-        vectors.check(
-            q.shape[2], v.shape[2], q.dtype, sizes=of_mods, kv_heads=k.shape[1], has_lse=normalize == "softmax"
-        )
-    return PackedCall(with_dropout(call, dropout_rate, kept)._replace(vectors=vectors), q_ends, kv_ends)
+    call = prepare_dense(_batch_of_one(q), _batch_of_one(k), _batch_of_one(v), dense, block_mask=block_mask)
+    vectors, has_lse = settings.vectors, settings.normalize == "softmax"
+    if vectors != VectorMods():
+        sizes = CallSizes(q_ends.size - 1, q.shape[1], _longest(q_ends), _longest(kv_ends))
+        vectors.check(q.shape[2], v.shape[2], q.dtype, sizes=sizes, kv_heads=k.shape[1], has_lse=has_lse)
+    return PackedCall(with_dropout(call, rate, kept)._replace(vectors=vectors), q_ends, kv_ends)
 
 
 class _Modified(NamedTuple):
@@ -281,7 +206,9 @@ class _Modified(NamedTuple):
     kv_ends: jax.Array
 
     @classmethod
-    def of(cls, vectors: VectorMods, q_ends: jax.Array, kv_ends: jax.Array, lengths: tuple[int, int]) -> _Modified:
+    def from_lengths(
+        cls, vectors: VectorMods, q_ends: jax.Array, kv_ends: jax.Array, lengths: tuple[int, int]
+    ) -> _Modified:
         """Locates the tokens if there are mods."""
         exists = vectors.any and q_ends.size > 1
         return cls(vectors, PackedTokens.from_boundaries(q_ends, kv_ends, lengths) if exists else None, q_ends, kv_ends)
@@ -292,8 +219,8 @@ class _Modified(NamedTuple):
             return q, k, v
         queries = self.tokens.q_sequence, self.tokens.q_position, self.q_ends
         keys = self.tokens.kv_sequence, self.tokens.kv_position, self.kv_ends
-        given = ((self.vectors.query, q, queries), (self.vectors.key, k, keys), (self.vectors.value, v, keys))
-        q, k, v = (x if mod is None else self._rows(mod, x, *where) for mod, x, where in given)
+        arrays = ((self.vectors.query, q, queries), (self.vectors.key, k, keys), (self.vectors.value, v, keys))
+        q, k, v = (x if mod is None else self._rows(mod, x, *where) for mod, x, where in arrays)
         return q, k, v
 
     def output(self, out: jax.Array, lse: jax.Array | None) -> jax.Array:
@@ -321,13 +248,13 @@ def _batch_of_one(x: Any) -> jax.ShapeDtypeStruct:
 
 
 def _longest(ends: jax.Array) -> int | None:
-    known = known_lengths(ends)
+    known = known_values(ends)
     return None if known is None else int(np.diff(known).max(initial=0))
 
 
 def _without_padding(x: jax.Array, ends: Int32[Array, " R_and_1"], fill: float = 0) -> jax.Array:
     """Overwrites padding, the tokens after the last boundary, and clears their cotangents."""
-    known = known_lengths(ends)
+    known = known_values(ends)
     if known is not None and known[-1] == x.shape[0]:
         return x
     inside = lax.broadcasted_iota(jnp.int32, x.shape, 0) < ends[-1]
@@ -379,7 +306,7 @@ def _check_mask(
             + remedy
         )
     for name, ends in (("cu_seqlens_q", q_ends), ("cu_seqlens_k", kv_ends)):
-        made_for, known = known_lengths(getattr(block_mask, name)), known_lengths(ends)
+        made_for, known = known_values(getattr(block_mask, name)), known_values(ends)
         if made_for is not None and known is not None and not np.array_equal(made_for, known):
             raise ValueError(
                 f"`block_mask` was made for other boundaries: its `{name}` is {made_for.tolist()}, that of the call "

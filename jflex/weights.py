@@ -13,13 +13,12 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, Int32
 
-from jflex._call.checks import describe_array
-from jflex._call.kv_lengths import bounded_inputs, known_lengths, with_lengths_as_mask
-from jflex._jax.explicit_axes import partitioned_by_xla
-from jflex._jax.manual_axes import match_manual_axes
+from jflex._check.arguments import describe_array, known_values
+from jflex._mesh import match_manual_axes, partitioned_by_xla
 from jflex.attention import prepare, with_modified_inputs
 from jflex.backends.base import Inputs
 from jflex.backends.dense_scores import contained_scores, modified, softmax
+from jflex.backends.lengths import bounded_inputs, with_lengths_as_mask
 from jflex.block_mask.dense import elements_at
 from jflex.block_mask.lists import PARTIAL, block_count, states_from_lists
 from jflex.block_mask.mask import BlockMask
@@ -27,6 +26,7 @@ from jflex.mods.compose import noop_mask
 from jflex.mods.signature import answers_keywords
 from jflex.mods.trace import trace_mask_mod
 from jflex.mods.types import MaskMod, ScoreMod, VectorMod
+from jflex.options import Settings
 from jflex.types import AnyArray, Key, Query, Weights
 from pallas_kernels.spec import AttentionSpec
 
@@ -108,11 +108,10 @@ def attention_weights(
     ··░░█·
     ···░░█
     """
+    settings = Settings(score_mod, mask_mod, query_mod, key_mod, sinks=sinks, scale=scale)
     call = prepare(
-        query, key, None, score_mod, block_mask, mask_mod=mask_mod, query_mod=query_mod, key_mod=key_mod,
-        kv_lengths=kv_lengths, normalize="softmax", sinks=sinks, scale=scale, layout=layout, dropout_rate=0.0,
-        dropout_key=None, config=None, has_value=False,
-    )  # fmt: skip
+        query, key, None, settings, block_mask=block_mask, kv_lengths=kv_lengths, layout=layout, has_value=False
+    )
     spec, inputs, _ = with_modified_inputs(call)
     chosen = _checked_rows(rows, spec)
     if spec.is_empty or not chosen.size:
@@ -141,15 +140,15 @@ def _checked_rows(rows: Any, spec: AttentionSpec) -> Int32[Array, " R"]:
     if isinstance(rows, Sequence) and all(isinstance(x, int | np.integer) for x in rows):
         rows = np.asarray(rows, None if len(rows) else np.int32)
     if not isinstance(rows, jax.Array | np.ndarray):
-        of = f" of {type(rows[0]).__name__}" if isinstance(rows, list | tuple) else ""
-        raise TypeError(f"{rule}. Got {type(rows).__name__}{of}; pass `jnp.asarray(rows, jnp.int32)`.")
+        element = f" of {type(rows[0]).__name__}" if isinstance(rows, list | tuple) else ""
+        raise TypeError(f"{rule}. Got {type(rows).__name__}{element}; pass `jnp.asarray(rows, jnp.int32)`.")
     if not jnp.issubdtype(rows.dtype, jnp.integer):
         hint = "pass `np.flatnonzero(rows)`" if rows.dtype == bool else "cast it with `.astype(jnp.int32)`"
         raise TypeError(f"{rule}. Got {describe_array(rows)}; {hint}.")
     if rows.ndim != 1:
         hint = "For one query, pass `rows[None]`." if rows.ndim == 0 else "Pass `rows.reshape(-1)`."
         raise ValueError(f"{rule}. Got {describe_array(rows)}. {hint}")
-    known = known_lengths(rows)
+    known = known_values(rows)
     if known is not None and (outside := (known < -T) | (known >= T)).any():
         raise ValueError(
             f"`rows` must lie between 0 and T - 1, or between -T and -1 from the end, for the {T} queries. Got "

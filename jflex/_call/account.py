@@ -11,10 +11,10 @@ import numpy as np
 from jax.core import Tracer
 
 from jflex import backends
-from jflex._call.dispatch import Implementation, Selection, select, select_passes
-from jflex._call.eight_bits import no_gradients
-from jflex._call.kv_lengths import bounded_lists, known_lengths
+from jflex._call.dispatch import Implementation, Selection, no_gradients, select, select_passes
+from jflex._check.arguments import known_values
 from jflex.backends.base import Inputs
+from jflex.backends.lengths import bounded_lists
 from jflex.block_mask.drawing import SKIPS_NOTHING, skips_nothing
 from jflex.block_mask.lists import BlockLists, states_from_lists
 from jflex.config import Config
@@ -68,7 +68,6 @@ class Account(Choice):
       visited: Visited blocks, over batch and heads; None without a BlockMask, or where its lists or `kv_lengths` are
         not known.
       full: Visited blocks in which the mask is not evaluated.
-      blocks: All blocks.
       skips_nothing: Whether all of several blocks are visited, although the mask hides elements of some.
       flops: Floating-point operations of the forward pass over the visited blocks, 2 for a multiply-add; without a
         BlockMask, over the keys within their lengths, where these are known.
@@ -88,11 +87,11 @@ class Account(Choice):
         return None if self.visited is None or self.full is None else self.visited - self.full
 
     @classmethod
-    def of(cls, spec: AttentionSpec, inputs: Inputs, implementation: Implementation) -> Account:
+    def from_call(cls, spec: AttentionSpec, inputs: Inputs, implementation: Implementation) -> Account:
         """Makes the account of one call; query, key and value may be shapes."""
         lists = _known_lists(spec, inputs)
         visited, full, total = _count(spec, lists)
-        lengths = known_lengths(inputs.kv_lengths)
+        lengths = known_values(inputs.kv_lengths)
         keys, longest = spec.B * spec.S, spec.S  # of the whole batch, and of one entry
         if lengths is not None:
             keys, longest = int(lengths.sum()), int(lengths.max(initial=0))
@@ -204,7 +203,7 @@ def _skips_nothing(spec: AttentionSpec, lists: BlockLists | None) -> bool:
 
 def _known_lists(spec: AttentionSpec, inputs: Inputs) -> BlockLists | None:
     """The lists that the call walks; None if their values are not known."""
-    lists, lengths = inputs.lists, known_lengths(inputs.kv_lengths)
+    lists, lengths = inputs.lists, known_values(inputs.kv_lengths)
     if lists is None or spec.blocks is None or any(isinstance(x, Tracer | jax.ShapeDtypeStruct) for x in lists):
         return None
     if inputs.kv_lengths is None:

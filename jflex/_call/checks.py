@@ -1,32 +1,20 @@
-"""Checks of the arguments of a dense call, and its device and precision."""
+"""Checks of query, key, value and BlockMask of a dense call."""
 
 from __future__ import annotations
 
-import math
 from typing import Any, NoReturn
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
-from jax.typing import DTypeLike
 
-from jflex._call.eight_bits import EIGHT_BITS, check_dtypes
+from jflex._check.arguments import DTYPES, EIGHT_BITS, LAYOUTS, describe_array
 from jflex._check.user_warnings import warn_user
 from jflex.block_mask.mask import BlockMask
-from jflex.config import Config
 from jflex.mods.dependence import uses_index
 from jflex.types import ArrayOrShape
-from pallas_kernels.spec import Blocks
 
-LAYOUTS = ("BTNH", "BNTH")
-DTYPES = ("bfloat16", "float16", "float32", "float64")
+_VALUES_OF_EIGHT_BITS = ("bfloat16", "float16")  # each holds every number of eight bits
 _MOST_HEADS = 256
-
-
-def describe_array(x: ArrayOrShape) -> str:
-    """Formats an array for messages: ``bfloat16[2,1024,16,64]``."""
-    return f"{x.dtype}[{','.join(map(str, x.shape))}]"
 
 
 def check_arrays(
@@ -41,16 +29,9 @@ def check_arrays(
     """Raises unless query, key and value fit together.
 
     Args:
-      query: The query.
-      key: The key.
       value: The value; not looked at where the call has none.
-      layout: Of all of them.
       has_value: Whether the call has a value.
       may_have_eight_bits: Whether it takes queries and keys of eight bits.
-
-    Raises:
-      TypeError: An argument is not an array, or their dtypes do not go together or are not floating-point.
-      ValueError: Their shapes do not fit, or `layout` is unknown.
     """
     if layout not in LAYOUTS:
         raise ValueError(f"`layout` must be one of {', '.join(map(repr, LAYOUTS))}. Got {layout!r}.")
@@ -74,13 +55,27 @@ def check_arrays(
                 f"`flex_attention(q[None], k[None], v[None], ...)[0]`. {got}"
             )
     if may_have_eight_bits and not {str(query.dtype), str(key.dtype)}.isdisjoint(EIGHT_BITS):
-        check_dtypes(query, key, value, got)
+        _check_eight_bits(query, key, value, got)
         del named["query"], named["key"]
     _check_floats(named, got, may_have_eight_bits)
     if len({x.dtype for x in named.values()}) > 1:
         names = "`query`, `key` and `value`" if has_value else "`query` and `key`"
         raise TypeError(f"{names} must have one dtype. Cast them to one of these. {got}")
     _check_shapes(query.shape, key.shape, named.get("value", key).shape, layout, got, has_value)
+
+
+def _check_eight_bits(query: Any, key: Any, value: Any, got: str) -> None:
+    """Raises unless query and key share a dtype of eight bits, and the value is wider; `got` lists them all."""
+    if query.dtype != key.dtype:
+        raise TypeError(
+            f"`query` and `key` must have one dtype where one of them has eight bits ({', '.join(EIGHT_BITS)}). "
+            f"Quantise both, or cast both to the dtype of `value`. {got}"
+        )
+    if str(value.dtype) not in _VALUES_OF_EIGHT_BITS:
+        raise TypeError(
+            f"`value` must be {' or '.join(_VALUES_OF_EIGHT_BITS)} where `query` and `key` have eight bits: weights "
+            f"and output have its dtype. Cast it. {got}"
+        )
 
 
 def _check_floats(named: dict[str, Any], got: str, may_have_eight_bits: bool) -> None:
@@ -155,72 +150,8 @@ def warn_of_layout(query: ArrayOrShape, key: ArrayOrShape, layout: str) -> None:
         )
 
 
-def check_scale(scale: object, D: int) -> float:
-    """Returns the scale as a float; ``D ** -0.5`` for None.
-
-    Raises:
-      TypeError: `scale` is not a Python number.
-      ValueError: `scale` is 0, infinite or NaN.
-    """
-    if scale is None:
-        return D**-0.5
-    if isinstance(scale, bool | Tracer | jax.Array) or not isinstance(scale, (int, float, np.number)):
-        raise TypeError(
-            f"`scale` must be a Python number. Got {type(scale).__name__}. To multiply by an array, capture it "
-            "in a `score_mod`, or multiply `query` by it."
-        )
-    if not math.isfinite(scale) or scale == 0:
-        raise ValueError(f"`scale` must be finite and not 0. Got {scale}. Pass None for the default, D ** -0.5.")
-    return float(scale)
-
-
-def check_normalize(normalize: object, sinks: object) -> None:
-    """Raises unless `normalize` is known and fits the sinks.
-
-    Raises:
-      ValueError: It is unknown, or there are sinks without a softmax.
-    """
-    if normalize not in ("softmax", "none"):
-        raise ValueError(f"`normalize` must be 'softmax' or 'none'. Got {normalize!r}.")
-    if normalize == "none" and sinks is not None:
-        raise ValueError(
-            "`sinks` enter the denominator of a softmax, and with `normalize='none'` there is none. Leave one out."
-        )
-
-
-def checked_sinks(sinks: object, heads: int) -> jax.Array:
-    """Returns `sinks` as a JAX array.
-
-    Raises:
-      TypeError: They are no array, or not floating-point.
-      ValueError: They are not one logit for each query head.
-    """
-    rule = f"`sinks` must be a floating-point array with one logit for each of the {heads} query heads, [{heads}]."
-    x: Any = sinks
-    if not (hasattr(x, "shape") and hasattr(x, "dtype")):
-        raise TypeError(f"{rule} Got {type(x).__name__}. Make one with `jnp.full({heads}, logit)`.")
-    if str(x.dtype) not in DTYPES:
-        raise TypeError(f"{rule} Got {describe_array(x)}. Cast it with `.astype(jnp.float32)`.")
-    if x.shape != (heads,):
-        raise ValueError(f"{rule} Got {describe_array(x)}. Index or broadcast it to one number for each head.")
-    return jnp.zeros(heads, x.dtype) if isinstance(x, jax.ShapeDtypeStruct) else jnp.asarray(x)
-
-
-def check_lse(return_lse: bool, normalize: str) -> None:
-    """Raises ValueError if an lse is requested where there is none."""
-    if return_lse and normalize == "none":
-        raise ValueError(
-            "`return_lse` must be False with `normalize='none'`: the lse is that of a softmax. Leave one of them out."
-        )
-
-
 def check_block_mask(block_mask: object, mask_mod: object, B: int, Hq: int, T: int, S: int) -> None:
-    """Raises unless `block_mask` fits the call.
-
-    Raises:
-      TypeError: `block_mask` is not a BlockMask.
-      ValueError: It was made for another call, or `mask_mod` is passed too.
-    """
+    """Raises unless `block_mask` fits the call."""
     if block_mask is None:
         return
     if not isinstance(block_mask, BlockMask):
@@ -244,8 +175,6 @@ def block_mask_mismatch(block_mask: BlockMask, batch: int, heads: int, q_length:
     """Says in one sentence or two why a BlockMask does not fit a call, and what would.
 
     Args:
-      block_mask: The mask.
-      batch: ``B`` of the call.
       heads: Query heads ``Hq`` of the call.
       q_length: Queries ``T`` of the call.
       kv_length: Keys ``S`` of the call.
@@ -287,68 +216,3 @@ def block_mask_mismatch(block_mask: BlockMask, batch: int, heads: int, q_length:
         f"{fault} Make it with `create_block_mask(mask_mod, B, H, {q_length}, {kv_length})`, or extend it with "
         f"`block_mask.with_lengths({q_length}, {kv_length})`."
     )
-
-
-def check_config(config: Any, blocks: Blocks | None) -> Config:
-    """Returns the config; the default one for None.
-
-    Raises:
-      TypeError: `config` is not a Config.
-      ValueError: A tile does not divide the blocks of the mask.
-    """
-    if config is None:
-        return Config()
-    if not isinstance(config, Config):
-        raise TypeError(f"`config` must be a `jflex.Config`. Got {type(config).__name__}.")
-    for name in ("forward", "dkv", "dq", "decode"):
-        tiles = getattr(config, name)
-        if tiles is None or blocks is None:
-            continue
-        for size, tile, axis in zip(blocks.size, (tiles.block_q, tiles.block_kv), ("q", "kv"), strict=True):
-            if size % tile and (name, axis) != ("decode", "q"):
-                raise ValueError(
-                    f"`config.{name}.block_{axis}` must divide the block size of the mask, {size}. Got {tile}. "
-                    "Take a divisor, or create the mask with another `block_size`."
-                )
-    return config
-
-
-def current_device(*arrays: object) -> tuple[str, str]:
-    """Platform and kind of the device that will run the call.
-
-    An abstract device that the user set takes precedence (lowering for an absent GPU), then the devices of concrete
-    arrays and of ShapeDtypeStructs with a sharding, then JAX's default.
-    """
-    mesh = jax.sharding.get_abstract_mesh()
-    abstract = getattr(mesh, "abstract_device", None)
-    if abstract is not None:
-        platform = getattr(abstract, "platform", None) or "gpu"
-        return _platform(platform), abstract.device_kind
-    for device in map(device_of, arrays):
-        if device is not None:
-            return _platform(device.platform), device.device_kind
-    device = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]  # made at run time
-    device = device if isinstance(device, jax.Device) else jax.local_devices(backend=device)[0]
-    return _platform(device.platform), device.device_kind
-
-
-def device_of(x: Any) -> Any:
-    """A device of an array, or of a shape with a sharding; None without one, and for tracers."""
-    if isinstance(x, jax.Array):
-        return None if isinstance(x, Tracer) else next(iter(x.devices()))
-    sharding = x.sharding if isinstance(x, jax.ShapeDtypeStruct) else None
-    if sharding is None or isinstance(getattr(sharding, "mesh", None), jax.sharding.AbstractMesh):
-        return None
-    return next(iter(sharding.device_set))
-
-
-def _platform(name: str) -> str:
-    return "gpu" if name in ("cuda", "rocm", "gpu") else name
-
-
-def current_precision(dtype: DTypeLike) -> str | None:
-    """Precision of float32 GEMMs: that of ``jax.default_matmul_precision``, None for JAX's default."""
-    if jnp.dtype(dtype) != jnp.float32:
-        return None
-    precision = jax.config.jax_default_matmul_precision  # pyright: ignore[reportAttributeAccessIssue]  # likewise
-    return None if precision is None else str(precision)

@@ -9,8 +9,7 @@ import jax
 from jax.core import Tracer
 
 from jflex import backends
-from jflex._call.eight_bits import no_gradients
-from jflex._call.new_numbers import count_call
+from jflex._call.call_warnings import count_call
 from jflex._check.user_warnings import warn_user
 from jflex.backends.base import Plan
 from jflex.errors import UnsupportedError
@@ -25,7 +24,6 @@ class Selection(NamedTuple):
 
     Attributes:
       name: The first that supports it, or None.
-      plan: Its plan, or None.
       rejections: Why each backend before it was rejected, in order.
     """
 
@@ -35,11 +33,7 @@ class Selection(NamedTuple):
 
 
 def names_of(implementation: Implementation) -> tuple[str, ...]:
-    """The backend names of an argument `implementation`.
-
-    Raises:
-      ValueError: It names no backend, or one that is not known.
-    """
+    """The backend names of an argument `implementation`."""
     known = ", ".join(map(repr, backends.KNOWN))
     if implementation is None:
         return backends.ORDER
@@ -58,12 +52,7 @@ def select(implementation: Implementation, spec: AttentionSpec, requested: Gradi
     If none was named, a backend that is slower than the next one of GPU kernels is skipped, if one supports the call.
 
     Args:
-      implementation: As in the call.
-      spec: The call.
       requested: Which gradients; None for forward only.
-
-    Raises:
-      ValueError: As `names_of`.
     """
     rejections: dict[str, str] = {}
     for name in names_of(implementation):
@@ -83,10 +72,6 @@ def select_forward(implementation: Implementation, spec: AttentionSpec, caller: 
     """The name of the backend that runs the forward pass.
 
     Warns if no backend was named and a GPU would run 'xla', which is made for CPUs.
-
-    Raises:
-      ValueError: As `names_of`.
-      UnsupportedError: None of the requested backends supports the call.
     """
     selection = check_supported(implementation, spec)
     assert selection.name is not None  # it is supported
@@ -105,12 +90,7 @@ def warn_of_new_numbers(spec: AttentionSpec, arrays: object) -> None:
 
 
 def check_supported(implementation: Implementation, spec: AttentionSpec) -> Selection:
-    """What runs the forward pass, without a warning: the call itself gives that.
-
-    Raises:
-      ValueError: As `names_of`.
-      UnsupportedError: None of the requested backends supports the call.
-    """
+    """What runs the forward pass, without a warning: the call itself gives that."""
     selection = select(implementation, spec)
     if selection.name is None:
         raise UnsupportedError(_refusal(selection, spec, None))
@@ -129,9 +109,6 @@ def select_passes(implementation: Implementation, spec: AttentionSpec, requested
     """The backends of both passes of a differentiated call.
 
     If none was named, the next backend in the order runs the backward pass where it is known to be faster.
-
-    Raises:
-      UnsupportedError: None of the requested backends supports the call with these gradients.
     """
     if spec.qk_dtype is not None:
         raise UnsupportedError(f"This call has no gradients: {no_gradients(spec)}.")
@@ -141,6 +118,11 @@ def select_passes(implementation: Implementation, spec: AttentionSpec, requested
     name = selection.name
     faster = _faster(name, spec, requested, requested) if implementation is None else None
     return Passes(name, name) if faster is None else Passes(name, faster.name, faster.reason)
+
+
+def no_gradients(spec: AttentionSpec) -> str:
+    """Why no backend computes gradients of a call with eight bits, as part of a sentence."""
+    return f"`query` and `key` of {spec.qk_dtype} are for inference (cast both to {spec.dtype})"
 
 
 class _Faster(NamedTuple):
@@ -157,9 +139,7 @@ def _faster(
 
     Args:
       name: A backend that supports the call.
-      spec: The call.
       judged: The pass that is compared: the backward pass with these gradients; None for the forward pass.
-      requested: As in `select`.
     """
     reason = backends.get(name).not_preferred(spec, judged)
     if reason is None:

@@ -33,7 +33,7 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Int32, UInt32
 
-from jflex._call.checks import describe_array
+from jflex._check.arguments import describe_array
 
 KeptMod = Callable[[Any, Any, Any, Any], Any]
 
@@ -45,16 +45,7 @@ _RATIO = 95872743  # of their numbers: the best of 74 that were tried, by the la
 
 
 def check_dropout(rate: object, key: Any) -> float:
-    """Returns the rate as a float. A key without a rate is checked, and not used.
-
-    Args:
-      rate: The argument `dropout_rate`.
-      key: The argument `dropout_key`.
-
-    Raises:
-      TypeError: The rate is not a Python number, or the key not a random key.
-      ValueError: The rate is outside of [0, 1), there is a rate without a key, or more than one key.
-    """
+    """Returns the rate as a float. A key without a rate is checked, and not used."""
     if isinstance(rate, bool | Tracer | jax.Array) or not isinstance(rate, int | float | np.number):
         raise TypeError(
             f"`dropout_rate` must be a Python number: it is part of the program. Got {type(rate).__name__}."
@@ -96,13 +87,7 @@ def kept_mod(rate: float, key: Any, batch: int | Int32[Array, " rows"], heads: i
     It captures two words for each batch entry (or row) and head, so that a new key recompiles nothing.
 
     Args:
-      rate: Checked.
-      key: Checked.
       batch: Batch entries, or packed sequences. Or the batch entry of each row: then ``b`` is the row.
-      heads: Query heads.
-
-    Raises:
-      ValueError: There are several keys, and neither as many as batch entries nor as heads.
 
     >>> kept = kept_mod(0.25, jax.random.key(0), 1, 1)
     >>> [bool(kept(0, 0, jnp.int32(5), jnp.int32(k))) for k in range(6)]

@@ -10,19 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from jflex._call.checks import describe_array
 from jflex._call.dispatch import Implementation, names_of
-from jflex._call.kv_lengths import known_lengths
+from jflex._check.arguments import describe_array, known_values
 
 _AXES = (("B", "batch"), ("Hq", "query heads"), ("T", "queries"), ("S", "keys"))
 
 
 def as_array(x: Any, name: str) -> jax.Array:
-    """An argument as an array; numbers and nested sequences are converted, as everywhere in `jax.nn`.
-
-    Raises:
-      TypeError: `jax.numpy.asarray` refuses it.
-    """
+    """An argument as an array; numbers and nested sequences are converted, as everywhere in `jax.nn`."""
     try:
         return jnp.asarray(x)
     except (TypeError, ValueError) as error:
@@ -30,12 +25,7 @@ def as_array(x: Any, name: str) -> jax.Array:
 
 
 def batched(x: Any, name: str) -> jax.Array:
-    """Query, key or value with four axes: adds the batch axis to three.
-
-    Raises:
-      TypeError: It is not an array.
-      ValueError: It has another number of axes.
-    """
+    """Query, key or value with four axes: adds the batch axis to three."""
     x = as_array(x, name)
     heads, length = ("Hq", "T") if name == "query" else ("Hkv", "S")
     if x.ndim not in (3, 4):
@@ -48,12 +38,7 @@ def batched(x: Any, name: str) -> jax.Array:
 
 
 def checked_bias(bias: Any, shape: tuple[int, int, int, int]) -> jax.Array | None:
-    """The bias with four axes; a boolean one as numbers, which `jax.nn` adds.
-
-    Raises:
-      TypeError: It is neither floating-point, integer nor boolean.
-      ValueError: It cannot be broadcast to `shape`.
-    """
+    """The bias with four axes; a boolean one as numbers, which `jax.nn` adds."""
     if bias is None:
         return None
     bias = as_array(bias, "bias")
@@ -64,12 +49,7 @@ def checked_bias(bias: Any, shape: tuple[int, int, int, int]) -> jax.Array | Non
 
 
 def checked_mask(mask: Any, shape: tuple[int, int, int, int]) -> jax.Array | None:
-    """The mask with four axes.
-
-    Raises:
-      TypeError: It is not boolean.
-      ValueError: It cannot be broadcast to `shape`.
-    """
+    """The mask with four axes."""
     if mask is None:
         return None
     mask = as_array(mask, "mask")
@@ -98,11 +78,7 @@ def _broadcastable(x: jax.Array, name: str, shape: tuple[int, int, int, int]) ->
 
 
 def checked_scale(scale: Any) -> tuple[Any, Any]:
-    """The scale as a Python number or None, and a factor to apply to the scaled scores, or None.
-
-    Raises:
-      TypeError: It is an array with axes, or not of real numbers.
-    """
+    """The scale as a Python number or None, and a factor to apply to the scaled scores, or None."""
     if isinstance(scale, (jax.Array, np.ndarray)):
         real = jnp.issubdtype(scale.dtype, jnp.floating) or jnp.issubdtype(scale.dtype, jnp.integer)
         if scale.shape != () or not real:
@@ -124,12 +100,7 @@ def check_flag(flag: Any, name: str) -> None:
 
 
 def checked_lengths(lengths: Any, name: str, B: int, size: int) -> jax.Array | None:
-    """Lengths as an int32 array.
-
-    Raises:
-      TypeError: They are not int32.
-      ValueError: There is not one for each batch entry, or a known one is negative or greater than `size`.
-    """
+    """Lengths as an int32 array."""
     if lengths is None:
         return None
     what, letter = ("queries", "T") if name == "query_seq_lengths" else ("keys", "S")
@@ -140,7 +111,7 @@ def checked_lengths(lengths: Any, name: str, B: int, size: int) -> jax.Array | N
     if array.shape != (B,):
         hint = "" if array.ndim else f" For one length for all, pass `jnp.full({B}, length, jnp.int32)`."
         raise ValueError(f"{rule}. Got {describe_array(array)}.{hint}")
-    known = known_lengths(lengths if isinstance(lengths, np.ndarray) else array)
+    known = known_values(lengths if isinstance(lengths, np.ndarray) else array)
     if known is not None and known.size and not (known.min() >= 0 and known.max() <= size):
         wrong = int(np.argmax((known < 0) | (known > size)))
         raise ValueError(
@@ -154,10 +125,6 @@ def checked_window(window: Any) -> tuple[int | None, int | None]:
     """``(left, right)``, with None for a side without a bound.
 
     A window that hides every key has no bound on the sides that are -1, as in FlashAttention: ``(-1, 0)`` is causal.
-
-    Raises:
-      TypeError: It is neither an integer nor a pair of integers.
-      ValueError: It hides every key.
     """
     if window is None:
         return None, None

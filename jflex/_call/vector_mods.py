@@ -1,27 +1,17 @@
-"""Vector mods: what a call makes of each query, key, value and output, one vector at a time.
-
-In a dense call they are applied to the arrays, before an implementation gets them and to what it returns. So every
-implementation has them, and JAX differentiates them, with respect to the arrays that they capture too. Keys and values
-in pages are not copied: there an implementation applies the mods to what it loads.
-
-A mod sees its vector in float32, float64 of a float64 array, and its result is rounded once, to the dtype of the array.
-It sees one vector alone: it cannot mix positions.
-"""
+"""Vector mods of a call: what it makes of each query, key, value and output, one vector at a time; their checks."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.extend import core
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int32
 
-from jflex._call.checks import describe_array
-from jflex._call.eight_bits import EIGHT_BITS
+from jflex._check.arguments import EIGHT_BITS, describe_array
+from jflex.backends.vector_mods import exact_dtype
 from jflex.errors import UnsupportedError
 from jflex.mods.array_sizes import CallSizes, check_requirements, requirements_of
 from jflex.mods.dependence import check_integer_powers, index_requirements, used_inputs
@@ -40,14 +30,7 @@ _BATCH = 1  # the argument `b` of a vector mod
 
 
 class VectorMods(NamedTuple):
-    """The vector mods of a call, checked by `check`.
-
-    Attributes:
-      query: ``query_mod``, or None.
-      key: ``key_mod``.
-      value: ``value_mod``.
-      output: ``output_mod``.
-    """
+    """The vector mods of a call, checked by `check`."""
 
     query: VectorMod | None = None
     key: VectorMod | None = None
@@ -66,16 +49,10 @@ class VectorMods(NamedTuple):
 
         Args:
           D: Head size of queries and keys.
-          Dv: Head size of values.
           dtype: Of the arrays; of query and key where these have eight bits.
           sizes: Ranges of the indices of the call.
           kv_heads: Number of key heads, if known.
           has_lse: Whether the call has a softmax, and so an lse.
-
-        Raises:
-          TypeError: A mod is not a function, takes other arguments, returns another dtype, or makes eight bits.
-          ValueError: A mod returns another size, branches in Python on its arguments, uses an lse that there is not, or
-            was made for other sizes of calls.
         """
         for role, mod, size in zip(self._fields, self, (D, D, Dv, Dv), strict=True):
             if mod is not None and role in ("query", "key") and str(dtype) in EIGHT_BITS:
@@ -97,11 +74,7 @@ class VectorMods(NamedTuple):
         return any(mod is not None and _uses_batch(role, mod, size, dtype) for role, mod, size in mods)
 
     def refuse_batch(self, D: int, Dv: int, dtype: Any, caller: str) -> None:
-        """Raises where keys belong to several requests.
-
-        Raises:
-          UnsupportedError: A ``key_mod`` or a ``value_mod`` uses ``b``.
-        """
+        """Raises where keys belong to several requests."""
         for role, mod, size in (("key", self.key, D), ("value", self.value, Dv)):
             if mod is not None and _uses_batch(role, mod, size, dtype):
                 raise UnsupportedError(
@@ -110,181 +83,12 @@ class VectorMods(NamedTuple):
                 )
 
 
-class TokenPositions(NamedTuple):
-    """The positions of the queries and of the keys of a dense call; None where they count from 0."""
-
-    queries: Int32[Array, " T"] | None = None
-    keys: Int32[Array, " S"] | None = None
-
-
-def modified_inputs(
-    mods: VectorMods,
-    arrays: tuple[jax.Array, jax.Array, jax.Array],
-    layout: str,
-    key_batch: int,
-    kv_lengths: Int32[Array, " B"] | None,
-    positions: TokenPositions | None = None,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Query, key and value of a dense call, as the mods make them.
-
-    Args:
-      mods: Checked.
-      arrays: Query, key and value.
-      layout: Of the arrays.
-      key_batch: Batch size of the resulting keys and values: that of the query where a mod uses ``b``.
-      kv_lengths: Keys beyond are replaced before the mods see them, since they may be NaN: a zero cotangent times the
-        derivative of NaN would be NaN, in the gradients of captured arrays.
-      positions: Of queries and keys, where these do not count from 0.
-    """
-    query, key, value = arrays
-    positions = TokenPositions() if positions is None else positions
-    if key_batch != key.shape[0]:
-        key, value = (jnp.broadcast_to(x, (key_batch, *x.shape[1:])) for x in (key, value))
-    used = None if kv_lengths is None else used_keys(key, layout, kv_lengths, positions.keys)
-    dense = lambda mod, x, at: x if mod is None else _of_dense(mod, x, layout, at)
-    clean = lambda mod, x: x if mod is None or used is None else jnp.where(used, x, jnp.ones_like(x))
-    keys = lambda mod, x: dense(mod, clean(mod, x), positions.keys)
-    return dense(mods.query, query, positions.queries), keys(mods.key, key), keys(mods.value, value)
-
-
-def modified_output(
-    mod: OutputMod,
-    out: jax.Array,
-    lse: Float[Array, "B Hq T"] | None,
-    layout: str,
-    positions: Int32[Array, " T"] | None = None,
-) -> jax.Array:
-    """The output of a dense call, as an ``output_mod`` makes it; `lse` is None where there is no softmax."""
-    if lse is not None:
-        lse = (lse.swapaxes(1, 2) if layout == "BTNH" else lse).astype(exact_dtype(out.dtype))
-    return _of_dense(lambda x, *where: mod(*x, *where), (out, lse), layout, positions)
-
-
-def modified_rows(
-    mod: VectorMod | OutputMod | None,
-    rows: Float[Array, "N H D"] | tuple[Float[Array, "N H D"], Float[Array, "N H"] | None],
-    b: Int32[Array, " N"],
-    idx: Int32[Array, " N"],
-    dtype: Any = None,
-) -> jax.Array:
-    """Packed vectors, as a mod makes them; a pair of output and lse for an ``output_mod``.
-
-    Args:
-      mod: Checked, or None.
-      rows: The vectors.
-      b: The sequence of each row; negative for padding, whose output is zeros.
-      idx: Its position there.
-      dtype: Of the result; None for that of the vectors.
-    """
-    is_output = isinstance(rows, tuple)
-    first: jax.Array = rows[0] if is_output else rows
-    dtype = first.dtype if dtype is None else dtype
-    if mod is None:
-        return first.astype(dtype)
-    if is_output:
-        rows = first, None if rows[1] is None else rows[1].astype(exact_dtype(dtype))
-    call = (lambda x, *where: mod(*x, *where)) if is_output else mod
-    made = _mapped(call, dtype, ("bi", "h"))(rows, jnp.maximum(b, 0), _indices_along(first, 1), jnp.maximum(idx, 0))
-    return jnp.where((b < 0)[:, None, None], jnp.zeros_like(made), made) if is_output else made
-
-
-def _of_dense(mod: Callable[..., Any], x: Any, layout: str, positions: Int32[Array, " T"] | None = None) -> jax.Array:
-    """`mod` of every vector of an array of four axes, or of a pair of it and an array without the last."""
-    first: jax.Array = jax.tree.leaves(x)[0]
-    axes = ("b", "i", "h") if layout == "BTNH" else ("b", "h", "i")
-    indices = {name: _indices_along(first, axis) for axis, name in enumerate(axes)}
-    if positions is not None:
-        indices["i"] = _sharded_along(positions, first, axes.index("i"))
-    return _mapped(mod, first.dtype, axes)(x, indices["b"], indices["h"], indices["i"])
-
-
-def modified_keys(
-    mod: Callable[..., jax.Array],
-    rows: Float[Array, "*axes H D"],
-    b: Int32[Array, "*axes"],
-    idx: Int32[Array, "*axes"],
-) -> jax.Array:
-    """Keys or values that were loaded from pages, as a traced mod makes them.
-
-    Args:
-      mod: Its captured arrays bound.
-      rows: The vectors; what must not reach a result may be anything, and NaN.
-      b: The request of each.
-      idx: Its position there.
-
-    Returns:
-      The vectors, in the dtype of `rows`.
-    """
-    call = _mapped(mod, rows.dtype, ("bi",) * b.ndim + ("h",))
-    return call(rows, b, jnp.arange(rows.shape[-2], dtype=jnp.int32), idx)
-
-
-def _mapped(mod: Callable[..., Any], dtype: Any, axes: Sequence[str]) -> Callable[..., jax.Array]:
-    """`mod` over the leading axes of its first argument; each names the indices, of ``b, h, i``, that belong to it.
-
-    Every index is mapped over its own axis alone, so that what depends on the position alone is computed once for all
-    heads.
-    """
-    mod = accept_numpy(mod)
-
-    def one(x: Any, b: jax.Array, h: jax.Array, i: jax.Array) -> jax.Array:
-        return mod(jax.tree.map(lambda leaf: leaf.astype(exact_dtype(dtype)), x), b, h, i).astype(dtype)
-
-    function: Callable[..., jax.Array] = one
-    for names in reversed(axes):
-        function = jax.vmap(function, in_axes=(0, *(0 if index in names else None for index in "bhi")))
-    return function
-
-
-def _indices_along(x: jax.Array, axis: int) -> Int32[Array, " n"]:
-    """0, 1, ... along an axis; in a mesh with explicit axes sharded like it, as `jax.vmap` requires."""
-    mesh, shape = jax.sharding.get_abstract_mesh(), (x.shape[axis],)
-    if not mesh.explicit_axes:
-        return jnp.arange(*shape, dtype=jnp.int32)
-    spec = jax.sharding.PartitionSpec(jax.typeof(x).sharding.spec[axis])
-    return jax.lax.broadcasted_iota(jnp.int32, shape, 0, out_sharding=jax.sharding.NamedSharding(mesh, spec))
-
-
-def _sharded_along(positions: Int32[Array, " n"], x: jax.Array, axis: int) -> Int32[Array, " n"]:
-    """Numbers for an axis of `x`; in a mesh with explicit axes sharded like it, as `jax.vmap` requires."""
-    mesh = jax.sharding.get_abstract_mesh()
-    if not mesh.explicit_axes:
-        return positions
-    spec = jax.sharding.PartitionSpec(jax.typeof(x).sharding.spec[axis])
-    return jax.reshard(positions, jax.sharding.NamedSharding(mesh, spec))
-
-
-def used_keys(
-    key: jax.Array, layout: str, kv_lengths: Int32[Array, " B"], positions: Int32[Array, " S"] | None = None
-) -> Bool[Array, "#B S 1 1"]:
-    """Which keys lie before the length of their batch entry, or of the longest one where all share them."""
-    shared = key.shape[0] != kv_lengths.shape[0]
-    lengths = jnp.max(kv_lengths, initial=0, keepdims=True) if shared else kv_lengths
-    axis = 1 if layout == "BTNH" else 2
-    if positions is not None:
-        return jnp.expand_dims(positions, [a for a in range(4) if a != axis]) < lengths[:, None, None, None]
-    shape = tuple(size if a in (0, axis) else 1 for a, size in enumerate(key.shape))
-    return jax.lax.broadcasted_iota(jnp.int32, shape, axis) < lengths[:, None, None, None]
-
-
-def exact_dtype(dtype: Any) -> Any:
-    """The dtype of the vectors that a mod gets, from that of the array."""
-    return jnp.float64 if dtype == jnp.float64 else jnp.float32
-
-
 def check_vector_mod(role: str, mod: Any, size: int, dtype: Any, *, has_lse: bool = True) -> core.ClosedJaxpr:
     """Traces a mod on one vector, and returns the jaxpr.
 
     Args:
-      role: The argument, without ``_mod``.
-      mod: Its value.
-      size: Of the vector.
       dtype: Of the array that holds it.
       has_lse: Whether an output mod gets an lse.
-
-    Raises:
-      TypeError: It is not a function, takes other arguments, or returns another dtype.
-      ValueError: It returns another size, branches in Python on its arguments, or uses an lse that there is not.
     """
     source = describe(mod)
     _check_signature(role, mod, source)

@@ -120,12 +120,7 @@ def check_keywords(caller: str, parameters: Collection[str], keywords: Mapping[s
 
     Args:
       caller: Name of the public function.
-      parameters: Names of its arguments.
       keywords: Keywords of the call, with their values.
-
-    Raises:
-      TypeError: Another library has the name.
-      ValueError: There is a key for dropout, but no rate.
     """
     if keywords.get("dropout_key") is not None and "dropout_rate" in parameters and "dropout_rate" not in keywords:
         raise ValueError(

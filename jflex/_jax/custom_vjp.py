@@ -13,11 +13,10 @@ from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from jflex._call.dispatch import select_passes
-from jflex._call.eight_bits import no_gradients
-from jflex._jax.manual_axes import match_manual_axes
+from jflex._call.dispatch import no_gradients, select_passes
 from jflex._jax.ops import BackwardOp, ForwardOp
 from jflex._jax.primitive import ONLY_REVERSE, call_as_primitive
+from jflex._mesh import match_manual_axes
 from jflex.backends.base import Inputs, Saved, SavedCotangents
 from jflex.errors import UnsupportedError
 from pallas_kernels.plan import GradientRequest
@@ -30,7 +29,6 @@ class Static(NamedTuple):
     Attributes:
       backend: The backend of the forward pass if no gradient is requested.
       implementation: As in `flex_attention`; for a differentiated call, backends are selected by requested gradients.
-      spec: The call.
     """
 
     backend: str
@@ -54,7 +52,6 @@ def reverse_only(inputs: Inputs, unsupported: str = "") -> Inputs:
     """The same inputs, which refuse forward mode with a message of the library.
 
     Args:
-      inputs: The arrays.
       unsupported: Why the call has no derivatives at all; raised as an `UnsupportedError`.
     """
     guard = lambda x: _reverse_only(unsupported, x) if jnp.issubdtype(x.dtype, jnp.floating) else x
@@ -74,7 +71,7 @@ def _attend(static: Static, inputs: Inputs) -> Saved:
 
 def _forward(backend: str, spec: AttentionSpec, inputs: Inputs) -> Saved:
     saved = call_as_primitive(ForwardOp(backend, spec), inputs)
-    name = lambda x, of: None if x is None else checkpoint_name(x, f"jflex_{of}")
+    name = lambda x, suffix: None if x is None else checkpoint_name(x, f"jflex_{suffix}")
     return Saved(
         checkpoint_name(saved.out, "jflex_out"),
         checkpoint_name(saved.lse, "jflex_lse"),
@@ -95,10 +92,10 @@ class _Backward:
 def _attend_fwd(static: Static, perturbed_inputs: Inputs) -> tuple[Saved, tuple[Inputs, Saved, _Backward]]:
     is_primal = lambda x: isinstance(x, CustomVJPPrimal)
     inputs = jax.tree.map(lambda x: x.value, perturbed_inputs, is_leaf=is_primal)
-    asked = jax.tree.map(lambda x: x.perturbed, perturbed_inputs, is_leaf=is_primal)
+    perturbed = jax.tree.map(lambda x: x.perturbed, perturbed_inputs, is_leaf=is_primal)
     is_float = lambda x: jnp.issubdtype(x.dtype, jnp.floating)
-    captured = tuple(a and is_float(x) for a, x in zip(asked.captured.score, inputs.captured.score, strict=True))
-    requested = GradientRequest(asked.query, asked.key, asked.value, captured, bool(asked.sinks))
+    captured = tuple(a and is_float(x) for a, x in zip(perturbed.captured.score, inputs.captured.score, strict=True))
+    requested = GradientRequest(perturbed.query, perturbed.key, perturbed.value, captured, bool(perturbed.sinks))
     passes = select_passes(static.implementation, static.spec, requested)
     saved = _forward(passes.forward, static.spec, inputs)
     return saved, (inputs, saved._replace(max=None), _Backward(passes.backward, requested))

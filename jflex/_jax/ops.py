@@ -11,12 +11,12 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jflex import backends
-from jflex._call.sinks import sinks_gradient
 from jflex._jax import partitioning
 from jflex._jax.paged_shard import paged_shard_of
 from jflex._jax.partitioning import Axes, Split
 from jflex._jax.primitive import Flat
 from jflex.backends.base import Gradients, Inputs, PagedInputs, Saved, SavedCotangents
+from jflex.backends.results import sinks_gradient
 from pallas_kernels.plan import GradientRequest
 from pallas_kernels.spec import AttentionSpec
 
@@ -87,18 +87,22 @@ class BackwardOp:
         def local(mesh: jax.sharding.Mesh, split: Split, *flat: jax.Array) -> tuple[jax.Array, ...]:
             inputs, saved, d_saved = jax.tree.unflatten(tree, flat)
             shard = partitioning.shard_of(self.spec, inputs, mesh, split)
-            own = BackwardOp(self.backend, shard.spec, shard.requested(self.requested))
-            found = own((shard.inputs, saved, d_saved))
+            local_op = BackwardOp(self.backend, shard.spec, shard.requested(self.requested))
+            gradients_of_shard = local_op((shard.inputs, saved, d_saved))
             captured = []
             for number, x in zip(shard.operands, gradients.score_operands, strict=True):
                 if x is not None:
-                    part = jnp.zeros(x.shape, x.dtype) if number is None else found.score_operands[number]
+                    part = jnp.zeros(x.shape, x.dtype) if number is None else gradients_of_shard.score_operands[number]
                     assert part is not None  # a shard has the same requested gradients as the whole
                     captured.append(_sum(part, (*split.batch, *split.heads, *split.queries)))
             shared = (*(split.batch if self.spec.Bkv < self.spec.B else ()), *split.queries)
-            keys = [_sum(x, shared) for x in (found.key, found.value) if x is not None]
-            sinks = [] if found.sinks is None else [_sum(found.sinks, (*split.batch, *split.queries))]
-            return (*([] if found.query is None else [found.query]), *keys, *captured, *sinks)
+            keys = [_sum(x, shared) for x in (gradients_of_shard.key, gradients_of_shard.value) if x is not None]
+            sinks = (
+                []
+                if gradients_of_shard.sinks is None
+                else [_sum(gradients_of_shard.sinks, (*split.batch, *split.queries))]
+            )
+            return (*([] if gradients_of_shard.query is None else [gradients_of_shard.query]), *keys, *captured, *sinks)
 
         return partitioning.partitioned(self.spec, whole, local, *self.axes(arrays, gradients))
 
@@ -151,8 +155,8 @@ class PagedOp:
         tree = jax.tree.structure(inputs)
 
         def local(mesh: jax.sharding.Mesh, split: Split, *flat: jax.Array) -> tuple[jax.Array, ...]:
-            spec, own = _paged_shard_of(self.spec, jax.tree.unflatten(tree, flat), mesh, split.heads)
-            return tuple(jax.tree.leaves(PagedOp(self.backend, spec)(own)))
+            spec, local_inputs = _paged_shard_of(self.spec, jax.tree.unflatten(tree, flat), mesh, split.heads)
+            return tuple(jax.tree.leaves(PagedOp(self.backend, spec)(local_inputs)))
 
         return partitioning.partitioned(self.spec, whole, local, *self.axes(inputs, outputs))
 

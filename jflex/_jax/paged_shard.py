@@ -20,9 +20,7 @@ def paged_shard_of(
     """The spec and the mods of the heads of one shard; mods still get global indices of heads, and of keys.
 
     Args:
-      spec: The whole call.
       inputs: Its arrays; queries and pages may be those of the shard.
-      pieces: Shards of the heads.
       number: Which of them this is.
       rows: Where the keys of this shard lie among those of a request; None if it has all.
     """

@@ -80,7 +80,7 @@ def gradient_axes(spec: AttentionSpec, gradients: Gradients) -> list[Axes]:
     keys = key_axes(spec)
     axes = (row_axes(spec), keys, keys, *(Axes() for _ in gradients.score_operands), Axes(None, 0))
     arrays = (*gradients[:3], *gradients.score_operands, gradients.sinks)
-    return [own for x, own in zip(arrays, axes, strict=True) if x is not None]
+    return [axes_of_x for x, axes_of_x in zip(arrays, axes, strict=True) if x is not None]
 
 
 class Split(NamedTuple):
@@ -125,11 +125,9 @@ def partitioned(
     """Lets XLA's partitioner run `local` on each shard.
 
     Args:
-      spec: The whole spec.
       function: The computation on flat, unsharded arrays.
       local: ``local(mesh, split, *flat arrays)``: that of one shard, inside its program.
       in_axes: Axes of each input; the first is the query.
-      out_axes: Axes of each output.
     """
     call = custom_partitioning(function)
 

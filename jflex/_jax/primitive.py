@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from typing import Protocol, TypeAlias, TypeVar
 
 import jax
@@ -20,6 +19,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Primitive, jaxpr_as_fu
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import PartitionSpec
 
+from jflex._mesh import no_mesh
 from jflex.mods.fingerprint import aval_of, open_jaxpr
 
 ONLY_REVERSE = (
@@ -79,7 +79,6 @@ class _Traced:
 
     Attributes:
       jaxpr: What is lowered: with several devices, `plain` inside a call that XLA can partition.
-      plain: The pass itself.
       tree: Tree structure of the outputs.
       out_specs: Shardings of the flat outputs, from that of the first input.
     """
@@ -140,12 +139,6 @@ def _inner(eqn: JaxprEqn) -> Iterator[Jaxpr]:
 @functools.lru_cache(maxsize=1024)
 def _compiled(jaxpr: ClosedJaxpr, traced: _Traced | None) -> Callable[..., list[jax.Array]]:
     return jax.jit(lambda *xs: _opaque_p.bind(*xs, jaxpr=jaxpr, traced=traced))
-
-
-def no_mesh() -> AbstractContextManager[object]:
-    """A context without a mesh that keeps the current abstract device, for which a program may be lowered."""
-    device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
-    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device))
 
 
 _opaque_p = Primitive("jflex_call")

@@ -26,7 +26,6 @@ class Span:
 
     Attributes:
       starts: The first position of each local chunk.
-      chunk: Tokens in a chunk.
     """
 
     starts: Int32[Array, " chunks"]
@@ -45,8 +44,6 @@ class Spread(NamedTuple):
     """The absolute positions of local tokens that are every so many runs of a sequence.
 
     Attributes:
-      first: The first position.
-      run: Tokens of a run.
       stride: From one run to the next.
     """
 
@@ -61,14 +58,7 @@ class Spread(NamedTuple):
 
 
 class Where(NamedTuple):
-    """Where local arrays lie in those of the whole call; None where they begin at 0 and are in order.
-
-    Attributes:
-      batch: The first batch entry.
-      head: The first query head.
-      queries: Positions of the queries.
-      keys: Positions of the keys.
-    """
+    """Where local arrays lie in those of the whole call; None where they begin at 0 and are in order."""
 
     batch: Int32[Array, ""] | None = None
     head: Int32[Array, ""] | None = None
@@ -78,15 +68,16 @@ class Where(NamedTuple):
     def positions(self, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Positions:
         """The absolute positions of local indices."""
         add = lambda index, first: index if first is None else index + first
-        of = lambda index, span: index if span is None else span.position(index)
-        return Positions(add(b, self.batch), add(h, self.head), of(q_idx, self.queries), of(kv_idx, self.keys))
+        position = lambda index, span: index if span is None else span.position(index)
+        return Positions(
+            add(b, self.batch), add(h, self.head), position(q_idx, self.queries), position(kv_idx, self.keys)
+        )
 
 
 class Shard(NamedTuple):
     """The call of one device.
 
     Attributes:
-      spec: With local sizes.
       inputs: The local arrays; the mods capture where these lie.
       operands: The index here of each array that the score mod captures in the whole call; None if it is not read.
     """

@@ -54,9 +54,7 @@ def modified(
     derivatives are 0.
 
     Args:
-      mod: The traced score mod.
       operands: The arrays that it captures.
-      score: Scaled scores in float32.
       positions: ``b``, ``h``, ``q_idx`` and ``kv_idx`` of each score, in the shape of `score`.
       visible: Which scores are visible, in the shape of `score` or broadcast to it.
 
@@ -83,9 +81,7 @@ def stats_of(
     Args:
       score: Scores [B, H, T, S].
       visible: Which of them are visible, or broadcast to it.
-      weights: Their softmax, before dropout.
       lse: Its logsumexp [B, H, T].
-      sinks: [H], or None.
     """
     score = jnp.where(visible, score, -jnp.inf)
     entropy = -jnp.sum(weights * log_weight(score, lse[..., None]), axis=-1)

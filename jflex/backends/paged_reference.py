@@ -8,11 +8,10 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from jflex._call.vector_mods import modified_keys
 from jflex.backends.base import PagedInputs, Saved
 from jflex.backends.dense_scores import stats_of
-from jflex.paged.eight_bits import dequantised
-from jflex.paged.latent_tiles import dequantised_latents
+from jflex.backends.eight_bits import dequantised, dequantised_latents
+from jflex.backends.vector_mods import modified_keys
 from pallas_kernels.spec import AttentionSpec, Mod
 
 
@@ -35,8 +34,8 @@ def attend(spec: AttentionSpec, inputs: PagedInputs) -> Saved:
             used = j[None] < inputs.lengths[:, None]  # [R, S]
             at = jnp.broadcast_arrays(jnp.arange(p.B, dtype=jnp.int32)[:, None], j[None])
             rows = modified_keys(functools.partial(mod, operands), jnp.where(used[..., None, None], rows, 1), *at)
-        own = jnp.repeat(rows[request].astype(exact), p.group, axis=2)
-        return jnp.where(visible.swapaxes(1, 2)[..., None], own, 0)
+        selected = jnp.repeat(rows[request].astype(exact), p.group, axis=2)
+        return jnp.where(visible.swapaxes(1, 2)[..., None], selected, 0)
 
     key = keys(inputs.key, p.key_mod, inputs.captured.key, inputs.key_scale)
     value = keys(inputs.value, p.value_mod, inputs.captured.value, inputs.value_scale)
@@ -84,8 +83,8 @@ def _softmax(
     lse = jnp.where(empty, -jnp.inf, top + jnp.log(safe))[..., 0]
     stats = stats_of(s, visible, weights / safe, lse, None) if p.stats else ()
     lse, *stats = (x.astype(jnp.float32) for x in (lse, *stats))
-    found = {name: x for name, x in zip(("max", "entropy"), stats, strict=False) if name in p.stats}
-    return Saved(out.astype(p.out_dtype), lse, **found)
+    named_stats = {name: x for name, x in zip(("max", "entropy"), stats, strict=False) if name in p.stats}
+    return Saved(out.astype(p.out_dtype), lse, **named_stats)
 
 
 def _seen(mask: Mod, operands, request, h, n, j) -> jax.Array:

@@ -9,11 +9,11 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from jflex._call.kv_lengths import inputs_without_lengths, spec_without_lengths
-from jflex._jax.manual_axes import vary, varying_axes
+from jflex._mesh import vary, varying_axes
 from jflex.backends import paged_reference
 from jflex.backends.base import Backend, Gradients, Inputs, PagedInputs, Plan, Saved, SavedCotangents
 from jflex.backends.dense_scores import contained_scores, einsum, modified, scores, softmax, stats_of
+from jflex.backends.lengths import inputs_without_lengths, spec_without_lengths
 from jflex.backends.xla.containment import all_finite
 from jflex.block_mask.lists import FULL, PARTIAL, BlockLists, states_from_lists
 from pallas_kernels.plan import GradientRequest, Refusal
@@ -81,8 +81,8 @@ class Reference(Backend):
             out, *rows = jax.lax.cond(finite, dense, contained, *arrays)
         out = out if spec.layout == "BNTH" else out.swapaxes(1, 2)
         lse, *stats = (x.astype(jnp.float32) for x in rows)
-        found = {name: x for name, x in zip(("max", "entropy"), stats, strict=False) if name in spec.stats}
-        return Saved(out.astype(spec.dtype), lse, **found)
+        named_stats = {name: x for name, x in zip(("max", "entropy"), stats, strict=False) if name in spec.stats}
+        return Saved(out.astype(spec.dtype), lse, **named_stats)
 
     def backward(
         self,

@@ -2,45 +2,9 @@
 
 from __future__ import annotations
 
-import operator
 from typing import SupportsIndex
 
-
-def checked_size(size: SupportsIndex, name: str) -> int:
-    """A size as a Python int.
-
-    Raises:
-      TypeError: It is not an integer, or is traced: shapes are static in JAX.
-      ValueError: It is negative.
-
-    >>> checked_size(512, "Q_LEN")
-    512
-    """
-    try:
-        number = None if isinstance(size, bool) else operator.index(size)
-    except TypeError:
-        number = None
-    if number is None:
-        raise TypeError(f"`{name}` must be a Python int, known while tracing. Got {size!r} ({type(size).__name__}).")
-    if number < 0:
-        raise ValueError(f"`{name}` must not be negative. Got {number}.")
-    return number
-
-
-def checked_width(width: SupportsIndex, name: str) -> int:
-    """A positive size as a Python int.
-
-    Raises:
-      TypeError: It is not an integer.
-      ValueError: It is zero or negative.
-
-    >>> checked_width(64, "max_blocks")
-    64
-    """
-    number = checked_size(width, name)
-    if number == 0:
-        raise ValueError(f"`{name}` must be positive. Got 0.")
-    return number
+from jflex._check.arguments import checked_size
 
 
 def checked_shape(

@@ -20,11 +20,12 @@ from jax.core import Tracer, eval_context
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Int, Int8, Int32
 
+from jflex._check.arguments import checked_positive, checked_size
 from jflex.block_mask import algebra, drawing
 from jflex.block_mask.dense import elements_at
 from jflex.block_mask.from_lists import states_from_given
 from jflex.block_mask.indexing import AxisIndex, select
-from jflex.block_mask.lengths import checked_block_size, checked_shape, checked_size, checked_width
+from jflex.block_mask.lengths import checked_block_size, checked_shape
 from jflex.block_mask.lists import BlockLists, BlockMatrix, demote_tails, states_from_lists
 from jflex.block_mask.states import block_states, known_block_states
 from jflex.block_mask.tables import block_lists, is_compact
@@ -378,7 +379,7 @@ def create_block_mask(
     """
     shape = checked_shape(B, H, Q_LEN, KV_LEN)
     block_size = checked_block_size(block_size)
-    max_blocks = None if max_blocks is None else checked_width(max_blocks, "max_blocks")
+    max_blocks = None if max_blocks is None else checked_positive(max_blocks, "max_blocks")
     traced, operands = trace_mask_mod(mask_mod)
     for size, argument, index in ((B, "B", "b"), (H, "H", "h")):
         if size is None and uses_index(traced, index):

@@ -14,8 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int8, Int32
 
-from jflex._jax.manual_axes import varying_axes
-from jflex.backends.gpu.isolated_trace import isolated_trace
+from jflex._mesh import isolated_trace, varying_axes
 from jflex.block_mask.bits import last_where, nth_of_word, pack
 from jflex.block_mask.lists import EMPTY, FULL, PARTIAL, block_count, inside_blocks
 from jflex.mods.dependence import uses_index

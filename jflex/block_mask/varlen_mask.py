@@ -15,10 +15,9 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Int8, Int32
 
-from jflex._call.checks import describe_array
-from jflex._call.kv_lengths import known_lengths
-from jflex._jax.manual_axes import match_manual_axes
-from jflex.block_mask.lengths import checked_block_size, checked_size
+from jflex._check.arguments import checked_size, describe_array, known_values
+from jflex._mesh import match_manual_axes
+from jflex.block_mask.lengths import checked_block_size
 from jflex.block_mask.lists import EMPTY, FULL, PARTIAL, block_count
 from jflex.block_mask.mask import BlockMask, BlockSize
 from jflex.block_mask.runs import run_of
@@ -257,7 +256,7 @@ def check_packed_sizes(
     caller: str,
 ) -> None:
     """Raises unless the sizes of mods fit packed sequences; positions are checked if the boundaries are known."""
-    ends = known_lengths(q_ends), known_lengths(kv_ends)
+    ends = known_values(q_ends), known_values(kv_ends)
     queries, keys = (None if known is None else int(np.diff(known).max(initial=0)) for known in ends)
     check_call_sizes(score_mod, mask_mod, CallSizes(q_ends.size - 1, heads, queries, keys, caller))
 
@@ -284,7 +283,7 @@ def checked_boundaries(q_ends: AnyArray, kv_ends: AnyArray, lengths: tuple[int, 
             f"{kv_ends.shape[0] - 1}. For a sequence without queries or keys, repeat a boundary."
         )
     for name, ends, length, kind in named:
-        known = known_lengths(ends)
+        known = known_values(ends)
         if known is not None:
             _check_values(name, known, length, kind)
     return jnp.asarray(q_ends), jnp.asarray(kv_ends)

@@ -9,74 +9,51 @@ Hydragen, arXiv:2402.05099.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, Literal, NamedTuple, Unpack, overload
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int32
 
-from jflex._call.checks import check_lse, check_normalize, checked_sinks, describe_array
-from jflex._call.dispatch import Implementation
-from jflex._call.dropout import KeptMod, check_dropout, kept_mod
-from jflex._call.kv_lengths import known_lengths
-from jflex._call.vector_mods import VectorMods, modified_rows
-from jflex.backends.base import Saved
+from jflex._call.dropout import KeptMod, kept_mod
+from jflex._check.arguments import check_int32, check_normalize, checked_sinks, describe_array, known_values
+from jflex.backends.vector_mods import modified_rows
 from jflex.cascade.level import CascadeLevel
-from jflex.config import Config
 from jflex.mods.array_sizes import CallSizes, last_plus_one
 from jflex.mods.reindex import Positions, ReindexedMod
-from jflex.mods.signature import answers_keywords
 from jflex.mods.trace import check_call_sizes
-from jflex.mods.types import MaskMod, OutputMod, ScoreMod, VectorMod
+from jflex.mods.types import ScoreMod, VectorMod
+from jflex.options import Options, Settings, checked, takes
 from jflex.paged.attention import check_queries, pages_of
 from jflex.paged.batch import check_batch
 from jflex.paged.batch_checks import check_rules, indptr_rules
 from jflex.paged.cache import checked_layer
-from jflex.paged.cache_checks import check_int32, is_known
 from jflex.paged.run import PagedCall, PagedOptions, attend
 from jflex.paged.run import prepare as prepare_pages
 from jflex.states.merging import merge_all, with_sinks
-from jflex.states.state import AttentionState, Normalize
-from jflex.states.stats import AttentionStats, Stat, check_stats, select_stats
+from jflex.states.state import AttentionState
+from jflex.states.stats import AttentionStats, Stat
 from jflex.types import AnyArray
 
 
-# Return types, by `return_lse` and `return_stats`.
 # fmt: off
 @overload
 def cascade_attention(
-    q: AnyArray, levels: Sequence[CascadeLevel], *, positions: AnyArray | None = None,
-    requests: AnyArray | None = None, score_mod: ScoreMod | None = None, mask_mod: MaskMod | None = None,
-    query_mod: VectorMod | None = None, key_mod: VectorMod | None = None, value_mod: VectorMod | None = None,
-    output_mod: OutputMod | None = None, normalize: Normalize = "softmax", sinks: AnyArray | None = None,
-    scale: float | None = None, return_lse: Literal[False] = False,
-    return_stats: tuple[()] = (), dropout_rate: float = 0.0, dropout_key: AnyArray | None = None,
-    implementation: Implementation = None, config: Config | None = None,
+    q: AnyArray, levels: Sequence[CascadeLevel], *, positions: AnyArray | None = None, requests: AnyArray | None = None,
+    score_mod: ScoreMod | None = None, return_lse: Literal[False] = False, return_stats: tuple[()] = (),
+    **options: Unpack[Options],
 ) -> Array: ...
 @overload
 def cascade_attention(
-    q: AnyArray, levels: Sequence[CascadeLevel], *, positions: AnyArray | None = None,
-    requests: AnyArray | None = None, score_mod: ScoreMod | None = None, mask_mod: MaskMod | None = None,
-    query_mod: VectorMod | None = None, key_mod: VectorMod | None = None, value_mod: VectorMod | None = None,
-    output_mod: OutputMod | None = None, normalize: Normalize = "softmax", sinks: AnyArray | None = None,
-    scale: float | None = None, return_lse: Literal[True],
-    return_stats: tuple[()] = (), dropout_rate: float = 0.0, dropout_key: AnyArray | None = None,
-    implementation: Implementation = None, config: Config | None = None,
-) -> tuple[Array, Array]: ...
-@overload
-def cascade_attention(
-    q: AnyArray, levels: Sequence[CascadeLevel], *, positions: AnyArray | None = None,
-    requests: AnyArray | None = None, score_mod: ScoreMod | None = None, mask_mod: MaskMod | None = None,
-    query_mod: VectorMod | None = None, key_mod: VectorMod | None = None, value_mod: VectorMod | None = None,
-    output_mod: OutputMod | None = None, normalize: Normalize = "softmax", sinks: AnyArray | None = None,
-    scale: float | None = None, return_lse: Literal[False] = False, return_stats: tuple[Stat, ...],
-    dropout_rate: float = 0.0, dropout_key: AnyArray | None = None,
-    implementation: Implementation = None, config: Config | None = None,
-) -> tuple[Array, AttentionStats]: ...
+    q: AnyArray, levels: Sequence[CascadeLevel], *, positions: AnyArray | None = None, requests: AnyArray | None = None,
+    score_mod: ScoreMod | None = None, return_lse: bool = False, return_stats: tuple[Stat, ...] = (),
+    **options: Unpack[Options],
+) -> tuple[Array, Any]: ...
 # fmt: on
-@answers_keywords
+@takes(Options)
 def cascade_attention(
     q: Float[AnyArray, "N Hq D"],
     levels: Sequence[CascadeLevel],
@@ -84,20 +61,9 @@ def cascade_attention(
     positions: Int32[AnyArray, " N"] | None = None,
     requests: Int32[AnyArray, " N"] | None = None,
     score_mod: ScoreMod | None = None,
-    mask_mod: MaskMod | None = None,
-    query_mod: VectorMod | None = None,
-    key_mod: VectorMod | None = None,
-    value_mod: VectorMod | None = None,
-    output_mod: OutputMod | None = None,
-    normalize: Normalize = "softmax",
-    sinks: Float[AnyArray, " Hq"] | None = None,
-    scale: float | None = None,
     return_lse: bool = False,
     return_stats: tuple[Stat, ...] = (),
-    dropout_rate: float = 0.0,
-    dropout_key: AnyArray | None = None,
-    implementation: Implementation = None,
-    config: Config | None = None,
+    **options: Unpack[Options],
 ) -> Float[Array, "N Hq Dv"] | tuple[Float[Array, "N Hq Dv"], Float[Array, "N Hq"] | AttentionStats]:
     """Attention over levels of keys, each shared by groups of queries, merged exactly.
 
@@ -116,22 +82,12 @@ def cascade_attention(
         Required with a mod, and with dropout.
       requests: Request of each query, ``b`` of mods; `jflex.paged.token_requests` computes them. 0 for None.
       score_mod: ``(score, b, h, q_idx, kv_idx) -> score``, on scalars.
-      mask_mod: ``(b, h, q_idx, kv_idx) -> bool``, likewise.
-      query_mod: ``(query[D], b, h, q_idx) -> [D]``, as in `flex_attention`, once for all levels.
-      key_mod: ``(key[D], b, h_kv, kv_idx) -> [D]``, as in `paged_attention`, at absolute positions. With `requests` it
-        must not use ``b``.
-      value_mod: ``(value[Dv], b, h_kv, kv_idx) -> [Dv]``, likewise.
-      output_mod: ``(out[Dv], lse, b, h, q_idx) -> [Dv]``, as in `flex_attention`, after the levels are merged; rows of
-        a negative request stay zeros.
-      normalize: As in `paged_attention`; the outputs of levels add up then.
-      sinks: As in `flex_attention`: they enter once, after the levels are merged.
-      scale: Multiplies the raw scores; ``D ** -0.5`` for None.
       return_lse: Also return the float32 logsumexp (natural log) over all visible keys.
       return_stats: As in `flex_attention`, over the keys of all levels.
-      dropout_rate: As in `flex_attention`.
-      dropout_key: Likewise. What is dropped depends on `requests` and on absolute positions, not on the levels.
-      implementation: As in `flex_attention`.
-      config: As in `paged_attention`.
+      **options: The keywords of `jflex.options.Options`, as in `paged_attention`, at absolute positions. `query_mod`,
+        `output_mod` and `sinks` enter once for all levels; rows of a negative request stay zeros. With `requests`,
+        `key_mod` and `value_mod` must not use ``b``. With ``normalize="none"``, the outputs of levels add up. Dropped
+        weights depend on `requests` and on absolute positions, not on the levels.
 
     Returns:
       The output in the dtype of `q`, or a pair of it and the lse, or a pair of it and the `AttentionStats`, [N, Hq].
@@ -155,31 +111,24 @@ def cascade_attention(
     >>> cascade_attention(q, [shared, own]).shape
     (3, 4, 16)
     """
-    check_lse(return_lse, normalize)
-    stats = () if return_stats == () else check_stats(return_stats, return_lse, normalize)
-    call = prepare(
-        q, levels, normalize=normalize, positions=positions, requests=requests, score_mod=score_mod, mask_mod=mask_mod,
-        query_mod=query_mod, key_mod=key_mod, value_mod=value_mod, output_mod=output_mod, sinks=sinks, scale=scale,
-        config=config, return_stats=stats, dropout_rate=dropout_rate, dropout_key=dropout_key,
-    )  # fmt: skip
+    settings = checked(score_mod=score_mod, return_lse=return_lse, return_stats=return_stats, **options)
+    call = prepare(q, levels, settings, positions=positions, requests=requests)
+    query_mod, normalize = settings.query_mod, settings.normalize
     query = None if query_mod is None else modified_rows(query_mod, jnp.asarray(q), *call.indices)
     used = (level if query is None else level._replace(query=query) for level in call.levels if level is not None)
-    states = [attend(level, implementation) for level in used]
-    merged = merge_all(states) if states else AttentionState.empty(call.out_shape, normalize=normalize, stats=stats)
-    merged = merged if sinks is None else with_sinks(merged, sinks)
+    states = [attend(level, settings.implementation) for level in used]
+    empty = lambda: AttentionState.empty(call.out_shape, normalize=normalize, stats=settings.return_stats)
+    merged = merge_all(states) if states else empty()
+    merged = merged if settings.sinks is None else with_sinks(merged, settings.sinks)
     lse = None if normalize == "none" else merged.lse
-    out = modified_rows(output_mod, (merged.out, lse), *call.indices, call.dtype)
-    if stats:
-        return out, select_stats(Saved(out, merged.lse, merged.max, merged.entropy), stats)
-    return (out, merged.lse) if return_lse else out
+    out = modified_rows(settings.output_mod, (merged.out, lse), *call.indices, call.dtype)
+    return settings.results(dataclasses.replace(merged, out=out))
 
 
 class CascadeCall(NamedTuple):
     """A checked call.
 
     Attributes:
-      out_shape: [N, Hq, Dv].
-      dtype: Of the queries.
       levels: A call for each level; None for a level without queries or without room for keys.
       indices: The request and the position of each query.
     """
@@ -193,45 +142,36 @@ class CascadeCall(NamedTuple):
 def prepare(
     q: Any,
     levels: Sequence[CascadeLevel],
+    settings: Settings,
     *,
-    positions: Int32[AnyArray, " N"] | None,
-    requests: Int32[AnyArray, " N"] | None,
-    score_mod: ScoreMod | None,
-    mask_mod: MaskMod | None,
-    sinks: Any,
-    scale: float | None,
-    config: Config | None,
-    query_mod: VectorMod | None = None,
-    key_mod: VectorMod | None = None,
-    value_mod: VectorMod | None = None,
-    output_mod: OutputMod | None = None,
-    normalize: Normalize = "softmax",
-    return_stats: tuple[Stat, ...] = (),
-    dropout_rate: float = 0.0,
-    dropout_key: Any = None,
+    positions: Int32[AnyArray, " N"] | None = None,
+    requests: Int32[AnyArray, " N"] | None = None,
 ) -> CascadeCall:
     """Checks every argument of `cascade_attention`; q, keys and values may be shapes."""
     q = jnp.asarray(q) if isinstance(q, np.ndarray) else q
-    check_normalize(normalize, sinks)
-    dropout_rate = check_dropout(dropout_rate, dropout_key)
+    score_mod, mask_mod, sinks, output_mod = settings.score_mod, settings.mask_mod, settings.sinks, settings.output_mod
+    check_normalize(settings.normalize, sinks)
     levels = _checked_levels(levels)
     for level in levels:
         check_queries(q, level.cache)
         _check_level(level, q.shape[0])
-    vectors = VectorMods(query_mod, key_mod, value_mod, output_mod)
-    needing = (score_mod, mask_mod, query_mod, output_mod, dropout_rate or None)
+    vectors = settings.vectors
+    needing = (score_mod, mask_mod, settings.query_mod, output_mod, settings.dropout_rate or None)
     positions, requests = _checked_rows(q, positions, requests, needing)
     has_mods = vectors.any or score_mod is not None or mask_mod is not None
     sizes = _sizes(q, levels, positions, requests) if has_mods else CallSizes()
     check_call_sizes(score_mod, mask_mod, sizes)
     value_size = levels[0].cache.v.shape[-1] if levels else q.shape[2]
     kv_heads = levels[0].cache.num_kv_heads if levels else None
-    vectors.check(q.shape[2], value_size, q.dtype, sizes=sizes, kv_heads=kv_heads, has_lse=normalize == "softmax")
+    vectors.check(
+        q.shape[2], value_size, q.dtype, sizes=sizes, kv_heads=kv_heads, has_lse=settings.normalize == "softmax"
+    )
     if requests is not None:
         vectors.refuse_batch(q.shape[2], value_size, q.dtype, "cascade_attention")
     if sinks is not None:
         checked_sinks(sinks, q.shape[1])
-    kept = kept_mod(dropout_rate, dropout_key, 1 if requests is None else requests, q.shape[1])
+    batch = 1 if requests is None else requests
+    kept = kept_mod(settings.dropout_rate, settings.dropout_key, batch, q.shape[1])
     partial = sinks is not None or output_mod is not None or sum(_has_work(level, q.shape[0]) for level in levels) > 1
 
     def prepared(level: CascadeLevel) -> PagedCall | None:
@@ -239,10 +179,11 @@ def prepare(
             return None
         score, mask = (_of_level(mod, level, positions, requests) for mod in (score_mod, mask_mod))
         pages = pages_of(level.cache, level.groups, checked_layer(level.cache, level.layer))
-        keys = (_of_keys(mod, level) for mod in (key_mod, value_mod))
+        keys = (_of_keys(mod, level) for mod in (settings.key_mod, settings.value_mod))
         how = PagedOptions(
-            score, mask, scale, config, partial, *keys, normalize=normalize, stats=return_stats,
-            dropout_rate=dropout_rate, kept_mod=_kept_of_level(kept, level, positions, requests),
+            score, mask, settings.scale, settings.config, partial, *keys, normalize=settings.normalize,
+            stats=settings.return_stats, dropout_rate=settings.dropout_rate,
+            kept_mod=_kept_of_level(kept, level, positions, requests),
         )  # fmt: skip
         return prepare_pages("cascade_attention", q, pages, how)
 
@@ -254,13 +195,13 @@ def _sizes(q: jax.Array, levels: Sequence[CascadeLevel], positions: jax.Array, r
     """The ranges of the indices of mods; for keys, the maximum over levels where it is known."""
     keys = [
         int(np.where(lengths > 0, start + lengths, 0).max(initial=0))
-        for start, lengths in ((known_lengths(level.start), known_lengths(level.groups.kv_lengths)) for level in levels)
+        for start, lengths in ((known_values(level.start), known_values(level.groups.kv_lengths)) for level in levels)
         if start is not None and lengths is not None
     ]
     return CallSizes(
-        1 if requests is None else last_plus_one(known_lengths(requests)),
+        1 if requests is None else last_plus_one(known_values(requests)),
         q.shape[1],
-        last_plus_one(known_lengths(positions)),
+        last_plus_one(known_values(positions)),
         max(keys, default=None),
         all_batch=requests is None,
     )
@@ -316,8 +257,8 @@ def _checked_levels(levels: object) -> tuple[CascadeLevel, ...]:
 def _check_level(level: CascadeLevel, num_tokens: int) -> None:
     if not level.is_dense:
         check_batch(level.groups, level.cache, num_tokens)
-    elif is_known(level.groups.qo_indptr):
-        check_rules(indptr_rules(np.asarray(level.groups.qo_indptr), num_tokens))
+    elif (indptr := known_values(level.groups.qo_indptr)) is not None:
+        check_rules(indptr_rules(indptr, num_tokens))
 
 
 def _checked_rows(

@@ -9,11 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Int32
 
-from jflex._call.checks import describe_array
-from jflex._call.kv_lengths import check_kv_lengths
+from jflex._check.arguments import check_int32, check_kv_lengths, describe_array
 from jflex.paged.batch import PagedBatch, check_fields
 from jflex.paged.cache import PagedCache
-from jflex.paged.cache_checks import check_int32
 from jflex.types import AnyArray
 
 
@@ -80,10 +78,10 @@ class CascadeLevel:
         groups, length = key.shape[:2]
         filled = np.full((groups,), length, np.int32) if lengths is None else lengths
         table = np.arange(groups, dtype=np.int32)[:, None]
-        made = PagedBatch(qo_indptr, check_kv_lengths(filled, groups, length, "lengths"), jnp.asarray(table))
-        check_fields(made)
+        batch = PagedBatch(qo_indptr, check_kv_lengths(filled, groups, length, "lengths"), jnp.asarray(table))
+        check_fields(batch)
         key, value = (jnp.asarray(x) if isinstance(x, np.ndarray) else x for x in (key, value))
-        return cls(PagedCache(key, value), made, _starts(start, groups), is_dense=True)
+        return cls(PagedCache(key, value), batch, _starts(start, groups), is_dense=True)
 
     @classmethod
     def paged(

@@ -6,11 +6,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int, Int32
 
-from jflex._call.checks import describe_array
+from jflex._check.arguments import check_int32, describe_array, known_values
 from jflex.cascade.level import CascadeLevel
 from jflex.paged.batch import PagedBatch, check_fields
 from jflex.paged.cache import PagedCache
-from jflex.paged.cache_checks import check_int32, is_known
 from jflex.types import AnyArray
 
 
@@ -59,17 +58,18 @@ def shared_prefix_levels(
     shared = PagedBatch(ends, keys[None][:few], table[:few])
     start = jnp.where(jnp.arange(rows, dtype=jnp.int32) < count, keys, 0)
     columns = jnp.arange(batch.max_pages, dtype=jnp.int32)[None] + (start // size)[:, None]
-    rest = jnp.take_along_axis(table, jnp.minimum(columns, batch.max_pages - 1), axis=1)
-    own = PagedBatch(indptr, jnp.maximum(lengths - start, 0), rest)
-    return CascadeLevel.paged(cache, shared, layer=layer), CascadeLevel.paged(cache, own, start=start, layer=layer)
+    table_after = jnp.take_along_axis(table, jnp.minimum(columns, batch.max_pages - 1), axis=1)
+    private = PagedBatch(indptr, jnp.maximum(lengths - start, 0), table_after)
+    return CascadeLevel.paged(cache, shared, layer=layer), CascadeLevel.paged(cache, private, start=start, layer=layer)
 
 
 def _checked_number(name: str, x: int | AnyArray, most: int, unit: int = 1) -> Int32[Array, ""]:
-    given = np.asarray(x, np.int32) if type(x) is int else x
-    check_int32(name, given, "one number")
-    assert not isinstance(given, int)  # a bool was refused
-    if given.shape or (is_known(given) and not (0 <= int(given) <= most and int(given) % unit == 0)):
+    number = np.asarray(x, np.int32) if type(x) is int else x
+    check_int32(name, number, "one number")
+    assert not isinstance(number, int)  # a bool was refused
+    known = known_values(number)
+    if number.shape or (known is not None and not (0 <= int(known) <= most and int(known) % unit == 0)):
         multiple = f", a multiple of the page size {unit}" if unit > 1 else ""
-        got = given if is_known(given) and not given.shape else describe_array(given)
+        got = describe_array(number) if known is None or known.shape else known
         raise ValueError(f"`{name}` must be one number from 0 to {most}{multiple}. Got {got}.")
-    return jnp.asarray(given)
+    return jnp.asarray(number)

@@ -25,9 +25,7 @@ class ContextAccount(Choice):
     of a device are means over these axes.
 
     Attributes:
-      strategy: How queries meet keys.
       axis: The axis of the mesh that divides the tokens.
-      devices: Devices along it.
       steps: Steps of the ring; None for another strategy. All of them if the mask is not known.
       visited: Visited blocks of each device; None without a BlockMask, or where its lists are not known.
       flops: Floating-point operations of each device in the forward pass, over visited blocks; without known blocks,
@@ -46,29 +44,29 @@ class ContextAccount(Choice):
     bytes_sent_backward: int
 
     @classmethod
-    def of(cls, checked: Checked, implementation: Implementation) -> ContextAccount:
+    def from_call(cls, checked: Checked, implementation: Implementation) -> ContextAccount:
         """Makes the account of one call."""
         context = checked.context
         local = device_spec(context, checked.call.inputs, checked.blocks())
         call, block_mask = checked.masked()
         context = dataclasses.replace(context, spec=call.spec)
-        place, n = context.placement, context.placement.shards
+        placement, n = context.placement, context.placement.shards
         order = None if context.order is None else np.array(context.order)
         known = block_mask is not None and is_concrete(block_mask.lists)
         tables = divided(block_mask, context.strategy, n, order) if known else Tables()
         steps = None
         if context.strategy == "ring":
             steps = len(steps_of(tables.sees if isinstance(tables.sees, np.ndarray) else None, n))
-        visited = None if not known else _visited(context, tables) / (place.batch_shards * place.head_shards)
+        visited = None if not known else _visited(context, tables) / (placement.batch_shards * placement.head_shards)
         spec = context.spec
-        pairs = np.full(n, spec.B * spec.Hq * spec.T * spec.S / (n * place.batch_shards * place.head_shards))
+        pairs = np.full(n, spec.B * spec.Hq * spec.T * spec.S / (n * placement.batch_shards * placement.head_shards))
         if visited is not None and block_mask is not None:
             pairs = visited * np.prod(block_mask.block_size)
         forward, backward = _bytes_sent(context, steps)
         return cls(
             **choice_of(local, implementation),
             strategy=context.strategy,
-            axis=place.axis,
+            axis=placement.axis,
             devices=n,
             steps=steps,
             visited=None if visited is None else tuple(visited.tolist()),
@@ -106,24 +104,26 @@ class ContextAccount(Choice):
 
 def _visited(context: ContextCall, tables: Tables) -> np.ndarray:
     """Visited blocks of each position along the axis, over all batch entries and heads."""
-    spec, place, lists = context.spec, context.placement, tables.lists
+    spec, placement, lists = context.spec, context.placement, tables.lists
     assert lists is not None  # the lists are known
     counts = np.asarray(lists.kv_num_blocks) + np.asarray(lists.full_kv_num_blocks)
     batch, heads = counts.shape[-3:-1]
     if context.strategy != "ulysses":
         repeat = (spec.B // batch) * (spec.Hq // heads)
-        return counts.reshape(place.shards, -1).sum(1) * float(repeat)
+        return counts.reshape(placement.shards, -1).sum(1) * float(repeat)
     of_heads = np.broadcast_to(counts.sum((0, 2)), (spec.Hq,) if heads == 1 else (heads,)) * (spec.B / batch)
-    return of_heads.reshape(place.head_shards, place.shards, -1).sum((0, 2))
+    return of_heads.reshape(placement.head_shards, placement.shards, -1).sum((0, 2))
 
 
 def _bytes_sent(context: ContextCall, steps: int | None) -> tuple[int, int]:
     """Bytes that a device sends forward and backward: see the table of strategies in the guide."""
-    spec, place, n = context.spec, context.placement, context.placement.shards
+    spec, placement, n = context.spec, context.placement, context.placement.shards
     width = jnp.dtype(spec.dtype).itemsize
     sums = max(width, 4)  # of the gradients that travel in a ring: float32, float64 of float64
-    keys = _elements(spec, spec.Bkv if spec.Bkv < spec.B else spec.B // place.batch_shards, spec.S, spec.Hkv, context)
-    queries = _elements(spec, spec.B // place.batch_shards, spec.T, spec.Hq, context)
+    keys = _elements(
+        spec, spec.Bkv if spec.Bkv < spec.B else spec.B // placement.batch_shards, spec.S, spec.Hkv, context
+    )
+    queries = _elements(spec, spec.B // placement.batch_shards, spec.T, spec.Hq, context)
     if context.strategy == "all_gather":
         sent = (n - 1) * keys * width // n
         return sent, sent

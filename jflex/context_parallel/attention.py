@@ -2,72 +2,40 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, overload
+from typing import Any, Literal, Unpack, overload
 
-from jaxtyping import Array, Float, Int, Int32
+from jaxtyping import Array, Int, Int32
 
-from jflex._call.checks import check_lse
-from jflex._call.dispatch import Implementation
 from jflex.block_mask.mask import BlockMask
-from jflex.config import Config
 from jflex.context_parallel.call import Strategy
 from jflex.context_parallel.placement import Names
-from jflex.context_parallel.prepare import prepare
+from jflex.context_parallel.prepare import Division, prepare
 from jflex.context_parallel.run import run, with_output_mod
-from jflex.mods.signature import answers_keywords
-from jflex.mods.types import MaskMod, OutputMod, ScoreMod, VectorMod
-from jflex.states.stats import AttentionStats, Stat, check_stats, select_stats
+from jflex.mods.types import ScoreMod
+from jflex.options import Options, checked, takes
+from jflex.states.stats import AttentionStats, Stat
 from jflex.types import AnyArray, Key, Lse, Out, Query, Value
 
 
-# Return types, by `return_lse` and `return_stats`.
 # fmt: off
 @overload
 def context_parallel_attention(
     query: AnyArray, key: AnyArray, value: AnyArray, score_mod: ScoreMod | None = None,
-    block_mask: BlockMask | None = None, *, mask_mod: MaskMod | None = None, query_mod: VectorMod | None = None,
-    key_mod: VectorMod | None = None, value_mod: VectorMod | None = None, output_mod: OutputMod | None = None,
-    kv_lengths: AnyArray | None = None, mesh: Any = None, axis: str = "context", batch_axes: Names = (),
-    head_axes: Names = (), strategy: Strategy = "all_gather", order: AnyArray | None = None,
-    normalize: Literal["softmax", "none"] = "softmax", sinks: AnyArray | None = None, scale: float | None = None,
-    layout: str = "BTNH", return_lse: Literal[False] = False, return_stats: tuple[()] = (), dropout_rate: float = 0.0,
-    dropout_key: AnyArray | None = None, implementation: Implementation = None, config: Config | None = None,
+    block_mask: BlockMask | None = None, *, kv_lengths: AnyArray | None = None, mesh: Any = None, axis: str = "context",
+    batch_axes: Names = (), head_axes: Names = (), strategy: Strategy = "all_gather", order: AnyArray | None = None,
+    layout: str = "BTNH", return_lse: Literal[False] = False, return_stats: tuple[()] = (),
+    **options: Unpack[Options],
 ) -> Array: ...
 @overload
 def context_parallel_attention(
     query: AnyArray, key: AnyArray, value: AnyArray, score_mod: ScoreMod | None = None,
-    block_mask: BlockMask | None = None, *, mask_mod: MaskMod | None = None, query_mod: VectorMod | None = None,
-    key_mod: VectorMod | None = None, value_mod: VectorMod | None = None, output_mod: OutputMod | None = None,
-    kv_lengths: AnyArray | None = None, mesh: Any = None, axis: str = "context", batch_axes: Names = (),
-    head_axes: Names = (), strategy: Strategy = "all_gather", order: AnyArray | None = None,
-    normalize: Literal["softmax", "none"] = "softmax", sinks: AnyArray | None = None, scale: float | None = None,
-    layout: str = "BTNH", return_lse: Literal[True], return_stats: tuple[()] = (), dropout_rate: float = 0.0,
-    dropout_key: AnyArray | None = None, implementation: Implementation = None, config: Config | None = None,
-) -> tuple[Array, Array]: ...
-@overload
-def context_parallel_attention(
-    query: AnyArray, key: AnyArray, value: AnyArray, score_mod: ScoreMod | None = None,
-    block_mask: BlockMask | None = None, *, mask_mod: MaskMod | None = None, query_mod: VectorMod | None = None,
-    key_mod: VectorMod | None = None, value_mod: VectorMod | None = None, output_mod: OutputMod | None = None,
-    kv_lengths: AnyArray | None = None, mesh: Any = None, axis: str = "context", batch_axes: Names = (),
-    head_axes: Names = (), strategy: Strategy = "all_gather", order: AnyArray | None = None,
-    normalize: Literal["softmax", "none"] = "softmax", sinks: AnyArray | None = None, scale: float | None = None,
-    layout: str = "BTNH", return_lse: bool, return_stats: tuple[()] = (), dropout_rate: float = 0.0,
-    dropout_key: AnyArray | None = None, implementation: Implementation = None, config: Config | None = None,
-) -> Array | tuple[Array, Array]: ...
-@overload
-def context_parallel_attention(
-    query: AnyArray, key: AnyArray, value: AnyArray, score_mod: ScoreMod | None = None,
-    block_mask: BlockMask | None = None, *, mask_mod: MaskMod | None = None, query_mod: VectorMod | None = None,
-    key_mod: VectorMod | None = None, value_mod: VectorMod | None = None, output_mod: OutputMod | None = None,
-    kv_lengths: AnyArray | None = None, mesh: Any = None, axis: str = "context", batch_axes: Names = (),
-    head_axes: Names = (), strategy: Strategy = "all_gather", order: AnyArray | None = None,
-    normalize: Literal["softmax", "none"] = "softmax", sinks: AnyArray | None = None, scale: float | None = None,
-    layout: str = "BTNH", return_lse: Literal[False] = False, return_stats: tuple[Stat, ...], dropout_rate: float = 0.0,
-    dropout_key: AnyArray | None = None, implementation: Implementation = None, config: Config | None = None,
-) -> tuple[Array, AttentionStats]: ...
+    block_mask: BlockMask | None = None, *, kv_lengths: AnyArray | None = None, mesh: Any = None, axis: str = "context",
+    batch_axes: Names = (), head_axes: Names = (), strategy: Strategy = "all_gather", order: AnyArray | None = None,
+    layout: str = "BTNH", return_lse: bool = False, return_stats: tuple[Stat, ...] = (),
+    **options: Unpack[Options],
+) -> tuple[Array, Any]: ...
 # fmt: on
-@answers_keywords
+@takes(Options)
 def context_parallel_attention(
     query: Query,
     key: Key,
@@ -75,11 +43,6 @@ def context_parallel_attention(
     score_mod: ScoreMod | None = None,
     block_mask: BlockMask | None = None,
     *,
-    mask_mod: MaskMod | None = None,
-    query_mod: VectorMod | None = None,
-    key_mod: VectorMod | None = None,
-    value_mod: VectorMod | None = None,
-    output_mod: OutputMod | None = None,
     kv_lengths: Int32[AnyArray, " B"] | None = None,
     mesh: Any = None,
     axis: str = "context",
@@ -87,16 +50,10 @@ def context_parallel_attention(
     head_axes: Names = (),
     strategy: Strategy = "all_gather",
     order: Int[AnyArray, " chunks"] | None = None,
-    normalize: Literal["softmax", "none"] = "softmax",
-    sinks: Float[AnyArray, " Hq"] | None = None,
-    scale: float | None = None,
     layout: str = "BTNH",
     return_lse: bool = False,
     return_stats: tuple[Stat, ...] = (),
-    dropout_rate: float = 0.0,
-    dropout_key: AnyArray | None = None,
-    implementation: Implementation = None,
-    config: Config | None = None,
+    **options: Unpack[Options],
 ) -> Out | tuple[Out, Lse] | tuple[Out, AttentionStats]:
     """`flex_attention` of sequences whose tokens are divided among the devices of a mesh.
 
@@ -121,14 +78,6 @@ def context_parallel_attention(
       score_mod: ``(score, b, h, q_idx, kv_idx) -> score``, at absolute positions.
       block_mask: Of the whole sequence, its tokens in their natural order, whatever `order` is. Its blocks must divide
         the chunks of `order`, or without one the tokens of a device; for ``"ulysses"`` any do.
-      mask_mod: ``(b, h, q_idx, kv_idx) -> bool``, at absolute positions, in place of a BlockMask. The call makes one of
-        it, in blocks of the largest power of two that divides the chunks, 128 at most; below 16 it evaluates the mask
-        everywhere.
-      query_mod: ``(query[D], b, h, q_idx) -> [D]``, as in `flex_attention`, at absolute positions, and so are the next
-        three. They run on the device that holds the token, before anything is sent.
-      key_mod: ``(key[D], b, h_kv, kv_idx) -> [D]``.
-      value_mod: ``(value[Dv], b, h_kv, kv_idx) -> [Dv]``.
-      output_mod: ``(out[Dv], lse, b, h, q_idx) -> [Dv]``.
       kv_lengths: As in `flex_attention`: how many keys each batch entry has, of the whole sequence, which are the
         first ones in the natural order. They become a part of the mask.
       mesh: The mesh; None for that of `jax.set_mesh`, or of the enclosing `jax.shard_map`.
@@ -140,17 +89,14 @@ def context_parallel_attention(
         multiple of the size of `axis`.
       order: The order of the tokens in query, key and value: a permutation of chunks, known while tracing, as from
         `jflex.context_parallel.zigzag_order`. None for the natural order.
-      normalize: As in `flex_attention`.
-      sinks: As in `flex_attention`.
-      scale: As in `flex_attention`.
       layout: As in `flex_attention`.
       return_lse: Also return the float32 logsumexp (natural log) of the scores over the visible keys.
       return_stats: As in `flex_attention`; the statistics of partial results are merged exactly.
-      dropout_rate: As in `flex_attention`.
-      dropout_key: Likewise. Outside of `jax.shard_map`, what is dropped does not depend on the mesh.
-      implementation: As in `flex_attention`, of the kernels of each device. With ``"ring"``, ``"reference"`` stores the
-        weights of all steps for its derivatives.
-      config: As in `flex_attention`.
+      **options: The keywords of `jflex.options.Options`, at absolute positions; `implementation` and `config` are of
+        the kernels of each device. Of a `mask_mod` the call makes a BlockMask, in blocks of the largest power of two
+        that divides the chunks, 128 at most; below 16 it evaluates the mask everywhere. Vector mods run on the device
+        that holds the token, before anything is sent. Outside of `jax.shard_map`, what is dropped does not depend on
+        the mesh. With ``"ring"``, ``"reference"`` stores the weights of all steps for its derivatives.
 
     Returns:
       The output in `layout` and the dtype of `query`, in the order of its tokens, and sharded like it; or a pair of it
@@ -178,15 +124,7 @@ def context_parallel_attention(
     >>> bool(jnp.allclose(jflex.context_parallel.restore(out, order), whole, atol=1e-5))
     True
     """
-    check_lse(return_lse, normalize)
-    stats = () if return_stats == () else check_stats(return_stats, return_lse, normalize)
-    checked = prepare(
-        query, key, value, score_mod, block_mask, mask_mod=mask_mod, query_mod=query_mod, key_mod=key_mod,
-        value_mod=value_mod, output_mod=output_mod, kv_lengths=kv_lengths, mesh=mesh, axis=axis, batch_axes=batch_axes,
-        head_axes=head_axes, strategy=strategy, order=order, normalize=normalize, sinks=sinks, scale=scale,
-        layout=layout, return_stats=stats, dropout_rate=dropout_rate, dropout_key=dropout_key, config=config,
-    )  # fmt: skip
-    saved = with_output_mod(checked, run(checked, implementation))
-    if stats:
-        return saved.out, select_stats(saved, stats)
-    return (saved.out, saved.lse) if return_lse else saved.out
+    settings = checked(score_mod=score_mod, return_lse=return_lse, return_stats=return_stats, **options)
+    division = Division(mesh, axis, batch_axes, head_axes, strategy, order)
+    call = prepare(query, key, value, settings, division, block_mask=block_mask, kv_lengths=kv_lengths, layout=layout)
+    return settings.results(with_output_mod(call, run(call, settings.implementation)))

@@ -47,10 +47,7 @@ class ContextCall:
 
     Attributes:
       spec: The call of all devices.
-      placement: The mesh.
-      strategy: How queries meet keys.
       order: The order of the tokens, or None.
-      implementation: As in `flex_attention`.
       sees: As in `Tables`, if the mask is known while tracing; else None.
     """
 
@@ -68,9 +65,12 @@ class ContextCall:
 
     def rows_of(self, number: Callable[[tuple[str, ...]], jax.Array]) -> Where:
         """Where the batch entries and heads of a device begin, from its number along axes of the mesh."""
-        place, spec = self.placement, self.spec
+        placement, spec = self.placement, self.spec
         first = lambda names, n, size: number(names) * (size // n) if n > 1 else None
-        return Where(first(place.batch, place.batch_shards, spec.B), first(place.heads, place.head_shards, spec.Hq))
+        return Where(
+            first(placement.batch, placement.batch_shards, spec.B),
+            first(placement.heads, placement.head_shards, spec.Hq),
+        )
 
     def span(self, length: int, shard: Int32[Array, ""]) -> Span:
         """The positions of the tokens of a device; `length` of the whole sequence."""

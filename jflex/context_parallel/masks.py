@@ -9,8 +9,8 @@ from typing import Any
 import jax
 from jax.core import Tracer, eval_context
 
-from jflex._call.kv_lengths import known_lengths
-from jflex._jax.primitive import no_mesh
+from jflex._check.arguments import known_values
+from jflex._mesh import no_mesh
 from jflex.block_mask.drawing import is_concrete
 from jflex.block_mask.mask import BlockMask, create_block_mask
 from jflex.masks.sequences import padding
@@ -34,7 +34,6 @@ def own_block_mask(mask_mod: MaskMod, sizes: tuple[int, int, int, int], chunk: t
     """The BlockMask of a mask_mod, in blocks that divide the chunks; None if these are too odd.
 
     Args:
-      mask_mod: The mask.
       sizes: ``(B, Hq, T, S)`` of the whole call.
       chunk: Queries and keys in a chunk.
     """
@@ -55,7 +54,7 @@ def bounded_mask_mod(mask_mod: MaskMod | None, kv_lengths: jax.Array) -> MaskMod
 
 def bounded_block_mask(block_mask: BlockMask, kv_lengths: jax.Array) -> BlockMask:
     """Likewise a BlockMask; blocks beyond a length are empty."""
-    known = is_concrete(block_mask.lists) and known_lengths(kv_lengths) is not None
+    known = is_concrete(block_mask.lists) and known_values(kv_lengths) is not None
     with as_known(known):
         within = create_block_mask(
             padding(kv_lengths), kv_lengths.shape[0], None, *block_mask.shape[2:], block_size=block_mask.block_size

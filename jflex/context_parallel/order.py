@@ -18,8 +18,8 @@ from jax.core import Tracer
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float64, Int, Int32, Shaped
 
+from jflex._check.arguments import checked_positive
 from jflex.block_mask.drawing import is_concrete
-from jflex.block_mask.lengths import checked_width
 from jflex.block_mask.mask import BlockMask
 
 Order = Int32[np.ndarray, " chunks"]
@@ -41,7 +41,7 @@ def zigzag_order(shards: int) -> Order:
     >>> zigzag_order(4).tolist()
     [0, 7, 1, 6, 2, 5, 3, 4]
     """
-    first = np.arange(checked_width(shards, "shards"), dtype=np.int32)
+    first = np.arange(checked_positive(shards, "shards"), dtype=np.int32)
     return np.stack([first, 2 * first.size - 1 - first], axis=1).reshape(-1).astype(np.int32)
 
 
@@ -80,7 +80,7 @@ def balanced_order(block_mask: BlockMask, shards: int, *, chunk_blocks: int = 1,
         chunks[shard].append(chunk)
         if len(chunks[shard]) < room:
             heapq.heappush(loads, (load + float(costs[chunk]), shard))
-    return np.array([chunk for own in sorted(map(sorted, chunks)) for chunk in own], np.int32)
+    return np.array([chunk for chunks_of_shard in sorted(map(sorted, chunks)) for chunk in chunks_of_shard], np.int32)
 
 
 def device_costs(
@@ -125,7 +125,7 @@ def costs_in_order(costs: np.ndarray, shards: int, order: Any) -> np.ndarray:
 
 def chunk_costs(block_mask: Any, shards: int, chunk_blocks: int, partial_cost: float) -> np.ndarray:
     """The cost of each chunk of a mask, in the natural order; checks the arguments."""
-    shards, chunk_blocks = checked_width(shards, "shards"), checked_width(chunk_blocks, "chunk_blocks")
+    shards, chunk_blocks = checked_positive(shards, "shards"), checked_positive(chunk_blocks, "chunk_blocks")
     if not isinstance(block_mask, BlockMask) or not is_concrete(block_mask.lists):
         got = "a traced one" if isinstance(block_mask, BlockMask) else type(block_mask).__name__
         raise TypeError(f"`block_mask` must be a `BlockMask` whose lists are known, outside of `jit`. Got {got}.")
@@ -202,17 +202,12 @@ def positions(order: Int[ArrayLike, " chunks"], length: int) -> Int32[np.ndarray
     >>> positions(zigzag_order(2), 8).tolist()
     [0, 1, 6, 7, 2, 3, 4, 5]
     """
-    chunks = checked_order(order, 1, checked_width(length, "length"))
+    chunks = checked_order(order, 1, checked_positive(length, "length"))
     return np.arange(length, dtype=np.int32).reshape(chunks.size, -1)[chunks].reshape(-1)
 
 
 def checked_order(order: Any, shards: int, length: int | None) -> Order:
-    """A permutation of chunks that divides a sequence of `length` tokens, if known, and is divided by `shards`.
-
-    Raises:
-      TypeError: It is not of integers, or is traced.
-      ValueError: It is no permutation, or does not divide.
-    """
+    """A permutation of chunks that divides a sequence of `length` tokens, if known, and is divided by `shards`."""
     rule = "`order` must be a permutation of chunks, integers from 0 on with one axis"
     if isinstance(order, Tracer):
         raise TypeError(f"{rule}, known while tracing. Got a traced array. Pass one of numpy.")

@@ -21,11 +21,9 @@ class Placement:
     Attributes:
       mesh: The mesh over which the call maps itself; None inside of the caller's `jax.shard_map`.
       axis: The axis that divides the tokens.
-      shards: Its size.
       batch: The axes that divide the batch.
       heads: The axes that divide the heads.
       batch_shards: The product of their sizes.
-      head_shards: Likewise.
     """
 
     mesh: Any
@@ -37,17 +35,12 @@ class Placement:
     head_shards: int
 
     @classmethod
-    def of(cls, mesh: Any, axis: object, batch_axes: Names, head_axes: Names) -> Placement:
-        """Checks the arguments of a call.
-
-        Raises:
-          TypeError: A name is not a string.
-          ValueError: There is no mesh, it lacks a named axis, or an axis has two uses.
-        """
+    def from_mesh(cls, mesh: Any, axis: object, batch_axes: Names, head_axes: Names) -> Placement:
+        """Checks the arguments of a call."""
         around = jax.sharding.get_abstract_mesh()
-        found = around if mesh is None else mesh
+        resolved = around if mesh is None else mesh
         inside = mesh is None and axis in around.manual_axes
-        sizes = dict(found.shape) if isinstance(found, (jax.sharding.Mesh, jax.sharding.AbstractMesh)) else None
+        sizes = dict(resolved.shape) if isinstance(resolved, (jax.sharding.Mesh, jax.sharding.AbstractMesh)) else None
         if not sizes:
             raise ValueError(
                 "`mesh` must be a `jax.sharding.Mesh` unless the call stands inside of `jax.shard_map` or "
@@ -80,8 +73,8 @@ class Placement:
                 "`jax.shard_map`, or call outside of it."
             )
         product = lambda names: math.prod(sizes[name] for name in names)
-        own = None if inside else found
-        return cls(own, str(axis), sizes[str(axis)], batch, heads, product(batch), product(heads))
+        local_mesh = None if inside else resolved
+        return cls(local_mesh, str(axis), sizes[str(axis)], batch, heads, product(batch), product(heads))
 
     def shard(self) -> jax.Array:
         """The number of the device along `axis`, inside of its program."""
@@ -98,9 +91,9 @@ class Placement:
         return PartitionSpec(self.batch or None, self.heads or None, self.axis)
 
 
-def _names(argument: str, given: Any) -> tuple[str, ...]:
-    names = (given,) if isinstance(given, str) else given
+def _names(argument: str, names: Any) -> tuple[str, ...]:
+    names = (names,) if isinstance(names, str) else names
     if not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
         what = "the name of an axis" if argument == "axis" else "a name of an axis, or a sequence of names"
-        raise TypeError(f"`{argument}` must be {what} of the mesh. Got {given!r}.")
+        raise TypeError(f"`{argument}` must be {what} of the mesh. Got {names!r}.")
     return tuple(names)

@@ -3,28 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jflex._call.checks import check_arrays
-from jflex._call.kv_lengths import check_kv_lengths
+from jflex._check.arguments import check_kv_lengths
 from jflex.attention import Call
 from jflex.attention import prepare as prepare_dense
 from jflex.block_mask.mask import BlockMask
-from jflex.config import Config
 from jflex.context_parallel.call import STRATEGIES, ContextCall, Strategy, check_block_size
 from jflex.context_parallel.masks import bounded_block_mask, bounded_mask_mod, own_block_mask, own_block_size
 from jflex.context_parallel.placement import Names, Placement
 from jflex.context_parallel.sizes import Sizes
 from jflex.mods.dependence import uses_index
 from jflex.mods.trace import trace_mask_mod
-from jflex.mods.types import MaskMod, OutputMod, ScoreMod, VectorMod
-from jflex.states.stats import Stat
+from jflex.mods.types import MaskMod
+from jflex.options import Settings
 from pallas_kernels.spec import Blocks
 
 
@@ -34,10 +32,6 @@ class Checked(NamedTuple):
     Attributes:
       call: That of all devices, with whole shapes, and with the mask that the caller gave.
       arrays: Query, key and value as the caller has them; shapes for `jflex.explain`.
-      context: The static part.
-      block_mask: That of the caller.
-      mask_mod: Likewise.
-      kv_lengths: Likewise.
       traced: Traces the mods anew with another mask.
     """
 
@@ -60,9 +54,9 @@ class Checked(NamedTuple):
         """The blocks of the mask that `masked` makes, before it is made."""
         spec = self.call.spec
         if self.block_mask is not None:
-            found = spec.blocks
-            assert found is not None  # of the BlockMask
-            return found if self.kv_lengths is None else dataclasses.replace(found, batch=spec.B)
+            blocks = spec.blocks
+            assert blocks is not None  # of the BlockMask
+            return blocks if self.kv_lengths is None else dataclasses.replace(blocks, batch=spec.B)
         size = own_block_size(self.chunk)
         if size is None or (self.mask_mod is None and self.kv_lengths is None):
             return None
@@ -91,54 +85,50 @@ def _uses_batch_and_heads(mask_mod: MaskMod) -> list[bool]:
     return [uses_index(traced, index) for index in ("b", "h")]
 
 
+class Division(NamedTuple):
+    """How the caller divides tokens, batch and heads among devices: arguments of `context_parallel_attention`."""
+
+    mesh: Any = None
+    axis: str = "context"
+    batch_axes: Names = ()
+    head_axes: Names = ()
+    strategy: Strategy = "all_gather"
+    order: Any = None
+
+
 def prepare(
     query: Any,
     key: Any,
     value: Any,
-    score_mod: ScoreMod | None,
-    block_mask: BlockMask | None,
+    settings: Settings,
+    division: Division,
     *,
-    mask_mod: MaskMod | None,
-    query_mod: VectorMod | None,
-    key_mod: VectorMod | None,
-    value_mod: VectorMod | None,
-    output_mod: OutputMod | None,
-    kv_lengths: Any,
-    mesh: Any,
-    axis: str,
-    batch_axes: Names,
-    head_axes: Names,
-    strategy: Strategy,
-    order: Any,
-    normalize: Literal["softmax", "none"],
-    sinks: Any,
-    scale: float | None,
-    layout: str,
-    return_stats: tuple[Stat, ...],
-    dropout_rate: float,
-    dropout_key: Any,
-    config: Config | None,
+    block_mask: BlockMask | None = None,
+    kv_lengths: Any = None,
+    layout: str = "BTNH",
 ) -> Checked:
     """Checks every argument of `context_parallel_attention`; query, key and value may be shapes."""
+    mesh, axis, batch_axes, head_axes, strategy, order = division
     if strategy not in STRATEGIES:
         raise ValueError(f"`strategy` must be one of {', '.join(map(repr, STRATEGIES))}. Got {strategy!r}.")
-    place = Placement.of(mesh, axis, batch_axes, head_axes)
+    placement = Placement.from_mesh(mesh, axis, batch_axes, head_axes)
     arrays = [jnp.asarray(x) if isinstance(x, np.ndarray) else x for x in (query, key, value)]
     check_arrays(arrays[0], arrays[1], arrays[2], layout)
-    sizes = Sizes.of(arrays, layout, place)
-    order = None if order is None else sizes.checked_order(order, place)
-    sizes.check(place, strategy)
+    sizes = Sizes.from_arrays(arrays, layout, placement)
+    order = None if order is None else sizes.checked_order(order, placement)
+    sizes.check(placement, strategy)
     lengths = check_kv_lengths(kv_lengths, sizes.B, sizes.S)
-    dense = functools.partial(
-        prepare_dense, *sizes.whole(arrays, layout, place), score_mod, query_mod=query_mod, key_mod=key_mod,
-        value_mod=value_mod, output_mod=output_mod, kv_lengths=lengths, normalize=normalize, sinks=sinks, scale=scale,
-        layout=layout, dropout_rate=dropout_rate, dropout_key=dropout_key, config=config, return_stats=return_stats,
-    )  # fmt: skip
-    traced = lambda block_mask, mask_mod: _without_lengths(dense(block_mask, mask_mod=mask_mod))
-    call = traced(block_mask, mask_mod)
+    q, k, v = sizes.whole(arrays, layout, placement)
+
+    def traced(block_mask: BlockMask | None, mask_mod: MaskMod | None) -> Call:
+        masked = settings._replace(mask_mod=mask_mod)
+        call = prepare_dense(q, k, v, masked, block_mask=block_mask, kv_lengths=lengths, layout=layout)
+        return _without_lengths(call)
+
+    call = traced(block_mask, settings.mask_mod)
     in_order = None if order is None else tuple(order.tolist())
-    context = ContextCall(call.spec, place, strategy, in_order, None)
-    checked = Checked(call, (arrays[0], arrays[1], arrays[2]), context, block_mask, mask_mod, lengths, traced)
+    context = ContextCall(call.spec, placement, strategy, in_order, None)
+    checked = Checked(call, (arrays[0], arrays[1], arrays[2]), context, block_mask, settings.mask_mod, lengths, traced)
     if block_mask is not None and strategy != "ulysses" and not call.spec.is_empty:
         check_block_size(block_mask, checked.chunk)
     return checked

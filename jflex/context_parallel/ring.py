@@ -24,13 +24,13 @@ from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 
 from jflex import backends
 from jflex._call.dispatch import select_forward, select_passes
-from jflex._call.sinks import fold_sinks
 from jflex._jax.custom_vjp import reverse_only
-from jflex._jax.manual_axes import match_manual_axes
 from jflex._jax.ops import BackwardOp, ForwardOp
 from jflex._jax.primitive import call_as_primitive
 from jflex._jax.shard import Shard, Where, shard_of
+from jflex._mesh import match_manual_axes
 from jflex.backends.base import Inputs, Saved, SavedCotangents
+from jflex.backends.results import fold_sinks
 from jflex.block_mask.lists import BlockLists
 from jflex.context_parallel.call import CALLER, ContextCall
 from jflex.states.merging import merge
@@ -60,7 +60,6 @@ class _Ring:
     """The static part of a call.
 
     Attributes:
-      call: The call.
       steps: The steps at which any device attends to anything; at step ``s``, device ``i`` holds the keys of ``i - s``.
     """
 
@@ -99,7 +98,6 @@ def attend_in_ring(call: ContextCall, inputs: Inputs, where: Where, sees: jax.Ar
     """The attention of one device, inside of its program; `inputs` are local.
 
     Args:
-      call: The call.
       inputs: The arrays of this device.
       where: Its batch entries and heads.
       sees: Whether this device attends to the keys of each device; None if not known.
@@ -138,7 +136,6 @@ def _walk(ring: _Ring, local: _Local, visit: Visit, sums: Any) -> tuple[Any, Any
     """Visits the keys of all steps.
 
     Args:
-      ring: The ring.
       local: The arrays of this device.
       visit: ``(carry, keys, owner) -> (carry, addition)``; the carry stays on this device, and is None at first.
       sums: Zeros, to which the additions are added: a tree like theirs. They travel with the keys that they belong to.
@@ -163,12 +160,12 @@ def _walk(ring: _Ring, local: _Local, visit: Visit, sums: Any) -> tuple[Any, Any
     # The sums of this device's own keys stay, so that those of others set out at the second step.
     arrived = [0, 0, *hops[1:]] if jax.tree.leaves(sums) else [0] * len(steps)
     state = step((None, _packed(pair), sums), jnp.int32(0), 0, leaves[0])
-    own, state = state[2], (*state[:2], sums)
+    own_sums, state = state[2], (*state[:2], sums)
     for (come, go), alike in itertools.groupby(range(1, len(steps)), lambda i: (arrived[i], leaves[i])):
         state = _repeated(functools.partial(step, arrived=come, leaves=go), state, [steps[i] for i in alike])
     if len(steps) > 1:
-        own = jax.tree.map(jnp.add, own, ring.hop(state[2], -steps[-1]))
-    return state[0], _unpacked(own, zeros)
+        own_sums = jax.tree.map(jnp.add, own_sums, ring.hop(state[2], -steps[-1]))
+    return state[0], _unpacked(own_sums, zeros)
 
 
 def _repeated(step: Callable[[Any, Any], Any], state: Any, numbers: list[int]) -> Any:
@@ -223,8 +220,8 @@ def _forward(ring: _Ring, backend: str, local: _Local) -> Saved:
     wide = lambda state: dataclasses.replace(state, out=state.out.astype(exact))
 
     def visit(state: AttentionState | None, keys: tuple[jax.Array, jax.Array], owner: jax.Array) -> tuple[Any, None]:
-        found = _where_attended(local, owner, lambda keys: attend(keys, owner), keys, empty)
-        return found if state is None else merge(wide(state), wide(found)), None
+        attended = _where_attended(local, owner, lambda keys: attend(keys, owner), keys, empty)
+        return attended if state is None else merge(wide(state), wide(attended)), None
 
     state, _ = _walk(ring, local, visit, None)
     out, lse = state.to_attention(layout)
@@ -246,10 +243,12 @@ def _attend_fwd(ring: _Ring, backend: str, perturbed: _Local) -> tuple[Saved, An
     del backend
     is_primal = lambda x: isinstance(x, CustomVJPPrimal)
     local = jax.tree.map(lambda x: x.value, perturbed, is_leaf=is_primal)
-    asked = jax.tree.map(lambda x: x.perturbed, perturbed.inputs, is_leaf=is_primal)
+    perturbed_inputs = jax.tree.map(lambda x: x.perturbed, perturbed.inputs, is_leaf=is_primal)
     is_float = lambda x: jnp.issubdtype(x.dtype, jnp.floating)
-    captured = tuple(a and is_float(x) for a, x in zip(asked.captured.score, local.inputs.captured.score, strict=True))
-    requested = GradientRequest(asked.query, asked.key, asked.value, captured)
+    captured = tuple(
+        a and is_float(x) for a, x in zip(perturbed_inputs.captured.score, local.inputs.captured.score, strict=True)
+    )
+    requested = GradientRequest(perturbed_inputs.query, perturbed_inputs.key, perturbed_inputs.value, captured)
     shard = ring.at(local, (local.inputs.key, local.inputs.value), local.me)
     passes = select_passes(ring.call.implementation, shard.spec, shard.requested(requested))
     saved = _forward(ring, passes.forward, local)
@@ -290,12 +289,12 @@ def _attend_bwd(ring: _Ring, backend: str, residuals: tuple[_Local, Saved, _Back
     def pull(keys: tuple[jax.Array, jax.Array], owner: jax.Array) -> tuple[_OfQueries, _OfKeys]:
         shard = ring.at(local, keys, owner)
         operation = BackwardOp(backward.backend, shard.spec, shard.requested(requested))
-        found = call_as_primitive(operation, match_manual_axes((shard.inputs, saved, d_saved)))
+        gradients = call_as_primitive(operation, match_manual_axes((shard.inputs, saved, d_saved)))
         captured = tuple(
-            None if not want else jnp.zeros_like(x) if number is None else found.score_operands[number]
+            None if not want else jnp.zeros_like(x) if number is None else gradients.score_operands[number]
             for number, want, x in zip(shard.operands, requested.score_operands, inputs.captured.score, strict=True)
         )
-        return _typed_like(local, (_OfQueries(found.query, captured), _OfKeys(found.key, found.value)))
+        return _typed_like(local, (_OfQueries(gradients.query, captured), _OfKeys(gradients.key, gradients.value)))
 
     zeros = lambda x, want: jnp.zeros_like(x) if want else None
     none = _typed_like(local, (

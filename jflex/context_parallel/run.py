@@ -13,10 +13,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Int32
 
 from jflex._call.dispatch import Implementation, check_supported
-from jflex._call.vector_mods import TokenPositions, modified_inputs, modified_output, used_keys
 from jflex._jax.shard import Span, shard_of
 from jflex.attention import attend
 from jflex.backends.base import Inputs, Saved
+from jflex.backends.vector_mods import TokenPositions, modified_inputs, modified_output, used_keys
 from jflex.block_mask.lists import BlockLists
 from jflex.context_parallel.call import CALLER, ContextCall, Strategy, divided
 from jflex.context_parallel.gather import attend_gathered
@@ -30,21 +30,21 @@ from pallas_kernels.spec import AttentionSpec, Blocks
 def run(checked: Checked, implementation: Implementation) -> Saved:
     """Runs a checked call on each device."""
     context, spec = checked.context, checked.call.spec
-    place, strategy = context.placement, context.strategy
+    placement, strategy = context.placement, context.strategy
     if spec.is_empty:  # zeros, which need no device
-        local = spec if place.mesh is not None else spec.replace(T=spec.T // place.shards)
+        local = spec if placement.mesh is not None else spec.replace(T=spec.T // placement.shards)
         return attend(CALLER, checked.call._replace(spec=local), implementation)
     check_supported(implementation, device_spec(context, checked.call.inputs, checked.blocks()))
     call, block_mask = checked.masked()
-    tables = divided(block_mask, strategy, place.shards, None if context.order is None else np.array(context.order))
+    tables = divided(block_mask, strategy, placement.shards, None if context.order is None else np.array(context.order))
     known = tuple(map(tuple, tables.sees.tolist())) if isinstance(tables.sees, np.ndarray) else None
     named = implementation if implementation is None or isinstance(implementation, str) else tuple(implementation)
     context = dataclasses.replace(context, spec=call.spec, implementation=named, sees=known)
     query, key, value = _modified(checked)
     inputs = call.inputs._replace(query=query, key=key, value=value, lists=tables.lists)
     sees = None if tables.sees is None else jnp.asarray(tables.sees)
-    if place.mesh is None:
-        return _on_device(context, *_own_tables(inputs, sees, place, strategy))
+    if placement.mesh is None:
+        return _on_device(context, *_own_tables(inputs, sees, placement, strategy))
     return _on_mesh(context, inputs, sees)
 
 
@@ -60,8 +60,8 @@ def with_output_mod(checked: Checked, saved: Saved) -> Saved:
 
 def device_spec(context: ContextCall, inputs: Inputs, blocks: Blocks | None) -> AttentionSpec:
     """The call of the first device; `blocks` are those of the whole mask, which need not be made yet."""
-    spec, place, n = context.spec, context.placement, context.placement.shards
-    B, Hq, Hkv = spec.B // place.batch_shards, spec.Hq // place.head_shards, spec.Hkv // place.head_shards
+    spec, placement, n = context.spec, context.placement, context.placement.shards
+    B, Hq, Hkv = spec.B // placement.batch_shards, spec.Hq // placement.head_shards, spec.Hkv // placement.head_shards
     T, S = spec.T // n, spec.S // n if context.strategy == "ring" else spec.S
     zero = jnp.int32(0)
     where = context.rows_of(lambda _: zero)
@@ -94,7 +94,7 @@ def _modified(checked: Checked) -> tuple[jax.Array, jax.Array, jax.Array]:
     if lengths is None and vectors[:3] == (None, None, None):
         return checked.arrays
     positions = TokenPositions(_positions(context, spec.T), _positions(context, spec.S))
-    query, key, value = modified_inputs(vectors, checked.arrays, spec.layout, spec.Bkv, lengths, positions)
+    query, key, value = modified_inputs(vectors[:3], checked.arrays, spec.layout, spec.Bkv, lengths, positions)
     if lengths is None:
         return query, key, value
     used = used_keys(key, spec.layout, lengths, positions.keys)
@@ -104,10 +104,10 @@ def _modified(checked: Checked) -> tuple[jax.Array, jax.Array, jax.Array]:
 
 def _positions(context: ContextCall, length: int) -> Int32[Array, " n"] | None:
     """The positions of the tokens of an array of the caller; None where these count from 0."""
-    place = context.placement
-    if place.mesh is None:
-        own = jnp.arange(length // place.shards, dtype=jnp.int32)
-        return context.span(length, place.shard()).position(own)
+    placement = context.placement
+    if placement.mesh is None:
+        indices = jnp.arange(length // placement.shards, dtype=jnp.int32)
+        return context.span(length, placement.shard()).position(indices)
     if context.order is None:
         return None
     starts = context.starts(length).reshape(-1)
@@ -117,42 +117,42 @@ def _positions(context: ContextCall, length: int) -> Int32[Array, " n"] | None:
 @functools.partial(jax.jit, static_argnums=0)
 def _on_mesh(call: ContextCall, inputs: Inputs, sees: jax.Array | None) -> Saved:
     """Runs the program of one device on each; under `jax.jit`, without which JAX maps no `jax.custom_vjp`."""
-    place = call.placement
-    specs = _specs(call, inputs), None if sees is None else PartitionSpec(place.axis)
+    placement = call.placement
+    specs = _specs(call, inputs), None if sees is None else PartitionSpec(placement.axis)
     body = functools.partial(_on_device, call)
-    row: Any = place.lse()
-    out: Any = place.rows(call.spec.layout)
+    row: Any = placement.lse()
+    out: Any = placement.rows(call.spec.layout)
     saved = Saved(out, row, **dict.fromkeys(call.spec.stats, row))
-    if jax.sharding.AxisType.Explicit in place.mesh.axis_types:  # where types say how arrays are sharded
-        place_one = lambda spec, x: jax.reshard(x, NamedSharding(place.mesh, spec))
+    if jax.sharding.AxisType.Explicit in placement.mesh.axis_types:  # where types say how arrays are sharded
+        place_one = lambda spec, x: jax.reshard(x, NamedSharding(placement.mesh, spec))
         inputs, sees = jax.tree.map(place_one, specs, (inputs, sees), is_leaf=lambda x: isinstance(x, PartitionSpec))
-    return jax.shard_map(body, mesh=place.mesh, in_specs=specs, out_specs=saved)(inputs, sees)
+    return jax.shard_map(body, mesh=placement.mesh, in_specs=specs, out_specs=saved)(inputs, sees)
 
 
 def _own_tables(
-    inputs: Inputs, sees: jax.Array | None, place: Placement, strategy: Strategy
+    inputs: Inputs, sees: jax.Array | None, placement: Placement, strategy: Strategy
 ) -> tuple[Inputs, jax.Array | None]:
     """The tables of one device, inside of the caller's `jax.shard_map`, with the axis that `_specs` divides."""
-    own = lambda x: jax.lax.dynamic_slice_in_dim(x, place.shard(), 1)
+    local = lambda x: jax.lax.dynamic_slice_in_dim(x, placement.shard(), 1)
     if inputs.lists is not None and strategy != "ulysses":
-        inputs = inputs._replace(lists=BlockLists(*map(own, inputs.lists)))
-    return inputs, None if sees is None else own(sees)
+        inputs = inputs._replace(lists=BlockLists(*map(local, inputs.lists)))
+    return inputs, None if sees is None else local(sees)
 
 
 def _specs(call: ContextCall, inputs: Inputs) -> Any:
     """How the inputs are divided among the devices: `Inputs` of shardings."""
-    spec, place, whole = call.spec, call.placement, PartitionSpec()
-    keys = place.rows(spec.layout, batch=spec.Bkv == spec.B)
+    spec, placement, whole = call.spec, call.placement, PartitionSpec()
+    keys = placement.rows(spec.layout, batch=spec.Bkv == spec.B)
     lists: Any = None
     if inputs.lists is not None and spec.blocks is not None:
-        leading = {"all_gather": (place.axis,), "ring": (place.axis, None), "ulysses": ()}[call.strategy]
-        batch = place.batch if spec.blocks.batch == spec.B and place.batch else None
-        heads = place.heads if spec.blocks.heads == spec.Hq and place.heads else None
+        leading = {"all_gather": (placement.axis,), "ring": (placement.axis, None), "ulysses": ()}[call.strategy]
+        batch = placement.batch if spec.blocks.batch == spec.B and placement.batch else None
+        heads = placement.heads if spec.blocks.heads == spec.Hq and placement.heads else None
         of_lists: Any = PartitionSpec(*leading, batch, heads)
         lists = BlockLists(*[of_lists] * len(inputs.lists))
     specs: Any = jax.tree.map(lambda _: whole, inputs._replace(lists=None))
-    sinks = None if inputs.sinks is None else PartitionSpec(place.heads or None)
-    return specs._replace(query=place.rows(spec.layout), key=keys, value=keys, lists=lists, sinks=sinks)
+    sinks = None if inputs.sinks is None else PartitionSpec(placement.heads or None)
+    return specs._replace(query=placement.rows(spec.layout), key=keys, value=keys, lists=lists, sinks=sinks)
 
 
 def _on_device(call: ContextCall, inputs: Inputs, sees: jax.Array | None) -> Saved:

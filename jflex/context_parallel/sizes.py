@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jflex._call.checks import device_of
+from jflex._check.arguments import device_of
 from jflex.context_parallel.order import Order, checked_order
 from jflex.context_parallel.placement import Placement
 
@@ -20,16 +20,16 @@ class Sizes(NamedTuple):
     Hkv: int
 
     @classmethod
-    def of(cls, arrays: list[Any], layout: str, place: Placement) -> Sizes:
+    def from_arrays(cls, arrays: list[Any], layout: str, placement: Placement) -> Sizes:
         """Those of checked arrays."""
         query, key, _ = arrays
         length, heads = (1, 2) if layout == "BTNH" else (2, 1)
-        own = place.shards if place.mesh is None else 1
-        return cls(query.shape[0], query.shape[length] * own, key.shape[length] * own, key.shape[heads])
+        devices = placement.shards if placement.mesh is None else 1
+        return cls(query.shape[0], query.shape[length] * devices, key.shape[length] * devices, key.shape[heads])
 
-    def checked_order(self, order: Any, place: Placement) -> Order:
+    def checked_order(self, order: Any, placement: Placement) -> Order:
         """The order, which must fit the tokens."""
-        chunks = checked_order(order, place.shards, self.T)
+        chunks = checked_order(order, placement.shards, self.T)
         if self.T != self.S:
             raise ValueError(
                 f"`order` is that of queries and keys, which must be as many. Got {self.T} and {self.S}. Leave it out "
@@ -37,36 +37,39 @@ class Sizes(NamedTuple):
             )
         return chunks
 
-    def check(self, place: Placement, strategy: str) -> None:
+    def check(self, placement: Placement, strategy: str) -> None:
         """Raises ValueError unless the mesh divides the sizes."""
         for name, size, what in (("query", self.T, "queries"), ("key", self.S, "keys")):
-            if size % place.shards:
-                padded = -(-size // place.shards) * place.shards
+            if size % placement.shards:
+                padded = -(-size // placement.shards) * placement.shards
                 raise ValueError(
-                    f"`{name}` has {size} {what}, which the {place.shards} devices along {place.axis!r} do not divide. "
-                    f"Pad them to {padded}, as with `jnp.pad`, and mask the padding of keys (`kv_idx < {size}`)."
+                    f"`{name}` has {size} {what}, which the {placement.shards} devices along {placement.axis!r} do "
+                    f"not divide. Pad them to {padded}, as with `jnp.pad`, and mask the padding of keys (`kv_idx < "
+                    f"{size}`)."
                 )
-        if self.B % place.batch_shards:
+        if self.B % placement.batch_shards:
             raise ValueError(
-                f"`batch_axes` {place.batch!r} has {place.batch_shards} devices, which do not divide the batch of "
-                f"{self.B}. Pad the batch, or name fewer axes."
+                f"`batch_axes` {placement.batch!r} has {placement.batch_shards} devices, which do not divide the batch "
+                f"of {self.B}. Pad the batch, or name fewer axes."
             )
-        if self.Hkv % place.head_shards:
+        if self.Hkv % placement.head_shards:
             raise ValueError(
-                f"`head_axes` {place.heads!r} has {place.head_shards} devices, which do not divide the {self.Hkv} key "
-                "heads. Name fewer axes."
+                f"`head_axes` {placement.heads!r} has {placement.head_shards} devices, which do not divide the "
+                f"{self.Hkv} key heads. Name fewer axes."
             )
-        own = self.Hkv // place.head_shards
-        if strategy == "ulysses" and own % place.shards:
+        local_heads = self.Hkv // placement.head_shards
+        if strategy == "ulysses" and local_heads % placement.shards:
             raise ValueError(
-                f"`strategy='ulysses'` divides the key heads of a device, {own}, among the {place.shards} devices "
-                f"along {place.axis!r}; they do not divide. Pass strategy='all_gather' or 'ring'."
+                f"`strategy='ulysses'` divides the key heads of a device, {local_heads}, among the {placement.shards} "
+                f"devices along {placement.axis!r}; they do not divide. Pass strategy='all_gather' or 'ring'."
             )
 
-    def whole(self, arrays: list[Any], layout: str, place: Placement) -> list[jax.ShapeDtypeStruct]:
+    def whole(self, arrays: list[Any], layout: str, placement: Placement) -> list[jax.ShapeDtypeStruct]:
         """Shapes of the whole arrays, on a device of the mesh."""
         length = 1 if layout == "BTNH" else 2
-        device = place.mesh.devices.flat[0] if isinstance(place.mesh, jax.sharding.Mesh) else device_of(arrays[0])
+        device = (
+            placement.mesh.devices.flat[0] if isinstance(placement.mesh, jax.sharding.Mesh) else device_of(arrays[0])
+        )
         sharding = None if device is None else jax.sharding.SingleDeviceSharding(device)
         lengths = (self.T, self.S, self.S)
         shape = lambda x, n: (*x.shape[:length], n, *x.shape[length + 1 :])

@@ -18,15 +18,15 @@ from jflex.context_parallel.order import chunks_in_order
 
 def attend_exchanged(call: ContextCall, inputs: Inputs, where: Where) -> Saved:
     """The attention of one device, inside of its program; `inputs` are local."""
-    place, layout = call.placement, call.spec.layout
+    placement, layout = call.placement, call.spec.layout
     length, heads = (1, 2) if layout == "BTNH" else (2, 1)
     query, key, value = (_to_heads(call, x, length, heads) for x in (inputs.query, inputs.key, inputs.value))
-    first = place.shard() * query.shape[heads]
-    own = lambda x, axis: jax.lax.dynamic_slice_in_dim(x, first, query.shape[heads], axis)
-    sinks = None if inputs.sinks is None else own(inputs.sinks, 0)
+    first = placement.shard() * query.shape[heads]
+    take = lambda x, axis: jax.lax.dynamic_slice_in_dim(x, first, query.shape[heads], axis)
+    sinks = None if inputs.sinks is None else take(inputs.sinks, 0)
     lists = inputs.lists
     if lists is not None and lists[0].shape[1] > 1:
-        lists = BlockLists(*(own(x, 1) for x in lists))
+        lists = BlockLists(*(take(x, 1) for x in lists))
     local = inputs._replace(query=query, key=key, value=value, lists=lists, sinks=sinks)
     where = where._replace(head=first if where.head is None else where.head + first)
     shard = shard_of(call.spec, local, where)

@@ -2,45 +2,39 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, overload
+from typing import Any, Literal, Unpack, overload
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jflex._call.checks import check_lse
-from jflex._call.dispatch import Implementation
-from jflex.config import Config
-from jflex.latent.call import checked_call, result_of
-from jflex.mods.signature import answers_keywords
-from jflex.mods.types import MaskMod, ScoreMod
-from jflex.paged.attention import of_packed, pages_of
+from jflex.latent.call import checked_call
+from jflex.mods.types import ScoreMod
+from jflex.options import LatentOptions, Settings, checked, takes
+from jflex.paged.attention import of_packed, pages_of, results_of
 from jflex.paged.batch import PagedBatch
 from jflex.paged.cache import checked_layer
 from jflex.paged.latent import LatentCache
-from jflex.paged.run import PagedCall, PagedOptions
+from jflex.paged.run import PagedCall, PagedOptions, attend
 from jflex.paged.run import prepare as prepare_pages
 from jflex.types import AnyArray
 
 
-# Return types, by `return_lse`.
 # fmt: off
 @overload
 def mla_attention(
     q: AnyArray, cache: LatentCache, batch: PagedBatch, *, qk_head_dim: int | None = None,
-    score_mod: ScoreMod | None = None, mask_mod: MaskMod | None = None, sinks: AnyArray | None = None,
-    scale: float | None = None, layer: int | AnyArray | None = None, return_lse: Literal[False] = False,
-    implementation: Implementation = None, config: Config | None = None,
+    score_mod: ScoreMod | None = None, layer: int | AnyArray | None = None, return_lse: Literal[False] = False,
+    **options: Unpack[LatentOptions],
 ) -> Array: ...
 @overload
 def mla_attention(
     q: AnyArray, cache: LatentCache, batch: PagedBatch, *, qk_head_dim: int | None = None,
-    score_mod: ScoreMod | None = None, mask_mod: MaskMod | None = None, sinks: AnyArray | None = None,
-    scale: float | None = None, layer: int | AnyArray | None = None, return_lse: Literal[True],
-    implementation: Implementation = None, config: Config | None = None,
+    score_mod: ScoreMod | None = None, layer: int | AnyArray | None = None, return_lse: bool = False,
+    **options: Unpack[LatentOptions],
 ) -> tuple[Array, Array]: ...
 # fmt: on
-@answers_keywords
+@takes(LatentOptions)
 def mla_attention(
     q: Float[AnyArray, "N Hq W"],
     cache: LatentCache,
@@ -48,13 +42,9 @@ def mla_attention(
     *,
     qk_head_dim: int | None = None,
     score_mod: ScoreMod | None = None,
-    mask_mod: MaskMod | None = None,
-    sinks: Float[AnyArray, " Hq"] | None = None,
-    scale: float | None = None,
     layer: int | Int[AnyArray, ""] | None = None,
     return_lse: bool = False,
-    implementation: Implementation = None,
-    config: Config | None = None,
+    **options: Unpack[LatentOptions],
 ) -> Float[Array, "N Hq latent"] | tuple[Float[Array, "N Hq latent"], Float[Array, "N Hq"]]:
     """Multi-head latent attention (MLA) of packed, ragged queries over a paged cache of latent vectors.
 
@@ -80,13 +70,10 @@ def mla_attention(
       qk_head_dim: Head size of queries before they are absorbed, ``nope + rope`` (192 in DeepSeek-V2 and V3): scores
         are scaled by ``qk_head_dim ** -0.5``. The size of a row of the cache has nothing to do with it.
       score_mod: ``(score, b, h, q_idx, kv_idx) -> score``, as in `paged_attention`.
-      mask_mod: ``(b, h, q_idx, kv_idx) -> bool``, likewise. No mask is implied.
-      sinks: As in `flex_attention`.
-      scale: Multiplies the raw scores; in place of `qk_head_dim`, where a model has a factor of its own (YaRN).
       layer: Which layer of a stacked cache, a Python int or traced; no copy of it is made.
       return_lse: Also return the float32 logsumexp (natural log) of the scores over the visible keys.
-      implementation: As in `flex_attention`.
-      config: As in `paged_attention`.
+      **options: The keywords of `jflex.options.LatentOptions`. No mask is implied. `scale` stands in place of
+        `qk_head_dim`, where a model has a factor of its own (YaRN).
 
     Returns:
       The output in latent space, in the dtype of `q`, or a pair of it and the lse: the fields of an `AttentionState`. A
@@ -107,30 +94,25 @@ def mla_attention(
     >>> mla_attention(jnp.ones((2, 8, 80)), cache, batch, qk_head_dim=48).shape
     (2, 8, 64)
     """
-    check_lse(return_lse, "softmax")
-    call = prepare(
-        q, cache, batch, qk_head_dim=qk_head_dim, score_mod=score_mod, mask_mod=mask_mod, sinks=sinks, scale=scale,
-        layer=layer, config=config,
-    )  # fmt: skip
-    return result_of(call, sinks, implementation, return_lse=return_lse)
+    settings = checked(score_mod=score_mod, return_lse=return_lse, **options)
+    call = prepare(q, cache, batch, settings, qk_head_dim=qk_head_dim, layer=layer)
+    return results_of(call, attend(call, settings.implementation), settings, batch)
 
 
 def prepare(
     q: Any,
     cache: LatentCache,
     batch: PagedBatch,
+    settings: Settings,
     *,
-    qk_head_dim: int | None,
-    score_mod: ScoreMod | None,
-    mask_mod: MaskMod | None,
-    sinks: Any,
-    scale: float | None,
-    layer: int | AnyArray | None,
-    config: Config | None,
+    qk_head_dim: int | None = None,
+    layer: int | AnyArray | None = None,
 ) -> PagedCall:
     """Checks every argument of `mla_attention`; q and the rows of the cache may be shapes."""
     q = jnp.asarray(q) if isinstance(q, np.ndarray) else q
-    scale = checked_call("mla_attention", q, cache, batch, (score_mod, mask_mod), sinks, (qk_head_dim, scale))
+    scale = checked_call("mla_attention", q, cache, batch, settings, qk_head_dim)
     pages = pages_of(cache, batch, checked_layer(cache, layer))._replace(latent_size=cache.latent_size)
-    mods = of_packed(score_mod, batch, "score"), of_packed(mask_mod, batch, "mask")
-    return prepare_pages("mla_attention", q, pages, PagedOptions(*mods, scale, config, exact_out=sinks is not None))
+    mods = of_packed(settings.score_mod, batch, "score"), of_packed(settings.mask_mod, batch, "mask")
+    return prepare_pages(
+        "mla_attention", q, pages, PagedOptions(*mods, scale, settings.config, exact_out=settings.sinks is not None)
+    )

@@ -1,68 +1,34 @@
-"""What calls of latent attention share: their checks, and their result."""
+"""Checks that calls of latent attention share."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from jaxtyping import Array, Float
-
-from jflex._call.checks import check_scale, checked_sinks, describe_array
-from jflex._call.dispatch import Implementation
+from jflex._check.arguments import check_scale, checked_positive, checked_sinks, describe_array
 from jflex.mods.array_sizes import CallSizes
 from jflex.mods.trace import check_call_sizes
+from jflex.options import Settings
 from jflex.paged.attention import longest_request
 from jflex.paged.batch import PagedBatch, check_batch
 from jflex.paged.latent import LatentCache, check_latent_cache
 from jflex.paged.latent_tiles import QUERIES
-from jflex.paged.run import PagedCall, attend
-from jflex.paged.sizes import checked_positive
-from jflex.states.merging import with_sinks
 from jflex.types import AnyArray
 
 
 def checked_call(
-    caller: str,
-    q: Any,
-    cache: LatentCache,
-    batch: PagedBatch,
-    mods: tuple[Any, Any],
-    sinks: Any,
-    scaling: tuple[Any, float | None],
+    caller: str, q: Any, cache: LatentCache, batch: PagedBatch, settings: Settings, qk_head_dim: Any
 ) -> float:
-    """Checks what `mla_attention` and `sparse_mla_attention` have in common, and returns the factor of the scores.
-
-    Args:
-      caller: Name of the public function, for messages.
-      q: Absorbed queries, or their shape.
-      cache: The cache.
-      batch: The queries and keys of each request.
-      mods: The score mod and the mask mod.
-      sinks: The sinks, or None.
-      scaling: `qk_head_dim` and `scale`; exactly one is None.
-
-    Raises:
-      TypeError: An argument has a wrong type.
-      ValueError: Neither or both of `scaling` are given, shapes disagree, or a known value is out of range.
-    """
+    """Checks what `mla_attention` and `sparse_mla_attention` have in common, and returns the factor of the scores."""
     check_latent_cache(cache)
     _check_absorbed(q, cache)
-    scale = _scale_of(caller, *scaling)
+    scale = _scale_of(caller, qk_head_dim, settings.scale)
     check_batch(batch, cache, q.shape[0])
     longest = longest_request(batch)
-    check_call_sizes(*mods, CallSizes(batch.requests, q.shape[1], longest, longest))
-    if sinks is not None:
-        checked_sinks(sinks, q.shape[1])
+    sizes = CallSizes(batch.requests, q.shape[1], longest, longest)
+    check_call_sizes(settings.score_mod, settings.mask_mod, sizes)
+    if settings.sinks is not None:
+        checked_sinks(settings.sinks, q.shape[1])
     return scale
-
-
-def result_of(
-    call: PagedCall, sinks: Any, implementation: Implementation, *, return_lse: bool
-) -> Float[Array, "N Hq latent"] | tuple[Float[Array, "N Hq latent"], Float[Array, "N Hq"]]:
-    """Runs a checked call: the output in the dtype of the queries, and the lse with `return_lse`."""
-    state = attend(call, implementation)
-    state = state if sinks is None else with_sinks(state, sinks)
-    out = state.out.astype(call.query.dtype)
-    return (out, state.lse) if return_lse else out
 
 
 def _scale_of(caller: str, qk_head_dim: Any, scale: float | None) -> float:

@@ -9,9 +9,8 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int32
 
-from jflex._call.checks import describe_array
-from jflex._jax.explicit_axes import leading_axes, partitioned_by_xla
-from jflex._jax.manual_axes import vary, varying_axes
+from jflex._check.arguments import describe_array
+from jflex._mesh import leading_axes, partitioned_by_xla, vary, varying_axes
 from jflex.config import Config
 from jflex.latent import indexer_kernels
 from jflex.latent.indexer_kernels import IndexerImplementation, site_of_kernel
@@ -151,14 +150,14 @@ def select_keys(
     scores = jax.lax.stop_gradient(jnp.asarray(scores))
     if scores.ndim != 2:
         raise ValueError(f"`scores` must be [N, S]. Got {describe_array(scores)}. For several sequences `jax.vmap`.")
-    found = min(k, scores.shape[1])
-    limit = lambda kernels, site: kernels.limit_of_selection(site, scores, found)
+    count = min(k, scores.shape[1])
+    limit = lambda kernels, site: kernels.limit_of_selection(site, scores, count)
     site = site_of_kernel("select_keys", implementation, config, (scores,), limit)
     if visible is not None:
         scores = jnp.where(jnp.broadcast_to(visible, scores.shape), scores, -jnp.inf)
-    has_keys = 0 not in (found, *scores.shape)
+    has_keys = 0 not in (count, *scores.shape)
     top_k = functools.partial(indexer_kernels.top_k, site) if site is not None and has_keys else jax.lax.top_k
-    values, positions = top_k(scores, found)
+    values, positions = top_k(scores, count)
     positions = jnp.where(values == -jnp.inf, -1, positions.astype(jnp.int32))
     return jnp.pad(positions, ((0, 0), (0, k - positions.shape[1])), constant_values=-1)
 

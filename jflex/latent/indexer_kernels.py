@@ -12,9 +12,9 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
-from jflex._call.checks import check_config, current_device
-from jflex._jax.manual_axes import match_manual_axes
+from jflex._check.arguments import check_config, current_device
 from jflex._jax.primitive import Flat, call_as_primitive
+from jflex._mesh import match_manual_axes
 from jflex.errors import UnsupportedError
 
 if TYPE_CHECKING:
@@ -34,15 +34,7 @@ def site_of_kernel(
 
     Args:
       caller: Name of the public function, for messages.
-      implementation: As in the call.
-      config: As in the call.
-      arrays: Of the call.
       limit: Given the adapter of the kernels and a site, says why the kernel does not run the call there, or None.
-
-    Raises:
-      TypeError: `config` is not a Config.
-      ValueError: `implementation` is not known.
-      UnsupportedError: The kernel was requested and does not run the call.
     """
     if implementation not in ("triton", "xla", None):
         raise ValueError(f"`implementation` of `{caller}` must be 'triton', 'xla' or None. Got {implementation!r}.")

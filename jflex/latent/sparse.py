@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal, overload
+from typing import Any, Literal, Unpack, overload
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Int32
 
-from jflex._call.checks import check_lse, describe_array
-from jflex._call.dispatch import Implementation
-from jflex.config import Config
-from jflex.latent.call import checked_call, result_of
+from jflex._check.arguments import check_int32, describe_array
+from jflex.backends.eight_bits import dequantised_latents
+from jflex.latent.call import checked_call
 from jflex.mods.compose import noop_mask
 from jflex.mods.reindex import Positions, ReindexedMod
-from jflex.mods.signature import answers_keywords
 from jflex.mods.types import MaskMod, ScoreMod
+from jflex.options import LatentOptions, Settings, checked, takes
+from jflex.paged.attention import results_of
 from jflex.paged.batch import PagedBatch, slots_of_tokens, token_positions, token_requests
-from jflex.paged.cache import check_int32, checked_layer
+from jflex.paged.cache import checked_layer
 from jflex.paged.latent import LatentCache
-from jflex.paged.latent_tiles import dequantised_latents
-from jflex.paged.run import PagedCall, PagedOptions, Pages
+from jflex.paged.run import PagedCall, PagedOptions, Pages, attend
 from jflex.paged.run import prepare as prepare_pages
 from jflex.types import AnyArray
 
@@ -31,24 +30,21 @@ COPIED_BYTES = 1 << 28  # the most that is copied
 COPIED_HEADS = 32  # with fewer, rows are read where they are
 
 
-# Return types, by `return_lse`.
 # fmt: off
 @overload
 def sparse_mla_attention(
     q: AnyArray, cache: LatentCache, batch: PagedBatch, indices: AnyArray, *, qk_head_dim: int | None = None,
-    score_mod: ScoreMod | None = None, mask_mod: MaskMod | None = None, sinks: AnyArray | None = None,
-    scale: float | None = None, layer: int | AnyArray | None = None, return_lse: Literal[False] = False,
-    implementation: Implementation = None, config: Config | None = None,
+    score_mod: ScoreMod | None = None, layer: int | AnyArray | None = None, return_lse: Literal[False] = False,
+    **options: Unpack[LatentOptions],
 ) -> Array: ...
 @overload
 def sparse_mla_attention(
     q: AnyArray, cache: LatentCache, batch: PagedBatch, indices: AnyArray, *, qk_head_dim: int | None = None,
-    score_mod: ScoreMod | None = None, mask_mod: MaskMod | None = None, sinks: AnyArray | None = None,
-    scale: float | None = None, layer: int | AnyArray | None = None, return_lse: Literal[True],
-    implementation: Implementation = None, config: Config | None = None,
+    score_mod: ScoreMod | None = None, layer: int | AnyArray | None = None, return_lse: bool = False,
+    **options: Unpack[LatentOptions],
 ) -> tuple[Array, Array]: ...
 # fmt: on
-@answers_keywords
+@takes(LatentOptions)
 def sparse_mla_attention(
     q: Float[AnyArray, "N Hq W"],
     cache: LatentCache,
@@ -57,13 +53,9 @@ def sparse_mla_attention(
     *,
     qk_head_dim: int | None = None,
     score_mod: ScoreMod | None = None,
-    mask_mod: MaskMod | None = None,
-    sinks: Float[AnyArray, " Hq"] | None = None,
-    scale: float | None = None,
     layer: int | Int[AnyArray, ""] | None = None,
     return_lse: bool = False,
-    implementation: Implementation = None,
-    config: Config | None = None,
+    **options: Unpack[LatentOptions],
 ) -> Float[Array, "N Hq latent"] | tuple[Float[Array, "N Hq latent"], Float[Array, "N Hq"]]:
     """Latent attention of each query over the keys that it selects, and no others (DeepSeek-V3.2).
 
@@ -84,13 +76,9 @@ def sparse_mla_attention(
       indices: Positions of keys within the request of each query, in any order; -1 for none.
       qk_head_dim: As in `mla_attention`.
       score_mod: ``(score, b, h, q_idx, kv_idx) -> score``, at the request and at absolute positions.
-      mask_mod: ``(b, h, q_idx, kv_idx) -> bool``, likewise.
-      sinks: As in `flex_attention`.
-      scale: As in `mla_attention`.
       layer: Which layer of a stacked cache, a Python int or traced.
       return_lse: Also return the float32 logsumexp (natural log) of the scores over the selected, visible keys.
-      implementation: As in `flex_attention`.
-      config: As in `paged_attention`.
+      **options: The keywords of `jflex.options.LatentOptions`, as in `mla_attention`.
 
     Returns:
       The output in latent space, in the dtype of `q`, or a pair of it and the lse. A query that selects no key gives
@@ -111,12 +99,9 @@ def sparse_mla_attention(
     >>> sparse_mla_attention(jnp.ones((2, 8, 80)), cache, batch, chosen, qk_head_dim=48).shape
     (2, 8, 64)
     """
-    check_lse(return_lse, "softmax")
-    call = prepare(
-        q, cache, batch, indices, qk_head_dim=qk_head_dim, score_mod=score_mod, mask_mod=mask_mod, sinks=sinks,
-        scale=scale, layer=layer, config=config,
-    )  # fmt: skip
-    return result_of(call, sinks, implementation, return_lse=return_lse)
+    settings = checked(score_mod=score_mod, return_lse=return_lse, **options)
+    call = prepare(q, cache, batch, indices, settings, qk_head_dim=qk_head_dim, layer=layer)
+    return results_of(call, attend(call, settings.implementation), settings, batch)
 
 
 def prepare(
@@ -124,18 +109,14 @@ def prepare(
     cache: LatentCache,
     batch: PagedBatch,
     indices: Int32[AnyArray, "N K"],
+    settings: Settings,
     *,
-    qk_head_dim: int | None,
-    score_mod: ScoreMod | None,
-    mask_mod: MaskMod | None,
-    sinks: Any,
-    scale: float | None,
-    layer: int | AnyArray | None,
-    config: Config | None,
+    qk_head_dim: int | None = None,
+    layer: int | AnyArray | None = None,
 ) -> PagedCall:
     """Checks every argument of `sparse_mla_attention`; q and the rows of the cache may be shapes."""
     q = jnp.asarray(q) if isinstance(q, np.ndarray) else q
-    scale = checked_call("sparse_mla_attention", q, cache, batch, (score_mod, mask_mod), sinks, (qk_head_dim, scale))
+    scale = checked_call("sparse_mla_attention", q, cache, batch, settings, qk_head_dim)
     if batch.ancestors is not None:
         raise ValueError(
             "`batch.ancestors` must be None: a tree hides keys by their rows, and `indices` are positions. Got trees. "
@@ -148,12 +129,17 @@ def prepare(
             "rows with -1."
         )
     chosen = _Chosen(batch, jnp.asarray(indices), cache.page_size)
-    mods = chosen.score(score_mod), chosen.mask(mask_mod)
+    mods = chosen.score(settings.score_mod), chosen.mask(settings.mask_mod)
     layer = checked_layer(cache, layer)
+    config = settings.config
     copied = _is_copied(q, cache, indices.shape[1]) and not (config is not None and config.batch_invariant)
-    pages = chosen.copied_pages(cache, layer, hides_zeros=mask_mod is None) if copied else chosen.pages(cache, layer)
+    pages = (
+        chosen.copied_pages(cache, layer, hides_zeros=settings.mask_mod is None)
+        if copied
+        else chosen.pages(cache, layer)
+    )
     return prepare_pages(
-        "sparse_mla_attention", q, pages, PagedOptions(*mods, scale, config, exact_out=sinks is not None)
+        "sparse_mla_attention", q, pages, PagedOptions(*mods, scale, config, exact_out=settings.sinks is not None)
     )
 
 
@@ -216,11 +202,11 @@ class _Chosen:
         shape = (slots.size // COPIED_PAGE, COPIED_PAGE, 1, cache.latent_size + cache.rope_size)
 
         def copied(rows: jax.Array, *of_eight_bits: jax.Array) -> jax.Array:
-            found = [_gathered(x, slots) for x in (rows, *of_eight_bits)]
+            copies = [_gathered(x, slots) for x in (rows, *of_eight_bits)]
             if of_eight_bits:
-                scale, rope = found[1:]
-                found = [dequantised_latents(found[0][..., None, :], scale, rope[..., None, :], jnp.bfloat16)]
-            return found[0].reshape(shape)
+                scale, rope = copies[1:]
+                copies = [dequantised_latents(copies[0][..., None, :], scale, rope[..., None, :], jnp.bfloat16)]
+            return copies[0].reshape(shape)
 
         rows = _computed(copied, *(x for x in (cache.rows, cache.scale, cache.rope) if x is not None))
         table = np.arange(shape[0], dtype=np.int32).reshape(queries, -1)
@@ -251,8 +237,8 @@ def _gathered(x: jax.Array, slots: jax.Array) -> jax.Array:
     in_words = count > 1 and rows.shape[-1] % count == 0
     if in_words:
         rows = jax.lax.bitcast_convert_type(rows.reshape(len(rows), -1, count), jnp.uint32)
-    found = rows.at[slots].get(mode="fill", fill_value=0)
-    return jax.lax.bitcast_convert_type(found, x.dtype).reshape(*slots.shape, -1) if in_words else found
+    gathered = rows.at[slots].get(mode="fill", fill_value=0)
+    return jax.lax.bitcast_convert_type(gathered, x.dtype).reshape(*slots.shape, -1) if in_words else gathered
 
 
 def _computed(function: Callable[..., Any], *arrays: Any) -> Any:

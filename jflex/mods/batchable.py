@@ -28,7 +28,7 @@ from jax import lax
 from jax.extend import core
 from jax.typing import ArrayLike, DTypeLike
 
-from jflex.mods.fingerprint import Open, aval_of, open_jaxpr, sub_jaxpr
+from jflex.mods.fingerprint import Open, aval_of, bind, open_jaxpr, sub_jaxpr
 
 CALLS = frozenset({"jit", "pjit", "closed_call", "eval_jaxpr", "checkpoint", "remat2", "remat"})
 VIEWS = frozenset({"dynamic_slice", "gather", "squeeze", "reshape", "slice", "transpose", "rev"})
@@ -43,12 +43,6 @@ _BODIES = {
 }
 _MULTIPLIES = frozenset({"mul", "dot_general", "square", "integer_pow", "div"})
 _KEEPS = VIEWS | {"broadcast_in_dim", "convert_element_type", "neg", "copy", "concatenate", "pad"}
-
-
-def bind(eqn: core.JaxprEqn, values: Sequence[ArrayLike]) -> list[jax.Array]:
-    """Applies the primitive of an equation to values."""
-    out = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(eqn.params))
-    return list(out) if eqn.primitive.multiple_results else [out]
 
 
 def batchable(jaxpr: core.ClosedJaxpr) -> core.ClosedJaxpr:

@@ -122,3 +122,9 @@ def _describe(value: Any) -> str:
     if (callable(value) or hasattr(value, "call_wrapped")) and not isinstance(value, (type, np.dtype)):
         return "function"
     return repr(value)
+
+
+def bind(eqn: core.JaxprEqn, values: Sequence[ArrayLike]) -> list[jax.Array]:
+    """Applies the primitive of an equation to values."""
+    out = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(eqn.params))
+    return list(out) if eqn.primitive.multiple_results else [out]

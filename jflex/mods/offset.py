@@ -16,7 +16,7 @@ import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Array, Int, Int32
 
-from jflex._call.kv_lengths import known_lengths
+from jflex._check.arguments import known_values
 from jflex.mods.array_sizes import Requirement, requirements_of, shifted
 from jflex.mods.arrays import compile_time
 from jflex.mods.compose import AndMasks, NotMask, OrMasks
@@ -88,7 +88,7 @@ def _continued(mod: Callable[..., Any], offset: Offset, known: np.ndarray | None
 def _requirements(mod: Callable[..., Any], offset: Offset, known: np.ndarray | None) -> tuple[Requirement, ...]:
     kept = requirements_of(mod)
     if any(needed.axis == "q_idx" for needed in kept):  # else do not wait for the value of the offset
-        known = known_lengths(offset) if known is None else known
+        known = known_values(offset) if known is None else known
         kept = shifted(kept, "q_idx", None if known is None else int(known.max()))
     if not offset.ndim:
         return kept

@@ -154,6 +154,8 @@ def answers_keywords(function: Callable[P, R]) -> Callable[P, R]:
             )
         if "dropout_key" in kwargs or not kwargs.keys() <= parameters:
             check_keywords(function.__name__, parameters, kwargs)
+            for name in kwargs.keys() - parameters:
+                raise TypeError(f"{function.__name__}() got an unexpected keyword argument {name!r}")
         return function(*args, **kwargs)
 
     return call

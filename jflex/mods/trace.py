@@ -21,11 +21,11 @@ from jax.core import Tracer
 from jax.extend import core
 from jax.typing import ArrayLike
 
-from jflex._jax.manual_axes import match_manual_axes, varying_axes
+from jflex._mesh import match_manual_axes, varying_axes
 from jflex.mods.array_sizes import CallSizes, Requirement, check_requirements, program_requirements, requirements_of
-from jflex.mods.batchable import CALLS, batchable, bind
+from jflex.mods.batchable import CALLS, batchable
 from jflex.mods.dependence import check_integer_powers, index_requirements
-from jflex.mods.fingerprint import Open, aval_of, fingerprint, open_jaxpr, sub_jaxpr
+from jflex.mods.fingerprint import Open, aval_of, bind, fingerprint, open_jaxpr, sub_jaxpr
 from jflex.mods.signature import ScalarRole, accept_numpy, check_signature, checked_result
 from jflex.mods.stored_programs import load_program, store_program
 from jflex.mods.types import MaskMod, ScoreMod

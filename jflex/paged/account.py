@@ -11,7 +11,7 @@ import numpy as np
 
 from jflex._call.account import NOTHING, Choice, Described, work_of
 from jflex._call.dispatch import Implementation, Selection, select
-from jflex._call.kv_lengths import known_lengths
+from jflex._check.arguments import known_values
 from jflex.paged.latent_tiles import ROPE_DTYPE
 from jflex.paged.run import PagedCall, no_derivative
 from pallas_kernels.spec import AttentionSpec
@@ -27,10 +27,7 @@ class PagedAccount(Choice):
 
     Attributes:
       requests: Requests; for a level, groups of queries.
-      rows: Packed rows, padding included.
       queries: Rows that belong to a request.
-      keys: Keys of all requests.
-      page_size: Keys in a page.
       pages: Entries of the page table that are in use.
       different_pages: Different pages among them: fewer than `pages` if requests share pages.
       query_tiles: Query tiles of the split-KV kernels, per key head; None if keys are not split.
@@ -56,11 +53,11 @@ class PagedAccount(Choice):
     bytes: int | None
 
     @classmethod
-    def of(cls, call: PagedCall, implementation: Implementation) -> PagedAccount:
+    def from_call(cls, call: PagedCall, implementation: Implementation) -> PagedAccount:
         """Makes the account of one call; query, key and value may be shapes."""
         spec, pages = call.spec, call.pages
         selection = select(implementation, spec)
-        indptr, lengths, table = map(known_lengths, (pages.indptr, pages.lengths, pages.table))
+        indptr, lengths, table = map(known_values, (pages.indptr, pages.lengths, pages.table))
         passes = _describe(call, selection)
         query_tiles, splits = _splits(spec, selection, indptr, lengths)
         used, different = _pages(spec.page_size, lengths, table)
@@ -130,9 +127,9 @@ class CascadeAccount:
     bytes: int | None
 
     @classmethod
-    def of(cls, calls: Sequence[PagedCall | None], implementation: Implementation) -> CascadeAccount:
+    def from_levels(cls, calls: Sequence[PagedCall | None], implementation: Implementation) -> CascadeAccount:
         """Makes the account of one call, from those of its levels."""
-        levels = tuple(None if call is None else PagedAccount.of(call, implementation) for call in calls)
+        levels = tuple(None if call is None else PagedAccount.from_call(call, implementation) for call in calls)
         merge_bytes = _merge_bytes([call.spec for call in calls if call is not None])
         run = [level for level in levels if level is not None]
         flops, moved = [level.flops for level in run], [level.bytes for level in run]

@@ -2,93 +2,61 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, overload
+import dataclasses
+from typing import Any, Literal, Unpack, overload
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Int32
 
-from jflex._call.checks import check_lse, check_normalize, checked_sinks, describe_array
-from jflex._call.dispatch import Implementation
-from jflex._call.dropout import check_dropout, kept_mod
-from jflex._call.kv_lengths import known_lengths
-from jflex._call.vector_mods import VectorMods, modified_rows
-from jflex.backends.base import Saved
-from jflex.config import Config
+from jflex._call.dropout import kept_mod
+from jflex._call.vector_mods import VectorMods
+from jflex._check.arguments import check_normalize, checked_sinks, describe_array, known_values
+from jflex.backends.vector_mods import modified_rows
 from jflex.mods.array_sizes import CallSizes
 from jflex.mods.reindex import Positions, ReindexedMod
-from jflex.mods.signature import answers_keywords
 from jflex.mods.trace import check_call_sizes
-from jflex.mods.types import MaskMod, OutputMod, ScoreMod, VectorMod
+from jflex.mods.types import ScoreMod, VectorMod
+from jflex.options import Options, Settings, checked, takes
 from jflex.paged.batch import PagedBatch, check_batch, token_positions, token_requests
 from jflex.paged.cache import PagedCache, checked_layer
-from jflex.paged.eight_bits import WRITTEN, is_eight_bits
+from jflex.paged.eight_bits import WRITTEN
 from jflex.paged.run import PagedCall, PagedOptions, Pages, attend
 from jflex.paged.run import prepare as prepare_pages
-from jflex.paged.store import PageStore
+from jflex.paged.store import PageStore, is_eight_bits
 from jflex.paged.trees import Trees
 from jflex.states.merging import with_sinks
-from jflex.states.state import AttentionState, Normalize
-from jflex.states.stats import AttentionStats, Stat, check_stats, select_stats
+from jflex.states.state import AttentionState
+from jflex.states.stats import AttentionStats, Stat
 from jflex.types import AnyArray
 
 
-# Return types, by `return_lse` and `return_stats`.
 # fmt: off
 @overload
 def paged_attention(
-    q: AnyArray, cache: PagedCache, batch: PagedBatch, *,
-    score_mod: ScoreMod | None = None, mask_mod: MaskMod | None = None,
-    query_mod: VectorMod | None = None, key_mod: VectorMod | None = None, value_mod: VectorMod | None = None,
-    output_mod: OutputMod | None = None, normalize: Normalize = "softmax", sinks: AnyArray | None = None,
-    scale: float | None = None, layer: int | AnyArray | None = None, return_lse: Literal[False] = False,
-    return_stats: tuple[()] = (), dropout_rate: float = 0.0, dropout_key: AnyArray | None = None,
-    implementation: Implementation = None, config: Config | None = None,
+    q: AnyArray, cache: PagedCache, batch: PagedBatch, *, score_mod: ScoreMod | None = None,
+    layer: int | AnyArray | None = None, return_lse: Literal[False] = False, return_stats: tuple[()] = (),
+    **options: Unpack[Options],
 ) -> Array: ...
 @overload
 def paged_attention(
-    q: AnyArray, cache: PagedCache, batch: PagedBatch, *,
-    score_mod: ScoreMod | None = None, mask_mod: MaskMod | None = None,
-    query_mod: VectorMod | None = None, key_mod: VectorMod | None = None, value_mod: VectorMod | None = None,
-    output_mod: OutputMod | None = None, normalize: Normalize = "softmax", sinks: AnyArray | None = None,
-    scale: float | None = None, layer: int | AnyArray | None = None, return_lse: Literal[True],
-    return_stats: tuple[()] = (), dropout_rate: float = 0.0, dropout_key: AnyArray | None = None,
-    implementation: Implementation = None, config: Config | None = None,
-) -> tuple[Array, Array]: ...
-@overload
-def paged_attention(
-    q: AnyArray, cache: PagedCache, batch: PagedBatch, *,
-    score_mod: ScoreMod | None = None, mask_mod: MaskMod | None = None,
-    query_mod: VectorMod | None = None, key_mod: VectorMod | None = None, value_mod: VectorMod | None = None,
-    output_mod: OutputMod | None = None, normalize: Normalize = "softmax", sinks: AnyArray | None = None,
-    scale: float | None = None, layer: int | AnyArray | None = None, return_lse: Literal[False] = False,
-    return_stats: tuple[Stat, ...], dropout_rate: float = 0.0, dropout_key: AnyArray | None = None,
-    implementation: Implementation = None, config: Config | None = None,
-) -> tuple[Array, AttentionStats]: ...
+    q: AnyArray, cache: PagedCache, batch: PagedBatch, *, score_mod: ScoreMod | None = None,
+    layer: int | AnyArray | None = None, return_lse: bool = False, return_stats: tuple[Stat, ...] = (),
+    **options: Unpack[Options],
+) -> tuple[Array, Any]: ...
 # fmt: on
-@answers_keywords
+@takes(Options)
 def paged_attention(
     q: Float[AnyArray, "N Hq D"],
     cache: PagedCache,
     batch: PagedBatch,
     *,
     score_mod: ScoreMod | None = None,
-    mask_mod: MaskMod | None = None,
-    query_mod: VectorMod | None = None,
-    key_mod: VectorMod | None = None,
-    value_mod: VectorMod | None = None,
-    output_mod: OutputMod | None = None,
-    normalize: Normalize = "softmax",
-    sinks: Float[AnyArray, " Hq"] | None = None,
-    scale: float | None = None,
     layer: int | Int[AnyArray, ""] | None = None,
     return_lse: bool = False,
     return_stats: tuple[Stat, ...] = (),
-    dropout_rate: float = 0.0,
-    dropout_key: AnyArray | None = None,
-    implementation: Implementation = None,
-    config: Config | None = None,
+    **options: Unpack[Options],
 ) -> Float[Array, "N Hq Dv"] | tuple[Float[Array, "N Hq Dv"], Float[Array, "N Hq"] | AttentionStats]:
     """Attention over a paged KV cache: prefill chunks and decoding steps in one call, without padding.
 
@@ -111,26 +79,16 @@ def paged_attention(
       cache: Keys and values, those of these queries included: `jflex.paged.write` them first.
       batch: The queries and keys of each request.
       score_mod: ``(score, b, h, q_idx, kv_idx) -> score``, on scalars, as in `flex_attention`.
-      mask_mod: ``(b, h, q_idx, kv_idx) -> bool``, likewise. Tiles that a comparison of positions masks fully (causal, a
-        window) are not read.
-      query_mod: ``(query[D], b, h, q_idx) -> [D]``, as in `flex_attention`, at the request and the absolute position.
-      key_mod: ``(key[D], b, h_kv, kv_idx) -> [D]``, of each key as it is loaded, at its request, key head and absolute
-        position; the cache stays as it is. So raw keys can be rotated where they are read (`jflex.rope`), at positions
-        that differ between calls. It is evaluated for each tile of queries: in prefill, and for what never changes,
-        it is cheaper before `write` (`jflex.apply_vector_mod`).
-      value_mod: ``(value[Dv], b, h_kv, kv_idx) -> [Dv]``, likewise.
-      output_mod: ``(out[Dv], lse, b, h, q_idx) -> [Dv]``, as in `flex_attention`; padding rows stay zeros.
-      normalize: As in `flex_attention`: ``"none"`` takes scores as weights, and there is no lse.
-      sinks: As in `flex_attention`.
-      scale: Multiplies the raw scores; ``D ** -0.5`` for None.
       layer: Which layer of a stacked cache, a Python int or traced; no copy of it is made.
       return_lse: Also return the float32 logsumexp (natural log) of the scores over the visible keys.
       return_stats: As in `flex_attention`; padding rows have the statistics of a row that attends to no key.
-      dropout_rate: As in `flex_attention`.
-      dropout_key: Likewise. A weight has the request and the absolute positions that mods see. A dense call over the
-        whole sequences drops the same weights, if its batch entries are the requests.
-      implementation: As in `flex_attention`.
-      config: Its ``decode`` tiles are for requests with few queries, its ``forward`` tiles for the others.
+      **options: The keywords of `jflex.options.Options`. Tiles that a comparison of positions in `mask_mod` masks fully
+        (causal, a window) are not read. `key_mod` and `value_mod` are applied as keys and values are loaded, at the
+        request, key head and absolute position; the cache stays as it is. So raw keys can be rotated where they are
+        read (`jflex.rope`), at positions that differ between calls. They are evaluated for each tile of queries: in
+        prefill, and for what never changes, it is cheaper before `write` (`jflex.apply_vector_mod`). With
+        `output_mod`, padding rows stay zeros. A dense call over the whole sequences drops the same weights, if its
+        batch entries are the requests.
 
     Returns:
       The output in the dtype of `q`, or a pair of it and the lse: the fields of an `AttentionState`; or a pair of it
@@ -155,84 +113,59 @@ def paged_attention(
     >>> jflex.paged_attention(q, cache, batch, mask_mod=causal).shape
     (4, 8, 64)
     """
-    check_lse(return_lse, normalize)
-    stats = () if return_stats == () else check_stats(return_stats, return_lse, normalize)
-    call = prepare(
-        q, cache, batch, score_mod=score_mod, mask_mod=mask_mod, query_mod=query_mod, key_mod=key_mod,
-        value_mod=value_mod, output_mod=output_mod, normalize=normalize, sinks=sinks, scale=scale, layer=layer,
-        config=config, return_stats=stats, dropout_rate=dropout_rate, dropout_key=dropout_key,
-    )  # fmt: skip
-    if query_mod is not None:
-        call = call._replace(query=modified_rows(query_mod, call.query, *indices_of(batch, q.shape[0])))
-    state = attend(call, implementation)
-    return results_of(state, batch, sinks, output_mod, call.query.dtype, stats, return_lse=return_lse)
+    settings = checked(score_mod=score_mod, return_lse=return_lse, return_stats=return_stats, **options)
+    call = with_modified_query(prepare(q, cache, batch, settings, layer=layer), settings, batch)
+    return results_of(call, attend(call, settings.implementation), settings, batch)
 
 
-def results_of(
-    state: AttentionState,
-    batch: PagedBatch,
-    sinks: AnyArray | None,
-    output_mod: OutputMod | None,
-    dtype: Any,
-    stats: tuple[Stat, ...],
-    *,
-    return_lse: bool,
-) -> Any:
+def with_modified_query(call: PagedCall, settings: Settings, batch: PagedBatch) -> PagedCall:
+    """The call with the query as its vector mod makes it."""
+    if settings.query_mod is None:
+        return call
+    return call._replace(query=modified_rows(settings.query_mod, call.query, *indices_of(batch, call.spec.T)))
+
+
+def results_of(call: PagedCall, state: AttentionState, settings: Settings, batch: PagedBatch) -> Any:
     """What a call returns, from the state over all keys: sinks and the output mod come last, once."""
-    state = state if sinks is None else with_sinks(state, sinks)
+    state = state if settings.sinks is None else with_sinks(state, settings.sinks)
+    dtype, mod = call.query.dtype, settings.output_mod
     out = state.out.astype(dtype)
-    if output_mod is not None:
+    if mod is not None:
         lse = None if state.normalize == "none" else state.lse
-        out = modified_rows(output_mod, (state.out, lse), *indices_of(batch, out.shape[0]), dtype)
-    if stats:
-        return out, select_stats(Saved(out, state.lse, state.max, state.entropy), stats)
-    return (out, state.lse) if return_lse else out
+        out = modified_rows(mod, (state.out, lse), *indices_of(batch, call.spec.T), dtype)
+    return settings.results(dataclasses.replace(state, out=out))
 
 
 def prepare(
-    q: Any,
-    cache: PagedCache,
-    batch: PagedBatch,
-    *,
-    score_mod: ScoreMod | None,
-    mask_mod: MaskMod | None,
-    sinks: Any,
-    scale: float | None,
-    layer: int | Int32[AnyArray, ""] | None,
-    config: Config | None,
-    query_mod: VectorMod | None = None,
-    key_mod: VectorMod | None = None,
-    value_mod: VectorMod | None = None,
-    output_mod: OutputMod | None = None,
-    normalize: Normalize = "softmax",
-    return_stats: tuple[Stat, ...] = (),
-    dropout_rate: float = 0.0,
-    dropout_key: Any = None,
+    q: Any, cache: PagedCache, batch: PagedBatch, settings: Settings, layer: int | Int32[AnyArray, ""] | None = None
 ) -> PagedCall:
     """Checks every argument of `paged_attention`; q, keys and values may be shapes."""
     q = jnp.asarray(q) if isinstance(q, np.ndarray) else q
-    check_normalize(normalize, sinks)
-    dropout_rate = check_dropout(dropout_rate, dropout_key)
+    check_normalize(settings.normalize, settings.sinks)
     check_queries(q, cache)
     check_batch(batch, cache, q.shape[0])
     pages = pages_of(cache, batch, checked_layer(cache, layer))
-    vectors = VectorMods(query_mod, key_mod, value_mod, output_mod)
     longest = longest_request(batch)
     sizes = CallSizes(batch.requests, q.shape[1], longest, longest)
-    vectors.check(
-        q.shape[2], cache.v.shape[-1], q.dtype, sizes=sizes, kv_heads=cache.num_kv_heads,
-        has_lse=normalize == "softmax",
-    )  # fmt: skip
-    check_call_sizes(score_mod, mask_mod, sizes)
-    if sinks is not None:
-        checked_sinks(sinks, q.shape[1])
-    kept = kept_mod(dropout_rate, dropout_key, batch.requests, q.shape[1])
-    mods = (of_packed(score_mod, batch, "score"), of_packed(mask_mod, batch, "mask"))
-    exact_out = sinks is not None or output_mod is not None  # rounded once
-    keys = (_of_keys(mod, batch) for mod in (key_mod, value_mod))
+    vectors = settings.vectors
+    if vectors != VectorMods():
+        vectors.check(
+            q.shape[2], cache.v.shape[-1], q.dtype, sizes=sizes, kv_heads=cache.num_kv_heads,
+            has_lse=settings.normalize == "softmax",
+        )  # fmt: skip
+    check_call_sizes(settings.score_mod, settings.mask_mod, sizes)
+    if settings.sinks is not None:
+        checked_sinks(settings.sinks, q.shape[1])
+    kept = None
+    if settings.dropout_rate:
+        kept = of_packed(
+            kept_mod(settings.dropout_rate, settings.dropout_key, batch.requests, q.shape[1]), batch, "score"
+        )
     how = PagedOptions(
-        *mods, scale, config, exact_out, *keys, normalize=normalize, stats=return_stats,
-        dropout_rate=dropout_rate, kept_mod=None if kept is None else of_packed(kept, batch, "score"),
+        of_packed(settings.score_mod, batch, "score"), of_packed(settings.mask_mod, batch, "mask"), settings.scale,
+        settings.config, settings.sinks is not None or settings.output_mod is not None,  # rounded once
+        *(_of_keys(mod, batch) for mod in (settings.key_mod, settings.value_mod)), normalize=settings.normalize,
+        stats=settings.return_stats, dropout_rate=settings.dropout_rate, kept_mod=kept,
     )  # fmt: skip
     return prepare_pages("paged_attention", q, pages, how)
 
@@ -244,7 +177,7 @@ def indices_of(batch: PagedBatch, num_tokens: int) -> tuple[Int32[Array, " N"], 
 
 def longest_request(batch: PagedBatch) -> int | None:
     """Keys of the longest request with queries; None if lengths are not known, since a table may hold more."""
-    lengths, indptr = known_lengths(batch.kv_lengths), known_lengths(batch.qo_indptr)
+    lengths, indptr = known_values(batch.kv_lengths), known_values(batch.qo_indptr)
     if lengths is None or indptr is None:
         return None
     return int(np.where(np.diff(indptr) > 0, lengths, 0).max(initial=0))
@@ -269,7 +202,7 @@ def of_packed(mod: Any, batch: PagedBatch, role: Literal["score", "mask"]) -> An
     The mod of dropout maps its positions as a score mod, which alone is masked by no tree.
     """
     if batch.ancestors is not None and batch.requests and (mod is None or callable(mod)):
-        trees = Trees.of(batch.ancestors, batch.kv_lengths, batch.qo_indptr)
+        trees = Trees.from_ancestors(batch.ancestors, batch.kv_lengths, batch.qo_indptr)
         of_role: Any = trees.of_mask if role == "mask" else trees.of_score
         mod = of_role(mod)
 
@@ -286,17 +219,12 @@ def _of_keys(mod: VectorMod | None, batch: PagedBatch) -> VectorMod | None:
     """A key or value mod on rows of keys: those of a tree are at the positions of its nodes."""
     if mod is None or batch.ancestors is None or not batch.requests:
         return mod
-    trees = Trees.of(batch.ancestors, batch.kv_lengths, batch.qo_indptr)
+    trees = Trees.from_ancestors(batch.ancestors, batch.kv_lengths, batch.qo_indptr)
     return ReindexedMod(mod, lambda b, h, row, kv_idx: Positions(b, h, trees.position(b, row), kv_idx))
 
 
 def check_queries(q: AnyArray, cache: object) -> None:
-    """Raises unless packed queries fit a cache.
-
-    Raises:
-      TypeError: `cache` is not a PagedCache, `q` is not an array, or their dtypes differ.
-      ValueError: Axes, head sizes or heads do not match.
-    """
+    """Raises unless packed queries fit a cache."""
     if not isinstance(cache, PagedCache):
         raise TypeError(
             f"`cache` must be a `PagedCache`. Got {type(cache).__name__}. Make one with `PagedCache.create(...)`."

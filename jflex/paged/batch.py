@@ -8,18 +8,14 @@ from typing import Any, SupportsIndex
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental import checkify
 from jaxtyping import Array, Int32
 
-from jflex._call.checks import describe_array
-from jflex.block_mask.lengths import checked_size
+from jflex._check.arguments import check_int32, checked_size, describe_array, known_values
 from jflex.block_mask.runs import run_of
 from jflex.paged.batch_checks import Rule, check_rules, indptr_rules, length_rules, table_rule
 from jflex.paged.cache import check_cache
-from jflex.paged.cache_checks import check_int32, is_known
-from jflex.paged.sizes import checked_page_size
-from jflex.paged.store import PageStore
+from jflex.paged.store import PageStore, checked_page_size
 from jflex.paged.trees import Trees, check_ancestors, tree_rules
 from jflex.types import AnyArray
 
@@ -119,7 +115,7 @@ def token_positions(batch: PagedBatch, num_tokens: int) -> Int32[Array, " N"]:
     rows = _token_rows(batch, request)
     if batch.ancestors is None or not batch.requests:
         return rows
-    trees = Trees.of(batch.ancestors, batch.kv_lengths, batch.qo_indptr)
+    trees = Trees.from_ancestors(batch.ancestors, batch.kv_lengths, batch.qo_indptr)
     return jnp.where(request < 0, -1, trees.position(request, rows))
 
 
@@ -226,7 +222,7 @@ def check_batch(batch: PagedBatch, cache: PageStore, num_tokens: int) -> None:
     """
     num_tokens = _check_shapes(batch, cache, num_tokens)
     values = (getattr(batch, name) for name in _FIELDS)
-    fields = [np.asarray(x) if x is not None and is_known(x) else None for x in values]
+    fields = [known_values(x) for x in values]
     check_rules(_rules(fields, batch.max_pages, cache, num_tokens))
 
 
@@ -262,7 +258,7 @@ def debug_check_batch(batch: PagedBatch, cache: PageStore, num_tokens: int) -> N
     for rule in _rules(fields, batch.max_pages, cache, num_tokens):
         if rule.fault.size:
             first = jnp.argmax(rule.fault)
-            values: dict[str, Any] = {name: jnp.ravel(of)[first] for name, of in rule.values.items()}
+            values: dict[str, Any] = {name: jnp.ravel(x)[first] for name, x in rule.values.items()}
             checkify.check(~jnp.any(rule.fault), rule.message, **values)
 
 

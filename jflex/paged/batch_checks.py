@@ -33,7 +33,7 @@ def check_rules(rules: Iterable[Rule]) -> None:
         fault = np.asarray(rule.fault)
         if fault.any():
             first = int(fault.argmax())
-            values = {name: int(np.asarray(of).reshape(-1)[first]) for name, of in rule.values.items()}
+            values = {name: int(np.asarray(x).reshape(-1)[first]) for name, x in rule.values.items()}
             raise ValueError(rule.message.format(**values))
 
 

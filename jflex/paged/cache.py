@@ -20,19 +20,11 @@ from jax.core import Tracer
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float, Float32, Int, Int32, Shaped
 
-from jflex._call.checks import DTYPES, current_device, describe_array
+from jflex._check.arguments import DTYPES, check_int32, checked_positive, current_device, describe_array
 from jflex.backends.xla.narrow import read, set_rows
-from jflex.paged.cache_checks import check_copies, check_int32, check_slots_differ, check_tokens
-from jflex.paged.eight_bits import (
-    LARGEST,
-    check_scale,
-    first_scale,
-    is_eight_bits,
-    quantised,
-    row_scales,
-)
-from jflex.paged.sizes import checked_pages, checked_positive
-from jflex.paged.store import PageStore
+from jflex.paged.cache_checks import check_copies, check_slots_differ, check_tokens
+from jflex.paged.eight_bits import check_scale, first_scale, quantised, row_scales
+from jflex.paged.store import LARGEST, PageStore, checked_pages, is_eight_bits
 from jflex.types import AnyArray
 
 Cache = TypeVar("Cache", bound=PageStore)
@@ -170,8 +162,9 @@ class PagedCache(PageStore):
                 f"axis of layers or neither. {got} Make one with `PagedCache.create`."
             )
         checked_pages(self.num_pages, self.page_size)
-        check_scale("cache.k_scale", self.k_scale, self.k)
-        check_scale("cache.v_scale", self.v_scale, self.v)
+        for name, scale, pages in (("k_scale", self.k_scale, self.k), ("v_scale", self.v_scale, self.v)):
+            if scale is not None or is_eight_bits(pages.dtype):
+                check_scale(f"cache.{name}", scale, pages)
 
 
 def write(
@@ -233,10 +226,10 @@ def _written(
     """Pages with new rows, quantised, and their scales."""
     assert scale is not None  # `check_cache` asks for it
     if scale.shape != pages.shape[:-1]:
-        own = scale if cache.layers is None else scale.at[index[0]].get(mode="clip")
-        return set_rows(pages, index, quantised(rows, own[None], pages.dtype)), scale
-    made = row_scales(rows, pages.dtype)
-    return set_rows(pages, index, quantised(rows, made, pages.dtype)), set_rows(scale, index, made)
+        layer_scale = scale if cache.layers is None else scale.at[index[0]].get(mode="clip")
+        return set_rows(pages, index, quantised(rows, layer_scale[None], pages.dtype)), scale
+    scales = row_scales(rows, pages.dtype)
+    return set_rows(pages, index, quantised(rows, scales, pages.dtype)), set_rows(scale, index, scales)
 
 
 def copy_pages(cache: Cache, src: Int32[AnyArray, " M"], dst: Int32[AnyArray, " M"]) -> Cache:
@@ -300,10 +293,6 @@ def copy_slots(cache: Cache, src: Int32[AnyArray, " M"], dst: Int32[AnyArray, " 
 def slot_index(cache: PageStore, slots: Int32[AnyArray, " N"], layer: int | AnyArray | None) -> tuple[jax.Array, ...]:
     """The index of slots in the arrays of a cache, checked: layer if there is one, page, offset.
 
-    Raises:
-      TypeError: `layer` is not an integer.
-      ValueError: It is missing, superfluous or, if known, outside of the cache; known `slots` repeat.
-
     >>> [i.tolist() for i in slot_index(PagedCache.create(4, 2, 1, 1, dtype="float32"), jnp.array([6, 3, 1]), None)]
     [[3, 1, -1], [0, 1, 1]]
     """
@@ -322,10 +311,6 @@ def _written_index(cache: PageStore, slots: Int32[AnyArray, " N"]) -> tuple[jax.
 
 def checked_layer(cache: PageStore, layer: int | AnyArray | None) -> Int32[Array, ""] | None:
     """The index of a layer as a scalar int32; None for a cache without layers.
-
-    Raises:
-      TypeError: `layer` is not an integer.
-      ValueError: It is missing, superfluous or, if known, outside of the cache.
 
     >>> int(checked_layer(PagedCache.create(4, 2, 1, 1, dtype="float32", layers=2), 1))
     1
@@ -354,10 +339,6 @@ def checked_layer(cache: PageStore, layer: int | AnyArray | None) -> Int32[Array
 def check_cache(cache: object, kind: type[PageStore] = PageStore) -> None:
     """Raises unless `cache` is a paged cache, or one of some kind, whose arrays match.
 
-    Raises:
-      TypeError: It has another type, or its dtypes differ or are not floating-point.
-      ValueError: The shapes do not match.
-
     >>> check_cache(PagedCache.create(4, 2, 1, 1, dtype="float32"))
     """
     if not isinstance(cache, kind):
@@ -368,10 +349,10 @@ def check_cache(cache: object, kind: type[PageStore] = PageStore) -> None:
     cache.check()
 
 
-def _check_pairs(cache: PageStore, src: AnyArray, dst: AnyArray, of: str) -> None:
+def _check_pairs(cache: PageStore, src: AnyArray, dst: AnyArray, content: str) -> None:
     check_cache(cache)
     for name, x in (("src", src), ("dst", dst)):
-        check_int32(name, x, of)
+        check_int32(name, x, content)
     if src.shape != dst.shape or src.ndim != 1:
         raise ValueError(
             f"`src` and `dst` must have one shape [M]. Got src: {describe_array(src)}, dst: {describe_array(dst)}. Pad "

@@ -3,46 +3,16 @@
 from __future__ import annotations
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 
-from jflex._call.checks import describe_array
-from jflex.paged.eight_bits import WRITTEN, is_eight_bits
-from jflex.paged.store import PageStore
+from jflex._check.arguments import check_int32, describe_array, known_values
+from jflex.paged.eight_bits import WRITTEN
+from jflex.paged.store import PageStore, is_eight_bits
 from jflex.types import AnyArray
-
-
-def check_int32(name: str, x: object, of: str) -> None:
-    """Raises TypeError unless an argument is an array of int32.
-
-    >>> check_int32("slots", jnp.arange(3), "slots")
-    """
-    if not isinstance(x, jax.Array | np.ndarray):
-        raise TypeError(
-            f"`{name}` must be an int32 array of {of}. Got {type(x).__name__}. Wrap it in `jnp.asarray(x, jnp.int32)`."
-        )
-    if x.dtype != jnp.int32:
-        raise TypeError(
-            f"`{name}` must be an int32 array of {of}. Got {describe_array(x)}. Cast it with `.astype(jnp.int32)`."
-        )
-
-
-def is_known(x: AnyArray) -> bool:
-    """Whether the values can be read here: not those of tracers, nor of arrays spread over several hosts.
-
-    >>> is_known(jnp.arange(3))
-    True
-    """
-    return isinstance(x, np.ndarray) or (not isinstance(x, Tracer) and x.is_fully_addressable)
 
 
 def check_tokens(cache: PageStore, k: AnyArray, v: AnyArray, slots: AnyArray) -> None:
     """Raises unless keys and values of tokens fit a cache, and as many slots.
-
-    Raises:
-      TypeError: They are no arrays, or have another dtype.
-      ValueError: Their shapes do not fit.
 
     >>> from jflex.paged import PagedCache
     >>> cache, rows = PagedCache.create(4, 2, 1, 8, dtype="float32"), jnp.zeros((3, 1, 8))
@@ -81,9 +51,10 @@ def check_slots_differ(slots: AnyArray, num_pages: int, page_size: int, name: st
 
     >>> check_slots_differ(jnp.array([6, 3, -1, -1]), 4, 2, "slots")
     """
-    if not is_known(slots):
+    known = known_values(slots)
+    if known is None:
         return
-    used, counts = np.unique(np.asarray(slots), return_counts=True)
+    used, counts = np.unique(known, return_counts=True)
     twice = used[(counts > 1) & (used >= page_size) & (used < num_pages * page_size)]
     if twice.size:
         raise ValueError(
@@ -97,14 +68,14 @@ def check_copies(src: AnyArray, dst: AnyArray, num_pages: int) -> None:
 
     >>> check_copies(jnp.array([1, 1]), jnp.array([2, -1]), 4)
     """
-    if not (is_known(src) and is_known(dst)):
+    sources, targets = known_values(src), known_values(dst)
+    if sources is None or targets is None:
         return
-    src, dst = np.asarray(src), np.asarray(dst)
-    inside = (dst >= 0) & (dst < num_pages)
-    wrong = src[inside & ((src < 0) | (src >= num_pages))]
+    inside = (targets >= 0) & (targets < num_pages)
+    wrong = sources[inside & ((sources < 0) | (sources >= num_pages))]
     if wrong.size:
         raise ValueError(f"`src` must hold pages within 0 and {num_pages - 1}, the last page. Got {wrong[0]}.")
-    pages, counts = np.unique(dst[inside], return_counts=True)
+    pages, counts = np.unique(targets[inside], return_counts=True)
     if (counts > 1).any():
         raise ValueError(
             f"`dst` must not hold a page twice. Got page {pages[counts > 1][0]} more than once. Replace one by -1."

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int8, Int32
 
-from jflex._call.kv_lengths import last_key
+from jflex._check.arguments import largest_value
 from jflex.block_mask.lists import EMPTY, FULL, PARTIAL, lists_from_states
 from jflex.block_mask.mask import BlockMask
 from jflex.mods.array_sizes import CallSizes, requirements_of, without
@@ -31,7 +31,7 @@ from jflex.mods.trace import check_call_sizes, trace_mask_mod
 from jflex.mods.types import MaskMod, ScoreMod
 from jflex.paged.cache import Cache, check_cache
 from jflex.paged.inverse import SlotMap, slot_map
-from jflex.paged.sizes import checked_pages
+from jflex.paged.store import checked_pages
 from jflex.types import AnyArray
 
 
@@ -282,7 +282,7 @@ def _check_block_mask(block_mask: object, table_shape: tuple[int, ...], page_siz
 
 def _call_sizes(page_table: AnyArray, kv_lengths: AnyArray | None) -> CallSizes:
     """The batch entries, rows of the table, and the logical keys, which a call over slots does not tell."""
-    keys = None if kv_lengths is None else last_key(kv_lengths)
+    keys = None if kv_lengths is None else largest_value(kv_lengths)
     return CallSizes(page_table.shape[0], keys=keys, caller="a page table")
 
 

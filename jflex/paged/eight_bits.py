@@ -15,21 +15,12 @@ from jax.core import Tracer
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float32
 
-from jflex._call.checks import describe_array
+from jflex._check.arguments import describe_array
+from jflex.paged.store import LARGEST, is_eight_bits
 from jflex.types import AnyArray
 
-LARGEST = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0, "int8": 127.0}
 LEAST_SCALE = float(np.finfo(np.float32).tiny)  # GPUs and XLA take anything smaller for zero
 WRITTEN = ("bfloat16", "float16", "float32")  # of queries, and of tokens that are written
-
-
-def is_eight_bits(dtype: DTypeLike) -> bool:
-    """Whether keys of this dtype have scales.
-
-    >>> is_eight_bits(jnp.int8), is_eight_bits(jnp.bfloat16)
-    (True, False)
-    """
-    return str(jnp.dtype(dtype)) in LARGEST
 
 
 def row_scales(rows: AnyArray, dtype: DTypeLike) -> Float32[Array, "*tokens H"]:
@@ -61,23 +52,8 @@ def quantised(rows: AnyArray, scale: Float32[AnyArray, "*tokens H"], dtype: DTyp
     return scaled.astype(dtype)
 
 
-def dequantised(rows: jax.Array, scale: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """Rows [*tokens, H, D] times their scale, [*tokens, H] or [H], rounded once.
-
-    >>> dequantised(jnp.array([[3, -2]], jnp.int8), jnp.array([0.5]), jnp.float32).tolist()
-    [[1.5, -1.0]]
-    """
-    exact = np.promote_types(jnp.dtype(dtype), np.float32)  # which JAX refuses under strict promotion
-    scale = jnp.broadcast_to(scale, rows.shape[:-1])[..., None]
-    return (rows.astype(exact) * scale.astype(exact)).astype(dtype)
-
-
 def first_scale(name: str, scale: Any, shape: tuple[int, ...], dtype: DTypeLike) -> jax.Array | None:
     """The scale of a new cache of pages [*L, P, page_size, Hkv]: that of each head, or ones for each token and head.
-
-    Raises:
-      TypeError: It is not a number or an array, or keys of this dtype have none.
-      ValueError: It has another shape, or is not positive.
 
     >>> first_scale("k_scale", 0.5, (4, 2, 3), jnp.int8).shape, first_scale("k_scale", None, (4, 2, 3), jnp.int8).shape
     ((3,), (4, 2, 3))
@@ -92,10 +68,6 @@ def first_scale(name: str, scale: Any, shape: tuple[int, ...], dtype: DTypeLike)
 
 def static_scale(name: str, scale: Any, shape: tuple[int, ...]) -> Float32[Array, "*L Hkv"]:
     """A given scale as one number for each head, checked.
-
-    Raises:
-      TypeError: It is not a number or an array of real numbers.
-      ValueError: It does not broadcast to `shape`, or a known number is not positive, finite and normal.
 
     >>> static_scale("k_scale", 0.5, (2,)).tolist()
     [0.5, 0.5]
@@ -121,10 +93,6 @@ def static_scale(name: str, scale: Any, shape: tuple[int, ...]) -> Float32[Array
 
 def check_scale(name: str, scale: Any, pages: Any) -> None:
     """Raises unless a scale fits pages of keys or values, [*L, P, page_size, Hkv, D].
-
-    Raises:
-      TypeError: It is missing, superfluous or not float32.
-      ValueError: It has another shape, or a known number of each head is not positive, finite and normal.
 
     >>> check_scale("cache.k_scale", jnp.ones(2), jnp.zeros((4, 8, 2, 16), jnp.int8))
     """

@@ -9,11 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int32
 
-from jflex._call.checks import describe_array
+from jflex._check.arguments import check_int32, describe_array, known_values
 from jflex.mods.reindex import Positions
 from jflex.paged.batch_checks import check_rules, length_rules, table_rule
-from jflex.paged.cache_checks import check_int32, is_known
-from jflex.paged.sizes import checked_pages
+from jflex.paged.store import checked_pages
 from jflex.types import AnyArray
 
 
@@ -24,7 +23,6 @@ class SlotMap:
     Attributes:
       starts: [B, P]: the position of a page's first token; -1 if the request does not have the page.
       lengths: [B]: slots that hold positions from here on are hidden.
-      page_size: Tokens in a page.
     """
 
     starts: Int32[Array, "B P"]
@@ -48,16 +46,10 @@ def slot_map(
     Args:
       page_table: [B, max_pages]; entries of 0 or below, and those for positions beyond a length, are ignored.
       kv_lengths: [B], or None: as many as the table has entries for.
-      num_pages: P of the cache.
       page_size: Page size of the cache.
 
     Returns:
       The map; for a table without rows, one row without pages. If a row lists a page twice, the first entry counts.
-
-    Raises:
-      TypeError: The arrays are not int32, or a size is not an integer.
-      ValueError: The shapes do not match; or, if values are known, a page is outside of the cache or listed twice in a
-        row, or a length is negative or beyond the table.
 
     >>> slots = slot_map(jnp.array([[3, 1]]), jnp.array([3]), num_pages=4, page_size=2)
     >>> slots.starts.tolist(), slots.lengths.tolist()
@@ -94,7 +86,7 @@ def _check_table(page_table: AnyArray, kv_lengths: AnyArray | None, num_pages: i
             "`x[None]`."
         )
     max_pages = page_table.shape[1]
-    table = np.asarray(page_table) if is_known(page_table) else None
+    table = known_values(page_table)
     lengths = None
     if kv_lengths is not None:
         check_int32("kv_lengths", kv_lengths, "counts")
@@ -103,7 +95,7 @@ def _check_table(page_table: AnyArray, kv_lengths: AnyArray | None, num_pages: i
                 "`kv_lengths` must be [B], one for each row of `page_table`. Got "
                 f"{describe_array(kv_lengths)} and {describe_array(page_table)}."
             )
-        lengths = np.asarray(kv_lengths) if is_known(kv_lengths) else None
+        lengths = known_values(kv_lengths)
         if lengths is not None:
             check_rules(length_rules(lengths, max_pages, num_pages, page_size))
     if table is None or (lengths is None and kv_lengths is not None):
@@ -129,9 +121,9 @@ def _check_pages(table: np.ndarray, lengths: np.ndarray | None, num_pages: int, 
     ordered = np.sort(np.where(used, table, -1 - np.arange(table.shape[1])), axis=1)
     twice = np.argwhere(ordered[:, 1:] == ordered[:, :-1])
     if twice.size:
-        request, place = twice[0].tolist()
+        request, entry = twice[0].tolist()
         raise ValueError(
             f"`page_table` must not hold a page twice for one request: one slot would map to two positions. "
-            f"Request {request} has page {ordered[request, place]} twice. Use `jflex.paged_attention`, which "
+            f"Request {request} has page {ordered[request, entry]} twice. Use `jflex.paged_attention`, which "
             "looks pages up, or pass `kv_lengths` if the entries after the first are unused."
         )

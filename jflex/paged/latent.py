@@ -11,10 +11,9 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, BFloat16, Float, Float32, Int, Int32
 
-from jflex._call.checks import DTYPES, describe_array
+from jflex._check.arguments import DTYPES, check_int32, checked_positive, describe_array
 from jflex.backends.xla.narrow import set_rows
 from jflex.paged.cache import check_cache, slot_index
-from jflex.paged.cache_checks import check_int32
 from jflex.paged.eight_bits import WRITTEN
 from jflex.paged.latent_tiles import (
     ROPE_DTYPE,
@@ -25,8 +24,7 @@ from jflex.paged.latent_tiles import (
     quantised_tiles,
     tile_scales,
 )
-from jflex.paged.sizes import checked_pages, checked_positive
-from jflex.paged.store import PageStore
+from jflex.paged.store import PageStore, checked_pages
 from jflex.types import AnyArray
 from pallas_kernels.spec import LATENT_TILE
 
@@ -262,10 +260,6 @@ def write_latent(
 
 def check_latent_cache(cache: object) -> None:
     """Raises unless `cache` is a LatentCache whose rows fit.
-
-    Raises:
-      TypeError: It has another type, or its rows are neither floating-point nor of eight bits with scales.
-      ValueError: The shapes do not fit.
 
     >>> check_latent_cache(LatentCache.create(4, 2, 8, 4, dtype="float32"))
     """

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32
 
-from jflex._call.checks import describe_array
-from jflex.paged.eight_bits import dequantised, quantised
+from jflex._check.arguments import describe_array
+from jflex.backends.eight_bits import in_tiles
+from jflex.paged.eight_bits import quantised
 from jflex.types import AnyArray
 from pallas_kernels.spec import LATENT_TILE
 
@@ -32,15 +32,6 @@ def has_tiles(dtype: DTypeLike) -> bool:
     (True, False)
     """
     return str(jnp.dtype(dtype)) == TILES_DTYPE
-
-
-def in_tiles(x: jax.Array) -> jax.Array:
-    """Columns [..., latent] as tiles [..., tiles, 128].
-
-    >>> in_tiles(jnp.zeros((3, 512))).shape
-    (3, 4, 128)
-    """
-    return x.reshape(*x.shape[:-1], x.shape[-1] // LATENT_TILE, LATENT_TILE)
 
 
 def tile_scales(latent: Float[AnyArray, "N latent"]) -> Float32[Array, "N tiles"]:
@@ -70,17 +61,6 @@ def quantised_tiles(
     return quantised(in_tiles(jnp.asarray(latent)), scale, TILES_DTYPE).reshape(latent.shape)
 
 
-def dequantised_latents(rows: jax.Array, scale: jax.Array, rope: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """Whole rows [*tokens, 1, W] of latent columns, the scales of their tiles [*tokens, tiles], and rotated columns.
-
-    >>> rows, rope = jnp.ones((5, 1, 256), jnp.float8_e4m3fn), jnp.ones((5, 1, 64), jnp.bfloat16)
-    >>> dequantised_latents(rows, jnp.ones((5, 2)), rope, jnp.bfloat16).shape
-    (5, 1, 320)
-    """
-    latent = dequantised(in_tiles(rows[..., 0, :]), scale, dtype).reshape(rows.shape)
-    return jnp.concatenate([latent, rope.astype(dtype)], axis=-1)
-
-
 def check_latent_size(size: int) -> None:
     """Raises ValueError unless latent vectors of eight bits are whole tiles.
 
@@ -96,26 +76,22 @@ def check_latent_size(size: int) -> None:
 def check_tiles(rows: Any, rope_size: int, rope: Any, scale: Any) -> None:
     """Raises unless rotated columns and scales fit rows of latent vectors.
 
-    Raises:
-      TypeError: One is missing, superfluous, or has another dtype.
-      ValueError: One has another shape, or the rows are not whole tiles.
-
     >>> check_tiles(jnp.zeros((4, 2, 1, 12)), 4, None, None)
     """
-    held = has_tiles(rows.dtype)
+    tiled = has_tiles(rows.dtype)
     for name, x, dtype in (("cache.rope", rope, ROPE_DTYPE), ("cache.scale", scale, "float32")):
-        if not held and x is not None:
+        if not tiled and x is not None:
             raise TypeError(
                 f"`{name}` must be None: rows of {rows.dtype} hold the rotated columns, and have no scales. Only "
                 f"latent vectors of {TILES_DTYPE} have."
             )
-        if held and str(getattr(x, "dtype", None)) != dtype:
+        if tiled and str(getattr(x, "dtype", None)) != dtype:
             got = type(x).__name__ if x is None or not hasattr(x, "dtype") else describe_array(x)
             raise TypeError(
                 f"`{name}` must be {dtype}: the cache holds latent vectors of {rows.dtype}, with scales, and rotated "
                 f"columns apart. Got {got}. Make the cache with `LatentCache.create`."
             )
-    if not held:
+    if not tiled:
         return
     check_latent_size(rows.shape[-1])
     tiles = rows.shape[-1] // LATENT_TILE

@@ -14,9 +14,9 @@ import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Int, Int32
 
-from jflex.block_mask.lengths import checked_size
+from jflex._check.arguments import checked_size
 from jflex.paged.errors import DoubleFree, ForeignPage, OutOfPages
-from jflex.paged.sizes import checked_integers, checked_pages
+from jflex.paged.store import checked_integers, checked_pages
 
 
 class PagePool:
@@ -192,7 +192,7 @@ class PagePool:
         self._owners[distinct] -= times.astype(np.int32)
         freed = distinct[self._owners[distinct] == 0]
         # In the order of the call, each page where it loses its last owner.
-        last = {int(page): place for place, page in enumerate(pages)}
+        last = {int(page): entry for entry, page in enumerate(pages)}
         self._push(sorted(freed.tolist(), key=last.__getitem__))
 
     def fork(self, page: int) -> int:

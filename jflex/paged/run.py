@@ -11,14 +11,14 @@ import jax
 import jax.numpy as jnp
 
 from jflex import backends
-from jflex._call.checks import check_config, check_scale, current_device, current_precision
 from jflex._call.dispatch import Implementation, select_forward, warn_of_new_numbers
 from jflex._call.dropout import KeptMod
-from jflex._call.vector_mods import exact_dtype
-from jflex._jax.manual_axes import match_manual_axes
+from jflex._check.arguments import check_config, check_scale, current_device, current_precision
 from jflex._jax.ops import PagedOp
 from jflex._jax.primitive import call_as_primitive
+from jflex._mesh import match_manual_axes
 from jflex.backends.base import PagedInputs
+from jflex.backends.vector_mods import exact_dtype
 from jflex.config import Config
 from jflex.errors import UnsupportedError
 from jflex.mods.trace import TracedMod, VectorRole, trace_mask_mod, trace_score_mod, trace_vector_mod

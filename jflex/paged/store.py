@@ -1,9 +1,70 @@
-"""What paged caches of any content share: pages of tokens, in one layer or in several."""
+"""Pages of tokens, in one layer or in several, and the sizes that a cache and its pool must agree on."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Any, Self, SupportsIndex
+
+import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
+from jax.typing import DTypeLike
+
+from jflex._check.arguments import checked_positive
+
+MAX_PAGE_SIZE = 256
+LARGEST = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0, "int8": 127.0}  # of eight bits, which have scales
+_SLOT_LIMIT = 2**31
+
+
+def checked_pages(num_pages: SupportsIndex, page_size: SupportsIndex) -> tuple[int, int]:
+    """Number and size of pages as Python ints.
+
+    >>> checked_pages(1024, 16)
+    (1024, 16)
+    """
+    num_pages, page_size = checked_positive(num_pages, "num_pages"), checked_page_size(page_size)
+    if num_pages * page_size >= _SLOT_LIMIT:
+        raise ValueError(
+            f"`num_pages` times `page_size` must be below 2**31, since slots are int32. Got {num_pages} * {page_size} "
+            f"= {num_pages * page_size}. Take at most {(_SLOT_LIMIT - 1) // page_size} pages of this size."
+        )
+    return num_pages, page_size
+
+
+def checked_page_size(page_size: SupportsIndex) -> int:
+    """Tokens in a page as a Python int.
+
+    >>> checked_page_size(16)
+    16
+    """
+    page_size = checked_positive(page_size, "page_size")
+    if page_size > MAX_PAGE_SIZE:
+        raise ValueError(f"`page_size` must be 1 to {MAX_PAGE_SIZE} tokens. Got {page_size}. Take smaller pages.")
+    return page_size
+
+
+def checked_integers(values: npt.ArrayLike, name: str) -> np.ndarray:
+    """Integers as an array; none are an array of int64.
+
+    >>> checked_integers([3, 1], "ids"), checked_integers([], "ids").dtype
+    (array([3, 1]), dtype('int64'))
+    """
+    array = np.asarray(values)
+    if not array.size:
+        array = array.astype(np.int64)
+    if not np.issubdtype(array.dtype, np.integer):
+        raise TypeError(f"`{name}` must hold integers. Got {array.dtype}.")
+    return array
+
+
+def is_eight_bits(dtype: DTypeLike) -> bool:
+    """Whether keys of this dtype have scales.
+
+    >>> is_eight_bits(jnp.int8), is_eight_bits(jnp.bfloat16)
+    (True, False)
+    """
+    return str(jnp.dtype(dtype)) in LARGEST
 
 
 class PageStore:

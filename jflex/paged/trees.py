@@ -14,13 +14,12 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Int32
 
-from jflex._call.checks import describe_array
 from jflex._call.dropout import KeptMod
+from jflex._check.arguments import check_int32, describe_array
 from jflex.masks.drafts import MAX_NODES
 from jflex.mods.reindex import Positions, ReindexedMod
 from jflex.mods.types import MaskMod, ScoreMod
 from jflex.paged.batch_checks import Rule
-from jflex.paged.cache_checks import check_int32
 from jflex.types import AnyArray
 
 
@@ -39,7 +38,7 @@ class Trees:
     depths: Int32[Array, "R nodes"]
 
     @classmethod
-    def of(cls, ancestors: AnyArray, kv_lengths: AnyArray, qo_indptr: AnyArray) -> Trees:
+    def from_ancestors(cls, ancestors: AnyArray, kv_lengths: AnyArray, qo_indptr: AnyArray) -> Trees:
         """Those of the fields of a batch."""
         words, lengths, indptr = (jnp.asarray(x) for x in (ancestors, kv_lengths, qo_indptr))
         counts = jnp.where(words[:, 0] != 0, indptr[1:] - indptr[:-1], 0)

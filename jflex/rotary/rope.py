@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jflex._call.checks import describe_array
+from jflex._check.arguments import describe_array
 from jflex.mods.array_sizes import Requirement, SizedMod, for_positions
 from jflex.rotary.rotation import angles, checked_rotary_dim, rotated
 from jflex.rotary.scaling import Length, LongRopeScaling, RotaryScaling

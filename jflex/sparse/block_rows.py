@@ -10,7 +10,8 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Int, Int32
 
-from jflex.block_mask.lengths import checked_block_size, checked_size, checked_width
+from jflex._check.arguments import checked_positive, checked_size
+from jflex.block_mask.lengths import checked_block_size
 from jflex.block_mask.lists import block_count
 from jflex.block_mask.mask import BlockMask, BlockSize, create_block_mask
 from jflex.block_mask.runs import run_of
@@ -248,9 +249,9 @@ class BlockSparseRows:
 
     def _page_table_width(self, max_pages: int | None, counts: Int32[Array, " R"]) -> int:
         if isinstance(counts, Tracer) or isinstance(self.indices, Tracer):
-            return len(self.kv_indptr) - 1 if max_pages is None else checked_width(max_pages, "max_pages")
+            return len(self.kv_indptr) - 1 if max_pages is None else checked_positive(max_pages, "max_pages")
         longest = int(counts.max(initial=1))
-        width = longest if max_pages is None else checked_width(max_pages, "max_pages")
+        width = longest if max_pages is None else checked_positive(max_pages, "max_pages")
         if width < longest:
             raise ValueError(f"`max_pages` must be at least {longest}, the pages of the longest row. Got {max_pages}.")
         if np.any(np.asarray(self.indices)[: int(self.indptr[-1])] == 0):
@@ -291,7 +292,7 @@ def _vector(name: str, values: AnyArray | list[int]) -> Int32[Array, " N"]:
 def _boundaries(name: str, blocks: Blocks | list[int], length: int) -> tuple[Int32[Array, " blocks_and_1"], int | None]:
     """Boundaries of blocks, and their common size, if they have one."""
     if isinstance(blocks, int | np.integer):
-        size = checked_width(blocks, name)
+        size = checked_positive(blocks, name)
         return jnp.asarray(np.minimum(np.arange(block_count(length, size) + 1) * size, length), jnp.int32), size
     boundaries = _vector(name, blocks)
     if not boundaries.shape[0]:

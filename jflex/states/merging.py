@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float
 
-from jflex._call.checks import check_normalize, checked_sinks, describe_array
+from jflex._check.arguments import check_normalize, checked_sinks, describe_array
 from jflex.states.lse import log_weight
 from jflex.states.state import AttentionState, check_alike, checked_state
 from jflex.types import AnyArray
@@ -128,8 +128,8 @@ def merge_over(state: AttentionState, axis: str) -> AttentionState:
     value = jnp.where((lse == -jnp.inf)[..., None], 0, state.out.astype(exact))
     columns = [weight[..., None] * value, weight[..., None]]
     if state.entropy is not None:  # of unnormalised weights w: sum w (entropy - log w) / sum w + log sum w
-        own = jnp.where(lse == -jnp.inf, 0, state.entropy.astype(exact))
-        columns.append((weight * (own - log_weight(lse, lse_max)))[..., None])
+        entropy_of_state = jnp.where(lse == -jnp.inf, 0, state.entropy.astype(exact))
+        columns.append((weight * (entropy_of_state - log_weight(lse, lse_max)))[..., None])
     sums = jax.lax.psum(jnp.concatenate(columns, axis=-1), axis)
     size = state.out.shape[-1]
     weights = sums[..., size]
@@ -253,5 +253,5 @@ def _share_of_entropy(state: AttentionState, merged_lse: jax.Array) -> jax.Array
     """
     assert state.entropy is not None  # the states hold it
     log_w = log_weight(state.lse.astype(merged_lse.dtype), merged_lse)
-    own = jnp.where(state.lse == -jnp.inf, 0, state.entropy.astype(merged_lse.dtype))
-    return jnp.exp(log_w) * (own - log_w)
+    entropy = jnp.where(state.lse == -jnp.inf, 0, state.entropy.astype(merged_lse.dtype))
+    return jnp.exp(log_w) * (entropy - log_w)

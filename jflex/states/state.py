@@ -20,7 +20,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from jflex._call.checks import DTYPES, LAYOUTS, describe_array
+from jflex._check.arguments import DTYPES, LAYOUTS, describe_array
 from jflex.states.stats import AttentionStats, Stat
 from jflex.types import AnyArray, Lse, Out
 
@@ -87,8 +87,10 @@ class AttentionState:
         """
         lse_dtype = jnp.float64 if jnp.dtype(dtype) == jnp.float64 else jnp.float32
         fill = lambda x: jnp.full(shape[:-1], x, lse_dtype)
-        found = {name: fill(x) for name, x in (("max", -jnp.inf), ("entropy", 0.0)) if name in stats}
-        return cls(jnp.zeros(shape, dtype), fill(-jnp.inf if normalize == "softmax" else 0.0), normalize, **found)
+        stats_of_none = {name: fill(x) for name, x in (("max", -jnp.inf), ("entropy", 0.0)) if name in stats}
+        return cls(
+            jnp.zeros(shape, dtype), fill(-jnp.inf if normalize == "softmax" else 0.0), normalize, **stats_of_none
+        )
 
     @classmethod
     def from_attention(cls, out: Out, lse: Lse | AttentionStats, layout: str = "BTNH") -> AttentionState:
@@ -174,17 +176,17 @@ def checked_state(name: str, state: object) -> AttentionState:
             f"{describe_array(lse)}. What `flex_attention` returns has its lse in another order: "
             "`AttentionState.from_attention(out, lse)` changes it."
         )
-    held = {field: getattr(state, field) for field in _STATS}
-    held = {field: _checked_array(f"{name}.{field}", x, _LSE_DTYPES) for field, x in held.items() if x is not None}
-    for field, x in held.items():
+    fields = {field: getattr(state, field) for field in _STATS}
+    fields = {field: _checked_array(f"{name}.{field}", x, _LSE_DTYPES) for field, x in fields.items() if x is not None}
+    for field, x in fields.items():
         if (x.shape, x.dtype) != (lse.shape, lse.dtype):
             raise ValueError(
                 f"`{name}.{field}` must have the shape and dtype of `lse`. Got {describe_array(x)}, lse: "
                 f"{describe_array(lse)}."
             )
-    if held and state.normalize == "none":
-        raise ValueError(f"`{name}` must have no `max` or `entropy` without a softmax. Got {', '.join(held)}.")
-    return AttentionState(out, lse, state.normalize, **held)
+    if fields and state.normalize == "none":
+        raise ValueError(f"`{name}` must have no `max` or `entropy` without a softmax. Got {', '.join(fields)}.")
+    return AttentionState(out, lse, state.normalize, **fields)
 
 
 def _checked_array(name: str, x: AnyArray, dtypes: Sequence[str]) -> jax.Array:
@@ -210,15 +212,15 @@ def check_alike(name: str, state: AttentionState, first_name: str, first: Attent
             f"`{first_name}` and `{name}` must be of one kind: outputs of a softmax are averaged, others added. Got "
             f"normalize={first.normalize!r} and normalize={state.normalize!r}."
         )
-    held, first_held = (tuple(n for n in _STATS if getattr(x, n) is not None) for x in (state, first))
-    if held != first_held:
+    names, first_names = (tuple(n for n in _STATS if getattr(x, n) is not None) for x in (state, first))
+    if names != first_names:
         raise ValueError(
-            f"`{first_name}` and `{name}` must hold the same statistics, to be merged. Got {first_held!r} and "
-            f"{held!r}. Make both with one `return_stats`, or set the field to None with `dataclasses.replace`."
+            f"`{first_name}` and `{name}` must hold the same statistics, to be merged. Got {first_names!r} and "
+            f"{names!r}. Make both with one `return_stats`, or set the field to None with `dataclasses.replace`."
         )
     got = ", ".join(
-        f"{which}.{field}: {describe_array(getattr(of, field))}"
-        for which, of in ((first_name, first), (name, state))
+        f"{which}.{field}: {describe_array(getattr(values, field))}"
+        for which, values in ((first_name, first), (name, state))
         for field in ("out", "lse")
     )
     if state.out.shape != first.out.shape:

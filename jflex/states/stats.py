@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Float32
-
-from jflex.backends.base import Saved
-from pallas_kernels.spec import AttentionSpec
 
 Stat = Literal["lse", "max", "entropy"]
 STATS: tuple[Stat, ...] = ("lse", "max", "entropy")
@@ -42,12 +37,7 @@ class AttentionStats(NamedTuple):
 
 
 def check_stats(return_stats: object, return_lse: bool, normalize: str) -> tuple[Stat, ...]:
-    """Returns the names of the statistics, in the order of `STATS`.
-
-    Raises:
-      TypeError: `return_stats` is not a tuple of strings.
-      ValueError: A name is unknown or is there twice; `return_lse` is set, too; or there is no softmax.
-    """
+    """Returns the names of the statistics, in the order of `STATS`."""
     known = ", ".join(map(repr, STATS))
     rule = f"`return_stats` must be a tuple of different names of {known}"
     if not isinstance(return_stats, tuple):
@@ -73,13 +63,6 @@ def check_stats(return_stats: object, return_lse: bool, normalize: str) -> tuple
     return tuple(name for name in STATS if name in return_stats)
 
 
-def select_stats(saved: Saved, names: tuple[Stat, ...]) -> AttentionStats:
-    """The statistics of these names, among the results of a backend."""
-    return AttentionStats(**{name: getattr(saved, name) for name in names})
-
-
-def stats_of_no_keys(spec: AttentionSpec, out: jax.Array) -> Saved:
-    """The results of a call without keys, but for sinks."""
-    fill = lambda x: jnp.full(spec.lse_shape(), x, jnp.float32)
-    values = {"max": -jnp.inf, "entropy": 0.0}
-    return Saved(out, fill(-jnp.inf), **{name: fill(values[name]) for name in spec.stats})
+def select_stats(results: Any, names: tuple[Stat, ...]) -> AttentionStats:
+    """The named statistics of results with fields of these names: those of a backend, or an attention state."""
+    return AttentionStats(**{name: getattr(results, name) for name in names})

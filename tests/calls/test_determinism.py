@@ -9,6 +9,7 @@ import pytest
 
 import jflex
 from jflex import Config, UnsupportedError, backends
+from jflex.options import Settings
 from pallas_kernels.ordered_add import flat_positions, ordered_add
 from pallas_kernels.plan import Refusal, all_gradients
 from tests.support import evaluation
@@ -124,10 +125,7 @@ def spec_with(score, platform="gpu", **fields):
     spec = []
 
     def keep(q, captured):
-        call = jflex.attention.prepare(
-            q, q, q, SCORES[score](captured), None, mask_mod=None, kv_lengths=None, normalize="softmax", sinks=None,
-            scale=None, layout="BTNH", dropout_rate=0.0, dropout_key=None, config=None,
-        )  # fmt: skip
+        call = jflex.attention.prepare(q, q, q, Settings(SCORES[score](captured)))
         spec.append(call.spec)
         return q
 

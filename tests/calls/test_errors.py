@@ -364,7 +364,7 @@ ROWS = [
         r"cascade_attention\(\) got an unexpected keyword argument 'layout'",
     ),
     # --- jflex.create_block_mask with a mask for this call
-    ("mask_zero_width", lambda: causal_mask(max_blocks=0), ValueError, r"`max_blocks` must be positive. Got 0"),
+    ("mask_zero_width", lambda: causal_mask(max_blocks=0), ValueError, r"`max_blocks` must be at least 1. Got 0"),
     ("mask_width", lambda: causal_mask(max_blocks=2.0), TypeError, r"`max_blocks` must be a Python int.*Got 2.0"),
     (
         "mask_too_narrow",

@@ -161,7 +161,7 @@ WRONG = {
         ValueError,
         r"`key_mod` must return one vector like the one it gets",
     ),
-    "no devices": (lambda: context_parallel.zigzag_order(0), ValueError, r"`shards` must be positive"),
+    "no devices": (lambda: context_parallel.zigzag_order(0), ValueError, r"`shards` must be at least 1"),
 }
 
 

@@ -11,7 +11,7 @@ import pytest
 
 import jflex
 from jflex import masks
-from jflex._call import new_numbers
+from jflex._call import call_warnings
 from jflex._call.checks import warn_of_layout
 from jflex.backends.base import Saved
 from tests.cases import decode_hopper_cases, hopper_cases, ragged_cases
@@ -118,8 +118,8 @@ def test_other_calls_do_not_warn():
 def attend(monkeypatch):
     """Eager attention that compiles nothing."""
     monkeypatch.setattr("jflex._jax.custom_vjp.attend", lambda static, inputs: Saved(inputs.query, None))
-    new_numbers._programs.cache_clear()
-    new_numbers.count_call.cache_clear()
+    call_warnings._programs.cache_clear()
+    call_warnings.count_call.cache_clear()
     x = jnp.zeros((1, 8, 2, 16))
     return functools.partial(jflex.flex_attention, x, x, x)
 

@@ -216,7 +216,7 @@ ROWS = [
     ("q_blocks", lambda: rows_of(q_blocks=[0, 40]), ValueError, r"`q_blocks` must ascend from 0 and end within 32"),
     ("kv_blocks", lambda: rows_of(kv_blocks=[1, 32]), ValueError, r"`kv_blocks` must ascend from 0"),
     ("none", lambda: rows_of(kv_blocks=[]), ValueError, r"`kv_blocks` must have an entry more than there are blocks"),
-    ("size", lambda: rows_of(kv_blocks=0), ValueError, r"`kv_blocks` must be positive"),
+    ("size", lambda: rows_of(kv_blocks=0), ValueError, r"`kv_blocks` must be at least 1"),
     ("number", lambda: rows_of(indices=(0, 2)), ValueError, r"`indices`.*between 0 and 1.*Got 2 for query block 1"),
     ("wide", lambda: rows_of(indices=(0, 2**32)), ValueError, r"`indices`.*between 0 and 1.*for query block 1"),
     (

@@ -20,6 +20,7 @@ from flax_layers.serving.device.options import Program
 from jflex.backends.xla.paged import KEYS
 from jflex.backends.xla.paged_bounds import walk_of
 from jflex.masks import causal, tree_bits
+from jflex.options import Settings
 from jflex.paged import PagedBatch, PagedCache
 from jflex.paged.attention import prepare
 from pallas_kernels.config import Tiles
@@ -165,8 +166,7 @@ def causal_tiles_end():
     cache = PagedCache.create(1 + queries // PAGE, PAGE, 2, D, dtype="float32")
     table = jnp.arange(1, cache.num_pages, dtype=jnp.int32)[None]
     batch = PagedBatch(jnp.array([0, queries]), jnp.array([queries]), table)
-    options = {"score_mod": None, "sinks": None, "scale": None, "layer": None, "config": None}
-    call = prepare(jnp.zeros((queries, 2, D)), cache, batch, mask_mod=causal(), **options)
+    call = prepare(jnp.zeros((queries, 2, D)), cache, batch, Settings(mask_mod=causal()))
     for first, end in ((0, 1), (KEYS, 2), (queries - 8, 4)):
         rows = jnp.arange(first, first + 8, dtype=jnp.int32)
         heads = jnp.arange(2, dtype=jnp.int32)

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 import jax
 import numpy as np
 
-from jflex._call import kv_lengths
-from jflex._call.sinks import fold_sinks
+from jflex._mesh import isolated_trace
+from jflex.backends import lengths as kv_lengths
 from jflex.backends.base import Backend, Gradients, GradientsBy, Inputs, PagedInputs, Plan, Saved, SavedCotangents
-from jflex.backends.gpu.isolated_trace import isolated_trace
 from jflex.backends.gpu.triton import NAMES, Triton, operands_of, paged_operands, requested_gradients, splits_of
+from jflex.backends.results import fold_sinks
 from pallas_kernels.mosaic_gpu.plan.limits import limit_of_machine
 from pallas_kernels.plan import GradientRequest, Refusal, limit_of_pallas
 from pallas_kernels.spec import AttentionSpec

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING
 import jax
 import numpy as np
 
-from jflex._call import kv_lengths
-from jflex._call.eight_bits import widened
-from jflex._call.sinks import fold_sinks
+from jflex._mesh import isolated_trace
+from jflex.backends import lengths as kv_lengths
 from jflex.backends.base import Backend, Gradients, Inputs, PagedInputs, Plan, Saved, SavedCotangents, Splits
-from jflex.backends.gpu.isolated_trace import isolated_trace
+from jflex.backends.eight_bits import widened
+from jflex.backends.results import fold_sinks
 from pallas_kernels.plan import GradientRequest, Refusal
 from pallas_kernels.spec import AttentionSpec, Compiler, Operands, as_int8
 from pallas_kernels.triton.plan.limits import MIN_TILE, decodes, describe_compiler, limit_of_compiler, limit_of_device

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import jax
 
-from jflex.backends.gpu.isolated_trace import isolated_trace
+from jflex._mesh import isolated_trace
 from pallas_kernels.plan import lacking_in_pallas
 from pallas_kernels.spec import Route
 from pallas_kernels.triton.indexer.limits import scores_not_taken, selection_not_taken

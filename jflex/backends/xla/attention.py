@@ -8,9 +8,9 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from jflex._call.eight_bits import widened
-from jflex._call.sinks import fold_sinks
 from jflex.backends.base import Backend, Gradients, Inputs, PagedInputs, Plan, Saved, SavedCotangents
+from jflex.backends.eight_bits import widened
+from jflex.backends.results import fold_sinks
 from jflex.backends.xla import paged, softmax
 from jflex.backends.xla.backward import Backward
 from jflex.backends.xla.block_scores import einsum, exact, modified, raw_scores, scaled_query
@@ -51,7 +51,7 @@ class Xla(Backend):
         if isinstance(inputs, PagedInputs):
             return paged.attend(spec, inputs)
         inputs = inputs if spec.qk_dtype is None else widened(inputs)
-        walk = Walk.of(spec, inputs, QUERIES_FIRST)
+        walk = Walk.from_inputs(spec, inputs, QUERIES_FIRST)
         spec, dtype = walk.spec, exact(spec)
         query, is_softmax = walk.padded(inputs.query, spec.layout), spec.normalize == "softmax"
 

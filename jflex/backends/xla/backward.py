@@ -41,7 +41,7 @@ class Backward:
     def __init__(
         self, spec: AttentionSpec, inputs: Inputs, saved: Saved, d_saved: SavedCotangents, requested: GradientRequest
     ) -> None:
-        self.walk, self.inputs, self.requested = Walk.of(spec, inputs, KEYS_FIRST), inputs, requested
+        self.walk, self.inputs, self.requested = Walk.from_inputs(spec, inputs, KEYS_FIRST), inputs, requested
         self.spec = spec = self.walk.spec
         self.query, self.d_out = (self.walk.padded(x, spec.layout) for x in (inputs.query, d_saved.out))
         delta = jnp.sum(saved.out.astype(exact(spec)) * d_saved.out.astype(exact(spec)), axis=-1)
@@ -49,19 +49,21 @@ class Backward:
         vectors = softmax.row_vectors(delta, saved, d_saved)
         self.vectors = jax.tree.map(lambda x: self.walk.padded(x, "BNTH"), vectors)
         self.is_clean = self.walk.is_partial is False or all_finite(d_saved.out)
-        self.captured = None if spec.score_mod is None else CapturedGradients.of(self.walk, inputs.captured.score)
+        self.captured = (
+            None if spec.score_mod is None else CapturedGradients.from_walk(self.walk, inputs.captured.score)
+        )
 
     def run(self) -> Gradients:
         """All requested gradients."""
-        spec, walk, wanted = self.spec, self.walk, self.requested
+        spec, walk, requested = self.spec, self.walk, self.requested
         dtype = exact(spec)
         grads = {
-            "query": jnp.zeros(self.query.shape, dtype) if wanted.query else None,
-            "key": walk.zero_keys(spec.D, dtype) if wanted.key else None,
-            "value": walk.zero_keys(spec.Dv, dtype) if wanted.value else None,
+            "query": jnp.zeros(self.query.shape, dtype) if requested.query else None,
+            "key": walk.zero_keys(spec.D, dtype) if requested.key else None,
+            "value": walk.zero_keys(spec.Dv, dtype) if requested.value else None,
             "operands": [
                 jnp.zeros(x.size, jnp.float32) if want else None
-                for x, want in zip(self.inputs.captured.score, wanted.score_operands, strict=True)
+                for x, want in zip(self.inputs.captured.score, requested.score_operands, strict=True)
             ],
         }
 
@@ -69,13 +71,13 @@ class Backward:
             rows = self._rows(unit)
             step = lambda carry, column: self._block(rows, carry, column)
             d_q, grads = walk.over_columns(unit, (jnp.zeros(rows.q_columns.shape, dtype), grads), step)
-            if wanted.query:
+            if requested.query:
                 d_q = jnp.einsum(walk.named("bkdgq->bkgqd"), d_q)
                 grads = grads | {"query": walk.set_queries(grads["query"], d_q, unit, spec.layout)}
             return grads
 
         grads = walk.over_units(grads, row)
-        d_query = walk.cropped(grads["query"], spec.layout) if wanted.query else None
+        d_query = walk.cropped(grads["query"], spec.layout) if requested.query else None
         joined = lambda x: None if x is None else walk.joined_keys(x)
         operands = tuple(
             None if g is None else g.reshape(x.shape)

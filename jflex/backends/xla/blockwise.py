@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jflex._call.kv_lengths import bounded_inputs, with_lengths_as_mask
 from jflex.backends.base import Inputs
+from jflex.backends.lengths import bounded_inputs, with_lengths_as_mask
 from jflex.backends.xla.narrow import read
 from jflex.block_mask.lists import BlockLists, block_count
 from pallas_kernels.spec import AttentionSpec, Mod
@@ -81,7 +81,7 @@ class Walk:
     kv_lengths: jax.Array | None
 
     @classmethod
-    def of(cls, spec: AttentionSpec, inputs: Inputs, order: str) -> Walk:
+    def from_inputs(cls, spec: AttentionSpec, inputs: Inputs, order: str) -> Walk:
         """Takes the lists of the BlockMask, if there is one."""
         size, kv_lengths = _dense_size(spec), inputs.kv_lengths
         if spec.kv_lengths:
@@ -145,13 +145,13 @@ class Walk:
 
     def _unit(self, number: jax.Array) -> Unit:
         # lax.div and lax.rem: `//` and `%` would repair the sign of a number that has none.
-        zero, row, rest = jnp.zeros_like(number), number, jnp.zeros_like(number)
+        zero, row, column = jnp.zeros_like(number), number, jnp.zeros_like(number)
         rows, heads, group = (jnp.int32(size) for size in (self.rows, self.list_heads, self.spec.group))
         if self.list_batch * self.list_heads > 1:
-            row, rest = lax.rem(number, rows), lax.div(number, rows)
+            row, column = lax.rem(number, rows), lax.div(number, rows)
         if self.list_heads == 1:
-            return Unit((rest, zero, zero), row, (rest, zero))
-        batch, head = lax.div(rest, heads), lax.rem(rest, heads)
+            return Unit((column, zero, zero), row, (column, zero))
+        batch, head = lax.div(column, heads), lax.rem(column, heads)
         return Unit((batch, lax.div(head, group), lax.rem(head, group)), row, (batch, head))
 
     def over_columns(self, unit: Unit, carry: S, step: Callable[[S, Column], S]) -> S:

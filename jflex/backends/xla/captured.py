@@ -19,9 +19,7 @@ class CapturedGradients(NamedTuple):
     """What the gradients of the captured arrays of a score mod are computed from.
 
     Attributes:
-      walk: The blocks.
       loaded: The score mod, split into its loads and the rest.
-      operands: Its captured arrays.
     """
 
     walk: Walk
@@ -29,7 +27,7 @@ class CapturedGradients(NamedTuple):
     operands: Sequence[jax.Array]
 
     @classmethod
-    def of(cls, walk: Walk, operands: Sequence[jax.Array]) -> CapturedGradients:
+    def from_walk(cls, walk: Walk, operands: Sequence[jax.Array]) -> CapturedGradients:
         """For the score mod of a walk."""
         assert walk.spec.score_mod is not None
         return cls(walk, split_loads(walk.spec.score_mod), operands)
@@ -98,22 +96,22 @@ def _over_block(
     depends: list[frozenset[int]] = []
 
     def pairs(*args):
-        found = factored(function, *args)
-        depends[:] = [x.depends for x in found]
-        return [(x.scale, x.rest) for x in found]
+        factors = factored(function, *args)
+        depends[:] = [x.depends for x in factors]
+        return [(x.scale, x.rest) for x in factors]
 
-    found = over_block(pairs, blocks, indices, axes)
+    factors = over_block(pairs, blocks, indices, axes)
     first = len(blocks)
 
-    def own_size(rest: jax.Array, depends: frozenset[int]) -> jax.Array:
+    def reduced(rest: jax.Array, depends: frozenset[int]) -> jax.Array:
         if depends & set(range(first)):
             return rest
         varies = lambda axis: first + INDEX_OF_AXIS[axis] in depends
         return rest[tuple(slice(None) if varies(axis) else slice(0, 1) for axis in axes)]
 
     return [
-        Factored(scale, rest if scale is None else own_size(rest, own), own)
-        for (scale, rest), own in zip(found, depends, strict=True)
+        Factored(scale, rest if scale is None else reduced(rest, kept_axes), kept_axes)
+        for (scale, rest), kept_axes in zip(factors, depends, strict=True)
     ]
 
 
@@ -130,11 +128,11 @@ def _summed(cotangent: Factored, load: Load, axes: str, visible: jax.Array | Non
     kept = [axis for axis in axes if INDEX_OF_AXIS[axis] in load.axes]
     if scale is None:
         return jnp.sum(rest.astype(jnp.float32), axis=tuple(i for i, axis in enumerate(axes) if axis not in kept))
-    own = "".join(axis for i, axis in enumerate(axes) if rest.shape[i] == scale.shape[i])
+    own_axes = "".join(axis for i, axis in enumerate(axes) if rest.shape[i] == scale.shape[i])
     rest = rest.reshape(*(n for n, m in zip(rest.shape, scale.shape, strict=False) if n == m), *rest.shape[len(axes) :])
-    more = "".join(chr(ord("A") + i) for i in range(rest.ndim - len(own)))
+    more = "".join(chr(ord("A") + i) for i in range(rest.ndim - len(own_axes)))
     return jnp.einsum(
-        f"{axes},{own}{more}->{''.join(kept)}{more}", scale, rest.astype(jnp.float32), precision="highest",
+        f"{axes},{own_axes}{more}->{''.join(kept)}{more}", scale, rest.astype(jnp.float32), precision="highest",
         preferred_element_type=jnp.float32,
     )  # fmt: skip
 
@@ -151,12 +149,12 @@ def _scatter(
     ordered: bool,
 ) -> jax.Array:
     """Adds the summed cotangent of a load to the flat gradient of its operand."""
-    place = lambda *scalars: loaded.positions(load, operands, jnp.float32(0), *scalars)
+    position = lambda *scalars: loaded.positions(load, operands, jnp.float32(0), *scalars)
     for index in [INDEX_OF_AXIS[axis] for axis in reversed(axes)]:
         if index in load.axes:
-            place = jax.vmap(place, in_axes=tuple(0 if a == index else None for a in range(4)))
+            position = jax.vmap(position, in_axes=tuple(0 if a == index else None for a in range(4)))
     at = [x if a in load.axes else x.reshape(-1)[0] for a, x in enumerate(indices)]
-    positions = place(*at).reshape(-1)
+    positions = position(*at).reshape(-1)
     positions = jnp.where(positions < 0, gradient.size, positions)
     if ordered:
         from pallas_kernels.ordered_add import ordered_add

@@ -45,8 +45,6 @@ def masked_product(
 
     Args:
       product: A GEMM: sums of weights times rows.
-      weights: Weights, 0 where masked.
-      x: Rows.
       visible: Evaluates which weights are not masked, in their shape or broadcast to it; None for all.
       is_clean: True if `x` is finite, or nothing is masked; None to test `x` here.
 

@@ -17,8 +17,8 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from jflex.mods.batchable import SMALL, VIEWS, bind
-from jflex.mods.fingerprint import aval_of, open_jaxpr
+from jflex.mods.batchable import SMALL, VIEWS
+from jflex.mods.fingerprint import aval_of, bind, open_jaxpr
 from jflex.mods.trace import TracedMod, batchable_program
 
 
@@ -28,7 +28,6 @@ class Load:
 
     Attributes:
       variable: Its variable in the jaxpr of the mod.
-      operand: Index of the operand.
       axes: Which of b, h, q_idx, kv_idx (0 to 3) it depends on.
     """
 
@@ -42,8 +41,6 @@ class LoadedMod:
     """A score mod, split into loads and the rest.
 
     Attributes:
-      traced: The mod.
-      jaxpr: Its program; see `jflex.mods.batchable`.
       loads: The loads of floating-point operands of which it reads few values at once.
       whole: Indices of the other floating-point operands.
     """
@@ -60,11 +57,11 @@ class LoadedMod:
 
     def rest(self, values: Sequence[jax.Array], operands: Sequence[jax.Array], *arguments: jax.Array) -> jax.Array:
         """The mod as a function of what its loads read."""
-        given = {load.variable: x for load, x in zip(self.loads, values, strict=True)}
+        known = {load.variable: x for load, x in zip(self.loads, values, strict=True)}
         [out] = self.jaxpr.outvars
         if isinstance(out, core.Literal):
             return jnp.asarray(out.val)
-        return self._run(operands, arguments, given, [out])[out]
+        return self._run(operands, arguments, known, [out])[out]
 
     def positions(self, load: Load, operands: Sequence[jax.Array], *arguments: jax.Array) -> jax.Array:
         """Where in the flattened operand a load reads: the same indexing, applied to an iota."""
@@ -77,14 +74,14 @@ class LoadedMod:
         self,
         operands: Sequence[jax.Array],
         arguments: Sequence[jax.Array],
-        given: dict[core.Var, jax.Array],
+        known: dict[core.Var, jax.Array],
         outputs: Sequence[core.Var],
         *,
         numbered: int | None = None,
     ) -> dict[core.Var, jax.Array]:
         jaxpr = self.jaxpr
-        env = dict(zip(jaxpr.invars, (*arguments, *operands), strict=True)) | given
-        needed = _needed(jaxpr, outputs, set(given))
+        env = dict(zip(jaxpr.invars, (*arguments, *operands), strict=True)) | known
+        needed = _needed(jaxpr, outputs, set(known))
         views = set() if numbered is None else {jaxpr.invars[len(arguments) + numbered]}
         for number in needed:
             eqn = jaxpr.eqns[number]
@@ -94,7 +91,7 @@ class LoadedMod:
                 if eqn.primitive.name == "gather":
                     eqn = eqn.replace(params={**eqn.params, "fill_value": -1})  # out of range: dropped later
             outs = bind(eqn, values)
-            env.update((v, x) for v, x in zip(eqn.outvars, outs, strict=True) if v not in given)
+            env.update((v, x) for v, x in zip(eqn.outvars, outs, strict=True) if v not in known)
         return env
 
 
@@ -123,12 +120,12 @@ def split_loads(traced: TracedMod) -> LoadedMod:
     return LoadedMod(traced, jaxpr, tuple(loads), tuple(sorted(whole)))
 
 
-def _needed(jaxpr: core.Jaxpr, outputs: Sequence[core.Var], given: set[core.Var]) -> list[int]:
+def _needed(jaxpr: core.Jaxpr, outputs: Sequence[core.Var], known: set[core.Var]) -> list[int]:
     """Indices of the equations on which the outputs depend, in order."""
-    wanted, numbers = set(outputs) - given, []
+    needed, numbers = set(outputs) - known, []
     for number in reversed(range(len(jaxpr.eqns))):
         eqn = jaxpr.eqns[number]
-        if any(v in wanted for v in eqn.outvars):
+        if any(v in needed for v in eqn.outvars):
             numbers.append(number)
-            wanted |= {v for v in eqn.invars if not isinstance(v, core.Literal)} - given
+            needed |= {v for v in eqn.invars if not isinstance(v, core.Literal)} - known
     return numbers[::-1]

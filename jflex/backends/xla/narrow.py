@@ -21,8 +21,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from jflex._call.checks import current_device
-from jflex._jax.manual_axes import match_manual_axes
+from jflex._check.arguments import current_device
+from jflex._mesh import match_manual_axes
 from jflex.types import AnyArray
 
 _NATIVE = (0, 11, 2)  # the first version of JAX seen not to widen bfloat16
@@ -45,9 +45,7 @@ def read(part: Callable[[], jax.Array], exists: jax.Array, platform: str) -> jax
     """Reads a slice of an array inside a branch, out of which XLA hoists nothing: in a loop, or before a write.
 
     Args:
-      part: Slices or gathers.
       exists: A boolean that XLA cannot fold, True where `part` is read.
-      platform: Platform of the device.
     """
     out = jax.eval_shape(part)
     if not is_widened(out.dtype, platform):

@@ -13,16 +13,15 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jflex._call.vector_mods import modified_keys
 from jflex.backends.base import PagedInputs, Saved
+from jflex.backends.eight_bits import dequantised, dequantised_latents
+from jflex.backends.vector_mods import modified_keys
 from jflex.backends.xla import softmax
 from jflex.backends.xla.blockwise import over_block
 from jflex.backends.xla.containment import masked_product
 from jflex.backends.xla.dropout import dropped, scaled_up
 from jflex.backends.xla.narrow import read
 from jflex.backends.xla.paged_bounds import walk_of
-from jflex.paged.eight_bits import dequantised
-from jflex.paged.latent_tiles import dequantised_latents
 from pallas_kernels.spec import AttentionSpec, Mod
 
 Pages = TypeVar("Pages", jax.Array, jax.Array | None)
@@ -96,9 +95,9 @@ def _run(spec: AttentionSpec, inputs: PagedInputs, work: _Work, saved: Saved) ->
         request = jnp.searchsorted(ends, number, side="right").astype(jnp.int32)
         nth = number - (ends[request] - tiles[request])
         first = start[request] + nth * work.queries
-        found = _tile(spec, inputs, work.queries, request, first)
+        rows = _tile(spec, inputs, work.queries, request, first)
         exists = first + jnp.arange(work.queries, dtype=jnp.int32) < end[request]
-        return jax.tree.map(lambda x, new: _write(x, first, new, exists), written, found)
+        return jax.tree.map(lambda x, new: _write(x, first, new, exists), written, rows)
 
     return lax.fori_loop(jnp.int32(0), ends[-1], tile, saved)
 
@@ -159,11 +158,7 @@ def _rows(
     """Keys or values of a request, [KEYS, Hkv, D], in the accumulator dtype; zeros beyond its length.
 
     Args:
-      p: The spec.
       inputs: The arrays of the call.
-      source: Their pages.
-      request: The request.
-      j: Positions.
       exists: Which of them lie before its length.
     """
     pages, scale, mod, operands = source

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 
+from jflex._mesh import isolated_trace
 from jflex.backends.base import PagedInputs
-from jflex.backends.gpu.isolated_trace import isolated_trace
 from pallas_kernels.plan import Refusal
 from pallas_kernels.spec import AttentionSpec
 
@@ -27,13 +27,7 @@ def walk_of(
     """The first tile, and the one after the last.
 
     Args:
-      p: The spec.
       inputs: The arrays of the call.
-      request: The request.
-      n: Packed queries.
-      h: All query heads.
-      length: Keys of the request.
-      tile: Keys in a tile.
     """
     end = (length + tile - 1) // tile
     program = None if p.mask_mod is None else _mask_program(p)
@@ -60,8 +54,8 @@ def _mask_program(p: AttentionSpec) -> Program | None:
     """The kernel program of the mask, with heads in rows; None if there is none."""
     from pallas_kernels.plan import with_programs
 
-    made = with_programs(p.replace(score_mod=None, heads_in_rows=True))
-    return None if isinstance(made, Refusal) else made.programs.mask
+    planned = with_programs(p.replace(score_mod=None, heads_in_rows=True))
+    return None if isinstance(planned, Refusal) else planned.programs.mask
 
 
 def _space(operands: Sequence[jax.Array], count: int) -> Space:

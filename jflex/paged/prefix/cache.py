@@ -23,7 +23,7 @@ from collections.abc import Callable, Hashable, Iterable
 
 import numpy as np
 
-from jflex.block_mask.lengths import checked_size
+from jflex._check.arguments import checked_size
 from jflex.paged.errors import OutOfPages, PrefixLocked
 from jflex.paged.pool import PagePool
 from jflex.paged.prefix.checks import (

@@ -15,7 +15,7 @@ from jflex.paged.errors import ForeignPage, StaleHit
 from jflex.paged.pool import PagePool
 from jflex.paged.prefix.hit import PrefixHit
 from jflex.paged.prefix.tree import Prefix
-from jflex.paged.sizes import checked_integers
+from jflex.paged.store import checked_integers
 
 Tokens: TypeAlias = Sequence[int] | Int[np.ndarray, " N"]
 """The tokens of one request, from its first on."""

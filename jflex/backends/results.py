@@ -1,7 +1,8 @@
-"""Attention sinks: a logit for each query head that enters the denominator of the softmax, and has no value.
+"""Results of a dense call without keys, and with attention sinks.
 
-A sink is the state of one key whose value is zero (`jflex.with_sinks`). So the backward kernels need not know of it:
-they take weights from the lse, which has the sink in it.
+A sink is a logit for each query head that enters the denominator of the softmax and has no value: the state of one key
+whose value is zero (`jflex.with_sinks`). So backward kernels need not know of it: they take weights from the lse, which
+has the sink in it.
 """
 
 from __future__ import annotations
@@ -15,6 +16,14 @@ from jflex.states.merging import with_sinks
 from jflex.states.state import AttentionState
 from jflex.states.stats import AttentionStats
 from pallas_kernels.spec import AttentionSpec
+
+
+def results_of_no_keys(spec: AttentionSpec, sinks: jax.Array | None) -> Saved:
+    """The results of a dense call without queries or keys."""
+    fill = lambda x: jnp.full(spec.lse_shape(), x, jnp.float32)
+    values = {"max": -jnp.inf, "entropy": 0.0}
+    stats = {name: fill(values[name]) for name in spec.stats}
+    return fold_sinks(spec, Saved(jnp.zeros(spec.out_shape(), spec.out_dtype), fill(-jnp.inf), **stats), sinks)
 
 
 def fold_sinks(spec: AttentionSpec, saved: Saved, sinks: jax.Array | None) -> Saved:

@@ -1,16 +1,23 @@
-"""Eager calls that compile again for each new Python number, since numbers are part of the program of a mod.
+"""Warnings of calls: new Python numbers that compile again, and masks of a decoding step that hide its keys.
 
-Programs are counted in the caches of this module, under their text without its numbers: no array is kept.
+Numbers are part of the program of a mod. Programs are counted in the caches of this module, under their text without
+its numbers: no array is kept.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import re
 from collections.abc import Hashable
 
+from jax.extend.core import jaxpr_as_fun
+
+from jflex._check.arguments import largest_value
 from jflex._check.user_warnings import warn_user
+from jflex.backends.lengths import trace_mask
 from jflex.mods.trace import TracedMod
+from pallas_kernels.block_intervals import hides_all
 from pallas_kernels.spec import AttentionSpec
 
 _MODS = ("score_mod", "mask_mod", "key_mod", "value_mod")
@@ -46,3 +53,25 @@ def _programs(numbered: tuple[Hashable, ...], without_mods: AttentionSpec) -> li
 
 def _without_numbers(x: object) -> Hashable:
     return (_NUMBER.sub("", x.fingerprint), x.operands) if isinstance(x, TracedMod) else x is None
+
+
+def warn_of_alignment(mask: TracedMod, sizes: tuple[int, int, int, int], kv_lengths: object) -> None:
+    """Warns of a decoding step whose mask takes its query for the first one, so that it attends to one key alone.
+
+    `sizes` are ``(B, Hq, T, S)``.
+    """
+    longest = largest_value(kv_lengths)
+    if (sizes[3] if longest is None else longest) > 1 and _hides_after_first(mask, sizes):
+        warn_user(
+            f"The mask {mask.source} hides all keys but the first: `q_idx` of the one query is 0, also at the end of "
+            "`kv_lengths` keys. For a decoding step, pass `jflex.with_offset(mask_mod, kv_lengths - 1)`."
+        )
+
+
+@functools.lru_cache(maxsize=256)
+def _hides_after_first(mask: TracedMod, sizes: tuple[int, int, int, int]) -> bool:
+    after_first = lambda b, h, q, k, *operands: jaxpr_as_fun(mask.jaxpr)(b, h, q, k + 1, *operands)[0]
+    program = dataclasses.replace(
+        mask, jaxpr=trace_mask(after_first, mask.operands), fingerprint=f"after the first key: {mask.fingerprint}"
+    )
+    return hides_all(program, sizes[:2], (1, sizes[3] - 1))

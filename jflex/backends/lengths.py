@@ -1,4 +1,4 @@
-"""`kv_lengths`, the number of keys of each batch entry: its checks, and lowering it to a mask.
+"""`kv_lengths`, the number of keys of each batch entry, lowered to a mask.
 
 A backend without support for lengths gets another spec: the mask compares `kv_idx` with the lengths, as one of its
 captured arrays; the lists omit the blocks beyond a length; keys and values beyond are zeroed.
@@ -6,20 +6,14 @@ captured arrays; the lists omit the blocks beyond a length; keys and values beyo
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import overload
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jaxtyping import Array, Int8, Int32
 
-from jflex._call.checks import describe_array
-from jflex._check.user_warnings import warn_user
 from jflex.backends.base import Gradients, Inputs
 from jflex.block_mask.lists import (
     EMPTY,
@@ -33,95 +27,9 @@ from jflex.block_mask.lists import (
 )
 from jflex.mods.fingerprint import fingerprint
 from jflex.mods.trace import TracedMod
-from jflex.types import AnyArray, ArrayOrShape
-from pallas_kernels.block_intervals import hides_all
 from pallas_kernels.spec import AttentionSpec, Blocks
 
 LENGTHS_BLOCK = 128  # queries and keys of a block, in lists made from lengths alone
-
-
-# fmt: off
-@overload
-def check_kv_lengths(kv_lengths: None, B: int, S: int, name: str = "kv_lengths") -> None: ...
-@overload
-def check_kv_lengths(kv_lengths: AnyArray, B: int, S: int, name: str = "kv_lengths") -> jax.Array: ...
-@overload
-def check_kv_lengths(
-    kv_lengths: jax.ShapeDtypeStruct, B: int, S: int, name: str = "kv_lengths"
-) -> jax.ShapeDtypeStruct: ...
-# fmt: on
-def check_kv_lengths(
-    kv_lengths: ArrayOrShape | None, B: int, S: int, name: str = "kv_lengths"
-) -> jax.Array | jax.ShapeDtypeStruct | None:
-    """Returns the lengths as a JAX array, or as the shape that `jflex.explain` got; `name` is the argument's.
-
-    Raises:
-      TypeError: They are not an array, or not int32.
-      ValueError: There is not one for each batch entry, or a known one is negative or greater than S.
-    """
-    rule = f"`{name}` must be an int32 array [B], the number of visible keys of each of the {B} batch entries"
-    if kv_lengths is None:
-        return None
-    if not (hasattr(kv_lengths, "shape") and hasattr(kv_lengths, "dtype")):
-        raise TypeError(f"{rule}. Got {type(kv_lengths).__name__}; pass `jnp.asarray({name}, jnp.int32)`.")
-    if kv_lengths.dtype != jnp.int32:
-        raise TypeError(f"{rule}. Got {describe_array(kv_lengths)}; cast it with `.astype(jnp.int32)`.")
-    if tuple(kv_lengths.shape) != (B,):
-        hint = "" if kv_lengths.shape else f" For one length for all, pass `jnp.full({B}, length, jnp.int32)`."
-        raise ValueError(f"{rule}. Got {describe_array(kv_lengths)}.{hint}")
-    known = known_lengths(kv_lengths)
-    if known is not None and known.size and not (known.min() >= 0 and known.max() <= S):
-        wrong = int(np.argmax((known < 0) | (known > S)))
-        raise ValueError(
-            f"`{name}` must lie between 0 and S, the number of keys, {S}. Batch entry {wrong} has "
-            f"{known[wrong]}. Make `key` and `value` longer, or clamp the lengths with `jnp.clip({name}, 0, {S})`."
-        )
-    return jnp.asarray(kv_lengths) if isinstance(kv_lengths, np.ndarray) else kv_lengths
-
-
-def known_lengths(kv_lengths: object) -> np.ndarray | None:
-    """The values, or None if this process does not know them, as while tracing."""
-    if isinstance(kv_lengths, jax.Array) and not isinstance(kv_lengths, Tracer) and kv_lengths.is_fully_addressable:
-        return np.asarray(kv_lengths)
-    return kv_lengths if isinstance(kv_lengths, np.ndarray) else None
-
-
-def known_keys(kv_lengths: object, S: int) -> int | None:
-    """The longest of the lengths, S without lengths; None if they are not known."""
-    return S if kv_lengths is None else last_key(kv_lengths)
-
-
-def last_key(kv_lengths: object) -> int | None:
-    """The longest length; None if they are not known."""
-    known = known_lengths(kv_lengths)
-    return None if known is None else int(known.max(initial=0))
-
-
-def warn_of_alignment(mask: TracedMod | None, sizes: tuple[int, int, int, int], kv_lengths: object) -> None:
-    """Warns of a decoding step whose mask takes its query for the first one, so that it attends to one key alone.
-
-    Args:
-      mask: The mask of the call.
-      sizes: ``(B, Hq, T, S)``.
-      kv_lengths: Of the call, or None.
-    """
-    if mask is None or kv_lengths is None or sizes[2] != 1:
-        return
-    longest = last_key(kv_lengths)
-    if (sizes[3] if longest is None else longest) > 1 and _hides_after_first(mask, sizes):
-        warn_user(
-            f"The mask {mask.source} hides all keys but the first: `q_idx` of the one query is 0, also at the end of "
-            "`kv_lengths` keys. For a decoding step, pass `jflex.with_offset(mask_mod, kv_lengths - 1)`."
-        )
-
-
-@functools.lru_cache(maxsize=256)
-def _hides_after_first(mask: TracedMod, sizes: tuple[int, int, int, int]) -> bool:
-    after_first = lambda b, h, q, k, *operands: jaxpr_as_fun(mask.jaxpr)(b, h, q, k + 1, *operands)[0]
-    program = dataclasses.replace(
-        mask, jaxpr=_traced_again(after_first, mask.operands), fingerprint=f"after the first key: {mask.fingerprint}"
-    )
-    return hides_all(program, sizes[:2], (1, sizes[3] - 1))
 
 
 @functools.lru_cache(maxsize=256)
@@ -129,7 +37,6 @@ def with_lengths_as_mask(spec: AttentionSpec, size: tuple[int, int] | None) -> A
     """The spec in which the mask and the lists hide keys beyond the lengths.
 
     Args:
-      spec: A spec with lengths.
       size: Block size (queries, keys) of the lists made if the spec has none; None for no lists.
     """
     blocks = spec.blocks
@@ -181,12 +88,7 @@ def bounded_states(states: Int8[Array, "b H R C"], lengths: Int32[Array, " B"], 
 
 
 def spec_without_lengths(spec: AttentionSpec, size: tuple[int, int] | None) -> AttentionSpec:
-    """An equivalent spec for a backend without support for lengths; `spec` itself if it has none.
-
-    Args:
-      spec: The call.
-      size: As in `with_lengths_as_mask`.
-    """
+    """An equivalent spec for a backend without support for lengths; `spec` itself if it has none."""
     return with_lengths_as_mask(spec, size).replace(Bkv=spec.B) if spec.kv_lengths else spec
 
 
@@ -238,12 +140,12 @@ def _bounded_mask(spec: AttentionSpec) -> TracedMod:
         return visible & jaxpr_as_fun(mask.jaxpr)(b, h, q_idx, kv_idx, *operands[:-1])[0]
 
     operands = (*captured, ((spec.B,), "int32"))
-    jaxpr = _traced_again(bounded, operands)
+    jaxpr = trace_mask(bounded, operands)
     source = "kv_lengths" if mask is None else mask.source
     return TracedMod("mask", fingerprint(jaxpr, differentiable=False), operands, jaxpr, source)
 
 
-def _traced_again(function: Callable[..., jax.Array], operands: Sequence[tuple[tuple[int, ...], str]]) -> ClosedJaxpr:
+def trace_mask(function: Callable[..., jax.Array], operands: Sequence[tuple[tuple[int, ...], str]]) -> ClosedJaxpr:
     """The program of a mask, as a function of its indices and operands."""
     scalars = [jax.ShapeDtypeStruct((), jnp.int32)] * 4
     avals = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in operands]

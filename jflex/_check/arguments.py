@@ -1,0 +1,227 @@
+"""Checks of single arguments of calls: arrays, numbers, the config, and the device that arrays are on."""
+
+from __future__ import annotations
+
+import math
+import operator
+from typing import Any, SupportsIndex, overload
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jax.typing import DTypeLike
+
+from jflex.config import Config
+from jflex.types import AnyArray, ArrayOrShape
+from pallas_kernels.spec import Blocks
+
+LAYOUTS = ("BTNH", "BNTH")
+DTYPES = ("bfloat16", "float16", "float32", "float64")
+EIGHT_BITS = ("float8_e4m3fn", "float8_e5m2")
+
+
+def describe_array(x: ArrayOrShape) -> str:
+    """Formats an array for messages: ``bfloat16[2,1024,16,64]``."""
+    return f"{x.dtype}[{','.join(map(str, x.shape))}]"
+
+
+def known_values(x: object) -> np.ndarray | None:
+    """The values of an array; None for tracers, shapes, and arrays spread over several hosts.
+
+    >>> known_values(jnp.arange(3)).tolist(), known_values(jax.ShapeDtypeStruct((3,), jnp.int32))
+    ([0, 1, 2], None)
+    """
+    if isinstance(x, jax.Array) and not isinstance(x, Tracer) and x.is_fully_addressable:
+        return np.asarray(x)
+    return x if isinstance(x, np.ndarray) else None
+
+
+def largest_value(x: object) -> int | None:
+    """The largest of known values, 0 of none; None if they are not known."""
+    known = known_values(x)
+    return None if known is None else int(known.max(initial=0))
+
+
+def check_scale(scale: object, D: int) -> float:
+    """Returns the scale as a float; ``D ** -0.5`` for None."""
+    if scale is None:
+        return D**-0.5
+    if isinstance(scale, bool | Tracer | jax.Array) or not isinstance(scale, (int, float, np.number)):
+        raise TypeError(
+            f"`scale` must be a Python number. Got {type(scale).__name__}. To multiply by an array, capture it "
+            "in a `score_mod`, or multiply `query` by it."
+        )
+    if not math.isfinite(scale) or scale == 0:
+        raise ValueError(f"`scale` must be finite and not 0. Got {scale}. Pass None for the default, D ** -0.5.")
+    return float(scale)
+
+
+def check_normalize(normalize: object, sinks: object) -> None:
+    """Raises unless `normalize` is known and fits the sinks."""
+    if normalize not in ("softmax", "none"):
+        raise ValueError(f"`normalize` must be 'softmax' or 'none'. Got {normalize!r}.")
+    if normalize == "none" and sinks is not None:
+        raise ValueError(
+            "`sinks` enter the denominator of a softmax, and with `normalize='none'` there is none. Leave one out."
+        )
+
+
+def checked_sinks(sinks: object, heads: int) -> jax.Array:
+    """Returns `sinks` as a JAX array."""
+    rule = f"`sinks` must be a floating-point array with one logit for each of the {heads} query heads, [{heads}]."
+    x: Any = sinks
+    if not (hasattr(x, "shape") and hasattr(x, "dtype")):
+        raise TypeError(f"{rule} Got {type(x).__name__}. Make one with `jnp.full({heads}, logit)`.")
+    if str(x.dtype) not in DTYPES:
+        raise TypeError(f"{rule} Got {describe_array(x)}. Cast it with `.astype(jnp.float32)`.")
+    if x.shape != (heads,):
+        raise ValueError(f"{rule} Got {describe_array(x)}. Index or broadcast it to one number for each head.")
+    return jnp.zeros(heads, x.dtype) if isinstance(x, jax.ShapeDtypeStruct) else jnp.asarray(x)
+
+
+def check_lse(return_lse: bool, normalize: str) -> None:
+    """Raises ValueError if an lse is requested where there is none."""
+    if return_lse and normalize == "none":
+        raise ValueError(
+            "`return_lse` must be False with `normalize='none'`: the lse is that of a softmax. Leave one of them out."
+        )
+
+
+# fmt: off
+@overload
+def check_kv_lengths(kv_lengths: None, B: int, S: int, name: str = "kv_lengths") -> None: ...
+@overload
+def check_kv_lengths(kv_lengths: AnyArray, B: int, S: int, name: str = "kv_lengths") -> jax.Array: ...
+@overload
+def check_kv_lengths(
+    kv_lengths: jax.ShapeDtypeStruct, B: int, S: int, name: str = "kv_lengths"
+) -> jax.ShapeDtypeStruct: ...
+# fmt: on
+def check_kv_lengths(
+    kv_lengths: ArrayOrShape | None, B: int, S: int, name: str = "kv_lengths"
+) -> jax.Array | jax.ShapeDtypeStruct | None:
+    """Returns the lengths as a JAX array, or as the shape that `jflex.explain` got; `name` is the argument's."""
+    rule = f"`{name}` must be an int32 array [B], the number of visible keys of each of the {B} batch entries"
+    if kv_lengths is None:
+        return None
+    if not (hasattr(kv_lengths, "shape") and hasattr(kv_lengths, "dtype")):
+        raise TypeError(f"{rule}. Got {type(kv_lengths).__name__}; pass `jnp.asarray({name}, jnp.int32)`.")
+    if kv_lengths.dtype != jnp.int32:
+        raise TypeError(f"{rule}. Got {describe_array(kv_lengths)}; cast it with `.astype(jnp.int32)`.")
+    if tuple(kv_lengths.shape) != (B,):
+        hint = "" if kv_lengths.shape else f" For one length for all, pass `jnp.full({B}, length, jnp.int32)`."
+        raise ValueError(f"{rule}. Got {describe_array(kv_lengths)}.{hint}")
+    known = known_values(kv_lengths)
+    if known is not None and known.size and not (known.min() >= 0 and known.max() <= S):
+        wrong = int(np.argmax((known < 0) | (known > S)))
+        raise ValueError(
+            f"`{name}` must lie between 0 and S, the number of keys, {S}. Batch entry {wrong} has "
+            f"{known[wrong]}. Make `key` and `value` longer, or clamp the lengths with `jnp.clip({name}, 0, {S})`."
+        )
+    return jnp.asarray(kv_lengths) if isinstance(kv_lengths, np.ndarray) else kv_lengths
+
+
+def checked_size(size: SupportsIndex, name: str) -> int:
+    """A size as a Python int.
+
+    >>> checked_size(512, "Q_LEN")
+    512
+    """
+    try:
+        number = None if isinstance(size, bool) else operator.index(size)
+    except TypeError:
+        number = None
+    if number is None:
+        raise TypeError(f"`{name}` must be a Python int, known while tracing. Got {size!r} ({type(size).__name__}).")
+    if number < 0:
+        raise ValueError(f"`{name}` must not be negative. Got {number}.")
+    return number
+
+
+def checked_positive(size: SupportsIndex, name: str) -> int:
+    """A size of at least 1 as a Python int.
+
+    >>> checked_positive(8, "num_kv_heads")
+    8
+    """
+    number = checked_size(size, name)
+    if number == 0:
+        raise ValueError(f"`{name}` must be at least 1. Got 0.")
+    return number
+
+
+def check_int32(name: str, x: object, content: str) -> None:
+    """Raises TypeError unless an argument is an array of int32.
+
+    >>> check_int32("slots", jnp.arange(3), "slots")
+    """
+    if not isinstance(x, jax.Array | np.ndarray):
+        raise TypeError(
+            f"`{name}` must be an int32 array of {content}. Got {type(x).__name__}. Wrap it in "
+            "`jnp.asarray(x, jnp.int32)`."
+        )
+    if x.dtype != jnp.int32:
+        raise TypeError(
+            f"`{name}` must be an int32 array of {content}. Got {describe_array(x)}. Cast it with `.astype(jnp.int32)`."
+        )
+
+
+def check_config(config: Any, blocks: Blocks | None) -> Config:
+    """Returns the config; the default one for None."""
+    if config is None:
+        return Config()
+    if not isinstance(config, Config):
+        raise TypeError(f"`config` must be a `jflex.Config`. Got {type(config).__name__}.")
+    for name in ("forward", "dkv", "dq", "decode"):
+        tiles = getattr(config, name)
+        if tiles is None or blocks is None:
+            continue
+        for size, tile, axis in zip(blocks.size, (tiles.block_q, tiles.block_kv), ("q", "kv"), strict=True):
+            if size % tile and (name, axis) != ("decode", "q"):
+                raise ValueError(
+                    f"`config.{name}.block_{axis}` must divide the block size of the mask, {size}. Got {tile}. "
+                    "Take a divisor, or create the mask with another `block_size`."
+                )
+    return config
+
+
+def current_device(*arrays: object) -> tuple[str, str]:
+    """Platform and kind of the device that will run the call.
+
+    An abstract device that the user set takes precedence (lowering for an absent GPU), then the devices of concrete
+    arrays and of ShapeDtypeStructs with a sharding, then JAX's default.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    abstract = getattr(mesh, "abstract_device", None)
+    if abstract is not None:
+        platform = getattr(abstract, "platform", None) or "gpu"
+        return _platform(platform), abstract.device_kind
+    for device in map(device_of, arrays):
+        if device is not None:
+            return _platform(device.platform), device.device_kind
+    device = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]  # made at run time
+    device = device if isinstance(device, jax.Device) else jax.local_devices(backend=device)[0]
+    return _platform(device.platform), device.device_kind
+
+
+def device_of(x: Any) -> Any:
+    """A device of an array, or of a shape with a sharding; None without one, and for tracers."""
+    if isinstance(x, jax.Array):
+        return None if isinstance(x, Tracer) else next(iter(x.devices()))
+    sharding = x.sharding if isinstance(x, jax.ShapeDtypeStruct) else None
+    if sharding is None or isinstance(getattr(sharding, "mesh", None), jax.sharding.AbstractMesh):
+        return None
+    return next(iter(sharding.device_set))
+
+
+def _platform(name: str) -> str:
+    return "gpu" if name in ("cuda", "rocm", "gpu") else name
+
+
+def current_precision(dtype: DTypeLike) -> str | None:
+    """Precision of float32 GEMMs: that of ``jax.default_matmul_precision``, None for JAX's default."""
+    if jnp.dtype(dtype) != jnp.float32:
+        return None
+    precision = jax.config.jax_default_matmul_precision  # pyright: ignore[reportAttributeAccessIssue]  # likewise
+    return None if precision is None else str(precision)

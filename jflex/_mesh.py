@@ -1,0 +1,78 @@
+"""Meshes: traces outside of the caller's mesh, sharding by XLA in explicit ones, varying types in `shard_map`."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, ParamSpec, TypeVar
+
+import jax
+from jax.sharding import PartitionSpec
+from jax.typing import ArrayLike
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+_Tree = TypeVar("_Tree")
+
+
+def no_mesh() -> AbstractContextManager[object]:
+    """A context without a mesh that keeps the current abstract device, for which a program may be lowered."""
+    device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
+    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device))
+
+
+def isolated_trace(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Traces kernels and programs apart from the caller's settings.
+
+    That is without ``jax_enable_x64``, which would give Python numbers in them 64 bits, and outside the mesh of an
+    enclosing `jax.shard_map`, which would put sharding annotations into derivatives.
+    """
+
+    @functools.wraps(function)
+    def traced(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        with jax.enable_x64(False), no_mesh():
+            return function(*args, **kwargs)
+
+    return traced
+
+
+def varying_axes(*arrays: ArrayLike) -> frozenset[str]:
+    """Mesh axes of an enclosing `jax.shard_map` over which any of the arrays varies; none outside of it."""
+    return frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in arrays))
+
+
+def vary(x: jax.Array, axes: frozenset[str]) -> jax.Array:
+    """Types an array as varying over (at least) `axes`; its values do not change."""
+    missing = tuple(sorted(axes - varying_axes(x)))
+    return jax.lax.pcast(x, missing, to="varying") if missing else x
+
+
+def match_manual_axes(tree: _Tree) -> _Tree:
+    """Types all arrays of a pytree as varying over the same axes.
+
+    The transpose sums the cotangents of arrays that the shards share.
+    """
+    axes = varying_axes(*jax.tree.leaves(tree))
+    return jax.tree.map(lambda x: vary(x, axes), tree)
+
+
+def partitioned_by_xla(compute: Callable[..., _R], out_sharding: Callable[[], PartitionSpec]) -> Callable[..., _R]:
+    """Lets XLA choose the shardings inside of a function of arrays.
+
+    `out_sharding`, the sharding of all results, is called only if the mesh has explicit axes.
+    """
+    if not jax.sharding.get_abstract_mesh().explicit_axes:
+        return compute
+    automatic: Any = jax.sharding.auto_axes
+    return automatic(compute, out_sharding=out_sharding())
+
+
+def leading_axes(x: jax.Array, count: int) -> PartitionSpec:
+    """The sharding of the first axes of an array, and of no others.
+
+    >>> import jax.numpy as jnp
+    >>> tuple(leading_axes(jnp.ones((2, 3, 4)), 2))
+    (None, None)
+    """
+    return PartitionSpec(*jax.typeof(x).sharding.spec[:count])
