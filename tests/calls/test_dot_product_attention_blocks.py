@@ -13,6 +13,7 @@ import jflex
 from jflex.block_mask.bands import Band, band_block_mask, dense_states
 from jflex.jax_nn import translate
 from tests.support import gpu_compile
+from tests.support.rows import tiers
 
 F32, I32 = jnp.float32, jnp.int32
 array = lambda *shape, dtype=F32: jnp.zeros(shape, dtype)
@@ -34,6 +35,7 @@ def visited(T, S=None, **arguments):
 # --- blocks
 
 
+@pytest.mark.full
 def test_blocks_are_skipped():
     row = lambda *lengths: jnp.array(lengths, I32)
     assert visited(1024, is_causal=True) == (2 * 36, 2 * 28, 128)
@@ -83,6 +85,7 @@ BANDS = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("with_lengths", [False, True])
 def test_blocks_of_bands_are_exact(with_lengths):
     lengths = jnp.array([0, 13, 64], I32) if with_lengths else None
@@ -106,6 +109,7 @@ def test_blocks_of_bands_are_exact(with_lengths):
             np.testing.assert_array_equal(getattr(found, name), getattr(expected, name))
 
 
+@pytest.mark.full
 def test_blocks_of_a_dense_mask_are_exact():
     for shape in ((2, 1, 70, 50), (1, 3, 1, 50), (2, 1, 70, 1), (1, 1, 1, 1)):
         mask = jax.random.bernoulli(jax.random.key(0), 0.99, shape)
@@ -132,6 +136,7 @@ def test_static_lists_are_made_once_and_are_one_constant_of_a_program():
     assert sizes[2] - sizes[1] == sizes[1] - sizes[0] < 2000
 
 
+@pytest.mark.full
 def test_tiles_of_the_user_divide_the_blocks():
     config = jflex.Config(forward=jflex.Tiles(256, 64), dq=jflex.Tiles(64, 512))
     assert translated(2048, is_causal=True, config=config).block_mask.block_size == (256, 512)
@@ -143,6 +148,7 @@ def test_tiles_of_the_user_divide_the_blocks():
 T_LONG = 4096
 
 
+@tiers(default={"arguments": "is_causal"})
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -166,6 +172,7 @@ def test_no_array_of_queries_times_keys(arguments):
     assert memory.temp_size_in_bytes < T_LONG * T_LONG / 2  # half a byte for each score
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("shape", [(2, 1, 1, 300), (1, 4, 300, 1), (300, 300), (1,), (4, 1, 1)])
 def test_a_bias_is_captured_at_its_own_size_and_its_gradient_has_its_shape(shape):
     bias = jax.random.normal(jax.random.key(1), shape)

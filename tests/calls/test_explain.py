@@ -22,6 +22,7 @@ from tests.cases import paged_cases, ragged_cases
 from tests.mods import test_mod_errors
 from tests.paged import test_paged_errors
 from tests.support import gpu_compile, paged_evaluation
+from tests.support.rows import in_turns, tiers
 
 INTERPRETED = {"implementation": "triton", "config": jflex.Config(interpret=True)}
 BACKENDS = ["reference", "xla", "triton-interpret"]
@@ -96,6 +97,8 @@ def agree(account, run: Run) -> None:
 # --- the case tables
 
 
+@pytest.mark.full
+@in_turns
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("case", ragged_cases.CASES, ids=str)
 def test_packed_cases(case, backend, told, ran):
@@ -112,6 +115,7 @@ def test_packed_cases(case, backend, told, ran):
     assert told[1].tiles == account.tiles
 
 
+@tiers(default={"case": "mixed", "backend": "triton-interpret"}, in_turns=True)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("case", paged_cases.CASES, ids=str)
 def test_paged_cases(case, backend, told, ran):
@@ -132,6 +136,8 @@ def test_paged_cases(case, backend, told, ran):
         assert (account.query_tiles, account.splits) == (None, None)
 
 
+@pytest.mark.full
+@in_turns
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("levels", [test_cascade.dense_levels, test_cascade.paged_levels])
 @pytest.mark.parametrize("tree", test_cascade.TREES)
@@ -180,6 +186,7 @@ TABLES = [
 ]
 
 
+@tiers(default={"provoke": ["paged-cpu", "cascade-positions", "packed-plain_mask"]})
 @pytest.mark.parametrize("provoke", [pytest.param(row[2], id=f"{row[0]}-{row[1]}") for row in TABLES])
 def test_wrong_calls_give_the_errors_of_the_call(provoke, monkeypatch):
     with pytest.raises((TypeError, ValueError, jflex.UnsupportedError)) as by_call:
@@ -300,6 +307,7 @@ def test_shapes_with_a_sharding_name_their_device(monkeypatch):
 # --- what is said
 
 
+@pytest.mark.full
 def test_on_a_gpu():
     q, levels = jax.ShapeDtypeStruct((64, 32, 128), jnp.bfloat16), []
     for shape, start in (((1, 8192, 8, 128), 0), ((64, 256, 8, 128), 8192)):

@@ -13,7 +13,10 @@ from jax import export
 import jflex
 from jflex.backends.gpu.triton import Triton
 from jflex.backends.xla.attention import Xla
+from tests.support.rows import in_turns
 from tests.support.traces import Traced
+
+pytestmark = pytest.mark.full
 
 B, T, H, D = 2, 40, 2, 16
 BACKENDS = {
@@ -155,6 +158,7 @@ def test_float64():
 # --- vmap
 
 
+@in_turns
 @backends
 @pytest.mark.parametrize("mapped", ["q", "k", "qkv", "c", "m", "qc", "kvm", "qkvcm"])
 def test_vmap_over_any_subset(backend, mapped):
@@ -378,6 +382,7 @@ FORWARD_MODE = {
 }
 
 
+@in_turns
 @pytest.mark.parametrize("jitted", [False, True], ids=["eager", "jit"])
 @pytest.mark.parametrize("kind", FORWARD_MODE)
 @backends

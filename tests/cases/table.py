@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
+import pytest
 
 from tests.cases import captured_pairs as captured
 from tests.cases import mask_pairs as masks
@@ -61,6 +62,7 @@ class Case:
       shared_dropout: Whether batch entries and heads drop the same weights.
       positive: Draws queries and keys above 0, so that no score is near 0.
       unsupported: Backends that must refuse the case, with what their reason must match.
+      tier: When tests of the case run, unless they say otherwise: ``default`` or ``full``.
     """
 
     name: str
@@ -84,9 +86,21 @@ class Case:
     shared_dropout: bool = False
     positive: bool = False
     unsupported: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    tier: str = "full"
 
     def __str__(self) -> str:
         return self.name
+
+
+def distinct(cases: Iterable[Case]) -> list[Case]:
+    """One case of each score mod and of each mask mod."""
+    seen: set[Any] = set()
+    return [x for x in cases if not {x.score, x.mask} <= seen and not seen.update((x.score, x.mask))]
+
+
+def in_tiers(cases: Iterable[Case]) -> list[Any]:
+    """Parameters of a test: cases with the mark of their tier."""
+    return [pytest.param(x, id=x.name, marks=[pytest.mark.full] if x.tier == "full" else []) for x in cases]
 
 
 N = Sizes
@@ -115,7 +129,7 @@ ELEMENTWISE = [
     Case("remainder", scores.remainder, **F16),
     Case("odd_keys_score", scores.odd_keys),
     Case("bits", scores.bits, **BF16),
-    Case("softcap", scores.softcap, masks.causal, N(T=129), block=64, **BF16),
+    Case("softcap", scores.softcap, masks.causal, N(T=129), block=64, **BF16, tier="default"),
     Case("softcap_float32", scores.softcap, precision="highest"),
     Case("relu", scores.relu, **BF16),
     Case("softplus", scores.softplus, **F16),
@@ -183,7 +197,7 @@ CAPTURED = [
     Case("permuted", captured.permuted, sizes=N(T=70), **BF16),
     Case("only_bias", captured.only_bias, **BF16),
     Case("rounded", captured.rounded, **BF16),
-    Case("slopes", captured.slopes, masks.causal, N(T=129, Hq=4, Hkv=2), block=64, **BF16),
+    Case("slopes", captured.slopes, masks.causal, N(T=129, Hq=4, Hkv=2), block=64, **BF16, tier="default"),
     Case("scale_0d", captured.scale_0d, **BF16),
     Case("scale_int", captured.scale_int, **BF16),
     Case("scale_one", captured.scale_one, masks.window, block=32),
@@ -194,7 +208,7 @@ CAPTURED = [
     Case("distance", captured.distance, sizes=N(T=67), **BF16),
     Case("polynomial", captured.polynomial, **BF16),
     Case("scan", captured.scan, **BF16),
-    Case("sorting", captured.sorting, unsupported={"triton": r"score_mod.*sort.*implementation='xla'"}),
+    Case("sorting", captured.sorting, unsupported={"triton": r"score_mod.*sort.*implementation='xla'"}, tier="default"),
 ]
 
 READY = [
@@ -211,7 +225,7 @@ READY = [
 ]
 
 MASKED = [
-    Case("causal", mask=masks.causal, sizes=N(T=257), block=128, **BF16),
+    Case("causal", mask=masks.causal, sizes=N(T=257), block=128, **BF16, tier="default"),
     Case("causal_mask_mod", mask=masks.causal, sizes=N(T=129), **BF16),
     Case("causal_more_keys", mask=masks.causal, sizes=N(T=67, S=130), block=(32, 64)),
     Case("causal_more_queries", mask=masks.causal, sizes=N(T=130, S=67), block=(64, 32), **BF16),
@@ -267,7 +281,7 @@ MASKED = [
 ]
 
 SHAPES = [
-    Case("decode", scores.softcap, sizes=N(T=1, S=500, Hq=8, Hkv=2), **BF16),
+    Case("decode", scores.softcap, sizes=N(T=1, S=500, Hq=8, Hkv=2), **BF16, tier="default"),
     Case(
         "decode_blocks", scores.alibi, masks.offset_by_batch, N(T=3, S=300, Hq=4, Hkv=2), block=64, by_batch=True, **F16
     ),
@@ -308,19 +322,33 @@ SHAPES = [
     Case("head_sizes_192_128", mask=masks.causal, sizes=N(B=1, D=192, Dv=128), block=64, **BF16),
     Case("head_size_256", mask=masks.causal, sizes=N(B=1, T=129, D=256), block=128, **BF16),
     Case("head_size_256_float32", sizes=N(B=1, T=70, D=256)),
-    Case("head_size_300", sizes=N(B=1, T=37, D=300), unsupported={"triton": r"head sizes up to 256, not 300"}),
+    Case(
+        "head_size_300",
+        sizes=N(B=1, T=37, D=300),
+        unsupported={"triton": r"head sizes up to 256, not 300"},
+        tier="default",
+    ),
     Case("grouped", scores.alibi, sizes=N(T=33, S=256, Hq=8, Hkv=2), **BF16),
     Case("grouped_causal", mask=masks.causal, sizes=N(T=129, Hq=6, Hkv=2), block=64, **F16),
     Case("one_key_head", mask=masks.causal, sizes=N(T=100, Hq=4, Hkv=1), block=32),
     Case("shared_keys", mask=masks.causal, sizes=N(B=3, T=70, Bkv=1), block=32, **BF16),
     Case("shared_keys_bias", captured.bias_bq, sizes=N(B=3, T=37, S=67, Hq=4, Hkv=2, Bkv=1)),
-    Case("bnth", captured.bias_hqk, masks.causal, N(T=100, S=67, Hq=4, Hkv=2, Dv=16), block=32, layout="BNTH", **BF16),
+    Case(
+        "bnth",
+        captured.bias_hqk,
+        masks.causal,
+        N(T=100, S=67, Hq=4, Hkv=2, Dv=16),
+        block=32,
+        layout="BNTH",
+        **BF16,
+        tier="default",
+    ),
     Case("bnth_shared_keys", mask=masks.window, sizes=N(T=129, Bkv=1), layout="BNTH"),
     Case("long", mask=masks.window, sizes=N(B=1, T=1023, D=16), block=128, **BF16),
 ]
 
 SINKS = [
-    Case("sinks", mask=masks.causal, sizes=N(T=129, Hq=4, Hkv=2), block=64, sinks=True, **BF16),
+    Case("sinks", mask=masks.causal, sizes=N(T=129, Hq=4, Hkv=2), block=64, sinks=True, **BF16, tier="default"),
     Case("sinks_alone", sizes=N(T=70, S=100, Hq=3), sinks=True),
     Case("sinks_see_nothing", captured.slopes, masks.strictly_causal, N(T=70, Hq=4, Hkv=2), block=32, sinks=True),
     Case("softcap_sinks", scores.softcap, masks.window, N(T=129, Hq=4, Hkv=1), layout="BNTH", sinks=True, **F16),
@@ -330,7 +358,16 @@ SINKS = [
 ]
 
 NOT_NORMALIZED = [
-    Case("sigmoid", scores.sigmoid, masks.causal, N(T=129, Hq=4, Hkv=2), block=64, normalize="none", **BF16),
+    Case(
+        "sigmoid",
+        scores.sigmoid,
+        masks.causal,
+        N(T=129, Hq=4, Hkv=2),
+        block=64,
+        normalize="none",
+        **BF16,
+        tier="default",
+    ),
     Case("sigmoid_everywhere", scores.sigmoid, sizes=N(T=70, S=100, Dv=40), normalize="none"),
     Case("flash_sigmoid", scores.flash_sigmoid, sizes=N(B=1, T=100, D=128), scale=128**-0.5, normalize="none", **F16),
     Case("sigmoid_decode", scores.sigmoid, sizes=N(T=1, S=300, Hq=8, Hkv=2), normalize="none", **F16),
@@ -341,7 +378,7 @@ NOT_NORMALIZED = [
 ]
 
 DROPOUT = [
-    Case("dropout", mask=masks.causal, sizes=N(T=70, Hq=4, Hkv=2), block=32, dropout_rate=0.3, **BF16),
+    Case("dropout", mask=masks.causal, sizes=N(T=70, Hq=4, Hkv=2), block=32, dropout_rate=0.3, **BF16, tier="default"),
     Case("causal_dropout_repaired", captured.bias_hqk, masks.causal, N(T=67, S=70), block=32, dropout_rate=0.5),
     Case(
         "softcap_dropout_sinks",

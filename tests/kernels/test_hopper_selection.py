@@ -116,6 +116,7 @@ def test_is_first_where_it_is_faster(length, block, backend, reason):
     assert chosen(length, block, implementation=BACKEND).backend == BACKEND
 
 
+@pytest.mark.full
 @NEEDS_011
 @pytest.mark.parametrize(
     ("length", "heads", "D", "score_mod", "reason"),
@@ -134,6 +135,7 @@ def test_leaves_to_triton_what_triton_does_faster(length, heads, D, score_mod, r
     assert reason is None or reason in account.reasons[BACKEND]
 
 
+@pytest.mark.full
 @NEEDS_011
 @pytest.mark.parametrize(
     ("length", "D", "config", "below"),
@@ -156,12 +158,14 @@ def test_gradients_of_short_sequences_are_left_to_faster_kernels(length, D, conf
     assert chosen(length, **arguments, implementation=BACKEND).gradients == BACKEND
 
 
+@pytest.mark.full
 @NEEDS_011
 def test_gradients_stay_where_nobody_else_can_compute_them(monkeypatch):
     monkeypatch.setattr(triton.Triton, "plan", lambda self, spec, requested: Refusal("it cannot"))
     assert chosen(256, heads=80).gradients == "mosaic_gpu"
 
 
+@pytest.mark.full
 @NEEDS_011
 def test_tiles_that_are_set_for_gradients_are_used():
     mine = jflex.Config(dkv=jflex.Tiles(64, 64, num_warps=4))
@@ -178,6 +182,7 @@ def test_gradients_run_where_explain_says(length, kernels):
     assert {name for name in kernels | {"backward"} if any(f"{name}_sm90" in k.name for k in compiled)} == kernels
 
 
+@pytest.mark.full
 @NEEDS_011
 @pytest.mark.parametrize(
     ("length", "D", "bias", "kernels"),
@@ -226,6 +231,7 @@ BIASES = [  # batch, index, shape, configuration, and the kernels besides that f
 ]
 
 
+@pytest.mark.full
 @NEEDS_011
 @pytest.mark.parametrize(
     ("batch", "index", "shape", "config", "kernels"), [x[1:] for x in BIASES], ids=[x[0] for x in BIASES]
@@ -238,6 +244,7 @@ def test_which_kernel_computes_the_gradient_of_a_pair_bias(batch, index, shape, 
     assert set(re.findall(r", ([a-z ]+) \d|by '(?:triton)'", account.tiles)) == {"dkv", *kernels}
 
 
+@pytest.mark.full
 @NEEDS_011
 def test_takes_measured_tiles(monkeypatch, fresh_plans):
     from pallas_kernels.tuning import tables
@@ -254,6 +261,7 @@ def test_takes_measured_tiles(monkeypatch, fresh_plans):
     assert "dkv 64 x 64 (4 warps that compute, 2 stages), dq 64 x 64 (4 warps that compute, 3 stages)" in in_order
 
 
+@pytest.mark.full
 @NEEDS_011
 @pytest.mark.parametrize(
     ("config", "reason"),

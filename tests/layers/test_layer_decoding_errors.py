@@ -8,9 +8,9 @@ import jflex
 from flax_layers.nnx import DenseCache, EightBitCache
 from jflex.paged import PagedCache
 from tests.layers.test_layer_decoding import ROOM, batch_of, causal, inputs_of, layer_of, table_of
-from tests.support.layer_flavours import FLAVOURS, LinenLayer
+from tests.support.layer_flavours import LinenLayer
 
-pytestmark = [pytest.mark.parametrize("flavour", FLAVOURS)]
+pytestmark = [pytest.mark.parametrize("flavour", ["nnx", pytest.param("linen", marks=pytest.mark.full)])]
 
 
 def like(layer, **options):

@@ -18,6 +18,9 @@ from flax_layers import attention_fn
 from flax_layers.linen import params_from_nnx, params_to_nnx
 from flax_layers.rotary_scaling import LinearScaling
 from tests.support.layer_flavours import FLAVOURS, HEADS, LinenLayer
+from tests.support.rows import in_turns
+
+pytestmark = pytest.mark.full
 
 FEATURES, LENGTH, DEPTH = 32, 13, 2
 SIZES = {"num_kv_heads": 2, "head_dim": 8}
@@ -61,6 +64,7 @@ def squares(inputs: jax.Array, layer) -> jax.Array:
     return jnp.sum(jnp.square(layer(inputs)))
 
 
+@in_turns
 @pytest.mark.parametrize("kind", OPTIONS)
 @pytest.mark.parametrize("source", FLAVOURS)
 def test_parameters_convert_with_outputs_and_gradients(source, kind):

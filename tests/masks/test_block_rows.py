@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 import jflex
 from jflex import BlockSparseRows
+from tests.support.rows import in_turns
 
 T, S, PAGE = 24, 32, 4
 CAUSAL = jflex.masks.causal()
@@ -78,6 +79,7 @@ def arrays(queries=T, keys=S):
     return [jax.random.normal(jax.random.key(n), shape) for n, shape in enumerate(shapes)]
 
 
+@pytest.mark.full
 @settings(max_examples=12)
 @given(drawn_rows(), st.sampled_from([None, 8, (4, 16)]), st.booleans())
 def test_a_block_mask_shows_what_the_lists_say(drawn, block_size, is_causal):
@@ -86,6 +88,7 @@ def test_a_block_mask_shows_what_the_lists_say(drawn, block_size, is_causal):
     np.testing.assert_array_equal(mask.to_elements()[0, 0], dense(drawn) & (causal | (not is_causal)))
 
 
+@pytest.mark.full
 @settings(max_examples=8)
 @given(drawn_rows())
 def test_block_masks_convert_to_rows_and_back(drawn):
@@ -101,6 +104,7 @@ def test_block_masks_convert_to_rows_and_back(drawn):
     np.testing.assert_array_equal(traced.to_dense()[0, 0], blocks)
 
 
+@pytest.mark.full
 @settings(max_examples=12)
 @given(
     st.lists(st.integers(0, 6), min_size=1, max_size=3),
@@ -130,6 +134,8 @@ UNEVEN = {
 EVEN = {"indptr": [0, 1, 3, 6], "indices": [0, 3, 1, 2, 0, 1], "q_blocks": 8, "kv_blocks": 8, "kv_lengths": None}
 
 
+@pytest.mark.full
+@in_turns
 @pytest.mark.parametrize("backend", ["reference", "xla", "triton-interpret"])
 @pytest.mark.parametrize("drawn", [UNEVEN, EVEN], ids=["uneven", "even"])
 def test_attention_with_mods(drawn, backend):
@@ -156,6 +162,7 @@ def test_attention_with_mods(drawn, backend):
     np.testing.assert_allclose(plain[0], attention(query[0], key[0], value[0], dense(drawn)), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("backend", ["xla", "triton-interpret"])
 def test_attention_over_a_cache(backend):
     """Pages as keys, and as the pages of a cache: the same; and the lists of another order hold the same keys."""
@@ -176,12 +183,14 @@ def rows_of(indptr=(0, 1, 2), indices=(0, 1), q_blocks=16, kv_blocks=16, **more)
     return from_indptr(np.array(indptr), np.array(indices), 32, 32, q_blocks=q_blocks, kv_blocks=kv_blocks, **more)
 
 
+@pytest.mark.full
 def test_negative_lengths_are_zero():
     rows = rows_of((0, 1, 2), (1, 1), kv_lengths=[-5, 3])
     assert rows.to_paged_batch().kv_lengths.tolist() == [0, 3]
     assert rows.to_block_mask().to_elements().sum() == 16 * 3
 
 
+@pytest.mark.full
 def test_sizes_of_numpy():
     assert rows_of(q_blocks=np.int64(16), kv_blocks=np.int32(16)).block_size == (16, 16)
 

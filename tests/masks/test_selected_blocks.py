@@ -16,6 +16,7 @@ from tests.cases.table import Case, Sizes
 from tests.kernels.test_hopper import NEEDS_011
 from tests.support import evaluation, gpu_compile
 from tests.support.hopper_emulator import emulated
+from tests.support.rows import in_turns, tiers
 
 BF16 = {"dtype": "bfloat16"}
 
@@ -98,12 +99,14 @@ def compare(case, found):
     evaluation.compare_gradients(case.case, found, *right, ("query", "key", "value"))
 
 
+@tiers(default={"backend": ["reference", "xla"], "case": "selected_grouped"}, in_turns=True)
 @cases
 @pytest.mark.parametrize("backend", ["reference", *evaluation.BACKENDS])
 def test_attention_is_that_of_the_dense_mask(case, backend):
     compare(case, evaluation.everything_by(case.case, case.attend(backend)))
 
 
+@pytest.mark.full
 @cases
 def test_lists_hold_the_selected_blocks(case):
     """Known and traced; each query block with its state, the transpose alike, and as many entries as it selects."""
@@ -124,6 +127,7 @@ def test_lists_hold_the_selected_blocks(case):
         assert max(block_mask.kv_indices.shape[-1], block_mask.full_kv_indices.shape[-1]) <= max(case.k, 1)
 
 
+@pytest.mark.full
 def test_integers_of_any_width():
     """None wraps around to a block that exists."""
     for dtype in (np.int8, np.uint8, np.int64, np.uint32):
@@ -135,6 +139,7 @@ def test_integers_of_any_width():
     assert np.flatnonzero(many.to_dense()).tolist() == [255]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("shape", "lengths"), [((2, 1, 3, 0), (96, 64)), ((1, 1, 0, 2), (0, 64)), ((1, 2, 2, 1), (64, 0))]
 )
@@ -167,6 +172,7 @@ def best_blocks(scores, k, sizes, causal, local, initial, visible):
     return chosen
 
 
+@tiers(default={"causal": "True-1-0", "sizes": "(32, 32)"}, in_turns=True)
 @pytest.mark.parametrize("sizes", [(32, 32), (64, 32), (32, 64), (96, 64)], ids=str)
 @pytest.mark.parametrize(
     ("causal", "local", "initial"), [(True, 1, 0), (True, 2, 1), (True, 0, 0), (False, 0, 1), (False, 1, 0)]
@@ -191,6 +197,7 @@ def test_select_blocks_follows_its_definition(sizes, causal, local, initial, dty
             np.testing.assert_array_equal(found[b, h], right)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("queries", ["first", "mean"])
 def test_block_scores_against_float64(queries):
     rng = np.random.default_rng(1)
@@ -230,6 +237,7 @@ def assert_close(found, right):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), found, right)
 
 
+@pytest.mark.full
 def test_a_step_is_compiled_once_whatever_is_selected():
     """And computes what the same values give outside of `jit`."""
     step = jax.jit(gradients)
@@ -238,6 +246,7 @@ def test_a_step_is_compiled_once_whatever_is_selected():
     assert step._cache_size() == 1
 
 
+@pytest.mark.full
 def test_vmap_and_remat():
     x = arrays(0, 3)
     right = [jnp.stack(parts) for parts in zip(*(gradients(*(a[i] for a in x)) for i in range(3)), strict=True)]
@@ -246,6 +255,7 @@ def test_vmap_and_remat():
     assert_close(jax.jit(again)(*arrays()), gradients(*arrays()))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit], ids=str)
 def test_sharded_batch_and_heads(kind):
     right, mesh = gradients(*arrays()), jax.make_mesh((2, 2), ("data", "model"), axis_types=(kind,) * 2)
@@ -255,6 +265,8 @@ def test_sharded_batch_and_heads(kind):
     assert_close(jax.tree.map(np.asarray, found), right)
 
 
+@pytest.mark.full
+@in_turns
 @pytest.mark.parametrize("axes", [("data", None, "model"), ("data", "model"), ("data", None, None, "model")], ids=str)
 @pytest.mark.parametrize("queries", ["first", "mean"])
 def test_scores_of_shared_keys_in_a_mesh_with_explicit_axes(axes, queries):
@@ -367,6 +379,8 @@ def test_messages(wrong, error, message):
 # ---------------------------------------------------------------- on a GPU
 
 
+@pytest.mark.full
+@in_turns
 @pytest.mark.skipif(gpu_compile.missing() is not None, reason="compiles for a GPU")
 @pytest.mark.parametrize("backend", [pytest.param("mosaic_gpu", marks=NEEDS_011), "triton"])
 @pytest.mark.parametrize("case", HOPPER, ids=str)
@@ -389,6 +403,7 @@ def test_hopper(case):
     compare(case, evaluation.everything_by(case.case, case.attend("mosaic_gpu")))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("case", HOPPER, ids=str)
 def test_hopper_emulated(case):
     with emulated():
