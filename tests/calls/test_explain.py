@@ -17,10 +17,9 @@ from jflex.masks import causal
 from jflex.paged import PagedBatch, PagedCache, token_positions, token_requests
 from jflex.paged import run as paged_run
 from pallas_kernels.plan import all_gradients
-from tests.calls import test_cascade, test_errors, test_ragged
+from tests.calls import test_cascade, test_ragged
 from tests.cases import paged_cases, ragged_cases
-from tests.mods import test_mod_errors
-from tests.paged import test_paged_errors
+from tests.cases.errors import calls, mods, paged
 from tests.support import gpu_compile, paged_evaluation
 from tests.support.rows import in_turns, tiers
 
@@ -178,11 +177,11 @@ def test_kernels_are_launched_with_the_tiles_that_are_named(told, ran, monkeypat
 
 
 TABLES = [
-    *(("paged", *row[:2]) for row in test_paged_errors.ROWS),
+    *(("paged", *row[:2]) for row in paged.ROWS),
     *(("cascade", *row[:2]) for row in test_cascade.ROWS),
     *(("packed", *row[:2]) for row in test_ragged.ERRORS),
-    *(("dense", *row[:2]) for row in test_errors.ROWS if "call" in row[1].__code__.co_names),
-    *(("mods", *row[:2]) for row in test_mod_errors.ROWS),
+    *(("dense", *row[:2]) for row in calls.ROWS if "call" in row[1].__code__.co_names),
+    *(("mods", *row[:2]) for row in mods.ROWS),
 ]
 
 

@@ -53,5 +53,5 @@ def test_rows_for_a_gpu_stay():
 
 
 def test_a_description_of_no_row_is_refused():
-    with pytest.raises(ValueError, match="test has no row {'case': 'd'}"):
+    with pytest.raises(ValueError, match=r"test has no row \{'case': 'd'\}"):
         rows_of(default={"case": "d"})
