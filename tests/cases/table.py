@@ -242,9 +242,8 @@ MASKED = [
     Case("rows_that_see_nothing_mask_mod", mask=masks.first_half_only, sizes=N(T=100)),
     Case("odd_keys", mask=masks.odd_keys, block=64, **BF16),
     Case("window_by_head", mask=masks.window_by_head, sizes=N(T=200, Hq=4), block=32, by_head=True, **BF16),
-    Case(
-        "window_by_head_grouped", captured.bias_kv, masks.window_by_head, N(T=200, Hq=4, Hkv=2), block=32, by_head=True
-    ),
+    Case("window_by_head_grouped", captured.bias_kv, masks.window_by_head, N(T=200, Hq=4, Hkv=2), block=32,
+     by_head=True),
     Case("offset_by_batch", mask=masks.offset_by_batch, sizes=N(T=130), block=32, by_batch=True, **BF16),
     Case("padding", mask=masks.padding, sizes=N(T=130), block=64, by_batch=True, by_head=True, **BF16),
     Case("random_elements", mask=masks.random_elements, sizes=N(T=96, Hq=4, Hkv=2), block=32, by_head=True, **BF16),
@@ -257,58 +256,28 @@ MASKED = [
     Case("narrow_cut_to_one", mask=masks.scattered(32), sizes=N(T=130, S=260), block=32, max_blocks=1, **BF16),
     Case("narrow_decode", mask=masks.scattered(64), sizes=N(T=3, S=600, Hq=4, Hkv=2), block=64, max_blocks=2, **BF16),
     Case("blocks_of_one_call", mask=masks.causal, sizes=N(T=33), block=256, **BF16),
-    Case(
-        "own_lists",
-        sizes=N(T=130, S=96),
-        block=32,
-        states=np.random.default_rng(0).integers(0, 2, (1, 1, 5, 3)),
-        **BF16,
-    ),
-    Case(
-        "own_lists_mixed",
-        mask=masks.random_elements,
-        sizes=N(T=128, Hq=4, Hkv=2),
-        block=32,
-        states=np.random.default_rng(1).integers(0, 3, (2, 4, 4, 4)),
-        **BF16,
-    ),
-    Case(
-        "blocks_of_24",
-        mask=masks.causal,
-        block=24,
-        unsupported={"triton": r"mask's block size allows 8.*multiple of 16"},
-    ),
-]
+    Case("own_lists", sizes=N(T=130, S=96), block=32, states=np.random.default_rng(0).integers(0, 2, (1, 1, 5, 3)),
+     **BF16),
+    Case("own_lists_mixed", mask=masks.random_elements, sizes=N(T=128, Hq=4, Hkv=2), block=32,
+     states=np.random.default_rng(1).integers(0, 3, (2, 4, 4, 4)), **BF16),
+    Case("blocks_of_24", mask=masks.causal, block=24,
+     unsupported={"triton": r"mask's block size allows 8.*multiple of 16"}),
+]  # fmt: skip
 
 SHAPES = [
     Case("decode", scores.softcap, sizes=N(T=1, S=500, Hq=8, Hkv=2), **BF16, tier="default"),
-    Case(
-        "decode_blocks", scores.alibi, masks.offset_by_batch, N(T=3, S=300, Hq=4, Hkv=2), block=64, by_batch=True, **F16
-    ),
+    Case("decode_blocks", scores.alibi, masks.offset_by_batch, N(T=3, S=300, Hq=4, Hkv=2), block=64, by_batch=True,
+     **F16),
     Case("decode_mask_mod", captured.bias_hqk, masks.window_by_head, N(T=2, S=130, Hq=4, Hkv=2), **BF16),
-    Case(
-        "decode_lists_by_head",
-        captured.slopes,
-        masks.random_elements,
-        N(T=5, S=200, Hq=3, Hkv=3),
-        block=32,
-        by_head=True,
-    ),
-    Case(
-        "decode_lists_by_grouped_head",
-        mask=masks.random_elements,
-        sizes=N(T=5, S=200, Hq=4, Hkv=2),
-        block=32,
-        by_head=True,
-        **BF16,
-    ),
-    Case(
-        "decode_sees_nothing", captured.table, masks.strictly_causal, N(T=4, S=257, Hkv=1, D=40, Dv=80), block=64, **F16
-    ),
+    Case("decode_lists_by_head", captured.slopes, masks.random_elements, N(T=5, S=200, Hq=3, Hkv=3), block=32,
+     by_head=True),
+    Case("decode_lists_by_grouped_head", mask=masks.random_elements, sizes=N(T=5, S=200, Hq=4, Hkv=2), block=32,
+     by_head=True, **BF16),
+    Case("decode_sees_nothing", captured.table, masks.strictly_causal, N(T=4, S=257, Hkv=1, D=40, Dv=80), block=64,
+     **F16),
     Case("decode_by_head_major", mask=masks.both_sides, sizes=N(T=4, S=99, Hq=2, Hkv=1), block=64, layout="BNTH"),
-    Case(
-        "decode_sixteen_queries", captured.bias_q, masks.odd_keys, N(T=16, S=150, Hq=4, Hkv=1), block=(16, 64), **BF16
-    ),
+    Case("decode_sixteen_queries", captured.bias_q, masks.odd_keys, N(T=16, S=150, Hq=4, Hkv=1), block=(16, 64),
+     **BF16),
     Case("one_query_one_key", sizes=N(B=1, T=1, Hq=1, D=16)),
     Case("one_query", captured.bias_kv, masks.everything, N(T=1, S=257, Hq=4, Hkv=2), **BF16),
     Case("one_key", scores.times_two, sizes=N(T=37, S=1), **BF16),
@@ -322,30 +291,18 @@ SHAPES = [
     Case("head_sizes_192_128", mask=masks.causal, sizes=N(B=1, D=192, Dv=128), block=64, **BF16),
     Case("head_size_256", mask=masks.causal, sizes=N(B=1, T=129, D=256), block=128, **BF16),
     Case("head_size_256_float32", sizes=N(B=1, T=70, D=256)),
-    Case(
-        "head_size_300",
-        sizes=N(B=1, T=37, D=300),
-        unsupported={"triton": r"head sizes up to 256, not 300"},
-        tier="default",
-    ),
+    Case("head_size_300", sizes=N(B=1, T=37, D=300), unsupported={"triton": r"head sizes up to 256, not 300"},
+     tier="default"),
     Case("grouped", scores.alibi, sizes=N(T=33, S=256, Hq=8, Hkv=2), **BF16),
     Case("grouped_causal", mask=masks.causal, sizes=N(T=129, Hq=6, Hkv=2), block=64, **F16),
     Case("one_key_head", mask=masks.causal, sizes=N(T=100, Hq=4, Hkv=1), block=32),
     Case("shared_keys", mask=masks.causal, sizes=N(B=3, T=70, Bkv=1), block=32, **BF16),
     Case("shared_keys_bias", captured.bias_bq, sizes=N(B=3, T=37, S=67, Hq=4, Hkv=2, Bkv=1)),
-    Case(
-        "bnth",
-        captured.bias_hqk,
-        masks.causal,
-        N(T=100, S=67, Hq=4, Hkv=2, Dv=16),
-        block=32,
-        layout="BNTH",
-        **BF16,
-        tier="default",
-    ),
+    Case("bnth", captured.bias_hqk, masks.causal, N(T=100, S=67, Hq=4, Hkv=2, Dv=16), block=32, layout="BNTH", **BF16,
+     tier="default"),
     Case("bnth_shared_keys", mask=masks.window, sizes=N(T=129, Bkv=1), layout="BNTH"),
     Case("long", mask=masks.window, sizes=N(B=1, T=1023, D=16), block=128, **BF16),
-]
+]  # fmt: skip
 
 SINKS = [
     Case("sinks", mask=masks.causal, sizes=N(T=129, Hq=4, Hkv=2), block=64, sinks=True, **BF16, tier="default"),

@@ -25,44 +25,21 @@ X = jax.ShapeDtypeStruct((1, 256, 2, 64), jnp.bfloat16)
 REFUSALS = [
     ("float32", jax.ShapeDtypeStruct(X.shape, jnp.float32), {}, r"bfloat16 or float16, not float32"),
     ("head size", jax.ShapeDtypeStruct((1, 256, 2, 300), X.dtype), {}, r"head sizes up to 256, not 300"),
-    (
-        "blocks",
-        X,
-        {"block_mask": jflex.create_block_mask(jflex.masks.causal(), None, None, 256, 256, block_size=32)},
-        r"blocks of the mask are 32 x 32 \(create the mask with a `block_size` that is a multiple of 64\)",
-    ),
-    (
-        "rows of a warp group",
-        X,
-        {"config": jflex.Config(forward=jflex.Tiles(32, 64, num_warps=8))},
-        r"64 or 128 queries.*32 queries and 8 warps",
-    ),
-    (
-        "shared memory",
-        jax.ShapeDtypeStruct((1, 512, 2, 256), X.dtype),
-        {"config": jflex.Config(forward=jflex.Tiles(128, 128, num_warps=8, num_stages=4))},
-        r"needs \d+ bytes of shared memory, and a CTA has 232448",
-    ),
-    (
-        "a primitive",
-        X,
-        {"score_mod": lambda s, b, h, q, k: s + jax.lax.population_count(q ^ k).astype(jnp.float32)},
-        r"`score_mod` .* cannot run in its kernels: primitive `population_count` has no lowering for Mosaic GPU",
-    ),
-    (
-        "rows of a warp group",
-        X,
-        {"config": jflex.Config(forward=jflex.Tiles(32, 64, num_warps=4))},
-        r"takes 64 or 128 queries, one or two of them a tile; `config` sets 32 queries and 4 warps",
-    ),
-    (
-        "keys of a tile",
-        X,
-        {"config": jflex.Config(forward=jflex.Tiles(128, 32, num_warps=8))},
-        r"its tiles are multiples of 64 keys, and `config` sets tiles of 32",
-    ),
+    ("blocks", X, {"block_mask": jflex.create_block_mask(jflex.masks.causal(), None, None, 256, 256, block_size=32)},
+     r"blocks of the mask are 32 x 32 \(create the mask with a `block_size` that is a multiple of 64\)"),
+    ("rows of a warp group", X, {"config": jflex.Config(forward=jflex.Tiles(32, 64, num_warps=8))},
+     r"64 or 128 queries.*32 queries and 8 warps"),
+    ("shared memory", jax.ShapeDtypeStruct((1, 512, 2, 256), X.dtype),
+     {"config": jflex.Config(forward=jflex.Tiles(128, 128, num_warps=8, num_stages=4))},
+     r"needs \d+ bytes of shared memory, and a CTA has 232448"),
+    ("a primitive", X, {"score_mod": lambda s, b, h, q, k: s + jax.lax.population_count(q ^ k).astype(jnp.float32)},
+     r"`score_mod` .* cannot run in its kernels: primitive `population_count` has no lowering for Mosaic GPU"),
+    ("rows of a warp group", X, {"config": jflex.Config(forward=jflex.Tiles(32, 64, num_warps=4))},
+     r"takes 64 or 128 queries, one or two of them a tile; `config` sets 32 queries and 4 warps"),
+    ("keys of a tile", X, {"config": jflex.Config(forward=jflex.Tiles(128, 32, num_warps=8))},
+     r"its tiles are multiples of 64 keys, and `config` sets tiles of 32"),
     ("interpreter", X, {"config": jflex.Config(interpret=True)}, r"no interpreter; they run on a Hopper GPU"),
-]
+]  # fmt: skip
 
 
 @NEEDS_011

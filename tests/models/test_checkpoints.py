@@ -251,49 +251,25 @@ def replace_config(**changes):
 
 NO_CONFIG, NO_TENSORS = r"`folder` must hold `config.json`. There is", r"must hold \*.safetensors. .*expected"
 WRONG = [
-    (
-        "llama2",
-        lambda f: (f / "config.json").unlink(),
-        FileNotFoundError,
-        r"`folder` must hold `config.json`. There is",
-    ),
+    ("llama2", lambda f: (f / "config.json").unlink(), FileNotFoundError,
+     r"`folder` must hold `config.json`. There is"),
     ("llama2", lambda f: (f / "config.json").write_text("{"), CheckpointError, r"config.json is not the configuration"),
     ("llama2", lambda f: (f / "config.json").write_text("[]"), CheckpointError, r"must hold a JSON object. Got list"),
-    (
-        "llama2",
-        lambda f: (f / "model.safetensors").unlink(),
-        FileNotFoundError,
-        r"must hold \*.safetensors. .*expected",
-    ),
+    ("llama2", lambda f: (f / "model.safetensors").unlink(), FileNotFoundError,
+     r"must hold \*.safetensors. .*expected"),
     ("llama2", cut, CheckpointError, r"model.safetensors is not a complete safetensors file: .*incomplete"),
-    (
-        "llama3",
-        lambda f: (f / "model-00002-of-00002.safetensors").unlink(),
-        FileNotFoundError,
-        r"index.json lists files that do not exist: .*model-00002-of-00002.safetensors",
-    ),
-    (
-        "llama3",
-        lambda f: shutil.copy(f / "model-00001-of-00002.safetensors", f / "model-00002-of-00002.safetensors"),
-        CheckpointError,
-        r"model-00002-of-00002.safetensors does not hold tensors that .*index.json lists: model",
-    ),
+    ("llama3", lambda f: (f / "model-00002-of-00002.safetensors").unlink(), FileNotFoundError,
+     r"index.json lists files that do not exist: .*model-00002-of-00002.safetensors"),
+    ("llama3", lambda f: shutil.copy(f / "model-00001-of-00002.safetensors", f / "model-00002-of-00002.safetensors"),
+     CheckpointError, r"model-00002-of-00002.safetensors does not hold tensors that .*index.json lists: model"),
     ("llama3", lambda f: (f / tensor_files.INDEX).write_text("{}"), CheckpointError, r"is not an index of tensors"),
     ("llama2", replace_config(hidden_size="48"), CheckpointError, r"broken/config.json is not .* integer. Got '48'"),
-    (
-        "llama2",
-        lambda f: (f / "model.safetensors").rename(f / "consolidated.safetensors"),
-        FileNotFoundError,
-        r"broken holds config.json, consolidated.safetensors, .*as Mistral's consolidated.safetensors, are not read",
-    ),
-    (
-        "llama2",
-        lambda f: (f / "adapter_config.json").write_text("{}"),
-        CheckpointError,
-        r"broken holds an adapter, adapter_config.json, .* `merge_and_unload`",
-    ),
+    ("llama2", lambda f: (f / "model.safetensors").rename(f / "consolidated.safetensors"), FileNotFoundError,
+     r"broken holds config.json, consolidated.safetensors, .*as Mistral's consolidated.safetensors, are not read"),
+    ("llama2", lambda f: (f / "adapter_config.json").write_text("{}"), CheckpointError,
+     r"broken holds an adapter, adapter_config.json, .* `merge_and_unload`"),
     ("llama2", replace_config(num_hidden_layers=1), CheckpointError, r"9 unexpected"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "change", "error", "message"), WRONG, ids=range(len(WRONG)))

@@ -67,7 +67,7 @@ def test_a_prompt_longer_than_the_cache(model):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("max_waiting", [0, pytest.param(2, marks=pytest.mark.full)])
+@pytest.mark.parametrize("max_waiting", [0, 2])
 def test_a_full_queue(max_waiting, model):
     """Requests that can start at once do not wait; nor do some of `n` samples."""
     engine = engine_of(model, max_waiting=max_waiting)
