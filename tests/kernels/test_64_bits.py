@@ -2,6 +2,7 @@
 
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -69,9 +70,8 @@ def test_interpreted(call):
     right = jax.jit(functools.partial(call, **KERNEL))(drawn(1, 80, 2, 16))
     with jax.enable_x64(True):
         found = jax.jit(functools.partial(call, **KERNEL))(drawn(1, 80, 2, 16))
-    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(right), strict=True):
-        assert x.dtype == y.dtype
-        np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-6)
+    chex.assert_trees_all_equal_shapes_and_dtypes(found, right)
+    chex.assert_trees_all_close(found, right, rtol=1e-6, atol=1e-6)
 
 
 @tiers(full={"call": "decoding"}, rest="long")

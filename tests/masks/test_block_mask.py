@@ -5,6 +5,7 @@ import functools
 import inspect
 import logging
 
+import chex
 import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
@@ -109,9 +110,7 @@ def test_under_jit_with_traced_captures_as_eagerly():
     documents = random_documents(0)
     eager = packed(documents, block_size=16)
     traced = jax.jit(functools.partial(packed, block_size=16))(documents)
-    assert jax.tree.structure(eager) == jax.tree.structure(traced)
-    for one, other in zip(jax.tree.leaves(eager), jax.tree.leaves(traced), strict=True):
-        np.testing.assert_array_equal(one, other)
+    chex.assert_trees_all_equal(eager, traced, strict=True)
     ids = np.asarray(documents)
     dense = (ids[:, :, None] == ids[:, None]) & (np.arange(100)[:, None] >= np.arange(100))
     check_same_mask(traced, dense[:, None])

@@ -2,6 +2,7 @@
 
 import itertools
 
+import chex
 import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
@@ -113,9 +114,7 @@ def test_with_lengths_equals_the_mask_made_for_them(lengths):
 
     resized = create_block_mask(mod, 2, None, 100, 70, block_size=(32, 16)).with_lengths(*lengths)
     made = create_block_mask(mod, 2, None, *lengths, block_size=(32, 16))
-    assert jax.tree.structure(resized) == jax.tree.structure(made)
-    for one, other in zip(jax.tree.leaves(resized), jax.tree.leaves(made), strict=True):
-        np.testing.assert_array_equal(one, other)
+    chex.assert_trees_all_equal(resized, made, strict=True)
 
 
 @pytest.mark.parametrize("lengths", [(64, 96), (50, 40), (96, 128)])

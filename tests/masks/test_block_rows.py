@@ -2,6 +2,7 @@
 
 import itertools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -124,7 +125,7 @@ def test_page_tables_convert_to_rows_and_back(counts, queries, random):
         max_pages=7
     )
     for found in (turn(batch), jax.jit(turn)(batch)):
-        jax.tree.map(np.testing.assert_array_equal, found, batch)
+        chex.assert_trees_all_equal(found, batch)
 
 
 UNEVEN = {
