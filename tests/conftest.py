@@ -10,7 +10,6 @@ import hypothesis
 import jax
 import pytest
 
-from tests import tiers
 from tests.support import haste, workers
 
 SIMULATED_DEVICES = 8
@@ -104,16 +103,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return workers.scheduler(config, log) if config.getoption("dist") == "load" else None
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks tests by purpose."""
-    markers = {}
-    for item in items:
-        params = getattr(getattr(item, "callspec", None), "params", {})
-        case = str(params["case"]) if "case" in params else None
-        marker = tiers.purpose(item.path.stem, item.name, case)
-        if marker is not None and not any(item.get_closest_marker(x) for x in ("gpu", "long", "full")):
-            markers[item] = marker
-    name_of = lambda item: f"{item.path.stem}::{item.name}"
-    repeated = tiers.left_out(name_of(item) for item, marker in markers.items() if marker != "long")
-    for item, marker in markers.items():
-        item.add_marker("long" if name_of(item) in repeated else marker)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Takes tests for a GPU with `-m gpu` alone, whatever else they are marked with."""
+    if config.option.markexpr != "gpu":
+        for_gpu = [item for item in items if item.get_closest_marker("gpu")]
+        config.hook.pytest_deselected(items=for_gpu)
+        items[:] = [item for item in items if item not in set(for_gpu)]

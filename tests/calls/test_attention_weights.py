@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import jflex
 from jflex import weights as module
 from jflex.masks import causal, document
-from tests.cases.table import CASES, LENGTHS, Case
+from tests.cases.table import CASES, LENGTHS, Case, in_tiers
 from tests.support import evaluation, tolerance
 from tests.support.evaluation import compiled_in_haste
 
@@ -61,7 +61,7 @@ def sums(case: Case, weights, value):
     return of.einsum("bhts,bshd->bthd", weights, value.astype(weights.dtype))
 
 
-@pytest.mark.parametrize("case", SOFTMAX, ids=str)
+@pytest.mark.parametrize("case", in_tiers(x for x in SOFTMAX if x.dtype == "float32" or x.tier == "default"))
 def test_rows_against_the_oracle(case: Case):
     x, T = jax.tree.map(jnp.asarray, evaluation.poisoned(case)), case.sizes.T
     rows = np.array([T - 1, 0, T // 2, T // 2, T // 3])  # neither sorted nor different
@@ -80,6 +80,7 @@ def test_rows_against_the_oracle(case: Case):
     tolerance.check("out", out(found), out(plain), oracle.out[:, rows].astype(np.float64), around)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("case", DIFFERENTIATED, ids=str)
 def test_outputs_and_gradients_as_of_reference(case: Case):
     x = jax.tree.map(jnp.asarray, evaluation.poisoned(case))
@@ -112,6 +113,7 @@ def arrays(B=2, T=20, S=100, Hq=4, Hkv=2, D=8):
     return jax.random.normal(query, (B, T, Hq, D)), jax.random.normal(key, (B, S, Hkv, D))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("block", [None, 16])
 def test_masked_nan_reaches_nothing(block):
     """Of keys, of queries that are not chosen, and of the mod; gradients too."""
@@ -141,6 +143,7 @@ def test_masked_nan_reaches_nothing(block):
         assert np.abs(b).max() > 0
 
 
+@pytest.mark.full
 def test_a_visible_nan_reaches_its_row_alone():
     query, key = arrays(T=100)
     weights = jflex.attention_weights(query, key.at[:, 40].set(jnp.nan), mask_mod=causal(), rows=[39, 40])
@@ -148,6 +151,7 @@ def test_a_visible_nan_reaches_its_row_alone():
     assert np.isnan(weights[:, :, 1, :41]).all()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("rows", "numbers"),
     [
@@ -170,6 +174,7 @@ def test_forms_of_rows(rows, numbers):
     np.testing.assert_allclose(attend(rows=rows), everything[:, :, np.array(numbers, int)], rtol=1e-6)
 
 
+@pytest.mark.full
 def test_nothing_to_attend():
     query, key = arrays()
     for rows, q, k in ((None, query[:, :0], key), ([1], query, key[:, :0]), ([], query[:, :0], key)):
@@ -178,6 +183,7 @@ def test_nothing_to_attend():
         assert not weights.any()
 
 
+@pytest.mark.full
 def test_traced_rows_and_captures_compile_once():
     query, key = arrays()
     compiled = []
@@ -200,6 +206,7 @@ def test_traced_rows_and_captures_compile_once():
     assert module._weights._cache_size() == before + 1
 
 
+@pytest.mark.full
 def test_vmap_over_each_argument():
     query, key = (jnp.stack([x, x + 1, x * 2]) for x in arrays(B=1))
     rows, lengths = jnp.array([[0, 1], [5, 2], [19, -1]]), jnp.array([[100], [3], [70]], jnp.int32)
@@ -215,6 +222,7 @@ def test_vmap_over_each_argument():
         np.testing.assert_allclose(found[number], attend(*(x[number] for x in everything)), rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.full
 def test_second_derivatives_as_of_reference():
     query, key = arrays(B=1, T=4, S=6, Hq=2, Hkv=1, D=2)
     options = {"score_mod": lambda s, b, h, q, k: jnp.tanh(s), "mask_mod": causal()}
@@ -228,6 +236,7 @@ def test_second_derivatives_as_of_reference():
     np.testing.assert_allclose(found, right, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.full
 @pytest.mark.skipif(jax.device_count() < 4, reason="needs four devices; tests/conftest.py simulates them")
 @pytest.mark.parametrize("kind", ["Auto", "Explicit", "shard_map"])
 def test_of_sharded_batch_and_heads(kind):
@@ -255,6 +264,7 @@ def test_of_sharded_batch_and_heads(kind):
     np.testing.assert_allclose(found, right, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.full
 def test_memory_grows_with_rows_and_not_with_queries(monkeypatch):
     """Compiled, not run: 4 rows of 65536 queries and keys, forward and backward. All scores would take 64 GiB."""
     monkeypatch.undo()

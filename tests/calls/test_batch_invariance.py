@@ -15,6 +15,7 @@ from pallas_kernels.triton.plan import limits
 from tests.cases import paged_cases
 from tests.support import evaluation, invariance, paged_evaluation
 from tests.support.invariance import HKV, HQ, MODS, D, Row, cascade, dense, requests, same_bits, serve
+from tests.support.rows import in_turns, tiers
 from tests.support.specs import spec_of
 
 GPU = pytest.param("triton", marks=pytest.mark.gpu)
@@ -62,6 +63,8 @@ def lengths_of(backend):
 # --- pages
 
 
+@pytest.mark.full
+@in_turns
 @everywhere
 @pytest.mark.parametrize("mods", MODS)
 def test_a_request_has_the_same_bits_in_every_batch_of_pages(backend, mods):
@@ -74,6 +77,7 @@ def test_a_request_has_the_same_bits_in_every_batch_of_pages(backend, mods):
                 same_bits(found, alone)
 
 
+@tiers(default={"mods": "alibi", "backend": "xla"}, in_turns=True)
 @everywhere
 @pytest.mark.parametrize("mods", ["alibi", "window"])
 def test_a_token_has_the_same_bits_however_it_is_prefilled(backend, mods):
@@ -88,6 +92,8 @@ def test_a_token_has_the_same_bits_however_it_is_prefilled(backend, mods):
     same_bits(tuple(x[:43] for x in whole), before)
 
 
+@pytest.mark.full
+@in_turns
 @pytest.mark.parametrize("backend", ["triton-interpret", *ON_GPU])
 @pytest.mark.parametrize("queries", [1, 20])
 def test_who_adds_the_splits_changes_no_bit(backend, queries, monkeypatch):
@@ -101,6 +107,7 @@ def test_who_adds_the_splits_changes_no_bit(backend, queries, monkeypatch):
     same_bits(apart, together)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("backend", ["triton-interpret"])
 def test_without_it_the_batch_changes_bits(backend):
     """Else the tests above would show nothing."""
@@ -112,6 +119,7 @@ def test_without_it_the_batch_changes_bits(backend):
     assert not np.array_equal(alone[0], in_batch[0])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("backend", ["triton-interpret", *ON_GPU])
 def test_bfloat16(backend):
     size = D if backend == "triton-interpret" else 128
@@ -126,6 +134,8 @@ def test_bfloat16(backend):
 # --- cascade
 
 
+@pytest.mark.full
+@in_turns
 @everywhere
 @pytest.mark.parametrize("mods", ["causal", "alibi"])
 def test_a_request_has_the_same_bits_in_every_cascade(backend, mods):
@@ -139,6 +149,7 @@ def test_a_request_has_the_same_bits_in_every_cascade(backend, mods):
                 same_bits(found, alone)
 
 
+@pytest.mark.full
 @everywhere
 def test_nan_of_another_request_changes_no_bit(backend):
     """It lies where a mask hides it, in a tile of keys that both read."""
@@ -154,6 +165,7 @@ def test_nan_of_another_request_changes_no_bit(backend):
     same_bits(tuple(x[:20] for x in found[0]), tuple(x[:20] for x in before[0]))
 
 
+@pytest.mark.full
 @everywhere
 def test_latent_attention_has_the_same_bits_in_every_batch(backend):
     """Decoded alone, and prefilled beside another request."""
@@ -177,6 +189,8 @@ def test_latent_attention_has_the_same_bits_in_every_batch(backend):
 # --- dense calls
 
 
+@pytest.mark.full
+@in_turns
 @everywhere
 @pytest.mark.parametrize("queries", [1, 3])
 def test_decoding_has_the_same_bits_in_every_batch(backend, queries):
@@ -189,6 +203,7 @@ def test_decoding_has_the_same_bits_in_every_batch(backend, queries):
                 same_bits(found, alone)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("backend", ["triton-interpret", *ON_GPU])
 def test_decoding_of_one_length_has_the_same_bits_in_every_batch(backend):
     [*_, long] = requests(lengths_of(backend))
@@ -200,6 +215,7 @@ def test_decoding_of_one_length_has_the_same_bits_in_every_batch(backend):
         np.testing.assert_array_equal(call(copies), np.broadcast_to(alone, (copies, *alone.shape[1:])))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("backend", ["triton-interpret", *ON_GPU])
 def test_decoding_with_lists_has_the_same_bits_in_every_batch(backend):
     """Lists of each batch entry: partial blocks first, then full ones."""
@@ -218,6 +234,8 @@ def test_decoding_with_lists_has_the_same_bits_in_every_batch(backend):
     np.testing.assert_array_equal(call([0, 1, 4, 7])[2], alone[0])
 
 
+@pytest.mark.full
+@in_turns
 @everywhere
 @pytest.mark.parametrize("mods", ["causal", "window"])
 def test_prefill_has_the_same_bits_in_every_batch(backend, mods):
@@ -246,6 +264,8 @@ def test_prefill_on_hopper_has_the_same_bits_in_every_batch(capacity):
 # --- that the bits are right
 
 
+@pytest.mark.full
+@in_turns
 @pytest.mark.parametrize("name", ["mixed_with_padding_and_empty_requests", "random_by_key", "divided_int8", "group_5"])
 @everywhere
 def test_pages_against_float64(backend, name, monkeypatch):
@@ -260,6 +280,8 @@ def test_pages_against_float64(backend, name, monkeypatch):
     paged_evaluation.check(case, paged_evaluation.run(case, backend))
 
 
+@pytest.mark.full
+@in_turns
 @pytest.mark.parametrize("queries", [1, 3])
 @everywhere
 def test_decoding_equals_that_in_any_order(backend, queries):

@@ -12,6 +12,7 @@ import pytest
 import jflex
 from jflex import CascadeLevel
 from jflex.paged import PagedBatch, PagedCache, token_positions, token_requests
+from tests.support.rows import in_turns, tiers
 
 BACKENDS = {
     "reference": {"implementation": "reference"},
@@ -188,6 +189,7 @@ def assert_right(found, right):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5, err_msg=name)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("tree", "mods"), [*(("append", mods) for mods in MODS),
                                            *((tree, "bias_by_key_and_request") for tree in TREES if tree != "append"),
                                            ("queries_within_the_shared_level", "causal")])  # fmt: skip
@@ -195,6 +197,8 @@ def test_equals_attention_over_all_keys(tree, mods):
     assert_right(cascade(tree, dense_levels(tree), MODS[mods], **BACKENDS["xla"]), flat(tree, MODS[mods]))
 
 
+@pytest.mark.full
+@in_turns
 @backends
 @pytest.mark.parametrize(("tree", "mods"), [("append", "alibi"), ("three_levels", "window"), ("decode", "causal")])
 def test_on_every_backend(tree, mods, backend):
@@ -203,17 +207,20 @@ def test_on_every_backend(tree, mods, backend):
         assert_right(cascade(tree, levels, MODS[mods], **BACKENDS[backend]), right)
 
 
+@pytest.mark.full
 def test_dense_levels_interpreted():
     found = cascade("append", dense_levels("append"), MODS["none"], **BACKENDS["triton-interpret"])
     assert_right(found, flat("append", MODS["none"]))
 
 
+@pytest.mark.full
 def test_the_order_of_levels_does_not_matter():
     levels = dense_levels("three_levels")
     found = cascade("three_levels", levels[::-1], MODS["causal"], **BACKENDS["xla"])
     assert_right(found, flat("three_levels", MODS["causal"]))
 
 
+@pytest.mark.full
 def test_16_bit_outputs_are_rounded_once():
     """Partial outputs are kept in float32: the merged one is no further off than that of one level."""
     rng = np.random.default_rng(0)
@@ -272,6 +279,10 @@ FORMATS = {
 }
 
 
+@tiers(
+    default=[{"form": "each_sequence", "backend": ["reference", "xla"]}, {"form": "composable", "backend": "xla"}],
+    in_turns=True,
+)
 @backends
 @pytest.mark.parametrize("form", FORMATS)
 def test_the_worked_example(form, backend):
@@ -285,12 +296,14 @@ def test_the_worked_example(form, backend):
 # --- edges
 
 
+@pytest.mark.full
 def test_without_levels_nothing_is_seen():
     out, lse = jflex.cascade_attention(jnp.ones((2, 4, 8)), [], return_lse=True)
     assert not out.any()
     assert (lse == -jnp.inf).all()
 
 
+@pytest.mark.full
 def test_rows_of_no_group_see_nothing():
     k = jnp.ones((1, 4, 1, 8))
     level = CascadeLevel.dense(k, k, qo_indptr=jnp.array([0, 2]))
@@ -300,6 +313,7 @@ def test_rows_of_no_group_see_nothing():
     assert lse[2, 0] == -jnp.inf
 
 
+@pytest.mark.full
 def test_no_queries_no_groups_and_no_keys():
     """A level without room for keys is as if it were not there."""
     q, k, v = jnp.ones((3, 4, 8)), jnp.ones((1, 6, 2, 8)), jnp.full((1, 6, 2, 16), 2.0)
@@ -320,6 +334,7 @@ def test_no_queries_no_groups_and_no_keys():
     assert run(q[:0], CascadeLevel.dense(k, v, qo_indptr=jnp.array([0, 0])))[0].shape == (0, 4, 16)
 
 
+@pytest.mark.full
 def test_other_values_do_not_compile_again():
     traced = []
 
@@ -384,6 +399,7 @@ ROWS = [
 ]  # fmt: skip
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0])
 def test_wrong_input(row):
     _, call, error, message = row

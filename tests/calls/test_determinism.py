@@ -14,6 +14,7 @@ from pallas_kernels.ordered_add import flat_positions, ordered_add
 from pallas_kernels.plan import Refusal, all_gradients
 from tests.support import evaluation
 from tests.support.invariance import causal
+from tests.support.rows import in_turns, tiers
 from tests.support.specs import spec_of
 
 GPU = pytest.param("triton", marks=pytest.mark.gpu)
@@ -70,6 +71,7 @@ def gradients(backend, score, **settings):
     return pull, (q, k, v, captured)
 
 
+@tiers(default={"score": "rows", "backend": "xla"}, in_turns=True)
 @backends_
 @pytest.mark.parametrize("score", SCORES)
 def test_the_same_bits_in_each_run(backend, score):
@@ -84,6 +86,8 @@ def test_the_same_bits_in_each_run(backend, score):
             np.testing.assert_array_equal(np.asarray(x, np.float32), np.asarray(y, np.float32))
 
 
+@pytest.mark.full
+@in_turns
 @pytest.mark.parametrize("backend", ["xla", "triton-interpret"])
 @pytest.mark.parametrize("score", ["slopes", "rows", "columns"])
 def test_the_order_changes_no_gradient(backend, score):
@@ -93,6 +97,7 @@ def test_the_order_changes_no_gradient(backend, score):
         np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("size", [1, 7, 1000])
 def test_adds_like_a_scatter(size):
     """Whole numbers, so that each order gives the same."""
@@ -104,12 +109,14 @@ def test_adds_like_a_scatter(size):
     np.testing.assert_array_equal(found, expected)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("n", "m"), [(3, 0), (0, 2)])
 def test_ordered_add_without_elements(n, m):
     found = ordered_add(jnp.ones(n), jnp.zeros(m, jnp.int32), jnp.ones(m))
     np.testing.assert_array_equal(found, np.ones(n))
 
 
+@pytest.mark.full
 def test_no_scatter_that_adds_is_left_to_xla_where_positions_repeat():
     """What it adds to an element, sorted and summed before, is one number."""
     pull, arguments = gradients("triton-interpret", "rows")
@@ -134,6 +141,7 @@ def spec_with(score, platform="gpu", **fields):
     return spec[0].replace(config=Config(deterministic=True), **device, **fields)
 
 
+@tiers(default={"score": "distances"}, in_turns=True)
 @pytest.mark.parametrize("backend", ["triton", "official_triton", "mosaic_gpu", "reference"])
 @pytest.mark.parametrize("score", SCORES)
 def test_what_has_no_order_is_refused_by_name(backend, score):
@@ -154,6 +162,7 @@ def test_the_forward_pass_is_never_refused():
     assert not isinstance(found, Refusal)
 
 
+@pytest.mark.full
 def test_xla_refuses_what_it_cannot_sort():
     """On a GPU, the gradient of an array of which the score chooses the element."""
     mod = lambda x: lambda s, b, h, q, k: s + x[jnp.clip(s, 0, 2).astype(jnp.int32), 0]
@@ -169,6 +178,7 @@ def test_xla_refuses_what_it_cannot_sort():
     assert not isinstance(xla.plan(on_cpu, requested), Refusal)
 
 
+@pytest.mark.full
 def test_one_pass_is_left_out():
     spec = spec_of(T=4096, platform="gpu", device_kind="NVIDIA H200", config=Config(deterministic=True))
     found = backends.get("mosaic_gpu").plan(spec, all_gradients(spec))

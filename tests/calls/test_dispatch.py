@@ -16,6 +16,7 @@ from jflex.mods.trace import trace_score_mod
 from jflex.paged import PagedBatch, PagedCache
 from pallas_kernels.plan import GradientRequest, Refusal
 from tests.support import gpu_compile
+from tests.support.rows import in_turns
 from tests.support.specs import spec_of
 
 B, T, H, D = 1, 256, 2, 64
@@ -184,6 +185,8 @@ def test_unlisted_blocks_and_unused_entries_are_never_read(options):
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), run(q, *broken), run(q, k, v))
 
 
+@pytest.mark.full
+@in_turns
 @pytest.mark.parametrize("options", [{"implementation": "xla"},
                                      {"implementation": "triton", "config": jflex.Config(interpret=True)}],
                          ids=["xla", "triton-interpret"])  # fmt: skip

@@ -11,6 +11,7 @@ import pytest
 
 import jflex
 from tests.support import oracle, tolerance
+from tests.support.rows import in_turns, tiers
 
 INTERPRET = {"implementation": "triton", "config": jflex.Config(interpret=True, contain_nan=False)}
 assert_close = functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-5)
@@ -136,6 +137,10 @@ def by_jax_nn(name: str, dtype: str):
         return differentiated(jax.nn.dot_product_attention, name, dtype)
 
 
+@tiers(
+    default={"name": ["groups_of_two", "causal_padding", "long_mask"], "dtype": "float32", "backend": "xla"},
+    in_turns=True,
+)
 @pytest.mark.parametrize("backend", ["xla", "triton-interpret", pytest.param("triton", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", CASES)
@@ -168,6 +173,7 @@ def test_is_what_jax_nn_computes(name: str, dtype: str, backend: str):
 # --- where the two differ
 
 
+@pytest.mark.full
 def test_queries_without_keys_and_the_residual():
     q, k, v = (jax.random.normal(jax.random.key(i), (2, 12, 4, 8), jnp.bfloat16) for i in range(3))
     mask = jnp.ones((2, 1, 12, 12), bool).at[0, 0, 3].set(False)
@@ -212,6 +218,7 @@ def test_shared_keys_are_as_repeated_ones():
     assert_close(jflex.dot_product_attention(q, k, k), jax.nn.dot_product_attention(q, *[jnp.repeat(k, 3, 0)] * 2))
 
 
+@pytest.mark.full
 def test_numbers_and_numpy_arrays():
     x = np.random.default_rng(0).normal(size=(1, 9, 2, 8)).astype(np.float32)
     bias, mask = np.arange(9) > 4, [[[[True]]]]
@@ -233,12 +240,15 @@ def test_numbers_and_numpy_arrays():
     assert_close(found, expected)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("scale", [0, 0.0, -0.7, 2])
 def test_scales(scale):
     x = jax.random.normal(jax.random.key(0), (1, 9, 2, 8))
     assert_close(jflex.dot_product_attention(x, x, x, scale=scale), jax.nn.dot_product_attention(x, x, x, scale=scale))
 
 
+@pytest.mark.full
+@in_turns
 @pytest.mark.parametrize("backend", ["xla", "triton"])
 @pytest.mark.parametrize("hidden", [-np.inf, np.finfo(np.float32).min, -1e9])
 def test_additive_masks(hidden, backend):
@@ -257,6 +267,7 @@ def test_additive_masks(hidden, backend):
     jax.tree.map(assert_close, found, run(jax.nn.dot_product_attention))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("empty", ["B", "T", "S"])
 def test_nothing_to_attend(empty):
     B, T, S = (0 if name == empty else 3 for name in "BTS")
@@ -297,6 +308,8 @@ SUBSETS = (("query", "key", "value"), ("query",), ("value", "mask"), ("bias",), 
 SUBSETS += (("key", "key_value_seq_lengths"), NAMES)
 
 
+@pytest.mark.full
+@in_turns
 @pytest.mark.parametrize("backend", ["xla", "triton"])
 @pytest.mark.parametrize("mapped", SUBSETS, ids="-".join)
 def test_vmap_over_any_subset(mapped, backend):
@@ -311,6 +324,7 @@ def test_vmap_over_any_subset(mapped, backend):
     assert_close(jax.vmap(attend, axes)(arrays), expected)
 
 
+@pytest.mark.full
 def test_gradients_of_vmap_and_vmap_of_gradients_under_jit_and_checkpoint():
     arrays = operands(1, 3)
     floats = {name: x for name, x in arrays.items() if jnp.issubdtype(x.dtype, jnp.floating)}
@@ -327,6 +341,7 @@ def test_gradients_of_vmap_and_vmap_of_gradients_under_jit_and_checkpoint():
         jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=2e-4, atol=2e-4), both(attend), expected)
 
 
+@pytest.mark.full
 def test_scan_over_layers_and_a_named_policy():
     arrays, policy = operands(0), jax.checkpoint_policies.save_only_these_names("jflex_out", "jflex_lse")
 
@@ -343,6 +358,7 @@ def test_scan_over_layers_and_a_named_policy():
     np.testing.assert_allclose(found, expected, rtol=2e-4, atol=2e-4)
 
 
+@pytest.mark.full
 def test_batch_and_heads_sharded_over_a_mesh():
     """JAX's tests/fused_attention_stablehlo_test.py: four devices, batch and heads."""
     mesh = jax.make_mesh((2, 2), ("dp", "tp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)

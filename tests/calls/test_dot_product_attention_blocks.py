@@ -13,6 +13,7 @@ import jflex
 from jflex.block_mask.bands import Band, band_block_mask, dense_states
 from jflex.jax_nn import translate
 from tests.support import gpu_compile
+from tests.support.rows import tiers
 
 F32, I32 = jnp.float32, jnp.int32
 array = lambda *shape, dtype=F32: jnp.zeros(shape, dtype)
@@ -34,6 +35,7 @@ def visited(T, S=None, **arguments):
 # --- blocks
 
 
+@pytest.mark.full
 def test_blocks_are_skipped():
     row = lambda *lengths: jnp.array(lengths, I32)
     assert visited(1024, is_causal=True) == (2 * 36, 2 * 28, 128)
@@ -83,6 +85,7 @@ BANDS = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("with_lengths", [False, True])
 def test_blocks_of_bands_are_exact(with_lengths):
     lengths = jnp.array([0, 13, 64], I32) if with_lengths else None
@@ -106,6 +109,7 @@ def test_blocks_of_bands_are_exact(with_lengths):
             np.testing.assert_array_equal(getattr(found, name), getattr(expected, name))
 
 
+@pytest.mark.full
 def test_blocks_of_a_dense_mask_are_exact():
     for shape in ((2, 1, 70, 50), (1, 3, 1, 50), (2, 1, 70, 1), (1, 1, 1, 1)):
         mask = jax.random.bernoulli(jax.random.key(0), 0.99, shape)
@@ -132,6 +136,7 @@ def test_static_lists_are_made_once_and_are_one_constant_of_a_program():
     assert sizes[2] - sizes[1] == sizes[1] - sizes[0] < 2000
 
 
+@pytest.mark.full
 def test_tiles_of_the_user_divide_the_blocks():
     config = jflex.Config(forward=jflex.Tiles(256, 64), dq=jflex.Tiles(64, 512))
     assert translated(2048, is_causal=True, config=config).block_mask.block_size == (256, 512)
@@ -143,6 +148,7 @@ def test_tiles_of_the_user_divide_the_blocks():
 T_LONG = 4096
 
 
+@tiers(default={"arguments": "is_causal"})
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -166,6 +172,7 @@ def test_no_array_of_queries_times_keys(arguments):
     assert memory.temp_size_in_bytes < T_LONG * T_LONG / 2  # half a byte for each score
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("shape", [(2, 1, 1, 300), (1, 4, 300, 1), (300, 300), (1,), (4, 1, 1)])
 def test_a_bias_is_captured_at_its_own_size_and_its_gradient_has_its_shape(shape):
     bias = jax.random.normal(jax.random.key(1), shape)
@@ -248,46 +255,26 @@ ROWS = [
         r"Hq is 3, for 4 query heads",
     ),
     ("bias_axes", lambda: call(bias=array(1, 1, 1, 8, 8)), ValueError, r"`bias` must be.*with 5 axes.*vmap"),
-    (
-        "mask_batch",
-        lambda: call(mask=array(2, 8, 8, dtype=bool)),
-        ValueError,
-        r"Hq is 2.*insert the heads, `x\[:, None\]`",
-    ),
+    ("mask_batch", lambda: call(mask=array(2, 8, 8, dtype=bool)), ValueError,
+     r"Hq is 2.*insert the heads, `x\[:, None\]`"),
     ("mask_keys", lambda: call(mask=array(9, dtype=bool)), ValueError, r"`mask` must be.*S is 9, for 8 keys"),
     ("mask_dtype", lambda: call(mask=array(8, 8)), TypeError, r"`mask` must be boolean.*astype\(bool\).*as `bias`"),
     ("scale_text", lambda: call(scale="x"), TypeError, r"`scale` must be a Python number. Got str"),
     ("scale_array", lambda: call(scale=array(4)), TypeError, r"`scale` must be one real number. Got float32\[4\]"),
     ("scale_nan", lambda: call(scale=float("nan")), ValueError, r"`scale` must be finite"),
     ("causal", lambda: call(is_causal=1), TypeError, r"`is_causal` must be True or False. Got int"),
-    (
-        "causal_traced",
-        lambda: jax.jit(lambda x: call(is_causal=x))(True),
-        TypeError,
-        r"`is_causal` must be.*static_argnames='is_causal'",
-    ),
+    ("causal_traced", lambda: jax.jit(lambda x: call(is_causal=x))(True), TypeError,
+     r"`is_causal` must be.*static_argnames='is_causal'"),
     ("residual", lambda: call(return_residual=None), TypeError, r"`return_residual` must be True or False"),
-    (
-        "query_lengths_shape",
-        lambda: call(query_seq_lengths=array(3, dtype=I32)),
-        ValueError,
-        r"`query_seq_lengths` must be an int32 array \[B\], the number of queries of each of the 2 batch entries",
-    ),
+    ("query_lengths_shape", lambda: call(query_seq_lengths=array(3, dtype=I32)), ValueError,
+     r"`query_seq_lengths` must be an int32 array \[B\], the number of queries of each of the 2 batch entries"),
     ("lengths_scalar", lambda: call(key_value_seq_lengths=3), ValueError, r"jnp\.full\(2, length, jnp\.int32\)"),
     ("lengths_dtype", lambda: call(key_value_seq_lengths=array(2)), TypeError, r"float32\[2\]; cast it with"),
-    (
-        "lengths_beyond",
-        lambda: call(key_value_seq_lengths=[8, 9]),
-        ValueError,
-        r"`key_value_seq_lengths` must lie between 0 and S, the number of keys, 8. Batch entry 1 has 9. Clamp",
-    ),
+    ("lengths_beyond", lambda: call(key_value_seq_lengths=[8, 9]), ValueError,
+     r"`key_value_seq_lengths` must lie between 0 and S, the number of keys, 8. Batch entry 1 has 9. Clamp"),
     ("lengths_negative", lambda: call(query_seq_lengths=[-1, 8]), ValueError, r"between 0 and T.*Batch entry 0 has -1"),
-    (
-        "window_kind",
-        lambda: call(local_window_size=1.5),
-        TypeError,
-        r"`local_window_size` must be a Python int, or a pair",
-    ),
+    ("window_kind", lambda: call(local_window_size=1.5), TypeError,
+     r"`local_window_size` must be a Python int, or a pair"),
     ("window_three", lambda: call(local_window_size=(1, 2, 3)), TypeError, r"pair \(left, right\).*Got \(1, 2, 3\)"),
     ("window_array", lambda: call(local_window_size=jnp.int32(3)), TypeError, r"jflex\.masks\.sliding_window"),
     ("window_empty", lambda: call(local_window_size=(-2, 0)), ValueError, r"hides every key.*Pass -1 for a side"),
@@ -296,7 +283,7 @@ ROWS = [
     ("cudnn_first", lambda: call(implementation=("cudnn", "xla")), ValueError, r"`implementation` cannot be 'cudnn'"),
     ("unknown", lambda: call(implementation="flash"), ValueError, r"`implementation` must be one of.*Got 'flash'"),
     ("config", lambda: call(config=3), TypeError, r"`config` must be a `jflex\.Config`"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("provoke", "kind", "message"), [row[1:] for row in ROWS], ids=[row[0] for row in ROWS])

@@ -3,6 +3,7 @@
 import functools
 import itertools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,7 +15,7 @@ import jflex
 from jflex._call.dropout import kept_mod
 from tests.support import dropout_bits, gpu_compile
 from tests.support.evaluation import compiled_in_haste
-from tests.support.traces import Traced
+from tests.support.rows import in_turns, tiers
 
 B, T, S, HQ, HKV = 2, 40, 70, 4, 2
 RATE, KEY = 0.3, jax.random.key(dropout_bits.KEY[1])
@@ -59,11 +60,14 @@ def attend(*arrays, key=KEY, rate=RATE, **more):
 # --- which weights
 
 
+@tiers(default={"how": "triton"})
 @backends
 def test_weights_are_kept_by_the_generator(how):
     np.testing.assert_array_equal(kept_of(attend(*shown(), **how)), drawn_kept())
 
 
+@pytest.mark.full
+@in_turns
 @backends
 @pytest.mark.parametrize("axes", [(1, 1), (B, 1), (1, HQ)], ids=str)
 def test_batch_entries_and_heads_share_keys(how, axes):
@@ -76,6 +80,7 @@ def test_batch_entries_and_heads_share_keys(how, axes):
     np.testing.assert_array_equal(kept_of(attend(*shown(), key=jax.random.key_data(keys), **how)), expected)
 
 
+@pytest.mark.full
 def test_rows_of_a_packed_call_share_keys():
     keys, rows = jax.random.split(jax.random.key(0), (3, 1)), jnp.array([0, 2, 2, 1], jnp.int32)
     of_entries, of_rows = kept_mod(RATE, keys, 3, HQ), kept_mod(RATE, keys, rows, HQ)
@@ -84,6 +89,7 @@ def test_rows_of_a_packed_call_share_keys():
         np.testing.assert_array_equal(of_rows(row, 3, *positions), of_entries(entry, 0, *positions))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("tiles", [(16, 16), (16, 64), (64, 32)], ids=str)
 def test_tiles_make_no_difference(tiles):
     config = jflex.Config(interpret=True, forward=jflex.Tiles(*tiles))
@@ -91,6 +97,7 @@ def test_tiles_make_no_difference(tiles):
     np.testing.assert_array_equal(kept_of(out), drawn_kept())
 
 
+@pytest.mark.full
 @fused
 def test_blocks_of_a_mask_make_no_difference(how):
     mask = jflex.create_block_mask(causal, None, None, T, S, block_size=32)
@@ -98,6 +105,7 @@ def test_blocks_of_a_mask_make_no_difference(how):
     np.testing.assert_array_equal(kept_of(attend(*shown(), None, mask, **how)), drawn_kept() & seen)
 
 
+@pytest.mark.full
 @fused
 def test_few_queries_of_given_lengths(how):
     """The decoding kernel, which has several heads in the rows of a tile."""
@@ -107,6 +115,7 @@ def test_few_queries_of_given_lengths(how):
     np.testing.assert_array_equal(kept_of(out, "BNTH"), drawn_kept(3, 2, 200) & inside)
 
 
+@pytest.mark.full
 @fused
 def test_the_backward_pass_drops_the_same(how):
     """The gradient of the values is the transpose of the weights, for cotangents that are a unit matrix."""
@@ -117,6 +126,7 @@ def test_the_backward_pass_drops_the_same(how):
     np.testing.assert_allclose(d_v, kept.transpose(0, 3, 1, 2) / T / (1 - RATE), rtol=1e-5)
 
 
+@pytest.mark.full
 @fused
 def test_packed_sequences_count_from_their_own_first_token(how):
     ends, (q, k, v) = jnp.array([0, 17, 17, 40, 60], jnp.int32), shown(1, 70, 70)
@@ -133,6 +143,7 @@ def test_packed_sequences_count_from_their_own_first_token(how):
 # --- keys
 
 
+@pytest.mark.full
 @fused
 def test_vmap_over_keys(how):
     keys = jax.random.split(KEY, 3)
@@ -147,6 +158,7 @@ def test_old_keys(key):
     np.testing.assert_array_equal(kept_of(attend(*shown(), key=key)), drawn_kept())
 
 
+@pytest.mark.full
 def test_keys_of_four_words():
     of_words = lambda *words: jax.random.wrap_key_data(jnp.array(words, jnp.uint32), impl="rbg")
     first, same, other = (
@@ -158,13 +170,12 @@ def test_keys_of_four_words():
 
 
 def test_a_new_key_compiles_nothing():
-    traced = Traced(lambda key: attend(*shown(1), key=key, implementation="xla"))
-    run = jax.jit(traced)
+    run = jax.jit(chex.assert_max_traces(lambda key: attend(*shown(1), key=key, implementation="xla"), n=1))
     first, second = (kept_of(run(jax.random.key(n))) for n in range(2))
-    assert traced.count == 1
     assert (first != second).any()
 
 
+@pytest.mark.full
 @fused
 def test_keys_have_no_gradient_and_are_residuals_of_remat_and_scan(how):
     _, k, v = shown(1, 20, 20)
@@ -180,6 +191,7 @@ def test_keys_have_no_gradient_and_are_residuals_of_remat_and_scan(how):
 # --- devices
 
 
+@pytest.mark.full
 @fused
 @pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices; tests/conftest.py simulates them")
 def test_sharding_by_jit_makes_no_difference(how):
@@ -198,6 +210,7 @@ def test_sharding_by_jit_makes_no_difference(how):
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), whole, sharded)
 
 
+@pytest.mark.full
 @fused
 @pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices; tests/conftest.py simulates them")
 def test_shard_map_has_the_indices_of_a_shard(how):
@@ -217,6 +230,7 @@ def test_shard_map_has_the_indices_of_a_shard(how):
 # --- no dropout
 
 
+@tiers(default={"how": "xla"})
 @fused
 def test_a_rate_of_0_is_the_program_without_dropout(how):
     arrays = shown()
@@ -230,6 +244,7 @@ def test_a_rate_of_0_is_the_program_without_dropout(how):
     assert texts[0] == texts[1]
 
 
+@tiers(default={"how": "xla"})
 @backends
 def test_lse_is_that_without_dropout(how):
     arrays = [jax.random.normal(jax.random.key(n), x.shape) for n, x in enumerate(shown())]
@@ -260,6 +275,7 @@ def deviations(x):
 RATES = [0.01, 0.1, 0.5, 0.9]
 
 
+@tiers(default={"rate": 0.1})
 @pytest.mark.parametrize("rate", RATES)
 def test_the_rate_is_within_binomial_bounds(rate):
     z = drawn(rate)
@@ -271,6 +287,7 @@ def test_the_rate_is_within_binomial_bounds(rate):
         assert abs(np.mean(sums**2) - 1) < 5 * np.sqrt(2 / sums.size)
 
 
+@tiers(default={"rate": 0.1}, in_turns=True)
 @pytest.mark.parametrize("axis", range(4), ids=["b", "h", "q_idx", "kv_idx"])
 @pytest.mark.parametrize("rate", RATES)
 def test_neighbours_along_an_axis_are_independent(rate, axis):
@@ -280,6 +297,7 @@ def test_neighbours_along_an_axis_are_independent(rate, axis):
             assert deviations(z[lag:] * z[:-lag]) < 4.5
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("rate", RATES)
 def test_rectangles_and_diagonals_are_independent(rate):
     """What a sum or XOR of a word for the query and a word for the key would fail: four corners decide one another."""
@@ -291,6 +309,7 @@ def test_rectangles_and_diagonals_are_independent(rate):
         assert deviations(functools.reduce(np.multiply, corners)) < 4.5
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("rate", RATES)
 def test_positions_that_share_a_hash_are_independent(rate):
     """Of each other, and of those of other queries and heads; and each of the eight by itself has the rate."""
@@ -306,6 +325,7 @@ def test_positions_that_share_a_hash_are_independent(rate):
             assert len(z) == 1 or deviations(z[1:] * z[:-1]) < 4.5
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("rate", RATES)
 def test_patterns_of_positions_that_share_a_hash(rate):
     """How often each of their 256 patterns occurs, among a million words."""
@@ -319,6 +339,7 @@ def test_patterns_of_positions_that_share_a_hash(rate):
     assert abs(squares.sum() - often.sum()) < 5 * np.sqrt(2 * often.sum())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("rate", RATES)
 def test_words_of_a_pair_correlate_by_less_than_a_millionth(rate):
     """Counted over all 2 ** 32 words: how many have both multiples below the threshold."""
@@ -341,15 +362,18 @@ def floor_sum(count, modulus, factor, offset):
         count, offset, modulus, factor = last // modulus, last % modulus, factor, modulus
 
 
+@pytest.mark.full
 def test_a_small_floor_sum():
     assert floor_sum(50, 17, 11, -30) == sum((11 * i - 30) // 17 for i in range(50))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("key", [4, 2**31 + 3])
 def test_keys_are_independent(key):
     assert deviations(drawn(0.5) * drawn(0.5, key)) < 4.5
 
 
+@pytest.mark.full
 def test_no_two_queries_drop_alike():
     """No row of one head is that of another query, head or batch entry, nor like it."""
     rows = drawn(0.5).reshape(-1, POSITIONS[3])
@@ -369,6 +393,7 @@ def test_explain_takes_the_shape_of_a_key():
     assert by_key[0].backend == by_key[0].gradients == ("triton" if jax.__version_info__ < (0, 11) else "mosaic_gpu")
 
 
+@pytest.mark.full
 @backends
 def test_masked_nan_reaches_nothing(how):
     mask = lambda b, h, q_idx, kv_idx: (q_idx >= kv_idx) & (kv_idx != 5)

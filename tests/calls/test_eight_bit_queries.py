@@ -19,6 +19,7 @@ from tests.support import evaluation, gpu_compile
 from tests.support.haste import compiled_in_haste
 from tests.support.hopper_emulator import emulated
 from tests.support.oracle import Score
+from tests.support.rows import tiers
 from tests.support.specs import spec_of
 
 E4M3 = {"dtype": "bfloat16", "qk_dtype": "float8_e4m3fn"}
@@ -82,6 +83,13 @@ def plain(case):
         return evaluation.Results(*evaluation._plain(case, q, k, x.value, x.score, visible, places, factors))
 
 
+@tiers(
+    default=[
+        {"case": "eight_no_mask", "backend": "xla"},
+        {"case": "eight_head_size_1", "backend": ["triton-interpret", "mosaic_gpu-emulated"]},
+    ],
+    in_turns=True,
+)
 @pytest.mark.parametrize("case", [*CASES, *DECODING], ids=str)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_against_float64(case, backend):
@@ -90,6 +98,7 @@ def test_against_float64(case, backend):
     evaluation.compare_forward(case, found, plain(case), evaluation.exact(case))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("case", [CASES[1], DECODING[0]], ids=str)
 def test_as_the_widened_call(case):
     """Bit for bit, since bfloat16 holds every number of eight bits."""
@@ -102,6 +111,7 @@ def test_as_the_widened_call(case):
     np.testing.assert_array_equal(found[1], lse)
 
 
+@pytest.mark.full
 def test_packed_and_mapped_calls():
     q, k, v = arrays(heads=2)
     alone = jflex.flex_attention(q, k, v, implementation="xla")
@@ -113,6 +123,7 @@ def test_packed_and_mapped_calls():
     np.testing.assert_array_equal(np.asarray(mapped[1], np.float32), np.asarray(alone, np.float32))
 
 
+@tiers(full={"case": ["eight_causal-mosaic_gpu", "eight_dropout-mosaic_gpu", "eight_decode-triton"]}, rest="long")
 @NEEDS_011
 @pytest.mark.skipif(gpu_compile.missing() is not None, reason="compiles for a GPU")
 @pytest.mark.parametrize(

@@ -17,11 +17,11 @@ from jflex.masks import causal
 from jflex.paged import PagedBatch, PagedCache, token_positions, token_requests
 from jflex.paged import run as paged_run
 from pallas_kernels.plan import all_gradients
-from tests.calls import test_cascade, test_errors, test_ragged
+from tests.calls import test_cascade, test_ragged
 from tests.cases import paged_cases, ragged_cases
-from tests.mods import test_mod_errors
-from tests.paged import test_paged_errors
+from tests.cases.errors import calls, mods, paged
 from tests.support import gpu_compile, paged_evaluation
+from tests.support.rows import in_turns, tiers
 
 INTERPRETED = {"implementation": "triton", "config": jflex.Config(interpret=True)}
 BACKENDS = ["reference", "xla", "triton-interpret"]
@@ -96,6 +96,8 @@ def agree(account, run: Run) -> None:
 # --- the case tables
 
 
+@pytest.mark.full
+@in_turns
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("case", ragged_cases.CASES, ids=str)
 def test_packed_cases(case, backend, told, ran):
@@ -112,6 +114,7 @@ def test_packed_cases(case, backend, told, ran):
     assert told[1].tiles == account.tiles
 
 
+@tiers(default={"case": "mixed", "backend": "triton-interpret"}, in_turns=True)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("case", paged_cases.CASES, ids=str)
 def test_paged_cases(case, backend, told, ran):
@@ -132,6 +135,8 @@ def test_paged_cases(case, backend, told, ran):
         assert (account.query_tiles, account.splits) == (None, None)
 
 
+@pytest.mark.full
+@in_turns
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("levels", [test_cascade.dense_levels, test_cascade.paged_levels])
 @pytest.mark.parametrize("tree", test_cascade.TREES)
@@ -172,14 +177,15 @@ def test_kernels_are_launched_with_the_tiles_that_are_named(told, ran, monkeypat
 
 
 TABLES = [
-    *(("paged", *row[:2]) for row in test_paged_errors.ROWS),
+    *(("paged", *row[:2]) for row in paged.ROWS),
     *(("cascade", *row[:2]) for row in test_cascade.ROWS),
     *(("packed", *row[:2]) for row in test_ragged.ERRORS),
-    *(("dense", *row[:2]) for row in test_errors.ROWS if "call" in row[1].__code__.co_names),
-    *(("mods", *row[:2]) for row in test_mod_errors.ROWS),
+    *(("dense", *row[:2]) for row in calls.ROWS if "call" in row[1].__code__.co_names),
+    *(("mods", *row[:2]) for row in mods.ROWS),
 ]
 
 
+@tiers(default={"provoke": ["paged-cpu", "cascade-positions", "packed-plain_mask"]})
 @pytest.mark.parametrize("provoke", [pytest.param(row[2], id=f"{row[0]}-{row[1]}") for row in TABLES])
 def test_wrong_calls_give_the_errors_of_the_call(provoke, monkeypatch):
     with pytest.raises((TypeError, ValueError, jflex.UnsupportedError)) as by_call:
@@ -300,6 +306,7 @@ def test_shapes_with_a_sharding_name_their_device(monkeypatch):
 # --- what is said
 
 
+@pytest.mark.full
 def test_on_a_gpu():
     q, levels = jax.ShapeDtypeStruct((64, 32, 128), jnp.bfloat16), []
     for shape, start in (((1, 8192, 8, 128), 0), ((64, 256, 8, 128), 8192)):

@@ -2,11 +2,11 @@
 
 import pytest
 
-from tests.cases.table import CASES
+from tests.cases.table import CASES, in_tiers
 from tests.support import evaluation
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", in_tiers(CASES))
 @pytest.mark.parametrize("backend", evaluation.BACKENDS)
 def test_forward(case, backend):
     if evaluation.refused(case, backend):

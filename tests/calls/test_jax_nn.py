@@ -9,6 +9,7 @@ import pytest
 
 import jflex
 from jflex import masks, scores
+from tests.support.rows import tiers
 
 B, T, S, HEADS, D = 2, 48, 64, 4, 16
 LENGTHS = jnp.array([20, 48], jnp.int32)
@@ -29,6 +30,7 @@ ROWS = {
 }
 
 
+@tiers(default={"row": ["bias", "local_window_size"]})
 @pytest.mark.parametrize("row", ROWS)
 def test_row(row: str):
     theirs, ours = ROWS[row]
@@ -80,6 +82,7 @@ def test_output_residual_and_gradients_as_jax_tests_them(dtype, groups, mapped):
         np.testing.assert_allclose(np.float32(got), np.float32(right), rtol=0.01, atol=0.02)
 
 
+@pytest.mark.full
 def test_float64_with_a_mask_has_no_infinities():
     with jax.enable_x64(), jax.debug_infs(True):
         query, key = jnp.zeros((5, 6, 11), jnp.float64), jnp.zeros((7, 3, 11), jnp.float64)

@@ -14,6 +14,7 @@ import jflex
 from tests.calls.test_transforms import shapes_made
 from tests.cases.table import LENGTHS
 from tests.support import evaluation
+from tests.support.rows import in_turns, tiers
 from tests.support.traces import Traced
 
 B, T, S, HQ, HKV, D = 2, 2, 96, 4, 2, 16
@@ -46,6 +47,13 @@ def sum_of(out, lse):
 # --- against the oracle
 
 
+@tiers(
+    full=[
+        {"backend": ["xla", "triton-interpret"]},
+        {"backend": "reference", "case": ["length_sigmoid", "length_dropout"]},
+    ],
+    rest="gpu",
+)
 @pytest.mark.parametrize("case", LENGTHS, ids=str)
 @pytest.mark.parametrize("backend", [*evaluation.BACKENDS, "reference"])
 def test_lengths(case, backend):
@@ -53,6 +61,7 @@ def test_lengths(case, backend):
     evaluation.check_gradients(case, backend, ("query", "key", "value", *evaluation.draw(case).floats()))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("by_head", [False, True])
 def test_rows_that_share_few_programs(by_head):
     """With 32 key heads a GPU has 9 programs for each: some rows of several tiles stay whole, some are divided."""
@@ -65,6 +74,7 @@ def test_rows_that_share_few_programs(by_head):
     jax.tree.map(assert_close, attend(**BACKENDS["triton-interpret"]), attend(implementation="reference"))
 
 
+@pytest.mark.full
 @backends
 def test_a_step_of_decoding_equals_the_last_rows_of_training(backend):
     """Queries that continue each sequence see what they saw when all of it was computed at once."""
@@ -83,6 +93,8 @@ def test_a_step_of_decoding_equals_the_last_rows_of_training(backend):
     assert_close(found, last(whole))
 
 
+@pytest.mark.full
+@in_turns
 @backends
 @pytest.mark.parametrize("queries", [T, 40])
 def test_a_length_of_0_gives_nothing_and_of_s_changes_nothing(backend, queries):
@@ -108,6 +120,7 @@ def test_traced_lengths_out_of_range_count_as_the_nearest_in_range(backend):
 # --- one program for all lengths
 
 
+@pytest.mark.full
 @backends
 def test_one_program_serves_all_lengths(backend):
     args = drawn()
@@ -124,6 +137,7 @@ def test_one_program_serves_all_lengths(backend):
     assert traced.count == 1
 
 
+@pytest.mark.full
 @backends
 def test_eager_calls_are_traced_once_for_all_lengths(backend, monkeypatch):
     owner, traced = type(jflex.backends.get(BACKENDS[backend]["implementation"])), []
@@ -134,6 +148,7 @@ def test_eager_calls_are_traced_once_for_all_lengths(backend, monkeypatch):
     assert len(traced) == 1
 
 
+@pytest.mark.full
 @backends
 def test_decoding_copies_no_keys(backend):
     """So that its time follows the visited keys, not the capacity of a cache."""
@@ -148,6 +163,7 @@ def test_decoding_copies_no_keys(backend):
 # --- transformations
 
 
+@pytest.mark.full
 @backends
 def test_vmap_over_arrays_and_lengths(backend):
     xs = [jnp.stack(pair) for pair in zip(drawn(0), drawn(1), strict=True)]
@@ -163,6 +179,8 @@ def test_vmap_over_arrays_and_lengths(backend):
     assert_close(only_lengths[1], attend(*(x[0] for x in xs), lengths[1])[0])
 
 
+@pytest.mark.full
+@in_turns
 @backends
 @pytest.mark.parametrize("queries", [T, 24])
 @pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices; tests/conftest.py simulates them")
@@ -193,6 +211,7 @@ def test_sharded_over_batch_and_heads(backend, queries):
     assert not [line for line in compiled.as_text().splitlines() if " all-gather" in line and f",{D}]" in line]
 
 
+@pytest.mark.full
 @backends
 @pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices; tests/conftest.py simulates them")
 def test_inside_of_shard_map(backend):
@@ -206,6 +225,7 @@ def test_inside_of_shard_map(backend):
     jax.tree.map(assert_close, grad(sharded), grad(local))
 
 
+@pytest.mark.full
 def test_captures_of_the_mask_that_are_traced():
     q, k, v = drawn()
 
@@ -221,6 +241,7 @@ def test_captures_of_the_mask_that_are_traced():
 # --- tiles of the user, explain, wrong input
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("tiles", [jflex.Tiles(16, 16), jflex.Tiles(32, 64), jflex.Tiles(256, 256)])
 def test_tiles_of_the_user(tiles):
     q, k, v = drawn(queries=40)
@@ -244,6 +265,7 @@ def test_explain_counts_what_lies_within_the_lengths():
     assert "it needs an NVIDIA GPU" in said
 
 
+@pytest.mark.full
 def test_a_mask_that_no_kernel_can_evaluate_is_named():
     q, k, v = drawn(queries=40)
     order = lambda b, h, q_idx, kv_idx: jnp.sort(jnp.stack([q_idx, kv_idx]))[0] > 3
@@ -273,6 +295,7 @@ def test_message(call, lengths, kind, message):
         call(*drawn(), kv_lengths=lengths(), implementation="xla")
 
 
+@pytest.mark.full
 def test_numpy_lengths_and_empty_calls_are_no_errors():
     q, k, v = drawn()
     found = jflex.flex_attention(q, k, v, kv_lengths=np.array([3, 5], np.int32))

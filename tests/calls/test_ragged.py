@@ -16,6 +16,7 @@ from jflex.varlen import flex_attention_varlen, varlen_block_mask
 from tests.calls.test_transforms import shapes_made
 from tests.cases.ragged_cases import CASES, OPTIONS, arguments_of, check, found_by, places_of, program_of
 from tests.support import evaluation, gpu_compile
+from tests.support.rows import in_turns, tiers
 from tests.support.traces import Traced
 
 F32 = jnp.float32
@@ -35,12 +36,15 @@ def causal(b, h, q_idx, kv_idx):
 # --- against the oracle
 
 
+@tiers(default={"backend": "triton-interpret", "case": "causal_grouped"}, in_turns=True)
 @pytest.mark.parametrize("case", CASES, ids=str)
 @backends
 def test_against_each_sequence_alone(case, backend):
     check(case, backend)
 
 
+@pytest.mark.full
+@in_turns
 @pytest.mark.parametrize("case", [case for case in CASES if case.padding != (0, 0)], ids=str)
 @backends
 def test_padding_gives_and_gets_nothing(case, backend):
@@ -71,6 +75,7 @@ def loss(options, mods, ends, q, k, v, slopes):
 SLOPES = jnp.linspace(0.5, 1.5, 12).reshape(3, 4)
 
 
+@pytest.mark.full
 def test_one_sequence_is_flex_attention():
     q, k, v = drawn()
     ends = boundaries(60)
@@ -79,6 +84,7 @@ def test_one_sequence_is_flex_attention():
     tree_close(found, (out[0], lse[0].T))
 
 
+@pytest.mark.full
 def test_results_are_attention_states():
     """Keys that are divided among two calls, merged."""
     q, k, v = drawn()
@@ -106,6 +112,7 @@ def test_no_sequences_and_no_tokens(backend):
 # --- transformations
 
 
+@pytest.mark.full
 @backends
 def test_one_program_serves_all_boundaries(backend):
     args = (*drawn(), SLOPES)
@@ -122,6 +129,7 @@ def test_one_program_serves_all_boundaries(backend):
     assert traced.count == 1
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("backend", ["xla", "triton-interpret"])
 def test_vmap_over_arrays_and_boundaries(backend):
     stacked = [jnp.stack(pair) for pair in zip(drawn(seed=0), drawn(seed=1), strict=True)]
@@ -133,6 +141,7 @@ def test_vmap_over_arrays_and_boundaries(backend):
         tree_close(tuple(x[i] for x in found), alone(ends[i], *(x[i] for x in stacked), SLOPES))
 
 
+@pytest.mark.full
 def test_a_mask_made_once_serves_all_layers_of_a_scan():
     q, k, v = drawn()
 
@@ -155,6 +164,7 @@ def test_a_mask_made_once_serves_all_layers_of_a_scan():
     tree_close(run("xla"), run("reference"))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("backend", ["xla", "triton-interpret"])
 @pytest.mark.skipif(jax.device_count() < 4, reason="needs four devices; tests/conftest.py simulates them")
 def test_inside_of_shard_map(backend):
@@ -170,6 +180,7 @@ def test_inside_of_shard_map(backend):
     tree_close(total(sharded), total(one_by_one))
 
 
+@tiers(full={"name": "window_by_head_bfloat16"}, rest="long")
 @pytest.mark.parametrize("name", ["window_by_head_bfloat16", "cross_bottom_right", "places"])
 def test_compiles_for_a_gpu(name):
     [case] = [case for case in CASES if case.name == name]
@@ -219,6 +230,7 @@ def masked(*args):
     return varlen_block_mask(*args[:4], mask_mod=mask_mod, block_size=args[4])
 
 
+@pytest.mark.full
 def test_a_mask_by_head_over_several_steps(monkeypatch):
     monkeypatch.setattr(ragged_mask, "_ELEMENTS_PER_STEP", 5 * 3 * 256)
     ends, by_head = boundaries(50, 3, 60), lambda b, h, q_idx, kv_idx: q_idx - kv_idx >= 9 * h
@@ -228,6 +240,7 @@ def test_a_mask_by_head_over_several_steps(monkeypatch):
     assert mask.shape == (1, 3, 119, 119)
 
 
+@pytest.mark.full
 def test_no_array_of_all_elements_and_no_evaluation_without_a_mask_mod():
     N = 1 << 15
     make = lambda mask_mod, ends: varlen_block_mask(ends, ends, N, N, mask_mod=mask_mod)
@@ -238,6 +251,7 @@ def test_no_array_of_all_elements_and_no_evaluation_without_a_mask_mod():
     assert most(None) <= 2 * (N // 128) ** 2
 
 
+@pytest.mark.full
 def test_a_mask_of_traced_boundaries():
     ends = boundaries(20, 0, 35)
     q, k, v = drawn()
@@ -251,6 +265,7 @@ def test_a_mask_of_traced_boundaries():
     assert "VarlenBlockMask" in type(make(ends)).__name__
 
 
+@pytest.mark.full
 def test_tiles_of_the_user_divide_the_blocks_of_a_mask_of_the_call():
     ends = boundaries(200, 56)
     config = jflex.Config(forward=jflex.Tiles(256, 64), interpret=True)
@@ -327,6 +342,7 @@ def test_message(wrong, kind, message):
         wrong()
 
 
+@pytest.mark.full
 def test_traced_boundaries_out_of_range_read_nothing_outside():
     q, k, v = drawn()
     attend = jax.jit(lambda ends: flex_attention_varlen(q, k, v, cu_seqlens_q=ends, cu_seqlens_k=ends))

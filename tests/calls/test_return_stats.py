@@ -15,6 +15,7 @@ from tests.cases.hopper_cases import HOPPER
 from tests.cases.table import CASES, LENGTHS
 from tests.support import evaluation, gpu_compile, oracle, stats_evaluation
 from tests.support.hopper_emulator import emulated
+from tests.support.rows import tiers
 from tests.support.traces import Traced
 
 TABLE = {case.name: case for case in [*CASES, *LENGTHS]}
@@ -41,18 +42,21 @@ ALL = stats_evaluation.ALL
 # --- against float64
 
 
+@tiers(default={"backend": "triton-interpret", "case": "slopes"}, in_turns=True)
 @pytest.mark.parametrize("case", [TABLE[name] for name in NAMES], ids=str)
 @pytest.mark.parametrize("backend", ["reference", *evaluation.BACKENDS])
 def test_against_float64(case, backend):
     stats_evaluation.check(case, backend)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("case", [case for case in HOPPER if case.name in ON_HOPPER], ids=str)
 def test_the_hopper_kernel(case):
     """Emulated; `softcap_far` and `sinks_bounded` have bounded scores, for which it keeps no running max otherwise."""
     stats_evaluation.check(case, "mosaic_gpu-emulated")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["two_groups_causal", "sinks_bounded"])
 def test_the_hopper_kernels_alone(name):
     """Without a gradient of the entropy, which `triton` computes."""
@@ -67,6 +71,7 @@ def test_on_hopper(case, names):
     stats_evaluation.check(case, "mosaic_gpu", names)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["sinks", "slopes"])
 def test_gradient_of_the_entropy_in_the_oracle(name):
     """By finite differences, along one random direction."""
@@ -93,6 +98,7 @@ def test_gradient_of_the_entropy_in_the_oracle(name):
     assert abs((loss(1e-6) - loss(-1e-6)) / 2e-6 - along) <= 1e-6 * abs(along) + 1e-6
 
 
+@pytest.mark.full
 @every_backend
 def test_packed_sequences(backend):
     """Each sequence alone, by the oracle; NaN in all padding."""
@@ -151,6 +157,7 @@ def loss(options, q, k, v, bias):
     return jnp.sum(jnp.sin(out)) + jnp.sum(rows), stats
 
 
+@pytest.mark.full
 @every_backend
 def test_vmap_and_jit(backend):
     arrays, biases = drawn(), jnp.linspace(-0.2, 0.3, 12).reshape(3, 4)
@@ -162,6 +169,7 @@ def test_vmap_and_jit(backend):
     jax.tree.map(assert_close, together(biases), jax.tree.map(lambda *xs: jnp.stack(xs), *alone))
 
 
+@pytest.mark.full
 @every_backend
 def test_masked_nan_reaches_neither_statistics_nor_gradients(backend):
     q, k, v = drawn(T=48, S=48)
@@ -177,6 +185,7 @@ def test_masked_nan_reaches_neither_statistics_nor_gradients(backend):
     jax.tree.map(assert_close, run(*(x.at[:, 40:].set(jnp.nan) for x in (k, v))), run(k, v))
 
 
+@pytest.mark.full
 @every_backend
 def test_remat(backend):
     arrays, bias = drawn(), jnp.linspace(-0.2, 0.3, 4)
@@ -184,6 +193,7 @@ def test_remat(backend):
     jax.tree.map(assert_close, run(jax.checkpoint), run(lambda f: f))
 
 
+@pytest.mark.full
 def test_forward_mode_and_second_derivatives_of_the_reference():
     arrays = (*drawn(T=12, S=12), jnp.linspace(-0.2, 0.3, 4))
     of = lambda *xs: loss(OPTIONS["reference"], *xs)[0]
@@ -196,6 +206,7 @@ def test_forward_mode_and_second_derivatives_of_the_reference():
     np.testing.assert_allclose(twice, (step(1e-2) - step(-1e-2)) / 2e-2, rtol=2e-2)
 
 
+@pytest.mark.full
 @pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices; tests/conftest.py simulates them")
 @pytest.mark.parametrize("backend", ["xla", "triton-interpret"])
 def test_sharded_batch_and_heads(backend):
@@ -207,6 +218,7 @@ def test_sharded_batch_and_heads(backend):
     jax.tree.map(assert_close, found, right)
 
 
+@pytest.mark.full
 def test_both_layouts_have_one_shape_of_statistics():
     q, k, v = drawn(T=24)
     _, stats = jflex.flex_attention(q, k, v, return_stats=ALL, implementation="xla")
@@ -281,6 +293,7 @@ def test_dispatch_and_explain(stats, gradients):
     assert ("no derivative of the entropy" in account.gradients_reason) == (gradients == "triton")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("differentiates_entropy", [False, True])
 def test_hopper_kernels_compute_gradients_unless_the_entropy_has_one(monkeypatch, differentiates_entropy):
     from jflex.backends.gpu import triton

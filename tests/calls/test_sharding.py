@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jflex
+from tests.support.rows import in_turns, tiers
 
 B, T, HQ, HKV, D = 4, 48, 4, 2, 16
 BACKENDS = {
@@ -56,6 +57,7 @@ def sum_of(out, lse):
     return jnp.sum(jnp.sin(out)) + jnp.sum(jnp.cos(lse))
 
 
+@pytest.mark.full
 @backends
 def test_shard_map_over_batch_and_heads(backend, arrays):
     x, shared = arrays, jnp.float32(1.25)
@@ -76,6 +78,7 @@ def test_shard_map_over_batch_and_heads(backend, arrays):
     jax.tree.map(assert_close, *(run(*floats) for run in runs))
 
 
+@tiers(default={"backend": "xla"})
 @backends
 def test_shard_map_without_mods_inside_of_a_gradient(backend, arrays):
     rows = P("data", None, "model")
@@ -86,6 +89,7 @@ def test_shard_map_without_mods_inside_of_a_gradient(backend, arrays):
     assert_close(jax.jit(sharded)(*args), local(*args))
 
 
+@pytest.mark.full
 @backends
 def test_shard_map_with_captured_integers(backend, arrays):
     """Programs of mods, and of their derivatives, are traced outside of the mesh."""
@@ -124,6 +128,8 @@ SPECS = {
 }
 
 
+@pytest.mark.full
+@in_turns
 @backends
 @pytest.mark.parametrize("axes", SPECS)
 def test_jit_of_sharded_arrays_gathers_no_keys(backend, axes, arrays):
@@ -148,6 +154,7 @@ def test_jit_of_sharded_arrays_gathers_no_keys(backend, axes, arrays):
     assert not [shape for shape in gathered if shape.endswith(f",{D}]")], gathered
 
 
+@pytest.mark.full
 @backends
 def test_eager_call_with_sharded_arrays(backend, arrays):
     sharded = placed(arrays, mesh_of(), SPECS["batch_and_heads"])
@@ -156,6 +163,7 @@ def test_eager_call_with_sharded_arrays(backend, arrays):
     assert_close(attend(*args[:3]), attend(*args[3:]))
 
 
+@pytest.mark.full
 def test_uneven_heads_are_computed_whole(arrays):
     """Three key heads over two devices: nothing can be split, and the result is right."""
     q, k = jnp.tile(arrays["q"], (1, 1, 3, 1))[:, :, :6], jnp.tile(arrays["k"], (1, 1, 2, 1))[:, :, :3]

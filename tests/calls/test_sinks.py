@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 import jflex
 from tests.cases import paged_cases
 from tests.support import paged_evaluation
+from tests.support.rows import tiers
 
 INTERPRET = {"implementation": "triton", "config": jflex.Config(interpret=True)}
 BACKENDS = {"xla": {"implementation": "xla"}, "triton-interpret": INTERPRET}
@@ -39,6 +40,7 @@ def causal(b, h, q_idx, kv_idx):
     return q_idx >= kv_idx
 
 
+@tiers(default={"name": "mixed_with_padding_and_empty_requests", "backend": "xla"}, in_turns=True)
 @backends
 @pytest.mark.parametrize("name", ["mixed_with_padding_and_empty_requests", "divided"])
 def test_pages(name, backend):
@@ -60,6 +62,7 @@ def mods(case, x):
     }
 
 
+@pytest.mark.full
 @backends
 def test_cascade_adds_them_after_the_levels_are_merged(backend):
     query = jax.random.normal(jax.random.key(0), (3, 4, 16))
@@ -75,6 +78,7 @@ def test_cascade_adds_them_after_the_levels_are_merged(backend):
             assert_close(found, expected)
 
 
+@pytest.mark.full
 def test_packed_sequences_are_as_each_alone():
     q, k, v = (x[0] for x in drawn(60, 60))
     ends, sinks = jnp.array([0, 23, 23, 50], jnp.int32), sinks_of(4)
@@ -107,6 +111,7 @@ def test_packed_sequences_are_as_each_alone():
     jax.tree.map(assert_close, *results)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("splits", [1, 4, 16])
 def test_merged_splits_then_sinks(splits):
     (query, key, value), sinks = drawn(T=2, S=64), sinks_of(4)
@@ -119,6 +124,7 @@ def test_merged_splits_then_sinks(splits):
     jax.tree.map(assert_close, found, attend(key, value, sinks=sinks))
 
 
+@pytest.mark.full
 @backends
 def test_minus_infinity_changes_nothing(backend):
     arrays = drawn()
@@ -137,6 +143,7 @@ def test_minus_infinity_changes_nothing(backend):
     assert_close(lse, plain_lse)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("row_max", [None, 0.0], ids=["running", "bounded"])
 def test_epilogue_for_hopper(monkeypatch, row_max):
     """Its arithmetic, in base 2, for rows of many, few and no scores, where scores have a row_max and where a bound."""
@@ -157,6 +164,7 @@ def test_epilogue_for_hopper(monkeypatch, row_max):
         assert_close(found[1], [-np.inf if x == 0 else np.log(x) for x in total])
 
 
+@tiers(default={"implementation": None})
 @pytest.mark.parametrize("implementation", ["xla", "reference", None])
 def test_without_keys_the_sink_is_all_there_is(implementation):
     query, key, value = drawn(T=3, S=0)
@@ -168,6 +176,7 @@ def test_without_keys_the_sink_is_all_there_is(implementation):
     np.testing.assert_array_equal(gradient, np.full(4, 6.0))
 
 
+@tiers(default={"backend": "xla"})
 @backends
 def test_vmap_over_sinks_and_one_program_for_all_values(backend):
     arrays, count = drawn(), 0
@@ -184,6 +193,7 @@ def test_vmap_over_sinks_and_one_program_for_all_values(backend):
     assert_close(jax.vmap(attend)(several), one_by_one)
 
 
+@pytest.mark.full
 @backends
 @pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices; tests/conftest.py simulates them")
 @pytest.mark.parametrize("manner", ["jit", "shard_map"])

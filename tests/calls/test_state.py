@@ -14,6 +14,7 @@ import jflex
 from jflex import AttentionState, merge, merge_all
 from tests.cases import mask_pairs, score_pairs
 from tests.support import oracle
+from tests.support.rows import in_turns
 
 B, T, S, HQ, HKV, D, DV = 2, 20, 24, 4, 2, 8, 12
 F32 = jnp.float32
@@ -74,6 +75,8 @@ def exact_attention(variant, query, key, value):
     return arrays, exact[0], captures, oracle.forward(*arrays, D**-0.5, *exact, captures)
 
 
+@pytest.mark.full
+@in_turns
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("cuts", CUTS.values(), ids=CUTS)
 def test_parts_of_the_keys_merge_to_all_of_them(variant, cuts):
@@ -98,6 +101,7 @@ def test_parts_of_the_keys_merge_to_all_of_them(variant, cuts):
         assert_close(gradients[3], expected.captures["slopes"], rtol=1e-4, atol=1e-3)
 
 
+@pytest.mark.full
 def test_parts_of_the_keys_merge_where_a_backend_has_a_gradient_of_its_own():
     drawn = draw()
     split, whole = (
@@ -166,6 +170,7 @@ def states_close(found, expected):
     assert_close(found.lse, expected[1], rtol=1e-6, atol=1e-5)
 
 
+@pytest.mark.full
 @settings(max_examples=40)
 @given(states(any_lse), states(any_lse))
 def test_merging_is_exact_and_commutative(a, b):
@@ -190,6 +195,7 @@ def test_the_empty_state_is_neutral(a):
         np.testing.assert_array_equal(merged.lse, a.lse)
 
 
+@pytest.mark.full
 def test_many_states_in_any_order():
     rng = np.random.default_rng(3)
     stacked = AttentionState(
@@ -212,6 +218,7 @@ def state(out, lse, dtype=F32):
     return AttentionState(jnp.asarray(out, dtype), jnp.asarray(lse, F32))
 
 
+@pytest.mark.full
 def test_what_an_empty_state_holds_never_comes_out():
     full, poisoned = state([[1.0, 2.0]], [3.0]), state([[np.nan, INF]], [-INF])
     for merged in (merge(full, poisoned), merge(poisoned, full), merge_all([poisoned, full, poisoned])):
@@ -222,6 +229,8 @@ def test_what_an_empty_state_holds_never_comes_out():
     assert both.lse.tolist() == [-INF]
 
 
+@pytest.mark.full
+@in_turns
 @pytest.mark.parametrize("lses", [(-INF, -INF), (0.0, -INF), (-INF, 0.0), (0.0, -1e30), (1e30, 0.0), (0.0, 0.0)])
 @pytest.mark.parametrize("hidden", [0.0, np.nan])
 def test_gradients_are_finite_at_every_edge(lses, hidden):
@@ -239,6 +248,7 @@ def test_gradients_are_finite_at_every_edge(lses, hidden):
         assert_close(gradient.lse[0], weight * (d_out @ (np.nan_to_num(out[0]) - merged_out) + 0.2))
 
 
+@pytest.mark.full
 def test_second_derivatives_and_forward_mode():
     a, b, nothing = state([[1.0, -2.0]], [0.3]), state([[0.5, 1.0]], [-0.4]), AttentionState.empty((1, 2))
     gradient = jax.jit(jax.grad(lambda lse: jnp.sum(jnp.sin(merge_all([AttentionState(a.out, lse), nothing, b]).out))))
@@ -250,6 +260,7 @@ def test_second_derivatives_and_forward_mode():
         assert_close(found, expected, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("lse", [INF, np.nan])
 def test_an_infinite_or_undefined_score_is_not_passed_over(lse):
     merged = merge(state([[1.0]], [lse]), state([[2.0]], [0.0]))
@@ -257,6 +268,7 @@ def test_an_infinite_or_undefined_score_is_not_passed_over(lse):
     assert np.isnan(merged.lse).all()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_sums_are_float32_and_out_is_rounded_once(dtype):
     rng = np.random.default_rng(4)
@@ -269,6 +281,7 @@ def test_sums_are_float32_and_out_is_rounded_once(dtype):
     assert_close(merged.lse, lse, rtol=1e-6)
 
 
+@pytest.mark.full
 def test_float64_stays_float64():
     with jax.enable_x64(True):
         rng = np.random.default_rng(5)
@@ -280,6 +293,7 @@ def test_float64_stays_float64():
         assert AttentionState.empty((4, 8), jnp.float64).lse.dtype == jnp.float64
 
 
+@pytest.mark.full
 def test_no_rows_and_no_states():
     assert merge(AttentionState.empty((0, 2, 8)), AttentionState.empty((0, 2, 8))).out.shape == (0, 2, 8)
     none = merge_all(AttentionState.empty((0, 3, 8)))
@@ -290,6 +304,7 @@ def test_no_rows_and_no_states():
 # --- transformations
 
 
+@pytest.mark.full
 def test_scan_vmap_and_stacking_agree():
     rng = np.random.default_rng(6)
     splits = state(rng.normal(size=(7, 5, 2, 8)), rng.normal(size=(7, 5, 2)))
@@ -304,6 +319,7 @@ def test_scan_vmap_and_stacking_agree():
     assert jax.tree.structure(scanned) == jax.tree.structure(splits)
 
 
+@pytest.mark.full
 def test_layouts_go_there_and_back():
     rng = np.random.default_rng(7)
     out, lse = rng.normal(size=(2, 5, 3, 8)).astype(np.float32), rng.normal(size=(2, 3, 5)).astype(np.float32)
@@ -318,6 +334,7 @@ def test_layouts_go_there_and_back():
         np.testing.assert_array_equal(back[1], lse)
 
 
+@pytest.mark.full
 def test_logarithms_of_other_libraries():
     lse = jnp.array([-INF, -3.0, 0.0, 1.5, 1e30])
     np.testing.assert_allclose(jflex.lse_to_base2(lse), np.asarray(lse, np.float64) / np.log(2), rtol=1e-6)
@@ -328,6 +345,7 @@ def test_logarithms_of_other_libraries():
         assert convert(lse).dtype == F32
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("count", [2, 20])
 def test_states_without_a_softmax_add_up(count):
     outs = np.random.default_rng(0).normal(size=(count, 4, 2, 8)).astype(np.float32)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 import jflex
 from jflex import AttentionState
+from tests.support.rows import in_turns
 
 ALL = ("lse", "max", "entropy")
 assert_close = functools.partial(np.testing.assert_allclose, rtol=3e-5, atol=3e-5)
@@ -36,6 +37,8 @@ def merged(count, layout, sinks, q, k, v):
     return state.out, jflex.AttentionStats(*(x.swapaxes(1, 2) for x in (state.lse, state.max, state.entropy)))
 
 
+@pytest.mark.full
+@in_turns
 @pytest.mark.parametrize("layout", ["BTNH", "BNTH"])
 @pytest.mark.parametrize("count", [1, 4, 16])
 @pytest.mark.parametrize("sinks", [None, [-1.0, 0.0, 2.0, -np.inf]], ids=["no_sinks", "sinks"])
@@ -86,6 +89,7 @@ def exact(scores):
     return scores.max() + np.log(weights.sum()), scores.max(), -np.sum(p * np.log(np.where(p > 0, p, 1)))
 
 
+@pytest.mark.full
 @settings(max_examples=40)
 @given(st.lists(st.lists(KEYS, min_size=ROWS, max_size=ROWS), min_size=2, max_size=12))
 def test_merging_is_that_of_all_scores(splits):
@@ -106,6 +110,7 @@ def test_merging_is_that_of_all_scores(splits):
 # --- edges
 
 
+@pytest.mark.full
 def test_states_and_empty_rows():
     empty = AttentionState.empty((3, 2, 8), stats=("max", "entropy"))
     assert (empty.max[0, 0], empty.entropy[0, 0]) == (-np.inf, 0)

@@ -3,6 +3,7 @@
 import functools
 import itertools
 
+import chex
 import jax
 import jax.numpy as jnp
 import jax.test_util
@@ -13,7 +14,9 @@ from jax import export
 import jflex
 from jflex.backends.gpu.triton import Triton
 from jflex.backends.xla.attention import Xla
-from tests.support.traces import Traced
+from tests.support.rows import in_turns
+
+pytestmark = pytest.mark.full
 
 B, T, H, D = 2, 40, 2, 16
 BACKENDS = {
@@ -155,6 +158,7 @@ def test_float64():
 # --- vmap
 
 
+@in_turns
 @backends
 @pytest.mark.parametrize("mapped", ["q", "k", "qkv", "c", "m", "qc", "kvm", "qkvcm"])
 def test_vmap_over_any_subset(backend, mapped):
@@ -308,13 +312,10 @@ def test_new_mask_values_are_not_traced_again(backend, counted):
 
 def test_a_jitted_step_compiles_once_for_new_boundaries():
     args = (*drawn(13), biases())
-    traced = Traced(
-        jax.grad(lambda ids, q, k, v, bias: loss(BACKENDS["xla"], q, k, v, bias, document_mask(ids)), argnums=1)
-    )
-    step = jax.jit(traced)
+    of_boundaries = lambda ids, q, k, v, bias: loss(BACKENDS["xla"], q, k, v, bias, document_mask(ids))
+    step = jax.jit(chex.assert_max_traces(lambda *xs: jax.grad(of_boundaries, argnums=1)(*xs), n=1))
     for seed in range(4):
         step(documents(seed), *args)
-    assert traced.count == 1
 
 
 def test_another_number_in_a_mod_is_another_program():
@@ -378,6 +379,7 @@ FORWARD_MODE = {
 }
 
 
+@in_turns
 @pytest.mark.parametrize("jitted", [False, True], ids=["eager", "jit"])
 @pytest.mark.parametrize("kind", FORWARD_MODE)
 @backends
@@ -412,4 +414,4 @@ def test_jvp_of_a_captured_array_names_the_reference():
 def test_repeated_runs_are_equal_bit_for_bit(backend):
     args = (*drawn(), biases(), document_mask(documents(0)))
     run = jax.jit(jax.grad(functools.partial(loss, BACKENDS[backend]), argnums=(0, 1, 2, 3)))
-    jax.tree.map(np.testing.assert_array_equal, run(*args), run(*args))
+    chex.assert_trees_all_equal(run(*args), run(*args), strict=True)

@@ -44,21 +44,12 @@ WIDE = [
     Case("narrow_cut_wide", mask=masks.scattered(128), sizes=Sizes(B=1, T=640, D=64), block=128, max_blocks=1, **BF16),
     # Weights without a maximum, of up to exp(50), which float16 does not hold.
     Case("softcap_far", scores.softcap_far, masks.causal, Sizes(T=260, D=64), block=128, scale=10.0, **BF16),
-    Case(
-        "softcap_far_float16",
-        scores.softcap_far,
-        masks.causal,
-        Sizes(T=260, D=64),
-        block=128,
-        scale=10.0,
-        dtype="float16",
-    ),
-    Case(
-        "two_groups_sinks", scores.alibi, masks.first_half_only, Sizes(T=400, Hq=4, D=64), block=128, sinks=True, **BF16
-    ),
-    Case(
-        "sinks_bounded", scores.softcap, masks.first_half_only, Sizes(T=260, Hq=4, D=64), block=128, sinks=True, **BF16
-    ),
+    Case("softcap_far_float16", scores.softcap_far, masks.causal, Sizes(T=260, D=64), block=128, scale=10.0,
+     dtype="float16"),
+    Case("two_groups_sinks", scores.alibi, masks.first_half_only, Sizes(T=400, Hq=4, D=64), block=128, sinks=True,
+     **BF16),
+    Case("sinks_bounded", scores.softcap, masks.first_half_only, Sizes(T=260, Hq=4, D=64), block=128, sinks=True,
+     **BF16),
     Case("softcap_of_much", scores.softcap_of_much, masks.causal, Sizes(T=260, D=64), block=128, **BF16),
     # Tiles end where the sequences do: elements are loaded from one address on.
     Case("even_table", captured.table, masks.causal, Sizes(T=256, Hq=4, Hkv=2, D=64), block=128, **BF16),
@@ -76,64 +67,27 @@ WIDE = [
     Case("stored_no_mask", captured.bias_bf16, sizes=Sizes(T=136, S=200, Hq=4, Hkv=2, D=96), dtype="float16"),
     Case("shared_heads", captured.bias_hqk, sizes=Sizes(B=4, T=200, S=300, Hq=4, Hkv=2, D=32), **BF16),
     Case("shared_more_heads", captured.bias_of_more_heads, sizes=Sizes(B=4, T=64, S=64, Hq=2, D=64), **BF16),
-    Case(
-        "shared_causal", captured.bias_of_heads_bf16, masks.causal, Sizes(B=5, T=256, D=64), block=128, dtype="float16"
-    ),
-    Case(
-        "shared_by_all",
-        captured.bias_qk,
-        masks.window,
-        Sizes(B=3, T=260, Hq=4, Hkv=2, D=64),
-        block=128,
-        by_batch=True,
-        **BF16,
-    ),
+    Case("shared_causal", captured.bias_of_heads_bf16, masks.causal, Sizes(B=5, T=256, D=64), block=128,
+     dtype="float16"),
+    Case("shared_by_all", captured.bias_qk, masks.window, Sizes(B=3, T=260, Hq=4, Hkv=2, D=64), block=128,
+     by_batch=True, **BF16),
     Case("shared_batch", captured.bias_bqk, masks.window, Sizes(T=192, S=320, Hq=4, Hkv=2, D=128), block=64, **BF16),
-    Case(
-        "shared_dropout", captured.bias_hqk, masks.causal, Sizes(B=4, T=256, D=64), block=128, dropout_rate=0.1, **BF16
-    ),
+    Case("shared_dropout", captured.bias_hqk, masks.causal, Sizes(B=4, T=256, D=64), block=128, dropout_rate=0.1,
+     **BF16),
     Case("even_booleans", mask=masks.random_elements, sizes=Sizes(T=256, D=64), block=128, by_head=True, **BF16),
     Case("two_groups_scalar", captured.scale_0d, masks.causal, Sizes(T=256, D=64), block=128, **BF16),
     Case("two_groups_sigmoid", scores.sigmoid, masks.causal, Sizes(T=260, D=64), block=128, normalize="none", **BF16),
-    Case(
-        "two_groups_as_weights",
-        mask=masks.first_half_only,
-        sizes=Sizes(B=1, T=400, D=128),
-        block=128,
-        normalize="none",
-        **BF16,
-    ),
+    Case("two_groups_as_weights", mask=masks.first_half_only, sizes=Sizes(B=1, T=400, D=128), block=128,
+     normalize="none", **BF16),
     Case("two_groups_dropout", mask=masks.causal, sizes=Sizes(T=260, D=64), block=128, dropout_rate=0.1, **BF16),
-    Case(
-        "two_groups_dropout_shared",
-        scores.alibi,
-        masks.causal,
-        Sizes(T=260, D=64),
-        block=128,
-        dropout_rate=0.1,
-        shared_dropout=True,
-        **BF16,
-    ),
-    Case(
-        "two_groups_dropout_wide",
-        scores.alibi,
-        masks.causal,
-        Sizes(B=1, T=260, Hq=4, Hkv=2, D=128),
-        block=128,
-        dropout_rate=0.2,
-        sinks=True,
-        **BF16,
-    ),
+    Case("two_groups_dropout_shared", scores.alibi, masks.causal, Sizes(T=260, D=64), block=128, dropout_rate=0.1,
+     shared_dropout=True, **BF16),
+    Case("two_groups_dropout_wide", scores.alibi, masks.causal, Sizes(B=1, T=260, Hq=4, Hkv=2, D=128), block=128,
+     dropout_rate=0.2, sinks=True, **BF16),
     Case("two_groups_no_mask", scores.softcap, sizes=Sizes(T=257, S=450, Hq=4, Hkv=1, D=96), **BF16),
-    Case(
-        "two_groups_own_lists",
-        mask=masks.random_elements,
-        sizes=Sizes(T=384, Hq=2, D=64),
-        block=128,
-        states=np.random.default_rng(2).integers(0, 3, (2, 2, 3, 3)),
-        **BF16,
-    ),
-]
+    Case("two_groups_own_lists", mask=masks.random_elements, sizes=Sizes(T=384, Hq=2, D=64), block=128,
+     states=np.random.default_rng(2).integers(0, 3, (2, 2, 3, 3)), **BF16),
+]  # fmt: skip
 # More than twice as many tiles as an H200 has multiprocessors: a block of threads computes several in turn.
 MANY = [
     Case("many_causal", scores.alibi, masks.causal, Sizes(B=4, T=400, Hq=24, Hkv=6, D=64), block=128, **BF16),

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
+import pytest
 
 from tests.cases import captured_pairs as captured
 from tests.cases import mask_pairs as masks
@@ -61,6 +62,7 @@ class Case:
       shared_dropout: Whether batch entries and heads drop the same weights.
       positive: Draws queries and keys above 0, so that no score is near 0.
       unsupported: Backends that must refuse the case, with what their reason must match.
+      tier: When tests of the case run, unless they say otherwise: ``default`` or ``full``.
     """
 
     name: str
@@ -84,9 +86,21 @@ class Case:
     shared_dropout: bool = False
     positive: bool = False
     unsupported: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    tier: str = "full"
 
     def __str__(self) -> str:
         return self.name
+
+
+def distinct(cases: Iterable[Case]) -> list[Case]:
+    """One case of each score mod and of each mask mod."""
+    seen: set[Any] = set()
+    return [x for x in cases if not {x.score, x.mask} <= seen and not seen.update((x.score, x.mask))]
+
+
+def in_tiers(cases: Iterable[Case]) -> list[Any]:
+    """Parameters of a test: cases with the mark of their tier."""
+    return [pytest.param(x, id=x.name, marks=[pytest.mark.full] if x.tier == "full" else []) for x in cases]
 
 
 N = Sizes
@@ -115,7 +129,7 @@ ELEMENTWISE = [
     Case("remainder", scores.remainder, **F16),
     Case("odd_keys_score", scores.odd_keys),
     Case("bits", scores.bits, **BF16),
-    Case("softcap", scores.softcap, masks.causal, N(T=129), block=64, **BF16),
+    Case("softcap", scores.softcap, masks.causal, N(T=129), block=64, **BF16, tier="default"),
     Case("softcap_float32", scores.softcap, precision="highest"),
     Case("relu", scores.relu, **BF16),
     Case("softplus", scores.softplus, **F16),
@@ -183,7 +197,7 @@ CAPTURED = [
     Case("permuted", captured.permuted, sizes=N(T=70), **BF16),
     Case("only_bias", captured.only_bias, **BF16),
     Case("rounded", captured.rounded, **BF16),
-    Case("slopes", captured.slopes, masks.causal, N(T=129, Hq=4, Hkv=2), block=64, **BF16),
+    Case("slopes", captured.slopes, masks.causal, N(T=129, Hq=4, Hkv=2), block=64, **BF16, tier="default"),
     Case("scale_0d", captured.scale_0d, **BF16),
     Case("scale_int", captured.scale_int, **BF16),
     Case("scale_one", captured.scale_one, masks.window, block=32),
@@ -194,7 +208,7 @@ CAPTURED = [
     Case("distance", captured.distance, sizes=N(T=67), **BF16),
     Case("polynomial", captured.polynomial, **BF16),
     Case("scan", captured.scan, **BF16),
-    Case("sorting", captured.sorting, unsupported={"triton": r"score_mod.*sort.*implementation='xla'"}),
+    Case("sorting", captured.sorting, unsupported={"triton": r"score_mod.*sort.*implementation='xla'"}, tier="default"),
 ]
 
 READY = [
@@ -211,7 +225,7 @@ READY = [
 ]
 
 MASKED = [
-    Case("causal", mask=masks.causal, sizes=N(T=257), block=128, **BF16),
+    Case("causal", mask=masks.causal, sizes=N(T=257), block=128, **BF16, tier="default"),
     Case("causal_mask_mod", mask=masks.causal, sizes=N(T=129), **BF16),
     Case("causal_more_keys", mask=masks.causal, sizes=N(T=67, S=130), block=(32, 64)),
     Case("causal_more_queries", mask=masks.causal, sizes=N(T=130, S=67), block=(64, 32), **BF16),
@@ -228,9 +242,8 @@ MASKED = [
     Case("rows_that_see_nothing_mask_mod", mask=masks.first_half_only, sizes=N(T=100)),
     Case("odd_keys", mask=masks.odd_keys, block=64, **BF16),
     Case("window_by_head", mask=masks.window_by_head, sizes=N(T=200, Hq=4), block=32, by_head=True, **BF16),
-    Case(
-        "window_by_head_grouped", captured.bias_kv, masks.window_by_head, N(T=200, Hq=4, Hkv=2), block=32, by_head=True
-    ),
+    Case("window_by_head_grouped", captured.bias_kv, masks.window_by_head, N(T=200, Hq=4, Hkv=2), block=32,
+     by_head=True),
     Case("offset_by_batch", mask=masks.offset_by_batch, sizes=N(T=130), block=32, by_batch=True, **BF16),
     Case("padding", mask=masks.padding, sizes=N(T=130), block=64, by_batch=True, by_head=True, **BF16),
     Case("random_elements", mask=masks.random_elements, sizes=N(T=96, Hq=4, Hkv=2), block=32, by_head=True, **BF16),
@@ -243,58 +256,28 @@ MASKED = [
     Case("narrow_cut_to_one", mask=masks.scattered(32), sizes=N(T=130, S=260), block=32, max_blocks=1, **BF16),
     Case("narrow_decode", mask=masks.scattered(64), sizes=N(T=3, S=600, Hq=4, Hkv=2), block=64, max_blocks=2, **BF16),
     Case("blocks_of_one_call", mask=masks.causal, sizes=N(T=33), block=256, **BF16),
-    Case(
-        "own_lists",
-        sizes=N(T=130, S=96),
-        block=32,
-        states=np.random.default_rng(0).integers(0, 2, (1, 1, 5, 3)),
-        **BF16,
-    ),
-    Case(
-        "own_lists_mixed",
-        mask=masks.random_elements,
-        sizes=N(T=128, Hq=4, Hkv=2),
-        block=32,
-        states=np.random.default_rng(1).integers(0, 3, (2, 4, 4, 4)),
-        **BF16,
-    ),
-    Case(
-        "blocks_of_24",
-        mask=masks.causal,
-        block=24,
-        unsupported={"triton": r"mask's block size allows 8.*multiple of 16"},
-    ),
-]
+    Case("own_lists", sizes=N(T=130, S=96), block=32, states=np.random.default_rng(0).integers(0, 2, (1, 1, 5, 3)),
+     **BF16),
+    Case("own_lists_mixed", mask=masks.random_elements, sizes=N(T=128, Hq=4, Hkv=2), block=32,
+     states=np.random.default_rng(1).integers(0, 3, (2, 4, 4, 4)), **BF16),
+    Case("blocks_of_24", mask=masks.causal, block=24,
+     unsupported={"triton": r"mask's block size allows 8.*multiple of 16"}),
+]  # fmt: skip
 
 SHAPES = [
-    Case("decode", scores.softcap, sizes=N(T=1, S=500, Hq=8, Hkv=2), **BF16),
-    Case(
-        "decode_blocks", scores.alibi, masks.offset_by_batch, N(T=3, S=300, Hq=4, Hkv=2), block=64, by_batch=True, **F16
-    ),
+    Case("decode", scores.softcap, sizes=N(T=1, S=500, Hq=8, Hkv=2), **BF16, tier="default"),
+    Case("decode_blocks", scores.alibi, masks.offset_by_batch, N(T=3, S=300, Hq=4, Hkv=2), block=64, by_batch=True,
+     **F16),
     Case("decode_mask_mod", captured.bias_hqk, masks.window_by_head, N(T=2, S=130, Hq=4, Hkv=2), **BF16),
-    Case(
-        "decode_lists_by_head",
-        captured.slopes,
-        masks.random_elements,
-        N(T=5, S=200, Hq=3, Hkv=3),
-        block=32,
-        by_head=True,
-    ),
-    Case(
-        "decode_lists_by_grouped_head",
-        mask=masks.random_elements,
-        sizes=N(T=5, S=200, Hq=4, Hkv=2),
-        block=32,
-        by_head=True,
-        **BF16,
-    ),
-    Case(
-        "decode_sees_nothing", captured.table, masks.strictly_causal, N(T=4, S=257, Hkv=1, D=40, Dv=80), block=64, **F16
-    ),
+    Case("decode_lists_by_head", captured.slopes, masks.random_elements, N(T=5, S=200, Hq=3, Hkv=3), block=32,
+     by_head=True),
+    Case("decode_lists_by_grouped_head", mask=masks.random_elements, sizes=N(T=5, S=200, Hq=4, Hkv=2), block=32,
+     by_head=True, **BF16),
+    Case("decode_sees_nothing", captured.table, masks.strictly_causal, N(T=4, S=257, Hkv=1, D=40, Dv=80), block=64,
+     **F16),
     Case("decode_by_head_major", mask=masks.both_sides, sizes=N(T=4, S=99, Hq=2, Hkv=1), block=64, layout="BNTH"),
-    Case(
-        "decode_sixteen_queries", captured.bias_q, masks.odd_keys, N(T=16, S=150, Hq=4, Hkv=1), block=(16, 64), **BF16
-    ),
+    Case("decode_sixteen_queries", captured.bias_q, masks.odd_keys, N(T=16, S=150, Hq=4, Hkv=1), block=(16, 64),
+     **BF16),
     Case("one_query_one_key", sizes=N(B=1, T=1, Hq=1, D=16)),
     Case("one_query", captured.bias_kv, masks.everything, N(T=1, S=257, Hq=4, Hkv=2), **BF16),
     Case("one_key", scores.times_two, sizes=N(T=37, S=1), **BF16),
@@ -308,19 +291,21 @@ SHAPES = [
     Case("head_sizes_192_128", mask=masks.causal, sizes=N(B=1, D=192, Dv=128), block=64, **BF16),
     Case("head_size_256", mask=masks.causal, sizes=N(B=1, T=129, D=256), block=128, **BF16),
     Case("head_size_256_float32", sizes=N(B=1, T=70, D=256)),
-    Case("head_size_300", sizes=N(B=1, T=37, D=300), unsupported={"triton": r"head sizes up to 256, not 300"}),
+    Case("head_size_300", sizes=N(B=1, T=37, D=300), unsupported={"triton": r"head sizes up to 256, not 300"},
+     tier="default"),
     Case("grouped", scores.alibi, sizes=N(T=33, S=256, Hq=8, Hkv=2), **BF16),
     Case("grouped_causal", mask=masks.causal, sizes=N(T=129, Hq=6, Hkv=2), block=64, **F16),
     Case("one_key_head", mask=masks.causal, sizes=N(T=100, Hq=4, Hkv=1), block=32),
     Case("shared_keys", mask=masks.causal, sizes=N(B=3, T=70, Bkv=1), block=32, **BF16),
     Case("shared_keys_bias", captured.bias_bq, sizes=N(B=3, T=37, S=67, Hq=4, Hkv=2, Bkv=1)),
-    Case("bnth", captured.bias_hqk, masks.causal, N(T=100, S=67, Hq=4, Hkv=2, Dv=16), block=32, layout="BNTH", **BF16),
+    Case("bnth", captured.bias_hqk, masks.causal, N(T=100, S=67, Hq=4, Hkv=2, Dv=16), block=32, layout="BNTH", **BF16,
+     tier="default"),
     Case("bnth_shared_keys", mask=masks.window, sizes=N(T=129, Bkv=1), layout="BNTH"),
     Case("long", mask=masks.window, sizes=N(B=1, T=1023, D=16), block=128, **BF16),
-]
+]  # fmt: skip
 
 SINKS = [
-    Case("sinks", mask=masks.causal, sizes=N(T=129, Hq=4, Hkv=2), block=64, sinks=True, **BF16),
+    Case("sinks", mask=masks.causal, sizes=N(T=129, Hq=4, Hkv=2), block=64, sinks=True, **BF16, tier="default"),
     Case("sinks_alone", sizes=N(T=70, S=100, Hq=3), sinks=True),
     Case("sinks_see_nothing", captured.slopes, masks.strictly_causal, N(T=70, Hq=4, Hkv=2), block=32, sinks=True),
     Case("softcap_sinks", scores.softcap, masks.window, N(T=129, Hq=4, Hkv=1), layout="BNTH", sinks=True, **F16),
@@ -330,7 +315,16 @@ SINKS = [
 ]
 
 NOT_NORMALIZED = [
-    Case("sigmoid", scores.sigmoid, masks.causal, N(T=129, Hq=4, Hkv=2), block=64, normalize="none", **BF16),
+    Case(
+        "sigmoid",
+        scores.sigmoid,
+        masks.causal,
+        N(T=129, Hq=4, Hkv=2),
+        block=64,
+        normalize="none",
+        **BF16,
+        tier="default",
+    ),
     Case("sigmoid_everywhere", scores.sigmoid, sizes=N(T=70, S=100, Dv=40), normalize="none"),
     Case("flash_sigmoid", scores.flash_sigmoid, sizes=N(B=1, T=100, D=128), scale=128**-0.5, normalize="none", **F16),
     Case("sigmoid_decode", scores.sigmoid, sizes=N(T=1, S=300, Hq=8, Hkv=2), normalize="none", **F16),
@@ -341,7 +335,7 @@ NOT_NORMALIZED = [
 ]
 
 DROPOUT = [
-    Case("dropout", mask=masks.causal, sizes=N(T=70, Hq=4, Hkv=2), block=32, dropout_rate=0.3, **BF16),
+    Case("dropout", mask=masks.causal, sizes=N(T=70, Hq=4, Hkv=2), block=32, dropout_rate=0.3, **BF16, tier="default"),
     Case("causal_dropout_repaired", captured.bias_hqk, masks.causal, N(T=67, S=70), block=32, dropout_rate=0.5),
     Case(
         "softcap_dropout_sinks",

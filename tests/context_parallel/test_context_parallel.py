@@ -14,6 +14,7 @@ from tests.cases.table import Case
 from tests.cases.table import Sizes as N
 from tests.support import evaluation
 from tests.support.context_parallel_calls import CUBE, NEEDS_EIGHT_DEVICES, ZIGZAG, attend_by, mesh_of, strategies
+from tests.support.rows import in_turns
 
 pytestmark = NEEDS_EIGHT_DEVICES
 
@@ -94,12 +95,16 @@ def check(name, strategy, implementation="xla"):
     evaluation.compare_gradients(case, found, by_plain, exact, names)
 
 
+@pytest.mark.full
+@in_turns
 @strategies
 @pytest.mark.parametrize("name", CASES)
 def test_results_and_gradients_against_float64(name, strategy):
     check(name, strategy)
 
 
+@pytest.mark.full
+@in_turns
 @strategies
 @pytest.mark.parametrize(
     ("name", "implementation"),
@@ -109,6 +114,7 @@ def test_other_implementations(name, implementation, strategy):
     check(name, strategy, implementation)
 
 
+@pytest.mark.full
 def test_a_ring_sums_in_float32():
     """Over eight devices, sums of the gradients of keys in 16 bits would be off by 0.003 to 0.004."""
     draw = np.random.default_rng(0).normal(size=(4, 2, 128, 8, 16)).astype(np.float32)

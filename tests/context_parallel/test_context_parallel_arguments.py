@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 import jflex
 from jflex import context_parallel
 from tests.support.context_parallel_calls import CUBE, MASKS, STRATEGIES, drawn
+from tests.support.rows import in_turns, tiers
 
 pytestmark = [
     pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices; tests/conftest.py simulates them"),
@@ -84,6 +85,8 @@ def on_one_device(name):
     return differentiated(attend, arrays(name), captured())
 
 
+@pytest.mark.full
+@in_turns
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("name", CASES)
 def test_results_and_gradients_are_those_of_one_device(name, strategy):
@@ -113,6 +116,7 @@ def test_results_and_gradients_are_those_of_one_device(name, strategy):
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=2e-3, atol=1e-4), gradients, right_gradients)
 
 
+@tiers(full={"strategy": "all_gather"}, rest="long")
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_inside_of_shard_map_vector_mods_get_absolute_positions(strategy):
     mesh, (q, k, v) = drawn({"context": 4}, T=64)
@@ -128,6 +132,7 @@ def test_inside_of_shard_map_vector_mods_get_absolute_positions(strategy):
     np.testing.assert_allclose(context_parallel.restore(found, order), right, rtol=3e-5, atol=3e-5)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_eagerly_in_the_mesh_of_the_context(kind):
     mesh, given = drawn(kind=kind, T=64)

@@ -13,6 +13,7 @@ from jflex.block_mask import tables
 from jflex.context_parallel import call
 from jflex.context_parallel import run as running
 from tests.support.context_parallel_calls import MASKS, NEEDS_EIGHT_DEVICES, assert_close, attend_in, collectives, drawn
+from tests.support.rows import in_turns, tiers
 
 pytestmark = NEEDS_EIGHT_DEVICES
 
@@ -28,6 +29,7 @@ EXPECTED = {
 }
 
 
+@tiers(full={"strategy": ["all_gather-causal", "ring-causal"]}, rest="long")
 @pytest.mark.parametrize(("strategy", "mask"), EXPECTED)
 def test_the_collectives_are_those_promised_and_no_others(strategy, mask):
     mesh, arrays = drawn()
@@ -45,6 +47,7 @@ def test_the_collectives_are_those_promised_and_no_others(strategy, mask):
         assert result.sharding.is_equivalent_to(arrays[0].sharding, 4)
 
 
+@pytest.mark.full
 def test_captured_gradients_are_summed_by_one_reduction():
     mesh, arrays = drawn()
     loss = lambda slopes, *x: attend_in(mesh, "ring")(
@@ -55,6 +58,7 @@ def test_captured_gradients_are_summed_by_one_reduction():
     assert len(re.findall(r"f32\[4\]\S* all-reduce\(", text)) == 1
 
 
+@tiers(full={"strategy": "all_gather"}, rest="long")
 @pytest.mark.parametrize("strategy", ["all_gather", "ring"])
 def test_a_traced_mask(strategy):
     """Which steps are needed is data then: no hop is left out, but a device computes only where it attends."""
@@ -72,6 +76,8 @@ def test_a_traced_mask(strategy):
         assert collectives(run.lower(ids, q, k, v).compile()) == {"collective-permute": 2}
 
 
+@pytest.mark.full
+@in_turns
 @pytest.mark.parametrize(("strategy", "implementation"), [("all_gather", "xla"), ("ring", "xla"), ("ring", "triton")])
 @pytest.mark.parametrize("traced", [False, True])
 def test_tables_of_long_sequences_are_narrow(strategy, implementation, traced, monkeypatch):

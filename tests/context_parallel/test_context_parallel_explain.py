@@ -11,6 +11,7 @@ import pytest
 import jflex
 from jflex import context_parallel
 from tests.support.context_parallel_calls import CUBE, MASKS, PAIR, STRATEGIES, attend_in, drawn, mesh_of
+from tests.support.rows import tiers
 
 pytestmark = [
     pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices; tests/conftest.py simulates them"),
@@ -30,6 +31,7 @@ def sent(text, n):
     return total
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("strategy", "mask"), [("all_gather", "causal"), ("ring", "near")])
 def test_bytes_are_those_of_the_compiled_program(strategy, mask):
     """Of a ring that takes three of four steps, which stand in no loop."""
@@ -44,6 +46,7 @@ def test_bytes_are_those_of_the_compiled_program(strategy, mask):
         assert (account.steps, account.bytes_sent_backward) == (3, 2 * account.bytes_sent)
 
 
+@tiers(default={"strategy": "ring"})
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_blocks_of_devices_are_those_of_the_mask(strategy):
     mesh, (q, k, v) = mesh_of(**CUBE), [jax.ShapeDtypeStruct((2, 256, 8, 16), jnp.float32)] * 3
@@ -60,6 +63,7 @@ def test_blocks_of_devices_are_those_of_the_mask(strategy):
         np.testing.assert_allclose(account.imbalance, max(right) / np.mean(right))
 
 
+@pytest.mark.full
 def test_ulysses_counts_the_heads_of_each_device():
     mesh, x = mesh_of(**PAIR), jax.ShapeDtypeStruct((2, 64, 4, 16), jnp.float32)
     rising = jflex.create_block_mask(lambda b, h, q, k: k < 16 * (h + 1), None, 4, 64, 64, block_size=16)
@@ -88,6 +92,7 @@ def test_an_account_is_printed_and_a_call_without_blocks_counts_all_keys():
     assert "not counted" in str(account)
 
 
+@pytest.mark.full
 def test_a_backend_that_cannot_run_is_said():
     mesh, x = mesh_of(**PAIR), jax.ShapeDtypeStruct((2, 64, 4, 16), jnp.float32)
     account = explained(x, x, x, mesh=mesh, implementation="mosaic_gpu")

@@ -22,10 +22,12 @@ from tests.support.context_parallel_calls import (
     drawn,
     strategies,
 )
+from tests.support.rows import in_turns, tiers
 
 pytestmark = NEEDS_EIGHT_DEVICES
 
 
+@tiers(full={"strategy": "all_gather"}, rest="long")
 @strategies
 def test_inside_of_shard_map(strategy):
     """Arrays are those of the shard, and so are the indices of batch and heads; positions are absolute."""
@@ -57,6 +59,7 @@ def test_inside_of_shard_map(strategy):
     jax.tree.map(functools.partial(assert_close, rtol=2e-4), run(turned), run(whole))
 
 
+@tiers(full={"strategy": "all_gather"}, rest="long")
 @strategies
 def test_dropout_inside_of_shard_map_is_that_of_one_device(strategy):
     mesh, (q, k, v) = drawn({"context": 4}, T=64)
@@ -68,6 +71,8 @@ def test_dropout_inside_of_shard_map_is_that_of_one_device(strategy):
     assert_close(sharded(q, k, v), jflex.flex_attention(*plain, **options))
 
 
+@pytest.mark.full
+@in_turns
 @strategies
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_eagerly_in_the_mesh_of_the_context(strategy, kind):
@@ -80,6 +85,7 @@ def test_eagerly_in_the_mesh_of_the_context(strategy, kind):
     assert_close(found, jflex.flex_attention(*plain, mask_mod=MASKS["causal"], implementation="xla"))
 
 
+@pytest.mark.full
 def test_a_new_value_compiles_nothing(monkeypatch):
     """Mods of eager calls with the same program and other values are the same program of a device."""
     mesh, arrays = drawn(T=64)
@@ -93,6 +99,7 @@ def test_a_new_value_compiles_nothing(monkeypatch):
     assert not np.allclose(first, second)
 
 
+@tiers(full={"strategy": "all_gather"}, rest="long")
 @strategies
 def test_without_tokens(strategy):
     mesh, (q, k, v) = drawn(T=64)
@@ -101,6 +108,7 @@ def test_without_tokens(strategy):
     assert (np.asarray(lse) == -np.inf).all()
 
 
+@tiers(full={"strategy": "all_gather"}, rest="long")
 @strategies
 def test_second_derivatives_are_refused(strategy):
     mesh, arrays = drawn(T=64)

@@ -16,6 +16,7 @@ from tests.support.context_parallel_calls import MASKS, NEEDS_EIGHT_DEVICES, ZIG
 pytestmark = NEEDS_EIGHT_DEVICES
 
 
+@pytest.mark.full
 @given(
     st.integers(1, 4).flatmap(
         lambda chunks: st.tuples(st.permutations(range(4 * chunks)), st.integers(1, 3), st.just(4 * chunks))
@@ -30,6 +31,7 @@ def test_an_order_is_undone(drawn):
     np.testing.assert_array_equal(context_parallel.restore(turned, order), x)
 
 
+@pytest.mark.full
 @given(st.integers(1, 6), st.integers(1, 4), st.integers(0, 2**31))
 def test_a_balanced_order_is_a_permutation_no_worse_than_the_natural_one(shards, chunks, seed):
     """And of one chunk for each device no order is better: the largest stays."""
@@ -46,6 +48,7 @@ def test_a_balanced_order_is_a_permutation_no_worse_than_the_natural_one(shards,
     assert balanced.max() <= natural.sum() / shards + counts.max(initial=0)
 
 
+@pytest.mark.full
 @settings(max_examples=8)
 @given(st.permutations(range(8)))
 def test_any_permutation_gives_the_same_attention(order):
@@ -58,6 +61,7 @@ def test_any_permutation_gives_the_same_attention(order):
     assert_close(context_parallel.restore(found, order), right)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("jitted", [False, True])
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_reordered_tokens_are_sharded_as_before(kind, jitted):
@@ -82,6 +86,7 @@ def test_zigzag_balances_a_causal_mask(shards):
     assert len(set(context_parallel.device_costs(mask, shards, order).tolist())) == 1
 
 
+@pytest.mark.full
 def test_a_picture_of_the_costs(tmp_path):
     pytest.importorskip("matplotlib")
     mask = jflex.create_block_mask(MASKS["causal"], None, None, 128, 128, block_size=16)

@@ -13,6 +13,7 @@ import jflex
 from tests.support import paged_evaluation
 from tests.support.context_parallel_calls import collectives
 from tests.support.divided_pages import BY_NAME, check_in_turn, in_turn, mesh_of, options_of
+from tests.support.rows import tiers
 
 pytestmark = [
     pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices; tests/conftest.py simulates them"),
@@ -30,6 +31,7 @@ CASES = [
 ]  # fmt: skip
 
 
+@tiers(full={"name": ["decode", "bias_by_key", "rotated_pages_of_64", "gains_of_heads"]}, rest="long")
 @pytest.mark.parametrize(("name", "axes", "backend"), CASES)
 def test_pages_in_turn_against_float64(name, axes, backend):
     check_in_turn(BY_NAME[name], axes, backend)
@@ -68,6 +70,7 @@ def test_only_states_are_sent():
     assert written.k.sharding.spec[0] == "context"
 
 
+@pytest.mark.full
 def test_query_and_output_mods_and_sinks():
     case, mesh = BY_NAME["mixed"], mesh_of(HEADS)
     cache, table = in_turn(case, 4)
@@ -82,6 +85,7 @@ def test_query_and_output_mods_and_sinks():
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=3e-5, atol=3e-5), found, right)
 
 
+@pytest.mark.full
 def test_trees_of_drafts():
     mesh = mesh_of(ROUND)
     batch = jflex.paged.PagedBatch(
@@ -97,6 +101,7 @@ def test_trees_of_drafts():
     np.testing.assert_allclose(found, right, rtol=3e-5, atol=3e-5)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_inside_of_shard_map_and_in_the_mesh_of_the_context(kind):
     case, mesh = BY_NAME["bias_by_key"], mesh_of(ROUND, kind)
@@ -153,6 +158,7 @@ def test_wrong_input(fault):
         provoke()
 
 
+@pytest.mark.full
 def test_a_derivative_is_refused():
     def loss(q):
         cache = jflex.paged.PagedCache.create(64, 16, 2, 8, dtype=jnp.float32)

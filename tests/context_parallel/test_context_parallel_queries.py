@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import jflex
 from tests.support.context_parallel_calls import F32, MASKS, NEEDS_EIGHT_DEVICES, assert_close, collectives, drawn
+from tests.support.rows import tiers
 
 pytestmark = NEEDS_EIGHT_DEVICES
 
@@ -24,6 +25,7 @@ DENSE = {
 }
 
 
+@tiers(default={"name": "lists-xla"}, full={"name": ["nothing", "learned", "sinks and lengths"]})
 @pytest.mark.parametrize(
     ("name", "implementation"), [*((name, "xla") for name in DENSE), ("lists", "triton"), ("learned", "triton")]
 )
@@ -57,6 +59,7 @@ def test_plain_jit_divides_the_queries(name, implementation):
     assert collectives(compiled)["all-gather"] == 2  # of keys and values
 
 
+@tiers(full={"divided": "queries that cut blocks"}, rest="long")
 @pytest.mark.parametrize("divided", ["keys", "queries that cut blocks"])
 def test_jit_of_tokens_that_it_cannot_divide_says_what_divides_the_work(divided):
     """XLA's partitioner tells how arrays are sharded too late for an error that Python could raise."""

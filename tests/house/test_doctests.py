@@ -6,16 +6,19 @@ import pathlib
 
 import pytest
 
+from tests.support.rows import tiers
+
 ROOT = pathlib.Path(__file__).parents[2]
 PACKAGES = ("jflex", "pallas_kernels", "flax_layers")
 
 
-def module_names(package: str) -> list[str]:
-    paths = [path.relative_to(ROOT).with_suffix("") for path in sorted((ROOT / package).rglob("*.py"))]
-    return [".".join(path.parts).removesuffix(".__init__") for path in paths]
+def modules_with_examples(package: str) -> list[str]:
+    paths = [path for path in sorted((ROOT / package).rglob("*.py")) if ">>> " in path.read_text()]
+    return [".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for path in paths]
 
 
-@pytest.mark.parametrize("name", [name for package in PACKAGES for name in module_names(package)])
+@tiers(default={"name": ["jflex.attention", "jflex.explain", "jflex.config"]})
+@pytest.mark.parametrize("name", [name for package in PACKAGES for name in modules_with_examples(package)])
 def test_examples(name: str):
     module = importlib.import_module(name)
     results = doctest.testmod(module, optionflags=doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS)

@@ -56,6 +56,7 @@ def test_without_the_packages_of_the_server_the_engine_is_imported():
     assert "flax_layers.serving.engine.engine" in loaded
 
 
+@pytest.mark.full
 def test_without_starlette_the_endpoints_say_what_to_install():
     process = fresh_python("import sys; sys.modules['starlette'] = None\nimport flax_layers.serving.api.http")
     assert process.returncode != 0

@@ -5,7 +5,7 @@ import functools
 import numpy as np
 import pytest
 
-from tests.cases.table import CASES
+from tests.cases.table import CASES, distinct, in_tiers
 from tests.support import evaluation, oracle, tolerance
 
 SMOOTH = [case for case in CASES if case.score is None or case.score.smooth]
@@ -16,7 +16,7 @@ def test_table_has_enough_cases_of_different_names():
     assert len({case.name for case in CASES}) == len(CASES)
 
 
-@pytest.mark.parametrize("case", SMOOTH, ids=str)
+@pytest.mark.parametrize("case", in_tiers(SMOOTH))
 def test_gradients_match_finite_differences(case):
     """Along one random direction through all inputs."""
     drawn, exact, rng = evaluation.draw(case), evaluation.exact(case), np.random.default_rng(5)
@@ -43,7 +43,7 @@ def test_gradients_match_finite_differences(case):
     assert abs((loss(step) - loss(-step)) / (2 * step) - along) <= 1e-4 * size + 1e-6
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", in_tiers(distinct(CASES)))
 def test_reference_matches_oracle(case):
     check_everything(case, "reference")
 

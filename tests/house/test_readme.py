@@ -12,6 +12,7 @@ import jax
 import pytest
 
 from tests.support import support_table
+from tests.support.rows import tiers
 
 ROOT = pathlib.Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -34,6 +35,7 @@ def command(name: str) -> str:
     return match[1]
 
 
+@tiers(default={"name": "README.md"})
 @pytest.mark.parametrize("name", GUIDES)
 def test_python_blocks_run_in_order(name: str):
     namespace: dict = {"__name__": "guide"}

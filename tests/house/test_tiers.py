@@ -1,25 +1,57 @@
-"""Which tests run when: each function keeps a test in the full run."""
+"""Tiers of tests: the marks that choose them are few and documented; the tier of each row of a product."""
 
-import doctest
+import pathlib
+import re
+import tomllib
 
-from tests import tiers
+import pytest
+
+from tests.support.rows import tiers
+
+ROOT = pathlib.Path(__file__).parents[2]
+BACKENDS = ["xla", pytest.param("triton", marks=pytest.mark.gpu), "interpreted"]
 
 
-def test_examples():
-    assert doctest.testmod(tiers) == doctest.TestResults(failed=0, attempted=2)
+def rows_of(**options):
+    """The rows of a test of three cases and three backends, with the names of their marks."""
+
+    @tiers(**options)
+    @pytest.mark.parametrize("case", ["a", "b", "c"])
+    @pytest.mark.parametrize("backend", BACKENDS)
+    def test(case, backend):
+        del case, backend
+
+    (mark,) = test.pytestmark
+    assert mark.args[0] == ["backend", "case"]
+    return {row.id: [mark.name for mark in row.marks] for row in mark.args[1]}
 
 
-def test_a_third_holds_each_function_and_all_that_is_distinct():
-    parameters = [f"{name}-{number}" for name in ("xla", "triton-interpret", "reference") for number in range(30)]
-    functions = ("test_engine::test_one", "test_engine::test_two", "test_masks::test_x", "test_models::test_greedy")
-    names = [f"{function}[{x}]" for function in functions for x in parameters]
-    names += [f"test_generate::test_{x}[{x}]" for x in parameters] + ["test_train::test_without_parameters"]
-    out = tiers.left_out(names)
-    assert tiers.left_out(reversed(names)) == out
-    kept = [name.partition("[") for name in names if name not in out]
-    one, two, *whole = ([rest for name, _, rest in kept if name == function] for function in functions)
-    assert one == two  # the same parameters
-    assert 20 <= len(one) <= 40
-    assert [len(x) for x in whole] == [90, 90]
-    assert sum(name.startswith("test_generate") for name, _, _ in kept) == 90
-    assert kept[-1][0] == "test_train::test_without_parameters"
+def test_each_marker_is_documented_and_no_other_chooses_tests():
+    options = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]
+    markers = [marker.partition(":")[0] for marker in options["markers"]]
+    assert markers == ["gpu", "full", "long"]
+    readme = (ROOT / "tests/README.md").read_text()
+    assert all(f"| `{marker}` |" in readme for marker in markers)
+    chosen = re.findall(r"-m (\w+)", (ROOT / ".ci/run").read_text())
+    assert set(chosen) - {"venv", "flax_layers"} <= set(markers)
+
+
+def test_rows_that_are_not_named_have_the_next_tier():
+    rows = rows_of(default={"backend": "xla", "case": ["a", "b"]})
+    assert [name for name, marks in rows.items() if not marks] == ["xla-a", "xla-b"]
+    assert rows["xla-c"] == rows["interpreted-a"] == ["full"]
+    assert rows["triton-a"] == ["gpu", "full"]
+    rows = rows_of(default={"case": "a"}, full=[{"backend": "xla", "case": "b"}, {"backend": "xla", "case": "a"}])
+    assert (rows["xla-a"], rows["xla-b"], rows["xla-c"]) == ([], ["full"], ["long"])
+    assert rows_of(full={"case": "a"})["xla-b"] == []
+    assert rows_of(full={"case": "a"}, rest="long")["xla-b"] == ["long"]
+
+
+def test_rows_for_a_gpu_stay():
+    assert [*rows_of(in_turns=True)] == ["xla-a", "xla-c", "triton-a", "triton-b", "triton-c", "interpreted-b"]
+    assert [*rows_of(full={"backend": "xla"}, rest="gpu")] == [f"{x}-{y}" for x in ("xla", "triton") for y in "abc"]
+
+
+def test_a_description_of_no_row_is_refused():
+    with pytest.raises(ValueError, match=r"test has no row \{'case': 'd'\}"):
+        rows_of(default={"case": "d"})

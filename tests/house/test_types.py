@@ -22,7 +22,7 @@ from jaxtyping import Array, Float
 import flax_layers.functional
 import jflex
 from jflex.masks import causal
-from tests.cases.table import CASES, LENGTHS, Case
+from tests.cases.table import CASES, LENGTHS, Case, in_tiers
 from tests.support import checked_types, evaluation
 
 MODULES = sorted({x.__module__ for x in checked_types.public().values()})
@@ -43,7 +43,11 @@ def arrays(layout: str = "BTNH", batch: int = 2, dtype: str = "float32") -> list
     return [turned(jax.random.normal(jax.random.key(i), shape).astype(dtype)) for i, shape in enumerate(shapes)]
 
 
-@pytest.mark.parametrize("case", [*CASES, *LENGTHS], ids=str)
+# Annotations see dtypes, layouts and which arguments there are, not what mods compute.
+SOME = [x for x in [*CASES, *LENGTHS] if x.tier == "default" or x.layout == "BNTH" or x.kv_lengths is not None]
+
+
+@pytest.mark.parametrize("case", in_tiers(SOME))
 def test_the_table_of_cases(case: Case):
     """Traces forward and backward pass, which is when annotations are compared; nothing is compiled."""
     x = evaluation.draw(case)
@@ -58,6 +62,7 @@ def test_the_table_of_cases(case: Case):
         jax.eval_shape(run, x, evaluation.block_mask(case), floats)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", MODULES)
 def test_the_examples_of_docstrings(name: str):
     """What they call is checked, too: ready mods, BlockMasks, varlen, paged, cascade, states and layers."""
@@ -65,6 +70,7 @@ def test_the_examples_of_docstrings(name: str):
     assert results.failed == 0
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("layout", ["BTNH", "BNTH"])
 def test_layouts_transformations_and_kinds_of_arrays(layout: str, batch: int):
@@ -92,6 +98,7 @@ def test_layouts_transformations_and_kinds_of_arrays(layout: str, batch: int):
     assert jflex.merge(state, state).to_attention(layout)[0].shape == out.shape
 
 
+@pytest.mark.full
 def test_packed_tokens():
     query, key, value = (x.reshape(-1, *x.shape[2:]) for x in arrays())
     ends = jnp.array([0, 3, 16]), jnp.array([0, 20, 24])
@@ -105,6 +112,7 @@ def test_packed_tokens():
     assert jax.eval_shape(jax.grad(lambda *xs: call(*xs)[0].sum()), *everything).shape == query.shape
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layers", [None, 3])
 def test_pages_and_levels(layers: int | None):
     cache = jflex.paged.PagedCache.create(8, 4, 2, 16, v_head_dim=24, dtype=jnp.float32, layers=layers)

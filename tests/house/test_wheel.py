@@ -9,6 +9,8 @@ import zipfile
 
 import pytest
 
+pytestmark = pytest.mark.full
+
 ROOT = pathlib.Path(__file__).parents[2]
 PACKAGES = ("jflex", "pallas_kernels", "flax_layers")
 UNREACHABLE = ("Could not find a version", "No matching distribution", "Connection", "Temporary failure")

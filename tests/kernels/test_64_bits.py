@@ -2,6 +2,7 @@
 
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 import jflex
 from jflex.paged import PagedBatch, PagedCache
 from tests.support import gpu_compile
+from tests.support.rows import tiers
 
 KERNEL = {"implementation": "triton", "config": jflex.Config(interpret=True)}
 INT = functools.partial(jnp.asarray, dtype=jnp.int32)
@@ -62,16 +64,17 @@ def dropping(q, **how):
 CALLS = [training, packed, decoding, decoding_evenly, paged, dropping]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("call", CALLS)
 def test_interpreted(call):
     right = jax.jit(functools.partial(call, **KERNEL))(drawn(1, 80, 2, 16))
     with jax.enable_x64(True):
         found = jax.jit(functools.partial(call, **KERNEL))(drawn(1, 80, 2, 16))
-    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(right), strict=True):
-        assert x.dtype == y.dtype
-        np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-6)
+    chex.assert_trees_all_equal_shapes_and_dtypes(found, right)
+    chex.assert_trees_all_close(found, right, rtol=1e-6, atol=1e-6)
 
 
+@tiers(full={"call": "decoding"}, rest="long")
 @pytest.mark.parametrize("call", [training, decoding, paged])
 def test_compiles_for_a_gpu(call):
     with jax.enable_x64(True):
@@ -82,6 +85,7 @@ def test_compiles_for_a_gpu(call):
         assert gpu_compile.compile_kernels(program, q)
 
 
+@pytest.mark.full
 @pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="its kernels need JAX 0.11")
 def test_lowers_for_hopper():
     attend = lambda q: jnp.sum(jflex.flex_attention(q, q, q, alibi, mask_mod=seen, implementation="mosaic_gpu"))
@@ -89,6 +93,7 @@ def test_lowers_for_hopper():
         gpu_compile.lower(jax.grad(attend), jax.ShapeDtypeStruct((1, 256, 2, 64), jnp.bfloat16))
 
 
+@pytest.mark.full
 @pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="its kernels need JAX 0.11")
 def test_lowers_for_hopper_over_batches():
     """Its kernels are batched by a loop, whose counter must not have 64 bits."""

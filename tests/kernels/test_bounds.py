@@ -66,6 +66,7 @@ def within(outside):
     assert outside["load"] == outside["store"] == 0
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", NAMES)
 def test_pages(name, outside):
     case = next(case for case in paged_cases.CASES if case.name == name)
@@ -73,6 +74,7 @@ def test_pages(name, outside):
     within(outside)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("always", [False, True], ids=["few_rows", "always"])
 @pytest.mark.parametrize(("counts", "N"), [((1, 1, 1, 0), 4), ((1, 40, 1, 1), 64), ((70,), 128)], ids=str)
 def test_words_of_two_columns_in_tiles_of_several_pages(counts, N, always, outside, monkeypatch):

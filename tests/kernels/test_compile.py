@@ -69,7 +69,10 @@ def fills_wgmma(case):
     return jnp.dtype(case.dtype).itemsize == 2 and not short and min(n.D, n.Dv) >= 16 and max(n.D, n.Dv) <= 128
 
 
-@pytest.mark.parametrize("case", SUPPORTED, ids=str)
+MARKS = {"default": pytest.mark.full, "full": pytest.mark.long}
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, id=str(case), marks=MARKS[case.tier]) for case in SUPPORTED])
 def test_compiles(case):
     with jax.default_matmul_precision(case.precision):
         program = program_of(case, "triton" if case.name in REPAIRED else "triton-no_repair")
@@ -92,6 +95,7 @@ def test_compiles(case):
         assert {kernel.tensor for kernel in kernels} == {"wgmma"}
 
 
+@pytest.mark.full
 @pytest.mark.skipif(gpu_compile.missing() is not None, reason="compiles for a GPU")
 @pytest.mark.parametrize(("D", "spill"), [(64, 0), (128, 176)])
 def test_statistics_of_rows(D, spill):
@@ -121,6 +125,7 @@ def test_statistics_of_rows(D, spill):
     assert {kernel.tensor for kernel in found} == {"wgmma"}
 
 
+@pytest.mark.full
 def test_reports_what_cannot_be_compiled():
     """So that a kernel which passes here is known to have been judged."""
     if gpu_compile.missing():
@@ -136,6 +141,7 @@ def test_reports_what_cannot_be_compiled():
         gpu_compile.compile_kernels(call, *shapes)
 
 
+@pytest.mark.full
 @pytest.mark.skipif(gpu_compile.missing() is not None, reason="compiles for a GPU")
 def test_kernels_hide_the_transfers_of_a_ring():
     """In XLA's schedule for four GPUs, a kernel stands between the start and the end of every transfer, in both passes.

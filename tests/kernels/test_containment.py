@@ -10,6 +10,7 @@ import pytest
 
 import jflex
 from tests.support.evaluation import compiled_in_haste
+from tests.support.rows import in_turns
 
 GPU = pytest.mark.gpu
 BACKENDS = ["xla", "reference", "triton-interpret", pytest.param("triton", marks=GPU),
@@ -106,12 +107,11 @@ def tokens_of(name, x):
     return np.moveaxis(x, 2 if name == "lse" else 0 if name == "d_bias" else 1, 0)
 
 
+@pytest.mark.full
+@in_turns
 @pytest.mark.parametrize("blocks", [False, True], ids=["mask_mod", "block_mask"])
 @pytest.mark.parametrize(
-    ("where", "bad"),
-    [(where, np.nan) for where in ("key", "value", "query", "d_out", "all")]
-    + [pytest.param(where, np.inf, marks=pytest.mark.long) for where in ("key", "value", "query", "d_out")]
-    + [("all", np.inf)],
+    ("where", "bad"), [(where, bad) for bad in (np.nan, np.inf) for where in ("key", "value", "query", "d_out", "all")]
 )
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_documents_stay_apart(backend, where, bad, blocks):
@@ -137,6 +137,7 @@ def test_documents_stay_apart(backend, where, bad, blocks):
         assert not np.isfinite(own["d_query"]).any(axis=-1).all()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_padding_gets_zero_gradients(backend):
     """Keys that nobody attends to, all of them NaN, of a length that divides no block."""
@@ -153,6 +154,7 @@ def test_padding_gets_zero_gradients(backend):
             assert not tokens_of(name, found[name])[first:].any()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_sigmoid_attention(backend):
     """Weights that share a reciprocal share a NaN, but none that a mask hides: documents begin at odd tokens."""
@@ -177,6 +179,8 @@ def test_sigmoid_attention(backend):
         assert not np.isfinite(np.asarray(tokens_of(name, x)[hidden], np.float32)).any()
 
 
+@pytest.mark.full
+@in_turns
 @pytest.mark.parametrize("lengths", [None, (150, 90)], ids=["even", "kv_lengths"])
 @pytest.mark.parametrize("queries", [1, 3])
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -198,6 +202,8 @@ def test_decoding_from_a_dense_cache(backend, queries, lengths):
         assert_close(found, clean, backend)
 
 
+@pytest.mark.full
+@in_turns
 @pytest.mark.parametrize("page_size", [1, 16, 64])
 @pytest.mark.parametrize("queries", [(1, 1), (3, 40), (1, 160)], ids=["decode", "mixed", "long"])
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -235,6 +241,7 @@ def test_pages_that_a_window_no_longer_shows(backend, queries, page_size):
         assert_close(a, b, backend)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("backend", [BACKENDS[2], *BACKENDS[3:]])
 def test_containment_can_be_left_out(backend):
     """Where all arrays are finite: then nothing is launched for it, and decoding contains NaN all the same."""
@@ -253,6 +260,7 @@ def test_containment_can_be_left_out(backend):
     assert "repair" in str(jax.make_jaxpr(lambda *x: attend(*x, config))(q[:, :1], k, v)) or backend == "mosaic_gpu"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("backend", ["xla", "reference"])
 def test_a_batch_entry_without_keys_where_the_mod_is_nan(backend):
     """0 times the derivative of the mod is NaN at every position of the first batch entry."""
@@ -271,6 +279,7 @@ def test_a_batch_entry_without_keys_where_the_mod_is_nan(backend):
     assert all((np.asarray(x)[0] == 0).all() for x in gradients[1:])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("backend", ["xla", "reference"])
 def test_finite_values_whose_sum_overflows(backend):
     """The test whether NaN must be kept out sums the values."""

@@ -18,6 +18,7 @@ from tests.cases.decode_hopper_cases import DENSE, PAGED
 from tests.cases.paged_cases import PagedCase
 from tests.support import evaluation, gpu_compile, hopper_emulator, hopper_faults, paged_evaluation
 from tests.support.hopper_emulator import emulated
+from tests.support.rows import in_turns, tiers
 from tests.support.specs import spec_of
 
 NEEDS_011 = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="Mosaic GPU is used from JAX 0.11 on")
@@ -40,6 +41,7 @@ def attend(case, seed=0):
 # --- results
 
 
+@tiers(default={"case": "hopper_head_sizes_80_48_bfloat16"})
 @pytest.mark.parametrize("case", PAGED, ids=str)
 def test_pages_against_float64(case):
     paged_evaluation.check(case, attend(case))
@@ -57,6 +59,7 @@ def contiguous(case, backend):
     return evaluation.Results(*evaluation.call(case, backend, x.query, x.key, x.value, x.score, x.mask, None))
 
 
+@tiers(default={"case": "dense_one_tile"})
 @pytest.mark.parametrize("case", DENSE, ids=str)
 def test_contiguous_keys_against_float64(case):
     with emulated():
@@ -71,6 +74,7 @@ def test_contiguous_keys_on_a_gpu(case):
     evaluation.compare_forward(case, found, evaluation.plain(case), evaluation.exact(case))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("case", [DENSE[3], DENSE[11]], ids=str)
 def test_gradients_are_of_the_same_forward_pass(case):
     """The backward kernels take the lse of the decoding kernel."""
@@ -78,6 +82,7 @@ def test_gradients_are_of_the_same_forward_pass(case):
     evaluation.check_gradients(case, f"{BACKEND}-emulated", names)
 
 
+@pytest.mark.full
 def test_where_pages_lie_changes_no_bit():
     first, second = (attend(DIVIDED, seed) for seed in (0, 1))
     for x, y in zip(first, second, strict=True):
@@ -87,6 +92,7 @@ def test_where_pages_lie_changes_no_bit():
 WINDOW_OF_20 = lambda b, h, i, j: (i >= j) & (i - j < 20)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("paged", [False, True], ids=["contiguous", "pages"])
 def test_nan_that_a_window_hides(paged):
     """The kernels of Triton repair what it reaches."""
@@ -115,6 +121,7 @@ def test_nan_that_a_window_hides(paged):
 # --- order
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("case", [DIVIDED, DENSE[0]], ids=str)
 def test_in_time_whatever_tma_takes(monkeypatch, case):
     monkeypatch.setattr(hopper_emulator, "TMA_IS_LATE", True)
@@ -124,6 +131,7 @@ def test_in_time_whatever_tma_takes(monkeypatch, case):
         test_contiguous_keys_against_float64(case)
 
 
+@pytest.mark.full
 def test_the_emulator_notices_keys_that_are_not_waited_for(monkeypatch):
     monkeypatch.setattr(hopper_emulator, "TMA_IS_LATE", True)
     hopper_faults.leave_out_waits(monkeypatch, step.DecodeStep, "__call__")
@@ -131,6 +139,7 @@ def test_the_emulator_notices_keys_that_are_not_waited_for(monkeypatch):
         paged_evaluation.check(DIVIDED, attend(DIVIDED))
 
 
+@pytest.mark.full
 def test_the_emulator_notices_stages_that_are_filled_while_they_are_read(monkeypatch):
     hopper_faults.leave_out_waits(monkeypatch, kernel, "_load", held=(step.DecodeStep, "__call__"), runs=LONG_TILES)
     with pytest.raises(AssertionError):
@@ -182,6 +191,7 @@ COMPILED = {
 KNOWN_SPILLS = {"paged_256": 84}
 
 
+@tiers(full={"name": ["paged_causal", "pages_of_16", "dense", "dense_lengths"]}, rest="long")
 @NEEDS_011
 @pytest.mark.skipif(gpu_compile.missing() is not None, reason="compiles for a GPU")
 @pytest.mark.parametrize("name", COMPILED)
@@ -198,6 +208,7 @@ def test_spills_nothing(name):
     assert bool(planned) == ("jflex_paged_plan" in merged_and_planned)  # without lengths and a mask, the host plans
 
 
+@pytest.mark.full
 @NEEDS_011
 @pytest.mark.skipif(gpu_compile.missing() is not None, reason="compiles for a GPU")
 def test_shared_memory_is_known_from_what_is_declared(monkeypatch):
@@ -217,6 +228,7 @@ def test_shared_memory_is_known_from_what_is_declared(monkeypatch):
 # --- what is selected, and what is refused
 
 
+@pytest.mark.full
 @NEEDS_011
 @pytest.mark.parametrize("program", [paged_program, dense_program])
 def test_triton_is_preferred(program):
@@ -319,6 +331,8 @@ def test_packing():
     assert [Packing(4, 1).rows, Packing(4, 16).rows, Packing(5, 12).rows] == [16, 64, 64]
 
 
+@pytest.mark.full
+@in_turns
 @pytest.mark.parametrize("lengths", [(4096,) * 8, (16384,), (64, 0, 4096, 700)])
 @pytest.mark.parametrize("queries", [1, 4])
 def test_items_of_the_host_are_those_of_the_kernel(lengths, queries):

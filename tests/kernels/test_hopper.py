@@ -16,6 +16,8 @@ from tests.kernels.test_compile import program_of
 from tests.support import evaluation, gpu_compile
 from tests.support.specs import spec_of
 
+pytestmark = pytest.mark.full
+
 NEEDS_011 = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="Mosaic GPU is used from JAX 0.11 on")
 BACKEND = "mosaic_gpu"
 

@@ -13,29 +13,30 @@ from tests.cases.hopper_cases import HOPPER, MANY, ONE_PASS
 from tests.support import evaluation, hopper_emulator
 from tests.support.hopper_emulator import Barrier, Cta, Memory, emulated
 
-# What `.ci/run` takes; `-m long` takes all others, in ten minutes.
-USUAL = {
-    "bnth", "causal_dropout_repaired", "even_bias", "head_sizes_16_40", "length_many_sinks",
-    "log_as_weights", "narrow_cut_wide", "negative_scale", "plane_gradient", "rows_that_see_nothing",
-    "shared_causal", "shared_heads", "sigmoid", "sinks_bounded", "slopes", "softcap_far",
-    "two_groups_causal", "two_groups_dropout", "two_groups_table",
-}  # fmt: skip
-USUAL_IN_ONE_PASS = {"negative_scale"}
+# The tier of the others is `long`: ten minutes.
+TIERS = {
+    "slopes": [],
+    **dict.fromkeys(
+        ("bnth", "length_many_sinks", "narrow_cut_wide", "plane_gradient", "sinks_bounded", "two_groups_causal"),
+        pytest.mark.full,
+    ),
+}
+TIERS_IN_ONE_PASS = {"negative_scale": pytest.mark.full}
 
 
-def marked(cases, usual):
+def marked(cases, tiers):
     """Cases for the emulator. Those of many tiles are left out: with two CTAs, each computes several tiles anyway."""
     taken = [case for case in cases if not case.unsupported and case not in MANY]
-    return [pytest.param(x, id=str(x), marks=() if x.name in usual else pytest.mark.long) for x in taken]
+    return [pytest.param(x, id=str(x), marks=tiers.get(x.name, pytest.mark.long)) for x in taken]
 
 
-@pytest.mark.parametrize("case", marked(HOPPER, USUAL))
+@pytest.mark.parametrize("case", marked(HOPPER, TIERS))
 def test_results_and_gradients(case):
     evaluation.check_forward(case, "mosaic_gpu-emulated")
     evaluation.check_gradients(case, "mosaic_gpu-emulated", ("query", "key", "value", *evaluation.draw(case).floats()))
 
 
-@pytest.mark.parametrize("case", marked(ONE_PASS, USUAL_IN_ONE_PASS))
+@pytest.mark.parametrize("case", marked(ONE_PASS, TIERS_IN_ONE_PASS))
 def test_gradients_in_one_pass(case):
     names = ("query", "key", "value", *evaluation.draw(case).floats())
     evaluation.check_gradients(case, "mosaic_gpu-emulated_one_pass", names)
@@ -56,6 +57,7 @@ PAIRS = {
 }  # fmt: skip
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("mod", "length", "normalize"), PAIRS.values(), ids=PAIRS)
 def test_logistics_are_those_of_single_elements(mod, length, normalize):
     """Of output and d_value: the others are NaN by the rules of JAX for a select."""
@@ -77,6 +79,7 @@ def case_named(name):
     return next(case for case in HOPPER if case.name == name)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("method", "error"), [("wait", AssertionError), ("release", TimeoutError)])
 def test_the_emulator_notices_a_barrier_that_is_left_out(monkeypatch, method, error):
     """Without the wait a consumer reads what TMA has not written; without the release the producer waits for ever."""

@@ -25,44 +25,21 @@ X = jax.ShapeDtypeStruct((1, 256, 2, 64), jnp.bfloat16)
 REFUSALS = [
     ("float32", jax.ShapeDtypeStruct(X.shape, jnp.float32), {}, r"bfloat16 or float16, not float32"),
     ("head size", jax.ShapeDtypeStruct((1, 256, 2, 300), X.dtype), {}, r"head sizes up to 256, not 300"),
-    (
-        "blocks",
-        X,
-        {"block_mask": jflex.create_block_mask(jflex.masks.causal(), None, None, 256, 256, block_size=32)},
-        r"blocks of the mask are 32 x 32 \(create the mask with a `block_size` that is a multiple of 64\)",
-    ),
-    (
-        "rows of a warp group",
-        X,
-        {"config": jflex.Config(forward=jflex.Tiles(32, 64, num_warps=8))},
-        r"64 or 128 queries.*32 queries and 8 warps",
-    ),
-    (
-        "shared memory",
-        jax.ShapeDtypeStruct((1, 512, 2, 256), X.dtype),
-        {"config": jflex.Config(forward=jflex.Tiles(128, 128, num_warps=8, num_stages=4))},
-        r"needs \d+ bytes of shared memory, and a CTA has 232448",
-    ),
-    (
-        "a primitive",
-        X,
-        {"score_mod": lambda s, b, h, q, k: s + jax.lax.population_count(q ^ k).astype(jnp.float32)},
-        r"`score_mod` .* cannot run in its kernels: primitive `population_count` has no lowering for Mosaic GPU",
-    ),
-    (
-        "rows of a warp group",
-        X,
-        {"config": jflex.Config(forward=jflex.Tiles(32, 64, num_warps=4))},
-        r"takes 64 or 128 queries, one or two of them a tile; `config` sets 32 queries and 4 warps",
-    ),
-    (
-        "keys of a tile",
-        X,
-        {"config": jflex.Config(forward=jflex.Tiles(128, 32, num_warps=8))},
-        r"its tiles are multiples of 64 keys, and `config` sets tiles of 32",
-    ),
+    ("blocks", X, {"block_mask": jflex.create_block_mask(jflex.masks.causal(), None, None, 256, 256, block_size=32)},
+     r"blocks of the mask are 32 x 32 \(create the mask with a `block_size` that is a multiple of 64\)"),
+    ("rows of a warp group", X, {"config": jflex.Config(forward=jflex.Tiles(32, 64, num_warps=8))},
+     r"64 or 128 queries.*32 queries and 8 warps"),
+    ("shared memory", jax.ShapeDtypeStruct((1, 512, 2, 256), X.dtype),
+     {"config": jflex.Config(forward=jflex.Tiles(128, 128, num_warps=8, num_stages=4))},
+     r"needs \d+ bytes of shared memory, and a CTA has 232448"),
+    ("a primitive", X, {"score_mod": lambda s, b, h, q, k: s + jax.lax.population_count(q ^ k).astype(jnp.float32)},
+     r"`score_mod` .* cannot run in its kernels: primitive `population_count` has no lowering for Mosaic GPU"),
+    ("rows of a warp group", X, {"config": jflex.Config(forward=jflex.Tiles(32, 64, num_warps=4))},
+     r"takes 64 or 128 queries, one or two of them a tile; `config` sets 32 queries and 4 warps"),
+    ("keys of a tile", X, {"config": jflex.Config(forward=jflex.Tiles(128, 32, num_warps=8))},
+     r"its tiles are multiples of 64 keys, and `config` sets tiles of 32"),
     ("interpreter", X, {"config": jflex.Config(interpret=True)}, r"no interpreter; they run on a Hopper GPU"),
-]
+]  # fmt: skip
 
 
 @NEEDS_011
@@ -116,6 +93,7 @@ def test_is_first_where_it_is_faster(length, block, backend, reason):
     assert chosen(length, block, implementation=BACKEND).backend == BACKEND
 
 
+@pytest.mark.full
 @NEEDS_011
 @pytest.mark.parametrize(
     ("length", "heads", "D", "score_mod", "reason"),
@@ -134,6 +112,7 @@ def test_leaves_to_triton_what_triton_does_faster(length, heads, D, score_mod, r
     assert reason is None or reason in account.reasons[BACKEND]
 
 
+@pytest.mark.full
 @NEEDS_011
 @pytest.mark.parametrize(
     ("length", "D", "config", "below"),
@@ -156,12 +135,14 @@ def test_gradients_of_short_sequences_are_left_to_faster_kernels(length, D, conf
     assert chosen(length, **arguments, implementation=BACKEND).gradients == BACKEND
 
 
+@pytest.mark.full
 @NEEDS_011
 def test_gradients_stay_where_nobody_else_can_compute_them(monkeypatch):
     monkeypatch.setattr(triton.Triton, "plan", lambda self, spec, requested: Refusal("it cannot"))
     assert chosen(256, heads=80).gradients == "mosaic_gpu"
 
 
+@pytest.mark.full
 @NEEDS_011
 def test_tiles_that_are_set_for_gradients_are_used():
     mine = jflex.Config(dkv=jflex.Tiles(64, 64, num_warps=4))
@@ -178,6 +159,7 @@ def test_gradients_run_where_explain_says(length, kernels):
     assert {name for name in kernels | {"backward"} if any(f"{name}_sm90" in k.name for k in compiled)} == kernels
 
 
+@pytest.mark.full
 @NEEDS_011
 @pytest.mark.parametrize(
     ("length", "D", "bias", "kernels"),
@@ -226,6 +208,7 @@ BIASES = [  # batch, index, shape, configuration, and the kernels besides that f
 ]
 
 
+@pytest.mark.full
 @NEEDS_011
 @pytest.mark.parametrize(
     ("batch", "index", "shape", "config", "kernels"), [x[1:] for x in BIASES], ids=[x[0] for x in BIASES]
@@ -238,6 +221,7 @@ def test_which_kernel_computes_the_gradient_of_a_pair_bias(batch, index, shape, 
     assert set(re.findall(r", ([a-z ]+) \d|by '(?:triton)'", account.tiles)) == {"dkv", *kernels}
 
 
+@pytest.mark.full
 @NEEDS_011
 def test_takes_measured_tiles(monkeypatch, fresh_plans):
     from pallas_kernels.tuning import tables
@@ -254,6 +238,7 @@ def test_takes_measured_tiles(monkeypatch, fresh_plans):
     assert "dkv 64 x 64 (4 warps that compute, 2 stages), dq 64 x 64 (4 warps that compute, 3 stages)" in in_order
 
 
+@pytest.mark.full
 @NEEDS_011
 @pytest.mark.parametrize(
     ("config", "reason"),

@@ -7,6 +7,8 @@ import pytest
 import jflex
 from tests.support import gpu_compile
 
+pytestmark = pytest.mark.full
+
 SCORES, SELECT = "jflex_indexer_scores", "jflex_indexer_select"
 
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from pallas_kernels.program import intervals
 from pallas_kernels.program.build import Sizes, trace_program
 from pallas_kernels.program.evaluate import Evaluation, Space
+from tests.support.rows import in_turns
 
 SIZES = Sizes(B=3, Hq=2, T=48, S=64, heads_in_rows=True)
 TILE = 8
@@ -94,6 +95,8 @@ TIGHT = {
 }
 
 
+@pytest.mark.full
+@in_turns
 @pytest.mark.parametrize("b", [0, 1, 2])
 @pytest.mark.parametrize("rows", [[0], [7, 8], [13, 14, 15, 16], [40, 41, 47]], ids=str)
 @pytest.mark.parametrize("name", TIGHT)
@@ -128,6 +131,7 @@ UNDECIDED = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", UNDECIDED)
 def test_left_undecided(name):
     some, all_of = judged(UNDECIDED[name], 0, [3, 4], [0, 1], np.arange(SIZES.S) % 3 == 0)
@@ -135,6 +139,7 @@ def test_left_undecided(name):
     assert not all_of.any()
 
 
+@pytest.mark.full
 def test_what_is_decided_beside_something_undecided_still_counts():
     mod = lambda b, h, q, k, seen: (q >= k) & seen[k] | (k < 8)
     some, all_of = judged(mod, 0, [20, 21], [0, 1], np.arange(SIZES.S) % 3 == 0)
@@ -214,6 +219,7 @@ def mod_of(tree):
     return mod
 
 
+@pytest.mark.full
 @settings(max_examples=80)
 @given(
     MASKS, st.integers(0, 2), st.lists(st.integers(0, SIZES.T - 1), min_size=4, max_size=4), st.integers(0, 2**32 - 1)
@@ -236,6 +242,7 @@ def test_never_wrong(tree, b, rows, seed):
     assert not (all_of & ~all_right).any(), "a tile that is taken for visible holds something hidden"
 
 
+@pytest.mark.full
 @settings(max_examples=80)
 @given(MASKS, st.integers(0, 2), st.integers(0, SIZES.T - 1), st.integers(1, TILE), st.integers(0, 2**32 - 1))
 @example(("ge", "q", "k"), 0, 16, TILE, 0)
@@ -249,6 +256,7 @@ def test_never_wrong_from_the_ends_of_both_axes(tree, b, first, count, seed):
     assert not (all_of & ~all_right).any()
 
 
+@pytest.mark.full
 def test_ends_decide_what_compares_positions():
     causal = lambda b, h, q, k: q >= k
     some, all_of = judged_by_ends(causal, 0, 16, TILE)

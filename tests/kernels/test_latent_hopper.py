@@ -17,6 +17,7 @@ from tests.cases.paged_cases import MIXED, slopes, window
 from tests.latent.test_mla import latent_case
 from tests.support import gpu_compile, hopper_emulator, hopper_faults, paged_evaluation
 from tests.support.hopper_emulator import emulated
+from tests.support.rows import tiers
 
 NEEDS_011 = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="Mosaic GPU is used from JAX 0.11 on")
 BACKEND = "mosaic_gpu"
@@ -51,23 +52,27 @@ def attend(case, seed=0):
         return paged_evaluation.call(case, f"{BACKEND}-interpret", jnp.asarray(x.query), cache, batch, captured, layer)
 
 
+@tiers(default={"case": "hopper_softcap_bfloat16"})
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_against_float64(case):
     paged_evaluation.check(case, attend(case))
 
 
+@pytest.mark.full
 def test_where_pages_lie_changes_no_bit():
     first, second = (attend(CASES[4], seed) for seed in (0, 1))
     for x, y in zip(first, second, strict=True):
         np.testing.assert_array_equal(np.asarray(x.astype(jnp.float32)), np.asarray(y.astype(jnp.float32)))
 
 
+@pytest.mark.full
 def test_in_time_whatever_tma_takes(monkeypatch):
     monkeypatch.setattr(hopper_emulator, "TMA_IS_LATE", True)
     case = CASES[8]
     paged_evaluation.check(case, attend(case))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("method", "held"), [("_add_received", "_publish"), ("_start_near_scores", None)])
 def test_the_emulator_notices_a_wait_that_is_left_out(monkeypatch, method, held):
     """Of weights that the other warp group has not published, and of keys that TMA has not written."""
@@ -77,6 +82,7 @@ def test_the_emulator_notices_a_wait_that_is_left_out(monkeypatch, method, held)
         paged_evaluation.check(CASES[8], attend(CASES[8]))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("out_of", ["mask", "length", "length_of_sigmoid"])
 def test_nan_that_no_query_sees(out_of):
     """In rows that a window hides, which the kernels of Triton repair, and in rows past the length, also an odd one."""
@@ -110,6 +116,7 @@ def test_nan_that_no_query_sees(out_of):
         np.testing.assert_allclose(np.asarray(x, np.float32), np.asarray(y, np.float32), rtol=1e-2, atol=1e-2)
 
 
+@pytest.mark.full
 def test_sinks_join_after_the_merge():
     case = CASES[8]
     x, (cache, table) = paged_evaluation.draw(case), paged_evaluation.placed(case)
@@ -176,6 +183,7 @@ COMPILED = {
 KNOWN_SPILLS = {"16_heads": 48, "9_heads": 48, "pages_of_16": 80}
 
 
+@tiers(full={"name": ["9_heads", "pages_of_16"]}, rest="long")
 @NEEDS_011
 @pytest.mark.skipif(gpu_compile.missing() is not None, reason="compiles for a GPU")
 @pytest.mark.parametrize("name", COMPILED)
@@ -228,6 +236,7 @@ def test_is_preferred_where_products_take_longer_than_loading(sizes, slower):
     assert slower is None or slower in account.reasons[BACKEND]
 
 
+@pytest.mark.full
 @NEEDS_011
 def test_explain_names_the_tiles():
     call, *arrays = program()

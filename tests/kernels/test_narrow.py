@@ -23,6 +23,7 @@ from flax_layers.attention.caches.eight_bit import EightBitCache
 from jflex import paged
 from jflex.backends.xla.narrow import set_rows
 from tests.support.haste import compiled_in_haste
+from tests.support.rows import tiers
 
 DTYPES = ["bfloat16", "float16", "float32"]
 EIGHT_BITS = ["float8_e4m3fn", "float8_e5m2", "int8"]
@@ -47,6 +48,7 @@ def check(program: jax.stages.Compiled, cache: Any, *, aliased: bool) -> None:
     assert not aliased or memory.alias_size_in_bytes >= size
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layers", [None, 3])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_write_and_copy_in_place(dtype, layers):
@@ -59,6 +61,7 @@ def test_write_and_copy_in_place(dtype, layers):
     check(compiled(paged.copy_slots, cache, *slots, donate_argnums=0), cache, aliased=True)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_append_in_place(dtype):
     cache = DenseCache.create(2, P * PAGE, num_kv_heads=H, head_dim=D, dtype=dtype)
@@ -100,6 +103,7 @@ WRITES = {
 }
 
 
+@tiers(default={"name": "write", "dtype": "bfloat16"})
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="about XLA on a CPU")
 @pytest.mark.parametrize("dtype", [*DTYPES, *EIGHT_BITS])
 @pytest.mark.parametrize("name", WRITES)
@@ -136,6 +140,7 @@ def test_paged_decoding(dtype):
     check(compiled(attend, query, cache, batch), cache, aliased=False)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_dense_decoding(dtype):
     query, keys, lengths = jnp.ones((1, 1, 4, D), dtype), jnp.ones((1, 65536, H, D), dtype), jnp.full(1, 500, jnp.int32)
@@ -143,6 +148,7 @@ def test_dense_decoding(dtype):
     check(compiled(attend, query, keys, keys, lengths), (keys, keys), aliased=False)
 
 
+@pytest.mark.full
 def test_training_takes_the_same_with_either_type_of_16_bits():
     def memory(dtype: str) -> int:
         query, keys = jnp.ones((1, 512, 4, D), dtype), jnp.ones((1, 4096, H, D), dtype)
@@ -170,6 +176,7 @@ def test_rows_are_set(dtype):
 SHAPES = [((2, 5, 3), 2), ((64, 128, 3), 2), ((3, 40, 128, 2), 3), ((40, 512, 1, 3), 2)]
 
 
+@tiers(default={"dtype": "bfloat16"})
 @pytest.mark.parametrize("dtype", [*DTYPES, *EIGHT_BITS])
 @pytest.mark.parametrize(("shape", "axes"), SHAPES, ids=str)
 def test_any_bits_are_set(shape, axes, dtype):
@@ -187,6 +194,7 @@ def test_any_bits_are_set(shape, axes, dtype):
     np.testing.assert_array_equal(np.asarray(nothing).view(np.uint8), x.view(np.uint8))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("length", [5, 8192])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_gradients_and_vmap_of_a_write(dtype, length):
@@ -206,6 +214,7 @@ def test_gradients_and_vmap_of_a_write(dtype, length):
     np.testing.assert_array_equal(d_rows.astype(np.float32), taken)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("batched", [(0, None, None), (None, 0, None), (None, None, 0)])
 def test_vmap_of_parts_of_a_write(batched):
     x, rows, index = jnp.zeros((64, 128, 3), jnp.bfloat16), jnp.ones((2, 3), jnp.bfloat16), jnp.array([7, -1])
@@ -218,6 +227,7 @@ def test_vmap_of_parts_of_a_write(batched):
     np.testing.assert_array_equal(found, jnp.stack([one(0), one(1)]))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["Auto", "Explicit", "shard_map"])
 def test_set_over_a_mesh(kind):
     axis_type = getattr(jax.sharding.AxisType, kind, jax.sharding.AxisType.Auto)
@@ -238,6 +248,7 @@ def test_set_over_a_mesh(kind):
         np.testing.assert_array_equal(written, right)
 
 
+@pytest.mark.full
 def test_eager_writes_compile_once(caplog):
     x, rows = jnp.zeros((64, 128, 5), jnp.bfloat16), jnp.ones((2, 5), jnp.bfloat16)
     indices = [(jnp.array([n, -1]), jnp.array([n, 5])) for n in range(3)]
@@ -259,6 +270,7 @@ for layers in (None, 2, 512):
 """
 
 
+@pytest.mark.full
 def test_reading_copies_no_cache():
     """`xla` once took 24 ms for four requests of 20 keys in a stacked cache of 67 MB, all but 0.2 ms to copy it.
 

@@ -56,6 +56,7 @@ def kernels_of_case(case):
         return kernels_of(program, *arrays)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("case", SUPPORTED, ids=str)
 def test_case(case):
     kernels = kernels_of_case(case)
@@ -63,6 +64,7 @@ def test_case(case):
     compile_all(kernels, MAIN)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("arch", OTHERS)
 @pytest.mark.parametrize("case", SUPPORTED[::EACH], ids=str)
 def test_target(case, arch):
@@ -89,6 +91,7 @@ def one_kernel(monkeypatch, tmp_path):
     return run
 
 
+@pytest.mark.full
 def test_another_process_reads_the_cache_without_triton(one_kernel, monkeypatch, tmp_path):
     first = one_kernel()
     [path] = (tmp_path / "cache").rglob("*.*")
@@ -98,11 +101,13 @@ def test_another_process_reads_the_cache_without_triton(one_kernel, monkeypatch,
     assert one_kernel() == first
 
 
+@pytest.mark.full
 def test_cache_that_cannot_be_written(one_kernel, tmp_path):
     (tmp_path / "cache").write_text("a file where the folder should be")
     assert one_kernel().shared_memory > 0
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("case", [case for case in paged_cases.CASES if case.name in PAGED], ids=str)
 def test_paged(case, monkeypatch):
     monkeypatch.setattr("jflex.paged.run.current_device", lambda *_: ("gpu", gpu_compile.DEVICE))
@@ -111,6 +116,7 @@ def test_paged(case, monkeypatch):
     compile_all(kernels, MAIN)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("arch", [80, 90, 120, "gfx942"])
 def test_primitives(arch):
     for row in official_primitives.TABLE:
@@ -119,6 +125,7 @@ def test_primitives(arch):
             compile_all(kernels_of(run, *args), arch)
 
 
+@pytest.mark.full
 @pytest.mark.skipif(isinstance(launcher(), str), reason=str(launcher()))
 @pytest.mark.parametrize("transform", ["grad", "vmap", "vmap of one", "shard_map", "export"])
 def test_lowered_and_compiled_by_xla(monkeypatch, transform):

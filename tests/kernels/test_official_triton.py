@@ -273,6 +273,7 @@ def test_explain_says_what_compiles_and_launches():
     assert account.tiles.endswith("; Triton 0.0, launched by a test")
 
 
+@pytest.mark.full
 def test_the_same_calls_are_supported_as_by_triton():
     """In Pallas' interpreter, which runs the kernels whoever would compile them."""
     x = jax.random.normal(jax.random.key(0), (1, 32, 2, 16))
@@ -331,10 +332,12 @@ def _run(*command: str, **environment: str) -> str:
     return done.stdout
 
 
+@pytest.mark.full
 def test_without_the_triton_of_pallas_everything_else_works():
     assert _run("-c", WITHOUT) == "fine\n"
 
 
+@pytest.mark.full
 @has_triton
 @pytest.mark.parametrize("cases", ["test_primitive or test_memory", "test_forward", "test_backward", "test_paged"])
 def test_in_the_interpreter_of_triton(cases):

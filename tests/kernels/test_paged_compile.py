@@ -10,6 +10,7 @@ import jflex
 from flax_layers.attention.streaming import Streaming
 from pallas_kernels.triton.plan.limits import MAX_DECODED
 from tests.support import gpu_compile
+from tests.support.rows import tiers
 
 KERNELS = ["jflex_paged", "jflex_paged_merge"]
 # Bytes of registers that each thread stores away: more is a step back, less is welcome. Elsewhere 16 pass.
@@ -126,16 +127,12 @@ CASES = {
 }
 
 
-# They differ little from others: `trees_with_alibi`, or another page size, dtype or mod of theirs.
-LONG = {
-    "trees", "trees_in_windows", "decode_pages_of_16", "decode_one_key", "mixed_sinks_alibi", "decode_rope_pages_of_16",
-    "decode_rope_head_size_64", "decode_norm_and_rope", "decode_e4m3_float16", "decode_int8", "decode_dropout",
-    "mixed_stats", "mixed_head_size_64", "decode_e4m3_of_heads_pages_of_16", "decode_rope_of_neighbours",
-    "latent_e4m3_128_heads",
-}  # fmt: skip
+# One of each kind of kernel; each takes 5 to 30 s to compile.
+SOME = ["decode_alibi", "decode_e4m3", "decode_rope", "latent_16_heads", "mixed_stats", "trees"]
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.long if name in LONG else ()) for name in CASES])
+@tiers(full={"name": SOME}, rest="long")
+@pytest.mark.parametrize("name", CASES)
 def test_compiles(name):
     attend, *shapes = program(**CASES[name])
     if gpu_compile.missing():

@@ -76,10 +76,12 @@ def name_of(x):
     return "-".join(getattr(p, "name", p) for p in x)
 
 
-# By default every eighth chunk of bfloat16, in which the compilers lack most primitives. A chunk takes 30 s to compile.
-# On a GPU every chunk runs.
+# In `full` the first chunk of bfloat16, in which compilers lack most primitives: a chunk takes 30 s to compile. On a
+# GPU every chunk runs.
 CHUNKS = [
-    pytest.param(primitives, pair, marks=() if pair == ("bfloat16", "bfloat16") and n % 8 == 0 else pytest.mark.long)
+    pytest.param(
+        primitives, pair, marks=pytest.mark.full if (pair, n) == (("bfloat16", "bfloat16"), 0) else pytest.mark.long
+    )
     for pair in PAIRS
     for n, primitives in enumerate(chunks(pair))
 ]
@@ -97,6 +99,7 @@ def test_compiles(primitives, pair, backend):
         assert gpu_compile.compile_kernels(run, *arrays)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_constant_is_negated(backend):
     """Pallas' Triton lowers no `not` of a literal, to which comparing a head with itself is folded."""
@@ -105,6 +108,7 @@ def test_a_constant_is_negated(backend):
     gpu_compile.lower(lambda x: jflex.flex_attention(x, x, x, mask_mod=mask, implementation=backend), x)
 
 
+@pytest.mark.full
 @pytest.mark.skipif(gpu_compile.missing() is not None, reason="compiles for a GPU")
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_small_numbers_are_divided(backend):

@@ -15,6 +15,7 @@ from pallas_kernels.program.evaluate import Evaluation, Space
 from pallas_kernels.program.rules.views import NotOnTile
 from pallas_kernels.triton.compiler.emit import emit
 from tests.cases.primitives import PRIMITIVES, REFUSED_BY_MOSAIC, ROWS, is_coarse, mod_of, operands_of
+from tests.support.rows import tiers
 
 B, H, T, S = 2, 3, 5, 7
 
@@ -69,13 +70,13 @@ def run_jax(mod, operands, score, d_score, h):
     return out, d_s, [None if g is None else g.sum(axis=(0, 1)) for g in gradients]
 
 
-# By default each dtype that is computed in its own way; float16 is widened as bfloat16 is, and mixtures are cast first.
-DEFAULT = [("bfloat16", "bfloat16"), ("float32", "float32"), ("int32", "int32"), ("bool", "bool")]
+# Each dtype that is computed in its own way; of the others, 16 bits are widened, and mixtures are cast first.
+COMPUTED = [("float32", "float32"), ("int32", "int32"), ("bool", "bool")]
 
 
 @pytest.mark.parametrize(
     ("primitive", "x_dtype", "y_dtype"),
-    [row if row[1:] in DEFAULT else pytest.param(*row, marks=pytest.mark.long) for row in ROWS],
+    [pytest.param(*row, marks=pytest.mark.full if row[1:] in COMPUTED else pytest.mark.long) for row in ROWS],
     ids=lambda v: getattr(v, "name", v),
 )
 def test_values_and_derivatives(primitive, x_dtype, y_dtype):
@@ -93,6 +94,7 @@ def test_values_and_derivatives(primitive, x_dtype, y_dtype):
             np.testing.assert_allclose(x, y, err_msg=f"operand {i}", rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.full
 def test_a_stopped_array_is_indexed_later():
     """Of an array too large to be loaded at once, too."""
     mod = lambda s, b, h, q, k, x: s * jax.lax.stop_gradient(x[q])[k] + x[q, k]
@@ -129,6 +131,7 @@ TAKE_ACCURACY = {"cbrt", "cos", "exp", "exp2", "expm1", "log", "log1p", "log2", 
                  "tan", "tanh"}  # fmt: skip
 
 
+@tiers(default={"primitive": ["gelu", "ldexp", "polynomial"]})
 @pytest.mark.parametrize("primitive", [p for p in PRIMITIVES if "float" in p.takes], ids=lambda p: p.name)
 def test_all_that_value_and_derivative_become_is_compiled(primitive):
     """A later JAX may write derivatives with primitives, or with parameters, that no compiler behind Pallas has."""
@@ -189,6 +192,7 @@ def _pull_look_up(saved, ct):
 _looked_up.defvjp(lambda x, i: (x[i], (x, i)), _pull_look_up)
 
 
+@pytest.mark.full
 def test_a_rule_may_take_a_captured_array():
     """Of which the value needs one element and the derivative all."""
     mod = lambda s, b, h, q, k, x: s + s * _looked_up(x, k % 3)

@@ -20,6 +20,7 @@ COMPILED = [1037]  # what cotangents depend on was held twice by Triton, in more
 
 
 # One test for both, which share what is expected.
+@pytest.mark.full
 @pytest.mark.parametrize("seed", SHORT)
 def test_short(seed):
     check(seed, "xla", "triton-interpret", profile="quick")
@@ -40,6 +41,7 @@ def test_on_gpu(seed, backend):
     check(seed, backend)
 
 
+@pytest.mark.full
 @pytest.mark.skipif(gpu_compile.missing() is not None, reason="compiles for a GPU")
 @pytest.mark.parametrize("seed", COMPILED)
 def test_compiles(seed):
@@ -58,6 +60,7 @@ def check(seed, *backends, profile=None):
 MOST_REFUSED = {"triton": 1, "mosaic_gpu": 2}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("backend", MOST_REFUSED)
 def test_few_are_refused(backend):
     if backend == "mosaic_gpu" and jax.__version_info__ < (0, 11):
@@ -73,6 +76,7 @@ def test_a_mod_is_a_function_of_its_seed():
     assert draw_case(5).report() == draw_case(5).report() != draw_case(6).report()
 
 
+@pytest.mark.full
 def test_most_operations_are_drawn():
     from tests.support.random_mods.operations import SCORE_OPERATIONS
 
@@ -119,6 +123,7 @@ def test_faults_are_seen(fault):
     assert messages_of(KNOWN, results_of(faulty(KNOWN, fault)))
 
 
+@pytest.mark.full
 def test_not_a_number_is_seen():
     found = results_of(KNOWN)
     assert not messages_of(KNOWN, found)
@@ -126,6 +131,7 @@ def test_not_a_number_is_seen():
     assert messages_of(KNOWN, found._replace(out=out))
 
 
+@pytest.mark.full
 def test_failing_mods_are_made_smaller():
     fails = lambda case: any("stop_gradient" in step.text for step in case.score.steps)
     small = shrunk(dataclasses.replace(KNOWN, layout="BNTH", tiles=(16, 16)), fails)
@@ -134,6 +140,7 @@ def test_failing_mods_are_made_smaller():
     assert fails(small)
 
 
+@pytest.mark.full
 def test_command_line():
     command = [sys.executable, "-m", "tests.support.random_mods", "--implementation", "xla", "--seeds", "2:3"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)

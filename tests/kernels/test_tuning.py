@@ -24,7 +24,10 @@ from pallas_kernels.spec import Blocks
 from pallas_kernels.triton.plan import cost
 from pallas_kernels.tuning import tables
 from tests.support import gpu_compile
+from tests.support.rows import in_turns
 from tests.support.specs import forget_plans, spec_of
+
+pytestmark = pytest.mark.full
 
 CONFIG, GIVEN = jflex.Config(), jflex.Config(forward=jflex.Tiles(64, 64))
 TABLES = sorted(path.stem for path in tune.TABLES.glob("*.json"))
@@ -158,6 +161,7 @@ class TestEstimate:
     def test_may_work(self, kernel, tiles, D, fits):
         assert cost.may_work(kernel, tiles, D, D, 2) is fits
 
+    @in_turns
     @pytest.mark.parametrize("D", tables.HEAD_SIZES[:-1])
     @pytest.mark.parametrize("kernel", tables.KERNELS)
     def test_something_is_left_to_search(self, kernel, D):
@@ -323,6 +327,7 @@ class TestSearch:
         assert (Tiles(**entry["runner_up"]["tiles"]), entry["searched"]) == (Tiles(16, 32, 4, 2), 2)
         assert tune.search(32, scope | {"deadline": 0.0}) == []
 
+    @in_turns
     @pytest.mark.parametrize("kernel", tables.KERNELS)
     @pytest.mark.parametrize("variant", [x for variants in search_space.REPRESENTATIVES.values() for x in variants])
     def test_programs_compute(self, kernel, variant):

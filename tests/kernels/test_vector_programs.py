@@ -20,6 +20,7 @@ from pallas_kernels.program.vectors.vectors import (
     trace_vector_program,
 )
 from pallas_kernels.triton.head_chunks import plain_chunks
+from tests.support.rows import tiers
 
 B, H, KEYS = 3, 2, 6
 TABLE = np.random.default_rng(1).normal(size=(H, KEYS, 96)).astype(np.float32)
@@ -123,6 +124,7 @@ def evaluated(mod, vectors, b, h, way):
     return out
 
 
+@tiers(default={"size": 20}, in_turns=True)
 @pytest.mark.parametrize("name", MODS)
 @pytest.mark.parametrize("size", [32, 48, 20])
 def test_against_vmap(name, size):

@@ -14,6 +14,7 @@ from jflex.latent import indexer
 from jflex.latent.indexer_kernels import site_of_kernel
 from pallas_kernels.triton.indexer import select
 from tests.support import evaluation
+from tests.support.rows import tiers
 
 INTERPRETED = {"implementation": "triton", "config": jflex.Config(interpret=True)}
 HOW = {"xla": {"implementation": "xla"}, "triton-interpret": INTERPRETED, "triton": {"implementation": "triton"}}
@@ -70,6 +71,7 @@ def test_scores_against_float64(N, H, D, S, dtype, backend):
     check(jflex.indexer_scores(*arrays, **HOW[backend]), exact)
 
 
+@pytest.mark.full
 @backends
 def test_heads_that_do_not_exist_meet_no_infinite_key(backend):
     arrays, _ = drawn(2, 3, 16, 20)
@@ -81,6 +83,7 @@ def test_heads_that_do_not_exist_meet_no_infinite_key(backend):
     assert np.isnan(jflex.indexer_scores(query, key.at[7].set(jnp.nan), arrays[2], **HOW[backend])[:, 7]).all()
 
 
+@pytest.mark.full
 @KERNELS
 @pytest.mark.parametrize("mapped", [(0, 0, 0), (0, None, 0), (None, 0, None)])
 def test_vmap_of_scores_and_gradients(backend, mapped):
@@ -107,6 +110,7 @@ def test_scores_of_nothing(N, H, D, S, backend):
     assert not any(np.asarray(x, np.float32).any() for x in gradients[:2])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("x64", [False, True])
 def test_gradients_of_the_kernel_are_those_of_xla(x64):
     arrays, _ = drawn(3, 5, 16, 40)
@@ -193,6 +197,7 @@ def small_parts(monkeypatch):
     primitive._trace.cache_clear()
 
 
+@tiers(default={"k": 7})
 @pytest.mark.usefixtures("small_parts")
 @pytest.mark.parametrize(("S", "k"), LENGTHS)
 def test_selection_in_parts(S, k):
@@ -208,6 +213,7 @@ def test_selection_is_in_the_total_order(kind, backend):
         np.testing.assert_array_equal(jflex.select_keys(scores, k, **HOW[backend]), selected(scores, k))
 
 
+@pytest.mark.full
 @KERNELS
 @pytest.mark.parametrize(("S", "k"), [(70_000, 2048), (32_768, 32_768)])
 def test_selection_of_long_rows(S, k, backend):
@@ -233,6 +239,7 @@ def test_on_a_gpu_the_kernels_select_what_xla_selects(B, N, S):
     np.testing.assert_array_equal(jflex.select_keys(scores, 99), jflex.select_keys(scores, 99, implementation="xla"))
 
 
+@pytest.mark.full
 @KERNELS
 def test_vmap_of_the_selection(backend):
     scores = np.stack([rows_of(kind, 50) for kind in KINDS])
@@ -309,6 +316,7 @@ def test_without_a_name_the_kernel_runs_where_it_can_and_nothing_may_be_divided(
     assert [x is None for x in seen] == [True, False]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("backend", ["xla", "triton-interpret"])
 @pytest.mark.parametrize("axis_type", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit])
 def test_queries_that_are_divided_among_devices(axis_type, backend):

@@ -20,6 +20,7 @@ from tests.latent.test_mla import latent_case
 from tests.support import eight_bits_model as model
 from tests.support import evaluation, paged_evaluation
 from tests.support.paged_evaluation import options_of, run
+from tests.support.rows import tiers
 from tests.support.specs import spec_of
 
 E4M3 = "float8_e4m3fn"
@@ -52,6 +53,7 @@ def settings():
         yield
 
 
+@tiers(default={"backend": "xla", "case": "tiles_mixed"}, in_turns=True)
 @pytest.mark.parametrize("case", [*CASES, *IN_BFLOAT16], ids=str)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_against_float64(case, backend):
@@ -59,12 +61,14 @@ def test_against_float64(case, backend):
     paged_evaluation.check(case, run(case, backend))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("backend", BACKENDS[1:])
 def test_where_pages_lie_changes_no_bit(backend):
     for x, y in zip(run(CASES[1], backend, 0), run(CASES[1], backend, 1), strict=True):
         np.testing.assert_array_equal(x, y)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("backend", BACKENDS[1:])
 def test_selected_keys(backend):
     """Of `sparse_mla_attention`: all of them, in another order."""
@@ -109,6 +113,7 @@ def bytes_of(cache):
     )
 
 
+@tiers(default={"dtype": "float32", "layers": None}, in_turns=True)
 @pytest.mark.parametrize("layers", [None, 3])
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, jnp.bfloat16], ids=lambda x: jnp.dtype(x).name)
 def test_written_bit_for_bit(dtype, layers):
@@ -153,6 +158,7 @@ def test_what_is_not_finite_stays_in_its_tile():
     assert (found[~np.isnan(found)] == 1).all()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layers", [None, 2])
 def test_all_of_a_token_moves(layers):
     layer = None if layers is None else 1
@@ -163,6 +169,7 @@ def test_all_of_a_token_moves(layers):
     np.testing.assert_array_equal(own(copy_slots(cache, INT([6]), INT([13])))[3, 1], own(cache)[1, 2])
 
 
+@pytest.mark.full
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="about XLA on a CPU")
 def test_the_cache_is_not_widened():
     cache = jax.eval_shape(lambda: LatentCache.create(1025, 64, 256, 16, dtype=E4M3, layers=2))
@@ -186,6 +193,7 @@ def ratio(right, found):
     return 10 * np.log10(np.square(right).sum() / np.square(found - right).sum())
 
 
+@pytest.mark.full
 def test_accuracy():
     """Of the rows, and of attention over them beside that over a cache of bfloat16."""
     rng = np.random.default_rng(0)
@@ -214,6 +222,7 @@ def layer(dtype=jnp.float32):
     return MultiHeadLatentAttention(64, 4, **sizes, dtype=dtype, mask_mod=jflex.masks.causal(), rngs=nnx.Rngs(0))
 
 
+@pytest.mark.full
 def test_a_layer_reads_eight_bits():
     inputs = jax.random.normal(jax.random.key(0), (40, 64))
     batch = PagedBatch(INT([0, 40]), INT([40]), INT([[1, 2, 3]]))
@@ -223,6 +232,7 @@ def test_a_layer_reads_eight_bits():
     assert 20 < ratio(right, found) < 40
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("new_prompts", [True, False])
 def test_a_layer_in_float16_is_refused_before_it_writes(new_prompts):
     half = layer(dtype=jnp.float16)

@@ -12,6 +12,7 @@ from tests.cases import mask_pairs, paged_cases, score_pairs
 from tests.cases.paged_cases import MIXED, PagedCase, slopes, window
 from tests.support import evaluation, paged_evaluation
 from tests.support.paged_evaluation import options_of, run
+from tests.support.rows import tiers
 
 GPU = pytest.param("triton", marks=pytest.mark.gpu)
 BACKENDS = ["xla", "triton-interpret", GPU]
@@ -52,12 +53,14 @@ def settings():
         yield
 
 
+@tiers(default={"case": "latent_decode"}, in_turns=True)
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("backend", ["reference", *BACKENDS])
 def test_against_float64(case, backend):
     paged_evaluation.check(case, run(case, backend))
 
 
+@tiers(default={"backend": "triton-interpret", "case": "latent_128_heads_bfloat16"}, in_turns=True)
 @pytest.mark.parametrize("case", [paged_cases.in_dtype(case, "bfloat16") for case in CASES], ids=str)
 @pytest.mark.parametrize("backend", [*BACKENDS, HOPPER])
 def test_bfloat16(case, backend):
@@ -70,6 +73,7 @@ def test_bfloat16(case, backend):
     paged_evaluation.check(case, run(case, backend))
 
 
+@tiers(full={"backend": "xla", "case": GRID[::10]}, rest="gpu")
 @pytest.mark.parametrize("case", GRID, ids=str)
 @pytest.mark.parametrize("backend", ["xla", GPU])
 def test_grid(case, backend):
@@ -99,6 +103,7 @@ def test_deepseek_on_hopper(heads, queries, mask):
             np.testing.assert_array_equal(np.asarray(x, np.float32), np.asarray(y, np.float32))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_where_pages_lie_changes_no_bit(backend):
     first, second = (run(CASES[3], backend, seed) for seed in (0, 1))
@@ -154,12 +159,14 @@ def test_absorbed_and_up_projected_agree_in_float64():
         np.testing.assert_allclose(one, other, rtol=0, atol=1e-12)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_absorbed_and_up_projected_agree(backend):
     arrays = drawn(jnp.float32)
     np.testing.assert_allclose(absorbed(*arrays, backend), up_projected(*arrays, backend), rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.full
 def test_the_size_of_a_row_is_the_wrong_scale():
     """A trap of the absorbed form: scores are those of the head size before the queries are absorbed."""
     arrays = drawn(jnp.float32)
@@ -169,6 +176,7 @@ def test_the_size_of_a_row_is_the_wrong_scale():
     np.testing.assert_array_equal(right, absorbed(*arrays, "xla"))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_chunks_of_a_context_merge(backend):
     """Up-projected chunks of the context, merged, equal one absorbed call over all of it."""
@@ -197,6 +205,7 @@ def test_zeros_give_zeros():
     np.testing.assert_allclose(lse, np.log(7.0), rtol=1e-6)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_sinks(backend):
     case = CASES[2]
@@ -256,6 +265,7 @@ def test_writing_drops_what_lies_outside():
     assert copied.rope_size == 1
 
 
+@tiers(default={"backend": "xla"})
 @pytest.mark.skipif(jax.device_count() < 2, reason="shards over two devices")
 @pytest.mark.parametrize("backend", ["xla", "triton-interpret"])
 def test_query_heads_are_sharded_and_the_cache_is_not(backend):

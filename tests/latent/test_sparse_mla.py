@@ -14,6 +14,7 @@ from tests.cases.paged_cases import slopes
 from tests.latent.test_mla import latent_case
 from tests.support import evaluation, paged_evaluation
 from tests.support.paged_evaluation import options_of
+from tests.support.rows import in_turns, tiers
 
 GPU = pytest.param("triton", marks=pytest.mark.gpu)
 BACKENDS = ["xla", "triton-interpret", GPU]
@@ -103,6 +104,7 @@ def check_bfloat16(case, indices, backend):
     np.testing.assert_allclose(found[1], expected[1], rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("where")
 @pytest.mark.parametrize("backend", ["reference", *BACKENDS])
 def test_against_float64(backend):
@@ -119,6 +121,7 @@ def test_bfloat16_on_a_gpu(backend, where):
     check_bfloat16(case, indices, backend)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("heads", "selected", "config", "pages"),
     [
@@ -138,6 +141,7 @@ def test_what_is_copied(heads, selected, config, pages):
     assert f" {pages}" in found
 
 
+@pytest.mark.full
 def test_the_padding_of_pages_counts():
     """4096 queries that select one key each: 4.5 MiB of rows, and 288 in pages."""
     cache = jflex.paged.LatentCache.create(3, 64, 512, 64, dtype=jnp.bfloat16)
@@ -146,6 +150,7 @@ def test_the_padding_of_pages_counts():
     assert not sparse_call._is_copied(queries(4096), cache, 1)
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("where")
 @pytest.mark.parametrize("backend", ["reference", *BACKENDS, pytest.param("mosaic_gpu", marks=pytest.mark.gpu)])
 def test_eight_bits(backend):
@@ -155,6 +160,7 @@ def test_eight_bits(backend):
     check_bfloat16(case, indices, backend)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("heads", [8, 32])
 @pytest.mark.parametrize("selected", [0, 5])
 def test_no_queries(heads, selected):
@@ -166,6 +172,8 @@ def test_no_queries(heads, selected):
     assert (out.shape, lse.shape) == ((0, heads, 64), (0, heads))
 
 
+@pytest.mark.full
+@in_turns
 @pytest.mark.usefixtures("where")
 @pytest.mark.parametrize("page_size", [2, 61, 64, 69])
 @backends
@@ -175,6 +183,7 @@ def test_page_sizes(backend, page_size):
     check(sparse(case, indices, backend), right(case, indices))
 
 
+@tiers(default={"backend": "xla"})
 @backends
 def test_all_keys_equal_dense_attention(backend):
     """Also with room for more keys than there are, in any order."""
@@ -187,6 +196,7 @@ def test_all_keys_equal_dense_attention(backend):
     check(sparse(CASE, indices, backend), paged_evaluation.run(CASE, backend))
 
 
+@tiers(default={"backend": "xla"})
 @pytest.mark.usefixtures("where")
 @backends
 def test_positions_out_of_range_are_dropped_and_never_read(backend):
@@ -199,6 +209,7 @@ def test_positions_out_of_range_are_dropped_and_never_read(backend):
     check(sparse(CASE, wrong, backend), right(CASE, indices))
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("where")
 @backends
 def test_keys_of_another_sequence_are_dropped(backend):
@@ -223,6 +234,7 @@ def test_keys_of_another_sequence_are_dropped(backend):
     check(found, right(CASE, indices))
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("where")
 @backends
 def test_no_keys(backend):
@@ -232,6 +244,7 @@ def test_no_keys(backend):
         np.testing.assert_array_equal(lse, -np.inf)
 
 
+@tiers(default={"backend": "xla"})
 @backends
 def test_a_position_counts_as_often_as_it_is_selected(backend):
     case = latent_case("sparse_twice", (1,), (20,), Hq=4)
@@ -240,6 +253,7 @@ def test_a_position_counts_as_often_as_it_is_selected(backend):
     np.testing.assert_allclose(twice[1], once[1] + np.log(2.0), rtol=1e-6)
 
 
+@pytest.mark.full
 @backends
 def test_sinks(backend):
     sinks, indices = jnp.linspace(-1.0, 1.0, CASE.Hq), drawn(CASE, 9)
@@ -248,6 +262,7 @@ def test_sinks(backend):
     check(found, state[:2] if isinstance(state, tuple) else (state.out, state.lse))
 
 
+@pytest.mark.full
 def test_gradients_through_the_selected_keys():
     """On `reference`; the selection itself is constant."""
     case = latent_case("sparse_gradient", (2,), (20,), Hq=2)
@@ -269,6 +284,7 @@ def test_gradients_through_the_selected_keys():
 # --- selected by scores
 
 
+@pytest.mark.full
 def test_selected_keys_are_those_of_dense_attention():
     """All keys that a causal mask shows are selected where k is large enough."""
     scores = jax.random.normal(jax.random.key(0), (CASE.N, 40))

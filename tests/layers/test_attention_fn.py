@@ -14,6 +14,7 @@ from flax import linen, nnx
 import jflex
 from flax_layers import attention_fn
 from tests.support.layer_flavours import HEADS
+from tests.support.rows import tiers
 
 B, T, KV_HEADS, D, WIDTH = 2, 9, 2, 8, 32
 assert_close = functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-5)
@@ -62,6 +63,7 @@ HANDED = {
 ONLY_NNX = {"grouped", "causal", "causal, mask"}
 
 
+@tiers(default={"flavour": ["nnx-grouped", "linen-bias of heads, mask"]})
 @pytest.mark.parametrize(
     ("flavour", "name"),
     [(flavour, name) for flavour in FLAX for name in HANDED if flavour == "nnx" or name not in ONLY_NNX],
@@ -80,6 +82,7 @@ def test_the_function_is_flaxs_own_with_gradients(flavour, name):
     jax.tree.map(assert_close, run(attention_fn()), run(FLAX[flavour]))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("handed", ["mask of keys, bias of heads", "mask, bias", "is_causal, mask"])
 def test_a_kernel_reads_them_tile_by_tile(handed):
     """The Triton kernels, interpreted: of bool and of float32, along one axis and along two."""
@@ -96,6 +99,7 @@ def test_a_kernel_reads_them_tile_by_tile(handed):
     jax.tree.map(assert_close, run(in_kernel), run(FLAX["nnx"]))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("mask_shape", [(2, 3, HEADS, T, T), (2, 1, 1, T, T), (1, 3, 1, 1, T), (T, T), (1, T), ()])
 def test_a_mask_and_a_bias_of_any_shape_that_broadcasts(mask_shape):
     query, key, value = arrays((2, 3))
@@ -105,6 +109,7 @@ def test_a_mask_and_a_bias_of_any_shape_that_broadcasts(mask_shape):
     assert_close(attention_fn()(query, key, value, mask=mask, bias=mask), expected)
 
 
+@pytest.mark.full
 def test_no_batch_axes():
     query, key, value = arrays(())
     assert_close(attention_fn()(query, key, value), linen.dot_product_attention(query, key, value))
@@ -118,6 +123,7 @@ def test_every_argument_of_flax_is_taken(flavour):
     assert list(ours)[:5] == list(of_flax)[:5]
 
 
+@pytest.mark.full
 def test_mods_bias_and_masks_together():
     query, key, value = arrays((B,))
     softcap, bias, mask = jflex.scores.softcap(2.0), draw(B, HEADS, T, T), shown(B, 1, T, T)
@@ -132,6 +138,7 @@ def test_mods_bias_and_masks_together():
         assert_close(function(query, key, value, bias, mask, is_causal=is_causal), expected)
 
 
+@pytest.mark.full
 def test_precision_and_dtype_are_honoured():
     query, key, value = arrays((B,))
     products = lambda **handed: str(
@@ -145,6 +152,7 @@ def test_precision_and_dtype_are_honoured():
     assert promoted.dtype == jnp.float16
 
 
+@pytest.mark.full
 def test_gradients_have_the_precision_too():
     loss = lambda x: jnp.sum(attention_fn(implementation="xla")(x, x, x, precision="highest"))
     assert str(jax.make_jaxpr(jax.grad(loss))(draw(1, T, 1, D))).count("HIGHEST") >= 5
@@ -173,12 +181,14 @@ def test_refused_by_name(name):
         attention_fn()(*arrays((B,)), **handed)
 
 
+@pytest.mark.full
 def test_batches_that_differ():
     query, _, value = arrays((B,))
     with pytest.raises(ValueError, match=r"with the same batch axes. Got `query` \[2, 9, 4, 8\], `key` \[3, 9, 4, 8\]"):
         attention_fn()(query, arrays((3,))[1], value)
 
 
+@pytest.mark.full
 def test_wrong_constructions():
     causal, cap = jflex.masks.causal(), nnx.Param(jnp.array(2.0))
     block_mask = jflex.create_block_mask(causal, None, None, T, T, block_size=4)
@@ -197,6 +207,7 @@ class Slotted:
     cap: Any
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("holder", ["slots", "dict", "keyword"])
 def test_parameters_are_seen_wherever_a_function_keeps_them(holder):
     cap = nnx.Param(jnp.float32(0.5))

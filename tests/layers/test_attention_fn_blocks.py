@@ -11,6 +11,7 @@ import jflex
 from flax_layers import attention_fn
 from tests.layers.test_attention_fn import B, D, T, arrays, assert_close, draw
 from tests.support.layer_flavours import HEADS
+from tests.support.rows import tiers
 
 LONG = 512
 FIRST_KEYS = jnp.arange(LONG)[None] < 200
@@ -50,6 +51,7 @@ def dense(mask_mod, mask=True) -> np.ndarray:
     return shown & np.tri(LONG, dtype=bool) & np.asarray(mask)
 
 
+@tiers(default={"name": ["nothing", "block_mask, mask"]})
 @pytest.mark.parametrize("name", BESIDE)
 def test_is_causal_skips_blocks(name, monkeypatch):
     """Beside each form of a mask: those above the diagonal; and those that a mask leaves empty, unless a mask_mod."""
@@ -68,6 +70,7 @@ def test_is_causal_skips_blocks(name, monkeypatch):
     assert_close(found, expected)
 
 
+@pytest.mark.full
 def test_is_causal_beside_a_block_mask_of_one_block():
     query, key, value = arrays((B,))
     block_mask = jflex.create_block_mask(jflex.masks.sliding_window(3, 3), None, None, T, T)

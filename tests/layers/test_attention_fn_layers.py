@@ -25,6 +25,7 @@ from tests.layers.test_attention_fn import (
     shown,
 )
 from tests.support.layer_flavours import HEADS, SLOPES, LinenAlibi, NNXAlibi
+from tests.support.rows import in_turns
 
 
 def nnx_layer(function=None, **options) -> nnx.MultiHeadAttention:
@@ -42,6 +43,7 @@ def inputs_of(*batch: int) -> jax.Array:
     return draw(*batch, T, WIDTH, seed=11)
 
 
+@pytest.mark.full
 def test_nnx_layer_trains_as_with_its_own_function():
     mask, inputs = nnx.make_causal_mask(jnp.ones((B, T))), inputs_of(B)
     loss = lambda layer: jnp.sum(jnp.square(layer(inputs, mask=mask)))
@@ -54,6 +56,7 @@ def test_nnx_layer_trains_as_with_its_own_function():
     assert_close(nnx_layer(attention_fn())(inputs, is_causal=True), nnx_layer()(inputs, mask=mask))
 
 
+@pytest.mark.full
 def test_linen_layer_trains_as_with_its_own_function():
     mask, inputs = linen.make_causal_mask(jnp.ones((B, T))), inputs_of(B)
     options = {"normalize_qk": True, "force_fp32_for_softmax": True, "dropout_rate": 0.1, "deterministic": True}
@@ -67,6 +70,7 @@ def test_linen_layer_trains_as_with_its_own_function():
     jax.tree.map(close, run(linen_layer(attention_fn(), **options)), run(linen_layer(**options)))
 
 
+@pytest.mark.full
 @flavours
 def test_layers_that_ask_for_what_is_not_there(flavour):
     inputs = inputs_of(B)
@@ -111,6 +115,8 @@ decoding = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.full
+@in_turns
 @decoding
 @pytest.mark.parametrize("masked", [False, True])
 def test_decode_caches_give_what_flaxs_own_function_gives(flavour, batch, masked):
@@ -120,6 +126,8 @@ def test_decode_caches_give_what_flaxs_own_function_gives(flavour, batch, masked
     assert_close(STEPS[flavour](attention_fn(), inputs, user_mask), STEPS[flavour](None, inputs, user_mask))
 
 
+@pytest.mark.full
+@in_turns
 @decoding
 @pytest.mark.parametrize("form", ["mask_mod", "block_mask"])
 def test_mods_see_the_position_in_decode_caches(flavour, batch, form):
@@ -135,6 +143,7 @@ def test_mods_see_the_position_in_decode_caches(flavour, batch, form):
     assert_close(STEPS[flavour](function, inputs, None), expected)
 
 
+@pytest.mark.full
 def test_the_position_is_that_of_the_cache_under_a_mask_of_the_caller():
     """Which hides tokens of one sequence, its newest, too, but not of the other."""
     far = lambda score, b, h, q_idx, kv_idx: score - 0.3 * (q_idx - kv_idx).astype(score.dtype)
@@ -160,6 +169,7 @@ def test_mods_are_refused_where_the_position_is_not_known(flavour, name, functio
         STEPS[flavour](function, inputs_of(B), None)
 
 
+@pytest.mark.full
 def test_one_query_of_other_inputs_stands_at_the_beginning():
     query, key, value = draw(B, 1, HEADS, D), *arrays((B,))[1:]
     mask = shown(B, 1, 1, T)
@@ -172,6 +182,7 @@ def test_one_query_of_other_inputs_stands_at_the_beginning():
         attention_fn()(query, key, value, mask=mask, is_causal=True)
 
 
+@pytest.mark.full
 def test_an_nnx_mod_with_parameters_trains_in_flaxs_layer():
     inputs = inputs_of(B)
     layer = nnx_layer(attention_fn(NNXAlibi(), jflex.masks.causal()))
@@ -181,6 +192,7 @@ def test_an_nnx_mod_with_parameters_trains_in_flaxs_layer():
     assert_close(gradients["attention_fn"]["score_mod"]["slopes"], jax.grad(captured)(SLOPES), rtol=1e-4)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("form", ["module", "closure", "captured"])
 def test_a_linen_mod_with_parameters_trains_in_flaxs_layer(form):
     class Model(linen.Module):

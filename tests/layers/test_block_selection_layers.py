@@ -13,6 +13,7 @@ from flax_layers.attention import core as attention_core
 from flax_layers.attention.selection import BlockSelection
 from flax_layers.context_parallel import ContextParallel
 from tests.support.layer_flavours import FLAVOURS, NNX
+from tests.support.rows import tiers
 
 WIDTH, LENGTH, BLOCK = 32, 150, 16
 CAUSAL = jflex.masks.causal()
@@ -51,6 +52,7 @@ def chosen_by_hand(layer, x, selection):
     return chosen
 
 
+@pytest.mark.full
 @selections
 def test_outputs_and_gradients_are_those_of_the_dense_mask(selection):
     x, layer = inputs(), made(NNX(), block_mask=selection)
@@ -71,6 +73,7 @@ def test_outputs_and_gradients_are_those_of_the_dense_mask(selection):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), found, right)
 
 
+@pytest.mark.full
 def test_linen_computes_the_same():
     x, layer = inputs(), made(NNX(), block_mask=SELECTIONS["moba"])
     module = flax_layers.linen.FlexAttention(
@@ -80,6 +83,7 @@ def test_linen_computes_the_same():
     np.testing.assert_allclose(module.apply(variables, x), layer(x), rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.full
 @flavours
 def test_all_blocks_are_causal_attention(flavour):
     """Also of sequences shorter than a block, of one token, and with leading axes."""
@@ -88,6 +92,7 @@ def test_all_blocks_are_causal_attention(flavour):
         np.testing.assert_allclose(layer(x), layer(x, mask_mod=CAUSAL), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.full
 @selections
 def test_no_output_depends_on_later_inputs(selection):
     """Neither through attention nor through what is selected."""
@@ -99,6 +104,7 @@ def test_no_output_depends_on_later_inputs(selection):
         np.testing.assert_allclose(run(layer, changed)[:, :t], right[:, :t], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("flax", ["nnx", "linen"])
 def test_latent_attention_selects(flax):
     """With `k` blocks in all it is causal attention; with fewer it is not, and is causal nonetheless."""
@@ -118,6 +124,7 @@ def test_latent_attention_selects(flax):
     np.testing.assert_allclose(later[:, :90], few[:, :90], rtol=1e-5, atol=1e-5)
 
 
+@tiers(default={"flavour": "nnx"})
 @flavours
 def test_training_compiles_once_and_the_loss_falls(flavour):
     """Each step selects anew, of new inputs."""
@@ -140,6 +147,7 @@ def test_training_compiles_once_and_the_loss_falls(flavour):
     assert np.mean(losses[-3:]) < 0.75 * losses[0]
 
 
+@pytest.mark.full
 @flavours
 def test_messages(flavour):
     x, layer = inputs(32), made(flavour, block_mask=SELECTIONS["moba"])

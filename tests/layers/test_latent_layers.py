@@ -17,6 +17,7 @@ from flax_layers.attention import latent_core
 from flax_layers.rotary_scaling import YarnScaling
 from tests.support import evaluation
 from tests.support.layer_flavours import LinenLayer
+from tests.support.rows import in_turns, tiers
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "goldens" / "latent_attention.npz"
 SIZES = {"latent_dim": 32, "nope_head_dim": 12, "rope_head_dim": 8, "value_head_dim": 10}
@@ -33,7 +34,6 @@ NAMES = {"query_down": "q_a_proj", "query_norm": "q_a_layernorm", "query": "q_b_
 INT = functools.partial(jnp.asarray, dtype=jnp.int32)
 WIDTH, HEADS, LENGTH = 48, 4, 40
 FLAVOURS = ["nnx", "linen"]
-MOST_IN_FULL = ["latent_queries", *(pytest.param(name, marks=pytest.mark.full) for name in list(OPTIONS)[1:])]
 flavours = pytest.mark.parametrize("flavour", FLAVOURS)
 
 
@@ -83,6 +83,7 @@ def inputs_of(name="latent_queries", dtype=jnp.float32):
     return jnp.asarray(goldens()[f"{name}/inputs"], dtype)
 
 
+@tiers(default={"name": "latent_queries", "flavour": "linen"}, in_turns=True)
 @flavours
 @pytest.mark.parametrize("name", OPTIONS)
 def test_against_transformers(flavour, name):
@@ -95,16 +96,20 @@ def test_against_transformers(flavour, name):
         )
 
 
+@tiers(default={"name": "latent_queries"})
 @pytest.mark.parametrize("name", OPTIONS)
 def test_the_scale_is_that_of_transformers(name):
     assert latent_core.scale_of(made("nnx", name)) == pytest.approx(float(goldens()[f"{name}/scale"]), rel=1e-12)
 
 
+@pytest.mark.full
 def test_nnx_and_linen_agree():
     inputs = inputs_of()
     np.testing.assert_array_equal(called(made("nnx"), inputs), called(made("linen"), inputs))
 
 
+@pytest.mark.full
+@in_turns
 @flavours
 @pytest.mark.parametrize("tokens", [1, 30])  # absorbed, up-projected
 def test_tokens_without_room_are_nan(flavour, tokens):
@@ -115,8 +120,10 @@ def test_tokens_without_room_are_nan(flavour, tokens):
     assert np.isnan(outputs).all(axis=2).tolist() == np.isnan(outputs).any(axis=2).tolist() == expected
 
 
+@pytest.mark.full
+@in_turns
 @flavours
-@pytest.mark.parametrize("name", MOST_IN_FULL)
+@pytest.mark.parametrize("name", OPTIONS)
 def test_decoding_equals_the_call(flavour, name):
     layer, inputs = made(flavour, name), inputs_of(name)
     whole, cache = called(layer, inputs), layer.init_cache(2, LENGTH)
@@ -128,6 +135,7 @@ def test_decoding_equals_the_call(flavour, name):
     assert cache.lengths.tolist() == [LENGTH, LENGTH]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("tokens", [1, 12, 40])
 def test_both_forms_are_equal_in_float64(monkeypatch, tokens):
     with jax.enable_x64(True):
@@ -147,6 +155,7 @@ def test_the_form_follows_from_the_operations():
     assert latent_core.fewest_queries_to_project(layer.clone(latent_dim=64)) == 1 << 30  # absorbed is never more
 
 
+@pytest.mark.full
 @flavours
 def test_paged_decoding_equals_the_call(flavour):
     """Two prompts of different lengths in a stacked cache, then a token of one and a chunk of the other."""
@@ -167,6 +176,7 @@ def test_paged_decoding_equals_the_call(flavour):
     assert not np.asarray(filled.rows[0]).any()
 
 
+@pytest.mark.full
 @flavours
 def test_gradients_reach_every_parameter(flavour):
     layer, inputs = made(flavour), inputs_of()
@@ -180,6 +190,7 @@ def test_gradients_reach_every_parameter(flavour):
     assert all(float(jnp.abs(x).max()) > 0 and bool(jnp.isfinite(x).all()) for x in leaves)
 
 
+@pytest.mark.full
 @flavours
 def test_mods_and_block_masks(flavour):
     inputs = inputs_of()
@@ -196,6 +207,7 @@ def test_mods_and_block_masks(flavour):
     np.testing.assert_allclose(out, whole[:, 30:], rtol=2e-5, atol=2e-4)
 
 
+@pytest.mark.full
 def test_rejected_tokens_are_dropped():
     layer, inputs = made("nnx"), inputs_of()
     _, cache = decoded(layer, inputs[:, :20], layer.init_cache(2, LENGTH))
@@ -206,6 +218,7 @@ def test_rejected_tokens_are_dropped():
     np.testing.assert_allclose(out[1], whole[1, 20:22], rtol=2e-5, atol=2e-4)
 
 
+@pytest.mark.full
 def test_tokens_beyond_the_capacity_are_dropped():
     layer, inputs = made("nnx"), inputs_of()
     _, cache = decoded(layer, inputs[:, :10], layer.init_cache(2, 12))
@@ -214,8 +227,10 @@ def test_tokens_beyond_the_capacity_are_dropped():
     assert full.rows().shape == (2, 12, 40)
 
 
+@pytest.mark.full
+@in_turns
 @flavours
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, pytest.param(jnp.float16, marks=pytest.mark.full)])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_dtypes(flavour, dtype):
     inputs = inputs_of()
     layer16 = made(flavour, dtype=dtype)
@@ -240,6 +255,7 @@ class Owner(flax.linen.Module):
         return layer(inputs, score_mod=jflex.scores.alibi(slopes), mask_mod=jflex.masks.causal())
 
 
+@pytest.mark.full
 def test_a_mod_with_parameters_in_linen():
     model, inputs = Owner(), inputs_of()
     variables = model.init(jax.random.key(0), inputs)

@@ -18,6 +18,7 @@ from jflex import Config, UnsupportedError
 from jflex.masks import causal
 from jflex.paged import PagedBatch
 from tests.support.layer_flavours import LinenLayer
+from tests.support.rows import tiers
 
 WIDTH, HEADS, TOKENS = 32, 4, 6
 MODEL = ModelConfig(
@@ -55,6 +56,7 @@ def made(flavour: str, name: str, how):
 ALL = [("FlexAttention", call) for call in CALLS] + [("MultiHeadLatentAttention", call) for call in LATENT_CALLS]
 
 
+@tiers(default={"flavour": "nnx", "name": "FlexAttention-whole"}, in_turns=True)
 @pytest.mark.parametrize(("name", "call"), ALL)
 @pytest.mark.parametrize("flavour", ["nnx", "linen"])
 def test_layers(flavour, name, call):
@@ -63,6 +65,7 @@ def test_layers(flavour, name, call):
         LATENT_CALLS[call](made(flavour, name, REFUSED))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("cache", ["dense", "paged"])
 def test_generation(cache, tmp_path):
     """Also of a model that is read from a folder, whose tokens it does not change."""

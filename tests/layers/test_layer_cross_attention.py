@@ -13,6 +13,7 @@ import jflex
 from flax_layers.nnx import BlockSelection
 from jflex import masks
 from tests.support.layer_flavours import FLAVOURS, HEADS, LinenLayer
+from tests.support.rows import tiers
 
 FEATURES, KV_FEATURES, T, S = 16, 24, 5, 40
 flavours = pytest.mark.parametrize("flavour", FLAVOURS)
@@ -40,6 +41,7 @@ def projected(layer, inputs_kv):
     return layer.project_kv(inputs_kv)
 
 
+@tiers(default={"flavour": "linen"})
 @flavours
 def test_cross_attention_is_that_of_flax(flavour):
     layer, inputs, memory = layer_of(flavour), normal(2, T, FEATURES), normal(2, S, KV_FEATURES)
@@ -56,6 +58,7 @@ def test_cross_attention_is_that_of_flax(flavour):
     assert_close(outputs, flaxs(inputs, memory, mask=mask))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("flavour", ["nnx", pytest.param("linen", marks=pytest.mark.full)])
 def test_projected_keys_serve_each_token(flavour):
     options = {"num_kv_heads": 2, "qk_norm": True, "rotary_base": 50.0}

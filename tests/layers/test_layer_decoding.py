@@ -12,6 +12,7 @@ import jflex
 from flax_layers.nnx import DenseCache
 from jflex.paged import PagedBatch
 from tests.support.layer_flavours import FLAVOURS, SLOPES
+from tests.support.rows import in_turns
 
 pytestmark = [pytest.mark.parametrize("flavour", FLAVOURS)]
 
@@ -76,6 +77,8 @@ def expected_of(flavour: str, kind: str) -> np.ndarray:
     return np.asarray(whole(layer_like(flavour, kind), inputs_of(3)))
 
 
+@pytest.mark.full
+@in_turns
 @pytest.mark.parametrize(("kind", "implementation"), [*((kind, "xla") for kind in OPTIONS), ("alibi", "reference")])
 def test_dense_calls_of_any_length_are_the_whole_sequence(flavour, kind, implementation):
     layer, inputs = layer_like(flavour, kind, implementation=implementation), inputs_of(3)
@@ -87,6 +90,8 @@ def test_dense_calls_of_any_length_are_the_whole_sequence(flavour, kind, impleme
     assert cache.lengths.tolist() == [LENGTH] * 3
 
 
+@pytest.mark.full
+@in_turns
 @pytest.mark.parametrize("kind", ["rotary", "alibi"])
 def test_dense_sequences_of_different_lengths(flavour, kind):
     """Prompts padded at their ends: the padding is taken back, and never seen."""
@@ -115,6 +120,8 @@ def batch_of(counts, lengths, table) -> PagedBatch:
     return PagedBatch(jnp.asarray(indptr), jnp.asarray(lengths, jnp.int32), table)
 
 
+@pytest.mark.full
+@in_turns
 @pytest.mark.parametrize(
     ("kind", "page_size", "implementation"),
     [*((kind, 4, "xla") for kind in OPTIONS), ("rotary", 1, "xla"), ("alibi", 4, "reference")],
@@ -136,6 +143,7 @@ def test_paged_calls_with_prompts_and_tokens_together_are_the_whole_sequences(fl
     assert_close(np.stack([np.concatenate(parts) for parts in found]), expected_of(flavour, kind))
 
 
+@pytest.mark.full
 def test_mods_of_the_call_replace_those_of_the_constructor(flavour):
     """`layer` has the parameters of the layer that has these mods by its constructor."""
     of_function = lambda score, b, h, q_idx, kv_idx: score - SLOPES[h] * (q_idx - kv_idx).astype(score.dtype)
@@ -152,6 +160,7 @@ def test_mods_of_the_call_replace_those_of_the_constructor(flavour):
     assert_close(paged(layer, inputs[0], layer.init_paged_cache(7, 4), batch)[0], expected[0])
 
 
+@pytest.mark.full
 def test_a_block_mask_of_the_call_is_one_of_its_queries_and_the_cache(flavour):
     layer, inputs = layer_like(flavour, "alibi", mask_mod=None), inputs_of(3)
     cache, outputs = layer.init_cache(3, ROOM), []
@@ -164,6 +173,7 @@ def test_a_block_mask_of_the_call_is_one_of_its_queries_and_the_cache(flavour):
         layer.decode(inputs, layer.init_cache(3, ROOM), mask_mod=window, block_mask=block_mask)
 
 
+@pytest.mark.full
 def test_leading_axes_are_folded(flavour):
     layer, inputs = layer_like(flavour, "rotary"), inputs_of(2, 3)
     cache = layer.init_cache(6, ROOM)
@@ -175,6 +185,8 @@ def test_leading_axes_are_folded(flavour):
     assert_close(alone, expected[0, 1, :PART])
 
 
+@pytest.mark.full
+@in_turns
 @pytest.mark.parametrize("implementation", ["xla", "reference"])
 def test_unused_places_of_a_dense_cache_never_reach_an_output(flavour, implementation):
     layer, inputs = layer_like(flavour, "alibi", implementation=implementation), inputs_of(3)
@@ -185,6 +197,7 @@ def test_unused_places_of_a_dense_cache_never_reach_an_output(flavour, implement
     assert_close(np.concatenate([first, last], axis=1), expected_of(flavour, "alibi")[:, : 2 * PART])
 
 
+@pytest.mark.full
 def test_what_was_speculated_can_be_taken_back(flavour):
     layer, inputs = layer_like(flavour, "rotary", implementation="xla"), inputs_of(3)
     _, cache = decode(layer, inputs[:, :PART], layer.init_cache(3, ROOM))
@@ -199,6 +212,7 @@ def assert_nan_where(outputs, tokens: list[list[bool]]):
     assert np.isnan(outputs).all(axis=2).tolist() == np.isnan(outputs).any(axis=2).tolist() == tokens
 
 
+@pytest.mark.full
 def test_tokens_without_room_are_dropped_where_lengths_are_traced(flavour):
     layer, inputs = layer_of(flavour), inputs_of(2, length=3)
     cache = layer.init_cache(2, 8).with_lengths([7, 2])
@@ -208,6 +222,7 @@ def test_tokens_without_room_are_dropped_where_lengths_are_traced(flavour):
     assert_nan_where(outputs, [[False, True, True], [False] * 3])
 
 
+@pytest.mark.full
 def test_tokens_without_room_in_eight_bits_are_dropped_too(flavour):
     layer, inputs = layer_of(flavour), inputs_of(2, length=3)
     cache = layer.init_cache(2, 8, dtype=jnp.int8).with_lengths([7, 2])
@@ -217,6 +232,7 @@ def test_tokens_without_room_in_eight_bits_are_dropped_too(flavour):
     assert_nan_where(outputs, [[False, True, True], [False] * 3])
 
 
+@pytest.mark.full
 def test_a_cache_of_its_own_dtype(flavour):
     layer, inputs = layer_of(flavour), inputs_of(3)
     cache = layer.init_cache(3, ROOM, dtype=jnp.bfloat16)
@@ -227,6 +243,8 @@ def test_a_cache_of_its_own_dtype(flavour):
     assert layer_of(flavour, param_dtype=jnp.bfloat16).init_paged_cache(2, 2, layers=3).k.shape == (3, 2, 2, 2, 8)
 
 
+@pytest.mark.full
+@in_turns
 @pytest.mark.parametrize("dtype", [jnp.int8, jnp.float8_e4m3fn])
 def test_a_paged_cache_of_eight_bits(flavour, dtype):
     layer, inputs = layer_of(flavour), inputs_of(3)[0]
@@ -237,6 +255,8 @@ def test_a_paged_cache_of_eight_bits(flavour, dtype):
     np.testing.assert_allclose(output, expected_of(flavour, "plain")[0], rtol=0.1, atol=0.05)
 
 
+@pytest.mark.full
+@in_turns
 @pytest.mark.parametrize("dtype", [jnp.int8, jnp.float8_e4m3fn, jnp.float8_e5m2])
 def test_a_dense_cache_of_eight_bits(flavour, dtype):
     """In parts of one prompt, one token and several; what is held is what pages of the same tokens hold."""
@@ -256,6 +276,7 @@ def test_a_dense_cache_of_eight_bits(flavour, dtype):
     np.testing.assert_array_equal(cache.pages.k[jnp.array([1, 3, 5]), :LENGTH], paged.k[jnp.array([1, 3, 5]), :LENGTH])
 
 
+@pytest.mark.full
 def test_what_was_speculated_over_eight_bits_can_be_taken_back(flavour):
     layer, inputs = layer_like(flavour, "rotary"), inputs_of(3)
     _, cache = decode(layer, inputs[:, :PART], layer.init_cache(3, ROOM, dtype=jnp.int8))
@@ -266,6 +287,7 @@ def test_what_was_speculated_over_eight_bits_can_be_taken_back(flavour):
     np.testing.assert_array_equal(found, right)
 
 
+@pytest.mark.full
 def test_no_sequences(flavour):
     layer = layer_of(flavour)
     output, cache = layer.decode(inputs_of(0), layer.init_cache(0, ROOM).with_lengths([]))

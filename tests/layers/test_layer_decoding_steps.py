@@ -40,6 +40,7 @@ def paged_step(layer, inputs, cache, batch):
     return layer.decode_paged(inputs, cache, batch)
 
 
+@pytest.mark.full
 def test_dense_steps_compile_once_and_update_the_cache_in_place(flavour):
     mask = CountedCalls()
     layer, inputs = layer_of(flavour, mask_mod=mask, rotary_base=50.0, implementation="xla"), inputs_of(2, length=1)
@@ -71,6 +72,7 @@ def test_paged_steps_compile_once_and_update_the_cache_in_place(flavour):
     assert len(traces) == 1
 
 
+@pytest.mark.full
 def test_layers_that_share_a_paged_cache_scan_in_place(flavour):
     """The cache is part of the carry; what is scanned over are the layers and their numbers."""
     keys = jax.random.split(jax.random.key(0), 3)

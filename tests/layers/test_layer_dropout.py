@@ -12,6 +12,7 @@ import flax_layers.nnx
 import jflex
 from flax_layers.attention import core as attention_core
 from tests.support.layer_flavours import FLAVOURS, HEADS, LinenLayer
+from tests.support.rows import tiers
 
 IN_FEATURES, LENGTH, RATE = 32, 19, 0.4
 flavours = pytest.mark.parametrize("flavour", FLAVOURS)
@@ -50,6 +51,7 @@ def differ(first, second) -> bool:
 # --- when it is on
 
 
+@pytest.mark.full
 @flavours
 def test_a_rate_of_0_changes_nothing(flavour):
     """Neither the program nor the variables, and no key is needed, whatever `deterministic`."""
@@ -61,6 +63,7 @@ def test_a_rate_of_0_changes_nothing(flavour):
     assert_same(zero(INPUTS), plain(INPUTS))
 
 
+@pytest.mark.full
 @flavours
 def test_deterministic_calls_and_decoding_never_drop(flavour):
     layer, plain = layer_of(flavour), layer_of(flavour, rate=0.0)
@@ -75,6 +78,7 @@ def test_deterministic_calls_and_decoding_never_drop(flavour):
     assert_same(layer.decode_paged(packed, pages, batch)[0], plain.decode_paged(packed, pages, batch)[0])
 
 
+@pytest.mark.full
 def test_train_eval_and_view_of_nnx():
     layer, expected = layer_of("nnx"), layer_of("nnx", rate=0.0)(INPUTS)
     layer.eval()
@@ -89,6 +93,7 @@ def test_train_eval_and_view_of_nnx():
 # --- keys
 
 
+@tiers(default={"flavour": "nnx"})
 @flavours
 def test_the_layer_is_attention_with_the_key_by_hand(flavour):
     layer, key = layer_of(flavour), jax.random.key(5)
@@ -103,6 +108,7 @@ def test_the_layer_is_attention_with_the_key_by_hand(flavour):
     assert_same(output, attention_core.join(of_nnx, attended))
 
 
+@tiers(default={"flavour": "nnx"})
 @flavours
 def test_a_key_gives_one_output_and_another_key_another(flavour):
     layer = layer_of(flavour)
@@ -123,6 +129,7 @@ def test_each_call_of_nnx_advances_the_stream():
     assert differ(layer(INPUTS, rngs=stream.default), layer(INPUTS, rngs=stream.default))
 
 
+@pytest.mark.full
 def test_layers_of_one_rngs_have_streams_of_their_own():
     rngs = nnx.Rngs(0)
     make = lambda: flax_layers.nnx.FlexAttention(IN_FEATURES, HEADS, dropout_rate=RATE, rngs=rngs)
@@ -153,6 +160,7 @@ def test_each_call_of_linen_makes_a_key():
     np.testing.assert_allclose(compiled[1], second, rtol=1e-5, atol=1e-5)
 
 
+@tiers(default={"flavour": "nnx"})
 @flavours
 def test_gradients_are_those_of_the_same_draw(flavour):
     """Along a random direction, against a difference of the loss with the same key."""
@@ -177,6 +185,7 @@ def test_gradients_are_those_of_the_same_draw(flavour):
 # --- Flax's own layers
 
 
+@tiers(default={"flavour": "nnx"})
 @flavours
 @pytest.mark.parametrize("broadcast", [{}, {"broadcast_dropout": False}], ids=["as by default", "not broadcast"])
 def test_the_function_for_flaxs_own_layers_drops(flavour, broadcast):

@@ -90,6 +90,7 @@ def test_biases_and_norms_of_the_layer():
     assert (layer.query_norm.epsilon, layer.query_norm.offset) == (0.5, 1.0)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("tokens", [1, 5])
 def test_a_block_mask_for_a_cache_is_its_mask_mod(tokens):
     layer = FlexAttention(16, 2, implementation="xla", rngs=nnx.Rngs(0))

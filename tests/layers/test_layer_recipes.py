@@ -148,6 +148,7 @@ def test_sharded_creation_in_one_jit(flavour, options):
     assert_close(layer(inputs), recipes.make()(inputs), atol=1e-5)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("options", [pytest.param("a mask", marks=full), "mods"])
 def test_traced_masks_and_mods_are_variables_of_a_layer_made_in_jit(options):
     recipes, inputs = Recipes("nnx", TRACED[options]), inputs_of()

@@ -2,6 +2,7 @@
 
 import functools
 
+import chex
 import flax.linen
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,9 @@ from flax_layers import attention_fn
 from flax_layers.linen import params_from_nnx, params_to_nnx
 from flax_layers.rotary_scaling import LinearScaling
 from tests.support.layer_flavours import FLAVOURS, HEADS, LinenLayer
+from tests.support.rows import in_turns
+
+pytestmark = pytest.mark.full
 
 FEATURES, LENGTH, DEPTH = 32, 13, 2
 SIZES = {"num_kv_heads": 2, "head_dim": 8}
@@ -61,6 +65,7 @@ def squares(inputs: jax.Array, layer) -> jax.Array:
     return jnp.sum(jnp.square(layer(inputs)))
 
 
+@in_turns
 @pytest.mark.parametrize("kind", OPTIONS)
 @pytest.mark.parametrize("source", FLAVOURS)
 def test_parameters_convert_with_outputs_and_gradients(source, kind):
@@ -74,7 +79,7 @@ def test_parameters_convert_with_outputs_and_gradients(source, kind):
     loss = functools.partial(squares, inputs)
     of_state = params_from_nnx(nnx.jit(nnx.grad(loss))(of_nnx))
     jax.tree.map(functools.partial(assert_close, rtol=1e-4), of_state, FLAVOURS["linen"].gradients(loss, of_linen))
-    jax.tree.map(np.testing.assert_array_equal, params_from_nnx(of_nnx), of_linen.variables["params"])
+    chex.assert_trees_all_equal(params_from_nnx(of_nnx), of_linen.variables["params"], strict=True)
 
 
 def test_parameters_of_a_whole_model_convert():
@@ -172,7 +177,7 @@ def test_orbax_brings_back_what_was_saved(flavour, tmp_path):
         checkpointer.wait_until_finished()
         shapes = jax.tree.map(orbax.checkpoint.utils.to_shape_dtype_struct, params)
         restored = checkpointer.restore(tmp_path / "params", shapes)
-    jax.tree.map(np.testing.assert_array_equal, restored, params)
+    chex.assert_trees_all_equal(restored, params, strict=True)
     other = params_to_nnx(restored, other) if flavour == "nnx" else LinenLayer({"params": restored}, other.module)
     assert_close(other(inputs), layer(inputs))
 

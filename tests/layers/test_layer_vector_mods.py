@@ -37,6 +37,7 @@ def assert_close(found, expected):
     np.testing.assert_allclose(found, expected, rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.full
 @flavours
 def test_a_call_and_both_caches(flavour):
     layer = layer_of(flavour, rotary_base=100.0)
@@ -58,6 +59,7 @@ def test_a_call_and_both_caches(flavour):
     assert_close(second, jnp.concatenate([expected[0, 11:], expected[1, 17:]]))
 
 
+@pytest.mark.full
 @flavours
 def test_a_shared_prefix(flavour):
     layer = layer_of(flavour)
@@ -71,11 +73,13 @@ def test_a_shared_prefix(flavour):
     assert_close(found, layer.decode_paged(tokens, pages, batch, **mods)[0])
 
 
+@pytest.mark.full
 def test_a_rope_is_the_rotary_embedding_of_the_layer():
     rope, plain = jflex.rope(100.0), layer_of("nnx")
     assert_close(plain(INPUTS, query_mod=rope, key_mod=rope), layer_of("nnx", rotary_base=100.0)(INPUTS))
 
 
+@pytest.mark.full
 def test_parameters_get_gradients():
     class Owner(nnx.Module):
         def __init__(self):

@@ -13,6 +13,7 @@ import jflex
 from flax_layers import functional
 from flax_layers.attention import core as attention_core
 from tests.support.layer_flavours import FLAVOURS, HEADS, SLOPES, LinenLayer, NNXAlibi
+from tests.support.rows import in_turns, tiers
 
 IN_FEATURES, KV_HEADS, HEAD_DIM, LENGTH = 24, 2, 8, 19
 flavours = pytest.mark.parametrize("flavour", FLAVOURS)
@@ -83,6 +84,7 @@ def dense_layer(params: dict, inputs: np.ndarray, slopes: np.ndarray | None = No
     return attended @ np.asarray(params["out"]["kernel"], np.float64)
 
 
+@tiers(default={"implementation": "xla", "flavour": "nnx"}, in_turns=True)
 @flavours
 @pytest.mark.parametrize("implementation", ["reference", "xla"])
 @pytest.mark.parametrize("batch", [(), (1,), (3,), (2, 3)])
@@ -97,6 +99,8 @@ def test_layer_is_attention_between_projections(flavour, implementation, batch):
     assert_close(output, np.reshape(expected, inputs.shape))
 
 
+@pytest.mark.full
+@in_turns
 @flavours
 @pytest.mark.parametrize("implementation", ["reference", "xla"])
 def test_a_block_mask_gives_what_its_mask_mod_gives(flavour, implementation):
@@ -109,6 +113,7 @@ def test_a_block_mask_gives_what_its_mask_mod_gives(flavour, implementation):
     assert_close(nnx.jit(lambda layer, x: layer(x))(constructed, inputs), expected)
 
 
+@pytest.mark.full
 @flavours
 def test_folded_batch_index_counts_the_last_leading_axis_fastest(flavour):
     shown = jnp.arange(6)  # row b sees keys up to its own number
@@ -124,6 +129,7 @@ def test_folded_batch_index_counts_the_last_leading_axis_fastest(flavour):
         assert_close(output[row], alone)
 
 
+@pytest.mark.full
 @flavours
 def test_the_call_replaces_the_mask_of_the_constructor_in_either_form(flavour):
     block_mask = jflex.create_block_mask(causal, None, None, LENGTH, LENGTH, block_size=8)
@@ -149,6 +155,7 @@ def owning(flavour: str, form: str, implementation: str, inputs: jax.Array):
     return module, lambda params: params["attention"] | {"slopes": params["slopes"]}
 
 
+@tiers(default={"implementation": "xla", "flavour": "nnx"}, in_turns=True)
 @flavours
 @pytest.mark.parametrize("implementation", ["reference", "xla"])
 @pytest.mark.parametrize("form", ["module", "method"])
@@ -169,6 +176,7 @@ def test_captured_parameters_get_gradients(flavour, form, implementation):
     assert np.abs(expected).min() > 1e-3
 
 
+@pytest.mark.full
 def test_new_parameters_of_a_mod_are_read_under_jit():
     module, inputs = Owner(), inputs_of(1)
     call = nnx.jit(lambda module, inputs: module(inputs))
@@ -188,12 +196,14 @@ def hidden_states():
     return {"method": owner.alibi, "closure": closure, "closure in closure": wrapper, "partial": partial}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["method", "closure", "closure in closure", "partial"])
 def test_constructor_refuses_mods_that_hide_parameters(kind):
     with pytest.raises(ValueError, match=r"`score_mod` holds a \w+, which a layer cannot keep .* make it a callable"):
         layer_of(score_mod=hidden_states()[kind])
 
 
+@pytest.mark.full
 def test_constructor_refuses_joined_masks_that_hide_parameters():
     width = nnx.Param(jnp.array(3))
     window = lambda b, h, q_idx, kv_idx: q_idx - kv_idx < width[...]
@@ -201,6 +211,7 @@ def test_constructor_refuses_joined_masks_that_hide_parameters():
         layer_of(mask_mod=jflex.and_masks(causal, window))
 
 
+@pytest.mark.full
 @flavours
 def test_constructor_takes_mods_that_capture_plain_values(flavour):
     slopes, factor = jnp.ones(HEADS), 2.0
@@ -225,6 +236,7 @@ def test_wrong_sizes(flavour, sizes, message):
         FLAVOURS[flavour].make(IN_FEATURES, **sizes)
 
 
+@pytest.mark.full
 @flavours
 @jax.numpy_dtype_promotion("standard")  # Flax's RMSNorm promotes bfloat16 to float32 inside, which "strict" refuses
 def test_dtype_policy(flavour):
@@ -238,6 +250,7 @@ def test_dtype_policy(flavour):
     assert {leaf.dtype for leaf in jax.tree.leaves(FLAVOURS[flavour].params(half))} == {jnp.dtype(jnp.bfloat16)}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("method", ["__call__", "decode"])
 def test_linen_knows_the_shared_methods(method):
     """It records what they return, as of methods that the class defines itself."""
@@ -250,6 +263,7 @@ def test_linen_knows_the_shared_methods(method):
     assert seen["intermediates"][method][0] is output
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("flavour", FLAVOURS)
 def test_learned_sinks(flavour):
     """A sink of 0 takes its part of the weight, one of minus infinity none; they are learned."""
@@ -266,6 +280,7 @@ def test_learned_sinks(flavour):
     assert np.all(np.asarray(found) < 0)  # a larger sink makes outputs smaller
 
 
+@pytest.mark.full
 def test_qk_norm_bounds_the_scores():
     seen = layer_of(qk_norm=True)
     inputs = 100.0 * inputs_of(1)
@@ -273,6 +288,7 @@ def test_qk_norm_bounds_the_scores():
         np.testing.assert_allclose(np.mean(np.square(heads), axis=-1), 1.0, rtol=1e-3)
 
 
+@tiers(default={"flavour": "nnx"})
 @flavours
 def test_rotary_scores_depend_on_the_difference_of_positions(flavour):
     layer, inputs = layer_of(flavour, rotary_base=100.0, mask_mod=causal), inputs_of(2)
@@ -297,6 +313,7 @@ def test_rotate_refuses_odd_heads():
         functional.rotate(jnp.ones((1, 2, 1, 5)), jnp.arange(2))
 
 
+@pytest.mark.full
 def test_heads_split_and_merge_back():
     features = jnp.arange(24.0).reshape(2, 12)
     heads = functional.split_heads(features, 3)
@@ -304,6 +321,7 @@ def test_heads_split_and_merge_back():
     np.testing.assert_array_equal(functional.merge_heads(heads), features)
 
 
+@pytest.mark.full
 def test_layers_scan_and_remat():
     """Two layers with stacked parameters, scanned, each rematerialised, are the two layers in turn."""
     stacked = nnx.vmap(lambda key: layer_of(seed=key), in_axes=0, out_axes=0)(jax.random.split(jax.random.key(0), 2))

@@ -20,6 +20,7 @@ from flax_layers.rotary_scaling import LinearScaling, Llama3Scaling, LongRopeSca
 from jflex.paged import PagedBatch, PagedCache
 from tests.cases import streaming_llm_cases as oracle
 from tests.models.test_models import SMALL
+from tests.support.rows import tiers
 
 FEATURES, LENGTH, PAIRS = 24, 45, 4
 ROTARY = {"rotary_base": 30.0}
@@ -56,6 +57,7 @@ def check(layer, streaming, chunks, score_mod=None, window=None, **options):
 WHOLE, TOKENS, MIXED = [LENGTH], [1] * LENGTH, [7, 1, 1, 7, 7, 1, 7, 7, 7]
 
 
+@tiers(full={"sizes": "(3, 7)-[7, 1, 1, 7, 7, 1, 7, 7, 7]"}, rest="long")
 @pytest.mark.parametrize(
     ("sizes", "chunks"),
     [
@@ -68,6 +70,7 @@ def test_outputs_are_those_of_rotating_anew(sizes, chunks):
     check(layer_of(**ROTARY), Streaming(*sizes), chunks)
 
 
+@tiers(full={"options": "rotary"}, rest="long")
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_every_rotary_embedding(options):
     check(layer_of(**options), Streaming(4, 12), [22, 1, 22])
@@ -86,6 +89,7 @@ SCORE_MODS = {
 }
 
 
+@tiers(full={"name": "relative"}, rest="long")
 @pytest.mark.parametrize("name", SCORE_MODS)
 def test_score_mods_get_positions_within_the_cache(name):
     score_mod = SCORE_MODS[name]()
@@ -94,6 +98,7 @@ def test_score_mods_get_positions_within_the_cache(name):
     check(layer_of(**ROTARY), Streaming(4, 12), [22, 1, 22], score_mod)
 
 
+@tiers(full={"window": 14}, rest="long")
 @pytest.mark.parametrize("window", [3, 12, 14, 16])
 def test_a_layer_with_a_window_of_its_own(window):
     mask_mod = jflex.masks.sliding_window(window - 1)
@@ -118,6 +123,7 @@ ROPES = {
 }
 
 
+@tiers(full={"tokens": "6-whole"}, rest="long")
 @pytest.mark.parametrize(("tokens", "name"), [(2, "whole"), (2, "partial"), (6, "whole"), (6, "none")])
 def test_every_call_on_a_kernel(tokens, name):
     """Of a token far behind its window, beside another token or a chunk that leaves the sinks; with mods."""
@@ -135,6 +141,7 @@ def test_every_call_on_a_kernel(tokens, name):
         np.testing.assert_allclose(found, known, atol=1e-5)
 
 
+@pytest.mark.full
 def test_a_chunk_with_no_more_tokens_than_requests():
     """It is one call, of a request for each token; mods get the request of the batch."""
     layer, streaming = layer_of(**ROTARY, use_sinks=True), Streaming(4, 12)
@@ -154,6 +161,7 @@ def test_a_chunk_with_no_more_tokens_than_requests():
     np.testing.assert_allclose(found[:3], known, rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.full
 def test_the_cache_holds_raw_keys():
     """A page of keys is the same wherever it is in a text."""
     layer, inputs = layer_of(**ROTARY, qk_norm=True), inputs_of(8)
@@ -164,6 +172,7 @@ def test_the_cache_holds_raw_keys():
     np.testing.assert_allclose(cache.k[1:].reshape(2, 8, 2, 8), jnp.stack([key, key]), rtol=1e-6, atol=1e-6)
 
 
+@tiers(full={"dtype": "float8_e4m3fn"}, rest="long")
 @pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
 def test_eight_bits(dtype):
     layer, streaming, inputs = layer_of(**ROTARY), Streaming(4, 12), inputs_of()
@@ -178,6 +187,7 @@ def test_eight_bits(dtype):
     assert error.mean() < (0.02 if dtype == "int8" else 0.06)
 
 
+@tiers(full={"requests": "0-0"}, rest="long")
 @pytest.mark.parametrize(("requests", "tokens"), [(0, 0), (0, 3), (2, 0)])
 def test_nothing_to_attend_to(requests, tokens):
     layer = layer_of(**ROTARY)
@@ -188,6 +198,7 @@ def test_nothing_to_attend_to(requests, tokens):
     assert rows.shape == (tokens, FEATURES)
 
 
+@pytest.mark.full
 def test_a_model_whose_layers_have_windows_and_a_soft_cap():
     model, streaming = Decoder(SMALL, implementation="xla", rngs=nnx.Rngs(0)), Streaming(2, 7)
     tokens = np.random.default_rng(0).integers(0, 64, 40).astype(np.int32)
@@ -202,6 +213,7 @@ def test_a_model_whose_layers_have_windows_and_a_soft_cap():
     np.testing.assert_allclose(np.concatenate(found), oracle.logits(model, tokens, streaming), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.full
 def test_a_cache_that_is_not_full_is_full_attention():
     model = Decoder(dataclasses.replace(SMALL, layers=(LayerConfig(),)), rngs=nnx.Rngs(0))
     tokens, table = jnp.arange(20) % 64, jnp.arange(1, 6, dtype=jnp.int32)[None]
@@ -225,6 +237,7 @@ def test_wrong_sizes(options, error, message):
         Streaming(**options)
 
 
+@pytest.mark.full
 def test_a_shared_prefix_is_refused():
     model = Decoder(SMALL, rngs=nnx.Rngs(0))
     batch, prefix = PagedBatch(jnp.array([0, 1]), jnp.array([1]), jnp.ones((1, 1), jnp.int32)), SharedPrefix(0, 0)

@@ -5,6 +5,7 @@ import functools
 import inspect
 import logging
 
+import chex
 import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
@@ -29,6 +30,7 @@ from tests.support.dense_masks import (
     random_documents,
     random_mask,
 )
+from tests.support.rows import tiers
 
 QUICK = settings(max_examples=20, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 # Few sizes, so that programs are compiled once for many examples.
@@ -37,6 +39,7 @@ SIZES = [((64, 64), (32, 32)), ((100, 70), (32, 64)), ((33, 129), (16, 8))]
 # --- building
 
 
+@tiers(default={"lengths": "lengths2-block_size2"})
 @pytest.mark.parametrize(("lengths", "block_size"), SIZES)
 @pytest.mark.parametrize("name", ["causal", "window", "prefix", "everything", "nothing"])
 def test_known_masks_match_dense(name, lengths, block_size):
@@ -54,6 +57,7 @@ def test_known_masks_match_dense(name, lengths, block_size):
     np.testing.assert_array_equal(create_mask(mod, None, None, *lengths), dense)
 
 
+@pytest.mark.full
 @given(st.integers(0, 999), st.sampled_from([(1, 1), (2, 3)]), st.sampled_from(SIZES))
 @QUICK
 def test_random_masks_match_dense(seed, leading, sizes):
@@ -67,6 +71,7 @@ def test_random_masks_match_dense(seed, leading, sizes):
     assert block_mask.sparsity() == pytest.approx(100 * skipped.mean())
 
 
+@pytest.mark.full
 def test_many_steps_match_one(monkeypatch):
     # As many elements at once as one block has: several units in every row, and a last step that is not filled.
     values = dense_values(7, (2, 3, 100, 70))
@@ -78,6 +83,7 @@ def test_many_steps_match_one(monkeypatch):
         np.testing.assert_array_equal(states, expected)
 
 
+@pytest.mark.full
 def test_figures_of_an_offset_causal_mask():
     offset = jnp.asarray([0, 64, 128, 256])
     block_mask = create_block_mask(lambda b, h, q, kv: q + offset[b] >= kv, 4, 2, 512, 512)
@@ -104,9 +110,7 @@ def test_under_jit_with_traced_captures_as_eagerly():
     documents = random_documents(0)
     eager = packed(documents, block_size=16)
     traced = jax.jit(functools.partial(packed, block_size=16))(documents)
-    assert jax.tree.structure(eager) == jax.tree.structure(traced)
-    for one, other in zip(jax.tree.leaves(eager), jax.tree.leaves(traced), strict=True):
-        np.testing.assert_array_equal(one, other)
+    chex.assert_trees_all_equal(eager, traced, strict=True)
     ids = np.asarray(documents)
     dense = (ids[:, :, None] == ids[:, None]) & (np.arange(100)[:, None] >= np.arange(100))
     check_same_mask(traced, dense[:, None])
@@ -165,6 +169,7 @@ def test_from_kv_blocks_equals_the_built_mask():
     assert given_mask.shape == built.shape
 
 
+@tiers(default={"lengths": "lengths1"})
 @pytest.mark.parametrize("jit", [False, True])
 @pytest.mark.parametrize("lengths", [(96, 128), (90, 121)])
 def test_from_kv_blocks_without_a_mod_shows_all_of_a_listed_block(jit, lengths):
@@ -239,6 +244,7 @@ def test_copies():
         assert jax.tree.structure(copied) == jax.tree.structure(block_mask)
 
 
+@pytest.mark.full
 def test_vmap_over_leaves_and_over_building():
     ids = jnp.stack([random_documents(seed) for seed in range(3)])
     masks = jax.vmap(functools.partial(packed, block_size=16))(ids)

@@ -2,6 +2,7 @@
 
 import itertools
 
+import chex
 import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
@@ -33,6 +34,7 @@ SELECTIONS = [
 ]  # fmt: skip
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("index", SELECTIONS, ids=str)
 def test_getitem_equals_slicing_the_dense_mask(index):
     block_mask, values = random_mask(1)  # 4 query blocks, the last of 4 queries
@@ -55,6 +57,7 @@ def test_getitem_with_traced_numbers():
     check_same_mask(chosen, np.concatenate([values[:, :, 64:], values[:, :, :32]], axis=2))
 
 
+@pytest.mark.full
 def test_getitem_of_a_mask_without_a_mod():
     states = np.random.default_rng(3).integers(0, 3, (2, 1, 3, 4))
     block_mask = BlockMask.from_kv_blocks(*lists_of(states), block_size=8)
@@ -62,6 +65,7 @@ def test_getitem_of_a_mask_without_a_mod():
     check_same_mask(block_mask[1, :, 1:], dense[1:, :, 8:])
 
 
+@pytest.mark.full
 def test_getitem_twice_then_extend():
     block_mask = create_block_mask(causal, None, None, 128, 128, block_size=32)
     block_mask = block_mask[:, :, 1:][:, :, 1]  # queries 64 to 95
@@ -110,9 +114,7 @@ def test_with_lengths_equals_the_mask_made_for_them(lengths):
 
     resized = create_block_mask(mod, 2, None, 100, 70, block_size=(32, 16)).with_lengths(*lengths)
     made = create_block_mask(mod, 2, None, *lengths, block_size=(32, 16))
-    assert jax.tree.structure(resized) == jax.tree.structure(made)
-    for one, other in zip(jax.tree.leaves(resized), jax.tree.leaves(made), strict=True):
-        np.testing.assert_array_equal(one, other)
+    chex.assert_trees_all_equal(resized, made, strict=True)
 
 
 @pytest.mark.parametrize("lengths", [(64, 96), (50, 40), (96, 128)])
@@ -123,6 +125,7 @@ def test_listed_masks_are_cropped(lengths):
     check_same_mask(block_mask.with_lengths(*lengths), dense[:, :, : lengths[0], : lengths[1]])
 
 
+@pytest.mark.full
 def test_listed_masks_are_extended_by_their_mod_alone():
     states = np.array([[[[1, 0, 0], [1, 0, 0], [0, 0, 1]]]])  # of causal, block (1, 1) and (2, 0), (2, 1) are left out
     block_mask = BlockMask.from_kv_blocks(*lists_of(states)[:2], block_size=32, mask_mod=causal, seq_lengths=(90, 90))
@@ -133,6 +136,7 @@ def test_listed_masks_are_extended_by_their_mod_alone():
     check_same_mask(block_mask.with_lengths(110, 130), dense)
 
 
+@pytest.mark.full
 def test_masks_without_a_mod_are_not_extended():
     block_mask = BlockMask.from_kv_blocks(np.ones((1, 1, 2), int), np.array([[[[0, 1], [1, 0]]]]))
     with pytest.raises(ValueError, match="cannot extend this mask from \\(256, 256\\) to \\(256, 300\\)"):
@@ -164,6 +168,7 @@ def operands_to_join():
     }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("first", "second"), list(itertools.combinations_with_replacement(JOINED, 2)))
 def test_join_matches_dense(first, second):
     (one, dense_one), (two, dense_two) = operands_to_join()[first], operands_to_join()[second]
@@ -171,6 +176,7 @@ def test_join_matches_dense(first, second):
     check_same_mask(one | two, dense_one | dense_two, exact=False)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", JOINED)
 def test_invert_matches_dense(name):
     block_mask, dense = operands_to_join()[name]
@@ -181,6 +187,7 @@ def test_invert_matches_dense(name):
     check_same_mask(~aligned, ~dense)
 
 
+@pytest.mark.full
 @given(st.integers(0, 999))
 @QUICK
 def test_laws_of_joining(seed):
@@ -193,6 +200,7 @@ def test_laws_of_joining(seed):
     np.testing.assert_array_equal((one & ~two).to_elements(), dense_one & ~dense_two)
 
 
+@pytest.mark.full
 def test_joins_keep_no_program_apart():
     """A join of the same programs with other values is the same program: nothing is compiled again."""
     join = [packed(random_documents(s)) & create_block_mask(causal, None, None, 100, 100) for s in (0, 1)]
@@ -200,6 +208,7 @@ def test_joins_keep_no_program_apart():
     assert jax.tree.structure(join[0]) == jax.tree.structure(join[1])
 
 
+@pytest.mark.full
 def test_join_refuses():
     block_mask = create_block_mask(causal, 2, 3, 64, 64, block_size=32)
     for other, message in [

@@ -2,6 +2,7 @@
 
 import itertools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 import jflex
 from jflex import BlockSparseRows
+from tests.support.rows import in_turns
 
 T, S, PAGE = 24, 32, 4
 CAUSAL = jflex.masks.causal()
@@ -78,6 +80,7 @@ def arrays(queries=T, keys=S):
     return [jax.random.normal(jax.random.key(n), shape) for n, shape in enumerate(shapes)]
 
 
+@pytest.mark.full
 @settings(max_examples=12)
 @given(drawn_rows(), st.sampled_from([None, 8, (4, 16)]), st.booleans())
 def test_a_block_mask_shows_what_the_lists_say(drawn, block_size, is_causal):
@@ -86,6 +89,7 @@ def test_a_block_mask_shows_what_the_lists_say(drawn, block_size, is_causal):
     np.testing.assert_array_equal(mask.to_elements()[0, 0], dense(drawn) & (causal | (not is_causal)))
 
 
+@pytest.mark.full
 @settings(max_examples=8)
 @given(drawn_rows())
 def test_block_masks_convert_to_rows_and_back(drawn):
@@ -101,6 +105,7 @@ def test_block_masks_convert_to_rows_and_back(drawn):
     np.testing.assert_array_equal(traced.to_dense()[0, 0], blocks)
 
 
+@pytest.mark.full
 @settings(max_examples=12)
 @given(
     st.lists(st.integers(0, 6), min_size=1, max_size=3),
@@ -120,7 +125,7 @@ def test_page_tables_convert_to_rows_and_back(counts, queries, random):
         max_pages=7
     )
     for found in (turn(batch), jax.jit(turn)(batch)):
-        jax.tree.map(np.testing.assert_array_equal, found, batch)
+        chex.assert_trees_all_equal(found, batch)
 
 
 UNEVEN = {
@@ -130,6 +135,8 @@ UNEVEN = {
 EVEN = {"indptr": [0, 1, 3, 6], "indices": [0, 3, 1, 2, 0, 1], "q_blocks": 8, "kv_blocks": 8, "kv_lengths": None}
 
 
+@pytest.mark.full
+@in_turns
 @pytest.mark.parametrize("backend", ["reference", "xla", "triton-interpret"])
 @pytest.mark.parametrize("drawn", [UNEVEN, EVEN], ids=["uneven", "even"])
 def test_attention_with_mods(drawn, backend):
@@ -156,6 +163,7 @@ def test_attention_with_mods(drawn, backend):
     np.testing.assert_allclose(plain[0], attention(query[0], key[0], value[0], dense(drawn)), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("backend", ["xla", "triton-interpret"])
 def test_attention_over_a_cache(backend):
     """Pages as keys, and as the pages of a cache: the same; and the lists of another order hold the same keys."""
@@ -176,12 +184,14 @@ def rows_of(indptr=(0, 1, 2), indices=(0, 1), q_blocks=16, kv_blocks=16, **more)
     return from_indptr(np.array(indptr), np.array(indices), 32, 32, q_blocks=q_blocks, kv_blocks=kv_blocks, **more)
 
 
+@pytest.mark.full
 def test_negative_lengths_are_zero():
     rows = rows_of((0, 1, 2), (1, 1), kv_lengths=[-5, 3])
     assert rows.to_paged_batch().kv_lengths.tolist() == [0, 3]
     assert rows.to_block_mask().to_elements().sum() == 16 * 3
 
 
+@pytest.mark.full
 def test_sizes_of_numpy():
     assert rows_of(q_blocks=np.int64(16), kv_blocks=np.int32(16)).block_size == (16, 16)
 
@@ -194,69 +204,33 @@ TREE = jflex.paged.PagedBatch(jnp.array([0, 1]), jnp.array([4]), jnp.array([[1]]
 ROWS = [
     ("floats", lambda: rows_of(indices=(0.5, 1.0)), TypeError, r"`indices` must be integers\. Got float64"),
     ("axes", lambda: rows_of(indptr=[[0, 1, 2]]), ValueError, r"`indptr` must have one axis\. Got shape \(1, 3\)"),
-    (
-        "rows",
-        lambda: rows_of(indptr=(0, 1)),
-        ValueError,
-        r"`q_blocks` make 2 query blocks, so `indptr`.*3 entries.*Got 2",
-    ),
+    ("rows", lambda: rows_of(indptr=(0, 1)), ValueError,
+     r"`q_blocks` make 2 query blocks, so `indptr`.*3 entries.*Got 2"),
     ("lengths", lambda: rows_of(kv_lengths=[3]), ValueError, r"`kv_lengths` 2\. Got 3 and 1"),
-    (
-        "descends",
-        lambda: rows_of(indptr=(0, 2, 1)),
-        ValueError,
-        r"`indptr` must ascend from 0 and end within 2.*\[0, 2, 1\]",
-    ),
-    (
-        "beyond",
-        lambda: rows_of(indptr=(0, 1, 3)),
-        ValueError,
-        r"`indptr` must ascend.*end within 2, the length of `indices`",
-    ),
+    ("descends", lambda: rows_of(indptr=(0, 2, 1)), ValueError,
+     r"`indptr` must ascend from 0 and end within 2.*\[0, 2, 1\]"),
+    ("beyond", lambda: rows_of(indptr=(0, 1, 3)), ValueError,
+     r"`indptr` must ascend.*end within 2, the length of `indices`"),
     ("q_blocks", lambda: rows_of(q_blocks=[0, 40]), ValueError, r"`q_blocks` must ascend from 0 and end within 32"),
     ("kv_blocks", lambda: rows_of(kv_blocks=[1, 32]), ValueError, r"`kv_blocks` must ascend from 0"),
     ("none", lambda: rows_of(kv_blocks=[]), ValueError, r"`kv_blocks` must have an entry more than there are blocks"),
     ("size", lambda: rows_of(kv_blocks=0), ValueError, r"`kv_blocks` must be at least 1"),
     ("number", lambda: rows_of(indices=(0, 2)), ValueError, r"`indices`.*between 0 and 1.*Got 2 for query block 1"),
     ("wide", lambda: rows_of(indices=(0, 2**32)), ValueError, r"`indices`.*between 0 and 1.*for query block 1"),
-    (
-        "twice",
-        lambda: rows_of(indptr=(0, 2, 2), indices=(1, 1)),
-        ValueError,
-        r"list a key block twice for query block 0: \[1, 1\]",
-    ),
-    (
-        "heads",
-        lambda: BlockSparseRows.from_block_mask(many_heads()),
-        ValueError,
-        r"one batch entry and one head\. Got 1 and 2\. Select",
-    ),
-    (
-        "tree",
-        lambda: BlockSparseRows.from_paged_batch(TREE, 1, num_pages=2, page_size=4),
-        ValueError,
-        r"`batch.ancestors` must be None",
-    ),
-    (
-        "uneven",
-        lambda: rows_of(kv_blocks=[0, 8, 32]).to_paged_batch(),
-        ValueError,
-        r"pages of one size.*different sizes.*`to_block_mask\(\)`",
-    ),
-    (
-        "short",
-        lambda: rows_of(kv_blocks=20).to_paged_batch(),
-        ValueError,
-        r"pages of one size. Got 32 keys in blocks of 20",
-    ),
+    ("twice", lambda: rows_of(indptr=(0, 2, 2), indices=(1, 1)), ValueError,
+     r"list a key block twice for query block 0: \[1, 1\]"),
+    ("heads", lambda: BlockSparseRows.from_block_mask(many_heads()), ValueError,
+     r"one batch entry and one head\. Got 1 and 2\. Select"),
+    ("tree", lambda: BlockSparseRows.from_paged_batch(TREE, 1, num_pages=2, page_size=4), ValueError,
+     r"`batch.ancestors` must be None"),
+    ("uneven", lambda: rows_of(kv_blocks=[0, 8, 32]).to_paged_batch(), ValueError,
+     r"pages of one size.*different sizes.*`to_block_mask\(\)`"),
+    ("short", lambda: rows_of(kv_blocks=20).to_paged_batch(), ValueError,
+     r"pages of one size. Got 32 keys in blocks of 20"),
     ("zero", lambda: rows_of().to_paged_batch(), ValueError, r"`indices` must not list key block 0"),
-    (
-        "narrow",
-        lambda: rows_of((0, 2, 2), (1, 0)).to_paged_batch(max_pages=1),
-        ValueError,
-        r"`max_pages` must be at least 2.*Got 1",
-    ),
-]
+    ("narrow", lambda: rows_of((0, 2, 2), (1, 0)).to_paged_batch(max_pages=1), ValueError,
+     r"`max_pages` must be at least 2.*Got 1"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("wrong", "error", "message"), [row[1:] for row in ROWS], ids=[row[0] for row in ROWS])

@@ -21,6 +21,7 @@ from tests.cases.table import CASES
 from tests.kernels.test_intervals import LARGE, MASKS, evaluate
 from tests.support import evaluation
 from tests.support.dense_masks import causal, pooled_states
+from tests.support.rows import tiers
 
 SIZES = {"T": 61, "S": 83, "B": 2, "H": 2}
 QUICK = settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -50,6 +51,7 @@ def mod_of(tree, by_q, by_b, by_k):
     return mod
 
 
+@pytest.mark.full
 @QUICK
 @given(MASKS, st.sampled_from([(8, 16), (16, 8), (7, 32)]), st.booleans(), st.integers(0, 2**32 - 1))
 @example(("eq", "by_q", "by_k"), (8, 16), False, 1)
@@ -84,6 +86,7 @@ KNOWN = {
 }
 
 
+@pytest.mark.full
 def test_doubt_of_known_masks_is_settled(monkeypatch):
     monkeypatch.setattr(states, "_FEW_ELEMENTS", 0)
     monkeypatch.setattr(states, "_ELEMENTS_PER_STEP", 1 << 12)
@@ -101,6 +104,7 @@ def test_documents_in_no_order(monkeypatch):
     np.testing.assert_array_equal(by_bounds(monkeypatch, mod, shape, (32, 32)), by_elements(mod, shape, (32, 32)))
 
 
+@tiers(default={"name": ["causal", "documents", "documents, both sides", "documents of large numbers"]})
 @pytest.mark.parametrize("name", KNOWN)
 def test_no_element_is_evaluated_of_masks_of_structure(name, monkeypatch):
     """Bounds and corners decide all blocks of these: the state of no block is in doubt."""
@@ -110,6 +114,7 @@ def test_no_element_is_evaluated_of_masks_of_structure(name, monkeypatch):
     np.testing.assert_array_equal(by_bounds(monkeypatch, KNOWN[name], shape, (32, 32)), expected)
 
 
+@tiers(default={"name": ["causal documents", "causal documents by batch"]})
 @pytest.mark.parametrize("name", READY)
 def test_ready_masks(name, monkeypatch):
     mask_mod, dense = READY[name]
@@ -121,6 +126,7 @@ def test_ready_masks(name, monkeypatch):
 MASKED = {(case.mask, case.sizes): pytest.param(case, id=case.name) for case in CASES if case.mask is not None}.values()
 
 
+@tiers(default={"case": ["causal", "causal_more_keys", "causal_more_queries", "causal_dropout_repaired"]})
 @pytest.mark.parametrize("case", MASKED)
 def test_masks_of_the_table(case, monkeypatch):
     n, captures = case.sizes, evaluation.draw(case).mask
@@ -135,6 +141,7 @@ def documents_of(ids):
     return lambda b, h, q, k: (ids[q] == ids[k]) & (q >= k)
 
 
+@pytest.mark.full
 def test_with_64_bits(monkeypatch):
     """Of 64-bit numbers elements are evaluated; others are bounded as ever."""
     shape = (1, 1, 512, 512)
@@ -145,6 +152,7 @@ def test_with_64_bits(monkeypatch):
             np.testing.assert_array_equal(found, expected)
 
 
+@pytest.mark.full
 def test_inside_of_a_gradient(monkeypatch):
     """States are data: a captured array that is differentiated elsewhere goes through the loop over doubtful blocks."""
     monkeypatch.setattr(states, "_FEW_ELEMENTS", 0)
@@ -160,6 +168,7 @@ def test_inside_of_a_gradient(monkeypatch):
     assert gradient.tolist() == [float(total)]
 
 
+@pytest.mark.full
 def test_under_vmap_and_inside_shard_map(monkeypatch):
     monkeypatch.setattr(states, "_FEW_ELEMENTS", 0)
     monkeypatch.setattr(states, "_ELEMENTS_PER_STEP", 1)
@@ -180,6 +189,7 @@ def test_under_vmap_and_inside_shard_map(monkeypatch):
 # --- bits
 
 
+@pytest.mark.full
 @given(st.sampled_from([(1, 1, 1), (2, 33, 64), (3, 7, 97)]), st.sampled_from([0.0, 0.1, 0.5, 1.0]), st.integers(0))
 @settings(max_examples=15, deadline=None)
 def test_bits(shape, share, seed):
@@ -228,6 +238,7 @@ def cut_lists(matrix, width):
     return tables.block_lists(matrix, follow_mod=True, max_blocks=width)
 
 
+@pytest.mark.full
 @given(
     st.sampled_from([(9, 40, 1), (40, 33, 3), (1, 70, 2), (5, 3, 4)]),
     st.sampled_from([0.05, 0.4, 0.95]),
@@ -252,6 +263,7 @@ def test_rows_that_are_cut_list_every_block_once(sizes, share, seed):
     assert np.all((as_read == matrix) | (as_read == 1))
 
 
+@tiers(default={"share": 0.4})
 @pytest.mark.parametrize("share", [0.05, 0.4, 0.95])
 def test_known_tables_hold_the_states_exactly(share, monkeypatch):
     matrix = random_states(3, (2, 1, 50, 41), share)
@@ -270,6 +282,7 @@ def test_lists_that_mask_more_are_never_cut(monkeypatch):
     np.testing.assert_array_equal(lists.states_from_lists(made), matrix)
 
 
+@pytest.mark.full
 def test_a_million_tokens_take_megabytes():
     length = 1 << 20
     ids = jnp.sort(jax.random.randint(jax.random.key(0), (length,), 0, 64))

@@ -17,6 +17,7 @@ def places(grid):
     return np.stack(np.broadcast_arrays(*grid.unravel(jnp.arange(MOST, dtype=jnp.int32))), 1)[: grid.size]
 
 
+@pytest.mark.full
 @given(st.integers(1, 5), st.integers(1, 9), st.integers(1, 40))
 def test_each_tile_once_and_those_of_a_head_in_order(batch, heads, tiles):
     found = places(Grid(batch, heads, tiles))

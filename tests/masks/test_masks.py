@@ -11,6 +11,7 @@ from jflex.block_mask.mask import create_block_mask
 from jflex.mods.compose import AndMasks, NotMask, OrMasks, and_masks, noop_mask, not_mask, or_masks
 from jflex.mods.trace import trace_mask_mod, trace_score_mod
 from tests.cases.ready_masks import READY
+from tests.support.rows import tiers
 
 BATCH, HEADS, LENGTH = 2, 2, 24
 I, J = np.arange(LENGTH)[:, None], np.arange(LENGTH)[None]
@@ -89,6 +90,13 @@ MASKS = {
 }
 
 
+@tiers(
+    full={"name": [
+        "groups of flags", "groups by batch", "neighborhood of a video", "neighborhood by Morton, high",
+        "neighborhood in tiles, short ones at the border", "sliding tile, even window", "sliding tile of a video",
+        "sliding tile, traced text", "spatial head, first frame", "temporal head, first frame",
+    ]}
+)  # fmt: skip
 @pytest.mark.parametrize("name", MASKS)
 def test_mask_matches_its_formula(name):
     mask_mod, dense = MASKS[name]

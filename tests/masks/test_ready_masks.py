@@ -9,6 +9,7 @@ import jflex
 from jflex import masks
 from tests.cases.ready_masks import GRID, READY, by_morton, by_tiles, cells
 from tests.support import oracle
+from tests.support.rows import tiers
 
 INTERPRETED = jflex.Config(interpret=True)
 
@@ -27,6 +28,13 @@ def block_mask(mask_mod, dense, size):
     return jflex.create_block_mask(mask_mod, batch, None, *dense.shape[1:], block_size=size)
 
 
+@tiers(
+    default=[
+        {"name": ["shared prefix", "neighborhood by Morton, wide"], "implementation": "xla"},
+        {"name": "neighborhood by Morton, wide", "implementation": "triton"},
+    ],
+    in_turns=True,
+)
 @pytest.mark.parametrize("name", READY)
 @pytest.mark.parametrize(("implementation", "config", "block"), [("xla", None, 8), ("triton", INTERPRETED, 16)])
 def test_attention(name, implementation, config, block):
@@ -67,6 +75,7 @@ def test_orders(order, expected):
     assert [cells(canvas)[cell] for cell in order] == expected
 
 
+@tiers(default={"order": "Morton"})
 @pytest.mark.parametrize("order", [masks.tile_order(GRID, (2, 3)), masks.morton_order(GRID)], ids=["tiles", "Morton"])
 def test_reordered_attention_is_attention_in_rows(order):
     query, key, value = jax.random.normal(jax.random.key(0), (3, 2, 30, 2, 16))

@@ -16,6 +16,7 @@ from tests.cases.table import Case, Sizes
 from tests.kernels.test_hopper import NEEDS_011
 from tests.support import evaluation, gpu_compile
 from tests.support.hopper_emulator import emulated
+from tests.support.rows import in_turns, tiers
 
 BF16 = {"dtype": "bfloat16"}
 
@@ -98,12 +99,14 @@ def compare(case, found):
     evaluation.compare_gradients(case.case, found, *right, ("query", "key", "value"))
 
 
+@tiers(default={"backend": ["reference", "xla"], "case": "selected_grouped"}, in_turns=True)
 @cases
 @pytest.mark.parametrize("backend", ["reference", *evaluation.BACKENDS])
 def test_attention_is_that_of_the_dense_mask(case, backend):
     compare(case, evaluation.everything_by(case.case, case.attend(backend)))
 
 
+@pytest.mark.full
 @cases
 def test_lists_hold_the_selected_blocks(case):
     """Known and traced; each query block with its state, the transpose alike, and as many entries as it selects."""
@@ -124,6 +127,7 @@ def test_lists_hold_the_selected_blocks(case):
         assert max(block_mask.kv_indices.shape[-1], block_mask.full_kv_indices.shape[-1]) <= max(case.k, 1)
 
 
+@pytest.mark.full
 def test_integers_of_any_width():
     """None wraps around to a block that exists."""
     for dtype in (np.int8, np.uint8, np.int64, np.uint32):
@@ -135,6 +139,7 @@ def test_integers_of_any_width():
     assert np.flatnonzero(many.to_dense()).tolist() == [255]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("shape", "lengths"), [((2, 1, 3, 0), (96, 64)), ((1, 1, 0, 2), (0, 64)), ((1, 2, 2, 1), (64, 0))]
 )
@@ -167,6 +172,7 @@ def best_blocks(scores, k, sizes, causal, local, initial, visible):
     return chosen
 
 
+@tiers(default={"causal": "True-1-0", "sizes": "(32, 32)"}, in_turns=True)
 @pytest.mark.parametrize("sizes", [(32, 32), (64, 32), (32, 64), (96, 64)], ids=str)
 @pytest.mark.parametrize(
     ("causal", "local", "initial"), [(True, 1, 0), (True, 2, 1), (True, 0, 0), (False, 0, 1), (False, 1, 0)]
@@ -191,6 +197,7 @@ def test_select_blocks_follows_its_definition(sizes, causal, local, initial, dty
             np.testing.assert_array_equal(found[b, h], right)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("queries", ["first", "mean"])
 def test_block_scores_against_float64(queries):
     rng = np.random.default_rng(1)
@@ -230,6 +237,7 @@ def assert_close(found, right):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), found, right)
 
 
+@pytest.mark.full
 def test_a_step_is_compiled_once_whatever_is_selected():
     """And computes what the same values give outside of `jit`."""
     step = jax.jit(gradients)
@@ -238,6 +246,7 @@ def test_a_step_is_compiled_once_whatever_is_selected():
     assert step._cache_size() == 1
 
 
+@pytest.mark.full
 def test_vmap_and_remat():
     x = arrays(0, 3)
     right = [jnp.stack(parts) for parts in zip(*(gradients(*(a[i] for a in x)) for i in range(3)), strict=True)]
@@ -246,6 +255,7 @@ def test_vmap_and_remat():
     assert_close(jax.jit(again)(*arrays()), gradients(*arrays()))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit], ids=str)
 def test_sharded_batch_and_heads(kind):
     right, mesh = gradients(*arrays()), jax.make_mesh((2, 2), ("data", "model"), axis_types=(kind,) * 2)
@@ -255,6 +265,8 @@ def test_sharded_batch_and_heads(kind):
     assert_close(jax.tree.map(np.asarray, found), right)
 
 
+@pytest.mark.full
+@in_turns
 @pytest.mark.parametrize("axes", [("data", None, "model"), ("data", "model"), ("data", None, None, "model")], ids=str)
 @pytest.mark.parametrize("queries", ["first", "mean"])
 def test_scores_of_shared_keys_in_a_mesh_with_explicit_axes(axes, queries):
@@ -292,70 +304,34 @@ def scored(query=(1, 64, 4, 8), key=(1, 64, 2, 8), **options):
 
 ROWS = [
     ("floats", lambda: made(1, 1, 2, 1, dtype=jnp.float32), TypeError, r"`indices` must be integers.*Got float32"),
-    (
-        "axes",
-        lambda: made(1, 2, 1),
-        ValueError,
-        r"`indices` must have 4 axes, \[B, heads, query blocks, k\]\. Got.*\(1, 2, 1\)",
-    ),
-    (
-        "rows",
-        lambda: made(1, 1, 3, 1),
-        ValueError,
-        r"`indices`.*each query block, 2 for `Q_LEN` 64 in blocks of 32.*Got 3.*`block_size`",
-    ),
-    (
-        "heads",
-        lambda: made(1, 2, 2, 1, H=3),
-        ValueError,
-        r"`H` must be a multiple of the heads of `indices`, 2,.*Got 3",
-    ),
+    ("axes", lambda: made(1, 2, 1), ValueError,
+     r"`indices` must have 4 axes, \[B, heads, query blocks, k\]\. Got.*\(1, 2, 1\)"),
+    ("rows", lambda: made(1, 1, 3, 1), ValueError,
+     r"`indices`.*each query block, 2 for `Q_LEN` 64 in blocks of 32.*Got 3.*`block_size`"),
+    ("heads", lambda: made(1, 2, 2, 1, H=3), ValueError,
+     r"`H` must be a multiple of the heads of `indices`, 2,.*Got 3"),
     ("no_heads", lambda: made(1, 0, 2, 1, H=3), ValueError, r"`H` must be a multiple of the heads of `indices`, 0,"),
     ("length", lambda: made(1, 1, 2, 1, Q_LEN=-1), ValueError, r"`Q_LEN` must not be negative"),
     ("mod", lambda: made(1, 1, 2, 1, mask_mod=3), TypeError, r"mask_mod"),
-    (
-        "ready",
-        lambda: made(1, 1, 2, 1, mask_mod=jflex.masks.document(jnp.zeros((8,), jnp.int32))),
-        ValueError,
-        r"document.*BlockMask",
-    ),
+    ("ready", lambda: made(1, 1, 2, 1, mask_mod=jflex.masks.document(jnp.zeros((8,), jnp.int32))), ValueError,
+     r"document.*BlockMask"),
     ("integers", lambda: select(2, 2, dtype=jnp.int32), TypeError, r"`scores` must be floating-point\. Got int32"),
-    (
-        "one_axis",
-        lambda: select(2),
-        ValueError,
-        r"`scores` must have axes \[\.\.\., query blocks, key blocks\]\. Got shape \(2,\)",
-    ),
+    ("one_axis", lambda: select(2), ValueError,
+     r"`scores` must have axes \[\.\.\., query blocks, key blocks\]\. Got shape \(2,\)"),
     ("negative", lambda: select(2, 2, k=-1), ValueError, r"`k` must not be negative"),
     ("local", lambda: select(2, 2, local_blocks=-1), ValueError, r"`local_blocks` must not be negative"),
     ("initial", lambda: select(2, 2, initial_blocks=0.5), TypeError, r"`initial_blocks` must be a Python int"),
-    (
-        "room",
-        lambda: select(4, 4, local_blocks=2, initial_blocks=1),
-        ValueError,
-        r"`k` must be at least.*3 for query block 2:.*`local_blocks`.*Got 2",
-    ),
-    (
-        "visible",
-        lambda: select(2, 2, visible=jnp.ones((3, 2), bool)),
-        ValueError,
-        r"`visible` must be booleans.*\(2, 2\)\. Got bool of shape \(3, 2\)",
-    ),
-    (
-        "visible_dtype",
-        lambda: select(2, 2, visible=jnp.ones((2, 2))),
-        ValueError,
-        r"`visible` must be booleans.*float32",
-    ),
+    ("room", lambda: select(4, 4, local_blocks=2, initial_blocks=1), ValueError,
+     r"`k` must be at least.*3 for query block 2:.*`local_blocks`.*Got 2"),
+    ("visible", lambda: select(2, 2, visible=jnp.ones((3, 2), bool)), ValueError,
+     r"`visible` must be booleans.*\(2, 2\)\. Got bool of shape \(3, 2\)"),
+    ("visible_dtype", lambda: select(2, 2, visible=jnp.ones((2, 2))), ValueError,
+     r"`visible` must be booleans.*float32"),
     ("word", lambda: scored(queries="last"), ValueError, r"`queries` must be \"first\" or \"mean\"\. Got 'last'"),
-    (
-        "groups",
-        lambda: scored(key=(1, 64, 3, 8)),
-        ValueError,
-        r"Hkv must divide Hq\. Got shapes \(1, 64, 4, 8\) and \(1, 64, 3, 8\)",
-    ),
+    ("groups", lambda: scored(key=(1, 64, 3, 8)), ValueError,
+     r"Hkv must divide Hq\. Got shapes \(1, 64, 4, 8\) and \(1, 64, 3, 8\)"),
     ("sizes", lambda: scored(key=(1, 64, 2, 4)), ValueError, r"`query`.*and `key`.*must have the same D"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("wrong", "error", "message"), [row[1:] for row in ROWS], ids=[row[0] for row in ROWS])
@@ -367,6 +343,8 @@ def test_messages(wrong, error, message):
 # ---------------------------------------------------------------- on a GPU
 
 
+@pytest.mark.full
+@in_turns
 @pytest.mark.skipif(gpu_compile.missing() is not None, reason="compiles for a GPU")
 @pytest.mark.parametrize("backend", [pytest.param("mosaic_gpu", marks=NEEDS_011), "triton"])
 @pytest.mark.parametrize("case", HOPPER, ids=str)
@@ -389,6 +367,7 @@ def test_hopper(case):
     compare(case, evaluation.everything_by(case.case, case.attend("mosaic_gpu")))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("case", HOPPER, ids=str)
 def test_hopper_emulated(case):
     with emulated():

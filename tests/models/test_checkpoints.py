@@ -34,6 +34,7 @@ from flax_layers.models.checkpoint.checkpoint import read_folder_config
 from flax_layers.models.checkpoint.folders import MORE_TEMPLATES
 from flax_layers.nnx import AlibiBias
 from tests.support.golden_models import NAMES, ROOT, add_head, change_config, expected, load, logits_of, relative_error
+from tests.support.rows import tiers
 
 BIG = ModelConfig(
     vocabulary=2048, width=256, mlp_width=512, num_heads=4, num_kv_heads=4, head_dim=64, layers=(LayerConfig(),) * 2,
@@ -59,6 +60,7 @@ def rewrite(folder: pathlib.Path, tmp_path: pathlib.Path, change) -> pathlib.Pat
     return tmp_path / "changed"
 
 
+@tiers(default={"name": ["gemma3", "phi3"]})
 @pytest.mark.parametrize("name", NAMES)
 def test_what_is_written_is_what_was_read(name, tmp_path):
     """Bit for bit, by the names and shapes of `transformers`, and with an equal configuration."""
@@ -74,6 +76,7 @@ def test_what_is_written_is_what_was_read(name, tmp_path):
         np.testing.assert_array_equal(np.asarray(value), np.asarray(parameters(again)[path]))
 
 
+@pytest.mark.full
 def test_dtypes():
     assert from_pretrained(ROOT / "llama3").embed.embedding.dtype == jnp.bfloat16
     assert from_pretrained(ROOT / "llama_linear").embed.embedding.dtype == jnp.float16
@@ -93,6 +96,7 @@ def test_several_files_and_one(tmp_path):
     assert set(tensors(tmp_path / "saved")) == set(index["weight_map"])
 
 
+@pytest.mark.full
 def test_each_device_gets_its_part():
     mesh = jax.make_mesh((2, 2, 2), ("data", "fsdp", "model"))
     model = load("phi3", mesh=mesh)  # queries, keys and values are parts of one tensor
@@ -115,6 +119,7 @@ def test_a_mesh_that_does_not_divide_heads():
     assert load("phi3", mesh=mesh, rules=rules).blocks[0].mlp.up.kernel.sharding.spec == P(None, "model")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("sharded", [False, True])
 def test_memory_is_that_of_one_parameter_above_the_model(sharded, tmp_path, monkeypatch):
     monkeypatch.setattr(tensor_files, "CHUNK_BYTES", 1 << 16)
@@ -131,11 +136,13 @@ def test_memory_is_that_of_one_parameter_above_the_model(sharded, tmp_path, monk
     assert peak < sum(sizes) + max(sizes) + (1 << 19)
 
 
+@pytest.mark.full
 def test_tied_embeddings_may_stand_in_the_file_twice(tmp_path):
     folder = rewrite(ROOT / "gemma2", tmp_path, lambda x: x.update({"lm_head.weight": x["model.embed_tokens.weight"]}))
     assert from_pretrained(folder).head is None
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["gemma2", "llama3"])
 def test_a_head_beside_tied_embeddings_is_kept(name, tmp_path):
     """As in Transformers 5.24, whatever `tie_word_embeddings` says; and written so that all versions agree."""
@@ -155,6 +162,7 @@ def test_a_head_beside_tied_embeddings_is_kept(name, tmp_path):
     np.testing.assert_array_equal(tensors(tmp_path / "saved")["lm_head.weight"], head.astype(np.float32))
 
 
+@pytest.mark.full
 def test_one_file_counts_alone(tmp_path):
     """As in Transformers: beside it, there are Mistral's own file, or an index of an earlier save."""
     shutil.copytree(ROOT / "mistral", tmp_path / "changed")
@@ -167,6 +175,7 @@ def test_one_file_counts_alone(tmp_path):
         np.testing.assert_array_equal(np.asarray(value), np.asarray(original[path]))
 
 
+@pytest.mark.full
 def test_a_name_of_the_hub_is_answered_with_its_download(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for read in (from_pretrained, load_folder):
@@ -176,6 +185,7 @@ def test_a_name_of_the_hub_is_answered_with_its_download(tmp_path, monkeypatch):
             read(tmp_path / "gone")
 
 
+@pytest.mark.full
 def test_saving_in_16_bits(tmp_path):
     """Rounded to nearest, but for what selects experts; and `config.json` says so."""
     model = load("deepseek_v3")
@@ -197,6 +207,7 @@ def test_saving_in_16_bits(tmp_path):
     assert from_pretrained(tmp_path / "saved").config == model.config
 
 
+@pytest.mark.full
 def test_frequencies_in_old_files_are_passed_over(tmp_path):
     extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(4, np.float32)}
     from_pretrained(rewrite(ROOT / "llama2", tmp_path, lambda x: x.update(extra)))
@@ -240,49 +251,25 @@ def replace_config(**changes):
 
 NO_CONFIG, NO_TENSORS = r"`folder` must hold `config.json`. There is", r"must hold \*.safetensors. .*expected"
 WRONG = [
-    (
-        "llama2",
-        lambda f: (f / "config.json").unlink(),
-        FileNotFoundError,
-        r"`folder` must hold `config.json`. There is",
-    ),
+    ("llama2", lambda f: (f / "config.json").unlink(), FileNotFoundError,
+     r"`folder` must hold `config.json`. There is"),
     ("llama2", lambda f: (f / "config.json").write_text("{"), CheckpointError, r"config.json is not the configuration"),
     ("llama2", lambda f: (f / "config.json").write_text("[]"), CheckpointError, r"must hold a JSON object. Got list"),
-    (
-        "llama2",
-        lambda f: (f / "model.safetensors").unlink(),
-        FileNotFoundError,
-        r"must hold \*.safetensors. .*expected",
-    ),
+    ("llama2", lambda f: (f / "model.safetensors").unlink(), FileNotFoundError,
+     r"must hold \*.safetensors. .*expected"),
     ("llama2", cut, CheckpointError, r"model.safetensors is not a complete safetensors file: .*incomplete"),
-    (
-        "llama3",
-        lambda f: (f / "model-00002-of-00002.safetensors").unlink(),
-        FileNotFoundError,
-        r"index.json lists files that do not exist: .*model-00002-of-00002.safetensors",
-    ),
-    (
-        "llama3",
-        lambda f: shutil.copy(f / "model-00001-of-00002.safetensors", f / "model-00002-of-00002.safetensors"),
-        CheckpointError,
-        r"model-00002-of-00002.safetensors does not hold tensors that .*index.json lists: model",
-    ),
+    ("llama3", lambda f: (f / "model-00002-of-00002.safetensors").unlink(), FileNotFoundError,
+     r"index.json lists files that do not exist: .*model-00002-of-00002.safetensors"),
+    ("llama3", lambda f: shutil.copy(f / "model-00001-of-00002.safetensors", f / "model-00002-of-00002.safetensors"),
+     CheckpointError, r"model-00002-of-00002.safetensors does not hold tensors that .*index.json lists: model"),
     ("llama3", lambda f: (f / tensor_files.INDEX).write_text("{}"), CheckpointError, r"is not an index of tensors"),
     ("llama2", replace_config(hidden_size="48"), CheckpointError, r"broken/config.json is not .* integer. Got '48'"),
-    (
-        "llama2",
-        lambda f: (f / "model.safetensors").rename(f / "consolidated.safetensors"),
-        FileNotFoundError,
-        r"broken holds config.json, consolidated.safetensors, .*as Mistral's consolidated.safetensors, are not read",
-    ),
-    (
-        "llama2",
-        lambda f: (f / "adapter_config.json").write_text("{}"),
-        CheckpointError,
-        r"broken holds an adapter, adapter_config.json, .* `merge_and_unload`",
-    ),
+    ("llama2", lambda f: (f / "model.safetensors").rename(f / "consolidated.safetensors"), FileNotFoundError,
+     r"broken holds config.json, consolidated.safetensors, .*as Mistral's consolidated.safetensors, are not read"),
+    ("llama2", lambda f: (f / "adapter_config.json").write_text("{}"), CheckpointError,
+     r"broken holds an adapter, adapter_config.json, .* `merge_and_unload`"),
     ("llama2", replace_config(num_hidden_layers=1), CheckpointError, r"9 unexpected"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "change", "error", "message"), WRONG, ids=range(len(WRONG)))
@@ -321,6 +308,7 @@ def test_a_full_disk_leaves_the_last_checkpoint(tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["saved"]
 
 
+@pytest.mark.full
 def test_templates_in_a_folder_of_their_own_are_kept(tmp_path):
     source = tmp_path / "source"
     shutil.copytree(ROOT / "tokenizer", source)
@@ -389,6 +377,7 @@ def test_saving_restores_an_interrupted_checkpoint_first(interrupted):
     assert [path.name for path in interrupted.parent.iterdir()] == ["saved"]
 
 
+@pytest.mark.full
 def test_a_replaced_checkpoint_that_remains_is_removed(tmp_path):
     save_pretrained(load("llama3"), tmp_path / "saved")
     shutil.copytree(ROOT / "qwen2", tmp_path / ".saved.old", ignore=shutil.ignore_patterns("expected.npz"))
@@ -404,6 +393,7 @@ def test_a_folder_of_that_name_with_other_files_is_left_alone(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == [".saved.old"]
 
 
+@pytest.mark.full
 def test_a_rename_that_fails_leaves_the_last_checkpoint(tmp_path, monkeypatch):
     save_pretrained(load("llama3"), tmp_path / "saved")
     rename = pathlib.Path.rename
@@ -427,6 +417,7 @@ def test_other_files_are_not_replaced(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("bias", [False, True], ids=["no rotary embedding", "learned score_mod"])
 def test_what_files_cannot_describe_is_refused(bias, tmp_path):
     config = ModelConfig(
@@ -441,6 +432,7 @@ def test_what_files_cannot_describe_is_refused(bias, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.full
 def test_the_host_holds_one_file_at_a_time(tmp_path, monkeypatch):
     made: list[weakref.ref] = []
     join = tensor_files._joined

@@ -43,6 +43,7 @@ from jflex.paged import PagedBatch
 from tests.cases.engine_cases import Client, engine_of, run
 from tests.serving.test_engine_speculation import Foreseeing
 from tests.support.golden_models import ROOT, expected, load, logits_of, relative_error
+from tests.support.rows import tiers
 
 V2, V3 = "deepseek_v2", "deepseek_v3"
 
@@ -138,6 +139,7 @@ def test_a_layer_without_experts_between_others_is_not_written():
     assert read_config(write_config(all_dense)) == all_dense
 
 
+@pytest.mark.full
 def test_each_device_gets_its_part_of_each_expert():
     mesh = jax.make_mesh((2, 2), ("fsdp", "model"), devices=jax.devices()[:4])
     model, whole = load(V3, mesh=mesh), load(V3)
@@ -179,6 +181,7 @@ def test_a_number_of_experts_that_the_files_do_not_hold(tmp_path):
         from_pretrained(tmp_path / "more")
 
 
+@pytest.mark.full
 def test_a_file_for_each_expert(tmp_path):
     model = from_pretrained(ROOT / V2)
     save_pretrained(model, tmp_path / "saved", max_file_bytes=1)
@@ -190,6 +193,7 @@ def test_a_file_for_each_expert(tmp_path):
 # --- generation and serving
 
 
+@pytest.mark.full
 def test_experts_in_bfloat16_are_selected_in_float32():
     model = load(V3, dtype=jnp.bfloat16)
     mlp: Any = model.blocks[1].mlp
@@ -198,6 +202,7 @@ def test_experts_in_bfloat16_are_selected_in_float32():
     assert relative_error(logits_of(model, expected(V3)["tokens"]).astype(jnp.float32), expected(V3)["logits"]) < 1
 
 
+@tiers(full={"cache": "dense"}, rest="long")
 @pytest.mark.parametrize("cache", ["dense", "paged"])
 def test_generation(cache):
     known = expected(V3)
@@ -205,6 +210,7 @@ def test_generation(cache):
     assert [list(x.tokens) for x in found.results()] == known["greedy"][:, :12].tolist()
 
 
+@pytest.mark.full
 def test_decoding_in_bfloat16_pages():
     known, model = expected(V2), load(V2)
     cache = model.init_paged_cache(8, 16, dtype=jnp.bfloat16)
@@ -214,6 +220,7 @@ def test_decoding_in_bfloat16_pages():
     assert 0 < np.abs(np.asarray(logits) - known["logits"][0]).mean() < 0.05
 
 
+@tiers(full={"devices": 2}, rest="long")
 @pytest.mark.parametrize("devices", [1, 2])
 def test_served_tokens_are_those_of_transformers(devices):
     """Pages are poisoned; the second time, prompts are read from cached pages. A cascade would pay, and none runs."""
@@ -230,6 +237,7 @@ def test_served_tokens_are_those_of_transformers(devices):
     assert all(x.is_fully_replicated for x in jax.tree.leaves(engine._executor._state.cache))
 
 
+@pytest.mark.full
 def test_speculation_changes_no_token(monkeypatch):
     """Trees of drafts, and accepted ones whose latent vectors move."""
     known = expected(V3)
@@ -273,6 +281,7 @@ def test_refused(name):
         provoke(load(V3))
 
 
+@pytest.mark.full
 def test_eight_bits_in_a_dense_cache_are_refused():
     with pytest.raises(TypeError, match=r"`dtype` must be floating-point, of 16 bits or more\. Got int8"):
         load(V3).init_caches(1, 8, dtype=jnp.int8)
@@ -298,6 +307,7 @@ def trained(mesh: str) -> tuple[list[float], Trainer]:
     return [float(trainer.step(rows(0)).loss) for _ in range(4)], trainer
 
 
+@pytest.mark.full
 def test_training():
     losses, trainer = trained("data=1")
     assert losses[-1] < losses[1] < losses[0] + 1e-6
@@ -306,6 +316,7 @@ def test_training():
     assert not any(np.asarray(x).any() for x in corrections)  # nothing balances the experts
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("mesh", ["data=2,fsdp=2,model=2"])
 def test_training_on_a_mesh(mesh):
     np.testing.assert_allclose(trained(mesh)[0], trained("data=1")[0], rtol=1e-4)
@@ -327,6 +338,7 @@ def test_tokens_are_not_divided_among_devices():
         check_strategy(make_mesh(parse_mesh("context=2")), load(V3).config, "ring")
 
 
+@pytest.mark.full
 def test_runs_of_other_families_are_described_as_before_there_were_experts():
     """So that they go on from their checkpoints."""
     corpus = argparse.Namespace(end_token=None, size=0, fingerprint="")

@@ -11,6 +11,7 @@ from flax import nnx
 
 from flax_layers.models.config import ExpertsConfig
 from flax_layers.models.experts import MixtureOfExperts, selected
+from tests.support.rows import tiers
 
 GROUPS = ExpertsConfig(number=12, width=6, per_token=3, groups=4, groups_per_token=2, scale=2.5)
 EXPERTS = {
@@ -69,6 +70,7 @@ def tokens_of(*shape: int) -> np.ndarray:
     return np.random.default_rng(0).normal(size=(*shape, 8)).astype(np.float32)
 
 
+@tiers(default={"name": ["sigmoid", "clamped"]})
 @pytest.mark.parametrize("name", EXPERTS)
 def test_experts_against_float64(name):
     tokens = tokens_of(2, 9)
@@ -77,6 +79,7 @@ def test_experts_against_float64(name):
     np.testing.assert_allclose(np.asarray(found).reshape(-1, 8), right, rtol=0, atol=2e-6 * np.abs(right).max())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["sigmoid", "softmax"])
 def test_gradients_of_experts(name):
     """Against those of the same formulas over gathered experts, without a loop and without remat."""
@@ -99,6 +102,7 @@ def test_gradients_of_experts(name):
         np.testing.assert_allclose(one, other, rtol=0, atol=1e-5 * max(np.abs(other).max(), 1e-3))
 
 
+@pytest.mark.full
 def test_a_token_of_nan_changes_no_other():
     """As in padding of a step, which holds whatever is in memory."""
     made, tokens = mixture("sigmoid"), tokens_of(6)
@@ -110,10 +114,12 @@ def test_a_token_of_nan_changes_no_other():
     np.testing.assert_array_equal(one[others], other[others])
 
 
+@pytest.mark.full
 def test_no_tokens():
     assert mixture("sigmoid")(jnp.zeros((2, 0, 8))).shape == (2, 0, 8)
 
 
+@pytest.mark.full
 def test_parameters_of_scores_are_those_of_the_model_or_float32():
     for float32_router, dtype in ((True, jnp.float32), (False, jnp.bfloat16)):
         config = dataclasses.replace(EXPERTS["clamped"], float32_router=float32_router)

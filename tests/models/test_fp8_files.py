@@ -99,6 +99,7 @@ def assert_equal(found: Decoder, expected: Decoder) -> None:
         assert own.tobytes() == np.asarray(value).tobytes(), path
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", NAMES)
 def test_what_is_read_is_value_times_scale(name, tmp_path):
     """Of each family, with ragged blocks: fused projections, stacked experts, scales of 16 bits in other files."""
@@ -125,6 +126,7 @@ def test_each_device_reads_its_part(tmp_path):
         assert_equal(load("fp8", tmp_path / name, mesh=mesh), load("fp8", folder.parent))
 
 
+@pytest.mark.full
 def test_memory_is_that_of_one_parameter_above_the_model(tmp_path, monkeypatch):
     monkeypatch.setattr(tensor_files, "CHUNK_BYTES", 1 << 16)
     save_pretrained(Decoder(BIG, rngs=nnx.Rngs(0)), tmp_path / "big")
@@ -137,6 +139,7 @@ def test_memory_is_that_of_one_parameter_above_the_model(tmp_path, monkeypatch):
     assert peak - kept < max(value.nbytes for value in parameters(model).values()) + (1 << 19)
 
 
+@pytest.mark.full
 def test_layers_for_multi_token_prediction_are_passed_over(tmp_path):
     folder = in_fp8(ROOT / "deepseek_v3", tmp_path, (20, 12))
     contents = {"model.layers.3.eh_proj.weight": np.ones((48, 96), np.float32)}
@@ -145,6 +148,7 @@ def test_layers_for_multi_token_prediction_are_passed_over(tmp_path):
     assert_equal(load("fp8", tmp_path), load("plain", tmp_path))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("key", ["modules_to_not_convert", "ignored_layers"])
 def test_modules_that_are_not_quantized(key, tmp_path):
     """Names of modules, and of parts of them; those of `lm_head` and of norms name nothing in FP8."""

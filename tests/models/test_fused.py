@@ -17,6 +17,7 @@ from tests.support import golden_models
 from tests.support.golden_models import expected, greedy_from_pages, load, logits_of
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", golden_models.NAMES)
 def test_logits_are_those_of_separate_projections(name):
     """Of families with biases (Qwen2), norms of heads, score mods, latent attention and experts."""
@@ -27,6 +28,7 @@ def test_logits_are_those_of_separate_projections(name):
     np.testing.assert_allclose(logits_of(model, tokens), right, rtol=1e-5, atol=1e-5 * np.abs(right).max())
 
 
+@pytest.mark.full
 def test_greedy_tokens_are_those_of_transformers():
     model = load("qwen2")
     fuse_projections(model)
@@ -35,6 +37,7 @@ def test_greedy_tokens_are_those_of_transformers():
     np.testing.assert_array_equal(found, expected("qwen2")["greedy"][:, :steps])
 
 
+@pytest.mark.full
 def test_an_engine_gives_the_same_tokens():
     model = Decoder(SMALL, implementation="xla", rngs=nnx.Rngs(0))
     fuse_projections(model)
@@ -71,6 +74,7 @@ def saved(folder):
     save_pretrained(model, folder)
 
 
+@pytest.mark.full
 def test_a_shape_of_a_fused_model():
     """As a checkpoint of a fused model is restored."""
 

@@ -24,6 +24,7 @@ from flax_layers.sampling import SamplingBatch
 from tests.cases.train_cases import counted_compilations
 from tests.models.test_models import SMALL
 from tests.support.golden_models import NAMES, ROOT, expected, load, logits_of
+from tests.support.rows import in_turns, tiers
 
 caches = pytest.mark.parametrize("cache", KINDS)
 PROMPTS = [[1, 2, 3], list(range(40, 51)), [9] * 7]
@@ -58,6 +59,7 @@ def tokens_of(model: Decoder, prompts=PROMPTS, **options) -> list[list[int]]:
     return [result.tokens for result in generate(model, prompts, **options).results()]
 
 
+@pytest.mark.full
 @caches
 def test_greedy_tokens_are_those_of_full_recomputation(cache, model, recomputed):
     texts, margin = recomputed
@@ -66,12 +68,14 @@ def test_greedy_tokens_are_those_of_full_recomputation(cache, model, recomputed)
     assert tokens_of(model, cache=cache) == texts
 
 
+@pytest.mark.full
 def test_both_caches_draw_the_same(model):
     dense, paged = (tokens_of(model, sampling=DRAWN, cache=cache) for cache in KINDS)
     assert dense == paged
     assert tokens_of(model, sampling=dataclasses.replace(DRAWN, seed=8)) != dense
 
 
+@tiers(full={"sampling": "greedy"}, rest="long")
 @pytest.mark.parametrize("sampling", [Sampling(), DRAWN], ids=["greedy", "drawn"])
 def test_a_text_does_not_depend_on_those_around_it(sampling, model):
     together = tokens_of(model, sampling=sampling)
@@ -81,6 +85,8 @@ def test_a_text_does_not_depend_on_those_around_it(sampling, model):
     assert tokens_of(model, PROMPTS[2:], sampling=sampling) == together[2:]
 
 
+@pytest.mark.full
+@in_turns
 @pytest.mark.parametrize("chunk", [1, 5])
 @caches
 def test_streaming_is_the_whole(cache, chunk, model, recomputed):
@@ -93,6 +99,7 @@ def test_streaming_is_the_whole(cache, chunk, model, recomputed):
     assert found == recomputed[0] == [result.tokens for result in generation.results()]
 
 
+@tiers(full={"cache": "dense"}, rest="long")
 @caches
 def test_stop_tokens_end_one_text_and_not_the_others(cache, model, recomputed):
     texts = recomputed[0]
@@ -105,11 +112,13 @@ def test_stop_tokens_end_one_text_and_not_the_others(cache, model, recomputed):
     assert results[0].finish_reason == "length"
 
 
+@pytest.mark.full
 def test_stop_at_the_first_token(model, recomputed):
     results = generate(model, PROMPTS, max_tokens=COUNT, stop_tokens=[text[0] for text in recomputed[0]]).results()
     assert [(result.tokens, result.finish_reason) for result in results] == [([], "stop")] * 3
 
 
+@pytest.mark.full
 def test_the_configuration_says_what_stops(model, recomputed):
     config, text = model.config, recomputed[0][0]
     stop = text[3]
@@ -121,6 +130,7 @@ def test_the_configuration_says_what_stops(model, recomputed):
     assert (result.tokens, result.finish_reason) == (text[: text.index(stop)], "stop")
 
 
+@tiers(full={"cache": "dense"}, rest="long")
 @caches
 def test_a_text_ends_at_the_last_position(cache, recomputed):
     """The model has 16 positions: one prompt leaves 13 of them, one leaves 5."""
@@ -131,11 +141,13 @@ def test_a_text_ends_at_the_last_position(cache, recomputed):
     assert {result.finish_reason for result in results} == {"length"}
 
 
+@tiers(full={"cache": "dense"}, rest="long")
 @caches
 def test_one_token(cache, model, recomputed):
     assert tokens_of(model, max_tokens=1, cache=cache) == [text[:1] for text in recomputed[0]]
 
 
+@tiers(full={"cache": "dense"}, rest="long")
 @caches
 def test_prompts_of_a_bucket_compile_nothing(cache, model):
     tokens_of(model, cache=cache, sampling=DRAWN)
@@ -154,6 +166,7 @@ def test_buckets():
     assert all(n <= bucket(n) <= 1.5 * n for n in range(12, 5000))
 
 
+@tiers(full={"cache": "dense"}, rest="long")
 @caches
 def test_sequences_read_on_by_any_number_of_tokens(cache, model):
     """By none, too: such a sequence stays as it is."""
@@ -178,6 +191,7 @@ def state_of(model: Decoder, cache: str, room: int) -> tuple[State, Rules]:
     return State(KINDS[cache].empty(model, 2, room), zeros, zeros, zeros > 0), rules
 
 
+@tiers(default={"cache": "dense"})
 @caches
 def test_the_cache_is_updated_in_place(cache):
     config = dataclasses.replace(SMALL, max_positions=1 << 14)
@@ -215,6 +229,8 @@ def test_a_step_reads_only_the_window_of_a_dense_cache(model):
     assert "(2, 1, 1, 4)" not in full
 
 
+@pytest.mark.full
+@in_turns
 @pytest.mark.parametrize("name", NAMES)
 @caches
 def test_tokens_are_those_of_transformers(cache, name):
@@ -223,6 +239,8 @@ def test_tokens_are_those_of_transformers(cache, name):
     assert tokens_of(load(name), prompts, max_tokens=len(greedy[0]), cache=cache) == greedy
 
 
+@pytest.mark.full
+@in_turns
 @pytest.mark.parametrize("chunk", [3, 16])
 @caches
 def test_longrope_beyond_its_original_context(cache, chunk):
@@ -241,6 +259,7 @@ def test_longrope_beyond_its_original_context(cache, chunk):
     assert speed.prompt_tokens == 2 * 13 + 24 + 2 * 17
 
 
+@tiers(full={"cache": "dense"}, rest="long")
 @caches
 def test_longrope_within_its_original_context(cache):
     """And stop tokens within it, and beyond."""
@@ -260,6 +279,8 @@ def decoder_with(scaling: LongRopeScaling) -> Decoder:
     return Decoder(config, implementation="xla", rngs=nnx.Rngs(0))
 
 
+@pytest.mark.full
+@in_turns
 @caches
 @pytest.mark.parametrize("original", [20, 25])
 def test_an_original_context_of_any_length(cache, original):
@@ -274,6 +295,7 @@ def test_an_original_context_of_any_length(cache, original):
     assert tokens_of(model, [text[0, :9].tolist()], max_tokens=31, cache=cache) == [text[0, 9:].tolist()]
 
 
+@tiers(full={"cache": "dense"}, rest="long")
 @caches
 def test_tensor_parallel(cache):
     known = expected("gemma3")
@@ -283,6 +305,7 @@ def test_tensor_parallel(cache):
     assert found == known["greedy"].tolist()
 
 
+@pytest.mark.full
 def test_speed(model):
     generation = generate(model, PROMPTS, max_tokens=COUNT, stop_tokens=())
     generation.results()
@@ -292,6 +315,7 @@ def test_speed(model):
     assert speed.prefill_rate == pytest.approx(21 / speed.prefill_seconds)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("chunk", [1, 4])
 def test_the_time_of_the_consumer_is_not_that_of_decoding(chunk, model, monkeypatch):
     """By a clock on which each look takes a second, and the consumer 1000; chunks are copied as they are pushed."""
@@ -317,6 +341,7 @@ def test_the_time_of_the_consumer_is_not_that_of_decoding(chunk, model, monkeypa
     assert 0 < generation.speed.decode_seconds < 1000
 
 
+@pytest.mark.full
 def test_a_stream_that_is_dropped_ends_its_thread(model):
     before = set(threading.enumerate())
     generation = generate(model, PROMPTS, max_tokens=COUNT, stop_tokens=(), chunk=1)

@@ -58,6 +58,7 @@ def test_the_text_of_a_prompt(run, folder):
     assert " tokens/s; compiled in " in written.err
 
 
+@pytest.mark.full
 def test_several_prompts_one_of_the_standard_input(run, folder):
     written = run("--prompt", "Hello", "a longer prompt", "--stdin", "--cache", "paged", stdin="x\n")
     texts = [text_of(folder, prompt) for prompt in ("Hello", "a longer prompt", "x\n")]
@@ -65,6 +66,7 @@ def test_several_prompts_one_of_the_standard_input(run, folder):
     assert " of 3 texts" in written.err
 
 
+@pytest.mark.full
 def test_ctrl_c_ends_it_with_one_line(run, capsys, monkeypatch):
     def interrupted(*_):
         raise KeyboardInterrupt
@@ -75,11 +77,13 @@ def test_ctrl_c_ends_it_with_one_line(run, capsys, monkeypatch):
     assert (ended.value.code, capsys.readouterr().err) == (130, "\nSIGINT ended the command.\n")
 
 
+@pytest.mark.full
 def test_chat(run, folder):
     prompt = Tokenizer(folder).chat([{"role": "user", "content": "Hello"}])
     assert run("--prompt", "Hello", "--chat").out == text_of(folder, prompt, special_tokens=False) + "\n"
 
 
+@pytest.mark.full
 def test_drawn_texts_repeat_with_the_seed(run):
     options = ("--prompt", "Hello", "--temperature", "1.5", "--top-k", "50", "--top-p", "0.99", "--seed")
     first, again, other = (run(*options, seed).out for seed in "112")
@@ -97,6 +101,7 @@ def test_the_file_of_generation_says_what_stops(folder, tmp_path):
         load(copy)
 
 
+@pytest.mark.full
 def test_the_command_stops(run, folder, tmp_path):
     tokenizer, text = Tokenizer(folder), text_of(folder, "Hello", stop_tokens=())
     tokens = generate(load(folder).model, [tokenizer.encode("Hello").tolist()], max_tokens=12, stop_tokens=())
@@ -112,11 +117,13 @@ def test_dtypes():
     assert default_dtype() == (jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16)
 
 
+@pytest.mark.full
 def test_bfloat16(folder):
     loaded = load(folder, jnp.dtype("bfloat16"))
     assert loaded.model.embed.embedding.dtype == loaded.model.init_caches(1, 4)[0].k.dtype == jnp.bfloat16
 
 
+@pytest.mark.full
 def test_projections_are_fused_on_one_device(folder):
     assert is_fused(load(folder).model)
     assert not is_fused(load(folder, mesh=jax.make_mesh((1,), ("model",))).model)

@@ -221,18 +221,12 @@ def test_other_names_of_keys():
 
 REFUSED = [
     (lambda: read("Qwen2Moe"), r"Qwen2MoeForCausalLM is not supported: it has shared experts with a gate"),
-    (
-        lambda: read("Llama", model_type="mistral"),
-        r"`architectures` and `model_type` of `config.json` must be of one family\. Got \['LlamaForC.* and 'mistral'",
-    ),
-    (
-        lambda: read_config(SIZES | {"architectures": "LlamaForCausalLM"}),
-        r"`architectures` .* must be a list\. Got 'Ll",
-    ),
-    (
-        lambda: read("Llama", hidden_size="32"),
-        r"`hidden_size` of `config.json` must be an integer\. Got '32'\. Correct",
-    ),
+    (lambda: read("Llama", model_type="mistral"),
+     r"`architectures` and `model_type` of `config.json` must be of one family\. Got \['LlamaForC.* and 'mistral'"),
+    (lambda: read_config(SIZES | {"architectures": "LlamaForCausalLM"}),
+     r"`architectures` .* must be a list\. Got 'Ll"),
+    (lambda: read("Llama", hidden_size="32"),
+     r"`hidden_size` of `config.json` must be an integer\. Got '32'\. Correct"),
     (lambda: read("Llama", num_hidden_layers=2.0), r"`num_hidden_layers` .* must be an integer\. Got 2\.0"),
     (lambda: read("Llama", num_attention_heads=0), r"`num_attention_heads` of `config.json` must be positive\. Got 0"),
     (lambda: read("Llama", rms_norm_eps="1e-5"), r"`rms_norm_eps` of `config.json` must be a number\. Got '1e-5'"),
@@ -243,77 +237,44 @@ REFUSED = [
     (lambda: read("Llama", hidden_act="relu6"), r"`activation` must be one of silu, .* Got 'relu6'"),
     (lambda: read("Mistral", sliding_window=0), r"`window` must be at least 1, the query's own key\. Got 0"),
     (lambda: read("Llama", num_key_value_heads=3), r"`num_kv_heads` must divide `num_heads`, 4\. Got 3"),
-    (
-        lambda: read("DeepseekV3", model_type="kimi"),
-        r"must be of one family\. Got \['DeepseekV3ForCausalLM'\] and 'kimi': Transformers goes by the second",
-    ),
-    (
-        lambda: read("Phi3", rope_scaling=LONGROPE, num_attention_heads=2, original_max_position_embeddings=4096),
-        r"`short_factor` and `long_factor` .* must hold 16 numbers, .* Got \[1\.0, 1\.1\]",
-    ),
+    (lambda: read("DeepseekV3", model_type="kimi"),
+     r"must be of one family\. Got \['DeepseekV3ForCausalLM'\] and 'kimi': Transformers goes by the second"),
+    (lambda: read("Phi3", rope_scaling=LONGROPE, num_attention_heads=2, original_max_position_embeddings=4096),
+     r"`short_factor` and `long_factor` .* must hold 16 numbers, .* Got \[1\.0, 1\.1\]"),
     (lambda: read("Llama", is_causal=False), r"`is_causal` of `config.json` must be True for llama\. Got False"),
     (lambda: read("Llama", per_layer_config={"1": {}}), r"`per_layer_config` .* must be absent for llama\. Got {'1'"),
-    (
-        lambda: read("Llama", transformers_weights="a.safetensors"),
-        r"`transformers_weights` .* must be absent for llama",
-    ),
-    (
-        lambda: read("Qwen2", rope_parameters={"full_attention": {"rope_theta": 50.0}}),
-        r"must hold parameters for all layers of qwen2\. Got some for full_attention, which Transformers does not read",
-    ),
-    (
-        lambda: read("Llama", partial_rotary_factor=0.5, rope_scaling={"type": "linear", "factor": 2.0}),
-        r"`partial_rotary_factor` of `config.json` must be 1 for llama with a rotary scaling\. Got 0\.5",
-    ),
-    (
-        lambda: golden("deepseek_v3", rope_scaling={"type": "linear", "factor": 2.0, "mscale_all_dim": 0.5}),
-        r"`mscale_all_dim` of `config.json` must be absent with a linear rotary scaling.* Got 0\.5",
-    ),
-    (
-        lambda: read("Qwen2", layer_types=["sliding_attention"] * 4, sliding_window=8),
-        r"`sliding_window` of `config.json` must be a number where `layer_types` has sliding_attention",
-    ),
-    (
-        lambda: read_config({"architectures": ["Gemma3ForConditionalGeneration"]}),
-        r"it has a vision tower\. Use a text model, Gemma3ForCausalLM",
-    ),
-    (
-        lambda: read("Mamba", model_type="mamba"),
-        r"`architectures` .* must name one of LlamaForCausalLM, .* Got \['MambaForCausalLM'\], .* 'mamba'",
-    ),
+    (lambda: read("Llama", transformers_weights="a.safetensors"),
+     r"`transformers_weights` .* must be absent for llama"),
+    (lambda: read("Qwen2", rope_parameters={"full_attention": {"rope_theta": 50.0}}),
+     r"must hold parameters for all layers of qwen2\. Got some for full_attention, which Transformers does not read"),
+    (lambda: read("Llama", partial_rotary_factor=0.5, rope_scaling={"type": "linear", "factor": 2.0}),
+     r"`partial_rotary_factor` of `config.json` must be 1 for llama with a rotary scaling\. Got 0\.5"),
+    (lambda: golden("deepseek_v3", rope_scaling={"type": "linear", "factor": 2.0, "mscale_all_dim": 0.5}),
+     r"`mscale_all_dim` of `config.json` must be absent with a linear rotary scaling.* Got 0\.5"),
+    (lambda: read("Qwen2", layer_types=["sliding_attention"] * 4, sliding_window=8),
+     r"`sliding_window` of `config.json` must be a number where `layer_types` has sliding_attention"),
+    (lambda: read_config({"architectures": ["Gemma3ForConditionalGeneration"]}),
+     r"it has a vision tower\. Use a text model, Gemma3ForCausalLM"),
+    (lambda: read("Mamba", model_type="mamba"),
+     r"`architectures` .* must name one of LlamaForCausalLM, .* Got \['MambaForCausalLM'\], .* 'mamba'"),
     (lambda: read_config({}), r"must name one of .* Got \[\], with `model_type` None"),
     (lambda: read("Llama", hidden_size=None, vocab_size=None), r"`config.json` lacks vocab_size, hidden_size\."),
     (lambda: read("Llama", quantization_config={"quant_method": "gptq", "bits": 4}), r"`quant_method` .* Got 'gptq'"),
-    (
-        lambda: read("Gemma3", use_bidirectional_attention=True),
-        r"`use_bidirectional_attention` .* must be False for gemma3",
-    ),
-    (
-        lambda: read("Qwen2", rope_scaling={"type": "dynamic", "factor": 4.0}),
-        r"must be default, linear, llama3, longrope or yarn\. Got 'dynamic'",
-    ),
-    (
-        lambda: read("Qwen2", rope_scaling={"type": "yarn"}),
-        r"yarn rotary scaling of `config.json` lacks factor",
-    ),
-    (
-        lambda: read("Phi3", rope_scaling={"type": "su"}, original_max_position_embeddings=4096),
-        r"longrope rotary scaling .* lacks short_factor, long_factor\.",
-    ),
+    (lambda: read("Gemma3", use_bidirectional_attention=True),
+     r"`use_bidirectional_attention` .* must be False for gemma3"),
+    (lambda: read("Qwen2", rope_scaling={"type": "dynamic", "factor": 4.0}),
+     r"must be default, linear, llama3, longrope or yarn\. Got 'dynamic'"),
+    (lambda: read("Qwen2", rope_scaling={"type": "yarn"}), r"yarn rotary scaling of `config.json` lacks factor"),
+    (lambda: read("Phi3", rope_scaling={"type": "su"}, original_max_position_embeddings=4096),
+     r"longrope rotary scaling .* lacks short_factor, long_factor\."),
     (lambda: read("Llama", rope_scaling={"type": "linear"}), r"linear rotary scaling of `config.json` lacks factor\."),
-    (
-        lambda: read("Gemma2", layer_types=["chunked_attention"] * 4),
-        r"`layer_types` .* for each of the 4 layers\. Got \['chunked_attention'",
-    ),
-    (
-        lambda: write_config(dataclasses.replace(read("Llama"), attention_softcap=3.0)),
-        r"family llama cannot describe this model: attention_softcap would change",
-    ),
-    (
-        lambda: write_config(dataclasses.replace(read("Llama"), family="gpt")),
-        r"`family` must be one of llama, .* 'gpt'",
-    ),
-]
+    (lambda: read("Gemma2", layer_types=["chunked_attention"] * 4),
+     r"`layer_types` .* for each of the 4 layers\. Got \['chunked_attention'"),
+    (lambda: write_config(dataclasses.replace(read("Llama"), attention_softcap=3.0)),
+     r"family llama cannot describe this model: attention_softcap would change"),
+    (lambda: write_config(dataclasses.replace(read("Llama"), family="gpt")),
+     r"`family` must be one of llama, .* 'gpt'"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("provoke", "message"), REFUSED, ids=range(len(REFUSED)))

@@ -19,6 +19,7 @@ from tests.support.golden_models import (
     logits_of,
     relative_error,
 )
+from tests.support.rows import in_turns, tiers
 
 families = pytest.mark.parametrize("name", NAMES)
 TOLERANCE = 1e-4
@@ -38,12 +39,14 @@ def tokens_of(*shape: int) -> np.ndarray:
     return np.random.default_rng(3).integers(0, SMALL.vocabulary, shape).astype(np.int32)
 
 
+@tiers(default={"name": ["gemma3", "deepseek_v3", "gpt_oss"]}, full={"name": ["phi3", "mixtral"]})
 @families
 def test_logits_are_those_of_transformers(name):
     known = expected(name)
     assert relative_error(logits_of(load(name), known["tokens"]), known["logits"]) < TOLERANCE
 
 
+@pytest.mark.full
 def test_longrope_within_its_original_context():
     """Up to 16 positions, whole and from caches that hold no more. A cache that holds more has the other factors."""
     known, model = expected("phi3"), load("phi3")
@@ -58,6 +61,7 @@ def test_longrope_within_its_original_context():
     assert relative_error(longer, known["logits"][:, :17]) < TOLERANCE
 
 
+@pytest.mark.full
 def test_longrope_by_the_largest_position():
     """As in `transformers`, where positions are passed: those of two documents that begin at 0, for example."""
     known, model = expected("phi3"), load("phi3")
@@ -70,6 +74,8 @@ def test_longrope_by_the_largest_position():
         assert relative_error(part, known["short_logits"]) < TOLERANCE
 
 
+@pytest.mark.full
+@in_turns
 @families
 @pytest.mark.parametrize("greedy", [greedy_from_dense, greedy_from_pages])
 def test_greedy_tokens_are_those_of_transformers(name, greedy):
@@ -77,6 +83,7 @@ def test_greedy_tokens_are_those_of_transformers(name, greedy):
     np.testing.assert_array_equal(greedy(load(name), known["tokens"]), known["greedy"])
 
 
+@tiers(full={"name": ["gemma3", "phi3", "mixtral"]}, rest="long")
 @families
 def test_decoding_is_the_whole_sequence(name):
     """A prompt, single tokens, and a few that are speculated."""
@@ -88,6 +95,7 @@ def test_decoding_is_the_whole_sequence(name):
     assert relative_error(jnp.concatenate(found, axis=1), known["logits"]) < TOLERANCE
 
 
+@tiers(full={"name": "gemma3"}, rest="long")
 @pytest.mark.parametrize("name", ["gemma2", "gemma3"])
 def test_decoding_from_eight_bits(name):
     """Layers with a window and without, and scores with a soft cap."""
@@ -101,6 +109,7 @@ def test_decoding_from_eight_bits(name):
     assert 0 < jnp.linalg.norm(error) / np.linalg.norm(known["logits"]) < 0.03
 
 
+@tiers(full={"name": ["gemma3", "phi3", "mixtral"]}, rest="long")
 @families
 def test_gradients_are_those_of_dense_attention(name):
     """With documents, and with remat: of all parameters."""
@@ -126,6 +135,7 @@ def loss(model, tokens, documents=None, remat=False):
     return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - chosen)
 
 
+@pytest.mark.full
 def test_documents_in_a_row_are_as_if_each_were_alone():
     """Rotary embedding counts along the row: it is relative."""
     model, tokens = small(), tokens_of(2, 24)
@@ -142,6 +152,7 @@ def test_layers_of_one_kind_share_a_mask():
     assert masks[7].sparsity() > masks[None].sparsity()
 
 
+@pytest.mark.full
 def test_a_window_reads_only_its_blocks_of_a_dense_cache():
     """By the lists, and by what jflex says that the call reads."""
     cache = small().init_caches(2, 512)[0].with_lengths([400, 90])
@@ -154,11 +165,13 @@ def test_a_window_reads_only_its_blocks_of_a_dense_cache():
     assert (account.visited, account.blocks) == (2 * SMALL.num_heads, 8 * SMALL.num_heads)
 
 
+@pytest.mark.full
 def test_a_window_beyond_the_cache_is_no_window():
     caches = load("mistral").init_caches(1, 8)
     assert mods.cache_masks(load("mistral").config, caches[0], 1) == {9: None}
 
 
+@pytest.mark.full
 def test_computation_in_bfloat16_with_master_weights():
     model = small(dtype=jnp.bfloat16)
     assert model.embed.embedding.dtype == jnp.float32
@@ -169,6 +182,7 @@ def test_computation_in_bfloat16_with_master_weights():
     assert relative_error(logits, np.asarray(exact)) < 0.1
 
 
+@pytest.mark.full
 def test_remat_keeps_what_attention_saved():
     """The gradient attends forward as often as without remat."""
     model, tokens = small(implementation="xla"), tokens_of(1, 9)
@@ -182,6 +196,7 @@ def test_remat_keeps_what_attention_saved():
     assert attends(jax.checkpoint_policies.nothing_saveable) == 2 * len(SMALL.layers)
 
 
+@pytest.mark.full
 def test_scan_over_layers_of_one_kind():
     """Parameters stacked by `nnx.vmap`, blocks run by `nnx.scan`, rematerialised: as one after the other."""
     layers, options = 3, {"implementation": "xla"}
@@ -200,6 +215,7 @@ def test_scan_over_layers_of_one_kind():
 PARAM = {"param_dtype": jnp.float32}
 
 
+@pytest.mark.full
 def test_export_of_a_prompt_and_of_a_step():
     """Both are written to bytes, read back, and decode as before."""
     model, tokens = small(), tokens_of(1, 10)

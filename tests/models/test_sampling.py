@@ -55,6 +55,7 @@ def test_rows_of_a_batch_have_their_own_parameters():
     np.testing.assert_allclose(found, list(map(probabilities, logits, requests)), rtol=2e-5, atol=1e-7)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["top_k", "top_p", "hot_all"])
 def test_frequencies_are_the_probabilities(name):
     """Each within five standard deviations."""
@@ -73,6 +74,7 @@ def test_equal_tokens_stay_or_go_together():
     assert jnp.isfinite(kept).tolist() == [[True, True, True, False], [True, True, True, False], [True] + [False] * 3]
 
 
+@pytest.mark.full
 def test_a_row_draws_the_same_whatever_is_around_it():
     """Alone, among others, at another place, and beside rows that use other parameters."""
     requests = [Sampling(1.0, seed=3), Sampling(), Sampling(0.7, top_k=9, seed=3), Sampling(1.3, top_p=0.8, seed=5)]

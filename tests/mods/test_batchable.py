@@ -16,6 +16,7 @@ from jflex.mods.trace import trace_score_mod
 from tests.cases.score_pairs import ScorePair
 from tests.support import oracle
 from tests.support.oracle import Score
+from tests.support.rows import tiers
 
 RNG = np.random.default_rng(13)
 
@@ -160,6 +161,7 @@ RUNS = [(name, "xla", False) for name in (*SUMS, *BRANCHES)]
 RUNS += [("sum", "xla", True), ("nested", "xla", True), ("sum", "reference", False)]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("name", "implementation", "masked"), RUNS)
 def test_numbers_and_gradients(name, implementation, masked):
     pair = (SUMS | BRANCHES)[name]
@@ -178,6 +180,7 @@ def test_numbers_and_gradients(name, implementation, masked):
         )
 
 
+@tiers(default={"name": ["nested", "switch"]})
 @pytest.mark.parametrize("name", BRANCHES)
 def test_branches_take_no_copies_of_captured_arrays(name):
     """A copy of the bias for each score would be 85 GB, or 1.3 GB of a block of one head."""
@@ -186,6 +189,7 @@ def test_branches_take_no_copies_of_captured_arrays(name):
     assert memory.temp_size_in_bytes < 20 * 4 * B * Hq * T * S
 
 
+@pytest.mark.full
 def test_the_derivative_of_a_branch_that_is_not_taken_is_no_nan():
     x = jnp.where(jnp.arange(T) % 2 == 0, 0.0, 4.0)
     mod = lambda x: (
@@ -200,6 +204,7 @@ def test_the_derivative_of_a_branch_that_is_not_taken_is_no_nan():
     assert jnp.all(gradient[::2] == 0)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("length", [64, 200])
 def test_masks_of_products(length):
     rng = np.random.default_rng(length)
@@ -212,11 +217,13 @@ def test_masks_of_products(length):
     np.testing.assert_array_equal(dense[0, 0], right)
 
 
+@pytest.mark.full
 def test_programs_without_either_stay_what_they_are():
     traced, _ = trace_score_mod(lambda s, b, h, q, k: s + jnp.where(q > k, 1.0, 0.0))
     assert batchable(traced.jaxpr) is traced.jaxpr
 
 
+@pytest.mark.full
 def test_an_index_with_a_fill_value_keeps_it():
     """Where a load lies is computed from the numbers of the elements; the index that it takes is not."""
     ids, T = jnp.arange(40, dtype=jnp.int32) % 8, 30

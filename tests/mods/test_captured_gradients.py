@@ -2,13 +2,13 @@
 
 import pytest
 
-from tests.cases.table import CASES
+from tests.cases.table import CASES, in_tiers
 from tests.support import evaluation
 
 CAPTURING = [case for case in CASES if evaluation.draw(case).floats()]
 
 
-@pytest.mark.parametrize("case", CAPTURING, ids=str)
+@pytest.mark.parametrize("case", in_tiers(CAPTURING))
 @pytest.mark.parametrize("backend", evaluation.BACKENDS)
 def test_captured_gradients(case, backend):
     if evaluation.refused(case, backend):

@@ -14,6 +14,7 @@ import jflex
 from jflex import masks, scores
 from jflex.mods.trace import trace_mask_mod
 from jflex.paged import PagedBatch, PagedCache
+from tests.support.rows import tiers
 from tests.support.sized_calls import (
     DOCUMENT,
     IDS,
@@ -42,6 +43,7 @@ LARGER = {
 }
 
 
+@tiers(default={"name": "document"})
 @pytest.mark.parametrize("name", LARGER)
 def test_arrays_may_be_longer_than_the_call(name):
     kind, make = LARGER[name]
@@ -50,6 +52,7 @@ def test_arrays_may_be_longer_than_the_call(name):
     assert_close(attend(make(40, 40)), attend(make(24, 32)))
 
 
+@pytest.mark.full
 def test_unknown_lengths_and_offsets_are_not_compared():
     """Of a cache with room for more positions than there are ids."""
     q, k = draw(2, 1, 4, 8), draw(2, 64, 2, 8)
@@ -66,6 +69,7 @@ def test_unknown_lengths_and_offsets_are_not_compared():
     assert_close(found, step(lengths, IDS))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("jit", [False, True])
 def test_pages_may_have_room_for_more(jit):
     run = lambda lengths: paged(lengths, score_mod=scores.alibi(scores.alibi_slopes(4)), mask_mod=DOCUMENT)
@@ -74,6 +78,7 @@ def test_pages_may_have_room_for_more(jit):
         assert jax.jit(run)(int32([32, 5])).shape == (2, 4, 8)
 
 
+@pytest.mark.full
 def test_a_request_without_queries_is_not_compared():
     batch = PagedBatch(int32([0, 1, 1]), int32([20, 30]), int32([[1, 2], [3, 4]]))
     cache = PagedCache.create(5, 16, 2, 8, dtype=jnp.float32)
@@ -81,6 +86,7 @@ def test_a_request_without_queries_is_not_compared():
     assert out.shape == (1, 4, 8)
 
 
+@pytest.mark.full
 def test_layers_decode_with_ready_mods():
     ids = ids_of(2, 16)
     mods = {
@@ -94,6 +100,7 @@ def test_layers_decode_with_ready_mods():
     assert_close(jnp.concatenate([prompt, rest], axis=1), made(inputs), rtol=2e-4, atol=2e-4)
 
 
+@pytest.mark.full
 def test_selected_and_joined_masks_fit():
     ids = ids_of(3, 32)
     whole = block_mask(jflex.and_masks(masks.document(ids), masks.causal()), B=3)
@@ -108,6 +115,7 @@ def test_selected_and_joined_masks_fit():
         np.testing.assert_array_equal(sent.to_elements(), mask.to_elements()[:1])
 
 
+@pytest.mark.full
 def test_converted_masks_fit():
     ids, table = ids_of(2, 32), int32([[3, 1], [2, 5]])
     sizes = {"page_size": 16, "num_pages": 6}
@@ -117,6 +125,7 @@ def test_converted_masks_fit():
     np.testing.assert_array_equal(converted.to_elements(), jflex.create_mask(mod, 2, None, 32, 96))
 
 
+@pytest.mark.full
 def test_cascade_and_packed_sequences_fit():
     assert cascade((40, 3), (0, 2), mask_mod=masks.document(ids_of(4, 41))).shape == (2, 4, 8)
     assert cascade((40, 3), None, mask_mod=masks.document(ids_of(41))).shape == (2, 4, 8)
@@ -127,6 +136,7 @@ def test_cascade_and_packed_sequences_fit():
     assert ends(int32([0, 20, 32])).shape == (32, 4, 8)
 
 
+@pytest.mark.full
 def test_vmap_and_shards_fit():
     q, slopes, ids = draw(3, 2, 16, 4, 8), draw(3, 4), ids_of(3, 2, 16)
 
@@ -141,6 +151,7 @@ def test_vmap_and_shards_fit():
     assert_close(jax.jit(attend)(sharded, slopes[0], ids[0]), one_by_one[0])
 
 
+@pytest.mark.full
 def test_requirements_are_no_part_of_the_program():
     """A ready mask and the same by hand are one program to every cache."""
     ready, by_hand = masks.document(IDS), lambda b, h, q, k: IDS[q] == IDS[k]
@@ -154,6 +165,7 @@ def test_requirements_are_no_part_of_the_program():
     assert len(traces) == 1
 
 
+@pytest.mark.full
 def test_an_offset_is_no_part_of_what_a_block_mask_requires():
     """JAX may replace the program of one BlockMask by that of another, of another offset."""
     send = jax.jit(lambda mask: mask)

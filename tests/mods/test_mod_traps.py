@@ -9,6 +9,8 @@ import pytest
 
 import jflex
 
+pytestmark = pytest.mark.full
+
 F32 = jnp.float32
 KERNEL = {"implementation": "triton", "config": jflex.Config(interpret=True)}
 REFERENCE = {"implementation": "reference"}

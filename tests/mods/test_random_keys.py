@@ -12,6 +12,7 @@ from jflex.mods.trace import trace_score_mod
 from pallas_kernels.program.rules.random_bits import threefry2x32
 from tests.support import gpu_compile
 from tests.support.hopper_emulator import emulated
+from tests.support.rows import in_turns
 
 T, HEADS = 5, 2
 INTERPRET = jflex.Config(interpret=True)
@@ -41,6 +42,8 @@ def table(draw, key):
     return drawn.reshape(HEADS, T, T)
 
 
+@pytest.mark.full
+@in_turns
 @pytest.mark.parametrize("kind", KEYS)
 @pytest.mark.parametrize("implementation", ["xla", "triton", "reference"])
 def test_numbers_are_those_of_the_key(kind, implementation):
@@ -58,6 +61,7 @@ def test_numbers_are_those_of_the_key(kind, implementation):
     jax.tree.map(assert_close, run(noisy(key), chosen(key)), run(known, known_mask))
 
 
+@pytest.mark.full
 def test_keys_are_data():
     traced = [trace_score_mod(noisy(jax.random.key(seed)))[0] for seed in (0, 1)]
     assert traced[0] == traced[1]
@@ -68,6 +72,7 @@ def test_keys_are_data():
     assert not np.allclose(found[0], found[1])
 
 
+@pytest.mark.full
 def test_a_block_mask_of_a_key():
     key = KEYS["typed"]
     block_mask = jflex.create_block_mask(chosen(key), None, HEADS, T, T, block_size=4)
@@ -93,6 +98,7 @@ DRAWS = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("draw", DRAWS)
 def test_what_a_kernel_draws(draw):
     mod = lambda score, b, h, q_idx, kv_idx: score + DRAWS[draw](place(KEYS["typed"], h, q_idx, kv_idx))
@@ -100,6 +106,7 @@ def test_what_a_kernel_draws(draw):
     assert_close(call(implementation="triton", config=INTERPRET), call(implementation="reference"))
 
 
+@pytest.mark.full
 def test_what_a_hopper_kernel_draws():
     query, key, value = jax.random.normal(jax.random.key(0), (3, 1, 128, 2, 16), jnp.bfloat16)
     call = functools.partial(jflex.flex_attention, query, key, value, noisy(KEYS["typed"]))
@@ -110,7 +117,7 @@ def test_what_a_hopper_kernel_draws():
     )
 
 
-@pytest.mark.compile
+@pytest.mark.full
 @pytest.mark.skipif(gpu_compile.missing() is not None, reason="compiles for a GPU")
 @pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="needs JAX 0.11")
 @pytest.mark.parametrize("mods", [{"score_mod": noisy(KEYS["typed"])}, {"mask_mod": chosen(KEYS["typed"])}])

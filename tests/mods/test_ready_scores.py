@@ -22,6 +22,7 @@ def dense(function, query, key, value, visible):
     return jnp.einsum("bhts,bshd->bthd", weights, value)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("implementation", "config"), [("xla", None), ("triton", INTERPRETED)], ids=["xla", "triton-interpret"]
 )

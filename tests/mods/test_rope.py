@@ -15,6 +15,7 @@ import flax_layers.rotary_scaling
 import jflex
 from jflex.rotary import LinearScaling, Llama3Scaling, LongRopeScaling, YarnScaling, rotate
 from tests.cases.vector_pairs import turned
+from tests.support.rows import tiers
 
 assert_close = functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-5)
 VECTORS = np.random.default_rng(0).normal(size=(2, 7, 3, 16)).astype(np.float32)
@@ -34,6 +35,7 @@ def applied(mod, x):
     return mod(jnp.asarray(x), b, h, i)
 
 
+@tiers(default=[{"positions": ["index", "T"], "rotary_dim": 8, "interleaved": True}, {"positions": "B, T"}])
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("rotary_dim", [None, 8, 0])
 @pytest.mark.parametrize("positions", [None, PLACES[1], PLACES], ids=["index", "T", "B, T"])
@@ -50,6 +52,7 @@ def test_against_float64(positions, rotary_dim, interleaved):
     assert_close(found, right)
 
 
+@pytest.mark.full
 def test_scores_depend_on_distances_alone():
     q, k, v = jax.random.normal(jax.random.key(0), (3, 1, 40, 2, 16))
     attend = functools.partial(jflex.flex_attention, q, k, v, implementation="xla")
@@ -58,6 +61,7 @@ def test_scores_depend_on_distances_alone():
         assert_close(attend(query_mod=near, key_mod=near), attend(query_mod=far, key_mod=far), atol=1e-4)
 
 
+@pytest.mark.full
 def test_packed_sequences_begin_at_0():
     q, k, v = jax.random.normal(jax.random.key(0), (3, 50, 2, 16))
     ends, mod = jnp.array([0, 20, 50]), jflex.rope()
@@ -85,6 +89,7 @@ def yarn(D, base, factor, original, fast=32.0, slow=1.0, whole=True):
     return frequencies(D, base) * (ramp / factor + 1 - ramp)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("D", "base", "scaling", "right"),
     [
@@ -113,6 +118,7 @@ def test_numbers_of_transformers():
     assert YarnScaling(1.0, 4096).magnitude == 1.0
 
 
+@tiers(default={"scaling": "yarn"})
 @pytest.mark.parametrize("scaling", [YarnScaling(4.0, 16), Llama3Scaling(8.0, 1.0, 4.0, 32)], ids=["yarn", "llama3"])
 def test_rope_scales_as_rotate(scaling):
     found = applied(jflex.rope(100.0, scaling=scaling), VECTORS)
@@ -120,6 +126,7 @@ def test_rope_scales_as_rotate(scaling):
     assert_close(jnp.linalg.norm(found, axis=-1), scaling.magnitude * np.linalg.norm(VECTORS, axis=-1))
 
 
+@pytest.mark.full
 def test_long_rope_takes_the_length():
     scaling = LongRopeScaling((1.0,) * 8, (2.0,) * 8, original_max_positions=16, max_positions=64)
     for length, expected in ((16, None), (17, LinearScaling(2.0))):
@@ -129,6 +136,7 @@ def test_long_rope_takes_the_length():
         )
 
 
+@pytest.mark.full
 def test_far_positions_are_exact():
     """Scores of distances 0 to 6 are those at the origin, a million positions away."""
     scores = lambda first: jnp.einsum(
@@ -139,6 +147,7 @@ def test_far_positions_are_exact():
     assert_close(scores(1_000_003), scores(0))
 
 
+@pytest.mark.full
 def test_the_names_of_flax_layers():
     assert flax_layers.functional.rotate is rotate
     for name in ("LinearScaling", "Llama3Scaling", "LongRopeScaling", "RotaryScaling", "YarnScaling", "Length"):

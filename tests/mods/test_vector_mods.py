@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 import jflex
 from tests.cases import vector_pairs as pairs
 from tests.support import oracle, tolerance
+from tests.support.rows import tiers
 
 INTERPRET = {"implementation": "triton", "config": jflex.Config(interpret=True)}
 BACKENDS = {
@@ -240,6 +241,12 @@ def check(case: Case, found) -> None:
         tolerance.check(name, x, allowed, y, rounding)
 
 
+@tiers(
+    default=[
+        {"case": "rotated", "backend": "triton-interpret"}, {"case": ["every", "lengths", "packed"], "backend": "xla"}
+    ],
+    in_turns=True,
+)  # fmt: skip
 @backends
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_against_float64(case, backend):
@@ -249,6 +256,7 @@ def test_against_float64(case, backend):
     check(case, run(poisoned(case, arrays), captures))
 
 
+@pytest.mark.full
 def test_eagerly_under_jit_and_vmap_and_one_program_for_all_values():
     case, count = CASES[1], 0
     (q, k, v, *_), captures = drawn(case)
@@ -278,6 +286,7 @@ def test_rows_without_keys_come_as_zeros_and_minus_infinity():
     np.testing.assert_array_equal(np.isneginf(lse[0, 0]), [True, False, False])
 
 
+@pytest.mark.full
 def test_the_lse_is_the_unmodified_one_and_there_may_be_none():
     case = CASES[1]
     (q, k, v, *_), captures = drawn(case)
@@ -303,6 +312,7 @@ def test_nothing_to_modify(shapes):
     np.testing.assert_array_equal(out, np.ones((2, T, 2, 4)))
 
 
+@pytest.mark.full
 def test_queries_that_continue_a_sequence():
     case = Case("continued", pairs.project, pairs.project, T=45)
     (q, k, v, *_), captures = drawn(case)
@@ -315,6 +325,7 @@ def test_queries_that_continue_a_sequence():
     assert_close(found, whole[:, 40:])
 
 
+@pytest.mark.full
 def test_weights_and_explain_take_them():
     (q, k, v, *_), captures = drawn(CASES[1])
     mods = mods_of(CASES[1], captures)
@@ -328,6 +339,7 @@ def test_weights_and_explain_take_them():
         jflex.explain(*shapes, query_mod=lambda x, b, h, i: x[1:])
 
 
+@pytest.mark.full
 @pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices; tests/conftest.py simulates them")
 @pytest.mark.parametrize("manner", ["jit", "shard_map", "explicit"])
 def test_sharded_heads(manner):

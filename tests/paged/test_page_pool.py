@@ -242,7 +242,7 @@ class Serving(RuleBasedStateMachine):
 
 
 Serving.TestCase.settings = settings(max_examples=60, stateful_step_count=40)
-TestServing = Serving.TestCase
+TestServing = pytest.mark.full(Serving.TestCase)
 
 
 def pool_of(owned, num_pages=8):

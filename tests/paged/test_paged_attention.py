@@ -13,6 +13,7 @@ from tests.cases import mask_pairs, paged_cases, vector_pairs
 from tests.cases.paged_cases import CASES, MIXED, PagedCase, bias_by_key
 from tests.support import evaluation, paged_evaluation
 from tests.support.paged_evaluation import call, draw, placed, run
+from tests.support.rows import in_turns, tiers
 
 GPU = pytest.param("triton", marks=pytest.mark.gpu)
 BACKENDS = ["xla", "triton-interpret", GPU]
@@ -49,17 +50,24 @@ def both(case, found, right):
 # --- against the oracle
 
 
+@tiers(
+    default={"case": ["decode", "mixed", "mixed_with_padding_and_empty_requests", "rotated_pages_of_16", "e4m3",
+        "e4m3_of_heads", "e4m3_odd_values"]}
+)  # fmt: skip
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("backend", ["reference", "xla", GPU, evaluation.OFFICIAL_TRITON])
 def test_against_float64(case, backend):
     paged_evaluation.check(case, run(case, backend))
 
 
+@tiers(default={"case": ["decode", "mixed", "mixed_with_padding_and_empty_requests", "rotated_pages_of_16"]})
 @pytest.mark.parametrize("case", [case for case in CASES if case.name not in NOT_INTERPRETED], ids=str)
 def test_interpreted_against_float64(case):
     paged_evaluation.check(case, run(case, "triton-interpret"))
 
 
+@pytest.mark.full
+@in_turns
 @pytest.mark.parametrize("case", [in_bfloat16(case) for case in CASES if case.name in BFLOAT16], ids=str)
 @pytest.mark.parametrize("backend", ["xla", "triton-interpret"])
 def test_bfloat16(case, backend):
@@ -86,6 +94,7 @@ def test_bfloat16_on_hopper(case):
         run(case, "mosaic_gpu")
 
 
+@tiers(default={"backend": "xla"})
 @backends
 def test_one_visible_key_gives_its_value_to_the_last_bit(backend):
     """However small its score is: what is hidden counts as minus infinity, not as some small number."""
@@ -104,6 +113,7 @@ def test_one_visible_key_gives_its_value_to_the_last_bit(backend):
     np.testing.assert_array_equal(lse, np.repeat(np.array([0, 0, *[-46341.0] * 17])[:, None], 4, axis=1))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("backend", ["reference", *BACKENDS])
 def test_rows_before_the_first_key_and_rows_of_no_request_see_nothing(backend):
     case = BY_NAME["more_queries_than_keys"]
@@ -117,6 +127,7 @@ def test_rows_before_the_first_key_and_rows_of_no_request_see_nothing(backend):
 # --- what holds exactly
 
 
+@pytest.mark.full
 @backends
 def test_where_pages_lie_changes_no_bit(backend):
     first, second = (run(CASE, backend, seed) for seed in (0, 1))
@@ -124,6 +135,7 @@ def test_where_pages_lie_changes_no_bit(backend):
         np.testing.assert_array_equal(np.asarray(x).view(np.int32), np.asarray(y).view(np.int32))
 
 
+@pytest.mark.full
 @backends
 def test_a_request_alone_equals_it_in_the_batch(backend):
     x, (cache, table) = draw(CASE), placed(CASE)
@@ -136,6 +148,7 @@ def test_a_request_alone_equals_it_in_the_batch(backend):
         both(CASE, alone, (y[rows] for y in whole))
 
 
+@pytest.mark.full
 @backends
 def test_the_size_of_pages_changes_nothing(backend):
     """The arrays are drawn from the name, and so are the same."""
@@ -178,6 +191,8 @@ class TestChunks:
 
     TABLE = INT([[5, 2, 7], [1, 4, 0]])
 
+    @pytest.mark.full
+    @in_turns
     @pytest.mark.parametrize("sizes", [(40,), (1, 39), (17, 17, 6), (3,) * 13 + (1,), (1,) * 40], ids=len)
     @backends
     def test_equal_one_shot(self, backend, sizes):
@@ -205,6 +220,7 @@ def alibi(score, b, h, q_idx, kv_idx):
 # --- one program
 
 
+@tiers(default={"backend": "xla"})
 @backends
 def test_one_program_serves_all_lengths_and_tables(backend):
     """Also where requests are as uneven as can be, or there are none."""
@@ -227,6 +243,7 @@ def test_one_program_serves_all_lengths_and_tables(backend):
     assert len(traced) <= 1 + FIRST_USE
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("backend", ["xla", "triton-interpret", GPU])
 def test_eager_calls_check_the_batch_and_are_right(backend):
     case = BY_NAME["decode"]
@@ -237,6 +254,7 @@ def test_eager_calls_check_the_batch_and_are_right(backend):
         call(case, backend, x.query, cache, dataclasses.replace(batch, page_table=batch.page_table * 0), ({}, {}))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("backend", ["reference", *BACKENDS])
 def test_traced_values_out_of_range_read_nothing_outside(backend):
     """They give some numbers, and those of other requests are right."""
@@ -254,6 +272,7 @@ def test_traced_values_out_of_range_read_nothing_outside(backend):
 # --- transformations
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("backend", ["xla", "triton-interpret"])
 def test_vmap_over_queries(backend):
     case = PagedCase("vmap", (1, 2), (20, 5), mask=mask_pairs.causal)
@@ -282,6 +301,7 @@ class TestHeadsOverTwoDevices:
     def mesh(self):
         return jax.make_mesh((2,), ("heads",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
 
+    @pytest.mark.full
     @pytest.mark.parametrize("backend", ["reference", "xla", "triton-interpret"])
     def test_shard_map(self, backend):
         args, P = self.arrays(), self.P
@@ -290,6 +310,7 @@ class TestHeadsOverTwoDevices:
         local = jax.shard_map(attend, mesh=self.mesh(), in_specs=specs, out_specs=(P(None, "heads"),) * 2)
         both(self.CASE, jax.jit(local)(*args), run(self.CASE, backend))
 
+    @pytest.mark.full
     @pytest.mark.parametrize("backend", ["xla", "triton-interpret"])
     def test_jit_of_sharded_arrays_gathers_no_pages(self, backend):
         place = lambda x, spec: jax.device_put(x, jax.sharding.NamedSharding(self.mesh(), spec))
@@ -304,6 +325,7 @@ class TestHeadsOverTwoDevices:
 # --- derivatives
 
 
+@pytest.mark.full
 def test_derivative_of_the_reference():
     """That of dense attention, scattered to the pages; what nobody reads gets 0."""
     case = PagedCase("derivative", (2, 2), (5, 18), mask=mask_pairs.causal)
@@ -331,6 +353,7 @@ def test_derivative_of_the_reference():
     jax.tree.map(assert_close, d_cache, expected)
 
 
+@pytest.mark.full
 def test_mods_that_are_nan_where_nothing_is_seen_leave_the_derivative_alone():
     case = PagedCase("hidden_nan", (2, 3), (5, 18), mask=mask_pairs.strictly_causal)
     x, (cache, table) = draw(case), placed(case)
@@ -349,6 +372,7 @@ def test_mods_that_are_nan_where_nothing_is_seen_leave_the_derivative_alone():
     jax.tree.map(assert_close, found, right)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("backend", ["xla", "triton-interpret"])
 def test_no_derivative_elsewhere(backend):
     case = PagedCase("derivative", (2, 3), (5, 18), score=bias_by_key)

@@ -74,6 +74,7 @@ SLOTS = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
 @pytest.mark.parametrize("slots", SLOTS.values(), ids=SLOTS)
 def test_write_is_exact_and_drops_what_is_outside(slots, dtype):
@@ -83,6 +84,7 @@ def test_write_is_exact_and_drops_what_is_outside(slots, dtype):
     assert_holds(donating_write(cache, k, v, jnp.asarray(INT(slots))), expected)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layer", [0, 2, np.int64(1), jnp.int32(2), np.int32(1)])
 def test_write_to_one_layer(layer):
     cache, (k, v), slots = drawn(L), tokens(4), INT([-1, 23, P * SIZE, 5])

@@ -132,6 +132,7 @@ CASES = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("backend", "page_size", "mask", "score"), CASES)
 def test_converted_is_dense_attention_of_gathered_keys(backend, page_size, mask, score):
     query, _, cache, table = problem(page_size)
@@ -142,6 +143,7 @@ def test_converted_is_dense_attention_of_gathered_keys(backend, page_size, mask,
     assert_close(lse, expected[1])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("page_size", [1, 7, 16])
 def test_any_page_size_without_a_block_mask(page_size):
     query, _, cache, table = problem(page_size)
@@ -151,6 +153,7 @@ def test_any_page_size_without_a_block_mask(page_size):
     assert_close(lse, exact(page_size, "window", "bias by key")[1])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("with_block_mask", [True, False])
 def test_cleared_slots_cannot_spread_what_they_held(with_block_mask):
     query, _, cache, table = problem(16, poison=np.nan)
@@ -161,6 +164,7 @@ def test_cleared_slots_cannot_spread_what_they_held(with_block_mask):
     assert_close(lse, exact(16, "none", "none")[1])
 
 
+@pytest.mark.full
 def test_clearing_keeps_what_any_request_uses_and_every_layer():
     cache = PagedCache(*jnp.arange(1.0, 33).reshape(2, 2, 4, 2, 1, 1))
     cleared = clear_unused(cache, INT([[3, 1], [1, 0], [2, 3]]), INT([3, 2, 0]))
@@ -169,6 +173,7 @@ def test_clearing_keeps_what_any_request_uses_and_every_layer():
     np.testing.assert_array_equal(cleared.v.reshape(2, 8), expected[1])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("mask", "backend"), [("causal", "xla"), ("documents", "xla"), ("documents", "triton-interpret")]
 )
@@ -185,6 +190,7 @@ def test_both_routes_agree(mask, backend):
     assert_close(lse.reshape(B, T, HQ).swapaxes(1, 2), expected_lse)
 
 
+@pytest.mark.full
 def test_new_tables_and_lengths_compile_nothing():
     traced = Traced(functools.partial(paged, mask="causal", score="bias by key", options=OPTIONS["xla"]))
     call = jax.jit(traced)
@@ -197,6 +203,7 @@ def test_new_tables_and_lengths_compile_nothing():
     assert traced.count == 1
 
 
+@pytest.mark.full
 def test_gradients_reach_queries_pages_and_captured_arrays():
     query, _, cache, table = problem(16)
 
@@ -221,6 +228,7 @@ def test_gradients_reach_queries_pages_and_captured_arrays():
     assert all(np.abs(x).max() > 1e-2 for x in jax.tree.leaves(found))
 
 
+@pytest.mark.full
 def test_the_worked_example():
     """Pages 3, 1 and 4 of one request, 1 and 2 of another; two full blocks and one partial, some without a page."""
     mask = jflex.create_block_mask(lambda b, h, q, k: k < 5, None, None, 4, 10, block_size=(2, 2))
@@ -238,6 +246,7 @@ def test_the_worked_example():
     assert shown == [[0, 0, 1, 1, 0, 0, 1, 1, 1, 0, 0, 0], [0, 0, 1, 1, 1, 1, 0, 0, 0, 0, 0, 0]]
 
 
+@pytest.mark.full
 def test_counts_are_unchanged_where_every_block_has_a_page():
     _, _, _, table = problem(16)
     table = INT([[3, 1, 4, 5, 9], [2, 6, 8, 7, 10], [3, 11, 12, 13, 14], [1, 2, 3, 4, 5]])
@@ -252,6 +261,7 @@ def test_counts_are_unchanged_where_every_block_has_a_page():
         )
 
 
+@pytest.mark.full
 def test_full_blocks_are_hidden_beyond_a_length():
     full = jflex.create_block_mask(jflex.noop_mask, None, None, 2, 8, block_size=(2, 4))
     physical = convert_block_mask(
@@ -262,6 +272,7 @@ def test_full_blocks_are_hidden_beyond_a_length():
     assert shown.tolist() == [[0] * 4 + [1, 1, 0, 0] + [1] * 4, [0] * 4 + [1] * 4 + [0] * 4, [0] * 12]
 
 
+@pytest.mark.full
 def test_lists_without_a_mask_mod():
     """All of a listed block is visible, up to the length of the mask."""
     mask = jflex.BlockMask.from_kv_blocks(INT([[[2]]]), INT([[[[2, 0]]]]), block_size=(1, 2), seq_lengths=(1, 5))
@@ -270,12 +281,14 @@ def test_lists_without_a_mask_mod():
     assert not physical.lists_follow_mod
 
 
+@pytest.mark.full
 def test_heads_keep_their_lists():
     mask = jflex.create_block_mask(lambda b, h, q, k: k // 2 == h, None, 3, 1, 6, block_size=(1, 2))
     physical = convert_block_mask(mask, INT([[3, 1, 2]]), page_size=2, num_pages=4)
     assert physical.to_dense()[0, :, 0].tolist() == [[0, 0, 0, 1], [0, 1, 0, 0], [0, 0, 1, 0]]
 
 
+@pytest.mark.full
 def test_a_page_at_two_places_of_a_traced_table_counts_at_the_first():
     convert = functools.partial(convert_mask_mod, jflex.noop_mask, page_size=1, num_pages=4)
     shown = jax.jit(lambda table: jflex.create_mask(convert(table), 1, None, 1, 4))(INT([[2, 3, 2]]))
@@ -285,6 +298,7 @@ def test_a_page_at_two_places_of_a_traced_table_counts_at_the_first():
     assert place(INT([[1, 2, 3, 2]])) == 1
 
 
+@pytest.mark.full
 def test_entries_that_are_not_used_may_hold_anything():
     stale = INT([[3, 1, 3, 99, -5], [2, 2, 2, 2, 2]])
     convert = functools.partial(convert_mask_mod, jflex.noop_mask, page_size=2, num_pages=4, kv_lengths=INT([3, 1]))
@@ -295,6 +309,7 @@ def test_entries_that_are_not_used_may_hold_anything():
         assert shown[:, 0, 0].astype(int).tolist() == [[0, 0, 1, 0, 0, 0, 1, 1], [0, 0, 0, 0, 1, 0, 0, 0]]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("requests", [0, 2])
 def test_no_requests_and_no_keys(requests):
     empty = jflex.create_block_mask(jflex.noop_mask, None, None, 1, 0, block_size=(1, 2))

@@ -11,6 +11,7 @@ import jflex
 from jflex.paged import PagedBatch, PagedCache, token_positions, token_requests
 from tests.cases.paged_cases import PagedCase
 from tests.support import dropout_bits, paged_evaluation
+from tests.support.rows import in_turns
 
 RATE, KEY, HQ, HKV = 0.3, jax.random.key(dropout_bits.KEY[1]), 4, 2
 BACKENDS = {
@@ -57,6 +58,8 @@ def drawn():
     return kept
 
 
+@pytest.mark.full
+@in_turns
 @backends
 @pytest.mark.parametrize("page_size", [16, 64])
 def test_pages_drop_what_the_generator_says(backend, page_size):
@@ -66,6 +69,8 @@ def test_pages_drop_what_the_generator_says(backend, page_size):
     np.testing.assert_array_equal(np.asarray(out) > 0, drawn())
 
 
+@pytest.mark.full
+@in_turns
 @backends
 @pytest.mark.parametrize("cut", [16, 32])
 def test_levels_drop_what_pages_drop(backend, cut):
@@ -80,6 +85,7 @@ def test_levels_drop_what_pages_drop(backend, cut):
     np.testing.assert_array_equal(np.asarray(attend(jnp.zeros((ROWS, HQ, 16)), levels)) > 0, drawn())
 
 
+@pytest.mark.full
 @backends
 def test_a_level_that_requests_share(backend):
     """One group of three requests: their rows drop by their own request, each as in a dense call."""
@@ -95,6 +101,7 @@ def test_a_level_that_requests_share(backend):
     np.testing.assert_array_equal(np.asarray(of(**BACKENDS[backend])) > 0, bits(0))
 
 
+@pytest.mark.full
 @backends
 def test_nodes_of_a_tree_drop_as_the_branches_would(backend):
     """Nodes 1 and 2 of a fork are at one position: each drops what it would as the next token."""
@@ -111,6 +118,7 @@ def test_nodes_of_a_tree_drop_as_the_branches_would(backend):
     np.testing.assert_array_equal(found, bits & seen[:, None])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("backend", ["xla", "triton-interpret"])
 def test_all_forms_have_one_mask(backend):
     """Dense, packed, paged and cascade, with the same sequences; results are in the tables of cases."""
@@ -134,6 +142,7 @@ def test_all_forms_have_one_mask(backend):
         np.testing.assert_allclose(found, right, rtol=3e-5, atol=3e-5)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("backend", ["reference", "xla", "triton-interpret"])
 def test_lse_and_statistics_are_those_without_dropout(backend):
     case = PagedCase("statistics_of_dropout", (3, 20), (40, 25))
@@ -145,6 +154,7 @@ def test_lse_and_statistics_are_those_without_dropout(backend):
     jax.tree.map(np.testing.assert_array_equal, *stats)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("backend", ["xla", "triton-interpret"])
 def test_a_rate_of_0_and_no_statistics_are_the_program_without(backend):
     cache, table = cache_of()
@@ -163,6 +173,7 @@ def test_a_rate_of_0_and_no_statistics_are_the_program_without(backend):
         assert text(return_stats=("max",)) != text(return_lse=True)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("backend", ["xla", "triton-interpret"])
 def test_keys_are_data_and_may_be_mapped(backend):
     cache, table = cache_of()
@@ -179,6 +190,7 @@ def test_keys_are_data_and_may_be_mapped(backend):
     assert ((np.asarray(first) > 0) != (np.asarray(second) > 0)).any()
 
 
+@pytest.mark.full
 @pytest.mark.skipif(jax.device_count() < 2, reason="needs two devices; tests/conftest.py simulates them")
 @pytest.mark.parametrize("backend", ["xla", "triton-interpret"])
 def test_heads_over_two_devices_drop_what_one_drops(backend):
@@ -200,6 +212,7 @@ def test_heads_over_two_devices_drop_what_one_drops(backend):
     assert out.sharding.is_equivalent_to(q.sharding, 3)
 
 
+@pytest.mark.full
 def test_derivative_of_the_reference():
     """That of the dense call with the same dropout."""
     rng = np.random.default_rng(2)

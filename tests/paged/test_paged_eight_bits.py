@@ -15,6 +15,7 @@ from pallas_kernels.triton.plan.limits import limit_of_device
 from tests.cases import paged_cases
 from tests.support import eight_bits_model as model
 from tests.support import evaluation, paged_evaluation
+from tests.support.rows import in_turns, tiers
 from tests.support.specs import spec_of
 
 NAMES = list(model.LARGEST)
@@ -47,6 +48,7 @@ def bits(x):
     return np.asarray(x).view(np.uint8)
 
 
+@tiers(default={"dtype": "float32"}, in_turns=True)
 @pytest.mark.parametrize("layers", [None, 3])
 @pytest.mark.parametrize("of", ["token", "head"])
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, jnp.bfloat16], ids=lambda x: jnp.dtype(x).name)
@@ -90,6 +92,7 @@ def test_what_is_not_finite_stays_in_its_row(name):
     assert (np.delete(held[:3].reshape(-1), [3, HKV * D + D + 5]) == 2).all()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layers", [None, 2])
 def test_scales_move_with_their_tokens(layers):
     layer, rows = None if layers is None else 1, drawn()
@@ -111,6 +114,7 @@ def test_scales_move_with_their_tokens(layers):
     np.testing.assert_array_equal(cleared.v_scale, cache.v_scale)
 
 
+@tiers(default={"case": "e4m3", "backend": "xla"}, in_turns=True)
 @pytest.mark.parametrize("backend", BACKENDS[1:])
 @pytest.mark.parametrize("case", [case for case in paged_cases.CASES if case.held], ids=str)
 def test_results_do_not_depend_on_pages(case, backend):
@@ -119,6 +123,8 @@ def test_results_do_not_depend_on_pages(case, backend):
         np.testing.assert_array_equal(x, y)
 
 
+@pytest.mark.full
+@in_turns
 @pytest.mark.parametrize("backend", BACKENDS[1:])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_small_scales_in_the_dtype_of_the_query(dtype, backend):
@@ -150,6 +156,8 @@ def attended(backend, v, *, of="token", v_scale=None, q=1.0, dtype="bfloat16", *
     return np.asarray(out[0], np.float64), rows(cache.k, cache.k_scale), rows(cache.v, cache.v_scale)
 
 
+@pytest.mark.full
+@in_turns
 @pytest.mark.parametrize("backend", BACKENDS[1:])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("log2_q", [-110, -12, 14, 110])
@@ -164,6 +172,8 @@ def test_queries_of_any_magnitude(log2_q, dtype, backend):
     np.testing.assert_allclose(out, np.einsum("th,thd->hd", p / p.sum(axis=0), v), rtol=0, atol=2**-7)
 
 
+@pytest.mark.full
+@in_turns
 @pytest.mark.parametrize("backend", BACKENDS[1:])
 @pytest.mark.parametrize("of", ["token", "head"])
 def test_weights_beyond_float16(of, backend):
@@ -174,6 +184,8 @@ def test_weights_beyond_float16(of, backend):
     np.testing.assert_allclose(out, right, rtol=0, atol=2**-7 * np.abs(right).max())
 
 
+@pytest.mark.full
+@in_turns
 @pytest.mark.parametrize("backend", BACKENDS[1:])
 @pytest.mark.parametrize("of", ["token", "head"])
 def test_small_weights_beside_a_sink(of, backend):
@@ -186,6 +198,7 @@ def test_small_weights_beside_a_sink(of, backend):
     np.testing.assert_allclose(out, np.einsum("t,thd->hd", p / p.sum(), v), rtol=2**-7)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("backend", BACKENDS[1:])
 def test_a_large_value_of_no_weight_costs_no_precision(backend):
     """The weights times the scales of values are rounded to float16 relative to the largest of a row, not of a tile."""
@@ -197,12 +210,14 @@ def test_a_large_value_of_no_weight_costs_no_precision(backend):
     np.testing.assert_allclose(out, np.einsum("t,thd->hd", p / p.sum(), v), rtol=0, atol=2**-7 * 1e-4)
 
 
+@pytest.mark.full
 def test_tokens_beyond_the_length_of_a_dense_cache_are_dropped_on_a_page_with_room():
     cache = EightBitCache.create(1, 70, num_kv_heads=1, head_dim=2, dtype=jnp.int8).with_lengths([69])  # pages of 64
     after = jax.jit(EightBitCache.append)(cache, *jnp.ones((2, 1, 3, 1, 2)))
     assert np.flatnonzero(np.any(np.asarray(after.pages.k), axis=(2, 3))).tolist() == [64 + 69]
 
 
+@pytest.mark.full
 def test_a_cascade_reads_eight_bits():
     rng, cache = np.random.default_rng(5), PagedCache.create(9, PAGE, HKV, D, dtype="int8")
     k, v = (rng.normal(size=(32, HKV, D)).astype(np.float32) for _ in range(2))
@@ -257,6 +272,8 @@ def test_accuracy(name, of):
 # --- messages
 
 
+@pytest.mark.full
+@in_turns
 @pytest.mark.parametrize(
     ("device", "lacks"),
     [("NVIDIA A100-SXM4-80GB", True), ("NVIDIA RTX A6000", True), ("NVIDIA GeForce RTX 3090", True),

@@ -1,6 +1,4 @@
-"""What `paged_attention` says of wrong calls: the type of each error, and what its message names."""
-
-import dataclasses
+"""Dtypes, tiles and empty arrays that `paged_attention` takes or refuses; messages: `tests/cases/errors/paged.py`."""
 
 import jax
 import jax.numpy as jnp
@@ -8,121 +6,10 @@ import numpy as np
 import pytest
 
 import jflex
-from jflex.paged import PagedBatch, PagedCache
+from jflex.paged import PagedBatch
+from tests.cases.errors.paged import INT, cache_of, call, four_arguments, wrong, zeros
 
-F32 = jnp.float32
-INT = lambda x: jnp.asarray(x, jnp.int32)
-BATCH = PagedBatch(INT([0, 2, 3]), INT([20, 5]), INT([[1, 2], [3, 0]]))
 INTERPRETED = {"implementation": "triton", "config": jflex.Config(interpret=True)}
-
-
-def zeros(*shape, dtype=F32):
-    return jnp.zeros(shape, dtype)
-
-
-def cache_of(heads=2, size=16, layers=None, dtype=F32):
-    return PagedCache.create(4, 16, heads, size, dtype=dtype, layers=layers)
-
-
-def call(q=None, cache=None, batch=BATCH, **options):
-    q = zeros(3, 4, 16) if q is None else q
-    cache = cache_of() if cache is None else cache
-    return lambda: jflex.paged_attention(q, cache, batch, **({"implementation": "xla"} | options))
-
-
-def branches(b, h, q_idx, kv_idx):
-    return q_idx >= kv_idx and kv_idx > 0
-
-
-def five_arguments(score, b, h, q_idx, kv_idx):
-    return score
-
-
-def four_arguments(b, h, q_idx, kv_idx):
-    return q_idx >= kv_idx
-
-
-def sorts(b, h, q_idx, kv_idx):
-    return jnp.sort(jnp.stack([q_idx, kv_idx]))[0] > 3
-
-
-def projects(vector, b, h_kv, kv_idx):
-    return vector @ jnp.ones((32, 32))
-
-
-def wrong(**fields):
-    return dataclasses.replace(BATCH, **fields)
-
-
-TYPES, VALUES, REFUSED = TypeError, ValueError, jflex.UnsupportedError
-# Name, how to provoke it, type, what the message holds.
-ROWS = [
-    # --- queries and cache
-    ("cache", call(cache=(zeros(4, 16, 2, 16),) * 2), TYPES, r"`cache` must be a `PagedCache`. Got tuple. Make"),
-    ("query", call([[1.0]]), TYPES, r"`q` must be an array. Got list"),
-    ("axes", call(zeros(1, 3, 4, 16)), VALUES,
-     r"`q` must have three axes, \[N, Hq, D\].*Got q: float32\[1,3,4,16\], .*Reshape \[B, T, Hq, D\] to"),
-    ("dtype", call(zeros(3, 4, 16, dtype=jnp.bfloat16)), TYPES,
-     r"`q` and `cache` must have one dtype. Got q: bfloat16\[3,4,16\], cache.k: float32\[4,16,2,16\].*Cast `q`"),
-    ("head size", call(zeros(3, 4, 32)), VALUES, r"`q` must have the head size of the cache's keys, 16. Got q"),
-    ("heads", call(zeros(3, 3, 16)), VALUES, r"`q` must have a multiple of the cache's 2 heads: grouped-query"),
-    ("no heads", call(zeros(3, 0, 16)), VALUES, r"`q` must have a multiple of the cache's 2 heads"),
-    # --- layers
-    ("layer missing", call(cache=cache_of(layers=2)), VALUES, r"`layer` is missing: the cache stacks 2 layers. Pass"),
-    ("layer superfluous", call(layer=0), VALUES, r"`layer` is 0, but the cache has no axis of layers. Leave"),
-    ("layer beyond", call(cache=cache_of(layers=2), layer=2), VALUES, r"`layer` must lie within 0 and 1.*Got 2"),
-    ("layer float", call(cache=cache_of(layers=2), layer=1.0), TYPES, r"`layer` must be an integer.*Got 1.0"),
-    # --- the batch
-    ("batch", call(batch=(1, 2, 3)), TYPES, r"`batch` must be a `PagedBatch`. Got tuple"),
-    ("indptr dtype", call(batch=wrong(qo_indptr=np.array([0, 2, 3]))), TYPES, r"`batch.qo_indptr` must.*int64\[3\]"),
-    ("unsigned", call(batch=wrong(kv_lengths=np.array([2, 3], np.uint32))), TYPES, r"`batch.kv_lengths` must.*uint32"),
-    ("requests", call(batch=wrong(kv_lengths=INT([20]))), VALUES, r"`batch` must have `qo_indptr` \[R \+ 1\]"),
-    ("first", call(batch=wrong(qo_indptr=INT([1, 2, 3]))), VALUES, r"`qo_indptr` must begin with 0"),
-    ("descends", call(batch=wrong(qo_indptr=INT([0, 3, 2]))), VALUES, r"`qo_indptr` must ascend. Request 1 has"),
-    ("too many queries", call(batch=wrong(qo_indptr=INT([0, 2, 4]))), VALUES, r"`qo_indptr` must end at N.*at 4.*3 q"),
-    ("negative length", call(batch=wrong(kv_lengths=INT([20, -1]))), VALUES, r"`kv_lengths` must not be negative. Re"),
-    ("narrow table", call(batch=wrong(kv_lengths=INT([33, 5]))), VALUES, r"`page_table` is too narrow.*Request 0"),
-    ("page beyond", call(batch=wrong(page_table=INT([[1, 4], [3, 0]]))), VALUES, r"must hold pages within 1 and 3"),
-    ("reserved page", call(batch=wrong(page_table=INT([[1, 0], [3, 0]]))), VALUES, r"page 0 is reserved.*entry 1 is 0"),
-    # --- how
-    ("implementation", call(implementation="cuda"), VALUES, r"`implementation` must be one of .*'xla'.*Got 'cuda'"),
-    ("no implementation", call(implementation=()), VALUES, r"`implementation` must name at least one backend"),
-    ("scale", call(scale=float("nan")), VALUES, r"`scale`.*nan"),
-    ("config", call(config={"interpret": True}), TYPES, r"`config`.*dict"),
-    # --- mods
-    ("branch", call(mask_mod=branches), VALUES, r"`mask_mod` cannot branch.*: branches \(test_paged_errors.py:\d+\)"),
-    ("mask with a score", call(mask_mod=five_arguments), TYPES, r"`mask_mod`.*five_arguments \(test_paged_errors"),
-    ("score without a score", call(score_mod=four_arguments), TYPES, r"`score_mod`.*four_arguments \(test_paged"),
-    ("no function", call(mask_mod=3), TYPES, r"`mask_mod` must be.*[Gg]ot int"),
-    ("block mask", call(mask_mod=jflex.create_block_mask(four_arguments, None, None, 32, 32, block_size=16)), TYPES,
-     r"`mask_mod` must be.*[Gg]ot BlockMask"),
-    ("vector mod", call(query_mod=lambda x, b, h, i: x[1:]), VALUES, r"`query_mod` must return one.*float32\[15\]"),
-    ("key mod", call(key_mod=lambda x, b, h, i: x[1:]), VALUES, r"`key_mod` must return one vector.*float32\[15\]"),
-    ("value mod", call(value_mod=lambda x, b, h, i: x.astype(jnp.bfloat16)), TYPES,
-     r"`value_mod` must return one vector.*bfloat16\[16\]\. Cast it"),
-    ("key mod of three arguments", call(key_mod=lambda x, b, i: x), TYPES, r"`key_mod` must be a function \(key\[D\]"),
-    ("positions of keys", call(key_mod=jflex.rope(positions=jnp.arange(19))), VALUES,
-     r"`positions` of `rope` must hold one position for each key\. Got 19 .*up to position 19"),
-    # --- what a backend cannot run
-    ("cpu", call(implementation="triton"), REFUSED,
-     r"triton: it needs an NVIDIA GPU, and this call runs on cpu \(for tests, config=jflex.Config\(interpret=True\)"),
-    ("large heads", call(zeros(3, 4, 320), cache_of(size=320), **INTERPRETED), REFUSED,
-     r"head sizes up to 256, not 320.*These do: 'xla', 'reference'"),
-    ("large group", call(zeros(3, 258, 16), **INTERPRETED), REFUSED, r"up to 128 query heads .*, not 129"),
-    ("no program", call(mask_mod=sorts, **INTERPRETED), REFUSED,
-     r"`mask_mod` sorts \(test_paged_errors.py:\d+\) cannot run in a kernel: .*sort.*'xla' evaluates any mod"),
-    ("matrix of keys", call(zeros(3, 4, 32), cache_of(size=32), key_mod=projects, **INTERPRETED), REFUSED,
-     r"`key_mod` projects \(test_paged_errors.py:\d+\) cannot run in a kernel: primitive `dot_general`.*'xla' eval"),
-    ("matrix of values", call(zeros(3, 4, 32), cache_of(size=32), value_mod=projects, **INTERPRETED), REFUSED,
-     r"`value_mod` projects .*`dot_general`"),
-    ("absent backend", call(implementation="mosaic_gpu"), REFUSED, r"mosaic_gpu: "),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("provoke", "kind", "message"), [pytest.param(*row[1:], id=row[0]) for row in ROWS])
-def test_message(provoke, kind, message):
-    with pytest.raises(kind, match=f"(?s){message}"):
-        provoke()
 
 
 def test_float64_runs_on_xla_alone():

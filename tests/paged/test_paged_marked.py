@@ -32,6 +32,7 @@ def plan_of(queries, tail, group, rows, least):
     return QueryBlocks(spec, work), planned_requests(spec, work, *map(jnp.asarray, (start, end, lengths)))
 
 
+@pytest.mark.full
 @given(
     st.lists(st.integers(0, 90), min_size=1, max_size=PADDED - 1),
     st.integers(0, 200),

@@ -13,6 +13,7 @@ from tests.calls import test_cascade
 from tests.cases.paged_cases import CASES, PagedCase
 from tests.support import dropout_bits, evaluation, oracle, paged_evaluation
 from tests.support.layer_flavours import FLAVOURS
+from tests.support.rows import in_turns, tiers
 
 ALL = ("lse", "max", "entropy")
 GPU = pytest.param("triton", marks=pytest.mark.gpu)
@@ -47,6 +48,13 @@ def causal(b, h, q_idx, kv_idx):
 # --- pages
 
 
+@tiers(
+    default={"backend": "xla", "case": ["decode", "mixed", "mixed_with_padding_and_empty_requests"]},
+    full={"backend": ["xla", "reference"], "case": [
+        "group_5", "softcap_group_8", "extreme_logits", "pages_of_1", "norms_of_values", "e4m3", "divided_dropout",
+    ]},
+    rest="gpu",
+)  # fmt: skip
 @pytest.mark.parametrize("case", TABLE, ids=str)
 @pytest.mark.parametrize("backend", ["reference", "xla", GPU])
 def test_pages_against_float64(case, backend):
@@ -55,6 +63,7 @@ def test_pages_against_float64(case, backend):
     paged_evaluation.check_stats(case, stats)
 
 
+@tiers(default={"case": "decode"})
 @pytest.mark.parametrize("case", [case for case in TABLE if case.name in INTERPRETED], ids=str)
 def test_pages_interpreted_against_float64(case):
     out, stats = paged_evaluation.run(case, "triton-interpret", stats=ALL)
@@ -62,6 +71,7 @@ def test_pages_interpreted_against_float64(case):
     paged_evaluation.check_stats(case, stats)
 
 
+@pytest.mark.full
 @every_backend
 def test_sinks_of_pages_and_padding(backend):
     """Against the oracle, request by request; an empty request and padding have the sink alone."""
@@ -84,6 +94,7 @@ def test_sinks_of_pages_and_padding(backend):
         assert_close(found, expected)
 
 
+@pytest.mark.full
 @every_backend
 def test_masked_nan_changes_no_statistic(backend):
     """Of values, which marks the lse of a split, and of keys; a mask that hides them comes before the max."""
@@ -99,6 +110,7 @@ def test_masked_nan_changes_no_statistic(backend):
     jax.tree.map(assert_close, found, right)
 
 
+@pytest.mark.full
 def test_derivative_of_the_reference():
     """As of the dense call, which is held against float64 in test_return_stats.py; none flows from the max."""
     case = PagedCase("derivative_of_stats", (3,), (18,))
@@ -112,6 +124,7 @@ def test_derivative_of_the_reference():
     assert_close(jax.grad(paged)(x.query), jax.grad(dense)(x.query))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("backend", ["xla", "triton-interpret"])
 def test_no_derivative_elsewhere(backend):
     case = PagedCase("no_derivative_of_stats", (3,), (18,))
@@ -146,6 +159,8 @@ def flat_stats(tree: str, mods: test_cascade.Mods) -> tuple[np.ndarray, np.ndarr
     return row_max, entropy
 
 
+@pytest.mark.full
+@in_turns
 @every_backend
 @pytest.mark.parametrize(
     ("tree", "mods"), [("append", "alibi"), ("three_levels", "window"), ("decode", "causal"), ("decode", "softcap")]
@@ -187,6 +202,7 @@ def splits(request, monkeypatch):
     jax.clear_caches()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("splits", [1, 4, 16], indirect=True)
 @pytest.mark.parametrize("layout", ["BTNH", "BNTH"])
 @pytest.mark.parametrize("by_lengths", [False, True], ids=["alike", "by_lengths"])
@@ -215,6 +231,7 @@ def test_splits_of_decoding(splits, layout, by_lengths, backend):
     assert_close(stats.entropy, oracle.entropy(exact, sinks))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("splits", [4], indirect=True)
 def test_large_scores_of_splits(splits):
     """The lse, near 80000, is rounded to 2 ** -7: the entropy is not a difference from it."""
@@ -253,6 +270,7 @@ def test_wrong_names(options, error, message):
 # --- layers
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("flavour", FLAVOURS)
 def test_layers_return_statistics(flavour):
     """Of uniform and of other rows, with leading axes, under jit; and a gradient through the entropy."""

@@ -16,6 +16,7 @@ from jflex.backends.xla.paged_bounds import walk_of
 from jflex.paged import PagedBatch, PagedCache, check_batch, debug_check_batch, token_positions, token_slots
 from jflex.paged.attention import prepare
 from tests.support import evaluation, paged_evaluation
+from tests.support.rows import tiers
 
 H, HKV, D, PAGE = 4, 2, 16, 4
 TREE, WIDE = [-1, 0, 0, 1, 1, 2, 5], [-1, 0, 1, 2, 0, 4, 1, 0, 7, 8, 8, 3]
@@ -117,6 +118,7 @@ def exact(requests, query, own, score, shown) -> np.ndarray:
     return out
 
 
+@tiers(default={"backend": "xla", "name": "alibi_in_a_window"}, in_turns=True)
 @pytest.mark.parametrize("name", MODS)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_trees_of_one_batch_against_float64(backend, name):
@@ -127,6 +129,7 @@ def test_trees_of_one_batch_against_float64(backend, name):
     np.testing.assert_allclose(attend(jnp.asarray(query), cache, batch), right, rtol=3e-5, atol=3e-5)
 
 
+@pytest.mark.full
 def test_words_are_data():
     """Other trees, and none, need no other program."""
     traces = []
@@ -143,6 +146,7 @@ def test_words_are_data():
     assert len(traces) == 1
 
 
+@pytest.mark.full
 def test_rows_and_positions():
     batch = drawn([(5, [-1, 0, 0, 2, 1]), (2, 3)])[2]
     assert token_positions(batch, 9).tolist() == [5, 6, 6, 7, 7, 2, 3, 4, -1]
@@ -150,6 +154,7 @@ def test_rows_and_positions():
     np.testing.assert_array_equal(token_slots(batch, 9, PAGE), token_slots(plain, 9, PAGE))
 
 
+@pytest.mark.full
 def test_tiles_before_a_window_are_not_read():
     """Comparisons of positions decide tiles of the prefix, with trees as without."""
     query, cache, batch, _ = drawn([(4 * KEYS + 9, TREE)])
@@ -160,6 +165,7 @@ def test_tiles_before_a_window_are_not_read():
     assert [int(x) for x in walk] == [4, 5]
 
 
+@pytest.mark.full
 def test_tiles_before_a_document_are_not_read():
     """`causal_document` compares positions alone, so tiles of earlier documents are empty."""
     query, cache, batch, _ = drawn([(4 * KEYS + 9, 7)])
@@ -171,6 +177,7 @@ def test_tiles_before_a_document_are_not_read():
     assert [int(x) for x in walk] == [4, 5]
 
 
+@tiers(default={"columns": 7})
 @pytest.mark.parametrize("columns", [7, 12])
 def test_dense_masks_of_several_trees(columns):
     """`masks.trees` is `masks.tree` of each batch entry."""
@@ -202,6 +209,7 @@ def test_refusals(words, error, message):
         check_batch(dataclasses.replace(batch, ancestors=words), cache, len(query))
 
 
+@pytest.mark.full
 def test_traced_words_are_checked_where_it_is_asked_for():
     query, cache, batch, _ = drawn()
     checked = jax.experimental.checkify.checkify(jax.jit(lambda b: debug_check_batch(b, cache, len(query))))

@@ -12,8 +12,10 @@ import pytest
 import jflex
 from tests.cases import vector_pairs as pairs
 from tests.mods.test_vector_mods import BACKENDS, CASES, Case, assert_close, causal, drawn, mods_of
+from tests.support.rows import in_turns
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("backend", ["xla", "triton-interpret"])
 def test_pages_and_levels(backend):
     """As in a dense call over the whole sequences, whose last tokens are the queries."""
@@ -71,6 +73,8 @@ def by_request(vector, b, h, i):
     return vector * (1.0 + b.astype(jnp.float32)) / (1 + h).astype(jnp.float32)
 
 
+@pytest.mark.full
+@in_turns
 @pytest.mark.parametrize("backend", ["reference", "xla", "triton-interpret"])
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_raw_keys_as_keys_that_were_modified_before(backend, interleaved):
@@ -95,6 +99,7 @@ def test_raw_keys_as_keys_that_were_modified_before(backend, interleaved):
     jax.tree.map(assert_close, of(raw), of(stored(rope)[0]))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("backend", ["reference", "xla", "triton-interpret"])
 def test_masked_keys_that_a_mod_makes_nan(backend):
     """They change no bit, and neither do slots that a mod makes NaN: the norm of zeros is 0 / 0."""
@@ -112,6 +117,7 @@ def test_masked_keys_that_a_mod_makes_nan(backend):
     assert np.isnan(of(nan, None)[0]).all()
 
 
+@pytest.mark.full
 def test_keys_of_a_tree_are_at_the_positions_of_its_nodes():
     """As `token_positions` are those of its queries: nodes 1 and 2 of a fork are at one position."""
     words, rope = jflex.masks.tree_bits([-1, 0, 0]), jflex.rope(100.0)
@@ -126,6 +132,7 @@ def test_keys_of_a_tree_are_at_the_positions_of_its_nodes():
     assert_close(attend(cache=raw, key_mod=rope), attend(cache=before))
 
 
+@pytest.mark.full
 def test_a_key_of_several_requests_has_none():
     cache, batch = stored()
     level = jflex.CascadeLevel.paged(cache, batch)
@@ -136,6 +143,7 @@ def test_a_key_of_several_requests_has_none():
         )  # fmt: skip
 
 
+@pytest.mark.full
 def test_the_default_takes_xla_for_a_matrix_and_explain_says_why():
     cache, batch = stored()
     how = {"implementation": ("triton", "xla"), "config": jflex.Config(interpret=True)}

@@ -10,6 +10,7 @@ import pytest
 
 import jflex
 from jflex import CascadeLevel, paged
+from tests.support.rows import in_turns
 
 BACKENDS = ["reference", "xla", "triton"]
 INTERPRET = jflex.Config(interpret=True)
@@ -40,6 +41,8 @@ def level(key, value, start, end):
     return CascadeLevel.dense(key[:, start:end], value[:, start:end], qo_indptr=jnp.array([0, N]), start=start)
 
 
+@pytest.mark.full
+@in_turns
 @pytest.mark.parametrize("implementation", BACKENDS)
 @pytest.mark.parametrize("ends", [(0, S), (0, 33, 33, S), (0, 10, 64, S)])
 def test_levels_add_up(implementation, ends):
@@ -52,6 +55,7 @@ def test_levels_add_up(implementation, ends):
     np.testing.assert_allclose(found, dense(q, key, value), rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.full
 def test_no_levels_give_zeros():
     assert not jflex.cascade_attention(drawn()[0], [], normalize="none").any()
 
@@ -66,6 +70,7 @@ def of_pages(**options):
     return jflex.paged_attention(q, cache, batch, score_mod=WEIGH, mask_mod=causal, **options)
 
 
+@pytest.mark.full
 def test_an_output_mod_gets_no_lse():
     def halved(out, lse, b, h, q_idx):
         assert lse is None

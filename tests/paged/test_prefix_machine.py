@@ -7,6 +7,7 @@ import pytest
 
 from jflex.paged import ForeignPage, OutOfPages, PrefixLocked, StaleHit
 from tests.support.prefixes import make, refused
+from tests.support.rows import tiers
 
 
 class Request:
@@ -164,6 +165,7 @@ class Machine:
                 refuse(ValueError, "`tokens` must begin", lambda: cache.insert(tokens, request.pages, request.hit))
 
 
+@tiers(full={"calls": 10000})
 @pytest.mark.parametrize(("calls", "page_size"), [(1_000, 1), (1_000, 3), (10_000, 2)])
 def test_random_calls_against_a_dict_of_prefixes(calls, page_size):
     machine = Machine(calls, page_size)

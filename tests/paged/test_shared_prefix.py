@@ -23,6 +23,7 @@ from jflex.paged import PagedBatch, PagedCache, PagePool, PrefixCache, token_pos
 from tests.calls.test_cascade import BACKENDS, HKV, HQ, MODS, D, backends
 from tests.cases.engine_cases import PROMPTS, SYSTEM, Client, engine_of, model, recomputed, run
 from tests.cases.train_cases import counted_compilations
+from tests.support.rows import in_turns
 from tests.support.traces import Traced
 
 PAGE = 8
@@ -62,6 +63,8 @@ def attend(requests, tokens, mods, **how):
         return both(jnp.int32(requests), jnp.int32(tokens))
 
 
+@pytest.mark.full
+@in_turns
 @backends
 @pytest.mark.parametrize(("mods", "requests", "tokens"), [
     ("causal", 3, 24), ("alibi", 3, 16), ("bias_by_key_and_request", 2, 24), ("window", 3, 24), ("causal", 0, 0),
@@ -75,6 +78,7 @@ def test_equals_paged_attention(mods, requests, tokens, backend):
         np.testing.assert_allclose(a[:count], b[:count], rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.full
 def test_no_requests():
     _, cache, _ = paged_case()
     nobody = PagedBatch(jnp.zeros(1, jnp.int32), jnp.zeros(0, jnp.int32), jnp.zeros((0, 7), jnp.int32))
@@ -82,6 +86,7 @@ def test_no_requests():
     assert not jflex.cascade_attention(jnp.ones((3, HQ, D)), levels).any()
 
 
+@pytest.mark.full
 def test_other_numbers_do_not_compile_again():
     q, cache, batch = paged_case()
     positions = token_positions(batch, len(q))
@@ -113,6 +118,7 @@ def test_wrong_numbers(name):
         jflex.shared_prefix_levels(*paged_case()[1:], *numbers)
 
 
+@pytest.mark.full
 def test_trees_are_refused():
     _, cache, batch = paged_case()
     with pytest.raises(ValueError, match="`batch` must have no `ancestors`: levels have no trees"):
@@ -122,6 +128,7 @@ def test_trees_are_refused():
 # --- the engine
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("options", [{}, {"max_step_tokens": 9, "max_requests": 3}, {"num_pages": 24}], ids=str)
 def test_tokens_are_those_of_full_recomputation(options):
     engine = engine_of(model(), cascade_bytes=1, **options)
@@ -132,6 +139,7 @@ def test_tokens_are_those_of_full_recomputation(options):
     assert 0 < engine.stats().cascade_steps < engine.stats().steps
 
 
+@pytest.mark.full
 def test_drawn_tokens_are_the_same():
     tokens = []
     for cascade_bytes in (1, None):
@@ -143,6 +151,7 @@ def test_drawn_tokens_are_the_same():
     assert tokens[0] == tokens[1]
 
 
+@pytest.mark.full
 def test_nothing_is_compiled_after_warm_up():
     engine, reports = engine_of(model(), cascade_bytes=1, max_requests=4, max_step_tokens=16, poison=False), []
     engine.warm_up(lambda done, total: reports.append((done, total)))

@@ -37,6 +37,7 @@ from tests.cases.constraint_cases import (
 from tests.cases.engine_cases import Client, fail_once, run, submit
 from tests.cases.train_cases import counted_compilations
 from tests.support.golden_models import ROOT
+from tests.support.rows import tiers
 
 PROMPT = (70, 71, 72)
 JSON, REGEX = Constraint.json_schema(PERSON), Constraint.regex(WORDS)
@@ -47,6 +48,7 @@ def sampled(seed: int) -> Sampling:
     return Sampling(1.0, seed=seed)
 
 
+@tiers(full={"kind": "bpe"}, rest="long")
 @KINDS
 def test_texts_match(kind):
     engine, clients = shared_engine(kind), []
@@ -61,6 +63,7 @@ def test_texts_match(kind):
     assert len(set(found)) > 16
 
 
+@tiers(full={"kind": "bpe"}, rest="long")
 @KINDS
 @hypothesis.settings(max_examples=60)
 @hypothesis.given(value=schemas(), seed=st.integers(0, 1 << 20))
@@ -75,6 +78,7 @@ def test_any_small_schema(kind, value, seed):
         assert client.reason == "length" or is_valid(value, text), text
 
 
+@pytest.mark.full
 def test_whitespace_and_any_object():
     engine = shared_engine("bytes")
     clients = [
@@ -88,6 +92,7 @@ def test_whitespace_and_any_object():
     assert any(re.search(r"\s", text) for text in ended)
 
 
+@pytest.mark.full
 def test_a_grammar():
     constraint = Constraint.lark('start: "(" start ")" | "x"')
     client = Client(engine := shared_engine("bytes"), PROMPT, constraint=constraint, sampling=sampled(2), max_tokens=99)
@@ -104,6 +109,7 @@ UNCONSTRAINED = [
 ]
 
 
+@tiers(full={"kind": "bpe"}, rest="long")
 @KINDS
 def test_requests_beside_constrained_ones_get_the_same_tokens(kind):
     engine = engine_of(kind)
@@ -121,6 +127,7 @@ def test_requests_beside_constrained_ones_get_the_same_tokens(kind):
     np.testing.assert_allclose(*([x.logprob for x in one] for one in logprobs), atol=1e-5)
 
 
+@tiers(full={"kind": "bpe"}, rest="long")
 @KINDS
 def test_preemption_and_prefixes_change_nothing(kind):
     outputs = []
@@ -135,6 +142,7 @@ def test_preemption_and_prefixes_change_nothing(kind):
     assert all(is_valid(PERSON, text) for text in outputs[0][:-1])
 
 
+@pytest.mark.full
 def test_samples_of_one_prompt():
     """The first tokens come from the same logits, each under its own constraint."""
     each = [{"constraint": JSON if n % 2 else REGEX, "sampling": sampled(n), "max_tokens": 120} for n in range(4)]
@@ -152,6 +160,7 @@ def test_samples_of_one_prompt():
     assert is_valid(PERSON, found[1])
 
 
+@pytest.mark.full
 def test_speculated_requests_beside_a_constrained_one():
     """The constrained one is not speculated; the others get the tokens that they get without both."""
     tokens = []
@@ -169,6 +178,7 @@ def test_speculated_requests_beside_a_constrained_one():
     assert tokens[0] == tokens[1]
 
 
+@pytest.mark.full
 def test_an_end_token_is_allowed_where_the_text_may_end():
     engine = shared_engine("bpe")
     ending = {"penalties": Penalties(logit_bias=((BPE_END, 100.0),)), "stop_tokens": (BPE_END,), "max_tokens": 30}
@@ -182,6 +192,7 @@ def test_an_end_token_is_allowed_where_the_text_may_end():
     assert free.reason == "length"
 
 
+@pytest.mark.full
 def test_max_tokens():
     engine = shared_engine("bytes")
     whole = Client(engine, PROMPT, constraint=JSON, sampling=sampled(1), max_tokens=200)
@@ -195,6 +206,7 @@ def test_max_tokens():
     assert bytes(cut.tokens).decode() == text[:-1]
 
 
+@pytest.mark.full
 def test_log_probabilities_are_those_of_the_model():
     engine = shared_engine("bytes")
     forced = Client(engine, PROMPT, constraint=Constraint.regex("no"), logprobs=3)
@@ -204,6 +216,7 @@ def test_log_probabilities_are_those_of_the_model():
     assert forced.events[0].logprobs[0].logprob < free.events[0].logprobs[0].logprob
 
 
+@tiers(full={"vocabulary": 281}, rest="long")
 @pytest.mark.parametrize("vocabulary", [281, 320, 264])
 def test_vocabularies_of_model_and_tokenizer_differ(vocabulary):
     """Padded embeddings, also where llguidance has its end token; and tokens that the model does not have."""
@@ -243,6 +256,7 @@ ERRORS = {
 }
 
 
+@tiers(full={"name": "slow"})
 @pytest.mark.parametrize("name", ERRORS)
 def test_constraints_that_are_refused(name):
     constraint, message = ERRORS[name]
@@ -266,6 +280,7 @@ def test_texts_that_are_refused():
         Constraint.json_schema({"enum": [b"a"]})
 
 
+@pytest.mark.full
 def test_an_engine_without_guides():
     engine = Engine(model("bytes"), EngineOptions(**SIZES))
     with pytest.raises(ValueError, match="`constraint` is not supported by this engine: it was made without `guides`"):
@@ -287,12 +302,14 @@ def of_letters(letters: str) -> _Fixed:
     return _Fixed(json.dumps(value))
 
 
+@pytest.mark.full
 def test_a_tokenizer_that_cannot_be_read():
     value = json.loads(tokenizer("bytes").serialized())
     with pytest.raises(ValueError, match=r"`tokenizer` must be one that llguidance can read.*can't determine decoder"):
         Guides(_Fixed(json.dumps({**value, "decoder": None})), 256)
 
 
+@pytest.mark.full
 def test_a_tokenizer_that_lacks_a_letter():
     engine = Engine(model("bytes"), EngineOptions(**SIZES), Guides(of_letters("abc"), 256))
     with pytest.raises(ValueError, match=r"llguidance can follow\. It says: no text matches what is left of it"):
@@ -305,6 +322,7 @@ def test_a_tokenizer_that_lacks_a_letter():
     assert (other.tokens, other.reason) == ([0, 1] * 3, "stop")
 
 
+@pytest.mark.full
 def test_a_limit_of_the_library_ends_its_request_alone():
     """What copies of a matcher share counts towards its limits; so a request that comes later begins anew."""
     import llguidance
@@ -324,6 +342,7 @@ def test_a_limit_of_the_library_ends_its_request_alone():
         assert hard not in made._compiled
 
 
+@pytest.mark.full
 def test_compiled_constraints_are_kept_up_to_a_number(monkeypatch):
     from flax_layers.serving.engine import constraints as module
 
@@ -336,6 +355,7 @@ def test_compiled_constraints_are_kept_up_to_a_number(monkeypatch):
     assert [x.text for x in checked] == [f"a{n}" for n in [*range(module._KEPT + 1), 1]]
 
 
+@pytest.mark.full
 def test_cancelled_and_failed_requests(monkeypatch):
     engine = engine_of("bytes")
     clients = [Client(engine, PROMPT, constraint=JSON, sampling=sampled(n), max_tokens=200) for n in range(3)]
@@ -352,6 +372,7 @@ def test_cancelled_and_failed_requests(monkeypatch):
     assert again[2].tokens == clients[2].tokens
 
 
+@pytest.mark.full
 def test_nothing_is_compiled_after_warm_up():
     engine, reports = engine_of("bytes", poison=False), []
     engine.warm_up(lambda done, total: reports.append((done, total)))
@@ -367,6 +388,7 @@ def test_nothing_is_compiled_after_warm_up():
     assert not compiled
 
 
+@pytest.mark.full
 def test_threads_submit_while_the_engine_runs():
     engine = engine_of("bytes")
     engine.start()
@@ -391,6 +413,7 @@ def test_threads_submit_while_the_engine_runs():
         assert is_valid(PERSON, text) if constraint == JSON else re.fullmatch(constraint.text, text)
 
 
+@pytest.mark.full
 def test_the_schema_keeps_the_order_of_its_properties():
     value = {"type": "object", "properties": {"z": {"type": "null"}, "a": {"type": "null"}}, "required": ["a", "z"]}
     constraint = schema({**value, "additionalProperties": False})
@@ -398,6 +421,7 @@ def test_the_schema_keeps_the_order_of_its_properties():
     assert texts(engine, "bytes", [client]) == ['{"z":null,"a":null}']
 
 
+@pytest.mark.long
 def test_tensor_parallel():
     mesh = jax.make_mesh((2,), ("model",), devices=jax.devices()[:2])
     sharded = from_pretrained(ROOT / "gemma3", dtype=jnp.float32, implementation="xla", mesh=mesh)

@@ -18,6 +18,7 @@ from flax_layers.serving.device.speculation import DraftRows, accept, compact, s
 from flax_layers.serving.engine.drafts import DECAY, LONGEST_MATCH, MAX_MATCHES, Draft, PromptLookup
 from jflex.masks import tree_ancestors, tree_bits
 from jflex.paged import PagedBatch, PagedCache
+from tests.support.rows import tiers
 
 # --- look-up
 
@@ -72,6 +73,7 @@ def test_longer_matches_come_first_then_recent_ones():
     assert PromptLookup(text, 4).draft(text, 2) == Draft()
 
 
+@pytest.mark.full
 def test_a_look_up_does_not_grow_with_the_text(monkeypatch):
     """It reads the index of one n-gram, and compares a bounded number of tokens."""
 
@@ -114,6 +116,7 @@ def nodes_of(parents: list[int], columns: int, rows: int) -> DraftRows:
     return DraftRows(jnp.zeros_like(words), words, depths, jnp.full(rows, 6, jnp.int32))
 
 
+@tiers(default={"columns": 8})
 @pytest.mark.parametrize("columns", [8, 32])
 def test_the_walk_follows_what_is_sampled(columns):
     """Against a walk from child to child; also where several drafts elsewhere agree with their own parents."""
@@ -136,6 +139,7 @@ def test_the_walk_follows_what_is_sampled(columns):
     assert {1, 2, 3, 4} <= set(found.counts.tolist())
 
 
+@pytest.mark.full
 def test_a_tree_of_32_nodes():
     chain = list(range(-1, 31))
     drafted = np.arange(32, dtype=np.int32)[None]
@@ -153,6 +157,7 @@ def chi_square(counts: np.ndarray, probabilities: np.ndarray) -> float:
     return (statistic - freedom) / np.sqrt(2 * freedom)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "sampling", [Sampling(1.0), Sampling(0.7, top_k=4), Sampling(1.3, top_p=0.8)], ids=["plain", "top_k", "top_p"]
 )
@@ -193,6 +198,7 @@ def test_tokens_have_the_distribution_of_the_model(sampling):
 # --- compaction
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layers", [None, 2])
 def test_accepted_keys_follow_the_known_ones(layers):
     """Of a tree, a chain, a request without drafts and one without tokens; all other slots stay as they are."""

@@ -25,6 +25,7 @@ from tests.cases.engine_cases import COUNT, PROMPTS, SIZES, SYSTEM, Client, engi
 from tests.cases.train_cases import counted_compilations
 from tests.models.test_models import SMALL
 from tests.support.golden_models import ROOT, expected, load, logits_of
+from tests.support.rows import tiers
 
 
 @pytest.fixture(scope="module")
@@ -32,6 +33,7 @@ def model() -> Decoder:
     return engine_cases.model()
 
 
+@tiers(full={"options": "{}"}, rest="long")
 @pytest.mark.parametrize(
     "options",
     [{}, {"max_step_tokens": 8}, {"max_step_tokens": 9, "max_requests": 3}, {"prefix_cache": False}, {"page_size": 1}],
@@ -47,10 +49,12 @@ def test_tokens_are_those_of_full_recomputation(options, model):
     assert (engine.stats().hit_tokens > 0) == engine.options.prefix_cache
 
 
+@pytest.mark.full
 def test_sixteen_staggered_arrivals(model):
     engine_cases.check_staggered_arrivals(engine_of(model, max_step_tokens=11))
 
 
+@pytest.mark.full
 def test_preemption_changes_no_token(model):
     engine = engine_of(model, num_pages=14, prefix_cache=False)
     clients = [Client(engine, prompt) for prompt in [(1, 2, 3), (9,) * 7, (60,), SYSTEM[:8], (2, 4, 6)]]
@@ -59,6 +63,7 @@ def test_preemption_changes_no_token(model):
     assert [x.tokens for x in clients] == [recomputed(x.ticket._sequence.request.prompt) for x in clients]
 
 
+@pytest.mark.full
 def test_a_full_prefix_cache_gives_way(model):
     engine = engine_of(model, num_pages=12)
     for prompt in PROMPTS * 2:
@@ -67,6 +72,7 @@ def test_a_full_prefix_cache_gives_way(model):
         assert client.tokens == recomputed(prompt)
 
 
+@pytest.mark.full
 def test_a_prefix_that_arrives_twice_at_once_is_computed_once(model):
     engine = engine_of(model, max_step_tokens=64)
     clients = [Client(engine, (*SYSTEM, n)) for n in range(4)]
@@ -74,6 +80,7 @@ def test_a_prefix_that_arrives_twice_at_once_is_computed_once(model):
     assert [client.ticket.hit_tokens for client in clients] == [0, 20, 20, 20]
 
 
+@pytest.mark.full
 def test_every_running_request_gets_a_token_in_each_step(model):
     engine = engine_of(model, max_step_tokens=8)
     first = Client(engine, (1, 2, 3))
@@ -88,6 +95,7 @@ def test_every_running_request_gets_a_token_in_each_step(model):
 DRAWN = Sampling(0.9, top_k=40, top_p=0.95, seed=7)
 
 
+@tiers(full={"sampling": "sampling0"}, rest="long")
 @pytest.mark.parametrize("sampling", [DRAWN, Sampling(1.0, seed=3)])
 def test_a_seed_draws_the_same_tokens_beside_others(sampling, model):
     alone = Client(engine := engine_of(model), PROMPTS[0], sampling=sampling)
@@ -108,6 +116,7 @@ PENALTIES = [
 ]
 
 
+@tiers(full={"penalties": "{'presence_penalty': 2.0, 'frequency_penalty': 1.5}"}, rest="long")
 @pytest.mark.parametrize("penalties", PENALTIES, ids=str)
 def test_penalties_are_those_of_their_formulas(penalties, model):
     """Of a request that is preempted and hits a prefix, beside others without penalties."""
@@ -132,6 +141,7 @@ def test_penalties_are_those_of_their_formulas(penalties, model):
     assert plain[1].tokens != client.tokens
 
 
+@pytest.mark.full
 def test_a_slot_forgets_the_penalties_of_the_request_before(model):
     engine = engine_of(model, max_requests=1)
     Client(engine, PROMPTS[2], penalties=Penalties(logit_bias=((36, 100.0),)))
@@ -140,6 +150,7 @@ def test_a_slot_forgets_the_penalties_of_the_request_before(model):
     assert after.tokens == recomputed(PROMPTS[2])
 
 
+@pytest.mark.full
 def test_namespaces_share_nothing(model):
     engine = engine_of(model)
     hits = []
@@ -150,6 +161,7 @@ def test_namespaces_share_nothing(model):
     assert hits == [0, 0, 20, 20]
 
 
+@pytest.mark.full
 def test_stop_tokens(model):
     tokens = recomputed(PROMPTS[2])
     engine = engine_of(model)
@@ -162,6 +174,7 @@ def test_stop_tokens(model):
     assert sum(len(event.logprobs) for event in client.events) == len(client.tokens)
 
 
+@pytest.mark.full
 def test_logprobs_are_those_of_the_model(model):
     client = Client(engine := engine_of(model), PROMPTS[1], logprobs=3)
     run(engine)
@@ -175,6 +188,7 @@ def test_logprobs_are_those_of_the_model(model):
         np.testing.assert_allclose([one.logprob, *[x for _, x in one.top]], [row[token], *row[best]], atol=1e-4)
 
 
+@pytest.mark.full
 def test_cancelled_requests_end_and_return_their_pages(model):
     engine = engine_of(model, max_requests=2, max_step_tokens=8)
     clients = [Client(engine, prompt) for prompt in PROMPTS]
@@ -193,6 +207,7 @@ def test_cancelled_requests_end_and_return_their_pages(model):
     assert clients[1].reason == "length"
 
 
+@tiers(full={"fails_at": [1, 4]}, rest="long")
 @pytest.mark.parametrize("fails_at", [1, 3, 4])
 def test_a_failed_step_ends_its_requests_alone(fails_at, model, monkeypatch):
     engine = engine_of(model, max_requests=2)
@@ -205,6 +220,7 @@ def test_a_failed_step_ends_its_requests_alone(fails_at, model, monkeypatch):
     assert [x.tokens for x in clients[2:]] == [recomputed(prompt) for prompt in PROMPTS[2:]]
 
 
+@tiers(full={"prefix_cache": True}, rest="long")
 @pytest.mark.parametrize("prefix_cache", [False, True])
 def test_pages_out_of_every_window_are_dropped(prefix_cache):
     """Two requests of 60 tokens would use 30 pages; 9 keys are on 4 at most."""
@@ -225,6 +241,7 @@ def test_pages_out_of_every_window_are_dropped(prefix_cache):
     run(dropping)
 
 
+@pytest.mark.full
 def test_tensor_parallel():
     known = expected("gemma3")
     mesh = jax.make_mesh((2,), ("model",), devices=jax.devices()[:2])
@@ -238,6 +255,7 @@ def test_tensor_parallel():
     assert [shard.data.shape[3] for shard in shards] == [model.config.num_kv_heads // 2] * 2
 
 
+@pytest.mark.full
 def test_a_mesh_that_does_not_divide_the_heads(model):
     model = Decoder(dataclasses.replace(SMALL, num_kv_heads=1), rngs=nnx.Rngs(0))
     mesh = jax.make_mesh((2,), ("model",), devices=jax.devices()[:2])
@@ -246,6 +264,7 @@ def test_a_mesh_that_does_not_divide_the_heads(model):
         engine_of(model)
 
 
+@tiers(full={"fails_at": [1, 4]}, rest="long")
 @pytest.mark.parametrize("fails_at", [1, 2, 4])
 def test_results_that_cannot_be_read_end_their_requests(fails_at, model, monkeypatch):
     """Even if no other step follows: computed again, they would fail for ever on a device that keeps failing."""
@@ -260,6 +279,7 @@ def test_results_that_cannot_be_read_end_their_requests(fails_at, model, monkeyp
     assert after.tokens == recomputed(PROMPTS[0])
 
 
+@pytest.mark.full
 def test_nothing_is_compiled_after_warm_up(model):
     make_step.cache_clear()  # other tests have compiled some of the programs
     engine, reports = engine_of(model, poison=False), []
@@ -279,6 +299,7 @@ def test_nothing_is_compiled_after_warm_up(model):
     assert not compiled
 
 
+@pytest.mark.full
 def test_a_thread_serves_until_it_is_stopped(model):
     engine = engine_of(model)
     engine.start()
@@ -289,6 +310,7 @@ def test_a_thread_serves_until_it_is_stopped(model):
         Client(engine, (1,))
 
 
+@pytest.mark.full
 def test_shutdown_without_grace_ends_every_request(model):
     engine = engine_of(model)
     engine.start()
@@ -299,6 +321,7 @@ def test_shutdown_without_grace_ends_every_request(model):
     engine.check()
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_fault_of_the_scheduler_ends_every_request(model, monkeypatch):
     engine = engine_of(model)
@@ -313,6 +336,7 @@ def test_a_fault_of_the_scheduler_ends_every_request(model, monkeypatch):
         Client(engine, (1,))
 
 
+@pytest.mark.full
 def test_longrope_rotates_all_keys_alike():
     config = load("phi3").config
     assert len(config.context_limits) == 2
@@ -320,6 +344,7 @@ def test_longrope_rotates_all_keys_alike():
     assert len(EngineOptions(page_size=4).pages(SMALL)) == 2
 
 
+@pytest.mark.full
 def test_a_warm_up_that_fails_compiles_nothing_more(monkeypatch):
     cancelled = threading.Event()
 

@@ -24,6 +24,7 @@ from tests.models.test_models import SMALL
 from tests.serving import test_streaming_llm_engine
 from tests.serving.test_engine_speculation import Foreseeing
 from tests.support.golden_models import ROOT, expected, load
+from tests.support.rows import tiers
 
 NAMES = ("int8", "float8_e4m3fn", "float8_e5m2")
 PAGE, PAGES, LENGTH = 4, 16, 64  # of the plain loop
@@ -87,6 +88,14 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
 ]
 
 
+@tiers(
+    full={"kind": [
+        "small-int8-{'max_step_tokens': 9, 'max_requests': 3}",
+        "small-float8_e4m3fn-{'cascade_bytes': 1, 'max_step_tokens': 64}",
+        "latent-float8_e4m3fn-{'draft_tokens': 3}",
+    ]},
+    rest="long",
+)  # fmt: skip
 @pytest.mark.parametrize(("kind", "name", "options"), CASES, ids=str)
 def test_tokens_are_those_of_a_loop_over_one_request(kind, name, options, monkeypatch):
     """Free pages are poisoned, and no page is lost. Accepted drafts of trees move, with their scales."""
@@ -105,6 +114,7 @@ def test_tokens_are_those_of_a_loop_over_one_request(kind, name, options, monkey
     assert (stats.accepted_tokens > 0) == ("draft_tokens" in options)
 
 
+@tiers(full={"name": "float8_e4m3fn"}, rest="long")
 @pytest.mark.parametrize("name", ["int8", "float8_e4m3fn"])
 def test_streaming_rotates_keys_of_eight_bits(name):
     streaming = test_streaming_llm_engine.STREAMING
@@ -117,6 +127,7 @@ def test_streaming_rotates_keys_of_eight_bits(name):
     assert engine.stats().preemptions > 0
 
 
+@tiers(full={"kind": "latent"}, rest="long")
 @pytest.mark.parametrize(("kind", "name"), [("small", "float8_e5m2"), ("latent", "float8_e4m3fn")])
 def test_generation_without_the_engine(kind, name):
     how = {"max_tokens": COUNT, "stop_tokens": (), "cache": "paged"}
@@ -126,6 +137,7 @@ def test_generation_without_the_engine(kind, name):
         generate(model_of("latent"), PROMPTS, cache_dtype="int8", **how)
 
 
+@pytest.mark.full
 def test_samples_of_a_prompt_copy_its_last_page():
     """With the scales of its tokens."""
     for name in NAMES:
@@ -139,6 +151,7 @@ def test_samples_of_a_prompt_copy_its_last_page():
 ERRORS = {"int8": 0.03, "float8_e4m3fn": 0.14, "float8_e5m2": 0.53}
 
 
+@tiers(full={"name": ["int8", "float8_e4m3fn"]}, rest="long")
 @pytest.mark.parametrize("name", NAMES)
 def test_log_probabilities_are_near_those_without(name):
     found = []
@@ -167,6 +180,7 @@ def test_poison_makes_every_number_of_a_page_nan(kind, name):
         assert not np.isnan(x[:, [0, 2, 3]]).any()
 
 
+@tiers(full={"name": None}, rest="long")
 @pytest.mark.parametrize(
     ("kind", "name", "bytes_of_token"),
     [("small", None, 2 * 2 * 8 * 4), ("small", "int8", 2 * 2 * (8 + 4)), ("latent", "float8_e4m3fn", 256 + 2 * 4 + 8)],
@@ -178,6 +192,7 @@ def test_bytes_of_a_token(kind, name, bytes_of_token):
     assert sum(x.nbytes for x in jax.tree.leaves(executor._state.cache)) == 2 * 100 * 4 * bytes_of_token
 
 
+@pytest.mark.full
 def test_tensor_parallel():
     """Scales lie beside the heads that they are of, and stay there: the same steps are not compiled twice."""
     prompts, tokens = expected("gemma3")["tokens"].tolist(), []

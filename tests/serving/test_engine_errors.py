@@ -56,6 +56,7 @@ def test_wrong_types(options, message):
         Request(**options)
 
 
+@pytest.mark.full
 def test_a_prompt_longer_than_the_cache(model):
     engine = engine_of(model, num_pages=6)
     with pytest.raises(ValueError, match="must be shorter than 20 tokens, what the pages of the cache hold"):
@@ -65,7 +66,8 @@ def test_a_prompt_longer_than_the_cache(model):
     assert len(client.tokens) == 5
 
 
-@pytest.mark.parametrize("max_waiting", [0, pytest.param(2, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("max_waiting", [0, 2])
 def test_a_full_queue(max_waiting, model):
     """Requests that can start at once do not wait; nor do some of `n` samples."""
     engine = engine_of(model, max_waiting=max_waiting)

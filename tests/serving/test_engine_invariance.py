@@ -20,6 +20,7 @@ from flax_layers.serving.device.penalties import Penalties
 from tests.cases.engine_cases import PROMPTS, SIZES, SYSTEM, Client, run, submit
 from tests.cases.train_cases import counted_compilations
 from tests.models.test_models import SMALL
+from tests.support.rows import tiers
 
 LAYERS = {
     "one of two in a window": SMALL.layers,
@@ -98,6 +99,13 @@ BATCHES = [
 ]
 
 
+@tiers(
+    full={"layers": [
+        "one of two in a window-float32-{}", "one of two in a window-float32-{'max_step_tokens': 9}",
+        "one of two in a window-bfloat16-{}", "all in windows-float32-{'max_step_tokens': 11}",
+    ]},
+    rest="long",
+)  # fmt: skip
 @pytest.mark.parametrize(("layers", "dtype", "options"), BATCHES, ids=str)
 def test_a_request_gets_the_same_bits_alone_and_among_sixteen_others(layers, dtype, options):
     decoder, engine = model(layers, dtype), engine_of(model(layers, dtype), **options)
@@ -119,6 +127,7 @@ def test_on_a_gpu(dtype):
         assert together(engine_of(decoder)) == each_alone(decoder)
 
 
+@pytest.mark.full
 def test_samples_of_a_prompt():
     """They share its pages, copy the last one, and take their first tokens from the same logits."""
     engine = engine_of(model())
@@ -133,12 +142,14 @@ def test_samples_of_a_prompt():
         assert heard(sample) == heard(client)
 
 
+@pytest.mark.full
 def test_without_it_the_batch_changes_bits():
     """Else the tests above would show nothing."""
     decoder, usual = plain_model(), {"batch_invariant": False}
     assert together(engine_of(decoder, **usual)) != each_alone(decoder, **usual)
 
 
+@pytest.mark.full
 def test_there_is_one_program_and_nothing_is_compiled_after_warm_up():
     engine, reports = engine_of(model(), cascade_bytes=1), []
     assert len(engine.options.shapes(engine.config)) == 1

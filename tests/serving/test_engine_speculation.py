@@ -27,6 +27,7 @@ from tests.cases.engine_cases import COUNT, PROMPTS, SYSTEM, Client, engine_of, 
 from tests.cases.train_cases import counted_compilations
 from tests.models.test_models import SMALL
 from tests.support.golden_models import ROOT, expected, logits_of
+from tests.support.rows import tiers
 
 LONG = 24
 REPEATED = [(1, 2, 3, 4) * 4, (5,) * 9, (*SYSTEM, *SYSTEM[:6])]
@@ -100,6 +101,7 @@ def accepted(engine: Engine) -> int:
 # --- greedy
 
 
+@tiers(full={"options": "{'draft_tokens': 3, 'max_step_tokens': 9}"}, rest="long")
 @pytest.mark.parametrize(
     "options",
     [
@@ -119,6 +121,7 @@ def test_tokens_are_those_of_full_recomputation(options, model, foresee):
     assert (engine.stats().hit_tokens > 0) == engine.options.prefix_cache
 
 
+@pytest.mark.full
 def test_staggered_arrivals(model, foresee):
     foresee({prompt: recomputed(prompt) for prompt in PROMPTS})
     engine = engine_of(model, max_step_tokens=19, draft_tokens=6)
@@ -126,6 +129,7 @@ def test_staggered_arrivals(model, foresee):
     assert accepted(engine) > 16
 
 
+@tiers(full={"num_pages": 12}, rest="long")
 @pytest.mark.parametrize("num_pages", [12, 14])
 def test_preemption_changes_no_token(num_pages, model, foresee):
     prompts = [(1, 2, 3), (9,) * 7, (60,), SYSTEM[:8], (2, 4, 6)]
@@ -136,6 +140,7 @@ def test_preemption_changes_no_token(num_pages, model, foresee):
     assert accepted(engine) > 0
 
 
+@pytest.mark.full
 def test_what_was_accepted_is_shared(model, foresee):
     """Its pages are hit by a request that goes on where the first one ended."""
     foresee({PROMPTS[1]: recomputed(PROMPTS[1]), (prompt := (*PROMPTS[1], *recomputed(PROMPTS[1])[:9])): []})
@@ -149,6 +154,7 @@ def test_what_was_accepted_is_shared(model, foresee):
     assert accepted(engine) > 0
 
 
+@pytest.mark.full
 def test_a_budget_gives_prompts_precedence(model, foresee):
     """Drafts take what decoding and prompts leave."""
     foresee({PROMPTS[0]: recomputed(PROMPTS[0]), PROMPTS[1]: recomputed(PROMPTS[1])})
@@ -164,6 +170,7 @@ def test_a_budget_gives_prompts_precedence(model, foresee):
     assert accepted(engine) > 0
 
 
+@pytest.mark.full
 def test_repetitive_text_takes_fewer_steps(model):
     """By real look-up; both engines give the same tokens."""
     plain, speculating = engine_of(model, num_pages=200), engine_of(model, num_pages=200, draft_tokens=7, draft_match=1)
@@ -174,6 +181,7 @@ def test_repetitive_text_takes_fewer_steps(model):
     assert plain.stats().drafted_tokens == 0
 
 
+@tiers(full={"place": 2}, rest="long")
 @pytest.mark.parametrize("place", range(2, 9, 2))
 def test_a_stop_token_inside_an_accepted_run(place, model, foresee):
     tokens = recomputed(PROMPTS[2])
@@ -188,6 +196,7 @@ def test_a_stop_token_inside_an_accepted_run(place, model, foresee):
     assert engine.stats().generated_tokens == len(client.tokens) + COUNT
 
 
+@tiers(full={"most": [2, 5]}, rest="long")
 @pytest.mark.parametrize("most", [1, 2, 5])
 def test_limits_inside_an_accepted_run(most, model, foresee):
     foresee({PROMPTS[0]: recomputed(PROMPTS[0]), SYSTEM: recomputed(SYSTEM)})
@@ -209,6 +218,7 @@ def in_windows() -> Decoder:
     return Decoder(config, implementation="xla", rngs=nnx.Rngs(0))
 
 
+@tiers(full={"prefix_cache": True}, rest="long")
 @pytest.mark.parametrize(("make", "prefix_cache"), [(with_alibi, True), (in_windows, False)])
 def test_biases_and_windows(make, prefix_cache, foresee):
     """Of positions, not of rows: also where all layers have windows, and pages out of them are dropped."""
@@ -226,6 +236,7 @@ def test_biases_and_windows(make, prefix_cache, foresee):
 # --- sampled
 
 
+@tiers(full={"sampling": "sampling0"}, rest="long")
 @pytest.mark.parametrize("sampling", [Sampling(0.9, top_k=40, top_p=0.95, seed=7), Sampling(0.7, min_p=0.1, seed=5)])
 def test_a_seed_draws_the_tokens_that_it_draws_without_speculation(sampling, model, foresee):
     right = outputs(engine_of(model), PROMPTS, sampling=sampling)
@@ -235,6 +246,7 @@ def test_a_seed_draws_the_tokens_that_it_draws_without_speculation(sampling, mod
     assert accepted(engine) > 10
 
 
+@pytest.mark.full
 def test_other_requests_beside_speculated_ones(model, foresee):
     """Penalties and log probabilities are not speculated, and come out as without."""
     options = [
@@ -260,6 +272,7 @@ def test_other_requests_beside_speculated_ones(model, foresee):
             assert [token for token, _ in one.top] == [token for token, _ in other.top]
 
 
+@pytest.mark.long
 def test_tensor_parallel(foresee):
     known = expected("gemma3")
     mesh = jax.make_mesh((2,), ("model",), devices=jax.devices()[:2])
@@ -274,6 +287,7 @@ def test_tensor_parallel(foresee):
 # --- the loop around the step
 
 
+@tiers(full={"when_read": True}, rest="long")
 @pytest.mark.parametrize("when_read", [False, True])
 def test_a_failed_step_ends_its_requests_alone(when_read, model, foresee, monkeypatch):
     foresee({prompt: recomputed(prompt) for prompt in PROMPTS})
@@ -286,6 +300,7 @@ def test_a_failed_step_ends_its_requests_alone(when_read, model, foresee, monkey
     assert [x.tokens for x in clients[2:]] == [recomputed(prompt) for prompt in PROMPTS[2:]]
 
 
+@pytest.mark.full
 def test_cancelled_requests_return_their_pages(model, foresee):
     foresee({prompt: recomputed(prompt) for prompt in PROMPTS})
     engine = engine_of(model, draft_tokens=7)
@@ -298,6 +313,7 @@ def test_cancelled_requests_return_their_pages(model, foresee):
     assert [x.tokens for x in clients[1:]] == [recomputed(prompt) for prompt in PROMPTS[1:]]
 
 
+@pytest.mark.full
 def test_nothing_is_compiled_after_warm_up(model):
     engine = engine_of(model, poison=False, draft_tokens=5, draft_match=1)
     engine.warm_up()
@@ -343,6 +359,7 @@ def test_wrong_options(options, message):
         EngineOptions(**options)
 
 
+@tiers(full={"held": "float8_e4m3fn"}, rest="long")
 @pytest.mark.parametrize(
     ("dtype", "held"),
     [("bfloat16", None), ("float16", None), ("float32", None), ("float32", "int8"), ("float32", "float8_e4m3fn")],
@@ -368,6 +385,7 @@ def test_a_step_holds_no_second_cache(dtype, held):
     assert max(temporary) < 0.05 * size
 
 
+@pytest.mark.full
 def test_drafts_beside_a_shared_prefix_that_is_read_once(model):
     """A step is either of both: drafts where a request has some, a cascade otherwise."""
     engine = engine_of(model, draft_tokens=3, cascade_bytes=1, max_step_tokens=64)
@@ -379,11 +397,13 @@ def test_drafts_beside_a_shared_prefix_that_is_read_once(model):
     assert engine.stats().drafted_tokens > 0
 
 
+@pytest.mark.full
 def test_streaming_is_refused():
     with pytest.raises(ValueError, match=r"`draft_tokens` must be 0 with `streaming`, .* Got 3\. Leave one of"):
         EngineOptions(draft_tokens=3, streaming=Streaming())
 
 
+@pytest.mark.full
 def test_look_up_is_off_by_default(model, monkeypatch):
     monkeypatch.setattr(drafts, "PromptLookup", None)
     engine = engine_of(model)

@@ -18,6 +18,7 @@ from tests.cases import engine_cases
 from tests.cases.engine_cases import COUNT, PROMPTS, SYSTEM, Client, engine_of, fail_once, recomputed, run, submit
 from tests.cases.train_cases import counted_compilations
 from tests.models.test_models import SMALL
+from tests.support.rows import in_turns, tiers
 
 SEEDED = [Sampling(1.0, seed=seed) for seed in range(4)]
 
@@ -40,6 +41,7 @@ def count_prompt_tokens(engine: Engine) -> list[int]:
     return counts
 
 
+@tiers(full={"options": "{}"}, rest="long")
 @pytest.mark.parametrize("options", [{}, {"max_step_tokens": 8}, {"page_size": 16}, {"prefix_cache": False}], ids=str)
 def test_a_prompt_is_computed_once_and_greedy_tokens_are_those_of_full_recomputation(options, model):
     """Prompts that end inside a page, at its end, after its first token, and within the first page."""
@@ -61,6 +63,7 @@ OTHERS = [
 ]
 
 
+@tiers(full={"each": "seeds"}, rest="long")
 @pytest.mark.parametrize("each", [[{"sampling": x} for x in SEEDED], OTHERS], ids=["seeds", "mixed"])
 def test_samples_get_the_tokens_of_separate_requests(each, model):
     engine = engine_of(model)
@@ -78,6 +81,7 @@ def test_samples_get_the_tokens_of_separate_requests(each, model):
     assert len({tuple(x.tokens) for x in samples}) == len(samples)
 
 
+@pytest.mark.full
 def test_samples_that_must_wait_copy_the_page_of_one_that_runs(model):
     """Two run at once. The third and fourth compute one token, from the page of a sample that is still running."""
     engine = engine_of(model, max_requests=2)
@@ -90,6 +94,7 @@ def test_samples_that_must_wait_copy_the_page_of_one_that_runs(model):
     assert [x.ticket.hit_tokens for x in samples] == [0, 19, 18, 18]
 
 
+@tiers(full={"num_pages": 9}, rest="long")
 @pytest.mark.parametrize("num_pages", [9, 13])
 def test_preemption_changes_no_token(num_pages, model):
     engine = engine_of(model, num_pages=num_pages)
@@ -102,6 +107,7 @@ def test_preemption_changes_no_token(num_pages, model):
     assert [x.tokens for x in samples] == [x.tokens for x in expected]
 
 
+@tiers(full={"cancelled": ["0-1", "2-0", "2-4"]}, rest="long")
 @pytest.mark.parametrize(("cancelled", "steps"), [*itertools.product((0, 2), (0, 1, 2, 4))])
 def test_a_cancelled_sample_takes_none_with_it(cancelled, steps, model):
     engine = engine_of(model, max_step_tokens=8)  # three steps of prefill
@@ -116,6 +122,7 @@ def test_a_cancelled_sample_takes_none_with_it(cancelled, steps, model):
         assert number == cancelled or sample.tokens == recomputed(SYSTEM[:19])
 
 
+@pytest.mark.full
 def test_random_samples_and_cancellations_lose_no_page(model):
     engine, clients = engine_of(model, num_pages=13, max_requests=5, max_step_tokens=9), []
     rng = np.random.default_rng(0)
@@ -135,6 +142,8 @@ def test_random_samples_and_cancellations_lose_no_page(model):
         assert sample.tokens == recomputed(prompt)[: limit if sample.reason == "length" else len(sample.tokens)]
 
 
+@pytest.mark.full
+@in_turns
 @pytest.mark.parametrize("when_read", [False, True])
 @pytest.mark.parametrize("fails_at", [1, 2, 3])
 def test_a_failed_step_ends_the_samples_in_it(fails_at, when_read, model, monkeypatch):
@@ -148,6 +157,7 @@ def test_a_failed_step_ends_the_samples_in_it(fails_at, when_read, model, monkey
     assert all(x.tokens == recomputed(SYSTEM[:19]) for x in samples if x not in failed)
 
 
+@pytest.mark.full
 def test_layers_with_windows():
     """The pages of a long prompt are dropped before it ends, so not all of them can be shared."""
     config = dataclasses.replace(SMALL, layers=(LayerConfig(window=9), LayerConfig(window=5)))
@@ -162,6 +172,7 @@ def test_layers_with_windows():
         assert tokens == [tokens[0]] * 4
 
 
+@pytest.mark.full
 def test_drafts_beside_samples(model):
     engine = engine_of(model, draft_tokens=3, max_step_tokens=32)
     counts = count_prompt_tokens(engine)
@@ -171,6 +182,7 @@ def test_drafts_beside_samples(model):
     assert sum(counts) == len(PROMPTS[1])
 
 
+@pytest.mark.full
 def test_nothing_is_compiled_after_warm_up(model):
     engine = engine_of(model, poison=False, max_requests=4)
     engine.warm_up()

@@ -109,6 +109,7 @@ def test_request_ids_and_the_access_log(engine, caplog):
     assert "secret-key" not in caplog.text
 
 
+@pytest.mark.full
 def test_a_fault_of_the_server_has_the_id_of_its_request(engine, monkeypatch):
     monkeypatch.setattr("flax_layers.serving.api.http.ChoiceText.push", lambda *_: 1 / 0)
     app = app_of(engine)

@@ -39,6 +39,7 @@ from tests.support.served import (
 pytestmark = pytest.mark.usefixtures("no_page_is_lost")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("path", [COMPLETIONS, CHATS])
 @pytest.mark.parametrize("stream", [False, True])
 def test_answers_match_the_schema(path, stream, engine):
@@ -59,6 +60,7 @@ def test_answers_match_the_schema(path, stream, engine):
     assert len(set(texts)) == 3
 
 
+@pytest.mark.full
 def test_other_formats(engine):
     of = lambda **body: completion(engine, max_tokens=100, temperature=1, seed=3, **body)["choices"][0]
     assert re.fullmatch("(yes|no), .{3}", of(response_format=regex("(yes|no), .{3}"))["text"])
@@ -70,6 +72,7 @@ def test_other_formats(engine):
     assert of(response_format={"type": "text"}) == of(response_format=None) == of()
 
 
+@pytest.mark.full
 def test_stop_strings_lengths_and_log_probabilities(engine):
     whole = completion(engine, max_tokens=200, response_format=schema(PERSON), logprobs=1)["choices"][0]
     assert "".join(whole["logprobs"]["tokens"][:9]) == '{"name":"'
@@ -82,6 +85,7 @@ def test_stop_strings_lengths_and_log_probabilities(engine):
         json.loads(short["text"])
 
 
+@pytest.mark.full
 def test_a_client_that_leaves(engine):
     async def run() -> None:
         body = {**GREEDY, "max_tokens": 900, "stream": True, "response_format": regex("[a-z]{800}")}
@@ -97,6 +101,7 @@ def test_a_client_that_leaves(engine):
     assert engine.stats().generated_tokens - before < 700
 
 
+@pytest.mark.full
 def test_slow_grammars_delay_no_other_request(engine, monkeypatch):
     """Requests without constraints are answered while more grammars compile than there are threads for them."""
     opened = threading.Event()
@@ -119,6 +124,7 @@ def test_slow_grammars_delay_no_other_request(engine, monkeypatch):
     asyncio.run(run())
 
 
+@pytest.mark.full
 def test_a_step_that_cannot_go_on(engine, monkeypatch):
     import llguidance
 
@@ -145,6 +151,7 @@ def test_without_llguidance(monkeypatch):
         Guides(ByteTokenizer(), CONFIG.vocabulary)
 
 
+@pytest.mark.full
 def test_the_official_client_reads_models_of_pydantic(engine):
     import openai
     import pydantic

@@ -141,6 +141,7 @@ def chunks_of(messages: list[dict]) -> list[dict]:
     return [json.loads(event.removeprefix("data: ")) for event in events]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("leaves", [pytest.param(False, marks=pytest.mark.full), True])
 def test_a_backlog_is_written_in_turns(leaves, engine, monkeypatch):
     """Others have their turn between two of them, and a client that leaves meanwhile is noticed."""
@@ -173,6 +174,7 @@ def test_a_backlog_is_written_in_turns(leaves, engine, monkeypatch):
     asyncio.run(run())
 
 
+@pytest.mark.full
 def test_a_client_that_is_far_behind_loses_no_token_but_gets_no_more(engine, monkeypatch):
     whole = completion(engine, max_tokens=300)["choices"][0]["text"]
     monkeypatch.setattr("flax_layers.serving.api.http.MAX_BACKLOG", 60)
@@ -199,6 +201,7 @@ def test_a_client_that_is_far_behind_loses_no_token_but_gets_no_more(engine, mon
     assert ask(app_of(engine), COMPLETIONS, LONG).json()["usage"]["completion_tokens"] == 900  # not streamed
 
 
+@pytest.mark.full
 def test_random_cancellations_lose_no_page(engine):
     app, chance = app_of(engine), random.Random(0)
 

@@ -22,6 +22,7 @@ from flax_layers.serving.api.prompts import Prompts, longest_token
 from flax_layers.serving.api.transport import ApiError
 from flax_layers.serving.demo_model import ByteTokenizer
 from tests.support.golden_models import ROOT
+from tests.support.rows import tiers
 from tests.support.served import CHATS, COMPLETIONS, HELLO, SERVED, ask, client
 
 SPACE, FALLBACK = "\N{LOWER ONE EIGHTH BLOCK}", [f"<0x{byte:02X}>" for byte in range(256)]
@@ -91,6 +92,7 @@ def count(tokenizer: Library, text: str) -> int:
     return len(tokenizer.encode(text, add_special_tokens=False).ids)
 
 
+@tiers(full={"name": ["byte level", "unknown characters by themselves"]})
 @given(text=TEXTS)
 @pytest.mark.parametrize("name", BOUNDED)
 def test_no_token_covers_more(name, text):

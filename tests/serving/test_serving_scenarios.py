@@ -29,6 +29,7 @@ from pallas_kernels.split_kv.work import Work, requests_on_host
 from tests.cases import engine_cases
 from tests.cases.engine_cases import PROMPTS, SYSTEM, Client, engine_of, recomputed, run
 from tests.models.test_models import SMALL
+from tests.support.rows import tiers
 from tests.support.specs import spec_of
 
 D, PAGE = 8, 4
@@ -288,6 +289,12 @@ def too_long_for_the_pages():
     assert other.tokens == recomputed((1, 2, 3))
 
 
+@tiers(
+    default={"words": [
+        "a step is planned and packed by the host alone, and the same each time",
+        "a tree that is a chain is causal attention, bit by bit",
+    ]}
+)  # fmt: skip
 @pytest.mark.parametrize("words", SCENARIOS)
 def test_scenario(words):
     SCENARIOS[words]()

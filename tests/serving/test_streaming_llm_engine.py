@@ -14,6 +14,7 @@ from flax_layers.serving import Engine, EngineOptions, Streaming
 from flax_layers.serving.device.penalties import Penalties
 from tests.cases import streaming_llm_cases as oracle
 from tests.cases.engine_cases import Client, run
+from tests.support.rows import tiers
 
 STREAMING = Streaming(sinks=3, window=9)
 SIZES = {
@@ -56,6 +57,7 @@ def check_tokens(client: Client, count: int = COUNT) -> None:
 OPTIONS = [{}, {"max_step_tokens": 4}, {"prefix_cache": False}, {"page_size": 1, "num_pages": 100}, {"page_size": 16}]
 
 
+@tiers(full={"options": "{}"}, rest="long")
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_tokens_are_those_of_the_oracle(options):
     engine = engine_of(**options)
@@ -68,6 +70,7 @@ def test_tokens_are_those_of_the_oracle(options):
     assert (engine.stats().hit_tokens > 0) == shares
 
 
+@tiers(full={"prefix_cache": "False-16"}, rest="long")
 @pytest.mark.parametrize(("prefix_cache", "chunk"), [(False, 5), (False, 16), (True, 1), (True, 16)])
 def test_pages_are_bounded(chunk, prefix_cache):
     """Of a long prompt in chunks, and of 60 tokens after it. A shared prefix is held until the window has left it."""
@@ -89,6 +92,7 @@ def test_pages_are_bounded(chunk, prefix_cache):
     check_tokens(client, 60)
 
 
+@pytest.mark.full
 def test_a_prompt_and_a_text_longer_than_the_cache():
     engine = engine_of(num_pages=1 + SINKS + WINDOW, max_requests=1)
     client = Client(engine, SYSTEM * 5, max_tokens=50)
@@ -97,6 +101,7 @@ def test_a_prompt_and_a_text_longer_than_the_cache():
     assert engine.stats().preemptions == 0
 
 
+@tiers(full={"options": "{'num_pages': 12, 'prefix_cache': False}"}, rest="long")
 @pytest.mark.parametrize(
     "options", [{"num_pages": 6}, {"num_pages": 9}, {"num_pages": 12, "prefix_cache": False}], ids=str
 )
@@ -113,6 +118,7 @@ def test_preemption_changes_no_token(options):
         check_tokens(client, COUNT + 10 * n if n < 3 else COUNT)
 
 
+@pytest.mark.full
 def test_prompts_that_starve_each_other(monkeypatch):
     """If no prompt gets a page for its next token, the last one gives its pages to the others."""
     engine = engine_of(max_step_tokens=8)
@@ -131,6 +137,7 @@ def test_prompts_that_starve_each_other(monkeypatch):
         check_tokens(client)
 
 
+@pytest.mark.full
 def test_prefixes_are_shared_up_to_the_size():
     engine = engine_of()
     hits = []
@@ -142,6 +149,7 @@ def test_prefixes_are_shared_up_to_the_size():
     assert hits == [0, 12, 12, 8]
 
 
+@pytest.mark.full
 def test_cancelled_requests_return_their_pages():
     engine = engine_of(max_step_tokens=7)
     clients = [Client(engine, prompt * 3, max_tokens=COUNT) for prompt in PROMPTS]
@@ -154,6 +162,7 @@ def test_cancelled_requests_return_their_pages():
         check_tokens(client)
 
 
+@pytest.mark.full
 def test_draws_and_penalties_know_the_whole_sequence():
     """A seed draws by the position in the sequence, and a penalty counts tokens whose pages are gone."""
     sampling = Sampling(1.0, seed=3)
@@ -170,6 +179,7 @@ def test_draws_and_penalties_know_the_whole_sequence():
     assert len(set(outputs[0][1])) > 20
 
 
+@tiers(full={"count": 2000}, rest="long")
 @pytest.mark.parametrize("count", [2_000, 20_000])
 def test_thousands_of_tokens_in_twenty_pages(count):
     """Every token is that of the oracle, to the last one."""

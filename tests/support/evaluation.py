@@ -14,7 +14,6 @@ import pytest
 
 import jflex
 from pallas_kernels.triton.compiler.launch.installed import launcher
-from tests import tiers
 from tests.cases.table import Case
 from tests.support import dropout_bits, oracle, tolerance
 from tests.support.haste import compiled_in_haste
@@ -207,9 +206,8 @@ def everything(case: Case, backend: str) -> Results:
     """Out, lse and all gradients by a backend."""
     attend = lambda x, blocks, q, k, v, floats: call(case, backend, q, k, v, {**x.score, **floats}, x.mask, blocks)
     drawn = poisoned(case)
-    # `xla` as users run it in the cases of the short run; it takes twice as long to compile.
-    as_users = case.name in tiers.COMPILED_AS_USERS
-    optimised = jax.default_backend() == "gpu" or (backend == "xla" and as_users)
+    # `xla` as users run it in one case; it takes twice as long to compile.
+    optimised = jax.default_backend() == "gpu" or (backend == "xla" and case.name == "causal")
     if "emulated" in backend:
         with emulated():
             return _differentiated(case, drawn, attend, block_mask(case), in_haste=True, compiled=False)

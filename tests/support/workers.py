@@ -1,31 +1,25 @@
-"""Which tests `pytest -n` keeps on one worker: those of a case, which share what an implementation computes of it.
+"""Tests that `pytest -n` keeps on one worker: those of a case, which share what an implementation computes of it.
 
-By the names of tests: pytest 9.2 gives no effect to the mark `xdist_group`, from which pytest-xdist 3.8 makes names.
+By the ids of tests: the scheduler of pytest-xdist knows nothing else of them.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
-from tests.tiers import TABLES
 
-_IMPLEMENTATIONS = ("xla-", "triton-interpret-", "reference-", "emulated-")
+@functools.cache
+def _names_of_cases() -> frozenset[str]:
+    from tests.cases import hopper_cases, table
+
+    return frozenset(case.name for case in [*table.CASES, *table.LENGTHS, *hopper_cases.HOPPER])
 
 
 def group_of(test: str) -> str:
-    """The group of a test, by its name; that of most is the test itself."""
-    path, _, name = test.partition("::")
-    module = path.rpartition("/")[2].removesuffix(".py")
-    _, has_parameters, parameters = name.removesuffix("]").partition("[")
-    if not has_parameters:
-        return test
-    if module == "test_containment":
-        return f"{module}-{parameters.partition('-')[0]}"
-    if module not in TABLES:
-        return test
-    for implementation in _IMPLEMENTATIONS:
-        parameters = parameters.removeprefix(implementation)
-    return parameters
+    """The group of a test: the last of its parameters if that is a case of the table, else the test itself."""
+    last = test.removesuffix("]").rpartition("[")[2].rpartition("-")[2]
+    return last if test.endswith("]") and last in _names_of_cases() else test
 
 
 def scheduler(config: Any, log: Any) -> Any:

@@ -15,6 +15,7 @@ from flax_layers.demo.__main__ import create_trainer, main
 from flax_layers.demo.model import ByteDecoder, Sizes, document_mask
 from flax_layers.train import Recipe
 from tests.cases.train_cases import counted_compilations
+from tests.support.rows import tiers
 
 SMALL = Sizes(width=16, layers=2, heads=2, kv_heads=1)
 
@@ -24,6 +25,7 @@ def corpus() -> data.Corpus:
     return data.read_corpus()
 
 
+@pytest.mark.full
 def test_corpus_is_split_by_file(corpus: data.Corpus):
     again = data.read_corpus()
     assert [len(text) for text in corpus.held_out] == [len(text) for text in again.held_out]
@@ -31,6 +33,7 @@ def test_corpus_is_split_by_file(corpus: data.Corpus):
     assert not {text.tobytes() for text in corpus.training} & {text.tobytes() for text in corpus.held_out}
 
 
+@pytest.mark.full
 def test_rows_are_full_of_documents_of_different_lengths(corpus: data.Corpus):
     rows = list(itertools.islice(data.packed_rows(corpus.training, 4, 512, seed=0), 3))
     everything = {text.tobytes() for text in corpus.training}
@@ -48,6 +51,7 @@ def test_rows_are_full_of_documents_of_different_lengths(corpus: data.Corpus):
     np.testing.assert_array_equal(again.tokens, rows[0].tokens)
 
 
+@pytest.mark.full
 def test_unigram_loss_is_the_cross_entropy_of_byte_counts():
     texts = [np.array([0, 0, 1], np.uint8)]
     rows = [data.Rows(np.array([[9, 0, 1, 1]]), np.array([[0, 0, 0, 1]]))]  # scores the bytes 0 and 1
@@ -55,6 +59,7 @@ def test_unigram_loss_is_the_cross_entropy_of_byte_counts():
     assert data.unigram_loss(texts, rows) == pytest.approx(expected)
 
 
+@pytest.mark.full
 def test_block_mask_is_the_dense_mask():
     documents = np.sort(np.random.default_rng(0).integers(0, 5, (2, 300)), axis=1).astype(np.int32)
     found = document_mask(jnp.asarray(documents)).to_elements()
@@ -63,6 +68,7 @@ def test_block_mask_is_the_dense_mask():
     np.testing.assert_array_equal(found[:, 0], expected)
 
 
+@pytest.mark.full
 def test_a_byte_sees_only_what_comes_before_it_in_its_document():
     model = ByteDecoder(SMALL, rngs=nnx.Rngs(0))
     generator = np.random.default_rng(0)
@@ -75,6 +81,7 @@ def test_a_byte_sees_only_what_comes_before_it_in_its_document():
     np.testing.assert_array_equal(seen, (np.arange(40) >= 20) & (np.arange(40) < 25))
 
 
+@pytest.mark.full
 def test_loss_leaves_out_places_before_a_new_document():
     trainer = create_trainer(ByteDecoder(SMALL, rngs=nnx.Rngs(0)), 1e-3, 1)
     tokens = np.random.default_rng(0).integers(0, 256, (1, 12)).astype(np.int32)
@@ -83,6 +90,7 @@ def test_loss_leaves_out_places_before_a_new_document():
     assert packed == pytest.approx((4 * alone[0] + 6 * alone[1]) / 10, rel=1e-5)
 
 
+@pytest.mark.full
 def test_every_parameter_gets_a_gradient_and_the_slopes_do():
     model = ByteDecoder(SMALL, rngs=nnx.Rngs(0))
     tokens = np.random.default_rng(0).integers(0, 256, (2, 48)).astype(np.int32)
@@ -92,6 +100,7 @@ def test_every_parameter_gets_a_gradient_and_the_slopes_do():
         assert np.abs(gradients["blocks"][index]["score_mod"]["slopes"][...]).max() > 0
 
 
+@tiers(full={"implementation": "reference"}, rest="long")
 @pytest.mark.parametrize("implementation", ["xla", "reference"])
 def test_steps_with_new_document_boundaries_compile_once(corpus: data.Corpus, implementation: str):
     steps = 100 if implementation == "xla" else 5
@@ -106,18 +115,21 @@ def test_steps_with_new_document_boundaries_compile_once(corpus: data.Corpus, im
         assert np.mean(losses[-10:]) < first - 1.5
 
 
+@pytest.mark.full
 def test_the_count_of_compilations_sees_one():
     with counted_compilations() as compiled:
         jax.jit(lambda x: x * 3.25 + 1)(np.ones((3, 7), np.float32))
     assert compiled
 
 
+@pytest.mark.full
 def test_schedule_fits_any_number_of_steps():
     for steps in (1, 2, 1000):
         rates = [float(Recipe(steps, 1e-3).schedule()(step)) for step in range(steps + 1)]
         assert max(rates) == pytest.approx(1e-3)
 
 
+@pytest.mark.full
 def test_whole_demo(tmp_path, capsys):
     small = "--steps=3 --rows=2 --length=192 --width=16 --layers=1 --heads=2 --kv-heads=1"
     held_out_loss = main([*small.split(" "), f"--output={tmp_path}"])
@@ -133,6 +145,7 @@ def test_whole_demo(tmp_path, capsys):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.full
 def test_command_names_its_options():
     process = subprocess.run(
         [sys.executable, "-m", "flax_layers.demo", "--help"], capture_output=True, text=True, check=True

@@ -14,6 +14,7 @@ from flax_layers.generate import generate
 from flax_layers.generate.sequences import KINDS
 from flax_layers.models import Decoder
 from tests.support import evaluation
+from tests.support.rows import tiers
 
 SIZES = Sizes(width=32, layers=2, heads=4, kv_heads=2)
 PROMPTS = [b"def ", b"import os, sys\n\nclass", b"x"]
@@ -48,6 +49,7 @@ def recomputed(model: Decoder) -> tuple[list[bytes], float]:
     return texts, margin
 
 
+@tiers(full={"cache": "dense"}, rest="long")
 @pytest.mark.parametrize("cache", KINDS)
 def test_greedy_bytes_are_those_of_full_recomputation(cache, model, recomputed):
     texts, margin = recomputed
@@ -57,6 +59,7 @@ def test_greedy_bytes_are_those_of_full_recomputation(cache, model, recomputed):
     assert [prompt + bytes(result.tokens) for prompt, result in zip(PROMPTS, results, strict=True)] == texts
 
 
+@tiers(full={"cache": "dense"}, rest="long")
 @pytest.mark.parametrize("cache", KINDS)
 def test_samples_are_shown(cache, model, capsys):
     write_samples(model, parse_options(["--cache", cache, "--length", "8", "--temperature", "0"]))

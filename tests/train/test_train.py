@@ -15,6 +15,7 @@ from flax_layers.train.optimizer import REMAT
 from flax_layers.train.parallel import check_mesh
 from tests.cases import train_cases
 from tests.cases.train_cases import CONFIG, batch, counted_compilations
+from tests.support.rows import tiers
 
 MESHES = ["data=8", "fsdp=8", "data=4,model=2", "data=2,fsdp=2,model=2"]
 
@@ -34,6 +35,7 @@ def on_one_device():
     return three_steps(train_cases.trainer())
 
 
+@tiers(full={"mesh": "data=2,fsdp=2,model=2"}, rest="long")
 @pytest.mark.parametrize("mesh", MESHES)
 def test_losses_on_every_mesh_are_those_of_one_device(mesh: str, on_one_device):
     trainer = train_cases.trainer(mesh)
@@ -46,6 +48,7 @@ def test_losses_on_every_mesh_are_those_of_one_device(mesh: str, on_one_device):
     assert moments.sharding == kernel.sharding
 
 
+@tiers(full={"computation": ["computation1", "computation2"]}, rest="long")
 @pytest.mark.parametrize(
     "computation",
     [Computation(accumulate=4, loss_chunk=16), *(Computation(remat=name) for name in REMAT if name != "none")],
@@ -55,11 +58,13 @@ def test_how_a_step_is_computed_does_not_change_it(computation: Computation, on_
         np.testing.assert_allclose(found, expected, rtol=2e-5)
 
 
+@pytest.mark.full
 def test_accumulation_on_a_mesh(on_one_device):
     losses, *_ = three_steps(train_cases.trainer("data=2,model=2", Computation(accumulate=2)))
     np.testing.assert_allclose(losses, on_one_device[0], rtol=2e-5)
 
 
+@pytest.mark.full
 def test_nothing_compiles_after_the_first_step():
     trainer = train_cases.trainer("data=2,model=2")
     float(trainer.step(batch(0)).loss)
@@ -71,6 +76,7 @@ def test_nothing_compiles_after_the_first_step():
     assert not compiled
 
 
+@pytest.mark.full
 def test_learned_biases_train():
     trainer = train_cases.trainer()
     slopes = "blocks.1.score_mod.slopes"
@@ -80,6 +86,7 @@ def test_learned_biases_train():
     assert np.abs(np.asarray(trainer.state.parameters[slopes]) - before).min() > 0
 
 
+@tiers(full={"mesh": "data=2,fsdp=2,model=2"}, rest="long")
 @pytest.mark.parametrize("mesh", ["data=8", "data=4,model=2", "data=2,fsdp=2,model=2"])
 def test_a_step_gathers_no_keys_and_computes_in_bfloat16(mesh: str):
     """Over rows and heads, attention needs nothing of another device; parameters are gathered over `fsdp` alone."""
@@ -102,6 +109,7 @@ def lowered_step(trainer, rows: Rows) -> Any:
     return trainer._step.lower(trainer.state, trainer._on_devices(split, None, ("data", "fsdp")))
 
 
+@pytest.mark.full
 def test_the_state_is_updated_in_place():
     trainer = train_cases.trainer()
     memory = compiled_step(trainer, batch()).memory_analysis()
@@ -109,6 +117,7 @@ def test_the_state_is_updated_in_place():
     assert memory.alias_size_in_bytes > 0.99 * held
 
 
+@pytest.mark.full
 def test_flops_count_what_is_multiplied_and_seen():
     documents = np.array([[0, 0, 0, 1, 1, 2], [0, 0, 0, 0, 0, 0]])
     for window in (None, 2):
@@ -156,12 +165,14 @@ def test_a_mesh_of_more_devices_than_there_are():
         make_mesh(parse_mesh("data=64"))
 
 
+@pytest.mark.full
 def test_a_mesh_that_does_not_divide_a_parameter():
     config = dataclasses.replace(CONFIG, mlp_width=31, vocabulary=63)
     with pytest.raises(ValueError, match=r"(?s)does not divide .*blocks\.0\.mlp\.gate.*embed\.embedding"):
         train_cases.trainer("model=2,fsdp=4", config=config)
 
 
+@pytest.mark.full
 def test_rows_that_a_step_does_not_divide():
     trainer = train_cases.trainer("data=2", Computation(accumulate=2))
     with pytest.raises(InputError, match=r"`rows` must be a multiple of .*, 2, times .*, 2\. Got 6\. Change the batch"):

@@ -18,6 +18,7 @@ from flax_layers.train.parallel import check_length, check_strategy
 from jflex import context_parallel
 from tests.cases import train_cases
 from tests.support.layer_flavours import FLAVOURS
+from tests.support.rows import tiers
 from tests.train.test_train import compiled_step, lowered_step
 from tests.train.test_train_runs import SMALL, losses_of
 
@@ -62,6 +63,7 @@ def trainer_of(name, dtype=jnp.float32):
     return train_cases.trainer(mesh, how, CONFIG, dtype)
 
 
+@tiers(full={"name": "zigzag gathered"}, rest="long")
 @pytest.mark.parametrize("name", RUNS)
 def test_losses_and_gradients_are_those_of_one_device(name):
     (found, held_out, moments), (right, right_held_out, right_moments) = steps(trainer_of(name)), on_one_device()
@@ -71,6 +73,7 @@ def test_losses_and_gradients_are_those_of_one_device(name):
         np.testing.assert_allclose(moments[path], moment, rtol=1e-3, atol=1e-5 * np.abs(moment).max(), err_msg=path)
 
 
+@pytest.mark.full
 def test_the_order_is_zigzag_unless_another_is_named(monkeypatch):
     """Attention of every layer gets the order. If its tokens came in another one, the losses above would differ."""
     seen, attend = [], jflex.context_parallel_attention
@@ -87,6 +90,7 @@ def test_the_order_is_zigzag_unless_another_is_named(monkeypatch):
         assert all(found == order for found in seen)
 
 
+@tiers(full={"name": "zigzag gathered"}, rest="long")
 @pytest.mark.parametrize("name", ["zigzag gathered", "natural ring of four"])
 def test_a_step_sends_keys_alone_and_no_token_of_the_stream(name):
     """The order is taken of tokens that every device has, once; only attention sends along the axis of tokens."""
@@ -121,6 +125,7 @@ def test_wrong_input(check, message):
         check(make_mesh(parse_mesh("context=2")))
 
 
+@pytest.mark.full
 def test_a_run_goes_on_with_another_mesh(tmp_path):
     """The command on two meshes: the losses are those of one device, and a run changes its mesh when it resumes."""
     (tmp_path / "text.txt").write_bytes(np.random.default_rng(0).integers(97, 123, 32 * 80, np.uint8).tobytes())
@@ -133,6 +138,7 @@ def test_a_run_goes_on_with_another_mesh(tmp_path):
     np.testing.assert_allclose([*losses_of(tmp_path / "two").values()], [*expected.values()], rtol=1e-4)
 
 
+@tiers(full={"flavour": "linen"}, rest="long")
 @pytest.mark.parametrize("flavour", FLAVOURS)
 def test_a_layer_divides_its_tokens(flavour):
     mesh = make_mesh(parse_mesh("data=2,context=4"))

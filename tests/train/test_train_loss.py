@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from flax_layers.train import next_token_weights, summed_cross_entropy
+from tests.support.rows import tiers
 
 R, T, WIDTH, V = 3, 50, 8, 40
 
@@ -29,6 +30,7 @@ def drawn(dtype=jnp.float32, rows=R, length=T, vocabulary=V):
     return hidden, kernel, targets, jnp.asarray(rng.random((rows, length)) < 0.8, jnp.float32)
 
 
+@tiers(default={"chunk": 24, "softcap": None})
 @pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("chunk", [1, 24, 1000])
 def test_value_and_gradients_are_those_of_the_dense_loss(chunk: int, softcap: float | None):
@@ -40,6 +42,7 @@ def test_value_and_gradients_are_those_of_the_dense_loss(chunk: int, softcap: fl
     np.testing.assert_allclose(jax.jit(chunked)(hidden, kernel), expected[0], rtol=2e-6)
 
 
+@pytest.mark.full
 def test_gradients_of_the_kernel_are_summed_in_float32():
     hidden, kernel, _, _ = drawn(jnp.bfloat16, rows=4, length=256)
     loss = lambda h, k: summed_cross_entropy(h, k, targets, jnp.ones((4, 256)), 16)
@@ -53,6 +56,7 @@ def test_gradients_of_the_kernel_are_summed_in_float32():
     assert error < 2**-9  # a sum of 64 chunks in bfloat16 errs by more
 
 
+@pytest.mark.full
 def test_no_array_of_all_places_and_the_vocabulary_exists():
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in drawn(rows=2, length=2048, vocabulary=4096)]
 

@@ -24,6 +24,7 @@ from flax_layers.train.options import parse_options
 from flax_layers.train.setup import SHAPES
 from tests.cases import train_cases
 from tests.cases.train_cases import VOCABULARY
+from tests.support.rows import tiers
 
 SMALL = (  # noqa: SIM905
     "--tokenizer=bytes --sizes=width=16,mlp_width=32,num_heads=4,num_kv_heads=2,head_dim=8,layers=1,max_positions=64 "
@@ -54,6 +55,7 @@ def undisturbed(text, tmp_path_factory) -> pathlib.Path:
     return folder
 
 
+@pytest.mark.full
 def test_a_run_writes_its_losses_and_pictures(undisturbed):
     losses = losses_of(undisturbed)
     assert losses[6] < losses[1]
@@ -82,6 +84,7 @@ def interrupted_at(step: int, number: int = signal.SIGTERM):
     return changed
 
 
+@tiers(full={"number": 2}, rest="long")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_an_interrupted_run_goes_on_with_the_same_losses(text, undisturbed, tmp_path, monkeypatch, capsys, number):
     arguments = [*SMALL, f"--data={text}", f"--output={tmp_path}"]
@@ -98,6 +101,7 @@ def test_an_interrupted_run_goes_on_with_the_same_losses(text, undisturbed, tmp_
     assert losses_of(tmp_path) == losses_of(undisturbed)  # to the last bit
 
 
+@pytest.mark.full
 def test_a_stop_after_the_last_checkpoint_repeats_the_steps_since(text, undisturbed, tmp_path, monkeypatch):
     """As of a machine that fails: the log is cut back to the checkpoint."""
     arguments = [*SMALL, f"--data={text}", f"--output={tmp_path}"]
@@ -116,6 +120,7 @@ def test_a_stop_after_the_last_checkpoint_repeats_the_steps_since(text, undistur
     assert losses_of(tmp_path) == losses_of(undisturbed)
 
 
+@pytest.mark.full
 def test_a_checkpoint_of_another_run_is_refused(text, undisturbed):
     arguments = [*SMALL, f"--data={text}", f"--output={undisturbed}"]
     wider = SMALL[1].replace("width=16", "width=24", 1)
@@ -132,6 +137,7 @@ def small_run(folder: pathlib.Path, **changes) -> Any:
     return Run(trainer, checkpoints=checkpoints, log=Log(folder / "log.jsonl"), **changes)
 
 
+@pytest.mark.full
 def test_a_full_disk_leaves_the_last_good_checkpoint(text, undisturbed, tmp_path):
     """In a process of its own: a failed save leaves coroutines of orbax, which would warn in whichever test follows."""
     arguments = [*SMALL, f"--data={text}", f"--output={tmp_path}", "--schedule-steps=6"]
@@ -149,6 +155,7 @@ def test_a_full_disk_leaves_the_last_good_checkpoint(text, undisturbed, tmp_path
     assert losses_of(tmp_path) == losses_of(undisturbed)
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not pathlib.Path("/dev/full").exists(), reason="a Linux device that is always full")
 def test_a_log_that_cannot_be_written_ends_the_run(tmp_path):
     def fill(progress):
@@ -162,6 +169,7 @@ def test_a_log_that_cannot_be_written_ends_the_run(tmp_path):
         run.finish()
 
 
+@pytest.mark.full
 def test_an_extended_run_has_the_losses_of_one_run(text, undisturbed, tmp_path):
     arguments = [*SMALL, f"--data={text}", f"--output={tmp_path}", "--schedule-steps=6"]
     main([*arguments, "--steps=4"])
@@ -169,6 +177,7 @@ def test_an_extended_run_has_the_losses_of_one_run(text, undisturbed, tmp_path):
     assert losses_of(tmp_path) == losses_of(undisturbed)
 
 
+@pytest.mark.full
 def test_a_loss_that_is_nan_ends_the_run(tmp_path):
     def batch_at(step):
         if step == 4:  # the fifth step computes with a parameter that is NaN
@@ -182,6 +191,7 @@ def test_a_loss_that_is_nan_ends_the_run(tmp_path):
     assert run.checkpoints.latest() == 4
 
 
+@pytest.mark.full
 def test_a_run_on_a_mesh_goes_on_on_one_device(tmp_path):
     """A checkpoint holds whole arrays, wherever their parts lay."""
     first = small_run(tmp_path, plan=Plan(2, save_every=2))
@@ -212,6 +222,7 @@ def test_wrong_commands(text, tmp_path, changes: list[str], message: str):
         main([*SMALL, f"--data={text}", f"--output={tmp_path}", *changes])
 
 
+@pytest.mark.full
 def test_a_checkpoint_of_hugging_face_is_trained_on_and_written(tmp_path):
     source = pathlib.Path(__file__).parents[1] / "goldens" / "llama3"
     before = from_pretrained(source, param_dtype=jnp.float32)
@@ -235,6 +246,7 @@ def test_a_checkpoint_of_hugging_face_is_trained_on_and_written(tmp_path):
     assert 1e-3 < change.max() < 0.1
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("options", "dtype"), [([], "float32"), (["--export-dtype=bfloat16"], "bfloat16")])
 def test_a_model_from_scratch_is_exported_in_float32_or_as_told(text, undisturbed, tmp_path, capsys, options, dtype):
     main([*SMALL, f"--data={text}", f"--output={undisturbed}", f"--export={tmp_path}/new", *options])
@@ -243,6 +255,7 @@ def test_a_model_from_scratch_is_exported_in_float32_or_as_told(text, undisturbe
     assert f"{tmp_path}/new in {dtype}\n" in capsys.readouterr().out
 
 
+@pytest.mark.full
 def test_a_checkpoint_of_another_shape_is_refused(tmp_path):
     source = pathlib.Path(__file__).parents[1] / "goldens" / "llama3"
     for path in source.iterdir():
@@ -267,6 +280,7 @@ def test_tokens_beyond_the_vocabulary(tmp_path):
         main([*SMALL, f"--data={tmp_path}/tokens.bin", f"--output={tmp_path}/out"])
 
 
+@pytest.mark.full
 def test_the_command_ends_with_one_sentence(tmp_path):
     process = subprocess.run(
         [sys.executable, "-m", "flax_layers.train", *SMALL, f"--data={tmp_path}/none", f"--output={tmp_path}"],
@@ -279,6 +293,7 @@ def test_the_command_ends_with_one_sentence(tmp_path):
     assert "Traceback" not in process.stderr
 
 
+@pytest.mark.full
 def test_an_export_that_cannot_be_written_is_refused_before_training(text, tmp_path):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "thesis.tex").touch()
@@ -290,6 +305,7 @@ def test_an_export_that_cannot_be_written_is_refused_before_training(text, tmp_p
     assert not (tmp_path / "out").exists()
 
 
+@tiers(full={"name": ["tiny", "llama3-1b"]}, rest="long")
 @pytest.mark.parametrize("name", SHAPES)
 def test_every_named_shape_can_be_exported(name):
     assert read_config(write_config(SHAPES[name])) == SHAPES[name]
@@ -316,6 +332,7 @@ def test_wrong_numbers(option: str, value: float, rule: str, capsys):
     assert f"argument --{option}: must be {rule}, got {value}" in capsys.readouterr().err
 
 
+@pytest.mark.full
 def test_a_log_whose_last_line_is_cut_is_read(tmp_path):
     path = tmp_path / "log.jsonl"
     path.write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "lo')
@@ -324,12 +341,14 @@ def test_a_log_whose_last_line_is_cut_is_read(tmp_path):
     assert log.curve("loss") == [(1, 2.0), (2, 1.0)]
 
 
+@pytest.mark.full
 def test_parameters_of_a_narrow_dtype_are_refused():
     model = Decoder(train_cases.CONFIG, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
     with pytest.raises(InputError, match=r"must have float32 parameters to train. Got bfloat16. Pass `param_dtype"):
         Trainer(model, Recipe(steps=1))
 
 
+@pytest.mark.full
 def test_a_restored_state_takes_the_place_of_the_first(tmp_path):
     run = small_run(tmp_path, plan=Plan(1, save_every=1))
     run.finish()
@@ -342,6 +361,7 @@ def test_a_restored_state_takes_the_place_of_the_first(tmp_path):
     assert jax.tree.map(lambda x: x.sharding, run.trainer.state) == jax.tree.map(lambda x: x.sharding, like)
 
 
+@pytest.mark.full
 def test_an_interrupted_run_without_checkpoints_does_not_promise_to_go_on():
     run = Run(
         train_cases.trainer(), train_cases.batch, Plan(3), on_step=lambda progress: signal.raise_signal(signal.SIGINT)
@@ -350,6 +370,7 @@ def test_an_interrupted_run_without_checkpoints_does_not_promise_to_go_on():
         run.finish()
 
 
+@pytest.mark.full
 def test_a_mesh_without_an_axis_is_refused():
     mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     with pytest.raises(InputError, match=r"`mesh` must have the axes data, fsdp, model. Got data. Make it with"):

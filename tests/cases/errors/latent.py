@@ -1,10 +1,10 @@
-"""What `mla_attention` and the latent cache say of wrong calls: the type of each error, and what its message names."""
+"""Wrong calls of `mla_attention` and of the latent cache."""
 
 import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
-import pytest
 
 import jflex
 from jflex.paged import LatentCache, PagedBatch, PagedCache, write_latent
@@ -79,11 +79,4 @@ ROWS = [
     ("slots_of_floats", written(slots=jnp.zeros(2)), TypeError, "`slots` must be an int32 array"),
     ("write_beyond_the_layers", written(cache=LAYERS, layer=2), ValueError, "`layer` must lie within 0 and 1"),
 ]  # fmt: skip
-
-
-@pytest.mark.parametrize(("attempt", "kind", "message"), [row[1:] for row in ROWS], ids=[row[0] for row in ROWS])
-def test_message(attempt, kind, message):
-    with pytest.raises(kind) as caught:
-        attempt()
-    assert type(caught.value) is kind
-    assert message in str(caught.value)
+ROWS = [(name, attempt, kind, re.escape(words)) for name, attempt, kind, words in ROWS]

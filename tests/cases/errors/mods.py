@@ -1,0 +1,93 @@
+"""Wrong mods."""
+
+import functools
+
+import jax.numpy as jnp
+import numpy as np
+
+import jflex
+from tests.cases.errors.calls import F32, array, block_mask, call, mask, score
+
+HELD = np.arange(8)  # a numpy array for mods to misuse
+
+
+def branches(score, b, h, q_idx, kv_idx):
+    return score if q_idx >= kv_idx else -score
+
+
+class Holder:
+    def __init__(self, array):
+        self.array = array
+
+    def mod(self, score, b, h, q_idx, kv_idx):
+        return score + self.array[q_idx].astype(F32)
+
+
+# Name, how to provoke it, type, what the message holds.
+ROWS = [
+    # --- score_mod, mask_mod
+    ("score_no_function", lambda: call(score_mod=3), TypeError,
+     r"`score_mod` must be a function \(score, b, h.*Got int"),
+    ("mask_no_function", lambda: call(mask_mod="causal"), TypeError,
+     r"`mask_mod` must be a function \(b, h, q_idx.*Got str"),
+    ("mask_as_score", lambda: call(score_mod=mask), TypeError,
+     r"mask \(calls.py:\d+\) takes.*pass it as `mask_mod`"),
+    ("score_as_mask", lambda: call(mask_mod=score), TypeError,
+     r"score \(calls.py:\d+\) takes.*pass it as `score_mod`"),
+    ("arity", lambda: call(score_mod=lambda s, q, k: s), TypeError,
+     r"<lambda> \(mods.py:\d+\) takes \(s, q, k\)"),
+    ("mask_not_made", lambda: call(mask_mod=jflex.masks.causal), TypeError,
+     r"-> bool\. causal \(causal.py:\d+\) makes one: call it, as `causal\(\.\.\.\)`\.$"),
+    ("score_not_made", lambda: call(score_mod=jflex.scores.softcap), TypeError,
+     r"softcap \(softcap.py:\d+\) makes one: call it, as `softcap\(\.\.\.\)`\.$"),
+    ("rope_as_score", lambda: call(score_mod=jflex.rope()), TypeError,
+     r"Rope \(rope.py:\d+\) is a vector mod: pass it as `query_mod` and `key_mod`\.$"),
+    ("array_as_score", lambda: call(score_mod=array(1, 4, 8, 8)), TypeError,
+     r"Got an array\. To add a bias .* pass `jflex.scores.bias\(array\)`"),
+    ("array_as_mask", lambda: call(mask_mod=HELD), TypeError,
+     r"Got an array\. To mask by an array \[T, S\], pass `lambda b, h, q_idx, kv_idx: array\[q_idx, kv_idx\]`"),
+    ("block_mask_as_score", lambda: call(score_mod=block_mask()), TypeError,
+     r"Got BlockMask\. Pass it as `block_mask`"),
+    ("partial_arity", lambda: call(score_mod=functools.partial(score, 1)), TypeError, r"score \(calls.py"),
+    ("bool_of_score", lambda: call(score_mod=lambda s, b, h, q, k: q >= k), TypeError,
+     r"`score_mod` must return one floating-point number; .*returned bool\[\].*pass it as `mask_mod`"),
+    ("integer_of_score", lambda: call(score_mod=lambda s, b, h, q, k: q), TypeError, r"returned int32\[\]\. Cast it"),
+    ("float_of_mask", lambda: call(mask_mod=lambda b, h, q, k: q.astype(F32)), TypeError,
+     r"`mask_mod` must return one boolean; .*returned float32\[\].*Compare.*score_mod"),
+    ("array_of_score", lambda: call(score_mod=lambda s, b, h, q, k: s + array(3)), TypeError,
+     r"returned float32\[3\]\. It is called on scalars"),
+    ("tuple_of_score", lambda: call(score_mod=lambda s, b, h, q, k: (s, s)), TypeError,
+     r"must return one.*returned tuple"),
+    ("nothing_of_mask", lambda: call(mask_mod=lambda b, h, q, k: None), TypeError,
+     r"must return one boolean.*NoneType"),
+    ("text_of_score", lambda: call(score_mod=lambda s, b, h, q, k: "s"), TypeError, r"must return one.*returned str"),
+    ("branch", lambda: call(score_mod=branches), ValueError,
+     r"`score_mod` cannot branch in Python.*branches \(mods.py:\d+\).*jnp\.where"),
+    ("branch_of_mask", lambda: call(mask_mod=lambda b, h, q, k: q >= k and h > 0), ValueError,
+     r"`mask_mod` cannot branch.*`&`"),
+    ("numpy_index", lambda: call(score_mod=Holder(HELD).mod), ValueError,
+     r"to numpy or Python: Holder.mod \(mods.py:\d+\) .*an attribute that is a numpy array.*jnp\.asarray"),
+    ("numpy_function", lambda: call(score_mod=lambda s, b, h, q, k: np.tanh(s)), ValueError,
+     r"traced, to numpy or Python.*to a function of numpy.*use `jnp` functions"),
+    ("python_range", lambda: call(score_mod=lambda s, b, h, q, k: s + sum(range(k))), ValueError,
+     r"traced, to numpy or Python.*to `range`.*fori_loop"),
+    ("list_index", lambda: call(mask_mod=lambda b, h, q, k: [True, False][h]), ValueError,
+     r"indexes a list, or an attribute"),
+    ("to_float", lambda: call(score_mod=lambda s, b, h, q, k: s * float(q)), ValueError, r"into Python numbers"),
+    # --- vector mods
+    ("vector_size", lambda: call(query_mod=lambda x, b, h, i: x[:8]), ValueError,
+     r"`query_mod` must return one vector.*float32\[16\]; .*\(mods\.py:.* returned float32\[8\]\. It is"),
+    ("vector_dtype", lambda: call(key_mod=lambda x, b, h, i: x.astype(jnp.bfloat16)), TypeError,
+     r"`key_mod` must return one vector.*returned bfloat16\[16\]\. Cast it with `\.astype\(float32\)`"),
+    ("vector_pair", lambda: call(value_mod=lambda x, b, h, i: (x, x)), TypeError, r"`value_mod` must.*returned tuple"),
+    ("vector_kind", lambda: call(query_mod=3), TypeError,
+     r"`query_mod` must be a function \(query\[D\], b, h, .*Got int"),
+    ("vector_signature", lambda: call(output_mod=lambda out, b, h, i: out), TypeError,
+     r"`output_mod` must be a function \(out\[Dv\], lse, b, h, q_idx\).*takes \(out, b, h, i\)"),
+    ("vector_branches", lambda: call(key_mod=lambda x, b, h, i: x if i > 3 else -x), ValueError,
+     r"`key_mod` cannot branch in Python"),
+    ("vector_numpy", lambda: call(key_mod=lambda x, b, h, i: x * [1.0, 2.0][h]), ValueError,
+     r"`key_mod` cannot hand its arguments.*indexes a list"),
+    ("output_without_lse", lambda: call(normalize="none", output_mod=lambda out, lse, b, h, i: out * lse), ValueError,
+     r"`output_mod` uses the lse.*`normalize='none'` there is none: .* gets None"),
+]  # fmt: skip
