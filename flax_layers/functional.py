@@ -47,9 +47,6 @@ def rms_norm(
         offset: Added to the scale.
         dtype: Dtype of the result. Default: the dtype of the inputs.
 
-    Returns:
-        The normalised inputs.
-
     References:
         Zhang and Sennrich 2019, arXiv:1910.07467.
 

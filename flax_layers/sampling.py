@@ -123,9 +123,6 @@ def sample(logits: Float[Array, "B V"], sampling: SamplingBatch, positions: Int[
         sampling: Parameters of the rows.
         positions: Position of the next token in its sequence. The random key is derived from seed and position.
 
-    Returns:
-        The tokens.
-
     Example:
         >>> logits = jnp.log(jnp.array([[0.1, 0.7, 0.2], [0.1, 0.7, 0.2]]))
         >>> batch = SamplingBatch.from_requests([Sampling(), Sampling(temperature=1.0, top_k=1)])

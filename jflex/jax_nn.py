@@ -84,8 +84,6 @@ def dot_product_attention(
 
     Args:
       query: As in `flex_attention`, in the layout BTNH; or [T, Hq, D], if key and value have no batch axis either.
-      key: Keys, likewise.
-      value: Values, likewise.
       bias: Added to the scaled scores: [B, Hq, T, S], where each axis may be 1 and leading ones may be missing. A
         boolean one adds 1 where it is True.
       mask: Booleans, True where a query attends, of the same shapes.

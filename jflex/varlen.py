@@ -81,8 +81,6 @@ def flex_attention_varlen(
 
     Args:
       q: The queries of all sequences, concatenated.
-      k: The keys.
-      v: The values.
       cu_seqlens_q: Where the queries of each sequence begin, and where the last ones end: int32, from 0 to at most N.
       cu_seqlens_k: The same for the keys, from 0 to at most M. Pass the same array for self-attention.
       score_mod: ``(score, b, h, q_idx, kv_idx) -> score``, on scalars, as in `flex_attention`.

@@ -49,11 +49,9 @@ def visibility_of_blocks(
     """Classifies all blocks of a batch entry and head; positions past the lengths do not count.
 
     Args:
-      mod: A mask mod.
       operands: The arrays that it captures.
       at: Batch entry and query head.
       leading: How many there are of each.
-      grid: The blocks.
 
     Returns:
       Booleans [rows, columns]; None if nothing is known of any block, or the mod has no tile program.

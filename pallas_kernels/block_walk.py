@@ -65,12 +65,9 @@ def walk(
     """Folds ``step(state, first, is_partial)`` over the tiles of the listed blocks, `first` their first indices.
 
     Args:
-      row: The lists.
       block: Size of a block along the walk.
       tile: Size of a tile along the walk; it divides the block.
       length: Of the axis that is walked.
-      state: What is folded.
-      step: One tile.
       split: Which of the listed tiles to walk; all without.
       max_blocks: How many blocks of each list are walked, the first ones; None for all.
     """
@@ -101,7 +98,6 @@ def block_at(indices: Ref | jax.Array, at: tuple[Index, ...], i: Index, blocks: 
     Args:
       indices: The table. If it has fewer entries than there are blocks, the last entry of a row begins a run: the
         blocks after it follow one by one.
-      at: The row.
       i: Which block, below the count of the row.
       blocks: How many blocks there are.
     """

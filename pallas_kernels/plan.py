@@ -76,7 +76,6 @@ class TileChoice:
     """The tiles of one kernel.
 
     Attributes:
-      tiles: The tiles.
       source: Who chose them: the user's `Config`, a measured table or a rule.
     """
 

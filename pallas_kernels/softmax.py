@@ -84,7 +84,6 @@ def update(
     """One step of the online softmax: rescales the state by alpha, and adds a tile of scores.
 
     Args:
-      state: Before.
       s: Scores [rows, keys]; -inf where masked.
       log2_scale: Turns scores into exponents of base 2; positive.
       exp2: ``(s, row_max_log2) -> 2 ** (log2_scale * s - row_max_log2)``.

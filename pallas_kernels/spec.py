@@ -114,11 +114,6 @@ class Sizes(NamedTuple):
     request as ``b`` and the index of the packed query as ``q_idx``.
 
     Attributes:
-      B: Batch.
-      T: Queries.
-      S: Keys.
-      Hq: Query heads.
-      Hkv: Key heads.
       D: Head size of query and key.
       Dv: Head size of value.
       Bkv: Batch of key and value: B, or 1 if it is shared.

@@ -61,9 +61,6 @@ class AttentionMethods(attention_core.HeadsLayer):
             dtype: As for `init_cache`; or ``float8_e4m3fn``, ``float8_e5m2`` or ``int8``, with a scale for each token
                 and head. Attention over these is in the dtype of the layer's computation.
 
-        Returns:
-            The cache.
-
         Raises:
             TypeError: A size is not an integer, or the dtype is not floating-point.
             ValueError: A size is out of its range.

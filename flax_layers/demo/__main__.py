@@ -60,12 +60,7 @@ def create_trainer(model: ByteDecoder, learning_rate: float, steps: int) -> Trai
     """The trainer of `flax_layers.train`, set up for a small model and a short run.
 
     Args:
-        model: What is trained.
-        learning_rate: The largest one.
         steps: Length of the whole schedule.
-
-    Returns:
-        The trainer.
     """
     return Trainer(model, Recipe(steps, learning_rate, final_share=0.05, weight_decay=0.05, b2=0.98))
 
@@ -74,7 +69,6 @@ def fit(trainer: Trainer, texts: list[data.Text], options: argparse.Namespace) -
     """Trains with a progress bar.
 
     Args:
-        trainer: Of the model.
         texts: The files to train on.
         options: As `parse_options` gives them.
 
@@ -101,7 +95,6 @@ def write_samples(model: Decoder, options: argparse.Namespace) -> None:
     """Prints what the model writes behind each prompt, and how fast.
 
     Args:
-        model: What writes.
         options: As `parse_options` gives them.
     """
     generation = generate(

@@ -51,13 +51,9 @@ def packed_rows(texts: list[Text], rows: int, length: int, seed: int) -> Iterato
     Files are drawn in proportion to their size, and lengths so that their logarithm is uniform.
 
     Args:
-        texts: The files.
         rows: Rows of each batch.
         length: Bytes of a row.
         seed: The same seed gives the same rows.
-
-    Yields:
-        One batch.
     """
     generator = np.random.default_rng(seed)
     sizes = np.array([len(text) for text in texts], np.float64)
@@ -88,10 +84,6 @@ def unigram_loss(texts: list[Text], rows: list[Rows]) -> float:
 
     Args:
         texts: The files that the frequencies are counted in, each byte once more than it occurs.
-        rows: What is scored.
-
-    Returns:
-        Nats per byte.
     """
     counts = 1 + np.sum([np.bincount(text, minlength=256) for text in texts], axis=0)
     losses = -np.log(counts / counts.sum())

@@ -35,7 +35,6 @@ class ByteDecoder(Decoder):
     """Predicts each byte from the bytes before it in the same document. ALiBi with learned slopes encodes positions.
 
     Args:
-        sizes: Of the model.
         implementation: The backend of jflex.
         attention_config: Tile sizes and promises of its attention, for `Decoder`.
         rngs: Source of the keys of the initializers.
@@ -85,8 +84,6 @@ def save_model(path: pathlib.Path, model: Decoder, sizes: Sizes) -> None:
 
     Args:
         path: A file that ends in `.npz`.
-        model: The model.
-        sizes: Of it.
     """
     leaves = jax.tree.leaves_with_path(nnx.state(model))
     arrays = {jax.tree_util.keystr(key_path): np.asarray(array) for key_path, array in leaves}
@@ -101,12 +98,8 @@ def load_model(
     """Reads a model that `save_model` wrote.
 
     Args:
-        path: The file.
         implementation: The backend of jflex.
         attention_config: Tile sizes and promises of its attention.
-
-    Returns:
-        The model.
 
     Raises:
         ValueError: The file holds another model.

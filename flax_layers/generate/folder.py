@@ -38,7 +38,6 @@ def load(
     Args:
         folder: The folder of the checkpoint.
         dtype: Dtype of parameters and computation. Default: `default_dtype()`.
-        implementation: The jflex backend.
         mesh: Devices to shard the parameters over. Default: JAX's default device.
         attention_config: Tile sizes and promises of its attention, for `Decoder`.
 

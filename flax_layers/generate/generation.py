@@ -69,7 +69,6 @@ class Speed:
 
     Attributes:
         prompt_tokens: Tokens read by prefill, without padding.
-        rows: Number of sequences.
         tokens: Tokens generated so far, stop tokens included.
         first_tokens: Tokens chosen by prefill, one for each sequence that it read.
         compile_seconds: Time to compile the programs.
@@ -153,8 +152,6 @@ class Generation(Iterator[Piece]):
     While you process a piece, the device computes the next one.
 
     Args:
-        model: The model.
-        batch: The checked prompts.
         empty: Constructs empty sequences, as `flax_layers.generate.sequences.DenseSequences.empty`.
         max_tokens: See `generate`. It determines the capacity of the cache.
         chunk: Decoding steps in one compiled call.
@@ -285,7 +282,6 @@ def generate(
     two chunks.
 
     Args:
-        model: The model.
         prompts: Tokens of each prompt, at least one. Lengths may differ.
         max_tokens: Maximum number of new tokens of each sequence, which also ends at the model's last position.
         sampling: Sampling parameters, one for all prompts or one for each. Default: greedy.

@@ -150,9 +150,6 @@ class Decoder(nnx.Module):
             dtype: Dtype of keys and values, of eight bits too but for latent attention. Default: the dtype of
                 the computation.
 
-        Returns:
-            The caches.
-
         Raises:
             ValueError: `max_length` is greater than the model's positions.
         """
@@ -188,9 +185,6 @@ class Decoder(nnx.Module):
             num_pages: Number of pages, including page 0, which holds no tokens.
             page_size: Tokens in a page.
             dtype: Dtype of keys and values. Default: the dtype of the computation.
-
-        Returns:
-            The cache.
         """
         attention = self.blocks[0].attention
         return attention.init_paged_cache(num_pages, page_size, layers=len(self.blocks), dtype=dtype)

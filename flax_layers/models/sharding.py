@@ -40,9 +40,6 @@ def parameter_shardings(
         rules: Shardings by path. Parameters that match none are replicated.
         num_kv_heads: If set, each device must hold whole heads.
 
-    Returns:
-        Shardings by path.
-
     Raises:
         ValueError: The mesh does not divide the heads, or an axis of a parameter. The message lists all parameters. Or
             there are fused projections, which no rule knows.

@@ -28,7 +28,6 @@ class Checkpoints:
         about: What a resumed run must share, as JSON; each entry is compared.
         keep: How many are kept; older ones are removed after a newer one is complete.
         changeable: Entries of `about` that may differ if `accept_changes`.
-        accept_changes: Whether they may.
     """
 
     def __init__(
@@ -71,10 +70,6 @@ class Checkpoints:
 
     def save(self, step: int, state: State) -> None:
         """Writes a checkpoint, and waits for it.
-
-        Args:
-            step: Of the state.
-            state: What is written.
 
         Raises:
             SaveError: Writing failed; earlier checkpoints are what they were.
@@ -125,9 +120,6 @@ class Checkpoints:
 
         Args:
             like: Arrays, or shapes with dtypes and shardings, as the state should have.
-
-        Returns:
-            The state.
 
         Raises:
             InputError: As for `check`.

@@ -65,7 +65,6 @@ class Corpus:
 
         Args:
             begin: Index of the first token.
-            length: T.
 
         Returns:
             The tokens, and their document ids.
@@ -97,7 +96,6 @@ class Batches:
         batch: B, rows of a batch.
         length: T, tokens of a row.
         rows: Indices of the rows in use.
-        seed: Of the order.
 
     Raises:
         InputError: There is no row.
@@ -121,9 +119,6 @@ class Batches:
 
         Args:
             step: From 0 on.
-
-        Returns:
-            The batch.
         """
         size = len(self.rows)
         chosen = []
@@ -137,9 +132,6 @@ class Batches:
 
         Args:
             most: The largest number of batches.
-
-        Returns:
-            The batches.
         """
         batches = []
         for start in range(0, min(len(self.rows), most * self.batch), self.batch):
@@ -183,9 +175,6 @@ def read_corpus(
         token_dtype: Of the tokens in `.bin` files.
         field: Of the objects in `.jsonl` files: their text.
         option: Of the command line that named the files, for messages.
-
-    Returns:
-        The corpus.
 
     Raises:
         InputError: A path does not exist, or a folder holds nothing that is taken; a token file does not hold one axis
@@ -256,7 +245,6 @@ def permuted(index: int, size: int, seed: int) -> int:
 
     Args:
         index: From 0 to `size - 1`.
-        size: Number of elements.
         seed: Each seed gives another permutation.
 
     Returns:
@@ -291,7 +279,6 @@ def scan_tokens(names: Sequence[str], files: Sequence[Tokens], vocabulary: int, 
     """Checks all tokens and computes their fingerprint, with one thread per core.
 
     Args:
-        names: Of the files.
         files: Their tokens. Those that are memory-mapped are read in chunks.
         vocabulary: Tokens must lie below it.
         option: Of the command line that named the files, for messages.

@@ -39,7 +39,6 @@ def make_encoder(options: argparse.Namespace, config: ModelConfig) -> Encoder | 
 
     Args:
         options: As `parse_options` gives them.
-        config: The model.
 
     Returns:
         The encoder; None if no option names one.
@@ -67,11 +66,7 @@ def document_end(options: argparse.Namespace, config: ModelConfig, encoder: Enco
 
     Args:
         options: As `parse_options` gives them.
-        config: The model.
         encoder: Of `make_encoder`.
-
-    Returns:
-        The token.
 
     Raises:
         InputError: It is not in the vocabulary.
@@ -104,7 +99,6 @@ def make_batches(
 
     Args:
         options: As `parse_options` gives them.
-        config: The model.
         encoder: Of `make_encoder`.
         end_token: Of `document_end`.
 

@@ -22,11 +22,7 @@ class LossError(ArithmeticError):
 
 
 class Interrupted(RuntimeError):
-    """A signal ended the run.
-
-    Attributes:
-        signal: Its number.
-    """
+    """A signal ended the run."""
 
     def __init__(self, message: str, signal: int):
         super().__init__(message)
@@ -55,9 +51,6 @@ def saving(path: pathlib.Path, last_good: Callable[[], str]) -> Iterator[None]:
 
 def run_command(main: Callable[[], object]) -> None:
     """Runs a command.
-
-    Args:
-        main: What it does.
 
     Raises:
         SystemExit: With status 1 after an error, with 128 and the number of the signal after SIGINT or SIGTERM.

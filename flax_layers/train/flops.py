@@ -52,11 +52,7 @@ def measured_flops(size: int = 8192, repeats: int = 10) -> float:
     """FLOP/s that one device reaches in a square bf16 matrix product.
 
     Args:
-        size: Of the matrices.
         repeats: Matrix products that are timed together.
-
-    Returns:
-        The rate.
     """
     matrix = jax.random.normal(jax.random.key(0), (size, size), jnp.bfloat16)
 
@@ -79,10 +75,6 @@ def multiplied_parameters(shapes: Mapping[str, tuple[int, ...]], config: ModelCo
 
     Args:
         shapes: Of all parameters, by path.
-        config: The model.
-
-    Returns:
-        Their number.
     """
     kernels = 0
     for path, shape in shapes.items():
@@ -122,12 +114,7 @@ def step_flops(config: ModelConfig, multiplied: int, documents: Int[np.ndarray, 
     key and of a value of each head: a matrix product forward, two backward. Recomputation by remat does not count.
 
     Args:
-        config: The model.
         multiplied: Of `multiplied_parameters`.
-        documents: Of the batch.
-
-    Returns:
-        The FLOPs.
     """
     by_window = {window: visible_pairs(documents, window) for window in config.windows}
     pairs = sum(by_window[layer.window] for layer in config.layers)

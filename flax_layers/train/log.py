@@ -65,8 +65,6 @@ def draw_losses(
         training: The loss of every step.
         held_out: That of files which were not trained on.
         levels: Losses to compare with, by their names, drawn as horizontal lines.
-        title: Of the picture.
-        unit: Of the losses.
     """
     with needs("matplotlib", "train"):
         from matplotlib.figure import Figure

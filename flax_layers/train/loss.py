@@ -51,9 +51,6 @@ def summed_cross_entropy(
         chunk: Tokens whose logits are held at a time; at least one of each row.
         softcap: Bound of the logits; None: none.
 
-    Returns:
-        The sum.
-
     Example:
         >>> hidden, kernel = jnp.zeros((1, 6, 4)), jnp.zeros((4, 10))
         >>> loss = summed_cross_entropy(hidden, kernel, jnp.zeros((1, 6), int), jnp.ones((1, 6)), 2)

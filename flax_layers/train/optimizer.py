@@ -22,7 +22,6 @@ class Recipe:
 
     Attributes:
         steps: Length of the schedule. Later steps keep its last learning rate.
-        learning_rate: The largest one.
         warmup: Steps until it is reached, by equal increments from 0: the first step has one of them, and the last of
             these steps the largest rate. Default: a tenth of the schedule, at most 50.
         final_share: The last learning rate, as a fraction of the largest. 1 keeps it constant after the warm-up.

@@ -60,12 +60,6 @@ def parse_mesh(text: str) -> dict[str, int]:
 def make_mesh(sizes: dict[str, int]) -> Mesh:
     """The mesh of the first devices.
 
-    Args:
-        sizes: Of each axis.
-
-    Returns:
-        The mesh.
-
     Raises:
         InputError: There are fewer devices.
     """
@@ -84,8 +78,6 @@ def check_mesh(mesh: Mesh, config: ModelConfig, batch: int, accumulate: int) -> 
     """Refuses a mesh that would cut a head or a row.
 
     Args:
-        mesh: The devices.
-        config: The model.
         batch: Rows of a step.
         accumulate: Micro-batches of a step.
 
@@ -116,7 +108,6 @@ def check_length(mesh: Mesh, length: int, order: str) -> None:
     """Refuses rows that the devices of `context` do not divide into whole blocks of a mask.
 
     Args:
-        mesh: The devices.
         length: Tokens of a row.
         order: In `ORDERS`.
 
@@ -136,8 +127,6 @@ def check_strategy(mesh: Mesh, config: ModelConfig, strategy: str) -> None:
     """Refuses a strategy that would cut a head, and to divide tokens for latent attention.
 
     Args:
-        mesh: The devices.
-        config: The model.
         strategy: As in `jflex.context_parallel_attention`.
 
     Raises:
@@ -160,7 +149,6 @@ def context_of(mesh: Mesh, strategy: str, order: str) -> ContextParallel | None:
     """Context parallelism of the layers; None without it.
 
     Args:
-        mesh: The devices.
         strategy: As in `jflex.context_parallel_attention`.
         order: In `ORDERS`.
 

@@ -45,9 +45,6 @@ def model_config(options: argparse.Namespace) -> tuple[ModelConfig, MakeScoreMod
     Args:
         options: As `parse_options` gives them.
 
-    Returns:
-        Both.
-
     Raises:
         InputError: Options contradict each other, or rows are longer than the model's positions.
     """
@@ -114,7 +111,6 @@ def with_end_token(config: ModelConfig, token: int | None) -> ModelConfig:
     """A model that ends its texts as the documents end that it is trained on.
 
     Args:
-        config: The model.
         token: That ends documents, if any.
 
     Returns:
@@ -128,9 +124,6 @@ def make_recipe(options: argparse.Namespace) -> Recipe:
 
     Args:
         options: As `parse_options` gives them.
-
-    Returns:
-        The recipe.
     """
     return Recipe(
         options.schedule_steps or options.steps,
@@ -150,12 +143,7 @@ def make_trainer(
     Args:
         options: As `parse_options` gives them.
         recipe: The optimizer and its schedule.
-        config: The model.
         score_mod: Its learned score mod.
-        mesh: The devices.
-
-    Returns:
-        The trainer.
 
     Raises:
         ValueError: The mesh does not divide the model.
@@ -193,7 +181,6 @@ def description(
     Args:
         options: As `parse_options` gives them.
         recipe: The optimizer and its schedule.
-        config: The model.
         batches: What is trained on.
 
     Returns:
@@ -234,7 +221,6 @@ def all_peak_flops(text: str | None, mesh: Mesh) -> float | None:
 
     Args:
         text: As `--peak-flops` takes it.
-        mesh: The devices.
 
     Returns:
         The rate, None if it is not known.
@@ -259,10 +245,6 @@ def create_mesh(options: argparse.Namespace, config: ModelConfig) -> Mesh:
 
     Args:
         options: As `parse_options` gives them.
-        config: The model.
-
-    Returns:
-        The mesh.
 
     Raises:
         InputError: It does not.
@@ -312,9 +294,6 @@ def parse_sizes(text: str) -> dict[str, int]:
     Args:
         text: As `width=256,layers=8`.
 
-    Returns:
-        Sizes by name.
-
     Raises:
         InputError: It does not have that form.
 
@@ -335,11 +314,7 @@ def resized(config: ModelConfig, sizes: dict[str, int]) -> ModelConfig:
     """A shape with other sizes.
 
     Args:
-        config: The shape.
         sizes: Replace its own. More layers than it has repeat them in turn.
-
-    Returns:
-        The model.
     """
     changes: dict = dict(sizes)
     if "layers" in changes:
@@ -351,7 +326,6 @@ def with_bias(config: ModelConfig, name: str | None) -> tuple[ModelConfig, MakeS
     """A shape with a learned score mod in place of the rotary embedding.
 
     Args:
-        config: The shape.
         name: In `BIASES`; None: the shape stays what it is.
 
     Returns:

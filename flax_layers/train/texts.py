@@ -54,7 +54,6 @@ class FolderEncoder:
         folder: It holds `tokenizer.json`.
 
     Attributes:
-        folder: The same.
         end_token: The `eos_token` of its configuration; None: it has none.
 
     Raises:

@@ -171,9 +171,6 @@ class Trainer:
     def step(self, rows: Rows) -> Metrics:
         """Takes a step on a batch. It returns at once; reading the metrics waits for the device.
 
-        Args:
-            rows: The batch.
-
         Returns:
             The loss before the step, and more.
 
@@ -188,9 +185,6 @@ class Trainer:
 
     def mean_loss(self, batches: Iterable[Rows]) -> float:
         """Loss of all scored tokens of the batches.
-
-        Args:
-            batches: Held-out rows.
 
         Returns:
             Nats for each token.
@@ -321,12 +315,8 @@ def create_model(build: Callable[[], Decoder], mesh: Mesh | None = None, rules: 
     """Makes a model whose parameters are initialised sharded; no device ever holds all of them.
 
     Args:
-        build: Makes the model.
         mesh: As for `Trainer`.
         rules: As for `Trainer`.
-
-    Returns:
-        The model.
     """
     mesh = parallel.make_mesh(dict.fromkeys(parallel.AXES, 1)) if mesh is None else mesh
     shape = nnx.eval_shape(build)

@@ -20,8 +20,6 @@ class Inputs(NamedTuple):
 
     Attributes:
       query: In `spec.layout`.
-      key: Likewise.
-      value: Likewise.
       lists: The index lists of the BlockMask, or None.
       kv_lengths: How many keys each batch entry has, int32 [B]; None if all have S.
       sinks: float32 [Hq], a logit in the denominator of each query head; None without.
@@ -48,7 +46,6 @@ class PagedInputs(NamedTuple):
       table: int32 [R, max_pages], the page table.
       first_page: int32 [1], the first page of the layer.
       key_scale: Of keys of eight bits, float32: [Hkv], or [pages of all layers, page_size, Hkv]; None for others.
-      value_scale: Likewise.
       rope_key: Of latent vectors of eight bits, the rotated columns of the keys, [pages of all layers, page_size, 1,
         D - Dv]; `key` then has Dv columns, and `key_scale` is [pages of all layers, page_size, tiles]. None for others.
     """
@@ -150,7 +147,6 @@ class Backend(abc.ABC):
         """How this backend runs a call, or why it cannot. Dispatch, `jflex.explain` and both passes read it.
 
         Args:
-          spec: The call.
           requested: Which gradients; None for forward only.
         """
 

@@ -24,8 +24,6 @@ def create_mask(mask_mod: MaskMod, B: int | None, H: int | None, Q_LEN: int, KV_
       mask_mod: ``(b, h, q_idx, kv_idx) -> bool``.
       B: Batch size; None counts as 1.
       H: Query heads; None counts as 1.
-      Q_LEN: Number of queries.
-      KV_LEN: Number of keys.
 
     Returns:
       The dense mask, True where a query attends to a key.

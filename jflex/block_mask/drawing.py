@@ -107,7 +107,6 @@ def to_figure(
     """Draws blocks and elements of one batch entry and head; see `BlockMask.to_image`.
 
     Args:
-      lists: Its lists.
       seq_lengths: Lengths of the mask.
       block_size: Block size of the mask.
       zoom: Which elements; None for blocks alone.

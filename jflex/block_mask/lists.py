@@ -220,8 +220,6 @@ def listed_blocks(
 
     Args:
       counts: Number of blocks of each row.
-      indices: Their indices.
-      columns: Of the matrix.
       runs: Whether a row with more blocks than entries continues from the last entry, block by block.
     """
     batch, heads, rows, width = indices.shape

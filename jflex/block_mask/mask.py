@@ -53,11 +53,8 @@ class BlockMask:
       kv_indices: Their indices, ascending; entries past the count are arbitrary, here and in every list. A table
         narrower than the number of blocks may have rows with more blocks than entries: the last entry begins a run.
       full_kv_num_blocks: Number of full key blocks of each query block.
-      full_kv_indices: Their indices.
       q_num_blocks: Number of query blocks of which a key block is a partial one; the backward pass walks these.
-      q_indices: Their indices.
       full_q_num_blocks: Number of query blocks of which a key block is a full one.
-      full_q_indices: Their indices.
       mask_operands: The arrays that the mask_mod closes over.
       traced: The program of the mask_mod, or None: then every element of a listed block is visible.
       seq_lengths: ``(Q_LEN, KV_LEN)``.
@@ -286,8 +283,6 @@ class BlockMask:
         """Draws the blocks, and the elements of a slice, with matplotlib.
 
         Args:
-          batch: Which batch.
-          head: Which head.
           zoom: Slices of queries and of keys whose elements are drawn beside the blocks.
 
         Returns:

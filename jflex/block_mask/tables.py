@@ -44,7 +44,6 @@ def block_lists(
     """Lists the blocks of a matrix of states.
 
     Args:
-      states: The matrix.
       follow_mod: Whether the mask_mod alone defines the mask, so that a row may list blocks which it hides.
       max_blocks: Entries of a row of each table. None: as many as the axis has blocks up to `WIDE`; beyond, as many as
         the most crowded row needs, or `TRACED_WIDTH` where values are unknown.

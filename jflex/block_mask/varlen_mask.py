@@ -71,7 +71,6 @@ def varlen_block_mask(
 
     Args:
       cu_seqlens_q: As in `flex_attention_varlen`; may be traced.
-      cu_seqlens_k: Likewise.
       num_queries: N, the length of the packed queries.
       num_keys: M, the length of the packed keys.
       mask_mod: As in `flex_attention_varlen`.

@@ -52,13 +52,9 @@ class CascadeLevel:
 
         Args:
           key: Keys of each group.
-          value: Their values.
           qo_indptr: Where the queries of each group begin, ascending from 0, and where the last ones end.
           lengths: Keys of each group, int32; S for None. Keys at or beyond the length are masked.
           start: Absolute position of the first key, for all groups or for each.
-
-        Returns:
-          The level.
 
         Raises:
           TypeError: An argument is not an array of its dtype.
@@ -100,9 +96,6 @@ class CascadeLevel:
             starts on a page of its own.)
           start: Absolute position of the first key, for all groups or for each.
           layer: Which layer of a stacked cache.
-
-        Returns:
-          The level.
 
         Raises:
           TypeError: An argument has a wrong type.

@@ -125,7 +125,6 @@ def select_keys(
 
     Args:
       scores: Such as those of `indexer_scores`.
-      k: How many.
       visible: Which keys a query may select: ``positions[:, None] >= jnp.arange(S)`` for a causal selection. All for
         None.
       implementation: ``"triton"`` for a kernel, which takes scores in float32 and selects up to 16,384 of more than

@@ -95,7 +95,6 @@ def scores(site: Site, plain: Callable[..., jax.Array], arrays: Arrays) -> jax.A
     """Scores by the kernel.
 
     Args:
-      site: Where it runs.
       plain: The same function of the arrays in plain JAX, whose derivative this has, in reverse mode.
       arrays: Of at least one query, head, key and column.
     """

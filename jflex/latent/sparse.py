@@ -71,7 +71,6 @@ def sparse_mla_attention(
 
     Args:
       q: Absorbed, packed queries, as in `mla_attention`.
-      cache: The latent vectors.
       batch: The queries and keys of each request.
       indices: Positions of keys within the request of each query, in any order; -1 for none.
       qk_head_dim: As in `mla_attention`.

@@ -26,7 +26,6 @@ class Requirement(NamedTuple):
     """A mod's requirement on one of its indices.
 
     Attributes:
-      axis: The index.
       size: The range of the index: a call must have as many batch entries or heads, and at most as many positions.
       rule: The beginning of the message: which argument, and what it must hold.
       remedy: The end of the message; ``{}`` is replaced by the required size.
@@ -48,8 +47,6 @@ class CallSizes(NamedTuple):
     """The ranges of the indices of a call; None if not known.
 
     Attributes:
-      batch: Batch entries.
-      heads: Query heads.
       queries: The last position of a query, plus 1.
       keys: The last position of a key, plus 1.
       caller: What has these sizes, for messages.

@@ -18,10 +18,6 @@ class Positions(NamedTuple):
     """Positions at which a mod is evaluated: int32 scalars.
 
     Attributes:
-      b: Batch entry.
-      h: Query head.
-      q_idx: Query.
-      kv_idx: Key.
       exists: Whether there is such a position; if not, the other fields are any valid position. None: there always is.
     """
 

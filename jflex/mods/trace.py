@@ -148,9 +148,6 @@ def trace_vector_mod(
     """Traces ``mod(vector[size], b, h, idx) -> [size]``, which `jflex._call.vector_mods` has checked.
 
     Args:
-      mod: The mod.
-      role: Of the mod.
-      size: Of the vector.
       dtype: Of the vector and of the result: float32 or float64.
 
     Returns:

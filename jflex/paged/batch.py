@@ -79,11 +79,7 @@ def token_requests(batch: PagedBatch, num_tokens: int) -> Int32[Array, " N"]:
     """The request of every packed query; -1 for padding after the last request.
 
     Args:
-      batch: The batch.
       num_tokens: N, the number of packed rows.
-
-    Returns:
-      Indices of requests.
 
     >>> batch = PagedBatch(jnp.array([0, 2, 2, 3]), jnp.array([2, 0, 1]), jnp.ones((3, 1), jnp.int32))
     >>> token_requests(batch, 4).tolist()
@@ -101,7 +97,6 @@ def token_positions(batch: PagedBatch, num_tokens: int) -> Int32[Array, " N"]:
     That of a node of a tree counts its ancestors, not the rows before it.
 
     Args:
-      batch: The batch.
       num_tokens: N, the number of packed rows.
 
     Returns:
@@ -203,7 +198,6 @@ def check_batch(batch: PagedBatch, cache: PageStore, num_tokens: int) -> None:
     positions, and a batch without requests.
 
     Args:
-      batch: The batch.
       cache: The cache that its pages are in.
       num_tokens: N, the number of packed rows.
 
@@ -234,7 +228,6 @@ def debug_check_batch(batch: PagedBatch, cache: PageStore, num_tokens: int) -> N
     it. The checks take time, and a `scan` carries their outcome along.
 
     Args:
-      batch: The batch.
       cache: The cache that its pages are in.
       num_tokens: N, the number of packed rows.
 

@@ -78,8 +78,6 @@ class PagedCache(PageStore):
         Args:
           num_pages: Total pages, page 0 included, which holds no tokens.
           page_size: Tokens in a page, 1 to 256.
-          num_kv_heads: Hkv.
-          head_dim: D of keys.
           v_head_dim: Dv of values; None: D.
           dtype: Of keys and values: floating-point, or of eight bits with scales: ``float8_e4m3fn``, ``float8_e5m2`` or
             ``int8``.
@@ -87,9 +85,6 @@ class PagedCache(PageStore):
           k_scale: With eight bits: one scale, or one for each key head, [Hkv] or [L, Hkv]. None: one for each token and
             head, which `write` computes.
           v_scale: Of the values, likewise.
-
-        Returns:
-          The cache.
 
         Raises:
           TypeError: A size is not an integer, `dtype` is another one, or a scale is not a number or does not belong to
@@ -186,17 +181,12 @@ def write(
     with NaN or an infinity then becomes NaN. With a scale of each head NaN stays NaN, but becomes 0 in ``int8``.
 
     Args:
-      cache: The cache.
       k: Keys of N tokens, in the dtype of the cache; for eight bits, in bfloat16, float16 or float32.
-      v: Their values.
       slots: The slot of each token, ``page * page_size + offset``; `jflex.paged.slots_of` and `jflex.paged.token_slots`
         compute them from page tables. A token with slot -1, any other outside of the cache, or one in page 0, which
         holds no tokens, is dropped: slots neither wrap nor clamp. Other slots must not repeat: what is written is then
         undefined.
       layer: Which layer of a stacked cache, a Python int or traced; a traced one outside of the cache drops all tokens.
-
-    Returns:
-      The new cache.
 
     Raises:
       TypeError: `cache` is not a PagedCache, dtypes differ from the cache, `slots` are not int32, or `layer` is not an
@@ -239,12 +229,8 @@ def copy_pages(cache: Cache, src: Int32[AnyArray, " M"], dst: Int32[AnyArray, " 
 
     Args:
       cache: The cache, a `PagedCache` or a `LatentCache`.
-      src: Pages to read.
       dst: Pages to write, without duplicates. A pair with a `dst` of -1, or any other outside of the cache, is dropped,
         so that lists can be padded to a fixed length.
-
-    Returns:
-      The new cache.
 
     Raises:
       TypeError: `cache` is not a paged cache, or the page ids are not int32.
@@ -271,9 +257,6 @@ def copy_slots(cache: Cache, src: Int32[AnyArray, " M"], dst: Int32[AnyArray, " 
       src: Slots to read; one outside of the cache reads another.
       dst: Slots to write, without duplicates. A pair with a `dst` of -1, any other outside of the cache, or one in page
         0, is dropped.
-
-    Returns:
-      The new cache.
 
     Raises:
       TypeError: `cache` is not a paged cache, or the slots are not int32.

@@ -203,12 +203,8 @@ def clear_unused(
     It reads and writes the whole cache. The result is for these requests alone: others lose their tokens.
 
     Args:
-      cache: The cache.
       page_table: The pages of each request; see `convert_block_mask`.
       kv_lengths: Keys of each request; None: all that the table has pages for.
-
-    Returns:
-      A new cache.
 
     Raises:
       TypeError: `cache` is not a paged cache; `page_table` or `kv_lengths` are not int32 arrays.

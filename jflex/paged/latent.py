@@ -91,9 +91,6 @@ class LatentCache(PageStore):
           dtype: Floating-point, or ``float8_e4m3fn`` for latent vectors of eight bits, with scales.
           layers: How many layers are stacked in one cache; None for no layer axis.
 
-        Returns:
-          The cache.
-
         Raises:
           TypeError: A size is not an integer, or `dtype` is another one.
           ValueError: A size is not positive, a page is too large, ``num_pages * page_size`` reaches ``2**31``, or the
@@ -201,15 +198,11 @@ def write_latent(
     ``2**-126``; a tile with NaN or an infinity becomes NaN. Rotated keys are rounded to bfloat16.
 
     Args:
-      cache: The cache.
       latent: The latent vectors of N tokens, normalised as the model does it, in the dtype of the cache; for eight
         bits, in bfloat16, float16 or float32.
       rope_key: Their rotated keys, likewise.
       slots: The slot of each token, as in `jflex.paged.write`; one outside of the cache or in page 0 drops its token.
       layer: Which layer of a stacked cache, a Python int or traced.
-
-    Returns:
-      The new cache.
 
     Raises:
       TypeError: `cache` is not a LatentCache, dtypes differ, `slots` are not int32, or `layer` is not an integer.

@@ -242,9 +242,6 @@ class PagePool:
           requests: The pages of each request, in the order of its tokens.
           max_pages: The width of the table; None: that of the longest request. A fixed width compiles once.
 
-        Returns:
-          The table.
-
         Raises:
           TypeError: An id or `max_pages` is not an integer.
           ForeignPage: A page is free, or not one of the pool.

@@ -41,7 +41,6 @@ class Pages(NamedTuple):
       table: int32 [R, max_pages].
       latent_size: Columns of the keys that are the values, and `value` is not read; None where values have pages.
       key_scale: Of keys of eight bits, as in a `PagedCache`, or its shape; None for others.
-      value_scale: Likewise.
       rope_key: Of latent vectors of eight bits, as in a `LatentCache`, or its shape; `key` then has the latent columns
         alone, and `key_scale` is that of the cache. None for others.
       hides_zeros: Whether the mask hides nothing but rows of zeros.
@@ -68,13 +67,10 @@ class PagedOptions(NamedTuple):
       score_mod: ``(score, r, h, n, j)``: group, query head, packed query, key of the group.
       mask_mod: ``(r, h, n, j)``.
       scale: As in `flex_attention`.
-      config: Likewise.
       exact_out: Whether the output has the accumulator dtype, to be merged; else it has the dtype of the query.
       key_mod: ``(key[D], r, h_kv, j) -> [D]``, checked.
-      value_mod: Likewise.
       normalize: As in `flex_attention`.
       stats: Names of statistics, checked.
-      dropout_rate: Checked.
       kept_mod: ``(r, h, n, j)``, True where dropout keeps a weight; None without dropout.
     """
 
@@ -96,7 +92,6 @@ class PagedCall(NamedTuple):
 
     Attributes:
       caller: Name of the public function, for messages.
-      spec: Its static part.
       query: [N, Hq, D], in the dtype of the pages, unless these have eight bits; or its shape.
       pages: The keys and values.
     """

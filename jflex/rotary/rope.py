@@ -22,12 +22,6 @@ class Rope(SizedMod):
 
     Attributes:
       base: As in `rope`.
-      scaling: Likewise.
-      rotary_dim: Likewise.
-      interleaved: Likewise.
-      positions: Likewise.
-      length: Likewise.
-      is_far: Likewise.
     """
 
     base: float

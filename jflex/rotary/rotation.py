@@ -48,7 +48,6 @@ def angles(
     """By what each pair of features rotates at some positions.
 
     Args:
-      positions: Any integers.
       rotary_dim: Features that rotate, an even number.
       base: Pair ``i`` rotates by ``base ** (-2 * i / rotary_dim)`` radians per position.
       scaling: Scales these frequencies, and the rotated features.

@@ -81,14 +81,9 @@ class BlockSparseRows:
         Args:
           indptr: Where the key blocks of each query block begin in `indices`, ascending from 0, and where the last end.
           indices: Key blocks, each once for a query block, in any order.
-          Q_LEN: Number of queries.
-          KV_LEN: Number of keys.
           q_blocks: The size of all query blocks, or where each begins, ascending, and where the last ends.
           kv_blocks: Likewise of key blocks.
           kv_lengths: How many keys of its blocks each query block attends to, from the first one on. None: all.
-
-        Returns:
-          The rows.
 
         Raises:
           TypeError: An array is not of integers, or a length is not an integer.
@@ -147,10 +142,8 @@ class BlockSparseRows:
         """The requests of a batch as query blocks, and the pages of a cache as key blocks.
 
         Args:
-          batch: Without trees.
           num_tokens: N, the number of packed rows.
           num_pages: P of the cache.
-          page_size: Its page size.
 
         Returns:
           The rows, of ``P * page_size`` keys: the slots of the cache. Mods of a BlockMask made of them get slots, not

@@ -63,8 +63,6 @@ def block_mask_from_indices(
       indices: Key blocks of each query block, of each key head or query head, in any order. Batch size and heads may be
         1, for all. One that is negative or not below the number of key blocks is dropped; one that is there several
         times counts once. A query block that selects none attends to nothing.
-      Q_LEN: Number of queries.
-      KV_LEN: Number of keys.
       H: Query heads, a multiple of the heads of `indices`: each head of these is for ``H // heads`` adjacent query
         heads, as a key head is. None: as many as `indices` have, which must then be all query heads, or one for all.
       block_size: Of queries and keys, one number or a pair. Lengths need not be multiples of it.

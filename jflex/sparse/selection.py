@@ -36,7 +36,6 @@ def block_scores(
 
     Args:
       query: Queries, as in `flex_attention` with the layout "BTNH".
-      key: Keys.
       block_size: Of queries and keys, one number or a pair. A block at the end may be shorter.
       queries: ``"first"``: the first query of each block. ``"mean"``: the mean of its queries, for models that are not
         causal.

@@ -33,7 +33,6 @@ def merge(a: AttentionState, b: AttentionState) -> AttentionState:
     libraries mark empty rows by it; see `lse_from_flash`.
 
     Args:
-      a: A state.
       b: A state of the same shapes and dtypes.
 
     Returns:

@@ -84,7 +84,6 @@ class Derivative:
     """The derivative of a score program.
 
     Attributes:
-      program: The primal program.
       cotangent: The argument: cotangent of the program's output.
       d_score: Cotangent of the score.
       d_loads: Cotangent of each load of a captured array with a requested gradient, float32.

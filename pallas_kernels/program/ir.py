@@ -40,7 +40,6 @@ class Node:
       number: In topological order; inputs come before their users.
       op: ``input``, ``literal``, ``load``, ``call``, ``reduce_lanes``, or the name of a primitive.
       kind: One of `Axes`.
-      dtype: Of the value.
       inputs: Operands of the op; the indices of a load.
       apply: Computes a primitive from arrays of one shape.
       value: The number of a literal, the index of the captured array of a load, the name of an input, or

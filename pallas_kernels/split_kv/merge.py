@@ -100,7 +100,6 @@ class _Row(NamedTuple):
     """The merge of some partial results.
 
     Attributes:
-      max: The largest lse.
       sum: Sum of the weights ``exp(lse - max)``.
       sums: Sums of the weights times the outputs, in chunks of columns.
       stats: For each of ``spec.stats``: the largest score; the sum of the weights times the entropy of each minus the

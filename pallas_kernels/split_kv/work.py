@@ -34,13 +34,11 @@ class PagedOperands(NamedTuple, Generic[A]):
     Attributes:
       query: [N, Hq, D], the requests one after the other.
       key: [pages of all layers, page_size, Hkv, D].
-      value: Likewise, with Dv.
       indptr: int32 [R + 1], where each request's queries start, and where the last ones end.
       lengths: int32 [R], keys of each request.
       table: int32 [R, max_pages], the physical page of each logical page of `page_size` keys.
       first_page: int32 [1], the first page of the layer.
       key_scale: Of keys of eight bits, float32: [Hkv], or [pages of all layers, page_size, Hkv]; None for others.
-      value_scale: Likewise.
       rope_key: Of latent vectors of eight bits, the rotated columns of the keys, [pages of all layers, page_size, 1,
         D - Dv]; `key` then has Dv columns, and `key_scale` is [pages of all layers, page_size, tiles]. None for others.
     """

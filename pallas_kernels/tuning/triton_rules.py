@@ -177,7 +177,6 @@ def paged_decode_tiles(need: Need, rows: int, pages: int, capacity: int) -> Tile
     and 32 with 256 keys 790.
 
     Args:
-      need: What decides.
       rows: Queries times query heads of a key head.
       pages: Pages that a request may have.
       capacity: Keys that it may have.
@@ -205,7 +204,6 @@ def latent_tiles(need: Need, rows: int) -> Tiles:
     rows by 64 keys spill 68 bytes with 4 warps, none with 8.
 
     Args:
-      need: What decides.
       rows: Queries times query heads.
     """
     if not need.large_memory or need.itemsize == 4:

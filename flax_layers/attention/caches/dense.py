@@ -51,9 +51,6 @@ class DenseCache:
             head_dim: D, the size of a head.
             dtype: Dtype of keys and values, floating-point, of 16 bits or more.
 
-        Returns:
-            The cache.
-
         Raises:
             TypeError: A size is not an integer, or the dtype is not floating-point or has eight bits.
             ValueError: `batch_size` is negative, or another size is not positive.

@@ -60,9 +60,6 @@ class EightBitCache(OwnedPages):
                 the largest magnitude of its row.
             v_scale: Scale of the values, in the same forms.
 
-        Returns:
-            The cache.
-
         Raises:
             TypeError: A size is not an integer, the dtype is another one, or a scale is not a number.
             ValueError: `batch_size` is negative, another size is not positive, there are ``2**31`` tokens, or a scale

@@ -48,9 +48,6 @@ class DenseLatentCache(OwnedPages):
             rope_size: Columns of the rotated key.
             dtype: Floating-point, of 16 bits or more.
 
-        Returns:
-            The cache.
-
         Raises:
             TypeError: A size is not an integer, or the dtype is not floating-point, or has eight bits.
             ValueError: `batch_size` is negative, or another size is not positive.

@@ -70,9 +70,6 @@ def from_pretrained(
         max_positions: The longest context that will be used. Default: as in the file. Up to the original context
             of a LongRoPE, the model always has its short factors.
 
-    Returns:
-        The model.
-
     Raises:
         FileNotFoundError: The folder, or a required file in it, does not exist.
         CheckpointError: The architecture is not supported; or names, shapes or dtypes of tensors do not fit the

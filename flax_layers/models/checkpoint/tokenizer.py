@@ -151,9 +151,6 @@ class Tokenizer:
             template: Name of the chat template.
             values: Other variables of the template, such as `tools`.
 
-        Returns:
-            The text.
-
         Raises:
             ValueError: There is no such template, it is not valid jinja2, or it refuses the messages.
         """

@@ -39,7 +39,6 @@ class ApiError(Exception):
     """The error that answers a failed request.
 
     Args:
-        status: HTTP status.
         message: The error, the rule, the values, the remedy.
         param: The wrong parameter; default: the first that the message names in backquotes, if it is a 400.
         code: A code for programs. Default: follows from the status.

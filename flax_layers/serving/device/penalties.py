@@ -167,7 +167,6 @@ def pack_penalties(
 
     Args:
         penalties: Penalties of the request.
-        slot: Its slot.
         tokens: Its tokens so far, prompt first.
         prompt: Length of the prompt.
         context: Positions of a sequence.

@@ -176,7 +176,6 @@ class Stats:
         steps: Steps that were dispatched.
         cascade_steps: Steps in which requests read their shared prefix once for all.
         preemptions: Number of times that a request lost its pages and was computed again.
-        failures: Steps that failed.
     """
 
     running: int

@@ -57,7 +57,6 @@ def set_rows(x: jax.Array, index: tuple[jax.Array, ...], rows: AnyArray) -> jax.
     """``x.at[index].set(rows)``, in place if `x` is donated; indices out of range, below 0 too, are dropped.
 
     Args:
-      x: The array.
       index: int32 arrays that broadcast to one shape, for the leading axes of `x`; no index in range may repeat.
       rows: That shape, and the other axes of `x`.
 

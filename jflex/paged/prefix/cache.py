@@ -128,7 +128,6 @@ class PrefixCache:
 
         Args:
           tokens: Tokens of a request.
-          namespace: Where to look.
           limit: How many tokens to match at most; None: all but the last.
 
         Returns:

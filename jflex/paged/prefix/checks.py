@@ -141,7 +141,6 @@ def checked_own_pages(
       pages: The pages of the request.
       num_full: Pages that its tokens fill, those of the hit included.
       hit: What it has locked.
-      pool: The pool.
       cached: Whether each page of the pool is cached.
 
     Raises:

@@ -214,11 +214,7 @@ class PrefixTree:
         return pages
 
     def check(self, locked: Iterable[Node]) -> list[int]:
-        """Raises `RuntimeError` unless the tree is consistent, with locks that end at the nodes of `locked`.
-
-        Returns:
-          All pages.
-        """
+        """Raises `RuntimeError` unless the tree is consistent, with locks that end at the nodes of `locked`."""
         locks = Counter(step for node in locked for step in node.path())
         nodes = [node for namespace in self.roots for node in self._nodes(namespace)]
         order = {node: number for number, node in enumerate(self._lru)}

@@ -51,7 +51,6 @@ class DecodeOperands(NamedTuple, Generic[A]):
     Attributes:
       query: [N, Hq, D], packed: the queries of one request after those of the other.
       key: [pages of all layers, page_size, Hkv, D]; of a dense call, in its layout.
-      value: Likewise, with Dv.
       table: int32 [R, max_pages], the page table; None for a dense call.
       first_page: int32 [1], the first page of the layer; None for a dense call.
       items: int32 [items, 8], the work items (`pallas_kernels.mosaic_gpu.work_items`).

@@ -194,7 +194,6 @@ def evaluation(
     Args:
       refs: The captured arrays of the mod, flattened.
       shapes: Of the captured arrays.
-      tile: Queries and keys.
       indices: The loop-invariant ones of ``b``, ``h``, ``q``, ``k``.
       transposed: Whether tiles are (keys, queries).
       may_end: Whether tiles pass the end of the axis of their columns, where the last index is repeated.

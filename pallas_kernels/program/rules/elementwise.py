@@ -159,8 +159,6 @@ def substitute(primitive: str, params: Params, dtypes: Sequence[np.dtype]) -> Ca
     """A formula for a primitive of float32, made of common ones, or None if it needs none.
 
     Args:
-      primitive: Its name.
-      params: Its parameters.
       dtypes: Of its inputs, which the formula takes as float32.
     """
     if primitive == "pow" and jnp.issubdtype(dtypes[1], jnp.integer) and jnp.issubdtype(dtypes[0], jnp.floating):

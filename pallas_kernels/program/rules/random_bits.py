@@ -144,9 +144,7 @@ def threefry2x32(key0: ArrayLike, key1: ArrayLike, x0: ArrayLike, x1: ArrayLike)
 
     Args:
       key0: First word of the key, uint32.
-      key1: Second word.
       x0: First word of the counter, uint32.
-      x1: Second word.
 
     Returns:
       Two words of random bits, uint32.

@@ -40,11 +40,9 @@ class View:
 
     Attributes:
       operand: Index of the captured array.
-      dtype: Its dtype.
       index: Where the window starts, one node for each dimension of the operand.
       axes: For each dimension of the window, the dimension of the operand along which it runs (None: repeated) and the
         step.
-      shape: Of the window.
       valid: Whether the elements are in range; None if they surely are.
       fill: Value of elements out of range.
       stopped: Whether a `stop_gradient` was applied.

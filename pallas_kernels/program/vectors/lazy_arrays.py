@@ -26,12 +26,7 @@ MAX_CHOICES = 16  # values between which a computed index may choose
 
 
 class LazyArray:
-    """An array whose elements are computed when they are indexed, each once.
-
-    Attributes:
-      shape: Its shape.
-      dtype: Its dtype.
-    """
+    """An array whose elements are computed when they are indexed, each once."""
 
     def __init__(self, shape: Sequence[int], dtype: DTypeLike, of: Callable[[tuple[Position, ...]], Node]) -> None:
         self.shape, self.dtype, self._of = tuple(int(size) for size in shape), np.dtype(dtype), of

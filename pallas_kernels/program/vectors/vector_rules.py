@@ -238,10 +238,7 @@ def reduce(graph: Graph, name: str, x: LazyArray, axes: Sequence[int], lanes: La
     """A reduction: of a few values one by one, else over the lanes of tiles.
 
     Args:
-      graph: The graph.
       name: Of the primitive: `reduce_sum`, `reduce_max` or `reduce_min`.
-      x: What is reduced.
-      axes: Over which dimensions.
       lanes: Those of a tile; longer dimensions take several.
 
     Raises:

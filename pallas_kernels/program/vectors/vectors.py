@@ -62,9 +62,6 @@ class VectorSizes:
 
     Attributes:
       B: Batch entries, or requests.
-      H: Key heads.
-      S: Keys.
-      size: Of the vector.
       dtype: Of the array that holds it; the result has it too.
     """
 
@@ -120,7 +117,6 @@ class VectorProgram:
 
     Attributes:
       chunks: The tiles that make up a vector, in order.
-      lane_programs: For each width.
     """
 
     chunks: Chunks
@@ -144,7 +140,6 @@ def trace_vector_program(
       jaxpr: Of ``vector, b, h, idx, *operands -> vector``, in float32.
       operands: Shape and dtype of each captured array.
       sizes: Sizes and ranges of the arguments.
-      chunks: The tiles.
 
     Raises:
       NotOnTile: A primitive has no meaning on a tile.
@@ -160,7 +155,6 @@ def chunkings(size: int, plain: Chunks) -> tuple[Chunks, ...]:
     If the two lanes of each rotated pair are in different chunks, each element is loaded and each angle computed once.
 
     Args:
-      size: Of a head.
       plain: The chunks without a mod.
 
     Returns:

@@ -31,9 +31,6 @@ class _Tile(NamedTuple):
     """Sizes of the call and of what a program computes.
 
     Attributes:
-      queries: All of them.
-      heads: Of a query.
-      keys: All of them.
       block_queries: Queries of a program.
       block_heads: Heads of a tile, a power of two.
       block_keys: Keys of a tile.
