@@ -37,7 +37,7 @@ ROWS = [
     ("arity", lambda: call(score_mod=lambda s, q, k: s), TypeError,
      r"<lambda> \(mods.py:\d+\) takes \(s, q, k\)"),
     ("mask_not_made", lambda: call(mask_mod=jflex.masks.causal), TypeError,
-     r"-> bool\. causal \(causal.py:\d+\) makes one: call it, as `causal\(\.\.\.\)`\.$"),
+     r"-> bool\. causal \(sequences.py:\d+\) makes one: call it, as `causal\(\.\.\.\)`\.$"),
     ("score_not_made", lambda: call(score_mod=jflex.scores.softcap), TypeError,
      r"softcap \(softcap.py:\d+\) makes one: call it, as `softcap\(\.\.\.\)`\.$"),
     ("rope_as_score", lambda: call(score_mod=jflex.rope()), TypeError,
