@@ -5,15 +5,14 @@ Cases that capture arrays are in `test_captured_gradients.py`, so that each case
 
 import pytest
 
-from tests.cases.table import CASES, in_tiers
+from tests.cases.table import CASES
 from tests.support import evaluation
 
 OTHERS = [case for case in CASES if not evaluation.draw(case).floats()]
 
 
-@pytest.mark.parametrize("case", in_tiers(OTHERS))
-@pytest.mark.parametrize("backend", evaluation.BACKENDS)
-def test_backward(case, backend):
+@pytest.mark.parametrize(("backend", "case"), evaluation.runs(OTHERS))
+def test_backward(backend, case):
     if evaluation.refused(case, backend):
         return
     evaluation.check_gradients(case, backend, ("query", "key", "value"))

@@ -2,13 +2,12 @@
 
 import pytest
 
-from tests.cases.table import CASES, in_tiers
+from tests.cases.table import CASES
 from tests.support import evaluation
 
 
-@pytest.mark.parametrize("case", in_tiers(CASES))
-@pytest.mark.parametrize("backend", evaluation.BACKENDS)
-def test_forward(case, backend):
+@pytest.mark.parametrize(("backend", "case"), evaluation.runs(CASES))
+def test_forward(backend, case):
     if evaluation.refused(case, backend):
         return
     evaluation.check_forward(case, backend)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import zlib
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -14,7 +15,7 @@ import pytest
 
 import jflex
 from pallas_kernels.triton.compiler.launch.installed import launcher
-from tests.cases.table import Case
+from tests.cases.table import CASES, Case
 from tests.support import dropout_bits, oracle, tolerance
 from tests.support.haste import compiled_in_haste
 from tests.support.hopper_emulator import emulated
@@ -25,6 +26,18 @@ OFFICIAL_TRITON = pytest.param(
     "official_triton", marks=[pytest.mark.gpu, pytest.mark.skipif(bool(NO_TRITON), reason=NO_TRITON)]
 )
 BACKENDS = ["xla", "triton-interpret", pytest.param("triton", marks=pytest.mark.gpu), OFFICIAL_TRITON]
+
+
+def runs(cases: Sequence[Case]) -> list[Any]:
+    """Parameters ``backend, case``. Without a GPU, a case of the full tier runs on one backend, in turn."""
+    rows = []
+    for case in cases:
+        others = BACKENDS[CASES.index(case) % 2], *BACKENDS[2:]
+        for backend in others if case.tier == "full" else BACKENDS:
+            name, marks = (backend, []) if isinstance(backend, str) else (*backend.values, list(backend.marks))
+            marks = [*marks, pytest.mark.full] if case.tier == "full" else marks
+            rows.append(pytest.param(name, case, id=f"{name}-{case}", marks=marks))
+    return rows
 
 
 class Drawn(NamedTuple):

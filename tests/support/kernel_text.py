@@ -67,7 +67,9 @@ def pytest_configure(config: pytest.Config) -> None:
 def _recorded_kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if not request.config.getoption("--kernel-text"):
         return
-    digests = request.config.stash.setdefault(RECORDS, {}).setdefault(f"{request.node.path.stem}::{request.node.name}", [])
+    digests = request.config.stash.setdefault(RECORDS, {}).setdefault(
+        f"{request.node.path.stem}::{request.node.name}", []
+    )
     lower = gpu_compile.lower
 
     def record(function: Any, *arrays: Any) -> Any:
