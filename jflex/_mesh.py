@@ -49,10 +49,7 @@ def vary(x: jax.Array, axes: frozenset[str]) -> jax.Array:
 
 
 def match_manual_axes(tree: _Tree) -> _Tree:
-    """Types all arrays of a pytree as varying over the same axes.
-
-    The transpose sums the cotangents of arrays that the shards share.
-    """
+    """Types all arrays of a pytree as varying over the same axes; the transpose sums cotangents of shared arrays."""
     axes = varying_axes(*jax.tree.leaves(tree))
     return jax.tree.map(lambda x: vary(x, axes), tree)
 
@@ -69,10 +66,5 @@ def partitioned_by_xla(compute: Callable[..., _R], out_sharding: Callable[[], Pa
 
 
 def leading_axes(x: jax.Array, count: int) -> PartitionSpec:
-    """The sharding of the first axes of an array, and of no others.
-
-    >>> import jax.numpy as jnp
-    >>> tuple(leading_axes(jnp.ones((2, 3, 4)), 2))
-    (None, None)
-    """
+    """The sharding of the first axes of an array, and of no others."""
     return PartitionSpec(*jax.typeof(x).sharding.spec[:count])

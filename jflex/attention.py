@@ -181,11 +181,7 @@ def flex_attention(
 
 
 class Call(NamedTuple):
-    """A checked call.
-
-    Attributes:
-      inputs: The arrays. Query, key and value are not yet modified.
-    """
+    """A checked call; query, key and value are not yet modified."""
 
     spec: AttentionSpec
     inputs: Inputs

@@ -227,12 +227,7 @@ def _broadcast_load(x: Array) -> MaskMod:
 
 
 def block_size_of(config: Config) -> tuple[int, int]:
-    """The block size of a mask, of queries and keys: a multiple of the tiles of the user.
-
-    >>> from jflex.config import Tiles
-    >>> block_size_of(Config()), block_size_of(Config(forward=Tiles(256, 64)))
-    ((128, 128), (256, 128))
-    """
+    """The block size of a mask, of queries and keys: a multiple of the tiles of the user."""
     tiles = [x for x in (config.forward, config.dkv, config.dq) if x is not None]
     kv_tiles = tiles if config.decode is None else [*tiles, config.decode]
     return math.lcm(_BLOCK, *(x.block_q for x in tiles)), math.lcm(_BLOCK, *(x.block_kv for x in kv_tiles))

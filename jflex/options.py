@@ -86,12 +86,7 @@ class Options(LatentOptions, total=False):
 
 
 class Settings(NamedTuple):
-    """The keywords of a call with their defaults, made by `checked`.
-
-    Attributes:
-      return_lse: Whether the lse is returned.
-      return_stats: Names of the statistics that are returned, in the order of `STATS`.
-    """
+    """The keywords of a call with their defaults, made by `checked`."""
 
     score_mod: ScoreMod | None = None
     mask_mod: MaskMod | None = None
@@ -122,12 +117,7 @@ class Settings(NamedTuple):
 
 
 def checked(**keywords: Any) -> Settings:
-    """The settings of a call.
-
-    Raises:
-      TypeError: Statistics or dropout have a wrong type.
-      ValueError: They are out of range, or there is no lse to return.
-    """
+    """The settings of a call."""
     settings = Settings(**keywords)
     if settings.return_lse:
         check_lse(settings.return_lse, settings.normalize)

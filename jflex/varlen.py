@@ -141,8 +141,6 @@ class PackedCall(NamedTuple):
 
     Attributes:
       call: The equivalent call of one batch entry, with shapes in place of query, key and value.
-      q_ends: The boundaries of the queries.
-      kv_ends: The boundaries of the keys.
     """
 
     call: Call

@@ -30,8 +30,6 @@ def check_arrays(
 
     Args:
       value: The value; not looked at where the call has none.
-      has_value: Whether the call has a value.
-      may_have_eight_bits: Whether it takes queries and keys of eight bits.
     """
     if layout not in LAYOUTS:
         raise ValueError(f"`layout` must be one of {', '.join(map(repr, LAYOUTS))}. Got {layout!r}.")
@@ -172,23 +170,7 @@ def check_block_mask(block_mask: object, mask_mod: object, B: int, Hq: int, T: i
 
 
 def block_mask_mismatch(block_mask: BlockMask, batch: int, heads: int, q_length: int, kv_length: int) -> str | None:
-    """Says in one sentence or two why a BlockMask does not fit a call, and what would.
-
-    Args:
-      heads: Query heads ``Hq`` of the call.
-      q_length: Queries ``T`` of the call.
-      kv_length: Keys ``S`` of the call.
-
-    Returns:
-      The sentence, or None when the mask fits.
-
-    >>> from jflex.block_mask.mask import create_block_mask
-    >>> block_mask = create_block_mask(lambda b, h, q, kv: q >= kv, 2, None, 256, 256)
-    >>> block_mask_mismatch(block_mask, 2, 8, 256, 256) is None
-    True
-    >>> block_mask_mismatch(block_mask, 2, 8, 128, 256)  # doctest: +ELLIPSIS
-    '`block_mask` is for 256 queries and 256 keys, the call has 128 and 256. Crop it with ...'
-    """
+    """Says in one sentence or two why a BlockMask does not fit a call, and what would."""
     if block_mask.kv_num_blocks.ndim != 3:
         return (
             f"`block_mask` has lists with {block_mask.kv_num_blocks.ndim - 3} leading axes more than a BlockMask has. "

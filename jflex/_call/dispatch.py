@@ -23,7 +23,6 @@ class Selection(NamedTuple):
     """Which backend runs a call.
 
     Attributes:
-      name: The first that supports it, or None.
       rejections: Why each backend before it was rejected, in order.
     """
 

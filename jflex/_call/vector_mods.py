@@ -48,11 +48,7 @@ class VectorMods(NamedTuple):
         """Traces each mod once, on one vector; nothing is computed.
 
         Args:
-          D: Head size of queries and keys.
           dtype: Of the arrays; of query and key where these have eight bits.
-          sizes: Ranges of the indices of the call.
-          kv_heads: Number of key heads, if known.
-          has_lse: Whether the call has a softmax, and so an lse.
         """
         for role, mod, size in zip(self._fields, self, (D, D, Dv, Dv), strict=True):
             if mod is not None and role in ("query", "key") and str(dtype) in EIGHT_BITS:
@@ -88,7 +84,6 @@ def check_vector_mod(role: str, mod: Any, size: int, dtype: Any, *, has_lse: boo
 
     Args:
       dtype: Of the array that holds it.
-      has_lse: Whether an output mod gets an lse.
     """
     source = describe(mod)
     _check_signature(role, mod, source)

@@ -123,11 +123,7 @@ def check_kv_lengths(
 
 
 def checked_size(size: SupportsIndex, name: str) -> int:
-    """A size as a Python int.
-
-    >>> checked_size(512, "Q_LEN")
-    512
-    """
+    """A size as a Python int."""
     try:
         number = None if isinstance(size, bool) else operator.index(size)
     except TypeError:
@@ -140,11 +136,7 @@ def checked_size(size: SupportsIndex, name: str) -> int:
 
 
 def checked_positive(size: SupportsIndex, name: str) -> int:
-    """A size of at least 1 as a Python int.
-
-    >>> checked_positive(8, "num_kv_heads")
-    8
-    """
+    """A size of at least 1 as a Python int."""
     number = checked_size(size, name)
     if number == 0:
         raise ValueError(f"`{name}` must be at least 1. Got 0.")
@@ -152,10 +144,7 @@ def checked_positive(size: SupportsIndex, name: str) -> int:
 
 
 def check_int32(name: str, x: object, content: str) -> None:
-    """Raises TypeError unless an argument is an array of int32.
-
-    >>> check_int32("slots", jnp.arange(3), "slots")
-    """
+    """Raises TypeError unless an argument is an array of int32."""
     if not isinstance(x, jax.Array | np.ndarray):
         raise TypeError(
             f"`{name}` must be an int32 array of {content}. Got {type(x).__name__}. Wrap it in "

@@ -116,12 +116,7 @@ _ANSWERS: dict[str, tuple[_Answer, ...]] = {
 
 
 def check_keywords(caller: str, parameters: Collection[str], keywords: Mapping[str, object]) -> None:
-    """Raises for keywords of a call that would be refused without an answer, or ignored.
-
-    Args:
-      caller: Name of the public function.
-      keywords: Keywords of the call, with their values.
-    """
+    """Raises for keywords of a call that would be refused without an answer, or ignored."""
     if keywords.get("dropout_key") is not None and "dropout_rate" in parameters and "dropout_rate" not in keywords:
         raise ValueError(
             "`dropout_key` needs a `dropout_rate`, which is 0 by default. Pass the rate; `dropout_rate=0.0` for "

@@ -21,7 +21,6 @@ def paged_shard_of(
 
     Args:
       inputs: Its arrays; queries and pages may be those of the shard.
-      number: Which of them this is.
       rows: Where the keys of this shard lie among those of a request; None if it has all.
     """
     head = lambda heads: None if pieces == 1 else number * (heads // pieces)

@@ -127,7 +127,6 @@ def partitioned(
     Args:
       function: The computation on flat, unsharded arrays.
       local: ``local(mesh, split, *flat arrays)``: that of one shard, inside its program.
-      in_axes: Axes of each input; the first is the query.
     """
     call = custom_partitioning(function)
 

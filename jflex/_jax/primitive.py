@@ -50,12 +50,7 @@ class Op(Protocol[X, Y]):
 
 
 def call_as_primitive(function: Op[X, Y], arrays: X) -> Y:
-    """Computes ``function(arrays)``.
-
-    Args:
-      function: The pass, which is a cache key.
-      arrays: A pytree of arrays, all varying over the same axes of an enclosing `jax.shard_map`.
-    """
+    """Computes ``function(arrays)``; all arrays vary over the same axes of an enclosing `jax.shard_map`."""
     flat, tree = jax.tree.flatten(arrays)
     avals = tuple((x.shape, x.dtype, bool(getattr(x, "weak_type", False))) for x in flat)
     x64 = bool(jax.config.jax_enable_x64)  # pyright: ignore[reportAttributeAccessIssue]  # made at run time
@@ -79,7 +74,6 @@ class _Traced:
 
     Attributes:
       jaxpr: What is lowered: with several devices, `plain` inside a call that XLA can partition.
-      tree: Tree structure of the outputs.
       out_specs: Shardings of the flat outputs, from that of the first input.
     """
 

@@ -22,11 +22,7 @@ from pallas_kernels.spec import AttentionSpec, Blocks, Captured, Dropout, Mod
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class Span:
-    """The absolute positions of local tokens.
-
-    Attributes:
-      starts: The first position of each local chunk.
-    """
+    """The absolute positions of local tokens, in chunks."""
 
     starts: Int32[Array, " chunks"]
     chunk: int = dataclasses.field(metadata={"static": True})
@@ -41,11 +37,7 @@ class Span:
 
 
 class Spread(NamedTuple):
-    """The absolute positions of local tokens that are every so many runs of a sequence.
-
-    Attributes:
-      stride: From one run to the next.
-    """
+    """The absolute positions of local tokens that are every so many runs, `stride` apart, of a sequence."""
 
     first: Int32[Array, ""]
     run: int

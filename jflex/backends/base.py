@@ -77,7 +77,6 @@ class Saved(NamedTuple):
     """The results of the forward pass, which the backward pass needs.
 
     Attributes:
-      out: In `spec.layout`; [N, Hq, Dv] for a paged call.
       lse: float32 [B, Hq, T], natural log; [N, Hq] for a paged call.
       max: Like the lse, the largest score of each row, -inf for an empty one; None if not in `spec.stats`.
       entropy: Like the lse, that of the softmax weights and the sink's, in nats; None if not in `spec.stats`.
@@ -117,8 +116,6 @@ class Plan:
 
     Attributes:
       describe: Describes kernels and tiles, for `jflex.explain`.
-      kernels: The plans of the backend's kernels, for the backend alone.
-      gradients: Which other backend computes all requested gradients, or None.
       count_splits: Counts the splits of a paged call from its `indptr` [R + 1] and `lengths` [R]; None if keys are not
         split.
     """
@@ -135,7 +132,6 @@ class Backend(abc.ABC):
     Implementations are final, and hold no state.
 
     Attributes:
-      name: Its name in `implementation=`.
       differentiable: True if JAX differentiates `forward` itself; then `backward` is never called.
     """
 
@@ -144,11 +140,7 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def plan(self, spec: AttentionSpec, requested: GradientRequest | None) -> Plan | Refusal:
-        """How this backend runs a call, or why it cannot. Dispatch, `jflex.explain` and both passes read it.
-
-        Args:
-          requested: Which gradients; None for forward only.
-        """
+        """How this backend runs a call, or why it cannot. Dispatch, `jflex.explain` and both passes read it."""
 
     @abc.abstractmethod
     def forward(self, spec: AttentionSpec, inputs: Inputs | PagedInputs) -> Saved:

@@ -52,14 +52,6 @@ def modified(
     Where masked, it is evaluated at a visible position: a mod may be NaN or infinite where masked
     (``log(q_idx - kv_idx)``), and 0 times its NaN derivative would reach captured arrays. If no position is visible,
     derivatives are 0.
-
-    Args:
-      operands: The arrays that it captures.
-      positions: ``b``, ``h``, ``q_idx`` and ``kv_idx`` of each score, in the shape of `score`.
-      visible: Which scores are visible, in the shape of `score` or broadcast to it.
-
-    Returns:
-      The modified scores; those of masked positions mean nothing.
     """
     visible = jnp.broadcast_to(visible, score.shape)
     seen = jnp.argmax(visible)
@@ -79,9 +71,7 @@ def stats_of(
     """The largest score of each row, without a derivative, and the entropy of its weights; see `AttentionStats`.
 
     Args:
-      score: Scores [B, H, T, S].
       visible: Which of them are visible, or broadcast to it.
-      lse: Its logsumexp [B, H, T].
     """
     score = jnp.where(visible, score, -jnp.inf)
     entropy = -jnp.sum(weights * log_weight(score, lse[..., None]), axis=-1)

@@ -18,22 +18,14 @@ def widened(inputs: Inputs) -> Inputs:
 
 
 def dequantised(rows: jax.Array, scale: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """Rows [*tokens, H, D] times their scale, [*tokens, H] or [H], rounded once.
-
-    >>> dequantised(jnp.array([[3, -2]], jnp.int8), jnp.array([0.5]), jnp.float32).tolist()
-    [[1.5, -1.0]]
-    """
+    """Rows [*tokens, H, D] times their scale, [*tokens, H] or [H], rounded once."""
     exact = np.promote_types(jnp.dtype(dtype), np.float32)  # which JAX refuses under strict promotion
     scale = jnp.broadcast_to(scale, rows.shape[:-1])[..., None]
     return (rows.astype(exact) * scale.astype(exact)).astype(dtype)
 
 
 def in_tiles(x: jax.Array) -> jax.Array:
-    """Columns [..., latent] as tiles [..., tiles, 128].
-
-    >>> in_tiles(jnp.zeros((3, 512))).shape
-    (3, 4, 128)
-    """
+    """Columns [..., latent] as tiles [..., tiles, 128]."""
     return x.reshape(*x.shape[:-1], x.shape[-1] // LATENT_TILE, LATENT_TILE)
 
 

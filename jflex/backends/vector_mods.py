@@ -114,9 +114,6 @@ def modified_keys(
 
     Args:
       rows: The vectors; what must not reach a result may be anything, and NaN.
-
-    Returns:
-      The vectors, in the dtype of `rows`.
     """
     call = _mapped(mod, rows.dtype, ("bi",) * b.ndim + ("h",))
     return call(rows, b, jnp.arange(rows.shape[-2], dtype=jnp.int32), idx)

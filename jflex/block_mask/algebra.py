@@ -100,11 +100,7 @@ def unite(first: BlockMatrix, second: BlockMatrix) -> BlockMatrix:
 
 
 def no_mask(other: object, symbol: str) -> Any:
-    """Refuses a function as an operand of a BlockMask's operator; other operands may answer themselves.
-
-    Raises:
-      TypeError: It is a function.
-    """
+    """Refuses a function as an operand of a BlockMask's operator; other operands may answer themselves."""
     if not callable(other):
         return NotImplemented
     joined = "and_masks" if symbol == "&" else "or_masks"

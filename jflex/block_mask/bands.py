@@ -58,10 +58,7 @@ def band_block_mask(
 
     Args:
       mask_mod: The whole mask, evaluated in partial blocks.
-      band: See `Band`; `Band.within` the lengths.
       shape: ``(B, H, T, S)`` of the call. The mask has 1 for B and H where `mask_mod` does not use ``b`` and ``h``.
-      block_size: Of queries and keys.
-      q_lengths: Queries of each batch entry; those beyond attend to nothing.
       mask: A dense mask, which is read once for its blocks; its axes may be 1.
       hides_more: Whether `mask_mod` masks more than the other arguments do: then no block is full.
 

@@ -26,11 +26,7 @@ def is_concrete(lists: BlockLists) -> bool:
 
 
 def sparsity(states: np.ndarray, seq_lengths: tuple[int, int], block_size: tuple[int, int]) -> float:
-    """The percentage of elements in empty blocks.
-
-    >>> sparsity(np.array([[[[1, 0], [2, 1]]]]), (100, 100), (64, 64))
-    23.04
-    """
+    """The percentage of elements in empty blocks."""
     heights, widths = (_clipped_sizes(length, block) for length, block in zip(seq_lengths, block_size, strict=True))
     total = states.shape[0] * states.shape[1] * seq_lengths[0] * seq_lengths[1]
     if total == 0:
@@ -42,14 +38,7 @@ def sparsity(states: np.ndarray, seq_lengths: tuple[int, int], block_size: tuple
 
 
 def skips_nothing(states: np.ndarray, seq_lengths: tuple[int, int], block_size: tuple[int, int]) -> bool:
-    """True if several blocks are all visited, although elements of some are hidden.
-
-    >>> alternating = np.array([[[[1, 1], [1, 1]]]])
-    >>> skips_nothing(alternating, (64, 64), (32, 32)), skips_nothing(alternating, (20, 20), (16, 16))
-    (True, True)
-    >>> skips_nothing(np.array([[[[2, 1]]]]), (32, 40), (32, 32))  # padding hides the rest of the last block
-    False
-    """
+    """True if several blocks are all visited, although elements of some are hidden."""
     rows, columns = (length // block for length, block in zip(seq_lengths, block_size, strict=True))
     several = states.shape[-2] * states.shape[-1] > 1
     return several and bool(np.all(states)) and bool(np.any(states[..., :rows, :columns] == PARTIAL))
@@ -104,14 +93,7 @@ def to_figure(
     zoom: tuple[slice, slice] | None,
     elements: Callable[[jax.Array, jax.Array], jax.Array],
 ) -> Figure:
-    """Draws blocks and elements of one batch entry and head; see `BlockMask.to_image`.
-
-    Args:
-      seq_lengths: Lengths of the mask.
-      block_size: Block size of the mask.
-      zoom: Which elements; None for blocks alone.
-      elements: A function from query and key indices to which are visible, [1, 1, Q, KV].
-    """
+    """Draws blocks and elements of one batch entry and head; see `BlockMask.to_image`."""
     try:
         from matplotlib.colors import ListedColormap
         from matplotlib.figure import Figure

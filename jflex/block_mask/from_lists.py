@@ -20,15 +20,7 @@ def states_from_given(
     block_size: tuple[int, int],
     seq_lengths: tuple[int, int] | None,
 ) -> tuple[Int8[Array, "B H R C"], tuple[int, int]]:
-    """Checks the four arguments of `BlockMask.from_kv_blocks`.
-
-    Returns:
-      The matrix of states, and the lengths.
-
-    Raises:
-      TypeError: The lists are not integers.
-      ValueError: Shapes do not fit, a known value is out of range, or a block is listed twice.
-    """
+    """Checks the arguments of `BlockMask.from_kv_blocks`, and returns the matrix of states and the lengths."""
     if (arguments[2] is None) != (arguments[3] is None):
         present, absent = (_NAMES[2], _NAMES[3]) if arguments[3] is None else (_NAMES[3], _NAMES[2])
         raise ValueError(f"`{present}` is passed without `{absent}`: pass both, or neither if no block is full.")

@@ -26,7 +26,6 @@ class Selection:
     """The entries selected on one axis.
 
     Attributes:
-      size: How many entries are selected.
       blocks: Their indices, or None if all are selected in order.
       start: The first index if they are consecutive, else None.
       last: The last index, if known while tracing.
@@ -94,12 +93,7 @@ def _look_up_query(selection: Selection, q_idx: Any, block_size: int) -> tuple[A
 def _selections(
     index: AxisIndex | tuple[AxisIndex, ...], sizes: tuple[int, int, int]
 ) -> tuple[Selection, Selection, Selection]:
-    """Parses the index of ``block_mask[index]`` for axes of these sizes.
-
-    Raises:
-      IndexError: More than three indices, or one out of range.
-      TypeError: An index is not an integer, slice or array of integers with at most one axis.
-    """
+    """Parses the index of ``block_mask[index]`` for axes of these sizes."""
     indices = index if isinstance(index, tuple) else (index,)
     if len(indices) > 3:
         raise IndexError(

@@ -10,15 +10,7 @@ from jflex._check.arguments import checked_size
 def checked_shape(
     batch: SupportsIndex | None, heads: SupportsIndex | None, q_length: SupportsIndex, kv_length: SupportsIndex
 ) -> tuple[int, int, int, int]:
-    """``(B, H, Q_LEN, KV_LEN)`` as Python ints; B and H of None are 1.
-
-    Raises:
-      TypeError: One of them is not an integer.
-      ValueError: One of them is negative.
-
-    >>> checked_shape(None, 8, 512, 512)
-    (1, 8, 512, 512)
-    """
+    """``(B, H, Q_LEN, KV_LEN)`` as Python ints; B and H of None are 1."""
     return (
         1 if batch is None else checked_size(batch, "B"),
         1 if heads is None else checked_size(heads, "H"),
@@ -29,10 +21,6 @@ def checked_shape(
 
 def checked_block_size(block_size: SupportsIndex | tuple[SupportsIndex, ...] | list[SupportsIndex]) -> tuple[int, int]:
     """Block sizes of queries and keys.
-
-    Raises:
-      TypeError: They are neither an integer nor a pair of integers.
-      ValueError: One is zero or negative.
 
     >>> checked_block_size(128), checked_block_size((64, 128))
     ((128, 128), (64, 128))

@@ -49,10 +49,7 @@ class BlockMatrix(NamedTuple):
     """A BlockMask with a matrix of states in place of lists, on which algebra, cropping and indexing work.
 
     Attributes:
-      states: The state of every block.
       mask_mod: Decides which elements of a partial block are visible; None: all.
-      seq_lengths: ``(Q_LEN, KV_LEN)``.
-      block_size: Of queries and of keys.
       lists_follow_mod: Whether the mask_mod alone defines the mask.
       source: The name of the mask_mod in messages; None: its own name.
     """
@@ -66,11 +63,7 @@ class BlockMatrix(NamedTuple):
 
 
 def block_count(length: int, block: int) -> int:
-    """Number of blocks of size `block` that cover `length`.
-
-    >>> block_count(100, 32)
-    4
-    """
+    """Number of blocks of size `block` that cover `length`."""
     return -(-length // block)
 
 
@@ -219,7 +212,6 @@ def listed_blocks(
     """A boolean matrix of the listed blocks; entries past a count or outside the matrix are ignored.
 
     Args:
-      counts: Number of blocks of each row.
       runs: Whether a row with more blocks than entries continues from the last entry, block by block.
     """
     batch, heads, rows, width = indices.shape

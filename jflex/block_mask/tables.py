@@ -48,9 +48,6 @@ def block_lists(
       max_blocks: Entries of a row of each table. None: as many as the axis has blocks up to `WIDE`; beyond, as many as
         the most crowded row needs, or `TRACED_WIDTH` where values are unknown.
       whole: Blocks along the longer axis of a mask of which `states` are parts: what counts for `WIDE` then.
-
-    Raises:
-      ValueError: A known row needs more entries than `max_blocks`.
     """
     rows, columns = states.shape[2:]
     blocks = (columns, columns, rows, rows)

@@ -261,12 +261,7 @@ def check_packed_sizes(
 
 
 def checked_boundaries(q_ends: AnyArray, kv_ends: AnyArray, lengths: tuple[int, int]) -> tuple[jax.Array, jax.Array]:
-    """The boundaries of queries and of keys, as JAX arrays.
-
-    Raises:
-      TypeError: One is not an array, or not int32.
-      ValueError: Shapes do not fit, or known values do not ascend from 0 to at most the number of packed tokens.
-    """
+    """The boundaries of queries and of keys, as JAX arrays."""
     named = (("cu_seqlens_q", q_ends, lengths[0], "queries"), ("cu_seqlens_k", kv_ends, lengths[1], "keys"))
     for name, ends, _, kind in named:
         rule = f"`{name}` must be an int32 array [R + 1], where the {kind} of each of R sequences begin, and their end"

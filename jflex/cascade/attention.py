@@ -130,7 +130,6 @@ class CascadeCall(NamedTuple):
 
     Attributes:
       levels: A call for each level; None for a level without queries or without room for keys.
-      indices: The request and the position of each query.
     """
 
     out_shape: tuple[int, int, int]

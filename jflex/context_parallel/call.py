@@ -46,8 +46,6 @@ class ContextCall:
     """The static part of a checked call: hashable, and equal if it computes the same.
 
     Attributes:
-      spec: The call of all devices.
-      order: The order of the tokens, or None.
       sees: As in `Tables`, if the mask is known while tracing; else None.
     """
 

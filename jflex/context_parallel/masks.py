@@ -31,12 +31,7 @@ def own_block_size(chunk: tuple[int, int]) -> tuple[int, int] | None:
 
 
 def own_block_mask(mask_mod: MaskMod, sizes: tuple[int, int, int, int], chunk: tuple[int, int]) -> BlockMask | None:
-    """The BlockMask of a mask_mod, in blocks that divide the chunks; None if these are too odd.
-
-    Args:
-      sizes: ``(B, Hq, T, S)`` of the whole call.
-      chunk: Queries and keys in a chunk.
-    """
+    """The BlockMask of a mask_mod, in blocks that divide the chunks; None if these are too odd."""
     block_size = own_block_size(chunk)
     if block_size is None:
         return None

@@ -30,7 +30,6 @@ class Checked(NamedTuple):
     """A checked call.
 
     Attributes:
-      call: That of all devices, with whole shapes, and with the mask that the caller gave.
       arrays: Query, key and value as the caller has them; shapes for `jflex.explain`.
       traced: Traces the mods anew with another mask.
     """

@@ -46,7 +46,6 @@ class _Local(NamedTuple):
       inputs: Query, key and value are local; `lists` have a leading axis of the devices whose keys are visited.
       where: Where they lie; `keys` are not known before a step.
       sees: Whether this device attends to the keys of each device; None if it does to all.
-      me: The number of this device.
     """
 
     inputs: Inputs
@@ -98,8 +97,6 @@ def attend_in_ring(call: ContextCall, inputs: Inputs, where: Where, sees: jax.Ar
     """The attention of one device, inside of its program; `inputs` are local.
 
     Args:
-      inputs: The arrays of this device.
-      where: Its batch entries and heads.
       sees: Whether this device attends to the keys of each device; None if not known.
     """
     me = call.placement.shard()
@@ -136,12 +133,8 @@ def _walk(ring: _Ring, local: _Local, visit: Visit, sums: Any) -> tuple[Any, Any
     """Visits the keys of all steps.
 
     Args:
-      local: The arrays of this device.
       visit: ``(carry, keys, owner) -> (carry, addition)``; the carry stays on this device, and is None at first.
       sums: Zeros, to which the additions are added: a tree like theirs. They travel with the keys that they belong to.
-
-    Returns:
-      The carry, and the sums of the keys of this device.
     """
 
     def step(state: Any, number: Any, arrived: int, leaves: int) -> Any:

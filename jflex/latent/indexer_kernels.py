@@ -33,7 +33,6 @@ def site_of_kernel(
     """Where a kernel runs a call, or None if XLA does.
 
     Args:
-      caller: Name of the public function, for messages.
       limit: Given the adapter of the kernels and a site, says why the kernel does not run the call there, or None.
     """
     if implementation not in ("triton", "xla", None):

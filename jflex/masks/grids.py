@@ -137,14 +137,6 @@ def coordinates(cell: Index, canvas: tuple[int, ...]) -> tuple[Index, ...]:
 def checked_grid(caller: str, **sides: tuple[int, ...]) -> list[tuple[int, ...]]:
     """Sides of a canvas, and of what lies in it, as Python numbers.
 
-    Args:
-      caller: A function, for messages.
-      **sides: Its arguments, the canvas first.
-
-    Raises:
-      TypeError: A side is not an integer.
-      ValueError: A side is not positive, or the number of axes differs from that of the canvas.
-
     >>> checked_grid("neighborhood", canvas=(3, np.int64(4)), kernel=(1, 3))
     [(3, 4), (1, 3)]
     """

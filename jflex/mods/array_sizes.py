@@ -48,7 +48,6 @@ class CallSizes(NamedTuple):
 
     Attributes:
       queries: The last position of a query, plus 1.
-      keys: The last position of a key, plus 1.
       caller: What has these sizes, for messages.
       all_batch: Whether `batch` is the batch size; else it is the last entry in use, plus 1.
     """

@@ -51,16 +51,6 @@ def checked_array(
 ) -> jax.Array:
     """An argument of a ready mod as an array.
 
-    Args:
-      x: An array, or anything that `jax.numpy.asarray` converts.
-      argument: Its name, for messages.
-      kind: Required kind of its elements.
-      axes: Required axes, as in ``"[B, T]"``; None if they are not checked here.
-
-    Raises:
-      TypeError: Its elements have another kind.
-      ValueError: It has another number of axes.
-
     >>> checked_array([3, 4], "`kv_lengths` of `padding`", "integers", "[B]").tolist()
     [3, 4]
     """
@@ -75,9 +65,5 @@ def checked_array(
 
 
 def known_count(x: object) -> int | None:
-    """A count that is part of the program, as an int; None for an array, whose value may change.
-
-    >>> known_count(np.int64(3)), known_count(jnp.int32(3))
-    (3, None)
-    """
+    """A count that is part of the program, as an int; None for an array, whose value may change."""
     return operator.index(x) if isinstance(x, int | np.integer) else None

@@ -46,14 +46,7 @@ _KEEPS = VIEWS | {"broadcast_in_dim", "convert_element_type", "neg", "copy", "co
 
 
 def batchable(jaxpr: core.ClosedJaxpr) -> core.ClosedJaxpr:
-    """Rewrites a program for `jax.vmap`.
-
-    Args:
-      jaxpr: What `jax.make_jaxpr` returned.
-
-    Returns:
-      A program with the same arguments and results; `jaxpr` itself if nothing needs rewriting.
-    """
+    """Rewrites a program for `jax.vmap`; the program itself if nothing needs rewriting."""
     opened = open_jaxpr(jaxpr)
     if not _needs_rewriting(opened.jaxpr):
         return jaxpr
@@ -74,7 +67,6 @@ class Factored(NamedTuple):
 
     Attributes:
       scale: The scalar, float32; None for an array that is not such a product.
-      rest: The array; float32 if there is a scalar.
       depends: Indices of the arguments of the program on which `rest` depends.
     """
 
@@ -116,7 +108,6 @@ class _Value:
 
     Attributes:
       x: The value before its gates.
-      depends: Indices of the arguments on which it depends.
       product: Its factors, if known.
       multiplied: Whether it is a product, or reorders, repeats or selects elements of one.
       spread: Whether it may be broadcast: then a contraction of it is no safer than a sum.

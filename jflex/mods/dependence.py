@@ -63,13 +63,7 @@ def used_inputs(jaxpr: Any, outputs_used: Sequence[bool]) -> set[int]:
 
 
 def index_requirements(program: core.ClosedJaxpr, role: str, source: str) -> tuple[Requirement, ...]:
-    """The requirements on a call of the arrays that a mod indexes by its arguments.
-
-    Args:
-      program: The mod as traced.
-      role: The argument of a call, without ``_mod``: ``"score"``.
-      source: Names the mod, for messages.
-    """
+    """The requirements on a call of the arrays that a mod indexes by its arguments."""
     walk = _IndexWalk(source, _ELEMENTS | {"h": "key head"} if role in ("key", "value") else _ELEMENTS)
     walk.run(open_jaxpr(program), [_Index((axis,)) for axis in _axes_of(role)])
     return tuple(walk.required.values())

@@ -60,7 +60,6 @@ def fingerprint(jaxpr: core.ClosedJaxpr, *, differentiable: bool) -> str:
     """Describes a program by its structure.
 
     Args:
-      jaxpr: What ``jax.make_jaxpr`` returned; it must hold no array constants.
       differentiable: Whether rules of ``jax.custom_jvp`` and ``jax.custom_vjp`` belong to the program. They are Python
         functions, different objects in each trace, so the program of the derivative is compared instead.
     """

@@ -42,11 +42,7 @@ class _Indexable(np.ndarray):
 
 
 class _Conversion:
-    """Copies functions and containers, with arrays that tracers may index in place of numpy arrays.
-
-    Attributes:
-      arrays: The number of arrays that were converted.
-    """
+    """Copies functions and containers, with arrays that tracers may index in place of numpy arrays."""
 
     def __init__(self) -> None:
         self.arrays = 0

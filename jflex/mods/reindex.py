@@ -15,10 +15,7 @@ from jflex.mods.array_sizes import Requirement, SizedMod
 
 
 class Positions(NamedTuple):
-    """Positions at which a mod is evaluated: int32 scalars.
-
-    Attributes:
-      exists: Whether there is such a position; if not, the other fields are any valid position. None: there always is.
+    """Positions at which a mod is evaluated, int32 scalars: any valid ones where `exists` is False; None: always exist.
     """
 
     b: Any

@@ -26,16 +26,7 @@ _LAYERS_OF_FLAX = ("flax.linen.attention", "flax.nnx.nn.attention")
 
 
 def check_signature(mod: object, role: ScalarRole, source: str) -> None:
-    """Raises unless `mod` can be called as a mod of its role.
-
-    Args:
-      mod: What the user passed.
-      role: ``"score"`` or ``"mask"``.
-      source: Names the function, for messages.
-
-    Raises:
-      TypeError: It is no function, or takes other arguments.
-    """
+    """Raises TypeError unless `mod` can be called as a mod of its role."""
     rule = (
         f"`{role}_mod` must be a function ({', '.join(_ARGUMENTS[role])}) -> {'score' if role == 'score' else 'bool'}"
     )
@@ -76,11 +67,7 @@ def _instead(x: object, role: ScalarRole) -> str:
 
 
 def checked_result(out: Any, role: ScalarRole, source: str) -> jax.Array:
-    """Returns what a mod returned, as an array: float32 of a score mod, bool of a mask mod.
-
-    Raises:
-      TypeError: It is not one scalar of the kind that the role wants.
-    """
+    """Returns what a mod returned, as an array: float32 of a score mod, bool of a mask mod."""
     expected = "one boolean" if role == "mask" else "one floating-point number"
     if len(jax.tree.leaves(out)) != 1 or not jax.tree.structure(out) == jax.tree.structure(0):
         raise TypeError(f"`{role}_mod` must return {expected}; {source} returned {type(out).__name__}.")

@@ -46,11 +46,7 @@ class _Program(NamedTuple):
 
 
 def store_program(jaxpr: core.ClosedJaxpr) -> bytes:
-    """The bytes of a program.
-
-    Raises:
-      TypeError: It calls a primitive that holds a Python function, or that JAX does not name.
-    """
+    """The bytes of a program."""
     return pickle.dumps(_stored(open_jaxpr(jaxpr)))
 
 

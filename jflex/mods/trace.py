@@ -45,9 +45,7 @@ class TracedMod:
     so a ``TracedMod`` is the key of every cache.
 
     Attributes:
-      role: ``"score"``, ``"mask"``, ``"key"`` or ``"value"``.
       fingerprint: The program as text, compared for equality.
-      operands: Shape and dtype of each captured array.
       jaxpr: Takes ``(score,) b, h, q_idx, kv_idx`` and the operands, and returns one scalar; or ``vector, b, h, idx``
         and the operands, and returns a vector.
       source: The user's function, for messages: ``causal (model.py:41)``.
@@ -62,15 +60,7 @@ class TracedMod:
     requirements: tuple[Requirement, ...] = dataclasses.field(default=(), compare=False, repr=False)
 
     def __call__(self, operands: Sequence[jax.Array], *arguments: jax.Array) -> jax.Array:
-        """Evaluates the mod at one position, as plain JAX (``jax.vmap`` it for more).
-
-        Args:
-          operands: The captured arrays, in the order in which tracing returned them.
-          *arguments: ``(score,) b, h, q_idx, kv_idx``, or ``vector, b, h, idx``.
-
-        Returns:
-          A float32 scalar for a score mod, a bool scalar for a mask mod, a vector for a key or a value mod.
-        """
+        """Evaluates the mod at one position, as plain JAX, given the captured arrays (``jax.vmap`` it for more)."""
         args, program = (*arguments, *operands), batchable_program(self)
         if not varying_axes(*args):
             return core.jaxpr_as_fun(program)(*args)[0]
@@ -117,28 +107,12 @@ def batchable_program(traced: TracedMod) -> core.ClosedJaxpr:
 
 
 def trace_score_mod(mod: Callable[..., ArrayLike]) -> tuple[TracedMod, tuple[jax.Array, ...]]:
-    """Traces ``mod(score, b, h, q_idx, kv_idx) -> score``.
-
-    Returns:
-      The traced mod, and the arrays that it closes over.
-
-    Raises:
-      TypeError: `mod` is not callable, takes other arguments, or returns something else than one floating-point scalar.
-      ValueError: `mod` branches in Python on its arguments, or indexes a numpy array with them.
-    """
+    """Traces ``mod(score, b, h, q_idx, kv_idx) -> score``; also returns the arrays that it closes over."""
     return _trace(mod, "score")
 
 
 def trace_mask_mod(mod: Callable[..., ArrayLike]) -> tuple[TracedMod, tuple[jax.Array, ...]]:
-    """Traces ``mod(b, h, q_idx, kv_idx) -> bool``.
-
-    Returns:
-      The traced mod, and the arrays that it closes over.
-
-    Raises:
-      TypeError: `mod` is not callable, takes other arguments, or returns something else than one boolean scalar.
-      ValueError: `mod` branches in Python on its arguments, or indexes a numpy array with them.
-    """
+    """Traces ``mod(b, h, q_idx, kv_idx) -> bool``; also returns the arrays that it closes over."""
     return _trace(mod, "mask")
 
 
@@ -149,9 +123,6 @@ def trace_vector_mod(
 
     Args:
       dtype: Of the vector and of the result: float32 or float64.
-
-    Returns:
-      The traced mod, and the arrays that it closes over.
     """
     arguments = [jax.ShapeDtypeStruct((size,), dtype), *[_INDEX] * 3]
     return _residual(mod, lambda *args: jnp.asarray(accept_numpy(mod)(*args)), arguments, role)
@@ -163,12 +134,7 @@ def mod_requirements(mod: object, traced: TracedMod | None) -> tuple[Requirement
 
 
 def check_call_sizes(score_mod: ScoreMod | None, mask_mod: MaskMod | None, sizes: CallSizes) -> None:
-    """Raises unless mods were made for the sizes of a call, which evaluates them at other indices than its own.
-
-    Raises:
-      TypeError: A mod is not one.
-      ValueError: It was made for other sizes; or as `trace_score_mod`.
-    """
+    """Raises unless mods were made for the sizes of a call, which evaluates them at other indices than its own."""
     roles: tuple[tuple[ScalarRole, ScoreMod | MaskMod | None], ...] = (("score", score_mod), ("mask", mask_mod))
     for role, mod in roles:
         check_requirements(requirements_of(mod), sizes)
@@ -236,12 +202,7 @@ def _residual(
 
 @contextlib.contextmanager
 def explained(role: str, source: str):
-    """Turns JAX's errors about tracers into messages about the user's function.
-
-    Args:
-      role: The argument, without ``_mod``: ``"score"``.
-      source: Names the function, from `describe`.
-    """
+    """Turns JAX's errors about tracers into messages about the user's function."""
     try:
         yield
     except jax.errors.TracerBoolConversionError as error:

@@ -275,10 +275,7 @@ def _check_shapes(batch: object, cache: object, num_tokens: SupportsIndex) -> in
 
 
 def check_fields(batch: object) -> None:
-    """Raises unless the fields of a batch are int32 arrays whose shapes fit.
-
-    >>> check_fields(PagedBatch(jnp.arange(3), jnp.arange(2), jnp.ones((2, 1), jnp.int32)))
-    """
+    """Raises unless the fields of a batch are int32 arrays whose shapes fit."""
     if not isinstance(batch, PagedBatch):
         raise TypeError(
             f"`batch` must be a `PagedBatch`. Got {type(batch).__name__}. Make one with `PagedBatch(qo_indptr, "

@@ -320,10 +320,7 @@ def checked_layer(cache: PageStore, layer: int | AnyArray | None) -> Int32[Array
 
 
 def check_cache(cache: object, kind: type[PageStore] = PageStore) -> None:
-    """Raises unless `cache` is a paged cache, or one of some kind, whose arrays match.
-
-    >>> check_cache(PagedCache.create(4, 2, 1, 1, dtype="float32"))
-    """
+    """Raises unless `cache` is a paged cache, or one of some kind, whose arrays match."""
     if not isinstance(cache, kind):
         raise TypeError(
             f"`cache` must be a `PagedCache`. Got {type(cache).__name__}. Make one with `PagedCache.create`, or of "

@@ -12,12 +12,7 @@ from jflex.types import AnyArray
 
 
 def check_tokens(cache: PageStore, k: AnyArray, v: AnyArray, slots: AnyArray) -> None:
-    """Raises unless keys and values of tokens fit a cache, and as many slots.
-
-    >>> from jflex.paged import PagedCache
-    >>> cache, rows = PagedCache.create(4, 2, 1, 8, dtype="float32"), jnp.zeros((3, 1, 8))
-    >>> check_tokens(cache, rows, rows, jnp.arange(3))
-    """
+    """Raises unless keys and values of tokens fit a cache, and as many slots."""
     for name, x, pages in (("k", k, cache.keys), ("v", v, cache.values)):
         if not isinstance(x, jax.Array | np.ndarray):
             raise TypeError(f"`{name}` must be an array. Got {type(x).__name__}.")
@@ -47,10 +42,7 @@ def check_tokens(cache: PageStore, k: AnyArray, v: AnyArray, slots: AnyArray) ->
 
 
 def check_slots_differ(slots: AnyArray, num_pages: int, page_size: int, name: str) -> None:
-    """Raises ValueError if known slots repeat: such a slot would hold either token.
-
-    >>> check_slots_differ(jnp.array([6, 3, -1, -1]), 4, 2, "slots")
-    """
+    """Raises ValueError if known slots repeat: such a slot would hold either token."""
     known = known_values(slots)
     if known is None:
         return
@@ -64,10 +56,7 @@ def check_slots_differ(slots: AnyArray, num_pages: int, page_size: int, name: st
 
 
 def check_copies(src: AnyArray, dst: AnyArray, num_pages: int) -> None:
-    """Raises ValueError if known pages are read outside of the cache, or written twice.
-
-    >>> check_copies(jnp.array([1, 1]), jnp.array([2, -1]), 4)
-    """
+    """Raises ValueError if known pages are read outside of the cache, or written twice."""
     sources, targets = known_values(src), known_values(dst)
     if sources is None or targets is None:
         return

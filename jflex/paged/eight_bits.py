@@ -67,11 +67,7 @@ def first_scale(name: str, scale: Any, shape: tuple[int, ...], dtype: DTypeLike)
 
 
 def static_scale(name: str, scale: Any, shape: tuple[int, ...]) -> Float32[Array, "*L Hkv"]:
-    """A given scale as one number for each head, checked.
-
-    >>> static_scale("k_scale", 0.5, (2,)).tolist()
-    [0.5, 0.5]
-    """
+    """A given scale as one number for each head, checked."""
     is_number = isinstance(scale, int | float | np.generic) and not isinstance(scale, bool)
     x = np.asarray(scale) if is_number else scale
     kinds = jnp.floating, jnp.integer
@@ -92,10 +88,7 @@ def static_scale(name: str, scale: Any, shape: tuple[int, ...]) -> Float32[Array
 
 
 def check_scale(name: str, scale: Any, pages: Any) -> None:
-    """Raises unless a scale fits pages of keys or values, [*L, P, page_size, Hkv, D].
-
-    >>> check_scale("cache.k_scale", jnp.ones(2), jnp.zeros((4, 8, 2, 16), jnp.int8))
-    """
+    """Raises unless a scale fits pages of keys or values, [*L, P, page_size, Hkv, D]."""
     if not is_eight_bits(pages.dtype):
         if scale is not None:
             raise TypeError(
@@ -121,10 +114,7 @@ def check_scale(name: str, scale: Any, pages: Any) -> None:
 
 
 def check_positive(name: str, scale: Any) -> None:
-    """Raises ValueError unless all scales, if they are known, are positive, finite and not subnormal.
-
-    >>> check_positive("k_scale", np.float32([1.0, 0.5]))
-    """
+    """Raises ValueError unless all scales, if they are known, are positive, finite and not subnormal."""
     is_array = isinstance(scale, jax.Array | np.ndarray) and not isinstance(scale, Tracer)
     if not is_array or (isinstance(scale, jax.Array) and not scale.is_fully_addressable):
         return

@@ -46,7 +46,6 @@ def slot_map(
     Args:
       page_table: [B, max_pages]; entries of 0 or below, and those for positions beyond a length, are ignored.
       kv_lengths: [B], or None: as many as the table has entries for.
-      page_size: Page size of the cache.
 
     Returns:
       The map; for a table without rows, one row without pages. If a row lists a page twice, the first entry counts.

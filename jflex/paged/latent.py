@@ -252,10 +252,7 @@ def write_latent(
 
 
 def check_latent_cache(cache: object) -> None:
-    """Raises unless `cache` is a LatentCache whose rows fit.
-
-    >>> check_latent_cache(LatentCache.create(4, 2, 8, 4, dtype="float32"))
-    """
+    """Raises unless `cache` is a LatentCache whose rows fit."""
     if not isinstance(cache, LatentCache):
         raise TypeError(
             f"`cache` must be a `LatentCache`. Got {type(cache).__name__}. Make one with `LatentCache.create`."

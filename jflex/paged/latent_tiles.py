@@ -26,11 +26,7 @@ _MANTISSA, _OF_448 = 0x7FFFFF, 0x600000  # of float32: all bits, and those of 44
 
 
 def has_tiles(dtype: DTypeLike) -> bool:
-    """Whether latent vectors of this dtype have scales.
-
-    >>> has_tiles("float8_e4m3fn"), has_tiles("bfloat16")
-    (True, False)
-    """
+    """Whether latent vectors of this dtype have scales."""
     return str(jnp.dtype(dtype)) == TILES_DTYPE
 
 
@@ -62,10 +58,7 @@ def quantised_tiles(
 
 
 def check_latent_size(size: int) -> None:
-    """Raises ValueError unless latent vectors of eight bits are whole tiles.
-
-    >>> check_latent_size(512)
-    """
+    """Raises ValueError unless latent vectors of eight bits are whole tiles."""
     if size % LATENT_TILE:
         raise ValueError(
             f"`latent_size` must be a multiple of {LATENT_TILE} with {TILES_DTYPE}: so many columns share a scale. Got "
@@ -74,10 +67,7 @@ def check_latent_size(size: int) -> None:
 
 
 def check_tiles(rows: Any, rope_size: int, rope: Any, scale: Any) -> None:
-    """Raises unless rotated columns and scales fit rows of latent vectors.
-
-    >>> check_tiles(jnp.zeros((4, 2, 1, 12)), 4, None, None)
-    """
+    """Raises unless rotated columns and scales fit rows of latent vectors."""
     tiled = has_tiles(rows.dtype)
     for name, x, dtype in (("cache.rope", rope, ROPE_DTYPE), ("cache.scale", scale, "float32")):
         if not tiled and x is not None:

@@ -33,12 +33,9 @@ class Pages(NamedTuple):
 
     Attributes:
       key: [P, page_size, Hkv, D], or [L, P, page_size, Hkv, D] for L layers; or its shape.
-      value: The same with Dv.
       num_pages: Pages that the table may name.
       first_page: int32 [1], the first page of the layer; the pages of all layers are numbered consecutively.
       indptr: int32 [R + 1], where the queries of each group begin.
-      lengths: int32 [R], keys of each.
-      table: int32 [R, max_pages].
       latent_size: Columns of the keys that are the values, and `value` is not read; None where values have pages.
       key_scale: Of keys of eight bits, as in a `PagedCache`, or its shape; None for others.
       rope_key: Of latent vectors of eight bits, as in a `LatentCache`, or its shape; `key` then has the latent columns
@@ -65,13 +62,8 @@ class PagedOptions(NamedTuple):
 
     Attributes:
       score_mod: ``(score, r, h, n, j)``: group, query head, packed query, key of the group.
-      mask_mod: ``(r, h, n, j)``.
-      scale: As in `flex_attention`.
       exact_out: Whether the output has the accumulator dtype, to be merged; else it has the dtype of the query.
       key_mod: ``(key[D], r, h_kv, j) -> [D]``, checked.
-      normalize: As in `flex_attention`.
-      stats: Names of statistics, checked.
-      kept_mod: ``(r, h, n, j)``, True where dropout keeps a weight; None without dropout.
     """
 
     score_mod: ScoreMod | None
@@ -91,9 +83,7 @@ class PagedCall(NamedTuple):
     """A checked call, or a level of one.
 
     Attributes:
-      caller: Name of the public function, for messages.
       query: [N, Hq, D], in the dtype of the pages, unless these have eight bits; or its shape.
-      pages: The keys and values.
     """
 
     caller: str

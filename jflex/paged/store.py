@@ -18,11 +18,7 @@ _SLOT_LIMIT = 2**31
 
 
 def checked_pages(num_pages: SupportsIndex, page_size: SupportsIndex) -> tuple[int, int]:
-    """Number and size of pages as Python ints.
-
-    >>> checked_pages(1024, 16)
-    (1024, 16)
-    """
+    """Number and size of pages as Python ints."""
     num_pages, page_size = checked_positive(num_pages, "num_pages"), checked_page_size(page_size)
     if num_pages * page_size >= _SLOT_LIMIT:
         raise ValueError(
@@ -33,11 +29,7 @@ def checked_pages(num_pages: SupportsIndex, page_size: SupportsIndex) -> tuple[i
 
 
 def checked_page_size(page_size: SupportsIndex) -> int:
-    """Tokens in a page as a Python int.
-
-    >>> checked_page_size(16)
-    16
-    """
+    """Tokens in a page as a Python int."""
     page_size = checked_positive(page_size, "page_size")
     if page_size > MAX_PAGE_SIZE:
         raise ValueError(f"`page_size` must be 1 to {MAX_PAGE_SIZE} tokens. Got {page_size}. Take smaller pages.")
@@ -59,11 +51,7 @@ def checked_integers(values: npt.ArrayLike, name: str) -> np.ndarray:
 
 
 def is_eight_bits(dtype: DTypeLike) -> bool:
-    """Whether keys of this dtype have scales.
-
-    >>> is_eight_bits(jnp.int8), is_eight_bits(jnp.bfloat16)
-    (True, False)
-    """
+    """Whether keys of this dtype have scales."""
     return str(jnp.dtype(dtype)) in LARGEST
 
 

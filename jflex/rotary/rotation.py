@@ -19,11 +19,7 @@ class Angles(NamedTuple):
 
 
 def checked_rotary_dim(rotary_dim: int | None, head_dim: int) -> int:
-    """Number of rotated features of a head; all of them for None.
-
-    Raises:
-      ValueError: They are more than the head has, or not pairs.
-    """
+    """Number of rotated features of a head; all of them for None."""
     if rotary_dim is not None and not 0 <= rotary_dim <= head_dim:
         raise ValueError(f"`rotary_dim` must be between 0 and the head size, {head_dim}. Got {rotary_dim}. Change it.")
     rotary_dim = head_dim if rotary_dim is None else rotary_dim
@@ -51,8 +47,6 @@ def angles(
       rotary_dim: Features that rotate, an even number.
       base: Pair ``i`` rotates by ``base ** (-2 * i / rotary_dim)`` radians per position.
       scaling: Scales these frequencies, and the rotated features.
-      length: Of the sequences, for the scaling.
-      dtype: Of the angles: float32 or float64.
       is_far: Whether to compensate what float32 angles lose by rounding.
     """
     exponents = jnp.arange(0, rotary_dim, 2, dtype=dtype) / rotary_dim

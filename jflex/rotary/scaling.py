@@ -165,11 +165,7 @@ class LongRopeScaling:
     magnitude: float = 1.0
 
     def __call__(self, frequencies: Float[Array, " pairs"], length: Length) -> Float[Array, " pairs"]:
-        """Returns the scaled frequencies.
-
-        Raises:
-          ValueError: There is not one factor for each frequency.
-        """
+        """Returns the scaled frequencies."""
         for name, factors in (("short_factors", self.short_factors), ("long_factors", self.long_factors)):
             if len(factors) != frequencies.size:
                 raise ValueError(

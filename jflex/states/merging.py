@@ -110,7 +110,6 @@ def merge_over(state: AttentionState, axis: str) -> AttentionState:
 
     Args:
       state: That of this device; its fields are checked by nothing.
-      axis: The name of the axis.
 
     Returns:
       The same state on each device, in float32 (float64 if a field is).

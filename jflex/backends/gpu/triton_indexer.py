@@ -14,11 +14,7 @@ from pallas_kernels.triton.plan.limits import limit_of_platform
 
 
 class Site(NamedTuple):
-    """The site of a kernel: its device and its runner.
-
-    Attributes:
-      interpret: Whether Pallas' interpreter runs it.
-    """
+    """The device of a kernel, and whether Pallas' interpreter runs it."""
 
     platform: str
     device_kind: str

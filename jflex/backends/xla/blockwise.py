@@ -65,11 +65,8 @@ class Walk:
     """The blocks of one spec, and the units that visit them.
 
     Attributes:
-      spec: The spec; `kv_lengths` are part of its mask and lists.
       lists: Lists of the BlockMask; None to visit all blocks.
-      mask_operands: The arrays that the mask captures.
       size: Queries and keys in a block.
-      order: The axes of a block of scores: `QUERIES_FIRST` or `KEYS_FIRST`.
       kv_lengths: How many keys each batch entry has, or None.
     """
 

@@ -16,11 +16,7 @@ from jflex.mods.batchable import Factored, batchable, factored
 
 
 class CapturedGradients(NamedTuple):
-    """What the gradients of the captured arrays of a score mod are computed from.
-
-    Attributes:
-      loaded: The score mod, split into its loads and the rest.
-    """
+    """What the gradients of the captured arrays of a score mod are computed from."""
 
     walk: Walk
     loaded: LoadedMod

@@ -44,12 +44,8 @@ def masked_product(
     """``product(weights, x)``, to which masked rows of `x` add nothing, even if they are NaN.
 
     Args:
-      product: A GEMM: sums of weights times rows.
       visible: Evaluates which weights are not masked, in their shape or broadcast to it; None for all.
       is_clean: True if `x` is finite, or nothing is masked; None to test `x` here.
-
-    Returns:
-      The sums; NaN or infinite where a visible row is.
     """
     if visible is None:
         return product(weights, x)

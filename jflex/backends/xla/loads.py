@@ -27,7 +27,6 @@ class Load:
     """A value that a mod reads from one operand.
 
     Attributes:
-      variable: Its variable in the jaxpr of the mod.
       axes: Which of b, h, q_idx, kv_idx (0 to 3) it depends on.
     """
 
@@ -38,12 +37,7 @@ class Load:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LoadedMod:
-    """A score mod, split into loads and the rest.
-
-    Attributes:
-      loads: The loads of floating-point operands of which it reads few values at once.
-      whole: Indices of the other floating-point operands.
-    """
+    """A score mod, split into loads of few values at once, operands read as a whole, and the rest."""
 
     traced: TracedMod
     jaxpr: core.Jaxpr

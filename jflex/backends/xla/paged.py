@@ -155,12 +155,7 @@ def _rows(
     j: jax.Array,
     exists: jax.Array,
 ) -> jax.Array:
-    """Keys or values of a request, [KEYS, Hkv, D], in the accumulator dtype; zeros beyond its length.
-
-    Args:
-      inputs: The arrays of the call.
-      exists: Which of them lie before its length.
-    """
+    """Keys or values of a request, [KEYS, Hkv, D], in the accumulator dtype; zeros where they do not exist."""
     pages, scale, mod, operands = source
     page = jnp.clip(inputs.table[request, j // p.page_size], 0, p.num_pages - 1)
     layer = (inputs.first_page[0] // p.num_pages,) if pages.ndim == 5 else ()

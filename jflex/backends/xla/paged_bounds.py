@@ -24,11 +24,7 @@ MOST_JUDGED = 1024  # runs of tiles whose bounds are evaluated at once
 def walk_of(
     p: AttentionSpec, inputs: PagedInputs, request: jax.Array, n: jax.Array, h: jax.Array, length: jax.Array, tile: int
 ) -> tuple[jax.Array, jax.Array]:
-    """The first tile, and the one after the last.
-
-    Args:
-      inputs: The arrays of the call.
-    """
+    """The first tile, and the one after the last."""
     end = (length + tile - 1) // tile
     program = None if p.mask_mod is None else _mask_program(p)
     if program is None:  # no mask, or one without a kernel program

@@ -16,7 +16,6 @@ class SoftmaxState(NamedTuple):
     """The online softmax state of the rows of a unit, after some of the blocks.
 
     Attributes:
-      row_max: The largest score so far.
       row_sum: Sum of the weights ``exp(score - row_max)``.
       out: Sum of the weights times the values.
       row_logs: Sum of the weights times their logarithms, for the entropy; None without it.

@@ -24,10 +24,6 @@ Tokens: TypeAlias = Sequence[int] | Int[np.ndarray, " N"]
 def checked_tokens(tokens: Tokens) -> Int64[np.ndarray, " N"]:
     """Tokens as an array of int64.
 
-    Raises:
-      TypeError: They are not integers, or of a dtype that int64 does not hold.
-      ValueError: They are not of one axis.
-
     >>> checked_tokens(range(3))
     array([0, 1, 2])
     """
@@ -40,25 +36,13 @@ def checked_tokens(tokens: Tokens) -> Int64[np.ndarray, " N"]:
 
 
 def whole_pages(tokens: Int64[np.ndarray, " N"], page_size: int) -> Int64[np.ndarray, "n page_size"]:
-    """The tokens of each page that they fill.
-
-    >>> whole_pages(np.arange(5), 2)
-    array([[0, 1],
-           [2, 3]])
-    """
+    """The tokens of each page that they fill."""
     n = len(tokens) // page_size
     return tokens[: n * page_size].reshape(n, page_size)
 
 
 def checked_namespace(namespace: Hashable) -> Hashable:
-    """A namespace.
-
-    Raises:
-      TypeError: It is not hashable.
-
-    >>> checked_namespace(("tenant", 3))
-    ('tenant', 3)
-    """
+    """A namespace, if it is hashable."""
     try:
         hash(namespace)
     except TypeError as error:
@@ -70,15 +54,7 @@ def checked_namespace(namespace: Hashable) -> Hashable:
 
 
 def checked_time(time: float, name: str) -> float:
-    """A time.
-
-    Raises:
-      TypeError: It is not a real number.
-      ValueError: It is not finite.
-
-    >>> checked_time(2.5, "used_before")
-    2.5
-    """
+    """A time, if it is a finite real number."""
     if isinstance(time, bool) or not isinstance(time, numbers.Real):
         raise TypeError(f"`{name}` must be a time, a real number. Got {time!r} ({type(time).__name__}).")
     if not math.isfinite(time):
@@ -88,10 +64,6 @@ def checked_time(time: float, name: str) -> float:
 
 def next_time(clock: Callable[[], float] | None, before: float) -> float:
     """Reads the clock; without one, counts.
-
-    Raises:
-      TypeError: The clock does not give a real number.
-      ValueError: It gives a time before `before`, or one that is not finite.
 
     >>> next_time(None, 3.0), next_time(lambda: 3.5, 3.0)
     (4.0, 3.5)
@@ -105,12 +77,7 @@ def next_time(clock: Callable[[], float] | None, before: float) -> float:
 
 
 def checked_hit(hit: PrefixHit, locked: Collection[PrefixHit]) -> PrefixHit:
-    """A hit that is among those that a cache holds locked.
-
-    Raises:
-      TypeError: It is not a PrefixHit.
-      StaleHit: It is not among them.
-    """
+    """A hit that is among those that a cache holds locked."""
     if not isinstance(hit, PrefixHit):
         raise TypeError(f"`hit` must be a PrefixHit, from `match`, `lock` or `insert`. Got {type(hit).__name__}.")
     if hit not in locked:
@@ -135,20 +102,7 @@ def check_begin(prefix: Prefix, hit: PrefixHit, num_tokens: int) -> None:
 def checked_own_pages(
     pages: Iterable[int], num_full: int, hit: PrefixHit, pool: PagePool, cached: Bool[np.ndarray, " P"]
 ) -> list[int]:
-    """The full pages that a request owns itself: those behind the pages of its hit, as far as its tokens fill them.
-
-    Args:
-      pages: The pages of the request.
-      num_full: Pages that its tokens fill, those of the hit included.
-      hit: What it has locked.
-      cached: Whether each page of the pool is cached.
-
-    Raises:
-      TypeError: An id is not an integer.
-      ForeignPage: A page is not one of the pool; or, behind those of the hit, is free or cached.
-      ValueError: The pages do not begin with those of the hit; there are fewer than `num_full`; a page is listed
-        twice, or a full one has several owners.
-    """
+    """The full pages that a request owns itself: those behind the pages of its hit, as far as its tokens fill them."""
     ids = checked_integers([*pages], "pages").reshape(-1)
     owners, start = pool.owner_counts(ids, "pages"), len(hit.pages)
     if len(ids) < num_full:

@@ -20,12 +20,10 @@ class Node:
     The root of a namespace has no parent, no pages and no tokens.
 
     Attributes:
-      parent: The node above; None for a root.
       key: The key of the node in `children` of its parent: the bytes of its first page of tokens. For a root: the
         namespace.
       tokens: The tokens of each page. There may be more rows than pages; `keep` leaves them.
       pages: Page ids, in the order of the tokens.
-      children: The nodes below. No two of them have the same first page of tokens.
       locks: How many locks end at the node or below it.
       last_used: When a lock on the node ended last.
     """
@@ -91,11 +89,6 @@ class PrefixTree:
     The LRU list holds the unlocked nodes in the order in which their last locks ended. `unlock` walks from a node to
     the root and appends in this order, and a node is locked as long as one below it is. So children stand before their
     parents, and the first node is a leaf: eviction takes it and searches nothing.
-
-    Attributes:
-      roots: The root of each namespace that has pages or locks.
-      num_pages: Pages in the tree.
-      num_evictable: Pages of unlocked nodes.
 
     >>> tree, tokens = PrefixTree(), np.array([[1, 2], [3, 4], [5, 6]])
     >>> leaf = tree.append(tree.split(tree.find("a", tokens)), tokens, [7, 8, 9])
@@ -185,7 +178,6 @@ class PrefixTree:
         """Removes pages from the ends of unlocked leaves, the least recently used first, while there are any.
 
         Args:
-          num_pages: How many at most.
           used_before: Stops at a leaf that was last used at this time or later.
         """
         evicted: list[int] = []
