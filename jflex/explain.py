@@ -108,8 +108,8 @@ def explain(*args: Any, **kwargs: Any) -> Account | PagedAccount | CascadeAccoun
     ((12.0, 28.0, 44.0, 60.0), (36.0, 36.0, 36.0, 36.0))
     """
     while args and isinstance(args[0], functools.partial):
-        of, rest = args[0], args[1:]
-        args, kwargs = (of.func, *of.args, *rest), {**of.keywords, **kwargs}
+        partial = args[0]
+        args, kwargs = (partial.func, *partial.args, *args[1:]), {**partial.keywords, **kwargs}
     call: Callable[..., Any] = attention.flex_attention
     if args and callable(args[0]):
         call, args = args[0], args[1:]

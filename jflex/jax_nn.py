@@ -162,10 +162,10 @@ def translate(
     checks.check_flag(is_causal, "is_causal")
     q_lengths = checks.checked_lengths(query_seq_lengths, "query_seq_lengths", B, T)
     kv_lengths = checks.checked_lengths(key_value_seq_lengths, "key_value_seq_lengths", B, S)
-    left, right = checks.checked_window(local_window_size)
+    before, after = checks.checked_window(local_window_size)
     checks.check_implementation(implementation)
     config = check_config(config, None)
-    band = Band(left, right if not is_causal else 0 if right is None else min(right, 0)).within(T, S)
+    band = Band(before, after if not is_causal else 0 if after is None else min(after, 0)).within(T, S)
     score_mod, block_mask, mask_mod = None, None, None
     if 0 not in (B, T, S):  # else there is nothing to index
         score_mod = _score_mod(factor, bias)

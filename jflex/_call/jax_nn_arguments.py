@@ -122,7 +122,7 @@ def checked_lengths(lengths: Any, name: str, B: int, size: int) -> jax.Array | N
 
 
 def checked_window(window: Any) -> tuple[int | None, int | None]:
-    """``(left, right)``, with None for a side without a bound.
+    """``(before, after)``, with None for a side without a bound.
 
     A window that hides every key has no bound on the sides that are -1, as in FlashAttention: ``(-1, 0)`` is causal.
     """
@@ -131,20 +131,20 @@ def checked_window(window: Any) -> tuple[int | None, int | None]:
     rule = "`local_window_size` must be a Python int, or a pair (left, right) of them"
     sides = tuple(window) if isinstance(window, (tuple, list)) else (window, window)
     try:
-        left, right = (operator.index(side) for side in sides if not isinstance(side, (bool, jax.Array)))
+        before, after = (operator.index(side) for side in sides if not isinstance(side, (bool, jax.Array)))
     except (TypeError, ValueError):
         raise TypeError(
             f"{rule}. Got {window!r}. For sizes that are data, pass arrays to `jflex.masks.sliding_window`, and the "
             "mask to `jflex.flex_attention`."
         ) from None
-    if left >= -right:
-        return left, right
-    if -1 not in (left, right):
+    if before >= -after:
+        return before, after
+    if -1 not in (before, after):
         raise ValueError(
-            f"{rule}, of keys before and after the position of the query. Got {(left, right)}, which hides every key. "
+            f"{rule}, of keys before and after the position of the query. Got {(before, after)}, which hides every key. "
             "Pass -1 for a side without a bound."
         )
-    return None if left == -1 else left, None if right == -1 else right
+    return None if before == -1 else before, None if after == -1 else after
 
 
 def check_implementation(implementation: Implementation) -> None:

@@ -26,22 +26,22 @@ class Band(NamedTuple):
     """The keys around its own position that a query attends to.
 
     Attributes:
-      left: Number of visible keys before the position of the query; None for all.
-      right: Number of visible keys after it, likewise.
+      before: Number of visible keys before the position of the query; None for all.
+      after: Number of visible keys after it, likewise.
     """
 
-    left: int | None = None
-    right: int | None = None
+    before: int | None = None
+    after: int | None = None
 
     def within(self, T: int, S: int) -> Band:
         """The band with None for sides that mask nothing at these lengths, so that the others fit into int32.
 
         >>> Band(4096, 0).within(512, 512)
-        Band(left=None, right=0)
+        Band(before=None, after=0)
         """
-        left = None if self.left is None or self.left >= T - 1 else max(self.left, -S)
-        right = None if self.right is None or self.right >= S - 1 else max(self.right, -T)
-        return Band(left, right)
+        before = None if self.before is None or self.before >= T - 1 else max(self.before, -S)
+        after = None if self.after is None or self.after >= S - 1 else max(self.after, -T)
+        return Band(before, after)
 
 
 def band_block_mask(
@@ -161,10 +161,10 @@ def _states(first_q: Any, last_q: Any, first_kv: Any, last_kv: Any, band: Band) 
     """States of blocks from their corners: ``kv_idx - q_idx`` takes every value between its bounds there."""
     least, most = first_kv - last_q, last_kv - first_q
     sees, sees_all = least <= most, least <= most
-    if band.right is not None:
-        sees, sees_all = sees & (least <= band.right), sees_all & (most <= band.right)
-    if band.left is not None:
-        sees, sees_all = sees & (most >= -band.left), sees_all & (least >= -band.left)
+    if band.after is not None:
+        sees, sees_all = sees & (least <= band.after), sees_all & (most <= band.after)
+    if band.before is not None:
+        sees, sees_all = sees & (most >= -band.before), sees_all & (least >= -band.before)
     return sees.astype(np.int8) + (sees & sees_all).astype(np.int8)
 
 

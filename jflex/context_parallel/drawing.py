@@ -47,13 +47,13 @@ def costs_to_image(
     rows = {name: costs_in_order(costs, shards, order) for name, order in orders.items()}
     colours = colormaps["viridis"](np.linspace(0, 0.9, shards))
     figure = Figure(figsize=(10.0, 2.5 * len(rows)), layout="constrained")
-    for (left, right), (name, row) in zip(figure.subplots(len(rows), 2, squeeze=False), rows.items(), strict=True):
-        left.bar(np.arange(row.size), row, width=1.0, color=np.repeat(colours, row.size // shards, axis=0))
-        left.set(title=name, xlabel="query block", ylabel="blocks visited")
+    for (blocks, devices), (name, row) in zip(figure.subplots(len(rows), 2, squeeze=False), rows.items(), strict=True):
+        blocks.bar(np.arange(row.size), row, width=1.0, color=np.repeat(colours, row.size // shards, axis=0))
+        blocks.set(title=name, xlabel="query block", ylabel="blocks visited")
         of_devices = row.reshape(shards, -1).sum(1)
-        right.bar(np.arange(shards), of_devices, color=colours)
-        right.axhline(of_devices.mean(), color="grey", linestyle="--")
-        right.set(xlabel="device", ylabel="blocks visited", title=f"largest / mean: {_ratio(of_devices):.2f}")
+        devices.bar(np.arange(shards), of_devices, color=colours)
+        devices.axhline(of_devices.mean(), color="grey", linestyle="--")
+        devices.set(xlabel="device", ylabel="blocks visited", title=f"largest / mean: {_ratio(of_devices):.2f}")
     return figure
 
 

@@ -67,11 +67,11 @@ class Factored(NamedTuple):
 
     Attributes:
       scale: The scalar, float32; None for an array that is not such a product.
-      depends: Indices of the arguments of the program on which `rest` depends.
+      depends: Indices of the arguments of the program on which `array` depends.
     """
 
     scale: jax.Array | None
-    rest: jax.Array
+    array: jax.Array
     depends: frozenset[int]
 
 
@@ -198,9 +198,9 @@ def _product(eqn: core.JaxprEqn, ins: Sequence[_Value]) -> _Product | None:
     if name == "neg" and first.product is not None:
         return _Product((-1.0, *first.product.scales), first.product.factors)
     if name == "mul" or (name == "dot_general" and any(jnp.ndim(x.x) == 0 for x in ins)):
-        left, right = (_parts(x, aval.shape) for x in ins)
-        if left is not None and right is not None:
-            return _Product(left.scales + right.scales, left.factors + right.factors)
+        one, other = (_parts(x, aval.shape) for x in ins)
+        if one is not None and other is not None:
+            return _Product(one.scales + other.scales, one.factors + other.factors)
     return None
 
 

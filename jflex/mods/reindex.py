@@ -15,8 +15,7 @@ from jflex.mods.array_sizes import Requirement, SizedMod
 
 
 class Positions(NamedTuple):
-    """Positions at which a mod is evaluated, int32 scalars: any valid ones where `exists` is False; None: always exist.
-    """
+    """Positions at which a mod is evaluated, int32 scalars: any valid ones where `exists` is False; None: always exist."""
 
     b: Any
     h: Any

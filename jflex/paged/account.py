@@ -85,7 +85,7 @@ class PagedAccount(Choice):
 
     def lines(self) -> list[str]:
         """The account as lines."""
-        count = lambda number, of: f"{of} {NOT_KNOWN}" if number is None else f"{number} {of}"
+        count = lambda number, noun: f"{noun} {NOT_KNOWN}" if number is None else f"{number} {noun}"
         lines = super().lines()
         lines.append(
             f"tokens    {self.rows} rows of {self.requests} requests: {count(self.queries, 'queries')}, "

@@ -42,7 +42,7 @@ class CapturedGradients(NamedTuple):
 
         def pull(score, cotangent, *scalars):
             values = loaded.values(operands, score, *scalars)
-            _, vjp = jax.vjp(lambda s, xs: loaded.rest(xs, operands, s, *scalars), score, values)
+            _, vjp = jax.vjp(lambda s, xs: loaded.evaluate(xs, operands, s, *scalars), score, values)
             d_score, d_values = vjp(cotangent)
             return [d_score, *d_values]
 
@@ -62,7 +62,7 @@ class CapturedGradients(NamedTuple):
             gradient = grads[number]
             if gradient is not None:
                 grads[number] = gradient + self._of_whole(loaded.traced, number, raw, d_s, indices, visible)
-        return d_score.rest.astype(dtype), grads
+        return d_score.array.astype(dtype), grads
 
     def _of_whole(self, mod, number, raw, d_s, indices, visible) -> jax.Array:
         """Flat gradient of an operand that the mod reads as a slice, or at an index that depends on the score.
@@ -94,41 +94,43 @@ def _over_block(
     def pairs(*args):
         factors = factored(function, *args)
         depends[:] = [x.depends for x in factors]
-        return [(x.scale, x.rest) for x in factors]
+        return [(x.scale, x.array) for x in factors]
 
     factors = over_block(pairs, blocks, indices, axes)
     first = len(blocks)
 
-    def reduced(rest: jax.Array, depends: frozenset[int]) -> jax.Array:
+    def reduced(array: jax.Array, depends: frozenset[int]) -> jax.Array:
         if depends & set(range(first)):
-            return rest
+            return array
         varies = lambda axis: first + INDEX_OF_AXIS[axis] in depends
-        return rest[tuple(slice(None) if varies(axis) else slice(0, 1) for axis in axes)]
+        return array[tuple(slice(None) if varies(axis) else slice(0, 1) for axis in axes)]
 
     return [
-        Factored(scale, rest if scale is None else reduced(rest, kept_axes), kept_axes)
-        for (scale, rest), kept_axes in zip(factors, depends, strict=True)
+        Factored(scale, array if scale is None else reduced(array, kept_axes), kept_axes)
+        for (scale, array), kept_axes in zip(factors, depends, strict=True)
     ]
 
 
 def _summed(cotangent: Factored, load: Load, axes: str, visible: jax.Array | None) -> jax.Array:
     """The cotangent of a load, summed over the axes of a block on which the load does not depend."""
-    scale, rest, _ = cotangent
+    scale, array, _ = cotangent
     if visible is not None:  # a mod may give NaN where masked
-        of_elements = rest if scale is None else scale
+        of_elements = array if scale is None else scale
         seen = jnp.broadcast_to(visible, of_elements.shape[: len(axes)])
-        shared = tuple(i for i in range(len(axes)) if rest.shape[i] < seen.shape[i])
-        of_rest = jnp.expand_dims(jnp.any(seen, axis=shared, keepdims=True), tuple(range(len(axes), rest.ndim)))
-        rest = jnp.where(of_rest, rest, jnp.zeros_like(rest))
+        shared = tuple(i for i in range(len(axes)) if array.shape[i] < seen.shape[i])
+        is_seen = jnp.expand_dims(jnp.any(seen, axis=shared, keepdims=True), tuple(range(len(axes), array.ndim)))
+        array = jnp.where(is_seen, array, jnp.zeros_like(array))
         scale = None if scale is None else jnp.where(seen, scale, jnp.zeros_like(scale))
     kept = [axis for axis in axes if INDEX_OF_AXIS[axis] in load.axes]
     if scale is None:
-        return jnp.sum(rest.astype(jnp.float32), axis=tuple(i for i, axis in enumerate(axes) if axis not in kept))
-    own_axes = "".join(axis for i, axis in enumerate(axes) if rest.shape[i] == scale.shape[i])
-    rest = rest.reshape(*(n for n, m in zip(rest.shape, scale.shape, strict=False) if n == m), *rest.shape[len(axes) :])
-    more = "".join(chr(ord("A") + i) for i in range(rest.ndim - len(own_axes)))
+        return jnp.sum(array.astype(jnp.float32), axis=tuple(i for i, axis in enumerate(axes) if axis not in kept))
+    own_axes = "".join(axis for i, axis in enumerate(axes) if array.shape[i] == scale.shape[i])
+    array = array.reshape(
+        *(n for n, m in zip(array.shape, scale.shape, strict=False) if n == m), *array.shape[len(axes) :]
+    )
+    more = "".join(chr(ord("A") + i) for i in range(array.ndim - len(own_axes)))
     return jnp.einsum(
-        f"{axes},{own_axes}{more}->{''.join(kept)}{more}", scale, rest.astype(jnp.float32), precision="highest",
+        f"{axes},{own_axes}{more}->{''.join(kept)}{more}", scale, array.astype(jnp.float32), precision="highest",
         preferred_element_type=jnp.float32,
     )  # fmt: skip
 

@@ -49,7 +49,7 @@ class LoadedMod:
         env = self._run(operands, arguments, {}, [load.variable for load in self.loads])
         return [env[load.variable] for load in self.loads]
 
-    def rest(self, values: Sequence[jax.Array], operands: Sequence[jax.Array], *arguments: jax.Array) -> jax.Array:
+    def evaluate(self, values: Sequence[jax.Array], operands: Sequence[jax.Array], *arguments: jax.Array) -> jax.Array:
         """The mod as a function of what its loads read."""
         known = {load.variable: x for load, x in zip(self.loads, values, strict=True)}
         [out] = self.jaxpr.outvars
