@@ -128,7 +128,7 @@ def explain(*args: Any, **kwargs: Any) -> Account | PagedAccount | CascadeAccoun
 
 
 class _Explained(NamedTuple):
-    """How a call is explained: its own checks, and the account of their result."""
+    """Checks of a call, and the account of their result."""
 
     prepare: Callable[..., Any]
     account: Callable[[Any, Implementation], Any]

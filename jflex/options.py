@@ -110,7 +110,7 @@ class Settings(NamedTuple):
         return VectorMods(self.query_mod, self.key_mod, self.value_mod, self.output_mod)
 
     def results(self, computed: Any) -> Any:
-        """What a call returns: the output, or a pair of it and the lse or the statistics, of fields of `computed`."""
+        """The result of a call: the output, or a pair of it and the lse or the statistics, of fields of `computed`."""
         if self.return_stats:
             return computed.out, select_stats(computed, self.return_stats)
         return (computed.out, computed.lse) if self.return_lse else computed.out

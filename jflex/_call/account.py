@@ -1,4 +1,4 @@
-"""What `jflex.explain` reports: the part that all accounts share, and the account of dense and packed calls."""
+"""The report of `jflex.explain`: the base of all accounts, and the account of dense and packed calls."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NOTHING = "nothing is computed: there are no queries or no keys"
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """Which implementation runs a call, and how.
+    """The implementation that runs a call, and its settings.
 
     Attributes:
       backend: The backend that runs it, or None if no requested one supports it.
@@ -62,7 +62,7 @@ class Choice:
 
 @dataclasses.dataclass(frozen=True)
 class Account(Choice):
-    """What a call of `flex_attention` or `flex_attention_varlen` would do; ``print`` it.
+    """The plan of a call of `flex_attention` or `flex_attention_varlen`; ``print`` it.
 
     Attributes:
       visited: Visited blocks, over batch and heads; None without a BlockMask, or where its lists or `kv_lengths` are

@@ -20,7 +20,7 @@ Implementation = str | Sequence[str] | None
 
 
 class Selection(NamedTuple):
-    """Which backend runs a call.
+    """The selected backend, and the rejected ones.
 
     Attributes:
       rejections: Why each backend before it was rejected, in order.
@@ -89,7 +89,7 @@ def warn_of_new_numbers(spec: AttentionSpec, arrays: object) -> None:
 
 
 def check_supported(implementation: Implementation, spec: AttentionSpec) -> Selection:
-    """What runs the forward pass, without a warning: the call itself gives that."""
+    """Selects the backend of the forward pass without a warning, which the call itself gives."""
     selection = select(implementation, spec)
     if selection.name is None:
         raise UnsupportedError(_refusal(selection, spec, None))
@@ -97,7 +97,7 @@ def check_supported(implementation: Implementation, spec: AttentionSpec) -> Sele
 
 
 class Passes(NamedTuple):
-    """Which backends run the two passes, and why if they differ."""
+    """The backends of the two passes, and the reason if they differ."""
 
     forward: str
     backward: str

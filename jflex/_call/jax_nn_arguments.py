@@ -141,8 +141,8 @@ def checked_window(window: Any) -> tuple[int | None, int | None]:
         return before, after
     if -1 not in (before, after):
         raise ValueError(
-            f"{rule}, of keys before and after the position of the query. Got {(before, after)}, which hides every key. "
-            "Pass -1 for a side without a bound."
+            f"{rule}, of keys before and after the position of the query. Got {(before, after)}, which hides every "
+            "key. Pass -1 for a side without a bound."
         )
     return None if before == -1 else before, None if after == -1 else after
 

@@ -39,7 +39,7 @@ class VectorMods(NamedTuple):
 
     @property
     def any(self) -> bool:
-        """Whether there is one."""
+        """True if there is a mod."""
         return any(mod is not None for mod in self)
 
     def check(
@@ -65,7 +65,7 @@ class VectorMods(NamedTuple):
                 )
 
     def needs_batch(self, D: int, Dv: int, dtype: Any) -> bool:
-        """Whether keys or values that all of the batch share become different ones for each batch entry."""
+        """True if keys or values that the batch shares become different for each batch entry."""
         mods = (("key", self.key, D), ("value", self.value, Dv))
         return any(mod is not None and _uses_batch(role, mod, size, dtype) for role, mod, size in mods)
 

@@ -49,7 +49,7 @@ def attend(static: Static, inputs: Inputs) -> Saved:
 
 
 def reverse_only(inputs: Inputs, unsupported: str = "") -> Inputs:
-    """The same inputs, which refuse forward mode with a message of the library.
+    """Inputs that refuse forward mode with a message of the library.
 
     Args:
       unsupported: Why the call has no derivatives at all; raised as an `UnsupportedError`.
@@ -83,7 +83,7 @@ def _forward(backend: str, spec: AttentionSpec, inputs: Inputs) -> Saved:
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class _Backward:
-    """Which backend computes which gradients: a static part of the residuals."""
+    """The backend of each gradient: a static part of the residuals."""
 
     backend: str
     requested: GradientRequest

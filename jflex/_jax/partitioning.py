@@ -26,7 +26,7 @@ from pallas_kernels.spec import AttentionSpec
 
 
 class Axes(NamedTuple):
-    """Which axes of an array run over batch, heads and queries, if any; `per_key`: key heads, not query heads."""
+    """The axes of batch, heads and queries in an array, if any; `per_key`: key heads, not query heads."""
 
     batch: int | None = None
     heads: int | None = None
@@ -180,7 +180,7 @@ def _divided_tokens(spec: AttentionSpec, sharding: NamedSharding | None) -> str 
 
 
 def _split(spec: AttentionSpec, mesh: jax.sharding.Mesh, sharding: NamedSharding | None, axes: Axes) -> Split:
-    """How the query is sharded; an axis is kept only if batch, key heads, or blocks of queries divide evenly."""
+    """Sharding of the query; an axis is kept only if batch, key heads, or blocks of queries divide evenly."""
     pspec = getattr(sharding, "spec", ())
     names = []
     block = 1 if spec.blocks is None else spec.blocks.size[0]

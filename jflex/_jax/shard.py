@@ -50,7 +50,7 @@ class Spread(NamedTuple):
 
 
 class Where(NamedTuple):
-    """Where local arrays lie in those of the whole call; None where they begin at 0 and are in order."""
+    """Offsets of local arrays in the whole call; None where they begin at 0 and are in order."""
 
     batch: Int32[Array, ""] | None = None
     head: Int32[Array, ""] | None = None

@@ -104,7 +104,7 @@ class Splits(NamedTuple):
 
 
 class GradientsBy(NamedTuple):
-    """Which backend computes gradients, and why that one."""
+    """The backend that computes gradients, and the reason."""
 
     backend: str
     reason: str
@@ -112,7 +112,7 @@ class GradientsBy(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """How a backend runs a call.
+    """The plan of a backend for a call.
 
     Attributes:
       describe: Describes kernels and tiles, for `jflex.explain`.
@@ -140,7 +140,7 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def plan(self, spec: AttentionSpec, requested: GradientRequest | None) -> Plan | Refusal:
-        """How this backend runs a call, or why it cannot. Dispatch, `jflex.explain` and both passes read it."""
+        """The plan of a call, or the refusal. Dispatch, `jflex.explain` and both passes read it."""
 
     @abc.abstractmethod
     def forward(self, spec: AttentionSpec, inputs: Inputs | PagedInputs) -> Saved:

@@ -157,7 +157,7 @@ def _sharded_along(positions: Int32[Array, " n"], x: jax.Array, axis: int) -> In
 def used_keys(
     key: jax.Array, layout: str, kv_lengths: Int32[Array, " B"], positions: Int32[Array, " S"] | None = None
 ) -> Bool[Array, "#B S 1 1"]:
-    """Which keys lie before the length of their batch entry, or of the longest one where all share them."""
+    """Keys before the length of their batch entry, or of the longest one where all share them."""
     shared = key.shape[0] != kv_lengths.shape[0]
     lengths = jnp.max(kv_lengths, initial=0, keepdims=True) if shared else kv_lengths
     axis = 1 if layout == "BTNH" else 2

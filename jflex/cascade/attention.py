@@ -207,7 +207,7 @@ def _sizes(q: jax.Array, levels: Sequence[CascadeLevel], positions: jax.Array, r
 
 
 def _has_work(level: CascadeLevel, num_tokens: int) -> bool:
-    """Whether a level has queries, groups and room for keys; without, mods have nothing to read."""
+    """True if a level has queries, groups and room for keys; without, mods have nothing to read."""
     return 0 not in (num_tokens, level.groups.requests, level.groups.max_pages * level.cache.page_size)
 
 
@@ -224,7 +224,7 @@ def _of_level(mod: Any, level: CascadeLevel, positions: jax.Array, requests: jax
 def _kept_of_level(
     kept: KeptMod | None, level: CascadeLevel, positions: jax.Array, requests: jax.Array | None
 ) -> KeptMod | None:
-    """Likewise the mod of dropout, whose words are those of the request of each row, if there are `requests`."""
+    """The mod of dropout at a level, with the words of the request of each row, if there are `requests`."""
 
     def absolute(g: Any, h: Any, n: Any, j: Any) -> Positions:
         return Positions(jnp.zeros_like(n) if requests is None else n, h, positions[n], level.start[g] + j)

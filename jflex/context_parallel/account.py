@@ -1,4 +1,4 @@
-"""What `jflex.explain` reports of a context parallel call: what each device computes and sends."""
+"""The report of `jflex.explain` for a context parallel call: work and transfers of each device."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pallas_kernels.spec import AttentionSpec
 
 @dataclasses.dataclass(frozen=True)
 class ContextAccount(Choice):
-    """What a call of `context_parallel_attention` would do; ``print`` it.
+    """The plan of a call of `context_parallel_attention`; ``print`` it.
 
     The first fields are those of the kernels of a device. Where other axes of the mesh divide batch or heads, numbers
     of a device are means over these axes.

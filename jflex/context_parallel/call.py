@@ -62,7 +62,7 @@ class ContextCall:
         return (chunks * (length // chunks.size)).astype(np.int32).reshape(self.placement.shards, -1)
 
     def rows_of(self, number: Callable[[tuple[str, ...]], jax.Array]) -> Where:
-        """Where the batch entries and heads of a device begin, from its number along axes of the mesh."""
+        """First batch entry and head of a device, from its number along axes of the mesh."""
         placement, spec = self.placement, self.spec
         first = lambda names, n, size: number(names) * (size // n) if n > 1 else None
         return Where(

@@ -48,7 +48,7 @@ def bounded_mask_mod(mask_mod: MaskMod | None, kv_lengths: jax.Array) -> MaskMod
 
 
 def bounded_block_mask(block_mask: BlockMask, kv_lengths: jax.Array) -> BlockMask:
-    """Likewise a BlockMask; blocks beyond a length are empty."""
+    """A BlockMask within lengths; blocks beyond a length are empty."""
     known = is_concrete(block_mask.lists) and known_values(kv_lengths) is not None
     with as_known(known):
         within = create_block_mask(

@@ -86,7 +86,7 @@ def balanced_order(block_mask: BlockMask, shards: int, *, chunk_blocks: int = 1,
 def device_costs(
     block_mask: BlockMask, shards: int, order: Int[ArrayLike, " chunks"] | None = None, *, partial_cost: float = 1.0
 ) -> Float64[np.ndarray, " shards"]:
-    """How many blocks of a mask each device visits, for all batch entries and heads of the mask.
+    """Number of blocks of a mask that each device visits, for all batch entries and heads of the mask.
 
     Args:
       block_mask: The mask, of tokens in their natural order.

@@ -166,7 +166,7 @@ def _check(whole: PagedCache, batch: PagedBatch, placement: Placement) -> None:
 
 
 class _Arrays(NamedTuple):
-    """What the program of a device takes."""
+    """Arrays that the program of a device takes."""
 
     query: Any
     key: Any

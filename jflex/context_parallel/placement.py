@@ -1,4 +1,4 @@
-"""Where a context parallel call runs: the mesh, and which of its axes divide tokens, batch and heads."""
+"""Placement of a context parallel call: the mesh, and its axes that divide tokens, batch and heads."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ def _uses_batch_and_heads(mask_mod: MaskMod) -> list[bool]:
 
 
 class Division(NamedTuple):
-    """How the caller divides tokens, batch and heads among devices: arguments of `context_parallel_attention`."""
+    """Division of tokens, batch and heads among devices: arguments of `context_parallel_attention`."""
 
     mesh: Any = None
     axis: str = "context"

@@ -251,7 +251,7 @@ def _attend_fwd(ring: _Ring, backend: str, perturbed: _Local) -> tuple[Saved, An
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class _Backward:
-    """Which backend computes which gradients: a static part of the residuals."""
+    """The backend of each gradient: a static part of the residuals."""
 
     backend: str
     requested: GradientRequest

@@ -140,7 +140,7 @@ def _own_tables(
 
 
 def _specs(call: ContextCall, inputs: Inputs) -> Any:
-    """How the inputs are divided among the devices: `Inputs` of shardings."""
+    """Division of the inputs among the devices: `Inputs` of shardings."""
     spec, placement, whole = call.spec, call.placement, PartitionSpec()
     keys = placement.rows(spec.layout, batch=spec.Bkv == spec.B)
     lists: Any = None

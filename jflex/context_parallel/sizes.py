@@ -21,7 +21,7 @@ class Sizes(NamedTuple):
 
     @classmethod
     def from_arrays(cls, arrays: list[Any], layout: str, placement: Placement) -> Sizes:
-        """Those of checked arrays."""
+        """Sizes of checked arrays."""
         query, key, _ = arrays
         length, heads = (1, 2) if layout == "BTNH" else (2, 1)
         devices = placement.shards if placement.mesh is None else 1

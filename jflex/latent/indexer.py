@@ -164,7 +164,7 @@ def select_keys(
 def indexer_loss(
     scores: Float[AnyArray, "N S"], weights: Float[AnyArray, "N S"], *, visible: Bool[AnyArray, "#N S"] | None = None
 ) -> Float[Array, ""]:
-    """How far the indexer is from the attention that it selects for: the mean over queries of a KL divergence.
+    """Distance of the indexer from the attention that it selects for: the mean over queries of a KL divergence.
 
     ``sum over s of p[s] * (log p[s] - log softmax(scores)[s])``, where ``p`` are the attention weights of a query,
     summed over heads and divided by their sum. Only `scores` get a gradient, as in DeepSeek-V3.2, whose indexer is

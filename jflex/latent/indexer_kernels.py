@@ -30,7 +30,7 @@ def site_of_kernel(
     arrays: tuple[jax.Array, ...],
     limit: Callable[[Any, Site], str | None],
 ) -> Site | None:
-    """Where a kernel runs a call, or None if XLA does.
+    """The site of a kernel for a call, or None if XLA runs it.
 
     Args:
       limit: Given the adapter of the kernels and a site, says why the kernel does not run the call there, or None.
@@ -54,7 +54,7 @@ def site_of_kernel(
 
 
 def _may_be_divided(*arrays: jax.Array) -> bool:
-    """Whether arrays may be divided among devices, which would gather them for a kernel; in `jax.shard_map`, none is.
+    """True if arrays may be divided among devices, which would gather them for a kernel; in `jax.shard_map`, none is.
 
     Shardings of traced arrays are not known before XLA propagates them.
     """
@@ -101,7 +101,7 @@ def scores(site: Site, plain: Callable[..., jax.Array], arrays: Arrays) -> jax.A
 
 
 class _AsWhole:
-    """How operations that XLA does not partition are seen by its partitioner: rows are the first axis of all arrays."""
+    """Partitioning of operations that XLA does not partition itself: rows are the first axis of all arrays."""
 
     def partitioned(self, arrays: Any, outputs: Any, whole: Flat) -> Flat:
         """See `jflex._jax.primitive.Op`: XLA gathers."""
@@ -139,5 +139,5 @@ class _Selection(_AsWhole):
 
 
 def top_k(site: Site, scores: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
-    """As `jax.lax.top_k`, by the kernel; k is from 1 to the number of keys."""
+    """`jax.lax.top_k` by the kernel; k is from 1 to the number of keys."""
     return call_as_primitive(_Selection(site, k), scores)

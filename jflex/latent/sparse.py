@@ -143,7 +143,7 @@ def prepare(
 
 
 def _is_copied(q: Any, cache: LatentCache, selected: int) -> bool:
-    """Whether selected rows are copied first, so that the Hopper kernel loads 64 of them by TMA.
+    """True if selected rows are copied first, so that the Hopper kernel loads 64 of them by TMA.
 
     H100, jax 0.11.2, bf16, one query, the best 2048 of 65,536 keys, us with a copy and in place: 32 sequences with 128
     heads 190 and 223, 8 with 87 and 93; with 16 heads 177 and 108, 79 and 65. By now 133 and 54 with a copy and 128
@@ -180,7 +180,7 @@ class _Chosen:
         self.exists, self.indices = map(of_mods, (exists, jnp.where(exists, indices, 0)))
 
     def positions(self, n: Any, h: Any, _: Any, j: Any) -> Positions:
-        """Where the mod of the user is evaluated; the query of request ``n`` is packed query ``n``."""
+        """Positions for the mod of the user; the query of request ``n`` is packed query ``n``."""
         return Positions(self.request[n], h, self.position[n], self.indices[n, j])
 
     def score(self, mod: ScoreMod | None) -> Any:

@@ -1,4 +1,4 @@
-"""What `jflex.explain` reports for `paged_attention`, and for each level of `cascade_attention`."""
+"""The report of `jflex.explain` for `paged_attention`, and for each level of `cascade_attention`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NOT_KNOWN = "not known (traced, or a shape alone)"
 
 @dataclasses.dataclass(frozen=True)
 class PagedAccount(Choice):
-    """What a call of `paged_attention` would do, or a level of `cascade_attention`; ``print`` it.
+    """The plan of a call of `paged_attention`, or of a level of `cascade_attention`; ``print`` it.
 
     Fields that follow from lengths, boundaries or the page table are None if these are not known.
 
@@ -111,7 +111,7 @@ class PagedAccount(Choice):
 
 @dataclasses.dataclass(frozen=True)
 class CascadeAccount:
-    """What a call of `cascade_attention` would do; ``print`` it.
+    """The plan of a call of `cascade_attention`; ``print`` it.
 
     Attributes:
       levels: The account of each level, in the order of the call; None for a level that is left out, because it has no

@@ -126,7 +126,7 @@ def with_modified_query(call: PagedCall, settings: Settings, batch: PagedBatch) 
 
 
 def results_of(call: PagedCall, state: AttentionState, settings: Settings, batch: PagedBatch) -> Any:
-    """What a call returns, from the state over all keys: sinks and the output mod come last, once."""
+    """The result of a call, from the state over all keys: sinks and the output mod come last, once."""
     state = state if settings.sinks is None else with_sinks(state, settings.sinks)
     dtype, mod = call.query.dtype, settings.output_mod
     out = state.out.astype(dtype)

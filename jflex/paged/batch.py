@@ -115,7 +115,7 @@ def token_positions(batch: PagedBatch, num_tokens: int) -> Int32[Array, " N"]:
 
 
 def _token_rows(batch: PagedBatch, request: Int32[Array, " N"]) -> Int32[Array, " N"]:
-    """Where the key of every packed query is among those of its request; -1 for padding."""
+    """Position of the key of every packed query in its request; -1 for padding."""
     if not batch.requests:
         return request
     last = jnp.asarray(batch.kv_lengths) - jnp.asarray(batch.qo_indptr)[1:]

@@ -14,7 +14,7 @@ _MAX_INT32 = 2**31 - 1
 
 
 class Rule(NamedTuple):
-    """Where a rule is broken, the message for one such index, and the values in it, arrays of the same shape."""
+    """Faults of a rule, the message for one of them, and the values in it, arrays of one shape."""
 
     fault: AnyArray
     message: str

@@ -26,7 +26,7 @@ _MANTISSA, _OF_448 = 0x7FFFFF, 0x600000  # of float32: all bits, and those of 44
 
 
 def has_tiles(dtype: DTypeLike) -> bool:
-    """Whether latent vectors of this dtype have scales."""
+    """True if latent vectors of this dtype have scales."""
     return str(jnp.dtype(dtype)) == TILES_DTYPE
 
 

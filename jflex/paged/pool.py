@@ -76,7 +76,7 @@ class PagePool:
         return f"PagePool(num_pages={self._num_pages}, page_size={self._page_size}, num_free={self._num_free})"
 
     def pages_for(self, num_tokens: int) -> int:
-        """How many pages `num_tokens` tokens need.
+        """Number of pages that `num_tokens` tokens need.
 
         Raises:
           TypeError: `num_tokens` is not an integer.
@@ -88,7 +88,7 @@ class PagePool:
         return -(-checked_size(num_tokens, "num_tokens") // self._page_size)
 
     def owners(self, page: int) -> int:
-        """How many owners a page has; 0 if it is free.
+        """Number of owners of a page; 0 if it is free.
 
         Raises:
           TypeError: `page` is not an integer.
@@ -102,7 +102,7 @@ class PagePool:
         return int(self.owner_counts([page], "page")[0])
 
     def owner_counts(self, ids: Iterable[int] | Int[np.ndarray, " N"], name: str = "ids") -> Int32[np.ndarray, " N"]:
-        """How many owners each page has; 0 if it is free.
+        """Number of owners of each page; 0 if it is free.
 
         Args:
           ids: Pages of the pool.

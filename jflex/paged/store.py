@@ -51,7 +51,7 @@ def checked_integers(values: npt.ArrayLike, name: str) -> np.ndarray:
 
 
 def is_eight_bits(dtype: DTypeLike) -> bool:
-    """Whether keys of this dtype have scales."""
+    """True if keys of this dtype have scales."""
     return str(jnp.dtype(dtype)) in LARGEST
 
 
@@ -70,7 +70,7 @@ class PageStore:
 
     @property
     def scales(self) -> tuple[Any, Any]:
-        """Those of keys and values of eight bits; None where there are none."""
+        """Scales of keys and values of eight bits; None where there are none."""
         return None, None
 
     @property

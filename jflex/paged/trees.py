@@ -39,7 +39,7 @@ class Trees:
 
     @classmethod
     def from_ancestors(cls, ancestors: AnyArray, kv_lengths: AnyArray, qo_indptr: AnyArray) -> Trees:
-        """Those of the fields of a batch."""
+        """Trees of the fields of a batch."""
         words, lengths, indptr = (jnp.asarray(x) for x in (ancestors, kv_lengths, qo_indptr))
         counts = jnp.where(words[:, 0] != 0, indptr[1:] - indptr[:-1], 0)
         return cls(lengths - counts, words, lax.population_count(words) - 1)

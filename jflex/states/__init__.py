@@ -1,1 +1,1 @@
-"""What attention over some of the keys hands on: states that merge, the lse in other bases, statistics of rows."""
+"""Results of attention over some of the keys: states that merge, the lse in other bases, statistics of rows."""

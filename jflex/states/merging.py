@@ -179,7 +179,7 @@ def _stack(states: Sequence[AttentionState]) -> AttentionState:
 
 
 def _merge_few(states: Sequence[AttentionState]) -> AttentionState:
-    """As `_merge_stacked`, without copying the states."""
+    """Computes `_merge_stacked` without copying the states."""
     first = states[0]
     exact = jnp.float64 if jnp.float64 in (first.out.dtype, first.lse.dtype) else jnp.float32
     if first.normalize == "none":
@@ -245,7 +245,7 @@ def _row_max(state: AttentionState) -> jax.Array:
 
 
 def _share_of_entropy(state: AttentionState, merged_lse: jax.Array) -> jax.Array:
-    """What a state adds to the merged entropy, by the chain rule: ``w * (entropy - log w)`` for its weight w.
+    """Share of a state in the merged entropy, by the chain rule: ``w * (entropy - log w)`` for its weight w.
 
     Not ``merged lse - sum p * score``, a difference of numbers as large as the scores.
     """

@@ -109,7 +109,7 @@ class Xla(Backend):
 
 
 def _limit(spec: AttentionSpec, requested: GradientRequest | None) -> str | None:
-    """Which gradients, and what of the promises of a `Config`, this backend does not have, or None."""
+    """The gradients and promises of a `Config` that this backend does not have, or None."""
     operands = () if requested is None or spec.score_mod is None else spec.score_mod.operands
     for (shape, dtype), is_requested in zip(operands, requested.score_operands if requested else (), strict=True):
         if is_requested and math.prod(shape) >= _MAX_ELEMENTS:

@@ -20,7 +20,7 @@ from pallas_kernels.spec import AttentionSpec
 
 
 class _Rows(NamedTuple):
-    """What the backward pass reads of the queries of one unit, in the layouts of its GEMMs."""
+    """Arrays of the queries of one unit, in the layouts of the GEMMs of the backward pass."""
 
     unit: Unit
     q: jax.Array

@@ -218,7 +218,7 @@ class Walk:
         return q_idx, kv_idx
 
     def visible(self, unit: Unit, column: jax.Array) -> jax.Array:
-        """Which elements of a partial block are visible, in a shape that broadcasts to a block of scores."""
+        """Visible elements of a partial block, in a shape that broadcasts to a block of scores."""
         (q_idx, kv_idx), p = self._positions(unit, column), self.spec
         along = lambda x, axes: jnp.expand_dims(x, tuple(n for n, axis in enumerate(self.axes) if axis not in axes))
         seen = jnp.ones((1,) * len(self.axes), bool)

@@ -16,7 +16,7 @@ from jflex.mods.batchable import Factored, batchable, factored
 
 
 class CapturedGradients(NamedTuple):
-    """What the gradients of the captured arrays of a score mod are computed from."""
+    """Inputs for the gradients of the captured arrays of a score mod."""
 
     walk: Walk
     loaded: LoadedMod

@@ -25,7 +25,7 @@ def _all_of_batch(axis_size: int, in_batched: list[bool], x: jax.Array) -> tuple
 
 
 def all_finite(x: jax.Array) -> jax.Array:
-    """Whether an array, or the batch of `jax.vmap`, is finite; False, too, if its sum overflows: a sum is fast."""
+    """True if an array, or the batch of `jax.vmap`, is finite; False, too, if its sum overflows: a sum is fast."""
     return all_of_batch(jnp.isfinite(jnp.sum(x if x.dtype.itemsize > 2 else x.astype(jnp.float32))))
 
 

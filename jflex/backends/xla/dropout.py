@@ -13,7 +13,7 @@ from pallas_kernels.spec import AttentionSpec
 
 
 def kept_weights(walk: Walk, inputs: Inputs, unit: Unit, column: jax.Array) -> jax.Array | None:
-    """Which weights of a block are kept, in the shape of its scores; None without dropout."""
+    """Kept weights of a block, in the shape of its scores; None without dropout."""
     dropout = walk.spec.dropout
     if dropout is None:
         return None

@@ -1,4 +1,4 @@
-"""Where a traced mod reads the arrays that it captures.
+"""Loads of captured arrays in a traced mod.
 
 For the `xla` backend, which evaluates any mod that `jax.vmap` can, also one that no GPU kernel supports. A load is a
 chain of indexing operations from an operand to a few values. The derivative of a mod with respect to its loads is
@@ -58,7 +58,7 @@ class LoadedMod:
         return self._run(operands, arguments, known, [out])[out]
 
     def positions(self, load: Load, operands: Sequence[jax.Array], *arguments: jax.Array) -> jax.Array:
-        """Where in the flattened operand a load reads: the same indexing, applied to an iota."""
+        """Flat positions that a load reads: the same indexing, applied to an iota."""
         shape = operands[load.operand].shape
         numbered = list(operands)
         numbered[load.operand] = jnp.arange(math.prod(shape), dtype=jnp.int32).reshape(shape)

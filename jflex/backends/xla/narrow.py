@@ -31,7 +31,7 @@ _Write: TypeAlias = tuple[jax.Array, tuple[jax.Array, ...], jax.Array]  # an arr
 
 
 def is_widened(dtype: DTypeLike, platform: str) -> bool:
-    """Whether XLA converts arrays of this dtype to slice them."""
+    """True if XLA converts arrays of this dtype to slice them."""
     if platform != "cpu":
         return False
     return dtype in _EIGHT_BITS or (dtype == jnp.bfloat16 and jax.__version_info__ < _NATIVE)

@@ -1,4 +1,4 @@
-"""Which tiles of keys some queries visit, in plain JAX: up to the length, without fully masked tiles at either end."""
+"""Tiles of keys that some queries visit, in plain JAX: up to the length, without fully masked tiles at either end."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ def finish(spec: AttentionSpec, state: SoftmaxState) -> Saved:
 
 
 class RowVectors(NamedTuple):
-    """What the backward pass reads of each row, of one shape: lse, delta, and the cotangent of the entropy, or None."""
+    """Row vectors of the backward pass, of one shape: lse, delta, and the cotangent of the entropy, or None."""
 
     lse: jax.Array
     delta: jax.Array
