@@ -15,13 +15,13 @@ from jflex.mods.array_sizes import Requirement, SizedMod
 
 
 class Positions(NamedTuple):
-    """Positions at which a mod is evaluated, int32 scalars: any valid ones where `exists` is False; None: always exist."""
+    """Positions at which a mod is evaluated, int32 scalars: any valid ones where `exists` is False."""
 
     b: Any
     h: Any
     q_idx: Any
     kv_idx: Any
-    exists: Any = None
+    exists: Any = None  # None: True
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

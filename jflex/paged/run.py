@@ -100,10 +100,8 @@ class PagedCall(NamedTuple):
         rope_key = None if pages.rope_key is None else by_page(pages.rope_key)
         indptr, lengths, table = (jnp.asarray(x) for x in (pages.indptr, pages.lengths, pages.table))
         key_scale, value_scale = (_scale_of(pages, x) for x in (pages.key_scale, pages.value_scale))
-        eight_bits = {"key_scale": key_scale, "value_scale": value_scale, "rope_key": rope_key}
-        return PagedInputs(
-            self.query, key, value, indptr, lengths, table, pages.first_page, self.captured, **eight_bits
-        )
+        scales = {"key_scale": key_scale, "value_scale": value_scale, "rope_key": rope_key}
+        return PagedInputs(self.query, key, value, indptr, lengths, table, pages.first_page, self.captured, **scales)
 
 
 def _scale_of(pages: Pages, scale: jax.Array | None) -> jax.Array | None:
