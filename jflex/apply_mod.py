@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
@@ -62,7 +60,7 @@ def apply_vector_mod(
     return modified_rows(vector_mod, jnp.asarray(vectors), b, at)
 
 
-def _rows(name: str, x: Any, count: int) -> Int32[Array, " N"]:
+def _rows(name: str, x: AnyArray, count: int) -> Int32[Array, " N"]:
     rule = f"`{name}` must be int32 [N], one for each of the {count} tokens"
     if not (hasattr(x, "shape") and hasattr(x, "dtype")):
         raise TypeError(f"{rule}. Got {type(x).__name__}. Make an array of it, with `jnp.asarray`.")

@@ -195,7 +195,7 @@ def prepare(
     settings: Settings,
     *,
     block_mask: BlockMask | None = None,
-    kv_lengths: Any = None,
+    kv_lengths: AnyArray | None = None,
     layout: str = "BTNH",
     has_value: bool = True,
 ) -> Call:

@@ -10,6 +10,7 @@ from typing import Any, Concatenate, NamedTuple, overload
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from jflex import attention, varlen
 from jflex._call.account import Account
@@ -42,14 +43,14 @@ def explain(
 ) -> Account: ...
 @overload
 def explain(
-    call: Callable[Concatenate[Any, PageStore, PagedBatch, ...], Any], /, *args: Any, **kwargs: Any
+    call: Callable[Concatenate[Any, PageStore, PagedBatch, ...], object], /, *args: Any, **kwargs: Any
 ) -> PagedAccount: ...
 @overload
 def explain(
-    call: Callable[Concatenate[Any, Sequence[CascadeLevel], ...], Any], /, *args: Any, **kwargs: Any
+    call: Callable[Concatenate[Any, Sequence[CascadeLevel], ...], object], /, *args: Any, **kwargs: Any
 ) -> CascadeAccount: ...
 @overload
-def explain(call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Account: ...
+def explain(call: Callable[..., object], /, *args: Any, **kwargs: Any) -> Account: ...
 # fmt: on
 def explain(*args: Any, **kwargs: Any) -> Account | PagedAccount | CascadeAccount | ContextAccount:
     """Reports how a call of attention would run, without running it.
@@ -110,7 +111,7 @@ def explain(*args: Any, **kwargs: Any) -> Account | PagedAccount | CascadeAccoun
     while args and isinstance(args[0], functools.partial):
         partial = args[0]
         args, kwargs = (partial.func, *partial.args, *args[1:]), {**partial.keywords, **kwargs}
-    call: Callable[..., Any] = attention.flex_attention
+    call: Callable[..., object] = attention.flex_attention
     if args and callable(args[0]):
         call, args = args[0], args[1:]
     call = inspect.unwrap(call)  # of `jax.jit`, or of a decorator
@@ -130,7 +131,7 @@ def explain(*args: Any, **kwargs: Any) -> Account | PagedAccount | CascadeAccoun
 class _Explained(NamedTuple):
     """Checks of a call, and the account of their result."""
 
-    prepare: Callable[..., Any]
+    prepare: Callable[..., object]
     account: Callable[[Any, Implementation], Any]
 
 
@@ -143,7 +144,7 @@ def _prepare_context_parallel(settings: Settings, **arguments: Any) -> Checked:
     return prepare_context_parallel(settings=settings, division=division, **arguments)
 
 
-_CALLS: dict[Callable[..., Any], _Explained] = {
+_CALLS: dict[Callable[..., object], _Explained] = {
     attention.flex_attention: _Explained(attention.prepare, _dense),
     varlen.flex_attention_varlen: _Explained(varlen.prepare, lambda packed, how: _dense(packed.call, how)),
     paged.paged_attention: _Explained(paged.prepare, PagedAccount.from_call),
@@ -157,7 +158,7 @@ _CALLS: dict[Callable[..., Any], _Explained] = {
 _BY_FUNCTION = {inspect.unwrap(call): explained for call, explained in _CALLS.items()}  # without decorators
 
 
-def _arguments(call: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+def _arguments(call: Callable[..., object], args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
     """All arguments by name; raises as the call if they do not match its signature."""
     signature = inspect.signature(call)
     check_keywords(call.__name__, signature.parameters, kwargs)
@@ -189,5 +190,5 @@ def _with_tracers(explained: Callable[[Any], Any], arguments: Any) -> Any:
     return accounts[0]
 
 
-def _is_of_mods(dtype: Any) -> bool:
+def _is_of_mods(dtype: DTypeLike) -> bool:
     return jnp.issubdtype(dtype, jnp.integer) or jnp.issubdtype(dtype, jax.dtypes.prng_key)

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, ParamSpec, TypedDict, TypeVar, get_type_hints
 
+import jax
 from jaxtyping import Float
 
 from jflex._call.dispatch import Implementation
@@ -95,12 +96,12 @@ class Settings(NamedTuple):
     value_mod: VectorMod | None = None
     output_mod: OutputMod | None = None
     normalize: Literal["softmax", "none"] = "softmax"
-    sinks: Any = None
+    sinks: AnyArray | None = None
     scale: float | None = None
     return_lse: bool = False
     return_stats: tuple[Stat, ...] = ()
     dropout_rate: float = 0.0
-    dropout_key: Any = None
+    dropout_key: jax.Array | None = None
     implementation: Implementation = None
     config: Config | None = None
 

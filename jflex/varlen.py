@@ -6,12 +6,14 @@ To a backend the packed tokens are one batch entry, with a mask that keeps seque
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, Unpack, overload
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int32
 
 from jflex._call.dropout import kept_mod
@@ -37,7 +39,7 @@ from jflex.mods.trace import trace_mask_mod
 from jflex.mods.types import MaskMod, ScoreMod
 from jflex.options import Options, Settings, checked, takes
 from jflex.states.stats import AttentionStats, Stat
-from jflex.types import AnyArray
+from jflex.types import AnyArray, ArrayOrShape
 
 
 # fmt: off
@@ -149,13 +151,13 @@ class PackedCall(NamedTuple):
 
 
 def prepare(
-    q: Any,
-    k: Any,
-    v: Any,
+    q: ArrayOrShape,
+    k: ArrayOrShape,
+    v: ArrayOrShape,
     settings: Settings,
     *,
-    cu_seqlens_q: Any,
-    cu_seqlens_k: Any,
+    cu_seqlens_q: AnyArray,
+    cu_seqlens_k: AnyArray,
     block_mask: VarlenBlockMask | None = None,
 ) -> PackedCall:
     """Checks every argument of `flex_attention_varlen`, and makes the mask if there is none; q, k, v may be shapes."""
@@ -226,7 +228,9 @@ class _Modified(NamedTuple):
         pair = out, None if lse is None else _without_padding(lse, self.q_ends)
         return self._rows(self.vectors.output, pair, self.tokens.q_sequence, self.tokens.q_position, self.q_ends)
 
-    def _rows(self, mod: Any, x: Any, sequence: jax.Array, position: jax.Array, ends: jax.Array) -> jax.Array:
+    def _rows(
+        self, mod: Callable[..., ArrayLike] | None, x: Any, sequence: jax.Array, position: jax.Array, ends: jax.Array
+    ) -> jax.Array:
         assert self.tokens is not None
         first, lse = x if isinstance(x, tuple) else (x, None)
         first, count = _without_padding(first, ends, 1), first.shape[0]
@@ -235,7 +239,7 @@ class _Modified(NamedTuple):
         return modified_rows(mod, rows, sequence[:count], position[:count])
 
 
-def _batch_of_one(x: Any) -> jax.ShapeDtypeStruct:
+def _batch_of_one(x: ArrayOrShape) -> jax.ShapeDtypeStruct:
     """The shape of ``x[None]``, on the device of `x`."""
     device = device_of(x)
     sharding = None if device is None else jax.sharding.SingleDeviceSharding(device)
@@ -269,7 +273,7 @@ def _own_block_size(config: object) -> tuple[int, int]:
     return max([DEFAULT_BLOCK, *(q for q, _ in sizes)]), max([DEFAULT_BLOCK, *(kv for _, kv in sizes)])
 
 
-def _check_packed(q: AnyArray, k: AnyArray, v: AnyArray) -> None:
+def _check_packed(q: ArrayOrShape, k: ArrayOrShape, v: ArrayOrShape) -> None:
     for name, x, axes in (("q", q, "[N, Hq, D]"), ("k", k, "[M, Hkv, D]"), ("v", v, "[M, Hkv, Dv]")):
         if not (hasattr(x, "shape") and hasattr(x, "dtype")):
             raise TypeError(f"`{name}` must be an array. Got {type(x).__name__}.")

@@ -31,11 +31,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from jax.typing import ArrayLike
 from jaxtyping import Array, Int32, UInt32
 
 from jflex._check.arguments import describe_array
 
-KeptMod = Callable[[Any, Any, Any, Any], Any]
+KeptMod = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], ArrayLike]
 
 # Odd numbers: the golden ratio, and constants of MurmurHash3, which spread neighbouring positions over all bits.
 _OF_QUERY, _OF_KEY, _OF_QUERY_AGAIN = np.uint32(0x9E3779B9), np.uint32(0x85EBCA6B), np.uint32(0xC2B2AE35)
@@ -105,7 +106,7 @@ def kept_mod(rate: float, key: Any, batch: int | Int32[Array, " rows"], heads: i
         seeds = _seeds_of_rows(key, batch, heads)
     threshold = np.uint32(min(round(rate * 2**32), 2**32 - 1))
 
-    def kept(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    def kept(b: jax.Array, h: jax.Array, q_idx: jax.Array, kv_idx: jax.Array) -> jax.Array:
         q, k = q_idx.astype(jnp.uint32), kv_idx.astype(jnp.uint32)
         sharers = [(k, bit) for bit in _SHARED_KEY_BITS] + [(q, bit) for bit in _SHARED_QUERY_BITS]
         q, k = _without(q, _SHARED_QUERY_BITS), _without(k, _SHARED_KEY_BITS)
@@ -120,18 +121,18 @@ def kept_mod(rate: float, key: Any, batch: int | Int32[Array, " rows"], heads: i
     return kept
 
 
-def _without(position: Any, bits: tuple[int, ...]) -> Any:
+def _without(position: jax.Array, bits: tuple[int, ...]) -> jax.Array:
     """The position with zeros in these bits."""
     return position & ~np.uint32(sum(1 << bit for bit in bits))
 
 
-def _mixed(x: Any, second: Any) -> Any:
+def _mixed(x: jax.Array, second: jax.Array) -> jax.Array:
     x = x ^ (x >> np.uint32(16))
     x = x * _LOWBIAS32[0]
     return x ^ (x >> np.uint32(15)) ^ second
 
 
-def _seeds(key: Any, batch: int | Int32[Array, " rows"], heads: int) -> UInt32[Array, "rows heads 2"]:
+def _seeds(key: jax.Array, batch: int | Int32[Array, " rows"], heads: int) -> UInt32[Array, "rows heads 2"]:
     """Two words for each batch entry and head: the key data, with both indices folded in."""
     words = jax.random.key_data(key).reshape(-1, 2)
     wrapped = jax.random.wrap_key_data(words[0], impl="threefry2x32")

@@ -92,7 +92,7 @@ def checked_scale(scale: Any) -> tuple[Any, Any]:
     return scale, None
 
 
-def check_flag(flag: Any, name: str) -> None:
+def check_flag(flag: object, name: str) -> None:
     """Raises TypeError unless a flag is known while tracing."""
     if not isinstance(flag, (bool, np.bool_)):
         hint = f" Under `jax.jit`, make it static: `static_argnames={name!r}`." if isinstance(flag, Tracer) else ""
@@ -121,7 +121,7 @@ def checked_lengths(lengths: Any, name: str, B: int, size: int) -> jax.Array | N
     return array
 
 
-def checked_window(window: Any) -> tuple[int | None, int | None]:
+def checked_window(window: int | tuple[int, int] | None) -> tuple[int | None, int | None]:
     """``(before, after)``, with None for a side without a bound.
 
     A window that hides every key has no bound on the sides that are -1, as in FlashAttention: ``(-1, 0)`` is causal.

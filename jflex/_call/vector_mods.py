@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.extend import core
-from jax.typing import DTypeLike
+from jax.typing import ArrayLike, DTypeLike
 
 from jflex._check.arguments import EIGHT_BITS, describe_array
 from jflex.backends.vector_mods import exact_dtype
@@ -64,12 +65,12 @@ class VectorMods(NamedTuple):
                     sizes._replace(heads=kv_heads, queries=None) if of_keys else sizes._replace(keys=None),
                 )
 
-    def needs_batch(self, D: int, Dv: int, dtype: Any) -> bool:
+    def needs_batch(self, D: int, Dv: int, dtype: DTypeLike) -> bool:
         """True if keys or values that the batch shares become different for each batch entry."""
         mods = (("key", self.key, D), ("value", self.value, Dv))
         return any(mod is not None and _uses_batch(role, mod, size, dtype) for role, mod, size in mods)
 
-    def refuse_batch(self, D: int, Dv: int, dtype: Any, caller: str) -> None:
+    def refuse_batch(self, D: int, Dv: int, dtype: DTypeLike, caller: str) -> None:
         """Raises where keys belong to several requests."""
         for role, mod, size in (("key", self.key, D), ("value", self.value, Dv)):
             if mod is not None and _uses_batch(role, mod, size, dtype):
@@ -79,7 +80,9 @@ class VectorMods(NamedTuple):
                 )
 
 
-def check_vector_mod(role: str, mod: Any, size: int, dtype: Any, *, has_lse: bool = True) -> core.ClosedJaxpr:
+def check_vector_mod(
+    role: str, mod: Callable[..., ArrayLike], size: int, dtype: DTypeLike, *, has_lse: bool = True
+) -> core.ClosedJaxpr:
     """Traces a mod on one vector, and returns the jaxpr.
 
     Args:
@@ -104,7 +107,7 @@ def check_vector_mod(role: str, mod: Any, size: int, dtype: Any, *, has_lse: boo
     return traced
 
 
-def _runs_with_lse(mod: Any, vector: jax.ShapeDtypeStruct, index: jax.ShapeDtypeStruct) -> bool:
+def _runs_with_lse(mod: Callable[..., ArrayLike], vector: jax.ShapeDtypeStruct, index: jax.ShapeDtypeStruct) -> bool:
     try:
         jax.eval_shape(mod, vector, jax.ShapeDtypeStruct((), vector.dtype), index, index, index)
     except (TypeError, AttributeError):  # so the lse is not what is wrong with it
@@ -112,11 +115,11 @@ def _runs_with_lse(mod: Any, vector: jax.ShapeDtypeStruct, index: jax.ShapeDtype
     return True
 
 
-def _uses_batch(role: str, mod: VectorMod, size: int, dtype: Any) -> bool:
+def _uses_batch(role: str, mod: VectorMod, size: int, dtype: DTypeLike) -> bool:
     return _BATCH in used_inputs(check_vector_mod(role, mod, size, dtype).jaxpr, [True])
 
 
-def _check_signature(role: str, mod: Any, source: str) -> None:
+def _check_signature(role: str, mod: Callable[..., ArrayLike], source: str) -> None:
     rule = f"`{role}_mod` must be a function {_SIGNATURES[role]}"
     if not callable(mod):
         raise TypeError(f"{rule}. Got {type(mod).__name__}.")
@@ -130,7 +133,7 @@ def _check_signature(role: str, mod: Any, source: str) -> None:
         raise TypeError(f"{rule}. {source} takes {signature}.") from None
 
 
-def _check_result(role: str, out: Any, vector: jax.ShapeDtypeStruct, source: str) -> None:
+def _check_result(role: str, out: ArrayLike, vector: jax.ShapeDtypeStruct, source: str) -> None:
     rule = f"`{role}_mod` must return one vector like the one it gets, {describe_array(vector)}"
     if not isinstance(out, jax.ShapeDtypeStruct):
         raise TypeError(f"{rule}; {source} returned {type(out).__name__}.")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +14,7 @@ from pallas_kernels.spec import AttentionSpec, Captured, Mod
 
 
 def paged_shard_of(
-    spec: AttentionSpec, inputs: PagedInputs, pieces: int, number: Any, rows: Spread | None = None
+    spec: AttentionSpec, inputs: PagedInputs, pieces: int, number: int | jax.Array, rows: Spread | None = None
 ) -> tuple[AttentionSpec, PagedInputs]:
     """The spec and the mods of the heads of one shard; mods still get global indices of heads, and of keys.
 

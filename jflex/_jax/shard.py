@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +27,7 @@ class Span:
     starts: Int32[Array, " chunks"]
     chunk: int = dataclasses.field(metadata={"static": True})
 
-    def position(self, index: Any) -> Any:
+    def position(self, index: jax.Array) -> jax.Array:
         """The position of a local token."""
         if self.starts.size == 1:
             return index + self.starts[0]
@@ -43,7 +43,7 @@ class Spread(NamedTuple):
     run: int
     stride: int
 
-    def position(self, index: Any) -> Any:
+    def position(self, index: jax.Array) -> jax.Array:
         """The position of a local token."""
         run = jnp.int32(self.run)
         return lax.div(index, run) * jnp.int32(self.stride) + self.first + lax.rem(index, run)
@@ -57,7 +57,7 @@ class Where(NamedTuple):
     queries: Span | Spread | None = None
     keys: Span | Spread | None = None
 
-    def positions(self, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Positions:
+    def positions(self, b: jax.Array, h: jax.Array, q_idx: jax.Array, kv_idx: jax.Array) -> Positions:
         """The absolute positions of local indices."""
         add = lambda index, first: index if first is None else index + first
         position = lambda index, span: index if span is None else span.position(index)

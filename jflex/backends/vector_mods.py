@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int32
 
 from jflex.mods.signature import accept_numpy
@@ -74,7 +75,7 @@ def modified_rows(
     rows: Float[Array, "N H D"] | tuple[Float[Array, "N H D"], Float[Array, "N H"] | None],
     b: Int32[Array, " N"],
     idx: Int32[Array, " N"],
-    dtype: Any = None,
+    dtype: DTypeLike | None = None,
 ) -> jax.Array:
     """Packed vectors, as a mod makes them; a pair of output and lse for an ``output_mod``.
 
@@ -119,7 +120,7 @@ def modified_keys(
     return call(rows, b, jnp.arange(rows.shape[-2], dtype=jnp.int32), idx)
 
 
-def _mapped(mod: Callable[..., Any], dtype: Any, axes: Sequence[str]) -> Callable[..., jax.Array]:
+def _mapped(mod: Callable[..., Any], dtype: DTypeLike, axes: Sequence[str]) -> Callable[..., jax.Array]:
     """`mod` over the leading axes of its first argument; each names the indices, of ``b, h, i``, that belong to it.
 
     Every index is mapped over its own axis alone, so that what depends on the position alone is computed once for all
@@ -167,6 +168,6 @@ def used_keys(
     return jax.lax.broadcasted_iota(jnp.int32, shape, axis) < lengths[:, None, None, None]
 
 
-def exact_dtype(dtype: Any) -> Any:
+def exact_dtype(dtype: DTypeLike) -> Any:
     """The dtype of the vectors that a mod gets, from that of the array."""
     return jnp.float64 if dtype == jnp.float64 else jnp.float32

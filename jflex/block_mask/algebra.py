@@ -141,7 +141,7 @@ def _shared(mask: BlockMatrix, mask_mod: MaskMod, shape: tuple[int, int]) -> Mas
     if not (shares_batch or shares_heads):
         return mask_mod
 
-    def first(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Positions:
+    def first(b: jax.Array, h: jax.Array, q_idx: jax.Array, kv_idx: jax.Array) -> Positions:
         zero = jnp.int32(0)
         return Positions(zero if shares_batch else b, zero if shares_heads else h, q_idx, kv_idx)
 

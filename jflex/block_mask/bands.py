@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,7 @@ from jflex.block_mask.mask import BlockMask
 from jflex.mods.dependence import uses_index
 from jflex.mods.trace import trace_mask_mod
 from jflex.mods.types import MaskMod
+from jflex.types import AnyArray
 
 
 class Band(NamedTuple):
@@ -146,7 +147,7 @@ def _list_row(listed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 @functools.lru_cache(maxsize=64)
-def _static_states(band: Band, seq_lengths: tuple[int, int], block_size: tuple[int, int]) -> np.ndarray:
+def _static_states(band: Band, seq_lengths: tuple[int, int], block_size: tuple[int, int]) -> AnyArray:
     """The states of the blocks of a band, int8 [1, 1, R, C]; positions beyond the lengths have no effect."""
     (first_q, last_q), (first_kv, last_kv) = map(_ends, seq_lengths, block_size)
     return _states(first_q[:, None], last_q[:, None], first_kv, last_kv, band)[None, None]
@@ -157,7 +158,7 @@ def _ends(length: int, block: int) -> tuple[np.ndarray, np.ndarray]:
     return first, np.minimum(first + (block - 1), length - 1)
 
 
-def _states(first_q: Any, last_q: Any, first_kv: Any, last_kv: Any, band: Band) -> Any:
+def _states(first_q: AnyArray, last_q: AnyArray, first_kv: AnyArray, last_kv: AnyArray, band: Band) -> AnyArray:
     """States of blocks from their corners: ``kv_idx - q_idx`` takes every value between its bounds there."""
     least, most = first_kv - last_q, last_kv - first_q
     sees, sees_all = least <= most, least <= most
@@ -169,7 +170,11 @@ def _states(first_q: Any, last_q: Any, first_kv: Any, last_kv: Any, band: Band) 
 
 
 def _cut_by_queries(
-    states: Any, band: Band, seq_lengths: tuple[int, int], block_size: tuple[int, int], q_lengths: Int32[Array, " B"]
+    states: AnyArray,
+    band: Band,
+    seq_lengths: tuple[int, int],
+    block_size: tuple[int, int],
+    q_lengths: Int32[Array, " B"],
 ) -> Int8[Array, "B 1 R C"]:
     """Makes blocks of queries beyond the length of their batch entry empty; a block that it cuts is at most partial."""
     (first_q, last_q), (first_kv, last_kv) = map(_ends, seq_lengths, block_size)

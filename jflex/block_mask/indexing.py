@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from typing import Any, SupportsIndex, TypeAlias
+from typing import SupportsIndex, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -57,7 +57,7 @@ def _selected_mask(
     """The mask_mod that maps the new indices to the old ones."""
     of_batch, of_head, of_query = selections
 
-    def old(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Positions:
+    def old(b: jax.Array, h: jax.Array, q_idx: jax.Array, kv_idx: jax.Array) -> Positions:
         old_b, old_h = _look_up(of_batch, b), _look_up(of_head, h)
         old_q, exists = _look_up_query(of_query, q_idx, q_block_size)
         return Positions(old_b, old_h, old_q, kv_idx, exists)
@@ -78,7 +78,7 @@ def _look_up(selection: Selection, index: jax.Array) -> jax.Array:
     return selection.blocks[index] if selection.size else index
 
 
-def _look_up_query(selection: Selection, q_idx: Any, block_size: int) -> tuple[Any, Any]:
+def _look_up_query(selection: Selection, q_idx: jax.Array, block_size: int) -> tuple[jax.Array, jax.Array | None]:
     """The old index of a query, and whether it was selected; None if all are."""
     if selection.blocks is None:
         return q_idx, None

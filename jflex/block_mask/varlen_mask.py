@@ -7,7 +7,7 @@ a sequence in common; a mask_mod is evaluated in these blocks only.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -139,18 +139,18 @@ class PackedTokens(NamedTuple):
         sequences = q_ends.size - 1
         return cls(*_locate(q_ends, lengths[0], sequences), *_locate(kv_ends, lengths[1], -1), sequences)
 
-    def same_sequence(self, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Bool[Array, ""]:
+    def same_sequence(self, b: jax.Array, h: jax.Array, q_idx: jax.Array, kv_idx: jax.Array) -> Bool[Array, ""]:
         """The mask_mod of the boundaries: visible if query and key belong to one sequence."""
         del b, h
         return self.q_sequence[q_idx] == self.kv_sequence[kv_idx]
 
-    def positions(self, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Positions:
+    def positions(self, b: jax.Array, h: jax.Array, q_idx: jax.Array, kv_idx: jax.Array) -> Positions:
         """The positions for the user's score_mod; the mask excludes other sequences."""
         del b
         sequence = jnp.minimum(self.q_sequence[q_idx], self.sequences - 1)
         return Positions(sequence, h, self.q_position[q_idx], self.kv_position[kv_idx])
 
-    def positions_in_sequence(self, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Positions:
+    def positions_in_sequence(self, b: jax.Array, h: jax.Array, q_idx: jax.Array, kv_idx: jax.Array) -> Positions:
         """The positions for the user's mask_mod, and whether query and key belong to one sequence."""
         exists = self.same_sequence(b, h, q_idx, kv_idx)
         return self.positions(b, h, q_idx, kv_idx)._replace(exists=exists)

@@ -16,6 +16,7 @@ from typing import Any, Literal, NamedTuple, Unpack, overload
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int32
 
 from jflex._call.dropout import KeptMod, kept_mod
@@ -133,7 +134,7 @@ class CascadeCall(NamedTuple):
     """
 
     out_shape: tuple[int, int, int]
-    dtype: Any
+    dtype: DTypeLike
     levels: tuple[PagedCall | None, ...]
     indices: tuple[jax.Array, jax.Array]
 
@@ -214,7 +215,7 @@ def _has_work(level: CascadeLevel, num_tokens: int) -> bool:
 def _of_level(mod: Any, level: CascadeLevel, positions: jax.Array, requests: jax.Array | None) -> Any:
     """A mod on groups, indices of packed queries, and indices of the keys of a group."""
 
-    def absolute(g: Any, h: Any, n: Any, j: Any) -> Positions:
+    def absolute(g: jax.Array, h: jax.Array, n: jax.Array, j: jax.Array) -> Positions:
         b = jnp.zeros_like(n) if requests is None else requests[n]
         return Positions(b, h, positions[n], level.start[g] + j)
 
@@ -226,7 +227,7 @@ def _kept_of_level(
 ) -> KeptMod | None:
     """The mod of dropout at a level, with the words of the request of each row, if there are `requests`."""
 
-    def absolute(g: Any, h: Any, n: Any, j: Any) -> Positions:
+    def absolute(g: jax.Array, h: jax.Array, n: jax.Array, j: jax.Array) -> Positions:
         return Positions(jnp.zeros_like(n) if requests is None else n, h, positions[n], level.start[g] + j)
 
     return None if kept is None else ReindexedMod(kept, absolute)
@@ -261,7 +262,7 @@ def _check_level(level: CascadeLevel, num_tokens: int) -> None:
 
 
 def _checked_rows(
-    q: jax.Array,
+    q: Any,
     positions: AnyArray | None,
     requests: AnyArray | None,
     needing: Sequence[Any],

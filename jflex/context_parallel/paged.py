@@ -32,7 +32,7 @@ from jflex.states.merging import merge_over
 from jflex.states.state import AttentionState
 from jflex.states.stats import AttentionStats, Stat
 from jflex.types import AnyArray
-from pallas_kernels.spec import AttentionSpec
+from pallas_kernels.spec import AttentionSpec, Captured
 
 CALLER = "context_parallel_paged_attention"
 
@@ -168,16 +168,16 @@ def _check(whole: PagedCache, batch: PagedBatch, placement: Placement) -> None:
 class _Arrays(NamedTuple):
     """Arrays that the program of a device takes."""
 
-    query: Any
-    key: Any
-    value: Any
-    key_scale: Any
-    value_scale: Any
-    indptr: Any
-    lengths: Any
-    table: Any
-    first_page: Any
-    captured: Any
+    query: jax.Array
+    key: jax.Array
+    value: jax.Array
+    key_scale: jax.Array | None
+    value_scale: jax.Array | None
+    indptr: jax.Array
+    lengths: jax.Array
+    table: jax.Array
+    first_page: jax.Array
+    captured: Captured[jax.Array]
 
 
 @dataclasses.dataclass(frozen=True)

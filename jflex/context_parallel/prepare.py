@@ -23,6 +23,7 @@ from jflex.mods.dependence import uses_index
 from jflex.mods.trace import trace_mask_mod
 from jflex.mods.types import MaskMod
 from jflex.options import Settings
+from jflex.types import AnyArray, ArrayOrShape
 from pallas_kernels.spec import Blocks
 
 
@@ -96,14 +97,14 @@ class Division(NamedTuple):
 
 
 def prepare(
-    query: Any,
-    key: Any,
-    value: Any,
+    query: ArrayOrShape,
+    key: ArrayOrShape,
+    value: ArrayOrShape,
     settings: Settings,
     division: Division,
     *,
     block_mask: BlockMask | None = None,
-    kv_lengths: Any = None,
+    kv_lengths: AnyArray | None = None,
     layout: str = "BTNH",
 ) -> Checked:
     """Checks every argument of `context_parallel_attention`; query, key and value may be shapes."""

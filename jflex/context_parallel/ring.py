@@ -21,6 +21,7 @@ import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
+from jax.typing import DTypeLike
 
 from jflex import backends
 from jflex._call.dispatch import select_forward, select_passes
@@ -85,7 +86,7 @@ class _Ring:
         shard = shard_of(spec, inputs, local.where._replace(keys=self.call.span(spec.S, owner)))
         return shard._replace(inputs=match_manual_axes(shard.inputs))
 
-    def owner(self, local: _Local, step: Any) -> jax.Array:
+    def owner(self, local: _Local, step: jax.Array) -> jax.Array:
         """Whose keys this device holds at a step."""
         return lax.rem(local.me - step + self.call.placement.shards, jnp.int32(self.call.placement.shards))
 
@@ -137,7 +138,7 @@ def _walk(ring: _Ring, local: _Local, visit: Visit, sums: Any) -> tuple[Any, Any
       sums: Zeros, to which the additions are added: a tree like theirs. They travel with the keys that they belong to.
     """
 
-    def step(state: Any, number: Any, arrived: int, leaves: int) -> Any:
+    def step(state: Any, number: jax.Array, arrived: int, leaves: int) -> Any:
         carry, keys, sums = state
         onward = ring.hop(keys, leaves)  # neither hop waits for the kernel, nor it for them
         sums = ring.hop(sums, arrived)
@@ -316,7 +317,7 @@ def _attend_bwd(ring: _Ring, backend: str, residuals: tuple[_Local, Saved, _Back
     return (nothing._replace(inputs=gradients),)
 
 
-def _accumulator_dtype(dtype: Any) -> Any:
+def _accumulator_dtype(dtype: DTypeLike) -> DTypeLike:
     """The dtype of sums."""
     return jnp.float64 if dtype == jnp.float64 else jnp.float32
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -9,6 +10,7 @@ import jax
 from jflex._check.arguments import device_of
 from jflex.context_parallel.order import Order, checked_order
 from jflex.context_parallel.placement import Placement
+from jflex.types import ArrayOrShape
 
 
 class Sizes(NamedTuple):
@@ -20,7 +22,7 @@ class Sizes(NamedTuple):
     Hkv: int
 
     @classmethod
-    def from_arrays(cls, arrays: list[Any], layout: str, placement: Placement) -> Sizes:
+    def from_arrays(cls, arrays: Sequence[ArrayOrShape], layout: str, placement: Placement) -> Sizes:
         """Sizes of checked arrays."""
         query, key, _ = arrays
         length, heads = (1, 2) if layout == "BTNH" else (2, 1)
@@ -64,7 +66,7 @@ class Sizes(NamedTuple):
                 f"devices along {placement.axis!r}; they do not divide. Pass strategy='all_gather' or 'ring'."
             )
 
-    def whole(self, arrays: list[Any], layout: str, placement: Placement) -> list[jax.ShapeDtypeStruct]:
+    def whole(self, arrays: Sequence[ArrayOrShape], layout: str, placement: Placement) -> list[jax.ShapeDtypeStruct]:
         """Shapes of the whole arrays, on a device of the mesh."""
         length = 1 if layout == "BTNH" else 2
         device = (

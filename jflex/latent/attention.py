@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, Unpack, overload
+from typing import Literal, Unpack, overload
 
 import jax.numpy as jnp
 import numpy as np
@@ -17,7 +17,7 @@ from jflex.paged.cache import checked_layer
 from jflex.paged.latent import LatentCache
 from jflex.paged.run import PagedCall, PagedOptions, attend
 from jflex.paged.run import prepare as prepare_pages
-from jflex.types import AnyArray
+from jflex.types import AnyArray, ArrayOrShape
 
 
 # fmt: off
@@ -100,7 +100,7 @@ def mla_attention(
 
 
 def prepare(
-    q: Any,
+    q: ArrayOrShape,
     cache: LatentCache,
     batch: PagedBatch,
     settings: Settings,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from jflex._check.arguments import check_scale, checked_positive, checked_sinks, describe_array
 from jflex.mods.array_sizes import CallSizes
 from jflex.mods.trace import check_call_sizes
@@ -12,11 +10,11 @@ from jflex.paged.attention import longest_request
 from jflex.paged.batch import PagedBatch, check_batch
 from jflex.paged.latent import LatentCache, check_latent_cache
 from jflex.paged.latent_tiles import QUERIES
-from jflex.types import AnyArray
+from jflex.types import ArrayOrShape
 
 
 def checked_call(
-    caller: str, q: Any, cache: LatentCache, batch: PagedBatch, settings: Settings, qk_head_dim: Any
+    caller: str, q: ArrayOrShape, cache: LatentCache, batch: PagedBatch, settings: Settings, qk_head_dim: int | None
 ) -> float:
     """Checks what `mla_attention` and `sparse_mla_attention` have in common, and returns the factor of the scores."""
     check_latent_cache(cache)
@@ -31,7 +29,7 @@ def checked_call(
     return scale
 
 
-def _scale_of(caller: str, qk_head_dim: Any, scale: float | None) -> float:
+def _scale_of(caller: str, qk_head_dim: int | None, scale: float | None) -> float:
     """The factor of the scores."""
     if (qk_head_dim is None) == (scale is None):
         raise ValueError(
@@ -44,7 +42,7 @@ def _scale_of(caller: str, qk_head_dim: Any, scale: float | None) -> float:
     return checked_positive(qk_head_dim, "qk_head_dim") ** -0.5
 
 
-def _check_absorbed(q: AnyArray, cache: LatentCache) -> None:
+def _check_absorbed(q: ArrayOrShape, cache: LatentCache) -> None:
     """Raises unless absorbed queries fit a cache."""
     if not (hasattr(q, "shape") and hasattr(q, "dtype")):
         raise TypeError(f"`q` must be an array. Got {type(q).__name__}.")

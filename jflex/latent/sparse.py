@@ -23,7 +23,7 @@ from jflex.paged.cache import checked_layer
 from jflex.paged.latent import LatentCache
 from jflex.paged.run import PagedCall, PagedOptions, Pages, attend
 from jflex.paged.run import prepare as prepare_pages
-from jflex.types import AnyArray
+from jflex.types import AnyArray, ArrayOrShape
 
 COPIED_PAGE = 64  # tokens of a page of copied rows: what kernels load at once
 COPIED_BYTES = 1 << 28  # the most that is copied
@@ -104,7 +104,7 @@ def sparse_mla_attention(
 
 
 def prepare(
-    q: Any,
+    q: ArrayOrShape,
     cache: LatentCache,
     batch: PagedBatch,
     indices: Int32[AnyArray, "N K"],
@@ -142,7 +142,7 @@ def prepare(
     )
 
 
-def _is_copied(q: Any, cache: LatentCache, selected: int) -> bool:
+def _is_copied(q: ArrayOrShape, cache: LatentCache, selected: int) -> bool:
     """True if selected rows are copied first, so that the Hopper kernel loads 64 of them by TMA.
 
     H100, jax 0.11.2, bf16, one query, the best 2048 of 65,536 keys, us with a copy and in place: 32 sequences with 128
@@ -179,14 +179,14 @@ class _Chosen:
         self.request, self.position = map(of_mods, (jnp.maximum(request, 0), token_positions(batch, self.queries)))
         self.exists, self.indices = map(of_mods, (exists, jnp.where(exists, indices, 0)))
 
-    def positions(self, n: Any, h: Any, _: Any, j: Any) -> Positions:
+    def positions(self, n: jax.Array, h: jax.Array, _: jax.Array, j: jax.Array) -> Positions:
         """Positions for the mod of the user; the query of request ``n`` is packed query ``n``."""
         return Positions(self.request[n], h, self.position[n], self.indices[n, j])
 
-    def score(self, mod: ScoreMod | None) -> Any:
+    def score(self, mod: ScoreMod | None) -> ReindexedMod | None:
         return ReindexedMod(mod, self.positions) if callable(mod) else mod  # tracing refuses anything else
 
-    def mask(self, mod: MaskMod | None) -> Any:
+    def mask(self, mod: MaskMod | None) -> ReindexedMod | None:
         """Always a mask: selected positions may be none."""
         at = lambda n, h, i, j: self.positions(n, h, i, j)._replace(exists=self.exists[n, j])
         return ReindexedMod(noop_mask, at) if mod is None else ReindexedMod(mod, at) if callable(mod) else mod
@@ -221,7 +221,7 @@ class _Chosen:
         paged = self._paged(rows, tokens, first, self.slots, cache.latent_size)
         return paged._replace(key_scale=scale, rope_key=rope)
 
-    def _paged(self, rows: Any, count: int, first: jax.Array, table: Any, latent_size: int) -> Pages:
+    def _paged(self, rows: Any, count: int, first: jax.Array, table: AnyArray, latent_size: int) -> Pages:
         """Pages of as many requests as there are queries."""
         indptr = np.arange(self.queries + 1, dtype=np.int32)
         return Pages(rows, rows, count, first, indptr, self.lengths, table, latent_size)

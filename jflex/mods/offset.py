@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +27,9 @@ _INT32 = np.iinfo(np.int32)
 _RULE = "`mod` must be a score_mod (score, b, h, q_idx, kv_idx) or a mask_mod (b, h, q_idx, kv_idx)"
 
 
-def with_offset(mod: Callable[..., Any], offset: Int[ArrayLike, ""] | Int[ArrayLike, " B"]) -> Callable[..., Any]:
+def with_offset(
+    mod: Callable[..., ArrayLike], offset: Int[ArrayLike, ""] | Int[ArrayLike, " B"]
+) -> Callable[..., ArrayLike]:
     """Turns a mod for training into its form for inference, where the queries of a call continue a sequence.
 
     Query ``i`` of the call has the position ``offset + i``, and that is the ``q_idx`` that `mod` sees; ``kv_idx``
@@ -72,11 +73,11 @@ class _Continued:
 
     offset: Offset
 
-    def __call__(self, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Positions:
+    def __call__(self, b: jax.Array, h: jax.Array, q_idx: jax.Array, kv_idx: jax.Array) -> Positions:
         return Positions(b, h, q_idx + (self.offset[b] if self.offset.ndim else self.offset), kv_idx)
 
 
-def _continued(mod: Callable[..., Any], offset: Offset, known: np.ndarray | None) -> Callable[..., Any]:
+def _continued(mod: Callable[..., ArrayLike], offset: Offset, known: np.ndarray | None) -> Callable[..., ArrayLike]:
     if isinstance(mod, AndMasks | OrMasks):
         return type(mod)(tuple(_continued(part, offset, known) for part in mod.parts))
     if isinstance(mod, NotMask):
@@ -85,7 +86,7 @@ def _continued(mod: Callable[..., Any], offset: Offset, known: np.ndarray | None
     return ReindexedMod(mod, _Continued(offset), _requirements(mod, offset, known))
 
 
-def _requirements(mod: Callable[..., Any], offset: Offset, known: np.ndarray | None) -> tuple[Requirement, ...]:
+def _requirements(mod: Callable[..., ArrayLike], offset: Offset, known: np.ndarray | None) -> tuple[Requirement, ...]:
     kept = requirements_of(mod)
     if any(needed.axis == "q_idx" for needed in kept):  # else do not wait for the value of the offset
         known = known_values(offset) if known is None else known
@@ -96,7 +97,7 @@ def _requirements(mod: Callable[..., Any], offset: Offset, known: np.ndarray | N
     return (Requirement("b", offset.shape[0], rule, "Pass offsets [{}]."), *kept)
 
 
-def _check_mod(mod: Any) -> None:
+def _check_mod(mod: object) -> None:
     """Raises TypeError unless the signature of a mod determines its role."""
     if not callable(mod):
         hint = ""

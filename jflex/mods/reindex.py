@@ -9,7 +9,9 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from jflex.mods.array_sizes import Requirement, SizedMod
 
@@ -17,11 +19,11 @@ from jflex.mods.array_sizes import Requirement, SizedMod
 class Positions(NamedTuple):
     """Positions at which a mod is evaluated, int32 scalars: any valid ones where `exists` is False."""
 
-    b: Any
-    h: Any
-    q_idx: Any
-    kv_idx: Any
-    exists: Any = None  # None: True
+    b: ArrayLike
+    h: ArrayLike
+    q_idx: ArrayLike
+    kv_idx: ArrayLike
+    exists: jax.Array | None = None  # None: True
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -43,13 +45,13 @@ class ReindexedMod(SizedMod):
     """
 
     mod: Callable[..., Any]
-    positions: Callable[[Any, Any, Any, Any], Positions]
+    positions: Callable[[jax.Array, jax.Array, jax.Array, jax.Array], Positions]
     required: tuple[Requirement, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "__wrapped__", self.mod)  # messages name the function, and the signature is its own
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, *args: jax.Array) -> ArrayLike:
         """Evaluates the mod at one position."""
         if jnp.ndim(args[0]) == 1 and all(jnp.ndim(x) == 0 for x in args[-3:]):
             return self._of_vector(*args)
@@ -64,7 +66,7 @@ class ReindexedMod(SizedMod):
             return value  # tracing refuses it, and names the user's function
         return exists & value
 
-    def _of_vector(self, *args: Any) -> Any:
+    def _of_vector(self, *args: jax.Array) -> ArrayLike:
         """Reindexes a vector mod, whose last index is its query."""
         *vector, b, h, q_idx = args
         return self.mod(*vector, *self.positions(b, h, q_idx, jnp.zeros_like(q_idx))[:3])

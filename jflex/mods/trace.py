@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jax.extend import core
-from jax.typing import ArrayLike
+from jax.typing import ArrayLike, DTypeLike
 
 from jflex._mesh import match_manual_axes, varying_axes
 from jflex.mods.array_sizes import CallSizes, Requirement, check_requirements, program_requirements, requirements_of
@@ -117,7 +117,7 @@ def trace_mask_mod(mod: Callable[..., ArrayLike]) -> tuple[TracedMod, tuple[jax.
 
 
 def trace_vector_mod(
-    mod: Callable[..., ArrayLike], role: VectorRole, size: int, dtype: Any
+    mod: Callable[..., ArrayLike], role: VectorRole, size: int, dtype: DTypeLike
 ) -> tuple[TracedMod, tuple[jax.Array, ...]]:
     """Traces ``mod(vector[size], b, h, idx) -> [size]``, which `jflex._call.vector_mods` has checked.
 

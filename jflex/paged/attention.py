@@ -29,7 +29,7 @@ from jflex.paged.trees import Trees
 from jflex.states.merging import with_sinks
 from jflex.states.state import AttentionState
 from jflex.states.stats import AttentionStats, Stat
-from jflex.types import AnyArray
+from jflex.types import AnyArray, ArrayOrShape
 
 
 # fmt: off
@@ -137,7 +137,7 @@ def results_of(call: PagedCall, state: AttentionState, settings: Settings, batch
 
 
 def prepare(
-    q: Any, cache: PagedCache, batch: PagedBatch, settings: Settings, layer: int | Int32[AnyArray, ""] | None = None
+    q: ArrayOrShape, cache: PagedCache, batch: PagedBatch, settings: Settings, layer: int | AnyArray | None = None
 ) -> PagedCall:
     """Checks every argument of `paged_attention`; q, keys and values may be shapes."""
     q = jnp.asarray(q) if isinstance(q, np.ndarray) else q
@@ -206,7 +206,7 @@ def of_packed(mod: Any, batch: PagedBatch, role: Literal["score", "mask"]) -> An
         of_role: Any = trees.of_mask if role == "mask" else trees.of_score
         mod = of_role(mod)
 
-    def rows(b: Any, h: Any, n: Any, kv_idx: Any) -> Positions:
+    def rows(b: jax.Array, h: jax.Array, n: jax.Array, kv_idx: jax.Array) -> Positions:
         lengths, indptr = jnp.asarray(batch.kv_lengths), jnp.asarray(batch.qo_indptr)
         if not lengths.size:  # no requests: the mod is traced, but there is nothing to read
             return Positions(b, h, n, kv_idx)
@@ -223,7 +223,7 @@ def _of_keys(mod: VectorMod | None, batch: PagedBatch) -> VectorMod | None:
     return ReindexedMod(mod, lambda b, h, row, kv_idx: Positions(b, h, trees.position(b, row), kv_idx))
 
 
-def check_queries(q: AnyArray, cache: object) -> None:
+def check_queries(q: ArrayOrShape, cache: object) -> None:
     """Raises unless packed queries fit a cache."""
     if not isinstance(cache, PagedCache):
         raise TypeError(

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.typing import DTypeLike
+from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float32
 
 from jflex._check.arguments import describe_array
@@ -52,7 +52,7 @@ def quantised(rows: AnyArray, scale: Float32[AnyArray, "*tokens H"], dtype: DTyp
     return scaled.astype(dtype)
 
 
-def first_scale(name: str, scale: Any, shape: tuple[int, ...], dtype: DTypeLike) -> jax.Array | None:
+def first_scale(name: str, scale: ArrayLike | None, shape: tuple[int, ...], dtype: DTypeLike) -> jax.Array | None:
     """The scale of a new cache of pages [*L, P, page_size, Hkv]: that of each head, or ones for each token and head.
 
     >>> first_scale("k_scale", 0.5, (4, 2, 3), jnp.int8).shape, first_scale("k_scale", None, (4, 2, 3), jnp.int8).shape
@@ -66,7 +66,7 @@ def first_scale(name: str, scale: Any, shape: tuple[int, ...], dtype: DTypeLike)
     return None
 
 
-def static_scale(name: str, scale: Any, shape: tuple[int, ...]) -> Float32[Array, "*L Hkv"]:
+def static_scale(name: str, scale: ArrayLike | None, shape: tuple[int, ...]) -> Float32[Array, "*L Hkv"]:
     """A given scale as one number for each head, checked."""
     is_number = isinstance(scale, int | float | np.generic) and not isinstance(scale, bool)
     x = np.asarray(scale) if is_number else scale
@@ -87,7 +87,7 @@ def static_scale(name: str, scale: Any, shape: tuple[int, ...]) -> Float32[Array
     return x
 
 
-def check_scale(name: str, scale: Any, pages: Any) -> None:
+def check_scale(name: str, scale: Any, pages: AnyArray) -> None:
     """Raises unless a scale fits pages of keys or values, [*L, P, page_size, Hkv, D]."""
     if not is_eight_bits(pages.dtype):
         if scale is not None:
@@ -113,7 +113,7 @@ def check_scale(name: str, scale: Any, pages: Any) -> None:
         check_positive(name, scale)
 
 
-def check_positive(name: str, scale: Any) -> None:
+def check_positive(name: str, scale: ArrayLike) -> None:
     """Raises ValueError unless all scales, if they are known, are positive, finite and not subnormal."""
     is_array = isinstance(scale, jax.Array | np.ndarray) and not isinstance(scale, Tracer)
     if not is_array or (isinstance(scale, jax.Array) and not scale.is_fully_addressable):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, SupportsIndex
+from typing import SupportsIndex
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int32
@@ -29,7 +30,7 @@ class SlotMap:
     lengths: Int32[Array, " B"]
     page_size: int
 
-    def positions(self, b: Any, h: Any, q_idx: Any, slot: Any) -> Positions:
+    def positions(self, b: jax.Array, h: jax.Array, q_idx: jax.Array, slot: jax.Array) -> Positions:
         """The position of the key in a slot, and whether the slot belongs to the request; if not, the position is 0."""
         row = b if self.starts.shape[0] > 1 else 0
         start = self.starts[row, slot // self.page_size]

@@ -66,7 +66,7 @@ def check_latent_size(size: int) -> None:
         )
 
 
-def check_tiles(rows: Any, rope_size: int, rope: Any, scale: Any) -> None:
+def check_tiles(rows: AnyArray, rope_size: int, rope: Any, scale: Any) -> None:
     """Raises unless rotated columns and scales fit rows of latent vectors."""
     tiled = has_tiles(rows.dtype)
     for name, x, dtype in (("cache.rope", rope, ROPE_DTYPE), ("cache.scale", scale, "float32")):

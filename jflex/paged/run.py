@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from jflex import backends
 from jflex._call.dispatch import Implementation, select_forward, warn_of_new_numbers
@@ -25,6 +26,7 @@ from jflex.mods.trace import TracedMod, VectorRole, trace_mask_mod, trace_score_
 from jflex.mods.types import MaskMod, ScoreMod, VectorMod
 from jflex.states.state import AttentionState, Normalize
 from jflex.states.stats import Stat
+from jflex.types import AnyArray, ArrayOrShape
 from pallas_kernels.spec import AttentionSpec, Captured, Device, Dropout, Mods, Numerics, Paging, Sizes
 
 
@@ -43,17 +45,17 @@ class Pages(NamedTuple):
       hides_zeros: Whether the mask hides nothing but rows of zeros.
     """
 
-    key: Any
-    value: Any
+    key: ArrayOrShape
+    value: ArrayOrShape
     num_pages: int
     first_page: jax.Array
-    indptr: Any
-    lengths: Any
-    table: Any
+    indptr: AnyArray
+    lengths: AnyArray
+    table: AnyArray
     latent_size: int | None = None
-    key_scale: Any = None
-    value_scale: Any = None
-    rope_key: Any = None
+    key_scale: AnyArray | None = None
+    value_scale: AnyArray | None = None
+    rope_key: AnyArray | None = None
     hides_zeros: bool = False
 
 
@@ -104,7 +106,7 @@ class PagedCall(NamedTuple):
         return PagedInputs(self.query, key, value, indptr, lengths, table, pages.first_page, self.captured, **scales)
 
 
-def _scale_of(pages: Pages, scale: jax.Array | None) -> jax.Array | None:
+def _scale_of(pages: Pages, scale: AnyArray | None) -> jax.Array | None:
     """A scale of each head of the layer, [Hkv], or of each token and head, [pages of all layers, page_size, Hkv].
 
     Of latent vectors, there is one for each token and tile of columns.
@@ -177,7 +179,7 @@ def prepare(caller: str, query: Any, pages: Pages, how: PagedOptions) -> PagedCa
 
 
 def _traced_vector_mod(
-    mod: VectorMod | None, role: VectorRole, size: int, dtype: Any
+    mod: VectorMod | None, role: VectorRole, size: int, dtype: DTypeLike
 ) -> tuple[TracedMod | None, tuple[jax.Array, ...]]:
     return (None, ()) if mod is None else trace_vector_mod(mod, role, size, exact_dtype(dtype))
 

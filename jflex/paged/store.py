@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Self, SupportsIndex
+from typing import Self, SupportsIndex
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 from jax.typing import DTypeLike
 
 from jflex._check.arguments import checked_positive
+from jflex.types import AnyArray
 
 MAX_PAGE_SIZE = 256
 LARGEST = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0, "int8": 127.0}  # of eight bits, which have scales
@@ -59,26 +61,26 @@ class PageStore:
     """Pages of tokens: `PagedCache` or `LatentCache`. Pools, batches and page tables serve both."""
 
     @property
-    def keys(self) -> Any:
+    def keys(self) -> AnyArray:
         """The keys, [P, page_size, Hkv, D] or [L, P, page_size, Hkv, D]."""
         raise NotImplementedError
 
     @property
-    def values(self) -> Any:
+    def values(self) -> AnyArray:
         """The values, likewise; the keys, if these hold them."""
         raise NotImplementedError
 
     @property
-    def scales(self) -> tuple[Any, Any]:
+    def scales(self) -> tuple[AnyArray | None, AnyArray | None]:
         """Scales of keys and values of eight bits; None where there are none."""
         return None, None
 
     @property
-    def rope_keys(self) -> Any:
+    def rope_keys(self) -> AnyArray | None:
         """Rotated columns of the keys that are held apart; None where there are none."""
         return None
 
-    def map_tokens(self, function: Callable[[Any], Any]) -> Self:
+    def map_tokens(self, function: Callable[[jax.Array], jax.Array]) -> Self:
         """The cache that a function makes of each array [*L, P, page_size, ...]."""
         raise NotImplementedError
 

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import ArrayLike
 from jaxtyping import Array, Int32
 
 from jflex._call.dropout import KeptMod
@@ -44,7 +45,7 @@ class Trees:
         counts = jnp.where(words[:, 0] != 0, indptr[1:] - indptr[:-1], 0)
         return cls(lengths - counts, words, lax.population_count(words) - 1)
 
-    def position(self, b: Any, row: Any) -> Any:
+    def position(self, b: jax.Array, row: jax.Array) -> jax.Array:
         """The position of a token that is in a row of a request."""
         node = row - self.starts[b]
         return jnp.where(node < 0, row, self.starts[b] + self.depths[b, self._clip(node)])
@@ -60,7 +61,7 @@ class Trees:
         Keys before the tree are where they were, so that comparisons of positions still decide tiles of them.
         """
 
-        def mask(b: Any, h: Any, q: Any, kv: Any) -> Any:
+        def mask(b: jax.Array, h: jax.Array, q: jax.Array, kv: jax.Array) -> ArrayLike:
             position = self.position(b, q)
             before = kv < self.starts[b]
             word = self.words[b, self._clip(q - self.starts[b])]
@@ -77,7 +78,7 @@ class Trees:
             mask.__wrapped__ = mod  # pyright: ignore[reportFunctionMemberAccess]
         return mask
 
-    def _clip(self, node: Any) -> Any:
+    def _clip(self, node: jax.Array) -> jax.Array:
         return jnp.clip(node, 0, self.words.shape[1] - 1)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -42,7 +41,7 @@ class Rope(SizedMod):
         batch = "`positions` of `rope` must be [T], or have a row for each batch entry"
         return (*each, *(Requirement("b", size, batch, "Pass positions [{}, T].") for size in rows if size > 1))
 
-    def __call__(self, vector: Float[Array, " D"], b: Any, h: Any, idx: Any) -> Float[Array, " D"]:
+    def __call__(self, vector: Float[Array, " D"], b: jax.Array, h: jax.Array, idx: jax.Array) -> Float[Array, " D"]:
         """Rotates one vector, in its dtype."""
         del h
         position = jnp.asarray(idx)
@@ -109,7 +108,7 @@ def rope(
     return Rope(base, scaling, rotary_dim, interleaved, _checked_positions(positions), length, is_far)
 
 
-def _checked_positions(positions: Any) -> jax.Array | None:
+def _checked_positions(positions: AnyArray | None) -> jax.Array | None:
     rule = "`positions` must be integers [T], or [B, T]"
     if positions is None:
         return None

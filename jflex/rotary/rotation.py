@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from jflex.rotary.scaling import Length, RotaryScaling
@@ -38,7 +39,7 @@ def angles(
     scaling: RotaryScaling | None,
     length: Length,
     *,
-    dtype: Any = jnp.float32,
+    dtype: DTypeLike = jnp.float32,
     is_far: bool = False,
 ) -> Angles:
     """By what each pair of features rotates at some positions.
