@@ -31,8 +31,8 @@ from flax_layers.attention.layer import (
     nan_beyond_room,
 )
 from flax_layers.attention.mods import Mods
+from jflex.paged.eight_bits import QUERIES
 from jflex.paged.latent import check_latent_cache
-from jflex.paged.latent_tiles import QUERIES
 from jflex.rotary import YarnScaling
 
 

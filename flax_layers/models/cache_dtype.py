@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 
 from flax_layers.models.decoder import Decoder
-from jflex.paged.latent_tiles import LATENT_TILE, QUERIES, TILES_DTYPE
+from jflex.paged.eight_bits import LATENT_TILE, QUERIES, TILES_DTYPE
 
 CACHE_DTYPES = ("int8", "float8_e4m3fn", "float8_e5m2")
 

@@ -8,8 +8,8 @@ from jflex.mods.trace import check_call_sizes
 from jflex.options import Settings
 from jflex.paged.attention import longest_request
 from jflex.paged.batch import PagedBatch, check_batch
+from jflex.paged.eight_bits import QUERIES
 from jflex.paged.latent import LatentCache, check_latent_cache
-from jflex.paged.latent_tiles import QUERIES
 from jflex.types import ArrayOrShape
 
 

@@ -14,10 +14,10 @@ from jaxtyping import Array, BFloat16, Float, Float32, Int, Int32
 from jflex._check.arguments import DTYPES, check_int32, checked_positive, describe_array
 from jflex.backends.xla.narrow import set_rows
 from jflex.paged.cache import check_cache, slot_index
-from jflex.paged.eight_bits import WRITTEN
-from jflex.paged.latent_tiles import (
+from jflex.paged.eight_bits import (
     ROPE_DTYPE,
     TILES_DTYPE,
+    WRITTEN,
     check_latent_size,
     check_tiles,
     has_tiles,
