@@ -204,7 +204,6 @@ def prepare(
     Where the call has no value (`jflex.attention_weights`), `key` stands in its place.
     """
     score_mod, mask_mod, config = settings.score_mod, settings.mask_mod, settings.config
-    normalize, return_stats = settings.normalize, settings.return_stats
     query, key, value = (jnp.asarray(x) if isinstance(x, np.ndarray) else x for x in (query, key, value))
     check_arrays(query, key, value, layout, has_value=has_value, may_have_eight_bits=has_value)
     warn_of_layout(query, key, layout)
@@ -215,30 +214,21 @@ def prepare(
     if block_mask is not None:
         check_block_mask(block_mask, mask_mod, B, Hq, T, S)
     kv_lengths = check_kv_lengths(kv_lengths, B, S)
-    check_normalize(normalize, settings.sinks)
+    check_normalize(settings.normalize, settings.sinks)
     sinks = None if settings.sinks is None else checked_sinks(settings.sinks, Hq)
     vectors = settings.vectors
     call_sizes = CallSizes(B, Hq, T, S if kv_lengths is None else largest_value(kv_lengths))
     if vectors != VectorMods():
-        sizes = _with_vectors(sizes, vectors, query.dtype, call_sizes, has_lse=normalize == "softmax")
+        sizes = _with_vectors(sizes, vectors, query.dtype, call_sizes, has_lse=settings.normalize == "softmax")
     score, score_operands = (None, ()) if score_mod is None else trace_score_mod(score_mod)
     mask = _traced_mask(block_mask, mask_mod)
     check_requirements((*mod_requirements(score_mod, score), *mod_requirements(mask_mod, mask.mod)), call_sizes)
     if mask.mod is not None and kv_lengths is not None and T == 1:
         warn_of_alignment(mask.mod, (B, Hq, T, S), kv_lengths)
     config = check_config(config, mask.blocks)
-    numerics = Numerics(
-        dtype=str(value.dtype),
-        scale=scale,
-        qk_dtype=None if query.dtype == value.dtype else str(query.dtype),  # eight bits, or the check had raised
-        precision=current_precision(value.dtype),
-        normalize=normalize,
-        stats=tuple(name for name in return_stats if name != "lse"),
-        sinks=sinks is not None,
-    )
     spec = AttentionSpec(
         sizes=sizes,
-        numerics=numerics,
+        numerics=_numerics(query, value, settings, scale),
         device=Device(*current_device(query, key, value)),
         mods=Mods(score, mask.mod),
         memory=Dense(layout, mask.blocks, kv_lengths is not None),
@@ -251,6 +241,18 @@ def prepare(
     if not settings.dropout_rate:
         return call
     return with_dropout(call, settings.dropout_rate, kept_mod(settings.dropout_rate, settings.dropout_key, B, Hq))
+
+
+def _numerics(query: Any, value: Any, settings: Settings, scale: float) -> Numerics:
+    return Numerics(
+        dtype=str(value.dtype),
+        scale=scale,
+        qk_dtype=None if query.dtype == value.dtype else str(query.dtype),  # eight bits, or the check had raised
+        precision=current_precision(value.dtype),
+        normalize=settings.normalize,
+        stats=tuple(name for name in settings.return_stats if name != "lse"),
+        sinks=settings.sinks is not None,
+    )
 
 
 def _sizes(query: Any, key: Any, value: Any, layout: str) -> Sizes:
