@@ -213,10 +213,6 @@ class BlockMask:
     def with_lengths(self, q_len: int, kv_len: int) -> BlockMask:
         """Crops or extends the mask to other lengths; query 0 and key 0 keep their positions.
 
-        Args:
-          q_len: New number of queries.
-          kv_len: New number of keys.
-
         Returns:
           What `create_block_mask` would make for these lengths. A mask made from lists keeps them, and beyond them has
           its mask_mod.
@@ -313,9 +309,8 @@ class BlockMask:
         check_mask_shape(mod_requirements(mask_mod, None), shape, "a BlockMask")
         states = block_states(*trace_mask_mod(mask_mod), shape, self.block_size)
         source = None if self.traced is None else self.traced.source
-        return _assemble(
-            BlockMatrix(states, mask_mod, seq_lengths, self.block_size, lists_follow_mod=True, source=source)
-        )
+        matrix = BlockMatrix(states, mask_mod, seq_lengths, self.block_size, lists_follow_mod=True, source=source)
+        return _assemble(matrix)
 
 
 @answers_keywords
@@ -387,11 +382,8 @@ def create_block_mask(
     known = is_compact(shape[2:], block_size, max_blocks) and not any(isinstance(x, Tracer) for x in operands)
     with eval_context() if known else contextlib.nullcontext():
         states = (known_block_states if known else block_states)(traced, operands, shape, block_size)
-        lists = block_lists(states, follow_mod=True, max_blocks=max_blocks)._asdict()
-    return BlockMask(
-        **lists, mask_operands=operands, traced=traced, seq_lengths=shape[2:], block_size=block_size,
-        lists_follow_mod=True,
-    )  # fmt: skip
+        lists = block_lists(states, follow_mod=True, max_blocks=max_blocks)
+    return BlockMask(*lists, operands, traced, shape[2:], block_size, lists_follow_mod=True)
 
 
 def _assemble(mask: BlockMatrix) -> BlockMask:
@@ -402,8 +394,5 @@ def _assemble(mask: BlockMatrix) -> BlockMask:
     if traced is not None and mask.source is not None:
         traced = dataclasses.replace(traced, source=mask.source)
     states = demote_tails(mask.states, mask.seq_lengths, mask.block_size)
-    lists = block_lists(states, follow_mod=mask.lists_follow_mod)._asdict()
-    return BlockMask(
-        **lists, mask_operands=operands, traced=traced, seq_lengths=mask.seq_lengths, block_size=mask.block_size,
-        lists_follow_mod=mask.lists_follow_mod,
-    )  # fmt: skip
+    lists = block_lists(states, follow_mod=mask.lists_follow_mod)
+    return BlockMask(*lists, operands, traced, mask.seq_lengths, mask.block_size, mask.lists_follow_mod)
