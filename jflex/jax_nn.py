@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Literal, NamedTuple, overload
+from typing import Literal, NamedTuple, overload
 
 import jax
 import jax.numpy as jnp
@@ -146,8 +146,9 @@ class FlexCall(NamedTuple):
 
 
 def translate(
-    query: Any, key: Any, value: Any, bias: Any = None, mask: Any = None, *, scale: Any = None, is_causal: Any = False,
-    query_seq_lengths: Any = None, key_value_seq_lengths: Any = None, local_window_size: Any = None,
+    query: ArrayLike, key: ArrayLike, value: ArrayLike, bias: ArrayLike | None = None, mask: ArrayLike | None = None, *,
+    scale: ArrayLike | None = None, is_causal: bool = False, query_seq_lengths: ArrayLike | None = None,
+    key_value_seq_lengths: ArrayLike | None = None, local_window_size: int | tuple[int, int] | None = None,
     implementation: Implementation = None, config: Config | None = None,
 ) -> FlexCall:  # fmt: skip
     """Checks every argument of `dot_product_attention`, and translates the call to mods and a BlockMask."""
@@ -173,7 +174,7 @@ def translate(
     return FlexCall(query, key, value, score_mod, block_mask, mask_mod, kv_lengths, scale, implementation, config)
 
 
-def _score_mod(factor: Any, bias: Array | None) -> ScoreMod | None:
+def _score_mod(factor: ArrayLike | None, bias: Array | None) -> ScoreMod | None:
     if factor is None and bias is None:
         return None
     added = None if bias is None else _broadcast_load(bias)

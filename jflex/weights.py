@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -130,7 +129,7 @@ def _out_sharding(spec: AttentionSpec, inputs: Inputs) -> PartitionSpec:
     return PartitionSpec(batch, heads, None, None)
 
 
-def _checked_rows(rows: Any, spec: AttentionSpec) -> Int32[Array, " R"]:
+def _checked_rows(rows: AnyArray | Sequence[int] | None, spec: AttentionSpec) -> Int32[Array, " R"]:
     """The rows, from 0 to T - 1; all of them for None."""
     T = spec.T
     if rows is None:

@@ -45,7 +45,7 @@ _SHARED_KEY_BITS, _SHARED_QUERY_BITS = (3, 4), (3,)  # in which positions that s
 _RATIO = 95872743  # of their numbers: the best of 74 that were tried, by the largest correlation of a pair
 
 
-def check_dropout(rate: object, key: Any) -> float:
+def check_dropout(rate: object, key: jax.Array | None) -> float:
     """Returns the rate as a float. A key without a rate is checked, and not used."""
     if isinstance(rate, bool | Tracer | jax.Array) or not isinstance(rate, int | float | np.number):
         raise TypeError(

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from jax.typing import ArrayLike
 
 from jflex._call.dispatch import Implementation, names_of
 from jflex._check.arguments import describe_array, known_values
@@ -16,7 +17,7 @@ from jflex._check.arguments import describe_array, known_values
 _AXES = (("B", "batch"), ("Hq", "query heads"), ("T", "queries"), ("S", "keys"))
 
 
-def as_array(x: Any, name: str) -> jax.Array:
+def as_array(x: ArrayLike, name: str) -> jax.Array:
     """An argument as an array; numbers and nested sequences are converted, as everywhere in `jax.nn`."""
     try:
         return jnp.asarray(x)
@@ -24,7 +25,7 @@ def as_array(x: Any, name: str) -> jax.Array:
         raise TypeError(f"`{name}` must be an array. Got {type(x).__name__}.") from error
 
 
-def batched(x: Any, name: str) -> jax.Array:
+def batched(x: ArrayLike, name: str) -> jax.Array:
     """Query, key or value with four axes: adds the batch axis to three."""
     x = as_array(x, name)
     heads, length = ("Hq", "T") if name == "query" else ("Hkv", "S")
@@ -37,7 +38,7 @@ def batched(x: Any, name: str) -> jax.Array:
     return x if x.ndim == 4 else x[None]
 
 
-def checked_bias(bias: Any, shape: tuple[int, int, int, int]) -> jax.Array | None:
+def checked_bias(bias: ArrayLike | None, shape: tuple[int, int, int, int]) -> jax.Array | None:
     """The bias with four axes; a boolean one as numbers, which `jax.nn` adds."""
     if bias is None:
         return None
@@ -48,7 +49,7 @@ def checked_bias(bias: Any, shape: tuple[int, int, int, int]) -> jax.Array | Non
     return _broadcastable(bias, "bias", shape)
 
 
-def checked_mask(mask: Any, shape: tuple[int, int, int, int]) -> jax.Array | None:
+def checked_mask(mask: ArrayLike | None, shape: tuple[int, int, int, int]) -> jax.Array | None:
     """The mask with four axes."""
     if mask is None:
         return None
@@ -77,7 +78,7 @@ def _broadcastable(x: jax.Array, name: str, shape: tuple[int, int, int, int]) ->
     return full
 
 
-def checked_scale(scale: Any) -> tuple[Any, Any]:
+def checked_scale(scale: ArrayLike | None) -> tuple[Any, ArrayLike | None]:
     """The scale as a Python number or None, and a factor to apply to the scaled scores, or None."""
     if isinstance(scale, (jax.Array, np.ndarray)):
         real = jnp.issubdtype(scale.dtype, jnp.floating) or jnp.issubdtype(scale.dtype, jnp.integer)
@@ -99,7 +100,7 @@ def check_flag(flag: object, name: str) -> None:
         raise TypeError(f"`{name}` must be True or False. Got {type(flag).__name__}.{hint}")
 
 
-def checked_lengths(lengths: Any, name: str, B: int, size: int) -> jax.Array | None:
+def checked_lengths(lengths: ArrayLike | None, name: str, B: int, size: int) -> jax.Array | None:
     """Lengths as an int32 array."""
     if lengths is None:
         return None

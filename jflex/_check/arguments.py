@@ -156,7 +156,7 @@ def check_int32(name: str, x: object, content: str) -> None:
         )
 
 
-def check_config(config: Any, blocks: Blocks | None) -> Config:
+def check_config(config: Config | None, blocks: Blocks | None) -> Config:
     """Returns the config; the default one for None."""
     if config is None:
         return Config()

@@ -168,6 +168,6 @@ def used_keys(
     return jax.lax.broadcasted_iota(jnp.int32, shape, axis) < lengths[:, None, None, None]
 
 
-def exact_dtype(dtype: DTypeLike) -> Any:
+def exact_dtype(dtype: DTypeLike) -> DTypeLike:
     """The dtype of the vectors that a mod gets, from that of the array."""
     return jnp.float64 if dtype == jnp.float64 else jnp.float32

@@ -265,7 +265,7 @@ def _checked_rows(
     q: Any,
     positions: AnyArray | None,
     requests: AnyArray | None,
-    needing: Sequence[Any],
+    needing: Sequence[object],
 ) -> tuple[jax.Array, jax.Array | None]:
     if positions is None and any(x is not None for x in needing):
         raise ValueError(

@@ -110,7 +110,7 @@ def device_costs(
     return costs.reshape(shards, -1).sum(1)
 
 
-def costs_in_order(costs: np.ndarray, shards: int, order: Any) -> np.ndarray:
+def costs_in_order(costs: np.ndarray, shards: int, order: ArrayLike | None) -> np.ndarray:
     """The costs of query blocks in the order of the tokens, None for the natural one."""
     if order is None:
         return costs
@@ -206,7 +206,7 @@ def positions(order: Int[ArrayLike, " chunks"], length: int) -> Int32[np.ndarray
     return np.arange(length, dtype=np.int32).reshape(chunks.size, -1)[chunks].reshape(-1)
 
 
-def checked_order(order: Any, shards: int, length: int | None) -> Order:
+def checked_order(order: ArrayLike, shards: int, length: int | None) -> Order:
     """A permutation of chunks that divides a sequence of `length` tokens, if known, and is divided by `shards`."""
     rule = "`order` must be a permutation of chunks, integers from 0 on with one axis"
     if isinstance(order, Tracer):
@@ -238,7 +238,7 @@ def _permuted(x: jax.Array, chunks: np.ndarray, axis: int) -> jax.Array:
     return permute_any(x)
 
 
-def chunks_in_order(x: jax.Array, order: Any, axis: int) -> jax.Array:
+def chunks_in_order(x: jax.Array, order: Order, axis: int) -> jax.Array:
     """Takes the chunks of an axis in another order."""
     divided = x.reshape(*x.shape[:axis], len(order), x.shape[axis] // len(order), *x.shape[axis + 1 :])
     return jnp.take(divided, order, axis=axis, unique_indices=True, mode="clip").reshape(x.shape)

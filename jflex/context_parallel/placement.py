@@ -89,7 +89,7 @@ class Placement:
         return PartitionSpec(self.batch or None, self.heads or None, self.axis)
 
 
-def _names(argument: str, names: Any) -> tuple[str, ...]:
+def _names(argument: str, names: Names) -> tuple[str, ...]:
     names = (names,) if isinstance(names, str) else names
     if not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
         what = "the name of an axis" if argument == "axis" else "a name of an axis, or a sequence of names"

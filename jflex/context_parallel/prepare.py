@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from jflex._call.checks import check_arrays
 from jflex._check.arguments import check_kv_lengths
@@ -93,7 +94,7 @@ class Division(NamedTuple):
     batch_axes: Names = ()
     head_axes: Names = ()
     strategy: Strategy = "all_gather"
-    order: Any = None
+    order: ArrayLike | None = None
 
 
 def prepare(

@@ -13,7 +13,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 from jax.typing import DTypeLike
+from jaxtyping import PyTree
 
 from jflex import backends
 from jflex._call.dispatch import select_forward, select_passes
@@ -38,6 +39,8 @@ from jflex.states.merging import merge
 from jflex.states.state import AttentionState
 from jflex.states.stats import AttentionStats
 from pallas_kernels.plan import GradientRequest
+
+KeyAndValue = tuple[jax.Array, jax.Array]
 
 
 class _Local(NamedTuple):
@@ -66,7 +69,7 @@ class _Ring:
     call: ContextCall
     steps: tuple[int, ...]
 
-    def hop(self, tree: Any, distance: int) -> Any:
+    def hop(self, tree: PyTree, distance: int) -> PyTree:
         """Sends arrays to the device `distance` steps further.
 
         XLA has one transfer under way at a time, and only that one is hidden by a kernel: so keys and values, and their
@@ -78,7 +81,7 @@ class _Ring:
         pairs = [(i, (i + distance) % n) for i in range(n)]
         return jax.tree.map(lambda x: lax.ppermute(x, self.call.placement.axis, pairs), tree)
 
-    def at(self, local: _Local, keys: tuple[jax.Array, jax.Array], owner: jax.Array) -> Shard:
+    def at(self, local: _Local, keys: KeyAndValue, owner: jax.Array) -> Shard:
         """The call of this device on the keys of another one."""
         spec, lists = self.call.spec, local.inputs.lists
         lists = None if lists is None else BlockLists(*(x[owner] for x in lists))
@@ -91,7 +94,7 @@ class _Ring:
         return lax.rem(local.me - step + self.call.placement.shards, jnp.int32(self.call.placement.shards))
 
 
-Visit = Callable[[Any, tuple[jax.Array, jax.Array], jax.Array], tuple[Any, Any]]
+Visit = Callable[[PyTree, KeyAndValue, jax.Array], tuple[PyTree, PyTree]]
 
 
 def attend_in_ring(call: ContextCall, inputs: Inputs, where: Where, sees: jax.Array | None) -> Saved:
@@ -130,7 +133,7 @@ def _all_see(sees: np.ndarray, steps: tuple[int, ...]) -> bool:
     return all(sees[devices, (devices - s) % len(sees)].all() for s in steps)
 
 
-def _walk(ring: _Ring, local: _Local, visit: Visit, sums: Any) -> tuple[Any, Any]:
+def _walk(ring: _Ring, local: _Local, visit: Visit, sums: PyTree) -> tuple[PyTree, PyTree]:
     """Visits the keys of all steps.
 
     Args:
@@ -138,7 +141,7 @@ def _walk(ring: _Ring, local: _Local, visit: Visit, sums: Any) -> tuple[Any, Any
       sums: Zeros, to which the additions are added: a tree like theirs. They travel with the keys that they belong to.
     """
 
-    def step(state: Any, number: jax.Array, arrived: int, leaves: int) -> Any:
+    def step(state: PyTree, number: jax.Array, arrived: int, leaves: int) -> PyTree:
         carry, keys, sums = state
         onward = ring.hop(keys, leaves)  # neither hop waits for the kernel, nor it for them
         sums = ring.hop(sums, arrived)
@@ -162,7 +165,7 @@ def _walk(ring: _Ring, local: _Local, visit: Visit, sums: Any) -> tuple[Any, Any
     return state[0], _unpacked(own_sums, zeros)
 
 
-def _repeated(step: Callable[[Any, Any], Any], state: Any, numbers: list[int]) -> Any:
+def _repeated(step: Callable[[PyTree, jax.Array], PyTree], state: PyTree, numbers: list[int]) -> PyTree:
     """Takes several steps, in a loop if there is more than one: a ring that leaves none out compiles four kernels."""
     if len(numbers) == 1:
         return step(state, jnp.int32(numbers[0]))
@@ -171,20 +174,22 @@ def _repeated(step: Callable[[Any, Any], Any], state: Any, numbers: list[int]) -
     return lax.scan(lambda state, number: (step(state, number), None), state, jnp.array(numbers, jnp.int32))[0]
 
 
-def _packed(tree: Any) -> tuple[jax.Array, ...]:
+def _packed(tree: PyTree) -> tuple[jax.Array, ...]:
     """The arrays of a tree, stacked if they are alike."""
     leaves = jax.tree.leaves(tree)
     alike = len({(x.shape, x.dtype) for x in leaves}) == 1
     return (jnp.stack(leaves),) if alike and len(leaves) > 1 else tuple(leaves)
 
 
-def _unpacked(packed: tuple[jax.Array, ...], like: Any) -> Any:
+def _unpacked(packed: tuple[jax.Array, ...], like: PyTree) -> PyTree:
     """The inverse of `_packed`, for a tree like `like`."""
     leaves, tree = jax.tree.flatten(like)
     return jax.tree.unflatten(tree, packed if len(packed) == len(leaves) else list(packed[0]))
 
 
-def _where_attended(local: _Local, owner: jax.Array, compute: Callable[[Any], Any], keys: Any, nothing: Any) -> Any:
+def _where_attended(
+    local: _Local, owner: jax.Array, compute: Callable[[PyTree], PyTree], keys: PyTree, nothing: PyTree
+) -> PyTree:
     """``compute(keys)`` if this device attends to any key of the owner, else zeros or the state of no keys."""
     if local.sees is None:
         return compute(keys)
@@ -198,7 +203,7 @@ def _forward(ring: _Ring, backend: str, local: _Local) -> Saved:
     spec, exact = ring.call.spec, ring.call.spec.exact
     layout, normalize = spec.layout, spec.normalize
 
-    def attend(keys: tuple[jax.Array, jax.Array], owner: jax.Array) -> AttentionState:
+    def attend(keys: KeyAndValue, owner: jax.Array) -> AttentionState:
         shard = ring.at(local, keys, owner)
         if backends.get(backend).differentiable:
             saved = backends.get(backend).forward(shard.spec, shard.inputs)
@@ -213,7 +218,7 @@ def _forward(ring: _Ring, backend: str, local: _Local) -> Saved:
     empty = _typed_like(local, AttentionState.empty(shape, spec.dtype, normalize, spec.stats))
     wide = lambda state: dataclasses.replace(state, out=state.out.astype(exact))
 
-    def visit(state: AttentionState | None, keys: tuple[jax.Array, jax.Array], owner: jax.Array) -> tuple[Any, None]:
+    def visit(state: AttentionState | None, keys: KeyAndValue, owner: jax.Array) -> tuple[AttentionState, None]:
         attended = _where_attended(local, owner, lambda keys: attend(keys, owner), keys, empty)
         return attended if state is None else merge(wide(state), wide(attended)), None
 
@@ -223,7 +228,7 @@ def _forward(ring: _Ring, backend: str, local: _Local) -> Saved:
     return Saved(checkpoint_name(out.astype(spec.dtype), "jflex_out"), checkpoint_name(lse, "jflex_lse"), **stats)
 
 
-def _typed_like(local: _Local, tree: Any) -> Any:
+def _typed_like(local: _Local, tree: PyTree) -> PyTree:
     """Types a tree as varying over the axes of the arrays of this device."""
     return match_manual_axes((tree, local.me, local.inputs.query))[0]
 
@@ -233,7 +238,7 @@ def _attend(ring: _Ring, backend: str, local: _Local) -> Saved:
     return _forward(ring, backend, local)
 
 
-def _attend_fwd(ring: _Ring, backend: str, perturbed: _Local) -> tuple[Saved, Any]:
+def _attend_fwd(ring: _Ring, backend: str, perturbed: _Local) -> tuple[Saved, tuple[_Local, Saved, _Backward]]:
     del backend
     is_primal = lambda x: isinstance(x, CustomVJPPrimal)
     local = jax.tree.map(lambda x: x.value, perturbed, is_leaf=is_primal)
@@ -272,7 +277,9 @@ class _OfKeys(NamedTuple):
     value: jax.Array | None
 
 
-def _attend_bwd(ring: _Ring, backend: str, residuals: tuple[_Local, Saved, _Backward], cotangents: Saved) -> tuple[Any]:
+def _attend_bwd(
+    ring: _Ring, backend: str, residuals: tuple[_Local, Saved, _Backward], cotangents: Saved
+) -> tuple[_Local]:
     del backend
     local, saved, backward = residuals
     requested, inputs = backward.requested, local.inputs
@@ -280,7 +287,7 @@ def _attend_bwd(ring: _Ring, backend: str, residuals: tuple[_Local, Saved, _Back
     d_out = jnp.zeros_like(saved.out) if zero(cotangents.out) else cotangents.out
     d_saved = SavedCotangents(d_out, *(None if zero(x) else x for x in (cotangents.lse, cotangents.entropy)))
 
-    def pull(keys: tuple[jax.Array, jax.Array], owner: jax.Array) -> tuple[_OfQueries, _OfKeys]:
+    def pull(keys: KeyAndValue, owner: jax.Array) -> tuple[_OfQueries, _OfKeys]:
         shard = ring.at(local, keys, owner)
         operation = BackwardOp(backward.backend, shard.spec, shard.requested(requested))
         gradients = call_as_primitive(operation, match_manual_axes((shard.inputs, saved, d_saved)))
@@ -299,7 +306,7 @@ def _attend_bwd(ring: _Ring, backend: str, residuals: tuple[_Local, Saved, _Back
     ))  # fmt: skip
     widened = lambda x: x.astype(_accumulator_dtype(x.dtype))
 
-    def visit(sums: _OfQueries | None, keys: tuple[jax.Array, jax.Array], owner: jax.Array) -> tuple[Any, _OfKeys]:
+    def visit(sums: _OfQueries | None, keys: KeyAndValue, owner: jax.Array) -> tuple[_OfQueries, _OfKeys]:
         of_queries, of_keys = _where_attended(local, owner, lambda keys: pull(keys, owner), keys, none)
         if sums is not None:
             of_queries = jax.tree.map(lambda x, more: widened(x) + widened(more), sums, of_queries)

@@ -77,7 +77,7 @@ def device_spec(context: ContextCall, inputs: Inputs, blocks: Blocks | None) -> 
         (batch, length, heads, size) if spec.layout == "BTNH" else (batch, heads, length, size), jnp.dtype(spec.dtype)
     )
     keys = B if spec.Bkv == spec.B else spec.Bkv
-    lists: Any = None
+    lists: BlockLists | None = None
     if blocks is not None:
         leading = B if blocks.batch == spec.B else 1, Hq if blocks.heads == spec.Hq else 1
         table: Any = jax.ShapeDtypeStruct((*leading, 1), jnp.int32)
@@ -143,7 +143,7 @@ def _specs(call: ContextCall, inputs: Inputs) -> Any:
     """Division of the inputs among the devices: `Inputs` of shardings."""
     spec, placement, whole = call.spec, call.placement, PartitionSpec()
     keys = placement.rows(spec.layout, batch=spec.Bkv == spec.B)
-    lists: Any = None
+    lists: BlockLists | None = None
     if inputs.lists is not None and spec.blocks is not None:
         leading = {"all_gather": (placement.axis,), "ring": (placement.axis, None), "ulysses": ()}[call.strategy]
         batch = placement.batch if spec.blocks.batch == spec.B and placement.batch else None

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
+from jax.typing import ArrayLike
 
 from jflex._check.arguments import device_of
 from jflex.context_parallel.order import Order, checked_order
@@ -29,7 +30,7 @@ class Sizes(NamedTuple):
         devices = placement.shards if placement.mesh is None else 1
         return cls(query.shape[0], query.shape[length] * devices, key.shape[length] * devices, key.shape[heads])
 
-    def checked_order(self, order: Any, placement: Placement) -> Order:
+    def checked_order(self, order: ArrayLike, placement: Placement) -> Order:
         """The order, which must fit the tokens."""
         chunks = checked_order(order, placement.shards, self.T)
         if self.T != self.S:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -47,7 +47,7 @@ def uses_index(traced: Mod, index: str) -> bool:
     return _INDEX_POSITIONS[index] in used_inputs(jaxpr, [True])
 
 
-def used_inputs(jaxpr: Any, outputs_used: Sequence[bool]) -> set[int]:
+def used_inputs(jaxpr: core.Jaxpr, outputs_used: Sequence[bool]) -> set[int]:
     """Indices of the inputs of a jaxpr on which the used outputs can depend."""
     live = {v for v, want in zip(jaxpr.outvars, outputs_used, strict=True) if want and not isinstance(v, core.Literal)}
     for eqn in reversed(jaxpr.eqns):

@@ -6,11 +6,12 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, Literal, ParamSpec, TypeVar
+from typing import Literal, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from jflex._check.keywords import check_keywords
 from jflex.mods.numpy_captures import indexable
@@ -66,7 +67,7 @@ def _instead(x: object, role: ScalarRole) -> str:
     return " To mask by an array [T, S], pass `lambda b, h, q_idx, kv_idx: array[q_idx, kv_idx]`."
 
 
-def checked_result(out: Any, role: ScalarRole, source: str) -> jax.Array:
+def checked_result(out: ArrayLike, role: ScalarRole, source: str) -> jax.Array:
     """Returns what a mod returned, as an array: float32 of a score mod, bool of a mask mod."""
     expected = "one boolean" if role == "mask" else "one floating-point number"
     if len(jax.tree.leaves(out)) != 1 or not jax.tree.structure(out) == jax.tree.structure(0):

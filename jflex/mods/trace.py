@@ -66,7 +66,7 @@ class TracedMod:
             return core.jaxpr_as_fun(program)(*args)[0]
         return jnp.asarray(_evaluate_varying(open_jaxpr(program), match_manual_axes(args))[0])
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> TracedMod:
+    def __deepcopy__(self, memo: dict[int, object]) -> TracedMod:
         """Itself: it never changes, as the function that it was traced from."""
         return self
 
