@@ -139,11 +139,7 @@ def flex_attention_varlen(
 
 
 class PackedCall(NamedTuple):
-    """A checked call of packed sequences.
-
-    Attributes:
-      call: The equivalent call of one batch entry, with shapes in place of query, key and value.
-    """
+    """A checked call of packed sequences; `call` is one batch entry, with shapes of query, key and value."""
 
     call: Call
     q_ends: jax.Array

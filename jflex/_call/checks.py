@@ -133,10 +133,7 @@ def _check_shapes(q: tuple, k: tuple, v: tuple, layout: str, got: str, has_value
 
 
 def warn_of_layout(query: ArrayOrShape, key: ArrayOrShape, layout: str) -> None:
-    """Warns of arrays that are meant in the other layout: no model has so many heads, and fewer positions than heads.
-
-    One query is a decoding step, and says nothing.
-    """
+    """Warns of arrays that are meant in the other layout: more heads than positions; one query is a decoding step."""
     length, heads = (1, 2) if layout == "BTNH" else (2, 1)
     (T, Hq), (S, Hkv) = ((x.shape[length], x.shape[heads]) for x in (query, key))
     if Hq > _MOST_HEADS and 1 < T < Hq and Hkv > S:

@@ -20,11 +20,7 @@ Implementation = str | Sequence[str] | None
 
 
 class Selection(NamedTuple):
-    """The selected backend, and the rejected ones.
-
-    Attributes:
-      rejections: Why each backend before it was rejected, in order.
-    """
+    """The selected backend, and the rejected ones."""
 
     name: str | None
     plan: Plan | None

@@ -28,7 +28,6 @@ class Static(NamedTuple):
 
     Attributes:
       backend: The backend of the forward pass if no gradient is requested.
-      implementation: As in `flex_attention`; for a differentiated call, backends are selected by requested gradients.
     """
 
     backend: str

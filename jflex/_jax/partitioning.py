@@ -122,12 +122,7 @@ def partitioned(
     in_axes: Sequence[Axes],
     out_axes: Sequence[Axes],
 ) -> Flat:
-    """Lets XLA's partitioner run `local` on each shard.
-
-    Args:
-      function: The computation on flat, unsharded arrays.
-      local: ``local(mesh, split, *flat arrays)``: that of one shard, inside its program.
-    """
+    """Lets XLA's partitioner run ``local(mesh, split, *flat arrays)`` on each shard; the first input is the query."""
     call = custom_partitioning(function)
 
     def partition(mesh, in_shapes, out_shapes):

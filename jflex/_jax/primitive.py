@@ -70,12 +70,7 @@ def lower_separately(function: Callable[..., Sequence[jax.Array]], *arrays: jax.
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Traced:
-    """A traced pass.
-
-    Attributes:
-      jaxpr: What is lowered: with several devices, `plain` inside a call that XLA can partition.
-      out_specs: Shardings of the flat outputs, from that of the first input.
-    """
+    """A traced pass."""
 
     jaxpr: ClosedJaxpr
     plain: ClosedJaxpr

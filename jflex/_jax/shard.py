@@ -70,7 +70,6 @@ class Shard(NamedTuple):
     """The call of one device.
 
     Attributes:
-      inputs: The local arrays; the mods capture where these lie.
       operands: The index here of each array that the score mod captures in the whole call; None if it is not read.
     """
 

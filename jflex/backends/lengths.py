@@ -34,11 +34,7 @@ LENGTHS_BLOCK = 128  # queries and keys of a block, in lists made from lengths a
 
 @functools.lru_cache(maxsize=256)
 def with_lengths_as_mask(spec: AttentionSpec, size: tuple[int, int] | None) -> AttentionSpec:
-    """The spec in which the mask and the lists hide keys beyond the lengths.
-
-    Args:
-      size: Block size (queries, keys) of the lists made if the spec has none; None for no lists.
-    """
+    """The spec in which mask and lists hide keys beyond the lengths; new lists have blocks of `size`; None: none."""
     blocks = spec.blocks
     if blocks is not None:
         blocks = Blocks(blocks.size, spec.B, blocks.heads)
@@ -60,10 +56,7 @@ def bounded_inputs(spec: AttentionSpec, inputs: Inputs, size: tuple[int, int] | 
 def bounded_lists(
     spec: AttentionSpec, lists: BlockLists | None, lengths: Int32[Array, " B"], size: tuple[int, int]
 ) -> BlockLists:
-    """Lists of the blocks that begin before the length of their batch entry; a block that the length cuts is partial.
-
-    Without lists, all blocks are taken. No element of the mask is evaluated.
-    """
+    """Lists, or all blocks without lists, up to the length of their batch entry; a block that it cuts is partial."""
     if lists is None:
         shape = (spec.T, spec.S)
         matrix = tuple(block_count(n, block) for n, block in zip(shape, size, strict=True))

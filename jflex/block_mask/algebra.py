@@ -75,10 +75,7 @@ def invert(mask: BlockMatrix) -> BlockMatrix:
 
 
 def intersect(first: BlockMatrix, second: BlockMatrix) -> BlockMatrix:
-    """Visible where both are.
-
-    A block is full only where both are, and empty where either is; a partial one may have no visible element.
-    """
+    """Visible where both are; a partial block may have no visible element."""
     shape = _joined_shape(first, second, "&")
     states = jnp.minimum(*(_spread_states(mask, shape) for mask in (first, second)))
     # The joined lists leave out what either list does, so a mask without a mask_mod adds nothing to the mod.
@@ -87,10 +84,7 @@ def intersect(first: BlockMatrix, second: BlockMatrix) -> BlockMatrix:
 
 
 def unite(first: BlockMatrix, second: BlockMatrix) -> BlockMatrix:
-    """Visible where either is.
-
-    A block is full where either is, and empty only where both are; a partial one may be visible everywhere.
-    """
+    """Visible where either is; a partial block may be visible everywhere."""
     shape = _joined_shape(first, second, "|")
     states = jnp.maximum(*(_spread_states(mask, shape) for mask in (first, second)))
     if first.mask_mod is None and second.mask_mod is None:

@@ -24,12 +24,7 @@ from jflex.types import AnyArray
 
 
 class Band(NamedTuple):
-    """The keys around its own position that a query attends to.
-
-    Attributes:
-      before: Number of visible keys before the position of the query; None for all.
-      after: Number of visible keys after it, likewise.
-    """
+    """Numbers of visible keys before and after the position of the query; None for all."""
 
     before: int | None = None
     after: int | None = None

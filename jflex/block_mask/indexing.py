@@ -26,7 +26,6 @@ class Selection:
     """The entries selected on one axis.
 
     Attributes:
-      blocks: Their indices, or None if all are selected in order.
       start: The first index if they are consecutive, else None.
       last: The last index, if known while tracing.
       known: All indices, if known while tracing.

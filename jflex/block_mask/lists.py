@@ -49,7 +49,6 @@ class BlockMatrix(NamedTuple):
     """A BlockMask with a matrix of states in place of lists, on which algebra, cropping and indexing work.
 
     Attributes:
-      mask_mod: Decides which elements of a partial block are visible; None: all.
       lists_follow_mod: Whether the mask_mod alone defines the mask.
       source: The name of the mask_mod in messages; None: its own name.
     """

@@ -127,11 +127,7 @@ def cascade_attention(
 
 
 class CascadeCall(NamedTuple):
-    """A checked call.
-
-    Attributes:
-      levels: A call for each level; None for a level without queries or without room for keys.
-    """
+    """A checked call; a level without queries or without room for keys is None."""
 
     out_shape: tuple[int, int, int]
     dtype: DTypeLike

@@ -43,11 +43,7 @@ class Tables(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class ContextCall:
-    """The static part of a checked call: hashable, and equal if it computes the same.
-
-    Attributes:
-      sees: As in `Tables`, if the mask is known while tracing; else None.
-    """
+    """The static part of a checked call: hashable, and equal if it computes the same; `sees` is known while tracing."""
 
     spec: AttentionSpec
     placement: Placement

@@ -20,7 +20,6 @@ class Placement:
 
     Attributes:
       mesh: The mesh over which the call maps itself; None inside of the caller's `jax.shard_map`.
-      axis: The axis that divides the tokens.
       batch_shards: The product of their sizes.
     """
 

@@ -32,7 +32,6 @@ class Checked(NamedTuple):
     """A checked call.
 
     Attributes:
-      arrays: Query, key and value as the caller has them; shapes for `jflex.explain`.
       traced: Traces the mods anew with another mask.
     """
 

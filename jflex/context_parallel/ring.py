@@ -44,13 +44,7 @@ KeyAndValue = tuple[jax.Array, jax.Array]
 
 
 class _Local(NamedTuple):
-    """The arrays of one device.
-
-    Attributes:
-      inputs: Query, key and value are local; `lists` have a leading axis of the devices whose keys are visited.
-      where: Where they lie; `keys` are not known before a step.
-      sees: Whether this device attends to the keys of each device; None if it does to all.
-    """
+    """Arrays of one device; `lists` have an axis of the devices whose keys are visited, and `sees` None for all."""
 
     inputs: Inputs
     where: Where

@@ -30,11 +30,7 @@ def site_of_kernel(
     arrays: tuple[jax.Array, ...],
     limit: Callable[[Any, Site], str | None],
 ) -> Site | None:
-    """The site of a kernel for a call, or None if XLA runs it.
-
-    Args:
-      limit: Given the adapter of the kernels and a site, says why the kernel does not run the call there, or None.
-    """
+    """The site of a kernel for a call, or None if XLA runs it; `limit` says why the kernel does not."""
     if implementation not in ("triton", "xla", None):
         raise ValueError(f"`implementation` of `{caller}` must be 'triton', 'xla' or None. Got {implementation!r}.")
     config = check_config(config, None)

@@ -107,9 +107,7 @@ class _Value:
     """A value while a program is rewritten.
 
     Attributes:
-      x: The value before its gates.
       product: Its factors, if known.
-      multiplied: Whether it is a product, or reorders, repeats or selects elements of one.
       spread: Whether it may be broadcast: then a contraction of it is no safer than a sum.
       gates: The predicates of the branches that it entered.
     """

@@ -119,11 +119,7 @@ def trace_mask_mod(mod: Callable[..., ArrayLike]) -> tuple[TracedMod, tuple[jax.
 def trace_vector_mod(
     mod: Callable[..., ArrayLike], role: VectorRole, size: int, dtype: DTypeLike
 ) -> tuple[TracedMod, tuple[jax.Array, ...]]:
-    """Traces ``mod(vector[size], b, h, idx) -> [size]``, which `jflex._call.vector_mods` has checked.
-
-    Args:
-      dtype: Of the vector and of the result: float32 or float64.
-    """
+    """Traces ``mod(vector[size], b, h, idx) -> [size]`` in float32 or float64, which was checked."""
     arguments = [jax.ShapeDtypeStruct((size,), dtype), *[_INDEX] * 3]
     return _residual(mod, lambda *args: jnp.asarray(accept_numpy(mod)(*args)), arguments, role)
 

@@ -23,7 +23,6 @@ class SlotMap:
 
     Attributes:
       starts: [B, P]: the position of a page's first token; -1 if the request does not have the page.
-      lengths: [B]: slots that hold positions from here on are hidden.
     """
 
     starts: Int32[Array, "B P"]

@@ -45,7 +45,6 @@ def angles(
     """By what each pair of features rotates at some positions.
 
     Args:
-      rotary_dim: Features that rotate, an even number.
       base: Pair ``i`` rotates by ``base ** (-2 * i / rotary_dim)`` radians per position.
       scaling: Scales these frequencies, and the rotated features.
       is_far: Whether to compensate what float32 angles lose by rounding.

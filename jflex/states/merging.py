@@ -108,9 +108,6 @@ def merge_over(state: AttentionState, axis: str) -> AttentionState:
 
     A maximum and one sum over the devices; another maximum if the state holds one.
 
-    Args:
-      state: That of this device; its fields are checked by nothing.
-
     Returns:
       The same state on each device, in float32 (float64 if a field is).
     """

@@ -38,11 +38,7 @@ def is_widened(dtype: DTypeLike, platform: str) -> bool:
 
 
 def read(part: Callable[[], jax.Array], exists: jax.Array, platform: str) -> jax.Array:
-    """Reads a slice of an array inside a branch, out of which XLA hoists nothing: in a loop, or before a write.
-
-    Args:
-      exists: A boolean that XLA cannot fold, True where `part` is read.
-    """
+    """Reads a slice in a branch, out of which XLA hoists nothing; `exists` must be a boolean that XLA cannot fold."""
     out = jax.eval_shape(part)
     if not is_widened(out.dtype, platform):
         return part()

@@ -175,11 +175,7 @@ class PrefixTree:
                 del self.roots[step.key]
 
     def evict(self, num_pages: int, used_before: float | None = None) -> list[int]:
-        """Removes pages from the ends of unlocked leaves, the least recently used first, while there are any.
-
-        Args:
-          used_before: Stops at a leaf that was last used at this time or later.
-        """
+        """Removes pages from unlocked leaves, least recently used first, up to one used at `used_before` or later."""
         evicted: list[int] = []
         while len(evicted) < num_pages and self._lru:
             leaf = next(iter(self._lru))
