@@ -30,8 +30,8 @@ from jflex.mods.types import ScoreMod, VectorMod
 from jflex.options import Options, Settings, checked, takes
 from jflex.paged.attention import check_queries, pages_of
 from jflex.paged.batch import check_batch
-from jflex.paged.batch_checks import check_rules, indptr_rules
 from jflex.paged.cache import checked_layer
+from jflex.paged.checks import check_rules, indptr_rules
 from jflex.paged.run import PagedCall, PagedOptions, attend
 from jflex.paged.run import prepare as prepare_pages
 from jflex.states.merging import merge_all, with_sinks

@@ -13,8 +13,8 @@ from jaxtyping import Array, Int32
 
 from jflex._check.arguments import check_int32, checked_size, describe_array, known_values
 from jflex.block_mask.runs import run_of
-from jflex.paged.batch_checks import Rule, check_rules, indptr_rules, length_rules, table_rule
 from jflex.paged.cache import check_cache
+from jflex.paged.checks import Rule, check_rules, indptr_rules, length_rules, table_rule
 from jflex.paged.store import PageStore, checked_page_size
 from jflex.paged.trees import Trees, check_ancestors, tree_rules
 from jflex.types import AnyArray

@@ -22,7 +22,7 @@ from jaxtyping import Array, Float, Float32, Int, Int32, Shaped
 
 from jflex._check.arguments import DTYPES, check_int32, checked_positive, current_device, describe_array
 from jflex.backends.xla.narrow import read, set_rows
-from jflex.paged.cache_checks import check_copies, check_slots_differ, check_tokens
+from jflex.paged.checks import check_copies, check_slots_differ, check_tokens
 from jflex.paged.eight_bits import check_scale, first_scale, quantised, row_scales
 from jflex.paged.store import LARGEST, PageStore, checked_pages, is_eight_bits
 from jflex.types import AnyArray

@@ -20,7 +20,7 @@ from jflex._check.arguments import check_int32, describe_array
 from jflex.masks.drafts import MAX_NODES
 from jflex.mods.reindex import Positions, ReindexedMod
 from jflex.mods.types import MaskMod, ScoreMod
-from jflex.paged.batch_checks import Rule
+from jflex.paged.checks import Rule
 from jflex.types import AnyArray
 
 
