@@ -21,7 +21,7 @@ from benchmarks.variants import VARIANTS
 from pallas_kernels.config import Tiles
 from pallas_kernels.program.cotangents import LoadGroups
 from pallas_kernels.spec import AttentionSpec, Blocks, Dense, Device, Numerics, Sizes
-from pallas_kernels.triton.plan import cost
+from pallas_kernels.triton.plan import plan as triton_plan
 from pallas_kernels.tuning.tables import (
     HEAD_SIZES,
     HOPPER_KERNELS,
@@ -123,7 +123,7 @@ def configurations(kernel: str, head_size: int) -> Iterator[Tiles]:
         tiles = Tiles(block_q, block_kv, warps, stages)
         stages_are_right = stages == 1 if head_size > 192 else stages > 1
         needless = (warps == 8 and rows < 128) or (columns < 64 and head_size < 80)
-        if stages_are_right and not needless and cost.may_work(kernel, tiles, head_size, head_size, 2):
+        if stages_are_right and not needless and triton_plan.may_work(kernel, tiles, head_size, head_size, 2):
             yield tiles
 
 

@@ -18,9 +18,9 @@ import numpy.typing as npt
 from jax.extend import core
 from jax.typing import DTypeLike
 
+from pallas_kernels.program.evaluate import ELEMENTWISE, substitute, without_accuracy
 from pallas_kernels.program.ir import Axes, Graph, Node, reachable
 from pallas_kernels.program.rules import random_bits
-from pallas_kernels.program.rules.elementwise import ELEMENTWISE, substitute, without_accuracy
 from pallas_kernels.program.rules.primitive_rules import RULES, Value, choose, element, load, polynomial, split
 from pallas_kernels.program.rules.views import NotOnTile, Scalars, View, scalars
 from pallas_kernels.types import Params, aval_of, is_random_key

@@ -28,8 +28,8 @@ from pallas_kernels.spec import AttentionSpec, Operands
 from pallas_kernels.split_kv import fixed_splits, merge, planner, ragged
 from pallas_kernels.split_kv.ragged import KvExtents, SplitPlan
 from pallas_kernels.triton import scores
-from pallas_kernels.triton.attention import Attention, Tile, Walk
 from pallas_kernels.triton.containment import any_nan
+from pallas_kernels.triton.forward import Attention, Tile, Walk
 from pallas_kernels.triton.head_chunks import Columns, chunks, load_rows, widened
 from pallas_kernels.triton.launch import runner_of
 from pallas_kernels.types import Index, Ref, S

@@ -26,11 +26,11 @@ from pallas_kernels.config import Tiles
 from pallas_kernels.softmax import mark
 from pallas_kernels.spec import LN_2, AttentionSpec
 from pallas_kernels.split_kv.planner import NUM_SMS
-from pallas_kernels.triton.attention import Attention, RowVectors, Walk
 from pallas_kernels.triton.containment import Attended
+from pallas_kernels.triton.forward import Attention, RowVectors, Walk
 from pallas_kernels.triton.head_chunks import Columns, zero_values
 from pallas_kernels.triton.plan import limits
-from pallas_kernels.triton.tile import weights
+from pallas_kernels.triton.scores import weights
 from pallas_kernels.types import Index
 
 MAX_PARTIALS = 8192  # partial results of all key heads: 270 MB with tiles of 64 rows and 128 columns

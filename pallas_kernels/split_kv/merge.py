@@ -29,7 +29,7 @@ from pallas_kernels.split_kv.work import (
     query_to_merge,
     requests,
 )
-from pallas_kernels.triton.attention import RowVectors
+from pallas_kernels.triton.forward import RowVectors
 from pallas_kernels.triton.head_chunks import Columns, chunks
 from pallas_kernels.triton.launch import runner_of
 from pallas_kernels.types import A, Index, Ref

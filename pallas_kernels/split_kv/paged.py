@@ -28,8 +28,8 @@ from pallas_kernels.split_kv.merge import merge_splits
 from pallas_kernels.split_kv.walk import QueryBlocks, walk_of
 from pallas_kernels.split_kv.work import PagedOperands, QueryRows, Requests, Work, WorkItem, item_of, requests
 from pallas_kernels.triton import scores, vectors
-from pallas_kernels.triton.attention import Attention, RowVectors, Tile, Walk
 from pallas_kernels.triton.containment import any_nan
+from pallas_kernels.triton.forward import Attention, RowVectors, Tile, Walk
 from pallas_kernels.triton.head_chunks import Columns, holds_pairs, key_chunks, value_chunks
 from pallas_kernels.triton.launch import runner_of
 from pallas_kernels.types import Index, Ref, S

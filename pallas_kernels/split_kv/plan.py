@@ -12,15 +12,15 @@ from pallas_kernels.plan import Refusal, TileChoice, with_programs, with_vector_
 from pallas_kernels.spec import AttentionSpec
 from pallas_kernels.split_kv.work import UNLIMITED, Work, requests_on_host
 from pallas_kernels.triton.head_chunks import plain_chunks
-from pallas_kernels.triton.plan import cost, limits
+from pallas_kernels.triton.plan import limits
 from pallas_kernels.triton.plan.limits import (
     MAX_DECODED,
     MAX_DECODED_ROWS,
     MIN_TILE,
     limit_of_device,
 )
-from pallas_kernels.triton.plan.plan import describe_splits, describe_tiles
-from pallas_kernels.tuning import triton_rules
+from pallas_kernels.triton.plan.plan import can_pipeline, describe_splits, describe_tiles, need_of, paged_stages
+from pallas_kernels.tuning import tables
 
 MAX_GROUP = 128  # query heads of a key head in a paged call, all of them rows of a tile
 
@@ -64,7 +64,7 @@ def plan(spec: AttentionSpec) -> PagedPlan | Refusal:
     if reason is not None:
         return Refusal(reason)
     if spec.values_in_keys:  # to the kernel, heads that share a tile are a group with a key head of its own
-        heads = _heads_of_tile(spec.Hq, triton_rules.latent_rows(cost.need_of(spec)))
+        heads = _heads_of_tile(spec.Hq, tables.latent_rows(need_of(spec)))
         spec = spec.replace(Hkv=spec.Hq // heads)
     if spec.group > MAX_GROUP:
         return Refusal(f"its kernels take up to {MAX_GROUP} query heads for each key head, not {spec.group}")
@@ -103,7 +103,7 @@ def _launches(spec: AttentionSpec) -> tuple[Work, ...]:
     work = lambda choice, least, most: Work(choice.tiles, least, most, source=choice.source)
     mean = -(-spec.T // max(spec.B, 1))
     queries = mean if mean <= MAX_DECODED else 1
-    most = triton_rules.latent_rows(cost.need_of(spec)) if spec.values_in_keys else MAX_DECODED_ROWS
+    most = tables.latent_rows(need_of(spec)) if spec.values_in_keys else MAX_DECODED_ROWS
     rows = min(spec.group * queries, max(most, spec.group))
     if spec.B == 1 and spec.T > MAX_DECODED:  # most likely one request with all of them, or with most
         return (work(_prefill_tiles(spec), 0, UNLIMITED),)
@@ -116,21 +116,21 @@ def _launches(spec: AttentionSpec) -> tuple[Work, ...]:
 
 
 def _paged_decode_tiles(spec: AttentionSpec, rows: int) -> TileChoice:
-    need, block_q = cost.need_of(spec), triton_rules.decode_rows(rows)
+    need, block_q = need_of(spec), tables.decode_rows(rows)
     if spec.values_in_keys:
-        default = triton_rules.latent_tiles(need, block_q)
+        default = tables.latent_tiles(need, block_q)
     else:
-        default = triton_rules.paged_decode_tiles(need, rows, spec.max_pages, spec.S)
+        default = tables.paged_decode_tiles(need, rows, spec.max_pages, spec.S)
     return _fit_paged(spec, default, spec.config.decode, block_q=block_q)
 
 
 def _prefill_tiles(spec: AttentionSpec) -> TileChoice:
-    need, configured = cost.need_of(spec), spec.config.forward
+    need, configured = need_of(spec), spec.config.forward
     if spec.values_in_keys:
-        default = triton_rules.latent_tiles(need, triton_rules.latent_rows(need))
+        default = tables.latent_tiles(need, tables.latent_rows(need))
     else:
-        default = triton_rules.paged_prefill_tiles(need)
-    block_q = max((default if configured is None else configured).block_q, triton_rules.decode_rows(spec.group))
+        default = tables.paged_prefill_tiles(need)
+    block_q = max((default if configured is None else configured).block_q, tables.decode_rows(spec.group))
     return _fit_paged(spec, default, configured, block_q=block_q)
 
 
@@ -142,8 +142,8 @@ def _fit_paged(spec: AttentionSpec, default: Tiles, configured: Tiles | None, *,
         capacity = limits.KEYS_OF_SPLIT if spec.config.batch_invariant else spec.S
         block_kv = min(tiles.block_kv, max(MIN_TILE, 1 << (capacity - 1).bit_length()))
         tiles = dataclasses.replace(tiles, num_warps=warps, block_kv=block_kv)
-    stages = tiles.num_stages if cost.can_pipeline(spec.programs.score) else 1
+    stages = tiles.num_stages if can_pipeline(spec.programs.score) else 1
     fitting = dataclasses.replace(tiles, block_q=block_q, num_stages=stages)
     if configured is None and any(program is not None for program in spec.vector_programs):
-        fitting = dataclasses.replace(fitting, num_stages=cost.paged_stages(spec, fitting))
+        fitting = dataclasses.replace(fitting, num_stages=paged_stages(spec, fitting))
     return TileChoice(fitting, "rule" if configured is None else "config")

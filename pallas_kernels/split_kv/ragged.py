@@ -22,7 +22,7 @@ from pallas_kernels import block_walk
 from pallas_kernels.config import Tiles
 from pallas_kernels.spec import AttentionSpec
 from pallas_kernels.split_kv import fixed_splits, planner
-from pallas_kernels.triton.attention import RowVectors
+from pallas_kernels.triton.forward import RowVectors
 from pallas_kernels.triton.head_chunks import Columns, chunks
 from pallas_kernels.triton.launch import runner_of
 from pallas_kernels.types import A, Index, Ref, S

@@ -17,7 +17,7 @@ from pallas_kernels.spec import AttentionSpec
 from pallas_kernels.split_kv.work import Requests, Work, WorkItem
 from pallas_kernels.triton.containment import MARKS_AT_ONCE, MAX_PROGRAMS, any_nan
 from pallas_kernels.triton.launch import runner_of
-from pallas_kernels.triton.tile import evaluation
+from pallas_kernels.triton.scores import evaluation
 from pallas_kernels.types import Index, Ref
 
 MAX_JUDGED_RUNS = 1024  # runs of tiles of keys whose mask is bounded at once, each a value in a register

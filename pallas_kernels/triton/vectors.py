@@ -17,7 +17,7 @@ from pallas_kernels.program.vectors.vectors import Chunk, VectorProgram
 from pallas_kernels.spec import AttentionSpec
 from pallas_kernels.triton.head_chunks import Columns
 from pallas_kernels.triton.launch import Runner, runner_of
-from pallas_kernels.triton.tile import TileSpace
+from pallas_kernels.triton.scores import TileSpace
 from pallas_kernels.types import Ref
 
 Load = Callable[[jax.Array], jax.Array]  # from lanes [keys, lanes] to what the tile of keys holds there

@@ -1,12 +1,14 @@
-"""Measured tiles: tables by device, which `python -m benchmarks.tune` writes and the library only reads.
+"""Tiles by device: measured tables, and rules of the Triton kernels where no table has an entry.
 
-A table is a JSON file with its provenance (machine, versions, date, command) and entries: a key, the tiles that won,
-the microseconds that they took, and the runner-up. Keys are buckets: a table is small, and a problem that was not
-measured takes the tiles of one like it; what has no entry takes a rule.
+`python -m benchmarks.tune` writes the tables and the library only reads them. A table is a JSON file with its
+provenance (machine, versions, date, command) and entries: a key, the tiles that won, the microseconds that they took,
+and the runner-up. Keys are buckets: a table is small, and a problem that was not measured takes the tiles of one like
+it. Each rule has its reason.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import re
@@ -16,7 +18,6 @@ from typing import Any, NamedTuple
 from pallas_kernels.config import Tiles
 from pallas_kernels.program.build import Program
 from pallas_kernels.program.ir import Axes, Node
-from pallas_kernels.tuning import triton_rules
 
 KERNELS = ("forward", "dkv", "dq")  # of Triton
 HOPPER_KERNELS = ("forward_sm90", "one_pass_sm90", "dkv_sm90", "dq_sm90")  # of Mosaic GPU; one pass: dK, dV and dQ
@@ -74,7 +75,7 @@ def mods_of(score: Program | None, mask: Program | None, dropout: Program | None
     by_key = score is not None and any(node.kind == Axes.COLUMN for node in score.loads)
     functions = any(node.op in _FUNCTIONS for node in of_score)
     loads = [node for node in (*of_score, *of_mask) if node.op == "load"]
-    if dropout is not None or by_key or len(of_score) > FEW or len(of_score) + len(of_mask) > triton_rules.HEAVY:
+    if dropout is not None or by_key or len(of_score) > FEW or len(of_score) + len(of_mask) > HEAVY:
         return "other"
     if loads:
         return "elements" if len(loads) == 1 and not functions and _is_like_pair_bias(loads[0]) else "other"
@@ -125,3 +126,218 @@ def read(name: str) -> dict[str, Any]:  # JSON
     """The content of a table with its provenance."""
     file = resources.files("pallas_kernels.tuning").joinpath("tables", f"{name}.json")
     return json.loads(file.read_text()) if file.is_file() else {}
+
+
+HEAVY = 24  # tile values of mods: with more they need the registers of a large tile
+
+
+def is_heavy(score: Program | None, mask: Program | None, dropout: Program | None = None) -> bool:
+    """Whether mods make a large tile spill: they have tile loads, many tile values, or column loads in the score mod.
+
+    Compiled for sm_90a at head size 64, 128 x 128, 4 warps: a table with tile loads spills 516 bytes, a float32 bias by
+    key 4200; a mask by key (document ids) spills nothing.
+    """
+    nodes = [node for program in (score, mask, dropout) if program is not None for node in program.nodes]
+    tiles = [node for node in nodes if node.kind == Axes.TILE]
+    by_key = score is not None and any(node.kind == Axes.COLUMN for node in score.loads)
+    return by_key or len(tiles) > HEAVY or any(node.op == "load" for node in tiles)
+
+
+SHORT = 1024  # keys of a request, up to which the prologue of a deep pipeline takes longer than it saves
+
+
+class Need(NamedTuple):
+    """What the choice of tiles depends on.
+
+    Attributes:
+      head_size: The larger one, D or Dv.
+      itemsize: Bytes of an element of query, key and value.
+      heavy: See `is_heavy`.
+      score: Whether there is a score mod beside a softmax, or dropout, which computes as much on each element.
+      large_memory: Whether a CTA may have 227 KiB of shared memory (Hopper and later), or 99 (Ada; Ampere has 99 or
+        163).
+      in_bytes: Whether keys and values have eight bits and are loaded two columns at a time.
+    """
+
+    head_size: int
+    itemsize: int
+    heavy: bool
+    score: bool
+    large_memory: bool
+    in_bytes: bool = False
+
+
+def has_large_memory(device_kind: str) -> bool:
+    """Whether a device of this name is known to have Hopper's shared memory."""
+    return any(
+        name in device_kind for name in ("H100", "H200", "H800", "H20", "GH200", "B100", "B200", "GB200", "B300")
+    )
+
+
+def tiles_for(kernel: str, need: Need, rows: int) -> Tiles:
+    """Tiles of a kernel: ``"forward"``, ``"decode"`` with so many rows, ``"dkv"`` or ``"dq"``."""
+    if kernel == "decode":
+        return decode_tiles(need, rows)
+    return {"forward": forward_tiles, "dkv": dkv_tiles, "dq": dq_tiles}[kernel](need)
+
+
+def forward_tiles(need: Need) -> Tiles:
+    """Tiles of the Triton forward kernel.
+
+    A CTA holds query, O accumulator and scores in registers, and `num_stages` tiles of key and value in shared memory,
+    at occupancy 2 if possible: at head size 128 a third stage would leave room for one CTA on an SM. MMAs use wgmma
+    from 64 rows and 4 warps on. H200, jax 0.11.2, bf16, S 16384, kernel time in ms, causal / none / soft cap:
+    head size 64 (B 4, H 16) 5.47 / 9.89 / 6.98 with 128 x 128, 4 warps, 3 stages, 5.65 / 10.27 / 6.95 with 2,
+    5.81 / 10.47 / 6.96 with 64 x 64, 3 stages, 7.73 / 12.16 / 9.39 with 128 x 128, 8 warps. Head size 128 (B 2, H 16)
+    4.66 / 8.67 / 5.11 with 128 x 64, 4 warps, 2 stages, 6.43 / 9.88 / 7.34 with 3 stages, 5.44 / 8.99 / 6.38 with
+    128 x 128, 8 warps. Head size 96 4.07 / 7.09 with 3 stages, 4.15 / 8.17 with 2. Head size 192 (H 8) 4.24 / 9.18 with
+    128 x 64, 8 warps, 2 stages, 6.16 / 11.79 with 64 x 64, 4 warps; a third stage gains 24 %. Without
+    Hopper's shared memory: what fits, unmeasured.
+
+    Without a softmax a light score mod takes the tiles of a call without one: it holds no row_max and row_sum. Compiled
+    for sm_90a at head size 64, jax 0.11.2, a sigmoid in 128 x 128, 4 warps, 3 stages takes 240 registers, spills none
+    and has 6.0 SASS instructions for each score of a full tile, and in 64 x 64 7.8; ALiBi in it spills 12 bytes.
+    """
+    if need.itemsize == 4:
+        return Tiles(64, 32, 4, 2) if need.head_size <= 128 else Tiles(32, 32, 4, 1)
+    if not need.large_memory:
+        return Tiles(64, 64, 4, 2) if need.head_size <= 128 else Tiles(32, 32, 4, 1)
+    if need.head_size > 128 and need.heavy:  # tile loads need shared memory too
+        return Tiles(64, 64 if need.head_size <= 192 else 32, 4, 2)
+    if need.head_size > 128:
+        return Tiles(128, 64, 8, 3 if need.head_size <= 192 else 2)
+    stages = 3 if need.head_size <= 96 else 2
+    if need.heavy or (need.score and need.head_size <= 64):
+        return Tiles(64, 64, 4, stages)
+    return Tiles(128, 128 if need.head_size <= 64 else 64, 4, stages)
+
+
+def dkv_tiles(need: Need) -> Tiles:
+    """Tiles of the Triton kernel for dK and dV, which holds key, value and both gradients in registers.
+
+    As above, causal, ALiBi, soft cap: head size 64, 9.1, 11.0, 12.9 with 64 x 64, 4 warps, 3 stages, 8.9, 10.0, 17.9
+    with 128 x 64, 12.9, 14.0, 15.5 with 64 x 128, 8 warps; at S 1024, none, 550 us with 64 x 64, 3 stages, 618 with
+    128 x 64. Head size 128, 8.8, 8.6, 9.4 with 64 x 64, 4 warps, 2 stages, 12.6, 13.2, 14.6 with 3. Head size 80,
+    causal, 5.7 with 128 x 64, 6.6 with 64 x 64. Head size 192 (H 8), 6.8 with 32 x 64, 4 warps, 13.0 with 64 x 64,
+    8 warps; head size 256 the other way round, 3.7 (S 8192) against 11.6.
+    """
+    if need.itemsize == 4:
+        return Tiles(32, 32, 4, 2) if need.head_size <= 128 else Tiles(16, 32, 4, 1)
+    if need.head_size > 128 and need.large_memory:
+        return Tiles(32, 64, 4, 2) if need.head_size <= 192 else Tiles(64, 64, 8, 2)
+    if need.head_size > 128:
+        return Tiles(16, 32, 4, 1)
+    if need.head_size > 64 and not need.large_memory:
+        return Tiles(32, 64, 4, 1)
+    if 64 < need.head_size <= 80 and not need.heavy:
+        return Tiles(128, 64, 4, 2)
+    return Tiles(64, 64, 4, 3 if need.head_size <= 64 and need.large_memory else 2)
+
+
+def dq_tiles(need: Need) -> Tiles:
+    """Tiles of the Triton kernel for dQ.
+
+    As above: head size 64, 6.2, 7.3, 9.3 with 64 x 64, 4 warps, 2 stages, 6.3, 7.0, 8.7 with 128 x 64, 8.3, 8.7, 10.5
+    with 128 x 128, 8 warps; head size 128, 6.2, 6.6, 7.3 with 64 x 64, 4 warps, 11.2, 11.9, 14.0 with 128 x 64, 6.4,
+    6.8, 7.5 with 128 x 128, 8 warps; head size 80, causal, 4.1 with 128 x 64, 4.8 with 64 x 64. Head size 192 (H 8),
+    5.9 with 64 x 32, 4 warps, 7.1 with 64 x 64; head size 256 (S 8192), 2.3 with 1 stage, 2.7 with 2.
+    """
+    if need.itemsize == 4:
+        return Tiles(32, 32, 4, 2) if need.head_size <= 128 else Tiles(32, 16, 4, 1)
+    if need.head_size > 128 and need.large_memory:
+        return Tiles(64, 32, 4, 2 if need.head_size <= 192 else 1)
+    if need.head_size > 128:
+        return Tiles(32, 16, 4, 1)
+    if need.head_size > 64 and not need.large_memory:
+        return Tiles(64, 32, 4, 1)
+    if 64 < need.head_size <= 80 and not need.heavy:
+        return Tiles(128, 64, 4, 2)
+    return Tiles(64, 64, 4, 2)
+
+
+def decode_tiles(need: Need, rows: int) -> Tiles:
+    """Tiles of the split-KV decoding kernel, which packs `rows` queries into a tile and streams keys and values.
+
+    H200, jax 0.11.2, bf16, one query, cold L2, kernels and merging in us: (B, Hq, Hkv, S, D) = (8, 32, 8, 16384, 128)
+    132 with 64 keys, 4 warps, 4 stages, 134 with 3 or 5; (1, 32, 8, 65536, 128) 74.1, 74.5 with 3, 77 with 5;
+    (32, 32, 8, 4096, 128) 132, 131 with 3, 133 with 5. (4, 16, 16, 16384, 64) 75.1 with 128 keys, 4 warps, 4 stages,
+    76.4 with 3, 78 with 64 keys, 1 or 2 warps; (16, 16, 16, 4096, 64) 72.2, 72.5 with 64 keys, 2 warps, 3 stages. cuDNN
+    takes 136, 76.9, 133, 83, 71.5.
+    """
+    block_q = decode_rows(rows)
+    if need.itemsize == 4:
+        return Tiles(block_q, 32, 4, 2 if need.head_size <= 128 else 1)
+    if need.head_size > 128:
+        return Tiles(block_q, 32, 4, 2)
+    if not need.large_memory:
+        return Tiles(block_q, 64, 2 if need.head_size <= 64 and block_q == 16 else 4, 2)
+    return Tiles(block_q, 128 if need.head_size <= 64 and block_q == 16 and not need.heavy else 64, 4, 4)
+
+
+def decode_rows(rows: int) -> int:
+    """Rows of the tile that holds so many queries."""
+    return max(16, 1 << (rows - 1).bit_length())
+
+
+def paged_decode_tiles(need: Need, rows: int, pages: int, capacity: int) -> Tiles:
+    """Tiles of the paged Triton kernel for requests with few queries.
+
+    Where pages are looked up in the mainloop, a load of keys waits for one of the page table, and the pipeline needs
+    stages for both: H200, jax 0.11.2, bf16, (R, Hq, Hkv, S, D) = (32, 32, 8, 4096, 128), pages of 64, cold L2, with
+    merging 138 us with 64 keys, 4 warps, 7 stages, 158 with 5. Where there are few tiles to a
+    program, filling a deep pipeline takes longer than it saves: 64 requests, 32 heads of both, of 128 keys 45 us with 3
+    stages, 50 with 5, 62 with 7; of 1024 keys 254, 257 and 258.
+
+    A tile of keys of eight bits has twice the keys for the same bytes: H100, jax 0.11.2, 32 requests of 16384 keys, the
+    same heads, e4m3 and int8 401 and 407 us with 128 keys, 4 stages, 464 and 485 with 64 keys, 7 stages, 433 and 430
+    with 6, 595 and 601 with 128 keys, 8 warps; bfloat16 717. Of 1024 keys e4m3 43 us with 128 keys, 3 stages, 47 with
+    64. Head size 64: 243 us with 256 keys, 4 stages, 319 with 128, 300 with 64 keys, 2 warps, 7 stages; bfloat16 399.
+    With 32 rows 453 us with 64 keys, 468 with 128. Other head sizes would spill: 80 and 96 with 128 keys 72 bytes, 16
+    and 32 with 256 keys 790.
+
+    Args:
+      rows: Queries times query heads of a key head.
+      pages: Pages that a request may have.
+      capacity: Keys that it may have.
+    """
+    tiles = decode_tiles(need, rows)
+    if need.large_memory and need.itemsize == 2 and need.head_size <= 128:
+        keys = {128: 128, 64: 256}.get(-(-need.head_size // 32) * 32)
+        if need.in_bytes and tiles.block_q == 16 and keys is not None:
+            return Tiles(tiles.block_q, keys, 4, 4 if capacity > SHORT else 3)
+        block_kv, warps = (64, 2) if need.head_size <= 64 and tiles.block_q == 16 else (64, 4)
+        return Tiles(tiles.block_q, block_kv, warps, 7 if pages > 1 and capacity > SHORT else 3)
+    return dataclasses.replace(tiles, num_stages=2 * tiles.num_stages + 1) if pages > 1 else tiles
+
+
+def latent_rows(need: Need) -> int:
+    """The most rows of a tile of MLA: their queries and outputs of 576 and 512 columns fill memory and registers."""
+    return 64 if need.large_memory and need.itemsize == 2 else 32 if need.itemsize == 2 else 16
+
+
+def latent_tiles(need: Need, rows: int) -> Tiles:
+    """Tiles of the paged Triton kernel over a latent cache.
+
+    Compiled for sm_90a, jax 0.10.2, latent and rope size 512 and 64, causal: 64 rows by 32 keys, 8 warps, 3 stages take
+    255 registers, spill 116 bytes and hold 148 KB of shared memory; with 64 keys 356 and 222, with 4 warps 7512. 16
+    rows by 64 keys spill 68 bytes with 4 warps, none with 8.
+
+    Args:
+      rows: Queries times query heads.
+    """
+    if not need.large_memory or need.itemsize == 4:
+        return Tiles(rows, 16 if need.itemsize == 4 else 32, 8, 2 if need.large_memory else 1)
+    return Tiles(rows, 32, 8, 3) if rows > 32 else Tiles(rows, 64, 8, 5)
+
+
+def paged_prefill_tiles(need: Need) -> Tiles:
+    """Tiles of the paged Triton kernel for requests with many queries.
+
+    64 rows: each row needs indices of its own, for which tiles of 128 rows have no registers. H200,
+    jax 0.11.2, bf16, 2048 causal queries at the end of 8192 keys, Hq 32, Hkv 8, D 128, the kernel alone: 548 us with 64
+    x 64, 4 warps, 5 stages, 669 with 3; 606 with 128 x 64, 8 warps, 5 stages; 686 with 4 warps, 3 stages.
+    """
+    tiles = forward_tiles(need)
+    if need.itemsize == 4 or need.head_size > 128 or not need.large_memory:
+        return tiles
+    return Tiles(64, 64, 4, 5)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jflex
-from pallas_kernels.mosaic_gpu import pipeline, smem, split_kv, work_items
+from pallas_kernels.mosaic_gpu import smem, split_kv, work_items
 from pallas_kernels.mosaic_gpu.decode import kernel, step
 from pallas_kernels.mosaic_gpu.decode.sizes import Packing
 from pallas_kernels.spec import Paging
@@ -222,7 +222,7 @@ def test_shared_memory_is_known_from_what_is_declared(monkeypatch):
     [found] = [x for x in gpu_compile.compile_kernels(*paged_program(Hkv=4)) if "decode_sm90" in x.name]
     assert known[-1] == found.shared
     registers = split_kv.CONSUMERS * kernel.CONSUMER_REGISTERS + kernel.PRODUCER_REGISTERS
-    assert registers <= 65536 // pipeline.WARP_GROUP_THREADS
+    assert registers <= 65536 // smem.WARP_GROUP_THREADS
 
 
 # --- what is selected, and what is refused

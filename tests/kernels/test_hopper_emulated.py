@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jflex
-from pallas_kernels.mosaic_gpu import pipeline
+from pallas_kernels.mosaic_gpu import smem
 from tests.cases.hopper_cases import HOPPER, MANY, ONE_PASS
 from tests.support import evaluation, hopper_emulator
 from tests.support.hopper_emulator import Barrier, Cta, Memory, emulated
@@ -84,7 +84,7 @@ def case_named(name):
 def test_the_emulator_notices_a_barrier_that_is_left_out(monkeypatch, method, error):
     """Without the wait a consumer reads what TMA has not written; without the release the producer waits for ever."""
     evaluation.everything.cache_clear()
-    monkeypatch.setattr(pipeline.Ring, method, lambda *_: None)
+    monkeypatch.setattr(smem.Ring, method, lambda *_: None)
     if method == "wait":
         monkeypatch.setattr(hopper_emulator, "TMA_IS_LATE", True)
     else:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jflex
-from pallas_kernels.mosaic_gpu import pipeline, smem
+from pallas_kernels.mosaic_gpu import smem
 from pallas_kernels.mosaic_gpu.latent import kernel, step
 from pallas_kernels.mosaic_gpu.latent import plan as latent_plan
 from pallas_kernels.mosaic_gpu.latent.sizes import Heads
@@ -201,7 +201,7 @@ def test_shared_memory_is_known_from_what_is_declared():
     spec = paged_spec()
     declared = jax.tree.leaves(kernel.declare(spec, Heads.from_count(128), jnp.bfloat16))
     assert smem.bytes_of(declared) == 224336
-    assert pipeline.CONSUMER_REGISTERS * 2 + pipeline.PRODUCER_REGISTERS <= 65536 // 128
+    assert smem.CONSUMER_REGISTERS * 2 + smem.PRODUCER_REGISTERS <= 65536 // 128
 
 
 def paged_spec():

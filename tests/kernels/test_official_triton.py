@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 import jflex
 from jflex._call.dispatch import select_forward, select_passes
 from pallas_kernels.plan import Refusal, all_gradients
-from pallas_kernels.program.rules.elementwise import ELEMENTWISE
+from pallas_kernels.program.evaluate import ELEMENTWISE
 from pallas_kernels.spec import Paging
 from pallas_kernels.triton.compiler import compile as compiler
 from pallas_kernels.triton.compiler.emit import emit

@@ -21,7 +21,7 @@ from pallas_kernels.mosaic_gpu.plan import plan as mosaic_plan
 from pallas_kernels.plan import TileChoice, all_gradients
 from pallas_kernels.program.build import Sizes, trace_program
 from pallas_kernels.spec import Blocks
-from pallas_kernels.triton.plan import cost
+from pallas_kernels.triton.plan import plan as triton_plan
 from pallas_kernels.tuning import tables
 from tests.support import gpu_compile
 from tests.support.rows import in_turns
@@ -106,7 +106,9 @@ class TestCommittedTables:
                 continue
             kernel = key.kernel.removesuffix("_official")
             by_element = (4 if kernel == "dkv" else 2) if key.mods == "elements" else 0
-            assert cost.may_work(kernel, tiles, key.head_size, key.head_size, key.itemsize, cost.LoadBytes(by_element))
+            assert triton_plan.may_work(
+                kernel, tiles, key.head_size, key.head_size, key.itemsize, triton_plan.LoadBytes(by_element)
+            )
 
     def test_provenance(self, name):
         content = tables.read(name)
@@ -159,7 +161,7 @@ class TestEstimate:
         ("dq", Tiles(64, 64, 4, 2), 128, True),
     ])  # fmt: skip
     def test_may_work(self, kernel, tiles, D, fits):
-        assert cost.may_work(kernel, tiles, D, D, 2) is fits
+        assert triton_plan.may_work(kernel, tiles, D, D, 2) is fits
 
     @in_turns
     @pytest.mark.parametrize("D", tables.HEAD_SIZES[:-1])
@@ -178,7 +180,7 @@ class TestEstimate:
 def test_shared_memory_is_what_the_compiler_takes(kernel, tiles, D, biases, dtype):
     if gpu_compile.missing():
         pytest.skip(gpu_compile.missing())
-    S, loads = 256, cost.LoadBytes(biases * jnp.dtype(dtype).itemsize)
+    S, loads = 256, triton_plan.LoadBytes(biases * jnp.dtype(dtype).itemsize)
     config = jflex.Config(**{kernel: tiles})
 
     def run(q, k, v, captured):
@@ -190,7 +192,7 @@ def test_shared_memory_is_what_the_compiler_takes(kernel, tiles, D, biases, dtyp
     x = jax.ShapeDtypeStruct((1, S, 2, D), jnp.bfloat16)
     found = gpu_compile.compile_kernels(run, x, x, x, [jax.ShapeDtypeStruct((2, S, S), dtype)] * biases)
     [taken] = [one.shared for one in found if one.name.endswith(kernel)]
-    assert taken == pytest.approx(cost.shared_memory(kernel, tiles, D, D, 2, loads), rel=0.02)
+    assert taken == pytest.approx(triton_plan.shared_memory(kernel, tiles, D, D, 2, loads), rel=0.02)
 
 
 def test_mods_that_read_much_by_element_take_fewer_stages():
@@ -204,7 +206,7 @@ def test_mods_that_read_much_by_element_take_fewer_stages():
     if gpu_compile.missing():
         pytest.skip(gpu_compile.missing())
     [kernel] = gpu_compile.compile_kernels(run, *arrays)
-    assert kernel.shared <= cost.HOPPER_SHARED_MEMORY
+    assert kernel.shared <= triton_plan.HOPPER_SHARED_MEMORY
 
 
 def test_what_mods_read_by_row_is_counted():
@@ -219,7 +221,7 @@ def test_what_mods_read_by_row_is_counted():
     if gpu_compile.missing():
         pytest.skip(gpu_compile.missing())
     found = gpu_compile.compile_kernels(run, x, x, x, pair, jax.ShapeDtypeStruct((256, 5), jnp.float32))
-    assert max(one.shared for one in found) <= cost.HOPPER_SHARED_MEMORY
+    assert max(one.shared for one in found) <= triton_plan.HOPPER_SHARED_MEMORY
 
 
 class TestSearch:

@@ -29,7 +29,6 @@ from jflex.paged import run as paged_run
 from pallas_kernels.mosaic_gpu import global_rows, inline_ptx, split_kv, work_items
 from pallas_kernels.mosaic_gpu.backward import captured, dkv, dq
 from pallas_kernels.mosaic_gpu.forward import kernel as forward_kernel
-from pallas_kernels.mosaic_gpu.forward import scheduler
 from pallas_kernels.mosaic_gpu.launch import WARP_GROUP
 
 SECONDS = 120.0  # after which a warp group that waits is stuck
@@ -403,7 +402,7 @@ def emulated() -> Iterator[None]:
         patch.setattr(lax, "axis_index", _axis_index)
         for module in (forward_kernel, captured, dkv, dq, split_kv):
             patch.setattr(module, "launch", _launch)
-        patch.setattr(scheduler, "NUM_CTAS", 2)
+        patch.setattr(forward_kernel, "NUM_CTAS", 2)
         patch.setattr(work_items, "NUM_SMS", 2)
         patch.setattr(adapter, "limit_of_machine", lambda spec: None)
         for module in (custom_vjp, paged_run):

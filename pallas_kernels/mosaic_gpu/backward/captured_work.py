@@ -15,9 +15,9 @@ from jax.typing import DTypeLike
 from pallas_kernels.config import Tiles
 from pallas_kernels.mosaic_gpu import smem
 from pallas_kernels.mosaic_gpu.launch import NUM_SMS
-from pallas_kernels.mosaic_gpu.pipeline import Ring
 from pallas_kernels.mosaic_gpu.score import bias_gradients, bias_tiles
 from pallas_kernels.mosaic_gpu.score.tile import is_heavy
+from pallas_kernels.mosaic_gpu.smem import Ring
 from pallas_kernels.program.broadcast_axes import BroadcastAxes
 from pallas_kernels.program.cotangents import covers, stores
 from pallas_kernels.program.ir import Node, reachable

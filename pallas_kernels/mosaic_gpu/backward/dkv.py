@@ -32,9 +32,9 @@ from pallas_kernels.mosaic_gpu.backward.stream import (
 )
 from pallas_kernels.mosaic_gpu.backward.walk import DkvScratch, DkvState, KeyTile, declare
 from pallas_kernels.mosaic_gpu.launch import WARP_GROUP, Grid, flatten_captured, launch, output
-from pallas_kernels.mosaic_gpu.pipeline import CONSUMER_REGISTERS, PRODUCER_REGISTERS
 from pallas_kernels.mosaic_gpu.score import bias_tiles
 from pallas_kernels.mosaic_gpu.score.tile import TILE, accumulator, row_vector
+from pallas_kernels.mosaic_gpu.smem import CONSUMER_REGISTERS, PRODUCER_REGISTERS
 from pallas_kernels.program.build import Derivative
 from pallas_kernels.program.cotangents import LoadGroups
 from pallas_kernels.softmax import mark

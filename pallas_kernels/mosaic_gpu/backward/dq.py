@@ -33,9 +33,9 @@ from pallas_kernels.mosaic_gpu.backward.stream import (
     wait_and_get_all,
 )
 from pallas_kernels.mosaic_gpu.launch import WARP_GROUP, Grid, flatten_captured, launch, output
-from pallas_kernels.mosaic_gpu.pipeline import CONSUMER_REGISTERS, PRODUCER_REGISTERS, Ring
 from pallas_kernels.mosaic_gpu.score import bias_gradients, bias_tiles, scores
 from pallas_kernels.mosaic_gpu.score.tile import ROW, accumulator, row_vector
+from pallas_kernels.mosaic_gpu.smem import CONSUMER_REGISTERS, PRODUCER_REGISTERS, Ring
 from pallas_kernels.program.build import Derivative
 from pallas_kernels.program.cotangents import LoadGroups
 from pallas_kernels.softmax import mark

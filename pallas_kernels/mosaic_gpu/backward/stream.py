@@ -15,8 +15,8 @@ from jax.typing import DTypeLike
 from pallas_kernels.config import Tiles
 from pallas_kernels.gradients import Rows, log2_lse
 from pallas_kernels.mosaic_gpu import smem
-from pallas_kernels.mosaic_gpu.pipeline import Ring
 from pallas_kernels.mosaic_gpu.score import bias_tiles, scores
+from pallas_kernels.mosaic_gpu.smem import Ring
 from pallas_kernels.program.build import Derivative
 from pallas_kernels.program.cotangents import LoadGroups
 from pallas_kernels.spec import LOG2_E, AttentionSpec, Operands

@@ -28,9 +28,9 @@ from pallas_kernels.mosaic_gpu.backward.stream import (
     wait_and_get,
     wait_and_get_all,
 )
-from pallas_kernels.mosaic_gpu.pipeline import Ring
 from pallas_kernels.mosaic_gpu.score import bias_tiles, scores
 from pallas_kernels.mosaic_gpu.score.tile import COLUMN, ROW, TILE, accumulator
+from pallas_kernels.mosaic_gpu.smem import Ring
 from pallas_kernels.program.cotangents import LoadGroups
 from pallas_kernels.spec import AttentionSpec, Operands
 from pallas_kernels.types import Accumulator, Index, Ref

@@ -33,8 +33,8 @@ from pallas_kernels.mosaic_gpu.decode.sizes import (
     stages_of,
 )
 from pallas_kernels.mosaic_gpu.forward.step import normalised
-from pallas_kernels.mosaic_gpu.pipeline import FIRST_FREE_BARRIER, WARP_GROUP_THREADS, Ring
 from pallas_kernels.mosaic_gpu.score.tile import ROW, TILE, over_columns
+from pallas_kernels.mosaic_gpu.smem import FIRST_FREE_BARRIER, WARP_GROUP_THREADS, Ring
 from pallas_kernels.mosaic_gpu.split_kv import CONSUMERS
 from pallas_kernels.mosaic_gpu.work_items import TILE_KEYS, Item, PageRows, page_rows, pieces_of_tile
 from pallas_kernels.softmax import mark

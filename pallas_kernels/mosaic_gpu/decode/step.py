@@ -10,7 +10,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plg
 
 from pallas_kernels.mosaic_gpu import inline_ptx, smem
-from pallas_kernels.mosaic_gpu.pipeline import Ring
 from pallas_kernels.mosaic_gpu.score import key_tail, scores
 from pallas_kernels.mosaic_gpu.score.tile import (
     ROW,
@@ -22,6 +21,7 @@ from pallas_kernels.mosaic_gpu.score.tile import (
     row_vector,
     zero_tile,
 )
+from pallas_kernels.mosaic_gpu.smem import Ring
 from pallas_kernels.mosaic_gpu.work_items import TILE_KEYS
 from pallas_kernels.spec import AttentionSpec
 from pallas_kernels.types import Accumulator, Ref

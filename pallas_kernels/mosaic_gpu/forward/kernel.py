@@ -1,10 +1,14 @@
 """Forward kernel for Hopper: warp-specialised, persistent, with ping-pong scheduling of two consumers.
 
-Persistent CTAs draw tiles of queries, each of one head, from a tile scheduler (`scheduler`). The producer warp group
-walks the listed blocks of keys and loads queries by TMA, and keys and values into a ring of shared-memory stages. Two
+Persistent CTAs draw tiles of queries, each of one head, from `PersistentScheduler`. The producer warp group walks
+the listed blocks of keys and loads queries by TMA, and keys and values into a ring of shared-memory stages. Two
 consumer warp groups own half of the queries each, and hold their weights P, O accumulator and online softmax state in
 registers (Shah et al. 2024, arXiv:2407.08608, algorithm 2). They ping-pong at the bottleneck: the tensor cores, or the
 special-function unit (`step`).
+
+A persistent CTA loads the queries of its next tile while it computes, where a new CTA would first have to start. The
+schedule is dynamic because tiles of a causal mask differ by far in work: a CTA takes its CTA id as its first tile id,
+then draws ids from an atomic counter.
 
 For each tile: the prologue evaluates the loop-invariant values of the mods; the mainloop issues QK^T of one tile of
 keys and PV of the tile before it; the epilogue does the last PV, normalises, and stores by TMA.
@@ -26,10 +30,10 @@ from jax.typing import DTypeLike
 
 from pallas_kernels import block_walk
 from pallas_kernels.config import Tiles
-from pallas_kernels.mosaic_gpu import smem
-from pallas_kernels.mosaic_gpu.forward import scheduler
+from pallas_kernels.mosaic_gpu import inline_ptx, smem
 from pallas_kernels.mosaic_gpu.forward import step as forward_step
 from pallas_kernels.mosaic_gpu.launch import (
+    NUM_SMS,
     WARP_GROUP,
     Grid,
     cut_rows,
@@ -39,10 +43,81 @@ from pallas_kernels.mosaic_gpu.launch import (
     pad_operands,
     padded_head_sizes,
 )
-from pallas_kernels.mosaic_gpu.pipeline import CONSUMER_REGISTERS, PRODUCER_REGISTERS, PingPong, Ring
 from pallas_kernels.mosaic_gpu.score import bias_tiles, scores
+from pallas_kernels.mosaic_gpu.smem import (
+    CONSUMER_REGISTERS,
+    FIRST_FREE_BARRIER,
+    PRODUCER_REGISTERS,
+    WARP_GROUP_THREADS,
+    PingPong,
+    Ring,
+)
 from pallas_kernels.spec import AttentionSpec, Operands
 from pallas_kernels.types import Index, Location, Ref
+
+NUM_CTAS = NUM_SMS  # one persistent CTA for each SM; on GPUs with fewer SMs the CTAs that start last find no tile left
+_DRAWN_BARRIER = FIRST_FREE_BARRIER + 2  # after the barriers of the ping-pong
+QUERY_STAGES = 2  # tiles whose queries are in shared memory at once
+
+
+class PersistentScheduler(NamedTuple):
+    """The tiles of a CTA."""
+
+    grid: Grid
+    cta_id: Index  # the id of the CTA, and of its first tile
+    # int32 [1] in global memory: the next tile id to draw; None if the kernel is not persistent (one tile for each CTA)
+    counter: Ref | None
+    tile_ids: Ref | None  # int32 [QUERY_STAGES] in shared memory: ids of the current tile and of the next
+
+    def over_tiles(
+        self, tile: Callable[[Index, Location, jax.Array], jax.Array], next_tile: Callable[[Index], jax.Array]
+    ) -> jax.Array:
+        """Runs ``stage = tile(i, index, stage)`` for the ith tile of this CTA, and returns how many there were.
+
+        Args:
+          tile: Computes the tile at index (batch, head, number in the tile order); `stage` is the first free ring
+            stage.
+          next_tile: Returns the id of the ith tile.
+        """
+        if self.counter is None:
+            tile(jnp.int32(0), self.grid.unravel(self.cta_id), jnp.int32(0))
+            return jnp.int32(1)
+
+        def body(state: tuple[jax.Array, Index, jax.Array]) -> tuple[jax.Array, Index, jax.Array]:
+            i, tile_id, stage = state
+            stage = tile(i, self.grid.unravel(tile_id), stage)
+            return i + 1, next_tile(i + 1), stage
+
+        more = lambda state: state[1] < self.grid.size
+        return lax.while_loop(more, body, (jnp.int32(0), self.cta_id, jnp.int32(0)))[0]
+
+    def draw(self, i: Index) -> jax.Array:
+        """Draws the id of the ith tile from the atomic counter; only the producer warp group does so."""
+        assert self.counter is not None  # it is persistent
+        assert self.tile_ids is not None
+        inline_ptx.atomic_increment(self.counter, self.tile_ids, _tile_slot(i))
+        inline_ptx.hardware_barrier("sync", jnp.int32(_DRAWN_BARRIER), WARP_GROUP_THREADS)
+        return self.tile_id(i)
+
+    def tile_id(self, i: Index) -> jax.Array:
+        """The id of the ith tile, once it was drawn."""
+        assert self.tile_ids is not None  # it is persistent
+        return self.tile_ids[_tile_slot(i)]
+
+
+def _tile_slot(i: Index) -> jax.Array:
+    """The query stage of the ith tile."""
+    return lax.rem(i, jnp.int32(QUERY_STAGES))
+
+
+def _tile_counter() -> jax.Ref:
+    """The atomic counter of tile ids, in global memory; it starts after the first tiles, whose ids are CTA ids."""
+    return jax.new_ref(jnp.full((1,), NUM_CTAS, jnp.int32))
+
+
+def _tile_id_scratch() -> Ref:
+    """Shared memory for tile ids."""
+    return smem.declared(plg.SMEM((QUERY_STAGES,), jnp.int32))
 
 
 class ForwardScratch(NamedTuple):
@@ -65,14 +140,14 @@ class ForwardScratch(NamedTuple):
 
     def query_slot(self, i: Index, group: Index) -> tuple[jax.Array, jax.Array]:
         """The stage of the queries of the ith tile, and the index of their barriers."""
-        groups, query_stage = self.queries.shape[1], jnp.int32(0) if self.tile_ids is None else scheduler.slot(i)
+        groups, query_stage = self.queries.shape[1], jnp.int32(0) if self.tile_ids is None else _tile_slot(i)
         return query_stage, query_stage * groups + group
 
 
 def declare(spec: AttentionSpec, tiles: Tiles, dtype: DTypeLike) -> ForwardScratch:
     """The scratch of a CTA: with bias tiles if they fit, and persistent if that fits then."""
     bias = bias_tiles.declare(spec, tiles, tiles.num_stages)
-    persistence = (True, False) if _grid(spec, tiles).size > scheduler.NUM_CTAS else (False,)
+    persistence = (True, False) if _grid(spec, tiles).size > NUM_CTAS else (False,)
     for bias_refs, is_persistent in itertools.product((bias, ()) if bias else ((),), persistence):
         declared = _declare(spec, tiles, dtype, bias_refs, is_persistent=is_persistent)
         if smem.bytes_of(jax.tree.leaves(declared)) <= smem.LIMIT:
@@ -83,7 +158,7 @@ def declare(spec: AttentionSpec, tiles: Tiles, dtype: DTypeLike) -> ForwardScrat
 def _declare(
     spec: AttentionSpec, tiles: Tiles, dtype: DTypeLike, bias: tuple[Ref, ...], *, is_persistent: bool
 ) -> ForwardScratch:
-    groups, query_stages = tiles.num_warps // 4, scheduler.QUERY_STAGES if is_persistent else 1
+    groups, query_stages = tiles.num_warps // 4, QUERY_STAGES if is_persistent else 1
     rows = tiles.block_q // groups
     (D, Dv), qk_dtype = padded_head_sizes(spec, dtype), jnp.dtype(spec.qk_dtype or dtype)
     sizes = ((D, qk_dtype), (Dv, dtype))
@@ -95,7 +170,7 @@ def _declare(
         Ring.from_tiles((*stages, *bias), groups),
         None if Dv == D and spec.qk_dtype is None else smem.tiled((groups, rows, Dv), dtype),
         tuple(smem.declared(plg.SMEM((groups, rows), jnp.float32)) for _ in ("lse", *spec.stats)),
-        scheduler.tile_ids() if is_persistent else None,
+        _tile_id_scratch() if is_persistent else None,
     )
 
 
@@ -125,11 +200,11 @@ def forward(spec: AttentionSpec, tiles: Tiles, arrays: Operands[jax.Array]) -> t
     per_row = output((spec.B, spec.Hq, grid.tiles * tiles.block_q), jnp.float32)
     out, *rows = launch(
         functools.partial(_kernel, spec, tiles, captured),
-        (flatten_captured(arrays), order, scheduler.counter() if is_persistent else None, bias_refs),
+        (flatten_captured(arrays), order, _tile_counter() if is_persistent else None, bias_refs),
         (output((*arrays.query.shape[:3], spec.Dv), arrays.value.dtype), *(per_row for _ in ("lse", *spec.stats))),
         scratch,
         name="jflex_forward_sm90",
-        num_ctas=scheduler.NUM_CTAS if is_persistent else grid.size,
+        num_ctas=NUM_CTAS if is_persistent else grid.size,
         warp_groups=tiles.num_warps // 4 + 1,
     )
     return cut_rows(spec, out, T, Dv), *(x[..., :T] for x in rows)
@@ -147,7 +222,7 @@ def _kernel(
     scratch: ForwardScratch,
 ) -> None:
     arrays, order, counter, bias_refs = inputs
-    tile_scheduler = scheduler.PersistentScheduler(_grid(spec, tiles), cta_id, counter, scratch.tile_ids)
+    tile_scheduler = PersistentScheduler(_grid(spec, tiles), cta_id, counter, scratch.tile_ids)
     row_at = lambda b, h, i: (b, h, block_walk.row_at(spec, order, b, h, i, tile_scheduler.grid.tiles))
     group, groups = lax.axis_index(WARP_GROUP), tiles.num_warps // 4
     loads = bias_tiles.bias_loads(spec) if bias_refs else ()
@@ -174,7 +249,7 @@ class ForwardStatic(NamedTuple):
     row_at: Callable[[jax.Array, jax.Array, jax.Array], Location]
 
 
-def _produce(static: ForwardStatic, tile_scheduler: scheduler.PersistentScheduler) -> None:
+def _produce(static: ForwardStatic, tile_scheduler: PersistentScheduler) -> None:
     """Producer warp group: draws tile ids, and loads queries, keys and values by TMA."""
     plg.set_max_registers(PRODUCER_REGISTERS, action="decrease")
     scratch, spec, tiles = static.scratch, static.spec, static.tiles
@@ -193,7 +268,7 @@ def _produce(static: ForwardStatic, tile_scheduler: scheduler.PersistentSchedule
         assert scratch.queries_empty is not None  # there is a next tile
         for group in range(groups):
             barrier = scratch.queries_empty.at[scratch.query_slot(i, group)[1]]
-            pl.when(i >= scheduler.QUERY_STAGES)(functools.partial(plg.barrier_wait, barrier))
+            pl.when(i >= QUERY_STAGES)(functools.partial(plg.barrier_wait, barrier))
         return tile_scheduler.draw(i)
 
     count = tile_scheduler.over_tiles(tile, next_tile)
@@ -225,7 +300,7 @@ def _after(stage: jax.Array, end: jax.Array) -> jax.Array:
     return jnp.where(end > stage, end + 1, stage)
 
 
-def _consume(static: ForwardStatic, tile_scheduler: scheduler.PersistentScheduler, group: jax.Array) -> None:
+def _consume(static: ForwardStatic, tile_scheduler: PersistentScheduler, group: jax.Array) -> None:
     """Consumer warp group: computes its rows of each tile of queries."""
     plg.set_max_registers(CONSUMER_REGISTERS, action="increase")
     scratch = static.scratch

@@ -14,9 +14,9 @@ from jax.experimental.pallas import mosaic_gpu as plg
 from jax.typing import DTypeLike
 
 from pallas_kernels.mosaic_gpu import inline_ptx
-from pallas_kernels.mosaic_gpu.pipeline import PingPong, Ring
 from pallas_kernels.mosaic_gpu.score import scores
 from pallas_kernels.mosaic_gpu.score.tile import ROW, TILE, fits_beside_gemm, has_spare_registers, uses_sfu
+from pallas_kernels.mosaic_gpu.smem import PingPong, Ring
 from pallas_kernels.program import patterns
 from pallas_kernels.softmax import LEAST_EXPONENT, mark
 from pallas_kernels.spec import LN_2, LOG2_E, AttentionSpec

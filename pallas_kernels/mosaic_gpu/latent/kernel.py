@@ -28,7 +28,7 @@ from jax.typing import DTypeLike
 from pallas_kernels.mosaic_gpu import global_rows, smem, split_kv
 from pallas_kernels.mosaic_gpu.latent import step
 from pallas_kernels.mosaic_gpu.latent.sizes import BUFFERS, Heads, LatentRows
-from pallas_kernels.mosaic_gpu.pipeline import CONSUMER_REGISTERS, PRODUCER_REGISTERS
+from pallas_kernels.mosaic_gpu.smem import CONSUMER_REGISTERS, PRODUCER_REGISTERS
 from pallas_kernels.mosaic_gpu.split_kv import CONSUMERS
 from pallas_kernels.mosaic_gpu.work_items import TILE_KEYS, Item, PageRows, page_rows, pieces_of_tile
 from pallas_kernels.spec import AttentionSpec, Captured, Operands

@@ -21,7 +21,6 @@ from jax.experimental.pallas import mosaic_gpu as plg
 
 from pallas_kernels.mosaic_gpu import inline_ptx, smem
 from pallas_kernels.mosaic_gpu.forward.step import normalised
-from pallas_kernels.mosaic_gpu.pipeline import FIRST_FREE_BARRIER, WARP_GROUP_THREADS
 from pallas_kernels.mosaic_gpu.score import key_tail, scores
 from pallas_kernels.mosaic_gpu.score.tile import (
     ROW,
@@ -33,6 +32,7 @@ from pallas_kernels.mosaic_gpu.score.tile import (
     row_vector,
     zero_tile,
 )
+from pallas_kernels.mosaic_gpu.smem import FIRST_FREE_BARRIER, WARP_GROUP_THREADS
 from pallas_kernels.mosaic_gpu.work_items import TILE_KEYS
 from pallas_kernels.softmax import mark
 from pallas_kernels.spec import AttentionSpec

@@ -17,8 +17,8 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.config import Tiles
 from pallas_kernels.mosaic_gpu import smem
-from pallas_kernels.mosaic_gpu.pipeline import Ring
 from pallas_kernels.mosaic_gpu.score.tile import evaluation
+from pallas_kernels.mosaic_gpu.smem import Ring
 from pallas_kernels.program.build import Program
 from pallas_kernels.program.evaluate import Evaluation
 from pallas_kernels.program.ir import Node

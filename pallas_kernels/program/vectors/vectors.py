@@ -18,8 +18,8 @@ import numpy.typing as npt
 from jax.extend import core
 
 from pallas_kernels.program.build import CALLS, IDENTITIES, RULED, Run, body_of, open_jaxpr
+from pallas_kernels.program.evaluate import ELEMENTWISE
 from pallas_kernels.program.ir import Axes, Graph, Node, reachable
-from pallas_kernels.program.rules.elementwise import ELEMENTWISE
 from pallas_kernels.program.rules.primitive_rules import choose
 from pallas_kernels.program.rules.views import NotOnTile
 from pallas_kernels.program.vectors import vector_rules

@@ -31,7 +31,7 @@ from pallas_kernels.spec import AttentionSpec, Operands
 from pallas_kernels.triton import scores
 from pallas_kernels.triton.head_chunks import load_keys, load_queries, load_vector, qk_dot
 from pallas_kernels.triton.launch import runner_of
-from pallas_kernels.triton.plan import cost
+from pallas_kernels.triton.plan.plan import fitted
 from pallas_kernels.types import Index, Ref
 
 MAX_TILE = 64
@@ -76,7 +76,7 @@ def captured(
         shapes,
         name="jflex_backward_captured",
         grid=(_positions(spec, work) * work.splits, *_kept(spec, work)),
-        tiles=cost.fitting(spec, "captured", _tiles(spec, tiles, work), [derivative.d_loads[x] for x in work.loads]),
+        tiles=fitted(spec, "captured", _tiles(spec, tiles, work), [derivative.d_loads[x] for x in work.loads]),
         aliases={before + n: i for n, i in enumerate(zeroed)},
     )
     return [x.sum(axis=0) if _stores(spec, work, load) else x for x, load in zip(outs, work.loads, strict=True)]

@@ -36,7 +36,7 @@ from pallas_kernels.spec import AttentionSpec, Operands
 from pallas_kernels.triton.backward import captured as backward_captured
 from pallas_kernels.triton.backward import dkv as backward_dkv
 from pallas_kernels.triton.backward import dq as backward_dq
-from pallas_kernels.triton.plan import cost
+from pallas_kernels.triton.plan.plan import fitted
 
 
 class BackwardTiles(NamedTuple):
@@ -71,7 +71,7 @@ def backward(
     d_query = d_key = d_value = None
     if requested.query or groups.rows or groups.stores or groups.atomics:
         written = (*groups.stores, *groups.atomics)
-        fitting = cost.fitting(spec, "dq", tiles.dq, cotangents_of((*groups.rows, *written)))
+        fitting = fitted(spec, "dq", tiles.dq, cotangents_of((*groups.rows, *written)))
         result = backward_dq.dq(spec, fitting, arrays, rows, derivative, groups)
         d_query = result.query if requested.query else None
         collect(spec, derivative, arrays, groups.rows, result.rows, gradients)
@@ -83,7 +83,7 @@ def backward(
         for load, x in zip(loads, found_captured, strict=True):
             gradients[load.value].append(x)
     if requested.key_or_value or groups.columns:
-        fitting = cost.fitting(spec, "dkv", tiles.dkv, cotangents_of(groups.columns))
+        fitting = fitted(spec, "dkv", tiles.dkv, cotangents_of(groups.columns))
         result = backward_dkv.dkv(spec, fitting, arrays, rows, derivative, groups)
         d_key, d_value = (
             (sum_batch(spec, x) for x in (result.key, result.value)) if requested.key_or_value else (None, None)

@@ -1,12 +1,18 @@
-"""Plan of a dense call: its Triton kernels and their tiles, or a refusal."""
+"""Plan of a dense call: its Triton kernels and their tiles, or a refusal.
+
+Shared memory and registers are estimated from the tiles, to rule out configurations early.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 
 from pallas_kernels.config import Tiles
 from pallas_kernels.plan import (
@@ -17,12 +23,14 @@ from pallas_kernels.plan import (
     derivative_of,
     with_programs,
 )
-from pallas_kernels.program.build import Derivative
+from pallas_kernels.program.build import Derivative, Program
 from pallas_kernels.program.cotangents import group_loads, is_ordered
+from pallas_kernels.program.ir import Axes, Node, reachable
 from pallas_kernels.spec import AttentionSpec
-from pallas_kernels.triton.plan import cost, limits
+from pallas_kernels.triton.head_chunks import chunks, may_hold_pairs
+from pallas_kernels.triton.plan import limits
 from pallas_kernels.triton.plan.limits import MIN_TILE, decodes, limit_of_device
-from pallas_kernels.tuning import tables, triton_rules
+from pallas_kernels.tuning import tables
 
 MAX_SORTED = 1 << 31  # elements of an array: positions in it have 32 bits
 _UNORDERED = (
@@ -147,7 +155,7 @@ def _choose_tiles(spec: AttentionSpec, kernel: Kernel) -> TileChoice | Refusal:
             f"it needs tiles of at least {MIN_TILE}, in powers of two; {where} {smallest} (create the mask with a "
             f"`block_size` that is a multiple of {MIN_TILE})"
         )
-    if cost.can_pipeline(spec.programs.score):
+    if can_pipeline(spec.programs.score):
         return choice
     return dataclasses.replace(choice, tiles=dataclasses.replace(choice.tiles, num_stages=1))
 
@@ -159,11 +167,11 @@ def _tiles_of(spec: AttentionSpec, kernel: Kernel) -> TileChoice:
     """
     configured: Tiles | None = getattr(spec.config, kernel)
     if configured is not None:
-        rows = triton_rules.decode_rows(spec.group * spec.T)
+        rows = tables.decode_rows(spec.group * spec.T)
         return TileChoice(dataclasses.replace(configured, block_q=rows) if kernel == "decode" else configured, "config")
     invariant = spec.config.batch_invariant and kernel == "forward"
     measured = None if kernel == "decode" or invariant else _measured_tiles(spec, kernel)
-    tiles = triton_rules.tiles_for(kernel, cost.need_of(spec), spec.group * spec.T) if measured is None else measured
+    tiles = tables.tiles_for(kernel, need_of(spec), spec.group * spec.T) if measured is None else measured
     block_q, block_kv = tiles.shape
     if kernel == "decode":  # rows of its tile are queries of several heads
         block_kv = min(block_kv, spec.blocks.size[1] & -spec.blocks.size[1] if spec.blocks else block_kv)
@@ -173,14 +181,14 @@ def _tiles_of(spec: AttentionSpec, kernel: Kernel) -> TileChoice:
         block_q = min(block_q, max(MIN_TILE, 1 << (spec.T - 1).bit_length()))
         block_kv = min(block_kv, max(MIN_TILE, 1 << (spec.S - 1).bit_length()))
     cut = dataclasses.replace(tiles, block_q=block_q, block_kv=block_kv)
-    return TileChoice(cost.fitting(spec, kernel, cut), "rule" if measured is None else "table")
+    return TileChoice(fitted(spec, kernel, cut), "rule" if measured is None else "table")
 
 
 def _measured_tiles(spec: AttentionSpec, kernel: Kernel) -> Tiles | None:
     length, itemsize = spec.T if kernel == "dkv" else spec.S, jnp.dtype(spec.dtype).itemsize
     key = tables.key_of(kernel, max(spec.D, spec.Dv), itemsize, spec.programs, length)
     if kernel == "forward" and spec.normalize == "none" and key.mods in ("arithmetic", "functions"):
-        key = key._replace(mods="none")  # see `triton_rules.forward_tiles`
+        key = key._replace(mods="none")  # see `tables.forward_tiles`
     official = tables.look_up(spec.device_kind, tables.official(key)) if spec.device.compiler == "official" else None
     return tables.look_up(spec.device_kind, key) if official is None else official
 
@@ -218,3 +226,177 @@ def describe_tiles(choice: TileChoice) -> str:
 def describe_splits(spec: AttentionSpec) -> str:
     """Splits of a constant number of keys, where the batch must not matter."""
     return f" in splits of {limits.KEYS_OF_SPLIT} keys" if spec.config.batch_invariant else ""
+
+
+# Bytes of shared memory that a CTA may have, by a part of the name of the device; elsewhere the minimum.
+HOPPER_SHARED_MEMORY, AMPERE_SHARED_MEMORY, MIN_SHARED_MEMORY = 232448, 166912, 101376
+# Register budget for values live through the mainloop. A thread has 255, and some values are rounded to 16 bits early.
+MAX_REGISTERS = 272
+
+
+def need_of(spec: AttentionSpec) -> tables.Need:
+    """Properties of a call that the rules for tiles depend on."""
+    return tables.Need(
+        head_size=max(spec.D, spec.Dv),
+        itemsize=jnp.dtype(spec.dtype).itemsize,
+        heavy=tables.is_heavy(*spec.programs),
+        score=(spec.programs.score is not None and spec.normalize == "softmax") or spec.programs.dropout is not None,
+        large_memory=tables.has_large_memory(spec.device_kind),
+        in_bytes=may_hold_pairs(spec, spec.D, spec.vector_programs.key)
+        and may_hold_pairs(spec, spec.Dv, spec.vector_programs.value),
+    )
+
+
+class LoadBytes(NamedTuple):
+    """Bytes that loads of mods read, of 4 at least in the dK/dV kernel, where Triton holds 16 bits in one of two ways.
+
+    Attributes:
+      by_row: For each key that a kernel walks, or query in the dK/dV kernel.
+    """
+
+    by_element: int = 0
+    by_row: int = 0
+
+
+NO_LOADS = LoadBytes()
+
+
+def shared_memory(kernel: str, tiles: Tiles, D: int, Dv: int, itemsize: int, loads: LoadBytes = NO_LOADS) -> int:
+    """Bytes of shared memory of a Triton kernel: its own rows, and `num_stages` tiles of those it walks.
+
+    What is no MMA operand has a stage less: loads of mods, and the lse and delta of the queries that the dK/dV kernel
+    walks. It is what Triton takes for sm_90a, where tests compile it; that of ``captured`` is compared by none.
+
+    Args:
+      D: Head size of query and key.
+      Dv: Head size of value.
+      itemsize: Bytes of an element of query, key and value.
+
+    >>> shared_memory("forward", Tiles(128, 128, 4, 2), 64, 64, 2)
+    81920
+    """
+    size, size_v = (sum(width for _, width in chunks(x)) for x in (D, Dv))
+    walked = tiles.block_q if kernel == "dkv" else tiles.block_kv
+    mod_bytes = tiles.block_q * tiles.block_kv * loads.by_element + walked * loads.by_row
+    both, more = size + size_v, (tiles.num_stages - 1) * mod_bytes
+    if kernel in ("forward", "decode"):
+        elements = tiles.block_q * size + tiles.num_stages * tiles.block_kv * both
+    elif kernel == "captured":  # it walks batch entries and heads
+        elements = tiles.num_stages * (tiles.block_q + tiles.block_kv) * both
+    elif kernel == "dq":
+        elements = tiles.block_q * both + tiles.num_stages * tiles.block_kv * both
+    else:
+        elements = tiles.block_kv * both + tiles.num_stages * tiles.block_q * both
+        more += (tiles.num_stages - 1) * tiles.block_q * 2 * 4
+    return elements * itemsize + more
+
+
+def registers(kernel: str, tiles: Tiles, D: int, Dv: int) -> float:
+    """Estimated registers of a thread for accumulators, scores and weights.
+
+    >>> registers("forward", Tiles(128, 64, 4, 2), 128, 128)
+    224.0
+    """
+    size, size_v = (sum(width for _, width in chunks(x)) for x in (D, Dv))
+    scores = tiles.block_q * tiles.block_kv
+    live = {
+        "forward": tiles.block_q * size_v + 1.5 * scores,  # the weights live beside the scores, in 16 bits
+        "dq": tiles.block_q * size + 2.5 * scores,
+        "dkv": tiles.block_kv * (size + size_v) + 2.5 * scores,
+    }
+    return live[kernel] / (32 * tiles.num_warps)
+
+
+def may_work(kernel: str, tiles: Tiles, D: int, Dv: int, itemsize: int, loads: LoadBytes = NO_LOADS) -> bool:
+    """True if a configuration may fit into the shared memory and registers of Hopper."""
+    fits = shared_memory(kernel, tiles, D, Dv, itemsize, loads) <= HOPPER_SHARED_MEMORY
+    return fits and registers(kernel, tiles, D, Dv) <= MAX_REGISTERS
+
+
+def bytes_of_loads(kernel: str, programs: Sequence[Program | None]) -> LoadBytes:
+    """Bytes of mods that `shared_memory` counts."""
+    loads = [node for program in programs if program is not None for node in program.loads]
+    read = lambda kind: sum(max(x.dtype.itemsize, 4 if kernel == "dkv" else 1) for x in loads if x.kind == kind)
+    return LoadBytes(read(Axes.TILE), read(Axes.ROW if kernel == "dkv" else Axes.COLUMN))
+
+
+def can_pipeline(score: Program | None) -> bool:
+    """True if the mainloop may be software-pipelined: not where a score mod indexes an array by the score.
+
+    Such a load waits for an MMA of the same iteration, which Triton (XLA of JAX 0.11) then moves to an earlier one. On
+    an H200 (bf16, tiles of 64 x 64, wgmma) dK came out wrong, by 0.25 in the mean; that the move is the cause was read
+    off the PTX, where with one stage nothing is moved.
+    """
+    if score is None:
+        return True
+    return not any(score.argument("score") in reachable(load.inputs) for load in score.loads)
+
+
+def stages_that_fit(
+    kernel: str, tiles: Tiles, head_sizes: tuple[int, int], itemsize: int, loads: LoadBytes, device_kind: str
+) -> int:
+    """The stages of `tiles`, or fewer if the shared memory of the device does not hold them.
+
+    >>> stages_that_fit("forward", Tiles(64, 64, 4, 3), (64, 64), 2, LoadBytes(32), "NVIDIA H200")
+    2
+    """
+    taken = lambda n: shared_memory(kernel, dataclasses.replace(tiles, num_stages=n), *head_sizes, itemsize, loads)
+    return _most_stages(tiles.num_stages, taken, device_kind)
+
+
+def fitted(spec: AttentionSpec, kernel: str, tiles: Tiles, cotangents: Iterable[Node] = ()) -> Tiles:
+    """The tiles, with fewer stages where mods read more than the shared memory of the device holds.
+
+    Triton may hold what the cotangents of loads depend on once more: with the gradients of a random mod that reads 20
+    bytes of each element, the dK/dV kernel held 36.
+
+    Args:
+      cotangents: Cotangents of loads of captured arrays that a backward kernel computes.
+    """
+    read = bytes_of_loads(kernel, spec.programs)
+    again = (node for node in reachable(list(cotangents)) if node.op == "load" and node.kind == Axes.TILE)
+    read = read._replace(by_element=read.by_element + sum(max(node.dtype.itemsize, 4) for node in again))
+    if not any(read):
+        return tiles
+    itemsize = np.dtype(spec.dtype).itemsize
+    stages = stages_that_fit(kernel, tiles, (spec.D, spec.Dv), itemsize, read, spec.device_kind)
+    return dataclasses.replace(tiles, num_stages=stages)
+
+
+def paged_stages(spec: AttentionSpec, tiles: Tiles) -> int:
+    """The stages of a paged kernel with key or value mods, or fewer if the shared memory does not hold their loads."""
+    return _most_stages(tiles.num_stages, functools.partial(paged_shared_memory, spec, tiles), spec.device_kind)
+
+
+def paged_shared_memory(spec: AttentionSpec, tiles: Tiles, stages: int) -> int:
+    """Estimated bytes of shared memory of a paged kernel: what Triton takes for sm_90a, where tests compile it.
+
+    Where pages are looked up, loads of keys wait for loads of the page table, and each has half of the stages. A tile
+    that a mod has made is an operand of an MMA, in shared memory once more.
+    """
+    itemsize, per_key, mod_width = np.dtype(spec.dtype).itemsize, 0, 0
+    for size, program in zip((spec.D, spec.Dv), spec.vector_programs, strict=True):
+        if program is None:
+            per_key += sum(width for _, width in chunks(size)) * itemsize
+            continue
+        mod_width = max(mod_width, *(chunk.width for chunk in program.chunks))
+        per_key += sum(
+            lanes.width * node.dtype.itemsize
+            for lanes in program.lane_programs
+            for node in lanes.nodes
+            if node.op == "load" and node.kind == Axes.TILE
+        )
+    buffers = max(1, (stages - 1) // 2 if spec.max_pages > 1 else stages - 1)
+    queries = tiles.block_q * sum(width for _, width in chunks(spec.D))
+    return (buffers * per_key + mod_width * itemsize) * tiles.block_kv + queries * itemsize
+
+
+def _most_stages(stages: int, taken: Callable[[int], float], device_kind: str) -> int:
+    """So many stages, or fewer if the shared memory that they take is more than the device has."""
+    return next((n for n in range(stages, 1, -1) if taken(n) <= _memory_of(device_kind)), 1)
+
+
+def _memory_of(device_kind: str) -> int:
+    if tables.has_large_memory(device_kind):
+        return HOPPER_SHARED_MEMORY
+    return AMPERE_SHARED_MEMORY if any(name in device_kind for name in ("A100", "A800", "A30")) else MIN_SHARED_MEMORY

@@ -68,7 +68,7 @@ def _widen_int8(selector: str) -> str:
 
 FUNCTIONS = {
     "multiply_add": ElementFunction("fma.rn.f32 $0, $1, $2, $3;", "tl.fma({0}, {1}, {2})"),
-    # LLVM cannot see through it: `pallas_kernels.triton.tile.opaque` says what for.
+    # LLVM cannot see through it: `pallas_kernels.triton.scores.opaque` says what for.
     "opaque": ElementFunction("mov.b32 $0, $1;", "{0}"),
     "relu": ElementFunction(
         "max.NaN.f32 $0, $1, 0f00000000;", "tl.maximum({0}, 0.0, propagate_nan=tl.PropagateNan.ALL)"
