@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.plan import Refusal, program_of
-from pallas_kernels.program.build import Sizes
+from pallas_kernels.program.build import IndexRanges
 from pallas_kernels.program.evaluate import Evaluation, Space
 from pallas_kernels.program.intervals import MAX_LOADED, RULES, Interval, Visibility, result_bounds
 from pallas_kernels.program.ir import Axes, Bounds, Node, reachable
@@ -56,7 +56,7 @@ def visibility_of_blocks(
     Returns:
       Booleans [rows, columns]; None if nothing is known of any block, or the mod has no tile program.
     """
-    program = program_of(mod, Sizes(*leading, *grid.lengths))
+    program = program_of(mod, IndexRanges(*leading, *grid.lengths))
     if isinstance(program, Refusal):
         return None
     given = {"b": at[0], "h": at[1], "q": grid.positions(0), "k": grid.positions(1)}
@@ -72,7 +72,7 @@ def hides_all(mod: Mod, leading: tuple[int, int], lengths: tuple[int, int]) -> b
       leading: Batch entries and query heads.
       lengths: Numbers of queries and of keys.
     """
-    program = program_of(mod, Sizes(*leading, *lengths))
+    program = program_of(mod, IndexRanges(*leading, *lengths))
     return not isinstance(program, Refusal) and program.output.bounds == (0, 0)
 
 

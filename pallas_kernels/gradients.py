@@ -34,7 +34,7 @@ class Gradients(NamedTuple):
     score_operands: tuple[jax.Array | None, ...]
 
 
-class Rows(NamedTuple, Generic[A]):
+class RowOperands(NamedTuple, Generic[A]):
     """Per query: dO (in the layout of the spec), lse and delta, both [B, Hq, T], and dH like them, or None.
 
     dH is the cotangent of the entropy, whose derivative with respect to P is ``-log P`` up to a number: so
@@ -75,15 +75,15 @@ def row_statistics(
     saved: tuple[jax.Array, jax.Array],
     d_saved: tuple[jax.Array, jax.Array | None],
     entropy: Entropy | None = None,
-) -> Rows[jax.Array]:
+) -> RowOperands[jax.Array]:
     """dO, lse, delta = rowsum(dO * O) + dH * H - dlse, and dH."""
     (out, lse), (d_out, d_lse) = saved, d_saved
     delta = jnp.sum(out.astype(jnp.float32) * d_out.astype(jnp.float32), axis=-1)
     delta = delta.swapaxes(1, 2) if spec.layout == "BTNH" else delta
     delta = delta if d_lse is None else delta - d_lse
     if entropy is None:
-        return Rows(d_out, lse, delta)
-    return Rows(d_out, lse, delta + entropy.cotangent * entropy.value, entropy.cotangent)
+        return RowOperands(d_out, lse, delta)
+    return RowOperands(d_out, lse, delta + entropy.cotangent * entropy.value, entropy.cotangent)
 
 
 def log2_lse(lse: jax.Array) -> jax.Array:

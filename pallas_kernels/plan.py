@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.config import Tiles
-from pallas_kernels.program.build import Derivative, Program, Sizes, differentiate, trace_program
+from pallas_kernels.program.build import Derivative, IndexRanges, Program, differentiate, trace_program
 from pallas_kernels.program.ir import Node
 from pallas_kernels.program.rules.views import NotOnTile
 from pallas_kernels.program.vectors.vectors import Chunks, VectorProgram, VectorSizes, chunkings, trace_vector_program
@@ -109,7 +109,7 @@ def lacking_in_pallas() -> str | None:
 
 def with_programs(spec: AttentionSpec) -> AttentionSpec | Refusal:
     """The spec with the tile programs of its mods."""
-    sizes = Sizes(spec.B, spec.Hq, spec.T, spec.S, spec.heads_in_rows)
+    sizes = IndexRanges(spec.B, spec.Hq, spec.T, spec.S, spec.heads_in_rows)
     programs: list[Program | None] = []
     for mod in (spec.score_mod, spec.mask_mod, None if spec.dropout is None else spec.dropout.mod):
         program = None if mod is None else program_of(mod, sizes)
@@ -145,7 +145,7 @@ def derivative_of(spec: AttentionSpec, requested: Sequence[bool]) -> Derivative 
 
 
 @functools.lru_cache(maxsize=256)
-def program_of(mod: Mod, sizes: Sizes) -> Program | Refusal:
+def program_of(mod: Mod, sizes: IndexRanges) -> Program | Refusal:
     """The tile program of a score or mask mod, or why it has none."""
     reason = _operand_reason(mod)
     if reason is not None:

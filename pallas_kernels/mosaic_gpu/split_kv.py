@@ -40,7 +40,7 @@ class Inputs(Protocol):
     def _replace(self, **fields: object) -> Any: ...
 
 
-class Rows(Protocol):
+class TileRows(Protocol):
     """The rows of a tile of queries, [64] each."""
 
     @property
@@ -59,7 +59,7 @@ class Rows(Protocol):
         ...
 
 
-class Sizes(NamedTuple):
+class LaunchSizes(NamedTuple):
     """Static sizes of a launch.
 
     Attributes:
@@ -100,7 +100,7 @@ class Static(NamedTuple, Generic[P, I, S]):
         """Runs ``count = body(i, item, count)`` for the items of this CTA; `count` is the caller's, from 0 on."""
         over_items(self.arrays.items, self.spec.Hkv, self.cta_id, body)
 
-    def prepare(self, item: Item, rows: Rows, q: jax.Array, q_first: jax.Array) -> scores.Scores:
+    def prepare(self, item: Item, rows: TileRows, q: jax.Array, q_first: jax.Array) -> scores.Scores:
         """The scores of an item, whose rows have these indices of queries in mods."""
         return scores.prepare(
             self.spec,
@@ -117,7 +117,7 @@ class Static(NamedTuple, Generic[P, I, S]):
     def store(
         self,
         item: Item,
-        rows: Rows,
+        rows: TileRows,
         of_partial: Callable[[jax.Array], jax.Array],
         write: Callable[[tuple[Ref, ...], jax.Array], None],
     ) -> None:
@@ -150,7 +150,7 @@ class Roles(NamedTuple):
 
 
 def attend(
-    name: str, roles: Roles, spec: AttentionSpec, packing: object, rows: int, queries: int, sizes: Sizes,
+    name: str, roles: Roles, spec: AttentionSpec, packing: object, rows: int, queries: int, sizes: LaunchSizes,
     arrays: Inputs, scratch: NamedTuple,
 ) -> list[jax.Array]:  # fmt: skip
     """Computes out [queries, Hq, Dv] and lse, float32 [queries, Hq], of the tiles whose keys are not split.

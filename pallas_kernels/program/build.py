@@ -35,7 +35,7 @@ _TIES = frozenset({"clamp", "cummax", "cummin", "reduce_max", "reduce_min"})
 
 
 @dataclasses.dataclass(frozen=True)
-class Sizes:
+class IndexRanges:
     """Ranges of the indices: batch, query heads, queries, keys.
 
     Attributes:
@@ -100,7 +100,9 @@ class Derivative:
         return reachable([self.program.output, self.d_score, *self.d_loads.values()])
 
 
-def trace_program(jaxpr: core.ClosedJaxpr, operands: Sequence[tuple[tuple[int, ...], str]], sizes: Sizes) -> Program:
+def trace_program(
+    jaxpr: core.ClosedJaxpr, operands: Sequence[tuple[tuple[int, ...], str]], sizes: IndexRanges
+) -> Program:
     """Builds the tile program of a mod, whose jaxpr takes ``(score,) b, h, q, k, *operands``.
 
     Raises:

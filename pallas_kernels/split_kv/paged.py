@@ -131,7 +131,7 @@ def _launch(
     )
 
 
-class _Program(NamedTuple):
+class _WorkTile(NamedTuple):
     """A program: its work item, the rows of that, and their attention."""
 
     item: WorkItem
@@ -146,7 +146,7 @@ class _Program(NamedTuple):
         arrays: PagedOperands[Ref],
         number: jax.Array | None = None,
         planned: Requests | None = None,
-    ) -> _Program:
+    ) -> _WorkTile:
         """From a number of work item and key head: the program id for None."""
         tiles = work.tiles
         number = pl.program_id(0) if number is None else number
@@ -236,7 +236,7 @@ def _kernel(
     *refs: Ref,  # out [N, Hq, Dv], lse and stats [N, Hq]; partial results, [slots, Hkv, block_q] in place of [N, Hq]
 ) -> None:
     del before  # the memory of the outputs but partial results
-    program, count = _Program.from_number(spec, work, arrays), 2 + len(spec.stats)
+    program, count = _WorkTile.from_number(spec, work, arrays), 2 + len(spec.stats)
     item, (columns, row_vectors) = program.item, program.attention.attend()
     program.store(refs[:count], columns, row_vectors, whole=(item.queries > 0) & (item.splits == 1))
     if len(refs) > count:
@@ -250,7 +250,7 @@ def _fixed_kernel(spec: AttentionSpec, work: Work, arrays: PagedOperands[Ref], b
     count = 2 + len(spec.stats)
 
     def compute(number: jax.Array) -> None:
-        program = _Program.from_number(spec, work, arrays, number, planned)
+        program = _WorkTile.from_number(spec, work, arrays, number, planned)
         item, sums = program.item, fixed_splits.attend(program.attention, *program.fixed_splits(work))
         columns, row_vectors = fixed_splits.finish(spec, sums)
         program.store(refs[:count], columns, row_vectors, whole=(item.queries > 0) & (item.splits == 1))
@@ -261,7 +261,7 @@ def _fixed_kernel(spec: AttentionSpec, work: Work, arrays: PagedOperands[Ref], b
 
 
 def _store_partial(
-    program: _Program, refs: Sequence[Ref], number: jax.Array, columns: Columns, row_vectors: RowVectors
+    program: _WorkTile, refs: Sequence[Ref], number: jax.Array, columns: Columns, row_vectors: RowVectors
 ) -> None:
     """Stores the partial result of an item, if its keys are split: out and vectors."""
     (partial_out, *per_row), item, spec = refs, program.item, program.attention.prepared.spec
@@ -278,7 +278,7 @@ def _repair_kernel(spec: AttentionSpec, work: Work, arrays: PagedOperands[Ref], 
     block, kv_h = lax.div(program, spec.Hkv), lax.rem(program, spec.Hkv)
 
     def fix(item: jax.Array, planned: Requests) -> None:
-        tile = _Program.from_number(spec, work, arrays, item * spec.Hkv + kv_h, planned)
+        tile = _WorkTile.from_number(spec, work, arrays, item * spec.Hkv + kv_h, planned)
         row_lse = runner_of(spec).load(before[1].at[(tile.row.n, tile.row.h)])
         marked = (row_lse != row_lse) & (tile.item.queries > 0)  # others stay, to the last bit
         pl.when(any_nan(row_lse) & (tile.item.queries > 0))(lambda: _fix(tile, work, refs, marked))
@@ -291,7 +291,7 @@ def _repair_kernel(spec: AttentionSpec, work: Work, arrays: PagedOperands[Ref], 
     pl.when(blocks.has_marks(before[1], block, kv_h))(fix_block)
 
 
-def _fix(program: _Program, work: Work, refs: Sequence[Ref], marked: jax.Array) -> None:
+def _fix(program: _WorkTile, work: Work, refs: Sequence[Ref], marked: jax.Array) -> None:
     """Computes a tile of queries again, and stores the rows that are marked."""
     if work.fixed_splits:
         sums, attended = fixed_splits.repair(program.attention, *program.fixed_splits(work))

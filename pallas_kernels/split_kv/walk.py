@@ -23,7 +23,7 @@ from pallas_kernels.types import Index, Ref
 MAX_JUDGED_RUNS = 1024  # runs of tiles of keys whose mask is bounded at once, each a value in a register
 
 
-class Walk(NamedTuple):
+class KeyTiles(NamedTuple):
     """Tiles of keys that some queries visit, and the unmasked (full) ones among them: first, and one past the last."""
 
     first: Index
@@ -32,7 +32,7 @@ class Walk(NamedTuple):
     last_whole: Index
 
 
-def walk_of(spec: AttentionSpec, tile: int, mask: Evaluation | None, item: WorkItem) -> Walk:
+def walk_of(spec: AttentionSpec, tile: int, mask: Evaluation | None, item: WorkItem) -> KeyTiles:
     """The tiles of `tile` keys that a work item visits.
 
     Args:
@@ -41,7 +41,7 @@ def walk_of(spec: AttentionSpec, tile: int, mask: Evaluation | None, item: WorkI
     """
     last, whole = lax.div(item.length + (tile - 1), tile), lax.div(item.length, tile)
     if mask is None:
-        return Walk(0, last, 0, whole)
+        return KeyTiles(0, last, 0, whole)
     assert spec.programs.mask is not None  # that was evaluated
     tiles = pl.cdiv(spec.S, tile)
     run = pl.cdiv(tiles, MAX_JUDGED_RUNS)  # tiles judged as one
@@ -56,12 +56,12 @@ def walk_of(spec: AttentionSpec, tile: int, mask: Evaluation | None, item: WorkI
     last_whole = _first_where(~whole_runs & (i > first_whole), i, count)
     end = jnp.minimum(after * run, last)
     begin = jnp.minimum(first * run, end)
-    return Walk(begin, end, jnp.minimum(first_whole * run, end), jnp.minimum(last_whole * run, end))
+    return KeyTiles(begin, end, jnp.minimum(first_whole * run, end), jnp.minimum(last_whole * run, end))
 
 
 def walk_of_all_heads(
     spec: AttentionSpec, work: Work, refs: Sequence[Ref], item: WorkItem, per_request: int | None = None
-) -> Walk:
+) -> KeyTiles:
     """The tiles that all groups of heads of a work item visit, where they visit the same; all of them otherwise.
 
     Args:

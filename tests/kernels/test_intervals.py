@@ -8,11 +8,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from pallas_kernels.program import intervals
-from pallas_kernels.program.build import Sizes, trace_program
+from pallas_kernels.program.build import IndexRanges, trace_program
 from pallas_kernels.program.evaluate import Evaluation, Space
 from tests.support.rows import in_turns
 
-SIZES = Sizes(B=3, Hq=2, T=48, S=64, heads_in_rows=True)
+SIZES = IndexRanges(B=3, Hq=2, T=48, S=64, heads_in_rows=True)
 TILE = 8
 LARGE = [intervals.MAX_LOADED - 1, intervals.MAX_LOADED, intervals.MAX_LOADED + 1, 2**30, -(2**31), 2**31 - 1]
 

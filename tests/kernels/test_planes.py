@@ -8,11 +8,11 @@ from jflex.mods.trace import TracedMod
 from pallas_kernels.config import Tiles
 from pallas_kernels.mosaic_gpu import smem
 from pallas_kernels.mosaic_gpu.score import bias_tiles
-from pallas_kernels.program.build import Sizes, trace_program
+from pallas_kernels.program.build import IndexRanges, trace_program
 from pallas_kernels.spec import Programs
 from tests.support.specs import spec_of
 
-SIZES = Sizes(2, 4, 1024, 2048)
+SIZES = IndexRanges(2, 4, 1024, 2048)
 BF16, F32 = jnp.bfloat16, jnp.float32
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.mosaic_gpu.score.tile import unsupported_primitive
-from pallas_kernels.program.build import Sizes, differentiate, trace_program
+from pallas_kernels.program.build import IndexRanges, differentiate, trace_program
 from pallas_kernels.program.evaluate import Evaluation, Space
 from pallas_kernels.program.rules.views import NotOnTile
 from pallas_kernels.triton.compiler.emit import emit
@@ -39,7 +39,7 @@ class DenseSpace(Space):
 def program_of(mod, operands):
     scalars = [jax.ShapeDtypeStruct((), jnp.float32), *[jax.ShapeDtypeStruct((), jnp.int32)] * 4]
     jaxpr = jax.make_jaxpr(mod)(*scalars, *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands))
-    return trace_program(jaxpr, [(x.shape, str(x.dtype)) for x in operands], Sizes(B, H, T, S))
+    return trace_program(jaxpr, [(x.shape, str(x.dtype)) for x in operands], IndexRanges(B, H, T, S))
 
 
 def run_program(mod, operands, score, d_score, h):

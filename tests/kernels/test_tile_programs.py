@@ -7,11 +7,11 @@ import pytest
 
 from pallas_kernels.program import cotangents, evaluate
 from pallas_kernels.program.broadcast_axes import BroadcastAxes, broadcast_axes
-from pallas_kernels.program.build import Sizes, differentiate, trace_program
+from pallas_kernels.program.build import IndexRanges, differentiate, trace_program
 from pallas_kernels.program.evaluate import Evaluation, OfMultiple, Product, Space
 from tests.support.specs import spec_of
 
-SIZES = Sizes(B=3, Hq=4, T=70, S=90)
+SIZES = IndexRanges(B=3, Hq=4, T=70, S=90)
 
 
 def program_of(mod, *operands):
@@ -190,7 +190,7 @@ def test_invariance(mod, shape, expected):
 def test_axes_of_length_1_are_none():
     program = program_of(lambda s, b, h, q, k, x: s + x[q, k], (70, 90))
     [load] = program.loads
-    assert broadcast_axes(spec_with(Sizes(1, 1, 70, 90)), load) == BroadcastAxes(False, False, False)
+    assert broadcast_axes(spec_with(IndexRanges(1, 1, 70, 90)), load) == BroadcastAxes(False, False, False)
 
 
 def test_groups_of_loads():

@@ -19,7 +19,7 @@ from jflex.mods.trace import trace_mask_mod, trace_score_mod
 from pallas_kernels.config import Tiles
 from pallas_kernels.mosaic_gpu.plan import plan as mosaic_plan
 from pallas_kernels.plan import TileChoice, all_gradients
-from pallas_kernels.program.build import Sizes, trace_program
+from pallas_kernels.program.build import IndexRanges, trace_program
 from pallas_kernels.spec import Blocks
 from pallas_kernels.triton.plan import plan as triton_plan
 from pallas_kernels.tuning import tables
@@ -126,7 +126,7 @@ def polynomial(terms):
 
 
 def bucket_of(score, mask):
-    sizes = Sizes(2, 2, 64, 64)
+    sizes = IndexRanges(2, 2, 64, 64)
     traced = [score and trace_score_mod(score)[0], mask and trace_mask_mod(mask)[0]]
     return tables.mods_of(*(x and trace_program(x.jaxpr, x.operands, sizes) for x in traced))
 

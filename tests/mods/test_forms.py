@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from pallas_kernels.program import patterns
-from pallas_kernels.program.build import Sizes, trace_program
+from pallas_kernels.program.build import IndexRanges, trace_program
 
-SIZES = Sizes(2, 4, 1024, 2048)
+SIZES = IndexRanges(2, 4, 1024, 2048)
 
 
 def program_of(mod, sizes=SIZES):
@@ -112,7 +112,7 @@ def test_other_sums_are_no_distances(mod):
 
 
 def test_distances_that_float32_does_not_hold_are_left_alone():
-    long = Sizes(1, 1, 1 << 23, 1 << 23)
+    long = IndexRanges(1, 1, 1 << 23, 1 << 23)
     mod = lambda s, b, h, q, k: s + (k - q).astype(jnp.float32)
     assert patterns.distances(program_of(mod, long), "k", "q") == []
 

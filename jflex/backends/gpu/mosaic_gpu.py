@@ -222,7 +222,7 @@ def _attend_latent(plan: LatentPlan, arrays: PagedOperands[jax.Array], items: ja
 
     rows = arrays.key.reshape(*arrays.key.shape[:2], -1)
     operands = kernel.LatentOperands(arrays.query, rows, arrays.table, arrays.first_page, items, arrays.captured)
-    return kernel.attend(plan.spec, plan.heads, split_kv.Sizes(len(items), slots), operands)
+    return kernel.attend(plan.spec, plan.heads, split_kv.LaunchSizes(len(items), slots), operands)
 
 
 def _attend_pages(plan: DecodePlan, arrays: PagedOperands[jax.Array], items: jax.Array, slots: int) -> list[jax.Array]:
@@ -231,14 +231,14 @@ def _attend_pages(plan: DecodePlan, arrays: PagedOperands[jax.Array], items: jax
 
     pages = arrays.table, arrays.first_page
     operands = kernel.DecodeOperands(arrays.query, arrays.key, arrays.value, *pages, items, arrays.captured)
-    return kernel.attend(plan.spec, plan.packing, split_kv.Sizes(len(items), slots), operands)
+    return kernel.attend(plan.spec, plan.packing, split_kv.LaunchSizes(len(items), slots), operands)
 
 
 def _decode(spec: AttentionSpec, split_kv: _SplitKv, inputs: Inputs) -> Saved:
     """Out and lse of few queries against contiguous keys: each batch entry is a request with T queries."""
     from pallas_kernels.mosaic_gpu.decode import kernel
     from pallas_kernels.mosaic_gpu.decode.plan import DecodePlan
-    from pallas_kernels.mosaic_gpu.split_kv import Sizes
+    from pallas_kernels.mosaic_gpu.split_kv import LaunchSizes
     from pallas_kernels.split_kv import items, repair
 
     (plan, work), arrays = split_kv, operands_of(inputs)
@@ -249,7 +249,7 @@ def _decode(spec: AttentionSpec, split_kv: _SplitKv, inputs: Inputs) -> Saved:
     work_items, slots = items.plan_items(packed, work, extents, arrays.captured.mask, per_request=spec.T)
     query = _packed(spec, arrays.query)
     operands = kernel.DecodeOperands(query, arrays.key, arrays.value, None, None, work_items, arrays.captured)
-    partials = kernel.attend(plan.spec, plan.packing, Sizes(len(work_items), slots), operands)
+    partials = kernel.attend(plan.spec, plan.packing, LaunchSizes(len(work_items), slots), operands)
     out, lse = items.merge(packed, work, extents, partials)
     by_batch = lambda x: x.reshape(spec.B, spec.T, *x.shape[1:])
     out, lse = by_batch(out), by_batch(lse).swapaxes(1, 2)

@@ -81,7 +81,7 @@ class Triton(Backend):
             inputs = widened(inputs)
         return _saved(spec, forward(plan.spec, tiles, operands_of(inputs)._replace(sinks=inputs.sinks)))
 
-    def _dense_plan(self, spec: AttentionSpec, requested: GradientRequest | None) -> triton_plan.Plan:
+    def _dense_plan(self, spec: AttentionSpec, requested: GradientRequest | None) -> triton_plan.TritonPlan:
         """The plan of a supported call."""
         plan = self._plan(spec, requested)
         assert isinstance(plan, Plan), plan

@@ -24,7 +24,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plg
 
 from pallas_kernels import block_walk
-from pallas_kernels.gradients import Rows, score_mod_vjp, weights_vjp
+from pallas_kernels.gradients import RowOperands, score_mod_vjp, weights_vjp
 from pallas_kernels.mosaic_gpu import smem
 from pallas_kernels.mosaic_gpu.backward.captured_work import CapturedScratch, CapturedWork, declare
 from pallas_kernels.mosaic_gpu.backward.stream import (
@@ -88,7 +88,7 @@ def captured(
     spec: AttentionSpec,
     work: CapturedWork,
     arrays: Operands[jax.Array],
-    rows: Rows[jax.Array],
+    rows: RowOperands[jax.Array],
     derivative: Derivative,
     groups: LoadGroups,
     *,

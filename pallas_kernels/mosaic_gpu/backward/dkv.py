@@ -20,7 +20,7 @@ from jax.experimental.pallas import mosaic_gpu as plg
 
 from pallas_kernels import block_walk
 from pallas_kernels.config import Tiles
-from pallas_kernels.gradients import Rows
+from pallas_kernels.gradients import RowOperands
 from pallas_kernels.mosaic_gpu import smem
 from pallas_kernels.mosaic_gpu.backward.stream import (
     KEY,
@@ -73,7 +73,7 @@ def dkv(
     spec: AttentionSpec,
     tiles: Tiles,
     arrays: Operands[jax.Array],
-    rows: Rows[jax.Array],
+    rows: RowOperands[jax.Array],
     derivative: Derivative | None,
     groups: LoadGroups,
     *,
@@ -94,7 +94,7 @@ def dkv(
 
 
 def _launch(
-    static: BackwardStatic, arrays: Operands[jax.Array], rows: Rows[jax.Array], *, one_pass: bool = False
+    static: BackwardStatic, arrays: Operands[jax.Array], rows: RowOperands[jax.Array], *, one_pass: bool = False
 ) -> DkvOutputs[jax.Array]:
     spec, tiles, groups = static.spec, static.tiles, static.groups
     columns, row_tiles = pl.cdiv(spec.S, tiles.block_kv), pl.cdiv(spec.T, tiles.block_q)

@@ -19,7 +19,7 @@ from jax.typing import DTypeLike
 
 from pallas_kernels import block_walk
 from pallas_kernels.config import Tiles
-from pallas_kernels.gradients import Rows, score_mod_vjp, weights_vjp
+from pallas_kernels.gradients import RowOperands, score_mod_vjp, weights_vjp
 from pallas_kernels.mosaic_gpu import smem
 from pallas_kernels.mosaic_gpu.backward.stream import (
     DELTA,
@@ -111,7 +111,7 @@ def dq(
     spec: AttentionSpec,
     tiles: Tiles,
     arrays: Operands[jax.Array],
-    rows: Rows[jax.Array],
+    rows: RowOperands[jax.Array],
     derivative: Derivative | None,
     groups: LoadGroups,
 ) -> DqOutputs[jax.Array]:

@@ -23,7 +23,7 @@ from pallas_kernels.gradients import (
     Gradients,
     Repairs,
     RequestedGradients,
-    Rows,
+    RowOperands,
     collect,
     row_statistics,
     sum_batch,
@@ -79,7 +79,7 @@ class BackwardCall(NamedTuple):
     unpadded: AttentionSpec
     tiles: BackwardTiles
     arrays: Operands[jax.Array]  # the operands of the forward pass, padded
-    rows: Rows[jax.Array]  # dO [B, T, Hq, Dv] or [B, Hq, T, Dv], padded; lse and delta [B, Hq, T]
+    rows: RowOperands[jax.Array]  # dO [B, T, Hq, Dv] or [B, Hq, T, Dv], padded; lse and delta [B, Hq, T]
     requested: RequestedGradients  # the requested gradients, with the derivative of the score mod
     groups: LoadGroups  # loads of captured arrays with requested gradients
     repairs: Repairs  # recomputes marked rows

@@ -13,7 +13,7 @@ from jax.experimental.pallas import mosaic_gpu as plg
 from jax.typing import DTypeLike
 
 from pallas_kernels.config import Tiles
-from pallas_kernels.gradients import Rows, log2_lse
+from pallas_kernels.gradients import RowOperands, log2_lse
 from pallas_kernels.mosaic_gpu import smem
 from pallas_kernels.mosaic_gpu.score import bias_tiles, scores
 from pallas_kernels.mosaic_gpu.smem import Ring
@@ -146,7 +146,7 @@ class RowStats(NamedTuple, Generic[A]):
     stats: A
 
 
-def pack_row_stats(rows: Rows[jax.Array], multiple: int, lse_scale: float = 1.0) -> RowStats[jax.Array]:
+def pack_row_stats(rows: RowOperands[jax.Array], multiple: int, lse_scale: float = 1.0) -> RowStats[jax.Array]:
     """Row statistics as the kernels read them, padded to a multiple of rows; the lse is divided by `lse_scale`."""
     # On an H200 the sum behind delta and this stack took 0.57 ms as one kernel of XLA (B 2, H 16, T 16384, D 128).
     rows = rows._replace(delta=lax.optimization_barrier(rows.delta))

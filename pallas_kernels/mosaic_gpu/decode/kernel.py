@@ -94,7 +94,7 @@ def declare(spec: AttentionSpec, dtype: DTypeLike) -> DecodeScratch:
 
 
 def attend(
-    spec: AttentionSpec, packing: Packing, sizes: split_kv.Sizes, arrays: DecodeOperands[jax.Array]
+    spec: AttentionSpec, packing: Packing, sizes: split_kv.LaunchSizes, arrays: DecodeOperands[jax.Array]
 ) -> list[jax.Array]:
     """Runs `split_kv.attend`; the first rows of a partial result are the heads of the first query, then of the next.
 

@@ -97,7 +97,7 @@ def declare(spec: AttentionSpec, heads: Heads, dtype: DTypeLike) -> LatentScratc
 
 
 def attend(
-    spec: AttentionSpec, heads: Heads, sizes: split_kv.Sizes, arrays: LatentOperands[jax.Array]
+    spec: AttentionSpec, heads: Heads, sizes: split_kv.LaunchSizes, arrays: LatentOperands[jax.Array]
 ) -> list[jax.Array]:
     """Runs `split_kv.attend`; the first rows of a partial result are the heads of the group of the first query.
 

@@ -22,7 +22,7 @@ from jax.ref import addupdate
 
 from pallas_kernels import block_walk
 from pallas_kernels.config import Tiles
-from pallas_kernels.gradients import Rows, log2_lse, score_mod_vjp, weights_vjp
+from pallas_kernels.gradients import RowOperands, log2_lse, score_mod_vjp, weights_vjp
 from pallas_kernels.program.broadcast_axes import BroadcastAxes
 from pallas_kernels.program.build import Derivative
 from pallas_kernels.program.cotangents import covers, stores
@@ -57,7 +57,7 @@ def captured(
     spec: AttentionSpec,
     tiles: Tiles,
     arrays: Operands[jax.Array],
-    rows: Rows[jax.Array],
+    rows: RowOperands[jax.Array],
     derivative: Derivative,
     group: tuple[BroadcastAxes, tuple[Node, ...]],
 ) -> list[jax.Array]:
@@ -133,7 +133,7 @@ def _kernel(
     derivative: Derivative,
     arrays: Operands[Ref],
     states: Ref | None,  # [list batch, list heads, rows of blocks, columns of blocks], or None
-    rows: Rows[Ref],  # dO like the output; lse, delta and dH [B, Hq, T]
+    rows: RowOperands[Ref],  # dO like the output; lse, delta and dH [B, Hq, T]
     zeros: list[Ref],  # initial gradients, aliased with those outputs that are not written as a whole
     *gradients: Ref,  # like the array of each load; with a leading axis of splits where stored
 ) -> None:
@@ -186,7 +186,7 @@ class _Program(NamedTuple):
     work: CapturedWork
     derivative: Derivative
     arrays: Operands[Ref]
-    rows: Rows[Ref]
+    rows: RowOperands[Ref]
 
     def add(
         self,

@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels import block_walk
 from pallas_kernels.config import Tiles
-from pallas_kernels.gradients import Rows, log2_lse, score_mod_vjp, weights_vjp
+from pallas_kernels.gradients import RowOperands, log2_lse, score_mod_vjp, weights_vjp
 from pallas_kernels.program.build import Derivative
 from pallas_kernels.program.cotangents import LoadGroups
 from pallas_kernels.softmax import mark
@@ -52,7 +52,7 @@ def dkv(
     spec: AttentionSpec,
     tiles: Tiles,
     arrays: Operands[jax.Array],
-    rows: Rows[jax.Array],
+    rows: RowOperands[jax.Array],
     derivative: Derivative | None,
     groups: LoadGroups,
 ) -> DkvOutputs:
@@ -90,7 +90,7 @@ def repair(
     spec: AttentionSpec,
     tiles: Tiles,
     arrays: Operands[jax.Array],
-    rows: Rows[jax.Array],
+    rows: RowOperands[jax.Array],
     derivative: Derivative | None,
     result: tuple[jax.Array, jax.Array],
     marks: jax.Array,
@@ -118,7 +118,7 @@ def _kernel(
     groups: LoadGroups,
     arrays: Operands[Ref],
     order: Ref | None,  # [list batch, key heads or 1, tiles of keys], or None
-    rows: Rows[Ref],  # dO like the output; lse, delta and dH [B, Hq, T]
+    rows: RowOperands[Ref],  # dO like the output; lse, delta and dH [B, Hq, T]
     d_key: Ref,  # [B, S, Hkv, D] or [B, Hkv, S, D]
     d_value: Ref,  # [B, S, Hkv, Dv] or [B, Hkv, S, Dv]
     *columns: Ref,  # [B, Hq, S] for each of `groups.columns`, then marks [B, Hkv, S]
@@ -147,7 +147,7 @@ def _repair_kernel(
     derivative: Derivative | None,
     marked: Marked,
     arrays: Operands[Ref],
-    rows: Rows[Ref],
+    rows: RowOperands[Ref],
     marks: Ref,  # [B, Hkv, S]
     before: tuple[Ref, Ref],  # dK and dV, as the kernel left them
     d_key: Ref,  # [B, S, Hkv, D] or [B, Hkv, S, D]
@@ -237,7 +237,7 @@ class _Head(NamedTuple):
     keys: _Keys
     derivative: Derivative | None
     groups: LoadGroups | None
-    rows: Rows[Ref]
+    rows: RowOperands[Ref]
     h: jax.Array
 
     def walk(self, state: S, step: Callable[[S, Index, bool], S]) -> S:

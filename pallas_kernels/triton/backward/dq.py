@@ -18,7 +18,7 @@ from jax.ref import addupdate
 
 from pallas_kernels import block_walk
 from pallas_kernels.config import Tiles
-from pallas_kernels.gradients import Rows, log2_lse, score_mod_vjp, weights_vjp
+from pallas_kernels.gradients import RowOperands, log2_lse, score_mod_vjp, weights_vjp
 from pallas_kernels.program.build import Derivative
 from pallas_kernels.program.cotangents import LoadGroups
 from pallas_kernels.program.ir import Axes, Node
@@ -54,7 +54,7 @@ def dq(
     spec: AttentionSpec,
     tiles: Tiles,
     arrays: Operands[jax.Array],
-    rows: Rows[jax.Array],
+    rows: RowOperands[jax.Array],
     derivative: Derivative | None,
     groups: LoadGroups,
 ) -> DqOutputs:
@@ -98,7 +98,7 @@ def repair(
     spec: AttentionSpec,
     tiles: Tiles,
     arrays: Operands[jax.Array],
-    rows: Rows[jax.Array],
+    rows: RowOperands[jax.Array],
     derivative: Derivative | None,
     d_query: jax.Array,
     marks: jax.Array,
@@ -126,7 +126,7 @@ def _kernel(
     groups: LoadGroups,
     arrays: Operands[Ref],
     order: Ref | None,  # [list batch, list heads, tiles of queries], or None
-    rows: Rows[Ref],  # dO like the output; lse, delta and dH [B, Hq, T]
+    rows: RowOperands[Ref],  # dO like the output; lse, delta and dH [B, Hq, T]
     zeros: list[Ref],  # initial gradients of `groups.stores` and `groups.atomics`, aliased with outputs
     d_query: Ref,  # [B, T, Hq, D] or [B, Hq, T, D]
     *captured: Ref,  # [B, Hq, T] for each of `groups.rows`, then gradients of arrays, then marks [B, Hq, T]
@@ -158,7 +158,7 @@ def _repair_kernel(
     derivative: Derivative | None,
     marked: Marked,
     arrays: Operands[Ref],
-    rows: Rows[Ref],
+    rows: RowOperands[Ref],
     marks: Ref,  # [B, Hq, T], or [B, Hq, 1] for all of a head
     before: Ref,
     d_query: Ref,  # [B, T, Hq, D] or [B, Hq, T, D]
@@ -209,7 +209,7 @@ class _Queries(NamedTuple):
         tiles: Tiles,
         derivative: Derivative | None,
         arrays: Operands[Ref],
-        rows: Rows[Ref],
+        rows: RowOperands[Ref],
         at: Location,
     ) -> _Queries:
         """Loads it."""

@@ -64,7 +64,7 @@ class BackwardPlan:
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class TritonPlan:
     """Plan of a dense call.
 
     Attributes:
@@ -92,7 +92,7 @@ class Plan:
 
 
 @functools.lru_cache(maxsize=256)
-def plan(spec: AttentionSpec, requested: GradientRequest | None) -> Plan | Refusal:
+def plan(spec: AttentionSpec, requested: GradientRequest | None) -> TritonPlan | Refusal:
     """Plans a dense call; `pallas_kernels.split_kv.plan` plans a paged one.
 
     Args:
@@ -109,13 +109,13 @@ def plan(spec: AttentionSpec, requested: GradientRequest | None) -> Plan | Refus
     return backward if isinstance(backward, Refusal) else dataclasses.replace(forward, backward=backward)
 
 
-def _plan_forward(spec: AttentionSpec) -> Plan | Refusal:
+def _plan_forward(spec: AttentionSpec) -> TritonPlan | Refusal:
     decoded = decodes(spec)
     traced = with_programs(spec.replace(heads_in_rows=decoded))
     if isinstance(traced, Refusal):
         return traced
     choice = _choose_tiles(traced, "decode" if decoded else "forward")
-    return choice if isinstance(choice, Refusal) else Plan(traced, choice)
+    return choice if isinstance(choice, Refusal) else TritonPlan(traced, choice)
 
 
 def _plan_backward(spec: AttentionSpec, requested: GradientRequest) -> BackwardPlan | Refusal:
@@ -193,7 +193,7 @@ def _measured_tiles(spec: AttentionSpec, kernel: Kernel) -> Tiles | None:
     return tables.look_up(spec.device_kind, key) if official is None else official
 
 
-def faster_by_official(plan: Plan, requested: GradientRequest | None) -> str | None:
+def faster_by_official(plan: TritonPlan, requested: GradientRequest | None) -> str | None:
     """Why official Triton compiles faster kernels for a pass, by the table of the device, or None.
 
     Args:
