@@ -15,8 +15,15 @@ from pallas_kernels.config import Tiles
 from pallas_kernels.spec import AttentionSpec
 from pallas_kernels.split_kv import planner
 from pallas_kernels.split_kv.merge import merge_splits
-from pallas_kernels.split_kv.walk import walk_of_all_heads
-from pallas_kernels.split_kv.work import UNLIMITED, RequestExtents, Work, item_of, requests, requests_on_host
+from pallas_kernels.split_kv.work import (
+    UNLIMITED,
+    RequestExtents,
+    Work,
+    item_of,
+    requests,
+    requests_on_host,
+    walk_of_all_heads,
+)
 from pallas_kernels.triton.launch import runner_of
 from pallas_kernels.types import Ref
 

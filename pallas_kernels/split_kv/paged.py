@@ -25,8 +25,17 @@ from pallas_kernels.spec import AttentionSpec, Operands
 from pallas_kernels.split_kv import byte_pairs, fixed_splits, planner
 from pallas_kernels.split_kv.key_rows import KeyRows
 from pallas_kernels.split_kv.merge import merge_splits
-from pallas_kernels.split_kv.walk import QueryBlocks, walk_of
-from pallas_kernels.split_kv.work import PagedOperands, QueryRows, Requests, Work, WorkItem, item_of, requests
+from pallas_kernels.split_kv.work import (
+    PagedOperands,
+    QueryBlocks,
+    QueryRows,
+    Requests,
+    Work,
+    WorkItem,
+    item_of,
+    requests,
+    walk_of,
+)
 from pallas_kernels.triton import scores, vectors
 from pallas_kernels.triton.containment import any_nan
 from pallas_kernels.triton.forward import Attention, RowVectors, Tile, Walk

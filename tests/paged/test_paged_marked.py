@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from jax.experimental import pallas as pl
 
 from pallas_kernels.config import Tiles
-from pallas_kernels.split_kv.walk import QueryBlocks
-from pallas_kernels.split_kv.work import Work, planned_requests
+from pallas_kernels.split_kv.work import QueryBlocks, Work, planned_requests
 from pallas_kernels.triton.containment import MAX_PROGRAMS
 
 PADDED = 16  # requests
