@@ -59,8 +59,8 @@ def visibility_of_blocks(
     program = program_of(mod, IndexRanges(*leading, *grid.lengths))
     if isinstance(program, Refusal):
         return None
-    given = {"b": at[0], "h": at[1], "q": grid.positions(0), "k": grid.positions(1)}
-    values = {node: given[node.value] for node in program.arguments}
+    index_values = {"b": at[0], "h": at[1], "q": grid.positions(0), "k": grid.positions(1)}
+    values = {node: index_values[node.value] for node in program.arguments}
     return _BlockAnalysis(Evaluation(_Positions(operands, grid), values), grid).visibility(program.output)
 
 
@@ -103,10 +103,10 @@ class _BlockAnalysis:
         self.out_of_range: list[jax.Array] = []  # where a number that enters arithmetic is larger than assumed
 
     def visibility(self, output: Node) -> Visibility | None:
-        found = self._interval(output)
-        if found is None:
+        interval = self._interval(output)
+        if interval is None:
             return None
-        some, everything = (jnp.broadcast_to(x != 0, self.grid.shape) for x in (found.high, found.low))
+        some, everything = (jnp.broadcast_to(x != 0, self.grid.shape) for x in (interval.high, interval.low))
         for unsafe in self.out_of_range:
             some, everything = some | unsafe, everything & ~unsafe
         return Visibility(some, everything)
@@ -144,11 +144,11 @@ class _BlockAnalysis:
         if len(intervals) < len(ins):
             return None
         if is_boolean:
-            made, bounds = RULES[node.op](*intervals), (0, 1)
+            ends, bounds = RULES[node.op](*intervals), (0, 1)
         else:
             intervals, bounds = self._within_range(node, intervals)
-            made = None if bounds is None else RULES[node.op](*intervals)
-        return None if made is None or bounds is None else Interval(*made, bounds)
+            ends = None if bounds is None else RULES[node.op](*intervals)
+        return None if ends is None or bounds is None else Interval(*ends, bounds)
 
     def _within_range(self, node: Node, ins: list[Interval]) -> tuple[list[Interval], Bounds | None]:
         """The inputs of an integer and its static bounds, for which large numbers are assumed not to occur."""

@@ -35,7 +35,7 @@ class Split(NamedTuple):
     i: Index
     splits: Index
 
-    def of(self, total: Index) -> tuple[Index, Index]:
+    def tile_range(self, total: Index) -> tuple[Index, Index]:
         """First tile and end of the split, among `total` tiles."""
         size = lax.div(total + (self.splits - 1), self.splits)
         return jnp.minimum(self.i * size, total), jnp.minimum((self.i + 1) * size, total)
@@ -47,7 +47,7 @@ class FixedSplit(NamedTuple):
     i: Index
     size: int
 
-    def of(self, total: Index) -> tuple[Index, Index]:
+    def tile_range(self, total: Index) -> tuple[Index, Index]:
         """First tile and end of the split, among `total` tiles."""
         return jnp.minimum(self.i * self.size, total), jnp.minimum((self.i + 1) * self.size, total)
 
@@ -75,7 +75,7 @@ def walk(
     last = -(-length // block) - 1
     bounded = lambda count: count if max_blocks is None else jnp.minimum(count, max_blocks)
     lengths = [bounded(counts[row.at]) * per_block for counts, _ in (row.partial, row.full)]
-    start, end = (0, None) if split is None else split.of(lengths[0] + lengths[1])
+    start, end = (0, None) if split is None else split.tile_range(lengths[0] + lengths[1])
     for (_, indices), is_partial, tiles in zip((row.partial, row.full), (True, False), lengths, strict=True):
 
         def body(t, state, indices=indices, is_partial=is_partial):
@@ -120,7 +120,7 @@ def walk_all(
     whole = 0 if is_partial else length // tile
     tiles = -(-length // tile)
     if split is not None:
-        start, end = split.of(tiles)
+        start, end = split.tile_range(tiles)
         first, last = jnp.minimum(start, whole), jnp.minimum(end, whole)
         state = lax.fori_loop(first, last, lambda t, s: step(s, t * tile, False), state)
         first, last = jnp.maximum(start, whole), jnp.maximum(end, whole)

@@ -93,12 +93,12 @@ def unreached_by_pallas(elements: int) -> bool:
 
 def limit_of_pallas() -> str | None:
     """Why Pallas cannot compile for Triton here, or None."""
-    lacking = lacking_in_pallas()
-    return None if lacking is None else f"{lacking}; implementation='official_triton' runs the same kernels"
+    missing = missing_from_pallas()
+    return None if missing is None else f"{missing}; implementation='official_triton' runs the same kernels"
 
 
 @functools.cache
-def lacking_in_pallas() -> str | None:
+def missing_from_pallas() -> str | None:
     """What Pallas lacks to compile for Triton, or None."""
     try:
         importlib.import_module("jax.experimental.pallas.triton")
@@ -186,8 +186,8 @@ def _derivative_of(program: Program, requested: tuple[bool, ...]) -> Derivative 
 
 
 def _refusal(role: Role, reason: str) -> Refusal:
-    rest = "implementation='xla' evaluates any mod that `jax.vmap` can"
-    return Refusal(f"cannot run in a kernel: {reason}. {rest}", role)
+    advice = "implementation='xla' evaluates any mod that `jax.vmap` can"
+    return Refusal(f"cannot run in a kernel: {reason}. {advice}", role)
 
 
 def _operand_reason(mod: Mod) -> str | None:

@@ -143,13 +143,13 @@ def differentiate(program: Program, requested: Sequence[bool]) -> Derivative:
         f = lambda score, *xs: _evaluate_scalars(
             program, (score, *arguments[1:]), dict(zip(loads, xs, strict=True)), others
         )
-        others = dict(zip(rest, values[len(loads) :], strict=True))
+        others = dict(zip(remaining, values[len(loads) :], strict=True))
         return jax.vjp(f, arguments[0], *values[: len(loads)])[1](cotangent)
 
-    rest = [n for n in every if n not in loads]
+    remaining = [n for n in every if n not in loads]
     ct = graph.input("cotangent", Axes.TILE, np.float32)
     exact = [graph.cast(n, np.float32) for n in loads]  # 16-bit loads: cotangents are summed before they are rounded
-    ins = [ct, *program.arguments, *exact, *rest]
+    ins = [ct, *program.arguments, *exact, *remaining]
     try:
         jaxpr, consts = open_jaxpr(jax.make_jaxpr(pulled)(*(jax.ShapeDtypeStruct((), n.dtype) for n in ins)))
     except NotImplementedError as error:  # JAX itself has no derivative of `nextafter`, say
@@ -213,8 +213,8 @@ class Run:
         if name in random_bits.RULES or any(map(is_random_key, eqn.outvars)):
             loaded = [load(self.graph, x) for x in ins]
             inline = lambda closed, args: [load(self.graph, x) for x in self.jaxpr(*open_jaxpr(closed), args)]
-            if (found := random_bits.apply(eqn, loaded, inline)) is not None:
-                return found
+            if (bits := random_bits.apply(eqn, loaded, inline)) is not None:
+                return bits
         if name == "cond":
             return self._cond(eqn, ins)
         if name == "unstack":
@@ -273,8 +273,8 @@ class Run:
         a, b = (self.graph.cast(element(self.graph, x), dtype) for x in ins)
         if a.bounds is None or b.bounds is None or a.bounds[0] < 0 or b.bounds[0] <= 0 or dtype.kind not in "iu":
             return None
-        own = jax.make_jaxpr(jnp.floor_divide if op == "div" else jnp.remainder)(*(v.aval for v in eqn.invars))
-        if str(open_jaxpr(own)[0].eqns[0].params["jaxpr"]) != str(eqn.params["jaxpr"]):
+        reference = jax.make_jaxpr(jnp.floor_divide if op == "div" else jnp.remainder)(*(v.aval for v in eqn.invars))
+        if str(open_jaxpr(reference)[0].eqns[0].params["jaxpr"]) != str(eqn.params["jaxpr"]):
             return None  # a user's function of that name
         return [_box(self.graph.same_dtype(op, getattr(jax.lax, op), a, b))]
 
@@ -319,8 +319,8 @@ class Run:
     def _row(self, x: Value, step: int) -> Value:
         if not isinstance(x, View):
             return np.asarray(x[step], object).reshape(x.shape[1:])
-        rest = x.shape[1:]
-        window = x.window(self.graph, [step, *[0] * len(rest)], (1, *rest), (1,) * len(x.shape))
+        remaining = x.shape[1:]
+        window = x.window(self.graph, [step, *[0] * len(remaining)], (1, *remaining), (1,) * len(x.shape))
         return window.select_dimensions(range(1, len(x.shape)))
 
 

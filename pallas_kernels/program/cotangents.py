@@ -77,8 +77,8 @@ def reads_once(scores: ScoreShape, load: Node, axes: BroadcastAxes = NO_AXES) ->
     `axes` are ignored, because the load is constant along them.
     """
     sizes = {"b": 1 if axes.batch else scores.B, "h": 1 if axes.heads else scores.Hq, "q": scores.T, "k": scores.S}
-    own = {_argument_with_offset(index) for index in load.inputs}
-    return not axes.diagonal and all(size == 1 or name in own for name, size in sizes.items())
+    indexing = {_argument_with_offset(index) for index in load.inputs}
+    return not axes.diagonal and all(size == 1 or name in indexing for name, size in sizes.items())
 
 
 def covers(scores: ScoreShape, load: Node, shape: tuple[int, ...]) -> bool:

@@ -76,9 +76,9 @@ def round_away(x: jax.Array) -> jax.Array:
 def round_even(x: jax.Array) -> jax.Array:
     """Nearest integer, ties to even."""
     low = jnp.floor(x)
-    rest = x - low
+    residue = x - low
     odd = low - 2.0 * jnp.floor(low * 0.5)
-    up = (rest > 0.5) | ((rest == 0.5) & (odd == 1.0))
+    up = (residue > 0.5) | ((residue == 0.5) & (odd == 1.0))
     return jnp.where(up, low + 1.0, low)
 
 
@@ -145,13 +145,13 @@ def remainder(x: jax.Array, y: jax.Array) -> jax.Array:
     return repair_remainder(x, y, lax.rem(lax.rem(x, y), y))
 
 
-def repair_remainder(x: jax.Array, y: jax.Array, rest: jax.Array) -> jax.Array:
+def repair_remainder(x: jax.Array, y: jax.Array, residue: jax.Array) -> jax.Array:
     """The remainder of `x` by `y` from `rest`, which may be one divisor too large or too small."""
     size, zero = jnp.abs(y), jnp.zeros_like(x)
     toward_zero = lambda sign: jnp.where(sign < zero, size, -size)
-    rest = jnp.where(jnp.abs(rest) >= size, rest + toward_zero(rest), rest)
-    other_sign = ((rest < zero) & (x > zero)) | ((rest > zero) & (x < zero))
-    return jnp.where(other_sign, rest - toward_zero(x), rest)
+    residue = jnp.where(jnp.abs(residue) >= size, residue + toward_zero(residue), residue)
+    other_sign = ((residue < zero) & (x > zero)) | ((residue > zero) & (x < zero))
+    return jnp.where(other_sign, residue - toward_zero(x), residue)
 
 
 def without_accuracy(params: Params) -> Params:

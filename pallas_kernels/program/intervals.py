@@ -116,10 +116,10 @@ class _IntervalAnalysis:
             return self._undecided() if is_boolean else None
         intervals = [x for x in ins if x is not None]
         bounds = (0, 1) if is_boolean else result_bounds(node, intervals)
-        made = None if bounds is None else RULES[node.op](*intervals)
-        if made is None or bounds is None:
+        ends = None if bounds is None else RULES[node.op](*intervals)
+        if ends is None or bounds is None:
             return self._undecided() if is_boolean else None
-        low, high = made
+        low, high = ends
         return Interval(low, high, bounds)
 
     def _indices(self, axis: str, bounds: Bounds) -> Interval:
@@ -189,8 +189,8 @@ def _remainder(a: Interval, b: Interval) -> Ends | None:
     if a.bounds[0] < 0 or b.bounds[0] <= 0 or b.bounds[0] != b.bounds[1]:
         return None
     within = _div(a.low, b.low) == _div(a.high, b.low)
-    rest = lambda x: x - _div(x, b.low) * b.low
-    return jnp.where(within, rest(a.low), 0), jnp.where(within, rest(a.high), b.low - 1)
+    residue = lambda x: x - _div(x, b.low) * b.low
+    return jnp.where(within, residue(a.low), 0), jnp.where(within, residue(a.high), b.low - 1)
 
 
 def _div(a: jax.Array, b: jax.Array) -> jax.Array:

@@ -25,17 +25,17 @@ def addend(program: Program | None, scale: float) -> Addend | None:
     """Matches a mod that only adds to the score (ALiBi, a bias, a table), where QK^T has this scale."""
     if program is None or scale < MIN_SCALE or program.output.op not in ("add", "sub"):
         return None
-    score, (left, right) = program.argument("score"), program.output.inputs
-    if right is score and program.output.op == "add":
-        left, right = right, left
-    if left is not score or score in reachable([right]):
+    score, (lhs, rhs) = program.argument("score"), program.output.inputs
+    if rhs is score and program.output.op == "add":
+        lhs, rhs = rhs, lhs
+    if lhs is not score or score in reachable([rhs]):
         return None
     sign = 1 if program.output.op == "add" else -1
-    if right.op == "mul" and right.kind == Axes.TILE:
-        for factor, term in (right.inputs, right.inputs[::-1]):
+    if rhs.op == "mul" and rhs.kind == Axes.TILE:
+        for factor, term in (rhs.inputs, rhs.inputs[::-1]):
             if factor.kind == Axes.UNIFORM:
                 return Addend(sign, factor, term)
-    return Addend(sign, None, right)
+    return Addend(sign, None, rhs)
 
 
 class Multiple(NamedTuple):
@@ -193,11 +193,11 @@ def _is_term(node: Node) -> bool:
 
 def clauses(program: Program | None) -> tuple[list[Node], list[Node]]:
     """The conjuncts of a mask: first those that compare indices alone, then the rest."""
-    ordered, others, left = [], [], [] if program is None else [program.output]
-    while left:
-        node = left.pop()
+    ordered, others, pending = [], [], [] if program is None else [program.output]
+    while pending:
+        node = pending.pop()
         if node.op == "and" and node.dtype == np.bool_:
-            left += node.inputs
+            pending += node.inputs
         else:
             (ordered if _is_of_indices(node) else others).append(node)
     return ordered, others

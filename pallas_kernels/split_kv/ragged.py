@@ -293,7 +293,7 @@ def over_keys(
         masked, tile = spec.programs.mask is not None, tiles.block_kv
         assert row.end is not None  # else rows are alike
         unsplit, all_of_it = lax.div(row.end, tile), lax.div(row.end + (tile - 1), tile)
-        start, end = split.of(all_of_it)
+        start, end = split.tile_range(all_of_it)
         inside = lambda t, s: step(s, t * tile, masked, False)
         state = lax.fori_loop(jnp.minimum(start, unsplit), jnp.minimum(end, unsplit), inside, state)
         last = lambda t, s: step(s, t * tile, True, True)

@@ -112,8 +112,8 @@ def official(key: Key) -> Key:
 def microseconds(device_kind: str, key: Key) -> float | None:
     """How long the fastest tiles took where they were measured, or None if there is no entry."""
     name = table_name(device_kind)
-    found = () if name is None else read(name).get("entries", ())
-    return next((entry["microseconds"] for entry in found if Key(**entry["key"]) == key), None)
+    records = () if name is None else read(name).get("entries", ())
+    return next((entry["microseconds"] for entry in records if Key(**entry["key"]) == key), None)
 
 
 @functools.cache

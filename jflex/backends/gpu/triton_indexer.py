@@ -7,7 +7,7 @@ from typing import NamedTuple
 import jax
 
 from jflex._mesh import isolated_trace
-from pallas_kernels.plan import lacking_in_pallas
+from pallas_kernels.plan import missing_from_pallas
 from pallas_kernels.spec import Route
 from pallas_kernels.triton.indexer.limits import scores_not_taken, selection_not_taken
 from pallas_kernels.triton.plan.limits import limit_of_platform
@@ -29,7 +29,7 @@ class Site(NamedTuple):
     def limit(self) -> str | None:
         """Why nothing runs here, as part of a sentence, or None."""
         return limit_of_platform(self.platform, interpret=self.interpret) or (
-            None if self.interpret else lacking_in_pallas()
+            None if self.interpret else missing_from_pallas()
         )
 
 

@@ -76,7 +76,7 @@ def dynamic_slice(graph: Graph, ins: Sequence[Value], params: Params, shape: tup
         positions = range(x.shape[d] - size + 1)
         node = graph.clamp(graph.cast(node, np.int32), 0, positions[-1])
         windows = [np.take(x, range(p, p + size), axis=d) for p in positions]
-        x = functools.reduce(lambda rest, p: _where(graph, node, p, windows[p], rest), positions[1:], windows[0])
+        x = functools.reduce(lambda other, p: _where(graph, node, p, windows[p], other), positions[1:], windows[0])
     return x
 
 
@@ -192,8 +192,8 @@ def dot_general(graph: Graph, ins: Sequence[Value], params: Params, shape: tuple
     exact = accumulator(dtype)
 
     def at(i: tuple[int, ...]) -> Node:
-        left, right = a[i[: n + free_a]], b[(*i[:n], *i[n + free_a :])]
-        pairs = zip(np.ravel(left), np.ravel(right), strict=True)
+        lhs, rhs = a[i[: n + free_a]], b[(*i[:n], *i[n + free_a :])]
+        pairs = zip(np.ravel(lhs), np.ravel(rhs), strict=True)
         products = [graph.same_dtype("mul", lax.mul, graph.cast(x, exact), graph.cast(y, exact)) for x, y in pairs]
         return graph.cast(functools.reduce(lambda x, y: graph.same_dtype("add", lax.add, x, y), products), dtype)
 
@@ -203,9 +203,9 @@ def dot_general(graph: Graph, ins: Sequence[Value], params: Params, shape: tuple
 def polynomial(graph: Graph, x: Node, *coefficients: Node) -> Node:
     """``sum(c[n] * x ** n)`` by Horner's rule, in float32 for 16-bit floats, rounded once: no compiler has it."""
     dtype = accumulator(x.dtype)
-    by, *rest = (graph.cast(n, dtype) for n in (x, *coefficients))
+    by, *terms = (graph.cast(n, dtype) for n in (x, *coefficients))
     multiply_add = lambda out, c: graph.same_dtype("add", lax.add, graph.same_dtype("mul", lax.mul, out, by), c)
-    return graph.cast(functools.reduce(multiply_add, reversed(rest)), x.dtype)
+    return graph.cast(functools.reduce(multiply_add, reversed(terms)), x.dtype)
 
 
 def _reduction(op: str, function: Callable[..., jax.Array]) -> Callable[..., Value]:

@@ -89,20 +89,20 @@ def _clone(eqn: core.JaxprEqn, ins: Sequence[Scalars], inline: Inline) -> Sequen
 def _of_each(function: Callable[..., jax.Array], *dtypes: np.dtype) -> Callable[..., Scalars]:
     """A function of key data, and of scalars, for each key of an array."""
 
-    def of(inline: Inline, keys: Scalars, *others: Scalars) -> Scalars:
+    def each(inline: Inline, keys: Scalars, *others: Scalars) -> Scalars:
         avals = [jax.ShapeDtypeStruct((_WORDS,), np.uint32), *(jax.ShapeDtypeStruct((), d) for d in dtypes)]
         jaxpr = jax.make_jaxpr(function)(*avals)
         inner = jax.eval_shape(function, *avals).shape
         out = np.empty((*keys.shape, *inner), object)
         for i in np.ndindex(*keys.shape):
             words = scalars((_WORDS,), lambda j, i=i: _word(keys, i, j[0]))
-            rest = [scalars((), lambda _, i=i, x=x: np.broadcast_to(x, keys.shape)[i]) for x in others]
-            [found] = inline(jaxpr, [words, *rest])
+            arguments = [scalars((), lambda _, i=i, x=x: np.broadcast_to(x, keys.shape)[i]) for x in others]
+            [results] = inline(jaxpr, [words, *arguments])
             for j in np.ndindex(*inner):
-                out[(*i, *j)] = found[j]
+                out[(*i, *j)] = results[j]
         return out
 
-    return of
+    return each
 
 
 def _fold_in(eqn: core.JaxprEqn, ins: Sequence[Scalars], inline: Inline) -> Sequence[Scalars]:
@@ -125,8 +125,8 @@ def _threefry(eqn: core.JaxprEqn, ins: Sequence[Scalars], inline: Inline) -> Seq
     shape = aval_of(eqn.outvars[0]).shape
     jaxpr = jax.make_jaxpr(threefry2x32)(*[jax.ShapeDtypeStruct((), np.uint32)] * 4)
     words = [np.broadcast_to(x, shape) for x in ins]
-    found = {i: inline(jaxpr, [scalars((), lambda _, x=x, i=i: x[i]) for x in words]) for i in np.ndindex(*shape)}
-    return [scalars(shape, lambda i, word=word: found[i][word].item()) for word in range(_WORDS)]
+    results = {i: inline(jaxpr, [scalars((), lambda _, x=x, i=i: x[i]) for x in words]) for i in np.ndindex(*shape)}
+    return [scalars(shape, lambda i, word=word: results[i][word].item()) for word in range(_WORDS)]
 
 
 def _counts(eqn: core.JaxprEqn, ins: Sequence[Scalars], inline: Inline) -> Sequence[Scalars]:

@@ -26,11 +26,11 @@ class NotOnTile(Exception):
 Scalars = np.ndarray[Any, np.dtype[np.object_]]  # of nodes
 
 
-def scalars(shape: Sequence[int], of: Callable[[tuple[int, ...]], object]) -> Scalars:
+def scalars(shape: Sequence[int], value_at: Callable[[tuple[int, ...]], object]) -> Scalars:
     """An array of nodes, ``of(index)`` at each index."""
     out = np.empty(tuple(shape), object)
     for index in np.ndindex(*shape):
-        out[index] = of(index)
+        out[index] = value_at(index)
     return out
 
 

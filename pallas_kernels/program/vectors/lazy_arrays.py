@@ -28,17 +28,17 @@ MAX_CHOICES = 16  # values between which a computed index may choose
 class LazyArray:
     """An array whose elements are computed when they are indexed, each once."""
 
-    def __init__(self, shape: Sequence[int], dtype: DTypeLike, of: Callable[[tuple[Position, ...]], Node]) -> None:
-        self.shape, self.dtype, self._of = tuple(int(size) for size in shape), np.dtype(dtype), of
-        self._made: dict[tuple[object, ...], Node] = {}
+    def __init__(self, shape: Sequence[int], dtype: DTypeLike, element: Callable[[tuple[Position, ...]], Node]) -> None:
+        self.shape, self.dtype, self._element = tuple(int(size) for size in shape), np.dtype(dtype), element
+        self._elements: dict[tuple[object, ...], Node] = {}
 
     def at(self, index: Sequence[Position]) -> Node:
         """The element at an index, which must be in range."""
         assert len(index) == len(self.shape)
         key = tuple(i if isinstance(i, int) else ("node", i.number) for i in index)
-        if key not in self._made:
-            self._made[key] = self._of(tuple(index))
-        return self._made[key]
+        if key not in self._elements:
+            self._elements[key] = self._element(tuple(index))
+        return self._elements[key]
 
     def broadcast_at(self, index: Sequence[Position]) -> Node:
         """The element at an index of an array that this one is broadcast to: of the same rank, or from a scalar."""
@@ -62,7 +62,7 @@ def constant(graph: Graph, value: npt.ArrayLike, dtype: DTypeLike | None = None)
     array = np.asarray(value)
     dtype = np.dtype(dtype or array.dtype)
 
-    def of(index: tuple[Position, ...]) -> Node:
+    def element(index: tuple[Position, ...]) -> Node:
         if (array == array.flat[0]).all():
             return graph.literal(array.flat[0], dtype)
         flat = ravel(graph, index, array.shape)
@@ -72,7 +72,7 @@ def constant(graph: Graph, value: npt.ArrayLike, dtype: DTypeLike | None = None)
             raise NotOnTile(f"it indexes a constant of shape {list(array.shape)} by lanes: capture the array instead")
         return chosen(graph, flat, [graph.literal(x, dtype) for x in array.flat])
 
-    return LazyArray(array.shape, dtype, of)
+    return LazyArray(array.shape, dtype, element)
 
 
 def as_node(graph: Graph, i: Position) -> Node:
@@ -114,11 +114,11 @@ def divided(graph: Graph, i: Position, by: int) -> tuple[Position, Position]:
         return divmod(i, by)
     if by == 1:
         return i, 0
-    rest, offset = _split_offset(i)
-    if _is_multiple(rest, by) and 0 <= offset < by:
-        return rest.inputs[0], offset
-    if offset and offset % by == 0 and rest.bounds is not None and rest.bounds[0] >= 0:
-        quotient, remainder = divided(graph, rest, by)
+    base, offset = _split_offset(i)
+    if _is_multiple(base, by) and 0 <= offset < by:
+        return base.inputs[0], offset
+    if offset and offset % by == 0 and base.bounds is not None and base.bounds[0] >= 0:
+        quotient, remainder = divided(graph, base, by)
         return added(graph, quotient, offset // by), remainder
     if i.bounds is not None and i.bounds[0] // by == i.bounds[1] // by:
         return i.bounds[0] // by, added(graph, i, -(i.bounds[0] // by) * by)
@@ -133,9 +133,9 @@ def _split_offset(i: Node) -> tuple[Node, int]:
     return i, 0
 
 
-def _is_multiple(i: Node, of: int) -> bool:
+def _is_multiple(i: Node, factor: int) -> bool:
     """Whether an index is another one, not negative, times a number."""
-    if i.op != "mul" or i.inputs[1].bounds != (of, of):
+    if i.op != "mul" or i.inputs[1].bounds != (factor, factor):
         return False
     bounds = i.inputs[0].bounds
     return bounds is not None and bounds[0] >= 0

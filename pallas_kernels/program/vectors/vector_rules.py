@@ -57,10 +57,10 @@ def _reshape(graph: Graph, ins: Inputs, params: Params, shape: tuple[int, ...]) 
     if [x.shape[d] for d in kept] == [size for size in shape if size != 1]:
 
         def without_ones(index: tuple[Position, ...]) -> Node:
-            of: list[Position] = [0] * len(x.shape)
+            source: list[Position] = [0] * len(x.shape)
             for d, i in zip(kept, (i for i, size in zip(index, shape, strict=True) if size != 1), strict=True):
-                of[d] = i
-            return x.at(of)
+                source[d] = i
+            return x.at(source)
 
         return LazyArray(shape, x.dtype, without_ones)
     return LazyArray(shape, x.dtype, lambda index: x.at(unravel(graph, ravel(graph, index, shape), x.shape)))
@@ -79,21 +79,21 @@ def _transpose(graph: Graph, ins: Inputs, params: Params, shape: tuple[int, ...]
 def _slice(graph: Graph, ins: Inputs, params: Params, shape: tuple[int, ...]) -> LazyArray:
     [x], starts, steps = ins, params["start_indices"], params["strides"] or (1,) * len(shape)
 
-    def of(index: tuple[Position, ...]) -> Node:
+    def element(index: tuple[Position, ...]) -> Node:
         where = zip(index, starts, steps, strict=True)
         return x.at([added(graph, multiplied(graph, i, int(step)), int(start)) for i, start, step in where])
 
-    return LazyArray(shape, x.dtype, of)
+    return LazyArray(shape, x.dtype, element)
 
 
 def _dynamic_slice(graph: Graph, ins: Inputs, params: Params, shape: tuple[int, ...]) -> LazyArray:
     x, *starts = ins
 
-    def of(index: tuple[Position, ...]) -> Node:
+    def element(index: tuple[Position, ...]) -> Node:
         begin = [_start(graph, s, have, size) for s, have, size in zip(starts, x.shape, shape, strict=True)]
         return x.at([added(graph, i, s) for i, s in zip(index, begin, strict=True)])
 
-    return LazyArray(shape, x.dtype, of)
+    return LazyArray(shape, x.dtype, element)
 
 
 def _empty(graph: Graph, ins: Inputs, params: Params, shape: tuple[int, ...]) -> LazyArray:
@@ -108,7 +108,7 @@ def _start(graph: Graph, start: LazyArray, have: int, size: int) -> Position:
 def _dynamic_update_slice(graph: Graph, ins: Inputs, params: Params, shape: tuple[int, ...]) -> LazyArray:
     x, update, *starts = ins
 
-    def of(index: tuple[Position, ...]) -> Node:
+    def element(index: tuple[Position, ...]) -> Node:
         inside, at = graph.literal(True, np.bool_), list[Position]()
         for i, s, have, size in zip(index, starts, shape, update.shape, strict=True):
             start = as_node(graph, _start(graph, s, have, size))
@@ -119,7 +119,7 @@ def _dynamic_update_slice(graph: Graph, ins: Inputs, params: Params, shape: tupl
             at.append(as_position(graph, i, size))
         return graph.select(inside, update.at(at), x.at(index))
 
-    return LazyArray(shape, x.dtype, of)
+    return LazyArray(shape, x.dtype, element)
 
 
 def _gather(graph: Graph, ins: Inputs, params: Params, shape: tuple[int, ...]) -> LazyArray:
@@ -128,7 +128,7 @@ def _gather(graph: Graph, ins: Inputs, params: Params, shape: tuple[int, ...]) -
     kept = [d for d in range(len(sizes)) if d not in dropped]
     outer = [d for d in range(len(shape)) if d not in numbers.offset_dims]
 
-    def of(index: tuple[Position, ...]) -> Node:
+    def element(index: tuple[Position, ...]) -> Node:
         batch, at, valid = [index[d] for d in outer], list[Position]([0] * len(sizes)), graph.literal(True, np.bool_)
         for number, d in enumerate(numbers.start_index_map):
             start, count = graph.cast(indices.at([*batch, number]), np.int32), x.shape[d] - sizes[d] + 1
@@ -141,12 +141,12 @@ def _gather(graph: Graph, ins: Inputs, params: Params, shape: tuple[int, ...]) -
             at[d] = batch[dimension]
         for d, o in zip(kept, numbers.offset_dims, strict=True):
             at[d] = added(graph, at[d], index[o])
-        found = x.at(at)
+        result = x.at(at)
         if valid.bounds == (1, 1):
-            return found
-        return graph.select(valid, found, graph.literal(fill_of(x.dtype, params.get("fill_value")), x.dtype))
+            return result
+        return graph.select(valid, result, graph.literal(fill_of(x.dtype, params.get("fill_value")), x.dtype))
 
-    return LazyArray(shape, x.dtype, of)
+    return LazyArray(shape, x.dtype, element)
 
 
 def concatenate(graph: Graph, ins: Inputs, params: Params, shape: tuple[int, ...]) -> LazyArray:
@@ -154,42 +154,42 @@ def concatenate(graph: Graph, ins: Inputs, params: Params, shape: tuple[int, ...
     d, sizes = params["dimension"], [x.shape[params["dimension"]] for x in ins]
     ends = list(itertools.accumulate(sizes))
 
-    def of(index: tuple[Position, ...]) -> Node:
+    def element(index: tuple[Position, ...]) -> Node:
         i = index[d]
         bounds = (i, i) if isinstance(i, int) else i.bounds or (0, shape[d] - 1)
-        found: Node | None = None
+        result: Node | None = None
         for x, size, end in reversed(list(zip(ins, sizes, ends, strict=True))):
             if bounds[1] < end - size or bounds[0] >= end or not size:
                 continue
-            own = clamped(graph, added(graph, i, size - end), size)
-            value = x.at([*index[:d], own, *index[d + 1 :]])
-            found = value if found is None else graph.select(is_below(graph, i, end), value, found)
-        assert found is not None  # the index is in range
-        return found
+            offset = clamped(graph, added(graph, i, size - end), size)
+            value = x.at([*index[:d], offset, *index[d + 1 :]])
+            result = value if result is None else graph.select(is_below(graph, i, end), value, result)
+        assert result is not None  # the index is in range
+        return result
 
-    return LazyArray(shape, ins[0].dtype, of)
+    return LazyArray(shape, ins[0].dtype, element)
 
 
 def _stack(graph: Graph, ins: Inputs, params: Params, shape: tuple[int, ...]) -> LazyArray:
     d = params["axis"]
-    of = lambda index: chosen(graph, index[d], [x.at([*index[:d], *index[d + 1 :]]) for x in ins])
-    return LazyArray(shape, ins[0].dtype, of)
+    element = lambda index: chosen(graph, index[d], [x.at([*index[:d], *index[d + 1 :]]) for x in ins])
+    return LazyArray(shape, ins[0].dtype, element)
 
 
 def _iota(graph: Graph, ins: Inputs, params: Params, shape: tuple[int, ...]) -> LazyArray:
-    of = lambda index: graph.cast(as_node(graph, index[params["dimension"]]), params["dtype"])
-    return LazyArray(shape, params["dtype"], of)
+    element = lambda index: graph.cast(as_node(graph, index[params["dimension"]]), params["dtype"])
+    return LazyArray(shape, params["dtype"], element)
 
 
 def _rev(graph: Graph, ins: Inputs, params: Params, shape: tuple[int, ...]) -> LazyArray:
     [x] = ins
 
-    def of(index: tuple[Position, ...]) -> Node:
+    def element(index: tuple[Position, ...]) -> Node:
         back = lambda i, size: added(graph, multiplied(graph, i, -1), size - 1)
         pairs = enumerate(zip(index, shape, strict=True))
         return x.at([back(i, size) if d in params["dimensions"] else i for d, (i, size) in pairs])
 
-    return LazyArray(shape, x.dtype, of)
+    return LazyArray(shape, x.dtype, element)
 
 
 def unstacked(graph: Graph, x: LazyArray, axis: int, position: int) -> LazyArray:
@@ -203,8 +203,8 @@ def split(graph: Graph, x: LazyArray, axis: int, sizes: Sequence[int]) -> list[L
 
     def window(start: int, size: int) -> LazyArray:
         shape = (*x.shape[:axis], size, *x.shape[axis + 1 :])
-        of = lambda index: x.at([*index[:axis], added(graph, index[axis], start), *index[axis + 1 :]])
-        return LazyArray(shape, x.dtype, of)
+        element = lambda index: x.at([*index[:axis], added(graph, index[axis], start), *index[axis + 1 :]])
+        return LazyArray(shape, x.dtype, element)
 
     ends = itertools.accumulate(map(int, sizes))
     return [window(end - int(size), int(size)) for size, end in zip(sizes, ends, strict=True)]
@@ -212,16 +212,16 @@ def split(graph: Graph, x: LazyArray, axis: int, sizes: Sequence[int]) -> list[L
 
 def _select_n(graph: Graph, ins: Inputs, params: Params, shape: tuple[int, ...]) -> LazyArray:
     which, *cases = ins
-    of = lambda index: choose(graph, which.broadcast_at(index), [x.broadcast_at(index) for x in cases])
-    return LazyArray(shape, cases[0].dtype, of)
+    element = lambda index: choose(graph, which.broadcast_at(index), [x.broadcast_at(index) for x in cases])
+    return LazyArray(shape, cases[0].dtype, element)
 
 
 def _clamp(graph: Graph, ins: Inputs, params: Params, shape: tuple[int, ...]) -> LazyArray:
-    def of(index: tuple[Position, ...]) -> Node:
+    def element(index: tuple[Position, ...]) -> Node:
         below, value, above = (x.broadcast_at(index) for x in ins)
         return graph.same_dtype("min", lax.min, graph.same_dtype("max", lax.max, value, below), above)
 
-    return LazyArray(shape, ins[1].dtype, of)
+    return LazyArray(shape, ins[1].dtype, element)
 
 
 # --- reductions
@@ -255,7 +255,7 @@ def reduce(graph: Graph, name: str, x: LazyArray, axes: Sequence[int], lanes: La
             at[d] = i
         return graph.cast(x.at(at), exact)
 
-    def of(index: tuple[Position, ...]) -> Node:
+    def element(index: tuple[Position, ...]) -> Node:
         if math.prod(over) <= MAX_UNROLLED:
             terms = [value(index, position) for position in itertools.product(*map(range, over))]
             total = terms[0]
@@ -271,7 +271,7 @@ def reduce(graph: Graph, name: str, x: LazyArray, axes: Sequence[int], lanes: La
         sums = [_over_lanes(graph, name, lambda r, p=p: value(p, r), over, exact, lanes) for p in positions]
         return graph.cast(chosen(graph, flat, sums), x.dtype)
 
-    return LazyArray(shape, x.dtype, of)
+    return LazyArray(shape, x.dtype, element)
 
 
 def _over_lanes(
@@ -320,16 +320,16 @@ def dot_general(graph: Graph, ins: Inputs, params: Params, shape: tuple[int, ...
     exact = accumulator(dtype)
 
     def product(index: tuple[Position, ...]) -> Node:
-        batch, rest = index[: len(batch_a)], list(index[len(batch_a) :])
-        left, right, contracted = (
-            rest[: len(free_a)],
-            rest[len(free_a) : -len(over) or None],
-            rest[len(rest) - len(over) :],
+        batch, free = index[: len(batch_a)], list(index[len(batch_a) :])
+        lhs, rhs, contracted = (
+            free[: len(free_a)],
+            free[len(free_a) : -len(over) or None],
+            free[len(free) - len(over) :],
         )
         nodes = []
         for x, places in (
-            (a, zip((*batch_a, *free_a, *contract_a), (*batch, *left, *contracted), strict=True)),
-            (b, zip((*batch_b, *free_b, *contract_b), (*batch, *right, *contracted), strict=True)),
+            (a, zip((*batch_a, *free_a, *contract_a), (*batch, *lhs, *contracted), strict=True)),
+            (b, zip((*batch_b, *free_b, *contract_b), (*batch, *rhs, *contracted), strict=True)),
         ):
             at: list[Position] = [0] * len(x.shape)
             for d, i in places:

@@ -125,7 +125,7 @@ class VectorProgram:
     @property
     def cost(self) -> int:
         """Elements that are computed or loaded for each key."""
-        return sum(of.width for of in self.lane_programs for node in of.nodes if node.kind == Axes.TILE)
+        return sum(program.width for program in self.lane_programs for node in program.nodes if node.kind == Axes.TILE)
 
 
 def trace_vector_program(
@@ -167,10 +167,10 @@ def chunkings(size: int, plain: Chunks) -> tuple[Chunks, ...]:
     half = size // 2
     piece = half & -half
     equal = lambda width: tuple(Chunk(first, width) for first in range(0, size, width))
-    found = [equal(width) for width in (piece, piece // 2) if size % 2 == 0 and width >= MIN_WIDTH]
+    candidates = [equal(width) for width in (piece, piece // 2) if size % 2 == 0 and width >= MIN_WIDTH]
     if size % 2 == 0 and piece == half >= MIN_WIDTH:
-        found.append((Chunk(0, half, 2), Chunk(1, half, 2)))
-    return (*(chunks for chunks in found if len(chunks) <= MAX_CHUNKS), plain)
+        candidates.append((Chunk(0, half, 2), Chunk(1, half, 2)))
+    return (*(chunks for chunks in candidates if len(chunks) <= MAX_CHUNKS), plain)
 
 
 def _lane_program(
@@ -249,8 +249,8 @@ class _VectorRun:
             return [vector_rules.RULES[name](graph, ins, params, shape)]
         if name in ELEMENTWISE:
             function = self.scalars.elementwise(eqn)
-            of = lambda index: function([x.broadcast_at(index) for x in ins])
-            return [LazyArray(shape, aval_of(eqn.outvars[0]).dtype, of)]
+            element = lambda index: function([x.broadcast_at(index) for x in ins])
+            return [LazyArray(shape, aval_of(eqn.outvars[0]).dtype, element)]
         raise NotOnTile(f"primitive `{name}` has no meaning on a tile of vectors")
 
     def _cond(self, eqn: core.JaxprEqn, ins: list[LazyArray]) -> Sequence[LazyArray]:
@@ -258,7 +258,7 @@ class _VectorRun:
         branches = [self.jaxpr(*open_jaxpr(branch), operands) for branch in eqn.params["branches"]]
 
         def of_output(outs: tuple[LazyArray, ...]) -> LazyArray:
-            of = lambda index: choose(self.graph, which.at(()), [x.at(index) for x in outs])
-            return LazyArray(outs[0].shape, outs[0].dtype, of)
+            element = lambda index: choose(self.graph, which.at(()), [x.at(index) for x in outs])
+            return LazyArray(outs[0].shape, outs[0].dtype, element)
 
         return [of_output(outs) for outs in zip(*branches, strict=True)]
