@@ -1,4 +1,4 @@
-"""Which blocks of queries and keys are empty, partial or full under a mask, by intervals over all blocks at once.
+"""States of blocks (empty, partial, full) under a mask, by intervals over all blocks at once.
 
 What depends on the query alone is evaluated for each query, and what depends on the key alone for each key: so their
 minimum and maximum in a block are exact, also those of captured arrays (the documents of a block). Interval arithmetic

@@ -116,7 +116,7 @@ def walk_all(
     step: Callable[[S, Index, bool], S],
     split: Split | FixedSplit | None = None,
 ) -> S:
-    """As `walk`, over a whole axis without lists; a last tile with padding counts as partial."""
+    """Walks like `walk`, over a whole axis without lists; a last tile with padding counts as partial."""
     whole = 0 if is_partial else length // tile
     tiles = -(-length // tile)
     if split is not None:
@@ -214,7 +214,7 @@ def over_queries(
 
 
 def count_keys(spec: AttentionSpec, tiles: Tiles, arrays: Operands[Ref], location: Location) -> jax.Array:
-    """How many tiles `over_keys` visits."""
+    """Number of tiles that `over_keys` visits."""
     if spec.block_size is None:
         return jnp.int32(-(-spec.S // tiles.block_kv))
     assert arrays.lists is not None  # of the blocks

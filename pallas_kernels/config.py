@@ -47,7 +47,7 @@ class Tiles:
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """How the kernels of one call are tiled; what is None is chosen by jflex.
+    """Tiles of the kernels of one call; jflex chooses a field that is None.
 
     Attributes:
       forward: Tile of the forward kernel.

@@ -1,4 +1,4 @@
-"""What the backward passes share: requested and computed gradients, row statistics, and the VJP of the score mod."""
+"""State of the backward passes: requested and computed gradients, row statistics, and the VJP of the score mod."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class RowOperands(NamedTuple, Generic[A]):
 
 
 class Repairs(NamedTuple):
-    """How the backward pass of one backend is repaired by the kernels of another.
+    """Repair of the backward pass of one backend by the kernels of another.
 
     Attributes:
       query: ``(dQ, marks of queries) -> dQ``; marks are float32 [B, Hq, T], or [B, Hq, 1] for all of a head.

@@ -13,10 +13,7 @@ def ordered_add(x: jax.Array, positions: jax.Array, values: jax.Array) -> jax.Ar
     Sorts the positions, which keeps the order of equal ones, sums each run of them by a segmented scan (Blelloch 1990,
     Prefix Sums and Their Applications, section 1.5), and adds one sum to each element.
 
-    Args:
-      x: [n].
-      positions: int32 [m]; those outside of the array, negative ones too, are left out.
-      values: [m].
+    `x` is [n], `positions` int32 [m], and `values` [m]; a position outside of the array, or below 0, is dropped.
 
     >>> ordered_add(jnp.zeros(3), jnp.array([2, 0, 2, 7, -1]), jnp.arange(1.0, 6.0)).tolist()
     [2.0, 0.0, 4.0]

@@ -1,4 +1,4 @@
-"""What a plan of kernels is made of: the request, tiles with their source, or a refusal.
+"""Parts of a plan of kernels: the request, tiles with their source, or a refusal.
 
 ``plan(spec, requested) -> Plan | Refusal`` stands beside each set of kernels (`pallas_kernels.triton.plan.plan`,
 `pallas_kernels.mosaic_gpu.plan.plan`). It is pure and cached. Dispatch, errors, `jflex.explain` and execution
@@ -32,7 +32,7 @@ _OPERAND_DTYPES = frozenset(
 
 
 class GradientRequest(NamedTuple):
-    """Which gradients are requested: no others are computed. None in its place means forward only."""
+    """Requested gradients: no others are computed. A request of None means forward only."""
 
     query: bool
     key: bool
@@ -84,7 +84,7 @@ class TileChoice:
 
 
 def unreached_by_pallas(elements: int) -> bool:
-    """Whether Pallas' Triton does not reach the last elements of an array of 8 bits.
+    """True if Pallas' Triton does not reach the last elements of an array of 8 bits.
 
     It counts elements in 32 bits, with a sign, up to 2 ** 32 bytes, and in 64 bits from there on.
     """
@@ -99,7 +99,7 @@ def limit_of_pallas() -> str | None:
 
 @functools.cache
 def missing_from_pallas() -> str | None:
-    """What Pallas lacks to compile for Triton, or None."""
+    """The part of Pallas for Triton that is missing, or None."""
     try:
         importlib.import_module("jax.experimental.pallas.triton")
     except ImportError:

@@ -1,4 +1,4 @@
-"""What defines a call of attention for the kernels: the static spec, and the operands."""
+"""Definition of a call of attention for the kernels: the static spec, and the operands."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class Dense(NamedTuple):
     """Memory of a dense call.
 
     Attributes:
-      layout: ``"BTNH"`` or ``"BNTH"``.
+      layout: Order of the axes of the arrays, ``"BTNH"`` or ``"BNTH"``.
       blocks: The static part of the BlockMask; None without one.
       kv_lengths: Whether each batch entry has its own number of keys.
     """
@@ -273,7 +273,7 @@ class AttentionSpec:
 
     @property
     def route(self) -> Route:
-        """Who runs a Triton kernel."""
+        """Compiler or interpreter that runs a Triton kernel."""
         return "interpreted" if self.config.interpret else self.device.compiler
 
     @property
@@ -283,7 +283,7 @@ class AttentionSpec:
 
     @property
     def has_latent_tiles(self) -> bool:
-        """Whether keys are latent vectors of eight bits: tiles of columns with a scale each, rotated columns apart."""
+        """True if keys are latent vectors of eight bits: tiles of columns with a scale each, rotated columns apart."""
         return self.values_in_keys and self.paging is not None and self.paging.dtype is not None
 
     @property
@@ -311,14 +311,14 @@ class AttentionSpec:
 
     @property
     def contains_nan(self) -> bool:
-        """Whether masked NaN is kept out of all sums (`pallas_kernels.softmax.mark`)."""
+        """True if masked NaN is kept out of all sums (`pallas_kernels.softmax.mark`)."""
         if self.paging is not None:
             return not self.paging.hides_zeros
         return self.config.contain_nan or self.heads_in_rows
 
     @property
     def needs_marks(self) -> bool:
-        """Whether sums are marked (`softmax.mark`): without a mask only padding is masked, which is zeros."""
+        """True if sums are marked (`softmax.mark`): without a mask only padding is masked, which is zeros."""
         return self.programs.mask is not None and self.contains_nan
 
     @property
@@ -335,7 +335,7 @@ class AttentionSpec:
         return (self.T, self.Hq) if self.paging is not None else (self.B, self.Hq, self.T)
 
     def walk_passes_end(self, axis: str, tile: int) -> bool:
-        """Whether a walk over queries (``"q"``) or keys (``"k"``) may have tiles with padding, or of padding alone.
+        """True if a walk over queries (``"q"``) or keys (``"k"``) may have tiles with padding, or of padding alone.
 
         Lists are walked by whole blocks: a last block that is cut short holds tiles of padding alone.
         """

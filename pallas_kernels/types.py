@@ -113,5 +113,5 @@ def aval_of(v: core.Var | core.Literal) -> ShapedArray:
 
 
 def is_random_key(v: core.Var | core.Literal) -> bool:
-    """Whether a variable of a jaxpr holds random keys."""
+    """True if a variable of a jaxpr holds random keys."""
     return bool(jnp.issubdtype(aval_of(v).dtype, jax.dtypes.prng_key))

@@ -62,7 +62,7 @@ def over_items(
     neighbouring ones.
 
     Args:
-      items: int32 [items, FIELDS].
+      items: The table of items, int32 [items, FIELDS].
       body: Computes an item; `i` is its number in the CTA.
     """
     heads, ctas = jnp.int32(groups), jnp.int32(NUM_SMS)
@@ -86,13 +86,9 @@ def num_ctas(items: int, groups: int) -> int:
 
 
 def page_rows(spec: AttentionSpec, table: Ref, first_page: Ref, item: Item, tile: jax.Array) -> list[PageRows]:
-    """Pages and rows of the keys of a tile; past the length of the request, its last page is read.
+    """Pages and rows of the `tile`-th tile of keys; past the length of the request, its last page is read.
 
-    Args:
-      spec: The spec, of a paged call.
-      table: int32 [R, max_pages].
-      first_page: int32 [1].
-      tile: Which tile of keys.
+    `table` is int32 [R, max_pages], and `first_page` int32 [1].
     """
     size = spec.page_size
     physical = lambda at: jnp.clip(table[item.request, at], 0, spec.num_pages - 1) + first_page[0]

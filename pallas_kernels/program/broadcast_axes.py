@@ -65,7 +65,7 @@ def _slope(node: Node, slopes: list[int | None]) -> int | None:
 
 
 def _keeps_slope(node: Node, dtype: np.dtype) -> bool:
-    """Whether a cast keeps the slope: it is exact, or to integers that wrap as often."""
+    """True if a cast keeps the slope: it is exact, or to integers that wrap as often."""
     if dtype == np.float32:
         return is_exact_in_float(node)
     wraps = node.bounds is None  # it may; then a wider integer would show the jumps

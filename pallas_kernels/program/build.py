@@ -362,7 +362,7 @@ def _bind_call(call: _Call, env: dict[Node, jax.Array]) -> list[jax.Array]:
 
 
 def _needed(output: Node) -> list[Node]:
-    """As `reachable`, but through the inputs of calls rather than through their inlined bodies."""
+    """Reachable nodes, like `reachable`, but through the inputs of calls rather than through their inlined bodies."""
     seen: dict[int, Node] = {}
     stack = [output]
     while stack:
@@ -392,7 +392,7 @@ def body_of(eqn: core.JaxprEqn) -> tuple[core.Jaxpr, tuple[npt.ArrayLike, ...]]:
 
 
 def scan_layout(params: Params) -> tuple[int, int]:
-    """How many inputs of a `scan` are constants, and how many are carried."""
+    """Number of constant and of carried inputs of a `scan`."""
     if "num_consts" in params:
         return params["num_consts"], params["num_carry"]
     consts, carry, *_ = (len(group) for group in params["ft_in"].unpack())  # JAX >= 0.11

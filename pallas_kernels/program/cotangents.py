@@ -60,19 +60,19 @@ def group_loads(scores: ScoreShape, derivative: Derivative | None) -> LoadGroups
 
 
 def stores(scores: ScoreShape, loads: Sequence[Node], load: Node, axes: BroadcastAxes) -> bool:
-    """Whether a load of a group that is constant along some axes is stored, and not added by atomics."""
+    """True if a load of a group that is constant along some axes is stored, and not added by atomics."""
     alone = sum(other.value == load.value for other in loads) == 1
     return alone and reads_once(scores, load, axes)
 
 
 def is_ordered(scores: ScoreShape, groups: LoadGroups) -> bool:
-    """Whether all cotangents are added in a fixed order, and none by atomics."""
+    """True if all cotangents are added in a fixed order, and none by atomics."""
     stored = (stores(scores, loads, load, axes) for axes, loads in groups.repeated for load in loads)
     return not groups.atomics and all(stored)
 
 
 def reads_once(scores: ScoreShape, load: Node, axes: BroadcastAxes = NO_AXES) -> bool:
-    """Whether different (b, h, q, k) surely read different elements: each has its own dimension, up to an offset.
+    """True if different (b, h, q, k) surely read different elements: each has its own dimension, up to an offset.
 
     `axes` are ignored, because the load is constant along them.
     """
@@ -82,7 +82,7 @@ def reads_once(scores: ScoreShape, load: Node, axes: BroadcastAxes = NO_AXES) ->
 
 
 def covers(scores: ScoreShape, load: Node, shape: tuple[int, ...]) -> bool:
-    """Whether a load surely reads all of its array: its indices are arguments, of the sizes of the dimensions."""
+    """True if a load surely reads all of its array: its indices are arguments, of the sizes of the dimensions."""
     sizes = {"b": scores.B, "h": scores.Hq, "q": scores.T, "k": scores.S}
     named = [index.value if index.op == "input" else None for index in load.inputs]
     return all(size == 1 or sizes.get(name or "") == size for name, size in zip(named, shape, strict=True))

@@ -130,7 +130,7 @@ _ERF_INV_FAR = (
 
 
 def is_finite(x: jax.Array) -> jax.Array:
-    """Whether a number is neither NaN nor infinite."""
+    """True if a number is neither NaN nor infinite."""
     return jnp.abs(x) < jnp.inf
 
 
@@ -146,7 +146,7 @@ def remainder(x: jax.Array, y: jax.Array) -> jax.Array:
 
 
 def repair_remainder(x: jax.Array, y: jax.Array, residue: jax.Array) -> jax.Array:
-    """The remainder of `x` by `y` from `rest`, which may be one divisor too large or too small."""
+    """The remainder of `x` by `y` from `residue`, which may be one divisor too large or too small."""
     size, zero = jnp.abs(y), jnp.zeros_like(x)
     toward_zero = lambda sign: jnp.where(sign < zero, size, -size)
     residue = jnp.where(jnp.abs(residue) >= size, residue + toward_zero(residue), residue)
@@ -203,7 +203,7 @@ class Space(abc.ABC):
         return {}
 
     def substitutes_of_multiples(self, kind: str) -> Mapping[str, OfMultiple]:
-        """Likewise for primitives of one float32 argument, by functions of a multiple of it."""
+        """Substitutes for primitives of one float32 argument, by functions of a multiple of it."""
         return {}
 
 

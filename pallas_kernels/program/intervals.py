@@ -1,4 +1,4 @@
-"""Which tiles of keys are empty, partial or full under a mask, by interval arithmetic on its program.
+"""States of tiles of keys (empty, partial, full) under a mask, by interval arithmetic on its program.
 
 Uniform and row values are known exactly when a walk over keys begins, so their minimum and maximum are; column and tile
 values have bounds that follow from the first and last key of a tile. So a causal mask or a window decides most tiles

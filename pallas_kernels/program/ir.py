@@ -39,7 +39,7 @@ class Node:
     Attributes:
       number: In topological order; inputs come before their users.
       op: ``input``, ``literal``, ``load``, ``call``, ``reduce_lanes``, or the name of a primitive.
-      kind: One of `Axes`.
+      kind: The axes along which the value varies, one of `Axes`.
       inputs: Operands of the op; the indices of a load.
       apply: Computes a primitive from arrays of one shape.
       value: The number of a literal, the index of the captured array of a load, the name of an input, or
@@ -138,7 +138,7 @@ class Graph:
         return self._make(key, op, join_axes(inputs), dtype, inputs, function, bounds=_bounds(op, inputs, dtype))
 
     def _is_in_range(self, amount: Node, dtype: np.dtype) -> bool:
-        """Whether a shift surely is by less than the bits of a number. LLVM defines no other."""
+        """True if a shift surely is by less than the bits of a number. LLVM defines no other."""
         return amount.bounds is not None and amount.bounds[0] >= 0 and amount.bounds[1] < 8 * dtype.itemsize
 
     def _long_shift(
@@ -307,7 +307,7 @@ _EXACT_IN_FLOAT = {"add": lax.add, "sub": lax.sub, "neg": lax.neg, "abs": lax.ab
 
 
 def is_exact_in_float(*nodes: Node) -> bool:
-    """Whether float32 holds these integers exactly."""
+    """True if float32 holds these integers exactly."""
     return all(n.dtype.kind in "iu" and n.bounds is not None and max(map(abs, n.bounds)) <= 1 << 24 for n in nodes)
 
 

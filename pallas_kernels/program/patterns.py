@@ -166,7 +166,7 @@ def _factor(node: Node, axis: str) -> int | None:
 
 
 def is_linear_in(program: Program | None, op: str) -> bool:
-    """Whether values of `op` are summed up to the output, with factors that are no tile values and with other terms.
+    """True if values of `op` are summed up to the output, with factors that are no tile values and with other terms.
 
     Then a NaN of such a value is one of the output, which no select drops, and a small error stays as small: a
     logarithm, or another factor, would make it large.
@@ -183,7 +183,7 @@ def is_linear_in(program: Program | None, op: str) -> bool:
 
 
 def _is_term(node: Node) -> bool:
-    """Whether a node is a sum of its inputs, or a multiple by a value that is no tile value."""
+    """True if a node is a sum of its inputs, or a multiple by a value that is no tile value."""
     if node.dtype.kind in "biu":
         return False
     if node.op == "mul":

@@ -53,14 +53,12 @@ def in_float16(rows: Columns) -> tuple[Columns, jax.Array | None]:
 def qk_product(
     spec: AttentionSpec, key_scales: tuple[jax.Array, ...], q_scale: jax.Array | None, q: Columns, k: Columns
 ) -> jax.Array:
-    """QK^T of keys with scales, float32 [rows, keys].
+    """QK^T of `q` [rows, D] and keys [keys, D] with scales, float32 [rows, keys].
 
     Args:
       key_scales: Of equal shares of the columns: scalars, or [keys]. Columns of latent vectors are pairs, with a scale
         for each; what follows them has none.
       q_scale: Of the columns with scales, [rows, 1].
-      q: [rows, D].
-      k: [keys, D].
     """
     scaled = 2 * len(key_scales) if spec.values_in_keys else len(k)
     share, total = scaled // len(key_scales), None

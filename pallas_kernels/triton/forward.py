@@ -116,7 +116,7 @@ class Attention(NamedTuple):
     Attributes:
       prepared: Statics and loop-invariant values of the mods.
       walk: The mainloop, ``(state, step) -> state``: folds ``step(state, *key)`` over tiles of keys.
-      tile_at: ``(*key) -> Tile``.
+      tile_at: Loads a tile of keys, ``(*key) -> Tile``.
       may_be_empty: Whether a row may still be fully masked after a tile.
       sink: The logit of the sink of the head, a scalar; None without.
     """

@@ -126,7 +126,7 @@ def q_indices(
 def k_indices(
     first: Index, tile: tuple[int, int], length: int, *, transposed: bool = False, may_end: bool
 ) -> jax.Array:
-    """Key indices of a tile, column values; clamped likewise."""
+    """Key indices of a tile, column values; clamped to the last one."""
     return _indices(first, tile[1], length, 1 if not transposed else 0, may_end)
 
 
@@ -226,12 +226,10 @@ def compute(
     is_partial: bool | jax.Array,
     product: Callable[[Columns, Columns], jax.Array] | None = None,
 ) -> ScoreTile:
-    """Computes a tile of scores.
+    """Computes the scores of a tile of queries [Bq, D] and keys [Bk, D].
 
     Args:
       scores: Statics and loop-invariant values.
-      q: [Bq, D].
-      k: [Bk, D].
       first: First index along the axis of the mainloop.
       is_partial: Whether the mask, and the ends of the sequences, matter; a traced boolean decides on the mask alone.
       product: ``(q, k) -> QK^T``, where queries or keys have scales; tiles are not transposed then.
@@ -285,7 +283,7 @@ def entropy_vjp(
     Args:
       scores: How the tile was computed.
       d_p: dP of the output.
-      lse_log2: As in `probabilities`.
+      lse_log2: The lse in base 2, as in `probabilities`.
       d_entropy: The cotangents of the entropy of its queries, [Bq]; None where there are none.
     """
     if d_entropy is None:

@@ -34,13 +34,13 @@ _SAME_AS = {"h100": "nvidia-h200", "h800": "nvidia-h200", "gh200": "nvidia-h200"
 
 
 class Key(NamedTuple):
-    """The key of a table entry: what the choice of tiles depends on.
+    """Key of a table entry: the inputs of the choice of tiles.
 
     Attributes:
       kernel: One of `KERNELS` or `HOPPER_KERNELS`.
       head_size: One of `HEAD_SIZES`: the first that holds both D and Dv.
       itemsize: Bytes of an element of query, key and value.
-      mods: See `mods_of`.
+      mods: The kind of the mods, by `mods_of`.
       length: One of `LENGTHS`, of the loop.
     """
 
@@ -110,7 +110,7 @@ def official(key: Key) -> Key:
 
 
 def microseconds(device_kind: str, key: Key) -> float | None:
-    """How long the fastest tiles took where they were measured, or None if there is no entry."""
+    """Measured time of the fastest tiles, or None if there is no entry."""
     name = table_name(device_kind)
     records = () if name is None else read(name).get("entries", ())
     return next((entry["microseconds"] for entry in records if Key(**entry["key"]) == key), None)
@@ -132,7 +132,7 @@ HEAVY = 24  # tile values of mods: with more they need the registers of a large 
 
 
 def is_heavy(score: Program | None, mask: Program | None, dropout: Program | None = None) -> bool:
-    """Whether mods make a large tile spill: they have tile loads, many tile values, or column loads in the score mod.
+    """True if mods make a large tile spill: they have tile loads, many tile values, or column loads in the score mod.
 
     Compiled for sm_90a at head size 64, 128 x 128, 4 warps: a table with tile loads spills 516 bytes, a float32 bias by
     key 4200; a mask by key (document ids) spills nothing.
@@ -147,12 +147,12 @@ SHORT = 1024  # keys of a request, up to which the prologue of a deep pipeline t
 
 
 class Need(NamedTuple):
-    """What the choice of tiles depends on.
+    """Inputs of the choice of tiles.
 
     Attributes:
       head_size: The larger one, D or Dv.
       itemsize: Bytes of an element of query, key and value.
-      heavy: See `is_heavy`.
+      heavy: True if the mods make a large tile spill, by `is_heavy`.
       score: Whether there is a score mod beside a softmax, or dropout, which computes as much on each element.
       large_memory: Whether a CTA may have 227 KiB of shared memory (Hopper and later), or 99 (Ada; Ampere has 99 or
         163).
@@ -168,7 +168,7 @@ class Need(NamedTuple):
 
 
 def has_large_memory(device_kind: str) -> bool:
-    """Whether a device of this name is known to have Hopper's shared memory."""
+    """True if a device of this name is known to have Hopper's shared memory."""
     return any(
         name in device_kind for name in ("H100", "H200", "H800", "H20", "GH200", "B100", "B200", "GB200", "B300")
     )

@@ -65,7 +65,7 @@ class DecodeOperands(NamedTuple, Generic[A]):
     captured: Captured[A]
 
     def of_mods(self) -> Operands[A]:
-        """What scores are computed from, in the form in which all kernels take it."""
+        """Inputs of the scores, in the form in which all kernels take them."""
         return Operands(self.query, self.key, self.value, None, self.captured)
 
 

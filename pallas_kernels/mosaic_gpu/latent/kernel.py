@@ -56,7 +56,7 @@ class LatentOperands(NamedTuple, Generic[A]):
     captured: Captured[A]
 
     def of_mods(self) -> Operands[A]:
-        """What scores are computed from, in the form in which all kernels take it."""
+        """Inputs of the scores, in the form in which all kernels take them."""
         return Operands(self.query, self.rows, self.rows, None, self.captured)
 
 

@@ -84,7 +84,7 @@ class View:
         return self.window(graph, inside, sizes, (1,) * len(sizes))
 
     def stop_gradient(self) -> View:
-        """The same window, without derivative."""
+        """This window, without derivative."""
         return dataclasses.replace(self, stopped=True)
 
     def select_dimensions(self, kept: Sequence[int]) -> View:

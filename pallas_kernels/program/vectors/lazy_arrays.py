@@ -134,7 +134,7 @@ def _split_offset(i: Node) -> tuple[Node, int]:
 
 
 def _is_multiple(i: Node, factor: int) -> bool:
-    """Whether an index is another one, not negative, times a number."""
+    """True if an index is another one, not negative, times a number."""
     if i.op != "mul" or i.inputs[1].bounds != (factor, factor):
         return False
     bounds = i.inputs[0].bounds
@@ -147,7 +147,7 @@ def clamped(graph: Graph, i: Position, size: int) -> Position:
 
 
 def is_below(graph: Graph, i: Position, limit: int) -> Node:
-    """Whether an index is below a number."""
+    """True if an index is below a number."""
     return graph.compare("lt", as_node(graph, i), as_node(graph, limit))
 
 

@@ -101,7 +101,7 @@ def _empty(graph: Graph, ins: Inputs, params: Params, shape: tuple[int, ...]) ->
 
 
 def _start(graph: Graph, start: LazyArray, have: int, size: int) -> Position:
-    """Where a window begins, clamped so that it lies inside."""
+    """Start of a window, clamped so that it lies inside."""
     return as_position(graph, start.at(()), have - size + 1)
 
 

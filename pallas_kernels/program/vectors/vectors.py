@@ -49,7 +49,7 @@ class Chunk(NamedTuple):
     step: int = 1
 
     def ends_after(self, size: int) -> bool:
-        """Whether there are lanes beyond the vector."""
+        """True if there are lanes beyond the vector."""
         return self.first + self.step * (self.width - 1) >= size
 
 

@@ -186,9 +186,7 @@ class _Queries(NamedTuple):
       at: Batch, head, and index of the tile.
       q: [Bq, D], in chunks of columns.
       d_out: [Bq, Dv], in chunks of columns.
-      lse_log2: [Bq]: the lse in base 2.
-      delta: [Bq].
-      d_entropy: [Bq], or None.
+      lse_log2: The lse in base 2, [Bq], as are delta and the cotangent of the entropy.
     """
 
     spec: AttentionSpec

@@ -34,7 +34,7 @@ def launch(
     """Runs a kernel.
 
     Args:
-      call: What `pl.pallas_call` returned.
+      call: The function that `pl.pallas_call` returned.
       names: Of the arguments of the kernel, as `names_of` gives them.
       device_kind: Of the device for which it is compiled.
     """
