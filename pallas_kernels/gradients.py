@@ -9,8 +9,9 @@ from typing import Generic, NamedTuple, NoReturn
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.config import Tiles
 from pallas_kernels.program.build import Derivative
-from pallas_kernels.program.cotangents import scatter
+from pallas_kernels.program.cotangents import LoadGroups, scatter
 from pallas_kernels.program.ir import Node
 from pallas_kernels.softmax import ScoreTile
 from pallas_kernels.spec import LOG2_E, AttentionSpec, Operands
@@ -49,6 +50,20 @@ class RowOperands(NamedTuple, Generic[A]):
     def load_d_entropy(self, vector: Callable[..., jax.Array]) -> jax.Array | None:
         """Loads dH of a tile of queries by ``vector(ref, other=)``; None without."""
         return None if self.d_entropy is None else vector(self.d_entropy, other=0.0)
+
+
+class KernelStatics(NamedTuple):
+    """Static arguments of a Triton kernel of the backward pass.
+
+    Attributes:
+      derivative: Of the score mod; None without one.
+      groups: Loads of captured arrays with requested gradients; None for a repair.
+    """
+
+    spec: AttentionSpec
+    tiles: Tiles
+    derivative: Derivative | None
+    groups: LoadGroups | None = None
 
 
 class Repairs(NamedTuple):

@@ -141,16 +141,18 @@ class Roles(NamedTuple):
     """Programs of the warp groups of a CTA.
 
     Attributes:
+      name: Of the kernel, in profiles.
       produce: Of the producer, with a `Static`.
       consume: Of a consumer, with a `Static` and its number.
     """
 
+    name: str
     produce: Callable[[Any], None]
     consume: Callable[[Any, int], None]
 
 
 def attend(
-    name: str, roles: Roles, spec: AttentionSpec, packing: object, rows: int, queries: int, sizes: LaunchSizes,
+    roles: Roles, spec: AttentionSpec, packing: object, rows: int, queries: int, sizes: LaunchSizes,
     arrays: Inputs, scratch: NamedTuple,
 ) -> list[jax.Array]:  # fmt: skip
     """Computes out [queries, Hq, Dv] and lse, float32 [queries, Hq], of the tiles whose keys are not split.
@@ -159,8 +161,6 @@ def attend(
     Hkv, rows], float32.
 
     Args:
-      name: Of the kernel, in profiles.
-      roles: What the warp groups run.
       spec: The spec; its programs are traced with heads in rows.
       packing: How queries and heads fill the rows of a tile.
       rows: Rows of a partial result.
@@ -186,7 +186,7 @@ def attend(
         arrays._replace(captured=flat.captured),
         outputs,
         scratch,
-        name=name,
+        name=roles.name,
         num_ctas=num_ctas(sizes.items, spec.Hkv),
         warp_groups=CONSUMERS + 1,
     )

@@ -101,9 +101,7 @@ def attend(
     The programs of the spec are traced with heads in rows; captured arrays have their shapes.
     """
     scratch = declare(spec, arrays.query.dtype)
-    return split_kv.attend(
-        "jflex_decode_sm90", ROLES, spec, packing, packing.rows, num_queries(spec), sizes, arrays, scratch
-    )
+    return split_kv.attend(ROLES, spec, packing, packing.rows, num_queries(spec), sizes, arrays, scratch)
 
 
 DecodeStatic: TypeAlias = split_kv.Static[Packing, DecodeOperands[Ref], DecodeScratch]
@@ -235,4 +233,4 @@ def _store_columns(first: int, out: jax.Array, refs: tuple[Ref, ...], line: jax.
     global_rows.store_rows(refs[0], line, first, out.astype(refs[0].dtype))
 
 
-ROLES = split_kv.Roles(_produce, _consume)
+ROLES = split_kv.Roles("jflex_decode_sm90", _produce, _consume)

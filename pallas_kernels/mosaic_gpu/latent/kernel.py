@@ -106,7 +106,7 @@ def attend(
     """
     scratch, rows = declare(spec, heads, arrays.query.dtype), smem.WARP_GROUP_ROWS
     arrays = arrays._replace(query=heads.padded(arrays.query))
-    return split_kv.attend("jflex_latent_sm90", ROLES, spec, heads, rows, spec.T, sizes, arrays, scratch)
+    return split_kv.attend(ROLES, spec, heads, rows, spec.T, sizes, arrays, scratch)
 
 
 LatentStatic: TypeAlias = split_kv.Static[Heads, LatentOperands[Ref], LatentScratch]
@@ -228,4 +228,4 @@ def _store(static: LatentStatic, item: Item, rows: LatentRows, group: int, out: 
     static.store(item, rows, lambda first: first + rows.t * static.packing.count + rows.head, write)
 
 
-ROLES = split_kv.Roles(_produce, _consume)
+ROLES = split_kv.Roles("jflex_latent_sm90", _produce, _consume)

@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels import block_walk
 from pallas_kernels.config import Tiles
-from pallas_kernels.gradients import RowOperands, log2_lse, score_mod_vjp, weights_vjp
+from pallas_kernels.gradients import KernelStatics, RowOperands, log2_lse, score_mod_vjp, weights_vjp
 from pallas_kernels.program.build import Derivative
 from pallas_kernels.program.cotangents import LoadGroups
 from pallas_kernels.softmax import mark
@@ -73,7 +73,7 @@ def dkv(
         *([marks] if spec.needs_marks else []),
     ]
     d_key, d_value, *columns = runner_of(spec).launch(
-        functools.partial(_kernel, spec, tiles, derivative, groups),
+        functools.partial(_kernel, KernelStatics(spec, tiles, derivative, groups)),
         (arrays, block_walk.column_order(spec, tiles, arrays), rows),
         outputs,
         name="jflex_backward_dkv",
@@ -100,7 +100,7 @@ def repair(
     marked = Marked(spec, spec.Hkv, spec.B, spec.S, tiles.block_kv)
     count = len(jax.tree.leaves((arrays, rows, marks)))
     d_key, d_value = runner_of(spec).launch(
-        functools.partial(_repair_kernel, spec, tiles, derivative, marked),
+        functools.partial(_repair_kernel, KernelStatics(spec, tiles, derivative), marked),
         (arrays, rows, marks, result),
         [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in result],
         name="jflex_backward_dkv_repair",
@@ -112,10 +112,7 @@ def repair(
 
 
 def _kernel(
-    spec: AttentionSpec,
-    tiles: Tiles,
-    derivative: Derivative | None,
-    groups: LoadGroups,
+    statics: KernelStatics,
     arrays: Operands[Ref],
     order: Ref | None,  # [list batch, key heads or 1, tiles of keys], or None
     rows: RowOperands[Ref],  # dO like the output; lse, delta and dH [B, Hq, T]
@@ -123,6 +120,8 @@ def _kernel(
     d_value: Ref,  # [B, S, Hkv, Dv] or [B, Hkv, S, Dv]
     *columns: Ref,  # [B, Hq, S] for each of `groups.columns`, then marks [B, Hkv, S]
 ) -> None:
+    spec, tiles, derivative, groups = statics
+    assert groups is not None  # but for a repair
     tile, kv_h, b = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     tile = block_walk.column_at(spec, order, b, kv_h, tile)
     keys = _Keys.from_refs(spec, tiles, arrays, (b, kv_h, tile))
@@ -142,9 +141,7 @@ def _kernel(
 
 
 def _repair_kernel(
-    spec: AttentionSpec,
-    tiles: Tiles,
-    derivative: Derivative | None,
+    statics: KernelStatics,
     marked: Marked,
     arrays: Operands[Ref],
     rows: RowOperands[Ref],
@@ -153,6 +150,8 @@ def _repair_kernel(
     d_key: Ref,  # [B, S, Hkv, D] or [B, Hkv, S, D]
     d_value: Ref,  # [B, S, Hkv, Dv] or [B, Hkv, S, Dv]
 ) -> None:
+    spec, tiles, derivative, _ = statics
+
     def fix(b: jax.Array, kv_h: jax.Array, first: jax.Array) -> None:
         keys = _Keys.from_refs(spec, tiles, arrays, (b, kv_h, lax.div(first, jnp.int32(tiles.block_kv))))
 

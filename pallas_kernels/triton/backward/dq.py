@@ -18,7 +18,7 @@ from jax.ref import addupdate
 
 from pallas_kernels import block_walk
 from pallas_kernels.config import Tiles
-from pallas_kernels.gradients import RowOperands, log2_lse, score_mod_vjp, weights_vjp
+from pallas_kernels.gradients import KernelStatics, RowOperands, log2_lse, score_mod_vjp, weights_vjp
 from pallas_kernels.program.build import Derivative
 from pallas_kernels.program.cotangents import LoadGroups
 from pallas_kernels.program.ir import Axes, Node
@@ -80,7 +80,7 @@ def dq(
     before = len(jax.tree.leaves(inputs[:3]))
     aliases = {before + i: 1 + len(groups.rows) + i for i in range(len(zeros))}
     result = runner_of(spec).launch(
-        functools.partial(_kernel, spec, tiles, derivative, groups),
+        functools.partial(_kernel, KernelStatics(spec, tiles, derivative, groups)),
         inputs,
         outputs,
         name="jflex_backward_dq",
@@ -108,7 +108,7 @@ def repair(
     marked = Marked(spec, spec.Hq, spec.B, spec.T, tiles.block_q)
     count = len(jax.tree.leaves((arrays, rows, marks)))
     [d_query] = runner_of(spec).launch(
-        functools.partial(_repair_kernel, spec, tiles, derivative, marked),
+        functools.partial(_repair_kernel, KernelStatics(spec, tiles, derivative), marked),
         (arrays, rows, marks, d_query),
         [jax.ShapeDtypeStruct(d_query.shape, d_query.dtype)],
         name="jflex_backward_dq_repair",
@@ -120,10 +120,7 @@ def repair(
 
 
 def _kernel(
-    spec: AttentionSpec,
-    tiles: Tiles,
-    derivative: Derivative | None,
-    groups: LoadGroups,
+    statics: KernelStatics,
     arrays: Operands[Ref],
     order: Ref | None,  # [list batch, list heads, tiles of queries], or None
     rows: RowOperands[Ref],  # dO like the output; lse, delta and dH [B, Hq, T]
@@ -131,6 +128,8 @@ def _kernel(
     d_query: Ref,  # [B, T, Hq, D] or [B, Hq, T, D]
     *captured: Ref,  # [B, Hq, T] for each of `groups.rows`, then gradients of arrays, then marks [B, Hq, T]
 ) -> None:
+    spec, tiles, derivative, groups = statics
+    assert groups is not None  # but for a repair
     i, h, b = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     tile = block_walk.row_at(spec, order, b, h, i, pl.num_programs(0))
     queries = _Queries.from_refs(spec, tiles, derivative, arrays, rows, (b, h, tile))
@@ -153,9 +152,7 @@ def _kernel(
 
 
 def _repair_kernel(
-    spec: AttentionSpec,
-    tiles: Tiles,
-    derivative: Derivative | None,
+    statics: KernelStatics,
     marked: Marked,
     arrays: Operands[Ref],
     rows: RowOperands[Ref],
@@ -164,6 +161,7 @@ def _repair_kernel(
     d_query: Ref,  # [B, T, Hq, D] or [B, Hq, T, D]
 ) -> None:
     del before  # the memory of `d_query`
+    spec, tiles, derivative, _ = statics
 
     def fix(b: jax.Array, h: jax.Array, first: jax.Array) -> None:
         tile = lax.div(first, jnp.int32(tiles.block_q))
