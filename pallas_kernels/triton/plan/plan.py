@@ -93,12 +93,7 @@ class TritonPlan:
 
 @functools.lru_cache(maxsize=256)
 def plan(spec: AttentionSpec, requested: GradientRequest | None) -> TritonPlan | Refusal:
-    """Plans a dense call; `pallas_kernels.split_kv.plan` plans a paged one.
-
-    Args:
-      spec: The call; only the decoding kernel knows `spec.kv_lengths`.
-      requested: Which gradients; None for forward only.
-    """
+    """Plans a dense call, forward only if `requested` is None; only the decoding kernel knows `spec.kv_lengths`."""
     reason = limit_of_device(spec)
     if reason is not None:
         return Refusal(reason)
@@ -266,11 +261,6 @@ def shared_memory(kernel: str, tiles: Tiles, D: int, Dv: int, itemsize: int, loa
 
     What is no MMA operand has a stage less: loads of mods, and the lse and delta of the queries that the dK/dV kernel
     walks. It is what Triton takes for sm_90a, where tests compile it; that of ``captured`` is compared by none.
-
-    Args:
-      D: Head size of query and key.
-      Dv: Head size of value.
-      itemsize: Bytes of an element of query, key and value.
 
     >>> shared_memory("forward", Tiles(128, 128, 4, 2), 64, 64, 2)
     81920
