@@ -24,6 +24,7 @@ class AttentionStats(NamedTuple):
       entropy: ``-sum(p * log(p))`` of the softmax weights, in nats: 0 for a row that attends to one key or to none.
         With sinks, the weight of the sink is one of the ``p``, so that they sum up to 1.
 
+    >>> import jax.numpy as jnp
     >>> import jflex
     >>> x = jnp.ones((1, 8, 2, 16))
     >>> out, stats = jflex.flex_attention(x, x, x, return_stats=("max", "entropy"))
