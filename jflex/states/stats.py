@@ -24,8 +24,7 @@ class AttentionStats(NamedTuple):
       entropy: ``-sum(p * log(p))`` of the softmax weights, in nats: 0 for a row that attends to one key or to none.
         With sinks, the weight of the sink is one of the ``p``, so that they sum up to 1.
 
-    >>> import jax.numpy as jnp
-    >>> import jflex
+    >>> import jax.numpy as jnp, jflex
     >>> x = jnp.ones((1, 8, 2, 16))
     >>> out, stats = jflex.flex_attention(x, x, x, return_stats=("max", "entropy"))
     >>> float(stats.max[0, 0, 0]), bool(jnp.allclose(jnp.exp(stats.entropy), 8.0)), stats.lse
