@@ -13,6 +13,7 @@ import jflex
 from jflex import masks
 from jflex.backends.xla.paged import KEYS
 from jflex.backends.xla.paged_bounds import walk_of
+from jflex.options import Settings
 from jflex.paged import PagedBatch, PagedCache, check_batch, debug_check_batch, token_positions, token_slots
 from jflex.paged.attention import prepare
 from tests.support import evaluation, paged_evaluation
@@ -154,24 +155,15 @@ def test_rows_and_positions():
     np.testing.assert_array_equal(token_slots(batch, 9, PAGE), token_slots(plain, 9, PAGE))
 
 
+DOCUMENTS = masks.causal_document(jnp.arange(6 * KEYS) // (4 * KEYS))  # compares positions alone
+
+
 @pytest.mark.full
-def test_tiles_before_a_window_are_not_read():
+@pytest.mark.parametrize(("mask", "queries"), [(window, TREE), (DOCUMENTS, 7)], ids=["window", "document"])
+def test_tiles_that_a_mask_hides_are_not_read(mask, queries):
     """Comparisons of positions decide tiles of the prefix, with trees as without."""
-    query, cache, batch, _ = drawn([(4 * KEYS + 9, TREE)])
-    options = {"score_mod": None, "mask_mod": window, "sinks": None, "scale": None, "layer": None, "config": None}
-    call = prepare(jnp.asarray(query), cache, batch, **options)
-    rows, heads = jnp.arange(7, dtype=jnp.int32), jnp.arange(H, dtype=jnp.int32)
-    walk = walk_of(call.spec, call.inputs(), jnp.int32(0), rows, heads, batch.kv_lengths[0], KEYS)
-    assert [int(x) for x in walk] == [4, 5]
-
-
-@pytest.mark.full
-def test_tiles_before_a_document_are_not_read():
-    """`causal_document` compares positions alone, so tiles of earlier documents are empty."""
-    query, cache, batch, _ = drawn([(4 * KEYS + 9, 7)])
-    mask = masks.causal_document(jnp.arange(6 * KEYS) // (4 * KEYS))
-    options = {"score_mod": None, "mask_mod": mask, "sinks": None, "scale": None, "layer": None, "config": None}
-    call = prepare(jnp.asarray(query), cache, batch, **options)
+    query, cache, batch, _ = drawn([(4 * KEYS + 9, queries)])
+    call = prepare(jnp.asarray(query), cache, batch, Settings(mask_mod=mask))
     rows, heads = jnp.arange(7, dtype=jnp.int32), jnp.arange(H, dtype=jnp.int32)
     walk = walk_of(call.spec, call.inputs(), jnp.int32(0), rows, heads, batch.kv_lengths[0], KEYS)
     assert [int(x) for x in walk] == [4, 5]
