@@ -53,28 +53,20 @@ class RowOperands(NamedTuple, Generic[A]):
 
 
 class KernelStatics(NamedTuple):
-    """Static arguments of a Triton kernel of the backward pass.
-
-    Attributes:
-      derivative: Of the score mod; None without one.
-      groups: Loads of captured arrays with requested gradients; None for a repair.
-    """
+    """Static arguments of a Triton kernel of the backward pass."""
 
     spec: AttentionSpec
     tiles: Tiles
-    derivative: Derivative | None
-    groups: LoadGroups | None = None
+    derivative: Derivative | None  # of the score mod; None without one
+    groups: LoadGroups | None = None  # loads of captured arrays with requested gradients; None for a repair
 
 
 class Repairs(NamedTuple):
-    """Repair of the backward pass of one backend by the kernels of another.
+    """Repair of the backward pass of one backend by the kernels of another."""
 
-    Attributes:
-      query: ``(dQ, marks of queries) -> dQ``; marks are float32 [B, Hq, T], or [B, Hq, 1] for all of a head.
-      key_value: ``(dK and dV, marks of keys) -> dK and dV``; marks are float32 [B, Hkv, S].
-    """
-
+    # ``(dQ, marks of queries) -> dQ``; marks are float32 [B, Hq, T], or [B, Hq, 1] for all of a head
     query: Callable[[jax.Array, jax.Array], jax.Array]
+    # ``(dK and dV, marks of keys) -> dK and dV``; marks are float32 [B, Hkv, S]
     key_value: Callable[[tuple[jax.Array, jax.Array], jax.Array], tuple[jax.Array, jax.Array]]
 
 

@@ -50,15 +50,11 @@ def all_gradients(spec: AttentionSpec) -> GradientRequest:
 
 @dataclasses.dataclass(frozen=True)
 class Refusal:
-    """Why a call cannot run.
+    """Why a call cannot run."""
 
-    Attributes:
-      reason: One sentence without a full stop.
-      mod: The mod that stands in the way, which then begins the sentence. It is named by `sentence` and not here:
-        equal specs share a plan, and their mods may come from different functions.
-    """
-
-    reason: str
+    reason: str  # one sentence without a full stop
+    # the mod that stands in the way, which then begins the sentence. It is named by `sentence` and not here: equal
+    # specs share a plan, and their mods may come from different functions.
     mod: Role | None = None
 
     def sentence(self, spec: AttentionSpec) -> str:
@@ -73,14 +69,10 @@ class Refusal:
 
 @dataclasses.dataclass(frozen=True)
 class TileChoice:
-    """The tiles of one kernel.
-
-    Attributes:
-      source: Who chose them: the user's `Config`, a measured table or a rule.
-    """
+    """The tiles of one kernel."""
 
     tiles: Tiles
-    source: Literal["config", "table", "rule"]
+    source: Literal["config", "table", "rule"]  # who chose them: the user's `Config`, a measured table or a rule
 
 
 def unreached_by_pallas(elements: int) -> bool:

@@ -27,15 +27,10 @@ Route = Literal["interpreted", "pallas", "official"]
 
 @dataclasses.dataclass(frozen=True)
 class Dropout:
-    """The static part of the dropout of weights.
+    """The static part of the dropout of weights."""
 
-    Attributes:
-      rate: Which share of the weights is dropped, between 0 and 1, both excluded.
-      mod: Which weights are kept: traced as a mask mod is.
-    """
-
-    rate: float
-    mod: Mod
+    rate: float  # which share of the weights is dropped, between 0 and 1, both excluded
+    mod: Mod  # which weights are kept: traced as a mask mod is
 
     @property
     def scale(self) -> float:
@@ -60,51 +55,30 @@ class VectorPrograms(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Blocks:
-    """The static part of a BlockMask.
+    """The static part of a BlockMask."""
 
-    Attributes:
-      size: Queries and keys in a block.
-      batch: Batch size of the lists: 1 or B.
-      heads: Heads of the lists: 1 or Hq.
-    """
-
-    size: tuple[int, int]
-    batch: int
-    heads: int
+    size: tuple[int, int]  # queries and keys in a block
+    batch: int  # batch size of the lists: 1 or B
+    heads: int  # heads of the lists: 1 or Hq
 
 
 class Dense(NamedTuple):
-    """Memory of a dense call.
+    """Memory of a dense call."""
 
-    Attributes:
-      layout: Order of the axes of the arrays, ``"BTNH"`` or ``"BNTH"``.
-      blocks: The static part of the BlockMask; None without one.
-      kv_lengths: Whether each batch entry has its own number of keys.
-    """
-
-    layout: str = "BTNH"
-    blocks: Blocks | None = None
-    kv_lengths: bool = False
+    layout: str = "BTNH"  # order of the axes of the arrays, ``"BTNH"`` or ``"BNTH"``
+    blocks: Blocks | None = None  # the static part of the BlockMask; None without one
+    kv_lengths: bool = False  # whether each batch entry has its own number of keys
 
 
 class Paging(NamedTuple):
-    """Memory of a paged call: the static part of its cache.
+    """Memory of a paged call: the static part of its cache."""
 
-    Attributes:
-      page_size: Keys in a page.
-      num_pages: Physical pages that a table may name (of one layer).
-      dtype: Of keys and values with scales; None for that of the query, without scales.
-      layers: Whose pages lie in one array.
-      hides_zeros: Whether the mask hides nothing but zeros, so that no masked NaN reaches a sum.
-      values_in_keys: Whether the values are the first Dv columns of the keys, of one key head (MLA).
-    """
-
-    page_size: int
-    num_pages: int
-    dtype: str | None = None
-    layers: int = 1
-    hides_zeros: bool = False
-    values_in_keys: bool = False
+    page_size: int  # keys in a page
+    num_pages: int  # physical pages that a table may name (of one layer)
+    dtype: str | None = None  # of keys and values with scales; None for that of the query, without scales
+    layers: int = 1  # whose pages lie in one array
+    hides_zeros: bool = False  # whether the mask hides nothing but zeros, so that no masked NaN reaches a sum
+    values_in_keys: bool = False  # whether the values are the first Dv columns of the keys, of one key head (MLA)
 
 
 class Sizes(NamedTuple):
@@ -112,11 +86,6 @@ class Sizes(NamedTuple):
 
     In a paged call, B counts requests, T packed queries, and S the keys that a request may have; its mods get the
     request as ``b`` and the index of the packed query as ``q_idx``.
-
-    Attributes:
-      D: Head size of query and key.
-      Dv: Head size of value.
-      Bkv: Batch of key and value: B, or 1 if it is shared.
     """
 
     B: int
@@ -124,9 +93,9 @@ class Sizes(NamedTuple):
     S: int
     Hq: int
     Hkv: int
-    D: int
-    Dv: int
-    Bkv: int
+    D: int  # head size of query and key
+    Dv: int  # head size of value
+    Bkv: int  # batch of key and value: B, or 1 if it is shared
 
 
 class Mods(NamedTuple):
@@ -140,27 +109,18 @@ class Mods(NamedTuple):
 
 
 class Numerics(NamedTuple):
-    """Dtypes and the rule from scores to results.
+    """Dtypes and the rule from scores to results."""
 
-    Attributes:
-      dtype: Of query, key and value; keys and values with scales have that of `Paging`.
-      scale: Factor of the scores.
-      qk_dtype: Of query and key where these have eight bits (dense calls without gradients); None for `dtype`.
-      out_dtype: Of partial results of splits that are merged; None for `dtype`.
-      precision: Of GEMMs of float32; None for JAX's default.
-      normalize: ``"softmax"``, or ``"none"``: scores are the weights, and the lse is 0.
-      stats: Row statistics besides the lse: of ``"max"`` and ``"entropy"``, in this order.
-      sinks: Whether each head has a sink.
-    """
-
-    dtype: str
-    scale: float
+    dtype: str  # of query, key and value; keys and values with scales have that of `Paging`
+    scale: float  # factor of the scores
+    # of query and key where these have eight bits (dense calls without gradients); None for `dtype`
     qk_dtype: str | None = None
-    out_dtype: str | None = None
-    precision: str | None = None
-    normalize: Normalize = "softmax"
+    out_dtype: str | None = None  # of partial results of splits that are merged; None for `dtype`
+    precision: str | None = None  # of GEMMs of float32; None for JAX's default
+    normalize: Normalize = "softmax"  # ``"softmax"``, or ``"none"``: scores are the weights, and the lse is 0
+    # row statistics besides the lse: of ``"max"`` and ``"entropy"``, in this order
     stats: tuple[Literal["max", "entropy"], ...] = ()
-    sinks: bool = False
+    sinks: bool = False  # whether each head has a sink
 
 
 class Device(NamedTuple):
@@ -172,19 +132,13 @@ class Device(NamedTuple):
 
 
 class Planned(NamedTuple):
-    """Decisions of a plan that its kernels read; a spec without a plan has the defaults.
+    """Decisions of a plan that its kernels read; a spec without a plan has the defaults."""
 
-    Attributes:
-      programs: Tile programs of score mod, mask and dropout.
-      vector_programs: Tile programs of key and value mod.
-      heads_in_rows: Whether the rows of a tile belong to several query heads (decoding packs a GQA group into a tile).
-      pairs: Whether a launch loads keys and values of eight bits two columns at a time, where it may.
-    """
-
-    programs: Programs = Programs()
-    vector_programs: VectorPrograms = VectorPrograms()
+    programs: Programs = Programs()  # tile programs of score mod, mask and dropout
+    vector_programs: VectorPrograms = VectorPrograms()  # tile programs of key and value mod
+    # whether the rows of a tile belong to several query heads (decoding packs a GQA group into a tile)
     heads_in_rows: bool = False
-    pairs: bool = False
+    pairs: bool = False  # whether a launch loads keys and values of eight bits two columns at a time, where it may
 
 
 X = TypeVar("X")
@@ -371,23 +325,14 @@ class Captured(NamedTuple, Generic[A]):
 
 
 class Operands(NamedTuple, Generic[A]):
-    """The inputs of all kernels (in a kernel: refs to them).
+    """The inputs of all kernels (in a kernel: refs to them)."""
 
-    Attributes:
-      query: [B, T, Hq, D] or [B, Hq, T, D], by the layout of the spec; of `qk_dtype`, as the key.
-      key: [Bkv, S, Hkv, D] or [Bkv, Hkv, S, D].
-      value: [Bkv, S, Hkv, Dv] or [Bkv, Hkv, S, Dv].
-      lists: The eight index arrays of a block mask, or None.
-      captured: Without arrays of key and value mods.
-      sinks: float32 [Hq], or None; only forward kernels read them.
-    """
-
-    query: A
-    key: A
-    value: A
-    lists: tuple[A, ...] | None
-    captured: Captured[A]
-    sinks: A | None = None
+    query: A  # [B, T, Hq, D] or [B, Hq, T, D], by the layout of the spec; of `qk_dtype`, as the key
+    key: A  # [Bkv, S, Hkv, D] or [Bkv, Hkv, S, D]
+    value: A  # [Bkv, S, Hkv, Dv] or [Bkv, Hkv, S, Dv]
+    lists: tuple[A, ...] | None  # the eight index arrays of a block mask, or None
+    captured: Captured[A]  # without arrays of key and value mods
+    sinks: A | None = None  # float32 [Hq], or None; only forward kernels read them
 
 
 def as_int8(x: jax.Array) -> jax.Array:

@@ -60,15 +60,10 @@ class TileRows(Protocol):
 
 
 class LaunchSizes(NamedTuple):
-    """Static sizes of a launch.
+    """Static sizes of a launch."""
 
-    Attributes:
-      items: Upper bound on the work items.
-      slots: Upper bound on partial results; 0 if no keys are split.
-    """
-
-    items: int
-    slots: int
+    items: int  # upper bound on the work items
+    slots: int  # upper bound on partial results; 0 if no keys are split
 
 
 P = TypeVar("P")
@@ -77,23 +72,15 @@ S = TypeVar("S")
 
 
 class Static(NamedTuple, Generic[P, I, S]):
-    """State that producer and consumers share.
-
-    Attributes:
-      packing: How queries and heads fill the rows of a tile.
-      rows: Rows of a partial result.
-      captured: Shapes of the captured arrays.
-      outputs: Out, lse, and partial results.
-      scratch: Shared memory and barriers.
-    """
+    """State that producer and consumers share."""
 
     spec: AttentionSpec
-    packing: P
-    rows: int
-    captured: scores.CapturedShapes
+    packing: P  # how queries and heads fill the rows of a tile
+    rows: int  # rows of a partial result
+    captured: scores.CapturedShapes  # shapes of the captured arrays
     arrays: I
-    outputs: tuple[Ref, ...]
-    scratch: S
+    outputs: tuple[Ref, ...]  # out, lse, and partial results
+    scratch: S  # shared memory and barriers
     cta_id: Index
 
     def over_items(self, body: Callable[[jax.Array, Item, jax.Array], jax.Array]) -> None:
@@ -138,17 +125,11 @@ class Static(NamedTuple, Generic[P, I, S]):
 
 
 class Roles(NamedTuple):
-    """Programs of the warp groups of a CTA.
+    """Programs of the warp groups of a CTA."""
 
-    Attributes:
-      name: Of the kernel, in profiles.
-      produce: Of the producer, with a `Static`.
-      consume: Of a consumer, with a `Static` and its number.
-    """
-
-    name: str
-    produce: Callable[[Any], None]
-    consume: Callable[[Any, int], None]
+    name: str  # of the kernel, in profiles
+    produce: Callable[[Any], None]  # of the producer, with a `Static`
+    consume: Callable[[Any, int], None]  # of a consumer, with a `Static` and its number
 
 
 def attend(

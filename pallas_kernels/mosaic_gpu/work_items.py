@@ -21,26 +21,16 @@ PageRows: TypeAlias = "tuple[tuple[jax.Array, Axis], Axis]"  # a page and its ro
 
 
 class Item(NamedTuple):
-    """One work item of one group of heads, as scalars.
+    """One work item of one group of heads, as scalars."""
 
-    Attributes:
-      group: The group of heads: those that share a key head, or some heads of a latent cache.
-      first: The first query, packed.
-      queries: Queries from there to the end of the request.
-      length: Keys of the request.
-      begin: The first tile of keys.
-      end: One past the last.
-      slot: Of the partial result; -1 where the keys of the tile of queries are not split.
-    """
-
-    group: jax.Array
+    group: jax.Array  # the group of heads: those that share a key head, or some heads of a latent cache
     request: jax.Array
-    first: jax.Array
-    queries: jax.Array
-    length: jax.Array
-    begin: jax.Array
-    end: jax.Array
-    slot: jax.Array
+    first: jax.Array  # the first query, packed
+    queries: jax.Array  # queries from there to the end of the request
+    length: jax.Array  # keys of the request
+    begin: jax.Array  # the first tile of keys
+    end: jax.Array  # one past the last
+    slot: jax.Array  # of the partial result; -1 where the keys of the tile of queries are not split
 
     @property
     def tiles(self) -> jax.Array:

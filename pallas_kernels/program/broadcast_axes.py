@@ -11,17 +11,11 @@ from pallas_kernels.types import ScoreShape
 
 
 class BroadcastAxes(NamedTuple):
-    """Axes along which a tile load is constant.
+    """Axes along which a tile load is constant."""
 
-    Attributes:
-      batch: It is the same in the whole batch.
-      heads: It is the same for all query heads.
-      diagonal: It depends on query and key by ``q - k`` alone, so it is the same in all tiles on a diagonal.
-    """
-
-    batch: bool
-    heads: bool
-    diagonal: bool
+    batch: bool  # it is the same in the whole batch
+    heads: bool  # it is the same for all query heads
+    diagonal: bool  # it depends on query and key by ``q - k`` alone, so it is the same in all tiles on a diagonal
 
 
 NO_AXES = BroadcastAxes(False, False, False)

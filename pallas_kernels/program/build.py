@@ -36,33 +36,23 @@ _TIES = frozenset({"clamp", "cummax", "cummin", "reduce_max", "reduce_min"})
 
 @dataclasses.dataclass(frozen=True)
 class IndexRanges:
-    """Ranges of the indices: batch, query heads, queries, keys.
-
-    Attributes:
-      heads_in_rows: Whether the rows of a tile belong to several heads: then the head is a row value, as the query is.
-    """
+    """Ranges of the indices: batch, query heads, queries, keys."""
 
     B: int
     Hq: int
     T: int
     S: int
+    # whether the rows of a tile belong to several heads: then the head is a row value, as the query is
     heads_in_rows: bool = False
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Program:
-    """The tile program of a mod.
+    """The tile program of a mod."""
 
-    Attributes:
-      graph: Owner of the nodes.
-      arguments: ``(score,) b, h, q, k``.
-      output: The score, or the boolean.
-      nodes: All that the output needs, inputs first.
-    """
-
-    graph: Graph
-    arguments: tuple[Node, ...]
-    output: Node
+    graph: Graph  # owner of the nodes
+    arguments: tuple[Node, ...]  # ``(score,) b, h, q, k``
+    output: Node  # the score, or the boolean
 
     @functools.cached_property
     def nodes(self) -> list[Node]:
@@ -81,18 +71,12 @@ class Program:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Derivative:
-    """The derivative of a score program.
-
-    Attributes:
-      cotangent: The argument: cotangent of the program's output.
-      d_score: Cotangent of the score.
-      d_loads: Cotangent of each load of a captured array with a requested gradient, float32.
-    """
+    """The derivative of a score program."""
 
     program: Program
-    cotangent: Node
-    d_score: Node
-    d_loads: dict[Node, Node]
+    cotangent: Node  # the argument: cotangent of the program's output
+    d_score: Node  # cotangent of the score
+    d_loads: dict[Node, Node]  # cotangent of each load of a captured array with a requested gradient, float32
 
     @functools.cached_property
     def nodes(self) -> list[Node]:

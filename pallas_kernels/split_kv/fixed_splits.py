@@ -39,19 +39,12 @@ _LEAST = -127.0  # exponent of a factor that counts as 0
 
 
 class Sums(NamedTuple):
-    """Unnormalised sums over some splits.
+    """Unnormalised sums over some splits."""
 
-    Attributes:
-      exponent: Of the power of two that they are relative to, a whole number; -inf where nothing was visible.
-      row_sum: Sum of the weights; NaN marks a row (`pallas_kernels.softmax`).
-      out: Sums of the weights times the values, in chunks of columns.
-      row_max: The largest natural score, if it is one of ``spec.stats``.
-    """
-
-    exponent: jax.Array
-    row_sum: jax.Array
-    out: Columns
-    row_max: tuple[jax.Array, ...]
+    exponent: jax.Array  # of the power of two that they are relative to, a whole number; -inf where nothing was visible
+    row_sum: jax.Array  # sum of the weights; NaN marks a row (`pallas_kernels.softmax`)
+    out: Columns  # sums of the weights times the values, in chunks of columns
+    row_max: tuple[jax.Array, ...]  # the largest natural score, if it is one of ``spec.stats``
 
     @property
     def vectors(self) -> RowVectors:

@@ -26,23 +26,15 @@ from pallas_kernels.types import Index, Ref
 
 
 class KeyRows(NamedTuple):
-    """Pages and rows of a tile of keys.
-
-    Attributes:
-      first: The logical position of the first key.
-      exists: Which keys lie before the request's length, [count].
-      page: Physical page of all of them, or of each, [count].
-      row: The first row within the page, or that of each key.
-      may_end: Whether the tile may reach past the request's length.
-    """
+    """Pages and rows of a tile of keys."""
 
     spec: AttentionSpec
     h: Index
-    first: jax.Array
-    exists: jax.Array
-    page: jax.Array
-    row: jax.Array
-    may_end: bool
+    first: jax.Array  # the logical position of the first key
+    exists: jax.Array  # which keys lie before the request's length, [count]
+    page: jax.Array  # physical page of all of them, or of each, [count]
+    row: jax.Array  # the first row within the page, or that of each key
+    may_end: bool  # whether the tile may reach past the request's length
 
     @classmethod
     def look_up(

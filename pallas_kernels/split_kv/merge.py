@@ -97,18 +97,13 @@ def merge_row(
 
 
 class _Row(NamedTuple):
-    """The merge of some partial results.
-
-    Attributes:
-      sum: Sum of the weights ``exp(lse - max)``.
-      sums: Sums of the weights times the outputs, in chunks of columns.
-      stats: For each of ``spec.stats``: the largest score; the sum of the weights times the entropy of each minus the
-        logarithm of its weight, of terms that are not negative.
-    """
+    """The merge of some partial results."""
 
     max: jax.Array
-    sum: jax.Array
-    sums: tuple[jax.Array, ...]
+    sum: jax.Array  # sum of the weights ``exp(lse - max)``
+    sums: tuple[jax.Array, ...]  # sums of the weights times the outputs, in chunks of columns
+    # for each of ``spec.stats``: the largest score; the sum of the weights times the entropy of each minus the
+    # logarithm of its weight, of terms that are not negative
     stats: tuple[jax.Array, ...]
 
 

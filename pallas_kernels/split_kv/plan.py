@@ -27,15 +27,10 @@ MAX_GROUP = 128  # query heads of a key head in a paged call, all of them rows o
 
 @dataclasses.dataclass(frozen=True)
 class PagedPlan:
-    """Plan of a paged call.
+    """Plan of a paged call."""
 
-    Attributes:
-      spec: The call, with its tile programs.
-      launches: Of the kernel: one, or one for few queries of a request and one for many.
-    """
-
-    spec: AttentionSpec
-    launches: tuple[Work, ...]
+    spec: AttentionSpec  # the call, with its tile programs
+    launches: tuple[Work, ...]  # of the kernel: one, or one for few queries of a request and one for many
 
     def describe(self) -> str:
         """Kernels, tiles and the source of tiles, for `jflex.explain`."""

@@ -31,14 +31,10 @@ MIN_LANES = 16  # of a vector over rows
 
 
 class KvExtents(NamedTuple, Generic[A]):
-    """Keys that each row visits, from which the splits follow (in a kernel: the refs).
+    """Keys that each row visits, from which the splits follow (in a kernel: the refs)."""
 
-    Attributes:
-      lengths: Keys of each batch entry, int32 [B], or None where all have S.
-      counts: Partial blocks of each row of the mask's lists, int32 [list batch, list heads, 1], or None without lists.
-    """
-
-    lengths: A | None
+    lengths: A | None  # keys of each batch entry, int32 [B], or None where all have S
+    # partial blocks of each row of the mask's lists, int32 [list batch, list heads, 1], or None without lists
     counts: A | None
     full_counts: A | None
 
@@ -50,24 +46,16 @@ class KvExtents(NamedTuple, Generic[A]):
 
 
 class WorkItem(NamedTuple):
-    """The split of a row that a program computes.
-
-    Attributes:
-      end: Where its keys end; None for S.
-      split: Which split of them.
-      exists: False where there is nothing to do.
-      unsplit: Whether the row has a single split.
-      slot: Of the partial result otherwise.
-      fixed: With splits of a constant number of keys, the first that is computed, and one past the last.
-    """
+    """The split of a row that a program computes."""
 
     b: jax.Array
     kv_h: jax.Array
-    end: jax.Array | None
-    split: block_walk.Split
-    exists: jax.Array
-    unsplit: jax.Array
-    slot: Index
+    end: jax.Array | None  # where its keys end; None for S
+    split: block_walk.Split  # which split of them
+    exists: jax.Array  # False where there is nothing to do
+    unsplit: jax.Array  # whether the row has a single split
+    slot: Index  # of the partial result otherwise
+    # with splits of a constant number of keys, the first that is computed, and one past the last
     fixed: tuple[Index, Index] = (0, 0)
 
 

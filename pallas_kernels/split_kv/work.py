@@ -36,55 +36,36 @@ class RequestExtents(NamedTuple, Generic[A]):
 
 
 class PagedOperands(NamedTuple, Generic[A]):
-    """The inputs of the kernel (in it: the refs to them).
+    """The inputs of the kernel (in it: the refs to them)."""
 
-    Attributes:
-      query: [N, Hq, D], the requests one after the other.
-      key: [pages of all layers, page_size, Hkv, D].
-      indptr: int32 [R + 1], where each request's queries start, and where the last ones end.
-      lengths: int32 [R], keys of each request.
-      table: int32 [R, max_pages], the physical page of each logical page of `page_size` keys.
-      first_page: int32 [1], the first page of the layer.
-      key_scale: Of keys of eight bits, float32: [Hkv], or [pages of all layers, page_size, Hkv]; None for others.
-      rope_key: Of latent vectors of eight bits, the rotated columns of the keys, [pages of all layers, page_size, 1,
-        D - Dv]; `key` then has Dv columns, and `key_scale` is [pages of all layers, page_size, tiles]. None for others.
-    """
-
-    query: A
-    key: A
+    query: A  # [N, Hq, D], the requests one after the other
+    key: A  # [pages of all layers, page_size, Hkv, D]
     value: A
-    indptr: A
-    lengths: A
-    table: A
-    first_page: A
+    indptr: A  # int32 [R + 1], where each request's queries start, and where the last ones end
+    lengths: A  # int32 [R], keys of each request
+    table: A  # int32 [R, max_pages], the physical page of each logical page of `page_size` keys
+    first_page: A  # int32 [1], the first page of the layer
     captured: Captured[A]
+    # of keys of eight bits, float32: [Hkv], or [pages of all layers, page_size, Hkv]; None for others
     key_scale: A | None = None
     value_scale: A | None = None
+    # of latent vectors of eight bits, the rotated columns of the keys, [pages of all layers, page_size, 1, D - Dv];
+    # `key` then has Dv columns, and `key_scale` is [pages of all layers, page_size, tiles]. None for others.
     rope_key: A | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """The requests that one launch takes, and its tiles.
+    """The requests that one launch takes, and its tiles."""
 
-    Attributes:
-      tiles: `block_q` holds queries times query heads of a key head.
-      min_queries: Fewest queries of a request that is taken.
-      max_queries: Most queries of a request that is taken.
-      may_split: Whether the keys of a tile of queries may be split.
-      source: Who chose the tiles; see `pallas_kernels.plan.TileChoice`.
-      queries_of_tile: Queries in a tile; None for as many as its rows hold.
-      resident: Programs that are resident at once.
-      fixed_splits: Whether the keys of a split are constant in number (`pallas_kernels.split_kv.fixed_splits`).
-    """
-
-    tiles: Tiles
-    min_queries: int
-    max_queries: int
-    may_split: bool = True
-    source: Literal["config", "table", "rule"] = "rule"
-    queries_of_tile: int | None = None
-    resident: int = planner.MAX_RESIDENT_PROGRAMS
+    tiles: Tiles  # `block_q` holds queries times query heads of a key head
+    min_queries: int  # fewest queries of a request that is taken
+    max_queries: int  # most queries of a request that is taken
+    may_split: bool = True  # whether the keys of a tile of queries may be split
+    source: Literal["config", "table", "rule"] = "rule"  # who chose the tiles; see `pallas_kernels.plan.TileChoice`
+    queries_of_tile: int | None = None  # queries in a tile; None for as many as its rows hold
+    resident: int = planner.MAX_RESIDENT_PROGRAMS  # programs that are resident at once
+    # whether the keys of a split are constant in number (`pallas_kernels.split_kv.fixed_splits`)
     fixed_splits: bool = False
 
     def queries(self, spec: AttentionSpec) -> int:
@@ -134,19 +115,13 @@ class Work:
 
 
 class Requests(NamedTuple):
-    """For each request, and after the last one for queries of no request: int32 [R + 1, rounded up to a power of two].
-
-    Attributes:
-      queries: How many there are.
-      tiles: Tiles of queries, 0 where another launch takes them.
-      splits: Of the keys of each of these tiles.
-    """
+    """Per request, and after the last one for queries of no request: int32 [R + 1, rounded up to a power of two]."""
 
     start: jax.Array
-    queries: jax.Array
+    queries: jax.Array  # how many there are
     length: jax.Array
-    tiles: jax.Array
-    splits: jax.Array
+    tiles: jax.Array  # tiles of queries, 0 where another launch takes them
+    splits: jax.Array  # of the keys of each of these tiles
 
     @property
     def slots(self) -> jax.Array:
@@ -201,25 +176,16 @@ class QueryRows(NamedTuple):
 
 
 class WorkItem(NamedTuple):
-    """Work of a program: a tile of queries, and a split of their keys.
+    """Work of a program: a tile of queries, and a split of their keys."""
 
-    Attributes:
-      request: Its index; the last one for queries of no request.
-      first: The first query of the tile, packed.
-      queries: Queries from there to the end of the request; none if there is nothing to do.
-      split: Which split of the keys.
-      slot: Of the partial result, if there are several splits.
-      page: The physical page of all keys, where a request has only one.
-    """
-
-    request: jax.Array
-    first: jax.Array
-    queries: jax.Array
+    request: jax.Array  # its index; the last one for queries of no request
+    first: jax.Array  # the first query of the tile, packed
+    queries: jax.Array  # queries from there to the end of the request; none if there is nothing to do
     length: jax.Array
-    split: Index
+    split: Index  # which split of the keys
     splits: Index
-    slot: Index
-    page: jax.Array | None = None
+    slot: Index  # of the partial result, if there are several splits
+    page: jax.Array | None = None  # the physical page of all keys, where a request has only one
 
     def rows(self, spec: AttentionSpec, work: Work, kv_h: Index) -> QueryRows:
         """The rows for a key head: the query heads of the first query, then of the next."""
@@ -249,18 +215,12 @@ def item_of(
 
 
 class MergeItem(NamedTuple):
-    """One query whose keys are split.
-
-    Attributes:
-      slot: Of its first partial result.
-      splits: How many there are.
-      t: Which query of the tile it is.
-    """
+    """One query whose keys are split."""
 
     n: Index
-    slot: Index
-    splits: Index
-    t: Index
+    slot: Index  # of its first partial result
+    splits: Index  # how many there are
+    t: Index  # which query of the tile it is
 
 
 def queries_to_merge(planned: Requests) -> jax.Array:
@@ -355,13 +315,10 @@ class QueryBlocks(NamedTuple):
     requests that decode and 3840 tokens of prompts: 12.8 and 34.7 us with one program for each tile, which planned
     first; 1.8 and 2.1 with as many programs as here, each for all heads of fewer queries. This form was not timed. Each
     key head has programs of its own because a request whose queries are NaN is repaired in every step.
-
-    Attributes:
-      work: The launch whose tiles are repaired.
     """
 
     spec: AttentionSpec
-    work: Work
+    work: Work  # the launch whose tiles are repaired
 
     @property
     def size(self) -> int:

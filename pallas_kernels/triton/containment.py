@@ -35,13 +35,9 @@ def cleared(rows: Columns) -> Columns:
 
 
 class Attended(NamedTuple):
-    """Rows whose sums must be NaN: those that attend to a row which is not finite.
+    """Rows whose sums must be NaN: those that attend to a row which is not finite."""
 
-    Attributes:
-      bad: float32 [rows]: 1 or 0.
-    """
-
-    bad: jax.Array
+    bad: jax.Array  # float32 [rows]: 1 or 0
 
     @classmethod
     def none(cls, rows: int) -> Attended:
@@ -67,18 +63,13 @@ def repair_tiles(tiles: Tiles) -> Tiles:
 
 
 class Marked(NamedTuple):
-    """Marks of rows, and how they are divided into tiles.
-
-    Attributes:
-      length: Rows of a head.
-      tile: Rows of a tile.
-    """
+    """Marks of rows, and how they are divided into tiles."""
 
     spec: AttentionSpec
     heads: int
     batch: int
-    length: int
-    tile: int
+    length: int  # rows of a head
+    tile: int  # rows of a tile
 
     @property
     def tiles(self) -> int:

@@ -45,16 +45,11 @@ from pallas_kernels.types import Index, Ref, S
 
 
 class Tile(NamedTuple):
-    """A tile of keys.
+    """A tile of keys."""
 
-    Attributes:
-      scores: Its scores, [rows, Bk].
-      values: Its values, [Bk, Dv].
-      scales: What equal shares of their columns are to be multiplied by: scalars, or [Bk] each; None for 1.
-    """
-
-    scores: ScoreTile
-    values: Columns
+    scores: ScoreTile  # its scores, [rows, Bk]
+    values: Columns  # its values, [Bk, Dv]
+    # what equal shares of their columns are to be multiplied by: scalars, or [Bk] each; None for 1
     scales: tuple[jax.Array, ...] | None = None
 
     def product(self, spec: AttentionSpec, p: jax.Array) -> Columns:
@@ -111,22 +106,14 @@ RowVectors = tuple[jax.Array, ...]  # lse and ``spec.stats`` of the rows of a ti
 
 
 class Attention(NamedTuple):
-    """Attention of the rows of a tile over the keys that it visits.
+    """Attention of the rows of a tile over the keys that it visits."""
 
-    Attributes:
-      prepared: Statics and loop-invariant values of the mods.
-      walk: The mainloop, ``(state, step) -> state``: folds ``step(state, *key)`` over tiles of keys.
-      tile_at: Loads a tile of keys, ``(*key) -> Tile``.
-      may_be_empty: Whether a row may still be fully masked after a tile.
-      sink: The logit of the sink of the head, a scalar; None without.
-    """
-
-    prepared: Scores
+    prepared: Scores  # statics and loop-invariant values of the mods
     rows: int
-    walk: Walk
-    tile_at: Callable[..., Tile]
-    may_be_empty: bool = True
-    sink: jax.Array | None = None
+    walk: Walk  # the mainloop, ``(state, step) -> state``: folds ``step(state, *key)`` over tiles of keys
+    tile_at: Callable[..., Tile]  # loads a tile of keys, ``(*key) -> Tile``
+    may_be_empty: bool = True  # whether a row may still be fully masked after a tile
+    sink: jax.Array | None = None  # the logit of the sink of the head, a scalar; None without
 
     def attend(self) -> tuple[Columns, RowVectors]:
         """Output [rows, Dv], in chunks of columns, lse (natural log) and ``spec.stats``, [rows] each.

@@ -136,26 +136,16 @@ def _indices(first: Index, count: int, length: int, axis: int, may_end: bool) ->
 
 
 class Scores(NamedTuple):
-    """Scores of a program: statics, and the loop-invariant values of the mods.
-
-    Attributes:
-      tile: Queries and keys of a tile, (Bq, Bk).
-      transposed: Whether tiles are (keys, queries).
-      score: The score mod, with its loop-invariant values.
-      mask: The mask mod, with its loop-invariant values.
-      dropout: The mod of dropout, with its loop-invariant values.
-      walked: ``"q"`` or ``"k"``: the axis of the mainloop.
-      end: Where that axis ends, known at run time; None for the end of its array.
-    """
+    """Scores of a program: statics, and the loop-invariant values of the mods."""
 
     spec: AttentionSpec
-    tile: tuple[int, int]
-    transposed: bool
-    score: Evaluation | None
-    mask: Evaluation | None
-    dropout: Evaluation | None
-    walked: str
-    end: Index | None = None
+    tile: tuple[int, int]  # queries and keys of a tile, (Bq, Bk)
+    transposed: bool  # whether tiles are (keys, queries)
+    score: Evaluation | None  # the score mod, with its loop-invariant values
+    mask: Evaluation | None  # the mask mod, with its loop-invariant values
+    dropout: Evaluation | None  # the mod of dropout, with its loop-invariant values
+    walked: str  # ``"q"`` or ``"k"``: the axis of the mainloop
+    end: Index | None = None  # where that axis ends, known at run time; None for the end of its array
 
     @property
     def log2_scale(self) -> float:

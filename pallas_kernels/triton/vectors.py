@@ -24,14 +24,10 @@ Load = Callable[[jax.Array], jax.Array]  # from lanes [keys, lanes] to what the 
 
 
 class PreparedVectors(NamedTuple):
-    """A vector mod with its loop-invariant values.
-
-    Attributes:
-      evaluations: For each of its lane programs.
-    """
+    """A vector mod with its loop-invariant values."""
 
     program: VectorProgram
-    evaluations: tuple[Evaluation, ...]
+    evaluations: tuple[Evaluation, ...]  # for each of its lane programs
 
     def tile(self, key: jax.Array, load: Load) -> Columns:
         """Applies the mod to a tile of keys; returns chunks of lanes.

@@ -34,21 +34,13 @@ _SAME_AS = {"h100": "nvidia-h200", "h800": "nvidia-h200", "gh200": "nvidia-h200"
 
 
 class Key(NamedTuple):
-    """Key of a table entry: the inputs of the choice of tiles.
+    """Key of a table entry: the inputs of the choice of tiles."""
 
-    Attributes:
-      kernel: One of `KERNELS` or `HOPPER_KERNELS`.
-      head_size: One of `HEAD_SIZES`: the first that holds both D and Dv.
-      itemsize: Bytes of an element of query, key and value.
-      mods: The kind of the mods, by `mods_of`.
-      length: One of `LENGTHS`, of the loop.
-    """
-
-    kernel: str
-    head_size: int
-    itemsize: int
-    mods: str
-    length: str
+    kernel: str  # one of `KERNELS` or `HOPPER_KERNELS`
+    head_size: int  # one of `HEAD_SIZES`: the first that holds both D and Dv
+    itemsize: int  # bytes of an element of query, key and value
+    mods: str  # the kind of the mods, by `mods_of`
+    length: str  # one of `LENGTHS`, of the loop
 
 
 def key_of(kernel: str, head_size: int, itemsize: int, programs: tuple[Program | None, ...], length: int) -> Key:
@@ -147,24 +139,15 @@ SHORT = 1024  # keys of a request, up to which the prologue of a deep pipeline t
 
 
 class Need(NamedTuple):
-    """Inputs of the choice of tiles.
+    """Inputs of the choice of tiles."""
 
-    Attributes:
-      head_size: The larger one, D or Dv.
-      itemsize: Bytes of an element of query, key and value.
-      heavy: True if the mods make a large tile spill, by `is_heavy`.
-      score: Whether there is a score mod beside a softmax, or dropout, which computes as much on each element.
-      large_memory: Whether a CTA may have 227 KiB of shared memory (Hopper and later), or 99 (Ada; Ampere has 99 or
-        163).
-      in_bytes: Whether keys and values have eight bits and are loaded two columns at a time.
-    """
-
-    head_size: int
-    itemsize: int
-    heavy: bool
-    score: bool
+    head_size: int  # the larger one, D or Dv
+    itemsize: int  # bytes of an element of query, key and value
+    heavy: bool  # whether the mods make a large tile spill, by `is_heavy`
+    score: bool  # whether there is a score mod beside a softmax, or dropout, which computes as much on each element
+    # whether a CTA may have 227 KiB of shared memory (Hopper and later), or 99 (Ada; Ampere has 99 or 163)
     large_memory: bool
-    in_bytes: bool = False
+    in_bytes: bool = False  # whether keys and values have eight bits and are loaded two columns at a time
 
 
 def has_large_memory(device_kind: str) -> bool:

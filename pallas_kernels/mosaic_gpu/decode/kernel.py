@@ -46,22 +46,14 @@ _FILLED, _FREE = FIRST_FREE_BARRIER, FIRST_FREE_BARRIER + 1  # named barriers of
 
 
 class DecodeOperands(NamedTuple, Generic[A]):
-    """The inputs of the kernel (in it: the refs to them).
+    """The inputs of the kernel (in it: the refs to them)."""
 
-    Attributes:
-      query: [N, Hq, D], packed: the queries of one request after those of the other.
-      key: [pages of all layers, page_size, Hkv, D]; of a dense call, in its layout.
-      table: int32 [R, max_pages], the page table; None for a dense call.
-      first_page: int32 [1], the first page of the layer; None for a dense call.
-      items: int32 [items, 8], the work items (`pallas_kernels.mosaic_gpu.work_items`).
-    """
-
-    query: A
-    key: A
+    query: A  # [N, Hq, D], packed: the queries of one request after those of the other
+    key: A  # [pages of all layers, page_size, Hkv, D]; of a dense call, in its layout
     value: A
-    table: A | None
-    first_page: A | None
-    items: A
+    table: A | None  # int32 [R, max_pages], the page table; None for a dense call
+    first_page: A | None  # int32 [1], the first page of the layer; None for a dense call
+    items: A  # int32 [items, 8], the work items (`pallas_kernels.mosaic_gpu.work_items`)
     captured: Captured[A]
 
     def of_mods(self) -> Operands[A]:

@@ -38,21 +38,13 @@ PAIRS_PREFETCHED = 1  # of tiles of keys, into the L2 cache, before the pair tha
 
 
 class LatentOperands(NamedTuple, Generic[A]):
-    """The inputs of the kernel (in it: the refs to them).
+    """The inputs of the kernel (in it: the refs to them)."""
 
-    Attributes:
-      query: [N, groups * padded heads, D].
-      rows: [pages of all layers, page_size, D], the latent cache.
-      table: int32 [R, max_pages], the page table.
-      first_page: int32 [1], the first page of the layer.
-      items: int32 [items, 8], the work items (`pallas_kernels.mosaic_gpu.work_items`).
-    """
-
-    query: A
-    rows: A
-    table: A
-    first_page: A
-    items: A
+    query: A  # [N, groups * padded heads, D]
+    rows: A  # [pages of all layers, page_size, D], the latent cache
+    table: A  # int32 [R, max_pages], the page table
+    first_page: A  # int32 [1], the first page of the layer
+    items: A  # int32 [items, 8], the work items (`pallas_kernels.mosaic_gpu.work_items`)
     captured: Captured[A]
 
     def of_mods(self) -> Operands[A]:

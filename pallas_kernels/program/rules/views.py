@@ -36,26 +36,17 @@ def scalars(shape: Sequence[int], value_at: Callable[[tuple[int, ...]], object])
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class View:
-    """A window on an operand.
+    """A window on an operand."""
 
-    Attributes:
-      operand: Index of the captured array.
-      index: Where the window starts, one node for each dimension of the operand.
-      axes: For each dimension of the window, the dimension of the operand along which it runs (None: repeated) and the
-        step.
-      valid: Whether the elements are in range; None if they surely are.
-      fill: Value of elements out of range.
-      stopped: Whether a `stop_gradient` was applied.
-    """
-
-    operand: int
+    operand: int  # index of the captured array
     dtype: np.dtype
-    index: tuple[Node, ...]
+    index: tuple[Node, ...]  # where the window starts, one node for each dimension of the operand
+    # for each dimension of the window, the dimension of the operand along which it runs (None: repeated) and the step
     axes: tuple[tuple[int | None, int], ...]
     shape: tuple[int, ...]
-    valid: Node | None = None
-    fill: npt.ArrayLike | None = None
-    stopped: bool = False
+    valid: Node | None = None  # whether the elements are in range; None if they surely are
+    fill: npt.ArrayLike | None = None  # value of elements out of range
+    stopped: bool = False  # whether a `stop_gradient` was applied
 
     @classmethod
     def whole(cls, graph: Graph, operand: int, shape: Sequence[int], dtype: DTypeLike) -> View:

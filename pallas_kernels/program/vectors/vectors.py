@@ -58,33 +58,23 @@ Chunks = tuple[Chunk, ...]
 
 @dataclasses.dataclass(frozen=True)
 class VectorSizes:
-    """Sizes of the arguments of a vector mod.
+    """Sizes of the arguments of a vector mod."""
 
-    Attributes:
-      B: Batch entries, or requests.
-      dtype: Of the array that holds it; the result has it too.
-    """
-
-    B: int
+    B: int  # batch entries, or requests
     H: int
     S: int
     size: int
-    dtype: str
+    dtype: str  # of the array that holds it; the result has it too
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LaneProgram:
-    """A vector mod on tiles of one width.
+    """A vector mod on tiles of one width."""
 
-    Attributes:
-      width: Lanes of a tile.
-      arguments: ``b, h, q, k``: batch entry, key head, key (the row) and lane of the tile (the column).
-      outputs: The result for each chunk of this width; zeros beyond the vector.
-    """
-
-    width: int
+    width: int  # lanes of a tile
+    # ``b, h, q, k``: batch entry, key head, key (the row) and lane of the tile (the column)
     arguments: tuple[Node, ...]
-    outputs: tuple[tuple[Chunk, Node], ...]
+    outputs: tuple[tuple[Chunk, Node], ...]  # the result for each chunk of this width; zeros beyond the vector
 
     @functools.cached_property
     def nodes(self) -> list[Node]:
@@ -113,13 +103,9 @@ class LaneProgram:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class VectorProgram:
-    """The tile programs of a vector mod.
+    """The tile programs of a vector mod."""
 
-    Attributes:
-      chunks: The tiles that make up a vector, in order.
-    """
-
-    chunks: Chunks
+    chunks: Chunks  # the tiles that make up a vector, in order
     lane_programs: tuple[LaneProgram, ...]
 
     @property

@@ -39,18 +39,12 @@ TARGET_PROGRAMS = 1024  # for a GPU with about a hundred SMs; with fewer, the wo
 
 
 class CapturedWork(NamedTuple):
-    """Work of one launch.
+    """Work of one launch."""
 
-    Attributes:
-      axes: Along which the loads are constant.
-      tile: Queries of a tile, and keys.
-      splits: Programs that share a tile or diagonal.
-    """
-
-    axes: BroadcastAxes
+    axes: BroadcastAxes  # along which the loads are constant
     loads: tuple[Node, ...]
-    tile: int
-    splits: int
+    tile: int  # queries of a tile, and keys
+    splits: int  # programs that share a tile or diagonal
 
 
 def captured(

@@ -166,20 +166,14 @@ def _repair_kernel(
 
 
 class _Keys(NamedTuple):
-    """A tile of keys and values of a key head.
-
-    Attributes:
-      at: Batch, key head, and index of the tile.
-      k: [Bk, D], in chunks of columns.
-      v: [Bk, Dv], in chunks of columns.
-    """
+    """A tile of keys and values of a key head."""
 
     spec: AttentionSpec
     tiles: Tiles
     arrays: Operands[Ref]
-    at: Location
-    k: Columns
-    v: Columns
+    at: Location  # batch, key head, and index of the tile
+    k: Columns  # [Bk, D], in chunks of columns
+    v: Columns  # [Bk, Dv], in chunks of columns
 
     @classmethod
     def from_refs(cls, spec: AttentionSpec, tiles: Tiles, arrays: Operands[Ref], at: Location) -> _Keys:
@@ -227,17 +221,13 @@ _Repaired: TypeAlias = tuple[Columns, Columns, Attended]
 
 
 class _Head(NamedTuple):
-    """The mainloop over the queries of one query head.
-
-    Attributes:
-      h: Index of the query head.
-    """
+    """The mainloop over the queries of one query head."""
 
     keys: _Keys
     derivative: Derivative | None
     groups: LoadGroups | None
     rows: RowOperands[Ref]
-    h: jax.Array
+    h: jax.Array  # index of the query head
 
     def walk(self, state: S, step: Callable[[S, Index, bool], S]) -> S:
         """Folds a step over the tiles of queries that visit the keys."""

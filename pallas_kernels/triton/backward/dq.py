@@ -178,23 +178,16 @@ def _repair_kernel(
 
 
 class _Queries(NamedTuple):
-    """A tile of queries of a head: what the prologue loads and prepares.
-
-    Attributes:
-      at: Batch, head, and index of the tile.
-      q: [Bq, D], in chunks of columns.
-      d_out: [Bq, Dv], in chunks of columns.
-      lse_log2: The lse in base 2, [Bq], as are delta and the cotangent of the entropy.
-    """
+    """A tile of queries of a head: what the prologue loads and prepares."""
 
     spec: AttentionSpec
     tiles: Tiles
     arrays: Operands[Ref]
-    at: Location
+    at: Location  # batch, head, and index of the tile
     prepared: scores.Scores
-    q: Columns
-    d_out: Columns
-    lse_log2: jax.Array
+    q: Columns  # [Bq, D], in chunks of columns
+    d_out: Columns  # [Bq, Dv], in chunks of columns
+    lse_log2: jax.Array  # the lse in base 2, [Bq], as are delta and the cotangent of the entropy
     delta: jax.Array
     d_entropy: jax.Array | None
 

@@ -28,16 +28,11 @@ _HIDDEN_POINTERS = 2
 
 
 class Compiled(NamedTuple):
-    """Machine code, or PTX.
-
-    Attributes:
-      code: PTX as text; "" for AMD.
-      shared_memory: Bytes of a CTA.
-    """
+    """Machine code, or PTX."""
 
     name: str
-    code: str
-    shared_memory: int
+    code: str  # PTX as text; "" for AMD
+    shared_memory: int  # bytes of a CTA
     num_warps: int
 
 

@@ -28,20 +28,14 @@ WARPS, STAGES = 4, 2
 
 
 class _Tile(NamedTuple):
-    """Sizes of the call and of what a program computes.
-
-    Attributes:
-      block_queries: Queries of a program.
-      block_heads: Heads of a tile, a power of two.
-      block_keys: Keys of a tile.
-    """
+    """Sizes of the call and of what a program computes."""
 
     queries: int
     heads: int
     keys: int
-    block_queries: int
-    block_heads: int
-    block_keys: int
+    block_queries: int  # queries of a program
+    block_heads: int  # heads of a tile, a power of two
+    block_keys: int  # keys of a tile
 
 
 def scores(runner: Runner, query: jax.Array, key: jax.Array, weights: jax.Array) -> jax.Array:

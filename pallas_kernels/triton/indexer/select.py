@@ -62,17 +62,11 @@ def _warps(size: int) -> int:
 
 
 class _Part(NamedTuple):
-    """Elements that a program selects from.
+    """Elements that a program selects from."""
 
-    Attributes:
-      length: Of the whole row.
-      size: Elements of the part, a power of two.
-      k: How many are selected.
-    """
-
-    length: int
-    size: int
-    k: int
+    length: int  # of the whole row
+    size: int  # elements of the part, a power of two
+    k: int  # how many are selected
 
 
 def _largest(

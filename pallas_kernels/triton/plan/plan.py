@@ -46,36 +46,22 @@ _UNSORTED = (
 
 @dataclasses.dataclass(frozen=True)
 class BackwardPlan:
-    """The backward pass.
+    """The backward pass."""
 
-    Attributes:
-      spec: The call, with its tile programs.
-      requested: The gradients that it computes.
-      derivative: That of the score mod, None without one.
-      dkv: Tiles of the kernel for dK and dV.
-      dq: Tiles of the kernel for dQ.
-    """
-
-    spec: AttentionSpec
-    requested: GradientRequest
-    derivative: Derivative | None
-    dkv: TileChoice
-    dq: TileChoice
+    spec: AttentionSpec  # the call, with its tile programs
+    requested: GradientRequest  # the gradients that it computes
+    derivative: Derivative | None  # that of the score mod, None without one
+    dkv: TileChoice  # tiles of the kernel for dK and dV
+    dq: TileChoice  # tiles of the kernel for dQ
 
 
 @dataclasses.dataclass(frozen=True)
 class TritonPlan:
-    """Plan of a dense call.
+    """Plan of a dense call."""
 
-    Attributes:
-      spec: The call, with its tile programs; that of few queries has heads in rows.
-      forward: Tiles of the forward kernel, or of the decoding kernel if `spec.heads_in_rows`.
-      backward: The backward pass; None for forward only.
-    """
-
-    spec: AttentionSpec
-    forward: TileChoice
-    backward: BackwardPlan | None = None
+    spec: AttentionSpec  # the call, with its tile programs; that of few queries has heads in rows
+    forward: TileChoice  # tiles of the forward kernel, or of the decoding kernel if `spec.heads_in_rows`
+    backward: BackwardPlan | None = None  # the backward pass; None for forward only
 
     @property
     def decodes(self) -> bool:
@@ -243,14 +229,10 @@ def need_of(spec: AttentionSpec) -> tables.Need:
 
 
 class LoadBytes(NamedTuple):
-    """Bytes that loads of mods read, of 4 at least in the dK/dV kernel, where Triton holds 16 bits in one of two ways.
-
-    Attributes:
-      by_row: For each key that a kernel walks, or query in the dK/dV kernel.
-    """
+    """Bytes that loads of mods read, at least 4 each in the dK/dV kernel, where Triton holds 16 bits in two ways."""
 
     by_element: int = 0
-    by_row: int = 0
+    by_row: int = 0  # for each key that a kernel walks, or query in the dK/dV kernel
 
 
 NO_LOADS = LoadBytes()

@@ -11,15 +11,10 @@ from pallas_kernels.triton.compiler.emit.text import DTYPES
 
 @dataclasses.dataclass(frozen=True)
 class Dialect:
-    """Triton as a target understands it; its methods give source.
+    """Triton as a target understands it; its methods give source."""
 
-    Attributes:
-      ptx: Whether there is inline PTX, and the libdevice of NVIDIA.
-      tf32: Whether `tl.dot` knows "tf32", which is an error elsewhere.
-    """
-
-    ptx: bool = True
-    tf32: bool = True
+    ptx: bool = True  # whether there is inline PTX, and the libdevice of NVIDIA
+    tf32: bool = True  # whether `tl.dot` knows "tf32", which is an error elsewhere
 
     def dtype(self, dtype: np.dtype) -> str:
         """The dtype in which values of a dtype are held."""

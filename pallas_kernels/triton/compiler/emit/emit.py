@@ -41,39 +41,25 @@ RULES: dict[str, Rule] = {**elementwise.RULES, **arrays.RULES, **memory.RULES, *
 
 
 class Source(NamedTuple):
-    """The source of a kernel, with what a launch must know.
+    """The source of a kernel, with what a launch must know."""
 
-    Attributes:
-      text: The source of a module.
-      name: The kernel in it.
-      dtypes: What its arguments point to: the inputs, then the outputs that are no memory of an input.
-      grid: Programs along each axis, three.
-    """
-
-    text: str
-    name: str
-    dtypes: tuple[str, ...]
-    grid: tuple[int, int, int]
+    text: str  # the source of a module
+    name: str  # the kernel in it
+    dtypes: tuple[str, ...]  # what its arguments point to: the inputs, then the outputs that are no memory of an input
+    grid: tuple[int, int, int]  # programs along each axis, three
 
 
 class Launched(NamedTuple):
-    """A kernel as `pl.pallas_call` traced it.
-
-    Attributes:
-      jaxpr: It takes refs to the inputs and then to the outputs.
-      grid: Programs along each axis.
-      shapes: Of the whole arrays, inputs and outputs.
-      block_index: For each of them the jaxpr from the indices of the grid to those of its block; None where the block
-        is the whole array.
-      aliases: For outputs in the memory of an input: which input.
-    """
+    """A kernel as `pl.pallas_call` traced it."""
 
     name: str
-    jaxpr: Jaxpr
-    grid: tuple[int, ...]
-    shapes: tuple[tuple[int, ...], ...]
+    jaxpr: Jaxpr  # it takes refs to the inputs and then to the outputs
+    grid: tuple[int, ...]  # programs along each axis
+    shapes: tuple[tuple[int, ...], ...]  # of the whole arrays, inputs and outputs
+    # for each of them the jaxpr from the indices of the grid to those of its block; None where the block is the whole
+    # array
     block_index: tuple[ClosedJaxpr | None, ...]
-    aliases: dict[int, int]
+    aliases: dict[int, int]  # for outputs in the memory of an input: which input
     inputs: int
 
 

@@ -27,22 +27,15 @@ class UnknownPrimitiveError(Exception):
 
 
 class Emitter:
-    """The lines of a kernel so far.
-
-    Attributes:
-      rules: Of primitives, by name.
-      grid: Programs along each axis, as the kernel knows them.
-      loads: Line and pointers of each load, by variable: what `jflex_mask_load` must know.
-      masks: Of values that are stored next, by variable.
-    """
+    """The lines of a kernel so far; `rules` are those of primitives, and `grid` is as the kernel knows it."""
 
     def __init__(
         self, dialect: Dialect, rules: Mapping[str, Rule], grid: tuple[int, ...] = (), names: Collection[str] = ()
     ) -> None:
         self.dialect, self.rules, self.grid = dialect, rules, grid
         self.lines: list[str] = []
-        self.loads: dict[Var, tuple[int, str]] = {}
-        self.masks: dict[Var, Value] = {}
+        self.loads: dict[Var, tuple[int, str]] = {}  # line and pointers of each: what `jflex_mask_load` must know
+        self.masks: dict[Var, Value] = {}  # of values that are stored next
         self._depth, self._counts, self._taken = 1, {}, set(names)
 
     def block(self, jaxpr: Jaxpr, args: Sequence[Value]) -> list[Value]:

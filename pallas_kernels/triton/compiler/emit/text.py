@@ -18,16 +18,12 @@ DTYPES = {
 
 
 class Value(NamedTuple):
-    """Value of an expression of the source.
+    """Value of an expression of the source."""
 
-    Attributes:
-      text: A name, or a number.
-      number: Of Python, to which Triton gives a dtype of its own choice; None for a value that has a name.
-    """
-
-    text: str
+    text: str  # a name, or a number
     shape: tuple[int, ...]
     dtype: np.dtype
+    # of Python, to which Triton gives a dtype of its own choice; None for a value that has a name
     number: np.ndarray | None = None
 
     @property

@@ -16,15 +16,11 @@ _JAX_TRITON = (0, 4), (0, 11)  # jax-triton and the JAX with which it works; on 
 
 
 class Launcher(NamedTuple):
-    """Launcher of kernels.
+    """Launcher of kernels."""
 
-    Attributes:
-      name: ``"jax_triton"``: by `jax_triton.triton_call`; ``"direct"``: by jaxlib's own custom call.
-      description: The versions, as text.
-    """
-
+    # ``"jax_triton"``: by `jax_triton.triton_call`; ``"direct"``: by jaxlib's own custom call
     name: Literal["jax_triton", "direct"]
-    description: str
+    description: str  # the versions, as text
 
 
 @functools.cache

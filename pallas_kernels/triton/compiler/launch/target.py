@@ -12,18 +12,12 @@ from pallas_kernels.triton.compiler.emit.dialect import CUDA, GFX942, OTHER_AMD,
 
 
 class Target(NamedTuple):
-    """Target of the compiler.
-
-    Attributes:
-      arch: Compute capability, 90 for 9.0, or AMD's name.
-      shared_memory: Bytes that a CTA may have.
-      ptx: Version of PTX, 87 for 8.7; 0 for AMD.
-    """
+    """Target of the compiler."""
 
     backend: Literal["cuda", "hip"]
-    arch: int | str
-    shared_memory: int
-    ptx: int
+    arch: int | str  # compute capability, 90 for 9.0, or AMD's name
+    shared_memory: int  # bytes that a CTA may have
+    ptx: int  # version of PTX, 87 for 8.7; 0 for AMD
 
     @property
     def dialect(self) -> Dialect:

@@ -17,16 +17,11 @@ from jax.ref import set as ref_set
 
 
 class ElementFunction(NamedTuple):
-    """A function of elements of 32 bits, or of 16.
+    """A function of elements of 32 bits, or of 16."""
 
-    Attributes:
-      ptx: The instructions: ``$0`` is the result, what follows are the arguments. Registers hold two elements of 16
-        bits.
-      portable: The same in Triton, for targets without PTX, in terms of ``{0}``, ``{1}``, ``{2}``.
-    """
-
+    # the instructions: ``$0`` is the result, what follows are the arguments. Registers hold two elements of 16 bits.
     ptx: str
-    portable: str
+    portable: str  # the same in Triton, for targets without PTX, in terms of ``{0}``, ``{1}``, ``{2}``
     dtype: str = "float32"
 
 
