@@ -13,6 +13,8 @@ from tests.support.workers import group_of
         ("tests/house/test_oracle.py::test_matches_oracle[causal]", "causal"),
         ("tests/house/test_oracle.py::test_names", "tests/house/test_oracle.py::test_names"),
         ("tests/masks/test_x.py::test_x[xla-16]", "tests/masks/test_x.py::test_x[xla-16]"),
+        ("tests/serving/test_engine.py::test_tokens[int8]", "tests/serving"),
+        ("tests/train/test_train.py::test_mesh[data=8]", "tests/train/test_train.py"),
     ],
 )
 def test_group(test, group):

@@ -1,4 +1,4 @@
-"""Tests that `pytest -n` keeps on one worker: those of a case, which share what an implementation computes of it.
+"""Tests that `pytest -n` keeps on one worker: by a case, whose results they share, or by models that are compiled once.
 
 By the ids of tests: the scheduler of pytest-xdist knows nothing else of them.
 """
@@ -17,7 +17,13 @@ def _names_of_cases() -> frozenset[str]:
 
 
 def group_of(test: str) -> str:
-    """The group of a test: the last of its parameters if that is a case of the table, else the test itself."""
+    """The group of a test: the last of its parameters if that is a case of the table, else the test itself.
+
+    Tests of serving share the programs of one model, and modules of models and training share theirs.
+    """
+    room = test.split("/")[1]
+    if room in ("serving", "models", "train"):
+        return f"tests/{room}" if room == "serving" else test.partition("::")[0]
     last = test.removesuffix("]").rpartition("[")[2].rpartition("-")[2]
     return last if test.endswith("]") and last in _names_of_cases() else test
 
