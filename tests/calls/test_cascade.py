@@ -1,6 +1,5 @@
 """Levels of shared keys, merged: the same as attention over all keys at once, for every mod."""
 
-import dataclasses
 import functools
 from typing import NamedTuple
 
@@ -371,37 +370,3 @@ def test_no_gradient_elsewhere():
     loss = lambda q: jflex.cascade_attention(q, [level], implementation="xla").sum()
     with pytest.raises(jflex.UnsupportedError, match="`cascade_attention` has no derivative on 'xla'"):
         jax.grad(loss)(jnp.ones((2, 1, 8)))
-
-
-Q, K = jnp.ones((3, 4, 8)), jnp.ones((2, 6, 2, 8))
-INDPTR = jnp.array([0, 1, 3])
-LEVEL = CascadeLevel.dense(K, K, qo_indptr=INDPTR)
-dense = functools.partial(CascadeLevel.dense, qo_indptr=INDPTR)
-attend = functools.partial(jflex.cascade_attention, Q)
-ROWS = [
-    ("four_axes", lambda: dense(K[0], K), ValueError, r"`key` and `value` must be arrays \[G, S, Hkv, D\]"),
-    ("one_length", lambda: dense(K, K[:, :5]), ValueError, r"Got shapes \(2, 6, 2, 8\) and \(2, 5, 2, 8\)"),
-    ("start_dtype", lambda: dense(K, K, start=jnp.ones(2)), TypeError, "`start` must be an int32 array of positions"),
-    ("start_shape", lambda: dense(K, K, start=jnp.arange(3)), ValueError, "one for each of the 2 groups"),
-    ("lengths_beyond", lambda: dense(K, K, lengths=jnp.array([6, 7])), ValueError,
-     r"`lengths` must lie between 0 and S.*Batch entry 1 has 7.*`jnp.clip\(lengths, 0, 6\)`"),
-    ("groups", lambda: CascadeLevel.paged(LEVEL.cache, INDPTR), TypeError, "`groups` must be a `PagedBatch`"),
-    ("trees", lambda: CascadeLevel.paged(LEVEL.cache, dataclasses.replace(LEVEL.groups, ancestors=jnp.ones((2, 1)))),
-     ValueError, "`groups` must have no `ancestors`: levels have no trees"),
-    ("one_level", lambda: attend(LEVEL), TypeError, "`levels` must be a sequence of `CascadeLevel`"),
-    ("no_level", lambda: attend([LEVEL, K]), TypeError, "Element 1 is of type ArrayImpl"),
-    ("head_sizes", lambda: attend([LEVEL, dense(K, K[..., :4])]), ValueError, r"values of one head size.*\[4, 8\]"),
-    ("positions", lambda: attend([LEVEL], mask_mod=causal), ValueError, "`positions` must be passed"),
-    ("positions_shape", lambda: attend([LEVEL], positions=jnp.arange(2)), ValueError, "each of the 3 queries"),
-    ("requests_dtype", lambda: attend([LEVEL], requests=jnp.ones(3)), TypeError, "`requests` must be an int32 array"),
-    ("queries", lambda: jflex.cascade_attention(Q[:2], [LEVEL]), ValueError, "`qo_indptr` must end at N"),
-    ("query_heads", lambda: jflex.cascade_attention(Q[:, :3], [LEVEL]), ValueError, "multiple of the cache's 2 heads"),
-]  # fmt: skip
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0])
-def test_wrong_input(row):
-    _, call, error, message = row
-    with pytest.raises(error, match=message):
-        call()

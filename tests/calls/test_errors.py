@@ -8,20 +8,33 @@ import numpy as np
 import pytest
 
 import jflex
-from tests.cases.errors import calls, context_parallel, latent, mods, paged, ready_mods, states, weights
+from tests.cases.errors import (
+    block_masks,
+    calls,
+    context_parallel,
+    jax_nn,
+    latent,
+    mods,
+    packed,
+    paged,
+    ready_mods,
+    sizes,
+    states,
+    weights,
+)
 from tests.cases.errors.calls import F32, array, call, score
 
 # Each table, and whether a dot of its regular expressions matches the end of a line.
 TABLES = {
-    calls: True, mods: True, paged: True, weights: True,
-    context_parallel: False, latent: False, ready_mods: False, states: False,
+    calls: True, jax_nn: True, mods: True, packed: True, paged: True, weights: True,
+    block_masks: False, context_parallel: False, latent: False, ready_mods: False, sizes: False, states: False,
 }  # fmt: skip
 ROWS = [
     pytest.param(provoke, kind, f"(?s){message}" if dots else message, id=f"{table.__name__.rpartition('.')[2]}-{name}")
     for table, dots in TABLES.items()
     for name, provoke, kind, message in table.ROWS
 ]
-BEFORE_CALLS = [*(row for row in calls.ROWS if "call" in row[1].__code__.co_names), *mods.ROWS]
+BEFORE_CALLS = [*(row for row in (*calls.ROWS, *sizes.ROWS) if "call" in row[1].__code__.co_names), *mods.ROWS]
 
 
 @pytest.mark.parametrize(("provoke", "kind", "message"), ROWS)

@@ -17,9 +17,9 @@ from jflex.masks import causal
 from jflex.paged import PagedBatch, PagedCache, token_positions, token_requests
 from jflex.paged import run as paged_run
 from pallas_kernels.plan import all_gradients
-from tests.calls import test_cascade, test_ragged
+from tests.calls import test_cascade
 from tests.cases import paged_cases, ragged_cases
-from tests.cases.errors import calls, mods, paged
+from tests.cases.errors import calls, mods, packed, paged
 from tests.support import gpu_compile, paged_evaluation
 from tests.support.rows import in_turns, tiers
 
@@ -178,14 +178,13 @@ def test_kernels_are_launched_with_the_tiles_that_are_named(told, ran, monkeypat
 
 TABLES = [
     *(("paged", *row[:2]) for row in paged.ROWS),
-    *(("cascade", *row[:2]) for row in test_cascade.ROWS),
-    *(("packed", *row[:2]) for row in test_ragged.ERRORS),
+    *(("packed", *row[:2]) for row in packed.ROWS),
     *(("dense", *row[:2]) for row in calls.ROWS if "call" in row[1].__code__.co_names),
     *(("mods", *row[:2]) for row in mods.ROWS),
 ]
 
 
-@tiers(default={"provoke": ["paged-cpu", "cascade-positions", "packed-plain_mask"]})
+@tiers(default={"provoke": ["paged-cpu", "packed-cascade_positions", "packed-plain_mask"]})
 @pytest.mark.parametrize("provoke", [pytest.param(row[2], id=f"{row[0]}-{row[1]}") for row in TABLES])
 def test_wrong_calls_give_the_errors_of_the_call(provoke, monkeypatch):
     with pytest.raises((TypeError, ValueError, jflex.UnsupportedError)) as by_call:
@@ -198,8 +197,6 @@ def test_wrong_calls_give_the_errors_of_the_call(provoke, monkeypatch):
 
     for name, call in {**CALLS, "flex_attention": jflex.flex_attention}.items():
         monkeypatch.setattr(jflex, name, functools.partial(explained, call))
-    monkeypatch.setattr(test_ragged, "flex_attention_varlen", jflex.flex_attention_varlen)
-    monkeypatch.setattr(test_cascade, "attend", functools.partial(jflex.cascade_attention, test_cascade.Q))
     with pytest.raises(by_call.type) as by_explain:
         provoke()
     assert str(by_explain.value) == str(by_call.value)

@@ -279,69 +279,6 @@ def test_tiles_of_the_user_divide_the_blocks_of_a_mask_of_the_call():
 ENDS = boundaries(20, 40)
 
 
-def call(**changed):
-    q, k, v = drawn()
-    attend = {"q": q, "k": k, "v": v, "cu_seqlens_q": ENDS, "cu_seqlens_k": ENDS} | changed
-    return flex_attention_varlen(attend.pop("q"), attend.pop("k"), attend.pop("v"), **attend)
-
-
-def mask_of(N=60, M=60, ends=ENDS, **more):
-    return varlen_block_mask(ends, ends, N, M, **more)
-
-
-by_head = lambda b, h, q_idx, kv_idx: h >= b
-ERRORS = [
-    ("rank", lambda: call(q=drawn()[0][None]), ValueError,
-     r"`q` must have three axes, \[N, Hq, D\].*float32\[1,60,4,16\].*one length goes to `flex_attention`"),
-    ("rank_v", lambda: call(v=drawn()[2][0]), ValueError, r"`v` must have three axes, \[M, Hkv, Dv\]"),
-    ("list", lambda: call(k=[1.0]), TypeError, r"`k` must be an array\. Got list"),
-    ("lengths", lambda: call(v=drawn()[2][:-1]), ValueError, r"`key` and `value` must have one length.*60 and 59"),
-    ("no_array", lambda: call(cu_seqlens_q=[0, 60]), TypeError,
-     r"`cu_seqlens_q` must be an int32 array \[R \+ 1\].*Got list; pass `jnp\.asarray\(cu_seqlens_q, jnp\.int32\)`"),
-    ("int64", lambda: call(cu_seqlens_k=np.array([0, 20, 60])), TypeError,
-     r"`cu_seqlens_k` must be.*the keys of each.*Got int64\[3\]; cast it with `\.astype\(jnp\.int32\)`"),
-    ("scalar", lambda: call(cu_seqlens_k=jnp.int32(3)), ValueError, r"Got int32\[\]\. For no sequences, pass \[0\]"),
-    ("empty", lambda: call(cu_seqlens_q=ENDS[:0]), ValueError, r"Got int32\[0\]\. For no sequences, pass \[0\]"),
-    ("sequences", lambda: call(cu_seqlens_k=boundaries(60)), ValueError,
-     r"for the same sequences\. They are for 2 and 1"),
-    ("first", lambda: call(cu_seqlens_q=ENDS + 1), ValueError,
-     r"`cu_seqlens_q` must begin with 0.*begins with 1\. Prepend a 0"),
-    ("descends", lambda: call(cu_seqlens_k=boundaries(20, -3)), ValueError,
-     r"`cu_seqlens_k` must ascend\. Sequence 1 has its keys from 20 to 17\. Take the cumulative sum"),
-    ("beyond", lambda: call(cu_seqlens_q=np.array([0, 20, 61], np.int32)), ValueError,
-     r"`cu_seqlens_q` must end at the number of packed queries, or before\. It ends at 61, and there are 60 queries"),
-    ("score_mod", lambda: call(score_mod=3), TypeError, r"`score_mod` must be a function \(score, b, h.*Got int\."),
-    ("mask_mod", lambda: call(mask_mod="causal"), TypeError, r"`mask_mod` must be a function \(b, h.*Got str\."),
-    ("mask_as_mod", lambda: call(mask_mod=mask_of()), TypeError, r"Got VarlenBlockMask\. Pass it as `block_mask`"),
-    ("mask_mod_of_mask", lambda: mask_of(mask_mod=3), TypeError, r"`mask_mod` must be a function"),
-    ("arguments", lambda: call(score_mod=causal), TypeError,
-     r"`score_mod` must be a function.*causal \(test_ragged.*It fits"),
-    ("result", lambda: call(mask_mod=lambda b, h, q_idx, kv_idx: q_idx - kv_idx), TypeError,
-     r"`mask_mod` must return one boolean; <?.*test_ragged.*returned int32\[\]"),
-    ("not_one", lambda: call(mask_mod=lambda b, h, q_idx, kv_idx: (True, False)), TypeError,
-     r"must return one boolean"),
-    ("plain_mask", lambda: call(block_mask=jflex.create_block_mask(causal, None, None, 60, 60)), TypeError,
-     r"`block_mask` must be a `VarlenBlockMask`.*Got BlockMask\. Make it with `varlen_block_mask\(.*60, 60"),
-    ("both", lambda: call(block_mask=mask_of(), mask_mod=causal), ValueError,
-     r"cannot both be given.*varlen_block_mask\(\.\.\., mask_mod=and_masks"),
-    ("other_lengths", lambda: call(block_mask=mask_of(64, 60)), ValueError,
-     r"for 64 packed queries and 60 keys, the call has 60 and 60\. Make it"),
-    ("other_boundaries", lambda: call(block_mask=mask_of(ends=boundaries(20, 30))), ValueError,
-     r"made for other boundaries: its `cu_seqlens_q` is \[0, 20, 50\], that of the call \[0, 20, 60\]"),
-    ("heads", lambda: mask_of(mask_mod=by_head), ValueError, r"`H` is None.*test_ragged.*uses `h`\. Pass `H=`"),
-    ("heads_of_call", lambda: call(block_mask=mask_of(mask_mod=by_head, H=3)), ValueError, r"`block_mask` has heads 3"),
-    ("size", lambda: mask_of(N=-1), ValueError, r"`num_queries` must not be negative"),
-    ("traced_size", lambda: mask_of(M=jnp.float32(3)), TypeError, r"`num_keys` must be a Python int"),
-    ("block", lambda: mask_of(block_size=0), ValueError, r"`block_size` must be positive"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("wrong", "kind", "message"), [pytest.param(*row[1:], id=row[0]) for row in ERRORS])
-def test_message(wrong, kind, message):
-    with pytest.raises(kind, match=f"(?s){message}"):
-        wrong()
-
-
 @pytest.mark.full
 def test_traced_boundaries_out_of_range_read_nothing_outside():
     q, k, v = drawn()

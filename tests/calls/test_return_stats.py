@@ -314,21 +314,6 @@ def test_hopper_kernels_compute_gradients_unless_the_entropy_has_one(monkeypatch
     assert ran == ["triton"] * differentiates_entropy
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"return_stats": ("lse", "min")}, r"`return_stats` must be a tuple.*Got 'min'"),
-        ({"return_stats": ("max",), "return_lse": True}, r"`return_lse` and `return_stats` cannot both be given"),
-    ],
-)
-def test_other_calls_check_their_names(options, message):
-    x, ends = jnp.zeros((8, 2, 16)), jnp.array([0, 8], jnp.int32)
-    with pytest.raises(ValueError, match=message):
-        jflex.flex_attention_varlen(x, x, x, cu_seqlens_q=ends, cu_seqlens_k=ends, **options)
-    with pytest.raises(ValueError, match=message):
-        jflex.explain(x[None], x[None], x[None], **options)
-
-
 def test_few_queries_run_the_split_kv_kernel():
     q, k = jax.ShapeDtypeStruct((2, 1, 8, 64), jnp.bfloat16), jax.ShapeDtypeStruct((2, 4096, 2, 64), jnp.bfloat16)
     plan = lambda **how: jflex.explain(q, k, k, implementation="triton", config=jflex.Config(interpret=True), **how)

@@ -184,43 +184,6 @@ def test_from_kv_blocks_without_a_mod_shows_all_of_a_listed_block(jit, lengths):
     assert block_mask.mask_mod is None
 
 
-ONE = np.ones((1, 1, 2), int)
-BOTH = np.array([[[[0, 1], [1, 0]]]])
-
-
-@pytest.mark.parametrize(
-    ("arguments", "options", "message"),
-    [
-        ((ONE, BOTH, ONE), {}, "`full_kv_num_blocks` is passed without `full_kv_indices`"),
-        ((ONE, BOTH, None, BOTH), {}, "`full_kv_indices` is passed without `full_kv_num_blocks`"),
-        ((ONE[0], BOTH), {}, "`kv_num_blocks` must have 3 axes"),
-        ((ONE, BOTH[0]), {}, "`kv_indices` must have 4 axes"),
-        ((ONE, BOTH[:, :, :1]), {}, "must begin with the shape of `kv_num_blocks`"),
-        (
-            (ONE, BOTH, np.ones((1, 2, 2), int), np.ones((1, 2, 2, 2), int)),
-            {},
-            "must have the shape of `kv_num_blocks`",
-        ),
-        ((ONE + 2, BOTH), {}, "`kv_num_blocks` must lie between 0 and the last axis of `kv_indices`, 2. Got 3 to 3"),
-        ((ONE, BOTH - 1), {}, "`kv_indices` must lie between 0 and 1, the last key block. Got -1"),
-        ((ONE, BOTH + 1), {}, "`kv_indices` must lie between 0 and 1, the last key block. Got 2"),
-        ((ONE + 1, BOTH * 0), {}, "lists key block 0 twice"),
-        ((ONE, BOTH, ONE, BOTH), {}, "partial or full, not both: key block 0"),
-        ((ONE, BOTH), {"seq_lengths": (128, 256)}, "makes 1 query blocks and 2 key blocks"),
-        ((ONE, BOTH), {"seq_lengths": (256, 100)}, "up to 2 key blocks"),
-        ((ONE, BOTH), {"block_size": 0}, "`block_size` must be positive"),
-    ],
-)
-def test_from_kv_blocks_refuses(arguments, options, message):
-    with pytest.raises(ValueError, match=message.replace("(", r"\(")):
-        BlockMask.from_kv_blocks(*arguments, **options)
-
-
-def test_from_kv_blocks_refuses_floats():
-    with pytest.raises(TypeError, match="`kv_num_blocks` must hold integers"):
-        BlockMask.from_kv_blocks(ONE * 1.0, BOTH)
-
-
 # --- transformations
 
 
@@ -278,45 +241,6 @@ def test_a_mask_without_an_empty_block_says_so():
         assert note not in str(other)
         if length == 64:
             assert note not in str(attend(other))
-
-
-def test_sparsity_under_jit_is_refused():
-    with pytest.raises(TypeError, match="needs the values of the lists"):
-        jax.jit(lambda mask: mask.sparsity())(random_mask(1)[0])
-
-
-# --- wrong input
-
-
-@pytest.mark.parametrize(
-    ("arguments", "options", "error", "message"),
-    [
-        ((lambda s, b, h, q, kv: s, None, None, 64, 64), {}, TypeError, "pass it as `score_mod`"),
-        ((lambda b, h, q, kv: q.astype(jnp.float32), None, None, 64, 64), {}, TypeError, "must return one boolean"),
-        ((3, None, None, 64, 64), {}, TypeError, "`mask_mod` must be a function"),
-        ((causal, None, None, -1, 64), {}, ValueError, "`Q_LEN` must not be negative. Got -1"),
-        ((causal, None, None, 64, 64.0), {}, TypeError, "`KV_LEN` must be a Python int"),
-        ((causal, True, None, 64, 64), {}, TypeError, "`B` must be a Python int"),
-        ((causal, None, -2, 64, 64), {}, ValueError, "`H` must not be negative"),
-        (
-            (causal, None, None, 64, 64),
-            {"block_size": (32, 32, 32)},
-            TypeError,
-            "`block_size` must be an integer or a pair",
-        ),
-        ((causal, None, None, 64, 64), {"block_size": 0}, ValueError, "`block_size` must be positive"),
-        ((lambda b, h, q, kv: q + b > kv, None, 2, 64, 64), {}, ValueError, "`B` is None, .* uses `b`"),
-        ((lambda b, h, q, kv: q + h > kv, 2, None, 64, 64), {}, ValueError, "`H` is None, .* number of query heads"),
-    ],
-)
-def test_create_block_mask_refuses(arguments, options, error, message):
-    with pytest.raises(error, match=message):
-        create_block_mask(*arguments, **options)
-
-
-def test_traced_lengths_are_refused():
-    with pytest.raises(TypeError, match="`Q_LEN` must be a Python int, known while tracing"):
-        jax.jit(lambda n: create_block_mask(causal, None, None, n, 64).to_dense())(64)
 
 
 def test_mismatch_with_a_call():

@@ -74,34 +74,6 @@ def test_getitem_twice_then_extend():
     check_same_mask(longer, (np.arange(64, 164)[:, None] >= np.arange(200))[None, None])
 
 
-@pytest.mark.parametrize(
-    ("index", "error", "message"),
-    [
-        ((0, 0, 0, 0), IndexError, "at most 3 indices"),
-        ((2,), IndexError, "out of range for the batch of a BlockMask, of size 2"),
-        ((0, -3), IndexError, "out of range for the heads"),
-        ((0, 0, [0, 4]), IndexError, "out of range for the query blocks"),
-        ((0, 0, 1.0), TypeError, "an integer, a slice or an array"),
-        ((0, 0, ...), TypeError, "an integer, a slice or an array"),
-        ((True,), TypeError, "an integer, a slice or an array"),
-        ((np.array([[0]]),), TypeError, "an integer, a slice or an array"),
-        ((np.array([True, False]),), TypeError, "an integer, a slice or an array"),
-        ((0, 0, [3, 0]), ValueError, "query block 3 of a BlockMask holds 4 queries instead of 32"),
-        ((0, 0, slice(None, None, -1)), ValueError, "only be selected last"),
-    ],
-)
-def test_getitem_refuses(index, error, message):
-    block_mask, _ = random_mask(1)
-    with pytest.raises(error, match=message):
-        block_mask[index]
-
-
-def test_getitem_refuses_traced_rows_of_uneven_lengths():
-    block_mask, _ = random_mask(1)
-    with pytest.raises(ValueError, match="only if Q_LEN is a multiple of the block size"):
-        jax.jit(lambda row: block_mask[:, :, row])(0)
-
-
 # --- resizing
 
 
@@ -134,13 +106,6 @@ def test_listed_masks_are_extended_by_their_mod_alone():
     dense = np.tri(110, 130, dtype=bool)[None, None].copy()
     dense[:, :, :90, :90] = inside
     check_same_mask(block_mask.with_lengths(110, 130), dense)
-
-
-@pytest.mark.full
-def test_masks_without_a_mod_are_not_extended():
-    block_mask = BlockMask.from_kv_blocks(np.ones((1, 1, 2), int), np.array([[[[0, 1], [1, 0]]]]))
-    with pytest.raises(ValueError, match="cannot extend this mask from \\(256, 256\\) to \\(256, 300\\)"):
-        block_mask.with_lengths(256, 300)
 
 
 # --- joining
@@ -206,20 +171,3 @@ def test_joins_keep_no_program_apart():
     join = [packed(random_documents(s)) & create_block_mask(causal, None, None, 100, 100) for s in (0, 1)]
     assert join[0].traced == join[1].traced
     assert jax.tree.structure(join[0]) == jax.tree.structure(join[1])
-
-
-@pytest.mark.full
-def test_join_refuses():
-    block_mask = create_block_mask(causal, 2, 3, 64, 64, block_size=32)
-    for other, message in [
-        (create_block_mask(causal, 2, 3, 64, 96, block_size=32), "BlockMasks of equal lengths"),
-        (create_block_mask(causal, 2, 3, 64, 64, block_size=16), "BlockMasks of equal block sizes"),
-        (create_block_mask(causal, 4, 3, 64, 64, block_size=32), "whose batch are equal or 1. Got (2 and 4|4 and 2)"),
-        (create_block_mask(causal, 2, 2, 64, 64, block_size=32), "whose heads are equal or 1. Got (2 and 3|3 and 2)"),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            _ = block_mask & other
-        with pytest.raises(ValueError, match=message):
-            _ = other | block_mask
-    with pytest.raises(TypeError):
-        _ = block_mask & causal  # pyright: ignore[reportOperatorIssue]

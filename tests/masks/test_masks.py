@@ -117,14 +117,6 @@ def test_composition_keeps_its_parts():
     assert joined.parts[1].parts[1].part is causal
 
 
-@pytest.mark.parametrize("compose", [and_masks, or_masks, not_mask])
-def test_composition_refuses_what_is_no_function(compose):
-    with pytest.raises(TypeError, match=f"`{compose.__name__}` takes functions .* is of type int"):
-        compose(3)
-    with pytest.raises(TypeError, match=r"Combine BlockMasks with `&`, `\|`, `~`"):
-        compose(create_block_mask(noop_mask, None, None, 8, 8))
-
-
 def test_arrays_are_operands_and_numbers_are_program():
     one, two = (trace_mask_mod(masks.sliding_window(jnp.int32(n))) for n in (3, 4))
     assert one[0] == two[0]
@@ -136,31 +128,6 @@ def test_document_ids_from_traced_lengths():
     ids = jax.jit(lambda lengths: masks.document_ids_from_lengths(lengths, 8))(jnp.array([2, 0, 3]))
     assert ids.tolist() == [0, 0, 2, 2, 2, 3, 3, 3]
     assert ids.dtype == jnp.int32
-
-
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda: masks.causal("left"), "must be 'top_left' or 'bottom_right'"),  # pyright: ignore[reportArgumentType]
-        (lambda: masks.causal("bottom_right"), "needs `q_length` and `kv_length`"),
-        (lambda: masks.causal(q_length=3), "are for `alignment='bottom_right'` only"),
-        (lambda: masks.dilated_window(3, dilation=0), "`dilation` must be at least 1"),
-        (lambda: masks.document(IDS[None]), r"must be \[T\] or \[B, T\]"),
-        (lambda: masks.document(IDS, IDS[0]), "alike for queries and keys"),
-        (lambda: masks.block_diffusion(0, 4), "must be positive"),
-        (lambda: masks.neighborhood((3, 4), (2, 3)), "`kernel` must be odd and fit in the canvas"),
-        (lambda: masks.neighborhood((3, 4), (5, 3)), "`kernel` must be odd and fit in the canvas"),
-        (lambda: masks.tree_ancestors([-1, 1]), "Node 1 has parent 1"),
-        (lambda: scores.softcap(0.0), "`cap` must be positive"),
-        (lambda: scores.bias(jnp.ones((2, 2))), "must have four axes"),
-        (lambda: scores.relative_bias(jnp.ones((2, 4))), r"must be \[Hq, 2 \* m \+ 1\]"),
-        (lambda: scores.t5_bias(jnp.ones(4), bidirectional=True), r"must be \[Hq, buckets\]"),
-        (lambda: scores.t5_bias(jnp.ones((2, 2)), bidirectional=True), "does not fit `max_distance` 128"),
-    ],
-)
-def test_wrong_arguments(call, message):
-    with pytest.raises(ValueError, match=message):
-        call()
 
 
 TABLE = np.random.default_rng(2).normal(size=(HEADS, 8)).astype(np.float32)

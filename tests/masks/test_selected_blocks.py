@@ -283,63 +283,6 @@ def test_scores_of_shared_keys_in_a_mesh_with_explicit_axes(axes, queries):
     assert_close(np.asarray(found), np.asarray(right))
 
 
-# ---------------------------------------------------------------- wrong input
-
-
-def indices(*shape, dtype=jnp.int32):
-    return jnp.zeros(shape, dtype)
-
-
-def made(*shape, dtype=jnp.int32, Q_LEN=64, **options):
-    return jflex.block_mask_from_indices(indices(*shape, dtype=dtype), Q_LEN, 64, **({"block_size": 32} | options))
-
-
-def select(*shape, k=2, dtype=jnp.float32, **options):
-    return jflex.select_blocks(jnp.zeros(shape, dtype), k, **({"block_size": 32} | options))
-
-
-def scored(query=(1, 64, 4, 8), key=(1, 64, 2, 8), **options):
-    return jflex.block_scores(jnp.zeros(query), jnp.zeros(key), **options)
-
-
-ROWS = [
-    ("floats", lambda: made(1, 1, 2, 1, dtype=jnp.float32), TypeError, r"`indices` must be integers.*Got float32"),
-    ("axes", lambda: made(1, 2, 1), ValueError,
-     r"`indices` must have 4 axes, \[B, heads, query blocks, k\]\. Got.*\(1, 2, 1\)"),
-    ("rows", lambda: made(1, 1, 3, 1), ValueError,
-     r"`indices`.*each query block, 2 for `Q_LEN` 64 in blocks of 32.*Got 3.*`block_size`"),
-    ("heads", lambda: made(1, 2, 2, 1, H=3), ValueError,
-     r"`H` must be a multiple of the heads of `indices`, 2,.*Got 3"),
-    ("no_heads", lambda: made(1, 0, 2, 1, H=3), ValueError, r"`H` must be a multiple of the heads of `indices`, 0,"),
-    ("length", lambda: made(1, 1, 2, 1, Q_LEN=-1), ValueError, r"`Q_LEN` must not be negative"),
-    ("mod", lambda: made(1, 1, 2, 1, mask_mod=3), TypeError, r"mask_mod"),
-    ("ready", lambda: made(1, 1, 2, 1, mask_mod=jflex.masks.document(jnp.zeros((8,), jnp.int32))), ValueError,
-     r"document.*BlockMask"),
-    ("integers", lambda: select(2, 2, dtype=jnp.int32), TypeError, r"`scores` must be floating-point\. Got int32"),
-    ("one_axis", lambda: select(2), ValueError,
-     r"`scores` must have axes \[\.\.\., query blocks, key blocks\]\. Got shape \(2,\)"),
-    ("negative", lambda: select(2, 2, k=-1), ValueError, r"`k` must not be negative"),
-    ("local", lambda: select(2, 2, local_blocks=-1), ValueError, r"`local_blocks` must not be negative"),
-    ("initial", lambda: select(2, 2, initial_blocks=0.5), TypeError, r"`initial_blocks` must be a Python int"),
-    ("room", lambda: select(4, 4, local_blocks=2, initial_blocks=1), ValueError,
-     r"`k` must be at least.*3 for query block 2:.*`local_blocks`.*Got 2"),
-    ("visible", lambda: select(2, 2, visible=jnp.ones((3, 2), bool)), ValueError,
-     r"`visible` must be booleans.*\(2, 2\)\. Got bool of shape \(3, 2\)"),
-    ("visible_dtype", lambda: select(2, 2, visible=jnp.ones((2, 2))), ValueError,
-     r"`visible` must be booleans.*float32"),
-    ("word", lambda: scored(queries="last"), ValueError, r"`queries` must be \"first\" or \"mean\"\. Got 'last'"),
-    ("groups", lambda: scored(key=(1, 64, 3, 8)), ValueError,
-     r"Hkv must divide Hq\. Got shapes \(1, 64, 4, 8\) and \(1, 64, 3, 8\)"),
-    ("sizes", lambda: scored(key=(1, 64, 2, 4)), ValueError, r"`query`.*and `key`.*must have the same D"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("wrong", "error", "message"), [row[1:] for row in ROWS], ids=[row[0] for row in ROWS])
-def test_messages(wrong, error, message):
-    with pytest.raises(error, match=message):
-        wrong()
-
-
 # ---------------------------------------------------------------- on a GPU
 
 

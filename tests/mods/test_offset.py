@@ -165,8 +165,6 @@ def test_offsets_add_up_and_may_be_negative():
 def test_block_masks_by_traced_offsets():
     make = jax.jit(lambda at: jflex.create_block_mask(with_offset(causal, at), None, None, 16, 64, block_size=16))
     assert [make(jnp.int32(at)).to_dense()[0, 0].tolist() for at in (0, 17)] == [[[1, 0, 0, 0]], [[1, 1, 1, 0]]]
-    with pytest.raises(ValueError, match=r"causal \(test_offset.py:\d+\) uses `b`. Pass `B=`"):
-        jflex.create_block_mask(with_offset(causal, jnp.array([1, 2])), None, None, 16, 16, block_size=16)
 
 
 class Method:
@@ -192,49 +190,3 @@ def test_the_arguments_tell_the_role(mod, trace):
     made = with_offset(mod, 2)
     assert type(made) is ReindexedMod
     assert trace(made)[0].operands in ((((), "int32"),), ())
-
-
-WRONG = [
-    ("a value", 3, 0, TypeError, r"`mod` must be a score_mod .* or a mask_mod .*Got int"),
-    (
-        "a BlockMask",
-        jflex.create_block_mask(causal, None, None, 8, 8),
-        0,
-        TypeError,
-        r"`mod` must be.*Got BlockMask. Make the BlockMask anew: `create_block_mask\(with_offset",
-    ),
-    ("arguments", lambda q, k: q >= k, 0, TypeError, r"`mod` must be.*test_offset.py:\d+\) takes \(q, k\)\."),
-    (
-        "any number",
-        lambda *indices: True,
-        0,
-        TypeError,
-        r"`mod` must be.*takes \(\*indices\). Both would fit.*`lambda`",
-    ),
-    ("no signature", max, 0, TypeError, r"`mod` must be.*max has no signature.*`lambda`"),
-    ("a fraction", causal, 2.0, TypeError, r"`offset` must be an integer.*Got float\."),
-    ("a truth", causal, True, TypeError, r"`offset` must be an integer.*Got bool"),
-    ("a list", causal, [1, 2], TypeError, r"`offset` must be an integer.*Got list. Wrap a list in `jnp.asarray`"),
-    ("floats", causal, jnp.ones(2), TypeError, r"`offset` must be.*Got float32\[2\]. Cast it with `.astype\(jnp.int32"),
-    ("truths", causal, np.ones(2, bool), TypeError, r"`offset` must be.*Got bool\[2\]. Cast"),
-    ("two axes", causal, jnp.ones((2, 3), int), ValueError, r"`offset` must be.*Got int32\[2,3\]. Index or `jax.vmap`"),
-    ("too large", causal, 2**31, ValueError, r"`offset` must be.*within int32.*Got 2147483648"),
-]
-
-
-@pytest.mark.parametrize(
-    ("mod", "offset", "error", "message"), [row[1:] for row in WRONG], ids=[row[0] for row in WRONG]
-)
-def test_wrong_calls(mod, offset, error, message):
-    with pytest.raises(error, match=message):
-        with_offset(mod, offset)
-
-
-def test_messages_name_the_users_function():
-    def branches(b, h, q_idx, kv_idx):
-        return q_idx and q_idx >= kv_idx
-
-    with pytest.raises(ValueError, match=r"cannot branch.*branches \(test_offset.py:\d+\)"):
-        jflex.create_block_mask(with_offset(branches, 3), None, None, 8, 8)
-    with pytest.raises(TypeError, match=r"It fits a mask_mod: pass it as `mask_mod`"):
-        trace_score_mod(with_offset(causal, 3))

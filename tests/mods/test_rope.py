@@ -152,34 +152,3 @@ def test_the_names_of_flax_layers():
     assert flax_layers.functional.rotate is rotate
     for name in ("LinearScaling", "Llama3Scaling", "LongRopeScaling", "RotaryScaling", "YarnScaling", "Length"):
         assert getattr(flax_layers.rotary_scaling, name) is getattr(jflex.rotary, name)
-
-
-def attend(mod):
-    return jflex.flex_attention(*(jnp.ones((1, 4, 2, 6)),) * 3, query_mod=mod, implementation="xla")
-
-
-@pytest.mark.parametrize(
-    ("provoke", "kind", "message"),
-    [
-        (lambda: jflex.rope(positions=[0, 1]), TypeError, r"`positions` must be integers.*Got list"),
-        (lambda: jflex.rope(positions=jnp.ones(3)), TypeError, r"`positions` must.*Got float32\[3\]\. Cast"),
-        (lambda: jflex.rope(positions=jnp.ones((1, 2, 3), int)), ValueError, r"`positions` must.*int32\[1,2,3\]"),
-        (lambda: jflex.rope(scaling=LongRopeScaling((1.0,), (1.0,), 4, 8)), ValueError, r"`length` must be passed"),
-        (
-            lambda: attend(jflex.rope(positions=jnp.arange(3))),
-            ValueError,
-            r"`positions` of `rope` must hold one position for each query\. Got 3 for a call with queries up to",
-        ),
-        (
-            lambda: attend(jflex.rope(positions=jnp.ones((2, 4), int))),
-            ValueError,
-            r"a row for each batch entry.*batch 1",
-        ),
-        (lambda: attend(jflex.rope(rotary_dim=8)), ValueError, r"`rotary_dim` must be between 0 and.*6\. Got 8"),
-        (lambda: attend(jflex.rope(rotary_dim=3)), ValueError, r"must be even\. Got 3"),
-    ],
-    ids=["list", "floats", "axes", "length", "few", "batch", "too many", "odd"],
-)
-def test_message(provoke, kind, message):
-    with pytest.raises(kind, match=f"(?s){message}"):
-        provoke()

@@ -4,11 +4,13 @@ import pickle
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 import jflex
 from jflex import Config, Tiles, UnsupportedError
 
-F32 = jnp.float32
+F32, BF16, E4M3, E5M2 = jnp.float32, jnp.bfloat16, jnp.float8_e4m3fn, jnp.float8_e5m2
+EIGHT = (E4M3, E4M3, BF16)
 
 
 def array(*shape, dtype=F32):
@@ -18,6 +20,10 @@ def array(*shape, dtype=F32):
 def call(query=(2, 8, 4, 16), key=(2, 8, 2, 16), value=(2, 8, 2, 16), dtypes=(F32,) * 3, **options):
     arrays = (array(*shape, dtype=dtype) for shape, dtype in zip((query, key, value), dtypes, strict=True))
     return jflex.flex_attention(*arrays, **({"implementation": "xla"} | options))
+
+
+def within(*lengths):
+    return jnp.array(lengths, jnp.int32)
 
 
 def score(score, b, h, q_idx, kv_idx):
@@ -109,11 +115,6 @@ ROWS = [
     ("mask_as_block_mask", lambda: call(block_mask=mask), TypeError, r"`block_mask` must be a `BlockMask`.*`mask_mod`"),
     ("array_as_block_mask", lambda: call(block_mask=array(8, 8)), TypeError,
      r"`block_mask` must be a `BlockMask`\. Got an array\. Pass a mask.*`mask` of `jflex.dot_product_attention`"),
-    ("block_mask_and_mod", lambda: block_mask() & mask, TypeError,
-     r"`&` joins BlockMasks\. Got a function\..*`create_block_mask\(and_masks\(f, g\), \.\.\.\)`"),
-    ("block_mask_or_mod", lambda: block_mask() | mask, TypeError,
-     r"`\|` joins BlockMasks\. Got a function\..*`create_block_mask\(or_masks\(f, g\), \.\.\.\)`"),
-    ("block_mask_and_number", lambda: block_mask() & 3, TypeError, r"unsupported operand"),
     (
         "pickled",
         lambda: pickle.dumps(block_mask(mod=lambda b, h, q, k: jax.nn.relu(q.astype(F32)) > 1)),
@@ -132,6 +133,53 @@ ROWS = [
     ("shorter_mask", lambda: call(block_mask=block_mask(T=4)), ValueError,
      r"is for 4 queries and 8 keys.*create_block_mask"),
     ("mapped_mask", lambda: call(block_mask=jax.tree.map(lambda x: x[None], block_mask())), ValueError, r"jax\.vmap"),
+    # --- lengths
+    ("lengths_list", lambda: call(kv_lengths=[1, 2]), TypeError,
+     r"`kv_lengths` must be an int32 array \[B\].*Got list; pass `jnp.asarray"),
+    ("lengths_number", lambda: call(kv_lengths=3), TypeError, r"the 2 batch entries\. Got int; pass"),
+    ("lengths_int64", lambda: call(kv_lengths=np.array([1, 2])), TypeError,
+     r"Got int64\[2\]; cast it with `\.astype\(jnp\.int32\)`"),
+    ("lengths_float", lambda: call(kv_lengths=jnp.ones(2)), TypeError, r"Got float32\[2\]; cast it"),
+    ("lengths_bool", lambda: call(kv_lengths=jnp.ones(2, bool)), TypeError, r"Got bool\[2\]; cast it"),
+    ("lengths_shape", lambda: call(kv_lengths=within(1, 2, 3)), ValueError,
+     r"each of the 2 batch entries\. Got int32\[3\]\."),
+    ("lengths_rank", lambda: call(kv_lengths=within(1, 2)[None]), ValueError, r"Got int32\[1,2\]\."),
+    ("lengths_scalar", lambda: call(kv_lengths=jnp.int32(4)), ValueError,
+     r"Got int32\[\]\. For one length for all, pass `jnp\.full\(2, length"),
+    ("lengths_beyond", lambda: call(kv_lengths=within(8, 9)), ValueError,
+     r"S, the number of keys, 8\..* 1 has 9\. Make"),
+    ("lengths_beyond_numpy", lambda: call(kv_lengths=np.array([10, 0], np.int32)), ValueError,
+     r"entry 0 has 10\..*jnp\.clip"),
+    ("lengths_negative", lambda: call(kv_lengths=within(0, -1)), ValueError, r"entry 1 has -1\."),
+    # --- eight bits
+    ("eight_wide_key", lambda: call(dtypes=(E4M3, BF16, BF16)), TypeError,
+     r"^`query` and `key` must have one dtype where one of them has eight bits \(float8_e4m3fn, float8_e5m2\)\. "
+     r"Quantise both, .*Got query: float8_e4m3fn\[2,8,4,16\], key: bfloat16"),
+    ("eight_wide_query", lambda: call(dtypes=(BF16, E4M3, BF16)), TypeError,
+     r"^`query` and `key` must have one dtype"),
+    ("eight_two_kinds", lambda: call(dtypes=(E4M3, E5M2, BF16)), TypeError, r"^`query` and `key` must have one dtype"),
+    ("eight_narrow_value", lambda: call(dtypes=(E4M3,) * 3), TypeError,
+     r"^`value` must be bfloat16 or float16 where `query` and `key` have eight bits: weights and output have"),
+    ("eight_float32_value", lambda: call(dtypes=(E4M3, E4M3, F32)), TypeError, r"^`value` must be bfloat16 or float16"),
+    ("eight_query_mod", lambda: call(dtypes=EIGHT, query_mod=lambda x, b, h, i: -x), TypeError,
+     r"^`query_mod` must be None where `query` and `key` have eight bits: its result would be rounded to "
+     r"float8_e4m3fn\. Apply it before they are quantised\."),
+    ("eight_key_mod", lambda: call(dtypes=EIGHT, key_mod=lambda x, b, h, i: -x), TypeError,
+     r"^`key_mod` must be None"),
+    ("eight_integer_query", lambda: call(dtypes=(jnp.int8, BF16, BF16)), TypeError,
+     r"^`query` must be floating-point \(.*\), or have eight bits, as `key` \(float8_e4m3fn, float8_e5m2\); it is "
+     r"int8\. Cast it\."),
+    ("eight_other_query", lambda: call(dtypes=(jnp.float8_e4m3fnuz, jnp.float8_e4m3fnuz, BF16)), TypeError,
+     r"or have eight bits, .*; it is float8_e4m3fnuz\. Cast it\."),
+    ("eight_integer_key", lambda: call(dtypes=(BF16, jnp.int8, BF16)), TypeError,
+     r"^`key` must be floating-point \(.*\), or have eight bits, as `query` \(float8_e4m3fn, float8_e5m2\); it is "
+     r"int8\. Cast it\."),
+    ("eight_value_alone", lambda: call(dtypes=(BF16, BF16, E5M2)), TypeError,
+     r"^`value` must be floating-point .*it is float8_e5m2\."),
+    ("eight_weights", lambda: jflex.attention_weights(*(array(1, 8, 2, 16, dtype=E4M3),) * 2), TypeError,
+     r"^`query` must be floating-point .*; it is float8_e4m3fn\. Cast it\."),
+    ("eight_jax_nn", lambda: jflex.dot_product_attention(*(array(1, 8, 2, 16, dtype=E4M3),) * 3), TypeError,
+     r"^`query` must be floating-point .*float8"),
     # --- dropout
     ("rate_without_key", lambda: call(dropout_rate=0.1), ValueError,
      r"`dropout_rate` is 0\.1, and there is no `dropout_key`\. Pass one, as `jax\.random\.key\(0\)`"),
@@ -193,5 +241,4 @@ ROWS = [
         ValueError,
         r"`max_blocks` is 3, but a query block.*needs 4 entries for its full key blocks.*Pass `max_blocks=4` or more",
     ),
-    ("mask_uses_b", lambda: block_mask(mod=lambda b, h, q, k: q + b >= k), ValueError, r"`B` is None.*uses `b`"),
 ]  # fmt: skip

@@ -1,10 +1,14 @@
-"""Wrong arguments and sizes of ready masks and scores of grids, videos, graphs and packed sequences."""
+"""Wrong arguments and sizes of ready masks, scores and rotary embeddings, and of mods with an offset."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jflex import masks, scores
+import jflex
+from jflex import masks, scores, with_offset
+from jflex.rotary import LongRopeScaling
+from tests.cases.errors.calls import block_mask
+from tests.cases.errors.calls import mask as causal
 from tests.support.sized_calls import IDS, call, draw, ids_of, int32
 
 TWO_ROWS = ids_of(2, 24)
@@ -19,6 +23,21 @@ def undone(heads=2, **options):
 # How to provoke it, type, what the message holds.
 ROWS = [
     # --- wrong values
+    (lambda: masks.causal("left"), ValueError, "must be 'top_left' or 'bottom_right'"),
+    (lambda: masks.causal("bottom_right"), ValueError, "needs `q_length` and `kv_length`"),
+    (lambda: masks.causal(q_length=3), ValueError, "are for `alignment='bottom_right'` only"),
+    (lambda: masks.dilated_window(3, dilation=0), ValueError, "`dilation` must be at least 1"),
+    (lambda: masks.document(TWO_ROWS[None]), ValueError, r"must be \[T\] or \[B, T\]"),
+    (lambda: masks.document(TWO_ROWS, TWO_ROWS[0]), ValueError, "alike for queries and keys"),
+    (lambda: masks.block_diffusion(0, 4), ValueError, "must be positive"),
+    (lambda: masks.neighborhood((3, 4), (2, 3)), ValueError, "`kernel` must be odd and fit in the canvas"),
+    (lambda: masks.neighborhood((3, 4), (5, 3)), ValueError, "`kernel` must be odd and fit in the canvas"),
+    (lambda: masks.tree_ancestors([-1, 1]), ValueError, "Node 1 has parent 1"),
+    (lambda: scores.softcap(0.0), ValueError, "`cap` must be positive"),
+    (lambda: scores.bias(jnp.ones((2, 2))), ValueError, "must have four axes"),
+    (lambda: scores.relative_bias(jnp.ones((2, 4))), ValueError, r"must be \[Hq, 2 \* m \+ 1\]"),
+    (lambda: scores.t5_bias(jnp.ones(4), bidirectional=True), ValueError, r"must be \[Hq, buckets\]"),
+    (lambda: scores.t5_bias(jnp.ones((2, 2)), bidirectional=True), ValueError, "does not fit `max_distance` 128"),
     (lambda: masks.neighborhood((3, 4), (1, 1, 1)), ValueError,
      r"`kernel` of `neighborhood` .*each axis.*canvas of \(3, 4\)"),
     (lambda: masks.neighborhood((0, 4), (1, 1)), ValueError, "`canvas` of `neighborhood` must be a tuple of positive"),
@@ -108,5 +127,39 @@ ROWS = [
      r"`edges` of `edge_bias` must hold one graph for each batch entry\. Got 3 .*Pass 2 graphs"),
     (lambda: call(score_mod=scores.edge_bias(draw(4, 2, 3), ids_of(32, 24, 2))), ValueError,
      r"`edges` of `edge_bias` must hold one number for each key\. Got 24 .*Pass 32 columns"),
+    # --- rotary embeddings
+    (lambda: jflex.rope(positions=[0, 1]), TypeError, r"`positions` must be integers.*Got list"),
+    (lambda: jflex.rope(positions=jnp.ones(3)), TypeError, r"`positions` must.*Got float32\[3\]\. Cast"),
+    (lambda: jflex.rope(positions=jnp.ones((1, 2, 3), int)), ValueError, r"`positions` must.*int32\[1,2,3\]"),
+    (lambda: jflex.rope(scaling=LongRopeScaling((1.0,), (1.0,), 4, 8)), ValueError, r"`length` must be passed"),
+    (lambda: call(query_mod=jflex.rope(positions=jnp.arange(3))), ValueError,
+     r"`positions` of `rope` must hold one position for each query\. Got 3 for a call with queries up to"),
+    (lambda: call(query_mod=jflex.rope(positions=jnp.ones((3, 32), int))), ValueError,
+     r"a row for each batch entry.*batch 2"),
+    (lambda: call(query_mod=jflex.rope(rotary_dim=10)), ValueError, r"`rotary_dim` must be between 0 and.*8\. Got 10"),
+    (lambda: call(query_mod=jflex.rope(rotary_dim=3)), ValueError, r"must be even\. Got 3"),
+    # --- offsets
+    (lambda: with_offset(3, 0), TypeError, r"`mod` must be a score_mod .* or a mask_mod .*Got int"),
+    (lambda: with_offset(block_mask(), 0), TypeError,
+     r"`mod` must be.*Got BlockMask. Make the BlockMask anew: `create_block_mask\(with_offset"),
+    (lambda: with_offset(lambda q, k: q >= k, 0), TypeError, r"`mod` must be.*ready_mods.py:\d+\) takes \(q, k\)\."),
+    (lambda: with_offset(lambda *indices: True, 0), TypeError,
+     r"`mod` must be.*takes \(\*indices\). Both would fit.*`lambda`"),
+    (lambda: with_offset(max, 0), TypeError, r"`mod` must be.*max has no signature.*`lambda`"),
+    (lambda: with_offset(causal, 2.0), TypeError, r"`offset` must be an integer.*Got float\."),
+    (lambda: with_offset(causal, True), TypeError, r"`offset` must be an integer.*Got bool"),
+    (lambda: with_offset(causal, [1, 2]), TypeError,
+     r"`offset` must be an integer.*Got list. Wrap a list in `jnp.asarray`"),
+    (lambda: with_offset(causal, jnp.ones(2)), TypeError,
+     r"`offset` must be.*Got float32\[2\]. Cast it with `.astype\(jnp.int32"),
+    (lambda: with_offset(causal, np.ones(2, bool)), TypeError, r"`offset` must be.*Got bool\[2\]. Cast"),
+    (lambda: with_offset(causal, jnp.ones((2, 3), int)), ValueError,
+     r"`offset` must be.*Got int32\[2,3\]. Index or `jax.vmap`"),
+    (lambda: with_offset(causal, 2**31), ValueError, r"`offset` must be.*within int32.*Got 2147483648"),
+    (lambda: jflex.create_block_mask(with_offset(causal, jnp.array([1, 2])), None, None, 16, 16), ValueError,
+     r"mask \(calls.py:\d+\) uses `b`. Pass `B=`"),
+    (lambda: jflex.create_block_mask(with_offset(lambda b, h, q, k: q and q >= k, 3), None, None, 8, 8), ValueError,
+     r"cannot branch.*<lambda> \(ready_mods.py:\d+\)"),
+    (lambda: call(score_mod=with_offset(causal, 3)), TypeError, r"It fits a mask_mod: pass it as `mask_mod`"),
 ]  # fmt: skip
 ROWS = [(str(number), *row) for number, row in enumerate(ROWS)]

@@ -6,6 +6,7 @@ import jflex
 from jflex import AttentionState, merge, merge_all
 
 GOOD = AttentionState.empty((4, 2, 8))
+ONE_STAT = AttentionState.empty((4, 2, 8), stats=("max",))
 OUT, LSE = jnp.zeros((1, 6, 4, 8)), jnp.zeros((1, 4, 6))
 ROWS = [
     ("no state", lambda: merge(GOOD, (OUT, LSE)), TypeError, r"`b` must be an `AttentionState`. Got tuple.*from_atten"),
@@ -34,4 +35,17 @@ ROWS = [
     ("other layout", lambda: AttentionState.from_attention(OUT, LSE, "BNTH"), ValueError,
      r"`out` must be \[B, Hq, T, Dv\] in the layout 'BNTH'.*float32\[1,6,4,8\].*`layout` of that call"),
     ("packed rows", GOOD.to_attention, ValueError, r"`to_attention` needs.*Got out: float32\[4,2,8\]. Take the fields"),
+    # --- statistics
+    ("other statistics", lambda: merge(ONE_STAT, GOOD), ValueError,
+     r"`a` and `b` must hold the same statistics.*Got \('max',\) and \(\)"),
+    ("shape of a statistic", lambda: merge_all([AttentionState(GOOD.out, GOOD.lse, max=ONE_STAT.max[:, :1])]),
+     ValueError,
+     r"`states\[0\]\.max` must have the shape and dtype of `lse`. Got float32\[4,1\], lse: float32\[4,2\]"),
+    ("kind of a statistic", lambda: merge(AttentionState(GOOD.out, GOOD.lse, entropy=3.0), GOOD), TypeError,
+     r"`a.entropy` must be an array. Got float"),
+    ("statistics without a softmax", lambda: merge_all([AttentionState(GOOD.out, GOOD.lse, "none", ONE_STAT.max)]),
+     ValueError, r"`states\[0\]` must have no `max` or `entropy` without a softmax. Got max"),
+    ("statistics without lse",
+     lambda: AttentionState.from_attention(jnp.zeros((1, 4, 2, 8)), jflex.AttentionStats(max=ONE_STAT.max[None])),
+     ValueError, r"`lse` must be an lse, or statistics with one.*`return_stats`"),
 ]  # fmt: skip
