@@ -1,7 +1,5 @@
 """The machine, versions and clocks of a measurement."""
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 import importlib.metadata
@@ -13,7 +11,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from typing import Any
+from typing import Any, Self
 
 ROOT = pathlib.Path(__file__).parent.parent
 _PACKAGES = ("jax", "jaxlib", "numpy", "torch", "triton", "nvidia-cudnn-cu13")
@@ -28,7 +26,8 @@ _GPU_FIELDS = ("name", "driver_version", "clocks.sm", "clocks.max.sm", "clocks.m
 def describe() -> dict[str, Any]:
     """The machine, the versions, the commit, the date and the command."""
     memory = round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9, 1)
-    machine = {"processor": _processor(), "cores": _cores(), "memory_GB": memory, "system": platform.platform()}
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    machine = {"processor": _processor(), "cores": cores, "memory_GB": memory, "system": platform.platform()}
     installed = {}
     for name in _PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -76,7 +75,7 @@ class ClockWatch:
     True
     """
 
-    def __enter__(self) -> ClockWatch:
+    def __enter__(self) -> Self:
         self._file = tempfile.NamedTemporaryFile("w")
         query = f"--query-gpu=utilization.gpu,{','.join(_CLOCKS)}"
         words = [*_SMI, query, "--format=csv,noheader,nounits", "-lms", "500"]
@@ -119,13 +118,7 @@ def _git(*words: str) -> str:
 
 
 def _processor() -> str:
-    try:
-        lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
+    path = pathlib.Path("/proc/cpuinfo")
+    lines = path.read_text().splitlines() if path.exists() else []
     facts = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
     return facts.get("model name", platform.processor()) + (", AVX-512" if "avx512f" in facts.get("flags", "") else "")
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

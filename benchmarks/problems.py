@@ -1,9 +1,9 @@
 """Attention problems to measure. Imports neither JAX nor torch."""
 
-from __future__ import annotations
-
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 EIGHT_BITS = ("float8_e4m3fn", "int8")  # of `Problem.keys`
 
@@ -19,7 +19,8 @@ class Problem:
       block: Queries and keys in a block of jflex's BlockMask. Peers keep their own size, and FLOPs are counted over
         blocks of 128 in any case.
       differentiated: Whether the backward also gives the gradient of the array that the score_mod captures.
-      lengths: Keys of each sequence, by a name of `benchmarks.requests.LENGTHS`; "" for S each.
+      lengths: Keys of each sequence: ``"even"``, ``"uniform"``, ``"skewed"`` or ``"mixed"``, see `requests_of`; "" for
+        S each.
       page: Keys of a page, for caches in pages that lie at random; 0 for contiguous ones.
       prefix: Keys at the front that all sequences share.
       Dv: Size of a head of the values; 0 for D.
@@ -76,26 +77,30 @@ class Problem:
     @property
     def label(self) -> str:
         """The variant and how it is given."""
-        notes = {"partial": ", every block partial", "everywhere": ", mask_mod alone"}.get(self.form, "")
-        extra = (
+        notes = (
+            {"partial": "every block partial", "everywhere": "mask_mod alone"}.get(self.form),
             self.weights,
             self.keys and f"{self.keys} {'keys' if self.page else 'queries and keys'}",
             self.stats and f"returning {self.stats}",
             self.selected and f"the best {self.selected} {'keys' if self.selects_keys else 'blocks'}",
         )
-        notes += "".join(f", {x}" for x in extra if x)
-        notes += "" if self.block == 128 else f" (jflex: blocks of {self.block})"
-        return f"{self.variant}{notes}{' and its gradient' if self.differentiated else ''}"
+        label = ", ".join([self.variant, *filter(None, notes)])
+        label += "" if self.block == 128 else f" (jflex: blocks of {self.block})"
+        return f"{label} and its gradient" if self.differentiated else label
 
     @property
     def shape(self) -> str:
         """In words, without the variant."""
-        heads = f"H {self.Hq}" if self.Hq == self.Hkv else f"H {self.Hq}/{self.Hkv}"
-        lengths = f"S {self.S}" if self.T == self.S else f"T {self.T}, S {self.S}"
-        parts = [f"B {self.B}", heads, lengths, f"D {self.D}"]
-        parts += [f"Dv {self.Dv}"] * bool(self.Dv) + [f"{self.lengths} lengths"] * bool(self.lengths)
-        parts += [f"prefix {self.prefix}"] * bool(self.prefix) + [f"pages of {self.page}"] * bool(self.page)
-        return ", ".join(parts)
+        parts = (
+            f"B {self.B}, H {self.Hq}" if self.Hq == self.Hkv else f"B {self.B}, H {self.Hq}/{self.Hkv}",
+            f"S {self.S}" if self.T == self.S else f"T {self.T}, S {self.S}",
+            f"D {self.D}",
+            self.Dv and f"Dv {self.Dv}",
+            self.lengths and f"{self.lengths} lengths",
+            self.prefix and f"prefix {self.prefix}",
+            self.page and f"pages of {self.page}",
+        )
+        return ", ".join(filter(None, parts))
 
     @property
     def name(self) -> str:
@@ -112,3 +117,42 @@ def square(B: int, S: int, H: int | tuple[int, int], D: int, variant: str, **mor
     """A problem with as many queries as keys."""
     Hq, Hkv = H if isinstance(H, tuple) else (H, H)
     return Problem(B, S, S, Hq, Hkv, D, variant, **more)
+
+
+class Requests(NamedTuple):
+    """Queries and keys of each sequence, int32; the queries are the last positions of the keys."""
+
+    queries: np.ndarray
+    keys: np.ndarray
+
+    @property
+    def indptr(self) -> np.ndarray:
+        """Offsets of the packed queries; int32, one longer."""
+        return np.concatenate([[0], np.cumsum(self.queries)]).astype(np.int32)
+
+
+def requests_of(problem: Problem) -> Requests:
+    """Lengths of a problem: T queries at the end of S keys each, unless its `lengths` say otherwise.
+
+    Even ones fill a quarter of the cache. Uniform ones are drawn by a fixed seed from 1 to twice the mean; of skewed
+    ones one in eight is S long, and the others are short and alike: both have as many keys in all as even ones, but for
+    a remainder. The first of mixed ones has T queries at the end of S keys, the others one after half as many.
+
+    >>> requests_of(Problem(3, 8, 64, 2, 2, 16, "causal", lengths="mixed"))
+    Requests(queries=array([8, 1, 1], dtype=int32), keys=array([64, 32, 32], dtype=int32))
+    """
+    B, S, rng = problem.B, problem.S, np.random.default_rng(0)
+    queries, keys, total = np.full(B, problem.T), np.full(B, S), B * (S // 4)
+    if problem.lengths == "even":
+        keys = np.full(B, S // 4)
+    elif problem.lengths == "uniform":
+        shares = rng.uniform(0.0, 1.0, B)
+        keys = np.clip(np.floor(shares / shares.sum() * total), 1, S).astype(int)
+        keys[np.argmin(keys)] += total - keys.sum()
+    elif problem.lengths == "skewed":
+        long = max(1, B // 8)
+        short = max(1, (total - long * S) // (B - long))
+        keys = rng.permutation([S] * long + [short] * (B - long))
+    elif problem.lengths == "mixed":
+        queries[1:], keys[1:] = 1, S // 2
+    return Requests(queries.astype(np.int32), keys.astype(np.int32))

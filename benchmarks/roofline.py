@@ -5,16 +5,13 @@ with two FLOPs for each of D (or Dv) elements, per element of a visited block; t
 are 2.5 forwards where D = Dv. Bytes are the least that must move: every array once, and of keys those attended to.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from benchmarks.problems import EIGHT_BITS, Problem
-from benchmarks.requests import requests_of
+from benchmarks.problems import EIGHT_BITS, Problem, requests_of
 
 _ITEM = 2  # bytes of bfloat16 and float16
 _POSITION = 4  # bytes of a selected position
@@ -59,36 +56,28 @@ def served_work(problem: Problem) -> Work:
     """The work of a problem whose queries continue sequences: over visible elements, not over blocks.
 
     Keys and values that sequences share count once, whether or not a peer loads them once. Of keys that are not
-    selected, nothing counts.
+    selected, nothing counts. An indexer makes a product with each key for each head, reads queries, keys and float32
+    weights of heads, and writes positions.
     """
-    if problem.keys == "indexer":
-        return _indexer_work(problem)
+    item = 4 if problem.dtype == "float32" else _ITEM
     requests = requests_of(problem)
     queries, keys = requests.queries.astype(np.int64), requests.keys.astype(np.int64)
+    rows, distinct = int(queries.sum()), int(keys.sum()) - (problem.B - 1) * problem.prefix
+    positions = _POSITION * rows * problem.selected
+    if problem.keys == "indexer":
+        heads = rows * problem.Hq
+        moved = item * (heads + distinct) * problem.D + 4 * heads + positions
+        return Work(2.0 * problem.D * heads * problem.S, 0.0, float(moved), 0.0)
     masked = queries * (queries - 1) // 2 if problem.variant == "causal" else 0 * queries
     visible = int((queries * keys - masked).sum())
-    rows, distinct = int(queries.sum()), int(keys.sum()) - (problem.B - 1) * problem.prefix
     if problem.selected:
         chosen = np.minimum(keys, problem.selected)
         visible, distinct = int((queries * chosen).sum()), int(np.minimum(keys, queries * chosen).sum())
-    item = _item(problem)
     both = problem.D + problem.value_size
     of_key = problem.D if problem.keys == "latent" else both
     of_token = both + 2 * 4 if problem.keys in EIGHT_BITS else item * of_key  # scales are float32
-    moved = item * rows * problem.Hq * both + distinct * problem.Hkv * of_token + _POSITION * rows * problem.selected
+    moved = item * rows * problem.Hq * both + distinct * problem.Hkv * of_token + positions
     return Work(2.0 * both * problem.Hq * visible, 0.0, float(moved), 0.0)
-
-
-def _indexer_work(problem: Problem) -> Work:
-    """A product with each key for each head: queries, keys and weights of heads are read, positions written."""
-    rows, heads = problem.B * problem.T, problem.B * problem.T * problem.Hq
-    vectors = _item(problem) * (heads + problem.B * problem.S) * problem.D
-    moved = vectors + 4 * heads + _POSITION * rows * problem.selected  # weights are float32
-    return Work(2.0 * problem.D * heads * problem.S, 0.0, float(moved), 0.0)
-
-
-def _item(problem: Problem) -> int:
-    return 4 if problem.dtype == "float32" else _ITEM
 
 
 def share(flops: float, moved: float, seconds: float, rates: Iterable[Mapping[str, float]]) -> float | None:

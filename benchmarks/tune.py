@@ -4,48 +4,52 @@ Every head size has a process of its own, which compiles all configurations of a
 the GPU; they run one after another. A time is that of a call: for dkv and dq including the forward, the same for all.
 
 The kernels of Mosaic GPU are searched where `--kernels` names them: ``--kernels forward_sm90 one_pass_sm90``. Their
-outputs are compared with those of Triton's, and tiles whose outputs differ are left out.
-
-On a machine without a GPU, ``--prune FILE`` compiles Triton's configurations for an H200 and writes those whose
-registers spill little; ``--candidates FILE`` then searches only these. ``--dry-run`` lists what would be searched.
+outputs are compared with those of Triton's, and tiles whose outputs differ are left out. ``--dry-run`` lists what would
+be searched. This module alone of the benchmarks imports internals of kernels.
 """
-
-from __future__ import annotations
 
 import argparse
 import concurrent.futures
 import dataclasses
+import functools
+import itertools
 import json
 import pathlib
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from tqdm import tqdm
 
-from benchmarks import search_space
+import jflex
 from benchmarks.environment import ROOT, describe, gpu_facts
+from benchmarks.peers.jax import attention as jax_attention
+from benchmarks.problems import Problem, square
 from benchmarks.run.check_outputs import mismatch
 from benchmarks.run.jax_runner import samples, timer
 from benchmarks.run.jobs import Job, exclusive, run_job
 from benchmarks.run.timing import failures
-from benchmarks.search_space import (
-    HEAD_SIZES,
-    HOPPER_KERNELS,
-    KERNELS,
-    LENGTHS,
-    MODS,
-    OFFICIAL_KERNELS,
-    Tiles,
-    table_name,
-)
+from benchmarks.variants import VARIANTS
+from pallas_kernels.config import Tiles
+from pallas_kernels.program.cotangents import LoadGroups
+from pallas_kernels.spec import AttentionSpec, Blocks, Dense, Device, Numerics, Sizes
+from pallas_kernels.triton.plan import plan as triton_plan
+from pallas_kernels.tuning import tables
+from pallas_kernels.tuning.tables import HEAD_SIZES, HOPPER_KERNELS, KERNELS, LENGTHS, MODS, OFFICIAL_KERNELS
 
 TABLES = ROOT / "pallas_kernels" / "tuning" / "tables"
-MAX_SPILLED = 512  # bytes of a thread; 128 x 64 at head size 128 spills 230 and is the fastest forward kernel there
-_RUNS = 5
-_JOB_SECONDS = 24 * 3600.0
+EVERY_MOD = (64, 128)  # head sizes that are tuned for every bucket of mods and both lengths
+BOTH_LENGTHS = (32, *EVERY_MOD)
+# The variants that represent each bucket of mods; where there is none, a mask and no mask.
+REPRESENTATIVES = {
+    "none": ("causal", "noop"),
+    "arithmetic": ("alibi",),
+    "functions": ("softcap",),
+    "elements": ("pair_bias",),
+}
 # Names of the kernels; dK and dV of large heads have one each.
 _NAMES = {
     "forward_sm90": ("jflex_forward_sm90",),
@@ -53,7 +57,20 @@ _NAMES = {
     "dkv_sm90": ("jflex_backward_dkv_sm90", "jflex_backward_dk_sm90"),
     "dq_sm90": ("jflex_backward_dq_sm90",),
 }
+_RUNS = 5
+_JOB_SECONDS = 24 * 3600.0
+_REGISTERS = 240  # of a thread, for what a Hopper kernel holds of a tile; a few of them may spill
+_MAX_STAGES = 4
 Calls = dict[Tiles, list[Callable[[], Any]]]  # one for each attention of a condition
+
+
+class Condition(NamedTuple):
+    """A kernel, a head size, and buckets of mods and lengths."""
+
+    kernel: str
+    head_size: int
+    mods: str
+    length: str
 
 
 class Scope(NamedTuple):
@@ -62,21 +79,14 @@ class Scope(NamedTuple):
     kernels: Sequence[str] = KERNELS
     mods: Sequence[str] = MODS
     lengths: Sequence[str] = LENGTHS
-    allowed: dict[str, Any] | None = None  # what `--prune` wrote, or None for all configurations
     deadline: float = float("inf")  # since 1970; conditions that are not begun keep their old entries
 
-    def conditions(self, head_size: int) -> list[tuple[str, str, str]]:
-        """Kernels, buckets of mods and lengths."""
-        chosen = [(x, y) for x, y in search_space.conditions(head_size) if x in self.mods and y in self.lengths]
-        return [(kernel, *condition) for kernel in self.kernels for condition in chosen]
-
-    def configurations(self, head_size: int, kernel: str, mods: str) -> list[Tiles]:
-        """Configurations that are compiled and timed."""
-        tiles = list(search_space.configurations(kernel, head_size))
-        if self.allowed is None or kernel not in KERNELS:
-            return tiles
-        kept = {tuple(x) for x in self.allowed[_name(kernel, head_size, mods)]}
-        return [x for x in tiles if dataclasses.astuple(x) in kept]
+    def conditions(self, head_size: int) -> list[Condition]:
+        """Those of a head size."""
+        mods = ("none", "arithmetic", "functions", "elements") if head_size in EVERY_MOD else ("none", "elements")
+        lengths = ("short", "long") if head_size in BOTH_LENGTHS else ("long",)
+        chosen = [x for x in itertools.product(mods, lengths) if x[0] in self.mods and x[1] in self.lengths]
+        return [Condition(kernel, head_size, *x) for kernel in self.kernels for x in chosen]
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -88,49 +98,34 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--lengths", nargs="+", default=LENGTHS, choices=LENGTHS)
     parser.add_argument("--budget", type=float, default=float("inf"), help="seconds after which nothing is begun")
     parser.add_argument("--dry-run", action="store_true", help="list what would be searched, and stop")
-    parser.add_argument("--prune", type=pathlib.Path, help="compile for an H200, write what may be searched, stop")
-    parser.add_argument("--candidates", type=pathlib.Path, help="a file that --prune wrote")
     parser.add_argument("--out", type=pathlib.Path, default=TABLES, help="folder of the table")
 
 
 def run(options: argparse.Namespace) -> None:
-    """Searches, prunes or lists what the options name."""
-    allowed = json.loads(options.candidates.read_text()) if options.candidates else None
-    scope = Scope(options.kernels, options.mods, options.lengths, allowed, time.time() + options.budget)
+    """Searches or lists what the options name."""
+    scope = Scope(options.kernels, options.mods, options.lengths, time.time() + options.budget)
     if options.dry_run:
-        print(plan(options.heads, scope))
-        return
-    if options.prune and not set(options.kernels) <= set(KERNELS):
-        raise SystemExit(f"`--prune` compiles kernels of Triton by Pallas: {', '.join(KERNELS)}")
-    if options.prune:
-        options.prune.write_text(json.dumps(prune(options.heads, scope), indent=1) + "\n")
+        total = 0
+        for condition in (x for head_size in options.heads for x in scope.conditions(head_size)):
+            tiles = list(configurations(condition.kernel, condition.head_size))
+            total += len(tiles) * len(attentions(condition))
+            print(f"{' '.join(map(str, condition))}: {', '.join(str(dataclasses.astuple(x)) for x in tiles)}")
+        print(f"{total} programs")
         return
     facts = gpu_facts()
     if "device" not in facts:
-        raise SystemExit("no GPU was found; `--prune FILE` and `--dry-run` work without one")
+        raise SystemExit("no GPU was found; `--dry-run` works without one")
     tune(options.heads, scope, facts, options.out)
-
-
-def plan(heads: Sequence[int], scope: Scope) -> str:
-    """The configurations of each condition."""
-    lines, total = [], 0
-    for head_size in heads:
-        for kernel, mods, length in scope.conditions(head_size):
-            tiles = scope.configurations(head_size, kernel, mods)
-            total += len(tiles) * len(search_space.attentions(head_size, mods, length))
-            words = ", ".join(str(dataclasses.astuple(x)) for x in tiles)
-            lines.append(f"{kernel} {head_size} {mods} {length}: {words}")
-    return "\n".join([*lines, f"{total} programs"])
 
 
 def tune(heads: Sequence[int], scope: Scope, facts: dict[str, str], folder: pathlib.Path) -> None:
     """Searches all, and writes the table anew after each head size; entries that are not searched are kept."""
-    path = folder / f"{table_name(facts['device'])}.json"
+    path = folder / f"{tables.table_name(facts['device'])}.json"
     old = json.loads(path.read_text()) if path.exists() else {"entries": []}
     table = {json.dumps(entry["key"]): {"date": old["date"], **entry} for entry in old["entries"]}
     about = describe()
     about["machine"] |= facts
-    arguments = [{"head_size": D, "scope": scope._asdict()} for D in heads]
+    arguments = [{"head_size": D, "scope": scope} for D in heads]
     jobs = [Job(f"head size {x['head_size']}", __name__, "search", x, seconds=_JOB_SECONDS) for x in arguments]
     with concurrent.futures.ThreadPoolExecutor(len(heads)) as pool:
         waiting = [pool.submit(run_job, job) for job in jobs]
@@ -164,27 +159,24 @@ def _line(entry: dict[str, Any]) -> str:
     return f"{words}: {best}{then}"
 
 
-def search(head_size: int, scope: dict[str, Any]) -> list[dict[str, Any]]:
-    """The entries of one head size; runs in a process of its own, with the fields of a `Scope`."""
-    searched = Scope(**scope)
+def search(head_size: int, scope: Scope) -> list[dict[str, Any]]:
+    """The entries of one head size; runs in a process of its own."""
     entries = []
-    for condition in searched.conditions(head_size):
-        if time.time() >= searched.deadline:
+    for condition in scope.conditions(head_size):
+        if time.time() >= scope.deadline:
             break
-        calls = _compiled(head_size, condition, searched)
+        calls = _compiled(condition)
         with exclusive():
-            right = _correct(head_size, condition, calls) if condition[0] in HOPPER_KERNELS else calls
+            right = _correct(condition, calls) if condition.kernel in HOPPER_KERNELS else calls
             if right:
-                entries.append(_entry(head_size, condition, right))
+                entries.append(_entry(condition, right))
     return entries
 
 
-def _compiled(head_size: int, condition: tuple[str, str, str], scope: Scope) -> Calls:
+def _compiled(condition: Condition) -> Calls:
     """For each configuration a call for each attention of a condition; without those that the compiler refuses."""
-    kernel, mods, length = condition
-    tiles = scope.configurations(head_size, kernel, mods)
-    attentions = search_space.attentions(head_size, mods, length)
-    arrays = [search_space.inputs(attention) for attention in attentions]
+    problems = attentions(condition)
+    arrays = [inputs(attention) for attention in problems]
 
     def compiled(lowered: list[Any]) -> list[Any] | None:
         try:
@@ -194,43 +186,37 @@ def _compiled(head_size: int, condition: tuple[str, str, str], scope: Scope) -> 
 
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
         futures = {}
-        for x in tiles:
-            programs = [search_space.program(attention, kernel, x) for attention in attentions]
+        for x in configurations(condition.kernel, condition.head_size):
+            programs = [program(attention, condition.kernel, x) for attention in problems]
             try:
                 lowered = [jax.jit(run).lower(*a) for run, a in zip(programs, arrays, strict=True)]
             except failures():
                 continue
-            if not all(_runs(kernel, program.as_text()) for program in lowered):
-                continue  # jflex would take kernels of Triton instead
-            futures[x] = pool.submit(compiled, lowered)
+            names = _NAMES.get(condition.kernel, ("",))
+            if all(any(name in text for name in names) for text in (x.as_text() for x in lowered)):
+                futures[x] = pool.submit(compiled, lowered)  # else jflex would take kernels of Triton instead
     programs = {x: future.result() for x, future in futures.items()}
     bind = lambda run, a: lambda: run(*a)
     return {x: [bind(run, a) for run, a in zip(runs, arrays, strict=True)] for x, runs in programs.items() if runs}
 
 
-def _runs(kernel: str, text: str) -> bool:
-    """A lowered program runs the Hopper kernel that it is to measure; Triton's always run."""
-    return kernel not in _NAMES or any(name in text for name in _NAMES[kernel])
-
-
-def _correct(head_size: int, condition: tuple[str, str, str], calls: Calls) -> Calls:
+def _correct(condition: Condition, calls: Calls) -> Calls:
     """The configurations whose outputs are those of Triton's kernel: a broken kernel may be fast."""
-    kernel, mods, length = condition
     expected = []
-    for attention in search_space.attentions(head_size, mods, length):
-        run = jax.jit(search_space.program(attention, kernel.removesuffix("_sm90"), None))
-        expected.append(samples(run(*search_space.inputs(attention))))
+    for attention in attentions(condition):
+        run = jax.jit(program(attention, condition.kernel.removesuffix("_sm90"), None))
+        expected.append(samples(run(*inputs(attention))))
     agrees = lambda run, right: mismatch(samples(run()), right, "triton") is None
     return {tiles: runs for tiles, runs in calls.items() if all(map(agrees, runs, expected))}
 
 
-def _entry(head_size: int, condition: tuple[str, str, str], calls: Calls) -> dict[str, Any]:
-    kernel, mods, length = condition
+def _entry(condition: Condition, calls: Calls) -> dict[str, Any]:
     by_attention = zip(*(_seconds(attention) for attention in zip(*calls.values(), strict=True)), strict=True)
     times = best_first(dict(zip(calls, map(list, by_attention), strict=True)))
     as_json = lambda tiles, seconds: {"tiles": dataclasses.asdict(tiles), "microseconds": round(seconds * 1e6, 1)}
-    key = search_space.key(kernel, head_size, mods, length)._asdict()
+    kernel, head_size, mods, length = condition
     second = as_json(*times[1]) if len(times) > 1 else None
+    key = tables.Key(kernel, head_size, 2, mods, length)._asdict()
     return {"key": key, **as_json(*times[0]), "runner_up": second, "searched": len(times)}
 
 
@@ -255,28 +241,108 @@ def best_first(times: dict[Tiles, list[float]]) -> list[tuple[Tiles, float]]:
     return sorted(means.items(), key=lambda item: item[1])
 
 
-def _name(kernel: str, head_size: int, mods: str) -> str:
-    return f"{kernel} {head_size} {mods}"
+def attentions(condition: Condition) -> list[Problem]:
+    """The representatives of a condition; the best tiles have the least geometric mean of their times."""
+    B, S = (32, 512) if condition.length == "short" else (4, 4096) if condition.mods == "elements" else (2, 8192)
+    H, D = 16 if condition.head_size <= 128 else 8, condition.head_size
+    return [square(B, S, H, D, variant) for variant in REPRESENTATIVES[condition.mods]]
 
 
-def prune(heads: Sequence[int], scope: Scope) -> dict[str, list[list[int]]]:
-    """Configurations whose registers spill little when they are compiled for an H200, without a GPU."""
-    from tests.support import gpu_compile  # which needs what no benchmark does
+def program(problem: Problem, kernel: str, tiles: Tiles | None, *, interpret: bool = False) -> Any:
+    """``(query, key, value, d_out, captured, block_mask) -> arrays``: the kernel, after those that it depends on.
 
-    if reason := gpu_compile.missing():
-        raise SystemExit(reason)
-    kept: dict[str, list[list[int]]] = {}
-    searched = dict.fromkeys((kernel, D, mods) for D in heads for kernel, mods, _ in scope.conditions(D))
-    for kernel, D, mods in tqdm(searched, unit="condition", disable=None):
-        attention = search_space.attentions(D, mods, "short")[0]
-        arrays = jax.eval_shape(lambda attention=attention: search_space.inputs(attention))
-        fine = []
-        for tiles in scope.configurations(D, kernel, mods):
-            try:
-                compiled = gpu_compile.compile_kernels(search_space.program(attention, kernel, tiles), *arrays)
-            except failures():
+    Without tiles it takes those that jflex chooses.
+    """
+    pass_ = kernel.removesuffix("_sm90").removesuffix("_official")
+    of_triton = "official_triton" if kernel in OFFICIAL_KERNELS else "triton"
+    implementation = "mosaic_gpu" if kernel in HOPPER_KERNELS else of_triton
+    config = jflex.Config(**_tiles_of(kernel, tiles), interpret=interpret)
+
+    def run(query: Any, key: Any, value: Any, d_out: Any, captured: Any, block_mask: Any) -> Any:
+        mod = VARIANTS[problem.variant].make(problem, captured, jax_attention.OPERATIONS).score
+        attend = lambda query, key, value: jflex.flex_attention(
+            query, key, value, mod, block_mask, implementation=implementation, config=config
+        )
+        if pass_ == "forward":
+            return attend(query, key, value)
+        if pass_ == "dq":
+            return jax.vjp(lambda query: attend(query, key, value), query)[1](d_out)
+        if pass_ == "one_pass":
+            return jax.vjp(attend, query, key, value)[1](d_out)
+        return jax.vjp(lambda *kv: attend(query, *kv), key, value)[1](d_out)
+
+    return run
+
+
+def _tiles_of(kernel: str, tiles: Tiles | None) -> dict[str, Any]:
+    """Fields of `Config`; dkv and dq of Hopper are set together, and the one that is not measured gets any tiles."""
+    if tiles is None:
+        return {}
+    if kernel in ("dkv_sm90", "dq_sm90"):
+        idle = jflex.Tiles(64, 64, 4, 2)
+        return {"dkv": idle, "dq": idle, kernel.removesuffix("_sm90"): tiles, "deterministic": True}
+    return {"dkv" if kernel == "one_pass_sm90" else kernel.removesuffix("_sm90").removesuffix("_official"): tiles}
+
+
+def inputs(problem: Problem) -> tuple[Any, ...]:
+    """Random arrays, the captured ones, and the BlockMask; a bias is as large as the scores, and made on the device."""
+    B, S, H, D = problem.B, problem.S, problem.Hq, problem.D
+    arrays = jax.random.normal(jax.random.key(0), (4, B, S, H, D), jnp.bfloat16)
+    if problem.variant == "pair_bias":
+        captured = {"bias": jax.random.normal(jax.random.key(2), (H, S, S), jnp.bfloat16)}
+    else:
+        captured = jax_attention.mods_of(problem)[1]
+    mask = VARIANTS[problem.variant].make(problem, captured, jax_attention.OPERATIONS).mask
+    return (*arrays, captured, mask and jflex.create_block_mask(mask, None, None, S, S))
+
+
+def configurations(kernel: str, head_size: int) -> Iterator[Tiles]:
+    """Tiles that may work: 64 rows for wgmma, a second group of 4 warps where there are 64 rows for it."""
+    if kernel in HOPPER_KERNELS:
+        yield from _hopper_configurations(kernel, head_size)
+        return
+    kernel = kernel.removesuffix("_official")
+    for rows, columns, warps, stages in itertools.product((64, 128), (32, 64, 128), (4, 8), (1, 2, 3)):
+        block_q, block_kv = (columns, rows) if kernel == "dkv" else (rows, columns)
+        tiles = Tiles(block_q, block_kv, warps, stages)
+        stages_are_right = stages == 1 if head_size > 192 else stages > 1
+        needless = (warps == 8 and rows < 128) or (columns < 64 and head_size < 80)
+        if stages_are_right and not needless and triton_plan.may_work(kernel, tiles, head_size, head_size, 2):
+            yield tiles
+
+
+def _hopper_configurations(kernel: str, head_size: int) -> Iterator[Tiles]:
+    """One or two warp groups, each with 64 rows or 128, that fit into registers and shared memory.
+
+    The backward in one pass takes more registers, so that not all of its tiles compile.
+    """
+    from pallas_kernels.mosaic_gpu import smem
+    from pallas_kernels.mosaic_gpu.backward import dkv, dq, one_pass, walk
+    from pallas_kernels.mosaic_gpu.forward import kernel as forward
+
+    loads = LoadGroups((), (), (), (), ())
+    by_keys, both_sums = kernel in ("one_pass_sm90", "dkv_sm90"), head_size <= dkv.MAX_HEAD_SIZE_BOTH_SUMS
+    declare: Callable[..., object] = {
+        "forward_sm90": forward.declare,
+        "dq_sm90": functools.partial(dq.declare, loads=loads),
+        "one_pass_sm90": functools.partial(walk.declare, loads=loads, one_pass=True),
+    }.get(kernel, functools.partial(walk.declare, loads=loads))
+    sizes = Sizes(B=1, T=1024, S=1024, Hq=1, Hkv=1, D=head_size, Dv=head_size, Bkv=1)
+    numerics, memory = Numerics(dtype="bfloat16", scale=1.0), Dense(blocks=Blocks((128, 128), 1, 1))
+    spec = AttentionSpec(sizes=sizes, numerics=numerics, device=Device("gpu", "NVIDIA H200"), memory=memory)
+    for groups, rows, columns in itertools.product((1, 2), (64, 128), (64, 128)):
+        # In one pass a call with its forward pass took 1 to 84 % longer with one group than with two (H200, head sizes
+        # 64 to 128), but where two left no room for bias tiles.
+        refused = (rows > 64 and kernel != "forward_sm90") or (groups == 1 and kernel == "one_pass_sm90")
+        # Registers of a thread for 64 rows: accumulators and scores of 32 bits, probabilities of 16.
+        accumulators = head_size if by_keys and both_sums else head_size // 2
+        registers = accumulators + (columns // 2 if kernel == "forward_sm90" else columns) + columns // 4
+        if refused or groups * rows > 128 or rows // 64 * registers > _REGISTERS:
+            continue
+        block_q, block_kv = (columns, groups * rows) if by_keys else (groups * rows, columns)
+        for stages in range(2, _MAX_STAGES + 1):
+            tiles = Tiles(block_q, block_kv, 4 * groups, stages)
+            if kernel == "one_pass_sm90" and not (both_sums and one_pass.fits(spec, tiles)):
                 continue
-            if all(x.spill <= MAX_SPILLED for x in compiled if x.name.endswith(kernel)):
-                fine.append(list(dataclasses.astuple(tiles)))
-        kept[_name(kernel, D, mods)] = fine
-    return kept
+            if smem.bytes_of(jax.tree.leaves(declare(spec, tiles, jnp.bfloat16))) <= smem.LIMIT:
+                yield tiles

@@ -4,8 +4,6 @@ A mod is made of operators alone, which both libraries have; the few functions t
 jflex has its neighborhoods ready, in any order; torch's are written here, as in the paper.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -22,9 +20,7 @@ DOCUMENTS = 12
 TEXT = 16384  # tokens of a text of a long sequence, in the mean
 KERNEL = 13  # side of a neighborhood
 TILE = (8, 16)  # of the tiled one: as many places as a block has
-
-# (order, canvas, kernel, tile) -> a neighborhood mask; the order is one of `ORDERS`.
-Neighborhood = Callable[[str, tuple[int, int], tuple[int, int], tuple[int, int]], Callable[..., Any]]
+LARGE = ("bias",)  # arrays as large as scores, which are held in the dtype of the query; small ones in float32
 
 
 class Operations(NamedTuple):
@@ -33,7 +29,8 @@ class Operations(NamedTuple):
     tanh: Callable[[Any], Any]
     floating: Callable[[Any], Any]  # an integer as float32
     clip: Callable[[Any, int, int], Any]  # an integer between two others
-    neighborhood: Neighborhood | None = None  # None: it has none ready, so that it is written by hand
+    # (order, canvas, kernel, tile) -> a neighborhood mask, in one of `ORDERS`; None: it is written by hand.
+    neighborhood: Callable[[str, tuple[int, int], tuple[int, int], tuple[int, int]], Callable[..., Any]] | None = None
 
 
 class Mods(NamedTuple):
@@ -45,18 +42,24 @@ class Mods(NamedTuple):
 
 Arrays = Mapping[str, Any]
 Make = Callable[[Problem, Arrays, Operations], Mods]
+Draw = Callable[[Problem], dict[str, np.ndarray]]
 
 
 class Variant(NamedTuple):
     """Constructor of mods, and the arrays that they capture."""
 
     make: Make  # from the problem, its captured arrays in the library's own type, and the library's operations
-    captured: Callable[[Problem], dict[str, np.ndarray]] = lambda problem: {}  # by the score_mod, in float64
-    indices: Callable[[Problem], dict[str, np.ndarray]] = lambda problem: {}  # integers that the mask_mod captures
+    captured: Draw = lambda problem: {}  # by the score_mod, in float64
+    indices: Draw = lambda problem: {}  # integers that the mask_mod captures
 
 
 def _causal(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
     return q_idx >= kv_idx
+
+
+def _window(problem: Problem, size: int) -> Callable[..., Any]:
+    window = min(size, problem.S // 2)
+    return lambda b, h, q_idx, kv_idx: (q_idx >= kv_idx) & (q_idx - kv_idx < window)
 
 
 def _alibi(problem: Problem, arrays: Arrays, operations: Operations) -> Mods:
@@ -67,11 +70,6 @@ def _alibi(problem: Problem, arrays: Arrays, operations: Operations) -> Mods:
 def _relative_bias(problem: Problem, arrays: Arrays, operations: Operations) -> Mods:
     """Computed, and not read from a table."""
     return Mods(_causal, lambda score, b, h, q_idx, kv_idx: score + operations.floating(kv_idx - q_idx))
-
-
-def _sliding_window(problem: Problem, arrays: Arrays, operations: Operations) -> Mods:
-    window = min(WINDOW, problem.S // 2)
-    return Mods(lambda b, h, q_idx, kv_idx: (q_idx >= kv_idx) & (q_idx - kv_idx < window))
 
 
 def _prefix_lm(problem: Problem, arrays: Arrays, operations: Operations) -> Mods:
@@ -89,9 +87,8 @@ def _document_mask(problem: Problem, arrays: Arrays, operations: Operations) -> 
 
 
 def _windows_in_texts(problem: Problem, arrays: Arrays, operations: Operations) -> Mods:
-    ids, window = arrays["text"], min(LONG_WINDOW, problem.S // 2)
-    near = lambda q_idx, kv_idx: (q_idx >= kv_idx) & (q_idx - kv_idx < window)
-    return Mods(lambda b, h, q_idx, kv_idx: near(q_idx, kv_idx) & (ids[q_idx] == ids[kv_idx]))
+    ids, near = arrays["text"], _window(problem, LONG_WINDOW)
+    return Mods(lambda b, h, q_idx, kv_idx: near(b, h, q_idx, kv_idx) & (ids[q_idx] == ids[kv_idx]))
 
 
 def _relative_table(problem: Problem, arrays: Arrays, operations: Operations) -> Mods:
@@ -130,10 +127,6 @@ def _neighborhood(order: str) -> Make:
     return make
 
 
-def _by_rows(index: Any, side: int) -> tuple[Any, Any]:
-    return index // side, index % side
-
-
 def _by_tiles(index: Any, side: int) -> tuple[Any, Any]:
     height, width = TILE
     tile, inside = index // (height * width), index % (height * width)
@@ -149,7 +142,11 @@ def _by_morton(index: Any, side: int) -> tuple[Any, Any]:
     return row, column
 
 
-ORDERS = {"rows": _by_rows, "tiles": _by_tiles, "morton": _by_morton}
+ORDERS = {
+    "rows": lambda index, side: (index // side, index % side),
+    "tiles": _by_tiles,
+    "morton": _by_morton,
+}
 
 
 def _slopes(problem: Problem) -> dict[str, np.ndarray]:
@@ -157,7 +154,7 @@ def _slopes(problem: Problem) -> dict[str, np.ndarray]:
     return {"slopes": 2.0 ** (-8 * np.arange(1, problem.Hq + 1) / problem.Hq)}
 
 
-def _documents(name: str, length: int | None = None) -> Callable[[Problem], dict[str, np.ndarray]]:
+def _documents(name: str, length: int | None = None) -> Draw:
     """The document of every position: `DOCUMENTS`, or as many as have this length in the mean.
 
     Lengths lie between a third of the mean and five thirds, by a fixed seed, before they are scaled to the whole.
@@ -172,29 +169,23 @@ def _documents(name: str, length: int | None = None) -> Callable[[Problem], dict
     return ids
 
 
-def _table(problem: Problem) -> dict[str, np.ndarray]:
-    return {"table": np.random.default_rng(1).normal(size=(problem.Hq, problem.T + problem.S - 1))}
+def _normal(name: str, seed: int, shape: Callable[[Problem], tuple[int, ...]]) -> Draw:
+    return lambda problem: {name: np.random.default_rng(seed).normal(size=shape(problem))}
 
 
-def _bias(problem: Problem) -> dict[str, np.ndarray]:
-    return {"bias": np.random.default_rng(2).normal(size=(problem.Hq, problem.T, problem.S))}
-
-
-VARIANTS: dict[str, Variant] = {
+VARIANTS = {
     "noop": Variant(lambda problem, arrays, operations: Mods()),
     "causal": Variant(lambda problem, arrays, operations: Mods(_causal)),
     "alibi": Variant(_alibi, _slopes),
     "relative_bias": Variant(_relative_bias),
-    "sliding_window": Variant(_sliding_window),
+    "sliding_window": Variant(lambda problem, arrays, operations: Mods(_window(problem, WINDOW))),
     "prefix_lm": Variant(_prefix_lm),
     "softcap": Variant(_softcap),
     "document_mask": Variant(_document_mask, indices=_documents("document")),
     "windows_in_texts": Variant(_windows_in_texts, indices=_documents("text", TEXT)),
-    "relative_table": Variant(_relative_table, _table),
-    "pair_bias": Variant(_pair_bias, _bias),
+    "relative_table": Variant(_relative_table, _normal("table", 1, lambda x: (x.Hq, x.T + x.S - 1))),
+    "pair_bias": Variant(_pair_bias, _normal("bias", 2, lambda x: (x.Hq, x.T, x.S))),
     "neighborhood": Variant(_neighborhood("rows")),
     "neighborhood_tiled": Variant(_neighborhood("tiles")),
     "neighborhood_morton": Variant(_neighborhood("morton")),
 }
-# Arrays that are as large as scores are held in the dtype of the query, small ones in float32.
-LARGE = ("bias",)

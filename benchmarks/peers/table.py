@@ -1,7 +1,5 @@
 """The implementations that are measured, and the problems that each can compute. Imports neither JAX nor torch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -11,7 +9,7 @@ from benchmarks.suites import SUITES
 _MAX_SCORES = 8 * 2**30  # bytes of float32 scores that a dense peer may materialize
 _MAX_MASK = 2**31  # bytes of a materialized mask
 _DECODED, _TILED_ROWS = 16, 8  # of the Mosaic GPU kernel for few queries: queries, and what pages are a multiple of
-Refuses = Callable[[Problem], str | None]
+Computes = Callable[[Problem], object]
 
 
 class Peer(NamedTuple):
@@ -24,107 +22,58 @@ class Peer(NamedTuple):
     name: str  # for the command line and the results
     title: str  # for tables
     library: str
-    refuses: Refuses  # why it is not measured at a problem; None if it is
+    computes: Computes  # whether it is measured at a problem
     selects: bool = False  # whether it takes keys that are selected, though it is not jflex
 
 
-def _none(problem: Problem) -> str | None:
-    return None
+def _all(*conditions: Computes) -> Computes:
+    return lambda problem: all(computes(problem) for computes in conditions)
 
 
-def _only(*variants: str) -> Refuses:
-    def refuses(problem: Problem) -> str | None:
-        if problem.page:
-            return "has no pages"
-        if problem.form != "split":
-            return "has no BlockMask"
-        return None if problem.variant in variants else f"has no {problem.variant}"
-
-    return refuses
+def _only(*variants: str) -> Computes:
+    """Variants that a peer without pages and BlockMask knows."""
+    return lambda problem: not problem.page and problem.form == "split" and problem.variant in variants
 
 
-def _full_length(problem: Problem) -> str | None:
-    return "is measured only with T == S" if problem.served else None
+def _mosaic(problem: Problem) -> bool:
+    """All with as many queries as keys; few queries against keys in 16 bits that are loaded as they are; latents."""
+    if problem.selects_keys or not problem.served or problem.keys == "latent":
+        return not problem.selects_keys
+    plain = not (problem.keys or problem.prefix) and problem.T <= _DECODED
+    return plain and problem.page % _TILED_ROWS == 0
 
 
-def _serving(problem: Problem) -> str | None:
-    return None if problem.served else "is measured with decoding"
+def _dense(problem: Problem) -> bool:
+    return 4 * problem.B * problem.Hq * problem.T * problem.S <= _MAX_SCORES
 
 
-def _kernels(problem: Problem) -> str | None:
-    return "has no indexer: it is plain JAX" if problem.keys == "indexer" else None
-
-
-def _mosaic(problem: Problem) -> str | None:
-    if problem.selects_keys:
-        return "has no selected keys"
-    if not problem.served or problem.keys == "latent":
-        return None
-    if problem.keys or problem.prefix or problem.T > _DECODED:
-        return "is measured with few queries, against keys in 16 bits that are loaded as they are"
-    return f"has no pages of {problem.page}" if problem.page % _TILED_ROWS else None
-
-
-def _even(problem: Problem) -> str | None:
-    return "is not measured with lengths" if problem.lengths else None
-
-
-def _decoding(problem: Problem) -> str | None:
-    plain = problem.T == 1 and problem.variant == "noop" and not (problem.page or problem.lengths)
-    return None if plain else "is measured with one token against contiguous keys of one length"
-
-
-def _paged(problem: Problem) -> str | None:
-    if problem.keys:
-        return f"has no {problem.keys} keys"
-    return None if problem.page and problem.T == 1 and not problem.prefix else "is measured with one token and pages"
-
-
-def _rolling(problem: Problem) -> str | None:
-    return None if problem.keys == "rolling" else "is measured with the rolling cache of StreamingLLM"
-
-
-def _raw(problem: Problem) -> str | None:
-    return _full_length(problem) if problem.keys == "raw" else "is measured with raw keys"
-
-
-def _shared(problem: Problem) -> str | None:
-    return None if problem.prefix else "is measured with shared prefixes"
-
-
-def _latents(problem: Problem) -> str | None:
-    return _dense(problem) if problem.keys in ("latent", "indexer") else "is measured with latent vectors"
-
-
-def _dense(problem: Problem) -> str | None:
-    scores = 4 * problem.B * problem.Hq * problem.T * problem.S
-    return f"would hold {scores / 2**30:.0f} GiB of scores" if scores > _MAX_SCORES else None
-
-
-def _materialized(problem: Problem) -> str | None:
+def _materialized(problem: Problem) -> bool:
+    """No gradient of slopes; a mask or a bias that fits."""
     mask = 2 * problem.T * problem.S * (problem.Hq if problem.variant in ("alibi", "pair_bias") else 1)
-    if problem.differentiated and problem.variant != "pair_bias":
-        return "has no such gradient"
-    plain = problem.variant in ("noop", "causal")
-    return f"would hold a mask of {mask / 2**30:.0f} GiB" if not plain and mask > _MAX_MASK else None
+    has_gradient = not problem.differentiated or problem.variant == "pair_bias"
+    return has_gradient and (problem.variant in ("noop", "causal") or mask <= _MAX_MASK)
 
 
-def _plain_softmax(problem: Problem) -> str | None:
-    missing = problem.weights or problem.stats or (problem.selected and "selection of blocks")
-    missing = missing or (problem.keys.startswith("raw") and f"{problem.keys} keys")
-    return f"has no {missing}" if missing else None
+def _plain_softmax(problem: Problem) -> bool:
+    return not (problem.weights or problem.stats or problem.selected or problem.keys.startswith("raw"))
 
 
-def _all(*refusals: Refuses) -> Refuses:
-    return lambda problem: next((reason for refuses in refusals if (reason := refuses(problem)) is not None), None)
-
-
+_any = lambda x: True
+_full_length = lambda x: not x.served
+_kernels = lambda x: x.keys != "indexer"  # which is plain JAX
+_even = lambda x: not x.lengths
+_rolling = lambda x: x.keys == "rolling"
+_raw = lambda x: x.keys == "raw" and not x.served
+_shared = lambda x: x.prefix
+_decoding = lambda x: x.T == 1 and x.variant == "noop" and not (x.page or x.lengths)
+_paged = lambda x: x.T == 1 and x.page and not (x.keys or x.prefix)
+_latents = lambda x: x.keys in ("latent", "indexer") and _dense(x)
 _CAUSAL = _only("noop", "causal")
 _JAX_NN = _only("noop", "causal", "sliding_window", "pair_bias")
 _FLASH = _only("noop", "causal", "softcap", "sliding_window")
 _MASKED = _only("noop", "causal", "alibi", "pair_bias", "sliding_window", "prefix_lm", "document_mask")
 _ALL = (
-    Peer("jflex", "jflex", "jax", _none),
+    Peer("jflex", "jflex", "jax", _any),
     Peer("jflex-mosaic", "jflex mosaic_gpu", "mosaic", _mosaic),
     Peer("jflex-triton", "jflex triton", "jax", _kernels),
     Peer("jflex-official", "jflex official_triton", "jax", _kernels),
@@ -140,7 +89,7 @@ _ALL = (
     Peer("fa4", "FlashAttention-4 CuTe", "torch", _all(_FLASH, _full_length)),
     Peer("torch-decode-mask", "torch FlexAttention TRITON_DECODE, BlockMask", "torch", _decoding),
     Peer("torch-decode", "torch FlexAttention TRITON_DECODE", "torch", _decoding),
-    Peer("jflex-invariant", "jflex, batch invariant", "jax", _serving),
+    Peer("jflex-invariant", "jflex, batch invariant", "jax", lambda x: x.served),
     Peer("jflex-rotating", "jflex, rotated by XLA before", "jax", _raw),
     Peer("jflex-raw-keys", "jflex, raw keys rotated as loaded", "jax", _rolling),
     Peer("jflex-rerotating", "jflex, all keys rotated by XLA before", "jax", _rolling),
@@ -163,7 +112,6 @@ def by_library(problem: Problem, peers: Sequence[Peer]) -> dict[str, list[str]]:
     names: dict[str, list[str]] = {}
     for peer in peers:
         any_kind = peer.selects or peer.name.startswith("jflex")
-        refuses = peer.refuses if any_kind else _all(_plain_softmax, peer.refuses)
-        if refuses(problem) is None:
+        if peer.computes(problem) and (any_kind or _plain_softmax(problem)):
             names.setdefault(peer.library, []).append(peer.name)
     return names

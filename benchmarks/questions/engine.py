@@ -15,45 +15,33 @@ them. With `--cache-dtype` the cache has eight bits, and names of records say so
 cache, which gets all prompts of a batch at once, and `generate_batch`, the continuous batching of `transformers`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import gc
 import os
 import random
-import statistics
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
-from benchmarks.questions import generation
 from benchmarks.questions.generation import Shape, jax_model
 from benchmarks.questions.load import Load, Timing, records_of
-from benchmarks.questions.question import Measured
+from benchmarks.questions.question import Measured, one_of
 from benchmarks.results.schema import Record
 from benchmarks.run.jobs import SHARED_GPU, Job, RunJob, run_job, run_jobs
 from benchmarks.run.timing import busy_seconds
 
-_HERE, _PEER = "benchmarks.questions.engine", "benchmarks.peers.torch.serving"
-_PEERS = "transformers"  # the part that runs them
-_NO_GRAPHS = "--xla_gpu_enable_command_buffer="
-
-
-class Part(NamedTuple):
-    """A function that a process of its own runs."""
-
-    module: str
-    function: str
-    flags: str = ""  # for XLA
-
-
-PARTS = {
-    "clients": Part(_HERE, "jax_clients"),
-    "launches": Part(_HERE, "jax_launches", _NO_GRAPHS),
-    "users": Part(_HERE, "jax_users"),
-    _PEERS: Part(_PEER, "torch_serving"),
+PARTS = ("clients", "launches", "users", "transformers")
+CACHE_DTYPES = ("float8_e4m3fn", "float8_e5m2", "int8")
+OPTIONS = {
+    "parts": {"nargs": "*", "type": one_of(*PARTS), "help": f"all without: {', '.join(PARTS)}"},
+    "clients": {"help": "of closed loops"},
+    "step_tokens": {"help": "tokens of a step, at most"},
+    "shares": {"nargs": "*", "help": "of Poisson arrivals"},
+    "cache_dtype": {"choices": CACHE_DTYPES, "help": "of keys and values; without: that of the model"},
+    "limit": {"help": "seconds of a part"},
 }
+_NO_GRAPHS = "--xla_gpu_enable_command_buffer="
 _PROFILED = 2.0  # seconds of a profile that are counted
 
 
@@ -68,14 +56,35 @@ class Sizes(NamedTuple):
     suffix: int = 128  # tokens of a user after the shared ones, and of an answer
     page_size: int = 64
     step_tokens: int = 2048
-    gemm: int = 8192  # side of its matrices
     shares: tuple[float, ...] = (0.5, 0.8)  # of the rate of the last closed loop, at which requests then arrive
     cache_dtype: str | None = None  # that of the model
 
-    @property
-    def cache_name(self) -> str:
-        """Suffix of names of records."""
-        return "" if self.cache_dtype is None else f", {self.cache_dtype} cache"
+    def cases(self, part: str) -> Iterator[tuple[str, Load, Any]]:
+        """Name, load and `EngineOptions` of each load of a part."""
+        cache = "" if self.cache_dtype is None else f", {self.cache_dtype} cache"
+        if part == "users":
+            load = Load(2 * self.users, self.users, None, ((self.shared + self.suffix, self.suffix),), self.shared, 0)
+            for kind, more in {
+                "no prefix cache": {"prefix_cache": False},
+                "prefix cache": {"cascade_bytes": None},
+                "prefix cache and cascade": {"cascade_bytes": 1},
+            }.items():
+                yield f"{self.users} users share {self.shared} tokens, {kind}{cache}", load, self._options(load, **more)
+        else:
+            kind = ", no command buffers" if part == "launches" else ""
+            for clients in self.clients:
+                load = Load(max(4, 2 * clients), clients, None, ((self.prompt, self.output),), 0, 0)
+                yield f"{clients} clients{kind}{cache}", load, self._options(load, prefix_cache=False)
+
+    def _options(self, load: Load, **more: Any) -> Any:
+        from flax_layers.serving import EngineOptions
+
+        requests, length = load.concurrency, sum(load.lengths[0])
+        return EngineOptions(
+            max_requests=requests, max_step_tokens=max(requests, self.step_tokens), page_size=self.page_size,
+            num_pages=1 + (requests + 1) * -(-length // self.page_size), cache_dtype=self.cache_dtype, context=length,
+            **more,
+        )  # fmt: skip
 
 
 class Step(NamedTuple):
@@ -101,7 +110,7 @@ class Roof(NamedTuple):
     flops_rate: float
 
     @classmethod
-    def from_shape(cls, shape: Shape, bytes_rate: float, flops_rate: float, cache_dtype: str | None = None) -> Roof:
+    def from_shape(cls, shape: Shape, bytes_rate: float, flops_rate: float, cache_dtype: str | None = None) -> Self:
         """Roof of a model; its weights have two bytes, and each makes two operations of a token."""
         pair = 4 * shape.layers * shape.heads * shape.head_size
         weights, keys = shape.weight_bytes, shape.key_bytes
@@ -117,51 +126,48 @@ class Roof(NamedTuple):
 
 
 def engine(
-    parts: Sequence[str],
-    clients: Sequence[int],
-    step_tokens: int,
-    shares: Sequence[float],
-    cache_dtype: str | None,
-    limit: float,
+    parts: Sequence[str] = (),
+    clients: Sequence[int] = Sizes().clients,
+    step_tokens: int = Sizes().step_tokens,
+    shares: Sequence[float] = Sizes().shares,
+    cache_dtype: str | None = None,
+    limit: float = 560.0,
 ) -> Iterator[Measured]:
     """Tokens a second, latencies, and the share of the roof, beside peers."""
-    if cache_dtype is not None and _PEERS in parts:
-        raise SystemExit(f"--cache-dtype is for jflex: leave out the part {_PEERS}, or the option")
+    if cache_dtype is not None and PARTS[-1] in parts:
+        raise SystemExit(f"--cache-dtype is for jflex: leave out the part {PARTS[-1]}, or the option")
     sizes = Sizes(clients=(*clients,), step_tokens=step_tokens, shares=(*shares,), cache_dtype=cache_dtype)
-    for part in parts or [part for part in PARTS if cache_dtype is None or part != _PEERS]:
+    for part in parts or PARTS[: len(PARTS) - (cache_dtype is not None)]:
         yield measured_part(Shape(), sizes, part, limit)
 
 
-def measured_part(shape: Shape, sizes: Sizes, name: str, limit: float = 560.0, run: RunJob = run_job) -> Measured:
-    """Runs a part of `PARTS` in a process of its own, of at most `limit` seconds."""
-    part, variables = PARTS[name], dict(SHARED_GPU)
-    if part.flags:
-        variables["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {part.flags}".strip()
-    arguments = {"shape": list(shape), "sizes": list(sizes)}
-    answers, remarks = run_jobs([Job(name, part.module, part.function, arguments, variables, limit)], run)
-    records = [Record.from_json(record) for answer in answers.values() for record in answer["records"]]
-    return Measured(records, [*remarks, *(remark for answer in answers.values() for remark in answer["remarks"])])
+def measured_part(shape: Shape, sizes: Sizes, part: str, limit: float = 560.0, run: RunJob = run_job) -> Measured:
+    """Runs a part in a process of its own, of at most `limit` seconds."""
+    arguments, variables = {"shape": shape, "sizes": sizes}, dict(SHARED_GPU)
+    target = __name__, "jax_loads", {**arguments, "part": part}
+    if part == "transformers":
+        target = "benchmarks.peers.torch.serving", "torch_serving", arguments
+    elif part == "launches":
+        variables["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_NO_GRAPHS}".strip()
+    answers, remarks = run_jobs([Job(part, *target, variables, limit)], run)
+    return answers.get(part, Measured([], remarks))
 
 
 class Results:
-    """Records and remarks, for JSON."""
+    """Records and remarks of a job."""
 
     def __init__(self) -> None:
         self.records: list[Record] = []
         self.remarks: list[str] = []
 
     def add(self, name: str, value: float, unit: str) -> None:
-        """Keeps a single figure."""
-        self.keep(Record.single(name, float(f"{value:.4g}"), unit))
+        """Adds a single figure."""
+        self.keep(Record.single(name, value, unit))
 
     def keep(self, record: Record) -> None:
         """Adds a figure; it is printed, so that a process that is ended leaves it."""
         self.records.append(record)
         print(f"{record.name}: {record.value.median:.4g} {record.unit}", flush=True)
-
-    def to_json(self) -> dict[str, Any]:
-        """The answer of a job."""
-        return {"records": [record.to_json() for record in self.records], "remarks": self.remarks}
 
 
 def metered(model: Any, options: Any) -> Any:
@@ -190,9 +196,14 @@ def drive(engine: Any, load: Load, vocabulary: int) -> list[Timing]:
     timings, waiting, lock = [Timing(0.0) for _ in prompts], iter(range(len(prompts))), threading.Lock()
     ended = threading.Semaphore(0)
 
-    def submit(number: int) -> None:
+    def send_next() -> None:
+        with lock:
+            number = next(waiting, None)
+        if number is None:
+            return
+        timing, (prompt, output) = timings[number], prompts[number]
+
         def deliver(event: Any) -> None:
-            timing = timings[number]
             if event.tokens:
                 timing.arrivals.append(time.perf_counter())
                 timing.tokens += len(event.tokens)
@@ -202,15 +213,8 @@ def drive(engine: Any, load: Load, vocabulary: int) -> list[Timing]:
                     send_next()
                 ended.release()
 
-        prompt, output = prompts[number]
-        timings[number].sent = time.perf_counter()
+        timing.sent = time.perf_counter()
         engine.submit(Request(tuple(prompt), max_tokens=output), deliver)
-
-    def send_next() -> None:
-        with lock:
-            number = next(waiting, None)
-        if number is not None:
-            submit(number)
 
     draw = random.Random(load.seed + 1)
     for _ in range(load.concurrency if load.rate is None else len(prompts)):
@@ -222,8 +226,8 @@ def drive(engine: Any, load: Load, vocabulary: int) -> list[Timing]:
     return timings
 
 
-def measured(engine: Any, name: str, load: Load, shape: Shape, roof: Roof, results: Results) -> float:
-    """Runs a load, and records rates, latencies and the share of the roof; returns requests per second."""
+def record_load(engine: Any, name: str, load: Load, shape: Shape, roof: Roof, results: Results) -> float:
+    """Records rates, latencies and the share of the roof of a load; returns requests per second."""
     engine.computed.clear()
     timings = drive(engine, load, shape.vocabulary)
     records, remarks, *_ = records_of(timings, load)
@@ -233,21 +237,6 @@ def measured(engine: Any, name: str, load: Load, shape: Shape, roof: Roof, resul
     results.remarks += remarks
     results.add(f"{name}: share of the roof", 100 * roof.seconds(engine.computed) / seconds, "%")
     return len(timings) / seconds
-
-
-def rates(side: int) -> tuple[float, float]:
-    """Bytes a second of a copy, read and written; and operations a second of a GEMM: of the kernels, as in suites."""
-    import jax
-    import jax.numpy as jnp
-
-    from benchmarks.run.jax_runner import timer
-
-    copied, copy = jnp.arange(generation.COPIED_BYTES // 4, dtype=jnp.uint32), jax.jit(jnp.invert)
-    first, second = jax.random.normal(jax.random.key(0), (2, side, side), jnp.bfloat16)
-    multiply = jax.jit(jnp.matmul)
-    seconds = lambda call: statistics.median(timer().device_seconds(call, 20))
-    bytes_rate = 2 * generation.COPIED_BYTES / seconds(lambda: copy(copied))
-    return bytes_rate, 2 * side**3 / seconds(lambda: multiply(first, second))
 
 
 def record_launches(engine: Any, name: str, load: Load, vocabulary: int, results: Results) -> None:
@@ -271,91 +260,36 @@ def record_launches(engine: Any, name: str, load: Load, vocabulary: int, results
     results.add(f"{name}: kernels in CUDA graphs", 100 * sum(x.in_graph for x in spans) / len(spans), "%")
 
 
-def closed_loops(
-    shape: Shape, sizes: Sizes, results: Results, kind: str = "", shares: Sequence[float] = ()
-) -> dict[str, Any]:
-    """Records closed loops, and after the last of them Poisson arrivals at shares of its rate."""
+def jax_loads(shape: Shape, sizes: Sizes, part: str) -> Measured:
+    """The loads of a part, and after the last closed loop Poisson arrivals at shares of its rate; a job."""
     import jax
 
-    model, roof = jax_model(shape), Roof.from_shape(shape, *rates(sizes.gemm), sizes.cache_dtype)
-    kind += sizes.cache_name
-    results.add(f"copy rate{kind}", roof.bytes_rate / 1e12, "TB/s")
-    results.add(f"GEMM rate{kind}", roof.flops_rate / 1e12, "TFLOP/s")
-    for clients in sizes.clients:
-        name, load = f"{clients} clients{kind}", _load(clients, sizes)
-        running = metered(model, _options(clients, sizes))
+    from benchmarks.run.jax_runner import JaxRunner
+
+    model, rates, cases, results = jax_model(shape), JaxRunner().rates(), list(sizes.cases(part)), Results()
+    roof = Roof.from_shape(shape, rates["copy_bytes"], rates["matmul_flops"], sizes.cache_dtype)
+    if part != "users":
+        kind = cases[0][0].partition(" clients")[2]
+        results.add(f"copy rate{kind}", roof.bytes_rate / 1e12, "TB/s")
+        results.add(f"GEMM rate{kind}", roof.flops_rate / 1e12, "TFLOP/s")
+    for name, load, options in cases:
+        running = metered(model, options)
         started = time.perf_counter()
         running.warm_up()
         results.add(f"{name}: warm-up", time.perf_counter() - started, "s")
         running.start()
-        drive(running, dataclasses.replace(load, requests=clients), shape.vocabulary)
-        rate = measured(running, name, load, shape, roof, results)
-        for share in shares if clients == sizes.clients[-1] else ():
+        drive(running, dataclasses.replace(load, requests=load.concurrency, seed=1), shape.vocabulary)
+        rate = record_load(running, name, load, shape, roof, results)
+        for share in sizes.shares if part == "clients" and name == cases[-1][0] else ():
             arrivals = dataclasses.replace(load, requests=load.requests // 2, rate=share * rate)
-            measured(running, f"Poisson arrivals at {share:.0%} of {name}", arrivals, shape, roof, results)
-        if jax.default_backend() == "gpu":
+            record_load(running, f"Poisson arrivals at {share:.0%} of {name}", arrivals, shape, roof, results)
+        if part == "users":
+            stats = running.stats()
+            results.remarks.append(f"{name}: {stats.cascade_steps} of {stats.steps} steps were cascades")
+        if jax.default_backend() == "gpu" and part != "users":
             record_launches(running, name, load, shape.vocabulary, results)
         else:
             running.stop()
         del running
         gc.collect()  # its cache, which cycles keep
-    return results.to_json()
-
-
-def _load(clients: int, sizes: Sizes) -> Load:
-    return Load(max(4, 2 * clients), clients, None, ((sizes.prompt, sizes.output),), 0, 0)
-
-
-def _options(clients: int, sizes: Sizes) -> Any:
-    from flax_layers.serving import EngineOptions
-
-    length = sizes.prompt + sizes.output
-    pages = (clients + 1) * -(-length // sizes.page_size)
-    return EngineOptions(
-        max_requests=clients, max_step_tokens=max(clients, sizes.step_tokens), page_size=sizes.page_size,
-        num_pages=1 + pages, cache_dtype=sizes.cache_dtype, context=length, prefix_cache=False,
-    )  # fmt: skip
-
-
-def jax_clients(shape: Sequence[int], sizes: Sequence[Any]) -> dict[str, Any]:
-    """Closed loops and Poisson arrivals; a job."""
-    load = Sizes(*sizes)
-    return closed_loops(Shape(*shape), load, Results(), shares=load.shares)
-
-
-def jax_launches(shape: Sequence[int], sizes: Sequence[Any]) -> dict[str, Any]:
-    """The closed loops where XLA makes no command buffers; a job, whose process has `_NO_GRAPHS`."""
-    return closed_loops(Shape(*shape), Sizes(*sizes), Results(), kind=", no command buffers")
-
-
-def jax_users(shape: Sequence[int], sizes: Sequence[Any]) -> dict[str, Any]:
-    """Users that share a prompt; a job."""
-    from flax_layers.serving import EngineOptions
-
-    shape, sizes, results = Shape(*shape), Sizes(*sizes), Results()
-    model, roof = jax_model(shape), Roof.from_shape(shape, *rates(sizes.gemm), sizes.cache_dtype)
-    prompt, users = sizes.shared + sizes.suffix, sizes.users
-    pages = -(-(prompt + sizes.suffix) // sizes.page_size)
-    kinds = {
-        "no prefix cache": {"prefix_cache": False},
-        "prefix cache": {"cascade_bytes": None},
-        "prefix cache and cascade": {"cascade_bytes": 1},
-    }
-    for kind, more in kinds.items():
-        options = EngineOptions(
-            max_requests=users, max_step_tokens=max(users, sizes.step_tokens), page_size=sizes.page_size,
-            num_pages=1 + (users + 1) * pages, cache_dtype=sizes.cache_dtype, context=prompt + sizes.suffix, **more,
-        )  # fmt: skip
-        load = Load(2 * users, users, None, ((prompt, sizes.suffix),), sizes.shared, 0)
-        running = metered(model, options)
-        running.warm_up()
-        running.start()
-        drive(running, dataclasses.replace(load, requests=users, seed=1), shape.vocabulary)
-        name = f"{kind}{sizes.cache_name}"
-        measured(running, f"{users} users share {sizes.shared} tokens, {name}", load, shape, roof, results)
-        steps, cascades = running.stats().steps, running.stats().cascade_steps
-        results.remarks.append(f"{name}: {cascades} of {steps} steps were cascades")
-        running.stop()
-        del running
-        gc.collect()  # its cache, which cycles keep
-    return results.to_json()
+    return Measured(results.records, results.remarks)

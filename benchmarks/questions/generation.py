@@ -9,31 +9,25 @@ In a limited time, one batch at a time: a file that is there keeps the records o
 `JAX_COMPILATION_CACHE_DIR` and `TORCHINDUCTOR_CACHE_DIR`, a second call on the same machine need not compile again.
 """
 
-from __future__ import annotations
-
 import statistics
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from benchmarks.questions.question import Measured
 from benchmarks.results.schema import Record
 from benchmarks.run.jobs import SHARED_GPU, Job, RunJob, run_job, run_jobs
 
-if TYPE_CHECKING:
-    from flax_layers.models import Decoder
-
-_HERE, _PEER = "benchmarks.questions.generation", "benchmarks.peers.torch.generation"
 _VARIABLES = {**SHARED_GPU, "TORCHINDUCTOR_COMPILE_THREADS": "8"}
 _ITEM = 2  # bytes of bfloat16
-COPIED_BYTES = 1 << 30  # bytes of the array that is copied
 _RATIO = ": decode over that of the faster torch"
+_JAX, _TORCH = (__name__, "jax_generation"), ("benchmarks.peers.torch.generation", "torch_generation")
 PEERS = {
-    "jflex dense": (_HERE, "jax_generation", {"cache": "dense"}),
-    "jflex paged": (_HERE, "jax_generation", {"cache": "paged"}),
-    "torch sdpa": (_PEER, "torch_generation", {"how": "sdpa"}),
-    "torch flex": (_PEER, "torch_generation", {"how": "flex"}),
+    "jflex dense": (*_JAX, {"cache": "dense"}),
+    "jflex paged": (*_JAX, {"cache": "paged"}),
+    "torch sdpa": (*_TORCH, {"how": "sdpa"}),
+    "torch flex": (*_TORCH, {"how": "flex"}),
 }
+OPTIONS = {"peers": {"choices": list(PEERS)}, "limit": {"help": "seconds of a process"}}
 
 
 class Shape(NamedTuple):
@@ -79,24 +73,34 @@ def step_bytes(shape: Shape, load: Load) -> int:
 
 
 def generation(
-    batches: Sequence[int], peers: Sequence[str], runs: int, limit: float, run: RunJob = run_job
+    batches: Sequence[int] = (1, 32), peers: Sequence[str] = (*PEERS,), runs: int = 5, limit: float = 240.0
 ) -> Iterator[Measured]:
     """Tokens a second and share of the copy rate, beside torch."""
     for batch in batches:
-        yield generated(Shape(), Load(batch), peers, runs, limit, run)
+        yield generated(Shape(), Load(batch), peers, runs, limit)
 
 
 def generated(
-    shape: Shape, load: Load, peers: Sequence[str] = (*PEERS,), runs: int = 5, limit: float = 240.0, run=run_job
+    shape: Shape,
+    load: Load,
+    peers: Sequence[str] = (*PEERS,),
+    runs: int = 5,
+    limit: float = 240.0,
+    run: RunJob = run_job,
 ) -> Measured:
     """Measures the named peers, one after the other, each in a process of its own of at most `limit` seconds."""
-    shared, jobs = {"shape": list(shape), "load": list(load), "runs": runs}, []
+    shared, jobs = {"shape": shape, "load": load, "runs": runs}, []
     for peer in peers:
         module, function, more = PEERS[peer]
         jobs.append(Job(f"batch {load.batch}, {peer}", module, function, shared | more, _VARIABLES, limit))
     answers, remarks = run_jobs(jobs, run, at_once=1)
     records = [record for label, answer in answers.items() for record in _records(label, answer, shape, load)]
-    return Measured([*records, *_ratios(answers)], remarks, f"batch {load.batch}, ", _RATIO)
+    # Tokens per second of jflex over those of the faster torch.
+    decode = {label: statistics.median(answer["decode"]) for label, answer in answers.items()}
+    torch = [seconds for label, seconds in decode.items() if "torch" in label]
+    jflex = {label: seconds for label, seconds in decode.items() if "jflex" in label and torch}
+    records += [Record.single(label + _RATIO, min(torch) / seconds, "x") for label, seconds in jflex.items()]
+    return Measured(records, remarks, f"batch {load.batch}, ", _RATIO)
 
 
 def _records(label: str, answer: Mapping[str, Any], shape: Shape, load: Load) -> list[Record]:
@@ -107,29 +111,8 @@ def _records(label: str, answer: Mapping[str, Any], shape: Shape, load: Load) ->
         Record.from_values(f"{label}: a step", [s / steps for s in answer["decode"]], "s"),
         Record.from_values(f"{label}: share of the copy rate", shares, "%"),
         Record.from_values(f"{label}: prompt", [load.batch * load.prompt / s for s in answer["prefill"]], "tokens/s"),
-        Record.single(f"{label}: copy rate", round(answer["copy"] / 1e12, 3), "TB/s"),
+        Record.single(f"{label}: copy rate", answer["copy"] / 1e12, "TB/s"),
     ]
-
-
-def _ratios(answers: Mapping[str, Mapping[str, Any]]) -> list[Record]:
-    """Tokens per second of jflex over those of the faster torch."""
-    decode = {label: statistics.median(answer["decode"]) for label, answer in answers.items()}
-    torch = [seconds for label, seconds in decode.items() if "torch" in label]
-    jflex = {label: seconds for label, seconds in decode.items() if "jflex" in label}
-    return [Record.single(label + _RATIO, round(min(torch) / s, 3), "x") for label, s in jflex.items() if torch]
-
-
-def copy_rate(copy: Callable[[], Any], wait: Callable[[Any], Any]) -> float:
-    """Bytes read and written a second, of the median of ten queues of ten copies."""
-    seconds = []
-    wait(copy())
-    for _ in range(10):
-        started, result = time.perf_counter(), None
-        for _ in range(10):
-            result = copy()
-        wait(result)
-        seconds.append((time.perf_counter() - started) / 10)
-    return 2 * COPIED_BYTES / statistics.median(seconds)
 
 
 def check_counts(texts: Sequence[Sequence[int]], expected: int) -> None:
@@ -139,30 +122,26 @@ def check_counts(texts: Sequence[Sequence[int]], expected: int) -> None:
             raise RuntimeError(f"Generated {len(tokens)} tokens, expected {expected}.")
 
 
-def jax_generation(shape: Sequence[int], load: Sequence[int], runs: int, cache: str) -> dict[str, Any]:
+def jax_generation(shape: Shape, load: Load, runs: int, cache: str) -> dict[str, Any]:
     """Seconds of prompt and decoding of each run, after one that compiles; and the copy rate."""
-    import jax
-    import jax.numpy as jnp
     import numpy as np
 
+    from benchmarks.run.jax_runner import JaxRunner
     from flax_layers.generate import generate
 
-    sizes, (batch, prompt, tokens) = Shape(*shape), load
-    model = jax_model(sizes)
-    prompts = np.random.default_rng(0).integers(0, sizes.vocabulary, (batch, prompt)).tolist()
+    (batch, prompt, tokens), model = load, jax_model(shape)
+    prompts = np.random.default_rng(0).integers(0, shape.vocabulary, (batch, prompt)).tolist()
     prefill, decode = [], []
     for _ in range(runs + 1):
         generation = generate(model, prompts, max_tokens=tokens, cache=cache, stop_tokens=())
         check_counts([result.tokens for result in generation.results()], tokens)
         prefill.append(generation.speed.prefill_seconds)
         decode.append(generation.speed.decode_seconds)
-    copied, copy = jnp.arange(COPIED_BYTES // 4, dtype=jnp.uint32), jax.jit(jnp.invert)
-    rate = copy_rate(lambda: copy(copied), jax.block_until_ready)
-    return {"prefill": prefill[1:], "decode": decode[1:], "copy": rate}
+    return {"prefill": prefill[1:], "decode": decode[1:], "copy": JaxRunner().rates()["copy_bytes"]}
 
 
-def jax_model(shape: Shape) -> Decoder:
-    """A decoder with random weights in bfloat16, as the commands of flax_layers load one."""
+def jax_model(shape: Shape) -> Any:
+    """A `Decoder` with random weights in bfloat16, as the commands of flax_layers load one."""
     import jax.numpy as jnp
     from flax import nnx
 

@@ -1,12 +1,9 @@
 """Loads of requests on a server or an engine: prompts, arrivals, and the figures of their timings."""
 
-from __future__ import annotations
-
 import dataclasses
 import random
 import statistics
 from collections.abc import Sequence
-from pathlib import Path
 
 from benchmarks.questions.question import Measured
 from benchmarks.results.schema import Record
@@ -14,25 +11,15 @@ from benchmarks.results.schema import Record
 
 @dataclasses.dataclass(frozen=True)
 class Load:
-    """The requests.
+    """The requests."""
 
-    Attributes:
-      requests: How many are measured.
-      concurrency: Clients of a closed loop; without `rate`.
-      rate: Requests per second on average; None: a closed loop.
-      lengths: Pairs of prompt and output tokens, one for each request in turn.
-      shared: Tokens at the beginning of all prompts that are the same.
-      warm_up: Requests before, which are not measured.
-      seed: Of prompts and arrivals.
-    """
-
-    requests: int = 128
-    concurrency: int = 16
-    rate: float | None = None
-    lengths: tuple[tuple[int, int], ...] = ((128, 64),)
-    shared: int = 0
-    warm_up: int = 2
-    seed: int = 0
+    requests: int = 128  # that are measured
+    concurrency: int = 16  # clients of a closed loop; without `rate`
+    rate: float | None = None  # requests per second on average; None: a closed loop
+    lengths: tuple[tuple[int, int], ...] = ((128, 64),)  # prompt and output tokens, one pair for each request in turn
+    shared: int = 0  # tokens at the beginning of all prompts that are the same
+    warm_up: int = 2  # requests before, which are not measured
+    seed: int = 0  # of prompts and arrivals
 
     @property
     def name(self) -> str:
@@ -63,48 +50,26 @@ class Timing:
     tokens: int = 0
     error: str = ""
 
-    @property
-    def first(self) -> float:
-        """From sending to the first token."""
-        return self.arrivals[0] - self.sent
-
-    @property
-    def gap(self) -> float:
-        """Mean time from one token to the next; servers may send several at once."""
-        return (self.arrivals[-1] - self.arrivals[0]) / max(1, self.tokens - 1)
-
 
 def records_of(timings: Sequence[Timing], load: Load) -> Measured:
-    """Rates, times to the first token and between tokens, with their percentiles."""
+    """Rates, times to the first token and mean times from one to the next, with their percentiles.
+
+    Servers may send several tokens at once.
+    """
     good = [timing for timing in timings if not timing.error]
     remarks = sorted({f"a request failed: {timing.error}" for timing in timings if timing.error})
     if not good:
         return Measured([], remarks)
     seconds = max(x.arrivals[-1] for x in good) - min(x.sent for x in timings)
-    rounded = lambda x: float(f"{x:.4g}")
     records = [
-        Record.single(f"{load.name}: output", rounded(sum(x.tokens for x in good) / seconds), "tokens/s"),
-        Record.single(f"{load.name}: requests", rounded(len(good) / seconds), "1/s"),
+        Record.single(f"{load.name}: output", sum(x.tokens for x in good) / seconds, "tokens/s"),
+        Record.single(f"{load.name}: requests", len(good) / seconds, "1/s"),
         Record.single(f"{load.name}: failed", len(timings) - len(good), ""),
     ]
-    for name, values in (("first token", [x.first for x in good]), ("between tokens", [x.gap for x in good])):
+    first = [x.arrivals[0] - x.sent for x in good]
+    between = [(x.arrivals[-1] - x.arrivals[0]) / max(1, x.tokens - 1) for x in good]
+    for name, values in (("first token", first), ("between tokens", between)):
         records.append(Record.from_values(f"{load.name}: {name}", values, "s"))
         last = statistics.quantiles(values, n=100, method="inclusive")[98] if len(values) > 1 else values[0]
-        records.append(Record.single(f"{load.name}: {name}, 99th percentile", rounded(last), "s"))
+        records.append(Record.single(f"{load.name}: {name}, 99th percentile", last, "s"))
     return Measured(records, remarks)
-
-
-def draw_times(timings: Sequence[Timing], load: Load, path: Path) -> None:
-    """Draws the distributions of the times of requests."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 3.5), layout="constrained")
-    good = [timing for timing in timings if not timing.error]
-    times = {"to the first token": [x.first for x in good], "between tokens": [x.gap for x in good]}
-    for axis, (name, values) in zip(figure.subplots(1, 2), times.items(), strict=True):
-        ordered = sorted(1000 * value for value in values)
-        axis.step(ordered, [100 * (n + 1) / len(ordered) for n in range(len(ordered))], where="post")
-        axis.set(xlabel=f"ms {name}", ylabel="% of requests", ylim=(0, 100))
-        axis.grid(alpha=0.3)
-    figure.suptitle(f"{len(good)} requests, {load.name}")
-    figure.savefig(path, dpi=120)

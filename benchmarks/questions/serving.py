@@ -7,31 +7,37 @@ their lengths are given, or listed in the lines of a file. A few requests before
 the time from the start of the process to the first token is measured, too.
 """
 
-from __future__ import annotations
-
+import argparse
 import asyncio
 import contextlib
 import dataclasses
-import functools
 import json
 import random
 import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple
 
-from tqdm import tqdm
-
-from benchmarks.questions.load import Load, Timing, draw_times, records_of
+from benchmarks.questions.load import Load, Timing, records_of
 from benchmarks.questions.question import Measured
 from benchmarks.results.schema import Record
 
-if TYPE_CHECKING:
-    import httpx
-
+OPTIONS = {
+    "url": {"help": "of the server, without /v1"},
+    "key": {"help": "API key"},
+    "start": {"nargs": argparse.REMAINDER, "help": "starts flax_layers.serve with the options that follow"},
+    "requests": {"help": "measured requests"},
+    "concurrency": {"help": "clients of a closed loop"},
+    "rate": {"type": float, "help": "requests a second, Poisson, instead"},
+    "prompt_tokens": {"help": "of each prompt"},
+    "output_tokens": {"help": "of each answer"},
+    "lengths": {"type": Path, "metavar": "FILE", "help": "lines of two numbers: prompt and output tokens"},
+    "shared": {"help": "tokens that all prompts begin with"},
+    "vocabulary": {"help": "prompts are of tokens below it"},
+}
 _TIMEOUT = 600.0
 
 
@@ -63,7 +69,7 @@ def started(options: Sequence[str]) -> Iterator[Started]:
             process.terminate()
 
 
-async def _ask(session: httpx.AsyncClient, model: str, prompt: Sequence[int], output: int) -> Timing:
+async def _ask(session: Any, model: str, prompt: Sequence[int], output: int) -> Timing:
     """Streams one request, greedy, to its last token."""
     body = {"model": model, "prompt": list(prompt), "max_tokens": output, "temperature": 0, "ignore_eos": True}
     body |= {"stream": True, "stream_options": {"include_usage": True}}
@@ -87,22 +93,12 @@ async def _ask(session: httpx.AsyncClient, model: str, prompt: Sequence[int], ou
     return timing
 
 
-async def send(
-    url: str,
-    load: Load,
-    key: str | None = None,
-    vocabulary: int = 256,
-    report: Callable[[], object] = lambda: None,
-    transport: httpx.AsyncBaseTransport | None = None,
-) -> list[Timing]:
-    """Puts a load on a server; `report` is called after each request."""
+async def send(url: str, load: Load, key: str | None = None, vocabulary: int = 256, **client: Any) -> list[Timing]:
+    """Puts a load on a server; the `client` has more arguments of `httpx.AsyncClient`."""
     import httpx
 
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
-    limits = httpx.Limits(max_connections=None)
-    async with httpx.AsyncClient(
-        base_url=url, headers=headers, timeout=_TIMEOUT, limits=limits, transport=transport
-    ) as session:
+    client |= {"base_url": url, "timeout": _TIMEOUT, "limits": httpx.Limits(max_connections=None)}
+    async with httpx.AsyncClient(headers={"Authorization": f"Bearer {key}"} if key else {}, **client) as session:
         answer = await session.get("/v1/models")
         model = answer.raise_for_status().json()["data"][0]["id"]
         prompts = load.prompts(vocabulary)
@@ -116,7 +112,6 @@ async def send(
             except httpx.HTTPError as error:
                 return Timing(time.perf_counter(), error=f"{type(error).__name__}: {error}")
             finally:
-                report()
                 if load.rate is None:
                     free.release()
 
@@ -131,30 +126,31 @@ async def send(
 
 
 def serving(
-    url: str,
-    key: str | None,
-    start: Sequence[str] | None,
-    concurrency: Sequence[int],
-    rate: Sequence[float],
-    lengths: Path | None,
-    vocabulary: int,
-    **load: int,
+    url: str = "http://localhost:8000",
+    key: str | None = None,
+    start: Sequence[str] | None = None,
+    requests: int = 128,
+    concurrency: Sequence[int] = (16,),
+    rate: Sequence[float] = (),
+    prompt_tokens: int = 128,
+    output_tokens: int = 64,
+    lengths: Path | None = None,
+    shared: int = 0,
+    vocabulary: int = 256,
+    seed: int = 0,
 ) -> Iterator[Measured]:
     """Tokens a second, and latencies of the first token and the next ones."""
-    pairs = [(load.pop("prompt_tokens"), load.pop("output_tokens"))]
+    pairs = [(prompt_tokens, output_tokens)]
     if lengths is not None:
         lines = [line.split() for line in lengths.read_text().splitlines() if line.strip()]
         pairs = [(int(prompt), int(output)) for prompt, output in lines]
-    common = Load(lengths=(*pairs,), **load)
+    common = Load(requests, lengths=(*pairs,), shared=shared, seed=seed)
     loads = [dataclasses.replace(common, rate=x) for x in rate]
     loads = loads or [dataclasses.replace(common, concurrency=clients) for clients in concurrency]
     with contextlib.ExitStack() as stack:
         if start is not None:
             url, begun = stack.enter_context(started(start))
             [first] = asyncio.run(send(url, Load(1, lengths=((16, 1),), warm_up=0), key))
-            seconds = float(f"{first.arrivals[0] - begun:.4g}")
-            yield Measured([Record.single("start to the first token", seconds, "s")])
+            yield Measured([Record.single("start to the first token", first.arrivals[0] - begun, "s")])
         for one in loads:
-            with tqdm(total=one.requests, unit="request", dynamic_ncols=True, disable=None) as bar:
-                timings = asyncio.run(send(url, one, key, vocabulary, functools.partial(bar.update, 1)))
-            yield records_of(timings, one)._replace(draw=functools.partial(draw_times, timings, one))
+            yield records_of(asyncio.run(send(url, one, key, vocabulary)), one)

@@ -6,28 +6,30 @@ optax beside JAX; the torch peer needs them, too, for the sizes, and torch. A pe
 memory in every form of the step, gets a remark in place of figures.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
+import jflex
 from benchmarks.environment import gpu_facts
 from benchmarks.questions.question import Measured
 from benchmarks.results.schema import Record
 from benchmarks.run.jobs import Job, RunJob, WorkerError, run_job
 from benchmarks.run.timing import describe_error, failures
-
-if TYPE_CHECKING:
-    import torch
-
-    from flax_layers.models import ModelConfig
+from flax_layers.models import Decoder, ModelConfig
+from flax_layers.train import Computation, Recipe, Rows, Trainer, create_model, make_mesh, parse_mesh
+from flax_layers.train.flops import multiplied_parameters, peak_flops, step_flops
+from flax_layers.train.setup import SHAPES, resized
+from flax_layers.train.trainer import parameter_shapes
 
 Step = Callable[[np.ndarray, np.ndarray], Any]  # of tokens and documents, to the loss
 _OUT_OF_MEMORY = ("RESOURCE_EXHAUSTED", "OutOfMemory", "out of memory")
@@ -42,22 +44,14 @@ ATTENTION = {
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """A training step.
+    """A training step."""
 
-    Attributes:
-      shape: In `flax_layers.train.setup.SHAPES`.
-      rows: Of a step.
-      length: Tokens of a row.
-      documents: Of a row.
-      sizes: Replace those of the shape.
-      forms: `(remat, accumulate)`, tried in turn until one fits into the memory.
-    """
-
-    shape: str
-    rows: int
-    length: int
-    documents: int
-    sizes: tuple[tuple[str, int], ...] = ()
+    shape: str  # in `flax_layers.train.setup.SHAPES`
+    rows: int  # of a step
+    length: int  # tokens of a row
+    documents: int  # of a row
+    sizes: tuple[tuple[str, int], ...] = ()  # replace those of the shape
+    # `(remat, accumulate)`, tried in turn until one fits into the memory.
     forms: tuple[tuple[str, int], ...] = (("none", 1), ("products", 1), ("blocks", 1), ("blocks", 4))
 
     def batch(self, step: int) -> tuple[np.ndarray, np.ndarray]:
@@ -71,17 +65,11 @@ class Problem:
 
     @functools.cache  # noqa: B019  frozen, and few
     def config(self) -> ModelConfig:
-        """The `ModelConfig`."""
-        from flax_layers.train.setup import SHAPES, resized
-
         return resized(SHAPES[self.shape], dict(self.sizes))
 
     @functools.cache  # noqa: B019  frozen, and few
     def multiplied(self) -> int:
         """Parameters that each token is multiplied by."""
-        from flax_layers.train.flops import multiplied_parameters
-        from flax_layers.train.trainer import parameter_shapes
-
         return multiplied_parameters(parameter_shapes(self.config()), self.config())
 
 
@@ -94,7 +82,14 @@ PROBLEMS = {
     "llama3-1b-128k": Problem("llama3-1b", 1, 131072, 1, forms=BLOCKS),
     "tiny": Problem("tiny", 2, 256, 3, (("layers", 1), ("width", 32), ("head_dim", 8))),
 }
-"""By name; `tiny` tries the command out."""
+# `tiny` tries the command out.
+OPTIONS = {
+    "problems": {"choices": list(PROBLEMS)},
+    "peers": {"choices": list(ATTENTION)},
+    "meshes": {"help": "for jflex; peers have one device"},
+    "steps": {"help": "timed steps"},
+    "limit": {"help": "seconds of a process"},
+}
 
 
 def measure(problem: Problem, peer: str, mesh: str, remat: str, accumulate: int, steps: int) -> dict[str, Any]:
@@ -127,21 +122,11 @@ def measure_case(problem: str, **case: Any) -> dict[str, Any]:
 
 def flops_of(problem: Problem, documents: np.ndarray) -> float:
     """Model FLOPs of a step. For all peers, only pairs within documents count, even if the peer computes more."""
-    from flax_layers.train.flops import step_flops
-
     return step_flops(problem.config(), problem.multiplied(), documents)
 
 
 def jax_step(problem: Problem, peer: str, mesh: str, remat: str, accumulate: int) -> tuple[Step, Callable]:
     """The step of `flax_layers.train`, with the attention of a peer; and a function that returns the peak memory."""
-    import jax
-    import jax.numpy as jnp
-    from flax import nnx
-
-    import jflex
-    from flax_layers.models import Decoder
-    from flax_layers.train import Computation, Recipe, Rows, Trainer, create_model, make_mesh, parse_mesh
-
     if peer != "jflex":
         jflex.flex_attention = functools.partial(peers_attention, peer)  # in this process alone
     devices = make_mesh(parse_mesh(mesh))
@@ -161,10 +146,6 @@ def jax_step(problem: Problem, peer: str, mesh: str, remat: str, accumulate: int
 
 def peers_attention(peer: str, query, key, value, score_mod=None, block_mask=None, *, scale=None, **_) -> Any:
     """Takes what the decoder passes to `jflex.flex_attention`, and calls the attention of JAX."""
-    import jax
-
-    import jflex
-
     if score_mod is not None or block_mask is None:
         raise ValueError("The models that are measured here have a mask and no score_mod.")
     if peer == "cudnn":
@@ -190,7 +171,7 @@ def torch_step(problem: Problem, peer: str, mesh: str, remat: str, accumulate: i
     compiled = torch.compile(loss_of)
     rows = problem.rows // accumulate
 
-    def step(tokens: np.ndarray, documents: np.ndarray) -> torch.Tensor:
+    def step(tokens: np.ndarray, documents: np.ndarray) -> Any:
         tokens, documents = (torch.from_numpy(array.astype(np.int64)).cuda() for array in (tokens, documents))
         total = torch.zeros((), device="cuda")
         count = (documents[:, 1:] == documents[:, :-1]).sum()
@@ -219,25 +200,29 @@ def run_case(name: str, peer: str, mesh: str, steps: int, limit: float, run: Run
     Returns:
       The case, and its figures or a remark.
     """
-    record: dict[str, Any] = {"problem": name, "peer": peer, "attention": ATTENTION[peer], "mesh": mesh}
+    case: dict[str, Any] = {"problem": name, "peer": peer, "mesh": mesh}
     variables = {"XLA_PYTHON_CLIENT_MEM_FRACTION": os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")}
     remarks = []
     for remat, accumulate in PROBLEMS[name].forms:
-        case = {"problem": name, "peer": peer, "mesh": mesh, "remat": remat, "accumulate": accumulate, "steps": steps}
+        case |= {"remat": remat, "accumulate": accumulate}
         try:
-            answer = run(Job(name, __name__, "measure_case", case, variables, limit))
+            answer = run(Job(name, __name__, "measure_case", {**case, "steps": steps}, variables, limit))
         except WorkerError as error:
             answer = {"failed": str(error)}
         if "failed" not in answer:
-            return record | {"remat": remat, "accumulate": accumulate} | answer
+            return case | answer
         remarks.append(f"{remat}, {accumulate} parts: {answer['failed']}")
         if not any(word in answer["failed"] for word in (*_OUT_OF_MEMORY, "Unsupported")):
             break
-    return record | {"remark": "; ".join(remarks)}
+    return case | {"remark": "; ".join(remarks)}
 
 
 def training(
-    problems: Sequence[str], peers: Sequence[str], meshes: Sequence[str], steps: int, limit: float
+    problems: Sequence[str] = tuple(x for x in PROBLEMS if x != "tiny"),
+    peers: Sequence[str] = (*ATTENTION,),
+    meshes: Sequence[str] = ("data=1",),
+    steps: int = 10,
+    limit: float = 240.0,
 ) -> Iterator[Measured]:
     """Tokens a second and model FLOP utilisation in training."""
     device = gpu_facts().get("device", "cpu")
@@ -249,19 +234,20 @@ def training(
 
 def records_of(case: dict[str, Any], device: str) -> Measured:
     """Records and a remark of a case that `run_case` returned; `device` has the peak rate of the utilisation."""
-    from flax_layers.train.flops import peak_flops
-
     mesh = "" if case["mesh"] == "data=1" else f", {case['mesh']}"
     title = f"{case['problem']}, {case['peer']}{mesh}: "
     if "seconds" not in case:
         return Measured([], [title + case["remark"]], title)
-    values = [("tokens", case["tokens_per_second"], "tokens/s"), ("step", case["seconds"], "s")]
     devices = math.prod(int(part.partition("=")[2]) for part in case["mesh"].split(","))
-    if (peak := peak_flops(device)) is not None:
-        values.append(("model FLOP utilisation", 100 * case["model_flops_per_second"] / peak / devices, "%"))
-    if case["peak_bytes"] is not None:
-        values.append(("peak memory", case["peak_bytes"] / 1e9, "GB"))
-    values.append(("first two steps", case["first_two_steps_seconds"], "s"))
-    records = [Record.single(title + name, float(f"{value:.5g}"), unit) for name, value, unit in values]
+    peak = peak_flops(device)
+    values = {
+        "tokens": (case["tokens_per_second"], "tokens/s"),
+        "step": (case["seconds"], "s"),
+        "model FLOP utilisation": (peak and 100 * case["model_flops_per_second"] / peak / devices, "%"),
+        "peak memory": (case["peak_bytes"] and case["peak_bytes"] / 1e9, "GB"),
+        "first two steps": (case["first_two_steps_seconds"], "s"),
+    }
+    records = [Record.single(title + name, value, unit) for name, (value, unit) in values.items() if value is not None]
     parts = "" if case["accumulate"] == 1 else f", {case['accumulate']} parts of the batch"
-    return Measured(records, [f"{title}{case['attention']}; rematerialised: {case['remat']}{parts}"], title)
+    remark = f"{title}{ATTENTION[case['peer']]}; rematerialised: {case['remat']}{parts}"
+    return Measured(records, [remark], title)

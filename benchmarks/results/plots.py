@@ -1,17 +1,12 @@
 """Plots of a suite: TFLOP/s by length and by variant, after the paper's figures 7 and 8."""
 
-from __future__ import annotations
-
 import pathlib
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from benchmarks.peers.table import PEERS
 from benchmarks.problems import Problem
 from benchmarks.results.schema import ResultFile
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure as Picture
 
 _MIN_POINTS = 3  # of a plot
 _SIZE = (4.2, 3.0)  # inches of a panel
@@ -39,12 +34,12 @@ def _panels(result: ResultFile, group: Callable[[Problem], Any], axis: Callable[
     return [problems for problems in groups.values() if len({axis(problem) for problem in problems}) >= _MIN_POINTS]
 
 
-def _picture(result: ResultFile, panels: Sequence[list[Problem]], fill: Callable[..., None]) -> Picture:
-    from matplotlib.figure import Figure as Picture
+def _picture(result: ResultFile, panels: Sequence[list[Problem]], fill: Callable[..., None]) -> Any:
+    from matplotlib.figure import Figure
 
     directions = result.directions
     size = (_SIZE[0] * len(panels), _SIZE[1] * len(directions) + 0.6)
-    picture = Picture(figsize=size, layout="constrained")
+    picture = Figure(figsize=size, layout="constrained")
     axes = picture.subplots(len(directions), len(panels), squeeze=False)
     for row, direction in zip(axes, directions, strict=True):
         for axis, problems in zip(row, panels, strict=True):

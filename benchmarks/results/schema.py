@@ -3,14 +3,13 @@
 A file is ``results/<device>/<name>.json``, of a suite or of a question. Each of its records is one measured quantity.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import pathlib
+import re
 import statistics
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from benchmarks.environment import ROOT, describe
 from benchmarks.peers.table import PEERS
@@ -29,7 +28,7 @@ class Summary(NamedTuple):
     runs: int
 
     @classmethod
-    def from_values(cls, values: Sequence[float]) -> Summary:
+    def from_values(cls, values: Sequence[float]) -> Self:
         """From at least one value."""
         quartiles = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else [values[0]] * 3
         return cls(quartiles[1], quartiles[0], quartiles[2], len(values))
@@ -52,12 +51,12 @@ class Record:
     backend: str = ""  # that ran, if the peer is jflex; "" where that was not recorded
 
     @classmethod
-    def single(cls, name: str, value: float, unit: str) -> Record:
-        """One measurement without repetitions."""
-        return cls(name, Summary(value, value, value, 1), unit)
+    def single(cls, name: str, value: float, unit: str) -> Self:
+        """One measurement without repetitions, to five significant digits."""
+        return cls.from_values(name, [value], unit, 5)
 
     @classmethod
-    def from_values(cls, name: str, values: Sequence[float], unit: str, digits: int = 4) -> Record:
+    def from_values(cls, name: str, values: Sequence[float], unit: str, digits: int = 4) -> Self:
         """Median and quartiles of repetitions, to so many significant digits."""
         *numbers, runs = Summary.from_values(values)
         median, low, high = (float(f"{x:.{digits}g}") for x in numbers)
@@ -90,7 +89,7 @@ class Record:
         return content | ({"backend": self.backend} if self.backend else {})
 
     @classmethod
-    def from_json(cls, content: dict[str, Any]) -> Record:
+    def from_json(cls, content: dict[str, Any]) -> Self:
         """The inverse of `to_json`."""
         fields = {x: content[x] for x in ("peer", "direction", "method", "flops", "backend") if x in content}
         if "problem" in content:
@@ -177,11 +176,10 @@ def read_all(folder: pathlib.Path = FOLDER) -> dict[str, dict[str, ResultFile]]:
     return results
 
 
-def merged(old: ResultFile | None, new: Sequence[Record]) -> list[Record]:
+def merged(old: Iterable[Record], new: Sequence[Record]) -> list[Record]:
     """The new records, and the old ones that were not measured again."""
     again = {record.key for record in new}
-    kept = [record for record in old.records if record.key not in again] if old else []
-    return [*kept, *new]
+    return [*(record for record in old if record.key not in again), *new]
 
 
 def runs_of(old: ResultFile) -> list[dict[str, Any]]:
@@ -198,9 +196,8 @@ def without_measured(remarks: Iterable[str], records: Iterable[Record]) -> list[
     measured, kept = {record.problem.name for record in records if record.problem is not None}, []
     for remark in remarks:
         what, _, where = remark.removesuffix("]").rpartition(" [")
-        parts = where.split("; ")  # a name has two parts
-        if remark.startswith("not measured: ") and what and len(parts) % 2 == 0:
-            names = ["; ".join(pair) for pair in zip(parts[::2], parts[1::2], strict=True)]
+        if what.startswith("not measured: "):
+            names = (name.strip("; ") for name in re.findall("[^;]+; [^;]+", where))  # a name has two parts
             missing = [name for name in names if name not in measured]
             kept += [f"{what} [{'; '.join(missing)}]"] * bool(missing)
         else:

@@ -4,24 +4,22 @@ A figure is a metric of the suite's first peer, or of a named one, at some probl
 to another problem.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import fnmatch
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from benchmarks.peers.table import PEERS
 from benchmarks.problems import Problem
 from benchmarks.results.schema import Record, ResultFile
-from benchmarks.suites import parts_of_mixed, suite
+from benchmarks.suites import SUITES, parts_of_mixed
 
 DEVICE = "h200"
 ANY_GPU = "*"  # every device with such a file but the CPU, or `DEVICE` if there is none
 FASTEST, PARTS = "fastest peer", "sum of its parts"
 Results = Mapping[str, Mapping[str, ResultFile]]  # by device and name
-_METRICS: dict[str, Callable[[Record], float]] = {
+METRICS: dict[str, Callable[[Record], float]] = {
     "speed": lambda record: 1.0 / record.seconds,
     "time": lambda record: record.seconds,
     "TFLOP/s": lambda record: record.tflops,
@@ -36,7 +34,7 @@ class Target(NamedTuple):
     suite: str
     direction: str
     select: Mapping[str, Any]  # fields of the problems; a tuple for one of several values
-    metric: str  # of `_METRICS`
+    metric: str  # of `METRICS`
     # What the metric is divided by: that of a peer, of `FASTEST`, of the same problem with other fields, or of `PARTS`.
     over: str | Mapping[str, Any] | None
     at_least: float | None = None  # for the worst of the problems
@@ -60,6 +58,42 @@ _SPLIT, _PLAIN = {"form": "split"}, {"variant": "noop", "lengths": ""}
 _PER_D = {"variant": ("noop", "causal"), "Dv": 0}
 _GRADIENT = {"variant": "alibi", "differentiated": True}
 _SPARSE = {"keys": "latent", "selected": 2048}
+# Targets of `hopper` by variant: TFLOP/s; of the rate of causal; and speed over `_HOPPER_PEERS`. The rates come from
+# figures that were published for another H200. A run is judged by its own peers: a target over a peer is the ratio of
+# the rate to what was published for that peer.
+_HOPPER_PEERS = ("fa4", "jax-cudnn", "tokamax", "torch-flex")
+_HOPPER = (
+    ("forward", ("causal",), 128, (680,), None, (1.07, 1.02, 0.97, 1.6)),
+    ("forward", ("noop",), 128, (690,), None, (1.05, 1.01, 0.98, 1.44)),
+    ("forward", ("softcap",), 128, (560,), 0.82, (1.8, None, None, 2.78)),
+    ("forward", ("sliding_window",), 128, (560,), 0.82, (1.04, None, None, 1.57)),
+    ("forward", ("alibi", "relative_bias"), 128, (600,), 0.88, (None, None, None, 1.55)),
+    ("forward", ("document_mask",), 128, (540,), 0.79, (None, None, None, 1.55)),
+    ("backward", ("causal",), 128, (520, 600), None, (0.86, 1.02, 1.22, 1.33)),
+    ("backward", ("noop",), 128, (540, 620), None, (0.86, 1.01, 1.23, 1.31)),
+    ("backward", ("softcap",), 128, (420,), 0.8, (1.04, None, None, 2.08)),
+    ("forward", ("causal",), 64, (500,), None, (0.97, 1.03, 1.1, 1.27)),
+    ("forward", ("noop",), 64, (520,), None, (0.97, 1.07, 1.09, 1.26)),
+    ("forward", ("softcap",), 64, (400,), 0.8, (1.96, None, None, 3.38)),
+    ("forward", ("sliding_window",), 64, (420,), 0.84, (1.07, None, None, 1.28)),
+    ("forward", ("alibi", "relative_bias"), 64, (440,), 0.88, (None, None, None, 1.35)),
+    ("forward", ("document_mask",), 64, (400,), 0.8, (None, None, None, 1.44)),
+    ("backward", ("causal",), 64, (430, 523), None, (0.82, 1.02, 1.25, 1.39)),
+    ("backward", ("noop",), 64, (460, 530), None, (0.86, 1.01, 1.3, 1.41)),
+    ("backward", ("softcap",), 64, (330,), 0.76, (1.62, None, None, 2.61)),
+)
+
+
+def _by_variant() -> Iterator[Target]:
+    for direction, variants, D, rates, of_causal, over_peers in _HOPPER:
+        over: list[Any] = [(None, rate) for rate in rates] + [({"variant": "causal"}, of_causal)]
+        select = {"variant": variants, "D": D, "S": 16384, "Dv": 0}
+        for other, limit in [*over, *zip(_HOPPER_PEERS, over_peers, strict=True)]:
+            metric = "speed" if isinstance(other, str) else "TFLOP/s"
+            if limit is not None:
+                yield Target("hopper", direction, select, metric, other, limit)
+
+
 TARGETS = (
     *(Target("main", x, {}, "speed", "torch-flex", 1.0, mean=True) for x in _BOTH),
     Target("main", "forward", {}, "speed", "torch-flex", 0.9),
@@ -102,25 +136,9 @@ TARGETS = (
     *(Target("hopper", x, {"Hkv": 8}, "speed", "jax-cudnn", 1.0) for x in _BOTH),
     *(Target("hopper", x, {"D": D, **_PER_D}, "TFLOP/s", {"D": 128}, 0.85) for x in _BOTH for D in (96, 192)),
     *(Target("hopper_short", x, {}, "speed", "jflex-triton", 1.0) for x in _BOTH),
+    *_by_variant(),
 )
 QUESTION_TARGETS = (
-    QuestionTarget("cpu", "window", "forward, times faster", at_least=8.0),
-    QuestionTarget("cpu", "noop", "*, time relative to jax.nn", at_most=1.3),
-    QuestionTarget("cpu", "mask_memory", "peak at S 32768", at_most=300.0),
-    QuestionTarget("cpu", "long_masks", "*first call with compilation, *, S 1048576", at_most=2.0),
-    QuestionTarget("cpu", "training_memory", "growth of the peak *", at_most=2.2),
-    QuestionTarget("cpu", "documents_compile", "*inside the jitted step: compiled in step 1", at_most=1.0),
-    QuestionTarget("cpu", "documents_compile", "*: compiled in steps 2 to *", at_most=0.0),
-    QuestionTarget("cpu", "first_call", "programs compiled in *", at_most=0.0),
-    QuestionTarget("cpu", "paged_scaling", "*: growth of the time *", at_most=1.3),
-    QuestionTarget("cpu", "demo_decode", "*: growth of the time *", at_most=1.3),
-    QuestionTarget(DEVICE, "memory", "bytes per token relative to * jflex triton, *", at_most=1.1),
-    QuestionTarget(DEVICE, "block_mask", "time, jflex, *", at_most=100.0),
-    QuestionTarget(DEVICE, "block_mask", "p* jflex, *", at_most=1000.0),  # peak of the allocator, planned by XLA
-    QuestionTarget(DEVICE, "long_masks", "*later calls, *, S 1048576", at_most=50.0),
-    QuestionTarget(DEVICE, "long_masks", "*later calls, *, S 131072", at_most=10.0),
-    QuestionTarget(DEVICE, "long_masks", "peak of the allocator *", at_most=500.0),
-    QuestionTarget(DEVICE, "million_memory", "bytes per token relative to *", at_most=1.1),
     *(QuestionTarget(ANY_GPU, "context", f"*, {x}, balanced: speed-up", at_least=1.85) for x in ("ring", "all_gather")),
     QuestionTarget(DEVICE, "training", "llama3-*, jflex: model FLOP utilisation", at_least=50.0),
     QuestionTarget(DEVICE, "first_call", "trace, lower, compile and run, * filling *", at_most=1.5),
@@ -131,41 +149,6 @@ QUESTION_TARGETS = (
     QuestionTarget(DEVICE, "engine", "[0-9]* clients: share of the roof", at_least=70.0),
     QuestionTarget(DEVICE, "engine", "* clients: idle GPU", at_most=5.0),
 )
-# Targets of `hopper` by variant: TFLOP/s; of the rate of causal; and speed over `_HOPPER_PEERS`. The rates come from
-# figures that were published for another H200. A run is judged by its own peers: a target over a peer is the ratio of
-# the rate to what was published for that peer.
-_HOPPER_PEERS = ("fa4", "jax-cudnn", "tokamax", "torch-flex")
-_HOPPER = (
-    ("forward", ("causal",), 128, (680,), None, (1.07, 1.02, 0.97, 1.6)),
-    ("forward", ("noop",), 128, (690,), None, (1.05, 1.01, 0.98, 1.44)),
-    ("forward", ("softcap",), 128, (560,), 0.82, (1.8, None, None, 2.78)),
-    ("forward", ("sliding_window",), 128, (560,), 0.82, (1.04, None, None, 1.57)),
-    ("forward", ("alibi", "relative_bias"), 128, (600,), 0.88, (None, None, None, 1.55)),
-    ("forward", ("document_mask",), 128, (540,), 0.79, (None, None, None, 1.55)),
-    ("backward", ("causal",), 128, (520, 600), None, (0.86, 1.02, 1.22, 1.33)),
-    ("backward", ("noop",), 128, (540, 620), None, (0.86, 1.01, 1.23, 1.31)),
-    ("backward", ("softcap",), 128, (420,), 0.8, (1.04, None, None, 2.08)),
-    ("forward", ("causal",), 64, (500,), None, (0.97, 1.03, 1.1, 1.27)),
-    ("forward", ("noop",), 64, (520,), None, (0.97, 1.07, 1.09, 1.26)),
-    ("forward", ("softcap",), 64, (400,), 0.8, (1.96, None, None, 3.38)),
-    ("forward", ("sliding_window",), 64, (420,), 0.84, (1.07, None, None, 1.28)),
-    ("forward", ("alibi", "relative_bias"), 64, (440,), 0.88, (None, None, None, 1.35)),
-    ("forward", ("document_mask",), 64, (400,), 0.8, (None, None, None, 1.44)),
-    ("backward", ("causal",), 64, (430, 523), None, (0.82, 1.02, 1.25, 1.39)),
-    ("backward", ("noop",), 64, (460, 530), None, (0.86, 1.01, 1.3, 1.41)),
-    ("backward", ("softcap",), 64, (330,), 0.76, (1.62, None, None, 2.61)),
-)
-
-
-def hopper_targets() -> Iterator[Target]:
-    """The targets of the suite `hopper` by variant."""
-    for direction, variants, D, rates, of_causal, over_peers in _HOPPER:
-        over: list[Any] = [(None, rate) for rate in rates] + [({"variant": "causal"}, of_causal)]
-        select = {"variant": variants, "D": D, "S": 16384, "Dv": 0}
-        for other, limit in [*over, *zip(_HOPPER_PEERS, over_peers, strict=True)]:
-            metric = "speed" if isinstance(other, str) else "TFLOP/s"
-            if limit is not None:
-                yield Target("hopper", direction, select, metric, other, limit)
 
 
 class Outcome(NamedTuple):
@@ -190,33 +173,21 @@ class Outcome(NamedTuple):
 def outcomes(results: Results) -> list[Outcome]:
     """Every target with its figure; those over peers that were not installed are left out."""
     figures = []
-    for target in (*TARGETS, *hopper_targets()):
-        device = _measured_on(target.suite, results)
+    for target in TARGETS:
+        # Another GPU's figures of a suite count where `DEVICE` has none.
+        measured = [device for device, files in results.items() if device != "cpu" and target.suite in files]
+        device = DEVICE if DEVICE in measured or not measured else measured[0]
         result = results.get(device, {}).get(target.suite)
         if result is None or not (isinstance(target.over, str) and result.lacks(target.over)):
             figures.append(evaluate(target, result, device))
     for target in QUESTION_TARGETS:
-        figures += [outcome for x in _concrete(target, results) for outcome in _of_question(x, results)]
+        figures += _of_question(target, results)
     return figures
-
-
-def _measured_on(name: str, results: Results) -> str:
-    """The device whose figures of a suite count: `DEVICE`, or another GPU where that has none."""
-    measured = [device for device, files in results.items() if device != "cpu" and name in files]
-    return DEVICE if DEVICE in measured or not measured else measured[0]
-
-
-def _concrete(target: QuestionTarget, results: Results) -> list[QuestionTarget]:
-    """The target of each device that it is about."""
-    if target.device != ANY_GPU:
-        return [target]
-    devices = [device for device, files in results.items() if target.question in files and device != "cpu"]
-    return [target._replace(device=device) for device in devices or [DEVICE]]
 
 
 def evaluate(target: Target, result: ResultFile | None, device: str = DEVICE) -> Outcome:
     """A target with its figure; `result` holds that of the suite on the device."""
-    problems = [problem for problem in suite(target.suite) if _selected(problem, target.select)]
+    problems = [problem for problem in SUITES[target.suite].problems if matches(problem, target.select)]
     unit = target.metric if target.over is None else "x"
     missing = Outcome(target, f"{device}/{target.suite}", _name(target, len(problems)), None, unit)
     if result is None:
@@ -230,36 +201,31 @@ def evaluate(target: Target, result: ResultFile | None, device: str = DEVICE) ->
     return missing._replace(value=float(f"{value:.4g}"))
 
 
-def _selected(problem: Problem, select: Mapping[str, Any]) -> bool:
-    matches = lambda value, accepted: value in accepted if isinstance(accepted, tuple) else value == accepted
-    return all(matches(getattr(problem, name), accepted) for name, accepted in select.items())
+def matches(problem: Problem, select: Mapping[str, Any]) -> bool:
+    """A problem has these fields; a tuple stands for one of its values."""
+    values = {name: x if isinstance(x, tuple) else (x,) for name, x in select.items()}
+    return all(getattr(problem, name) in accepted for name, accepted in values.items())
 
 
 def _value(target: Target, result: ResultFile, problem: Problem) -> float | None:
-    metric, record = _METRICS[target.metric], result.find(problem, target.peer or result.baseline, target.direction)
-    if record is None or target.over is None:
+    metric, find = METRICS[target.metric], lambda problem, peer: result.find(problem, peer, target.direction)
+    record, over, baseline = find(problem, target.peer or result.baseline), target.over, result.baseline
+    if record is None or over is None:
         return None if record is None else metric(record)
-    if record.backend == "triton" and target.over == "jflex-triton":
+    if record.backend == "triton" and over == "jflex-triton":
         return 1.0  # the same kernels; what differs is noise
-    others = _others(target, result, problem)
+    if isinstance(over, Mapping):
+        others = [find(dataclasses.replace(problem, **over), baseline)]
+    elif over == PARTS:
+        others = [find(part, baseline) for part in parts_of_mixed(problem)]
+    elif over == FASTEST:
+        others = [x for name in result.peers() if name != baseline and (x := find(problem, name)) is not None]
+    else:
+        others = [find(problem, over)]
     known = [metric(other) for other in others if other is not None]
     if not known or len(known) < len(others):
         return None
-    return metric(record) / (sum(known) if target.over == PARTS else max(known))
-
-
-def _others(target: Target, result: ResultFile, problem: Problem) -> Sequence[Record | None]:
-    """The records that the figure is relative to; None where one is missing."""
-    find = lambda problem, peer=result.baseline: result.find(problem, peer, target.direction)
-    if isinstance(target.over, Mapping):
-        return [find(dataclasses.replace(problem, **target.over))]
-    if target.over == PARTS:
-        return [find(part) for part in parts_of_mixed(problem)]
-    if target.over == FASTEST:
-        peers = [name for name in result.peers() if name != result.baseline]
-        return [record for name in peers if (record := find(problem, name)) is not None]
-    assert target.over is not None
-    return [find(problem, target.over)]
+    return metric(record) / (sum(known) if over == PARTS else max(known))
 
 
 def _name(target: Target, count: int) -> str:
@@ -292,11 +258,13 @@ def _fields(fields: Mapping[str, Any]) -> str:
     return ", ".join(words)
 
 
-def _of_question(target: QuestionTarget, results: Results) -> list[Outcome]:
-    result = results.get(target.device, {}).get(target.question)
-    file = f"{target.device}/{target.question}"
-    records = [] if result is None else [x for x in result.records if fnmatch.fnmatchcase(x.name, target.pattern)]
-    if not records:
-        missing = f"{file}.json is missing" if result is None else "no record has such a name"
-        return [Outcome(target, file, target.pattern, None, "", missing)]
-    return [Outcome(target, file, record.name, record.value.median, record.unit) for record in records]
+def _of_question(target: QuestionTarget, results: Results) -> Iterator[Outcome]:
+    measured = [device for device, files in results.items() if target.question in files and device != "cpu"]
+    for device in [target.device] if target.device != ANY_GPU else measured or [DEVICE]:
+        result, file = results.get(device, {}).get(target.question), f"{device}/{target.question}"
+        records = [] if result is None else [x for x in result.records if fnmatch.fnmatchcase(x.name, target.pattern)]
+        for record in records:
+            yield Outcome(target, file, record.name, record.value.median, record.unit)
+        if not records:
+            missing = f"{file}.json is missing" if result is None else "no record has such a name"
+            yield Outcome(target, file, target.pattern, None, "", missing)

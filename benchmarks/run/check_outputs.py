@@ -1,7 +1,5 @@
 """Compares what implementations computed: a wrong result has no time. Imports neither JAX nor torch."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 

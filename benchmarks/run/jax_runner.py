@@ -1,15 +1,14 @@
 """Compiles and times the JAX peers, and other JAX functions."""
 
-from __future__ import annotations
-
 import functools
 import gc
 import pathlib
 import re
 import tempfile
+import time
 import warnings
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,9 +18,10 @@ from benchmarks import roofline
 from benchmarks.peers.jax import attention as jax_attention
 from benchmarks.peers.jax import served
 from benchmarks.problems import Problem
+from benchmarks.run import timing
 from benchmarks.run.check_outputs import MAX_SAMPLES
 from benchmarks.run.library_runner import LibraryRunner
-from benchmarks.run.timing import COLD_BYTES, Call, Span, Timer, busy_per_call
+from benchmarks.run.timing import COLD_BYTES, Call, Communication, Span, Timer
 
 _EVICT = "evict_l2_cache"
 _SENT = re.compile("nccl|p2p", re.IGNORECASE)  # in names of kernels and copies
@@ -45,7 +45,7 @@ def _profiled_seconds(call: Call, runs: int) -> list[float]:
             result = call()
         return buffer, result
 
-    return busy_per_call(gpu_spans(profile_of(run)), runs)
+    return timing.busy_per_call(gpu_spans(profile_of(run)), runs)
 
 
 def profile_of(run: Call) -> Any:
@@ -82,6 +82,45 @@ def timer() -> Timer:
     return Timer(jax.block_until_ready, _profiled_seconds if jax.default_backend() == "gpu" else None)
 
 
+class Times(NamedTuple):
+    """Times of the repetitions of a call on several devices."""
+
+    seconds: list[float]  # on the device that worked longest; wall time without a profile
+    wall: list[float]  # from the call until all devices are done
+    communication: list[Communication]  # of the device whose communication is exposed most; empty without a profile
+    method: str  # how `seconds` were found
+
+
+def time_devices(call: Call, devices: Sequence[Any], runs: int) -> Times:
+    """Times a call that was made before. Each repetition begins when all devices are idle, with a cold L2."""
+    on_gpu = devices[0].platform == "gpu"
+    sharding = jax.NamedSharding(jax.make_mesh((len(devices),), ("all",), devices=devices), jax.P("all"))
+    evict = jax.jit(evict_l2_cache, donate_argnums=0)
+    buffer = jnp.zeros((len(devices), COLD_BYTES // 4 if on_gpu else 1), jnp.uint32, device=sharding)
+    wall: list[float] = []
+
+    def run() -> None:
+        nonlocal buffer
+        for _ in range(runs):
+            buffer = jax.block_until_ready(evict(buffer))
+            started = time.perf_counter()
+            jax.block_until_ready(call())
+            wall.append(time.perf_counter() - started)
+
+    if not on_gpu:
+        run()
+        return Times(wall, wall, [], timing.WALL)
+    profile = profile_of(run)
+    try:
+        # Numbers of planes are those of JAX's local devices.
+        groups = [timing.spans_per_call(gpu_spans(profile, device.local_hardware_id), runs) for device in devices]
+    except timing.failures() as error:
+        return Times(wall, wall, [], f"{timing.WALL}: {timing.first_line(error)}")
+    each = list(zip(*groups, strict=True))
+    sent = [max(map(timing.communication_of, spans), key=lambda x: x.exposed) for spans in each]
+    return Times([max(map(timing.busy_seconds, spans)) for spans in each], wall, sent, timing.PROFILER)
+
+
 def samples(arrays: Any) -> list[list[float]]:
     """Up to about `MAX_SAMPLES` elements of each array, for `benchmarks.run.check_outputs`."""
     step = lambda x: (x.size // MAX_SAMPLES) | 1  # odd, so that not all are of one column
@@ -107,14 +146,14 @@ class JaxRunner(LibraryRunner):
         block_mask, visited = jax_attention.block_mask_of(problem, self._mods(self._captured))
         self._inputs = jax_attention.inputs_of(problem, self._captured, block_mask)
         work = roofline.work(problem, visited, [x.shape for x in self._captured.values()])
-        return {"work": work._asdict(), "backends": jax_attention.backends_of(problem, self._mods, self._inputs)}
+        return {"work": work, "backends": jax_attention.backends_of(problem, self._mods, self._inputs)}
 
     def _programs(self, peer: str, directions: Sequence[str]) -> dict[str, tuple[Any, tuple[Any, ...]]]:
         """Jitted functions and their arguments; that of the backward gives ``(out, pull)``."""
         if self._problem.served:
             function, inputs = served.served_program(peer, self._problem, self._mods, self._captured)
             return {"forward": (jax.jit(function), inputs)}
-        attend = jax_attention.attention(peer, self._problem, self._mods)
+        attend = jax_attention.ATTENTION[peer](self._problem, self._mods)
         functions = {"forward": attend, "backward": jax_attention.with_residuals(attend, self._problem)}
         return {direction: (jax.jit(functions[direction]), self._inputs) for direction in directions}
 

@@ -1,28 +1,20 @@
-"""Subprocesses that run benchmark code: persistent workers, one per library, and one-shot jobs.
+"""Processes that run benchmark code: persistent workers, one per library, and one-shot jobs.
 
-The parent holds `Worker`s; the child is ``python -m benchmarks.run.jobs MODULE[:CLASS]``. It answers calls of the
-module's functions (or of the methods of one instance of the class) in JSON lines. What libraries print goes to a log.
-Imports neither JAX nor torch.
+What libraries print goes to a log. Imports neither JAX nor torch.
 """
-
-from __future__ import annotations
 
 import contextlib
 import fcntl
 import importlib
-import json
+import multiprocessing
 import os
 import pathlib
-import select
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
-
-from benchmarks.environment import ROOT
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple, Self
 
 SHARED_GPU = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # JAX would take three quarters of the memory at its start
 _START_SECONDS = 180.0  # to import a library and initialize the GPU
@@ -67,28 +59,21 @@ class WorkerError(RuntimeError):
 
 
 class Worker:
-    """A child process, which calls the functions of ``MODULE`` or the methods of ``MODULE:CLASS``."""
+    """A child process, which calls the functions of ``MODULE`` or the methods of one instance of ``MODULE:CLASS``."""
 
     def __init__(self, target: str, variables: Mapping[str, str], log: pathlib.Path, name: str = "") -> None:
-        self._name, self._log, self._buffer = name or target, log, b""
-        words, pipe = [sys.executable, "-m", "benchmarks.run.jobs", target], subprocess.PIPE
-        with open(log, "ab") as file:
-            self._process = subprocess.Popen(
-                words, cwd=ROOT, env={**os.environ, **variables}, stdin=pipe, stdout=pipe, stderr=file, bufsize=0
-            )
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._stdin, self._stdout = self._process.stdin, self._process.stdout
+        self._name, self._log = name or target, log
+        log.touch()
+        spawn = multiprocessing.get_context("spawn")
+        self._pipe, other = spawn.Pipe()
+        self._process = spawn.Process(target=_serve, args=(other, target, dict(variables), log))
+        self._process.start()
+        other.close()
 
     def send(self, method: str, **arguments: Any) -> None:
-        """Requests ``method(**arguments)``, without waiting.
-
-        Raises:
-          WorkerError: The child has ended.
-        """
-        line = json.dumps({"method": method, "arguments": arguments}) + "\n"
+        """Requests ``method(**arguments)``, without waiting; a `WorkerError` if the child has ended."""
         try:
-            self._stdin.write(line.encode())
+            self._pipe.send((method, arguments))
         except OSError as error:
             raise self._gone("ended") from error
 
@@ -98,26 +83,19 @@ class Worker:
         Raises:
           WorkerError: The child has ended, or does not answer within `seconds`; then it is killed.
         """
-        end = time.monotonic() + seconds
-        while b"\n" not in self._buffer:
-            ready, _, _ = select.select([self._stdout], [], [], max(0.0, end - time.monotonic()))
-            if not ready:
-                raise self._gone(f"was ended, since it did not answer within {seconds:.4g} s")
-            chunk = self._stdout.read(1 << 16)
-            if not chunk:
-                raise self._gone("ended")
-            self._buffer += chunk
-        line, self._buffer = self._buffer.split(b"\n", 1)
-        return json.loads(line)
+        try:
+            if self._pipe.poll(seconds):
+                return self._pipe.recv()
+        except (EOFError, OSError) as error:
+            raise self._gone("ended") from error
+        raise self._gone(f"was ended, since it did not answer within {seconds:.4g} s")
 
     def close(self, grace: float = 0.0) -> None:
         """Ends the child; it may take `grace` seconds to exit by itself."""
-        self._stdin.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(grace)
+        self._pipe.close()
+        self._process.join(grace)
         self._process.kill()
-        self._process.wait()
-        self._stdout.close()
+        self._process.join()
 
     def _gone(self, how: str) -> WorkerError:
         self.close()
@@ -126,17 +104,19 @@ class Worker:
         return WorkerError(f"the {self._name} process {how}: {last}")
 
 
-def serve(target: str) -> None:
+def _serve(pipe: Connection, target: str, variables: dict[str, str], log: pathlib.Path) -> None:
     """The child: answers until its input ends."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # What a library prints must not come among the answers.
+    os.environ.update(variables)
+    with open(log, "ab") as file:
+        for output in (1, 2):
+            os.dup2(file.fileno(), output)
     module, _, name = target.partition(":")
     called = importlib.import_module(module)
     called = getattr(called, name)() if name else called
-    for line in sys.stdin:
-        request = json.loads(line)
-        answer = getattr(called, request["method"])(**request["arguments"])
-        print(json.dumps(answer), file=answers, flush=True)
+    with contextlib.suppress(EOFError):
+        while True:
+            method, arguments = pipe.recv()
+            pipe.send(getattr(called, method)(**arguments))
 
 
 class WorkerPool:
@@ -153,7 +133,7 @@ class WorkerPool:
         self._workers: dict[str, Worker] = {}
         self._losses = dict.fromkeys(targets, 0)
 
-    def __enter__(self) -> WorkerPool:
+    def __enter__(self) -> Self:
         self.request_each("release", 0.0, {library: {} for library in self._targets})  # all start at once
         return self
 
@@ -214,7 +194,7 @@ class Job(NamedTuple):
     label: str  # for remarks and answers
     module: str
     function: str
-    arguments: dict[str, Any]  # of what JSON can hold
+    arguments: dict[str, Any]
     variables: Mapping[str, str] = SHARED_GPU  # added to those of the environment
     seconds: float = _JOB_SECONDS  # after which the process is ended
 
@@ -223,7 +203,7 @@ RunJob = Callable[[Job], Any]
 
 
 def run_job(job: Job) -> Any:
-    """The result of a job, by way of JSON. What it printed is printed if it fails, for the figures in it.
+    """The result of a job. What it printed is printed if it fails, for the figures in it.
 
     Raises:
       WorkerError: The process failed or took too long; the last line that it printed is in the error.
@@ -231,8 +211,8 @@ def run_job(job: Job) -> Any:
     with tempfile.TemporaryDirectory() as folder:
         log = pathlib.Path(folder) / "log"
         worker = Worker(job.module, job.variables, log, "job's")
-        worker.send(job.function, **job.arguments)
         try:
+            worker.send(job.function, **job.arguments)
             result = worker.receive(job.seconds)
         except WorkerError:
             print(log.read_text(errors="replace"), flush=True)
@@ -261,7 +241,3 @@ def exclusive() -> Iterator[None]:
     with open(path, "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
-
-
-if __name__ == "__main__":
-    serve(sys.argv[1])

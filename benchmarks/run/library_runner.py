@@ -3,8 +3,6 @@
 Imports neither JAX nor torch.
 """
 
-from __future__ import annotations
-
 import abc
 import statistics
 from collections.abc import Sequence
@@ -26,7 +24,7 @@ class _Prepared(NamedTuple):
 
 
 class LibraryRunner(abc.ABC):
-    """The part of a run inside a library's own process. Answers are of what JSON can hold."""
+    """The part of a run inside a library's own process. Answers need no library to be read."""
 
     timer: Timer
 
@@ -62,7 +60,7 @@ class LibraryRunner(abc.ABC):
         return None
 
     def prepare(
-        self, problem: dict[str, Any], peers: Sequence[str], directions: Sequence[str], compile_only: bool = False
+        self, problem: Problem, peers: Sequence[str], directions: Sequence[str], compile_only: bool = False
     ) -> dict[str, Any]:
         """Compiles, warms up and samples the outputs of peers. A peer that can run one direction is ready for it.
 
@@ -71,7 +69,7 @@ class LibraryRunner(abc.ABC):
           of the results, by peer and direction.
         """
         self.release()
-        started = self.start(Problem(**problem))
+        started = self.start(problem)
         reasons = {name: self._prepare_peer(name, tuple(directions), compile_only) for name in peers}
         samples = {
             name: {direction: x.samples for direction, x in prepared.items() if x.samples is not None}

@@ -5,12 +5,9 @@ in turns, so that all see the same clocks. The backward is measured alone, from 
 file is written after each problem.
 """
 
-from __future__ import annotations
-
 import argparse
 import collections
 import contextlib
-import dataclasses
 import pathlib
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -28,7 +25,7 @@ from benchmarks.results.schema import Record, Summary
 from benchmarks.run import check_outputs
 from benchmarks.run.jobs import SHARED_GPU, Deadline, WorkerPool
 from benchmarks.run.library_runner import DIRECTIONS
-from benchmarks.suites import SUITES, suite
+from benchmarks.suites import SUITES
 
 _JAX = "benchmarks.run.jax_runner:JaxRunner"
 RUNNERS = {"jax": _JAX, "mosaic": _JAX, "torch": "benchmarks.run.torch_runner:TorchRunner"}
@@ -48,7 +45,7 @@ class Plan(NamedTuple):
 
     def requests(self, problem: Problem, always: Sequence[str] = ()) -> dict[str, dict[str, Any]]:
         """Arguments of `LibraryRunner.prepare`, by library: those with peers, and some without."""
-        shared = {"problem": dataclasses.asdict(problem), "directions": list(self.directions)}
+        shared = {"problem": problem, "directions": self.directions}
         names = {**{library: [] for library in always}, **by_library(problem, self.peers)}
         return {library: {"peers": peers, **shared} for library, peers in names.items()}
 
@@ -76,30 +73,31 @@ class SuiteRun:
     def measure(self, problem: Problem) -> None:
         """All peers, in turns."""
         ready, started = self._prepare(problem)
-        work = roofline.served_work(problem)._asdict() if problem.served else started.get("work")
+        work = roofline.served_work(problem) if problem.served else started.get("work")
         if work is None:
             return
         for direction in self._plan.directions:
             for name, answers in self._in_turns(ready[direction], direction, problem).items():
-                done = {"flops": work[f"{direction}_flops"], "moved": work[f"{direction}_bytes"]}
                 backend = started.get("backends", {}).get(name, "")
-                self.records.append(_record(problem, name, direction, answers, backend=backend, **done))
+                flops, moved = (getattr(work, f"{direction}_{x}") for x in ("flops", "bytes"))
+                done = {"backend": backend, "flops": flops, "moved": moved}
+                self.records.append(_record(problem, name, direction, answers, **done))
         self._pool.request_in_turn("release", _MEASURE_SECONDS)
 
     def _in_turns(self, ready: Sequence[str], direction: str, problem: Problem) -> dict[str, list[dict[str, Any]]]:
         times: dict[str, list[dict[str, Any]]] = {name: [] for name in ready}
-        queue_too = SUITES[self._plan.suite].queue
-        how = {"direction": direction, "runs": -(-self._runs // _TURNS), "queue": queue_too}
+        how = {"direction": direction, "runs": -(-self._runs // _TURNS), "queue": SUITES[self._plan.suite].queue}
         failed: set[str] = set()
-        for _ in range(_TURNS):
-            for name in (name for name in times if name not in failed):
-                library = PEERS[name].library
-                answer = self._pool.request(library, "measure", _MEASURE_SECONDS, peer=name, **how)
-                if "failed" in answer:
-                    self.remark_failure(name, answer, f"{direction}: {problem.name}")
-                    failed |= {x for x in times if PEERS[x].library == library} if "lost" in answer else {name}
-                else:
-                    times[name].append(answer)
+        for name in (name for _ in range(_TURNS) for name in times):
+            library = PEERS[name].library
+            if name in failed:
+                continue
+            answer = self._pool.request(library, "measure", _MEASURE_SECONDS, peer=name, **how)
+            if "failed" in answer:
+                self.remark_failure(name, answer, f"{direction}: {problem.name}")
+                failed |= {x for x in times if PEERS[x].library == library} if "lost" in answer else {name}
+            else:
+                times[name].append(answer)
         return {name: answers for name, answers in times.items() if answers}
 
     def _prepare(self, problem: Problem) -> tuple[dict[str, list[str]], dict[str, Any]]:
@@ -116,20 +114,16 @@ class SuiteRun:
         for name, reasons in check_outputs.mismatches(samples, tolerance).items():
             unable[name] = unable.get(name, {}) | reasons
         for name, reasons in unable.items():
-            self._remark_reasons(name, reasons, problem)
+            for reason in dict.fromkeys(reasons.values()):  # one remark, if it is the same in every direction
+                where = [direction for direction, x in reasons.items() if x == reason]
+                prefix = "" if len(where) == len(self._plan.directions) else f"{', '.join(where)}: "
+                self.remark_failure(name, {"failed": reason}, f"{prefix}{problem.name}")
         # In the order of the peers, so that turns do not depend on the libraries.
         able = {
             direction: [x.name for x in self._plan.peers if x.name in ready and direction not in unable.get(x.name, {})]
             for direction in self._plan.directions
         }
         return able, started
-
-    def _remark_reasons(self, name: str, reasons: dict[str, str], problem: Problem) -> None:
-        """One remark, if the reason is the same in every direction."""
-        for reason in dict.fromkeys(reasons.values()):
-            where = [direction for direction, x in reasons.items() if x == reason]
-            prefix = "" if len(where) == len(self._plan.directions) else f"{', '.join(where)}: "
-            self.remark_failure(name, {"failed": reason}, f"{prefix}{problem.name}")
 
     def remark_failure(self, name: str, answer: dict[str, Any], where: str) -> None:
         """Makes a remark of an answer with ``"failed"``."""
@@ -187,19 +181,20 @@ def precompile(
                         request = requests[library].popleft()
                         answer = pool.request(name, "prepare", _COMPILE_SECONDS, compile_only=True, **request)
                         if "failed" in answer:
-                            bar.write(f"{Problem(**request['problem']).name}: {answer['failed']}")
+                            bar.write(f"{request['problem'].name}: {answer['failed']}")
                         bar.update()
 
         for done in [threads.submit(work_off, *name) for name in names]:
             done.result()
 
 
-def _plan(name: str, options: argparse.Namespace) -> Plan:
+def plan_of(name: str, options: argparse.Namespace) -> Plan:
+    """The parts of a suite that the options choose."""
     chosen = {"variant": options.variants, "S": options.lengths, "D": options.head_sizes, "B": options.batches}
     selected = lambda problem: all(not values or getattr(problem, x) in values for x, values in chosen.items())
     directions = DIRECTIONS if options.direction == "both" else (options.direction,)
     directions = ("forward",) if SUITES[name].served or SUITES[name].inference else directions
-    return Plan(name, [x for x in suite(name) if selected(x)], peers_of(name, options.peers), directions)
+    return Plan(name, list(filter(selected, SUITES[name].problems)), peers_of(name, options.peers), directions)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -209,19 +204,18 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--suite", choices=tuple(SUITES), nargs="+", metavar="NAME", default=["quick"], help=suites)
     served = ", ".join(name for name, x in SUITES.items() if x.served or x.inference)
     add("--pass", dest="direction", choices=(*DIRECTIONS, "both"), default="both", help=f"{served}: forward only")
-    for flag, kind, letter in (
+    for name, kind, letter in (
         ("variants", str, "NAME"),
         ("lengths", int, "S"),
         ("head-sizes", int, "D"),
         ("batches", int, "B"),
     ):
-        add(f"--{flag}", nargs="*", type=kind, metavar=letter, help="of the suite's problems; default: all")
+        add(f"--{name}", nargs="*", type=kind, metavar=letter, help="of the suite's problems; default: all")
     add("--peers", nargs="*", choices=tuple(PEERS), metavar="NAME", default=(), help=", ".join(PEERS))
     add("--runs", type=int, default=10, help="repetitions of each figure")
     patience = "that a library has to compile a problem; then its process is restarted"
     add("--patience", type=float, default=300.0, metavar="SECONDS", help=patience)
-    limit = "begin no problem after so long, and wait for no peer beyond it"
-    add("--limit", type=float, metavar="SECONDS", help=limit)
+    add("--limit", type=float, metavar="SECONDS", help="begin no problem after so long, and wait for no peer beyond it")
     workers = "first let N processes of each library fill the compilation caches"
     add("--compile-workers", type=int, default=0, metavar="N", help=workers)
     add("--cache", type=pathlib.Path, help="keep the compilation caches here; default: a temporary folder")
@@ -231,28 +225,25 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace, runners: Mapping[str, str] = RUNNERS) -> None:
     """Measures the suites that the options name."""
+    paths: dict[str, pathlib.Path | None] = {}
     with contextlib.ExitStack() as stack:
-        cache = options.cache or pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        cache = cache.resolve()  # workers run in the root of the checkout
+        cache = (options.cache or pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory()))).resolve()
         cache.mkdir(parents=True, exist_ok=True)
-        plans = [_plan(name, options) for name in options.suite]
+        plans = [plan_of(name, options) for name in options.suite]
         libraries = sorted({"jax", *(peer.library for plan in plans for peer in plan.peers)})
-        deadline = Deadline(options.limit, _SHARE)
-        pool = WorkerPool(
-            {library: runners[library] for library in libraries}, worker_variables(cache), cache, deadline
-        )
+        targets, deadline = {library: runners[library] for library in libraries}, Deadline(options.limit, _SHARE)
         half = Deadline(None if options.limit is None else options.limit / 2)  # at most, for what compiles beside
         thread = stack.enter_context(ThreadPoolExecutor(max_workers=1))
         compiling = thread.submit(precompile, plans, options.compile_workers, cache, half, runners)
-        stack.enter_context(pool)  # its processes start while others compile
+        # Its processes start while others compile.
+        pool = stack.enter_context(WorkerPool(targets, worker_variables(cache), cache, deadline))
         compiling.result()
+        about: dict[str, Any] = {}
         watch = stack.enter_context(ClockWatch())
-        rates: dict[str, dict[str, float]] = {}
-        paths: dict[str, pathlib.Path | None] = {}
         for plan in plans:
             suite_run = SuiteRun(pool, plan, options.runs, options.patience)
-            rates = rates or suite_run.measure_rates()
-            paths[plan.suite] = _measure(suite_run, plan, options, watch, rates, deadline)
+            about = about or {"machine": gpu_facts(), "rates": suite_run.measure_rates()}
+            paths[plan.suite] = _measure(suite_run, plan, options, about, watch, deadline)
     for path in filter(None, paths.values()):
         report.show(path)
     if None in paths.values():
@@ -260,22 +251,13 @@ def run(options: argparse.Namespace, runners: Mapping[str, str] = RUNNERS) -> No
 
 
 def _measure(
-    run: SuiteRun,
-    plan: Plan,
-    options: argparse.Namespace,
-    watch: ClockWatch,
-    rates: dict[str, dict[str, float]],
-    deadline: Deadline,
+    run: SuiteRun, plan: Plan, options: argparse.Namespace, about: dict[str, Any], watch: ClockWatch, deadline: Deadline
 ) -> pathlib.Path | None:
     """Measures a suite, and writes its file after each problem; None if nothing was measured."""
-    machine = gpu_facts()
-    committed = schema.FOLDER / results_folder(machine.get("device", "cpu")) / f"{plan.suite}.json"
+    committed = schema.FOLDER / results_folder(about["machine"].get("device", "cpu")) / f"{plan.suite}.json"
     path = committed if options.out is None else options.out / committed.name
     old = (schema.read(path) or schema.read(committed)) if options.add else None
-    earlier = [] if old is None else old.about["remarks"]
-    about = {"title": SUITES[plan.suite].title, "machine": machine, "rates": rates}
-    if old is not None:
-        about["before"] = schema.runs_of(old)
+    earlier, before = ([], {}) if old is None else (old.about["remarks"], {"before": schema.runs_of(old)})
     with tqdm(plan.problems, unit="problem", dynamic_ncols=True, mininterval=2.0, disable=None) as bar:
         for problem in bar:
             bar.set_postfix_str(problem.name)
@@ -284,9 +266,10 @@ def _measure(
             else:
                 run.measure(problem)
             if run.records:
-                records = schema.merged(old, run.records)
+                records = schema.merged([] if old is None else old.records, run.records)
                 remarks = schema.without_measured([*earlier, *run.remarks()], records)
-                schema.write(path, records, about | {"clocks": watch.seen(), "remarks": remarks})
+                more = {"clocks": watch.seen(), "remarks": remarks, **before}
+                schema.write(path, records, {"title": SUITES[plan.suite].title, **about, **more})
     if run.records:
         return path
     print("\n".join(run.remarks()))

@@ -1,7 +1,5 @@
 """Timing of every library: kernels of a profile, with a cold L2, or wall time. Imports neither JAX nor torch."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 import time

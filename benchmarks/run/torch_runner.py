@@ -1,7 +1,5 @@
 """Compiles and times the torch peers. Imports torch, and not JAX."""
 
-from __future__ import annotations
-
 import functools
 import gc
 from collections.abc import Callable, Iterator, Sequence

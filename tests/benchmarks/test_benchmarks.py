@@ -15,14 +15,13 @@ from benchmarks.environment import ROOT
 from benchmarks.peers.jax import attention as jax_attention
 from benchmarks.peers.jax import served
 from benchmarks.peers.table import PEERS, by_library, peers_of
-from benchmarks.problems import EIGHT_BITS, Problem, square
-from benchmarks.requests import requests_of
-from benchmarks.suites import SUITES, parts_of_mixed, suite
+from benchmarks.problems import EIGHT_BITS, Problem, requests_of, square
+from benchmarks.suites import SUITES, parts_of_mixed
 from benchmarks.variants import VARIANTS, Operations
 
 NUMPY = Operations(np.tanh, lambda x: np.asarray(x, np.float32), np.clip)
 SMALL = square(1, 256, 4, 16, "noop")
-SERVED = [problem for name in SUITES if SUITES[name].served for problem in suite(name)]
+EVERY = tuple(PEERS.values())
 
 
 def small(**more) -> Problem:
@@ -35,7 +34,7 @@ MIXED = small(T=16, variant="causal", lengths="mixed", page=8)
 
 @pytest.mark.parametrize("name", SUITES)
 def test_a_suite_names_each_problem_once(name: str):
-    problems, peers = suite(name), peers_of(name)
+    problems, peers = SUITES[name].problems, peers_of(name)
     assert len({problem.name + problem.source for problem in problems}) == len(problems)
     for problem in problems:
         assert problem.Hq % problem.Hkv == 0
@@ -44,10 +43,19 @@ def test_a_suite_names_each_problem_once(name: str):
         assert not problem.differentiated or VARIANTS[problem.variant].captured(dataclasses.replace(problem, T=8, S=8))
         assert peers[0].name in by_library(problem, peers)[peers[0].library]
         assert Problem(**problem.to_json()) == problem
+        queries, keys = requests_of(problem)
+        assert (queries.max(), len(queries)) == (problem.T, problem.B)
+        assert (queries <= keys).all()
+        assert keys.max() <= problem.S
+        assert not problem.page or problem.prefix % problem.page == 0
 
 
 def test_kv_of_the_paper_is_256_mebibytes():
-    sizes = {2 * 2 * p.B * p.Hkv * p.S * p.D for p in suite("paper") if not (p.B == 1 and p.D == 128 and p.S == 65536)}
+    sizes = {
+        2 * 2 * p.B * p.Hkv * p.S * p.D
+        for p in SUITES["paper"].problems
+        if not (p.B == 1 and p.D == 128 and p.S == 65536)
+    }
     assert sizes == {256 * 2**20}
 
 
@@ -89,18 +97,8 @@ def test_neighborhoods_and_documents_have_the_right_sizes():
     assert (np.diff(ids) >= 0).all()
 
 
-@pytest.mark.parametrize("problem", SERVED, ids=lambda x: x.name)
-def test_requests_fit_the_problem(problem: Problem):
-    queries, keys = requests_of(problem)
-    assert queries.shape == keys.shape == (problem.B,)
-    assert queries.max() == problem.T
-    assert (queries <= keys).all()
-    assert keys.max() <= problem.S
-    assert problem.page == 0 or problem.prefix % problem.page == 0
-
-
 def test_uneven_lengths_have_as_many_keys_as_even_ones():
-    counts = {x.lengths: requests_of(x).keys for x in suite("decode") if x.lengths}
+    counts = {x.lengths: requests_of(x).keys for x in SUITES["decode"].problems if x.lengths}
     assert counts["uniform"].sum() == counts["even"].sum()
     assert abs(counts["skewed"].sum() - counts["even"].sum()) < 32
     assert (counts["skewed"] == 16384).sum() == 4
@@ -139,20 +137,29 @@ def test_work_of_serving_counts_visible_keys_and_shared_ones_once():
 
 
 def test_what_the_parent_process_uses_loads_no_library():
-    modules = ("run.suite", "results.report", "__main__")
-    modules += ("questions.table", "questions.probes")
+    modules = ("run.suite", "results.report", "__main__", "questions.question", "questions.gpu")
     words = f"import sys, {', '.join(f'benchmarks.{x}' for x in modules)}"
     words += "; assert not {'jax', 'torch', 'jflex'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", words], check=True, cwd=ROOT)
 
 
+def forward(peer: str, problem: Problem) -> np.ndarray:
+    mods, captured = jax_attention.mods_of(problem)
+    if problem.served:
+        attend, inputs = served.served_program(peer, problem, mods, captured)
+    else:
+        block_mask, _ = jax_attention.block_mask_of(problem, mods(captured))
+        attend = jax_attention.ATTENTION[peer](problem, mods)
+        inputs = jax_attention.inputs_of(problem, captured, block_mask)
+    return np.asarray(attend(*inputs), np.float32)
+
+
 def test_raw_keys_are_rotated_as_they_are_loaded():
     """The output differs from that of the same numbers as rotated keys; peers without a `key_mod` are left out."""
     problems = [small(page=8, keys=x) for x in ("", "raw", "raw neighbours")]
-    programs = [served.served_program("jflex", x, *jax_attention.mods_of(x)) for x in problems]
-    outs = [np.asarray(attend(*inputs)) for attend, inputs in programs]
+    outs = [forward("jflex", x) for x in problems]
     assert not any(np.allclose(x, y, atol=0.01) for x, y in itertools.combinations(outs, 2))
-    assert by_library(problems[1], tuple(PEERS.values())).keys() == {"jax"}
+    assert by_library(problems[1], EVERY).keys() == {"jax"}
     assert [x.name.split(";")[0] for x in problems] == ["noop", "noop, raw keys", "noop, raw neighbours keys"]
 
 
@@ -163,69 +170,45 @@ def test_a_call_that_rotates_is_as_one_on_rotated_arrays():
     inputs = jax_attention.inputs_of(raw, captured, None)
     pulled = {}
     for name, problem in (("jflex-xla", raw), ("jflex-rotating", raw), ("", plain)):
-        attend = jax_attention.attention(name or "jflex-xla", problem, mods)
+        attend = jax_attention.ATTENTION[name or "jflex-xla"](problem, mods)
         out, pull = jax_attention.with_residuals(attend, problem)(*inputs)
         pulled[name] = (out, *pull(out))
     for own, other in zip(pulled["jflex-xla"], pulled["jflex-rotating"], strict=True):
         np.testing.assert_allclose(own, other, rtol=1e-4, atol=1e-5)
     assert not np.allclose(pulled["jflex-xla"][0], pulled[""][0], atol=0.01)
-    assert by_library(raw, tuple(PEERS.values())).keys() == {"jax", "mosaic"}
+    assert by_library(raw, EVERY).keys() == {"jax", "mosaic"}
     assert "jflex-rotating" not in by_library(plain, peers_of("rotary"))["jax"]
 
 
 @pytest.mark.parametrize("keys", EIGHT_BITS)
 def test_eight_bits_are_close_to_the_same_keys_in_float32(keys):
     problems = [small(page=8, keys=x, dtype="float32") for x in ("", keys)]
-    programs = [served.served_program("jflex", x, *jax_attention.mods_of(x)) for x in problems]
-    whole, rounded = (np.asarray(attend(*inputs)) for attend, inputs in programs)
+    whole, rounded = (forward("jflex", x) for x in problems)
     assert 0 < np.linalg.norm(rounded - whole) / np.linalg.norm(whole) < 0.1
-    work = roofline.served_work(problems[1])
     rows, tokens = problems[1].B * problems[1].Hq, problems[1].B * problems[1].S * problems[1].Hkv
-    assert work.forward_bytes == 4 * rows * 2 * problems[1].D + tokens * (2 * problems[1].D + 8)
+    assert roofline.served_work(problems[1]).forward_bytes == 4 * rows * 2 * 16 + tokens * (2 * 16 + 8)
 
 
 @pytest.mark.parametrize("T", [1, 2])
 def test_latents_and_the_same_rows_as_keys_and_values(T):
-    problem = small(
-        page=8, keys="latent", Hq=4, Hkv=1, D=48, Dv=32, T=T, variant="causal" if T > 1 else "noop", dtype="float32"
-    )
-    programs = [
-        served.served_program(x, problem, *jax_attention.mods_of(problem)) for x in ("jflex", "jax-xla-latents")
-    ]
-    own, other = (np.asarray(attend(*inputs)) for attend, inputs in programs)
+    variant = "causal" if T > 1 else "noop"
+    problem = small(page=8, keys="latent", Hq=4, Hkv=1, D=48, Dv=32, T=T, variant=variant)
+    own, other = (forward(x, problem) for x in ("jflex", "jax-xla-latents"))
     np.testing.assert_allclose(own, other.reshape(own.shape), rtol=1e-5, atol=1e-5)
-    work = roofline.served_work(problem)
     rows, keys = problem.B * T, problem.B * problem.S
-    assert work.forward_bytes == 4 * (rows * 4 * (48 + 32) + keys * 48)
+    assert roofline.served_work(problem).forward_bytes == 4 * (rows * 4 * (48 + 32) + keys * 48)
 
 
-@pytest.mark.parametrize("weights", ["sinks", "dropout", "sigmoid"])
-def test_other_weights_than_of_a_plain_softmax(weights):
-    """The output differs from that of a plain softmax; peers have no such weights."""
-    plain, other = (square(1, 64, 2, 16, "causal", weights=x) for x in ("", weights))
-    outs = []
-    for problem in (plain, other):
-        mods, captured = jax_attention.mods_of(problem)
-        block_mask, _ = jax_attention.block_mask_of(problem, mods(captured))
-        outs.append(
-            jax_attention.attention("jflex-xla", problem, mods)(*jax_attention.inputs_of(problem, captured, block_mask))
-        )
-    assert np.isfinite(np.asarray(outs[1], np.float32)).all()
-    assert not np.allclose(*(np.asarray(x, np.float32) for x in outs), atol=0.05)
-    found = by_library(other, tuple(PEERS.values()))
-    assert all(name.startswith("jflex") for names in found.values() for name in names)
-    assert weights in other.name
-
-
-def test_statistics_of_rows():
-    """They change nothing of the output; peers have none."""
-    plain, other = (square(1, 64, 2, 16, "causal", stats=x) for x in ("", "lse max entropy"))
-    mods, captured = jax_attention.mods_of(plain)
-    block_mask, _ = jax_attention.block_mask_of(plain, mods(captured))
-    inputs = jax_attention.inputs_of(plain, captured, block_mask)
-    outs = [jax_attention.attention("jflex-xla", problem, mods)(*inputs) for problem in (plain, other)]
-    np.testing.assert_array_equal(*(np.asarray(x, np.float32) for x in outs))
-    names = [name for found in by_library(other, tuple(PEERS.values())).values() for name in found]
+@pytest.mark.parametrize(
+    "fields", [{"weights": "sinks"}, {"weights": "dropout"}, {"weights": "sigmoid"}, {"stats": "lse max entropy"}]
+)
+def test_other_weights_and_statistics_are_of_jflex_alone(fields):
+    """Other weights change the output, statistics do not."""
+    problem = square(1, 64, 2, 16, "causal", **fields)
+    plain, other = (forward("jflex-xla", x) for x in (square(1, 64, 2, 16, "causal"), problem))
+    assert np.isfinite(other).all()
+    assert np.allclose(plain, other, atol=0.05) == ("stats" in fields)
+    names = {name for names in by_library(problem, EVERY).values() for name in names}
     assert all(name.startswith("jflex") for name in names)
-    assert {"jflex", "jflex-mosaic", "jflex-triton"} <= set(names)
-    assert "returning lse max entropy" in other.name
+    assert {"jflex", "jflex-mosaic", "jflex-triton"} <= names
+    assert next(iter(fields.values())) in problem.name

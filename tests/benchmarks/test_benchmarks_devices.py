@@ -22,6 +22,7 @@ def test_several_devices_beside_one(tmp_path):
     found = schema.read(tmp_path / "context.json")
     assert found is not None
     assert found.about["machine"]["devices"] == 2
+    assert "B 1, S 512, H 4/2, D 16" in found.about["title"]
     assert not found.about["remarks"]  # of an output that is wrong, say
     names = [record.name for record in found.records]
     for case, how in (("causal", "ring, balanced"), ("documents", "all_gather, natural")):
@@ -44,9 +45,8 @@ def test_communication_that_kernels_hide():
         line("Stream #2(Compute)", event("ncclDevKernel_SendRecv", 2, 2), event("copy", 4, 2, hlo_op="all-gather.1")),
         line("XLA Ops", event("attention", 1, 9)),
     ]
-    planes = [
-        types.SimpleNamespace(name=f"/device:GPU:{i}", lines=x) for i, x in ((0, []), (1, streams), (10, streams))
-    ]
+    lines = {0: [], 1: streams, 10: streams}
+    planes = [types.SimpleNamespace(name=f"/device:GPU:{i}", lines=x) for i, x in lines.items()]
     profile = types.SimpleNamespace(planes=planes)
     assert gpu_spans(profile) == []
     [spans] = spans_per_call(gpu_spans(profile, 1), 1)

@@ -4,7 +4,7 @@ import pytest
 
 from benchmarks.__main__ import main
 from benchmarks.questions import engine, generation, question
-from benchmarks.questions.engine import Results, Roof, Sizes, Step
+from benchmarks.questions.engine import PARTS, Results, Roof, Sizes, Step
 from benchmarks.questions.generation import Shape
 from benchmarks.questions.question import Measured
 from benchmarks.results import schema
@@ -12,15 +12,8 @@ from benchmarks.results.schema import Record
 from benchmarks.run import jax_runner
 from benchmarks.run.timing import Span
 
-TINY = Shape(2, 64, 128, 4, 2, 16, 300)
-SIZES = Sizes(
-    prompt=20, output=6, clients=(1, 4), users=4, shared=32, suffix=8, page_size=8, step_tokens=32, gemm=64
-)  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def _small_copy(monkeypatch):
-    monkeypatch.setattr(generation, "COPIED_BYTES", 1 << 20)
+TINY = Shape(1, 64, 128, 4, 2, 16, 300)
+SIZES = Sizes(12, 6, (2,), users=2, shared=16, suffix=8, page_size=8, step_tokens=16, shares=(0.5,))
 
 
 def run_here(job):
@@ -31,35 +24,27 @@ def test_clients():
     records, remarks, *_ = engine.measured_part(TINY, SIZES, "clients", run=run_here)
     found = {record.name: record.value.median for record in records}
     assert remarks == []
-    assert len(found) == len(records) == 2 + 2 + 4 * 8
-    assert found["4 clients: failed"] == found["1 clients: failed"] == 0
-    assert found["4 clients: output"] == pytest.approx(6 * found["4 clients: requests"], rel=1e-2)
-    assert found["Poisson arrivals at 50% of 4 clients: requests"] < found["4 clients: requests"]
-    assert found["4 clients: first token"] > found["4 clients: between tokens"] > 0
+    assert len(found) == len(records) == 2 + 1 + 2 * 8
+    assert found["2 clients: failed"] == 0
+    assert found["2 clients: output"] == pytest.approx(6 * found["2 clients: requests"], rel=1e-2)
+    assert found["Poisson arrivals at 50% of 2 clients: requests"] < found["2 clients: requests"]
+    assert found["2 clients: first token"] > found["2 clients: between tokens"] > 0
     assert all(0 < value < 100 for name, value in found.items() if "roof" in name)
 
 
-def test_launches_are_those_of_clients_without_command_buffers():
-    records, *_ = engine.measured_part(TINY, SIZES._replace(clients=(2,)), "launches", run=run_here)
-    assert len(records) == 2 + 1 + 8
-    assert {record.name.partition(":")[0] for record in records[2:]} == {"2 clients, no command buffers"}
-
-
-def test_names_tell_a_cache_of_eight_bits():
-    """So that both stand in one file. The roof counts bytes of keys, values and scales."""
-    sizes = SIZES._replace(clients=(2,), cache_dtype="int8", shares=(0.5,))
-    for part, loads in (
-        ("clients", {"2 clients, int8 cache", "Poisson arrivals at 50% of 2 clients, int8 cache"}),
-        ("launches", {"2 clients, no command buffers, int8 cache"}),
-    ):
-        records, *_ = engine.measured_part(TINY, sizes, part, run=run_here)
-        assert {record.name.partition(":")[0] for record in records[2:]} == loads
-        rates = {record.name for record in records[:2]}
-        assert rates == {f"{of} rate{min(loads, key=len).removeprefix('2 clients')}" for of in ("copy", "GEMM")}
+def test_users_and_names_of_a_cache_of_eight_bits():
+    """Names tell the cache, so that both stand in one file. The roof counts bytes of keys, values and scales."""
+    sizes = SIZES._replace(cache_dtype="int8")
     records, remarks, *_ = engine.measured_part(TINY, sizes, "users", run=run_here)
+    assert len(records) == 3 * (1 + 8)
     assert all(", int8 cache: " in record.name for record in records)
-    assert all(", int8 cache: " in remark for remark in remarks)
+    cascades = {remark.partition(":")[0]: int(remark.split()[-6]) for remark in remarks}
+    name = "2 users share 16 tokens, {}, int8 cache"
+    assert cascades[name.format("no prefix cache")] == cascades[name.format("prefix cache")] == 0
+    assert cascades[name.format("prefix cache and cascade")] > 0
     assert Roof.from_shape(Shape(), 1.0, 1.0, "int8").key_bytes == 32 * 2 * 8 * (128 + 4)
+    names = [name for name, _, _ in sizes.cases("launches")]
+    assert names == ["2 clients, no command buffers, int8 cache"]
 
 
 def test_flags_join_those_of_the_user(monkeypatch):
@@ -67,7 +52,7 @@ def test_flags_join_those_of_the_user(monkeypatch):
     jobs = []
     monkeypatch.setenv("XLA_FLAGS", "--xla_dump_to=folder")
     for part in ("clients", "launches"):
-        engine.measured_part(TINY, SIZES, part, run=lambda job: jobs.append(job) or {"records": [], "remarks": []})
+        engine.measured_part(TINY, SIZES, part, run=lambda job: jobs.append(job) or Measured([]))
     assert "XLA_FLAGS" not in jobs[0].variables
     assert jobs[1].variables["XLA_FLAGS"] == "--xla_dump_to=folder --xla_gpu_enable_command_buffer="
 
@@ -77,9 +62,10 @@ def test_the_profile_of_a_load(monkeypatch):
     spans = [Span(0.0, 1.0, False), Span(4.5, 0.5, False), Span(5.0, 0.5, False, in_graph=True), Span(9.0, 1.0, False)]
     monkeypatch.setattr(jax_runner, "profile_of", lambda run: run())
     monkeypatch.setattr(jax_runner, "gpu_spans", lambda _: spans)
-    running = engine.metered(generation.jax_model(TINY), engine._options(2, SIZES))
+    [(_, load, options)] = SIZES.cases("clients")
+    running = engine.metered(generation.jax_model(TINY), options)
     running.start()
-    results, load = Results(), engine._load(2, SIZES)
+    results = Results()
     engine.record_launches(running, "load", load, TINY.vocabulary, results)
     assert not running._thread.is_alive()
     assert sum(x.tokens for x in running.computed) == load.requests * (SIZES.prompt + SIZES.output - 1)
@@ -87,14 +73,6 @@ def test_the_profile_of_a_load(monkeypatch):
         "load: idle GPU": 0.0,
         "load: kernels in CUDA graphs": 50.0,
     }
-
-
-def test_users():
-    records, remarks, *_ = engine.measured_part(TINY, SIZES, "users", run=run_here)
-    assert len(records) == 3 * 8
-    cascades = {remark.partition(":")[0]: int(remark.split()[-6]) for remark in remarks}
-    assert cascades["no prefix cache"] == cascades["prefix cache"] == 0
-    assert cascades["prefix cache and cascade"] > 0
 
 
 def test_the_roof():
@@ -107,8 +85,13 @@ def test_the_roof():
 
 
 def test_parts_keep_the_commands_of_others(monkeypatch, tmp_path):
-    """Each part adds its records to the file, which names all runs that it holds."""
-    part = lambda shape, sizes, name, limit: Measured([Record.single(name, 1.0, "s")], [f"of {name}"])
+    """Each part adds its records to the file, which names all runs. The peers have no cache of eight bits."""
+    caches = []
+
+    def part(shape, sizes, name, limit):
+        caches.append((sizes.cache_dtype, name))
+        return Measured([Record.single(name, 1.0, "s")], [f"of {name}"])
+
     monkeypatch.setattr(question, "gpu_facts", lambda: {"device": "NVIDIA H200"})
     monkeypatch.setattr(engine, "measured_part", part)
     for parts in (["clients"], ["users", "transformers"], ["clients"]):
@@ -117,13 +100,7 @@ def test_parts_keep_the_commands_of_others(monkeypatch, tmp_path):
     assert {x.name for x in result.records} == {"clients", "users", "transformers"}
     assert result.about["remarks"] == ["of clients", "of users", "of transformers"]
     assert len(result.about["before"]) == 2
-
-
-def test_the_cache_of_a_command(monkeypatch, tmp_path):
-    """The peers have none of eight bits."""
-    measured = []
-    part = lambda shape, sizes, name, limit: measured.append((sizes.cache_dtype, name)) or Measured([])
-    monkeypatch.setattr(question, "gpu_facts", lambda: {"device": "NVIDIA H200"})
-    monkeypatch.setattr(engine, "measured_part", part)
     main(["engine", "--cache-dtype", "int8", "--out", str(tmp_path)])
-    assert measured == [("int8", name) for name in ("clients", "launches", "users")]
+    assert caches[4:] == [("int8", name) for name in PARTS[:3]]
+    with pytest.raises(SystemExit, match="leave out the part transformers"):
+        main(["engine", "transformers", "--cache-dtype", "int8"])

@@ -9,12 +9,12 @@ import pytest
 
 from benchmarks import roofline
 from benchmarks.peers.jax import attention as jax_attention
-from benchmarks.peers.jax import inputs, served, sparse
+from benchmarks.peers.jax import served
 from benchmarks.peers.table import PEERS, by_library, peers_of
 from benchmarks.problems import Problem
 from benchmarks.run.check_outputs import SERVED_TOLERANCE, mismatches
 from benchmarks.run.jax_runner import JaxRunner
-from benchmarks.suites import suite
+from benchmarks.suites import SUITES
 from tests.benchmarks.test_benchmarks import small
 
 LATENT = small(page=8, keys="latent", Hkv=1, D=48, Dv=32, Hq=16)
@@ -27,13 +27,12 @@ def inputs_and_result(peer: str, problem: Problem) -> tuple[list[np.ndarray], np
     return inputs, np.asarray(jax.jit(function)({}, *inputs))
 
 
-@pytest.mark.parametrize("T", [1, 3])
 @pytest.mark.parametrize("peer", PEERS_OF_SUITE)
-def test_attention_is_over_the_selected_rows_alone(peer: str, T: int):
-    problem = dataclasses.replace(SPARSE, T=T)
-    query, cache, batch = inputs.paged_inputs(problem)
+def test_attention_is_over_the_selected_rows_alone(peer: str):
+    problem = dataclasses.replace(SPARSE, T=3)
+    query, cache, batch = served.paged_inputs(problem)
     rows = np.asarray(cache.rows, np.float64)[np.asarray(batch.page_table)].reshape(problem.B, problem.S, problem.D)
-    chosen = rows[np.arange(problem.B).repeat(T)[:, None], sparse.selected_positions(problem)]
+    chosen = rows[np.arange(problem.B).repeat(3)[:, None], served.selected_positions(problem)]
     scores = np.einsum("nhd,nkd->nhk", np.asarray(query, np.float64), chosen) / np.sqrt(192)
     weights = np.exp(scores - scores.max(-1, keepdims=True))
     expected = np.einsum("nhk,nkd->nhd", weights / weights.sum(-1, keepdims=True), chosen[..., : problem.Dv])
@@ -41,10 +40,9 @@ def test_attention_is_over_the_selected_rows_alone(peer: str, T: int):
     np.testing.assert_allclose(found.reshape(expected.shape), expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("T", [1, 3])
 @pytest.mark.parametrize("peer", PEERS_OF_SUITE)
-def test_the_indexer_selects_the_best_keys_that_are_seen(peer: str, T: int):
-    problem = dataclasses.replace(INDEXER, T=T)
+def test_the_indexer_selects_the_best_keys_that_are_seen(peer: str):
+    problem = dataclasses.replace(INDEXER, T=3)
     (query, key, weights, positions), found = inputs_and_result(peer, problem)
     query, key, weights = (np.asarray(x, np.float64) for x in (query, key, weights))
     products = np.maximum(np.einsum("bthd,bsd->bths", query, key), 0)
@@ -55,24 +53,22 @@ def test_the_indexer_selects_the_best_keys_that_are_seen(peer: str, T: int):
 
 
 def test_positions_are_distinct_and_seen():
-    problem = dataclasses.replace(SPARSE, T=3)
-    positions = sparse.selected_positions(problem)
-    assert positions.shape == (problem.B * 3, 6)
+    positions = served.selected_positions(dataclasses.replace(SPARSE, T=3))
+    assert positions.shape == (SPARSE.B * 3, 6)
     assert all(len(set(row)) == 6 for row in positions.tolist())
-    assert (positions <= np.tile([61, 62, 63], problem.B)[:, None]).all()
-    everything = sparse.selected_positions(dataclasses.replace(SPARSE, selected=64))
+    assert (positions <= np.tile([61, 62, 63], SPARSE.B)[:, None]).all()
+    everything = served.selected_positions(dataclasses.replace(SPARSE, selected=64))
     np.testing.assert_array_equal(np.sort(everything), np.broadcast_to(np.arange(64), everything.shape))
 
 
 def test_the_runner_compares_and_measures_each_problem():
     runner = JaxRunner()
     for problem in (LATENT, SPARSE, INDEXER):
-        answer = runner.prepare(dataclasses.asdict(problem), PEERS_OF_SUITE, ["forward"])
+        answer = runner.prepare(problem, PEERS_OF_SUITE, ["forward"])
         assert (answer["ready"], answer["unable"]) == (PEERS_OF_SUITE, {})
         assert not mismatches(answer["samples"], 1e-3)
-        wrong = {peer: {x: [[-1.0 - y for y in z] for z in samples] for x, samples in directions.items()}
-                 for peer, directions in answer["samples"].items() if peer == "jflex"}  # fmt: skip
-        reasons = mismatches({**answer["samples"], **wrong}, SERVED_TOLERANCE)
+        wrong = {"forward": [[-1.0 - x for x in array] for array in answer["samples"]["jflex"]["forward"]]}
+        reasons = mismatches({**answer["samples"], "jflex": wrong}, SERVED_TOLERANCE)
         assert reasons["jflex"]["forward"].startswith("array 0 differs from that of jax-xla-latents")
         assert len(runner.measure("jflex", "forward", 3)["seconds"]) == 3
     runner.release()
@@ -92,30 +88,19 @@ def test_work_counts_selected_keys_alone():
     indexer = roofline.served_work(INDEXER)
     assert indexer.forward_flops == 2 * 16 * 4 * 3 * 64
     assert indexer.forward_bytes == item * (4 * 3 * 16 + 4 * 64 * 16) + 4 * 4 * 3 + 4 * 4 * 6
-
-
-def test_bytes_of_the_suite():
-    """In bfloat16: 576 columns of each key that is read."""
-    works = {(x.B, x.Hq, x.selected): roofline.served_work(x) for x in suite("sparse_mla") if x.keys == "latent"}
-    assert len(works) == 12
-    for B in (1, 8, 32):
-        dense, sparse = works[B, 16, 0], works[B, 16, 2048]
-        others = 2 * B * 16 * (576 + 512)  # queries and outputs
-        assert dense.forward_bytes == 2 * B * 65536 * 576 + others
-        assert sparse.forward_bytes == B * 2048 * (2 * 576 + 4) + others
-        assert dense.forward_flops == 32 * sparse.forward_flops
+    # In bfloat16: 576 columns of each key that is read.
+    [whole] = (x for x in SUITES["sparse_mla"].problems if (x.B, x.Hq, x.selected) == (8, 16, 2048))
+    assert roofline.served_work(whole).forward_bytes == 8 * 2048 * (2 * 576 + 4) + 2 * 8 * 16 * (576 + 512)
 
 
 def test_peers_that_take_no_selection_are_left_out():
-    every = tuple(PEERS.values())
-    assert {x for names in by_library(INDEXER, every).values() for x in names} >= {*PEERS_OF_SUITE}
+    names = lambda problem: {x for names in by_library(problem, tuple(PEERS.values())).values() for x in names}
+    assert names(INDEXER) >= {*PEERS_OF_SUITE}
     for problem, refused in ((SPARSE, {"jflex-mosaic"}), (INDEXER, {"jflex-mosaic", "jflex-triton", "jflex-official"})):
-        names = {x for names in by_library(problem, every).values() for x in names}
-        assert not names & (refused | {"jax-cudnn", "jax-xla", "flashinfer", "torch-decode", "sdpa-cudnn"})
-    with pytest.raises(
-        NotImplementedError, match=r"jflex-flat is not measured with noop, latent keys, the best 6 keys"
-    ):
-        sparse.program("jflex-flat", SPARSE)
+        assert not names(problem) & (refused | {"jax-cudnn", "jax-xla", "flashinfer", "torch-decode", "sdpa-cudnn"})
+    reason = r"jflex-flat is not measured with noop, latent keys, the best 6 keys"
+    with pytest.raises(NotImplementedError, match=reason):
+        inputs_and_result("jflex-flat", SPARSE)
     assert INDEXER.name == "noop, indexer queries and keys, the best 6 keys; B 4, H 3/1, T 1, S 64, D 16"
 
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import strategies as st
 
 import jflex
-from benchmarks import search_space, tune
+from benchmarks import tune
 from benchmarks.__main__ import main
 from benchmarks.problems import square
 from jflex.backends.gpu import triton
@@ -102,7 +102,7 @@ class TestCommittedTables:
             assert key.head_size in tables.HEAD_SIZES
             assert (key.mods in tables.MODS, key.length in tables.LENGTHS) == (True, True)
             if key.kernel in tables.HOPPER_KERNELS:
-                assert tiles in search_space.configurations(key.kernel, key.head_size)
+                assert tiles in tune.configurations(key.kernel, key.head_size)
                 continue
             kernel = key.kernel.removesuffix("_official")
             by_element = (4 if kernel == "dkv" else 2) if key.mods == "elements" else 0
@@ -167,7 +167,7 @@ class TestEstimate:
     @pytest.mark.parametrize("D", tables.HEAD_SIZES[:-1])
     @pytest.mark.parametrize("kernel", tables.KERNELS)
     def test_something_is_left_to_search(self, kernel, D):
-        assert len(list(search_space.configurations(kernel, D))) > 3
+        assert len(list(tune.configurations(kernel, D))) > 3
 
 
 @pytest.mark.parametrize(("kernel", "tiles", "D", "biases", "dtype"), [
@@ -264,7 +264,7 @@ class TestSearch:
     @pytest.mark.parametrize("kernel", tables.HOPPER_KERNELS)
     def test_tiles_of_hopper_are_whole_warp_groups(self, kernel):
         for D in (64, 80, 96, 128):
-            found = list(search_space.configurations(kernel, D))
+            found = list(tune.configurations(kernel, D))
             assert len(found) == len(set(found)) > (0 if kernel == "one_pass_sm90" else 3)
             for tiles in found:
                 rows = tiles.block_kv if kernel in ("dkv_sm90", "one_pass_sm90") else tiles.block_q
@@ -274,24 +274,11 @@ class TestSearch:
     def test_tiles_with_other_outputs_are_left_out(self, monkeypatch):
         right, wrong = Tiles(64, 64, 4, 2), Tiles(64, 64, 4, 3)
         x, far = jnp.ones(8), jnp.ones(8).at[3].set(2.0)
-        monkeypatch.setattr(search_space, "attentions", lambda *condition: [None])
-        monkeypatch.setattr(search_space, "inputs", lambda attention: (x,))
-        monkeypatch.setattr(search_space, "program", lambda attention, kernel, tiles: lambda x: {"forward": x}[kernel])
+        monkeypatch.setattr(tune, "attentions", lambda *condition: [None])
+        monkeypatch.setattr(tune, "inputs", lambda attention: (x,))
+        monkeypatch.setattr(tune, "program", lambda attention, kernel, tiles: lambda x: {"forward": x}[kernel])
         calls = {right: [lambda: x], wrong: [lambda: far]}
-        assert list(tune._correct(64, ("forward_sm90", "none", "long"), calls)) == [right]
-
-    def test_nothing_is_pruned_without_a_compiler(self, monkeypatch, tmp_path):
-        monkeypatch.setattr(gpu_compile, "missing", lambda: "no compiler")
-        with pytest.raises(SystemExit, match="no compiler"):
-            main(["tune", "--kernels", "dq", "--prune", str(tmp_path / "x.json")])
-
-    def test_kernels_of_hopper_are_not_pruned(self, tmp_path):
-        with pytest.raises(SystemExit, match="compiles kernels of Triton"):
-            main(["tune", "--kernels", "dq_sm90", "--prune", str(tmp_path / "x.json")])
-
-    def test_only_what_pruning_left_is_searched(self):
-        scope = tune.Scope(allowed={"forward 64 none": [[64, 64, 4, 2], [16, 16, 4, 2]]})
-        assert scope.configurations(64, "forward", "none") == [Tiles(64, 64, 4, 2)]
+        assert list(tune._correct(tune.Condition("forward_sm90", 64, "none", "long"), calls)) == [right]
 
     def test_a_head_size_that_fails_keeps_the_others_and_the_old(self, monkeypatch, tmp_path):
         def entry(head_size, microseconds):
@@ -301,7 +288,6 @@ class TestSearch:
 
         def run_job(job):
             assert (job.module, job.function) == ("benchmarks.tune", "search")
-            json.dumps(job.arguments)  # as the process gets them
             if job.arguments["head_size"] == 64:
                 raise RuntimeError("out of memory")
             return [entry(job.arguments["head_size"], 2.0)]
@@ -315,35 +301,35 @@ class TestSearch:
         assert [found[size]["date"] == "yesterday" for size in (64, 80, 128)] == [True, True, False]
 
     def test_search_at_a_tiny_size(self, monkeypatch):
-        tiny, made = square(1, 32, 1, 16, "noop"), search_space.program
-        monkeypatch.setattr(search_space, "attentions", lambda *condition: [tiny])
-        monkeypatch.setattr(search_space, "configurations", lambda *which: [Tiles(16, 32, 4, 2), Tiles(32, 16, 4, 2)])
-        monkeypatch.setattr(search_space, "program", lambda *args: made(*args, interpret=True))
+        tiny, program = square(1, 32, 1, 16, "noop"), tune.program
+        monkeypatch.setattr(tune, "attentions", lambda *condition: [tiny])
+        monkeypatch.setattr(tune, "configurations", lambda *which: [Tiles(16, 32, 4, 2), Tiles(32, 16, 4, 2)])
+        monkeypatch.setattr(tune, "program", lambda *args: program(*args, interpret=True))
         monkeypatch.setattr(
             tune, "_seconds", lambda calls: [float(call().size) / (i + 1) for i, call in enumerate(calls)]
         )
-        scope = tune.Scope(["forward"], ["none"], ["short"])._asdict()
-        [entry] = tune.search(32, json.loads(json.dumps(scope)))
+        scope = tune.Scope(["forward"], ["none"], ["short"])
+        [entry] = tune.search(32, scope)
         assert tables.Key(**entry["key"]) == tables.Key("forward", 32, 2, "none", "short")
         assert (Tiles(**entry["tiles"]), entry["microseconds"]) == (Tiles(32, 16, 4, 2), 256e6)
         assert (Tiles(**entry["runner_up"]["tiles"]), entry["searched"]) == (Tiles(16, 32, 4, 2), 2)
-        assert tune.search(32, scope | {"deadline": 0.0}) == []
+        assert tune.search(32, scope._replace(deadline=0.0)) == []
 
     @in_turns
     @pytest.mark.parametrize("kernel", tables.KERNELS)
-    @pytest.mark.parametrize("variant", [x for variants in search_space.REPRESENTATIVES.values() for x in variants])
+    @pytest.mark.parametrize("variant", [x for variants in tune.REPRESENTATIVES.values() for x in variants])
     def test_programs_compute(self, kernel, variant):
         attention = square(1, 64, 2, 32, variant)
-        run = search_space.program(attention, kernel, Tiles(32, 32, 4, 2), interpret=True)
-        found = jax.jit(run)(*search_space.inputs(attention))
+        run = tune.program(attention, kernel, Tiles(32, 32, 4, 2), interpret=True)
+        found = jax.jit(run)(*tune.inputs(attention))
         assert all(bool(jnp.isfinite(x).all()) for x in jax.tree.leaves(found))
 
     def test_mods_fall_into_the_buckets_that_they_stand_for(self, monkeypatch, fresh_plans):
         buckets, mods_of = [], tables.mods_of
         monkeypatch.setattr(tables, "mods_of", lambda *programs: buckets.append(mods_of(*programs)) or buckets[-1])
-        for mods, variants in search_space.REPRESENTATIVES.items():
+        for mods, variants in tune.REPRESENTATIVES.items():
             buckets.clear()
             attention = square(1, 64, 2, 32, variants[0])
-            run = search_space.program(attention, "dq", Tiles(32, 32, 4, 2), interpret=True)
-            jax.eval_shape(run, *jax.eval_shape(lambda a=attention: search_space.inputs(a)))
+            run = tune.program(attention, "dq", Tiles(32, 32, 4, 2), interpret=True)
+            jax.eval_shape(run, *jax.eval_shape(lambda a=attention: tune.inputs(a)))
             assert set(buckets) == {mods}

@@ -32,7 +32,7 @@ class FakeRunner(LibraryRunner):
     def start(self, problem):
         """Counts the work."""
         visited = problem.T * problem.S
-        return {"work": roofline.work(problem, visited)._asdict(), "backends": {"jflex": "triton"}}
+        return {"work": roofline.work(problem, visited), "backends": {"jflex": "triton"}}
 
     def build(self, peer, directions):
         """By the peer's name."""

@@ -3,8 +3,6 @@
 All arrays are arguments of what is jitted, so that none is a constant of the program.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math
@@ -20,23 +18,24 @@ from benchmarks import roofline
 from benchmarks.problems import EIGHT_BITS, Problem
 from benchmarks.variants import LARGE, VARIANTS, WINDOW, Mods, Operations
 
-_ORDERS = {"tiles": jflex.masks.tile_order, "morton": lambda canvas, tile: jflex.masks.morton_order(canvas)}
-
-
-def _neighborhood(order: str, canvas: tuple[int, int], kernel: tuple[int, int], tile: tuple[int, int]) -> jflex.MaskMod:
-    cells = None if order == "rows" else _ORDERS[order](canvas, tile)
-    return jflex.masks.neighborhood(canvas, kernel, order=cells)
-
-
-OPERATIONS = Operations(jnp.tanh, lambda x: x.astype(jnp.float32), jnp.clip, _neighborhood)
+_ORDERS = {
+    "rows": lambda canvas, tile: None,
+    "tiles": jflex.masks.tile_order,
+    "morton": lambda canvas, tile: jflex.masks.morton_order(canvas),
+}
+OPERATIONS = Operations(
+    jnp.tanh,
+    lambda x: x.astype(jnp.float32),
+    jnp.clip,
+    lambda order, canvas, kernel, tile: jflex.masks.neighborhood(canvas, kernel, order=_ORDERS[order](canvas, tile)),
+)
 IMPLEMENTATIONS = {
     "jflex": None, "jflex-mosaic": "mosaic_gpu", "jflex-triton": "triton", "jflex-official": "official_triton",
     "jflex-xla": "xla",
 }  # fmt: skip
 Captured = Mapping[str, jax.Array]
 BoundMods = Callable[[Captured], Mods]
-# (query, key, value, captured arrays, BlockMask or None) -> out
-Attend = Callable[..., Any]
+Attend = Callable[..., Any]  # (query, key, value, captured arrays, BlockMask or None) -> out
 
 
 class Inputs(NamedTuple):
@@ -62,13 +61,10 @@ def mods_of(problem: Problem) -> tuple[BoundMods, dict[str, jax.Array]]:
 
 def inputs_of(problem: Problem, captured: dict[str, jax.Array], block_mask: jflex.BlockMask | None) -> Inputs:
     """Random arrays."""
+    B, S, Hkv, D = problem.B, problem.S, problem.Hkv, problem.D
+    shapes = (B, problem.T, problem.Hq, D), (B, S, Hkv, D), (B, S, Hkv, problem.value_size)
     keys = jax.random.split(jax.random.key(0), 3)
-    heads, lengths = (problem.Hq, problem.Hkv, problem.Hkv), (problem.T, problem.S, problem.S)
-    sizes = (problem.D, problem.D, problem.value_size)
-    query, key, value = (
-        jax.random.normal(random, (problem.B, length, H, size), problem.dtype)
-        for random, length, H, size in zip(keys, lengths, heads, sizes, strict=True)
-    )
+    query, key, value = (jax.random.normal(x, shape, problem.dtype) for x, shape in zip(keys, shapes, strict=True))
     if problem.keys in EIGHT_BITS:
         query, key = query.astype(problem.keys), key.astype(problem.keys)
     return Inputs(query, key, value, captured, block_mask)
@@ -100,11 +96,6 @@ def selected_blocks(problem: Problem, query: jax.Array, key: jax.Array) -> jflex
     return jflex.block_mask_from_indices(
         indices, problem.T, problem.S, H=problem.Hq, block_size=problem.block, mask_mod=jflex.masks.causal()
     )
-
-
-def attention(peer: str, problem: Problem, mods: BoundMods) -> Attend:
-    """A peer's attention for a problem with as many queries as keys."""
-    return _ATTEND[peer](problem, mods)
 
 
 def with_residuals(attend: Attend, problem: Problem) -> Callable[..., Any]:
@@ -202,7 +193,7 @@ def _tokamax(problem: Problem, mods: BoundMods) -> Attend:
     )
 
 
-_ATTEND: dict[str, Callable[[Problem, BoundMods], Attend]] = {
+ATTENTION: dict[str, Callable[[Problem, BoundMods], Attend]] = {
     **{name: functools.partial(_jflex, implementation=named) for name, named in IMPLEMENTATIONS.items()},
     "jax-cudnn": functools.partial(_jax_nn, implementation="cudnn"),
     "jax-xla": functools.partial(_jax_nn, implementation="xla"),

@@ -4,9 +4,8 @@ All attend to the same sinks and the same window, at the positions within the ca
 and value, which takes each of them equally long.
 """
 
-from __future__ import annotations
-
 import dataclasses
+import functools
 from collections.abc import Callable
 
 import jax
@@ -14,20 +13,18 @@ import jax.numpy as jnp
 import numpy as np
 
 import jflex
-from benchmarks.peers.jax.inputs import Program, normal, on_gpu_or_xla
+from benchmarks.peers.jax.attention import BoundMods
+from benchmarks.peers.jax.served import Peers, Program, normal, on_gpu_or_xla
 from benchmarks.problems import Problem
 from flax_layers.attention.streaming import Streaming, attend
 from jflex.paged import PagedBatch, PagedCache
 from jflex.rotary import rotate
 
 SINKS = 4
-_Attend = Callable[[jax.Array, PagedCache, PagedBatch, Streaming], jax.Array]
 
 
-def program(peer: str, problem: Problem) -> Program:
-    """A peer's function and its arguments: each sequence has a page of sinks, and the pages of its whole window."""
-    if peer not in _PEERS:
-        raise NotImplementedError(f"{peer} is not measured with the rolling cache of StreamingLLM.")
+def _program(problem: Problem, mods: BoundMods, call: Callable[..., jax.Array]) -> Program:
+    """Each sequence has a page of sinks, and the pages of its whole window."""
     streaming, page = Streaming(SINKS, problem.S - SINKS), problem.page
     first = -(-SINKS // page)
     columns = first - (-streaming.window // page)
@@ -37,7 +34,7 @@ def program(peer: str, problem: Problem) -> Program:
     lengths = jnp.full(problem.B, first * page + streaming.window, jnp.int32)
     batch = PagedBatch(jnp.arange(problem.B + 1, dtype=jnp.int32), lengths, jnp.asarray(table, jnp.int32))
     query = normal(0, (problem.B, problem.Hq, problem.D), problem)
-    return lambda captured, *inputs: _PEERS[peer](*inputs, streaming), ({}, query, cache, batch)
+    return lambda captured, *inputs: call(*inputs, streaming), (query, cache, batch)
 
 
 def _layers(query: jax.Array, cache: PagedCache, batch: PagedBatch, streaming: Streaming) -> jax.Array:
@@ -64,10 +61,8 @@ def _gaps(batch: PagedBatch, streaming: Streaming) -> jax.Array:
 def _raw_keys(query: jax.Array, cache: PagedCache, batch: PagedBatch, streaming: Streaming) -> jax.Array:
     """One call written for this batch: each request is known to have one token, at the end of its cache."""
     gaps, rope = _gaps(batch, streaming), jflex.rope()
-
-    def key_mod(key: jax.Array, b: jax.Array, h: jax.Array, kv_idx: jax.Array) -> jax.Array:
-        return rope(key, b, h, jnp.where(kv_idx < streaming.sinks, kv_idx, kv_idx - gaps[b]))
-
+    place = lambda b, kv_idx: jnp.where(kv_idx < streaming.sinks, kv_idx, kv_idx - gaps[b])
+    key_mod = lambda key, b, h, kv_idx: rope(key, b, h, place(b, kv_idx))
     return _attended(query, cache, batch, streaming, key_mod)
 
 
@@ -80,4 +75,5 @@ def _rerotating(query: jax.Array, cache: PagedCache, batch: PagedBatch, streamin
     return _attended(query, dataclasses.replace(cache, k=rotate(cache.k, by_page)), batch, streaming)
 
 
-_PEERS: dict[str, _Attend] = {"jflex": _layers, "jflex-raw-keys": _raw_keys, "jflex-rerotating": _rerotating}
+_CALLS = {"jflex": _layers, "jflex-raw-keys": _raw_keys, "jflex-rerotating": _rerotating}
+ROLLING: Peers = {name: functools.partial(_program, call=call) for name, call in _CALLS.items()}

@@ -1,34 +1,90 @@
-"""The JAX peers in serving: queries continue sequences in decoding, with uneven lengths, pages or shared prefixes."""
+"""The JAX peers in serving: queries continue sequences in decoding, with uneven lengths, pages or shared prefixes.
 
-from __future__ import annotations
+Sparse latent attention and the indexer that selects its keys (DeepSeek-V3.2) are among them. Pages lie at random
+places, and queries select positions at random, in no order, as the best scores lie.
+"""
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 import jflex
-from benchmarks.peers.jax import sparse
-from benchmarks.peers.jax.attention import BoundMods, Captured
-from benchmarks.peers.jax.inputs import QK_HEAD_DIM, Cache, Program, contiguous_inputs, on_gpu_or_xla, paged_inputs
-from benchmarks.problems import Problem
+from benchmarks.peers.jax.attention import IMPLEMENTATIONS, BoundMods, Captured
+from benchmarks.problems import EIGHT_BITS, Problem, requests_of
 from benchmarks.variants import Mods
 
 Batch = jflex.paged.PagedBatch
+Cache = Any  # a `PagedCache` or a `LatentCache`
 Config = jflex.Config | None
+Program = tuple[Callable[..., jax.Array], tuple[Any, ...]]  # a function of captured arrays and inputs, and the inputs
+QK_HEAD_DIM = 192  # of a head before absorption: 128 and 64 rotated, in DeepSeek-V2 and V3
+_LARGEST = 2  # of the integers in queries and keys of the indexer, so that scores are exact in any order of summation
 
 
 def served_program(peer: str, problem: Problem, mods: BoundMods, captured: Captured) -> Program:
-    """A peer's function and its arguments for a problem that is `served`."""
+    """A peer's function and all its arguments for a problem that is `served`."""
     if problem.keys == "rolling":
-        from benchmarks.peers.jax import rolling  # needs Flax
-
-        return rolling.program(peer, problem)
-    if problem.selected:
-        return sparse.program(peer, problem)
-    function, inputs = _SERVED[peer](problem, mods)
+        from benchmarks.peers.jax.rolling import ROLLING as peers  # needs Flax
+    else:
+        peers = _INDEXERS if problem.keys == "indexer" else _SPARSE if problem.selected else _SERVED
+    if peer not in peers:
+        raise NotImplementedError(f"{peer} is not measured with {problem.label}.")
+    function, inputs = peers[peer](problem, mods)
     return function, (captured, *inputs)
+
+
+def on_gpu_or_xla(on_gpu: str | None) -> str | None:
+    """The implementation that a call names on a GPU; None leaves the choice to jflex."""
+    return on_gpu if jax.default_backend() == "gpu" else "xla"
+
+
+def normal(seed: int, shape: tuple[int, ...], problem: Problem) -> jax.Array:
+    return jax.random.normal(jax.random.key(seed), shape, problem.dtype)
+
+
+def paged_inputs(problem: Problem, prefix: int = 0) -> tuple[jax.Array, Cache, Batch]:
+    """Packed queries, the cache and the batch; sequences share the pages of a prefix."""
+    requests, shared = requests_of(problem), prefix // problem.page
+    pages = -(-requests.keys // problem.page)
+    count = 1 + shared + int((pages - shared).sum())  # page 0 is reserved
+    places = np.random.default_rng(0).permutation(np.arange(1, count))
+    table = np.zeros((problem.B, pages.max()), np.int32)
+    table[:, :shared] = places[:shared]
+    for row, unshared in zip(table, np.split(places[shared:], np.cumsum(pages - shared)[:-1]), strict=True):
+        row[shared : shared + len(unshared)] = unshared
+    keys = normal(1, (count, problem.page, problem.Hkv, problem.D), problem)
+    if problem.keys == "latent":
+        cache = jflex.paged.LatentCache(keys, problem.D - problem.value_size)
+    else:
+        cache = jflex.paged.PagedCache(keys, normal(2, keys.shape, problem))
+    if problem.keys in EIGHT_BITS:
+        cache = jax.jit(functools.partial(_in_eight_bits, problem.keys))(cache)
+    batch = Batch(*map(jnp.asarray, (requests.indptr, requests.keys, table)))
+    return normal(0, (int(requests.queries.sum()), problem.Hq, problem.D), problem), cache, batch
+
+
+def _in_eight_bits(dtype: str, cache: jflex.paged.PagedCache) -> jflex.paged.PagedCache:
+    """Pages in eight bits, with a scale for each token and head."""
+    pages, size, heads, D = cache.k.shape
+    rows = lambda x: x.reshape(pages * size, heads, D)
+    empty = jflex.paged.PagedCache.create(pages, size, heads, D, dtype=dtype)
+    return jflex.paged.write(empty, rows(cache.k), rows(cache.v), jnp.arange(pages * size, dtype=jnp.int32))
+
+
+def _contiguous_inputs(problem: Problem) -> tuple[Any, ...]:
+    """Query, key, value and the lengths, or None; where there are pages, their contents in order."""
+    if problem.page:
+        query, cache, batch = paged_inputs(problem)
+        query = query.reshape(problem.B, problem.T, *query.shape[1:])
+        rows = lambda x: x[batch.page_table].reshape(problem.B, -1, *x.shape[-2:])[:, : problem.S]
+        return query, rows(cache.keys), rows(cache.values)[..., : problem.value_size], None
+    query = normal(0, (problem.B, problem.T, problem.Hq, problem.D), problem)
+    key, value = (normal(seed, (problem.B, problem.S, problem.Hkv, problem.D), problem) for seed in (1, 2))
+    return query, key, value, jnp.asarray(requests_of(problem).keys) if problem.lengths else None
 
 
 def _served_mods(problem: Problem, mods: Mods) -> Mods:
@@ -46,20 +102,20 @@ def _contiguous(problem: Problem, mods: BoundMods, on_gpu: str | None = None, co
             query, key, value, score, mask_mod=mask, implementation=on_gpu_or_xla(on_gpu), config=config, **options
         )
 
-    return attend, contiguous_inputs(problem)
+    return attend, _contiguous_inputs(problem)
 
 
 def _jax_nn(problem: Problem, mods: BoundMods, implementation: str) -> Program:
-    def attend(captured: Captured, query: jax.Array, key: jax.Array, value: jax.Array, lengths: jax.Array | None):
-        options = {"key_value_seq_lengths": lengths, "implementation": implementation}
-        return jax.nn.dot_product_attention(query, key, value, **options)
-
-    return attend, contiguous_inputs(problem)
+    return (
+        lambda captured, query, key, value, lengths: jax.nn.dot_product_attention(
+            query, key, value, key_value_seq_lengths=lengths, implementation=implementation
+        ),
+        _contiguous_inputs(problem),
+    )
 
 
 def _latents_jax_nn(problem: Problem, mods: BoundMods) -> Program:
     """Rows of latents as keys and as values, since `jax.nn` takes one head size; their rotated columns are dropped."""
-    query, rows, _, _ = contiguous_inputs(problem)
 
     def attend(captured: Captured, query: jax.Array, rows: jax.Array) -> jax.Array:
         positions = jnp.arange(problem.S - problem.T, problem.S)
@@ -67,7 +123,7 @@ def _latents_jax_nn(problem: Problem, mods: BoundMods) -> Program:
         out = jax.nn.dot_product_attention(query, rows, rows, mask=mask, scale=QK_HEAD_DIM**-0.5, implementation="xla")
         return out[..., : problem.value_size]
 
-    return attend, (query, rows)
+    return attend, _contiguous_inputs(problem)[:2]
 
 
 def _paged(
@@ -131,7 +187,56 @@ def _jflex(problem: Problem, mods: BoundMods, on_gpu: str | None = None, config:
     return (_cascade if problem.prefix else _paged if problem.page else _contiguous)(problem, mods, on_gpu, config)
 
 
-_SERVED: dict[str, Callable[[Problem, BoundMods], Program]] = {
+def selected_positions(problem: Problem) -> np.ndarray:
+    """Selection of each query, int32 [B * T, selected]: distinct visible positions."""
+    generator = np.random.default_rng(3)
+    visible = [problem.S - problem.T + row + 1 for _ in range(problem.B) for row in range(problem.T)]
+    return np.stack([generator.permutation(count)[: problem.selected] for count in visible]).astype(np.int32)
+
+
+def _sparse(problem: Problem, mods: BoundMods, on_gpu: str | None = None) -> Program:
+    attend = lambda captured, *inputs: jflex.sparse_mla_attention(
+        *inputs, qk_head_dim=QK_HEAD_DIM, implementation=on_gpu_or_xla(on_gpu)
+    )
+    return attend, (*paged_inputs(problem), jnp.asarray(selected_positions(problem)))
+
+
+def _gathered(problem: Problem, mods: BoundMods) -> Program:
+    """The selected rows of contiguous latents in a new array, and `jax.nn` over it."""
+    indices = jnp.asarray(selected_positions(problem)).reshape(problem.B, problem.T, -1)
+
+    def attend(captured: Captured, query: jax.Array, rows: jax.Array, indices: jax.Array) -> jax.Array:
+        chosen = jax.vmap(lambda rows, indices: rows[indices])(rows, indices)  # [B, T, selected, 1, D]
+        each = lambda x: x.reshape(problem.B * problem.T, -1, *x.shape[-2:])
+        how = {"scale": QK_HEAD_DIM**-0.5, "implementation": "xla"}
+        out = jax.nn.dot_product_attention(each(query[:, :, None]), each(chosen), each(chosen), **how)
+        return out[..., : problem.value_size]
+
+    return attend, (*_contiguous_inputs(problem)[:2], indices)
+
+
+def _indexer(problem: Problem, mods: BoundMods, *, at_once: bool = False) -> Program:
+    """Integers as queries [B, T, Hq, D], keys [B, S, D] and weights of heads; with scores of all heads in one array."""
+
+    def select(captured: Captured, query: jax.Array, key: jax.Array, weights: jax.Array, positions: jax.Array):
+        visible = positions[:, None] >= jnp.arange(problem.S)[None]
+        if at_once:
+            products = jnp.einsum("bthd,bsd->bths", query, key, preferred_element_type=jnp.float32)
+            scores = (weights[..., None] * jax.nn.relu(products)).sum(axis=2)
+            return jax.lax.top_k(jnp.where(visible, scores, -jnp.inf), problem.selected)[1]
+        best = lambda *arrays: jflex.select_keys(jflex.indexer_scores(*arrays), problem.selected, visible=visible)
+        return jax.vmap(best)(query, key, weights)
+
+    shapes = ((problem.B, problem.T, problem.Hq, problem.D), (problem.B, problem.S, problem.D))
+    keys = jax.random.split(jax.random.key(0), 3)
+    draw = lambda key, shape, largest: jax.random.randint(key, shape, -largest, largest + 1)
+    vectors = [draw(x, shape, _LARGEST).astype(problem.dtype) for x, shape in zip(keys, shapes, strict=False)]
+    weights = draw(keys[2], shapes[0][:3], 8).astype(jnp.float32) / 8
+    return select, (*vectors, weights, jnp.arange(problem.S - problem.T, problem.S))
+
+
+Peers = dict[str, Callable[[Problem, BoundMods], Program]]
+_SERVED: Peers = {
     "jflex": _jflex,
     "jflex-mosaic": functools.partial(_jflex, on_gpu="mosaic_gpu"),
     "jflex-triton": functools.partial(_jflex, on_gpu="triton"),
@@ -145,3 +250,8 @@ _SERVED: dict[str, Callable[[Problem, BoundMods], Program]] = {
     "jax-xla": functools.partial(_jax_nn, implementation="xla"),
     "jax-xla-latents": _latents_jax_nn,
 }
+_SPARSE: Peers = {
+    **{name: functools.partial(_sparse, on_gpu=named) for name, named in IMPLEMENTATIONS.items()},
+    "jax-xla-latents": _gathered,
+}
+_INDEXERS: Peers = {"jflex": _indexer, "jax-xla-latents": functools.partial(_indexer, at_once=True)}

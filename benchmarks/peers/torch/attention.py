@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.attention import SDPBackend, flex_attention, sdpa_kernel
 
-from benchmarks.problems import Problem
-from benchmarks.requests import requests_of
+from benchmarks.problems import Problem, requests_of
 from benchmarks.variants import CAP, LARGE, VARIANTS, WINDOW, Mods, Operations
 
 OPERATIONS = Operations(torch.tanh, lambda x: x.to(torch.float32), torch.clamp)

@@ -1,9 +1,7 @@
 """A decoder with a static cache in torch, as one would write it after gpt-fast: the peer of generation."""
 
-from __future__ import annotations
-
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -11,7 +9,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from benchmarks.questions.generation import COPIED_BYTES, Load, Shape, check_counts, copy_rate
+from benchmarks.questions.generation import Load, Shape, check_counts
+from benchmarks.run.torch_runner import TorchRunner
 
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 """Of the query, key and value of new tokens, and the keys and values of the cache."""
@@ -112,20 +111,16 @@ def programs(shape: Shape, load: Load, how: str) -> Programs:
     return Programs(torch.compile(prefill, **options), torch.compile(step, mode="reduce-overhead", **options))
 
 
-def torch_generation(
-    shape: Sequence[int], load: Sequence[int], runs: int, how: str, device: str = "cuda"
-) -> dict[str, Any]:
+def torch_generation(shape: Shape, load: Load, runs: int, how: str, device: str = "cuda") -> dict[str, Any]:
     """Seconds of prompt and decoding of each run, after two that compile and record graphs; and the copy rate."""
-    sizes, loaded = Shape(*shape), Load(*load)
     torch.manual_seed(0)
     with torch.no_grad():
         with torch.device(device):  # not around the calls: torch.compile does not trace all of them under it
-            prompts = torch.randint(sizes.vocabulary, (loaded.batch, loaded.prompt))
-            compiled = programs(sizes, loaded, how)
-            copied = torch.empty(COPIED_BYTES // 4, dtype=torch.int32)
-        times = [_seconds(compiled, prompts, loaded.tokens) for _ in range(runs + 2)][2:]
-        copy = copy_rate(copied.clone, lambda _: _wait())
-    return {"prefill": [prefill for prefill, _ in times], "decode": [decode for _, decode in times], "copy": copy}
+            prompts = torch.randint(shape.vocabulary, (load.batch, load.prompt))
+            compiled = programs(shape, load, how)
+        times = [_seconds(compiled, prompts, load.tokens) for _ in range(runs + 2)][2:]
+    prefill, decode = ([x[i] for x in times] for i in range(2))
+    return {"prefill": prefill, "decode": decode, "copy": TorchRunner().rates()["copy_bytes"]}
 
 
 def _seconds(compiled: Programs, prompts: Tensor, tokens: int) -> tuple[float, float]:

@@ -1,7 +1,5 @@
 """`transformers` under the loads of the engine: `generate` with a static cache, and `generate_batch`."""
 
-from __future__ import annotations
-
 import functools
 import time
 from collections.abc import Callable, Sequence
@@ -12,13 +10,13 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from benchmarks.questions.engine import Results, Sizes
 from benchmarks.questions.generation import Shape
-from benchmarks.run.timing import failures, first_line
+from benchmarks.questions.question import Measured
+from benchmarks.run.timing import describe_error, failures
 
 
-def torch_serving(shape: Sequence[int], sizes: Sequence[Any], device: str = "cuda") -> dict[str, Any]:
+def torch_serving(shape: Shape, sizes: Sizes, device: str = "cuda") -> Measured:
     """Tokens a second of both for each number of clients; a job."""
-    sizes, results = Sizes(*sizes), Results()
-    model = _model(Shape(*shape), device)
+    results, model = Results(), _model(shape, device)
     draw = torch.Generator().manual_seed(0)
     for clients in sizes.clients:
         requests = max(4, 2 * clients)
@@ -31,11 +29,11 @@ def torch_serving(shape: Sequence[int], sizes: Sequence[Any], device: str = "cud
             try:
                 seconds = _seconds(functools.partial(kind, model, prompts[:count], sizes.output))
             except failures() as error:
-                results.remarks.append(f"{label} is left out: {type(error).__name__}: {first_line(error)}")
+                results.remarks.append(f"{label} is left out: {describe_error(error)}")
                 continue
             results.add(label, count * sizes.output / seconds, "tokens/s")
         model.destroy_cached_continuous_batching_manager()  # it was sized for so many requests
-    return results.to_json()
+    return Measured(results.records, results.remarks)
 
 
 def _model(shape: Shape, device: str) -> Any:

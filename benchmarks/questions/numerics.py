@@ -4,17 +4,18 @@ Keys and values are drawn in float32 and written to each cache; attention over i
 over the drawn arrays. Needles are keys that a query matches strongly, one each.
 """
 
-from __future__ import annotations
-
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
+import jflex
 from benchmarks.questions.question import Measured
 from benchmarks.results.schema import Record
-from benchmarks.run.jobs import SHARED_GPU, Job, RunJob, run_job, run_jobs
+from benchmarks.run.jobs import Job, RunJob, run_job, run_jobs
 
 DTYPES = ("float8_e4m3fn", "float8_e5m2", "int8")
 SCALES = {"tensor": "one scale", "head": "a scale for each head", "token": "a scale for each token and head"}
@@ -32,12 +33,11 @@ _PAGE, _PLAIN = 64, 16
 _SCORE = 14.0  # of a query and its needle; those of other keys have a mean of 0 and a deviation of _SCORE * D**-0.5
 
 
-def eight_bits(length: int = 65536, needles: int = 16, run: RunJob = run_job) -> Measured:
+def eight_bits(length: int = 65536, needles: int = 16, run: RunJob = run_job, /) -> Measured:
     """Error of eight bits, and attention to a needle among 64 k keys."""
-    job = Job("the caches", __name__, "errors", {"length": length, "needles": needles}, SHARED_GPU)
-    answers, remarks = run_jobs([job], run)
+    answers, remarks = run_jobs([Job("the caches", __name__, "errors", {"length": length, "needles": needles})], run)
     records = [
-        Record.single(f"{cache}: {name}", float(f"{value:.3g}"), UNITS[name])
+        Record.single(f"{cache}: {name}", value, UNITS[name])
         for answer in answers.values()
         for cache, values in answer.items()
         for name, value in values.items()
@@ -56,8 +56,6 @@ class Haystack(NamedTuple):
 
 def haystack(length: int, needles: int, *, latent: bool = False) -> Haystack:
     """Draws it, by a fixed seed; the first columns of latent keys are the values."""
-    import ml_dtypes
-
     rng = np.random.default_rng(0)
     normal = functools.partial(rng.standard_normal, dtype=np.float32)
     magnitudes = np.array(MAGNITUDES[:1] if latent else MAGNITUDES, np.float32)[:, None]
@@ -68,7 +66,7 @@ def haystack(length: int, needles: int, *, latent: bool = False) -> Haystack:
     needle = np.take_along_axis(key, places[..., None], axis=0)
     matching = np.float32(_SCORE * D**0.5) * needle / np.square(needle).sum(-1, keepdims=True)
     query = np.concatenate([matching, normal((_PLAIN, heads, D)) / magnitudes])
-    return Haystack(query.astype(ml_dtypes.bfloat16).astype(np.float32), key, value, places)
+    return Haystack(query.astype(jnp.bfloat16).astype(np.float32), key, value, places)
 
 
 def exact(x: Haystack) -> tuple[np.ndarray, np.ndarray]:
@@ -123,48 +121,29 @@ def _sqnr(expected: np.ndarray, rounded: np.ndarray) -> float:
     return float(10 * np.log10(signal / noise))
 
 
-_Attended = tuple[str, np.ndarray, Any, Any]
-
-
-def _caches(x: Haystack) -> Iterator[_Attended]:
-    """Name, keys, out and lse of each cache."""
-    import jax.numpy as jnp
-
-    import jflex
-
-    query, key, value = (jnp.asarray(a) for a in (x.query, x.key, x.value))
-    query = query.astype(jnp.bfloat16)
+def _caches(x: Haystack) -> Iterator[tuple[str, np.ndarray, Any, Any]]:
+    """Name, keys, out and lse of each cache of keys and values."""
+    query, key, value = jnp.asarray(x.query, jnp.bfloat16), jnp.asarray(x.key), jnp.asarray(x.value)
     rounded = key.astype(jnp.bfloat16), value.astype(jnp.bfloat16)
     out, lse = jflex.flex_attention(query[None], rounded[0][None], rounded[1][None], return_lse=True)
     yield "bfloat16, dense", np.asarray(rounded[0], np.float32), out[0], lse[0].T
-    yield "bfloat16, paged", *_paged(query, *rounded, {"dtype": jnp.bfloat16})
+    yield "bfloat16, paged", *_paged(query, *rounded, dtype=jnp.bfloat16)
     for dtype in DTYPES:
+        largest = float(jnp.iinfo(dtype).max if dtype == "int8" else jnp.finfo(dtype).max)
         for kind, words in SCALES.items():
-            how = {"dtype": dtype, **_scales(x, dtype, kind)}
-            yield f"{dtype}, {words}, paged", *_paged(query, key, value, how)
+            axes, scales = None if kind == "tensor" else (0, 2), {}
+            if kind != "token":  # scales that hold the largest magnitude
+                bounds = (np.abs(a).max(axes) / np.float32(largest) for a in (x.key, x.value))
+                scales = dict(zip(("k_scale", "v_scale"), bounds, strict=True))
+            yield f"{dtype}, {words}, paged", *_paged(query, key, value, dtype=dtype, **scales)
         yield f"{dtype}, {SCALES['token']}, dense", *_dense(query, key, value, dtype)
 
 
-def _scales(x: Haystack, dtype: str, kind: str) -> Mapping[str, Any]:
-    """Arguments of `PagedCache.create`: scales that hold the largest magnitude."""
-    import jax.numpy as jnp
-
-    if kind == "token":
-        return {}
-    largest = float(jnp.iinfo(dtype).max if dtype == "int8" else jnp.finfo(dtype).max)
-    axes = None if kind == "tensor" else (0, 2)
-    return {name: np.abs(a).max(axes) / np.float32(largest) for name, a in (("k_scale", x.key), ("v_scale", x.value))}
-
-
-def _latent_caches(x: Haystack) -> Iterator[_Attended]:
+def _latent_caches(x: Haystack) -> Iterator[tuple[str, np.ndarray, Any, Any]]:
     """Name, keys, out and lse of each cache of latent vectors, on pages."""
-    import jax
-    import jax.numpy as jnp
-
-    import jflex
-
     query, length = jnp.asarray(x.query, jnp.bfloat16), len(x.key)
     table, slots = _table(length)
+    in_order = lambda pages: np.asarray(pages[table[0]], np.float32).reshape(length, -1)
     for dtype, words in (("bfloat16", ""), ("float8_e4m3fn", ", a scale for each token and 128 columns")):
         rows = jnp.asarray(x.key[:, 0]).astype(jnp.bfloat16 if dtype == "bfloat16" else jnp.float32)
         cache = jflex.paged.LatentCache.create(1 + length // _PAGE, _PAGE, _LATENT, _ROPE, dtype=dtype)
@@ -172,45 +151,33 @@ def _latent_caches(x: Haystack) -> Iterator[_Attended]:
         cache = write(cache, rows[:, :_LATENT], rows[:, _LATENT:], slots)
         attend = functools.partial(jflex.mla_attention, scale=query.shape[-1] ** -0.5, return_lse=True)
         out, lse = jax.jit(attend)(query, cache, _batch(query, table, length))
-        keys = np.asarray(cache.rows[table[0]], np.float32).reshape(length, -1)
+        keys = in_order(cache.rows)
         if cache.scale is not None and cache.rope is not None:
-            keys *= np.repeat(np.asarray(cache.scale[table[0]]).reshape(length, -1), 128, axis=-1)
-            keys = np.concatenate([keys, np.asarray(cache.rope[table[0]], np.float32).reshape(length, -1)], axis=-1)
+            keys = np.concatenate([keys * np.repeat(in_order(cache.scale), 128, -1), in_order(cache.rope)], axis=-1)
         yield f"{dtype}{words}, paged", keys[:, None], out, lse
 
 
-def _table(length: int) -> tuple[Any, Any]:
+def _table(length: int) -> tuple[jax.Array, jax.Array]:
     """The page table of one sequence, in a random order, and its slots."""
-    import jax.numpy as jnp
-
     table = np.random.default_rng(1).permutation(np.arange(1, 1 + length // _PAGE)).astype(np.int32)
     slots = (table[:, None] * _PAGE + np.arange(_PAGE, dtype=np.int32)).reshape(-1)
     return jnp.asarray(table)[None], jnp.asarray(slots)
 
 
-def _batch(query: Any, table: Any, length: int) -> Any:
-    import jax.numpy as jnp
-
-    import jflex
-
+def _batch(query: jax.Array, table: jax.Array, length: int) -> jflex.paged.PagedBatch:
     return jflex.paged.PagedBatch(jnp.array([0, len(query)], jnp.int32), jnp.array([length], jnp.int32), table)
 
 
-def _paged(query: Any, key: Any, value: Any, how: Mapping[str, Any]) -> tuple[np.ndarray, Any, Any]:
+def _paged(query: jax.Array, key: jax.Array, value: jax.Array, **how: Any) -> tuple[np.ndarray, Any, Any]:
     """On pages in a random order."""
-    import jflex
-
     length, heads, D = key.shape
     table, slots = _table(length)
-    cache = jflex.paged.PagedCache.create(1 + length // _PAGE, _PAGE, heads, D, **how)
-    cache = _write()(cache, key, value, slots)
+    cache = _write(jflex.paged.PagedCache.create(1 + length // _PAGE, _PAGE, heads, D, **how), key, value, slots)
     return _attended(query, cache, table, length)
 
 
-def _dense(query: Any, key: Any, value: Any, dtype: str) -> tuple[np.ndarray, Any, Any]:
+def _dense(query: jax.Array, key: jax.Array, value: jax.Array, dtype: str) -> tuple[np.ndarray, Any, Any]:
     """In the dense cache of Flax layers."""
-    import jax
-
     from flax_layers.nnx import EightBitCache
 
     length, heads, D = key.shape
@@ -219,27 +186,13 @@ def _dense(query: Any, key: Any, value: Any, dtype: str) -> tuple[np.ndarray, An
     return _attended(query, cache.pages, cache.table, length)
 
 
-@functools.cache
-def _attend() -> Any:
-    import jax
-
-    import jflex
-
-    return jax.jit(functools.partial(jflex.paged_attention, return_lse=True))
+_attend = jax.jit(functools.partial(jflex.paged_attention, return_lse=True))
+_write = jax.jit(jflex.paged.write, donate_argnums=0)
 
 
-@functools.cache
-def _write() -> Any:
-    import jax
-
-    import jflex
-
-    return jax.jit(jflex.paged.write, donate_argnums=0)
-
-
-def _attended(query: Any, cache: Any, table: Any, length: int) -> tuple[np.ndarray, Any, Any]:
+def _attended(query: jax.Array, cache: Any, table: jax.Array, length: int) -> tuple[np.ndarray, Any, Any]:
     """Keys of a cache, out and lse."""
-    out, lse = _attend()(query, cache, _batch(query, table, length))
+    out, lse = _attend(query, cache, _batch(query, table, length))
     keys = np.asarray(cache.k[table[0]], np.float32)
     if cache.k_scale is not None:
         scale = cache.k_scale[table[0]] if cache.k_scale.ndim == 3 else cache.k_scale
