@@ -5,6 +5,7 @@
 
 import argparse
 import itertools
+import math
 import pathlib
 import statistics
 import sys
@@ -306,7 +307,7 @@ def _value(outcome: Outcome) -> str:
 def limit(outcome: Outcome) -> str:
     """The limits of a target, and whether they are missed."""
     limits = {"at least": outcome.target.at_least, "at most": outcome.target.at_most}
-    text = ", ".join(f"{words} {_number(x)}" for words, x in limits.items() if x is not None)
+    text = ", ".join(f"{words} {_number(x)}" for words, x in limits.items() if math.isfinite(x))
     return text if outcome.reached else f"{text}: **missed**"
 
 

@@ -6,6 +6,7 @@ to another problem.
 
 import dataclasses
 import fnmatch
+import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -29,7 +30,7 @@ METRICS: dict[str, Callable[[Record], float]] = {
 
 
 class Target(NamedTuple):
-    """A limit for a figure of a suite."""
+    """A limit for a figure of a suite, for the worst of the problems or for the geometric mean."""
 
     suite: str
     direction: str
@@ -37,9 +38,9 @@ class Target(NamedTuple):
     metric: str  # of `METRICS`
     # What the metric is divided by: that of a peer, of `FASTEST`, of the same problem with other fields, or of `PARTS`.
     over: str | Mapping[str, Any] | None
-    at_least: float | None = None  # for the worst of the problems
-    at_most: float | None = None
-    mean: bool = False  # whether the limit is for the geometric mean instead
+    at_least: float = -math.inf
+    at_most: float = math.inf
+    mean: bool = False
     peer: str = ""  # whose metric it is; "" for the suite's first
 
 
@@ -49,8 +50,8 @@ class QuestionTarget(NamedTuple):
     device: str  # of the folder, or `ANY_GPU`
     question: str
     pattern: str
-    at_least: float | None = None
-    at_most: float | None = None
+    at_least: float = -math.inf
+    at_most: float = math.inf
 
 
 _BOTH = ("forward", "backward")
@@ -86,12 +87,14 @@ _HOPPER = (
 
 def _by_variant() -> Iterator[Target]:
     for direction, variants, D, rates, of_causal, over_peers in _HOPPER:
-        over: list[Any] = [(None, rate) for rate in rates] + [({"variant": "causal"}, of_causal)]
         select = {"variant": variants, "D": D, "S": 16384, "Dv": 0}
-        for other, limit in [*over, *zip(_HOPPER_PEERS, over_peers, strict=True)]:
-            metric = "speed" if isinstance(other, str) else "TFLOP/s"
+        for rate in rates:
+            yield Target("hopper", direction, select, "TFLOP/s", None, rate)
+        if of_causal is not None:
+            yield Target("hopper", direction, select, "TFLOP/s", {"variant": "causal"}, of_causal)
+        for peer, limit in zip(_HOPPER_PEERS, over_peers, strict=True):
             if limit is not None:
-                yield Target("hopper", direction, select, metric, other, limit)
+                yield Target("hopper", direction, select, "speed", peer, limit)
 
 
 TARGETS = (
@@ -164,10 +167,7 @@ class Outcome(NamedTuple):
     @property
     def reached(self) -> bool:
         """The figure exists and is within the limit."""
-        if self.value is None:
-            return False
-        above = self.target.at_least is None or self.value >= self.target.at_least
-        return above and (self.target.at_most is None or self.value <= self.target.at_most)
+        return self.value is not None and self.target.at_least <= self.value <= self.target.at_most
 
 
 def outcomes(results: Results) -> list[Outcome]:
@@ -188,17 +188,15 @@ def outcomes(results: Results) -> list[Outcome]:
 def evaluate(target: Target, result: ResultFile | None, device: str = DEVICE) -> Outcome:
     """A target with its figure; `result` holds that of the suite on the device."""
     problems = [problem for problem in SUITES[target.suite].problems if matches(problem, target.select)]
-    unit = target.metric if target.over is None else "x"
-    missing = Outcome(target, f"{device}/{target.suite}", _name(target, len(problems)), None, unit)
+    unit, file = target.metric if target.over is None else "x", f"{device}/{target.suite}"
+    outcome = Outcome(target, file, _name(target, len(problems)), None, unit, f"{file}.json is missing")
     if result is None:
-        return missing._replace(missing=f"{missing.file}.json is missing")
-    values = [_value(target, result, problem) for problem in problems]
-    known = [x for x in values if x is not None]
-    if len(known) < len(values) or not values:
-        return missing._replace(missing=f"{len(values) - len(known)} of {len(values)} are missing")
-    worst = min if target.at_most is None else max
-    value = statistics.geometric_mean(known) if target.mean else worst(known)
-    return missing._replace(value=float(f"{value:.4g}"))
+        return outcome
+    known = [x for problem in problems if (x := _value(target, result, problem)) is not None]
+    if len(known) < len(problems):
+        return outcome._replace(missing=f"{len(problems) - len(known)} of {len(problems)} are missing")
+    worst = statistics.geometric_mean if target.mean else min if target.at_most == math.inf else max
+    return outcome._replace(value=float(f"{worst(known):.4g}"), missing="")
 
 
 def matches(problem: Problem, select: Mapping[str, Any]) -> bool:
@@ -230,32 +228,23 @@ def _value(target: Target, result: ResultFile, problem: Problem) -> float | None
 
 def _name(target: Target, count: int) -> str:
     """In words: the direction, the problems, the metric and what it is relative to."""
-    over = target.over
-    if isinstance(over, str):
-        relative = f" over {PEERS[over].title if over in PEERS else f'the {over}'}"
-    else:
-        relative = "" if over is None else f" over {_fields(over)}"
+    over, selected = target.over, _fields(target.select) if any(target.select.values()) else ""
+    parts = filter(None, (target.direction, selected, target.peer and PEERS[target.peer].title))
+    relative = _fields(over) if isinstance(over, Mapping) else PEERS[over].title if over in PEERS else f"the {over}"
     some = "" if count == 1 else f", geometric mean of {count}" if target.mean else f", worst of {count}"
-    which = f", {_fields(target.select)}" if any(target.select.values()) else ""
-    which += f", {PEERS[target.peer].title}" if target.peer else ""
-    return f"{target.direction}{which}: {target.metric}{relative}{some}"
+    return f"{', '.join(parts)}: {target.metric}{'' if over is None else f' over {relative}'}{some}"
 
 
 def _fields(fields: Mapping[str, Any]) -> str:
-    words = []
-    for name, value in fields.items():
-        if name == "variant":
-            words.append(value if isinstance(value, str) else " and ".join(value))
-        elif isinstance(value, bool):
-            words.append(name if value else f"not {name}")
-        elif name == "selected":
-            what = "keys" if fields.get("keys") == "latent" else "blocks"
-            words.append(f"the best {value} {what}" if value else f"all {what}")
-        elif value == "":
-            words.append(f"plain {name}")
-        elif value and name != "S":
-            words.append(f"{name} {value}")
-    return ", ".join(words)
+    """In words, without lengths and what is 0."""
+    what = "keys" if fields.get("keys") == "latent" else "blocks"
+    words = {
+        "variant": lambda x: x if isinstance(x, str) else " and ".join(x),
+        "differentiated": lambda x: "differentiated" if x else "not differentiated",
+        "selected": lambda x: f"the best {x} {what}" if x else f"all {what}",
+    }
+    plain = lambda name, x: f"plain {name}" if x == "" else f"{name} {x}" if x and name != "S" else ""
+    return ", ".join(filter(None, (words[x](y) if x in words else plain(x, y) for x, y in fields.items())))
 
 
 def _of_question(target: QuestionTarget, results: Results) -> Iterator[Outcome]:

@@ -117,7 +117,7 @@ def time_devices(call: Call, devices: Sequence[Any], runs: int) -> Times:
     except timing.failures() as error:
         return Times(wall, wall, [], f"{timing.WALL}: {timing.first_line(error)}")
     each = list(zip(*groups, strict=True))
-    sent = [max(map(timing.communication_of, spans), key=lambda x: x.exposed) for spans in each]
+    sent = [max(map(Communication.from_spans, spans), key=lambda x: x.exposed) for spans in each]
     return Times([max(map(timing.busy_seconds, spans)) for spans in each], wall, sent, timing.PROFILER)
 
 

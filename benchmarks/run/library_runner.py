@@ -37,10 +37,7 @@ class LibraryRunner(abc.ABC):
 
     @abc.abstractmethod
     def build(self, peer: str, directions: Sequence[str]) -> dict[str, Call]:
-        """A peer's calls for the started problem, by direction.
-
-        The backward's call starts from the residuals of one forward, so that its time is its own.
-        """
+        """A peer's calls by direction; the backward starts from the residuals of one forward, to be timed alone."""
 
     @abc.abstractmethod
     def gemm_and_copy(self, side: int, count: int) -> tuple[Call, Call]:
@@ -69,17 +66,15 @@ class LibraryRunner(abc.ABC):
           of the results, by peer and direction.
         """
         self.release()
-        started = self.start(problem)
-        reasons = {name: self._prepare_peer(name, tuple(directions), compile_only) for name in peers}
-        samples = {
-            name: {direction: x.samples for direction, x in prepared.items() if x.samples is not None}
-            for name, prepared in self._prepared.items()
-        }
-        return started | {
-            "ready": [name for name in peers if len(reasons[name]) < len(directions)],
-            "unable": {name: x for name, x in reasons.items() if x},
-            "samples": {name: x for name, x in samples.items() if x},
-        }
+        answer = self.start(problem) | {"ready": [], "unable": {}, "samples": {}}
+        for name in peers:
+            if reasons := self._prepare_peer(name, tuple(directions), compile_only):
+                answer["unable"][name] = reasons
+            if len(reasons) < len(directions):
+                answer["ready"].append(name)
+            samples = {x: y.samples for x, y in self._prepared.get(name, {}).items() if y.samples is not None}
+            answer["samples"] |= {name: samples} if samples else {}
+        return answer
 
     def _prepare_peer(self, peer: str, directions: tuple[str, ...], compile_only: bool) -> dict[str, str]:
         """All directions at once; each alone if that fails. The reasons of those that fail."""
@@ -93,10 +88,8 @@ class LibraryRunner(abc.ABC):
         except failures() as error:  # each library's compiler has errors of its own
             if len(directions) == 1:
                 return {directions[0]: describe_error(error)}
-        reasons: dict[str, str] = {}
-        for direction in directions:
-            reasons |= self._prepare_peer(peer, (direction,), compile_only)
-        return reasons
+        alone = (self._prepare_peer(peer, (direction,), compile_only) for direction in directions)
+        return {direction: reason for reasons in alone for direction, reason in reasons.items()}
 
     def _warm(self, call: Call) -> _Prepared:
         result = call()

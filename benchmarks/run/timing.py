@@ -4,7 +4,7 @@ import importlib
 import sys
 import time
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 Call = Callable[[], Any]
 PROFILER = "kernels seen by the profiler, cold L2"
@@ -29,11 +29,7 @@ class Span(NamedTuple):
 def busy_per_call(spans: Iterable[Span], calls: int) -> list[float]:
     """Seconds in which the device worked for each call.
 
-    Every call must come after a separator. Spans that overlap count once, so that kernels on several streams are not
-    counted twice.
-
-    Raises:
-      ValueError: The separators do not number `calls`, or a call left no span.
+    Spans that overlap count once, so that kernels on several streams are not counted twice.
 
     >>> flush, kernel = Span(0.0, 1.0, True), Span(1.5, 0.5, False)
     >>> busy_per_call([flush, kernel, Span(1.75, 0.75, False)], 1)
@@ -43,7 +39,11 @@ def busy_per_call(spans: Iterable[Span], calls: int) -> list[float]:
 
 
 def spans_per_call(spans: Iterable[Span], calls: int) -> list[list[Span]]:
-    """The spans of each call, in the order of their start; see `busy_per_call`."""
+    """The spans of each call, in the order of their start. Every call must come after a separator.
+
+    Raises:
+      ValueError: The separators do not number `calls`, or a call left no span.
+    """
     groups: list[list[Span]] = []
     for span in sorted(spans):
         if span.separator:
@@ -51,9 +51,8 @@ def spans_per_call(spans: Iterable[Span], calls: int) -> list[list[Span]]:
         elif groups:
             groups[-1].append(span)
     if len(groups) != calls or not all(groups):
-        raise ValueError(
-            f"The profiler saw {len(groups)} calls, {sum(map(bool, groups))} with kernels, out of {calls}."
-        )
+        seen = f"{len(groups)} calls, {sum(map(bool, groups))} with kernels"
+        raise ValueError(f"The profiler saw {seen}, out of {calls}.")
     return groups
 
 
@@ -73,21 +72,16 @@ class Communication(NamedTuple):
     seconds: float  # in which it sent to others, or waited for them
     exposed: float  # of these, in which nothing else ran on it
 
+    @classmethod
+    def from_spans(cls, spans: list[Span]) -> Self:
+        """Of a call, from its spans in the order of their start."""
+        sent, kernels = ([x for x in spans if x.communication == kind] for kind in (True, False))
+        return cls(busy_seconds(sent), max(0.0, busy_seconds(spans) - busy_seconds(kernels)))
+
     @property
     def hidden(self) -> float:
-        """The share of these seconds in which kernels ran; 1 without communication.
-
-        >>> kernel, sent = Span(0.0, 2.0, False), Span(1.0, 2.0, False, communication=True)
-        >>> communication_of([kernel, sent]), communication_of([kernel, sent]).hidden
-        (Communication(seconds=2.0, exposed=1.0), 0.5)
-        """
+        """The share of these seconds in which kernels ran; 1 without communication."""
         return 1.0 - self.exposed / self.seconds if self.seconds else 1.0
-
-
-def communication_of(spans: list[Span]) -> Communication:
-    """Communication of a call, from its spans in the order of their start."""
-    sent, kernels = ([x for x in spans if x.communication == kind] for kind in (True, False))
-    return Communication(busy_seconds(sent), max(0.0, busy_seconds(spans) - busy_seconds(kernels)))
 
 
 class Timer(NamedTuple):

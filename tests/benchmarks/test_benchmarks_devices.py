@@ -9,7 +9,7 @@ from benchmarks.__main__ import main
 from benchmarks.questions import context
 from benchmarks.results import schema, targets
 from benchmarks.run.jax_runner import gpu_spans
-from benchmarks.run.timing import Communication, communication_of, spans_per_call
+from benchmarks.run.timing import Communication, spans_per_call
 
 SIZES = ("length=512", "heads=4", "kv-heads=2", "head-size=16", "documents=3", "implementation=xla", "runs=2")
 TINY = ["context", *(f"--{size}" for size in SIZES), "--devices=2"]
@@ -50,5 +50,5 @@ def test_communication_that_kernels_hide():
     profile = types.SimpleNamespace(planes=planes)
     assert gpu_spans(profile) == []
     [spans] = spans_per_call(gpu_spans(profile, 1), 1)
-    assert communication_of(spans) == Communication(4.0, 2.0)
-    assert communication_of(spans).hidden == 0.5
+    assert Communication.from_spans(spans) == Communication(4.0, 2.0)
+    assert Communication.from_spans(spans).hidden == 0.5
