@@ -19,7 +19,7 @@ class Suite(NamedTuple):
     """Problems that are measured together."""
 
     title: str
-    peers: tuple[str, ...]  # names in `benchmarks.peers.table.PEERS`; targets and ratios are about the first
+    peers: tuple[str, ...]  # names in `benchmarks.peers.table.PEERS`; ratios are about the first
     problems: tuple[Problem, ...]
     inference: bool = False  # whether there is no backward; served problems have none in any case
     queue: bool = False  # whether the wall time of a call in a queue of calls is measured too

@@ -1,1 +1,1 @@
-"""The schema of the result files, targets and the report."""
+"""The schema of the result files, and the report."""

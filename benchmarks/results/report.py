@@ -1,27 +1,26 @@
 """Renders the result files: ``python -m benchmarks report``.
 
-`benchmarks/results/README.md` shows all figures and targets; the README at the top a short table of speeds.
+`benchmarks/results/README.md` shows all figures; the README at the top a short table of speeds.
 """
 
 import argparse
 import itertools
-import math
 import pathlib
 import statistics
-import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from benchmarks.environment import ROOT
 from benchmarks.peers.table import PEERS
 from benchmarks.problems import EIGHT_BITS
-from benchmarks.results import schema, targets
+from benchmarks.results import schema
 from benchmarks.results.schema import FOLDER, Record, ResultFile
-from benchmarks.results.targets import DEVICE, METRICS, Outcome, Results
 from benchmarks.roofline import share
 from benchmarks.run.library_runner import DIRECTIONS
 from benchmarks.suites import SUITES
 
 Table = list[list[str]]  # the first row is the header
+Results = Mapping[str, Mapping[str, ResultFile]]  # by device and name
+DEVICE = "h200"  # of the short table
 README = ROOT / "README.md"
 PAGE = FOLDER / "README.md"
 START, END = "<!-- figures -->", "<!-- /figures -->"
@@ -174,13 +173,16 @@ def speed_table(results: Results) -> str:
     rows = [["", *(PEERS[name].title for name in columns)]]
     for words, metric, suite, direction, select in _ROWS:
         result = files.get(suite)
-        problem = next((x for x in result.problems if targets.matches(x, select)), None) if result else None
+        matches = lambda problem, select=select: all(getattr(problem, name) == x for name, x in select.items())
+        problem = next(filter(matches, result.problems), None) if result else None
         if result is not None and problem is not None:
             cells = []
             for column in columns:
                 found = (result.find(problem, name or result.baseline, direction) for name in _COLUMNS[column])
                 best = min((x for x in found if x is not None), key=lambda x: x.seconds, default=None)
-                cells.append("" if best is None else _cell(best, metric))
+                cells.append(
+                    "" if best is None else _microseconds(best.seconds) if metric == "µs" else f"{best.tflops:.0f}"
+                )
             rows.append([f"{words}, {metric}", *cells])
     for question, words, names in _WHOLE_MODELS:
         if (result := files.get(question)) is not None:
@@ -195,10 +197,6 @@ def speed_table(results: Results) -> str:
         f"{_when(x for name, x in files.items() if name in shown)}. "
         f"[Every figure and how it was measured]({link}).\n\n{_markdown(rows)}"
     )
-
-
-def _cell(record: Record, metric: str) -> str:
-    return _microseconds(record.seconds) if metric == "µs" else f"{METRICS[metric](record):.0f}"
 
 
 def _when(files: Iterable[ResultFile]) -> str:
@@ -225,7 +223,7 @@ def page(results: Results) -> str:
     head = "# Results\n\nWritten by `python -m benchmarks report` from the files beside this one; do not edit."
     devices = sorted(results, key=lambda device: device != DEVICE)
     sections = [_section(device, list(results[device].values())) for device in devices]
-    return "\n\n".join([head, *sections, _targets_section(targets.outcomes(results))]) + "\n"
+    return "\n\n".join([head, *sections]) + "\n"
 
 
 def _section(device: str, files: Sequence[ResultFile]) -> str:
@@ -291,26 +289,6 @@ def _number(x: float) -> str:
     return f"{x:,.0f}" if abs(x) >= 1000 else f"{x:.3g}"
 
 
-def _targets_section(outcomes: Sequence[Outcome]) -> str:
-    rows = [[x.file, x.name, _value(x), limit(x)] for x in outcomes if x.value is not None]
-    head = "## Targets\n\nLimits that the figures above should keep, from `benchmarks/results/targets.py`."
-    missing = len(outcomes) - len(rows)
-    more = f"\n\n{missing} more targets have no figure: a problem or a peer was not measured." if missing else ""
-    return f"{head}\n\n{_markdown([['file', 'figure', 'measured', 'target'], *rows])}{more}"
-
-
-def _value(outcome: Outcome) -> str:
-    value, unit = outcome.value, outcome.unit
-    return f"missing: {outcome.missing}" if value is None else f"{_number(value)} {unit}".rstrip()
-
-
-def limit(outcome: Outcome) -> str:
-    """The limits of a target, and whether they are missed."""
-    limits = {"at least": outcome.target.at_least, "at most": outcome.target.at_most}
-    text = ", ".join(f"{words} {_number(x)}" for words, x in limits.items() if math.isfinite(x))
-    return text if outcome.reached else f"{text}: **missed**"
-
-
 def documents() -> dict[pathlib.Path, str]:
     """Content of each generated file."""
     results = schema.read_all()
@@ -319,16 +297,11 @@ def documents() -> dict[pathlib.Path, str]:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Adds the options of the command."""
-    parser.add_argument("--targets", action="store_true", help="print each target; exit 1 if one is missed")
     parser.add_argument("--plots", action="store_true", help="draw the plots of the page, too, with matplotlib")
 
 
 def run(options: argparse.Namespace) -> None:
-    """Writes the documents, or prints the targets."""
-    if options.targets:
-        outcomes = targets.outcomes(schema.read_all())
-        print("\n".join(f"{x.file}: {x.name}: {_value(x)}, {limit(x)}" for x in outcomes))
-        sys.exit(0 if all(x.reached for x in outcomes) else 1)
+    """Writes the documents."""
     if options.plots:
         from benchmarks.results import plots
 

@@ -110,7 +110,7 @@ class ResultFile:
 
     @property
     def baseline(self) -> str:
-        """The peer that targets and ratios are about."""
+        """The peer that ratios are about."""
         return SUITES[self.name].peers[0] if self.name in SUITES else "jflex"
 
     @property

@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.__main__ import main
 from benchmarks.questions import context
-from benchmarks.results import schema, targets
+from benchmarks.results import schema
 from benchmarks.run.jax_runner import gpu_spans
 from benchmarks.run.timing import Communication, spans_per_call
 
@@ -30,8 +30,6 @@ def test_several_devices_beside_one(tmp_path):
             assert f"{case}, {direction}, one GPU: time" in names
             assert f"{case}, {direction}, 2 GPUs, {how}: speed-up" in names
     assert "2 GPUs, collective-permute alone: sent by each" in names
-    outcomes = targets.outcomes({"a-gpu": {"context": found}})
-    assert len([x for x in outcomes if x.file == "a-gpu/context" and x.value is not None]) == 2
 
 
 def test_communication_that_kernels_hide():
