@@ -37,7 +37,6 @@ OPTIONS = {
     "runs": {"help": "repetitions, two of a long call"},
     "limit": {"type": float, "metavar": "SECONDS", "help": "begin nothing after so many"},
 }
-_COLLECTIVES = {"ring": "collective-permute", "all_gather": "all-gather", "ulysses": "all-to-all"}
 _SAMPLES = 509  # rows that are compared; a prime, so that no block is left out
 _ERROR = 0.02  # relative, of bfloat16 results that were summed in another order
 _LONG, _LEAST = 2.0, 2  # seconds of a long call, and its repetitions
@@ -152,20 +151,6 @@ class Bench:
             rows = np.argsort(context_parallel.positions(order, self.length))[rows]
         return [np.asarray(x[:, rows]).astype(np.float32) for x in jax.tree.leaves(results)]
 
-    def collective(self, strategy: str) -> tuple[Callable[[], jax.Array], int]:
-        """A call that only sends keys and values, and the bytes that a device sends."""
-        n, (_, *shape) = len(self.devices), self._shapes[1]
-        x = jax.device_put(jnp.ones((2, *shape), jnp.bfloat16), jax.NamedSharding(self._mesh, _AXES))
-        shard, ring = x.nbytes // n, [(i, (i + 1) % n) for i in range(n)]
-        all_to_all = functools.partial(jax.lax.all_to_all, split_axis=2, concat_axis=1, tiled=True)
-        send, out, sent = {
-            "ring": (lambda x: jax.lax.ppermute(x, "context", ring), _AXES, shard),
-            "all_gather": (lambda x: jax.lax.all_gather(x, "context", axis=1, tiled=True), jax.P(), (n - 1) * shard),
-            "ulysses": (lambda x: all_to_all(x, "context"), jax.P(None, None, "context"), (n - 1) * shard // n),
-        }[strategy]
-        program = jax.jit(jax.shard_map(send, mesh=self._mesh, in_specs=_AXES, out_specs=out, check_vma=False))
-        return functools.partial(program, x), sent
-
 
 class _Result(NamedTuple):
     records: list[Record]
@@ -215,21 +200,6 @@ def _records(name: str, times: Times, memory: Any) -> list[Record]:
     return records
 
 
-def rates(bench: Bench, strategies: Sequence[str], runs: int) -> Measured:
-    """The rate of each collective alone."""
-    records, remarks, label = [], [], "collectives alone: "
-    try:
-        for strategy in strategies:
-            send, sent = bench.collective(strategy)
-            jax.block_until_ready(send())
-            name = f"{len(bench.devices)} GPUs, {_COLLECTIVES[strategy]} alone: sent by each"
-            seconds = time_devices(send, bench.devices, runs).seconds
-            records.append(Record.from_values(name, [sent / x / 1e9 for x in seconds], "GB/s"))
-    except failures() as error:
-        remarks.append(f"{label}{describe_error(error)}")
-    return Measured(records, remarks, label)
-
-
 def work(bench: Bench, masks: Sequence[str], orders: Sequence[str]) -> Measured:
     """Balance of the visited blocks in each order."""
     records, n = [], len(bench.devices)
@@ -262,7 +232,6 @@ def context(
     bench = Bench(sizes, local, implementation)
     shared = {"about": {"title": _TITLE.format(**sizes)}, "machine": {"devices": len(local)}}
     yield work(bench, masks, orders)._replace(**shared)
-    yield rates(bench, strategies, runs)._replace(**shared)
     for cases in groups(masks, strategies, orders):
         programs = {} if deadline.over else bench.compiled(cases)
         for case in cases:

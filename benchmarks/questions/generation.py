@@ -1,9 +1,9 @@
 """Generation with a whole model beside torch: ``python -m benchmarks generation``.
 
 The model has the shape of Llama 3 8B and random weights in bfloat16. jflex decodes with `flax_layers.generate`, from
-the dense and from the paged cache; the peer is `benchmarks.peers.torch.generation`, with SDPA and with FlexAttention,
-and the faster counts. A step reads all weights but the embeddings, and the keys and values of all tokens: its
-share of the copy rate is those bytes a second, over the bytes that a copy reads and writes a second in that process.
+the dense and from the paged cache; the peer is `benchmarks.peers.torch.generation`, with SDPA. A step reads all weights
+but the embeddings, and the keys and values of all tokens: its share of the copy rate is those bytes a second, over the
+bytes that a copy reads and writes a second in that process.
 
 In a limited time, one batch at a time: a file that is there keeps the records of others. With the variables
 `JAX_COMPILATION_CACHE_DIR` and `TORCHINDUCTOR_CACHE_DIR`, a second call on the same machine need not compile again.
@@ -20,12 +20,10 @@ from benchmarks.run.jobs import SHARED_GPU, Job, RunJob, run_job, run_jobs
 _VARIABLES = {**SHARED_GPU, "TORCHINDUCTOR_COMPILE_THREADS": "8"}
 _ITEM = 2  # bytes of bfloat16
 _RATIO = ": decode over that of the faster torch"
-_JAX, _TORCH = (__name__, "jax_generation"), ("benchmarks.peers.torch.generation", "torch_generation")
 PEERS = {
-    "jflex dense": (*_JAX, {"cache": "dense"}),
-    "jflex paged": (*_JAX, {"cache": "paged"}),
-    "torch sdpa": (*_TORCH, {"how": "sdpa"}),
-    "torch flex": (*_TORCH, {"how": "flex"}),
+    "jflex dense": (__name__, "jax_generation", {"cache": "dense"}),
+    "jflex paged": (__name__, "jax_generation", {"cache": "paged"}),
+    "torch sdpa": ("benchmarks.peers.torch.generation", "torch_generation", {}),
 }
 OPTIONS = {"peers": {"choices": list(PEERS)}, "limit": {"help": "seconds of a process"}}
 
@@ -95,7 +93,7 @@ def generated(
         jobs.append(Job(f"batch {load.batch}, {peer}", module, function, shared | more, _VARIABLES, limit))
     answers, remarks = run_jobs(jobs, run, at_once=1)
     records = [record for label, answer in answers.items() for record in _records(label, answer, shape, load)]
-    # Tokens per second of jflex over those of the faster torch.
+    # Tokens per second of jflex over those of torch.
     decode = {label: statistics.median(answer["decode"]) for label, answer in answers.items()}
     torch = [seconds for label, seconds in decode.items() if "torch" in label]
     jflex = {label: seconds for label, seconds in decode.items() if "jflex" in label and torch}

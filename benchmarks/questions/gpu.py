@@ -5,8 +5,6 @@ Importing this imports neither JAX nor torch, so that a process may time that.
 
 import tempfile
 import time
-from collections.abc import Callable
-from typing import Any
 
 from benchmarks.questions.question import Measured
 from benchmarks.results.schema import Record
@@ -14,6 +12,7 @@ from benchmarks.run.jobs import SHARED_GPU, Job, RunJob, run_job, run_jobs
 
 _TORCH = "torch FlexAttention"
 _CACHES = (", filling JAX's persistent cache", ", reading JAX's persistent cache")
+_RESULT = ("trace and lower", "compile", "run")  # steps from the arrays of a process to its first result
 
 
 def first_call(
@@ -29,31 +28,36 @@ def first_call(
 
     The `other` implementation has a cache of its own, that of Triton, beside JAX's: two processes fill and read both.
     """
-    # Once before, so that no process is the one that reads JAX or torch from the disk.
-    run_jobs([Job(x, __name__, f"{x}_imported", {}) for x in ("jax", "torch")], run)
     shape = {"length": length, "heads": heads, "head_size": head_size}
     with tempfile.TemporaryDirectory() as folder:
-        job = lambda label, function, arguments, variables=SHARED_GPU: Job(
-            label, __name__, function, shape | arguments, variables
-        )
+
+        def job(label: str, arguments: dict[str, str | None], caches: str) -> Job:
+            """Calls jflex if there are arguments, and torch otherwise."""
+            names = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
+            variables = SHARED_GPU | {name: f"{folder}/{caches}/{name}" for name in names}
+            function = "jax_first_call" if arguments else "torch_first_call"
+            return Job(label, __name__, function, shape | arguments, variables)
+
+        alone = {"implementation": implementation, "cache": None}
         cached = {"implementation": implementation, "cache": f"{folder}/jax"}
         both = {"implementation": other, "cache": f"{folder}/other"}
-        triton = {"TRITON_CACHE_DIR": f"{folder}/kernels"}
-        inductor = {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor", "TRITON_CACHE_DIR": f"{folder}/triton"}
         jobs = [
-            job("jflex", "jax_first_call", {**cached, "cache": None}),
-            *(job(f"jflex{x}", "jax_first_call", cached) for x in _CACHES),
-            *(job(f"jflex {other}{x}", "jax_first_call", both, triton) for x in _CACHES),
-            job(f"{_TORCH}, empty caches", "torch_first_call", {}, SHARED_GPU | inductor),
-            job(f"{_TORCH}, reading its caches", "torch_first_call", {}, SHARED_GPU | inductor),
+            job("jflex", alone, "jflex"),
+            *(job(f"jflex{x}", cached, "jflex") for x in _CACHES),
+            *(job(f"jflex {other}{x}", both, "other") for x in _CACHES),
+            job(f"{_TORCH}, empty caches", {}, "torch"),
+            job(f"{_TORCH}, reading its caches", {}, "torch"),
         ]
         started_now = lambda job: job._replace(arguments={**job.arguments, "started": time.time()})
-        answers, remarks = run_jobs(jobs, lambda job: run(started_now(job)), at_once=1)
-    remarks += [f"{label}: {answer.pop('cache')}" for label, answer in answers.items() if "cache" in answer]
-    records = [Record.single(f"{label}: {x}", s, "s") for label, answer in answers.items() for x, s in answer.items()]
-    # Seconds from the arrays of a process to its first result.
-    steps = ("trace and lower", "compile", "run")
-    seconds = {label: sum(x.get(step, 0.0) for step in steps) for label, x in answers.items()}
+        run_now = lambda job: run(started_now(job))
+        # Each library once before, so that no process is the one that reads it from the disk.
+        run_jobs([job("jflex", alone, "before"), job(_TORCH, {}, "before")], run_now, at_once=1)
+        answers, remarks = run_jobs(jobs, run_now, at_once=1)
+    records = []
+    for label, steps in answers.items():
+        total = sum(seconds for step, seconds in steps.items() if step != "second call")
+        records += [Record.single(f"{label}: {x}", s, "s") for x, s in {"in all": total, **steps}.items()]
+    seconds = {label: sum(steps.get(x, 0.0) for x in _RESULT) for label, steps in answers.items()}
     for kind in _CACHES:
         if (first := seconds.get(f"jflex {other}{kind}")) and (second := seconds.get(f"jflex{kind}")):
             name = f"trace, lower, compile and run, {other} over {implementation}{kind}"
@@ -61,39 +65,23 @@ def first_call(
     return Measured(records, remarks)
 
 
-class Stopwatch:
+class Stopwatch(dict[str, float]):
     """Seconds of each step of a process, since its start."""
 
     def __init__(self, started: float) -> None:
-        self._started = self._last = started
-        self._steps: dict[str, float] = {}
+        self._last = started
         self.mark("start of Python")
 
     def mark(self, name: str) -> None:
         """The end of a step."""
         now = time.time()
-        self._steps[name], self._last = now - self._last, now
-
-    def seconds(self, again: Callable[[], Any]) -> dict[str, float]:
-        """In all, of each step, and of a second call."""
-        total, started = self._last - self._started, time.perf_counter()
-        again()
-        return {"in all": total, **self._steps, "second call": time.perf_counter() - started}
-
-
-def jax_imported() -> None:
-    """Nothing but the import and the start on the GPU, so that the files have been read once."""
-    import jax.numpy as jnp
-
-    import jflex  # noqa: F401
-
-    jnp.zeros(1).block_until_ready()
+        self[name], self._last = now - self._last, now
 
 
 def jax_first_call(
     started: float, length: int, heads: int, head_size: int, implementation: str, cache: str | None
-) -> dict[str, Any]:
-    """Seconds of each step from the start of the process, and what the persistent cache did."""
+) -> dict[str, float]:
+    """Seconds of each step from the start of the process."""
     watch = Stopwatch(started)
     import jax
     import jax.numpy as jnp
@@ -107,7 +95,8 @@ def jax_first_call(
         return forward_and_backward(attend)(*arrays)
 
     watch.mark("import")
-    events = _use_cache(cache)
+    if cache is not None:
+        use_cache(cache)
     pattern = np.random.default_rng(0).normal(size=(4, 1, length, heads, head_size)).astype(jnp.bfloat16)
     arrays = jax.block_until_ready([jax.device_put(x) for x in pattern])
     watch.mark("start of the GPU and inputs")
@@ -117,39 +106,19 @@ def jax_first_call(
     watch.mark("trace and lower")
     compiled = lowered.compile()
     watch.mark("compile")
-    run = lambda: jax.block_until_ready(compiled(block_mask, *arrays))
-    run()
-    watch.mark("run")
-    seconds = watch.seconds(run)
-    return seconds if cache is None else seconds | {"cache": f"{events['hits']} hits, {events['misses']} misses"}
+    for name in ("run", "second call"):
+        jax.block_until_ready(compiled(block_mask, *arrays))
+        watch.mark(name)
+    return dict(watch)
 
 
-def _use_cache(folder: str | None) -> dict[str, int]:
-    """Points JAX to its persistent cache, for programs however small, and counts what it does."""
+def use_cache(folder: str) -> None:
+    """Points JAX to its persistent cache, for programs however small."""
     import jax
 
-    events = {"hits": 0, "misses": 0}
-    if folder is None:
-        return events
     jax.config.update("jax_compilation_cache_dir", folder)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-
-    def listen(event: str, **_: Any) -> None:
-        name = event.removeprefix("/jax/compilation_cache/cache_")
-        if name in events:
-            events[name] += 1
-
-    jax.monitoring.register_event_listener(listen)
-    return events
-
-
-def torch_imported() -> None:
-    """Nothing but the import and the start on the GPU, so that the files have been read once."""
-    import torch
-    from torch.nn.attention.flex_attention import flex_attention  # noqa: F401
-
-    torch.zeros(1, device="cuda").item()
 
 
 def torch_first_call(started: float, length: int, heads: int, head_size: int) -> dict[str, float]:
@@ -169,11 +138,8 @@ def torch_first_call(started: float, length: int, heads: int, head_size: int) ->
     watch.mark("create_block_mask")
     compiled = torch.compile(flex_attention, dynamic=False)
     leaves = [x.requires_grad_() for x in inputs]
-
-    def both() -> None:
+    for name in ("trace, lower, compile and run", "second call"):
         torch.autograd.grad(compiled(*leaves, block_mask=block_mask), leaves, cotangent)
         torch.cuda.synchronize()
-
-    both()
-    watch.mark("trace, lower, compile and run")
-    return watch.seconds(both)
+        watch.mark(name)
+    return dict(watch)

@@ -136,7 +136,6 @@ def _caches(x: Haystack) -> Iterator[tuple[str, np.ndarray, Any, Any]]:
                 bounds = (np.abs(a).max(axes) / np.float32(largest) for a in (x.key, x.value))
                 scales = dict(zip(("k_scale", "v_scale"), bounds, strict=True))
             yield f"{dtype}, {words}, paged", *_paged(query, key, value, dtype=dtype, **scales)
-        yield f"{dtype}, {SCALES['token']}, dense", *_dense(query, key, value, dtype)
 
 
 def _latent_caches(x: Haystack) -> Iterator[tuple[str, np.ndarray, Any, Any]]:
@@ -174,16 +173,6 @@ def _paged(query: jax.Array, key: jax.Array, value: jax.Array, **how: Any) -> tu
     table, slots = _table(length)
     cache = _write(jflex.paged.PagedCache.create(1 + length // _PAGE, _PAGE, heads, D, **how), key, value, slots)
     return _attended(query, cache, table, length)
-
-
-def _dense(query: jax.Array, key: jax.Array, value: jax.Array, dtype: str) -> tuple[np.ndarray, Any, Any]:
-    """In the dense cache of Flax layers."""
-    from flax_layers.nnx import EightBitCache
-
-    length, heads, D = key.shape
-    cache = EightBitCache.create(1, length, heads, D, dtype=dtype)
-    cache = jax.jit(EightBitCache.append, donate_argnums=0)(cache, key[None], value[None])
-    return _attended(query, cache.pages, cache.table, length)
 
 
 _attend = jax.jit(functools.partial(jflex.paged_attention, return_lse=True))

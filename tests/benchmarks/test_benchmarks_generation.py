@@ -15,17 +15,17 @@ def test_records_of_all_peers():
 
     def run(job):
         if job.function == "torch_generation":
-            return {"prefill": [0.1], "decode": [0.5 if job.arguments["how"] == "flex" else 0.9], "copy": 1e9}
+            return {"prefill": [0.1], "decode": [0.5], "copy": 1e9}
         return generation.jax_generation(**job.arguments)
 
     records, remarks, *_ = generation.generated(TINY, LOAD, runs=1, run=run)
     found = {record.name: record.value.median for record in records}
     assert remarks == []
-    assert len(found) == len(records) == 4 * 5 + 2
-    assert found["batch 2, torch flex: decode"] == pytest.approx(2 * 9 / 0.5)
-    assert found["batch 2, torch flex: prompt"] == pytest.approx(2 * 20 / 0.1)
+    assert len(found) == len(records) == 3 * 5 + 2
+    assert found["batch 2, torch sdpa: decode"] == pytest.approx(2 * 9 / 0.5)
+    assert found["batch 2, torch sdpa: prompt"] == pytest.approx(2 * 20 / 0.1)
     share = 100 * step_bytes(TINY, LOAD) * 9 / 0.5 / 1e9
-    assert found["batch 2, torch flex: share of the copy rate"] == pytest.approx(share, rel=1e-3)
+    assert found["batch 2, torch sdpa: share of the copy rate"] == pytest.approx(share, rel=1e-3)
     for cache in ("dense", "paged"):
         ratio = found[f"batch 2, jflex {cache}: decode over that of the faster torch"]
         assert ratio == pytest.approx(found[f"batch 2, jflex {cache}: decode"] / 36, rel=0.02)
@@ -42,10 +42,10 @@ def test_the_file_keeps_other_batches(monkeypatch, tmp_path):
 
     monkeypatch.setattr(generation, "run_jobs", run_jobs)
     for batch in ("1", "32", "1"):
-        peers = ["--peers", "jflex dense", "torch sdpa", "torch flex"]
+        peers = ["--peers", "jflex dense", "torch sdpa", "jflex paged"]
         main(["generation", "--batches", batch, *peers, "--out", str(tmp_path)])
     file = schema.read(tmp_path / "generation.json")
-    assert file.about["remarks"] == [f"batch {n}, torch flex is left out: no" for n in (32, 1)]
+    assert file.about["remarks"] == [f"batch {n}, jflex paged is left out: no" for n in (32, 1)]
     assert len(file.records) == 2 * (2 * 5 + 1)
     main(["generation", "--batches", "1", "--peers", "jflex dense", "torch sdpa", "--out", str(tmp_path)])
     ratios = [x.name for x in schema.read(tmp_path / "generation.json").records if x.unit == "x"]
@@ -64,18 +64,18 @@ def test_a_text_of_another_length_is_refused():
         generation.check_counts([[1] * 16, [1] * 12], 16)
 
 
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-def test_the_torch_peers_write_the_same_tokens():
+def test_the_torch_peer_decodes_as_it_computes_whole_texts():
     torch = pytest.importorskip("torch")
     from benchmarks.peers.torch.generation import programs
 
-    found = []
+    def seeded(prompt):
+        torch.manual_seed(0)
+        return programs(TINY, Load(2, prompt, 10))
+
     with torch.no_grad():
-        for how in ("sdpa", "flex"):
-            torch.manual_seed(0)
-            compiled, tokens = programs(TINY, LOAD, how), [torch.randint(300, (2, 20))]
-            tokens.append(compiled.prefill(tokens[0]))
-            for position in range(20, 25):
-                tokens.append(compiled.step(tokens[-1], torch.tensor([position])))
-            found.append(torch.cat(tokens, dim=1).tolist())
-    assert found[0] == found[1]
+        text, decoding = torch.randint(300, (2, 20)), seeded(20)
+        token = decoding.prefill(text)
+        for position in range(20, 24):
+            text = torch.cat([text, token], dim=1)
+            token = decoding.step(token, torch.tensor([position]))
+            assert torch.equal(token, seeded(position + 1).prefill(text))

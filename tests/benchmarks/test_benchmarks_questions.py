@@ -36,7 +36,7 @@ def value(records: dict[str, Record], name: str) -> float:
 
 def test_first_call(monkeypatch):
     # The persistent cache is a setting of the whole process, and this one goes on.
-    monkeypatch.setattr(gpu, "_use_cache", lambda folder: {"hits": 0, "misses": 0})
+    monkeypatch.setattr(gpu, "use_cache", lambda folder: None)
     records, remarks, *_ = gpu.first_call(128, 1, 16, "xla", "reference", run_here)
     found = by_name(records)
     caches = ("filling", "reading")
@@ -47,11 +47,13 @@ def test_first_call(monkeypatch):
         assert sum(parts) - value(found, f"{peer}: second call") == pytest.approx(2 * total, abs=0.01)
     ratios = [f"trace, lower, compile and run, reference over xla, {x} JAX's persistent cache" for x in caches]
     assert all(value(found, name) > 0 for name in ratios)
-    assert "jflex, reading JAX's persistent cache: 0 hits, 0 misses" in remarks
+    assert remarks == [
+        f"torch FlexAttention, {x} is left out: No module named 'torch'" for x in ("empty caches", "reading its caches")
+    ]
 
 
 def test_eight_bits(monkeypatch):
-    """At a small size: bfloat16 is best, a scale of each token is not worse than one; dense caches are pages."""
+    """At a small size: bfloat16 is best, a scale of each token is not worse than one."""
     monkeypatch.setattr(numerics, "DTYPES", ("float8_e4m3fn",))
     records, remarks, *_ = numerics.eight_bits(512, 3, run_here)
     found = by_name(records)
@@ -60,8 +62,6 @@ def test_eight_bits(monkeypatch):
     measures = list(numerics.UNITS)
     token, one = numerics.SCALES["token"], numerics.SCALES["tensor"]
     for name in numerics.DTYPES:
-        for what in measures:
-            assert of(f"{name}, {token}, paged", what) == of(f"{name}, {token}, dense", what)
         for what in measures[:2]:
             assert of("bfloat16, paged", what) > of(f"{name}, {token}, paged", what) > 20
             assert of(f"{name}, {token}, paged", what) > of(f"{name}, {one}, paged", what) - 1
