@@ -150,13 +150,10 @@ def sentences(result: ResultFile) -> list[str]:
 
 def show(path: pathlib.Path) -> None:
     """Prints the results of a suite."""
-    result = schema.read(path)
-    assert result is not None
-    about = result.about
-    print(f"{path}: {about['title']}\nrates: {about['rates']}\nclocks: {about['clocks']}")
-    print("\n\n".join(map(_markdown, tables_of(result))))
-    print("\n".join(f"method: {method}" for method in sorted({record.method for record in result.records})))
-    print("\n".join([*sentences(result), *(remark[:300] for remark in about["remarks"])]))
+    if (result := schema.read(path)) is not None:
+        remarks = [remark[:300] for remark in result.about["remarks"]]
+        print("\n".join([f"{path}: {result.about['title']}", *map(_markdown, tables_of(result)), *remarks]))
+        print("\n".join(sentences(result)))
 
 
 def _markdown(table: Table) -> str:
@@ -296,18 +293,10 @@ def documents() -> dict[pathlib.Path, str]:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of the command."""
-    parser.add_argument("--plots", action="store_true", help="draw the plots of the page, too, with matplotlib")
+    """Adds no options."""
 
 
 def run(options: argparse.Namespace) -> None:
     """Writes the documents."""
-    if options.plots:
-        from benchmarks.results import plots
-
-        for device, files in schema.read_all().items():
-            for result in files.values():
-                if result.name in SUITES and not SUITES[result.name].served:
-                    plots.draw(result, FOLDER / device)
     for path, text in documents().items():
         path.write_text(text)

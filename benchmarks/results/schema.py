@@ -6,7 +6,6 @@ A file is ``results/<device>/<name>.json``, of a suite or of a question. Each of
 import dataclasses
 import json
 import pathlib
-import re
 import statistics
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, Self
@@ -185,21 +184,3 @@ def merged(old: Iterable[Record], new: Sequence[Record]) -> list[Record]:
 def runs_of(old: ResultFile) -> list[dict[str, Any]]:
     """Date, command and commit of the runs whose records a file holds, for `before` of the next one."""
     return [*old.about.get("before", []), {x: old.about[x] for x in ("date", "command", "commit")}]
-
-
-def without_measured(remarks: Iterable[str], records: Iterable[Record]) -> list[str]:
-    """The remarks, but of problems that were "not measured" only those without a record.
-
-    >>> without_measured(["not measured: the time was over [causal; S 8; noop; S 8]"], [])
-    ['not measured: the time was over [causal; S 8; noop; S 8]']
-    """
-    measured, kept = {record.problem.name for record in records if record.problem is not None}, []
-    for remark in remarks:
-        what, _, where = remark.removesuffix("]").rpartition(" [")
-        if what.startswith("not measured: "):
-            names = (name.strip("; ") for name in re.findall("[^;]+; [^;]+", where))  # a name has two parts
-            missing = [name for name in names if name not in measured]
-            kept += [f"{what} [{'; '.join(missing)}]"] * bool(missing)
-        else:
-            kept.append(remark)
-    return list(dict.fromkeys(kept))

@@ -30,6 +30,7 @@ from benchmarks.suites import SUITES
 _JAX = "benchmarks.run.jax_runner:JaxRunner"
 RUNNERS = {"jax": _JAX, "mosaic": _JAX, "torch": "benchmarks.run.torch_runner:TorchRunner"}
 _TURNS = 2
+_NOT_MEASURED = "not measured"
 _MEASURE_SECONDS = 90.0
 _COMPILE_SECONDS = 240.0  # for a problem, beside others
 _SHARE = 0.25  # of the remaining time, which one wait may take
@@ -257,17 +258,18 @@ def _measure(
     committed = schema.FOLDER / results_folder(about["machine"].get("device", "cpu")) / f"{plan.suite}.json"
     path = committed if options.out is None else options.out / committed.name
     old = (schema.read(path) or schema.read(committed)) if options.add else None
-    earlier, before = ([], {}) if old is None else (old.about["remarks"], {"before": schema.runs_of(old)})
+    before = {} if old is None else {"before": schema.runs_of(old)}
+    earlier = [] if old is None else [x for x in old.about["remarks"] if not x.startswith(_NOT_MEASURED)]
     with tqdm(plan.problems, unit="problem", dynamic_ncols=True, mininterval=2.0, disable=None) as bar:
         for problem in bar:
             bar.set_postfix_str(problem.name)
             if deadline.over:
-                run.remark_failure("not measured", {"failed": "the time was over"}, problem.name)
+                run.remark_failure(_NOT_MEASURED, {"failed": "the time was over"}, problem.name)
             else:
                 run.measure(problem)
             if run.records:
                 records = schema.merged([] if old is None else old.records, run.records)
-                remarks = schema.without_measured([*earlier, *run.remarks()], records)
+                remarks = list(dict.fromkeys([*earlier, *run.remarks()]))
                 more = {"clocks": watch.seen(), "remarks": remarks, **before}
                 schema.write(path, records, {"title": SUITES[plan.suite].title, **about, **more})
     if run.records:

@@ -76,7 +76,11 @@ def test_suites_are_measured_in_one_command_and_added_to(tmp_path):
         (page, "jflex-contiguous") for page in (64, 16, 1, 256, 128)
     ]
     assert [x.peer for x in first["tiny"].records] == ["jax-xla"]
+    kept, stale = "torch: no GPU [noop]", "not measured: the time was over [noop]"
+    schema.write(tmp_path / "tiny.json", first["tiny"].records, {**first["tiny"].about, "remarks": [kept, stale]})
+    first = {path.stem: schema.read(path) for path in tmp_path.glob("*.json")}
     again = measure(f"{words} --add".replace("jax-xla", "jax-cudnn"), tmp_path)["tiny"]
+    assert again.about["remarks"] == [kept]
     assert [x.peer for x in again.records] == ["jax-xla", "jax-cudnn"]
     assert again.about["before"] == [{x: first["tiny"].about[x] for x in ("date", "command", "commit")}]
 
@@ -246,14 +250,3 @@ def test_the_profile_of_a_gpu_is_read():
     data = jax.profiler.ProfileData
     profile = data.from_serialized_xspace(data.text_proto_to_serialized_xspace(PROFILE))
     assert busy_per_call(gpu_spans(profile), 1) == [pytest.approx(5e-7)]
-
-
-def test_a_remark_leaves_out_what_is_measured_by_now():
-    done, left = SUITES["tiny"].problems[:2]
-    records = [schema.Record("", schema.Summary.from_values([1.0]), "s", done, "jflex", "forward")]
-    remarks = [f"not measured: the time was over [{done.name}; {left.name}]", f"torch: no GPU [{done.name}]"]
-    assert schema.without_measured([*remarks, remarks[1]], records) == [
-        f"not measured: the time was over [{left.name}]",
-        remarks[1],
-    ]
-    assert schema.without_measured([f"not measured: the time was over [{done.name}]"], records) == []

@@ -129,11 +129,3 @@ def test_commands(capsys):
 @pytest.mark.parametrize("words", documented())
 def test_documented_commands(words: str):
     command.parse(shlex.split(words))
-
-
-def test_plots_are_written(tmp_path):
-    pytest.importorskip("matplotlib")
-    from benchmarks.results import plots
-
-    for name, count in (("blocks", 1), ("captured", 1), ("pair_bias", 0)):
-        assert len(plots.draw(made(name), tmp_path)) == count
