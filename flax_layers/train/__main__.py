@@ -42,7 +42,7 @@ def main(arguments: list[str] | None = None) -> float | None:
     from flax_layers.train.checkpoints import Checkpoints
 
     options = parse_options(arguments)
-    check_installed("matplotlib", "tqdm", extra="train")
+    check_installed("grain", "matplotlib", "tqdm", extra="train")
     config, score_mod = setup.model_config(options)
     mesh, recipe = setup.create_mesh(options, config), setup.make_recipe(options)
     peak = setup.all_peak_flops(options.peak_flops, mesh)

@@ -6,13 +6,17 @@ import functools
 import hashlib
 import pathlib
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from jaxtyping import Int, Int32
 
+from flax_layers.models.checkpoint.optional import needs
 from flax_layers.train.errors import InputError
 from flax_layers.train.texts import TOKEN_FILES, Encoder, files_of, read_texts
+
+if TYPE_CHECKING:
+    import grain
 
 
 class Rows(NamedTuple):
@@ -87,7 +91,7 @@ class Corpus:
 
 @dataclasses.dataclass(frozen=True)
 class Batches:
-    """Batches of rows in random order. Each epoch has its own order, a function of the seed and the epoch.
+    """Batches of rows in random order, by grain. Each epoch has its own order, a function of the seed and the epoch.
 
     A batch is a function of its step, so a resumed run needs only the step.
 
@@ -120,12 +124,17 @@ class Batches:
         Args:
             step: From 0 on.
         """
-        size = len(self.rows)
-        chosen = []
-        for index in range(step * self.batch, (step + 1) * self.batch):
-            epoch, within = divmod(index, size)
-            chosen.append(self.rows[permuted(within, size, _seed_of_epoch(self.seed, epoch))])
-        return self._stack(chosen)
+        rows = self._steps[step]
+        assert rows is not None  # no row is filtered out
+        return rows
+
+    @functools.cached_property
+    def _steps(self) -> "grain.MapDataset[Rows]":
+        """Batches by step, read when they are indexed."""
+        with needs("grain", "train"):
+            import grain
+        order = grain.MapDataset.source(self.rows).seed(self.seed % 2**64).shuffle().repeat()
+        return order.batch(self.batch, batch_fn=self._stack)
 
     def in_order(self, most: int) -> list[Rows]:
         """Batches of the first rows, each once; the last is padded with rows that are not scored.
@@ -145,10 +154,6 @@ class Batches:
     def _stack(self, chosen: Sequence[int]) -> Rows:
         rows = [self.corpus.row(row * self.length, self.length) for row in chosen]
         return Rows(*(np.stack(column) for column in zip(*rows, strict=True)))
-
-
-def _seed_of_epoch(seed: int, epoch: int) -> int:
-    return (seed << 32) + epoch
 
 
 def read_corpus(
@@ -232,42 +237,6 @@ def _encoded(text: bytes, tokenizer: Encoder, end_token: int | None) -> np.ndarr
     if end_token is None or not len(tokens) or tokens[-1] == end_token:
         return tokens
     return np.append(tokens, np.uint32(end_token))
-
-
-_ROUNDS = 6
-
-
-def permuted(index: int, size: int, seed: int) -> int:
-    """An element of a random permutation of `range(size)`.
-
-    A Feistel network permutes the next power of four above `size`; a result of at least `size` is permuted again until
-    it falls below ("cycle walking", Black and Rogaway 2002). Nothing is held in memory, and access is random.
-
-    Args:
-        index: From 0 to `size - 1`.
-        seed: Each seed gives another permutation.
-
-    Returns:
-        The element at that index.
-
-    Example:
-        >>> [permuted(index, 7, seed=1) for index in range(7)]
-        [3, 0, 2, 5, 1, 6, 4]
-    """
-    bits = max((size - 1).bit_length() + 1, 2) // 2
-    while True:
-        index = _feistel(index, bits, seed)
-        if index < size:
-            return index
-
-
-def _feistel(value: int, bits: int, seed: int) -> int:
-    """A permutation of `range(4 ** bits)`."""
-    high, low = value >> bits, value & ((1 << bits) - 1)
-    for turn in range(_ROUNDS):
-        digest = hashlib.blake2b(f"{seed} {turn} {low}".encode(), digest_size=8).digest()
-        high, low = low, high ^ (int.from_bytes(digest, "little") & ((1 << bits) - 1))
-    return high << bits | low
 
 
 Tokens = Int[np.ndarray, " tokens"]

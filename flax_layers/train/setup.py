@@ -207,6 +207,7 @@ def description(
         "tokens of --data": batches.corpus.size,
         "fingerprint of --data": batches.corpus.fingerprint,
         "rows to train on": len(batches.rows),
+        "order of rows": "grain",
         "learning rate of the first step": recipe.learning_rate / max(recipe.warmup_steps, 1),
     }
 

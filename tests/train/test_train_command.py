@@ -49,8 +49,13 @@ def test_an_error_ends_a_command_with_one_line(error: Exception):
     assert ended.value.code == f"error: {error}"  # which Python prints, and exits with 1
 
 
-@pytest.mark.parametrize("package", ["matplotlib", "tqdm"])
-@pytest.mark.parametrize(("command", "extra"), [(train, "train"), (demo, "demo")])
+@pytest.mark.parametrize(
+    ("command", "extra", "package"),
+    [
+        *((train, "train", package) for package in ("grain", "matplotlib", "tqdm")),
+        *((demo, "demo", package) for package in ("matplotlib", "tqdm")),
+    ],
+)
 def test_packages_that_are_used_late_are_missed_early(monkeypatch, tmp_path, command, extra: str, package: str):
     monkeypatch.setitem(sys.modules, package, None)
     arguments = ["--data=none"] if command is train else []

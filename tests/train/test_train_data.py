@@ -8,20 +8,8 @@ import numpy as np
 import pytest
 
 from flax_layers.train import Batches, Corpus, InputError, read_corpus
-from flax_layers.train.corpus import permuted, scan_tokens
+from flax_layers.train.corpus import scan_tokens
 from flax_layers.train.texts import ByteEncoder, Encoder
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 16, 17, 1000])
-def test_the_order_is_a_permutation(size: int):
-    first, second = ([permuted(place, size, seed) for place in range(size)] for seed in (0, 1))
-    assert sorted(first) == sorted(second) == list(range(size))
-    assert size < 10 or first != second
-
-
-def test_the_order_mixes():
-    order = np.array([permuted(place, 1024, 0) for place in range(1024)])
-    assert abs(np.corrcoef(order, np.arange(1024))[0, 1]) < 0.1
 
 
 def read(paths, encoder: Encoder | None = ByteEncoder(), **options) -> Corpus:  # noqa: B008  it has no state

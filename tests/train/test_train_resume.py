@@ -148,10 +148,11 @@ def test_fewer_steps_than_were_taken_are_refused(run):
     [
         ("--clip", r"--clip: not recorded in the checkpoint, 1\.0 in this run"),
         ("learning rate of the first step", r"first step: not recorded in the checkpoint, 0\.01 in this run"),
+        ("order of rows", "order of rows: not recorded in the checkpoint, 'grain' in this run"),
     ],
 )
 def test_a_checkpoint_that_lacks_an_entry_is_refused(run, monkeypatch, entry: str, message: str):
-    """As of a version whose warm-up began with a learning rate of 0."""
+    """As of versions whose warm-up began with a learning rate of 0, or that ordered rows otherwise."""
     description: Any = train.setup.description
 
     def shorter(*arguments):
