@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -38,16 +38,6 @@ BoundMods = Callable[[Captured], Mods]
 Attend = Callable[..., Any]  # (query, key, value, captured arrays, BlockMask or None) -> out
 
 
-class Inputs(NamedTuple):
-    """The arrays of a problem."""
-
-    query: jax.Array
-    key: jax.Array
-    value: jax.Array
-    captured: dict[str, jax.Array]
-    block_mask: jflex.BlockMask | None
-
-
 def mods_of(problem: Problem) -> tuple[BoundMods, dict[str, jax.Array]]:
     """A problem's mods, as a function of the captured arrays, and these arrays."""
     variant = VARIANTS[problem.variant]
@@ -59,15 +49,15 @@ def mods_of(problem: Problem) -> tuple[BoundMods, dict[str, jax.Array]]:
     return lambda captured: variant.make(problem, {**indices, **captured}, OPERATIONS), captured
 
 
-def inputs_of(problem: Problem, captured: dict[str, jax.Array], block_mask: jflex.BlockMask | None) -> Inputs:
-    """Random arrays."""
+def inputs_of(problem: Problem, captured: Captured, block_mask: jflex.BlockMask | None) -> tuple[Any, ...]:
+    """Random query, key and value, captured arrays and the BlockMask."""
     B, S, Hkv, D = problem.B, problem.S, problem.Hkv, problem.D
     shapes = (B, problem.T, problem.Hq, D), (B, S, Hkv, D), (B, S, Hkv, problem.value_size)
     keys = jax.random.split(jax.random.key(0), 3)
     query, key, value = (jax.random.normal(x, shape, problem.dtype) for x, shape in zip(keys, shapes, strict=True))
     if problem.keys in EIGHT_BITS:
         query, key = query.astype(problem.keys), key.astype(problem.keys)
-    return Inputs(query, key, value, captured, block_mask)
+    return query, key, value, captured, block_mask
 
 
 def block_mask_of(problem: Problem, mods: Mods) -> tuple[jflex.BlockMask | None, int]:
@@ -120,24 +110,37 @@ def forward_and_backward(attend: Callable[..., jax.Array]) -> Callable[..., Any]
     return both
 
 
-def backends_of(problem: Problem, mods: BoundMods, inputs: Inputs) -> dict[str, str]:
-    """The backend of jflex that runs a problem, for each peer that is jflex."""
-    (mask, score), (query, key, value, _, block_mask) = mods(inputs.captured), inputs
-    block_mask = selected_blocks(problem, query, key) if problem.selected else block_mask
-    everywhere = mask if problem.form == "everywhere" else None
-    account = jflex.explain(query, key, value, score, block_mask, mask_mod=everywhere, **_options(problem))
-    return {name: named or str(account.backend) for name, named in IMPLEMENTATIONS.items()}
-
-
-def _options(problem: Problem) -> dict[str, Any]:
-    """Arguments of `flex_attention`, by `weights`, `keys` and `stats`."""
+def _arguments(
+    problem: Problem,
+    mods: BoundMods,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    captured: Captured,
+    blocks: Any,
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments of `flex_attention`, by form, selection, `weights`, `keys` and `stats`."""
+    mask, score = mods(captured)
+    if problem.weights == "sigmoid":
+        assert score is None  # of the variants of the suite
+        score = jflex.scores.sigmoid(-math.log(problem.S))
     weights = {
         "sinks": {"sinks": jnp.zeros(problem.Hq)},
         "dropout": {"dropout_rate": 0.1, "dropout_key": jax.random.key(1)},
         "sigmoid": {"normalize": "none"},
     }
-    rotation = dict.fromkeys(("query_mod", "key_mod"), jflex.rope()) if problem.keys == "raw" else {}
-    return {**weights.get(problem.weights, {}), **rotation, "return_stats": tuple(problem.stats.split())}
+    options = {**weights.get(problem.weights, {}), "return_stats": tuple(problem.stats.split())}
+    options |= {"mask_mod": mask} if problem.form == "everywhere" else {}
+    options |= dict.fromkeys(("query_mod", "key_mod"), jflex.rope()) if problem.keys == "raw" else {}
+    blocks = selected_blocks(problem, query, key) if problem.selected else blocks
+    return (query, key, value, score, blocks), options
+
+
+def backends_of(problem: Problem, mods: BoundMods, inputs: tuple[Any, ...]) -> dict[str, str]:
+    """The backend of jflex that runs a problem, for each peer that is jflex."""
+    arguments, options = _arguments(problem, mods, *inputs)
+    backend = str(jflex.explain(*arguments, **options).backend)
+    return {name: named or backend for name, named in IMPLEMENTATIONS.items()}
 
 
 def _rotating(problem: Problem, mods: BoundMods) -> Attend:
@@ -152,15 +155,9 @@ def _rotating(problem: Problem, mods: BoundMods) -> Attend:
 
 
 def _jflex(problem: Problem, mods: BoundMods, implementation: str | None = None) -> Attend:
-    def attend(query: jax.Array, key: jax.Array, value: jax.Array, captured: Captured, block_mask: Any) -> Any:
-        mask, score = mods(captured)
-        if problem.weights == "sigmoid":
-            assert score is None  # of the variants of the suite
-            score = jflex.scores.sigmoid(-math.log(problem.S))
-        everywhere = mask if problem.form == "everywhere" else None
-        block_mask = selected_blocks(problem, query, key) if problem.selected else block_mask
-        options = {"mask_mod": everywhere, "implementation": implementation, **_options(problem)}
-        result = jflex.flex_attention(query, key, value, score, block_mask, **options)
+    def attend(*inputs: Any) -> Any:
+        arguments, options = _arguments(problem, mods, *inputs)
+        result = jflex.flex_attention(*arguments, implementation=implementation, **options)
         return result[0] if problem.stats else result
 
     return attend

@@ -61,18 +61,12 @@ def paged_inputs(problem: Problem, prefix: int = 0) -> tuple[jax.Array, Cache, B
         cache = jflex.paged.LatentCache(keys, problem.D - problem.value_size)
     else:
         cache = jflex.paged.PagedCache(keys, normal(2, keys.shape, problem))
-    if problem.keys in EIGHT_BITS:
-        cache = jax.jit(functools.partial(_in_eight_bits, problem.keys))(cache)
+    if problem.keys in EIGHT_BITS:  # with a scale for each token and head
+        rows, slots = (count * problem.page, *keys.shape[2:]), jnp.arange(count * problem.page, dtype=jnp.int32)
+        empty = jflex.paged.PagedCache.create(*keys.shape, dtype=problem.keys)
+        cache = jax.jit(jflex.paged.write)(empty, cache.k.reshape(rows), cache.v.reshape(rows), slots)
     batch = Batch(*map(jnp.asarray, (requests.indptr, requests.keys, table)))
     return normal(0, (int(requests.queries.sum()), problem.Hq, problem.D), problem), cache, batch
-
-
-def _in_eight_bits(dtype: str, cache: jflex.paged.PagedCache) -> jflex.paged.PagedCache:
-    """Pages in eight bits, with a scale for each token and head."""
-    pages, size, heads, D = cache.k.shape
-    rows = lambda x: x.reshape(pages * size, heads, D)
-    empty = jflex.paged.PagedCache.create(pages, size, heads, D, dtype=dtype)
-    return jflex.paged.write(empty, rows(cache.k), rows(cache.v), jnp.arange(pages * size, dtype=jnp.int32))
 
 
 def _contiguous_inputs(problem: Problem) -> tuple[Any, ...]:
@@ -97,10 +91,8 @@ def _contiguous(problem: Problem, mods: BoundMods, on_gpu: str | None = None, co
         first = problem.S - problem.T if lengths is None else lengths - problem.T  # the position of q_idx 0
         bound = _served_mods(problem, mods(captured))
         mask, score = (None if mod is None else jflex.with_offset(mod, first) for mod in bound)
-        options = {} if lengths is None else {"kv_lengths": lengths}
-        return jflex.flex_attention(
-            query, key, value, score, mask_mod=mask, implementation=on_gpu_or_xla(on_gpu), config=config, **options
-        )
+        options = {"mask_mod": mask, "implementation": on_gpu_or_xla(on_gpu), "config": config, "kv_lengths": lengths}
+        return jflex.flex_attention(query, key, value, score, **options)
 
     return attend, _contiguous_inputs(problem)
 
@@ -237,10 +229,7 @@ def _indexer(problem: Problem, mods: BoundMods, *, at_once: bool = False) -> Pro
 
 Peers = dict[str, Callable[[Problem, BoundMods], Program]]
 _SERVED: Peers = {
-    "jflex": _jflex,
-    "jflex-mosaic": functools.partial(_jflex, on_gpu="mosaic_gpu"),
-    "jflex-triton": functools.partial(_jflex, on_gpu="triton"),
-    "jflex-official": functools.partial(_jflex, on_gpu="official_triton"),
+    **{name: functools.partial(_jflex, on_gpu=named) for name, named in IMPLEMENTATIONS.items()},
     "jflex-invariant": functools.partial(_jflex, config=jflex.Config(batch_invariant=True)),
     "jflex-contiguous": _contiguous,
     "jflex-joined": _joined,
