@@ -16,22 +16,19 @@ class Problem:
       variant: A name in `benchmarks.variants.VARIANTS`.
       form: How the mask is given: ``"split"`` as a BlockMask with full and partial blocks, ``"partial"`` as one with
         every block partial, ``"everywhere"`` as a bare mask_mod.
-      block: Queries and keys in a block of jflex's BlockMask. Peers keep their own size, and FLOPs are counted over
-        blocks of 128 in any case.
+      block: Queries and keys in a block of jflex's BlockMask; peers keep their own size.
       differentiated: Whether the backward also gives the gradient of the array that the score_mod captures.
-      lengths: Keys of each sequence: ``"even"``, ``"uniform"``, ``"skewed"`` or ``"mixed"``, see `requests_of`; "" for
-        S each.
+      lengths: A name of `requests_of`; "" for S each.
       page: Keys of a page, for caches in pages that lie at random; 0 for contiguous ones.
       prefix: Keys at the front that all sequences share.
       Dv: Size of a head of the values; 0 for D.
       weights: ``"sinks"``, ``"dropout"`` (of a tenth) or ``"sigmoid"`` (without a softmax); "" for a plain softmax.
-      keys: ``"raw"`` or ``"raw neighbours"``: pages hold keys that a `key_mod` rotates as they are loaded, halves or
-        neighbours; without pages, queries and keys that the call rotates, halves; ``"rolling"``: pages hold the cache
-        of StreamingLLM, sinks and a window, S together; ``"latent"``: pages hold latent vectors, whose first `Dv`
-        columns are the values (MLA, absorbed); ``"indexer"``: no attention, but the selection of keys for sparse
-        MLA; ``"float8_e4m3fn"`` or ``"int8"``: pages hold keys and values of this dtype, with a scale for each token
-        and head; without pages, queries and keys have it, and values `dtype`; "" for keys as they are, rotated before
-        they were written.
+      keys: ``"raw"`` or ``"raw neighbours"``: keys that a `key_mod` rotates as they are loaded from pages, halves or
+        neighbours; without pages, queries and keys that the call rotates, halves. ``"rolling"``: pages hold the cache
+        of StreamingLLM, sinks and a window, S together. ``"latent"``: pages hold latent vectors, whose first `Dv`
+        columns are the values (MLA, absorbed). ``"indexer"``: no attention, but the selection of keys for sparse MLA.
+        ``"float8_e4m3fn"`` or ``"int8"``: pages hold keys and values of this dtype, with a scale for each token and
+        head; without pages, queries and keys have it, and values `dtype`. "": rotated before they were written.
       stats: Names of `return_stats`, with spaces between them; their gradients are not requested.
       selected: Key blocks that each query block selects in each call, by scores, its own among them; with latent
         vectors, keys that each query has selected, and with an indexer selects; 0: no selection.

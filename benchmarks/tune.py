@@ -137,7 +137,7 @@ def tune(heads: Sequence[int], scope: Scope, facts: dict[str, str], folder: path
                 continue
             for entry in entries:
                 table[json.dumps(entry["key"])] = entry | {"date": about["date"]}
-                tqdm.write(_line(entry))
+                tqdm.write(json.dumps(entry))
             write(path, about, list(table.values()))
     print(path)
 
@@ -149,14 +149,6 @@ def write(path: pathlib.Path, about: dict[str, Any], entries: list[dict[str, Any
     head = json.dumps(about, indent=1)[:-2]
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(f'{head},\n "entries": [\n{lines}\n ]\n}}\n')
-
-
-def _line(entry: dict[str, Any]) -> str:
-    words = " ".join(str(x) for x in entry["key"].values())
-    second = entry["runner_up"]
-    best = f"{tuple(entry['tiles'].values())} {entry['microseconds']} us"
-    then = f", then {tuple(second['tiles'].values())} {second['microseconds']} us" if second else ""
-    return f"{words}: {best}{then}"
 
 
 def search(head_size: int, scope: Scope) -> list[dict[str, Any]]:

@@ -200,16 +200,6 @@ def _records(name: str, times: Times, memory: Any) -> list[Record]:
     return records
 
 
-def work(bench: Bench, masks: Sequence[str], orders: Sequence[str]) -> Measured:
-    """Balance of the visited blocks in each order."""
-    records, n = [], len(bench.devices)
-    for mask, order in itertools.product(masks, orders):
-        costs = context_parallel.device_costs(bench.masks[mask], n, bench.order(mask, order))
-        name = f"{mask}, {n} GPUs, {order}: blocks of the GPU with most over the mean"
-        records.append(Record.single(name, float(costs.max() / costs.mean()), "x"))
-    return Measured(records)
-
-
 def context(
     masks: Sequence[str] = MASKS,
     strategies: Sequence[str] = STRATEGIES,
@@ -231,7 +221,6 @@ def context(
     sizes = {"length": length, "heads": heads, "kv_heads": kv_heads, "head_size": head_size, "documents": documents}
     bench = Bench(sizes, local, implementation)
     shared = {"about": {"title": _TITLE.format(**sizes)}, "machine": {"devices": len(local)}}
-    yield work(bench, masks, orders)._replace(**shared)
     for cases in groups(masks, strategies, orders):
         programs = {} if deadline.over else bench.compiled(cases)
         for case in cases:

@@ -25,8 +25,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Self
 
 from benchmarks.questions.generation import Shape, jax_model
-from benchmarks.questions.load import Load, Timing, records_of
 from benchmarks.questions.question import Measured, one_of
+from benchmarks.questions.serving import Load, Timing, records_of
 from benchmarks.results.schema import Record
 from benchmarks.run.jobs import SHARED_GPU, Job, RunJob, run_job, run_jobs
 from benchmarks.run.timing import busy_seconds
@@ -153,21 +153,20 @@ def measured_part(shape: Shape, sizes: Sizes, part: str, limit: float = 560.0, r
     return answers.get(part, Measured([], remarks))
 
 
-class Results:
-    """Records and remarks of a job."""
+class Results(list[Record]):
+    """Records of a job, with remarks."""
 
     def __init__(self) -> None:
-        self.records: list[Record] = []
         self.remarks: list[str] = []
 
-    def add(self, name: str, value: float, unit: str) -> None:
-        """Adds a single figure."""
-        self.keep(Record.single(name, value, unit))
-
-    def keep(self, record: Record) -> None:
+    def add(self, record: Record) -> None:
         """Adds a figure; it is printed, so that a process that is ended leaves it."""
-        self.records.append(record)
+        self.append(record)
         print(f"{record.name}: {record.value.median:.4g} {record.unit}", flush=True)
+
+    def measured(self) -> Measured:
+        """The answer of the job."""
+        return Measured(list(self), self.remarks)
 
 
 def metered(model: Any, options: Any) -> Any:
@@ -233,9 +232,9 @@ def record_load(engine: Any, name: str, load: Load, shape: Shape, roof: Roof, re
     records, remarks, *_ = records_of(timings, load)
     seconds = max(x.arrivals[-1] for x in timings) - min(x.sent for x in timings)
     for record in records:
-        results.keep(dataclasses.replace(record, name=f"{name}: {record.name.partition(': ')[2]}"))
+        results.add(dataclasses.replace(record, name=f"{name}: {record.name.partition(': ')[2]}"))
     results.remarks += remarks
-    results.add(f"{name}: share of the roof", 100 * roof.seconds(engine.computed) / seconds, "%")
+    results.add(Record.single(f"{name}: share of the roof", 100 * roof.seconds(engine.computed) / seconds, "%"))
     return len(timings) / seconds
 
 
@@ -256,8 +255,10 @@ def record_launches(engine: Any, name: str, load: Load, vocabulary: int, results
     spans = [x for x in spans if abs(x.start - middle) <= _PROFILED / 2]
     seconds = max(x.start + x.seconds for x in spans) - spans[0].start
     idle = max(0.0, 1 - busy_seconds(spans) / seconds)  # overlaps below the clock's unit count twice
-    results.add(f"{name}: idle GPU", 100 * idle, "%")
-    results.add(f"{name}: kernels in CUDA graphs", 100 * sum(x.in_graph for x in spans) / len(spans), "%")
+    results.add(Record.single(f"{name}: idle GPU", 100 * idle, "%"))
+    results.add(
+        Record.single(f"{name}: kernels in CUDA graphs", 100 * sum(x.in_graph for x in spans) / len(spans), "%")
+    )
 
 
 def jax_loads(shape: Shape, sizes: Sizes, part: str) -> Measured:
@@ -270,13 +271,13 @@ def jax_loads(shape: Shape, sizes: Sizes, part: str) -> Measured:
     roof = Roof.from_shape(shape, rates["copy_bytes"], rates["matmul_flops"], sizes.cache_dtype)
     if part != "users":
         kind = cases[0][0].partition(" clients")[2]
-        results.add(f"copy rate{kind}", roof.bytes_rate / 1e12, "TB/s")
-        results.add(f"GEMM rate{kind}", roof.flops_rate / 1e12, "TFLOP/s")
+        results.add(Record.single(f"copy rate{kind}", roof.bytes_rate / 1e12, "TB/s"))
+        results.add(Record.single(f"GEMM rate{kind}", roof.flops_rate / 1e12, "TFLOP/s"))
     for name, load, options in cases:
         running = metered(model, options)
         started = time.perf_counter()
         running.warm_up()
-        results.add(f"{name}: warm-up", time.perf_counter() - started, "s")
+        results.add(Record.single(f"{name}: warm-up", time.perf_counter() - started, "s"))
         running.start()
         drive(running, dataclasses.replace(load, requests=load.concurrency, seed=1), shape.vocabulary)
         rate = record_load(running, name, load, shape, roof, results)
@@ -292,4 +293,4 @@ def jax_loads(shape: Shape, sizes: Sizes, part: str) -> Measured:
             running.stop()
         del running
         gc.collect()  # its cache, which cycles keep
-    return Measured(results.records, results.remarks)
+    return results.measured()

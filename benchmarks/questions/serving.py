@@ -14,14 +14,14 @@ import dataclasses
 import json
 import random
 import re
+import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from benchmarks.questions.load import Load, Timing, records_of
 from benchmarks.questions.question import Measured
 from benchmarks.results.schema import Record
 
@@ -41,21 +41,75 @@ OPTIONS = {
 _TIMEOUT = 600.0
 
 
-class Started(NamedTuple):
-    """A server that runs: its URL, and the start of its process by `time.perf_counter`."""
+@dataclasses.dataclass(frozen=True)
+class Load:
+    """The requests."""
 
-    url: str
-    begun: float
+    requests: int = 128  # that are measured
+    concurrency: int = 16  # clients of a closed loop; without `rate`
+    rate: float | None = None  # requests per second on average; None: a closed loop
+    lengths: tuple[tuple[int, int], ...] = ((128, 64),)  # prompt and output tokens, one pair for each request in turn
+    shared: int = 0  # tokens at the beginning of all prompts that are the same
+    warm_up: int = 2  # requests before, which are not measured
+    seed: int = 0  # of prompts and arrivals
+
+    @property
+    def name(self) -> str:
+        """Prefix of its records."""
+        return f"{self.concurrency} clients" if self.rate is None else f"{self.rate:g} requests/s"
+
+    def prompts(self, vocabulary: int) -> list[tuple[list[int], int]]:
+        """Tokens and the number of output tokens of each request, those of the warm-up first.
+
+        >>> [len(tokens) for tokens, _ in Load(requests=2, warm_up=0, lengths=((5, 1), (8, 2))).prompts(100)]
+        [5, 8]
+        """
+        draw = random.Random(self.seed)
+        tokens = lambda count: [draw.randrange(vocabulary) for _ in range(count)]
+        shared, prompts = tokens(self.shared), []
+        for number in range(self.warm_up + self.requests):
+            prompt, output = self.lengths[number % len(self.lengths)]
+            prompts.append((shared[:prompt] + tokens(max(0, prompt - self.shared)), output))
+        return prompts
+
+
+@dataclasses.dataclass
+class Timing:
+    """Times of one request, by `time.perf_counter`."""
+
+    sent: float
+    arrivals: list[float] = dataclasses.field(default_factory=list)
+    tokens: int = 0
+    error: str = ""
+
+
+def records_of(timings: Sequence[Timing], load: Load) -> Measured:
+    """Rates, times to the first token and mean times from one to the next, with their percentiles.
+
+    Servers may send several tokens at once.
+    """
+    good = [timing for timing in timings if not timing.error]
+    remarks = sorted({f"a request failed: {timing.error}" for timing in timings if timing.error})
+    if not good:
+        return Measured([], remarks)
+    seconds = max(x.arrivals[-1] for x in good) - min(x.sent for x in timings)
+    records = [
+        Record.single(f"{load.name}: output", sum(x.tokens for x in good) / seconds, "tokens/s"),
+        Record.single(f"{load.name}: requests", len(good) / seconds, "1/s"),
+        Record.single(f"{load.name}: failed", len(timings) - len(good), ""),
+    ]
+    first = [x.arrivals[0] - x.sent for x in good]
+    between = [(x.arrivals[-1] - x.arrivals[0]) / max(1, x.tokens - 1) for x in good]
+    for name, values in (("first token", first), ("between tokens", between)):
+        records.append(Record.from_values(f"{load.name}: {name}", values, "s"))
+        last = statistics.quantiles(values, n=100, method="inclusive")[98] if len(values) > 1 else values[0]
+        records.append(Record.single(f"{load.name}: {name}, 99th percentile", last, "s"))
+    return Measured(records, remarks)
 
 
 @contextlib.contextmanager
-def started(options: Sequence[str]) -> Iterator[Started]:
-    """Runs ``python -m flax_layers.serve`` on a free port until it takes requests, and ends it.
-
-    Raises:
-      RuntimeError: It has ended before.
-    """
-    begun = time.perf_counter()
+def started(options: Sequence[str]) -> Iterator[str]:
+    """Runs ``python -m flax_layers.serve`` on a free port, gives its URL when it takes requests, and ends it."""
     command = [sys.executable, "-m", "flax_layers.serve", "--port=0", "--log-level=warning", *options]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
@@ -64,7 +118,7 @@ def started(options: Sequence[str]) -> Iterator[Started]:
             ready = next(filter(None, (re.match(r"Serving .* at (\S+)", line) for line in lines)), None)
             if ready is None:
                 raise RuntimeError(f"The server ended with status {process.wait()}. Its output above says why.")
-            yield Started(ready[1], begun)
+            yield ready[1]
         finally:
             process.terminate()
 
@@ -149,7 +203,7 @@ def serving(
     loads = loads or [dataclasses.replace(common, concurrency=clients) for clients in concurrency]
     with contextlib.ExitStack() as stack:
         if start is not None:
-            url, begun = stack.enter_context(started(start))
+            begun, url = time.perf_counter(), stack.enter_context(started(start))
             [first] = asyncio.run(send(url, Load(1, lengths=((16, 1),), warm_up=0), key))
             yield Measured([Record.single("start to the first token", first.arrivals[0] - begun, "s")])
         for one in loads:

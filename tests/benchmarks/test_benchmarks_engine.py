@@ -69,7 +69,7 @@ def test_the_profile_of_a_load(monkeypatch):
     engine.record_launches(running, "load", load, TINY.vocabulary, results)
     assert not running._thread.is_alive()
     assert sum(x.tokens for x in running.computed) == load.requests * (SIZES.prompt + SIZES.output - 1)
-    assert {x.name: x.value.median for x in results.records} == {
+    assert {x.name: x.value.median for x in results} == {
         "load: idle GPU": 0.0,
         "load: kernels in CUDA graphs": 50.0,
     }

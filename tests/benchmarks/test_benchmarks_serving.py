@@ -11,8 +11,7 @@ import pytest
 
 from benchmarks.__main__ import main
 from benchmarks.questions import serving
-from benchmarks.questions.load import Load, Timing, records_of
-from benchmarks.questions.serving import Started, send, started
+from benchmarks.questions.serving import Load, Timing, records_of, send, started
 from tests.support.served import app_of, idle, running
 
 SMALL = Load(requests=6, concurrency=2, lengths=((20, 5), (9, 3)), shared=8, warm_up=1)
@@ -79,11 +78,17 @@ def test_the_command(tmp_path, monkeypatch, capsys):
         text = capsys.readouterr().out
         assert "16 clients: output" in text
         assert "start to" not in text
-        ready = contextlib.nullcontext(Started("http://server", time.perf_counter() - 5))
-        monkeypatch.setattr(serving, "started", lambda options: {("--model", "a"): ready}[tuple(options)])
+
+        @contextlib.contextmanager
+        def start(options):
+            assert options == ["--model", "a"]
+            time.sleep(0.5)
+            yield "http://server"
+
+        monkeypatch.setattr(serving, "started", start)
         main(["serving", "--requests", "3", "--out", str(tmp_path), "--start", "--model", "a"])
     text = capsys.readouterr().out
     [seconds] = re.findall(r"start to the first token: (\S+) s", text)
-    assert 5 < float(seconds) < 60
+    assert 0.5 < float(seconds) < 60
     assert "16 clients: output" in text
     assert (tmp_path / "serving.json").exists()

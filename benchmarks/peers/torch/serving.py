@@ -11,6 +11,7 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 from benchmarks.questions.engine import Results, Sizes
 from benchmarks.questions.generation import Shape
 from benchmarks.questions.question import Measured
+from benchmarks.results.schema import Record
 from benchmarks.run.timing import describe_error, failures
 
 
@@ -31,9 +32,9 @@ def torch_serving(shape: Shape, sizes: Sizes, device: str = "cuda") -> Measured:
             except failures() as error:
                 results.remarks.append(f"{label} is left out: {describe_error(error)}")
                 continue
-            results.add(label, count * sizes.output / seconds, "tokens/s")
+            results.add(Record.single(label, count * sizes.output / seconds, "tokens/s"))
         model.destroy_cached_continuous_batching_manager()  # it was sized for so many requests
-    return Measured(results.records, results.remarks)
+    return results.measured()
 
 
 def _model(shape: Shape, device: str) -> Any:
