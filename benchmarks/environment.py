@@ -68,12 +68,7 @@ def results_folder(device: str) -> str:
 
 
 class ClockWatch:
-    """Samples clocks and power by `nvidia-smi` twice a second; records nothing where there is none.
-
-    >>> with ClockWatch() as watch:
-    ...     isinstance(watch.seen(), dict)
-    True
-    """
+    """Samples clocks and power by `nvidia-smi` twice a second; records nothing where there is none."""
 
     def __enter__(self) -> Self:
         self._file = tempfile.NamedTemporaryFile("w")
@@ -105,16 +100,13 @@ class ClockWatch:
 
 
 def _commit() -> str | None:
-    name = _git("rev-parse", "--short", "HEAD")
-    changed = _git("status", "--porcelain", "--untracked-files=no", "--", "jflex", "pallas_kernels")
-    return f"{name} and changes" if changed else name or None
-
-
-def _git(*words: str) -> str:
+    git = lambda *words: subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True).stdout.strip()
     try:
-        return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
+        name = git("rev-parse", "--short", "HEAD")
+        changed = git("status", "--porcelain", "--untracked-files=no", "--", "jflex", "pallas_kernels")
     except FileNotFoundError:
-        return ""
+        return None
+    return f"{name} and changes" if changed else name or None
 
 
 def _processor() -> str:

@@ -27,11 +27,7 @@ class Work(NamedTuple):
 
 
 def visited_elements(visited: np.ndarray, lengths: tuple[int, int], block: tuple[int, int] = (128, 128)) -> int:
-    """Elements in visited blocks [query blocks, key blocks], of which the last may be cut short.
-
-    >>> visited_elements(np.array([[True, False], [True, True]]), (256, 200))
-    41984
-    """
+    """Elements in visited blocks [query blocks, key blocks], of which the last may be cut short."""
     rows, columns = (
         np.minimum(size, length - np.arange(count) * size)
         for size, length, count in zip(block, lengths, visited.shape, strict=True)

@@ -4,8 +4,8 @@ Every head size has a process of its own, which compiles all configurations of a
 the GPU; they run one after another. A time is that of a call: for dkv and dq including the forward, the same for all.
 
 The kernels of Mosaic GPU are searched where `--kernels` names them: ``--kernels forward_sm90 one_pass_sm90``. Their
-outputs are compared with those of Triton's, and tiles whose outputs differ are left out. ``--dry-run`` lists what would
-be searched. This module alone of the benchmarks imports internals of kernels.
+outputs are compared with those of Triton's, and tiles whose outputs differ are left out. This module alone of the
+benchmarks imports internals of kernels.
 """
 
 import argparse
@@ -97,24 +97,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--mods", nargs="+", default=MODS, choices=MODS)
     parser.add_argument("--lengths", nargs="+", default=LENGTHS, choices=LENGTHS)
     parser.add_argument("--budget", type=float, default=float("inf"), help="seconds after which nothing is begun")
-    parser.add_argument("--dry-run", action="store_true", help="list what would be searched, and stop")
     parser.add_argument("--out", type=pathlib.Path, default=TABLES, help="folder of the table")
 
 
 def run(options: argparse.Namespace) -> None:
-    """Searches or lists what the options name."""
+    """Searches what the options name."""
     scope = Scope(options.kernels, options.mods, options.lengths, time.time() + options.budget)
-    if options.dry_run:
-        total = 0
-        for condition in (x for head_size in options.heads for x in scope.conditions(head_size)):
-            tiles = list(configurations(condition.kernel, condition.head_size))
-            total += len(tiles) * len(attentions(condition))
-            print(f"{' '.join(map(str, condition))}: {', '.join(str(dataclasses.astuple(x)) for x in tiles)}")
-        print(f"{total} programs")
-        return
     facts = gpu_facts()
     if "device" not in facts:
-        raise SystemExit("no GPU was found; `--dry-run` works without one")
+        raise SystemExit("`nvidia-smi` finds no GPU.")
     tune(options.heads, scope, facts, options.out)
 
 

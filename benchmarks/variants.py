@@ -68,7 +68,6 @@ def _alibi(problem: Problem, arrays: Arrays, operations: Operations) -> Mods:
 
 
 def _relative_bias(problem: Problem, arrays: Arrays, operations: Operations) -> Mods:
-    """Computed, and not read from a table."""
     return Mods(_causal, lambda score, b, h, q_idx, kv_idx: score + operations.floating(kv_idx - q_idx))
 
 

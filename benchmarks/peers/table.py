@@ -43,10 +43,6 @@ def _mosaic(problem: Problem) -> bool:
     return plain and problem.page % _TILED_ROWS == 0
 
 
-def _dense(problem: Problem) -> bool:
-    return 4 * problem.B * problem.Hq * problem.T * problem.S <= _MAX_SCORES
-
-
 def _materialized(problem: Problem) -> bool:
     """No gradient of slopes; a mask or a bias that fits."""
     mask = 2 * problem.T * problem.S * (problem.Hq if problem.variant in ("alibi", "pair_bias") else 1)
@@ -54,11 +50,9 @@ def _materialized(problem: Problem) -> bool:
     return has_gradient and (problem.variant in ("noop", "causal") or mask <= _MAX_MASK)
 
 
-def _plain_softmax(problem: Problem) -> bool:
-    return not (problem.weights or problem.stats or problem.selected or problem.keys.startswith("raw"))
-
-
 _any = lambda x: True
+_plain_softmax = lambda x: not (x.weights or x.stats or x.selected or x.keys.startswith("raw"))
+_dense = lambda x: 4 * x.B * x.Hq * x.T * x.S <= _MAX_SCORES
 _full_length = lambda x: not x.served
 _kernels = lambda x: x.keys != "indexer"  # which is plain JAX
 _even = lambda x: not x.lengths

@@ -28,6 +28,7 @@ MASKS = ("causal", "documents")
 ORDERS = ("balanced", "natural")
 STRATEGIES = ("ring", "all_gather", "ulysses")
 DIRECTIONS = ("forward", "forward and backward")
+Result = tuple[list[Record], list[str], list[np.ndarray]]  # of a case: records, remarks and samples
 OPTIONS = {
     "masks": {"choices": MASKS},
     "strategies": {"choices": STRATEGIES},
@@ -59,11 +60,7 @@ class Case(NamedTuple):
     order: str = ""
 
     def name(self, count: int) -> str:
-        """Prefix of its records.
-
-        >>> Case("causal", "forward").name(2), Case("causal", "forward", "ring", "balanced").name(2)
-        ('causal, forward, one GPU', 'causal, forward, 2 GPUs, ring, balanced')
-        """
+        """Prefix of its records."""
         where = f"{count} GPUs, {self.strategy}, {self.order}" if self.strategy else "one GPU"
         return f"{self.mask}, {self.direction}, {where}"
 
@@ -152,36 +149,25 @@ class Bench:
         return [np.asarray(x[:, rows]).astype(np.float32) for x in jax.tree.leaves(results)]
 
 
-class _Result(NamedTuple):
-    records: list[Record]
-    remarks: list[str]
-    samples: list[np.ndarray]
-
-
-def _measure(bench: Bench, case: Case, program: Any, runs: int, alone: _Result | None) -> _Result:
+def _measure(bench: Bench, case: Case, program: Any, runs: int, alone: Result | None) -> Result:
     """Compares a case with one device and times it."""
-    name, arrays, remarks = case.name(len(bench.devices)), bench.placed(case), []
+    name, arrays = case.name(len(bench.devices)), bench.placed(case)
     started = time.perf_counter()
     results = jax.block_until_ready(program(*arrays))
     runs = runs if time.perf_counter() - started < _LONG else min(runs, _LEAST)
     samples = bench.samples(case, results)
     del results
     if alone is not None:
-        worst = max(map(_relative_error, samples, alone.samples))
+        norms = lambda x, right: np.linalg.norm(x - right) / max(1e-30, float(np.linalg.norm(right)))
+        worst = max(map(norms, samples, alone[2]))
         if not worst <= _ERROR:
-            return _Result([], [f"{name}: wrong, a relative error of {worst:.3g}; not timed"], samples)
+            return [], [f"{name}: wrong, a relative error of {worst:.3g}; not timed"], samples
     times = time_devices(lambda: program(*arrays), bench.devices if case.strategy else bench.devices[:1], runs)
-    if times.method.count(":"):
-        remarks.append(f"{name}: {times.method}")
+    remarks = [f"{name}: {times.method}"] * (":" in times.method)
     records = _records(name, times, program.memory_analysis())
-    if alone is not None and alone.records:
-        ratio = alone.records[0].value.median / records[0].value.median
-        records.append(Record.from_values(f"{name}: speed-up", [ratio], "x"))
-    return _Result(records, remarks, samples)
-
-
-def _relative_error(array: np.ndarray, expected: np.ndarray) -> float:
-    return float(np.linalg.norm(array - expected) / max(1e-30, float(np.linalg.norm(expected))))
+    if alone is not None and alone[0]:
+        records.append(Record.single(f"{name}: speed-up", alone[0][0].seconds / records[0].seconds, "x"))
+    return records, remarks, samples
 
 
 def _records(name: str, times: Times, memory: Any) -> list[Record]:
@@ -225,11 +211,11 @@ def context(
         programs = {} if deadline.over else bench.compiled(cases)
         for case in cases:
             label = f"{case.name(len(local))}: "
-            result = _Result([], [f"{label}not measured, the time was over"], [])
+            result: Result = [], [f"{label}not measured, the time was over"], []
             if case in programs and not deadline.over:
                 try:
                     alone = done.get(Case(case.mask, case.direction)) if case.strategy else None
                     result = done[case] = _measure(bench, case, programs.pop(case).result(), runs, alone)
                 except failures() as error:
-                    result = _Result([], [f"{label}{describe_error(error)}"], [])
-            yield Measured(result.records, result.remarks, label, **shared)
+                    result = [], [f"{label}{describe_error(error)}"], []
+            yield Measured(*result[:2], label, **shared)

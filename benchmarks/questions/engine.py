@@ -96,11 +96,7 @@ class Step(NamedTuple):
 
 
 class Roof(NamedTuple):
-    """Bounds of a step.
-
-    >>> Roof(100, 1, 50, 1, bytes_rate=10.0, flops_rate=100.0).seconds([Step(1, 20, 20), Step(40, 0, 0)])
-    32.0
-    """
+    """Bounds of a step."""
 
     weight_bytes: int
     key_bytes: int

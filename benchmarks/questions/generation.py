@@ -61,11 +61,7 @@ class Load(NamedTuple):
 
 
 def step_bytes(shape: Shape, load: Load) -> int:
-    """Bytes that a decoding step must read, in the mean over all steps.
-
-    >>> round(step_bytes(Shape(), Load(1)) / 1e9, 2), round(step_bytes(Shape(), Load(32)) / 1e9, 2)
-    (15.16, 19.84)
-    """
+    """Bytes that a decoding step must read, in the mean over all steps."""
     keys = load.prompt + load.tokens / 2  # the first of `tokens` comes from the prompt
     return round(shape.weight_bytes + load.batch * keys * shape.key_bytes)
 

@@ -12,7 +12,6 @@ from benchmarks.run.jobs import SHARED_GPU, Job, RunJob, run_job, run_jobs
 
 _TORCH = "torch FlexAttention"
 _CACHES = (", filling JAX's persistent cache", ", reading JAX's persistent cache")
-_RESULT = ("trace and lower", "compile", "run")  # steps from the arrays of a process to its first result
 
 
 def first_call(
@@ -57,7 +56,8 @@ def first_call(
     for label, steps in answers.items():
         total = sum(seconds for step, seconds in steps.items() if step != "second call")
         records += [Record.single(f"{label}: {x}", s, "s") for x, s in {"in all": total, **steps}.items()]
-    seconds = {label: sum(steps.get(x, 0.0) for x in _RESULT) for label, steps in answers.items()}
+    result = ("trace and lower", "compile", "run")  # steps from the arrays of a process to its first result
+    seconds = {label: sum(steps.get(x, 0.0) for x in result) for label, steps in answers.items()}
     for kind in _CACHES:
         if (first := seconds.get(f"jflex {other}{kind}")) and (second := seconds.get(f"jflex{kind}")):
             name = f"trace, lower, compile and run, {other} over {implementation}{kind}"

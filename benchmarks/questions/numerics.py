@@ -36,13 +36,7 @@ _SCORE = 14.0  # of a query and its needle; those of other keys have a mean of 0
 def eight_bits(length: int = 65536, needles: int = 16, run: RunJob = run_job, /) -> Measured:
     """Error of eight bits, and attention to a needle among 64 k keys."""
     answers, remarks = run_jobs([Job("the caches", __name__, "errors", {"length": length, "needles": needles})], run)
-    records = [
-        Record.single(f"{cache}: {name}", value, UNITS[name])
-        for answer in answers.values()
-        for cache, values in answer.items()
-        for name, value in values.items()
-    ]
-    return Measured(records, remarks)
+    return Measured(answers.get("the caches", []), remarks)
 
 
 class Haystack(NamedTuple):
@@ -81,22 +75,23 @@ def exact(x: Haystack) -> tuple[np.ndarray, np.ndarray]:
     return out, weights
 
 
-def errors(length: int, needles: int) -> dict[str, dict[str, float]]:
-    """Distances of each cache from float64, by its name and that of the measure; in a process of its own."""
-    distances = {}
+def errors(length: int, needles: int) -> list[Record]:
+    """Distances of each cache from float64; in a process of its own."""
+    records = []
     for kind, caches in (("keys", _caches), ("latent vectors", _latent_caches)):
         x = haystack(length, needles, latent=caches is _latent_caches)
         expected, weights = exact(x)
-        distances[f"{kind}, float64"] = {"weight on the needle": 100 * float(weights.mean())}
+        records.append(Record.single(f"{kind}, float64: weight on the needle", 100 * float(weights.mean()), "%"))
         for name, keys, out, lse in caches(x):
-            out, lse = np.asarray(out, np.float64), np.asarray(lse)
-            distances[f"{kind}, {name}"] = _measured(x, keys, out, lse, expected, weights)
-    return distances
+            values = _distances(x, keys, np.asarray(out, np.float64), np.asarray(lse), expected, weights)
+            measures = zip(UNITS.items(), map(float, values), strict=True)
+            records += [Record.single(f"{kind}, {name}: {what}", value, unit) for (what, unit), value in measures]
+    return records
 
 
-def _measured(
+def _distances(
     x: Haystack, keys: np.ndarray, out: np.ndarray, lse: np.ndarray, expected: np.ndarray, weights: np.ndarray
-) -> dict[str, float]:
+) -> tuple[float, ...]:
     """The measures of `UNITS`, for a cache that holds `keys`."""
     needles = len(x.places)
     needle = np.take_along_axis(keys, x.places[..., None], axis=0).astype(np.float64)
@@ -104,7 +99,7 @@ def _measured(
     weight = np.exp(scores - lse[:needles])
     first, exact = out[:needles], expected[:needles]
     cosines = (first * exact).sum(-1) / (np.linalg.norm(first, axis=-1) * np.linalg.norm(exact, axis=-1))
-    values = (
+    return (
         min(_sqnr(x.key[:, h], keys[:, h]) for h in range(keys.shape[1])),
         _sqnr(expected[needles:], out[needles:]),
         100 * np.linalg.norm(first - exact) / np.linalg.norm(exact),
@@ -112,7 +107,6 @@ def _measured(
         100 * weight.mean(),
         100 * np.abs(weight - weights).max(),
     )
-    return dict(zip(UNITS, map(float, values), strict=True))
 
 
 def _sqnr(expected: np.ndarray, rounded: np.ndarray) -> float:
@@ -168,22 +162,17 @@ def _batch(query: jax.Array, table: jax.Array, length: int) -> jflex.paged.Paged
 
 
 def _paged(query: jax.Array, key: jax.Array, value: jax.Array, **how: Any) -> tuple[np.ndarray, Any, Any]:
-    """On pages in a random order."""
+    """On pages in a random order: keys of the cache, out and lse."""
     length, heads, D = key.shape
     table, slots = _table(length)
     cache = _write(jflex.paged.PagedCache.create(1 + length // _PAGE, _PAGE, heads, D, **how), key, value, slots)
-    return _attended(query, cache, table, length)
-
-
-_attend = jax.jit(functools.partial(jflex.paged_attention, return_lse=True))
-_write = jax.jit(jflex.paged.write, donate_argnums=0)
-
-
-def _attended(query: jax.Array, cache: Any, table: jax.Array, length: int) -> tuple[np.ndarray, Any, Any]:
-    """Keys of a cache, out and lse."""
     out, lse = _attend(query, cache, _batch(query, table, length))
     keys = np.asarray(cache.k[table[0]], np.float32)
     if cache.k_scale is not None:
         scale = cache.k_scale[table[0]] if cache.k_scale.ndim == 3 else cache.k_scale
         keys = keys * np.asarray(scale)[..., None]
-    return keys.reshape(-1, *keys.shape[-2:])[:length], out, lse
+    return keys.reshape(-1, *keys.shape[-2:]), out, lse
+
+
+_attend = jax.jit(functools.partial(jflex.paged_attention, return_lse=True))
+_write = jax.jit(jflex.paged.write, donate_argnums=0)

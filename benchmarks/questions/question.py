@@ -33,19 +33,15 @@ class Question(NamedTuple):
     keeps: bool = False  # whether earlier records that are not measured again stay without `--add`
 
     @property
-    def module(self) -> Any:
-        return importlib.import_module(f"benchmarks.questions.{self.command}")
-
-    @property
     def measure(self) -> Callable[..., Measured | Iterator[Measured]]:
         """Returns all figures, or yields parts; after each the file is written."""
-        return getattr(self.module, self.name)
+        return getattr(importlib.import_module(f"benchmarks.questions.{self.command}"), self.name)
 
     @property
     def options(self) -> dict[str, dict[str, Any]]:
-        """Arguments of `add_argument` for each keyword of `measure`; `OPTIONS` of the module completes them."""
+        """Arguments of `add_argument` for each keyword of `measure`; `OPTIONS` of its module completes them."""
         keywords = [x for x in inspect.signature(self.measure).parameters.values() if x.kind != x.POSITIONAL_ONLY]
-        more = getattr(self.module, "OPTIONS", {})
+        more = self.measure.__globals__.get("OPTIONS", {})
         return {x.name: _option(x.default) | more.get(x.name, {}) for x in keywords}
 
 

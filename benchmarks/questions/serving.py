@@ -59,11 +59,7 @@ class Load:
         return f"{self.concurrency} clients" if self.rate is None else f"{self.rate:g} requests/s"
 
     def prompts(self, vocabulary: int) -> list[tuple[list[int], int]]:
-        """Tokens and the number of output tokens of each request, those of the warm-up first.
-
-        >>> [len(tokens) for tokens, _ in Load(requests=2, warm_up=0, lengths=((5, 1), (8, 2))).prompts(100)]
-        [5, 8]
-        """
+        """Tokens and the number of output tokens of each request, those of the warm-up first."""
         draw = random.Random(self.seed)
         tokens = lambda count: [draw.randrange(vocabulary) for _ in range(count)]
         shared, prompts = tokens(self.shared), []

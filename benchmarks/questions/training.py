@@ -72,6 +72,10 @@ class Problem:
         """Parameters that each token is multiplied by."""
         return multiplied_parameters(parameter_shapes(self.config()), self.config())
 
+    def flops(self, documents: np.ndarray) -> float:
+        """Model FLOPs of a step. For all peers, only pairs within documents count, even if the peer computes more."""
+        return step_flops(self.config(), self.multiplied(), documents)
+
 
 BLOCKS = (("blocks", 1),)  # the same form for all lengths, so that memory compares
 PROBLEMS = {
@@ -106,7 +110,7 @@ def measure(problem: Problem, peer: str, mesh: str, remat: str, accumulate: int,
         "seconds": seconds,
         "first_two_steps_seconds": started - first,
         "tokens_per_second": problem.rows * problem.length / seconds,
-        "model_flops_per_second": np.mean([flops_of(problem, documents) for _, documents in batches[2:]]) / seconds,
+        "model_flops_per_second": np.mean([problem.flops(documents) for _, documents in batches[2:]]) / seconds,
         "peak_bytes": peak_bytes(),
         "losses": losses,
     }
@@ -118,11 +122,6 @@ def measure_case(problem: str, **case: Any) -> dict[str, Any]:
         return measure(PROBLEMS[problem], **case)
     except failures() as error:
         return {"failed": describe_error(error)}
-
-
-def flops_of(problem: Problem, documents: np.ndarray) -> float:
-    """Model FLOPs of a step. For all peers, only pairs within documents count, even if the peer computes more."""
-    return step_flops(problem.config(), problem.multiplied(), documents)
 
 
 def jax_step(problem: Problem, peer: str, mesh: str, remat: str, accumulate: int) -> tuple[Step, Callable]:
@@ -157,7 +156,7 @@ def peers_attention(peer: str, query, key, value, score_mod=None, block_mask=Non
 def torch_step(problem: Problem, peer: str, mesh: str, remat: str, accumulate: int) -> tuple[Step, Callable]:
     """Model and step in torch: bfloat16 by autocast, float32 weights, a fused AdamW."""
     if mesh != "data=1" or remat == "products":
-        raise Unsupported("the torch peer has one device, and remat of whole blocks or none")
+        raise NotImplementedError("the torch peer has one device, and remat of whole blocks or none")
     import torch
 
     from benchmarks.peers.torch.decoder import Decoder, document_mask, loss_of
@@ -190,16 +189,8 @@ def torch_step(problem: Problem, peer: str, mesh: str, remat: str, accumulate: i
     return step, torch.cuda.max_memory_allocated
 
 
-class Unsupported(RuntimeError):
-    """A peer cannot run a case; the message says why."""
-
-
 def run_case(name: str, peer: str, mesh: str, steps: int, limit: float, run: RunJob = run_job) -> dict[str, Any]:
-    """Runs a case in processes of its own, in the first form that fits into the memory.
-
-    Returns:
-      The case, and its figures or a remark.
-    """
+    """The case and its figures or a remark: of processes of its own, in the first form that fits into the memory."""
     case: dict[str, Any] = {"problem": name, "peer": peer, "mesh": mesh}
     variables = {"XLA_PYTHON_CLIENT_MEM_FRACTION": os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")}
     remarks = []
@@ -212,7 +203,7 @@ def run_case(name: str, peer: str, mesh: str, steps: int, limit: float, run: Run
         if "failed" not in answer:
             return case | answer
         remarks.append(f"{remat}, {accumulate} parts: {answer['failed']}")
-        if not any(word in answer["failed"] for word in (*_OUT_OF_MEMORY, "Unsupported")):
+        if not any(word in answer["failed"] for word in (*_OUT_OF_MEMORY, "NotImplementedError")):
             break
     return case | {"remark": "; ".join(remarks)}
 

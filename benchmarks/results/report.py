@@ -33,23 +33,18 @@ _VARIANTS = {
     "causal": "causal", "sliding_window": "sliding window of 1024", "document_mask": "12 packed documents",
     "softcap": "soft cap", "alibi": "ALiBi",
 }  # fmt: skip
-_LONG = {"S": 16384, "D": 128}
-# Rows of the short table: words, metric, suite, direction, and fields of the first problem that it shows.
+# Rows of the short table: suite, words with the metric, direction, and fields of the first problem that it shows.
 _ROWS = (
     *(
-        (f"{words}, {direction}", "TFLOP/s", "main", direction, {"variant": variant, **_LONG})
+        ("main", f"{words}, {direction}, TFLOP/s", direction, {"variant": variant, "S": 16384, "D": 128})
         for direction, (variant, words) in itertools.product(DIRECTIONS, _VARIANTS.items())
     ),
-    ("decode, one token against 16384 keys, B 8, 32/8 heads of 128", "µs", "decode", "forward", {"page": 0}),
-    ("the same from pages of 64, 4096 keys, B 32", "µs", "paged", "forward", {"page": 64}),
-    (
-        "latent attention (MLA), one token against 4096 keys, B 128, 128 heads",
-        "TFLOP/s", "mla", "forward", {"Hq": 128, "T": 1},
-    ),
-    (
-        "causal, forward, queries and keys of eight bits",
-        "TFLOP/s", "fp8", "forward", {"variant": "causal", "D": 128, "keys": "float8_e4m3fn"},
-    ),
+    ("decode", "decode, one token against 16384 keys, B 8, 32/8 heads of 128, µs", "forward", {"page": 0}),
+    ("paged", "the same from pages of 64, 4096 keys, B 32, µs", "forward", {"page": 64}),
+    ("mla", "latent attention (MLA), one token against 4096 keys, B 128, 128 heads, TFLOP/s", "forward",
+     {"Hq": 128, "T": 1}),
+    ("fp8", "causal, forward, queries and keys of eight bits, TFLOP/s", "forward",
+     {"variant": "causal", "D": 128, "keys": "float8_e4m3fn"}),
 )  # fmt: skip
 # Rows of whole models: the question, in words, and the name of the record of each column.
 _WHOLE_MODELS = (
@@ -144,7 +139,8 @@ def sentences(result: ResultFile) -> list[str]:
                 f"{direction}: {title} is {statistics.geometric_mean(ratios):.2f} times as fast as "
                 f"{PEERS[name].title} in the geometric mean of {len(ratios)}, {min(ratios):.2f} at the least."
             )
-    absent = [peer.title for name, peer in PEERS.items() if result.lacks(name)]
+    missing = lambda name: any(x.startswith(f"{name}: ModuleNotFoundError") for x in result.about["remarks"])
+    absent = [peer.title for name, peer in PEERS.items() if missing(name)]
     return lines + [f"Not installed there: {', '.join(absent)}."] * bool(absent)
 
 
@@ -168,25 +164,20 @@ def speed_table(results: Results) -> str:
         return "No speeds have been measured."
     columns = [name for name in _COLUMNS if name in main.peers()]
     rows = [["", *(PEERS[name].title for name in columns)]]
-    for words, metric, suite, direction, select in _ROWS:
-        result = files.get(suite)
-        matches = lambda problem, select=select: all(getattr(problem, name) == x for name, x in select.items())
-        problem = next(filter(matches, result.problems), None) if result else None
-        if result is not None and problem is not None:
-            cells = []
-            for column in columns:
-                found = (result.find(problem, name or result.baseline, direction) for name in _COLUMNS[column])
-                best = min((x for x in found if x is not None), key=lambda x: x.seconds, default=None)
-                cells.append(
-                    "" if best is None else _microseconds(best.seconds) if metric == "µs" else f"{best.tflops:.0f}"
-                )
-            rows.append([f"{words}, {metric}", *cells])
+    for suite, words, direction, select in _ROWS:
+        if (result := files.get(suite)) is not None:
+            matches = lambda problem, select=select: all(getattr(problem, name) == x for name, x in select.items())
+            problem = next(filter(matches, result.problems), None)
+            find = lambda name, x=result, y=problem, z=direction: x.find(y, name or x.baseline, z)
+            best = [min(filter(None, map(find, _COLUMNS[x])), key=lambda x: x.seconds, default=None) for x in columns]
+            shown = lambda x, words=words: _microseconds(x.seconds) if words.endswith("µs") else f"{x.tflops:.0f}"
+            rows.append([words, *("" if x is None else shown(x) for x in best)])
     for question, words, names in _WHOLE_MODELS:
         if (result := files.get(question)) is not None:
             shown = {x.name: f"{x.value.median:,.{2 if x.unit == 'x' else 0}f}" for x in result.records}
             cells = [shown.get(name, "") for name in names]
             rows.append([words, *(cells + [""] * len(columns))[: len(columns)]])
-    shown = {suite for _, _, suite, *_ in _ROWS} | {question for question, *_ in _WHOLE_MODELS}
+    shown = {suite for suite, *_ in _ROWS} | {question for question, *_ in _WHOLE_MODELS}
     about, link = main.about, PAGE.relative_to(ROOT).as_posix()
     return (
         f"One {about['machine']['device']}, bfloat16; S 16384, D 128 and time on the device where a row says nothing "
@@ -203,11 +194,7 @@ def _when(files: Iterable[ResultFile]) -> str:
 
 
 def readme_with_table(readme: str, results: Results) -> str:
-    """The README with the table that the result files give.
-
-    Raises:
-      ValueError: The markers are missing.
-    """
+    """The README with the table that the result files give; a `ValueError` if its markers are missing."""
     before, opened, inside = readme.partition(START)
     _, closed, after = inside.partition(END)
     if not (opened and closed):

@@ -127,10 +127,6 @@ class ResultFile:
         measured = {record.peer for record in self.records if direction in (None, record.direction)}
         return tuple(name for name in PEERS if name in measured)
 
-    def lacks(self, peer: str) -> bool:
-        """A peer was to be measured, and was not installed."""
-        return any(remark.startswith(f"{peer}: ModuleNotFoundError") for remark in self.about["remarks"])
-
     def find(self, problem: Problem, peer: str, direction: str) -> Record | None:
         """The record, if there is one."""
         key = ("", problem, peer, direction)

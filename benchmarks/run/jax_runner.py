@@ -134,8 +134,7 @@ class JaxRunner(LibraryRunner):
         super().__init__()
         self.timer = timer()
 
-    def samples(self, result: Any) -> list[list[float]]:
-        return samples(result)
+    samples = staticmethod(samples)
 
     def start(self, problem: Problem) -> dict[str, Any]:
         """Draws the arrays, makes the BlockMask and counts the work."""

@@ -78,11 +78,7 @@ class Worker:
             raise self._gone("ended") from error
 
     def receive(self, seconds: float) -> Any:
-        """The answer to the oldest open request.
-
-        Raises:
-          WorkerError: The child has ended, or does not answer within `seconds`; then it is killed.
-        """
+        """The answer to the oldest open request; a `WorkerError` if the child ended, or is killed after `seconds`."""
         try:
             if self._pipe.poll(seconds):
                 return self._pipe.recv()
@@ -203,11 +199,7 @@ RunJob = Callable[[Job], Any]
 
 
 def run_job(job: Job) -> Any:
-    """The result of a job. What it printed is printed if it fails, for the figures in it.
-
-    Raises:
-      WorkerError: The process failed or took too long; the last line that it printed is in the error.
-    """
+    """The result of a job. What it printed is printed if it fails, for the figures in it; see `Worker.receive`."""
     with tempfile.TemporaryDirectory() as folder:
         log = pathlib.Path(folder) / "log"
         worker = Worker(job.module, job.variables, log, "job's")

@@ -61,9 +61,8 @@ class LibraryRunner(abc.ABC):
     ) -> dict[str, Any]:
         """Compiles, warms up and samples the outputs of peers. A peer that can run one direction is ready for it.
 
-        Returns:
-          The answer of `start`, with ``ready``, names of peers; ``unable``, reasons by peer and direction; ``samples``
-          of the results, by peer and direction.
+        To the answer of `start` it adds ``ready``, names of peers, and by peer and direction ``unable``, reasons, and
+        ``samples`` of the results.
         """
         self.release()
         answer = self.start(problem) | {"ready": [], "unable": {}, "samples": {}}

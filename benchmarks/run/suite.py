@@ -52,12 +52,9 @@ class Plan(NamedTuple):
 
 
 class SuiteRun:
-    """One measurement of a plan; `records` and `remarks()` grow with each problem.
+    """One measurement of a plan; `records` and `remarks()` grow with each problem."""
 
-    A library has `patience` seconds to compile and warm up a problem; then its process is ended.
-    """
-
-    def __init__(self, pool: WorkerPool, plan: Plan, runs: int, patience: float = 300.0) -> None:
+    def __init__(self, pool: WorkerPool, plan: Plan, runs: int, patience: float) -> None:
         self._pool, self._plan, self._runs, self._patience = pool, plan, runs, patience
         self.records: list[Record] = []
         self._remarks: dict[str, list[str]] = {}
@@ -169,22 +166,18 @@ def precompile(
     names = [(x, f"{x}-compiler-{i}") for x, waiting in requests.items() for i in range(min(workers, len(waiting)))]
     if not names:
         return
-    total, variables = sum(map(len, requests.values())), worker_variables(cache, threads=1)
-    with (
-        tqdm(total=total, unit="compilation", dynamic_ncols=True, disable=None) as bar,
-        ThreadPoolExecutor(len(names)) as threads,
-    ):
+    variables = worker_variables(cache, threads=1)
 
-        def work_off(library: str, name: str) -> None:
-            with WorkerPool({name: runners[library]}, variables, cache, deadline) as pool:
-                while requests[library] and not (deadline.over or pool.has_given_up(name)):
-                    with contextlib.suppress(IndexError):  # another has taken the last one
-                        request = requests[library].popleft()
-                        answer = pool.request(name, "prepare", _COMPILE_SECONDS, compile_only=True, **request)
-                        if "failed" in answer:
-                            bar.write(f"{request['problem'].name}: {answer['failed']}")
-                        bar.update()
+    def work_off(library: str, name: str) -> None:
+        with WorkerPool({name: runners[library]}, variables, cache, deadline) as pool:
+            while requests[library] and not (deadline.over or pool.has_given_up(name)):
+                with contextlib.suppress(IndexError):  # another has taken the last one
+                    request = requests[library].popleft()
+                    answer = pool.request(name, "prepare", _COMPILE_SECONDS, compile_only=True, **request)
+                    if "failed" in answer:
+                        print(f"{request['problem'].name}: {answer['failed']}", flush=True)
 
+    with ThreadPoolExecutor(len(names)) as threads:
         for done in [threads.submit(work_off, *name) for name in names]:
             done.result()
 

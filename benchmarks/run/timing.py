@@ -30,20 +30,12 @@ def busy_per_call(spans: Iterable[Span], calls: int) -> list[float]:
     """Seconds in which the device worked for each call.
 
     Spans that overlap count once, so that kernels on several streams are not counted twice.
-
-    >>> flush, kernel = Span(0.0, 1.0, True), Span(1.5, 0.5, False)
-    >>> busy_per_call([flush, kernel, Span(1.75, 0.75, False)], 1)
-    [1.0]
     """
     return [busy_seconds(group) for group in spans_per_call(spans, calls)]
 
 
 def spans_per_call(spans: Iterable[Span], calls: int) -> list[list[Span]]:
-    """The spans of each call, in the order of their start. Every call must come after a separator.
-
-    Raises:
-      ValueError: The separators do not number `calls`, or a call left no span.
-    """
+    """The spans of each call, in the order of their start; a `ValueError` unless each comes after a separator."""
     groups: list[list[Span]] = []
     for span in sorted(spans):
         if span.separator:

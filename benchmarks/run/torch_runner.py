@@ -2,7 +2,7 @@
 
 import functools
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -33,12 +33,9 @@ class TorchRunner(LibraryRunner):
         torch.manual_seed(0)
         if problem.page:
             return {}
-        heads, lengths = (problem.Hq, problem.Hkv, problem.Hkv), (problem.T, problem.S, problem.S)
-        sizes, dtype = (problem.D, problem.D, problem.value_size), getattr(torch, problem.dtype)
-        self._arrays = [
-            torch.randn(problem.B, H, length, size, device=self._device, dtype=dtype)
-            for H, length, size in zip(heads, lengths, sizes, strict=True)
-        ]
+        keys, dtype = (problem.Hkv, problem.S), getattr(torch, problem.dtype)
+        shapes = ((problem.Hq, problem.T, problem.D), (*keys, problem.D), (*keys, problem.value_size))
+        self._arrays = [torch.randn(problem.B, *shape, device=self._device, dtype=dtype) for shape in shapes]
         self._bound = torch_attention.bind(problem, self._device)
         self._leaves = [*self._arrays, *(self._bound.captured.values() if problem.differentiated else ())]
         return {}
@@ -54,12 +51,11 @@ class TorchRunner(LibraryRunner):
         calls: dict[str, Call] = {}
         if "forward" in directions:
             detached = [x.detach() for x in self._arrays]  # a backward beside it must not change it
-            calls["forward"] = functools.partial(_without_gradients, attend, detached)
+            calls["forward"] = torch.no_grad()(functools.partial(attend, *detached))
         if "backward" in directions:
             out = attend(*self._arrays)
-            calls["backward"] = functools.partial(
-                torch.autograd.grad, out, self._leaves, torch.randn_like(out), retain_graph=True
-            )
+            pull = functools.partial(torch.autograd.grad, out, self._leaves, retain_graph=True)
+            calls["backward"] = functools.partial(pull, torch.randn_like(out))
         return calls
 
     def gemm_and_copy(self, side: int, count: int) -> tuple[Call, Call]:
@@ -73,11 +69,6 @@ class TorchRunner(LibraryRunner):
         gc.collect()
         if self._device == "cuda":
             torch.cuda.empty_cache()
-
-
-def _without_gradients(attend: Callable[..., Any], arrays: Sequence[Any]) -> Any:
-    with torch.no_grad():
-        return attend(*arrays)
 
 
 def _profiled(call: Call, runs: int) -> list[float]:

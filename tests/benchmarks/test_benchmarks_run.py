@@ -18,15 +18,15 @@ from benchmarks.run.jax_runner import JaxRunner, gpu_spans
 from benchmarks.run.jobs import Deadline, Job, Worker, WorkerError, WorkerPool
 from benchmarks.run.library_runner import DIRECTIONS
 from benchmarks.run.timing import QUEUE, Span, Timer, busy_per_call
-from benchmarks.suites import SUITES, parts_of_mixed
-from tests.benchmarks.test_benchmarks import MIXED, small
+from benchmarks.suites import SUITES
+from tests.benchmarks.test_benchmarks import MIXED, PARTS, small
 from tests.support.fake_runner import FakeRunner
 
 FAKE = dict.fromkeys(("jax", "mosaic", "torch"), "tests.support.fake_runner:FakeRunner")
 TINY = {
     "decode": (small(lengths="skewed"), small(variant="alibi")),
     "paged": (small(page=8), small(page=1)),
-    "mixed": (MIXED, *parts_of_mixed(MIXED)),
+    "mixed": (MIXED, *PARTS),
     "cascade": (small(prefix=32, page=8),),
     "mla": (small(page=8, keys="latent", Hkv=1, D=48, Dv=32, Hq=16),),
     "streaming_llm": (small(page=8, keys="rolling"),),

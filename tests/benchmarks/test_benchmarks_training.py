@@ -47,7 +47,7 @@ def test_flops_count_all_that_is_multiplied(name: str, billions: float):
     alone = np.arange(problem.length)[None]  # each place its own document: one pair each
     config = problem.config()
     pairs = 12 * config.num_heads * config.head_dim * len(config.layers) * problem.length
-    multiplied = (training.flops_of(problem, alone) - pairs) / 6 / problem.length
+    multiplied = (problem.flops(alone) - pairs) / 6 / problem.length
     assert multiplied / 1e9 == pytest.approx(billions, abs=0.01)
 
 
@@ -57,4 +57,4 @@ def test_flops_are_those_of_the_trainer():
     shapes = {path: value.shape for path, value in trainer.state.parameters.items()}
     assert problem.multiplied() == multiplied_parameters(shapes, problem.config())
     documents = np.arange(8)[None]
-    assert training.flops_of(problem, documents) == 6 * problem.multiplied() * 8 + 12 * 4 * 32 * 4 * 8
+    assert problem.flops(documents) == 6 * problem.multiplied() * 8 + 12 * 4 * 32 * 4 * 8

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 import jflex
 from benchmarks import tune
-from benchmarks.__main__ import main
 from benchmarks.problems import square
 from jflex.backends.gpu import triton
 from jflex.mods.trace import trace_mask_mod, trace_score_mod
@@ -251,15 +250,6 @@ class TestSearch:
         content = json.loads((tmp_path / "x.json").read_text())
         assert content["date"] == "today"
         assert content["entries"] == [other, entry]
-
-    def test_a_dry_run_lists_the_configurations(self, capsys):
-        words = "--heads 128 --kernels dq --mods none arithmetic --lengths short"
-        main(["tune", "--dry-run", *words.split()])
-        none, arithmetic, total = capsys.readouterr().out.splitlines()
-        assert none.startswith("dq 128 none short: (64, 32, 4, 2), ")
-        count = none.count("), (") + 1
-        assert arithmetic == none.replace("none", "arithmetic")
-        assert total == f"{3 * count} programs"  # two attentions stand for none, one for arithmetic
 
     @pytest.mark.parametrize("kernel", tables.HOPPER_KERNELS)
     def test_tiles_of_hopper_are_whole_warp_groups(self, kernel):

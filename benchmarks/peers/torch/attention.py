@@ -1,7 +1,5 @@
 """The torch peers, from a problem's mods to a callable. Imports torch, and not JAX."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -43,11 +41,7 @@ def bind(problem: Problem, device: str) -> BoundProblem:
 
 
 def attention(peer: str, bound: BoundProblem) -> Callable[..., Any]:
-    """A peer's ``(query, key, value) -> out``, of arrays [B, H, length, D].
-
-    Raises:
-      ImportError: The peer is not installed.
-    """
+    """A peer's ``(query, key, value) -> out``, of arrays [B, H, length, D]; an `ImportError` if it is not installed."""
     if peer in _SDPA:
         return _sdpa(bound, _SDPA[peer])
     if peer == "fa4":
@@ -58,11 +52,8 @@ def attention(peer: str, bound: BoundProblem) -> Callable[..., Any]:
 
 
 def _compiled_flex(device: str) -> Callable[..., Any]:
-    return (
-        torch.compile(flex_attention.flex_attention, dynamic=False)
-        if device == "cuda"
-        else flex_attention.flex_attention
-    )
+    attend = flex_attention.flex_attention
+    return torch.compile(attend, dynamic=False) if device == "cuda" else attend
 
 
 def _flex(bound: BoundProblem) -> Callable[..., Any]:
@@ -81,8 +72,7 @@ def _sdpa(bound: BoundProblem, backend: SDPBackend) -> Callable[..., Any]:
     if problem.variant == "softcap":
         raise NotImplementedError("there is no soft capping.")
     options: dict[str, Any] = {"is_causal": problem.variant == "causal", "enable_gqa": problem.Hq != problem.Hkv}
-    if problem.variant not in ("noop", "causal"):
-        options = options | {"attn_mask": _materialized(bound)}
+    options |= {} if problem.variant in ("noop", "causal") else {"attn_mask": _materialized(bound)}
 
     def attend(query: Any, key: Any, value: Any) -> Any:
         with sdpa_kernel(backend):
@@ -111,31 +101,22 @@ def _flex_decode(problem: Problem, device: str, *, blocks: bool) -> Callable[...
 
     With `blocks` it has the causal BlockMask of the last position, which masks nothing; otherwise no BlockMask.
     """
-    last = problem.S - problem.T
-    block_mask = None
-    if blocks:
-        block_mask = flex_attention.create_block_mask(
-            lambda b, h, q_idx, kv_idx: q_idx + last >= kv_idx, None, None, problem.T, problem.S, device=device
-        )
+    causal = lambda b, h, q_idx, kv_idx: q_idx + problem.S - problem.T >= kv_idx
+    create = flex_attention.create_block_mask
+    block_mask = create(causal, None, None, problem.T, problem.S, device=device) if blocks else None
     options: dict[str, Any] = {"block_mask": block_mask, "enable_gqa": problem.Hq != problem.Hkv}
-    if device == "cuda":
-        options["kernel_options"] = {"BACKEND": "TRITON_DECODE"}
+    options |= {"kernel_options": {"BACKEND": "TRITON_DECODE"}} if device == "cuda" else {}
     return functools.partial(_compiled_flex(device), **options)
 
 
 def flashinfer_decode(problem: Problem, device: str) -> Callable[..., Any]:
-    """FlashInfer's batch decode over pages at random places, which it draws.
-
-    Raises:
-      ImportError: It is not installed.
-    """
+    """FlashInfer's batch decode over pages at random places, which it draws; an `ImportError` without it."""
     import flashinfer  # type: ignore
 
     keys = requests_of(problem).keys
     counts = torch.as_tensor(-(-keys // problem.page), dtype=torch.int32)
     indptr = torch.cat([torch.zeros(1, dtype=torch.int32), counts.cumsum(0, dtype=torch.int32)])
-    pages = int(indptr[-1])
-    dtype = getattr(torch, problem.dtype)
+    pages, dtype = int(indptr[-1]), getattr(torch, problem.dtype)
     draw = functools.partial(torch.randn, device=device, dtype=dtype)
     query = draw(problem.B, problem.Hq, problem.D)
     cache = tuple(draw(pages, problem.page, problem.Hkv, problem.D) for _ in range(2))

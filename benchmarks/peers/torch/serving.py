@@ -39,16 +39,10 @@ def torch_serving(shape: Shape, sizes: Sizes, device: str = "cuda") -> Measured:
 
 def _model(shape: Shape, device: str) -> Any:
     config = LlamaConfig(
-        vocab_size=shape.vocabulary,
-        hidden_size=shape.width,
-        intermediate_size=shape.mlp_width,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        head_dim=shape.head_size,
-        max_position_embeddings=8192,
-        rope_theta=500000.0,
-    )
+        vocab_size=shape.vocabulary, hidden_size=shape.width, intermediate_size=shape.mlp_width,
+        num_hidden_layers=shape.layers, num_attention_heads=shape.heads, num_key_value_heads=shape.kv_heads,
+        head_dim=shape.head_size, max_position_embeddings=8192, rope_theta=500000.0,
+    )  # fmt: skip
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:
