@@ -76,11 +76,11 @@ def results_of(case, backend):
 @functools.cache
 def plain(case):
     """By plain jnp attention of the dtype of the values, on the CPU."""
-    (visible, places), factors = evaluation._where_visible(case), evaluation.exact(case).found.factors
+    more = *evaluation.visible_places(case), evaluation.exact(case).found.factors
     with jax.default_device(jax.devices("cpu")[0]):
         x = jax.tree.map(jnp.asarray, evaluation.draw(case))
         q, k = (a.astype(case.dtype) for a in (x.query, x.key))
-        return evaluation.Results(*evaluation._plain(case, q, k, x.value, x.score, visible, places, factors))
+        return evaluation.Results(*evaluation.plain_call(case, q, k, x.value, x.score, *more))
 
 
 @tiers(

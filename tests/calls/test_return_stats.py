@@ -13,7 +13,7 @@ import jflex
 from tests.calls.test_transforms import shapes_made
 from tests.cases.hopper_cases import HOPPER
 from tests.cases.table import CASES, LENGTHS
-from tests.support import evaluation, gpu_compile, oracle, stats_evaluation
+from tests.support import evaluation, gpu_compile, oracle
 from tests.support.hopper_emulator import emulated
 from tests.support.rows import tiers
 from tests.support.traces import Traced
@@ -36,7 +36,7 @@ OPTIONS = {
 }
 every_backend = pytest.mark.parametrize("backend", OPTIONS)
 assert_close = functools.partial(np.testing.assert_allclose, rtol=3e-5, atol=3e-5)
-ALL = stats_evaluation.ALL
+ALL = evaluation.STATS
 
 
 # --- against float64
@@ -46,14 +46,14 @@ ALL = stats_evaluation.ALL
 @pytest.mark.parametrize("case", [TABLE[name] for name in NAMES], ids=str)
 @pytest.mark.parametrize("backend", ["reference", *evaluation.BACKENDS])
 def test_against_float64(case, backend):
-    stats_evaluation.check(case, backend)
+    evaluation.check_stats(case, backend)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("case", [case for case in HOPPER if case.name in ON_HOPPER], ids=str)
 def test_the_hopper_kernel(case):
     """Emulated; `softcap_far` and `sinks_bounded` have bounded scores, for which it keeps no running max otherwise."""
-    stats_evaluation.check(case, "mosaic_gpu-emulated")
+    evaluation.check_stats(case, "mosaic_gpu-emulated")
 
 
 @pytest.mark.full
@@ -61,14 +61,14 @@ def test_the_hopper_kernel(case):
 def test_the_hopper_kernels_alone(name):
     """Without a gradient of the entropy, which `triton` computes."""
     case = next(case for case in HOPPER if case.name == name)
-    stats_evaluation.check(case, "mosaic_gpu-emulated", ("lse", "max"))
+    evaluation.check_stats(case, "mosaic_gpu-emulated", ("lse", "max"))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", [case for case in HOPPER if case.name in ON_HOPPER], ids=str)
 @pytest.mark.parametrize("names", [("lse", "max"), ALL], ids=str)
 def test_on_hopper(case, names):
-    stats_evaluation.check(case, "mosaic_gpu", names)
+    evaluation.check_stats(case, "mosaic_gpu", names)
 
 
 @pytest.mark.full
@@ -86,7 +86,7 @@ def test_gradient_of_the_entropy_in_the_oracle(name):
     def at(step):
         q, k, v, *captured = (a + step * slope for a, slope in zip(inputs, slopes, strict=True))
         captures = {**x.score, **dict(zip(floats, captured, strict=True))}
-        mask = functools.partial(evaluation._visible, case)
+        mask = functools.partial(evaluation.visible, case)
         found = oracle.forward(q, k, v, scale, score, mask, captures, captures.get("sinks"))
         return (q, k, v), captures, found
 

@@ -11,6 +11,7 @@ import numpy as np
 from tests.cases import mask_pairs, score_pairs, vector_pairs
 from tests.cases.mask_pairs import MaskPair, same
 from tests.cases.score_pairs import F32, ScorePair
+from tests.cases.table import Sizes
 from tests.cases.vector_pairs import VectorPair
 from tests.support import oracle
 
@@ -70,6 +71,14 @@ class PagedCase:
 
     def __str__(self) -> str:
         return self.name if self.dtype == "float32" else f"{self.name}_{self.dtype}"
+
+    # What `tolerance` asks of a case.
+    qk_dtype = ""
+    within = True
+
+    @property
+    def sizes(self) -> Sizes:
+        return Sizes(D=self.D)
 
     @property
     def N(self) -> int:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import jflex
 from tests.cases import captured_pairs as captured
 from tests.cases import mask_pairs as masks
 from tests.cases import ready_masks
@@ -60,6 +61,7 @@ class Case:
       normalize: As in the call; without a softmax, the lse is 0 here.
       dropout_rate: As in the call; the key is that of `tests.support.dropout_bits`.
       shared_dropout: Whether batch entries and heads drop the same weights.
+      tiles: Of all kernels; None for those of the plan.
       positive: Draws queries and keys above 0, so that no score is near 0.
       unsupported: Backends that must refuse the case, with what their reason must match.
       tier: When tests of the case run, unless they say otherwise: ``default`` or ``full``.
@@ -84,12 +86,29 @@ class Case:
     normalize: str = "softmax"
     dropout_rate: float = 0.0
     shared_dropout: bool = False
+    tiles: jflex.Tiles | None = None
     positive: bool = False
     unsupported: Mapping[str, str] = dataclasses.field(default_factory=dict)
     tier: str = "full"
 
     def __str__(self) -> str:
         return self.name
+
+    @property
+    def places(self) -> tuple[np.ndarray, ...]:
+        """Open grids of b, h, q_idx and kv_idx."""
+        n = self.sizes
+        return tuple(np.ogrid[: n.B, : n.Hq, : n.T, : n.S])
+
+    @property
+    def within(self) -> Any:
+        """Which scores there are at all, by open grids: those of packed sequences are of one sequence."""
+        return True
+
+    @property
+    def capture_sizes(self) -> Any:
+        """The sizes that captured arrays are drawn by."""
+        return self.sizes
 
 
 def distinct(cases: Iterable[Case]) -> list[Case]:

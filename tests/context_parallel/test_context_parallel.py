@@ -91,7 +91,7 @@ def check(name, strategy, implementation="xla"):
     by_plain, exact = evaluation.plain(case), evaluation.exact(case)
     found = evaluation.everything_by(case, attend_by(case, axes, order, strategy, implementation))
     evaluation.compare_forward(case, found, by_plain, exact)
-    names = ("query", "key", "value", *evaluation.draw(case).floats())
+    names = evaluation.gradients_of(case)
     evaluation.compare_gradients(case, found, by_plain, exact, names)
 
 

@@ -42,7 +42,7 @@ def test_results_and_gradients_on_two_gpus(name, implementation, strategy):
     case, order = CASES[name]
     attend = attend_by(case, {"context": 2}, order, strategy, implementation, interpret=False)
     found, by_plain, exact = evaluation.everything_by(case, attend), evaluation.plain(case), evaluation.exact(case)
-    names = ("query", "key", "value", *evaluation.draw(case).floats())
+    names = evaluation.gradients_of(case)
     evaluation.compare_forward(case, found, by_plain, exact)
     evaluation.compare_gradients(case, found, by_plain, exact, names)
 

@@ -46,17 +46,16 @@ def test_each_line_warns_once():
     assert len(caught) == 1
 
 
-def shapes_of(case, packed=False):
-    n = case.as_one.sizes if packed else case.sizes
+def shapes_of(case):
+    n = case.sizes
     query, key = (n.B, n.T, n.Hq, n.D), (n.Bkv, n.S, n.Hkv, n.D)
-    layout = "BTNH" if packed else case.layout
-    turned = lambda x: x if layout == "BTNH" else (x[0], x[2], x[1], x[3])
-    return (*(jax.ShapeDtypeStruct(turned(x), jnp.float32) for x in (query, key)), layout)
+    turned = lambda x: x if case.layout == "BTNH" else (x[0], x[2], x[1], x[3])
+    return (*(jax.ShapeDtypeStruct(turned(x), jnp.float32) for x in (query, key)), case.layout)
 
 
 def test_no_case_of_the_tables_warns():
     dense = [*CASES, *LENGTHS, *hopper_cases.HOPPER, *decode_hopper_cases.DENSE]
-    calls = [*map(shapes_of, dense), *(shapes_of(case, packed=True) for case in ragged_cases.CASES)]
+    calls = [*map(shapes_of, [*dense, *ragged_cases.CASES])]
     assert len(calls) > 300
     one_of = lambda T, S, Hq, Hkv: [jax.ShapeDtypeStruct((1, *x, 8), jnp.float32) for x in ((T, Hq), (S, Hkv))]
     models = [(1, 4096, 512, 512), (16, 16, 128, 128), (300, 300, 256, 8), (2, 65536, 512, 1), (512, 512, 512, 512)]

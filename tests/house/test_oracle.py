@@ -30,7 +30,7 @@ def test_gradients_match_finite_differences(case):
         q, k, v, *captured = (x + step * slope for x, slope in zip(inputs, slopes, strict=True))
         captures = {**drawn.score, **dict(zip(floats, captured, strict=True))}
         score = None if case.score is None else case.score.exact
-        mask, sinks = functools.partial(evaluation._visible, case), captures.get("sinks")
+        mask, sinks = functools.partial(evaluation.visible, case), captures.get("sinks")
         factors = evaluation.factors_of(case)
         found = oracle.forward(q, k, v, scale, score, mask, captures, sinks, factors, case.normalize)
         return np.sum(found.out * d_out) + np.sum(np.where(found.lse == -np.inf, 0, found.lse) * d_lse)
@@ -52,7 +52,7 @@ def check_everything(case, backend):
     found, plain, exact = evaluation.everything(case, backend), evaluation.plain(case), evaluation.exact(case).results
     for name in ("out", "lse"):
         tolerance.check(name, getattr(found, name), getattr(plain, name), getattr(exact, name))
-    evaluation.check_gradients(case, backend, ("query", "key", "value", *evaluation.draw(case).floats()))
+    evaluation.check_gradients(case, backend, evaluation.gradients_of(case))
 
 
 def test_tolerance_refuses_nan_and_wrong_infinities():

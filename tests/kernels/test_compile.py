@@ -47,20 +47,6 @@ SUPPORTED = [case for case in [*CASES, *LENGTHS] if "triton" not in case.unsuppo
 REPAIRED = {case.name for case in SUPPORTED if case.mask is not None and case.name.startswith("causal")}
 
 
-def program_of(case, backend="triton"):
-    """Forward and backward pass, with all gradients, and the shapes of its arguments."""
-    x = evaluation.draw(case)
-
-    def run(x, blocks, floats):
-        attend = lambda q, k, v, c: evaluation.call(case, backend, q, k, v, {**x.score, **c}, x.mask, blocks)
-        out, pull = jax.vjp(attend, x.query, x.key, x.value, floats)
-        return out, pull((x.d_out, x.d_lse))
-
-    shapes = lambda tree: jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), tree)
-    with jax.default_matmul_precision(case.precision):
-        return run, shapes(x), shapes(evaluation.block_mask(case)), shapes(x.floats())
-
-
 def fills_wgmma(case):
     """Whether 16-bit products have the 64 rows that wgmma wants, in all three kernels."""
     n = case.sizes
@@ -75,7 +61,7 @@ MARKS = {"default": pytest.mark.full, "full": pytest.mark.long}
 @pytest.mark.parametrize("case", [pytest.param(case, id=str(case), marks=MARKS[case.tier]) for case in SUPPORTED])
 def test_compiles(case):
     with jax.default_matmul_precision(case.precision):
-        program = program_of(case, "triton" if case.name in REPAIRED else "triton-no_repair")
+        program = evaluation.program_of(case, "triton" if case.name in REPAIRED else "triton-no_repair")
         if gpu_compile.missing():
             gpu_compile.lower(*program)
             pytest.skip(f"lowered, but not compiled: {gpu_compile.missing()}")

@@ -12,7 +12,6 @@ from pallas_kernels import block_walk
 from pallas_kernels.config import Tiles
 from pallas_kernels.spec import Blocks, Captured, Operands
 from tests.cases.hopper_cases import HOPPER, ONE_PASS
-from tests.kernels.test_compile import program_of
 from tests.support import evaluation, gpu_compile
 from tests.support.specs import spec_of
 
@@ -28,13 +27,13 @@ def test_results_and_gradients(case):
     if evaluation.refused(case, BACKEND):
         return
     evaluation.check_forward(case, BACKEND)
-    evaluation.check_gradients(case, BACKEND, ("query", "key", "value", *evaluation.draw(case).floats()))
+    evaluation.check_gradients(case, BACKEND, evaluation.gradients_of(case))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", ONE_PASS, ids=str)
 def test_gradients_in_one_pass(case):
-    names = ("query", "key", "value", *evaluation.draw(case).floats())
+    names = evaluation.gradients_of(case)
     evaluation.check_gradients(case, f"{BACKEND}-one_pass", names)
 
 
@@ -65,13 +64,13 @@ def test_compiles_in_one_pass(case):
 
 def kernels_of(case, backend):
     """The kernels of a case, compiled, of which none stores much away."""
-    program = program_of(case, backend)
+    program = evaluation.program_of(case, backend)
     if gpu_compile.missing():
         gpu_compile.lower(*program)
         pytest.skip(f"lowered, but not compiled: {gpu_compile.missing()}")
     kernels = _compiled_once(case.name, backend, program)
     if not kernels and backend != BACKEND:  # they are those of the same case without an option
-        kernels = _compiled_once(case.name, BACKEND, program_of(case, BACKEND))
+        kernels = _compiled_once(case.name, BACKEND, evaluation.program_of(case, BACKEND))
     assert {kernel.tensor for kernel in kernels} == {"wgmma"}
     for kernel in kernels:
         allowed = SPILLS["forward" if "forward" in kernel.name else "backward"]

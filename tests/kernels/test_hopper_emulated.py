@@ -33,12 +33,12 @@ def marked(cases, tiers):
 @pytest.mark.parametrize("case", marked(HOPPER, TIERS))
 def test_results_and_gradients(case):
     evaluation.check_forward(case, "mosaic_gpu-emulated")
-    evaluation.check_gradients(case, "mosaic_gpu-emulated", ("query", "key", "value", *evaluation.draw(case).floats()))
+    evaluation.check_gradients(case, "mosaic_gpu-emulated", evaluation.gradients_of(case))
 
 
 @pytest.mark.parametrize("case", marked(ONE_PASS, TIERS_IN_ONE_PASS))
 def test_gradients_in_one_pass(case):
-    names = ("query", "key", "value", *evaluation.draw(case).floats())
+    names = evaluation.gradients_of(case)
     evaluation.check_gradients(case, "mosaic_gpu-emulated_one_pass", names)
 
 

@@ -16,8 +16,8 @@ from pallas_kernels.triton.compiler.launch.installed import Launcher, launcher
 from pallas_kernels.triton.compiler.launch.target import AMD_TARGETS, CUDA_TARGETS
 from pallas_kernels.triton.plan import limits
 from tests.cases import official_primitives, paged_cases
-from tests.kernels.test_compile import SUPPORTED, program_of
-from tests.support import gpu_compile, paged_evaluation
+from tests.kernels.test_compile import SUPPORTED
+from tests.support import evaluation, gpu_compile, paged_evaluation
 
 TARGETS = CUDA_TARGETS | AMD_TARGETS
 MAIN = 90
@@ -52,7 +52,7 @@ def compile_all(kernels, arch):
 @functools.cache
 def kernels_of_case(case):
     with jax.default_matmul_precision(case.precision):
-        program, *arrays = program_of(case, "official_triton")
+        program, *arrays = evaluation.program_of(case, "official_triton")
         return kernels_of(program, *arrays)
 
 

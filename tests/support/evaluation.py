@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import zlib
@@ -14,9 +15,11 @@ import numpy as np
 import pytest
 
 import jflex
+from jflex import AttentionStats
 from pallas_kernels.triton.compiler.launch.installed import launcher
 from tests.cases.table import CASES, Case
-from tests.support import dropout_bits, oracle, tolerance
+from tests.support import dropout_bits, oracle, plain_attention, tolerance
+from tests.support.drawn_arrays import Drawn, block_mask, draw, poisoned, visible, visible_places
 from tests.support.haste import compiled_in_haste
 from tests.support.hopper_emulator import emulated
 
@@ -26,6 +29,7 @@ OFFICIAL_TRITON = pytest.param(
     "official_triton", marks=[pytest.mark.gpu, pytest.mark.skipif(bool(NO_TRITON), reason=NO_TRITON)]
 )
 BACKENDS = ["xla", "triton-interpret", pytest.param("triton", marks=pytest.mark.gpu), OFFICIAL_TRITON]
+STATS = ("lse", "max", "entropy")
 
 
 def runs(cases: Sequence[Case]) -> list[Any]:
@@ -40,25 +44,8 @@ def runs(cases: Sequence[Case]) -> list[Any]:
     return rows
 
 
-class Drawn(NamedTuple):
-    """The arrays of a case, in numpy; query, key, value and d_out in the layout BTNH."""
-
-    query: np.ndarray
-    key: np.ndarray
-    value: np.ndarray
-    d_out: np.ndarray
-    d_lse: np.ndarray
-    score: dict[str, np.ndarray]
-    mask: dict[str, np.ndarray]
-
-    def floats(self) -> dict[str, np.ndarray]:
-        """The captured arrays that get gradients: numbers, but for those that are called fixed."""
-        wanted = lambda name, x: jnp.issubdtype(x.dtype, jnp.floating) and not name.startswith("fixed")
-        return {name: x for name, x in self.score.items() if wanted(name, x)}
-
-
 class Results(NamedTuple):
-    """Of one evaluation; gradients are None where only the forward pass ran."""
+    """Of one evaluation; gradients are None where only the forward pass ran, statistics where none are requested."""
 
     out: Any
     lse: Any
@@ -66,6 +53,7 @@ class Results(NamedTuple):
     key: Any = None
     value: Any = None
     captures: Any = None
+    stats: AttentionStats | None = None
 
 
 class Exact(NamedTuple):
@@ -78,86 +66,18 @@ class Exact(NamedTuple):
 
 
 @functools.cache
-def draw(case: Case) -> Drawn:
-    """Draws the arrays in their own dtype."""
-    n, rng = case.sizes, np.random.default_rng(zlib.crc32(case.name.encode()))
-    shapes = [(n.B, n.T, n.Hq, n.D), (n.Bkv, n.S, n.Hkv, n.D), (n.Bkv, n.S, n.Hkv, n.Dv), (n.B, n.T, n.Hq, n.Dv)]
-    q, k, v, d_out = (rng.normal(size=shape) for shape in shapes)
-    if case.positive:
-        q, k = np.abs(q) + 0.3, np.abs(k) + 0.3
-    dtype = jnp.dtype(case.dtype)
-    d_lse = rng.normal(size=(n.B, n.Hq, n.T)).astype(np.float32)
-    captured = [
-        {} if pair is None else {name: np.asarray(x) for name, x in pair.captures(rng, n).items()}
-        for pair in (case.score, case.mask)
-    ]
-    if case.sinks:  # far below, among and far above the scores
-        captured[0]["sinks"] = np.linspace(-20.0, 5.0, n.Hq, dtype=np.float32)
-    qk_dtype = jnp.dtype(case.qk_dtype or dtype)
-    return Drawn(q.astype(qk_dtype), k.astype(qk_dtype), v.astype(dtype), d_out.astype(dtype), d_lse, *captured)
+def cotangents(case: Case, stats: tuple[str, ...]) -> AttentionStats:
+    """Those of the statistics; that of the max must not matter."""
+    rng, shape = np.random.default_rng(zlib.crc32(f"stats of {case.name}".encode())), draw(case).d_lse.shape
+    drawn = {name: rng.normal(size=shape).astype(np.float32) for name in STATS}
+    return AttentionStats(**{name: drawn[name] for name in stats})
 
 
-@functools.cache
-def exact(case: Case) -> Exact:
-    """The oracle's results."""
-    x = draw(case)
-    wide = lambda a: a.astype(np.float64)
-    q, k, v = wide(x.query), wide(x.key), wide(x.value)
-    captures = {name: wide(a) if name in x.floats() else a for name, a in x.score.items()}
-    score = None if case.score is None else case.score.exact
-    scale = case.sizes.D**-0.5 if case.scale is None else case.scale
-    sinks, mask = captures.get("sinks"), functools.partial(_visible, case)
-    found = oracle.forward(q, k, v, scale, score, mask, captures, sinks, factors_of(case), case.normalize)
-    grads = oracle.gradients(q, k, v, scale, score, found, captures, wide(x.d_out), wide(x.d_lse), sinks)
-    return Exact(Results(found.out, found.lse, *grads[:4]), grads.masses, grads.output_masses, found)
+def _with_cotangents(case: Case, drawn: Drawn, stats: tuple[str, ...]) -> Drawn:
+    return drawn._replace(d_lse=cotangents(case, stats)) if stats else drawn
 
 
-def factors_of(case: Case) -> Any:
-    """The factors of dropout, for the oracle; None without dropout."""
-    if not case.dropout_rate:
-        return None
-    own = 0 if case.shared_dropout else 1
-    return lambda b, h, q, k: dropout_bits.factors(case.dropout_rate, dropout_bits.KEY, own * b, own * h, q, k)
-
-
-def _dropout_key(case: Case) -> jax.Array | None:
-    key = jax.random.key(dropout_bits.KEY[1])
-    return None if not case.dropout_rate else key[None, None] if case.shared_dropout else key
-
-
-def _visible(case: Case, b, h, q, k, _) -> Any:
-    return _visible_of_all(case, b, h, q, k) & (True if case.kv_lengths is None else k < np.array(case.kv_lengths)[b])
-
-
-def _visible_of_all(case: Case, b, h, q, k) -> Any:
-    visible = True if case.mask is None else case.mask.exact(b, h, q, k, draw(case).mask)
-    if case.states is None:
-        return visible
-    states = np.kron(case.states, np.ones((1, 1, case.block, case.block), int))[:, :, : case.sizes.T, : case.sizes.S]
-    return (states == 2) | ((states == 1) & visible)
-
-
-def block_mask(case: Case) -> jflex.BlockMask | None:
-    """The BlockMask of a case, or None."""
-    if case.block is None:
-        return None
-    n, captures = case.sizes, jax.tree.map(jnp.asarray, draw(case).mask)
-    if case.max_blocks is not None:
-        return jax.jit(lambda captures: _made_mask(case, case.mask.jax(captures)))(captures)
-    mod = None if case.mask is None else case.mask.jax(captures)
-    if case.states is None:
-        return _made_mask(case, mod)
-    lists = []
-    for kind in (1, 2):
-        is_kind = case.states == kind
-        lists += [is_kind.sum(-1), np.argsort(~is_kind, axis=-1, stable=True)]
-    return jflex.BlockMask.from_kv_blocks(*lists, block_size=case.block, mask_mod=mod, seq_lengths=(n.T, n.S))
-
-
-def _made_mask(case: Case, mod: Any) -> jflex.BlockMask:
-    n = case.sizes
-    by_batch, by_head = n.B if case.by_batch else None, n.Hq if case.by_head else None
-    return jflex.create_block_mask(mod, by_batch, by_head, n.T, n.S, block_size=case.block, max_blocks=case.max_blocks)
+# --- by a backend
 
 
 def call(case: Case, backend: str, query, key, value, score_captures, mask_captures, blocks) -> tuple[Any, Any]:
@@ -165,25 +85,21 @@ def call(case: Case, backend: str, query, key, value, score_captures, mask_captu
     turn = (lambda x: x) if case.layout == "BTNH" else lambda x: x.swapaxes(1, 2)
     returned = {"return_lse": case.normalize == "softmax"}
     result = call_for(case, backend, (query, key, value), score_captures, mask_captures, blocks, returned)
-    out, lse = result if case.normalize == "softmax" else (result, jnp.zeros(_lse_shape(case), jnp.float32))
+    shape = case.sizes.B, case.sizes.Hq, case.sizes.T
+    out, lse = result if case.normalize == "softmax" else (result, jnp.zeros(shape, jnp.float32))
     return turn(out), lse
 
 
-def call_for(case: Case, backend: str, arrays, score_captures, mask_captures, blocks, returned: dict[str, Any]) -> Any:
+def call_for(
+    case: Case, backend: str, arrays, score_captures, mask_captures, blocks, returned: dict[str, Any],
+    function=jflex.flex_attention,
+) -> Any:  # fmt: skip
     """What `flex_attention` returns of arrays BTNH, with the arguments `returned` that say what that is."""
     turn = (lambda x: x) if case.layout == "BTNH" else lambda x: x.swapaxes(1, 2)
     score_mod = None if case.score is None else case.score.jax(score_captures)
     mask_mod = None if case.mask is None or blocks is not None else case.mask.jax(mask_captures)
     implementation, _, manner = backend.partition("-")
-    repairs = str(case).startswith("causal")  # they take as long as the kernels; test_containment has the others
-    configs = {
-        "interpret": jflex.Config(interpret=True, contain_nan=repairs),
-        "emulated": jflex.Config(interpret=True, contain_nan=repairs),
-        "no_repair": jflex.Config(contain_nan=False),
-        "one_pass": one_pass(case),
-        "emulated_one_pass": dataclasses.replace(one_pass(case), interpret=True, contain_nan=False),
-    }
-    return jflex.flex_attention(
+    return function(
         *map(turn, arrays),
         score_mod,
         blocks,
@@ -196,13 +112,25 @@ def call_for(case: Case, backend: str, arrays, score_captures, mask_captures, bl
         dropout_rate=case.dropout_rate,
         dropout_key=_dropout_key(case),
         implementation=implementation,
-        config=configs.get(manner),
+        config=config_of(case, manner),
         **returned,
     )
 
 
-def _lse_shape(case: Case) -> tuple[int, int, int]:
-    return case.sizes.B, case.sizes.Hq, case.sizes.T
+def config_of(case: Case, manner: str) -> jflex.Config:
+    """The configuration of a backend that runs in some manner, as that of ``triton-interpret``."""
+    repairs = case.name.startswith(("causal", "seed"))  # they take as long as the kernels; test_containment has more
+    config = {
+        "interpret": jflex.Config(interpret=True, contain_nan=repairs),
+        "emulated": jflex.Config(interpret=True, contain_nan=repairs),
+        "no_repair": jflex.Config(contain_nan=False),
+        "one_pass": one_pass(case),
+        "emulated_one_pass": dataclasses.replace(one_pass(case), interpret=True, contain_nan=False),
+    }.get(manner, jflex.Config())
+    return config if case.tiles is None else dataclasses.replace(config, **dict.fromkeys(_PASSES, case.tiles))
+
+
+_PASSES = ("forward", "dkv", "dq")
 
 
 def one_pass(case: Case) -> jflex.Config:
@@ -214,127 +142,147 @@ def one_pass(case: Case) -> jflex.Config:
     return jflex.Config(dkv=jflex.Tiles(128 if widest <= 64 else 64, 128, num_warps=8))
 
 
+def _dropout_key(case: Case) -> jax.Array | None:
+    key = jax.random.key(dropout_bits.KEY[1])
+    return None if not case.dropout_rate else key[None, None] if case.shared_dropout else key
+
+
 @functools.cache
-def everything(case: Case, backend: str) -> Results:
-    """Out, lse and all gradients by a backend."""
-    attend = lambda x, blocks, q, k, v, floats: call(case, backend, q, k, v, {**x.score, **floats}, x.mask, blocks)
-    drawn = poisoned(case)
+def everything(case: Case, backend: str, stats: tuple[str, ...] = ()) -> Results:
+    """Out, lse or statistics, and all gradients by a backend."""
+    turn = (lambda x: x) if case.layout == "BTNH" else lambda x: x.swapaxes(1, 2)
+
+    def attend(x, blocks, q, k, v, floats):
+        captures = {**x.score, **floats}
+        if not stats:
+            return call(case, backend, q, k, v, captures, x.mask, blocks)
+        out, rows = call_for(case, backend, (q, k, v), captures, x.mask, blocks, {"return_stats": stats})
+        return turn(out), rows
+
+    drawn = _with_cotangents(case, poisoned(case), stats)
     # `xla` as users run it in one case; it takes twice as long to compile.
     optimised = jax.default_backend() == "gpu" or (backend == "xla" and case.name == "causal")
-    if "emulated" in backend:
-        with emulated():
-            return _differentiated(case, drawn, attend, block_mask(case), in_haste=True, compiled=False)
-    return _differentiated(case, drawn, attend, block_mask(case), in_haste=not optimised)
+    is_emulated = "emulated" in backend
+    with emulated() if is_emulated else contextlib.nullcontext():
+        return differentiated(case, drawn, attend, block_mask(case), in_haste=not optimised, compiled=not is_emulated)
 
 
 def everything_by(case: Case, attend: Any, *, compiled: bool = True) -> Results:
     """Out, lse and all gradients by ``attend(drawn, blocks, query, key, value, captures) -> (out, lse)``, BTNH."""
-    return _differentiated(case, poisoned(case), attend, block_mask(case), in_haste=True, compiled=compiled)
+    return differentiated(case, poisoned(case), attend, block_mask(case), in_haste=True, compiled=compiled)
 
 
-def poisoned(case: Case) -> Drawn:
-    """The arrays of a case, with NaN in all keys and values that no length reaches."""
-    x, n = draw(case), case.sizes
-    if case.kv_lengths is None:
-        return x
-    lengths = np.array(case.kv_lengths if n.Bkv == n.B else [max(case.kv_lengths)])
-    inside = (np.arange(n.S) < lengths[:, None])[:, :, None, None]
-    nan = lambda a: np.where(inside, a, np.array(np.nan, a.dtype))
-    return x._replace(key=nan(x.key), value=nan(x.value))
-
-
-@functools.cache
-def plain(case: Case) -> Results:
-    """Out, lse and all gradients by plain jnp attention, of the same precision.
-
-    On the CPU, always: on a GPU XLA keeps more digits than the dtypes say, where it fuses.
-    """
-    (visible, where), factors = _where_visible(case), exact(case).found.factors
-    attend = lambda x, blocks, q, k, v, floats: _plain(case, q, k, v, {**x.score, **floats}, *blocks)
-    with jax.default_device(jax.devices("cpu")[0]):
-        return _differentiated(case, draw(case), attend, (visible, where, np.float32(factors)), in_haste=True)
-
-
-@functools.cache
-def plain_weights(case: Case) -> np.ndarray:
-    """The softmax weights [B, Hq, T, S] by plain jnp attention, of the same precision, on the CPU."""
-    visible, where = _where_visible(case)
-    run = lambda x: _plain_weights(case, x.query, x.key, x.score, visible, where)[0]
-    with jax.default_device(jax.devices("cpu")[0]), compiled_in_haste(True):
-        return np.asarray(jax.jit(run)(jax.tree.map(jnp.asarray, draw(case))))
-
-
-def _where_visible(case: Case) -> tuple[np.ndarray, list[np.ndarray]]:
-    """The dense mask, and b, h, q_idx, kv_idx of every element: of a visible one of its head where masked.
-
-    What a mod makes of masked elements shall not disturb its derivative.
-    """
-    visible = exact(case).found.visible
-    places = [np.broadcast_to(x, visible.shape) for x in oracle.grids(visible.shape)]
-    seen = visible.reshape(*visible.shape[:2], -1).argmax(-1)[..., None, None]
-    at_q, at_kv = (
-        np.where(visible, places[2], seen // visible.shape[3]),
-        np.where(visible, places[3], seen % visible.shape[3]),
-    )
-    return visible, [x.astype(np.int32) for x in (places[0], places[1], at_q, at_kv)]
-
-
-def _plain(case: Case, query, key, value, captures, visible, places, factors=1.0) -> tuple[Any, Any]:
-    n = case.sizes
-    weights, lse = _plain_weights(case, query, key, captures, visible, places)
-    v = jnp.repeat(jnp.broadcast_to(value, (n.B, *value.shape[1:])), n.Hq // n.Hkv, axis=2)
-    weights = (weights * factors if case.dropout_rate else weights).astype(query.dtype)
-    out = jnp.einsum("bhts,bshd->bthd", weights, v, preferred_element_type=jnp.float32)
-    return out.astype(query.dtype), lse
-
-
-def _plain_weights(case: Case, query, key, captures, visible, places) -> tuple[Any, Any]:
-    n = case.sizes
-    k = jnp.repeat(jnp.broadcast_to(key, (n.B, *key.shape[1:])), n.Hq // n.Hkv, axis=2)
-    s = _rounded_back(jnp.einsum("bthd,bshd->bhts", query, k, preferred_element_type=jnp.float32), query.dtype)
-    s = jnp.where(visible, s * (n.D**-0.5 if case.scale is None else case.scale), 1.0)
-    if case.score is not None:
-        mod = case.score.jax(captures)
-        for _ in range(4):
-            mod = jax.vmap(mod)
-        s = mod(s, *places)
-    if case.normalize == "none":
-        return jnp.where(visible, s, 0.0), jnp.zeros(_lse_shape(case), jnp.float32)
-    s = jnp.where(visible, s, -jnp.inf)
-    sink = captures["sinks"][None, :, None, None] if case.sinks else jnp.full((), -jnp.inf)
-    top = jax.lax.stop_gradient(jnp.maximum(s.max(-1, keepdims=True), sink))
-    top = jnp.where(top == -jnp.inf, 0.0, top)
-    weights = jnp.exp(s - top)
-    total = weights.sum(-1, keepdims=True) + jnp.exp(sink - top)
-    empty = total == 0
-    lse = jnp.where(empty, -jnp.inf, top + jnp.log(jnp.where(empty, 1.0, total)))[..., 0]
-    return weights / jnp.where(empty, 1.0, total), lse
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _rounded_back(x, dtype):
-    """The same; its cotangent passes through `dtype`, as it must to enter products of that precision."""
-    del dtype
-    return x
-
-
-_rounded_back.defvjp(lambda x, dtype: (x, None), lambda dtype, _, ct: (ct.astype(dtype).astype(jnp.float32),))
-
-
-def _differentiated(case: Case, drawn: Drawn, attend, more, *, in_haste: bool, compiled: bool = True) -> Results:
-    x = jax.tree.map(jnp.asarray, drawn)
+def differentiated(
+    case: Case, drawn: Drawn, attend, more, *, in_haste: bool, compiled: bool = True, options: dict | None = None
+) -> Results:
+    """Runs ``attend(drawn, more, query, key, value, captures) -> (out, lse or statistics)``, and its derivative."""
+    x, floats = jax.tree.map(jnp.asarray, (drawn, draw(case).floats()))
 
     def run(x, more, floats):
         out, pull = jax.vjp(functools.partial(attend, x, more), x.query, x.key, x.value, floats)
-        return Results(*out, *pull((x.d_out, x.d_lse)))
+        return *out, pull((x.d_out, x.d_lse))
 
+    run = jax.jit(run, compiler_options=options) if compiled else run
     with jax.default_matmul_precision(precision(case)), compiled_in_haste(in_haste):
-        return (jax.jit(run) if compiled else run)(x, more, {name: x.score[name] for name in draw(case).floats()})
+        out, rows, gradients = run(x, more, floats)
+    has_stats = isinstance(rows, AttentionStats)
+    return Results(out, rows.lse if has_stats else rows, *gradients, stats=rows if has_stats else None)
+
+
+def program_of(case: Case, backend: str) -> tuple[Any, ...]:
+    """Forward and backward pass, with all gradients, and the shapes of its arguments."""
+    x = draw(case)
+
+    def run(x, blocks, floats):
+        attend = lambda q, k, v, c: call(case, backend, q, k, v, {**x.score, **c}, x.mask, blocks)
+        out, pull = jax.vjp(attend, x.query, x.key, x.value, floats)
+        return out, pull((x.d_out, x.d_lse))
+
+    shapes = lambda tree: jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), tree)
+    with jax.default_matmul_precision(case.precision):
+        return run, shapes(x), shapes(block_mask(case)), shapes(x.floats())
 
 
 def precision(case: Case) -> str | None:
     """Of products of float32: on a GPU JAX's default is TF32, which no CPU has; test_tf32.py tests that."""
     return case.precision or ("highest" if jax.default_backend() == "gpu" else None)
+
+
+# --- by plain attention and by the oracle
+
+
+@functools.cache
+def plain(case: Case, stats: tuple[str, ...] = ()) -> Results:
+    """Out, lse or statistics, and all gradients by plain jnp attention, of the same precision.
+
+    On the CPU, always: on a GPU XLA keeps more digits than the dtypes say, where it fuses.
+    """
+    attend = lambda x, more, q, k, v, floats: plain_call(case, q, k, v, {**x.score, **floats}, *more, stats=stats)
+    with jax.default_device(jax.devices("cpu")[0]):
+        drawn = _with_cotangents(case, draw(case), stats)
+        return differentiated(case, drawn, attend, (*visible_places(case), _factors(case)), in_haste=True)
+
+
+def plain_call(case: Case, query, key, value, captures, shown, places, factors=None, stats: Sequence[str] = ()) -> Any:
+    """Output, and lse or statistics, of plain attention."""
+    mod, sinks = None if case.score is None else case.score.jax(captures), captures.get("sinks")
+    s = plain_attention.scores(query, key, mod, shown, places, case.scale)
+    weights, lse = plain_attention.weights(s, shown, case.normalize, sinks)
+    out = plain_attention.output(weights, value, query.dtype, factors)
+    if not stats:
+        return out, lse
+    entropy = plain_attention.entropy(weights, lse, sinks)
+    rows = dict(zip(STATS, (lse, plain_attention.row_max(s, shown), entropy), strict=True))
+    return out, AttentionStats(**{name: rows[name] for name in stats})
+
+
+@functools.cache
+def plain_weights(case: Case) -> np.ndarray:
+    """The softmax weights [B, Hq, T, S] by plain jnp attention, of the same precision, on the CPU."""
+    shown, places = visible_places(case)
+
+    def run(x):
+        mod = None if case.score is None else case.score.jax(x.score)
+        s = plain_attention.scores(x.query, x.key, mod, shown, places, case.scale)
+        return plain_attention.weights(s, shown, case.normalize, x.score.get("sinks"))[0]
+
+    with jax.default_device(jax.devices("cpu")[0]), compiled_in_haste(True):
+        return np.asarray(jax.jit(run)(jax.tree.map(jnp.asarray, draw(case))))
+
+
+@functools.cache
+def exact(case: Case, stats: tuple[str, ...] = ()) -> Exact:
+    """The oracle's results."""
+    x, wide = draw(case), lambda a: a.astype(np.float64)
+    q, k, v, d_out = map(wide, x[:4])
+    captures = {name: wide(a) if name in x.floats() else a for name, a in x.score.items()}
+    score = None if case.score is None else case.score.exact
+    scale, sinks = case.sizes.D**-0.5 if case.scale is None else case.scale, captures.get("sinks")
+    mask, factors = functools.partial(visible, case), factors_of(case)
+    found = oracle.forward(q, k, v, scale, score, mask, captures, sinks, factors, case.normalize, case.places)
+    cotangent = cotangents(case, stats) if stats else AttentionStats(lse=x.d_lse)
+    d_lse, d_entropy = (None if d is None else wide(d) for d in (cotangent.lse, cotangent.entropy))
+    d_lse = np.zeros(found.lse.shape) if d_lse is None else d_lse
+    grads = oracle.gradients(q, k, v, scale, score, found, captures, d_out, d_lse, sinks, d_entropy)
+    rows = found.lse, oracle.row_max(found, score, captures), oracle.entropy(found, sinks)
+    return Exact(
+        Results(found.out, found.lse, *grads[:4], AttentionStats(*rows)), grads.masses, grads.output_masses, found
+    )
+
+
+def factors_of(case: Case) -> Any:
+    """The factors of dropout, for the oracle; None without dropout."""
+    if not case.dropout_rate:
+        return None
+    own = 0 if case.shared_dropout else 1
+    return lambda b, h, q, k: dropout_bits.factors(case.dropout_rate, dropout_bits.KEY, own * b, own * h, q, k)
+
+
+def _factors(case: Case) -> np.ndarray | None:
+    return np.float32(factors_of(case)(*case.places)) if case.dropout_rate else None
+
+
+# --- the comparison
 
 
 def check_forward(case: Case, backend: str) -> None:
@@ -348,19 +296,10 @@ def compare_forward(case: Case, found: Results, by_plain: Results, by_oracle: Ex
     out_rounding = tolerance.one_rounding(right.out, np.asarray(found.out).dtype)
     lse_rounding = tolerance.one_rounding(right.lse, np.float32)
     if jax.default_backend() == "gpu" or case.dtype == "float32":
-        moved = tolerance.score_rounding(draw(case), by_oracle.found, case)
-        around = np.einsum(
-            "bhts,bshd->bthd", np.abs(by_oracle.found.weights) * by_oracle.found.factors, np.abs(_values(case))
-        )
-        lse_rounding = lse_rounding + moved
-        out_rounding = out_rounding + 2 * np.where(np.isfinite(moved), moved, 0).swapaxes(1, 2)[..., None] * around
+        of_out, of_lse = tolerance.forward_rounding(draw(case), by_oracle.found, case)
+        out_rounding, lse_rounding = out_rounding + of_out, lse_rounding + of_lse
     tolerance.check("out", found.out, by_plain.out, right.out, out_rounding)
     tolerance.check("lse", found.lse, by_plain.lse, right.lse, lse_rounding)
-
-
-def _values(case: Case) -> np.ndarray:
-    x, n = draw(case), case.sizes
-    return np.repeat(np.broadcast_to(x.value, (n.B, *x.value.shape[1:])), n.Hq // n.Hkv, axis=2).astype(np.float64)
 
 
 def check_gradients(case: Case, backend: str, names: tuple[str, ...]) -> None:
@@ -384,6 +323,24 @@ def compare_gradients(case: Case, found: Results, by_plain: Results, by_oracle: 
         )
         rounding = rounding + tolerance.half_rounding(case.dtype) * by_oracle.output_masses[name] + moved * mass
         tolerance.check(name, pick(found, name), pick(by_plain, name), right, rounding)
+
+
+def gradients_of(case: Case) -> tuple[str, ...]:
+    """The names of all gradients."""
+    return "query", "key", "value", *draw(case).floats()
+
+
+def check_stats(case: Case, backend: str, names: tuple[str, ...] = STATS) -> None:
+    """Fails unless the statistics and all gradients are right."""
+    found, by_plain, by_oracle = everything(case, backend, names), plain(case, names), exact(case, names)
+    right, moved = by_oracle.results.stats, tolerance.score_rounding(draw(case), by_oracle.found, case)
+    rounding = np.where(np.isfinite(moved), np.abs(moved), 0) + 2 * tolerance.one_rounding(right.max, np.float32)
+    for name in STATS:
+        of_call, of_plain, true = (getattr(x, name) for x in (found.stats, by_plain.stats, right))
+        assert (of_call is not None) == (name in names)
+        if of_call is not None:
+            tolerance.check(name, of_call, of_plain, true, rounding + 2 * tolerance.one_rounding(true, np.float32))
+    compare_gradients(case, found, by_plain, by_oracle, gradients_of(case))
 
 
 def refused(case: Case, backend: str) -> bool:

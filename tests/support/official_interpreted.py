@@ -33,7 +33,7 @@ def test_forward(case):
 def test_backward(case):
     if case.name in ATOMIC_BFLOAT16:
         pytest.skip("Triton's interpreter adds no bfloat16 atomically")
-    evaluation.check_gradients(case, "official_triton", ("query", "key", "value", *evaluation.draw(case).floats()))
+    evaluation.check_gradients(case, "official_triton", evaluation.gradients_of(case))
 
 
 @pytest.mark.parametrize("case", paged_cases.CASES, ids=str)

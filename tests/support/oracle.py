@@ -33,13 +33,17 @@ class Score:
 
 
 class Forward(NamedTuple):
-    """Output [B, T, Hq, Dv], lse [B, Hq, T], and what the gradients need; `factors` of dropout multiply the weights."""
+    """Output [B, T, Hq, Dv], lse [B, Hq, T], and what the gradients need.
+
+    ``factors`` of dropout multiply the weights; ``places`` are open grids of b, h, q_idx and kv_idx.
+    """
 
     out: np.ndarray
     lse: np.ndarray
     raw: np.ndarray
     weights: np.ndarray
     visible: np.ndarray
+    places: tuple[np.ndarray, ...]
     factors: np.ndarray | float = 1.0
     normalize: str = "softmax"
 
@@ -66,21 +70,17 @@ def grids(shape: tuple[int, ...]) -> tuple[np.ndarray, ...]:
 
 
 def forward(
-    query,
-    key,
-    value,
-    scale,
-    score: Score | None,
-    mask,
-    captures: Captures,
-    sinks=None,
-    factors=None,
-    normalize="softmax",
-) -> Forward:
-    """Follows the definition; `sinks` [Hq] enter the denominators, `factors` of dropout are a function of the grids."""
+    query, key, value, scale, score: Score | None, mask, captures: Captures, sinks=None, factors=None,
+    normalize="softmax", places=None,
+) -> Forward:  # fmt: skip
+    """Follows the definition.
+
+    `sinks` [Hq] enter the denominators, `factors` of dropout are a function of the grids, and `places` are the grids
+    if those of the axes are not the indices that mods get.
+    """
     k, v = (_per_query_head(x, query) for x in (key, value))
     raw = scale * np.einsum("bthd,bshd->bhts", query, k)
-    places = grids(raw.shape)
+    places = grids(raw.shape) if places is None else places
     visible = np.broadcast_to(True if mask is None else mask(*places, captures), raw.shape)
     with np.errstate(all="ignore"):  # where nothing is visible, a mod may divide by 0
         s = raw if score is None else score.value(raw, *places, captures)
@@ -88,7 +88,7 @@ def forward(
     if normalize == "none":
         weights = np.where(visible, s, 0)
         out = np.einsum("bhts,bshd->bthd", weights * factors, v)
-        return Forward(out, np.zeros(s.shape[:3]), raw, weights, visible, factors, normalize)
+        return Forward(out, np.zeros(s.shape[:3]), raw, weights, visible, places, factors, normalize)
     s = np.where(visible, s, -np.inf)
     sink = -np.inf if sinks is None else sinks[:, None, None]
     top = np.maximum(s.max(axis=-1, keepdims=True, initial=-np.inf), sink)
@@ -97,13 +97,13 @@ def forward(
     total = np.where(empty, 1, weights.sum(-1, keepdims=True) + np.exp(sink - np.where(empty, 0, top)))
     weights = weights / total
     lse = np.where(empty, -np.inf, np.where(empty, 0, top) + np.log(total))[..., 0]
-    return Forward(np.einsum("bhts,bshd->bthd", weights * factors, v), lse, raw, weights, visible, factors)
+    return Forward(np.einsum("bhts,bshd->bthd", weights * factors, v), lse, raw, weights, visible, places, factors)
 
 
 def row_max(found: Forward, score: Score | None, captures: Captures) -> np.ndarray:
     """The largest visible score of each row [B, Hq, T], without sinks; -inf for a row without any."""
     with np.errstate(all="ignore"):
-        s = found.raw if score is None else score.value(found.raw, *grids(found.raw.shape), captures)
+        s = found.raw if score is None else score.value(found.raw, *found.places, captures)
     return np.where(found.visible, s, -np.inf).max(axis=-1, initial=-np.inf)
 
 
@@ -172,8 +172,7 @@ def _pull(arrays, scale, score, found: Forward, captures: Captures, d_s, of) -> 
     `of` is ``np.abs`` where magnitudes are asked for instead of sums, else the identity.
     """
     query, key, value, d_out = arrays
-    k, _ = (_per_query_head(x, query) for x in (key, value))
-    places = grids(d_s.shape)
+    k, places = _per_query_head(key, query), found.places
     d_raw, sums, masses = d_s, {}, {}
     with np.errstate(all="ignore"):
         if score is not None and score.d_score is not None:

@@ -18,7 +18,7 @@ import numpy as np
 import jflex
 from tests.cases.paged_cases import PagedCase
 from tests.cases.vector_pairs import VectorPair
-from tests.support import dropout_bits, eight_bits_model, evaluation, oracle, tolerance
+from tests.support import dropout_bits, eight_bits_model, evaluation, oracle, plain_attention, tolerance
 
 SPARE_PAGES, SPARE_ENTRIES = 3, 2
 LAYER = 1  # of a stacked cache
@@ -215,30 +215,27 @@ def program(case: PagedCase, backend: str, stats: tuple[str, ...] = ()) -> Any:
 def exact(case: PagedCase) -> Right:
     """The definition, in float64."""
     x, size = draw(case), case.Dv or case.D
-    lse = np.full((case.N, case.Hq), -np.inf if case.normalize == "softmax" else 0.0)
-    out = np.zeros((case.N, case.Hq, size))
-    row_max, entropy = np.full(lse.shape, -np.inf), np.zeros(lse.shape)
-    out_rounding, lse_rounding = np.zeros_like(out), np.zeros_like(lse)
+    out, rows = np.zeros((case.N, case.Hq, size)), (case.N, case.Hq)
+    right = Right(
+        out, np.full(rows, -np.inf if case.normalize == "softmax" else 0.0), np.full(rows, -np.inf), np.zeros(rows),
+        np.zeros(out.shape), np.zeros(rows),
+    )  # fmt: skip
     for r, length in enumerate(case.lengths):
-        rows = slice(case.indptr[r], case.indptr[r + 1])
+        at = slice(case.indptr[r], case.indptr[r + 1])
         key, value = modified(case.key, x.keys[r], r, x.key), modified(case.value, x.values[r], r, x.value)
-        arrays = [a[None] for a in (x.query[rows].astype(np.float64), key, value)]
+        arrays = SimpleNamespace(query=x.query[at].astype(np.float64)[None], key=key[None], value=value[None])
         score, mask = _of_request(case, r)
         scale = case.D**-0.5 if case.scale is None else case.scale
-        found = oracle.forward(*arrays, scale, score, mask, {}, None, _factors_of_request(case, r), case.normalize)
-        out[rows], lse[rows] = found.out[0], found.lse[0].T
-        row_max[rows], entropy[rows] = oracle.row_max(found, score, {})[0].T, oracle.entropy(found)[0].T
+        factors = _factors_of_request(case, r)
+        found = oracle.forward(*vars(arrays).values(), scale, score, mask, {}, None, factors, case.normalize)
+        rows = found.lse, oracle.row_max(found, score, {}), oracle.entropy(found)
+        right.out[at] = found.out[0]
+        right.lse[at], right.max[at], right.entropy[at] = (x[0].T for x in rows)
         if length:
-            sizes = SimpleNamespace(
-                sizes=SimpleNamespace(D=case.D), dtype=case.dtype, qk_dtype="", scale=case.scale, score=case.score
-            )
-            moved = tolerance.score_rounding(SimpleNamespace(query=arrays[0], key=arrays[1]), found, sizes)
-            moves = found.weights if case.normalize == "softmax" else found.visible  # no weight moves by more
-            moves = moves * found.factors
-            around = np.einsum("bhts,bshd->bthd", moves, np.repeat(np.abs(arrays[2]), case.Hq // case.Hkv, 2))
-            lse_rounding[rows] = moved[0].T * (case.normalize == "softmax")
-            out_rounding[rows] = 2 * moved[0].T[..., None] * around[0]
-    return Right(out, lse, row_max, entropy, out_rounding, lse_rounding)
+            moves = None if case.normalize == "softmax" else found.visible  # no weight moves by more
+            of_out, of_lse = tolerance.forward_rounding(arrays, found, case, moves)
+            right.out_rounding[at], right.lse_rounding[at] = of_out[0], of_lse[0].T * (case.normalize == "softmax")
+    return right
 
 
 def _factors_of_request(case: PagedCase, r: int) -> Any:
@@ -296,34 +293,18 @@ def _plain(case: PagedCase, query, key, value, rows, captured, factors) -> tuple
         x if pair is None else _plainly_modified(pair.jax(c), x.astype(query.dtype), rows[0])
         for pair, x, c in ((case.key, key, captured[2]), (case.value, value, captured[3]))
     )
-    key, value = (jnp.repeat(x, case.Hq // case.Hkv, axis=2) for x in (key, value))
-    s = jnp.einsum("nhd,nshd->nhs", query, key, preferred_element_type=jnp.float32)
-    s = s * (case.D**-0.5 if case.scale is None else case.scale)
-    request, position, length = rows
-    places = jnp.broadcast_arrays(
-        request[:, None, None], jnp.arange(case.Hq, dtype=jnp.int32)[None, :, None], position[:, None, None],
-        jnp.arange(key.shape[1], dtype=jnp.int32)[None, None],
-    )  # fmt: skip
-    over = lambda mod: jax.vmap(jax.vmap(jax.vmap(mod)))
-    if case.score is not None:
-        s = over(case.score.jax(captured[0]))(s, *places)
-    visible = places[3] < length[:, None, None]
+    request, position, length = (x[:, None, None, None] for x in rows)
+    heads, keys = (jnp.arange(n, dtype=jnp.int32) for n in (case.Hq, key.shape[1]))
+    places = jnp.broadcast_arrays(request, heads[:, None, None], position, keys)
+    visible = places[3] < length
     if case.mask is not None:
-        visible &= over(case.mask.jax(captured[1]))(*places)
-    if case.normalize == "none":
-        weights = (jnp.where(visible, s, 0.0) * factors).astype(query.dtype)
-        out = jnp.einsum("nhs,nshd->nhd", weights, value, preferred_element_type=jnp.float32)
-        return out.astype(query.dtype), *[jnp.zeros(s.shape[:2], jnp.float32)] * 3
-    s = jnp.where(visible, s, -jnp.inf)
-    top = s.max(-1, keepdims=True)
-    weights = jnp.exp(s - jnp.where(top == -jnp.inf, 0.0, top))
-    total = weights.sum(-1, keepdims=True)
-    lse = jnp.where(total == 0, -jnp.inf, top + jnp.log(total))[..., 0]
-    weights = weights / jnp.where(total == 0, 1.0, total)
-    entropy = -jnp.sum(weights * jnp.log(jnp.where(weights > 0, weights, 1.0)), axis=-1)
-    weights = (weights * factors).astype(query.dtype)
-    out = jnp.einsum("nhs,nshd->nhd", weights, value, preferred_element_type=jnp.float32)
-    return out.astype(query.dtype), lse, top[..., 0], entropy
+        visible &= plain_attention.over_all(case.mask.jax(captured[1]))(*places)
+    mod, query = None if case.score is None else case.score.jax(captured[0]), query[:, None]
+    s = plain_attention.scores(query, key, mod, visible, places, case.scale)
+    weights, lse = plain_attention.weights(s, visible, case.normalize)
+    out = plain_attention.output(weights, value, query.dtype, factors[:, :, None])
+    found = lse, plain_attention.row_max(s, visible), plain_attention.entropy(weights, lse)
+    return out[:, 0], *(x[..., 0] for x in found)
 
 
 def _plainly_modified(mod: Any, x: jax.Array, request: jax.Array) -> jax.Array:

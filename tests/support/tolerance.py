@@ -76,7 +76,7 @@ def score_rounding(drawn, found, case) -> np.ndarray:
       case: The case.
     """
     eps, size = float(np.finfo(np.float32).eps), case.sizes.D
-    largest = np.abs(found.raw).max(axis=-1, initial=0)
+    largest = np.abs(found.raw * case.within).max(axis=-1, initial=0)
     if case.dtype == "float32":
         return eps * np.sqrt(size) / 2 * largest
     query, key = (x.astype(np.float64) for x in (drawn.query, drawn.key))
@@ -87,8 +87,25 @@ def score_rounding(drawn, found, case) -> np.ndarray:
         size**-0.5 if case.scale is None else case.scale
     )
     at_once, unit = (32, 2.0**-13) if case.qk_dtype else (16, eps)
-    moved = unit * (1 + -(-size // at_once)) * masses.max(axis=-1, initial=0)
+    moved = unit * (1 + -(-size // at_once)) * (masses * case.within).max(axis=-1, initial=0)
     return moved + (2.0**-11 * largest if case.score is not None and case.score.by_tanh else 0)
+
+
+def forward_rounding(drawn, found, case, moves: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
+    """How far such sums may move the output [B, T, Hq, Dv] and the lse [B, Hq, T].
+
+    Args:
+      drawn: The arrays of the case.
+      found: The oracle's forward pass.
+      case: The case.
+      moves: How far a weight moves with its score; None for as far as the weight is large.
+    """
+    moved = score_rounding(drawn, found, case)
+    moves = np.abs(found.weights if moves is None else moves) * found.factors
+    batch, heads = moves.shape[:2]
+    value = np.broadcast_to(np.abs(drawn.value.astype(np.float64)), (batch, *drawn.value.shape[1:]))
+    around = np.einsum("bhts,bshd->bthd", moves, np.repeat(value, heads // value.shape[2], axis=2))
+    return 2 * np.where(np.isfinite(moved), moved, 0).swapaxes(1, 2)[..., None] * around, moved
 
 
 def _error(x: np.ndarray, exact: np.ndarray) -> np.ndarray:

@@ -3,15 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
+import jflex
+from tests.cases import table
+from tests.cases.mask_pairs import MaskPair
+from tests.cases.score_pairs import ScorePair
 from tests.cases.table import Sizes
+from tests.support import plain_attention
 from tests.support.random_mods.draw import Drawing
 from tests.support.random_mods.program import Program
 
+# Without the first, XLA's CPU compiler (jaxlib 0.10.2) computes sums of products over a small axis wrongly in float32;
+# without the second (0.10.2 to 0.12) it makes a plain sum of a padded cumulative sum of 3 numbers, as in the derivative
+# of ``jnp.cumsum(x)[1]``; without the third it leaves out roundings to 16 bits.
+WITHOUT_ALGSIMP = {"xla_disable_hlo_passes": "algsimp"}
+EXACTLY = {"xla_cpu_experimental_ynn_fusion_type": "", **WITHOUT_ALGSIMP, "xla_allow_excess_precision": False}
 N = Sizes
 SMALL = [
     N(B=1, T=17, S=33, Hq=2, Hkv=1, D=8, Dv=8),
@@ -94,8 +107,25 @@ class Case:
     kv_lengths: tuple[int, ...] | None = None
     tiles: tuple[int, int] | None = None
 
-    def __str__(self) -> str:
-        return f"seed{self.seed}"
+    @functools.cached_property
+    def call(self) -> table.Case:
+        """As `evaluation` takes it; its score has no numpy form."""
+        n, score, mask = self.sizes, self.score, self.mask
+        by_batch, by_head = self.lists_by
+        return table.Case(
+            f"seed{self.seed}",
+            ScorePair(lambda c: score.build(n)(**c), None, score.draw),
+            None if mask is None else MaskPair(lambda c: mask.build(n)(**c), self._elements, mask.draw),
+            n, self.block, by_batch=by_batch, by_head=by_head, dtype=self.dtype, layout=self.layout, scale=self.scale,
+            kv_lengths=self.kv_lengths, tiles=None if self.tiles is None else jflex.Tiles(*self.tiles),
+        )  # fmt: skip
+
+    def _elements(self, b, h, q, k, captured) -> np.ndarray:
+        """The mask at open grids of indices."""
+        places = [np.asarray(place, np.int32) for place in np.broadcast_arrays(b, h, q, k)]
+        with jax.default_device(jax.devices("cpu")[0]):
+            mod = self.mask.build(self.sizes, select=True)(**jax.tree.map(jnp.asarray, captured))
+            return np.asarray(jax.jit(plain_attention.over_all(mod), compiler_options=EXACTLY)(*places))
 
     def report(self) -> str:
         """All that it takes to write the call down by hand."""

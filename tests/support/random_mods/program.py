@@ -6,7 +6,7 @@ import dataclasses
 import linecache
 import re
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -178,30 +178,3 @@ def _switch(which, branches, *operands):
 
 
 SELECTING = _Selecting(cond=_cond, switch=_switch)
-
-
-def simpler(program: Program) -> Iterator[Program]:
-    """Programs with one step less, or with a simpler output."""
-    types_of = {step.name: step.type for step in program.steps}
-    types_of |= {name: "f" if name == "score" else "i" for name in ARGUMENTS}
-    wanted = "f" if program.role == "score" else "p"
-    for step in program.steps:
-        if step.type == wanted and step.name != program.output:
-            yield dataclasses.replace(program, output=step.name).pruned()
-    for i, step in enumerate(program.steps):
-        others = [name for name in (*step.args, "score", "q_idx") if types_of.get(name) == step.type]
-        if program.role == "mask":
-            others = [name for name in others if name != "score"]
-        for other in dict.fromkeys(others):
-            rename = lambda args, step=step, other=other: tuple(other if x == step.name else x for x in args)
-            steps = [dataclasses.replace(s, args=rename(s.args)) for j, s in enumerate(program.steps) if j != i]
-            output = other if program.output == step.name else program.output
-            yield dataclasses.replace(program, steps=tuple(steps), output=output).pruned()
-        for constant in _CONSTANTS.get(step.type, ()):
-            if step.text != constant:
-                steps = list(program.steps)
-                steps[i] = dataclasses.replace(step, text=constant, args=())
-                yield dataclasses.replace(program, steps=tuple(steps)).pruned()
-
-
-_CONSTANTS = {"f": ("F32(0.5)",), "g": ("G(0.5)",), "i": ("jnp.int32(1)",), "p": ("jnp.bool_(True)",)}
