@@ -19,10 +19,10 @@ from benchmarks.run.jobs import Deadline, Job, Worker, WorkerError, WorkerPool
 from benchmarks.run.library_runner import DIRECTIONS
 from benchmarks.run.timing import QUEUE, Span, Timer, busy_per_call
 from benchmarks.suites import SUITES
+from tests.benchmarks.fake_runner import FakeRunner
 from tests.benchmarks.test_benchmarks import MIXED, PARTS, small
-from tests.support.fake_runner import FakeRunner
 
-FAKE = dict.fromkeys(("jax", "mosaic", "torch"), "tests.support.fake_runner:FakeRunner")
+FAKE = dict.fromkeys(("jax", "mosaic", "torch"), "tests.benchmarks.fake_runner:FakeRunner")
 TINY = {
     "decode": (small(lengths="skewed"), small(variant="alibi")),
     "paged": (small(page=8), small(page=1)),

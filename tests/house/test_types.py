@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import doctest
 import functools
 import inspect
+import pkgutil
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,23 +19,88 @@ import pytest
 
 pytest.importorskip("beartype", reason="annotations are checked by beartype, of the extra `test`")
 
+import beartype
 import jaxtyping
 from jaxtyping import Array, Float
 
 import flax_layers.functional
+import flax_layers.nnx
 import jflex
 from jflex.masks import causal
 from tests.cases.table import CASES, LENGTHS, Case, in_tiers
-from tests.support import checked_types, evaluation
+from tests.support import evaluation
 
-MODULES = sorted({x.__module__ for x in checked_types.public().values()})
+# Every element of a container, and not one at random, as beartype has it.
+_CHECKER = beartype.beartype(conf=beartype.BeartypeConf(strategy=beartype.BeartypeStrategy.On))
+# Dataclasses are not made under a check: JAX makes pytrees of anything, of None, strings or its own markers.
+_SKIPPED = frozenset({"tree_flatten", "tree_unflatten"})
+NAMESPACES = (jflex, jflex.masks, jflex.scores, jflex.paged, jflex.rotary, flax_layers.functional, flax_layers.nnx)
+
+
+def checked(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that raises `jaxtyping.TypeCheckError` where its annotations are not true."""
+    return jaxtyping.jaxtyped(inspect.unwrap(function), typechecker=_CHECKER)
+
+
+def public() -> dict[str, Any]:
+    """What users import: functions, and classes that have methods."""
+    return {
+        f"{space.__name__}.{name}": x
+        for space in NAMESPACES
+        for name, x in vars(space).items()
+        if not name.startswith("_") and getattr(x, "__module__", "").startswith(("jflex", "flax_layers"))
+        and (inspect.isfunction(x) or inspect.isclass(x))
+    }  # fmt: skip
+
+
+def methods(cls: type) -> dict[str, Any]:
+    """The public methods that a class itself defines, and calls of its objects; as its dictionary holds them."""
+    wanted = lambda name: name == "__call__" or not (name.startswith("_") or name in _SKIPPED)
+    kinds = (types.FunctionType, classmethod, staticmethod)
+    return {name: x for name, x in vars(cls).items() if wanted(name) and isinstance(x, kinds)}
+
+
+@contextlib.contextmanager
+def all_checked() -> Iterator[None]:
+    """Checks all public functions and methods, wherever a module of the packages or of the tests has them."""
+    with contextlib.ExitStack() as undo:
+        swap = lambda owner, name, new: _swap(undo, owner, name, new)
+        for package in (jflex, flax_layers):
+            for found in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+                if not found.name.endswith("__main__"):
+                    __import__(found.name)
+        modules = [m for name, m in sys.modules.items() if name.partition(".")[0] in ("jflex", "flax_layers", "tests")]
+        for x in set(public().values()):
+            if inspect.isclass(x):
+                for name, method in methods(x).items():
+                    swap(x, name, _checked_method(method))
+                continue
+            new = checked(x)
+            for module in modules:
+                for name in [name for name, value in vars(module).items() if value is x]:
+                    swap(module, name, new)
+        yield
+
+
+def _checked_method(method: Any) -> Any:
+    if isinstance(method, classmethod | staticmethod):
+        return type(method)(checked(method.__func__))
+    return checked(method)
+
+
+def _swap(undo: contextlib.ExitStack, owner: Any, name: str, new: Any) -> None:
+    undo.callback(setattr, owner, name, vars(owner)[name])
+    setattr(owner, name, new)
+
+
+MODULES = sorted({x.__module__ for x in public().values()})
 # One array of each: T and S, Hq and Hkv, D and Dv differ, so that no two axes are taken for one another.
 SIZES = {"query": (2, 8, 4, 16), "key": (2, 12, 2, 16), "value": (2, 12, 2, 24)}
 
 
 @pytest.fixture(autouse=True)
 def _all_checked() -> Iterator[None]:
-    with checked_types.all_checked():
+    with all_checked():
         yield
 
 
@@ -50,16 +118,9 @@ SOME = [x for x in [*CASES, *LENGTHS] if x.tier == "default" or x.layout == "BNT
 @pytest.mark.parametrize("case", in_tiers(SOME))
 def test_the_table_of_cases(case: Case):
     """Traces forward and backward pass, which is when annotations are compared; nothing is compiled."""
-    x = evaluation.draw(case)
-
-    def run(x, blocks, floats):
-        attend = lambda q, k, v, c: evaluation.call(case, "xla", q, k, v, {**x.score, **c}, x.mask, blocks)
-        out, pull = jax.vjp(attend, x.query, x.key, x.value, floats)
-        return out, pull((x.d_out, x.d_lse))
-
+    run, *shapes = evaluation.program_of(case, "xla")
     with jax.default_matmul_precision(case.precision):
-        x, floats = jax.tree.map(jnp.asarray, (x, x.floats()))
-        jax.eval_shape(run, x, evaluation.block_mask(case), floats)
+        jax.eval_shape(run, *shapes)
 
 
 @pytest.mark.full
@@ -149,7 +210,7 @@ def test_a_wrong_annotation_fails():
         function.__kwdefaults__ = original.__kwdefaults__
         function.__annotations__ = {**original.__annotations__, name: wrong}
         with pytest.raises(jaxtyping.TypeCheckError):
-            checked_types.checked(function)(*given, implementation="xla")
+            checked(function)(*given, implementation="xla")
 
 
 def test_wrong_calls_fail():
@@ -164,9 +225,9 @@ def test_wrong_calls_fail():
 
 
 def test_every_public_function_is_checked():
-    public = checked_types.public()
-    assert len(public) > 40
+    functions = public()
+    assert len(functions) > 40
     names = ("flex_attention", "explain", "create_block_mask", "cascade_attention", "masks.causal", "paged.write")
-    assert {f"jflex.{name}" for name in names} <= set(public)
-    functions = {name: x for name, x in public.items() if not isinstance(x, type)}
+    assert {f"jflex.{name}" for name in names} <= set(functions)
+    functions = {name: x for name, x in functions.items() if not isinstance(x, type)}
     assert all(hasattr(x, "__wrapped__") for x in functions.values())
