@@ -23,13 +23,7 @@ if TYPE_CHECKING:
 
 
 def main(arguments: list[str] | None = None) -> float | None:
-    """Trains.
-
-    Args:
-        arguments: Instead of the command line's.
-
-    Returns:
-        The last held-out loss, nats per token; None if nothing is held out.
+    """Trains; returns the last held-out loss, nats per token, or None if nothing is held out.
 
     Raises:
         InputError: An option or its data is wrong.

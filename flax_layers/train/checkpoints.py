@@ -21,13 +21,9 @@ _LONGEST = 200
 class Checkpoints:
     """The checkpoints in a folder, of one run. A context manager.
 
-    Each holds everything that the next step depends on. It has a temporary name until it is complete.
-
-    Args:
-        folder: Made if it does not exist.
-        about: What a resumed run must share, as JSON; each entry is compared.
-        keep: How many are kept; older ones are removed after a newer one is complete.
-        changeable: Entries of `about` that may differ if `accept_changes`.
+    Each holds everything that the next step depends on. It has a temporary name until it is complete. `about` is what a
+    resumed run must share, as JSON: each entry is compared, and those in `changeable` may differ if `accept_changes`.
+    Of the checkpoints, the newest `keep` are kept; an older one is removed after a newer one is complete.
     """
 
     def __init__(
@@ -69,11 +65,7 @@ class Checkpoints:
         )
 
     def save(self, step: int, state: State) -> None:
-        """Writes a checkpoint, and waits for it.
-
-        Raises:
-            SaveError: Writing failed; earlier checkpoints are what they were.
-        """
+        """Writes a checkpoint, and waits for it. Raises SaveError if that fails; earlier ones are what they were."""
         if step == self.latest():
             return
         parts = ocp.args.Composite(state=ocp.args.StandardSave(state._asdict()), about=ocp.args.JsonSave(self._about))
@@ -90,13 +82,9 @@ class Checkpoints:
             ) from error
 
     def check(self) -> list[str]:
-        """Compares this run with the newest checkpoint, if there is one.
+        """Compares this run with the newest checkpoint, if any; returns the accepted differences, one line each.
 
-        Returns:
-            The differences that are accepted, one line each.
-
-        Raises:
-            InputError: There are others; the message lists all.
+        Raises InputError if there are others; the message lists all.
         """
         step = self.latest()
         if step is None:
@@ -116,14 +104,7 @@ class Checkpoints:
         return lines
 
     def restore(self, like: State) -> State:
-        """The newest checkpoint.
-
-        Args:
-            like: Arrays, or shapes with dtypes and shardings, as the state should have.
-
-        Raises:
-            InputError: As for `check`.
-        """
+        """The newest checkpoint, in the dtypes and shardings of `like`. Raises InputError as `check`."""
         self.check()
         target = jax.tree.map(ocp.utils.to_shape_dtype_struct, like._asdict())
         restored = self._manager.restore(self.latest(), args=ocp.args.Composite(state=ocp.args.StandardRestore(target)))

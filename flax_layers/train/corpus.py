@@ -247,16 +247,8 @@ _CHUNK = 1 << 22
 def scan_tokens(names: Sequence[str], files: Sequence[Tokens], vocabulary: int, option: str) -> str:
     """Checks all tokens and computes their fingerprint, with one thread per core.
 
-    Args:
-        files: Their tokens. Those that are memory-mapped are read in chunks.
-        vocabulary: Tokens must lie below it.
-        option: Of the command line that named the files, for messages.
-
-    Returns:
-        A hash of all tokens and of the lengths of the files. It does not depend on names and dtypes.
-
-    Raises:
-        InputError: A token is not in the vocabulary.
+    The fingerprint is a hash of all tokens and of the lengths of the files. It does not depend on names and dtypes.
+    Raises InputError for a token outside of the vocabulary; `option` named the files.
 
     Example:
         >>> wide, narrow = np.array([1, 2, 3]), np.array([1, 2, 3], np.uint16)

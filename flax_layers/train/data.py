@@ -11,23 +11,14 @@ from flax_layers.train.texts import ByteEncoder, Encoder, FolderEncoder
 
 
 class DocumentEnd(NamedTuple):
-    """The end of documents, besides the ends of files."""
+    """The token that ends documents, besides the ends of files; and the same in words, for the user."""
 
     token: int | None
-    """After this token; None: nowhere else."""
     text: str
-    """The same, for the user."""
 
 
 def tokenizer_folder(options: argparse.Namespace) -> pathlib.Path | None:
-    """The folder of the tokenizer: of `--tokenizer`, or of `--model` or `--config` if it has one.
-
-    Args:
-        options: As `parse_options` gives them.
-
-    Returns:
-        The folder; None if text is bytes, or there is no tokenizer.
-    """
+    """The folder of `--tokenizer`, or of `--model` or `--config` if it has one; None: text is bytes, or has none."""
     if options.tokenizer is not None:
         return None if options.tokenizer == "bytes" else pathlib.Path(options.tokenizer)
     folder = options.model or options.config
@@ -35,13 +26,7 @@ def tokenizer_folder(options: argparse.Namespace) -> pathlib.Path | None:
 
 
 def make_encoder(options: argparse.Namespace, config: ModelConfig) -> Encoder | None:
-    """Makes the tokenizer of text.
-
-    Args:
-        options: As `parse_options` gives them.
-
-    Returns:
-        The encoder; None if no option names one.
+    """Makes the tokenizer of text; None if no option names one.
 
     Raises:
         InputError: It has more tokens than the model.
@@ -62,14 +47,8 @@ def make_encoder(options: argparse.Namespace, config: ModelConfig) -> Encoder | 
 def document_end(options: argparse.Namespace, config: ModelConfig, encoder: Encoder | None) -> DocumentEnd:
     """The token that ends a document: of `--end-token`, else of config.json, else of the tokenizer.
 
-    Other entries of `eos_token_id` do not end a document: in models for chats, they end a turn.
-
-    Args:
-        options: As `parse_options` gives them.
-        encoder: Of `make_encoder`.
-
-    Raises:
-        InputError: It is not in the vocabulary.
+    Other entries of `eos_token_id` do not end a document: in models for chats, they end a turn. Raises InputError for a
+    token that is not in the vocabulary.
     """
     files = "Documents end with their file"
     if options.end_token is not None:
@@ -95,19 +74,7 @@ def document_end(options: argparse.Namespace, config: ModelConfig, encoder: Enco
 def make_batches(
     options: argparse.Namespace, config: ModelConfig, encoder: Encoder | None, end_token: int | None
 ) -> tuple[Batches, list[Rows]]:
-    """The batches to train on, and the held-out batches.
-
-    Args:
-        options: As `parse_options` gives them.
-        encoder: Of `make_encoder`.
-        end_token: Of `document_end`.
-
-    Returns:
-        Both; the second may be empty.
-
-    Raises:
-        InputError: There is no text, or it does not suit the model.
-    """
+    """The batches to train on, and the held-out batches, which may be none. Raises InputError for unsuitable data."""
 
     def read(option: str, paths: list[pathlib.Path]) -> Corpus:
         return read_corpus(

@@ -31,15 +31,7 @@ class Interrupted(RuntimeError):
 
 @contextlib.contextmanager
 def saving(path: pathlib.Path, last_good: Callable[[], str]) -> Iterator[None]:
-    """Turns an error of the disk into one that names the file and the last good checkpoint.
-
-    Args:
-        path: What is written inside.
-        last_good: The last good checkpoint in words, without a full stop.
-
-    Raises:
-        SaveError: Writing failed.
-    """
+    """Turns an error of the disk into a SaveError that names the file and the last good checkpoint, in words."""
     try:
         yield
     except OSError as error:
@@ -52,8 +44,7 @@ def saving(path: pathlib.Path, last_good: Callable[[], str]) -> Iterator[None]:
 def run_command(main: Callable[[], object]) -> None:
     """Runs a command.
 
-    Raises:
-        SystemExit: With status 1 after an error, with 128 and the number of the signal after SIGINT or SIGTERM.
+    Exits with status 1 after an error, and with 128 and the number of the signal after SIGINT or SIGTERM.
     """
     try:
         main()

@@ -32,13 +32,7 @@ PEAKS = {
 
 
 def peak_flops(kind: str) -> float | None:
-    """Peak FLOP/s of a kind of device.
-
-    Args:
-        kind: `jax.Device.device_kind`.
-
-    Returns:
-        The longest matching entry of `PEAKS`; None if there is none.
+    """Peak FLOP/s of a `jax.Device.device_kind`: the longest matching entry of `PEAKS`; None if there is none.
 
     Example:
         >>> peak_flops("NVIDIA H200"), peak_flops("NVIDIA H100 PCIe"), peak_flops("cpu")
@@ -49,11 +43,7 @@ def peak_flops(kind: str) -> float | None:
 
 
 def measured_flops(size: int = 8192, repeats: int = 10) -> float:
-    """FLOP/s that one device reaches in a square bf16 matrix product.
-
-    Args:
-        repeats: Matrix products that are timed together.
-    """
+    """FLOP/s that one device reaches in a square bf16 matrix product, of `repeats` that are timed together."""
     matrix = jax.random.normal(jax.random.key(0), (size, size), jnp.bfloat16)
 
     @jax.jit
@@ -71,10 +61,8 @@ def measured_flops(size: int = 8192, repeats: int = 10) -> float:
 def multiplied_parameters(shapes: Mapping[str, tuple[int, ...]], config: ModelConfig) -> int:
     """Parameters that each token is multiplied by: all projections with the output head, not the embedding lookup.
 
-    Of a mixture of experts it is those that a token goes through. (The decoder computes the others, too.)
-
-    Args:
-        shapes: Of all parameters, by path.
+    Of a mixture of experts it is those that a token goes through. (The decoder computes the others, too.) `shapes` are
+    of all parameters, by path.
     """
     kernels = 0
     for path, shape in shapes.items():
@@ -85,14 +73,7 @@ def multiplied_parameters(shapes: Mapping[str, tuple[int, ...]], config: ModelCo
 
 
 def visible_pairs(documents: Int[np.ndarray, "B T"], window: int | None = None) -> int:
-    """Attended query-key pairs: causal, within the document and the window.
-
-    Args:
-        documents: Document id of each token.
-        window: How many keys a query attends to; None: all before it.
-
-    Returns:
-        Their number, over all rows.
+    """Attended query-key pairs of all rows: causal, within the document, and within a window of keys if there is one.
 
     Example:
         >>> visible_pairs(np.array([[0, 0, 0, 1]])), visible_pairs(np.array([[0, 0, 0, 1]]), window=2)
@@ -108,13 +89,10 @@ def visible_pairs(documents: Int[np.ndarray, "B T"], window: int | None = None) 
 
 
 def step_flops(config: ModelConfig, multiplied: int, documents: Int[np.ndarray, "B T"]) -> float:
-    """Model FLOPs of the forward and backward pass of a batch.
+    """Model FLOPs of the forward and backward pass of a batch; `multiplied` as from `multiplied_parameters`.
 
     Each token takes 6 FLOPs for each parameter that it is multiplied by, and each attended pair 6 for each feature of a
     key and of a value of each head: a matrix product forward, two backward. Recomputation by remat does not count.
-
-    Args:
-        multiplied: Of `multiplied_parameters`.
     """
     by_window = {window: visible_pairs(documents, window) for window in config.windows}
     pairs = sum(by_window[layer.window] for layer in config.layers)

@@ -14,12 +14,8 @@ Curve = Sequence[tuple[int, float]]
 class Log:
     """A file of one JSON object a line, each with its `step`.
 
-    Args:
-        path: The file; it is made if it does not exist.
-        step: Where the run begins. Lines of later steps, of a run that ended after its last checkpoint, are removed.
-
-    Raises:
-        OSError: Writing failed; an old file is unchanged.
+    Lines of steps after `step`, where the run begins, are removed: they are of a run that ended after its last
+    checkpoint. If that raises OSError, an old file is unchanged.
     """
 
     def __init__(self, path: pathlib.Path, step: int = 0):
@@ -30,11 +26,7 @@ class Log:
         new.replace(path)
 
     def write(self, **line: Any) -> None:
-        """Adds a line.
-
-        Raises:
-            OSError: Writing failed. The line may be incomplete; readers leave it out.
-        """
+        """Adds a line. If that raises OSError, the line may be incomplete; readers leave it out."""
         with self.path.open("a") as file:
             file.write(json.dumps(line) + "\n")
 
@@ -58,14 +50,7 @@ def draw_losses(
     title: str = "",
     unit: str = "nats per token",
 ) -> None:
-    """Draws losses over steps.
-
-    Args:
-        path: The PNG to write.
-        training: The loss of every step.
-        held_out: That of files which were not trained on.
-        levels: Losses to compare with, by their names, drawn as horizontal lines.
-    """
+    """Draws losses over steps to a PNG; `levels` are losses to compare with, by name, drawn as horizontal lines."""
     with needs("matplotlib", "train"):
         from matplotlib.figure import Figure
 

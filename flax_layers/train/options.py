@@ -13,14 +13,7 @@ from jflex.context_parallel import STRATEGIES
 
 
 def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
-    """Reads the command line.
-
-    Args:
-        arguments: Instead of the command line's.
-
-    Returns:
-        The options, by their names.
-    """
+    """Reads the command line, or `arguments` in its place; returns the options by name."""
     parser = argparse.ArgumentParser(
         prog="python -m flax_layers.train",
         description="Trains a decoder on documents packed into rows. Run the same command again to resume from the "

@@ -75,15 +75,7 @@ def make_mesh(sizes: dict[str, int]) -> Mesh:
 
 
 def check_mesh(mesh: Mesh, config: ModelConfig, batch: int, accumulate: int) -> None:
-    """Refuses a mesh that would cut a head or a row.
-
-    Args:
-        batch: Rows of a step.
-        accumulate: Micro-batches of a step.
-
-    Raises:
-        InputError: It would, or the parts of a step are not of one size.
-    """
+    """Raises InputError for a mesh that would cut a head or a row, or for parts of a step of different sizes."""
     if batch % accumulate:
         raise InputError(
             f"`--accumulate` must divide the rows of a step, `--batch` {batch}. Got {accumulate}. Change one of them."
@@ -105,15 +97,7 @@ def check_mesh(mesh: Mesh, config: ModelConfig, batch: int, accumulate: int) -> 
 
 
 def check_length(mesh: Mesh, length: int, order: str) -> None:
-    """Refuses rows that the devices of `context` do not divide into whole blocks of a mask.
-
-    Args:
-        length: Tokens of a row.
-        order: In `ORDERS`.
-
-    Raises:
-        InputError: They do not.
-    """
+    """Raises InputError for rows that the devices of `context` do not divide into whole blocks of a mask."""
     shards = context_shards(mesh)
     chunks = shards * (2 if order == "zigzag" else 1)
     if shards > 1 and length % (LEAST_BLOCK * chunks):
@@ -124,14 +108,7 @@ def check_length(mesh: Mesh, length: int, order: str) -> None:
 
 
 def check_strategy(mesh: Mesh, config: ModelConfig, strategy: str) -> None:
-    """Refuses a strategy that would cut a head, and to divide tokens for latent attention.
-
-    Args:
-        strategy: As in `jflex.context_parallel_attention`.
-
-    Raises:
-        InputError: It would.
-    """
+    """Raises InputError for a strategy that would cut a head, or that divides the tokens of latent attention."""
     shards, heads = context_shards(mesh), config.num_kv_heads // mesh.shape["model"]
     if shards > 1 and config.latent is not None:
         raise InputError(
@@ -146,15 +123,7 @@ def check_strategy(mesh: Mesh, config: ModelConfig, strategy: str) -> None:
 
 
 def context_of(mesh: Mesh, strategy: str, order: str) -> ContextParallel | None:
-    """Context parallelism of the layers; None without it.
-
-    Args:
-        strategy: As in `jflex.context_parallel_attention`.
-        order: In `ORDERS`.
-
-    Returns:
-        The arguments of the layers.
-    """
+    """Context parallelism of the layers, by a strategy of `jflex.context_parallel_attention`; None without it."""
     shards = context_shards(mesh)
     if shards == 1:
         return None

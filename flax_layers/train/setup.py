@@ -40,14 +40,7 @@ _NEWER = {
 
 
 def model_config(options: argparse.Namespace) -> tuple[ModelConfig, MakeScoreMod | None]:
-    """The model that the options describe, and its learned score mod.
-
-    Args:
-        options: As `parse_options` gives them.
-
-    Raises:
-        InputError: Options contradict each other, or rows are longer than the model's positions.
-    """
+    """The model that the options describe, and its learned score mod. Raises InputError for options that contradict."""
     if options.model is not None and (options.sizes or options.bias):
         raise InputError(
             "`--model` says all sizes. Leave out `--sizes` and `--bias`, or train from scratch (`--shape`)."
@@ -86,20 +79,12 @@ def _check_export(options: argparse.Namespace, config: ModelConfig) -> None:
 
 
 def export_source(options: argparse.Namespace) -> pathlib.Path | None:
-    """The folder whose tokenizer belongs to the exported model; None: there is none.
-
-    Args:
-        options: As `parse_options` gives them.
-    """
+    """The folder whose tokenizer belongs to the exported model; None: there is none."""
     return tokenizer_folder(options) or options.model
 
 
 def export_dtype(options: argparse.Namespace) -> Dtype:
-    """The dtype of the exported model: of `--export-dtype`, else of the checkpoint of `--model`, else float32.
-
-    Args:
-        options: As `parse_options` gives them.
-    """
+    """The dtype of the exported model: of `--export-dtype`, else of the checkpoint of `--model`, else float32."""
     if options.export_dtype is not None:
         return jnp.dtype(options.export_dtype)
     if options.export is None or options.model is None:
@@ -108,23 +93,12 @@ def export_dtype(options: argparse.Namespace) -> Dtype:
 
 
 def with_end_token(config: ModelConfig, token: int | None) -> ModelConfig:
-    """A model that ends its texts as the documents end that it is trained on.
-
-    Args:
-        token: That ends documents, if any.
-
-    Returns:
-        The model; one whose configuration names such tokens stays what it is.
-    """
+    """The model that ends its texts with the token that ends documents, unless its configuration names such tokens."""
     return config if token is None or config.eos_token_ids else dataclasses.replace(config, eos_token_ids=(token,))
 
 
 def make_recipe(options: argparse.Namespace) -> Recipe:
-    """The optimizer and its schedule.
-
-    Args:
-        options: As `parse_options` gives them.
-    """
+    """The optimizer and its schedule."""
     return Recipe(
         options.schedule_steps or options.steps,
         options.learning_rate,
@@ -139,11 +113,6 @@ def make_trainer(
     options: argparse.Namespace, recipe: Recipe, config: ModelConfig, score_mod: MakeScoreMod | None, mesh: Mesh
 ) -> Trainer:
     """The model, from scratch or from a checkpoint, with its optimizer.
-
-    Args:
-        options: As `parse_options` gives them.
-        recipe: The optimizer and its schedule.
-        score_mod: Its learned score mod.
 
     Raises:
         ValueError: The mesh does not divide the model.
@@ -178,14 +147,8 @@ def description(
 
     What changes losses only by rounding is left out: the mesh, micro-batches, remat and the backend.
 
-    Args:
-        options: As `parse_options` gives them.
-        recipe: The optimizer and its schedule.
-        batches: What is trained on.
-
-    Returns:
-        Values by the names of sizes and options: first those of the model, which fix the shapes of its parameters or
-        what they mean; then the others, which `--accept-changes` may change.
+    Returns values by the names of sizes and options: first those of the model, which fix the shapes of its parameters
+    or what they mean; then the others, which `--accept-changes` may change.
     """
     described = dataclasses.asdict(config, dict_factory=_described)
     sizes = {name: value for name, value in described.items() if "token_id" not in name}
@@ -218,17 +181,7 @@ def _described(fields: list[tuple[str, object]]) -> dict[str, Any]:
 
 
 def all_peak_flops(text: str | None, mesh: Mesh) -> float | None:
-    """Peak FLOP/s of all devices of the mesh.
-
-    Args:
-        text: As `--peak-flops` takes it.
-
-    Returns:
-        The rate, None if it is not known.
-
-    Raises:
-        InputError: The text is neither a number nor `measure`.
-    """
+    """Peak FLOP/s of all devices of the mesh, None if it is not known. Raises InputError if the text is no rate."""
     if text == "measure":
         one = measured_flops()
     elif text is None:
@@ -242,14 +195,7 @@ def all_peak_flops(text: str | None, mesh: Mesh) -> float | None:
 
 
 def create_mesh(options: argparse.Namespace, config: ModelConfig) -> Mesh:
-    """The mesh, after checking that it divides the model and its batches.
-
-    Args:
-        options: As `parse_options` gives them.
-
-    Raises:
-        InputError: It does not.
-    """
+    """The mesh. Raises InputError if it does not divide the model and its batches."""
     mesh = parallel.make_mesh(parallel.parse_mesh(options.mesh))
     parallel.check_mesh(mesh, config, options.batch, options.accumulate)
     parallel.check_length(mesh, options.length, options.context_order)
@@ -290,13 +236,7 @@ BIASES = {"alibi": AlibiBias, "relative": RelativeBias}
 
 
 def parse_sizes(text: str) -> dict[str, int]:
-    """Reads sizes, as `--sizes` takes them.
-
-    Args:
-        text: As `width=256,layers=8`.
-
-    Raises:
-        InputError: It does not have that form.
+    """Reads sizes, as `--sizes` takes them. Raises InputError for a text of another form.
 
     Example:
         >>> parse_sizes("width=256,layers=8")
@@ -312,11 +252,7 @@ def parse_sizes(text: str) -> dict[str, int]:
 
 
 def resized(config: ModelConfig, sizes: dict[str, int]) -> ModelConfig:
-    """A shape with other sizes.
-
-    Args:
-        sizes: Replace its own. More layers than it has repeat them in turn.
-    """
+    """The shape with other sizes; more layers than it has repeat them in turn."""
     changes: dict = dict(sizes)
     if "layers" in changes:
         changes["layers"] = tuple(config.layers[i % len(config.layers)] for i in range(sizes["layers"]))
@@ -324,14 +260,7 @@ def resized(config: ModelConfig, sizes: dict[str, int]) -> ModelConfig:
 
 
 def with_bias(config: ModelConfig, name: str | None) -> tuple[ModelConfig, MakeScoreMod | None]:
-    """A shape with a learned score mod in place of the rotary embedding.
-
-    Args:
-        name: In `BIASES`; None: the shape stays what it is.
-
-    Returns:
-        The shape, and the `score_mod` of `Decoder`.
-    """
+    """The shape with a score mod of `BIASES`, by name, in place of the rotary embedding; and that score mod."""
     if name is None:
         return config, None
     layers = tuple(dataclasses.replace(layer, rotary_base=None) for layer in config.layers)

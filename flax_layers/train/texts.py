@@ -50,14 +50,8 @@ class ByteEncoder:
 class FolderEncoder:
     """The tokenizer of a checkpoint, with the special tokens that it begins or ends a text with.
 
-    Args:
-        folder: It holds `tokenizer.json`.
-
-    Attributes:
-        end_token: The `eos_token` of its configuration; None: it has none.
-
-    Raises:
-        FileNotFoundError: There is no `tokenizer.json`.
+    `end_token` is the `eos_token` of its configuration, if any. Raises FileNotFoundError if there is no
+    `tokenizer.json`.
     """
 
     def __init__(self, folder: pathlib.Path):
@@ -91,17 +85,9 @@ _SHOWN = 5
 
 
 def files_of(paths: Sequence[pathlib.Path], option: str) -> Iterator[pathlib.Path]:
-    """The files to read.
+    """Yields the files to read, those of folders sorted by name and without hidden ones; `option` named the paths.
 
-    Args:
-        paths: Files and folders that were named.
-        option: Of the command line that named them, for messages.
-
-    Yields:
-        Each file; the files of a folder sorted by name, without hidden ones.
-
-    Raises:
-        InputError: A path does not exist, or a folder holds nothing that is taken.
+    Raises InputError if a path does not exist, or a folder holds nothing that is taken.
     """
     for path in paths:
         if not path.exists():
@@ -134,18 +120,9 @@ def _files_in(folder: pathlib.Path, option: str) -> list[pathlib.Path]:
 
 
 def read_texts(path: pathlib.Path, field: str, option: str) -> Iterator[bytes]:
-    """The texts in a file.
+    """Yields the texts in a file, in UTF-8: a `.jsonl` holds an object in each line, with the text in `field`.
 
-    Args:
-        path: The file. A `.jsonl` holds an object in each line; all others are one text.
-        field: Of the objects: their text.
-        option: Of the command line that named the file, for messages.
-
-    Yields:
-        Each text, in UTF-8.
-
-    Raises:
-        InputError: The file is no text in UTF-8, or a line has no text.
+    Raises InputError if the file is no text in UTF-8, or a line has no text. `option` named the file.
     """
     if path.suffix.lower() in _RECORDS:
         raise InputError(
