@@ -8,7 +8,7 @@ import time
 import jax
 from flax import nnx
 
-from flax_layers.demo import data, pictures
+from flax_layers.demo import data
 from flax_layers.demo.model import ByteDecoder, Sizes, document_mask, save_model
 from flax_layers.generate import Sampling, generate
 from flax_layers.generate.sequences import KINDS
@@ -26,14 +26,7 @@ SAMPLE_LENGTH = 192
 
 
 def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
-    """Reads the command line.
-
-    Args:
-        arguments: Instead of the command line's.
-
-    Returns:
-        The options, by their names.
-    """
+    """Reads the command line, or `arguments` in its place; returns the options by name."""
     parser = argparse.ArgumentParser(
         prog="python -m flax_layers.demo",
         description="Trains a byte-level decoder on the Python standard library, packed as documents of different "
@@ -57,24 +50,12 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def create_trainer(model: ByteDecoder, learning_rate: float, steps: int) -> Trainer:
-    """The trainer of `flax_layers.train`, set up for a small model and a short run.
-
-    Args:
-        steps: Length of the whole schedule.
-    """
+    """The trainer of `flax_layers.train`, set up for a small model and a short run of so many steps in all."""
     return Trainer(model, Recipe(steps, learning_rate, final_share=0.05, weight_decay=0.05, b2=0.98))
 
 
 def fit(trainer: Trainer, texts: list[data.Text], options: argparse.Namespace) -> list[tuple[int, float]]:
-    """Trains with a progress bar.
-
-    Args:
-        texts: The files to train on.
-        options: As `parse_options` gives them.
-
-    Returns:
-        Each step and its loss.
-    """
+    """Trains with a progress bar; returns each step and its loss."""
     from tqdm import tqdm
 
     batches = data.packed_rows(texts, options.rows, options.length, options.seed)
@@ -92,11 +73,7 @@ def fit(trainer: Trainer, texts: list[data.Text], options: argparse.Namespace) -
 
 
 def write_samples(model: Decoder, options: argparse.Namespace) -> None:
-    """Prints what the model writes behind each prompt, and how fast.
-
-    Args:
-        options: As `parse_options` gives them.
-    """
+    """Prints what the model writes behind each prompt, and how fast."""
     generation = generate(
         model,
         [list(prompt) for prompt in PROMPTS],
@@ -111,13 +88,7 @@ def write_samples(model: Decoder, options: argparse.Namespace) -> None:
 
 
 def main(arguments: list[str] | None = None) -> float:
-    """Runs the demo.
-
-    Args:
-        arguments: Instead of the command line's.
-
-    Returns:
-        The loss on the held-out files, nats per byte.
+    """Runs the demo; returns the loss on the held-out files, nats per byte.
 
     Raises:
         Interrupted: By a signal.
@@ -152,7 +123,8 @@ def main(arguments: list[str] | None = None) -> float:
     levels = {"held-out files": held_out_loss, "unigram model, held-out files": unigram_loss}
     title = "Byte-level decoder on the Python standard library"
     draw_losses(options.output / "loss.png", losses, levels=levels, title=title, unit="nats per byte")
-    pictures.draw_mask(options.output / "mask.png", block_mask)
+    first = slice(0, 1024)  # the elements of the beginning of the first row
+    block_mask.to_image(batch=0, head=0, zoom=(first, first)).savefig(options.output / "mask.png", dpi=150)
     print(
         f"Held-out loss {held_out_loss:.3f} nats/byte; a unigram model of the same files has {unigram_loss:.3f}. "
         f"{time.perf_counter() - started:.0f} s in all. Pictures: {options.output}/loss.png, {options.output}/mask.png"

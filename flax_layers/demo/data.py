@@ -30,9 +30,6 @@ def read_corpus() -> Corpus:
     """Reads the `.py` files of the standard library, tests left out.
 
     Which files are held out depends on their paths alone: one in sixteen, chosen by a hash.
-
-    Returns:
-        The texts of the files.
     """
     root = pathlib.Path(sysconfig.get_path("stdlib"))
     corpus = Corpus([], [])
@@ -46,14 +43,10 @@ def read_corpus() -> Corpus:
 
 
 def packed_rows(texts: list[Text], rows: int, length: int, seed: int) -> Iterator[Rows]:
-    """Endless rows of documents: pieces of random files, from 64 bytes to a row long, cut where the row ends.
+    """Endless batches of rows of documents: pieces of random files, from 64 bytes to a row long, cut at its end.
 
-    Files are drawn in proportion to their size, and lengths so that their logarithm is uniform.
-
-    Args:
-        rows: Rows of each batch.
-        length: Bytes of a row.
-        seed: The same seed gives the same rows.
+    Files are drawn in proportion to their size, and lengths so that their logarithm is uniform. The same seed gives the
+    same rows.
     """
     generator = np.random.default_rng(seed)
     sizes = np.array([len(text) for text in texts], np.float64)
@@ -82,8 +75,7 @@ def _pack_row(
 def unigram_loss(texts: list[Text], rows: list[Rows]) -> float:
     """Loss of the model that knows only how often each byte occurs in `texts`, on the scored bytes of `rows`.
 
-    Args:
-        texts: The files that the frequencies are counted in, each byte once more than it occurs.
+    In the frequencies, each byte counts once more than it occurs.
     """
     counts = 1 + np.sum([np.bincount(text, minlength=256) for text in texts], axis=0)
     losses = -np.log(counts / counts.sum())

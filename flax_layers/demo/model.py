@@ -32,13 +32,7 @@ class Sizes(NamedTuple):
 
 
 class ByteDecoder(Decoder):
-    """Predicts each byte from the bytes before it in the same document. ALiBi with learned slopes encodes positions.
-
-    Args:
-        implementation: The backend of jflex.
-        attention_config: Tile sizes and promises of its attention, for `Decoder`.
-        rngs: Source of the keys of the initializers.
-    """
+    """Predicts each byte from the bytes before it in the same document. ALiBi with learned slopes encodes positions."""
 
     def __init__(
         self,
@@ -67,24 +61,16 @@ class ByteDecoder(Decoder):
 
 
 def document_mask(documents: Packed) -> jflex.BlockMask:
-    """The mask of the decoder: each byte attends to itself and to earlier bytes of its document.
+    """The mask of the decoder: each byte attends to itself and to earlier bytes of its document, in all heads.
 
-    Args:
-        documents: Document id of each byte. It may be a tracer: new document boundaries do not recompile.
-
-    Returns:
-        The mask of all rows, one batch entry each, for all heads.
+    Document ids may be traced: new document boundaries do not recompile.
     """
     rows, length = documents.shape
     return jflex.create_block_mask(mask_mod(None, jnp.asarray(documents)), rows, None, length, length)
 
 
 def save_model(path: pathlib.Path, model: Decoder, sizes: Sizes) -> None:
-    """Writes a model.
-
-    Args:
-        path: A file that ends in `.npz`.
-    """
+    """Writes a model to a file that ends in `.npz`."""
     leaves = jax.tree.leaves_with_path(nnx.state(model))
     arrays = {jax.tree_util.keystr(key_path): np.asarray(array) for key_path, array in leaves}
     partial = path.with_name(f"partial-{path.name}")  # renamed when it is whole
@@ -95,15 +81,7 @@ def save_model(path: pathlib.Path, model: Decoder, sizes: Sizes) -> None:
 def load_model(
     path: pathlib.Path, implementation: str | None = None, attention_config: jflex.Config | None = None
 ) -> ByteDecoder:
-    """Reads a model that `save_model` wrote.
-
-    Args:
-        implementation: The backend of jflex.
-        attention_config: Tile sizes and promises of its attention.
-
-    Raises:
-        ValueError: The file holds another model.
-    """
+    """Reads a model that `save_model` wrote. Raises ValueError for a file that holds another one."""
     with np.load(path) as file:
         arrays = dict(file)
     try:
