@@ -144,12 +144,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def create_engine(options: argparse.Namespace, model: Model) -> Engine:
-    """Creates the engine, which runs in all processes.
-
-    Raises:
-        ValueError: A size is out of its range, no page fits into the memory, or the tokenizer cannot be used for
-            constraints.
-    """
+    """Creates the engine, which runs in all processes. Raises ValueError for sizes or a tokenizer that do not fit."""
     sizes, guides, executor = engine_options(options, model.decoder), guides_of(options, model), None
     if options.coordinator is not None:
         executor = LeadingExecutor(model.decoder, sizes, options.coordinator.rpartition(":")[0])
@@ -159,8 +154,7 @@ def create_engine(options: argparse.Namespace, model: Model) -> Engine:
 def begin(options: argparse.Namespace) -> tuple[tuple[str, ...], socket.socket]:
     """Checks options before a model of many gigabytes is read; returns the API keys and the bound socket.
 
-    Raises:
-        ValueError: An option is out of its range, or the file of keys cannot be read.
+    Raises ValueError if an option is out of its range, or the file of keys cannot be read.
     """
     from flax_layers.serving.api.access import read_keys
     from flax_layers.serving.server import bind
@@ -187,10 +181,7 @@ def begin(options: argparse.Namespace) -> tuple[tuple[str, ...], socket.socket]:
 def load_served(options: argparse.Namespace, mesh: Mesh | None = None) -> Model:
     """Loads the model, sharded over the mesh if there is one.
 
-    Raises:
-        ValueError: An option is out of its range, or the folder holds no checkpoint.
-        OSError: The folder cannot be read.
-        ModuleNotFoundError: A package is missing that reads it.
+    Raises ValueError, OSError or ModuleNotFoundError if an option, the folder or a missing package prevents it.
     """
     say = lambda text: print(text, file=sys.stderr, flush=True)
     attention = jflex.Config(batch_invariant=True) if options.batch_invariant else None
@@ -217,12 +208,7 @@ def guides_of(options: argparse.Namespace, model: Model) -> Guides | None:
 
 
 def engine_options(options: argparse.Namespace, model: Decoder) -> EngineOptions:
-    """The sizes of the engine.
-
-    Raises:
-        ValueError: A size is out of its range, the model cannot have the dtype of the cache, or no page fits into the
-            memory.
-    """
+    """The sizes of the engine. Raises ValueError if one is out of its range, or no page fits into the memory."""
     sizes = _sizes(options, num_pages=2)
     check_cache_dtype(sizes.cache_dtype, model)
     if options.num_pages is not None:

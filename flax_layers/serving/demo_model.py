@@ -72,13 +72,7 @@ def demo_model(
     say: Callable[[str], None],
     attention_config: jflex.Config | None = None,
 ) -> Decoder:
-    """Reads the model of the demo, or trains a small one and leaves it there.
-
-    Args:
-        file: The file of the model.
-        implementation: The backend of jflex.
-        say: Prints where the model comes from.
-        attention_config: Tile sizes and promises of its attention, once it is trained.
+    """Reads the model of the demo, or trains a small one and leaves it there; `say` prints where it comes from.
 
     Raises:
         ValueError: The file holds something else.

@@ -43,13 +43,7 @@ _ANSWER = 512
 class LeadingExecutor(Executor):
     """The executor of the first process: tells each call, and first the options, to the others.
 
-    Args:
-        model: The model, sharded over a mesh of the devices of all processes.
-        options: Sizes of the engine.
-        host: Address of this process for the others.
-
-    Raises:
-        ValueError: The mesh does not divide the KV heads, or model or options are batch invariant.
+    They connect to `host`, the address of this process.
     """
 
     def __init__(self, model: Decoder, options: EngineOptions, host: str):
@@ -99,8 +93,7 @@ class LeadingExecutor(Executor):
 def follow(model: Decoder) -> None:
     """Runs the calls of the first process until it ends; for all other processes, with the model sharded alike.
 
-    Raises:
-        EOFError: The first process has died.
+    Raises EOFError if the first process has died.
     """
     with _join() as leader:
         options = json.loads(leader.recv_bytes())
@@ -154,11 +147,7 @@ def _broadcast(text: bytes) -> bytes:
 
 
 def connect(options: argparse.Namespace) -> Mesh | None:
-    """Initializes JAX's processes, if there are several; returns the devices that share the model, None for one device.
-
-    Raises:
-        ValueError: An option is missing or out of its range.
-    """
+    """Initializes JAX's processes, if there are several; returns the devices that share the model, if several."""
     passed = [getattr(options, name) is not None for name in ("coordinator", "processes", "process")]
     if any(passed) != all(passed):
         raise ValueError("`--coordinator`, `--processes` and `--process` must be passed together, or none of them.")
@@ -175,11 +164,7 @@ def connect(options: argparse.Namespace) -> Mesh | None:
 
 
 def create_mesh(options: argparse.Namespace) -> Mesh | None:
-    """The devices that share the model, as many of each process; None for one device.
-
-    Raises:
-        ValueError: `--devices` is out of its range.
-    """
+    """The devices that share the model, as many of each process; None for one device."""
     devices, processes = jax.devices(), jax.process_count()
     if not 1 <= options.devices <= len(devices):
         raise ValueError(

@@ -67,8 +67,7 @@ class Choices:
     def submit(self, engine: Engine) -> None:
         """Submits the requests. Takes a while for many long prompts, so it runs beside the event loop.
 
-        Raises:
-            ApiError: The engine refuses one of them. `cancel` ends the others.
+        Raises ApiError if the engine refuses one of them. `cancel` ends the others.
         """
         try:
             for first in range(0, len(self._requests), self._per_prompt):
@@ -97,13 +96,9 @@ class Choices:
                 self._metrics.ended("cancelled")
 
     async def pieces(self) -> AsyncIterator[tuple[int, Piece]]:
-        """Streams the texts.
+        """Yields the index of a choice and its new text: one piece for all text that came while the client was slow.
 
-        Yields:
-            The index of a choice, and its new text; one piece for all text that came while the client was slow.
-
-        Raises:
-            ApiError: A step failed, or the server shuts down.
+        Raises ApiError if a step failed, or the server shuts down.
         """
         while not all(text.is_done for text in self._texts):
             await self._arrived.wait()

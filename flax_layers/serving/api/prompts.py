@@ -33,9 +33,7 @@ _CONTRACTION = 4
 class Prompts:
     """Reads bodies in threads: four for short ones, and one for long ones, so that these delay no other.
 
-    Args:
-        tokenizer: Renders chats and tokenizes texts. It should not hold the GIL for long.
-        context: Tokens of a text. A prompt must be shorter.
+    The tokenizer should not hold the GIL for long. A prompt must be shorter than `context` tokens.
     """
 
     def __init__(self, tokenizer: ServedTokenizer, context: int):
@@ -46,11 +44,7 @@ class Prompts:
         self._long_bytes = 0
 
     async def read(self, raw: bytes, function: Callable[[bytes], Result]) -> Result:
-        """Calls a function of a body in a thread.
-
-        Raises:
-            ApiError: 429, too many long bodies are being read; or an error of the function.
-        """
+        """Calls a function of a body in a thread. Raises ApiError 429 if too many long bodies are being read."""
         loop = asyncio.get_running_loop()
         if len(raw) < LONG_BODY:
             return await loop.run_in_executor(self._threads, function, raw)
@@ -65,11 +59,7 @@ class Prompts:
             self._long_bytes -= len(raw)
 
     def tokens(self, text: str | Sequence[int], param: str = "prompt", *, special_tokens: bool = True) -> Sequence[int]:
-        """Tokenizes the text of a parameter, or checks the number of its tokens.
-
-        Raises:
-            ApiError: 400, the tokens are certainly not shorter than the context.
-        """
+        """Tokenizes the text of a parameter. Raises ApiError 400 if it is certainly longer than the context."""
         size, covered = len(text), self._longest if isinstance(text, str) else 1
         if covered is not None and size > (self._context - 1) * covered:
             least = f"{size} characters, at least {-(-size // covered)} tokens" if isinstance(text, str) else f"{size}"
@@ -84,11 +74,7 @@ class Prompts:
         return text
 
     def chat(self, messages: Sequence[Part]) -> str:
-        """Renders a chat.
-
-        Raises:
-            ApiError: 400, there is no chat template, or the messages do not fit it.
-        """
+        """Renders a chat. Raises ApiError 400 without a chat template, or if the messages do not fit it."""
         if not self._tokenizer.chat_templates:
             raise ApiError(400, "`messages` needs a chat template. The model has none. Use `/v1/completions`.")
         try:

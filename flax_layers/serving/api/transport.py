@@ -116,11 +116,7 @@ async def read_body(request: Request, limits: Limits) -> bytes:
 
 
 async def unless_disconnected(receive: Receive, work: Coroutine[object, None, Result]) -> Result:
-    """Awaits `work` while the client is connected, and cancels it otherwise; the body must have been read.
-
-    Raises:
-        Disconnected: The client has left.
-    """
+    """Awaits `work`, or cancels it and raises Disconnected if the client leaves; the body must have been read."""
     running, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_left(receive))
     try:
         await asyncio.wait((running, leaving), return_when=asyncio.FIRST_COMPLETED)

@@ -163,16 +163,10 @@ def keep_allowed(
 def pack_penalties(
     penalties: Penalties, slot: int, tokens: Sequence[int], prompt: int, context: int
 ) -> Int32[np.ndarray, " words"]:
-    """Packs the penalties of a request that begins: one transfer.
+    """Packs the penalties of a request that begins, with its tokens so far, prompt first: one transfer.
 
-    Args:
-        penalties: Penalties of the request.
-        tokens: Its tokens so far, prompt first.
-        prompt: Length of the prompt.
-        context: Positions of a sequence.
-
-    Returns:
-        Slot, length of the prompt, biased tokens, biases, tokens; lists are padded with -1.
+    Returns slot, length of the prompt, biased tokens, biases, tokens; lists are padded with -1, the tokens to
+    `context`.
     """
     known = np.full(context, -1, np.int32)
     known[: len(tokens)] = tokens

@@ -141,9 +141,7 @@ def cache_sharding(parameters: Items[Array], num_kv_heads: int | None) -> NamedS
     """Sharding of a cache beside sharded parameters: by KV heads over the axis `model` of their mesh.
 
     Latent vectors (`num_kv_heads` None) are replicated, since MLA shards query heads. None for unsharded parameters.
-
-    Raises:
-        ValueError: The axis does not divide the heads.
+    Raises ValueError if the axis does not divide the heads.
     """
     shardings = {x.sharding for x in parameters}
     meshes = {x.mesh for x in shardings if isinstance(x, NamedSharding) and x.mesh.size > 1}
@@ -202,15 +200,10 @@ def _fields(sampled: Int32[Array, " R"], logits: Float[Array, "R V"]) -> Int32[A
 def read_row(
     fields: Int32[np.ndarray, " fields"], top: int, drafts: int
 ) -> tuple[tuple[int, ...], TokenLogprobs | None]:
-    """Reads the sampled tokens of a row, and the log probabilities of the first.
+    """Reads the sampled tokens of a row of results, and the log probabilities of the first.
 
-    Args:
-        fields: One row of the results of a step.
-        top: Number of most probable tokens; -1 for no log probabilities.
-        drafts: Drafts of the shape of the step.
-
-    Returns:
-        Both; None for the second if there are none. There are several tokens if drafts were accepted.
+    `top` is the number of most probable tokens, -1 for no log probabilities; `drafts` are those of the shape of the
+    step. There are several tokens if drafts were accepted.
     """
     tokens = (int(fields[0]),)
     if drafts:

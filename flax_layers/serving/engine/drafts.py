@@ -73,9 +73,7 @@ class PromptLookup:
     def draft(self, tokens: Sequence[int], most: int) -> Draft:
         """Drafts at most `most` continuations of the known tokens; none if nothing matches.
 
-        Args:
-            tokens: The tokens of the last call, or of the constructor, and the ones that have become known since.
-            most: Number of drafts at most.
+        The tokens are those of the last call, or of the constructor, and the ones that have become known since.
         """
         self._index(tokens)
         if most < 1 or len(tokens) <= self._least:

@@ -31,14 +31,7 @@ def pack(
     no_slot: int,
     shared: Shared = Shared(),  # noqa: B008  a tuple
 ) -> Int32[np.ndarray, " words"]:
-    """Packs the chunks of a step, whose first rows share a prefix.
-
-    Args:
-        chunks: The chunks of the step, no more than the shape has rows.
-        shape: The shape of the step.
-        no_slot: The slot of rows that sample no token.
-        shared: The prefix that the first chunks share.
-    """
+    """Packs the chunks of a step, whose first rows share a prefix. Rows that sample no token get `no_slot`."""
     tokens = np.zeros(shape.tokens, np.int32)
     indptr = np.zeros(shape.rows + 1, np.int32)
     lengths = np.zeros(shape.rows, np.int32)
@@ -74,10 +67,7 @@ def pack(
 
 
 def pack_copies(copies: Items[PageCopy]) -> list[Int32[np.ndarray, " words"]]:
-    """Packs copies of pages, `COPIES` for each call of the executor.
-
-    Returns:
-        The pages to read and the pages to write of each call, padded with copies to no page.
+    """Packs the pages to read and to write, `COPIES` for each call of the executor, padded with copies to no page.
 
     Example:
         >>> [words.tolist() for words in pack_copies([(3, 5)])]

@@ -79,17 +79,13 @@ class Pages:
         return self._pool.num_pages - 1 - self.free - self.cached
 
     def begin(self, sequence: Sequence, samples: Items[Sequence], spare: int) -> bool:
-        """Allocates pages for all tokens of a sequence, the first from the prefix cache; False if there are too few.
+        """Allocates pages for all tokens of a sequence without pages, the first from the prefix cache.
 
-        If there is another sample of its prompt and all pages before the last one are cached, the last one is copied.
-        Only the last token is computed then.
+        If there is another sample of its prompt, in `samples`, and all pages before the last one are cached, the last
+        one is copied. Only the last token is computed then. With `streaming`, not more than sinks and window need:
+        `room` allocates the others.
 
-        With `streaming`, not more than sinks and window need: `room` allocates the others.
-
-        Args:
-            sequence: A sequence without pages. Nothing changes if there are not enough.
-            samples: Others of its prompt, which has been written to their pages by dispatched steps.
-            spare: Pages that must remain available.
+        Returns False, and changes nothing, if that leaves less than `spare` pages.
         """
         prefix = self._match(sequence)
         missing = self._pool.pages_for(sequence.length)
@@ -108,15 +104,9 @@ class Pages:
         return True
 
     def fork(self, sequence: Sequence, first: Sequence, spare: int) -> bool:
-        """Allocates the pages of a sample in the step that completes its prompt.
+        """Allocates the pages of a sample in the step that completes its prompt and computes the last token of `first`.
 
-        Args:
-            sequence: A sequence without pages and without generated tokens.
-            first: Another sample of the prompt. The step computes the last token.
-            spare: Pages that must remain available.
-
-        Returns:
-            Whether it has them. If not, nothing has changed: there are not enough pages, or full ones are not shared.
+        Returns False, and changes nothing, if that leaves less than `spare` pages, or full ones are not shared.
         """
         if self._streaming is not None:
             return False

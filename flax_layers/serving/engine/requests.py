@@ -115,10 +115,8 @@ the request."""
 def token_limit(request: Request, context: int, cache_tokens: int, vocabulary: int) -> int:
     """The number of tokens that a request may generate: `max_tokens`, or all that fit if it is None.
 
-    `context` is the positions of a sequence, `cache_tokens` the tokens that all pages together hold.
-
-    Raises:
-        ValueError: The prompt or `max_tokens` does not fit, or a token is not in the vocabulary.
+    `context` is the positions of a sequence, `cache_tokens` the tokens that all pages together hold. Raises ValueError
+    if the prompt or `max_tokens` does not fit, or a token is not in the vocabulary.
     """
     prompt, room = len(request.prompt), min(context, cache_tokens)
     least, most = min(request.prompt), max(request.prompt)

@@ -72,11 +72,7 @@ class Scheduler:
     def check_room(self, known: int, arriving: int) -> None:
         """Raises QueueFull if more requests would wait than may; from any thread.
 
-        A request that can start at once does not wait.
-
-        Args:
-            known: Requests that were taken, and are not in `waiting` yet.
-            arriving: Number of requests to take.
+        A request that can start at once does not wait. The `known` ones were taken, and are not in `waiting` yet.
         """
         options = self._options
         free = 0 if self._lacks_pages else options.max_requests - len(self.running)
@@ -92,18 +88,11 @@ class Scheduler:
         self.waiting.append(sequence)
 
     def schedule(self, *, may_preempt: bool) -> list[Chunk]:
-        """Plans a step, and counts its tokens as computed.
+        """Plans a step, and counts its tokens as computed; returns a chunk for each sequence that takes part.
 
-        Args:
-            may_preempt: Whether a sequence may lose its pages; only while no dispatched step is unread, since the
-                tokens of a sequence must be known to compute it again.
-
-        Returns:
-            The chunks, one for each sequence that takes part; none if there is nothing to do.
-
-        Raises:
-            OutOfRoom: Pages ran out, and `may_preempt` is False. Nothing has been planned; read the dispatched steps
-                and call again.
+        With `may_preempt`, a sequence may lose its pages: only while no dispatched step is unread, since the tokens of
+        a sequence must be known to compute it again. Without it, OutOfRoom is raised if pages run out. Then nothing has
+        been planned: read the dispatched steps and call again.
         """
         decoding = self._make_room(may_preempt)
         chunks = [self._chunk(sequence, 1) for sequence in decoding]
