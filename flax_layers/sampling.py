@@ -185,11 +185,7 @@ def truncate(
 def draw(
     logits: Float[Array, "B V"], seed: UInt32[Array, " B"] | None, positions: Int[Array, " B"]
 ) -> Int32[Array, " B"]:
-    """Draws a token for each row with probability `softmax(logits)`; its key is the seed, folded with the position.
-
-    Raises:
-        ValueError: `seed` is None.
-    """
+    """Draws a token for each row with probability `softmax(logits)`; its key is the seed, folded with the position."""
     if seed is None:
         raise ValueError(
             "`seed` of a SamplingBatch with a `temperature` must be an array. Got None. Use "

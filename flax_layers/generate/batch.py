@@ -26,8 +26,7 @@ class Batch:
     def continued(self, rows: Sequence[int], written: Sequence[Sequence[int]], limit: int) -> Batch:
         """Selects rows, with the tokens generated so far (`written`, of all rows) appended to their prompts.
 
-        Args:
-            limit: Maximum length of a sequence in the cache; its last token is not in the cache.
+        No sequence in the cache is longer than `limit`; its last token is not in the cache.
         """
         prompts = tuple((*self.prompts[row], *written[row]) for row in rows)
         most = [self.max_tokens[row] - len(written[row]) for row in rows]

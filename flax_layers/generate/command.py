@@ -65,13 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def begin(options: argparse.Namespace, stdin: TextIO) -> tuple[Loaded, Generation]:
-    """Checks the options, loads the model and starts the generation.
-
-    Raises:
-        ValueError: An option is out of range, or there is no prompt.
-        OSError: The folder cannot be read.
-        ModuleNotFoundError: A package of the extra `models` is missing.
-    """
+    """Checks the options, loads the model and starts the generation. Raises the errors that `main` reports."""
     sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed, options.min_p)
     check_max_tokens(options.max_tokens)
     check_cache(options.cache, options.cache_dtype)  # before gigabytes are read

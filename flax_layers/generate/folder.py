@@ -62,11 +62,7 @@ def load(
 
 
 def stop_tokens(folder: pathlib.Path, config: ModelConfig) -> tuple[int, ...]:
-    """The tokens that end a text: from `generation_config.json`, or from `config.json` if it has none.
-
-    Raises:
-        CheckpointError: `generation_config.json` cannot be read.
-    """
+    """The tokens that end a text: from `generation_config.json`, or from `config.json` if it has none."""
     known = read_optional_json(folder / "generation_config.json").get("eos_token_id")
     if known is None:
         return config.eos_token_ids

@@ -128,12 +128,7 @@ class ChunkReader:
         return len(self._pending)
 
     def push(self, chunk: Int32[Array, "B steps"], dispatched: float) -> None:
-        """Begins to copy a chunk, which need not be computed yet.
-
-        Args:
-            chunk: Tokens on the device.
-            dispatched: Time of the call of its program, by `time.perf_counter`.
-        """
+        """Begins to copy a chunk, which need not be computed yet; its program was called at the time `dispatched`."""
         self._pending.append(self._thread.submit(self._copy, chunk, dispatched))
 
     def pop(self) -> tuple[Tokens, float]:

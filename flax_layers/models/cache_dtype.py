@@ -19,12 +19,7 @@ def check_cache_name(name: str | None) -> None:
 
 
 def check_cache_dtype(name: str | None, model: Decoder) -> None:
-    """Checks that the cache of a model can have a dtype; None stands for the dtype of the model.
-
-    Raises:
-        ValueError: The model has latent attention, and the dtype, the size of its latent vectors or the dtype of its
-            computation is another one.
-    """
+    """Raises ValueError if the cache of a model cannot have a dtype; None stands for the dtype of the model."""
     latent = model.config.latent
     if name is None or latent is None:
         return

@@ -17,14 +17,9 @@ ACTIVATIONS = {
 
 
 class MLP(nnx.Module):
-    """A gated MLP.
+    """A gated MLP. `linear` makes a projection with given input and output sizes.
 
-    Args:
-        width: Size of the residual stream.
-        hidden: Size of the hidden layer.
-        activation: A name in `ACTIVATIONS`.
-        linear: Makes a projection with given input and output sizes.
-        clamp: The limit and the alpha of `clamped_swiglu`, in place of the activation.
+    `clamp` holds the limit and the alpha of `clamped_swiglu`, in place of the activation, a name in `ACTIVATIONS`.
     """
 
     def __init__(

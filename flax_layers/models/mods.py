@@ -76,12 +76,9 @@ def cache_masks(config: ModelConfig, cache: DenseCache | OwnedPages, tokens: int
     """Masks of the next tokens and a dense cache, before they are appended: layers read only the listed blocks.
 
     A few tokens without a window attend to the whole cache and need no BlockMask. With a window, the block size of
-    queries is the number of tokens, since the mask is evaluated on whole blocks in every step. (On a CPU, two
-    sequences with a window of 1024 in a cache of 65536 take 2 ms per call, and 28 ms with blocks of 128 queries.)
-
-    Returns:
-        The masks; None where the mask_mod is sufficient, as over eight bits and latent vectors, whose kernels bound it
-        tile by tile.
+    queries is the number of tokens, since the mask is evaluated on whole blocks in every step. (On a CPU, two sequences
+    with a window of 1024 in a cache of 65536 take 2 ms per call, and 28 ms with blocks of 128 queries.) A mask is None
+    where the mask_mod is sufficient, as over eight bits and latent vectors, whose kernels bound it tile by tile.
     """
     if isinstance(cache, OwnedPages):
         return dict.fromkeys(config.windows)

@@ -124,12 +124,7 @@ def read_folder_config(folder: Folder, max_positions: int | None = None) -> Mode
 
 
 def read_folder_dtype(folder: Folder) -> Dtype:
-    """Reads the dtype of a checkpoint, which most tensors that are not quantized have.
-
-    Raises:
-        FileNotFoundError: A required file does not exist.
-        CheckpointError: A file cannot be read.
-    """
+    """Reads the dtype of a checkpoint, which most tensors that are not quantized have."""
     with TensorFiles(pathlib.Path(folder), read_quantization(_read_raw(folder))) as files:
         return files.common_dtype()
 

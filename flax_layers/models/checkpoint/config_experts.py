@@ -19,11 +19,7 @@ _GROUPS = ("groups", "groups_per_token")
 
 
 def read_fields(family: Family, raw: Raw, layers: tuple[LayerConfig, ...]) -> Fields:
-    """Reads the fields of `ModelConfig` for experts and latent attention; none for a family without them.
-
-    Raises:
-        ValueError: A key is missing.
-    """
+    """Reads the fields of `ModelConfig` for experts and latent attention; none for a family without them."""
     fields: Fields = {}
     if family.reads("kv_lora_rank"):
         latent = LatentConfig(**{field: raw[key] for field, key in _LATENT_KEYS.items()})

@@ -131,11 +131,7 @@ def read_config(raw: Raw, max_positions: int | None = None) -> ModelConfig:
 
 
 def _read_keys(family: Family, raw: Raw) -> Raw:
-    """The keys that the family reads, with its defaults.
-
-    Raises:
-        ValueError: One is missing, or has a type or a value that is not supported.
-    """
+    """The keys that the family reads, with its defaults. Raises ValueError for one that is missing or unsupported."""
     for key, values in {**_VALUES, **family.values}.items():
         if key in raw and raw[key] not in values:
             supported = " or ".join(repr(value) for value in values if value is not None) or "absent"
@@ -172,10 +168,7 @@ def _check_type(key: str, value: Any, kinds: tuple[type, ...]) -> None:
 
 
 def family_of(raw: Raw) -> Family:
-    """Looks up the family of a checkpoint by `model_type`, with which `architectures` must agree.
-
-    Raises:
-        ValueError: No architecture is supported, or they do not agree.
+    """Looks up the family of a checkpoint by `model_type`, with which `architectures` must agree, or raises ValueError.
 
     Example:
         >>> family_of({"architectures": ["Qwen2MoeForCausalLM"]})
@@ -207,11 +200,7 @@ def family_of(raw: Raw) -> Family:
 
 
 def layer_kinds(raw: Raw) -> list[str]:
-    """Returns `full_attention` or `sliding_attention` for each layer.
-
-    Raises:
-        ValueError: A layer is of another kind or lacks a window, or the number of kinds is not the number of layers.
-    """
+    """Returns `full_attention` or `sliding_attention` for each layer. Raises ValueError if they are contradictory."""
     layers, kinds = raw["num_hidden_layers"], raw.get("layer_types")
     window = raw.get("sliding_window") if raw.get("use_sliding_window", True) else None
     if kinds is None:

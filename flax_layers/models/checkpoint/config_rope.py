@@ -43,11 +43,7 @@ _WRITTEN: Mapping[type, tuple[str, Mapping[str, str]]] = {
 
 
 def read_rotary(family: Family, raw: Raw, kind: str, head_dim: int, max_positions: int) -> Fields:
-    """Reads the fields of `LayerConfig` for the rotary embedding of a kind of layer, as in `layer_types`.
-
-    Raises:
-        ValueError: A key is missing, or the scaling is not supported.
-    """
+    """Reads the fields of `LayerConfig` for the rotary embedding of a kind of layer, as in `layer_types`."""
     rope = _nested(raw, kind) if family.reads("rope_local_base_freq") else _flat(family, raw)
     scaling = _scaling(family, raw, rope, max_positions)
     fraction, is_partial = rope.get("partial_rotary_factor", 1.0), family.reads("partial_rotary_factor")

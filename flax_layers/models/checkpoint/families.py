@@ -219,11 +219,7 @@ REFUSED = {
 
 
 def family_named(name: str) -> Family:
-    """Looks up the family of a `ModelConfig`.
-
-    Raises:
-        ValueError: There is no such family.
-    """
+    """Looks up the family of a `ModelConfig`, or raises ValueError."""
     for family in FAMILIES.values():
         if family.name == name:
             return family

@@ -125,11 +125,7 @@ def remedy_of_missing(folder: str | pathlib.Path) -> str:
 
 
 def read_optional_json(path: pathlib.Path) -> dict[str, Any]:
-    """Reads the object of a JSON file of a checkpoint; an empty one if there is no such file.
-
-    Raises:
-        CheckpointError: The file does not hold a JSON object.
-    """
+    """Reads the object of a JSON file, an empty one without a file. Raises CheckpointError if it holds no object."""
     if not path.exists():
         return {}
     try:

@@ -7,12 +7,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def needs(package: str, extra: str = "models") -> Iterator[None]:
-    """Tells which extra of `pyproject.toml` to install if a package that is imported inside is missing.
-
-    The extra has the name of the part of `flax_layers`.
-
-    Raises:
-        ModuleNotFoundError: It is not installed.
+    """Raises ModuleNotFoundError with the extra of `pyproject.toml` to install, if an import inside lacks the package.
 
     Example:
         >>> with needs("no_such_package"):

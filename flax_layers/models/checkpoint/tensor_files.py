@@ -35,9 +35,8 @@ class Parts(Protocol):
 class TensorFiles(contextlib.ExitStack):
     """The tensors in a folder. Files stay open and memory-mapped until the context ends.
 
-    Raises:
-        FileNotFoundError: There are no files, or a file in the index is missing.
-        CheckpointError: A file cannot be read, or does not match the index.
+    Raises FileNotFoundError if a file is missing, and CheckpointError if one cannot be read or does not match the
+    index.
     """
 
     READ = ("F32", "F16", "BF16", "F64", MXFP4)
@@ -235,12 +234,8 @@ def write_files(
 ) -> None:
     """Writes tensors to one file, or to several files with an index.
 
-    Values of parameters, and dtypes to which they are rounded, are by path. A tensor larger than
-    `max_file_bytes` gets a file of its own.
-
-    Raises:
-        OSError: Writing fails.
-        CheckpointError: A number is too large for its dtype.
+    Values of parameters, and dtypes to which they are rounded, are by path. A tensor larger than `max_file_bytes` gets
+    a file of its own. Raises CheckpointError if a number is too large for its dtype, and OSError if writing fails.
     """
     with needs("safetensors"):
         import safetensors
