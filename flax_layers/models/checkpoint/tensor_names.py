@@ -6,23 +6,22 @@ from collections.abc import Container, Mapping, Sequence
 Shape = tuple[int, ...]
 Modules = Mapping[str, str]
 
+
+def _named(module: str, files: str, **names: str) -> dict[str, str]:
+    """Names in files of the parts of one of our modules."""
+    return {f"{module}.{name}": f"{files}.{part}" for name, part in names.items()}
+
+
+_GATED = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
+
 _ATTENTION_MODULES = {
-    "attention.query": "self_attn.q_proj",
-    "attention.key": "self_attn.k_proj",
-    "attention.value": "self_attn.v_proj",
-    "attention.out": "self_attn.o_proj",
-    "attention.query_norm": "self_attn.q_norm",
-    "attention.key_norm": "self_attn.k_norm",
+    **_named("attention", "self_attn", query="q_proj", key="k_proj", value="v_proj", out="o_proj"),
+    **_named("attention", "self_attn", query_norm="q_norm", key_norm="k_norm"),
     "attention_norm": "input_layernorm",
     "mlp_norm": "post_attention_layernorm",
 }
 
-LLAMA_MODULES = {
-    **_ATTENTION_MODULES,
-    "mlp.gate": "mlp.gate_proj",
-    "mlp.up": "mlp.up_proj",
-    "mlp.down": "mlp.down_proj",
-}
+LLAMA_MODULES = {**_ATTENTION_MODULES, **_named("mlp", "mlp", **_GATED)}
 """Names of the modules of a `Block` in files. Modules with the same name form one tensor, in this order."""
 
 GEMMA_MODULES = {
@@ -34,50 +33,34 @@ GEMMA_MODULES = {
 
 PHI3_MODULES = {
     **LLAMA_MODULES,
-    "attention.query": "self_attn.qkv_proj",
-    "attention.key": "self_attn.qkv_proj",
-    "attention.value": "self_attn.qkv_proj",
-    "mlp.gate": "mlp.gate_up_proj",
-    "mlp.up": "mlp.gate_up_proj",
+    **dict.fromkeys(("attention.query", "attention.key", "attention.value"), "self_attn.qkv_proj"),
+    **dict.fromkeys(("mlp.gate", "mlp.up"), "mlp.gate_up_proj"),
 }
 
-EXPERT_MODULES = {
-    **LLAMA_MODULES,
-    "mlp.router": "mlp.gate",
-    "mlp.experts.gate": "mlp.experts.{}.gate_proj",
-    "mlp.experts.up": "mlp.experts.{}.up_proj",
-    "mlp.experts.down": "mlp.experts.{}.down_proj",
-}
+EXPERT_MODULES = {**LLAMA_MODULES, "mlp.router": "mlp.gate", **_named("mlp.experts", "mlp.experts.{}", **_GATED)}
 """With `{}` in a name, the parameters of all experts are stacked, and each expert is a tensor: `{}` is its number."""
 
 DEEPSEEK_MODULES = {
     **EXPERT_MODULES,
-    "attention.query_down": "self_attn.q_a_proj",
-    "attention.query_norm": "self_attn.q_a_layernorm",
-    "attention.latent": "self_attn.kv_a_proj_with_mqa",
-    "attention.latent_norm": "self_attn.kv_a_layernorm",
-    "attention.up": "self_attn.kv_b_proj",
-    "mlp.shared.gate": "mlp.shared_experts.gate_proj",
-    "mlp.shared.up": "mlp.shared_experts.up_proj",
-    "mlp.shared.down": "mlp.shared_experts.down_proj",
+    **_named("attention", "self_attn", query_down="q_a_proj", query_norm="q_a_layernorm"),
+    **_named("attention", "self_attn", latent="kv_a_proj_with_mqa", latent_norm="kv_a_layernorm", up="kv_b_proj"),
+    **_named("mlp.shared", "mlp.shared_experts", **_GATED),
 }
 
 MIXTRAL_MODULES = {
     **_ATTENTION_MODULES,
     "mlp.router": "block_sparse_moe.gate",
-    "mlp.experts.gate": "block_sparse_moe.experts.{}.w1",
-    "mlp.experts.up": "block_sparse_moe.experts.{}.w3",
-    "mlp.experts.down": "block_sparse_moe.experts.{}.w2",
+    **_named("mlp.experts", "block_sparse_moe.experts.{}", gate="w1", up="w3", down="w2"),
 }
+
+_JOINED = ("mlp.experts.gate", "mlp.experts.up")
 
 GPT_OSS_MODULES = {
     **_ATTENTION_MODULES,
     "attention.sinks": "self_attn.sinks",
     "mlp.router": "mlp.router",
-    "mlp.experts.gate.kernel": "mlp.experts.gate_up_proj",
-    "mlp.experts.up.kernel": "mlp.experts.gate_up_proj",
-    "mlp.experts.gate.bias": "mlp.experts.gate_up_proj_bias",
-    "mlp.experts.up.bias": "mlp.experts.gate_up_proj_bias",
+    **dict.fromkeys((f"{module}.kernel" for module in _JOINED), "mlp.experts.gate_up_proj"),
+    **dict.fromkeys((f"{module}.bias" for module in _JOINED), "mlp.experts.gate_up_proj_bias"),
     "mlp.experts.down.kernel": "mlp.experts.down_proj",
     "mlp.experts.down.bias": "mlp.experts.down_proj_bias",
 }
@@ -86,8 +69,7 @@ kernels are `[in, out]` there, and the columns of `gate` and `up` alternate."""
 
 JOINED_EXPERT_MODULES = {
     "mlp.router.kernel": "mlp.gate.weight",
-    "mlp.experts.gate.kernel": "mlp.experts.gate_up_proj",
-    "mlp.experts.up.kernel": "mlp.experts.gate_up_proj",
+    **dict.fromkeys((f"{module}.kernel" for module in _JOINED), "mlp.experts.gate_up_proj"),
     "mlp.experts.down.kernel": "mlp.experts.down_proj",
 }
 """Other names, in files that Transformers 5 saved in a format of its own: experts are stacked, each `[out, in]`."""
@@ -97,9 +79,7 @@ LATENT_QUERY_MODULES = {"attention.query": "self_attn.q_b_proj"}
 
 TOP_MODULES = {"embed": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
 LEAVES = {
-    "kernel": "weight",
-    "embedding": "weight",
-    "scale": "weight",
+    **dict.fromkeys(("kernel", "embedding", "scale"), "weight"),
     "bias": "bias",
     "correction": "e_score_correction_bias",
 }
