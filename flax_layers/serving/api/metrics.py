@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 
 from flax_layers.models.checkpoint.optional import needs
@@ -46,31 +47,18 @@ class _EngineCollector(Collector):
 
 
 class Metrics:
-    """Metrics of one server, in a registry of its own.
-
-    Attributes:
-        first_token: Seconds from the request to the first token of a choice.
-        next_token: Seconds from a token to the next one.
-    """
+    """Metrics of one server, in a registry of its own."""
 
     def __init__(self, stats: Callable[[], Stats]):
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(_EngineCollector(stats))
-        self.first_token = Histogram(
-            "jflex_time_to_first_token_seconds",
-            "From the request to the first token",
-            buckets=_FIRST_SECONDS,
-            registry=self._registry,
-        )
-        self.next_token = Histogram(
-            "jflex_inter_token_latency_seconds",
-            "From a token to the next one",
-            buckets=_NEXT_SECONDS,
-            registry=self._registry,
-        )
-        self._ended = Counter(
-            "jflex_requests", "Choices that ended, by reason", ["finish_reason"], registry=self._registry
-        )
+        histogram = functools.partial(Histogram, registry=self._registry)
+        text = "From the request to the first token"
+        self.first_token = histogram("jflex_time_to_first_token_seconds", text, buckets=_FIRST_SECONDS)
+        text = "From a token to the next one"
+        self.next_token = histogram("jflex_inter_token_latency_seconds", text, buckets=_NEXT_SECONDS)
+        text = "Choices that ended, by reason"
+        self._ended = Counter("jflex_requests", text, ["finish_reason"], registry=self._registry)
 
     def ended(self, reason: str) -> None:
         """Counts a choice that ended with `stop`, `length`, `cancelled` or `error`."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence as Items
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,6 @@ from flax_layers.serving.device.options import EngineOptions, Program
 from flax_layers.serving.device.penalties import Edits, apply_penalties, keep_allowed
 from flax_layers.serving.device.speculation import DraftRows, accept, compact, sample_drafts
 from jflex.paged import copy_pages
-from jflex.types import AnyArray
 
 Tree = TypeVar("Tree")
 
@@ -62,38 +61,17 @@ class DeviceState:
     allowed: Int32[Array, "slots words"]
 
 
-class Step(Protocol):
-    """A compiled step; see `make_step`."""
-
-    def __call__(
-        self,
-        parameters: Items[Array],
-        state: DeviceState,
-        packed: Int32[AnyArray, " words"],
-        *,
-        program: Program,
-    ) -> tuple[DeviceState, Int32[Array, "R fields"]]:
-        """Reads the tokens of a packed step and samples the next token of each row.
-
-        Returns the donated state, and the fields that `read_row` reads: the only transfer back.
-        """
-        ...
-
-    def lower(
-        self, parameters: Items[Array], state: DeviceState, packed: Int32[AnyArray, " words"], *, program: Program
-    ) -> jax.stages.Lowered:
-        """Lowers the step for the same arguments."""
-        ...
-
-
 @functools.cache
 def make_step(
     graph: nnx.GraphDef[Decoder],
     form: Any,
     sharding: NamedSharding | None,
     streaming: Streaming | None = None,
-) -> Step:
+) -> jax.stages.Wrapped:
     """The step of a model; engines of models of one form share its programs.
+
+    A step reads packed tokens and samples the next token of each row. It returns the donated state, and the fields that
+    `read_row` reads: the only transfer back.
 
     Graph definition and form are not arguments of the step, because `jax.jit` would hash and flatten them in each call:
     2.8 ms for 32 layers, where a call with a list of arrays takes 0.06 ms.
