@@ -33,19 +33,20 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
         "lengths, with a BlockMask built in every step and learnable ALiBi slopes in the score_mod.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("--implementation", help="the jflex backend; None: the first that can run here")
-    parser.add_argument("--steps", type=int, default=200, help="training steps")
-    parser.add_argument("--rows", type=int, default=4, help="rows of a batch")
-    parser.add_argument("--length", type=int, default=1024, help="bytes of a row")
-    parser.add_argument("--width", type=int, default=128, help="features of the residual stream")
-    parser.add_argument("--layers", type=int, default=4, help="layers of the decoder")
-    parser.add_argument("--heads", type=int, default=4, help="query heads")
-    parser.add_argument("--kv-heads", type=int, default=2, help="key and value heads")
-    parser.add_argument("--learning-rate", type=float, default=3e-3, help="the largest of the schedule")
-    parser.add_argument("--cache", choices=list(KINDS), default="dense", help="what the sample is written from")
-    parser.add_argument("--temperature", type=float, default=0.7, help="of the sample; 0: the most probable bytes")
-    parser.add_argument("--seed", type=int, default=0, help="of the weights, the batches and the sample")
-    parser.add_argument("--output", type=pathlib.Path, default=pathlib.Path("demo_output"), help="folder of the PNGs")
+    add = parser.add_argument
+    add("--implementation", help="the jflex backend; None: the first that can run here")
+    add("--steps", type=int, default=200, help="training steps")
+    add("--rows", type=int, default=4, help="rows of a batch")
+    add("--length", type=int, default=1024, help="bytes of a row")
+    add("--width", type=int, default=128, help="features of the residual stream")
+    add("--layers", type=int, default=4, help="layers of the decoder")
+    add("--heads", type=int, default=4, help="query heads")
+    add("--kv-heads", type=int, default=2, help="key and value heads")
+    add("--learning-rate", type=float, default=3e-3, help="the largest of the schedule")
+    add("--cache", choices=list(KINDS), default="dense", help="what the sample is written from")
+    add("--temperature", type=float, default=0.7, help="of the sample; 0: the most probable bytes")
+    add("--seed", type=int, default=0, help="of the weights, the batches and the sample")
+    add("--output", type=pathlib.Path, default=pathlib.Path("demo_output"), help="folder of the PNGs")
     return parser.parse_args(arguments)
 
 

@@ -4,7 +4,6 @@ import argparse
 import math
 import pathlib
 from collections.abc import Callable
-from typing import Any
 
 from flax_layers.train.optimizer import REMAT
 from flax_layers.train.parallel import ORDERS
@@ -28,10 +27,10 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def _number(kind: type, rule: str, allowed: Callable[[Any], bool]) -> Callable[[str], Any]:
+def _number(kind: type[float], rule: str, allowed: Callable[[float], bool]) -> Callable[[str], float]:
     """Reads a number, and refuses one that is not allowed."""
 
-    def read(text: str) -> Any:
+    def read(text: str) -> float:
         number = kind(text)
         if not allowed(number):
             raise argparse.ArgumentTypeError(f"must be {rule}, got {number}")
@@ -50,6 +49,7 @@ _rate = _number(float, "more than 0", lambda number: 0 < number < math.inf)
 
 
 def _add_model(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
     start = group.add_mutually_exclusive_group()
     start.add_argument("--model", type=pathlib.Path, help="folder of a Hugging Face checkpoint to train on")
     start.add_argument(
@@ -58,36 +58,35 @@ def _add_model(group: argparse._ArgumentGroup) -> None:
         help="folder with a config.json, and maybe a tokenizer.json: this model, from scratch",
     )
     start.add_argument("--shape", choices=list(SHAPES), default="tiny", help="a named model, from scratch")
-    group.add_argument("--sizes", help="of a model from scratch, as width=256,layers=8; see flax_layers.train.setup")
-    group.add_argument("--bias", choices=list(BIASES), help="learned attention bias in place of the rotary embedding")
+    add("--sizes", help="of a model from scratch, as width=256,layers=8; see flax_layers.train.setup")
+    add("--bias", choices=list(BIASES), help="learned attention bias in place of the rotary embedding")
 
 
 def _add_data(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
     many = {"type": pathlib.Path, "nargs": "+", "metavar": "PATH"}
-    group.add_argument(
+    add(
         "--data",
         required=True,
         **many,
         help="text files, .jsonl with a text in each line, token files (.npy, .bin), or folders of them",
     )
-    group.add_argument("--field", default="text", help="of the objects in .jsonl files: their text")
-    group.add_argument("--held-out", **many, help="files of the same kinds, for the held-out loss")
-    group.add_argument(
+    add("--field", default="text", help="of the objects in .jsonl files: their text")
+    add("--held-out", **many, help="files of the same kinds, for the held-out loss")
+    add(
         "--held-out-share",
         type=_share,
         default=0.01,
         help="share of the rows, the last ones, that is held out if --held-out is absent",
     )
-    group.add_argument("--held-out-batches", type=_positive, default=16, help="at most this many batches are evaluated")
-    group.add_argument(
-        "--tokenizer", help="`bytes`, or a folder with a tokenizer.json; None: that of --model or --config"
-    )
-    group.add_argument(
+    add("--held-out-batches", type=_positive, default=16, help="at most this many batches are evaluated")
+    add("--tokenizer", help="`bytes`, or a folder with a tokenizer.json; None: that of --model or --config")
+    add(
         "--end-token",
         type=int,
         help="ends a document; None: the first eos_token_id of config.json, or else the tokenizer's eos_token",
     )
-    group.add_argument("--token-dtype", choices=["uint16", "uint32"], default="uint16", help="of .bin files")
+    add("--token-dtype", choices=["uint16", "uint32"], default="uint16", help="of .bin files")
 
 
 def _add_training(group: argparse._ArgumentGroup) -> None:
@@ -112,42 +111,36 @@ def _add_training(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_computation(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--mesh", default="data=1", help="devices, as data=2,fsdp=1,context=2,model=4")
-    group.add_argument(
+    add = group.add_argument
+    add("--mesh", default="data=1", help="devices, as data=2,fsdp=1,context=2,model=4")
+    add(
         "--context-strategy",
         choices=list(STRATEGIES),
         default="all_gather",
         help="how devices that divide the tokens of a row (`context`) meet the keys of others",
     )
-    group.add_argument(
-        "--context-order", choices=list(ORDERS), default="zigzag", help="in which order they divide them"
-    )
-    group.add_argument(
-        "--accumulate", type=_positive, default=1, help="micro-batches of a step, computed one after the other"
-    )
-    group.add_argument("--remat", choices=list(REMAT), default="none", help="what the backward pass recomputes")
-    group.add_argument(
-        "--loss-chunk", type=_positive, default=2048, help="tokens whose logits a device holds at a time"
-    )
-    group.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16", help="of the computation")
-    group.add_argument("--implementation", help="the jflex backend; None: the first that can run here")
-    group.add_argument("--peak-flops", help="of a device, for the utilisation: a number, or `measure`; None: a table")
+    add("--context-order", choices=list(ORDERS), default="zigzag", help="in which order they divide them")
+    add("--accumulate", type=_positive, default=1, help="micro-batches of a step, computed one after the other")
+    add("--remat", choices=list(REMAT), default="none", help="what the backward pass recomputes")
+    add("--loss-chunk", type=_positive, default=2048, help="tokens whose logits a device holds at a time")
+    add("--dtype", choices=["bfloat16", "float32"], default="bfloat16", help="of the computation")
+    add("--implementation", help="the jflex backend; None: the first that can run here")
+    add("--peak-flops", help="of a device, for the utilisation: a number, or `measure`; None: a table")
 
 
 def _add_output(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--output", type=pathlib.Path, default=pathlib.Path("train_output"), help="folder of the run")
-    group.add_argument("--save-every", type=_count, default=500, help="steps between checkpoints; 0: only at the end")
-    group.add_argument("--keep", type=_positive, default=2, help="checkpoints that are kept")
-    group.add_argument(
-        "--evaluate-every", type=_count, default=100, help="steps between held-out losses; 0: at the end"
-    )
-    group.add_argument("--export", type=pathlib.Path, help="folder to write a Hugging Face checkpoint to at the end")
-    group.add_argument(
+    add = group.add_argument
+    add("--output", type=pathlib.Path, default=pathlib.Path("train_output"), help="folder of the run")
+    add("--save-every", type=_count, default=500, help="steps between checkpoints; 0: only at the end")
+    add("--keep", type=_positive, default=2, help="checkpoints that are kept")
+    add("--evaluate-every", type=_count, default=100, help="steps between held-out losses; 0: at the end")
+    add("--export", type=pathlib.Path, help="folder to write a Hugging Face checkpoint to at the end")
+    add(
         "--export-dtype",
         choices=["bfloat16", "float16", "float32"],
         help="of its tensors; None: the dtype of --model, and float32 from scratch",
     )
-    group.add_argument(
+    add(
         "--accept-changes",
         action="store_true",
         help="resume although options or data differ from those of the checkpoint; the model must be the same",
