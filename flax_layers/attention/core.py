@@ -17,7 +17,7 @@ import jflex
 from flax_layers import functional
 from flax_layers.attention import streaming as streaming_llm
 from flax_layers.attention.caches.dense import DenseCache
-from flax_layers.attention.caches.eight_bit import EightBitCache
+from flax_layers.attention.caches.owned_pages import EightBitCache
 from flax_layers.attention.layer import (
     AttentionOptions,
     Layer,
@@ -29,6 +29,7 @@ from flax_layers.attention.layer import (
     nan_beyond_room,
 )
 from flax_layers.attention.mods import Mods, VectorModOptions, VectorMods
+from flax_layers.attention.selection import BlockSelection
 from flax_layers.attention.streaming import Streaming
 from flax_layers.context_parallel import ContextParallel
 
@@ -98,8 +99,16 @@ KeyValueInputs: TypeAlias = Float[Array, "*batch S kv_features"] | KeyValue | No
 class CallOptions(VectorModOptions, total=False):
     """Keyword arguments of `FlexAttention.__call__` that the layers of nnx and linen share."""
 
+    score_mod: jflex.ScoreMod | None
+    mask_mod: jflex.MaskMod | None
+    block_mask: jflex.BlockMask | BlockSelection | None
+    positions: Int[Array, "*#batch T"] | None
     context: ContextParallel | None
     inputs_kv: KeyValueInputs
+
+
+Attended: TypeAlias = Float[Array, "*batch T features"] | tuple[Float[Array, "*batch T features"], jflex.AttentionStats]
+"""The outputs of a call; or a pair of them and the statistics that it asked for."""
 
 
 class Call(NamedTuple):
@@ -191,9 +200,7 @@ def fold_batch(heads: Float[Array, "*batch T H D"]) -> Float[Array, "B T H D"]:
     return heads.reshape(math.prod(heads.shape[:-3]), *heads.shape[-3:])
 
 
-def attend(
-    layer: HeadsLayer, inputs: Float[Array, "*batch T features"], mods: Mods, call: Call
-) -> Float[Array, "*batch T features"] | tuple[Float[Array, "*batch T features"], jflex.AttentionStats]:
+def attend(layer: HeadsLayer, inputs: Float[Array, "*batch T features"], mods: Mods, call: Call) -> Attended:
     """Computes the call of a layer. It drops weights if there is a `dropout_key`.
 
     Raises:

@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int, Int32
 import jflex
 from flax_layers import functional
 from flax_layers.attention.caches.dense import known
-from flax_layers.attention.caches.latent import DenseLatentCache
+from flax_layers.attention.caches.owned_pages import DenseLatentCache
 from flax_layers.attention.layer import (
     AttentionOptions,
     Layer,

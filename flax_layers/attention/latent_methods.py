@@ -7,7 +7,7 @@ from jaxtyping import Array, Float, Int, Int32
 
 import jflex
 from flax_layers.attention import latent_core
-from flax_layers.attention.caches.latent import DenseLatentCache
+from flax_layers.attention.caches.owned_pages import DenseLatentCache
 from flax_layers.attention.selection import BlockSelection
 
 
@@ -25,20 +25,7 @@ class LatentMethods(latent_core.LatentLayer):
     ) -> Float[Array, "*batch T features"]:
         """Attends within each sequence, over up-projected keys and values.
 
-        Args:
-            inputs: One vector for each position. The leading axes are folded into one batch axis, the last of them
-                fastest; `b` in mods, and the batch of a BlockMask, count along that axis.
-            score_mod: Replaces the score_mod of the constructor.
-            mask_mod: Replaces the constructor's mask, of either form.
-            block_mask: Replaces the constructor's mask, of either form.
-            positions: Positions for the rotary embedding. Default: 0, 1, 2, ... `q_idx` and `kv_idx` in mods are
-                always indices within the sequence.
-
-        Returns:
-            One vector for each position, in the dtype of the computation.
-
-        Raises:
-            ValueError: A BlockMask for another length or batch, and what `jflex.flex_attention` raises.
+        Arguments, results and errors are as for a call of `FlexAttention`.
         """
         return latent_core.attend(self, inputs, self._mods(score_mod, mask_mod, block_mask), positions)
 

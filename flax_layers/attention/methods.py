@@ -5,19 +5,18 @@ Each layer adds its constructor, its parameters and its `__call__`, where keys f
 
 from __future__ import annotations
 
-from typing import Unpack
+from typing import Any, Unpack
 
 from flax.typing import Dtype
-from jaxtyping import Array, Float, Int, Int32
+from jaxtyping import Array, Float, Int32
 
 import jflex
 from flax_layers.attention import core as attention_core
 from flax_layers.attention.caches.dense import DenseCache
-from flax_layers.attention.caches.eight_bit import EightBitCache, has_eight_bits
-from flax_layers.attention.core import Call, KeyValue, KeyValueInputs, PagedCall
+from flax_layers.attention.caches.owned_pages import EightBitCache, has_eight_bits
+from flax_layers.attention.core import Call, CallOptions, KeyValue, PagedCall
 from flax_layers.attention.mods import VectorModOptions, VectorMods
 from flax_layers.attention.streaming import Streaming
-from flax_layers.context_parallel import ContextParallel
 
 Cache = DenseCache | EightBitCache
 """Keys and values with a row for each sequence, whatever their dtype."""
@@ -183,18 +182,21 @@ class AttentionMethods(attention_core.HeadsLayer):
         call = PagedCall(self._vectors(VectorMods(**vector_mods)), layer, shared_prefix, streaming)
         return attention_core.decode_paged(self, inputs, cache, batch, mods, call)
 
-    def _call(
+    def _attend(
         self,
-        positions: Int[Array, "*#batch T"] | None,
+        inputs: Float[Array, "*batch T features"],
         dropout_key: Array | None,
         return_stats: tuple[jflex.Stat, ...],
-        *,
-        context: ContextParallel | None = None,
-        inputs_kv: KeyValueInputs = None,
-        **vector_mods: Unpack[VectorModOptions],
-    ) -> Call:
-        vectors = self._vectors(VectorMods(**vector_mods))
-        return Call(positions, dropout_key, return_stats, vectors, context, inputs_kv)
+        **options: Unpack[CallOptions],
+    ) -> attention_core.Attended:
+        """Computes a call, with the options that nnx and linen share."""
+        arguments: dict[str, Any] = {**options}
+        take = lambda *names: (arguments.pop(name, None) for name in names)
+        mods = self._mods(*take("score_mod", "mask_mod", "block_mask"))
+        positions, context, inputs_kv = take("positions", "context", "inputs_kv")
+        vectors = self._vectors(VectorMods(**arguments))
+        call = Call(positions, dropout_key, return_stats, vectors, context, inputs_kv)
+        return attention_core.attend(self, inputs, mods, call)
 
     def _vectors(self, vectors: VectorMods) -> VectorMods:
         """The vector mods of a call."""

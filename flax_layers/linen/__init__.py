@@ -1,8 +1,7 @@
 """Layers for Flax linen."""
 
 from flax_layers.attention.caches.dense import DenseCache
-from flax_layers.attention.caches.eight_bit import EightBitCache
-from flax_layers.attention.caches.latent import DenseLatentCache
+from flax_layers.attention.caches.owned_pages import DenseLatentCache, EightBitCache
 from flax_layers.attention.core import SharedPrefix
 from flax_layers.attention.selection import BlockSelection
 from flax_layers.linen.attention import FlexAttention

@@ -8,7 +8,7 @@ from typing import Any, Unpack, overload
 import jax.numpy as jnp
 from flax import linen
 from flax.typing import Dtype, Initializer
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 import jflex
 from flax_layers.attention import core as attention_core
@@ -120,16 +120,12 @@ class FlexAttention(LinenLayer, AttentionMethods, linen.Module):
     # fmt: off
     @overload
     def __call__(
-        self, inputs: Float[Array, "*batch T features"], *, score_mod: jflex.ScoreMod | None = None,
-        mask_mod: jflex.MaskMod | None = None, block_mask: jflex.BlockMask | BlockSelection | None = None,
-        positions: Int[Array, "*#batch T"] | None = None, deterministic: bool | None = None,
+        self, inputs: Float[Array, "*batch T features"], *, deterministic: bool | None = None,
         dropout_rng: Array | None = None, return_stats: tuple[()] = (), **options: Unpack[CallOptions],
     ) -> Float[Array, "*batch T features"]: ...
     @overload
     def __call__(
-        self, inputs: Float[Array, "*batch T features"], *, score_mod: jflex.ScoreMod | None = None,
-        mask_mod: jflex.MaskMod | None = None, block_mask: jflex.BlockMask | BlockSelection | None = None,
-        positions: Int[Array, "*#batch T"] | None = None, deterministic: bool | None = None,
+        self, inputs: Float[Array, "*batch T features"], *, deterministic: bool | None = None,
         dropout_rng: Array | None = None, return_stats: tuple[jflex.Stat, ...], **options: Unpack[CallOptions],
     ) -> tuple[Float[Array, "*batch T features"], jflex.AttentionStats]: ...
     # fmt: on
@@ -137,25 +133,18 @@ class FlexAttention(LinenLayer, AttentionMethods, linen.Module):
         self,
         inputs: Float[Array, "*batch T features"],
         *,
-        score_mod: jflex.ScoreMod | None = None,
-        mask_mod: jflex.MaskMod | None = None,
-        block_mask: jflex.BlockMask | BlockSelection | None = None,
-        positions: Int[Array, "*#batch T"] | None = None,
         deterministic: bool | None = None,
         dropout_rng: Array | None = None,
         return_stats: tuple[jflex.Stat, ...] = (),
         **options: Unpack[CallOptions],
-    ) -> Float[Array, "*batch T features"] | tuple[Float[Array, "*batch T features"], jflex.AttentionStats]:
+    ) -> attention_core.Attended:
         """Attends within each sequence, or from it to `inputs_kv`.
 
         Arguments, results and errors are as for a call of `flax_layers.nnx.FlexAttention`, but for two: pass
         `deterministic` here or to the constructor, not to both; and `dropout_rng` is the key of this call's dropout, by
         default one from `self.make_rng("dropout")`.
         """
-        dropout_key = _dropout_key(self, deterministic, dropout_rng)
-        mods = self._mods(score_mod, mask_mod, block_mask)
-        call = self._call(positions, dropout_key, return_stats, **options)
-        return attention_core.attend(self, inputs, mods, call)
+        return self._attend(inputs, _dropout_key(self, deterministic, dropout_rng), return_stats, **options)
 
     # linen wraps only methods of the class's own namespace, not inherited ones.
     decode = AttentionMethods.decode

@@ -2,12 +2,12 @@
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, Unpack, overload
+from typing import Any, TypeAlias, Unpack, overload
 
 import jax.numpy as jnp
 from flax import nnx
 from flax.typing import Dtype, Initializer
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 import jflex
 from flax_layers.attention import core as attention_core
@@ -17,6 +17,9 @@ from flax_layers.attention.selection import BlockSelection
 from flax_layers.nnx.rms_norm import RMSNorm
 from flax_layers.nnx.stored_mods import ModAttributes, check_mods
 from jflex.rotary import RotaryScaling
+
+DropoutKeys: TypeAlias = nnx.Rngs | nnx.RngStream | Array
+"""Source of the key of a call, or the key."""
 
 
 class FlexAttention(AttentionMethods, ModAttributes):
@@ -165,34 +168,24 @@ class FlexAttention(AttentionMethods, ModAttributes):
     # fmt: off
     @overload
     def __call__(
-        self, inputs: Float[Array, "*batch T features"], *, score_mod: jflex.ScoreMod | None = None,
-        mask_mod: jflex.MaskMod | None = None, block_mask: jflex.BlockMask | BlockSelection | None = None,
-        positions: Int[Array, "*#batch T"] | None = None, deterministic: bool | None = None,
-        rngs: nnx.Rngs | nnx.RngStream | Array | None = None, return_stats: tuple[()] = (),
-        **options: Unpack[CallOptions],
+        self, inputs: Float[Array, "*batch T features"], *, deterministic: bool | None = None,
+        rngs: DropoutKeys | None = None, return_stats: tuple[()] = (), **options: Unpack[CallOptions],
     ) -> Float[Array, "*batch T features"]: ...
     @overload
     def __call__(
-        self, inputs: Float[Array, "*batch T features"], *, score_mod: jflex.ScoreMod | None = None,
-        mask_mod: jflex.MaskMod | None = None, block_mask: jflex.BlockMask | BlockSelection | None = None,
-        positions: Int[Array, "*#batch T"] | None = None, deterministic: bool | None = None,
-        rngs: nnx.Rngs | nnx.RngStream | Array | None = None, return_stats: tuple[jflex.Stat, ...],
-        **options: Unpack[CallOptions],
+        self, inputs: Float[Array, "*batch T features"], *, deterministic: bool | None = None,
+        rngs: DropoutKeys | None = None, return_stats: tuple[jflex.Stat, ...], **options: Unpack[CallOptions],
     ) -> tuple[Float[Array, "*batch T features"], jflex.AttentionStats]: ...
     # fmt: on
     def __call__(
         self,
         inputs: Float[Array, "*batch T features"],
         *,
-        score_mod: jflex.ScoreMod | None = None,
-        mask_mod: jflex.MaskMod | None = None,
-        block_mask: jflex.BlockMask | BlockSelection | None = None,
-        positions: Int[Array, "*#batch T"] | None = None,
         deterministic: bool | None = None,
-        rngs: nnx.Rngs | nnx.RngStream | Array | None = None,
+        rngs: DropoutKeys | None = None,
         return_stats: tuple[jflex.Stat, ...] = (),
         **options: Unpack[CallOptions],
-    ) -> Float[Array, "*batch T features"] | tuple[Float[Array, "*batch T features"], jflex.AttentionStats]:
+    ) -> attention_core.Attended:
         """Attends within each sequence, or from it to `inputs_kv`.
 
         Args:
@@ -225,17 +218,14 @@ class FlexAttention(AttentionMethods, ModAttributes):
             ValueError: Dropout without `deterministic` or without a key, a BlockMask for another length or batch, and
                 what `jflex.flex_attention` raises.
         """
-        dropout_key = self._dropout_key(deterministic, rngs)
-        mods = self._mods(score_mod, mask_mod, block_mask)
-        call = self._call(positions, dropout_key, return_stats, **options)
-        return attention_core.attend(self, inputs, mods, call)
+        return self._attend(inputs, self._dropout_key(deterministic, rngs), return_stats, **options)
 
     def set_view(self, deterministic: bool | None = None) -> None:
         """Sets whether dropout is off, for `nnx.view`; None leaves it unchanged."""
         if deterministic is not None:
             self.deterministic = deterministic
 
-    def _dropout_key(self, deterministic: bool | None, rngs: nnx.Rngs | nnx.RngStream | Array | None) -> Array | None:
+    def _dropout_key(self, deterministic: bool | None, rngs: DropoutKeys | None) -> Array | None:
         """The key of a call, None if it drops nothing."""
         if self.dropout_rate == 0:
             return None

@@ -21,7 +21,8 @@ class MultiHeadLatentAttention(LatentMethods, ModAttributes):
 
     A call on whole sequences up-projects keys and values and attends with `jflex.flex_attention`. Decoding keeps the
     latent vectors alone, and attends to them with absorbed queries (`jflex.mla_attention`). Both have the same
-    parameters and, but for rounding, the same results.
+    parameters and, but for rounding, the same results. Mods, masks, `dtype`, `param_dtype`, `kernel_init`,
+    `implementation`, `config` and `rngs` are as for `FlexAttention`.
 
     Args:
         in_features: Size of the input's last axis, and of the output's.
@@ -31,23 +32,12 @@ class MultiHeadLatentAttention(LatentMethods, ModAttributes):
         rope_head_dim: Size of the part that is rotated, whose key all heads share (64).
         value_head_dim: Size of the value of a head (128).
         query_latent_dim: Size of the latent vector of queries (1536). Default: queries are projected directly.
-        score_mod: `(score, b, h, q_idx, kv_idx) -> score`, applied to every scaled score.
-        mask_mod: `(b, h, q_idx, kv_idx) -> bool`, true where the query attends to the key; it skips no blocks.
-        block_mask: A `jflex.BlockMask`: a mask that lists which blocks are computed, for inputs of its length; or a
-            `BlockSelection`, with which each call makes one of the blocks that its queries select.
         scale: Factor of the raw scores. Default: `(nope_head_dim + rope_head_dim) ** -0.5`; with a `YarnScaling` that
             has an `mscale_all_dim`, times `(0.1 * mscale_all_dim * log(factor) + 1) ** 2`, as in DeepSeek-V3.
         rotary_base: Base of the rotary position embedding. None: no rotary embedding.
         rotary_scaling: Scaling of its frequencies, such as `flax_layers.rotary_scaling.YarnScaling`.
         rotary_interleaved: Whether a pair of rotated features is two neighbours, as in DeepSeek's checkpoints.
         norm_epsilon: Epsilon of the RMS norms of both latent vectors.
-        dtype: Dtype of the computation; the parameters are cast to it. Default: the promoted dtype of inputs and
-            parameters.
-        param_dtype: Dtype of the parameters.
-        kernel_init: Initializer of the projections.
-        implementation: The jflex backend, or a sequence of them in order of preference. Default: jflex chooses.
-        config: Tile sizes and promises of its attention, not of its projections. Default: jflex chooses.
-        rngs: Source of the keys of the initializers.
 
     Raises:
         ValueError: A size is not positive, a ready mod was made for another number of heads, or a mod holds parameters

@@ -19,7 +19,7 @@ import pytest
 
 import jflex
 from flax_layers.attention.caches.dense import DenseCache
-from flax_layers.attention.caches.eight_bit import EightBitCache
+from flax_layers.attention.caches.owned_pages import EightBitCache
 from jflex import paged
 from jflex.backends.xla.narrow import set_rows
 from tests.support.haste import compiled_in_haste
