@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import operator
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, TypeVar, cast
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.core import ShapedArray
 from jax.extend import core
@@ -107,11 +107,5 @@ class _RefIndexer(Protocol):
     def __getitem__(self, index: Axis | tuple[Axis, ...], /) -> Ref: ...
 
 
-def aval_of(v: core.Var | core.Literal) -> ShapedArray:
-    """Shape and dtype of a variable of a jaxpr."""
-    return cast(ShapedArray, v.aval)  # JAX declares an aval without shape and dtype
-
-
-def is_random_key(v: core.Var | core.Literal) -> bool:
-    """True if a variable of a jaxpr holds random keys."""
-    return bool(jnp.issubdtype(aval_of(v).dtype, jax.dtypes.prng_key))
+aval_of = cast("Callable[[core.Var | core.Literal], ShapedArray]", operator.attrgetter("aval"))
+"""Shape and dtype of a variable of a jaxpr, which JAX declares without them."""

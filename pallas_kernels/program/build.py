@@ -23,7 +23,7 @@ from pallas_kernels.program.ir import Axes, Graph, Node, reachable
 from pallas_kernels.program.rules import random_bits
 from pallas_kernels.program.rules.primitive_rules import RULES, Value, choose, element, load, polynomial, split
 from pallas_kernels.program.rules.views import NotOnTile, Scalars, View, scalars
-from pallas_kernels.types import Params, aval_of, is_random_key
+from pallas_kernels.types import Params, aval_of
 
 MAX_STEPS = 64  # of an unrolled loop
 CALLS = frozenset({"jit", "pjit", "closed_call", "eval_jaxpr", "checkpoint", "remat", "remat2", "core_call"})
@@ -194,7 +194,8 @@ class Run:
             return self._differentiated_as(eqn, ins, self.jaxpr(*body_of(eqn), ins))
         if name == "scan":
             return self._scan(eqn, ins)
-        if name in random_bits.RULES or any(map(is_random_key, eqn.outvars)):
+        makes_keys = any(jnp.issubdtype(aval_of(v).dtype, jax.dtypes.prng_key) for v in eqn.outvars)
+        if name in random_bits.RULES or makes_keys:
             loaded = [load(self.graph, x) for x in ins]
             inline = lambda closed, args: [load(self.graph, x) for x in self.jaxpr(*open_jaxpr(closed), args)]
             if (bits := random_bits.apply(eqn, loaded, inline)) is not None:

@@ -20,7 +20,7 @@ from jax.typing import ArrayLike
 
 from pallas_kernels.program.ir import Graph, Node
 from pallas_kernels.program.rules.views import NotOnTile, Scalars, scalars
-from pallas_kernels.types import aval_of, is_random_key
+from pallas_kernels.types import aval_of
 
 Inline = Callable[[core.ClosedJaxpr, Sequence[Scalars]], Sequence[Scalars]]
 """Interprets a jaxpr on values."""
@@ -56,8 +56,9 @@ def apply(eqn: core.JaxprEqn, ins: Sequence[Scalars], inline: Inline) -> Sequenc
     """
     name = eqn.primitive.name
     for v in (*eqn.invars, *eqn.outvars):
-        if is_random_key(v) and aval_of(v).dtype != _KEY_DTYPE:
-            raise NotOnTile(f"primitive `{name}` of {aval_of(v).dtype}: only keys of threefry2x32 are arithmetic")
+        dtype = aval_of(v).dtype
+        if jnp.issubdtype(dtype, jax.dtypes.prng_key) and dtype != _KEY_DTYPE:
+            raise NotOnTile(f"primitive `{name}` of {dtype}: only keys of threefry2x32 are arithmetic")
     if name in RULES:
         return RULES[name](eqn, ins, inline)
     if name in _MOVES:
