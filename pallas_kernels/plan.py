@@ -74,6 +74,11 @@ class TileChoice:
     tiles: Tiles
     source: Literal["config", "table", "rule"]  # who chose them: the user's `Config`, a measured table or a rule
 
+    def describe(self) -> str:
+        """Sizes, and the source of the choice."""
+        block_q, block_kv, warps, stages = dataclasses.astuple(self.tiles)
+        return f"{block_q} x {block_kv} ({warps} warps, {stages} stages, by {self.source})"
+
 
 def unreached_by_pallas(elements: int) -> bool:
     """True if Pallas' Triton does not reach the last elements of an array of 8 bits.

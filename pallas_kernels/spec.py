@@ -263,6 +263,18 @@ class AttentionSpec:
         """Pages that a request may have."""
         return self.S // self.page_size
 
+    def may_hold_pairs(self, size: int, mod: object) -> bool:
+        """True if a launch may load keys or values of this size, with this mod or None, as words of two columns.
+
+        They have eight bits, which float16 holds, and the GEMMs are of 16. See `pallas_kernels.split_kv.byte_pairs`.
+        """
+        in_bytes = self.paging is not None and self.paging.dtype is not None
+        return in_bytes and self.dtype != "float32" and mod is None and size % 2 == 0
+
+    def holds_pairs(self, size: int, mod: object) -> bool:
+        """True if the launch loads words of two columns."""
+        return self.pairs and self.may_hold_pairs(size, mod)
+
     @property
     def contains_nan(self) -> bool:
         """True if masked NaN is kept out of all sums (`pallas_kernels.softmax.mark`)."""

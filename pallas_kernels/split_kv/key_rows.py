@@ -13,13 +13,7 @@ from jax.experimental import pallas as pl
 from pallas_kernels.spec import LATENT_TILE, AttentionSpec
 from pallas_kernels.split_kv import byte_pairs
 from pallas_kernels.split_kv.work import PagedOperands, WorkItem
-from pallas_kernels.triton.head_chunks import (
-    Columns,
-    chunks,
-    holds_pairs,
-    key_chunks,
-    plain_chunks,
-)
+from pallas_kernels.triton.head_chunks import Columns, chunks, key_chunks, plain_chunks
 from pallas_kernels.triton.launch import runner_of
 from pallas_kernels.triton.vectors import PreparedVectors
 from pallas_kernels.types import Index, Ref
@@ -78,7 +72,7 @@ class KeyRows(NamedTuple):
           weighs: Whether these are values.
         """
         scale, spec = self._scales(scales), self.spec
-        if holds_pairs(spec, spec.Dv if weighs else spec.D, None if mod is None else mod.program):
+        if spec.holds_pairs(spec.Dv if weighs else spec.D, None if mod is None else mod.program):
             return tuple(
                 x for chunk in chunks(ref.shape[3]) for x in byte_pairs.columns_of(spec, self._load_chunk(ref, *chunk))
             ), scale
@@ -91,7 +85,7 @@ class KeyRows(NamedTuple):
         The scales are None where they have multiplied the rows already: they are powers of two, which round none.
         """
         spec, columns = self.spec, []
-        pairs = holds_pairs(spec, spec.Dv, None)
+        pairs = spec.holds_pairs(spec.Dv, None)
         assert arrays.key_scale is not None  # what has tiles has them
         assert arrays.rope_key is not None
         scales = tuple(

@@ -39,7 +39,7 @@ from pallas_kernels.split_kv.work import (
 from pallas_kernels.triton import scores, vectors
 from pallas_kernels.triton.containment import any_nan
 from pallas_kernels.triton.forward import Attention, RowVectors, Tile, Walk
-from pallas_kernels.triton.head_chunks import Columns, holds_pairs, key_chunks, value_chunks
+from pallas_kernels.triton.head_chunks import Columns, key_chunks, value_chunks
 from pallas_kernels.triton.launch import runner_of
 from pallas_kernels.types import Index, Ref, S
 
@@ -125,9 +125,9 @@ def _launch(
 ) -> list[jax.Array]:
     """Runs a kernel on a grid of one axis; `before` is the memory of the first outputs."""
     count = len(jax.tree.leaves(arrays))
-    if holds_pairs(spec, spec.D, spec.vector_programs.key):
+    if spec.holds_pairs(spec.D, spec.vector_programs.key):
         arrays = arrays._replace(key=byte_pairs.words(arrays.key))
-    if holds_pairs(spec, spec.Dv, spec.vector_programs.value) and not spec.values_in_keys:
+    if spec.holds_pairs(spec.Dv, spec.vector_programs.value) and not spec.values_in_keys:
         arrays = arrays._replace(value=byte_pairs.words(arrays.value))
     return runner_of(spec).launch(
         functools.partial(kernel, spec, work),
@@ -321,7 +321,7 @@ def _store(spec: AttentionSpec, ref: Ref, at: tuple[Index, ...], columns: Column
 def _scaled_queries(spec: AttentionSpec, ref: Ref, row: QueryRows) -> tuple[Columns, jax.Array | None]:
     """The queries of the rows, and what the product of those in float16 is to be multiplied by, if they were scaled."""
     q = _load_queries(spec, ref, row.n, row.h)
-    if not holds_pairs(spec, spec.D, spec.vector_programs.key):
+    if not spec.holds_pairs(spec.D, spec.vector_programs.key):
         return q, None
     count = len(value_chunks(spec)) if spec.has_latent_tiles else len(q)  # rotated columns are no pairs
     scaled, factor = byte_pairs.in_float16(q[:count])

@@ -19,7 +19,7 @@ from pallas_kernels.triton.plan.limits import (
     MIN_TILE,
     limit_of_device,
 )
-from pallas_kernels.triton.plan.plan import can_pipeline, describe_splits, describe_tiles, need_of, paged_stages
+from pallas_kernels.triton.plan.plan import describe_splits, paged_stages
 from pallas_kernels.tuning import tables
 
 MAX_GROUP = 128  # query heads of a key head in a paged call, all of them rows of a tile
@@ -34,7 +34,7 @@ class PagedPlan:
 
     def describe(self) -> str:
         """Kernels, tiles and the source of tiles, for `jflex.explain`."""
-        few, *many = (f"paged {describe_tiles(TileChoice(work.tiles, work.source))}" for work in self.launches)
+        few, *many = (f"paged {TileChoice(work.tiles, work.source).describe()}" for work in self.launches)
         text = f"{few} for up to {MAX_DECODED} queries of a request, {many[0]} for more" if many else few
         text += describe_splits(self.spec)
         programs = self.spec.vector_programs._asdict().items()
@@ -59,7 +59,7 @@ def plan(spec: AttentionSpec) -> PagedPlan | Refusal:
     if reason is not None:
         return Refusal(reason)
     if spec.values_in_keys:  # to the kernel, heads that share a tile are a group with a key head of its own
-        heads = _heads_of_tile(spec.Hq, tables.latent_rows(need_of(spec)))
+        heads = _heads_of_tile(spec.Hq, tables.latent_rows(tables.need_of(spec)))
         spec = spec.replace(Hkv=spec.Hq // heads)
     if spec.group > MAX_GROUP:
         return Refusal(f"its kernels take up to {MAX_GROUP} query heads for each key head, not {spec.group}")
@@ -98,7 +98,7 @@ def _launches(spec: AttentionSpec) -> tuple[Work, ...]:
     work = lambda choice, least, most: Work(choice.tiles, least, most, source=choice.source)
     mean = -(-spec.T // max(spec.B, 1))
     queries = mean if mean <= MAX_DECODED else 1
-    most = tables.latent_rows(need_of(spec)) if spec.values_in_keys else MAX_DECODED_ROWS
+    most = tables.latent_rows(tables.need_of(spec)) if spec.values_in_keys else MAX_DECODED_ROWS
     rows = min(spec.group * queries, max(most, spec.group))
     if spec.B == 1 and spec.T > MAX_DECODED:  # most likely one request with all of them, or with most
         return (work(_prefill_tiles(spec), 0, UNLIMITED),)
@@ -111,7 +111,7 @@ def _launches(spec: AttentionSpec) -> tuple[Work, ...]:
 
 
 def _paged_decode_tiles(spec: AttentionSpec, rows: int) -> TileChoice:
-    need, block_q = need_of(spec), tables.decode_rows(rows)
+    need, block_q = tables.need_of(spec), tables.decode_rows(rows)
     if spec.values_in_keys:
         default = tables.latent_tiles(need, block_q)
     else:
@@ -120,7 +120,7 @@ def _paged_decode_tiles(spec: AttentionSpec, rows: int) -> TileChoice:
 
 
 def _prefill_tiles(spec: AttentionSpec) -> TileChoice:
-    need, configured = need_of(spec), spec.config.forward
+    need, configured = tables.need_of(spec), spec.config.forward
     if spec.values_in_keys:
         default = tables.latent_tiles(need, tables.latent_rows(need))
     else:
@@ -137,7 +137,7 @@ def _fit_paged(spec: AttentionSpec, default: Tiles, configured: Tiles | None, *,
         capacity = limits.KEYS_OF_SPLIT if spec.config.batch_invariant else spec.S
         block_kv = min(tiles.block_kv, max(MIN_TILE, 1 << (capacity - 1).bit_length()))
         tiles = dataclasses.replace(tiles, num_warps=warps, block_kv=block_kv)
-    stages = tiles.num_stages if can_pipeline(spec.programs.score) else 1
+    stages = tiles.num_stages if tables.can_pipeline(spec.programs.score) else 1
     fitting = dataclasses.replace(tiles, block_q=block_q, num_stages=stages)
     if configured is None and any(program is not None for program in spec.vector_programs):
         fitting = dataclasses.replace(fitting, num_stages=paged_stages(spec, fitting))

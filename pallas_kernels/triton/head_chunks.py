@@ -44,7 +44,7 @@ def key_chunks(spec: AttentionSpec) -> tuple[Chunk, ...]:
 def value_chunks(spec: AttentionSpec) -> tuple[Chunk, ...]:
     """The chunks that hold values and outputs: as a mod makes them, or tiles of columns that share a scale."""
     if spec.has_latent_tiles:
-        pairs = [(0, 1), (1, 1)] if holds_pairs(spec, spec.Dv, None) else [(0, 0)]
+        pairs = [(0, 1), (1, 1)] if spec.holds_pairs(spec.Dv, None) else [(0, 0)]
         tiles = range(0, spec.Dv, LATENT_TILE)
         return tuple(Chunk(first + odd, LATENT_TILE >> halved, 1 + halved) for first in tiles for odd, halved in pairs)
     return _side_chunks(spec, spec.Dv, spec.vector_programs.value)
@@ -59,23 +59,9 @@ def _side_chunks(spec: AttentionSpec, size: int, mod: VectorProgram | None) -> t
     """The chunks that hold keys or values, as a mod makes them, and the queries or outputs that go with them."""
     if mod is not None:
         return mod.chunks
-    if holds_pairs(spec, size, mod):
+    if spec.holds_pairs(size, mod):
         return tuple(Chunk(2 * first + odd, width, 2) for first, width in chunks(size // 2) for odd in (0, 1))
     return plain_chunks(size)
-
-
-def may_hold_pairs(spec: AttentionSpec, size: int, mod: object) -> bool:
-    """True if a launch may load keys or values of this size, with this mod or None, as words of two columns.
-
-    They have eight bits, which float16 holds, and the GEMMs are of 16. See `pallas_kernels.split_kv.byte_pairs`.
-    """
-    in_bytes = spec.paging is not None and spec.paging.dtype is not None
-    return in_bytes and spec.dtype != "float32" and mod is None and size % 2 == 0
-
-
-def holds_pairs(spec: AttentionSpec, size: int, mod: object) -> bool:
-    """True if the launch loads words of two columns."""
-    return spec.pairs and may_hold_pairs(spec, size, mod)
 
 
 def _power_of_two(size: int) -> int:

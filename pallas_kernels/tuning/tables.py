@@ -15,9 +15,12 @@ import re
 from importlib import resources
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
+
 from pallas_kernels.config import Tiles
 from pallas_kernels.program.build import Program
-from pallas_kernels.program.ir import Axes, Node
+from pallas_kernels.program.ir import Axes, Node, reachable
+from pallas_kernels.spec import AttentionSpec
 
 KERNELS = ("forward", "dkv", "dq")  # of Triton
 HOPPER_KERNELS = ("forward_sm90", "one_pass_sm90", "dkv_sm90", "dq_sm90")  # of Mosaic GPU; one pass: dK, dV and dQ
@@ -135,6 +138,18 @@ def is_heavy(score: Program | None, mask: Program | None, dropout: Program | Non
     return by_key or len(tiles) > HEAVY or any(node.op == "load" for node in tiles)
 
 
+def can_pipeline(score: Program | None) -> bool:
+    """True if the mainloop may be software-pipelined: not where a score mod indexes an array by the score.
+
+    Such a load waits for an MMA of the same iteration, which Triton (XLA of JAX 0.11) then moves to an earlier one. On
+    an H200 (bf16, tiles of 64 x 64, wgmma) dK came out wrong, by 0.25 in the mean; that the move is the cause was read
+    off the PTX, where with one stage nothing is moved.
+    """
+    if score is None:
+        return True
+    return not any(score.argument("score") in reachable(load.inputs) for load in score.loads)
+
+
 SHORT = 1024  # keys of a request, up to which the prologue of a deep pipeline takes longer than it saves
 
 
@@ -148,6 +163,19 @@ class Need(NamedTuple):
     # whether a CTA may have 227 KiB of shared memory (Hopper and later), or 99 (Ada; Ampere has 99 or 163)
     large_memory: bool
     in_bytes: bool = False  # whether keys and values have eight bits and are loaded two columns at a time
+
+
+def need_of(spec: AttentionSpec) -> Need:
+    """Properties of a call that the rules for tiles depend on."""
+    return Need(
+        head_size=max(spec.D, spec.Dv),
+        itemsize=jnp.dtype(spec.dtype).itemsize,
+        heavy=is_heavy(*spec.programs),
+        score=(spec.programs.score is not None and spec.normalize == "softmax") or spec.programs.dropout is not None,
+        large_memory=has_large_memory(spec.device_kind),
+        in_bytes=spec.may_hold_pairs(spec.D, spec.vector_programs.key)
+        and spec.may_hold_pairs(spec.Dv, spec.vector_programs.value),
+    )
 
 
 def has_large_memory(device_kind: str) -> bool:

@@ -121,13 +121,11 @@ def _limit_of_pages(spec: AttentionSpec) -> str | None:
 
     It reaches them as words of two columns: 2 ** 32 bytes are 2 ** 31 of these.
     """
-    from pallas_kernels.triton.head_chunks import may_hold_pairs
-
     paging = spec.paging
     if paging is None or paging.dtype is None:
         return None
     sides = [(spec.Dv, None)] if spec.has_latent_tiles else [(spec.D, spec.key_mod), (spec.Dv, spec.value_mod)]
-    in_words = lambda size, mod: may_hold_pairs(spec, size, mod) and not spec.has_latent_tiles
+    in_words = lambda size, mod: spec.may_hold_pairs(size, mod) and not spec.has_latent_tiles
     in_bytes = [spec.paged_rows * size for size, mod in sides if not in_words(size, mod)]
     unreached = [elements for elements in in_bytes if unreached_by_pallas(elements)]
     if not unreached:

@@ -27,7 +27,7 @@ from pallas_kernels.program.build import Derivative, Program
 from pallas_kernels.program.cotangents import group_loads, is_ordered
 from pallas_kernels.program.ir import Axes, Node, reachable
 from pallas_kernels.spec import AttentionSpec
-from pallas_kernels.triton.head_chunks import chunks, may_hold_pairs
+from pallas_kernels.triton.head_chunks import chunks
 from pallas_kernels.triton.plan import limits
 from pallas_kernels.triton.plan.limits import MIN_TILE, decodes, limit_of_device
 from pallas_kernels.tuning import tables
@@ -73,7 +73,7 @@ class TritonPlan:
         kernels = [("decode" if self.decodes else "forward", self.forward)]
         if self.backward is not None:
             kernels += [("dkv", self.backward.dkv), ("dq", self.backward.dq)]
-        text = ", ".join(f"{kernel} {describe_tiles(choice)}" for kernel, choice in kernels)
+        text = ", ".join(f"{kernel} {choice.describe()}" for kernel, choice in kernels)
         return text + describe_splits(self.spec) if self.decodes else text
 
 
@@ -136,7 +136,7 @@ def _choose_tiles(spec: AttentionSpec, kernel: Kernel) -> TileChoice | Refusal:
             f"it needs tiles of at least {MIN_TILE}, in powers of two; {where} {smallest} (create the mask with a "
             f"`block_size` that is a multiple of {MIN_TILE})"
         )
-    if can_pipeline(spec.programs.score):
+    if tables.can_pipeline(spec.programs.score):
         return choice
     return dataclasses.replace(choice, tiles=dataclasses.replace(choice.tiles, num_stages=1))
 
@@ -152,7 +152,7 @@ def _tiles_of(spec: AttentionSpec, kernel: Kernel) -> TileChoice:
         return TileChoice(dataclasses.replace(configured, block_q=rows) if kernel == "decode" else configured, "config")
     invariant = spec.config.batch_invariant and kernel == "forward"
     measured = None if kernel == "decode" or invariant else _measured_tiles(spec, kernel)
-    tiles = tables.tiles_for(kernel, need_of(spec), spec.group * spec.T) if measured is None else measured
+    tiles = tables.tiles_for(kernel, tables.need_of(spec), spec.group * spec.T) if measured is None else measured
     block_q, block_kv = tiles.shape
     if kernel == "decode":  # rows of its tile are queries of several heads
         block_kv = min(block_kv, spec.blocks.size[1] & -spec.blocks.size[1] if spec.blocks else block_kv)
@@ -197,13 +197,6 @@ def faster_by_official(plan: TritonPlan, requested: GradientRequest | None) -> s
     return f"official Triton was measured to be faster ({' and '.join(kernels)}: {after:.1f} us, not {before:.1f})"
 
 
-def describe_tiles(choice: TileChoice) -> str:
-    """Sizes, and the source of the choice."""
-    tiles = choice.tiles
-    sizes = f"{tiles.num_warps} warps, {tiles.num_stages} stages, by {choice.source}"
-    return f"{tiles.block_q} x {tiles.block_kv} ({sizes})"
-
-
 def describe_splits(spec: AttentionSpec) -> str:
     """Splits of a constant number of keys, where the batch must not matter."""
     return f" in splits of {limits.KEYS_OF_SPLIT} keys" if spec.config.batch_invariant else ""
@@ -213,19 +206,6 @@ def describe_splits(spec: AttentionSpec) -> str:
 HOPPER_SHARED_MEMORY, AMPERE_SHARED_MEMORY, MIN_SHARED_MEMORY = 232448, 166912, 101376
 # Register budget for values live through the mainloop. A thread has 255, and some values are rounded to 16 bits early.
 MAX_REGISTERS = 272
-
-
-def need_of(spec: AttentionSpec) -> tables.Need:
-    """Properties of a call that the rules for tiles depend on."""
-    return tables.Need(
-        head_size=max(spec.D, spec.Dv),
-        itemsize=jnp.dtype(spec.dtype).itemsize,
-        heavy=tables.is_heavy(*spec.programs),
-        score=(spec.programs.score is not None and spec.normalize == "softmax") or spec.programs.dropout is not None,
-        large_memory=tables.has_large_memory(spec.device_kind),
-        in_bytes=may_hold_pairs(spec, spec.D, spec.vector_programs.key)
-        and may_hold_pairs(spec, spec.Dv, spec.vector_programs.value),
-    )
 
 
 class LoadBytes(NamedTuple):
@@ -290,18 +270,6 @@ def bytes_of_loads(kernel: str, programs: Sequence[Program | None]) -> LoadBytes
     loads = [node for program in programs if program is not None for node in program.loads]
     read = lambda kind: sum(max(x.dtype.itemsize, 4 if kernel == "dkv" else 1) for x in loads if x.kind == kind)
     return LoadBytes(read(Axes.TILE), read(Axes.ROW if kernel == "dkv" else Axes.COLUMN))
-
-
-def can_pipeline(score: Program | None) -> bool:
-    """True if the mainloop may be software-pipelined: not where a score mod indexes an array by the score.
-
-    Such a load waits for an MMA of the same iteration, which Triton (XLA of JAX 0.11) then moves to an earlier one. On
-    an H200 (bf16, tiles of 64 x 64, wgmma) dK came out wrong, by 0.25 in the mean; that the move is the cause was read
-    off the PTX, where with one stage nothing is moved.
-    """
-    if score is None:
-        return True
-    return not any(score.argument("score") in reachable(load.inputs) for load in score.loads)
 
 
 def stages_that_fit(
