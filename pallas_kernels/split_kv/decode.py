@@ -66,15 +66,13 @@ def repair(
 
     See `containment`.
     """
-    count = len(jax.tree.leaves((arrays, lengths)))
-    return runner_of(spec).launch(
+    return runner_of(spec).launch_in_place(
         functools.partial(_repair_kernel, spec, tiles),
-        (arrays, lengths, tuple(result)),
-        [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in result],
+        (arrays, lengths),
+        tuple(result),
         name="jflex_decode_repair",
         grid=(spec.Hkv, spec.B),
         tiles=dataclasses.replace(tiles, num_stages=1),
-        aliases={count + n: n for n in range(len(result))},
     )
 
 

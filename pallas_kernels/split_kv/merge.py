@@ -214,17 +214,15 @@ def result_shapes(spec: AttentionSpec, out_dtype: DTypeLike) -> list[jax.ShapeDt
 def merge_ragged(plan: SplitPlan, extents: KvExtents[jax.Array], partials: Results, result: Results) -> Results:
     """Writes the rows that are split into out, lse and stats [B, Hq, T], and returns these."""
     spec = plan.spec
-    first_output = len(jax.tree.leaves((extents, partials)))
     rows = spec.group * spec.T * plan.heads * plan.max_split_rows
     run, warps = _at_once(spec, plan.max_splits, rows)
-    return runner_of(spec).launch(
+    return runner_of(spec).launch_in_place(
         functools.partial(_ragged_kernel, plan, run),
-        (extents, Partials.from_arrays(partials), tuple(result)),
-        [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in result],
+        (extents, Partials.from_arrays(partials)),
+        tuple(result),
         name="jflex_decode_merge",
         grid=(min(rows, planner.MAX_MERGE_PROGRAMS),),
         tiles=Tiles(run, run, warps, 1),
-        aliases={first_output + n: n for n in range(len(result))},
     )
 
 
@@ -295,14 +293,13 @@ def merge_splits(
     """Writes the rows that have several splits into out [N, Hq, Dv], lse and stats [N, Hq], and returns these."""
     extents, rows = RequestExtents(arrays.indptr, arrays.lengths), work.rows_to_merge(spec)
     run, warps = (2, 1) if work.fixed_splits else partials_at_once(work.max_splits(spec), rows)
-    return runner_of(spec).launch(
+    return runner_of(spec).launch_in_place(
         functools.partial(_paged_kernel, spec, work, run),
-        (extents, Partials.from_arrays(splits), tuple(result)),
-        [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in result],
+        (extents, Partials.from_arrays(splits)),
+        tuple(result),
         name="jflex_paged_merge",
         grid=(min(rows, planner.MAX_MERGE_PROGRAMS),),
         tiles=Tiles(run, run, warps, 1),
-        aliases={2 + len(splits) + n: n for n in range(len(result))},
     )
 
 

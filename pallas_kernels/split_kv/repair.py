@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import jax
 
 from pallas_kernels.config import Tiles
-from pallas_kernels.gradients import Repairs, row_statistics
+from pallas_kernels.gradients import KernelStatics, Repairs, row_statistics
 from pallas_kernels.plan import Refusal
 from pallas_kernels.program.build import Derivative
 from pallas_kernels.spec import AttentionSpec, Operands
@@ -49,11 +49,9 @@ def backward(
     d_saved: tuple[jax.Array, jax.Array | None],
 ) -> Repairs:
     """Repairs of gradients, from output and lse of the forward pass and their cotangents."""
-    rows = row_statistics(spec, saved, d_saved)
-    return Repairs(
-        functools.partial(dq.repair, spec, TILES, arrays, rows, derivative),
-        functools.partial(dkv.repair, spec, TILES, arrays, rows, derivative),
-    )
+    statics, rows = KernelStatics(spec, TILES, derivative), row_statistics(spec, saved, d_saved)
+    partial = functools.partial
+    return Repairs(partial(dq.repair, statics, arrays, rows), partial(dkv.repair, statics, arrays, rows))
 
 
 def decode(

@@ -217,15 +217,9 @@ def repair(
     """Recomputes the tiles that have an lse of NaN; see `containment`."""
     tiles = repair_tiles(tiles)
     marked = Marked(spec, spec.Hq, spec.B, spec.T, tiles.block_q)
-    count = len(jax.tree.leaves(arrays))
-    out, lse = runner_of(spec).launch(
-        functools.partial(_repair_kernel, spec, tiles, marked),
-        (arrays, tuple(result)),
-        [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in result],
-        name="jflex_forward_repair",
-        grid=(marked.programs,),
-        tiles=tiles,
-        aliases={count: 0, count + 1: 1},
+    kernel = functools.partial(_repair_kernel, spec, tiles, marked)
+    out, lse = runner_of(spec).launch_in_place(
+        kernel, (arrays,), tuple(result), name="jflex_forward_repair", grid=(marked.programs,), tiles=tiles
     )
     return out, lse
 

@@ -116,6 +116,22 @@ class Runner(abc.ABC):
         )
         return self._run(call, kernel, inputs, len(outputs), tiles)
 
+    def launch_in_place(
+        self,
+        kernel: Callable[..., None],
+        inputs: Sequence[object],
+        results: object,
+        *,
+        name: str,
+        grid: tuple[int, ...],
+        tiles: Tiles,
+    ) -> list[jax.Array]:
+        """Runs ``kernel(*input refs, refs to the old results, *refs to the new ones)``, in the same memory."""
+        old, first = jax.tree.leaves(results), len(jax.tree.leaves(inputs))
+        outputs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in old]
+        aliases = {first + n: n for n in range(len(old))}
+        return self.launch(kernel, (*inputs, results), outputs, name=name, grid=grid, tiles=tiles, aliases=aliases)
+
     @abc.abstractmethod
     def _run(
         self,

@@ -22,7 +22,7 @@ from jax.ref import addupdate
 
 from pallas_kernels import block_walk
 from pallas_kernels.config import Tiles
-from pallas_kernels.gradients import RowOperands, log2_lse, score_mod_vjp, weights_vjp
+from pallas_kernels.gradients import KernelStatics, RowOperands, log2_lse, score_mod_vjp, weights_vjp
 from pallas_kernels.program.broadcast_axes import BroadcastAxes
 from pallas_kernels.program.build import Derivative
 from pallas_kernels.program.cotangents import covers, stores
@@ -48,14 +48,14 @@ class CapturedWork(NamedTuple):
 
 
 def captured(
-    spec: AttentionSpec,
-    tiles: Tiles,
+    statics: KernelStatics,
     arrays: Operands[jax.Array],
     rows: RowOperands[jax.Array],
-    derivative: Derivative,
     group: tuple[BroadcastAxes, tuple[Node, ...]],
 ) -> list[jax.Array]:
     """Computes the gradients, of the shape of the array, that each load of a group contributes."""
+    spec, tiles, derivative, _ = statics
+    assert derivative is not None  # whose loads they are
     work = _plan(spec, tiles, group)
     shapes = [_result(spec, arrays, work, load) for load in work.loads]
     states = None if arrays.lists is None else block_walk.states(spec, arrays.lists)

@@ -19,8 +19,6 @@ from jax.experimental import pallas as pl
 from pallas_kernels import block_walk
 from pallas_kernels.config import Tiles
 from pallas_kernels.gradients import KernelStatics, RowOperands, log2_lse, score_mod_vjp, weights_vjp
-from pallas_kernels.program.build import Derivative
-from pallas_kernels.program.cotangents import LoadGroups
 from pallas_kernels.softmax import mark
 from pallas_kernels.spec import AttentionSpec, Operands
 from pallas_kernels.triton import scores
@@ -48,22 +46,10 @@ class DkvOutputs(NamedTuple):
     columns: list[jax.Array]
 
 
-def dkv(
-    spec: AttentionSpec,
-    tiles: Tiles,
-    arrays: Operands[jax.Array],
-    rows: RowOperands[jax.Array],
-    derivative: Derivative | None,
-    groups: LoadGroups,
-) -> DkvOutputs:
-    """Computes dK and dV in the layout of the key; float32 where a shared batch is still to be summed.
-
-    Args:
-      arrays: The operands of the forward pass.
-      rows: dO [B, T, Hq, Dv] or [B, Hq, T, Dv]; lse, delta and dH [B, Hq, T].
-      derivative: Of the score mod; None without one.
-      groups: Loads of captured arrays with requested gradients.
-    """
+def dkv(statics: KernelStatics, arrays: Operands[jax.Array], rows: RowOperands[jax.Array]) -> DkvOutputs:
+    """Computes dK and dV in the layout of the key; float32 where a shared batch is still to be summed."""
+    spec, tiles, _, groups = statics
+    assert groups is not None  # but for a repair
     dtype = arrays.key.dtype if spec.Bkv == spec.B else jnp.float32
     per_column = jax.ShapeDtypeStruct((spec.B, spec.Hq, spec.S), jnp.float32)
     marks = jax.ShapeDtypeStruct((spec.B, spec.Hkv, spec.S), jnp.float32)
@@ -73,7 +59,7 @@ def dkv(
         *([marks] if spec.needs_marks else []),
     ]
     d_key, d_value, *columns = runner_of(spec).launch(
-        functools.partial(_kernel, KernelStatics(spec, tiles, derivative, groups)),
+        functools.partial(_kernel, statics),
         (arrays, block_walk.column_order(spec, tiles, arrays), rows),
         outputs,
         name="jflex_backward_dkv",
@@ -82,31 +68,27 @@ def dkv(
     )
     if spec.needs_marks:
         *columns, marks = columns
-        d_key, d_value = repair(spec, tiles, arrays, rows, derivative, (d_key, d_value), marks)
+        d_key, d_value = repair(statics, arrays, rows, (d_key, d_value), marks)
     return DkvOutputs(d_key, d_value, columns)
 
 
 def repair(
-    spec: AttentionSpec,
-    tiles: Tiles,
+    statics: KernelStatics,
     arrays: Operands[jax.Array],
     rows: RowOperands[jax.Array],
-    derivative: Derivative | None,
     result: tuple[jax.Array, jax.Array],
     marks: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
     """Recomputes dK and dV of the tiles with marked keys; `marks` is float32 [B, Hkv, S]; see `containment`."""
-    tiles = repair_tiles(tiles)
+    spec, tiles = statics.spec, repair_tiles(statics.tiles)
     marked = Marked(spec, spec.Hkv, spec.B, spec.S, tiles.block_kv)
-    count = len(jax.tree.leaves((arrays, rows, marks)))
-    d_key, d_value = runner_of(spec).launch(
-        functools.partial(_repair_kernel, KernelStatics(spec, tiles, derivative), marked),
-        (arrays, rows, marks, result),
-        [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in result],
+    d_key, d_value = runner_of(spec).launch_in_place(
+        functools.partial(_repair_kernel, statics._replace(tiles=tiles, groups=None), marked),
+        (arrays, rows, marks),
+        result,
         name="jflex_backward_dkv_repair",
         grid=(marked.programs,),
         tiles=tiles,
-        aliases={count: 0, count + 1: 1},
     )
     return d_key, d_value
 
@@ -120,14 +102,14 @@ def _kernel(
     d_value: Ref,  # [B, S, Hkv, Dv] or [B, Hkv, S, Dv]
     *columns: Ref,  # [B, Hq, S] for each of `groups.columns`, then marks [B, Hkv, S]
 ) -> None:
-    spec, tiles, derivative, groups = statics
+    spec, tiles, _, groups = statics
     assert groups is not None  # but for a repair
     tile, kv_h, b = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     tile = block_walk.column_at(spec, order, b, kv_h, tile)
     keys = _Keys.from_refs(spec, tiles, arrays, (b, kv_h, tile))
 
     def one_head(member: Index, state: tuple[Columns, Columns]) -> tuple[Columns, Columns]:
-        head = _Head(keys, derivative, groups, rows, kv_h * spec.group + member)
+        head = _Head(keys, statics, rows, kv_h * spec.group + member)
         start = (*state, tuple(jnp.zeros((tiles.block_kv,), jnp.float32) for _ in groups.columns))
         d_k, d_v, sums = head.walk(start, head.step())
         for ref, total in zip(columns, sums, strict=False):
@@ -150,16 +132,17 @@ def _repair_kernel(
     d_key: Ref,  # [B, S, Hkv, D] or [B, Hkv, S, D]
     d_value: Ref,  # [B, S, Hkv, Dv] or [B, Hkv, S, Dv]
 ) -> None:
-    spec, tiles, derivative, _ = statics
+    spec, tiles = statics.spec, statics.tiles
 
     def fix(b: jax.Array, kv_h: jax.Array, first: jax.Array) -> None:
         keys = _Keys.from_refs(spec, tiles, arrays, (b, kv_h, lax.div(first, jnp.int32(tiles.block_kv))))
 
-        def one_head(member: Index, state: _Repaired) -> _Repaired:
-            head = _Head(keys, derivative, None, rows, kv_h * spec.group + member)
-            return head.walk(state, head.repair_step())
+        def one_head(member: Index, state: _State) -> _State:
+            head = _Head(keys, statics, rows, kv_h * spec.group + member)
+            return head.walk(state, head.step())
 
         d_k, d_v, attended = keys.over_heads((*keys.zeros, Attended.none(tiles.block_kv)), one_head)
+        assert isinstance(attended, Attended)  # as it was before
         keys.store(d_key, d_value, d_k, attended.keep(keys.load(before[1], b), keys.scaled_up(d_v)))
 
     marked.repair(marks, fix)
@@ -216,16 +199,15 @@ class _Keys(NamedTuple):
             store_rows(self.spec, ref, b, kv_h, self.first, x, self.spec.S, may_end=self.keys_end)
 
 
-_Sums: TypeAlias = tuple[Columns, Columns, tuple[jax.Array, ...]]  # dK, dV, cotangents of the loads by key
-_Repaired: TypeAlias = tuple[Columns, Columns, Attended]
+# dK, dV, and cotangents of the loads by key, or in a repair the keys that must keep their dV
+_State: TypeAlias = tuple[Columns, Columns, tuple[jax.Array, ...] | Attended]
 
 
 class _Head(NamedTuple):
     """The mainloop over the queries of one query head."""
 
     keys: _Keys
-    derivative: Derivative | None
-    groups: LoadGroups | None
+    statics: KernelStatics
     rows: RowOperands[Ref]
     h: jax.Array  # index of the query head
 
@@ -236,49 +218,36 @@ class _Head(NamedTuple):
             keys.spec, keys.tiles, keys.arrays, (keys.at[0], self.h, keys.at[2]), state, step
         )
 
-    def step(self) -> Callable[[_Sums, Index, bool], _Sums]:
-        """The mainloop step over a tile of queries: adds to dK, dV and to the cotangents of the loads by key."""
-        spec, prepared, groups = self.keys.spec, self._prepared(), self.groups
-        assert groups is not None  # but for a repair
+    def step(self) -> Callable[[_State, Index, bool], _State]:
+        """The mainloop step over a tile of queries: adds to dK, dV and to the cotangents of the loads by key.
 
-        def step(state: _Sums, query: Index, is_partial: bool) -> _Sums:
+        A repair clears masked elements, and finds out what was attended to instead of the cotangents.
+        """
+        spec, prepared, (_, _, derivative, groups) = self.keys.spec, self._prepared(), self.statics
+        clear = (lambda tile, x: tile.clear(x)) if groups is None else (lambda _, x: x)
+        clean = cleared if groups is None else (lambda rows: rows)
+
+        def step(state: _State, query: Index, is_partial: bool) -> _State:
             d_k, d_v, sums = state
             q, d_out, vector = self._load(query, is_partial)  # [Bq, D], [Bq, Dv]
             tile = scores.compute(prepared, q, self.keys.k, query, is_partial)  # S^T = KQ^T, [Bk, Bq]
             lse_log2 = log2_lse(vector(self.rows.lse, other=-jnp.inf))[None, :]
-            p = scores.probabilities(prepared, tile, lse_log2)  # P^T = exp2(S^T - lse)
-            d_v = add_rows(d_v, pv_dot(spec, tile.drop(p), d_out))  # dV += P^T dO
+            p = clear(tile, scores.probabilities(prepared, tile, lse_log2))  # P^T = exp2(S^T - lse)
+            d_v = add_rows(d_v, pv_dot(spec, tile.drop(p), clean(d_out)))  # dV += P^T dO
             d_p = weights_vjp(spec, tile, qk_dot(spec, self.keys.v, d_out))  # dP^T = V dO^T
             d_p = scores.entropy_vjp(prepared, tile, d_p, lse_log2, self.rows.load_d_entropy(vector))
-            d_s = scores.scores_vjp(prepared, tile, p, d_p, vector(self.rows.delta, other=0.0)[None, :])
-            d_s, of_load = score_mod_vjp(self.derivative, tile, d_s)  # dS'^T of KQ^T, from dS = P * (dP - delta)
-            sums = tuple(total + jnp.sum(of_load(n), axis=1) for total, n in zip(sums, groups.columns, strict=True))
-            return add_rows(d_k, pv_dot(spec, d_s, q)), d_v, sums  # dK += dS'^T Q
-
-        return step
-
-    def repair_step(self) -> Callable[[_Repaired, Index, bool], _Repaired]:
-        """The mainloop step of a repair: dK and dV alone, with masked elements cleared."""
-        spec, prepared = self.keys.spec, self._prepared()
-
-        def step(state: _Repaired, query: Index, is_partial: bool) -> _Repaired:
-            d_k, d_v, attended = state
-            q, d_out, vector = self._load(query, is_partial)  # [Bq, D], [Bq, Dv]
-            tile = scores.compute(prepared, q, self.keys.k, query, is_partial)  # S^T = KQ^T, [Bk, Bq]
-            lse_log2 = log2_lse(vector(self.rows.lse, other=-jnp.inf))[None, :]
-            p = tile.clear(scores.probabilities(prepared, tile, lse_log2))  # P^T = exp2(S^T - lse)
-            d_v = add_rows(d_v, pv_dot(spec, tile.drop(p), cleared(d_out)))  # dV += P^T dO
-            d_p = weights_vjp(spec, tile, qk_dot(spec, self.keys.v, d_out))  # dP^T = V dO^T
-            d_p = scores.entropy_vjp(prepared, tile, d_p, lse_log2, self.rows.load_d_entropy(vector))
-            d_s = tile.clear(scores.scores_vjp(prepared, tile, p, d_p, vector(self.rows.delta, other=0.0)[None, :]))
-            d_s, _ = score_mod_vjp(self.derivative, tile, d_s)  # dS'^T of KQ^T, from dS = P * (dP - delta)
-            d_k = add_rows(d_k, pv_dot(spec, d_s, cleared(q)))  # dK += dS'^T Q
-            return d_k, d_v, attended.to(d_out, tile.visible)
+            d_s = clear(tile, scores.scores_vjp(prepared, tile, p, d_p, vector(self.rows.delta, other=0.0)[None, :]))
+            d_s, of_load = score_mod_vjp(derivative, tile, d_s)  # dS'^T of KQ^T, from dS = P * (dP - delta)
+            if groups is not None and not isinstance(sums, Attended):
+                sums = tuple(total + jnp.sum(of_load(n), axis=1) for total, n in zip(sums, groups.columns, strict=True))
+            d_k = add_rows(d_k, pv_dot(spec, d_s, clean(q)))  # dK += dS'^T Q
+            return d_k, d_v, sums.to(d_out, tile.visible) if isinstance(sums, Attended) else sums
 
         return step
 
     def _prepared(self) -> scores.Scores:
-        keys, programs = self.keys, None if self.derivative is None else {"score": self.derivative.nodes}
+        keys, derivative = self.keys, self.statics.derivative
+        programs = None if derivative is None else {"score": derivative.nodes}
         b, tile = keys.at[0], keys.tiles.shape
         return scores.prepare(keys.spec, keys.arrays, tile, b, self.h, k_first=keys.first, programs=programs)
 

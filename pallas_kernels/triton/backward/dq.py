@@ -19,8 +19,6 @@ from jax.ref import addupdate
 from pallas_kernels import block_walk
 from pallas_kernels.config import Tiles
 from pallas_kernels.gradients import KernelStatics, RowOperands, log2_lse, score_mod_vjp, weights_vjp
-from pallas_kernels.program.build import Derivative
-from pallas_kernels.program.cotangents import LoadGroups
 from pallas_kernels.program.ir import Axes, Node
 from pallas_kernels.softmax import ScoreTile, mark
 from pallas_kernels.spec import AttentionSpec, Operands
@@ -50,23 +48,10 @@ class DqOutputs(NamedTuple):
     tiles: list[jax.Array]
 
 
-def dq(
-    spec: AttentionSpec,
-    tiles: Tiles,
-    arrays: Operands[jax.Array],
-    rows: RowOperands[jax.Array],
-    derivative: Derivative | None,
-    groups: LoadGroups,
-) -> DqOutputs:
-    """Computes dQ, in the layout and dtype of the query, and cotangents of loads.
-
-    Args:
-      arrays: The operands of the forward pass.
-      rows: dO [B, T, Hq, Dv] or [B, Hq, T, Dv]; lse, delta and dH [B, Hq, T].
-      derivative: Of the score mod; None without one.
-      groups: Loads of captured arrays with requested gradients.
-    """
-    operands = arrays.captured.score
+def dq(statics: KernelStatics, arrays: Operands[jax.Array], rows: RowOperands[jax.Array]) -> DqOutputs:
+    """Computes dQ, in the layout and dtype of the query, and cotangents of loads, from the operands of the forward."""
+    (spec, tiles, _, groups), operands = statics, arrays.captured.score
+    assert groups is not None  # but for a repair
     zeros = [jnp.zeros(operands[n.value].shape or (1,), operands[n.value].dtype) for n in groups.stores]
     zeros += [jnp.zeros(operands[n.value].shape, jnp.float32) for n in groups.atomics]
     inputs = (arrays, block_walk.row_order(spec, tiles, arrays), rows, zeros)
@@ -80,7 +65,7 @@ def dq(
     before = len(jax.tree.leaves(inputs[:3]))
     aliases = {before + i: 1 + len(groups.rows) + i for i in range(len(zeros))}
     result = runner_of(spec).launch(
-        functools.partial(_kernel, KernelStatics(spec, tiles, derivative, groups)),
+        functools.partial(_kernel, statics),
         inputs,
         outputs,
         name="jflex_backward_dq",
@@ -90,31 +75,27 @@ def dq(
     )
     d_query, captured = result[0], result[1 : 1 + len(groups.rows) + len(zeros)]
     if spec.needs_marks:
-        d_query = repair(spec, tiles, arrays, rows, derivative, d_query, result[-1])
+        d_query = repair(statics, arrays, rows, d_query, result[-1])
     return DqOutputs(d_query, list(captured[: len(groups.rows)]), list(captured[len(groups.rows) :]))
 
 
 def repair(
-    spec: AttentionSpec,
-    tiles: Tiles,
+    statics: KernelStatics,
     arrays: Operands[jax.Array],
     rows: RowOperands[jax.Array],
-    derivative: Derivative | None,
     d_query: jax.Array,
     marks: jax.Array,
 ) -> jax.Array:
     """Recomputes dQ of the tiles with marked rows; `marks` is float32 [B, Hq, T]; see `containment`."""
-    tiles = repair_tiles(tiles)
+    spec, tiles = statics.spec, repair_tiles(statics.tiles)
     marked = Marked(spec, spec.Hq, spec.B, spec.T, tiles.block_q)
-    count = len(jax.tree.leaves((arrays, rows, marks)))
-    [d_query] = runner_of(spec).launch(
-        functools.partial(_repair_kernel, KernelStatics(spec, tiles, derivative), marked),
-        (arrays, rows, marks, d_query),
-        [jax.ShapeDtypeStruct(d_query.shape, d_query.dtype)],
+    [d_query] = runner_of(spec).launch_in_place(
+        functools.partial(_repair_kernel, statics._replace(tiles=tiles, groups=None), marked),
+        (arrays, rows, marks),
+        d_query,
         name="jflex_backward_dq_repair",
         grid=(marked.programs,),
         tiles=tiles,
-        aliases={count: 0},
     )
     return d_query
 
@@ -132,7 +113,7 @@ def _kernel(
     assert groups is not None  # but for a repair
     i, h, b = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     tile = block_walk.row_at(spec, order, b, h, i, pl.num_programs(0))
-    queries = _Queries.from_refs(spec, tiles, derivative, arrays, rows, (b, h, tile))
+    queries = _Queries.from_refs(statics, arrays, rows, (b, h, tile))
     written = captured[len(groups.rows) :]
 
     def step(state: tuple[Columns, Columns], key: Index, is_partial: bool) -> tuple[Columns, Columns]:
@@ -165,7 +146,7 @@ def _repair_kernel(
 
     def fix(b: jax.Array, h: jax.Array, first: jax.Array) -> None:
         tile = lax.div(first, jnp.int32(tiles.block_q))
-        queries = _Queries.from_refs(spec, tiles, derivative, arrays, rows, (b, h, tile))
+        queries = _Queries.from_refs(statics, arrays, rows, (b, h, tile))
 
         def step(d_q: Columns, key: Index, is_partial: bool) -> Columns:
             k, tile, d_s = queries.d_scores(key, is_partial)
@@ -192,17 +173,9 @@ class _Queries(NamedTuple):
     d_entropy: jax.Array | None
 
     @classmethod
-    def from_refs(
-        cls,
-        spec: AttentionSpec,
-        tiles: Tiles,
-        derivative: Derivative | None,
-        arrays: Operands[Ref],
-        rows: RowOperands[Ref],
-        at: Location,
-    ) -> _Queries:
+    def from_refs(cls, statics: KernelStatics, arrays: Operands[Ref], rows: RowOperands[Ref], at: Location) -> _Queries:
         """Loads it."""
-        b, h, tile = at
+        (spec, tiles, derivative, _), (b, h, tile) = statics, at
         first, rows_end = tile * tiles.block_q, spec.T % tiles.block_q != 0
         load = functools.partial(load_queries, spec, b=b, h=h, first=first, rows=tiles.block_q, may_end=rows_end)
         vector = functools.partial(

@@ -25,6 +25,7 @@ from pallas_kernels.config import Tiles
 from pallas_kernels.gradients import (
     Entropy,
     Gradients,
+    KernelStatics,
     RequestedGradients,
     collect,
     row_statistics,
@@ -63,31 +64,28 @@ def backward(
       d_saved: Their cotangents; that of lse may be None.
       entropy: That of the rows and its cotangent; None where it has none.
     """
-    rows = row_statistics(spec, saved, d_saved, entropy)
-    derivative = requested.derivative
+    rows, derivative = row_statistics(spec, saved, d_saved, entropy), requested.derivative
     groups = group_loads(spec, derivative)
+    statics = KernelStatics(spec, tiles.dq, derivative, groups)
     cotangents_of = lambda loads: [] if derivative is None else [derivative.d_loads[load] for load in loads]
     gradients = {i: [] for i in range(len(arrays.captured.score))}
     d_query = d_key = d_value = None
     if requested.query or groups.rows or groups.stores or groups.atomics:
         written = (*groups.stores, *groups.atomics)
         fitting = fitted(spec, "dq", tiles.dq, cotangents_of((*groups.rows, *written)))
-        result = backward_dq.dq(spec, fitting, arrays, rows, derivative, groups)
+        result = backward_dq.dq(statics._replace(tiles=fitting), arrays, rows)
         d_query = result.query if requested.query else None
         collect(spec, derivative, arrays, groups.rows, result.rows, gradients)
         for load, x in zip(written, result.tiles, strict=True):
             gradients[load.value].append(x)
     for axes, loads in groups.repeated:
-        assert derivative is not None  # what loads
-        found_captured = backward_captured.captured(spec, tiles.dq, arrays, rows, derivative, (axes, loads))
-        for load, x in zip(loads, found_captured, strict=True):
+        summed = backward_captured.captured(statics, arrays, rows, (axes, loads))
+        for load, x in zip(loads, summed, strict=True):
             gradients[load.value].append(x)
     if requested.key_or_value or groups.columns:
         fitting = fitted(spec, "dkv", tiles.dkv, cotangents_of(groups.columns))
-        result = backward_dkv.dkv(spec, fitting, arrays, rows, derivative, groups)
-        d_key, d_value = (
-            (sum_batch(spec, x) for x in (result.key, result.value)) if requested.key_or_value else (None, None)
-        )
+        result = backward_dkv.dkv(statics._replace(tiles=fitting), arrays, rows)
+        if requested.key_or_value:
+            d_key, d_value = sum_batch(spec, result.key), sum_batch(spec, result.value)
         collect(spec, derivative, arrays, groups.columns, result.columns, gradients)
-    captured = tuple(map(sum_gradients, gradients.values()))
-    return Gradients(d_query, d_key, d_value, captured)
+    return Gradients(d_query, d_key, d_value, tuple(map(sum_gradients, gradients.values())))
