@@ -40,9 +40,7 @@ from pallas_kernels.mosaic_gpu.launch import WARP_GROUP, flatten_captured, launc
 from pallas_kernels.mosaic_gpu.score import bias_gradients, bias_tiles, scores
 from pallas_kernels.mosaic_gpu.score.tile import ROW, accumulator, zero_tile
 from pallas_kernels.mosaic_gpu.smem import CONSUMER_REGISTERS, PRODUCER_REGISTERS
-from pallas_kernels.program.build import Derivative
-from pallas_kernels.program.cotangents import LoadGroups
-from pallas_kernels.spec import AttentionSpec, Operands
+from pallas_kernels.spec import Operands
 from pallas_kernels.types import A, Accumulator, Index, Ref, S
 
 
@@ -85,12 +83,10 @@ class CapturedOutputs(NamedTuple):
 
 
 def captured(
-    spec: AttentionSpec,
+    static: BackwardStatic,
     work: CapturedWork,
     arrays: Operands[jax.Array],
     rows: RowOperands[jax.Array],
-    derivative: Derivative,
-    groups: LoadGroups,
     *,
     with_query: bool,
 ) -> CapturedOutputs:
@@ -98,8 +94,7 @@ def captured(
 
     `with_query` computes dQ too, which is not deterministic.
     """
-    tiles = work.tiles
-    static = BackwardStatic.from_operands(spec, tiles, arrays, derivative, groups)
+    spec, tiles = static.spec, work.tiles
     scratch = declare(spec, work, arrays.query.dtype, with_query=with_query)
     assert scratch is not None  # the plan has checked
     bias = [] if scratch.bias is None else [x.source(arrays.captured.score) for x in bias_tiles.bias_loads(spec)]

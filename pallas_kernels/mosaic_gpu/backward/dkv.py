@@ -19,7 +19,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plg
 
 from pallas_kernels import block_walk
-from pallas_kernels.config import Tiles
 from pallas_kernels.gradients import RowOperands
 from pallas_kernels.mosaic_gpu import smem
 from pallas_kernels.mosaic_gpu.backward.stream import (
@@ -35,8 +34,6 @@ from pallas_kernels.mosaic_gpu.launch import WARP_GROUP, Grid, flatten_captured,
 from pallas_kernels.mosaic_gpu.score import bias_tiles
 from pallas_kernels.mosaic_gpu.score.tile import TILE, accumulator, row_vector
 from pallas_kernels.mosaic_gpu.smem import CONSUMER_REGISTERS, PRODUCER_REGISTERS
-from pallas_kernels.program.build import Derivative
-from pallas_kernels.program.cotangents import LoadGroups
 from pallas_kernels.softmax import mark
 from pallas_kernels.spec import AttentionSpec, Operands
 from pallas_kernels.types import A, Accumulator, Index, Location, Ref, S
@@ -70,22 +67,14 @@ class DkvInputs(NamedTuple, Generic[A]):
 
 
 def dkv(
-    spec: AttentionSpec,
-    tiles: Tiles,
-    arrays: Operands[jax.Array],
-    rows: RowOperands[jax.Array],
-    derivative: Derivative | None,
-    groups: LoadGroups,
-    *,
-    one_pass: bool = False,
+    static: BackwardStatic, arrays: Operands[jax.Array], rows: RowOperands[jax.Array], *, one_pass: bool = False
 ) -> DkvOutputs[jax.Array]:
     """Computes dK and dV in the layout of the key; of each batch entry, where the batch shares them.
 
     With `one_pass` dQ too, without the scale of the scores, and not deterministic. Head sizes of more than 128 take a
     launch for dK and one for dV. A consumer warp group takes 64 keys. Operands are padded, as `BackwardCall` has them.
     """
-    static = BackwardStatic.from_operands(spec, tiles, arrays, derivative, groups)
-    if max(spec.D, spec.Dv) <= MAX_HEAD_SIZE_BOTH_SUMS:
+    if max(static.spec.D, static.spec.Dv) <= MAX_HEAD_SIZE_BOTH_SUMS:
         return _launch(static, arrays, rows, one_pass=one_pass)
     assert not one_pass, "dQ needs registers beside both accumulators"
     keys, values = (_launch(static.for_sum(name), arrays, rows) for name in (KEY, VALUE))

@@ -36,7 +36,6 @@ from pallas_kernels.mosaic_gpu.launch import WARP_GROUP, Grid, flatten_captured,
 from pallas_kernels.mosaic_gpu.score import bias_gradients, bias_tiles, scores
 from pallas_kernels.mosaic_gpu.score.tile import ROW, accumulator, row_vector
 from pallas_kernels.mosaic_gpu.smem import CONSUMER_REGISTERS, PRODUCER_REGISTERS, Ring
-from pallas_kernels.program.build import Derivative
 from pallas_kernels.program.cotangents import LoadGroups
 from pallas_kernels.softmax import mark
 from pallas_kernels.spec import AttentionSpec, Operands
@@ -107,19 +106,12 @@ def declare(spec: AttentionSpec, tiles: Tiles, dtype: DTypeLike, loads: LoadGrou
     return bias_tiles.with_bias_ring(make, spec, tiles)
 
 
-def dq(
-    spec: AttentionSpec,
-    tiles: Tiles,
-    arrays: Operands[jax.Array],
-    rows: RowOperands[jax.Array],
-    derivative: Derivative | None,
-    groups: LoadGroups,
-) -> DqOutputs[jax.Array]:
+def dq(static: BackwardStatic, arrays: Operands[jax.Array], rows: RowOperands[jax.Array]) -> DqOutputs[jax.Array]:
     """Computes dQ, and cotangents of loads by query, or by query and key.
 
     A consumer warp group takes 64 queries. Operands are padded, as `BackwardCall` has them.
     """
-    static = BackwardStatic.from_operands(spec, tiles, arrays, derivative, groups)
+    spec, tiles, groups = static.spec, static.tiles, static.groups
     grid, scratch = _grid(static), declare(spec, tiles, arrays.query.dtype, groups)
     per_row = output((spec.B, spec.Hq, grid.tiles * tiles.block_q), jnp.float32)
     zeros = bias_gradients.zeros(spec, groups.stores)

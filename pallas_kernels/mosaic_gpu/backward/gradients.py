@@ -19,6 +19,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.config import Tiles
 from pallas_kernels.gradients import (
     Gradients,
     Repairs,
@@ -34,7 +35,9 @@ from pallas_kernels.mosaic_gpu.backward.captured_work import CapturedWork
 from pallas_kernels.mosaic_gpu.backward.dkv import dkv
 from pallas_kernels.mosaic_gpu.backward.dq import dq
 from pallas_kernels.mosaic_gpu.backward.plan import BackwardTiles, unsupported_groups
+from pallas_kernels.mosaic_gpu.backward.stream import BackwardStatic
 from pallas_kernels.mosaic_gpu.launch import cut_rows, pad_operands, pad_rows
+from pallas_kernels.mosaic_gpu.score import scores
 from pallas_kernels.program.cotangents import LoadGroups, group_loads
 from pallas_kernels.spec import AttentionSpec, Operands
 
@@ -84,6 +87,11 @@ class BackwardCall(NamedTuple):
     groups: LoadGroups  # loads of captured arrays with requested gradients
     repairs: Repairs  # recomputes marked rows
 
+    def static(self, tiles: Tiles) -> BackwardStatic:
+        """Statics of a launch with these tiles."""
+        captured = scores.CapturedShapes.from_operands(self.arrays)
+        return BackwardStatic(self.spec, tiles, self.requested.derivative, self.groups, captured)
+
     @property
     def captured_computes_query(self) -> bool:
         """True if the kernel for shared captured arrays adds to dQ."""
@@ -123,13 +131,12 @@ class BackwardPass(NamedTuple):
 
 def _captured_pass(call: BackwardCall) -> PassGradients:
     """Gradients of captured arrays that batch or heads share, and dQ unless it has a kernel of its own."""
-    spec, derivative, operands, d_query = call.spec, call.requested.derivative, defaultdict(list), None
+    spec, operands, d_query = call.spec, defaultdict(list), None
     assert call.tiles.captured is not None  # the pass applies
-    assert derivative is not None  # whose loads they are
     for n, group in enumerate(call.groups.repeated):
         work = CapturedWork.from_group(spec, call.tiles.captured, group)
         with_query = call.captured_computes_query and n == 0
-        outputs = captured(spec, work, call.arrays, call.rows, derivative, call.groups, with_query=with_query)
+        outputs = captured(call.static(work.tiles), work, call.arrays, call.rows, with_query=with_query)
         for load, x in zip(work.loads, outputs.loads, strict=True):
             operands[load.value].append(x)
         if outputs.query is not None:
@@ -149,7 +156,7 @@ def _dq_pass(call: BackwardCall) -> PassGradients:
     spec, groups, derivative = call.spec, call.groups, call.requested.derivative
     operands, d_query = defaultdict(list), None
     assert call.tiles.dq is not None, "cotangents of loads by query are computed by the kernel for dQ"
-    outputs = dq(spec, call.tiles.dq, call.arrays, call.rows, derivative, groups)
+    outputs = dq(call.static(call.tiles.dq), call.arrays, call.rows)
     if call.requested.query:
         d_query = cut_rows(spec, outputs.query, call.unpadded.T, call.unpadded.D)
         if outputs.marks is not None:
@@ -168,7 +175,7 @@ def _dkv_pass(call: BackwardCall) -> PassGradients:
     """Computes dK and dV, gradients of captured arrays that are read by key, and in one pass dQ."""
     spec, unpadded, groups, derivative = call.spec, call.unpadded, call.groups, call.requested.derivative
     operands, d_query, d_key, d_value = defaultdict(list), None, None, None
-    outputs = dkv(spec, call.tiles.dkv, call.arrays, call.rows, derivative, groups, one_pass=call.one_pass)
+    outputs = dkv(call.static(call.tiles.dkv), call.arrays, call.rows, one_pass=call.one_pass)
     if outputs.query is not None:
         d_query = call.query_from_sums(outputs.query)
         if outputs.marks is not None:

@@ -36,18 +36,6 @@ class BackwardStatic(NamedTuple):
     captured: scores.CapturedShapes  # shapes of the captured arrays
     sums: tuple[str, ...] = (KEY, VALUE)  # which of dK (`KEY`) and dV (`VALUE`) the dK/dV kernel computes
 
-    @classmethod
-    def from_operands(
-        cls,
-        spec: AttentionSpec,
-        tiles: Tiles,
-        arrays: Operands[jax.Array],
-        derivative: Derivative | None,
-        groups: LoadGroups,
-    ) -> BackwardStatic:
-        """Statics for both dK and dV."""
-        return cls(spec, tiles, derivative, groups, scores.CapturedShapes.from_operands(arrays))
-
     def for_sum(self, name: str) -> BackwardStatic:
         """Statics of dK or dV alone; the launch for dK computes the cotangents of loads."""
         if name == KEY:
