@@ -29,6 +29,12 @@ def list_position(spec: AttentionSpec, b: Index, h: Index) -> tuple[Index, Index
     return (b if spec.list_batch > 1 else 0), (h if spec.list_heads > 1 else 0)
 
 
+def row_of_lists(spec: AttentionSpec, lists: Sequence[Ref], b: Index, h: Index, row: Index) -> BlockRow:
+    """A row of blocks of a batch entry and head; `lists` are counts, indices, full counts and full indices."""
+    counts, indices, full_counts, full_indices = lists
+    return BlockRow((counts, indices), (full_counts, full_indices), (*list_position(spec, b, h), row))
+
+
 class Split(NamedTuple):
     """One split of a walk (split-KV): the ith of `splits` of equal length."""
 
@@ -169,9 +175,7 @@ def over_keys(
     if spec.block_size is None:
         return walk_all(tiles.block_kv, spec.S, spec.programs.mask is not None, state, step)
     assert arrays.lists is not None  # of the blocks
-    counts, indices, full_counts, full_indices = arrays.lists[:4]
-    at = (*list_position(spec, b, h), lax.div(tile, jnp.int32(spec.block_size[0] // tiles.block_q)))
-    row = BlockRow((counts, indices), (full_counts, full_indices), at)
+    row = row_of_lists(spec, arrays.lists[:4], b, h, lax.div(tile, jnp.int32(spec.block_size[0] // tiles.block_q)))
     return walk(row, spec.block_size[1], tiles.block_kv, spec.S, state, step)
 
 
@@ -207,9 +211,7 @@ def over_queries(
     if spec.block_size is None:
         return walk_all(tiles.block_q, spec.T, spec.programs.mask is not None, state, step)
     assert arrays.lists is not None  # of the blocks
-    counts, indices, full_counts, full_indices = arrays.lists[4:]
-    at = (*list_position(spec, b, h), lax.div(tile, jnp.int32(spec.block_size[1] // tiles.block_kv)))
-    column = BlockRow((counts, indices), (full_counts, full_indices), at)
+    column = row_of_lists(spec, arrays.lists[4:], b, h, lax.div(tile, jnp.int32(spec.block_size[1] // tiles.block_kv)))
     return walk(column, spec.block_size[0], tiles.block_q, spec.T, state, step)
 
 

@@ -26,13 +26,13 @@ from pallas_kernels import block_walk
 from pallas_kernels.config import Tiles
 from pallas_kernels.spec import AttentionSpec, Operands
 from pallas_kernels.split_kv import fixed_splits, merge, planner, ragged
-from pallas_kernels.split_kv.ragged import KvExtents, SplitPlan
+from pallas_kernels.split_kv.ragged import KvExtents, Row, SplitPlan
 from pallas_kernels.triton import scores
 from pallas_kernels.triton.containment import any_nan
 from pallas_kernels.triton.forward import Attention, Tile, Walk
 from pallas_kernels.triton.head_chunks import Columns, chunks, load_rows, widened
 from pallas_kernels.triton.launch import runner_of
-from pallas_kernels.types import Index, Ref, S
+from pallas_kernels.types import Index, Ref
 
 
 def decode(
@@ -78,31 +78,19 @@ def repair(
 
 def _decode_uniform(spec: AttentionSpec, tiles: Tiles, arrays: Operands[jax.Array]) -> merge.Results:
     splits = row_splits(spec, tiles)
-    if splits == 1:
-        return _decode_whole(spec, tiles, arrays)
-    shape = (spec.B * splits, spec.Hkv, tiles.block_q)
-    vectors = [jax.ShapeDtypeStruct(shape, jnp.float32)] * fixed_splits.vectors_of_partial(spec)
-    partials = runner_of(spec).launch(
+    if splits == 1:  # there is nothing to merge
+        outputs = merge.result_shapes(spec, arrays.value.dtype)
+    else:
+        outputs = merge.partial_shapes(spec, (spec.B * splits, spec.Hkv, tiles.block_q))
+    results = runner_of(spec).launch(
         functools.partial(_uniform_kernel, spec, tiles, splits),
         (arrays,),
-        [jax.ShapeDtypeStruct((*shape, spec.Dv), jnp.float32), *vectors],
+        outputs,
         name="jflex_decode",
         grid=(splits, spec.Hkv, spec.B),
         tiles=tiles,
     )
-    return merge.merge_uniform(spec, splits, partials, arrays.value.dtype)
-
-
-def _decode_whole(spec: AttentionSpec, tiles: Tiles, arrays: Operands[jax.Array]) -> merge.Results:
-    """One split for each row: there is nothing to merge."""
-    return runner_of(spec).launch(
-        functools.partial(_uniform_kernel, spec, tiles, 1),
-        (arrays,),
-        merge.result_shapes(spec, arrays.value.dtype),
-        name="jflex_decode",
-        grid=(1, spec.Hkv, spec.B),
-        tiles=tiles,
-    )
+    return results if splits == 1 else merge.merge_uniform(spec, splits, results, arrays.value.dtype)
 
 
 def _decode_ragged(
@@ -110,14 +98,12 @@ def _decode_ragged(
 ) -> merge.Results:
     lists = (None, None) if arrays.lists is None else (arrays.lists[0], arrays.lists[2])
     plan, extents = SplitPlan(spec, tiles), KvExtents(lengths, *lists)
-    slots = (plan.slots, plan.heads, tiles.block_q)
     result = merge.result_shapes(spec, arrays.value.dtype)
-    vectors = [jax.ShapeDtypeStruct(slots, jnp.float32)] * fixed_splits.vectors_of_partial(spec)
     items = min(plan.num_items, pl.cdiv(fixed_splits.MAX_PROGRAMS, plan.heads)) if plan.is_fixed else plan.num_items
     results = runner_of(spec).launch(
         functools.partial(_ragged_kernel, spec, tiles, plan),
         (arrays, lengths),
-        [*result, jax.ShapeDtypeStruct((*slots, spec.Dv), jnp.float32), *vectors],
+        [*result, *merge.partial_shapes(spec, (plan.slots, plan.heads, tiles.block_q))],
         name="jflex_decode",
         grid=(plan.heads, items),
         tiles=tiles,
@@ -143,10 +129,9 @@ def _uniform_kernel(
     *result: Ref,  # out [B * splits, Hkv, block_q, Dv], lse and stats [B * splits, Hkv, block_q]; whole with one split
 ) -> None:
     split, kv_h, b = pl.program_id(0), pl.program_id(1), pl.program_id(2)
-    walk = functools.partial(_walk_uniform, spec, tiles, arrays, (b, kv_h))
-    attention = _attention(
-        spec, tiles, arrays, (b, kv_h), None, functools.partial(walk, block_walk.Split(split, splits))
-    )
+    row = Row(b, kv_h)
+    walk = functools.partial(ragged.over_keys, spec, tiles, arrays.lists, row)
+    attention = _attention(spec, tiles, arrays, row, functools.partial(walk, block_walk.Split(split, splits)))
     if spec.config.batch_invariant:
         first, end = (0, ragged.max_fixed_splits(spec, tiles)) if splits == 1 else (split, split + 1)
         sums = fixed_splits.attend(attention, functools.partial(_fixed_walk, tiles, walk), first, end)
@@ -154,7 +139,7 @@ def _uniform_kernel(
     else:
         rows, vectors = attention.attend()
     if splits == 1:
-        return ragged.store_unsplit(spec, ragged.unsplit_item(b, kv_h), rows, vectors, result)
+        return ragged.store_unsplit(spec, ragged.unsplit_item(row), rows, vectors, result)
     out, *of_vectors = result
     for (first, width), x in zip(chunks(spec.Dv), rows, strict=True):
         column = first + lax.broadcasted_iota(jnp.int32, (tiles.block_q, width), 1)
@@ -175,19 +160,18 @@ def _ragged_kernel(
     head, count = pl.program_id(0), 2 + len(spec.stats)
     extents = KvExtents(lengths, *((None, None) if arrays.lists is None else (arrays.lists[0], arrays.lists[2])))
 
-    def compute(item: jax.Array) -> None:
-        row = plan.item_at(extents, item, head)
-        walk = functools.partial(ragged.over_keys, spec, tiles, arrays.lists, row)
-        whole = functools.partial(walk, row.split)
-        attention = _attention(spec, tiles, arrays, (row.b, row.kv_h), row.end, whole)
+    def compute(number: jax.Array) -> None:
+        item = plan.item_at(extents, number, head)
+        walk = functools.partial(ragged.over_keys, spec, tiles, arrays.lists, item.row)
+        attention = _attention(spec, tiles, arrays, item.row, functools.partial(walk, item.split))
         if plan.is_fixed:
-            sums = fixed_splits.attend(attention, functools.partial(_fixed_walk, tiles, walk), *row.fixed)
-            ragged.store_partial(spec, row, head, sums.out, sums.vectors, refs[count:])
+            sums = fixed_splits.attend(attention, functools.partial(_fixed_walk, tiles, walk), *item.fixed)
+            ragged.store_partial(spec, item, head, sums.out, sums.vectors, refs[count:])
             rows, vectors = fixed_splits.finish(spec, sums)
         else:
             rows, vectors = attention.attend()
-            ragged.store_partial(spec, row, head, rows, vectors, refs[count:])
-        ragged.store_unsplit(spec, row, rows, vectors, refs[:count])
+            ragged.store_partial(spec, item, head, rows, vectors, refs[count:])
+        ragged.store_unsplit(spec, item, rows, vectors, refs[:count])
 
     if plan.is_fixed:
         planner.grid_stride(jnp.sum(plan.splits(extents)[1]), compute, axis=1)
@@ -205,57 +189,36 @@ def _repair_kernel(
 ) -> None:
     kv_h, b = pl.program_id(0), pl.program_id(1)
     fixed = ragged.max_fixed_splits(spec, tiles)
-    row = ragged.unsplit_item(b, kv_h, KvExtents(lengths, None, None).end(spec, b), fixed)
+    item = ragged.unsplit_item(Row(b, kv_h, KvExtents(lengths, None, None).end(spec, b)), fixed)
 
     def fix() -> None:
-        if row.end is None:
-            walk = functools.partial(_walk_uniform, spec, tiles, arrays, (b, kv_h))
-        else:
-            walk = functools.partial(ragged.over_keys, spec, tiles, arrays.lists, row)
-        attention = _attention(spec, tiles, arrays, (b, kv_h), row.end, functools.partial(walk, row.split))
+        walk = functools.partial(ragged.over_keys, spec, tiles, arrays.lists, item.row)
+        attention = _attention(spec, tiles, arrays, item.row, functools.partial(walk, item.split))
         if spec.config.batch_invariant:
             of_split = functools.partial(_fixed_walk, tiles, walk)
-            sums, attended = fixed_splits.repair(attention, of_split, *row.fixed)
+            sums, attended = fixed_splits.repair(attention, of_split, *item.fixed)
             rows, vectors = fixed_splits.finish(spec, sums)
         else:
             rows, vectors, attended = attention.repair()
-        ragged.store_unsplit(spec, row, rows, vectors, result, keeps=attended.bad > 0.0)
+        ragged.store_unsplit(spec, item, rows, vectors, result, keeps=attended.bad > 0.0)
 
-    pl.when(any_nan(ragged.load_lse(spec, row, tiles.block_q, before[1])))(fix)
+    pl.when(any_nan(ragged.load_lse(spec, item.row, tiles.block_q, before[1])))(fix)
 
 
-def _attention(
-    spec: AttentionSpec,
-    tiles: Tiles,
-    arrays: Operands[Ref],
-    location: tuple[jax.Array, jax.Array],
-    end: Index | None,
-    walk: Walk,
-) -> Attention:
-    """Attention of the queries of a key head, of a batch entry, over the keys of a walk that end at `end`.
-
-    The walk goes over ``(first key, is_partial, may_end)``; `may_end` says that a tile may reach past `end`, or past
-    the last key if that is None.
-    """
-    b, kv_h = location
-    row = lax.broadcasted_iota(jnp.int32, (tiles.block_q, 1), 0)
-    row = jnp.minimum(row, spec.group * spec.T - 1)  # rows beyond repeat the last one, and are dropped
-    h, t = kv_h * spec.group + lax.div(row, spec.T), lax.rem(row, spec.T)
+def _attention(spec: AttentionSpec, tiles: Tiles, arrays: Operands[Ref], row: Row, walk: Walk) -> Attention:
+    """Attention of the queries of a row; the walk is `ragged.over_keys`, over ``(first key, is_partial, may_end)``."""
+    b, kv_h, end = row
+    line = lax.broadcasted_iota(jnp.int32, (tiles.block_q, 1), 0)
+    line = jnp.minimum(line, spec.group * spec.T - 1)  # lines beyond repeat the last one, and are dropped
+    h, t = kv_h * spec.group + lax.div(line, spec.T), lax.rem(line, spec.T)
     q = _load_queries(spec, arrays.query, b, h, t)  # [block_q, D]
     prepared = scores.prepare(spec, arrays, tiles.shape, b, h, q=t, end=end)
     kv_b = b if spec.Bkv > 1 else 0
 
     def tile_at(key: Index, is_partial: bool, may_end: bool) -> Tile:
-        keys = functools.partial(
-            load_rows,
-            spec,
-            b=kv_b,
-            h=kv_h,
-            first=key,
-            rows=tiles.block_kv,
-            length=spec.S if end is None else end,
-            may_end=may_end,
-        )
+        length = spec.S if end is None else end
+        load = {"b": kv_b, "h": kv_h, "first": key, "rows": tiles.block_kv, "length": length, "may_end": may_end}
+        keys = functools.partial(load_rows, spec, **load)
         masked = prepared._replace(mask=prepared.mask if is_partial else None, end=end if may_end else None)
         tile = scores.compute(masked, q, keys(arrays.key), key, is_partial or may_end)  # S = QK^T, [block_q, Bk]
         return Tile(tile, keys(arrays.value))  # V [Bk, Dv]
@@ -279,39 +242,3 @@ def _load_queries(spec: AttentionSpec, ref: Ref, b: Index, h: jax.Array, t: jax.
 def _fixed_walk(tiles: Tiles, walk: Callable[..., Any], i: Index) -> Walk:
     """The walk of a split of a constant number of keys."""
     return functools.partial(walk, block_walk.FixedSplit(i, fixed_splits.tiles_of_split(tiles)))
-
-
-def _walk_uniform(
-    spec: AttentionSpec,
-    tiles: Tiles,
-    arrays: Operands[Ref],
-    location: tuple[jax.Array, jax.Array],
-    split: block_walk.Split | block_walk.FixedSplit,
-    state: S,
-    step: Callable[[S, Index, bool, bool], S],
-) -> S:
-    """Folds a step over keys, like `_over_keys`; a partial tile may have padding keys."""
-    keys_end = spec.walk_passes_end("k", tiles.block_kv)
-    listed = lambda s, key, is_partial: step(s, key, is_partial, is_partial and keys_end)
-    return _over_keys(spec, tiles, arrays, location, split, state, listed)
-
-
-def _over_keys(
-    spec: AttentionSpec,
-    tiles: Tiles,
-    arrays: Operands[Ref],
-    location: tuple[jax.Array, jax.Array],
-    split: block_walk.Split | block_walk.FixedSplit,
-    state: S,
-    step: Callable[[S, Index, bool], S],
-) -> S:
-    """Folds a step over a split of the tiles of keys that the queries visit: those of their single row of blocks."""
-    if spec.block_size is None:
-        return block_walk.walk_all(tiles.block_kv, spec.S, spec.programs.mask is not None, state, step, split)
-    assert arrays.lists is not None
-    counts, indices, full_counts, full_indices = arrays.lists[:4]
-    b, h = location
-    row = block_walk.BlockRow(
-        (counts, indices), (full_counts, full_indices), (*block_walk.list_position(spec, b, h), 0)
-    )
-    return block_walk.walk(row, spec.block_size[1], tiles.block_kv, spec.S, state, step, split)

@@ -211,6 +211,12 @@ def result_shapes(spec: AttentionSpec, out_dtype: DTypeLike) -> list[jax.ShapeDt
     return [jax.ShapeDtypeStruct(spec.rows_shape(spec.Dv), out_dtype), *vectors]
 
 
+def partial_shapes(spec: AttentionSpec, slots: tuple[int, ...]) -> list[jax.ShapeDtypeStruct]:
+    """Shapes of partial results, float32: out [*slots, Dv], and lse and stats [*slots]."""
+    vectors = [jax.ShapeDtypeStruct(slots, jnp.float32)] * fixed_splits.vectors_of_partial(spec)
+    return [jax.ShapeDtypeStruct((*slots, spec.Dv), jnp.float32), *vectors]
+
+
 def merge_ragged(plan: SplitPlan, extents: KvExtents[jax.Array], partials: Results, result: Results) -> Results:
     """Writes the rows that are split into out, lse and stats [B, Hq, T], and returns these."""
     spec = plan.spec

@@ -24,7 +24,7 @@ from pallas_kernels.plan import unreached_by_pallas
 from pallas_kernels.spec import AttentionSpec, Operands
 from pallas_kernels.split_kv import byte_pairs, fixed_splits, planner
 from pallas_kernels.split_kv.key_rows import KeyRows
-from pallas_kernels.split_kv.merge import merge_splits
+from pallas_kernels.split_kv.merge import merge_splits, partial_shapes
 from pallas_kernels.split_kv.work import (
     PagedOperands,
     QueryBlocks,
@@ -90,13 +90,10 @@ def _with_pairs(spec: AttentionSpec, work: Work) -> AttentionSpec:
 def _attend(
     spec: AttentionSpec, work: Work, arrays: PagedOperands[jax.Array], before: list[jax.Array]
 ) -> list[jax.Array]:
-    rows = work.tiles.block_q
     per_row = lambda *shape: [jax.ShapeDtypeStruct(shape, jnp.float32)] * (1 + len(spec.stats))
     outputs = [jax.ShapeDtypeStruct((spec.T, spec.Hq, spec.Dv), spec.out_dtype), *per_row(spec.T, spec.Hq)]
     if work.max_splits(spec) > 1:
-        slots = (work.slots(spec), spec.Hkv, rows)
-        vectors = [jax.ShapeDtypeStruct(slots, jnp.float32)] * fixed_splits.vectors_of_partial(spec)
-        outputs += [jax.ShapeDtypeStruct((*slots, spec.Dv), jnp.float32), *vectors]
+        outputs += partial_shapes(spec, (work.slots(spec), spec.Hkv, work.tiles.block_q))
     kernel, programs = _kernel, spec.Hkv * work.num_items(spec)
     if work.fixed_splits:
         kernel, programs = _fixed_kernel, min(programs, fixed_splits.MAX_PROGRAMS)

@@ -45,12 +45,18 @@ class KvExtents(NamedTuple, Generic[A]):
         return jnp.minimum(jnp.maximum(runner_of(spec).load(self.lengths.at[b]), 0), spec.S)
 
 
-class WorkItem(NamedTuple):
-    """The split of a row that a program computes."""
+class Row(NamedTuple):
+    """A row of queries: those of a key head, in a batch entry."""
 
     b: jax.Array
     kv_h: jax.Array
-    end: jax.Array | None  # where its keys end; None for S
+    end: jax.Array | None = None  # where its keys end; None for S
+
+
+class WorkItem(NamedTuple):
+    """The split of a row that a program computes."""
+
+    row: Row
     split: block_walk.Split  # which split of them
     exists: jax.Array  # False where there is nothing to do
     unsplit: jax.Array  # whether the row has a single split
@@ -59,10 +65,10 @@ class WorkItem(NamedTuple):
     fixed: tuple[Index, Index] = (0, 0)
 
 
-def unsplit_item(b: jax.Array, kv_h: jax.Array, end: jax.Array | None = None, fixed: int = 0) -> WorkItem:
+def unsplit_item(row: Row, fixed: int = 0) -> WorkItem:
     """A row that one program computes alone; it has so many splits of a constant number of keys."""
     yes = jnp.full((), 1, jnp.int32) == 1  # a constant would be refused where it is negated
-    return WorkItem(b, kv_h, end, block_walk.Split(0, 1), yes, yes, 0, (0, fixed))
+    return WorkItem(row, block_walk.Split(0, 1), yes, yes, 0, (0, fixed))
 
 
 class SplitRow(NamedTuple):
@@ -168,14 +174,13 @@ class SplitPlan:
         row, i = planner.find_longest_first(tiles, splits, item)
         count, exists = planner.at(splits, row), row < self.rows
         b, kv_h = self.batch_and_head(jnp.minimum(row, self.rows - 1), head)
-        split = block_walk.Split(
-            jnp.where(exists, i, 1), jnp.maximum(count, 1)
-        )  # the split after the last one is empty
+        # The split after the last one is empty.
+        split = block_walk.Split(jnp.where(exists, i, 1), jnp.maximum(count, 1))
         slot = _slots_before(splits, row) + i
         fixed = (0, 0)
         if self.is_fixed:
             fixed = jnp.where(count > 1, i, 0), jnp.where(count > 1, i + 1, self.fixed_splits(planner.at(tiles, row)))
-        return WorkItem(b, kv_h, extents.end(self.spec, b), split, exists, count == 1, slot, fixed)
+        return WorkItem(Row(b, kv_h, extents.end(self.spec, b)), split, exists, count == 1, slot, fixed)
 
     def split_row(self, splits: jax.Array, i: jax.Array, head: jax.Array) -> SplitRow:
         """The ith of the rows that are split."""
@@ -213,12 +218,12 @@ def _slots_before(splits: jax.Array, row: Index) -> jax.Array:
 
 
 def store_partial(
-    spec: AttentionSpec, row: WorkItem, head: Index, rows: Columns, vectors: RowVectors, splits: Sequence[Ref]
+    spec: AttentionSpec, item: WorkItem, head: Index, rows: Columns, vectors: RowVectors, splits: Sequence[Ref]
 ) -> None:
     """Stores the partial result of a split: its rows [block_q, Dv] in float32, and their lse and stats [block_q]."""
     partial_out, *vector_refs = splits
-    kept, block_q = row.exists & ~row.unsplit, vectors[0].shape[0]
-    slot = jnp.minimum(row.slot, partial_out.shape[0] - 1)
+    kept, block_q = item.exists & ~item.unsplit, vectors[0].shape[0]
+    slot = jnp.minimum(item.slot, partial_out.shape[0] - 1)
     line = lax.broadcasted_iota(jnp.int32, (block_q,), 0)
     for ref, x in zip(vector_refs, vectors, strict=True):
         runner_of(spec).store(ref.at[(slot, head, line)], x, mask=jnp.broadcast_to(kept, (block_q,)))
@@ -230,7 +235,7 @@ def store_partial(
         )
 
 
-def load_lse(spec: AttentionSpec, row: WorkItem, block_q: int, lse: Ref) -> jax.Array:
+def load_lse(spec: AttentionSpec, row: Row, block_q: int, lse: Ref) -> jax.Array:
     """Loads the lse of the queries of a key head; lines past the last query repeat it."""
     line = jnp.minimum(lax.broadcasted_iota(jnp.int32, (block_q,), 0), spec.group * spec.T - 1)
     return runner_of(spec).load(lse.at[(row.b, row.kv_h * spec.group + lax.div(line, spec.T), lax.rem(line, spec.T))])
@@ -238,14 +243,14 @@ def load_lse(spec: AttentionSpec, row: WorkItem, block_q: int, lse: Ref) -> jax.
 
 def store_unsplit(
     spec: AttentionSpec,
-    row: WorkItem,
+    item: WorkItem,
     rows: Columns,
     vectors: RowVectors,
     result: Sequence[Ref],
     keeps: jax.Array | None = None,
 ) -> None:
     """Stores the output, lse and stats of an unsplit row; outputs where `keeps` is true stay as they are."""
-    (out, *vector_refs), is_here, block_q = result, row.exists & row.unsplit, vectors[0].shape[0]
+    (out, *vector_refs), row, is_here, block_q = result, item.row, item.exists & item.unsplit, vectors[0].shape[0]
 
     def batch_and_head(line: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         # Lines past the last name rows of other heads, or none; as repeated ones they would undo, in the interpreter,
@@ -268,33 +273,27 @@ def over_keys(
     spec: AttentionSpec,
     tiles: Tiles,
     lists: tuple[Ref, ...] | None,
-    row: WorkItem,
+    row: Row,
     split: block_walk.Split | block_walk.FixedSplit,
     state: S,
     step: Callable[[S, Index, bool, bool], S],
 ) -> S:
-    """Folds ``step(state, first, is_partial, may_end)`` over the tiles of keys of a split of a row.
+    """Folds ``step(state, first, is_partial, may_end)`` over a split of the tiles of keys that a row visits.
 
-    `may_end` says that a tile may reach past `WorkItem.end`: then padding is masked, with or without a mask mod.
+    `may_end` says that a tile may reach past the end of the keys: then padding is masked, with or without a mask mod.
     """
-    if spec.block_size is None:
-        masked, tile = spec.programs.mask is not None, tiles.block_kv
-        assert row.end is not None  # else rows are alike
-        unsplit, all_of_it = lax.div(row.end, tile), lax.div(row.end + (tile - 1), tile)
-        start, end = split.tile_range(all_of_it)
-        inside = lambda t, s: step(s, t * tile, masked, False)
-        state = lax.fori_loop(jnp.minimum(start, unsplit), jnp.minimum(end, unsplit), inside, state)
-        last = lambda t, s: step(s, t * tile, True, True)
-        return lax.fori_loop(jnp.maximum(start, unsplit), jnp.maximum(end, unsplit), last, state)
-    assert lists is not None
-    counts, indices, full_counts, full_indices = lists[:4]
-    at = (*block_walk.list_position(spec, row.b, row.kv_h), 0)
-    block_row = block_walk.BlockRow((counts, indices), (full_counts, full_indices), at)
-    may_end = row.end is not None
-    listed = lambda s, first, is_partial: step(s, first, is_partial, may_end or (is_partial and _ends(spec, tiles)))
-    max_blocks_ = max_blocks(spec, row.end)
-    return block_walk.walk(block_row, spec.block_size[1], tiles.block_kv, spec.S, state, listed, split, max_blocks_)
-
-
-def _ends(spec: AttentionSpec, tiles: Tiles) -> bool:
-    return spec.walk_passes_end("k", tiles.block_kv)
+    (b, kv_h, end), tile, masked = row, tiles.block_kv, spec.programs.mask is not None
+    passes_end = spec.walk_passes_end("k", tile)
+    visit = lambda s, first, is_partial: step(s, first, is_partial, end is not None or (is_partial and passes_end))
+    if spec.block_size is not None:
+        assert lists is not None  # of the blocks
+        block_row = block_walk.row_of_lists(spec, lists[:4], b, kv_h, 0)
+        return block_walk.walk(block_row, spec.block_size[1], tile, spec.S, state, visit, split, max_blocks(spec, end))
+    if end is None:
+        return block_walk.walk_all(tile, spec.S, masked, state, visit, split)
+    unsplit, all_of_it = lax.div(end, tile), lax.div(end + (tile - 1), tile)
+    first, last = split.tile_range(all_of_it)
+    inside = lambda t, s: step(s, t * tile, masked, False)
+    state = lax.fori_loop(jnp.minimum(first, unsplit), jnp.minimum(last, unsplit), inside, state)
+    at_end = lambda t, s: step(s, t * tile, True, True)
+    return lax.fori_loop(jnp.maximum(first, unsplit), jnp.maximum(last, unsplit), at_end, state)
