@@ -1,4 +1,4 @@
-"""Launch, roles of warp groups and stores of results, for the kernels with split-KV.
+"""The kernels with split-KV: inputs, plan, launch, roles of warp groups, stores of results, ends of keys.
 
 Persistent CTAs take work items (`pallas_kernels.mosaic_gpu.work_items`), with a producer warp group and two consumers.
 Of an item whose keys are not split the output is stored; of the others, partial results, which a second kernel merges.
@@ -6,79 +6,111 @@ Of an item whose keys are not split the output is stored; of the others, partial
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plg
 
-from pallas_kernels.mosaic_gpu import smem
+from pallas_kernels.mosaic_gpu import inline_ptx, smem
 from pallas_kernels.mosaic_gpu.launch import WARP_GROUP, flatten_captured, launch, output
 from pallas_kernels.mosaic_gpu.score import scores
-from pallas_kernels.mosaic_gpu.work_items import TILE_KEYS, Item, num_ctas, over_items
-from pallas_kernels.spec import AttentionSpec, Operands
-from pallas_kernels.types import Index, Ref
+from pallas_kernels.mosaic_gpu.score.tile import COLUMN, TILE, has_spare_registers, limit_of_mods
+from pallas_kernels.mosaic_gpu.work_items import (
+    TILE_KEYS,
+    Item,
+    PageRows,
+    num_ctas,
+    num_queries,
+    over_items,
+    page_rows,
+)
+from pallas_kernels.plan import Refusal
+from pallas_kernels.spec import AttentionSpec, Captured, Operands
+from pallas_kernels.types import A, Index, Ref
+
+if TYPE_CHECKING:
+    from pallas_kernels.mosaic_gpu.decode.sizes import DecodeRows, Packing
+    from pallas_kernels.mosaic_gpu.latent.sizes import Heads, LatentRows
+    from pallas_kernels.split_kv.work import Work
 
 CONSUMERS = 2  # warp groups; the producer is the one after them
+TileRows: TypeAlias = "DecodeRows | LatentRows"
 
 
-class Inputs(Protocol):
-    """The inputs of such a kernel, a NamedTuple of arrays, or in it of refs."""
+class SplitKvInputs(NamedTuple, Generic[A]):
+    """The inputs of a kernel (in it: the refs to them)."""
+
+    query: A  # [N, Hq, D], packed: the queries of one request after those of the other
+    # [pages of all layers, page_size, Hkv, D]; of a dense call, in its layout; without the axis of heads for MLA, whose
+    # values are the first columns of the keys
+    key: A
+    value: A | None  # like the key; None for MLA
+    table: A | None  # int32 [R, max_pages], the page table; None for a dense call
+    first_page: A | None  # int32 [1], the first page of the layer; None for a dense call
+    items: A  # int32 [items, 8], the work items (`pallas_kernels.mosaic_gpu.work_items`)
+    captured: Captured[A]
+
+    def of_mods(self) -> Operands[A]:
+        """Inputs of the scores, in the form in which all kernels take them."""
+        return Operands(self.query, self.key, self.key if self.value is None else self.value, None, self.captured)
+
+
+@dataclasses.dataclass(frozen=True)
+class SplitKvPlan:
+    """The plan of a call: its kernel, and how queries and heads fill the rows of a tile."""
+
+    spec: AttentionSpec  # the call, with its tile programs; `Hkv` counts the groups of heads
+    packing: Packing | Heads
+    description: str  # kernel and tiles, for `jflex.explain`
+    kernel: Callable[[AttentionSpec, Any, int, SplitKvInputs[jax.Array]], list[jax.Array]]
 
     @property
-    def items(self) -> Any:
-        """The work items, int32 [items, 8]."""
-        ...
+    def work(self) -> Work:
+        """All requests in one launch."""
+        from pallas_kernels.split_kv.items import work_of
 
-    def of_mods(self) -> Operands[Any]:
-        """Inputs of scores, in the form that all kernels take."""
-        ...
+        return work_of(self.packing.rows, TILE_KEYS, self.packing.queries)
 
-    def _replace(self, **fields: object) -> Any: ...
+    def describe(self) -> str:
+        """Kernel and tiles, for `jflex.explain`."""
+        return self.description
 
-
-class TileRows(Protocol):
-    """The rows of a tile of queries, [64] each."""
-
-    @property
-    def n(self) -> jax.Array:
-        """The query, packed."""
-        ...
-
-    @property
-    def h(self) -> jax.Array:
-        """The query head."""
-        ...
-
-    @property
-    def exists(self) -> jax.Array:
-        """False for padding."""
-        ...
+    def attend(self, slots: int, arrays: SplitKvInputs[jax.Array]) -> list[jax.Array]:
+        """Runs the kernel, as `attend` below does, with so many partial results at most; 0 if no keys are split."""
+        return self.kernel(self.spec, self.packing, slots, arrays)
 
 
-class LaunchSizes(NamedTuple):
-    """Static sizes of a launch."""
+def limit_of_kernel(spec: AttentionSpec, declare: Callable[[], object]) -> Refusal | None:
+    """Mods that a kernel does not support, or scratch that a CTA does not hold."""
+    missing = limit_of_mods(spec)
+    if missing is not None:
+        return missing
+    needed = smem.bytes_of(jax.tree.leaves(declare()))
+    if needed > smem.LIMIT:
+        return Refusal(f"its tiles need {needed} bytes of shared memory, and a CTA has {smem.LIMIT}")
+    return None
 
-    items: int  # upper bound on the work items
-    slots: int  # upper bound on partial results; 0 if no keys are split
 
+# --- launch
 
 P = TypeVar("P")
-I = TypeVar("I", bound=Inputs)
 S = TypeVar("S")
 
 
-class Static(NamedTuple, Generic[P, I, S]):
+class Static(NamedTuple, Generic[P, S]):
     """State that producer and consumers share."""
 
     spec: AttentionSpec
     packing: P  # how queries and heads fill the rows of a tile
     rows: int  # rows of a partial result
     captured: scores.CapturedShapes  # shapes of the captured arrays
-    arrays: I
+    arrays: SplitKvInputs[Ref]
     outputs: tuple[Ref, ...]  # out, lse, and partial results
     scratch: S  # shared memory and barriers
     cta_id: Index
@@ -86,6 +118,13 @@ class Static(NamedTuple, Generic[P, I, S]):
     def over_items(self, body: Callable[[jax.Array, Item, jax.Array], jax.Array]) -> None:
         """Runs ``count = body(i, item, count)`` for the items of this CTA; `count` is the caller's, from 0 on."""
         over_items(self.arrays.items, self.spec.Hkv, self.cta_id, body)
+
+    def page_rows(self, item: Item, tile: jax.Array) -> list[PageRows]:
+        """Pages and rows of a tile of keys of a request."""
+        table, first_page = self.arrays.table, self.arrays.first_page
+        assert table is not None  # of a paged call
+        assert first_page is not None
+        return page_rows(self.spec, table, first_page, item, tile)
 
     def prepare(self, item: Item, rows: TileRows, q: jax.Array, q_first: jax.Array) -> scores.Scores:
         """The scores of an item, whose rows have these indices of queries in mods."""
@@ -133,30 +172,27 @@ class Roles(NamedTuple):
 
 
 def attend(
-    roles: Roles, spec: AttentionSpec, packing: object, rows: int, queries: int, sizes: LaunchSizes,
-    arrays: Inputs, scratch: NamedTuple,
-) -> list[jax.Array]:  # fmt: skip
+    roles: Roles,
+    spec: AttentionSpec,
+    packing: Packing | Heads,
+    slots: int,
+    arrays: SplitKvInputs[jax.Array],
+    scratch: NamedTuple,
+) -> list[jax.Array]:
     """Computes out [queries, Hq, Dv] and lse, float32 [queries, Hq], of the tiles whose keys are not split.
 
     After them come the partial results of the others, if there may be any: out [slots, Hkv, rows, Dv] and lse [slots,
-    Hkv, rows], float32.
-
-    Args:
-      spec: The spec; its programs are traced with heads in rows.
-      packing: How queries and heads fill the rows of a tile.
-      rows: Rows of a partial result.
-      arrays: The inputs; captured arrays have their shapes.
-      scratch: Declarations of shared memory and barriers.
+    Hkv, rows], float32. The programs of the spec are traced with heads in rows; captured arrays have their shapes.
     """
+    queries, partials = num_queries(spec), (slots, spec.Hkv, packing.rows)
     outputs = [output((queries, spec.Hq, spec.Dv), spec.out_dtype), output((queries, spec.Hq), jnp.float32)]
-    if sizes.slots:
-        slots = (sizes.slots, spec.Hkv, rows)
-        outputs += [output((*slots, spec.Dv), jnp.float32), output(slots, jnp.float32)]
+    if slots:
+        outputs += [output((*partials, spec.Dv), jnp.float32), output(partials, jnp.float32)]
     of_mods = arrays.of_mods()
     flat, captured = flatten_captured(of_mods), scores.CapturedShapes.from_operands(of_mods)
 
     def kernel(cta_id: Index, arrays: Any, outputs: tuple[Ref, ...], scratch: Any) -> None:
-        static = Static(spec, packing, rows, captured, arrays, tuple(outputs), scratch, cta_id)
+        static = Static(spec, packing, packing.rows, captured, arrays, tuple(outputs), scratch, cta_id)
         group = lax.axis_index(WARP_GROUP)
         pl.when(group == CONSUMERS)(lambda: roles.produce(static))
         for number in range(CONSUMERS):
@@ -168,6 +204,45 @@ def attend(
         outputs,
         scratch,
         name=roles.name,
-        num_ctas=num_ctas(sizes.items, spec.Hkv),
+        num_ctas=num_ctas(len(arrays.items), spec.Hkv),
         warp_groups=CONSUMERS + 1,
     )
+
+
+# --- the state of the softmax, and keys past the end of a request, which may be NaN
+
+
+def finite(row_max: jax.Array) -> jax.Array:
+    """The row_max that is subtracted from scores: 0 for rows that are masked so far."""
+    return jnp.where(row_max == -jnp.inf, 0.0, row_max)
+
+
+def scores_of(prepared: scores.Scores, raw: jax.Array, first: Index, end: Index) -> jax.Array:
+    """Scores [rows, keys] of the tile of keys from `first` on: mods, and -inf from `end` on.
+
+    A tile counts as partial without a mask, too: keys past the end may be NaN, which pairs of logistics would share.
+    """
+    by_clause = has_spare_registers(prepared.spec.programs.score)
+    s = scores.modify(prepared, raw, first, is_partial=True, by_clause=by_clause).s
+    keys = s.shape[1]
+
+    def cut(s: jax.Array) -> jax.Array:
+        exists = first + plg.broadcasted_iota(jnp.int32, (keys,), 0, layout=COLUMN) < end
+        return inline_ptx.mask_scores(TILE, s, [lax.broadcast_in_dim(exists, s.shape, (1,))])
+
+    return lax.cond(first + keys <= end, lambda s: s, cut, s)
+
+
+def clear_values(ref: Ref, valid: jax.Array) -> None:
+    """Overwrites rows of values from `valid` on with zeros, where there are any: a weight of 0 times NaN is NaN."""
+    pl.when(valid < ref.shape[0])(functools.partial(_clear_rows, ref, valid))
+
+
+def _clear_rows(ref: Ref, valid: jax.Array) -> None:
+    keys, size = ref.shape
+    width = smem.swizzle_of(size, 2) // 2
+    row = plg.broadcasted_iota(jnp.int32, (keys, width), 0, layout=TILE)
+    for column in range(0, size, width):
+        part = ref.at[:, pl.ds(column, width)]
+        part[...] = jnp.where(row < valid, smem.load(part, TILE), jnp.zeros((), ref.dtype))
+    plg.commit_smem()

@@ -75,6 +75,11 @@ def num_ctas(items: int, groups: int) -> int:
     return min(NUM_SMS, items * groups)
 
 
+def num_queries(spec: AttentionSpec) -> int:
+    """Packed queries: of all batch entries in a dense call."""
+    return spec.T if spec.paging is not None else spec.B * spec.T
+
+
 def page_rows(spec: AttentionSpec, table: Ref, first_page: Ref, item: Item, tile: jax.Array) -> list[PageRows]:
     """Pages and rows of the `tile`-th tile of keys; past the length of the request, its last page is read.
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, ClassVar
 
 import jax
 import numpy as np
@@ -24,10 +24,8 @@ from pallas_kernels.spec import AttentionSpec
 from pallas_kernels.triton.plan.limits import MAX_DECODED, available_compiler, decodes, limit_of_compiler
 
 if TYPE_CHECKING:
-    from pallas_kernels.mosaic_gpu.decode.plan import DecodePlan
-    from pallas_kernels.mosaic_gpu.latent.plan import LatentPlan
     from pallas_kernels.mosaic_gpu.plan import plan as mosaic_plan
-    from pallas_kernels.split_kv.work import PagedOperands, Work
+    from pallas_kernels.mosaic_gpu.split_kv import SplitKvPlan
 
 _LISTS = (kv_lengths.LENGTHS_BLOCK, kv_lengths.LENGTHS_BLOCK)  # block size of lists made from lengths alone
 
@@ -107,13 +105,6 @@ class MosaicGpu(Backend):
 # --- plans
 
 
-class _SplitKv(NamedTuple):
-    """A kernel with split-KV: its plan, and its launch."""
-
-    plan: DecodePlan | LatentPlan
-    work: Work
-
-
 def _compiled(spec: AttentionSpec) -> AttentionSpec:
     """The call, with the compiler of the Triton kernels beside these: Pallas', unless it cannot compile them."""
     has_pallas = spec.paging is None and limit_of_pallas() is None  # its other limit is of pages
@@ -151,7 +142,6 @@ def _plan_split_kv(spec: AttentionSpec) -> Plan | Refusal:
     """The plan of a paged call, or of a dense one with few queries."""
     from pallas_kernels.mosaic_gpu.decode import plan as decode_plan
     from pallas_kernels.mosaic_gpu.latent import plan as latent_plan
-    from pallas_kernels.mosaic_gpu.work_items import TILE_KEYS
     from pallas_kernels.split_kv import items, repair
 
     plan = latent_plan.plan(spec) if spec.values_in_keys else decode_plan.plan(spec)
@@ -160,10 +150,9 @@ def _plan_split_kv(spec: AttentionSpec) -> Plan | Refusal:
     refusal = repair.limit_of_split_kv(spec, needs_marks=plan.spec.needs_marks)
     if refusal is not None:
         return refusal
-    work = items.work_of(plan.rows, TILE_KEYS, plan.queries)
-    count = functools.partial(items.count_splits, plan.spec, work)
+    count = functools.partial(items.count_splits, plan.spec, plan.work)
     count_splits = None if spec.paging is None else functools.partial(splits_of, count)
-    return Plan(plan.describe, _SplitKv(plan, work), count_splits=count_splits)
+    return Plan(plan.describe, plan, count_splits=count_splits)
 
 
 @functools.lru_cache(maxsize=256)
@@ -200,56 +189,33 @@ def _describe(plan: mosaic_plan.HopperPlan, spec: AttentionSpec) -> str:
 
 def _attend_paged(spec: AttentionSpec, inputs: PagedInputs) -> Saved:
     """Out and lse of a paged call."""
-    from pallas_kernels.mosaic_gpu.latent.plan import LatentPlan
+    from pallas_kernels.mosaic_gpu.split_kv import SplitKvInputs
     from pallas_kernels.split_kv import items, repair
 
     planned = _plan_split_kv(spec)
     assert isinstance(planned, Plan), planned
-    (plan, work), arrays = planned.kernels, paged_operands(inputs)
-    extents = arrays.indptr, arrays.lengths
-    work_items, slots = items.plan_items(plan.spec, work, extents, arrays.captured.mask)
-    if isinstance(plan, LatentPlan):
-        partials = _attend_latent(plan, arrays, work_items, slots)
-    else:
-        partials = _attend_pages(plan, arrays, work_items, slots)
-    result = items.merge(plan.spec, work, extents, partials)
+    plan: SplitKvPlan = planned.kernels
+    arrays = paged_operands(inputs)
+    extents, pages = (arrays.indptr, arrays.lengths), (arrays.table, arrays.first_page)
+    work_items, slots = items.plan_items(plan.spec, plan.work, extents, arrays.captured.mask)
+    operands = SplitKvInputs(arrays.query, arrays.key, arrays.value, *pages, work_items, arrays.captured)
+    result = items.merge(plan.spec, plan.work, extents, plan.attend(slots, operands))
     return Saved(*(repair.paged(spec, arrays, result) if plan.spec.needs_marks else result))
 
 
-def _attend_latent(plan: LatentPlan, arrays: PagedOperands[jax.Array], items: jax.Array, slots: int) -> list[jax.Array]:
-    from pallas_kernels.mosaic_gpu import split_kv
-    from pallas_kernels.mosaic_gpu.latent import kernel
-
-    rows = arrays.key.reshape(*arrays.key.shape[:2], -1)
-    operands = kernel.LatentOperands(arrays.query, rows, arrays.table, arrays.first_page, items, arrays.captured)
-    return kernel.attend(plan.spec, plan.heads, split_kv.LaunchSizes(len(items), slots), operands)
-
-
-def _attend_pages(plan: DecodePlan, arrays: PagedOperands[jax.Array], items: jax.Array, slots: int) -> list[jax.Array]:
-    from pallas_kernels.mosaic_gpu import split_kv
-    from pallas_kernels.mosaic_gpu.decode import kernel
-
-    pages = arrays.table, arrays.first_page
-    operands = kernel.DecodeOperands(arrays.query, arrays.key, arrays.value, *pages, items, arrays.captured)
-    return kernel.attend(plan.spec, plan.packing, split_kv.LaunchSizes(len(items), slots), operands)
-
-
-def _decode(spec: AttentionSpec, split_kv: _SplitKv, inputs: Inputs) -> Saved:
+def _decode(spec: AttentionSpec, plan: SplitKvPlan, inputs: Inputs) -> Saved:
     """Out and lse of few queries against contiguous keys: each batch entry is a request with T queries."""
-    from pallas_kernels.mosaic_gpu.decode import kernel
-    from pallas_kernels.mosaic_gpu.decode.plan import DecodePlan
-    from pallas_kernels.mosaic_gpu.split_kv import LaunchSizes
+    from pallas_kernels.mosaic_gpu.split_kv import SplitKvInputs
     from pallas_kernels.split_kv import items, repair
 
-    (plan, work), arrays = split_kv, operands_of(inputs)
-    assert isinstance(plan, DecodePlan)  # the call is dense
+    arrays, work = operands_of(inputs), plan.work
     packed = plan.spec.replace(T=spec.B * spec.T)  # to the plan of items and the merge
     indptr, lengths = np.arange(spec.B + 1, dtype=np.int32) * spec.T, inputs.kv_lengths
     extents = indptr, np.full(spec.B, spec.S, np.int32) if lengths is None else lengths
     work_items, slots = items.plan_items(packed, work, extents, arrays.captured.mask, per_request=spec.T)
     query = _packed(spec, arrays.query)
-    operands = kernel.DecodeOperands(query, arrays.key, arrays.value, None, None, work_items, arrays.captured)
-    partials = kernel.attend(plan.spec, plan.packing, LaunchSizes(len(work_items), slots), operands)
+    operands = SplitKvInputs(query, arrays.key, arrays.value, None, None, work_items, arrays.captured)
+    partials = plan.attend(slots, operands)
     out, lse = items.merge(packed, work, extents, partials)
     by_batch = lambda x: x.reshape(spec.B, spec.T, *x.shape[1:])
     out, lse = by_batch(out), by_batch(lse).swapaxes(1, 2)

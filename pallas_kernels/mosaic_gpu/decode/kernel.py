@@ -13,7 +13,7 @@ Of an item whose keys are not split the output is stored; of the others, partial
 from __future__ import annotations
 
 import functools
-from typing import Generic, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -24,41 +24,18 @@ from jax.typing import DTypeLike
 
 from pallas_kernels.mosaic_gpu import global_rows, inline_ptx, smem, split_kv
 from pallas_kernels.mosaic_gpu.decode import step
-from pallas_kernels.mosaic_gpu.decode.sizes import (
-    DecodeRows,
-    Packing,
-    first_query,
-    merged_columns,
-    num_queries,
-    stages_of,
-)
+from pallas_kernels.mosaic_gpu.decode.sizes import DecodeRows, Packing, first_query, merged_columns, stages_of
 from pallas_kernels.mosaic_gpu.forward.step import normalised
 from pallas_kernels.mosaic_gpu.score.tile import ROW, TILE, over_columns
 from pallas_kernels.mosaic_gpu.smem import FIRST_FREE_BARRIER, WARP_GROUP_THREADS, Ring
-from pallas_kernels.mosaic_gpu.split_kv import CONSUMERS
-from pallas_kernels.mosaic_gpu.work_items import TILE_KEYS, Item, PageRows, page_rows, pieces_of_tile
+from pallas_kernels.mosaic_gpu.split_kv import CONSUMERS, SplitKvInputs, finite
+from pallas_kernels.mosaic_gpu.work_items import TILE_KEYS, Item, pieces_of_tile
 from pallas_kernels.softmax import mark
-from pallas_kernels.spec import AttentionSpec, Captured, Operands
-from pallas_kernels.types import A, Axis, Ref
+from pallas_kernels.spec import AttentionSpec
+from pallas_kernels.types import Axis, Ref
 
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = 216, 72  # the producer has addresses of pages; consumers hold 64 keys
 _FILLED, _FREE = FIRST_FREE_BARRIER, FIRST_FREE_BARRIER + 1  # named barriers of the state handed over
-
-
-class DecodeOperands(NamedTuple, Generic[A]):
-    """The inputs of the kernel (in it: the refs to them)."""
-
-    query: A  # [N, Hq, D], packed: the queries of one request after those of the other
-    key: A  # [pages of all layers, page_size, Hkv, D]; of a dense call, in its layout
-    value: A
-    table: A | None  # int32 [R, max_pages], the page table; None for a dense call
-    first_page: A | None  # int32 [1], the first page of the layer; None for a dense call
-    items: A  # int32 [items, 8], the work items (`pallas_kernels.mosaic_gpu.work_items`)
-    captured: Captured[A]
-
-    def of_mods(self) -> Operands[A]:
-        """Inputs of the scores, in the form in which all kernels take them."""
-        return Operands(self.query, self.key, self.value, None, self.captured)
 
 
 class DecodeScratch(NamedTuple):
@@ -85,18 +62,12 @@ def declare(spec: AttentionSpec, dtype: DTypeLike) -> DecodeScratch:
     )
 
 
-def attend(
-    spec: AttentionSpec, packing: Packing, sizes: split_kv.LaunchSizes, arrays: DecodeOperands[jax.Array]
-) -> list[jax.Array]:
-    """Runs `split_kv.attend`; the first rows of a partial result are the heads of the first query, then of the next.
-
-    The programs of the spec are traced with heads in rows; captured arrays have their shapes.
-    """
-    scratch = declare(spec, arrays.query.dtype)
-    return split_kv.attend(ROLES, spec, packing, packing.rows, num_queries(spec), sizes, arrays, scratch)
+def attend(spec: AttentionSpec, packing: Packing, slots: int, arrays: SplitKvInputs[jax.Array]) -> list[jax.Array]:
+    """Runs `split_kv.attend`; the first rows of a partial result are the heads of the first query, then of the next."""
+    return split_kv.attend(ROLES, spec, packing, slots, arrays, declare(spec, arrays.query.dtype))
 
 
-DecodeStatic: TypeAlias = split_kv.Static[Packing, DecodeOperands[Ref], DecodeScratch]
+DecodeStatic: TypeAlias = split_kv.Static[Packing, DecodeScratch]
 
 
 # --- producer
@@ -118,22 +89,22 @@ def _produce(static: DecodeStatic) -> None:
 
 def _load(static: DecodeStatic, item: Item, tile: jax.Array, number: jax.Array) -> None:
     """Loads a tile into the ring, as the one of this number, once its stage is empty."""
-    ring, places = static.scratch.ring, _places(static, item, tile)
+    ring, places, values = static.scratch.ring, _places(static, item, tile), static.arrays.value
+    assert values is not None  # but for MLA
     slot, stages = ring.slot(number), ring.tiles[0].shape[0]
     pl.when(number >= stages)(lambda: plg.barrier_wait(ring.empty.at[slot]))
-    for source, tiles in zip((static.arrays.key, static.arrays.value), ring.tiles, strict=True):
+    for source, tiles in zip((static.arrays.key, values), ring.tiles, strict=True):
         for at, rows in places:
             plg.copy_gmem_to_smem(source.at[at], tiles.at[slot, rows], ring.full.at[slot])
 
 
 def _places(static: DecodeStatic, item: Item, tile: jax.Array) -> list[tuple[tuple[Axis, ...], Axis]]:
     """Indices of a tile in the arrays, each with the rows of the tile that it fills."""
-    spec, arrays, head = static.spec, static.arrays, item.group
-    if arrays.table is None or arrays.first_page is None:
+    spec, head = static.spec, item.group
+    if spec.paging is None:
         b = item.request if spec.Bkv > 1 else 0
         return [(smem.rows_at(spec, b, head, tile * TILE_KEYS, TILE_KEYS), pl.ds(0, TILE_KEYS))]
-    pages: list[PageRows] = page_rows(spec, arrays.table, arrays.first_page, item, tile)
-    return [((*at, head), rows) for at, rows in pages]
+    return [((*at, head), rows) for at, rows in static.page_rows(item, tile)]
 
 
 # --- consumers
@@ -190,7 +161,7 @@ def _finish(static: DecodeStatic, item: Item, rows: DecodeRows, state: step.Deco
     _barrier("sync", _FILLED)
     other_max, other_sum = (smem.load(scratch.vectors.at[i], ROW) for i in range(2))
     row_max = jnp.maximum(state.row_max, other_max)
-    safe_max = step.finite(row_max)
+    safe_max = finite(row_max)
     alpha, other_alpha = (inline_ptx.exp2(ROW, x - safe_max) for x in (state.row_max, other_max))
     row_sum = jnp.sum(state.row_sum, axis=1) * alpha + other_sum * other_alpha
     lse = None

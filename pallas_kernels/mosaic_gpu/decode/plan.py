@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 
-import jax
 import jax.numpy as jnp
 
 from pallas_kernels.mosaic_gpu import smem
 from pallas_kernels.mosaic_gpu.decode import kernel
 from pallas_kernels.mosaic_gpu.decode.sizes import Packing, stages_of
 from pallas_kernels.mosaic_gpu.plan.limits import MAX_HEAD_SIZE, limit_of_captured
-from pallas_kernels.mosaic_gpu.score.tile import limit_of_mods
+from pallas_kernels.mosaic_gpu.split_kv import SplitKvPlan, limit_of_kernel
 from pallas_kernels.mosaic_gpu.work_items import TILE_KEYS, TILED_ROWS, limit_of_pages
 from pallas_kernels.plan import Refusal, with_programs
 from pallas_kernels.spec import AttentionSpec
@@ -20,32 +18,8 @@ from pallas_kernels.spec import AttentionSpec
 _STEP = 16  # columns of a head: K of a wgmma
 
 
-@dataclasses.dataclass(frozen=True)
-class DecodePlan:
-    """The plan of a call."""
-
-    spec: AttentionSpec  # the call, with its tile programs
-    packing: Packing  # how queries are packed into tiles
-
-    @property
-    def rows(self) -> int:
-        """Rows of a partial result."""
-        return self.packing.rows
-
-    @property
-    def queries(self) -> int:
-        """Queries of a tile."""
-        return self.packing.queries
-
-    def describe(self) -> str:
-        """Kernel and tiles, for `jflex.explain`."""
-        name = "decode" if self.spec.paging is None else "paged"
-        tile = f"{smem.WARP_GROUP_ROWS} x {TILE_KEYS}"
-        return f"{name} {tile} (8 warps that compute, {stages_of(self.spec)} stages, {self.packing.group} heads)"
-
-
 @functools.lru_cache(maxsize=256)
-def plan(spec: AttentionSpec) -> DecodePlan | Refusal:
+def plan(spec: AttentionSpec) -> SplitKvPlan | Refusal:
     """Plans a paged or a dense call on a machine that `limits.limit_of_machine` does not refuse."""
     reason = _limit(spec) or limit_of_captured(spec)
     if reason is not None:
@@ -53,13 +27,13 @@ def plan(spec: AttentionSpec) -> DecodePlan | Refusal:
     traced = with_programs(spec.replace(heads_in_rows=True))
     if isinstance(traced, Refusal):
         return traced
-    missing = limit_of_mods(traced)
-    if missing is not None:
-        return missing
-    needed = smem.bytes_of(jax.tree.leaves(kernel.declare(traced, jnp.dtype(spec.dtype))))
-    if needed > smem.LIMIT:
-        return Refusal(f"its tiles need {needed} bytes of shared memory, and a CTA has {smem.LIMIT}")
-    return DecodePlan(traced, Packing.from_spec(traced))
+    refusal = limit_of_kernel(traced, lambda: kernel.declare(traced, jnp.dtype(spec.dtype)))
+    if refusal is not None:
+        return refusal
+    name, packing = "decode" if spec.paging is None else "paged", Packing.from_spec(traced)
+    sizes = f"8 warps that compute, {stages_of(traced)} stages, {packing.group} heads"
+    description = f"{name} {smem.WARP_GROUP_ROWS} x {TILE_KEYS} ({sizes})"
+    return SplitKvPlan(traced, packing, description, kernel.attend)
 
 
 def _limit(spec: AttentionSpec) -> str | None:

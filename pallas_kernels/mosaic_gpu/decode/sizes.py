@@ -11,7 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plg
 
 from pallas_kernels.mosaic_gpu import smem
 from pallas_kernels.mosaic_gpu.score.tile import ROW
-from pallas_kernels.mosaic_gpu.work_items import TILE_KEYS, Item
+from pallas_kernels.mosaic_gpu.work_items import TILE_KEYS, Item, num_queries
 from pallas_kernels.spec import AttentionSpec
 
 ITEMSIZE = 2  # bytes of an element
@@ -81,11 +81,6 @@ class Packing(NamedTuple):
         n = jnp.minimum(item.first + t, num_queries(spec) - 1)
         q = n if spec.paging is not None else jnp.minimum(first_query(spec, item) + t, spec.T - 1)
         return DecodeRows(row, n, q, item.group * self.group + head, exists)
-
-
-def num_queries(spec: AttentionSpec) -> int:
-    """Packed queries: of all batch entries in a dense call."""
-    return spec.T if spec.paging is not None else spec.B * spec.T
 
 
 def first_query(spec: AttentionSpec, item: Item) -> jax.Array:

@@ -10,18 +10,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plg
 
 from pallas_kernels.mosaic_gpu import inline_ptx, smem
-from pallas_kernels.mosaic_gpu.score import key_tail, scores
-from pallas_kernels.mosaic_gpu.score.tile import (
-    ROW,
-    TILE,
-    accumulate,
-    accumulator,
-    has_spare_registers,
-    over_columns,
-    row_vector,
-    zero_tile,
-)
+from pallas_kernels.mosaic_gpu.score import scores
+from pallas_kernels.mosaic_gpu.score.tile import ROW, TILE, accumulate, accumulator, over_columns, row_vector, zero_tile
 from pallas_kernels.mosaic_gpu.smem import Ring
+from pallas_kernels.mosaic_gpu.split_kv import clear_values, finite, scores_of
 from pallas_kernels.mosaic_gpu.work_items import TILE_KEYS
 from pallas_kernels.spec import AttentionSpec
 from pallas_kernels.types import Accumulator, Ref
@@ -57,11 +49,11 @@ class DecodeStep(NamedTuple):
         keys, values = self.ring.stage(number)
         first = tile * TILE_KEYS
 
-        def scores_of(raw: Accumulator) -> jax.Array:
+        def qk(raw: Accumulator) -> jax.Array:
             plg.wgmma(raw, self.queries, keys.T)  # S = Q K^T [rows, keys]
-            return self._modify(plg.wgmma_accumulator_load(raw), first)
+            return scores_of(self.prepared, plg.wgmma_accumulator_load(raw), first, self.length)
 
-        s = pl.run_scoped(scores_of, accumulator(_ROWS, TILE_KEYS))
+        s = pl.run_scoped(qk, accumulator(_ROWS, TILE_KEYS))
         log2_scale = self.prepared.log2_scale
         row_max = jnp.maximum(state.row_max, jnp.max(s, axis=1) * log2_scale)
         safe_max = finite(row_max)
@@ -69,22 +61,7 @@ class DecodeStep(NamedTuple):
         alpha = inline_ptx.exp2(ROW, state.row_max - safe_max)  # rescale factor of O and row_sum
         row_sum = state.row_sum * over_columns(alpha, state.row_sum.shape) + inline_ptx.sum_columns(TILE, p)
         out, weights = state.out * over_columns(alpha, state.out.shape), p.astype(values.dtype)
-        key_tail.clear_values(values, self.length - first)
+        clear_values(values, self.length - first)
         out = accumulate(out, lambda ref: plg.wgmma(ref, weights, values))  # O += P V [rows, Dv]
         self.ring.release(number)
         return DecodeState(out, row_max, row_sum)
-
-    def _modify(self, raw: jax.Array, first: jax.Array) -> jax.Array:
-        """Scores of a tile: mods, and -inf past the end of the keys.
-
-        A tile counts as partial without a mask, too: keys past the end may be NaN, which pairs of logistics would
-        share.
-        """
-        by_clause = has_spare_registers(self.prepared.spec.programs.score)
-        s = scores.modify(self.prepared, raw, first, is_partial=True, by_clause=by_clause).s
-        return key_tail.mask_scores(s, first, self.length)
-
-
-def finite(row_max: jax.Array) -> jax.Array:
-    """The row_max that is subtracted from scores: 0 for rows that are masked so far."""
-    return jnp.where(row_max == -jnp.inf, 0.0, row_max)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from typing import Generic, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -29,27 +29,12 @@ from pallas_kernels.mosaic_gpu import global_rows, smem, split_kv
 from pallas_kernels.mosaic_gpu.latent import step
 from pallas_kernels.mosaic_gpu.latent.sizes import BUFFERS, Heads, LatentRows
 from pallas_kernels.mosaic_gpu.smem import CONSUMER_REGISTERS, PRODUCER_REGISTERS
-from pallas_kernels.mosaic_gpu.split_kv import CONSUMERS
-from pallas_kernels.mosaic_gpu.work_items import TILE_KEYS, Item, PageRows, page_rows, pieces_of_tile
-from pallas_kernels.spec import AttentionSpec, Captured, Operands
-from pallas_kernels.types import A, Axis, Ref
+from pallas_kernels.mosaic_gpu.split_kv import CONSUMERS, SplitKvInputs
+from pallas_kernels.mosaic_gpu.work_items import TILE_KEYS, Item, PageRows, pieces_of_tile
+from pallas_kernels.spec import AttentionSpec
+from pallas_kernels.types import Axis, Ref
 
 PAIRS_PREFETCHED = 1  # of tiles of keys, into the L2 cache, before the pair that is loaded
-
-
-class LatentOperands(NamedTuple, Generic[A]):
-    """The inputs of the kernel (in it: the refs to them)."""
-
-    query: A  # [N, groups * padded heads, D]
-    rows: A  # [pages of all layers, page_size, D], the latent cache
-    table: A  # int32 [R, max_pages], the page table
-    first_page: A  # int32 [1], the first page of the layer
-    items: A  # int32 [items, 8], the work items (`pallas_kernels.mosaic_gpu.work_items`)
-    captured: Captured[A]
-
-    def of_mods(self) -> Operands[A]:
-        """Inputs of the scores, in the form in which all kernels take them."""
-        return Operands(self.query, self.rows, self.rows, None, self.captured)
 
 
 class LatentScratch(NamedTuple):
@@ -88,20 +73,14 @@ def declare(spec: AttentionSpec, heads: Heads, dtype: DTypeLike) -> LatentScratc
     )
 
 
-def attend(
-    spec: AttentionSpec, heads: Heads, sizes: split_kv.LaunchSizes, arrays: LatentOperands[jax.Array]
-) -> list[jax.Array]:
-    """Runs `split_kv.attend`; the first rows of a partial result are the heads of the group of the first query.
-
-    The programs of the spec are traced with heads in rows; `Hkv` counts the groups of heads. Captured arrays have their
-    shapes.
-    """
-    scratch, rows = declare(spec, heads, arrays.query.dtype), smem.WARP_GROUP_ROWS
-    arrays = arrays._replace(query=heads.padded(arrays.query))
-    return split_kv.attend(ROLES, spec, heads, rows, spec.T, sizes, arrays, scratch)
+def attend(spec: AttentionSpec, heads: Heads, slots: int, arrays: SplitKvInputs[jax.Array]) -> list[jax.Array]:
+    """Runs `split_kv.attend`; the first rows of a partial result are the heads of the group of the first query."""
+    rows = arrays.key.reshape(*arrays.key.shape[:2], -1)  # the latent cache [pages of all layers, page_size, D]
+    arrays = arrays._replace(query=heads.padded(arrays.query), key=rows, value=None)
+    return split_kv.attend(ROLES, spec, heads, slots, arrays, declare(spec, heads, arrays.query.dtype))
 
 
-LatentStatic: TypeAlias = split_kv.Static[Heads, LatentOperands[Ref], LatentScratch]
+LatentStatic: TypeAlias = split_kv.Static[Heads, LatentScratch]
 
 
 # --- producer
@@ -145,7 +124,7 @@ def _load_pair(static: LatentStatic, item: Item, j: jax.Array, pair: jax.Array) 
         pl.when(ahead < item.end)(functools.partial(_prefetch, static, item, ahead))
     for b in range(BUFFERS):
         tile = item.begin + 2 * j + b
-        pages = _page_rows(static, item, jnp.minimum(tile, item.end - 1))
+        pages = static.page_rows(item, jnp.minimum(tile, item.end - 1))
         latents = lambda which, b=b: (buffers.latents.at[b, which], columns[which])
         near, far = [latents(b)], [latents(1 - b), (buffers.ropes.at[b], columns[2])]
         for full, empty, targets in (
@@ -153,7 +132,7 @@ def _load_pair(static: LatentStatic, item: Item, j: jax.Array, pair: jax.Array) 
             (buffers.far_full, buffers.far_empty, far),
         ):
             pl.when(pair > 0)(functools.partial(plg.barrier_wait, empty.at[b]))
-            load = functools.partial(_load_part, static.arrays.rows, pages, targets, full.at[b])
+            load = functools.partial(_load_part, static.arrays.key, pages, targets, full.at[b])
             if b == 0:
                 load()
             else:
@@ -165,8 +144,8 @@ def _load_pair(static: LatentStatic, item: Item, j: jax.Array, pair: jax.Array) 
 def _prefetch(static: LatentStatic, item: Item, tile: jax.Array) -> None:
     """Loads a tile into the L2 cache."""
     for columns in _columns(static.spec):
-        for at, _ in _page_rows(static, item, tile):
-            plg.async_prefetch(static.arrays.rows.at[(*at, columns)])
+        for at, _ in static.page_rows(item, tile):
+            plg.async_prefetch(static.arrays.key.at[(*at, columns)])
 
 
 def _load_part(rows: Ref, pages: Sequence[PageRows], targets: Sequence[tuple[Ref, Axis]], full: Ref) -> None:
@@ -178,10 +157,6 @@ def _load_part(rows: Ref, pages: Sequence[PageRows], targets: Sequence[tuple[Ref
 def _arrive(barrier: Ref, count: int) -> None:
     for _ in range(count):
         plg.barrier_arrive(barrier)
-
-
-def _page_rows(static: LatentStatic, item: Item, tile: jax.Array) -> list[PageRows]:
-    return page_rows(static.spec, static.arrays.table, static.arrays.first_page, item, tile)
 
 
 # --- consumers

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 
-import jax
 import jax.numpy as jnp
 
 from pallas_kernels.mosaic_gpu import smem
 from pallas_kernels.mosaic_gpu.latent import kernel
 from pallas_kernels.mosaic_gpu.latent.sizes import Heads
 from pallas_kernels.mosaic_gpu.plan.limits import limit_of_captured
-from pallas_kernels.mosaic_gpu.score.tile import limit_of_mods
+from pallas_kernels.mosaic_gpu.split_kv import SplitKvPlan, limit_of_kernel
 from pallas_kernels.mosaic_gpu.work_items import TILE_KEYS, limit_of_pages
 from pallas_kernels.plan import Refusal, with_programs
 from pallas_kernels.spec import AttentionSpec
@@ -21,30 +19,8 @@ MAX_HALF = 256  # columns of the output that a consumer warp group holds: half o
 _STEP = 16  # columns of a half, and rotated columns: K of a wgmma
 
 
-@dataclasses.dataclass(frozen=True)
-class LatentPlan:
-    """The plan of a call."""
-
-    spec: AttentionSpec  # the call, with its tile programs; `Hkv` counts the groups of heads
-    heads: Heads
-
-    @property
-    def rows(self) -> int:
-        """Rows of a partial result."""
-        return smem.WARP_GROUP_ROWS
-
-    @property
-    def queries(self) -> int:
-        """Queries of a tile."""
-        return self.heads.queries
-
-    def describe(self) -> str:
-        """Kernel and tiles, for `jflex.explain`."""
-        return f"latent {smem.WARP_GROUP_ROWS} x {TILE_KEYS} (8 warps that compute, 2 stages, {self.heads.count} heads)"
-
-
 @functools.lru_cache(maxsize=256)
-def plan(spec: AttentionSpec) -> LatentPlan | Refusal:
+def plan(spec: AttentionSpec) -> SplitKvPlan | Refusal:
     """Plans a paged call on a machine that `limits.limit_of_machine` does not refuse."""
     reason = _limit(spec) or limit_of_captured(spec)
     if reason is not None:
@@ -53,13 +29,11 @@ def plan(spec: AttentionSpec) -> LatentPlan | Refusal:
     traced = with_programs(spec.replace(heads_in_rows=True, Hkv=heads.groups))
     if isinstance(traced, Refusal):
         return traced
-    missing = limit_of_mods(traced)
-    if missing is not None:
-        return missing
-    needed = smem.bytes_of(jax.tree.leaves(kernel.declare(traced, heads, jnp.dtype(spec.dtype))))
-    if needed > smem.LIMIT:
-        return Refusal(f"its tiles need {needed} bytes of shared memory, and a CTA has {smem.LIMIT}")
-    return LatentPlan(traced, heads)
+    refusal = limit_of_kernel(traced, lambda: kernel.declare(traced, heads, jnp.dtype(spec.dtype)))
+    if refusal is not None:
+        return refusal
+    sizes = f"8 warps that compute, 2 stages, {heads.count} heads"
+    return SplitKvPlan(traced, heads, f"latent {smem.WARP_GROUP_ROWS} x {TILE_KEYS} ({sizes})", kernel.attend)
 
 
 def _limit(spec: AttentionSpec) -> str | None:

@@ -49,6 +49,11 @@ class Heads(NamedTuple):
         return -(-self.count // TILED_ROWS) * TILED_ROWS
 
     @property
+    def rows(self) -> int:
+        """Rows of a partial result."""
+        return smem.WARP_GROUP_ROWS
+
+    @property
     def queries(self) -> int:
         """Queries of a tile."""
         return smem.WARP_GROUP_ROWS // self.padded_count

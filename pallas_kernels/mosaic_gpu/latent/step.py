@@ -21,18 +21,10 @@ from jax.experimental.pallas import mosaic_gpu as plg
 
 from pallas_kernels.mosaic_gpu import inline_ptx, smem
 from pallas_kernels.mosaic_gpu.forward.step import normalised
-from pallas_kernels.mosaic_gpu.score import key_tail, scores
-from pallas_kernels.mosaic_gpu.score.tile import (
-    ROW,
-    TILE,
-    accumulate,
-    accumulator,
-    has_spare_registers,
-    over_columns,
-    row_vector,
-    zero_tile,
-)
+from pallas_kernels.mosaic_gpu.score import scores
+from pallas_kernels.mosaic_gpu.score.tile import ROW, TILE, accumulate, accumulator, over_columns, row_vector, zero_tile
 from pallas_kernels.mosaic_gpu.smem import FIRST_FREE_BARRIER, WARP_GROUP_THREADS
+from pallas_kernels.mosaic_gpu.split_kv import clear_values, finite, scores_of
 from pallas_kernels.mosaic_gpu.work_items import TILE_KEYS
 from pallas_kernels.softmax import mark
 from pallas_kernels.spec import AttentionSpec
@@ -112,12 +104,12 @@ class LatentStep(NamedTuple):
     def _lead_first(self, state: LatentState, tile: jax.Array) -> LatentState:
         """Warp group 0: the first of its own tiles."""
 
-        def scores_of(raw: Accumulator) -> jax.Array:
+        def qk(raw: Accumulator) -> jax.Array:
             self._start_near_scores(raw)
             self._start_far_scores(raw)
             return self._modify(plg.wgmma_accumulator_load(raw), tile)
 
-        weights = self._weights(state.row_max, pl.run_scoped(scores_of, accumulator(_ROWS, TILE_KEYS)))
+        weights = self._weights(state.row_max, pl.run_scoped(qk, accumulator(_ROWS, TILE_KEYS)))
         self._publish(weights[1])
         return self._lead_own(state, tile, *weights)
 
@@ -203,13 +195,8 @@ class LatentStep(NamedTuple):
 
     def _modify(self, raw: jax.Array, tile: jax.Array) -> jax.Array:
         """Scores of a tile: mods, and -inf past the end of the keys; all of a tile past the last one is masked."""
-        prepared, first = self.prepared, jnp.minimum(tile, self.end - 1) * TILE_KEYS
-        end = jnp.where(tile < self.end, self.length, 0)
-        by_clause = has_spare_registers(prepared.spec.programs.score)
-        # Partial without a mask, too: keys past the end, which may be NaN, are masked by `cut` alone.
-        s = scores.modify(prepared, raw, first, is_partial=True, by_clause=by_clause).s
-
-        return key_tail.mask_scores(s, first, end)
+        first = jnp.minimum(tile, self.end - 1) * TILE_KEYS
+        return scores_of(self.prepared, raw, first, jnp.where(tile < self.end, self.length, 0))
 
     def _weights(self, row_max: jax.Array, s: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """The new row_max, which is published, the weights of the group's own tile, and their partial sums."""
@@ -219,7 +206,7 @@ class LatentStep(NamedTuple):
         self.buffers.row_max[self.group, :] = row_max
         number = jnp.int32(_MAX_BARRIER + self.group)
         row_max = inline_ptx.after_barrier(number, 2 * WARP_GROUP_THREADS, ROW, row_max, "arrive")
-        p = inline_ptx.exp2(TILE, s * scale - over_columns(_safe(row_max), s.shape))  # P = exp2(S - m)
+        p = inline_ptx.exp2(TILE, s * scale - over_columns(finite(row_max), s.shape))  # P = exp2(S - m)
         return row_max, p.astype(self.queries.dtype), inline_ptx.sum_columns(TILE, p)
 
     def _run(self, both: Callable[[tuple[Accumulator, ...]], None], out: jax.Array) -> tuple[jax.Array, ...]:
@@ -264,7 +251,7 @@ class LatentStep(NamedTuple):
     def _clear_past_end(self, b: int, tile: jax.Array) -> None:
         """Overwrites the values past the end of the keys with zeros: their weights are 0, and they may be NaN."""
         valid = jnp.where(tile < self.end, self.length - tile * TILE_KEYS, 0)
-        key_tail.clear_values(self._values(b), valid)
+        clear_values(self._values(b), valid)
 
     def finish(self, state: LatentState, turn: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Epilogue: this half of the output, and the lse; `turn` is 0 and 1 in turns."""
@@ -289,13 +276,9 @@ def _rescaled(state: LatentState, row_max: jax.Array) -> LatentState:
     """The state relative to a new row_max, if it is new to any row of the warp."""
 
     def rescale(sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, ...]:
-        alpha = inline_ptx.exp2(ROW, state.row_max - _safe(row_max))  # rescale factor of O and row_sum
+        alpha = inline_ptx.exp2(ROW, state.row_max - finite(row_max))  # rescale factor of O and row_sum
         return tuple(x * over_columns(alpha, x.shape) for x in sums)
 
     differ = inline_ptx.differ_in_warp(ROW, row_max, state.row_max)
     out, row_sum = lax.cond(differ, rescale, lambda sums: sums, (state.out, state.row_sum))
     return LatentState(out, row_max, row_sum)
-
-
-def _safe(row_max: jax.Array) -> jax.Array:
-    return jnp.where(row_max == -jnp.inf, 0.0, row_max)
