@@ -11,12 +11,13 @@ import hypothesis.strategies as st
 from flax import nnx
 
 from flax_layers.models import Decoder, LayerConfig, ModelConfig, Tokenizer
+from flax_layers.sampling import Sampling
 from flax_layers.serving import Constraint, Engine, EngineOptions, Guides
 from flax_layers.serving.demo_model import ByteTokenizer
 from tests.cases.engine_cases import Client, run
 from tests.support.golden_models import ROOT
 
-SIZES = {"max_requests": 8, "max_step_tokens": 32, "num_pages": 400, "page_size": 8, "context": 768, "poison": True}
+SIZES = {"max_requests": 4, "max_step_tokens": 32, "num_pages": 400, "page_size": 8, "context": 768, "poison": True}
 BPE_END = 1
 """The token `</s>` of the tokenizer of the goldens, which has 280."""
 VOCABULARIES = {"bytes": 256, "bpe": 300}
@@ -33,6 +34,7 @@ PERSON = {
     **COMPACT,
 }
 WORDS = "(cat|dog|é😀|漢字){2,4}!"
+JSON, REGEX = Constraint.json_schema(PERSON), Constraint.regex(WORDS)
 
 
 @functools.cache
@@ -61,6 +63,10 @@ def engine_of(kind: str, **options: Any) -> Engine:
 @functools.cache
 def shared_engine(kind: str) -> Engine:
     return engine_of(kind)
+
+
+def sampled(seed: int) -> Sampling:
+    return Sampling(1.0, seed=seed)
 
 
 def texts(engine: Engine, kind: str, clients: list[Client]) -> list[str]:

@@ -159,14 +159,23 @@ DOCUMENTS = masks.causal_document(jnp.arange(6 * KEYS) // (4 * KEYS))  # compare
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("mask", "queries"), [(window, TREE), (DOCUMENTS, 7)], ids=["window", "document"])
-def test_tiles_that_a_mask_hides_are_not_read(mask, queries):
-    """Comparisons of positions decide tiles of the prefix, with trees as without."""
-    query, cache, batch, _ = drawn([(4 * KEYS + 9, queries)])
+@pytest.mark.parametrize(
+    ("mask", "before", "queries", "first", "tiles"),
+    [
+        (window, 4 * KEYS + 9, TREE, 0, [4, 5]),
+        (DOCUMENTS, 4 * KEYS + 9, 7, 0, [4, 5]),
+        (causal, 0, 4 * KEYS, 0, [0, 1]),
+        (causal, 0, 4 * KEYS, KEYS, [0, 2]),
+        (causal, 0, 4 * KEYS, 4 * KEYS - 8, [0, 4]),
+    ],
+)
+def test_tiles_that_a_mask_hides_are_not_read(mask, before, queries, first, tiles):
+    """Comparisons of positions decide tiles of the prefix, with trees as without; causal tiles end with the queries."""
+    query, cache, batch, _ = drawn([(before, queries)])
     call = prepare(jnp.asarray(query), cache, batch, Settings(mask_mod=mask))
-    rows, heads = jnp.arange(7, dtype=jnp.int32), jnp.arange(H, dtype=jnp.int32)
+    rows, heads = jnp.arange(first, first + 7, dtype=jnp.int32), jnp.arange(H, dtype=jnp.int32)
     walk = walk_of(call.spec, call.inputs(), jnp.int32(0), rows, heads, batch.kv_lengths[0], KEYS)
-    assert [int(x) for x in walk] == [4, 5]
+    assert [int(x) for x in walk] == tiles
 
 
 @tiers(default={"columns": 7})

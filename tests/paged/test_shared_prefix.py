@@ -1,10 +1,9 @@
-"""Requests that begin with the same pages read them once: the same attention, the same tokens."""
+"""Requests that begin with the same pages read them once: the same attention. `tests/serving` has the engine."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import re
 
 import jax
 import jax.numpy as jnp
@@ -12,17 +11,8 @@ import numpy as np
 import pytest
 
 import jflex
-from flax_layers.sampling import Sampling
-from flax_layers.serving import EngineOptions
-from flax_layers.serving.device.options import Shape
-from flax_layers.serving.engine.cascades import Cascades, Shared
-from flax_layers.serving.engine.requests import Request
-from flax_layers.serving.engine.scheduler import Chunk
-from flax_layers.serving.engine.sequence import Sequence
-from jflex.paged import PagedBatch, PagedCache, PagePool, PrefixCache, token_positions, token_requests
+from jflex.paged import PagedBatch, PagedCache, token_positions, token_requests
 from tests.calls.test_cascade import BACKENDS, HKV, HQ, MODS, D, backends
-from tests.cases.engine_cases import PROMPTS, SYSTEM, Client, engine_of, model, recomputed, run
-from tests.cases.train_cases import counted_compilations
 from tests.support.rows import in_turns
 from tests.support.traces import Traced
 
@@ -123,81 +113,3 @@ def test_trees_are_refused():
     _, cache, batch = paged_case()
     with pytest.raises(ValueError, match="`batch` must have no `ancestors`: levels have no trees"):
         jflex.shared_prefix_levels(cache, dataclasses.replace(batch, ancestors=jnp.zeros((6, 3), jnp.int32)), 3, 8)
-
-
-# --- the engine
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("options", [{}, {"max_step_tokens": 9, "max_requests": 3}, {"num_pages": 24}], ids=str)
-def test_tokens_are_those_of_full_recomputation(options):
-    engine = engine_of(model(), cascade_bytes=1, **options)
-    for _ in range(2):
-        clients = [Client(engine, prompt) for prompt in PROMPTS]
-        run(engine)
-        assert [client.tokens for client in clients] == [recomputed(prompt) for prompt in PROMPTS]
-    assert 0 < engine.stats().cascade_steps < engine.stats().steps
-
-
-@pytest.mark.full
-def test_drawn_tokens_are_the_same():
-    tokens = []
-    for cascade_bytes in (1, None):
-        engine = engine_of(model(), cascade_bytes=cascade_bytes, max_step_tokens=64)
-        clients = [Client(engine, (*SYSTEM, n), sampling=Sampling(1.0, seed=n), logprobs=2) for n in range(5)]
-        run(engine)
-        tokens.append([client.tokens for client in clients])
-        assert (engine.stats().cascade_steps > 0) == (cascade_bytes == 1)
-    assert tokens[0] == tokens[1]
-
-
-@pytest.mark.full
-def test_nothing_is_compiled_after_warm_up():
-    engine, reports = engine_of(model(), cascade_bytes=1, max_requests=4, max_step_tokens=16, poison=False), []
-    engine.warm_up(lambda done, total: reports.append((done, total)))
-    assert reports[-1] == (len(reports), len(reports))
-    for prompt in PROMPTS:
-        Client(engine, prompt, sampling=Sampling(1.0))
-    with counted_compilations() as compiled:
-        run(engine)
-    assert not compiled
-    assert engine.stats().cascade_steps
-
-
-def test_when_a_cascade_pays():
-    """The shapes of decoding, and among them only those that could save enough."""
-    found = Cascades(EngineOptions(max_requests=64, page_size=64, cascade_bytes=1_000_000), token_bytes=100)
-    assert found.pays(11, 1000)
-    assert not found.pays(10, 1000)
-    shapes = [Shape(1, 1, 512), Shape(4, 4, 8), Shape(4, 4, 512), Shape(64, 64, 8), Shape(128, 64, 512)]
-    assert found.shapes(shapes) == [Shape(4, 4, 512), Shape(64, 64, 8)]
-    assert Cascades(EngineOptions(cascade_bytes=None), token_bytes=100).shapes(shapes) == []
-
-
-def test_the_best_prefix_is_found():
-    """Against all groups of requests, over random trees of prefixes."""
-    rng = np.random.default_rng(0)
-    for _ in range(50):
-        pool = PagePool(200, 2)
-        cache, chunks = PrefixCache(pool), []
-        for number in range(int(rng.integers(0, 8))):
-            tokens = rng.integers(0, 2, 2 * int(rng.integers(0, 7))).tolist()
-            missing = cache.match(tokens)
-            pages = [*missing.pages, *cache.alloc(len(tokens) // 2 - len(missing.pages))]
-            sequence = Sequence(Request((1,)), 1, lambda event: None, np.zeros(0, np.int32), number)
-            sequence.prefix = cache.insert(tokens, pages, missing)
-            chunks.append(Chunk(sequence, 0, 1, samples=True))
-        prefixes = [chunk.sequence.prefix.pages for chunk in chunks if chunk.sequence.prefix is not None]
-        common = lambda start, prefixes=prefixes: sum(prefix[: len(start)] == start for prefix in prefixes)
-        saved = {prefix[:n]: (common(prefix[:n]) - 1) * 2 * n for prefix in prefixes for n in range(1, len(prefix) + 1)}
-        ordered, shared = Cascades(EngineOptions(page_size=2, cascade_bytes=1), 1).arrange(chunks)
-        assert (shared.requests - 1) * shared.tokens == max([0, *saved.values()]) or shared == Shared()
-        assert (shared == Shared()) == (max([0, *saved.values()]) == 0)
-        assert sorted(map(id, ordered)) == sorted(map(id, chunks))
-        first = [x.sequence.prefix.pages[: shared.tokens // 2] for x in ordered if x.sequence.prefix is not None]
-        assert len(set(first[: shared.requests])) <= 1
-
-
-def test_a_wrong_option():
-    with pytest.raises(ValueError, match=re.escape("`cascade_bytes` must be at least 1. Got 0. Pass None")):
-        EngineOptions(cascade_bytes=0)

@@ -1,4 +1,4 @@
-"""What the engine refuses, and faults of one request, which end no other."""
+"""Refused calls, faults, cancellations and the end: whatever happens to a request, others get their tokens."""
 
 from __future__ import annotations
 
@@ -6,88 +6,77 @@ import logging
 
 import pytest
 
-from flax_layers.models import Decoder
 from flax_layers.sampling import Sampling
-from flax_layers.serving import Constraint, Engine, EngineOptions, Guides, QueueFull, Request
-from flax_layers.serving.demo_model import ByteTokenizer
+from flax_layers.serving import Closed, Constraint, QueueFull, Request
 from flax_layers.serving.device.penalties import Penalties
-from tests.cases import engine_cases
-from tests.cases.engine_cases import COUNT, PROMPTS, SYSTEM, Client, engine_of, fail_once, recomputed, run
-from tests.support import served
-
-
-@pytest.fixture(scope="module")
-def model() -> Decoder:
-    return engine_cases.model()
-
-
-@pytest.mark.parametrize(
-    ("prompt", "options", "message"),
-    [
-        ((1,) * 64, {}, r"`prompt` must be shorter than 64 tokens, the context length, .* Got 64"),
-        ((1,) * 60, {"max_tokens": 5}, r"together must be at most 64 tokens, .* Got 60 and 5\..*lower .* to 4"),
-        ((1, 64), {}, r"`prompt` must hold tokens from 0 to 63, .* It holds 1 to 64"),
-        ((), {}, r"`prompt` must hold at least one token"),
-        ((1,), {"max_tokens": 0}, r"`max_tokens` must be at least 1. Got 0"),
-        ((1,), {"penalties": Penalties(logit_bias=((64, 1.0),))}, r"`logit_bias` must be of tokens .* 63\. Got 64"),
-        ((1,), {"logprobs": 21}, r"`logprobs` must be from 0 to 20. Got 21"),
-        ((1,), {"stop_tokens": (7,) * 1025}, r"`stop_tokens` must be at most 1024 tokens. Got 1025"),
-    ],
+from tests.cases import constraint_cases
+from tests.cases.engine_cases import (
+    CHUNKS,
+    COUNT,
+    FEW,
+    PROMPTS,
+    SIZES,
+    SYSTEM,
+    Client,
+    engine_of,
+    fail_once,
+    foresee,
+    outputs,
+    recomputed,
+    run,
+    submit,
 )
-def test_wrong_requests(prompt, options, message, model):
-    engine = engine_of(model)
-    with pytest.raises(ValueError, match=message):
-        Client(engine, prompt, **options)
-    assert not engine.step()
+from tests.cases.errors import serving
+from tests.support.rows import tiers
+
+ROWS = [pytest.param(*row[1:], id=row[0]) for row in serving.ROWS]
+ROOM = SIZES["max_requests"]
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"prompt": (1, 2.5)}, r"`prompt\[1\]` must be an integer. Got float"),
-        ({"prompt": (1,), "stop_tokens": ("a",)}, r"`stop_tokens\[0\]` must be an integer. Got str"),
-        ({"prompt": (1,), "max_tokens": 1.0}, "`max_tokens` must be an integer. Got float"),
-        ({"prompt": (1,), "logprobs": "2"}, "`logprobs` must be an integer. Got str"),
-        ({"prompt": (1,), "stop_tokens": (1.5,)}, r"`stop_tokens\[0\]` must be an integer. Got float"),
-    ],
-)
-def test_wrong_types(options, message):
-    with pytest.raises(TypeError, match=message):
-        Request(**options)
+@pytest.mark.parametrize(("provoke", "error", "message"), ROWS)
+def test_message(provoke, error, message):
+    with pytest.raises(error, match=message):
+        provoke()
+
+
+# --- what there is no room for
 
 
 @pytest.mark.full
-def test_a_prompt_longer_than_the_cache(model):
-    engine = engine_of(model, num_pages=6)
-    with pytest.raises(ValueError, match="must be shorter than 20 tokens, what the pages of the cache hold"):
-        Client(engine, (1,) * 20)
-    client = Client(engine, (1,) * 15, max_tokens=None)
+def test_a_prompt_longer_than_the_cache():
+    engine = engine_of(**FEW)
+    other = Client(engine, PROMPTS[0])
+    engine.step()
+    with pytest.raises(ValueError, match=r"must be shorter than 52 tokens, what the pages of the cache hold.* Got 53"):
+        Client(engine, (1,) * 53)
+    client = Client(engine, (1,) * 47, max_tokens=None)
     run(engine)
     assert len(client.tokens) == 5
+    assert other.tokens == recomputed(PROMPTS[0])
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("max_waiting", [0, 2])
-def test_a_full_queue(max_waiting, model):
+def test_a_full_queue(max_waiting):
     """Requests that can start at once do not wait; nor do some of `n` samples."""
-    engine = engine_of(model, max_waiting=max_waiting)
+    engine = engine_of(max_waiting=max_waiting)
     for steps in (0, 3):  # those that run, or have not been scheduled yet
-        clients = [Client(engine, (1, n)) for n in range(max_waiting + 6)]
-        clients += engine_cases.submit(engine, (5, 6), [{}, {}])
+        clients = [Client(engine, (1, n)) for n in range(max_waiting + ROOM - 2)]
+        clients += submit(engine, (5, 6), [{}, {}])
         for _ in range(steps):
             engine.step()
         with pytest.raises(QueueFull, match=rf"^{max_waiting} requests wait, and `max_waiting` is {max_waiting}\. Try"):
             Client(engine, (1,))
-        with pytest.raises(QueueFull, match=f"Ask for at most {max_waiting + 8} samples"):
-            engine_cases.submit(engine, (5, 6), [{}] * (max_waiting + 9))
+        with pytest.raises(QueueFull, match=f"Ask for at most {max_waiting + ROOM} samples"):
+            submit(engine, (5, 6), [{}] * (max_waiting + ROOM + 1))
         run(engine)
         assert {x.reason for x in clients} == {"length"}
 
 
 @pytest.mark.full
-def test_requests_without_pages_wait(model):
-    engine = engine_of(model, num_pages=9, max_waiting=0, prefix_cache=False)
-    first = [Client(engine, (n,) * 12, max_tokens=5) for n in (1, 2, 3)]  # the third finds no pages
+def test_requests_without_pages_wait():
+    engine = engine_of(**FEW, max_waiting=0, prefix_cache=False)
+    first = [Client(engine, (n,) * 20, max_tokens=5) for n in (1, 2, 3)]  # the third finds no pages
     engine.step()
     engine.step()
     with pytest.raises(QueueFull, match="1 requests wait"):
@@ -98,43 +87,10 @@ def test_requests_without_pages_wait(model):
     run(engine)
 
 
-@pytest.mark.parametrize(
-    ("penalties", "message"),
-    [
-        ({"presence_penalty": 2.5}, "`presence_penalty` must be from -2 to 2. Got 2.5"),
-        ({"frequency_penalty": float("nan")}, "`frequency_penalty` must be from -2 to 2. Got nan"),
-        ({"repetition_penalty": 0.0}, "`repetition_penalty` must be from 1e-06 to 1e[+]06. Got 0.0"),
-        ({"repetition_penalty": 1e-45}, "`repetition_penalty` must be from 1e-06 to 1e[+]06. Got 1e-45"),
-        ({"repetition_penalty": 10**400}, "`repetition_penalty` must be from 1e-06 to 1e[+]06. Got 1000"),
-        ({"presence_penalty": -(10**400)}, "`presence_penalty` must be from -2 to 2. Got -1000"),
-        ({"logit_bias": ((3, 101.0),)}, "`logit_bias` must be from -100 to 100. Got 101.0 for token 3"),
-        ({"logit_bias": ((3, 1.0),) * 301}, "`logit_bias` must be of at most 300 tokens. Got 301"),
-    ],
-    ids=lambda x: x if isinstance(x, str) else "",
-)
-def test_wrong_penalties(penalties, message):
-    with pytest.raises(ValueError, match=message):
-        Penalties(**penalties)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"max_requests": 0}, "`max_requests` must be at least 1. Got 0"),
-        ({"page_size": 257}, "`page_size` must be from 1 to 256. Got 257"),
-        ({"max_step_tokens": 4}, "`max_step_tokens` must be at least `max_requests`, .* Got 4 and 8"),
-        ({"context": 513}, "`context` must be from 2 to the 512 positions .* Got 513"),
-    ],
-)
-def test_wrong_options(options, message, model):
-    with pytest.raises(ValueError, match=message):
-        engine_of(model, **options)
-
-
 @pytest.mark.full
-def test_numbers_that_no_device_array_holds(model):
+def test_numbers_that_no_device_array_holds():
     """Other requests go on, and `top_k` keeps all tokens."""
-    engine = engine_of(model)
+    engine = engine_of()
     other = Client(engine, PROMPTS[0])
     engine.step()
     drawn = [Client(engine, PROMPTS[1], sampling=Sampling(1.0, top_k=k, seed=3)) for k in (0, 1 << 31, 10**30)]
@@ -143,6 +99,105 @@ def test_numbers_that_no_device_array_holds(model):
     assert other.tokens == recomputed(PROMPTS[0])
     assert len({tuple(x.tokens) for x in drawn}) == len({tuple(x.tokens) for x in biased}) == 1
     assert engine.stats().failures == 0
+
+
+# --- cancellations
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("options", [{}, CHUNKS, {"draft_tokens": 5}], ids=str)
+def test_cancelled_requests_end_and_return_their_pages(options, monkeypatch):
+    foresee(monkeypatch)
+    engine = engine_of(**options)
+    clients = [Client(engine, prompt) for prompt in PROMPTS]
+    clients[3].ticket.cancel()  # in the inbox
+    for _ in range(2):
+        engine.step()
+    for number in (1, 5):  # one is within its prompt, one waits
+        clients[number].ticket.cancel()
+    engine.step()
+    assert [clients[number].reason for number in (1, 3, 5)] == ["cancelled"] * 3
+    run(engine)
+    assert engine._pages._cache.num_locks == 0
+    for number, client in enumerate(clients):
+        ended = number not in (1, 3, 5)
+        assert client.reason == ("length" if ended else "cancelled")
+        assert not ended or client.tokens == recomputed(PROMPTS[number])
+    clients[0].ticket.cancel()  # has ended
+    run(engine)
+    assert clients[0].reason == "length"
+
+
+@pytest.mark.full
+def test_tokens_of_the_step_before_are_not_read_for_a_cancelled_request():
+    engine = engine_of(prefix_cache=False)
+    leaving, staying = (Client(engine, prompt, max_tokens=20) for prompt in PROMPTS[:2])
+    for _ in range(4):
+        engine.step()
+    leaving.ticket.cancel()
+    engine.step()
+    assert (leaving.reason, len(leaving.tokens)) == ("cancelled", 3)
+    assert engine.stats().used_pages == len(staying.ticket._sequence.pages)
+    run(engine)
+    assert staying.reason == "length"
+
+
+# --- faults
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("fails_at", "when_read", "drafts"),
+    [(1, False, 0), (4, False, 0), (2, True, 0), (3, True, 5)],
+)
+def test_a_failed_step_ends_its_requests_alone(fails_at, when_read, drafts, monkeypatch):
+    """Samples that were not in it compute their prompt again."""
+    foresee(monkeypatch)
+    engine = engine_of(**CHUNKS, draft_tokens=drafts)
+    fail_once(monkeypatch, engine, fails_at, when_read=when_read)
+    clients = [*submit(engine, SYSTEM[:19], [{}] * 3), *(Client(engine, prompt) for prompt in PROMPTS)]
+    prompts = [SYSTEM[:19]] * 3 + PROMPTS
+    run(engine)
+    assert engine.stats().failures == 1
+    failed = [x.reason == "error" for x in clients]
+    assert failed[0]
+    assert sum(failed) == (1 if fails_at == 1 else ROOM)
+    assert "RuntimeError: injected" in clients[0].events[-1].error
+    for client, prompt, has_failed in zip(clients, prompts, failed, strict=True):
+        assert has_failed or client.tokens == recomputed(prompt)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("fails_at", [1, 4])
+def test_results_that_cannot_be_read_end_their_requests(fails_at, monkeypatch):
+    """Even if no other step follows: computed again, they would fail for ever on a device that keeps failing."""
+    engine = engine_of()
+    fail_once(monkeypatch, engine, fails_at, when_read=True)
+    client = Client(engine, PROMPTS[0], max_tokens=fails_at)
+    run(engine)
+    assert client.reason == "error"
+    assert engine.stats().failures == 1
+    assert outputs(engine, PROMPTS[:1]) == [recomputed(PROMPTS[0])]
+
+
+def test_a_step_that_reaches_no_device_empties_nothing_of_others(monkeypatch):
+    """Its requests end, with the tokens of the step before; those of other namespaces keep their pages."""
+    engine = engine_of()
+    before = Client(engine, SYSTEM, namespace="other")
+    run(engine)
+    failing = [Client(engine, PROMPTS[0], max_tokens=20), Client(engine, (60,), max_tokens=3)]
+    for _ in range(3):  # the second one ends in the third step, which has not been read
+        engine.step()
+    fail_once(monkeypatch, engine, 1)
+    run(engine)
+    assert [x.reason for x in failing] == ["error", "length"]
+    assert failing[0].tokens == recomputed(PROMPTS[0])[:3]
+    assert failing[1].tokens == recomputed((60,))[:3]
+    assert engine.stats().failures == 1
+    after = [Client(engine, SYSTEM, namespace=namespace) for namespace in ("other", None)]
+    run(engine)
+    assert [x.tokens for x in (before, *after)] == [recomputed(SYSTEM)] * 3
+    assert [x.ticket.hit_tokens for x in after] == [20, 0]
 
 
 class Raising:
@@ -158,11 +213,17 @@ class Raising:
         return self._function(*args)
 
 
-@pytest.mark.parametrize(
-    "nth", [pytest.param(1, marks=pytest.mark.full), 3, pytest.param(COUNT, marks=pytest.mark.full)]
-)
-def test_events_that_cannot_be_delivered_end_their_request_alone(nth, model, caplog):
-    engine, events = engine_of(model), []
+class Failing:
+    """An object whose methods raise."""
+
+    def __getattr__(self, name):
+        return Raising(None, 1)
+
+
+@tiers(default={"nth": 3})
+@pytest.mark.parametrize("nth", [1, 3, COUNT])
+def test_events_that_cannot_be_delivered_end_their_request_alone(nth, caplog):
+    engine, events = engine_of(), []
     with caplog.at_level(logging.CRITICAL):
         ticket = engine.submit(Request(SYSTEM, max_tokens=COUNT), Raising(events.append, nth))
         other = Client(engine, (*SYSTEM, 5))
@@ -179,8 +240,8 @@ def test_events_that_cannot_be_delivered_end_their_request_alone(nth, model, cap
 
 
 @pytest.mark.full
-def test_a_fault_of_drafts_ends_its_request_alone(model, monkeypatch):
-    engine = engine_of(model, draft_tokens=4)
+def test_a_fault_of_drafts_ends_its_request_alone(monkeypatch):
+    engine = engine_of(draft_tokens=5)
     bad, other = Client(engine, (7, 8) * 4), Client(engine, PROMPTS[1])
     monkeypatch.setattr(bad.ticket._sequence.lookup, "draft", Raising(None, 1))
     run(engine)
@@ -192,10 +253,7 @@ def test_a_fault_of_drafts_ends_its_request_alone(model, monkeypatch):
 @pytest.mark.parametrize("fault", ["advance", "mask"])
 def test_a_fault_of_a_constraint_ends_its_request_alone(fault, monkeypatch):
     """The library computes the masks of all requests in one call; it does not say whose mask it was."""
-    guides = Guides(ByteTokenizer(), served.CONFIG.vocabulary)
-    engine = Engine(
-        served.model(), EngineOptions(max_requests=4, max_step_tokens=32, num_pages=65, page_size=8), guides
-    )
+    engine = constraint_cases.engine_of("bytes")
     bad, other = (Client(engine, (1, 2), constraint=Constraint.regex(f"[a-{x}]{{9}}")) for x in "cd")
     plain = Client(engine, (3,))
     guide = bad.ticket._sequence.guide
@@ -203,7 +261,7 @@ def test_a_fault_of_a_constraint_ends_its_request_alone(fault, monkeypatch):
     if fault == "advance":
         monkeypatch.setattr(guide, "advance", Raising(None, 1))
     else:
-        monkeypatch.setattr(guides, "_executor", Failing())
+        monkeypatch.setattr(engine._guides, "_executor", Failing())
         monkeypatch.setattr(guide, "matcher", Failing())
         monkeypatch.setattr(guide, "advance", lambda token: setattr(guide, "is_stale", True))
     run(engine)
@@ -212,28 +270,32 @@ def test_a_fault_of_a_constraint_ends_its_request_alone(fault, monkeypatch):
     assert engine.stats().failures == 0
 
 
-class Failing:
-    """An object whose methods raise."""
-
-    def __getattr__(self, name):
-        return Raising(None, 1)
+# --- the end
 
 
-def test_a_step_that_reaches_no_device_empties_nothing_of_others(model, monkeypatch):
-    """Its requests end, with the tokens of the step before; those of other namespaces keep their pages."""
-    engine = engine_of(model)
-    before = Client(engine, SYSTEM, namespace="other")
-    run(engine)
-    failing = [Client(engine, PROMPTS[0], max_tokens=20), Client(engine, (60,), max_tokens=3)]
-    for _ in range(3):  # the second one ends in the third step, which has not been read
-        engine.step()
-    fail_once(monkeypatch, engine, 1)
-    run(engine)
-    assert [x.reason for x in failing] == ["error", "length"]
-    assert failing[0].tokens == recomputed(PROMPTS[0])[:3]
-    assert failing[1].tokens == recomputed((60,))[:3]
-    assert engine.stats().failures == 1
-    after = [Client(engine, SYSTEM, namespace=namespace) for namespace in ("other", None)]
-    run(engine)
-    assert [x.tokens for x in (before, *after)] == [recomputed(SYSTEM)] * 3
-    assert [x.ticket.hit_tokens for x in after] == [20, 0]
+@pytest.mark.full
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("end", ["grace", "no grace", "fault of the scheduler"])
+def test_a_thread_serves_until_its_end(end, monkeypatch):
+    engine = engine_of()
+    if end == "fault of the scheduler":
+        monkeypatch.setattr(engine._scheduler, "schedule", lambda **_: 1 / 0)
+        clients = [Client(engine, prompt) for prompt in PROMPTS]
+        engine.start()
+    else:
+        engine.start()
+        clients = [Client(engine, prompt, max_tokens=COUNT if end == "grace" else 20) for prompt in PROMPTS * 3]
+    engine.stop(grace=0 if end == "no grace" else 60)
+    reasons, errors = {x.reason for x in clients}, [x.events[-1].error for x in clients if x.reason != "length"]
+    if end == "grace":
+        assert [x.tokens for x in clients] == [recomputed(prompt) for prompt in PROMPTS * 3]
+    elif end == "no grace":
+        assert reasons <= {"cancelled", "length"}
+        assert all("shutting down" in error for error in errors)
+        engine.check()
+    else:
+        assert reasons == {"error"}
+        assert "ZeroDivisionError" in errors[0]
+    assert not engine.is_running
+    with pytest.raises(Closed, match="shutting down"):
+        Client(engine, (1,))

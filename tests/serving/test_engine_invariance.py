@@ -10,12 +10,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec
 
 import jflex
 from flax_layers.models import Decoder, LayerConfig
 from flax_layers.sampling import Sampling
-from flax_layers.serving import Engine, EngineOptions, Streaming
+from flax_layers.serving import Engine, EngineOptions
 from flax_layers.serving.device.penalties import Penalties
 from tests.cases.engine_cases import PROMPTS, SIZES, SYSTEM, Client, run, submit
 from tests.cases.train_cases import counted_compilations
@@ -35,25 +34,19 @@ ARRIVALS: list[tuple[tuple[int, ...], dict[str, Any]]] = [
     (PROMPTS[1], {"sampling": DRAWN}),
     (LONG, {}),
     (PROMPTS[2], {"penalties": Penalties(presence_penalty=1.0, logit_bias=((2, 1.0),))}),
-    *[((*LONG[:200], n), {}) for n in range(3)],
-    *[((*SYSTEM, n), {"sampling": Sampling(1.0, seed=n)}) for n in range(4)],
+    *[((*LONG[:200], n), {}) for n in range(2)],
+    *[((*SYSTEM, n), {"sampling": Sampling(1.0, seed=n)}) for n in range(2)],
 ]
 
 
 @functools.cache
-def model(layers: str = "one of two in a window", dtype: str = "float32", implementation: str = "xla") -> Decoder:
+def model(layers: str = "one of two in a window", dtype="float32", implementation="xla", promises=True) -> Decoder:
     """So wide that XLA's CPU compiler adds in another order for another number of tokens."""
     sizes = {"width": 64, "mlp_width": 256, "head_dim": 16, "initializer_range": 0.1}
     config = dataclasses.replace(SMALL, layers=LAYERS[layers], **sizes)
-    invariant = jflex.Config(batch_invariant=True)
+    invariant = jflex.Config(batch_invariant=True) if promises else None
     how = {"implementation": implementation, "attention_config": invariant, "rngs": nnx.Rngs(0)}
     return Decoder(config, dtype=jnp.dtype(dtype), **how)
-
-
-@functools.cache
-def plain_model() -> Decoder:
-    """The same without the promise."""
-    return Decoder(model().config, implementation="xla", rngs=nnx.Rngs(0))
 
 
 def engine_of(decoder: Decoder, **options) -> Engine:
@@ -63,23 +56,23 @@ def engine_of(decoder: Decoder, **options) -> Engine:
 
 def heard(client: Client):
     """What a client got, to the bit: tokens, and log probabilities, of each its own and the best five."""
-    return client.tokens, [logprobs for event in client.events for logprobs in event.logprobs]
+    return client.tokens, client.logprobs
 
 
-def each_alone(decoder: Decoder, **options):
+def each_alone(decoder: Decoder, arrivals=ARRIVALS, **options):
     """What each arrival gets from an engine without any other, and without cached prefixes."""
     found = []
-    for prompt, how in ARRIVALS:
+    for prompt, how in arrivals:
         client = Client(engine := engine_of(decoder, **options), prompt, logprobs=5, **how)
         run(engine)
         found.append(heard(client))
     return found
 
 
-def together(engine: Engine):
-    """What each gets beside the sixteen others, which come while it runs."""
+def together(engine: Engine, arrivals=ARRIVALS):
+    """What each gets beside all others, which come while it runs."""
     clients = []
-    for number, (prompt, how) in enumerate(ARRIVALS):
+    for number, (prompt, how) in enumerate(arrivals):
         clients.append(Client(engine, prompt, logprobs=5, **how))
         for _ in range(number % 3):
             engine.step()
@@ -93,21 +86,18 @@ BATCHES = [
     ("one of two in a window", "bfloat16", {}),
     ("all in windows", "float32", {"max_step_tokens": 11}),
     ("none in a window", "float32", {"cascade_bytes": 1}),
-    ("none in a window", "float32", {"num_pages": 100}),  # evictions and preemptions
+    ("none in a window", "float32", {"num_pages": 80}),  # evictions and preemptions
     ("one of two in a window", "float32", {"cache_dtype": "float8_e4m3fn", "max_step_tokens": 11}),
-    ("none in a window", "float32", {"cache_dtype": "int8", "num_pages": 100}),
+    ("none in a window", "float32", {"cache_dtype": "int8", "num_pages": 80}),
 ]
 
 
 @tiers(
-    full={"layers": [
-        "one of two in a window-float32-{}", "one of two in a window-float32-{'max_step_tokens': 9}",
-        "one of two in a window-bfloat16-{}", "all in windows-float32-{'max_step_tokens': 11}",
-    ]},
+    full={"layers": ["one of two in a window-float32-{'max_step_tokens': 9}", "one of two in a window-bfloat16-{}"]},
     rest="long",
-)  # fmt: skip
+)
 @pytest.mark.parametrize(("layers", "dtype", "options"), BATCHES, ids=str)
-def test_a_request_gets_the_same_bits_alone_and_among_sixteen_others(layers, dtype, options):
+def test_a_request_gets_the_same_bits_alone_and_among_others(layers, dtype, options):
     decoder, engine = model(layers, dtype), engine_of(model(layers, dtype), **options)
     expected = each_alone(decoder, **{"max_step_tokens": SIZES["max_step_tokens"], **options})
     for _ in range(2):  # the second time, prefixes are cached
@@ -145,8 +135,8 @@ def test_samples_of_a_prompt():
 @pytest.mark.full
 def test_without_it_the_batch_changes_bits():
     """Else the tests above would show nothing."""
-    decoder, usual = plain_model(), {"batch_invariant": False}
-    assert together(engine_of(decoder, **usual)) != each_alone(decoder, **usual)
+    decoder, usual, few = model(promises=False), {"batch_invariant": False}, ARRIVALS[6:10]
+    assert together(engine_of(decoder, **usual), few) != each_alone(decoder, few, **usual)
 
 
 @pytest.mark.full
@@ -161,32 +151,3 @@ def test_there_is_one_program_and_nothing_is_compiled_after_warm_up():
     with counted_compilations() as compiled:
         together(engine)
     assert not compiled
-
-
-def test_model_and_options_must_promise_the_same():
-    message = r"`batch_invariant` must be the same in the `EngineOptions` and in the `attention_config` of the model\. "
-    with pytest.raises(ValueError, match=message + "Got False and True"):
-        engine_of(model(), batch_invariant=False)
-    with pytest.raises(ValueError, match=message + "Got True and False"):
-        engine_of(plain_model())
-
-
-def test_several_devices_are_refused():
-    mesh = jax.make_mesh((2,), ("model",), devices=jax.devices()[:2])
-    graph, state = nnx.split(model())
-    sharded = nnx.merge(graph, jax.device_put(state, NamedSharding(mesh, PartitionSpec())))
-    with pytest.raises(ValueError, match=r"`batch_invariant` must be False for a model on several .* Got 2 devices"):
-        engine_of(sharded)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"draft_tokens": 2}, r"`draft_tokens` must be 0 with `batch_invariant`: .* Got 2\. Leave one of them out"),
-        ({"streaming": Streaming(4, 9)}, r"`streaming` must be None with `batch_invariant`: .* Leave one of them out"),
-    ],
-    ids=["drafts", "streaming"],
-)
-def test_what_depends_on_the_batch_is_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        EngineOptions(batch_invariant=True, **options)

@@ -23,13 +23,11 @@ from tests.support.served import (
     HELLO,
     PROMPT,
     SIZES,
-    Connection,
     app_of,
     ask,
     client,
     completion,
     events_of,
-    idle,
     model,
     regex,
     schema,
@@ -83,22 +81,6 @@ def test_stop_strings_lengths_and_log_probabilities(engine):
     assert whole["text"].startswith(short["text"].rstrip("\N{REPLACEMENT CHARACTER}"))
     with pytest.raises(json.JSONDecodeError):
         json.loads(short["text"])
-
-
-@pytest.mark.full
-def test_a_client_that_leaves(engine):
-    async def run() -> None:
-        body = {**GREEDY, "max_tokens": 900, "stream": True, "response_format": regex("[a-z]{800}")}
-        connection = Connection(app_of(engine), COMPLETIONS, body)
-        answering = asyncio.create_task(connection.run())
-        await connection.seen.wait()
-        connection.leave.set()
-        await answering
-
-    before = engine.stats().generated_tokens
-    asyncio.run(run())
-    idle(engine)
-    assert engine.stats().generated_tokens - before < 700
 
 
 @pytest.mark.full

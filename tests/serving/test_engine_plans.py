@@ -1,0 +1,107 @@
+"""What the host plans: shapes of steps, packed steps, copies of pages, and the prefix that a cascade reads once."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from flax_layers.serving import EngineOptions
+from flax_layers.serving.device import inputs
+from flax_layers.serving.device.options import Program, Shape
+from flax_layers.serving.engine.cascades import Cascades, Shared
+from flax_layers.serving.engine.packing import COPIES, pack_copies
+from flax_layers.serving.engine.requests import Request
+from flax_layers.serving.engine.scheduler import Chunk
+from flax_layers.serving.engine.sequence import Sequence
+from jflex.paged import PagePool, PrefixCache
+from tests.cases.engine_cases import PROMPTS, Client, engine_of, outputs, recomputed
+from tests.models.test_models import SMALL
+
+
+def test_a_step_is_planned_and_packed_by_the_host_alone(monkeypatch):
+    class Untouched:
+        def __getattr__(self, name):
+            raise AssertionError(f"`{name}` is used")
+
+    engine = engine_of()
+    for prompt in PROMPTS:
+        Client(engine, prompt)
+    for name in ("jax", "jnp"):
+        monkeypatch.setattr(inputs, name, Untouched())
+    engine._take_in()
+    chunks = engine._schedule()
+    tokens = sum(chunk.size for chunk in chunks)
+    program = Program(engine.options.shape_for(tokens, len(chunks), 8, engine.config))
+    packed = [engine._dispatcher.packed(chunks, program) for _ in range(2)]
+    assert type(packed[0]) is np.ndarray
+    np.testing.assert_array_equal(packed[0], packed[1])
+
+
+@pytest.mark.full
+def test_a_step_that_was_packed_for_another_shape_is_refused():
+    engine = engine_of()
+    small, large = (Program(shape) for shape in engine.options.shapes(engine.config)[:2])
+    with pytest.raises((TypeError, ValueError)):
+        engine._executor.run(engine._dispatcher.packed([], small), large)
+    assert outputs(engine, PROMPTS[:1]) == [recomputed(PROMPTS[0])]
+
+
+def test_shapes():
+    options = EngineOptions(max_requests=8, max_step_tokens=24, num_pages=100, page_size=4, draft_tokens=3)
+    off = dataclasses.replace(options, draft_tokens=0)
+    shapes = options.shapes(SMALL)
+    assert [shape for shape in shapes if not shape.drafts] == list(off.shapes(SMALL))
+    for rows in range(1, 9):
+        for tokens in range(rows, 25):
+            for is_drafted in (False, True):
+                shape = options.shape_for(tokens, rows, 5, SMALL, drafts=is_drafted)
+                assert shape in shapes
+                assert shape.tokens >= tokens
+                assert shape.rows >= rows
+                assert shape.drafts == (3 if is_drafted else 0)
+    assert options.shape_for(7, 2, 5, SMALL, drafts=True) == Shape(16, 4, 25, 3)
+
+
+def test_any_number_of_pages_is_copied():
+    copies = [(n + 1, n + 50) for n in range(2 * COPIES + 1)]
+    words = pack_copies(copies)
+    assert pack_copies([]) == []
+    pairs = np.concatenate([x.reshape(2, COPIES) for x in words], axis=1).T.tolist()
+    assert [tuple(x) for x in pairs if x[1] >= 0] == copies
+    assert len(pairs) == 3 * COPIES
+
+
+def test_when_a_cascade_pays():
+    """The shapes of decoding, and among them only those that could save enough."""
+    found = Cascades(EngineOptions(max_requests=64, page_size=64, cascade_bytes=1_000_000), token_bytes=100)
+    assert found.pays(11, 1000)
+    assert not found.pays(10, 1000)
+    shapes = [Shape(1, 1, 512), Shape(4, 4, 8), Shape(4, 4, 512), Shape(64, 64, 8), Shape(128, 64, 512)]
+    assert found.shapes(shapes) == [Shape(4, 4, 512), Shape(64, 64, 8)]
+    assert Cascades(EngineOptions(cascade_bytes=None), token_bytes=100).shapes(shapes) == []
+
+
+def test_the_best_prefix_is_found():
+    """Against all groups of requests, over random trees of prefixes."""
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        pool = PagePool(200, 2)
+        cache, chunks = PrefixCache(pool), []
+        for number in range(int(rng.integers(0, 8))):
+            tokens = rng.integers(0, 2, 2 * int(rng.integers(0, 7))).tolist()
+            missing = cache.match(tokens)
+            pages = [*missing.pages, *cache.alloc(len(tokens) // 2 - len(missing.pages))]
+            sequence = Sequence(Request((1,)), 1, lambda event: None, np.zeros(0, np.int32), number)
+            sequence.prefix = cache.insert(tokens, pages, missing)
+            chunks.append(Chunk(sequence, 0, 1, samples=True))
+        prefixes = [chunk.sequence.prefix.pages for chunk in chunks if chunk.sequence.prefix is not None]
+        common = lambda start, prefixes=prefixes: sum(prefix[: len(start)] == start for prefix in prefixes)
+        saved = {prefix[:n]: (common(prefix[:n]) - 1) * 2 * n for prefix in prefixes for n in range(1, len(prefix) + 1)}
+        ordered, shared = Cascades(EngineOptions(page_size=2, cascade_bytes=1), 1).arrange(chunks)
+        assert (shared.requests - 1) * shared.tokens == max([0, *saved.values()]) or shared == Shared()
+        assert (shared == Shared()) == (max([0, *saved.values()]) == 0)
+        assert sorted(map(id, ordered)) == sorted(map(id, chunks))
+        first = [x.sequence.prefix.pages[: shared.tokens // 2] for x in ordered if x.sequence.prefix is not None]
+        assert len(set(first[: shared.requests])) <= 1
