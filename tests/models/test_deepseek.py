@@ -1,11 +1,11 @@
-"""DeepSeek-V2 and V3 where they differ from other families: configurations, files of experts, serving and training.
+"""DeepSeek-V2 and V3 where they differ from other families: configurations, files of experts, what is refused.
 
-What all families do is in `tests/models/test_models.py` and `tests/models/test_checkpoints.py`.
+What all families do is in `tests/models/test_models.py` and `tests/models/test_checkpoints.py`, and models of experts
+are served and trained in `tests/models/test_experts.py`.
 """
 
 import argparse
 import dataclasses
-import functools
 import json
 import shutil
 from typing import Any
@@ -16,53 +16,32 @@ import numpy as np
 import pytest
 import safetensors.numpy
 from flax import nnx
-from jax.sharding import PartitionSpec as P
 
 from flax_layers.attention.streaming import Streaming
 from flax_layers.context_parallel import ContextParallel
-from flax_layers.generate import generate
 from flax_layers.models import (
-    Decoder,
     ExpertsConfig,
     LatentConfig,
     LayerConfig,
-    ModelConfig,
     from_pretrained,
     save_pretrained,
 )
 from flax_layers.models.checkpoint.config_json import read_config, write_config
 from flax_layers.nnx import SharedPrefix
 from flax_layers.rotary_scaling import YarnScaling
-from flax_layers.train import Recipe, Rows, Trainer, create_model, make_mesh, parse_mesh
+from flax_layers.train import Recipe, make_mesh, parse_mesh
 from flax_layers.train.errors import InputError
-from flax_layers.train.flops import multiplied_parameters, step_flops, visible_pairs
 from flax_layers.train.parallel import check_strategy
 from flax_layers.train.setup import description
-from flax_layers.train.trainer import parameter_shapes
 from jflex.paged import PagedBatch
-from tests.cases.engine_cases import Client, engine_of, run
-from tests.serving.test_engine_speculation import Foreseeing
+from tests.cases.engine_cases import engine_of
+from tests.models.test_checkpoints import assert_equal
 from tests.support.golden_models import ROOT, expected, load, logits_of, relative_error
-from tests.support.rows import tiers
 
 V2, V3 = "deepseek_v2", "deepseek_v3"
 
 
 # --- configurations and files
-
-
-WRONG_MODELS = [
-    ({"num_kv_heads": 2}, r"`num_kv_heads` must be 4 with `latent`, as latent attention has it\. Got 2"),
-    ({"head_dim": 8}, r"`head_dim` must be 20 with `latent`.* Got 8"),
-    ({"qk_norm": True}, r"`qk_norm` must be False with `latent`.* Got True"),
-    ({"layers": (LayerConfig(rotary_dim=4),)}, r"`rotary_dim` must be None with `latent`, whose `rope_head_dim`"),
-]
-
-
-@pytest.mark.parametrize(("change", "message"), WRONG_MODELS, ids=range(len(WRONG_MODELS)))
-def test_wrong_models(change, message):
-    with pytest.raises(ValueError, match=message):
-        dataclasses.replace(load(V3).config, **change)
 
 
 # As on the hub; sizes are cut, and what no family reads is left out.
@@ -109,26 +88,6 @@ def test_configurations_of_the_hub():
         assert read_config(write_config(config)) == config
 
 
-WRONG_CONFIGS = [
-    (V3, {"attention_bias": True}, r"`attention_bias` of `config.json` must be False for deepseek_v3\. Got True"),
-    (V3, {"scoring_func": "softmax"}, r"`scoring_func` .* must be 'sigmoid' for deepseek_v3\. Got 'softmax'"),
-    (V2, {"topk_method": "noaux_tc"}, r"`topk_method` .* must be 'greedy' or 'group_limited_greedy' for deepseek_v2"),
-    (V2, {"norm_topk_prob": True}, r"`norm_topk_prob` .* must be False for deepseek_v2\. Got True"),
-    (V2, {"rope_interleave": False}, r"`rope_interleave` .* must be True for deepseek_v2\. Got False"),
-    (V3, {"mlp_bias": True}, r"`mlp_bias` .* must be False for deepseek_v3\. Got True"),
-    (V2, {"moe_layer_freq": 2}, r"`moe_layer_freq` .* must be 1 for deepseek_v2\. Got 2"),
-    (V2, {"num_experts_per_tok": None}, r"lacks num_experts_per_tok\."),
-    (V2, {"topk_method": "group_limited_greedy", "n_group": None}, r"lacks n_group\."),
-    (V3, {"quantization_config": {"fmt": "e4m3"}}, r"`quant_method` in `quantization_config` .* Got None"),
-]
-
-
-@pytest.mark.parametrize(("family", "change", "message"), WRONG_CONFIGS, ids=range(len(WRONG_CONFIGS)))
-def test_wrong_configurations(family, change, message):
-    with pytest.raises(ValueError, match=message):
-        read_config(HUB[family] | change)
-
-
 def test_a_layer_without_experts_between_others_is_not_written():
     config = read_config(HUB[V3])
     dense = dataclasses.replace(config.layers[3], experts=None)
@@ -137,20 +96,6 @@ def test_a_layer_without_experts_between_others_is_not_written():
             write_config(dataclasses.replace(config, layers=layers))
     all_dense = dataclasses.replace(config, layers=(dense,) * 2)
     assert read_config(write_config(all_dense)) == all_dense
-
-
-@pytest.mark.full
-def test_each_device_gets_its_part_of_each_expert():
-    mesh = jax.make_mesh((2, 2), ("fsdp", "model"), devices=jax.devices()[:4])
-    model, whole = load(V3, mesh=mesh), load(V3)
-    layout = {".".join(map(str, path)): x[...] for path, x in nnx.to_flat_state(nnx.state(model, nnx.Param))}
-    assert layout["blocks.1.mlp.experts.up.kernel"].sharding.spec == P(None, "fsdp", "model")
-    assert layout["blocks.1.mlp.experts.down.kernel"].sharding.spec == P(None, "model", "fsdp")
-    assert layout["blocks.2.mlp.shared.down.kernel"].sharding.spec == P("model", "fsdp")
-    assert layout["blocks.0.attention.up.kernel"].sharding.spec == P("fsdp", "model")
-    for path, x in nnx.to_flat_state(nnx.state(whole, nnx.Param)):
-        np.testing.assert_array_equal(np.asarray(x[...]), np.asarray(layout[".".join(map(str, path))]))
-    assert relative_error(logits_of(model, expected(V3)["tokens"]), expected(V3)["logits"]) < 1e-4
 
 
 def test_files_of_the_hub(tmp_path):
@@ -168,9 +113,7 @@ def test_files_of_the_hub(tmp_path):
     model = from_pretrained(tmp_path / "hub")
     mlp: Any = model.blocks[1].mlp
     assert mlp.router.kernel.dtype == jnp.float32
-    original = from_pretrained(ROOT / V3)
-    for one, other in zip(jax.tree.leaves(nnx.state(model)), jax.tree.leaves(nnx.state(original)), strict=True):
-        np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
+    assert_equal(model, from_pretrained(ROOT / V3))
 
 
 def test_a_number_of_experts_that_the_files_do_not_hold(tmp_path):
@@ -185,9 +128,7 @@ def test_a_number_of_experts_that_the_files_do_not_hold(tmp_path):
 def test_a_file_for_each_expert(tmp_path):
     model = from_pretrained(ROOT / V2)
     save_pretrained(model, tmp_path / "saved", max_file_bytes=1)
-    again = from_pretrained(tmp_path / "saved")
-    for one, other in zip(jax.tree.leaves(nnx.state(model)), jax.tree.leaves(nnx.state(again)), strict=True):
-        np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
+    assert_equal(from_pretrained(tmp_path / "saved"), model)
 
 
 # --- generation and serving
@@ -202,14 +143,6 @@ def test_experts_in_bfloat16_are_selected_in_float32():
     assert relative_error(logits_of(model, expected(V3)["tokens"]).astype(jnp.float32), expected(V3)["logits"]) < 1
 
 
-@tiers(full={"cache": "dense"}, rest="long")
-@pytest.mark.parametrize("cache", ["dense", "paged"])
-def test_generation(cache):
-    known = expected(V3)
-    found = generate(load(V3), known["tokens"].tolist(), max_tokens=12, cache=cache)
-    assert [list(x.tokens) for x in found.results()] == known["greedy"][:, :12].tolist()
-
-
 @pytest.mark.full
 def test_decoding_in_bfloat16_pages():
     known, model = expected(V2), load(V2)
@@ -218,124 +151,6 @@ def test_decoding_in_bfloat16_pages():
     logits, cache = nnx.jit(lambda model, *args: model.decode_paged(*args))(model, known["tokens"][0], cache, batch)
     assert cache.rows.shape == (3, 8, 16, 1, 40)
     assert 0 < np.abs(np.asarray(logits) - known["logits"][0]).mean() < 0.05
-
-
-@tiers(full={"devices": 2}, rest="long")
-@pytest.mark.parametrize("devices", [1, 2])
-def test_served_tokens_are_those_of_transformers(devices):
-    """Pages are poisoned; the second time, prompts are read from cached pages. A cascade would pay, and none runs."""
-    known = expected(V3)
-    mesh = jax.make_mesh((2,), ("model",), devices=jax.devices()[:2]) if devices == 2 else None
-    engine = engine_of(load(V3, mesh=mesh), max_step_tokens=20, context=None, cascade_bytes=1)
-    for _ in range(2):
-        clients = [Client(engine, prompt, max_tokens=16) for prompt in known["tokens"].tolist()]
-        run(engine)
-        assert [client.tokens for client in clients] == known["greedy"][:, :16].tolist()
-    assert engine.stats().hit_tokens > 0
-    assert engine.stats().cascade_steps == 0
-    assert engine._executor.token_bytes == 4 * (32 + 8)
-    assert all(x.is_fully_replicated for x in jax.tree.leaves(engine._executor._state.cache))
-
-
-@pytest.mark.full
-def test_speculation_changes_no_token(monkeypatch):
-    """Trees of drafts, and accepted ones whose latent vectors move."""
-    known = expected(V3)
-    futures = {tuple(prompt): tokens for prompt, tokens in zip(known["tokens"].tolist(), known["greedy"], strict=True)}
-    monkeypatch.setattr("flax_layers.serving.engine.engine.PromptLookup", Foreseeing)
-    monkeypatch.setattr(Foreseeing, "futures", futures)
-    engine = engine_of(load(V3), context=None, draft_tokens=5)
-    clients = [Client(engine, prompt, max_tokens=16) for prompt in futures]
-    run(engine)
-    assert [client.tokens for client in clients] == known["greedy"][:, :16].tolist()
-    assert engine.stats().accepted_tokens > 8
-
-
-STREAMING = Streaming(sinks=2, window=6)
-REFUSED = {
-    "served streaming": (
-        lambda model: engine_of(model, streaming=STREAMING),
-        r"`streaming` must be None for a model with latent attention, .* Got Streaming",
-    ),
-    "streaming": (
-        lambda model: model.decode_paged(None, None, None, streaming=STREAMING),
-        r"`streaming` must be None for a model with latent attention.* Got Streaming\. Leave it out",
-    ),
-    "shared prefix": (
-        lambda model: model.decode_paged_hidden(None, None, None, SharedPrefix(jnp.array(1), jnp.array(4))),
-        r"`shared_prefix` must be None for a model with latent attention",
-    ),
-    "context": (
-        lambda model: model.hidden(
-            jnp.zeros((1, 4), jnp.int32), context=ContextParallel(jax.make_mesh((1,), ("context",)), "context")
-        ),
-        r"`context` must be None for a model with latent attention.* Got ContextParallel",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_refused(name):
-    provoke, message = REFUSED[name]
-    with pytest.raises(ValueError, match=message):
-        provoke(load(V3))
-
-
-@pytest.mark.full
-def test_eight_bits_in_a_dense_cache_are_refused():
-    with pytest.raises(TypeError, match=r"`dtype` must be floating-point, of 16 bits or more\. Got int8"):
-        load(V3).init_caches(1, 8, dtype=jnp.int8)
-
-
-# --- training
-
-
-def small() -> ModelConfig:
-    return dataclasses.replace(load(V3).config, max_positions=32, vocabulary=64)
-
-
-def rows(seed: int) -> Rows:
-    rng = np.random.default_rng(seed)
-    return Rows(rng.integers(0, 64, (4, 32)), np.sort(rng.integers(0, 3, (4, 32)), axis=1))
-
-
-@functools.cache
-def trained(mesh: str) -> tuple[list[float], Trainer]:
-    devices = make_mesh(parse_mesh(mesh))
-    model = create_model(lambda: Decoder(small(), implementation="xla", rngs=nnx.Rngs(0)), devices)
-    trainer = Trainer(model, Recipe(steps=20, learning_rate=1e-2, warmup=1), mesh=devices)
-    return [float(trainer.step(rows(0)).loss) for _ in range(4)], trainer
-
-
-@pytest.mark.full
-def test_training():
-    losses, trainer = trained("data=1")
-    assert losses[-1] < losses[1] < losses[0] + 1e-6
-    corrections = [x for path, x in trainer.state.parameters.items() if path.endswith("correction")]
-    assert len(corrections) == 2
-    assert not any(np.asarray(x).any() for x in corrections)  # nothing balances the experts
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("mesh", ["data=2,fsdp=2,model=2"])
-def test_training_on_a_mesh(mesh):
-    np.testing.assert_allclose(trained(mesh)[0], trained("data=1")[0], rtol=1e-4)
-
-
-def test_flops_count_the_experts_of_a_token():
-    config = load(V3).config
-    multiplied = multiplied_parameters(parameter_shapes(config), config)
-    attention = 48 * 24 + 24 * 80 + 48 * 40 + 32 * 88 + 40 * 48
-    experts = 48 * 8 + 3 * 48 * 16 * (3 + 1)  # the router, three routed experts and a shared one
-    assert multiplied == 3 * attention + 3 * 48 * 80 + 2 * experts + 48 * 256
-    documents = np.zeros((1, 6), int)
-    pairs = 3 * visible_pairs(documents)
-    assert step_flops(config, multiplied, documents) == 6 * multiplied * 6 + 6 * 4 * (20 + 10) * pairs
-
-
-def test_tokens_are_not_divided_among_devices():
-    with pytest.raises(InputError, match=r"context=2.* divides the tokens of a row, which latent attention does not"):
-        check_strategy(make_mesh(parse_mesh("context=2")), load(V3).config, "ring")
 
 
 @pytest.mark.full
@@ -347,3 +162,55 @@ def test_runs_of_other_families_are_described_as_before_there_were_experts():
     for name, has_both in (("llama3", False), (V3, True)):
         model, _ = description(options, Recipe(steps=1), load(name).config, batches)
         assert ("model.latent" in model, "experts" in model["attention of each layer"][-1]) == (has_both, has_both)
+
+
+# --- messages
+
+
+def read(family: str, **changes: Any):
+    return lambda: read_config(HUB[family] | changes)
+
+
+def changed(**changes: Any):
+    return lambda: dataclasses.replace(load(V3).config, **changes)
+
+
+def in_context(model):
+    context = ContextParallel(jax.make_mesh((1,), ("context",)), "context")
+    return model.hidden(jnp.zeros((1, 4), jnp.int32), context=context)
+
+
+STREAMING = Streaming(sinks=2, window=6)
+PREFIX = SharedPrefix(jnp.array(1), jnp.array(4))
+WRONG = [
+    (changed(num_kv_heads=2), r"`num_kv_heads` must be 4 with `latent`, as latent attention has it\. Got 2"),
+    (changed(head_dim=8), r"`head_dim` must be 20 with `latent`.* Got 8"),
+    (changed(qk_norm=True), r"`qk_norm` must be False with `latent`.* Got True"),
+    (changed(layers=(LayerConfig(rotary_dim=4),)), "`rotary_dim` must be None with `latent`, whose `rope_head_dim`"),
+    (read(V3, attention_bias=True), r"`attention_bias` of `config.json` must be False for deepseek_v3\. Got True"),
+    (read(V3, scoring_func="softmax"), r"`scoring_func` .* must be 'sigmoid' for deepseek_v3\. Got 'softmax'"),
+    (read(V2, topk_method="noaux_tc"), "`topk_method` .* must be 'greedy' or 'group_limited_greedy' for deepseek_v2"),
+    (read(V2, norm_topk_prob=True), r"`norm_topk_prob` .* must be False for deepseek_v2\. Got True"),
+    (read(V2, rope_interleave=False), r"`rope_interleave` .* must be True for deepseek_v2\. Got False"),
+    (read(V3, mlp_bias=True), r"`mlp_bias` .* must be False for deepseek_v3\. Got True"),
+    (read(V2, moe_layer_freq=2), r"`moe_layer_freq` .* must be 1 for deepseek_v2\. Got 2"),
+    (read(V2, num_experts_per_tok=None), r"lacks num_experts_per_tok\."),
+    (read(V2, topk_method="group_limited_greedy", n_group=None), r"lacks n_group\."),
+    (lambda: engine_of(load(V3), streaming=STREAMING),
+     "`streaming` must be None for a model with latent attention, .* Got Streaming"),
+    (lambda: load(V3).decode_paged(None, None, None, streaming=STREAMING),
+     r"`streaming` must be None for a model with latent attention.* Got Streaming\. Leave it out"),
+    (lambda: load(V3).decode_paged_hidden(None, None, None, PREFIX),
+     "`shared_prefix` must be None for a model with latent attention"),
+    (lambda: in_context(load(V3)), "`context` must be None for a model with latent attention.* Got ContextParallel"),
+    (lambda: check_strategy(make_mesh(parse_mesh("context=2")), load(V3).config, "ring"),
+     "context=2.* divides the tokens of a row, which latent attention does not"),
+    (lambda: load(V3).init_caches(1, 8, dtype=jnp.int8),
+     r"`dtype` must be floating-point, of 16 bits or more\. Got int8"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("provoke", "message"), WRONG, ids=range(len(WRONG)))
+def test_messages(provoke, message):
+    with pytest.raises((ValueError, TypeError, InputError), match=message):
+        provoke()

@@ -1,4 +1,4 @@
-"""Mixtures of experts: outputs against float64, gradients, selection, messages."""
+"""Mixtures of experts: outputs against float64, gradients, selection; models of them that are served and trained."""
 
 import dataclasses
 import functools
@@ -9,8 +9,14 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from flax_layers.models import Decoder
 from flax_layers.models.config import ExpertsConfig
 from flax_layers.models.experts import MixtureOfExperts, selected
+from flax_layers.train import Recipe, Rows, Trainer, create_model, make_mesh, parse_mesh
+from flax_layers.train.flops import multiplied_parameters, step_flops, visible_pairs
+from flax_layers.train.trainer import parameter_shapes
+from tests.cases.engine_cases import engine_of, foresee, outputs
+from tests.support.golden_models import expected, load
 from tests.support.rows import tiers
 
 GROUPS = ExpertsConfig(number=12, width=6, per_token=3, groups=4, groups_per_token=2, scale=2.5)
@@ -148,3 +154,70 @@ WRONG_EXPERTS = [
 def test_wrong_experts(change, message):
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(GROUPS, **change)
+
+
+# --- models
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("name", "devices", "drafts"), [("deepseek_v3", 2, 5), ("gpt_oss", 1, 0)])
+def test_served_tokens_are_those_of_transformers(name, devices, drafts, monkeypatch):
+    """Pages are poisoned, and equal prompts share pages: layers without a window read them in a cascade.
+
+    None runs for latent attention. Accepted drafts of trees move latent vectors.
+    """
+    known = expected(name)
+    prompts, right = known["tokens"].tolist() * 2, known["greedy"][:, :16].tolist() * 2
+    foresee(monkeypatch, {tuple(prompt): tokens for prompt, tokens in zip(prompts, known["greedy"], strict=False)})
+    mesh = jax.make_mesh((2,), ("model",), devices=jax.devices()[:2]) if devices == 2 else None
+    decoder = load(name, mesh=mesh)
+    engine = engine_of(decoder, max_step_tokens=20, context=None, cascade_bytes=1, draft_tokens=drafts)
+    for _ in range(2):
+        assert outputs(engine, prompts, max_tokens=16) == right
+    stats = engine.stats()
+    assert stats.hit_tokens > 0
+    assert (stats.cascade_steps > 0) == (name == "gpt_oss")
+    assert (stats.accepted_tokens > 8) == (drafts > 0)
+    if decoder.config.latent is not None:
+        assert engine._executor.token_bytes == 4 * (32 + 8)
+        assert all(x.is_fully_replicated for x in jax.tree.leaves(engine._executor._state.cache))
+
+
+def rows(seed: int) -> Rows:
+    rng = np.random.default_rng(seed)
+    return Rows(rng.integers(0, 64, (4, 64)), np.sort(rng.integers(0, 3, (4, 64)), axis=1))
+
+
+def trained(name: str, mesh: str) -> tuple[list[float], Trainer]:
+    """Losses of four steps of two layers on equal rows."""
+    config = load(name).config
+    config = dataclasses.replace(config, max_positions=64, vocabulary=64, layers=config.layers[:2])
+    devices = make_mesh(parse_mesh(mesh))
+    model = create_model(lambda: Decoder(config, implementation="xla", rngs=nnx.Rngs(0)), devices)
+    trainer = Trainer(model, Recipe(steps=20, learning_rate=1e-2, warmup=1), mesh=devices)
+    return [float(trainer.step(rows(0)).loss) for _ in range(4)], trainer
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("name", "mesh"), [("deepseek_v3", "data=2,fsdp=2,model=2"), ("gpt_oss", "context=2")])
+def test_training(name, mesh):
+    losses, trainer = trained(name, "data=1")
+    assert losses[-1] < losses[1] < losses[0] + 1e-6
+    corrections = [x for path, x in trainer.state.parameters.items() if path.endswith("correction")]
+    assert len(corrections) == (name == "deepseek_v3")
+    assert not any(np.asarray(x).any() for x in corrections)  # nothing balances the experts
+    np.testing.assert_allclose(trained(name, mesh)[0], losses, rtol=1e-4)
+
+
+def test_flops_count_the_experts_of_a_token():
+    config = load("gpt_oss").config
+    attention, experts = 2 * 48 * 60 + 2 * 48 * 20, 48 * 4 + 2 * 3 * 48 * 24
+    assert multiplied_parameters(parameter_shapes(config), config) == 2 * (attention + experts) + 48 * 128
+    config = load("deepseek_v3").config
+    multiplied = multiplied_parameters(parameter_shapes(config), config)
+    attention = 48 * 24 + 24 * 80 + 48 * 40 + 32 * 88 + 40 * 48
+    experts = 48 * 8 + 3 * 48 * 16 * (3 + 1)  # the router, three routed experts and a shared one
+    assert multiplied == 3 * attention + 3 * 48 * 80 + 2 * experts + 48 * 256
+    documents = np.zeros((1, 6), int)
+    pairs = 3 * visible_pairs(documents)
+    assert step_flops(config, multiplied, documents) == 6 * multiplied * 6 + 6 * 4 * (20 + 10) * pairs

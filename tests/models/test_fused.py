@@ -8,19 +8,16 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from flax_layers.models import Decoder, fuse_projections, parameter_shardings, save_pretrained
+from flax_layers.models import fuse_projections, parameter_shardings, save_pretrained
 from flax_layers.models.fused import is_fused
-from flax_layers.serving import Engine, EngineOptions
-from tests.cases.engine_cases import PROMPTS, SIZES, Client, recomputed
 from tests.models.test_models import SMALL, small
-from tests.support import golden_models
 from tests.support.golden_models import expected, greedy_from_pages, load, logits_of
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", golden_models.NAMES)
+@pytest.mark.parametrize("name", ["qwen2", "gemma3", "deepseek_v3", "gpt_oss"])
 def test_logits_are_those_of_separate_projections(name):
-    """Of families with biases (Qwen2), norms of heads, score mods, latent attention and experts."""
+    """Of families with biases (Qwen2), norms of heads, latent attention and experts."""
     model, tokens = load(name), expected(name)["tokens"]
     right = np.asarray(logits_of(model, tokens))
     fuse_projections(model)
@@ -37,15 +34,10 @@ def test_greedy_tokens_are_those_of_transformers():
     np.testing.assert_array_equal(found, expected("qwen2")["greedy"][:, :steps])
 
 
-@pytest.mark.full
-def test_an_engine_gives_the_same_tokens():
-    model = Decoder(SMALL, implementation="xla", rngs=nnx.Rngs(0))
+def fused():
+    model = small()
     fuse_projections(model)
-    engine = Engine(model, EngineOptions(**SIZES))
-    clients = [Client(engine, prompt) for prompt in PROMPTS]
-    while engine.step():
-        pass
-    assert [x.tokens for x in clients] == [recomputed(prompt) for prompt in PROMPTS]
+    return model
 
 
 def test_there_is_one_product_of_each_kind_and_no_second_copy():
@@ -62,28 +54,10 @@ def test_there_is_one_product_of_each_kind_and_no_second_copy():
     assert sorted(columns) == sorted([*of_layer * layers, SMALL.vocabulary])
 
 
-def fused_twice():
-    model = small()
-    fuse_projections(model)
-    fuse_projections(model)
-
-
-def saved(folder):
-    model = small()
-    fuse_projections(model)
-    save_pretrained(model, folder)
-
-
 @pytest.mark.full
 def test_a_shape_of_a_fused_model():
     """As a checkpoint of a fused model is restored."""
-
-    def make():
-        model = small()
-        fuse_projections(model)
-        return model
-
-    shapes = nnx.state(nnx.eval_shape(make))
+    shapes = nnx.state(nnx.eval_shape(fused))
     assert shapes.blocks[0].mlp.gate.fused.kernel.shape == (SMALL.width, 2 * SMALL.mlp_width)
 
 
@@ -94,21 +68,22 @@ def with_adapter():
 
 
 def sharded():
-    model = small()
-    fuse_projections(model)
-    shapes = {".".join(map(str, path)): x.shape for path, x in nnx.to_flat_state(nnx.state(model, nnx.Param))}
+    shapes = {".".join(map(str, path)): x.shape for path, x in nnx.to_flat_state(nnx.state(fused(), nnx.Param))}
     parameter_shardings(shapes, jax.make_mesh((2,), ("model",)))
 
 
-def test_wrong_calls(tmp_path):
-    with pytest.raises(ValueError, match=r"`query` must be an nnx\.Linear in each layer of `model`\. Got FusedPart"):
-        fused_twice()
-    with pytest.raises(ValueError, match=r"`value` must be an nnx\.Linear in each layer of `model`\. Got LoRALinear"):
-        with_adapter()
-    with pytest.raises(ValueError, match="`shapes` must be of a model whose projections are not fused"):
-        sharded()
-    with pytest.raises(ValueError, match="`model` must not have fused projections: files hold each projection"):
-        saved(tmp_path / "model")
+@pytest.mark.parametrize(
+    ("provoke", "message"),
+    [
+        (lambda folder: fuse_projections(fused()), r"`query` must be an nnx\.Linear in each layer .* Got FusedPart"),
+        (lambda folder: with_adapter(), r"`value` must be an nnx\.Linear in each layer of `model`\. Got LoRALinear"),
+        (lambda folder: sharded(), "`shapes` must be of a model whose projections are not fused"),
+        (lambda folder: save_pretrained(fused(), folder), "`model` must not have fused projections: files hold each"),
+    ],
+)
+def test_wrong_calls(provoke, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        provoke(tmp_path / "model")
     assert not (tmp_path / "model").exists()
 
 

@@ -1,10 +1,8 @@
-"""Mixtral, Qwen3-MoE and gpt-oss where they differ from other families: configurations, files, serving and training.
+"""Mixtral, Qwen3-MoE and gpt-oss where they differ from other families: configurations and files.
 
 `tests/models/` has what all families do, and experts in `test_experts.py`.
 """
 
-import dataclasses
-import functools
 import pathlib
 import shutil
 from typing import Any
@@ -15,18 +13,14 @@ import numpy as np
 import pytest
 import safetensors.numpy
 from flax import nnx
-from jax.sharding import PartitionSpec as P
 
-from flax_layers.models import CheckpointError, Decoder, ExpertsConfig, ModelConfig, from_pretrained, save_pretrained
+from flax_layers.models import CheckpointError, Decoder, ExpertsConfig, from_pretrained, save_pretrained
 from flax_layers.models.checkpoint import tensor_files
 from flax_layers.models.checkpoint.config_json import read_config, write_config
 from flax_layers.models.checkpoint.mxfp4_files import PackedTensor
 from flax_layers.rotary_scaling import YarnScaling
-from flax_layers.train import Recipe, Rows, Trainer, create_model, make_mesh, parse_mesh
-from flax_layers.train.flops import multiplied_parameters
-from flax_layers.train.trainer import parameter_shapes
-from tests.cases.engine_cases import Client, engine_of, run
-from tests.support.golden_models import ROOT, change_config, expected, load, logits_of, relative_error
+from tests.models.test_checkpoints import assert_equal, parameters
+from tests.support.golden_models import ROOT, change_config
 
 MIXTURES = ("mixtral", "qwen3_moe", "gpt_oss")
 
@@ -146,10 +140,9 @@ def test_experts_in_mxfp4_are_widened(mxfp4, monkeypatch):
     options: dict[str, Any]
     for options, chunk in (({}, tensor_files.CHUNK_BYTES), ({"dtype": jnp.float32, "mesh": mesh}, 5000)):
         monkeypatch.setattr(tensor_files, "CHUNK_BYTES", chunk)
-        one, other = (nnx.state(from_pretrained(x, **options), nnx.Param) for x in (mxfp4, mxfp4.with_name("plain")))
-        for x, y in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
-            assert x.dtype == options.get("dtype", jnp.bfloat16)
-            np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
+        model = from_pretrained(mxfp4, **options)
+        assert {x.dtype for x in parameters(model).values()} == {jnp.dtype(options.get("dtype", jnp.bfloat16))}
+        assert_equal(model, from_pretrained(mxfp4.with_name("plain"), **options))
 
 
 @pytest.mark.full
@@ -195,73 +188,4 @@ def test_files_with_joined_experts(name, tmp_path):
     safetensors.numpy.save_file(joined(safetensors.numpy.load_file(path)), path)
     mesh = jax.make_mesh((2, 2), ("fsdp", "model"), devices=jax.devices()[:4])
     for devices in (None, mesh):
-        one, other = (
-            jax.tree.leaves(nnx.state(from_pretrained(x, mesh=devices))) for x in (ROOT / name, tmp_path / "joined")
-        )
-        for x, y in zip(one, other, strict=True):
-            np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
-
-
-@pytest.mark.full
-def test_each_device_gets_its_part_of_each_expert():
-    """Of tensors in which gate and up alternate."""
-    mesh = jax.make_mesh((2, 2), ("fsdp", "model"), devices=jax.devices()[:4])
-    model, whole = load("gpt_oss", mesh=mesh), load("gpt_oss")
-    layout = {".".join(map(str, path)): x[...] for path, x in nnx.to_flat_state(nnx.state(model, nnx.Param))}
-    assert layout["blocks.1.mlp.experts.up.kernel"].sharding.spec == P(None, "fsdp", "model")
-    assert layout["blocks.1.mlp.experts.gate.bias"].sharding.spec == P(None, "model")
-    for path, x in nnx.to_flat_state(nnx.state(whole, nnx.Param)):
-        np.testing.assert_array_equal(np.asarray(x[...]), np.asarray(layout[".".join(map(str, path))]))
-    assert relative_error(logits_of(model, expected("gpt_oss")["tokens"]), expected("gpt_oss")["logits"]) < 1e-4
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("name", MIXTURES)
-def test_served_tokens_are_those_of_transformers(name):
-    """Pages are poisoned, equal prompts share pages, and layers without a window read these in a cascade."""
-    known = expected(name)
-    engine = engine_of(load(name), max_step_tokens=20, context=None, cascade_bytes=1)
-    for _ in range(2):
-        clients = [Client(engine, prompt, max_tokens=16) for prompt in known["tokens"].tolist() * 2]
-        run(engine)
-        assert [client.tokens for client in clients] == known["greedy"][:, :16].tolist() * 2
-    assert engine.stats().hit_tokens > 0
-
-
-# --- training
-
-
-def small(name: str) -> ModelConfig:
-    return dataclasses.replace(load(name).config, max_positions=64, vocabulary=64)
-
-
-def rows(seed: int) -> Rows:
-    rng = np.random.default_rng(seed)
-    return Rows(rng.integers(0, 64, (4, 64)), np.sort(rng.integers(0, 3, (4, 64)), axis=1))
-
-
-@functools.cache
-def losses(name: str, mesh: str) -> list[float]:
-    devices = make_mesh(parse_mesh(mesh))
-    model = create_model(lambda: Decoder(small(name), implementation="xla", rngs=nnx.Rngs(0)), devices)
-    trainer = Trainer(model, Recipe(steps=20, learning_rate=1e-2, warmup=1), mesh=devices)
-    return [float(trainer.step(rows(0)).loss) for _ in range(4)]
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
-def test_training(name):
-    found = losses(name, "data=1")
-    assert found[-1] < found[1] < found[0]
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("mesh", ["data=2,fsdp=2,model=2", "context=2"])
-def test_training_on_a_mesh(mesh):
-    np.testing.assert_allclose(losses("gpt_oss", mesh), losses("gpt_oss", "data=1"), rtol=1e-4)
-
-
-def test_flops_count_the_experts_of_a_token():
-    config = load("gpt_oss").config
-    attention, experts = 2 * 48 * 60 + 2 * 48 * 20, 48 * 4 + 2 * 3 * 48 * 24
-    assert multiplied_parameters(parameter_shapes(config), config) == 2 * (attention + experts) + 48 * 128
+        assert_equal(*(from_pretrained(x, mesh=devices) for x in (ROOT / name, tmp_path / "joined")))

@@ -22,6 +22,8 @@ from tests.support.golden_models import (
 from tests.support.rows import in_turns, tiers
 
 families = pytest.mark.parametrize("name", NAMES)
+# What decoding has of its own: windows and norms, two sets of rotary factors, latent vectors, experts, sinks.
+DECODED = ["llama3", "gemma3", "phi3", "deepseek_v2", "mixtral", "gpt_oss"]
 TOLERANCE = 1e-4
 
 SMALL = ModelConfig(
@@ -39,7 +41,7 @@ def tokens_of(*shape: int) -> np.ndarray:
     return np.random.default_rng(3).integers(0, SMALL.vocabulary, shape).astype(np.int32)
 
 
-@tiers(default={"name": ["gemma3", "deepseek_v3", "gpt_oss"]}, full={"name": ["phi3", "mixtral"]})
+@tiers(default={"name": ["gemma3", "deepseek_v3", "gpt_oss"]})
 @families
 def test_logits_are_those_of_transformers(name):
     known = expected(name)
@@ -76,40 +78,41 @@ def test_longrope_by_the_largest_position():
 
 @pytest.mark.full
 @in_turns
-@families
+@pytest.mark.parametrize("name", DECODED)
 @pytest.mark.parametrize("greedy", [greedy_from_dense, greedy_from_pages])
 def test_greedy_tokens_are_those_of_transformers(name, greedy):
     known = expected(name)
     np.testing.assert_array_equal(greedy(load(name), known["tokens"]), known["greedy"])
 
 
-@tiers(full={"name": ["gemma3", "phi3", "mixtral"]}, rest="long")
-@families
-def test_decoding_is_the_whole_sequence(name):
-    """A prompt, single tokens, and a few that are speculated."""
-    known, model = expected(name), load(name)
-    caches, found = model.init_caches(2, 40), []
-    for part in np.split(known["tokens"], [13, 14, 15], axis=1):
+def decoded(model, tokens, caches, cuts=(13, 14)) -> jax.Array:
+    """Logits of a prompt, a single token, and a few that are speculated."""
+    found = []
+    for part in np.split(tokens, cuts, axis=1):
         logits, caches = decode(model, part, caches)
         found.append(logits)
-    assert relative_error(jnp.concatenate(found, axis=1), known["logits"]) < TOLERANCE
+    return jnp.concatenate(found, axis=1)
 
 
 @tiers(full={"name": "gemma3"}, rest="long")
-@pytest.mark.parametrize("name", ["gemma2", "gemma3"])
-def test_decoding_from_eight_bits(name):
-    """Layers with a window and without, and scores with a soft cap."""
+@families
+def test_decoding_is_the_whole_sequence(name):
     known, model = expected(name), load(name)
-    caches, found = model.init_caches(2, 40, dtype=jnp.int8), []
-    for part in np.split(known["tokens"], [13, 14], axis=1):
-        logits, caches = decode(model, part, caches)
-        found.append(logits)
+    logits = decoded(model, known["tokens"], model.init_caches(2, 40))
+    assert relative_error(logits, known["logits"]) < TOLERANCE
+
+
+@pytest.mark.full
+def test_decoding_from_eight_bits():
+    """Layers with a window and without, and scores with a soft cap."""
+    model, tokens = small(), tokens_of(2, 24)
+    caches, right = model.init_caches(2, 40, dtype=jnp.int8), logits_of(model, tokens)
     assert caches[0].pages.k.dtype == jnp.int8
-    error = jnp.concatenate(found, axis=1) - known["logits"]
-    assert 0 < jnp.linalg.norm(error) / np.linalg.norm(known["logits"]) < 0.03
+    error = decoded(model, tokens, caches, (12,)) - right
+    assert 0 < jnp.linalg.norm(error) / jnp.linalg.norm(right) < 0.03
 
 
-@tiers(full={"name": ["gemma3", "phi3", "mixtral"]}, rest="long")
+@tiers(full={"name": "gpt_oss"}, rest="long")
 @families
 def test_gradients_are_those_of_dense_attention(name):
     """With documents, and with remat: of all parameters."""
@@ -234,19 +237,3 @@ def test_export_of_a_prompt_and_of_a_step():
     first, *leaves = prompt.call(tokens[:, :9], *leaves)
     second, *leaves = one.call(tokens[:, 9:], *leaves)
     np.testing.assert_allclose(jnp.concatenate([first, second], axis=1), logits_of(model, tokens), rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("provoke", "message"),
-    [
-        (lambda: small().hidden(tokens_of(1, 513)), r"`tokens` must not be longer than the 512 positions .* Got 513"),
-        (lambda: small().init_caches(1, 600), r"`max_length` must not be longer than the 512 positions"),
-        (
-            lambda: Decoder(ModelConfig(**{**vars(SMALL), "activation": "relu6"}), rngs=nnx.Rngs(0)),
-            r"`activation` must be one of silu, .* Got 'relu6'",
-        ),
-    ],
-)
-def test_wrong_input(provoke, message):
-    with pytest.raises(ValueError, match=message):
-        provoke()

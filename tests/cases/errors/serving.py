@@ -1,4 +1,4 @@
-"""Wrong options of the engine, requests, penalties, samplings and constraints."""
+"""Wrong options of the engine and of generation, requests, penalties, samplings and constraints."""
 
 from __future__ import annotations
 
@@ -49,6 +49,10 @@ def penalties(**more: Any):
 
 def sampling(**more: Any):
     return lambda: Sampling(**more)
+
+
+def generated(prompts=PROMPTS, kind: str = "small", **more: Any):
+    return lambda: generate(model(kind), prompts, **more)
 
 
 def invariant(promise: bool, **more: Any):
@@ -150,12 +154,33 @@ ROWS = [
      r"`cache_dtype` must be one of int8, float8_e4m3fn, float8_e5m2, or None for .* Got 'int4'"),
     ("latent vectors", options("latent", cache_dtype="int8"), VALUES,
      r"`cache_dtype` must be None or float8_e4m3fn .* Got int8\. Take float8_e4m3fn"),
-    ("generated", lambda: generate(model("latent"), PROMPTS, cache="paged", cache_dtype="int8"), VALUES,
+    ("generated latent vectors", generated(kind="latent", cache="paged", cache_dtype="int8"), VALUES,
      r"`cache_dtype` must be None or float8_e4m3fn"),
     ("tiles", lambda: engine_of(load("deepseek_v3"), cache_dtype="float8_e4m3fn"), VALUES,
      r"tiles of 128 columns, .* and 32 columns\. Leave it out"),
     ("float16", lambda: engine_of(Decoder(LATENT, dtype=jnp.float16, rngs=nnx.Rngs(0)), cache_dtype="float8_e4m3fn"),
      VALUES, r"computes in float16, .* Compute in bfloat16 or float32, or"),
+    # --- generation
+    ("no prompt", generated([]), VALUES, "`prompts` must hold at least one prompt. Got none. Pass lists of tokens"),
+    ("an empty prompt", generated([[1], []]), VALUES,
+     "`prompts` must have at least one token each. Prompt 1 is empty. Pass"),
+    ("a long prompt", generated([[1] * 512]), VALUES,
+     r"`prompts` must be shorter than the 512 positions .* Prompt 0 has 512 tokens. Truncate it to 511"),
+    ("an unknown token", generated([[1, 64]]), VALUES,
+     r"tokens from 0 to 63, .* Prompt 0 holds 1 to 64. Use the tokenizer of"),
+    ("a negative token", generated([[-1]]), VALUES, "Prompt 0 holds -1 to -1"),
+    ("generates nothing", generated(max_tokens=0), VALUES, "`max_tokens` must be at least 1. Got 0. Pass the number"),
+    ("samplings", generated(sampling=[Sampling()] * 2), VALUES, "`sampling` must be one .* Got 2 for 7 prompts"),
+    ("cache", generated(cache="none"), VALUES, "`cache` must be one of dense, paged. Got 'none'"),
+    ("dtype of pages", generated(cache="paged", cache_dtype="fp8"), VALUES,
+     "`cache_dtype` must be one of int8, .* Got 'fp8'"),
+    ("dtype of a dense cache", generated(cache_dtype="int8"), VALUES,
+     "`cache_dtype` must be None unless `cache` is paged. Got int8. Pass both"),
+    ("long row", lambda: model().hidden(jnp.zeros((1, 513), jnp.int32)), VALUES,
+     r"`tokens` must not be longer than the 512 positions .* Got 513"),
+    ("long cache", lambda: model().init_caches(1, 600), VALUES,
+     r"`max_length` must not be longer than the 512 positions"),
+    ("chunk", generated(chunk=0), VALUES, "`chunk` must be at least 1. Got 0"),
     # --- constraints
     ("no guides", request(constraint=REGEX), VALUES,
      "`constraint` is not supported by this engine: it was made without `guides`"),
