@@ -1,0 +1,217 @@
+"""Questions about whole models, at tiny sizes on a CPU: training, generation and the serving engine."""
+
+import jax
+import numpy as np
+import pytest
+
+import jflex
+from benchmarks.__main__ import main
+from benchmarks.questions import engine, generation, question, training
+from benchmarks.questions.engine import PARTS, Results, Roof, Sizes, Step
+from benchmarks.questions.generation import Load, Shape, step_bytes
+from benchmarks.questions.question import Measured
+from benchmarks.results import schema
+from benchmarks.results.schema import Record
+from benchmarks.run import jax_runner
+from benchmarks.run.timing import Span
+from flax_layers.train.flops import multiplied_parameters
+from tests.cases import train_cases
+
+TINY, LOAD = Shape(1, 64, 128, 4, 2, 16, 300), Load(2, 20, 10)
+SIZES = Sizes(12, 6, (2,), users=2, shared=16, suffix=8, page_size=8, step_tokens=16, shares=(0.5,))
+
+
+def by_name(measured: Measured) -> dict[str, float]:
+    found = {record.name: record.value.median for record in measured.records}
+    assert len(found) == len(measured.records)
+    return found
+
+
+@pytest.fixture
+def h200(monkeypatch):
+    monkeypatch.setattr(question, "gpu_facts", lambda: {"device": "NVIDIA H200"})
+
+
+class TestTraining:
+    def test_peers_have_the_losses_of_jflex(self, monkeypatch):
+        monkeypatch.setattr(jflex, "flex_attention", jflex.flex_attention)  # which a peer exchanges for good
+        tiny = training.PROBLEMS["tiny"]
+        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):  # which jax.nn relies on
+            figures = {peer: training.measure(tiny, peer, "data=1", "none", 1, steps=1) for peer in ("jflex", "dense")}
+        np.testing.assert_allclose(figures["dense"]["losses"], figures["jflex"]["losses"], rtol=1e-3)
+        assert figures["jflex"]["tokens_per_second"] > 0
+
+    def test_forms_are_tried_until_one_fits(self):
+        """A form that does not fit is followed by the next one; another error ends the case."""
+        figures = {"seconds": 2.0, "first_two_steps_seconds": 9.0, "tokens_per_second": 5e4, "peak_bytes": 1e9,
+                   "model_flops_per_second": 4e14}  # fmt: skip
+        full = {"failed": "XlaRuntimeError: RESOURCE_EXHAUSTED: Out of memory"}
+        for answers, names in (([full, figures], 5), ([full, {"failed": "ValueError: no"}], 0)):
+            run = lambda job, forms=answers: forms.pop(0)
+            case = training.run_case("llama3-1b", "jflex", "data=1", 1, 9.0, run)
+            measured = training.records_of(case, "NVIDIA H200")
+            assert len(measured.records) == names
+            assert [x.startswith("llama3-1b, jflex: ") for x in measured.remarks] == [True]
+        assert measured.remarks[0].endswith("Out of memory; products, 1 parts: ValueError: no")
+
+    @pytest.mark.parametrize(("name", "billions"), [("llama3-1b", 1.24), ("llama3-8b-4-layers", 1.40)])
+    def test_flops_count_all_that_is_multiplied(self, name: str, billions: float):
+        problem = training.PROBLEMS[name]
+        alone = np.arange(problem.length)[None]  # each place its own document: one pair each
+        config = problem.config()
+        pairs = 12 * config.num_heads * config.head_dim * len(config.layers) * problem.length
+        assert (problem.flops(alone) - pairs) / 6e9 / problem.length == pytest.approx(billions, abs=0.01)
+        tokens, documents = problem.batch(0)
+        assert tokens.shape == documents.shape == (4, 8192)
+        assert documents.max(axis=1).tolist() == [11] * 4
+        assert (problem.batch(1)[1] != documents).any()
+
+    def test_flops_are_those_of_the_trainer(self):
+        problem = training.Problem("tiny", 1, 8, 1)
+        trainer = train_cases.trainer(config=problem.config())
+        shapes = {path: value.shape for path, value in trainer.state.parameters.items()}
+        assert problem.multiplied() == multiplied_parameters(shapes, problem.config())
+        assert problem.flops(np.arange(8)[None]) == 6 * problem.multiplied() * 8 + 12 * 4 * 32 * 4 * 8
+
+
+class TestGeneration:
+    def test_records_of_all_peers(self):
+        """jflex is measured; torch takes half a second for nine steps of two texts."""
+
+        def run(job):
+            if job.function == "torch_generation":
+                return {"prefill": [0.1], "decode": [0.5], "copy": 1e9}
+            return generation.jax_generation(**job.arguments)
+
+        measured = generation.generated(TINY, LOAD, runs=1, run=run)
+        found = by_name(measured)
+        assert (measured.remarks, len(found)) == ([], 3 * 5 + 2)
+        assert found["batch 2, torch sdpa: decode"] == pytest.approx(2 * 9 / 0.5)
+        assert found["batch 2, torch sdpa: prompt"] == pytest.approx(2 * 20 / 0.1)
+        share = 100 * step_bytes(TINY, LOAD) * 9 / 0.5 / 1e9
+        assert found["batch 2, torch sdpa: share of the copy rate"] == pytest.approx(share, rel=1e-3)
+        for cache in ("dense", "paged"):
+            ratio = found[f"batch 2, jflex {cache}: decode over that of the faster torch"]
+            assert ratio == pytest.approx(found[f"batch 2, jflex {cache}: decode"] / 36, rel=0.02)
+
+    def test_the_file_keeps_other_batches(self, monkeypatch, h200, tmp_path):
+        """Of one run after the other; a peer that fails is a remark."""
+
+        def run_jobs(jobs, run, at_once):
+            assert at_once == 1
+            answers = {job.label: {"prefill": [1.0], "decode": [2.0], "copy": 1e12} for job in jobs[:-1]}
+            return answers, [f"{jobs[-1].label} is left out: no"]
+
+        monkeypatch.setattr(generation, "run_jobs", run_jobs)
+        for batch in ("1", "32", "1"):
+            peers = ["--peers", "jflex dense", "torch sdpa", "jflex paged"]
+            main(["generation", "--batches", batch, *peers, "--out", str(tmp_path)])
+        file = schema.read(tmp_path / "generation.json")
+        assert file.about["remarks"] == [f"batch {n}, jflex paged is left out: no" for n in (32, 1)]
+        assert len(file.records) == 2 * (2 * 5 + 1)
+        main(["generation", "--batches", "1", "--peers", "jflex dense", "torch sdpa", "--out", str(tmp_path)])
+        ratios = [x.name for x in schema.read(tmp_path / "generation.json").records if x.unit == "x"]
+        assert ratios == ["batch 32, jflex dense: decode over that of the faster torch"]  # batch 1 has one of two runs
+
+    def test_bytes_and_tokens_of_a_step(self):
+        """Weights without embeddings: attention, MLP, and the head; keys and values of 25 tokens."""
+        weights = 64 * 64 * 2 + 64 * 32 * 2 + 3 * 64 * 128 + 64 * 300
+        assert step_bytes(TINY, LOAD) == 2 * (weights + 2 * 25 * 2 * 2 * 16)
+        generation.check_counts([[1] * 16] * 2, 16)
+        with pytest.raises(RuntimeError, match=r"^Generated 12 tokens, expected 16\.$"):
+            generation.check_counts([[1] * 16, [1] * 12], 16)
+
+    def test_the_torch_peer_decodes_as_it_computes_whole_texts(self):
+        torch = pytest.importorskip("torch")
+        from benchmarks.peers.torch.generation import programs
+
+        def seeded(prompt):
+            torch.manual_seed(0)
+            return programs(TINY, Load(2, prompt, 10))
+
+        with torch.no_grad():
+            text, decoding = torch.randint(300, (2, 20)), seeded(20)
+            token = decoding.prefill(text)
+            for position in range(20, 24):
+                text = torch.cat([text, token], dim=1)
+                token = decoding.step(token, torch.tensor([position]))
+                assert torch.equal(token, seeded(position + 1).prefill(text))
+
+
+class TestEngine:
+    def run_here(self, job):
+        return getattr(engine, job.function)(**job.arguments)
+
+    def test_clients(self):
+        measured = engine.measured_part(TINY, SIZES, "clients", run=self.run_here)
+        found = by_name(measured)
+        assert (measured.remarks, len(found)) == ([], 2 + 1 + 2 * 8)
+        assert found["2 clients: failed"] == 0
+        assert found["2 clients: output"] == pytest.approx(6 * found["2 clients: requests"], rel=1e-2)
+        assert found["Poisson arrivals at 50% of 2 clients: requests"] < found["2 clients: requests"]
+        assert found["2 clients: first token"] > found["2 clients: between tokens"] > 0
+        assert all(0 < value < 100 for name, value in found.items() if "roof" in name)
+
+    def test_users_and_names_of_a_cache_of_eight_bits(self):
+        """Names tell the cache, so that both stand in one file. The roof counts bytes of keys, values and scales."""
+        sizes = SIZES._replace(cache_dtype="int8")
+        measured = engine.measured_part(TINY, sizes, "users", run=self.run_here)
+        assert len(measured.records) == 3 * (1 + 8)
+        assert all(", int8 cache: " in name for name in by_name(measured))
+        cascades = {remark.partition(":")[0]: int(remark.split()[-6]) for remark in measured.remarks}
+        name = "2 users share 16 tokens, {}, int8 cache"
+        assert cascades[name.format("no prefix cache")] == cascades[name.format("prefix cache")] == 0
+        assert cascades[name.format("prefix cache and cascade")] > 0
+        assert Roof.from_shape(Shape(), 1.0, 1.0, "int8").key_bytes == 32 * 2 * 8 * (128 + 4)
+        assert [name for name, _, _ in sizes.cases("launches")] == ["2 clients, no command buffers, int8 cache"]
+
+    def test_flags_join_those_of_the_user(self, monkeypatch):
+        """XLA reads them once, when a process begins."""
+        jobs = []
+        monkeypatch.setenv("XLA_FLAGS", "--xla_dump_to=folder")
+        for part in ("clients", "launches"):
+            engine.measured_part(TINY, SIZES, part, run=lambda job: jobs.append(job) or Measured([]))
+        assert "XLA_FLAGS" not in jobs[0].variables
+        assert jobs[1].variables["XLA_FLAGS"] == "--xla_dump_to=folder --xla_gpu_enable_command_buffer="
+
+    def test_the_profile_of_a_load(self, monkeypatch):
+        """The engine has ended when the profile ends, and the middle counts: CUPTI must not end while graphs run."""
+        spans = [Span(0.0, 1.0, False), Span(4.5, 0.5, False), Span(5.0, 0.5, False, in_graph=True)]
+        monkeypatch.setattr(jax_runner, "profile_of", lambda run: run())
+        monkeypatch.setattr(jax_runner, "gpu_spans", lambda _: [*spans, Span(9.0, 1.0, False)])
+        [(_, load, options)] = SIZES.cases("clients")
+        running = engine.metered(generation.jax_model(TINY), options)
+        running.start()
+        results = Results()
+        engine.record_launches(running, "load", load, TINY.vocabulary, results)
+        assert not running._thread.is_alive()
+        assert sum(x.tokens for x in running.computed) == load.requests * (SIZES.prompt + SIZES.output - 1)
+        assert by_name(results.measured()) == {"load: idle GPU": 0.0, "load: kernels in CUDA graphs": 50.0}
+
+    def test_the_roof(self):
+        """Of two steps of Llama 3 8B: one token with 1,000 keys reads 15 GB; 2,048 tokens of a prompt compute."""
+        roof = Roof.from_shape(Shape(), bytes_rate=4e12, flops_rate=7e14)
+        decoding, prompt = Step(1, 1000, 1000), Step(2048, 2048 * 2049 // 2, 2048)
+        read = (Shape().weight_bytes + 1000 * 131_072) / 4e12
+        computed = (2048 * Shape().weight_bytes + prompt.pairs * 4 * 32 * 32 * 128) / 7e14
+        assert roof.seconds([decoding, prompt]) == pytest.approx(read + computed)
+
+    def test_parts_keep_the_commands_of_others(self, monkeypatch, h200, tmp_path):
+        """Each part adds its records to the file, which names all runs. The peers have no cache of eight bits."""
+        caches = []
+
+        def part(shape, sizes, name, limit):
+            caches.append((sizes.cache_dtype, name))
+            return Measured([Record.single(name, 1.0, "s")], [f"of {name}"])
+
+        monkeypatch.setattr(engine, "measured_part", part)
+        for parts in (["clients"], ["users", "transformers"], ["clients"]):
+            main(["engine", *parts, "--out", str(tmp_path)])
+        result = schema.read(tmp_path / "engine.json")
+        assert {x.name for x in result.records} == {"clients", "users", "transformers"}
+        assert result.about["remarks"] == ["of clients", "of users", "of transformers"]
+        assert len(result.about["before"]) == 2
+        main(["engine", "--cache-dtype", "int8", "--out", str(tmp_path)])
+        assert caches[4:] == [("int8", name) for name in PARTS[:3]]
+        with pytest.raises(SystemExit, match="leave out the part transformers"):
+            main(["engine", "transformers", "--cache-dtype", "int8"])
