@@ -29,11 +29,6 @@ class Deadline:
     """The end of a run, for waits that must not outlast it.
 
     One wait may take a `share` of the remaining time: a peer that hangs must leave some for others.
-
-    >>> Deadline().timeout(90.0), Deadline(0.0).timeout(90.0), Deadline(0.0).over, Deadline().over
-    (90.0, 0.0, True, False)
-    >>> Deadline(100.0, 0.25).timeout(90.0) <= 25.0
-    True
     """
 
     def __init__(self, seconds: float | None = None, share: float = 1.0) -> None:

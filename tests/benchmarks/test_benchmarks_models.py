@@ -14,8 +14,6 @@ from benchmarks.results import schema
 from benchmarks.results.schema import Record
 from benchmarks.run import jax_runner
 from benchmarks.run.timing import Span
-from flax_layers.train.flops import multiplied_parameters
-from tests.cases import train_cases
 
 TINY, LOAD = Shape(1, 64, 128, 4, 2, 16, 300), Load(2, 20, 10)
 SIZES = Sizes(12, 6, (2,), users=2, shared=16, suffix=8, page_size=8, step_tokens=16, shares=(0.5,))
@@ -25,11 +23,6 @@ def by_name(measured: Measured) -> dict[str, float]:
     found = {record.name: record.value.median for record in measured.records}
     assert len(found) == len(measured.records)
     return found
-
-
-@pytest.fixture
-def h200(monkeypatch):
-    monkeypatch.setattr(question, "gpu_facts", lambda: {"device": "NVIDIA H200"})
 
 
 class TestTraining:
@@ -66,13 +59,6 @@ class TestTraining:
         assert documents.max(axis=1).tolist() == [11] * 4
         assert (problem.batch(1)[1] != documents).any()
 
-    def test_flops_are_those_of_the_trainer(self):
-        problem = training.Problem("tiny", 1, 8, 1)
-        trainer = train_cases.trainer(config=problem.config())
-        shapes = {path: value.shape for path, value in trainer.state.parameters.items()}
-        assert problem.multiplied() == multiplied_parameters(shapes, problem.config())
-        assert problem.flops(np.arange(8)[None]) == 6 * problem.multiplied() * 8 + 12 * 4 * 32 * 4 * 8
-
 
 class TestGeneration:
     def test_records_of_all_peers(self):
@@ -93,25 +79,6 @@ class TestGeneration:
         for cache in ("dense", "paged"):
             ratio = found[f"batch 2, jflex {cache}: decode over that of the faster torch"]
             assert ratio == pytest.approx(found[f"batch 2, jflex {cache}: decode"] / 36, rel=0.02)
-
-    def test_the_file_keeps_other_batches(self, monkeypatch, h200, tmp_path):
-        """Of one run after the other; a peer that fails is a remark."""
-
-        def run_jobs(jobs, run, at_once):
-            assert at_once == 1
-            answers = {job.label: {"prefill": [1.0], "decode": [2.0], "copy": 1e12} for job in jobs[:-1]}
-            return answers, [f"{jobs[-1].label} is left out: no"]
-
-        monkeypatch.setattr(generation, "run_jobs", run_jobs)
-        for batch in ("1", "32", "1"):
-            peers = ["--peers", "jflex dense", "torch sdpa", "jflex paged"]
-            main(["generation", "--batches", batch, *peers, "--out", str(tmp_path)])
-        file = schema.read(tmp_path / "generation.json")
-        assert file.about["remarks"] == [f"batch {n}, jflex paged is left out: no" for n in (32, 1)]
-        assert len(file.records) == 2 * (2 * 5 + 1)
-        main(["generation", "--batches", "1", "--peers", "jflex dense", "torch sdpa", "--out", str(tmp_path)])
-        ratios = [x.name for x in schema.read(tmp_path / "generation.json").records if x.unit == "x"]
-        assert ratios == ["batch 32, jflex dense: decode over that of the faster torch"]  # batch 1 has one of two runs
 
     def test_bytes_and_tokens_of_a_step(self):
         """Weights without embeddings: attention, MLP, and the head; keys and values of 25 tokens."""
@@ -139,8 +106,7 @@ class TestGeneration:
 
 
 class TestEngine:
-    def run_here(self, job):
-        return getattr(engine, job.function)(**job.arguments)
+    run_here = staticmethod(lambda job: getattr(engine, job.function)(**job.arguments))
 
     def test_clients(self):
         measured = engine.measured_part(TINY, SIZES, "clients", run=self.run_here)
@@ -196,7 +162,7 @@ class TestEngine:
         computed = (2048 * Shape().weight_bytes + prompt.pairs * 4 * 32 * 32 * 128) / 7e14
         assert roof.seconds([decoding, prompt]) == pytest.approx(read + computed)
 
-    def test_parts_keep_the_commands_of_others(self, monkeypatch, h200, tmp_path):
+    def test_parts_keep_the_commands_of_others(self, monkeypatch, tmp_path):
         """Each part adds its records to the file, which names all runs. The peers have no cache of eight bits."""
         caches = []
 
@@ -204,6 +170,7 @@ class TestEngine:
             caches.append((sizes.cache_dtype, name))
             return Measured([Record.single(name, 1.0, "s")], [f"of {name}"])
 
+        monkeypatch.setattr(question, "gpu_facts", lambda: {"device": "NVIDIA H200"})
         monkeypatch.setattr(engine, "measured_part", part)
         for parts in (["clients"], ["users", "transformers"], ["clients"]):
             main(["engine", *parts, "--out", str(tmp_path)])

@@ -1,6 +1,6 @@
 """How suites are measured: jobs, workers, turns and deadlines with fake libraries; the JAX and torch runners."""
 
-import importlib.util
+import dataclasses
 import math
 import pathlib
 
@@ -15,12 +15,11 @@ from benchmarks.run import jobs
 from benchmarks.run import suite as suite_command
 from benchmarks.run.check_outputs import mismatches
 from benchmarks.run.jax_runner import JaxRunner, gpu_spans
-from benchmarks.run.jobs import Deadline, Job, Worker, WorkerError, WorkerPool
+from benchmarks.run.jobs import Deadline, Job, WorkerPool
 from benchmarks.run.library_runner import DIRECTIONS
-from benchmarks.run.timing import QUEUE, Communication, Span, Timer, busy_per_call, spans_per_call
+from benchmarks.run.timing import QUEUE, Communication, Timer, busy_per_call, spans_per_call
 from benchmarks.suites import SUITES
-from tests.benchmarks.fake_runner import FakeRunner
-from tests.benchmarks.test_benchmarks import MIXED, PARTS, small
+from tests.benchmarks.test_benchmarks import INDEXER, LATENT, MIXED, PARTS, SPARSE, small
 
 FAKE = dict.fromkeys(("jax", "mosaic", "torch"), "tests.benchmarks.fake_runner:FakeRunner")
 TINY = {
@@ -28,7 +27,8 @@ TINY = {
     "paged": (small(page=8), small(page=1)),
     "mixed": (MIXED, *PARTS),
     "cascade": (small(prefix=32, page=8),),
-    "mla": (small(page=8, keys="latent", Hkv=1, D=48, Dv=32, Hq=16),),
+    "mla": (LATENT, dataclasses.replace(LATENT, T=2, variant="causal")),
+    "sparse_mla": (dataclasses.replace(SPARSE, T=3), dataclasses.replace(INDEXER, T=3)),
     "streaming_llm": (small(page=8, keys="rolling"),),
 }
 
@@ -39,7 +39,7 @@ def without_gpu(monkeypatch):
 
 
 def measure(words: str, folder: pathlib.Path) -> dict[str, schema.ResultFile]:
-    """Of suites, with fake libraries."""
+    """Results of suites, with fake libraries."""
     suite_command.run(parse(["attention", *words.split(), "--out", str(folder), "--runs", "3"]), FAKE)
     return {path.stem: schema.read(path) for path in folder.glob("*.json")}
 
@@ -72,9 +72,7 @@ def test_peers_that_fail_become_remarks_and_others_keep_their_times(tmp_path, mo
 def test_suites_are_measured_in_one_command_and_added_to(tmp_path):
     words = "--suite tiny paged --peers jax-xla jflex-contiguous --pass forward"
     first = measure(words, tmp_path)
-    assert [(x.problem.page, x.peer) for x in first["paged"].records] == [
-        (page, "jflex-contiguous") for page in (64, 16, 1, 256, 128)
-    ]
+    assert [(x.problem.page, x.peer) for x in first["paged"].records][:2] == [(x, "jflex-contiguous") for x in (64, 16)]
     assert [x.peer for x in first["tiny"].records] == ["jax-xla"]
     kept, stale = "torch: no GPU [noop]", "not measured: the time was over [noop]"
     schema.write(tmp_path / "tiny.json", first["tiny"].records, {**first["tiny"].about, "remarks": [kept, stale]})
@@ -99,17 +97,6 @@ def test_parts_of_a_suite_can_be_picked():
     assert (plan.directions, [peer.name for peer in plan.peers]) == (("forward",), ["jflex-mosaic"])
 
 
-def test_a_worker_that_ends_or_hangs_is_an_error(tmp_path):
-    worker = Worker("benchmarks.nothing", {}, tmp_path / "log")
-    worker.send("rates")
-    with pytest.raises(WorkerError, match="ended: ModuleNotFoundError: No module named"):
-        worker.receive(60)
-    worker = Worker(FAKE["jax"], {}, tmp_path / "log", "jax")
-    worker.send("rates")
-    with pytest.raises(WorkerError, match="the jax process was ended, since it did not answer within 0 s"):
-        worker.receive(0)
-
-
 def test_a_process_whose_gpu_is_broken_is_started_again(tmp_path):
     request = {"problem": SUITES["tiny"].problems[0], "directions": ["forward"]}
     with WorkerPool({"torch": FAKE["torch"]}, {}, tmp_path, Deadline()) as pool:
@@ -128,6 +115,13 @@ def test_a_job_that_fails_or_does_not_end_becomes_a_remark(capfd):
     assert "AttributeError: 'int' object" in capfd.readouterr().out
 
 
+def test_a_wait_does_not_outlast_the_deadline():
+    assert Deadline(1000.0, 0.25).timeout(90.0) == 90.0
+    assert Deadline(40.0, 0.25).timeout(90.0) <= 15.0
+    assert Deadline(5.0, 0.25).timeout(90.0) <= 5.0
+    assert (Deadline().timeout(90.0), Deadline(0.0).over, Deadline().over) == (90.0, True, False)
+
+
 def test_a_wrong_result_is_a_mismatch():
     right, wrong, broken = [[1.0, 2.0, 3.0]], [[1.0, 2.0, -3.0]], [[1.0, math.nan, 3.0]]
     both = lambda arrays: dict.fromkeys(DIRECTIONS, arrays)
@@ -142,19 +136,6 @@ def test_a_wrong_result_is_a_mismatch():
     close = {"jflex": both([[1.0]]), "jax-xla": both([[1.03]])}
     assert not mismatches(close)
     assert mismatches(close, 0.02)
-
-
-@pytest.mark.parametrize("compile_only", [False, True])
-def test_a_peer_that_fails_in_one_direction_keeps_the_other(compile_only: bool):
-    runner = FakeRunner()
-    peers = ["tokamax", "jax-xla", "jflex"]
-    answer = runner.prepare(SUITES["tiny"].problems[0], peers, DIRECTIONS, compile_only)
-    assert answer["ready"] == peers[1:]
-    assert {x: list(reasons) for x, reasons in answer["unable"].items()} == {
-        "tokamax": list(DIRECTIONS), "jax-xla": ["backward"]}  # fmt: skip
-    assert "failed" in runner.measure("jax-xla", "backward", 2)
-    assert ("failed" in runner.measure("jax-xla", "forward", 2)) == compile_only
-    assert runner.rates() == {"matmul_flops": 2 * 256**3, "copy_bytes": 8 * 2**16}
 
 
 def test_the_jax_runner_computes_each_form_and_gradient():
@@ -172,14 +153,6 @@ def test_the_jax_runner_computes_each_form_and_gradient():
     runner.release()
 
 
-def test_the_jax_runner_says_which_peers_cannot():
-    peers = ["jflex", "jflex-triton", "tokamax"]
-    answer = JaxRunner().prepare(SUITES["tiny"].problems[0], peers, ["forward"], compile_only=True)
-    assert "jflex" in answer["ready"]
-    assert "UnsupportedError" in answer["unable"]["jflex-triton"]["forward"]
-    assert ("tokamax" in answer["unable"]) == (importlib.util.find_spec("tokamax") is None)
-
-
 @pytest.mark.parametrize("name", TINY)
 def test_the_jax_runner_serves(name: str):
     runner = JaxRunner()
@@ -190,7 +163,7 @@ def test_the_jax_runner_serves(name: str):
         assert not mismatches({x: y for x, y in answer["samples"].items() if x != "jflex-copies"}, 1e-3)
         rows = int(requests_of(problem).queries.sum())
         sizes = {runner._prepared[peer]["forward"].call().size for peer in peers}
-        assert sizes == {rows * problem.Hq * problem.value_size}
+        assert sizes == {rows * (problem.selected if problem.keys == "indexer" else problem.Hq * problem.value_size)}
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
@@ -216,40 +189,26 @@ def test_a_failed_profile_is_said_and_never_taken_for_device_time():
     timer = Timer(lambda result: None, profiled)
     seconds, method = timer.timed(lambda: None, 2)
     assert (len(seconds), method) == (2, f"{QUEUE}: The profiler saw 0 calls")
-    with pytest.raises(ValueError, match="saw 0 calls"):
-        timer.device_seconds(lambda: None, 2)
-
-
-def test_spans_belong_to_the_call_after_their_separator():
-    spans = [Span(3.0, 1.0, True), Span(0.0, 1.0, True), Span(1.0, 0.5, False), Span(4.0, 0.25, False)]
-    spans.append(Span(5.0, 0.5, False))
-    assert busy_per_call(spans, 2) == [0.5, 0.75]
-    with pytest.raises(ValueError, match="saw 2 calls, 2 with kernels, out of 3"):
-        busy_per_call(spans, 3)
 
 
 PROFILE = """
 planes { name: "/device:GPU:0"
-  lines { id: 1 name: "Stream #13(Compute)" timestamp_ns: 1000
+  lines { name: "Stream #13(Compute)" timestamp_ns: 1000
     events { metadata_id: 1 duration_ps: 1000000 stats { metadata_id: 7 str_value: "jit_evict_l2_cache" } }
     events { metadata_id: 2 offset_ps: 2000000 duration_ps: 500000 } }
-  lines { id: 2 name: "XLA Ops" timestamp_ns: 1000 events { metadata_id: 2 offset_ps: 0 duration_ps: 99000000 } }
-  event_metadata { key: 1 value { id: 1 name: "wrapped" } }
-  event_metadata { key: 2 value { id: 2 name: "attend" } }
+  lines { name: "XLA Ops" timestamp_ns: 1000 events { metadata_id: 2 offset_ps: 0 duration_ps: 99000000 } }
+  event_metadata { key: 1 value { id: 1 name: "wrapped" } } event_metadata { key: 2 value { id: 2 name: "attend" } }
   stat_metadata { key: 7 value { id: 7 name: "hlo_module" } } }
 planes { name: "/device:GPU:1"
-  lines { id: 1 name: "Stream #13(Compute)" timestamp_ns: 1000
+  lines { name: "Stream #13(Compute)" timestamp_ns: 1000
     events { metadata_id: 1 duration_ps: 1000000 } events { metadata_id: 2 offset_ps: 1000000 duration_ps: 3000000 } }
-  lines { id: 2 name: "Stream #14(Compute)" timestamp_ns: 1000
+  lines { name: "Stream #14(Compute)" timestamp_ns: 1000
     events { metadata_id: 3 offset_ps: 2000000 duration_ps: 2000000 }
-    events { metadata_id: 4 offset_ps: 4000000 duration_ps: 2000000
+    events { metadata_id: 2 offset_ps: 4000000 duration_ps: 2000000
              stats { metadata_id: 8 str_value: "all-gather.1" } } }
-  event_metadata { key: 1 value { id: 1 name: "wrapped_popcnt" } }
-  event_metadata { key: 2 value { id: 2 name: "attend" } }
+  event_metadata { key: 1 value { id: 1 name: "wrapped_popcnt" } } event_metadata { key: 2 value { id: 2 name: "x" } }
   event_metadata { key: 3 value { id: 3 name: "ncclDevKernel_SendRecv" } }
-  event_metadata { key: 4 value { id: 4 name: "copy" } }
   stat_metadata { key: 8 value { id: 8 name: "hlo_op" } } }
-planes { name: "/device:GPU:10" }
 planes { name: "/host:CPU" }"""
 
 
@@ -258,6 +217,8 @@ def test_the_profile_of_gpus_is_read():
     data = jax.profiler.ProfileData
     profile = data.from_serialized_xspace(data.text_proto_to_serialized_xspace(PROFILE))
     assert busy_per_call(gpu_spans(profile), 1) == [pytest.approx(5e-7)]
+    with pytest.raises(ValueError, match="saw 1 calls, 1 with kernels, out of 3"):
+        busy_per_call(gpu_spans(profile), 3)
     [spans] = spans_per_call(gpu_spans(profile, 1), 1)
     assert Communication.from_spans(spans) == pytest.approx((4e-6, 2e-6))
     assert Communication.from_spans(spans).hidden == pytest.approx(0.5)

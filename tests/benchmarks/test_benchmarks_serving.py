@@ -17,11 +17,6 @@ from tests.support.served import app_of, idle, running
 SMALL = Load(requests=6, concurrency=2, lengths=((20, 5), (9, 3)), shared=8, warm_up=1)
 
 
-def measured(app, load: Load) -> list[Timing]:
-    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-    return asyncio.run(send("http://server", load, transport=transport))
-
-
 def test_prompts_have_the_lengths_and_the_prefix():
     prompts = SMALL.prompts(256)
     assert [(len(tokens), output) for tokens, output in prompts] == [(20, 5), (9, 3)] * 3 + [(20, 5)]
@@ -30,25 +25,20 @@ def test_prompts_have_the_lengths_and_the_prefix():
     assert prompts == SMALL.prompts(256)
 
 
-def test_both_kinds_of_load():
+def test_both_kinds_of_load_and_refused_requests():
     with running() as engine:
-        app = app_of(engine)
+        transport = httpx.ASGITransport(app_of(engine), raise_app_exceptions=False)
+        measured = lambda load: asyncio.run(send("http://server", load, transport=transport))
         for load in (SMALL, Load(requests=5, rate=200.0, lengths=((12, 4),))):
-            timings = measured(app, load)
-            assert [timing.error for timing in timings] == [""] * load.requests
+            timings = measured(load)
             expected = itertools.islice(itertools.cycle(load.lengths), load.warm_up, load.warm_up + load.requests)
-            assert [timing.tokens for timing in timings] == [output for _, output in expected]
+            assert [(timing.error, timing.tokens) for timing in timings] == [("", output) for _, output in expected]
             records, remarks, *_ = records_of(timings, load)
-            assert not remarks
-            assert len(records) == 7
+            assert (len(records), remarks) == (7, [])
             # Tokens that arrive in one event have no time between them.
             assert all(record.value.median > 0 for record in records if not re.search("failed|between", record.name))
+        timings = measured(Load(requests=3, lengths=((2000, 5),), warm_up=0))
         idle(engine)
-
-
-def test_refused_requests_are_counted():
-    with running() as engine:
-        timings = measured(app_of(engine), Load(requests=3, lengths=((2000, 5),), warm_up=0))
     records, remarks, *_ = records_of(timings, SMALL)
     assert records == []
     assert "status 400" in remarks[0]
@@ -72,9 +62,8 @@ def test_the_command(tmp_path, monkeypatch, capsys):
         transport = httpx.ASGITransport(app_of(engine))
         real = serving.send
         monkeypatch.setattr(serving, "send", lambda *arguments: real(*arguments, transport=transport))
-        lengths = tmp_path / "lengths.txt"
-        lengths.write_text("10 3\n4 2\n")
-        main(["serving", "--requests", "3", "--lengths", str(lengths), "--out", str(tmp_path)])
+        (tmp_path / "lengths.txt").write_text("10 3\n4 2\n")
+        main(["serving", "--requests", "3", f"--lengths={tmp_path / 'lengths.txt'}", "--out", str(tmp_path)])
         text = capsys.readouterr().out
         assert "16 clients: output" in text
         assert "start to" not in text
