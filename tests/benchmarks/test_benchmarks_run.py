@@ -140,9 +140,10 @@ def test_a_wrong_result_is_a_mismatch():
 
 def test_the_jax_runner_computes_each_form_and_gradient():
     runner = JaxRunner()
+    partial = square(1, 256, (2, 1), 16, "alibi", differentiated=True, form="partial")
     selected = square(1, 256, (4, 2), 16, "causal", block=32, selected=3)
-    rotated = square(1, 256, 2, 32, "causal", keys="raw")
-    for problem in (*SUITES["tiny"].problems[2:], square(1, 256, 2, 32, "causal", Dv=16), selected, rotated):
+    rotated = square(1, 256, 2, 32, "causal", keys="raw", Dv=16)
+    for problem in (partial, selected, rotated):
         answer = runner.prepare(problem, ["jflex"], DIRECTIONS)
         assert (answer["ready"], answer["unable"]) == (["jflex"], {})
         assert answer["backends"]["jflex"] == "xla"
