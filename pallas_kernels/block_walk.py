@@ -71,8 +71,7 @@ def walk(
     """Folds ``step(state, first, is_partial)`` over the tiles of the listed blocks, `first` their first indices.
 
     Args:
-      block: Size of a block along the walk.
-      tile: Size of a tile along the walk; it divides the block.
+      block: Size of a block along the walk; that of a tile divides it.
       length: Of the axis that is walked.
       split: Which of the listed tiles to walk; all without.
       max_blocks: How many blocks of each list are walked, the first ones; None for all.

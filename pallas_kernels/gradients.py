@@ -106,13 +106,7 @@ def weights_vjp(spec: AttentionSpec, tile: ScoreTile, d_p: jax.Array) -> jax.Arr
 def score_mod_vjp(
     derivative: Derivative | None, tile: ScoreTile, d_s: jax.Array
 ) -> tuple[jax.Array, Callable[[Node], jax.Array]]:
-    """The VJP of the score mod: cotangents of the raw scores, and a function ``load -> cotangents``, all of tile shape.
-
-    Args:
-      derivative: Of the score mod; None without one.
-      tile: The tile of scores, as its kernel computed it: the mask, and the evaluation of the mod.
-      d_s: Cotangents of the modified scores.
-    """
+    """The VJP of the score mod: cotangents of the raw scores, and a function ``load -> cotangents``; tile values."""
     if derivative is None:
         return d_s, _no_cotangent
     assert tile.score is not None  # it is the derivative of a mod

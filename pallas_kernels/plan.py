@@ -117,12 +117,9 @@ def with_programs(spec: AttentionSpec) -> AttentionSpec | Refusal:
 
 
 def with_vector_programs(spec: AttentionSpec, key_chunks: Chunks, value_chunks: Chunks) -> AttentionSpec | Refusal:
-    """The spec with the tile programs of its key and value mods.
+    """The spec of a paged call with the tile programs of its key and value mods.
 
-    Args:
-      spec: Of a paged call.
-      key_chunks: Tiles that hold keys without a mod; with one, others may be chosen.
-      value_chunks: The same of values.
+    The chunks are tiles that hold keys and values without a mod; with one, others may be chosen.
     """
     programs: list[VectorProgram | None] = []
     for mod, size, plain in ((spec.key_mod, spec.D, key_chunks), (spec.value_mod, spec.Dv, value_chunks)):

@@ -20,9 +20,7 @@ _TILE = plg.Layout.WGMMA
 def load_rows(ref: Ref, line: jax.Array) -> jax.Array:
     """Gathers rows of 16-bit elements from global memory, in the layout of wgmma accumulators: [rows, columns].
 
-    Args:
-      ref: [..., columns], seen as lines of its last axis; the columns are a multiple of `TILE_COLUMNS`.
-      line: int32 [rows], the line of each row; each is in range.
+    `ref` is seen as lines of its last axis, a multiple of `TILE_COLUMNS`; `line` is that of each row, in range.
     """
     columns, pairs = ref.shape[-1], (line.shape[0], TILE_COLUMNS)
     column = plg.broadcasted_iota(jnp.int32, pairs, 1, layout=_TILE)

@@ -67,16 +67,9 @@ def launch(
     num_ctas: int,
     warp_groups: int,
 ) -> T:
-    """Runs ``kernel(cta_id, inputs, outputs, scratch)`` in every warp group of every CTA.
+    """Runs ``kernel(cta_id, inputs, outputs, scratch)`` in every warp group of every CTA, consumers and one producer.
 
-    Args:
-      kernel: Gets pytrees of refs.
-      inputs: A pytree of arrays.
-      outputs: A pytree of declarations (`output`).
-      scratch: A pytree of declarations: shared memory and barriers.
-      name: The kernel's name in profiles.
-      num_ctas: Size of the grid.
-      warp_groups: Warp groups of a CTA: consumers and one producer.
+    Inputs are a pytree of arrays; outputs (`output`) and scratch are pytrees of declarations; the kernel gets refs.
     """
     flat, tree = jax.tree.flatten(inputs)
     shapes, out_tree = jax.tree.flatten(outputs)

@@ -48,13 +48,9 @@ class Span(NamedTuple):
 
 
 def visibility(program: Program, evaluation: Evaluation, first: jax.Array, last: jax.Array) -> Visibility:
-    """Classifies tiles of keys.
+    """Classifies tiles by their first and last keys, int32 of any shape, which may be padding.
 
-    Args:
-      program: Of a mask mod.
-      evaluation: Of that program, with the values of all arguments but the keys.
-      first: The first key of each tile, int32 of any shape.
-      last: The last key of each; it may be padding.
+    `evaluation` is that of the program of a mask mod, with the values of all arguments but the keys.
     """
     return _IntervalAnalysis(evaluation, {"k": Span(first, last)}).visibility(program.output)
 

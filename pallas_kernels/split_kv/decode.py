@@ -40,12 +40,8 @@ def decode(
 ) -> merge.Results:
     """Computes out, in the layout of the query and the dtype of the value, lse and ``spec.stats``, float32 [B, Hq, T].
 
-    Args:
-      spec: Its programs are traced with heads in rows.
-      tiles: `block_q` holds the packed queries of a key head: ``group * T`` of them.
-      arrays: Query [B, T, Hq, D], key [Bkv, S, Hkv, D] and value [Bkv, S, Hkv, Dv], or in the layout BNTH; lists of the
-        mask; captured arrays.
-      lengths: Keys of each batch entry, int32 [B]; what lies beyond is not read.
+    Programs are traced with heads in rows, and `block_q` holds the ``group * T`` packed queries of a key head. Keys
+    beyond the lengths, int32 [B], are not read.
     """
     by_row = spec.block_size is not None and max(spec.list_batch, spec.list_heads) > 1
     if lengths is not None or by_row:

@@ -74,12 +74,7 @@ def within_slots(splits: jax.Array, copies: jax.Array, slots: int) -> jax.Array:
 
 
 def attend(attention: Attention, walk_of: Callable[[Index], Walk], first: Index, end: Index) -> Sums:
-    """The sums over the splits from `first` to `end`.
-
-    Args:
-      walk_of: The walk of a split.
-      end: One past the last.
-    """
+    """The sums over the splits from `first` to `end`, one past the last, each by its own walk."""
 
     def one(i: Index, sums: Sums) -> Sums:
         split_attention = attention._replace(walk=walk_of(i))

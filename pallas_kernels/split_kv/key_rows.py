@@ -65,11 +65,7 @@ class KeyRows(NamedTuple):
 
         The scales of keys multiply the scores, and those of values the weights: fewer than the elements of the rows,
         which are then only cast. Under a mod they multiply the rows, and so do those of values in a float16 call that
-        loads no pairs: float16 holds no small weights.
-
-        Args:
-          scales: Their scales, if they have eight bits.
-          weighs: Whether these are values.
+        loads no pairs: float16 holds no small weights. `weighs` says that the rows are values.
         """
         scale, spec = self._scales(scales), self.spec
         if spec.holds_pairs(spec.Dv if weighs else spec.D, None if mod is None else mod.program):

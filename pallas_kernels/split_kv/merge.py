@@ -57,9 +57,7 @@ MAX_FEW_ROWS = 132  # up to which the merge needs more warps in a program to fil
 def partials_at_once(max_splits: int, rows: int) -> tuple[int, int]:
     """Partial results that a merge program reads at once, and its warps.
 
-    Args:
-      max_splits: Splits that a row may have.
-      rows: How many rows there may be to merge: if few, each of them may have many splits.
+    A few rows may have many splits each.
     """
     run = min(1 << (max_splits - 1).bit_length(), PARTIALS_PER_WARP if rows > MAX_FEW_ROWS else 4 * PARTIALS_PER_WARP)
     return max(run, 2), max(1, run // PARTIALS_PER_WARP)
@@ -189,9 +187,7 @@ Results = Sequence[jax.Array]  # out, lse and stats, of splits or of rows
 def merge_uniform(spec: AttentionSpec, splits: int, partials: Results, out_dtype: DTypeLike) -> Results:
     """Out, in the layout of the query, lse and stats [B, Hq, T], where every row has the same number of splits.
 
-    Args:
-      partials: Out [B * splits, Hkv, rows, Dv], and lse and stats [B * splits, Hkv, rows], those of a batch entry side
-        by side.
+    Partial results are [B * splits, Hkv, rows, Dv] and [B * splits, Hkv, rows], those of a batch entry side by side.
     """
     lines = spec.group * spec.T
     run, warps = _at_once(spec, splits, spec.B * spec.Hkv * lines)

@@ -49,9 +49,7 @@ MIN_WGMMA_ROWS = 64
 def paged(spec: AttentionSpec, works: tuple[Work, ...], arrays: PagedOperands[jax.Array]) -> list[jax.Array]:
     """Computes out [N, Hq, Dv], lse, float32 [N, Hq], and ``spec.stats``, like the lse.
 
-    Args:
-      spec: Its programs are traced with heads in rows.
-      works: The launches: which requests they take, with which tiles; each request is in one of them.
+    Programs are traced with heads in rows. Each request is taken by one of the launches.
     """
     result: list[jax.Array] = []
     for work in works:

@@ -42,11 +42,7 @@ class PagedPlan:
         return f"{text}, with {fused} on each tile that is loaded" if fused else text
 
     def count_splits(self, indptr: np.ndarray, lengths: np.ndarray) -> tuple[int, int]:
-        """Tiles of queries, and the splits of their keys, for each key head.
-
-        Args:
-          indptr: Where the queries of each request begin.
-        """
+        """Tiles of queries, and the splits of their keys, for each key head; queries begin at `indptr`."""
         planned = [requests_on_host(self.spec, work, indptr, lengths) for work in self.launches]
         counts = [(x.tiles[: lengths.size], x.splits[: lengths.size]) for x in planned]
         return sum(int(n.sum()) for n, _ in counts), sum(int((n * splits).sum()) for n, splits in counts)

@@ -83,9 +83,7 @@ def find_work_item(counts: jax.Array, item: jax.Array) -> tuple[jax.Array, jax.A
 def find_longest_first(tiles: jax.Array, counts: jax.Array, item: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Finds a work item with the longest splits first, so that short ones fill the tail; for few rows only.
 
-    Args:
-      tiles: Tiles of keys of each row.
-      counts: Splits of each row, 0 for padding rows.
+    `tiles` are tiles of keys of each row, `counts` its splits, 0 for padding rows.
     """
     if counts.shape[0] > MAX_SORTED_ROWS:
         return find_work_item(counts, item)

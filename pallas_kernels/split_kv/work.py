@@ -256,12 +256,7 @@ class KeyTiles(NamedTuple):
 
 
 def walk_of(spec: AttentionSpec, tile: int, mask: Evaluation | None, item: WorkItem) -> KeyTiles:
-    """The tiles of `tile` keys that a work item visits.
-
-    Args:
-      tile: Keys of a tile.
-      mask: The mask of the item's rows, evaluated where it does not depend on keys; None without one.
-    """
+    """The tiles of `tile` keys that a work item visits, by the mask of its rows, or None without one."""
     last, whole = lax.div(item.length + (tile - 1), tile), lax.div(item.length, tile)
     if mask is None:
         return KeyTiles(0, last, 0, whole)

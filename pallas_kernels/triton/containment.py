@@ -84,11 +84,8 @@ class Marked(NamedTuple):
     def repair(self, marks: Ref, fix: Callable[[jax.Array, jax.Array, jax.Array], None]) -> None:
         """Runs ``fix(b, h, first row)`` for this program's tiles that hold a mark.
 
-        The tiles of a program lie far apart, so that all programs share a sequence that is full of NaN.
-
-        Args:
-          marks: Ref, float32 [B, heads, length], or [B, heads, 1] for all of a head; NaN is a mark.
-          fix: Computes and stores a tile.
+        The tiles of a program lie far apart, so that all programs share a sequence that is full of NaN. Marks are
+        float32 [B, heads, length], or [B, heads, 1] for all of a head; NaN is a mark.
         """
         program, programs, last = pl.program_id(0), pl.num_programs(0), marks.shape[2] - 1
         count = max(1, MARKS_AT_ONCE // self.tile)

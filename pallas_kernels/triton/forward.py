@@ -187,12 +187,7 @@ class Attention(NamedTuple):
 
 
 def forward(spec: AttentionSpec, tiles: Tiles, arrays: Operands[jax.Array]) -> tuple[jax.Array, ...]:
-    """Computes out, in the layout of the query and the dtype of the value, lse and ``spec.stats``, float32 [B, Hq, T].
-
-    Args:
-      arrays: Query [B, T, Hq, D], key [Bkv, S, Hkv, D] and value [Bkv, S, Hkv, Dv], or in the layout BNTH; lists of the
-        mask; captured arrays; sinks.
-    """
+    """Out, in the layout of the query and the dtype of the value, lse and ``spec.stats``, float32 [B, Hq, T]."""
     order = block_walk.row_order(spec, tiles, arrays)
     outputs = [
         jax.ShapeDtypeStruct(spec.rows_shape(spec.Dv), arrays.value.dtype),

@@ -104,13 +104,9 @@ def evaluation(
     approximate: bool = False,
     runner: Runner,
 ) -> Evaluation:
-    """Starts to evaluate a program.
+    """Starts to evaluate a program, from the indices that are loop-invariant, for tiles of (Bq, Bk), or transposed.
 
-    Args:
-      tile: Queries and keys of a tile, (Bq, Bk).
-      indices: Those of ``b``, ``h``, ``q``, ``k`` that are loop-invariant.
-      transposed: Whether tiles are held as (keys, queries).
-      approximate: Whether approximate SFU functions may be used: the inputs have 16 bits.
+    `approximate` says that approximate SFU functions may be used: the inputs have 16 bits.
     """
     space = TileSpace(refs, *tile, transposed=transposed, approximate=approximate, runner=runner)
     return Evaluation(space, {n: indices[n.value] for n in program.arguments if n.value in indices})
@@ -219,7 +215,6 @@ def compute(
     """Computes the scores of a tile of queries [Bq, D] and keys [Bk, D].
 
     Args:
-      scores: Statics and loop-invariant values.
       first: First index along the axis of the mainloop.
       is_partial: Whether the mask, and the ends of the sequences, matter; a traced boolean decides on the mask alone.
       product: ``(q, k) -> QK^T``, where queries or keys have scales; tiles are not transposed then.
@@ -251,9 +246,7 @@ def linear_weights(scores: Scores, tile: ScoreTile) -> jax.Array:
 def probabilities(scores: Scores, tile: ScoreTile, lse_log2: jax.Array) -> jax.Array:
     """The weights of a tile in the backward pass, before dropout.
 
-    Args:
-      scores: How the tile was computed.
-      lse_log2: Of its queries, in base 2, [Bq, 1], or [1, Bq] where tiles are transposed.
+    The lse of its queries is in base 2, [Bq, 1], or [1, Bq] where tiles are transposed.
     """
     if scores.spec.normalize == "none":
         return linear_weights(scores, tile)
@@ -268,14 +261,7 @@ def scores_vjp(scores: Scores, tile: ScoreTile, p: jax.Array, d_p: jax.Array, de
 def entropy_vjp(
     scores: Scores, tile: ScoreTile, d_p: jax.Array, lse_log2: jax.Array, d_entropy: jax.Array | None
 ) -> jax.Array:
-    """Adds the cotangent of the entropy to dP.
-
-    Args:
-      scores: How the tile was computed.
-      d_p: dP of the output.
-      lse_log2: The lse in base 2, as in `probabilities`.
-      d_entropy: The cotangents of the entropy of its queries, [Bq]; None where there are none.
-    """
+    """Adds the cotangents of the entropy of the queries of a tile, [Bq] or None, to dP of the output."""
     if d_entropy is None:
         return d_p
     d_entropy = d_entropy[None, :] if scores.transposed else d_entropy[:, None]

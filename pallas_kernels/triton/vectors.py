@@ -30,11 +30,7 @@ class PreparedVectors(NamedTuple):
     evaluations: tuple[Evaluation, ...]  # for each of its lane programs
 
     def tile(self, key: jax.Array, load: Load) -> Columns:
-        """Applies the mod to a tile of keys; returns chunks of lanes.
-
-        Args:
-          key: Their positions, int32 [keys, 1], in range.
-        """
+        """Applies the mod to a tile of keys at positions int32 [keys, 1], in range; returns chunks of lanes."""
         columns: dict[Chunk, jax.Array] = {}
         for program, prologue in zip(self.program.lane_programs, self.evaluations, strict=True):
             evaluation = prologue.child({program.argument("q"): key})
@@ -59,11 +55,7 @@ def _even_and_odd(load: Load, keys: int, width: int) -> tuple[jax.Array, ...]:
 def prepare(
     spec: AttentionSpec, program: VectorProgram, refs: Sequence[Ref], block_kv: int, b: jax.Array, h: jax.Array
 ) -> PreparedVectors:
-    """Prologue: evaluates what depends on the lane alone.
-
-    Args:
-      block_kv: Keys of a tile.
-    """
+    """Prologue: evaluates what depends on the lane alone."""
     evaluations = []
     for of_width in program.lane_programs:
         space = _VectorSpace(

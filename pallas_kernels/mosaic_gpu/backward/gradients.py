@@ -51,15 +51,9 @@ def backward(
     d_saved: tuple[jax.Array, jax.Array | None],
     repairs: Repairs,
 ) -> Gradients:
-    """Computes the requested gradients: the sum over `PASSES` that apply.
+    """Computes the requested gradients: the sum over `PASSES` that apply. Without tiles for dQ, one pass computes all.
 
-    Args:
-      tiles: Without those for dQ, one pass computes all.
-      arrays: The inputs of the forward pass.
-      requested: `unsupported_groups` of its loads must be None.
-      saved: Output and lse of the forward pass.
-      d_saved: Cotangents of both; None for the lse if it is not differentiated.
-      repairs: Recomputes marked rows, where there is a mask.
+    `saved` are output and lse of the forward pass, and `d_saved` their cotangents; None for an lse without one.
     """
     rows = row_statistics(spec, saved, d_saved)
     if spec.normalize == "none":  # the kernels add -delta to dP

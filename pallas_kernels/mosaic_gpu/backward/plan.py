@@ -43,10 +43,7 @@ def unsupported_groups(spec: AttentionSpec, groups: LoadGroups) -> str | None:
 def unsupported_tiles(spec: AttentionSpec, dkv: Tiles | None, dq: Tiles | None, *, one_pass: bool) -> str | None:
     """Why tiles that a user set are not supported, as part of a sentence, or None.
 
-    Args:
-      dkv: For dK and dV.
-      dq: For dQ; None if one pass is to compute it.
-      one_pass: Whether one pass is allowed.
+    Without tiles for dQ one pass is to compute all, which `one_pass` allows.
     """
     if dkv is None:
         return "`config` sets tiles for dq alone"

@@ -68,11 +68,9 @@ class HopperPlan:
 
 @functools.lru_cache(maxsize=256)
 def plan(spec: AttentionSpec, requested: GradientRequest | None) -> HopperPlan | Refusal:
-    """Plans a call on a machine that `limits.limit_of_machine` does not refuse.
+    """Plans a dense call without `spec.kv_lengths`, forward only if `requested` is None.
 
-    Args:
-      spec: The call, dense and without `spec.kv_lengths`.
-      requested: Which gradients; None for forward only.
+    The machine is one that `limits.limit_of_machine` does not refuse.
     """
     reason = limit_of_arrays(spec)
     if reason is not None:

@@ -96,7 +96,6 @@ def prepare(
     """Prologue: evaluates the loop-invariant values of the mods (uniform, and along the axis that stays fixed).
 
     Args:
-      captured: Shapes of the captured arrays.
       tile: Queries and keys of a warp group.
       h: Query head; [rows] where rows belong to several heads.
       q_first: The first query, if the mainloop goes over keys.
@@ -187,7 +186,6 @@ def modify(
     """Applies score mod and mask to a tile.
 
     Args:
-      scores: Statics and loop-invariant values.
       raw: The QK^T accumulator, float32 [queries, keys], or transposed.
       first: First index along the axis of the mainloop.
       is_partial: Whether the mask, and the ends of the sequences, matter.

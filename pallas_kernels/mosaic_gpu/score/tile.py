@@ -189,14 +189,9 @@ def evaluation(
     transposed: bool,
     may_end: bool,
 ) -> Evaluation:
-    """Starts to evaluate a program.
+    """Starts to evaluate a program with captured arrays of these shapes, flattened, and loop-invariant indices.
 
-    Args:
-      refs: The captured arrays of the mod, flattened.
-      shapes: Of the captured arrays.
-      indices: The loop-invariant ones of ``b``, ``h``, ``q``, ``k``.
-      transposed: Whether tiles are (keys, queries).
-      may_end: Whether tiles pass the end of the axis of their columns, where the last index is repeated.
+    `may_end` says that tiles pass the end of the axis of their columns, where the last index is repeated.
     """
     space = TileSpace(refs, shapes, tile, transposed=transposed, may_end=may_end)
     return Evaluation(space, {n: indices[n.value] for n in program.arguments if n.value in indices})

@@ -141,14 +141,9 @@ def _counts(eqn: core.JaxprEqn, ins: Sequence[Scalars], inline: Inline) -> Seque
 
 
 def threefry2x32(key0: ArrayLike, key1: ArrayLike, x0: ArrayLike, x1: ArrayLike) -> tuple[jax.Array, jax.Array]:
-    """Threefry-2x32 with 20 rounds (Salmon et al. 2011, Parallel random numbers: as easy as 1, 2, 3, section 3.3).
+    """Threefry-2x32 with 20 rounds: two words of random bits from those of a key and of a counter, uint32.
 
-    Args:
-      key0: First word of the key, uint32.
-      x0: First word of the counter, uint32.
-
-    Returns:
-      Two words of random bits, uint32.
+    Salmon et al. 2011, Parallel random numbers: as easy as 1, 2, 3, section 3.3.
     """
     keys = [jnp.uint32(key0), jnp.uint32(key1), jnp.uint32(key0) ^ jnp.uint32(key1) ^ jnp.uint32(_PARITY)]
     a, b = jnp.uint32(x0) + keys[0], jnp.uint32(x1) + keys[1]

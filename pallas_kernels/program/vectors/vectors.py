@@ -120,12 +120,7 @@ def trace_vector_program(
     sizes: VectorSizes,
     chunks: Chunks,
 ) -> VectorProgram:
-    """Builds the tile programs of a vector mod.
-
-    Args:
-      jaxpr: Of ``vector, b, h, idx, *operands -> vector``, in float32.
-      operands: Shape and dtype of each captured array.
-      sizes: Sizes and ranges of the arguments.
+    """Builds the tile programs of a vector mod, whose jaxpr takes ``vector, b, h, idx, *operands``, in float32.
 
     Raises:
       NotOnTile: A primitive has no meaning on a tile.

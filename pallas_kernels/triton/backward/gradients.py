@@ -58,11 +58,7 @@ def backward(
 ) -> Gradients:
     """Computes the requested gradients.
 
-    Args:
-      arrays: The inputs of the forward pass.
-      saved: Output and lse of the forward pass.
-      d_saved: Their cotangents; that of lse may be None.
-      entropy: That of the rows and its cotangent; None where it has none.
+    `saved` are output and lse of the forward pass, and `d_saved` their cotangents; None for an lse without one.
     """
     rows, derivative = row_statistics(spec, saved, d_saved, entropy), requested.derivative
     groups = group_loads(spec, derivative)

@@ -33,8 +33,7 @@ RUN_PER_WARP = 128
 def select(runner: Runner, scores: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
     """The k largest of each row of float32 [N, S] and their int32 positions, both [N, k]: bit for bit as `lax.top_k`.
 
-    Args:
-      k: From 1 to S, and no more than `MAX_PART` / 2 if S is greater than `MAX_PART`.
+    There are from 1 to S of them, and no more than `MAX_PART` / 2 if S is greater than `MAX_PART`.
     """
     ranks, positions = ~_ordered(lax.bitcast_convert_type(scores, jnp.int32)), None
     while positions is None or ranks.shape[1] > k:

@@ -177,8 +177,7 @@ def _measured_tiles(spec: AttentionSpec, kernel: Kernel) -> Tiles | None:
 def faster_by_official(plan: TritonPlan, requested: GradientRequest | None) -> str | None:
     """Why official Triton compiles faster kernels for a pass, by the table of the device, or None.
 
-    Args:
-      requested: The gradients of the backward pass; None for the forward pass.
+    The pass is the backward one if gradients are requested.
     """
     backward = plan.backward if requested is not None else None
     if plan.decodes if requested is None else backward is None:
@@ -289,9 +288,6 @@ def fitted(spec: AttentionSpec, kernel: str, tiles: Tiles, cotangents: Iterable[
 
     Triton may hold what the cotangents of loads depend on once more: with the gradients of a random mod that reads 20
     bytes of each element, the dK/dV kernel held 36.
-
-    Args:
-      cotangents: Cotangents of loads of captured arrays that a backward kernel computes.
     """
     read = bytes_of_loads(kernel, spec.programs)
     again = (node for node in reachable(list(cotangents)) if node.op == "load" and node.kind == Axes.TILE)

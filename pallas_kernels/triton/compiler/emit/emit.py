@@ -64,11 +64,7 @@ class Launched(NamedTuple):
 
 
 def emit(launched: Launched, names: Sequence[str], dialect: Dialect) -> Source | Refusal:
-    """Emits a kernel.
-
-    Args:
-      names: Of its arguments: inputs and outputs.
-    """
+    """Emits a kernel with these names of its arguments, inputs and outputs."""
     try:
         return _kernel(Emitter(dialect, RULES, launched.grid, names), launched, names)
     except UnknownPrimitiveError as error:
