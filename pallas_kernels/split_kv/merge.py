@@ -294,7 +294,7 @@ def merge_splits(
 ) -> list[jax.Array]:
     """Writes the rows that have several splits into out [N, Hq, Dv], lse and stats [N, Hq], and returns these."""
     extents, rows = RequestExtents(arrays.indptr, arrays.lengths), work.rows_to_merge(spec)
-    run, warps = (2, 1) if work.fixed_splits else partials_at_once(work.max_splits(spec), rows)
+    run, warps = _at_once(spec, work.max_splits(spec), rows)
     return runner_of(spec).launch_in_place(
         functools.partial(_paged_kernel, spec, work, run),
         (extents, Partials.from_arrays(splits)),
@@ -324,7 +324,7 @@ def _paged_kernel(
         row = query_to_merge(spec, work, planned, lax.div(number, spec.Hq))
         line = row.t * spec.group + lax.rem(h, spec.group)
         at = lax.div(h, spec.group), line
-        if work.fixed_splits:
+        if spec.config.batch_invariant:
             columns, vectors = _merge_fixed_row(spec, splits, row.slot, row.splits, at)
         else:
             columns, vectors = merge_row(spec, splits, run, row.slot, row.splits, at)

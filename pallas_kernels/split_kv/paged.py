@@ -93,7 +93,7 @@ def _attend(
     if work.max_splits(spec) > 1:
         outputs += partial_shapes(spec, (work.slots(spec), spec.Hkv, work.tiles.block_q))
     kernel, programs = _kernel, spec.Hkv * work.num_items(spec)
-    if work.fixed_splits:
+    if spec.config.batch_invariant:
         kernel, programs = _fixed_kernel, min(programs, fixed_splits.MAX_PROGRAMS)
     return _launch(kernel, spec, work, arrays, before, outputs, "jflex_paged", programs)
 
@@ -297,9 +297,10 @@ def _repair_kernel(spec: AttentionSpec, work: Work, arrays: PagedOperands[Ref], 
 
 def _fix(program: _WorkTile, work: Work, refs: Sequence[Ref], marked: jax.Array) -> None:
     """Computes a tile of queries again, and stores the rows that are marked."""
-    if work.fixed_splits:
+    spec = program.attention.prepared.spec
+    if spec.config.batch_invariant:
         sums, attended = fixed_splits.repair(program.attention, *program.fixed_splits(work))
-        columns, row_vectors = fixed_splits.finish(program.attention.prepared.spec, sums)
+        columns, row_vectors = fixed_splits.finish(spec, sums)
     else:
         columns, row_vectors, attended = program.attention.repair()
     program.store(refs, columns, row_vectors, whole=marked, keeps=attended.bad > 0.0)

@@ -90,7 +90,7 @@ def _launches(spec: AttentionSpec) -> tuple[Work, ...]:
         # One tile for decoding and prefill. Compiled for sm_90a, jax 0.10.2, D 128: 64 rows and 5 stages take 255
         # registers and 115 KB, so that two programs fit on an SM; with 7 stages 147 KB.
         choice = _prefill_tiles(spec)
-        return (Work(choice.tiles, 0, UNLIMITED, source=choice.source, fixed_splits=True),)
+        return (Work(choice.tiles, 0, UNLIMITED, source=choice.source),)
     work = lambda choice, least, most: Work(choice.tiles, least, most, source=choice.source)
     mean = -(-spec.T // max(spec.B, 1))
     queries = mean if mean <= MAX_DECODED else 1

@@ -65,8 +65,6 @@ class Work:
     source: Literal["config", "table", "rule"] = "rule"  # who chose the tiles; see `pallas_kernels.plan.TileChoice`
     queries_of_tile: int | None = None  # queries in a tile; None for as many as its rows hold
     resident: int = planner.MAX_RESIDENT_PROGRAMS  # programs that are resident at once
-    # whether the keys of a split are constant in number (`pallas_kernels.split_kv.fixed_splits`)
-    fixed_splits: bool = False
 
     def queries(self, spec: AttentionSpec) -> int:
         """Queries in a tile."""
@@ -90,7 +88,7 @@ class Work:
 
     def max_splits(self, spec: AttentionSpec) -> int:
         """Upper bound on the splits of a tile of queries."""
-        if self.fixed_splits and self.may_split:
+        if spec.config.batch_invariant and self.may_split:  # see `fixed_splits`
             return max(1, pl.cdiv(pl.cdiv(spec.S, self.tiles.block_kv), fixed_splits.tiles_of_split(self.tiles)))
         max_queries = pl.cdiv(spec.S, self.tiles.block_kv) // self.min_tiles_per_split if self.may_split else 1
         return max(1, min(max_queries, self.num_splits(spec) + 1))
@@ -98,13 +96,13 @@ class Work:
     def num_items(self, spec: AttentionSpec) -> int:
         """Upper bound on the work items: splits of all tiles of queries."""
         rows, max_queries = self.max_row_tiles(spec), self.max_splits(spec)
-        if self.fixed_splits:
+        if spec.config.batch_invariant:
             return rows + self.slots(spec) if max_queries > 1 else rows
         return min(planner.max_items(rows, self.num_splits(spec)), rows * max_queries)
 
     def slots(self, spec: AttentionSpec) -> int:
         """Upper bound on partial results: a tile of 1.2 exact splits has 2, longer ones have more."""
-        if self.fixed_splits:
+        if spec.config.batch_invariant:
             return min(fixed_splits.max_slots(spec.Hkv), self.max_row_tiles(spec) * self.max_splits(spec))
         return min(2 * self.num_splits(spec), self.num_items(spec))
 
@@ -157,7 +155,7 @@ def planned_requests(spec: AttentionSpec, work: Work, start: jax.Array, end: jax
     key_tiles = lax.div(length + (work.tiles.block_kv - 1), work.tiles.block_kv)
     if work.max_splits(spec) == 1:
         splits = (tiles > 0).astype(jnp.int32)
-    elif work.fixed_splits:  # either all splits of constant size in programs of their own, or none
+    elif spec.config.batch_invariant:  # either all splits of constant size in programs of their own, or none
         even = planner.row_splits(key_tiles, tiles, work.num_splits(spec), work.min_tiles_per_split)
         size = fixed_splits.tiles_of_split(work.tiles)
         splits = jnp.where(even > 1, lax.div(key_tiles + (size - 1), size), jnp.minimum(even, 1))
