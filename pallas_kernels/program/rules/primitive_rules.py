@@ -20,15 +20,14 @@ from pallas_kernels.types import Params
 Value = Scalars | View
 
 
-def squeeze(graph: Graph, ins: Sequence[Value], params: Params, shape: tuple[int, ...]) -> Value:
-    """Drops dimensions of size 1."""
+def _squeeze(graph: Graph, ins: Sequence[Value], params: Params, shape: tuple[int, ...]) -> Value:
     [x] = ins
     if isinstance(x, View):
         return x.select_dimensions([d for d in range(len(x.shape)) if d not in params["dimensions"]])
     return x.reshape(shape)
 
 
-def reshape(graph: Graph, ins: Sequence[Value], params: Params, shape: tuple[int, ...]) -> Value:
+def _reshape(graph: Graph, ins: Sequence[Value], params: Params, shape: tuple[int, ...]) -> Value:
     """Another shape; a view must be loaded unless only dimensions of size 1 are added or dropped."""
     x = ins[0]
     if isinstance(x, View):
@@ -40,8 +39,7 @@ def reshape(graph: Graph, ins: Sequence[Value], params: Params, shape: tuple[int
     return x.reshape(shape)
 
 
-def broadcast_in_dim(graph: Graph, ins: Sequence[Value], params: Params, shape: tuple[int, ...]) -> Value:
-    """Broadcasts along new dimensions."""
+def _broadcast_in_dim(graph: Graph, ins: Sequence[Value], params: Params, shape: tuple[int, ...]) -> Value:
     x, dimensions = ins[0], params["broadcast_dimensions"]
     if isinstance(x, View):
         return x.broadcast(shape, dimensions)
@@ -51,14 +49,12 @@ def broadcast_in_dim(graph: Graph, ins: Sequence[Value], params: Params, shape: 
     return np.broadcast_to(x.reshape(placed), shape)
 
 
-def transpose(graph: Graph, ins: Sequence[Value], params: Params, shape: tuple[int, ...]) -> Value:
-    """Reorders dimensions."""
+def _transpose(graph: Graph, ins: Sequence[Value], params: Params, shape: tuple[int, ...]) -> Value:
     [x] = ins
     return x.select_dimensions(params["permutation"]) if isinstance(x, View) else x.transpose(params["permutation"])
 
 
-def slice_(graph: Graph, ins: Sequence[Value], params: Params, shape: tuple[int, ...]) -> Value:
-    """A fixed window."""
+def _slice(graph: Graph, ins: Sequence[Value], params: Params, shape: tuple[int, ...]) -> Value:
     [x] = ins
     starts, steps = params["start_indices"], params["strides"] or (1,) * len(shape)
     if isinstance(x, View):
@@ -66,8 +62,7 @@ def slice_(graph: Graph, ins: Sequence[Value], params: Params, shape: tuple[int,
     return x[tuple(slice(a, b, s) for a, b, s in zip(starts, params["limit_indices"], steps, strict=True))]
 
 
-def dynamic_slice(graph: Graph, ins: Sequence[Value], params: Params, shape: tuple[int, ...]) -> Value:
-    """A window at computed indices."""
+def _dynamic_slice(graph: Graph, ins: Sequence[Value], params: Params, shape: tuple[int, ...]) -> Value:
     x, *starts = ins
     nodes = [element(graph, s) for s in starts]
     if isinstance(x, View):
@@ -80,8 +75,7 @@ def dynamic_slice(graph: Graph, ins: Sequence[Value], params: Params, shape: tup
     return x
 
 
-def dynamic_update_slice(graph: Graph, ins: Sequence[Value], params: Params, shape: tuple[int, ...]) -> Value:
-    """Replaces a window at computed indices."""
+def _dynamic_update_slice(graph: Graph, ins: Sequence[Value], params: Params, shape: tuple[int, ...]) -> Value:
     x, update, *starts = ins
     x, update = load(graph, x), load(graph, update)
     positions = [range(have - size + 1) for have, size in zip(x.shape, update.shape, strict=True)]
@@ -99,40 +93,35 @@ def dynamic_update_slice(graph: Graph, ins: Sequence[Value], params: Params, sha
     return out
 
 
-def gather_(graph: Graph, ins: Sequence[Value], params: Params, shape: tuple[int, ...]) -> Value:
-    """Elements at computed indices of a captured array."""
+def _gather(graph: Graph, ins: Sequence[Value], params: Params, shape: tuple[int, ...]) -> Value:
     x, indices = ins
     if not isinstance(x, View):
         raise NotOnTile("primitive `gather`: it indexes an array that it computed itself with an array of indices")
     return gather(graph, x, load(graph, indices), params)
 
 
-def concatenate(graph: Graph, ins: Sequence[Value], params: Params, shape: tuple[int, ...]) -> Value:
-    """Joins along a dimension."""
+def _concatenate(graph: Graph, ins: Sequence[Value], params: Params, shape: tuple[int, ...]) -> Value:
     return np.concatenate([load(graph, x) for x in ins], axis=params["dimension"])
 
 
-def stack(graph: Graph, ins: Sequence[Value], params: Params, shape: tuple[int, ...]) -> Value:
-    """Joins along a new dimension."""
+def _stack(graph: Graph, ins: Sequence[Value], params: Params, shape: tuple[int, ...]) -> Value:
     return np.stack([load(graph, x) for x in ins], axis=params["axis"])
 
 
-def iota(graph: Graph, ins: Sequence[Value], params: Params, shape: tuple[int, ...]) -> Value:
-    """Counts along a dimension."""
+def _iota(graph: Graph, ins: Sequence[Value], params: Params, shape: tuple[int, ...]) -> Value:
     return scalars(shape, lambda i: graph.literal(i[params["dimension"]], params["dtype"]))
 
 
-def empty(graph: Graph, ins: Sequence[Value], params: Params, shape: tuple[int, ...]) -> Value:
+def _empty(graph: Graph, ins: Sequence[Value], params: Params, shape: tuple[int, ...]) -> Value:
     """Zeros, as XLA allocates on a CPU."""
     return scalars(shape, lambda _: graph.literal(0, params["dtype"]))
 
 
-def rev(graph: Graph, ins: Sequence[Value], params: Params, shape: tuple[int, ...]) -> Value:
-    """Reverses dimensions."""
+def _rev(graph: Graph, ins: Sequence[Value], params: Params, shape: tuple[int, ...]) -> Value:
     return np.asarray(np.flip(load(graph, ins[0]), params["dimensions"]), object)
 
 
-def unstack(graph: Graph, ins: Sequence[Value], params: Params, shape: tuple[int, ...]) -> Value:
+def _unstack(graph: Graph, ins: Sequence[Value], params: Params, shape: tuple[int, ...]) -> Value:
     """Element ``params["place"]`` along a dimension."""
     [x], axis, position = ins, params["axis"], params["place"]
     if isinstance(x, View):
@@ -143,7 +132,7 @@ def unstack(graph: Graph, ins: Sequence[Value], params: Params, shape: tuple[int
     return np.asarray(np.moveaxis(x, axis, 0)[position], object)
 
 
-def pad(graph: Graph, ins: Sequence[Value], params: Params, shape: tuple[int, ...]) -> Value:
+def _pad(graph: Graph, ins: Sequence[Value], params: Params, shape: tuple[int, ...]) -> Value:
     """Pads around and between; negative padding cuts."""
     x, value = load(graph, ins[0]), element(graph, ins[1])
     out = scalars(shape, lambda _: value)
@@ -161,15 +150,13 @@ def split(graph: Graph, x: Value, axis: int, sizes: Sequence[int]) -> list[Value
     return list(np.split(x, np.cumsum(sizes)[:-1], axis=axis))
 
 
-def select_n(graph: Graph, ins: Sequence[Value], params: Params, shape: tuple[int, ...]) -> Value:
-    """Chooses by a boolean or by a number."""
+def _select_n(graph: Graph, ins: Sequence[Value], params: Params, shape: tuple[int, ...]) -> Value:
     which, *cases = (load(graph, x) for x in ins)
     which = np.broadcast_to(which, shape)
     return scalars(shape, lambda i: choose(graph, which[i], [case[i] for case in cases]))
 
 
-def clamp(graph: Graph, ins: Sequence[Value], params: Params, shape: tuple[int, ...]) -> Value:
-    """Forces values between two others."""
+def _clamp(graph: Graph, ins: Sequence[Value], params: Params, shape: tuple[int, ...]) -> Value:
     bounds_and_values = [np.broadcast_to(load(graph, v), shape) for v in ins]
 
     def at(i: tuple[int, ...]) -> Node:
@@ -179,7 +166,7 @@ def clamp(graph: Graph, ins: Sequence[Value], params: Params, shape: tuple[int, 
     return scalars(shape, at)
 
 
-def dot_general(graph: Graph, ins: Sequence[Value], params: Params, shape: tuple[int, ...]) -> Value:
+def _dot_general(graph: Graph, ins: Sequence[Value], params: Params, shape: tuple[int, ...]) -> Value:
     """A small GEMM over the mod's own axes, unrolled into multiplies and adds."""
     a, b = (load(graph, x) for x in ins)
     (contract_a, contract_b), (batch_a, batch_b) = params["dimension_numbers"]
@@ -299,10 +286,10 @@ def _where(graph: Graph, node: Node, position: int, if_there: Scalars, otherwise
 
 
 RULES: dict[str, Callable[..., Value]] = {
-    "squeeze": squeeze, "reshape": reshape, "broadcast_in_dim": broadcast_in_dim, "transpose": transpose,
-    "slice": slice_, "dynamic_slice": dynamic_slice, "dynamic_update_slice": dynamic_update_slice, "gather": gather_,
-    "concatenate": concatenate, "iota": iota, "empty": empty, "rev": rev, "stack": stack, "unstack": unstack,
-    "pad": pad, "select_n": select_n, "clamp": clamp, "dot_general": dot_general,
+    "squeeze": _squeeze, "reshape": _reshape, "broadcast_in_dim": _broadcast_in_dim, "transpose": _transpose,
+    "slice": _slice, "dynamic_slice": _dynamic_slice, "dynamic_update_slice": _dynamic_update_slice, "gather": _gather,
+    "concatenate": _concatenate, "iota": _iota, "empty": _empty, "rev": _rev, "stack": _stack, "unstack": _unstack,
+    "pad": _pad, "select_n": _select_n, "clamp": _clamp, "dot_general": _dot_general,
     "reduce_sum": _reduction("add", lax.add), "reduce_max": _reduction("max", lax.max),
     "reduce_min": _reduction("min", lax.min), "reduce_prod": _reduction("mul", lax.mul),
     "reduce_and": _reduction("and", lax.bitwise_and), "reduce_or": _reduction("or", lax.bitwise_or),

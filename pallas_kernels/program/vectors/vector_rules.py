@@ -47,10 +47,6 @@ class Lanes(NamedTuple):
     step: int
 
 
-def _squeeze(graph: Graph, ins: Inputs, params: Params, shape: tuple[int, ...]) -> LazyArray:
-    return _reshape(graph, ins, params, shape)
-
-
 def _reshape(graph: Graph, ins: Inputs, params: Params, shape: tuple[int, ...]) -> LazyArray:
     x = ins[0]
     kept = [d for d, size in enumerate(x.shape) if size != 1]
@@ -343,7 +339,7 @@ def dot_general(graph: Graph, ins: Inputs, params: Params, shape: tuple[int, ...
 
 
 RULES: dict[str, Callable[..., LazyArray]] = {
-    "squeeze": _squeeze, "reshape": _reshape, "expand_dims": _reshape, "broadcast_in_dim": _broadcast_in_dim,
+    "squeeze": _reshape, "reshape": _reshape, "expand_dims": _reshape, "broadcast_in_dim": _broadcast_in_dim,
     "transpose": _transpose, "slice": _slice, "dynamic_slice": _dynamic_slice, "gather": _gather,
     "dynamic_update_slice": _dynamic_update_slice, "concatenate": concatenate, "stack": _stack, "iota": _iota,
     "rev": _rev, "empty": _empty, "select_n": _select_n, "clamp": _clamp,
