@@ -22,7 +22,7 @@ from pallas_kernels.split_kv.work import (
     item_of,
     requests,
     requests_on_host,
-    walk_of_all_heads,
+    visited_tiles_of_all_heads,
 )
 from pallas_kernels.triton.launch import runner_of
 from pallas_kernels.types import Ref
@@ -100,8 +100,8 @@ def _kernel(
     number = pl.program_id(0)
     planned = requests(spec, work, extents)
     item = item_of(spec, work, planned, number, longest_first=True)
-    walk = walk_of_all_heads(spec, work, mask_operands, item, per_request)
-    begin, end = (walk.first + x for x in planner.split_range(walk.last - walk.first, item.split, item.splits))
+    visited = visited_tiles_of_all_heads(spec, work, mask_operands, item, per_request)
+    begin, end = (visited.first + x for x in planner.split_range(visited.last - visited.first, item.split, item.splits))
     slot = jnp.where(item.splits > 1, item.slot, -1)
     fields = (
         item.request,

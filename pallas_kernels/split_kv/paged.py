@@ -21,7 +21,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.plan import unreached_by_pallas
-from pallas_kernels.spec import AttentionSpec, Operands
+from pallas_kernels.spec import AttentionSpec
 from pallas_kernels.split_kv import byte_pairs, fixed_splits, planner
 from pallas_kernels.split_kv.key_rows import KeyRows
 from pallas_kernels.split_kv.merge import merge_splits, partial_shapes
@@ -34,7 +34,7 @@ from pallas_kernels.split_kv.work import (
     WorkItem,
     item_of,
     requests,
-    walk_of,
+    visited_tiles,
 )
 from pallas_kernels.triton import scores, vectors
 from pallas_kernels.triton.containment import any_nan
@@ -53,8 +53,8 @@ def paged(spec: AttentionSpec, works: tuple[Work, ...], arrays: PagedOperands[ja
     """
     result: list[jax.Array] = []
     for work in works:
-        outputs, count = _attend(_with_pairs(spec, work), work, arrays, result), 2 + len(spec.stats)
-        result, splits = outputs[:count], outputs[count:]
+        outputs = _attend(_with_pairs(spec, work), work, arrays, result)
+        result, splits = outputs[: 2 + len(spec.stats)], outputs[2 + len(spec.stats) :]
         if splits:
             result = merge_splits(spec, work, arrays, result, splits)
     return repair(spec, works, arrays, result)
@@ -152,7 +152,6 @@ class _WorkTile(NamedTuple):
         planned: Requests | None = None,
     ) -> _WorkTile:
         """From a number of work item and key head: the program id for None."""
-        tiles = work.tiles
         number = pl.program_id(0) if number is None else number
         kv_h, item = lax.rem(number, spec.Hkv), lax.div(number, spec.Hkv)
         work_item = item_of(spec, work, requests(spec, work, arrays) if planned is None else planned, item)
@@ -160,36 +159,32 @@ class _WorkTile(NamedTuple):
             work_item = work_item._replace(page=arrays.table[(work_item.request, 0)])
         row = work_item.rows(spec, work, kv_h)
         q, q_scale = _scaled_queries(spec, arrays.query, row)
-        captured = Operands(*arrays[:3], None, arrays.captured)
-        prepared = scores.prepare(
-            spec, captured, tiles.shape, work_item.request, row.h[:, None], q=row.n[:, None], end=work_item.length
-        )
+        request, end, (h, q_idx) = work_item.request, work_item.length, (row.h[:, None], row.n[:, None])
+        prepared = scores.prepare(spec, arrays.of_mods(), work.tiles.shape, request, h, q=q_idx, end=end)
 
         prepare_vectors = lambda program, refs: (
-            None if program is None else vectors.prepare(spec, program, refs, tiles.block_kv, work_item.request, kv_h)
+            None if program is None else vectors.prepare(spec, program, refs, work.tiles.block_kv, request, kv_h)
         )
         key_vectors = prepare_vectors(spec.vector_programs.key, arrays.captured.key)
         value_vectors = prepare_vectors(spec.vector_programs.value, arrays.captured.value)
+        key_head = jnp.zeros_like(kv_h) if spec.values_in_keys else kv_h  # all heads share one
 
         def tile_at(key: jax.Array, is_partial: bool) -> Tile:
-            rows = KeyRows.look_up(spec, arrays, work_item, key_head, key, tiles.block_kv, may_end=is_partial)
+            at = KeyRows.look_up(spec, arrays, work_item, key_head, key, work.tiles.block_kv, may_end=is_partial)
             if spec.has_latent_tiles:
-                keys, key_scales = rows.load_latents(arrays)
+                k, k_scales = at.load_latents(arrays)  # K [Bk, D]
             else:
-                keys, key_scale = rows.load_scaled(arrays.key, arrays.key_scale, key_vectors)
-                key_scales = None if key_scale is None else (key_scale,)
-            product = (
-                None if key_scales is None else functools.partial(byte_pairs.qk_product, spec, key_scales, q_scale)
-            )
-            result = scores.compute(prepared, q, keys, key, is_partial, product)  # S = QK^T, [block_q, Bk]
+                k, k_scale = at.load_scaled(arrays.key, arrays.key_scale, key_vectors)
+                k_scales = None if k_scale is None else (k_scale,)
+            product = None if k_scales is None else functools.partial(byte_pairs.qk_product, spec, k_scales, q_scale)
+            result = scores.compute(prepared, q, k, key, is_partial, product)  # S = QK^T, [block_q, Bk]
             if spec.values_in_keys:
-                return Tile(result, keys[: len(value_chunks(spec))], key_scales)
-            values, scale = rows.load_scaled(arrays.value, arrays.value_scale, value_vectors, weighs=True)
-            return Tile(result, values, None if scale is None else (scale,))
+                return Tile(result, k[: len(value_chunks(spec))], k_scales)
+            v, v_scale = at.load_scaled(arrays.value, arrays.value_scale, value_vectors, weighs=True)  # V [Bk, Dv]
+            return Tile(result, v, None if v_scale is None else (v_scale,))
 
-        key_head = jnp.zeros_like(kv_h) if spec.values_in_keys else kv_h  # all heads share one
         walk = functools.partial(_over_keys, spec, work, prepared, work_item)
-        return cls(work_item, row, Attention(prepared, tiles.block_q, walk, tile_at))
+        return cls(work_item, row, Attention(prepared, work.tiles.block_q, walk, tile_at))
 
     def fixed_splits(self, work: Work) -> tuple[Callable[[Index], Walk], Index, Index]:
         """The walk of each split of a constant number of keys, and which of them this program computes.
@@ -198,16 +193,16 @@ class _WorkTile(NamedTuple):
         compiled to other arithmetic, and whether a tile is one depends on the other rows.
         """
         item, tile, prepared = self.item, work.tiles.block_kv, self.attention.prepared
-        walk, size = walk_of(prepared.spec, tile, prepared.mask, item), fixed_splits.tiles_of_split(work.tiles)
+        visited, size = visited_tiles(prepared.spec, tile, prepared.mask, item), fixed_splits.tiles_of_split(work.tiles)
 
         def split_walk(i: Index) -> Walk:
-            begin, end = jnp.maximum(walk.first, i * size), jnp.minimum(walk.last, (i + 1) * size)
+            begin, end = jnp.maximum(visited.first, i * size), jnp.minimum(visited.last, (i + 1) * size)
             return lambda state, step: lax.fori_loop(begin, end, lambda t, s: step(s, t * tile, True), state)
 
         is_split = item.splits > 1
-        begin = jnp.full((), walk.first, jnp.int32) if isinstance(walk.first, int) else walk.first
+        begin = jnp.full((), visited.first, jnp.int32) if isinstance(visited.first, int) else visited.first
         first = jnp.where(is_split, item.split, lax.div(begin, jnp.int32(size)))
-        last = jnp.where(is_split, item.split + 1, lax.div(walk.last + (size - 1), jnp.int32(size)))
+        last = jnp.where(is_split, item.split + 1, lax.div(visited.last + (size - 1), jnp.int32(size)))
         return split_walk, first, last
 
     def store(
@@ -224,7 +219,7 @@ class _WorkTile(NamedTuple):
         Padding rows repeat others, and are stored like them: masked stores must not alias them, for Pallas' interpreter
         writes the old values there.
         """
-        row, whole, spec = self.row, jnp.broadcast_to(whole, row_vectors[0].shape), self.attention.prepared.spec
+        row, whole, spec = self.row, jnp.broadcast_to(whole, row_vectors[0].shape), self.attention.spec
         out, *per_row = refs
         for ref, x in zip(per_row, row_vectors, strict=True):
             runner_of(spec).store(ref.at[(row.n, row.h)], x, mask=whole)
@@ -268,7 +263,7 @@ def _store_partial(
     program: _WorkTile, refs: Sequence[Ref], number: jax.Array, columns: Columns, row_vectors: RowVectors
 ) -> None:
     """Stores the partial result of an item, if its keys are split: out and vectors."""
-    (partial_out, *per_row), item, spec = refs, program.item, program.attention.prepared.spec
+    (partial_out, *per_row), item, spec = refs, program.item, program.attention.spec
     kv_h = lax.rem(number, spec.Hkv)
     i = lax.broadcasted_iota(jnp.int32, (program.attention.rows,), 0)
     is_split = program.row.exists & (item.splits > 1)
@@ -297,7 +292,7 @@ def _repair_kernel(spec: AttentionSpec, work: Work, arrays: PagedOperands[Ref], 
 
 def _fix(program: _WorkTile, work: Work, refs: Sequence[Ref], marked: jax.Array) -> None:
     """Computes a tile of queries again, and stores the rows that are marked."""
-    spec = program.attention.prepared.spec
+    spec = program.attention.spec
     if spec.config.batch_invariant:
         sums, attended = fixed_splits.repair(program.attention, *program.fixed_splits(work))
         columns, row_vectors = fixed_splits.finish(spec, sums)
@@ -346,11 +341,11 @@ def _over_keys(
 ) -> S:
     """Folds a step over this program's split of the tiles that its rows visit."""
     tile = work.tiles.block_kv
-    walk = walk_of(spec, tile, prepared.mask, work_item)
-    start, end = planner.split_range(walk.last - walk.first, work_item.split, work_item.splits)
-    start, end = walk.first + start, walk.first + end
+    visited = visited_tiles(spec, tile, prepared.mask, work_item)
+    start, end = planner.split_range(visited.last - visited.first, work_item.split, work_item.splits)
+    start, end = visited.first + start, visited.first + end
     inside = lambda x: jnp.minimum(jnp.maximum(x, start), end)
-    first_whole, last_whole = inside(walk.first_whole), inside(walk.last_whole)
+    first_whole, last_whole = inside(visited.first_whole), inside(visited.last_whole)
     partial = lambda t, state: step(state, t * tile, True)
     if prepared.mask is not None:
         state = lax.fori_loop(start, first_whole, partial, state)

@@ -16,7 +16,7 @@ from pallas_kernels.config import Tiles
 from pallas_kernels.program import intervals
 from pallas_kernels.program.evaluate import Evaluation
 from pallas_kernels.program.ir import Axes
-from pallas_kernels.spec import AttentionSpec, Captured
+from pallas_kernels.spec import AttentionSpec, Captured, Operands
 from pallas_kernels.split_kv import fixed_splits, planner
 from pallas_kernels.triton.containment import MARKS_AT_ONCE, MAX_PROGRAMS, any_nan
 from pallas_kernels.triton.launch import runner_of
@@ -52,6 +52,10 @@ class PagedOperands(NamedTuple, Generic[A]):
     # of latent vectors of eight bits, the rotated columns of the keys, [pages of all layers, page_size, 1, D - Dv];
     # `key` then has Dv columns, and `key_scale` is [pages of all layers, page_size, tiles]. None for others.
     rope_key: A | None = None
+
+    def of_mods(self) -> Operands[A]:
+        """Inputs of the scores, in the form in which all kernels take them."""
+        return Operands(self.query, self.key, self.value, None, self.captured)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -253,7 +257,7 @@ class KeyTiles(NamedTuple):
     last_whole: Index
 
 
-def walk_of(spec: AttentionSpec, tile: int, mask: Evaluation | None, item: WorkItem) -> KeyTiles:
+def visited_tiles(spec: AttentionSpec, tile: int, mask: Evaluation | None, item: WorkItem) -> KeyTiles:
     """The tiles of `tile` keys that a work item visits, by the mask of its rows, or None without one."""
     last, whole = lax.div(item.length + (tile - 1), tile), lax.div(item.length, tile)
     if mask is None:
@@ -275,7 +279,7 @@ def walk_of(spec: AttentionSpec, tile: int, mask: Evaluation | None, item: WorkI
     return KeyTiles(begin, end, jnp.minimum(first_whole * run, end), jnp.minimum(last_whole * run, end))
 
 
-def walk_of_all_heads(
+def visited_tiles_of_all_heads(
     spec: AttentionSpec, work: Work, refs: Sequence[Ref], item: WorkItem, per_request: int | None = None
 ) -> KeyTiles:
     """The tiles that all groups of heads of a work item visit, where they visit the same; all of them otherwise.
@@ -284,13 +288,13 @@ def walk_of_all_heads(
     """
     program, tile = spec.programs.mask, work.tiles.block_kv
     if program is None or (spec.Hkv > 1 and program.argument("h") in program.nodes):
-        return walk_of(spec, tile, None, item)
+        return visited_tiles(spec, tile, None, item)
     row = item.rows(spec, work, jnp.zeros_like(item.request))
     q = row.n if per_request is None else row.n - item.request * per_request
     at = {"b": item.request, "h": row.h[:, None], "q": q[:, None]}
     mask = evaluation(program, refs, work.tiles.shape, at, approximate=True, runner=runner_of(spec))
     mask.prepare(program.nodes, (Axes.UNIFORM, Axes.ROW))
-    return walk_of(spec, tile, mask, item)
+    return visited_tiles(spec, tile, mask, item)
 
 
 def _first_where(x: jax.Array, i: jax.Array, count: int) -> jax.Array:

@@ -115,6 +115,11 @@ class Attention(NamedTuple):
     may_be_empty: bool = True  # whether a row may still be fully masked after a tile
     sink: jax.Array | None = None  # the logit of the sink of the head, a scalar; None without
 
+    @property
+    def spec(self) -> AttentionSpec:
+        """The call."""
+        return self.prepared.spec
+
     def attend(self) -> tuple[Columns, RowVectors]:
         """Output [rows, Dv], in chunks of columns, lse (natural log) and ``spec.stats``, [rows] each.
 
@@ -122,7 +127,7 @@ class Attention(NamedTuple):
         """
         state = self.state()
         out, lse = self._finish(state)
-        return out, (lse + mark(*out) if self.prepared.spec.needs_marks else lse, *self._stats(state))
+        return out, (lse + mark(*out) if self.spec.needs_marks else lse, *self._stats(state))
 
     def repair(self) -> tuple[Columns, RowVectors, Attended]:
         """Results from cleared values, with the lse as it is, and the rows that must keep the output of `attend`."""
@@ -149,15 +154,12 @@ class Attention(NamedTuple):
 
     @property
     def _start(self) -> softmax.SoftmaxState:
-        spec = self.prepared.spec
-        zeros = zero_values(spec, self.rows)
-        return softmax.start(self.rows, zeros, entropy="entropy" in spec.stats)
+        return softmax.start(self.rows, zero_values(self.spec, self.rows), entropy="entropy" in self.spec.stats)
 
     def _finish(self, state: softmax.SoftmaxState) -> tuple[Columns, jax.Array]:
-        spec = self.prepared.spec
-        if spec.normalize == "none":
-            return tuple(x * spec.kept_scale for x in state.out), jnp.zeros((self.rows,), jnp.float32)
-        return softmax.finish(self._with_sink(state), self.prepared.log2_scale, self.prepared.spec.kept_scale)
+        if self.spec.normalize == "none":
+            return tuple(x * self.spec.kept_scale for x in state.out), jnp.zeros((self.rows,), jnp.float32)
+        return softmax.finish(self._with_sink(state), self.prepared.log2_scale, self.spec.kept_scale)
 
     def _with_sink(self, state: softmax.SoftmaxState) -> softmax.SoftmaxState:
         return state if self.sink is None else softmax.with_sink(state, self.sink, self.prepared.log2_scale)
@@ -168,19 +170,20 @@ class Attention(NamedTuple):
             "max": lambda: state.row_max * (self.prepared.log2_scale * LN_2),
             "entropy": lambda: softmax.entropy(self._with_sink(state)),
         }
-        return tuple(values[name]() for name in self.prepared.spec.stats)
+        return tuple(values[name]() for name in self.spec.stats)
 
     def _fold(self, state: softmax.SoftmaxState, tile: Tile) -> softmax.SoftmaxState:
-        spec, log2_scale = self.prepared.spec, self.prepared.log2_scale
-        product = lambda p: tile.product(spec, p)
+        """The state after another tile of keys."""
+        spec, log2_scale = self.spec, self.prepared.log2_scale
+        product = lambda p: tile.product(spec, p)  # P V
         if spec.normalize == "none":
             return softmax.add_weights(state, product, linear_weights(self.prepared, tile.scores))
         return softmax.update(
             state,
             tile.scores.s,
             log2_scale=log2_scale,
-            exp2=lambda s, row_max_log2: weights(spec, s, log2_scale, row_max_log2),
-            pv_dot=product,
+            exp2=lambda s, row_max_log2: weights(spec, s, log2_scale, row_max_log2),  # P = exp2(S - m)
+            pv_dot=product,  # O = alpha O + P V
             may_be_empty=self.may_be_empty,
             exact=spec.config.batch_invariant,
         )

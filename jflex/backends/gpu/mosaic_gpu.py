@@ -39,7 +39,7 @@ class MosaicGpu(Backend):
     def plan(self, spec: AttentionSpec, requested: GradientRequest | None) -> Plan | Refusal:
         """The kernels and tiles of both passes, and which gradients the Triton kernels compute."""
         reason = limit_of_machine(spec)  # depends on more than the call: not cached
-        return _plan(_compiled(spec), requested) if reason is None else Refusal(reason)
+        return _plan(_with_compiler(spec), requested) if reason is None else Refusal(reason)
 
     @isolated_trace
     def forward(self, spec: AttentionSpec, inputs: Inputs | PagedInputs) -> Saved:
@@ -47,7 +47,7 @@ class MosaicGpu(Backend):
         from pallas_kernels.mosaic_gpu.forward.kernel import forward
         from pallas_kernels.split_kv import repair
 
-        spec = _compiled(spec)
+        spec = _with_compiler(spec)
         if isinstance(inputs, PagedInputs):
             return _attend_paged(spec, inputs)
         if (decoded := _plan_decode(spec)) is not None:
@@ -69,7 +69,7 @@ class MosaicGpu(Backend):
         requested: GradientRequest,
     ) -> Gradients:
         """Runs the backward kernels, and those of `triton` for the gradients that these do not compute."""
-        spec = _compiled(spec)
+        spec = _with_compiler(spec)
         if d_saved.entropy is None:  # nothing of the statistics is differentiated
             spec = spec.replace(stats=())
         plan, others = _dense_kernels(spec, requested), None
@@ -87,7 +87,7 @@ class MosaicGpu(Backend):
         """Calls that underfill a CTA or the GPU or are not MMA-bound: `pallas_kernels.mosaic_gpu.plan.preference`."""
         from pallas_kernels.mosaic_gpu.plan import preference
 
-        spec = _compiled(spec)
+        spec = _with_compiler(spec)
         if requested is not None:
             return preference.slower_backward(_dense_kernels(spec, requested))
         if spec.paging is not None:
@@ -105,7 +105,7 @@ class MosaicGpu(Backend):
 # --- plans
 
 
-def _compiled(spec: AttentionSpec) -> AttentionSpec:
+def _with_compiler(spec: AttentionSpec) -> AttentionSpec:
     """The call, with the compiler of the Triton kernels beside these: Pallas', unless it cannot compile them."""
     has_pallas = spec.paging is None and limit_of_pallas() is None  # its other limit is of pages
     return spec.replace(compiler="pallas" if has_pallas else available_compiler(spec))

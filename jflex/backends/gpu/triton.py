@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -69,9 +69,9 @@ class Triton(Backend):
         from pallas_kernels.triton.forward import forward
 
         if isinstance(inputs, PagedInputs):
-            pages = self._paged_plan(spec)
+            pages: PagedPlan = self._kernels(spec, None)
             return _saved(spec, paged(pages.spec, pages.launches, paged_operands(inputs)))
-        plan = self._dense_plan(spec, None)
+        plan: triton_plan.TritonPlan = self._kernels(spec, None)
         tiles = plan.forward.tiles
         if plan.decodes:
             results = decode(plan.spec, tiles, operands_of(inputs), inputs.kv_lengths)
@@ -81,14 +81,9 @@ class Triton(Backend):
             inputs = widened(inputs)
         return _saved(spec, forward(plan.spec, tiles, operands_of(inputs)._replace(sinks=inputs.sinks)))
 
-    def _dense_plan(self, spec: AttentionSpec, requested: GradientRequest | None) -> triton_plan.TritonPlan:
-        """The plan of a supported call."""
+    def _kernels(self, spec: AttentionSpec, requested: GradientRequest | None) -> Any:
+        """The plan of the kernels themselves, a `TritonPlan` or a `PagedPlan`, for a call that they support."""
         plan = self._plan(spec, requested)
-        assert isinstance(plan, Plan), plan
-        return plan.kernels
-
-    def _paged_plan(self, spec: AttentionSpec) -> PagedPlan:
-        plan = self._plan(spec, None)
         assert isinstance(plan, Plan), plan
         return plan.kernels
 
@@ -105,8 +100,7 @@ class Triton(Backend):
         from pallas_kernels.gradients import RequestedGradients
         from pallas_kernels.triton.backward import gradients
 
-        plan = self._dense_plan(spec, requested).backward
-        assert plan is not None  # gradients were requested
+        plan: triton_plan.BackwardPlan = self._kernels(spec, requested).backward  # gradients were requested
         inputs = kv_lengths.inputs_without_lengths(spec, inputs, _block_size(spec))
         result = gradients.backward(
             plan.spec,
@@ -127,7 +121,7 @@ class Triton(Backend):
 
         if self.compiler == "official" or spec.paging is not None or spec.config.batch_invariant:
             return None
-        return faster_by_official(self._dense_plan(spec, requested), requested)
+        return faster_by_official(self._kernels(spec, requested), requested)
 
 
 @functools.lru_cache(maxsize=256)

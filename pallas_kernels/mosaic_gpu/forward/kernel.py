@@ -215,9 +215,8 @@ def _kernel(
     tiles: Tiles,
     captured: scores.CapturedShapes,
     cta_id: Index,
-    inputs: tuple[
-        Operands[Ref], Ref | None, Ref | None, list[Ref]
-    ],  # operands, tile order [list batch, list heads, tiles], tile counter [1], sources of bias tiles
+    # operands, tile order [list batch, list heads, tiles], tile counter [1], sources of bias tiles
+    inputs: tuple[Operands[Ref], Ref | None, Ref | None, list[Ref]],
     outputs: tuple[Ref, ...],  # out like the query, [..., Dv]; lse and `spec.stats` [B, Hq, rounded up T]
     scratch: ForwardScratch,
 ) -> None:
@@ -238,9 +237,7 @@ class ForwardStatic(NamedTuple):
     spec: AttentionSpec
     tiles: Tiles
     captured: scores.CapturedShapes  # shapes of the captured arrays
-    arrays: Operands[
-        Ref
-    ]  # the inputs, in global memory: query [B, T, Hq, D] or [B, Hq, T, D], and key and value in this order
+    arrays: Operands[Ref]  # the inputs, in global memory
     bias: bias_tiles.BiasTiles  # the bias tiles that TMA loads beside keys and values
     # out, in the layout of the query, [..., Dv]; lse and `spec.stats`, float32 [B, Hq, T rounded up to whole tiles]
     outputs: tuple[Ref, ...]

@@ -243,9 +243,8 @@ def normalised(
         empty = row_sum == 0.0  # masked, and the sink is -inf
     row_sum = jnp.where(empty, 1.0, row_sum)
     lse = jnp.where(empty, -jnp.inf, row_max * LN_2 + jnp.log(row_sum))
-    out = jnp.where(
-        _over_columns(masked, out.shape), 0.0, out
-    )  # where no tile is visited, the stage of values was never filled
+    # Where no tile is visited, the stage of values was never filled.
+    out = jnp.where(_over_columns(masked, out.shape), 0.0, out)
     return out * _over_columns(alpha / row_sum, out.shape), lse + mark(out) if marks else lse
 
 
