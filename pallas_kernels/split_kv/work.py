@@ -92,7 +92,7 @@ class Work:
 
     def max_splits(self, spec: AttentionSpec) -> int:
         """Upper bound on the splits of a tile of queries."""
-        if spec.config.batch_invariant and self.may_split:  # see `fixed_splits`
+        if self.may_split and spec.config.batch_invariant:  # see `fixed_splits`
             return max(1, pl.cdiv(pl.cdiv(spec.S, self.tiles.block_kv), fixed_splits.tiles_of_split(self.tiles)))
         max_queries = pl.cdiv(spec.S, self.tiles.block_kv) // self.min_tiles_per_split if self.may_split else 1
         return max(1, min(max_queries, self.num_splits(spec) + 1))
