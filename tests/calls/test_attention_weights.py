@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec
 
 import jflex
 from jflex import weights as module
@@ -207,22 +206,6 @@ def test_traced_rows_and_captures_compile_once():
 
 
 @pytest.mark.full
-def test_vmap_over_each_argument():
-    query, key = (jnp.stack([x, x + 1, x * 2]) for x in arrays(B=1))
-    rows, lengths = jnp.array([[0, 1], [5, 2], [19, -1]]), jnp.array([[100], [3], [70]], jnp.int32)
-    bias = jax.random.normal(jax.random.key(3), (3, 100))
-
-    def attend(query, key, rows, lengths, bias):
-        mod = lambda s, b, h, q, k: s + bias[k]
-        return jflex.attention_weights(query, key, mod, mask_mod=causal(), kv_lengths=lengths, rows=rows)
-
-    everything = (query, key, rows, lengths, bias)
-    found = jax.vmap(attend)(*everything)
-    for number in range(3):
-        np.testing.assert_allclose(found[number], attend(*(x[number] for x in everything)), rtol=1e-5, atol=1e-7)
-
-
-@pytest.mark.full
 def test_second_derivatives_as_of_reference():
     query, key = arrays(B=1, T=4, S=6, Hq=2, Hkv=1, D=2)
     options = {"score_mod": lambda s, b, h, q, k: jnp.tanh(s), "mask_mod": causal()}
@@ -234,34 +217,6 @@ def test_second_derivatives_as_of_reference():
     total = lambda f: lambda q: (f(q) ** 2 @ jnp.arange(6.0)).sum()
     found, right = (jax.jit(jax.hessian(total(f)))(query) for f in (by_weights, by_reference))
     np.testing.assert_allclose(found, right, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.full
-@pytest.mark.skipif(jax.device_count() < 4, reason="needs four devices; tests/conftest.py simulates them")
-@pytest.mark.parametrize("kind", ["Auto", "Explicit", "shard_map"])
-def test_of_sharded_batch_and_heads(kind):
-    query, key = arrays()
-    slopes, documents = jnp.arange(4.0), jnp.array([[0] * 20 + [1] * 80, [0] * 5 + [1] * 95])
-    axis = jax.sharding.AxisType.Explicit if kind == "Explicit" else jax.sharding.AxisType.Auto
-    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(axis, axis), devices=jax.devices()[:4])
-    sharded = PartitionSpec("data", None, "model", None)
-
-    def attend(query, key, slopes, documents):
-        mod = lambda s, b, h, q, k: s * slopes[h]
-        return jflex.attention_weights(query, key, mod, mask_mod=document(documents), rows=jnp.array([7, 0]))
-
-    everything, right = (query, key, slopes, documents), attend(query, key, slopes, documents)
-    with jax.set_mesh(mesh):
-        specs = (sharded, sharded, PartitionSpec("model"), PartitionSpec("data"))
-        if kind == "shard_map":
-            attend = jax.shard_map(attend, in_specs=specs, out_specs=PartitionSpec("data", "model"))
-        else:
-            place = lambda x: jax.device_put(x, NamedSharding(mesh, sharded))
-            everything = (place(query), place(key), slopes, documents)
-        found = jax.jit(attend)(*everything)
-        if kind == "Explicit":
-            assert jax.typeof(found).sharding.spec == PartitionSpec("data", "model", None, None)
-    np.testing.assert_allclose(found, right, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.full

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jflex
@@ -175,39 +174,7 @@ def test_a_new_key_compiles_nothing():
     assert (first != second).any()
 
 
-@pytest.mark.full
-@fused
-def test_keys_have_no_gradient_and_are_residuals_of_remat_and_scan(how):
-    _, k, v = shown(1, 20, 20)
-    q = jnp.sin(jnp.arange(20 * HQ * 16.0)).reshape(1, 20, HQ, 16)
-    k = k + q[:, :, :HKV]
-    layer = jax.checkpoint(lambda x, key: (attend(x, k, v, key=key, **how)[..., :16], None))
-    run = lambda x: jax.lax.scan(layer, x, jax.random.split(KEY, 2))[0]
-    one_by_one = lambda x: functools.reduce(lambda x, key: layer(x, key)[0], jax.random.split(KEY, 2), x)
-    grads = [jax.jit(jax.grad(lambda x, f=f: jnp.sum(jnp.sin(f(x)))))(q) for f in (run, one_by_one)]
-    np.testing.assert_allclose(*grads, rtol=1e-5, atol=1e-6)
-
-
 # --- devices
-
-
-@pytest.mark.full
-@fused
-@pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices; tests/conftest.py simulates them")
-def test_sharding_by_jit_makes_no_difference(how):
-    """Shards of batch and heads drop what the whole drops, in both passes."""
-    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-    place = NamedSharding(mesh, P("data", None, "model"))
-    arrays = [jax.random.normal(jax.random.key(n), x.shape) for n, x in enumerate(shown(4, 24, 24))]
-
-    @jax.jit
-    def run(q, k, v, key):
-        out, pull = jax.vjp(lambda *xs: attend(*xs, key=key, **how), q, k, v)
-        return out, pull(jnp.cos(out))
-
-    whole, sharded = run(*arrays, KEY), run(*(jax.device_put(x, place) for x in arrays), KEY)
-    assert sharded[0].sharding.is_equivalent_to(place, 4)
-    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), whole, sharded)
 
 
 @pytest.mark.full

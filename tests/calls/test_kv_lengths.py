@@ -7,15 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 import jflex
 from tests.calls.test_transforms import shapes_made
 from tests.cases.table import LENGTHS
 from tests.support import evaluation
 from tests.support.rows import in_turns, tiers
-from tests.support.traces import Traced
 
 B, T, S, HQ, HKV, D = 2, 2, 96, 4, 2, 16
 BACKENDS = {
@@ -122,23 +119,6 @@ def test_traced_lengths_out_of_range_count_as_the_nearest_in_range(backend):
 
 @pytest.mark.full
 @backends
-def test_one_program_serves_all_lengths(backend):
-    args = drawn()
-    loss = lambda lengths, *args: sum_of(
-        *jflex.flex_attention(*args, kv_lengths=lengths, return_lse=True, **BACKENDS[backend])
-    )
-    traced = Traced(jax.value_and_grad(loss, argnums=(1, 2, 3)))
-    step = jax.jit(traced)
-    for lengths in ((0, 1), (S, 50), (7, 7)):
-        value, _ = step(within(*lengths), *args)
-        mask = as_mask(within(*lengths))
-        right = jflex.flex_attention(*args, mask_mod=mask, return_lse=True, implementation="reference")
-        assert_close(value, sum_of(*right), rtol=1e-4)
-    assert traced.count == 1
-
-
-@pytest.mark.full
-@backends
 def test_eager_calls_are_traced_once_for_all_lengths(backend, monkeypatch):
     owner, traced = type(jflex.backends.get(BACKENDS[backend]["implementation"])), []
     method = owner.forward
@@ -158,71 +138,6 @@ def test_decoding_copies_no_keys(backend):
     interpreted = 2 if backend == "triton-interpret" else 0  # copies key and value, as the memory of a kernel
     assert made
     assert sum(np.prod(shape) >= k.size for shape in made if shape[-1:] == (D,)) <= interpreted
-
-
-# --- transformations
-
-
-@pytest.mark.full
-@backends
-def test_vmap_over_arrays_and_lengths(backend):
-    xs = [jnp.stack(pair) for pair in zip(drawn(0), drawn(1), strict=True)]
-    lengths = jnp.array([[5, S], [0, 60]], jnp.int32)
-    attend = lambda q, k, v, n: jflex.flex_attention(q, k, v, kv_lengths=n, return_lse=True, **BACKENDS[backend])
-    loss = lambda *args: sum_of(*attend(*args))
-    found = jax.vmap(attend)(*xs, lengths), jax.vmap(jax.grad(loss, (0, 1, 2)))(*xs, lengths)
-    for i in range(2):
-        args = (*(x[i] for x in xs), lengths[i])
-        right = attend(*args), jax.grad(loss, (0, 1, 2))(*args)
-        jax.tree.map(lambda x, y, i=i: assert_close(x[i], y), found, right)
-    only_lengths = jax.vmap(lambda n: attend(*(x[0] for x in xs), n)[0])(lengths)
-    assert_close(only_lengths[1], attend(*(x[0] for x in xs), lengths[1])[0])
-
-
-@pytest.mark.full
-@in_turns
-@backends
-@pytest.mark.parametrize("queries", [T, 24])
-@pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices; tests/conftest.py simulates them")
-def test_sharded_over_batch_and_heads(backend, queries):
-    """Each device sees its own lengths, and keys are not gathered."""
-    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-    args, lengths = drawn(batch=4, queries=queries), within(0, S, 50, 7)
-    bias = jnp.arange(4.0 * HQ).reshape(4, HQ) / 10
-
-    def loss(options, bias, lengths, q, k, v):
-        score_mod = lambda s, b, h, q_idx, kv_idx: s * bias[b, h]
-        mask_mod = lambda b, h, q_idx, kv_idx: (kv_idx + b + h) % 3 != 0
-        out = jflex.flex_attention(
-            q, k, v, score_mod, mask_mod=mask_mod, kv_lengths=lengths, return_lse=True, **options
-        )
-        return sum_of(*out)
-
-    run = lambda options: jax.jit(jax.value_and_grad(functools.partial(loss, options), argnums=(0, 2, 3, 4)))
-    place = lambda x, *spec: jax.device_put(x, NamedSharding(mesh, P(*spec)))
-    compiled = (
-        run(BACKENDS[backend])
-        .lower(bias, place(lengths, "data"), *(place(x, "data", None, "model") for x in args))
-        .compile()
-    )
-    found = compiled(bias, place(lengths, "data"), *(place(x, "data", None, "model") for x in args))
-    right = run({"implementation": "reference"})(bias, lengths, *args)
-    jax.tree.map(functools.partial(assert_close, rtol=1e-4), found, right)
-    assert not [line for line in compiled.as_text().splitlines() if " all-gather" in line and f",{D}]" in line]
-
-
-@pytest.mark.full
-@backends
-@pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices; tests/conftest.py simulates them")
-def test_inside_of_shard_map(backend):
-    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-    rows, (q, k, v), lengths = P("data", None, "model"), drawn(batch=4), within(0, S, 50, 7)
-    attend = functools.partial(jflex.flex_attention, **BACKENDS[backend])
-    local = lambda q, k, v, n: attend(q, k, v, kv_lengths=n)
-    sharded = jax.shard_map(local, mesh=mesh, in_specs=(rows, rows, rows, P("data")), out_specs=rows)
-    loss = lambda attend, *args: jnp.sum(jnp.sin(attend(*args)))
-    grad = lambda attend: jax.jit(jax.grad(functools.partial(loss, attend), (0, 1, 2)))(q, k, v, lengths)
-    jax.tree.map(assert_close, grad(sharded), grad(local))
 
 
 @pytest.mark.full

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec as P
 
 import jflex
 from jflex.block_mask import varlen_mask as ragged_mask
@@ -17,7 +16,6 @@ from tests.calls.test_transforms import shapes_made
 from tests.cases.ragged_cases import CASES, OPTIONS, arguments_of, check, found_by, places_of, program_of
 from tests.support import evaluation, gpu_compile
 from tests.support.rows import in_turns, tiers
-from tests.support.traces import Traced
 
 F32 = jnp.float32
 backends = pytest.mark.parametrize("backend", evaluation.BACKENDS)
@@ -113,35 +111,6 @@ def test_no_sequences_and_no_tokens(backend):
 
 
 @pytest.mark.full
-@backends
-def test_one_program_serves_all_boundaries(backend):
-    args = (*drawn(), SLOPES)
-    how = OPTIONS[backend], {"mask_mod": causal}
-    traced, right = (
-        Traced(jax.value_and_grad(functools.partial(loss, options, how[1]), (1, 2, 3, 4)))
-        for options in (how[0], OPTIONS["reference"])
-    )
-    step, right = jax.jit(traced), jax.jit(right)
-    for q, kv in (((20, 10, 30), (20, 10, 30)), ((0, 60, 0), (1, 50, 0)), ((1, 2, 3), (30, 0, 30))):
-        ends = boundaries(*q), boundaries(*kv)
-        with jax.default_matmul_precision("highest"):
-            tree_close(step(ends, *args), right(ends, *args))
-    assert traced.count == 1
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("backend", ["xla", "triton-interpret"])
-def test_vmap_over_arrays_and_boundaries(backend):
-    stacked = [jnp.stack(pair) for pair in zip(drawn(seed=0), drawn(seed=1), strict=True)]
-    ends = jnp.stack([boundaries(20, 10, 30), boundaries(5, 0, 50)])
-    step = jax.grad(lambda ends, *args: loss(OPTIONS[backend], {"mask_mod": causal}, (ends, ends), *args), (1, 2, 3, 4))
-    found = jax.jit(jax.vmap(step, in_axes=(0, 0, 0, 0, None)))(ends, *stacked, SLOPES)
-    alone = jax.jit(step)
-    for i in range(2):
-        tree_close(tuple(x[i] for x in found), alone(ends[i], *(x[i] for x in stacked), SLOPES))
-
-
-@pytest.mark.full
 def test_a_mask_made_once_serves_all_layers_of_a_scan():
     q, k, v = drawn()
 
@@ -162,22 +131,6 @@ def test_a_mask_made_once_serves_all_layers_of_a_scan():
         boundaries(20, 10, 25), jnp.array([1.0, 2.0, 0.5])
     )
     tree_close(run("xla"), run("reference"))
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("backend", ["xla", "triton-interpret"])
-@pytest.mark.skipif(jax.device_count() < 4, reason="needs four devices; tests/conftest.py simulates them")
-def test_inside_of_shard_map(backend):
-    """Each device has its own packing."""
-    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-    ends = jnp.stack([boundaries(*x) for x in ((20, 10, 30), (0, 60, 0), (5, 5, 5), (0, 0, 0))])
-    args = [jnp.stack(x) for x in zip(*(drawn(seed=i) for i in range(4)), strict=True)]
-    run = functools.partial(loss, OPTIONS[backend], {"mask_mod": causal})
-    local = lambda ends, *args: run((ends[0], ends[0]), *(x[0] for x in args), SLOPES)[None]
-    sharded = jax.shard_map(local, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
-    total = lambda call: jax.jit(jax.grad(lambda *args: jnp.sum(call(ends, *args)), (0, 1, 2)))(*args)
-    one_by_one = jax.vmap(lambda ends, *args: run((ends, ends), *args, SLOPES))
-    tree_close(total(sharded), total(one_by_one))
 
 
 @tiers(full={"name": "window_by_head_bfloat16"}, rest="long")

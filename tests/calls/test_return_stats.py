@@ -6,8 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 import jflex
 from tests.calls.test_transforms import shapes_made
@@ -16,7 +14,6 @@ from tests.cases.table import CASES, LENGTHS
 from tests.support import evaluation, gpu_compile, oracle
 from tests.support.hopper_emulator import emulated
 from tests.support.rows import tiers
-from tests.support.traces import Traced
 
 TABLE = {case.name: case for case in [*CASES, *LENGTHS]}
 NAMES = [
@@ -159,18 +156,6 @@ def loss(options, q, k, v, bias):
 
 @pytest.mark.full
 @every_backend
-def test_vmap_and_jit(backend):
-    arrays, biases = drawn(), jnp.linspace(-0.2, 0.3, 12).reshape(3, 4)
-    one = Traced(jax.value_and_grad(functools.partial(loss, OPTIONS[backend], *arrays), has_aux=True))
-    jitted = jax.jit(one)
-    alone = [jitted(bias) for bias in biases]
-    assert one.count == 1
-    together = jax.jit(jax.vmap(jax.value_and_grad(functools.partial(loss, OPTIONS[backend], *arrays), has_aux=True)))
-    jax.tree.map(assert_close, together(biases), jax.tree.map(lambda *xs: jnp.stack(xs), *alone))
-
-
-@pytest.mark.full
-@every_backend
 def test_masked_nan_reaches_neither_statistics_nor_gradients(backend):
     q, k, v = drawn(T=48, S=48)
     mask_mod = lambda b, h, q_idx, kv_idx: (q_idx >= kv_idx) & (kv_idx < 40)
@@ -186,14 +171,6 @@ def test_masked_nan_reaches_neither_statistics_nor_gradients(backend):
 
 
 @pytest.mark.full
-@every_backend
-def test_remat(backend):
-    arrays, bias = drawn(), jnp.linspace(-0.2, 0.3, 4)
-    run = lambda wrap: jax.jit(jax.grad(wrap(lambda *xs: loss(OPTIONS[backend], *xs)[0]), range(4)))(*arrays, bias)
-    jax.tree.map(assert_close, run(jax.checkpoint), run(lambda f: f))
-
-
-@pytest.mark.full
 def test_forward_mode_and_second_derivatives_of_the_reference():
     arrays = (*drawn(T=12, S=12), jnp.linspace(-0.2, 0.3, 4))
     of = lambda *xs: loss(OPTIONS["reference"], *xs)[0]
@@ -204,18 +181,6 @@ def test_forward_mode_and_second_derivatives_of_the_reference():
     twice = jax.jvp(lambda *xs: along(gradient(*xs)), arrays, slopes)[1]
     step = lambda size: along(gradient(*(x + size * s for x, s in zip(arrays, slopes, strict=True))))
     np.testing.assert_allclose(twice, (step(1e-2) - step(-1e-2)) / 2e-2, rtol=2e-2)
-
-
-@pytest.mark.full
-@pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices; tests/conftest.py simulates them")
-@pytest.mark.parametrize("backend", ["xla", "triton-interpret"])
-def test_sharded_batch_and_heads(backend):
-    arrays, bias = drawn(), jnp.linspace(-0.2, 0.3, 4)
-    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-    placed = [jax.device_put(x, NamedSharding(mesh, P("data", None, "model"))) for x in arrays]
-    run = lambda options: jax.jit(jax.value_and_grad(functools.partial(loss, options), argnums=range(4), has_aux=True))
-    found, right = run(OPTIONS[backend])(*placed, bias), run(OPTIONS["reference"])(*arrays, bias)
-    jax.tree.map(assert_close, found, right)
 
 
 @pytest.mark.full

@@ -6,8 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 import jflex
 from tests.cases import paged_cases
@@ -174,49 +172,6 @@ def test_without_keys_the_sink_is_all_there_is(implementation):
     np.testing.assert_array_equal(lse, np.broadcast_to(sinks_of(4)[:, None], lse.shape))
     gradient = jax.grad(lambda s: jnp.sum(call(query, key, value, sinks=s)[1]))(sinks_of(4))
     np.testing.assert_array_equal(gradient, np.full(4, 6.0))
-
-
-@tiers(default={"backend": "xla"})
-@backends
-def test_vmap_over_sinks_and_one_program_for_all_values(backend):
-    arrays, count = drawn(), 0
-
-    @jax.jit
-    def attend(sinks):
-        nonlocal count
-        count += 1
-        return jflex.flex_attention(*arrays, sinks=sinks, **BACKENDS[backend])
-
-    several = jnp.stack([sinks_of(4), -sinks_of(4)])
-    one_by_one = jnp.stack([attend(x) for x in several])
-    assert count == 1
-    assert_close(jax.vmap(attend)(several), one_by_one)
-
-
-@pytest.mark.full
-@backends
-@pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices; tests/conftest.py simulates them")
-@pytest.mark.parametrize("manner", ["jit", "shard_map"])
-def test_sharded_heads(manner, backend):
-    arrays, sinks = drawn(), sinks_of(4)
-    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-    rows = P("data", None, "model")
-    specs = (rows, rows, rows, P("model"))
-
-    def loss(attend, *xs):
-        out, lse = attend(*xs)
-        return jnp.sum(jnp.sin(out)) + jnp.sum(jnp.cos(lse))
-
-    def attend(how, query, key, value, sinks):
-        return jflex.flex_attention(query, key, value, mask_mod=causal, sinks=sinks, return_lse=True, **how)
-
-    local = functools.partial(attend, BACKENDS[backend])
-    placed = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip((*arrays, sinks), specs, strict=True)]
-    if manner == "shard_map":
-        local = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=(rows, P("data", "model")))
-    found = jax.jit(jax.value_and_grad(functools.partial(loss, local), argnums=range(4)))(*placed)
-    whole = functools.partial(loss, functools.partial(attend, {"implementation": "reference"}))
-    jax.tree.map(assert_close, found, jax.value_and_grad(whole, argnums=range(4))(*arrays, sinks))
 
 
 def test_explain_takes_their_shape():

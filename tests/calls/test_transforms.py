@@ -14,16 +14,12 @@ from jax import export
 import jflex
 from jflex.backends.gpu.triton import Triton
 from jflex.backends.xla.attention import Xla
+from tests.cases.features import BACKENDS, REFERENCE
 from tests.support.rows import in_turns
 
 pytestmark = pytest.mark.full
 
 B, T, H, D = 2, 40, 2, 16
-BACKENDS = {
-    "xla": {"implementation": "xla"},
-    "triton-interpret": {"implementation": "triton", "config": jflex.Config(interpret=True)},
-}
-REFERENCE = {"implementation": "reference"}
 backends = pytest.mark.parametrize("backend", BACKENDS)
 assert_close = functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-5)
 
@@ -87,7 +83,7 @@ def counted(monkeypatch):
 @backends
 def test_value_and_grad_eagerly_and_under_jit(backend):
     args = (*drawn(), biases(), document_mask(documents(0)))
-    expected = jax.value_and_grad(functools.partial(loss, REFERENCE), argnums=(0, 1, 2, 3))(*args)
+    expected = jax.jit(jax.value_and_grad(functools.partial(loss, REFERENCE), argnums=(0, 1, 2, 3)))(*args)
     run = jax.value_and_grad(functools.partial(loss, BACKENDS[backend]), argnums=(0, 1, 2, 3))
     tree_close(run(*args), expected)
     tree_close(jax.jit(run)(*args), expected)
@@ -125,9 +121,10 @@ def shapes_made(jaxpr):
 @backends
 def test_gradients_of_some_arguments(backend):
     args = (*drawn(), biases())
-    for argnums in (0, 1, 2, 3, (1, 3)):
-        expected = jax.grad(functools.partial(loss, REFERENCE), argnums)(*args)
-        tree_close(jax.grad(functools.partial(loss, BACKENDS[backend]), argnums)(*args), expected)
+    expected = jax.jit(jax.grad(functools.partial(loss, REFERENCE), range(4)))(*args)
+    for argnums in ((0,), (1,), (2,), (3,), (1, 3)):
+        found = jax.jit(jax.grad(functools.partial(loss, BACKENDS[backend]), argnums))(*args)
+        tree_close(found, tuple(expected[n] for n in argnums))
 
 
 @backends
@@ -137,10 +134,8 @@ def test_gradient_of_lse_alone_and_of_out_alone(backend):
         run = lambda options, q, k, v, pick=pick: jnp.sum(
             jnp.sin(jflex.flex_attention(q, k, v, return_lse=True, **options)[pick])
         )
-        grads = [
-            jax.grad(functools.partial(run, options), (0, 1, 2))(q, k, v) for options in (BACKENDS[backend], REFERENCE)
-        ]
-        tree_close(*grads)
+        gradients = lambda options, run=run: jax.jit(jax.grad(functools.partial(run, options), (0, 1, 2)))(q, k, v)
+        tree_close(gradients(BACKENDS[backend]), gradients(REFERENCE))
 
 
 def test_float64():
@@ -171,41 +166,34 @@ def test_vmap_over_any_subset(backend, mapped):
     def run(options, q, k, v, bias, ids):
         return attend(options, q, k, v, bias, document_mask(ids), return_lse=True)
 
-    found = jax.vmap(functools.partial(run, BACKENDS[backend]), axes)(*args)
+    found = jax.jit(jax.vmap(functools.partial(run, BACKENDS[backend]), axes))(*args)
+    right = jax.jit(functools.partial(run, REFERENCE))
     for i in range(size):
         one = [x[i] if axis == 0 else x for x, axis in zip(args, axes, strict=True)]
-        tree_close(jax.tree.map(lambda x, i=i: x[i], found), run(REFERENCE, *one))
+        tree_close(jax.tree.map(lambda x, i=i: x[i], found), right(*one))
 
 
 @backends
 def test_vmap_over_a_block_mask_itself(backend):
-    masks = jax.vmap(document_mask)(documents(3, 4))
-    args = (*drawn(), biases())
-    run = lambda options, block_mask: attend(options, *args, block_mask)
-    found = jax.vmap(functools.partial(run, BACKENDS[backend]))(masks)
-    expected = jnp.stack([run(REFERENCE, jax.tree.map(lambda x, i=i: x[i], masks)) for i in range(4)])
-    assert_close(found, expected)
+    masks, args = jax.vmap(document_mask)(documents(3, 4)), (*drawn(), biases())
+    run = lambda options: jax.jit(lambda block_mask: attend(options, *args, block_mask))
+    found, right = jax.jit(jax.vmap(run(BACKENDS[backend])))(masks), run(REFERENCE)
+    assert_close(found, jnp.stack([right(jax.tree.map(lambda x, i=i: x[i], masks)) for i in range(4)]))
 
 
-@backends
-def test_nested_vmap_of_gradients(backend):
-    q, k, v = drawn(0, 2, 3)
-    bias = biases(1, 3)
-    map_twice = lambda f: jax.vmap(jax.vmap(f, (0, None, 0, 0)), (0, None, 0, None))
-    grads = [
-        map_twice(jax.grad(functools.partial(loss, options), argnums=(0, 1, 2, 3)))(q, k[0, 0], v, bias)
-        for options in (REFERENCE, BACKENDS[backend])
-    ]
-    tree_close(grads[1], grads[0])
+@pytest.mark.parametrize("kind", ["vmap of vmap of gradients on xla", "gradient of vmap on triton-interpret"])
+def test_vmap_and_gradients_nested(kind):
+    (q, k, v), bias = drawn(0, 2, 3), biases(1, 3)
 
+    def run(options):
+        if kind.startswith("vmap"):
+            gradients = jax.grad(functools.partial(loss, options), argnums=(0, 1, 2, 3))
+            twice = jax.vmap(jax.vmap(gradients, (0, None, 0, 0)), (0, None, 0, None))
+            return jax.jit(twice)(q, k[0, 0], v, bias)
+        total = lambda q, bias: jax.vmap(lambda q, k, v: loss(options, q, k, v, bias))(q, k[0], v[0]).sum()
+        return jax.jit(jax.grad(total, argnums=(0, 1)))(q[0], bias[0])
 
-@backends
-def test_gradient_of_vmap_under_jit(backend):
-    q, k, v = drawn(0, 3)
-    run = lambda options: jax.jit(
-        jax.grad(lambda q, bias: jax.vmap(lambda q, k, v: loss(options, q, k, v, bias))(q, k, v).sum(), argnums=(0, 1))
-    )(q, biases())
-    tree_close(run(BACKENDS[backend]), run(REFERENCE))
+    tree_close(run(BACKENDS[kind.split()[-1]]), run(REFERENCE))
 
 
 # --- scan, checkpoint, export
@@ -242,13 +230,14 @@ def test_checkpoint_policies_can_name_the_residuals(names, calls):
     policy = jax.checkpoint_policies.save_only_these_names(*names)
     run = jax.grad(jax.checkpoint(functools.partial(loss, BACKENDS["xla"]), policy=policy), argnums=(0, 3))
     assert calls_in(run, *args) == calls
-    tree_close(run(*args), jax.grad(functools.partial(loss, REFERENCE), argnums=(0, 3))(*args))
+    tree_close(jax.jit(run)(*args), jax.jit(jax.grad(functools.partial(loss, REFERENCE), argnums=(0, 3)))(*args))
 
 
 def test_checkpoint_without_a_policy_around_a_capture():
     q, k, v = drawn()
     bias = biases()
-    run = lambda options: jax.grad(lambda bias: jax.checkpoint(lambda q: loss(options, q, k, v, bias))(q))(bias)
+    total = lambda options, bias: jax.checkpoint(lambda q: loss(options, q, k, v, bias))(q)
+    run = lambda options: jax.jit(jax.grad(functools.partial(total, options)))(bias)
     tree_close(run(BACKENDS["xla"]), run(REFERENCE))
 
 
@@ -310,14 +299,6 @@ def test_new_mask_values_are_not_traced_again(backend, counted):
     assert counted["forward"] == 1
 
 
-def test_a_jitted_step_compiles_once_for_new_boundaries():
-    args = (*drawn(13), biases())
-    of_boundaries = lambda ids, q, k, v, bias: loss(BACKENDS["xla"], q, k, v, bias, document_mask(ids))
-    step = jax.jit(chex.assert_max_traces(lambda *xs: jax.grad(of_boundaries, argnums=1)(*xs), n=1))
-    for seed in range(4):
-        step(documents(seed), *args)
-
-
 def test_another_number_in_a_mod_is_another_program():
     q, k, v = drawn()
     outs = [jflex.flex_attention(q, k, v, lambda s, *_, x=x: x * s, implementation="xla") for x in (1.0, 2.0)]
@@ -356,8 +337,9 @@ def test_states_of_functions(kind):
         "jitted": lambda c: jax.jit(Slopes(c)),
     }[kind]
     run = lambda options, c: jnp.sum(jflex.flex_attention(q, k, v, make(c), **options) ** 2)
-    found = jax.value_and_grad(functools.partial(run, BACKENDS["xla"]))(slopes)
-    expected = jax.value_and_grad(lambda c: jnp.sum(jflex.flex_attention(q, k, v, Slopes(c), **REFERENCE) ** 2))(slopes)
+    by_reference = lambda c: jnp.sum(jflex.flex_attention(q, k, v, Slopes(c), **REFERENCE) ** 2)
+    total = functools.partial(run, BACKENDS["xla"])
+    found, expected = (jax.jit(jax.value_and_grad(f))(slopes) for f in (total, by_reference))
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4), found, expected)
 
 
@@ -396,7 +378,7 @@ def test_higher_derivatives_work_with_the_reference(kind):
     q, k, v = drawn(T=5)
     bias = jnp.ones((H, 5))
     run = lambda q: loss(REFERENCE, q, k, v, bias)
-    found = FORWARD_MODE[kind](run, q)
+    found = jax.jit(functools.partial(FORWARD_MODE[kind], run))(q)
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(found))
 
 

@@ -238,34 +238,6 @@ def assert_close(found, right):
 
 
 @pytest.mark.full
-def test_a_step_is_compiled_once_whatever_is_selected():
-    """And computes what the same values give outside of `jit`."""
-    step = jax.jit(gradients)
-    for seed in range(3):
-        assert_close(step(*arrays(seed)), gradients(*arrays(seed)))
-    assert step._cache_size() == 1
-
-
-@pytest.mark.full
-def test_vmap_and_remat():
-    x = arrays(0, 3)
-    right = [jnp.stack(parts) for parts in zip(*(gradients(*(a[i] for a in x)) for i in range(3)), strict=True)]
-    assert_close(jax.jit(jax.vmap(gradients))(*x), tuple(right))
-    again = jax.grad(jax.checkpoint(selective), argnums=(0, 1, 2))
-    assert_close(jax.jit(again)(*arrays()), gradients(*arrays()))
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("kind", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit], ids=str)
-def test_sharded_batch_and_heads(kind):
-    right, mesh = gradients(*arrays()), jax.make_mesh((2, 2), ("data", "model"), axis_types=(kind,) * 2)
-    with jax.set_mesh(mesh):
-        divided = jax.NamedSharding(mesh, jax.P("data", None, "model"))
-        found = jax.jit(gradients)(*(jax.device_put(x, divided) for x in arrays()))
-    assert_close(jax.tree.map(np.asarray, found), right)
-
-
-@pytest.mark.full
 @in_turns
 @pytest.mark.parametrize("axes", [("data", None, "model"), ("data", "model"), ("data", None, None, "model")], ids=str)
 @pytest.mark.parametrize("queries", ["first", "mean"])

@@ -7,8 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 import jflex
 from jflex import masks, scores
@@ -134,21 +132,6 @@ def test_cascade_and_packed_sequences_fit():
     assert varlen(mask_mod=masks.document(ids_of(2, 22)), score_mod=scores.alibi(draw(4))).shape == (32, 4, 8)
     ends = jax.jit(lambda ends: varlen(ends, mask_mod=DOCUMENT))
     assert ends(int32([0, 20, 32])).shape == (32, 4, 8)
-
-
-@pytest.mark.full
-def test_vmap_and_shards_fit():
-    q, slopes, ids = draw(3, 2, 16, 4, 8), draw(3, 4), ids_of(3, 2, 16)
-
-    def attend(q, slopes, ids):
-        mask = block_mask(masks.document(ids), B=2, T=16, S=16)
-        return jflex.flex_attention(q, q, q, scores.alibi(slopes), mask, implementation="xla")
-
-    one_by_one = jnp.stack([attend(*x) for x in zip(q, slopes, ids, strict=True)])
-    assert_close(jax.vmap(attend)(q, slopes, ids), one_by_one)
-    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-    sharded = jax.device_put(q[0], NamedSharding(mesh, P("data", None, "model")))
-    assert_close(jax.jit(attend)(sharded, slopes[0], ids[0]), one_by_one[0])
 
 
 @pytest.mark.full

@@ -11,8 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
 
 import jflex
 from tests.cases import vector_pairs as pairs
@@ -256,26 +254,6 @@ def test_against_float64(case, backend):
     check(case, run(poisoned(case, arrays), captures))
 
 
-@pytest.mark.full
-def test_eagerly_under_jit_and_vmap_and_one_program_for_all_values():
-    case, count = CASES[1], 0
-    (q, k, v, *_), captures = drawn(case)
-    q, k, v = map(jnp.asarray, (q, k, v))
-
-    def attend(captures):
-        nonlocal count
-        count += 1
-        return call(case, BACKENDS["xla"], q, k, v, captures)
-
-    compiled = jax.jit(attend)
-    several = [captures, jax.tree.map(lambda x: x * 0.5, captures)]
-    one_by_one = [compiled(x) for x in several]
-    assert count == 1
-    jax.tree.map(assert_close, attend(jax.tree.map(jnp.asarray, captures)), one_by_one[0])
-    stacked = jax.tree.map(lambda *xs: jnp.stack(xs), *several)
-    jax.tree.map(assert_close, jax.vmap(attend)(stacked), jax.tree.map(lambda *xs: jnp.stack(xs), *one_by_one))
-
-
 def test_rows_without_keys_come_as_zeros_and_minus_infinity():
     q = k = v = jnp.ones((1, 3, 1, 4))
     shown = lambda out, lse, b, h, q_idx: out + jnp.where(jnp.isneginf(lse), 7.0, 0.0)
@@ -337,23 +315,3 @@ def test_weights_and_explain_take_them():
     assert jflex.explain(*shapes, **mods, implementation="xla").backend == "xla"
     with pytest.raises(ValueError, match="`query_mod` must return one vector"):
         jflex.explain(*shapes, query_mod=lambda x, b, h, i: x[1:])
-
-
-@pytest.mark.full
-@pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices; tests/conftest.py simulates them")
-@pytest.mark.parametrize("manner", ["jit", "shard_map", "explicit"])
-def test_sharded_heads(manner):
-    case = Case("sharded", **{**EVERY, "value": pairs.project}, S=37)
-    (q, k, v, *_), captures = drawn(case)
-    local = lambda *xs: call(case, BACKENDS["xla"], *xs)
-    expected = local(*map(jnp.asarray, (q, k, v)), jax.tree.map(jnp.asarray, captures))
-    kind = AxisType.Explicit if manner == "explicit" else AxisType.Auto
-    mesh = jax.make_mesh((2,), ("data",), axis_types=(kind,))
-    rows = P("data")
-    placed = [jax.device_put(x, NamedSharding(mesh, rows)) for x in (q, k, v)]
-    captures = jax.tree.map(jnp.asarray, captures)
-    if manner == "shard_map":
-        local = jax.shard_map(local, mesh=mesh, in_specs=(rows, rows, rows, P()), out_specs=(rows, rows))
-    with jax.set_mesh(mesh):
-        found = jax.jit(local)(*placed, captures)
-    jax.tree.map(assert_close, found, expected)
