@@ -32,7 +32,7 @@ from tests.support.dense_masks import (
 )
 from tests.support.rows import tiers
 
-QUICK = settings(max_examples=20, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+QUICK = settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 # Few sizes, so that programs are compiled once for many examples.
 SIZES = [((64, 64), (32, 32)), ((100, 70), (32, 64)), ((33, 129), (16, 8))]
 

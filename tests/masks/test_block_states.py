@@ -24,7 +24,7 @@ from tests.support.dense_masks import causal, pooled_states
 from tests.support.rows import tiers
 
 SIZES = {"T": 61, "S": 83, "B": 2, "H": 2}
-QUICK = settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+QUICK = settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 def by_bounds(monkeypatch, mod, shape, block_size, few=False, per_step=1):
@@ -123,10 +123,10 @@ def test_ready_masks(name, monkeypatch):
     np.testing.assert_array_equal(found, pooled_states(dense, (8, 16)))
 
 
-MASKED = {(case.mask, case.sizes): pytest.param(case, id=case.name) for case in CASES if case.mask is not None}.values()
+MASKED = {case.mask: pytest.param(case, id=case.name) for case in reversed(CASES) if case.mask is not None}.values()
 
 
-@tiers(default={"case": ["causal", "causal_more_keys", "causal_more_queries", "causal_dropout_repaired"]})
+@tiers(default={"case": "squared_through_causal_blocks"})
 @pytest.mark.parametrize("case", MASKED)
 def test_masks_of_the_table(case, monkeypatch):
     n, captures = case.sizes, evaluation.draw(case).mask
@@ -189,28 +189,33 @@ def test_under_vmap_and_inside_shard_map(monkeypatch):
 # --- bits
 
 
+@jax.jit
+def read_bits(listed, at):
+    """All that is read of the bits of rows, and their transpose."""
+    words = pack(listed.reshape(-1, listed.shape[2]))
+    bits = BitRows.from_words(words)
+    turned = transpose(words.reshape(*listed.shape[:2], -1), listed.shape[2])
+    return bits.counts, bits.first(listed.shape[2]), bits.last(), bits.run(), bits.rank(at), turned
+
+
 @pytest.mark.full
 @given(st.sampled_from([(1, 1, 1), (2, 33, 64), (3, 7, 97)]), st.sampled_from([0.0, 0.1, 0.5, 1.0]), st.integers(0))
 @settings(max_examples=15, deadline=None)
 def test_bits(shape, share, seed):
-    batch, rows, columns = shape
-    listed = np.random.default_rng(seed).random((batch, rows, columns)) < share
-    words = pack(jnp.asarray(listed.reshape(-1, columns)))
-    bits = BitRows.from_words(words)
-    flat = listed.reshape(-1, columns)
-    np.testing.assert_array_equal(bits.counts, flat.sum(1))
-    for row, first, last, run in zip(flat, np.asarray(bits.first(columns)), bits.last(), bits.run(), strict=True):
+    rng, (batch, rows, columns) = np.random.default_rng(seed), shape
+    listed = rng.random(shape) < share
+    flat, at = listed.reshape(-1, columns), rng.integers(0, columns + 9, batch * rows).astype(np.int32)
+    counts, firsts, lasts, runs, ranks, turned = read_bits(jnp.asarray(listed), jnp.asarray(at))
+    np.testing.assert_array_equal(counts, flat.sum(1))
+    for row, first, last, run in zip(flat, np.asarray(firsts), lasts, runs, strict=True):
         where = np.flatnonzero(row)
         np.testing.assert_array_equal(first[: len(where)], where)
         assert int(last) == (where[-1] if len(where) else -1)
         ends = np.flatnonzero(~row[: int(last) + 1])
         assert int(run) == (int(last) - (ends[-1] if len(ends) else -1))
-    at = np.random.default_rng(seed).integers(0, columns + 9, len(flat)).astype(np.int32)
-    np.testing.assert_array_equal(bits.rank(jnp.asarray(at)), [row[:n].sum() for row, n in zip(flat, at, strict=True)])
-    turned = transpose(words.reshape(batch, rows, -1), columns)
-    np.testing.assert_array_equal(
-        turned.reshape(batch * columns, -1), pack(jnp.asarray(listed.swapaxes(1, 2).reshape(-1, rows)))
-    )
+    np.testing.assert_array_equal(ranks, [row[:n].sum() for row, n in zip(flat, at, strict=True)])
+    transposed = pack(jnp.asarray(listed.swapaxes(1, 2).reshape(-1, rows)))
+    np.testing.assert_array_equal(turned.reshape(batch * columns, -1), transposed)
 
 
 # --- narrow tables
@@ -244,7 +249,7 @@ def cut_lists(matrix, width):
     st.sampled_from([0.05, 0.4, 0.95]),
     st.integers(0),
 )
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 def test_rows_that_are_cut_list_every_block_once(sizes, share, seed):
     """Whatever a row lists beside its blocks is partial, where the mask_mod decides."""
     rows, columns, width = sizes
@@ -283,16 +288,16 @@ def test_lists_that_mask_more_are_never_cut(monkeypatch):
 
 
 @pytest.mark.full
-def test_a_million_tokens_take_megabytes():
-    length = 1 << 20
+def test_many_tokens_take_kilobytes():
+    length = 1 << 18
     ids = jnp.sort(jax.random.randint(jax.random.key(0), (length,), 0, 64))
     mods = {"causal": causal, "window": masks.sliding_window(4096)}
     mods["documents"] = lambda b, h, q, k: (ids[q] == ids[k]) & (q >= k)
     for name, mod in mods.items():
         block_mask = jflex.create_block_mask(mod, None, None, length, length)
-        assert sum(x.nbytes for x in block_mask.lists) < 2 << 20, name
+        assert sum(x.nbytes for x in block_mask.lists) < 1 << 19, name
         counts = np.asarray(block_mask.kv_num_blocks + block_mask.full_kv_num_blocks)[0, 0]
         if name == "causal":
-            np.testing.assert_array_equal(counts, np.arange(8192) + 1)
+            np.testing.assert_array_equal(counts, np.arange(2048) + 1)
     known = jax.eval_shape(lambda: jflex.create_block_mask(causal, None, None, length, length))
-    assert known.kv_indices.shape == (1, 1, 8192, tables.LEAST_WIDTH)
+    assert known.kv_indices.shape == (1, 1, 2048, tables.LEAST_WIDTH)

@@ -10,7 +10,7 @@ from jflex.block_mask.dense import create_mask
 from jflex.block_mask.mask import create_block_mask
 from jflex.mods.compose import AndMasks, NotMask, OrMasks, and_masks, noop_mask, not_mask, or_masks
 from jflex.mods.trace import trace_mask_mod, trace_score_mod
-from tests.cases.ready_masks import READY
+from tests.cases.ready_masks import READY, neighbors
 from tests.support.rows import tiers
 
 BATCH, HEADS, LENGTH = 2, 2, 24
@@ -28,17 +28,6 @@ def diffusion(length, block):
         i_clean, j_clean, i_block, j_block = i >= length, j >= length, i % length // block, j % length // block
         dense[i, j] = (i_block == j_block) if i_clean == j_clean else j_clean and i_block > j_block
         dense[i, j] |= i_clean and j_clean and i_block >= j_block
-    return dense
-
-
-def grid_neighbors(height, width, kernel_height, kernel_width):
-    dense = np.zeros((height * width, height * width), bool)
-    for i in range(height * width):
-        top = min(max(i // width - kernel_height // 2, 0), height - kernel_height)
-        left = min(max(i % width - kernel_width // 2, 0), width - kernel_width)
-        around = np.zeros((height, width), bool)
-        around[top : top + kernel_height, left : left + kernel_width] = True
-        dense[i] = around.ravel()
     return dense
 
 
@@ -74,8 +63,8 @@ MASKS = {
     "padding": (masks.padding(LENGTHS), (LENGTHS[B] > J) & (I >= 0)),
     "global tokens": (masks.global_tokens(FLAGS), FLAGS[I] | FLAGS[J]),
     "block diffusion": (masks.block_diffusion(12, 4), diffusion(12, 4)),
-    "neighborhood, wide": (masks.neighborhood((3, 8), (3, 5)), grid_neighbors(3, 8, 3, 5)),
-    "neighborhood, high": (masks.neighborhood((8, 3), (3, 1)), grid_neighbors(8, 3, 3, 1)),
+    "neighborhood, wide": (masks.neighborhood((3, 8), (3, 5)), neighbors((3, 8), (3, 5))),
+    "neighborhood, high": (masks.neighborhood((8, 3), (3, 1)), neighbors((8, 3), (3, 1))),
     "tree": (masks.tree(4, masks.tree_ancestors(PARENTS)), tree_rows(4)),
     "noop": (noop_mask, I + J >= 0),
     "and": (and_masks(masks.causal(), masks.document(IDS)), (IDS[:, :, None] == IDS[:, None]) & (I >= J)),

@@ -35,15 +35,12 @@ def block_mask(mask_mod, dense, size):
     ],
     in_turns=True,
 )
-@pytest.mark.parametrize("name", READY)
-@pytest.mark.parametrize(("implementation", "config", "block"), [("xla", None, 8), ("triton", INTERPRETED, 16)])
-def test_attention(name, implementation, config, block):
+@pytest.mark.parametrize("name", [name for name in READY if "by batch" not in name and "traced" not in name])
+@pytest.mark.parametrize("implementation", ["triton", "xla"])
+def test_attention(name, implementation):
     mask_mod, dense, arrays = drawn(name)
-    blocks = block_mask(mask_mod, dense, block)
-    attend = lambda *arrays: jflex.flex_attention(
-        *arrays, block_mask=blocks, return_lse=True, implementation=implementation, config=config
-    )
-    out, lse = jax.jit(attend)(*arrays)
+    options = {"block_mask": block_mask(mask_mod, dense, 16), "return_lse": True, "config": INTERPRETED}
+    out, lse = jax.jit(lambda *x: jflex.flex_attention(*x, implementation=implementation, **options))(*arrays)
     visible = lambda b, h, q, k, c: dense[b, q, k]
     right = oracle.forward(*(x.astype(np.float64) for x in arrays), 0.25, None, visible, {})
     np.testing.assert_allclose(out, right.out, rtol=1e-4, atol=1e-5)
