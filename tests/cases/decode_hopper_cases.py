@@ -1,7 +1,8 @@
-"""Cases of the decoding kernel for Hopper: few queries over contiguous keys, and requests over pages."""
+"""Cases of the kernels for Hopper that split keys: few queries over contiguous keys, requests over pages, latents."""
 
 from tests.cases import captured_pairs as captured
 from tests.cases import mask_pairs as masks
+from tests.cases import paged_cases
 from tests.cases import score_pairs as scores
 from tests.cases.paged_cases import MIXED, PagedCase, bias_by_key, documents, prefix_by_request, slopes, window
 from tests.cases.table import Case, Sizes
@@ -57,3 +58,25 @@ PAGED = [
     _paged("head_sizes_80_48", (1, 2), (30, 140), D=80, Dv=48, scale=0.3),
     _paged("head_size_256", (1, 2), (30, 140), D=256, score=slopes),
 ]
+
+
+def _latent(name: str, *args, **more) -> PagedCase:
+    return paged_cases.latent_case(f"hopper_{name}", *args, **{"dtype": "bfloat16", **more})
+
+
+ON_HOPPER = [case for case in paged_cases.LATENT if case.name not in paged_cases.NOT_ON_HOPPER]
+LATENT = [
+    *(paged_cases.in_dtype(case, "bfloat16") for case in ON_HOPPER),
+    _latent("126_heads", (2,), (70,), Hq=126, page_size=128),
+    _latent("window_pages_of_8", (1, 1, 20), (8, 9, 70), Hq=8, mask=window, page_size=8),
+    _latent("window_divided", (1, 2), (1500, 700), Hq=8, page_size=64, mask=window),
+    _latent("float16", (1, 2), (70, 33), Hq=16, page_size=128, dtype="float16"),
+    # NaN past an odd length: two weights share the reciprocal of a logistic.
+    _latent("odd_sigmoid", (1, 3), (33, 21), Hq=8, score=scores.sigmoid),
+]
+BY_NAME = {case.name: case for case in (*DENSE, *PAGED, *LATENT)}
+# Small ones of several splits, and of keys that a window hides.
+DIVIDED = _paged("small_divided", (1, 2), (700, 40), D=64, mask=masks.causal)
+LATENT_DIVIDED = _latent("small_latent_divided", (1, 2), (700, 40), Hq=8, page_size=64, mask=masks.causal)
+HIDING = _paged("hiding", (2,), (192,), D=64, page_size=16, mask=window)
+LATENT_HIDING = _latent("latent_hiding", (1, 3), (171, 301), Hq=8, mask=window)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Literal
 
 import jax.numpy as jnp
@@ -197,3 +198,23 @@ CASES = [
     PagedCase("e4m3_odd_values", (1, 18), (21, 18), held="float8_e4m3fn", scales="head", D=24, Dv=17),
     PagedCase("divided_and_rotated", (1, 1, 2), (1500, 40, 700), page_size=64, key=vector_pairs.rope_of_halves, D=32),
 ]  # fmt: skip
+
+# --- latent vectors, of `mla_attention`
+
+latent_case = functools.partial(PagedCase, Hkv=1, D=80, Dv=64, rope=16, scale=24**-0.5)
+LATENT = [
+    latent_case("latent_decode", Hq=16),
+    latent_case("latent_one_head", (1, 2), (33, 20), Hq=1),
+    latent_case("latent_mixed", **MIXED, Hq=3, mask=mask_pairs.causal, score=slopes),
+    latent_case("latent_9_heads", (2, 1, 4), (20, 140, 33), Hq=9, mask=mask_pairs.causal),
+    latent_case("latent_63_heads", (2, 1), (20, 35), Hq=63, mask=mask_pairs.causal),
+    latent_case("latent_128_heads", (1, 2), (20, 35), Hq=128, mask=mask_pairs.causal, page_size=64),
+    latent_case("latent_window", (1, 1, 20), (8, 9, 70), Hq=8, mask=window, page_size=4),
+    latent_case("latent_softcap", (1, 4), (48, 20), Hq=16, score=score_pairs.softcap, factor=8.0),
+    latent_case("latent_divided", (1, 1, 2), (1500, 40, 700), Hq=8, page_size=64, mask=mask_pairs.causal),
+    latent_case("latent_layers", (1, 2), (20, 33), Hq=4, layers=2),
+    latent_case("latent_padding_and_empty", (0, 1, 0, 20, 2), (0, 30, 9, 24, 0), 5, slopes, Hq=8),
+    latent_case("latent_of_two_chunks", (1, 5), (33, 20), Hq=8, D=120, Dv=96, rope=24, mask=mask_pairs.causal),
+    latent_case("latent_of_deepseek", (1, 2), (70, 33), Hq=16, D=576, Dv=512, rope=64, scale=192**-0.5),
+]
+NOT_ON_HOPPER = ["latent_window", "latent_of_two_chunks"]  # pages of 4 keys, 24 rotated columns

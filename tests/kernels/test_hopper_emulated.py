@@ -9,37 +9,37 @@ import pytest
 
 import jflex
 from pallas_kernels.mosaic_gpu import smem
+from tests.cases import mask_pairs as masks
+from tests.cases import score_pairs as scores
 from tests.cases.hopper_cases import HOPPER, MANY, ONE_PASS
+from tests.cases.table import Case, Sizes
 from tests.support import evaluation, hopper_emulator
 from tests.support.hopper_emulator import Barrier, Cta, Memory, emulated
+from tests.support.rows import tiers
 
-# The tier of the others is `long`: ten minutes.
-TIERS = {
-    "slopes": [],
-    **dict.fromkeys(
-        ("bnth", "length_many_sinks", "narrow_cut_wide", "plane_gradient", "sinks_bounded", "two_groups_causal"),
-        pytest.mark.full,
-    ),
-}
-TIERS_IN_ONE_PASS = {"negative_scale": pytest.mark.full}
+# Two warp groups that compute; the others of the default and the full tier have one.
+TWO_GROUPS = Case("two_groups_small", scores.alibi, masks.causal, Sizes(B=1, T=256, D=64), block=128, dtype="bfloat16")
+# Those of many tiles are left out: with two CTAs, each computes several tiles anyway.
+EMULATED = [case for case in HOPPER if not case.unsupported and case not in MANY]
 
 
-def marked(cases, tiers):
-    """Cases for the emulator. Those of many tiles are left out: with two CTAs, each computes several tiles anyway."""
-    taken = [case for case in cases if not case.unsupported and case not in MANY]
-    return [pytest.param(x, id=str(x), marks=tiers.get(x.name, pytest.mark.long)) for x in taken]
-
-
-@pytest.mark.parametrize("case", marked(HOPPER, TIERS))
+@tiers(
+    default={"case": "head_size_80"},
+    full={"case": [
+        "slopes", "bnth_shared_keys", "length_many_sinks", "narrow_cut_to_one", "plane_gradient", "softcap_sinks",
+        "two_groups_small",
+    ]},
+)  # fmt: skip
+@pytest.mark.parametrize("case", [*EMULATED, TWO_GROUPS], ids=str)
 def test_results_and_gradients(case):
     evaluation.check_forward(case, "mosaic_gpu-emulated")
     evaluation.check_gradients(case, "mosaic_gpu-emulated", evaluation.gradients_of(case))
 
 
-@pytest.mark.parametrize("case", marked(ONE_PASS, TIERS_IN_ONE_PASS))
+@tiers(full={"case": "negative_scale"}, rest="long")
+@pytest.mark.parametrize("case", [case for case in ONE_PASS if case in EMULATED], ids=str)
 def test_gradients_in_one_pass(case):
-    names = evaluation.gradients_of(case)
-    evaluation.check_gradients(case, "mosaic_gpu-emulated_one_pass", names)
+    evaluation.check_gradients(case, "mosaic_gpu-emulated_one_pass", evaluation.gradients_of(case))
 
 
 def root_of_distance(q, k):
@@ -75,10 +75,6 @@ def test_logistics_are_those_of_single_elements(mod, length, normalize):
         np.testing.assert_allclose(np.asarray(x, np.float32), np.asarray(y, np.float32), rtol=2e-2, atol=2e-2)
 
 
-def case_named(name):
-    return next(case for case in HOPPER if case.name == name)
-
-
 @pytest.mark.full
 @pytest.mark.parametrize(("method", "error"), [("wait", AssertionError), ("release", TimeoutError)])
 def test_the_emulator_notices_a_barrier_that_is_left_out(monkeypatch, method, error):
@@ -90,7 +86,7 @@ def test_the_emulator_notices_a_barrier_that_is_left_out(monkeypatch, method, er
     else:
         monkeypatch.setattr(hopper_emulator, "SECONDS", 2.0)
     with pytest.raises(error):
-        evaluation.check_forward(case_named("two_groups_causal"), "mosaic_gpu-emulated")
+        evaluation.check_forward(TWO_GROUPS, "mosaic_gpu-emulated")
     evaluation.everything.cache_clear()
 
 

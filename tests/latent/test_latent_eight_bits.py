@@ -15,8 +15,7 @@ from pallas_kernels.mosaic_gpu.plan.limits import limit_of_machine
 from pallas_kernels.spec import Paging
 from pallas_kernels.triton.plan.limits import limit_of_device
 from tests.cases import mask_pairs, paged_cases, score_pairs
-from tests.cases.paged_cases import MIXED, slopes
-from tests.latent.test_mla import latent_case
+from tests.cases.paged_cases import MIXED, latent_case, slopes
 from tests.support import eight_bits_model as model
 from tests.support import evaluation, paged_evaluation
 from tests.support.paged_evaluation import options_of, run

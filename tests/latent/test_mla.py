@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import jflex
-from tests.cases import mask_pairs, paged_cases, score_pairs
-from tests.cases.paged_cases import MIXED, PagedCase, slopes, window
+from tests.cases import mask_pairs, paged_cases
+from tests.cases.paged_cases import latent_case, slopes
 from tests.support import evaluation, paged_evaluation
 from tests.support.paged_evaluation import options_of, run
 from tests.support.rows import tiers
@@ -19,23 +19,7 @@ BACKENDS = ["xla", "triton-interpret", GPU]
 HOPPER = pytest.param("mosaic_gpu", marks=pytest.mark.gpu)  # of 16 bits alone
 INT = functools.partial(jnp.asarray, dtype=jnp.int32)
 
-latent_case = functools.partial(PagedCase, Hkv=1, D=80, Dv=64, rope=16, scale=24**-0.5)
-CASES = [
-    latent_case("latent_decode", Hq=16),
-    latent_case("latent_one_head", (1, 2), (33, 20), Hq=1),
-    latent_case("latent_mixed", **MIXED, Hq=3, mask=mask_pairs.causal, score=slopes),
-    latent_case("latent_9_heads", (2, 1, 4), (20, 140, 33), Hq=9, mask=mask_pairs.causal),
-    latent_case("latent_63_heads", (2, 1), (20, 35), Hq=63, mask=mask_pairs.causal),
-    latent_case("latent_128_heads", (1, 2), (20, 35), Hq=128, mask=mask_pairs.causal, page_size=64),
-    latent_case("latent_window", (1, 1, 20), (8, 9, 70), Hq=8, mask=window, page_size=4),
-    latent_case("latent_softcap", (1, 4), (48, 20), Hq=16, score=score_pairs.softcap, factor=8.0),
-    latent_case("latent_divided", (1, 1, 2), (1500, 40, 700), Hq=8, page_size=64, mask=mask_pairs.causal),
-    latent_case("latent_layers", (1, 2), (20, 33), Hq=4, layers=2),
-    latent_case("latent_padding_and_empty", (0, 1, 0, 20, 2), (0, 30, 9, 24, 0), 5, slopes, Hq=8),
-    latent_case("latent_of_two_chunks", (1, 5), (33, 20), Hq=8, D=120, Dv=96, rope=24, mask=mask_pairs.causal),
-    latent_case("latent_of_deepseek", (1, 2), (70, 33), Hq=16, D=576, Dv=512, rope=64, scale=192**-0.5),
-]
-NOT_ON_HOPPER = ["latent_window", "latent_of_two_chunks"]  # pages of 4 keys, 24 rotated columns
+CASES = paged_cases.LATENT
 IN_BFLOAT16 = ["latent_mixed", "latent_128_heads", "latent_of_deepseek"]
 # The tests of FlashMLA: heads, queries of a request, keys. The table above has the smallest and the largest of each.
 GRID = [
@@ -66,7 +50,7 @@ def test_against_float64(case, backend):
 def test_bfloat16(case, backend):
     if backend in BACKENDS[:2] and case.name not in IN_BFLOAT16:
         pytest.skip("on a GPU")
-    if backend == "mosaic_gpu" and case.name in NOT_ON_HOPPER:
+    if backend == "mosaic_gpu" and case.name in paged_cases.NOT_ON_HOPPER:
         with pytest.raises(jflex.UnsupportedError, match="its kernel takes"):
             run(case, backend)
         return

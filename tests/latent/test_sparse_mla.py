@@ -10,8 +10,7 @@ import pytest
 import jflex
 from jflex.latent import sparse as sparse_call
 from tests.cases import mask_pairs, paged_cases
-from tests.cases.paged_cases import slopes
-from tests.latent.test_mla import latent_case
+from tests.cases.paged_cases import latent_case, slopes
 from tests.support import evaluation, paged_evaluation
 from tests.support.paged_evaluation import options_of
 from tests.support.rows import in_turns, tiers
