@@ -23,15 +23,15 @@ from flax_layers.generate.command import DTYPES
 from flax_layers.generate.folder import load
 from flax_layers.models import Decoder
 from flax_layers.models.cache_dtype import CACHE_DTYPES, check_cache_dtype
-from flax_layers.models.checkpoint.optional import needs
+from flax_layers.models.checkpoint.optional import check_installed
 from flax_layers.serving.api.answers import ServedTokenizer
 from flax_layers.serving.demo_model import FILE, ByteTokenizer, demo_model
 from flax_layers.serving.device.options import EngineOptions
 from flax_layers.serving.engine.constraints import Guides
 from flax_layers.serving.engine.engine import Engine
-from flax_layers.serving.processes import LeadingExecutor, connect, follow_first
+from flax_layers.serving.processes import LeadingExecutor, connect, follow
 
-PACKAGES = ("jinja2", "llguidance", "prometheus_client", "pydantic", "starlette", "tqdm", "uvicorn")
+PACKAGES = ("jinja2", "prometheus_client", "pydantic", "starlette", "tqdm", "uvicorn")
 DEMO_CONTEXT = 2048
 SHARE_OF_MEMORY = 0.85
 CPU_MEMORY = 1 << 30
@@ -126,14 +126,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = reader.parse_args(arguments)
     with contextlib.ExitStack() as opened:
         try:
-            for package in PACKAGES:
-                if package == "llguidance" and options.no_constraints:
-                    continue
-                with needs(package, "serve"):
-                    __import__(package)
+            check_installed(*PACKAGES, *([] if options.no_constraints else ["llguidance"]), extra="serve")
             mesh = connect(options)
             if options.process:
-                return follow_first(load_served(options, mesh).decoder)
+                return follow(load_served(options, mesh).decoder)
             keys, bound = begin(options)
             opened.enter_context(bound)
             model = load_served(options, mesh)
@@ -232,20 +228,12 @@ def _sizes(options: argparse.Namespace, num_pages: int) -> EngineOptions:
     default = lambda value, other: other if value is None else value
     requests = default(options.max_requests, 16 if on_cpu else 64)
     usual = (INVARIANT_TOKENS if options.batch_invariant else STEP_TOKENS)[on_cpu]
+    step_tokens = default(options.max_step_tokens, max(requests, usual))
     window, sinks = options.streaming_window, default(options.sinks, Streaming.sinks)
     streaming = None if window is None else Streaming(sinks, window)
-    return EngineOptions(
-        max_requests=requests,
-        max_step_tokens=default(options.max_step_tokens, max(requests, usual)),
-        num_pages=num_pages,
-        page_size=options.page_size,
-        cache_dtype=options.cache_dtype,
-        context=options.context,
-        streaming=streaming,
-        max_waiting=options.max_waiting,
-        draft_tokens=options.draft_tokens,
-        batch_invariant=options.batch_invariant,
-    )
+    names = ("page_size", "cache_dtype", "context", "max_waiting", "draft_tokens", "batch_invariant")
+    common = {name: getattr(options, name) for name in names}
+    return EngineOptions(requests, step_tokens, num_pages, streaming=streaming, **common)
 
 
 def _free_memory() -> int:

@@ -91,29 +91,35 @@ class LeadingExecutor(Executor):
 
 
 def follow(model: Decoder) -> None:
-    """Runs the calls of the first process until it ends; for all other processes, with the model sharded alike.
-
-    Raises EOFError if the first process has died.
-    """
-    with _join() as leader:
-        options = json.loads(leader.recv_bytes())
-        streaming = options.pop("streaming")
-        options["streaming"] = None if streaming is None else Streaming(**streaming)
-        executor = Executor(model, EngineOptions(**options))
-        while True:
-            message = np.frombuffer(leader.recv_bytes(), np.int32)
-            (number, *numbers), words = message[:_HEADER].tolist(), message[_HEADER:]
-            call = _CALLS[number]
-            if call == "run":
-                shape, kind = numbers[: len(Shape._fields)], numbers[len(Shape._fields) :]
-                executor.run(words, Program(Shape(*shape), *map(bool, kind)))
-            elif call in CHANGES:
-                executor.change(call, words)
-            elif call == "reset":
-                executor.reset()
-            else:
-                break
+    """Runs the calls of process 0 until it ends; for all other processes, with the model sharded alike."""
+    # Ctrl-C reaches all processes of a terminal. Process 0 ends the others.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with _join() as leader:
+            _run_calls(leader, model)
+    except EOFError:
+        sys.exit("error: the connection to process 0 is lost. Its output says why.")
     jax.distributed.shutdown()
+
+
+def _run_calls(leader: Connection, model: Decoder) -> None:
+    options = json.loads(leader.recv_bytes())
+    streaming = options.pop("streaming")
+    options["streaming"] = None if streaming is None else Streaming(**streaming)
+    executor = Executor(model, EngineOptions(**options))
+    while True:
+        message = np.frombuffer(leader.recv_bytes(), np.int32)
+        (number, *numbers), words = message[:_HEADER].tolist(), message[_HEADER:]
+        call = _CALLS[number]
+        if call == "run":
+            shape, kind = numbers[: len(Shape._fields)], numbers[len(Shape._fields) :]
+            executor.run(words, Program(Shape(*shape), *map(bool, kind)))
+        elif call in CHANGES:
+            executor.change(call, words)
+        elif call == "reset":
+            executor.reset()
+        else:
+            return
 
 
 def _meet(host: str) -> list[Connection]:
@@ -182,13 +188,3 @@ def create_mesh(options: argparse.Namespace) -> Mesh | None:
     each = options.devices // processes
     chosen = [x for n in range(processes) for x in [x for x in devices if x.process_index == n][:each]]
     return Mesh(np.array(chosen), ("model",))
-
-
-def follow_first(model: Decoder) -> None:
-    """Runs the calls of process 0 until it ends."""
-    # Ctrl-C reaches all processes of a terminal. Process 0 ends the others.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        follow(model)
-    except EOFError:
-        sys.exit("error: the connection to process 0 is lost. Its output says why.")
