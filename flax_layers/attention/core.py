@@ -42,8 +42,8 @@ class SharedPrefix(NamedTuple):
         tokens: How many keys are on the pages, a multiple of the page size. Each of these requests has as many.
     """
 
-    requests: Int32[Array, ""]
-    tokens: Int32[Array, ""]
+    requests: int | Int32[Array, ""]
+    tokens: int | Int32[Array, ""]
 
 
 class HeadsLayer(Layer):

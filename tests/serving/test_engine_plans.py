@@ -10,7 +10,7 @@ import pytest
 from flax_layers.serving import EngineOptions
 from flax_layers.serving.device import inputs
 from flax_layers.serving.device.options import Program, Shape
-from flax_layers.serving.engine.cascades import Cascades, Shared
+from flax_layers.serving.engine.cascades import NO_PREFIX, Cascades
 from flax_layers.serving.engine.packing import COPIES, pack_copies
 from flax_layers.serving.engine.requests import Request
 from flax_layers.serving.engine.scheduler import Chunk
@@ -100,8 +100,8 @@ def test_the_best_prefix_is_found():
         common = lambda start, prefixes=prefixes: sum(prefix[: len(start)] == start for prefix in prefixes)
         saved = {prefix[:n]: (common(prefix[:n]) - 1) * 2 * n for prefix in prefixes for n in range(1, len(prefix) + 1)}
         ordered, shared = Cascades(EngineOptions(page_size=2, cascade_bytes=1), 1).arrange(chunks)
-        assert (shared.requests - 1) * shared.tokens == max([0, *saved.values()]) or shared == Shared()
-        assert (shared == Shared()) == (max([0, *saved.values()]) == 0)
+        assert (shared.requests - 1) * shared.tokens == max([0, *saved.values()]) or shared == NO_PREFIX
+        assert (shared == NO_PREFIX) == (max([0, *saved.values()]) == 0)
         assert sorted(map(id, ordered)) == sorted(map(id, chunks))
         first = [x.sequence.prefix.pages[: shared.tokens // 2] for x in ordered if x.sequence.prefix is not None]
         assert len(set(first[: shared.requests])) <= 1

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Sequence as Items
-from typing import NamedTuple
 
+from flax_layers.nnx import SharedPrefix
 from flax_layers.serving.device.options import EngineOptions, Shape
 from flax_layers.serving.engine.scheduler import Chunk
 from jflex.paged import PrefixHit
 
-
-class Shared(NamedTuple):
-    """A step's shared prefix: the number of its first requests that share it, and its tokens, in whole pages."""
-
-    requests: int = 0
-    tokens: int = 0
+NO_PREFIX = SharedPrefix(0, 0)
+"""The shared prefix of a step whose requests share none."""
 
 
 class Cascades:
@@ -48,17 +44,17 @@ class Cascades:
         decoding = [shape for shape in shapes if shape.tokens == shape.rows and not shape.drafts]
         return [shape for shape in decoding if self.pays(shape.rows, width(shape))]
 
-    def arrange(self, chunks: list[Chunk]) -> tuple[list[Chunk], Shared]:
+    def arrange(self, chunks: list[Chunk]) -> tuple[list[Chunk], SharedPrefix]:
         """Puts the requests that share a prefix first, if a cascade pays; each chunk must have one token."""
         prefixes = [chunk.sequence.prefix for chunk in chunks]
         if list(map(id, prefixes)) != list(map(id, self._prefixes)):  # a PrefixHit does not change
             self._prefixes, self._shared = prefixes, self._find(prefixes)
         if self._shared is None:
-            return chunks, Shared()
+            return chunks, NO_PREFIX
         page, depth = self._shared
         shares = [len(x.pages) >= depth and x.pages[depth - 1] == page for x in prefixes if x is not None]
         ordered = sorted(zip(chunks, shares, strict=True), key=lambda pair: not pair[1])
-        return [chunk for chunk, _ in ordered], Shared(sum(shares), depth * self._page_size)
+        return [chunk for chunk, _ in ordered], SharedPrefix(sum(shares), depth * self._page_size)
 
     def _find(self, prefixes: Items[PrefixHit | None]) -> tuple[int, int] | None:
         """The page where the best shared prefix ends, and its pages; requests with that page share all before it."""

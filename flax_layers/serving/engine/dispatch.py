@@ -12,10 +12,11 @@ import numpy as np
 from jaxtyping import Array, Int32
 
 from flax_layers.models import ModelConfig
+from flax_layers.nnx import SharedPrefix
 from flax_layers.serving.device.executor import Executor
 from flax_layers.serving.device.options import EngineOptions, Program
 from flax_layers.serving.device.penalties import Penalties, pack_penalties
-from flax_layers.serving.engine.cascades import Cascades, Shared
+from flax_layers.serving.engine.cascades import NO_PREFIX, Cascades
 from flax_layers.serving.engine.packing import pack, pack_allowed, pack_copies
 from flax_layers.serving.engine.scheduler import Chunk
 from flax_layers.serving.engine.sequence import PageCopy
@@ -56,10 +57,7 @@ class Dispatcher:
         return Dispatched(chunks, program, fields)
 
     def packed(
-        self,
-        chunks: list[Chunk],
-        program: Program,
-        shared: Shared = Shared(),  # noqa: B008  a tuple
+        self, chunks: list[Chunk], program: Program, shared: SharedPrefix = NO_PREFIX
     ) -> Int32[np.ndarray, " words"]:
         """Packs a step; see `pack`."""
         return pack(chunks, program.shape, self._options.max_requests, shared)
@@ -84,7 +82,7 @@ class Dispatcher:
                 self._begin_penalties(sequence.request.penalties, sequence.slot, sequence.tokens, prompt)
                 sequence.is_edited = True
 
-    def _choose_program(self, chunks: list[Chunk]) -> tuple[list[Chunk], Program, Shared]:
+    def _choose_program(self, chunks: list[Chunk]) -> tuple[list[Chunk], Program, SharedPrefix]:
         """The chunks in the order of their rows, their program, and the prefix that the first rows share."""
         shape = self._options.shape_for(
             sum(chunk.size for chunk in chunks),
@@ -95,9 +93,9 @@ class Dispatcher:
             forks=not all(chunk.count for chunk in chunks),
         )
         may_cascade = shape in self._cascade_shapes and all(chunk.size == 1 for chunk in chunks)
-        chunks, shared = self._cascades.arrange(chunks) if may_cascade else (chunks, Shared())
+        chunks, shared = self._cascades.arrange(chunks) if may_cascade else (chunks, NO_PREFIX)
         is_greedy = not self._options.batch_invariant and all(chunk.sequence.request.is_greedy for chunk in chunks)
-        return chunks, Program(shape, is_greedy, shared.requests > 0), shared
+        return chunks, Program(shape, is_greedy, shared is not NO_PREFIX), shared
 
     def _begin_penalties(self, penalties: Penalties, slot: int, tokens: Sequence[int], prompt: int) -> None:
         self._executor.change("penalties", pack_penalties(penalties, slot, tokens, prompt, self._context))

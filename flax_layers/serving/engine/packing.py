@@ -7,9 +7,10 @@ from collections.abc import Sequence as Items
 import numpy as np
 from jaxtyping import Int32
 
+from flax_layers.nnx import SharedPrefix
 from flax_layers.serving.device.inputs import COLUMNS, PENALTY_COLUMNS, SAMPLING_COLUMNS
 from flax_layers.serving.device.options import Shape
-from flax_layers.serving.engine.cascades import Shared
+from flax_layers.serving.engine.cascades import NO_PREFIX
 from flax_layers.serving.engine.requests import Request
 from flax_layers.serving.engine.scheduler import Chunk
 from flax_layers.serving.engine.sequence import PageCopy
@@ -26,10 +27,7 @@ def pack_request(request: Request) -> Int32[np.ndarray, " words"]:
 
 
 def pack(
-    chunks: Items[Chunk],
-    shape: Shape,
-    no_slot: int,
-    shared: Shared = Shared(),  # noqa: B008  a tuple
+    chunks: Items[Chunk], shape: Shape, no_slot: int, shared: SharedPrefix = NO_PREFIX
 ) -> Int32[np.ndarray, " words"]:
     """Packs the chunks of a step, whose first rows share a prefix. Rows that sample no token get `no_slot`."""
     tokens = np.zeros(shape.tokens, np.int32)
