@@ -1,6 +1,8 @@
 """The methods that the attention layers of nnx and linen share.
 
 Each layer adds its constructor, its parameters and its `__call__`, where keys for dropout come as Flax passes them.
+From there, `_attend` merges the mods of the call with those of the constructor, and `core.attend` projects, rotates and
+calls `jflex.flex_attention`.
 """
 
 from __future__ import annotations
@@ -199,5 +201,5 @@ class AttentionMethods(attention_core.HeadsLayer):
         return attention_core.attend(self, inputs, mods, call)
 
     def _vectors(self, vectors: VectorMods) -> VectorMods:
-        """The vector mods of a call."""
+        """The vector mods of a call; linen creates their parameters first."""
         return vectors

@@ -68,10 +68,7 @@ class Launch:
     """
 
     def __init__(
-        self,
-        engine: Engine,
-        report: Callable[[int, int], None] | None = None,
-        ready: Callable[[], None] = lambda: None,
+        self, engine: Engine, report: Callable[[int, int], None] | None = None, ready: Callable[[], None] = lambda: None
     ):
         self._engine, self._report, self._ready = engine, report, ready
         self._thread: threading.Thread | None = None

@@ -1,4 +1,14 @@
-"""The endpoints: OpenAI's completions and chats, the health and metrics of the server, and a page to watch it."""
+"""The endpoints: OpenAI's completions and chats, the health and metrics of the server, and a page to watch it.
+
+The steps of a completion:
+
+1. `Gate` checks host and origin, `_Api.guarded` the key.
+2. `read_body` takes the body. In a thread, `parse` checks it, and `Prompts.tokens` tokenizes its texts.
+3. `Choices.submit` passes a request for each choice to `Engine.submit_samples`, whose module says how it goes on.
+4. After each step, the engine's thread queues an `Event`, and wakes the event loop.
+5. `Choices.pieces` makes text of the events; its `ChoiceText` ends at a stop string.
+6. `Answer` words each piece as a chunk of a stream, in `_events`, or all of them as one body, in `_whole`.
+"""
 
 from __future__ import annotations
 
@@ -196,17 +206,13 @@ class _Api:
         return await self._generate(request, body, requests, ChatAnswer, "messages")
 
     async def _read(self, request: Request, function: Callable[[bytes, int | None], Result]) -> Result:
-        """Reads a body in a thread, as long as the client is there."""
+        """Reads a body, and calls a function of it and the tenant in a thread, as long as the client is there."""
         raw, tenant = await read_body(request, self._served.limits), request.state.tenant
-        return await unless_disconnected(request.receive, self._prompts.read(raw, lambda raw: function(raw, tenant)))
+        reading = self._prompts.in_thread(raw, lambda raw: function(raw, tenant))
+        return await unless_disconnected(request.receive, reading)
 
     async def _generate(
-        self,
-        request: Request,
-        body: GenerationBody,
-        requests: Sequence[EngineRequest],
-        kind: type[Answer],
-        source: str,
+        self, request: Request, body: GenerationBody, requests: Sequence[EngineRequest], kind: type[Answer], source: str
     ) -> Response:
         """Answers a request, whose tokens come from the parameter `source`."""
         answer = kind(self._served.name, self._token_texts, len(requests), include_usage=body.include_usage)

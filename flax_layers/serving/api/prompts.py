@@ -31,7 +31,7 @@ _CONTRACTION = 4
 
 
 class Prompts:
-    """Reads bodies in threads: four for short ones, and one for long ones, so that these delay no other.
+    """Tokenizes prompts in threads: four for short bodies, and one for long ones, so that these delay no other.
 
     The tokenizer should not hold the GIL for long. A prompt must be shorter than `context` tokens.
     """
@@ -43,7 +43,7 @@ class Prompts:
         self._long_thread = concurrent.futures.ThreadPoolExecutor(1, "jflex-long-prompts")
         self._long_bytes = 0
 
-    async def read(self, raw: bytes, function: Callable[[bytes], Result]) -> Result:
+    async def in_thread(self, raw: bytes, function: Callable[[bytes], Result]) -> Result:
         """Calls a function of a body in a thread. Raises ApiError 429 if too many long bodies are being read."""
         loop = asyncio.get_running_loop()
         if len(raw) < LONG_BODY:

@@ -100,9 +100,7 @@ class Edits:
         counts = jnp.zeros(vocabulary, jnp.int32).at[select(tokens, index >= prompt)].add(1, mode="drop")
         dense = jnp.zeros(vocabulary, jnp.float32).at[select(biased, biased >= 0)].set(biases, mode="drop")
         return Edits(
-            self.in_prompt.at[slot].set(in_prompt),
-            self.counts.at[slot].set(counts),
-            self.biases.at[slot].set(dense),
+            self.in_prompt.at[slot].set(in_prompt), self.counts.at[slot].set(counts), self.biases.at[slot].set(dense)
         )
 
     def sampled(self, slots: Int32[Array, " R"], tokens: Int32[Array, " R"]) -> Edits:

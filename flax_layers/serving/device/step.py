@@ -63,10 +63,7 @@ class DeviceState:
 
 @functools.cache
 def make_step(
-    graph: nnx.GraphDef[Decoder],
-    form: Any,
-    sharding: NamedSharding | None,
-    streaming: Streaming | None = None,
+    graph: nnx.GraphDef[Decoder], form: Any, sharding: NamedSharding | None, streaming: Streaming | None = None
 ) -> jax.stages.Wrapped:
     """The step of a model; engines of models of one form share its programs.
 
