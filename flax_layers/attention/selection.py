@@ -58,12 +58,9 @@ class BlockSelection:
         """
         scores = jflex.block_scores(query, key, block_size=self.block_size)
         indices = jflex.select_blocks(
-            scores,
-            self.k,
-            block_size=self.block_size,
-            local_blocks=self.local_blocks,
+            scores, self.k, block_size=self.block_size, local_blocks=self.local_blocks,
             initial_blocks=self.initial_blocks,
-        )
+        )  # fmt: skip
         return jflex.block_mask_from_indices(
             indices, query.shape[1], key.shape[1], mask_mod=jflex.masks.causal(), H=query.shape[2],
             block_size=self.block_size,

@@ -42,19 +42,12 @@ class ByteDecoder(Decoder):
         *,
         rngs: nnx.Rngs,
     ):
+        width, heads, layers = sizes.width, sizes.heads, (LayerConfig(rotary_base=None),) * sizes.layers
         config = ModelConfig(
-            vocabulary=VOCABULARY,
-            width=sizes.width,
-            mlp_width=2 * sizes.width,
-            num_heads=sizes.heads,
-            num_kv_heads=sizes.kv_heads,
-            head_dim=sizes.width // sizes.heads,
-            layers=(LayerConfig(rotary_base=None),) * sizes.layers,
-            max_positions=LONGEST,
-            qk_norm=True,
-            initializer_range=sizes.width**-0.5,
-            embedding_scale=sizes.width**0.5,
-        )
+            vocabulary=VOCABULARY, width=width, mlp_width=2 * width, num_heads=heads, num_kv_heads=sizes.kv_heads,
+            head_dim=width // heads, layers=layers, max_positions=LONGEST, qk_norm=True,
+            initializer_range=width**-0.5, embedding_scale=width**0.5,
+        )  # fmt: skip
         slopes = functools.partial(AlibiBias, sizes.heads)
         how: dict[str, Any] = {"implementation": implementation, "attention_config": attention_config}
         super().__init__(config, score_mod=slopes, **how, rngs=rngs)

@@ -73,14 +73,9 @@ def begin(options: argparse.Namespace, stdin: TextIO) -> tuple[Loaded, Generatio
     loaded = load(options.model, options.dtype and jnp.dtype(options.dtype), options.implementation)
     prompts = [tokens_of(loaded.tokenizer, text, chat=options.chat) for text in texts]
     return loaded, generate(
-        loaded.model,
-        prompts,
-        max_tokens=options.max_tokens,
-        sampling=sampling,
-        cache=options.cache,
-        cache_dtype=options.cache_dtype,
-        stop_tokens=loaded.stop_tokens,
-    )
+        loaded.model, prompts, max_tokens=options.max_tokens, sampling=sampling, cache=options.cache,
+        cache_dtype=options.cache_dtype, stop_tokens=loaded.stop_tokens,
+    )  # fmt: skip
 
 
 def texts_of(options: argparse.Namespace, stdin: TextIO) -> list[str]:

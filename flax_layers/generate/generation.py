@@ -8,7 +8,6 @@ import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from types import TracebackType
 from typing import Literal, NamedTuple
 
 import jax
@@ -118,9 +117,7 @@ class ChunkReader:
     def __enter__(self) -> ChunkReader:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._thread.shutdown()
 
     def __len__(self) -> int:

@@ -118,22 +118,12 @@ def make_trainer(
         ValueError: The mesh does not divide the model.
         CheckpointError: The checkpoint does not hold the model.
     """
-    dtype: Any = jnp.dtype(options.dtype)
+    common: dict[str, Any] = {"dtype": jnp.dtype(options.dtype), "implementation": options.implementation}
     if options.model is None:
-        model = create_model(
-            lambda: Decoder(
-                config,
-                dtype=dtype,
-                score_mod=score_mod,
-                implementation=options.implementation,
-                rngs=nnx.Rngs(options.seed),
-            ),
-            mesh,
-        )
+        build = lambda: Decoder(config, score_mod=score_mod, rngs=nnx.Rngs(options.seed), **common)
+        model = create_model(build, mesh)
     else:
-        model = from_pretrained(
-            options.model, dtype=dtype, param_dtype=jnp.float32, mesh=mesh, implementation=options.implementation
-        )
+        model = from_pretrained(options.model, param_dtype=jnp.float32, mesh=mesh, **common)
     how = Computation(
         options.accumulate, options.remat, options.loss_chunk, options.context_strategy, options.context_order
     )

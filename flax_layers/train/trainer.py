@@ -86,16 +86,10 @@ class Computation:
             raise InputError(
                 f"`accumulate` and `loss_chunk` must be at least 1. Got {self.accumulate} and {self.loss_chunk}."
             )
-        if self.remat not in REMAT:
-            raise InputError(f"`remat` must be one of {', '.join(REMAT)}. Got {self.remat!r}.")
-        if self.context_order not in parallel.ORDERS:
-            raise InputError(
-                f"`context_order` must be one of {', '.join(parallel.ORDERS)}. Got {self.context_order!r}."
-            )
-        if self.context_strategy not in STRATEGIES:
-            raise InputError(
-                f"`context_strategy` must be one of {', '.join(STRATEGIES)}. Got {self.context_strategy!r}."
-            )
+        names = {"remat": REMAT, "context_order": parallel.ORDERS, "context_strategy": STRATEGIES}
+        for field, known in names.items():
+            if getattr(self, field) not in known:
+                raise InputError(f"`{field}` must be one of {', '.join(known)}. Got {getattr(self, field)!r}.")
 
 
 class Trainer:

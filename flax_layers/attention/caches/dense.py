@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import operator
 from typing import SupportsIndex
 
 import jax
@@ -14,6 +13,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int32
 
 import jflex
+from flax_layers.sampling import checked_integer
 
 
 @jax.tree_util.register_dataclass
@@ -201,16 +201,8 @@ def known(x: Array | np.ndarray) -> np.ndarray | None:
 
 
 def checked_size(name: str, size: SupportsIndex, least: int) -> int:
-    """A size as a Python int.
-
-    Raises:
-        TypeError: It is not an integer.
-        ValueError: It is below `least`.
-    """
-    try:
-        number = operator.index(size)
-    except TypeError:
-        raise TypeError(f"`{name}` must be an integer. Got {type(size).__name__}.") from None
+    """A size as a Python int. Raises TypeError if it is no integer, and ValueError if it is below `least`."""
+    number = checked_integer(name, size)
     if number < least:
         raise ValueError(f"`{name}` must be at least {least}. Got {number}.")
     return number
