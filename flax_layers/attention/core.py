@@ -96,9 +96,15 @@ KeyValueInputs: TypeAlias = Float[Array, "*batch S kv_features"] | KeyValue | No
 """The source of keys and values in cross-attention, as features or projected; None for self-attention."""
 
 
-class CallOptions(VectorModOptions, total=False):
-    """Keyword arguments of `FlexAttention.__call__` that the layers of nnx and linen share."""
+DropoutKeys: TypeAlias = nnx.Rngs | nnx.RngStream | Array
+"""Source of the key of a call, or the key."""
 
+
+class CallOptions(VectorModOptions, total=False):
+    """Keyword arguments of `FlexAttention.__call__`: `rngs` in nnx, `dropout_rng` in linen, the others in both."""
+
+    rngs: DropoutKeys | None
+    dropout_rng: Array | None
     score_mod: jflex.ScoreMod | None
     mask_mod: jflex.MaskMod | None
     block_mask: jflex.BlockMask | BlockSelection | None

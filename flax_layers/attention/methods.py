@@ -1,13 +1,12 @@
 """The methods that the attention layers of nnx and linen share.
 
-Each layer adds its constructor, its parameters and its `__call__`, where keys for dropout come as Flax passes them.
-From there, `_attend` merges the mods of the call with those of the constructor, and `core.attend` projects, rotates and
-calls `jflex.flex_attention`.
+Each layer adds its constructor, its parameters, and the key of dropout, as Flax passes it. A call merges its mods with
+those of the constructor; `core.attend` projects, rotates and calls `jflex.flex_attention`.
 """
 
 from __future__ import annotations
 
-from typing import Any, Unpack
+from typing import Any, Unpack, overload
 
 from flax.typing import Dtype
 from jaxtyping import Array, Float, Int32
@@ -25,7 +24,78 @@ Cache = DenseCache | EightBitCache
 
 
 class AttentionMethods(attention_core.HeadsLayer):
-    """The calls of a `FlexAttention` on sequences in a dense or a paged cache. They are inference and never drop."""
+    """The calls of a `FlexAttention` on whole sequences, and with a dense or a paged cache.
+
+    With a cache they are inference and never drop.
+    """
+
+    _key_option: str
+    """The keyword of the source of dropout's key."""
+
+    # Return types, by `return_stats`.
+    # fmt: off
+    @overload
+    def __call__(
+        self, inputs: Float[Array, "*batch T features"], *, deterministic: bool | None = None,
+        return_stats: tuple[()] = (), **options: Unpack[CallOptions],
+    ) -> Float[Array, "*batch T features"]: ...
+    @overload
+    def __call__(
+        self, inputs: Float[Array, "*batch T features"], *, deterministic: bool | None = None,
+        return_stats: tuple[jflex.Stat, ...], **options: Unpack[CallOptions],
+    ) -> tuple[Float[Array, "*batch T features"], jflex.AttentionStats]: ...
+    # fmt: on
+    def __call__(
+        self,
+        inputs: Float[Array, "*batch T features"],
+        *,
+        deterministic: bool | None = None,
+        return_stats: tuple[jflex.Stat, ...] = (),
+        **options: Unpack[CallOptions],
+    ) -> attention_core.Attended:
+        """Attends within each sequence, or from it to `inputs_kv`.
+
+        Args:
+            inputs: One vector for each position. The leading axes are folded into one batch axis, the last of them
+                fastest; `b` in mods, and the batch of a BlockMask, count along that axis.
+            score_mod: Replaces the score_mod of the constructor.
+            mask_mod: Replaces the constructor's mask, of either form.
+            block_mask: Replaces the constructor's mask, of either form.
+            positions: Positions for the rotary embedding. Default: 0, 1, 2, ... `q_idx` and `kv_idx` in mods are
+                always indices within the sequence.
+            deterministic: Whether dropout is off. In nnx, it replaces the attribute of the layer. In linen, pass it
+                here or to the constructor, not to both.
+            rngs: In nnx, the source of the key of this call's dropout, or the key. Replaces the stream that the layer
+                keeps.
+            dropout_rng: In linen, the key of this call's dropout. Default: one from `self.make_rng("dropout")`.
+            return_stats: Also return these statistics of each row, as in `jflex.flex_attention`: "max" for QK-clip,
+                say.
+            query_mod: `(query[D], b, h, q_idx) -> [D]`, as in `jflex.flex_attention`, after the normalisation and the
+                rotary embedding of the layer, and so are the next three.
+            key_mod: `(key[D], b, h_kv, kv_idx) -> [D]`.
+            value_mod: `(value[D], b, h_kv, kv_idx) -> [D]`.
+            output_mod: `(out[D], lse, b, h, q_idx) -> [D]`, before the output projection.
+            context: The devices among which tokens are divided, and the order of these; see `ContextParallel`.
+            inputs_kv: Keys and values are projected from these in place of `inputs`: cross-attention. Or the result of
+                `project_kv`. Batch axes of size 1 are shared by all sequences. Keys rotate at 0, 1, 2, ...
+
+        Returns:
+            One vector for each position, in the dtype of the computation; or a pair of it and the
+            `jflex.AttentionStats`, [*batch, Hq, T].
+
+        Raises:
+            TypeError: `rngs` has a wrong type.
+            ValueError: Dropout without `deterministic` or without a key, a BlockMask for another length or batch, and
+                what `jflex.flex_attention` raises.
+        """
+        arguments: dict[str, Any] = {**options}
+        take = lambda *names: (arguments.pop(name, None) for name in names)
+        dropout_key = self._dropout_key(deterministic, *take(self._key_option))
+        mods = self._mods(*take("score_mod", "mask_mod", "block_mask"))
+        positions, context, inputs_kv = take("positions", "context", "inputs_kv")
+        vectors = self._vectors(VectorMods(**arguments))
+        call = Call(positions, dropout_key, return_stats, vectors, context, inputs_kv)
+        return attention_core.attend(self, inputs, mods, call)
 
     def init_cache(self, batch_size: int, max_length: int, *, dtype: Dtype | None = None) -> Cache:
         """A dense cache of empty sequences for `decode`. It needs no parameters.
@@ -184,21 +254,9 @@ class AttentionMethods(attention_core.HeadsLayer):
         call = PagedCall(self._vectors(VectorMods(**vector_mods)), layer, shared_prefix, streaming)
         return attention_core.decode_paged(self, inputs, cache, batch, mods, call)
 
-    def _attend(
-        self,
-        inputs: Float[Array, "*batch T features"],
-        dropout_key: Array | None,
-        return_stats: tuple[jflex.Stat, ...],
-        **options: Unpack[CallOptions],
-    ) -> attention_core.Attended:
-        """Computes a call, with the options that nnx and linen share."""
-        arguments: dict[str, Any] = {**options}
-        take = lambda *names: (arguments.pop(name, None) for name in names)
-        mods = self._mods(*take("score_mod", "mask_mod", "block_mask"))
-        positions, context, inputs_kv = take("positions", "context", "inputs_kv")
-        vectors = self._vectors(VectorMods(**arguments))
-        call = Call(positions, dropout_key, return_stats, vectors, context, inputs_kv)
-        return attention_core.attend(self, inputs, mods, call)
+    def _dropout_key(self, deterministic: bool | None, source: Any) -> Array | None:
+        """The key of a call, None if it drops nothing."""
+        raise NotImplementedError
 
     def _vectors(self, vectors: VectorMods) -> VectorMods:
         """The vector mods of a call; linen creates their parameters first."""

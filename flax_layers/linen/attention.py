@@ -3,17 +3,16 @@
 import dataclasses
 import functools
 from collections.abc import Mapping
-from typing import Any, Unpack, overload
+from typing import Any
 
 import jax.numpy as jnp
 from flax import linen
 from flax.typing import Dtype, Initializer
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
 import jflex
 from flax_layers.attention import core as attention_core
 from flax_layers.attention.constant_mask import constant_mask
-from flax_layers.attention.core import CallOptions
 from flax_layers.attention.methods import AttentionMethods
 from flax_layers.attention.mods import VectorMods
 from flax_layers.attention.selection import BlockSelection
@@ -116,37 +115,10 @@ class FlexAttention(LinenLayer, AttentionMethods, linen.Module):
         zeros = linen.initializers.zeros_init()
         self.sinks = self.param("sinks", zeros, (self.num_heads,), self.param_dtype) if self.use_sinks else None
 
-    # Return types, by `return_stats`.
-    # fmt: off
-    @overload
-    def __call__(
-        self, inputs: Float[Array, "*batch T features"], *, deterministic: bool | None = None,
-        dropout_rng: Array | None = None, return_stats: tuple[()] = (), **options: Unpack[CallOptions],
-    ) -> Float[Array, "*batch T features"]: ...
-    @overload
-    def __call__(
-        self, inputs: Float[Array, "*batch T features"], *, deterministic: bool | None = None,
-        dropout_rng: Array | None = None, return_stats: tuple[jflex.Stat, ...], **options: Unpack[CallOptions],
-    ) -> tuple[Float[Array, "*batch T features"], jflex.AttentionStats]: ...
-    # fmt: on
-    def __call__(
-        self,
-        inputs: Float[Array, "*batch T features"],
-        *,
-        deterministic: bool | None = None,
-        dropout_rng: Array | None = None,
-        return_stats: tuple[jflex.Stat, ...] = (),
-        **options: Unpack[CallOptions],
-    ) -> attention_core.Attended:
-        """Attends within each sequence, or from it to `inputs_kv`.
-
-        Arguments, results and errors are as for a call of `flax_layers.nnx.FlexAttention`, but for two: pass
-        `deterministic` here or to the constructor, not to both; and `dropout_rng` is the key of this call's dropout, by
-        default one from `self.make_rng("dropout")`.
-        """
-        return self._attend(inputs, _dropout_key(self, deterministic, dropout_rng), return_stats, **options)
+    _key_option = "dropout_rng"
 
     # linen wraps only methods of the class's own namespace, not inherited ones.
+    __call__ = AttentionMethods.__call__
     decode = AttentionMethods.decode
     decode_paged = AttentionMethods.decode_paged
     project_kv = AttentionMethods.project_kv
@@ -157,16 +129,15 @@ class FlexAttention(LinenLayer, AttentionMethods, linen.Module):
             create_parameters(*example)
         return vectors
 
-
-def _dropout_key(layer: FlexAttention, deterministic: bool | None, dropout_rng: Array | None) -> Array | None:
-    """The key of a call, None if it drops nothing."""
-    if layer.dropout_rate == 0 or linen.merge_param("deterministic", layer.deterministic, deterministic):
-        return None
-    if dropout_rng is not None:
-        return dropout_rng
-    if not (layer.has_rng("dropout") or layer.has_rng("params")):  # linen falls back to that one
-        raise ValueError(
-            f"There is no key for dropout, and `dropout_rate` is {layer.dropout_rate}. Pass "
-            '`rngs={"dropout": key}` to `apply`, `dropout_rng` to this call, or deterministic=True.'
-        )
-    return layer.make_rng("dropout")
+    @linen.nowrap
+    def _dropout_key(self, deterministic: bool | None, dropout_rng: Array | None) -> Array | None:
+        if self.dropout_rate == 0 or linen.merge_param("deterministic", self.deterministic, deterministic):
+            return None
+        if dropout_rng is not None:
+            return dropout_rng
+        if not (self.has_rng("dropout") or self.has_rng("params")):  # linen falls back to that one
+            raise ValueError(
+                f"There is no key for dropout, and `dropout_rate` is {self.dropout_rate}. Pass "
+                '`rngs={"dropout": key}` to `apply`, `dropout_rng` to this call, or deterministic=True.'
+            )
+        return self.make_rng("dropout")

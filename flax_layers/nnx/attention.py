@@ -2,24 +2,20 @@
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, TypeAlias, Unpack, overload
+from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
 from flax.typing import Dtype, Initializer
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
 import jflex
 from flax_layers.attention import core as attention_core
-from flax_layers.attention.core import CallOptions
 from flax_layers.attention.methods import AttentionMethods
 from flax_layers.attention.selection import BlockSelection
 from flax_layers.nnx.rms_norm import RMSNorm
 from flax_layers.nnx.stored_mods import ModAttributes, check_mods
 from jflex.rotary import RotaryScaling
-
-DropoutKeys: TypeAlias = nnx.Rngs | nnx.RngStream | Array
-"""Source of the key of a call, or the key."""
 
 
 class FlexAttention(AttentionMethods, ModAttributes):
@@ -164,69 +160,14 @@ class FlexAttention(AttentionMethods, ModAttributes):
         self.value = linear(kv_features, self.num_kv_heads * self.head_dim, use_bias=use_bias)
         self.out = linear(self.num_heads * self.head_dim, self.in_features, use_bias=out_bias)
 
-    # Return types, by `return_stats`.
-    # fmt: off
-    @overload
-    def __call__(
-        self, inputs: Float[Array, "*batch T features"], *, deterministic: bool | None = None,
-        rngs: DropoutKeys | None = None, return_stats: tuple[()] = (), **options: Unpack[CallOptions],
-    ) -> Float[Array, "*batch T features"]: ...
-    @overload
-    def __call__(
-        self, inputs: Float[Array, "*batch T features"], *, deterministic: bool | None = None,
-        rngs: DropoutKeys | None = None, return_stats: tuple[jflex.Stat, ...], **options: Unpack[CallOptions],
-    ) -> tuple[Float[Array, "*batch T features"], jflex.AttentionStats]: ...
-    # fmt: on
-    def __call__(
-        self,
-        inputs: Float[Array, "*batch T features"],
-        *,
-        deterministic: bool | None = None,
-        rngs: DropoutKeys | None = None,
-        return_stats: tuple[jflex.Stat, ...] = (),
-        **options: Unpack[CallOptions],
-    ) -> attention_core.Attended:
-        """Attends within each sequence, or from it to `inputs_kv`.
-
-        Args:
-            inputs: One vector for each position. The leading axes are folded into one batch axis, the last of them
-                fastest; `b` in mods, and the batch of a BlockMask, count along that axis.
-            score_mod: Replaces the score_mod of the constructor.
-            mask_mod: Replaces the constructor's mask, of either form.
-            block_mask: Replaces the constructor's mask, of either form.
-            positions: Positions for the rotary embedding. Default: 0, 1, 2, ... `q_idx` and `kv_idx` in mods are
-                always indices within the sequence.
-            deterministic: Whether dropout is off. Replaces the attribute of the layer.
-            rngs: Source of the key of this call's dropout, or the key. Replaces the stream that the layer keeps.
-            return_stats: Also return these statistics of each row, as in `jflex.flex_attention`: "max" for QK-clip,
-                say.
-            query_mod: `(query[D], b, h, q_idx) -> [D]`, as in `jflex.flex_attention`, after the normalisation and the
-                rotary embedding of the layer, and so are the next three.
-            key_mod: `(key[D], b, h_kv, kv_idx) -> [D]`.
-            value_mod: `(value[D], b, h_kv, kv_idx) -> [D]`.
-            output_mod: `(out[D], lse, b, h, q_idx) -> [D]`, before the output projection.
-            context: The devices among which tokens are divided, and the order of these; see `ContextParallel`.
-            inputs_kv: Keys and values are projected from these in place of `inputs`: cross-attention. Or the result of
-                `project_kv`. Batch axes of size 1 are shared by all sequences. Keys rotate at 0, 1, 2, ...
-
-        Returns:
-            One vector for each position, in the dtype of the computation; or a pair of it and the
-            `jflex.AttentionStats`, [*batch, Hq, T].
-
-        Raises:
-            TypeError: `rngs` has a wrong type.
-            ValueError: Dropout without `deterministic` or without a key, a BlockMask for another length or batch, and
-                what `jflex.flex_attention` raises.
-        """
-        return self._attend(inputs, self._dropout_key(deterministic, rngs), return_stats, **options)
+    _key_option = "rngs"
 
     def set_view(self, deterministic: bool | None = None) -> None:
         """Sets whether dropout is off, for `nnx.view`; None leaves it unchanged."""
         if deterministic is not None:
             self.deterministic = deterministic
 
-    def _dropout_key(self, deterministic: bool | None, rngs: DropoutKeys | None) -> Array | None:
-        """The key of a call, None if it drops nothing."""
+    def _dropout_key(self, deterministic: bool | None, rngs: attention_core.DropoutKeys | None) -> Array | None:
         if self.dropout_rate == 0:
             return None
         deterministic = self.deterministic if deterministic is None else deterministic
