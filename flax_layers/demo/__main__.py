@@ -89,12 +89,7 @@ def write_samples(model: Decoder, options: argparse.Namespace) -> None:
 
 
 def main(arguments: list[str] | None = None) -> float:
-    """Runs the demo; returns the loss on the held-out files, nats per byte.
-
-    Raises:
-        Interrupted: By a signal.
-        ModuleNotFoundError: A package of the extra `demo` is missing.
-    """
+    """Runs the demo; returns the loss on the held-out files, nats per byte. Raises Interrupted after a signal."""
     started = time.perf_counter()
     options = parse_options(arguments)
     check_installed("matplotlib", "tqdm", extra="demo")

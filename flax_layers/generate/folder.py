@@ -35,11 +35,8 @@ def load(
 ) -> Loaded:
     """Reads model, tokenizer and stop tokens. On one device, the projections of the model are fused.
 
-    Args:
-        folder: The folder of the checkpoint.
-        dtype: Dtype of parameters and computation. Default: `default_dtype()`.
-        mesh: Devices to shard the parameters over. Default: JAX's default device.
-        attention_config: Tile sizes and promises of its attention, for `Decoder`.
+    Without a `dtype` of parameters and computation, it is `default_dtype()`; without a `mesh`, parameters are on JAX's
+    default device. `attention_config` is as for `Decoder`.
 
     Raises:
         FileNotFoundError: The folder, or a required file in it, does not exist.

@@ -74,9 +74,7 @@ def demo_model(
 ) -> Decoder:
     """Reads the model of the demo, or trains a small one and leaves it there; `say` prints where it comes from.
 
-    Raises:
-        ValueError: The file holds something else.
-        ModuleNotFoundError: A package is missing that trains it.
+    Raises ValueError if the file holds something else.
     """
     if file.exists():
         say(f"Without --model: the byte-level model of the demo, from {file}.")

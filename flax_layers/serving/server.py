@@ -58,13 +58,8 @@ def url_of(bound: socket.socket) -> str:
 class Launch:
     """Starts and stops an engine: its programs are compiled in a thread, so that the server answers meanwhile.
 
-    Args:
-        engine: Neither warm nor started.
-        report: Called with the number of compiled programs, and of all; None: none are compiled ahead.
-        ready: Called once the engine runs.
-
-    Attributes:
-        failure: Why the engine could not be started.
+    `report` is called with the number of compiled programs, and of all; without it none are compiled ahead. `ready` is
+    called once the engine runs. `failure` tells why it could not be started.
     """
 
     def __init__(

@@ -26,12 +26,7 @@ def tokenizer_folder(options: argparse.Namespace) -> pathlib.Path | None:
 
 
 def make_encoder(options: argparse.Namespace, config: ModelConfig) -> Encoder | None:
-    """Makes the tokenizer of text; None if no option names one.
-
-    Raises:
-        InputError: It has more tokens than the model.
-        FileNotFoundError: The folder of `--tokenizer` has no tokenizer.json.
-    """
+    """Makes the tokenizer of text; None if no option names one. Raises InputError if the model has fewer tokens."""
     folder = tokenizer_folder(options)
     if folder is None and options.tokenizer is None:
         return None

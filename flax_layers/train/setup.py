@@ -112,12 +112,7 @@ def make_recipe(options: argparse.Namespace) -> Recipe:
 def make_trainer(
     options: argparse.Namespace, recipe: Recipe, config: ModelConfig, score_mod: MakeScoreMod | None, mesh: Mesh
 ) -> Trainer:
-    """The model, from scratch or from a checkpoint, with its optimizer.
-
-    Raises:
-        ValueError: The mesh does not divide the model.
-        CheckpointError: The checkpoint does not hold the model.
-    """
+    """The model, from scratch or from a checkpoint, with its optimizer. Raises ValueError if it does not fit."""
     common: dict[str, Any] = {"dtype": jnp.dtype(options.dtype), "implementation": options.implementation}
     if options.model is None:
         build = lambda: Decoder(config, score_mod=score_mod, rngs=nnx.Rngs(options.seed), **common)

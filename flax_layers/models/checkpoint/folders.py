@@ -38,11 +38,9 @@ class CheckpointError(ValueError):
 def replaced_folder(folder: pathlib.Path) -> Iterator[pathlib.Path]:
     """Makes an empty folder that replaces `folder` when the context ends without an error.
 
-    Until then `folder` does not change. The old folder is renamed to `.NAME.old`, and removed when the new one is
-    in its place. If the process is killed in between, `recover` restores it.
-
-    Raises:
-        CheckpointError: `folder` holds files that do not belong to a checkpoint.
+    Until then `folder` does not change. The old folder is renamed to `.NAME.old`, and removed when the new one is in
+    its place. If the process is killed in between, `recover` restores it. Raises CheckpointError as
+    `check_replaceable`.
     """
     folder = pathlib.Path(os.path.abspath(folder))
     recover(folder)

@@ -19,9 +19,8 @@ from jflex.types import AnyArray
 class Executor:
     """Runs steps. Every call returns once its work is dispatched, and takes nothing but numbers.
 
-    Raises:
-        ValueError: The mesh does not divide the KV heads; the model cannot have the `cache_dtype`; or one of model and
-            options is batch invariant and not the other, or both on a mesh.
+    Raises ValueError if the mesh does not divide the KV heads; the model cannot have the `cache_dtype`; or one of model
+    and options is batch invariant and not the other, or both on a mesh.
     """
 
     def __init__(self, model: Decoder, options: EngineOptions):

@@ -295,8 +295,7 @@ class Engine:
             arrived, cancelled = [*self._inbox], [*self._cancelled]
             self._inbox.clear()
             self._cancelled.clear()
-        for sequence in arrived:
-            self._scheduler.add(sequence)
+        self._scheduler.waiting += arrived
         for sequence in cancelled:
             if sequence.finish_reason is None:
                 self._end(sequence, "cancelled", "The server is shutting down." if self._closed else "")

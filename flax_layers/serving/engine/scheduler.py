@@ -83,10 +83,6 @@ class Scheduler:
         remedy = "Try again later" if arriving <= most else f"Ask for at most {most} samples"
         raise QueueFull(f"{max(0, waiting)} requests wait, and `max_waiting` is {options.max_waiting}. {remedy}.")
 
-    def add(self, sequence: Sequence) -> None:
-        """Appends a sequence to those that wait."""
-        self.waiting.append(sequence)
-
     def schedule(self, *, may_preempt: bool) -> list[Chunk]:
         """Plans a step, and counts its tokens as computed; returns a chunk for each sequence that takes part.
 
