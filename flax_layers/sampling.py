@@ -78,12 +78,7 @@ class Sampling:
 class SamplingBatch:
     """Sampling parameters of B requests, as arrays. A parameter that no request uses is None, and its code is left out.
 
-    Attributes:
-        temperature: See `Sampling`. None: greedy for all.
-        top_k: See `Sampling`. None: all tokens for all.
-        top_p: See `Sampling`. None: all tokens for all.
-        seed: See `Sampling`. None if `temperature` is.
-        min_p: See `Sampling`. None: all tokens for all.
+    Without a `temperature` all are greedy, and there is no `seed`, either.
     """
 
     temperature: Float[Array, " B"] | None = None

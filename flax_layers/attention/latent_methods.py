@@ -56,14 +56,10 @@ class LatentMethods(latent_core.LatentLayer):
         score_mod: jflex.ScoreMod | None = None,
         mask_mod: jflex.MaskMod | None = None,
     ) -> tuple[Float[Array, "*batch T features"], DenseLatentCache]:
-        """Appends T tokens to each sequence of a cache, with arguments and errors as for `FlexAttention.decode`.
+        """Appends T tokens to each sequence of a cache; arguments, results and errors as for `FlexAttention.decode`.
 
         With few tokens, attention is absorbed (`jflex.mla_attention`). With many, the whole cache is up-projected for
         the time of the call: from 171 tokens on with the sizes of DeepSeek-V3, where that takes fewer operations.
-
-        Returns:
-            One vector for each token; and the cache with T more tokens in every sequence. If traced lengths leave no
-            room for a token, it is dropped, and its output is NaN.
         """
         return latent_core.decode(self, inputs, cache, self._mods(score_mod, mask_mod))
 
@@ -78,14 +74,11 @@ class LatentMethods(latent_core.LatentLayer):
         mask_mod: jflex.MaskMod | None = None,
         new_prompts: bool = False,
     ) -> tuple[Float[Array, "N features"], jflex.paged.LatentCache]:
-        """Appends to requests in a paged cache, with arguments and errors as for `FlexAttention.decode_paged`.
+        """Appends to requests in a paged cache; arguments, results and errors as for `FlexAttention.decode_paged`.
 
         `new_prompts` tells that no request has keys from before this call, so that its tokens attend to one another
         alone. Then attention is up-projected (`jflex.flex_attention_varlen`), which takes fewer operations for long
         prompts; else it is absorbed.
-
-        Returns:
-            One vector for each token (arbitrary for padding after the last request); and the cache that holds them.
         """
         mods = self._mods(score_mod, mask_mod)
         return latent_core.decode_paged(self, inputs, cache, batch, mods, layer, new_prompts=new_prompts)

@@ -114,7 +114,7 @@ class Decoder(nnx.Module):
         rows, length = tokens.shape
         self._check_length("tokens", length)
         masks = mods.training_masks(self.config, rows, length, documents, context)
-        apply = functools.partial(_apply, context)
+        apply = lambda block, stream, mask, positions: block(stream, mask, positions, context)
         if remat:
             apply = nnx.remat(apply, policy=mods.remat_policy() if remat is True else remat)
         stream = constrain(self._embed(tokens))
@@ -254,13 +254,3 @@ class Decoder(nnx.Module):
         # Take, then cast: the gradients of repeated tokens are summed in the dtype of the parameters.
         stream = jnp.take(self.embed.embedding[...], tokens, axis=0).astype(self.embed.dtype)
         return stream * jnp.asarray(self.config.embedding_scale, stream.dtype)
-
-
-def _apply(
-    context: ContextParallel | None,
-    block: Block,
-    stream: Array,
-    block_mask: jflex.BlockMask | None,
-    positions: Array | None,
-) -> Array:
-    return block(stream, block_mask, positions, context)

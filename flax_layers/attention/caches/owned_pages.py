@@ -118,9 +118,6 @@ class EightBitCache(OwnedPages):
 
         Args:
             batch_size: B, and the other sizes, as for `DenseCache.create`.
-            max_length: Capacity of each sequence, in tokens.
-            num_kv_heads: Hkv, the number of key heads.
-            head_dim: D, the size of a head.
             dtype: ``float8_e4m3fn``, ``float8_e5m2`` or ``int8``.
             k_scale: One scale of the keys, or one for each head, [Hkv]. Default: one for each token and head, made from
                 the largest magnitude of its row.
