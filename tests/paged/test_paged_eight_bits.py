@@ -12,7 +12,6 @@ from flax_layers.nnx import EightBitCache
 from jflex.paged import PagedBatch, PagedCache, clear_unused, copy_pages, copy_slots, write
 from pallas_kernels.spec import Paging
 from pallas_kernels.triton.plan.limits import limit_of_device
-from tests.cases import paged_cases
 from tests.support import eight_bits_model as model
 from tests.support import evaluation, paged_evaluation
 from tests.support.rows import in_turns, tiers
@@ -48,7 +47,7 @@ def bits(x):
     return np.asarray(x).view(np.uint8)
 
 
-@tiers(default={"dtype": "float32"}, in_turns=True)
+@tiers(default={"dtype": "float32", "layers": None}, in_turns=True)
 @pytest.mark.parametrize("layers", [None, 3])
 @pytest.mark.parametrize("of", ["token", "head"])
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, jnp.bfloat16], ids=lambda x: jnp.dtype(x).name)
@@ -112,15 +111,6 @@ def test_scales_move_with_their_tokens(layers):
         np.testing.assert_array_equal(bits(own(x)[1, :1]), bits(own(before)[1, :1]))
         assert not np.asarray(own(x)[1, 1:], np.float32).any()
     np.testing.assert_array_equal(cleared.v_scale, cache.v_scale)
-
-
-@tiers(default={"case": "e4m3", "backend": "xla"}, in_turns=True)
-@pytest.mark.parametrize("backend", BACKENDS[1:])
-@pytest.mark.parametrize("case", [case for case in paged_cases.CASES if case.held], ids=str)
-def test_results_do_not_depend_on_pages(case, backend):
-    first, second = (paged_evaluation.run(case, backend, seed) for seed in (0, 1))
-    for x, y in zip(first, second, strict=True):
-        np.testing.assert_array_equal(x, y)
 
 
 @pytest.mark.full
@@ -298,27 +288,19 @@ make = functools.partial(PagedCache.create, PAGES, PAGE, HKV, D)
 attend = functools.partial(jflex.paged_attention, batch=BATCH)
 WRONG = [
     ("other dtype", lambda: make(dtype="int16"), TypeError, r"`dtype` must be floating-point .* eight bits.*Got int16"),
-    ("other eight bits", lambda: make(dtype="float8_e4m3fnuz"), TypeError, r"`dtype` must.*Got float8_e4m3fnuz"),
     ("superfluous", lambda: make(dtype="float32", k_scale=1.0), TypeError, r"`k_scale` must be None.*have no.*Leave"),
     ("shape", lambda: make(dtype="int8", v_scale=np.ones(3)), ValueError,
      r"`v_scale` must be one number, or one for each key head, \[2\]. Got float64\[3\]. Leave it out"),
-    ("of layers", lambda: make(dtype="int8", v_scale=np.ones((2, 2))), ValueError, r"`v_scale` must be one number"),
     ("zero", lambda: make(dtype="int8", k_scale=np.array([1.0, 0.0])), ValueError,
      r"`k_scale` must be positive, finite and at least 1.18e-38. Got 0.0. A scale is"),
     ("negative", lambda: make(dtype="int8", k_scale=-1.0), ValueError, r"`k_scale` must be positive.*Got -1.0"),
-    ("nan", lambda: make(dtype="int8", k_scale=np.float32(np.nan)[None]), ValueError, r"`k_scale` must.*Got nan"),
-    ("infinite", lambda: make(dtype="int8", v_scale=float("inf")), ValueError, r"`v_scale` must be positive.*Got inf"),
     ("text", lambda: make(dtype="int8", v_scale="token"), TypeError, r"`v_scale` must be a number, or an array"),
     ("missing", lambda: attend(QUERY, PagedCache(CACHE.k, CACHE.v)), TypeError,
      r"`cache.k_scale` must be float32: keys and values of int8 have scales. Got NoneType. Make the cache with"),
-    ("wide", lambda: attend(QUERY, PagedCache(CACHE.k, CACHE.v, np.ones(HKV), np.ones(HKV))), TypeError,
-     r"`cache.k_scale` must be float32.*Got float64\[2\]"),
     ("of others", lambda: attend(QUERY, PagedCache(CACHE.k, CACHE.v, CACHE.k_scale, CACHE.v_scale[1:])), ValueError,
      r"`cache.v_scale` must have one scale for each head, \[2\], or for each token and head, \[6, 4, 2\]. Got .*5,4,2"),
     ("of blocks of columns", lambda: attend(QUERY, PagedCache(CACHE.k, CACHE.v, CACHE.k_scale[..., None])), ValueError,
      r"`cache.k_scale` must have one scale.*Got float32\[6,4,2,1\]. Blocks of 128 columns have scales in a `Latent"),
-    ("of blocks of tokens", lambda: attend(QUERY, PagedCache(CACHE.k, CACHE.v, CACHE.k_scale[:, 0])), ValueError,
-     r"`cache.k_scale` must have one scale for each head.*Got float32\[6,2\]"),
     ("not positive", lambda: attend(QUERY, PagedCache(CACHE.k, CACHE.v, -STATIC.k_scale, STATIC.v_scale)), ValueError,
      r"`cache.k_scale` must be positive, finite.*Got -1.0"),
     ("scales of floats", lambda: attend(QUERY, PagedCache(*[jnp.zeros((PAGES, PAGE, HKV, D))] * 2, STATIC.k_scale)),
@@ -327,7 +309,6 @@ WRONG = [
      r"`q` must be one of bfloat16, float16, float32: the cache holds int8 with scales. Got q: int8.*Cast `q`"),
     ("quantised rows", lambda: write(CACHE, ROWS.astype(np.int8), ROWS, INT([4, 5, 6])), TypeError,
      r"`k` must be one of bfloat16.*the cache holds int8 with scales.*Got int8\[3,2,16\]. Pass what is not yet"),
-    ("wide rows", lambda: write(CACHE, ROWS, ROWS.astype(np.float64), INT([4, 5, 6])), TypeError, r"`v` must be one"),
     ("latents", lambda: jflex.paged.LatentCache.create(PAGES, PAGE, 8, 4, dtype="int8"), TypeError,
      r"`dtype` must be floating-point.*or float8_e4m3fn, with scales. Got int8"),
     ("held latents", lambda: jflex.paged.LatentCache(jnp.zeros((4, 2, 1, 12), jnp.int8), 4).check(), TypeError,

@@ -12,7 +12,6 @@ import pytest
 import jflex
 from tests.cases import vector_pairs as pairs
 from tests.mods.test_vector_mods import BACKENDS, CASES, Case, assert_close, causal, drawn, mods_of
-from tests.support.rows import in_turns
 
 
 @pytest.mark.full
@@ -74,40 +73,36 @@ def by_request(vector, b, h, i):
 
 
 @pytest.mark.full
-@in_turns
-@pytest.mark.parametrize("backend", ["reference", "xla", "triton-interpret"])
-@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize(("backend", "interleaved"), [("xla", True), ("triton-interpret", False)])
 def test_raw_keys_as_keys_that_were_modified_before(backend, interleaved):
-    how = BACKENDS.get(backend, {"implementation": backend})
     rope = jflex.rope(100.0, interleaved=interleaved)
-    options = {"query_mod": rope, "mask_mod": causal, "return_lse": True, **how}
+    options = {"query_mod": rope, "mask_mod": causal, "return_lse": True, **BACKENDS[backend]}
     raw, batch = stored()
     elsewhere = jflex.rope(100.0, interleaved=interleaved, positions=3 * jnp.arange(66).reshape(2, 33))
-    for mods in ({"key_mod": rope, "value_mod": by_request}, {"key_mod": elsewhere}, {"value_mod": rope}):
-        found = jflex.paged_attention(QUERY, raw, batch, **mods, **options)
-        jax.tree.map(assert_close, found, jflex.paged_attention(QUERY, *stored(**mods), **options))
-    if backend == "reference":
-        return
-    positions = {"positions": jflex.paged.token_positions(batch, 8), "requests": jflex.paged.token_requests(batch, 8)}
-    of = lambda cache: jflex.cascade_attention(
-        QUERY,
-        [jflex.CascadeLevel.paged(cache, batch)],
-        **positions,
-        **options,
-        **({"key_mod": rope} if cache is raw else {}),
-    )
-    jax.tree.map(assert_close, of(raw), of(stored(rope)[0]))
+
+    def attend(cache, **mods):
+        return jax.jit(lambda cache: jflex.paged_attention(QUERY, cache, batch, **mods, **options))(cache)
+
+    for mods in ({"key_mod": rope, "value_mod": by_request}, {"key_mod": elsewhere, "value_mod": rope}):
+        jax.tree.map(assert_close, attend(raw, **mods), attend(stored(**mods)[0]))
+    rows = {"positions": jflex.paged.token_positions(batch, 8), "requests": jflex.paged.token_requests(batch, 8)}
+
+    def cascade(cache, **mods):
+        level = jflex.CascadeLevel.paged(cache, batch)
+        return jax.jit(lambda: jflex.cascade_attention(QUERY, [level], **rows, **mods, **options))()
+
+    jax.tree.map(assert_close, cascade(raw, key_mod=rope), cascade(stored(rope)[0]))
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("backend", ["reference", "xla", "triton-interpret"])
+@pytest.mark.parametrize("backend", ["xla", "triton-interpret"])
 def test_masked_keys_that_a_mod_makes_nan(backend):
     """They change no bit, and neither do slots that a mod makes NaN: the norm of zeros is 0 / 0."""
-    how, hidden = BACKENDS.get(backend, {"implementation": backend}), 4
+    hidden, (cache, batch) = 4, stored()
 
     def of(mod, mask):
-        options = {"mask_mod": mask, "key_mod": mod, "value_mod": mod, "return_lse": True}
-        return jflex.paged_attention(QUERY, *stored(), **options, **how)
+        options = {"mask_mod": mask, "key_mod": mod, "value_mod": mod, "return_lse": True, **BACKENDS[backend]}
+        return jax.jit(lambda: jflex.paged_attention(QUERY, cache, batch, **options))()
 
     shown = lambda b, h, q, k: k % hidden != 1
     scaled = lambda x, b, h, i: x / jnp.linalg.norm(x)
@@ -129,7 +124,7 @@ def test_keys_of_a_tree_are_at_the_positions_of_its_nodes():
     turned = jflex.apply_vector_mod(rope, KEY[1, :20], positions)
     before = jflex.paged.write(cache, turned, jnp.asarray(VALUE[1, :20]), slots)
     attend = functools.partial(jflex.paged_attention, QUERY[:3], batch=batch, query_mod=rope, implementation="xla")
-    assert_close(attend(cache=raw, key_mod=rope), attend(cache=before))
+    assert_close(jax.jit(lambda: attend(cache=raw, key_mod=rope))(), jax.jit(lambda: attend(cache=before))())
 
 
 @pytest.mark.full

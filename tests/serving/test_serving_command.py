@@ -13,7 +13,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -27,7 +26,7 @@ from flax import nnx
 import jflex
 from flax_layers.demo.model import ByteDecoder, Sizes, load_model, save_model
 from flax_layers.models import Decoder, LayerConfig, ModelConfig, save_pretrained
-from flax_layers.serving import Engine, EngineOptions, Request, Streaming
+from flax_layers.serving import Engine, EngineOptions, Streaming
 from flax_layers.serving.api.http import Served, create_app
 from flax_layers.serving.command import (
     begin,
@@ -41,7 +40,8 @@ from flax_layers.serving.command import (
 )
 from flax_layers.serving.demo_model import FILE
 from flax_layers.serving.server import Launch, Server, bind, url_of
-from tests.support.golden_models import ROOT, load
+from tests.support import served
+from tests.support.golden_models import ROOT
 
 CONFIG = ModelConfig(
     vocabulary=280, width=16, mlp_width=32, num_heads=2, num_kv_heads=1, head_dim=8, layers=(LayerConfig(),),
@@ -88,6 +88,12 @@ ERRORS = {
     "log level": (("--log-level", "all"), "argument --log-level: invalid choice: 'all'"),
     "dtype": (("--dtype", "int8"), "argument --dtype: invalid choice: 'int8'"),
     "cache dtype": (("--cache-dtype", "fp8"), "argument --cache-dtype: invalid choice: 'fp8' .*int8.*float8_e5m2"),
+    "devices": (("--devices", "9"), "`--devices` must be from 1 to 8, the devices that JAX finds. Got 9"),
+    "one of three": (("--processes", "2"), "`--coordinator`, `--processes` and `--process` must be passed together"),
+    "process": (
+        ("--coordinator", "localhost:1", "--processes", "2", "--process", "2"),
+        "`--process` must be from 0 to 1, one of `--processes`. Got 2",
+    ),
 }
 
 
@@ -107,9 +113,12 @@ def test_wrong_options(name, folder, capsys):
 def test_a_port_that_is_taken(folder, capsys):
     with bind("127.0.0.1", 0) as taken:
         taken.listen()
-        with pytest.raises(SystemExit):
-            main(["--model", str(folder), "--port", str(taken.getsockname()[1])])
-    assert "`--port` must be free at 127.0.0.1" in capsys.readouterr().err
+        for arguments in (["--model", str(folder), "--port", str(taken.getsockname()[1])], ["--devices", "2"]):
+            with pytest.raises(SystemExit):
+                main(arguments)
+    error = capsys.readouterr().err
+    assert "`--port` must be free at 127.0.0.1" in error
+    assert "`--devices` must be 1 for the demo's model" in error
 
 
 def test_a_missing_package(capsys, monkeypatch):
@@ -151,30 +160,18 @@ def test_defaults(folder):
     assert (sizes.max_requests, sizes.num_pages) == (16, 1 + 16 * 4)
 
 
-def test_sizes_of_the_cache(folder):
-    decoder = load_served(read("--model", str(folder))).decoder
-    page = 2 * 1 * 8 * 64 * 4  # keys and values, a head of 8 features, 64 tokens, float32
-    options = read("--model", str(folder), "--memory", str(100 * page / (1 << 30)))
-    assert engine_options(options, decoder).num_pages == 100
-    assert engine_options(read("--num-pages", "7"), decoder).num_pages == 7
-
-
-@pytest.mark.parametrize("name", ["int8", "float8_e4m3fn", "float8_e5m2"])
-def test_eight_bits_hold_more_tokens(name, folder):
-    """Scales count: a key of 8 features takes 12 bytes, not 32. The engine gets the dtype, and the folder's model."""
-    page = 2 * 1 * (8 + 4) * 64
-    options = read("--model", str(folder), "--memory", str(100 * page / (1 << 30)), "--cache-dtype", name)
+@pytest.mark.parametrize(("name", "bytes_of_number"), [(None, 4 * 8), ("int8", 8 + 4), ("float8_e5m2", 8 + 4)])
+def test_sizes_of_the_cache(name, bytes_of_number, folder):
+    """Scales count: a key of 8 features takes 12 bytes, not 32. The engine gets the dtype."""
+    page = 2 * 1 * bytes_of_number * 64  # keys and values, a head, 64 tokens
+    more = () if name is None else ("--cache-dtype", name)
+    options = read("--model", str(folder), "--memory", str(100 * page / (1 << 30)), *more)
     model = load_served(options)
     assert engine_options(options, model.decoder).num_pages == 100
     engine = create_engine(options, model)
     assert engine.options.cache_dtype == name
-    assert engine._executor._state.cache.k.dtype == name
-
-
-def test_a_dtype_that_the_model_refuses():
-    """A ValueError, which the command prints."""
-    with pytest.raises(ValueError, match=r"`cache_dtype` must be None or float8_e4m3fn .* Got int8"):
-        engine_options(read("--cache-dtype", "int8"), load("deepseek_v3"))
+    assert engine._executor._state.cache.k.dtype == (name or "float32")
+    assert engine_options(read("--num-pages", "7"), model.decoder).num_pages == 7
 
 
 def test_the_cache_of_streaming(folder):
@@ -192,11 +189,6 @@ def test_a_batch_invariant_server(folder):
     engine = create_engine(options, model)
     assert model.decoder.attention_config == jflex.Config(batch_invariant=True)
     assert (engine.options.batch_invariant, engine.options.max_step_tokens) == (True, 32)
-    events = []
-    engine.submit(Request((1, 2, 3), max_tokens=4), events.append)
-    while engine.step():
-        pass
-    assert events[-1].finish_reason in ("length", "stop")
 
 
 def test_keys_of_a_file(tmp_path):
@@ -252,46 +244,28 @@ def test_the_model_of_the_demo_is_kept(tmp_path, monkeypatch):
         load_model(FILE)
 
 
-class Running:
-    """A server on a free port, in a thread of its own."""
-
-    def __init__(self, folder: pathlib.Path):
-        loaded = load_served(read("--model", str(folder), "--implementation", "xla"))
-        sizes = EngineOptions(max_requests=4, max_step_tokens=64, num_pages=65, page_size=16)
-        self.engine = Engine(loaded.decoder, sizes)
-        self.ready, socket_ = threading.Event(), bind("127.0.0.1", 0)
-        self.url = url_of(socket_)
-        launch = Launch(self.engine, ready=self.ready.set)
-        served = Served(loaded.name, loaded.stop_tokens, is_starting=launch.is_starting)
-        self.server = Server(create_app(self.engine, loaded.tokenizer, served), launch, grace=20)
-        self._thread = threading.Thread(target=self.server.run, kwargs={"sockets": [socket_]})
-        self._thread.start()
-
-    def stop(self) -> None:
-        self.server.should_exit = True
-        self._thread.join(120)
-        assert not self._thread.is_alive()
-
-
 @pytest.fixture(scope="module")
-def running(folder) -> Iterator[Running]:
-    found = Running(folder)
-    assert found.ready.wait(120)
-    yield found
-    found.stop()
-    found.engine.check()
-    assert found.engine.stats().used_pages == 0
+def running(folder) -> Iterator[tuple[Engine, str]]:
+    """An engine of the checkpoint, and the address of its server."""
+    loaded = load_served(read("--model", str(folder), "--implementation", "xla"))
+    engine = Engine(loaded.decoder, EngineOptions(max_requests=4, max_step_tokens=64, num_pages=65, page_size=16))
+    app = create_app(engine, loaded.tokenizer, Served(loaded.name, loaded.stop_tokens))
+    with served.listening(app, engine=engine) as (host, port):
+        yield engine, f"http://{host}:{port}"
+    engine.check()
+    assert engine.stats().used_pages == 0
 
 
 @pytest.mark.full
 def test_the_official_client(running):
     import openai
 
+    _, url = running
     short: dict[str, Any] = {"model": "tiny", "max_tokens": 20, "temperature": 0}
     hello = [{"role": "user", "content": "Hello"}]
     hot: dict[str, Any] = {"model": "tiny", "messages": hello, "temperature": -1}
     chat: dict[str, Any] = {**short, "messages": hello, "logprobs": True, "top_logprobs": 2, "n": 2}
-    with openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0) as client:
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
         assert [model.id for model in client.models.list()] == ["tiny"]
         whole = client.completions.create(prompt="Hello", **short)
         stream = client.completions.create(prompt="Hello", stream=True, **short)
@@ -320,26 +294,24 @@ def test_the_official_client(running):
 
 @pytest.mark.full
 def test_a_client_that_hangs_up(running):
-    with httpx.stream("POST", f"{running.url}/v1/completions", json={"prompt": "a", "max_tokens": 200, "stream": True}):
+    engine, url = running
+    with httpx.stream("POST", f"{url}/v1/completions", json={"prompt": "a", "max_tokens": 200, "stream": True}):
         pass
     with pytest.raises(httpx.ReadTimeout):
-        httpx.post(f"{running.url}/v1/completions", json={"prompt": "a", "max_tokens": 200}, timeout=0.02)
-    ends = time.monotonic() + 120
-    while running.engine.stats().running or running.engine.stats().waiting:
-        assert time.monotonic() < ends
-        time.sleep(0.01)
-    assert 'finish_reason="cancelled"' in httpx.get(f"{running.url}/metrics").text
+        httpx.post(f"{url}/v1/completions", json={"prompt": "a", "max_tokens": 200}, timeout=0.02)
+    served.idle(engine)
+    assert 'finish_reason="cancelled"' in httpx.get(f"{url}/metrics").text
 
 
 @pytest.mark.full
 def test_a_thousand_idle_connections(running):
-    host, port = running.url.removeprefix("http://").split(":")
+    url = httpx.URL(running[1])
     sockets, before = [], resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(before[1], 4096), before[1]))  # both ends are files of this process
     try:
         for _ in range(1000):
-            sockets.append(socket.create_connection((host, int(port)), timeout=60))
-        answer = httpx.post(f"{running.url}/v1/completions", json={"prompt": "a", "max_tokens": 3}, timeout=120)
+            sockets.append(socket.create_connection((url.host, url.port), timeout=60))
+        answer = httpx.post(f"{url}/v1/completions", json={"prompt": "a", "max_tokens": 3}, timeout=120)
         assert answer.status_code == 200
     finally:
         for one in sockets:
@@ -358,66 +330,50 @@ def test_a_launch_that_fails_ends_the_server(folder, monkeypatch):
     assert not engine.is_running
 
 
-def start(folder: pathlib.Path, tmp_path: pathlib.Path, *arguments: str) -> subprocess.Popen:
-    command = [sys.executable, "-m", "flax_layers.serve", "--model", str(folder), "--port", "0", *arguments]
-    environment = {**os.environ, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "XLA_FLAGS": ""}
-    sizes = ("--max-requests", "2", "--max-step-tokens", "16", "--page-size", "64", "--num-pages", "9")
-    with (tmp_path / "errors").open("w") as errors:
-        return subprocess.Popen(
-            [*command, "--implementation", "xla", *sizes],
-            cwd=ROOT.parent.parent,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            text=True,
-        )
-
-
 @pytest.mark.full
-@pytest.mark.parametrize(
-    ("number", "options"), [(signal.SIGTERM, ("--compilation-cache", "{}/cache")), (signal.SIGINT, ("--no-warm-up",))]
-)
-def test_a_signal_ends_the_command(number, options, folder, tmp_path):
-    with start(folder, tmp_path, *(option.format(tmp_path) for option in options)) as process:
-        assert process.stdout is not None
-        line = process.stdout.readline()
-        found = re.fullmatch(r"Serving tiny at (http://127\.0\.0\.1:\d+)\n", line)
-        assert found, (line, (tmp_path / "errors").read_text())
-        for headers, status in (({"x-request-id": "mine"}, 200), ({"host": "evil.example", "x-request-id": "2"}, 403)):
-            answer = httpx.get(f"{found[1]}/v1/models", headers=headers)
-            assert (answer.status_code, answer.headers["x-request-id"]) == (status, headers["x-request-id"])
-        body = {"prompt": "a", "max_tokens": 200, "ignore_eos": True, "stream": True, "temperature": 0}
-        with httpx.stream("POST", f"{found[1]}/v1/completions", json=body, timeout=120) as answer:
-            process.send_signal(number)
-            events = [line for line in answer.iter_lines() if line]
-        assert process.wait(120) in (0, -number)
-    assert events[-1] == "data: [DONE]"
-    assert json.loads(events[-2].removeprefix("data: "))["choices"][0]["finish_reason"] == "length"
-    errors = (tmp_path / "errors").read_text()
-    warm = "--no-warm-up" not in options
-    assert ("compiling" in errors) == warm
-    assert bool(list(tmp_path.glob("cache/*"))) == warm
-    assert "Traceback" not in errors
-    lines = re.findall(r' INFO 127\.0\.0\.1 "(\S+ \S+)" (\d+) \S+ s (\S+)\n', errors)
-    assert lines[:2] == [("GET /v1/models", "200", "mine"), ("GET /v1/models", "403", "2")]
-    assert lines[2][:2] == ("POST /v1/completions", "200")
-
-
-@pytest.mark.full
-def test_the_command_answers_while_it_compiles_and_can_be_ended(folder, tmp_path):
+def test_a_signal_ends_the_command(folder, tmp_path):
+    """It answers while it compiles; a signal lets the requests end that run."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    with start(folder, tmp_path, "--port", str(port)) as process:
-        statuses, ends = [], time.monotonic() + 120
-        while not statuses and time.monotonic() < ends:
+        port = str(probe.getsockname()[1])
+    sizes = ("--max-requests", "2", "--max-step-tokens", "16", "--page-size", "64", "--num-pages", "9")
+    more = ("--implementation", "xla", "--compilation-cache", str(tmp_path / "cache"), *sizes)
+    command = [sys.executable, "-m", "flax_layers.serve", "--model", str(folder), "--port", port, *more]
+    environment = {**os.environ, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "XLA_FLAGS": ""}
+    errors = tmp_path / "errors"
+    with (
+        errors.open("w") as log,
+        subprocess.Popen(
+            command, cwd=ROOT.parent.parent, env=environment, stdout=subprocess.PIPE, stderr=log, text=True
+        ) as process,
+    ):
+        url, states, ends = f"http://127.0.0.1:{port}", [], time.monotonic() + 120
+        while not states and time.monotonic() < ends:
             try:
-                statuses.append(httpx.get(f"http://127.0.0.1:{port}/health", timeout=5).json())
+                states.append(httpx.get(f"{url}/health", timeout=5).json()["status"])
             except httpx.ConnectError:
                 time.sleep(0.02)
-        process.send_signal(signal.SIGTERM)
+        assert states[0] in ("compiling", "running")
+        assert process.stdout is not None
+        assert process.stdout.readline() == f"Serving tiny at {url}\n", errors.read_text()
+        for headers, status in (({"x-request-id": "mine"}, 200), ({"host": "evil.example", "x-request-id": "2"}, 403)):
+            answer = httpx.get(f"{url}/v1/models", headers=headers)
+            assert (answer.status_code, answer.headers["x-request-id"]) == (status, headers["x-request-id"])
+        body = {"prompt": "a", "max_tokens": 200, "ignore_eos": True, "stream": True, "temperature": 0}
+        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=120) as answer:
+            process.send_signal(signal.SIGTERM)
+            events = [line for line in answer.iter_lines() if line]
         assert process.wait(120) in (0, -signal.SIGTERM)
-    assert statuses[0]["status"] in ("compiling", "running")
+    assert events[-1] == "data: [DONE]"
+    assert json.loads(events[-2].removeprefix("data: "))["choices"][0]["finish_reason"] == "length"
+    written = errors.read_text()
+    assert "compiling" in written
+    assert list(tmp_path.glob("cache/*"))
+    assert "Traceback" not in written
+    lines = re.findall(r' INFO 127\.0\.0\.1 "(\S+ \S+)" (\d+) \S+ s (\S+)\n', written)
+    lines = [line for line in lines if "/health" not in line[0]]
+    assert lines[:2] == [("GET /v1/models", "200", "mine"), ("GET /v1/models", "403", "2")]
+    assert lines[2][:2] == ("POST /v1/completions", "200")
 
 
 @pytest.mark.full

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import pathlib
 import re
-import shutil
 import signal
 import socket
 import subprocess
@@ -14,55 +14,18 @@ import sys
 import httpx
 import jax.numpy as jnp
 import pytest
+from flax import nnx
 
 from flax_layers.generate.folder import load
-from flax_layers.serving import Engine, EngineOptions, Request
-from flax_layers.serving.command import main
+from flax_layers.models import Decoder, save_pretrained
+from flax_layers.serving import Engine, EngineOptions
 from flax_layers.serving.device.penalties import Penalties
+from tests.cases.engine_cases import Client, run
+from tests.serving.test_serving_command import CONFIG
 from tests.support.golden_models import ROOT
 
-FOLDER = ROOT / "gemma3"
 PROMPT = tuple(range(5, 40))
-SIZES = ["--num-pages=40", "--page-size=8", "--context=100", "--max-requests=4", "--max-step-tokens=32"]
-
-ERRORS = {
-    "none": (["--devices=0"], "`--devices` must be from 1 to 8, the devices that JAX finds. Got 0"),
-    "many": (["--devices=9"], "`--devices` must be from 1 to 8, the devices that JAX finds. Got 9"),
-    "the demo's": (["--devices=2"], "`--devices` must be 1 for the demo's model, .* Pass `--model`"),
-    "alone": (["--processes=2"], "`--coordinator`, `--processes` and `--process` must be passed together"),
-    "beyond": (
-        ["--coordinator=localhost:1", "--processes=2", "--process=2"],
-        "`--process` must be from 0 to 1, one of `--processes`. Got 2",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", ERRORS)
-def test_wrong_options(name, capsys):
-    arguments, message = ERRORS[name]
-    with pytest.raises(SystemExit) as ended:
-        main(["--port=0", *arguments])
-    assert ended.value.code == 2
-    assert re.search(rf"(?s)error: .*{message}", capsys.readouterr().err)
-
-
-@pytest.fixture
-def folder(tmp_path) -> pathlib.Path:
-    """A checkpoint with a tokenizer."""
-    made = tmp_path / "gemma3"
-    shutil.copytree(ROOT / "tokenizer", made)
-    shutil.copytree(FOLDER, made, dirs_exist_ok=True)
-    return made
-
-
-def alone(folder: pathlib.Path, bias: tuple[tuple[int, float], ...]) -> str:
-    """What one process answers."""
-    loaded, events = load(folder, jnp.float32, "xla"), []
-    engine = Engine(loaded.model, EngineOptions(num_pages=40, page_size=8))
-    engine.submit(Request(PROMPT, max_tokens=20, penalties=Penalties(logit_bias=bias)), events.append)
-    while engine.step():
-        pass
-    return loaded.tokenizer.decode([token for event in events for token in event.tokens])
+SIZES = ["--num-pages=40", "--page-size=8", "--context=100", "--max-requests=2", "--max-step-tokens=48"]
 
 
 def start(folder: pathlib.Path, address: str, number: int) -> subprocess.Popen[str]:
@@ -77,8 +40,13 @@ def start(folder: pathlib.Path, address: str, number: int) -> subprocess.Popen[s
 
 
 @pytest.mark.full
-def test_two_processes_answer_as_one(folder):
+def test_two_processes_answer_as_one(tmp_path):
     """Each holds half of the heads. The first one takes requests, and ends the other one."""
+    folder = tmp_path / "two_heads"
+    config = dataclasses.replace(CONFIG, num_kv_heads=2)
+    save_pretrained(Decoder(config, rngs=nnx.Rngs(0)), folder, source=ROOT / "tokenizer")
+    loaded = load(folder, jnp.float32, "xla")
+    alone = Engine(loaded.model, EngineOptions(num_pages=40, page_size=8, max_requests=2, max_step_tokens=48))
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
@@ -86,13 +54,15 @@ def test_two_processes_answer_as_one(folder):
         try:
             assert first.stdout is not None
             lines = iter(first.stdout.readline, "")
-            found = next(filter(None, (re.match(r"Serving gemma3 at (\S+)", line) for line in lines)), None)
+            found = next(filter(None, (re.match(r"Serving two_heads at (\S+)", line) for line in lines)), None)
             assert found is not None, (folder / "errors0").read_text()
-            for bias in ((), ((7, -100.0), (200, 5.0))):
-                body = {"prompt": PROMPT, "max_tokens": 20, "temperature": 0, "ignore_eos": True}
-                body |= {"logit_bias": {str(token): value for token, value in bias}, "n": 2}
-                answer = httpx.post(f"{found[1]}/v1/completions", json=body, timeout=300).json()
-                assert [choice["text"] for choice in answer["choices"]] == [alone(folder, bias)] * 2
+            client = Client(alone, PROMPT, max_tokens=20, penalties=Penalties(logit_bias=((7, -100.0), (200, 5.0))))
+            run(alone)
+            body = {"prompt": PROMPT, "max_tokens": 20, "temperature": 0, "ignore_eos": True, "n": 2}
+            body |= {"logit_bias": {"7": -100, "200": 5}}
+            answer = httpx.post(f"{found[1]}/v1/completions", json=body, timeout=300).json()
+            right = loaded.tokenizer.decode(client.tokens)
+            assert [choice["text"] for choice in answer["choices"]] == [right] * 2
             first.send_signal(signal.SIGTERM)
             assert (first.wait(120), second.wait(120)) in ((0, 0), (-signal.SIGTERM, 0))
         finally:

@@ -97,15 +97,15 @@ def test_log_probabilities_of_parts_of_characters():
     assert [x.offset for x in pieces[1].tokens] == [0, 0]
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_random_texts(seed):
+def test_random_texts():
     """Few letters, so that stop strings begin often; against a search in the whole text."""
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     draw = lambda size: "".join(rng.choice(list("ab\n"), size))
-    text, stops = draw(200), [draw(int(rng.integers(2, 9))) for _ in range(3)]
-    ends = [(text.find(stop) + len(stop), text.find(stop)) for stop in stops if stop in text]
-    expected = text[: min(ends)[1]] if ends else text
-    assert {whole(text, size, *stops)[0] for size in (1, 2, 7, 200)} == {expected}
+    for _ in range(20):
+        text, stops = draw(200), [draw(int(rng.integers(2, 9))) for _ in range(3)]
+        ends = [(text.find(stop) + len(stop), text.find(stop)) for stop in stops if stop in text]
+        expected = text[: min(ends)[1]] if ends else text
+        assert {whole(text, size, *stops)[0] for size in (1, 2, 7, 200)} == {expected}
 
 
 def test_tokens_with_one_text_have_keys_of_their_own():

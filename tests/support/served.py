@@ -65,20 +65,21 @@ def app_of(engine: Engine, served: Served = SERVED):
 
 
 @contextlib.contextmanager
-def listening(app=None, limits: Limits = Limits()) -> Iterator[tuple[str, int]]:  # noqa: B008  frozen
+def listening(app=None, limits: Limits = Limits(), engine: Engine | None = None) -> Iterator[tuple[str, int]]:  # noqa: B008  frozen
     """A server in a thread of its own, by default for an engine that has not run; yields its address."""
-    engine, bound, ready = Engine(model(), SIZES), bind("127.0.0.1", 0), threading.Event()
-    app = app_of(engine) if app is None else app
+    engine = Engine(model(), SIZES) if engine is None else engine
+    app, bound, ready = app_of(engine) if app is None else app, bind("127.0.0.1", 0), threading.Event()
     server = Server(app, Launch(engine, ready=ready.set), grace=1, limits=limits)
     address = bound.getsockname()
     thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})
     thread.start()
     try:
-        assert ready.wait(60)
+        assert ready.wait(120)
         yield address
     finally:
         server.should_exit = True
-        thread.join(60)
+        thread.join(120)
+        assert not thread.is_alive()
 
 
 def exchange(address: tuple[str, int], *pieces: bytes, pause: float = 0.0) -> bytes:
