@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -11,7 +11,7 @@ from jax import lax
 
 from pallas_kernels.config import Tiles
 from pallas_kernels.spec import AttentionSpec, Operands
-from pallas_kernels.types import Index, Location, Ref, S
+from pallas_kernels.types import Index, Location, Ref, S, Step
 
 EMPTY, PARTIAL, FULL = 0, 1, 2  # states of blocks
 
@@ -64,7 +64,7 @@ def walk(
     tile: int,
     length: int,
     state: S,
-    step: Callable[[S, Index, bool], S],
+    step: Step[S],
     split: Split | FixedSplit | None = None,
     max_blocks: Index | None = None,
 ) -> S:
@@ -114,12 +114,7 @@ def block_at(indices: Ref | jax.Array, at: tuple[Index, ...], i: Index, blocks: 
 
 
 def walk_all(
-    tile: int,
-    length: int,
-    is_partial: bool,
-    state: S,
-    step: Callable[[S, Index, bool], S],
-    split: Split | FixedSplit | None = None,
+    tile: int, length: int, is_partial: bool, state: S, step: Step[S], split: Split | FixedSplit | None = None
 ) -> S:
     """Walks like `walk`, over a whole axis without lists; a last tile with padding counts as partial."""
     whole = 0 if is_partial else length // tile
@@ -151,8 +146,7 @@ def row_order(spec: AttentionSpec, tiles: Tiles, arrays: Operands[jax.Array]) ->
         return None
     assert arrays.lists is not None  # of the blocks
     weight = arrays.lists[0] + arrays.lists[2]
-    per_block = spec.block_size[0] // tiles.block_q
-    weight = jnp.repeat(weight, per_block, axis=-1)[..., : -(-spec.T // tiles.block_q)]
+    weight = jnp.repeat(weight, spec.block_size[0] // tiles.block_q, axis=-1)[..., : -(-spec.T // tiles.block_q)]
     return heaviest_first(weight)
 
 
@@ -161,16 +155,9 @@ def row_at(spec: AttentionSpec, order: Ref | None, b: Index, h: Index, i: jax.Ar
     return rows - 1 - i if order is None else order[(*list_position(spec, b, h), i)]
 
 
-def over_keys(
-    spec: AttentionSpec,
-    tiles: Tiles,
-    arrays: Operands[Ref],
-    location: Location,
-    state: S,
-    step: Callable[[S, Index, bool], S],
-) -> S:
-    """Folds a step over the tiles of keys that a tile of queries visits, at `location`: (batch, head, tile)."""
-    b, h, tile = location
+def over_keys(spec: AttentionSpec, tiles: Tiles, arrays: Operands[Ref], at: Location, state: S, step: Step[S]) -> S:
+    """Folds a step over the tiles of keys that a tile of queries visits, at (batch, head, tile)."""
+    b, h, tile = at
     if spec.block_size is None:
         return walk_all(tiles.block_kv, spec.S, spec.programs.mask is not None, state, step)
     assert arrays.lists is not None  # of the blocks
@@ -192,21 +179,12 @@ def column_order(spec: AttentionSpec, tiles: Tiles, arrays: Operands[jax.Array])
 
 def column_at(spec: AttentionSpec, order: Ref | None, b: Index, kv_h: Index, i: jax.Array) -> jax.Array:
     """The tile of keys that is started as the ith."""
-    if order is None:
-        return i
-    return order[b if spec.list_batch > 1 else 0, kv_h if spec.list_heads > 1 else 0, i]
+    return i if order is None else order[(*list_position(spec, b, kv_h), i)]
 
 
-def over_queries(
-    spec: AttentionSpec,
-    tiles: Tiles,
-    arrays: Operands[Ref],
-    location: Location,
-    state: S,
-    step: Callable[[S, Index, bool], S],
-) -> S:
+def over_queries(spec: AttentionSpec, tiles: Tiles, arrays: Operands[Ref], at: Location, state: S, step: Step[S]) -> S:
     """Folds a step over the tiles of queries of one head that visit a tile of keys, at (batch, head, tile)."""
-    b, h, tile = location
+    b, h, tile = at
     if spec.block_size is None:
         return walk_all(tiles.block_q, spec.T, spec.programs.mask is not None, state, step)
     assert arrays.lists is not None  # of the blocks

@@ -39,6 +39,9 @@ RegisterLayout: TypeAlias = Any
 Accumulator: TypeAlias = Any
 """A ref to a wgmma accumulator; JAX's own type of it is private."""
 
+Step: TypeAlias = Callable[[S, Index, bool], S]
+"""A mainloop step: from the state, the first index of a tile, and whether it is partial, to the new state."""
+
 Params: TypeAlias = Mapping[str, Any]
 """The parameters of an equation of a jaxpr, to which JAX gives no types."""
 

@@ -112,21 +112,8 @@ def evaluation(
     return Evaluation(space, {n: indices[n.value] for n in program.arguments if n.value in indices})
 
 
-def q_indices(
-    first: Index, tile: tuple[int, int], length: int, *, transposed: bool = False, may_end: bool
-) -> jax.Array:
-    """Query indices of a tile, row values; clamped to the last one, so that nothing is read out of range."""
-    return _indices(first, tile[0], length, 0 if not transposed else 1, may_end)
-
-
-def k_indices(
-    first: Index, tile: tuple[int, int], length: int, *, transposed: bool = False, may_end: bool
-) -> jax.Array:
-    """Key indices of a tile, column values; clamped to the last one."""
-    return _indices(first, tile[1], length, 1 if not transposed else 0, may_end)
-
-
-def _indices(first: Index, count: int, length: int, axis: int, may_end: bool) -> jax.Array:
+def indices_of(first: Index, count: int, length: int, axis: int, *, may_end: bool) -> jax.Array:
+    """Indices of `count` queries or keys from `first` on, along an axis of a tile; clamped to those that exist."""
     index = first + lax.broadcasted_iota(jnp.int32, (count, 1) if axis == 0 else (1, count), axis)
     return jnp.minimum(index, length - 1) if may_end else index
 
@@ -142,6 +129,11 @@ class Scores(NamedTuple):
     dropout: Evaluation | None  # the mod of dropout, with its loop-invariant values
     walked: str  # ``"q"`` or ``"k"``: the axis of the mainloop
     end: Index | None = None  # where that axis ends, known at run time; None for the end of its array
+
+    @property
+    def loop(self) -> tuple[int, int]:
+        """Size of a tile along the axis of the mainloop, and length of that axis."""
+        return (self.tile[0], self.spec.T) if self.walked == "q" else (self.tile[1], self.spec.S)
 
     @property
     def log2_scale(self) -> float:
@@ -182,10 +174,10 @@ def prepare(
     if q is not None:
         fixed["q"] = q
     elif k_first is not None:
-        fixed["k"] = k_indices(k_first, tile, spec.S, transposed=True, may_end=spec.S % tile[1] != 0)
+        fixed["k"] = indices_of(k_first, tile[1], spec.S, 0, may_end=spec.S % tile[1] != 0)
     else:
         assert q_first is not None  # one of the three is given
-        fixed["q"] = q_indices(q_first, tile, spec.T, may_end=spec.T % tile[0] != 0)
+        fixed["q"] = indices_of(q_first, tile[0], spec.T, 0, may_end=spec.T % tile[0] != 0)
     fixed_axes = (Axes.UNIFORM, Axes.COLUMN if transposed else Axes.ROW)
     approximate = arrays.query.dtype.itemsize <= 2
 
@@ -271,12 +263,9 @@ def entropy_vjp(
 
 def walked_index(scores: Scores, program: Program, first: Index) -> dict[Node, jax.Array]:
     """The indices along the axis of the mainloop, from `first` on, as the value of a program's argument."""
-    spec = scores.spec
-    if scores.walked == "q":
-        may_end = spec.walk_passes_end("q", scores.tile[0])
-        return {program.argument("q"): q_indices(first, scores.tile, spec.T, transposed=True, may_end=may_end)}
-    may_end = spec.walk_passes_end("k", scores.tile[1])
-    return {program.argument("k"): k_indices(first, scores.tile, spec.S, may_end=may_end)}
+    count, length = scores.loop
+    may_end = scores.spec.walk_passes_end(scores.walked, count)
+    return {program.argument(scores.walked): indices_of(first, count, length, 1, may_end=may_end)}
 
 
 def _kept(scores: Scores, first: Index) -> jax.Array | None:
@@ -320,7 +309,7 @@ def _visible(scores: Scores, first: Index, is_partial: bool | jax.Array) -> jax.
         visible = mask.tile(spec.programs.mask.output)
         if is_partial is not True:
             visible = visible | ~is_partial
-    length, tile = (spec.T, scores.tile[0]) if scores.walked == "q" else (spec.S, scores.tile[1])
+    tile, length = scores.loop
     if scores.end is not None or spec.walk_passes_end(scores.walked, tile):
         length = length if scores.end is None else scores.end
         shape = scores.tile[::-1] if scores.transposed else scores.tile

@@ -35,7 +35,7 @@ from pallas_kernels.triton.head_chunks import (
     zero_rows,
 )
 from pallas_kernels.triton.launch import runner_of
-from pallas_kernels.types import Index, Location, Ref, S
+from pallas_kernels.types import Index, Location, Ref, S, Step
 
 
 class DkvOutputs(NamedTuple):
@@ -211,14 +211,14 @@ class _Head(NamedTuple):
     rows: RowOperands[Ref]
     h: jax.Array  # index of the query head
 
-    def walk(self, state: S, step: Callable[[S, Index, bool], S]) -> S:
+    def walk(self, state: S, step: Step[S]) -> S:
         """Folds a step over the tiles of queries that visit the keys."""
         keys = self.keys
         return block_walk.over_queries(
             keys.spec, keys.tiles, keys.arrays, (keys.at[0], self.h, keys.at[2]), state, step
         )
 
-    def step(self) -> Callable[[_State, Index, bool], _State]:
+    def step(self) -> Step[_State]:
         """The mainloop step over a tile of queries: adds to dK, dV and to the cotangents of the loads by key.
 
         A repair clears masked elements, and finds out what was attended to instead of the cotangents.

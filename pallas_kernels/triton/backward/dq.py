@@ -7,7 +7,6 @@ One program computes a tile of queries of one head, over the tiles of keys that 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -37,7 +36,7 @@ from pallas_kernels.triton.head_chunks import (
     zero_rows,
 )
 from pallas_kernels.triton.launch import runner_of
-from pallas_kernels.types import Index, Location, Ref, S
+from pallas_kernels.types import Index, Location, Ref, S, Step
 
 
 class DqOutputs(NamedTuple):
@@ -197,7 +196,7 @@ class _Queries(NamedTuple):
         """True if a tile may have padding queries."""
         return self.spec.T % self.tiles.block_q != 0
 
-    def walk(self, state: S, step: Callable[[S, Index, bool], S]) -> S:
+    def walk(self, state: S, step: Step[S]) -> S:
         """Folds a step over the tiles of keys that the forward kernel visits."""
         return block_walk.over_keys(self.spec, self.tiles, self.arrays, self.at, state, step)
 
