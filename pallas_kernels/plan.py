@@ -72,7 +72,7 @@ class TileChoice:
     """The tiles of one kernel."""
 
     tiles: Tiles
-    source: Literal["config", "table", "rule"]  # who chose them: the user's `Config`, a measured table or a rule
+    source: Literal["config", "table", "rule"]  # of the choice: the user's `Config`, a measured table or a rule
 
     def describe(self) -> str:
         """Sizes, and the source of the choice."""
@@ -80,7 +80,7 @@ class TileChoice:
         return f"{block_q} x {block_kv} ({warps} warps, {stages} stages, by {self.source})"
 
 
-def unreached_by_pallas(elements: int) -> bool:
+def exceeds_pallas_indexing(elements: int) -> bool:
     """True if Pallas' Triton does not reach the last elements of an array of 8 bits.
 
     It counts elements in 32 bits, with a sign, up to 2 ** 32 bytes, and in 64 bits from there on.
@@ -190,7 +190,7 @@ def _operand_reason(mod: Mod) -> str | None:
             return f"it captures an array of {dtype}{list(shape)}, where kernels take up to 32 bits (cast it)"
         if 0 in shape:
             return f"it captures an empty array of shape {list(shape)}"
-        if dtype in ("bool", "int8", "uint8") and unreached_by_pallas(math.prod(shape)):
+        if dtype in ("bool", "int8", "uint8") and exceeds_pallas_indexing(math.prod(shape)):
             return (
                 f"it captures an array of {dtype}{list(shape)}: with more than 2 ** 31 elements in at most 2 ** 32 "
                 "bytes, Pallas does not reach the last ones"

@@ -20,9 +20,9 @@ LATENT_TILE = 128  # columns of a latent vector of eight bits that share a scale
 
 Normalize = Literal["softmax", "none"]
 Compiler = Literal["pallas", "official"]
-"""Who compiles Triton kernels: the Triton that Pallas brings, or official Triton."""
+"""Triton compiler: the one bundled with Pallas, or official Triton."""
 Route = Literal["interpreted", "pallas", "official"]
-"""Who runs a Triton kernel: Pallas' interpreter, or what a compiler has made."""
+"""Runner of a Triton kernel: Pallas' interpreter, or code of a compiler."""
 
 
 @dataclasses.dataclass(frozen=True)

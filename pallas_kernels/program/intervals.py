@@ -50,7 +50,7 @@ class Span(NamedTuple):
 def visibility(program: Program, evaluation: Evaluation, first: jax.Array, last: jax.Array) -> Visibility:
     """Classifies tiles by their first and last keys, int32 of any shape, which may be padding.
 
-    `evaluation` is that of the program of a mask mod, with the values of all arguments but the keys.
+    The program of a mask mod is evaluated with the values of all arguments but the keys.
     """
     return _IntervalAnalysis(evaluation, {"k": Span(first, last)}).visibility(program.output)
 

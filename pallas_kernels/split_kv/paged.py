@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.plan import unreached_by_pallas
+from pallas_kernels.plan import exceeds_pallas_indexing
 from pallas_kernels.spec import AttentionSpec
 from pallas_kernels.split_kv import byte_pairs, fixed_splits, planner
 from pallas_kernels.split_kv.key_rows import KeyRows
@@ -80,7 +80,7 @@ def _with_pairs(spec: AttentionSpec, work: Work) -> AttentionSpec:
     """
     few = work.tiles.block_q < MIN_WGMMA_ROWS
     too_large = not spec.has_latent_tiles and any(
-        unreached_by_pallas(spec.paged_rows * size) for size in (spec.D, spec.Dv)
+        exceeds_pallas_indexing(spec.paged_rows * size) for size in (spec.D, spec.Dv)
     )
     return spec.replace(pairs=few or too_large)
 

@@ -46,7 +46,7 @@ class KvExtents(NamedTuple, Generic[A]):
 
 
 class Row(NamedTuple):
-    """A row of queries: those of a key head, in a batch entry."""
+    """The queries of a key head, in a batch entry."""
 
     b: jax.Array
     kv_h: jax.Array

@@ -66,7 +66,7 @@ class Work:
     min_queries: int  # fewest queries of a request that is taken
     max_queries: int  # most queries of a request that is taken
     may_split: bool = True  # whether the keys of a tile of queries may be split
-    source: Literal["config", "table", "rule"] = "rule"  # who chose the tiles; see `pallas_kernels.plan.TileChoice`
+    source: Literal["config", "table", "rule"] = "rule"  # of the tiles; see `pallas_kernels.plan.TileChoice`
     queries_of_tile: int | None = None  # queries in a tile; None for as many as its rows hold
     resident: int = planner.MAX_RESIDENT_PROGRAMS  # programs that are resident at once
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pallas_kernels.plan import limit_of_pallas, unreached_by_pallas
+from pallas_kernels.plan import exceeds_pallas_indexing, limit_of_pallas
 from pallas_kernels.spec import AttentionSpec, Compiler
 from pallas_kernels.triton.compiler.launch.installed import launcher
 from pallas_kernels.triton.compiler.launch.target import target_of
@@ -127,7 +127,7 @@ def _limit_of_pages(spec: AttentionSpec) -> str | None:
     sides = [(spec.Dv, None)] if spec.has_latent_tiles else [(spec.D, spec.key_mod), (spec.Dv, spec.value_mod)]
     in_words = lambda size, mod: spec.may_hold_pairs(size, mod) and not spec.has_latent_tiles
     in_bytes = [spec.paged_rows * size for size, mod in sides if not in_words(size, mod)]
-    unreached = [elements for elements in in_bytes if unreached_by_pallas(elements)]
+    unreached = [elements for elements in in_bytes if exceeds_pallas_indexing(elements)]
     if not unreached:
         return None
     return (

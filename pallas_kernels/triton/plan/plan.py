@@ -50,7 +50,7 @@ class BackwardPlan:
 
     spec: AttentionSpec  # the call, with its tile programs
     requested: GradientRequest  # the gradients that it computes
-    derivative: Derivative | None  # that of the score mod, None without one
+    derivative: Derivative | None  # of the score mod; None without one
     dkv: TileChoice  # tiles of the kernel for dK and dV
     dq: TileChoice  # tiles of the kernel for dQ
 
@@ -144,7 +144,7 @@ def _choose_tiles(spec: AttentionSpec, kernel: Kernel) -> TileChoice | Refusal:
 def _tiles_of(spec: AttentionSpec, kernel: Kernel) -> TileChoice:
     """The user's tiles, else measured ones, else a rule's.
 
-    Those of jflex are cut to what divides the mask's blocks and is no larger than the call.
+    Tiles that no user set are cut to what divides the mask's blocks and is no larger than the call.
     """
     configured: Tiles | None = getattr(spec.config, kernel)
     if configured is not None:

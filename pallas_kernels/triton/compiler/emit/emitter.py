@@ -27,7 +27,7 @@ class UnknownPrimitiveError(Exception):
 
 
 class Emitter:
-    """The lines of a kernel so far; `rules` are those of primitives, and `grid` is as the kernel knows it."""
+    """The lines of a kernel so far, by rules of primitives; the kernel knows the grid as `grid`."""
 
     def __init__(
         self, dialect: Dialect, rules: Mapping[str, Rule], grid: tuple[int, ...] = (), names: Collection[str] = ()
