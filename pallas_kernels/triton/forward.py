@@ -204,7 +204,7 @@ def forward(spec: AttentionSpec, tiles: Tiles, arrays: Operands[jax.Array]) -> t
         grid=(pl.cdiv(spec.T, tiles.block_q), spec.Hq, spec.B),
         tiles=tiles,
     )
-    if spec.needs_marks:  # which a masked NaN reached by its value: the stats are those of scores, and stay
+    if spec.needs_marks:  # a masked NaN reaches sums by its value, and statistics are of scores alone
         out, lse = repair(spec, tiles, arrays, (out, lse))
     return out, lse, *stats
 

@@ -41,10 +41,53 @@ TARGET_PROGRAMS = 1024  # for a GPU with about a hundred SMs; with fewer, the wo
 class CapturedWork(NamedTuple):
     """Work of one launch."""
 
+    spec: AttentionSpec
     axes: BroadcastAxes  # along which the loads are constant
     loads: tuple[Node, ...]
     tile: int  # queries of a tile, and keys
-    splits: int  # programs that share a tile or diagonal
+    splits: int = 1  # programs that share a tile or diagonal
+
+    @classmethod
+    def from_group(
+        cls, spec: AttentionSpec, tiles: Tiles, group: tuple[BroadcastAxes, tuple[Node, ...]]
+    ) -> CapturedWork:
+        """The work of a group of `LoadGroups.repeated`, with splits where there are few programs."""
+        whole = cls(spec, *group, min(*tiles.shape, MAX_TILE))
+        kept_heads, kept_batch = whole.kept
+        summed = spec.B * spec.Hq // (kept_heads * kept_batch)
+        programs = whole.positions * kept_heads * kept_batch
+        return whole._replace(splits=max(1, min(summed, TARGET_PROGRAMS // programs)))
+
+    @property
+    def grid_of_tiles(self) -> tuple[int, int]:
+        """Tiles of queries and of keys."""
+        return pl.cdiv(self.spec.T, self.tile), pl.cdiv(self.spec.S, self.tile)
+
+    @property
+    def positions(self) -> int:
+        """Tiles, or diagonals of tiles, with sums of their own."""
+        rows, columns = self.grid_of_tiles
+        return rows + columns - 1 if self.axes.diagonal else rows * columns
+
+    @property
+    def kept(self) -> tuple[int, int]:
+        """Heads and batch entries that are not summed over."""
+        return (1 if self.axes.heads else self.spec.Hq), (1 if self.axes.batch else self.spec.B)
+
+    def stores(self, load: Node) -> bool:
+        """True if a load's cotangents are stored, each split in an array of its own, and not added by atomics."""
+        return stores(self.spec, self.loads, load, self.axes)
+
+    def writes_all(self, load: Node) -> bool:
+        """True if no element of the gradient must be zero before."""
+        shape = self.spec.score_shapes[load.value]
+        return self.stores(load) and covers(self.spec, load, shape) and not self.spec.config.interpret
+
+    def gradient(self, load: Node, operand: jax.Array) -> jax.ShapeDtypeStruct:
+        """Shape and dtype of the gradient in the launch, with a leading axis of splits where it is stored."""
+        if not self.stores(load):
+            return jax.ShapeDtypeStruct(operand.shape, jnp.float32)
+        return jax.ShapeDtypeStruct((self.splits, *operand.shape), operand.dtype if self.splits == 1 else jnp.float32)
 
 
 def captured(
@@ -56,73 +99,32 @@ def captured(
     """Computes the gradients, of the shape of the array, that each load of a group contributes."""
     spec, tiles, derivative, _ = statics
     assert derivative is not None  # whose loads they are
-    work = _plan(spec, tiles, group)
-    shapes = [_result(spec, arrays, work, load) for load in work.loads]
+    work = CapturedWork.from_group(spec, tiles, group)
+    shapes = [work.gradient(load, arrays.captured.score[load.value]) for load in work.loads]
     states = None if arrays.lists is None else block_walk.states(spec, arrays.lists)
-    zeros = [jnp.zeros(s.shape, s.dtype) for s, load in zip(shapes, work.loads, strict=True)
-             if not _writes_all(spec, arrays, work, load)]  # fmt: skip
+    zeroed = [i for i, load in enumerate(work.loads) if not work.writes_all(load)]
+    zeros = [jnp.zeros(shapes[i].shape, shapes[i].dtype) for i in zeroed]
     inputs = (arrays, states, rows, zeros)
     before = len(jax.tree.leaves(inputs[:3]))
-    zeroed = [i for i, load in enumerate(work.loads) if not _writes_all(spec, arrays, work, load)]
     outs = runner_of(spec).launch(
-        functools.partial(_kernel, spec, work, derivative),
+        functools.partial(_kernel, work, derivative),
         inputs,
         shapes,
         name="jflex_backward_captured",
-        grid=(_positions(spec, work) * work.splits, *_kept(spec, work)),
-        tiles=fitted(spec, "captured", _tiles(spec, tiles, work), [derivative.d_loads[x] for x in work.loads]),
+        grid=(work.positions * work.splits, *work.kept),
+        tiles=fitted(spec, "captured", _tiles(work, tiles), [derivative.d_loads[x] for x in work.loads]),
         aliases={before + n: i for n, i in enumerate(zeroed)},
     )
-    return [x.sum(axis=0) if _stores(spec, work, load) else x for x, load in zip(outs, work.loads, strict=True)]
+    return [x.sum(axis=0) if work.stores(load) else x for x, load in zip(outs, work.loads, strict=True)]
 
 
-def _plan(spec: AttentionSpec, tiles: Tiles, group: tuple[BroadcastAxes, tuple[Node, ...]]) -> CapturedWork:
-    axes, loads = group
-    whole = CapturedWork(axes, loads, min(tiles.block_q, tiles.block_kv, MAX_TILE), 1)
-    kept_heads, kept_batch = _kept(spec, whole)
-    summed = spec.B * spec.Hq // (kept_heads * kept_batch)
-    programs = _positions(spec, whole) * kept_heads * kept_batch
-    return whole._replace(splits=max(1, min(summed, TARGET_PROGRAMS // programs)))
-
-
-def _tiles(spec: AttentionSpec, tiles: Tiles, work: CapturedWork) -> Tiles:
+def _tiles(work: CapturedWork, tiles: Tiles) -> Tiles:
     """H200, pair bias at S 384, head size 32: 188 us with 64 x 64 and 3 stages, 280 with 2, 534 with 32 x 32."""
-    deep = max(spec.D, spec.Dv) <= 64 and tiles.num_stages > 1
+    deep = max(work.spec.D, work.spec.Dv) <= 64 and tiles.num_stages > 1
     return Tiles(work.tile, work.tile, tiles.num_warps, 3 if deep else tiles.num_stages)
 
 
-def _grid_of_tiles(spec: AttentionSpec, work: CapturedWork) -> tuple[int, int]:
-    return pl.cdiv(spec.T, work.tile), pl.cdiv(spec.S, work.tile)
-
-
-def _positions(spec: AttentionSpec, work: CapturedWork) -> int:
-    rows, columns = _grid_of_tiles(spec, work)
-    return rows + columns - 1 if work.axes.diagonal else rows * columns
-
-
-def _kept(spec: AttentionSpec, work: CapturedWork) -> tuple[int, int]:
-    return (1 if work.axes.heads else spec.Hq), (1 if work.axes.batch else spec.B)
-
-
-def _stores(spec: AttentionSpec, work: CapturedWork, load: Node) -> bool:
-    """True if a load's cotangents are stored, each split in an array of its own, and not added by atomics."""
-    return stores(spec, work.loads, load, work.axes)
-
-
-def _writes_all(spec: AttentionSpec, arrays: Operands[jax.Array], work: CapturedWork, load: Node) -> bool:
-    shape = arrays.captured.score[load.value].shape
-    return _stores(spec, work, load) and covers(spec, load, shape) and not spec.config.interpret
-
-
-def _result(spec: AttentionSpec, arrays: Operands[jax.Array], work: CapturedWork, load: Node) -> jax.ShapeDtypeStruct:
-    operand = arrays.captured.score[load.value]
-    if not _stores(spec, work, load):
-        return jax.ShapeDtypeStruct(operand.shape, jnp.float32)
-    return jax.ShapeDtypeStruct((work.splits, *operand.shape), operand.dtype if work.splits == 1 else jnp.float32)
-
-
 def _kernel(
-    spec: AttentionSpec,
     work: CapturedWork,
     derivative: Derivative,
     arrays: Operands[Ref],
@@ -133,10 +135,10 @@ def _kernel(
 ) -> None:
     position, split = lax.div(pl.program_id(0), work.splits), lax.rem(pl.program_id(0), work.splits)
     own_head, own_entry = pl.program_id(1), pl.program_id(2)
-    first, length = _first_tile(spec, work, position)
-    heads, batch = (whole // kept for whole, kept in zip((spec.Hq, spec.B), _kept(spec, work), strict=True))
+    spec, (first, length) = work.spec, _first_tile(work, position)
+    heads, batch = (whole // kept for whole, kept in zip((spec.Hq, spec.B), work.kept, strict=True))
 
-    program = _Program(spec, work, derivative, arrays, rows)
+    program = _Program(work, derivative, arrays, rows)
 
     def step(i: Index, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         head = own_head if heads == 1 else lax.rem(i, heads)
@@ -161,11 +163,9 @@ def _kernel(
         program.write(ref, load, x, at, split)
 
 
-def _first_tile(
-    spec: AttentionSpec, work: CapturedWork, position: jax.Array
-) -> tuple[tuple[jax.Array, jax.Array], Index]:
+def _first_tile(work: CapturedWork, position: jax.Array) -> tuple[tuple[jax.Array, jax.Array], Index]:
     """Row and column of the first tile at a position (a tile or a diagonal), and how many tiles it has."""
-    rows, columns = _grid_of_tiles(spec, work)
+    rows, columns = work.grid_of_tiles
     if not work.axes.diagonal:
         return (lax.div(position, columns), lax.rem(position, columns)), 1
     diagonal = position - (columns - 1)
@@ -176,7 +176,6 @@ def _first_tile(
 class _Program(NamedTuple):
     """The state of a program; `at` below is (batch, query head, first query, first key)."""
 
-    spec: AttentionSpec
     work: CapturedWork
     derivative: Derivative
     arrays: Operands[Ref]
@@ -189,7 +188,7 @@ class _Program(NamedTuple):
         sums: tuple[jax.Array, ...],
     ) -> tuple[jax.Array, ...]:
         """Adds the cotangents of one tile."""
-        spec, arrays, rows, tile = self.spec, self.arrays, self.rows, self.work.tile
+        spec, arrays, rows, tile = self.work.spec, self.arrays, self.rows, self.work.tile
         b, h, query, key = at
         rows_end, keys_end = spec.T % tile != 0, spec.S % tile != 0
         of_rows = functools.partial(load_queries, spec, b=b, h=h, first=query, rows=tile, may_end=rows_end)
@@ -221,7 +220,7 @@ class _Program(NamedTuple):
         split: Index,
     ) -> None:
         """Writes the sums of a position to the elements that its first tile loads."""
-        spec = self.spec
+        spec = self.work.spec
         prepared = self._scores(at, ())
         assert prepared.score is not None  # which loads
         evaluation = prepared.score.child(scores.walked_index(prepared, self.derivative.program, at[3]))
@@ -229,7 +228,7 @@ class _Program(NamedTuple):
         exists = (at[2] + lax.broadcasted_iota(jnp.int32, total.shape, 0) < spec.T) & (
             at[3] + lax.broadcasted_iota(jnp.int32, total.shape, 1) < spec.S
         )
-        if not _stores(spec, self.work, load):
+        if not self.work.stores(load):
             addupdate(ref, index, jnp.where(exists, total, 0.0))
             return
         index = (jnp.full(total.shape, split, jnp.int32), *index)
@@ -241,4 +240,4 @@ class _Program(NamedTuple):
     def _scores(self, at: tuple[jax.Array, jax.Array, jax.Array, jax.Array], nodes: Sequence[Node]) -> scores.Scores:
         b, h, query, _ = at
         tile = (self.work.tile, self.work.tile)
-        return scores.prepare(self.spec, self.arrays, tile, b, h, q_first=query, programs={"score": nodes})
+        return scores.prepare(self.work.spec, self.arrays, tile, b, h, q_first=query, programs={"score": nodes})
