@@ -11,6 +11,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from tests.cases.table import CASES, LENGTHS, Case, Sizes
 from tests.support import evaluation, gpu_compile, haste
+from tests.support.rows import tiers
 
 KERNELS = ["jflex_backward_dkv", "jflex_backward_dq", "jflex_forward"]
 DECODING = [*KERNELS[:2], "jflex_decode"]
@@ -81,7 +82,7 @@ def test_compiles(case):
         assert {kernel.tensor for kernel in kernels} == {"wgmma"}
 
 
-@pytest.mark.full
+@tiers(full={"D": 64}, rest="long")
 @pytest.mark.skipif(gpu_compile.missing() is not None, reason="compiles for a GPU")
 @pytest.mark.parametrize(("D", "spill"), [(64, 0), (128, 176)])
 def test_statistics_of_rows(D, spill):
@@ -138,10 +139,10 @@ def test_kernels_hide_the_transfers_of_a_ring():
 
     mesh = Mesh(np.array(gpu_compile.absent_gpus(4)), ("context",), axis_types=(AxisType.Auto,))
     tokens = NamedSharding(mesh, PartitionSpec(None, "context"))
-    shape = lambda heads: jax.ShapeDtypeStruct((1, 8192, heads, 128), jnp.bfloat16, sharding=tokens)
+    shape = lambda heads: jax.ShapeDtypeStruct((1, 8192, heads, 64), jnp.bfloat16, sharding=tokens)
     attend = functools.partial(
         jflex.context_parallel_attention, mask_mod=lambda b, h, q, k: q >= k, mesh=mesh, strategy="ring",
-        order=jflex.context_parallel.zigzag_order(4),
+        order=jflex.context_parallel.zigzag_order(4), config=jflex.Config(contain_nan=False),
     )  # fmt: skip
     pulled = jax.grad(lambda *x: attend(*x).astype(jnp.float32).sum(), argnums=(0, 1, 2))
     lowered = jax.jit(pulled).trace(shape(16), shape(4), shape(4)).lower(lowering_platforms=("cuda",))

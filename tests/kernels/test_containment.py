@@ -10,11 +10,14 @@ import pytest
 
 import jflex
 from tests.support.evaluation import compiled_in_haste
-from tests.support.rows import in_turns
+from tests.support.paged_evaluation import options_of
+from tests.support.rows import in_turns, tiers
 
+pytestmark = pytest.mark.full
 GPU = pytest.mark.gpu
 BACKENDS = ["xla", "reference", "triton-interpret", pytest.param("triton", marks=GPU),
             pytest.param("mosaic_gpu", marks=GPU)]  # fmt: skip
+backends = pytest.mark.parametrize("backend", BACKENDS)
 NAMES = ("query", "key", "value", "d_out")
 OUTPUTS = ("out", "lse", "d_query", "d_key", "d_value", "d_weight", "d_bias", "d_columns")
 B, H, HKV = 2, 4, 2
@@ -25,13 +28,6 @@ def in_haste_where_nobody_runs_it(request):
     """Interpreted kernels are compiled without most of XLA's optimisations, `xla` with them."""
     with compiled_in_haste(request.node.callspec.params["backend"] in ("triton-interpret", "reference")):
         yield
-
-
-def options_of(backend):
-    """Arguments of a call, and whether it runs on the GPU."""
-    if backend == "triton-interpret":
-        return {"implementation": "triton", "config": jflex.Config(interpret=True)}
-    return {"implementation": backend}
 
 
 def sizes_of(backend):
@@ -47,11 +43,6 @@ def assert_close(found, wanted, backend, name=""):
     np.testing.assert_allclose(found, wanted, rtol=tolerance, atol=tolerance, err_msg=name)
 
 
-def documents_of(length):
-    """The document of each of four times as many tokens; the third one is the one that holds NaN."""
-    return jnp.repeat(jnp.arange(4, dtype=jnp.int32), length)
-
-
 def draw(backend):
     length, D, _, dtype = sizes_of(backend)
     rng, T = np.random.default_rng(0), 4 * length
@@ -61,20 +52,26 @@ def draw(backend):
     return arrays, captured
 
 
+def biased(captured):
+    """A score mod of three captured arrays: by head, by query, by key."""
+    weight, bias, columns = captured
+    return lambda s, b, h, q, k: s * (1.5 + 0.1 * weight[h]) + bias[q] + columns[b, k]
+
+
 @functools.cache
-def compiled(backend, mask_of, block, score):
+def compiled(backend, mask_of, block, score, normalize="softmax"):
     """Output, lse, and the gradients of both together, as a function that compiles once for all tests of a worker."""
     length, *_ = sizes_of(backend)
-    mask, T = mask_of(length), 4 * length
-    given = {"mask_mod": mask}
+    mask, T, has_lse = mask_of(length), 4 * length, normalize == "softmax"
+    masks = {"mask_mod": mask}
     if block is not None:
-        given = {"block_mask": jflex.create_block_mask(mask, None, None, T, T, block_size=block)}
+        masks = {"block_mask": jflex.create_block_mask(mask, None, None, T, T, block_size=block)}
 
     def attend(query, key, value, captured):
-        weight, bias, columns = captured
-        score_mod = lambda s, b, h, q, k: s * (1.5 + 0.1 * weight[h]) + bias[q] + columns[b, k]
-        mod = score_mod if score else None
-        return jflex.flex_attention(query, key, value, mod, **given, return_lse=True, **options_of(backend))
+        mod = None if score is None else score(captured)
+        options = {**masks, "normalize": normalize, "return_lse": has_lse, **options_of(backend)}
+        result = jflex.flex_attention(query, key, value, mod, **options)
+        return result if has_lse else (result, jnp.zeros(()))
 
     @jax.jit
     def both(query, key, value, d_out, captured):
@@ -85,16 +82,24 @@ def compiled(backend, mask_of, block, score):
     return both
 
 
-def run(backend, arrays, captured, mask_of, block, *, score):
+def run(backend, arrays, captured, *how):
     """The results by name."""
-    found = compiled(backend, mask_of, block, score)(*(arrays[name] for name in NAMES), captured)
+    found = compiled(backend, *how)(*(arrays[name] for name in NAMES), captured)
     return dict(zip(OUTPUTS, (np.asarray(x, np.float32) for x in found), strict=True))
 
 
-def own_document(length):
-    """A mask of causal attention within a document."""
-    ids = documents_of(length)
-    return lambda b, h, q, k: (ids[q] == ids[k]) & (q >= k)
+def documents(first, end):
+    """A mask of causal attention within documents, for a length; one lies between two tokens."""
+
+    def mask_of(length):
+        ids = jnp.zeros(4 * length, jnp.int32).at[first(length) : end(length)].set(1)
+        return lambda b, h, q, k: (ids[q] == ids[k]) & (q >= k)
+
+    return mask_of
+
+
+own_document = documents(lambda length: 2 * length, lambda length: 3 * length)
+odd_document = documents(lambda length: 2 * length + 1, lambda length: 3 * length)
 
 
 def before_padding(length):
@@ -107,24 +112,29 @@ def tokens_of(name, x):
     return np.moveaxis(x, 2 if name == "lse" else 0 if name == "d_bias" else 1, 0)
 
 
-@pytest.mark.full
-@in_turns
+@tiers(
+    full=[
+        {"backend": "xla", "where": ["key-nan", "value-inf", "all-inf"], "blocks": "block_mask"},
+        {"backend": "reference", "where": "query-inf", "blocks": "mask_mod"},
+        {"backend": "triton-interpret", "where": ["value-nan", "query-nan", "d_out-inf"], "blocks": "mask_mod"},
+    ],
+    rest="gpu",
+)
 @pytest.mark.parametrize("blocks", [False, True], ids=["mask_mod", "block_mask"])
 @pytest.mark.parametrize(
     ("where", "bad"), [(where, bad) for bad in (np.nan, np.inf) for where in ("key", "value", "query", "d_out", "all")]
 )
-@pytest.mark.parametrize("backend", BACKENDS)
+@backends
 def test_documents_stay_apart(backend, where, bad, blocks):
+    """But for `d_out` on `reference`, the one thing that it does not contain, as its docstring says."""
     length, _, block, _ = sizes_of(backend)
     arrays, captured = draw(backend)
     hidden = slice(2 * length, 3 * length)
     others = np.r_[: 2 * length, 3 * length : 4 * length]
     poisoned = {name: x.at[:, hidden].set(bad) if where in (name, "all") else x for name, x in arrays.items()}
-    if backend == "reference" and where == "d_out":
-        pytest.skip("the one thing that `reference` does not contain, as its docstring says")
-    for score in (False, True):
+    for score in (None, biased):
         clean, found = (
-            run(backend, x, captured, own_document, block if blocks else None, score=score) for x in (arrays, poisoned)
+            run(backend, x, captured, own_document, block if blocks else None, score) for x in (arrays, poisoned)
         )
         for name in OUTPUTS:
             if name == "d_weight":  # summed over all tokens
@@ -137,53 +147,42 @@ def test_documents_stay_apart(backend, where, bad, blocks):
         assert not np.isfinite(own["d_query"]).any(axis=-1).all()
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("backend", BACKENDS)
+@backends
 def test_padding_gets_zero_gradients(backend):
     """Keys that nobody attends to, all of them NaN, of a length that divides no block."""
     length, _, block, _ = sizes_of(backend)
     arrays, captured = draw(backend)
     first = 3 * length + 7
-    poisoned = {name: x.at[:, first:].set(jnp.nan) for name, x in arrays.items()}
-    found = run(backend, poisoned, captured, before_padding, block, score=False)
-    zeroed = {name: x.at[:, first:].set(0) for name, x in arrays.items()}
-    clean = run(backend, zeroed, captured, before_padding, block, score=False)
+    found, clean = (
+        run(backend, {name: x.at[:, first:].set(fill) for name, x in arrays.items()}, captured, before_padding, block,
+            None)
+        for fill in (jnp.nan, 0)
+    )  # fmt: skip
     for name in OUTPUTS[:5]:
         assert_close(found[name], clean[name], backend, name)
         if name.startswith("d_"):
             assert not tokens_of(name, found[name])[first:].any()
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("backend", BACKENDS)
+@backends
 def test_sigmoid_attention(backend):
     """Weights that share a reciprocal share a NaN, but none that a mask hides: documents begin at odd tokens."""
     length, _, block, _ = sizes_of(backend)
-    arrays, _ = draw(backend)
+    arrays, captured = draw(backend)
     hidden, others = slice(2 * length + 1, 3 * length), np.r_[: 2 * length + 1, 3 * length : 4 * length]
-    ids = jnp.zeros(4 * length, jnp.int32).at[hidden].set(1)
-    mask = jflex.create_block_mask(lambda b, h, q, k: (ids[q] == ids[k]) & (q >= k), None, None, *[4 * length] * 2,
-                                   block_size=block)  # fmt: skip
-    how = {"normalize": "none", **options_of(backend)}
-    attend = lambda *qkv: jflex.flex_attention(*qkv, jflex.scores.sigmoid(-2.0), mask, **how)
-
-    @jax.jit
-    def both(query, key, value, d_out):
-        out, pull = jax.vjp(attend, query, key, value)
-        return out, *pull(d_out)
-
-    clean = both(*(arrays[name] for name in NAMES))
-    found = both(*(arrays[name].at[:, hidden].set(jnp.nan) for name in NAMES))
-    for name, x, y in zip(("out", *OUTPUTS[2:5]), found, clean, strict=True):
-        assert_close(tokens_of(name, x)[others], tokens_of(name, y)[others], backend, name)
-        assert not np.isfinite(np.asarray(tokens_of(name, x)[hidden], np.float32)).any()
+    poisoned = {name: arrays[name].at[:, hidden].set(jnp.nan) for name in NAMES}
+    score = lambda captured: jflex.scores.sigmoid(-2.0)
+    clean, found = (run(backend, x, captured, odd_document, block, score, "none") for x in (arrays, poisoned))
+    for name in ("out", *OUTPUTS[2:5]):
+        x, y = (tokens_of(name, results[name]) for results in (found, clean))
+        assert_close(x[others], y[others], backend, name)
+        assert not np.isfinite(x[hidden]).any()
 
 
-@pytest.mark.full
 @in_turns
 @pytest.mark.parametrize("lengths", [None, (150, 90)], ids=["even", "kv_lengths"])
 @pytest.mark.parametrize("queries", [1, 3])
-@pytest.mark.parametrize("backend", BACKENDS)
+@backends
 def test_decoding_from_a_dense_cache(backend, queries, lengths):
     S, D, dtype = 176 if backend == "mosaic_gpu" else 170, 64, sizes_of(backend)[3]  # TMA loads 8 keys at once
     rng = np.random.default_rng(1)
@@ -193,8 +192,8 @@ def test_decoding_from_a_dense_cache(backend, queries, lengths):
 
     @jax.jit
     def attend(k, v):
-        given = {} if lengths is None else {"kv_lengths": ends}
-        return jflex.flex_attention(q, k, v, mask_mod=mask, return_lse=True, **given, **options_of(backend))
+        options = {} if lengths is None else {"kv_lengths": ends}
+        return jflex.flex_attention(q, k, v, mask_mod=mask, return_lse=True, **options, **options_of(backend))
 
     hidden = lambda x: x.at[:, :60].set(jnp.nan).at[:, 155:].set(jnp.nan if lengths else 0)
     zeroed = lambda x: x.at[:, :60].set(0).at[:, 155:].set(0)
@@ -202,11 +201,10 @@ def test_decoding_from_a_dense_cache(backend, queries, lengths):
         assert_close(found, clean, backend)
 
 
-@pytest.mark.full
 @in_turns
 @pytest.mark.parametrize("page_size", [1, 16, 64])
 @pytest.mark.parametrize("queries", [(1, 1), (3, 40), (1, 160)], ids=["decode", "mixed", "long"])
-@pytest.mark.parametrize("backend", BACKENDS)
+@backends
 def test_pages_that_a_window_no_longer_shows(backend, queries, page_size):
     """Pages go from one sequence to another, and NaN with them."""
     if backend == "mosaic_gpu" and page_size == 1:
@@ -241,27 +239,25 @@ def test_pages_that_a_window_no_longer_shows(backend, queries, page_size):
         assert_close(a, b, backend)
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("backend", [BACKENDS[2], *BACKENDS[3:]])
 def test_containment_can_be_left_out(backend):
     """Where all arrays are finite: then nothing is launched for it, and decoding contains NaN all the same."""
     arrays, _ = draw(backend)
     mask = lambda b, h, q, k: q >= k
-    options = options_of(backend)
-    config = dataclasses.replace(options.get("config", jflex.Config()), contain_nan=False)
+    implementation, config = options_of(backend).values()
+    without = dataclasses.replace(config or jflex.Config(), contain_nan=False)
     attend = lambda q, k, v, config: jflex.flex_attention(
-        q, k, v, mask_mod=mask, implementation=options["implementation"], config=config
+        q, k, v, mask_mod=mask, implementation=implementation, config=config
     )
     q, k, v = (arrays[name] for name in NAMES[:3])
-    assert_close(attend(q, k, v, config), attend(q, k, v, options.get("config")), backend)
+    assert_close(attend(q, k, v, without), attend(q, k, v, config), backend)
     text = lambda config: str(jax.make_jaxpr(lambda *x: attend(*x, config))(q, k, v))
-    assert "repair" not in text(config)
-    assert "repair" in text(options.get("config"))
-    assert "repair" in str(jax.make_jaxpr(lambda *x: attend(*x, config))(q[:, :1], k, v)) or backend == "mosaic_gpu"
+    assert "repair" not in text(without)
+    assert "repair" in text(config)
+    assert "repair" in str(jax.make_jaxpr(lambda *x: attend(*x, without))(q[:, :1], k, v)) or backend == "mosaic_gpu"
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("backend", ["xla", "reference"])
+@pytest.mark.parametrize("backend", BACKENDS[:2])
 def test_a_batch_entry_without_keys_where_the_mod_is_nan(backend):
     """0 times the derivative of the mod is NaN at every position of the first batch entry."""
     query, key, value = jax.random.normal(jax.random.key(0), (3, 2, 6, 2, 8))
@@ -273,14 +269,13 @@ def test_a_batch_entry_without_keys_where_the_mod_is_nan(backend):
         out = jflex.flex_attention(query, key, value, mod, mask_mod=mask, kv_lengths=lengths, **options_of(backend))
         return out.sum()
 
-    gradients = jax.grad(total, (0, 1, 2, 3))(jnp.float32(1), query, key, value)
+    gradients = jax.jit(jax.grad(total, (0, 1, 2, 3)))(jnp.float32(1), query, key, value)
     assert all(np.isfinite(x).all() for x in gradients)
     assert float(jnp.abs(gradients[0])) > 0
     assert all((np.asarray(x)[0] == 0).all() for x in gradients[1:])
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("backend", ["xla", "reference"])
+@pytest.mark.parametrize("backend", BACKENDS[:2])
 def test_finite_values_whose_sum_overflows(backend):
     """The test whether NaN must be kept out sums the values."""
     zeros, value = jnp.zeros((1, 40, 1, 16)), jnp.zeros((1, 40, 1, 16)).at[:, 0].set(3e38)

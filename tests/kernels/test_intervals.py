@@ -220,7 +220,7 @@ def mod_of(tree):
 
 
 @pytest.mark.full
-@settings(max_examples=80)
+@settings(max_examples=30)
 @given(
     MASKS, st.integers(0, 2), st.lists(st.integers(0, SIZES.T - 1), min_size=4, max_size=4), st.integers(0, 2**32 - 1)
 )
@@ -243,7 +243,7 @@ def test_never_wrong(tree, b, rows, seed):
 
 
 @pytest.mark.full
-@settings(max_examples=80)
+@settings(max_examples=30)
 @given(MASKS, st.integers(0, 2), st.integers(0, SIZES.T - 1), st.integers(1, TILE), st.integers(0, 2**32 - 1))
 @example(("ge", "q", "k"), 0, 16, TILE, 0)
 @example(("ge", ("mul", ("sub", "q", "k"), ("sub", "k", 20)), 0), 2, 40, 8, 2)

@@ -93,6 +93,7 @@ CASES = {
     "mixed_sinks_alibi": part_of_streaming(1, alibi, 2048 + 63, 64),
     "speculative": {"N": 128, "mask_mod": CAUSAL},
     "trees": {"N": 256, "nodes": 8, "mask_mod": CAUSAL},
+    "trees_decoded": {"N": 16, "R": 2, "nodes": 8, "mask_mod": CAUSAL, "D": 64, "Hq": 8},
     "trees_in_windows": {"N": 256, "nodes": 8, "mask_mod": WINDOW, "score_mod": softcap},
     "trees_with_alibi": {"N": 512, "nodes": 32, "mask_mod": CAUSAL, "score_mod": alibi},
     "trees_beside_prompts": {"N": 2048 + 64 * 8, "R": 64, "nodes": 8, "mask_mod": CAUSAL},
@@ -127,8 +128,11 @@ CASES = {
 }
 
 
-# One of each kind of kernel; each takes 5 to 30 s to compile.
-SOME = ["decode_alibi", "decode_e4m3", "decode_rope", "latent_16_heads", "mixed_stats", "trees"]
+# One of each kind of kernel; others take up to 30 s to compile.
+SOME = [
+    "decode_alibi", "decode_stats", "decode_e4m3", "decode_rope", "latent_16_heads", "mixed_head_size_64",
+    "trees_decoded",
+]  # fmt: skip
 
 
 @tiers(full={"name": SOME}, rest="long")

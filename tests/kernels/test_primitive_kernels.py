@@ -14,6 +14,7 @@ import pytest
 import jflex
 from tests.cases.primitives import REFUSED_BY_MOSAIC, ROWS, is_coarse, mod_of, operands_of
 from tests.support import gpu_compile
+from tests.support.rows import tiers
 
 T, H, D = 128, 2, 64
 PAIRS = sorted({(x, y) for _, x, y in ROWS})
@@ -76,19 +77,15 @@ def name_of(x):
     return "-".join(getattr(p, "name", p) for p in x)
 
 
-# In `full` the first chunk of bfloat16, in which compilers lack most primitives: a chunk takes 30 s to compile. On a
-# GPU every chunk runs.
-CHUNKS = [
-    pytest.param(
-        primitives, pair, marks=pytest.mark.full if (pair, n) == (("bfloat16", "bfloat16"), 0) else pytest.mark.long
-    )
-    for pair in PAIRS
-    for n, primitives in enumerate(chunks(pair))
-]
+# In `full` two primitives of bfloat16, in which compilers lack most of them: six take 30 s. On a GPU every chunk runs.
+BFLOAT16 = ("bfloat16", "bfloat16")
+FEW = chunks(BFLOAT16)[0][:2]
+CHUNKS = [(primitives, pair) for pair in PAIRS for primitives in chunks(pair)]
 
 
+@tiers(full={"primitives": FEW}, rest="long")
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize(("primitives", "pair"), CHUNKS, ids=name_of)
+@pytest.mark.parametrize(("primitives", "pair"), [(FEW, BFLOAT16), *CHUNKS], ids=name_of)
 def test_compiles(primitives, pair, backend):
     with jax.numpy_dtype_promotion("standard"):
         primitives = [p for p in primitives if not refused([p], pair, backend)]
