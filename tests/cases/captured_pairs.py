@@ -39,6 +39,15 @@ def added(
     )
 
 
+def same(index: Callable[..., tuple[Any, ...]], captures: Callable[..., dict[str, Any]]) -> ScorePair:
+    """A pair that adds one element of ``bias``, at an index of operators alone: the same in JAX and in numpy."""
+
+    def in_jax(c):
+        return lambda s, b, h, q, k: s + c["bias"][index(b, h, q, k, c["bias"].shape)].astype(F32)
+
+    return added(in_jax, index, captures)
+
+
 def within(i: np.ndarray, size: int) -> np.ndarray:
     """What JAX reads at index i: negative ones count from the end, then all are brought into range."""
     return np.clip(np.where(i < 0, i + size, i), 0, size - 1)
@@ -46,48 +55,27 @@ def within(i: np.ndarray, size: int) -> np.ndarray:
 
 # --- one element of an array is added
 
-bias_q = added(lambda c: lambda s, b, h, q, k: s + c["bias"][q], lambda b, h, q, k, n: (q,), normal("T"))
-bias_kv = added(lambda c: lambda s, b, h, q, k: s + c["bias"][k], lambda b, h, q, k, n: (k,), normal("S"))
-bias_h = added(lambda c: lambda s, b, h, q, k: s + c["bias"][h], lambda b, h, q, k, n: (h,), normal("Hq"))
+bias_q = same(lambda b, h, q, k, n: (q,), normal("T"))
+bias_kv = same(lambda b, h, q, k, n: (k,), normal("S"))
+bias_h = same(lambda b, h, q, k, n: (h,), normal("Hq"))
 bias_bq = added(lambda c: lambda s, b, h, q, k: s + c["bias"][b][q], lambda b, h, q, k, n: (b, q), normal("B", "T"))
-bias_qk = added(lambda c: lambda s, b, h, q, k: s + c["bias"][q, k], lambda b, h, q, k, n: (q, k), normal("T", "S"))
-bias_bqk = added(
-    lambda c: lambda s, b, h, q, k: s + c["bias"][b, q, k], lambda b, h, q, k, n: (b, q, k), normal("B", "T", "S")
-)
-bias_hqk = added(
-    lambda c: lambda s, b, h, q, k: s + c["bias"][h, q, k], lambda b, h, q, k, n: (h, q, k), normal("Hq", "T", "S")
-)
-bias_of_more_heads = added(
-    lambda c: lambda s, b, h, q, k: s + c["bias"][h + 1, q, k],
+bias_qk = same(lambda b, h, q, k, n: (q, k), normal("T", "S"))
+bias_bqk = same(lambda b, h, q, k, n: (b, q, k), normal("B", "T", "S"))
+bias_hqk = same(lambda b, h, q, k, n: (h, q, k), normal("Hq", "T", "S"))
+bias_bhqk = same(lambda b, h, q, k, n: (b, h, q, k), normal("B", "Hq", "T", "S"))
+bias_of_more_heads = same(
     lambda b, h, q, k, n: (h + 1, q, k),
     lambda rng, n: {"bias": rng.normal(size=(n.Hq + 2, n.T, n.S)).astype(np.float32)},
 )
-bias_bhqk = added(
-    lambda c: lambda s, b, h, q, k: s + c["bias"][b, h, q, k],
-    lambda b, h, q, k, n: (b, h, q, k),
-    normal("B", "Hq", "T", "S"),
+bias_bhwq = same(
+    lambda b, h, q, k, n: (b, h, 1, q), lambda rng, n: {"bias": rng.normal(size=(n.B, n.Hq, 2, n.T)).astype(np.float32)}
 )
-bias_bhwq = added(
-    lambda c: lambda s, b, h, q, k: s + c["bias"][b, h, 1, q],
-    lambda b, h, q, k, n: (b, h, 1, q),
-    lambda rng, n: {"bias": rng.normal(size=(n.B, n.Hq, 2, n.T)).astype(np.float32)},
-)
-bias_of_padding = added(
-    lambda c: lambda s, b, h, q, k: s + c["bias"][b, 0, 0, k],
-    lambda b, h, q, k, n: (b, 0, 0, k),
-    lambda rng, n: {"bias": rng.normal(size=(n.B, 1, 1, n.S)).astype(np.float32)},
+bias_of_padding = same(
+    lambda b, h, q, k, n: (b, 0, 0, k), lambda rng, n: {"bias": rng.normal(size=(n.B, 1, 1, n.S)).astype(np.float32)}
 )
 bias_0d = added(lambda c: lambda s, b, h, q, k: s + c["bias"], lambda b, h, q, k, n: (), normal())
-bias_bf16 = added(
-    lambda c: lambda s, b, h, q, k: s + c["bias"][b, h, q, k].astype(F32),
-    lambda b, h, q, k, n: (b, h, q, k),
-    normal("B", "Hq", "T", "S", dtype=jnp.bfloat16),
-)
-bias_of_heads_bf16 = added(
-    lambda c: lambda s, b, h, q, k: s + c["bias"][h, q, k].astype(F32),
-    lambda b, h, q, k, n: (h, q, k),
-    normal("Hq", "T", "S", dtype=jnp.bfloat16),
-)
+bias_bf16 = same(lambda b, h, q, k, n: (b, h, q, k), normal("B", "Hq", "T", "S", dtype=jnp.bfloat16))
+bias_of_heads_bf16 = same(lambda b, h, q, k, n: (h, q, k), normal("Hq", "T", "S", dtype=jnp.bfloat16))
 _EIGHTHS = lambda rng, *shape: (rng.integers(-32, 32, shape) / 8).astype(jnp.bfloat16)  # bfloat16 holds their sums
 fixed_bias = ScorePair(
     lambda c: lambda s, b, h, q, k: s + c["fixed"][b, h, q, k].astype(F32),
@@ -107,15 +95,12 @@ bias_of_product = added(
     lambda b, h, q, k, n: (q, k),
     normal("T", "S"),
 )
-table = added(
-    lambda c: lambda s, b, h, q, k: s + c["bias"][h, q - k + c["bias"].shape[1] // 2],
+table = same(
     lambda b, h, q, k, n: (h, q - k + n[1] // 2),
     lambda rng, n: {"bias": rng.normal(size=(n.Hq, 2 * max(n.T, n.S))).astype(np.float32)},
 )
-table_of_distance = added(
-    lambda c: lambda s, b, h, q, k: s + c["bias"][jnp.abs(q - k)],
-    lambda b, h, q, k, n: (abs(q - k),),
-    lambda rng, n: {"bias": rng.normal(size=max(n.T, n.S)).astype(np.float32)},
+table_of_distance = same(
+    lambda b, h, q, k, n: (abs(q - k),), lambda rng, n: {"bias": rng.normal(size=max(n.T, n.S)).astype(np.float32)}
 )
 table_of_wrapped = added(  # a byte wraps at 128; so this does not depend on the distance alone
     lambda c: lambda s, b, h, q, k: s + c["bias"][q.astype(jnp.int8).astype(jnp.int32) - k + c["bias"].size // 2],

@@ -20,6 +20,7 @@ from pallas_kernels.split_kv import paged
 from pallas_kernels.triton.launch import Interpreter, by_arrays
 from tests.cases import paged_cases
 from tests.support import paged_evaluation
+from tests.support.rows import tiers
 
 CAUSAL = lambda b, h, q_idx, kv_idx: q_idx >= kv_idx
 NAMES = ("mixed", "e4m3", "e5m2_pages_of_1", "int8_head_size_80", "rotated_pages_of_16")
@@ -66,7 +67,7 @@ def within(outside):
     assert outside["load"] == outside["store"] == 0
 
 
-@pytest.mark.full
+@tiers(full={"name": ["e4m3", "int8_head_size_80", "rotated_pages_of_16"]}, rest="long")
 @pytest.mark.parametrize("name", NAMES)
 def test_pages(name, outside):
     case = next(case for case in paged_cases.CASES if case.name == name)
@@ -74,7 +75,7 @@ def test_pages(name, outside):
     within(outside)
 
 
-@pytest.mark.full
+@tiers(full={"counts": ["(1, 1, 1, 0)-4", "(1, 40, 1, 1)-64"], "always": True}, rest="long")
 @pytest.mark.parametrize("always", [False, True], ids=["few_rows", "always"])
 @pytest.mark.parametrize(("counts", "N"), [((1, 1, 1, 0), 4), ((1, 40, 1, 1), 64), ((70,), 128)], ids=str)
 def test_words_of_two_columns_in_tiles_of_several_pages(counts, N, always, outside, monkeypatch):

@@ -8,8 +8,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from pallas_kernels.program import intervals
-from pallas_kernels.program.build import IndexRanges, trace_program
-from pallas_kernels.program.evaluate import Evaluation, Space
+from pallas_kernels.program.build import IndexRanges
+from pallas_kernels.program.evaluate import Evaluation
+from tests.support import tile_programs
 from tests.support.rows import in_turns
 
 SIZES = IndexRanges(B=3, Hq=2, T=48, S=64, heads_in_rows=True)
@@ -17,25 +18,18 @@ TILE = 8
 LARGE = [intervals.MAX_LOADED - 1, intervals.MAX_LOADED, intervals.MAX_LOADED + 1, 2**30, -(2**31), 2**31 - 1]
 
 
-class Rows(Space):
-    """Values of rows as [rows], of nothing as []."""
+def program_of(mod, operands):
+    return tile_programs.program_of(mod, operands, SIZES, role="mask")
+
+
+class Rows(tile_programs.DenseSpace):
+    """Values of rows as [rows], all others as they are."""
 
     def __init__(self, operands, count):
-        self.operands, self.count = operands, count
-
-    def literal(self, node):
-        return jnp.full((), node.value.item(), node.dtype)
+        super().__init__({"q": (count,)}, operands)
 
     def spread(self, x, kind, to):
-        return jnp.broadcast_to(x, (self.count,)) if to == "q" else x
-
-    def load(self, node, indices):
-        return self.operands[node.value][tuple(indices)]
-
-
-def program_of(mod, operands):
-    jaxpr = jax.make_jaxpr(mod)(*[jax.ShapeDtypeStruct((), jnp.int32)] * 4, *operands)
-    return trace_program(jaxpr, [(x.shape, str(x.dtype)) for x in operands], SIZES)
+        return super().spread(x, kind, to) if to == "q" else x
 
 
 def judged(mod, b, q, h, *captured, tile=TILE):
@@ -104,10 +98,8 @@ def test_exact_for_comparisons_of_positions(name, rows, b):
     """All heads of each position; the positions follow one another, so bounds of rows are exact."""
     q, h = np.repeat(rows, SIZES.Hq), np.tile(np.arange(SIZES.Hq), len(rows))
     given = TIGHT[name], b, q, h, BY_BATCH, BY_ROW
-    some, all_of = judged(*given)
-    some_right, all_right = truth(*given)
-    np.testing.assert_array_equal(some, some_right)
-    np.testing.assert_array_equal(all_of, all_right)
+    for found, right in zip(judged(*given), truth(*given), strict=True):
+        np.testing.assert_array_equal(found, right)
 
 
 # --- undecided
@@ -236,10 +228,13 @@ def test_never_wrong(tree, b, rows, seed):
         x[rng.integers(0, len(x))] = rng.choice(LARGE)
     given = mod_of(tree), b, rows, [0, 1, 0, 1], *captured
     tile = (TILE, 24)[seed % 2]  # the last one of 24 reaches past the last key
-    some, all_of = judged(*given, tile=tile)
-    some_right, all_right = truth(*given, tile=tile)
+    check_never_wrong(judged(*given, tile=tile), truth(*given, tile=tile))
+
+
+def check_never_wrong(judged, truth):
+    (some, every), (some_right, every_right) = judged, truth
     assert not (some_right & ~some).any(), "a tile that is skipped holds something visible"
-    assert not (all_of & ~all_right).any(), "a tile that is taken for visible holds something hidden"
+    assert not (every & ~every_right).any(), "a tile that is taken for visible holds something hidden"
 
 
 @pytest.mark.full
@@ -250,10 +245,9 @@ def test_never_wrong(tree, b, rows, seed):
 def test_never_wrong_from_the_ends_of_both_axes(tree, b, first, count, seed):
     captured = [np.random.default_rng(seed).integers(-60, 60, n).astype(np.int32) for n in (SIZES.T, SIZES.B, SIZES.S)]
     mod, rows = mod_of(tree), range(first, min(first + count, SIZES.T))
-    some, all_of = judged_by_ends(mod, b, first, count, *captured)
-    some_right, all_right = truth(mod, b, [*rows], [0] * len(rows), *captured)
-    assert not (some_right & ~some).any()
-    assert not (all_of & ~all_right).any()
+    check_never_wrong(
+        judged_by_ends(mod, b, first, count, *captured), truth(mod, b, [*rows], [0] * len(rows), *captured)
+    )
 
 
 @pytest.mark.full

@@ -103,7 +103,10 @@ WRITES = {
 }
 
 
-@tiers(default={"name": "write", "dtype": "bfloat16"})
+@tiers(
+    default={"name": "write", "dtype": "bfloat16"},
+    full=[{"dtype": ["bfloat16", "float8_e4m3fn"]}, {"name": "write", "dtype": ["float16", "float32", "int8"]}],
+)
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="about XLA on a CPU")
 @pytest.mark.parametrize("dtype", [*DTYPES, *EIGHT_BITS])
 @pytest.mark.parametrize("name", WRITES)
@@ -176,7 +179,7 @@ def test_rows_are_set(dtype):
 SHAPES = [((2, 5, 3), 2), ((64, 128, 3), 2), ((3, 40, 128, 2), 3), ((40, 512, 1, 3), 2)]
 
 
-@tiers(default={"dtype": "bfloat16"})
+@tiers(default={"dtype": "bfloat16"}, full={"dtype": ["float32", "float8_e4m3fn"]})
 @pytest.mark.parametrize("dtype", [*DTYPES, *EIGHT_BITS])
 @pytest.mark.parametrize(("shape", "axes"), SHAPES, ids=str)
 def test_any_bits_are_set(shape, axes, dtype):

@@ -10,45 +10,28 @@ import numpy as np
 import pytest
 
 from pallas_kernels.mosaic_gpu.score.tile import unsupported_primitive
-from pallas_kernels.program.build import IndexRanges, differentiate, trace_program
-from pallas_kernels.program.evaluate import Evaluation, Space
+from pallas_kernels.program.build import IndexRanges, differentiate
+from pallas_kernels.program.evaluate import Evaluation
 from pallas_kernels.program.rules.views import NotOnTile
 from pallas_kernels.triton.compiler.emit import emit
 from tests.cases.primitives import PRIMITIVES, REFUSED_BY_MOSAIC, ROWS, is_coarse, mod_of, operands_of
 from tests.support.rows import tiers
+from tests.support.tile_programs import DenseSpace, program_of
 
 B, H, T, S = 2, 3, 5, 7
 
 
-class DenseSpace(Space):
-    """All of a head's scores as one tile."""
-
-    def __init__(self, operands):
-        self.operands = operands
-
-    def literal(self, node):
-        return jnp.full((), node.value.item(), node.dtype)
-
-    def spread(self, x, kind, to):
-        return jnp.broadcast_to(x, {"": (), "q": (T, 1), "k": (1, S), "qk": (T, S)}[to])
-
-    def load(self, node, indices):
-        return self.operands[node.value][tuple(indices)] if indices else self.operands[node.value]
-
-
-def program_of(mod, operands):
-    scalars = [jax.ShapeDtypeStruct((), jnp.float32), *[jax.ShapeDtypeStruct((), jnp.int32)] * 4]
-    jaxpr = jax.make_jaxpr(mod)(*scalars, *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands))
-    return trace_program(jaxpr, [(x.shape, str(x.dtype)) for x in operands], IndexRanges(B, H, T, S))
+SIZES = IndexRanges(B, H, T, S)
+SHAPES = {"q": (T, 1), "k": (1, S), "qk": (T, S)}
 
 
 def run_program(mod, operands, score, d_score, h):
     """Output, cotangents of the score, and of every array."""
-    program = program_of(mod, operands)
+    program = program_of(mod, operands, SIZES)
     derivative = differentiate(program, [True] * len(operands))
     q, k = jnp.arange(T, dtype=jnp.int32)[:, None], jnp.arange(S, dtype=jnp.int32)[None, :]
     known = dict(zip(program.arguments, (score, jnp.int32(0), jnp.int32(h), q, k), strict=True))
-    evaluation = Evaluation(DenseSpace(operands), {**known, derivative.cotangent: d_score})
+    evaluation = Evaluation(DenseSpace(SHAPES, operands), {**known, derivative.cotangent: d_score})
     gradients = [jnp.zeros(x.shape, jnp.float32) for x in operands]
     for load, node in derivative.d_loads.items():
         at = tuple(evaluation.tile(index) for index in load.inputs)
@@ -120,13 +103,13 @@ def _refuse(x, t):
 
 
 def test_what_jax_cannot_differentiate_is_refused():
-    program = program_of(lambda s, b, h, q, k: _without_derivative(s), [])
+    program = program_of(lambda s, b, h, q, k: _without_derivative(s), [], SIZES)
     with pytest.raises(NotOnTile, match=r"JAX cannot differentiate it: there is no derivative"):
         differentiate(program, [])
 
 
 def nodes_of(mod, operands=()):
-    program = program_of(mod, operands)
+    program = program_of(mod, operands, SIZES)
     return [*program.nodes, *differentiate(program, [True] * len(operands)).nodes]
 
 

@@ -7,20 +7,16 @@ import pytest
 
 from pallas_kernels.program import cotangents, evaluate
 from pallas_kernels.program.broadcast_axes import BroadcastAxes, broadcast_axes
-from pallas_kernels.program.build import IndexRanges, differentiate, trace_program
-from pallas_kernels.program.evaluate import Evaluation, OfMultiple, Product, Space
+from pallas_kernels.program.build import IndexRanges, differentiate
+from pallas_kernels.program.evaluate import Evaluation, OfMultiple, Product
+from tests.support import tile_programs
 from tests.support.specs import spec_of
 
 SIZES = IndexRanges(B=3, Hq=4, T=70, S=90)
 
 
-def program_of(mod, *operands):
-    def flat(score, b, h, q, k, *arrays):
-        return mod(score, b, h, q, k, *arrays)
-
-    scalars = [jax.ShapeDtypeStruct((), jnp.float32), *[jax.ShapeDtypeStruct((), jnp.int32)] * 4]
-    jaxpr = jax.make_jaxpr(flat)(*scalars, *(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in operands))
-    return trace_program(jaxpr, [(shape, "float32") for shape in operands], SIZES)
+def program_of(mod, *shapes):
+    return tile_programs.program_of(mod, [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes], SIZES)
 
 
 def spec_with(sizes=SIZES):
@@ -60,21 +56,12 @@ class TestArithmetic:
         assert node.dtype == np.int32
 
 
-class CountingSpace(Space):
+class CountingSpace(tile_programs.DenseSpace):
     """Tiles of one shape; counts the multiply-adds."""
 
     def __init__(self):
+        super().__init__({"q": (5, 1), "k": (1, 7), "qk": (5, 7)})
         self.multiply_adds = 0
-
-    def literal(self, node):
-        return jnp.full((), node.value.item(), node.dtype)
-
-    def spread(self, x, kind, to):
-        shape = {"": (), "q": (5, 1), "k": (1, 7), "qk": (5, 7)}[to]
-        return jnp.broadcast_to(x, shape)
-
-    def load(self, node, indices):
-        raise AssertionError("these mods capture nothing")
 
     def multiply_add(self, a, b, c):
         self.multiply_adds += 1

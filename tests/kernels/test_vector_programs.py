@@ -9,7 +9,7 @@ import pytest
 
 import jflex
 from jflex.mods.trace import trace_vector_mod
-from pallas_kernels.program.evaluate import Evaluation, Space
+from pallas_kernels.program.evaluate import Evaluation
 from pallas_kernels.program.ir import Node
 from pallas_kernels.program.rules.views import NotOnTile
 from pallas_kernels.program.vectors.vectors import (
@@ -21,6 +21,7 @@ from pallas_kernels.program.vectors.vectors import (
 )
 from pallas_kernels.triton.head_chunks import plain_chunks
 from tests.support.rows import tiers
+from tests.support.tile_programs import DenseSpace
 
 B, H, KEYS = 3, 2, 6
 TABLE = np.random.default_rng(1).normal(size=(H, KEYS, 96)).astype(np.float32)
@@ -83,25 +84,18 @@ MODS = {
 }
 
 
-class Arrays(Space):
-    """Values as arrays [keys, lanes], loads by indexing."""
+class Arrays(DenseSpace):
+    """Values as arrays [keys, lanes]; loads are within bounds."""
 
     def __init__(self, vectors, operands, width):
-        self.vectors, self.operands = vectors, operands
-        self.shapes = {"": (), "q": (len(vectors), 1), "k": (1, width), "qk": (len(vectors), width)}
-
-    def literal(self, node: Node) -> jax.Array:
-        return jnp.full((), node.value.item(), node.dtype)
-
-    def spread(self, x: jax.Array, kind: str, to: str) -> jax.Array:
-        return jnp.broadcast_to(x, self.shapes[to])
+        rows = len(vectors)
+        super().__init__({"q": (rows, 1), "k": (1, width), "qk": (rows, width)}, {VECTOR: vectors, **operands})
 
     def load(self, node: Node, indices: Sequence[jax.Array]) -> jax.Array:
-        array = self.vectors if node.value == VECTOR else self.operands[node.value]
-        for index, size in zip(indices, array.shape, strict=True):
+        for index, size in zip(indices, self.operands[node.value].shape, strict=True):
             assert int(jnp.min(index)) >= 0
             assert int(jnp.max(index)) < size
-        return array[tuple(indices)]
+        return super().load(node, indices)
 
 
 def evaluated(mod, vectors, b, h, way):
@@ -115,7 +109,7 @@ def evaluated(mod, vectors, b, h, way):
         values = {"b": b, "h": h, "q": jnp.arange(KEYS, dtype=jnp.int32)[:, None]}
         values["k"] = jnp.arange(of.width, dtype=jnp.int32)[None]
         values = {of.argument(name): jnp.asarray(x, jnp.int32) for name, x in values.items()}
-        evaluation = Evaluation(Arrays(jnp.asarray(vectors), operands, of.width), values)
+        evaluation = Evaluation(Arrays(jnp.asarray(vectors), dict(enumerate(operands)), of.width), values)
         for chunk, node in of.outputs:
             lanes = chunk.first + chunk.step * np.arange(chunk.width)
             found = np.asarray(evaluation.tile(node))
