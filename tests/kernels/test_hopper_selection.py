@@ -14,13 +14,6 @@ from pallas_kernels.plan import Refusal
 from tests.kernels.test_hopper import BACKEND, NEEDS_011
 from tests.support import gpu_compile
 
-
-def on_absent_gpu(call, *shapes):
-    """Traces a call for the GPU that is not there."""
-    with gpu_compile.absent_gpu():
-        return jax.jit(call).trace(*shapes)
-
-
 X = jax.ShapeDtypeStruct((1, 256, 2, 64), jnp.bfloat16)
 REFUSALS = [
     ("float32", jax.ShapeDtypeStruct(X.shape, jnp.float32), {}, r"bfloat16 or float16, not float32"),
@@ -46,8 +39,8 @@ REFUSALS = [
 @pytest.mark.parametrize(("x", "arguments", "message"), [row[1:] for row in REFUSALS], ids=[row[0] for row in REFUSALS])
 def test_refuses(x, arguments, message):
     call = functools.partial(jflex.flex_attention, implementation=BACKEND, **arguments)
-    with pytest.raises(jflex.UnsupportedError, match=message):
-        on_absent_gpu(call, x, x, x)
+    with pytest.raises(jflex.UnsupportedError, match=message), gpu_compile.absent_gpu():
+        jax.jit(call).trace(x, x, x)
 
 
 def test_is_refused_off_hopper():
@@ -56,17 +49,7 @@ def test_is_refused_off_hopper():
         jflex.flex_attention(x, x, x, implementation=BACKEND)
 
 
-@NEEDS_011
-@pytest.mark.parametrize(("version", "refused"), [(12080, "12.8.0"), (12090, "12.9.0"), (12091, None), (None, None)])
-def test_refuses_cuda_that_miscompiles(monkeypatch, version, refused):
-    from pallas_kernels.mosaic_gpu.plan import limits as toolkit
-
-    monkeypatch.setattr(toolkit, "_runtime_version", lambda: version)
-    reason = chosen(1024).reasons.get("mosaic_gpu")
-    assert reason is None if refused is None else f"the assembler of CUDA {refused} miscompiles" in reason
-
-
-def chosen(T, block=None, heads=2, D=64, **arguments):
+def chosen(T=1024, block=None, heads=2, D=64, **arguments):
     """What would run, on a Hopper GPU, where no implementation is named."""
     x = jax.ShapeDtypeStruct((1, T, heads, D), jnp.bfloat16)
     mask = None if block is None else jflex.create_block_mask(jflex.masks.causal(), None, None, T, T, block_size=block)
@@ -75,78 +58,84 @@ def chosen(T, block=None, heads=2, D=64, **arguments):
 
 
 @NEEDS_011
-@pytest.mark.parametrize(
-    ("length", "block", "backend", "reason"),
-    [
-        (1024, None, "mosaic_gpu", None),
-        (1024, 128, "mosaic_gpu", None),
-        (1024, 64, "triton", "blocks of 64 queries keep one"),
-        (256, None, "triton", "4 tiles of 128 queries leave some of the 132"),
-        (255, None, "triton", "below 256 queries or keys"),
-        (4, None, "triton", "for this call of few queries"),
-    ],
-)
-def test_is_first_where_it_is_faster(length, block, backend, reason):
-    account = chosen(length, block)
-    assert account.backend == backend
-    assert reason is None or reason in account.reasons["mosaic_gpu"]
-    assert chosen(length, block, implementation=BACKEND).backend == BACKEND
+@pytest.mark.parametrize(("version", "refused"), [(12080, "12.8.0"), (12090, "12.9.0"), (12091, None), (None, None)])
+def test_refuses_cuda_that_miscompiles(monkeypatch, version, refused):
+    from pallas_kernels.mosaic_gpu.plan import limits as toolkit
+
+    monkeypatch.setattr(toolkit, "_runtime_version", lambda: version)
+    reason = chosen().reasons.get(BACKEND)
+    assert reason is None if refused is None else f"the assembler of CUDA {refused} miscompiles" in reason
 
 
-@pytest.mark.full
 @NEEDS_011
 @pytest.mark.parametrize(
-    ("length", "heads", "D", "score_mod", "reason"),
+    ("arguments", "reason"),
     [
-        (256, 2, 64, None, "4 tiles of 128 queries leave some of the 132"),
-        (256, 2, 128, None, None),
-        (1023, 80, 32, None, "below 1024 queries or keys, at head sizes up to 32, 'triton' is faster"),
-        (1024, 80, 32, None, None),
-        (512, 80, 32, lambda s, b, h, q, k: s * 2, None),
-        (1024, 80, 64, lambda s, b, h, q, k: jnp.sin(s), "sin, cos or tan of each score"),
+        ({}, None),
+        ({"block": 128}, None),
+        ({"block": 64}, "blocks of 64 queries keep one"),
+        ({"T": 256}, "4 tiles of 128 queries leave some of the 132"),
+        ({"T": 255}, "below 256 queries or keys"),
+        ({"T": 4}, "for this call of few queries"),
+        ({"T": 256, "D": 128}, None),
+        ({"T": 1023, "heads": 80, "D": 32}, "below 1024 queries or keys, at head sizes up to 32, 'triton' is faster"),
+        ({"heads": 80, "D": 32}, None),
+        ({"T": 512, "heads": 80, "D": 32, "score_mod": lambda s, b, h, q, k: s * 2}, None),
+        ({"heads": 80, "score_mod": lambda s, b, h, q, k: jnp.sin(s)}, "sin, cos or tan of each score"),
     ],
 )
-def test_leaves_to_triton_what_triton_does_faster(length, heads, D, score_mod, reason):
-    account = chosen(length, heads=heads, D=D, score_mod=score_mod)
+def test_is_first_where_it_is_faster(arguments, reason):
+    account = chosen(**arguments)
     assert account.backend == ("triton" if reason else BACKEND)
     assert reason is None or reason in account.reasons[BACKEND]
+    assert chosen(**arguments, implementation=BACKEND).backend == BACKEND
+
+
+# --- gradients
+
+BELOW = "below {} queries or keys, at head sizes up to {}, it is faster"
+WIDE = jflex.Tiles(128, 128, num_warps=8)
 
 
 @pytest.mark.full
 @NEEDS_011
 @pytest.mark.parametrize(
-    ("length", "D", "config", "below"),
+    ("sizes", "config", "reason"),
     [
-        (256, 64, {}, 1024),
-        (1023, 64, {}, 1024),
-        (1024, 64, {}, None),
-        (256, 128, {}, None),
-        (256, 64, {"deterministic": True}, None),
-        (2047, 32, {}, 2048),
-        (2048, 32, {}, None),
+        ((256, 64), {}, BELOW.format(1024, 64)),
+        ((1023, 64), {}, BELOW.format(1024, 64)),
+        ((1024, 64), {}, None),
+        ((256, 128), {}, None),
+        ((256, 64), {"deterministic": True}, None),
+        ((2047, 32), {}, BELOW.format(2048, 32)),
+        ((2048, 32), {}, None),
+        ((256, 64), {"dkv": jflex.Tiles(64, 64, num_warps=4)}, None),  # tiles that are set are used
+        # Tiles that do not do.
+        ((1024, 64), {"dq": jflex.Tiles(128, 64, num_warps=8)}, "sets tiles for dq alone"),
+        ((1024, 64), {"dkv": jflex.Tiles(64, 64, num_warps=8)},
+         "takes 64 rows, and `config` sets for dkv `block_kv` 64"),
+        ((1024, 64), {"dkv": WIDE, "deterministic": True}, "no tiles for dq, which a kernel of its"),
+        ((1024, 64), {"dkv": jflex.Tiles(64, 128, num_warps=8)}, "no tiles for dq, which a kernel of its own"),
+        ((1024, 64), {"dkv": WIDE}, None),
     ],
-)
-def test_gradients_of_short_sequences_are_left_to_faster_kernels(length, D, config, below):
-    arguments = {"heads": 80, "D": D, "config": jflex.Config(**config)}
-    account = chosen(length, **arguments)
-    reason = f"below {below} queries or keys, at head sizes up to {D}, it is faster"
-    assert (account.gradients, account.gradients_reason) == (("triton", reason) if below else (BACKEND, ""))
-    assert f"gradients {account.gradients}{', because ' if below else ''}" in str(account)
-    assert chosen(length, **arguments, implementation=BACKEND).gradients == BACKEND
+)  # fmt: skip
+def test_gradients_are_left_to_triton_where_it_is_faster_or_tiles_do_not_do(sizes, config, reason):
+    arguments = {"T": sizes[0], "D": sizes[1], "heads": 80, "config": jflex.Config(**config)}
+    account = chosen(**arguments)
+    assert account.gradients == ("triton" if reason else BACKEND)
+    assert (reason or "") in account.gradients_reason
+    assert f"gradients {account.gradients}{', because ' if reason else ''}" in str(account)
+    if "dkv" in config and reason is None:
+        assert f"dkv and dq {config['dkv'].block_q} x {config['dkv'].block_kv}" in account.tiles
+    if "dkv" not in config and "dq" not in config:
+        assert chosen(**arguments, implementation=BACKEND).gradients == BACKEND
 
 
 @pytest.mark.full
 @NEEDS_011
 def test_gradients_stay_where_nobody_else_can_compute_them(monkeypatch):
     monkeypatch.setattr(triton.Triton, "plan", lambda self, spec, requested: Refusal("it cannot"))
-    assert chosen(256, heads=80).gradients == "mosaic_gpu"
-
-
-@pytest.mark.full
-@NEEDS_011
-def test_tiles_that_are_set_for_gradients_are_used():
-    mine = jflex.Config(dkv=jflex.Tiles(64, 64, num_warps=4))
-    assert "dkv and dq 64 x 64" in chosen(256, heads=80, config=mine).tiles
+    assert chosen(256, heads=80).gradients == BACKEND
 
 
 @NEEDS_011
@@ -165,6 +154,7 @@ def test_gradients_run_where_explain_says(length, kernels):
     ("length", "D", "bias", "kernels"),
     [
         (1023, 128, None, "dkv 64 x 128"),
+        (1024, 64, None, "dkv and dq 128 x 128"),
         (1024, 128, None, "dkv and dq 64 x 128"),
         (4096, 64, ((4096, 4096), jnp.int16), "dkv and dq 128 x 128"),
         (4096, 64, ((4096, 4096), jnp.int32), "dkv 128 x 128"),  # TMA loads 32-bit elements for dQ only
@@ -182,13 +172,12 @@ def test_one_pass_where_it_is_faster(length, D, bias, kernels):
 
 @NEEDS_011
 def test_explain_says_which_kernels_compute_gradients():
-    assert "dkv and dq 128 x 128" in chosen(1024).tiles
-    assert "dq 128 x 128" in chosen(1024, config=jflex.Config(deterministic=True)).tiles.split("dkv")[1]
+    assert "dq 128 x 128" in chosen(config=jflex.Config(deterministic=True)).tiles.split("dkv")[1]
     table = jnp.zeros(2048)
-    by_distance = chosen(1024, score_mod=lambda s, b, h, q, k: s + table[q - k + 1024])
+    by_distance = chosen(score_mod=lambda s, b, h, q, k: s + table[q - k + 1024])
     assert "dkv and dq 128 x 128" in by_distance.tiles
     assert "gradients of arrays that are read by query and key at once by 'triton'" in by_distance.tiles
-    by_element = chosen(1024, score_mod=lambda s, b, h, q, k: s + table[(q * k + h + b) % 2048])
+    by_element = chosen(score_mod=lambda s, b, h, q, k: s + table[(q * k + h + b) % 2048])
     assert by_element.gradients == "triton"
     assert by_element.gradients_reason.startswith("the gradient of an array that is read by query and key")
 
@@ -233,24 +222,6 @@ def test_takes_measured_tiles(monkeypatch, fresh_plans):
         "dq_sm90": Tiles(64, 64, 4, 3),
     }
     monkeypatch.setattr(tables, "look_up", lambda device, key: table.get(key.kernel))
-    assert "forward 128 x 64 (8 warps that compute, 3 stages), dkv and dq 64 x 64 (4 warps" in chosen(1024).tiles
-    in_order = chosen(1024, config=jflex.Config(deterministic=True)).tiles
+    assert "forward 128 x 64 (8 warps that compute, 3 stages), dkv and dq 64 x 64 (4 warps" in chosen().tiles
+    in_order = chosen(config=jflex.Config(deterministic=True)).tiles
     assert "dkv 64 x 64 (4 warps that compute, 2 stages), dq 64 x 64 (4 warps that compute, 3 stages)" in in_order
-
-
-@pytest.mark.full
-@NEEDS_011
-@pytest.mark.parametrize(
-    ("config", "reason"),
-    [
-        ({"dq": jflex.Tiles(128, 64, num_warps=8)}, "sets tiles for dq alone"),
-        ({"dkv": jflex.Tiles(64, 64, num_warps=8)}, "takes 64 rows, and `config` sets for dkv `block_kv` 64"),
-        ({"dkv": jflex.Tiles(128, 128, num_warps=8), "deterministic": True}, "no tiles for dq, which a kernel of its"),
-        ({"dkv": jflex.Tiles(64, 128, num_warps=8)}, "no tiles for dq, which a kernel of its own"),
-        ({"dkv": jflex.Tiles(128, 128, num_warps=8)}, None),
-    ],
-)
-def test_leaves_gradients_to_triton_where_set_tiles_do_not_do(config, reason):
-    account = chosen(1024, config=jflex.Config(**config))
-    assert account.gradients == (BACKEND if reason is None else "triton")
-    assert reason in account.gradients_reason if reason else "dkv and dq 128 x 128" in account.tiles
