@@ -12,13 +12,17 @@ from tests.cases.errors import (
     block_masks,
     calls,
     context_parallel,
+    index_sizes,
+    indexer,
     jax_nn,
     latent,
+    latent_eight_bits,
     mods,
     packed,
     paged,
     ready_mods,
     sizes,
+    sparse_mla,
     states,
     weights,
 )
@@ -27,6 +31,7 @@ from tests.cases.errors.calls import F32, array, call, score
 # Each table, and whether a dot of its regular expressions matches the end of a line.
 TABLES = {
     calls: True, jax_nn: True, mods: True, packed: True, paged: True, weights: True,
+    index_sizes: True, latent_eight_bits: False, indexer: False, sparse_mla: False,
     block_masks: False, context_parallel: False, latent: False, ready_mods: False, sizes: False, states: False,
 }  # fmt: skip
 ROWS = [
@@ -34,7 +39,10 @@ ROWS = [
     for table, dots in TABLES.items()
     for name, provoke, kind, message in table.ROWS
 ]
-BEFORE_CALLS = [*(row for row in (*calls.ROWS, *sizes.ROWS) if "call" in row[1].__code__.co_names), *mods.ROWS]
+BEFORE_CALLS = [
+    *(row for row in (*calls.ROWS, *sizes.ROWS, *index_sizes.ROWS) if "call" in row[1].__code__.co_names),
+    *mods.ROWS,
+]
 
 
 @pytest.mark.parametrize(("provoke", "kind", "message"), ROWS)

@@ -291,38 +291,3 @@ def test_selected_keys_are_those_of_dense_attention():
     positions = jnp.pad(positions, (0, CASE.padding), constant_values=-1)
     indices = jflex.select_keys(scores, 40, visible=positions[:, None] >= jnp.arange(40)[None])
     check(sparse(CASE, indices, "xla"), paged_evaluation.run(CASE, "xla"))
-
-
-# --- messages
-
-CACHE = jflex.paged.LatentCache.create(4, 16, 32, 16, dtype="float32")
-BATCH = jflex.paged.PagedBatch(INT([0, 2, 3]), INT([20, 5]), INT([[1, 2], [3, 0]]))
-TREES = jflex.paged.PagedBatch(INT([0, 2, 3]), INT([20, 5]), INT([[1, 2], [3, 0]]), INT([[1, 3], [1, 0]]))
-
-
-def call(indices, cache=CACHE, batch=BATCH, **options):
-    q = jnp.zeros((3, 4, 48))
-    return lambda: jflex.sparse_mla_attention(q, cache, batch, indices, **({"qk_head_dim": 24} | options))
-
-
-ROWS = [
-    ("floats", call(jnp.zeros((3, 2))), TypeError, "`indices` must be an int32 array of positions."),
-    ("a_list", call([[0]]), TypeError, "`indices` must be an int32 array of positions. Got list."),
-    ("other_queries", call(INT([[0, 1]])), ValueError, "`indices` must be [N, K], a row for each of the 3 queries."),
-    ("one_axis", call(INT([0, 1, 2])), ValueError, "`indices` must be [N, K]"),
-    ("no_scale", call(INT(np.zeros((3, 2))), qk_head_dim=None), ValueError, "`sparse_mla_attention` takes one of"),
-    ("trees", call(INT(np.zeros((3, 2))), batch=TREES), ValueError, "`batch.ancestors` must be None"),
-    ("cache_of_keys", call(INT(np.zeros((3, 2))), cache=jflex.paged.PagedCache.create(4, 16, 1, 48, dtype="float32")),
-     TypeError, "`cache` must be a `LatentCache`."),
-    ("gradient", lambda: jax.grad(lambda x: jflex.sparse_mla_attention(
-        x, CACHE, BATCH, INT(np.zeros((3, 2))), qk_head_dim=24, implementation="xla").sum())(jnp.zeros((3, 4, 48))),
-     jflex.UnsupportedError, "`sparse_mla_attention` has no derivative on 'xla'"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("attempt", "kind", "message"), [row[1:] for row in ROWS], ids=[row[0] for row in ROWS])
-def test_message(attempt, kind, message):
-    with pytest.raises(kind) as caught:
-        attempt()
-    assert type(caught.value) is kind
-    assert message in str(caught.value)
