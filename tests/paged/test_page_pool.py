@@ -1,7 +1,6 @@
 """The pool of pages: owners are counted, nothing is lost, and a failed call changes nothing."""
 
 import copy
-import random
 
 import jax.numpy as jnp
 import numpy as np
@@ -27,47 +26,12 @@ def test_nothing_can_be_asked_for():
     assert state(pool) == before
 
 
-def test_all_pages_and_one_more():
-    pool = PagePool(8, 16)
-    pages = pool.alloc(7)
-    assert sorted(pages) == [1, 2, 3, 4, 5, 6, 7]
-    assert all(type(page) is int for page in pages)
-    before = state(pool)
-    with pytest.raises(OutOfPages, match=r"`n` is 1, but 0 pages are free of 7. Release pages"):
-        pool.alloc(1)
-    assert state(pool) == before
-    pool.check([pages])
-
-
-def test_a_released_page_is_free_again():
-    pool = PagePool(3, 16)
-    pages = pool.alloc(2)
-    pool.release(pages[:1])
-    assert (pool.num_free, pool.owners(pages[0])) == (1, 0)
-    assert pool.alloc(1) == pages[:1]
-    assert pool.owners(pages[0]) == 1
-
-
 def test_the_tail_of_a_request_is_used_again_before_its_head():
     pool = PagePool(12, 16)
     first, second = pool.alloc(4), pool.alloc(4)
     pool.release(first)
     pool.release(second)
     assert pool.alloc(11) == (8, 7, 6, 5, 4, 3, 2, 1, 9, 10, 11)
-
-
-def test_pages_are_free_once_all_owners_are_gone():
-    """The seed's example: A has P0, P1, P2, and B shares P0 and P1 and has P3."""
-    pool = PagePool(8, 16)
-    a = pool.alloc(3)
-    pool.share(a[:2])
-    b = (*a[:2], *pool.alloc(1))
-    pool.check([a, b])
-    pool.release(a)
-    assert [pool.owners(page) for page in (*a, b[2])] == [1, 1, 0, 1]
-    pool.release(b)
-    assert pool.num_free == 7
-    pool.check([])
 
 
 @pytest.mark.parametrize("page_size", [1, 16, 128, 256])
@@ -79,19 +43,6 @@ def test_pages_of_a_length(page_size):
     assert pool.pages_for(0) == 0
 
 
-def test_a_partial_page_is_copied_before_one_of_its_owners_writes():
-    pool = PagePool(5, 16)
-    a = pool.alloc(2)
-    pool.share(a)
-    new = pool.fork(a[1])
-    assert new not in a
-    assert [pool.owners(page) for page in (*a, new)] == [2, 1, 1]
-    pool.check([a, (a[0], new)])
-    assert pool.fork(new) == new  # nobody else has it
-    assert pool.fork(a[1]) == a[1]
-    pool.check([a, (a[0], new)])
-
-
 def test_a_copy_goes_its_own_way():
     pool = PagePool(8, 16)
     pool.release(pool.alloc(5)[2:4])
@@ -100,18 +51,6 @@ def test_a_copy_goes_its_own_way():
     pool.release([1])
     assert saved.num_free == 4
     assert saved.alloc(3) == first
-
-
-def test_no_page_is_lost_in_many_steps():
-    draw, pool, held = random.Random(0), PagePool(64, 16), []
-    for _ in range(10_000):
-        if held and draw.random() < 0.5:
-            pool.release([held.pop(draw.randrange(len(held)))])
-        elif pool.num_free:
-            held += pool.alloc(1)
-        assert 0 not in held
-        assert pool.num_free + len(held) == 63
-    pool.check([held])
 
 
 def test_tables():
@@ -241,8 +180,8 @@ class Serving(RuleBasedStateMachine):
             self.pool.check_table(self.pool.table(self.held))
 
 
-Serving.TestCase.settings = settings(max_examples=60, stateful_step_count=40)
-TestServing = pytest.mark.full(Serving.TestCase)
+Serving.TestCase.settings = settings(max_examples=20, stateful_step_count=40)
+TestServing = Serving.TestCase
 
 
 def pool_of(owned, num_pages=8):

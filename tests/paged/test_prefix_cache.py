@@ -8,7 +8,7 @@ import pytest
 import jflex
 from jflex.masks import causal
 from jflex.paged import PagedBatch, PagedCache, PrefixHit, StaleHit, slots_of
-from tests.support.prefixes import add, edges, found, make, put, refused
+from tests.support.prefixes import add, found, make, put, refused
 
 # --- match
 
@@ -95,66 +95,7 @@ def test_namespaces_share_nothing():
     cache.check([])
 
 
-# --- splits
-
-
-def test_prefixes_that_diverge_split_an_edge():
-    _, cache = make()
-    a, b, c, d, e, f, g = range(7)
-    pages = put(cache, [a, b, c, d, e])
-    hit = cache.match([a, b, c, f, g])
-    assert hit.pages == pages[:3]
-    assert edges(cache) == [[a, b, c], [d, e]]
-    own = cache.alloc(2)
-    assert cache.insert([a, b, c, f, g], [*hit.pages, *own], hit).pages == (*pages[:3], *own)
-    assert edges(cache) == [[a, b, c], [d, e], [f, g]]
-    assert found(cache, [a, b, c, d, e]) == 5
-    cache.check([])
-
-
-def test_a_split_keeps_sizes_and_locks():
-    _, cache = make()
-    hit = add(cache, range(6))
-    twice = cache.lock(hit)
-    short = cache.match(range(6), limit=2)
-    shorter = cache.match(range(6), limit=1)
-    assert edges(cache) == [[0], [1], [2, 3, 4, 5]]
-    assert [node.locks for node in cache._tree._nodes(None)] == [4, 4, 3, 2]
-    assert (cache.num_cached, cache.num_evictable) == (6, 0)
-    for number, ended in enumerate([hit, shorter, twice, short]):
-        cache.unlock(ended)
-        cache.check([])
-        assert cache.num_evictable == [0, 0, 4, 6][number]
-
-
 # --- locks
-
-
-def test_locks_protect_all_pages_up_to_the_root():
-    _, cache = make()
-    put(cache, [1, 2, 3])
-    put(cache, [1, 2, 4, 5])
-    put(cache, [1, 6])
-    deep = cache.match([1, 2, 4, 5], limit=4)
-    assert (cache.num_cached, cache.num_evictable) == (6, 2)
-    assert len(cache.evict(99)) == 2
-    assert (cache.num_cached, cache.num_evictable) == (4, 0)
-    assert cache.evict(99) == ()
-    cache.unlock(deep)
-    assert cache.num_evictable == 4
-    cache.check([])
-
-
-def test_a_prefix_is_locked_until_each_of_its_requests_has_ended():
-    _, cache = make()
-    first = add(cache, [1, 2, 3])
-    second, copy = cache.match([1, 2, 3, 4]), cache.lock(first)
-    for hit in (first, copy):
-        cache.unlock(hit)
-        assert (cache.evict(9), cache.num_evictable) == ((), 0)
-    cache.unlock(second)
-    assert len(cache.evict(9)) == 3
-    assert cache.num_locks == 0
 
 
 def test_each_hit_is_unlocked_once():
@@ -181,46 +122,6 @@ def test_hits_are_known_by_what_they_are_and_not_by_what_they_hold():
 # --- insert
 
 
-def test_pages_of_tokens_that_are_cached_by_then_are_released():
-    pool, cache = make(page_size=2)
-    first, second = cache.match(range(7)), cache.match(range(7))
-    pages, others = pool.alloc(4), pool.alloc(4)
-    first = cache.insert(range(7), pages, first)
-    assert first.pages == pages[:3]
-    second = cache.insert(range(7), others, second)
-    assert second.pages == pages[:3]
-    assert [pool.owners(page) for page in others] == [0, 0, 0, 1]
-    cache.check([pages[3:], others[3:]])
-    third = cache.insert([*range(6), 8, 9], [*second.pages, others[3]], second)
-    assert third.pages == (*pages[:3], others[3])
-    cache.check([pages[3:]])
-    assert cache.stats.duplicate_pages == 3
-
-
-def test_a_duplicate_that_ends_within_an_edge():
-    pool, cache = make()
-    pages = put(cache, range(6))
-    hit = cache.match(range(6), limit=2)
-    hit = cache.insert([0, 1, 2, 3, 9], [*hit.pages, *pool.alloc(3)], hit)
-    assert hit.pages[:4] == pages[:4]
-    assert edges(cache) == [[0, 1], [2, 3], [4, 5], [9]]
-    assert (cache.num_cached, cache.num_evictable, pool.num_free) == (7, 2, 24)
-    cache.check([])
-
-
-def test_a_request_inserts_again_as_it_grows():
-    """After each chunk of the prompt, and at its end."""
-    pool, cache = make(page_size=4)
-    pages, hit, tokens = list(pool.alloc(5)), cache.match(range(18)), range(100, 118)
-    for written in (3, 4, 9, 9, 18):
-        hit = cache.insert(tokens[:written], pages, hit)
-        pages[: len(hit.pages)] = hit.pages
-        assert hit.num_tokens == written // 4 * 4
-        assert cache.num_locks == 1
-        cache.check([pages[len(hit.pages) :]])
-    assert edges(cache) == [[*range(100, 104)], [*range(104, 108)], [*range(108, 116)]]
-
-
 def test_what_is_not_written_is_not_cached():
     """A request of 6 prompt and 3 sampled tokens ends: keys of the last one were never written."""
     pool, cache = make(page_size=4)
@@ -233,19 +134,6 @@ def test_what_is_not_written_is_not_cached():
     cache.check([])
     assert found(cache, [*prompt, *sampled, 0, 0, 0]) == 8
     assert pool.num_free + cache.num_cached == 31
-
-
-def test_a_request_that_is_aborted_leaves_nothing():
-    pool, cache = make(page_size=4)
-    cached = put(cache, range(8))
-    hit = cache.match(range(20))
-    own = cache.alloc(3)
-    cache.check([own])
-    cache.unlock(hit)
-    pool.release(own)
-    cache.check([])
-    assert hit.pages == cached
-    assert (cache.num_locks, cache.num_evictable, pool.num_free) == (0, 2, 29)
 
 
 def test_requests_that_fork_share_a_lock_and_copy_the_partial_page():

@@ -6,52 +6,7 @@ from fractions import Fraction
 import numpy as np
 
 from jflex.paged import OutOfPages, PrefixLocked, PrefixStats
-from tests.support.prefixes import add, edges, found, make, put, refused
-
-
-def test_the_least_recently_used_leaf_is_evicted_from_its_end():
-    _, cache = make()
-    first = put(cache, [1, 2, 3])
-    second = put(cache, [1, 2, 4])
-    third = put(cache, [5, 6])
-    found(cache, [1, 2, 3])
-    assert cache.evict(0) == ()
-    assert cache.evict(1) == second[2:]
-    assert cache.evict(1) == third[1:]
-    assert cache.evict(2) == (third[0], first[2])
-    assert edges(cache) == [[1, 2]]
-    assert cache.evict(1) == first[1:2]
-    assert found(cache, [1, 2, 3]) == 1
-    assert cache.evict(5) == first[:1]
-    cache.check([])
-
-
-def test_a_parent_is_a_leaf_once_all_its_children_are_evicted():
-    _, cache = make()
-    stem = put(cache, [1, 2])
-    a, b = put(cache, [1, 2, 3])[2], put(cache, [1, 2, 4])[2]
-    young = put(cache, [9])
-    assert [cache.evict(1)[0] for _ in range(3)] == [a, b, stem[1]]
-    assert cache.evict(9) == (stem[0], *young)
-
-
-def test_a_parent_in_use_is_younger_than_leaves_of_other_branches():
-    _, cache = make()
-    stem = put(cache, [1])
-    child = put(cache, [1, 2])[1]
-    other = put(cache, [5])
-    found(cache, [1])
-    assert cache.evict(3) == (child, *other, *stem)
-
-
-def test_a_leaf_that_lost_its_end_matches_what_is_left():
-    _, cache = make()
-    pages = put(cache, range(5))
-    for left in (4, 3, 2, 1):
-        assert cache.evict(1) == pages[left : left + 1]
-        assert found(cache, range(9)) == left
-        cache.check([])
-    assert put(cache, range(5))[0] == pages[0]
+from tests.support.prefixes import add, found, make, put, refused
 
 
 def test_tokens_take_no_more_memory_than_twice_those_of_the_pages():
@@ -63,14 +18,6 @@ def test_tokens_take_no_more_memory_than_twice_those_of_the_pages():
         for node in cache._tree._nodes(None):
             assert node.tokens.base is None or not node.pages
             assert len(node.tokens) <= 2 * len(node.pages)
-
-
-def test_the_end_of_a_request_counts_as_use():
-    _, cache = make()
-    long = add(cache, [1])
-    short = put(cache, [2])
-    cache.unlock(long)
-    assert cache.evict(2) == (*short, *long.pages)
 
 
 def test_a_clock_tells_the_idle_pages():

@@ -31,19 +31,6 @@ def found(cache, tokens, **options):
     return hit.num_tokens
 
 
-def edges(cache, namespace=None):
-    """The tokens of each node, those of a child behind those of its parent."""
-    tree, listed = cache._tree, []
-
-    def visit(node):
-        listed.append(node.tokens[: len(node.pages)].ravel().tolist())
-        for child in node.children.values():
-            visit(child)
-
-    visit(tree.roots[namespace])
-    return listed[1:]
-
-
 def state(cache):
     """All that a failed call could have changed."""
     tree, pool = cache._tree, cache._pool
