@@ -17,7 +17,7 @@ from tests.cases import train_cases
 from tests.cases.train_cases import CONFIG, batch, counted_compilations
 from tests.support.rows import tiers
 
-MESHES = ["data=8", "fsdp=8", "data=4,model=2", "data=2,fsdp=2,model=2"]
+MESH = "data=2,fsdp=2,model=2"
 
 pytestmark = [
     pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices; tests/conftest.py simulates them"),
@@ -35,8 +35,8 @@ def on_one_device():
     return three_steps(train_cases.trainer())
 
 
-@tiers(full={"mesh": "data=2,fsdp=2,model=2"}, rest="long")
-@pytest.mark.parametrize("mesh", MESHES)
+@tiers(full={"mesh": MESH}, rest="long")
+@pytest.mark.parametrize("mesh", [MESH, "data=8", "data=4,model=2"])
 def test_losses_on_every_mesh_are_those_of_one_device(mesh: str, on_one_device):
     trainer = train_cases.trainer(mesh)
     for found, expected in zip(three_steps(trainer), on_one_device, strict=True):
@@ -48,20 +48,17 @@ def test_losses_on_every_mesh_are_those_of_one_device(mesh: str, on_one_device):
     assert moments.sharding == kernel.sharding
 
 
-@tiers(full={"computation": ["computation1", "computation2"]}, rest="long")
-@pytest.mark.parametrize(
-    "computation",
-    [Computation(accumulate=4, loss_chunk=16), *(Computation(remat=name) for name in REMAT if name != "none")],
-)
-def test_how_a_step_is_computed_does_not_change_it(computation: Computation, on_one_device):
-    for found, expected in zip(three_steps(train_cases.trainer(computation=computation)), on_one_device, strict=True):
-        np.testing.assert_allclose(found, expected, rtol=2e-5)
-
-
 @pytest.mark.full
-def test_accumulation_on_a_mesh(on_one_device):
-    losses, *_ = three_steps(train_cases.trainer("data=2,model=2", Computation(accumulate=2)))
-    np.testing.assert_allclose(losses, on_one_device[0], rtol=2e-5)
+@pytest.mark.parametrize(
+    ("mesh", "computation"),
+    [
+        ("data=2,model=2", Computation(accumulate=2, loss_chunk=16)),
+        *(("data=1", Computation(remat=name)) for name in REMAT if name != "none"),
+    ],
+)
+def test_how_a_step_is_computed_does_not_change_it(mesh: str, computation: Computation, on_one_device):
+    for found, expected in zip(three_steps(train_cases.trainer(mesh, computation)), on_one_device, strict=True):
+        np.testing.assert_allclose(found, expected, rtol=2e-5)
 
 
 @pytest.mark.full
@@ -86,8 +83,8 @@ def test_learned_biases_train():
     assert np.abs(np.asarray(trainer.state.parameters[slopes]) - before).min() > 0
 
 
-@tiers(full={"mesh": "data=2,fsdp=2,model=2"}, rest="long")
-@pytest.mark.parametrize("mesh", ["data=8", "data=4,model=2", "data=2,fsdp=2,model=2"])
+@pytest.mark.full
+@pytest.mark.parametrize("mesh", ["data=4,model=2", MESH])
 def test_a_step_gathers_no_keys_and_computes_in_bfloat16(mesh: str):
     """Over rows and heads, attention needs nothing of another device; parameters are gathered over `fsdp` alone."""
     trainer = train_cases.trainer(mesh, dtype=jnp.bfloat16)

@@ -9,8 +9,6 @@ import pytest
 
 from flax_layers.train import InputError, Run, SaveError, make_mesh, parse_mesh
 from flax_layers.train import __main__ as train
-from flax_layers.train.errors import saving
-from flax_layers.train.log import Log
 from flax_layers.train.trainer import State
 
 ARGUMENTS = (  # noqa: SIM905
@@ -164,19 +162,6 @@ def test_a_checkpoint_that_lacks_an_entry_is_refused(run, monkeypatch, entry: st
         run()
     with pytest.raises(InputError, match=message):
         run()
-
-
-@pytest.mark.skipif(not pathlib.Path("/dev/full").exists(), reason="a Linux device that is always full")
-def test_a_full_disk_at_the_log_is_one_clear_error(tmp_path):
-    log = Log(tmp_path / "log.jsonl")
-    log.path = pathlib.Path("/dev/full")
-    with (
-        pytest.raises(
-            SaveError, match=r"^/dev/full could not be written: No space left on device\. The last\. Make room"
-        ),
-        saving(log.path, lambda: "The last"),
-    ):
-        log.write(step=1, loss=2.0)
 
 
 def test_a_log_that_cannot_begin_is_one_clear_error(run, tmp_path):
