@@ -1,48 +1,20 @@
-"""`flex_attention`: validate, build the AttentionSpec, select a backend, run."""
+"""`flex_attention`: attention of dense arrays."""
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple, Unpack, overload
+from typing import Any, Literal, Unpack, overload
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int32
 
-from jflex import backends
-from jflex._call.call_warnings import warn_of_alignment
-from jflex._call.checks import check_arrays, check_block_mask, warn_of_layout
-from jflex._call.dispatch import Implementation, select_forward, warn_of_new_numbers
-from jflex._call.dropout import KeptMod, kept_mod
-from jflex._call.vector_mods import VectorMods
-from jflex._check.arguments import (
-    check_config,
-    check_kv_lengths,
-    check_normalize,
-    check_scale,
-    checked_sinks,
-    current_device,
-    current_precision,
-    largest_value,
-)
-from jflex._jax import custom_vjp
-from jflex._jax.partitioning import refuse_divided_tokens
-from jflex._mesh import match_manual_axes
-from jflex.backends.base import Inputs, Saved
-from jflex.backends.results import results_of_no_keys
-from jflex.backends.vector_mods import modified_inputs, modified_output
-from jflex.block_mask.lists import BlockLists
+from jflex._call.dispatch import Implementation
 from jflex.block_mask.mask import BlockMask
 from jflex.config import Config
-from jflex.mods.array_sizes import CallSizes, check_requirements
+from jflex.entry import finish, prepare, run
 from jflex.mods.signature import answers_keywords
-from jflex.mods.trace import TracedMod, mod_requirements, trace_mask_mod, trace_score_mod
 from jflex.mods.types import MaskMod, OutputMod, ScoreMod, VectorMod
-from jflex.options import Options, Settings, checked
+from jflex.options import Options, checked
 from jflex.states.stats import AttentionStats, Stat
 from jflex.types import AnyArray, Key, Lse, Out, Query, Value
-from pallas_kernels.spec import AttentionSpec, Blocks, Captured, Dense, Device, Dropout, Mods, Numerics, Sizes
 
 
 # fmt: off
@@ -173,153 +145,4 @@ def flex_attention(
         config=config,
     )  # fmt: skip
     call = prepare(query, key, value, settings, block_mask=block_mask, kv_lengths=kv_lengths, layout=layout)
-    saved = attend("flex_attention", with_modified_inputs(call), implementation)
-    if output_mod is not None:
-        lse = saved.lse if normalize == "softmax" else None
-        saved = saved._replace(out=modified_output(output_mod, saved.out, lse, layout))
-    return settings.results(saved)
-
-
-class Call(NamedTuple):
-    """A checked call; query, key and value are not yet modified."""
-
-    spec: AttentionSpec
-    inputs: Inputs
-    vectors: VectorMods = VectorMods()
-
-
-def prepare(
-    query: Any,
-    key: Any,
-    value: Any,
-    settings: Settings,
-    *,
-    block_mask: BlockMask | None = None,
-    kv_lengths: AnyArray | None = None,
-    layout: str = "BTNH",
-    has_value: bool = True,
-) -> Call:
-    """Checks every argument of `flex_attention`; nothing is computed, and query, key and value may be shapes.
-
-    Where the call has no value (`jflex.attention_weights`), `key` stands in its place.
-    """
-    score_mod, mask_mod, config = settings.score_mod, settings.mask_mod, settings.config
-    query, key, value = (jnp.asarray(x) if isinstance(x, np.ndarray) else x for x in (query, key, value))
-    check_arrays(query, key, value, layout, has_value=has_value, may_have_eight_bits=has_value)
-    warn_of_layout(query, key, layout)
-    value = value if has_value else key
-    sizes = _sizes(query, key, value, layout)
-    B, T, S, Hq = sizes[:4]
-    scale = check_scale(settings.scale, sizes.D)
-    if block_mask is not None:
-        check_block_mask(block_mask, mask_mod, B, Hq, T, S)
-    kv_lengths = check_kv_lengths(kv_lengths, B, S)
-    check_normalize(settings.normalize, settings.sinks)
-    sinks = None if settings.sinks is None else checked_sinks(settings.sinks, Hq)
-    vectors = settings.vectors
-    call_sizes = CallSizes(B, Hq, T, S if kv_lengths is None else largest_value(kv_lengths))
-    if vectors != VectorMods():
-        sizes = _with_vectors(sizes, vectors, query.dtype, call_sizes, has_lse=settings.normalize == "softmax")
-    score, score_operands = (None, ()) if score_mod is None else trace_score_mod(score_mod)
-    mask = _traced_mask(block_mask, mask_mod)
-    check_requirements((*mod_requirements(score_mod, score), *mod_requirements(mask_mod, mask.mod)), call_sizes)
-    if mask.mod is not None and kv_lengths is not None and T == 1:
-        warn_of_alignment(mask.mod, (B, Hq, T, S), kv_lengths)
-    config = check_config(config, mask.blocks)
-    spec = AttentionSpec(
-        sizes=sizes,
-        numerics=_numerics(query, value, settings, scale),
-        device=Device(*current_device(query, key, value)),
-        mods=Mods(score, mask.mod),
-        memory=Dense(layout, mask.blocks, kv_lengths is not None),
-        config=config,
-    )
-    sinks = None if sinks is None else sinks.astype(spec.exact)
-    captured = Captured(score_operands, mask.operands)
-    inputs = Inputs(query, key, value, mask.lists, captured, kv_lengths, sinks=sinks)
-    call = Call(spec, inputs, vectors)
-    if not settings.dropout_rate:
-        return call
-    return with_dropout(call, settings.dropout_rate, kept_mod(settings.dropout_rate, settings.dropout_key, B, Hq))
-
-
-def _numerics(query: Any, value: Any, settings: Settings, scale: float) -> Numerics:
-    return Numerics(
-        dtype=str(value.dtype),
-        scale=scale,
-        qk_dtype=None if query.dtype == value.dtype else str(query.dtype),  # eight bits, or the check had raised
-        precision=current_precision(value.dtype),
-        normalize=settings.normalize,
-        stats=tuple(name for name in settings.return_stats if name != "lse"),
-        sinks=settings.sinks is not None,
-    )
-
-
-def _sizes(query: Any, key: Any, value: Any, layout: str) -> Sizes:
-    """Sizes of a call with checked arrays."""
-    length, heads = (1, 2) if layout == "BTNH" else (2, 1)
-    (T, S), (Hq, Hkv) = ((query.shape[axis], key.shape[axis]) for axis in (length, heads))
-    return Sizes(B=query.shape[0], T=T, S=S, Hq=Hq, Hkv=Hkv, D=query.shape[3], Dv=value.shape[3], Bkv=key.shape[0])
-
-
-def _with_vectors(sizes: Sizes, vectors: VectorMods, dtype: DTypeLike, call: CallSizes, *, has_lse: bool) -> Sizes:
-    """Checks vector mods; keys that they make different ones for each batch entry have the batch size of the query."""
-    vectors.check(sizes.D, sizes.Dv, dtype, sizes=call, kv_heads=sizes.Hkv, has_lse=has_lse)
-    if sizes.Bkv == sizes.B or not vectors.needs_batch(sizes.D, sizes.Dv, dtype):
-        return sizes
-    return sizes._replace(Bkv=sizes.B)
-
-
-def with_modified_inputs(call: Call) -> Call:
-    """The call with query, key and value as its vector mods make them."""
-    if call.vectors[:3] == (None, None, None):
-        return call
-    spec, inputs = call.spec, call.inputs
-    arrays = inputs.query, inputs.key, inputs.value
-    query, key, value = modified_inputs(call.vectors[:3], arrays, spec.layout, spec.Bkv, inputs.kv_lengths)
-    return call._replace(inputs=inputs._replace(query=query, key=key, value=value))
-
-
-class _Mask(NamedTuple):
-    """The mask of a call: the traced mod, the arrays that it captures, and the blocks and lists of a BlockMask."""
-
-    mod: TracedMod | None
-    operands: tuple[jax.Array, ...]
-    blocks: Blocks | None = None
-    lists: BlockLists | None = None
-
-
-def _traced_mask(block_mask: BlockMask | None, mask_mod: MaskMod | None) -> _Mask:
-    if block_mask is not None:
-        blocks = Blocks(block_mask.block_size, *block_mask.shape[:2])
-        return _Mask(block_mask.traced, block_mask.mask_operands, blocks, block_mask.lists)
-    return _Mask(None, ()) if mask_mod is None else _Mask(*trace_mask_mod(mask_mod))
-
-
-def with_dropout(call: Call, rate: float, kept: KeptMod | None) -> Call:
-    """The call with dropout of its weights: `kept` says which are kept, None for no dropout."""
-    if kept is None:
-        return call
-    traced, operands = trace_mask_mod(kept)
-    spec, captured = call.spec.replace(dropout=Dropout(rate, traced)), call.inputs.captured._replace(dropout=operands)
-    return call._replace(spec=spec, inputs=call.inputs._replace(captured=captured))
-
-
-def attend(caller: str, call: Call, implementation: Implementation) -> Saved:
-    """Selects a backend and runs it; `caller` is the public function, for messages."""
-    spec, inputs, _ = call
-    name = select_forward(implementation, spec, caller)
-    if spec.is_empty:
-        return results_of_no_keys(spec, inputs.sinks)
-    return _run(name, implementation, spec, inputs)
-
-
-def _run(name: str, implementation: Implementation, spec: AttentionSpec, inputs: Inputs) -> Saved:
-    if any(jax.typeof(x).sharding.mesh.explicit_axes for x in inputs[:3]):
-        refuse_divided_tokens(spec, inputs.query, inputs.key, inputs.value)
-    inputs = match_manual_axes(inputs)
-    if backends.get(name).differentiable and spec.qk_dtype is None:
-        return backends.get(name).forward(spec, inputs)
-    warn_of_new_numbers(spec, inputs)
-    named = implementation if implementation is None or isinstance(implementation, str) else tuple(implementation)
-    return custom_vjp.attend(custom_vjp.Static(name, named, spec), inputs)
+    return finish(settings, run(call, settings.implementation), layout)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jflex import attention, varlen
+from jflex import attention, entry, varlen
 from jflex._call.account import Account
 from jflex._call.dispatch import Implementation
 from jflex._check.keywords import check_keywords
@@ -135,7 +135,7 @@ class _Explained(NamedTuple):
     account: Callable[[Any, Implementation], Any]
 
 
-def _dense(call: attention.Call, implementation: Implementation) -> Account:
+def _dense(call: entry.Call, implementation: Implementation) -> Account:
     return Account.from_call(call.spec, call.inputs, implementation)
 
 
@@ -145,7 +145,7 @@ def _prepare_context_parallel(settings: Settings, **arguments: Any) -> Checked:
 
 
 _CALLS: dict[Callable[..., object], _Explained] = {
-    attention.flex_attention: _Explained(attention.prepare, _dense),
+    attention.flex_attention: _Explained(entry.prepare, _dense),
     varlen.flex_attention_varlen: _Explained(varlen.prepare, lambda packed, how: _dense(packed.call, how)),
     paged.paged_attention: _Explained(paged.prepare, PagedAccount.from_call),
     latent.mla_attention: _Explained(latent.prepare, PagedAccount.from_call),

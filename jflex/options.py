@@ -7,12 +7,12 @@ from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, ParamSpec, TypedDict, TypeVar, get_type_hints
 
 import jax
-from jaxtyping import Float
+from jaxtyping import Float, Int32
 
-from jflex._call.dispatch import Implementation
-from jflex._call.dropout import check_dropout
+from jflex._call.dispatch import Implementation, Requested
+from jflex._call.dropout import KeptMod, check_dropout, kept_mod
 from jflex._call.vector_mods import VectorMods
-from jflex._check.arguments import check_lse
+from jflex._check.arguments import check_lse, check_normalize
 from jflex.config import Config
 from jflex.mods.signature import answers_keywords
 from jflex.mods.types import MaskMod, OutputMod, ScoreMod, VectorMod
@@ -87,7 +87,11 @@ class Options(LatentOptions, total=False):
 
 
 class Settings(NamedTuple):
-    """The keywords of a call with their defaults, made by `checked`."""
+    """The keywords of a call with their defaults, made by `checked`.
+
+    Attributes:
+      kept_mod: The mod of dropout of a call that evaluates its mods at other indices; None to make it in `kept`.
+    """
 
     score_mod: ScoreMod | None = None
     mask_mod: MaskMod | None = None
@@ -102,13 +106,24 @@ class Settings(NamedTuple):
     return_stats: tuple[Stat, ...] = ()
     dropout_rate: float = 0.0
     dropout_key: jax.Array | None = None
-    implementation: Implementation = None
+    implementation: Requested = None
     config: Config | None = None
+    kept_mod: KeptMod | None = None
 
     @property
     def vectors(self) -> VectorMods:
         """The vector mods."""
         return VectorMods(self.query_mod, self.key_mod, self.value_mod, self.output_mod)
+
+    def without_vectors(self) -> Settings:
+        """These settings without vector mods."""
+        return self._replace(query_mod=None, key_mod=None, value_mod=None, output_mod=None)
+
+    def kept(self, batch: int | Int32[jax.Array, " rows"], heads: int) -> KeptMod | None:
+        """The mod of dropout, True where a weight is kept; None without dropout. See `jflex._call.dropout.kept_mod`."""
+        if not self.dropout_rate or self.kept_mod is not None:
+            return self.kept_mod
+        return kept_mod(self.dropout_rate, self.dropout_key, batch, heads)
 
     def results(self, computed: Any) -> Any:
         """The result of a call: the output, or a pair of it and the lse or the statistics, of fields of `computed`."""
@@ -120,6 +135,9 @@ class Settings(NamedTuple):
 def checked(**keywords: Any) -> Settings:
     """The settings of a call."""
     settings = Settings(**keywords)
+    check_normalize(settings.normalize, settings.sinks)
+    if not isinstance(settings.implementation, str | None):
+        settings = settings._replace(implementation=tuple(settings.implementation))
     if settings.return_lse:
         check_lse(settings.return_lse, settings.normalize)
     if settings.return_stats != ():

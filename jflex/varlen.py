@@ -16,11 +16,8 @@ from jax import lax
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int32
 
-from jflex._call.dropout import kept_mod
 from jflex._call.vector_mods import VectorMods
 from jflex._check.arguments import describe_array, device_of, known_values
-from jflex.attention import Call, attend, with_dropout
-from jflex.attention import prepare as prepare_dense
 from jflex.backends.base import Saved
 from jflex.backends.vector_mods import modified_rows
 from jflex.block_mask.varlen_mask import (
@@ -28,13 +25,14 @@ from jflex.block_mask.varlen_mask import (
     PackedTokens,
     VarlenBlockMask,
     check_callable,
-    check_packed_sizes,
     checked_boundaries,
+    packed_sizes,
     varlen_block_mask,
 )
-from jflex.mods.array_sizes import CallSizes
+from jflex.entry import Call, check_packed, run
+from jflex.entry import prepare as prepare_dense
 from jflex.mods.dependence import uses_index
-from jflex.mods.reindex import ReindexedMod
+from jflex.mods.reindex import reindexed
 from jflex.mods.trace import trace_mask_mod
 from jflex.mods.types import MaskMod, ScoreMod
 from jflex.options import Options, Settings, checked, takes
@@ -122,12 +120,11 @@ def flex_attention_varlen(
     call, q_ends, kv_ends = prepare(
         q, k, v, settings, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, block_mask=block_mask
     )
-    modified = _Modified.from_lengths(call.vectors, q_ends, kv_ends, (q.shape[0], k.shape[0]))
+    modified = _Modified.from_lengths(settings.vectors, q_ends, kv_ends, (q.shape[0], k.shape[0]))
     q, k, v = modified.inputs(*map(jnp.asarray, (q, k, v)))
     # NaN in padding would survive a weight of 0, in the GEMMs of the block that the last boundary cuts.
     q, k, v = (_without_padding(x, ends)[None] for x, ends in ((q, q_ends), (k, kv_ends), (v, kv_ends)))
-    call = call._replace(inputs=call.inputs._replace(query=q, key=k, value=v))
-    saved = attend("flex_attention_varlen", call, settings.implementation)
+    saved = run(call._replace(inputs=call.inputs._replace(query=q, key=k, value=v)), settings.implementation)
     out = modified.output(saved.out[0], None if settings.normalize == "none" else saved.lse[0].T)
     out = _without_padding(out, q_ends)  # without a mod already 0 there, and lse -inf; their cotangents need not be
     if not (settings.return_lse or settings.return_stats):
@@ -157,34 +154,27 @@ def prepare(
     block_mask: VarlenBlockMask | None = None,
 ) -> PackedCall:
     """Checks every argument of `flex_attention_varlen`, and makes the mask if there is none; q, k, v may be shapes."""
-    score_mod, mask_mod, rate = settings.score_mod, settings.mask_mod, settings.dropout_rate
-    _check_packed(q, k, v)
-    lengths = q.shape[0], k.shape[0]
+    score_mod, mask_mod = settings.score_mod, settings.mask_mod
+    _check_arrays(q, k, v)
+    lengths, heads = (q.shape[0], k.shape[0]), q.shape[1]
     q_ends, kv_ends = checked_boundaries(cu_seqlens_q, cu_seqlens_k, lengths)
     check_callable(score_mod, "score_mod", "(score, b, h, q_idx, kv_idx) -> score")
-    check_packed_sizes(score_mod, mask_mod, q_ends, kv_ends, q.shape[1], "a call")
+    check_packed(settings, q, v.shape[2], packed_sizes(q_ends, kv_ends, heads, "a call"), k.shape[1])
     if block_mask is None:
         make = lambda H: varlen_block_mask(
             q_ends, kv_ends, *lengths, mask_mod=mask_mod, H=H, block_size=_own_block_size(settings.config)
         )
-        block_mask = make(None if mask_mod is None or not _uses_heads(mask_mod) else q.shape[1])
+        block_mask = make(None if mask_mod is None or not _uses_heads(mask_mod) else heads)
     else:
         _check_mask(block_mask, mask_mod, q_ends, kv_ends, lengths)
-    kept = kept_mod(rate, settings.dropout_key, q_ends.size - 1, q.shape[1]) if rate else None
+    kept = settings.kept(q_ends.size - 1, heads)
     if score_mod is not None or kept is not None:
         tokens = PackedTokens.from_boundaries(q_ends, kv_ends, lengths)
-        reindexed = lambda mod: ReindexedMod(mod, tokens.positions) if tokens.sequences and mod is not None else None
-        score_mod, kept = reindexed(score_mod), reindexed(kept)
-    dense = Settings(
-        score_mod, normalize=settings.normalize, sinks=settings.sinks, scale=settings.scale, config=settings.config,
-        return_stats=settings.return_stats,
-    )  # fmt: skip
+        score_mod, kept = (reindexed(mod, tokens.positions) if tokens.sequences else None for mod in (score_mod, kept))
+    rate = 0.0 if kept is None else settings.dropout_rate
+    dense = settings.without_vectors()._replace(score_mod=score_mod, mask_mod=None, kept_mod=kept, dropout_rate=rate)
     call = prepare_dense(_batch_of_one(q), _batch_of_one(k), _batch_of_one(v), dense, block_mask=block_mask)
-    vectors, has_lse = settings.vectors, settings.normalize == "softmax"
-    if vectors != VectorMods():
-        sizes = CallSizes(q_ends.size - 1, q.shape[1], _longest(q_ends), _longest(kv_ends))
-        vectors.check(q.shape[2], v.shape[2], q.dtype, sizes=sizes, kv_heads=k.shape[1], has_lse=has_lse)
-    return PackedCall(with_dropout(call, rate, kept)._replace(vectors=vectors), q_ends, kv_ends)
+    return PackedCall(call._replace(caller="flex_attention_varlen"), q_ends, kv_ends)
 
 
 class _Modified(NamedTuple):
@@ -243,11 +233,6 @@ def _batch_of_one(x: ArrayOrShape) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((1, *x.shape), dtype, sharding=sharding)
 
 
-def _longest(ends: jax.Array) -> int | None:
-    known = known_values(ends)
-    return None if known is None else int(np.diff(known).max(initial=0))
-
-
 def _without_padding(x: jax.Array, ends: Int32[Array, " R_and_1"], fill: float = 0) -> jax.Array:
     """Overwrites padding, the tokens after the last boundary, and clears their cotangents."""
     known = known_values(ends)
@@ -269,7 +254,7 @@ def _own_block_size(config: object) -> tuple[int, int]:
     return max([DEFAULT_BLOCK, *(q for q, _ in sizes)]), max([DEFAULT_BLOCK, *(kv for _, kv in sizes)])
 
 
-def _check_packed(q: ArrayOrShape, k: ArrayOrShape, v: ArrayOrShape) -> None:
+def _check_arrays(q: ArrayOrShape, k: ArrayOrShape, v: ArrayOrShape) -> None:
     for name, x, axes in (("q", q, "[N, Hq, D]"), ("k", k, "[M, Hkv, D]"), ("v", v, "[M, Hkv, Dv]")):
         if not (hasattr(x, "shape") and hasattr(x, "dtype")):
             raise TypeError(f"`{name}` must be an array. Got {type(x).__name__}.")

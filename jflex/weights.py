@@ -14,13 +14,13 @@ from jaxtyping import Array, Bool, Float, Int, Int32
 
 from jflex._check.arguments import describe_array, known_values
 from jflex._mesh import match_manual_axes, partitioned_by_xla
-from jflex.attention import prepare, with_modified_inputs
 from jflex.backends.base import Inputs
 from jflex.backends.dense_scores import contained_scores, modified, softmax
 from jflex.backends.lengths import bounded_inputs, with_lengths_as_mask
 from jflex.block_mask.dense import elements_at
 from jflex.block_mask.lists import PARTIAL, block_count, states_from_lists
 from jflex.block_mask.mask import BlockMask
+from jflex.entry import prepare, with_modified_inputs
 from jflex.mods.compose import noop_mask
 from jflex.mods.signature import answers_keywords
 from jflex.mods.trace import trace_mask_mod
@@ -111,7 +111,7 @@ def attention_weights(
     call = prepare(
         query, key, None, settings, block_mask=block_mask, kv_lengths=kv_lengths, layout=layout, has_value=False
     )
-    spec, inputs, _ = with_modified_inputs(call)
+    spec, inputs = with_modified_inputs(call)[:2]
     chosen = _checked_rows(rows, spec)
     if spec.is_empty or not chosen.size:
         return jnp.zeros((spec.B, spec.Hq, chosen.size, spec.S), jnp.float32)

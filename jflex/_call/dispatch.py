@@ -17,6 +17,8 @@ from pallas_kernels.plan import GradientRequest, Refusal
 from pallas_kernels.spec import AttentionSpec
 
 Implementation = str | Sequence[str] | None
+Requested = str | tuple[str, ...] | None
+"""An `Implementation` that can be hashed."""
 
 
 class Selection(NamedTuple):

@@ -28,7 +28,7 @@ from jflex.mods.dependence import uses_index
 from jflex.mods.reindex import Positions, ReindexedMod
 from jflex.mods.signature import answers_keywords
 from jflex.mods.trace import TracedMod, check_call_sizes, trace_mask_mod
-from jflex.mods.types import MaskMod, ScoreMod
+from jflex.mods.types import MaskMod
 from jflex.types import AnyArray
 
 DEFAULT_BLOCK = 128
@@ -97,7 +97,7 @@ def varlen_block_mask(
     lengths = checked_size(num_queries, "num_queries"), checked_size(num_keys, "num_keys")
     q_ends, kv_ends = checked_boundaries(cu_seqlens_q, cu_seqlens_k, lengths)
     check_callable(mask_mod, "mask_mod", "(b, h, q_idx, kv_idx) -> bool")
-    check_packed_sizes(None, mask_mod, q_ends, kv_ends, H, "packed sequences")
+    check_call_sizes(None, mask_mod, packed_sizes(q_ends, kv_ends, H, "packed sequences"))
     tokens = PackedTokens.from_boundaries(q_ends, kv_ends, lengths)
     mask_mod = mask_mod if tokens.sequences else None
     traced, operands = trace_mask_mod(
@@ -246,18 +246,11 @@ def check_callable(mod: object, name: str, signature: str) -> None:
     raise TypeError(f"`{name}` must be a function {signature}. Got {type(mod).__name__}.{hint}")
 
 
-def check_packed_sizes(
-    score_mod: ScoreMod | None,
-    mask_mod: MaskMod | None,
-    q_ends: jax.Array,
-    kv_ends: jax.Array,
-    heads: int | None,
-    caller: str,
-) -> None:
-    """Raises unless the sizes of mods fit packed sequences; positions are checked if the boundaries are known."""
+def packed_sizes(q_ends: jax.Array, kv_ends: jax.Array, heads: int | None, caller: str) -> CallSizes:
+    """The ranges of the indices of mods of packed sequences; of positions where the boundaries are known."""
     ends = known_values(q_ends), known_values(kv_ends)
     queries, keys = (None if known is None else int(np.diff(known).max(initial=0)) for known in ends)
-    check_call_sizes(score_mod, mask_mod, CallSizes(q_ends.size - 1, heads, queries, keys, caller))
+    return CallSizes(q_ends.size - 1, heads, queries, keys, caller)
 
 
 def checked_boundaries(q_ends: AnyArray, kv_ends: AnyArray, lengths: tuple[int, int]) -> tuple[jax.Array, jax.Array]:

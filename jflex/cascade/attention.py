@@ -9,7 +9,6 @@ Hydragen, arXiv:2402.05099.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, Unpack, overload
 
@@ -19,22 +18,19 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int32
 
-from jflex._call.dropout import KeptMod, kept_mod
-from jflex._check.arguments import check_int32, check_normalize, checked_sinks, describe_array, known_values
+from jflex._check.arguments import check_int32, describe_array, known_values
 from jflex.backends.vector_mods import modified_rows
 from jflex.cascade.level import CascadeLevel
+from jflex.entry import PagedCall, check_packed, finish_packed, prepare_paged, run_paged
 from jflex.mods.array_sizes import CallSizes, last_plus_one
-from jflex.mods.reindex import Positions, ReindexedMod
-from jflex.mods.trace import check_call_sizes
-from jflex.mods.types import ScoreMod, VectorMod
+from jflex.mods.reindex import Positions, reindexed
+from jflex.mods.types import ScoreMod
 from jflex.options import Options, Settings, checked, takes
 from jflex.paged.attention import check_queries, pages_of
 from jflex.paged.batch import check_batch
 from jflex.paged.cache import checked_layer
 from jflex.paged.checks import check_rules, indptr_rules
-from jflex.paged.run import PagedCall, PagedOptions, attend
-from jflex.paged.run import prepare as prepare_pages
-from jflex.states.merging import merge_all, with_sinks
+from jflex.states.merging import merge_all
 from jflex.states.state import AttentionState
 from jflex.states.stats import AttentionStats, Stat
 from jflex.types import AnyArray
@@ -114,25 +110,27 @@ def cascade_attention(
     """
     settings = checked(score_mod=score_mod, return_lse=return_lse, return_stats=return_stats, **options)
     call = prepare(q, levels, settings, positions=positions, requests=requests)
-    query_mod, normalize = settings.query_mod, settings.normalize
-    query = None if query_mod is None else modified_rows(query_mod, jnp.asarray(q), *call.indices)
+    query = None
+    if settings.query_mod is not None:
+        query = modified_rows(settings.query_mod, jnp.asarray(q), *call.rows)
     used = (level if query is None else level._replace(query=query) for level in call.levels if level is not None)
-    states = [attend(level, settings.implementation) for level in used]
-    empty = lambda: AttentionState.empty(call.out_shape, normalize=normalize, stats=settings.return_stats)
-    merged = merge_all(states) if states else empty()
-    merged = merged if settings.sinks is None else with_sinks(merged, settings.sinks)
-    lse = None if normalize == "none" else merged.lse
-    out = modified_rows(settings.output_mod, (merged.out, lse), *call.indices, call.dtype)
-    return settings.results(dataclasses.replace(merged, out=out))
+    states = [run_paged(level, settings.implementation) for level in used]
+    empty = lambda: AttentionState.empty(call.out_shape, normalize=settings.normalize, stats=settings.return_stats)
+    return finish_packed(settings, merge_all(states) if states else empty(), call.dtype, lambda: call.rows)
 
 
 class CascadeCall(NamedTuple):
-    """A checked call; a level without queries or without room for keys is None."""
+    """A checked call.
+
+    Attributes:
+      levels: A level without queries or without room for keys is None.
+      rows: The request and the position of each query.
+    """
 
     out_shape: tuple[int, int, int]
     dtype: DTypeLike
     levels: tuple[PagedCall | None, ...]
-    indices: tuple[jax.Array, jax.Array]
+    rows: tuple[jax.Array, jax.Array]
 
 
 def prepare(
@@ -145,46 +143,30 @@ def prepare(
 ) -> CascadeCall:
     """Checks every argument of `cascade_attention`; q, keys and values may be shapes."""
     q = jnp.asarray(q) if isinstance(q, np.ndarray) else q
-    score_mod, mask_mod, sinks, output_mod = settings.score_mod, settings.mask_mod, settings.sinks, settings.output_mod
-    check_normalize(settings.normalize, sinks)
     levels = _checked_levels(levels)
     for level in levels:
         check_queries(q, level.cache)
         _check_level(level, q.shape[0])
-    vectors = settings.vectors
-    needing = (score_mod, mask_mod, settings.query_mod, output_mod, settings.dropout_rate or None)
-    positions, requests = _checked_rows(q, positions, requests, needing)
-    has_mods = vectors.any or score_mod is not None or mask_mod is not None
-    sizes = _sizes(q, levels, positions, requests) if has_mods else CallSizes()
-    check_call_sizes(score_mod, mask_mod, sizes)
+    has_mods = settings.vectors.any or settings.score_mod is not None or settings.mask_mod is not None
+    positions, requests = _checked_rows(q, positions, requests, settings)
     value_size = levels[0].cache.v.shape[-1] if levels else q.shape[2]
     kv_heads = levels[0].cache.num_kv_heads if levels else None
-    vectors.check(
-        q.shape[2], value_size, q.dtype, sizes=sizes, kv_heads=kv_heads, has_lse=settings.normalize == "softmax"
-    )
+    sizes = _sizes(q, levels, positions, requests) if has_mods else CallSizes()
+    check_packed(settings, q, value_size, sizes, kv_heads)
     if requests is not None:
-        vectors.refuse_batch(q.shape[2], value_size, q.dtype, "cascade_attention")
-    if sinks is not None:
-        checked_sinks(sinks, q.shape[1])
-    batch = 1 if requests is None else requests
-    kept = kept_mod(settings.dropout_rate, settings.dropout_key, batch, q.shape[1])
-    partial = sinks is not None or output_mod is not None or sum(_has_work(level, q.shape[0]) for level in levels) > 1
+        settings.vectors.refuse_batch(q.shape[2], value_size, q.dtype, "cascade_attention")
+    settings = settings._replace(kept_mod=settings.kept(1 if requests is None else requests, q.shape[1]))
+    several = sum(_has_work(level, q.shape[0]) for level in levels) > 1
 
     def prepared(level: CascadeLevel) -> PagedCall | None:
         if not _has_work(level, q.shape[0]):
             return None
-        score, mask = (_of_level(mod, level, positions, requests) for mod in (score_mod, mask_mod))
         pages = pages_of(level.cache, level.groups, checked_layer(level.cache, level.layer))
-        keys = (_of_keys(mod, level) for mod in (settings.key_mod, settings.value_mod))
-        how = PagedOptions(
-            score, mask, settings.scale, settings.config, partial, *keys, normalize=settings.normalize,
-            stats=settings.return_stats, dropout_rate=settings.dropout_rate,
-            kept_mod=_kept_of_level(kept, level, positions, requests),
-        )  # fmt: skip
-        return prepare_pages("cascade_attention", q, pages, how)
+        of_level = _of_level(settings, level, positions, requests)
+        return prepare_paged("cascade_attention", q, pages, of_level, is_partial=several)
 
-    indices = jnp.zeros_like(positions) if requests is None else requests, positions
-    return CascadeCall((*q.shape[:2], value_size), q.dtype, tuple(map(prepared, levels)), indices)
+    rows = jnp.zeros_like(positions) if requests is None else requests, positions
+    return CascadeCall((*q.shape[:2], value_size), q.dtype, tuple(map(prepared, levels)), rows)
 
 
 def _sizes(q: jax.Array, levels: Sequence[CascadeLevel], positions: jax.Array, requests: jax.Array | None) -> CallSizes:
@@ -208,31 +190,27 @@ def _has_work(level: CascadeLevel, num_tokens: int) -> bool:
     return 0 not in (num_tokens, level.groups.requests, level.groups.max_pages * level.cache.page_size)
 
 
-def _of_level(mod: Any, level: CascadeLevel, positions: jax.Array, requests: jax.Array | None) -> Any:
-    """A mod on groups, indices of packed queries, and indices of the keys of a group."""
+def _of_level(settings: Settings, level: CascadeLevel, positions: jax.Array, requests: jax.Array | None) -> Settings:
+    """The settings with mods on groups, indices of packed queries, and indices of the keys of a group.
+
+    Dropout has words of its own for each row, if there are `requests`: then ``b`` of its mod is the row.
+    """
 
     def absolute(g: jax.Array, h: jax.Array, n: jax.Array, j: jax.Array) -> Positions:
         b = jnp.zeros_like(n) if requests is None else requests[n]
         return Positions(b, h, positions[n], level.start[g] + j)
 
-    return None if mod is None else ReindexedMod(mod, absolute)
-
-
-def _kept_of_level(
-    kept: KeptMod | None, level: CascadeLevel, positions: jax.Array, requests: jax.Array | None
-) -> KeptMod | None:
-    """The mod of dropout at a level, with the words of the request of each row, if there are `requests`."""
-
-    def absolute(g: jax.Array, h: jax.Array, n: jax.Array, j: jax.Array) -> Positions:
+    def by_row(g: jax.Array, h: jax.Array, n: jax.Array, j: jax.Array) -> Positions:
         return Positions(jnp.zeros_like(n) if requests is None else n, h, positions[n], level.start[g] + j)
 
-    return None if kept is None else ReindexedMod(kept, absolute)
-
-
-def _of_keys(mod: VectorMod | None, level: CascadeLevel) -> VectorMod | None:
-    """A key or value mod on groups and indices of the keys of a group."""
-    absolute = lambda g, h, j, kv_idx: Positions(jnp.zeros_like(j), h, level.start[g] + j, kv_idx)
-    return None if mod is None else ReindexedMod(mod, absolute)
+    of_keys = lambda g, h, j, kv_idx: Positions(jnp.zeros_like(j), h, level.start[g] + j, kv_idx)
+    return settings._replace(
+        score_mod=reindexed(settings.score_mod, absolute),
+        mask_mod=reindexed(settings.mask_mod, absolute),
+        key_mod=reindexed(settings.key_mod, of_keys),
+        value_mod=reindexed(settings.value_mod, of_keys),
+        kept_mod=reindexed(settings.kept_mod, by_row),
+    )
 
 
 def _checked_levels(levels: object) -> tuple[CascadeLevel, ...]:
@@ -258,12 +236,10 @@ def _check_level(level: CascadeLevel, num_tokens: int) -> None:
 
 
 def _checked_rows(
-    q: Any,
-    positions: AnyArray | None,
-    requests: AnyArray | None,
-    needing: Sequence[object],
+    q: Any, positions: AnyArray | None, requests: AnyArray | None, settings: Settings
 ) -> tuple[jax.Array, jax.Array | None]:
-    if positions is None and any(x is not None for x in needing):
+    mods = settings.score_mod, settings.mask_mod, settings.query_mod, settings.output_mod
+    if positions is None and (settings.dropout_rate or any(mod is not None for mod in mods)):
         raise ValueError(
             "`positions` must be passed with a `score_mod`, a `mask_mod`, a vector mod or a `dropout_rate`: the "
             "absolute position of each query, int32 [N]. `jflex.paged.token_positions(batch, N)` computes them."

@@ -10,7 +10,8 @@ from jflex.block_mask.mask import BlockMask
 from jflex.context_parallel.call import Strategy
 from jflex.context_parallel.placement import Names
 from jflex.context_parallel.prepare import Division, prepare
-from jflex.context_parallel.run import run, with_output_mod
+from jflex.context_parallel.run import query_positions, run
+from jflex.entry import finish
 from jflex.mods.types import ScoreMod
 from jflex.options import Options, checked, takes
 from jflex.states.stats import AttentionStats, Stat
@@ -127,4 +128,5 @@ def context_parallel_attention(
     settings = checked(score_mod=score_mod, return_lse=return_lse, return_stats=return_stats, **options)
     division = Division(mesh, axis, batch_axes, head_axes, strategy, order)
     call = prepare(query, key, value, settings, division, block_mask=block_mask, kv_lengths=kv_lengths, layout=layout)
-    return settings.results(with_output_mod(call, run(call, settings.implementation)))
+    saved = run(call, settings.implementation)
+    return finish(settings, saved, layout, query_positions(call) if settings.output_mod is not None else None)

@@ -10,11 +10,11 @@ import jax
 import numpy as np
 
 from jflex._jax.shard import Where, shard_of
-from jflex.attention import Call, attend
 from jflex.backends.base import Inputs, Saved
 from jflex.block_mask.lists import BlockLists
 from jflex.context_parallel.call import CALLER, ContextCall
 from jflex.context_parallel.order import chunks_in_order
+from jflex.entry import Call, run
 
 
 def attend_gathered(call: ContextCall, inputs: Inputs, where: Where) -> Saved:
@@ -25,7 +25,7 @@ def attend_gathered(call: ContextCall, inputs: Inputs, where: Where) -> Saved:
     where = where._replace(queries=call.span(spec.T, call.placement.shard()))
     lists = None if inputs.lists is None else BlockLists(*(x[0] for x in inputs.lists))
     shard = shard_of(spec, inputs._replace(key=key, value=value, lists=lists), where)
-    return attend(CALLER, Call(shard.spec, shard.inputs), call.implementation)
+    return run(Call(shard.spec, shard.inputs, caller=CALLER), call.implementation)
 
 
 def _gathered(call: ContextCall, x: jax.Array, axis: int) -> jax.Array:

@@ -16,18 +16,18 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from jflex._call.dispatch import Implementation
+from jflex._call.dispatch import Requested
 from jflex._check.arguments import known_values
 from jflex._jax.paged_shard import paged_shard_of
 from jflex._jax.shard import Spread
 from jflex.backends.base import PagedInputs
 from jflex.context_parallel.placement import Names, Placement
+from jflex.entry import PagedCall, Pages, run_paged
 from jflex.mods.types import ScoreMod
 from jflex.options import Options, checked, takes
 from jflex.paged.attention import prepare, results_of, with_modified_query
 from jflex.paged.batch import PagedBatch
 from jflex.paged.cache import PagedCache
-from jflex.paged.run import PagedCall, Pages, attend
 from jflex.states.merging import merge_over
 from jflex.states.state import AttentionState
 from jflex.states.stats import AttentionStats, Stat
@@ -186,15 +186,14 @@ class _Static:
 
     spec: AttentionSpec
     placement: Placement
-    implementation: str | tuple[str, ...] | None
+    implementation: Requested
 
 
-def _attend(call: PagedCall, cache: PagedCache, placement: Placement, implementation: Implementation) -> AttentionState:
+def _attend(call: PagedCall, cache: PagedCache, placement: Placement, implementation: Requested) -> AttentionState:
     spec, pages = call.spec, call.pages
     if spec.is_empty:  # zeros, which need no device
-        return attend(call, implementation)
-    named = implementation if implementation is None or isinstance(implementation, str) else tuple(implementation)
-    static = _Static(spec, placement, named)
+        return run_paged(call, implementation)
+    static = _Static(spec, placement, implementation)
     arrays = _Arrays(
         call.query, cache.keys, cache.values, *cache.scales, jnp.asarray(pages.indptr), jnp.asarray(pages.lengths),
         jnp.asarray(pages.table), pages.first_page, call.captured,
@@ -239,4 +238,4 @@ def _on_device(static: _Static, arrays: _Arrays) -> AttentionState:
         value_scale=arrays.value_scale,
     )  # fmt: skip
     call = PagedCall(CALLER, local, arrays.query, pages, inputs.captured)
-    return merge_over(attend(call, static.implementation), placement.axis)
+    return merge_over(run_paged(call, static.implementation), placement.axis)

@@ -13,13 +13,13 @@ from jax.typing import ArrayLike
 
 from jflex._call.checks import check_arrays
 from jflex._check.arguments import check_kv_lengths
-from jflex.attention import Call
-from jflex.attention import prepare as prepare_dense
 from jflex.block_mask.mask import BlockMask
-from jflex.context_parallel.call import STRATEGIES, ContextCall, Strategy, check_block_size
+from jflex.context_parallel.call import CALLER, STRATEGIES, ContextCall, Strategy, check_block_size
 from jflex.context_parallel.masks import bounded_block_mask, bounded_mask_mod, own_block_mask, own_block_size
 from jflex.context_parallel.placement import Names, Placement
 from jflex.context_parallel.sizes import Sizes
+from jflex.entry import Call
+from jflex.entry import prepare as prepare_dense
 from jflex.mods.dependence import uses_index
 from jflex.mods.trace import trace_mask_mod
 from jflex.mods.types import MaskMod
@@ -123,7 +123,7 @@ def prepare(
     def traced(block_mask: BlockMask | None, mask_mod: MaskMod | None) -> Call:
         masked = settings._replace(mask_mod=mask_mod)
         call = prepare_dense(q, k, v, masked, block_mask=block_mask, kv_lengths=lengths, layout=layout)
-        return _without_lengths(call)
+        return _without_lengths(call)._replace(caller=CALLER)
 
     call = traced(block_mask, settings.mask_mod)
     in_order = None if order is None else tuple(order.tolist())

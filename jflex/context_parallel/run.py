@@ -12,34 +12,34 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Int32
 
-from jflex._call.dispatch import Implementation, check_supported
+from jflex._call.dispatch import Requested, check_supported
+from jflex._call.vector_mods import VectorMods
 from jflex._jax.shard import Span, shard_of
-from jflex.attention import attend
 from jflex.backends.base import Inputs, Saved
-from jflex.backends.vector_mods import TokenPositions, modified_inputs, modified_output, used_keys
+from jflex.backends.vector_mods import TokenPositions, modified_inputs, used_keys
 from jflex.block_mask.lists import BlockLists
-from jflex.context_parallel.call import CALLER, ContextCall, Strategy, divided
+from jflex.context_parallel.call import ContextCall, Strategy, divided
 from jflex.context_parallel.gather import attend_gathered
 from jflex.context_parallel.placement import Placement
 from jflex.context_parallel.prepare import Checked
 from jflex.context_parallel.ring import attend_in_ring
 from jflex.context_parallel.ulysses import attend_exchanged
+from jflex.entry import run as run_dense
 from pallas_kernels.spec import AttentionSpec, Blocks
 
 
-def run(checked: Checked, implementation: Implementation) -> Saved:
+def run(checked: Checked, implementation: Requested) -> Saved:
     """Runs a checked call on each device."""
     context, spec = checked.context, checked.call.spec
     placement, strategy = context.placement, context.strategy
     if spec.is_empty:  # zeros, which need no device
         local = spec if placement.mesh is not None else spec.replace(T=spec.T // placement.shards)
-        return attend(CALLER, checked.call._replace(spec=local), implementation)
+        return run_dense(checked.call._replace(spec=local, vectors=VectorMods()), implementation)
     check_supported(implementation, device_spec(context, checked.call.inputs, checked.blocks()))
     call, block_mask = checked.masked()
     tables = divided(block_mask, strategy, placement.shards, None if context.order is None else np.array(context.order))
     known = tuple(map(tuple, tables.sees.tolist())) if isinstance(tables.sees, np.ndarray) else None
-    named = implementation if implementation is None or isinstance(implementation, str) else tuple(implementation)
-    context = dataclasses.replace(context, spec=call.spec, implementation=named, sees=known)
+    context = dataclasses.replace(context, spec=call.spec, implementation=implementation, sees=known)
     query, key, value = _modified(checked)
     inputs = call.inputs._replace(query=query, key=key, value=value, lists=tables.lists)
     sees = None if tables.sees is None else jnp.asarray(tables.sees)
@@ -48,14 +48,9 @@ def run(checked: Checked, implementation: Implementation) -> Saved:
     return _on_mesh(context, inputs, sees)
 
 
-def with_output_mod(checked: Checked, saved: Saved) -> Saved:
-    """The results with the output as the output mod makes it."""
-    mod, spec = checked.call.vectors.output, checked.call.spec
-    if mod is None:
-        return saved
-    lse = saved.lse if spec.normalize == "softmax" else None
-    queries = _positions(checked.context, spec.T)
-    return saved._replace(out=modified_output(mod, saved.out, lse, spec.layout, queries))
+def query_positions(checked: Checked) -> jax.Array | None:
+    """The positions of the queries of the caller, for the output mod; None where these count from 0."""
+    return _positions(checked.context, checked.call.spec.T)
 
 
 def device_spec(context: ContextCall, inputs: Inputs, blocks: Blocks | None) -> AttentionSpec:

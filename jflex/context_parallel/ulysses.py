@@ -9,11 +9,11 @@ import jax
 import numpy as np
 
 from jflex._jax.shard import Where, shard_of
-from jflex.attention import Call, attend
 from jflex.backends.base import Inputs, Saved
 from jflex.block_mask.lists import BlockLists
 from jflex.context_parallel.call import CALLER, ContextCall
 from jflex.context_parallel.order import chunks_in_order
+from jflex.entry import Call, run
 
 
 def attend_exchanged(call: ContextCall, inputs: Inputs, where: Where) -> Saved:
@@ -30,7 +30,7 @@ def attend_exchanged(call: ContextCall, inputs: Inputs, where: Where) -> Saved:
     local = inputs._replace(query=query, key=key, value=value, lists=lists, sinks=sinks)
     where = where._replace(head=first if where.head is None else where.head + first)
     shard = shard_of(call.spec, local, where)
-    saved = attend(CALLER, Call(shard.spec, shard.inputs), call.implementation)
+    saved = run(Call(shard.spec, shard.inputs, caller=CALLER), call.implementation)
     rows = jax.tree.map(lambda x: _to_tokens(call, x, 2, 1), saved[1:])
     return Saved(_to_tokens(call, saved.out, length, heads), *rows)
 

@@ -8,15 +8,15 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jflex.latent.call import checked_call
+from jflex._check.arguments import check_scale, checked_positive, describe_array
+from jflex.entry import PagedCall, check_packed, prepare_paged, run_paged
 from jflex.mods.types import ScoreMod
 from jflex.options import LatentOptions, Settings, checked, takes
-from jflex.paged.attention import of_packed, pages_of, results_of
-from jflex.paged.batch import PagedBatch
+from jflex.paged.attention import call_sizes, of_packed, pages_of, results_of
+from jflex.paged.batch import PagedBatch, check_batch
 from jflex.paged.cache import checked_layer
-from jflex.paged.latent import LatentCache
-from jflex.paged.run import PagedCall, PagedOptions, attend
-from jflex.paged.run import prepare as prepare_pages
+from jflex.paged.eight_bits import QUERIES
+from jflex.paged.latent import LatentCache, check_latent_cache
 from jflex.types import AnyArray, ArrayOrShape
 
 
@@ -96,7 +96,7 @@ def mla_attention(
     """
     settings = checked(score_mod=score_mod, return_lse=return_lse, **options)
     call = prepare(q, cache, batch, settings, qk_head_dim=qk_head_dim, layer=layer)
-    return results_of(call, attend(call, settings.implementation), settings, batch)
+    return results_of(call, run_paged(call, settings.implementation), settings, batch)
 
 
 def prepare(
@@ -110,9 +110,56 @@ def prepare(
 ) -> PagedCall:
     """Checks every argument of `mla_attention`; q and the rows of the cache may be shapes."""
     q = jnp.asarray(q) if isinstance(q, np.ndarray) else q
-    scale = checked_call("mla_attention", q, cache, batch, settings, qk_head_dim)
+    settings = checked_latent("mla_attention", q, cache, batch, settings, qk_head_dim)
     pages = pages_of(cache, batch, checked_layer(cache, layer))._replace(latent_size=cache.latent_size)
-    mods = of_packed(settings.score_mod, batch, "score"), of_packed(settings.mask_mod, batch, "mask")
-    return prepare_pages(
-        "mla_attention", q, pages, PagedOptions(*mods, scale, settings.config, exact_out=settings.sinks is not None)
-    )
+    return prepare_paged("mla_attention", q, pages, of_packed(settings, batch, q.shape[1]))
+
+
+def checked_latent(
+    caller: str, q: ArrayOrShape, cache: LatentCache, batch: PagedBatch, settings: Settings, qk_head_dim: int | None
+) -> Settings:
+    """Checks what `mla_attention` and `sparse_mla_attention` have in common; the settings with the scale of scores."""
+    check_latent_cache(cache)
+    _check_absorbed(q, cache)
+    settings = settings._replace(scale=_scale_of(caller, qk_head_dim, settings.scale))
+    check_batch(batch, cache, q.shape[0])
+    check_packed(settings, q, cache.latent_size, call_sizes(batch, q.shape[1]), 1)
+    return settings
+
+
+def _scale_of(caller: str, qk_head_dim: int | None, scale: float | None) -> float:
+    """The factor of the scores."""
+    if (qk_head_dim is None) == (scale is None):
+        raise ValueError(
+            f"`{caller}` takes one of `qk_head_dim` and `scale`: the size of a latent row does not tell how scores "
+            f"are scaled. Got qk_head_dim={qk_head_dim!r}, scale={scale!r}. Pass the head size of queries before they "
+            "are absorbed, nope + rope, as `qk_head_dim` (192 for DeepSeek-V3)."
+        )
+    if qk_head_dim is None:
+        return check_scale(scale, 1)
+    return checked_positive(qk_head_dim, "qk_head_dim") ** -0.5
+
+
+def _check_absorbed(q: ArrayOrShape, cache: LatentCache) -> None:
+    """Raises unless absorbed queries fit a cache."""
+    if not (hasattr(q, "shape") and hasattr(q, "dtype")):
+        raise TypeError(f"`q` must be an array. Got {type(q).__name__}.")
+    got = f"Got q: {describe_array(q)}, cache.rows: {describe_array(cache.rows)}."
+    if len(q.shape) != 3 or q.shape[1] == 0:
+        raise ValueError(
+            f"`q` must have three axes, [N, Hq, {cache.row_size}]: the queries of all requests, packed. {got} "
+            "Reshape [B, T, Hq, W] to [B * T, Hq, W], with `qo_indptr` in steps of T."
+        )
+    if cache.scale is not None:
+        if str(q.dtype) not in QUERIES:
+            raise TypeError(
+                f"`q` must be one of {', '.join(QUERIES)}: the cache holds {cache.rows.dtype} with scales, and "
+                f"products with them may be out of the range of float16. {got} Cast `q`."
+            )
+    elif q.dtype != cache.rows.dtype:
+        raise TypeError(f"`q` and `cache` must have one dtype. {got} Cast `q`.")
+    if q.shape[2] != cache.row_size:
+        raise ValueError(
+            f"`q` must have the columns of a row of the cache, {cache.latent_size} latent ones and {cache.rope_size} "
+            f"rotated ones. {got} Multiply the up-projection of the keys into the query first."
+        )

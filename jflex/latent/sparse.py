@@ -12,17 +12,16 @@ from jaxtyping import Array, Float, Int, Int32
 
 from jflex._check.arguments import check_int32, describe_array
 from jflex.backends.eight_bits import dequantised_latents
-from jflex.latent.call import checked_call
+from jflex.entry import PagedCall, Pages, prepare_paged, run_paged
+from jflex.latent.attention import checked_latent
 from jflex.mods.compose import noop_mask
-from jflex.mods.reindex import Positions, ReindexedMod
-from jflex.mods.types import MaskMod, ScoreMod
+from jflex.mods.reindex import Positions, reindexed
+from jflex.mods.types import ScoreMod
 from jflex.options import LatentOptions, Settings, checked, takes
 from jflex.paged.attention import results_of
 from jflex.paged.batch import PagedBatch, slots_of_tokens, token_positions, token_requests
 from jflex.paged.cache import checked_layer
 from jflex.paged.latent import LatentCache
-from jflex.paged.run import PagedCall, PagedOptions, Pages, attend
-from jflex.paged.run import prepare as prepare_pages
 from jflex.types import AnyArray, ArrayOrShape
 
 COPIED_PAGE = 64  # tokens of a page of copied rows: what kernels load at once
@@ -100,7 +99,7 @@ def sparse_mla_attention(
     """
     settings = checked(score_mod=score_mod, return_lse=return_lse, **options)
     call = prepare(q, cache, batch, indices, settings, qk_head_dim=qk_head_dim, layer=layer)
-    return results_of(call, attend(call, settings.implementation), settings, batch)
+    return results_of(call, run_paged(call, settings.implementation), settings, batch)
 
 
 def prepare(
@@ -115,7 +114,7 @@ def prepare(
 ) -> PagedCall:
     """Checks every argument of `sparse_mla_attention`; q and the rows of the cache may be shapes."""
     q = jnp.asarray(q) if isinstance(q, np.ndarray) else q
-    scale = checked_call("sparse_mla_attention", q, cache, batch, settings, qk_head_dim)
+    settings = checked_latent("sparse_mla_attention", q, cache, batch, settings, qk_head_dim)
     if batch.ancestors is not None:
         raise ValueError(
             "`batch.ancestors` must be None: a tree hides keys by their rows, and `indices` are positions. Got trees. "
@@ -127,19 +126,15 @@ def prepare(
             f"`indices` must be [N, K], a row for each of the {q.shape[0]} queries. Got {describe_array(indices)}. Pad "
             "rows with -1."
         )
-    chosen = _Chosen(batch, jnp.asarray(indices), cache.page_size)
-    mods = chosen.score(settings.score_mod), chosen.mask(settings.mask_mod)
-    layer = checked_layer(cache, layer)
-    config = settings.config
-    copied = _is_copied(q, cache, indices.shape[1]) and not (config is not None and config.batch_invariant)
-    pages = (
-        chosen.copied_pages(cache, layer, hides_zeros=settings.mask_mod is None)
-        if copied
-        else chosen.pages(cache, layer)
-    )
-    return prepare_pages(
-        "sparse_mla_attention", q, pages, PagedOptions(*mods, scale, config, exact_out=settings.sinks is not None)
-    )
+    chosen, layer = _Chosen(batch, jnp.asarray(indices), cache.page_size), checked_layer(cache, layer)
+    batch_invariant = settings.config is not None and settings.config.batch_invariant
+    if _is_copied(q, cache, indices.shape[1]) and not batch_invariant:
+        pages = chosen.copied_pages(cache, layer, hides_zeros=settings.mask_mod is None)
+    else:
+        pages = chosen.pages(cache, layer)
+    score = reindexed(settings.score_mod, chosen.positions)
+    mask = reindexed(noop_mask if settings.mask_mod is None else settings.mask_mod, chosen.positions_if_selected)
+    return prepare_paged("sparse_mla_attention", q, pages, settings._replace(score_mod=score, mask_mod=mask))
 
 
 def _is_copied(q: ArrayOrShape, cache: LatentCache, selected: int) -> bool:
@@ -183,13 +178,9 @@ class _Chosen:
         """Positions for the mod of the user; the query of request ``n`` is packed query ``n``."""
         return Positions(self.request[n], h, self.position[n], self.indices[n, j])
 
-    def score(self, mod: ScoreMod | None) -> ReindexedMod | None:
-        return ReindexedMod(mod, self.positions) if callable(mod) else mod  # tracing refuses anything else
-
-    def mask(self, mod: MaskMod | None) -> ReindexedMod | None:
-        """Always a mask: selected positions may be none."""
-        at = lambda n, h, i, j: self.positions(n, h, i, j)._replace(exists=self.exists[n, j])
-        return ReindexedMod(noop_mask, at) if mod is None else ReindexedMod(mod, at) if callable(mod) else mod
+    def positions_if_selected(self, n: jax.Array, h: jax.Array, i: jax.Array, j: jax.Array) -> Positions:
+        """These positions, and whether there is one: for a mask, which a call always has."""
+        return self.positions(n, h, i, j)._replace(exists=self.exists[n, j])
 
     def copied_pages(self, cache: LatentCache, layer: jax.Array | None, *, hides_zeros: bool) -> Pages:
         """The selected rows in pages of their own, with zeros for positions that select nothing."""

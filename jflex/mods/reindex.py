@@ -74,3 +74,8 @@ class ReindexedMod(SizedMod):
     def requirements(self) -> tuple[Requirement, ...]:
         """See `SizedMod`."""
         return self.required
+
+
+def reindexed(mod: Any, positions: Callable[[jax.Array, jax.Array, jax.Array, jax.Array], Positions]) -> Any:
+    """A mod at other positions; None without one. What cannot be called stays as it is, and tracing refuses it."""
+    return ReindexedMod(mod, positions) if callable(mod) else mod

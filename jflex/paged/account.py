@@ -12,8 +12,8 @@ import numpy as np
 from jflex._call.account import NOTHING, Choice, Described, work_of
 from jflex._call.dispatch import Implementation, Selection, select
 from jflex._check.arguments import known_values
+from jflex.entry import PagedCall, no_derivative
 from jflex.paged.eight_bits import ROPE_DTYPE
-from jflex.paged.run import PagedCall, no_derivative
 from pallas_kernels.spec import AttentionSpec
 
 NOT_KNOWN = "not known (traced, or a shape alone)"

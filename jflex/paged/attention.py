@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 from typing import Any, Literal, Unpack, overload
 
 import jax
@@ -10,23 +10,18 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Int32
 
-from jflex._call.dropout import kept_mod
-from jflex._call.vector_mods import VectorMods
-from jflex._check.arguments import check_normalize, checked_sinks, describe_array, known_values
+from jflex._check.arguments import describe_array, known_values
 from jflex.backends.vector_mods import modified_rows
+from jflex.entry import PagedCall, Pages, check_packed, finish_packed, prepare_paged, run_paged
 from jflex.mods.array_sizes import CallSizes
-from jflex.mods.reindex import Positions, ReindexedMod
-from jflex.mods.trace import check_call_sizes
-from jflex.mods.types import ScoreMod, VectorMod
+from jflex.mods.reindex import Positions, reindexed
+from jflex.mods.types import ScoreMod
 from jflex.options import Options, Settings, checked, takes
 from jflex.paged.batch import PagedBatch, check_batch, token_positions, token_requests
 from jflex.paged.cache import PagedCache, checked_layer
 from jflex.paged.eight_bits import WRITTEN
-from jflex.paged.run import PagedCall, PagedOptions, Pages, attend
-from jflex.paged.run import prepare as prepare_pages
 from jflex.paged.store import PageStore, is_eight_bits
 from jflex.paged.trees import Trees
-from jflex.states.merging import with_sinks
 from jflex.states.state import AttentionState
 from jflex.states.stats import AttentionStats, Stat
 from jflex.types import AnyArray, ArrayOrShape
@@ -115,7 +110,7 @@ def paged_attention(
     """
     settings = checked(score_mod=score_mod, return_lse=return_lse, return_stats=return_stats, **options)
     call = with_modified_query(prepare(q, cache, batch, settings, layer=layer), settings, batch)
-    return results_of(call, attend(call, settings.implementation), settings, batch)
+    return results_of(call, run_paged(call, settings.implementation), settings, batch)
 
 
 def with_modified_query(call: PagedCall, settings: Settings, batch: PagedBatch) -> PagedCall:
@@ -126,14 +121,8 @@ def with_modified_query(call: PagedCall, settings: Settings, batch: PagedBatch) 
 
 
 def results_of(call: PagedCall, state: AttentionState, settings: Settings, batch: PagedBatch) -> Any:
-    """The result of a call, from the state over all keys: sinks and the output mod come last, once."""
-    state = state if settings.sinks is None else with_sinks(state, settings.sinks)
-    dtype, mod = call.query.dtype, settings.output_mod
-    out = state.out.astype(dtype)
-    if mod is not None:
-        lse = None if state.normalize == "none" else state.lse
-        out = modified_rows(mod, (state.out, lse), *indices_of(batch, call.spec.T), dtype)
-    return settings.results(dataclasses.replace(state, out=out))
+    """The result of a call, from the state over all keys."""
+    return finish_packed(settings, state, call.query.dtype, functools.partial(indices_of, batch, call.spec.T))
 
 
 def prepare(
@@ -141,33 +130,11 @@ def prepare(
 ) -> PagedCall:
     """Checks every argument of `paged_attention`; q, keys and values may be shapes."""
     q = jnp.asarray(q) if isinstance(q, np.ndarray) else q
-    check_normalize(settings.normalize, settings.sinks)
     check_queries(q, cache)
     check_batch(batch, cache, q.shape[0])
     pages = pages_of(cache, batch, checked_layer(cache, layer))
-    longest = longest_request(batch)
-    sizes = CallSizes(batch.requests, q.shape[1], longest, longest)
-    vectors = settings.vectors
-    if vectors != VectorMods():
-        vectors.check(
-            q.shape[2], cache.v.shape[-1], q.dtype, sizes=sizes, kv_heads=cache.num_kv_heads,
-            has_lse=settings.normalize == "softmax",
-        )  # fmt: skip
-    check_call_sizes(settings.score_mod, settings.mask_mod, sizes)
-    if settings.sinks is not None:
-        checked_sinks(settings.sinks, q.shape[1])
-    kept = None
-    if settings.dropout_rate:
-        kept = of_packed(
-            kept_mod(settings.dropout_rate, settings.dropout_key, batch.requests, q.shape[1]), batch, "score"
-        )
-    how = PagedOptions(
-        of_packed(settings.score_mod, batch, "score"), of_packed(settings.mask_mod, batch, "mask"), settings.scale,
-        settings.config, settings.sinks is not None or settings.output_mod is not None,  # rounded once
-        *(_of_keys(mod, batch) for mod in (settings.key_mod, settings.value_mod)), normalize=settings.normalize,
-        stats=settings.return_stats, dropout_rate=settings.dropout_rate, kept_mod=kept,
-    )  # fmt: skip
-    return prepare_pages("paged_attention", q, pages, how)
+    check_packed(settings, q, cache.v.shape[-1], call_sizes(batch, q.shape[1]), cache.num_kv_heads)
+    return prepare_paged("paged_attention", q, pages, of_packed(settings, batch, q.shape[1]))
 
 
 def indices_of(batch: PagedBatch, num_tokens: int) -> tuple[Int32[Array, " N"], Int32[Array, " N"]]:
@@ -175,12 +142,13 @@ def indices_of(batch: PagedBatch, num_tokens: int) -> tuple[Int32[Array, " N"], 
     return token_requests(batch, num_tokens), token_positions(batch, num_tokens)
 
 
-def longest_request(batch: PagedBatch) -> int | None:
-    """Keys of the longest request with queries; None if lengths are not known, since a table may hold more."""
+def call_sizes(batch: PagedBatch, heads: int) -> CallSizes:
+    """The ranges of the indices of mods: positions up to those of the longest request with queries, if it is known."""
     lengths, indptr = known_values(batch.kv_lengths), known_values(batch.qo_indptr)
-    if lengths is None or indptr is None:
-        return None
-    return int(np.where(np.diff(indptr) > 0, lengths, 0).max(initial=0))
+    longest = None  # a table may hold more
+    if lengths is not None and indptr is not None:
+        longest = int(np.where(np.diff(indptr) > 0, lengths, 0).max(initial=0))
+    return CallSizes(batch.requests, heads, longest, longest)
 
 
 def pages_of(cache: PageStore, batch: PagedBatch, layer: jax.Array | None) -> Pages:
@@ -196,15 +164,18 @@ def pages_of(cache: PageStore, batch: PagedBatch, layer: jax.Array | None) -> Pa
     )  # fmt: skip
 
 
-def of_packed(mod: Any, batch: PagedBatch, role: Literal["score", "mask"]) -> Any:
-    """A mod on indices of packed queries: the last query of a request is in the row of its last key.
+def of_packed(settings: Settings, batch: PagedBatch, heads: int) -> Settings:
+    """The settings with mods on indices of packed queries: the last query of a request is in the row of its last key.
 
-    The mod of dropout maps its positions as a score mod, which alone is masked by no tree.
+    With trees, rows of keys and queries are first mapped to the positions of nodes.
     """
-    if batch.ancestors is not None and batch.requests and (mod is None or callable(mod)):
+    kept = settings.kept(batch.requests, heads)
+    score, mask, key, value = settings.score_mod, settings.mask_mod, settings.key_mod, settings.value_mod
+    if batch.ancestors is not None and batch.requests:
         trees = Trees.from_ancestors(batch.ancestors, batch.kv_lengths, batch.qo_indptr)
-        of_role: Any = trees.of_mask if role == "mask" else trees.of_score
-        mod = of_role(mod)
+        score, kept = (reindexed(mod, trees.positions) for mod in (score, kept))
+        key, value = (reindexed(mod, trees.key_positions) for mod in (key, value))
+        mask = trees.of_mask(mask) if mask is None or callable(mask) else mask
 
     def rows(b: jax.Array, h: jax.Array, n: jax.Array, kv_idx: jax.Array) -> Positions:
         lengths, indptr = jnp.asarray(batch.kv_lengths), jnp.asarray(batch.qo_indptr)
@@ -212,15 +183,8 @@ def of_packed(mod: Any, batch: PagedBatch, role: Literal["score", "mask"]) -> An
             return Positions(b, h, n, kv_idx)
         return Positions(b, h, n + (lengths[b] - indptr[b + 1]), kv_idx)
 
-    return ReindexedMod(mod, rows) if callable(mod) else mod  # tracing refuses anything else
-
-
-def _of_keys(mod: VectorMod | None, batch: PagedBatch) -> VectorMod | None:
-    """A key or value mod on rows of keys: those of a tree are at the positions of its nodes."""
-    if mod is None or batch.ancestors is None or not batch.requests:
-        return mod
-    trees = Trees.from_ancestors(batch.ancestors, batch.kv_lengths, batch.qo_indptr)
-    return ReindexedMod(mod, lambda b, h, row, kv_idx: Positions(b, h, trees.position(b, row), kv_idx))
+    score, mask, kept = (reindexed(mod, rows) for mod in (score, mask, kept))
+    return settings._replace(score_mod=score, mask_mod=mask, key_mod=key, value_mod=value, kept_mod=kept)
 
 
 def check_queries(q: ArrayOrShape, cache: object) -> None:

@@ -15,11 +15,10 @@ from jax import lax
 from jax.typing import ArrayLike
 from jaxtyping import Array, Int32
 
-from jflex._call.dropout import KeptMod
 from jflex._check.arguments import check_int32, describe_array
 from jflex.masks.drafts import MAX_NODES
-from jflex.mods.reindex import Positions, ReindexedMod
-from jflex.mods.types import MaskMod, ScoreMod
+from jflex.mods.reindex import Positions
+from jflex.mods.types import MaskMod
 from jflex.paged.checks import Rule
 from jflex.types import AnyArray
 
@@ -50,10 +49,13 @@ class Trees:
         node = row - self.starts[b]
         return jnp.where(node < 0, row, self.starts[b] + self.depths[b, self._clip(node)])
 
-    def of_score(self, mod: ScoreMod | KeptMod | None) -> ScoreMod | KeptMod | None:
-        """A score_mod, or the mod of dropout, on rows."""
-        at = lambda b, h, q, kv: Positions(b, h, self.position(b, q), self.position(b, kv))
-        return None if mod is None else ReindexedMod(mod, at)
+    def positions(self, b: jax.Array, h: jax.Array, q: jax.Array, kv: jax.Array) -> Positions:
+        """The positions of rows, for a score_mod, or the mod of dropout."""
+        return Positions(b, h, self.position(b, q), self.position(b, kv))
+
+    def key_positions(self, b: jax.Array, h: jax.Array, row: jax.Array, kv: jax.Array) -> Positions:
+        """The position of a row of keys, the last index of a key_mod or a value_mod."""
+        return Positions(b, h, self.position(b, row), kv)
 
     def of_mask(self, mod: MaskMod | None) -> MaskMod:
         """A mask_mod on rows: within the tree, nodes attend to their ancestors and themselves alone.

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jflex
-from jflex import Config, UnsupportedError, backends
+from jflex import Config, UnsupportedError, backends, entry
 from jflex.options import Settings
 from pallas_kernels.ordered_add import flat_positions, ordered_add
 from pallas_kernels.plan import Refusal, all_gradients
@@ -132,7 +132,7 @@ def spec_with(score, platform="gpu", **fields):
     spec = []
 
     def keep(q, captured):
-        call = jflex.attention.prepare(q, q, q, Settings(SCORES[score](captured)))
+        call = entry.prepare(q, q, q, Settings(SCORES[score](captured)))
         spec.append(call.spec)
         return q
 

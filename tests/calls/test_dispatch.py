@@ -73,8 +73,7 @@ def test_a_slower_backend_runs_what_the_faster_one_refuses(monkeypatch, refuses)
 
 
 def test_the_warning_points_to_the_line_of_the_user(monkeypatch):
-    for module in ("jflex.attention", "jflex.paged.run"):
-        monkeypatch.setattr(f"{module}.current_device", lambda *_: ("gpu", ""))
+    monkeypatch.setattr("jflex.entry.current_device", lambda *_: ("gpu", ""))
     x, ends = jnp.zeros((2, 1, 264)), jnp.array([0, 2])
     cache = PagedCache.create(2, 16, 1, 264, dtype=jnp.float32)
     batch = PagedBatch(ends, jnp.array([2]), jnp.array([[1]]))

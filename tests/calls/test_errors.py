@@ -55,7 +55,7 @@ def test_message(provoke, kind, message):
 @pytest.mark.parametrize("row", BEFORE_CALLS, ids=lambda row: row[0])
 def test_nothing_runs_before_the_message(row, monkeypatch):
     ran = []
-    monkeypatch.setattr("jflex.attention._run", lambda *args: ran.append(args))
+    monkeypatch.setattr("jflex.entry._run", lambda *args: ran.append(args))
     with pytest.raises(row[2]):
         row[1]()
     assert not ran

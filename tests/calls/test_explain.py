@@ -9,13 +9,12 @@ import numpy as np
 import pytest
 
 import jflex
-from jflex import backends
+from jflex import backends, entry
 from jflex._jax import custom_vjp
 from jflex.backends.base import Gradients, Saved
 from jflex.backends.reference import Reference
 from jflex.masks import causal
 from jflex.paged import PagedBatch, PagedCache, token_positions, token_requests
-from jflex.paged import run as paged_run
 from pallas_kernels.plan import all_gradients
 from tests.calls import test_cascade
 from tests.cases import paged_cases, ragged_cases
@@ -61,7 +60,7 @@ def ran(monkeypatch) -> list[Run]:
         return zeros(spec)
 
     monkeypatch.setattr(Reference, "forward", forward)
-    for module in (custom_vjp, paged_run):
+    for module in (custom_vjp, entry):
         monkeypatch.setattr(module, "call_as_primitive", run)
     return runs
 

@@ -110,7 +110,7 @@ def test_cache_that_cannot_be_written(one_kernel, tmp_path):
 @pytest.mark.full
 @pytest.mark.parametrize("case", [case for case in paged_cases.CASES if case.name in PAGED], ids=str)
 def test_paged(case, monkeypatch):
-    monkeypatch.setattr("jflex.paged.run.current_device", lambda *_: ("gpu", gpu_compile.DEVICE))
+    monkeypatch.setattr("jflex.entry.current_device", lambda *_: ("gpu", gpu_compile.DEVICE))
     kernels = kernels_of(lambda: paged_evaluation.run(case, "official_triton"))
     assert len(kernels) >= 2
     compile_all(kernels, MAIN)

@@ -23,9 +23,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plg
 
+from jflex import entry
 from jflex._jax import custom_vjp
 from jflex.backends.gpu import mosaic_gpu as adapter
-from jflex.paged import run as paged_run
 from pallas_kernels.mosaic_gpu import global_rows, inline_ptx, split_kv, work_items
 from pallas_kernels.mosaic_gpu.backward import captured, dkv, dq
 from pallas_kernels.mosaic_gpu.forward import kernel as forward_kernel
@@ -405,6 +405,6 @@ def emulated() -> Iterator[None]:
         patch.setattr(forward_kernel, "NUM_CTAS", 2)
         patch.setattr(work_items, "NUM_SMS", 2)
         patch.setattr(adapter, "limit_of_machine", lambda spec: None)
-        for module in (custom_vjp, paged_run):
+        for module in (custom_vjp, entry):
             patch.setattr(module, "call_as_primitive", lambda op, arrays: op(arrays))
         yield

@@ -143,8 +143,7 @@ def replaced(monkeypatch: Any) -> None:
     install()
     monkeypatch.setattr(launch, "call", call)
     monkeypatch.setattr("pallas_kernels.triton.plan.limits.launcher", lambda: Launcher("direct", "an interpreter"))
-    for module in ("jflex.attention", "jflex.paged.run"):
-        monkeypatch.setattr(f"{module}.current_device", lambda *_: ("gpu", "NVIDIA H200"))
+    monkeypatch.setattr("jflex.entry.current_device", lambda *_: ("gpu", "NVIDIA H200"))
 
 
 def emitted(launched: emit.Launched, names: tuple[str, ...]) -> emit.Source:
