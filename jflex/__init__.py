@@ -12,9 +12,9 @@ from jflex import masks as masks
 from jflex import paged as paged
 from jflex import rotary as rotary
 from jflex import scores as scores
+from jflex._call.dispatch import ORDER as ORDER
 from jflex.apply_mod import apply_vector_mod as apply_vector_mod
 from jflex.attention import flex_attention as flex_attention
-from jflex.backends import ORDER as ORDER
 from jflex.backends.xla.narrow import set_rows as set_rows
 from jflex.block_mask.dense import create_mask as create_mask
 from jflex.block_mask.mask import BlockMask as BlockMask

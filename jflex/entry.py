@@ -16,10 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from jflex import backends
 from jflex._call.call_warnings import warn_of_alignment
 from jflex._call.checks import check_arrays, check_block_mask, warn_of_layout
-from jflex._call.dispatch import Requested, select_forward, warn_of_new_numbers
+from jflex._call.dispatch import Requested, get_backend, select_forward, warn_of_new_numbers
 from jflex._call.vector_mods import VectorMods
 from jflex._check.arguments import (
     check_config,
@@ -31,7 +30,7 @@ from jflex._check.arguments import (
     largest_value,
 )
 from jflex._jax import custom_vjp
-from jflex._jax.ops import PagedOp
+from jflex._jax.paged import PagedOp
 from jflex._jax.partitioning import refuse_divided_tokens
 from jflex._jax.primitive import call_as_primitive
 from jflex._mesh import match_manual_axes
@@ -198,8 +197,8 @@ def _run(name: str, implementation: Requested, spec: AttentionSpec, inputs: Inpu
     if any(jax.typeof(x).sharding.mesh.explicit_axes for x in inputs[:3]):
         refuse_divided_tokens(spec, inputs.query, inputs.key, inputs.value)
     inputs = match_manual_axes(inputs)
-    if backends.get(name).differentiable and spec.qk_dtype is None:
-        return backends.get(name).forward(spec, inputs)
+    if get_backend(name).differentiable and spec.qk_dtype is None:
+        return get_backend(name).forward(spec, inputs)
     warn_of_new_numbers(spec, inputs)
     return custom_vjp.attend(custom_vjp.Static(name, implementation, spec), inputs)
 
@@ -342,7 +341,7 @@ def run_paged(call: PagedCall, implementation: Requested) -> AttentionState:
         inputs = jax.tree.map(guard, inputs)
         saved = call_as_primitive(PagedOp(name, spec), match_manual_axes(inputs))
     else:
-        saved = backends.get(name).forward(spec, match_manual_axes(inputs))
+        saved = get_backend(name).forward(spec, match_manual_axes(inputs))
     return AttentionState(saved.out, saved.lse, spec.normalize, saved.max, saved.entropy)
 
 
@@ -364,7 +363,7 @@ def finish_packed(
 
 def no_derivative(caller: str, name: str) -> str | None:
     """Why there is no derivative on a backend, or None if there is one."""
-    if backends.get(name).differentiable:
+    if get_backend(name).differentiable:
         return None
     return (
         f"`{caller}` has no derivative on {name!r}: it is made for inference. implementation='reference' has one, "

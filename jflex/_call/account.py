@@ -10,8 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from jflex import backends
-from jflex._call.dispatch import Implementation, Selection, no_gradients, select, select_passes
+from jflex._call.dispatch import Implementation, Selection, get_backend, no_gradients, select, select_passes
 from jflex._check.arguments import known_values
 from jflex.backends.base import Inputs
 from jflex.backends.lengths import bounded_lists
@@ -171,7 +170,7 @@ def _describe(spec: AttentionSpec, implementation: Implementation, selection: Se
     if spec.qk_dtype is not None:
         return Described(plan.describe(), None, no_gradients(spec))
     requested = all_gradients(spec)
-    both = backends.get(name).plan(spec, requested)
+    both = get_backend(name).plan(spec, requested)
     refusal = both.sentence(spec) if isinstance(both, Refusal) else ""
     try:
         passes = select_passes(implementation, spec, requested)

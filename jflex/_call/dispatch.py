@@ -1,24 +1,40 @@
-"""Selects the first requested backend that supports the call, for each pass."""
+"""The backends, by name and in the order in which they are tried, and the first that supports a call in each pass."""
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
 from jax.core import Tracer
 
-from jflex import backends
 from jflex._call.call_warnings import count_call
 from jflex._check.user_warnings import warn_user
-from jflex.backends.base import Plan
+from jflex.backends.base import Backend, Plan
 from jflex.errors import UnsupportedError
 from pallas_kernels.plan import GradientRequest, Refusal
 from pallas_kernels.spec import AttentionSpec
 
+ORDER = ("mosaic_gpu", "triton", "official_triton", "xla")
+KNOWN = (*ORDER, "reference")
+_CLASSES = {
+    "mosaic_gpu": ("gpu.mosaic_gpu", "MosaicGpu"),
+    "triton": ("gpu.triton", "Triton", "pallas"),
+    "official_triton": ("gpu.triton", "Triton", "official"),
+    "xla": ("xla.attention", "Xla"),
+    "reference": ("reference", "Reference"),
+}
+
 Implementation = str | Sequence[str] | None
 Requested = str | tuple[str, ...] | None
 """An `Implementation` that can be hashed."""
+
+
+def get_backend(name: str) -> Backend:
+    """Loads a backend by its name."""
+    module, backend, *compiler = _CLASSES[name]
+    return getattr(importlib.import_module(f"jflex.backends.{module}"), backend)(*compiler)
 
 
 class Selection(NamedTuple):
@@ -31,14 +47,14 @@ class Selection(NamedTuple):
 
 def names_of(implementation: Implementation) -> tuple[str, ...]:
     """The backend names of an argument `implementation`."""
-    known = ", ".join(map(repr, backends.KNOWN))
+    known = ", ".join(map(repr, KNOWN))
     if implementation is None:
-        return backends.ORDER
+        return ORDER
     names = (implementation,) if isinstance(implementation, str) else tuple(implementation)
     if not names:
         raise ValueError(f"`implementation` must name at least one backend; the sequence is empty. Known are {known}.")
     for name in names:
-        if name not in backends.KNOWN:
+        if name not in KNOWN:
             raise ValueError(f"`implementation` must be one of {known}, a sequence of them, or None. Got {name!r}.")
     return names
 
@@ -53,7 +69,7 @@ def select(implementation: Implementation, spec: AttentionSpec, requested: Gradi
     """
     rejections: dict[str, str] = {}
     for name in names_of(implementation):
-        backend = backends.get(name)
+        backend = get_backend(name)
         plan = backend.plan(spec, requested)
         if isinstance(plan, Refusal):
             rejections[name] = plan.sentence(spec)
@@ -138,18 +154,18 @@ def _faster(
       name: A backend that supports the call.
       judged: The pass that is compared: the backward pass with these gradients; None for the forward pass.
     """
-    reason = backends.get(name).not_preferred(spec, judged)
+    reason = get_backend(name).not_preferred(spec, judged)
     if reason is None:
         return None
-    later = backends.ORDER[backends.ORDER.index(name) + 1 : backends.ORDER.index("xla")]
-    able = (other for other in later if not isinstance(backends.get(other).plan(spec, requested), Refusal))
+    later = ORDER[ORDER.index(name) + 1 : ORDER.index("xla")]
+    able = (other for other in later if not isinstance(get_backend(other).plan(spec, requested), Refusal))
     other = next(able, None)
     return None if other is None else _Faster(other, reason)
 
 
 def _refusal(selection: Selection, spec: AttentionSpec, requested: GradientRequest | None) -> str:
-    others = [name for name in backends.KNOWN if name not in selection.rejections]
-    able = [name for name in others if not isinstance(backends.get(name).plan(spec, requested), Refusal)]
+    others = [name for name in KNOWN if name not in selection.rejections]
+    able = [name for name in others if not isinstance(get_backend(name).plan(spec, requested), Refusal)]
     what = "this call" if requested is None else "this call with its gradients"
     return (
         f"None of the requested implementations supports {what}. {_text(selection)}. These do: "

@@ -1,4 +1,7 @@
-"""The one custom_vjp that joins any backend's forward and backward."""
+"""Dense calls under JAX's transformations: the passes of a backend, joined by one custom_vjp.
+
+A pass is an operation for `call_as_primitive`, which XLA may partition over devices.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +15,114 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
+from jax.sharding import PartitionSpec
 
-from jflex._call.dispatch import no_gradients, select_passes
-from jflex._jax.ops import BackwardOp, ForwardOp
-from jflex._jax.primitive import ONLY_REVERSE, call_as_primitive
+from jflex._call.dispatch import Requested, get_backend, no_gradients, select_passes
+from jflex._jax import partitioning
+from jflex._jax.partitioning import Axes, Split
+from jflex._jax.primitive import ONLY_REVERSE, Flat, call_as_primitive
 from jflex._mesh import match_manual_axes
-from jflex.backends.base import Inputs, Saved, SavedCotangents
+from jflex.backends.base import Gradients, Inputs, Saved, SavedCotangents
+from jflex.backends.results import sinks_gradient
 from jflex.errors import UnsupportedError
 from pallas_kernels.plan import GradientRequest
 from pallas_kernels.spec import AttentionSpec
+
+
+@dataclasses.dataclass(frozen=True)
+class ForwardOp:
+    """``Inputs -> Saved``."""
+
+    backend: str
+    spec: AttentionSpec
+
+    def __call__(self, inputs: Inputs) -> Saved:
+        """Runs the backend."""
+        return get_backend(self.backend).forward(self.spec, inputs)
+
+    def axes(self, inputs: Inputs, saved: Saved) -> tuple[list[Axes], list[Axes]]:
+        """Batch and head axes of the flat inputs and outputs."""
+        return partitioning.input_axes(self.spec, inputs), partitioning.saved_axes(self.spec, saved)
+
+    def partitioned(self, inputs: Inputs, saved: Saved, whole: Flat) -> Flat:
+        """See `jflex._jax.primitive.Op`."""
+        tree = jax.tree.structure(inputs)
+
+        def local(mesh: jax.sharding.Mesh, split: Split, *flat: jax.Array) -> tuple[jax.Array, ...]:
+            shard = partitioning.shard_of(self.spec, jax.tree.unflatten(tree, flat), mesh, split)
+            return tuple(jax.tree.leaves(ForwardOp(self.backend, shard.spec)(shard.inputs)))
+
+        return partitioning.partitioned(self.spec, whole, local, *self.axes(inputs, saved))
+
+    def out_specs(self, inputs: Inputs, saved: Saved, pspec: PartitionSpec) -> list[PartitionSpec]:
+        """See `jflex._jax.primitive.Op`."""
+        return partitioning.out_specs(*self.axes(inputs, saved), jax.tree.leaves(saved), pspec)
+
+
+@dataclasses.dataclass(frozen=True)
+class BackwardOp:
+    """``(Inputs, Saved, cotangent of Saved) -> Gradients``."""
+
+    backend: str
+    spec: AttentionSpec
+    requested: GradientRequest
+
+    def __call__(self, arrays: tuple[Inputs, Saved, SavedCotangents]) -> Gradients:
+        """Runs the backend; sinks have their gradient here, the same for all."""
+        gradients = get_backend(self.backend).backward(self.spec, *arrays, self.requested)
+        if not self.requested.sinks:
+            return gradients
+        inputs, saved, d_saved = arrays
+        assert inputs.sinks is not None  # their gradient is requested
+        return gradients._replace(sinks=sinks_gradient(self.spec, inputs.sinks, saved, d_saved))
+
+    def axes(
+        self, arrays: tuple[Inputs, Saved, SavedCotangents], gradients: Gradients
+    ) -> tuple[list[Axes], list[Axes]]:
+        """Batch and head axes of the flat inputs and outputs."""
+        inputs, saved, d_saved = arrays
+        ins = [
+            *partitioning.input_axes(self.spec, inputs),
+            *partitioning.saved_axes(self.spec, saved),
+            *partitioning.saved_axes(self.spec, d_saved),
+        ]
+        return ins, partitioning.gradient_axes(self.spec, gradients)
+
+    def partitioned(self, arrays: tuple[Inputs, Saved, SavedCotangents], gradients: Gradients, whole: Flat) -> Flat:
+        """See `jflex._jax.primitive.Op`."""
+        tree = jax.tree.structure(arrays)
+
+        def local(mesh: jax.sharding.Mesh, split: Split, *flat: jax.Array) -> tuple[jax.Array, ...]:
+            inputs, saved, d_saved = jax.tree.unflatten(tree, flat)
+            shard = partitioning.shard_of(self.spec, inputs, mesh, split)
+            local_op = BackwardOp(self.backend, shard.spec, shard.requested(self.requested))
+            gradients_of_shard = local_op((shard.inputs, saved, d_saved))
+            captured = []
+            for number, x in zip(shard.operands, gradients.score_operands, strict=True):
+                if x is not None:
+                    part = jnp.zeros(x.shape, x.dtype) if number is None else gradients_of_shard.score_operands[number]
+                    assert part is not None  # a shard has the same requested gradients as the whole
+                    captured.append(_sum(part, (*split.batch, *split.heads, *split.queries)))
+            shared = (*(split.batch if self.spec.Bkv < self.spec.B else ()), *split.queries)
+            keys = [_sum(x, shared) for x in (gradients_of_shard.key, gradients_of_shard.value) if x is not None]
+            sinks = (
+                []
+                if gradients_of_shard.sinks is None
+                else [_sum(gradients_of_shard.sinks, (*split.batch, *split.queries))]
+            )
+            return (*([] if gradients_of_shard.query is None else [gradients_of_shard.query]), *keys, *captured, *sinks)
+
+        return partitioning.partitioned(self.spec, whole, local, *self.axes(arrays, gradients))
+
+    def out_specs(
+        self, arrays: tuple[Inputs, Saved, SavedCotangents], gradients: Gradients, pspec: PartitionSpec
+    ) -> list[PartitionSpec]:
+        """See `jflex._jax.primitive.Op`."""
+        return partitioning.out_specs(*self.axes(arrays, gradients), jax.tree.leaves(gradients), pspec)
+
+
+def _sum(x: jax.Array, names: tuple[str, ...]) -> jax.Array:
+    return jax.lax.psum(x, names) if names else x
 
 
 class Static(NamedTuple):
@@ -31,7 +133,7 @@ class Static(NamedTuple):
     """
 
     backend: str
-    implementation: str | tuple[str, ...] | None
+    implementation: Requested
     spec: AttentionSpec
 
 

@@ -99,6 +99,19 @@ class Split(NamedTuple):
         return PartitionSpec(*names)
 
 
+def out_specs(
+    in_axes: Sequence[Axes], out_axes: Sequence[Axes], outputs: Sequence[jax.ShapeDtypeStruct], pspec: PartitionSpec
+) -> list[PartitionSpec]:
+    """Shardings of the outputs in a mesh with explicit axes, which are part of their types, from that of the query."""
+
+    def names(axis: int | None) -> tuple[str, ...]:
+        entry = None if axis is None else pspec[axis]
+        return () if entry is None else entry if isinstance(entry, tuple) else (entry,)
+
+    split = Split(names(in_axes[0].batch), names(in_axes[0].heads))
+    return [split.pspec(axes, len(x.shape)) for axes, x in zip(out_axes, outputs, strict=True)]
+
+
 def shard_of(spec: AttentionSpec, inputs: Inputs, mesh: jax.sharding.Mesh, split: Split) -> Shard:
     """The local spec and inputs, inside the program of one shard."""
     pieces = [math.prod(mesh.shape[name] for name in names) for names in split]

@@ -81,8 +81,8 @@ def bounded_states(states: Int8[Array, "b H R C"], lengths: Int32[Array, " B"], 
 
 
 def spec_without_lengths(spec: AttentionSpec, size: tuple[int, int] | None) -> AttentionSpec:
-    """An equivalent spec for a backend without support for lengths; `spec` itself if it has none."""
-    return with_lengths_as_mask(spec, size).replace(Bkv=spec.B) if spec.kv_lengths else spec
+    """An equivalent spec for a backend without support for lengths, of a call that has them."""
+    return with_lengths_as_mask(spec, size).replace(Bkv=spec.B)
 
 
 def inputs_without_lengths(spec: AttentionSpec, inputs: Inputs, size: tuple[int, int] | None) -> Inputs:
@@ -91,8 +91,6 @@ def inputs_without_lengths(spec: AttentionSpec, inputs: Inputs, size: tuple[int,
     Keys and values beyond the lengths are set to 0: NaN there would survive a weight of 0. Those that the batch shares
     are repeated, because each batch entry has its own length.
     """
-    if not spec.kv_lengths:
-        return inputs
     axis = 1 if spec.layout == "BTNH" else 2
     shape = [spec.B, 1, 1, 1]
     shape[axis] = spec.S

@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int
 
 from jflex._call.dispatch import Requested
 from jflex._check.arguments import known_values
-from jflex._jax.paged_shard import paged_shard_of
+from jflex._jax.paged import paged_shard_of
 from jflex._jax.shard import Spread
 from jflex.backends.base import PagedInputs
 from jflex.context_parallel.placement import Names, Placement

@@ -24,10 +24,8 @@ from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
-from jflex import backends
-from jflex._call.dispatch import select_forward, select_passes
-from jflex._jax.custom_vjp import reverse_only
-from jflex._jax.ops import BackwardOp, ForwardOp
+from jflex._call.dispatch import get_backend, select_forward, select_passes
+from jflex._jax.custom_vjp import BackwardOp, ForwardOp, reverse_only
 from jflex._jax.primitive import call_as_primitive
 from jflex._jax.shard import Shard, Where, shard_of
 from jflex._mesh import match_manual_axes
@@ -107,7 +105,7 @@ def attend_in_ring(call: ContextCall, inputs: Inputs, where: Where, sees: jax.Ar
     local = match_manual_axes(local)
     shard = ring.at(local, (local.inputs.key, local.inputs.value), me)
     name = select_forward(call.implementation, shard.spec, CALLER)
-    if backends.get(name).differentiable:
+    if get_backend(name).differentiable:
         saved = _forward(ring, name, local)
     else:
         saved = cast(Saved, _attend(ring, name, local._replace(inputs=reverse_only(local.inputs))))
@@ -199,8 +197,8 @@ def _forward(ring: _Ring, backend: str, local: _Local) -> Saved:
 
     def attend(keys: KeyAndValue, owner: jax.Array) -> AttentionState:
         shard = ring.at(local, keys, owner)
-        if backends.get(backend).differentiable:
-            saved = backends.get(backend).forward(shard.spec, shard.inputs)
+        if get_backend(backend).differentiable:
+            saved = get_backend(backend).forward(shard.spec, shard.inputs)
         else:
             saved = call_as_primitive(ForwardOp(backend, shard.spec), shard.inputs)
         stats = AttentionStats(saved.lse, saved.max, saved.entropy)

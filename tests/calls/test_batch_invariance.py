@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 import jflex
-from jflex import Config, Tiles, UnsupportedError, backends
+from jflex import Config, Tiles, UnsupportedError
+from jflex._call.dispatch import get_backend
 from pallas_kernels.plan import Refusal
 from pallas_kernels.spec import Paging
 from pallas_kernels.triton.plan import limits
@@ -316,10 +317,10 @@ REFUSED = [
 @pytest.mark.parametrize(("backend", "spec", "message"), REFUSED, ids=lambda x: x if isinstance(x, str) else "")
 def test_refuses_what_it_cannot_promise(backend, spec, message):
     invariant = spec.replace(config=Config(batch_invariant=True))
-    found = backends.get(backend).plan(invariant, None)
+    found = get_backend(backend).plan(invariant, None)
     assert isinstance(found, Refusal)
     assert message in found.reason
-    before = backends.get(backend).plan(spec, None)
+    before = get_backend(backend).plan(spec, None)
     assert not isinstance(before, Refusal) or message not in before.reason
 
 
@@ -338,13 +339,13 @@ def test_tiles_and_backend_do_not_depend_on_the_batch(tokens):
     """Those of a paged call, and of a dense one by `mosaic_gpu`'s rule and by Triton's."""
     config = Config(batch_invariant=True)
     plans = [
-        backends.get("triton").plan(paged_spec(B=B, T=tokens, S=S, config=config, **HOPPER), None).kernels.launches[0]
+        get_backend("triton").plan(paged_spec(B=B, T=tokens, S=S, config=config, **HOPPER), None).kernels.launches[0]
         for B in (1, 4, 300)
         for S in (64, 4096, 1 << 20)
     ]
     assert len({(plan.tiles.shape, plan.tiles.num_warps) for plan in plans}) == 1
     dense_plans = [
-        backends.get("triton").plan(spec_of(B=B, T=tokens, S=S, config=config, **HOPPER), None).kernels.forward
+        get_backend("triton").plan(spec_of(B=B, T=tokens, S=S, config=config, **HOPPER), None).kernels.forward
         for B in (1, 300)
         for S in (16, 700, 1 << 17)
     ]

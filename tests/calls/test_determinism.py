@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 import jflex
-from jflex import Config, UnsupportedError, backends, entry
+from jflex import Config, UnsupportedError, entry
+from jflex._call.dispatch import get_backend
 from jflex.options import Settings
 from pallas_kernels.ordered_add import flat_positions, ordered_add
 from pallas_kernels.plan import Refusal, all_gradients
@@ -146,7 +147,7 @@ def spec_with(score, platform="gpu", **fields):
 @pytest.mark.parametrize("score", SCORES)
 def test_what_has_no_order_is_refused_by_name(backend, score):
     spec = spec_with(score)
-    found = backends.get(backend).plan(spec, all_gradients(spec))
+    found = get_backend(backend).plan(spec, all_gradients(spec))
     reason = found.reason if isinstance(found, Refusal) else ""
     if backend == "reference":
         assert "no fixed order" in reason
@@ -158,7 +159,7 @@ def test_what_has_no_order_is_refused_by_name(backend, score):
 
 def test_the_forward_pass_is_never_refused():
     """It adds in a fixed order in any case."""
-    found = backends.get("triton").plan(spec_with("distances"), None)
+    found = get_backend("triton").plan(spec_with("distances"), None)
     assert not isinstance(found, Refusal)
 
 
@@ -172,7 +173,7 @@ def test_xla_refuses_what_it_cannot_sort():
         on_cpu = spec.replace(platform="cpu")
     finally:
         del SCORES["of_score"], SHAPES["of_score"]
-    xla, requested = backends.get("xla"), all_gradients(spec)
+    xla, requested = get_backend("xla"), all_gradients(spec)
     assert "is added in no fixed order" in xla.plan(spec, requested).reason
     assert not isinstance(xla.plan(spec, None), Refusal)
     assert not isinstance(xla.plan(on_cpu, requested), Refusal)
@@ -181,7 +182,7 @@ def test_xla_refuses_what_it_cannot_sort():
 @pytest.mark.full
 def test_one_pass_is_left_out():
     spec = spec_of(T=4096, platform="gpu", device_kind="NVIDIA H200", config=Config(deterministic=True))
-    found = backends.get("mosaic_gpu").plan(spec, all_gradients(spec))
+    found = get_backend("mosaic_gpu").plan(spec, all_gradients(spec))
     if isinstance(found, Refusal):
         pytest.skip(found.reason)  # an old JAX, or a CUDA that it refuses
     assert found.kernels.backward.tiles.dq is not None

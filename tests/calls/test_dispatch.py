@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 import jflex
-from jflex import backends
-from jflex._call.dispatch import select_forward, select_passes
+from jflex._call.dispatch import KNOWN, ORDER, get_backend, select_forward, select_passes
 from jflex.backends.base import Backend, Plan
 from jflex.mods.trace import trace_score_mod
 from jflex.paged import PagedBatch, PagedCache
@@ -32,10 +31,10 @@ def spec(platform="cpu", **fields):
 
 
 def test_order_names_known_backends():
-    assert (*backends.ORDER, "reference") == backends.KNOWN
-    assert "reference" not in backends.ORDER
-    for name in backends.KNOWN:
-        backend = backends.get(name)
+    assert (*ORDER, "reference") == KNOWN
+    assert "reference" not in ORDER
+    for name in KNOWN:
+        backend = get_backend(name)
         assert isinstance(backend, Backend)
         assert backend.name == name
 
@@ -63,7 +62,7 @@ def test_a_gpu_that_falls_to_xla_warns_with_the_reasons():
 @pytest.mark.parametrize("refuses", [False, True])
 def test_a_slower_backend_runs_what_the_faster_one_refuses(monkeypatch, refuses):
     """For example arrays that only the slower one can address; not `xla`, which is slower still."""
-    first, second = backends.get("mosaic_gpu"), backends.get("triton")
+    first, second = get_backend("mosaic_gpu"), get_backend("triton")
     monkeypatch.setattr(type(first), "plan", lambda *_: Plan(lambda: ""))
     monkeypatch.setattr(type(first), "not_preferred", lambda *_: "it is slow")
     monkeypatch.setattr(type(second), "plan", lambda *_: Refusal("it cannot") if refuses else Plan(lambda: ""))
@@ -270,7 +269,7 @@ def test_what_is_indexed_by_the_score_is_not_pipelined():
     everything = GradientRequest(True, True, True, (True,))
 
     def told(score, config):
-        return backends.get("triton").plan(spec("gpu", score_mod=score, config=config), everything).describe()
+        return get_backend("triton").plan(spec("gpu", score_mod=score, config=config), everything).describe()
 
     for config in (jflex.Config(), given):
         assert told(by_score, config).count(" 1 stages") == 3

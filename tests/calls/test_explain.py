@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 import jflex
-from jflex import backends, entry
+from jflex import entry
+from jflex._call.dispatch import get_backend
 from jflex._jax import custom_vjp
 from jflex.backends.base import Gradients, Saved
 from jflex.backends.reference import Reference
@@ -89,7 +90,7 @@ def agree(account, run: Run) -> None:
     assert account.backend == run.backend
     assert account.config == run.spec.config
     requested = None if run.spec.paging is not None else all_gradients(run.spec)
-    assert account.tiles == backends.get(run.backend).plan(run.spec, requested).describe()
+    assert account.tiles == get_backend(run.backend).plan(run.spec, requested).describe()
 
 
 # --- the case tables
@@ -164,7 +165,7 @@ def test_kernels_are_launched_with_the_tiles_that_are_named(told, ran, monkeypat
     x, (cache, table) = paged_evaluation.draw(case), paged_evaluation.placed(case)
     paged_evaluation.call(case, "triton-interpret", x.query, cache, paged_evaluation.batch_of(case, table), ({}, {}))
     [account], [run] = told, ran
-    jax.eval_shape(lambda: backends.get("triton").forward(run.spec, run.inputs))
+    jax.eval_shape(lambda: get_backend("triton").forward(run.spec, run.inputs))
     tiles = [how["tiles"] for how in launched if how["name"] == "jflex_paged"]
     assert len(tiles) == account.tiles.count("paged") == 2
     for each in tiles:

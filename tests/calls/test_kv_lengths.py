@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import jflex
+from jflex._call.dispatch import get_backend
 from tests.calls.test_transforms import shapes_made
 from tests.cases.table import LENGTHS
 from tests.support import evaluation
@@ -120,7 +121,7 @@ def test_traced_lengths_out_of_range_count_as_the_nearest_in_range(backend):
 @pytest.mark.full
 @backends
 def test_eager_calls_are_traced_once_for_all_lengths(backend, monkeypatch):
-    owner, traced = type(jflex.backends.get(BACKENDS[backend]["implementation"])), []
+    owner, traced = type(get_backend(BACKENDS[backend]["implementation"])), []
     method = owner.forward
     monkeypatch.setattr(owner, "forward", lambda self, *args: traced.append(self) or method(self, *args))
     for length in (3, 40, S):

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 import jflex
-from jflex import Config, backends
+from jflex import Config
+from jflex._call.dispatch import get_backend
 from jflex.paged import PagedBatch, PagedCache, write
 from pallas_kernels.plan import Refusal, all_gradients
 from pallas_kernels.spec import Paging
@@ -40,7 +41,7 @@ def pages(count, held="int8", layers=1, dtype="float32", **fields):
     ],
 )  # fmt: skip
 def test_pages_of_eight_bits_that_pallas_does_not_reach_are_refused(spec, is_refused):
-    found = backends.get("triton").plan(spec, None)
+    found = get_backend("triton").plan(spec, None)
     assert isinstance(found, Refusal) == is_refused
     assert not is_refused or "Pallas does not reach the last ones" in found.reason
 
@@ -50,7 +51,7 @@ def large(backend, **config):
     spec = spec_with("columns").replace(config=Config(**config))
     mod = dataclasses.replace(spec.score_mod, operands=(((1 << 16, 1 << 15), "float32"),))
     spec = spec.replace(score_mod=mod)
-    return backends.get(backend).plan(spec, all_gradients(spec))
+    return get_backend(backend).plan(spec, all_gradients(spec))
 
 
 def test_xla_refuses_gradients_at_positions_beyond_32_bits():

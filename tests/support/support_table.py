@@ -17,8 +17,7 @@ import jax
 import jax.numpy as jnp
 
 import jflex
-from jflex import backends
-from jflex._call.dispatch import select, select_passes
+from jflex._call.dispatch import get_backend, select, select_passes
 from jflex._call.dropout import kept_mod
 from jflex.mods.trace import trace_mask_mod, trace_score_mod, trace_vector_mod
 from pallas_kernels.plan import Refusal, all_gradients
@@ -205,7 +204,7 @@ def table() -> Table:
         feature.text: {name: _cell(feature, name) for name in NAMES} | {SELECTED: _selected(feature)}
         for feature in features()
     }
-    of_transforms = {name: YES if backends.get(name).differentiable else NO for name in NAMES}
+    of_transforms = {name: YES if get_backend(name).differentiable else NO for name in NAMES}
     return rows | {"forward-mode and second derivatives": of_transforms | {SELECTED: ""}}
 
 
@@ -217,7 +216,7 @@ def _spec(feature: Feature, name: str | None = None) -> AttentionSpec:
 
 def _cell(feature: Feature, name: str) -> str:
     spec = _spec(feature, name)
-    plan = backends.get(name).plan(spec, all_gradients(spec) if feature.gradients else None)
+    plan = get_backend(name).plan(spec, all_gradients(spec) if feature.gradients else None)
     if isinstance(plan, Refusal):
         return NO
     if plan.gradients is not None:

@@ -53,7 +53,7 @@ class MosaicGpu(Backend):
         if (decoded := _plan_decode(spec)) is not None:
             return _decode(spec, decoded.kernels, inputs)
         plan = _dense_kernels(spec, None)
-        operands = operands_of(kv_lengths.inputs_without_lengths(spec, inputs, _LISTS))._replace(sinks=inputs.sinks)
+        operands = operands_of(_without_lengths(spec, inputs))._replace(sinks=inputs.sinks)
         out, lse, *stats = forward(plan.spec, plan.forward.tiles, operands)
         if plan.spec.needs_marks:
             out, lse = repair.forward(plan.spec, operands, (out, lse))
@@ -159,7 +159,8 @@ def _plan_split_kv(spec: AttentionSpec) -> Plan | Refusal:
 def _plan_dense(spec: AttentionSpec, requested: GradientRequest | None) -> Plan | Refusal:
     from pallas_kernels.mosaic_gpu.plan.plan import plan as plan_call
 
-    plan, triton = plan_call(kv_lengths.spec_without_lengths(spec, _LISTS), requested), Triton(spec.device.compiler)
+    lengthless = kv_lengths.spec_without_lengths(spec, _LISTS) if spec.kv_lengths else spec
+    plan, triton = plan_call(lengthless, requested), Triton(spec.device.compiler)
     if isinstance(plan, Refusal):
         return plan
     if plan.spec.needs_marks and spec.device.compiler == "official":  # Pallas' was chosen because it has no limit here
@@ -243,7 +244,7 @@ def _gradients(
 
     assert plan.backward is not None  # else the caller has returned
     requested, derivative, tiles = plan.backward.requested, plan.backward.derivative, plan.backward.tiles
-    operands = operands_of(kv_lengths.inputs_without_lengths(spec, inputs, _LISTS))
+    operands = operands_of(_without_lengths(spec, inputs))
     states = (saved.out, saved.lse), (d_saved.out, d_saved.lse)
     result = gradients.backward(
         plan.spec,
@@ -255,3 +256,8 @@ def _gradients(
     )
     result = requested_gradients(result, requested)
     return kv_lengths.sum_shared_batch(spec, result) if spec.kv_lengths else result
+
+
+def _without_lengths(spec: AttentionSpec, inputs: Inputs) -> Inputs:
+    """The arrays with lengths as a part of the mask, for kernels that take none."""
+    return kv_lengths.inputs_without_lengths(spec, inputs, _LISTS) if spec.kv_lengths else inputs

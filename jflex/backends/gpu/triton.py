@@ -76,7 +76,7 @@ class Triton(Backend):
         if plan.decodes:
             results = decode(plan.spec, tiles, operands_of(inputs), inputs.kv_lengths)
             return fold_sinks(spec, _saved(spec, results), inputs.sinks)
-        inputs = kv_lengths.inputs_without_lengths(spec, inputs, _block_size(spec))
+        inputs = _without_lengths(spec, inputs)
         if spec.qk_dtype is not None:  # once: to widen each tile took 13.1 ms, and 16 bits 8.8 (H200, D 128, S 16384)
             inputs = widened(inputs)
         return _saved(spec, forward(plan.spec, tiles, operands_of(inputs)._replace(sinks=inputs.sinks)))
@@ -101,7 +101,7 @@ class Triton(Backend):
         from pallas_kernels.triton.backward import gradients
 
         plan: triton_plan.BackwardPlan = self._kernels(spec, requested).backward  # gradients were requested
-        inputs = kv_lengths.inputs_without_lengths(spec, inputs, _block_size(spec))
+        inputs = _without_lengths(spec, inputs)
         result = gradients.backward(
             plan.spec,
             gradients.BackwardTiles(plan.dkv.tiles, plan.dq.tiles),
@@ -128,7 +128,7 @@ class Triton(Backend):
 def _plan_dense(spec: AttentionSpec, requested: GradientRequest | None) -> Plan | Refusal:
     from pallas_kernels.triton.plan.plan import plan
 
-    lengthless = kv_lengths.spec_without_lengths(spec, _block_size(spec))
+    lengthless = kv_lengths.spec_without_lengths(spec, _block_size(spec)) if spec.kv_lengths else spec
     decoded = plan(spec, None) if spec.kv_lengths and decodes(spec) else None  # the decoding kernel takes lengths
     planned = decoded if decoded is not None and requested is None else plan(lengthless, requested)
     if isinstance(planned, Refusal):
@@ -192,6 +192,11 @@ def _entropy(saved: Saved, d_saved: SavedCotangents) -> Entropy | None:
     if saved.entropy is None or d_saved.entropy is None:
         return None
     return Entropy(saved.entropy, d_saved.entropy)
+
+
+def _without_lengths(spec: AttentionSpec, inputs: Inputs) -> Inputs:
+    """The arrays with lengths as a part of the mask, for kernels that take none."""
+    return kv_lengths.inputs_without_lengths(spec, inputs, _block_size(spec)) if spec.kv_lengths else inputs
 
 
 def _block_size(spec: AttentionSpec) -> tuple[int, int]:
