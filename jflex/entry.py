@@ -7,7 +7,6 @@ call, of a level of a cascade, or of one device.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -303,9 +302,8 @@ def prepare_paged(caller: str, query: Any, pages: Pages, settings: Settings, *, 
     D += 0 if pages.rope_key is None else pages.rope_key.shape[-1]
     Dv = pages.value.shape[-1] if pages.latent_size is None else pages.latent_size
     sizes = Sizes(B=R, T=query.shape[0], S=max_pages * page_size, Hq=query.shape[1], Hkv=Hkv, D=D, Dv=Dv, Bkv=R)
-    trace_vector = functools.partial(trace_vector_mod, dtype=exact_dtype(query.dtype))
-    key = _traced(functools.partial(trace_vector, role="key", size=D), settings.key_mod)
-    value = _traced(functools.partial(trace_vector, role="value", size=Dv), settings.value_mod)
+    key = _traced(lambda mod: trace_vector_mod(mod, "key", D, exact_dtype(query.dtype)), settings.key_mod)
+    value = _traced(lambda mod: trace_vector_mod(mod, "value", Dv, exact_dtype(query.dtype)), settings.value_mod)
     score, mask = _traced(trace_score_mod, settings.score_mod), _traced(trace_mask_mod, settings.mask_mod)
     mods, captured = _joined(settings, sizes, score, mask, key, value)
     is_exact = is_partial or settings.sinks is not None or settings.output_mod is not None

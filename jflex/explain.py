@@ -30,7 +30,7 @@ from jflex.options import Settings, checked
 from jflex.paged import attention as paged
 from jflex.paged.account import CascadeAccount, PagedAccount
 from jflex.paged.batch import PagedBatch
-from jflex.paged.store import PageStore
+from jflex.paged.cache import PageStore
 
 Shaped = jax.Array | np.ndarray | jax.ShapeDtypeStruct
 

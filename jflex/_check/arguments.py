@@ -9,6 +9,7 @@ from typing import Any, SupportsIndex, overload
 import jax
 import jax.numpy as jnp
 import numpy as np
+import numpy.typing as npt
 from jax.core import Tracer
 from jax.typing import DTypeLike
 
@@ -19,11 +20,17 @@ from pallas_kernels.spec import Blocks
 LAYOUTS = ("BTNH", "BNTH")
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 EIGHT_BITS = ("float8_e4m3fn", "float8_e5m2")
+LARGEST = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0, "int8": 127.0}  # of keys and values that have scales
 
 
 def describe_array(x: ArrayOrShape) -> str:
     """Formats an array for messages: ``bfloat16[2,1024,16,64]``."""
     return f"{x.dtype}[{','.join(map(str, x.shape))}]"
+
+
+def is_eight_bits(dtype: DTypeLike) -> bool:
+    """True if keys of this dtype have scales."""
+    return str(jnp.dtype(dtype)) in LARGEST
 
 
 def known_values(x: object) -> np.ndarray | None:
@@ -141,6 +148,20 @@ def checked_positive(size: SupportsIndex, name: str) -> int:
     if number == 0:
         raise ValueError(f"`{name}` must be at least 1. Got 0.")
     return number
+
+
+def checked_integers(values: npt.ArrayLike, name: str) -> np.ndarray:
+    """Integers as an array; none are an array of int64.
+
+    >>> checked_integers([3, 1], "ids"), checked_integers([], "ids").dtype
+    (array([3, 1]), dtype('int64'))
+    """
+    array = np.asarray(values)
+    if not array.size:
+        array = array.astype(np.int64)
+    if not np.issubdtype(array.dtype, np.integer):
+        raise TypeError(f"`{name}` must hold integers. Got {array.dtype}.")
+    return array
 
 
 def check_int32(name: str, x: object, content: str) -> None:

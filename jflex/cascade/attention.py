@@ -27,9 +27,8 @@ from jflex.mods.reindex import Positions, reindexed
 from jflex.mods.types import ScoreMod
 from jflex.options import Options, Settings, checked, takes
 from jflex.paged.attention import check_queries, pages_of
-from jflex.paged.batch import check_batch
+from jflex.paged.batch import check_batch, check_rules, indptr_rules
 from jflex.paged.cache import checked_layer
-from jflex.paged.checks import check_rules, indptr_rules
 from jflex.states.merging import merge_all
 from jflex.states.state import AttentionState
 from jflex.states.stats import AttentionStats, Stat

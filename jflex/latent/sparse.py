@@ -19,9 +19,10 @@ from jflex.mods.reindex import Positions, reindexed
 from jflex.mods.types import ScoreMod
 from jflex.options import LatentOptions, Settings, checked, takes
 from jflex.paged.attention import results_of
-from jflex.paged.batch import PagedBatch, slots_of_tokens, token_positions, token_requests
+from jflex.paged.batch import PagedBatch
 from jflex.paged.cache import checked_layer
 from jflex.paged.latent import LatentCache
+from jflex.paged.tokens import slots_of_tokens, token_positions, token_requests
 from jflex.types import AnyArray, ArrayOrShape
 
 COPIED_PAGE = 64  # tokens of a page of copied rows: what kernels load at once

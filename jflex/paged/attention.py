@@ -10,17 +10,17 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Int32
 
-from jflex._check.arguments import describe_array, known_values
+from jflex._check.arguments import describe_array, is_eight_bits, known_values
 from jflex.backends.vector_mods import modified_rows
 from jflex.entry import PagedCall, Pages, check_packed, finish_packed, prepare_paged, run_paged
 from jflex.mods.array_sizes import CallSizes
 from jflex.mods.reindex import Positions, reindexed
 from jflex.mods.types import ScoreMod
 from jflex.options import Options, Settings, checked, takes
-from jflex.paged.batch import PagedBatch, check_batch, token_positions, token_requests
-from jflex.paged.cache import PagedCache, checked_layer
+from jflex.paged.batch import PagedBatch, check_batch
+from jflex.paged.cache import PagedCache, PageStore, checked_layer
 from jflex.paged.eight_bits import WRITTEN
-from jflex.paged.store import PageStore, is_eight_bits
+from jflex.paged.tokens import token_positions, token_requests
 from jflex.paged.trees import Trees
 from jflex.states.state import AttentionState
 from jflex.states.stats import AttentionStats, Stat

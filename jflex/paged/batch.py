@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
-from typing import Any, SupportsIndex
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, SupportsIndex
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import checkify
-from jaxtyping import Array, Int32
+from jaxtyping import Int32
 
 from jflex._check.arguments import check_int32, checked_size, describe_array, known_values
-from jflex.block_mask.runs import run_of
-from jflex.paged.cache import check_cache
-from jflex.paged.checks import Rule, check_rules, indptr_rules, length_rules, table_rule
-from jflex.paged.store import PageStore, checked_page_size
-from jflex.paged.trees import Trees, check_ancestors, tree_rules
+from jflex.masks.drafts import MAX_NODES
+from jflex.paged.cache import PageStore, check_cache
 from jflex.types import AnyArray
 
+_MAX_INT32 = 2**31 - 1
 _FIELDS = ("qo_indptr", "kv_lengths", "page_table", "ancestors")
 
 
@@ -73,117 +72,6 @@ class PagedBatch:
     def max_pages(self) -> int:
         """Maximum pages of a request: the width of the table."""
         return self.page_table.shape[1]
-
-
-def token_requests(batch: PagedBatch, num_tokens: int) -> Int32[Array, " N"]:
-    """The request of every packed query; -1 for padding after the last request.
-
-    Args:
-      num_tokens: N, the number of packed rows.
-
-    >>> batch = PagedBatch(jnp.array([0, 2, 2, 3]), jnp.array([2, 0, 1]), jnp.ones((3, 1), jnp.int32))
-    >>> token_requests(batch, 4).tolist()
-    [0, 0, 2, -1]
-    """
-    check_fields(batch)
-    tokens = jnp.arange(checked_size(num_tokens, "num_tokens"), dtype=jnp.int32)
-    request = run_of(tokens, jnp.asarray(batch.qo_indptr))
-    return jnp.where(request < batch.requests, request, -1)
-
-
-def token_positions(batch: PagedBatch, num_tokens: int) -> Int32[Array, " N"]:
-    """The position of every packed query within its request: ``q_idx`` of mods, and the one for rotary embeddings.
-
-    That of a node of a tree counts its ancestors, not the rows before it.
-
-    Args:
-      num_tokens: N, the number of packed rows.
-
-    Returns:
-      Positions; -1 for padding after the last request.
-
-    >>> batch = PagedBatch(jnp.array([0, 2, 3]), jnp.array([2, 8]), jnp.array([[1, 0], [2, 3]]))
-    >>> token_positions(batch, 4).tolist()
-    [0, 1, 7, -1]
-    """
-    request = token_requests(batch, num_tokens)
-    rows = _token_rows(batch, request)
-    if batch.ancestors is None or not batch.requests:
-        return rows
-    trees = Trees.from_ancestors(batch.ancestors, batch.kv_lengths, batch.qo_indptr)
-    return jnp.where(request < 0, -1, trees.position(request, rows))
-
-
-def _token_rows(batch: PagedBatch, request: Int32[Array, " N"]) -> Int32[Array, " N"]:
-    """Position of the key of every packed query in its request; -1 for padding."""
-    if not batch.requests:
-        return request
-    last = jnp.asarray(batch.kv_lengths) - jnp.asarray(batch.qo_indptr)[1:]
-    return jnp.where(request < 0, -1, last[request] + jnp.arange(request.shape[0], dtype=jnp.int32))
-
-
-def token_slots(batch: PagedBatch, num_tokens: int, page_size: int) -> Int32[Array, " N"]:
-    """The slot of every packed query's own key: where `jflex.paged.write` must put the tokens of this step.
-
-    Args:
-      batch: The batch, its `kv_lengths` counting the tokens of this step.
-      num_tokens: N, the number of packed rows.
-      page_size: Page size of the cache.
-
-    Returns:
-      Slots; -1, which `write` drops, for padding and for tokens without a page.
-
-    >>> batch = PagedBatch(jnp.array([0, 2, 3]), jnp.array([2, 8]), jnp.array([[1, 0], [2, 3]]))
-    >>> token_slots(batch, 4, page_size=4).tolist()
-    [4, 5, 15, -1]
-    """
-    request = token_requests(batch, num_tokens)
-    return _slots(jnp.asarray(batch.page_table), request, _token_rows(batch, request), checked_page_size(page_size))
-
-
-def slots_of_tokens(
-    batch: PagedBatch, request: Int32[Array, " N"], positions: Int32[Array, "N K"], page_size: int
-) -> Int32[Array, "N K"]:
-    """The slots of keys at some positions of the request of each packed query; -1 as in `slots_of`, and for padding.
-
-    >>> batch = PagedBatch(jnp.array([0, 1]), jnp.array([8]), jnp.array([[7, 2]]))
-    >>> slots_of_tokens(batch, token_requests(batch, 2), jnp.array([[0, 5, 9], [0, 5, 9]]), page_size=4).tolist()
-    [[28, 9, -1], [-1, -1, -1]]
-    """
-    owner = jnp.broadcast_to(request[:, None], positions.shape)
-    return _slots(jnp.asarray(batch.page_table), owner, positions, checked_page_size(page_size))
-
-
-def slots_of(
-    page_table: Int32[AnyArray, "*R max_pages"], positions: Int32[AnyArray, "*R N"], page_size: int
-) -> Int32[Array, "*R N"]:
-    """The slots of tokens: ``page_table[p // page_size] * page_size + p % page_size`` for a position ``p``.
-
-    Args:
-      page_table: The pages of one request, [max_pages], or of several, [R, max_pages].
-      positions: Positions of tokens in that request, [N], or in each of several, [R, N].
-      page_size: Tokens in a page.
-
-    Returns:
-      Slots; -1 where a position is negative or beyond the table, or its entry is not a page of tokens (0 or negative).
-
-    Raises:
-      ValueError: The shapes do not match, or a page holds fewer than 1 or more than 256 tokens.
-
-    >>> slots_of(jnp.array([7, 2, 0]), jnp.array([0, 3, 4, 9, -1]), page_size=4).tolist()
-    [28, 31, 8, -1, -1]
-    """
-    page_table, positions = jnp.asarray(page_table), jnp.asarray(positions)
-    if page_table.ndim not in (1, 2) or page_table.shape[:-1] != positions.shape[:-1]:
-        raise ValueError(
-            "`page_table` and `positions` must be [max_pages] and [N], or [R, max_pages] and [R, N]. Got "
-            f"{page_table.shape} and {positions.shape}. Index the table with the request, or `jax.vmap` over others."
-        )
-    page_size = checked_page_size(page_size)
-    if page_table.ndim == 1:
-        return _slots(page_table[None], jnp.zeros_like(positions), positions, page_size)
-    request = jax.lax.broadcasted_iota(jnp.int32, positions.shape, 0)
-    return _slots(page_table, request, positions, page_size)
 
 
 def check_batch(batch: PagedBatch, cache: PageStore, num_tokens: int) -> None:
@@ -296,14 +184,155 @@ def check_fields(batch: object) -> None:
         check_ancestors(batch.ancestors, batch.requests)
 
 
-def _slots(
-    page_table: Int32[Array, "R max_pages"], request: Int32[Array, "*N"], positions: Int32[Array, "*N"], page_size: int
-) -> Int32[Array, "*N"]:
-    if not page_table.size:
-        return jnp.full(positions.shape, -1, jnp.int32)
-    column, last = positions // page_size, page_table.shape[1] - 1
-    inside = (request >= 0) & (positions >= 0) & (column <= last)
-    # Clamped here: the checks of `mode="fill"` are a kernel of their own.
-    at = jnp.maximum(request, 0), jnp.clip(column, 0, last)
-    pages = page_table.at[at].get(mode="promise_in_bounds")
-    return jnp.where(inside & (pages > 0), pages * page_size + positions % page_size, -1)
+def check_ancestors(ancestors: AnyArray, requests: int) -> None:
+    """Raises unless the words of a batch have the right type and shape.
+
+    >>> check_ancestors(jnp.zeros((2, 40), jnp.int32), requests=2)
+    Traceback (most recent call last):
+    ValueError: `batch.ancestors` must be [R, nodes], the words of at most 32 nodes for each of 2 requests. Got
+    int32[2,40]. Pad the words of `jflex.masks.tree_bits` with 0.
+    """
+    check_int32("batch.ancestors", ancestors, "words")
+    if ancestors.ndim != 2 or ancestors.shape[0] != requests or not 1 <= ancestors.shape[1] <= MAX_NODES:
+        raise ValueError(
+            f"`batch.ancestors` must be [R, nodes], the words of at most {MAX_NODES} nodes for each of {requests} "
+            f"requests. Got {describe_array(ancestors)}. Pad the words of `jflex.masks.tree_bits` with 0."
+        )
+
+
+class Rule(NamedTuple):
+    """Faults of a rule, the message for one of them, and the values in it, arrays of one shape."""
+
+    fault: AnyArray
+    message: str
+    values: dict[str, AnyArray]
+
+
+def check_rules(rules: Iterable[Rule]) -> None:
+    """Raises ValueError for the first rule that known values break.
+
+    >>> check_rules(indptr_rules(np.array([0, 3, 1]), num_tokens=8))
+    Traceback (most recent call last):
+    ValueError: `qo_indptr` must ascend. Request 1 has its queries from 3 to 1. Take the cumulative sum of the query
+    counts.
+    """
+    for rule in rules:
+        fault = np.asarray(rule.fault)
+        if fault.any():
+            first = int(fault.argmax())
+            values = {name: int(np.asarray(x).reshape(-1)[first]) for name, x in rule.values.items()}
+            raise ValueError(rule.message.format(**values))
+
+
+def indptr_rules(qo_indptr: AnyArray, num_tokens: int) -> Iterator[Rule]:
+    """The rules on where queries begin, an array of numpy or of JAX.
+
+    >>> [rule.fault.tolist() for rule in indptr_rules(np.array([0, 3, 1]), num_tokens=8)]
+    [[False], [False, True], [False]]
+    """
+    first, last, begins, ends = qo_indptr[:1], qo_indptr[-1:], qo_indptr[:-1], qo_indptr[1:]
+    yield Rule(
+        first != 0,
+        "`qo_indptr` must begin with 0, where the queries of the first request begin. It begins with {first}. "
+        "Prepend a 0 to the cumulative sums of the query counts.",
+        {"first": first},
+    )
+    yield Rule(
+        ends < begins,
+        "`qo_indptr` must ascend. Request {request} has its queries from {begin} to {end}. Take the cumulative sum of "
+        "the query counts.",
+        {"request": _iota_like(begins), "begin": begins, "end": ends},
+    )
+    yield Rule(
+        last > num_tokens,
+        f"`qo_indptr` must end at N, the number of packed queries, or before. It ends at {{last}}, and there are "
+        f"{num_tokens} queries. Pack the queries of all requests.",
+        {"last": last},
+    )
+
+
+def length_rules(kv_lengths: AnyArray, max_pages: int, num_pages: int, page_size: int) -> Iterator[Rule]:
+    """The rules on lengths, for a table of `max_pages` columns and a cache of pages.
+
+    >>> [rule.fault.tolist() for rule in length_rules(np.array([48, 49]), max_pages=3, num_pages=8, page_size=16)]
+    [[False, False], [False, True], [False, False]]
+    """
+    request = _iota_like(kv_lengths)
+    values = {"request": request, "length": kv_lengths}
+    yield Rule(
+        kv_lengths < 0,
+        "`kv_lengths` must not be negative. Request {request} has {length} keys. Give a request that has ended 0 keys.",
+        values,
+    )
+    usable = num_pages - 1
+    yield Rule(
+        kv_lengths > min(max_pages * page_size, _MAX_INT32),
+        f"`page_table` is too narrow: its {max_pages} entries of {page_size} tokens hold {max_pages * page_size} keys. "
+        "Request {request} has {length}. Make the table wider, or the cache with the page size that the table is for.",
+        values,
+    )
+    yield Rule(
+        kv_lengths > usable * page_size,
+        f"`kv_lengths` must fit in the cache, whose {usable} pages of {page_size} tokens (page 0 is reserved) hold "
+        f"{usable * page_size} keys. Request {{request}} has {{length}}. Make a cache with more pages.",
+        values,
+    )
+
+
+def table_rule(kv_lengths: AnyArray, page_table: AnyArray, num_pages: int, page_size: int) -> Rule:
+    """The rule on the entries that requests of these lengths use.
+
+    >>> table_rule(np.array([17]), np.array([[3, 8, 9]]), num_pages=8, page_size=16).fault.tolist()
+    [[False, True, False]]
+    """
+    numpy = np if isinstance(page_table, np.ndarray) else jnp
+    used = kv_lengths // page_size + (kv_lengths % page_size > 0).astype(numpy.int32)
+    entry = numpy.arange(page_table.shape[1], dtype=numpy.int32)
+    request = numpy.broadcast_to(_iota_like(kv_lengths)[:, None], page_table.shape)
+    entries = numpy.broadcast_to(entry[None], page_table.shape)
+    fault = (entries < used[:, None]) & ((page_table < 1) | (page_table >= num_pages))
+    return Rule(
+        fault,
+        f"`page_table` must hold pages within 1 and {num_pages - 1}, the last page of the cache; page 0 is "
+        "reserved. Request {request} uses {used} entries, and entry {entry} is {page}. Take pages from the `PagePool` "
+        "of this cache.",
+        {
+            "request": request,
+            "used": numpy.broadcast_to(used[:, None], page_table.shape),
+            "entry": entries,
+            "page": page_table,
+        },
+    )
+
+
+def _iota_like(x: AnyArray) -> AnyArray:
+    return (np if isinstance(x, np.ndarray) else jnp).arange(x.shape[0], dtype=np.int32)
+
+
+def tree_rules(qo_indptr: AnyArray, ancestors: AnyArray) -> Iterator[Rule]:
+    """The rules on trees: a word for each query, and none for others; a node is its own ancestor, and no later one is.
+
+    >>> words = np.array([[1, 3, 0], [1, 5, 0]], np.int32)
+    >>> [rule.fault.tolist() for rule in tree_rules(np.array([0, 2, 4]), words)]
+    [[False, False], [[False, False, False], [False, True, False]]]
+    """
+    numpy = np if isinstance(ancestors, np.ndarray) else jnp
+    begins, ends = qo_indptr[:-1], qo_indptr[1:]
+    request = numpy.broadcast_to(numpy.arange(ancestors.shape[0], dtype=np.int32)[:, None], ancestors.shape)
+    node = numpy.broadcast_to(numpy.arange(ancestors.shape[1], dtype=np.int32)[None], ancestors.shape)
+    words, queries = (ancestors != 0).sum(axis=1).astype(np.int32), ends - begins
+    yield Rule(
+        (words > 0) & (words != queries),
+        "`ancestors` must hold one word for each query of a request, or none. Request {request} has {queries} queries "
+        "and {words} words that are not 0. Make them with `jflex.masks.tree_bits`.",
+        {"request": request[:, 0], "queries": queries, "words": words},
+    )
+    exists = (node < queries[:, None]) & (words > 0)[:, None]
+    last = numpy.where(node == MAX_NODES - 1, -1, 1)  # bit 31 is the sign, which a shift repeats
+    fault = exists & ((ancestors >> node) != last)
+    yield Rule(
+        fault,
+        "`ancestors` must have the bit of the node itself, and no bits of nodes after it. Node {node} of request "
+        "{request} has the word {word}. Make them with `jflex.masks.tree_bits`.",
+        {"request": request, "node": node, "word": ancestors},
+    )

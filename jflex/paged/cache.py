@@ -11,23 +11,92 @@ from __future__ import annotations
 import dataclasses
 import operator
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Self, SupportsIndex
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jax.typing import ArrayLike, DTypeLike
-from jaxtyping import Array, Float, Float32, Int, Int32, Shaped
+from jaxtyping import Array, Float32, Int32, Shaped
 
-from jflex._check.arguments import DTYPES, check_int32, checked_positive, current_device, describe_array
-from jflex.backends.xla.narrow import read, set_rows
-from jflex.paged.checks import check_copies, check_slots_differ, check_tokens
-from jflex.paged.eight_bits import check_scale, first_scale, quantised, row_scales
-from jflex.paged.store import LARGEST, PageStore, checked_pages, is_eight_bits
+from jflex._check.arguments import DTYPES, LARGEST, checked_positive, describe_array, is_eight_bits
+from jflex.paged.eight_bits import check_scale, first_scale
 from jflex.types import AnyArray
 
-Cache = TypeVar("Cache", bound=PageStore)
+MAX_PAGE_SIZE = 256
+_SLOT_LIMIT = 2**31
+
+
+def checked_pages(num_pages: SupportsIndex, page_size: SupportsIndex) -> tuple[int, int]:
+    """Number and size of pages as Python ints."""
+    num_pages, page_size = checked_positive(num_pages, "num_pages"), checked_page_size(page_size)
+    if num_pages * page_size >= _SLOT_LIMIT:
+        raise ValueError(
+            f"`num_pages` times `page_size` must be below 2**31, since slots are int32. Got {num_pages} * {page_size} "
+            f"= {num_pages * page_size}. Take at most {(_SLOT_LIMIT - 1) // page_size} pages of this size."
+        )
+    return num_pages, page_size
+
+
+def checked_page_size(page_size: SupportsIndex) -> int:
+    """Tokens in a page as a Python int."""
+    page_size = checked_positive(page_size, "page_size")
+    if page_size > MAX_PAGE_SIZE:
+        raise ValueError(f"`page_size` must be 1 to {MAX_PAGE_SIZE} tokens. Got {page_size}. Take smaller pages.")
+    return page_size
+
+
+class PageStore:
+    """Pages of tokens: `PagedCache` or `LatentCache`. Pools, batches and page tables serve both."""
+
+    @property
+    def keys(self) -> AnyArray:
+        """The keys, [P, page_size, Hkv, D] or [L, P, page_size, Hkv, D]."""
+        raise NotImplementedError
+
+    @property
+    def values(self) -> AnyArray:
+        """The values, likewise; the keys, if these hold them."""
+        raise NotImplementedError
+
+    @property
+    def scales(self) -> tuple[AnyArray | None, AnyArray | None]:
+        """Scales of keys and values of eight bits; None where there are none."""
+        return None, None
+
+    @property
+    def rope_keys(self) -> AnyArray | None:
+        """Rotated columns of the keys that are held apart; None where there are none."""
+        return None
+
+    def map_tokens(self, function: Callable[[jax.Array], jax.Array]) -> Self:
+        """The cache that a function makes of each array [*L, P, page_size, ...]."""
+        raise NotImplementedError
+
+    def check(self) -> None:
+        """Raises TypeError or ValueError unless the arrays match."""
+        raise NotImplementedError
+
+    @property
+    def num_pages(self) -> int:
+        """P: total pages, page 0 included."""
+        return self.keys.shape[-4]
+
+    @property
+    def page_size(self) -> int:
+        """Tokens in a page."""
+        return self.keys.shape[-3]
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Hkv."""
+        return self.keys.shape[-2]
+
+    @property
+    def layers(self) -> int | None:
+        """L, or None for a cache without an axis of layers."""
+        return self.keys.shape[0] if self.keys.ndim == 5 else None
 
 
 @jax.tree_util.register_dataclass
@@ -162,136 +231,6 @@ class PagedCache(PageStore):
                 check_scale(f"cache.{name}", scale, pages)
 
 
-def write(
-    cache: PagedCache,
-    k: Float[AnyArray, "N Hkv D"],
-    v: Float[AnyArray, "N Hkv Dv"],
-    slots: Int32[AnyArray, " N"],
-    *,
-    layer: int | Int[AnyArray, ""] | None = None,
-) -> PagedCache:
-    """Writes keys and values of tokens to their slots; all other slots are unchanged.
-
-    Under ``jit`` with the cache donated, no second cache is made, whatever `layer` is.
-
-    To a cache of eight bits a row ``x`` of a token and head is written as ``x / scale``, computed as
-    ``x * (1 / scale)`` in float32, cut to the range of the dtype, and rounded to the nearest number, ties to even.
-    Where the cache has a scale for each token and head, that is ``max(abs(x)) / largest``, by multiplication likewise,
-    with the largest number of the dtype: 448 of ``float8_e4m3fn``, 57344 of ``float8_e5m2``, 127 of ``int8``. A row
-    with NaN or an infinity then becomes NaN. With a scale of each head NaN stays NaN, but becomes 0 in ``int8``.
-
-    Args:
-      k: Keys of N tokens, in the dtype of the cache; for eight bits, in bfloat16, float16 or float32.
-      slots: The slot of each token, ``page * page_size + offset``; `jflex.paged.slots_of` and `jflex.paged.token_slots`
-        compute them from page tables. A token with slot -1, any other outside of the cache, or one in page 0, which
-        holds no tokens, is dropped: slots neither wrap nor clamp. Other slots must not repeat: what is written is then
-        undefined.
-      layer: Which layer of a stacked cache, a Python int or traced; a traced one outside of the cache drops all tokens.
-
-    Raises:
-      TypeError: `cache` is not a PagedCache, dtypes differ from the cache, `slots` are not int32, or `layer` is not an
-        integer.
-      ValueError: Shapes do not match; `layer` is missing, superfluous or, if known, outside of the cache; known `slots`
-        repeat.
-
-    >>> cache = PagedCache.create(4, 2, 1, 1, dtype=jnp.float32)
-    >>> tokens = jnp.array([1.0, 2.0, 3.0]).reshape(3, 1, 1)
-    >>> step = jax.jit(write, donate_argnames="cache")
-    >>> step(cache, tokens, tokens, jnp.array([6, -1, 3], jnp.int32)).k.ravel().tolist()
-    [0.0, 0.0, 0.0, 3.0, 0.0, 0.0, 1.0, 0.0]
-    """
-    check_cache(cache, PagedCache)
-    check_tokens(cache, k, v, slots)
-    index = slot_index(cache, slots, layer)
-    if not is_eight_bits(cache.k.dtype):
-        return PagedCache(set_rows(cache.k, index, k), set_rows(cache.v, index, v))
-    k_pages, k_scale = _written(cache, cache.k, cache.k_scale, index, k)
-    v_pages, v_scale = _written(cache, cache.v, cache.v_scale, index, v)
-    return PagedCache(k_pages, v_pages, k_scale, v_scale)
-
-
-def _written(
-    cache: PagedCache, pages: jax.Array, scale: jax.Array | None, index: tuple[jax.Array, ...], rows: AnyArray
-) -> tuple[jax.Array, jax.Array]:
-    """Pages with new rows, quantised, and their scales."""
-    assert scale is not None  # `check_cache` asks for it
-    if scale.shape != pages.shape[:-1]:
-        layer_scale = scale if cache.layers is None else scale.at[index[0]].get(mode="clip")
-        return set_rows(pages, index, quantised(rows, layer_scale[None], pages.dtype)), scale
-    scales = row_scales(rows, pages.dtype)
-    return set_rows(pages, index, quantised(rows, scales, pages.dtype)), set_rows(scale, index, scales)
-
-
-def copy_pages(cache: Cache, src: Int32[AnyArray, " M"], dst: Int32[AnyArray, " M"]) -> Cache:
-    """Copies whole pages, in all layers: required after a `PagePool.fork` that returned another page.
-
-    All are read before any is written. Under ``jit`` with the cache donated, no second cache is made.
-
-    Args:
-      cache: The cache, a `PagedCache` or a `LatentCache`.
-      dst: Pages to write, without duplicates. A pair with a `dst` of -1, or any other outside of the cache, is dropped,
-        so that lists can be padded to a fixed length.
-
-    Raises:
-      TypeError: `cache` is not a paged cache, or the page ids are not int32.
-      ValueError: Shapes do not match; or, if values are known, a page in `src` is outside of the cache, or one in `dst`
-        repeats.
-
-    >>> cache = PagedCache(*jnp.arange(6.0).reshape(2, 3, 1, 1, 1))
-    >>> copy_pages(cache, jnp.array([2, 0]), jnp.array([1, -1])).k.ravel().tolist()
-    [0.0, 2.0, 2.0]
-    """
-    _check_pairs(cache, src, dst, "pages")
-    check_copies(src, dst, cache.num_pages)
-    src, dst = jnp.asarray(src), jnp.asarray(dst)
-    return cache.map_tokens(lambda pages: _copied(cache, pages, (src,), (dst,)))
-
-
-def copy_slots(cache: Cache, src: Int32[AnyArray, " M"], dst: Int32[AnyArray, " M"]) -> Cache:
-    """Copies keys and values of single tokens, in all layers: such as those of an accepted branch of a drafted tree.
-
-    All are read before any is written. Under ``jit`` with the cache donated, no second cache is made.
-
-    Args:
-      cache: The cache, a `PagedCache` or a `LatentCache`.
-      src: Slots to read; one outside of the cache reads another.
-      dst: Slots to write, without duplicates. A pair with a `dst` of -1, any other outside of the cache, or one in page
-        0, is dropped.
-
-    Raises:
-      TypeError: `cache` is not a paged cache, or the slots are not int32.
-      ValueError: Shapes do not match; or, if values are known, a slot in `dst` repeats.
-
-    >>> cache = PagedCache(*jnp.arange(12.0).reshape(2, 3, 2, 1, 1))
-    >>> copy_slots(cache, jnp.array([5, 4, 2]), jnp.array([4, 3, -1])).k.ravel().tolist()
-    [0.0, 1.0, 2.0, 4.0, 5.0, 5.0]
-    """
-    _check_pairs(cache, src, dst, "slots")
-    check_slots_differ(dst, cache.num_pages, cache.page_size, "dst")
-    src = jnp.asarray(src)
-    taken, written = (src // cache.page_size, src % cache.page_size), _written_index(cache, dst)
-    return cache.map_tokens(lambda x: _copied(cache, x, taken, written))
-
-
-def slot_index(cache: PageStore, slots: Int32[AnyArray, " N"], layer: int | AnyArray | None) -> tuple[jax.Array, ...]:
-    """The index of slots in the arrays of a cache, checked: layer if there is one, page, offset.
-
-    >>> [i.tolist() for i in slot_index(PagedCache.create(4, 2, 1, 1, dtype="float32"), jnp.array([6, 3, 1]), None)]
-    [[3, 1, -1], [0, 1, 1]]
-    """
-    check_slots_differ(slots, cache.num_pages, cache.page_size, "slots")
-    index = _written_index(cache, slots)
-    checked = checked_layer(cache, layer)
-    return index if checked is None else (checked, *index)
-
-
-def _written_index(cache: PageStore, slots: Int32[AnyArray, " N"]) -> tuple[jax.Array, jax.Array]:
-    """Pages and offsets of slots to write; page -1, which is dropped, for page 0: its slots may repeat."""
-    slots = jnp.asarray(slots)
-    page = slots // cache.page_size
-    return jnp.where(page == 0, -1, page), slots % cache.page_size
-
-
 def checked_layer(cache: PageStore, layer: int | AnyArray | None) -> Int32[Array, ""] | None:
     """The index of a layer as a scalar int32; None for a cache without layers.
 
@@ -327,22 +266,3 @@ def check_cache(cache: object, kind: type[PageStore] = PageStore) -> None:
             "arrays [P, page_size, Hkv, D] with `PagedCache(k, v)`."
         )
     cache.check()
-
-
-def _check_pairs(cache: PageStore, src: AnyArray, dst: AnyArray, content: str) -> None:
-    check_cache(cache)
-    for name, x in (("src", src), ("dst", dst)):
-        check_int32(name, x, content)
-    if src.shape != dst.shape or src.ndim != 1:
-        raise ValueError(
-            f"`src` and `dst` must have one shape [M]. Got src: {describe_array(src)}, dst: {describe_array(dst)}. Pad "
-            "the shorter one; a -1 in `dst` copies nothing."
-        )
-
-
-def _copied(cache: PageStore, x: jax.Array, src: tuple[jax.Array, ...], dst: tuple[jax.Array, ...]) -> jax.Array:
-    """Copies from and to indices of pages, or of pages and offsets, in all layers."""
-    layers = () if cache.layers is None else (jnp.arange(x.shape[0], dtype=jnp.int32)[:, None],)
-    at = lambda index: (*layers, *(i[None] for i in index)) if layers else index
-    part = lambda: x.at[at(src)].get(mode="clip")
-    return set_rows(x, at(dst), read(part, jnp.any(dst[0] >= 0), current_device(x)[0]))

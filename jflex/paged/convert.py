@@ -29,9 +29,9 @@ from jflex.mods.dependence import uses_index
 from jflex.mods.reindex import ReindexedMod
 from jflex.mods.trace import check_call_sizes, trace_mask_mod
 from jflex.mods.types import MaskMod, ScoreMod
-from jflex.paged.cache import Cache, check_cache
+from jflex.paged.cache import check_cache, checked_pages
 from jflex.paged.inverse import SlotMap, slot_map
-from jflex.paged.store import checked_pages
+from jflex.paged.write import Cache
 from jflex.types import AnyArray
 
 

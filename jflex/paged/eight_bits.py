@@ -20,9 +20,8 @@ from jax.core import Tracer
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float, Float32
 
-from jflex._check.arguments import describe_array
+from jflex._check.arguments import LARGEST, describe_array, is_eight_bits
 from jflex.backends.eight_bits import in_tiles
-from jflex.paged.store import LARGEST, is_eight_bits
 from jflex.types import AnyArray
 from pallas_kernels.spec import LATENT_TILE
 

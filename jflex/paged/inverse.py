@@ -12,8 +12,8 @@ from jaxtyping import Array, Int32
 
 from jflex._check.arguments import check_int32, describe_array, known_values
 from jflex.mods.reindex import Positions
-from jflex.paged.checks import check_rules, length_rules, table_rule
-from jflex.paged.store import checked_pages
+from jflex.paged.batch import check_rules, length_rules, table_rule
+from jflex.paged.cache import checked_pages
 from jflex.types import AnyArray
 
 

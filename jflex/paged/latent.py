@@ -7,24 +7,22 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, BFloat16, Float, Float32, Int, Int32
 
-from jflex._check.arguments import DTYPES, check_int32, checked_positive, describe_array
+from jflex._check.arguments import DTYPES, checked_positive, describe_array
 from jflex.backends.xla.narrow import set_rows
-from jflex.paged.cache import check_cache, slot_index
+from jflex.paged.cache import PageStore, check_cache, checked_pages
 from jflex.paged.eight_bits import (
     ROPE_DTYPE,
     TILES_DTYPE,
-    WRITTEN,
     check_latent_size,
     check_tiles,
     has_tiles,
     quantised_tiles,
     tile_scales,
 )
-from jflex.paged.store import PageStore, checked_pages
+from jflex.paged.write import TokenRows, check_rows, slot_index
 from jflex.types import AnyArray
 from pallas_kernels.spec import LATENT_TILE
 
@@ -215,32 +213,12 @@ def write_latent(
     [1.0, 1.0, 5.0]
     """
     check_latent_cache(cache)
-    for name, x, size in (("latent", latent, cache.latent_size), ("rope_key", rope_key, cache.rope_size)):
-        if not isinstance(x, jax.Array | np.ndarray):
-            raise TypeError(f"`{name}` must be an array. Got {type(x).__name__}.")
-        if has_tiles(cache.rows.dtype):
-            if str(x.dtype) not in WRITTEN:
-                raise TypeError(
-                    f"`{name}` must be one of {', '.join(WRITTEN)}: the cache holds {cache.rows.dtype} with scales, "
-                    f"and `write_latent` rounds to it. Got {describe_array(x)}. Pass what is not yet quantised."
-                )
-        elif x.dtype != cache.rows.dtype:
-            raise TypeError(
-                f"`{name}` must have the dtype of the cache, {cache.rows.dtype}. Got {describe_array(x)}. Cast it with "
-                "`.astype`."
-            )
-        if x.ndim != 2 or x.shape[1] != size:
-            raise ValueError(
-                f"`{name}` must be [N, {size}], as the rows of the cache are divided. Got {describe_array(x)}. Reshape "
-                "batch and tokens to one axis."
-            )
-    check_int32("slots", slots, "slots")
-    if not latent.shape[:1] == rope_key.shape[:1] == slots.shape:
-        raise ValueError(
-            "`latent`, `rope_key` and `slots` must be of the same tokens: [N, ...], [N, ...] and [N]. Got latent: "
-            f"{describe_array(latent)}, rope_key: {describe_array(rope_key)}, slots: {describe_array(slots)}. Give "
-            "padding the slot -1."
-        )
+    latent_size, rope_size, rule = cache.latent_size, cache.rope_size, "as the rows of the cache are divided"
+    rows = {
+        "latent": TokenRows(latent, (latent_size,), f"[N, {latent_size}], {rule}"),
+        "rope_key": TokenRows(rope_key, (rope_size,), f"[N, {rope_size}], {rule}"),
+    }
+    check_rows("write_latent", rows, slots, cache.rows.dtype)
     index = slot_index(cache, slots, layer)
     if cache.rope is None or cache.scale is None:
         rows = jnp.concatenate([latent, rope_key], axis=1)[:, None]

@@ -14,9 +14,9 @@ import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Int, Int32
 
-from jflex._check.arguments import checked_size
+from jflex._check.arguments import checked_integers, checked_size
+from jflex.paged.cache import checked_pages
 from jflex.paged.errors import DoubleFree, ForeignPage, OutOfPages
-from jflex.paged.store import checked_integers, checked_pages
 
 
 class PagePool:

@@ -11,11 +11,11 @@ from typing import TypeAlias
 import numpy as np
 from jaxtyping import Bool, Int, Int64
 
+from jflex._check.arguments import checked_integers
 from jflex.paged.errors import ForeignPage, StaleHit
 from jflex.paged.pool import PagePool
 from jflex.paged.prefix.hit import PrefixHit
 from jflex.paged.prefix.tree import Prefix
-from jflex.paged.store import checked_integers
 
 Tokens: TypeAlias = Sequence[int] | Int[np.ndarray, " N"]
 """The tokens of one request, from its first on."""
