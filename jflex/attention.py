@@ -12,7 +12,7 @@ from jflex.config import Config
 from jflex.entry import finish, prepare, run
 from jflex.mods.signature import answers_keywords
 from jflex.mods.types import MaskMod, OutputMod, ScoreMod, VectorMod
-from jflex.options import Options, checked
+from jflex.options import Output, Pair, checked
 from jflex.states.stats import AttentionStats, Stat
 from jflex.types import AnyArray, Key, Lse, Out, Query, Value
 
@@ -22,13 +22,13 @@ from jflex.types import AnyArray, Key, Lse, Out, Query, Value
 def flex_attention(
     query: AnyArray, key: AnyArray, value: AnyArray, score_mod: ScoreMod | None = None,
     block_mask: BlockMask | None = None, *, kv_lengths: AnyArray | None = None, layout: str = "BTNH",
-    return_lse: Literal[False] = False, return_stats: tuple[()] = (), **options: Unpack[Options],
+    **options: Unpack[Output],
 ) -> Array: ...
 @overload
 def flex_attention(
     query: AnyArray, key: AnyArray, value: AnyArray, score_mod: ScoreMod | None = None,
     block_mask: BlockMask | None = None, *, kv_lengths: AnyArray | None = None, layout: str = "BTNH",
-    return_lse: bool = False, return_stats: tuple[Stat, ...] = (), **options: Unpack[Options],
+    **options: Unpack[Pair],
 ) -> tuple[Array, Any]: ...
 # fmt: on
 @answers_keywords

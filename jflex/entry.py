@@ -21,8 +21,8 @@ from jflex._call.dispatch import Requested, get_backend, select_forward, warn_of
 from jflex._call.vector_mods import VectorMods
 from jflex._check.arguments import (
     check_config,
-    check_kv_lengths,
     check_scale,
+    checked_lengths,
     checked_sinks,
     current_device,
     current_precision,
@@ -128,9 +128,9 @@ def prepare(
     B, T, S, Hq = sizes[:4]
     if block_mask is not None:
         check_block_mask(block_mask, settings.mask_mod, B, Hq, T, S)
-    kv_lengths = check_kv_lengths(kv_lengths, B, S)
+    lengths = None if kv_lengths is None else checked_lengths(kv_lengths, B, S)
     sinks = None if settings.sinks is None else checked_sinks(settings.sinks, Hq)
-    call_sizes = CallSizes(B, Hq, T, S if kv_lengths is None else largest_value(kv_lengths))
+    call_sizes = CallSizes(B, Hq, T, S if lengths is None else largest_value(lengths))
     if vectors != VectorMods():
         sizes = _with_vectors(sizes, vectors, query.dtype, call_sizes, has_lse=settings.normalize == "softmax")
     if block_mask is None:
@@ -142,19 +142,19 @@ def prepare(
     required = (*mod_requirements(settings.score_mod, score.mod), *mod_requirements(settings.mask_mod, mask.mod))
     check_requirements(required, call_sizes)
     mods, captured = _joined(settings, sizes, score, mask, _Traced(), _Traced())
-    if mask.mod is not None and kv_lengths is not None and T == 1:
-        warn_of_alignment(mask.mod, (B, Hq, T, S), kv_lengths)
+    if mask.mod is not None and lengths is not None and T == 1:
+        warn_of_alignment(mask.mod, (B, Hq, T, S), lengths)
     qk_dtype = None if query.dtype == value.dtype else str(query.dtype)  # eight bits, or the check had raised
     spec = AttentionSpec(
         sizes=sizes,
         numerics=_numerics(settings, value.dtype, sizes.D, qk_dtype=qk_dtype, sinks=sinks is not None),
         device=Device(*current_device(query, key, value)),
         mods=mods,
-        memory=Dense(layout, blocks, kv_lengths is not None),
+        memory=Dense(layout, blocks, lengths is not None),
         config=check_config(settings.config, blocks),
     )
     sinks = None if sinks is None else sinks.astype(spec.exact)
-    return Call(spec, Inputs(query, key, value, lists, captured, kv_lengths, sinks=sinks), vectors)
+    return Call(spec, Inputs(query, key, value, lists, captured, lengths, sinks=sinks), vectors)
 
 
 def _sizes(query: Any, key: Any, value: Any, layout: str) -> Sizes:

@@ -9,14 +9,12 @@ from typing import Any, Concatenate, NamedTuple, overload
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.typing import DTypeLike
 
 from jflex import attention, entry, varlen
 from jflex._call.account import Account
 from jflex._call.dispatch import Implementation
 from jflex._check.keywords import check_keywords
-from jflex.block_mask.mask import BlockMask
 from jflex.cascade import attention as cascade
 from jflex.cascade.level import CascadeLevel
 from jflex.context_parallel.account import ContextAccount
@@ -25,33 +23,26 @@ from jflex.context_parallel.prepare import Checked, Division
 from jflex.context_parallel.prepare import prepare as prepare_context_parallel
 from jflex.latent import attention as latent
 from jflex.latent import sparse
-from jflex.mods.types import ScoreMod
 from jflex.options import Settings, checked
 from jflex.paged import attention as paged
 from jflex.paged.account import CascadeAccount, PagedAccount
 from jflex.paged.batch import PagedBatch
-from jflex.paged.cache import PageStore
+from jflex.paged.cache import PagedCache
+from jflex.paged.latent import LatentCache
 
-Shaped = jax.Array | np.ndarray | jax.ShapeDtypeStruct
+PagedFunction = (
+    Callable[Concatenate[Any, PagedCache, PagedBatch, ...], object]
+    | Callable[Concatenate[Any, LatentCache, PagedBatch, ...], object]
+)
+CascadeFunction = Callable[Concatenate[Any, Sequence[CascadeLevel], ...], object]
 
 
-# fmt: off
 @overload
-def explain(
-    query: Shaped, key: Shaped, value: Shaped, score_mod: ScoreMod | None = None, block_mask: BlockMask | None = None,
-    **keywords: Any,
-) -> Account: ...
+def explain(call: PagedFunction, /, *args: Any, **kwargs: Any) -> PagedAccount: ...
 @overload
-def explain(
-    call: Callable[Concatenate[Any, PageStore, PagedBatch, ...], object], /, *args: Any, **kwargs: Any
-) -> PagedAccount: ...
+def explain(call: CascadeFunction, /, *args: Any, **kwargs: Any) -> CascadeAccount: ...
 @overload
-def explain(
-    call: Callable[Concatenate[Any, Sequence[CascadeLevel], ...], object], /, *args: Any, **kwargs: Any
-) -> CascadeAccount: ...
-@overload
-def explain(call: Callable[..., object], /, *args: Any, **kwargs: Any) -> Account: ...
-# fmt: on
+def explain(*args: Any, **kwargs: Any) -> Account: ...
 def explain(*args: Any, **kwargs: Any) -> Account | PagedAccount | CascadeAccount | ContextAccount:
     """Reports how a call of attention would run, without running it.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Literal, NamedTuple, overload
+from typing import Literal, NamedTuple, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -27,21 +27,28 @@ from jflex.mods.types import MaskMod, ScoreMod
 _BLOCK = 128
 
 
-# Return types, by `return_residual`.
+class NnOptions(TypedDict, total=False):
+    """Keywords of `dot_product_attention`, for its overloads."""
+
+    scale: ArrayLike | None
+    is_causal: bool
+    query_seq_lengths: ArrayLike | None
+    key_value_seq_lengths: ArrayLike | None
+    local_window_size: int | tuple[int, int] | None
+    implementation: Implementation
+    config: Config | None
+
+
 # fmt: off
 @overload
 def dot_product_attention(
     query: ArrayLike, key: ArrayLike, value: ArrayLike, bias: ArrayLike | None = None, mask: ArrayLike | None = None, *,
-    scale: ArrayLike | None = None, is_causal: bool = False, query_seq_lengths: ArrayLike | None = None,
-    key_value_seq_lengths: ArrayLike | None = None, local_window_size: int | tuple[int, int] | None = None,
-    implementation: Implementation = None, return_residual: Literal[False] = False, config: Config | None = None,
+    return_residual: Literal[False] = False, **options: Unpack[NnOptions],
 ) -> Array: ...
 @overload
 def dot_product_attention(
     query: ArrayLike, key: ArrayLike, value: ArrayLike, bias: ArrayLike | None = None, mask: ArrayLike | None = None, *,
-    scale: ArrayLike | None = None, is_causal: bool = False, query_seq_lengths: ArrayLike | None = None,
-    key_value_seq_lengths: ArrayLike | None = None, local_window_size: int | tuple[int, int] | None = None,
-    implementation: Implementation = None, return_residual: Literal[True], config: Config | None = None,
+    return_residual: Literal[True], **options: Unpack[NnOptions],
 ) -> tuple[Array, Array]: ...
 # fmt: on
 @answers_keywords
@@ -161,8 +168,8 @@ def translate(
     scale, factor = checks.checked_scale(scale)
     scale = check_scale(scale, D)
     checks.check_flag(is_causal, "is_causal")
-    q_lengths = checks.checked_lengths(query_seq_lengths, "query_seq_lengths", B, T)
-    kv_lengths = checks.checked_lengths(key_value_seq_lengths, "key_value_seq_lengths", B, S)
+    q_lengths = checks.checked_seq_lengths(query_seq_lengths, "query_seq_lengths", B, T)
+    kv_lengths = checks.checked_seq_lengths(key_value_seq_lengths, "key_value_seq_lengths", B, S)
     before, after = checks.checked_window(local_window_size)
     checks.check_implementation(implementation)
     config = check_config(config, None)

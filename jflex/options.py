@@ -86,6 +86,53 @@ class Options(LatentOptions, total=False):
     axis of size 1, all drop the same weights. Not used at a rate of 0."""
 
 
+# Overloads of the calls: keywords of one that returns the output alone, and of one that may return a pair.
+
+
+class Output(Options, total=False):
+    """Keywords of a call that returns the output."""
+
+    return_lse: Literal[False]
+    return_stats: tuple[()]
+
+
+class Pair(Options, total=False):
+    """Keywords of a call that may return the lse or statistics too."""
+
+    return_lse: bool
+    return_stats: tuple[Stat, ...]
+
+
+class PackedOutput(Output, total=False):
+    """Keywords of a call of packed queries that returns the output."""
+
+    score_mod: ScoreMod | None
+
+
+class PackedPair(Pair, total=False):
+    """Keywords of a call of packed queries that may return the lse or statistics too."""
+
+    score_mod: ScoreMod | None
+
+
+class LatentOutput(LatentOptions, total=False):
+    """Keywords of a call of latent attention that returns the output."""
+
+    qk_head_dim: int | None
+    score_mod: ScoreMod | None
+    layer: int | AnyArray | None
+    return_lse: Literal[False]
+
+
+class LatentPair(LatentOptions, total=False):
+    """Keywords of a call of latent attention that may return the lse too."""
+
+    qk_head_dim: int | None
+    score_mod: ScoreMod | None
+    layer: int | AnyArray | None
+    return_lse: bool
+
+
 class Settings(NamedTuple):
     """The keywords of a call with their defaults, made by `checked`.
 

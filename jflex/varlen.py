@@ -7,7 +7,7 @@ To a backend the packed tokens are one batch entry, with a mask that keeps seque
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, Unpack, overload
+from typing import Any, NamedTuple, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +35,7 @@ from jflex.mods.dependence import uses_index
 from jflex.mods.reindex import reindexed
 from jflex.mods.trace import trace_mask_mod
 from jflex.mods.types import MaskMod, ScoreMod
-from jflex.options import Options, Settings, checked, takes
+from jflex.options import Options, PackedOutput, PackedPair, Settings, checked, takes
 from jflex.states.stats import AttentionStats, Stat
 from jflex.types import AnyArray, ArrayOrShape
 
@@ -44,14 +44,12 @@ from jflex.types import AnyArray, ArrayOrShape
 @overload
 def flex_attention_varlen(
     q: AnyArray, k: AnyArray, v: AnyArray, *, cu_seqlens_q: AnyArray, cu_seqlens_k: AnyArray,
-    score_mod: ScoreMod | None = None, block_mask: VarlenBlockMask | None = None, return_lse: Literal[False] = False,
-    return_stats: tuple[()] = (), **options: Unpack[Options],
+    block_mask: VarlenBlockMask | None = None, **options: Unpack[PackedOutput],
 ) -> Array: ...
 @overload
 def flex_attention_varlen(
     q: AnyArray, k: AnyArray, v: AnyArray, *, cu_seqlens_q: AnyArray, cu_seqlens_k: AnyArray,
-    score_mod: ScoreMod | None = None, block_mask: VarlenBlockMask | None = None, return_lse: bool = False,
-    return_stats: tuple[Stat, ...] = (), **options: Unpack[Options],
+    block_mask: VarlenBlockMask | None = None, **options: Unpack[PackedPair],
 ) -> tuple[Array, Any]: ...
 # fmt: on
 @takes(Options)

@@ -12,7 +12,7 @@ from jax.core import Tracer
 from jax.typing import ArrayLike
 
 from jflex._call.dispatch import Implementation, names_of
-from jflex._check.arguments import describe_array, known_values
+from jflex._check.arguments import checked_lengths, describe_array
 
 _AXES = (("B", "batch"), ("Hq", "query heads"), ("T", "queries"), ("S", "keys"))
 
@@ -100,26 +100,13 @@ def check_flag(flag: object, name: str) -> None:
         raise TypeError(f"`{name}` must be True or False. Got {type(flag).__name__}.{hint}")
 
 
-def checked_lengths(lengths: ArrayLike | None, name: str, B: int, size: int) -> jax.Array | None:
+def checked_seq_lengths(lengths: ArrayLike | None, name: str, B: int, size: int) -> jax.Array | None:
     """Lengths as an int32 array."""
     if lengths is None:
         return None
-    what, letter = ("queries", "T") if name == "query_seq_lengths" else ("keys", "S")
-    rule = f"`{name}` must be an int32 array [B], the number of {what} of each of the {B} batch entries"
     array = as_array(lengths, name)
-    if array.dtype != jnp.int32:
-        raise TypeError(f"{rule}. Got {describe_array(array)}; cast it with `.astype(jnp.int32)`.")
-    if array.shape != (B,):
-        hint = "" if array.ndim else f" For one length for all, pass `jnp.full({B}, length, jnp.int32)`."
-        raise ValueError(f"{rule}. Got {describe_array(array)}.{hint}")
-    known = known_values(lengths if isinstance(lengths, np.ndarray) else array)
-    if known is not None and known.size and not (known.min() >= 0 and known.max() <= size):
-        wrong = int(np.argmax((known < 0) | (known > size)))
-        raise ValueError(
-            f"`{name}` must lie between 0 and {letter}, the number of {what}, {size}. Batch entry {wrong} has "
-            f"{known[wrong]}. Clamp the lengths with `jnp.clip({name}, 0, {size})`."
-        )
-    return array
+    known = lengths.astype(array.dtype) if isinstance(lengths, np.ndarray) else array  # inside of `jit`, too
+    return checked_lengths(known, B, size, name, "queries" if name == "query_seq_lengths" else "keys", "Clamp")
 
 
 def checked_window(window: int | tuple[int, int] | None) -> tuple[int | None, int | None]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from typing import Any, SupportsIndex, overload
+from typing import Any, SupportsIndex
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from jax.core import Tracer
 from jax.typing import DTypeLike
 
 from jflex.config import Config
-from jflex.types import AnyArray, ArrayOrShape
+from jflex.types import ArrayOrShape
 from pallas_kernels.spec import Blocks
 
 LAYOUTS = ("BTNH", "BNTH")
@@ -95,38 +95,33 @@ def check_lse(return_lse: bool, normalize: str) -> None:
         )
 
 
-# fmt: off
-@overload
-def check_kv_lengths(kv_lengths: None, B: int, S: int, name: str = "kv_lengths") -> None: ...
-@overload
-def check_kv_lengths(kv_lengths: AnyArray, B: int, S: int, name: str = "kv_lengths") -> jax.Array: ...
-@overload
-def check_kv_lengths(
-    kv_lengths: jax.ShapeDtypeStruct, B: int, S: int, name: str = "kv_lengths"
-) -> jax.ShapeDtypeStruct: ...
-# fmt: on
-def check_kv_lengths(
-    kv_lengths: ArrayOrShape | None, B: int, S: int, name: str = "kv_lengths"
-) -> jax.Array | jax.ShapeDtypeStruct | None:
-    """Returns the lengths as a JAX array, or as the shape that `jflex.explain` got; `name` is the argument's."""
-    rule = f"`{name}` must be an int32 array [B], the number of visible keys of each of the {B} batch entries"
-    if kv_lengths is None:
-        return None
-    if not (hasattr(kv_lengths, "shape") and hasattr(kv_lengths, "dtype")):
-        raise TypeError(f"{rule}. Got {type(kv_lengths).__name__}; pass `jnp.asarray({name}, jnp.int32)`.")
-    if kv_lengths.dtype != jnp.int32:
-        raise TypeError(f"{rule}. Got {describe_array(kv_lengths)}; cast it with `.astype(jnp.int32)`.")
-    if tuple(kv_lengths.shape) != (B,):
-        hint = "" if kv_lengths.shape else f" For one length for all, pass `jnp.full({B}, length, jnp.int32)`."
-        raise ValueError(f"{rule}. Got {describe_array(kv_lengths)}.{hint}")
-    known = known_values(kv_lengths)
-    if known is not None and known.size and not (known.min() >= 0 and known.max() <= S):
-        wrong = int(np.argmax((known < 0) | (known > S)))
+def checked_lengths(
+    lengths: ArrayOrShape,
+    B: int,
+    size: int,
+    name: str = "kv_lengths",
+    noun: str = "visible keys",
+    remedy: str = "Make `key` and `value` longer, or clamp",
+) -> jax.Array:
+    """Returns the number of keys (or `noun`) of each batch entry as a JAX array, or the shape that `explain` got."""
+    x: Any = lengths
+    rule = f"`{name}` must be an int32 array [B], the number of {noun} of each of the {B} batch entries"
+    if not (hasattr(x, "shape") and hasattr(x, "dtype")):
+        raise TypeError(f"{rule}. Got {type(x).__name__}; pass `jnp.asarray({name}, jnp.int32)`.")
+    if x.dtype != jnp.int32:
+        raise TypeError(f"{rule}. Got {describe_array(x)}; cast it with `.astype(jnp.int32)`.")
+    if tuple(x.shape) != (B,):
+        hint = "" if x.shape else f" For one length for all, pass `jnp.full({B}, length, jnp.int32)`."
+        raise ValueError(f"{rule}. Got {describe_array(x)}.{hint}")
+    known = known_values(x)
+    if known is not None and known.size and not (known.min() >= 0 and known.max() <= size):
+        wrong = int(np.argmax((known < 0) | (known > size)))
+        letter, counted = ("T", "queries") if noun == "queries" else ("S", "keys")
         raise ValueError(
-            f"`{name}` must lie between 0 and S, the number of keys, {S}. Batch entry {wrong} has "
-            f"{known[wrong]}. Make `key` and `value` longer, or clamp the lengths with `jnp.clip({name}, 0, {S})`."
+            f"`{name}` must lie between 0 and {letter}, the number of {counted}, {size}. Batch entry {wrong} has "
+            f"{known[wrong]}. {remedy} the lengths with `jnp.clip({name}, 0, {size})`."
         )
-    return jnp.asarray(kv_lengths) if isinstance(kv_lengths, np.ndarray) else kv_lengths
+    return jnp.asarray(x) if isinstance(x, np.ndarray) else x
 
 
 def checked_size(size: SupportsIndex, name: str) -> int:

@@ -10,7 +10,7 @@ Hydragen, arXiv:2402.05099.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple, Unpack, overload
+from typing import Any, NamedTuple, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ from jflex.entry import PagedCall, check_packed, finish_packed, prepare_paged, r
 from jflex.mods.array_sizes import CallSizes, last_plus_one
 from jflex.mods.reindex import Positions, reindexed
 from jflex.mods.types import ScoreMod
-from jflex.options import Options, Settings, checked, takes
+from jflex.options import Options, PackedOutput, PackedPair, Settings, checked, takes
 from jflex.paged.attention import check_queries, pages_of
 from jflex.paged.batch import check_batch, check_rules, indptr_rules
 from jflex.paged.cache import checked_layer
@@ -39,14 +39,12 @@ from jflex.types import AnyArray
 @overload
 def cascade_attention(
     q: AnyArray, levels: Sequence[CascadeLevel], *, positions: AnyArray | None = None, requests: AnyArray | None = None,
-    score_mod: ScoreMod | None = None, return_lse: Literal[False] = False, return_stats: tuple[()] = (),
-    **options: Unpack[Options],
+    **options: Unpack[PackedOutput],
 ) -> Array: ...
 @overload
 def cascade_attention(
     q: AnyArray, levels: Sequence[CascadeLevel], *, positions: AnyArray | None = None, requests: AnyArray | None = None,
-    score_mod: ScoreMod | None = None, return_lse: bool = False, return_stats: tuple[Stat, ...] = (),
-    **options: Unpack[Options],
+    **options: Unpack[PackedPair],
 ) -> tuple[Array, Any]: ...
 # fmt: on
 @takes(Options)

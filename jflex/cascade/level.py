@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Int32
 
-from jflex._check.arguments import check_int32, check_kv_lengths, describe_array
+from jflex._check.arguments import check_int32, checked_lengths, describe_array
 from jflex.paged.batch import PagedBatch, check_fields
 from jflex.paged.cache import PagedCache
 from jflex.types import AnyArray
@@ -74,7 +74,7 @@ class CascadeLevel:
         groups, length = key.shape[:2]
         filled = np.full((groups,), length, np.int32) if lengths is None else lengths
         table = np.arange(groups, dtype=np.int32)[:, None]
-        batch = PagedBatch(qo_indptr, check_kv_lengths(filled, groups, length, "lengths"), jnp.asarray(table))
+        batch = PagedBatch(qo_indptr, checked_lengths(filled, groups, length, "lengths"), jnp.asarray(table))
         check_fields(batch)
         key, value = (jnp.asarray(x) if isinstance(x, np.ndarray) else x for x in (key, value))
         return cls(PagedCache(key, value), batch, _starts(start, groups), is_dense=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, Unpack, overload
+from typing import Any, Unpack, overload
 
 from jaxtyping import Array, Int, Int32
 
@@ -13,7 +13,7 @@ from jflex.context_parallel.prepare import Division, prepare
 from jflex.context_parallel.run import query_positions, run
 from jflex.entry import finish
 from jflex.mods.types import ScoreMod
-from jflex.options import Options, checked, takes
+from jflex.options import Options, Output, Pair, checked, takes
 from jflex.states.stats import AttentionStats, Stat
 from jflex.types import AnyArray, Key, Lse, Out, Query, Value
 
@@ -24,16 +24,14 @@ def context_parallel_attention(
     query: AnyArray, key: AnyArray, value: AnyArray, score_mod: ScoreMod | None = None,
     block_mask: BlockMask | None = None, *, kv_lengths: AnyArray | None = None, mesh: Any = None, axis: str = "context",
     batch_axes: Names = (), head_axes: Names = (), strategy: Strategy = "all_gather", order: AnyArray | None = None,
-    layout: str = "BTNH", return_lse: Literal[False] = False, return_stats: tuple[()] = (),
-    **options: Unpack[Options],
+    layout: str = "BTNH", **options: Unpack[Output],
 ) -> Array: ...
 @overload
 def context_parallel_attention(
     query: AnyArray, key: AnyArray, value: AnyArray, score_mod: ScoreMod | None = None,
     block_mask: BlockMask | None = None, *, kv_lengths: AnyArray | None = None, mesh: Any = None, axis: str = "context",
     batch_axes: Names = (), head_axes: Names = (), strategy: Strategy = "all_gather", order: AnyArray | None = None,
-    layout: str = "BTNH", return_lse: bool = False, return_stats: tuple[Stat, ...] = (),
-    **options: Unpack[Options],
+    layout: str = "BTNH", **options: Unpack[Pair],
 ) -> tuple[Array, Any]: ...
 # fmt: on
 @takes(Options)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, Literal, NamedTuple, Unpack, overload
+from typing import Any, NamedTuple, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ from jflex.backends.base import PagedInputs
 from jflex.context_parallel.placement import Names, Placement
 from jflex.entry import PagedCall, Pages, run_paged
 from jflex.mods.types import ScoreMod
-from jflex.options import Options, checked, takes
+from jflex.options import Options, PackedOutput, PackedPair, checked, takes
 from jflex.paged.attention import prepare, results_of, with_modified_query
 from jflex.paged.batch import PagedBatch
 from jflex.paged.cache import PagedCache
@@ -41,14 +41,12 @@ CALLER = "context_parallel_paged_attention"
 @overload
 def context_parallel_paged_attention(
     q: AnyArray, cache: PagedCache, batch: PagedBatch, *, mesh: Any = None, axis: str = "context",
-    head_axes: Names = (), score_mod: ScoreMod | None = None, layer: int | AnyArray | None = None,
-    return_lse: Literal[False] = False, return_stats: tuple[()] = (), **options: Unpack[Options],
+    head_axes: Names = (), layer: int | AnyArray | None = None, **options: Unpack[PackedOutput],
 ) -> Array: ...
 @overload
 def context_parallel_paged_attention(
     q: AnyArray, cache: PagedCache, batch: PagedBatch, *, mesh: Any = None, axis: str = "context",
-    head_axes: Names = (), score_mod: ScoreMod | None = None, layer: int | AnyArray | None = None,
-    return_lse: bool = False, return_stats: tuple[Stat, ...] = (), **options: Unpack[Options],
+    head_axes: Names = (), layer: int | AnyArray | None = None, **options: Unpack[PackedPair],
 ) -> tuple[Array, Any]: ...
 # fmt: on
 @takes(Options)

@@ -12,7 +12,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from jflex._call.checks import check_arrays
-from jflex._check.arguments import check_kv_lengths
+from jflex._check.arguments import checked_lengths
 from jflex.block_mask.mask import BlockMask
 from jflex.context_parallel.call import CALLER, STRATEGIES, ContextCall, Strategy, check_block_size
 from jflex.context_parallel.masks import bounded_block_mask, bounded_mask_mod, own_block_mask, own_block_size
@@ -117,7 +117,7 @@ def prepare(
     sizes = Sizes.from_arrays(arrays, layout, placement)
     order = None if order is None else sizes.checked_order(order, placement)
     sizes.check(placement, strategy)
-    lengths = check_kv_lengths(kv_lengths, sizes.B, sizes.S)
+    lengths = None if kv_lengths is None else checked_lengths(kv_lengths, sizes.B, sizes.S)
     q, k, v = sizes.whole(arrays, layout, placement)
 
     def traced(block_mask: BlockMask | None, mask_mod: MaskMod | None) -> Call:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, Unpack, overload
+from typing import Unpack, overload
 
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 from jflex._check.arguments import check_scale, checked_positive, describe_array
 from jflex.entry import PagedCall, check_packed, prepare_paged, run_paged
 from jflex.mods.types import ScoreMod
-from jflex.options import LatentOptions, Settings, checked, takes
+from jflex.options import LatentOptions, LatentOutput, LatentPair, Settings, checked, takes
 from jflex.paged.attention import call_sizes, of_packed, pages_of, results_of
 from jflex.paged.batch import PagedBatch, check_batch
 from jflex.paged.cache import checked_layer
@@ -23,15 +23,11 @@ from jflex.types import AnyArray, ArrayOrShape
 # fmt: off
 @overload
 def mla_attention(
-    q: AnyArray, cache: LatentCache, batch: PagedBatch, *, qk_head_dim: int | None = None,
-    score_mod: ScoreMod | None = None, layer: int | AnyArray | None = None, return_lse: Literal[False] = False,
-    **options: Unpack[LatentOptions],
+    q: AnyArray, cache: LatentCache, batch: PagedBatch, **options: Unpack[LatentOutput]
 ) -> Array: ...
 @overload
 def mla_attention(
-    q: AnyArray, cache: LatentCache, batch: PagedBatch, *, qk_head_dim: int | None = None,
-    score_mod: ScoreMod | None = None, layer: int | AnyArray | None = None, return_lse: bool = False,
-    **options: Unpack[LatentOptions],
+    q: AnyArray, cache: LatentCache, batch: PagedBatch, **options: Unpack[LatentPair]
 ) -> tuple[Array, Array]: ...
 # fmt: on
 @takes(LatentOptions)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal, Unpack, overload
+from typing import Any, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ from jflex.latent.attention import checked_latent
 from jflex.mods.compose import noop_mask
 from jflex.mods.reindex import Positions, reindexed
 from jflex.mods.types import ScoreMod
-from jflex.options import LatentOptions, Settings, checked, takes
+from jflex.options import LatentOptions, LatentOutput, LatentPair, Settings, checked, takes
 from jflex.paged.attention import results_of
 from jflex.paged.batch import PagedBatch
 from jflex.paged.cache import checked_layer
@@ -33,15 +33,11 @@ COPIED_HEADS = 32  # with fewer, rows are read where they are
 # fmt: off
 @overload
 def sparse_mla_attention(
-    q: AnyArray, cache: LatentCache, batch: PagedBatch, indices: AnyArray, *, qk_head_dim: int | None = None,
-    score_mod: ScoreMod | None = None, layer: int | AnyArray | None = None, return_lse: Literal[False] = False,
-    **options: Unpack[LatentOptions],
+    q: AnyArray, cache: LatentCache, batch: PagedBatch, indices: AnyArray, **options: Unpack[LatentOutput]
 ) -> Array: ...
 @overload
 def sparse_mla_attention(
-    q: AnyArray, cache: LatentCache, batch: PagedBatch, indices: AnyArray, *, qk_head_dim: int | None = None,
-    score_mod: ScoreMod | None = None, layer: int | AnyArray | None = None, return_lse: bool = False,
-    **options: Unpack[LatentOptions],
+    q: AnyArray, cache: LatentCache, batch: PagedBatch, indices: AnyArray, **options: Unpack[LatentPair]
 ) -> tuple[Array, Array]: ...
 # fmt: on
 @takes(LatentOptions)

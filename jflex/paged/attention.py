@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, Literal, Unpack, overload
+from typing import Any, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ from jflex.entry import PagedCall, Pages, check_packed, finish_packed, prepare_p
 from jflex.mods.array_sizes import CallSizes
 from jflex.mods.reindex import Positions, reindexed
 from jflex.mods.types import ScoreMod
-from jflex.options import Options, Settings, checked, takes
+from jflex.options import Options, PackedOutput, PackedPair, Settings, checked, takes
 from jflex.paged.batch import PagedBatch, check_batch
 from jflex.paged.cache import PagedCache, PageStore, checked_layer
 from jflex.paged.eight_bits import WRITTEN
@@ -30,15 +30,13 @@ from jflex.types import AnyArray, ArrayOrShape
 # fmt: off
 @overload
 def paged_attention(
-    q: AnyArray, cache: PagedCache, batch: PagedBatch, *, score_mod: ScoreMod | None = None,
-    layer: int | AnyArray | None = None, return_lse: Literal[False] = False, return_stats: tuple[()] = (),
-    **options: Unpack[Options],
+    q: AnyArray, cache: PagedCache, batch: PagedBatch, *, layer: int | AnyArray | None = None,
+    **options: Unpack[PackedOutput],
 ) -> Array: ...
 @overload
 def paged_attention(
-    q: AnyArray, cache: PagedCache, batch: PagedBatch, *, score_mod: ScoreMod | None = None,
-    layer: int | AnyArray | None = None, return_lse: bool = False, return_stats: tuple[Stat, ...] = (),
-    **options: Unpack[Options],
+    q: AnyArray, cache: PagedCache, batch: PagedBatch, *, layer: int | AnyArray | None = None,
+    **options: Unpack[PackedPair],
 ) -> tuple[Array, Any]: ...
 # fmt: on
 @takes(Options)
