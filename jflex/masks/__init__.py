@@ -7,7 +7,6 @@ They know the sizes that they were made for. A call with another batch size or n
 their arrays, is refused.
 """
 
-from jflex.masks.cross_attention import vision_cross_attention as vision_cross_attention
 from jflex.masks.drafts import draft_blocks as draft_blocks
 from jflex.masks.drafts import tree as tree
 from jflex.masks.drafts import tree_ancestors as tree_ancestors
@@ -18,6 +17,10 @@ from jflex.masks.grids import neighborhood as neighborhood
 from jflex.masks.grids import reorder as reorder
 from jflex.masks.grids import restore as restore
 from jflex.masks.grids import tile_order as tile_order
+from jflex.masks.images import sliding_tile as sliding_tile
+from jflex.masks.images import spatial_head as spatial_head
+from jflex.masks.images import temporal_head as temporal_head
+from jflex.masks.images import vision_cross_attention as vision_cross_attention
 from jflex.masks.packed import causal_document as causal_document
 from jflex.masks.packed import document as document
 from jflex.masks.packed import document_ids_from_lengths as document_ids_from_lengths
@@ -30,6 +33,3 @@ from jflex.masks.sequences import global_tokens as global_tokens
 from jflex.masks.sequences import padding as padding
 from jflex.masks.sequences import prefix_lm as prefix_lm
 from jflex.masks.sequences import sliding_window as sliding_window
-from jflex.masks.videos import sliding_tile as sliding_tile
-from jflex.masks.videos import spatial_head as spatial_head
-from jflex.masks.videos import temporal_head as temporal_head

@@ -1,8 +1,4 @@
-"""Activations in place of the softmax: ``f(scores) @ value``, as with ReLU (https://arxiv.org/abs/2309.08586).
-
-A kernel computes ``softmax(score_mod(s)) @ value``. With ``score_mod(s) = log(f(s) + offset)`` the softmax is
-``(f(s) + offset) / exp(lse)``, and `undo_softmax` gives ``f(s) @ value``.
-"""
+"""Functions of the score alone: soft capping, and activations in place of the softmax."""
 
 from __future__ import annotations
 
@@ -19,8 +15,52 @@ from jflex.mods.types import ScoreMod
 
 
 @ready
+def softcap(cap: float | Float[ArrayLike, ""]) -> ScoreMod:
+    """Maps a score to ``cap * tanh(score / cap)``.
+
+    Source: Gemma 2, https://arxiv.org/abs/2408.00118, section 2.
+
+    Args:
+      cap: The bound, positive; 50.0 in Gemma 2.
+
+    Raises:
+      ValueError: `cap` is a number that is not positive.
+
+    >>> round(float(softcap(2.0)(1.0, 0, 0, 0, 0)), 4)
+    0.9242
+    """
+    if isinstance(cap, (int, float)) and not cap > 0:
+        raise ValueError(f"`cap` must be positive. Got {cap}.")
+    return lambda score, b, h, q_idx, kv_idx: cap * jnp.tanh(score / cap)
+
+
+@ready
+def sigmoid(bias: float | Float[ArrayLike, ""]) -> ScoreMod:
+    """Maps a score to ``sigmoid(score + bias)``, for calls with ``normalize="none"``.
+
+    Args:
+      bias: Added to each score. Ramapuram et al. start from ``-log(S)`` for S keys: then the weights of a
+        row sum to about 1.
+
+    References:
+      Ramapuram et al. 2024, Theory, Analysis, and Best Practices for Sigmoid Self-Attention, arXiv:2409.04431.
+
+    >>> import jax.numpy as jnp, jflex
+    >>> q, k, v = jnp.zeros((1, 1, 1, 16)), jnp.ones((1, 4, 1, 16)), jnp.ones((1, 4, 1, 2))
+    >>> jflex.flex_attention(q, k, v, jflex.scores.sigmoid(0.0), normalize="none").tolist()  # four keys of weight 1/2
+    [[[[2.0, 2.0]]]]
+    """
+    return lambda score, b, h, q_idx, kv_idx: jax.nn.sigmoid(score + bias)
+
+
+@ready
 def activation(function: Callable[[jax.Array], ArrayLike], *, offset: float = 1.0) -> ScoreMod:
     """Maps a score to ``log(function(score) + offset)``, for `undo_softmax`.
+
+    Source: ReLU attention, https://arxiv.org/abs/2309.08586.
+
+    A kernel computes ``softmax(score_mod(s)) @ value``. With this mod the softmax is ``(function(s) + offset) /
+    exp(lse)``, and `undo_softmax` gives ``function(s) @ value``.
 
     Args:
       function: Of a score, as `jax.nn.relu` or `jax.nn.gelu`.
