@@ -16,6 +16,7 @@ from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import PartitionSpec
+from jaxtyping import PyTree
 
 from jflex._call.dispatch import Requested, get_backend, no_gradients, select_passes
 from jflex._jax import partitioning
@@ -183,44 +184,60 @@ def _forward(backend: str, spec: AttentionSpec, inputs: Inputs) -> Saved:
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
-class _Backward:
+class BackwardPass:
     """The backend of each gradient: a static part of the residuals."""
 
     backend: str
     requested: GradientRequest
 
 
-def _attend_fwd(static: Static, perturbed_inputs: Inputs) -> tuple[Saved, tuple[Inputs, Saved, _Backward]]:
-    is_primal = lambda x: isinstance(x, CustomVJPPrimal)
-    inputs = jax.tree.map(lambda x: x.value, perturbed_inputs, is_leaf=is_primal)
-    perturbed = jax.tree.map(lambda x: x.perturbed, perturbed_inputs, is_leaf=is_primal)
-    is_float = lambda x: jnp.issubdtype(x.dtype, jnp.floating)
-    captured = tuple(a and is_float(x) for a, x in zip(perturbed.captured.score, inputs.captured.score, strict=True))
-    requested = GradientRequest(perturbed.query, perturbed.key, perturbed.value, captured, bool(perturbed.sinks))
-    passes = select_passes(static.implementation, static.spec, requested)
-    saved = _forward(passes.forward, static.spec, inputs)
-    return saved, (inputs, saved._replace(max=None), _Backward(passes.backward, requested))
+_is_primal = lambda x: isinstance(x, CustomVJPPrimal)
 
 
-def _attend_bwd(static: Static, residuals: tuple[Inputs, Saved, _Backward], cotangents: Saved) -> tuple[Inputs]:
-    inputs, saved, backward = residuals
+def primals(perturbed: PyTree) -> PyTree:
+    """The values of the arguments of a forward rule."""
+    return jax.tree.map(lambda x: x.value, perturbed, is_leaf=_is_primal)
+
+
+def requested_gradients(perturbed: Inputs) -> GradientRequest:
+    """The gradients that the arguments of a forward rule request: of arrays in floating point alone."""
+    is_requested = lambda x: x.perturbed and jnp.issubdtype(x.value.dtype, jnp.floating)
+    flags = jax.tree.map(is_requested, perturbed, is_leaf=_is_primal)
+    return GradientRequest(flags.query, flags.key, flags.value, flags.captured.score, bool(flags.sinks))
+
+
+def saved_cotangents(saved: Saved, cotangents: Saved) -> SavedCotangents:
+    """The cotangents of the results, without symbolic zeros."""
     zero = lambda x: isinstance(x, SymbolicZero)
     d_out = jnp.zeros_like(saved.out) if zero(cotangents.out) else cotangents.out
-    d_lse, d_entropy = (None if zero(x) else x for x in (cotangents.lse, cotangents.entropy))
-    arrays = match_manual_axes((inputs, saved, SavedCotangents(d_out, d_lse, d_entropy)))
-    gradients = call_as_primitive(BackwardOp(backward.backend, static.spec, backward.requested), arrays)
+    return SavedCotangents(d_out, *(None if zero(x) else x for x in (cotangents.lse, cotangents.entropy)))
+
+
+def input_cotangents(inputs: Inputs, gradients: Gradients) -> Inputs:
+    """The result of a backward rule: requested gradients in the dtypes of their arrays, else None."""
     like = lambda g, x: None if g is None else g.astype(x.dtype)
-    captured = tuple(map(like, gradients.score_operands, inputs.captured.score))
     nothing = jax.tree.map(lambda _: None, inputs)
-    return (
-        nothing._replace(
-            query=like(gradients.query, inputs.query),
-            key=like(gradients.key, inputs.key),
-            value=like(gradients.value, inputs.value),
-            captured=nothing.captured._replace(score=captured),
-            sinks=gradients.sinks,
-        ),
+    return nothing._replace(
+        query=like(gradients.query, inputs.query),
+        key=like(gradients.key, inputs.key),
+        value=like(gradients.value, inputs.value),
+        captured=nothing.captured._replace(score=tuple(map(like, gradients.score_operands, inputs.captured.score))),
+        sinks=gradients.sinks,
     )
+
+
+def _attend_fwd(static: Static, perturbed: Inputs) -> tuple[Saved, tuple[Inputs, Saved, BackwardPass]]:
+    inputs, requested = primals(perturbed), requested_gradients(perturbed)
+    passes = select_passes(static.implementation, static.spec, requested)
+    saved = _forward(passes.forward, static.spec, inputs)
+    return saved, (inputs, saved._replace(max=None), BackwardPass(passes.backward, requested))
+
+
+def _attend_bwd(static: Static, residuals: tuple[Inputs, Saved, BackwardPass], cotangents: Saved) -> tuple[Inputs]:
+    inputs, saved, backward = residuals
+    arrays = match_manual_axes((inputs, saved, saved_cotangents(saved, cotangents)))
+    gradients = call_as_primitive(BackwardOp(backward.backend, static.spec, backward.requested), arrays)
+    return (input_cotangents(inputs, gradients),)
 
 
 _attend.defvjp(_attend_fwd, _attend_bwd, symbolic_zeros=True)

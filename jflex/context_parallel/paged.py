@@ -6,14 +6,13 @@ Few requests with long contexts: each device reads its own pages alone, and the 
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-from typing import Any, NamedTuple, Unpack, overload
+from typing import Any, Unpack, overload
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from jflex._call.dispatch import Requested
@@ -32,7 +31,7 @@ from jflex.states.merging import merge_over
 from jflex.states.state import AttentionState
 from jflex.states.stats import AttentionStats, Stat
 from jflex.types import AnyArray
-from pallas_kernels.spec import AttentionSpec, Captured
+from pallas_kernels.spec import AttentionSpec
 
 CALLER = "context_parallel_paged_attention"
 
@@ -163,63 +162,40 @@ def _check(whole: PagedCache, batch: PagedBatch, placement: Placement) -> None:
         )
 
 
-class _Arrays(NamedTuple):
-    """Arrays that the program of a device takes."""
-
-    query: jax.Array
-    key: jax.Array
-    value: jax.Array
-    key_scale: jax.Array | None
-    value_scale: jax.Array | None
-    indptr: jax.Array
-    lengths: jax.Array
-    table: jax.Array
-    first_page: jax.Array
-    captured: Captured[jax.Array]
-
-
-@dataclasses.dataclass(frozen=True)
-class _Static:
-    """The static part of a call of all devices."""
-
-    spec: AttentionSpec
-    placement: Placement
-    implementation: Requested
-
-
 def _attend(call: PagedCall, cache: PagedCache, placement: Placement, implementation: Requested) -> AttentionState:
-    spec, pages = call.spec, call.pages
-    if spec.is_empty:  # zeros, which need no device
+    if call.spec.is_empty:  # zeros, which need no device
         return run_paged(call, implementation)
-    static = _Static(spec, placement, implementation)
-    arrays = _Arrays(
-        call.query, cache.keys, cache.values, *cache.scales, jnp.asarray(pages.indptr), jnp.asarray(pages.lengths),
-        jnp.asarray(pages.table), pages.first_page, call.captured,
+    pages = call.pages
+    indptr, lengths, table = (jnp.asarray(x) for x in (pages.indptr, pages.lengths, pages.table))
+    of_cache = {"key": cache.keys, "value": cache.values, "key_scale": cache.k_scale, "value_scale": cache.v_scale}
+    arrays = PagedInputs(
+        query=call.query, indptr=indptr, lengths=lengths, table=table, first_page=pages.first_page,
+        captured=call.captured, **of_cache,
     )  # fmt: skip
-    return _on_device(static, arrays) if placement.mesh is None else _on_mesh(static, arrays)
+    program = _on_device if placement.mesh is None else _on_mesh
+    return program(call.spec, placement, implementation, arrays)
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _on_mesh(static: _Static, arrays: _Arrays) -> AttentionState:
-    """Runs the program of one device on each."""
-    placement, heads = static.placement, static.placement.heads or None
-    layers = [None] * (arrays.key.ndim - 4)
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _on_mesh(
+    spec: AttentionSpec, placement: Placement, implementation: Requested, arrays: PagedInputs
+) -> AttentionState:
+    """Runs the program of one device on each; `arrays` are those of the whole cache, with its axis of layers."""
+    heads, layers = placement.heads or None, [None] * (arrays.key.ndim - 4)
     pages: Any = PartitionSpec(*layers, placement.axis, None, heads)
     of_scale = lambda x: pages if x.ndim == len(layers) + 3 else PartitionSpec(*layers, heads)
     specs: Any = jax.tree.map(lambda _: PartitionSpec(), arrays)
     scales = {name: jax.tree.map(of_scale, getattr(arrays, name)) for name in ("key_scale", "value_scale")}
     specs = specs._replace(query=PartitionSpec(None, heads), key=pages, value=pages, **scales)
-    if jax.sharding.AxisType.Explicit in placement.mesh.axis_types:  # where types say how arrays are sharded
-        place_one = lambda spec, x: jax.reshard(x, NamedSharding(placement.mesh, spec))
-        arrays = jax.tree.map(place_one, specs, arrays, is_leaf=lambda x: isinstance(x, PartitionSpec))
-    rows: Any = PartitionSpec(None, heads)
-    body = functools.partial(_on_device, static)
-    return jax.shard_map(body, mesh=placement.mesh, in_specs=(specs,), out_specs=rows)(arrays)
+    body = functools.partial(_on_device, spec, placement, implementation)
+    return placement.mapped(body, (specs,), PartitionSpec(None, heads), arrays)
 
 
-def _on_device(static: _Static, arrays: _Arrays) -> AttentionState:
+def _on_device(
+    spec: AttentionSpec, placement: Placement, implementation: Requested, arrays: PagedInputs
+) -> AttentionState:
     """The program of one device: the state of its keys, merged with those of the others."""
-    spec, placement, paging = static.spec, static.placement, static.spec.paging
+    paging = spec.paging
     assert paging is not None  # of a paged call
     n, me, size, local_pages = placement.shards, placement.shard(), paging.page_size, arrays.key.shape[-4]
     table = jnp.pad(arrays.table, ((0, 0), (0, -arrays.table.shape[1] % n)))
@@ -228,12 +204,11 @@ def _on_device(static: _Static, arrays: _Arrays) -> AttentionState:
     first = arrays.first_page // (n * local_pages) * local_pages
     exact = spec.dtype if spec.dtype == "float64" else "float32"
     local = spec.replace(S=table.shape[1] * size, paging=paging._replace(num_pages=local_pages), out_dtype=exact)
-    inputs = PagedInputs(arrays.query, arrays.key, arrays.value, arrays.indptr, lengths, table, first, arrays.captured)
     number = jax.lax.axis_index(placement.heads) if placement.head_shards > 1 else 0
-    local, inputs = paged_shard_of(local, inputs, placement.head_shards, number, Spread(me * size, size, n * size))
+    local, inputs = paged_shard_of(local, arrays, placement.head_shards, number, Spread(me * size, size, n * size))
     pages = Pages(
         arrays.key, arrays.value, local_pages, first, arrays.indptr, lengths, table, key_scale=arrays.key_scale,
         value_scale=arrays.value_scale,
     )  # fmt: skip
     call = PagedCall(CALLER, local, arrays.query, pages, inputs.captured)
-    return merge_over(run_paged(call, static.implementation), placement.axis)
+    return merge_over(run_paged(call, implementation), placement.axis)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import PyTree
 
 Names = str | Sequence[str]
+_R = TypeVar("_R")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,6 +78,13 @@ class Placement:
     def shard(self) -> jax.Array:
         """The number of the device along `axis`, inside of its program."""
         return jax.lax.axis_index(self.axis).astype(jnp.int32)
+
+    def mapped(self, body: Callable[..., _R], specs: tuple[PyTree, ...], out_specs: PyTree, *arrays: PyTree) -> _R:
+        """Runs the program of one device on each; arrays are placed first where types say how they are sharded."""
+        if jax.sharding.AxisType.Explicit in self.mesh.axis_types:
+            place_one = lambda spec, x: jax.reshard(x, NamedSharding(self.mesh, spec))
+            arrays = jax.tree.map(place_one, specs, arrays, is_leaf=lambda x: isinstance(x, PartitionSpec))
+        return jax.shard_map(body, mesh=self.mesh, in_specs=specs, out_specs=out_specs)(*arrays)
 
     def rows(self, layout: str, *, batch: bool = True) -> PartitionSpec:
         """The sharding of query, key, value or output; `batch`: whether each batch entry has its own."""

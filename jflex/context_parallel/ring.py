@@ -20,23 +20,30 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
-from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
 from jflex._call.dispatch import get_backend, select_forward, select_passes
-from jflex._jax.custom_vjp import BackwardOp, ForwardOp, reverse_only
+from jflex._jax.custom_vjp import (
+    BackwardOp,
+    BackwardPass,
+    ForwardOp,
+    input_cotangents,
+    primals,
+    requested_gradients,
+    reverse_only,
+    saved_cotangents,
+)
 from jflex._jax.primitive import call_as_primitive
 from jflex._jax.shard import Shard, Where, shard_of
 from jflex._mesh import match_manual_axes
-from jflex.backends.base import Inputs, Saved, SavedCotangents
+from jflex.backends.base import Gradients, Inputs, Saved
 from jflex.backends.results import fold_sinks
+from jflex.backends.vector_mods import exact_dtype
 from jflex.block_mask.lists import BlockLists
 from jflex.context_parallel.call import CALLER, ContextCall
 from jflex.states.merging import merge
 from jflex.states.state import AttentionState
 from jflex.states.stats import AttentionStats
-from pallas_kernels.plan import GradientRequest
 
 KeyAndValue = tuple[jax.Array, jax.Array]
 
@@ -230,29 +237,13 @@ def _attend(ring: _Ring, backend: str, local: _Local) -> Saved:
     return _forward(ring, backend, local)
 
 
-def _attend_fwd(ring: _Ring, backend: str, perturbed: _Local) -> tuple[Saved, tuple[_Local, Saved, _Backward]]:
+def _attend_fwd(ring: _Ring, backend: str, perturbed: _Local) -> tuple[Saved, tuple[_Local, Saved, BackwardPass]]:
     del backend
-    is_primal = lambda x: isinstance(x, CustomVJPPrimal)
-    local = jax.tree.map(lambda x: x.value, perturbed, is_leaf=is_primal)
-    perturbed_inputs = jax.tree.map(lambda x: x.perturbed, perturbed.inputs, is_leaf=is_primal)
-    is_float = lambda x: jnp.issubdtype(x.dtype, jnp.floating)
-    captured = tuple(
-        a and is_float(x) for a, x in zip(perturbed_inputs.captured.score, local.inputs.captured.score, strict=True)
-    )
-    requested = GradientRequest(perturbed_inputs.query, perturbed_inputs.key, perturbed_inputs.value, captured)
+    local, requested = primals(perturbed), requested_gradients(perturbed.inputs)
     shard = ring.at(local, (local.inputs.key, local.inputs.value), local.me)
     passes = select_passes(ring.call.implementation, shard.spec, shard.requested(requested))
     saved = _forward(ring, passes.forward, local)
-    return saved, (local, saved._replace(max=None), _Backward(passes.backward, requested))
-
-
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True)
-class _Backward:
-    """The backend of each gradient: a static part of the residuals."""
-
-    backend: str
-    requested: GradientRequest
+    return saved, (local, saved._replace(max=None), BackwardPass(passes.backward, requested))
 
 
 class _OfQueries(NamedTuple):
@@ -270,14 +261,12 @@ class _OfKeys(NamedTuple):
 
 
 def _attend_bwd(
-    ring: _Ring, backend: str, residuals: tuple[_Local, Saved, _Backward], cotangents: Saved
+    ring: _Ring, backend: str, residuals: tuple[_Local, Saved, BackwardPass], cotangents: Saved
 ) -> tuple[_Local]:
     del backend
     local, saved, backward = residuals
     requested, inputs = backward.requested, local.inputs
-    zero = lambda x: isinstance(x, SymbolicZero)
-    d_out = jnp.zeros_like(saved.out) if zero(cotangents.out) else cotangents.out
-    d_saved = SavedCotangents(d_out, *(None if zero(x) else x for x in (cotangents.lse, cotangents.entropy)))
+    d_saved = saved_cotangents(saved, cotangents)
 
     def pull(keys: KeyAndValue, owner: jax.Array) -> tuple[_OfQueries, _OfKeys]:
         shard = ring.at(local, keys, owner)
@@ -296,7 +285,7 @@ def _attend_bwd(
         ),
         _OfKeys(zeros(inputs.key, requested.key), zeros(inputs.value, requested.value)),
     ))  # fmt: skip
-    widened = lambda x: x.astype(_accumulator_dtype(x.dtype))
+    widened = lambda x: x.astype(exact_dtype(x.dtype))
 
     def visit(sums: _OfQueries | None, keys: KeyAndValue, owner: jax.Array) -> tuple[_OfQueries, _OfKeys]:
         of_queries, of_keys = _where_attended(local, owner, lambda keys: pull(keys, owner), keys, none)
@@ -305,20 +294,8 @@ def _attend_bwd(
         return of_queries, of_keys
 
     of_queries, of_keys = _walk(ring, local, visit, jax.tree.map(widened, none[1]))
-    like = lambda g, x: None if g is None else g.astype(x.dtype)
-    nothing = jax.tree.map(lambda _: None, local)
-    gradients = nothing.inputs._replace(
-        query=like(of_queries.query, inputs.query),
-        key=like(of_keys.key, inputs.key),
-        value=like(of_keys.value, inputs.value),
-        captured=nothing.inputs.captured._replace(score=tuple(map(like, of_queries.captured, inputs.captured.score))),
-    )
-    return (nothing._replace(inputs=gradients),)
-
-
-def _accumulator_dtype(dtype: DTypeLike) -> DTypeLike:
-    """The dtype of sums."""
-    return jnp.float64 if dtype == jnp.float64 else jnp.float32
+    gradients = Gradients(of_queries.query, of_keys.key, of_keys.value, of_queries.captured)
+    return (jax.tree.map(lambda _: None, local)._replace(inputs=input_cotangents(inputs, gradients)),)
 
 
 _attend.defvjp(_attend_fwd, _attend_bwd, symbolic_zeros=True)

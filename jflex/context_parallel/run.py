@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Int32
 
 from jflex._call.dispatch import Requested, check_supported
@@ -19,11 +19,10 @@ from jflex.backends.base import Inputs, Saved
 from jflex.backends.vector_mods import TokenPositions, modified_inputs, used_keys
 from jflex.block_mask.lists import BlockLists
 from jflex.context_parallel.call import ContextCall, Strategy, divided
-from jflex.context_parallel.gather import attend_gathered
+from jflex.context_parallel.exchange import attend_exchanged, attend_gathered
 from jflex.context_parallel.placement import Placement
 from jflex.context_parallel.prepare import Checked
 from jflex.context_parallel.ring import attend_in_ring
-from jflex.context_parallel.ulysses import attend_exchanged
 from jflex.entry import run as run_dense
 from pallas_kernels.spec import AttentionSpec, Blocks
 
@@ -118,10 +117,7 @@ def _on_mesh(call: ContextCall, inputs: Inputs, sees: jax.Array | None) -> Saved
     row: Any = placement.lse()
     out: Any = placement.rows(call.spec.layout)
     saved = Saved(out, row, **dict.fromkeys(call.spec.stats, row))
-    if jax.sharding.AxisType.Explicit in placement.mesh.axis_types:  # where types say how arrays are sharded
-        place_one = lambda spec, x: jax.reshard(x, NamedSharding(placement.mesh, spec))
-        inputs, sees = jax.tree.map(place_one, specs, (inputs, sees), is_leaf=lambda x: isinstance(x, PartitionSpec))
-    return jax.shard_map(body, mesh=placement.mesh, in_specs=specs, out_specs=saved)(inputs, sees)
+    return placement.mapped(body, specs, saved, inputs, sees)
 
 
 def _own_tables(

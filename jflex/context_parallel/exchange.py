@@ -1,6 +1,8 @@
-"""Context parallel attention by all-to-all: each device gets all tokens of some of the heads.
+"""Strategies that exchange arrays once: an all-gather of keys and values, and all-to-alls between tokens and heads.
 
-After DeepSpeed Ulysses (Jacobs et al. 2023, arXiv:2309.14509).
+All-gather: after Llama 3 (Grattafiori et al. 2024, arXiv:2407.21783, section 3.3.2). Queries stay where they are; the
+transpose of the all-gather sums the gradients of keys and values over the devices and leaves each its own: a
+reduce-scatter. All-to-all: after DeepSpeed Ulysses (Jacobs et al. 2023, arXiv:2309.14509).
 """
 
 from __future__ import annotations
@@ -16,8 +18,25 @@ from jflex.context_parallel.order import chunks_in_order
 from jflex.entry import Call, run
 
 
+def attend_gathered(call: ContextCall, inputs: Inputs, where: Where) -> Saved:
+    """The attention of one device over all keys, inside of its program; `inputs` are local."""
+    spec = call.spec
+    axis = 1 if spec.layout == "BTNH" else 2
+    key, value = (_gathered(call, x, axis) for x in (inputs.key, inputs.value))
+    where = where._replace(queries=call.span(spec.T, call.placement.shard()))
+    lists = None if inputs.lists is None else BlockLists(*(x[0] for x in inputs.lists))
+    shard = shard_of(spec, inputs._replace(key=key, value=value, lists=lists), where)
+    return run(Call(shard.spec, shard.inputs, caller=CALLER), call.implementation)
+
+
+def _gathered(call: ContextCall, x: jax.Array, axis: int) -> jax.Array:
+    """The whole of an array, in the natural order of its tokens."""
+    whole = jax.lax.all_gather(x, call.placement.axis, axis=axis, tiled=True)
+    return whole if call.order is None else chunks_in_order(whole, np.argsort(call.order), axis)
+
+
 def attend_exchanged(call: ContextCall, inputs: Inputs, where: Where) -> Saved:
-    """The attention of one device, inside of its program; `inputs` are local."""
+    """The attention of one device to all tokens of some heads, inside of its program; `inputs` are local."""
     placement, layout = call.placement, call.spec.layout
     length, heads = (1, 2) if layout == "BTNH" else (2, 1)
     query, key, value = (_to_heads(call, x, length, heads) for x in (inputs.query, inputs.key, inputs.value))
