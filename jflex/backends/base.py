@@ -148,12 +148,7 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def backward(
-        self,
-        spec: AttentionSpec,
-        inputs: Inputs,
-        saved: Saved,
-        d_saved: SavedCotangents,
-        requested: GradientRequest,
+        self, spec: AttentionSpec, inputs: Inputs, saved: Saved, d_saved: SavedCotangents, requested: GradientRequest
     ) -> Gradients:
         """Pulls the cotangents of out, lse and entropy of a dense call back to the inputs."""
 

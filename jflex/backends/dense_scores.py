@@ -41,11 +41,7 @@ def contained_scores(query: jax.Array, key: jax.Array) -> jax.Array:
 
 
 def modified(
-    mod: Mod,
-    operands: Sequence[jax.Array],
-    score: jax.Array,
-    positions: Sequence[jax.Array],
-    visible: jax.Array,
+    mod: Mod, operands: Sequence[jax.Array], score: jax.Array, positions: Sequence[jax.Array], visible: jax.Array
 ) -> jax.Array:
     """The score mod on all scores.
 

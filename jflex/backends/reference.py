@@ -86,12 +86,7 @@ class Reference(Backend):
         return Saved(out.astype(spec.dtype), lse, **named_stats)
 
     def backward(
-        self,
-        spec: AttentionSpec,
-        inputs: Inputs,
-        saved: Saved,
-        d_saved: SavedCotangents,
-        requested: GradientRequest,
+        self, spec: AttentionSpec, inputs: Inputs, saved: Saved, d_saved: SavedCotangents, requested: GradientRequest
     ) -> Gradients:
         """Differentiates `forward`, to complete the interface."""
         floats = (inputs.query, inputs.key, inputs.value, inputs.captured.score, inputs.sinks)

@@ -106,10 +106,7 @@ def _of_dense(mod: Callable[..., Any], x: Any, layout: str, positions: Int32[Arr
 
 
 def modified_keys(
-    mod: Callable[..., jax.Array],
-    rows: Float[Array, "*axes H D"],
-    b: Int32[Array, "*axes"],
-    idx: Int32[Array, "*axes"],
+    mod: Callable[..., jax.Array], rows: Float[Array, "*axes H D"], b: Int32[Array, "*axes"], idx: Int32[Array, "*axes"]
 ) -> jax.Array:
     """Keys or values that were loaded from pages, as a traced mod makes them.
 

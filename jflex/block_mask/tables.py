@@ -8,14 +8,7 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Int8
 
-from jflex.block_mask.lists import (
-    BlockLists,
-    Widths,
-    entries_needed,
-    lists_from_states,
-    lists_of_width,
-    pack_states,
-)
+from jflex.block_mask.lists import BlockLists, Widths, entries_needed, lists_from_states, lists_of_width, pack_states
 
 # Tables of up to this many blocks are as wide as the sequence: a width that follows from values compiles a function
 # again for each new one. 1,024 blocks of 128 are 131,072 tokens, and four tables 16 MB.

@@ -178,10 +178,7 @@ def _first_trace(
 
 
 def _residual(
-    mod: Callable[..., ArrayLike],
-    call: Callable[..., jax.Array],
-    arguments: Sequence[jax.ShapeDtypeStruct],
-    role: Role,
+    mod: Callable[..., ArrayLike], call: Callable[..., jax.Array], arguments: Sequence[jax.ShapeDtypeStruct], role: Role
 ) -> tuple[TracedMod, tuple[jax.Array, ...]]:
     """Traces `call`, which evaluates `mod`, and hoists what depends on no argument."""
     traced, source = _first_trace(mod, call, arguments, role), describe(mod)

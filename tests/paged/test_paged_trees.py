@@ -11,8 +11,7 @@ import pytest
 
 import jflex
 from jflex import masks
-from jflex.backends.xla.paged import KEYS
-from jflex.backends.xla.paged_bounds import walk_of
+from jflex.backends.xla.paged import KEYS, walk_of
 from jflex.options import Settings
 from jflex.paged import PagedBatch, PagedCache, check_batch, debug_check_batch, token_positions, token_slots
 from jflex.paged.attention import prepare

@@ -61,12 +61,7 @@ class MosaicGpu(Backend):
 
     @isolated_trace
     def backward(
-        self,
-        spec: AttentionSpec,
-        inputs: Inputs,
-        saved: Saved,
-        d_saved: SavedCotangents,
-        requested: GradientRequest,
+        self, spec: AttentionSpec, inputs: Inputs, saved: Saved, d_saved: SavedCotangents, requested: GradientRequest
     ) -> Gradients:
         """Runs the backward kernels, and those of `triton` for the gradients that these do not compute."""
         spec = _with_compiler(spec)

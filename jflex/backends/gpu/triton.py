@@ -89,12 +89,7 @@ class Triton(Backend):
 
     @isolated_trace
     def backward(
-        self,
-        spec: AttentionSpec,
-        inputs: Inputs,
-        saved: Saved,
-        d_saved: SavedCotangents,
-        requested: GradientRequest,
+        self, spec: AttentionSpec, inputs: Inputs, saved: Saved, d_saved: SavedCotangents, requested: GradientRequest
     ) -> Gradients:
         """Runs the dK/dV and the dQ kernel, if their gradients are requested."""
         from pallas_kernels.gradients import RequestedGradients

@@ -13,10 +13,18 @@ from jflex.backends.eight_bits import widened
 from jflex.backends.results import fold_sinks
 from jflex.backends.xla import paged, softmax
 from jflex.backends.xla.backward import Backward
-from jflex.backends.xla.block_scores import einsum, exact, modified, raw_scores, scaled_query
+from jflex.backends.xla.block_scores import (
+    dropped,
+    einsum,
+    exact,
+    kept_weights,
+    modified,
+    raw_scores,
+    scaled_query,
+    scaled_up,
+)
 from jflex.backends.xla.blockwise import QUERIES_FIRST, Column, Unit, Walk
 from jflex.backends.xla.containment import all_finite, all_of_batch, masked_product
-from jflex.backends.xla.dropout import dropped, kept_weights, scaled_up
 from jflex.backends.xla.loads import split_loads
 from pallas_kernels.plan import GradientRequest, Refusal
 from pallas_kernels.spec import AttentionSpec
@@ -97,12 +105,7 @@ class Xla(Backend):
         return saved._replace(out=saved.out.astype(spec.dtype))
 
     def backward(
-        self,
-        spec: AttentionSpec,
-        inputs: Inputs,
-        saved: Saved,
-        d_saved: SavedCotangents,
-        requested: GradientRequest,
+        self, spec: AttentionSpec, inputs: Inputs, saved: Saved, d_saved: SavedCotangents, requested: GradientRequest
     ) -> Gradients:
         """One pass over the rows: each row computes its dQ, and adds to dK, dV and gradients of captures in place."""
         return Backward(spec, inputs, saved, d_saved, requested).run()

@@ -10,11 +10,19 @@ import jax.numpy as jnp
 
 from jflex.backends.base import Gradients, Inputs, Saved, SavedCotangents
 from jflex.backends.xla import softmax
-from jflex.backends.xla.block_scores import einsum, exact, modified, raw_scores, scaled_query
+from jflex.backends.xla.block_scores import (
+    dropped,
+    einsum,
+    exact,
+    kept_weights,
+    modified,
+    raw_scores,
+    scaled_query,
+    scaled_up,
+)
 from jflex.backends.xla.blockwise import KEYS_FIRST, Column, Unit, Walk
 from jflex.backends.xla.captured import CapturedGradients
 from jflex.backends.xla.containment import all_finite, cleared, masked_product
-from jflex.backends.xla.dropout import dropped, kept_weights, scaled_up
 from pallas_kernels.plan import GradientRequest
 from pallas_kernels.spec import AttentionSpec
 

@@ -1,12 +1,14 @@
-"""Scores of a block in plain JAX: GEMM, scale and score mod."""
+"""Scores and weights of a block in plain JAX: GEMM, scale, score mod and dropout."""
 
 from __future__ import annotations
+
+import functools
 
 import jax
 import jax.numpy as jnp
 
 from jflex.backends.base import Inputs
-from jflex.backends.xla.blockwise import Unit, Walk, evaluate
+from jflex.backends.xla.blockwise import Unit, Walk, over_block
 from pallas_kernels.spec import AttentionSpec
 
 
@@ -38,7 +40,24 @@ def modified(walk: Walk, inputs: Inputs, raw: jax.Array, unit: Unit, column: jax
     """Raw scores of a block after the score mod."""
     if walk.spec.score_mod is None:
         return raw
-    indices = walk.indices(unit, column)
-    return evaluate(walk.spec.score_mod, inputs.captured.score, raw.astype(jnp.float32), indices, walk.axes).astype(
-        raw.dtype
-    )
+    score = functools.partial(walk.spec.score_mod, inputs.captured.score)
+    return over_block(score, (raw.astype(jnp.float32),), walk.indices(unit, column), walk.axes).astype(raw.dtype)
+
+
+def kept_weights(walk: Walk, inputs: Inputs, unit: Unit, column: jax.Array) -> jax.Array | None:
+    """Kept weights of a block, in the shape of its scores; None without dropout."""
+    dropout = walk.spec.dropout
+    if dropout is None:
+        return None
+    mod = functools.partial(dropout.mod, inputs.captured.dropout)
+    return over_block(mod, (), walk.indices(unit, column), walk.axes)
+
+
+def dropped(x: jax.Array, kept: jax.Array | None) -> jax.Array:
+    """Weights or their cotangents, 0 where dropped."""
+    return x if kept is None else jnp.where(kept, x, 0.0)
+
+
+def scaled_up(x: jax.Array, spec: AttentionSpec) -> jax.Array:
+    """Multiplies a sum over kept weights, or its cotangent, by the scale of dropout."""
+    return x if spec.dropout is None else x * jnp.asarray(spec.dropout.scale, x.dtype)

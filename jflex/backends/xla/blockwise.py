@@ -20,7 +20,7 @@ from jflex.backends.base import Inputs
 from jflex.backends.lengths import bounded_inputs, with_lengths_as_mask
 from jflex.backends.xla.narrow import read
 from jflex.block_mask.lists import BlockLists, block_count
-from pallas_kernels.spec import AttentionSpec, Mod
+from pallas_kernels.spec import AttentionSpec
 
 # Tiles without a BlockMask: the smallest of the fast ones. Milliseconds of CPU time on 2 cores,
 # float32, S 2048, H 4, D 64, forward and (in brackets) forward with backward: 128 x 1024 64 (171), 256 x 512
@@ -346,10 +346,3 @@ def over_block(function: Callable[..., R], blocks: Sequence[jax.Array], indices:
         in_axes = (0 if number == INDEX_OF_AXIS[axis] else None for number in range(4))
         function = jax.vmap(function, in_axes=(*(0 for _ in blocks), *in_axes))
     return function(*blocks, *indices)
-
-
-def evaluate(
-    mod: Mod, operands: Sequence[jax.Array], score: jax.Array, indices: Sequence[jax.Array], axes: str
-) -> jax.Array:
-    """A score mod on a block of scores."""
-    return over_block(lambda s, *scalars: mod(operands, s, *scalars), (score,), indices, axes)
