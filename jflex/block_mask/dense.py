@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int8, Int32
 
-from jflex.block_mask.lengths import checked_shape
+from jflex._check.arguments import checked_shape
 from jflex.block_mask.lists import FULL, PARTIAL
 from jflex.block_mask.states import visible_elements
 from jflex.mods.array_sizes import check_mask_shape

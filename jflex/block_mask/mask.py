@@ -20,15 +20,13 @@ from jax.core import Tracer, eval_context
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Int, Int8, Int32
 
-from jflex._check.arguments import checked_positive, checked_size
+from jflex._check.arguments import checked_block_size, checked_positive, checked_shape, checked_size
 from jflex.block_mask import algebra, drawing
 from jflex.block_mask.dense import elements_at
 from jflex.block_mask.from_lists import states_from_given
 from jflex.block_mask.indexing import AxisIndex, select
-from jflex.block_mask.lengths import checked_block_size, checked_shape
-from jflex.block_mask.lists import BlockLists, BlockMatrix, demote_tails, states_from_lists
+from jflex.block_mask.lists import BlockLists, BlockMatrix, block_lists, demote_tails, is_compact, states_from_lists
 from jflex.block_mask.states import block_states, known_block_states
-from jflex.block_mask.tables import block_lists, is_compact
 from jflex.mods.array_sizes import check_mask_shape
 from jflex.mods.compose import BoundMask, noop_mask
 from jflex.mods.dependence import uses_index

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int8, Int32
 
-from jflex._mesh import isolated_trace, varying_axes
+from jflex._mesh import isolated_trace, match_manual_axes, varying_axes
 from jflex.block_mask.bits import last_where, nth_of_word, pack
 from jflex.block_mask.lists import EMPTY, FULL, PARTIAL, block_count, inside_blocks
 from jflex.mods.dependence import uses_index
@@ -28,7 +28,7 @@ _ELEMENTS_PER_STEP = 1 << 24
 # Up to here one undecided block has all elements evaluated: as fast as without bounds, and the loop that would evaluate
 # it alone takes 0.4 s to compile. On 2 cores of a CPU 2 ** 28 elements take 0.08 s.
 _FEW_ELEMENTS = 1 << 28
-_UNDECIDED = 3  # the state of a block that bounds and corners leave undecided
+UNDECIDED = 3  # the state of a block that bounds and corners leave undecided
 
 Shape = tuple[int, int, int, int]
 
@@ -38,7 +38,7 @@ def known_block_states(
 ) -> Int8[Array, "B H R C"]:
     """Block states of known operands: code for undecided blocks is compiled only if there are any."""
     states = block_states(traced, operands, shape, block_size, settle=False)
-    if not states.size or int(jnp.max(states)) < _UNDECIDED:
+    if not states.size or int(jnp.max(states)) < UNDECIDED:
         return states
     return block_states(traced, operands, shape, block_size)
 
@@ -92,7 +92,7 @@ def _bounded_states(
         seen, hidden = _corners(traced, operands, b, h, grid)
         inside = inside_blocks(grid.lengths, block_size)
         full, hidden = bounded.all & inside, hidden | ~inside
-        state = jnp.where((bounded.all | seen) & hidden, jnp.int8(PARTIAL), jnp.int8(_UNDECIDED))
+        state = jnp.where((bounded.all | seen) & hidden, jnp.int8(PARTIAL), jnp.int8(UNDECIDED))
         return jnp.where(full, jnp.int8(FULL), jnp.where(bounded.some, state, jnp.int8(EMPTY)))
 
     units, (rows, columns) = batch * heads, grid.shape
@@ -107,7 +107,7 @@ def _bounded_states(
 
     def of_units(some: Int32[Array, " N"]) -> Int8[Array, "N R C"]:
         states = jax.vmap(classify)(some)
-        return _settled(traced, operands, states, some, heads, grid) if settle else states
+        return settled(traced, operands, states, some, heads, grid) if settle else states
 
     steps = block_count(units, width)
     padded = jnp.minimum(jnp.arange(steps * width, dtype=jnp.int32), units - 1)
@@ -116,7 +116,7 @@ def _bounded_states(
 
 
 def _any_undecided(states: Int8[Array, "*N"]) -> Bool[Array, ""]:
-    return jnp.max(states) == _UNDECIDED  # on a CPU `any` takes ten times as long
+    return jnp.max(states) == UNDECIDED  # on a CPU `any` takes ten times as long
 
 
 def _corners(
@@ -133,7 +133,7 @@ def _corners(
     return one | two | three | four, ~(one & two & three & four)
 
 
-def _settled(
+def settled(
     traced: TracedMod,
     operands: tuple[jax.Array, ...],
     states: Int8[Array, "N R C"],
@@ -153,7 +153,7 @@ def _settled(
         return jnp.any(visible).astype(jnp.int8) + jnp.all(visible).astype(jnp.int8)
 
     def settle(flat: Int8[Array, " X"]) -> Int8[Array, " X"]:
-        words = pack((flat == _UNDECIDED)[None])[0]
+        words = pack((flat == UNDECIDED)[None])[0]
         each = lax.population_count(words).astype(jnp.int32)
         before = jnp.cumsum(each, dtype=jnp.int32) - each
         undecided = before[-1] + each[-1]
@@ -167,7 +167,8 @@ def _settled(
             at = jnp.where(nth < undecided, number, flat.size)
             return start + width, values_so_far.at[at].set(values, mode="drop")
 
-        return lax.while_loop(lambda state: state[0] < undecided, step, (jnp.int32(0), flat))[1]
+        state = match_manual_axes((jnp.int32(0), flat))
+        return lax.while_loop(lambda state: state[0] < undecided, step, state)[1]
 
     return lax.cond(_any_undecided(flat), settle, lambda flat: flat, flat).reshape(states.shape)
 

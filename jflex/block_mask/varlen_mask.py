@@ -15,14 +15,11 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Int8, Int32
 
-from jflex._check.arguments import checked_size, describe_array, known_values
+from jflex._check.arguments import checked_block_size, checked_size, describe_array, known_values
 from jflex._mesh import match_manual_axes
-from jflex.block_mask.lengths import checked_block_size
-from jflex.block_mask.lists import EMPTY, FULL, PARTIAL, block_count
+from jflex.block_mask.lists import EMPTY, FULL, PARTIAL, block_count, block_lists, run_of
 from jflex.block_mask.mask import BlockMask, BlockSize
-from jflex.block_mask.runs import run_of
-from jflex.block_mask.states import visible_elements
-from jflex.block_mask.tables import block_lists
+from jflex.block_mask.states import UNDECIDED, settled
 from jflex.mods.array_sizes import CallSizes
 from jflex.mods.dependence import uses_index
 from jflex.mods.reindex import Positions, ReindexedMod
@@ -30,9 +27,9 @@ from jflex.mods.signature import answers_keywords
 from jflex.mods.trace import TracedMod, check_call_sizes, trace_mask_mod
 from jflex.mods.types import MaskMod
 from jflex.types import AnyArray
+from pallas_kernels.block_intervals import Grid
 
 DEFAULT_BLOCK = 128
-_ELEMENTS_PER_STEP = 1 << 24  # evaluated at once, as in `jflex.block_mask.states`
 
 
 @jax.tree_util.register_dataclass
@@ -205,37 +202,14 @@ def _evaluated_states(
     lengths: tuple[int, int],
     block_size: tuple[int, int],
 ) -> Int8[Array, "H R C"]:
-    """The states of the blocks that are not empty, from their elements, in a loop over these blocks."""
+    """The states of the blocks that are not empty, from their elements."""
     if 0 in (*states.shape, heads):
         return jnp.zeros((heads, *states.shape), jnp.int8)
-    operands = lax.stop_gradient(operands)
-    columns, width = (
-        states.shape[1],
-        min(states.size, max(1, _ELEMENTS_PER_STEP // (heads * block_size[0] * block_size[1]))),
+    states = jnp.where(states == EMPTY, states, jnp.int8(UNDECIDED))
+    states, operands = match_manual_axes(
+        (jnp.broadcast_to(states, (heads, *states.shape)), lax.stop_gradient(operands))
     )
-    seen = states.reshape(-1) != EMPTY
-    padded = block_count(states.size, width) * width
-    [numbers] = jnp.nonzero(seen, size=padded, fill_value=states.size)
-
-    def classify(number: Int32[Array, ""], h: Int32[Array, ""]) -> Int8[Array, ""]:
-        begin = number // columns * block_size[0], number % columns * block_size[1]
-        q_idx, kv_idx = (x + jnp.arange(size, dtype=jnp.int32) for x, size in zip(begin, block_size, strict=True))
-        visible = visible_elements(traced, operands, jnp.int32(0), h, (q_idx, kv_idx[None]), lengths)
-        return jnp.any(visible).astype(jnp.int8) + jnp.all(visible).astype(jnp.int8)
-
-    over_heads = jax.vmap(classify, in_axes=(None, 0), out_axes=0)
-    over_blocks = jax.vmap(over_heads, in_axes=(0, None), out_axes=1)
-
-    def step(state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        start, classified = state
-        some = lax.dynamic_slice(numbers.astype(jnp.int32), (start,), (width,))
-        values = over_blocks(some, jnp.arange(heads, dtype=jnp.int32))
-        return start + width, classified.at[:, some].set(values, mode="drop")
-
-    count = jnp.sum(seen, dtype=jnp.int32)
-    state = match_manual_axes((jnp.int32(0), jnp.zeros((heads, states.size), jnp.int8), count, operands))[:2]
-    _, classified = lax.while_loop(lambda state: state[0] < count, step, state)
-    return classified.reshape(heads, *states.shape)
+    return settled(traced, operands, states, jnp.arange(heads, dtype=jnp.int32), heads, Grid(lengths, block_size))
 
 
 def check_callable(mod: object, name: str, signature: str) -> None:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int32
 
 from jflex._check.arguments import checked_size
-from jflex.block_mask.runs import run_of
+from jflex.block_mask.lists import run_of
 from jflex.paged.batch import PagedBatch, check_fields
 from jflex.paged.cache import checked_page_size
 from jflex.paged.trees import Trees

@@ -10,11 +10,9 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Int, Int32
 
-from jflex._check.arguments import checked_positive, checked_size
-from jflex.block_mask.lengths import checked_block_size
-from jflex.block_mask.lists import block_count
+from jflex._check.arguments import checked_block_size, checked_positive, checked_size
+from jflex.block_mask.lists import block_count, run_of
 from jflex.block_mask.mask import BlockMask, BlockSize, create_block_mask
-from jflex.block_mask.runs import run_of
 from jflex.mods.compose import and_masks
 from jflex.mods.types import MaskMod
 from jflex.paged.batch import PagedBatch

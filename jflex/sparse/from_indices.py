@@ -12,9 +12,8 @@ from jax.core import Tracer, eval_context
 from jax.typing import ArrayLike
 from jaxtyping import Array, Int, Int8, Int32
 
-from jflex._check.arguments import checked_size
+from jflex._check.arguments import checked_block_size, checked_size
 from jflex._mesh import leading_axes, partitioned_by_xla
-from jflex.block_mask.lengths import checked_block_size
 from jflex.block_mask.lists import (
     EMPTY,
     FULL,

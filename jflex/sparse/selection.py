@@ -11,9 +11,8 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int32
 
-from jflex._check.arguments import checked_size
+from jflex._check.arguments import checked_block_size, checked_size
 from jflex._mesh import leading_axes, partitioned_by_xla
-from jflex.block_mask.lengths import checked_block_size
 from jflex.block_mask.lists import block_count
 from jflex.types import AnyArray
 

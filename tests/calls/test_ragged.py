@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 import jflex
-from jflex.block_mask import varlen_mask as ragged_mask
 from jflex.varlen import flex_attention_varlen, varlen_block_mask
 from tests.calls.test_transforms import shapes_made
 from tests.cases.ragged_cases import CASES, OPTIONS, arguments_of, check, found_by, places_of, program_of
@@ -185,7 +184,7 @@ def masked(*args):
 
 @pytest.mark.full
 def test_a_mask_by_head_over_several_steps(monkeypatch):
-    monkeypatch.setattr(ragged_mask, "_ELEMENTS_PER_STEP", 5 * 3 * 256)
+    monkeypatch.setattr("jflex.block_mask.states._ELEMENTS_PER_STEP", 5 * 256)
     ends, by_head = boundaries(50, 3, 60), lambda b, h, q_idx, kv_idx: q_idx - kv_idx >= 9 * h
     mask = varlen_block_mask(ends, ends, 119, 119, mask_mod=by_head, H=3, block_size=16)
     right = jflex.create_block_mask(mask.mask_mod, None, 3, 119, 119, block_size=16)

@@ -9,7 +9,7 @@ import pytest
 
 import jflex
 from jflex import context_parallel
-from jflex.block_mask import tables
+from jflex.block_mask import lists
 from jflex.context_parallel import call
 from jflex.context_parallel import run as running
 from tests.support.context_parallel_calls import MASKS, NEEDS_EIGHT_DEVICES, assert_close, attend_in, collectives, drawn
@@ -82,9 +82,9 @@ def test_a_traced_mask(strategy):
 @pytest.mark.parametrize("traced", [False, True])
 def test_tables_of_long_sequences_are_narrow(strategy, implementation, traced, monkeypatch):
     """As wide as the most crowded row of a device, in which blocks in sequence at the end take one entry."""
-    monkeypatch.setattr(tables, "WIDE", 8)
-    monkeypatch.setattr(tables, "TRACED_WIDTH", 2)
-    monkeypatch.setattr(tables, "LEAST_WIDTH", 2)
+    monkeypatch.setattr(lists, "WIDE", 8)
+    monkeypatch.setattr(lists, "TRACED_WIDTH", 2)
+    monkeypatch.setattr(lists, "LEAST_WIDTH", 2)
     made, listed = [], call.divided
     monkeypatch.setattr(running, "divided", lambda *x: made.append(listed(*x)) or made[-1])
     mesh, arrays = drawn({"context": 2})

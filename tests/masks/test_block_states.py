@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, example, given, settings
 
 import jflex
 from jflex import masks
-from jflex.block_mask import lists, states, tables
+from jflex.block_mask import lists, states
 from jflex.block_mask.bits import BitRows, pack, transpose
 from jflex.block_mask.states import block_states
 from jflex.mods.trace import trace_mask_mod
@@ -110,7 +110,7 @@ def test_no_element_is_evaluated_of_masks_of_structure(name, monkeypatch):
     """Bounds and corners decide all blocks of these: the state of no block is in doubt."""
     shape = (1, 2, 512, 512)
     expected = by_elements(KNOWN[name], shape, (32, 32))
-    monkeypatch.setattr(states, "_settled", lambda traced, operands, found, *rest: found)
+    monkeypatch.setattr(states, "settled", lambda traced, operands, found, *rest: found)
     np.testing.assert_array_equal(by_bounds(monkeypatch, KNOWN[name], shape, (32, 32)), expected)
 
 
@@ -240,7 +240,7 @@ def walked(counts, table, blocks):
 
 @functools.partial(jax.jit, static_argnames="width")
 def cut_lists(matrix, width):
-    return tables.block_lists(matrix, follow_mod=True, max_blocks=width)
+    return lists.block_lists(matrix, follow_mod=True, max_blocks=width)
 
 
 @pytest.mark.full
@@ -272,18 +272,18 @@ def test_rows_that_are_cut_list_every_block_once(sizes, share, seed):
 @pytest.mark.parametrize("share", [0.05, 0.4, 0.95])
 def test_known_tables_hold_the_states_exactly(share, monkeypatch):
     matrix = random_states(3, (2, 1, 50, 41), share)
-    monkeypatch.setattr(tables, "WIDE", 0)
+    monkeypatch.setattr(lists, "WIDE", 0)
     for max_blocks in (None, 34):
-        made = tables.block_lists(jnp.asarray(matrix), follow_mod=True, max_blocks=max_blocks)
+        made = lists.block_lists(jnp.asarray(matrix), follow_mod=True, max_blocks=max_blocks)
         np.testing.assert_array_equal(lists.states_from_lists(made), matrix)
         assert made.kv_indices.shape[-1] == (34 if max_blocks else made.kv_indices.shape[-1])
 
 
 def test_lists_that_mask_more_are_never_cut(monkeypatch):
     """A row of such lists must not visit other blocks: inside `jit` the tables stay as wide as the sequence."""
-    monkeypatch.setattr(tables, "WIDE", 0)
+    monkeypatch.setattr(lists, "WIDE", 0)
     matrix = random_states(5, (1, 1, 300, 200), 0.5)
-    made = jax.jit(lambda x: tables.block_lists(x, follow_mod=False))(jnp.asarray(matrix))
+    made = jax.jit(lambda x: lists.block_lists(x, follow_mod=False))(jnp.asarray(matrix))
     np.testing.assert_array_equal(lists.states_from_lists(made), matrix)
 
 
@@ -300,4 +300,4 @@ def test_many_tokens_take_kilobytes():
         if name == "causal":
             np.testing.assert_array_equal(counts, np.arange(2048) + 1)
     known = jax.eval_shape(lambda: jflex.create_block_mask(causal, None, None, length, length))
-    assert known.kv_indices.shape == (1, 1, 2048, tables.LEAST_WIDTH)
+    assert known.kv_indices.shape == (1, 1, 2048, lists.LEAST_WIDTH)
