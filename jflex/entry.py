@@ -93,16 +93,12 @@ def _numerics(settings: Settings, dtype: DTypeLike, D: int, **more: Any) -> Nume
 
 
 class Call(NamedTuple):
-    """A checked dense call; query, key and value are not yet modified.
-
-    Attributes:
-      caller: The public function, for messages.
-    """
+    """A checked dense call; query, key and value are not yet modified."""
 
     spec: AttentionSpec
     inputs: Inputs
     vectors: VectorMods = VectorMods()
-    caller: str = "flex_attention"
+    caller: str = "flex_attention"  # the public function, for messages
 
 
 def prepare(
@@ -214,44 +210,31 @@ def finish(settings: Settings, saved: Saved, layout: str, positions: jax.Array |
 
 
 class Pages(NamedTuple):
-    """Pages of keys and values, and those of each group of queries; may be numpy arrays.
+    """Pages of keys and values, and those of each group of queries; may be numpy arrays."""
 
-    Attributes:
-      key: [P, page_size, Hkv, D], or [L, P, page_size, Hkv, D] for L layers; or its shape.
-      num_pages: Pages that the table may name.
-      first_page: int32 [1], the first page of the layer; the pages of all layers are numbered consecutively.
-      indptr: int32 [R + 1], where the queries of each group begin.
-      latent_size: Columns of the keys that are the values, and `value` is not read; None where values have pages.
-      key_scale: Of keys of eight bits, as in a `PagedCache`, or its shape; None for others.
-      rope_key: Of latent vectors of eight bits, as in a `LatentCache`, or its shape; `key` then has the latent columns
-        alone, and `key_scale` is that of the cache. None for others.
-      hides_zeros: Whether the mask hides nothing but rows of zeros.
-    """
-
-    key: ArrayOrShape
+    key: ArrayOrShape  # [P, page_size, Hkv, D], or [L, P, page_size, Hkv, D] for L layers; or its shape
     value: ArrayOrShape
-    num_pages: int
-    first_page: jax.Array
-    indptr: AnyArray
+    num_pages: int  # pages that the table may name
+    first_page: jax.Array  # int32 [1], the first page of the layer; the pages of all layers are numbered consecutively
+    indptr: AnyArray  # int32 [R + 1], where the queries of each group begin
     lengths: AnyArray
     table: AnyArray
+    # columns of the keys that are the values, and `value` is not read; None where values have pages
     latent_size: int | None = None
-    key_scale: AnyArray | None = None
+    key_scale: AnyArray | None = None  # of keys of eight bits, as in a `PagedCache`, or its shape; None for others
     value_scale: AnyArray | None = None
+    # of latent vectors of eight bits, as in a `LatentCache`, or its shape; `key` then has the latent columns alone, and
+    # `key_scale` is that of the cache. None for others
     rope_key: AnyArray | None = None
-    hides_zeros: bool = False
+    hides_zeros: bool = False  # whether the mask hides nothing but rows of zeros
 
 
 class PagedCall(NamedTuple):
-    """A checked paged call.
-
-    Attributes:
-      query: [N, Hq, D], in the dtype of the pages, unless these have eight bits; or its shape.
-    """
+    """A checked paged call."""
 
     caller: str
     spec: AttentionSpec
-    query: Any
+    query: Any  # [N, Hq, D], in the dtype of the pages, unless these have eight bits; or its shape
     pages: Pages
     captured: Captured[jax.Array]
 

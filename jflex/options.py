@@ -134,11 +134,7 @@ class LatentPair(LatentOptions, total=False):
 
 
 class Settings(NamedTuple):
-    """The keywords of a call with their defaults, made by `checked`.
-
-    Attributes:
-      kept_mod: The mod of dropout of a call that evaluates its mods at other indices; None to make it in `kept`.
-    """
+    """The keywords of a call with their defaults, made by `checked`."""
 
     score_mod: ScoreMod | None = None
     mask_mod: MaskMod | None = None
@@ -155,6 +151,7 @@ class Settings(NamedTuple):
     dropout_key: jax.Array | None = None
     implementation: Requested = None
     config: Config | None = None
+    # the mod of dropout of a call that evaluates its mods at other indices; None to make it in `kept`
     kept_mod: KeptMod | None = None
 
     @property

@@ -127,13 +127,9 @@ def _sum(x: jax.Array, names: tuple[str, ...]) -> jax.Array:
 
 
 class Static(NamedTuple):
-    """The static part of a call.
+    """The static part of a call."""
 
-    Attributes:
-      backend: The backend of the forward pass if no gradient is requested.
-    """
-
-    backend: str
+    backend: str  # the backend of the forward pass if no gradient is requested
     implementation: Requested
     spec: AttentionSpec
 

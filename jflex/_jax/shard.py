@@ -67,14 +67,11 @@ class Where(NamedTuple):
 
 
 class Shard(NamedTuple):
-    """The call of one device.
-
-    Attributes:
-      operands: The index here of each array that the score mod captures in the whole call; None if it is not read.
-    """
+    """The call of one device."""
 
     spec: AttentionSpec
     inputs: Inputs
+    # the index here of each array that the score mod captures in the whole call; None if it is not read
     operands: tuple[int | None, ...]
 
     def requested(self, of_whole: GradientRequest) -> GradientRequest:

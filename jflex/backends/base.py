@@ -16,50 +16,33 @@ from pallas_kernels.spec import AttentionSpec, Captured
 
 
 class Inputs(NamedTuple):
-    """The arrays of one dense call.
+    """The arrays of one dense call."""
 
-    Attributes:
-      query: In `spec.layout`.
-      lists: The index lists of the BlockMask, or None.
-      kv_lengths: How many keys each batch entry has, int32 [B]; None if all have S.
-      sinks: float32 [Hq], a logit in the denominator of each query head; None without.
-    """
-
-    query: jax.Array
+    query: jax.Array  # in `spec.layout`
     key: jax.Array
     value: jax.Array
-    lists: BlockLists | None
+    lists: BlockLists | None  # the index lists of the BlockMask, or None
     captured: Captured[jax.Array]
-    kv_lengths: jax.Array | None = None
-    sinks: jax.Array | None = None
+    kv_lengths: jax.Array | None = None  # how many keys each batch entry has, int32 [B]; None if all have S
+    sinks: jax.Array | None = None  # float32 [Hq], a logit in the denominator of each query head; None without
 
 
 class PagedInputs(NamedTuple):
-    """The arrays of one paged call, of N packed queries and R requests.
+    """The arrays of one paged call, of N packed queries and R requests."""
 
-    Attributes:
-      query: [N, Hq, D].
-      key: [pages of all layers, page_size, Hkv, D].
-      value: [pages of all layers, page_size, Hkv, Dv].
-      indptr: int32 [R + 1], where the queries of each request begin.
-      lengths: int32 [R], keys of each request.
-      table: int32 [R, max_pages], the page table.
-      first_page: int32 [1], the first page of the layer.
-      key_scale: Of keys of eight bits, float32: [Hkv], or [pages of all layers, page_size, Hkv]; None for others.
-      rope_key: Of latent vectors of eight bits, the rotated columns of the keys, [pages of all layers, page_size, 1,
-        D - Dv]; `key` then has Dv columns, and `key_scale` is [pages of all layers, page_size, tiles]. None for others.
-    """
-
-    query: jax.Array
-    key: jax.Array
-    value: jax.Array
-    indptr: jax.Array
-    lengths: jax.Array
-    table: jax.Array
-    first_page: jax.Array
+    query: jax.Array  # [N, Hq, D]
+    key: jax.Array  # [pages of all layers, page_size, Hkv, D]
+    value: jax.Array  # [pages of all layers, page_size, Hkv, Dv]
+    indptr: jax.Array  # int32 [R + 1], where the queries of each request begin
+    lengths: jax.Array  # int32 [R], keys of each request
+    table: jax.Array  # int32 [R, max_pages], the page table
+    first_page: jax.Array  # int32 [1], the first page of the layer
     captured: Captured[jax.Array]
+    # of keys of eight bits, float32: [Hkv], or [pages of all layers, page_size, Hkv]; None for others
     key_scale: jax.Array | None = None
     value_scale: jax.Array | None = None
+    # of latent vectors of eight bits, the rotated columns of the keys, [pages of all layers, page_size, 1, D - Dv];
+    # `key` then has Dv columns, and `key_scale` is [pages of all layers, page_size, tiles]. None for others
     rope_key: jax.Array | None = None
 
 
@@ -74,17 +57,13 @@ class Gradients(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """The results of the forward pass, which the backward pass needs.
-
-    Attributes:
-      lse: float32 [B, Hq, T], natural log; [N, Hq] for a paged call.
-      max: Like the lse, the largest score of each row, -inf for an empty one; None if not in `spec.stats`.
-      entropy: Like the lse, that of the softmax weights and the sink's, in nats; None if not in `spec.stats`.
-    """
+    """The results of the forward pass, which the backward pass needs."""
 
     out: jax.Array
-    lse: jax.Array
+    lse: jax.Array  # float32 [B, Hq, T], natural log; [N, Hq] for a paged call
+    # like the lse, the largest score of each row, -inf for an empty one; None if not in `spec.stats`
     max: jax.Array | None = None
+    # like the lse, that of the softmax weights and the sink's, in nats; None if not in `spec.stats`
     entropy: jax.Array | None = None
 
 
@@ -112,17 +91,12 @@ class GradientsBy(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """The plan of a backend for a call.
+    """The plan of a backend for a call."""
 
-    Attributes:
-      describe: Describes kernels and tiles, for `jflex.explain`.
-      count_splits: Counts the splits of a paged call from its `indptr` [R + 1] and `lengths` [R]; None if keys are not
-        split.
-    """
-
-    describe: Callable[[], str]
+    describe: Callable[[], str]  # describes kernels and tiles, for `jflex.explain`
     kernels: Any = None
     gradients: GradientsBy | None = None
+    # counts the splits of a paged call from its `indptr` [R + 1] and `lengths` [R]; None if keys are not split
     count_splits: Callable[[np.ndarray, np.ndarray], Splits] | None = None
 
 
@@ -130,12 +104,10 @@ class Backend(abc.ABC):
     """One way of computing attention.
 
     Implementations are final, and hold no state.
-
-    Attributes:
-      differentiable: True if JAX differentiates `forward` itself; then `backward` is never called.
     """
 
     name: ClassVar[str]
+    # True if JAX differentiates `forward` itself; then `backward` is never called
     differentiable: ClassVar[bool] = False
 
     @abc.abstractmethod

@@ -82,19 +82,14 @@ def last_where(
 class BitRows(NamedTuple):
     """Rows of bits, with counts.
 
-    Attributes:
-      words: Packed bits, as `pack` returns them.
-      before: How many are set in the words before each one.
-      counts: How many are set in each row.
-
     >>> rows = BitRows.from_words(pack(jnp.array([[False, True, True, False, True]])))
     >>> rows.counts.tolist(), rows.first(2).tolist(), rows.last().tolist(), rows.run().tolist()
     ([3], [[1, 2]], [4], [1])
     """
 
-    words: UInt32[Array, "N W"]
-    before: Int32[Array, "N W"]
-    counts: Int32[Array, " N"]
+    words: UInt32[Array, "N W"]  # packed bits, as `pack` returns them
+    before: Int32[Array, "N W"]  # how many are set in the words before each one
+    counts: Int32[Array, " N"]  # how many are set in each row
 
     @classmethod
     def from_words(cls, words: UInt32[Array, "N W"]) -> BitRows:

@@ -23,19 +23,13 @@ _AXES = ("batch", "heads", "query blocks")
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Selection:
-    """The entries selected on one axis.
-
-    Attributes:
-      start: The first index if they are consecutive, else None.
-      last: The last index, if known while tracing.
-      known: All indices, if known while tracing.
-    """
+    """The entries selected on one axis."""
 
     size: int
     blocks: Int32[Array, " N"] | None = None
-    start: Int32[Array, ""] | None = None
-    last: int | None = None
-    known: tuple[int, ...] | None = None
+    start: Int32[Array, ""] | None = None  # the first index if they are consecutive, else None
+    last: int | None = None  # the last index, if known while tracing
+    known: tuple[int, ...] | None = None  # all indices, if known while tracing
 
 
 def select(mask: BlockMatrix, index: AxisIndex | tuple[AxisIndex, ...]) -> BlockMatrix:

@@ -62,19 +62,14 @@ class BlockLists(NamedTuple):
 
 
 class BlockMatrix(NamedTuple):
-    """A BlockMask with a matrix of states in place of lists, on which algebra, cropping and indexing work.
-
-    Attributes:
-      lists_follow_mod: Whether the mask_mod alone defines the mask.
-      source: The name of the mask_mod in messages; None: its own name.
-    """
+    """A BlockMask with a matrix of states in place of lists, on which algebra, cropping and indexing work."""
 
     states: Int8[Array, "B H R C"]
     mask_mod: MaskMod | None
     seq_lengths: tuple[int, int]
     block_size: tuple[int, int]
-    lists_follow_mod: bool
-    source: str | None = None
+    lists_follow_mod: bool  # whether the mask_mod alone defines the mask
+    source: str | None = None  # the name of the mask_mod in messages; None: its own name
 
 
 def block_count(length: int, block: int) -> int:

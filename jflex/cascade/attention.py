@@ -117,17 +117,12 @@ def cascade_attention(
 
 
 class CascadeCall(NamedTuple):
-    """A checked call.
-
-    Attributes:
-      levels: A level without queries or without room for keys is None.
-      rows: The request and the position of each query.
-    """
+    """A checked call."""
 
     out_shape: tuple[int, int, int]
     dtype: DTypeLike
-    levels: tuple[PagedCall | None, ...]
-    rows: tuple[jax.Array, jax.Array]
+    levels: tuple[PagedCall | None, ...]  # a level without queries or without room for keys is None
+    rows: tuple[jax.Array, jax.Array]  # the request and the position of each query
 
 
 def prepare(

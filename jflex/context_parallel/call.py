@@ -27,16 +27,13 @@ STRATEGIES: tuple[Strategy, ...] = ("all_gather", "ring", "ulysses")
 
 
 class Tables(NamedTuple):
-    """The block lists of the devices.
+    """The block lists of the devices."""
 
-    Attributes:
-      lists: Each with leading axes: of devices for all-gather; of devices, and of those whose keys they visit, for the
-        ring; none for Ulysses. None without a BlockMask.
-      sees: For the ring: whether the queries of a device (row) attend to keys of another (column). A numpy array if the
-        mask is known while tracing; None without a BlockMask.
-    """
-
+    # each with leading axes: of devices for all-gather; of devices, and of those whose keys they visit, for the ring;
+    # none for Ulysses. None without a BlockMask
     lists: BlockLists | None = None
+    # for the ring: whether the queries of a device (row) attend to keys of another (column). A numpy array if the mask
+    # is known while tracing; None without a BlockMask
     sees: Bool[Array, "shards shards"] | np.ndarray | None = None
 
 

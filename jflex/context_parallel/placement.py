@@ -18,19 +18,14 @@ _R = TypeVar("_R")
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """The axes of a mesh that divide a call.
+    """The axes of a mesh that divide a call."""
 
-    Attributes:
-      mesh: The mesh over which the call maps itself; None inside of the caller's `jax.shard_map`.
-      batch_shards: The product of their sizes.
-    """
-
-    mesh: Any
+    mesh: Any  # the mesh over which the call maps itself; None inside of the caller's `jax.shard_map`
     axis: str
     shards: int
     batch: tuple[str, ...]
     heads: tuple[str, ...]
-    batch_shards: int
+    batch_shards: int  # the product of their sizes
     head_shards: int
 
     @classmethod

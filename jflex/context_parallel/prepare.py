@@ -29,11 +29,7 @@ from pallas_kernels.spec import Blocks
 
 
 class Checked(NamedTuple):
-    """A checked call.
-
-    Attributes:
-      traced: Traces the mods anew with another mask.
-    """
+    """A checked call."""
 
     call: Call
     arrays: tuple[Any, Any, Any]
@@ -41,7 +37,7 @@ class Checked(NamedTuple):
     block_mask: BlockMask | None
     mask_mod: MaskMod | None
     kv_lengths: jax.Array | None
-    traced: Callable[[BlockMask | None, MaskMod | None], Call]
+    traced: Callable[[BlockMask | None, MaskMod | None], Call]  # traces the mods anew with another mask
 
     @property
     def chunk(self) -> tuple[int, int]:

@@ -59,13 +59,10 @@ class _Local(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Ring:
-    """The static part of a call.
-
-    Attributes:
-      steps: The steps at which any device attends to anything; at step ``s``, device ``i`` holds the keys of ``i - s``.
-    """
+    """The static part of a call."""
 
     call: ContextCall
+    # the steps at which any device attends to anything; at step ``s``, device ``i`` holds the keys of ``i - s``
     steps: tuple[int, ...]
 
     def hop(self, tree: PyTree, distance: int) -> PyTree:

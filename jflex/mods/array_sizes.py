@@ -23,41 +23,27 @@ _P = ParamSpec("_P")
 
 
 class Requirement(NamedTuple):
-    """A mod's requirement on one of its indices.
-
-    Attributes:
-      size: The range of the index: a call must have as many batch entries or heads, and at most as many positions.
-      rule: The beginning of the message: which argument, and what it must hold.
-      remedy: The end of the message; ``{}`` is replaced by the required size.
-      shift: Added by the mod to the index of the call.
-      in_program: Whether all mods with this program and array shapes require it; not so with a shift, a captured value.
-      is_exact: Whether a call must have just as many batch entries or heads, and not fewer.
-    """
+    """A mod's requirement on one of its indices."""
 
     axis: Axis
-    size: int
-    rule: str
-    remedy: str
-    shift: int = 0
+    size: int  # the range of the index: a call must have as many batch entries or heads, and at most as many positions
+    rule: str  # the beginning of the message: which argument, and what it must hold
+    remedy: str  # the end of the message; ``{}`` is replaced by the required size
+    shift: int = 0  # added by the mod to the index of the call
+    # whether all mods with this program and array shapes require it; not so with a shift, a captured value
     in_program: bool = True
-    is_exact: bool = True
+    is_exact: bool = True  # whether a call must have just as many batch entries or heads, and not fewer
 
 
 class CallSizes(NamedTuple):
-    """The ranges of the indices of a call; None if not known.
-
-    Attributes:
-      queries: The last position of a query, plus 1.
-      caller: What has these sizes, for messages.
-      all_batch: Whether `batch` is the batch size; else it is the last entry in use, plus 1.
-    """
+    """The ranges of the indices of a call; None if not known."""
 
     batch: int | None = None
     heads: int | None = None
-    queries: int | None = None
+    queries: int | None = None  # the last position of a query, plus 1
     keys: int | None = None
-    caller: str = "a call"
-    all_batch: bool = True
+    caller: str = "a call"  # what has these sizes, for messages
+    all_batch: bool = True  # whether `batch` is the batch size; else it is the last entry in use, plus 1
 
 
 class SizedMod:

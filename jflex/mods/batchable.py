@@ -63,16 +63,11 @@ def batchable(jaxpr: core.ClosedJaxpr) -> core.ClosedJaxpr:
 
 
 class Factored(NamedTuple):
-    """One result of a program, as a scalar times an array.
+    """One result of a program, as a scalar times an array."""
 
-    Attributes:
-      scale: The scalar, float32; None for an array that is not such a product.
-      depends: Indices of the arguments of the program on which `array` depends.
-    """
-
-    scale: jax.Array | None
+    scale: jax.Array | None  # the scalar, float32; None for an array that is not such a product
     array: jax.Array
-    depends: frozenset[int]
+    depends: frozenset[int]  # indices of the arguments of the program on which `array` depends
 
 
 def factored(function: Callable[..., Sequence[jax.Array]], *args: jax.Array) -> list[Factored]:
@@ -104,20 +99,14 @@ class _Product(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Value:
-    """A value while a program is rewritten.
-
-    Attributes:
-      product: Its factors, if known.
-      spread: Whether it may be broadcast: then a contraction of it is no safer than a sum.
-      gates: The predicates of the branches that it entered.
-    """
+    """A value while a program is rewritten."""
 
     x: ArrayLike
     depends: frozenset[int] = frozenset()
-    product: _Product | None = None
+    product: _Product | None = None  # its factors, if known
     multiplied: bool = False
-    spread: bool = False
-    gates: tuple[ArrayLike, ...] = ()
+    spread: bool = False  # whether it may be broadcast: then a contraction of it is no safer than a sum
+    gates: tuple[ArrayLike, ...] = ()  # the predicates of the branches that it entered
 
 
 def _used(value: _Value) -> ArrayLike:

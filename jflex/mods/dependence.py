@@ -122,15 +122,11 @@ class _Walk(Generic[_Known]):
 
 
 class _Index(NamedTuple):
-    """An integer array that holds indices of the call.
+    """An integer array that holds indices of the call."""
 
-    Attributes:
-      axes: The index that each component of the last axis is, None for none; one stands for all elements.
-      is_compared: Whether the array holds whether that index is negative.
-    """
-
+    # the index that each component of the last axis is, None for none; one stands for all elements
     axes: tuple[Axis | None, ...]
-    is_compared: bool = False
+    is_compared: bool = False  # whether the array holds whether that index is negative
 
 
 class _IndexWalk(_Walk[_Index]):

@@ -32,20 +32,17 @@ class ReindexedMod(SizedMod):
 
     Or a `query_mod` or `output_mod`, for `with_offset`: called with a vector, it maps the positions of queries.
 
-    Attributes:
-      mod: The mod, of either role: a score_mod is called with a score before the positions.
-      positions: Maps ``b, h, q_idx, kv_idx`` of the call to the positions for `mod`. The arrays that it captures are
-        operands, like those of `mod`.
-      required: Requirements of `mod` on the call that remain after the mapping; empty if already checked.
-
     >>> causal = lambda b, h, q_idx, kv_idx: q_idx >= kv_idx
     >>> continued = ReindexedMod(causal, lambda b, h, q_idx, kv_idx: Positions(b, h, q_idx + 16, kv_idx))
     >>> bool(continued(0, 0, 0, 16)), bool(continued(0, 0, 0, 17))
     (True, False)
     """
 
-    mod: Callable[..., Any]
+    mod: Callable[..., Any]  # the mod, of either role: a score_mod is called with a score before the positions
+    # maps ``b, h, q_idx, kv_idx`` of the call to the positions for `mod`. The arrays that it captures are operands,
+    # like those of `mod`
     positions: Callable[[jax.Array, jax.Array, jax.Array, jax.Array], Positions]
+    # requirements of `mod` on the call that remain after the mapping; empty if already checked
     required: tuple[Requirement, ...] = ()
 
     def __post_init__(self) -> None:

@@ -43,20 +43,16 @@ class TracedMod:
 
     Two lambdas with the same program over captures of the same shapes are equal, whatever the values of the captures;
     so a ``TracedMod`` is the key of every cache.
-
-    Attributes:
-      fingerprint: The program as text, compared for equality.
-      jaxpr: Takes ``(score,) b, h, q_idx, kv_idx`` and the operands, and returns one scalar; or ``vector, b, h, idx``
-        and the operands, and returns a vector.
-      source: The user's function, for messages: ``causal (model.py:41)``.
-      requirements: The sizes that the mod was made for.
     """
 
     role: Role
-    fingerprint: str
+    fingerprint: str  # the program as text, compared for equality
     operands: tuple[tuple[tuple[int, ...], str], ...]
+    # takes ``(score,) b, h, q_idx, kv_idx`` and the operands, and returns one scalar; or ``vector, b, h, idx`` and the
+    # operands, and returns a vector
     jaxpr: core.ClosedJaxpr = dataclasses.field(compare=False, repr=False)
-    source: str = dataclasses.field(compare=False)
+    source: str = dataclasses.field(compare=False)  # the user's function, for messages: ``causal (model.py:41)``
+    # the sizes that the mod was made for
     requirements: tuple[Requirement, ...] = dataclasses.field(default=(), compare=False, repr=False)
 
     def __call__(self, operands: Sequence[jax.Array], *arguments: jax.Array) -> jax.Array:

@@ -19,12 +19,9 @@ from jflex.types import AnyArray
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class SlotMap:
-    """From slots to positions, for each request: the inverse of a page table.
+    """From slots to positions, for each request: the inverse of a page table."""
 
-    Attributes:
-      starts: [B, P]: the position of a page's first token; -1 if the request does not have the page.
-    """
-
+    # [B, P]: the position of a page's first token; -1 if the request does not have the page
     starts: Int32[Array, "B P"]
     lengths: Int32[Array, " B"]
     page_size: int

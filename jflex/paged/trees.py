@@ -20,17 +20,12 @@ from jflex.types import AnyArray
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Trees:
-    """The trees of a batch that has requests.
+    """The trees of a batch that has requests."""
 
-    Attributes:
-      starts: The row of the first node of each request; for one without a tree its length, after all rows.
-      words: The ancestors of each node, itself included, as bits.
-      depths: The depth of each node; -1 for padding.
-    """
-
+    # the row of the first node of each request; for one without a tree its length, after all rows
     starts: Int32[Array, " R"]
-    words: Int32[Array, "R nodes"]
-    depths: Int32[Array, "R nodes"]
+    words: Int32[Array, "R nodes"]  # the ancestors of each node, itself included, as bits
+    depths: Int32[Array, "R nodes"]  # the depth of each node; -1 for padding
 
     @classmethod
     def from_ancestors(cls, ancestors: AnyArray, kv_lengths: AnyArray, qo_indptr: AnyArray) -> Trees:

@@ -174,16 +174,11 @@ def _copied(cache: PageStore, x: jax.Array, src: tuple[jax.Array, ...], dst: tup
 
 
 class TokenRows(NamedTuple):
-    """An argument of tokens to write.
-
-    Attributes:
-      shape: The axes after that of the tokens.
-      rule: These axes, for messages.
-    """
+    """An argument of tokens to write."""
 
     array: AnyArray
-    shape: tuple[int, ...]
-    rule: str
+    shape: tuple[int, ...]  # the axes after that of the tokens
+    rule: str  # these axes, for messages
 
 
 def check_rows(writer: str, rows: Mapping[str, TokenRows], slots: AnyArray, dtype: DTypeLike) -> None:

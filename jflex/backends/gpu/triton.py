@@ -35,12 +35,9 @@ NAMES: dict[Compiler, str] = {"pallas": "triton", "official": "official_triton"}
 
 @dataclasses.dataclass(frozen=True)
 class Triton(Backend):
-    """Fused kernels for NVIDIA GPUs from Ampere on, traced by Pallas.
+    """Fused kernels for NVIDIA GPUs from Ampere on, traced by Pallas."""
 
-    Attributes:
-      compiler: ``"pallas"``, or ``"official"``: emitted as Triton source, and compiled by the package `triton`.
-    """
-
+    # ``"pallas"``, or ``"official"``: emitted as Triton source, and compiled by the package `triton`
     compiler: Compiler = "pallas"
 
     @property

@@ -62,20 +62,14 @@ class Column(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Walk:
-    """The blocks of one spec, and the units that visit them.
-
-    Attributes:
-      lists: Lists of the BlockMask; None to visit all blocks.
-      size: Queries and keys in a block.
-      kv_lengths: How many keys each batch entry has, or None.
-    """
+    """The blocks of one spec, and the units that visit them."""
 
     spec: AttentionSpec
-    lists: BlockLists | None
+    lists: BlockLists | None  # lists of the BlockMask; None to visit all blocks
     mask_operands: tuple[jax.Array, ...]
-    size: tuple[int, int]
+    size: tuple[int, int]  # queries and keys in a block
     order: str
-    kv_lengths: jax.Array | None
+    kv_lengths: jax.Array | None  # how many keys each batch entry has, or None
 
     @classmethod
     def from_inputs(cls, spec: AttentionSpec, inputs: Inputs, order: str) -> Walk:

@@ -24,15 +24,11 @@ from jflex.mods.trace import TracedMod, batchable_program
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Load:
-    """A value that a mod reads from one operand.
-
-    Attributes:
-      axes: Which of b, h, q_idx, kv_idx (0 to 3) it depends on.
-    """
+    """A value that a mod reads from one operand."""
 
     variable: core.Var
     operand: int
-    axes: tuple[int, ...]
+    axes: tuple[int, ...]  # which of b, h, q_idx, kv_idx (0 to 3) it depends on
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

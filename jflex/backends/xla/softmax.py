@@ -13,18 +13,12 @@ from pallas_kernels.spec import AttentionSpec
 
 
 class SoftmaxState(NamedTuple):
-    """The online softmax state of the rows of a unit, after some of the blocks.
-
-    Attributes:
-      row_sum: Sum of the weights ``exp(score - row_max)``.
-      out: Sum of the weights times the values.
-      row_logs: Sum of the weights times their logarithms, for the entropy; None without it.
-    """
+    """The online softmax state of the rows of a unit, after some of the blocks."""
 
     row_max: jax.Array
-    row_sum: jax.Array
-    out: jax.Array
-    row_logs: jax.Array | None = None
+    row_sum: jax.Array  # sum of the weights ``exp(score - row_max)``
+    out: jax.Array  # sum of the weights times the values
+    row_logs: jax.Array | None = None  # sum of the weights times their logarithms, for the entropy; None without it
 
 
 def start(spec: AttentionSpec, shape: tuple[int, ...], dtype: jnp.dtype) -> SoftmaxState:
