@@ -55,8 +55,8 @@ def attention_weights(
     """The softmax weights of chosen queries, which kernels never store: for plots, statistics and debugging.
 
     Each row is the softmax over the visible keys, 0 where masked, and all 0 for a query that attends to no key. Summed
-    over the keys with `value`, it gives that query's output of `flex_attention`. Scores, mods, masks and lengths mean
-    the same as there: `q_idx` is the index of the query in `query`, whatever its place in `rows`.
+    over the keys with `value`, it gives that query's output of `flex_attention`. Arguments mean the same as there:
+    `q_idx` is the index of the query in `query`, whatever its place in `rows`.
 
     This is plain JAX, not a kernel: it runs on every platform, under `jax.jit` and `jax.vmap`, and JAX differentiates
     it, also with respect to captured arrays. Scores are computed in float32 at the highest precision (in float64 from
@@ -66,15 +66,8 @@ def attention_weights(
     Args:
       query: In `layout`.
       key: In `layout`, or with batch size 1, shared by all of the batch.
-      score_mod: As in `flex_attention`.
-      block_mask: As in `flex_attention`, made for all T queries.
-      mask_mod: As in `flex_attention`.
-      query_mod: As in `flex_attention`.
-      key_mod: As in `flex_attention`.
-      kv_lengths: As in `flex_attention`.
-      sinks: As in `flex_attention`: the weights of a row are then less than 1 together.
-      scale: As in `flex_attention`.
-      layout: As in `flex_attention`.
+      block_mask: Made for all T queries.
+      sinks: With them, the weights of a row are less than 1 together.
       rows: Indices of the R queries, integers in any order, negative ones from the end. They may be traced; then those
         out of range are clamped. None for all queries, if the result has at most 2**24 weights.
 

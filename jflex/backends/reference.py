@@ -102,11 +102,6 @@ class Reference(Backend):
         rows = jax.tree.map(jnp.zeros_like, saved)._replace(out=d_saved.out, lse=lse)
         return Gradients(*pull(rows if d_saved.entropy is None else rows._replace(entropy=d_saved.entropy)))
 
-    def not_preferred(self, spec: AttentionSpec, requested: GradientRequest | None) -> str | None:
-        """It is never selected automatically."""
-        del spec, requested
-        return None
-
     def _per_query_head(self, spec: AttentionSpec, x: jax.Array) -> jax.Array:
         return jnp.repeat(jnp.broadcast_to(x, (spec.B, *x.shape[1:])), spec.group, axis=1)
 

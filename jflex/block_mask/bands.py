@@ -75,13 +75,10 @@ def band_block_mask(
     if lists is None:
         states = _states_of_arrays(band, seq_lengths, block_size, q_lengths, mask, hides_more)
         states = jnp.broadcast_to(states, (*batch_heads, R, C))
-        lists = lists_from_states(demote_tails(states, seq_lengths, block_size))
+        lists = BlockLists(*lists_from_states(demote_tails(states, seq_lengths, block_size)))
     elif batch_heads != (1, 1):
         lists = BlockLists(*(jnp.broadcast_to(x, (*batch_heads, *x.shape[2:])) for x in lists))
-    return BlockMask(
-        **lists._asdict(), mask_operands=operands, traced=traced, seq_lengths=seq_lengths, block_size=block_size,
-        lists_follow_mod=True,
-    )  # fmt: skip
+    return BlockMask(*lists, operands, traced, seq_lengths, block_size, lists_follow_mod=True)
 
 
 def _states_of_arrays(

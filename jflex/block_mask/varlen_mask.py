@@ -109,16 +109,8 @@ def varlen_block_mask(
     size = checked_block_size(block_size)
     states = _boundary_states(q_ends, kv_ends, lengths, size)
     states = states[None] if mask_mod is None else _evaluated_states(states, traced, operands, heads, lengths, size)
-    return VarlenBlockMask(
-        **block_lists(states[None], follow_mod=True)._asdict(),
-        mask_operands=operands,
-        traced=traced,
-        seq_lengths=lengths,
-        block_size=size,
-        lists_follow_mod=True,
-        cu_seqlens_q=q_ends,
-        cu_seqlens_k=kv_ends,
-    )
+    lists = block_lists(states[None], follow_mod=True)
+    return VarlenBlockMask(*lists, operands, traced, lengths, size, True, cu_seqlens_q=q_ends, cu_seqlens_k=kv_ends)
 
 
 class PackedTokens(NamedTuple):

@@ -87,8 +87,6 @@ def context_parallel_paged_attention(
       mesh: The mesh; None for that of `jax.set_mesh`, or of the enclosing `jax.shard_map`.
       axis: Its axis that divides the pages.
       head_axes: Its axes that divide the heads, a name or a sequence; outside of `jax.shard_map` only.
-      score_mod: As in `paged_attention`.
-      layer: As in `paged_attention`.
       return_lse: Also return the float32 logsumexp of the scores over the visible keys of all devices.
       return_stats: Also return these statistics, merged exactly.
       **options: The keywords of `jflex.options.Options`, as in `paged_attention`; `implementation` and `config` are of

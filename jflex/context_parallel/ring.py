@@ -250,11 +250,8 @@ class _OfQueries(NamedTuple):
     captured: tuple[jax.Array | None, ...]
 
 
-class _OfKeys(NamedTuple):
-    """The gradients that travel with keys and values, likewise."""
-
-    key: jax.Array | None
-    value: jax.Array | None
+_OfKeys = tuple[jax.Array | None, jax.Array | None]
+"""The gradients that travel with keys and values, likewise."""
 
 
 def _attend_bwd(
@@ -273,14 +270,14 @@ def _attend_bwd(
             None if not want else jnp.zeros_like(x) if number is None else gradients.score_operands[number]
             for number, want, x in zip(shard.operands, requested.score_operands, inputs.captured.score, strict=True)
         )
-        return _typed_like(local, (_OfQueries(gradients.query, captured), _OfKeys(gradients.key, gradients.value)))
+        return _typed_like(local, (_OfQueries(gradients.query, captured), (gradients.key, gradients.value)))
 
     zeros = lambda x, want: jnp.zeros_like(x) if want else None
     none = _typed_like(local, (
         _OfQueries(
             zeros(inputs.query, requested.query), tuple(map(zeros, inputs.captured.score, requested.score_operands))
         ),
-        _OfKeys(zeros(inputs.key, requested.key), zeros(inputs.value, requested.value)),
+        (zeros(inputs.key, requested.key), zeros(inputs.value, requested.value)),
     ))  # fmt: skip
     widened = lambda x: x.astype(exact_dtype(x.dtype))
 
@@ -291,7 +288,7 @@ def _attend_bwd(
         return of_queries, of_keys
 
     of_queries, of_keys = _walk(ring, local, visit, jax.tree.map(widened, none[1]))
-    gradients = Gradients(of_queries.query, of_keys.key, of_keys.value, of_queries.captured)
+    gradients = Gradients(of_queries.query, of_keys[0], of_keys[1], of_queries.captured)
     return (jax.tree.map(lambda _: None, local)._replace(inputs=input_cotangents(inputs, gradients)),)
 
 

@@ -49,9 +49,11 @@ class CallSizes(NamedTuple):
 class SizedMod:
     """A mod that knows the sizes that it was made for."""
 
+    required: tuple[Requirement, ...] = ()
+
     def requirements(self) -> tuple[Requirement, ...]:
         """Its requirements on a call."""
-        raise NotImplementedError
+        return self.required
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -76,10 +78,6 @@ class ReadyMod(SizedMod):
     def __call__(self, *args: jax.Array) -> ArrayLike:
         """Evaluates the mod at one position."""
         return self.mod(*args)
-
-    def requirements(self) -> tuple[Requirement, ...]:
-        """See `SizedMod`."""
-        return self.required
 
 
 def ready(make: Callable[_P, Callable[..., ArrayLike]]) -> Callable[_P, ReadyMod]:

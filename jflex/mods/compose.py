@@ -18,10 +18,16 @@ from jflex.mods.types import MaskMod
 
 
 @dataclasses.dataclass(frozen=True)
-class AndMasks(SizedMod):
-    """Visible where every part is; with no parts, everywhere. Made by `and_masks`."""
-
+class _Joined(SizedMod):
     parts: tuple[MaskMod, ...]
+
+    def requirements(self) -> tuple[Requirement, ...]:
+        """See `SizedMod`."""
+        return requirements_of(*self.parts)
+
+
+class AndMasks(_Joined):
+    """Visible where every part is; with no parts, everywhere. Made by `and_masks`."""
 
     def __call__(self, b: jax.Array, h: jax.Array, q_idx: jax.Array, kv_idx: jax.Array) -> Bool[Array, ""]:
         """Evaluates the mask at one position."""
@@ -30,16 +36,9 @@ class AndMasks(SizedMod):
             visible = visible & part(b, h, q_idx, kv_idx)
         return visible
 
-    def requirements(self) -> tuple[Requirement, ...]:
-        """See `SizedMod`."""
-        return requirements_of(*self.parts)
 
-
-@dataclasses.dataclass(frozen=True)
-class OrMasks(SizedMod):
+class OrMasks(_Joined):
     """Visible where any part is; with no parts, nowhere. Made by `or_masks`."""
-
-    parts: tuple[MaskMod, ...]
 
     def __call__(self, b: jax.Array, h: jax.Array, q_idx: jax.Array, kv_idx: jax.Array) -> Bool[Array, ""]:
         """Evaluates the mask at one position."""
@@ -47,10 +46,6 @@ class OrMasks(SizedMod):
         for part in self.parts:
             visible = visible | part(b, h, q_idx, kv_idx)
         return visible
-
-    def requirements(self) -> tuple[Requirement, ...]:
-        """See `SizedMod`."""
-        return requirements_of(*self.parts)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -68,10 +68,6 @@ class ReindexedMod(SizedMod):
         *vector, b, h, q_idx = args
         return self.mod(*vector, *self.positions(b, h, q_idx, jnp.zeros_like(q_idx))[:3])
 
-    def requirements(self) -> tuple[Requirement, ...]:
-        """See `SizedMod`."""
-        return self.required
-
 
 def reindexed(mod: Any, positions: Callable[[jax.Array, jax.Array, jax.Array, jax.Array], Positions]) -> Any:
     """A mod at other positions; None without one. What cannot be called stays as it is, and tracing refuses it."""

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int8, Int32
 
 from jflex._check.arguments import largest_value
-from jflex.block_mask.lists import EMPTY, FULL, PARTIAL, lists_from_states
+from jflex.block_mask.lists import EMPTY, FULL, PARTIAL, BlockLists, lists_from_states
 from jflex.block_mask.mask import BlockMask
 from jflex.mods.array_sizes import CallSizes, requirements_of, without
 from jflex.mods.compose import noop_mask
@@ -102,14 +102,9 @@ def convert_block_mask(
         traced = dataclasses.replace(traced, source=block_mask.traced.source)
     states = block_mask.states() if page_table.shape[0] else jnp.zeros((1, *block_mask.states().shape[1:]), jnp.int8)
     states = _page_states(_states_within(states, lengths, page_size), slots)
-    return BlockMask(
-        **lists_from_states(states)._asdict(),
-        mask_operands=operands,
-        traced=traced,
-        seq_lengths=(block_mask.seq_lengths[0], num_pages * page_size),
-        block_size=block_mask.block_size,
-        lists_follow_mod=block_mask.lists_follow_mod,
-    )
+    lengths = block_mask.seq_lengths[0], num_pages * page_size
+    lists, follow_mod = BlockLists(*lists_from_states(states)), block_mask.lists_follow_mod
+    return BlockMask(*lists, operands, traced, lengths, block_mask.block_size, follow_mod)
 
 
 def convert_mask_mod(
@@ -127,9 +122,7 @@ def convert_mask_mod(
 
     Args:
       mask_mod: ``(b, h, q_idx, kv_idx) -> bool``, ``b`` being the row of the table; `jflex.noop_mask` for none.
-      page_table: The pages of each request; see `convert_block_mask`.
-      page_size: Page size of the cache; 1 to 256.
-      num_pages: P of the cache.
+      page_table: The pages of each request; see `convert_block_mask`. Pages may have 1 to 256 tokens.
       kv_lengths: Keys of each request; None: all that the table has pages for. Without it the unused slots of a partly
         filled page are visible unless `mask_mod` masks their positions.
 
@@ -170,19 +163,10 @@ def convert_score_mod(
     Args:
       score_mod: ``(score, b, h, q_idx, kv_idx) -> score``, ``b`` being the row of the table. Arrays that it reads by
         ``kv_idx`` are read by logical position, and receive gradients.
-      page_table: The pages of each request; see `convert_block_mask`.
-      page_size: Page size of the cache; 1 to 256.
-      num_pages: P of the cache.
-      kv_lengths: Keys of each request; None: all that the table has pages for.
+      page_table: As in `convert_mask_mod`, and so the other arguments and errors.
 
     Returns:
       A score_mod whose ``kv_idx`` is a slot.
-
-    Raises:
-      TypeError: `score_mod` cannot be called; `page_table` or `kv_lengths` are not int32 arrays; a size is not an
-        integer.
-      ValueError: The shapes do not match, or a mod was made for other sizes; or, if values are known, a page is
-        outside of the cache or listed twice in a row, or a length is negative or beyond the table.
 
     >>> distance = lambda score, b, h, q_idx, kv_idx: score - (q_idx - kv_idx).astype(jnp.float32)
     >>> mod = convert_score_mod(distance, jnp.array([[3, 1]]), page_size=2, num_pages=4)

@@ -98,11 +98,8 @@ def block_mask_from_indices(
     check_mask_shape(mod_requirements(mask_mod, traced), shape, "a BlockMask")
     bounds = _states_of_mod(traced, operands, shape, block_size)
     make = functools.partial(_lists, heads=heads, widths=_widths(bounds, chosen.shape[3]))
-    lists: BlockLists = partitioned_by_xla(make, lambda: leading_axes(chosen, 2))(chosen, bounds)
-    return BlockMask(
-        **lists._asdict(), mask_operands=operands, traced=traced, seq_lengths=lengths, block_size=block_size,
-        lists_follow_mod=False,
-    )  # fmt: skip
+    lists = BlockLists(*partitioned_by_xla(make, lambda: leading_axes(chosen, 2))(chosen, bounds))
+    return BlockMask(*lists, operands, traced, lengths, block_size, lists_follow_mod=False)
 
 
 def _checked_indices(

@@ -49,11 +49,6 @@ class Xla(Backend):
             return Plan(lambda: f"{size[0]} x {size[1]}, the blocks of the mask")
         return Plan(lambda: "dense blocks, no mask lists")
 
-    def not_preferred(self, spec: AttentionSpec, requested: GradientRequest | None) -> str | None:
-        """It is the last in the order."""
-        del spec, requested
-        return None
-
     def forward(self, spec: AttentionSpec, inputs: Inputs | PagedInputs) -> Saved:
         """Online softmax over the blocks of each row (Milakov and Gimelshein 2018, arXiv:1805.02867)."""
         if isinstance(inputs, PagedInputs):
