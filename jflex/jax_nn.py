@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import math
-from typing import Literal, NamedTuple, TypedDict, Unpack, overload
+import operator
+from typing import Any, Literal, NamedTuple, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int32
 
-from jflex._call import jax_nn_arguments as checks
 from jflex._call.checks import check_arrays
-from jflex._call.dispatch import Implementation
-from jflex._check.arguments import check_config, check_scale
+from jflex._call.dispatch import Implementation, names_of
+from jflex._check.arguments import check_config, check_scale, checked_lengths, describe_array
 from jflex.attention import flex_attention
 from jflex.block_mask.bands import Band, band_block_mask
 from jflex.block_mask.mask import BlockMask
@@ -25,6 +26,7 @@ from jflex.mods.signature import answers_keywords
 from jflex.mods.types import MaskMod, ScoreMod
 
 _BLOCK = 128
+_AXES = (("B", "batch"), ("Hq", "query heads"), ("T", "queries"), ("S", "keys"))
 
 
 class NnOptions(TypedDict, total=False):
@@ -127,7 +129,7 @@ def dot_product_attention(
         key_value_seq_lengths=key_value_seq_lengths, local_window_size=local_window_size,
         implementation=implementation, config=config,
     )  # fmt: skip
-    checks.check_flag(return_residual, "return_residual")
+    _check_flag(return_residual, "return_residual")
     out, lse = flex_attention(**call._asdict(), return_lse=True)
     unbatched = np.ndim(query) == 3
     out = out[0] if unbatched else out
@@ -159,19 +161,19 @@ def translate(
     implementation: Implementation = None, config: Config | None = None,
 ) -> FlexCall:  # fmt: skip
     """Checks every argument of `dot_product_attention`, and translates the call to mods and a BlockMask."""
-    query, key, value = (checks.batched(x, name) for x, name in ((query, "query"), (key, "key"), (value, "value")))
+    query, key, value = (_batched(x, name) for x, name in ((query, "query"), (key, "key"), (value, "value")))
     check_arrays(query, key, value, "BTNH")
     B, T, Hq, D = query.shape
     S = key.shape[1]
-    bias = checks.checked_bias(bias, (B, Hq, T, S))
-    mask = checks.checked_mask(mask, (B, Hq, T, S))
-    scale, factor = checks.checked_scale(scale)
+    bias = _checked_bias(bias, (B, Hq, T, S))
+    mask = _checked_mask(mask, (B, Hq, T, S))
+    scale, factor = _checked_scale(scale)
     scale = check_scale(scale, D)
-    checks.check_flag(is_causal, "is_causal")
-    q_lengths = checks.checked_seq_lengths(query_seq_lengths, "query_seq_lengths", B, T)
-    kv_lengths = checks.checked_seq_lengths(key_value_seq_lengths, "key_value_seq_lengths", B, S)
-    before, after = checks.checked_window(local_window_size)
-    checks.check_implementation(implementation)
+    _check_flag(is_causal, "is_causal")
+    q_lengths = _checked_seq_lengths(query_seq_lengths, "query_seq_lengths", B, T)
+    kv_lengths = _checked_seq_lengths(key_value_seq_lengths, "key_value_seq_lengths", B, S)
+    before, after = _checked_window(local_window_size)
+    _check_implementation(implementation)
     config = check_config(config, None)
     band = Band(before, after if not is_causal else 0 if after is None else min(after, 0)).within(T, S)
     score_mod, block_mask, mask_mod = None, None, None
@@ -239,3 +241,135 @@ def block_size_of(config: Config) -> tuple[int, int]:
     tiles = [x for x in (config.forward, config.dkv, config.dq) if x is not None]
     kv_tiles = tiles if config.decode is None else [*tiles, config.decode]
     return math.lcm(_BLOCK, *(x.block_q for x in tiles)), math.lcm(_BLOCK, *(x.block_kv for x in kv_tiles))
+
+
+# --- checks of the arguments that `jax.nn.dot_product_attention` has
+
+
+def _as_array(x: ArrayLike, name: str) -> jax.Array:
+    """An argument as an array; numbers and nested sequences are converted, as everywhere in `jax.nn`."""
+    try:
+        return jnp.asarray(x)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"`{name}` must be an array. Got {type(x).__name__}.") from error
+
+
+def _batched(x: ArrayLike, name: str) -> jax.Array:
+    """Query, key or value with four axes: adds the batch axis to three."""
+    x = _as_array(x, name)
+    heads, length = ("Hq", "T") if name == "query" else ("Hkv", "S")
+    if x.ndim not in (3, 4):
+        raise ValueError(
+            f"`{name}` must have four axes, [B, {length}, {heads}, D], or three without the batch. Got "
+            f"{describe_array(x)}. Add the axis of heads with `x[..., None, :]`; fold several batch axes into one, or "
+            "`jax.vmap` the call."
+        )
+    return x if x.ndim == 4 else x[None]
+
+
+def _checked_bias(bias: ArrayLike | None, shape: tuple[int, int, int, int]) -> jax.Array | None:
+    """The bias with four axes; a boolean one as numbers, which `jax.nn` adds."""
+    if bias is None:
+        return None
+    bias = _as_array(bias, "bias")
+    bias = bias.astype(jnp.int8) if bias.dtype == jnp.bool_ else bias
+    if not (jnp.issubdtype(bias.dtype, jnp.floating) or jnp.issubdtype(bias.dtype, jnp.integer)):
+        raise TypeError(f"`bias` must be floating-point or integers. Got {describe_array(bias)}.")
+    return _broadcastable(bias, "bias", shape)
+
+
+def _checked_mask(mask: ArrayLike | None, shape: tuple[int, int, int, int]) -> jax.Array | None:
+    """The mask with four axes."""
+    if mask is None:
+        return None
+    mask = _as_array(mask, "mask")
+    if mask.dtype != jnp.bool_:
+        raise TypeError(
+            f"`mask` must be boolean, True where a query attends. Got {describe_array(mask)}. Cast a mask of 0 and 1 "
+            "with `.astype(bool)`; pass one that is added to the scores as `bias`."
+        )
+    return _broadcastable(mask, "mask", shape)
+
+
+def _broadcastable(x: jax.Array, name: str, shape: tuple[int, int, int, int]) -> jax.Array:
+    rule = f"`{name}` must be [B, Hq, T, S], each of them 1 or as in the call, {list(shape)}"
+    if x.ndim > 4:
+        raise ValueError(f"{rule}. Got {describe_array(x)}, with {x.ndim} axes. `jax.vmap` the call over the others.")
+    full = x.reshape((1,) * (4 - x.ndim) + x.shape)
+    for (letter, what), got, size in zip(_AXES, full.shape, shape, strict=True):
+        if got not in (1, size):
+            hint = ""
+            if x.ndim == 3 and shape[0] > 1 and x.shape[0] == shape[0]:
+                hint = (
+                    f" Three axes are [Hq, T, S]: for one {name} for each batch entry, insert the heads, `x[:, None]`."
+                )
+            raise ValueError(f"{rule}. Got {describe_array(x)}: {letter} is {got}, for {size} {what}.{hint}")
+    return full
+
+
+def _checked_scale(scale: ArrayLike | None) -> tuple[Any, ArrayLike | None]:
+    """The scale as a Python number or None, and a factor to apply to the scaled scores, or None."""
+    if isinstance(scale, (jax.Array, np.ndarray)):
+        real = jnp.issubdtype(scale.dtype, jnp.floating) or jnp.issubdtype(scale.dtype, jnp.integer)
+        if scale.shape != () or not real:
+            raise TypeError(
+                f"`scale` must be one real number. Got {describe_array(scale)}. To scale by head or position, multiply "
+                "`query` or `key`, or use a `score_mod` with `jflex.flex_attention`."
+            )
+        return 1.0, jnp.asarray(scale).astype(jnp.float32)
+    if isinstance(scale, (int, float, np.number)) and not isinstance(scale, bool) and scale == 0:
+        return 1.0, 0.0
+    return scale, None
+
+
+def _check_flag(flag: object, name: str) -> None:
+    """Raises TypeError unless a flag is known while tracing."""
+    if not isinstance(flag, (bool, np.bool_)):
+        hint = f" Under `jax.jit`, make it static: `static_argnames={name!r}`." if isinstance(flag, Tracer) else ""
+        raise TypeError(f"`{name}` must be True or False. Got {type(flag).__name__}.{hint}")
+
+
+def _checked_seq_lengths(lengths: ArrayLike | None, name: str, B: int, size: int) -> jax.Array | None:
+    """Lengths as an int32 array."""
+    if lengths is None:
+        return None
+    array = _as_array(lengths, name)
+    known = lengths.astype(array.dtype) if isinstance(lengths, np.ndarray) else array  # inside of `jit`, too
+    return checked_lengths(known, B, size, name, "queries" if name == "query_seq_lengths" else "keys", "Clamp")
+
+
+def _checked_window(window: int | tuple[int, int] | None) -> tuple[int | None, int | None]:
+    """``(before, after)``, with None for a side without a bound.
+
+    A window that hides every key has no bound on the sides that are -1, as in FlashAttention: ``(-1, 0)`` is causal.
+    """
+    if window is None:
+        return None, None
+    rule = "`local_window_size` must be a Python int, or a pair (left, right) of them"
+    sides = tuple(window) if isinstance(window, (tuple, list)) else (window, window)
+    try:
+        before, after = (operator.index(side) for side in sides if not isinstance(side, (bool, jax.Array)))
+    except (TypeError, ValueError):
+        raise TypeError(
+            f"{rule}. Got {window!r}. For sizes that are data, pass arrays to `jflex.masks.sliding_window`, and the "
+            "mask to `jflex.flex_attention`."
+        ) from None
+    if before >= -after:
+        return before, after
+    if -1 not in (before, after):
+        raise ValueError(
+            f"{rule}, of keys before and after the position of the query. Got {(before, after)}, which hides every "
+            "key. Pass -1 for a side without a bound."
+        )
+    return None if before == -1 else before, None if after == -1 else after
+
+
+def _check_implementation(implementation: Implementation) -> None:
+    """Raises ValueError for a name that jflex does not have."""
+    names = (implementation,) if isinstance(implementation, str) else tuple(implementation or ())
+    if "cudnn" in names:
+        raise ValueError(
+            "`implementation` cannot be 'cudnn', which `jax.nn.dot_product_attention` has: jflex does not call cuDNN. "
+            "Pass None, which selects among jflex's own kernels, or 'mosaic_gpu' or 'triton' by name."
+        )
+    names_of(implementation)

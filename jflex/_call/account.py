@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -12,7 +14,7 @@ from jax.core import Tracer
 
 from jflex._call.dispatch import Implementation, Selection, get_backend, no_gradients, select, select_passes
 from jflex._check.arguments import known_values
-from jflex.backends.base import Inputs
+from jflex.backends.base import Inputs, Plan
 from jflex.backends.lengths import bounded_lists
 from jflex.block_mask.drawing import SKIPS_NOTHING, skips_nothing
 from jflex.block_mask.lists import BlockLists, states_from_lists
@@ -100,7 +102,7 @@ class Account(Choice):
         width, qk_width = (jnp.dtype(x).itemsize for x in (spec.dtype, spec.qk_dtype or spec.dtype))
         rows = spec.B * spec.Hq * spec.T, spec.Hkv * (longest if spec.Bkv < spec.B else keys)
         return cls(
-            **choice_of(spec, implementation),
+            **dense_choice(spec, implementation),
             visited=visited,
             full=full,
             blocks=total,
@@ -125,18 +127,25 @@ class Account(Choice):
     __str__ = Choice.__str__
 
 
-def choice_of(spec: AttentionSpec, implementation: Implementation) -> dict[str, Any]:
+class Described(NamedTuple):
+    """Kernels and tiles of both passes as text, the backend of the gradients, and why that one or none."""
+
+    tiles: str
+    gradients: str | None
+    gradients_reason: str
+
+
+def choice_of(spec: AttentionSpec, selection: Selection, describe: Callable[[str, Plan], Described]) -> dict[str, Any]:
+    """The fields of a `Choice`; `describe` gets a backend and its plan, where something is computed."""
+    passes = Described(NOTHING if spec.is_empty and selection.name is not None else "", None, "")
+    if selection.name is not None and selection.plan is not None and not spec.is_empty:
+        passes = describe(selection.name, selection.plan)
+    return {"backend": selection.name, "reasons": selection.rejections, "config": spec.config, **passes._asdict()}
+
+
+def dense_choice(spec: AttentionSpec, implementation: Implementation) -> dict[str, Any]:
     """The fields of the `Choice` of a dense call."""
-    selection = select(implementation, spec)
-    passes = _describe(spec, implementation, selection)
-    return {
-        "backend": selection.name,
-        "reasons": selection.rejections,
-        "tiles": passes.tiles,
-        "gradients": passes.gradients,
-        "gradients_reason": passes.reason,
-        "config": spec.config,
-    }
+    return choice_of(spec, select(implementation, spec), functools.partial(_describe, spec, implementation))
 
 
 def work_of(flops: int | None, moved: int | None) -> str:
@@ -153,20 +162,7 @@ def _settings(config: Config) -> str:
     return ", ".join(changed) or "default"
 
 
-class Described(NamedTuple):
-    """Kernels and tiles of both passes as text, the backend of the gradients, and why that one or none."""
-
-    tiles: str
-    gradients: str | None
-    reason: str
-
-
-def _describe(spec: AttentionSpec, implementation: Implementation, selection: Selection) -> Described:
-    name, plan = selection.name, selection.plan
-    if name is None or plan is None:
-        return Described("", None, "")
-    if spec.is_empty:
-        return Described(NOTHING, None, "")
+def _describe(spec: AttentionSpec, implementation: Implementation, name: str, plan: Plan) -> Described:
     if spec.qk_dtype is not None:
         return Described(plan.describe(), None, no_gradients(spec))
     requested = all_gradients(spec)

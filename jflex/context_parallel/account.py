@@ -7,7 +7,7 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 
-from jflex._call.account import Choice, choice_of
+from jflex._call.account import Choice, dense_choice
 from jflex._call.dispatch import Implementation
 from jflex.block_mask.drawing import is_concrete
 from jflex.context_parallel.call import ContextCall, Strategy, Tables, divided
@@ -64,7 +64,7 @@ class ContextAccount(Choice):
             pairs = visited * np.prod(block_mask.block_size)
         forward, backward = _bytes_sent(context, steps)
         return cls(
-            **choice_of(local, implementation),
+            **dense_choice(local, implementation),
             strategy=context.strategy,
             axis=placement.axis,
             devices=n,

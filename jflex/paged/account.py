@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 
-from jflex._call.account import NOTHING, Choice, Described, work_of
+from jflex._call.account import NOTHING, Choice, Described, choice_of, work_of
 from jflex._call.dispatch import Implementation, Selection, select
 from jflex._check.arguments import known_values
+from jflex.backends.base import Plan
 from jflex.entry import PagedCall, no_derivative
 from jflex.paged.eight_bits import ROPE_DTYPE
 from pallas_kernels.spec import AttentionSpec
@@ -58,17 +60,11 @@ class PagedAccount(Choice):
         spec, pages = call.spec, call.pages
         selection = select(implementation, spec)
         indptr, lengths, table = map(known_values, (pages.indptr, pages.lengths, pages.table))
-        passes = _describe(call, selection)
         query_tiles, splits = _splits(spec, selection, indptr, lengths)
         used, different = _pages(spec.page_size, lengths, table)
         work = _work(spec, indptr, lengths)
         return cls(
-            backend=selection.name,
-            reasons=selection.rejections,
-            tiles=passes.tiles,
-            gradients=passes.gradients,
-            gradients_reason=passes.reason,
-            config=spec.config,
+            **choice_of(spec, selection, functools.partial(_describe, call.caller)),
             requests=spec.B,
             rows=spec.T,
             queries=None if indptr is None else int(indptr[-1]),
@@ -156,13 +152,9 @@ class CascadeAccount:
         return "\n".join([*lines, f"work      {work_of(self.flops, self.bytes)} in all"])
 
 
-def _describe(call: PagedCall, selection: Selection) -> Described:
-    if selection.name is None or selection.plan is None:
-        return Described("", None, "")
-    if call.spec.is_empty:
-        return Described(NOTHING, None, "")
-    reason = no_derivative(call.caller, selection.name)
-    return Described(selection.plan.describe(), selection.name if reason is None else None, reason or "")
+def _describe(caller: str, name: str, plan: Plan) -> Described:
+    reason = no_derivative(caller, name)
+    return Described(plan.describe(), name if reason is None else None, reason or "")
 
 
 def _splits(
