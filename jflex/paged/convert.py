@@ -21,7 +21,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int8, Int32
 
 from jflex._check.arguments import largest_value
-from jflex.block_mask.lists import EMPTY, FULL, PARTIAL, BlockLists, lists_from_states
+from jflex.backends.lengths import bounded_states
+from jflex.block_mask.lists import EMPTY, BlockLists, lists_from_states
 from jflex.block_mask.mask import BlockMask
 from jflex.mods.array_sizes import CallSizes, requirements_of, without
 from jflex.mods.compose import noop_mask
@@ -101,7 +102,7 @@ def convert_block_mask(
     if block_mask.traced is not None:
         traced = dataclasses.replace(traced, source=block_mask.traced.source)
     states = block_mask.states() if page_table.shape[0] else jnp.zeros((1, *block_mask.states().shape[1:]), jnp.int8)
-    states = _page_states(_states_within(states, lengths, page_size), slots)
+    states = _page_states(bounded_states(states, lengths, page_size), slots)
     lengths = block_mask.seq_lengths[0], num_pages * page_size
     lists, follow_mod = BlockLists(*lists_from_states(states)), block_mask.lists_follow_mod
     return BlockMask(*lists, operands, traced, lengths, block_mask.block_size, follow_mod)
@@ -211,16 +212,6 @@ def clear_unused(
 
 def _of_slots(mod: MaskMod | ScoreMod, slots: SlotMap) -> ReindexedMod:
     return ReindexedMod(mod, slots.positions, without(requirements_of(mod), "kv_idx"))
-
-
-def _states_within(
-    states: Int8[Array, "B H R C"], lengths: Int32[Array, " B"], page_size: int
-) -> Int8[Array, "B H R C"]:
-    """Removes blocks beyond a length; a full one that reaches past it becomes partial, to mask the keys beyond."""
-    starts = jnp.arange(states.shape[-1], dtype=jnp.int32) * page_size
-    starts, lengths = starts[None, None, None], lengths[:, None, None, None]
-    states = jnp.where(starts < lengths, states, jnp.int8(EMPTY))
-    return jnp.where((states == FULL) & (starts + page_size > lengths), jnp.int8(PARTIAL), states)
 
 
 def _page_states(states: Int8[Array, "B H R C"], slots: SlotMap) -> Int8[Array, "B H R P"]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -57,7 +57,7 @@ def merge(a: AttentionState, b: AttentionState) -> AttentionState:
     """
     a, b = checked_state("a", a), checked_state("b", b)
     check_alike("b", b, "a", a)
-    return _merge_few((a, b))
+    return _merged((a, b))
 
 
 def merge_all(states: Sequence[AttentionState] | AttentionState) -> AttentionState:
@@ -87,7 +87,7 @@ def merge_all(states: Sequence[AttentionState] | AttentionState) -> AttentionSta
                 "`states`, if a single state, must have a leading axis that counts the states: `out` [N, ..., Hq, "
                 f"Dv]. Got out: {describe_array(stacked.out)}. Add it with `x[None]`, or pass a sequence of states."
             )
-        return _merge_stacked(stacked)
+        return _merged([stacked], _STACKED)
     if not isinstance(states, Sequence):
         raise TypeError(
             f"`states` must be a sequence of `AttentionState`, or one with a leading axis. Got {type(states).__name__}."
@@ -100,7 +100,9 @@ def merge_all(states: Sequence[AttentionState] | AttentionState) -> AttentionSta
     checked = [checked_state(f"states[{position}]", state) for position, state in enumerate(states)]
     for position, state in enumerate(checked):
         check_alike(f"states[{position}]", state, "states[0]", checked[0])
-    return _merge_few(checked) if len(checked) <= _FEW else _merge_stacked(_stack(checked))
+    if len(checked) <= _FEW:
+        return _merged(checked)
+    return _merged([jax.tree.map(lambda *xs: jnp.stack(xs), *checked)], _STACKED)
 
 
 def merge_over(state: AttentionState, axis: str) -> AttentionState:
@@ -168,71 +170,53 @@ def with_sinks(state: AttentionState, sinks: Float[AnyArray, " Hq"]) -> Attentio
     lse = jnp.broadcast_to(sinks.astype(state.lse.dtype), state.lse.shape)
     row_max = None if state.max is None else jnp.full_like(state.max, -jnp.inf)
     entropy = None if state.entropy is None else jnp.zeros_like(state.entropy)
-    return _merge_few((state, AttentionState(jnp.zeros_like(state.out), lse, max=row_max, entropy=entropy)))
+    return _merged((state, AttentionState(jnp.zeros_like(state.out), lse, max=row_max, entropy=entropy)))
 
 
-def _stack(states: Sequence[AttentionState]) -> AttentionState:
-    return jax.tree.map(lambda *xs: jnp.stack(xs), *states)
+class _Fold(NamedTuple):
+    """Reductions over states: separate ones, which are not copied, or those of a leading axis."""
+
+    add: Callable[[Sequence[jax.Array]], jax.Array]
+    largest: Callable[[Sequence[jax.Array]], jax.Array]
+    spread: Callable[[jax.Array], jax.Array]  # a result beside each state
 
 
-def _merge_few(states: Sequence[AttentionState]) -> AttentionState:
-    """Computes `_merge_stacked` without copying the states."""
+_SEPARATE = _Fold(
+    functools.partial(functools.reduce, jnp.add), functools.partial(functools.reduce, jnp.maximum), lambda x: x
+)
+_STACKED = _Fold(lambda xs: xs[0].sum(axis=0), lambda xs: jnp.max(xs[0], axis=0, initial=-jnp.inf), lambda x: x[None])
+
+
+def _merged(states: Sequence[AttentionState], fold: _Fold = _SEPARATE) -> AttentionState:
+    """Merges checked states.
+
+    Nothing here divides by 0 or subtracts infinities, even in a branch that `where` discards: there the value would be
+    right, but its gradient NaN.
+    """
     first = states[0]
     exact = jnp.float64 if jnp.float64 in (first.out.dtype, first.lse.dtype) else jnp.float32
     if first.normalize == "none":
-        out = functools.reduce(jnp.add, (state.out.astype(exact) for state in states))
-        return dataclasses.replace(first, out=out.astype(first.out.dtype))
+        out = fold.add([state.out.astype(exact) for state in states]).astype(first.out.dtype)
+        return AttentionState(out, jnp.zeros(out.shape[:-1], first.lse.dtype), "none")
     lses = [state.lse.astype(exact) for state in states]
-    top = jax.lax.stop_gradient(functools.reduce(jnp.maximum, lses))
+    top = jax.lax.stop_gradient(fold.largest(lses))  # the result does not depend on it
     top = jnp.where(top == -jnp.inf, 0, top)
-    weights = [jnp.exp(lse - top) for lse in lses]
-    total = functools.reduce(jnp.add, weights)
-    sees_nothing = total == 0
+    weights = [jnp.exp(lse - fold.spread(top)) for lse in lses]
+    total = fold.add(weights)
+    sees_nothing = total == 0  # and not `~(total > 0)`, which would turn a NaN into an empty row
     safe_total = jnp.where(sees_nothing, 1, total)
     terms = [
         weight[..., None] * jnp.where((state.lse == -jnp.inf)[..., None], 0, state.out.astype(exact))
         for weight, state in zip(weights, states, strict=True)
     ]
-    out = functools.reduce(jnp.add, terms) / safe_total[..., None]
+    out = fold.add(terms) / safe_total[..., None]
     merged_lse = jnp.where(sees_nothing, -jnp.inf, top + jnp.log(safe_total))
-    merged = AttentionState(out.astype(first.out.dtype), merged_lse.astype(first.lse.dtype))
-    if first.max is not None:
-        row_max = functools.reduce(jnp.maximum, map(_row_max, states))
-        merged = dataclasses.replace(merged, max=row_max)
+    row_max = None if first.max is None else fold.largest([_row_max(state) for state in states])
+    entropy = None
     if first.entropy is not None:
-        entropy = functools.reduce(jnp.add, (_share_of_entropy(state, merged_lse) for state in states))
-        merged = dataclasses.replace(merged, entropy=entropy.astype(first.lse.dtype))
-    return merged
-
-
-def _merge_stacked(states: AttentionState) -> AttentionState:
-    """Merges over the leading axis.
-
-    Nothing here divides by 0 or subtracts infinities, even in a branch that `where` discards: there the value would be
-    right, but its gradient NaN.
-    """
-    exact = jnp.float64 if jnp.float64 in (states.out.dtype, states.lse.dtype) else jnp.float32
-    if states.normalize == "none":
-        out = states.out.astype(exact).sum(axis=0).astype(states.out.dtype)
-        return AttentionState(out, jnp.zeros(states.lse.shape[1:], states.lse.dtype), "none")
-    lse, empty = states.lse.astype(exact), states.lse == -jnp.inf
-    # The result does not depend on `top`, so no gradient passes through it.
-    top = jax.lax.stop_gradient(jnp.max(lse, axis=0, initial=-jnp.inf))
-    top = jnp.where(top == -jnp.inf, 0, top)
-    weights = jnp.exp(lse - top[None])
-    total = weights.sum(axis=0)
-    sees_nothing = total == 0  # and not `~(total > 0)`, which would turn a NaN into an empty row
-    safe_total = jnp.where(sees_nothing, 1, total)
-    values = jnp.where(empty[..., None], 0, states.out.astype(exact))
-    out = (weights[..., None] * values).sum(axis=0) / safe_total[..., None]
-    merged_lse = jnp.where(sees_nothing, -jnp.inf, top + jnp.log(safe_total))
-    merged = AttentionState(out.astype(states.out.dtype), merged_lse.astype(states.lse.dtype))
-    if states.max is not None:
-        merged = dataclasses.replace(merged, max=jnp.max(_row_max(states), axis=0, initial=-jnp.inf))
-    if states.entropy is not None:
-        entropy = _share_of_entropy(states, merged_lse[None]).sum(axis=0)
-        merged = dataclasses.replace(merged, entropy=entropy.astype(states.lse.dtype))
-    return merged
+        shares = [_share_of_entropy(state, fold.spread(merged_lse)) for state in states]
+        entropy = fold.add(shares).astype(first.lse.dtype)
+    return AttentionState(out.astype(first.out.dtype), merged_lse.astype(first.lse.dtype), max=row_max, entropy=entropy)
 
 
 def _row_max(state: AttentionState) -> jax.Array:
