@@ -39,7 +39,7 @@ ROWS = [
     ("mask_not_made", lambda: call(mask_mod=jflex.masks.causal), TypeError,
      r"-> bool\. causal \(sequences.py:\d+\) makes one: call it, as `causal\(\.\.\.\)`\.$"),
     ("score_not_made", lambda: call(score_mod=jflex.scores.softcap), TypeError,
-     r"softcap \(softcap.py:\d+\) makes one: call it, as `softcap\(\.\.\.\)`\.$"),
+     r"softcap \(pointwise.py:\d+\) makes one: call it, as `softcap\(\.\.\.\)`\.$"),
     ("rope_as_score", lambda: call(score_mod=jflex.rope()), TypeError,
      r"Rope \(rope.py:\d+\) is a vector mod: pass it as `query_mod` and `key_mod`\.$"),
     ("array_as_score", lambda: call(score_mod=array(1, 4, 8, 8)), TypeError,
