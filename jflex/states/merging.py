@@ -197,7 +197,8 @@ def _merged(states: Sequence[AttentionState], fold: _Fold = _SEPARATE) -> Attent
     exact = jnp.float64 if jnp.float64 in (first.out.dtype, first.lse.dtype) else jnp.float32
     if first.normalize == "none":
         out = fold.add([state.out.astype(exact) for state in states]).astype(first.out.dtype)
-        return AttentionState(out, jnp.zeros(out.shape[:-1], first.lse.dtype), "none")
+        lse = fold.add([state.lse for state in states])  # zeros, that vary over the axes of a mesh as `out` does
+        return AttentionState(out, lse, "none")
     lses = [state.lse.astype(exact) for state in states]
     top = jax.lax.stop_gradient(fold.largest(lses))  # the result does not depend on it
     top = jnp.where(top == -jnp.inf, 0, top)
