@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-import threading
 
 import hypothesis
 import hypothesis.strategies as st
@@ -88,15 +87,6 @@ def test_whitespace_and_any_object():
     assert any(re.search(r"\s", text) for text in ended)
 
 
-@pytest.mark.full
-def test_a_grammar():
-    constraint = Constraint.lark('start: "(" start ")" | "x"')
-    client = Client(engine := shared_engine("bytes"), PROMPT, constraint=constraint, sampling=sampled(2), max_tokens=99)
-    [text] = texts(engine, "bytes", [client])
-    depth = text.count("(")
-    assert text == "(" * depth + "x" + ")" * depth
-
-
 UNCONSTRAINED = [
     {},
     {"sampling": sampled(5)},
@@ -174,7 +164,12 @@ def test_an_end_token_is_allowed_where_the_text_may_end():
     clients = [
         Client(engine, PROMPT, constraint=Constraint.regex(x), **ending) for x in ("dogs*", "(cat)+x*", "a{4,9}")
     ]
-    assert texts(engine, "bpe", clients) == ["dog", "cat", "aaaa"]
+    ordered = {"type": "object", "properties": {"z": {"type": "null"}, "a": {"type": "null"}}, "required": ["a", "z"]}
+    clients.append(Client(engine, PROMPT, constraint=schema({**ordered, "additionalProperties": False}), **ending))
+    clients.append(Client(engine, PROMPT, constraint=Constraint.lark('start: "(" start ")" | "x"'), max_tokens=99))
+    *found, nested = texts(engine, "bpe", clients)
+    assert found == ["dog", "cat", "aaaa", '{"z":null,"a":null}']
+    assert nested == "(" * nested.count("(") + "x" + ")" * nested.count("(")
     assert {client.reason for client in clients} == {"stop"}
     free = Client(engine, PROMPT, constraint=Constraint.regex("a*"), max_tokens=12)  # it cannot end
     assert texts(engine, "bpe", [free]) == ["a" * 12]
@@ -334,39 +329,6 @@ def test_cancelled_and_failed_requests(monkeypatch):
     run(engine)
     assert [client.reason for client in again] == ["error"] * 4 + ["stop"]
     assert again[4].tokens == clients[2].tokens
-
-
-@pytest.mark.full
-def test_threads_submit_while_the_engine_runs():
-    engine = engine_of("bytes")
-    engine.start()
-    clients: list[Client] = []
-
-    def submit(number: int) -> None:
-        for seed in range(4):
-            constraint = JSON if (number + seed) % 2 else Constraint.regex(f"{number}:{WORDS}")
-            clients.append(Client(engine, PROMPT, constraint=constraint, sampling=sampled(seed), max_tokens=200))
-
-    threads = [threading.Thread(target=submit, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    engine.stop(grace=60)
-    assert len(clients) == 16
-    assert {client.reason for client in clients} == {"stop"}
-    engine.check()
-    for client in clients:
-        constraint, text = client.ticket._sequence.request.constraint, bytes(client.tokens).decode()
-        assert is_valid(PERSON, text) if constraint == JSON else re.fullmatch(constraint.text, text)
-
-
-@pytest.mark.full
-def test_the_schema_keeps_the_order_of_its_properties():
-    value = {"type": "object", "properties": {"z": {"type": "null"}, "a": {"type": "null"}}, "required": ["a", "z"]}
-    constraint = schema({**value, "additionalProperties": False})
-    client = Client(engine := shared_engine("bytes"), PROMPT, constraint=constraint, max_tokens=99)
-    assert texts(engine, "bytes", [client]) == ['{"z":null,"a":null}']
 
 
 @pytest.mark.long

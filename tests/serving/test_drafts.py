@@ -1,4 +1,4 @@
-"""Prompt look-up against a naive search, and the acceptance of drafts: walks, compaction and distributions."""
+"""Prompt look-up against a naive search, and the acceptance of drafts: walks and compaction."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flax_layers.sampling import Sampling, SamplingBatch, sample, scale_and_truncate
 from flax_layers.serving.device.options import MAX_DRAFTS
-from flax_layers.serving.device.speculation import DraftRows, accept, compact, sample_drafts
+from flax_layers.serving.device.speculation import DraftRows, accept, compact
 from flax_layers.serving.engine.drafts import DECAY, LONGEST_MATCH, MAX_MATCHES, Draft, PromptLookup
-from jflex.masks import tree_ancestors, tree_bits
+from jflex.masks import tree_bits
 from jflex.paged import PagedBatch, PagedCache
 from tests.support.rows import tiers
 
@@ -137,62 +136,6 @@ def test_the_walk_follows_what_is_sampled(columns):
         assert found.tokens[row, : len(path)].tolist() == sampled[row, path].tolist()
         assert found.last[row] == sampled[row, node]
     assert {1, 2, 3, 4} <= set(found.counts.tolist())
-
-
-@pytest.mark.full
-def test_a_tree_of_32_nodes():
-    chain = list(range(-1, 31))
-    drafted = np.arange(32, dtype=np.int32)[None]
-    for wrong in (0, 30, 31):
-        sampled = np.where(np.arange(32) == wrong, 99, np.arange(1, 33)).astype(np.int32)[None]
-        assert int(accept(nodes_of(chain, 32, 1), drafted, sampled).counts[0]) == wrong + 1
-
-
-def chi_square(counts: np.ndarray, probabilities: np.ndarray) -> float:
-    """Pearson's statistic over the possible outcomes, in standard deviations beyond its mean."""
-    expected, possible = counts.sum() * probabilities, probabilities > 0
-    assert counts[~possible].sum() == 0
-    freedom = possible.sum() - 1
-    statistic = ((counts - expected)[possible] ** 2 / expected[possible]).sum()
-    return (statistic - freedom) / np.sqrt(2 * freedom)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(
-    "sampling", [Sampling(1.0), Sampling(0.7, top_k=4), Sampling(1.3, top_p=0.8)], ids=["plain", "top_k", "top_p"]
-)
-def test_tokens_have_the_distribution_of_the_model(sampling):
-    """Of 20,000 seeds: the first token, and the next one after each accepted draft; as if there were no drafts."""
-    draws = 20_000
-    logits = np.random.default_rng(1).normal(size=(8, VOCABULARY)).astype(np.float32)
-    nodes = nodes_of(PARENTS, 8, draws)
-    every = SamplingBatch.from_requests([sampling] * 2)
-    column = lambda x: None if x is None else jnp.full(draws, x[0])
-    batch = SamplingBatch(*(column(getattr(every, name)) for name in ("temperature", "top_k", "top_p")))
-    batch = SamplingBatch(batch.temperature, batch.top_k, batch.top_p, jnp.arange(draws, dtype=jnp.uint32))
-
-    @jax.jit
-    def generate(batch):
-        first = sample(jnp.tile(logits[:1], (draws, 1)), batch, nodes.positions[:, 0])
-        after = sample_drafts(jnp.tile(logits[None, 1:], (draws, 1, 1)), batch, nodes.positions)
-        drafted = jnp.tile(jnp.array(TREE_TOKENS, jnp.int32)[None], (draws, 1))
-        return accept(nodes, drafted, jnp.concatenate([first[:, None], after], axis=1))
-
-    found = jax.tree.map(np.asarray, generate(batch))
-    one = SamplingBatch.from_requests([sampling] * 8)
-    exact = np.asarray(jax.nn.softmax(scale_and_truncate(jnp.asarray(logits), one)), np.float64)
-    exact /= exact.sum(axis=1, keepdims=True)
-    judged = 0
-    for node in range(8):
-        depth = int(tree_ancestors(PARENTS)[node].sum()) - 1
-        there = (found.counts > depth) & (found.path[:, depth] == node)
-        if there.sum() > 200:
-            judged += 1
-            counts = np.bincount(found.tokens[there, depth], minlength=VOCABULARY)
-            assert chi_square(counts, exact[node]) < 4
-    assert judged >= 4
-    wrong = np.roll(exact[0], 1)
-    assert chi_square(np.bincount(found.tokens[:, 0], minlength=VOCABULARY), np.where(wrong > 0, wrong, 1e-3)) > 4
 
 
 # --- compaction

@@ -109,12 +109,12 @@ def test_request_ids_and_the_access_log(engine, caplog):
     assert "secret-key" not in caplog.text
 
 
-@pytest.mark.full
-def test_a_fault_of_the_server_has_the_id_of_its_request(engine, monkeypatch):
-    monkeypatch.setattr("flax_layers.serving.api.http.ChoiceText.push", lambda *_: 1 / 0)
-    app = app_of(engine)
-    answer = ask(app, COMPLETIONS, GREEDY, headers={"x-request-id": "mine"})
+@pytest.mark.parametrize("place", ["Choices", "ChoiceText.push"])
+def test_a_fault_of_the_server_has_the_id_of_its_request(place, engine, monkeypatch):
+    monkeypatch.setattr(f"flax_layers.serving.api.http.{place}", lambda *_: 1 / 0)
+    answer = ask(app_of(engine), COMPLETIONS, GREEDY, headers={"x-request-id": "mine"})
     assert (answer.status_code, answer.headers.get("x-request-id")) == (500, "mine")
+    assert answer.json()["error"]["message"].startswith("The server failed")
 
 
 # --- connections of a real server

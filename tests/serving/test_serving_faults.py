@@ -55,15 +55,6 @@ def test_a_full_queue_and_a_closed_engine():
         assert "shutting down" in answer.json()["error"]["message"]
 
 
-def test_a_request_that_is_refused_in_part_does_not_run():
-    engine = Engine(model(), dataclasses.replace(SIZES, max_waiting=1))
-    engine.submit(Request((1,), max_tokens=1), lambda event: None)
-    assert ask(app_of(engine), COMPLETIONS, GREEDY | {"n": 5}).status_code == 429
-    engine.start()
-    engine.stop(grace=60)
-    assert engine.stats().generated_tokens <= 1
-
-
 def test_health(engine):
     assert ask(app_of(engine), "/health").json() == {"status": "running"}
     compiling = dataclasses.replace(SERVED, is_starting=lambda: True)
@@ -80,14 +71,6 @@ def test_a_failed_step(stream, engine, monkeypatch):
     assert (error["type"], error["code"]) == ("server_error", "server_error")
     assert "RuntimeError: injected" in error["message"]
     assert completion(engine)["usage"]["completion_tokens"] == 20
-
-
-def test_a_fault_of_the_server(engine, monkeypatch):
-    app = app_of(engine)
-    monkeypatch.setattr("flax_layers.serving.api.http.Choices", lambda *_: 1 / 0)
-    answer = ask(app, COMPLETIONS, GREEDY)
-    assert answer.status_code == 500
-    assert answer.json()["error"]["message"].startswith("The server failed")
 
 
 LONG = GREEDY | {"max_tokens": 900}

@@ -1,13 +1,20 @@
-"""Fields that the server does not support: refused by name, unless they change nothing."""
+"""Fields of a request: those that the server lacks are refused by name, and any JSON numbers harm no other request."""
 
 from __future__ import annotations
 
+import asyncio
+import functools
+import json
 import re
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from flax_layers.serving.api.bodies import FOREIGN, ChatBody, CompletionBody, StreamOptions, TokenizeBody
-from tests.support.served import COMPLETIONS, GREEDY, app_of, ask, completion
+from tests.support.served import COMPLETIONS, GREEDY, PROMPT, app_of, ask, client, completion
+
+pytestmark = pytest.mark.usefixtures("no_page_is_lost")
 
 LABELS = dict.fromkeys((
     "custom_labels", "include_obfuscation", "metadata", "parallel_tool_calls", "prompt_cache_key",
@@ -63,3 +70,82 @@ def test_options_of_streams(engine):
     error = stream(continuous_usage_stats=True).json()["error"]
     assert error["param"] == "stream_options.continuous_usage_stats"
     assert "can only be False. Got True. Set `stream_options.include_usage`" in error["message"]
+
+
+# --- numbers
+
+EDGES = [
+    "0", "-0.0", "1", "-1", "1.5", "2", "20", "21", "255", "256", "300", "1e-45", "1.2e-38", "1e-6", "3.4e38", "1e39",
+    "1e308", "1e999", "-1e999", "NaN", "2147483647", "2147483648", "-2147483649", "4294967296", "9223372036854775808",
+    "9" * 30, "9" * 400, "-" + "9" * 400, "9" * 5000, "true", "null", '"1"',
+]  # fmt: skip
+NUMBERS = st.sampled_from(EDGES) | st.sampled_from(EDGES) | st.integers().map(str) | st.floats().map(json.dumps)
+FEW = st.sampled_from([x for x in EDGES if x not in ("20", "21", "255", "256", "300")])  # what runs for long
+LISTS = st.lists(NUMBERS, max_size=3).map(lambda x: f"[{','.join(x)}]")
+BIASES = st.dictionaries(NUMBERS, NUMBERS, max_size=3).map(
+    lambda x: "{" + ",".join(f"{json.dumps(token)}:{bias}" for token, bias in x.items()) + "}"
+)
+FIELDS = {
+    **dict.fromkeys(
+        ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
+         "seed", "logprobs", "best_of", "length_penalty", "min_tokens", "priority", "truncate_prompt_tokens"),
+        NUMBERS,
+    ),
+    "max_tokens": FEW, "n": FEW, "stop_token_ids": LISTS, "prompt": LISTS, "logit_bias": BIASES,
+}  # fmt: skip
+
+
+@functools.lru_cache
+def alone(engine) -> list[dict]:
+    return completion(engine)["choices"]
+
+
+def check(engine, fields: dict[str, str]) -> int:
+    """The status of a request; its neighbour gets the text that it gets alone."""
+    fields = {"prompt": json.dumps(PROMPT), "max_tokens": "3"} | fields
+    body = "{" + ",".join(f'"{name}":{value}' for name, value in fields.items()) + "}"
+    expected, failures = alone(engine), engine.stats().failures
+
+    async def run():
+        async with client(app_of(engine)) as session:
+            neighbour = session.post(COMPLETIONS, json=GREEDY)
+            return await asyncio.gather(session.post(COMPLETIONS, content=body.encode()), neighbour)
+
+    answer, neighbour = asyncio.run(run())
+    assert answer.status_code in (200, 400), answer.text
+    assert answer.json()["choices"] if answer.status_code == 200 else answer.json()["error"]["message"]
+    assert neighbour.json()["choices"] == expected
+    assert engine.stats().failures == failures
+    return answer.status_code
+
+
+@pytest.mark.full
+@settings(max_examples=300)
+@given(fields=st.lists(st.one_of([st.tuples(st.just(name), x) for name, x in FIELDS.items()]), max_size=2))
+def test_any_numbers(fields, engine):
+    check(engine, dict(fields))
+
+
+@pytest.mark.parametrize(
+    ("fields", "status"),
+    [
+        ({"top_k": "2147483648"}, 200),
+        pytest.param({"top_k": "9" * 400}, 200, marks=pytest.mark.full),
+        pytest.param({"seed": "-" + "9" * 400}, 200, marks=pytest.mark.full),
+        ({"repetition_penalty": "1e-45"}, 400),
+        pytest.param({"repetition_penalty": "1e39"}, 400, marks=pytest.mark.full),
+        pytest.param({"temperature": "1e39"}, 400, marks=pytest.mark.full),
+        ({"logit_bias": '{"97":' + "9" * 400 + "}"}, 400),
+        pytest.param({"logit_bias": '{"97":true}'}, 400, marks=pytest.mark.full),
+        pytest.param({"logit_bias": '{"9999999999":1}'}, 400, marks=pytest.mark.full),
+        pytest.param({"logit_bias": '{"\\uff11":1}'}, 400, marks=pytest.mark.full),
+        ({"stop_token_ids": "[" + ",".join(["5"] * 513) + "]"}, 400),
+        ({"stop_token_ids": "[256]"}, 400),
+        pytest.param({"stop_token_ids": "[-1]"}, 400, marks=pytest.mark.full),
+        pytest.param({"max_tokens": "9" * 400}, 400, marks=pytest.mark.full),
+        pytest.param({"cache_salt": '"' + "x" * 257 + '"'}, 400, marks=pytest.mark.full),
+    ],
+    ids=lambda x: str(x)[:40],
+)
+def test_edges(fields, status, engine):
+    assert check(engine, fields) == status
