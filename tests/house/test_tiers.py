@@ -1,4 +1,4 @@
-"""Tiers of tests: the marks that choose them are few and documented; the tier of each row of a product."""
+"""Tiers of tests: the marks that choose them, the tier of each row of a product; and which tests share a worker."""
 
 import pathlib
 import re
@@ -7,6 +7,7 @@ import tomllib
 import pytest
 
 from tests.support.rows import tiers
+from tests.support.workers import group_of
 
 ROOT = pathlib.Path(__file__).parents[2]
 BACKENDS = ["xla", pytest.param("triton", marks=pytest.mark.gpu), "interpreted"]
@@ -55,3 +56,19 @@ def test_rows_for_a_gpu_stay():
 def test_a_description_of_no_row_is_refused():
     with pytest.raises(ValueError, match=r"test has no row \{'case': 'd'\}"):
         rows_of(default={"case": "d"})
+
+
+@pytest.mark.parametrize(
+    ("test", "group"),
+    [
+        ("tests/calls/test_forward.py::test_forward[xla-causal]", "causal"),
+        ("tests/calls/test_backward.py::test_backward[triton-interpret-causal]", "causal"),
+        ("tests/house/test_oracle.py::test_matches_oracle[causal]", "causal"),
+        ("tests/house/test_oracle.py::test_names", "tests/house/test_oracle.py::test_names"),
+        ("tests/masks/test_x.py::test_x[xla-16]", "tests/masks/test_x.py::test_x[xla-16]"),
+        ("tests/serving/test_engine.py::test_tokens[int8]", "tests/serving"),
+        ("tests/train/test_train.py::test_mesh[data=8]", "tests/train/test_train.py"),
+    ],
+)
+def test_group(test, group):
+    assert group_of(test) == group

@@ -122,14 +122,19 @@ def test_a_mesh_that_does_not_divide_heads():
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("sharded", [False, True])
-def test_memory_is_that_of_one_parameter_above_the_model(sharded, tmp_path, monkeypatch):
+@pytest.mark.parametrize("kind", ["plain", "sharded", "fp8"])
+def test_memory_is_that_of_one_parameter_above_the_model(kind, tmp_path, monkeypatch):
     monkeypatch.setattr(tensor_files, "CHUNK_BYTES", 1 << 16)
     save_pretrained(Decoder(BIG, rngs=nnx.Rngs(0)), tmp_path / "big")
-    mesh = jax.make_mesh((2, 2), ("fsdp", "model")) if sharded else None
-    jax.block_until_ready(jax.tree.leaves(nnx.state(from_pretrained(tmp_path / "big", mesh=mesh))))  # imports, compiles
+    folder = tmp_path / "big"
+    if kind == "fp8":
+        from tests.models.test_fp8_files import in_fp8  # which imports this module
+
+        folder = in_fp8(folder, tmp_path, (128, 128))
+    mesh = jax.make_mesh((2, 2), ("fsdp", "model")) if kind == "sharded" else None
+    jax.block_until_ready(jax.tree.leaves(nnx.state(from_pretrained(folder, mesh=mesh))))  # imports, compiles
     tracemalloc.start()
-    model = from_pretrained(tmp_path / "big", mesh=mesh)
+    model = from_pretrained(folder, mesh=mesh)
     kept, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     sizes = [value.nbytes for value in parameters(model).values()]

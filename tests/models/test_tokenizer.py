@@ -61,6 +61,9 @@ def test_named_templates_of_the_configuration(tmp_path):
         shutil.copy(FOLDER / name, tmp_path)
     path = tmp_path / "tokenizer_config.json"
     config = json.loads(path.read_text())
+    path.write_text(json.dumps({"chat_template": "\n{{"}))
+    with pytest.raises(ValueError, match=r"Line 2 of 'default' in .*tokenizer_config\.json: "):
+        Tokenizer(tmp_path).chat([])
     config["chat_template"] = [{"name": "default", "template": "A"}, {"name": "rag", "template": "B{{ documents }}"}]
     config["eos_token"] = {"content": "</s>", "lstrip": False}
     path.write_text(json.dumps(config))
@@ -90,11 +93,13 @@ def with_template(folder: pathlib.Path, source: str) -> Tokenizer:
         "{{ dict.__subclasses__() }}",
         "{% set it = namespace(__class__=1) %}",
         "{% set it = namespace() %}{% set it.__class__ = 1 %}",
+        "{{ '<' + messages[0].content }}",  # which is None
     ],
 )
 def test_a_template_cannot_reach_python(source, tmp_path):
-    with pytest.raises(ValueError, match=r"The chat template refuses `messages`: .*(unsafe|immutable|subclasses)"):
-        with_template(tmp_path, source).chat([])
+    message = r"The chat template refuses `messages`: .*(unsafe|immutable|subclasses|can only concatenate str)"
+    with pytest.raises(ValueError, match=message):
+        with_template(tmp_path, source).chat([{"role": "user", "content": None}])
 
 
 # What `transformers` 5.23 renders of them, for the messages of `EXPECTED["chat"]`.
@@ -149,18 +154,6 @@ def test_a_template_that_is_not_valid(source, message, tmp_path):
     assert tokenizer.encode("a").size
     with pytest.raises(ValueError, match=message):
         tokenizer.chat([])
-
-
-def test_a_template_that_is_not_valid_in_the_configuration(tmp_path):
-    shutil.copy(FOLDER / "tokenizer.json", tmp_path)
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": "\n{{"}))
-    with pytest.raises(ValueError, match=r"Line 2 of 'default' in .*tokenizer_config\.json: "):
-        Tokenizer(tmp_path).chat([])
-
-
-def test_messages_that_a_template_cannot_join(tmp_path):
-    with pytest.raises(ValueError, match=r"The chat template refuses `messages`: can only concatenate str"):
-        with_template(tmp_path, "{{ '<' + messages[0].content }}").chat([{"role": "user", "content": None}])
 
 
 def test_named_templates_in_files_of_their_own(tmp_path):

@@ -202,14 +202,14 @@ def test_random_cancellations_lose_no_page(engine):
         await asyncio.wait_for(task, 120)
 
     async def run() -> None:
-        await asyncio.gather(*(one() for _ in range(1000)))
+        await asyncio.gather(*(one() for _ in range(400)))
 
     asyncio.run(run())
     idle(engine)
     found = re.findall(r'^jflex_requests_total\{finish_reason="(.*)"\} (\S+)$', ask(app, "/metrics").text, re.MULTILINE)
     counts = {reason: float(count) for reason, count in found}
-    assert sum(counts.values()) >= 1000
-    assert min(counts["cancelled"], counts["length"] + counts["stop"]) > 100, counts
+    assert sum(counts.values()) >= 400
+    assert min(counts["cancelled"], counts["length"] + counts["stop"]) > 40, counts
 
 
 @pytest.mark.parametrize("grace", [0.0, 60.0])

@@ -120,7 +120,7 @@ def check(engine, fields: dict[str, str]) -> int:
 
 
 @pytest.mark.full
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(fields=st.lists(st.one_of([st.tuples(st.just(name), x) for name, x in FIELDS.items()]), max_size=2))
 def test_any_numbers(fields, engine):
     check(engine, dict(fields))
