@@ -20,60 +20,36 @@ PROMPT, STEPS, ROWS = 24, 32, 2
 MARGIN = 2e-3
 
 _SIZES = {
-    "vocab_size": 256,
-    "hidden_size": 48,
-    "intermediate_size": 80,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "attn_implementation": "eager",
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
+    "vocab_size": 256, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 6,
+    "num_key_value_heads": 2, "max_position_embeddings": 128, "attn_implementation": "eager", "bos_token_id": 1,
+    "eos_token_id": 2, "pad_token_id": 0,
+}  # fmt: skip
 _LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 10000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
+    "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
-}
+}  # fmt: skip
 _LONGROPE = {
-    "rope_type": "longrope",
-    "rope_theta": 10000.0,
-    "partial_rotary_factor": 0.75,
-    "original_max_position_embeddings": 16,
-    "short_factor": [1.0, 1.1, 1.2],
-    "long_factor": [1.0, 1.9, 3.7],
-}
+    "rope_type": "longrope", "rope_theta": 10000.0, "partial_rotary_factor": 0.75,
+    "original_max_position_embeddings": 16, "short_factor": [1.0, 1.1, 1.2], "long_factor": [1.0, 1.9, 3.7],
+}  # fmt: skip
 _YARN = {
-    "rope_type": "yarn",
-    "rope_theta": 10000.0,
-    "factor": 4.0,
-    "beta_fast": 2.0,
-    "beta_slow": 0.05,
-    "truncate": False,
+    "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "beta_fast": 2.0, "beta_slow": 0.05, "truncate": False,
     "original_max_position_embeddings": 16,
+}  # fmt: skip
+_LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
+_OF_KINDS = {
+    "full_attention": {"rope_type": "linear", "rope_theta": 1e5, "factor": 8.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
 }
 _DEEPSEEK_YARN = {**_YARN, "mscale": 1.0, "mscale_all_dim": 0.7, "beta_fast": 4.0, "truncate": True}
 _DEEPSEEK = {
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "kv_lora_rank": 32,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 12,
-    "v_head_dim": 10,
-    "first_k_dense_replace": 1,
-    "moe_intermediate_size": 16,
-    "n_routed_experts": 8,
-    "n_group": 4,
-    "topk_group": 2,
-    "num_experts_per_tok": 3,
-}
+    "num_attention_heads": 4, "num_key_value_heads": 4, "kv_lora_rank": 32, "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 12, "v_head_dim": 10, "first_k_dense_replace": 1, "moe_intermediate_size": 16,
+    "n_routed_experts": 8, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 3,
+}  # fmt: skip
 _SMALLER = {"vocab_size": 128, "num_hidden_layers": 2}
 _GEMMA = {"head_dim": 20, "query_pre_attn_scalar": 12, "sliding_window": 7, "tie_word_embeddings": True}
+_SLIDING, _FULL = "sliding_attention", "full_attention"
 
 # The length of the shorter prompts.
 SHORT_PROMPTS = {"phi3": 13}
@@ -82,100 +58,43 @@ SHORT_PROMPTS = {"phi3": 13}
 CASES = {
     "llama2": ("Llama", "float32", {"num_key_value_heads": 6, "num_hidden_layers": 2}),
     "llama3": ("Llama", "bfloat16", {"rope_parameters": _LLAMA3, "tie_word_embeddings": True, "head_dim": 10}),
-    "llama_linear": (
-        "Llama",
-        "float16",
-        {
-            "rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
-            "attention_bias": True,
-            "mlp_bias": True,
-        },
-    ),
+    "llama_linear": ("Llama", "float16", {"rope_parameters": _LINEAR, "attention_bias": True, "mlp_bias": True}),
     "mistral": ("Mistral", "bfloat16", {"sliding_window": 9, "head_dim": 14}),
-    "ministral": (
-        "Ministral",
-        "bfloat16",
-        {**_SMALLER, "sliding_window": 9, "head_dim": 14, "layer_types": ["full_attention", "sliding_attention"]},
-    ),
+    "ministral": ("Ministral", "bfloat16", {
+        **_SMALLER, "sliding_window": 9, "head_dim": 14, "layer_types": [_FULL, _SLIDING],
+    }),
     "qwen2": ("Qwen2", "bfloat16", {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1}),
     "qwen3": ("Qwen3", "bfloat16", {"head_dim": 18, "num_key_value_heads": 3}),
     "qwen3_yarn": ("Qwen3", "bfloat16", {"head_dim": 16, "num_hidden_layers": 2, "rope_parameters": _YARN}),
     "gemma2": ("Gemma2", "bfloat16", {**_GEMMA, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0}),
-    "gemma3": (
-        "Gemma3Text",
-        "bfloat16",
-        {
-            **_GEMMA,
-            "num_hidden_layers": 4,
-            "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
-            "rope_parameters": {
-                "full_attention": {"rope_type": "linear", "rope_theta": 1e5, "factor": 8.0},
-                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
-            },
-        },
-    ),
-    "phi3": (
-        "Phi3",
-        "bfloat16",
-        {"rope_parameters": _LONGROPE, "original_max_position_embeddings": 16, "sliding_window": 11},
-    ),
-    "deepseek_v2": (
-        "DeepseekV2",
-        "bfloat16",
-        {
-            **_DEEPSEEK,
-            "q_lora_rank": None,
-            "topk_method": "group_limited_greedy",
-            "routed_scaling_factor": 4.0,
-            "n_shared_experts": 2,
-        },
-    ),
-    "deepseek_v3": (
-        "DeepseekV3",
-        "bfloat16",
-        {
-            **_DEEPSEEK,
-            "q_lora_rank": 24,
-            "n_shared_experts": 1,
-            "rms_norm_eps": 1e-2,  # but for the latent vectors, whose norms have 1e-6
-            "rope_parameters": _DEEPSEEK_YARN,
-        },
-    ),
-    "mixtral": (
-        "Mixtral",
-        "bfloat16",
-        {**_SMALLER, "intermediate_size": 24, "num_local_experts": 4, "sliding_window": 11},
-    ),
-    "qwen3_moe": (
-        "Qwen3Moe",
-        "bfloat16",
-        {
-            **_SMALLER,
-            "num_hidden_layers": 3,
-            "head_dim": 10,
-            "intermediate_size": 32,
-            "mlp_only_layers": [1],
-            "moe_intermediate_size": 12,
-            "num_experts": 5,
-            "num_experts_per_tok": 3,
-            "norm_topk_prob": True,
-        },
-    ),
-    "gpt_oss": (
-        "GptOss",
-        "bfloat16",
-        {
-            **_SMALLER,
-            "head_dim": 10,
-            "intermediate_size": 24,
-            "num_local_experts": 4,
-            "num_experts_per_tok": 2,
-            "sliding_window": 7,
-            "swiglu_limit": 1.5,  # so that it bounds some
-            "rope_parameters": _YARN,
-        },
-    ),
-}
+    "gemma3": ("Gemma3Text", "bfloat16", {
+        **_GEMMA, "num_hidden_layers": 4, "layer_types": [_SLIDING, _SLIDING, _FULL, _SLIDING],
+        "rope_parameters": _OF_KINDS,
+    }),
+    "phi3": ("Phi3", "bfloat16", {
+        "rope_parameters": _LONGROPE, "original_max_position_embeddings": 16, "sliding_window": 11,
+    }),
+    "deepseek_v2": ("DeepseekV2", "bfloat16", {
+        **_DEEPSEEK, "q_lora_rank": None, "topk_method": "group_limited_greedy", "routed_scaling_factor": 4.0,
+        "n_shared_experts": 2,
+    }),
+    "deepseek_v3": ("DeepseekV3", "bfloat16", {
+        **_DEEPSEEK, "q_lora_rank": 24, "n_shared_experts": 1, "rope_parameters": _DEEPSEEK_YARN,
+        "rms_norm_eps": 1e-2,  # but for the latent vectors, whose norms have 1e-6
+    }),
+    "mixtral": ("Mixtral", "bfloat16", {
+        **_SMALLER, "intermediate_size": 24, "num_local_experts": 4, "sliding_window": 11,
+    }),
+    "qwen3_moe": ("Qwen3Moe", "bfloat16", {
+        **_SMALLER, "num_hidden_layers": 3, "head_dim": 10, "intermediate_size": 32, "mlp_only_layers": [1],
+        "moe_intermediate_size": 12, "num_experts": 5, "num_experts_per_tok": 3, "norm_topk_prob": True,
+    }),
+    "gpt_oss": ("GptOss", "bfloat16", {
+        **_SMALLER, "head_dim": 10, "intermediate_size": 24, "num_local_experts": 4, "num_experts_per_tok": 2,
+        "sliding_window": 7, "rope_parameters": _YARN,
+        "swiglu_limit": 1.5,  # so that it bounds some
+    }),
+}  # fmt: skip
 
 
 def make(name: str, folder: pathlib.Path) -> None:

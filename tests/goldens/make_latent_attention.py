@@ -15,15 +15,9 @@ from transformers import DeepseekV3Config
 from transformers.models.deepseek_v3 import modeling_deepseek_v3 as deepseek
 
 SIZES = {
-    "hidden_size": 48,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "kv_lora_rank": 32,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 12,
-    "v_head_dim": 10,
-    "attn_implementation": "eager",
-}
+    "hidden_size": 48, "num_attention_heads": 4, "num_key_value_heads": 4, "kv_lora_rank": 32, "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 12, "v_head_dim": 10, "attn_implementation": "eager",
+}  # fmt: skip
 YARN = {
     "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16,
     "beta_fast": 2.0, "beta_slow": 0.05, "mscale": 1.0, "mscale_all_dim": 1.0,

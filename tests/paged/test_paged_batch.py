@@ -1,4 +1,4 @@
-"""Batches over a paged cache: the slots of their tokens, and what is checked of them."""
+"""Batches over a paged cache: slots of their tokens, checks; dtypes, tiles and empty arrays of `paged_attention`."""
 
 import jax
 import jax.numpy as jnp
@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from jax.experimental import checkify
 
+import jflex
 from jflex.paged import (
     PagedBatch,
     check_batch,
@@ -15,6 +16,7 @@ from jflex.paged import (
     token_requests,
     token_slots,
 )
+from tests.cases.errors import paged
 from tests.paged.test_paged_cache import INT, SIZE, L, P, drawn
 
 
@@ -162,3 +164,37 @@ WRONG = [
 def test_wrong_calls(provoke, error, message):
     with pytest.raises(error, match=message):
         provoke()
+
+
+# --- dtypes, tiles and empty arrays
+
+INTERPRETED = {"implementation": "triton", "config": jflex.Config(interpret=True)}
+
+
+def test_float64_runs_on_xla_alone():
+    with jax.enable_x64(True):
+        arrays = paged.zeros(3, 4, 16, dtype=jnp.float64), paged.cache_of(dtype=jnp.float64)
+        with pytest.raises(jflex.UnsupportedError, match="compute in bfloat16, float16 or float32, not float64"):
+            paged.call(*arrays, **INTERPRETED)()
+        assert paged.call(*arrays)().dtype == jnp.float64
+
+
+def test_small_tiles_are_refused():
+    config = jflex.Config(interpret=True, decode=jflex.Tiles(16, 8))
+    with pytest.raises(jflex.UnsupportedError, match="tiles of at least 16, in powers of two; `config` sets 8"):
+        paged.call(implementation="triton", config=config)()
+
+
+@pytest.mark.parametrize("backend", [{"implementation": "xla"}, {"implementation": "reference"}, INTERPRETED], ids=str)
+def test_nothing_is_no_error(backend):
+    """No requests, no queries, no pages in the table; numpy arrays."""
+    nobody = PagedBatch(*(np.zeros(shape, np.int32) for shape in (1, 0, (0, 2))))
+    for q, batch in (
+        (paged.zeros(3, 4, 16), nobody),
+        (paged.zeros(0, 4, 16), paged.wrong(qo_indptr=INT([0, 0, 0]))),
+        (paged.zeros(3, 4, 16), paged.wrong(kv_lengths=INT([0, 0]), page_table=INT(np.zeros((2, 0))))),
+        (np.zeros((3, 4, 16), np.float32), nobody),
+    ):
+        out, lse = paged.call(q, batch=batch, mask_mod=paged.four_arguments, return_lse=True, **backend)()
+        np.testing.assert_array_equal(out, np.zeros(q.shape))
+        np.testing.assert_array_equal(lse, np.full(q.shape[:2], -np.inf))

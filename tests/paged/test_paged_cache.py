@@ -9,10 +9,8 @@ import pytest
 
 from jflex.paged import (
     PagedCache,
-    PagePool,
     copy_pages,
     copy_slots,
-    slots_of,
     write,
 )
 from tests.support import gpu_compile
@@ -105,13 +103,6 @@ def test_slots_given_twice_are_fine_where_no_token_lives():
         assert_holds(step(cache, k, v, INT([0, 0, -1, -1, 10**6, 10**6])), (cache.k, cache.v))
 
 
-def test_keys_and_values_sliced_from_one_projection():
-    fused = jnp.asarray(np.random.default_rng(2).normal(size=(3, HKV, D + DV)), F32)
-    cache, slots = drawn(), INT([5, -1, 22])
-    step = jax.jit(lambda cache, fused: write(cache, fused[..., :D], fused[..., D:], slots))
-    assert_holds(step(cache, fused), written(cache, fused[..., :D], fused[..., D:], slots))
-
-
 def test_copies_read_before_they_write():
     cache = drawn(L)
     new = copy_pages(cache, INT([1, 2, 5, 3]), INT([2, 1, -1, P]))
@@ -131,18 +122,6 @@ def test_copies_of_slots_read_before_they_write(layers):
     by_slot = lambda x: x.reshape(*x.shape[:-4], P * SIZE, *x.shape[-2:])
     for x, old in ((new.k, cache.k), (new.v, cache.v)):
         np.testing.assert_array_equal(by_slot(x), np.take(np.asarray(by_slot(old)), order, axis=-3))
-
-
-def test_a_fork_leaves_the_reader_what_it_reads():
-    pool, cache, (k, v) = PagePool(P, SIZE), drawn(L), tokens(1)
-    pages = pool.alloc(2)
-    pool.share(pages)
-    new = pool.fork(pages[1])
-    cache = copy_pages(cache, INT([pages[1]]), INT([new]))
-    forked = write(cache, k, v, slots_of(INT([pages[0], new]), INT([6]), SIZE), layer=1)
-    np.testing.assert_array_equal(forked.k[:, INT(pages)], drawn(L).k[:, INT(pages)])
-    np.testing.assert_array_equal(forked.k[1, new, :2], drawn(L).k[1, pages[1], :2])
-    np.testing.assert_array_equal(forked.k[1, new, 2], k[0])
 
 
 def by_layer(cache, k, v, slots):

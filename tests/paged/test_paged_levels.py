@@ -1,9 +1,10 @@
-"""Requests that begin with the same pages read them once: the same attention. `tests/serving` has the engine."""
+"""Levels over pages: requests that begin alike read shared pages once, and levels without a softmax add up."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ import pytest
 
 import jflex
 from jflex.paged import PagedBatch, PagedCache, token_positions, token_requests
-from tests.calls.test_cascade import BACKENDS, HKV, HQ, MODS, D, backends
+from tests.calls.test_cascade import BACKENDS, HKV, HQ, MODS, D, backends, causal
 from tests.support.rows import in_turns
 from tests.support.traces import Traced
 
@@ -112,3 +113,93 @@ def test_trees_are_refused():
     _, cache, batch = paged_case()
     with pytest.raises(ValueError, match="`batch` must have no `ancestors`: levels have no trees"):
         jflex.shared_prefix_levels(cache, dataclasses.replace(batch, ancestors=jnp.zeros((6, 3), jnp.int32)), 3, 8)
+
+
+# --- `normalize="none"`: levels add up; `paged_cases` has pages
+
+WEIGH = jflex.scores.sigmoid(-1.0)
+N, S = 6, 70
+
+
+def weighed():
+    keys = jax.random.split(jax.random.key(0), 3)
+    shapes = (N, HQ, D), (1, S, HKV, D), (1, S, HKV, D)
+    return [jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True)]
+
+
+@jax.jit
+def dense(q, key, value):
+    """The definition: rows are the last positions."""
+    out = jflex.flex_attention(
+        q[None], key, value, lambda s, b, h, q, k: WEIGH(s, b, h, q + S - N, k),
+        mask_mod=lambda b, h, q, k: q + S - N >= k, normalize="none", implementation="reference",
+    )  # fmt: skip
+    return out[0]
+
+
+def level(key, value, start, end):
+    return jflex.CascadeLevel.dense(key[:, start:end], value[:, start:end], qo_indptr=jnp.array([0, N]), start=start)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("implementation", "ends"), [("reference", (0, S)), ("xla", (0, 33, 33, S)), ("triton", (0, 10, 64, S))]
+)
+def test_levels_add_up(implementation, ends):
+    q, key, value = weighed()
+    levels = [level(key, value, *pair) for pair in itertools.pairwise(ends)]
+    attend = jax.jit(lambda q, levels: jflex.cascade_attention(
+        q, levels, positions=jnp.arange(S - N, S, dtype=jnp.int32), score_mod=WEIGH, mask_mod=causal,
+        normalize="none", implementation=implementation, config=jflex.Config(interpret=True),
+    ))  # fmt: skip
+    np.testing.assert_allclose(attend(q, levels), dense(q, key, value), rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.full
+def test_no_levels_give_zeros():
+    assert not jflex.cascade_attention(weighed()[0], [], normalize="none").any()
+
+
+def of_pages(**options):
+    q, key, value = weighed()
+    cache = PagedCache.create(8, 16, HKV, D, dtype=jnp.float32)
+    table = jnp.array([[3, 5, 1, 7, 2]])
+    slots = jflex.paged.slots_of(table[0], jnp.arange(S, dtype=jnp.int32), 16)
+    cache = jflex.paged.write(cache, key[0], value[0], slots)
+    batch = PagedBatch(jnp.array([0, N]), jnp.array([S]), table)
+    return jflex.paged_attention(q, cache, batch, score_mod=WEIGH, mask_mod=causal, **options)
+
+
+@pytest.mark.full
+def test_an_output_mod_gets_no_lse():
+    def halved(out, lse, b, h, q_idx):
+        assert lse is None
+        return out * 0.5
+
+    options = {"normalize": "none", "implementation": "xla"}
+    plain, modified = (
+        jax.jit(lambda more=more: of_pages(**options, **more))() for more in ({}, {"output_mod": halved})
+    )
+    np.testing.assert_allclose(modified, 0.5 * plain, rtol=1e-6)
+    np.testing.assert_allclose(plain, dense(*weighed()), rtol=2e-5, atol=2e-5)
+
+
+cascade = functools.partial(jflex.cascade_attention, weighed()[0], [])
+
+
+@pytest.mark.parametrize("call", [of_pages, cascade])
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"normalize": "sum"}, r"`normalize` must be 'softmax' or 'none'. Got 'sum'"),
+        ({"normalize": "none", "return_lse": True}, r"`return_lse` must be False with `normalize='none'`"),
+        ({"normalize": "none", "sinks": jnp.zeros(HQ)}, r"`sinks` enter the denominator of a softmax"),
+        (
+            {"normalize": "none", "output_mod": lambda out, lse, b, h, q_idx: out * lse},
+            r"(`output_mod` uses the lse|`positions` must be passed)",
+        ),
+    ],
+)
+def test_wrong_calls(call, options, message):
+    with pytest.raises(ValueError, match=message):
+        call(**options)
