@@ -35,10 +35,6 @@ def compiled(function: Callable[..., Any], *args: Any, **options: Any) -> jax.st
     return jax.jit(function, **options).lower(*args).compile()
 
 
-def cache_of(dtype: str, layers: int | None = None) -> paged.PagedCache:
-    return paged.PagedCache.create(P, PAGE, H, D, dtype=dtype, layers=layers)
-
-
 def check(program: jax.stages.Compiled, cache: Any, *, aliased: bool) -> None:
     """Fails if a program takes more than 5% of a cache, or makes another one."""
     size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache))
@@ -46,27 +42,6 @@ def check(program: jax.stages.Compiled, cache: Any, *, aliased: bool) -> None:
     assert memory is not None
     assert memory.temp_size_in_bytes < 0.05 * size
     assert not aliased or memory.alias_size_in_bytes >= size
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("layers", [None, 3])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_write_and_copy_in_place(dtype, layers):
-    cache, tokens, slots = cache_of(dtype, layers), jnp.ones((R, H, D), dtype), jnp.asarray(SLOTS)
-    write = lambda c, k, v, s, n: paged.write(c, k, v, s, layer=None if layers is None else n)
-    check(compiled(write, cache, tokens, tokens, slots, jnp.int32(1), donate_argnums=0), cache, aliased=True)
-    pages = jnp.array([1, 2, 3], jnp.int32), jnp.array([7, -1, 2], jnp.int32)
-    check(compiled(paged.copy_pages, cache, *pages, donate_argnums=0), cache, aliased=True)
-    slots = jnp.array([20, 21, 700], jnp.int32), jnp.array([19, -1, 600], jnp.int32)
-    check(compiled(paged.copy_slots, cache, *slots, donate_argnums=0), cache, aliased=True)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_append_in_place(dtype):
-    cache = DenseCache.create(2, P * PAGE, num_kv_heads=H, head_dim=D, dtype=dtype)
-    tokens = jnp.ones((2, 1, H, D), dtype)
-    check(compiled(DenseCache.append, cache, tokens, tokens, donate_argnums=0), (cache.k, cache.v), aliased=True)
 
 
 def page_write(pages: int, dtype: str, layers: int | None = None) -> tuple[Callable[..., Any], Any, Any]:
@@ -136,7 +111,7 @@ def test_a_larger_cache_takes_no_more_memory_to_write(name, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_paged_decoding(dtype):
-    cache, query = cache_of(dtype), jnp.ones((R, 4, D), dtype)
+    cache, query = paged.PagedCache.create(P, PAGE, H, D, dtype=dtype), jnp.ones((R, 4, D), dtype)
     table = jnp.asarray(np.random.default_rng(0).permutation(P - 1)[: R * 64].reshape(R, 64) + 1, jnp.int32)
     batch = paged.PagedBatch(jnp.arange(R + 1, dtype=jnp.int32), jnp.full(R, 100, jnp.int32), table)
     attend = lambda q, c, b: jflex.paged_attention(q, c, b, implementation="xla")
@@ -163,8 +138,8 @@ def test_training_takes_the_same_with_either_type_of_16_bits():
     assert memory("bfloat16") < 1.05 * memory("float16")
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_rows_are_set(dtype):
+def test_rows_are_set():
+    dtype = jnp.bfloat16
     rng = np.random.default_rng(1)
     x, rows = rng.normal(size=(2, 5, 3)).astype(dtype), rng.normal(size=(4, 3)).astype(dtype)
     index = np.array([1, 0, 2, -1], np.int32), np.array([4, 0, 1, 2], np.int32)
@@ -198,9 +173,8 @@ def test_any_bits_are_set(shape, axes, dtype):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("length", [5, 8192])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_gradients_and_vmap_of_a_write(dtype, length):
+@pytest.mark.parametrize(("length", "dtype"), [(5, "float32"), (8192, "float32"), (8192, "bfloat16")])
+def test_gradients_and_vmap_of_a_write(length, dtype):
     x, rows = jnp.ones((2, length, 3), dtype), jnp.ones((2, 2, 3), dtype)
     index = jnp.array([[4, -1], [0, 2]], jnp.int32)
     weights = jnp.arange(x.size, dtype=jnp.float32).reshape(x.shape) % 128

@@ -51,7 +51,7 @@ def attend(case, seed=0, fill=lambda cache, table: cache):
         with emulated():
             return contiguous(case, f"{BACKEND}-emulated")
     x, (cache, table) = paged_evaluation.draw(case), paged_evaluation.placed(case, seed)
-    layer = None if case.layers is None else jnp.int32(paged_evaluation.LAYER)
+    layer = paged_evaluation.layer_of(case)
     captured, batch = jax.tree.map(jnp.asarray, x.captured), paged_evaluation.batch_of(case, table)
     arrays = jnp.asarray(x.query), fill(cache, table), batch, captured
     with emulated():

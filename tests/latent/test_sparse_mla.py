@@ -51,7 +51,7 @@ def sparse(case, indices, backend, filled=lambda table: table, **options):
         "mask_mod": None if case.mask is None else case.mask.jax(captured[1]),
     }
     attend = functools.partial(jflex.sparse_mla_attention, scale=case.scale, return_lse=True, **mods)
-    layer = None if case.layers is None else jnp.int32(paged_evaluation.LAYER)
+    layer = paged_evaluation.layer_of(case)
     arrays = jnp.asarray(x.query), cache, paged_evaluation.batch_of(case, table), INT(indices)
     return jax.jit(functools.partial(attend, layer=layer, **options_of(backend), **options))(*arrays)
 

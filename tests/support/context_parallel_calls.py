@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import jflex
 from jflex import context_parallel
-from tests.support import dropout_bits
+from tests.support import evaluation
 
 NEEDS_EIGHT_DEVICES = pytest.mark.skipif(
     jax.device_count() < 8, reason="needs eight devices; tests/conftest.py simulates them"
@@ -63,32 +63,17 @@ def collectives(compiled):
 
 def attend_by(case, axes, order, strategy, implementation="xla", interpret=True):
     """A function for `evaluation.everything_by`: queries, keys and values are in their natural order."""
-    bnth = case.layout == "BNTH"
-    length = 2 if bnth else 1
-    named = {name: axis for name, axis in (("batch_axes", "data"), ("head_axes", "model")) if axis in axes}
+    axis_names = {name: axis for name, axis in (("batch_axes", "data"), ("head_axes", "model")) if axis in axes}
+    options = {"mesh": mesh_of(**axes), "strategy": strategy, "order": order, **axis_names}
+    function = functools.partial(jflex.context_parallel_attention, **options)
+    backend = f"{implementation}-interpret" if implementation == "triton" and interpret else implementation
 
     def attend(drawn, blocks, query, key, value, floats):
-        arrays = (query, key, value)
-        arrays = [x.swapaxes(1, 2) if bnth else x for x in arrays]
-        arrays = arrays if order is None else [context_parallel.reorder(x, order, length) for x in arrays]
-        found = {**drawn.score, **floats}
-        softmax = case.normalize == "softmax"
-        results = jflex.context_parallel_attention(
-            *arrays,
-            None if case.score is None else case.score.jax(found),
-            blocks,
-            mask_mod=None if case.mask is None or blocks is not None else case.mask.jax(drawn.mask),
-            mesh=mesh_of(**axes), strategy=strategy, order=order, normalize=case.normalize,
-            sinks=found.get("sinks"), scale=case.scale, layout=case.layout, return_lse=softmax,
-            dropout_rate=case.dropout_rate,
-            dropout_key=jax.random.key(dropout_bits.KEY[1]) if case.dropout_rate else None,
-            implementation=implementation,
-            config=jflex.Config(interpret=True) if implementation == "triton" and interpret else None, **named,
-        )  # fmt: skip
-        out, lse = results if softmax else (results, jnp.zeros((query.shape[0], query.shape[2], query.shape[1]), F32))
-        if order is not None:
-            out = context_parallel.restore(out, order, length)
-            lse = context_parallel.restore(lse, order, 2) if softmax else lse
-        return out.swapaxes(1, 2) if bnth else out, lse
+        arrays = query, key, value
+        arrays = arrays if order is None else [context_parallel.reorder(x, order, 1) for x in arrays]
+        results = evaluation.call(case, backend, *arrays, {**drawn.score, **floats}, drawn.mask, blocks, function)
+        if order is None:
+            return results
+        return tuple(context_parallel.restore(x, order, axis) for x, axis in zip(results, (1, 2), strict=True))
 
     return attend

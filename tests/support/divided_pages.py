@@ -49,15 +49,7 @@ def in_turn(case, n):
 
 def options_of(case, backend, stats=()):
     captured = jax.tree.map(jnp.asarray, paged_evaluation.draw(case).captured)
-    pairs = zip(("score_mod", "mask_mod", "key_mod", "value_mod"), (case.score, case.mask, case.key, case.value),
-                captured, strict=True)  # fmt: skip
-    return {
-        **{name: None if pair is None else pair.jax(c) for name, pair, c in pairs},
-        "scale": case.scale, "normalize": case.normalize, "dropout_rate": case.dropout, "return_stats": stats,
-        "dropout_key": jax.random.key(paged_evaluation.dropout_bits.KEY[1]) if case.dropout else None,
-        "layer": None if case.layers is None else jnp.int32(paged_evaluation.LAYER),
-        **paged_evaluation.options_of(backend),
-    }  # fmt: skip
+    return paged_evaluation.arguments_of(case, backend, captured, paged_evaluation.layer_of(case), stats)
 
 
 def check_in_turn(case, axes, backend):

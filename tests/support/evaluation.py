@@ -80,11 +80,13 @@ def _with_cotangents(case: Case, drawn: Drawn, stats: tuple[str, ...]) -> Drawn:
 # --- by a backend
 
 
-def call(case: Case, backend: str, query, key, value, score_captures, mask_captures, blocks) -> tuple[Any, Any]:
-    """Calls `flex_attention` with arrays BTNH; returns the output BTNH and the lse."""
+def call(
+    case: Case, backend: str, query, key, value, score_captures, mask_captures, blocks, function=jflex.flex_attention
+) -> tuple[Any, Any]:
+    """Calls `flex_attention`, or another function, with arrays BTNH; returns the output BTNH and the lse."""
     turn = (lambda x: x) if case.layout == "BTNH" else lambda x: x.swapaxes(1, 2)
     returned = {"return_lse": case.normalize == "softmax"}
-    result = call_for(case, backend, (query, key, value), score_captures, mask_captures, blocks, returned)
+    result = call_for(case, backend, (query, key, value), score_captures, mask_captures, blocks, returned, function)
     shape = case.sizes.B, case.sizes.Hq, case.sizes.T
     out, lse = result if case.normalize == "softmax" else (result, jnp.zeros(shape, jnp.float32))
     return turn(out), lse

@@ -165,44 +165,40 @@ def options_of(backend: str) -> dict[str, Any]:
     return {"implementation": implementation, "config": jflex.Config(interpret=True) if interpret else None}
 
 
-def call(case: PagedCase, backend: str, query, cache, batch, captured, layer=None, stats=()) -> tuple[jax.Array, Any]:
-    """Calls `paged_attention` for out and lse, or out and statistics; `captured` is what the mods capture.
-
-    A case with rotated keys calls `mla_attention`.
-    """
-    has_lse = case.normalize == "softmax" and not stats
-    mods = {
-        "score_mod": None if case.score is None else case.score.jax(captured[0]),
-        "mask_mod": None if case.mask is None else case.mask.jax(captured[1]),
-    }
-    if case.rope is not None:
-        of_latents = functools.partial(jflex.mla_attention, **mods, scale=case.scale, layer=layer, return_lse=True)
-        return of_latents(query, cache, batch, **options_of(backend))
-    result = jflex.paged_attention(
-        query,
-        cache,
-        batch,
-        **mods,
-        key_mod=None if case.key is None else case.key.jax(captured[2]),
-        value_mod=None if case.value is None else case.value.jax(captured[3]),
-        scale=case.scale,
-        layer=layer,
-        normalize=case.normalize,
-        return_lse=has_lse,
-        return_stats=stats,
-        dropout_rate=case.dropout,
-        dropout_key=jax.random.key(dropout_bits.KEY[1]) if case.dropout else None,
+def arguments_of(case: PagedCase, backend: str, captured, layer=None, stats: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Keyword arguments of `paged_attention`; `captured` is what the mods capture."""
+    pairs = zip(("score", "mask", "key", "value"), (case.score, case.mask, case.key, case.value), captured, strict=True)
+    return {
+        **{f"{role}_mod": None if pair is None else pair.jax(c) for role, pair, c in pairs},
+        "scale": case.scale, "layer": layer, "normalize": case.normalize, "return_stats": stats,
+        "dropout_rate": case.dropout,
+        "dropout_key": jax.random.key(dropout_bits.KEY[1]) if case.dropout else None,
         **options_of(backend),
-    )
+    }  # fmt: skip
+
+
+def call(case: PagedCase, backend: str, query, cache, batch, captured, layer=None, stats=()) -> tuple[jax.Array, Any]:
+    """Calls `paged_attention` for out and lse, or out and statistics; `mla_attention` for a case with rotated keys."""
+    arguments = arguments_of(case, backend, captured, layer, stats)
+    if case.rope is not None:
+        names = "score_mod", "mask_mod", "scale", "layer", "implementation", "config"
+        arguments = {name: arguments[name] for name in names}
+        return jflex.mla_attention(query, cache, batch, **arguments, return_lse=True)
+    has_lse = case.normalize == "softmax" and not stats
+    result = jflex.paged_attention(query, cache, batch, **arguments, return_lse=has_lse)
     return result if has_lse or stats else (result, jnp.zeros(result.shape[:2], jnp.float32))
+
+
+def layer_of(case: PagedCase) -> Any:
+    """The layer of a stacked cache, or None."""
+    return None if case.layers is None else jnp.int32(LAYER)
 
 
 def run(case: PagedCase, backend: str, seed: int = 0, stats: tuple[str, ...] = ()) -> tuple[jax.Array, Any]:
     """Out and lse, or statistics, by a backend, with pages drawn from `seed`."""
     x, (cache, table) = draw(case), placed(case, seed)
-    layer = None if case.layers is None else jnp.int32(LAYER)
     captured = jax.tree.map(jnp.asarray, x.captured)
-    return program(case, backend, stats)(jnp.asarray(x.query), cache, batch_of(case, table), captured, layer)
+    return program(case, backend, stats)(jnp.asarray(x.query), cache, batch_of(case, table), captured, layer_of(case))
 
 
 @functools.cache
