@@ -14,7 +14,7 @@ from jflex.latent import indexer
 from jflex.latent.indexer_kernels import site_of_kernel
 from pallas_kernels.triton.indexer import select
 from tests.support import evaluation
-from tests.support.rows import tiers
+from tests.support.rows import in_turns, tiers
 
 INTERPRETED = {"implementation": "triton", "config": jflex.Config(interpret=True)}
 HOW = {"xla": {"implementation": "xla"}, "triton-interpret": INTERPRETED, "triton": {"implementation": "triton"}}
@@ -85,7 +85,7 @@ def test_heads_that_do_not_exist_meet_no_infinite_key(backend):
 
 @pytest.mark.full
 @KERNELS
-@pytest.mark.parametrize("mapped", [(0, 0, 0), (0, None, 0), (None, 0, None)])
+@pytest.mark.parametrize("mapped", [(0, None, 0), (None, 0, None)])
 def test_vmap_of_scores_and_gradients(backend, mapped):
     (query, key, weights), _ = drawn(2, 3, 16, 40, batch=(3,))
     arrays = [x if axis == 0 else x[0] for x, axis in zip((query, key, weights), mapped, strict=True)]
@@ -317,6 +317,7 @@ def test_without_a_name_the_kernel_runs_where_it_can_and_nothing_may_be_divided(
 
 
 @pytest.mark.full
+@in_turns
 @pytest.mark.parametrize("backend", ["xla", "triton-interpret"])
 @pytest.mark.parametrize("axis_type", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit])
 def test_queries_that_are_divided_among_devices(axis_type, backend):

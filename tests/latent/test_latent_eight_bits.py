@@ -52,7 +52,18 @@ def settings():
         yield
 
 
-@tiers(default={"backend": "xla", "case": "tiles_mixed"}, in_turns=True)
+@tiers(
+    default={"backend": "xla", "case": "tiles_mixed"},
+    full=[
+        {"backend": "xla", "case": ["tiles_divided", "tiles_of_deepseek_bfloat16"]},
+        {"backend": "reference", "case": "tiles_of_three_in_layers_bfloat16"},
+        {"backend": "triton-interpret", "case": [
+            "tiles_decode", "tiles_softcap_bfloat16", "tiles_divided_bfloat16", "tiles_of_three_in_layers",
+            "tiles_of_one",
+        ]},
+    ],
+    rest="gpu",
+)  # fmt: skip
 @pytest.mark.parametrize("case", [*CASES, *IN_BFLOAT16], ids=str)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_against_float64(case, backend):
@@ -61,14 +72,14 @@ def test_against_float64(case, backend):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("backend", BACKENDS[1:])
+@pytest.mark.parametrize("backend", BACKENDS[2:])
 def test_where_pages_lie_changes_no_bit(backend):
-    for x, y in zip(run(CASES[1], backend, 0), run(CASES[1], backend, 1), strict=True):
+    for x, y in zip(run(CASES[0], backend, 0), run(CASES[0], backend, 1), strict=True):
         np.testing.assert_array_equal(x, y)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("backend", BACKENDS[1:])
+@pytest.mark.parametrize("backend", BACKENDS[2:])
 def test_selected_keys(backend):
     """Of `sparse_mla_attention`: all of them, in another order."""
     case = CASES[4]
@@ -223,11 +234,10 @@ def layer(dtype=jnp.float32):
 
 @pytest.mark.full
 def test_a_layer_reads_eight_bits():
-    inputs = jax.random.normal(jax.random.key(0), (40, 64))
+    inputs, wide = jax.random.normal(jax.random.key(0), (40, 64)), layer()
     batch = PagedBatch(INT([0, 40]), INT([40]), INT([[1, 2, 3]]))
-    right, found = (
-        layer().decode_paged(inputs, layer().init_paged_cache(5, 16, dtype=name), batch)[0] for name in (None, E4M3)
-    )
+    step = nnx.jit(lambda layer, cache: layer.decode_paged(inputs, cache, batch)[0])
+    right, found = (step(wide, wide.init_paged_cache(5, 16, dtype=name)) for name in (None, E4M3))
     assert 20 < ratio(right, found) < 40
 
 

@@ -12,7 +12,6 @@ from jflex.latent import sparse as sparse_call
 from tests.cases import mask_pairs, paged_cases
 from tests.cases.paged_cases import latent_case, slopes
 from tests.support import evaluation, paged_evaluation
-from tests.support.paged_evaluation import options_of
 from tests.support.rows import in_turns, tiers
 
 GPU = pytest.param("triton", marks=pytest.mark.gpu)
@@ -41,19 +40,26 @@ def owners(case):
     return np.repeat([*range(case.R), -1], [*case.queries, case.padding])
 
 
-def sparse(case, indices, backend, filled=lambda table: table, **options):
+@functools.cache
+def program(case, backend, copied_heads):
+    """The compiled call; where rows are read is decided while it is traced."""
+    del copied_heads
+
+    def attend(query, cache, batch, indices, captured, sinks):
+        names = "score_mod", "mask_mod", "scale", "layer", "implementation", "config"
+        arguments = paged_evaluation.arguments_of(case, backend, captured, paged_evaluation.layer_of(case))
+        arguments = {name: arguments[name] for name in names}
+        return jflex.sparse_mla_attention(query, cache, batch, indices, sinks=sinks, return_lse=True, **arguments)
+
+    return jax.jit(attend)
+
+
+def sparse(case, indices, backend, filled=lambda table: table, sinks=None):
     """Out and lse of the queries of a case over selected keys, with pages at random and NaN in all that is unused."""
     x, (cache, table) = paged_evaluation.draw(case), paged_evaluation.placed(case)
-    table = filled(table)
-    captured = [jax.tree.map(jnp.asarray, c) for c in x.captured]
-    mods = {
-        "score_mod": None if case.score is None else case.score.jax(captured[0]),
-        "mask_mod": None if case.mask is None else case.mask.jax(captured[1]),
-    }
-    attend = functools.partial(jflex.sparse_mla_attention, scale=case.scale, return_lse=True, **mods)
-    layer = paged_evaluation.layer_of(case)
-    arrays = jnp.asarray(x.query), cache, paged_evaluation.batch_of(case, table), INT(indices)
-    return jax.jit(functools.partial(attend, layer=layer, **options_of(backend), **options))(*arrays)
+    batch, captured = paged_evaluation.batch_of(case, filled(table)), jax.tree.map(jnp.asarray, x.captured)
+    call = program(case, backend, sparse_call.COPIED_HEADS)
+    return call(jnp.asarray(x.query), cache, batch, INT(indices), captured, sinks)
 
 
 def right(case, indices):
@@ -200,7 +206,7 @@ def test_all_keys_equal_dense_attention(backend):
 @backends
 def test_positions_out_of_range_are_dropped_and_never_read(backend):
     """They lie on pages of other requests, in unused slots that hold NaN, or nowhere."""
-    indices, owner = drawn(CASE, 16), owners(CASE)
+    indices, owner = drawn(CASE, 21), owners(CASE)
     wrong = indices.copy()
     for n, (row, r) in enumerate(zip(wrong, owner, strict=True)):
         length = CASE.lengths[r] if r >= 0 else 0
@@ -221,7 +227,7 @@ def test_keys_of_another_sequence_are_dropped(backend):
             table[r, own:] = np.resize(table[(r + 1) % CASE.R, : needed[(r + 1) % CASE.R]], table.shape[1] - own)
         return table
 
-    indices, owner, columns = drawn(CASE, 16), owners(CASE), paged_evaluation.placed(CASE)[1].shape[1]
+    indices, owner, columns = drawn(CASE, 21), owners(CASE), paged_evaluation.placed(CASE)[1].shape[1]
     foreign = indices.copy()
     for n, (row, r) in enumerate(zip(foreign, owner, strict=True)):
         if r >= 0:
@@ -237,7 +243,7 @@ def test_keys_of_another_sequence_are_dropped(backend):
 @pytest.mark.usefixtures("where")
 @backends
 def test_no_keys(backend):
-    for indices in (np.full((CASE.N, 5), -1), np.zeros((CASE.N, 0), np.int32)):
+    for indices in (np.full((CASE.N, 21), -1), np.zeros((CASE.N, 0), np.int32)):
         out, lse = sparse(CASE, indices, backend)
         np.testing.assert_array_equal(out, 0)
         np.testing.assert_array_equal(lse, -np.inf)
@@ -255,7 +261,7 @@ def test_a_position_counts_as_often_as_it_is_selected(backend):
 @pytest.mark.full
 @backends
 def test_sinks(backend):
-    sinks, indices = jnp.linspace(-1.0, 1.0, CASE.Hq), drawn(CASE, 9)
+    sinks, indices = jnp.linspace(-1.0, 1.0, CASE.Hq), drawn(CASE, 21)
     found = sparse(CASE, indices, backend, sinks=sinks)
     state = jflex.with_sinks(jflex.AttentionState(*map(jnp.float32, right(CASE, indices))), sinks)
     check(found, state[:2] if isinstance(state, tuple) else (state.out, state.lse))
@@ -273,7 +279,7 @@ def test_gradients_through_the_selected_keys():
         out = jflex.sparse_mla_attention(q, cache, batch, indices, scale=0.2, implementation="reference")
         return (out**2).sum()
 
-    d_q, d_cache = jax.grad(loss, argnums=(0, 1))(jnp.asarray(x.query), cache)
+    d_q, d_cache = jax.jit(jax.grad(loss, argnums=(0, 1)))(jnp.asarray(x.query), cache)
     assert (np.abs(d_q).max(axis=(1, 2)) > 0).all()
     slots = jflex.paged.slots_of(batch.page_table[0], INT([0, 2, 5, 7, 19]), case.page_size)
     touched = np.flatnonzero(np.abs(np.asarray(d_cache.rows)).sum(axis=(2, 3)).reshape(-1))
