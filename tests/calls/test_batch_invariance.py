@@ -62,6 +62,15 @@ def lengths_of(backend):
     return (1200, 40, 5000) if backend in ("triton", "official_triton") else (150, 40, 290)
 
 
+def check_in_batches(run, one, *batches):
+    """Compares the bits of a row alone with those in each batch that has it; `run` gets rows and a number."""
+    [alone] = run([one], 0)
+    for number, rows in enumerate(batches):
+        for row, found in zip(rows, run(rows, number + 1), strict=True):
+            if row is one:
+                same_bits(found, alone)
+
+
 # --- pages
 
 
@@ -72,11 +81,8 @@ def lengths_of(backend):
 def test_a_request_has_the_same_bits_in_every_batch_of_pages(backend, mods):
     drawn, how = requests(lengths := lengths_of(backend)), how_of(backend, mods)
     [short, one, long] = (Row(r, lengths[r]) for r in (1, 0, 2))
-    [alone] = serve(drawn, [one], how)
-    for number, rows in enumerate(([one, short], [long, one], [short, long, long, one, one, short, short])):
-        for row, found in zip(rows, serve(drawn, rows, how, seed=number + 1, spare=7 * number), strict=True):
-            if row is one:
-                same_bits(found, alone)
+    run = lambda rows, number: serve(drawn, rows, how, seed=number, spare=7 * number)
+    check_in_batches(run, one, [one, short], [long, one], [short, long, long, one, one, short, short])
 
 
 @tiers(default={"mods": "alibi", "backend": "xla"}, in_turns=True)
@@ -144,11 +150,8 @@ def test_a_request_has_the_same_bits_in_every_cascade(backend, mods):
     """However many share the prefix."""
     drawn, how = requests(lengths := lengths_of(backend)), how_of(backend, mods)
     prefix, one = lengths[0] - 40, Row(2, lengths[2])
-    [alone] = cascade(drawn, prefix, [one], how)
-    for rows in ([Row(0, lengths[0]), one], [one, Row(0, lengths[0], 30), *[Row(2, lengths[2] - 9)] * 9, one]):
-        for row, found in zip(rows, cascade(drawn, prefix, rows, how), strict=True):
-            if row is one:
-                same_bits(found, alone)
+    many = [one, Row(0, lengths[0], 30), *[Row(2, lengths[2] - 9)] * 9, one]
+    check_in_batches(lambda rows, _: cascade(drawn, prefix, rows, how), one, [Row(0, lengths[0]), one], many)
 
 
 @pytest.mark.full
@@ -198,11 +201,8 @@ def test_latent_attention_has_the_same_bits_in_every_batch(backend):
 def test_decoding_has_the_same_bits_in_every_batch(backend, queries):
     drawn, how = requests(lengths := lengths_of(backend)), dense_how(backend, "alibi", decodes=True)
     one, others = Row(0, lengths[0], queries), [Row(1, 40, queries), Row(2, lengths[2], queries)]
-    [alone] = dense(drawn, [one], how)
-    for rows in ([one, *others], [others[1], *[others[0]] * 7, one]):
-        for row, found in zip(rows, dense(drawn, rows, how, capacity=lengths[2] + 70), strict=True):
-            if row is one:
-                same_bits(found, alone)
+    run = lambda rows, number: dense(drawn, rows, how, capacity=lengths[2] + 70 if number else 0)
+    check_in_batches(run, one, [one, *others], [others[1], *[others[0]] * 7, one])
 
 
 @pytest.mark.full
@@ -243,11 +243,7 @@ def test_decoding_with_lists_has_the_same_bits_in_every_batch(backend):
 def test_prefill_has_the_same_bits_in_every_batch(backend, mods):
     drawn, how = requests(lengths := lengths_of(backend)), dense_how(backend, mods, decodes=False)
     one, others = Row(0, lengths[0], 37), [Row(1, 40, 37), Row(2, lengths[2], 37)]
-    [alone] = dense(drawn, [one], how)
-    for rows in ([one, *others], [*others, *others, one]):
-        for row, found in zip(rows, dense(drawn, rows, how), strict=True):
-            if row is one:
-                same_bits(found, alone)
+    check_in_batches(lambda rows, _: dense(drawn, rows, how), one, [one, *others], [*others, *others, one])
 
 
 @pytest.mark.gpu

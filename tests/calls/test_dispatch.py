@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import jflex
+from jflex import masks
 from jflex._call.dispatch import KNOWN, ORDER, get_backend, select_forward, select_passes
 from jflex.backends.base import Backend, Plan
 from jflex.mods.trace import trace_score_mod
@@ -274,3 +275,20 @@ def test_what_is_indexed_by_the_score_is_not_pipelined():
     for config in (jflex.Config(), given):
         assert told(by_score, config).count(" 1 stages") == 3
         assert " 1 stages" not in told(by_index, config)
+
+
+@pytest.mark.parametrize("is_masked", [False, True], ids=["dense", "causal"])
+def test_partial_and_full_blocks_share_a_loop(is_masked):
+    """Programs of `xla` are small, as they take seconds to compile on a CPU.
+
+    A pass has one loop over rows with one over blocks, and each GEMM once, but for what counts NaN behind a mask.
+    """
+    x = jax.ShapeDtypeStruct((1, 1000, 2, 16), jnp.float32)  # no whole number of blocks
+    mask = jflex.create_block_mask(masks.causal(), None, None, 1000, 1000) if is_masked else None
+    attend = lambda q, k, v: jflex.flex_attention(q, k, v, block_mask=mask, implementation="xla")
+    gradient = jax.grad(lambda *arrays: jnp.sum(attend(*arrays)), (0, 1, 2))
+    for function, loops, products in ((attend, 2, 5), (gradient, 4, 13)):
+        program = jax.jit(function).lower(x, x, x).as_text()
+        assert program.count("stablehlo.while") == loops
+        assert program.count("stablehlo.dot_general") == products
+        assert "stablehlo.sort" not in program  # lists of all blocks

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 import jflex
 from jflex._call.dropout import kept_mod
 from tests.support import dropout_bits, gpu_compile
+from tests.support.dense_masks import causal
 from tests.support.evaluation import compiled_in_haste
 from tests.support.rows import in_turns, tiers
 
@@ -28,10 +29,6 @@ fused = pytest.mark.parametrize("how", [BACKENDS["xla"], INTERPRETED], ids=["xla
 def _in_haste():
     with compiled_in_haste(True):
         yield
-
-
-def causal(b, h, q_idx, kv_idx):
-    return q_idx >= kv_idx
 
 
 def shown(batch=B, queries=T, keys=S, key_batch=None, layout="BTNH"):

@@ -17,6 +17,7 @@ from tests.cases.errors import (
     jax_nn,
     latent,
     latent_eight_bits,
+    layers,
     mods,
     packed,
     paged,
@@ -31,7 +32,7 @@ from tests.cases.errors.calls import F32, array, call, score
 # Each table, and whether a dot of its regular expressions matches the end of a line.
 TABLES = {
     calls: True, jax_nn: True, mods: True, packed: True, paged: True, weights: True,
-    index_sizes: True, latent_eight_bits: False, indexer: False, sparse_mla: False,
+    index_sizes: True, latent_eight_bits: False, indexer: False, layers: False, sparse_mla: False,
     block_masks: False, context_parallel: False, latent: False, ready_mods: False, sizes: False, states: False,
 }  # fmt: skip
 ROWS = [

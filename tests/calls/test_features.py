@@ -1,17 +1,117 @@
-"""Features of calls: one program for all values, and the same under `jax.vmap` and `jax.checkpoint`; all gradients."""
+"""Features of calls: one program for all values, under `jax.vmap` and `jax.checkpoint`, and on eight devices."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
-from tests.cases.features import BACKENDS, FEATURES, REFERENCE
-from tests.support.rows import tiers
+import jflex
+from tests.cases.features import BACKENDS, FEATURES, REFERENCE, ROWS, D
+from tests.support.rows import in_turns, tiers
 from tests.support.traces import Traced
 
+backends = pytest.mark.parametrize("backend", BACKENDS)
 assert_close = functools.partial(np.testing.assert_allclose, rtol=3e-5, atol=3e-5)
+pytestmark = [
+    pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices; tests/conftest.py simulates them"),
+]
+
+
+def features(*left_out):
+    return pytest.mark.parametrize("name", [name for name in FEATURES if name not in left_out])
+
+
+def mesh_of(kind=AxisType.Auto):
+    return jax.make_mesh((2, 2), ("data", "model"), axis_types=(kind, kind))
+
+
+def placed(name, mesh, sharded=None):
+    """The arrays of a feature, all or some of them sharded."""
+    arrays, spec = FEATURES[name].draw(), FEATURES[name].spec
+    place = lambda x: NamedSharding(mesh, spec(x) if sharded is None or x in sharded else P())
+    return {x: jax.device_put(array, place(x)) for x, array in arrays.items()}
+
+
+def check(name, found):
+    """Compares results and gradients with those of one device."""
+    right = jax.jit(functools.partial(FEATURES[name].differentiated, REFERENCE))(FEATURES[name].draw())
+    jax.tree.map(lambda x, y: assert_close(np.asarray(x), np.asarray(y)), found, right)
+
+
+@pytest.mark.full
+@in_turns
+@backends
+@features("packed")
+def test_jit_of_sharded_arrays_gathers_no_keys(name, backend):
+    feature, arrays = FEATURES[name], placed(name, mesh_of())
+    run = jax.jit(functools.partial(feature.differentiated, BACKENDS[backend])).lower(arrays).compile()
+    found = (_, results), gradients = run(arrays)
+    check(name, found)
+    [spec, *_] = jax.tree.leaves(feature.results, is_leaf=lambda x: isinstance(x, P))
+    assert jax.tree.leaves(results)[0].sharding.is_equivalent_to(NamedSharding(mesh_of(), spec), 4)
+    assert all(gradients[x].sharding.is_equivalent_to(arrays[x].sharding, 4) for x in "qk")
+    gathered = re.findall(r"= (\S+?)\{.*? all-gather", run.as_text())
+    assert not [shape for shape in gathered if re.search(rf"\d+,\d+,\d+,{D}\]", shape)], gathered
+
+
+@tiers(default={"name": "plain", "backend": "xla"}, in_turns=True)
+@backends
+@pytest.mark.parametrize("name", ["plain", "weights", "statistics", "jax_nn", "selected blocks"])
+def test_explicit_mesh(name, backend):
+    """Where types say how arrays are sharded, the type of the output says it too."""
+    mesh = mesh_of(AxisType.Explicit)
+    with jax.set_mesh(mesh):
+        found = jax.jit(functools.partial(FEATURES[name].differentiated, BACKENDS[backend]))(placed(name, mesh, "qkv"))
+        assert jax.typeof(jax.tree.leaves(found[0][1])[0]).sharding.spec[:2] == (
+            ("data", None) if name != "weights" else ("data", "model")
+        )
+    check(name, found)
+
+
+@pytest.mark.full
+@in_turns
+@backends
+@features("dropout", "selected blocks")  # dropout has the indices of a shard
+def test_shard_map_over_batch_and_heads(name, backend):
+    """Programs of mods, and of their derivatives, are traced outside of the mesh."""
+    feature, mesh, arrays = FEATURES[name], mesh_of(), FEATURES[name].draw()
+    specs = {x: feature.spec(x) for x in arrays}
+    local = lambda arrays: feature.attend(BACKENDS[backend], **arrays)
+    whole = jax.shard_map(local, mesh=mesh, in_specs=(specs,), out_specs=feature.results)
+    sharded = feature._replace(attend=lambda options, **arrays: whole(arrays))
+    check(name, jax.jit(functools.partial(sharded.differentiated, {}))(arrays))
+
+
+@tiers(default={"backend": "xla"})
+@backends
+def test_a_gradient_inside_of_shard_map(backend):
+    arrays = tuple(FEATURES["plain"].draw()[x] for x in "qkv")
+    attend = functools.partial(jflex.flex_attention, **BACKENDS[backend])
+    local = lambda q, k, v: jax.grad(lambda q: attend(q, k, v).sum())(q)
+    sharded = jax.shard_map(local, mesh=mesh_of(), in_specs=(ROWS,) * 3, out_specs=ROWS)
+    assert_close(jax.jit(sharded)(*arrays), local(*arrays))
+
+
+@pytest.mark.full
+@backends
+def test_eager_call_with_sharded_arrays(backend):
+    attend = functools.partial(FEATURES["plain"].attend, BACKENDS[backend])
+    jax.tree.map(assert_close, attend(**placed("plain", mesh_of())), attend(**FEATURES["plain"].draw()))
+
+
+@pytest.mark.full
+def test_uneven_heads_are_computed_whole():
+    """Three key heads over two devices: nothing can be split, and the result is right."""
+    arrays = FEATURES["plain"].draw()
+    q, k = jnp.tile(arrays["q"], (1, 1, 3, 1))[:, :, :6], jnp.tile(arrays["k"], (1, 1, 2, 1))[:, :, :3]
+    run = jax.jit(functools.partial(jflex.flex_attention, implementation="xla"))
+    place = NamedSharding(mesh_of(), P(None, None, None))
+    assert_close(run(*(jax.device_put(x, place) for x in (q, k, k))), run(q, k, k))
 
 
 @tiers(default={"name": "sinks", "backend": "xla"}, in_turns=True)

@@ -14,7 +14,8 @@ from jflex.varlen import flex_attention_varlen, varlen_block_mask
 from tests.calls.test_transforms import shapes_made
 from tests.cases.ragged_cases import CASES, OPTIONS, arguments_of, check, found_by, places_of, program_of
 from tests.support import evaluation, gpu_compile
-from tests.support.rows import in_turns, tiers
+from tests.support.dense_masks import causal
+from tests.support.rows import tiers
 
 F32 = jnp.float32
 backends = pytest.mark.parametrize("backend", evaluation.BACKENDS)
@@ -26,10 +27,6 @@ def boundaries(*lengths: int) -> jax.Array:
     return jnp.asarray(np.concatenate([[0], np.cumsum(lengths)]), jnp.int32)
 
 
-def causal(b, h, q_idx, kv_idx):
-    return q_idx >= kv_idx
-
-
 # --- against the oracle
 
 
@@ -37,16 +34,9 @@ def causal(b, h, q_idx, kv_idx):
 @pytest.mark.parametrize("case", CASES, ids=str)
 @backends
 def test_against_each_sequence_alone(case, backend):
+    """Padding gives nothing, and gets nothing."""
     check(case, backend)
-
-
-@pytest.mark.full
-@in_turns
-@pytest.mark.parametrize("case", [case for case in CASES if case.padding != (0, 0)], ids=str)
-@backends
-def test_padding_gives_and_gets_nothing(case, backend):
-    found = found_by(case, backend)
-    q, kv = (ends[-1] for ends in case.ends)
+    found, (q, kv) = found_by(case, backend), (ends[-1] for ends in case.ends)
     for x, start in ((found.out, q), (found.query, q), (found.key, kv), (found.value, kv)):
         np.testing.assert_array_equal(np.asarray(x, np.float32)[:, start:], 0)
     np.testing.assert_array_equal(found.lse[:, :, q:], -np.inf)

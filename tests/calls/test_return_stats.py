@@ -1,6 +1,7 @@
 """`return_stats`: the statistics of rows and their gradients, against float64; what they cost; what refuses them."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -22,16 +23,18 @@ NAMES = [
     "own_derivative", "rows_that_see_nothing", "shared_keys_bias", "sinks", "sinks_see_nothing", "slopes", "softcap",
     "softcap_dropout_sinks", "squared_through_causal_blocks", "table",
 ]  # fmt: skip
-ON_HOPPER = [
+ON_HOPPER = {case.name: case for case in HOPPER if case.name in (
     "even_bias", "length_many_sinks", "negative_scale", "rows_that_see_nothing", "sinks_bounded", "softcap_far",
     "two_groups_causal", "two_groups_dropout", "two_groups_empty_rows",
-]  # fmt: skip
+)}  # fmt: skip
+EMULATED = ["even_bias", "length_many_sinks", "sinks_bounded", "two_groups_dropout", "two_groups_empty_rows"]
 OPTIONS = {
     "reference": {"implementation": "reference"},
     "xla": {"implementation": "xla"},
     "triton-interpret": {"implementation": "triton", "config": jflex.Config(interpret=True)},
 }
 every_backend = pytest.mark.parametrize("backend", OPTIONS)
+kernels = pytest.mark.parametrize("backend", ["xla", "triton-interpret"])
 assert_close = functools.partial(np.testing.assert_allclose, rtol=3e-5, atol=3e-5)
 ALL = evaluation.STATS
 
@@ -47,22 +50,16 @@ def test_against_float64(case, backend):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("case", [case for case in HOPPER if case.name in ON_HOPPER], ids=str)
-def test_the_hopper_kernel(case):
-    """Emulated; `softcap_far` and `sinks_bounded` have bounded scores, for which it keeps no running max otherwise."""
-    evaluation.check_stats(case, "mosaic_gpu-emulated")
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("name", ["two_groups_causal", "sinks_bounded"])
-def test_the_hopper_kernels_alone(name):
-    """Without a gradient of the entropy, which `triton` computes."""
-    case = next(case for case in HOPPER if case.name == name)
-    evaluation.check_stats(case, "mosaic_gpu-emulated", ("lse", "max"))
+@pytest.mark.parametrize(
+    ("name", "names"), [*((name, ALL) for name in EMULATED), ("two_groups_causal", ("lse", "max"))]
+)
+def test_the_hopper_kernel(name, names):
+    """Emulated; `triton` computes a gradient of the entropy. Without a running max where scores are bounded."""
+    evaluation.check_stats(ON_HOPPER[name], "mosaic_gpu-emulated", names)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", [case for case in HOPPER if case.name in ON_HOPPER], ids=str)
+@pytest.mark.parametrize("case", ON_HOPPER.values(), ids=str)
 @pytest.mark.parametrize("names", [("lse", "max"), ALL], ids=str)
 def test_on_hopper(case, names):
     evaluation.check_stats(case, "mosaic_gpu", names)
@@ -96,45 +93,32 @@ def test_gradient_of_the_entropy_in_the_oracle(name):
 
 
 @pytest.mark.full
-@every_backend
+@kernels
 def test_packed_sequences(backend):
-    """Each sequence alone, by the oracle; NaN in all padding."""
+    """Each sequence alone; NaN in all padding."""
     rng, ends, kv_ends = np.random.default_rng(0), [0, 23, 23, 50], [0, 17, 30, 58]
-    q, k, v = (rng.normal(size=(60, heads, 16)).astype(np.float32) for heads in (4, 2, 2))
-    q[50:], k[58:], v[58:] = np.nan, np.nan, np.nan
-    d_entropy, d_max = rng.normal(size=(2, 60, 4)).astype(np.float32)
-    causal = lambda b, h, q_idx, kv_idx: q_idx >= kv_idx
+    arrays = [rng.normal(size=(60, heads, 16)).astype(np.float32) for heads in (4, 2, 2)]
+    padded = [np.where(np.arange(60)[:, None, None] < n, x, np.nan) for x, n in zip(arrays, (50, 58, 58), strict=True)]
+    stats, causal = ("max", "entropy"), lambda b, h, q_idx, kv_idx: q_idx >= kv_idx
 
-    def call(q, k, v):
-        return jflex.flex_attention_varlen(
-            q, k, v, cu_seqlens_q=jnp.array(ends, jnp.int32), cu_seqlens_k=jnp.array(kv_ends, jnp.int32),
-            mask_mod=causal, return_stats=("max", "entropy"), **OPTIONS[backend],
-        )  # fmt: skip
+    def packed(q, k, v):
+        bounds = {"cu_seqlens_q": jnp.array(ends, jnp.int32), "cu_seqlens_k": jnp.array(kv_ends, jnp.int32)}
+        how = {"mask_mod": causal, "return_stats": stats, **OPTIONS[backend]}
+        return jax.tree.map(lambda x: x[:50], jflex.flex_attention_varlen(q, k, v, **bounds, **how)[1])
 
-    @jax.jit
-    def everything(q, k, v):
-        (out, stats), pull = jax.vjp(call, q, k, v)
-        return stats, pull((jnp.zeros_like(out), jflex.AttentionStats(None, d_max, d_entropy)))
+    def alone(q, k, v):
+        parts = []
+        for (first, last), (begin, end) in zip(*map(itertools.pairwise, (ends, kv_ends)), strict=True):
+            own = q[None, first:last], k[None, begin:end], v[None, begin:end]
+            how = {"mask_mod": causal, "return_stats": stats, "implementation": "reference"}
+            parts.append(jax.tree.map(lambda x: x[0].T, jflex.flex_attention(*own, **how)[1]))
+        return jax.tree.map(lambda *xs: jnp.concatenate(xs), *parts)
 
-    stats, gradients = everything(q, k, v)
-    assert stats.lse is None
-    right = {"max": np.full((60, 4), -np.inf), "entropy": np.zeros((60, 4))}
-    sums = [np.zeros(x.shape) for x in (q, k, v)]
-    for i in range(3):
-        rows, keys = slice(*ends[i : i + 2]), slice(*kv_ends[i : i + 2])
-        own = [x[at][None].astype(np.float64) for x, at in ((q, rows), (k, keys), (v, keys))]
-        found = oracle.forward(*own, 0.25, None, lambda *at: at[2] >= at[3], {})
-        right["max"][rows], right["entropy"][rows] = oracle.row_max(found, None, {})[0].T, oracle.entropy(found)[0].T
-        grads = oracle.gradients(
-            *own, 0.25, None, found, {}, np.zeros(found.out.shape), np.zeros(found.lse.shape), None,
-            d_entropy[rows].T[None].astype(np.float64),
-        )  # fmt: skip
-        for total, at, x in zip(sums, (rows, keys, keys), grads[:3], strict=True):
-            total[at] = x[0]
-    assert_close(stats.max, right["max"])
-    assert_close(stats.entropy, right["entropy"])
-    for found, expected in zip(gradients, sums, strict=True):
-        assert_close(found, expected)
+    def run(attend, arrays):
+        total = lambda *arrays: (jnp.sum(jnp.sin(attend(*arrays).entropy)), attend(*arrays))
+        return jax.jit(jax.grad(total, argnums=(0, 1, 2), has_aux=True))(*arrays)
+
+    jax.tree.map(assert_close, run(packed, padded), run(alone, arrays))
 
 
 # --- forms of a call
@@ -155,7 +139,7 @@ def loss(options, q, k, v, bias):
 
 
 @pytest.mark.full
-@every_backend
+@kernels
 def test_masked_nan_reaches_neither_statistics_nor_gradients(backend):
     q, k, v = drawn(T=48, S=48)
     mask_mod = lambda b, h, q_idx, kv_idx: (q_idx >= kv_idx) & (kv_idx < 40)
@@ -173,13 +157,13 @@ def test_masked_nan_reaches_neither_statistics_nor_gradients(backend):
 @pytest.mark.full
 def test_forward_mode_and_second_derivatives_of_the_reference():
     arrays = (*drawn(T=12, S=12), jnp.linspace(-0.2, 0.3, 4))
-    of = lambda *xs: loss(OPTIONS["reference"], *xs)[0]
+    total = lambda *xs: loss(OPTIONS["reference"], *xs)[0]
     slopes = tuple(jnp.cos(jnp.arange(x.size, dtype=x.dtype)).reshape(x.shape) for x in arrays)
-    along = lambda gradient: sum(jnp.sum(g * s) for g, s in zip(gradient, slopes, strict=True))
-    gradient = jax.grad(of, argnums=range(4))
-    assert_close(jax.jvp(of, arrays, slopes)[1], along(gradient(*arrays)), rtol=1e-4)
-    twice = jax.jvp(lambda *xs: along(gradient(*xs)), arrays, slopes)[1]
-    step = lambda size: along(gradient(*(x + size * s for x, s in zip(arrays, slopes, strict=True))))
+    gradient = jax.grad(total, argnums=range(4))
+    along = jax.jit(lambda *xs: sum(jnp.sum(g * s) for g, s in zip(gradient(*xs), slopes, strict=True)))
+    assert_close(jax.jit(lambda *xs: jax.jvp(total, xs, slopes)[1])(*arrays), along(*arrays), rtol=1e-4)
+    twice = jax.jit(lambda *xs: jax.jvp(along, xs, slopes)[1])(*arrays)
+    step = lambda size: along(*(x + size * s for x, s in zip(arrays, slopes, strict=True)))
     np.testing.assert_allclose(twice, (step(1e-2) - step(-1e-2)) / 2e-2, rtol=2e-2)
 
 

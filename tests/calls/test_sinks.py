@@ -9,11 +9,11 @@ import pytest
 
 import jflex
 from tests.cases import paged_cases
+from tests.cases.features import BACKENDS
 from tests.support import paged_evaluation
+from tests.support.dense_masks import causal
 from tests.support.rows import tiers
 
-INTERPRET = {"implementation": "triton", "config": jflex.Config(interpret=True)}
-BACKENDS = {"xla": {"implementation": "xla"}, "triton-interpret": INTERPRET}
 backends = pytest.mark.parametrize("backend", BACKENDS)
 assert_close = functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-5)
 
@@ -32,10 +32,6 @@ def drawn(T=40, S=40, Hq=4, Hkv=2, D=16):
     sizes = (T, Hq), (S, Hkv), (S, Hkv)
     keys = jax.random.split(jax.random.key(0), 3)
     return [jax.random.normal(key, (2, *size, D)) for key, size in zip(keys, sizes, strict=True)]
-
-
-def causal(b, h, q_idx, kv_idx):
-    return q_idx >= kv_idx
 
 
 @tiers(default={"name": "mixed_with_padding_and_empty_requests", "backend": "xla"}, in_turns=True)
@@ -77,49 +73,15 @@ def test_cascade_adds_them_after_the_levels_are_merged(backend):
 
 
 @pytest.mark.full
-def test_packed_sequences_are_as_each_alone():
+def test_packed_sequences():
     q, k, v = (x[0] for x in drawn(60, 60))
     ends, sinks = jnp.array([0, 23, 23, 50], jnp.int32), sinks_of(4)
-
-    def packed(q, sinks):
-        out, lse = jflex.flex_attention_varlen(
-            q, k, v, cu_seqlens_q=ends, cu_seqlens_k=ends, mask_mod=causal, sinks=sinks, return_lse=True,
-            implementation="xla",
-        )  # fmt: skip
-        return out, lse[:50]
-
-    def alone(q, sinks):
-        parts = [
-            jflex.flex_attention(
-                *(x[None, first:last] for x in (q, k, v)),
-                mask_mod=causal,
-                sinks=sinks,
-                return_lse=True,
-                implementation="reference",
-            )
-            for first, last in ((0, 23), (23, 50))
-        ]
-        out, lse = (jnp.concatenate(x) for x in zip(*((out[0], lse[0].T) for out, lse in parts), strict=True))
-        return jnp.pad(out, ((0, 10), (0, 0), (0, 0))), lse
-
-    results = []
-    for call in (packed, alone):
-        loss = lambda *xs, call=call: sum(jnp.sum(jnp.sin(x)) for x in call(*xs))
-        results.append((call(q, sinks), jax.grad(loss, argnums=(0, 1))(q, sinks)))
-    jax.tree.map(assert_close, *results)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("splits", [1, 4, 16])
-def test_merged_splits_then_sinks(splits):
-    (query, key, value), sinks = drawn(T=2, S=64), sinks_of(4)
-    attend = functools.partial(jflex.flex_attention, query, return_lse=True, implementation="xla")
-    states = [
-        jflex.AttentionState.from_attention(*attend(k, v))
-        for k, v in zip(jnp.split(key, splits, axis=1), jnp.split(value, splits, axis=1), strict=True)
-    ]
-    found = jflex.with_sinks(jflex.merge_all(states), sinks).to_attention()
-    jax.tree.map(assert_close, found, attend(key, value, sinks=sinks))
+    how = {"cu_seqlens_q": ends, "cu_seqlens_k": ends, "mask_mod": causal, "return_lse": True}
+    attend = jax.jit(lambda sinks: jflex.flex_attention_varlen(q, k, v, **how, sinks=sinks, implementation="xla"))
+    out, lse = (x[:50] for x in attend(None))
+    for found, expected in zip(attend(sinks), with_column(out, lse, sinks), strict=True):
+        assert_close(found[:50], expected)
+    assert not attend(sinks)[0][50:].any()
 
 
 @pytest.mark.full

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 import jflex
 from jflex import masks, scores
 from tests.cases.score_pairs import F32
+from tests.support.dense_masks import causal
 
 B, T, S, HQ, HKV, D = 2, 24, 40, 4, 2, 16
 REFERENCE = {"implementation": "reference"}
@@ -74,10 +75,6 @@ def ids(rng: np.random.Generator, *shape: int) -> jax.Array:
 def whole(*ends: int) -> Callable[[np.random.Generator], Any]:
     """Integers in ascending order, the last of them `ends`."""
     return lambda rng: jnp.asarray(np.sort(np.concatenate([rng.integers(0, ends[-1], 2), ends])), jnp.int32)
-
-
-def causal(b, h, q_idx, kv_idx):
-    return q_idx >= kv_idx
 
 
 def plain(options, q, k, v):

@@ -11,12 +11,17 @@ from jax.sharding import PartitionSpec as P
 
 import jflex
 from jflex import context_parallel
-from tests.support.context_parallel_calls import CUBE, MASKS, STRATEGIES, drawn
+from tests.support.context_parallel_calls import (
+    CUBE,
+    MASKS,
+    NEEDS_EIGHT_DEVICES,
+    drawn,
+    mesh_of,
+    strategies,
+)
 from tests.support.rows import in_turns, tiers
 
-pytestmark = [
-    pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices; tests/conftest.py simulates them"),
-]
+pytestmark = NEEDS_EIGHT_DEVICES
 T, HEADS, KV_HEADS, D = 64, 8, 4, 16
 QUAD = {"context": 4}
 
@@ -87,11 +92,11 @@ def on_one_device(name):
 
 @pytest.mark.full
 @in_turns
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@strategies
 @pytest.mark.parametrize("name", CASES)
 def test_results_and_gradients_are_those_of_one_device(name, strategy):
     axes, order, make = CASES[name]
-    mesh = jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
+    mesh = mesh_of(**axes)
     named = {name: axis for name, axis in (("batch_axes", "data"), ("head_axes", "model")) if axis in axes}
     order = context_parallel.zigzag_order(axes["context"]) if order else None
     turn = (lambda x: x) if order is None else lambda x: context_parallel.reorder(x, order)
@@ -116,34 +121,40 @@ def test_results_and_gradients_are_those_of_one_device(name, strategy):
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=2e-3, atol=1e-4), gradients, right_gradients)
 
 
+INSIDE = {
+    "vector mods": {"query_mod": jflex.rope(100.0), "key_mod": jflex.rope(100.0), "kv_lengths": jnp.array([50, 7])},
+    "dropout": {"dropout_rate": 0.5, "dropout_key": jax.random.key(3)},
+}
+
+
 @tiers(full={"strategy": "all_gather"}, rest="long")
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_inside_of_shard_map_vector_mods_get_absolute_positions(strategy):
-    mesh, (q, k, v) = drawn({"context": 4}, T=64)
-    rope, lengths = jflex.rope(100.0), jnp.array([50, 7], jnp.int32)
-    options = {"query_mod": rope, "key_mod": rope, "kv_lengths": lengths, "implementation": "xla"}
-    order = context_parallel.zigzag_order(4)
+@strategies
+@pytest.mark.parametrize("name", INSIDE)
+def test_inside_of_shard_map_positions_are_absolute(name, strategy):
+    mesh, arrays = drawn({"context": 4}, T=64)
+    options, order = INSIDE[name] | {"implementation": "xla"}, context_parallel.zigzag_order(4)
     local = functools.partial(jflex.context_parallel_attention, strategy=strategy, order=order, **options)
     tokens = P(None, "context")
     sharded = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=(tokens,) * 3, out_specs=tokens))
-    found = sharded(*(context_parallel.reorder(x, order) for x in (q, k, v)))
-    plain = [jnp.asarray(np.asarray(x)) for x in (q, k, v)]
-    right = jflex.flex_attention(*plain, **options)
+    found = sharded(*(context_parallel.reorder(x, order) for x in arrays))
+    right = jflex.flex_attention(*[jnp.asarray(np.asarray(x)) for x in arrays], **options)
     np.testing.assert_allclose(context_parallel.restore(found, order), right, rtol=3e-5, atol=3e-5)
 
 
 @pytest.mark.full
+@in_turns
+@strategies
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-def test_eagerly_in_the_mesh_of_the_context(kind):
+def test_eagerly_in_the_mesh_of_the_context(strategy, kind):
     mesh, given = drawn(kind=kind, T=64)
     rope, order = jflex.rope(100.0), context_parallel.zigzag_order(4)
     options = {"query_mod": rope, "key_mod": rope, "output_mod": lambda x, lse, b, h, i: x + lse, "kv_lengths": LENGTHS}
+    options |= {"mask_mod": MASKS["causal"], "implementation": "xla"}
     with jax.set_mesh(mesh):
         turned = [context_parallel.reorder(x, order) for x in given]
-        found = jflex.context_parallel_attention(
-            *turned, batch_axes="data", order=order, mask_mod=MASKS["causal"], implementation="xla", **options
-        )
+        how = {"batch_axes": "data", "strategy": strategy, "order": order}
+        found = jflex.context_parallel_attention(*turned, **how, **options)
+        assert found.sharding.is_equivalent_to(given[0].sharding, 4)
         found = context_parallel.restore(found, order)
-    plain = [jnp.asarray(np.asarray(x)) for x in given]
-    right = jflex.flex_attention(*plain, mask_mod=MASKS["causal"], implementation="xla", **options)
+    right = jflex.flex_attention(*[jnp.asarray(np.asarray(x)) for x in given], **options)
     np.testing.assert_allclose(found, right, rtol=3e-5, atol=3e-5)

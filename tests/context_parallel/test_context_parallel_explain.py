@@ -10,12 +10,19 @@ import pytest
 
 import jflex
 from jflex import context_parallel
-from tests.support.context_parallel_calls import CUBE, MASKS, PAIR, STRATEGIES, attend_in, drawn, mesh_of
+from tests.support.context_parallel_calls import (
+    CUBE,
+    MASKS,
+    NEEDS_EIGHT_DEVICES,
+    PAIR,
+    STRATEGIES,
+    attend_in,
+    drawn,
+    mesh_of,
+)
 from tests.support.rows import tiers
 
-pytestmark = [
-    pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices; tests/conftest.py simulates them"),
-]
+pytestmark = NEEDS_EIGHT_DEVICES
 explained = functools.partial(jflex.explain, jflex.context_parallel_attention)
 WIDTHS = {"f32": 4, "bf16": 2}
 

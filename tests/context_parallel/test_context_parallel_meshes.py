@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jflex
 from jflex import context_parallel
+from jflex.context_parallel import prepare
 from jflex.context_parallel import run as running
 from tests.support.context_parallel_calls import (
     CUBE,
@@ -22,7 +22,7 @@ from tests.support.context_parallel_calls import (
     drawn,
     strategies,
 )
-from tests.support.rows import in_turns, tiers
+from tests.support.rows import tiers
 
 pytestmark = NEEDS_EIGHT_DEVICES
 
@@ -59,32 +59,6 @@ def test_inside_of_shard_map(strategy):
     jax.tree.map(functools.partial(assert_close, rtol=2e-4), run(turned), run(whole))
 
 
-@tiers(full={"strategy": "all_gather"}, rest="long")
-@strategies
-def test_dropout_inside_of_shard_map_is_that_of_one_device(strategy):
-    mesh, (q, k, v) = drawn({"context": 4}, T=64)
-    options = {"dropout_rate": 0.5, "dropout_key": jax.random.key(3), "implementation": "xla"}
-    local = functools.partial(jflex.context_parallel_attention, strategy=strategy, **options)
-    tokens = P(None, "context")
-    sharded = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=(tokens,) * 3, out_specs=tokens))
-    plain = [jnp.asarray(np.asarray(x)) for x in (q, k, v)]
-    assert_close(sharded(q, k, v), jflex.flex_attention(*plain, **options))
-
-
-@pytest.mark.full
-@in_turns
-@strategies
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-def test_eagerly_in_the_mesh_of_the_context(strategy, kind):
-    mesh, arrays = drawn(kind=kind, T=64)
-    with jax.set_mesh(mesh):
-        options = {"mesh": None, "batch_axes": "data", "mask_mod": MASKS["causal"], "implementation": "xla"}
-        found = jflex.context_parallel_attention(*arrays, strategy=strategy, **options)
-    assert found.sharding.is_equivalent_to(arrays[0].sharding, 4)
-    plain = [jnp.asarray(np.asarray(x)) for x in arrays]
-    assert_close(found, jflex.flex_attention(*plain, mask_mod=MASKS["causal"], implementation="xla"))
-
-
 @pytest.mark.full
 def test_a_new_value_compiles_nothing(monkeypatch):
     """Mods of eager calls with the same program and other values are the same program of a device."""
@@ -115,3 +89,29 @@ def test_second_derivatives_are_refused(strategy):
     run = jax.jit(lambda *x: jax.jvp(attend_in(mesh, strategy), x, x)[1])
     with pytest.raises(NotImplementedError, match=r"first derivatives in reverse mode only"):
         run(*arrays)
+
+
+def test_axes_of_batch_inside_of_shard_map_are_refused():
+    mesh, arrays = drawn(T=64)
+    rows = P("data", "context")
+    local = functools.partial(jflex.context_parallel_attention, batch_axes="data")
+    with pytest.raises(ValueError, match=r"`batch_axes` and `head_axes` must be empty inside of `jax\.shard_map`"):
+        jax.jit(jax.shard_map(local, mesh=mesh, in_specs=(rows,) * 3, out_specs=rows))(*arrays)
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_a_shard_map_over_other_axes_alone_is_refused(named):
+    mesh, arrays = drawn(T=64)
+    local = functools.partial(jflex.context_parallel_attention, mesh=mesh if named else None)
+    call = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=(P("data"),) * 3, out_specs=P("data"), axis_names={"data"}))
+    with pytest.raises(ValueError, match=r"is manual, 'data'.*Got 'context'\. Add it to the `axis_names`"):
+        call(*arrays)
+
+
+def test_a_call_that_no_backend_supports_is_refused_before_its_mask_is_made(monkeypatch):
+    made = []
+    monkeypatch.setattr(prepare, "own_block_mask", lambda *_: made.append(1))
+    mesh, arrays = drawn(T=64)
+    with pytest.raises(jflex.UnsupportedError, match=r"None of the requested implementations supports.*mosaic_gpu"):
+        jflex.context_parallel_attention(*arrays, mesh=mesh, mask_mod=MASKS["causal"], implementation="mosaic_gpu")
+    assert not made

@@ -11,13 +11,11 @@ from jax.sharding import PartitionSpec as P
 
 import jflex
 from tests.support import paged_evaluation
-from tests.support.context_parallel_calls import collectives
-from tests.support.divided_pages import BY_NAME, check_in_turn, in_turn, mesh_of, options_of
+from tests.support.context_parallel_calls import NEEDS_EIGHT_DEVICES, collectives, mesh_of
+from tests.support.divided_pages import BY_NAME, check_in_turn, in_turn, options_of
 from tests.support.rows import tiers
 
-pytestmark = [
-    pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices; tests/conftest.py simulates them"),
-]
+pytestmark = NEEDS_EIGHT_DEVICES
 ROUND = {"context": 8}
 HEADS = {"context": 4, "model": 2}
 CASES = [
@@ -50,7 +48,7 @@ def step(mesh, **options):
 
 def test_only_states_are_sent():
     """Of a step that writes its tokens, too: each device keeps those that lie on its pages."""
-    mesh, case = mesh_of(ROUND), BY_NAME["divided"]
+    mesh, case = mesh_of(**ROUND), BY_NAME["divided"]
     cache, table = in_turn(case, 8)
     cache = jax.device_put(cache, NamedSharding(mesh, P("context")))
     batch = paged_evaluation.batch_of(case, table)
@@ -72,7 +70,7 @@ def test_only_states_are_sent():
 
 @pytest.mark.full
 def test_query_and_output_mods_and_sinks():
-    case, mesh = BY_NAME["mixed"], mesh_of(HEADS)
+    case, mesh = BY_NAME["mixed"], mesh_of(**HEADS)
     cache, table = in_turn(case, 4)
     rope, sinks = jflex.rope(100.0), jnp.linspace(-1, 1, case.Hq)
     gate = lambda out, lse, b, h, i: out * jax.nn.sigmoid(lse + i.astype(jnp.float32))
@@ -87,7 +85,7 @@ def test_query_and_output_mods_and_sinks():
 
 @pytest.mark.full
 def test_trees_of_drafts():
-    mesh = mesh_of(ROUND)
+    mesh = mesh_of(**ROUND)
     batch = jflex.paged.PagedBatch(
         jnp.array([0, 4, 5]), jnp.array([40, 9]), jnp.array([[1, 9, 17, 25, 33], [2, 10, 0, 0, 0]], jnp.int32),
         jnp.zeros((2, 4), jnp.int32).at[0].set(jflex.masks.tree_bits([-1, 0, 0, 1])),
@@ -104,7 +102,7 @@ def test_trees_of_drafts():
 @pytest.mark.full
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_inside_of_shard_map_and_in_the_mesh_of_the_context(kind):
-    case, mesh = BY_NAME["bias_by_key"], mesh_of(ROUND, kind)
+    case, mesh = BY_NAME["bias_by_key"], mesh_of(kind, **ROUND)
     cache, table = in_turn(case, 8)
     batch, query = paged_evaluation.batch_of(case, table), jnp.asarray(paged_evaluation.draw(case).query)
     cache = jax.device_put(cache, NamedSharding(mesh, P(None, "context")))
@@ -118,52 +116,14 @@ def test_inside_of_shard_map_and_in_the_mesh_of_the_context(kind):
         paged_evaluation.check(case, local(query, cache, batch))
 
 
-def call(num_pages=64, table=((1, 9, 17),), axes=ROUND, heads=2, **options):
-    cache = jflex.paged.PagedCache.create(num_pages, 16, heads, 8, dtype=jnp.float32)
-    batch = jflex.paged.PagedBatch(jnp.array([0, 1]), jnp.array([40]), jnp.array(table, jnp.int32))
-    mesh = mesh_of(axes)
-    return jflex.context_parallel_paged_attention(jnp.ones((1, 2 * heads, 8)), cache, batch, mesh=mesh, **options)
-
-
-WRONG = {
-    "pages that do not divide": (
-        lambda: call(num_pages=63),
-        ValueError,
-        r"`cache` has 63 pages, which the 8 devices along 'context' do not divide\. Make it with 64\.",
-    ),
-    "a page of another device": (
-        lambda: call(table=((1, 9, 25),)),
-        ValueError,
-        r"in the run of device j % 8\. Page 2 of request 0 is 25, and the run of device 2 is 16 to 23\. Take it from",
-    ),
-    "heads that do not divide": (
-        lambda: call(axes=HEADS, heads=3, table=((1, 17, 33),), head_axes="model"),
-        ValueError,
-        r"`head_axes` \('model',\) has 2 devices, which do not divide the 3 key heads",
-    ),
-    "an axis that the mesh lacks": (lambda: call(axis="sequence"), ValueError, r"Got 'sequence'; the mesh"),
-    "a page beyond the cache": (lambda: call(table=((1, 9, 640),)), ValueError, r"`page_table` must hold pages with"),
-    "no backend": (
-        lambda: call(implementation="official_triton"),
-        jflex.UnsupportedError,
-        r"None of the requested implementations supports this call",
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("fault", WRONG)
-def test_wrong_input(fault):
-    provoke, error, message = WRONG[fault]
-    with pytest.raises(error, match=message):
-        provoke()
-
-
 @pytest.mark.full
 def test_a_derivative_is_refused():
     def loss(q):
         cache = jflex.paged.PagedCache.create(64, 16, 2, 8, dtype=jnp.float32)
         batch = jflex.paged.PagedBatch(jnp.array([0, 1]), jnp.array([40]), jnp.array([[1, 9, 17]], jnp.int32))
-        return jflex.context_parallel_paged_attention(q, cache, batch, mesh=mesh_of(ROUND), implementation="xla").sum()
+        return jflex.context_parallel_paged_attention(
+            q, cache, batch, mesh=mesh_of(**ROUND), implementation="xla"
+        ).sum()
 
     with pytest.raises(jflex.UnsupportedError, match=r"`context_parallel_paged_attention` has no derivative on 'xla'"):
         jax.grad(loss)(jnp.ones((1, 4, 8)))

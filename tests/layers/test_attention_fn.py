@@ -1,4 +1,4 @@
-"""`flax_layers.attention_fn` against Flax's own functions: as a function, and inside Flax's own layers."""
+"""`flax_layers.attention_fn` against Flax's own functions, and which blocks it skips where Flax passes `is_causal`."""
 
 import dataclasses
 import functools
@@ -45,6 +45,7 @@ def causal_array() -> jax.Array:
 # What is handed over beside query, key and value; the batch; key heads and keys where they are others.
 HANDED = {
     "nothing": ((B,), {}, {}),
+    "no batch": ((), {}, {}),
     "float mask": ((B,), {"mask": lambda: shown(B, 1, T, T)}, {}),
     "bool mask of heads": ((B,), {"mask": lambda: shown(1, HEADS, T, T, dtype=bool)}, {}),
     "padding": ((B,), {"mask": lambda: shown(B, 1, 1, T)}, {}),
@@ -60,13 +61,12 @@ HANDED = {
     "precision, dtype": ((B,), {"precision": lambda: "highest", "dtype": lambda: jnp.float32}, {}),
     "dropout that drops nothing": ((B,), {"dropout_rate": lambda: 0.1, "deterministic": lambda: True}, {}),
 }
-ONLY_NNX = {"grouped", "causal", "causal, mask"}
 
 
 @tiers(default={"flavour": ["nnx-grouped", "linen-bias of heads, mask"]})
 @pytest.mark.parametrize(
     ("flavour", "name"),
-    [(flavour, name) for flavour in FLAX for name in HANDED if flavour == "nnx" or name not in ONLY_NNX],
+    [*(("nnx", name) for name in HANDED), *(("linen", name) for name in ("nothing", "bias of heads, mask"))],
 )
 def test_the_function_is_flaxs_own_with_gradients(flavour, name):
     batch, handed, sizes = HANDED[name]
@@ -107,12 +107,6 @@ def test_a_mask_and_a_bias_of_any_shape_that_broadcasts(mask_shape):
     full = jnp.broadcast_to(mask, (2, 3, HEADS, T, T))
     expected = linen.dot_product_attention(query, key, value, mask=full, bias=full)
     assert_close(attention_fn()(query, key, value, mask=mask, bias=mask), expected)
-
-
-@pytest.mark.full
-def test_no_batch_axes():
-    query, key, value = arrays(())
-    assert_close(attention_fn()(query, key, value), linen.dot_product_attention(query, key, value))
 
 
 @flavours
@@ -158,50 +152,6 @@ def test_gradients_have_the_precision_too():
     assert str(jax.make_jaxpr(jax.grad(loss))(draw(1, T, 1, D))).count("HIGHEST") >= 5
 
 
-ABSENT = NotImplementedError
-REFUSED = {
-    "dropout": ({"dropout_rate": 0.1, "broadcast_dropout": False}, ValueError, "`dropout_rng` is missing"),
-    "sowing": ({"module": nnx.Module()}, ABSENT, "`module` is set to sow the attention weights"),
-    "rotary positions": ({"input_positions": jnp.arange(T)}, ABSENT, "`input_positions` are for a rotary"),
-    "dot_general": ({"einsum_dot_general": jax.lax.dot_general}, ABSENT, "`einsum_dot_general` would replace"),
-    "score einsum": ({"qk_attn_weights_einsum": jnp.einsum}, ABSENT, "`qk_attn_weights_einsum` would replace"),
-    "value einsum": ({"attn_weights_value_einsum": jnp.einsum}, ABSENT, "`attn_weights_value_einsum` would"),
-    "two precisions": ({"precision": ("high", "highest")}, ValueError, "`precision` must be the same for both"),
-    "no precision": ({"precision": "exact"}, ValueError, "`precision` must be .* Got 'exact'"),
-    "mask": ({"mask": jnp.ones((B, 3, T, T))}, ValueError, r"`mask` must .*\[2, 4, 9, 9\]. Got shape \[2, 3, 9, 9\]"),
-    "bias": ({"bias": jnp.ones((1, B, 1, T, T))}, ValueError, "`bias` must broadcast to"),
-    "unknown": ({"window": 3}, TypeError, "window"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_refused_by_name(name):
-    handed, error, message = REFUSED[name]
-    with pytest.raises(error, match=message):
-        attention_fn()(*arrays((B,)), **handed)
-
-
-@pytest.mark.full
-def test_batches_that_differ():
-    query, _, value = arrays((B,))
-    with pytest.raises(ValueError, match=r"with the same batch axes. Got `query` \[2, 9, 4, 8\], `key` \[3, 9, 4, 8\]"):
-        attention_fn()(query, arrays((3,))[1], value)
-
-
-@pytest.mark.full
-def test_wrong_constructions():
-    causal, cap = jflex.masks.causal(), nnx.Param(jnp.array(2.0))
-    block_mask = jflex.create_block_mask(causal, None, None, T, T, block_size=4)
-    with pytest.raises(ValueError, match="`mask_mod` and `block_mask` are two forms of one mask"):
-        attention_fn(None, causal, block_mask)
-    with pytest.raises(ValueError, match=r"`score_mod` holds a Param.*Make it a callable nnx.Module"):
-        attention_fn(lambda score, b, h, q_idx, kv_idx: score * cap[...])
-    counts, numbers = jnp.ones((1, 1, 2), jnp.int32), jnp.arange(2).reshape(1, 1, 2, 1)
-    listed = jflex.BlockMask.from_kv_blocks(counts, numbers, block_size=16, mask_mod=causal, seq_lengths=(32, 32))
-    with pytest.raises(ValueError, match=r"`block_mask` masks more than its mask_mod, .* `decode`"):
-        attention_fn(block_mask=listed, decode=True)
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class Slotted:
     cap: Any
@@ -221,3 +171,77 @@ def test_parameters_are_seen_wherever_a_function_keeps_them(holder):
 
     with pytest.raises(ValueError, match="`score_mod` holds a Param"):
         attention_fn(of_keyword if holder == "keyword" else of_closure)
+
+
+LONG = 512
+FIRST_KEYS = jnp.arange(LONG)[None] < 200
+
+
+def rings(b, h, q_idx, kv_idx):
+    return (q_idx - kv_idx) % (2 + h + b) != 1
+
+
+def strided(b, h, q_idx, kv_idx):
+    return kv_idx % 3 != 1
+
+
+# What `attention_fn` takes, what Flax passes, the sparsity in percent, batch and heads of the lists.
+BESIDE: dict[str, tuple[dict[str, Any], dict[str, Any], float, tuple[int, int]]] = {
+    "nothing": ({}, {}, 37.5, (1, 1)),
+    "mask_mod": ({"mask_mod": strided}, {}, 37.5, (1, 1)),
+    "mask_mod of batch and heads": ({"mask_mod": rings}, {}, 37.5, (B, HEADS)),
+    "mask_mod, mask": ({"mask_mod": rings}, {"mask": FIRST_KEYS}, 56.25, (B, HEADS)),
+    "mask": ({}, {"mask": FIRST_KEYS}, 56.25, (1, 1)),
+    "block_mask": ({"block_mask": (jflex.masks.sliding_window(100, 300), 128)}, {}, 56.25, (1, 1)),
+    "block_mask, mask": ({"block_mask": (strided, 256)}, {"mask": FIRST_KEYS}, 50, (1, 1)),
+    "block_mask of small blocks": ({"block_mask": (jflex.masks.sliding_window(0, 511), 64)}, {}, 87.5, (1, 1)),
+}
+
+
+def masks_of_calls(monkeypatch) -> list[Any]:
+    """The BlockMask of each call that follows."""
+    made, whole = [], jflex.flex_attention
+    monkeypatch.setattr(jflex, "flex_attention", lambda *args, **rest: made.append(args[4]) or whole(*args, **rest))
+    return made
+
+
+def dense(mask_mod, mask=True) -> np.ndarray:
+    """With `is_causal`."""
+    shown = np.asarray(jflex.create_mask(mask_mod, B, HEADS, LONG, LONG))
+    return shown & np.tri(LONG, dtype=bool) & np.asarray(mask)
+
+
+@tiers(default={"name": ["nothing", "block_mask, mask"]})
+@pytest.mark.parametrize("name", BESIDE)
+def test_is_causal_skips_blocks(name, monkeypatch):
+    """Beside each form of a mask: those above the diagonal; and those that a mask leaves empty, unless a mask_mod."""
+    mods, handed, sparsity, batch_heads = BESIDE[name]
+    mods, mask_mod = dict(mods), mods.get("mask_mod", jflex.noop_mask)
+    if "block_mask" in mods:
+        mask_mod, size = mods["block_mask"]
+        mods["block_mask"] = jflex.create_block_mask(mask_mod, None, None, LONG, LONG, block_size=size)
+    made, x = masks_of_calls(monkeypatch), draw(B, LONG, HEADS, D)
+    found = attention_fn(**mods)(x, x, x, is_causal=True, **handed)
+    [block_mask] = made
+    assert (block_mask.sparsity(), block_mask.shape[:2]) == (sparsity, batch_heads)
+    account = jflex.explain(x, x, x, block_mask=block_mask)
+    assert (account.visited or 0) / (account.blocks or 1) == 1 - sparsity / 100
+    expected = linen.dot_product_attention(x, x, x, mask=jnp.asarray(dense(mask_mod, **handed)))
+    assert_close(found, expected)
+
+
+@pytest.mark.full
+def test_is_causal_beside_a_block_mask_of_one_block():
+    query, key, value = arrays((B,))
+    block_mask = jflex.create_block_mask(jflex.masks.sliding_window(3, 3), None, None, T, T)
+    band = jnp.asarray(np.tri(T, dtype=bool) & ~np.tri(T, k=-4, dtype=bool))
+    expected = linen.dot_product_attention(query, key, value, mask=band[None, None])
+    assert_close(attention_fn(block_mask=block_mask)(query, key, value, is_causal=True), expected)
+
+
+def test_the_blocks_of_is_causal_hold_the_tiles_of_the_user(monkeypatch):
+    made = []
+    monkeypatch.setattr(jflex, "flex_attention", lambda *args, **rest: made.append(args[4]) or args[0])
+    x = draw(1, LONG, 1, D)
+    attention_fn(config=jflex.Config(forward=jflex.Tiles(256, 64)))(x, x, x, is_causal=True)
+    assert made[0].block_size == (256, 128)

@@ -60,9 +60,8 @@ ALL = [("FlexAttention", call) for call in CALLS] + [("MultiHeadLatentAttention"
 @pytest.mark.parametrize(("name", "call"), ALL)
 @pytest.mark.parametrize("flavour", ["nnx", "linen"])
 def test_layers(flavour, name, call):
-    LATENT_CALLS[call](made(flavour, name, REFUSED | {"config": None}))
     with pytest.raises(UnsupportedError, match="as many keys as the longest request has"):
-        LATENT_CALLS[call](made(flavour, name, REFUSED))
+        jax.eval_shape(lambda: LATENT_CALLS[call](made(flavour, name, REFUSED)))
 
 
 @pytest.mark.full
@@ -74,7 +73,7 @@ def test_generation(cache, tmp_path):
     how: dict[str, Any] = {"implementation": "xla", "attention_config": Config(batch_invariant=True)}
     invariant = from_pretrained(tmp_path / "model", **how)
     assert invariant.attention_config == how["attention_config"]
-    results = [generate(x, [[1, 2, 3], [9] * 7], max_tokens=6, cache=cache).results() for x in (plain, invariant)]
+    results = [generate(x, [[1, 2, 3], [9] * 7], max_tokens=3, cache=cache).results() for x in (plain, invariant)]
     assert results[0] == results[1]
     refused = from_pretrained(tmp_path / "model", **{**how, "implementation": "reference"})
     with pytest.raises(UnsupportedError, match="as many keys as the longest request has"):

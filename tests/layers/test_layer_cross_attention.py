@@ -10,7 +10,6 @@ from flax import nnx
 
 import flax_layers.linen
 import jflex
-from flax_layers.nnx import BlockSelection
 from jflex import masks
 from tests.support.layer_flavours import FLAVOURS, HEADS, LinenLayer
 from tests.support.rows import tiers
@@ -59,54 +58,31 @@ def test_cross_attention_is_that_of_flax(flavour):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("flavour", ["nnx", pytest.param("linen", marks=pytest.mark.full)])
+@flavours
 def test_projected_keys_serve_each_token(flavour):
     options = {"num_kv_heads": 2, "qk_norm": True, "rotary_base": 50.0}
     mask = jflex.create_block_mask(masks.prefix_lm(S // 2), None, None, T, S, block_size=16)
     layer = layer_of(flavour, **options, block_mask=mask)
     inputs, memory = normal(3, T, FEATURES), normal(3, S, KV_FEATURES)
-    whole = layer(inputs, inputs_kv=memory)
-    keys = jax.jit(projected)(layer, memory) if flavour == "linen" else nnx.jit(projected)(layer, memory)
-    assert_close(layer(inputs, inputs_kv=keys), whole)
-    for t in range(T):
+    call = nnx.jit(lambda layer, inputs, memory: layer(inputs, inputs_kv=memory))
+    whole, keys = call(layer, inputs, memory), nnx.jit(projected)(layer, memory)
+    assert_close(call(layer, inputs, keys), whole)
+
+    @nnx.jit
+    def token(layer, t, keys):
         mask_mod = jflex.with_offset(masks.prefix_lm(S // 2), t)
-        token = layer(inputs[:, t : t + 1], inputs_kv=keys, mask_mod=mask_mod, positions=jnp.array([t]))
-        assert_close(token, whole[:, t : t + 1])
-    shared = layer(inputs, inputs_kv=jax.tree.map(lambda x: x[:1], keys))
-    assert_close(shared, layer(inputs, inputs_kv=jnp.broadcast_to(memory[:1], memory.shape)))
+        one = jax.lax.dynamic_slice_in_dim(inputs, t, 1, axis=1)
+        return layer(one, inputs_kv=keys, mask_mod=mask_mod, positions=t[None])
+
+    for t in range(T):
+        assert_close(token(layer, jnp.int32(t), keys), whole[:, t : t + 1])
+    shared = call(layer, inputs, jax.tree.map(lambda x: x[:1], keys))
+    assert_close(shared, call(layer, inputs, jnp.broadcast_to(memory[:1], memory.shape)))
 
 
 @pytest.mark.full
-@flavours
-def test_gradients_reach_both_inputs(flavour):
-    layer, inputs, memory = layer_of(flavour), normal(1, T, FEATURES), normal(1, S, KV_FEATURES)
-    loss = lambda memory: jnp.sum(layer(inputs, inputs_kv=memory) ** 2)
+def test_gradients_reach_both_inputs():
+    layer, inputs, memory = layer_of("nnx"), normal(1, T, FEATURES), normal(1, S, KV_FEATURES)
+    loss = jax.jit(lambda memory: jnp.sum(layer(inputs, inputs_kv=memory) ** 2))
     gradient, step = jax.grad(loss)(memory), 1e-3 * normal(1, S, KV_FEATURES)
     np.testing.assert_allclose(loss(memory + step) - loss(memory - step), 2 * jnp.sum(gradient * step), rtol=1e-2)
-
-
-WRONG = {
-    "other features": (lambda f: layer_of(f)(normal(1, T, FEATURES)), "projected from `in_kv_features`, 24, in the la"),
-    "another batch": (
-        lambda f: layer_of(f)(normal(3, T, FEATURES), inputs_kv=normal(2, S, KV_FEATURES)),
-        r"`inputs_kv` must be .* Got \[2, 40, 24\] and `inputs` \[3, 5, 16\]",
-    ),
-    "a selection": (
-        lambda f: layer_of(f)(
-            normal(1, T, FEATURES), inputs_kv=normal(1, S, KV_FEATURES), block_mask=BlockSelection(2, block_size=16)
-        ),
-        "`block_mask` must not be a BlockSelection in a call with `inputs_kv`",
-    ),
-    "divided tokens": (
-        lambda f: layer_of(f)(normal(1, T, FEATURES), inputs_kv=normal(1, S, KV_FEATURES), context=object()),
-        "`context` divides the tokens of self-attention",
-    ),
-}
-
-
-@flavours
-@pytest.mark.parametrize("kind", WRONG)
-def test_messages(flavour, kind):
-    call, message = WRONG[kind]
-    with pytest.raises(ValueError, match=message):
-        call(flavour)

@@ -1,4 +1,7 @@
-"""Both `FlexAttention` with dense and paged caches: their outputs are those of the layer on whole sequences."""
+"""Both `FlexAttention` with dense and paged caches: their outputs are those of the layer on whole sequences.
+
+The methods are shared, so most tests take one flavour.
+"""
 
 import functools
 
@@ -11,24 +14,21 @@ from flax import nnx
 import jflex
 from flax_layers.nnx import DenseCache
 from jflex.paged import PagedBatch
+from tests.support.dense_masks import causal
 from tests.support.layer_flavours import FLAVOURS, SLOPES
 from tests.support.rows import in_turns
 
-pytestmark = [pytest.mark.parametrize("flavour", FLAVOURS)]
-
+pytestmark = pytest.mark.full
+flavours = pytest.mark.parametrize("flavour", FLAVOURS)
 FEATURES, LENGTH, ROOM = 24, 21, 32
 assert_close = functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-5)
-
-
-def causal(b, h, q_idx, kv_idx):
-    return q_idx >= kv_idx
 
 
 def window(b, h, q_idx, kv_idx):
     return (q_idx >= kv_idx) & (q_idx - kv_idx < 6)
 
 
-def layer_of(flavour: str, **options):
+def layer_of(flavour: str = "nnx", **options):
     plain = {"num_kv_heads": 2, "head_dim": 8, "mask_mod": causal}
     return FLAVOURS[flavour].make(FEATURES, **(plain | options))
 
@@ -47,8 +47,8 @@ def whole(layer, inputs):
 
 
 @nnx.jit
-def decode(layer, inputs, cache):
-    return layer.decode(inputs, cache)
+def decode(layer, inputs, cache, block_mask=None):
+    return layer.decode(inputs, cache, block_mask=block_mask)
 
 
 @nnx.jit
@@ -77,8 +77,8 @@ def expected_of(flavour: str, kind: str) -> np.ndarray:
     return np.asarray(whole(layer_like(flavour, kind), inputs_of(3)))
 
 
-@pytest.mark.full
 @in_turns
+@flavours
 @pytest.mark.parametrize(("kind", "implementation"), [*((kind, "xla") for kind in OPTIONS), ("alibi", "reference")])
 def test_dense_calls_of_any_length_are_the_whole_sequence(flavour, kind, implementation):
     layer, inputs = layer_like(flavour, kind, implementation=implementation), inputs_of(3)
@@ -90,8 +90,8 @@ def test_dense_calls_of_any_length_are_the_whole_sequence(flavour, kind, impleme
     assert cache.lengths.tolist() == [LENGTH] * 3
 
 
-@pytest.mark.full
 @in_turns
+@flavours
 @pytest.mark.parametrize("kind", ["rotary", "alibi"])
 def test_dense_sequences_of_different_lengths(flavour, kind):
     """Prompts padded at their ends: the padding is taken back, and never seen."""
@@ -120,8 +120,8 @@ def batch_of(counts, lengths, table) -> PagedBatch:
     return PagedBatch(jnp.asarray(indptr), jnp.asarray(lengths, jnp.int32), table)
 
 
-@pytest.mark.full
 @in_turns
+@flavours
 @pytest.mark.parametrize(
     ("kind", "page_size", "implementation"),
     [*((kind, 4, "xla") for kind in OPTIONS), ("rotary", 1, "xla"), ("alibi", 4, "reference")],
@@ -143,7 +143,7 @@ def test_paged_calls_with_prompts_and_tokens_together_are_the_whole_sequences(fl
     assert_close(np.stack([np.concatenate(parts) for parts in found]), expected_of(flavour, kind))
 
 
-@pytest.mark.full
+@flavours
 def test_mods_of_the_call_replace_those_of_the_constructor(flavour):
     """`layer` has the parameters of the layer that has these mods by its constructor."""
     of_function = lambda score, b, h, q_idx, kv_idx: score - SLOPES[h] * (q_idx - kv_idx).astype(score.dtype)
@@ -160,33 +160,26 @@ def test_mods_of_the_call_replace_those_of_the_constructor(flavour):
     assert_close(paged(layer, inputs[0], layer.init_paged_cache(7, 4), batch)[0], expected[0])
 
 
-@pytest.mark.full
-def test_a_block_mask_of_the_call_is_one_of_its_queries_and_the_cache(flavour):
-    layer, inputs = layer_like(flavour, "alibi", mask_mod=None), inputs_of(3)
+def test_a_block_mask_of_the_call_is_one_of_its_queries_and_the_cache():
+    layer, inputs = layer_like("linen", "alibi", mask_mod=None), inputs_of(3)
     cache, outputs = layer.init_cache(3, ROOM), []
     for part in np.split(inputs, [PART], axis=1):
         block_mask = cache.block_mask(window, part.shape[1], block_size=4)
-        output, cache = layer.decode(part, cache, block_mask=block_mask)
+        output, cache = decode(layer, part, cache, block_mask)
         outputs.append(np.asarray(output))
-    assert_close(np.concatenate(outputs, axis=1), expected_of(flavour, "alibi"))
-    with pytest.raises(ValueError, match=r"`mask_mod` and `block_mask` are two forms of one mask. Got both. Pass one"):
-        layer.decode(inputs, layer.init_cache(3, ROOM), mask_mod=window, block_mask=block_mask)
+    assert_close(np.concatenate(outputs, axis=1), expected_of("linen", "alibi"))
 
 
-@pytest.mark.full
-def test_leading_axes_are_folded(flavour):
-    layer, inputs = layer_like(flavour, "rotary"), inputs_of(2, 3)
-    cache = layer.init_cache(6, ROOM)
-    first, cache = decode(layer, inputs[..., :PART, :], cache)
-    last, cache = decode(layer, inputs[..., PART : 2 * PART, :], cache)
-    expected = np.stack([whole(layer, row) for row in inputs])
-    assert_close(np.concatenate([first, last], axis=-2), expected[..., : 2 * PART, :])
+def test_leading_axes_are_folded():
+    layer, inputs = layer_like("nnx", "rotary"), inputs_of(2, 3)
+    output, _ = decode(layer, inputs[..., :PART, :], layer.init_cache(6, ROOM))
+    assert_close(output, np.stack([whole(layer, row) for row in inputs])[..., :PART, :])
     alone, _ = decode(layer, inputs[0, 1, :PART], layer.init_cache(1, ROOM))
-    assert_close(alone, expected[0, 1, :PART])
+    assert_close(alone, output[0, 1])
 
 
-@pytest.mark.full
 @in_turns
+@flavours
 @pytest.mark.parametrize("implementation", ["xla", "reference"])
 def test_unused_places_of_a_dense_cache_never_reach_an_output(flavour, implementation):
     layer, inputs = layer_like(flavour, "alibi", implementation=implementation), inputs_of(3)
@@ -197,54 +190,42 @@ def test_unused_places_of_a_dense_cache_never_reach_an_output(flavour, implement
     assert_close(np.concatenate([first, last], axis=1), expected_of(flavour, "alibi")[:, : 2 * PART])
 
 
-@pytest.mark.full
-def test_what_was_speculated_can_be_taken_back(flavour):
-    layer, inputs = layer_like(flavour, "rotary", implementation="xla"), inputs_of(3)
-    _, cache = decode(layer, inputs[:, :PART], layer.init_cache(3, ROOM))
+@pytest.mark.parametrize("dtype", [None, jnp.int8])
+def test_what_was_speculated_can_be_taken_back(dtype):
+    layer, inputs = layer_like("nnx", "rotary", implementation="xla"), inputs_of(3)
+    _, cache = decode(layer, inputs[:, :PART], layer.init_cache(3, ROOM, dtype=dtype))
     speculated = inputs[:, PART : 2 * PART]
-    _, cache = decode(layer, 9 * speculated, cache)  # none of the nine is right
-    output, _ = decode(layer, speculated, cache.with_lengths([PART] * 3))
-    assert_close(output, expected_of(flavour, "rotary")[:, PART : 2 * PART])
+    right, _ = decode(layer, speculated, cache)
+    _, spoiled = decode(layer, 9 * speculated, cache)  # none of the nine is right
+    found, _ = decode(layer, speculated, spoiled.with_lengths([PART] * 3))
+    np.testing.assert_array_equal(found, right)
 
 
-def assert_nan_where(outputs, tokens: list[list[bool]]):
-    """Compares the tokens of each sequence whose outputs are NaN, in all features."""
-    assert np.isnan(outputs).all(axis=2).tolist() == np.isnan(outputs).any(axis=2).tolist() == tokens
-
-
-@pytest.mark.full
-def test_tokens_without_room_are_dropped_where_lengths_are_traced(flavour):
+@in_turns
+@flavours
+@pytest.mark.parametrize("dtype", [None, jnp.int8])
+def test_tokens_without_room_are_dropped_where_lengths_are_traced(flavour, dtype):
     layer, inputs = layer_of(flavour), inputs_of(2, length=3)
-    cache = layer.init_cache(2, 8).with_lengths([7, 2])
+    cache = layer.init_cache(2, 8, dtype=dtype).with_lengths([7, 2])
     outputs, after = jax.jit(layer.decode)(inputs, cache)
-    written = np.any(np.asarray(after.k), axis=(2, 3))
+    written = np.any(np.asarray(after.k if dtype is None else after.pages.k[1:]), axis=(2, 3))
     assert written.tolist() == [[False] * 7 + [True], [False, False, True, True, True, False, False, False]]
-    assert_nan_where(outputs, [[False, True, True], [False] * 3])
+    is_nan = [[False, True, True], [False] * 3]  # in all features
+    assert np.isnan(outputs).all(axis=2).tolist() == np.isnan(outputs).any(axis=2).tolist() == is_nan
 
 
-@pytest.mark.full
-def test_tokens_without_room_in_eight_bits_are_dropped_too(flavour):
-    layer, inputs = layer_of(flavour), inputs_of(2, length=3)
-    cache = layer.init_cache(2, 8, dtype=jnp.int8).with_lengths([7, 2])
-    outputs, after = jax.jit(layer.decode)(inputs, cache)
-    written = np.any(np.asarray(after.pages.k), axis=(2, 3))[1:]
-    assert written.tolist() == [[False] * 7 + [True], [False, False, True, True, True, False, False, False]]
-    assert_nan_where(outputs, [[False, True, True], [False] * 3])
-
-
-@pytest.mark.full
-def test_a_cache_of_its_own_dtype(flavour):
-    layer, inputs = layer_of(flavour), inputs_of(3)
+def test_a_cache_of_its_own_dtype():
+    layer, inputs = layer_of(), inputs_of(3)
     cache = layer.init_cache(3, ROOM, dtype=jnp.bfloat16)
     output, cache = decode(layer, inputs, cache)
     assert (output.dtype, cache.k.dtype) == (jnp.float32, jnp.bfloat16)
-    np.testing.assert_allclose(output, expected_of(flavour, "plain"), rtol=0.1, atol=0.05)
-    assert layer_of(flavour, dtype=jnp.bfloat16).init_cache(1, 2).v.dtype == jnp.bfloat16
-    assert layer_of(flavour, param_dtype=jnp.bfloat16).init_paged_cache(2, 2, layers=3).k.shape == (3, 2, 2, 2, 8)
+    np.testing.assert_allclose(output, expected_of("nnx", "plain"), rtol=0.1, atol=0.05)
+    assert layer_of(dtype=jnp.bfloat16).init_cache(1, 2).v.dtype == jnp.bfloat16
+    assert layer_of(param_dtype=jnp.bfloat16).init_paged_cache(2, 2, layers=3).k.shape == (3, 2, 2, 2, 8)
 
 
-@pytest.mark.full
 @in_turns
+@flavours
 @pytest.mark.parametrize("dtype", [jnp.int8, jnp.float8_e4m3fn])
 def test_a_paged_cache_of_eight_bits(flavour, dtype):
     layer, inputs = layer_of(flavour), inputs_of(3)[0]
@@ -255,9 +236,9 @@ def test_a_paged_cache_of_eight_bits(flavour, dtype):
     np.testing.assert_allclose(output, expected_of(flavour, "plain")[0], rtol=0.1, atol=0.05)
 
 
-@pytest.mark.full
 @in_turns
-@pytest.mark.parametrize("dtype", [jnp.int8, jnp.float8_e4m3fn, jnp.float8_e5m2])
+@flavours
+@pytest.mark.parametrize("dtype", [jnp.int8, jnp.float8_e5m2])
 def test_a_dense_cache_of_eight_bits(flavour, dtype):
     """In parts of one prompt, one token and several; what is held is what pages of the same tokens hold."""
     layer, inputs = layer_like(flavour, "rotary"), inputs_of(3)
@@ -276,20 +257,8 @@ def test_a_dense_cache_of_eight_bits(flavour, dtype):
     np.testing.assert_array_equal(cache.pages.k[jnp.array([1, 3, 5]), :LENGTH], paged.k[jnp.array([1, 3, 5]), :LENGTH])
 
 
-@pytest.mark.full
-def test_what_was_speculated_over_eight_bits_can_be_taken_back(flavour):
-    layer, inputs = layer_like(flavour, "rotary"), inputs_of(3)
-    _, cache = decode(layer, inputs[:, :PART], layer.init_cache(3, ROOM, dtype=jnp.int8))
-    speculated = inputs[:, PART : 2 * PART]
-    right, _ = decode(layer, speculated, cache)
-    _, spoiled = decode(layer, 9 * speculated, cache)
-    found, _ = decode(layer, speculated, spoiled.with_lengths([PART] * 3))
-    np.testing.assert_array_equal(found, right)
-
-
-@pytest.mark.full
-def test_no_sequences(flavour):
-    layer = layer_of(flavour)
+def test_no_sequences():
+    layer = layer_of()
     output, cache = layer.decode(inputs_of(0), layer.init_cache(0, ROOM).with_lengths([]))
     assert (output.shape, cache.k.shape[0]) == ((0, LENGTH, FEATURES), 0)
     empty = PagedBatch(jnp.zeros(1, jnp.int32), jnp.zeros(0, jnp.int32), jnp.zeros((0, 3), jnp.int32))
@@ -297,3 +266,102 @@ def test_no_sequences(flavour):
     assert output.shape == (0, FEATURES)
     output, cache = layer.decode(inputs_of(0), layer.init_cache(0, ROOM, dtype=jnp.int8))
     assert (output.shape, cache.lengths.shape) == ((0, LENGTH, FEATURES), (0,))
+
+
+class CountedCalls:
+    """A causal mask that counts how often it is traced."""
+
+    def __init__(self):
+        self.count = 0
+
+    def __call__(self, b, h, q_idx, kv_idx):
+        self.count += 1
+        return q_idx >= kv_idx
+
+
+def pointers(cache) -> list[int]:
+    return [leaf.unsafe_buffer_pointer() for leaf in (cache.k, cache.v)]
+
+
+def buffer_bytes(cache) -> int:
+    return cache.k.nbytes + cache.v.nbytes
+
+
+@nnx.jit(donate_argnames="cache")
+def dense_step(layer, inputs, cache):
+    return layer.decode(inputs, cache)
+
+
+@nnx.jit(donate_argnames="cache")
+def paged_step(layer, inputs, cache, batch):
+    return layer.decode_paged(inputs, cache, batch)
+
+
+@pytest.mark.full
+def test_dense_steps_compile_once_and_update_the_cache_in_place():
+    mask = CountedCalls()
+    layer, inputs = layer_of("linen", mask_mod=mask, rotary_base=50.0, implementation="xla"), inputs_of(2, length=1)
+    cache = layer.init_cache(2, 16384)
+    place, traces = pointers(cache), set()
+    for lengths in ([0, 0], [5, 4000], [4095, 17]):
+        _, cache = dense_step(layer, inputs, cache.with_lengths(lengths))
+        assert pointers(cache) == place
+        traces.add(mask.count)
+    assert len(traces) == 1
+
+    merge, state = FLAVOURS["linen"].split(layer)
+    step = jax.jit(lambda state, *rest: merge(state).decode(*rest), donate_argnums=2)
+    memory = step.lower(state, inputs, cache).compile().memory_analysis()
+    assert memory is not None
+    assert memory.alias_size_in_bytes >= buffer_bytes(cache)
+    assert memory.temp_size_in_bytes < buffer_bytes(cache) / 20
+
+
+def test_paged_steps_compile_once_and_update_the_cache_in_place():
+    mask = CountedCalls()
+    layer, inputs = layer_of(mask_mod=mask, rotary_base=50.0, implementation="xla"), inputs_of(length=2)
+    cache, traces = layer.init_paged_cache(513, 16), set()
+    place = pointers(cache)
+    for seed, lengths in enumerate(([1, 1], [5, 4000], [4096, 17])):
+        _, cache = paged_step(layer, inputs, cache, batch_of([1, 1], lengths, table_of(2, 256, seed)))
+        assert pointers(cache) == place
+        traces.add(mask.count)
+    assert len(traces) == 1
+
+
+@pytest.mark.full
+def test_layers_that_share_a_paged_cache_scan_in_place():
+    """The cache is part of the carry; what is scanned over are the layers and their numbers."""
+    keys = jax.random.split(jax.random.key(0), 3)
+    options = {"num_kv_heads": 2, "head_dim": 8, "mask_mod": causal, "rotary_base": 50.0}
+    merge, state = FLAVOURS["nnx"].split(FLAVOURS["nnx"].stack(keys, FEATURES, lambda: options))
+    table, lengths = table_of(2, 256), [11, 3000]
+    batch = batch_of([1, 1], lengths, table)
+
+    def through(state, stream, cache, batch):
+        def body(carry, layer_and_number):
+            layer, number = layer_and_number
+            stream, cache = carry
+            output, cache = merge(layer).decode_paged(stream, cache, batch, layer=number)
+            return (stream + output, cache), None
+
+        return jax.lax.scan(body, (stream, cache), (state, jnp.arange(3)))[0]
+
+    cache = layer_of().init_paged_cache(513, 16, layers=3)
+    stream = inputs_of(length=2)
+    expected, seen = stream, cache
+    one = jax.jit(lambda state, *args, layer: merge(state).decode_paged(*args, layer=layer))
+    for number in range(3):
+        own = jax.tree.map(lambda leaf, number=number: leaf[number], state)
+        output, seen = one(own, expected, seen, batch, layer=jnp.int32(number))
+        expected = expected + output
+
+    step = jax.jit(through, donate_argnums=2)
+    memory = step.lower(state, stream, cache, batch).compile().memory_analysis()
+    assert memory is not None
+    place = pointers(cache)
+    output, cache = step(state, stream, cache, batch)
+    assert_close(output, expected)
+    assert_close(cache.k, seen.k)
+    assert pointers(cache) == place
+    assert memory.temp_size_in_bytes < buffer_bytes(cache) / 20

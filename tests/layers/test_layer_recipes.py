@@ -20,6 +20,7 @@ import jflex
 from flax_layers.nnx import AttentionMask
 from jflex import masks, scores
 from tests.support.layer_flavours import FLAVOURS, HEADS
+from tests.support.rows import tiers
 
 LENGTH, FEATURES = 48, 16
 IDS = np.arange(2 * LENGTH) // 20
@@ -90,11 +91,9 @@ class Recipes:
         return nnx.jit(self.make)() if self.is_nnx else jax.jit(self.make)()
 
 
-SHORT = {"a mask made inside", "ready mods"}
-
-
+@tiers(default={"options": "a mask made inside"}, in_turns=True)
 @flavours
-@pytest.mark.parametrize("options", [pytest.param(x, marks=[] if x in SHORT else full) for x in KNOWN])
+@pytest.mark.parametrize("options", KNOWN)
 def test_layers_of_known_masks_and_mods_keep_no_state_of_them(flavour, options, tmp_path):
     recipes, inputs = Recipes(flavour, KNOWN[options]), inputs_of()
     layer = recipes.make()

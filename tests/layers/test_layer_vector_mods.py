@@ -10,7 +10,7 @@ import flax_layers.linen
 import flax_layers.nnx
 import jflex
 from flax_layers.attention.core import SharedPrefix
-from flax_layers.attention.streaming import Streaming
+from tests.support.dense_masks import causal
 from tests.support.layer_flavours import FLAVOURS
 
 IN_FEATURES, LENGTH, D = 32, 19, 8
@@ -25,10 +25,6 @@ MODS = {
 }
 
 
-def causal(b, h, q_idx, kv_idx):
-    return q_idx >= kv_idx
-
-
 def layer_of(flavour: str, **options):
     return FLAVOURS[flavour].make(IN_FEATURES, num_kv_heads=2, mask_mod=causal, implementation="xla", **options)
 
@@ -38,9 +34,8 @@ def assert_close(found, expected):
 
 
 @pytest.mark.full
-@flavours
-def test_a_call_and_both_caches(flavour):
-    layer = layer_of(flavour, rotary_base=100.0)
+def test_a_call_and_both_caches():
+    layer = layer_of("linen", rotary_base=100.0)
     expected, plain = jax.jit(lambda x: (layer(x, **MODS), layer(x)))(INPUTS)
     assert np.abs(expected - plain).max() > 1e-2
     cache, found = layer.init_cache(2, LENGTH), []
@@ -60,23 +55,25 @@ def test_a_call_and_both_caches(flavour):
 
 
 @pytest.mark.full
-@flavours
-def test_a_shared_prefix(flavour):
-    layer = layer_of(flavour)
+def test_a_shared_prefix():
+    layer = layer_of("nnx")
     mods = {name: mod for name, mod in MODS.items() if name in ("query_mod", "output_mod")}
     pages, table = layer.init_paged_cache(6, 8), jnp.array([[1, 2, 3], [1, 4, 5]])
     prompt = jflex.paged.PagedBatch(jnp.array([0, 8]), jnp.array([8]), table[:1])
     _, pages = layer.decode_paged(INPUTS[0, :8], pages, prompt)
     batch = jflex.paged.PagedBatch(jnp.array([0, 3, 8]), jnp.array([11, 13]), table)
     tokens, shared = np.concatenate([INPUTS[0, 8:11], INPUTS[1, 8:13]]), SharedPrefix(jnp.int32(2), jnp.int32(8))
-    found, _ = layer.decode_paged(tokens, pages, batch, shared_prefix=shared, **mods)
-    assert_close(found, layer.decode_paged(tokens, pages, batch, **mods)[0])
+    attend = lambda **prefix: nnx.jit(lambda layer: layer.decode_paged(tokens, pages, batch, **prefix, **mods)[0])(
+        layer
+    )
+    assert_close(attend(shared_prefix=shared), attend())
 
 
 @pytest.mark.full
 def test_a_rope_is_the_rotary_embedding_of_the_layer():
     rope, plain = jflex.rope(100.0), layer_of("nnx")
-    assert_close(plain(INPUTS, query_mod=rope, key_mod=rope), layer_of("nnx", rotary_base=100.0)(INPUTS))
+    by_mods = nnx.jit(lambda layer: layer(INPUTS, query_mod=rope, key_mod=rope))(plain)
+    assert_close(by_mods, nnx.jit(lambda layer: layer(INPUTS))(layer_of("nnx", rotary_base=100.0)))
 
 
 @pytest.mark.full
@@ -109,10 +106,3 @@ def test_parameters_get_gradients():
     variables = LinenOwner().init(jax.random.key(0), INPUTS)
     found = jax.grad(lambda variables: jnp.sum(jnp.sin(LinenOwner().apply(variables, INPUTS))))(variables)
     assert np.abs(found["params"]["gain"]["gain"]).max() > 1e-3
-
-
-def test_streaming_is_refused():
-    layer = layer_of("nnx")
-    batch = jflex.paged.PagedBatch(jnp.array([0, 4]), jnp.array([4]), jnp.array([[1, 2]]))
-    with pytest.raises(ValueError, match=r"`streaming` moves queries.*Leave one of them out"):
-        layer.decode_paged(INPUTS[0, :4], layer.init_paged_cache(5, 16), batch, streaming=Streaming(2, 8), **MODS)

@@ -1,5 +1,6 @@
 """Both `FlexAttention` and `flax_layers.functional` against plain numpy and `jflex.flex_attention`."""
 
+import dataclasses
 import functools
 
 import jax
@@ -12,16 +13,15 @@ import flax_layers.linen
 import jflex
 from flax_layers import functional
 from flax_layers.attention import core as attention_core
+from flax_layers.nnx import FlexAttention, RMSNorm
+from flax_layers.rotary_scaling import LinearScaling, LongRopeScaling
+from tests.support.dense_masks import causal
 from tests.support.layer_flavours import FLAVOURS, HEADS, SLOPES, LinenLayer, NNXAlibi
 from tests.support.rows import in_turns, tiers
 
 IN_FEATURES, KV_HEADS, HEAD_DIM, LENGTH = 24, 2, 8, 19
 flavours = pytest.mark.parametrize("flavour", FLAVOURS)
 assert_close = functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-5)
-
-
-def causal(b, h, q_idx, kv_idx):
-    return q_idx >= kv_idx
 
 
 def layer_of(flavour: str = "nnx", seed: int = 0, **options):
@@ -103,41 +103,33 @@ def test_layer_is_attention_between_projections(flavour, implementation, batch):
 @in_turns
 @flavours
 @pytest.mark.parametrize("implementation", ["reference", "xla"])
-def test_a_block_mask_gives_what_its_mask_mod_gives(flavour, implementation):
+def test_forms_of_a_mask_in_the_constructor_and_in_the_call(flavour, implementation):
+    """A BlockMask gives what its mask_mod gives; a mask of the call replaces that of the constructor in either form."""
     block_mask = jflex.create_block_mask(causal, None, None, LENGTH, LENGTH, block_size=8)
-    layer = layer_of(flavour, implementation=implementation)
-    inputs = inputs_of(2)
-    expected = layer(inputs, mask_mod=causal)
-    assert_close(layer(inputs, block_mask=block_mask), expected)
-    constructed = layer_of(flavour, implementation=implementation, block_mask=block_mask)
-    assert_close(nnx.jit(lambda layer, x: layer(x))(constructed, inputs), expected)
+    first_key = lambda b, h, q_idx, kv_idx: kv_idx == 0
+    call = nnx.jit(lambda layer, x, **options: layer(x, **options), static_argnames="mask_mod")
+    make, inputs = functools.partial(layer_of, flavour, implementation=implementation), inputs_of(2)
+    of_blocks, expected = make(block_mask=block_mask), call(make(mask_mod=causal), inputs)
+    assert_close(call(of_blocks, inputs), expected)
+    assert_close(call(make(), inputs, block_mask=block_mask), expected)
+    assert_close(call(make(mask_mod=first_key), inputs, block_mask=block_mask), expected)
+    assert_close(call(of_blocks, inputs, mask_mod=first_key), call(make(mask_mod=first_key), inputs))
 
 
 @pytest.mark.full
-@flavours
-def test_folded_batch_index_counts_the_last_leading_axis_fastest(flavour):
+def test_folded_batch_index_counts_the_last_leading_axis_fastest():
     shown = jnp.arange(6)  # row b sees keys up to its own number
 
     def mask_mod(b, h, q_idx, kv_idx):
         return kv_idx <= shown[b]
 
-    layer, inputs = layer_of(flavour), inputs_of(2, 3)
+    layer, inputs = layer_of(), inputs_of(2, 3)
     output = layer(inputs, mask_mod=mask_mod)
     inputs, output = (rows.reshape(6, LENGTH, IN_FEATURES) for rows in (inputs, output))
     for row in range(6):
-        alone = layer(inputs[row], mask_mod=lambda b, h, q_idx, kv_idx, row=row: kv_idx <= row)
-        assert_close(output[row], alone)
-
-
-@pytest.mark.full
-@flavours
-def test_the_call_replaces_the_mask_of_the_constructor_in_either_form(flavour):
-    block_mask = jflex.create_block_mask(causal, None, None, LENGTH, LENGTH, block_size=8)
-    first_key = lambda b, h, q_idx, kv_idx: kv_idx == 0
-    layer, inputs = layer_of(flavour, block_mask=block_mask), inputs_of(1)
-    assert_close(layer(inputs, mask_mod=first_key), layer_of(flavour, mask_mod=first_key)(inputs))
-    layer = layer_of(flavour, mask_mod=first_key)
-    assert_close(layer(inputs, block_mask=block_mask), layer_of(flavour, mask_mod=causal)(inputs))
+        assert_close(
+            output[row], layer(inputs[row], mask_mod=lambda b, h, q_idx, kv_idx, row=row: kv_idx <= shown[row])
+        )
 
 
 def owning(flavour: str, form: str, implementation: str, inputs: jax.Array):
@@ -219,23 +211,6 @@ def test_constructor_takes_mods_that_capture_plain_values(flavour):
     layer_of(flavour, score_mod=functools.partial(lambda factor, score, *place: score * factor, 2.0))
 
 
-@flavours
-@pytest.mark.parametrize(
-    ("sizes", "message"),
-    [
-        ({"num_heads": 4, "num_kv_heads": 3}, r"`num_kv_heads` must divide `num_heads`.*num_heads=4, num_kv_heads=3"),
-        ({"num_heads": 4, "num_kv_heads": 0}, r"num_heads=4, num_kv_heads=0"),
-        (
-            {"num_heads": 5},
-            r"`num_heads` must divide `in_features` if `head_dim` is .*in_features=24, num_heads=5",
-        ),
-    ],
-)
-def test_wrong_sizes(flavour, sizes, message):
-    with pytest.raises(ValueError, match=message):
-        FLAVOURS[flavour].make(IN_FEATURES, **sizes)
-
-
 @pytest.mark.full
 @flavours
 @jax.numpy_dtype_promotion("standard")  # Flax's RMSNorm promotes bfloat16 to float32 inside, which "strict" refuses
@@ -264,11 +239,10 @@ def test_linen_knows_the_shared_methods(method):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("flavour", FLAVOURS)
-def test_learned_sinks(flavour):
+def test_learned_sinks():
     """A sink of 0 takes its part of the weight, one of minus infinity none; they are learned."""
-    layer = layer_of(flavour, mask_mod=causal, use_sinks=True, implementation="xla")
-    inputs, plain = inputs_of(2), layer_of(flavour, mask_mod=causal, implementation="xla")
+    layer = layer_of(mask_mod=causal, use_sinks=True, implementation="xla")
+    inputs, plain = inputs_of(2), layer_of(mask_mod=causal, implementation="xla")
     with_value = lambda x: jax.tree.map_with_path(
         lambda path, leaf: jnp.full_like(leaf, x) if "sinks" in jax.tree_util.keystr(path) else leaf, layer
     )
@@ -288,29 +262,11 @@ def test_qk_norm_bounds_the_scores():
         np.testing.assert_allclose(np.mean(np.square(heads), axis=-1), 1.0, rtol=1e-3)
 
 
-@tiers(default={"flavour": "nnx"})
-@flavours
-def test_rotary_scores_depend_on_the_difference_of_positions(flavour):
-    layer, inputs = layer_of(flavour, rotary_base=100.0, mask_mod=causal), inputs_of(2)
+def test_rotary_scores_depend_on_the_difference_of_positions():
+    layer, inputs = layer_of(rotary_base=100.0, mask_mod=causal), inputs_of(2)
     output = layer(inputs)
     np.testing.assert_allclose(layer(inputs, positions=jnp.arange(LENGTH) + 1000), output, rtol=1e-3, atol=1e-3)
     assert np.abs(np.asarray(layer(inputs, positions=2 * jnp.arange(LENGTH)) - output)).max() > 1e-2
-
-
-def test_rotate_turns_pairs_as_complex_numbers():
-    heads = np.random.default_rng(0).normal(size=(2, 5, 3, 6)).astype(np.float32)
-    positions = np.array([[0, 1, 2, 3, 4], [7, 0, 2, 100, 5]], np.int32)
-    pairs = heads[..., :3] + 1j * heads[..., 3:]
-    turned = pairs * np.exp(1j * positions[:, :, None, None] * 50.0 ** (-np.arange(0, 6, 2) / 6))
-    expected = np.concatenate([turned.real, turned.imag], axis=-1)
-    rotated = functional.rotate(jnp.asarray(heads), jnp.asarray(positions), base=50.0)
-    np.testing.assert_allclose(rotated, expected, rtol=1e-4, atol=1e-4)
-    assert functional.rotate(jnp.asarray(heads, jnp.bfloat16), jnp.arange(5)).dtype == jnp.bfloat16
-
-
-def test_rotate_refuses_odd_heads():
-    with pytest.raises(ValueError, match=r"`rotary_dim` or the head size must be even\. Got 5"):
-        functional.rotate(jnp.ones((1, 2, 1, 5)), jnp.arange(2))
 
 
 @pytest.mark.full
@@ -321,22 +277,57 @@ def test_heads_split_and_merge_back():
     np.testing.assert_array_equal(functional.merge_heads(heads), features)
 
 
+ROWS = np.random.default_rng(0).normal(size=(1, 6, 2, 8)).astype(np.float32)
+PLACES = jnp.arange(6)
+
+
+def test_longrope_has_a_factor_for_each_pair_and_a_magnitude():
+    """Of the long ones beyond 5 positions, by the length that is passed, or else by the largest position."""
+    scaling = LongRopeScaling((1.0,) * 4, (2.0,) * 4, 5, max_positions=32, magnitude=1.5)
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
+    scaled = functools.partial(functional.rotate, ROWS, scaling=scaling)
+    short = 1.5 * functional.rotate(ROWS, PLACES)
+    long = 1.5 * functional.rotate(ROWS, PLACES, scaling=LinearScaling(2.0))
+    close(scaled(PLACES), long)
+    close(scaled(PLACES, length=5), short)
+    close(scaled(PLACES, length=6), long)
+    close(jax.jit(scaled)(PLACES - 1), 1.5 * functional.rotate(ROWS, PLACES - 1))
+    limited = dataclasses.replace(scaling, max_positions=5)
+    close(scaled(PLACES, scaling=limited), short)
+
+
+def test_norms():
+    """As Flax's own; and Gemma's, whose scales begin at 0."""
+    for options in ({}, {"epsilon": 0.1}):
+        own, flax = RMSNorm(8, rngs=nnx.Rngs(0), **options), nnx.RMSNorm(8, rngs=nnx.Rngs(0), **options)
+        np.testing.assert_allclose(own(ROWS), flax(ROWS), rtol=1e-6)
+    gemma = RMSNorm(8, offset=1.0, rngs=nnx.Rngs(0))
+    assert not np.any(gemma.scale[...])
+    np.testing.assert_array_equal(gemma(ROWS), RMSNorm(8, rngs=nnx.Rngs(0))(ROWS))
+    assert gemma(jnp.asarray(ROWS, jnp.bfloat16)).dtype == jnp.bfloat16
+
+
+def test_biases_and_norms_of_the_layer():
+    layer = FlexAttention(
+        16, 2, use_bias=True, out_bias=False, qk_norm=True, qk_norm_options={"epsilon": 0.5, "offset": 1.0},
+        rngs=nnx.Rngs(0),
+    )  # fmt: skip
+    assert layer.query.bias is not None
+    assert layer.out.bias is None
+    assert (layer.query_norm.epsilon, layer.query_norm.offset) == (0.5, 1.0)
+
+
 @pytest.mark.full
-def test_layers_scan_and_remat():
-    """Two layers with stacked parameters, scanned, each rematerialised, are the two layers in turn."""
-    stacked = nnx.vmap(lambda key: layer_of(seed=key), in_axes=0, out_axes=0)(jax.random.split(jax.random.key(0), 2))
-
-    @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
-    @nnx.remat
-    def through(stream, layer):
-        return stream + layer(stream, mask_mod=causal)
-
-    inputs = inputs_of(1)
-    expected = inputs
-    graph, state = nnx.split(stacked)
-    for index in range(2):
-        layer = nnx.merge(graph, jax.tree.map(lambda leaf, index=index: leaf[index], state))
-        expected = expected + layer(expected, mask_mod=causal)
-    assert_close(through(inputs, stacked), expected)
-    gradients = nnx.grad(lambda layers: jnp.sum(jnp.square(through(inputs, layers))))(stacked)
-    assert all(np.isfinite(leaf).all() and np.any(leaf) for leaf in jax.tree.leaves(gradients))
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_a_block_mask_for_a_cache_is_its_mask_mod(tokens):
+    layer = FlexAttention(16, 2, implementation="xla", rngs=nnx.Rngs(0))
+    cache = layer.init_cache(2, 300)
+    filled = jnp.asarray(np.random.default_rng(1).normal(size=cache.k.shape).astype(np.float32))
+    cache = type(cache)(filled, filled, cache.lengths).with_lengths([7, 260])
+    inputs = jax.random.normal(jax.random.key(0), (2, tokens, 16))
+    for mod in (causal, jflex.masks.sliding_window(20)):
+        decode = nnx.jit(lambda layer, cache, **mask: layer.decode(inputs, cache, **mask), static_argnames="mask_mod")
+        plain, one = decode(layer, cache, mask_mod=mod)
+        blocks, other = decode(layer, cache, block_mask=cache.block_mask(mod, tokens))
+        np.testing.assert_allclose(blocks, plain, rtol=1e-5, atol=1e-6)
+        np.testing.assert_array_equal(one.k, other.k)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -70,7 +71,7 @@ def test_outputs_are_those_of_rotating_anew(sizes, chunks):
     check(layer_of(**ROTARY), Streaming(*sizes), chunks)
 
 
-@tiers(full={"options": "rotary"}, rest="long")
+@tiers(full={"options": "half"}, rest="long")
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_every_rotary_embedding(options):
     check(layer_of(**options), Streaming(4, 12), [22, 1, 22])
@@ -150,14 +151,15 @@ def test_a_chunk_with_no_more_tokens_than_requests():
     inputs, pages = inputs_of(30), jnp.arange(1, 9, dtype=jnp.int32)
     table = jnp.zeros((4, 8), jnp.int32).at[1].set(pages)
     prompt = PagedBatch(jnp.array([0, 0, 26]), jnp.array([0, 26]), table[:2])
-    _, cache = layer.decode_paged(inputs[:26], layer.init_paged_cache(9, 4), prompt, streaming=streaming, **options)
+    step = jax.jit(functools.partial(layer.decode_paged, streaming=streaming, **options))
+    _, cache = step(inputs[:26], layer.init_paged_cache(9, 4), prompt)
     starts, lengths = jnp.array([0, 0, 3]), jnp.array([0, 29])
     few = PagedBatch(starts, lengths, table[:2])
     many = PagedBatch(jnp.array([0, 0, 3, 3, 3]), jnp.array([0, 29, 0, 0]), table)
     rope = jflex.rope(30.0)
     assert [len(streaming.parts(few, 3, rope)), len(streaming.parts(many, 4, rope))] == [2, 1]
-    known, _ = layer.decode_paged(inputs[26:29], cache, few, streaming=streaming, **options)
-    found, _ = layer.decode_paged(inputs[26:30], cache, many, streaming=streaming, **options)
+    known, _ = step(inputs[26:29], cache, few)
+    found, _ = step(inputs[26:30], cache, many)
     np.testing.assert_allclose(found[:3], known, rtol=2e-5, atol=2e-5)
 
 
@@ -177,9 +179,10 @@ def test_the_cache_holds_raw_keys():
 def test_eight_bits(dtype):
     layer, streaming, inputs = layer_of(**ROTARY), Streaming(4, 12), inputs_of()
     cache, table, found = layer.init_paged_cache(13, 4, dtype=dtype), jnp.arange(1, 13)[None], []
+    step = jax.jit(functools.partial(layer.decode_paged, streaming=streaming))
     for begin, end in ((0, 43), (43, 44), (44, 45)):
         batch = PagedBatch(jnp.array([0, end - begin]), jnp.array([end]), table)
-        rows, cache = layer.decode_paged(inputs[begin:end], cache, batch, streaming=streaming)
+        rows, cache = step(inputs[begin:end], cache, batch)
         found.append(rows)
     known, found = oracle.attend(layer, inputs, streaming), np.concatenate(found)
     error = np.linalg.norm(found - known, axis=-1) / np.linalg.norm(known, axis=-1)
@@ -218,23 +221,9 @@ def test_a_cache_that_is_not_full_is_full_attention():
     model = Decoder(dataclasses.replace(SMALL, layers=(LayerConfig(),)), rngs=nnx.Rngs(0))
     tokens, table = jnp.arange(20) % 64, jnp.arange(1, 6, dtype=jnp.int32)[None]
     batch = PagedBatch(jnp.array([0, 20]), jnp.array([20]), table)
-    streamed, whole = (
-        model.decode_paged(tokens, model.init_paged_cache(6, 4), batch, x)[0] for x in (Streaming(4, 16), None)
-    )
+    run = nnx.jit(lambda model, cache, x: model.decode_paged(tokens, cache, batch, x)[0], static_argnums=2)
+    streamed, whole = (run(model, model.init_paged_cache(6, 4), x) for x in (Streaming(4, 16), None))
     np.testing.assert_allclose(streamed, whole, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"sinks": -1}, ValueError, r"`sinks` of `Streaming` must be at least 0. Got -1"),
-        ({"window": 0}, ValueError, r"`window` of `Streaming` must be at least 1. Got 0"),
-        ({"window": 2.5}, TypeError, r"`window` must be an integer. Got float"),
-    ],
-)
-def test_wrong_sizes(options, error, message):
-    with pytest.raises(error, match=message):
-        Streaming(**options)
 
 
 @pytest.mark.full
@@ -246,7 +235,7 @@ def test_a_shared_prefix_is_refused():
 
 
 def test_a_cache_longer_than_the_model_was_trained_for():
-    model = Decoder(SMALL, rngs=nnx.Rngs(0))
+    model = nnx.eval_shape(lambda: Decoder(SMALL, rngs=nnx.Rngs(0)))
     batch = PagedBatch(jnp.array([0, 1]), jnp.array([1]), jnp.ones((1, 1), jnp.int32))
     with pytest.raises(ValueError, match=r"`streaming` must not be longer than the 512 positions .* Got 513"):
         model.decode_paged(jnp.zeros(1, jnp.int32), model.init_paged_cache(2, 4), batch, Streaming(13, 500))

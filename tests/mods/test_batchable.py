@@ -52,14 +52,10 @@ norm = lambda x, y: np.sqrt(((x - y) ** 2).sum(-1))
 SUMS = {
     "sum": of_vectors(lambda s, x, y: s + jnp.sum(x * y), lambda s, x, y: s + dot(x, y), lambda s, x, y: y + 0 * x,
                       lambda s, x, y: x + 0 * y),
-    "swapped": of_vectors(lambda s, x, y: s + jnp.sum(y * x), lambda s, x, y: s + dot(x, y),
-                          lambda s, x, y: y + 0 * x, lambda s, x, y: x + 0 * y),
     "scaled": of_vectors(lambda s, x, y: s - jnp.sum(-x * y * 2.5), lambda s, x, y: s + 2.5 * dot(x, y),
                          lambda s, x, y: 2.5 * y + 0 * x, lambda s, x, y: 2.5 * x + 0 * y),
     "dot": of_vectors(lambda s, x, y: s + jnp.dot(x, y), lambda s, x, y: s + dot(x, y), lambda s, x, y: y + 0 * x,
                       lambda s, x, y: x + 0 * y),
-    "mean": of_vectors(lambda s, x, y: s + jnp.mean(x * y), lambda s, x, y: s + dot(x, y) / 4,
-                       lambda s, x, y: y / 4 + 0 * x, lambda s, x, y: x / 4 + 0 * y),
     "square": of_vectors(lambda s, x, y: s - jnp.sum(jnp.square(x - y)), lambda s, x, y: s - norm(x, y) ** 2,
                          lambda s, x, y: 2 * (y - x), lambda s, x, y: 2 * (x - y)),
     "norm": of_vectors(lambda s, x, y: s - jnp.linalg.norm(x - y), lambda s, x, y: s - norm(x, y),
@@ -233,5 +229,6 @@ def test_an_index_with_a_fill_value_keeps_it():
         mod = lambda s, b, h, i, j: s + t[ids.at[i + j].get(mode="fill", fill_value=1)]
         return jnp.sum(jnp.sin(jflex.flex_attention(q, k, v, mod, implementation=implementation)))
 
-    found, wanted = (jax.grad(loss)(jnp.linspace(-1.0, 1.0, 8), name) for name in ("xla", "reference"))
+    gradient = jax.jit(jax.grad(loss), static_argnums=1)
+    found, wanted = (gradient(jnp.linspace(-1.0, 1.0, 8), name) for name in ("xla", "reference"))
     np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)

@@ -12,15 +12,14 @@ from jflex import with_offset
 from jflex.mods.compose import AndMasks, NotMask, OrMasks
 from jflex.mods.reindex import ReindexedMod
 from jflex.mods.trace import trace_mask_mod, trace_score_mod
+from tests.cases.features import BACKENDS
 from tests.support import oracle
+from tests.support.dense_masks import causal
+from tests.support.rows import tiers
 from tests.support.traces import Traced
 
 B, LENGTH, T, HQ, HKV, D = 2, 48, 4, 4, 2, 16
 F32 = jnp.float32
-BACKENDS = {
-    "xla": {"implementation": "xla"},
-    "triton-interpret": {"implementation": "triton", "config": jflex.Config(interpret=True)},
-}
 assert_close = functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-5)
 DOCUMENTS = np.sort(np.random.default_rng(1).integers(0, 3, (B, LENGTH)), axis=1).astype(np.int32)
 SLOPES = np.array([0.5, 0.25, 0.125, 0.0625], np.float32)
@@ -28,10 +27,6 @@ SLOPES = np.array([0.5, 0.25, 0.125, 0.0625], np.float32)
 
 def alibi(slopes):
     return lambda s, b, h, q, k: s - slopes[h] * (q - k).astype(F32)
-
-
-def causal(b, h, q_idx, kv_idx):
-    return q_idx >= kv_idx
 
 
 def packed(ids):
@@ -63,27 +58,19 @@ def continued(offset, options, query, key, value, with_block_mask):
     return jflex.flex_attention(query, key, value, score_mod, return_lse=True, **masked, **options)
 
 
+@tiers(default={"backend": "xla"}, in_turns=True)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("with_block_mask", [False, True])
 def test_new_queries_get_the_rows_of_the_whole_sequence(backend, with_block_mask):
+    """With an offset for each batch entry, or with one for all."""
     query, key, value = draw()
     call = jax.jit(functools.partial(continued, options=BACKENDS[backend], with_block_mask=with_block_mask))
-    for starts in ((5, 31), (44, 0)):
-        rows = np.asarray(starts)[:, None] + np.arange(T)
+    for starts in (np.int32([5, 31]), np.int32([44, 0]), np.int32(17)):
+        rows = np.broadcast_to(starts, B)[:, None] + np.arange(T)
         new = np.take_along_axis(query, rows[..., None, None], axis=1)
-        out, lse = call(np.asarray(starts, np.int32), query=new, key=key, value=value)
+        out, lse = call(starts, query=new, key=key, value=value)
         assert_close(out, np.take_along_axis(exact()[0], rows[..., None, None], axis=1))
         assert_close(lse, np.take_along_axis(exact()[1], rows[:, None], axis=2))
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_one_offset_for_the_batch(backend):
-    query, key, value = draw()
-    call = jax.jit(functools.partial(continued, options=BACKENDS[backend], with_block_mask=True))
-    for start in (0, 17):
-        out, lse = call(jnp.int32(start), query=query[:, start : start + T], key=key, value=value)
-        assert_close(out, exact()[0][:, start : start + T])
-        assert_close(lse, exact()[1][:, :, start : start + T])
 
 
 @pytest.mark.parametrize("make", [jnp.int32, lambda n: np.array([n, n + 3], np.int32)])

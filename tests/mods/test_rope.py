@@ -89,6 +89,18 @@ def yarn(D, base, factor, original, fast=32.0, slow=1.0, whole=True):
     return frequencies(D, base) * (ramp / factor + 1 - ramp)
 
 
+def llama3(D, base, factor, low, high, original):
+    """By wavelength, as in the paper's code."""
+    scaled = []
+    for frequency in frequencies(D, base):
+        wavelength = 2 * np.pi / frequency
+        smooth = (original / wavelength - low) / (high - low)
+        between = (1 - smooth) * frequency / factor + smooth * frequency
+        is_long, is_short = wavelength > original / low, wavelength < original / high
+        scaled.append(frequency / factor if is_long else frequency if is_short else between)
+    return scaled
+
+
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("D", "base", "scaling", "right"),
@@ -100,6 +112,7 @@ def yarn(D, base, factor, original, fast=32.0, slow=1.0, whole=True):
         (16, 1e4, YarnScaling(4.0, 64, 8.0, 2.0), yarn(16, 1e4, 4.0, 64, 8.0, 2.0)),
         (8, 100.0, YarnScaling(2.0, 2048), yarn(8, 100.0, 2.0, 2048)),
         (2, 100.0, YarnScaling(2.0, 2048), [1.0]),
+        (80, 1e4, Llama3Scaling(8.0, 1.0, 4.0, 64), llama3(80, 1e4, 8.0, 1.0, 4.0, 64)),
     ],
 )
 def test_scaled_frequencies(D, base, scaling, right):
@@ -150,5 +163,6 @@ def test_far_positions_are_exact():
 @pytest.mark.full
 def test_the_names_of_flax_layers():
     assert flax_layers.functional.rotate is rotate
+    assert rotate(jnp.asarray(VECTORS, jnp.bfloat16), jnp.arange(7)).dtype == jnp.bfloat16
     for name in ("LinearScaling", "Llama3Scaling", "LongRopeScaling", "RotaryScaling", "YarnScaling", "Length"):
         assert getattr(flax_layers.rotary_scaling, name) is getattr(jflex.rotary, name)

@@ -14,15 +14,11 @@ import pytest
 
 import jflex
 from tests.cases import vector_pairs as pairs
+from tests.cases.features import BACKENDS
 from tests.support import oracle, tolerance
+from tests.support.dense_masks import causal
 from tests.support.rows import tiers
 
-INTERPRET = {"implementation": "triton", "config": jflex.Config(interpret=True)}
-BACKENDS = {
-    "xla": {"implementation": "xla"},
-    "reference": {"implementation": "reference"},
-    "triton-interpret": INTERPRET,
-}
 backends = pytest.mark.parametrize("backend", BACKENDS)
 assert_close = functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-5)
 ROLES = ("query", "key", "value", "output")
@@ -30,7 +26,7 @@ ROLES = ("query", "key", "value", "output")
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Case:
-    """One call; a form with `ends` is packed, its batch entries being the sequences."""
+    """One call."""
 
     name: str
     query: Any = None
@@ -48,7 +44,6 @@ class Case:
     dtype: str = "float32"
     layout: str = "BTNH"
     kv_lengths: tuple[int, ...] | None = None
-    ends: tuple[int, ...] | None = None
     normalize: str = "softmax"
 
     def __str__(self) -> str:
@@ -56,7 +51,6 @@ class Case:
 
 
 EVERY = {"query": pairs.norm, "key": pairs.project, "value": pairs.by_batch, "output": pairs.gate}
-PACKED = {"B": 3, "T": 60, "S": 60, "ends": (0, 23, 23, 50), "Bkv": 1}
 CASES = [
     Case("rotated", pairs.rope, pairs.rope),
     Case("every", **EVERY),
@@ -66,8 +60,6 @@ CASES = [
     Case("shared_keys_by_batch", pairs.norm, pairs.by_batch, Bkv=1, layout="BNTH", dtype="bfloat16"),
     Case("lengths", pairs.norm, pairs.norm, pairs.project, pairs.gate, kv_lengths=(7, 41)),
     Case("lengths_shared", None, pairs.norm, None, pairs.gate, kv_lengths=(0, 41), Bkv=1),
-    Case("packed", **EVERY, **PACKED),
-    Case("packed_rotated_bfloat16", pairs.rope, pairs.rope, None, pairs.gate, **PACKED, dtype="bfloat16"),
 ]
 
 
@@ -75,13 +67,12 @@ CASES = [
 def drawn(case: Case):
     """Arrays BTNH in their dtype, cotangents, and the captured arrays of each role."""
     rng = np.random.default_rng(zlib.crc32(case.name.encode()))
-    rows = 1 if case.ends else case.B
     shapes = [
-        (rows, case.T, case.Hq, case.D), (case.Bkv, case.S, case.Hkv, case.D), (case.Bkv, case.S, case.Hkv, case.Dv),
-        (rows, case.T, case.Hq, case.Dv),
+        (case.B, case.T, case.Hq, case.D), (case.Bkv, case.S, case.Hkv, case.D), (case.Bkv, case.S, case.Hkv, case.Dv),
+        (case.B, case.T, case.Hq, case.Dv),
     ]  # fmt: skip
     arrays = [rng.normal(size=shape).astype(jnp.dtype(case.dtype)) for shape in shapes]
-    d_lse = rng.normal(size=(rows, case.Hq, case.T)).astype(np.float32)
+    d_lse = rng.normal(size=(case.B, case.Hq, case.T)).astype(np.float32)
     sizes = {"query": (case.Hq, case.T, case.D), "key": (case.Hkv, case.S, case.D)}
     sizes |= {"value": (case.Hkv, case.S, case.Dv), "output": (case.Hq, case.T, case.Dv)}
     captures = {
@@ -99,12 +90,6 @@ def mods_of(case: Case, captures) -> dict[str, Any]:
 
 def call(case: Case, how, q, k, v, captures):
     """Out BTNH and lse of the library."""
-    if case.ends:
-        out, lse = jflex.flex_attention_varlen(
-            q[0], k[0], v[0], cu_seqlens_q=jnp.array(case.ends), cu_seqlens_k=jnp.array(case.ends), mask_mod=causal,
-            return_lse=True, **mods_of(case, captures), **how,
-        )  # fmt: skip
-        return out[None], lse.T[None]
     turn = (lambda x: x) if case.layout == "BTNH" else lambda x: x.swapaxes(1, 2)
     lengths = None if case.kv_lengths is None else jnp.array(case.kv_lengths, jnp.int32)
     out, lse = jflex.flex_attention(
@@ -114,15 +99,9 @@ def call(case: Case, how, q, k, v, captures):
     return turn(out), lse
 
 
-def causal(b, h, q_idx, kv_idx):
-    return q_idx >= kv_idx
-
-
 def poisoned(case: Case, arrays):
     """NaN in padding, which no result may hold."""
     q, k, v, *rest = arrays
-    if case.ends:
-        q, k, v = (np.where((np.arange(x.shape[1]) < case.ends[-1])[:, None, None], x, np.nan) for x in (q, k, v))
     if case.kv_lengths:
         lengths = np.array(case.kv_lengths if case.Bkv == case.B else [max(case.kv_lengths)])
         inside = (np.arange(case.S) < lengths[:, None])[:, :, None, None]
@@ -143,27 +122,13 @@ def exact(case: Case):
     arrays, captures = drawn(case)
     q, k, v, d_out, d_lse = (x.astype(np.float64) for x in arrays)
     c = jax.tree.map(lambda x: x.astype(np.float64), captures)
-    if not case.ends:
-        if case.Bkv < case.B:
-            k, v = (np.repeat(x, case.B, 0) for x in (k, v))
-        limit = np.array(case.kv_lengths or [case.S] * case.B)
-        out, lse, (dq, dk, dv), dc = dense(case, q, k, v, d_out, d_lse, c, np.arange(case.B), limit)
-        if case.Bkv < case.B:
-            dk, dv = (x.sum(0, keepdims=True) for x in (dk, dv))
-        return (out, lse), (dq, dk, dv, dc)
-    out, lse = np.zeros(d_out.shape), np.full(d_lse.shape, -np.inf)
-    grads, total = [np.zeros(x.shape) for x in (q, k, v)], jax.tree.map(np.zeros_like, c)
-    for r in range(case.B):
-        at = slice(case.ends[r], case.ends[r + 1])
-        if at.start == at.stop:
-            continue
-        parts = [x[:, at] for x in (q, k, v, d_out)]
-        found = dense(case, *parts, d_lse[..., at], c, np.array([r]), np.array([at.stop - at.start]))
-        out[:, at], lse[..., at] = found[:2]
-        for whole, part in zip(grads, found[2], strict=True):
-            whole[:, at] = part
-        total = jax.tree.map(np.add, total, found[3])
-    return (out, lse), (*grads, total)
+    if case.Bkv < case.B:
+        k, v = (np.repeat(x, case.B, 0) for x in (k, v))
+    limit = np.array(case.kv_lengths or [case.S] * case.B)
+    out, lse, (dq, dk, dv), dc = dense(case, q, k, v, d_out, d_lse, c, np.arange(case.B), limit)
+    if case.Bkv < case.B:
+        dk, dv = (x.sum(0, keepdims=True) for x in (dk, dv))
+    return (out, lse), (dq, dk, dv, dc)
 
 
 def dense(case: Case, q, k, v, d_out, d_lse, c, b, limit):
@@ -226,11 +191,10 @@ def check(case: Case, found) -> None:
     flat = jax.tree_util.tree_leaves_with_path
     for (path, x), (_, y) in zip(flat(captures), flat(right_captures), strict=True):
         results[jax.tree_util.keystr(path)] = x, y
-    if case.dtype == "float32" or case.ends:
-        rtol = 2e-5 if case.dtype == "float32" else 2e-2
+    if case.dtype == "float32":
         for name, (x, y) in results.items():
             size = np.abs(y[np.isfinite(y)]).max(initial=0)
-            np.testing.assert_allclose(np.asarray(x, np.float64), y, rtol=rtol, atol=rtol * size, err_msg=name)
+            np.testing.assert_allclose(np.asarray(x, np.float64), y, rtol=2e-5, atol=2e-5 * size, err_msg=name)
         return
     by_plain = jax.tree.leaves(plain(case))
     for (name, (x, y)), allowed in zip(results.items(), by_plain, strict=True):
@@ -241,7 +205,7 @@ def check(case: Case, found) -> None:
 
 @tiers(
     default=[
-        {"case": "rotated", "backend": "triton-interpret"}, {"case": ["every", "lengths", "packed"], "backend": "xla"}
+        {"case": "rotated", "backend": "triton-interpret"}, {"case": ["every", "lengths"], "backend": "xla"}
     ],
     in_turns=True,
 )  # fmt: skip
@@ -252,6 +216,41 @@ def test_against_float64(case, backend):
     attend = functools.partial(call, case, BACKENDS[backend])
     run = jax.jit(functools.partial(differentiated, case, attend))
     check(case, run(poisoned(case, arrays), captures))
+
+
+@tiers(default={"backend": "xla"})
+@pytest.mark.parametrize(("backend", "dtype"), [("xla", "float32"), ("triton-interpret", "bfloat16")])
+def test_packed_sequences_are_as_each_alone(backend, dtype):
+    """With all gradients; indices are those of a sequence and in it, and padding is NaN."""
+    ends, case = (0, 23, 23, 50), Case("packed", **EVERY, B=3, T=60, S=60, Bkv=1, dtype=dtype)
+    (q, k, v, *_), captures = drawn(case)
+    q, k, v = (x[0] for x in (q, k, v))
+
+    def packed(q, k, v, captures):
+        how = {"cu_seqlens_q": jnp.array(ends), "cu_seqlens_k": jnp.array(ends), "mask_mod": causal}
+        return jflex.flex_attention_varlen(q, k, v, **how, **mods_of(case, captures), **BACKENDS[backend])[:50]
+
+    def alone(q, k, v, captures):
+        outs = []
+        for number in (0, 2):
+            at = slice(*ends[number : number + 2])
+            mods = mods_of(case, captures)  # `by_batch` is the mod of values; others do not read b
+            value_mod = lambda x, b, h, i, mod=mods["value_mod"], b_of=number: mod(x, b + b_of, h, i)
+            own = [x[None, at] for x in (q, k, v)]
+            how = {"mask_mod": causal, "implementation": "reference", **mods, "value_mod": value_mod}
+            outs.append(jflex.flex_attention(*own, **how)[0])
+        return jnp.concatenate(outs)
+
+    def run(attend, *arrays):
+        total = lambda *xs: (jnp.sum(jnp.sin(attend(*xs).astype(jnp.float32))), attend(*xs))
+        return jax.jit(jax.grad(total, argnums=range(4), has_aux=True))(*arrays, captures)
+
+    padded = [x.at[50:].set(jnp.nan) for x in map(jnp.asarray, (q, k, v))]
+    exact = [x.at[50:].set(0) for x in map(functools.partial(jnp.asarray, dtype=jnp.float32), (q, k, v))]
+    rtol = {"float32": 2e-5, "bfloat16": 2e-2}[dtype]
+    for x, y in zip(*map(jax.tree.leaves, (run(packed, *padded), run(alone, *exact))), strict=True):
+        x, y = (np.asarray(a, np.float64) for a in (x, y))
+        np.testing.assert_allclose(x, y, rtol=rtol, atol=rtol * np.abs(y).max())
 
 
 def test_rows_without_keys_come_as_zeros_and_minus_infinity():

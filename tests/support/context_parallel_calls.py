@@ -27,13 +27,13 @@ PAIR = {"data": 2, "context": 4}
 OPS = r" (all-gather|reduce-scatter|all-reduce|collective-permute|all-to-all)(?:-start)?\("
 
 
-def mesh_of(**axes):
-    return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
+def mesh_of(kind=AxisType.Auto, **axes):
+    return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=(kind,) * len(axes))
 
 
 def drawn(axes=PAIR, T=256, heads=4, kind=AxisType.Auto):
     """A mesh, and query, key and value with their tokens and batch sharded over it."""
-    mesh = jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=(kind,) * len(axes))
+    mesh = mesh_of(kind, **axes)
     place = NamedSharding(mesh, P("data" if "data" in axes else None, "context"))
     x = np.random.default_rng(0).normal(size=(3, 2, T, heads, 16)).astype(np.float32)
     return mesh, [jax.device_put(a, place) for a in x]

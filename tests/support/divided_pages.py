@@ -5,18 +5,14 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType
 
 import jflex
 from tests.cases import paged_cases
 from tests.support import paged_evaluation
+from tests.support.context_parallel_calls import mesh_of
 
 ALL = ("lse", "max", "entropy")
 BY_NAME = {case.name: case for case in paged_cases.CASES}
-
-
-def mesh_of(axes, kind=AxisType.Auto):
-    return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=(kind,) * len(axes))
 
 
 def in_turn(case, n):
@@ -58,7 +54,7 @@ def check_in_turn(case, axes, backend):
     heads = {"head_axes": "model"} if "model" in axes else {}
     stats = ALL if case.normalize == "softmax" else ()
     run = functools.partial(
-        jflex.context_parallel_paged_attention, mesh=mesh_of(axes), **heads, **options_of(case, backend, stats)
+        jflex.context_parallel_paged_attention, mesh=mesh_of(**axes), **heads, **options_of(case, backend, stats)
     )
     batch = paged_evaluation.batch_of(case, table)
     found = jax.jit(run)(jnp.asarray(paged_evaluation.draw(case).query), cache, batch)

@@ -14,15 +14,11 @@ import numpy as np
 import jflex
 from jflex import CascadeLevel
 from jflex.paged import PagedBatch, PagedCache
+from tests.support.dense_masks import causal
 
 INT = functools.partial(jnp.asarray, dtype=jnp.int32)
 HQ, HKV, D = 4, 2, 16
 SLOPES = np.array([0.5, 0.25, 0.1, 0.05], np.float32) / 8
-
-
-def causal(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-    """The mask of decoding and prefill."""
-    return q_idx >= kv_idx
 
 
 def window(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:

@@ -16,6 +16,13 @@ def call(T=64, S=None, heads=4, B=2, axes=PAIR, mesh=None, **options):
     return jflex.context_parallel_attention(x(T), x(S), x(S), mesh=mesh, implementation="xla", **options)
 
 
+def paged(num_pages=64, table=((1, 9, 17),), axes=None, heads=2, **options):
+    cache = jflex.paged.PagedCache.create(num_pages, 16, heads, 8, dtype=jnp.float32)
+    batch = jflex.paged.PagedBatch(jnp.array([0, 1]), jnp.array([40]), jnp.array(table, jnp.int32))
+    mesh = mesh_of(**(axes or {"context": 8}))
+    return jflex.context_parallel_paged_attention(jnp.ones((1, 2 * heads, 8)), cache, batch, mesh=mesh, **options)
+
+
 def block_mask(block_size=16, T=64):
     return jflex.create_block_mask(MASKS["causal"], None, None, T, T, block_size=block_size)
 
@@ -80,5 +87,18 @@ ROWS = [
      r"`return_stats` must be a tuple of different names of 'lse', 'max', 'entropy'"),
     ("a vector mod of another size", lambda: call(key_mod=lambda x, b, h, i: x[:4]), ValueError,
      r"`key_mod` must return one vector like the one it gets"),
+    # --- pages
+    ("pages that do not divide", lambda: paged(63), ValueError,
+     r"`cache` has 63 pages, which the 8 devices along 'context' do not divide\. Make it with 64\."),
+    ("a page of another device", lambda: paged(table=((1, 9, 25),)), ValueError,
+     r"in the run of device j % 8\. Page 2 of request 0 is 25, and the run of device 2 is 16 to 23\. Take it from"),
+    ("heads that do not divide",
+     lambda: paged(axes={"context": 4, "model": 2}, heads=3, table=((1, 17, 33),), head_axes="model"), ValueError,
+     r"`head_axes` \('model',\) has 2 devices, which do not divide the 3 key heads"),
+    ("an axis for pages that the mesh lacks", lambda: paged(axis="sequence"), ValueError, r"Got 'sequence'; the mesh"),
+    ("a page beyond the cache", lambda: paged(table=((1, 9, 640),)), ValueError,
+     r"`page_table` must hold pages with"),
+    ("no backend for pages", lambda: paged(implementation="official_triton"), jflex.UnsupportedError,
+     r"None of the requested implementations supports this call"),
     ("no devices", lambda: context_parallel.zigzag_order(0), ValueError, r"`shards` must be at least 1"),
 ]  # fmt: skip
