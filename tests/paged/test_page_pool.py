@@ -16,16 +16,6 @@ def state(pool):
     return pool.num_free, [pool.owners(page) for page in range(1, pool.num_pages)], str(pool.__dict__)
 
 
-def test_nothing_can_be_asked_for():
-    pool = PagePool(8, 16)
-    before = state(pool)
-    assert pool.alloc(0) == ()
-    pool.share([])
-    pool.release(())
-    pool.release(np.zeros(0, np.int32))
-    assert state(pool) == before
-
-
 def test_the_tail_of_a_request_is_used_again_before_its_head():
     pool = PagePool(12, 16)
     first, second = pool.alloc(4), pool.alloc(4)

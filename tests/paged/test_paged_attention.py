@@ -121,17 +121,6 @@ def test_one_visible_key_gives_its_value_to_the_last_bit(backend):
     np.testing.assert_array_equal(lse, np.repeat(np.array([0, 0, *[-46341.0] * 17])[:, None], 4, axis=1))
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("backend", ["reference", *BACKENDS])
-def test_rows_before_the_first_key_and_rows_of_no_request_see_nothing(backend):
-    case = BY_NAME["more_queries_than_keys"]
-    out, lse = run(case, backend)
-    empty = np.r_[np.arange(33), np.arange(35, 38)]
-    np.testing.assert_array_equal(out[empty], 0)
-    np.testing.assert_array_equal(lse[empty], -np.inf)
-    np.testing.assert_array_equal(out[33], np.repeat(draw(case).values[0][0], 2, axis=0))
-
-
 # --- what holds exactly
 
 
@@ -142,88 +131,6 @@ def test_where_pages_lie_changes_no_bit(case, backend):
     first, second = (run(case, backend, seed) for seed in (0, 1))
     for x, y in zip(first, second, strict=True):
         np.testing.assert_array_equal(np.asarray(x).view(np.int32), np.asarray(y).view(np.int32))
-
-
-@pytest.mark.full
-@backends
-def test_a_request_alone_equals_it_in_the_batch(backend):
-    x, (cache, table) = draw(CASE), placed(CASE)
-    whole = run(CASE, backend)
-    for r in (1,) if backend == "triton-interpret" else (1, 2):
-        rows = slice(CASE.indptr[r], CASE.indptr[r + 1])
-        batch = jflex.paged.PagedBatch(INT([0, CASE.queries[r]]), INT(CASE.lengths[r : r + 1]), INT(table[r : r + 1]))
-        bias = {"bias": jnp.asarray(x.score["bias"][r : r + 1])}
-        alone = call(CASE, backend, x.query[rows], cache, batch, (bias, {}))
-        both(CASE, alone, (y[rows] for y in whole))
-
-
-@pytest.mark.full
-@backends
-def test_the_size_of_pages_changes_nothing(backend):
-    """The arrays are drawn from the name, and so are the same."""
-    sizes = {"xla": (1, 256), "triton-interpret": (256,), "triton": (1, 16, 64, 128, 256)}[backend]
-    whole = run(CASE, backend)
-    for size in sizes:
-        both(CASE, run(dataclasses.replace(CASE, page_size=size), backend), whole)
-
-
-# --- chunks, steps
-
-
-@functools.cache
-def step_of(backend):
-    """Writes some tokens to the cache, and lets them attend; and a list that grows with every trace of it."""
-    traced = []
-
-    @functools.partial(jax.jit, donate_argnames="cache")
-    def step(cache, q, k, v, batch):
-        traced.append(q.shape)
-        slots = jflex.paged.token_slots(batch, q.shape[0], page_size=16)
-        cache = jflex.paged.write(cache, k, v, slots)
-        attend = functools.partial(jflex.paged_attention, score_mod=alibi, mask_mod=CAUSAL)
-        return attend(q, cache, batch, **paged_evaluation.options_of(backend)), cache
-
-    return step, traced
-
-
-@functools.cache
-def sequence():
-    """A query, keys and values of 40 tokens, and their causal attention."""
-    rng = np.random.default_rng(0)
-    q, k, v = (jnp.asarray(rng.normal(size=(40, heads, 16)), jnp.float32) for heads in (4, 2, 2))
-    attend = functools.partial(jflex.flex_attention, score_mod=alibi, mask_mod=CAUSAL, implementation="reference")
-    return q, k, v, np.asarray(jax.jit(attend)(q[None], k[None], v[None])[0])
-
-
-class TestChunks:
-    """One request of 40 tokens in pieces, beside another that decodes its 20th token over and over."""
-
-    TABLE = INT([[5, 2, 7], [1, 4, 0]])
-
-    @pytest.mark.full
-    @in_turns
-    @pytest.mark.parametrize("sizes", [(40,), (1, 39), (17, 17, 6), (3,) * 13 + (1,), (1,) * 40], ids=len)
-    @backends
-    def test_equal_one_shot(self, backend, sizes):
-        """All chunks are padded to one shape; steps of one token have one of their own."""
-        q, k, v, whole = sequence()
-        cache = jflex.paged.PagedCache.create(8, 16, 2, 16, dtype=jnp.float32)
-        other = jflex.paged.slots_of(self.TABLE[1], jnp.arange(20, dtype=jnp.int32), page_size=16)
-        cache = jflex.paged.write(cache, k[:20], v[:20], other)
-        (step, traced), done, most = step_of(backend), 0, 1 if max(sizes) == 1 else 40
-        for size in sizes:
-            rows = np.minimum(done + np.arange(most), 39)
-            rows = np.r_[rows[:size], 19, rows[size:]]
-            batch = jflex.paged.PagedBatch(INT([0, size, size + 1]), INT([done + size, 20]), self.TABLE)
-            out, cache = step(cache, q[rows], k[rows], v[rows], batch)
-            assert_close(out[:size], whole[done : done + size])
-            assert_close(out[size], whole[19])
-            done += size
-        assert len(traced) <= 2 + FIRST_USE
-
-
-def alibi(score, b, h, q_idx, kv_idx):
-    return score - 0.1 * (h + 1).astype(jnp.float32) * (q_idx - kv_idx).astype(jnp.float32)
 
 
 # --- one program
@@ -250,17 +157,6 @@ def test_one_program_serves_all_lengths_and_tables(backend):
         table = INT(np.random.default_rng(0).permutation(np.arange(1, 7)).reshape(2, 3))
         assert attend(q, INT(lengths), INT(indptr), table).shape == (20, 4, 16)
     assert len(traced) <= 1 + FIRST_USE
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("backend", ["xla", "triton-interpret", GPU])
-def test_eager_calls_check_the_batch_and_are_right(backend):
-    case = BY_NAME["decode"]
-    x, (cache, table) = draw(case), placed(case)
-    batch = paged_evaluation.batch_of(case, table)
-    both(case, call(case, backend, x.query, cache, batch, ({}, {})), run(case, backend))
-    with pytest.raises(ValueError, match="`page_table` must hold pages within"):
-        call(case, backend, x.query, cache, dataclasses.replace(batch, page_table=batch.page_table * 0), ({}, {}))
 
 
 @pytest.mark.full

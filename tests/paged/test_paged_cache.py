@@ -189,15 +189,6 @@ def test_the_gpu_writes_without_compare_and_swap(dtype):
     assert not [ptx for ptx in kernels if "atom." in ptx]
 
 
-def test_scan_over_layers_writes_each():
-    cache, (k, v), slots = drawn(L), tokens(3), INT([4, -1, 23])
-    expected = [written(cache, k * number, v, slots, number) for number in range(L)]
-    new = jax.jit(by_layer, donate_argnums=0)(cache, k, v, slots)
-    for number in range(L):
-        np.testing.assert_array_equal(new.k[number], expected[number][0][number])
-        np.testing.assert_array_equal(new.v[number], expected[number][1][number])
-
-
 CACHE, STACKED = drawn(), drawn(L)
 K, V = tokens(3)
 NEW = INT([4, 5, 6])

@@ -9,7 +9,6 @@ import pytest
 
 import jflex
 from jflex.paged import (
-    PagedBatch,
     PagedCache,
     PagePool,
     clear_unused,
@@ -148,21 +147,6 @@ def test_clearing_keeps_what_any_request_uses_and_every_layer():
     expected = np.where(np.array([0, 0, 1, 1, 0, 0, 1, 1]), np.arange(1.0, 33).reshape(2, 2, 8), 0)
     np.testing.assert_array_equal(cleared.k.reshape(2, 8), expected[0])
     np.testing.assert_array_equal(cleared.v.reshape(2, 8), expected[1])
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(("mask", "backend"), [("causal", "xla"), ("documents", "triton-interpret")])
-def test_both_routes_agree(mask, backend):
-    """`paged_attention` looks pages up, sees positions, and gives queries of negative positions, too."""
-    query, _, cache, table = problem(16)
-    batch = PagedBatch(T * np.arange(B + 1, dtype=np.int32), LENGTHS, table)
-    options = {"score_mod": SCORES["bias by key"](jnp.asarray(BIAS)), "mask_mod": MASKS[mask], "return_lse": True}
-    call = jax.jit(functools.partial(jflex.paged_attention, **options, **OPTIONS[backend]))
-    out, lse = call(query.reshape(B * T, HQ, D), cache, batch)
-    converted = jax.jit(functools.partial(paged, mask=mask, score="bias by key", backend="xla"))
-    expected_out, expected_lse = converted(cache, table, query, LENGTHS, bias=BIAS)
-    assert_close(out.reshape(B, T, HQ, DV), expected_out)
-    assert_close(lse.reshape(B, T, HQ).swapaxes(1, 2), expected_lse)
 
 
 @pytest.mark.full

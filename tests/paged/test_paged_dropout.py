@@ -110,21 +110,6 @@ def test_a_rate_of_0_and_no_statistics_are_the_program_without():
 
 
 @pytest.mark.full
-def test_keys_are_data_and_may_be_mapped():
-    traced = []
-
-    def call(key):
-        traced.append(1)
-        return jflex.paged_attention(QUERY, CACHE, BATCH, dropout_rate=RATE, dropout_key=key, implementation="xla")
-
-    run, keys = jax.jit(call), jax.random.split(KEY, 2)
-    first, second = map(run, keys)
-    assert len(traced) == 1
-    np.testing.assert_array_equal(jax.jit(jax.vmap(call))(keys), jnp.stack([first, second]))
-    assert ((np.asarray(first) > 0) != (np.asarray(second) > 0)).any()
-
-
-@pytest.mark.full
 @pytest.mark.skipif(jax.device_count() < 2, reason="needs two devices; tests/conftest.py simulates them")
 @pytest.mark.parametrize("backend", ["xla", "triton-interpret"])
 def test_heads_over_two_devices_drop_what_one_drops(backend):
@@ -144,23 +129,6 @@ def test_heads_over_two_devices_drop_what_one_drops(backend):
     assert out.sharding.is_equivalent_to(q.sharding, 3)
 
 
-@pytest.mark.full
-def test_derivative_of_the_reference():
-    """That of the dense call with the same dropout."""
-    rng = np.random.default_rng(2)
-    q, k, v = (jnp.asarray(rng.normal(size=(1, 18, h, 16)), jnp.float32) for h in (HQ, HKV, HKV))
-    level = lambda k, v, a, b: jflex.CascadeLevel.dense(k[:, a:b], v[:, a:b], qo_indptr=jnp.array([0, 18]), start=a)
-    how = {"mask_mod": causal, "implementation": "reference", **DROPOUT}
-
-    def cascade(q, k, v):
-        levels = [level(k, v, 0, 7), level(k, v, 7, 18)]
-        return jflex.cascade_attention(q[0], levels, positions=jnp.arange(18), **how)
-
-    of = lambda call: jax.jit(jax.grad(lambda *xs: jnp.sum(jnp.sin(call(*xs))), argnums=(0, 1, 2)))(q, k, v)
-    for a, b in zip(of(cascade), of(lambda *xs: jflex.flex_attention(*xs, **how)), strict=True):
-        np.testing.assert_allclose(a, b, atol=2e-5)
-
-
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
@@ -178,12 +146,3 @@ def test_wrong_input(options, error, message):
         jflex.cascade_attention(QUERY, [level], positions=jnp.zeros(ROWS, jnp.int32), **options)
     with pytest.raises(ValueError, match=r"`positions` must be passed with .* or a `dropout_rate`"):
         jflex.cascade_attention(QUERY, [level], **DROPOUT)
-
-
-def test_explain_takes_the_shape_of_a_key():
-    q, key = jax.ShapeDtypeStruct(QUERY.shape, jnp.float32), jax.eval_shape(lambda: KEY)
-    account = jflex.explain(
-        jflex.paged_attention, q, jax.eval_shape(lambda: CACHE), BATCH, dropout_rate=RATE, dropout_key=key,
-        return_stats=("entropy",), **BACKENDS["triton-interpret"],
-    )  # fmt: skip
-    assert account.backend == "triton"

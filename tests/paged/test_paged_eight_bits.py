@@ -238,27 +238,6 @@ def test_the_cache_is_not_widened(name):
 
 # --- accuracy
 
-# Signal to quantisation noise in dB of normal rows of 128, by dtype, with scales of tokens and of heads; the scale of
-# a head is the largest magnitude of all its rows by the largest number.
-SQNR = {"float8_e4m3fn": (31.8, 31.6), "float8_e5m2": (25.8, 25.6), "int8": (43.8, 39.4)}
-
-
-def sqnr(name, of):
-    rows = np.random.default_rng(0).normal(size=(4096, 1, 128)).astype(np.float32)
-    scale = {} if of == "token" else dict.fromkeys(("k_scale", "v_scale"), np.abs(rows).max() / model.LARGEST[name])
-    cache = PagedCache.create(65, 64, 1, 128, dtype=name, **scale)
-    cache = write(cache, rows, rows, INT(range(64, 65 * 64)))
-    scale = np.broadcast_to(np.asarray(cache.k_scale), (65, 64, 1))
-    held = model.dequantised(np.asarray(cache.k), scale)[1:].reshape(rows.shape).astype(np.float64)
-    return 10 * np.log10(np.square(rows.astype(np.float64)).sum() / np.square(held - rows).sum())
-
-
-@pytest.mark.parametrize("of", ["token", "head"])
-@pytest.mark.parametrize("name", NAMES)
-def test_accuracy(name, of):
-    assert abs(sqnr(name, of) - SQNR[name][of == "head"]) < 0.2
-
-
 # --- messages
 
 

@@ -15,7 +15,6 @@ import jflex
 from jflex.paged import PagedBatch, PagedCache, token_positions, token_requests
 from tests.calls.test_cascade import BACKENDS, HKV, HQ, MODS, D, backends, causal
 from tests.support.rows import in_turns
-from tests.support.traces import Traced
 
 PAGE = 8
 LENGTHS = np.array([41, 30, 37, 12, 0, 25], np.int32)
@@ -74,17 +73,6 @@ def test_no_requests():
     nobody = PagedBatch(jnp.zeros(1, jnp.int32), jnp.zeros(0, jnp.int32), jnp.zeros((0, 7), jnp.int32))
     levels = jflex.shared_prefix_levels(cache, nobody, 0, 0)
     assert not jflex.cascade_attention(jnp.ones((3, HQ, D)), levels).any()
-
-
-@pytest.mark.full
-def test_other_numbers_do_not_compile_again():
-    q, cache, batch = paged_case()
-    positions = token_positions(batch, len(q))
-    levels = functools.partial(jflex.shared_prefix_levels, cache, batch)
-    traced = Traced(lambda n, t: jflex.cascade_attention(q, levels(n, t), positions=positions, implementation="xla"))
-    for numbers in ((3, 24), (2, 8), (0, 0)):
-        jax.jit(traced)(*map(jnp.int32, numbers))
-    assert traced.count == 1
 
 
 ERRORS = {

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from jax.experimental import pallas as pl
 
 from pallas_kernels.config import Tiles
 from pallas_kernels.split_kv.work import QueryBlocks, Work, planned_requests
@@ -49,22 +48,3 @@ def test_each_tile_is_taken_once(queries, tail, group, rows, least):
     firsts = np.concatenate([start + per_tile * np.arange(count) for start, count in tiles])  # as `item_of` says
     assert [i for of_block in ranges for i in of_block] == list(range(len(firsts)))
     assert (firsts // blocks.size).tolist() == [block for block, of_block in enumerate(ranges) for _ in of_block]
-
-
-@pytest.mark.parametrize("N", [1, 5, 133, 1000, 3000])
-def test_a_mark_is_seen_by_the_programs_whose_tiles_reach_it(N):
-    blocks, _ = plan_of([N], 0, 4, 64, 0)
-    reach, grid = blocks.work.queries(blocks.spec) - 1, (blocks.programs // HEADS, HEADS)
-    for at in {0, N // 2, N - 1}:
-        h = at % blocks.spec.Hq
-        lse = np.zeros((N, blocks.spec.Hq), np.float32)
-        lse[at, h] = np.nan
-
-        def look(lse, seen):
-            place = pl.program_id(0), pl.program_id(1)
-            seen[place] = blocks.has_marks(lse, *place).astype(np.int32)
-
-        seen = pl.pallas_call(look, jax.ShapeDtypeStruct(grid, np.int32), grid=grid, interpret=True)(lse)
-        begins, right = np.arange(grid[0]) * blocks.size, np.zeros(grid, bool)
-        right[:, h // 4] = (begins <= at) & (at < begins + blocks.size + reach)
-        np.testing.assert_array_equal(np.asarray(seen) == 1, right)

@@ -1,4 +1,7 @@
-"""The prefix cache: what is found, locked and shared; nothing is lost or counted twice."""
+"""The prefix cache: what is found and shared, what leaves it, and what that costs."""
+
+import sys
+from fractions import Fraction
 
 import jax
 import jax.numpy as jnp
@@ -7,44 +10,10 @@ import pytest
 
 import jflex
 from jflex.masks import causal
-from jflex.paged import PagedBatch, PagedCache, PrefixHit, StaleHit, slots_of
+from jflex.paged import PagedBatch, PagedCache, PrefixHit, PrefixStats, StaleHit, slots_of
 from tests.support.prefixes import add, found, make, put, refused
 
 # --- match
-
-
-@pytest.mark.parametrize(
-    ("tokens", "expected"),
-    [
-        ([], 0),
-        ([1, 2, 3, 4], 4),
-        ([1, 2, 3, 4, 5, 6, 7, 8], 8),
-        ([1, 2, 3, 4, 5, 6, 7, 8, 9, 10], 8),
-        ([1, 2, 3, 4, 5, 6], 4),
-        ([1, 2, 3, 4, 5, 6, 0, 0], 4),
-        ([1, 2, 3, 0], 0),
-        ([1, 2, 3], 0),
-        ([5, 6, 7, 8], 0),
-    ],
-)
-def test_the_longest_cached_prefix_in_whole_pages_is_found(tokens, expected):
-    _, cache = make(page_size=4)
-    assert found(cache, tokens) == 0
-    pages = put(cache, [1, 2, 3, 4, 5, 6, 7, 8])
-    assert found(cache, tokens) == expected
-    hit = cache.match(tokens, limit=8)
-    assert (hit.pages, hit.num_tokens, hit.namespace) == (pages[: expected // 4], expected, None)
-    cache.check([])
-
-
-def test_the_last_token_of_a_prompt_is_always_computed():
-    """A prompt that is cached as a whole leaves out its last page, or only the token behind it."""
-    _, cache = make(page_size=4)
-    put(cache, range(12))
-    lengths = {n: cache.match(range(n)).num_tokens for n in (0, 1, 4, 5, 8, 9, 12)}
-    assert lengths == {0: 0, 1: 0, 4: 0, 5: 4, 8: 4, 9: 8, 12: 8}
-    assert [cache.match(range(12), limit=limit).num_tokens for limit in (0, 3, 4, 11, 12, 99)] == [0, 0, 4, 8, 12, 12]
-    cache.check([])
 
 
 @pytest.mark.parametrize("dtype", [np.int64, np.int32, np.uint32, np.int8])
@@ -98,18 +67,6 @@ def test_namespaces_share_nothing():
 # --- locks
 
 
-def test_each_hit_is_unlocked_once():
-    _, cache = make()
-    hit = add(cache, [1, 2])
-    copy, empty = cache.lock(hit), cache.match([7])
-    for ended in (hit, empty):
-        cache.unlock(ended)
-        for call in (cache.unlock, cache.lock, lambda ended: cache.insert([1, 2], [1, 2], ended)):
-            refused(cache, StaleHit, "`hit` is not locked by this cache", lambda call=call, ended=ended: call(ended))
-    assert cache.num_locks == 1
-    cache.unlock(copy)
-
-
 def test_hits_are_known_by_what_they_are_and_not_by_what_they_hold():
     _, cache = make()
     hit = add(cache, [1, 2])
@@ -120,36 +77,6 @@ def test_hits_are_known_by_what_they_are_and_not_by_what_they_hold():
 
 
 # --- insert
-
-
-def test_what_is_not_written_is_not_cached():
-    """A request of 6 prompt and 3 sampled tokens ends: keys of the last one were never written."""
-    pool, cache = make(page_size=4)
-    prompt, sampled = [1, 2, 3, 4, 5, 6], [7, 8, 9]
-    hit = cache.match(prompt)
-    pages = cache.alloc(pool.pages_for(9))
-    hit = cache.insert(prompt + sampled[:-1], pages, hit)
-    cache.unlock(hit)
-    pool.release(pages[len(hit.pages) :])
-    cache.check([])
-    assert found(cache, [*prompt, *sampled, 0, 0, 0]) == 8
-    assert pool.num_free + cache.num_cached == 31
-
-
-def test_requests_that_fork_share_a_lock_and_copy_the_partial_page():
-    pool, cache = make(page_size=4)
-    hit = cache.match(range(6))
-    pages = cache.alloc(2)
-    hit = cache.insert(range(6), pages, hit)
-    other = cache.lock(hit)
-    pool.share(pages[1:])
-    hit = cache.insert(range(6), pages, hit)  # the page that both own is not full yet
-    last = pool.fork(pages[1])
-    cache.check([pages[1:], [last]])
-    mine = cache.insert([*range(6), 50, 51], [*hit.pages, pages[1]], hit)
-    other = cache.insert([*range(6), 60, 61], [*other.pages, last], other)
-    assert (mine.pages, other.pages) == (pages, (pages[0], last))
-    cache.check([])
 
 
 def test_tokens_are_attended_to_on_the_pages_of_the_cache_once_duplicates_are_gone():
@@ -178,3 +105,115 @@ def test_tokens_are_attended_to_on_the_pages_of_the_cache_once_duplicates_are_go
     poisoned = jax.tree.map(lambda x: x.at[free].set(jnp.nan), stored)
     np.testing.assert_array_equal(attend(poisoned, table), expected)
     assert jnp.isnan(attend(poisoned, others)).any()
+
+
+# --- eviction
+
+
+def test_tokens_take_no_more_memory_than_twice_those_of_the_pages():
+    _, cache = make(page_size=2)
+    put(cache, range(40))
+    put(cache, [*range(10), *range(12)])
+    for _ in range(16):
+        cache.evict(1)
+        for node in cache._tree._nodes(None):
+            assert node.tokens.base is None or not node.pages
+            assert len(node.tokens) <= 2 * len(node.pages)
+
+
+def test_a_clock_tells_the_idle_pages():
+    now = 100.0
+    _, cache = make(clock=lambda: now)
+    first = put(cache, [1, 2])
+    now = 200
+    second = put(cache, [3])
+    third = put(cache, [1, 4])[1:]
+    now = Fraction(601, 2)
+    fourth = put(cache, [5])
+    assert cache.evict(9, used_before=100) == ()
+    assert cache.evict(9, used_before=150) == first[1:]  # its first page was used again by the third
+    assert cache.evict(9, used_before=200) == ()
+    assert cache.evict(1, used_before=201) == second
+    assert cache.evict(9, used_before=300.4) == (*third, first[0])
+    assert cache.evict(9) == fourth
+
+
+def test_without_a_clock_unlocks_are_counted():
+    _, cache = make()
+    pages = [put(cache, [number]) for number in range(4)]
+    assert cache.evict(9, used_before=3) == (*pages[0], *pages[1])
+
+
+def opcodes(call):
+    """How many instructions of Python `call` takes."""
+    count = 0
+
+    def trace(frame, event, argument):
+        nonlocal count
+        frame.f_trace_opcodes = True
+        count += event == "opcode"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    finally:
+        sys.settrace(before)
+    return count
+
+
+def work(leaves):
+    """Of an eviction, a match and its end, and an insertion, in a cache whose leaves have been used again."""
+    _, cache = make(num_pages=3 * leaves + 9)
+    for leaf in range(leaves):
+        put(cache, [0, leaf, 0])
+    for leaf in range(leaves):
+        found(cache, [0, leaf, 0])
+    calls = [lambda: cache.evict(1), lambda: found(cache, [0, 7, 0]), lambda: add(cache, [0, leaves, 0])]
+    return [opcodes(call) for call in calls]
+
+
+def test_the_work_of_a_call_does_not_grow_with_the_number_of_leaves():
+    """Nearly the same count of instructions: what Python itself caches may be missing the first time."""
+    for few, many in zip(work(10), work(2_000), strict=True):
+        assert many < 1.2 * few
+
+
+def test_a_path_of_many_nodes():
+    """Deeper than Python recurses."""
+    n = 3 * sys.getrecursionlimit()
+    _, cache = make(num_pages=n + 1)
+    put(cache, range(n))
+    for length in range(n - 1, 0, -100):
+        found(cache, range(length))
+    hit = add(cache, range(n))
+    for node in [*hit._node.path()][:-1]:
+        assert node.locks == 1
+    node = hit._node
+    for length in range(n, 0, -1):  # one page each
+        cache._tree.split(cache._tree.find(None, np.arange(length)[:, None]))
+        if length % 500 == 0:
+            cache.check([])
+    assert len([*hit._node.path()]) == n + 1
+    cache.unlock(hit)
+    assert cache.evict(2) == hit.pages[:-3:-1]
+    cache.check([])
+    assert len(cache.clear()) == n - 2
+
+
+def test_statistics():
+    pool, cache = make(page_size=2)
+    assert cache.stats == PrefixStats()
+    assert cache.stats.hit_rate == 0
+    put(cache, range(6))
+    hit = cache.match(range(9))
+    cache.insert(range(6), hit.pages, hit)
+    twin = cache.match(range(6), limit=2)
+    cache.insert(range(6), [*twin.pages, *pool.alloc(2)], twin)
+    put(cache, [8, 8])
+    cache.evict(1)
+    assert cache.stats == PrefixStats(
+        lookups=4, hits=2, tokens=23, hit_tokens=8, inserted_pages=4, duplicate_pages=2, evicted_pages=1
+    )
+    assert cache.stats.hit_rate == 8 / 23

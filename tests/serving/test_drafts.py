@@ -65,13 +65,6 @@ def test_drafts_are_those_of_a_naive_search(tokens, known, least, most):
         np.testing.assert_allclose(found, sorted(weights.values(), reverse=True)[: len(paths)], rtol=1e-12)
 
 
-def test_longer_matches_come_first_then_recent_ones():
-    text = (1, 2, 3, 50, 7, 2, 3, 60, 8, 2, 3, 70, 1, 2, 3)
-    assert PromptLookup(text, 2).draft(text, 5) == Draft((50, 7, 2, 70, 60), (-1, 0, 1, -1, -1))
-    assert PromptLookup(text, 3).draft(text, 2) == Draft((50, 7), (-1, 0))
-    assert PromptLookup(text, 4).draft(text, 2) == Draft()
-
-
 @pytest.mark.full
 def test_a_look_up_does_not_grow_with_the_text(monkeypatch):
     """It reads the index of one n-gram, and compares a bounded number of tokens."""
@@ -91,14 +84,6 @@ def test_a_look_up_does_not_grow_with_the_text(monkeypatch):
         lookup.draft(tokens, 7)
         reads.append(Counted.reads)
     assert max(reads) <= MAX_MATCHES * 2 * (LONGEST_MATCH + 1) + 2
-
-
-def test_bits():
-    draft = Draft((5, 6, 7), (-1, 0, -1))
-    assert draft.bits.tolist() == tree_bits([-1, 0, 1, 0]).tolist()
-    assert draft.first(2) == Draft((5, 6), (-1, 0))
-    chain = Draft(tuple(range(MAX_DRAFTS)), tuple(range(-1, MAX_DRAFTS - 1)))
-    assert chain.bits[-1] == -1
 
 
 # --- acceptance

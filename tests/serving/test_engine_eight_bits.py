@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -67,15 +66,3 @@ def test_poison_makes_every_number_of_a_page_nan(kind, name):
     for x in held:
         assert np.isnan(x[:, [1, 4]]).all()
         assert not np.isnan(x[:, [0, 2, 3]]).any()
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(
-    ("kind", "name", "bytes_of_token"),
-    [("small", None, 2 * 2 * 8 * 4), ("small", "int8", 2 * 2 * (8 + 4)), ("latent", "float8_e4m3fn", 256 + 2 * 4 + 8)],
-)
-def test_bytes_of_a_token(kind, name, bytes_of_token):
-    """With the scales: by these bytes the engine decides whether a cascade saves enough."""
-    executor = engine_of(model(kind), cache_dtype=name)._executor
-    assert executor.token_bytes == bytes_of_token
-    assert sum(x.nbytes for x in jax.tree.leaves(executor._state.cache)) == 2 * 100 * 4 * bytes_of_token

@@ -6,9 +6,7 @@ import logging
 
 import pytest
 
-from flax_layers.sampling import Sampling
 from flax_layers.serving import Closed, Constraint, QueueFull, Request
-from flax_layers.serving.device.penalties import Penalties
 from tests.cases import constraint_cases
 from tests.cases.engine_cases import (
     CHUNKS,
@@ -85,20 +83,6 @@ def test_requests_without_pages_wait():
     assert {x.reason for x in first} == {"length"}
     assert Client(engine, (1,)).ticket
     run(engine)
-
-
-@pytest.mark.full
-def test_numbers_that_no_device_array_holds():
-    """Other requests go on, and `top_k` keeps all tokens."""
-    engine = engine_of()
-    other = Client(engine, PROMPTS[0])
-    engine.step()
-    drawn = [Client(engine, PROMPTS[1], sampling=Sampling(1.0, top_k=k, seed=3)) for k in (0, 1 << 31, 10**30)]
-    biased = [Client(engine, (60,), penalties=Penalties(logit_bias=bias)) for bias in (((7, 9.0),), ((7, -9), (7, 9)))]
-    run(engine)
-    assert other.tokens == recomputed(PROMPTS[0])
-    assert len({tuple(x.tokens) for x in drawn}) == len({tuple(x.tokens) for x in biased}) == 1
-    assert engine.stats().failures == 0
 
 
 # --- cancellations

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import numpy as np
-import pytest
 
 from flax_layers.serving import EngineOptions
 from flax_layers.serving.device import inputs
@@ -16,8 +13,7 @@ from flax_layers.serving.engine.requests import Request
 from flax_layers.serving.engine.scheduler import Chunk
 from flax_layers.serving.engine.sequence import Sequence
 from jflex.paged import PagePool, PrefixCache
-from tests.cases.engine_cases import PROMPTS, Client, engine_of, outputs, recomputed
-from tests.models.test_models import SMALL
+from tests.cases.engine_cases import PROMPTS, Client, engine_of
 
 
 def test_a_step_is_planned_and_packed_by_the_host_alone(monkeypatch):
@@ -37,31 +33,6 @@ def test_a_step_is_planned_and_packed_by_the_host_alone(monkeypatch):
     packed = [engine._dispatcher.packed(chunks, program) for _ in range(2)]
     assert type(packed[0]) is np.ndarray
     np.testing.assert_array_equal(packed[0], packed[1])
-
-
-@pytest.mark.full
-def test_a_step_that_was_packed_for_another_shape_is_refused():
-    engine = engine_of()
-    small, large = (Program(shape) for shape in engine.options.shapes(engine.config)[:2])
-    with pytest.raises((TypeError, ValueError)):
-        engine._executor.run(engine._dispatcher.packed([], small), large)
-    assert outputs(engine, PROMPTS[:1]) == [recomputed(PROMPTS[0])]
-
-
-def test_shapes():
-    options = EngineOptions(max_requests=8, max_step_tokens=24, num_pages=100, page_size=4, draft_tokens=3)
-    off = dataclasses.replace(options, draft_tokens=0)
-    shapes = options.shapes(SMALL)
-    assert [shape for shape in shapes if not shape.drafts] == list(off.shapes(SMALL))
-    for rows in range(1, 9):
-        for tokens in range(rows, 25):
-            for is_drafted in (False, True):
-                shape = options.shape_for(tokens, rows, 5, SMALL, drafts=is_drafted)
-                assert shape in shapes
-                assert shape.tokens >= tokens
-                assert shape.rows >= rows
-                assert shape.drafts == (3 if is_drafted else 0)
-    assert options.shape_for(7, 2, 5, SMALL, drafts=True) == Shape(16, 4, 25, 3)
 
 
 def test_any_number_of_pages_is_copied():

@@ -181,20 +181,6 @@ def test_samples_that_must_wait_copy_the_page_of_one_that_runs():
     assert [x.ticket.hit_tokens for x in samples] == [0, 19, 19, 19, 18, 18]
 
 
-@pytest.mark.parametrize(("cancelled", "steps"), [(0, 1), (2, 0), (2, 4)])
-def test_a_cancelled_sample_takes_none_with_it(cancelled, steps):
-    engine = engine_of(**CHUNKS)  # three steps of prefill
-    samples = submit(engine, SYSTEM[:19], [{}] * 4)
-    for _ in range(steps):
-        engine.step()
-        engine.check()
-    samples[cancelled].ticket.cancel()
-    run(engine)
-    for number, sample in enumerate(samples):
-        assert sample.reason == ("cancelled" if number == cancelled else "length")
-        assert number == cancelled or sample.tokens == recomputed(SYSTEM[:19])
-
-
 def test_random_samples_and_cancellations_lose_no_page():
     engine, clients = engine_of(**FEW, **CHUNKS), []
     rng = np.random.default_rng(0)

@@ -13,7 +13,6 @@ from flax_layers.sampling import Sampling
 from flax_layers.serving import Engine
 from flax_layers.serving.device.options import Program
 from flax_layers.serving.device.penalties import Penalties
-from flax_layers.serving.engine import drafts
 from flax_layers.serving.engine.packing import pack
 from tests.cases.engine_cases import (
     CHUNKS,
@@ -145,12 +144,3 @@ def test_a_step_holds_no_second_cache(dtype, held):
     memory = lowered.compile().memory_analysis()  # pyright: ignore
     assert memory.alias_size_in_bytes >= size
     assert memory.temp_size_in_bytes < 0.05 * size
-
-
-def test_look_up_is_off_by_default(monkeypatch):
-    monkeypatch.setattr(drafts, "PromptLookup", None)
-    engine = engine_of()
-    client = Client(engine, PROMPTS[2])
-    assert client.ticket._sequence.runs_ahead
-    run(engine)
-    assert client.tokens == recomputed(PROMPTS[2])

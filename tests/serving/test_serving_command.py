@@ -7,7 +7,6 @@ import json
 import os
 import pathlib
 import re
-import resource
 import shutil
 import signal
 import socket
@@ -283,33 +282,6 @@ def test_the_official_client(running):
             client.completions.create(model="gpt", prompt="a")
         with pytest.raises(openai.BadRequestError, match=r"refuses `messages`: unknown role system"):
             client.chat.completions.create(model="tiny", messages=[{"role": "system", "content": "a"}])
-
-
-@pytest.mark.full
-def test_a_client_that_hangs_up(running):
-    engine, url = running
-    with httpx.stream("POST", f"{url}/v1/completions", json={"prompt": "a", "max_tokens": 200, "stream": True}):
-        pass
-    with pytest.raises(httpx.ReadTimeout):
-        httpx.post(f"{url}/v1/completions", json={"prompt": "a", "max_tokens": 200}, timeout=0.02)
-    served.idle(engine)
-    assert 'finish_reason="cancelled"' in httpx.get(f"{url}/metrics").text
-
-
-@pytest.mark.full
-def test_a_thousand_idle_connections(running):
-    url = httpx.URL(running[1])
-    sockets, before = [], resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (min(before[1], 4096), before[1]))  # both ends are files of this process
-    try:
-        for _ in range(1000):
-            sockets.append(socket.create_connection((url.host, url.port), timeout=60))
-        answer = httpx.post(f"{url}/v1/completions", json={"prompt": "a", "max_tokens": 3}, timeout=120)
-        assert answer.status_code == 200
-    finally:
-        for one in sockets:
-            one.close()
-        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 def test_a_launch_that_fails_ends_the_server(folder, monkeypatch):

@@ -5,20 +5,16 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-import sys
 import threading
 
 import pytest
 
 from flax_layers.serving import Engine
-from flax_layers.serving.demo_model import ByteTokenizer
 from flax_layers.serving.engine import constraints as constraints_module
-from flax_layers.serving.engine.constraints import Guides
 from tests.cases.constraint_cases import PERSON, is_valid
 from tests.support.served import (
     CHATS,
     COMPLETIONS,
-    CONFIG,
     GREEDY,
     HELLO,
     PROMPT,
@@ -71,19 +67,6 @@ def test_other_formats(engine):
 
 
 @pytest.mark.full
-def test_stop_strings_lengths_and_log_probabilities(engine):
-    whole = completion(engine, max_tokens=200, response_format=schema(PERSON), logprobs=1)["choices"][0]
-    assert "".join(whole["logprobs"]["tokens"][:9]) == '{"name":"'
-    cut = completion(engine, max_tokens=200, response_format=schema(PERSON), stop='"age"')["choices"][0]
-    assert (cut["text"], cut["finish_reason"]) == (whole["text"].partition('"age"')[0], "stop")
-    short = completion(engine, max_tokens=12, response_format=schema(PERSON))["choices"][0]
-    assert short["finish_reason"] == "length"
-    assert whole["text"].startswith(short["text"].rstrip("\N{REPLACEMENT CHARACTER}"))
-    with pytest.raises(json.JSONDecodeError):
-        json.loads(short["text"])
-
-
-@pytest.mark.full
 def test_slow_grammars_delay_no_other_request(engine, monkeypatch):
     """Requests without constraints are answered while more grammars compile than there are threads for them."""
     opened = threading.Event()
@@ -106,60 +89,9 @@ def test_slow_grammars_delay_no_other_request(engine, monkeypatch):
     asyncio.run(run())
 
 
-@pytest.mark.full
-def test_a_step_that_cannot_go_on(engine, monkeypatch):
-    import llguidance
-
-    limits = llguidance.LLParserLimits(max_lexer_states=20, verbose_errors=False)
-    monkeypatch.setattr(engine._guides, "_limits", limits)
-    body = {**GREEDY, "temperature": 1, "seed": 0, "max_tokens": 99, "response_format": regex("[ab]*a[ab]{12}c")}
-    answer = ask(app_of(engine), COMPLETIONS, body)
-    assert answer.status_code == 500
-    message = answer.json()["error"]["message"]
-    assert "`response_format` cannot be followed any further: lexer error: too many states" in message
-
-
 def test_an_engine_without_guides():
     found = ask(app_of(Engine(model(), SIZES)), COMPLETIONS, {**GREEDY, "response_format": regex("a")})
     assert found.status_code == 400
     error = found.json()["error"]
     assert error["param"] == "response_format"
     assert error["message"].startswith("`response_format` is not supported by this engine")
-
-
-def test_without_llguidance(monkeypatch):
-    monkeypatch.setitem(sys.modules, "llguidance", None)
-    with pytest.raises(ModuleNotFoundError, match=r"needs llguidance for this: pip install 'jflex\[serve\]'"):
-        Guides(ByteTokenizer(), CONFIG.vocabulary)
-
-
-@pytest.mark.full
-def test_the_official_client_reads_models_of_pydantic(engine):
-    import openai
-    import pydantic
-
-    class Step(pydantic.BaseModel):
-        model_config = pydantic.ConfigDict(extra="forbid")
-
-        number: int = pydantic.Field(ge=0, le=99)
-        kind: str = pydantic.Field(pattern="^(add|remove)$")
-
-    class Plan(pydantic.BaseModel):
-        model_config = pydantic.ConfigDict(extra="forbid")
-
-        steps: list[Step] = pydantic.Field(max_length=2)
-        is_safe: bool
-
-    async def run() -> None:
-        async with openai.AsyncOpenAI(base_url="http://server/v1", api_key="none", http_client=client(app)) as session:
-            said = await session.chat.completions.parse(
-                model="tiny", messages=[{"role": "user", "content": "Plan"}], response_format=Plan, n=4, seed=1,
-                max_tokens=600,
-            )  # fmt: skip
-            assert [type(choice.message.parsed) for choice in said.choices] == [Plan] * 4
-            with pytest.raises(openai.BadRequestError, match="unclosed group") as wrong:
-                await session.completions.create(model="tiny", prompt="a", extra_body={"response_format": regex("(")})
-            assert wrong.value.param == "response_format"
-
-    app = app_of(engine)
-    asyncio.run(run())

@@ -7,8 +7,6 @@ import contextlib
 import dataclasses
 import itertools
 import json
-import random
-import re
 
 import httpx
 import pytest
@@ -20,7 +18,6 @@ from tests.support.served import (
     COMPLETIONS,
     GREEDY,
     HELLO,
-    PROMPT,
     SERVED,
     SIZES,
     Connection,
@@ -182,34 +179,6 @@ def test_a_client_that_is_far_behind_loses_no_token_but_gets_no_more(engine, mon
     assert error["error"]["type"] == "timeout_error"
     assert "more than 60 tokens and log probabilities wait" in error["error"]["message"]
     assert ask(app_of(engine), COMPLETIONS, LONG).json()["usage"]["completion_tokens"] == 900  # not streamed
-
-
-@pytest.mark.full
-def test_random_cancellations_lose_no_page(engine):
-    app, chance = app_of(engine), random.Random(0)
-
-    async def one() -> None:
-        body = {
-            "prompt": PROMPT[: chance.randint(1, 46)], "max_tokens": chance.randint(1, 40),
-            "n": chance.choice([1, 1, 2]), "stream": chance.random() < 0.5, "temperature": chance.choice([0, 1]),
-            "stop": chance.choice([None, "B", " "]),
-        }  # fmt: skip
-        connection = Connection(app, COMPLETIONS, body)
-        task = asyncio.create_task(connection.run())
-        await asyncio.sleep(chance.random() * 5)
-        if chance.random() < 0.5:
-            connection.leave.set()
-        await asyncio.wait_for(task, 120)
-
-    async def run() -> None:
-        await asyncio.gather(*(one() for _ in range(400)))
-
-    asyncio.run(run())
-    idle(engine)
-    found = re.findall(r'^jflex_requests_total\{finish_reason="(.*)"\} (\S+)$', ask(app, "/metrics").text, re.MULTILINE)
-    counts = {reason: float(count) for reason, count in found}
-    assert sum(counts.values()) >= 400
-    assert min(counts["cancelled"], counts["length"] + counts["stop"]) > 40, counts
 
 
 @pytest.mark.parametrize("grace", [0.0, 60.0])

@@ -103,18 +103,6 @@ def test_log_probabilities(engine):
     assert bytes(byte for entry in content for byte in entry["bytes"]).decode(errors="replace") == said
 
 
-def test_log_probabilities_of_parts_of_characters(engine):
-    """Each of the top tokens has a key of its own, as long as each is asked for."""
-    found = completion(engine, logprobs=20, max_tokens=30)["choices"][0]["logprobs"]
-    assert {len(top) for top in found["top_logprobs"]} == {20}
-    keys = {key for top in found["top_logprobs"] for key in top}
-    parts = {key for key in keys if key.startswith("bytes:")}
-    assert parts
-    assert all(re.fullmatch(r"bytes:\\x[89a-f][0-9a-f]", key) for key in parts)
-    assert all(len(key) == 1 for key in keys - parts)
-    assert all(own in top for own, top in zip(found["tokens"], found["top_logprobs"], strict=True))
-
-
 def test_seeds(engine):
     drawn = lambda **options: [x["text"] for x in completion(engine, temperature=1, **options)["choices"]]
     three = drawn(seed=7, n=3)
@@ -166,15 +154,6 @@ def test_default_lengths(engine):
     long = {"messages": [{"role": "user", "content": "x" * 1000}]}
     assert ask(app_of(engine), CHATS, long).json()["usage"]["completion_tokens"] == 24
     assert ask(app_of(engine), CHATS, {**long, "max_completion_tokens": 3}).json()["usage"]["completion_tokens"] == 3
-
-
-def test_salts_share_no_prefix(engine):
-    prompt = "Salted, and long enough for some pages."
-    hits = []
-    for salt in ("a", "a", "b", None):
-        usage = completion(engine, prompt=prompt, cache_salt=salt)["usage"]
-        hits.append(usage["prompt_tokens_details"]["cached_tokens"])
-    assert hits == [0, 32, 0, 0]
 
 
 def test_penalties_biases_and_stop_tokens(engine):
@@ -242,13 +221,6 @@ def test_wrong_requests(name, engine):
     assert len(error["message"]) < 400
     stats = engine.stats()
     assert (stats.running, stats.waiting) == (0, 0)
-
-
-def test_the_code_of_long_prompts(engine):
-    codes = [ask(app_of(engine), *BAD[name][:2]).json()["error"]["code"] for name in ("long prompt", "foreign token")]
-    assert codes == ["context_length_exceeded", None]
-    error = ask(app_of(engine), CHATS, HELLO | {"max_tokens": 1024}).json()["error"]
-    assert (error["param"], error["code"]) == ("messages", "context_length_exceeded")
 
 
 def test_parts_of_a_message(engine):

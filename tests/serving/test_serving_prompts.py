@@ -8,7 +8,6 @@ import threading
 import time
 import unicodedata
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -18,8 +17,7 @@ from tokenizers import Tokenizer as Library
 from flax_layers.models.checkpoint.tokenizer import BYTE_NAMES, Tokenizer
 from flax_layers.serving.api import prompts
 from flax_layers.serving.api.http import create_app
-from flax_layers.serving.api.prompts import Prompts, longest_token
-from flax_layers.serving.api.transport import ApiError
+from flax_layers.serving.api.prompts import longest_token
 from flax_layers.serving.demo_model import ByteTokenizer
 from tests.support.golden_models import ROOT
 from tests.support.rows import tiers
@@ -113,28 +111,6 @@ def test_what_the_bound_relies_on():
     assert max(len(unicodedata.normalize("NFD", chr(point))) for point in range(0x110000)) == 4
     assert longest_token(ByteTokenizer().serialized()) == 1
     assert longest_token((ROOT / "tokenizer" / "tokenizer.json").read_text()) == 8
-
-
-@settings(max_examples=30)
-@given(text=TEXTS, context=st.integers(2, 60))
-@pytest.mark.parametrize("name", ["as Qwen", "as Llama 2", "accents"])
-def test_texts_that_fit_are_not_refused(name, text, context):
-    library = {**BOUNDED, **UNBOUNDED}[name][0]
-
-    class Served(ByteTokenizer):
-        def serialized(self):
-            return library.to_str()
-
-        def encode(self, text, *, special_tokens=True):
-            return np.array(library.encode(text).ids, np.int32)
-
-    reading = Prompts(Served(), context)
-    try:
-        tokens = len(reading.tokens(text))
-    except ApiError:
-        tokens = None
-    known = count(library, text)
-    assert tokens == known or (tokens is None and known >= context)
 
 
 @pytest.mark.parametrize(

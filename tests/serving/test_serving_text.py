@@ -44,12 +44,6 @@ def test_stop_strings_do_not_depend_on_pieces(text, stops, expected):
         assert found.has_ended == (expected != text)
 
 
-def test_only_what_may_begin_a_stop_string_is_held_back():
-    found = StopStrings(["\n\nUser:", "END"])
-    assert [found.push(piece) for piece in ("a\n", "b", "\n\nUs", "age E", "ND")] == ["a", "\nb", "", "\n\nUsage ", ""]
-    assert found.finish() == ""
-
-
 def choice(*stops: str) -> ChoiceText:
     return ChoiceText(TextStream(lambda tokens: bytes(tokens).decode(errors="replace")), stops)
 
@@ -59,16 +53,6 @@ def whole(text: str, size: int, *stops: str, reason="length") -> tuple[str, Choi
     events = [Event(tuple(tokens[n : n + size])) for n in range(0, len(tokens), size)]
     pieces = [taken.push(event) for event in [*events[:-1], events[-1]._replace(finish_reason=reason)]]
     return "".join(piece.text for piece in pieces), taken, pieces
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 100])
-def test_events_of_any_size(size):
-    text, taken, pieces = whole("né😀 日本 stop", size, "本 s")
-    assert text == "né😀 日"
-    assert taken.is_done
-    assert taken.num_tokens == len("né😀 日本 s".encode())
-    assert [piece.finish_reason for piece in pieces if piece.finish_reason] == ["stop"]
-    assert taken.push(Event((65,))) == Piece()
 
 
 def test_the_end_shows_what_was_held_back():
@@ -88,13 +72,6 @@ def test_log_probabilities_come_with_their_text():
     assert [(x.token, x.offset, x.logprobs.logprob) for x in found] == [
         (token, number, -float(number)) for number, token in enumerate(b"abcX")
     ]
-
-
-def test_log_probabilities_of_parts_of_characters():
-    taken, logprobs = choice(), (TokenLogprobs(-1.0, ()),)
-    pieces = [taken.push(Event((token,), logprobs)) for token in "é".encode()]
-    assert [len(piece.tokens) for piece in pieces] == [0, 2]
-    assert [x.offset for x in pieces[1].tokens] == [0, 0]
 
 
 def test_random_texts():

@@ -89,15 +89,6 @@ def test_pages_are_bounded(prefix_cache):
 
 
 @pytest.mark.full
-def test_a_prompt_and_a_text_longer_than_the_cache():
-    engine = engine_of(num_pages=1 + SINKS + WINDOW)
-    client = Client(engine, SYSTEM * 5, max_tokens=50)
-    run(engine)
-    check_tokens(client, 50)
-    assert engine.stats().preemptions == 0
-
-
-@pytest.mark.full
 def test_prompts_that_starve_each_other(monkeypatch):
     """If no prompt gets a page for its next token, the last one gives its pages to the others."""
     engine = engine_of()
