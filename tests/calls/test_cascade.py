@@ -11,7 +11,7 @@ import pytest
 import jflex
 from jflex import CascadeLevel
 from jflex.paged import PagedBatch, PagedCache, token_positions, token_requests
-from tests.support.rows import in_turns, tiers
+from tests.support.rows import tiers
 
 BACKENDS = {
     "reference": {"implementation": "reference"},
@@ -196,8 +196,7 @@ def test_equals_attention_over_all_keys(tree, mods):
     assert_right(cascade(tree, dense_levels(tree), MODS[mods], **BACKENDS["xla"]), flat(tree, MODS[mods]))
 
 
-@pytest.mark.full
-@in_turns
+@tiers(default={"tree": "append-alibi", "backend": ["reference", "xla"]}, in_turns=True)
 @backends
 @pytest.mark.parametrize(("tree", "mods"), [("append", "alibi"), ("three_levels", "window"), ("decode", "causal")])
 def test_on_every_backend(tree, mods, backend):
@@ -210,13 +209,6 @@ def test_on_every_backend(tree, mods, backend):
 def test_dense_levels_interpreted():
     found = cascade("append", dense_levels("append"), MODS["none"], **BACKENDS["triton-interpret"])
     assert_right(found, flat("append", MODS["none"]))
-
-
-@pytest.mark.full
-def test_the_order_of_levels_does_not_matter():
-    levels = dense_levels("three_levels")
-    found = cascade("three_levels", levels[::-1], MODS["causal"], **BACKENDS["xla"])
-    assert_right(found, flat("three_levels", MODS["causal"]))
 
 
 @pytest.mark.full
@@ -236,70 +228,7 @@ def test_16_bit_outputs_are_rounded_once():
     assert error(parts) <= 2 * error(whole)
 
 
-# --- the worked example of FlashInfer's tutorial on cascades: seven rows, each [1, 1], over pages of one key
-
-KEYS = np.array([[1, 0], [0, 1], [1, 1], [1, -1], [0, -1]], np.float32)
-VALUES = np.array([[1, 1], [2, 0], [0, 1], [1, 0], [0, 1]], np.float32)
-SEVEN = {  # token, what it sees, output, lse
-    "A0": ((0,), (1.0, 1.0), 1.0),
-    "A1": ((0, 1), (1.5, 0.5), 1.693147),
-    "A2": ((0, 1, 2), (0.635825, 0.788058), 2.551445),
-    "B0": ((0,), (1.0, 1.0), 1.0),
-    "B1": ((0, 1), (1.5, 0.5), 1.693147),
-    "B2": ((0, 1, 3), (1.422319, 0.422319), 1.861995),
-    "B3": ((0, 1, 3, 4), (1.345422, 0.453551), 1.917576),
-}
-
-
-def seven(levels, **how):
-    positions = jnp.array([0, 1, 2, 0, 1, 2, 3], jnp.int32)
-    attend = functools.partial(
-        jflex.cascade_attention, positions=positions, mask_mod=causal, scale=1.0, return_lse=True, **how
-    )
-    return jax.jit(attend)(jnp.ones((7, 1, 2)), levels)
-
-
-def pages(indptr, *rows, start=0):
-    """A level whose groups have these pages, of one key each; page 0 is reserved."""
-    table = np.zeros((len(rows), 4), np.int32)
-    for g, row in enumerate(rows):
-        table[g, : len(row)] = np.array(row) + 1
-    store = lambda x: jnp.concatenate([jnp.full((1, 2), jnp.nan), x])[:, None, None]
-    lengths = np.array([len(row) for row in rows], np.int32)
-    groups = PagedBatch(np.array(indptr, np.int32), lengths, table)
-    return CascadeLevel.paged(PagedCache(store(jnp.asarray(KEYS)), store(jnp.asarray(VALUES))), groups, start=start)
-
-
-FORMATS = {
-    "each_row_by_itself": lambda: [pages(range(8), *(sees for sees, _, _ in SEVEN.values()))],
-    "each_sequence": lambda: [pages([0, 3, 7], (0, 1, 2), (0, 1, 3, 4))],
-    "two_keys_and_the_rest": lambda: [pages([0, 3, 7], (0, 1), (0, 1)), pages([0, 3, 7], (2,), (3, 4), start=2)],
-    "composable": lambda: [pages([0, 7], (0, 1)), pages([0, 3, 7], (2,), (3, 4), start=2)],
-}
-
-
-@tiers(
-    default=[{"form": "each_sequence", "backend": ["reference", "xla"]}, {"form": "composable", "backend": "xla"}],
-    in_turns=True,
-)
-@backends
-@pytest.mark.parametrize("form", FORMATS)
-def test_the_worked_example(form, backend):
-    """The shared level of all seven rows needs its causal mask: A0 and B0 may not see the second page."""
-    with jax.default_matmul_precision("highest"):
-        out, lse = seven(FORMATS[form](), **BACKENDS[backend])
-    np.testing.assert_allclose(out[:, 0], [row for _, row, _ in SEVEN.values()], atol=2e-6)
-    np.testing.assert_allclose(lse[:, 0], [row for _, _, row in SEVEN.values()], atol=2e-6)
-
-
 # --- edges
-
-
-@pytest.mark.full
-def test_without_levels_nothing_is_seen():
-    out, lse = jflex.cascade_attention(jnp.ones((2, 4, 8)), [], return_lse=True)
-    assert not out.any()
-    assert (lse == -jnp.inf).all()
 
 
 @pytest.mark.full

@@ -110,21 +110,6 @@ def test_adds_like_a_scatter(size):
     np.testing.assert_array_equal(found, expected)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize(("n", "m"), [(3, 0), (0, 2)])
-def test_ordered_add_without_elements(n, m):
-    found = ordered_add(jnp.ones(n), jnp.zeros(m, jnp.int32), jnp.ones(m))
-    np.testing.assert_array_equal(found, np.ones(n))
-
-
-@pytest.mark.full
-def test_no_scatter_that_adds_is_left_to_xla_where_positions_repeat():
-    """What it adds to an element, sorted and summed before, is one number."""
-    pull, arguments = gradients("triton-interpret", "rows")
-    text = str(jax.make_jaxpr(pull)(*arguments))
-    assert "sort" in text
-
-
 # --- what is refused
 
 

@@ -321,20 +321,3 @@ def test_vmap_over_any_subset(mapped, backend):
     with jax.numpy_rank_promotion("allow"):
         expected = jax.vmap(theirs, axes)(arrays)
     assert_close(jax.vmap(attend, axes)(arrays), expected)
-
-
-@pytest.mark.full
-def test_scan_over_layers_and_a_named_policy():
-    arrays, policy = operands(0), jax.checkpoint_policies.save_only_these_names("jflex_out", "jflex_lse")
-
-    def run(attend, biases):
-        def layer(x, bias):
-            return jnp.sin(x + attend(arrays | {"query": x, "bias": bias})), None
-
-        return jax.lax.scan(jax.checkpoint(layer, policy=policy), arrays["query"], biases)[0].sum()
-
-    biases = operands(1, 3)["bias"]
-    with jax.numpy_rank_promotion("allow"):
-        expected = jax.grad(functools.partial(run, theirs))(biases)
-    found = jax.jit(jax.grad(functools.partial(run, ours)))(biases)
-    np.testing.assert_allclose(found, expected, rtol=2e-4, atol=2e-4)

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 import jflex
-from jflex import masks, scores
-from jflex.block_mask.bands import Band, band_block_mask, dense_states
+from jflex.block_mask.bands import Band, band_block_mask
 from jflex.jax_nn import translate
 from tests.support import gpu_compile
 from tests.support.rows import tiers
@@ -108,19 +107,6 @@ def test_blocks_of_bands_are_exact(with_lengths):
             np.testing.assert_array_equal(getattr(found, name), getattr(expected, name))
         for name in ("kv_indices", "full_kv_indices", "q_indices", "full_q_indices"):
             np.testing.assert_array_equal(getattr(found, name), getattr(expected, name))
-
-
-@pytest.mark.full
-def test_blocks_of_a_dense_mask_are_exact():
-    for shape in ((2, 1, 70, 50), (1, 3, 1, 50), (2, 1, 70, 1), (1, 1, 1, 1)):
-        mask = jax.random.bernoulli(jax.random.key(0), 0.99, shape)
-        full = jnp.broadcast_to(mask, (*shape[:2], 70, 50))
-        block_mask = jflex.create_block_mask(
-            lambda b, h, q, k, full=full: full[b, h, q, k], *shape[:2], 70, 50, block_size=(16, 8)
-        )
-        inside = block_mask.states()[..., :4, :6]  # there, tails of full blocks are partial
-        found = jnp.broadcast_to(dense_states(mask, (16, 8)), (*shape[:2], 5, 7))
-        np.testing.assert_array_equal(found[..., :4, :6], inside)
 
 
 def test_static_lists_are_made_once_and_are_one_constant_of_a_program():
@@ -234,50 +220,6 @@ def test_the_signature_is_that_of_jax():
     comparable = lambda parameters: [(p.name, p.kind, p.default) for p in parameters]
     assert comparable(ours[: len(theirs)]) == comparable(theirs)
     assert [p.name for p in ours[len(theirs) :]] == ["config"]
-
-
-B, T, S, HEADS, D = 2, 48, 64, 4, 16
-LENGTHS = jnp.array([20, 48], jnp.int32)
-BIAS = jax.random.normal(jax.random.key(3), (1, HEADS, T, S))
-SHOWN = jax.random.bernoulli(jax.random.key(4), 0.7, (B, 1, T, S)).at[..., 0].set(True)
-blocks = lambda mod: {"block_mask": jflex.create_block_mask(mod, None, None, T, S, block_size=16)}
-
-ROWS = {
-    "is_causal": ({"is_causal": True}, lambda: blocks(masks.causal())),
-    "bias": ({"bias": BIAS}, lambda: {"score_mod": scores.bias(BIAS)}),
-    "mask": ({"mask": SHOWN}, lambda: {"mask_mod": lambda b, h, q_idx, kv_idx: SHOWN[b, h, q_idx, kv_idx]}),
-    "key_value_seq_lengths": ({"key_value_seq_lengths": LENGTHS}, lambda: {"kv_lengths": LENGTHS}),
-    "query_seq_lengths": (
-        {"query_seq_lengths": LENGTHS},
-        lambda: {"mask_mod": lambda b, h, q_idx, kv_idx: q_idx < LENGTHS[b]},
-    ),
-    "local_window_size": ({"local_window_size": (5, 3)}, lambda: blocks(masks.sliding_window(5, 3))),
-}
-
-
-@tiers(default={"row": ["bias", "local_window_size"]})
-@pytest.mark.parametrize("row", ROWS)
-def test_row(row: str):
-    theirs, ours = ROWS[row]
-    q, k, v = (
-        jax.random.normal(jax.random.key(i), (B, n, heads, D))
-        for i, (n, heads) in enumerate(((T, HEADS), (S, 2), (S, 2)))
-    )
-    expected = np.asarray(jax.nn.dot_product_attention(q, k, v, **theirs))
-    found = np.array(jflex.flex_attention(q, k, v, **ours()))
-    if row == "query_seq_lengths":  # of padding, jax.nn returns what its mask makes of it; here it is zeros
-        padding = np.arange(T) >= np.asarray(LENGTHS)[:, None]
-        assert not found[padding].any()
-        expected = np.where(padding[..., None, None], 0, expected)
-    np.testing.assert_allclose(found, expected, rtol=2e-5, atol=2e-5)
-    np.testing.assert_allclose(jflex.dot_product_attention(q, k, v, **theirs), found, rtol=2e-5, atol=2e-5)
-
-
-def test_return_residual():
-    q = jax.random.normal(jax.random.key(0), (B, T, HEADS, D))
-    _, expected = jax.nn.dot_product_attention(q, q, q, return_residual=True)
-    _, found = jflex.flex_attention(q, q, q, return_lse=True)
-    np.testing.assert_allclose(found.swapaxes(1, 2), expected, rtol=2e-5, atol=2e-5)
 
 
 def draw(seed, *shape, dtype):

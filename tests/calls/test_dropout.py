@@ -274,64 +274,6 @@ def test_rectangles_and_diagonals_are_independent(rate):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("rate", RATES)
-def test_positions_that_share_a_hash_are_independent(rate):
-    """Of each other, and of those of other queries and heads; and each of the eight by itself has the rate."""
-    B, H, queries, keys = POSITIONS
-    parted = drawn(rate).reshape(B, H, queries // 16, 2, 8, keys // 32, 4, 8)
-    sharers = np.moveaxis(parted, (3, 6), (0, 1)).reshape(8, B, H, queries // 16, 8, keys // 32, 8)
-    assert all(deviations(sharer) < 4 for sharer in sharers)
-    for one, other in itertools.combinations(sharers, 2):
-        products = one * other
-        assert deviations(products) < 4
-        for axis in range(products.ndim):
-            z = np.moveaxis(products, axis, 0)
-            assert len(z) == 1 or deviations(z[1:] * z[:-1]) < 4.5
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("rate", RATES)
-def test_patterns_of_positions_that_share_a_hash(rate):
-    """How often each of their 256 patterns occurs, among a million words."""
-    words = np.random.default_rng(0).integers(0, 2**32, 2**20, dtype=np.uint32)
-    below = [words * np.uint32(pow(dropout_bits.RATIO, i, 2**32)) < np.uint32(round(rate * 2**32)) for i in range(8)]
-    patterns = sum(x.astype(np.int64) << i for i, x in enumerate(below))
-    dropped = np.array([i.bit_count() for i in range(256)])
-    expected = len(words) * rate**dropped * (1 - rate) ** (8 - dropped)
-    often = expected > 5
-    squares = ((np.bincount(patterns, minlength=256) - expected) ** 2 / expected)[often]
-    assert abs(squares.sum() - often.sum()) < 5 * np.sqrt(2 * often.sum())
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("rate", RATES)
-def test_words_of_a_pair_correlate_by_less_than_a_millionth(rate):
-    """Counted over all 2 ** 32 words: how many have both multiples below the threshold."""
-    below, words = round(rate * 2**32), 2**32
-    for steps in range(1, 8):
-        ratio = pow(dropout_bits.RATIO, steps, words)
-        both = floor_sum(below, words, ratio, 0) - floor_sum(below, words, ratio, -below)
-        assert abs(both / words - (below / words) ** 2) < 1e-6 * rate * (1 - rate)
-
-
-def floor_sum(count, modulus, factor, offset):
-    """The sum of ``(factor * i + offset) // modulus`` for i below `count`, as Euclid's algorithm finds it."""
-    total = 0
-    while True:
-        total += (count - 1) * count // 2 * (factor // modulus) + count * (offset // modulus)
-        factor, offset = factor % modulus, offset % modulus
-        last = factor * count + offset
-        if last < modulus:
-            return total
-        count, offset, modulus, factor = last // modulus, last % modulus, factor, modulus
-
-
-@pytest.mark.full
-def test_a_small_floor_sum():
-    assert floor_sum(50, 17, 11, -30) == sum((11 * i - 30) // 17 for i in range(50))
-
-
-@pytest.mark.full
 @pytest.mark.parametrize("key", [4, 2**31 + 3])
 def test_keys_are_independent(key):
     assert deviations(drawn(0.5) * drawn(0.5, key)) < 4.5

@@ -1,7 +1,6 @@
 """Queries and keys of eight bits: results against float64, what refuses them, and that no gradient is computed."""
 
 import contextlib
-import dataclasses
 import functools
 
 import jax
@@ -96,19 +95,6 @@ def test_against_float64(case, backend):
     found = results_of(case, backend)
     assert found.out.dtype == case.dtype
     evaluation.compare_forward(case, found, plain(case), evaluation.exact(case))
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("case", [CASES[1], DECODING[0]], ids=str)
-def test_as_the_widened_call(case):
-    """Bit for bit, since bfloat16 holds every number of eight bits."""
-    wide = dataclasses.replace(case, qk_dtype="")
-    run, drawn, blocks = program_of(wide, "xla")
-    q, k = (x.astype(jnp.bfloat16) for x in (drawn.query, drawn.key))
-    out, lse = jax.jit(run)(drawn._replace(query=q, key=k), blocks)
-    found = jax.jit(program_of(case, "xla")[0])(drawn, blocks)
-    np.testing.assert_array_equal(np.asarray(found[0], np.float32), np.asarray(out, np.float32))
-    np.testing.assert_array_equal(found[1], lse)
 
 
 @pytest.mark.full

@@ -31,14 +31,6 @@ def within(*lengths):
     return jnp.array(lengths, jnp.int32)
 
 
-def as_mask(lengths):
-    return lambda b, h, q_idx, kv_idx: kv_idx < lengths[b]
-
-
-def sum_of(out, lse):
-    return jnp.sum(jnp.sin(out)) + jnp.sum(jnp.cos(jnp.where(lse == -jnp.inf, 0.0, lse)))
-
-
 # --- against the oracle
 
 

@@ -62,29 +62,6 @@ def loss(options, mods, ends, q, k, v, slopes):
 SLOPES = jnp.linspace(0.5, 1.5, 12).reshape(3, 4)
 
 
-@pytest.mark.full
-def test_one_sequence_is_flex_attention():
-    q, k, v = drawn()
-    ends = boundaries(60)
-    found = flex_attention_varlen(q, k, v, cu_seqlens_q=ends, cu_seqlens_k=ends, mask_mod=causal, return_lse=True)
-    out, lse = jflex.flex_attention(q[None], k[None], v[None], mask_mod=causal, return_lse=True)
-    tree_close(found, (out[0], lse[0].T))
-
-
-@pytest.mark.full
-def test_results_are_attention_states():
-    """Keys that are divided among two calls, merged."""
-    q, k, v = drawn()
-    attend = lambda k, v, *lengths: jflex.AttentionState(
-        *flex_attention_varlen(
-            q, k, v, cu_seqlens_q=boundaries(10, 40), cu_seqlens_k=boundaries(*lengths), return_lse=True
-        )
-    )
-    at = lambda *parts: [jnp.concatenate([x[slice(*part)] for part in parts]) for x in (k, v)]
-    halves = attend(*at((0, 8), (20, 30)), 8, 10), attend(*at((8, 20), (30, 60)), 12, 30)
-    tree_close(jflex.merge(*halves), attend(k, v, 20, 40))
-
-
 @pytest.mark.parametrize("backend", ["xla", "reference"])
 def test_no_sequences_and_no_tokens(backend):
     slopes, ends = jnp.ones((0, 4)), boundaries()

@@ -12,8 +12,7 @@ import jflex
 from tests.calls.test_transforms import shapes_made
 from tests.cases.hopper_cases import HOPPER
 from tests.cases.table import CASES, LENGTHS
-from tests.support import evaluation, gpu_compile, oracle
-from tests.support.hopper_emulator import emulated
+from tests.support import evaluation, gpu_compile
 from tests.support.rows import tiers
 
 TABLE = {case.name: case for case in [*CASES, *LENGTHS]}
@@ -63,33 +62,6 @@ def test_the_hopper_kernel(name, names):
 @pytest.mark.parametrize("names", [("lse", "max"), ALL], ids=str)
 def test_on_hopper(case, names):
     evaluation.check_stats(case, "mosaic_gpu", names)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("name", ["sinks", "slopes"])
-def test_gradient_of_the_entropy_in_the_oracle(name):
-    """By finite differences, along one random direction."""
-    case, rng = TABLE[name], np.random.default_rng(3)
-    x, scale = evaluation.draw(case), case.sizes.D**-0.5
-    floats = {key: x.score[key] for key in x.floats()}
-    inputs = [a.astype(np.float64) for a in (x.query, x.key, x.value, *floats.values())]
-    slopes = [rng.normal(size=a.shape) for a in inputs]
-    d_entropy, zeros = rng.normal(size=x.d_lse.shape), (np.zeros(x.d_out.shape), np.zeros(x.d_lse.shape))
-    score = None if case.score is None else case.score.exact
-
-    def at(step):
-        q, k, v, *captured = (a + step * slope for a, slope in zip(inputs, slopes, strict=True))
-        captures = {**x.score, **dict(zip(floats, captured, strict=True))}
-        mask = functools.partial(evaluation.visible, case)
-        found = oracle.forward(q, k, v, scale, score, mask, captures, captures.get("sinks"))
-        return (q, k, v), captures, found
-
-    arrays, captures, found = at(0.0)
-    grads = oracle.gradients(*arrays, scale, score, found, captures, *zeros, captures.get("sinks"), d_entropy)
-    gradients = [*grads[:3], *(grads.captures[key] for key in floats)]
-    along = sum(np.sum(g * slope) for g, slope in zip(gradients, slopes, strict=True))
-    loss = lambda step: np.sum(oracle.entropy(at(step)[2], at(step)[1].get("sinks")) * d_entropy)
-    assert abs((loss(1e-6) - loss(-1e-6)) / 2e-6 - along) <= 1e-6 * abs(along) + 1e-6
 
 
 @pytest.mark.full
@@ -167,17 +139,6 @@ def test_forward_mode_and_second_derivatives_of_the_reference():
     np.testing.assert_allclose(twice, (step(1e-2) - step(-1e-2)) / 2e-2, rtol=2e-2)
 
 
-@pytest.mark.full
-def test_both_layouts_have_one_shape_of_statistics():
-    q, k, v = drawn(T=24)
-    _, stats = jflex.flex_attention(q, k, v, return_stats=ALL, implementation="xla")
-    swapped = (x.swapaxes(1, 2) for x in (q, k, v))
-    _, other = jflex.flex_attention(*swapped, return_stats=ALL, layout="BNTH", implementation="xla")
-    assert {x.shape for x in stats} == {(2, 4, 24)}
-    assert {x.dtype for x in stats} == {jnp.dtype(jnp.float32)}
-    jax.tree.map(assert_close, stats, other)
-
-
 @pytest.mark.parametrize("implementation", ["xla", "reference", None])
 @pytest.mark.parametrize("sinks", [None, [-1.0, 0.0, 2.0, -np.inf]])
 def test_without_keys(implementation, sinks):
@@ -194,21 +155,6 @@ def test_without_keys(implementation, sinks):
     assert entropy == 0
     if sinks is not None:
         np.testing.assert_array_equal(jax.grad(call, has_aux=True)(sinks)[0], np.zeros(4))
-
-
-@every_backend
-def test_uniform_and_certain_rows(backend):
-    """Equal scores have the entropy log S, one key has none; half of the weight in the sink adds log(2)."""
-    q, k, v = drawn(S=32)
-    call = functools.partial(jflex.flex_attention, return_stats=("entropy", "max"), **OPTIONS[backend])
-    _, stats = call(q, 0 * k, v)
-    assert_close(stats.entropy, np.full((2, 4, 40), np.log(32)))
-    assert_close(stats.max, np.zeros((2, 4, 40)))
-    _, stats = call(q, 0 * k, v, sinks=jnp.full(4, np.log(32.0)))
-    assert_close(stats.entropy, np.full((2, 4, 40), np.log(2) + np.log(32) / 2))
-    assert_close(stats.max, np.zeros((2, 4, 40)))
-    _, stats = call(q, 30 * k[:, :1], v[:, :1])
-    assert_close(stats.entropy, np.zeros((2, 4, 40)), atol=3e-5)
 
 
 # --- which kernels compute them, and what calls without them compute
@@ -240,27 +186,6 @@ def test_dispatch_and_explain(stats, gradients):
         account = jflex.explain(X, X, X, return_stats=stats)
     assert (account.backend, account.gradients) == ("mosaic_gpu", gradients)
     assert ("no derivative of the entropy" in account.gradients_reason) == (gradients == "triton")
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("differentiates_entropy", [False, True])
-def test_hopper_kernels_compute_gradients_unless_the_entropy_has_one(monkeypatch, differentiates_entropy):
-    from jflex.backends.gpu import triton
-
-    ran, backward = [], triton.Triton.backward
-    monkeypatch.setattr(triton.Triton, "backward", lambda *args: (ran.append("triton"), backward(*args))[1])
-    q = jnp.ones((1, 128, 1, 64), jnp.bfloat16)
-    config = jflex.Config(interpret=True, contain_nan=False)
-
-    def loss(q):
-        out, stats = jflex.flex_attention(
-            q, q, q, return_stats=("entropy",), implementation="mosaic_gpu", config=config
-        )
-        return out.astype(jnp.float32).sum() + (stats.entropy.sum() if differentiates_entropy else 0.0)
-
-    with emulated():
-        assert jnp.isfinite(jax.grad(loss)(q).astype(jnp.float32)).all()
-    assert ran == ["triton"] * differentiates_entropy
 
 
 def test_few_queries_run_the_split_kv_kernel():

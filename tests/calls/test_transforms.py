@@ -77,15 +77,6 @@ def counted(monkeypatch):
 
 
 @backends
-def test_value_and_grad_eagerly_and_under_jit(backend):
-    args = (*drawn(), biases(), document_mask(documents(0)))
-    expected = jax.jit(jax.value_and_grad(functools.partial(loss, REFERENCE), argnums=(0, 1, 2, 3)))(*args)
-    run = jax.value_and_grad(functools.partial(loss, BACKENDS[backend]), argnums=(0, 1, 2, 3))
-    tree_close(run(*args), expected)
-    tree_close(jax.jit(run)(*args), expected)
-
-
-@backends
 def test_captured_gradients_that_nobody_asks_for_are_not_computed(backend):
     q, k, v = drawn()
     args = q, k, v, jnp.zeros((B, H, T, T + 1))
@@ -354,15 +345,6 @@ def test_higher_derivatives_name_the_reference(backend, kind, jitted):
     derive = functools.partial(FORWARD_MODE[kind], run)
     with pytest.raises(NotImplementedError, match=r'reverse mode only.*implementation="reference"'):
         (jax.jit(derive) if jitted else derive)(drawn()[0])
-
-
-@pytest.mark.parametrize("kind", FORWARD_MODE)
-def test_higher_derivatives_work_with_the_reference(kind):
-    q, k, v = drawn(T=5)
-    bias = jnp.ones((H, 5))
-    run = lambda q: loss(REFERENCE, q, k, v, bias)
-    found = jax.jit(functools.partial(FORWARD_MODE[kind], run))(q)
-    assert all(np.isfinite(x).all() for x in jax.tree.leaves(found))
 
 
 def test_jvp_of_a_captured_array_names_the_reference():

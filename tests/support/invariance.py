@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -139,9 +139,6 @@ def dense(
 def _rows(result: Sequence[jax.Array], ends: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
     out, lse = map(np.asarray, result)
     return [(out[a:b], lse[a:b]) for a, b in itertools.pairwise(ends)]
-
-
-Serve = Callable[..., list[tuple[np.ndarray, np.ndarray]]]
 
 
 def same_bits(one: tuple[np.ndarray, np.ndarray], other: tuple[np.ndarray, np.ndarray]) -> None:
