@@ -3,7 +3,6 @@
 import functools
 import pathlib
 
-import flax.linen
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -95,18 +94,6 @@ def test_against_transformers(flavour, name):
         )
 
 
-@tiers(default={"name": "latent_queries"})
-@pytest.mark.parametrize("name", OPTIONS)
-def test_the_scale_is_that_of_transformers(name):
-    assert latent_core.scale_of(made("nnx", name)) == pytest.approx(float(goldens()[f"{name}/scale"]), rel=1e-12)
-
-
-@pytest.mark.full
-def test_nnx_and_linen_agree():
-    inputs = inputs_of()
-    np.testing.assert_array_equal(called(made("nnx"), inputs), called(made("linen"), inputs))
-
-
 @pytest.mark.full
 @in_turns
 @flavours
@@ -132,18 +119,6 @@ def test_decoding_equals_the_call(flavour, name):
         parts.append(out)
     np.testing.assert_allclose(jnp.concatenate(parts, axis=1), whole, rtol=2e-5, atol=2e-4)
     assert cache.lengths.tolist() == [LENGTH, LENGTH]
-
-
-@pytest.mark.full
-def test_both_forms_are_equal_in_float64(monkeypatch):
-    with jax.enable_x64(True):
-        layer, inputs = made("nnx", param_dtype=jnp.float64), inputs_of(dtype=jnp.float64)
-        _, cache = decoded(layer, inputs[:, :28], layer.init_cache(2, 100))
-        found = []
-        for fewest in (1 << 30, 1):
-            monkeypatch.setattr(latent_core, "fewest_queries_to_project", lambda layer, fewest=fewest: fewest)
-            found.append(decoded(layer, inputs[:, 28:], cache)[0])
-        np.testing.assert_allclose(*found, rtol=0, atol=1e-12 * np.abs(found[0]).max())
 
 
 def test_the_form_follows_from_the_operations():
@@ -200,26 +175,6 @@ def test_mods_and_block_masks():
 
 
 @pytest.mark.full
-def test_rejected_tokens_are_dropped():
-    layer, inputs = made("nnx"), inputs_of()
-    _, cache = decoded(layer, inputs[:, :20], layer.init_cache(2, LENGTH))
-    cache = cache.with_lengths(cache.lengths - jnp.array([3, 0]))
-    out, cache = decoded(layer, jnp.stack([inputs[0, 17:19], inputs[1, 20:22]]), cache)
-    whole = called(layer, inputs)
-    np.testing.assert_allclose(out[0], whole[0, 17:19], rtol=2e-5, atol=2e-4)
-    np.testing.assert_allclose(out[1], whole[1, 20:22], rtol=2e-5, atol=2e-4)
-
-
-@pytest.mark.full
-def test_tokens_beyond_the_capacity_are_dropped():
-    layer, inputs = made("nnx"), inputs_of()
-    _, cache = decoded(layer, inputs[:, :10], layer.init_cache(2, 12))
-    _, full = decoded(layer, inputs[:, 10:15], cache)
-    np.testing.assert_array_equal(full.rows()[:, :10], cache.rows()[:, :10])
-    assert full.rows().shape == (2, 12, 40)
-
-
-@pytest.mark.full
 @in_turns
 @flavours
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
@@ -235,21 +190,3 @@ def test_dtypes(flavour, dtype):
     token, _ = decoded(layer16, inputs[:, 39:], cache)
     assert token.dtype == dtype
     np.testing.assert_allclose(token.astype(jnp.float32), right[:, 39:], rtol=0, atol=0.03 * np.abs(right).max())
-
-
-class Owner(flax.linen.Module):
-    """A linen model whose layer has a mod with parameters."""
-
-    @flax.linen.compact
-    def __call__(self, inputs):
-        slopes = self.param("slopes", flax.linen.initializers.ones_init(), (HEADS,))
-        layer = flax_layers.linen.MultiHeadLatentAttention(WIDTH, HEADS, **SIZES)
-        return layer(inputs, score_mod=jflex.scores.alibi(slopes), mask_mod=jflex.masks.causal())
-
-
-@pytest.mark.full
-def test_a_mod_with_parameters_in_linen():
-    model, inputs = Owner(), inputs_of()
-    variables = jax.jit(model.init)(jax.random.key(0), inputs)
-    gradients = jax.jit(jax.grad(lambda v: (model.apply(v, inputs) ** 2).mean()))(variables)
-    assert np.abs(gradients["params"]["slopes"]).max() > 0

@@ -292,11 +292,6 @@ def dense_step(layer, inputs, cache):
     return layer.decode(inputs, cache)
 
 
-@nnx.jit(donate_argnames="cache")
-def paged_step(layer, inputs, cache, batch):
-    return layer.decode_paged(inputs, cache, batch)
-
-
 @pytest.mark.full
 def test_dense_steps_compile_once_and_update_the_cache_in_place():
     mask = CountedCalls()
@@ -315,18 +310,6 @@ def test_dense_steps_compile_once_and_update_the_cache_in_place():
     assert memory is not None
     assert memory.alias_size_in_bytes >= buffer_bytes(cache)
     assert memory.temp_size_in_bytes < buffer_bytes(cache) / 20
-
-
-def test_paged_steps_compile_once_and_update_the_cache_in_place():
-    mask = CountedCalls()
-    layer, inputs = layer_of(mask_mod=mask, rotary_base=50.0, implementation="xla"), inputs_of(length=2)
-    cache, traces = layer.init_paged_cache(513, 16), set()
-    place = pointers(cache)
-    for seed, lengths in enumerate(([1, 1], [5, 4000], [4096, 17])):
-        _, cache = paged_step(layer, inputs, cache, batch_of([1, 1], lengths, table_of(2, 256, seed)))
-        assert pointers(cache) == place
-        traces.add(mask.count)
-    assert len(traces) == 1
 
 
 @pytest.mark.full

@@ -105,15 +105,6 @@ def test_the_layer_is_attention_with_the_key_by_hand(flavour):
     assert_same(output, attention_core.join(of_nnx, attended))
 
 
-@tiers(default={"flavour": "nnx"})
-@flavours
-def test_a_key_gives_one_output_and_another_key_another(flavour):
-    layer = layer_of(flavour)
-    call = lambda seed: layer(INPUTS, deterministic=False, **stream_argument(flavour, seed))
-    assert_same(call(1), call(1))
-    assert differ(call(1), call(2))
-
-
 def test_each_call_of_nnx_advances_the_stream():
     layer, again, stream = layer_of("nnx", deterministic=False), layer_of("nnx", deterministic=False), nnx.Rngs(3)
     outputs = [layer(INPUTS) for _ in range(3)]
@@ -155,21 +146,6 @@ def test_each_call_of_linen_makes_a_key():
     compiled = jax.jit(call)(variables, keys["dropout"])
     np.testing.assert_allclose(compiled[0], first, rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(compiled[1], second, rtol=1e-5, atol=1e-5)
-
-
-def test_gradients_are_those_of_the_same_draw():
-    """Along a random direction, against a difference of the loss with the same key."""
-    layer, key = layer_of("nnx", keep_rngs=False), jax.random.key(5)
-    loss = lambda layer: jnp.sum(jnp.sin(layer(INPUTS, deterministic=False, rngs=key)))
-    found = FLAVOURS["nnx"].gradients(loss, layer)
-    merge, state = FLAVOURS["nnx"].split(layer)
-    draw = np.random.default_rng(2).normal
-    direction = [draw(size=leaf.shape).astype(np.float32) for leaf in jax.tree.leaves(found)]
-    leaves, structure = jax.tree.flatten(state)
-    along = lambda step: [a + np.float32(step) * b for a, b in zip(leaves, direction, strict=True)]
-    moved = nnx.jit(lambda leaves: loss(merge(jax.tree.unflatten(structure, leaves))))
-    slope = sum(np.vdot(a, b) for a, b in zip(jax.tree.leaves(found), direction, strict=True))
-    np.testing.assert_allclose(slope, (moved(along(1e-3)) - moved(along(-1e-3))) / 2e-3, rtol=2e-2)
 
 
 # --- Flax's own layers

@@ -13,8 +13,6 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import flax_layers.linen
-import jflex
-from flax_layers import attention_fn
 from flax_layers.linen import params_from_nnx, params_to_nnx
 from flax_layers.rotary_scaling import LinearScaling
 from tests.support.dense_masks import causal
@@ -189,19 +187,3 @@ def test_heads_and_batch_over_devices_give_what_one_device_gives():
     program = run.lower(*apart).compile().as_text()
     gathers = [line for line in program.splitlines() if "all-gather(" in line]
     assert not [line for line in gathers if f"{LENGTH},2,8" in line or f"{LENGTH},4,8" in line]
-
-
-@eight
-def test_flaxs_own_layer_over_devices_gives_what_one_device_gives():
-    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-    function = attention_fn(jflex.scores.alibi(jflex.scores.alibi_slopes(HEADS)), implementation="xla")
-    layer, inputs = (
-        nnx.MultiHeadAttention(HEADS, FEATURES, attention_fn=function, decode=False, rngs=nnx.Rngs(0)),
-        inputs_of(4),
-    )
-    mask = jnp.asarray(np.random.default_rng(2).random((4, 1, LENGTH, LENGTH)) < 0.7).at[..., 0].set(True)
-    graph, state = nnx.split(layer)
-    run = jax.jit(lambda state, *rest: nnx.merge(graph, state)(*rest[:1], mask=rest[1]))
-    over = lambda x: jax.device_put(x, NamedSharding(mesh, P("data")))
-    spec_of = lambda path, leaf: P(None, "model") if "kernel" in path and "out" not in path else P()
-    assert_close(run(sharded(state, mesh, spec_of), over(inputs), over(mask)), run(state, inputs, mask))

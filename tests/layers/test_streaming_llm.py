@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 
 import jax
@@ -13,9 +12,8 @@ from flax import nnx
 
 import jflex
 from flax_layers import functional
-from flax_layers.attention import core as attention_core
 from flax_layers.attention.streaming import Streaming, attend
-from flax_layers.models import Decoder, LayerConfig
+from flax_layers.models import Decoder
 from flax_layers.nnx import AlibiBias, FlexAttention, RelativeBias, SharedPrefix
 from flax_layers.rotary_scaling import LinearScaling, Llama3Scaling, LongRopeScaling, YarnScaling
 from jflex.paged import PagedBatch, PagedCache
@@ -163,17 +161,6 @@ def test_a_chunk_with_no_more_tokens_than_requests():
     np.testing.assert_allclose(found[:3], known, rtol=2e-5, atol=2e-5)
 
 
-@pytest.mark.full
-def test_the_cache_holds_raw_keys():
-    """A page of keys is the same wherever it is in a text."""
-    layer, inputs = layer_of(**ROTARY, qk_norm=True), inputs_of(8)
-    batch = PagedBatch(jnp.array([0, 16]), jnp.array([16]), jnp.array([[1, 2, 3, 4]]))
-    twice = np.concatenate([inputs, inputs])
-    _, cache = layer.decode_paged(twice, layer.init_paged_cache(5, 4), batch, streaming=Streaming(2, 6))
-    key = attention_core.key_value_heads(layer, jnp.asarray(inputs)).key
-    np.testing.assert_allclose(cache.k[1:].reshape(2, 8, 2, 8), jnp.stack([key, key]), rtol=1e-6, atol=1e-6)
-
-
 @tiers(full={"dtype": "float8_e4m3fn"}, rest="long")
 @pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
 def test_eight_bits(dtype):
@@ -214,16 +201,6 @@ def test_a_model_whose_layers_have_windows_and_a_soft_cap():
         found.append(logits)
         done += count
     np.testing.assert_allclose(np.concatenate(found), oracle.logits(model, tokens, streaming), rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.full
-def test_a_cache_that_is_not_full_is_full_attention():
-    model = Decoder(dataclasses.replace(SMALL, layers=(LayerConfig(),)), rngs=nnx.Rngs(0))
-    tokens, table = jnp.arange(20) % 64, jnp.arange(1, 6, dtype=jnp.int32)[None]
-    batch = PagedBatch(jnp.array([0, 20]), jnp.array([20]), table)
-    run = nnx.jit(lambda model, cache, x: model.decode_paged(tokens, cache, batch, x)[0], static_argnums=2)
-    streamed, whole = (run(model, model.init_paged_cache(6, 4), x) for x in (Streaming(4, 16), None))
-    np.testing.assert_allclose(streamed, whole, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.full

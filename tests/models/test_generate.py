@@ -1,31 +1,25 @@
 """Generation: the tokens of full recomputation from both caches, streamed or not, in two programs."""
 
-import concurrent.futures
 import dataclasses
 import gc
-import itertools
 import threading
-import types
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from flax import nnx
 
 from flax_layers.generate import Sampling, generate
-from flax_layers.generate import generation as generation_module
 from flax_layers.generate.batch import bucket
 from flax_layers.generate.sequences import KINDS
 from flax_layers.generate.steps import Rules, State, write_chunk
-from flax_layers.models import Decoder, LayerConfig, from_pretrained
-from flax_layers.rotary_scaling import LongRopeScaling
+from flax_layers.models import Decoder
 from flax_layers.sampling import SamplingBatch
 from tests.cases.engine_cases import model as small_model
 from tests.cases.engine_cases import recomputed
 from tests.cases.train_cases import counted_compilations
 from tests.models.test_models import SMALL
-from tests.support.golden_models import ROOT, expected, load, logits_of
+from tests.support.golden_models import expected, load
 from tests.support.rows import tiers
 
 caches = pytest.mark.parametrize("cache", KINDS)
@@ -131,25 +125,6 @@ def test_buckets():
     assert all(n <= bucket(n) <= 1.5 * n for n in range(12, 5000))
 
 
-@tiers(full={"cache": "dense"}, rest="long")
-@caches
-def test_sequences_read_on_by_any_number_of_tokens(cache, model):
-    """By none, too: such a sequence stays as it is."""
-    tokens = np.random.default_rng(0).integers(0, SMALL.vocabulary, (3, 40)).astype(np.int32)
-    expected = np.asarray(logits_of(model, tokens))
-    read = nnx.jit(lambda model, sequences, tokens, counts: sequences.read(model, tokens, counts))
-    sequences, lengths = KINDS[cache].empty(model, 3, 40), np.zeros(3, int)
-    for counts in ([20, 1, 7], [1, 1, 1], [1, 0, 1], [3, 20, 17], [0, 1, 0]):
-        new = np.zeros((3, max(counts)), np.int32)
-        for row, count in enumerate(counts):
-            new[row, :count] = tokens[row, lengths[row] : lengths[row] + count]
-        logits, sequences = read(model, sequences, jnp.asarray(new), jnp.asarray(counts, jnp.int32))
-        lengths += counts
-        going = np.flatnonzero(counts)
-        np.testing.assert_allclose(logits[going], expected[going, lengths[going] - 1], rtol=2e-4, atol=2e-4)
-        assert sequences.lengths.tolist() == lengths.tolist()
-
-
 def state_of(model: Decoder, cache: str, room: int) -> tuple[State, Rules]:
     zeros = jnp.zeros(2, jnp.int32)
     rules = Rules(SamplingBatch(), jnp.full(2, 9, jnp.int32), jnp.zeros(1, jnp.int32))
@@ -195,7 +170,13 @@ def test_a_step_reads_only_the_window_of_a_dense_cache(model):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("name", "cache"), [("gpt_oss", "dense"), ("deepseek_v3", "paged")])
+@pytest.mark.parametrize(
+    ("name", "cache"),
+    [
+        ("gpt_oss", "dense"), ("gemma3", "dense"), ("llama3", "dense"), ("deepseek_v3", "paged"),
+        ("deepseek_v2", "paged"), ("mixtral", "paged"),
+    ],
+)  # fmt: skip
 def test_tokens_are_those_of_transformers(name, cache):
     known = expected(name)
     prompts, greedy = known["tokens"].tolist(), known["greedy"].tolist()
@@ -232,61 +213,6 @@ def test_longrope_within_its_original_context(cache):
         [result] = generate(model, prompts[:1], max_tokens=20, stop_tokens=[stop], cache=cache).results()
         end = tokens[0].index(stop)
         assert (result.tokens, result.finish_reason) == (tokens[0][:end], "stop")
-
-
-def decoder_with(scaling: LongRopeScaling) -> Decoder:
-    layers = (LayerConfig(rotary_scaling=scaling, rotary_dim=4),) * 2
-    config = dataclasses.replace(SMALL, max_positions=64, layers=layers)
-    return Decoder(config, implementation="xla", rngs=nnx.Rngs(0))
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(("cache", "original"), [("dense", 20), ("paged", 25)])
-def test_an_original_context_of_any_length(cache, original):
-    """Greedy tokens by passes over whole sequences, with one set of factors or the other."""
-    short, long = (1.0, 1.5), (3.0, 9.0)
-    of_length = [decoder_with(LongRopeScaling(factors, factors, original, 64)) for factors in (short, long)]
-    text = np.zeros((1, 40), np.int32)
-    text[0, :9] = range(9)
-    for length in range(9, 40):
-        text[0, length] = np.argmax(logits_of(of_length[length > original], text)[0, length - 1])
-    model = decoder_with(LongRopeScaling(short, long, original, 64))
-    assert tokens_of(model, [text[0, :9].tolist()], max_tokens=31, cache=cache) == [text[0, 9:].tolist()]
-
-
-@pytest.mark.full
-def test_tensor_parallel():
-    known = expected("gemma3")
-    mesh = jax.make_mesh((2,), ("model",), devices=jax.devices()[:2])
-    model = from_pretrained(ROOT / "gemma3", dtype=jnp.float32, implementation="xla", mesh=mesh)
-    found = tokens_of(model, known["tokens"].tolist(), max_tokens=len(known["greedy"][0]), chunk=8)
-    assert found == known["greedy"].tolist()
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("chunk", [1, 4])
-def test_the_time_of_the_consumer_is_not_that_of_decoding(chunk, model, monkeypatch):
-    """By a clock on which each look takes a second, and the consumer 1000; chunks are copied as they are pushed."""
-    now = itertools.count()
-    consumed = 0
-
-    class AtOnce:
-        def __init__(self, workers):
-            self.shutdown = lambda: None
-
-        def submit(self, function, *args):
-            future = concurrent.futures.Future()
-            future.set_result(function(*args))
-            return future
-
-    clock = types.SimpleNamespace(perf_counter=lambda: next(now) + 1000 * consumed)
-    monkeypatch.setattr(generation_module, "time", clock)
-    monkeypatch.setattr(generation_module, "ThreadPoolExecutor", AtOnce)
-    generation = generate(model, PROMPTS, max_tokens=COUNT, stop_tokens=(), chunk=chunk)
-    for _ in generation:
-        consumed += 1
-    assert consumed >= 9
-    assert 0 < generation.speed.decode_seconds < 1000
 
 
 @pytest.mark.full

@@ -14,7 +14,6 @@ from jax.sharding import PartitionSpec
 
 import jflex
 from flax_layers.models import (
-    Block,
     Decoder,
     LayerConfig,
     ModelConfig,
@@ -29,17 +28,13 @@ from tests.support.golden_models import (
     NAMES,
     decode,
     expected,
-    greedy_from_dense,
-    greedy_from_pages,
     load,
     logits_of,
     relative_error,
 )
-from tests.support.rows import in_turns, tiers
+from tests.support.rows import tiers
 
 families = pytest.mark.parametrize("name", NAMES)
-# What decoding has of its own: windows and norms, two sets of rotary factors, latent vectors, experts, sinks.
-DECODED = ["llama3", "gemma3", "phi3", "deepseek_v2", "mixtral", "gpt_oss"]
 TOLERANCE = 1e-4
 
 SMALL = ModelConfig(
@@ -92,15 +87,6 @@ def test_longrope_by_the_largest_position():
         assert relative_error(part, known["short_logits"]) < TOLERANCE
 
 
-@pytest.mark.full
-@in_turns
-@pytest.mark.parametrize("name", DECODED)
-@pytest.mark.parametrize("greedy", [greedy_from_dense, greedy_from_pages])
-def test_greedy_tokens_are_those_of_transformers(name, greedy):
-    known = expected(name)
-    np.testing.assert_array_equal(greedy(load(name), known["tokens"]), known["greedy"])
-
-
 def decoded(model, tokens, caches, cuts=(13, 14)) -> jax.Array:
     """Logits of a prompt, a single token, and a few that are speculated."""
     found = []
@@ -116,16 +102,6 @@ def test_decoding_is_the_whole_sequence(name):
     known, model = expected(name), load(name)
     logits = decoded(model, known["tokens"], model.init_caches(2, 40))
     assert relative_error(logits, known["logits"]) < TOLERANCE
-
-
-@pytest.mark.full
-def test_decoding_from_eight_bits():
-    """Layers with a window and without, and scores with a soft cap."""
-    model, tokens = small(), tokens_of(2, 24)
-    caches, right = model.init_caches(2, 40, dtype=jnp.int8), logits_of(model, tokens)
-    assert caches[0].pages.k.dtype == jnp.int8
-    error = decoded(model, tokens, caches, (12,)) - right
-    assert 0 < jnp.linalg.norm(error) / jnp.linalg.norm(right) < 0.03
 
 
 @tiers(full={"name": "gpt_oss"}, rest="long")
@@ -216,25 +192,6 @@ def test_remat_keeps_what_attention_saved():
 
 
 @pytest.mark.full
-def test_scan_over_layers_of_one_kind():
-    """Parameters stacked by `nnx.vmap`, blocks run by `nnx.scan`, rematerialised: as one after the other."""
-    layers, options = 3, {"implementation": "xla"}
-    keys = jax.random.split(jax.random.key(1), layers)
-    make = lambda key: Block(SMALL, LayerConfig(window=5), rngs=nnx.Rngs(key), dtype=jnp.float32, **PARAM, **options)
-    stacked = nnx.vmap(make)(keys)
-    stream = jax.random.normal(jax.random.key(2), (2, 9, SMALL.width))
-    mask = jflex.create_block_mask(mods.mask_mod(5), None, None, 9, 9)
-    step = nnx.remat(lambda stream, block: block(stream, mask))
-    scanned = nnx.jit(nnx.scan(step, in_axes=(nnx.Carry, 0), out_axes=nnx.Carry))(stream, stacked)
-    for key in keys:
-        stream = make(key)(stream, mask)
-    np.testing.assert_allclose(scanned, stream, rtol=1e-5, atol=1e-5)
-
-
-PARAM = {"param_dtype": jnp.float32}
-
-
-@pytest.mark.full
 def test_export_of_a_prompt_and_of_a_step():
     """Both are written to bytes, read back, and decode as before."""
     model, tokens = small(), tokens_of(1, 10)
@@ -267,15 +224,6 @@ def test_logits_are_those_of_separate_projections(name):
     fuse_projections(model)
     assert is_fused(model)
     np.testing.assert_allclose(logits_of(model, tokens), right, rtol=1e-5, atol=1e-5 * np.abs(right).max())
-
-
-@pytest.mark.full
-def test_greedy_tokens_of_fused_projections():
-    model = load("qwen2")
-    fuse_projections(model)
-    steps = 4
-    found = greedy_from_pages(model, expected("qwen2")["tokens"], steps)
-    np.testing.assert_array_equal(found, expected("qwen2")["greedy"][:, :steps])
 
 
 def fused():

@@ -108,13 +108,6 @@ def test_greedy(request_):
     assert chosen.tolist() == logits.argmax(-1).tolist()
 
 
-def test_greedy_rows_in_a_batch_that_draws():
-    logits = logits_of(6)
-    requests = [Sampling(), Sampling(5.0)] * 3
-    found = np.asarray(sample(logits, SamplingBatch.from_requests(requests), jnp.arange(6)))
-    assert found[::2].tolist() == logits.argmax(-1)[::2].tolist()
-
-
 def test_parameters_that_no_row_uses_cost_nothing():
     assert jax.tree.leaves(SamplingBatch.from_requests([Sampling(top_k=3, top_p=0.5, seed=1)])) == []
     batch = SamplingBatch.from_requests([Sampling(1.0), Sampling()])
