@@ -20,19 +20,12 @@ from pallas_kernels.spec import LN_2, LOG2_E
 
 
 class ScoreTile(NamedTuple):
-    """A tile of scores.
+    """A tile of scores."""
 
-    Attributes:
-      s: The scores, up to the `log2_scale` of the kernel; -inf where masked.
-      visible: False where masked, or None where nothing is masked.
-      score: The evaluation of the score mod, for its derivative.
-      kept: False where dropout drops the weight, or None without dropout.
-    """
-
-    s: jax.Array
-    visible: jax.Array | None
-    score: Evaluation | None
-    kept: jax.Array | None = None
+    s: jax.Array  # the scores, up to the `log2_scale` of the kernel; -inf where masked
+    visible: jax.Array | None  # False where masked, or None where nothing is masked
+    score: Evaluation | None  # the evaluation of the score mod, for its derivative
+    kept: jax.Array | None = None  # False where dropout drops the weight, or None without dropout
 
     def clear(self, x: jax.Array) -> jax.Array:
         """A tile with zeros where masked."""
@@ -48,17 +41,12 @@ class SoftmaxState(NamedTuple):
 
     A weight is ``2 ** (log2_scale * (score - row_max))``, with a scale of the caller's. So the softmax scale and log2 e
     cost nothing: with the subtraction they are one FMA for each element.
-
-    Attributes:
-      row_max: float32 [rows]: the largest score so far.
-      row_sum: float32 [rows]: sum of the weights.
-      out: float32 [rows, width] each: sum of the weights times the values, in chunks of columns.
-      row_logs: float32 [rows]: sum of the weights times their logarithms of base 2, for the entropy; None without it.
     """
 
-    row_max: jax.Array
-    row_sum: jax.Array
-    out: tuple[jax.Array, ...]
+    row_max: jax.Array  # float32 [rows]: the largest score so far
+    row_sum: jax.Array  # float32 [rows]: sum of the weights
+    out: tuple[jax.Array, ...]  # float32 [rows, width] each: sum of the weights times the values, in chunks of columns
+    # float32 [rows]: sum of the weights times their logarithms of base 2, for the entropy; None without it
     row_logs: jax.Array | None = None
 
 

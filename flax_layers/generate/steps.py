@@ -32,19 +32,13 @@ class Rules:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class State:
-    """The state of B sequences between decoding steps.
+    """The state of B sequences between decoding steps."""
 
-    Attributes:
-        sequences: The sequences and their cache.
-        token: The last sampled token of each sequence, not yet in the cache; `NO_TOKEN` if it ended earlier.
-        written: Number of tokens sampled for each.
-        ended: True for each complete sequence.
-    """
-
-    sequences: Sequences
+    sequences: Sequences  # the sequences and their cache
+    # the last sampled token of each sequence, not yet in the cache; `NO_TOKEN` if it ended earlier
     token: Int32[Array, " B"]
-    written: Int32[Array, " B"]
-    ended: Bool[Array, " B"]
+    written: Int32[Array, " B"]  # number of tokens sampled for each
+    ended: Bool[Array, " B"]  # True for each complete sequence
 
 
 @functools.partial(jax.jit, static_argnames="graph", donate_argnames="sequences")

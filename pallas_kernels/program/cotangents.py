@@ -23,21 +23,14 @@ from pallas_kernels.types import ScoreShape
 
 
 class LoadGroups(NamedTuple):
-    """Loads of captured arrays with requested gradients, by how their cotangents leave a kernel.
+    """Loads of captured arrays with requested gradients, by how their cotangents leave a kernel."""
 
-    Attributes:
-      rows: Uniform and row loads: cotangents float32 [B, Hq, T], one value for each query.
-      columns: Column loads: cotangents float32 [B, Hq, S].
-      repeated: Tile loads that are constant along some axes, by these axes: a kernel of its own reduces them.
-      stores: Tile loads that read each element of their array at most once: stored tile by tile.
-      atomics: All other tile loads: added by element, with atomics.
-    """
-
-    rows: tuple[Node, ...]
-    columns: tuple[Node, ...]
+    rows: tuple[Node, ...]  # uniform and row loads: cotangents float32 [B, Hq, T], one value for each query
+    columns: tuple[Node, ...]  # column loads: cotangents float32 [B, Hq, S]
+    # tile loads that are constant along some axes, by these axes: a kernel of its own reduces them
     repeated: tuple[tuple[BroadcastAxes, tuple[Node, ...]], ...]
-    stores: tuple[Node, ...]
-    atomics: tuple[Node, ...]
+    stores: tuple[Node, ...]  # tile loads that read each element of their array at most once: stored tile by tile
+    atomics: tuple[Node, ...]  # all other tile loads: added by element, with atomics
 
 
 def group_loads(scores: ScoreShape, derivative: Derivative | None) -> LoadGroups:

@@ -34,27 +34,17 @@ class Axes:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Node:
-    """One scalar value.
+    """One scalar value."""
 
-    Attributes:
-      number: In topological order; inputs come before their users.
-      op: ``input``, ``literal``, ``load``, ``call``, ``reduce_lanes``, or the name of a primitive.
-      kind: The axes along which the value varies, one of `Axes`.
-      inputs: Operands of the op; the indices of a load.
-      apply: Computes a primitive from arrays of one shape.
-      value: The number of a literal, the index of the captured array of a load, the name of an input, or
-        ``(call, output)``.
-      bounds: Smallest and largest value of an integer or a boolean, if known.
-    """
-
-    number: int
-    op: str
-    kind: str
+    number: int  # in topological order; inputs come before their users
+    op: str  # ``input``, ``literal``, ``load``, ``call``, ``reduce_lanes``, or the name of a primitive
+    kind: str  # the axes along which the value varies, one of `Axes`
     dtype: np.dtype
-    inputs: tuple[Node, ...] = ()
-    apply: Callable[..., jax.Array] | None = None
-    value: Any = None  # by `op`
-    bounds: Bounds | None = None
+    inputs: tuple[Node, ...] = ()  # operands of the op; the indices of a load
+    apply: Callable[..., jax.Array] | None = None  # computes a primitive from arrays of one shape
+    # by `op`: a literal's number, the index of the captured array of a load, an input's name, or ``(call, output)``
+    value: Any = None
+    bounds: Bounds | None = None  # smallest and largest value of an integer or a boolean, if known
 
 
 def join_axes(nodes: Sequence[Node]) -> str:

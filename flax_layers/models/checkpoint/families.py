@@ -28,31 +28,24 @@ Fields = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """A family of checkpoints.
+    """A family of checkpoints."""
 
-    Attributes:
-        name: The `model_type` of `config.json`.
-        architecture: The class in `architectures`.
-        modules: Names of the modules of a block in files.
-        defaults: The keys of `config.json` that it reads beside `config_json.DEFAULTS`, or with other defaults; and
-            their values where they are absent.
-        traits: Fields of `ModelConfig` that are the same for all models of the family.
-        constants: Values of keys that it does not read.
-        values: The only values that keys may have, which the decoder supports.
-        aliases: Other names of keys. As in Transformers, they win over the names.
-        expert_keys: The keys of `config.json` of fields of `ExpertsConfig`.
-        expert_traits: Fields of `ExpertsConfig` that are the same for all models of the family.
-    """
-
-    name: str
-    architecture: str
-    modules: Mapping[str, str]
+    name: str  # the `model_type` of `config.json`
+    architecture: str  # the class in `architectures`
+    modules: Mapping[str, str]  # names of the modules of a block in files
+    # the keys of `config.json` that it reads beside `config_json.DEFAULTS`, or with other defaults; and their values
+    # where they are absent
     defaults: Raw
+    # fields of `ModelConfig` that are the same for all models of the family
     traits: Raw = dataclasses.field(default_factory=dict)
-    constants: Raw = dataclasses.field(default_factory=dict)
+    constants: Raw = dataclasses.field(default_factory=dict)  # values of keys that it does not read
+    # the only values that keys may have, which the decoder supports
     values: Mapping[str, tuple] = dataclasses.field(default_factory=dict)
+    # other names of keys. As in Transformers, they win over the names
     aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    # the keys of `config.json` of fields of `ExpertsConfig`
     expert_keys: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    # fields of `ExpertsConfig` that are the same for all models of the family
     expert_traits: Raw = dataclasses.field(default_factory=dict)
 
     def reads(self, key: str) -> bool:

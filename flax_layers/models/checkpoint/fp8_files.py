@@ -28,15 +28,11 @@ _KEPT_KEYS = ("modules_to_not_convert", "ignored_layers")
 
 @dataclasses.dataclass(frozen=True)
 class BlockFP8:
-    """The quantization of the weights of a checkpoint.
+    """The quantization of the weights of a checkpoint."""
 
-    Attributes:
-        block: Rows and columns of a block of a weight ``[out, in]``.
-        kept: Names of modules that are not quantized, as in `config.json`: of one module, of all modules in it, or its
-            last parts; a ``*`` stands for one part, such as the number of a layer.
-    """
-
-    block: tuple[int, int]
+    block: tuple[int, int]  # rows and columns of a block of a weight ``[out, in]``
+    # names of modules that are not quantized, as in `config.json`: of one module, of all modules in it, or its last
+    # parts; a ``*`` stands for one part, such as the number of a layer
     kept: tuple[str, ...] = ()
 
     def scale_shape(self, shape: Shape) -> Shape:

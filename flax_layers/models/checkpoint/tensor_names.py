@@ -87,25 +87,16 @@ LEAVES = {
 
 @dataclasses.dataclass(frozen=True)
 class Tensor:
-    """A tensor in a file: one parameter, several that are concatenated along the outputs, or experts of these.
+    """A tensor in a file: one parameter, several that are concatenated along the outputs, or experts of these."""
 
-    Attributes:
-        parts: Paths of the parameters.
-        sizes: Number of outputs of each.
-        shape: Shape of the tensor.
-        transposed: Whether the tensor is `[..., out, in]` and the parameters are `[..., in, out]`.
-        expert: Index along the first axis of the parameters, whose experts are stacked. None: it is all of them.
-        stacked: Whether the first axis of the tensor counts experts, as in the parameters.
-        alternating: Whether the columns of the parts alternate, in place of one part after the other.
-    """
-
-    parts: tuple[str, ...]
-    sizes: tuple[int, ...]
-    shape: Shape
-    transposed: bool
+    parts: tuple[str, ...]  # paths of the parameters
+    sizes: tuple[int, ...]  # number of outputs of each
+    shape: Shape  # shape of the tensor
+    transposed: bool  # whether the tensor is `[..., out, in]` and the parameters are `[..., in, out]`
+    # index along the first axis of the parameters, whose experts are stacked. None: it is all of them
     expert: int | None = None
-    stacked: bool = False
-    alternating: bool = False
+    stacked: bool = False  # whether the first axis of the tensor counts experts, as in the parameters
+    alternating: bool = False  # whether the columns of the parts alternate, in place of one part after the other
 
     @property
     def per_expert(self) -> bool:
@@ -115,21 +106,13 @@ class Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class ParameterSlice:
-    """A parameter, or one expert of it, within a tensor of a file.
+    """A parameter, or one expert of it, within a tensor of a file."""
 
-    Attributes:
-        tensor: Name of the tensor.
-        shape: Shape of the slice, before a transposition.
-        start: The row at which it begins.
-        expert: Index along the first axis of the tensor, if that is the axis of experts.
-        column: Its first column, and the distance to the next.
-    """
-
-    tensor: str
-    shape: Shape
-    start: int = 0
-    expert: int | None = None
-    column: tuple[int, int] = (0, 1)
+    tensor: str  # name of the tensor
+    shape: Shape  # shape of the slice, before a transposition
+    start: int = 0  # the row at which it begins
+    expert: int | None = None  # index along the first axis of the tensor, if that is the axis of experts
+    column: tuple[int, int] = (0, 1)  # its first column, and the distance to the next
 
 
 def tensors_of(modules: Modules, shapes: Mapping[str, Shape], names: Container[str] = ()) -> dict[str, Tensor]:

@@ -30,14 +30,12 @@ class Access:
 
     A browser lets any page send requests to 127.0.0.1, and with a name that the page's owner resolves to it (DNS
     rebinding) read the answers, too.
-
-    Attributes:
-        hosts: Names in `Host`, beside names of this machine; `*` for all. None: neither hosts nor origins are checked.
-        origins: Origins of web pages, as `http://localhost:3000`, beside the server's own; `*` for all. They may read
-            answers (CORS).
     """
 
+    # names in `Host`, beside names of this machine; `*` for all. None: neither hosts nor origins are checked
     hosts: tuple[str, ...] | None = None
+    # origins of web pages, as `http://localhost:3000`, beside the server's own; `*` for all. They may read answers
+    # (CORS)
     origins: tuple[str, ...] = ()
 
     def check(self, host: str | None, origin: str | None) -> None:

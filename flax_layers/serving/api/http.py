@@ -61,25 +61,17 @@ Result = TypeVar("Result")
 
 @dataclasses.dataclass(frozen=True)
 class Served:
-    """The served model, API keys and limits.
+    """The served model, API keys and limits."""
 
-    Attributes:
-        name: Name of the model.
-        stop_tokens: Tokens that end a text.
-        keys: API keys. A client must send one of them; if there are none, no key is required.
-        limits: Limits of request bodies.
-        is_starting: Returns True while programs are being compiled. Requests wait until then.
-        shares_prefixes: Whether clients with different keys share cached prefixes.
-        access: Allowed hosts and web pages.
-    """
-
-    name: str
-    stop_tokens: tuple[int, ...] = ()
+    name: str  # name of the model
+    stop_tokens: tuple[int, ...] = ()  # tokens that end a text
+    # API keys. A client must send one of them; if there are none, no key is required
     keys: tuple[str, ...] = dataclasses.field(default=(), repr=False)
-    limits: Limits = Limits()  # noqa: RUF009  frozen
+    limits: Limits = Limits()  # noqa: RUF009  frozen; limits of request bodies
+    # returns True while programs are being compiled. Requests wait until then
     is_starting: Callable[[], bool] = lambda: False
-    shares_prefixes: bool = False
-    access: Access = dataclasses.field(default=Access(), repr=False)
+    shares_prefixes: bool = False  # whether clients with different keys share cached prefixes
+    access: Access = dataclasses.field(default=Access(), repr=False)  # allowed hosts and web pages
 
 
 def create_app(engine: Engine, tokenizer: ServedTokenizer, served: Served) -> Gate:

@@ -74,19 +74,13 @@ class ApiError(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """Limits of requests and connections.
+    """Limits of requests and connections."""
 
-    Attributes:
-        body_bytes: Maximum size of a body.
-        body_seconds: Maximum time for a body to arrive.
-        head_seconds: Maximum time for the head of a request to arrive, and of a connection without a request.
-        stall_seconds: Maximum time in which a client reads nothing of a waiting answer.
-    """
-
-    body_bytes: int = 4 << 20
-    body_seconds: float = 30.0
+    body_bytes: int = 4 << 20  # maximum size of a body
+    body_seconds: float = 30.0  # maximum time for a body to arrive
+    # maximum time for the head of a request to arrive, and of a connection without a request
     head_seconds: float = 15.0
-    stall_seconds: float = 60.0
+    stall_seconds: float = 60.0  # maximum time in which a client reads nothing of a waiting answer
 
 
 class Disconnected(Exception):

@@ -24,27 +24,17 @@ COLUMNS = (*SAMPLING_COLUMNS, *PENALTY_COLUMNS, *STATE_COLUMNS)
 
 
 class StepInputs(NamedTuple):
-    """The inputs of a step from the host. R rows of requests and N tokens, both padded.
+    """The inputs of a step from the host. R rows of requests and N tokens, both padded."""
 
-    Attributes:
-        tokens: Packed; `-1 - slot` stands for the token that the step before sampled for a slot.
-        batch: The tokens and pages of each row; rows of padding have none.
-        slots: Slot of each row. For rows that sample no token it is out of range, so that writes to it are dropped.
-        sampling: Parameters of each row.
-        penalties: Penalties of each row.
-        shared_prefix: The prefix that the first rows share.
-        dropped: With `streaming`, tokens of each row that `batch` leaves out.
-        is_guided: 1 for each row with a constraint, else 0.
-    """
-
-    tokens: Int32[Array, " N"]
-    batch: PagedBatch
+    tokens: Int32[Array, " N"]  # packed; `-1 - slot` stands for the token that the step before sampled for a slot
+    batch: PagedBatch  # the tokens and pages of each row; rows of padding have none
+    # slot of each row. For rows that sample no token it is out of range, so that writes to it are dropped
     slots: Int32[Array, " R"]
-    sampling: SamplingBatch
-    penalties: PenaltyBatch
-    shared_prefix: SharedPrefix
-    dropped: Int32[Array, " R"]
-    is_guided: Int32[Array, " R"]
+    sampling: SamplingBatch  # parameters of each row
+    penalties: PenaltyBatch  # penalties of each row
+    shared_prefix: SharedPrefix  # the prefix that the first rows share
+    dropped: Int32[Array, " R"]  # with `streaming`, tokens of each row that `batch` leaves out
+    is_guided: Int32[Array, " R"]  # 1 for each row with a constraint, else 0
 
 
 def unpack(packed: Int32[Array, " words"], shape: Shape) -> StepInputs:

@@ -33,18 +33,13 @@ class Shape(NamedTuple):
 
 
 class Program(NamedTuple):
-    """A compiled step.
+    """A compiled step."""
 
-    Attributes:
-        shape: The shape of the step.
-        is_greedy: All rows take the most probable token, without penalties, constraints and log probabilities: it
-            neither draws nor sorts.
-        is_cascade: The first rows share a prefix, which is read once, and each row has one token.
-    """
-
-    shape: Shape
+    shape: Shape  # the shape of the step
+    # all rows take the most probable token, without penalties, constraints and log probabilities: it neither draws nor
+    # sorts
     is_greedy: bool = False
-    is_cascade: bool = False
+    is_cascade: bool = False  # the first rows share a prefix, which is read once, and each row has one token
 
 
 @dataclasses.dataclass(frozen=True)

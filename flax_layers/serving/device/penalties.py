@@ -24,14 +24,6 @@ _REPETITIONS = (1e-6, 1e6)
 class Penalties:
     """Changes of the logits of one request; by default none.
 
-    Attributes:
-        presence_penalty: Subtracted from the logits of tokens that were generated, -2 to 2.
-        frequency_penalty: Subtracted for each time that a token was generated, -2 to 2.
-        repetition_penalty: Positive logits of tokens in the prompt or the output are divided by it, negative ones
-            multiplied (Keskar et al., 2019, arXiv:1909.05858, section 4.1). 1e-6 to 1e6; 1 changes nothing.
-        logit_bias: Tokens, each with a number to add to its logit, -100 to 100. Of two biases of a token the last
-            counts.
-
     Raises:
         TypeError: A token is not an integer.
         ValueError: A value is out of range, once it is rounded to float32.
@@ -44,9 +36,12 @@ class Penalties:
         ValueError: `presence_penalty` must be from -2 to 2. Got 3.
     """
 
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0  # subtracted from the logits of tokens that were generated, -2 to 2
+    frequency_penalty: float = 0.0  # subtracted for each time that a token was generated, -2 to 2
+    # positive logits of tokens in the prompt or the output are divided by it, negative ones multiplied (Keskar et al.,
+    # 2019, arXiv:1909.05858, section 4.1). 1e-6 to 1e6; 1 changes nothing
     repetition_penalty: float = 1.0
+    # tokens, each with a number to add to its logit, -100 to 100. Of two biases of a token the last counts
     logit_bias: tuple[tuple[int, float], ...] = ()
 
     def __post_init__(self) -> None:

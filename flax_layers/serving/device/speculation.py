@@ -22,19 +22,12 @@ from jflex.paged import PagedBatch, copy_slots, slots_of
 
 
 class DraftRows(NamedTuple):
-    """The nodes of R requests whose logits are needed: the last known token of each, and K - 1 drafts with padding.
+    """The nodes of R requests whose logits are needed: the last known token of each, and K - 1 drafts with padding."""
 
-    Attributes:
-        rows: Packed index of each node. A request without drafts has one node, its last token.
-        words: Ancestors as bits; of a request without drafts 1 for that node; 0 for padding.
-        depths: Depth of each node; -1 for padding.
-        starts: Row of the first node among the keys of the request.
-    """
-
-    rows: Int32[Array, "R K"]
-    words: Int32[Array, "R K"]
-    depths: Int32[Array, "R K"]
-    starts: Int32[Array, " R"]
+    rows: Int32[Array, "R K"]  # packed index of each node. A request without drafts has one node, its last token
+    words: Int32[Array, "R K"]  # ancestors as bits; of a request without drafts 1 for that node; 0 for padding
+    depths: Int32[Array, "R K"]  # depth of each node; -1 for padding
+    starts: Int32[Array, " R"]  # row of the first node among the keys of the request
 
     @classmethod
     def from_batch(cls, batch: PagedBatch) -> DraftRows:
@@ -56,17 +49,11 @@ class DraftRows(NamedTuple):
 
 
 class Accepted(NamedTuple):
-    """Tokens sampled on the accepted path.
+    """Tokens sampled on the accepted path."""
 
-    Attributes:
-        tokens: The sampled tokens, in order; 0 after the last.
-        counts: Number of tokens: one more than accepted drafts.
-        path: The node at each depth of the path; 0 after the last.
-    """
-
-    tokens: Int32[Array, "R K"]
-    counts: Int32[Array, " R"]
-    path: Int32[Array, "R K"]
+    tokens: Int32[Array, "R K"]  # the sampled tokens, in order; 0 after the last
+    counts: Int32[Array, " R"]  # number of tokens: one more than accepted drafts
+    path: Int32[Array, "R K"]  # the node at each depth of the path; 0 after the last
 
     @property
     def last(self) -> Int32[Array, " R"]:

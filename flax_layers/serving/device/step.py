@@ -46,19 +46,12 @@ class TokenLogprobs(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DeviceState:
-    """The state on the device, donated to each step.
+    """The state on the device, donated to each step."""
 
-    Attributes:
-        cache: Keys and values of all layers, or latent vectors; with their scales, if they have eight bits.
-        sampled: The last sampled token of each slot.
-        edits: Token counts and biases of each slot.
-        allowed: A bit for each token that the constraint of a slot allows next.
-    """
-
-    cache: Pages
-    sampled: Int32[Array, " slots"]
-    edits: Edits
-    allowed: Int32[Array, "slots words"]
+    cache: Pages  # keys and values of all layers, or latent vectors; with their scales, if they have eight bits
+    sampled: Int32[Array, " slots"]  # the last sampled token of each slot
+    edits: Edits  # token counts and biases of each slot
+    allowed: Int32[Array, "slots words"]  # a bit for each token that the constraint of a slot allows next
 
 
 @functools.cache

@@ -110,24 +110,15 @@ class SerializedTokenizer(Protocol):
 
 @dataclasses.dataclass(eq=False)
 class Guide:
-    """A constraint that a sequence follows. Its state depends on the generated tokens alone.
-
-    Attributes:
-        stop_tokens: End the sequence; they are allowed where the text may end.
-        matcher: Matcher of llguidance, after the tokens so far.
-        allowed: A bit for each token of the model: whether it may come next.
-        is_stale: Whether a token was taken since `Guides.allow` computed `allowed`.
-        is_complete: Whether the text is complete, and nothing may follow.
-        error: Why the constraint cannot be followed any further; empty if it can.
-    """
+    """A constraint that a sequence follows. Its state depends on the generated tokens alone."""
 
     constraint: Constraint
-    stop_tokens: tuple[int, ...]
-    matcher: Any
-    allowed: Int32[np.ndarray, " words"]
-    is_stale: bool = False
-    is_complete: bool = False
-    error: str = ""
+    stop_tokens: tuple[int, ...]  # end the sequence; they are allowed where the text may end
+    matcher: Any  # matcher of llguidance, after the tokens so far
+    allowed: Int32[np.ndarray, " words"]  # a bit for each token of the model: whether it may come next
+    is_stale: bool = False  # whether a token was taken since `Guides.allow` computed `allowed`
+    is_complete: bool = False  # whether the text is complete, and nothing may follow
+    error: str = ""  # why the constraint cannot be followed any further; empty if it can
 
     def advance(self, token: int) -> None:
         """Takes the next token, which must be an allowed one and no stop token."""

@@ -24,15 +24,10 @@ the longest match; 0.5 to 0.9 are alike."""
 
 
 class Draft(NamedTuple):
-    """A tree of drafted tokens that continue the known ones.
+    """A tree of drafted tokens that continue the known ones."""
 
-    Attributes:
-        tokens: The tokens; children of one token differ.
-        parents: The parent of each, which comes before it; -1: it continues the last known token.
-    """
-
-    tokens: tuple[int, ...] = ()
-    parents: tuple[int, ...] = ()
+    tokens: tuple[int, ...] = ()  # the tokens; children of one token differ
+    parents: tuple[int, ...] = ()  # the parent of each, which comes before it; -1: it continues the last known token
 
     @property
     def bits(self) -> Int32[np.ndarray, " nodes"]:

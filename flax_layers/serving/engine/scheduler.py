@@ -21,23 +21,16 @@ from flax_layers.serving.engine.sequence import PageCopy, Sequence
 
 
 class Chunk(NamedTuple):
-    """Consecutive tokens of one sequence, for one step.
-
-    Attributes:
-        first: Position of the first token.
-        count: Number of tokens. 0 for a sample of a prompt that the chunk before completes: its next token is sampled
-            from the same logits.
-        samples: Whether they end the sequence, so that the next token is sampled.
-        draft: Drafted tokens after them, to be verified.
-        copies: Pages that are copied before the step; if there are no tokens, after it.
-    """
+    """Consecutive tokens of one sequence, for one step."""
 
     sequence: Sequence
-    first: int
+    first: int  # position of the first token
+    # number of tokens. 0 for a sample of a prompt that the chunk before completes: its next token is sampled from the
+    # same logits
     count: int
-    samples: bool
-    draft: Draft = Draft()
-    copies: tuple[PageCopy, ...] = ()
+    samples: bool  # whether they end the sequence, so that the next token is sampled
+    draft: Draft = Draft()  # drafted tokens after them, to be verified
+    copies: tuple[PageCopy, ...] = ()  # pages that are copied before the step; if there are no tokens, after it
 
     @property
     def size(self) -> int:

@@ -24,49 +24,34 @@ class Sequence:
 
     The host runs ahead of the device by one step, so a token that was sampled may not be known yet: it is pending, and
     the next step takes it from the device.
-
-    Attributes:
-        limit: Tokens to generate at most.
-        words: Its parameters, packed for each step by `packing.pack_request`.
-        number: Counts sequences in the order of arrival, which is the order of service.
-        tokens: The known tokens, prompt first.
-        pending: Tokens that were sampled and have not been read.
-        computed: Positions whose keys and values are in the cache, or will be when the dispatched steps have run.
-        prefix: Its cached prefix, locked while it runs.
-        pages: Pages of its positions, in order: of the prefix, then private ones; 0 for dropped pages.
-        dropped: With `streaming`, tokens behind the sinks whose pages are not in `pages` any more.
-        slot: Its index in the state on the device; None while it waits.
-        is_edited: Whether the device knows its penalties, in this slot.
-        hit: Tokens that it need not compute when it is admitted first: they are in the prefix cache, or another sample
-            of the prompt computes them; None before.
-        lookup: Drafts its next tokens; None: it is not speculated.
-        finish_reason: None until it ends.
-        guide: Follows its constraint; None without one. It has taken the known tokens after the prompt.
-        samples: The samples of its prompt that were submitted together, itself included; empty if it is the only one.
-        copies: Pages to copy for its next chunk: source and destination.
-        fault: An error on the host, which ends it when its next token is read.
     """
 
     request: Request
-    limit: int
+    limit: int  # tokens to generate at most
     deliver: Deliver
+    # its parameters, packed for each step by `packing.pack_request`
     words: Int32[np.ndarray, " words"] = dataclasses.field(repr=False)
-    number: int = 0
-    tokens: list[int] = dataclasses.field(default_factory=list)
-    pending: int = 0
-    computed: int = 0
-    prefix: PrefixHit | None = None
+    number: int = 0  # counts sequences in the order of arrival, which is the order of service
+    tokens: list[int] = dataclasses.field(default_factory=list)  # the known tokens, prompt first
+    pending: int = 0  # tokens that were sampled and have not been read
+    computed: int = 0  # positions whose keys and values are in the cache, or will be when the dispatched steps have run
+    prefix: PrefixHit | None = None  # its cached prefix, locked while it runs
+    # pages of its positions, in order: of the prefix, then private ones; 0 for dropped pages
     pages: list[int] = dataclasses.field(default_factory=list)
-    dropped: int = 0
-    slot: int | None = None
-    is_edited: bool = False
+    dropped: int = 0  # with `streaming`, tokens behind the sinks whose pages are not in `pages` any more
+    slot: int | None = None  # its index in the state on the device; None while it waits
+    is_edited: bool = False  # whether the device knows its penalties, in this slot
+    # tokens that it need not compute when it is admitted first: they are in the prefix cache, or another sample of the
+    # prompt computes them; None before
     hit: int | None = None
-    lookup: PromptLookup | None = None
-    finish_reason: FinishReason | None = None
+    lookup: PromptLookup | None = None  # drafts its next tokens; None: it is not speculated
+    finish_reason: FinishReason | None = None  # None until it ends
+    # follows its constraint; None without one. It has taken the known tokens after the prompt
     guide: Guide | None = None
+    # the samples of its prompt that were submitted together, itself included; empty if it is the only one
     samples: list[Sequence] = dataclasses.field(default_factory=list, repr=False)
-    copies: tuple[PageCopy, ...] = ()
-    fault: Exception | None = None
+    copies: tuple[PageCopy, ...] = ()  # pages to copy for its next chunk: source and destination
+    fault: Exception | None = None  # an error on the host, which ends it when its next token is read
 
     def __post_init__(self) -> None:
         self.tokens = list(self.request.prompt)
