@@ -21,15 +21,7 @@ from pallas_kernels.mosaic_gpu import inline_ptx, smem
 from pallas_kernels.mosaic_gpu.launch import WARP_GROUP, flatten_captured, launch, output
 from pallas_kernels.mosaic_gpu.score import scores
 from pallas_kernels.mosaic_gpu.score.tile import COLUMN, TILE, has_spare_registers, limit_of_mods
-from pallas_kernels.mosaic_gpu.work_items import (
-    TILE_KEYS,
-    Item,
-    PageRows,
-    num_ctas,
-    num_queries,
-    over_items,
-    page_rows,
-)
+from pallas_kernels.mosaic_gpu.work_items import TILE_KEYS, Item, PageRows, num_ctas, num_queries, over_items, page_rows
 from pallas_kernels.plan import Refusal
 from pallas_kernels.spec import AttentionSpec, Captured, Operands
 from pallas_kernels.types import A, Index, Ref

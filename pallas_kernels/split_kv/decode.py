@@ -52,11 +52,7 @@ def decode(
 
 
 def repair(
-    spec: AttentionSpec,
-    tiles: Tiles,
-    arrays: Operands[jax.Array],
-    lengths: jax.Array | None,
-    result: merge.Results,
+    spec: AttentionSpec, tiles: Tiles, arrays: Operands[jax.Array], lengths: jax.Array | None, result: merge.Results
 ) -> merge.Results:
     """The results of `decode`, with the key heads that have an lse of NaN computed again, without splits.
 

@@ -138,12 +138,7 @@ def items_on_host(spec: AttentionSpec, work: Work, extents: RequestExtents[np.nd
     return np.array([[*row, len(items)] for row in items], np.int32).reshape(-1, FIELDS), int(slots.sum())
 
 
-def merge(
-    spec: AttentionSpec,
-    work: Work,
-    extents: Extents,
-    result: Sequence[jax.Array],
-) -> list[jax.Array]:
+def merge(spec: AttentionSpec, work: Work, extents: Extents, result: Sequence[jax.Array]) -> list[jax.Array]:
     """Out [N, Hq, Dv] and lse [N, Hq], from these and the partial results of the launch, if keys may be split."""
     if len(result) == 2:
         return list(result)

@@ -21,14 +21,7 @@ from pallas_kernels.softmax import LEAST_EXPONENT
 from pallas_kernels.spec import AttentionSpec
 from pallas_kernels.split_kv import fixed_splits, planner
 from pallas_kernels.split_kv.ragged import KvExtents, SplitPlan, SplitRow
-from pallas_kernels.split_kv.work import (
-    PagedOperands,
-    RequestExtents,
-    Work,
-    queries_to_merge,
-    query_to_merge,
-    requests,
-)
+from pallas_kernels.split_kv.work import PagedOperands, RequestExtents, Work, queries_to_merge, query_to_merge, requests
 from pallas_kernels.triton.forward import RowVectors
 from pallas_kernels.triton.head_chunks import Columns, chunks
 from pallas_kernels.triton.launch import runner_of
@@ -238,12 +231,7 @@ def _uniform_kernel(spec: AttentionSpec, splits: int, run: int, partials: Partia
 
 
 def _ragged_kernel(
-    plan: SplitPlan,
-    run: int,
-    extents: KvExtents[Ref],
-    partials: Partials[Ref],
-    before: tuple[Ref, ...],
-    *result: Ref,
+    plan: SplitPlan, run: int, extents: KvExtents[Ref], partials: Partials[Ref], before: tuple[Ref, ...], *result: Ref
 ) -> None:
     del before  # the memory of the outputs
     spec = plan.spec

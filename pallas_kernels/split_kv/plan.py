@@ -13,12 +13,7 @@ from pallas_kernels.spec import AttentionSpec
 from pallas_kernels.split_kv.work import UNLIMITED, Work, requests_on_host
 from pallas_kernels.triton.head_chunks import plain_chunks
 from pallas_kernels.triton.plan import limits
-from pallas_kernels.triton.plan.limits import (
-    MAX_DECODED,
-    MAX_DECODED_ROWS,
-    MIN_TILE,
-    limit_of_device,
-)
+from pallas_kernels.triton.plan.limits import MAX_DECODED, MAX_DECODED_ROWS, MIN_TILE, limit_of_device
 from pallas_kernels.triton.plan.plan import describe_splits, paged_stages
 from pallas_kernels.tuning import tables
 

@@ -37,12 +37,7 @@ class TileSpace(Space):
     ) -> None:
         self.refs, self.approximate = refs, approximate
         self.runner = runner
-        shapes = {
-            Axes.UNIFORM: (),
-            Axes.ROW: (block_q, 1),
-            Axes.COLUMN: (1, block_kv),
-            Axes.TILE: (block_q, block_kv),
-        }
+        shapes = {Axes.UNIFORM: (), Axes.ROW: (block_q, 1), Axes.COLUMN: (1, block_kv), Axes.TILE: (block_q, block_kv)}
         self.shapes = {kind: shape[::-1] if transposed else shape for kind, shape in shapes.items()}
 
     def literal(self, node: Node) -> jax.Array:

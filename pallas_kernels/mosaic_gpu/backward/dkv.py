@@ -21,14 +21,7 @@ from jax.experimental.pallas import mosaic_gpu as plg
 from pallas_kernels import block_walk
 from pallas_kernels.gradients import RowOperands
 from pallas_kernels.mosaic_gpu import smem
-from pallas_kernels.mosaic_gpu.backward.stream import (
-    KEY,
-    VALUE,
-    BackwardStatic,
-    RowStats,
-    pack_row_stats,
-    store_sums,
-)
+from pallas_kernels.mosaic_gpu.backward.stream import KEY, VALUE, BackwardStatic, RowStats, pack_row_stats, store_sums
 from pallas_kernels.mosaic_gpu.backward.walk import DkvScratch, DkvState, KeyTile, declare
 from pallas_kernels.mosaic_gpu.launch import WARP_GROUP, Grid, flatten_captured, launch, output
 from pallas_kernels.mosaic_gpu.score import bias_tiles

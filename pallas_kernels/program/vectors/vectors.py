@@ -115,10 +115,7 @@ class VectorProgram:
 
 
 def trace_vector_program(
-    jaxpr: core.ClosedJaxpr,
-    operands: Sequence[tuple[tuple[int, ...], str]],
-    sizes: VectorSizes,
-    chunks: Chunks,
+    jaxpr: core.ClosedJaxpr, operands: Sequence[tuple[tuple[int, ...], str]], sizes: VectorSizes, chunks: Chunks
 ) -> VectorProgram:
     """Builds the tile programs of a vector mod, whose jaxpr takes ``vector, b, h, idx, *operands``, in float32.
 
@@ -155,10 +152,7 @@ def chunkings(size: int, plain: Chunks) -> tuple[Chunks, ...]:
 
 
 def _lane_program(
-    jaxpr: core.ClosedJaxpr,
-    operands: Sequence[tuple[tuple[int, ...], str]],
-    sizes: VectorSizes,
-    chunks: Chunks,
+    jaxpr: core.ClosedJaxpr, operands: Sequence[tuple[tuple[int, ...], str]], sizes: VectorSizes, chunks: Chunks
 ) -> LaneProgram:
     """The program for chunks of one width."""
     graph, width = Graph(), chunks[0].width

@@ -15,14 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.config import Tiles
-from pallas_kernels.plan import (
-    GradientRequest,
-    Kernel,
-    Refusal,
-    TileChoice,
-    derivative_of,
-    with_programs,
-)
+from pallas_kernels.plan import GradientRequest, Kernel, Refusal, TileChoice, derivative_of, with_programs
 from pallas_kernels.program.build import Derivative, Program
 from pallas_kernels.program.cotangents import group_loads, is_ordered
 from pallas_kernels.program.ir import Axes, Node, reachable

@@ -15,10 +15,7 @@ _INT32 = np.dtype("int32")
 
 
 def _loop(
-    emitter: Emitter,
-    bounds: tuple[str, str],
-    first: Sequence[Value],
-    step: Callable[[Value, list[Value]], list[Value]],
+    emitter: Emitter, bounds: tuple[str, str], first: Sequence[Value], step: Callable[[Value, list[Value]], list[Value]]
 ) -> list[Value]:
     """A ``for``: `step` takes the counter and what is carried, and gives what is carried on."""
     carried = [emitter.let("carry", emitter.tensor(x), x.shape, x.dtype) for x in first]
