@@ -111,7 +111,7 @@ def merge_over(state: AttentionState, axis: str) -> AttentionState:
     A maximum and one sum over the devices; another maximum if the state holds one.
 
     Returns:
-      The same state on each device, in float32 (float64 if a field is).
+      The same state on each device, with an `out` of float32 (float64 if a field is).
     """
     exact = jnp.float64 if jnp.float64 in (state.out.dtype, state.lse.dtype) else jnp.float32
     if state.normalize == "none":
@@ -134,8 +134,8 @@ def merge_over(state: AttentionState, axis: str) -> AttentionState:
     safe = jnp.where(sees_nothing, 1, weights)
     entropy = None
     if state.entropy is not None:
-        entropy = jnp.where(sees_nothing, 0, sums[..., size + 1] / safe + jnp.log(safe))
-    merged_lse = jnp.where(sees_nothing, -jnp.inf, lse_max + jnp.log(safe))
+        entropy = jnp.where(sees_nothing, 0, sums[..., size + 1] / safe + jnp.log(safe)).astype(state.lse.dtype)
+    merged_lse = jnp.where(sees_nothing, -jnp.inf, lse_max + jnp.log(safe)).astype(state.lse.dtype)
     return AttentionState(sums[..., :size] / safe[..., None], merged_lse, max=row_max, entropy=entropy)
 
 

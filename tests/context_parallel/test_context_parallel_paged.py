@@ -83,6 +83,19 @@ def test_query_and_output_mods_and_sinks():
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=3e-5, atol=3e-5), found, right)
 
 
+def test_results_of_float64_have_the_dtypes_of_paged_attention():
+    """The lse was float64 beside a max of float32, which no state may hold: a call with sinks raised."""
+    case = BY_NAME["mixed"]
+    cache, table = in_turn(case, 8)
+    batch, sinks = paged_evaluation.batch_of(case, table), jnp.zeros(case.Hq)
+    with jax.enable_x64(True):
+        cache, query = jax.tree.map(lambda x: x.astype(jnp.float64), (cache, jnp.ones((case.N, case.Hq, case.D))))
+        options = {"sinks": sinks, "return_stats": ("lse", "max", "entropy"), "implementation": "xla"}
+        found = jflex.context_parallel_paged_attention(query, cache, batch, mesh=mesh_of(**ROUND), **options)
+        right = jflex.paged_attention(query, cache, batch, **options)
+    assert [x.dtype for x in jax.tree.leaves(found)] == [x.dtype for x in jax.tree.leaves(right)]
+
+
 @pytest.mark.full
 def test_trees_of_drafts():
     mesh = mesh_of(**ROUND)
