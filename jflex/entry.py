@@ -331,8 +331,7 @@ def finish_packed(
 ) -> Any:
     """The result of packed queries, from the state over all keys: sinks and the output mod come last, once.
 
-    Args:
-      rows: Computes the request and the position of each query, for the output mod.
+    `rows` computes the request and the position of each query, for the output mod.
     """
     state = state if settings.sinks is None else with_sinks(state, settings.sinks)
     out = state.out.astype(dtype)

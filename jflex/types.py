@@ -14,10 +14,6 @@ AnyArray: TypeAlias = jax.Array | np.ndarray
 ArrayOrShape: TypeAlias = jax.Array | np.ndarray | jax.ShapeDtypeStruct
 """An array, or its shape and dtype, which suffice for `jflex.explain`."""
 
-ShapeOfQuery: TypeAlias = Float[ArrayOrShape, "B T Hq D"] | Float[ArrayOrShape, "B Hq T D"]
-ShapeOfKey: TypeAlias = Float[ArrayOrShape, "#B S Hkv D"] | Float[ArrayOrShape, "#B Hkv S D"]
-ShapeOfValue: TypeAlias = Float[ArrayOrShape, "#B S Hkv Dv"] | Float[ArrayOrShape, "#B Hkv S Dv"]
-
 # Arrays of a dense call, in the layouts BTNH and BNTH. The batch size of key and value is B, or 1 if all share them.
 Query: TypeAlias = Float[AnyArray, "B T Hq D"] | Float[AnyArray, "B Hq T D"]
 Key: TypeAlias = Float[AnyArray, "#B S Hkv D"] | Float[AnyArray, "#B Hkv S D"]

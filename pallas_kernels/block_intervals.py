@@ -67,10 +67,7 @@ def visibility_of_blocks(
 def hides_all(mod: Mod, leading: tuple[int, int], lengths: tuple[int, int]) -> bool:
     """True if bounds prove that no query attends to a key, whatever the captured arrays hold.
 
-    Args:
-      mod: The traced mod of a mask.
-      leading: Batch entries and query heads.
-      lengths: Numbers of queries and of keys.
+    `leading` are the batch entries and query heads, `lengths` the numbers of queries and of keys.
     """
     program = program_of(mod, IndexRanges(*leading, *lengths))
     return not isinstance(program, Refusal) and program.output.bounds == (0, 0)

@@ -60,22 +60,15 @@ class FixedSplit(NamedTuple):
 
 def walk(
     row: BlockRow,
-    block: int,
+    block: int,  # size of a block along the walk; that of a tile divides it
     tile: int,
-    length: int,
+    length: int,  # of the axis that is walked
     state: S,
     step: Step[S],
-    split: Split | FixedSplit | None = None,
-    max_blocks: Index | None = None,
+    split: Split | FixedSplit | None = None,  # which of the listed tiles to walk; all without
+    max_blocks: Index | None = None,  # how many blocks of each list are walked, the first ones; None for all
 ) -> S:
-    """Folds ``step(state, first, is_partial)`` over the tiles of the listed blocks, `first` their first indices.
-
-    Args:
-      block: Size of a block along the walk; that of a tile divides it.
-      length: Of the axis that is walked.
-      split: Which of the listed tiles to walk; all without.
-      max_blocks: How many blocks of each list are walked, the first ones; None for all.
-    """
+    """Folds ``step(state, first, is_partial)`` over the tiles of the listed blocks, `first` their first indices."""
     per_block = block // tile  # lax.div and lax.rem below: `//` and `%` would repair the sign of a number that has none
     last = -(-length // block) - 1
     bounded = lambda count: count if max_blocks is None else jnp.minimum(count, max_blocks)

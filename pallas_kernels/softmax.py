@@ -61,25 +61,17 @@ def start(rows: int, out: tuple[jax.Array, ...], *, entropy: bool = False) -> So
 
 def update(
     state: SoftmaxState,
-    s: jax.Array,
+    s: jax.Array,  # scores [rows, keys]; -inf where masked
     *,
-    log2_scale: float,
-    exp2: Callable[[jax.Array, jax.Array], jax.Array],
-    pv_dot: Callable[[jax.Array], tuple[jax.Array, ...]],
-    may_be_empty: bool,
+    log2_scale: float,  # turns scores into exponents of base 2; positive
+    exp2: Callable[[jax.Array, jax.Array], jax.Array],  # ``(s, row_max_log2) -> 2 ** (log2_scale * s - row_max_log2)``
+    pv_dot: Callable[[jax.Array], tuple[jax.Array, ...]],  # the PV GEMM: multiplies a tile of weights by the values
+    may_be_empty: bool,  # whether a row may still be fully masked after this tile: then ``-inf - -inf`` is avoided
+    # whether a tile that a row is masked in must change no bit of it. Otherwise alpha may be off by one unit in the
+    # last place from 1: the FMA subtracts the rounded product of an exact one
     exact: bool = False,
 ) -> SoftmaxState:
-    """One step of the online softmax: rescales the state by alpha, and adds a tile of scores.
-
-    Args:
-      s: Scores [rows, keys]; -inf where masked.
-      log2_scale: Turns scores into exponents of base 2; positive.
-      exp2: ``(s, row_max_log2) -> 2 ** (log2_scale * s - row_max_log2)``.
-      pv_dot: The PV GEMM: multiplies a tile of weights by the values.
-      may_be_empty: Whether a row may still be fully masked after this tile: then ``-inf - -inf`` is avoided.
-      exact: Whether a tile that a row is masked in must change no bit of it. Otherwise alpha may be off by one unit in
-        the last place from 1: the FMA subtracts the rounded product of an exact one.
-    """
+    """One step of the online softmax: rescales the state by alpha, and adds a tile of scores."""
     row_max = jnp.maximum(state.row_max, jnp.max(s, axis=1))
     row_max_log2 = row_max * log2_scale
     if may_be_empty:  # compared after scaling, by which scores below -2.3e38 overflow: they count as masked

@@ -119,11 +119,7 @@ class Batches:
             )
 
     def at(self, step: int) -> Rows:
-        """The batch of a step.
-
-        Args:
-            step: From 0 on.
-        """
+        """The batch of a step, from 0 on."""
         rows = self._steps[step]
         assert rows is not None  # no row is filtered out
         return rows
@@ -137,11 +133,7 @@ class Batches:
         return order.batch(self.batch, batch_fn=self._stack)
 
     def in_order(self, most: int) -> list[Rows]:
-        """Batches of the first rows, each once; the last is padded with rows that are not scored.
-
-        Args:
-            most: The largest number of batches.
-        """
+        """At most `most` batches of the first rows, each once; the last is padded with rows that are not scored."""
         batches = []
         for start in range(0, min(len(self.rows), most * self.batch), self.batch):
             rows = self._stack(self.rows[start : start + self.batch])

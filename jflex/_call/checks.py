@@ -26,11 +26,7 @@ def check_arrays(
     has_value: bool = True,
     may_have_eight_bits: bool = False,
 ) -> None:
-    """Raises unless query, key and value fit together.
-
-    Args:
-      value: The value; not looked at where the call has none.
-    """
+    """Raises unless query, key and value fit together; a call without a value may have any."""
     if layout not in LAYOUTS:
         raise ValueError(f"`layout` must be one of {', '.join(map(repr, LAYOUTS))}. Got {layout!r}.")
     named: dict[str, Any] = {"query": query, "key": key} | ({"value": value} if has_value else {})

@@ -46,11 +46,7 @@ class VectorMods(NamedTuple):
     def check(
         self, D: int, Dv: int, dtype: DTypeLike, *, sizes: CallSizes, kv_heads: int | None, has_lse: bool = True
     ) -> None:
-        """Traces each mod once, on one vector; nothing is computed.
-
-        Args:
-          dtype: Of the arrays; of query and key where these have eight bits.
-        """
+        """Traces each mod once, on one vector; of arrays of eight bits, `dtype` is that of query and key."""
         for role, mod, size in zip(self._fields, self, (D, D, Dv, Dv), strict=True):
             if mod is not None and role in ("query", "key") and str(dtype) in EIGHT_BITS:
                 raise TypeError(
@@ -83,11 +79,7 @@ class VectorMods(NamedTuple):
 def check_vector_mod(
     role: str, mod: Callable[..., ArrayLike], size: int, dtype: DTypeLike, *, has_lse: bool = True
 ) -> core.ClosedJaxpr:
-    """Traces a mod on one vector, and returns the jaxpr.
-
-    Args:
-      dtype: Of the array that holds it.
-    """
+    """Traces a mod on one vector of an array of this dtype, and returns the jaxpr."""
     source = describe(mod)
     _check_signature(role, mod, source)
     vector, index = jax.ShapeDtypeStruct((size,), exact_dtype(dtype)), jax.ShapeDtypeStruct((), jnp.int32)

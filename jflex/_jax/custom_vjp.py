@@ -147,11 +147,7 @@ def attend(static: Static, inputs: Inputs) -> Saved:
 
 
 def reverse_only(inputs: Inputs, unsupported: str = "") -> Inputs:
-    """Inputs that refuse forward mode with a message of the library.
-
-    Args:
-      unsupported: Why the call has no derivatives at all; raised as an `UnsupportedError`.
-    """
+    """Inputs that refuse forward mode with a message of the library; all derivatives if `unsupported` says why."""
     guard = lambda x: _reverse_only(unsupported, x) if jnp.issubdtype(x.dtype, jnp.floating) else x
     return inputs._replace(
         query=guard(inputs.query),

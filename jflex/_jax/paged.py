@@ -69,9 +69,7 @@ def paged_shard_of(
 ) -> tuple[AttentionSpec, PagedInputs]:
     """The spec and the mods of the heads of one shard; mods still get global indices of heads, and of keys.
 
-    Args:
-      inputs: Its arrays; queries and pages may be those of the shard.
-      rows: Where the keys of this shard lie among those of a request; None if it has all.
+    `rows`: where the keys of this shard lie among those of a request; None if it has all.
     """
     head = lambda heads: None if pieces == 1 else number * (heads // pieces)
     first = Where(head=head(spec.Hq), keys=rows)

@@ -64,11 +64,7 @@ def modified(
 def stats_of(
     score: jax.Array, visible: jax.Array, weights: jax.Array, lse: jax.Array, sinks: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
-    """The largest score of each row, without a derivative, and the entropy of its weights; see `AttentionStats`.
-
-    Args:
-      visible: Which of them are visible, or broadcast to it.
-    """
+    """The largest visible score of each row, without a derivative, and its entropy; see `AttentionStats`."""
     score = jnp.where(visible, score, -jnp.inf)
     entropy = -jnp.sum(weights * log_weight(score, lse[..., None]), axis=-1)
     if sinks is not None:

@@ -33,18 +33,13 @@ def modified_inputs(
     mods: Sequence[VectorMod | None],
     arrays: tuple[jax.Array, jax.Array, jax.Array],
     layout: str,
-    key_batch: int,
+    key_batch: int,  # batch size of the resulting keys and values: that of the query where a mod uses ``b``
+    # keys beyond are replaced before the mods see them, since they may be NaN: a zero cotangent times the derivative of
+    # NaN would be NaN, in the gradients of captured arrays
     kv_lengths: Int32[Array, " B"] | None,
-    positions: TokenPositions | None = None,
+    positions: TokenPositions | None = None,  # of queries and keys, where these do not count from 0
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Query, key and value of a dense call, as the mods make them.
-
-    Args:
-      key_batch: Batch size of the resulting keys and values: that of the query where a mod uses ``b``.
-      kv_lengths: Keys beyond are replaced before the mods see them, since they may be NaN: a zero cotangent times the
-        derivative of NaN would be NaN, in the gradients of captured arrays.
-      positions: Of queries and keys, where these do not count from 0.
-    """
+    """Query, key and value of a dense call, as the mods make them."""
     query, key, value = arrays
     query_mod, key_mod, value_mod = mods
     positions = TokenPositions() if positions is None else positions
@@ -79,9 +74,7 @@ def modified_rows(
 ) -> jax.Array:
     """Packed vectors, as a mod makes them; a pair of output and lse for an ``output_mod``.
 
-    Args:
-      b: The sequence of each row; negative for padding, whose output is zeros.
-      dtype: Of the result; None for that of the vectors.
+    `b` is the sequence of each row, negative for padding, whose output is zeros.
     """
     is_output = isinstance(rows, tuple)
     first: jax.Array = rows[0] if is_output else rows
@@ -108,11 +101,7 @@ def _of_dense(mod: Callable[..., Any], x: Any, layout: str, positions: Int32[Arr
 def modified_keys(
     mod: Callable[..., jax.Array], rows: Float[Array, "*axes H D"], b: Int32[Array, "*axes"], idx: Int32[Array, "*axes"]
 ) -> jax.Array:
-    """Keys or values that were loaded from pages, as a traced mod makes them.
-
-    Args:
-      rows: The vectors; what must not reach a result may be anything, and NaN.
-    """
+    """Keys or values that were loaded from pages, as a traced mod makes them; unused rows may be anything, and NaN."""
     call = _mapped(mod, rows.dtype, ("bi",) * b.ndim + ("h",))
     return call(rows, b, jnp.arange(rows.shape[-2], dtype=jnp.int32), idx)
 

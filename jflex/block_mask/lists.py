@@ -232,8 +232,7 @@ def listed_blocks(
 ) -> Bool[Array, "B H R {columns}"]:
     """A boolean matrix of the listed blocks; entries past a count or outside the matrix are ignored.
 
-    Args:
-      runs: Whether a row with more blocks than entries continues from the last entry, block by block.
+    With `runs`, a row with more blocks than entries continues from the last entry, block by block.
     """
     batch, heads, rows, width = indices.shape
     valid = jax.lax.broadcasted_iota(jnp.int32, indices.shape, 3) < counts[..., None]

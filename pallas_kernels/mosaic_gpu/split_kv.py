@@ -136,15 +136,11 @@ class Static(NamedTuple, Generic[P, S]):
         self,
         item: Item,
         rows: TileRows,
-        of_partial: Callable[[jax.Array], jax.Array],
+        of_partial: Callable[[jax.Array], jax.Array],  # from the first line of the partial result, the line of each row
+        # gets the refs of out and lse, and the line of each row, -1 for padding
         write: Callable[[tuple[Ref, ...], jax.Array], None],
     ) -> None:
-        """Stores rows of out and lse, to the result or to the partial results.
-
-        Args:
-          of_partial: From the first line of the partial result, the line of each row.
-          write: Gets the refs of out and lse, and the line of each row, -1 for padding.
-        """
+        """Stores rows of out and lse, to the result or to the partial results."""
         exists = lambda line: jnp.where(rows.exists, line, -1)
         whole = lambda: write(self.outputs[:2], exists(rows.n * self.spec.Hq + rows.h))
         if len(self.outputs) == 2:

@@ -163,11 +163,7 @@ def without_accuracy(params: Params) -> Params:
 
 
 def substitute(primitive: str, params: Params, dtypes: Sequence[np.dtype]) -> Callable[..., jax.Array] | None:
-    """A formula for a primitive of float32, made of common ones, or None if it needs none.
-
-    Args:
-      dtypes: Of its inputs, which the formula takes as float32.
-    """
+    """A formula for a primitive of float32, which takes inputs of `dtypes` as float32; None if it needs none."""
     if primitive == "pow" and jnp.issubdtype(dtypes[1], jnp.integer) and jnp.issubdtype(dtypes[0], jnp.floating):
         return lax.pow  # CUDA's has no exponents of another dtype
     if primitive == "round":

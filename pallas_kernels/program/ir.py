@@ -150,12 +150,7 @@ class Graph:
         return self.apply(op, function, inputs, inputs[0].dtype)
 
     def reduce_lanes(self, name: str, terms: Sequence[Node]) -> Node:
-        """A sum, maximum or minimum over the columns of some tiles together: a row value.
-
-        Args:
-          name: The primitive: `reduce_sum`, `reduce_max` or `reduce_min`.
-          terms: Tiles of one shape.
-        """
+        """`reduce_sum`, `reduce_max` or `reduce_min` over the columns of tiles of one shape together: a row value."""
         terms = tuple(terms)
         key = ("reduce_lanes", name, *(n.number for n in terms))
         return self._make(key, "reduce_lanes", Axes.ROW, terms[0].dtype, terms, _OVER_LANES[name])

@@ -58,10 +58,11 @@ def plan_items(
 
 
 def work_items(
-    spec: AttentionSpec,
+    spec: AttentionSpec,  # the spec; its T counts packed queries
     work: Work,
-    extents: RequestExtents[jax.Array],
-    mask_operands: tuple[jax.Array, ...],
+    extents: RequestExtents[jax.Array],  # where queries begin, and how many keys there are
+    mask_operands: tuple[jax.Array, ...],  # what the mask captures
+    # queries of each request, if the mask counts them from the first of its own (dense calls)
     per_request: int | None = None,
 ) -> jax.Array:
     """The work items of a launch, int32 [items, FIELDS].
@@ -70,12 +71,6 @@ def work_items(
     last, the slot of the partial result (-1 where keys are not split), and the number of items that are not padding.
 
     A program computes one item, as those of the paged kernel do. By XLA it takes eight kernels.
-
-    Args:
-      spec: The spec; its T counts packed queries.
-      extents: Where queries begin, and how many keys there are.
-      mask_operands: What the mask captures.
-      per_request: Queries of each request, if the mask counts them from the first of its own (dense calls).
     """
     count = work.num_items(spec)
     [items] = runner_of(spec).launch(

@@ -87,21 +87,15 @@ class Runner(abc.ABC):
     def launch(
         self,
         kernel: Callable[..., None],
-        inputs: Sequence[object],
+        inputs: Sequence[object],  # pytrees of arrays; the kernel gets pytrees of refs
         outputs: Sequence[jax.ShapeDtypeStruct],
         *,
         name: str,
-        grid: tuple[int, ...],
+        grid: tuple[int, ...],  # programs along each axis; the first varies fastest
         tiles: Tiles,
-        aliases: dict[int, int] | None = None,
+        aliases: dict[int, int] | None = None,  # numbers of (flattened) inputs that are also the memory of outputs
     ) -> list[jax.Array]:
-        """Runs ``kernel(*input refs, *output refs)`` on a grid.
-
-        Args:
-          inputs: Pytrees of arrays; the kernel gets pytrees of refs.
-          grid: Programs along each axis; the first varies fastest.
-          aliases: Numbers of (flattened) inputs that are also the memory of outputs.
-        """
+        """Runs ``kernel(*input refs, *output refs)`` on a grid."""
         # A `jax.shard_map` around this call requires outputs to say, in this form, that nothing varies over its mesh.
         nowhere = jax.typeof(jax.tree.leaves(inputs)[0]).manual_axis_type
         outputs = [jax.ShapeDtypeStruct(x.shape, x.dtype, manual_axis_type=nowhere) for x in outputs]

@@ -142,28 +142,20 @@ class Scores(NamedTuple):
 def prepare(
     spec: AttentionSpec,
     arrays: Operands[Ref],
-    tile: tuple[int, int],
+    tile: tuple[int, int],  # queries and keys of a tile, (Bq, Bk)
     b: jax.Array,
-    h: jax.Array,
+    h: jax.Array,  # query head; where rows belong to several heads, that of each, [Bq, 1]
     *,
-    q_first: Index | None = None,
-    k_first: Index | None = None,
-    q: jax.Array | None = None,
+    q_first: Index | None = None,  # the first query, if the mainloop goes over keys
+    k_first: Index | None = None,  # the first key, if it goes over queries; then tiles are transposed
+    q: jax.Array | None = None,  # the indices of the queries, [Bq, 1], if they are not contiguous
+    # where the axis of the mainloop ends, at or before the end of its array, if known only at run time: what lies
+    # beyond is masked in partial tiles
     end: Index | None = None,
+    # nodes of the score mod to prepare, if more than those of its program
     programs: Mapping[str, Sequence[Node]] | None = None,
 ) -> Scores:
-    """Prologue: evaluates the loop-invariant values of the mods (uniform, and along the axis that stays fixed).
-
-    Args:
-      tile: Queries and keys of a tile, (Bq, Bk).
-      h: Query head; where rows belong to several heads, that of each, [Bq, 1].
-      q_first: The first query, if the mainloop goes over keys.
-      q: The indices of the queries, [Bq, 1], if they are not contiguous.
-      k_first: The first key, if it goes over queries; then tiles are transposed.
-      end: Where the axis of the mainloop ends, at or before the end of its array, if known only at run time: what lies
-        beyond is masked in partial tiles.
-      programs: Nodes of the score mod to prepare, if more than those of its program.
-    """
+    """Prologue: evaluates the loop-invariant values of the mods (uniform, and along the axis that stays fixed)."""
     transposed = k_first is not None
     fixed = {"b": b, "h": h}
     if q is not None:
@@ -195,17 +187,13 @@ def compute(
     scores: Scores,
     q: Columns,
     k: Columns,
-    first: Index,
+    first: Index,  # first index along the axis of the mainloop
+    # whether the mask, and the ends of the sequences, matter; a traced boolean decides on the mask alone
     is_partial: bool | jax.Array,
+    # ``(q, k) -> QK^T``, where queries or keys have scales; tiles are not transposed then
     product: Callable[[Columns, Columns], jax.Array] | None = None,
 ) -> ScoreTile:
-    """Computes the scores of a tile of queries [Bq, D] and keys [Bk, D].
-
-    Args:
-      first: First index along the axis of the mainloop.
-      is_partial: Whether the mask, and the ends of the sequences, matter; a traced boolean decides on the mask alone.
-      product: ``(q, k) -> QK^T``, where queries or keys have scales; tiles are not transposed then.
-    """
+    """Computes the scores of a tile of queries [Bq, D] and keys [Bk, D]."""
     spec = scores.spec
     # S = QK^T: [Bq, Bk], or [Bk, Bq] where tiles are transposed
     raw = product(q, k) if product is not None else qk_dot(spec, k, q) if scores.transposed else qk_dot(spec, q, k)

@@ -66,24 +66,15 @@ class TokenText:
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """New text of an event.
-
-    Attributes:
-        tokens: Tokens whose text has begun to be shown; only if log probabilities were asked for.
-        finish_reason: None while the text goes on.
-    """
+    """New text of an event."""
 
     text: str = ""
-    tokens: tuple[TokenText, ...] = ()
-    finish_reason: Literal["stop", "length"] | None = None
+    tokens: tuple[TokenText, ...] = ()  # whose text has begun to be shown; only if log probabilities were asked for
+    finish_reason: Literal["stop", "length"] | None = None  # None while the text goes on
 
 
 class ChoiceText:
     r"""The text of one choice, from its events.
-
-    Attributes:
-        is_done: Whether the text has ended.
-        num_tokens: Tokens that were taken until then.
 
     Example:
         >>> text = ChoiceText(TextStream(lambda tokens: bytes(tokens).decode()), ["\n"])
@@ -95,8 +86,8 @@ class ChoiceText:
         self._stream, self._stops = stream, StopStrings(stops)
         self._waiting: list[TokenText] = []
         self._decoded = self._shown = 0
-        self.is_done = False
-        self.num_tokens = 0
+        self.is_done = False  # whether the text has ended
+        self.num_tokens = 0  # tokens that were taken until then
 
     def push(self, event: Event) -> Piece:
         """Takes the next event, neither `cancelled` nor `error`. A stop string is the end of the text, too."""

@@ -43,23 +43,17 @@ class OutOfRoom(Exception):
 
 
 class Scheduler:
-    """The waiting and running sequences, and their pages.
-
-    Attributes:
-        waiting: Sequences that wait, in the order of service.
-        running: Sequences that have pages, in the order of arrival.
-        preemptions: Number of times that a sequence lost its pages.
-        prompt_tokens: Tokens of the prompts that were admitted.
-        hit_tokens: Tokens of prompts from the prefix cache, or that another sample of the prompt computed.
-    """
+    """The waiting and running sequences, and their pages."""
 
     def __init__(self, options: EngineOptions, pages: Pages):
         self._options = options
         self._pages = pages
         self._slots = list(range(options.max_requests))[::-1]
-        self.waiting: collections.deque[Sequence] = collections.deque()
-        self.running: list[Sequence] = []
-        self.preemptions = self.prompt_tokens = self.hit_tokens = 0
+        self.waiting: collections.deque[Sequence] = collections.deque()  # in the order of service
+        self.running: list[Sequence] = []  # sequences that have pages, in the order of arrival
+        self.preemptions = 0  # how many times a sequence lost its pages
+        self.prompt_tokens = 0  # of the prompts that were admitted
+        self.hit_tokens = 0  # of prompts, from the prefix cache, or computed by another sample of the prompt
         self._lacks_pages = False  # whether the first one that waits found no pages
 
     def check_room(self, known: int, arriving: int) -> None:

@@ -38,15 +38,11 @@ def masked_product(
     product: Callable[[jax.Array, jax.Array], jax.Array],
     weights: jax.Array,
     x: jax.Array,
+    # evaluates which weights are not masked, in their shape or broadcast to it; None for all
     visible: Callable[[], jax.Array] | None,
-    is_clean: jax.Array | bool | None = None,
+    is_clean: jax.Array | bool | None = None,  # True if `x` is finite, or nothing is masked; None to test `x` here
 ) -> jax.Array:
-    """``product(weights, x)``, to which masked rows of `x` add nothing, even if they are NaN.
-
-    Args:
-      visible: Evaluates which weights are not masked, in their shape or broadcast to it; None for all.
-      is_clean: True if `x` is finite, or nothing is masked; None to test `x` here.
-    """
+    """``product(weights, x)``, to which masked rows of `x` add nothing, even if they are NaN."""
     if visible is None:
         return product(weights, x)
 

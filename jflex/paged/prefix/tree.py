@@ -17,15 +17,9 @@ from jaxtyping import Int64
 class Node:
     """The edge from a parent, and the node at its end: one or more pages, and their tokens.
 
-    The root of a namespace has no parent, no pages and no tokens.
-
-    Attributes:
-      key: The key of the node in `children` of its parent: the bytes of its first page of tokens. For a root: the
-        namespace.
-      tokens: The tokens of each page. There may be more rows than pages; `keep` leaves them.
-      pages: Page ids, in the order of the tokens.
-      locks: How many locks end at the node or below it.
-      last_used: When a lock on the node ended last.
+    The root of a namespace has no parent, no pages and no tokens. The key of a node in `children` of its parent is the
+    bytes of its first page of tokens; that of a root, the namespace. Of `tokens` there may be more rows than pages,
+    which are in the same order: `keep` leaves them.
     """
 
     __slots__ = ("children", "key", "last_used", "locks", "pages", "parent", "tokens")
@@ -35,8 +29,8 @@ class Node:
     ) -> None:
         self.parent, self.key, self.tokens, self.pages = parent, key, tokens, pages
         self.children: dict[Hashable, Node] = {}
-        self.locks = 0
-        self.last_used = 0.0
+        self.locks = 0  # how many locks end at the node or below it
+        self.last_used = 0.0  # when a lock on the node ended last
 
     def path(self) -> Iterator[Node]:
         """The node, its parent, and so on up to the root."""

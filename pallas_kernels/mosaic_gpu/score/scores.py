@@ -83,27 +83,18 @@ def prepare(
     spec: AttentionSpec,
     arrays: Operands[Ref],
     captured: CapturedShapes,
-    tile: tuple[int, int],
+    tile: tuple[int, int],  # queries and keys of a warp group
     b: jax.Array,
-    h: jax.Array,
+    h: jax.Array,  # query head; [rows] where rows belong to several heads
     *,
-    q_first: jax.Array | None = None,
-    k_first: jax.Array | None = None,
+    q_first: jax.Array | None = None,  # the first query, if the mainloop goes over keys
+    k_first: jax.Array | None = None,  # the first key, if it goes over queries; then tiles are transposed
+    # the indices of the queries, [rows], if they are not contiguous; they lie within `tile` from `q_first` on
     q: jax.Array | None = None,
-    may_end: bool,
-    nodes: Sequence[Node] | None = None,
+    may_end: bool,  # whether these queries or keys may reach past the end
+    nodes: Sequence[Node] | None = None,  # nodes of the score mod to prepare; None for the nodes of its program
 ) -> Scores:
-    """Prologue: evaluates the loop-invariant values of the mods (uniform, and along the axis that stays fixed).
-
-    Args:
-      tile: Queries and keys of a warp group.
-      h: Query head; [rows] where rows belong to several heads.
-      q_first: The first query, if the mainloop goes over keys.
-      k_first: The first key, if it goes over queries; then tiles are transposed.
-      q: The indices of the queries, [rows], if they are not contiguous; they lie within `tile` from `q_first` on.
-      may_end: Whether these queries or keys may reach past the end.
-      nodes: Nodes of the score mod to prepare; None for the nodes of its program.
-    """
+    """Prologue: evaluates the loop-invariant values of the mods (uniform, and along the axis that stays fixed)."""
     transposed, first = k_first is not None, q_first if k_first is None else k_first
     assert first is not None  # one of them is given
     fixed = {"b": b, "h": h}
@@ -175,25 +166,17 @@ def _at(scores: Scores, prepared: Evaluation, program: Program, first: Index) ->
 
 def modify(
     scores: Scores,
-    raw: jax.Array,
-    first: Index,
-    is_partial: bool,
-    prefetched: Prefetched = NOT_PREFETCHED,
-    bias: Sequence[Ref] = (),
+    raw: jax.Array,  # the QK^T accumulator, float32 [queries, keys], or transposed
+    first: Index,  # first index along the axis of the mainloop
+    is_partial: bool,  # whether the mask, and the ends of the sequences, matter
+    prefetched: Prefetched = NOT_PREFETCHED,  # from `prefetch` of this tile
+    bias: Sequence[Ref] = (),  # its bias tiles, in shared memory
     *,
+    # whether to apply the mask clause by clause, which is faster where there are spare registers. Beside the
+    # accumulators of the backward kernels it spills up to 184 bytes more
     by_clause: bool = False,
 ) -> ScoreTile:
-    """Applies score mod and mask to a tile.
-
-    Args:
-      raw: The QK^T accumulator, float32 [queries, keys], or transposed.
-      first: First index along the axis of the mainloop.
-      is_partial: Whether the mask, and the ends of the sequences, matter.
-      prefetched: From `prefetch` of this tile.
-      bias: Its bias tiles, in shared memory.
-      by_clause: Whether to apply the mask clause by clause, which is faster where there are spare registers. Beside the
-        accumulators of the backward kernels it spills up to 184 bytes more.
-    """
+    """Applies score mod and mask to a tile."""
     spec, score = scores.spec, None
     if scores.score is None:
         s = raw if spec.scale > 0 else -raw

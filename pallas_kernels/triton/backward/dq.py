@@ -120,7 +120,7 @@ def _kernel(
         d_s, of_load = score_mod_vjp(derivative, tile, d_s)  # dS' of QK^T, from dS of the modified scores
         sums = tuple(total + jnp.sum(of_load(n), axis=1) for total, n in zip(sums, groups.rows, strict=True))
         for load, ref in zip((*groups.stores, *groups.atomics), written, strict=False):
-            _write(spec, tiles, ref, tile, load, of_load(load), (queries.first, key), add=load in groups.atomics)
+            _write(spec, ref, tile, load, of_load(load), (queries.first, key), add=load in groups.atomics)
         return add_rows(d_q, pv_dot(spec, d_s, k)), sums  # dQ += dS' K
 
     sums = tuple(jnp.zeros((tiles.block_q,), jnp.float32) for _ in groups.rows)
@@ -222,7 +222,6 @@ class _Queries(NamedTuple):
 
 def _write(
     spec: AttentionSpec,
-    tiles: Tiles,
     ref: Ref,
     tile: ScoreTile,
     load: Node,

@@ -28,12 +28,7 @@ def call(
     outputs: Sequence[jax.ShapeDtypeStruct],
     aliases: dict[int, int],
 ) -> list[jax.Array]:
-    """Calls a kernel.
-
-    Args:
-      target: What it was compiled for.
-      aliases: For outputs in the memory of an argument: which argument. The kernel has no parameters for them.
-    """
+    """Calls a kernel. `aliases`: which arguments are the memory of outputs; the kernel has no parameters for these."""
     # jaxlib hands over arguments and results in order, as many as there are parameters: aliased ones come last.
     order = sorted(range(len(outputs)), key=lambda n: n in aliases)
     avals = tuple(ShapedArray(outputs[n].shape, outputs[n].dtype) for n in order)

@@ -31,13 +31,7 @@ def launch(
     tiles: Tiles,
     device_kind: str,
 ) -> list[jax.Array]:
-    """Runs a kernel.
-
-    Args:
-      call: The function that `pl.pallas_call` returned.
-      names: Of the arguments of the kernel, as `names_of` gives them.
-      device_kind: Of the device for which it is compiled.
-    """
+    """Runs a kernel, `call` of `pl.pallas_call`, on a device; `names` of its arguments are as `names_of` gives them."""
     flat, tree = jax.tree.flatten(tuple(inputs))
     jaxpr = jax.make_jaxpr(lambda *xs: call(*jax.tree.unflatten(tree, xs)))(*flat)
     return _call_p.bind(*flat, jaxpr=jaxpr, names=names, tiles=tiles, device_kind=device_kind)
