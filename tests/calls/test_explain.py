@@ -163,7 +163,7 @@ def test_kernels_are_launched_with_the_tiles_that_are_named(told, ran, monkeypat
     monkeypatch.setattr(launch.Runner, "launch", lambda *args, **how: launched.append(how) or original(*args, **how))
     case = next(case for case in paged_cases.CASES if case.name == "mixed")
     x, (cache, table) = paged_evaluation.draw(case), paged_evaluation.placed(case)
-    paged_evaluation.call(case, "triton-interpret", x.query, cache, paged_evaluation.batch_of(case, table), ({}, {}))
+    paged_evaluation.call(case, "triton-interpret", x.query, cache, paged_evaluation.batch_of(case, table), x.captured)
     [account], [run] = told, ran
     jax.eval_shape(lambda: get_backend("triton").forward(run.spec, run.inputs))
     tiles = [how["tiles"] for how in launched if how["name"] == "jflex_paged"]
