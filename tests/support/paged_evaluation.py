@@ -166,10 +166,11 @@ def options_of(backend: str) -> dict[str, Any]:
 
 
 def arguments_of(case: PagedCase, backend: str, captured, layer=None, stats: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Keyword arguments of `paged_attention`; `captured` is what the mods capture."""
-    pairs = zip(("score", "mask", "key", "value"), (case.score, case.mask, case.key, case.value), captured, strict=True)
+    """Keyword arguments of `paged_attention`; `captured` is what the mods capture, up to the last one of the case."""
+    captures = dict(zip(("score", "mask", "key", "value"), captured, strict=False))
+    pairs = {"score": case.score, "mask": case.mask, "key": case.key, "value": case.value}
     return {
-        **{f"{role}_mod": None if pair is None else pair.jax(c) for role, pair, c in pairs},
+        **{f"{role}_mod": None if pair is None else pair.jax(captures[role]) for role, pair in pairs.items()},
         "scale": case.scale, "layer": layer, "normalize": case.normalize, "return_stats": stats,
         "dropout_rate": case.dropout,
         "dropout_key": jax.random.key(dropout_bits.KEY[1]) if case.dropout else None,
