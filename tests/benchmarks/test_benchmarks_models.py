@@ -7,13 +7,11 @@ import pytest
 import jflex
 from benchmarks.__main__ import main
 from benchmarks.questions import engine, generation, question, training
-from benchmarks.questions.engine import PARTS, Results, Roof, Sizes, Step
+from benchmarks.questions.engine import PARTS, Roof, Sizes, Step
 from benchmarks.questions.generation import Load, Shape, step_bytes
 from benchmarks.questions.question import Measured
 from benchmarks.results import schema
 from benchmarks.results.schema import Record
-from benchmarks.run import jax_runner
-from benchmarks.run.timing import Span
 
 TINY, LOAD = Shape(1, 64, 128, 4, 2, 16, 300), Load(2, 20, 10)
 SIZES = Sizes(12, 6, (2,), users=2, shared=16, suffix=8, page_size=8, step_tokens=16, shares=(0.5,))
@@ -88,22 +86,6 @@ class TestGeneration:
         with pytest.raises(RuntimeError, match=r"^Generated 12 tokens, expected 16\.$"):
             generation.check_counts([[1] * 16, [1] * 12], 16)
 
-    def test_the_torch_peer_decodes_as_it_computes_whole_texts(self):
-        torch = pytest.importorskip("torch")
-        from benchmarks.peers.torch.generation import programs
-
-        def seeded(prompt):
-            torch.manual_seed(0)
-            return programs(TINY, Load(2, prompt, 10))
-
-        with torch.no_grad():
-            text, decoding = torch.randint(300, (2, 20)), seeded(20)
-            token = decoding.prefill(text)
-            for position in range(20, 24):
-                text = torch.cat([text, token], dim=1)
-                token = decoding.step(token, torch.tensor([position]))
-                assert torch.equal(token, seeded(position + 1).prefill(text))
-
 
 class TestEngine:
     run_here = staticmethod(lambda job: getattr(engine, job.function)(**job.arguments))
@@ -130,29 +112,6 @@ class TestEngine:
         assert cascades[name.format("prefix cache and cascade")] > 0
         assert Roof.from_shape(Shape(), 1.0, 1.0, "int8").key_bytes == 32 * 2 * 8 * (128 + 4)
         assert [name for name, _, _ in sizes.cases("launches")] == ["2 clients, no command buffers, int8 cache"]
-
-    def test_flags_join_those_of_the_user(self, monkeypatch):
-        """XLA reads them once, when a process begins."""
-        jobs = []
-        monkeypatch.setenv("XLA_FLAGS", "--xla_dump_to=folder")
-        for part in ("clients", "launches"):
-            engine.measured_part(TINY, SIZES, part, run=lambda job: jobs.append(job) or Measured([]))
-        assert "XLA_FLAGS" not in jobs[0].variables
-        assert jobs[1].variables["XLA_FLAGS"] == "--xla_dump_to=folder --xla_gpu_enable_command_buffer="
-
-    def test_the_profile_of_a_load(self, monkeypatch):
-        """The engine has ended when the profile ends, and the middle counts: CUPTI must not end while graphs run."""
-        spans = [Span(0.0, 1.0, False), Span(4.5, 0.5, False), Span(5.0, 0.5, False, in_graph=True)]
-        monkeypatch.setattr(jax_runner, "profile_of", lambda run: run())
-        monkeypatch.setattr(jax_runner, "gpu_spans", lambda _: [*spans, Span(9.0, 1.0, False)])
-        [(_, load, options)] = SIZES.cases("clients")
-        running = engine.metered(generation.jax_model(TINY), options)
-        running.start()
-        results = Results()
-        engine.record_launches(running, "load", load, TINY.vocabulary, results)
-        assert not running._thread.is_alive()
-        assert sum(x.tokens for x in running.computed) == load.requests * (SIZES.prompt + SIZES.output - 1)
-        assert by_name(results.measured()) == {"load: idle GPU": 0.0, "load: kernels in CUDA graphs": 50.0}
 
     def test_the_roof(self):
         """Of two steps of Llama 3 8B: one token with 1,000 keys reads 15 GB; 2,048 tokens of a prompt compute."""

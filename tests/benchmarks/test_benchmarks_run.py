@@ -90,13 +90,6 @@ def test_nothing_is_begun_when_the_time_is_over(tmp_path, capsys):
     assert not list(tmp_path.iterdir())
 
 
-def test_parts_of_a_suite_can_be_picked():
-    words = "--suite hopper --variants causal --head-sizes 128 --lengths 16384 --batches 2 --pass forward"
-    plan = suite_command.plan_of("hopper", parse(["attention", *words.split(), "--peers", "jflex-mosaic"]))
-    assert [problem.name for problem in plan.problems] == ["causal; B 2, H 16, S 16384, D 128"]
-    assert (plan.directions, [peer.name for peer in plan.peers]) == (("forward",), ["jflex-mosaic"])
-
-
 def test_a_process_whose_gpu_is_broken_is_started_again(tmp_path):
     request = {"problem": SUITES["tiny"].problems[0], "directions": ["forward"]}
     with WorkerPool({"torch": FAKE["torch"]}, {}, tmp_path, Deadline()) as pool:
@@ -113,13 +106,6 @@ def test_a_job_that_fails_or_does_not_end_becomes_a_remark(capfd):
     assert remarks[0].startswith("3 is left out: the job's process ended: AttributeError: 'int' object")
     assert remarks[1].startswith("A100 is left out: the job's process was ended, since it did not answer within 0 s")
     assert "AttributeError: 'int' object" in capfd.readouterr().out
-
-
-def test_a_wait_does_not_outlast_the_deadline():
-    assert Deadline(1000.0, 0.25).timeout(90.0) == 90.0
-    assert Deadline(40.0, 0.25).timeout(90.0) <= 15.0
-    assert Deadline(5.0, 0.25).timeout(90.0) <= 5.0
-    assert (Deadline().timeout(90.0), Deadline(0.0).over, Deadline().over) == (90.0, True, False)
 
 
 def test_a_wrong_result_is_a_mismatch():

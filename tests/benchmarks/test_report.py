@@ -9,7 +9,6 @@ import shlex
 import pytest
 
 from benchmarks import __main__ as command
-from benchmarks import roofline
 from benchmarks.peers.table import PEERS, by_library
 from benchmarks.problems import Problem
 from benchmarks.questions.question import QUESTIONS
@@ -95,15 +94,6 @@ def test_pages_show_suites_in_tables():
     about = {**ABOUT, "remarks": ["torch-flex: ModuleNotFoundError: No module named 'torch' [everywhere]"]}
     absent = dataclasses.replace(results[report.DEVICE]["main"], about=about)
     assert report.sentences(absent)[-1] == "Not installed there: torch FlexAttention."
-
-
-def test_the_roof_is_the_best_rate_of_the_run():
-    rates = {"jax": {"copy_bytes": 4e12, "matmul_flops": 8e14}, "torch": {"copy_bytes": 3e12, "matmul_flops": 7e14}}
-    [problem] = [x for x in SUITES["paged"].problems if x.page == 64]
-    work = roofline.served_work(problem)
-    one = record(problem, "jflex", "forward", 1e-4, flops=work.forward_flops, moved=work.forward_bytes)
-    result = ResultFile("paged", (one,), {**ABOUT, "rates": rates})
-    assert report.tables_of(result)[0][1][1] == "100 µs, 5.37 TB/s, 134%"
 
 
 @pytest.mark.parametrize("words", documented())

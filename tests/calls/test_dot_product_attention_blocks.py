@@ -17,7 +17,6 @@ from tests.support.rows import tiers
 
 F32, I32 = jnp.float32, jnp.int32
 array = lambda *shape, dtype=F32: jnp.zeros(shape, dtype)
-X = array(2, 8, 4, 16)
 
 
 def translated(T, S=None, heads=2, **arguments):

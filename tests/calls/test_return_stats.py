@@ -32,7 +32,6 @@ OPTIONS = {
     "xla": {"implementation": "xla"},
     "triton-interpret": {"implementation": "triton", "config": jflex.Config(interpret=True)},
 }
-every_backend = pytest.mark.parametrize("backend", OPTIONS)
 kernels = pytest.mark.parametrize("backend", ["xla", "triton-interpret"])
 assert_close = functools.partial(np.testing.assert_allclose, rtol=3e-5, atol=3e-5)
 ALL = evaluation.STATS

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType
-from jax.sharding import PartitionSpec as P
 
 import jflex
 from jflex import context_parallel
@@ -19,7 +18,7 @@ from tests.support.context_parallel_calls import (
     mesh_of,
     strategies,
 )
-from tests.support.rows import in_turns, tiers
+from tests.support.rows import in_turns
 
 pytestmark = NEEDS_EIGHT_DEVICES
 T, HEADS, KV_HEADS, D = 64, 8, 4, 16
@@ -119,26 +118,6 @@ def test_results_and_gradients_are_those_of_one_device(name, strategy):
     (_, right), right_gradients = on_one_device(name)
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=2e-4, atol=3e-5), found, right)
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=2e-3, atol=1e-4), gradients, right_gradients)
-
-
-INSIDE = {
-    "vector mods": {"query_mod": jflex.rope(100.0), "key_mod": jflex.rope(100.0), "kv_lengths": jnp.array([50, 7])},
-    "dropout": {"dropout_rate": 0.5, "dropout_key": jax.random.key(3)},
-}
-
-
-@tiers(full={"strategy": "all_gather"}, rest="long")
-@strategies
-@pytest.mark.parametrize("name", INSIDE)
-def test_inside_of_shard_map_positions_are_absolute(name, strategy):
-    mesh, arrays = drawn({"context": 4}, T=64)
-    options, order = INSIDE[name] | {"implementation": "xla"}, context_parallel.zigzag_order(4)
-    local = functools.partial(jflex.context_parallel_attention, strategy=strategy, order=order, **options)
-    tokens = P(None, "context")
-    sharded = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=(tokens,) * 3, out_specs=tokens))
-    found = sharded(*(context_parallel.reorder(x, order) for x in arrays))
-    right = jflex.flex_attention(*[jnp.asarray(np.asarray(x)) for x in arrays], **options)
-    np.testing.assert_allclose(context_parallel.restore(found, order), right, rtol=3e-5, atol=3e-5)
 
 
 @pytest.mark.full

@@ -58,24 +58,6 @@ def test_captured_gradients_are_summed_by_one_reduction():
     assert len(re.findall(r"f32\[4\]\S* all-reduce\(", text)) == 1
 
 
-@tiers(full={"strategy": "all_gather"}, rest="long")
-@pytest.mark.parametrize("strategy", ["all_gather", "ring"])
-def test_a_traced_mask(strategy):
-    """Which steps are needed is data then: no hop is left out, but a device computes only where it attends."""
-    mesh, (q, k, v) = drawn()
-    ids = jnp.repeat(jnp.arange(8, dtype=jnp.int32), 32)
-
-    @jax.jit
-    def run(ids, q, k, v):
-        mask = jflex.create_block_mask(lambda b, h, i, j: ids[i] == ids[j], None, None, 256, 256, block_size=32)
-        return attend_in(mesh, strategy, block_mask=mask)(q, k, v)
-
-    right = jflex.flex_attention(q, k, v, mask_mod=lambda b, h, i, j: ids[i] == ids[j], implementation="reference")
-    assert_close(run(ids, q, k, v), right)
-    if strategy == "ring":
-        assert collectives(run.lower(ids, q, k, v).compile()) == {"collective-permute": 2}
-
-
 @pytest.mark.full
 @in_turns
 @pytest.mark.parametrize(("strategy", "implementation"), [("all_gather", "xla"), ("ring", "xla"), ("ring", "triton")])

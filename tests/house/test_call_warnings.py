@@ -6,7 +6,6 @@ import warnings
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 import jflex
@@ -157,36 +156,3 @@ def test_arrays_other_programs_and_traced_calls_do_not_warn(attend):
     assert not warned(lambda n: attend(mask_mod=masks.document(jnp.zeros(8 + n, jnp.int32))), range(4))
     layers = lambda x: [jflex.flex_attention(x, x, x, lambda s, *at, n=n: s * n) for n in range(4)]
     assert not warned(lambda _: jax.eval_shape(layers, jnp.zeros((1, 8, 2, 16))), [0])
-
-
-# --- the guide's table of alignments
-T, S = 3, 8
-LENGTHS_OF_KEYS = jnp.array([8, 5], jnp.int32)
-LAST = np.stack([np.tril(np.ones((T, S), bool), n - T)[None] for n in (8, 5)])  # of each batch entry
-
-
-@pytest.mark.parametrize(
-    ("mask_mod", "visible"),
-    [
-        (masks.causal(), np.tril(np.ones((T, S), bool))),
-        (masks.causal("bottom_right", q_length=T, kv_length=S), LAST[0]),
-        (jflex.with_offset(masks.causal(), S - T), LAST[0]),
-        (jflex.with_offset(masks.causal(), LENGTHS_OF_KEYS - T), LAST),
-    ],
-)
-def test_the_alignments_of_the_guide(mask_mod, visible):
-    np.testing.assert_array_equal(jflex.create_mask(mask_mod, 2, None, T, S), np.broadcast_to(visible, LAST.shape))
-
-
-@pytest.mark.full
-def test_the_alignment_of_packed_sequences():
-    rng = np.random.default_rng(0)
-    query, key, value = (jnp.asarray(rng.normal(size=(2, n, 2, 16)), jnp.float32) for n in (T, S, S))
-    expected = jflex.dot_product_attention(query, key, value, mask=jnp.asarray(LAST))
-    q_ends, kv_ends = jnp.array([0, T, 2 * T], jnp.int32), jnp.array([0, S, S + 5], jnp.int32)
-    packed_keys = (jnp.concatenate([x[0], x[1, :5]]) for x in (key, value))
-    mask_mod = jflex.with_offset(masks.causal(), jnp.diff(kv_ends) - jnp.diff(q_ends))
-    packed = jflex.flex_attention_varlen(
-        query.reshape(-1, 2, 16), *packed_keys, cu_seqlens_q=q_ends, cu_seqlens_k=kv_ends, mask_mod=mask_mod
-    )
-    np.testing.assert_allclose(packed.reshape(expected.shape), expected, rtol=2e-5, atol=2e-5)

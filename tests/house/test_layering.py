@@ -92,19 +92,6 @@ def test_no_circle():
     assert not circle(names)
 
 
-@pytest.mark.parametrize(
-    ("names", "expected"),
-    [
-        ({"p": {"p.a.f"}, "p.a": {"p.b.g", "jax"}, "p.b": set()}, set()),
-        ({"p": {"p.a.f"}, "p.a": {"p.b.g"}, "p.b": {"p.a"}}, {"p.a", "p.b"}),
-        ({"p": {"p.a.f"}, "p.a": {"p.f"}}, {"p", "p.a"}),
-    ],
-    ids=["a package names again", "two modules", "a module asks its package"],
-)
-def test_a_circle_is_seen(names: dict[str, set[str]], expected: set[str]):
-    assert set(circle(names)) == expected
-
-
 # What both packages speak of, plain dataclasses, and the bounds of blocks; all without Pallas.
 SHARED = (
     "pallas_kernels.block_intervals",
@@ -156,23 +143,3 @@ def test_only_flax_layers_import_flax():
         if starts_with(name, "flax", "optax")
     ]
     assert not found
-
-
-@pytest.mark.parametrize(
-    ("source", "expected"),
-    [
-        ("import jflex.attention", [("jflex.attention", False)]),
-        ("from . import base", [("room.inner.base", False)]),
-        ("from ..other import name", [("room.other.name", False)]),
-        ("def f():\n    from pallas_kernels import mods", [("pallas_kernels.mods", True)]),
-        ("class A:\n    def f(self):\n        if True:\n            import flax", [("flax", True)]),
-        ("if TYPE_CHECKING:\n    import flax", []),
-    ],
-)
-def test_the_reader_sees(source: str, expected: list[Import]):
-    assert list(imports(ast.parse(source), "room.inner")) == expected
-
-
-def test_the_reader_sees_imports_for_types():
-    source = "if TYPE_CHECKING:\n    import flax"
-    assert list(imports(ast.parse(source), "room.inner", for_types=True)) == [("flax", False)]

@@ -8,12 +8,8 @@ import numpy as np
 import pytest
 
 import jflex
-from pallas_kernels import block_walk
-from pallas_kernels.config import Tiles
-from pallas_kernels.spec import Blocks, Captured, Operands
 from tests.cases.hopper_cases import HOPPER, ONE_PASS
 from tests.support import evaluation, gpu_compile
-from tests.support.specs import spec_of
 
 pytestmark = pytest.mark.full
 
@@ -143,17 +139,6 @@ def test_a_shared_pair_bias_spills_little(D, count):
     assert len(found) == count
     assert found["jflex_backward_captured"].spill <= 128
     assert found["jflex_backward_captured"].tensor == "wgmma"
-
-
-@pytest.mark.parametrize("counts", [(2, 1), (0, 0), (-1, 2), (3, -5)])
-def test_counts_the_tiles_that_a_walk_visits(counts):
-    lists = [jnp.full((1, 1, 1), count, jnp.int32) for count in counts]
-    index = jnp.zeros((1, 1, 1, 4), jnp.int32)
-    arrays = Operands(None, None, None, (lists[0], index, lists[1], index), Captured())
-    sizes = spec_of(T=128, S=512, Hq=1, blocks=Blocks((128, 128), 1, 1))
-    tiles, here = Tiles(64, 64, 4, 2), (0, 0, jnp.int32(0))
-    visited = block_walk.over_keys(sizes, tiles, arrays, here, jnp.int32(0), lambda n, *_: n + 1)
-    assert block_walk.count_keys(sizes, tiles, arrays, here) == visited
 
 
 @NEEDS_011

@@ -1,7 +1,5 @@
 """The Hopper kernels on a CPU, by `tests.support.hopper_emulator`: results and gradients of the table of cases."""
 
-import threading
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,7 +12,7 @@ from tests.cases import score_pairs as scores
 from tests.cases.hopper_cases import HOPPER, MANY, ONE_PASS
 from tests.cases.table import Case, Sizes
 from tests.support import evaluation, hopper_emulator
-from tests.support.hopper_emulator import Barrier, Cta, Memory, emulated
+from tests.support.hopper_emulator import emulated
 from tests.support.rows import tiers
 
 # Two warp groups that compute; the others of the default and the full tier have one.
@@ -88,33 +86,3 @@ def test_the_emulator_notices_a_barrier_that_is_left_out(monkeypatch, method, er
     with pytest.raises(error):
         evaluation.check_forward(TWO_GROUPS, "mosaic_gpu-emulated")
     evaluation.everything.cache_clear()
-
-
-def test_tma_fills_with_zeros_and_drops_what_is_outside():
-    memory = Memory(np.arange(12.0).reshape(3, 4))
-    assert memory.at[1:3, 2][:].tolist() == [6.0, 10.0]
-    tail = Memory(memory.array, ((2, 2, True), (3, 2, True)))
-    assert tail.read().tolist() == [[11.0, 0.0], [0.0, 0.0]]
-    tail.write(jnp.full((2, 2), 5.0), add=True)
-    assert memory.array.sum() == np.arange(12.0).sum() + 5.0
-    assert Memory(memory.array).T.at[1].read().tolist() == [1.0, 5.0, 9.0]
-
-
-def test_a_phase_of_a_barrier_ends_with_its_last_arrival():
-    cta, passed = Cta(), []
-    barrier = Barrier(2, 2, cta)
-
-    def consume():
-        hopper_emulator.here.group = 0
-        for phase in range(2):
-            hopper_emulator.wait(barrier.at[1])
-            passed.append(phase)
-
-    thread = threading.Thread(target=consume)
-    thread.start()
-    for arrivals in range(4):
-        hopper_emulator.arrive(barrier.at[1])
-        if arrivals % 2:
-            thread.join(0.2 if arrivals < 3 else None)
-        assert len(passed) <= (arrivals + 1) // 2
-    assert passed == [0, 1]

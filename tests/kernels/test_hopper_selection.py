@@ -9,7 +9,6 @@ import pytest
 
 import jflex
 from jflex.backends.gpu import triton
-from pallas_kernels.config import Tiles
 from pallas_kernels.plan import Refusal
 from tests.kernels.test_hopper import BACKEND, NEEDS_011
 from tests.support import gpu_compile
@@ -208,20 +207,3 @@ def test_which_kernel_computes_the_gradient_of_a_pair_bias(batch, index, shape, 
     with gpu_compile.absent_gpu():
         account = jflex.explain(x, x, x, mod, implementation=BACKEND, config=config)
     assert set(re.findall(r", ([a-z ]+) \d|by '(?:triton)'", account.tiles)) == {"dkv", *kernels}
-
-
-@pytest.mark.full
-@NEEDS_011
-def test_takes_measured_tiles(monkeypatch, fresh_plans):
-    from pallas_kernels.tuning import tables
-
-    table = {
-        "forward_sm90": Tiles(128, 64, 8, 3),
-        "one_pass_sm90": Tiles(64, 64, 4, 3),
-        "dkv_sm90": Tiles(64, 64, 4, 2),
-        "dq_sm90": Tiles(64, 64, 4, 3),
-    }
-    monkeypatch.setattr(tables, "look_up", lambda device, key: table.get(key.kernel))
-    assert "forward 128 x 64 (8 warps that compute, 3 stages), dkv and dq 64 x 64 (4 warps" in chosen().tiles
-    in_order = chosen(config=jflex.Config(deterministic=True)).tiles
-    assert "dkv 64 x 64 (4 warps that compute, 2 stages), dq 64 x 64 (4 warps that compute, 3 stages)" in in_order

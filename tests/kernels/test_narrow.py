@@ -138,18 +138,6 @@ def test_training_takes_the_same_with_either_type_of_16_bits():
     assert memory("bfloat16") < 1.05 * memory("float16")
 
 
-def test_rows_are_set():
-    dtype = jnp.bfloat16
-    rng = np.random.default_rng(1)
-    x, rows = rng.normal(size=(2, 5, 3)).astype(dtype), rng.normal(size=(4, 3)).astype(dtype)
-    index = np.array([1, 0, 2, -1], np.int32), np.array([4, 0, 1, 2], np.int32)
-    right = x.copy()
-    right[1, 4], right[0, 0] = rows[0], rows[1]
-    np.testing.assert_array_equal(jax.jit(set_rows)(x, tuple(map(jnp.asarray, index)), rows), right)
-    np.testing.assert_array_equal(set_rows(jnp.asarray(x), (jnp.asarray(index[0]),), jnp.zeros((4, 5, 3), dtype))[1], 0)
-    assert set_rows(jnp.asarray(x), (jnp.zeros(0, jnp.int32),), jnp.zeros((0, 5, 3), dtype)).shape == x.shape
-
-
 # Shapes and axes that tokens index: written in one pass, one by one, so with an axis that forbids a reshape.
 SHAPES = [((2, 5, 3), 2), ((64, 128, 3), 2), ((3, 40, 128, 2), 3), ((40, 512, 1, 3), 2)]
 
@@ -189,19 +177,6 @@ def test_gradients_and_vmap_of_a_write(length, dtype):
     right[0, 4] = right[1, 0] = right[1, 2] = 0
     np.testing.assert_array_equal(d_x.astype(np.float32), right)
     np.testing.assert_array_equal(d_rows.astype(np.float32), taken)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("batched", [(0, None, None), (None, 0, None), (None, None, 0)])
-def test_vmap_of_parts_of_a_write(batched):
-    x, rows, index = jnp.zeros((64, 128, 3), jnp.bfloat16), jnp.ones((2, 3), jnp.bfloat16), jnp.array([7, -1])
-    arguments = [
-        a if axis is None else jnp.stack([a, a + 1]) for a, axis in zip((x, index, rows), batched, strict=True)
-    ]
-    write = lambda x, page, rows: set_rows(x, (page, jnp.array([100, 5])), rows)
-    found = jax.vmap(write, batched)(*arguments)
-    one = lambda n: write(*(a if axis is None else a[n] for a, axis in zip(arguments, batched, strict=True)))
-    np.testing.assert_array_equal(found, jnp.stack([one(0), one(1)]))
 
 
 @pytest.mark.full

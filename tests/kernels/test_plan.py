@@ -55,17 +55,6 @@ def test_bounds(tiles, target):
     assert (np.array(tiles)[splits > 1] // splits[splits > 1] >= planner.MIN_TILES_PER_SPLIT).all()
 
 
-@pytest.mark.parametrize("kind", ["even", "uniform", "one_long"])
-@pytest.mark.parametrize(("rows", "heads"), [(8, 8), (16, 16), (32, 8)])
-def test_no_part_is_much_longer_than_a_share(rows, heads, kind):
-    rng = np.random.default_rng(0)
-    tiles = {"even": [256] * rows, "uniform": rng.integers(1, 257, rows), "one_long": [256] + [16] * (rows - 1)}[kind]
-    target = planner.num_splits(heads)
-    _, splits = divided(list(tiles), target)
-    longest = np.ceil(np.array(tiles) / splits[: len(tiles)]).max()
-    assert longest <= 1.25 * sum(tiles) / target
-
-
 @given(ROWS, st.sampled_from([5, 33]), st.sampled_from([2, 8]))
 def test_longest_parts_come_first(tiles, target, least):
     """Each part once, those of a row side by side, and none after a shorter one."""
@@ -91,24 +80,6 @@ def makespan(sizes, resident):
     for size in sizes:
         heapq.heapreplace(ends, ends[0] + size)
     return max(ends)
-
-
-def optimum(sizes, resident):
-    """The least makespan of all orders: every way to hand out the items."""
-    reached = {(0,) * resident}
-    for size in sorted(sizes, reverse=True):
-        reached = {
-            tuple(sorted((*loads[:k], loads[k] + size, *loads[k + 1 :]))) for loads in reached for k in range(resident)
-        }
-    return min(max(loads) for loads in reached)
-
-
-@given(st.lists(st.integers(0, 100), min_size=1, max_size=6), st.integers(2, 3))
-def test_longest_splits_first_end_within_4_thirds_of_the_optimum(tiles, resident):
-    """Graham 1969, Bounds on multiprocessing timing anomalies: 4/3 - 1/(3m), here although last splits are shorter."""
-    padded, splits = divided(tiles, resident)
-    sizes = sizes_in(find_longest_first(padded, splits, ITEMS), padded, splits)
-    assert 3 * resident * makespan(sizes, resident) <= (4 * resident - 1) * optimum(sizes, resident)
 
 
 @given(ROWS, st.sampled_from([1, 2, 8, 16]), st.booleans())

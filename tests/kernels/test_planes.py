@@ -5,8 +5,6 @@ import jax.numpy as jnp
 import pytest
 
 from jflex.mods.trace import TracedMod
-from pallas_kernels.config import Tiles
-from pallas_kernels.mosaic_gpu import smem
 from pallas_kernels.mosaic_gpu.score import bias_tiles
 from pallas_kernels.program.build import IndexRanges, trace_program
 from pallas_kernels.spec import Programs
@@ -73,23 +71,3 @@ def test_as_many_as_there_is_room_for(dtypes, D, count, transposed):
     spec = spec_with(mod, *(((1024, 2048), dtype) for dtype in dtypes), D=D)
     assert len(bias_tiles.bias_loads(spec)) == count
     assert len(bias_tiles.bias_loads(spec, transposed=True)) == transposed
-
-
-def test_without_a_mod_or_shapes_there_are_none():
-    spec = spec_with(plus(lambda b, h, q, k: (q, k)), ((1024, 2048), BF16))
-    assert bias_tiles.bias_loads(spec.replace(programs=Programs())) == ()
-    assert bias_tiles.bias_loads(spec.replace(score_mod=None)) == ()
-
-
-@pytest.mark.parametrize(("taken", "stages"), [(0, 3), (smem.LIMIT - 80_000, 2), (smem.LIMIT - 40_000, 1)])
-def test_takes_the_stages_that_fit(taken, stages):
-    spec = spec_with(plus(lambda b, h, q, k: (q, k)), ((1024, 2048), BF16))
-    make = lambda ring: [smem.tiled((taken // 128 + 1, 64), BF16), ring]
-    found = bias_tiles.with_bias_ring(make, spec, Tiles(128, 128, 8, 3))
-    assert found[1].tiles[0].shape == (stages, 128, 128)
-
-
-def test_takes_none_that_does_not_fit():
-    spec = spec_with(plus(lambda b, h, q, k: (q, k)), ((1024, 2048), BF16))
-    make = lambda ring: [smem.tiled((smem.LIMIT // 128, 64), BF16), ring]
-    assert bias_tiles.with_bias_ring(make, spec, Tiles(128, 128, 8, 3))[1] is None

@@ -8,13 +8,9 @@ import numpy as np
 import pytest
 
 import jflex
-from pallas_kernels.mosaic_gpu import work_items
 from pallas_kernels.mosaic_gpu.decode import kernel
-from pallas_kernels.mosaic_gpu.decode.sizes import Packing
 from pallas_kernels.mosaic_gpu.decode.step import DecodeStep
-from pallas_kernels.mosaic_gpu.latent.sizes import Heads
 from pallas_kernels.mosaic_gpu.latent.step import LatentStep
-from pallas_kernels.spec import Paging
 from pallas_kernels.split_kv import items as hopper_items
 from pallas_kernels.split_kv.work import RequestExtents
 from tests.cases.decode_hopper_cases import (
@@ -196,32 +192,6 @@ def test_the_emulator_notices_what_is_not_waited_for(monkeypatch, name):
 # --- what CTAs compute
 
 
-def test_packing_of_heads_and_queries():
-    spec = lambda **sizes: spec_of(S=4096).replace(**sizes)
-    paged = {"paging": Paging(64, 8193)}
-    assert Packing.from_spec(spec(Hq=32, Hkv=8, T=32, **paged)) == (4, 16)
-    assert Packing.from_spec(spec(Hq=5, Hkv=1, T=32, **paged)) == (5, 12)
-    assert Packing.from_spec(spec(Hq=32, Hkv=8, B=20, T=30, **paged)) == (4, 2)
-    assert Packing.from_spec(spec(Hq=32, Hkv=8, T=3)) == (4, 3)
-    assert [Packing(4, 1).rows, Packing(4, 16).rows, Packing(5, 12).rows] == [16, 64, 64]
-
-
-@pytest.mark.parametrize(
-    ("heads", "groups", "count", "padded", "queries"),
-    [
-        (1, 1, 1, 8, 8),
-        (9, 1, 9, 16, 4),
-        (63, 1, 63, 64, 1),
-        (96, 2, 48, 48, 1),
-        (126, 2, 63, 64, 1),
-        (128, 2, 64, 64, 1),
-    ],
-)
-def test_latent_heads_fill_tiles(heads, groups, count, padded, queries):
-    tile = Heads.from_count(heads)
-    assert (tile.groups, tile.count, tile.padded_count, tile.queries) == (groups, count, padded, queries)
-
-
 @pytest.mark.full
 @in_turns
 @pytest.mark.parametrize("lengths", [(4096,) * 8, (16384,), (64, 0, 4096, 700)])
@@ -238,20 +208,3 @@ def test_items_of_the_host_are_those_of_the_kernel(lengths, queries):
     np.testing.assert_array_equal(planned[: len(items)], items)
     assert slots == 1 + max(items[:, 6].max(), -1)
     assert slots <= work.slots(spec)
-
-
-@pytest.mark.parametrize("total", [0, 1, 5, 6, 11, 12, 13])
-def test_every_item_is_taken_once(monkeypatch, total):
-    """Also of a last round that is not full, in either direction."""
-    monkeypatch.setattr(work_items, "NUM_SMS", 3)
-    items, taken = jnp.full((max(total, 1), work_items.FIELDS), total, jnp.int32), []
-    items = items.at[:, 0].set(jnp.arange(max(total, 1)))
-
-    def body(i, item, count):
-        taken.append((int(item.request), int(item.group)))
-        return count + 1
-
-    with jax.disable_jit():
-        counts = [int(work_items.over_items(items, 2, jnp.int32(cta), body)) for cta in range(3)]
-    assert sorted(taken) == [(request, group) for request in range(total) for group in range(2)]
-    assert max(counts) - min(counts) <= 1

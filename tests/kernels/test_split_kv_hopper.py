@@ -10,7 +10,6 @@ import jflex
 from pallas_kernels.mosaic_gpu import smem, split_kv
 from pallas_kernels.mosaic_gpu.decode import kernel as decode_kernel
 from pallas_kernels.mosaic_gpu.latent import kernel as latent_kernel
-from pallas_kernels.mosaic_gpu.latent import plan as latent_plan
 from pallas_kernels.mosaic_gpu.latent.sizes import Heads
 from pallas_kernels.spec import Paging
 from tests.support import gpu_compile
@@ -239,11 +238,6 @@ def test_refuses_eight_bits():
     message = "takes no eight bits, and these have float8_e4m3fn"
     with pytest.raises(jflex.UnsupportedError, match=message), gpu_compile.absent_gpu():
         jax.jit(call).trace(q, cache, batch)
-
-
-@pytest.mark.parametrize("option", [{"normalize": "none"}, {"stats": ("max",)}])
-def test_plan_refuses_what_mla_attention_does_not_take(option):
-    assert NEITHER in latent_plan.plan(latent_spec(dtype="bfloat16", **option)).reason
 
 
 @NEEDS_011

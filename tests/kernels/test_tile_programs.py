@@ -23,39 +23,6 @@ def spec_with(sizes=SIZES):
     return spec_of(B=sizes.B, T=sizes.T, S=sizes.S, Hq=sizes.Hq, D=16, scale=0.25)
 
 
-def ops_of_tile(program):
-    return sorted(node.op for node in program.nodes if node.kind == "qk" and node.op != "input")
-
-
-class TestArithmetic:
-    def test_distance_is_converted_by_row_and_column(self):
-        program = program_of(lambda s, b, h, q, k: s - 0.5 * (q - k).astype(jnp.float32))
-        assert ops_of_tile(program) == ["mul", "sub", "sub"]
-
-    def test_absolute_distance_too(self):
-        program = program_of(lambda s, b, h, q, k: s + jnp.abs(k - q - 3).astype(jnp.float32))
-        assert "convert_element_type" not in ops_of_tile(program)
-
-    def test_what_float32_may_not_hold_is_converted_by_element(self):
-        program = program_of(lambda s, b, h, q, k: s + (q * 1_000_000 - k).astype(jnp.float32))
-        assert "convert_element_type" in ops_of_tile(program)
-
-    def test_quotients_by_what_is_no_tile_are_products(self):
-        program = program_of(lambda s, b, h, q, k, cap: s / cap, ())
-        assert ops_of_tile(program) == ["mul"]
-
-    def test_quotients_by_a_tile_stay(self):
-        program = program_of(lambda s, b, h, q, k, x: s / x[q, k], (70, 90))
-        assert "div" in ops_of_tile(program)
-
-    @pytest.mark.parametrize("operation", [jnp.floor_divide, jnp.remainder])
-    def test_quotients_of_integers_are_of_the_larger_dtype(self, operation):
-        with jax.numpy_dtype_promotion("standard"):
-            program = program_of(lambda s, b, h, q, k: s + operation(q.astype(jnp.int8), k + 200).astype(jnp.float32))
-        [node] = [node for node in program.nodes if node.op in ("div", "rem")]
-        assert node.dtype == np.int32
-
-
 class CountingSpace(tile_programs.DenseSpace):
     """Tiles of one shape; counts the multiply-adds."""
 
@@ -172,12 +139,6 @@ def test_invariance(mod, shape, expected):
     program = program_of(mod, shape)
     [load] = [node for node in program.loads if node.kind == "qk"]
     assert broadcast_axes(spec_with(), load) == expected
-
-
-def test_axes_of_length_1_are_none():
-    program = program_of(lambda s, b, h, q, k, x: s + x[q, k], (70, 90))
-    [load] = program.loads
-    assert broadcast_axes(spec_with(IndexRanges(1, 1, 70, 90)), load) == BroadcastAxes(False, False, False)
 
 
 def test_groups_of_loads():

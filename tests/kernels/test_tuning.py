@@ -2,13 +2,10 @@
 
 import dataclasses
 import json
-import types
 
-import hypothesis
 import jax
 import jax.numpy as jnp
 import pytest
-from hypothesis import strategies as st
 
 import jflex
 from benchmarks import tune
@@ -72,22 +69,6 @@ class TestLookUp:
         key = tables.Key("forward", 64, 2, "none", "short")
         assert tables.look_up("NVIDIA Unheard Of", key) is None
         assert tables.look_up("cpu", key) is None
-
-
-@hypothesis.given(
-    kernel=st.sampled_from(tables.KERNELS),
-    head_size=st.integers(1, 256),
-    itemsize=st.sampled_from([2, 4]),
-    length=st.integers(0, 1 << 20),
-    device=st.text(max_size=20) | st.sampled_from(["NVIDIA H200", "NVIDIA L4"]),
-)
-def test_every_problem_has_one_bucket(kernel, head_size, itemsize, length, device):
-    key = tables.key_of(kernel, head_size, itemsize, (None, None), length)
-    assert key.head_size in tables.HEAD_SIZES
-    assert key.head_size >= head_size
-    assert (key.mods, key.length) == ("none", "short" if length <= tables.LONGEST_SHORT else "long")
-    found = tables.look_up(device, key)
-    assert found is None or isinstance(found, Tiles)
 
 
 @pytest.mark.parametrize("name", TABLES)
@@ -162,12 +143,6 @@ class TestEstimate:
     def test_may_work(self, kernel, tiles, D, fits):
         assert triton_plan.may_work(kernel, tiles, D, D, 2) is fits
 
-    @in_turns
-    @pytest.mark.parametrize("D", tables.HEAD_SIZES[:-1])
-    @pytest.mark.parametrize("kernel", tables.KERNELS)
-    def test_something_is_left_to_search(self, kernel, D):
-        assert len(list(tune.configurations(kernel, D))) > 3
-
 
 @pytest.mark.parametrize(("kernel", "tiles", "D", "biases", "dtype"), [
     ("forward", Tiles(128, 64, 4, 3), 64, 0, "float32"),
@@ -224,52 +199,6 @@ def test_what_mods_read_by_row_is_counted():
 
 
 class TestSearch:
-    def test_the_least_geometric_mean_is_best(self):
-        a, b, c = Tiles(64, 64, 4, 2), Tiles(128, 64, 4, 2), Tiles(128, 128, 4, 2)
-        found = tune.best_first({a: [2.0, 8.0], b: [1.0, 15.0], c: [5.0, 5.0]})
-        assert [tiles for tiles, _ in found] == [b, a, c]
-
-    def test_calls_that_take_turns_keep_their_times(self, monkeypatch):
-        order = []
-
-        def device_seconds(call, runs, *, warmup):
-            for _ in range(warmup + 4):  # as many more as the clocks need
-                call()
-            order.clear()
-            return [call() for _ in range(runs)]
-
-        monkeypatch.setattr(tune, "timer", lambda: types.SimpleNamespace(device_seconds=device_seconds))
-        assert tune._seconds([lambda: 1.0, lambda: 2.0, lambda: 3.0]) == [1.0, 2.0, 3.0]
-
-    def test_a_table_is_read_as_it_was_written(self, tmp_path):
-        key = tables.Key("dq", 64, 2, "none", "long")
-        tiles = dataclasses.asdict(Tiles(64, 64, 4, 2))
-        entry = {"key": key._asdict(), "tiles": tiles, "microseconds": 1.5, "runner_up": None}
-        other = entry | {"key": key._replace(kernel="dkv")._asdict()}
-        tune.write(tmp_path / "x.json", {"date": "today", "machine": {"device": "x"}}, [entry, other])
-        content = json.loads((tmp_path / "x.json").read_text())
-        assert content["date"] == "today"
-        assert content["entries"] == [other, entry]
-
-    @pytest.mark.parametrize("kernel", tables.HOPPER_KERNELS)
-    def test_tiles_of_hopper_are_whole_warp_groups(self, kernel):
-        for D in (64, 80, 96, 128):
-            found = list(tune.configurations(kernel, D))
-            assert len(found) == len(set(found)) > (0 if kernel == "one_pass_sm90" else 3)
-            for tiles in found:
-                rows = tiles.block_kv if kernel in ("dkv_sm90", "one_pass_sm90") else tiles.block_q
-                assert rows % (tiles.num_warps * 16) == 0
-                assert tiles.num_stages >= 2
-
-    def test_tiles_with_other_outputs_are_left_out(self, monkeypatch):
-        right, wrong = Tiles(64, 64, 4, 2), Tiles(64, 64, 4, 3)
-        x, far = jnp.ones(8), jnp.ones(8).at[3].set(2.0)
-        monkeypatch.setattr(tune, "attentions", lambda *condition: [None])
-        monkeypatch.setattr(tune, "inputs", lambda attention: (x,))
-        monkeypatch.setattr(tune, "program", lambda attention, kernel, tiles: lambda x: {"forward": x}[kernel])
-        calls = {right: [lambda: x], wrong: [lambda: far]}
-        assert list(tune._correct(tune.Condition("forward_sm90", 64, "none", "long"), calls)) == [right]
-
     def test_a_head_size_that_fails_keeps_the_others_and_the_old(self, monkeypatch, tmp_path):
         def entry(head_size, microseconds):
             key = tables.Key("dq", head_size, 2, "none", "long")._asdict()

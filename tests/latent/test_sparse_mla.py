@@ -284,16 +284,3 @@ def test_gradients_through_the_selected_keys():
     slots = jflex.paged.slots_of(batch.page_table[0], INT([0, 2, 5, 7, 19]), case.page_size)
     touched = np.flatnonzero(np.abs(np.asarray(d_cache.rows)).sum(axis=(2, 3)).reshape(-1))
     assert sorted(touched) == sorted(np.asarray(slots).tolist())
-
-
-# --- selected by scores
-
-
-@pytest.mark.full
-def test_selected_keys_are_those_of_dense_attention():
-    """All keys that a causal mask shows are selected where k is large enough."""
-    scores = jax.random.normal(jax.random.key(0), (CASE.N, 40))
-    positions = jnp.concatenate([jnp.arange(c) + n - c for c, n in zip(CASE.queries, CASE.lengths, strict=True)])
-    positions = jnp.pad(positions, (0, CASE.padding), constant_values=-1)
-    indices = jflex.select_keys(scores, 40, visible=positions[:, None] >= jnp.arange(40)[None])
-    check(sparse(CASE, indices, "xla"), paged_evaluation.run(CASE, "xla"))

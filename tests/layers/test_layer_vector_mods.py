@@ -4,10 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import linen, nnx
+from flax import nnx
 
-import flax_layers.linen
-import flax_layers.nnx
 import jflex
 from flax_layers.attention.core import SharedPrefix
 from tests.support.dense_masks import causal
@@ -74,35 +72,3 @@ def test_a_rope_is_the_rotary_embedding_of_the_layer():
     rope, plain = jflex.rope(100.0), layer_of("nnx")
     by_mods = nnx.jit(lambda layer: layer(INPUTS, query_mod=rope, key_mod=rope))(plain)
     assert_close(by_mods, nnx.jit(lambda layer: layer(INPUTS))(layer_of("nnx", rotary_base=100.0)))
-
-
-@pytest.mark.full
-def test_parameters_get_gradients():
-    class Owner(nnx.Module):
-        def __init__(self):
-            self.attention = layer_of("nnx")
-            self.gain = nnx.Param(jnp.ones(D))
-
-        def __call__(self, inputs):
-            return self.attention(inputs, key_mod=lambda x, b, h, i: x * self.gain[...])
-
-    class LinenGain(linen.Module):
-        @linen.compact
-        def __call__(self, x, b, h, i):
-            return x * self.param("gain", linen.initializers.ones, (D,))
-
-    class LinenOwner(linen.Module):
-        def setup(self):
-            self.attention = flax_layers.linen.FlexAttention(
-                IN_FEATURES, 4, num_kv_heads=2, mask_mod=causal, implementation="xla"
-            )
-            self.gain = LinenGain()
-
-        def __call__(self, inputs):
-            return self.attention(inputs, key_mod=self.gain)
-
-    found = nnx.grad(lambda owner: jnp.sum(jnp.sin(owner(INPUTS))))(Owner())
-    assert np.abs(found.gain[...]).max() > 1e-3
-    variables = LinenOwner().init(jax.random.key(0), INPUTS)
-    found = jax.grad(lambda variables: jnp.sum(jnp.sin(LinenOwner().apply(variables, INPUTS))))(variables)
-    assert np.abs(found["params"]["gain"]["gain"]).max() > 1e-3

@@ -1,8 +1,6 @@
 """BlockMask: building, lists of the user, transformations, drawing; against dense numpy masks."""
 
-import copy
 import functools
-import inspect
 import logging
 
 import chex
@@ -17,8 +15,6 @@ import jflex
 from jflex._call.checks import block_mask_mismatch
 from jflex.block_mask.dense import create_mask
 from jflex.block_mask.mask import BlockMask, create_block_mask
-from jflex.block_mask.states import block_states
-from jflex.mods.trace import trace_mask_mod
 from tests.support.dense_masks import (
     causal,
     check_same_mask,
@@ -69,30 +65,6 @@ def test_random_masks_match_dense(seed, leading, sizes):
     np.testing.assert_array_equal(block_mask.to_dense(), listed.astype(int))
     skipped = ~listed.repeat(block_size[0], 2).repeat(block_size[1], 3)[:, :, : lengths[0], : lengths[1]]
     assert block_mask.sparsity() == pytest.approx(100 * skipped.mean())
-
-
-@pytest.mark.full
-def test_many_steps_match_one(monkeypatch):
-    # As many elements at once as one block has: several units in every row, and a last step that is not filled.
-    values = dense_values(7, (2, 3, 100, 70))
-    expected = pooled_states(values, (32, 16))
-    for elements in (32 * 16, 2 * 32 * 16, 7 * 32 * 16, 4 * 5 * 32 * 16):
-        monkeypatch.setattr("jflex.block_mask.states._ELEMENTS_PER_STEP", elements)
-        traced, operands = trace_mask_mod(dense_mod(values))
-        states = inspect.unwrap(block_states)(traced, operands, values.shape, (32, 16))
-        np.testing.assert_array_equal(states, expected)
-
-
-@pytest.mark.full
-def test_figures_of_an_offset_causal_mask():
-    offset = jnp.asarray([0, 64, 128, 256])
-    block_mask = create_block_mask(lambda b, h, q, kv: q + offset[b] >= kv, 4, 2, 512, 512)
-    assert block_mask.shape == (4, 2, 512, 512)
-    assert block_mask.numel() == 4 * 2 * 512 * 512
-    dense = np.arange(512)[:, None] + np.asarray(offset)[:, None, None, None] >= np.arange(512)
-    check_same_mask(block_mask, np.broadcast_to(dense, block_mask.shape))
-    assert create_block_mask(causal, None, None, 2048, 2048).sparsity() == 46.875
-    assert create_block_mask(causal, None, None, 100, 100).sparsity() == 0.0
 
 
 @pytest.mark.parametrize("shape", [(0, 64), (64, 0), (0, 0)])
@@ -156,19 +128,6 @@ def test_never_holds_the_whole_mask(length):
 # --- user lists
 
 
-def test_from_kv_blocks_equals_the_built_mask():
-    built = create_block_mask(causal, None, None, 256, 256, block_size=64)
-    rows = np.arange(4)
-    partial, full = rows[:, None], np.broadcast_to(np.arange(4), (4, 4))
-    given_mask = BlockMask.from_kv_blocks(
-        np.ones((1, 1, 4), int), partial[None, None], rows[None, None], full[None, None],
-        block_size=64, mask_mod=causal, seq_lengths=(256, 256),
-    )  # fmt: skip
-    for one, other in zip(built.lists, given_mask.lists, strict=True):
-        np.testing.assert_array_equal(one, other)
-    assert given_mask.shape == built.shape
-
-
 @tiers(default={"lengths": "lengths1"})
 @pytest.mark.parametrize("jit", [False, True])
 @pytest.mark.parametrize("lengths", [(96, 128), (90, 121)])
@@ -200,13 +159,6 @@ def test_is_a_pytree():
     check_same_mask(jax.jit(lambda mask: mask)(block_mask), values)
 
 
-def test_copies():
-    block_mask, values = random_mask(3)
-    for copied in (copy.copy(block_mask), copy.deepcopy(block_mask), copy.deepcopy([block_mask])[0]):
-        check_same_mask(copied, values)
-        assert jax.tree.structure(copied) == jax.tree.structure(block_mask)
-
-
 @pytest.mark.full
 def test_vmap_over_leaves_and_over_building():
     ids = jnp.stack([random_documents(seed) for seed in range(3)])
@@ -218,12 +170,6 @@ def test_vmap_over_leaves_and_over_building():
     elements = jax.vmap(lambda mask: mask[1].to_elements())(masks)
     for documents, shown in zip(ids, elements, strict=True):
         np.testing.assert_array_equal(shown, packed(documents, block_size=16)[1].to_elements())
-
-
-def test_scan_over_masks():
-    masks = jax.vmap(packed)(jnp.stack([random_documents(seed) for seed in range(3)]))
-    _, counts = jax.lax.scan(lambda carry, mask: (carry, mask.to_elements().sum()), 0, masks)
-    assert counts.tolist() == [int(packed(random_documents(seed)).to_elements().sum()) for seed in range(3)]
 
 
 def test_a_mask_without_an_empty_block_says_so():
@@ -273,20 +219,6 @@ def test_drawing():
     expected += [f"batch 0, head {h}\n{picture}" for h in range(4)]
     assert str(block_mask) == "\n".join([*expected, "... and 2 more"])
     assert block_mask.to_string(limit=1) == "\n".join([*expected[:2], "... and 5 more"])
-
-
-def test_drawing_coarsely():
-    block_mask = create_block_mask(causal, None, None, 64 * 32, 64 * 32, block_size=64)
-    lines = block_mask.to_string((4, 2)).splitlines()[2:]
-    assert lines == ["░░  |", "░░  |", "██░░|", "██░░|"]
-    assert len(str(block_mask).splitlines()) == 2 + 16
-    assert len(block_mask.to_string(None).splitlines()) == 2 + 32
-
-
-def test_drawing_under_jit_gives_shapes():
-    seen = []
-    jax.jit(lambda mask: seen.append(repr(mask)))(create_block_mask(causal, None, None, 64, 64))
-    assert seen == ["BlockMask(shape=(1, 1, 64, 64), block_size=(128, 128))"]
 
 
 def test_image(tmp_path):

@@ -3,12 +3,10 @@
 import itertools
 
 import chex
-import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
 
 from jflex.block_mask.mask import BlockMask, create_block_mask
 from tests.support.dense_masks import (
@@ -21,8 +19,6 @@ from tests.support.dense_masks import (
     random_documents,
     random_mask,
 )
-
-QUICK = settings(max_examples=10, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 
 # --- indexing
 
@@ -55,23 +51,6 @@ def test_getitem_with_traced_numbers():
     check_same_mask(chosen, values[1:, :, 64:])
     chosen = jax.jit(lambda mask, rows: mask[:, :, rows])(block_mask, jnp.asarray([2, 0]))
     check_same_mask(chosen, np.concatenate([values[:, :, 64:], values[:, :, :32]], axis=2))
-
-
-@pytest.mark.full
-def test_getitem_of_a_mask_without_a_mod():
-    states = np.random.default_rng(3).integers(0, 3, (2, 1, 3, 4))
-    block_mask = BlockMask.from_kv_blocks(*lists_of(states), block_size=8)
-    dense = (states > 0).repeat(8, 2).repeat(8, 3)
-    check_same_mask(block_mask[1, :, 1:], dense[1:, :, 8:])
-
-
-@pytest.mark.full
-def test_getitem_twice_then_extend():
-    block_mask = create_block_mask(causal, None, None, 128, 128, block_size=32)
-    block_mask = block_mask[:, :, 1:][:, :, 1]  # queries 64 to 95
-    check_same_mask(block_mask, (np.arange(64, 96)[:, None] >= np.arange(128))[None, None])
-    longer = block_mask.with_lengths(100, 200)
-    check_same_mask(longer, (np.arange(64, 164)[:, None] >= np.arange(200))[None, None])
 
 
 # --- resizing
@@ -144,25 +123,6 @@ def test_invert_matches_dense(name):
     # A block past a length that shows all it has is partial, and stays partial when it shows nothing.
     check_same_mask(~block_mask, ~dense, exact=name == "listed")
     check_same_mask(~~block_mask, dense, exact=name == "listed")
-
-
-@pytest.mark.full
-def test_invert_of_whole_blocks_is_exact():
-    aligned, dense = random_mask(8, lengths=(96, 64))
-    check_same_mask(~aligned, ~dense)
-
-
-@pytest.mark.full
-@given(st.integers(0, 999))
-@QUICK
-def test_laws_of_joining(seed):
-    (one, dense_one), (two, dense_two) = random_mask(seed), random_mask(seed + 1)
-    empty = np.asarray(one.states() == 0) | np.asarray(two.states() == 0)
-    np.testing.assert_array_equal(np.asarray((one & two).states()) == 0, empty)
-    full = np.asarray(one.states() == 2) | np.asarray(two.states() == 2)
-    np.testing.assert_array_equal(np.asarray((one | two).states()) == 2, full)
-    np.testing.assert_array_equal((~(one | two)).to_elements(), (~one & ~two).to_elements())
-    np.testing.assert_array_equal((one & ~two).to_elements(), dense_one & ~dense_two)
 
 
 @pytest.mark.full

@@ -87,13 +87,6 @@ def again(mask):
 
 
 @pytest.mark.full
-def test_known_rows_of_a_block_mask_make_it_again():
-    mask = made(UNEVEN).to_block_mask(block_size=(8, 4))
-    found = BlockSparseRows.from_block_mask(mask).to_block_mask(mask.mask_mod)
-    np.testing.assert_array_equal(found.to_elements()[0, 0], dense(UNEVEN))
-
-
-@pytest.mark.full
 @settings(max_examples=6)
 @given(*[st.lists(st.integers(0, most), min_size=3, max_size=3) for most in (6, 8)], st.randoms())
 def test_page_tables_convert_to_rows_and_back(counts, queries, random):
@@ -167,8 +160,3 @@ def test_negative_lengths_are_zero():
     rows = rows_of((0, 1, 2), (1, 1), kv_lengths=[-5, 3])
     assert rows.to_paged_batch().kv_lengths.tolist() == [0, 3]
     assert rows.to_block_mask().to_elements().sum() == 16 * 3
-
-
-@pytest.mark.full
-def test_sizes_of_numpy():
-    assert rows_of(q_blocks=np.int64(16), kv_blocks=np.int32(16)).block_size == (16, 16)

@@ -13,7 +13,6 @@ from hypothesis import HealthCheck, example, given, settings
 import jflex
 from jflex import masks
 from jflex.block_mask import lists, states
-from jflex.block_mask.bits import BitRows, pack, transpose
 from jflex.block_mask.states import block_states
 from jflex.mods.trace import trace_mask_mod
 from tests.cases.ready_masks import READY
@@ -97,13 +96,6 @@ def test_doubt_of_known_masks_is_settled(monkeypatch):
     block_states.clear_cache()  # of the sizes above
 
 
-def test_documents_in_no_order(monkeypatch):
-    """Minimum and maximum of a block that holds two of them leave doubt."""
-    ids = jnp.asarray((IDS * 536870909) % 2**31 - 2**30, jnp.int32)
-    shape, mod = (1, 1, 512, 512), lambda b, h, q, k: ids[q] == ids[k]
-    np.testing.assert_array_equal(by_bounds(monkeypatch, mod, shape, (32, 32)), by_elements(mod, shape, (32, 32)))
-
-
 @tiers(default={"name": ["causal", "documents", "documents, both sides", "documents of large numbers"]})
 @pytest.mark.parametrize("name", KNOWN)
 def test_no_element_is_evaluated_of_masks_of_structure(name, monkeypatch):
@@ -142,17 +134,6 @@ def documents_of(ids):
 
 
 @pytest.mark.full
-def test_with_64_bits(monkeypatch):
-    """Of 64-bit numbers elements are evaluated; others are bounded as ever."""
-    shape = (1, 1, 512, 512)
-    expected = by_elements(documents_of(jnp.asarray(IDS, jnp.int32)), shape, (32, 32))
-    with jax.enable_x64(True):
-        for dtype in (jnp.int32, jnp.int64):
-            found = by_bounds(monkeypatch, documents_of(jnp.asarray(IDS, dtype)), shape, (32, 32))
-            np.testing.assert_array_equal(found, expected)
-
-
-@pytest.mark.full
 def test_inside_of_a_gradient(monkeypatch):
     """States are data: a captured array that is differentiated elsewhere goes through the loop over doubtful blocks."""
     monkeypatch.setattr(states, "_FEW_ELEMENTS", 0)
@@ -184,38 +165,6 @@ def test_under_vmap_and_inside_shard_map(monkeypatch):
     mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     rows = jax.shard_map(lambda x: of_row(x[0])[None], mesh=mesh, in_specs=jax.P("x"), out_specs=jax.P("x"))
     np.testing.assert_array_equal(jax.jit(rows)(jnp.asarray(ids[:2])), expected)
-
-
-# --- bits
-
-
-@jax.jit
-def read_bits(listed, at):
-    """All that is read of the bits of rows, and their transpose."""
-    words = pack(listed.reshape(-1, listed.shape[2]))
-    bits = BitRows.from_words(words)
-    turned = transpose(words.reshape(*listed.shape[:2], -1), listed.shape[2])
-    return bits.counts, bits.first(listed.shape[2]), bits.last(), bits.run(), bits.rank(at), turned
-
-
-@pytest.mark.full
-@given(st.sampled_from([(1, 1, 1), (2, 33, 64), (3, 7, 97)]), st.sampled_from([0.0, 0.1, 0.5, 1.0]), st.integers(0))
-@settings(max_examples=15, deadline=None)
-def test_bits(shape, share, seed):
-    rng, (batch, rows, columns) = np.random.default_rng(seed), shape
-    listed = rng.random(shape) < share
-    flat, at = listed.reshape(-1, columns), rng.integers(0, columns + 9, batch * rows).astype(np.int32)
-    counts, firsts, lasts, runs, ranks, turned = read_bits(jnp.asarray(listed), jnp.asarray(at))
-    np.testing.assert_array_equal(counts, flat.sum(1))
-    for row, first, last, run in zip(flat, np.asarray(firsts), lasts, runs, strict=True):
-        where = np.flatnonzero(row)
-        np.testing.assert_array_equal(first[: len(where)], where)
-        assert int(last) == (where[-1] if len(where) else -1)
-        ends = np.flatnonzero(~row[: int(last) + 1])
-        assert int(run) == (int(last) - (ends[-1] if len(ends) else -1))
-    np.testing.assert_array_equal(ranks, [row[:n].sum() for row, n in zip(flat, at, strict=True)])
-    transposed = pack(jnp.asarray(listed.swapaxes(1, 2).reshape(-1, rows)))
-    np.testing.assert_array_equal(turned.reshape(batch * columns, -1), transposed)
 
 
 # --- narrow tables

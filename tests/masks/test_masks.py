@@ -8,7 +8,7 @@ import pytest
 from jflex import masks, scores
 from jflex.block_mask.dense import create_mask
 from jflex.block_mask.mask import create_block_mask
-from jflex.mods.compose import AndMasks, NotMask, OrMasks, and_masks, noop_mask, not_mask, or_masks
+from jflex.mods.compose import and_masks, noop_mask, not_mask, or_masks
 from jflex.mods.trace import trace_mask_mod, trace_score_mod
 from tests.cases.ready_masks import READY, neighbors
 from tests.support.rows import tiers
@@ -95,17 +95,6 @@ def test_mask_matches_its_formula(name):
     np.testing.assert_array_equal(block_mask.to_elements(), dense)
 
 
-def test_composition_keeps_its_parts():
-    causal, window = masks.causal(), masks.sliding_window(3)
-    joined = and_masks(causal, or_masks(window, not_mask(causal)))
-    assert isinstance(joined, AndMasks)
-    assert joined.parts[0] is causal
-    assert isinstance(joined.parts[1], OrMasks)
-    assert joined.parts[1].parts[0] is window
-    assert isinstance(joined.parts[1].parts[1], NotMask)
-    assert joined.parts[1].parts[1].part is causal
-
-
 def test_arrays_are_operands_and_numbers_are_program():
     one, two = (trace_mask_mod(masks.sliding_window(jnp.int32(n))) for n in (3, 4))
     assert one[0] == two[0]
@@ -155,10 +144,3 @@ def test_alibi_slopes():
     np.testing.assert_allclose(scores.alibi_slopes(8), 2.0 ** -np.arange(1, 9))
     assert scores.alibi_slopes(12).shape == (12,)
     np.testing.assert_allclose(scores.alibi_slopes(12)[8:], 2.0 ** -np.array([0.5, 1.5, 2.5, 3.5]))
-
-
-def test_slopes_receive_gradients():
-    def total(slopes):
-        return scores.alibi(slopes)(jnp.float32(1.0), 0, jnp.int32(1), jnp.int32(5), jnp.int32(2))
-
-    np.testing.assert_allclose(jax.grad(total)(jnp.asarray(SLOPES)), [0.0, -3.0])

@@ -90,13 +90,6 @@ def test_reordered_attention_is_attention_in_rows(order):
     np.testing.assert_array_equal(masks.restore(heads_first, order, axis=2), query.swapaxes(1, 2))
 
 
-def test_causal_documents_are_documents_and_causal():
-    ids = jax.jit(lambda lengths: masks.document_ids_from_lengths(lengths, 24))(jnp.array([5, 0, 9, 1]))
-    made = jax.jit(lambda ids: jflex.create_mask(masks.causal_document(ids), None, None, 24, 24))(ids)
-    both = jflex.and_masks(masks.causal(), masks.document(ids))
-    np.testing.assert_array_equal(made, jflex.create_mask(both, None, None, 24, 24))
-
-
 def test_groups_pass_on_what_their_mask_requires():
     grouped = masks.batchify(jflex.and_masks(masks.causal(), masks.padding(jnp.array([4, 2, 3]))), 4)
     with pytest.raises(ValueError, match=r"`kv_lengths` of `padding` .*Got 3 for a mask with batch 2"):

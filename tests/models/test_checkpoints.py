@@ -232,7 +232,6 @@ def replace_config(**changes):
     return functools.partial(change_config, **changes)
 
 
-NO_CONFIG, NO_TENSORS = r"`folder` must hold `config.json`. There is", r"must hold \*.safetensors. .*expected"
 WRONG = [
     ("llama2", lambda f: (f / "config.json").unlink(), FileNotFoundError,
      r"`folder` must hold `config.json`. There is"),

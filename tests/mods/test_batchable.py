@@ -11,8 +11,6 @@ import numpy as np
 import pytest
 
 import jflex
-from jflex.mods.batchable import batchable
-from jflex.mods.trace import trace_score_mod
 from tests.cases.score_pairs import ScorePair
 from tests.support import oracle
 from tests.support.oracle import Score
@@ -211,12 +209,6 @@ def test_masks_of_products(length):
     np.testing.assert_array_equal(mask.to_elements()[0, 0], right)
     dense = jflex.create_mask(lambda b, h, q, k: jnp.sum(x[q] * y[k]) > 0, None, None, 91, length)
     np.testing.assert_array_equal(dense[0, 0], right)
-
-
-@pytest.mark.full
-def test_programs_without_either_stay_what_they_are():
-    traced, _ = trace_score_mod(lambda s, b, h, q, k: s + jnp.where(q > k, 1.0, 0.0))
-    assert batchable(traced.jaxpr) is traced.jaxpr
 
 
 @pytest.mark.full

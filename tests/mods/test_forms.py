@@ -35,11 +35,6 @@ def test_a_positive_number_multiplied_last(mod, factor):
     assert (found and found.factor) == factor
 
 
-def test_no_mod_has_no_form():
-    assert patterns.multiple(None) is None
-    assert patterns.addend(None, 1.0) is None
-
-
 def test_what_is_added():
     found = patterns.addend(ALIBI, 0.125)
     assert found.sign == 1
@@ -133,10 +128,6 @@ def test_distances_that_float32_does_not_hold_are_left_alone():
 )
 def test_bounded_scores(mod, size):
     assert patterns.bound(program_of(mod)) == size
-
-
-def test_no_mod_has_no_bound():
-    assert patterns.bound(None) is None
 
 
 def mask_program(mod, *operands):

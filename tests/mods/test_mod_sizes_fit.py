@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
 import jflex
 from jflex import masks, scores
@@ -22,8 +21,6 @@ from tests.support.sized_calls import (
     draw,
     ids_of,
     int32,
-    layer,
-    paged,
     varlen,
 )
 
@@ -73,34 +70,11 @@ def shape_of(run, *traced):
 
 
 @pytest.mark.full
-def test_pages_may_have_room_for_more():
-    run = lambda lengths: paged(lengths, score_mod=scores.alibi(scores.alibi_slopes(4)), mask_mod=DOCUMENT)
-    assert shape_of(lambda: run(int32([20, 5]))) == shape_of(run, int32([20, 5])) == (2, 4, 8)
-    assert shape_of(run, int32([32, 5])) == (2, 4, 8)
-
-
-@pytest.mark.full
 def test_a_request_without_queries_is_not_compared():
     batch = PagedBatch(int32([0, 1, 1]), int32([20, 30]), int32([[1, 2], [3, 4]]))
     cache = PagedCache.create(5, 16, 2, 8, dtype=jnp.float32)
     run = lambda q: jflex.paged_attention(q, cache, batch, mask_mod=DOCUMENT, implementation="xla")
     assert shape_of(run, jnp.zeros((1, 4, 8))) == (1, 4, 8)
-
-
-@pytest.mark.full
-def test_layers_decode_with_ready_mods():
-    ids = ids_of(2, 16)
-    mods = {
-        "score_mod": scores.alibi(scores.alibi_slopes(4)),
-        "block_mask": block_mask(jflex.and_masks(masks.causal(), masks.document(ids)), B=2, T=16, S=16),
-    }
-    inputs = draw(2, 16, 32)
-    made = layer(**mods)
-    decode = nnx.jit(lambda made, x, cache: made.decode(x, cache))
-    prompt, cache = decode(made, inputs[:, :12], made.init_cache(2, 64))
-    rest, _ = decode(made, inputs[:, 12:], cache)
-    whole = nnx.jit(lambda made, x: made(x))(made, inputs)
-    assert_close(jnp.concatenate([prompt, rest], axis=1), whole, rtol=2e-4, atol=2e-4)
 
 
 @pytest.mark.full
@@ -116,16 +90,6 @@ def test_selected_and_joined_masks_fit():
         assert shape_of(lambda part=part: call(T=16, S=32, block_mask=part)) == (2, 16, 4, 8)
         sent = jax.jit(lambda mask: mask[0])(mask)
         np.testing.assert_array_equal(sent.to_elements(), mask.to_elements()[:1])
-
-
-@pytest.mark.full
-def test_converted_masks_fit():
-    ids, table = ids_of(2, 32), int32([[3, 1], [2, 5]])
-    sizes = {"page_size": 16, "num_pages": 6}
-    mask = jflex.create_block_mask(masks.document(ids), 2, None, 32, 32, block_size=16)
-    converted = jflex.paged.convert_block_mask(mask, table, **sizes)
-    mod = jflex.paged.convert_mask_mod(masks.document(ids), table, **sizes)
-    np.testing.assert_array_equal(converted.to_elements(), jflex.create_mask(mod, 2, None, 32, 96))
 
 
 @pytest.mark.full
@@ -150,12 +114,3 @@ def test_requirements_are_no_part_of_the_program():
     for mask in (*made, block_mask(masks.document(ids_of(20)), T=20, S=20)):
         step(mask)
     assert len(traces) == 1
-
-
-@pytest.mark.full
-def test_an_offset_is_no_part_of_what_a_block_mask_requires():
-    """JAX may replace the program of one BlockMask by that of another, of another offset."""
-    send = jax.jit(lambda mask: mask)
-    make = lambda at: send(block_mask(jflex.with_offset(masks.document(ids_of(32)), at), T=8, S=32))
-    assert make(24).shape == (1, 1, 8, 32)
-    assert make(4).with_lengths(16, 32).shape == (1, 1, 16, 32)

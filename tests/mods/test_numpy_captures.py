@@ -2,15 +2,13 @@
 
 import functools
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import jflex
-from jflex.mods.signature import accept_numpy
 from jflex.mods.trace import trace_score_mod
-from tests.support.sized_calls import call, draw, paged
+from tests.support.sized_calls import call, draw
 
 SLOPES = np.array([0.5, 0.25, 0.125, 2.0], np.float32)  # a global
 as_jax = jnp.asarray(SLOPES)
@@ -86,27 +84,7 @@ def test_masks_and_vector_mods():
     np.testing.assert_allclose(turned, np.asarray(vectors) * SLOPES[:2, None] * SLOPES[:3, None, None], rtol=1e-6)
 
 
-@pytest.mark.full
-def test_vector_mods_of_calls():
-    mods = {f"{role}_mod": lambda x, b, h, i: x * SLOPES[h] for role in ("query", "key", "value")}
-    output = {"output_mod": lambda x, lse, b, h, i: x * SLOPES[h]}
-    for attend in (call, paged):
-        out = jax.eval_shape(lambda attend=attend: attend(**mods, **output, score_mod=of_global))
-        assert out.shape[-2:] == (4, 8)
-
-
 def test_an_array_that_is_too_short_is_refused():
     short = SLOPES[:2]
     with pytest.raises(ValueError, match=r"`h` must hold an element for each query head.*indexes float32\[2\]"):
         call(score_mod=lambda s, b, h, q, k: s * short[h])
-
-
-def test_gradients_and_plain_calls():
-    """Numbers that need no conversion call the function itself, once."""
-    calls = []
-    mod = accept_numpy(lambda x: calls.append(x) or SLOPES[1] * x)
-    assert float(mod(2.0)) == 0.5
-    assert float(jax.grad(mod)(2.0)) == 0.25
-    assert len(calls) == 2
-    with pytest.raises(jax.errors.TracerArrayConversionError):
-        jax.jit(accept_numpy(np.tanh))(1.0)

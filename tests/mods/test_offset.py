@@ -16,7 +16,6 @@ from tests.cases.features import BACKENDS
 from tests.support import oracle
 from tests.support.dense_masks import causal
 from tests.support.rows import tiers
-from tests.support.traces import Traced
 
 B, LENGTH, T, HQ, HKV, D = 2, 48, 4, 4, 2, 16
 F32 = jnp.float32
@@ -71,40 +70,6 @@ def test_new_queries_get_the_rows_of_the_whole_sequence(backend, with_block_mask
         out, lse = call(starts, query=new, key=key, value=value)
         assert_close(out, np.take_along_axis(exact()[0], rows[..., None, None], axis=1))
         assert_close(lse, np.take_along_axis(exact()[1], rows[:, None], axis=2))
-
-
-@pytest.mark.parametrize("make", [jnp.int32, lambda n: np.array([n, n + 3], np.int32)])
-def test_new_offsets_compile_nothing(make):
-    query, key, value = draw()
-    traced = Traced(functools.partial(continued, options=BACKENDS["xla"], with_block_mask=True))
-    call = jax.jit(traced)
-    for start in (3, 20, 0):
-        call(make(start), query=query[:, :T], key=key, value=value)
-    assert traced.count == 1
-
-
-def test_decoding_by_scan_is_the_whole_sequence():
-    query, key, value = draw()
-
-    def step(_, at):
-        one = jax.lax.dynamic_slice_in_dim(jnp.asarray(query), at, 1, axis=1)
-        return None, continued(at, BACKENDS["xla"], one, key, value, with_block_mask=False)[0][:, 0]
-
-    _, outs = jax.jit(lambda: jax.lax.scan(step, None, jnp.arange(LENGTH, dtype=jnp.int32)))()
-    assert_close(outs.swapaxes(0, 1), exact()[0])
-
-
-def test_each_sequence_by_vmap_is_an_offset_for_each():
-    query, key, value = draw()
-    starts = jnp.array([5, 31], jnp.int32)
-    new = jnp.stack([query[i, start : start + T] for i, start in enumerate((5, 31))])
-
-    def attend(start, q, k, v):
-        one = with_offset(causal, start)
-        return jflex.flex_attention(q[None], k[None], v[None], mask_mod=one, implementation="xla")[0]
-
-    expected = jflex.flex_attention(new, key, value, mask_mod=with_offset(causal, starts), implementation="xla")
-    assert_close(jax.vmap(attend)(starts, new, key, value), expected)
 
 
 def test_captured_arrays_keep_their_gradients():

@@ -72,14 +72,6 @@ def test_keys_are_data():
     assert not np.allclose(found[0], found[1])
 
 
-@pytest.mark.full
-def test_a_block_mask_of_a_key():
-    key = KEYS["typed"]
-    block_mask = jflex.create_block_mask(chosen(key), None, HEADS, T, T, block_size=4)
-    found = jflex.flex_attention(*arrays(), block_mask=block_mask, implementation="xla")
-    assert_close(found, jflex.flex_attention(*arrays(), mask_mod=chosen(key), implementation="reference"))
-
-
 DRAWS = {
     "normal": jax.random.normal,
     "made_inside": lambda key: jax.random.uniform(

@@ -52,28 +52,6 @@ def test_against_float64(positions, rotary_dim, interleaved):
     assert_close(found, right)
 
 
-@pytest.mark.full
-def test_scores_depend_on_distances_alone():
-    q, k, v = jax.random.normal(jax.random.key(0), (3, 1, 40, 2, 16))
-    attend = functools.partial(jflex.flex_attention, q, k, v, implementation="xla")
-    for interleaved in (False, True):
-        near, far = (jflex.rope(positions=first + jnp.arange(40), interleaved=interleaved) for first in (0, 77))
-        assert_close(attend(query_mod=near, key_mod=near), attend(query_mod=far, key_mod=far), atol=1e-4)
-
-
-@pytest.mark.full
-def test_packed_sequences_begin_at_0():
-    q, k, v = jax.random.normal(jax.random.key(0), (3, 50, 2, 16))
-    ends, mod = jnp.array([0, 20, 50]), jflex.rope()
-    packed = jflex.flex_attention_varlen(
-        q, k, v, cu_seqlens_q=ends, cu_seqlens_k=ends, query_mod=mod, key_mod=mod, implementation="xla"
-    )
-    at = jnp.concatenate([jnp.arange(20), jnp.arange(30)])
-    before = (rotate(x, at) for x in (q, k))
-    expected = jflex.flex_attention_varlen(*before, v, cu_seqlens_q=ends, cu_seqlens_k=ends, implementation="xla")
-    assert_close(packed, expected)
-
-
 def frequencies(D, base):
     return base ** (-np.arange(0, D, 2) / D)
 
@@ -129,14 +107,6 @@ def test_numbers_of_transformers():
     assert YarnScaling(**both).magnitude == pytest.approx(HF_BOTH)
     assert YarnScaling(**both, attention_factor=1.25).magnitude == 1.25
     assert YarnScaling(1.0, 4096).magnitude == 1.0
-
-
-@tiers(default={"scaling": "yarn"})
-@pytest.mark.parametrize("scaling", [YarnScaling(4.0, 16), Llama3Scaling(8.0, 1.0, 4.0, 32)], ids=["yarn", "llama3"])
-def test_rope_scales_as_rotate(scaling):
-    found = applied(jflex.rope(100.0, scaling=scaling), VECTORS)
-    assert_close(found, rotate(jnp.asarray(VECTORS), jnp.arange(7), 100.0, scaling=scaling))
-    assert_close(jnp.linalg.norm(found, axis=-1), scaling.magnitude * np.linalg.norm(VECTORS, axis=-1))
 
 
 @pytest.mark.full

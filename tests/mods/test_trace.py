@@ -73,30 +73,6 @@ def test_work_on_captures_alone_is_done_outside():
     np.testing.assert_allclose(captured, np.exp(np.arange(4.0)), rtol=1e-6)
 
 
-def test_an_array_used_twice_is_captured_once():
-    x = jnp.arange(4.0)
-    _, operands = trace_score_mod(lambda s, b, h, q, k: s + x[q] + x[k])
-    assert len(operands) == 1
-
-
-def test_python_numbers_are_part_of_the_program():
-    _, operands = trace_score_mod(lambda s, b, h, q, k: 3 * s + 1.5)
-    assert operands == ()
-
-
-def test_unused_captures_are_not_captured():
-    x = jnp.arange(4.0)
-    _, operands = trace_score_mod(lambda s, b, h, q, k: s + 0.0 * s if x is None else s)
-    assert operands == ()
-
-
-def test_zero_dimensional_arrays_are_captured():
-    tau = jnp.float32(2.0)
-    traced, operands = trace_score_mod(lambda s, b, h, q, k: s * tau)
-    assert traced.operands == (((), "float32"),)
-    assert float(traced(operands, F32(3), *map(jnp.int32, range(4)))) == 6
-
-
 def test_captures_inside_of_an_inner_jit():
     table = jnp.arange(8.0)
     inner = jax.jit(lambda s, q: s + table[q])

@@ -290,19 +290,6 @@ def test_nothing_to_modify(shapes):
 
 
 @pytest.mark.full
-def test_queries_that_continue_a_sequence():
-    case = Case("continued", pairs.project, pairs.project, T=45)
-    (q, k, v, *_), captures = drawn(case)
-    turning = lambda out, lse, b, h, q_idx: out * jnp.cos(q_idx.astype(jnp.float32))
-    mods = mods_of(case, captures) | {"output_mod": turning}
-    attend = functools.partial(jflex.flex_attention, implementation="xla")
-    whole = attend(q, k, v, mask_mod=causal, **mods)
-    moved = {name: jflex.with_offset(mods[name], 40) for name in ("query_mod", "output_mod")}
-    found = attend(q[:, 40:], k, v, mask_mod=jflex.with_offset(causal, jnp.array([40, 40])), **mods | moved)
-    assert_close(found, whole[:, 40:])
-
-
-@pytest.mark.full
 def test_weights_and_explain_take_them():
     (q, k, v, *_), captures = drawn(CASES[1])
     mods = mods_of(CASES[1], captures)

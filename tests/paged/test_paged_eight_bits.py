@@ -1,4 +1,4 @@
-"""Paged caches of eight bits: what is written bit for bit, what is read, accuracy, and messages."""
+"""Paged caches of eight bits: what is written bit for bit, what is read, and messages."""
 
 import functools
 
@@ -235,8 +235,6 @@ def test_the_cache_is_not_widened(name):
         memory = lowered.compile().memory_analysis()
         assert memory.temp_size_in_bytes < cache.k.size / 4
 
-
-# --- accuracy
 
 # --- messages
 

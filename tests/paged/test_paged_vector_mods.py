@@ -49,7 +49,7 @@ def test_pages_and_levels(backend):
     np.testing.assert_array_equal(out[8:], 0)
 
 
-LENGTHS, COUNTS = (20, 33), (3, 5)
+LENGTHS = (20, 33)
 TABLE = np.array([[5, 2, 0], [1, 7, 3]], np.int32)
 KEY, VALUE = np.random.default_rng(0).normal(size=(2, 2, 33, 2, 32)).astype(np.float32)
 QUERY = np.random.default_rng(1).normal(size=(8, 4, 32)).astype(np.float32)

@@ -11,7 +11,6 @@ from flax_layers.demo import data
 from flax_layers.demo.__main__ import create_trainer, main, parse_options, write_samples
 from flax_layers.demo.model import ByteDecoder, Sizes
 from flax_layers.generate.sequences import KINDS
-from flax_layers.train import Recipe
 from tests.cases.train_cases import counted_compilations
 
 SMALL = Sizes(width=16, layers=2, heads=2, kv_heads=1)
@@ -20,14 +19,6 @@ SMALL = Sizes(width=16, layers=2, heads=2, kv_heads=1)
 @pytest.fixture(scope="module")
 def corpus() -> data.Corpus:
     return data.read_corpus()
-
-
-@pytest.mark.full
-def test_corpus_is_split_by_file(corpus: data.Corpus):
-    again = data.read_corpus()
-    assert [len(text) for text in corpus.held_out] == [len(text) for text in again.held_out]
-    assert len(corpus.training) > 8 * len(corpus.held_out) > 0
-    assert not {text.tobytes() for text in corpus.training} & {text.tobytes() for text in corpus.held_out}
 
 
 @pytest.mark.full
@@ -70,15 +61,6 @@ def test_a_byte_sees_only_what_comes_before_it_in_its_document():
 
 
 @pytest.mark.full
-def test_loss_leaves_out_places_before_a_new_document():
-    trainer = create_trainer(ByteDecoder(SMALL, rngs=nnx.Rngs(0)), 1e-3, 1)
-    tokens = np.random.default_rng(0).integers(0, 256, (1, 12)).astype(np.int32)
-    packed = trainer.mean_loss([data.Rows(tokens, (np.arange(12)[None] >= 5).astype(np.int32))])
-    alone = [trainer.mean_loss([data.Rows(part, np.zeros_like(part))]) for part in (tokens[:, :5], tokens[:, 5:])]
-    assert packed == pytest.approx((4 * alone[0] + 6 * alone[1]) / 10, rel=1e-5)
-
-
-@pytest.mark.full
 def test_every_parameter_gets_a_gradient_and_the_slopes_do():
     model = ByteDecoder(SMALL, rngs=nnx.Rngs(0))
     tokens = np.random.default_rng(0).integers(0, 256, (2, 48)).astype(np.int32)
@@ -99,20 +81,6 @@ def test_steps_with_new_document_boundaries_compile_once(corpus: data.Corpus):
         losses = [float(trainer.step(batch).loss) for batch in batches[1:]]
     assert not compiled
     assert np.mean(losses[-10:]) < first - 1
-
-
-@pytest.mark.full
-def test_the_count_of_compilations_sees_one():
-    with counted_compilations() as compiled:
-        jax.jit(lambda x: x * 3.25 + 1)(np.ones((3, 7), np.float32))
-    assert compiled
-
-
-@pytest.mark.full
-def test_schedule_fits_any_number_of_steps():
-    for steps in (1, 2, 1000):
-        rates = [float(Recipe(steps, 1e-3).schedule()(step)) for step in range(steps + 1)]
-        assert max(rates) == pytest.approx(1e-3)
 
 
 @pytest.mark.full

@@ -74,16 +74,6 @@ def test_nothing_compiles_after_the_first_step():
 
 
 @pytest.mark.full
-def test_learned_biases_train():
-    trainer = train_cases.trainer()
-    slopes = "blocks.1.score_mod.slopes"
-    before = np.asarray(trainer.state.parameters[slopes])
-    trainer.step(batch(0))  # with a learning rate of 0
-    trainer.step(batch(1))
-    assert np.abs(np.asarray(trainer.state.parameters[slopes]) - before).min() > 0
-
-
-@pytest.mark.full
 @pytest.mark.parametrize("mesh", ["data=4,model=2", MESH])
 def test_a_step_gathers_no_keys_and_computes_in_bfloat16(mesh: str):
     """Over rows and heads, attention needs nothing of another device; parameters are gathered over `fsdp` alone."""

@@ -80,11 +80,6 @@ def test_each_line_of_a_jsonl_is_a_document(tmp_path, options, tokens, documents
     assert corpus.row(4, 3)[1].tolist() == [0, 0, 1] if not options else [0, 0, 0]
 
 
-def test_another_field_of_a_jsonl(tmp_path):
-    (tmp_path / "a.jsonl").write_text('{"body": "xyz"}\n{"body": "w"}')
-    assert read([tmp_path / "a.jsonl"], field="body").row(0, 4)[1].tolist() == [0, 0, 0, 1]
-
-
 def test_a_fingerprint_tells_lines_of_a_jsonl_apart(tmp_path):
     """And is that of earlier versions for other files."""
     found = set()

@@ -15,15 +15,12 @@ import pytest
 from flax import nnx
 
 from flax_layers.models import CheckpointError, Decoder, from_pretrained
-from flax_layers.models.checkpoint.config_json import read_config, write_config
 from flax_layers.train import InputError, Interrupted, LossError, Plan, Recipe, Rows, Run, SaveError, Trainer
 from flax_layers.train.__main__ import main
 from flax_layers.train.checkpoints import Checkpoints
 from flax_layers.train.log import Log
 from flax_layers.train.options import parse_options
-from flax_layers.train.setup import SHAPES
 from tests.cases import train_cases
-from tests.cases.train_cases import VOCABULARY
 from tests.support.rows import tiers
 
 SMALL = (  # noqa: SIM905
@@ -114,16 +111,6 @@ def test_a_run_that_stopped_goes_on_with_the_same_losses(name, text, undisturbed
     main(arguments)
     assert f"Resuming from step {3 if name.startswith('SIG') else 4}" in capsys.readouterr().out
     assert losses_of(tmp_path) == losses_of(undisturbed)  # to the last bit
-
-
-@pytest.mark.full
-def test_a_checkpoint_of_another_run_is_refused(text, undisturbed):
-    arguments = [*SMALL, f"--data={text}", f"--output={undisturbed}"]
-    wider = SMALL[1].replace("width=16", "width=24", 1)
-    with pytest.raises(
-        InputError, match=r"(?s)another run.*model\.width: 16 in the checkpoint, 24 in this run.*--seed: 0 in"
-    ):
-        main([*arguments, wider, "--seed=1"])
 
 
 def small_run(folder: pathlib.Path, **changes) -> Any:
@@ -244,18 +231,6 @@ def test_a_checkpoint_of_another_shape_is_refused(tmp_path):
         main([f"--model={tmp_path}", f"--data={tmp_path}/tokens.npy", "--length=32", f"--output={tmp_path}/out"])
 
 
-def test_an_empty_corpus(tmp_path):
-    (tmp_path / "empty.txt").touch()
-    with pytest.raises(InputError, match=r"`--data` must hold at least one row of `--length` 32 tokens. Got 0 tokens"):
-        main([*SMALL, f"--data={tmp_path}", f"--output={tmp_path}/out"])
-
-
-def test_tokens_beyond_the_vocabulary(tmp_path):
-    np.full(32 * 20, VOCABULARY * 10, np.uint16).tofile(tmp_path / "tokens.bin")
-    with pytest.raises(InputError, match=r"from 0 to 255, the model's vocabulary. Got 640 at token 0 of .*tokens\.bin"):
-        main([*SMALL, f"--data={tmp_path}/tokens.bin", f"--output={tmp_path}/out"])
-
-
 @pytest.mark.full
 def test_an_export_that_cannot_be_written_is_refused_before_training(text, tmp_path):
     (tmp_path / "full").mkdir()
@@ -266,12 +241,6 @@ def test_an_export_that_cannot_be_written_is_refused_before_training(text, tmp_p
     with pytest.raises(CheckpointError, match=r"must be new, empty or a checkpoint.*holds thesis\.tex"):
         main([*arguments, f"--export={tmp_path}/full"])
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("name", SHAPES)
-def test_every_named_shape_can_be_exported(name):
-    assert read_config(write_config(SHAPES[name])) == SHAPES[name]
 
 
 @pytest.mark.parametrize(

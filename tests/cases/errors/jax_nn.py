@@ -16,15 +16,8 @@ def call(query=X, key=X, value=X, **more):
 
 # Name, how to provoke it, type, what the message holds.
 ROWS = [
-    ("no_array", lambda: call("x"), TypeError, r"`query` must be an array. Got str"),
     ("two_axes", lambda: call(array(8, 16)), ValueError, r"`query` must have four axes.*three.*float32\[8,16\].*vmap"),
-    ("five_axes", lambda: call(key=array(1, 1, 2, 3, 4)), ValueError, r"`key` must have four axes, \[B, S, Hkv, D\]"),
     ("batch", lambda: call(array(3, 8, 4, 16)), ValueError, r"`key` and `value` must have the batch size of `query`"),
-    ("lengths_differ", lambda: call(value=array(2, 9, 4, 16)), ValueError, r"one length. They have 8 and 9"),
-    ("heads", lambda: call(array(2, 8, 3, 16)), ValueError, r"4 heads, which do not divide the 3 heads"),
-    ("head_size", lambda: call(array(2, 8, 4, 8)), ValueError, r"one head size. They have 8 and 16"),
-    ("dtypes", lambda: call(X.astype(jnp.bfloat16)), TypeError, r"one dtype. Cast them"),
-    ("integers", lambda: call(*[X.astype(I32)] * 3), TypeError, r"`query` must be floating-point"),
     ("bias_complex", lambda: call(bias=array(8, 8, dtype=jnp.complex64)), TypeError, r"`bias` must be floating-point"),
     (
         "bias_shape",
@@ -38,9 +31,7 @@ ROWS = [
      r"Hq is 2.*insert the heads, `x\[:, None\]`"),
     ("mask_keys", lambda: call(mask=array(9, dtype=bool)), ValueError, r"`mask` must be.*S is 9, for 8 keys"),
     ("mask_dtype", lambda: call(mask=array(8, 8)), TypeError, r"`mask` must be boolean.*astype\(bool\).*as `bias`"),
-    ("scale_text", lambda: call(scale="x"), TypeError, r"`scale` must be a Python number. Got str"),
     ("scale_array", lambda: call(scale=array(4)), TypeError, r"`scale` must be one real number. Got float32\[4\]"),
-    ("scale_nan", lambda: call(scale=float("nan")), ValueError, r"`scale` must be finite"),
     ("causal", lambda: call(is_causal=1), TypeError, r"`is_causal` must be True or False. Got int"),
     ("causal_traced", lambda: jax.jit(lambda x: call(is_causal=x))(True), TypeError,
      r"`is_causal` must be.*static_argnames='is_causal'"),
@@ -51,7 +42,6 @@ ROWS = [
     ("lengths_dtype", lambda: call(key_value_seq_lengths=array(2)), TypeError, r"float32\[2\]; cast it with"),
     ("lengths_beyond", lambda: call(key_value_seq_lengths=[8, 9]), ValueError,
      r"`key_value_seq_lengths` must lie between 0 and S, the number of keys, 8. Batch entry 1 has 9. Clamp"),
-    ("lengths_negative", lambda: call(query_seq_lengths=[-1, 8]), ValueError, r"between 0 and T.*Batch entry 0 has -1"),
     ("window_kind", lambda: call(local_window_size=1.5), TypeError,
      r"`local_window_size` must be a Python int, or a pair"),
     ("window_three", lambda: call(local_window_size=(1, 2, 3)), TypeError, r"pair \(left, right\).*Got \(1, 2, 3\)"),
@@ -59,7 +49,4 @@ ROWS = [
     ("window_empty", lambda: call(local_window_size=(-2, 0)), ValueError, r"hides every key.*Pass -1 for a side"),
     ("scale_bool", lambda: call(scale=False), TypeError, r"`scale` must be a Python number\. Got bool"),
     ("cudnn", lambda: call(implementation="cudnn"), ValueError, r"`implementation` cannot be 'cudnn'.*'mosaic_gpu'"),
-    ("cudnn_first", lambda: call(implementation=("cudnn", "xla")), ValueError, r"`implementation` cannot be 'cudnn'"),
-    ("unknown", lambda: call(implementation="flash"), ValueError, r"`implementation` must be one of.*Got 'flash'"),
-    ("config", lambda: call(config=3), TypeError, r"`config` must be a `jflex\.Config`"),
 ]  # fmt: skip
