@@ -5,13 +5,10 @@ import numpy as np
 import pytest
 
 import jflex
-from benchmarks.__main__ import main
-from benchmarks.questions import engine, generation, question, training
-from benchmarks.questions.engine import PARTS, Roof, Sizes, Step
+from benchmarks.questions import engine, generation, training
+from benchmarks.questions.engine import Roof, Sizes
 from benchmarks.questions.generation import Load, Shape, step_bytes
 from benchmarks.questions.question import Measured
-from benchmarks.results import schema
-from benchmarks.results.schema import Record
 
 TINY, LOAD = Shape(1, 64, 128, 4, 2, 16, 300), Load(2, 20, 10)
 SIZES = Sizes(12, 6, (2,), users=2, shared=16, suffix=8, page_size=8, step_tokens=16, shares=(0.5,))
@@ -31,19 +28,6 @@ class TestTraining:
             figures = {peer: training.measure(tiny, peer, "data=1", "none", 1, steps=1) for peer in ("jflex", "dense")}
         np.testing.assert_allclose(figures["dense"]["losses"], figures["jflex"]["losses"], rtol=1e-3)
         assert figures["jflex"]["tokens_per_second"] > 0
-
-    def test_forms_are_tried_until_one_fits(self):
-        """A form that does not fit is followed by the next one; another error ends the case."""
-        figures = {"seconds": 2.0, "first_two_steps_seconds": 9.0, "tokens_per_second": 5e4, "peak_bytes": 1e9,
-                   "model_flops_per_second": 4e14}  # fmt: skip
-        full = {"failed": "XlaRuntimeError: RESOURCE_EXHAUSTED: Out of memory"}
-        for answers, names in (([full, figures], 5), ([full, {"failed": "ValueError: no"}], 0)):
-            run = lambda job, forms=answers: forms.pop(0)
-            case = training.run_case("llama3-1b", "jflex", "data=1", 1, 9.0, run)
-            measured = training.records_of(case, "NVIDIA H200")
-            assert len(measured.records) == names
-            assert [x.startswith("llama3-1b, jflex: ") for x in measured.remarks] == [True]
-        assert measured.remarks[0].endswith("Out of memory; products, 1 parts: ValueError: no")
 
     @pytest.mark.parametrize(("name", "billions"), [("llama3-1b", 1.24), ("llama3-8b-4-layers", 1.40)])
     def test_flops_count_all_that_is_multiplied(self, name: str, billions: float):
@@ -112,32 +96,3 @@ class TestEngine:
         assert cascades[name.format("prefix cache and cascade")] > 0
         assert Roof.from_shape(Shape(), 1.0, 1.0, "int8").key_bytes == 32 * 2 * 8 * (128 + 4)
         assert [name for name, _, _ in sizes.cases("launches")] == ["2 clients, no command buffers, int8 cache"]
-
-    def test_the_roof(self):
-        """Of two steps of Llama 3 8B: one token with 1,000 keys reads 15 GB; 2,048 tokens of a prompt compute."""
-        roof = Roof.from_shape(Shape(), bytes_rate=4e12, flops_rate=7e14)
-        decoding, prompt = Step(1, 1000, 1000), Step(2048, 2048 * 2049 // 2, 2048)
-        read = (Shape().weight_bytes + 1000 * 131_072) / 4e12
-        computed = (2048 * Shape().weight_bytes + prompt.pairs * 4 * 32 * 32 * 128) / 7e14
-        assert roof.seconds([decoding, prompt]) == pytest.approx(read + computed)
-
-    def test_parts_keep_the_commands_of_others(self, monkeypatch, tmp_path):
-        """Each part adds its records to the file, which names all runs. The peers have no cache of eight bits."""
-        caches = []
-
-        def part(shape, sizes, name, limit):
-            caches.append((sizes.cache_dtype, name))
-            return Measured([Record.single(name, 1.0, "s")], [f"of {name}"])
-
-        monkeypatch.setattr(question, "gpu_facts", lambda: {"device": "NVIDIA H200"})
-        monkeypatch.setattr(engine, "measured_part", part)
-        for parts in (["clients"], ["users", "transformers"], ["clients"]):
-            main(["engine", *parts, "--out", str(tmp_path)])
-        result = schema.read(tmp_path / "engine.json")
-        assert {x.name for x in result.records} == {"clients", "users", "transformers"}
-        assert result.about["remarks"] == ["of clients", "of users", "of transformers"]
-        assert len(result.about["before"]) == 2
-        main(["engine", "--cache-dtype", "int8", "--out", str(tmp_path)])
-        assert caches[4:] == [("int8", name) for name in PARTS[:3]]
-        with pytest.raises(SystemExit, match="leave out the part transformers"):
-            main(["engine", "transformers", "--cache-dtype", "int8"])

@@ -127,18 +127,6 @@ def test_without_it_the_batch_changes_bits(backend):
     assert not np.array_equal(alone[0], in_batch[0])
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("backend", ["triton-interpret", *ON_GPU])
-def test_bfloat16(backend):
-    size = D if backend == "triton-interpret" else 128
-    drawn, how = requests(lengths_of(backend), "bfloat16", size), how_of(backend)
-    row = Row(2, lengths_of(backend)[2])
-    [alone] = serve(drawn, [row], how)
-    *_, prefilled, in_batch = serve(drawn, [Row(0, 33, 20), row._replace(queries=30), row], how, seed=1)
-    same_bits(alone, in_batch)
-    same_bits(alone, prefilled)
-
-
 # --- cascade
 
 
@@ -203,18 +191,6 @@ def test_decoding_has_the_same_bits_in_every_batch(backend, queries):
     one, others = Row(0, lengths[0], queries), [Row(1, 40, queries), Row(2, lengths[2], queries)]
     run = lambda rows, number: dense(drawn, rows, how, capacity=lengths[2] + 70 if number else 0)
     check_in_batches(run, one, [one, *others], [others[1], *[others[0]] * 7, one])
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("backend", ["triton-interpret", *ON_GPU])
-def test_decoding_of_one_length_has_the_same_bits_in_every_batch(backend):
-    [*_, long] = requests(lengths_of(backend))
-    how = dense_how(backend, decodes=True) | {"mask_mod": None}
-    arrays = [jnp.asarray(x) for x in (long.q[None, -1:], long.k[None], long.v[None])]
-    call = lambda copies: jax.jit(lambda *xs: jflex.flex_attention(*xs, **how))(*(x.repeat(copies, 0) for x in arrays))
-    alone = call(1)
-    for copies in (2, 90):  # which fills a GPU without splits
-        np.testing.assert_array_equal(call(copies), np.broadcast_to(alone, (copies, *alone.shape[1:])))
 
 
 @pytest.mark.full

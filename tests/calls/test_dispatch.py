@@ -9,10 +9,8 @@ import numpy as np
 import pytest
 
 import jflex
-from jflex import masks
 from jflex._call.dispatch import get_backend, select_forward, select_passes
 from jflex.backends.base import Plan
-from jflex.mods.trace import trace_score_mod
 from jflex.paged import PagedBatch, PagedCache
 from pallas_kernels.plan import GradientRequest, Refusal
 from tests.support import gpu_compile
@@ -251,35 +249,3 @@ def test_a_config_for_forward_is_not_passed_over():
     config = jflex.Config(decode=jflex.Tiles(64, 32, num_warps=8), interpret=True)
     account = str(jflex.explain(query, key, key, implementation="triton", config=config))
     assert "decode 16 x 32 (8 warps, 2 stages, by config)" in account
-
-
-def test_what_is_indexed_by_the_score_is_not_pipelined():
-    table = jnp.zeros(2)
-    by_score, _ = trace_score_mod(lambda s, b, h, q, k: s + table[(s > 0).astype(jnp.int32)])
-    by_index, _ = trace_score_mod(lambda s, b, h, q, k: s + table[(q > k).astype(jnp.int32)])
-    given = jflex.Config(forward=jflex.Tiles(64, 64, num_stages=3))
-    everything = GradientRequest(True, True, True, (True,))
-
-    def told(score, config):
-        return get_backend("triton").plan(spec("gpu", score_mod=score, config=config), everything).describe()
-
-    for config in (jflex.Config(), given):
-        assert told(by_score, config).count(" 1 stages") == 3
-        assert " 1 stages" not in told(by_index, config)
-
-
-@pytest.mark.parametrize("is_masked", [False, True], ids=["dense", "causal"])
-def test_partial_and_full_blocks_share_a_loop(is_masked):
-    """Programs of `xla` are small, as they take seconds to compile on a CPU.
-
-    A pass has one loop over rows with one over blocks, and each GEMM once, but for what counts NaN behind a mask.
-    """
-    x = jax.ShapeDtypeStruct((1, 1000, 2, 16), jnp.float32)  # no whole number of blocks
-    mask = jflex.create_block_mask(masks.causal(), None, None, 1000, 1000) if is_masked else None
-    attend = lambda q, k, v: jflex.flex_attention(q, k, v, block_mask=mask, implementation="xla")
-    gradient = jax.grad(lambda *arrays: jnp.sum(attend(*arrays)), (0, 1, 2))
-    for function, loops, products in ((attend, 2, 5), (gradient, 4, 13)):
-        program = jax.jit(function).lower(x, x, x).as_text()
-        assert program.count("stablehlo.while") == loops
-        assert program.count("stablehlo.dot_general") == products
-        assert "stablehlo.sort" not in program  # lists of all blocks

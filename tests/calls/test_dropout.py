@@ -208,14 +208,6 @@ def test_a_rate_of_0_is_the_program_without_dropout(how):
     assert texts[0] == texts[1]
 
 
-@tiers(default={"how": "xla"})
-@backends
-def test_lse_is_that_without_dropout(how):
-    arrays = [jax.random.normal(jax.random.key(n), x.shape) for n, x in enumerate(shown())]
-    lse = [attend(*arrays, rate=rate, return_lse=True, **how)[1] for rate in (0.0, 0.9)]
-    np.testing.assert_array_equal(*lse)
-
-
 # --- at random
 
 POSITIONS = (2, 2, 384, 512)
@@ -251,16 +243,6 @@ def test_the_rate_is_within_binomial_bounds(rate):
         assert abs(np.mean(sums**2) - 1) < 5 * np.sqrt(2 / sums.size)
 
 
-@tiers(default={"rate": 0.1}, in_turns=True)
-@pytest.mark.parametrize("axis", range(4), ids=["b", "h", "q_idx", "kv_idx"])
-@pytest.mark.parametrize("rate", RATES)
-def test_neighbours_along_an_axis_are_independent(rate, axis):
-    z = np.moveaxis(drawn(rate), axis, 0)
-    for lag in (1, 2, 3, 7, 8, 64, 128, 256):
-        if lag < len(z):
-            assert deviations(z[lag:] * z[:-lag]) < 4.5
-
-
 @pytest.mark.full
 @pytest.mark.parametrize("rate", RATES)
 def test_rectangles_and_diagonals_are_independent(rate):
@@ -271,21 +253,6 @@ def test_rectangles_and_diagonals_are_independent(rate):
         assert deviations(corners[0] * corners[1]) < 4.5
         assert deviations(corners[2] * corners[3]) < 4.5
         assert deviations(functools.reduce(np.multiply, corners)) < 4.5
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("key", [4, 2**31 + 3])
-def test_keys_are_independent(key):
-    assert deviations(drawn(0.5) * drawn(0.5, key)) < 4.5
-
-
-@pytest.mark.full
-def test_no_two_queries_drop_alike():
-    """No row of one head is that of another query, head or batch entry, nor like it."""
-    rows = drawn(0.5).reshape(-1, POSITIONS[3])
-    alike = np.abs(rows @ rows.T) / np.sqrt(POSITIONS[3])
-    np.fill_diagonal(alike, 0)
-    assert alike.max() < 6.5
 
 
 # --- what is not supported, NaN

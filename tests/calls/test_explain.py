@@ -289,17 +289,6 @@ def test_a_partial_function_is_looked_into():
     assert explain(jflex.flex_attention, x, x, value=x) == explain(query=x, key=x, value=x)
 
 
-def test_shapes_with_a_sharding_name_their_device(monkeypatch):
-    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    x = jax.ShapeDtypeStruct((1, 64, 2, 16), jnp.float32, sharding=sharding)
-    with jax.default_device(jax.devices()[-1]):
-        assert explain(x, x, x).backend == "xla"
-    mesh = jax.sharding.AbstractMesh((2,), ("data",))
-    named = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
-    x = jax.ShapeDtypeStruct((2, 64, 2, 16), jnp.float32, sharding=named)
-    assert explain(x, x, x).backend == "xla"
-
-
 # --- what is said
 
 

@@ -218,18 +218,6 @@ def test_gradients_are_finite_at_every_edge(lses, hidden):
 
 
 @pytest.mark.full
-def test_second_derivatives_and_forward_mode():
-    a, b, nothing = state([[1.0, -2.0]], [0.3]), state([[0.5, 1.0]], [-0.4]), AttentionState.empty((1, 2))
-    gradient = jax.jit(jax.grad(lambda lse: jnp.sum(jnp.sin(merge_all([AttentionState(a.out, lse), nothing, b]).out))))
-    forward_over_reverse = jax.jvp(gradient, (a.lse,), (jnp.ones(1),))[1]
-    reverse_over_reverse = jax.grad(lambda lse: gradient(lse).sum())(a.lse)
-    step = 1e-2
-    expected = (gradient(a.lse + step) - gradient(a.lse - step)) / (2 * step)
-    for found in (forward_over_reverse, reverse_over_reverse):
-        assert_close(found, expected, rtol=1e-3, atol=1e-4)
-
-
-@pytest.mark.full
 @pytest.mark.parametrize("lse", [INF, np.nan])
 def test_an_infinite_or_undefined_score_is_not_passed_over(lse):
     merged = merge(state([[1.0]], [lse]), state([[2.0]], [0.0]))
@@ -270,22 +258,7 @@ def test_no_rows_and_no_states():
     assert none.lse.tolist() == [-INF] * 3
 
 
-# --- transformations
-
-
-@pytest.mark.full
-def test_scan_vmap_and_stacking_agree():
-    rng = np.random.default_rng(6)
-    splits = state(rng.normal(size=(7, 5, 2, 8)), rng.normal(size=(7, 5, 2)))
-    expected = merge_all(splits)
-    step = lambda carry, each: (merge(carry, each), None)
-    scanned, _ = jax.jit(lambda xs: jax.lax.scan(step, AttentionState.empty((5, 2, 8)), xs))(splits)
-    mapped = jax.vmap(merge_all, in_axes=1)(splits)
-    heads = jax.vmap(jax.vmap(merge))(*(jax.tree.map(lambda x, i=i: x[i], splits) for i in (0, 1)))
-    pair = merge_all(jax.tree.map(lambda x: x[:2], splits))
-    for found, wanted in ((scanned, expected), (mapped, expected), (heads, pair)):
-        jax.tree.map(assert_close, found, wanted)
-    assert jax.tree.structure(scanned) == jax.tree.structure(splits)
+# --- layouts, and states of other libraries
 
 
 @pytest.mark.full

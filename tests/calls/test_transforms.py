@@ -168,21 +168,6 @@ def test_vmap_over_a_block_mask_itself(backend):
     assert_close(found, jnp.stack([right(jax.tree.map(lambda x, i=i: x[i], masks)) for i in range(4)]))
 
 
-@pytest.mark.parametrize("kind", ["vmap of vmap of gradients on xla", "gradient of vmap on triton-interpret"])
-def test_vmap_and_gradients_nested(kind):
-    (q, k, v), bias = drawn(0, 2, 3), biases(1, 3)
-
-    def run(options):
-        if kind.startswith("vmap"):
-            gradients = jax.grad(functools.partial(loss, options), argnums=(0, 1, 2, 3))
-            twice = jax.vmap(jax.vmap(gradients, (0, None, 0, 0)), (0, None, 0, None))
-            return jax.jit(twice)(q, k[0, 0], v, bias)
-        total = lambda q, bias: jax.vmap(lambda q, k, v: loss(options, q, k, v, bias))(q, k[0], v[0]).sum()
-        return jax.jit(jax.grad(total, argnums=(0, 1)))(q[0], bias[0])
-
-    tree_close(run(BACKENDS[kind.split()[-1]]), run(REFERENCE))
-
-
 # --- scan, checkpoint, export
 
 
@@ -345,10 +330,3 @@ def test_higher_derivatives_name_the_reference(backend, kind, jitted):
     derive = functools.partial(FORWARD_MODE[kind], run)
     with pytest.raises(NotImplementedError, match=r'reverse mode only.*implementation="reference"'):
         (jax.jit(derive) if jitted else derive)(drawn()[0])
-
-
-def test_jvp_of_a_captured_array_names_the_reference():
-    q, k, v = drawn()
-    run = lambda bias: loss(BACKENDS["xla"], q, k, v, bias)
-    with pytest.raises(NotImplementedError, match="reverse mode only"):
-        jax.jvp(run, (biases(),), (biases(2),))

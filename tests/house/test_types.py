@@ -156,20 +156,6 @@ def test_layouts_transformations_and_kinds_of_arrays(layout: str, batch: int):
 
 
 @pytest.mark.full
-def test_packed_tokens():
-    query, key, value = (x.reshape(-1, *x.shape[2:]) for x in arrays())
-    ends = jnp.array([0, 3, 16]), jnp.array([0, 20, 24])
-    attend = functools.partial(jflex.flex_attention_varlen, mask_mod=causal(), return_lse=True, implementation="xla")
-    call = lambda q, k, v, q_ends, k_ends: attend(q, k, v, cu_seqlens_q=q_ends, cu_seqlens_k=k_ends)
-    assert call(query, key, value, *ends)[1].shape == (16, 4)
-    everything = [query, key, value, *ends]
-    assert call(*map(np.asarray, everything))[0].shape == (16, 4, 24)
-    mapped = [jnp.stack([x] * 2) for x in everything]
-    assert jax.eval_shape(jax.vmap(call), *mapped)[0].shape == (2, 16, 4, 24)
-    assert jax.eval_shape(jax.grad(lambda *xs: call(*xs)[0].sum()), *everything).shape == query.shape
-
-
-@pytest.mark.full
 @pytest.mark.parametrize("layers", [None, 3])
 def test_pages_and_levels(layers: int | None):
     cache = jflex.paged.PagedCache.create(8, 4, 2, 16, v_head_dim=24, dtype=jnp.float32, layers=layers)

@@ -229,19 +229,6 @@ def test_it_is_selected_only_where_it_was_measured_to_be_faster(monkeypatch):
         assert select_passes(None, spec, all_gradients(spec)).backward == chosen
 
 
-@pytest.mark.usefixtures("any_launcher", "fresh_plans")
-def test_it_is_selected_where_pallas_has_no_triton(monkeypatch):
-    for module in ("pallas_kernels.triton.plan.limits", "jflex.backends.gpu.mosaic_gpu"):
-        monkeypatch.setattr(f"{module}.limit_of_pallas", lambda: "JAX 9 has no Triton")
-    ampere = spec_of(platform="gpu", device_kind="NVIDIA A100-SXM4-80GB")
-    assert select_forward(None, ampere) == "official_triton"
-    hopper = {"platform": "gpu", "device_kind": "NVIDIA H200", "T": 4096}
-    decoding = spec_of(**{**hopper, "T": 1, "S": 4096})
-    assert select_forward(None, decoding) == "official_triton"
-    with pytest.raises(jflex.UnsupportedError, match="triton: JAX 9 has no Triton"):
-        select_forward("triton", ampere)
-
-
 @pytest.mark.usefixtures("any_launcher")
 def test_explain_says_what_compiles_and_launches():
     x = jax.ShapeDtypeStruct((1, 256, 2, 64), jnp.bfloat16)

@@ -1,4 +1,4 @@
-"""How the keys of uneven rows are divided among programs: nothing is lost, nothing is walked twice, all bounds hold."""
+"""How uneven rows of keys are divided among programs, and tiles ordered: nothing is lost or walked twice."""
 
 import heapq
 
@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pallas_kernels.mosaic_gpu.launch import NUM_SMS, Grid
 from pallas_kernels.split_kv import planner
 
 ROWS = st.lists(st.integers(0, 1000), min_size=1, max_size=16)
@@ -108,3 +109,30 @@ def test_equal_tiles_of_queries_are_divided_into_no_more_than_run_at_once(heads)
     for rows in (1, 2, 4):
         _, splits = divided([128] * rows, planner.num_splits(heads))
         assert splits.sum() * heads <= planner.MAX_RESIDENT_PROGRAMS
+
+
+# --- the order of tiles in the Hopper kernels
+
+
+MOST = 5000  # one size for all, so that nothing is compiled twice
+
+
+def places(grid):
+    return np.stack(np.broadcast_arrays(*grid.unravel(jnp.arange(MOST, dtype=jnp.int32))), 1)[: grid.size]
+
+
+@pytest.mark.full
+@given(st.integers(1, 5), st.integers(1, 9), st.integers(1, 40))
+def test_each_tile_once_and_those_of_a_head_in_order(batch, heads, tiles):
+    found = places(Grid(batch, heads, tiles))
+    assert sorted(map(tuple, found)) == list(np.ndindex(batch, heads, tiles))
+    for head in np.ndindex(batch, heads):
+        assert found[(found[:, :2] == head).all(1)][:, 2].tolist() == list(range(tiles))
+
+
+@pytest.mark.parametrize(("heads", "tiles"), [(16, 64), (64, 64), (32, 128), (64, 32)])
+def test_multiprocessors_end_together_under_a_causal_mask(heads, tiles):
+    free = [0] * NUM_SMS
+    for *_, nth in places(Grid(1, heads, tiles)).tolist():
+        heapq.heappush(free, heapq.heappop(free) + tiles - nth + 2)
+    assert max(free) < 1.01 * sum(free) / len(free)

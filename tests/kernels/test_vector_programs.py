@@ -11,10 +11,8 @@ import jflex
 from jflex.mods.trace import trace_vector_mod
 from pallas_kernels.program.evaluate import Evaluation
 from pallas_kernels.program.ir import Node
-from pallas_kernels.program.rules.views import NotOnTile
 from pallas_kernels.program.vectors.vectors import (
     VECTOR,
-    Chunk,
     VectorSizes,
     chunkings,
     trace_vector_program,
@@ -128,46 +126,3 @@ def test_against_vmap(name, size):
         right = over_keys(jnp.asarray(vectors), jnp.int32(b), jnp.int32(h), jnp.arange(KEYS, dtype=jnp.int32))
         for way in range(len(chunkings(size, plain_chunks(size)))):
             np.testing.assert_allclose(evaluated(MODS[name], vectors, b, h, way), right, rtol=2e-5, atol=2e-5)
-
-
-@pytest.mark.parametrize(
-    ("mod", "reason"),
-    [
-        (
-            lambda x, b, h, i: x @ jnp.ones((32, 32)),
-            r"primitive `dot_general` of \[32\] and \[32, 32\] mixes all lanes",
-        ),
-        (lambda x, b, h, i: jnp.sort(x), r"primitive `sort`"),
-        (lambda x, b, h, i: jnp.cumsum(x), r"primitive `cumsum`"),
-        (lambda x, b, h, i: jax.lax.fori_loop(0, i, lambda _, y: 2 * y, x), r"primitive `while`"),
-        (lambda x, b, h, i: jnp.sum(x[:, None] * x[None], axis=1), r"primitive `reduce_sum` leaves \[32\] values"),
-    ],
-    ids=["matrix", "sort", "cumsum", "loop", "sums"],
-)
-def test_what_mixes_lanes_is_refused_by_name(mod, reason):
-    with pytest.raises(NotOnTile, match=reason):
-        evaluated(mod, np.ones((KEYS, 32), np.float32), 0, 0, 0)
-
-
-@pytest.mark.parametrize(
-    ("name", "chunks", "loads"),
-    [
-        ("halves", (Chunk(0, 64), Chunk(64, 64)), 2),
-        ("neighbours", (Chunk(0, 64, 2), Chunk(1, 64, 2)), 2),
-        ("norm and halves", (Chunk(0, 64), Chunk(64, 64)), 2),
-        ("norm and neighbours", (Chunk(0, 64, 2), Chunk(1, 64, 2)), 2),
-        ("norm", (Chunk(0, 64), Chunk(64, 64)), 2),
-    ],
-)
-def test_each_element_is_loaded_once_and_each_angle_computed_once(name, chunks, loads):
-    traced, _ = trace_vector_mod(MODS[name], "key", 128, jnp.float32)
-    sizes = VectorSizes(B, H, KEYS, 128, "bfloat16")
-    ways = chunkings(128, plain_chunks(128))
-    programs = [trace_vector_program(traced.jaxpr, traced.operands, sizes, way) for way in ways]
-    best = min(programs, key=lambda program: program.cost)
-    assert best.chunks == chunks
-    [program] = best.lane_programs
-    assert len(program.vector_loads) == loads
-    assert sum(node.op == "cos" for node in program.nodes) == (name != "norm")
-    if "neighbours" in name:
-        assert [program.place_in_pair(node) for node in program.vector_loads] == [0, 1]

@@ -147,15 +147,6 @@ def test_what_is_copied(heads, selected, config, pages):
 
 
 @pytest.mark.full
-def test_the_padding_of_pages_counts():
-    """4096 queries that select one key each: 4.5 MiB of rows, and 288 in pages."""
-    cache = jflex.paged.LatentCache.create(3, 64, 512, 64, dtype=jnp.bfloat16)
-    queries = lambda count: jax.ShapeDtypeStruct((count, 32, 576), jnp.bfloat16)
-    assert sparse_call._is_copied(queries(256), cache, 1)
-    assert not sparse_call._is_copied(queries(4096), cache, 1)
-
-
-@pytest.mark.full
 @pytest.mark.usefixtures("where")
 @pytest.mark.parametrize("backend", ["reference", *BACKENDS, pytest.param("mosaic_gpu", marks=pytest.mark.gpu)])
 def test_eight_bits(backend):

@@ -128,11 +128,3 @@ def test_far_positions_are_exact():
         applied(jflex.rope(100.0, positions=first + jnp.zeros(7, int), is_far=True), VECTORS)[:, 0],
     )
     assert_close(scores(1_000_003), scores(0))
-
-
-@pytest.mark.full
-def test_the_names_of_flax_layers():
-    assert flax_layers.functional.rotate is rotate
-    assert rotate(jnp.asarray(VECTORS, jnp.bfloat16), jnp.arange(7)).dtype == jnp.bfloat16
-    for name in ("LinearScaling", "Llama3Scaling", "LongRopeScaling", "RotaryScaling", "YarnScaling", "Length"):
-        assert getattr(flax_layers.rotary_scaling, name) is getattr(jflex.rotary, name)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 
 import jax
@@ -170,24 +169,3 @@ def test_an_output_mod_gets_no_lse():
     )
     np.testing.assert_allclose(modified, 0.5 * plain, rtol=1e-6)
     np.testing.assert_allclose(plain, dense(*weighed()), rtol=2e-5, atol=2e-5)
-
-
-cascade = functools.partial(jflex.cascade_attention, weighed()[0], [])
-
-
-@pytest.mark.parametrize("call", [of_pages, cascade])
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"normalize": "sum"}, r"`normalize` must be 'softmax' or 'none'. Got 'sum'"),
-        ({"normalize": "none", "return_lse": True}, r"`return_lse` must be False with `normalize='none'`"),
-        ({"normalize": "none", "sinks": jnp.zeros(HQ)}, r"`sinks` enter the denominator of a softmax"),
-        (
-            {"normalize": "none", "output_mod": lambda out, lse, b, h, q_idx: out * lse},
-            r"(`output_mod` uses the lse|`positions` must be passed)",
-        ),
-    ],
-)
-def test_wrong_calls(call, options, message):
-    with pytest.raises(ValueError, match=message):
-        call(**options)

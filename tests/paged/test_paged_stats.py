@@ -220,30 +220,6 @@ def test_large_scores_of_splits(splits):
     assert_close(stats.max, np.full((1, 1, 1), 80000.0))
 
 
-# --- wrong names
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"return_stats": ("min",)}, ValueError, "`return_stats` must be a tuple of different names"),
-        ({"return_stats": ["max"]}, TypeError, "`return_stats` must be a tuple"),
-        ({"return_stats": ("max",), "return_lse": True}, ValueError, "`return_lse` and `return_stats` cannot both"),
-        ({"return_stats": ("max",), "normalize": "none"}, ValueError, r"must be \(\) with `normalize='none'`"),
-    ],
-    ids=["unknown", "list", "and_lse", "no_softmax"],
-)
-def test_wrong_names(options, error, message):
-    cache = jflex.paged.PagedCache.create(4, 16, 2, 16, dtype=jnp.float32)
-    batch = jflex.paged.PagedBatch(jnp.array([0, 1]), jnp.array([3]), jnp.array([[1]]))
-    q, level = jnp.ones((1, 4, 16)), jflex.CascadeLevel.paged(cache, batch)
-    for call in (jflex.paged_attention, functools.partial(jflex.explain, jflex.paged_attention)):
-        with pytest.raises(error, match=message):
-            call(q, cache, batch, **options)
-    with pytest.raises(error, match=message):
-        jflex.cascade_attention(q, [level], **options)
-
-
 # --- layers
 
 

@@ -29,14 +29,11 @@ def times(*given):
 TOKENS = [0, 1, 2, 3, 4, 5, 9, 9]
 WRONG = [
     ("halves", lambda p, c, h: c.match([0.5]), TypeError, r"`tokens` must hold integers. Got float64"),
-    ("truths", lambda p, c, h: c.match([True]), TypeError, r"`tokens` must hold integers. Got bool"),
-    ("large", lambda p, c, h: c.match([2**63]), TypeError, r"`tokens` must fit in int64.*Got uint64. Cast"),
     ("rows", lambda p, c, h: c.match([[1, 2]]), ValueError, r"`tokens` must be \[N\].*Got shape \(1, 2\)"),
     ("limit", lambda p, c, h: c.match([1], limit=-1), ValueError, r"`limit` must not be negative. Got -1"),
     ("unhashable", lambda p, c, h: c.match([1], namespace=["a"]), TypeError,
      r"`namespace` must be hashable, like the keys of a dict. Got list.*Take a string"),
     ("lock pages", lambda p, c, h: c.lock(h.pages), TypeError, r"`hit` must be a PrefixHit, from `match`.*Got tuple"),
-    ("insert none", lambda p, c, h: c.insert(TOKENS, [1, 2, 3, 4], None), TypeError, r"`hit` must be a PrefixHit"),
     ("other tokens", lambda p, c, h: c.insert([0, 1, 2, 9, 4, 5], [1, 2, 3], h), ValueError,
      r"`tokens` must begin with those of `hit`, 3 pages. Got 6 tokens; 1 pages agree. Pass all tokens"),
     ("few pages", lambda p, c, h: c.insert(TOKENS, [1, 2, 3], h), ValueError,
@@ -44,8 +41,6 @@ WRONG = [
     ("pages without hit", lambda p, c, h: c.insert(TOKENS, [4, 1, 2, 3], h), ValueError,
      r"`pages` must begin with those of `hit`, \[1, 2, 3\]. Got \[4, 1, 2\]. Pass `hit.pages`"),
     ("reserved", lambda p, c, h: c.insert(TOKENS, [1, 2, 3, 0], h), ForeignPage, r"`pages` holds page 0.*reserved"),
-    ("beyond", lambda p, c, h: c.insert(TOKENS, [1, 2, 3, 4, 10], h), ForeignPage,
-     r"`pages` holds page 10, which is not within 1 and 9"),
     ("free", lambda p, c, h: c.insert(TOKENS, [1, 2, 3, 6], h), ForeignPage,
      r"`pages` holds page 6, which is free. Do not use a page after its release"),
     ("cached", lambda p, c, h: c.insert(TOKENS, [1, 2, 3, 2], h), ForeignPage,
@@ -54,14 +49,10 @@ WRONG = [
      r"`pages` must hold pages of one owner where `tokens` fill them. Page 5 has 2. Insert pages before"),
     ("twice", lambda p, c, h: c.insert([*TOKENS, 7, 7], [1, 2, 3, 4, 4], h), ValueError,
      r"`pages` must list each page once. Page 4 is there twice or more. Leave out"),
-    ("full and not full", lambda p, c, h: c.insert(TOKENS, [1, 2, 3, 4, 4], h), ValueError, r"`pages` must list each"),
     ("negative alloc", lambda p, c, h: c.alloc(-1), ValueError, r"`n` must not be negative. Got -1"),
     ("large alloc", lambda p, c, h: c.alloc(5), OutOfPages, r"`n` is 5, but 4 pages are free and 0 evictable of 9"),
-    ("negative evict", lambda p, c, h: c.evict(-1), ValueError, r"`num_pages` must not be negative. Got -1"),
     ("time", lambda p, c, h: c.evict(1, used_before="now"), TypeError,
      r"`used_before` must be a time, a real number. Got 'now' \(str\)"),
-    ("NaN", lambda p, c, h: c.evict(1, used_before=np.nan), ValueError, r"`used_before` must be finite. Got nan"),
-    ("foreign holder", lambda p, c, h: c.check([[4, 5, 5], [11]]), ForeignPage, r"`holders\[2\]` holds page 11"),
     ("missing holder", lambda p, c, h: c.check([[4, 5]]), RuntimeError,
      r"page 5 has 2 owners in the pool, but `holders` lists it once. It leaked"),
     ("cached holder", lambda p, c, h: c.check([[4, 5, 5, 1]]), RuntimeError, r"page 1 has 1 owner.*lists it 2 times"),
@@ -98,12 +89,6 @@ def test_wrong_clocks_change_nothing(given, error, message):
     assert cache.num_locks == 1
 
 
-def test_a_clock_that_raises_changes_nothing():
-    _, cache = make(clock=lambda: 1 // 0)
-    hit = cache.match([1])
-    refused(cache, ZeroDivisionError, "division", lambda: cache.unlock(hit))
-
-
 @pytest.mark.parametrize(
     ("pool", "clock", "message"),
     [
@@ -130,12 +115,8 @@ def tampered(change):
         (lambda p, c, h: p.share([2]), r"page 2 is cached, and must have 1 owner, the cache. It has 2"),
         (lambda p, c, h: c._hits.clear(), r"inconsistent: a node has other locks than are held. Change it only"),
         (lambda p, c, h: setattr(c._tree, "num_evictable", 1), r"`num_evictable` is wrong"),
-        (lambda p, c, h: setattr(c._tree, "num_pages", 4), r"`num_pages` is wrong"),
-        (lambda p, c, h: c._tree._lru.update({h._node: None}), r"the LRU list does not hold the unlocked nodes"),
         (lambda p, c, h: c._cached.fill(False), r"other pages are marked as cached than are in the tree"),
-        (lambda p, c, h: setattr(h._node, "key", b""), r"a node is not linked to its parent"),
         (lambda p, c, h: c._tree.split(c._tree.find("new", np.zeros((0, 2), int))), r"an empty namespace was kept"),
-        (lambda p, c, h: setattr(p, "_num_free", 2), r"PagePool\(.*\) is inconsistent"),
     ],
 )  # fmt: skip
 def test_what_is_inconsistent_is_seen(change, message):

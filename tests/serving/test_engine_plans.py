@@ -8,7 +8,6 @@ from flax_layers.serving import EngineOptions
 from flax_layers.serving.device import inputs
 from flax_layers.serving.device.options import Program, Shape
 from flax_layers.serving.engine.cascades import NO_PREFIX, Cascades
-from flax_layers.serving.engine.packing import COPIES, pack_copies
 from flax_layers.serving.engine.requests import Request
 from flax_layers.serving.engine.scheduler import Chunk
 from flax_layers.serving.engine.sequence import Sequence
@@ -33,15 +32,6 @@ def test_a_step_is_planned_and_packed_by_the_host_alone(monkeypatch):
     packed = [engine._dispatcher.packed(chunks, program) for _ in range(2)]
     assert type(packed[0]) is np.ndarray
     np.testing.assert_array_equal(packed[0], packed[1])
-
-
-def test_any_number_of_pages_is_copied():
-    copies = [(n + 1, n + 50) for n in range(2 * COPIES + 1)]
-    words = pack_copies(copies)
-    assert pack_copies([]) == []
-    pairs = np.concatenate([x.reshape(2, COPIES) for x in words], axis=1).T.tolist()
-    assert [tuple(x) for x in pairs if x[1] >= 0] == copies
-    assert len(pairs) == 3 * COPIES
 
 
 def test_when_a_cascade_pays():

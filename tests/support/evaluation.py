@@ -206,7 +206,7 @@ def program_of(case: Case, backend: str) -> tuple[Any, ...]:
 
 
 def precision(case: Case) -> str | None:
-    """Of products of float32: on a GPU JAX's default is TF32, which no CPU has; test_tf32.py tests that."""
+    """Of products of float32: on a GPU JAX's default is TF32, which no CPU has; see `test_tf32`."""
     return case.precision or ("highest" if jax.default_backend() == "gpu" else None)
 
 

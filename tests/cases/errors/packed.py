@@ -99,5 +99,8 @@ ROWS = [
     ("cascade_requests_dtype", lambda: cascade([LEVEL], requests=jnp.ones(3)), TypeError,
      "`requests` must be an int32 array"),
     ("cascade_queries", lambda: cascade([LEVEL], (2, 4, 8)), ValueError, "`qo_indptr` must end at N"),
+    ("cascade_statistics", lambda: cascade([LEVEL], return_stats=("max",), return_lse=True), ValueError,
+     "`return_lse` and `return_stats` cannot both"),
+    ("cascade_weights", lambda: cascade([LEVEL], normalize="sum"), ValueError, "`normalize` must be 'softmax'"),
     ("cascade_query_heads", lambda: cascade([LEVEL], (3, 3, 8)), ValueError, "multiple of the cache's 2 heads"),
 ]  # fmt: skip
