@@ -11,7 +11,6 @@ from jax.sharding import PartitionSpec as P
 
 import jflex
 from jflex import context_parallel
-from jflex.context_parallel import prepare
 from jflex.context_parallel import run as running
 from tests.support.context_parallel_calls import (
     CUBE,
@@ -108,15 +107,6 @@ def test_a_shard_map_over_other_axes_alone_is_refused(named):
     call = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=(P("data"),) * 3, out_specs=P("data"), axis_names={"data"}))
     with pytest.raises(ValueError, match=r"is manual, 'data'.*Got 'context'\. Add it to the `axis_names`"):
         call(*arrays)
-
-
-def test_a_call_that_no_backend_supports_is_refused_before_its_mask_is_made(monkeypatch):
-    made = []
-    monkeypatch.setattr(prepare, "own_block_mask", lambda *_: made.append(1))
-    mesh, arrays = drawn(T=64)
-    with pytest.raises(jflex.UnsupportedError, match=r"None of the requested implementations supports.*mosaic_gpu"):
-        jflex.context_parallel_attention(*arrays, mesh=mesh, mask_mod=MASKS["causal"], implementation="mosaic_gpu")
-    assert not made
 
 
 # --- plain calls of sharded tokens

@@ -195,17 +195,6 @@ def test_a_wrong_annotation_fails():
             checked(function)(*given, implementation="xla")
 
 
-def test_wrong_calls_fail():
-    """So that what passes above is known to have been checked."""
-    query, key, value = arrays()
-    with pytest.raises(jaxtyping.TypeCheckError, match="flex_attention"):
-        jflex.flex_attention(query, key[..., :8], value)
-    with pytest.raises(jaxtyping.TypeCheckError, match="split_heads"):
-        flax_layers.functional.split_heads(query.astype(int), 2)
-    with pytest.raises(jaxtyping.TypeCheckError, match="dense"):
-        jflex.CascadeLevel.dense(key, value[:, 1:], qo_indptr=jnp.array([0, 1, 2]))
-
-
 def test_every_public_function_is_checked():
     functions = public()
     assert len(functions) > 40

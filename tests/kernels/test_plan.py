@@ -103,14 +103,6 @@ def test_even_rows_are_divided_among_the_multiprocessors():
     assert all(rows * planner.even_splits(rows) <= max(rows, planner.MAX_RESIDENT_PROGRAMS) for rows in range(1, 600))
 
 
-@pytest.mark.parametrize("heads", [1, 8, 16, 32, 64])
-def test_equal_tiles_of_queries_are_divided_into_no_more_than_run_at_once(heads):
-    """As those of a prefix that many queries share."""
-    for rows in (1, 2, 4):
-        _, splits = divided([128] * rows, planner.num_splits(heads))
-        assert splits.sum() * heads <= planner.MAX_RESIDENT_PROGRAMS
-
-
 # --- the order of tiles in the Hopper kernels
 
 

@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.program import cotangents, evaluate
+from pallas_kernels.program import evaluate
 from pallas_kernels.program.broadcast_axes import BroadcastAxes, broadcast_axes
-from pallas_kernels.program.build import IndexRanges, differentiate
+from pallas_kernels.program.build import IndexRanges
 from pallas_kernels.program.evaluate import Evaluation, OfMultiple, Product
 from tests.support import tile_programs
 from tests.support.specs import spec_of
@@ -139,18 +139,6 @@ def test_invariance(mod, shape, expected):
     program = program_of(mod, shape)
     [load] = [node for node in program.loads if node.kind == "qk"]
     assert broadcast_axes(spec_with(), load) == expected
-
-
-def test_groups_of_loads():
-    def mod(s, b, h, q, k, row, column, repeated, once, gathered):
-        return s + row[q] + column[k] + repeated[q, k] + once[b, h, q, k] + gathered[b, h, q * k]
-
-    program = program_of(mod, (70,), (90,), (70, 90), (3, 4, 70, 90), (3, 4, 70 * 90))
-    groups = cotangents.group_loads(spec_with(), differentiate(program, [True] * 5))
-    operand = lambda loads: [load.value for load in loads]
-    assert (operand(groups.rows), operand(groups.columns)) == ([0], [1])
-    assert [(axes, operand(loads)) for axes, loads in groups.repeated] == [(BroadcastAxes(True, True, False), [2])]
-    assert (operand(groups.stores), operand(groups.atomics)) == ([3], [4])
 
 
 @pytest.mark.parametrize("off", [-1, 0, 1])

@@ -10,8 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import flax_layers.functional
-import flax_layers.rotary_scaling
 import jflex
 from jflex.rotary import LinearScaling, Llama3Scaling, LongRopeScaling, YarnScaling, rotate
 from tests.cases.vector_pairs import turned

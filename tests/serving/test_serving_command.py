@@ -17,13 +17,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import httpx
-import jax
 import numpy as np
 import pytest
 from flax import nnx
 
 import jflex
-from flax_layers.demo.model import ByteDecoder, Sizes, load_model, save_model
+from flax_layers.demo.model import Sizes, load_model
 from flax_layers.models import Decoder, LayerConfig, ModelConfig, save_pretrained
 from flax_layers.serving import Engine, EngineOptions, Streaming
 from flax_layers.serving.api.http import Served, create_app

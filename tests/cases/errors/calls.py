@@ -9,7 +9,7 @@ import numpy as np
 import jflex
 from jflex import Config, Tiles, UnsupportedError
 
-F32, BF16, E4M3, E5M2 = jnp.float32, jnp.bfloat16, jnp.float8_e4m3fn, jnp.float8_e5m2
+F32, BF16, E4M3 = jnp.float32, jnp.bfloat16, jnp.float8_e4m3fn
 EIGHT = (E4M3, E4M3, BF16)
 
 

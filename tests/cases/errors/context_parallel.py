@@ -64,6 +64,8 @@ ROWS = [
      r"for 16 queries and 16 keys, the c"),
     ("two masks", lambda: call(block_mask=block_mask(), mask_mod=MASKS["causal"]), ValueError,
      r"`block_mask` and `mask_mod` cannot both be given"),
+    ("no backend", lambda: call(implementation="mosaic_gpu"), jflex.UnsupportedError,
+     r"None of the requested implementations supports.*mosaic_gpu"),
     ("a ready mod of other sizes", lambda: call(score_mod=jflex.scores.alibi(jnp.ones(8))), ValueError,
      r"`slopes` of `alibi` must hold one slope for each query head"),
     ("a traced mask to balance", lambda: jax.jit(lambda m: context_parallel.device_costs(m, 2))(block_mask()),
