@@ -13,7 +13,7 @@ def call(T=64, S=None, heads=4, B=2, axes=PAIR, mesh=None, **options):
     x = lambda n: jnp.zeros((B, n, heads, 16))
     mesh = mesh_of(**axes) if mesh is None else mesh
     S = T if S is None else S
-    return jflex.context_parallel_attention(x(T), x(S), x(S), mesh=mesh, implementation="xla", **options)
+    return jflex.context_parallel_attention(x(T), x(S), x(S), mesh=mesh, **({"implementation": "xla"} | options))
 
 
 def paged(num_pages=64, table=((1, 9, 17),), axes=None, heads=2, **options):
