@@ -6,10 +6,27 @@ from flax.typing import Dtype
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int
 
+import jflex
 from jflex.scores import alibi, alibi_slopes, relative_bias
 
 
-class AlibiBias(nnx.Module):
+class _Bias(nnx.Module):
+    def _score_mod(self) -> jflex.ScoreMod:
+        raise NotImplementedError
+
+    def __call__(
+        self,
+        score: Float[ArrayLike, ""],
+        b: Int[ArrayLike, ""],
+        h: Int[ArrayLike, ""],
+        q_idx: Int[ArrayLike, ""],
+        kv_idx: Int[ArrayLike, ""],
+    ) -> Float[Array, ""]:
+        """Returns the score with its bias."""
+        return jnp.asarray(self._score_mod()(*map(jnp.asarray, (score, b, h, q_idx, kv_idx))))
+
+
+class AlibiBias(_Bias):
     """ALiBi with learned slopes: a penalty linear in distance, with a slope for each head.
 
     Args:
@@ -29,19 +46,11 @@ class AlibiBias(nnx.Module):
     def __init__(self, num_heads: int, *, param_dtype: Dtype = jnp.float32, rngs: nnx.Rngs):
         self.slopes = nnx.Param(alibi_slopes(num_heads).astype(param_dtype))
 
-    def __call__(
-        self,
-        score: Float[ArrayLike, ""],
-        b: Int[ArrayLike, ""],
-        h: Int[ArrayLike, ""],
-        q_idx: Int[ArrayLike, ""],
-        kv_idx: Int[ArrayLike, ""],
-    ) -> Float[Array, ""]:
-        """Returns the score minus the penalty."""
-        return jnp.asarray(alibi(self.slopes[...])(*map(jnp.asarray, (score, b, h, q_idx, kv_idx))))
+    def _score_mod(self) -> jflex.ScoreMod:
+        return alibi(self.slopes[...])
 
 
-class RelativeBias(nnx.Module):
+class RelativeBias(_Bias):
     """A learned bias for each head and distance.
 
     Args:
@@ -62,13 +71,5 @@ class RelativeBias(nnx.Module):
     def __init__(self, num_heads: int, max_distance: int = 128, *, param_dtype: Dtype = jnp.float32, rngs: nnx.Rngs):
         self.table = nnx.Param(jnp.zeros((num_heads, 2 * max_distance + 1), param_dtype))
 
-    def __call__(
-        self,
-        score: Float[ArrayLike, ""],
-        b: Int[ArrayLike, ""],
-        h: Int[ArrayLike, ""],
-        q_idx: Int[ArrayLike, ""],
-        kv_idx: Int[ArrayLike, ""],
-    ) -> Float[Array, ""]:
-        """Returns the score plus the bias."""
-        return jnp.asarray(relative_bias(self.table[...])(*map(jnp.asarray, (score, b, h, q_idx, kv_idx))))
+    def _score_mod(self) -> jflex.ScoreMod:
+        return relative_bias(self.table[...])

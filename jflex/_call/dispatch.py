@@ -60,12 +60,9 @@ def names_of(implementation: Implementation) -> tuple[str, ...]:
 
 
 def select(implementation: Implementation, spec: AttentionSpec, requested: GradientRequest | None = None) -> Selection:
-    """Selects a backend, without raising or warning.
+    """Selects a backend for a call with these gradients, None for forward only, without raising or warning.
 
     If none was named, a backend that is slower than the next one of GPU kernels is skipped, if one supports the call.
-
-    Args:
-      requested: Which gradients; None for forward only.
     """
     rejections: dict[str, str] = {}
     for name in names_of(implementation):
@@ -150,9 +147,7 @@ def _faster(
 ) -> _Faster | None:
     """The next backend in the order that supports the call, if it is known to be faster than `name`; not `xla`.
 
-    Args:
-      name: A backend that supports the call.
-      judged: The pass that is compared: the backward pass with these gradients; None for the forward pass.
+    The backward pass with the `judged` gradients is compared; for None, the forward pass.
     """
     reason = get_backend(name).not_preferred(spec, judged)
     if reason is None:

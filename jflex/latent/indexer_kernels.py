@@ -87,12 +87,7 @@ _scores.defvjp(_scores_fwd, _scores_bwd)
 
 
 def scores(site: Site, plain: Callable[..., jax.Array], arrays: Arrays) -> jax.Array:
-    """Scores by the kernel.
-
-    Args:
-      plain: The same function of the arrays in plain JAX, whose derivative this has, in reverse mode.
-      arrays: Of at least one query, head, key and column.
-    """
+    """Scores by the kernel, of at least one query, head, key and column; in reverse mode, the derivative of `plain`."""
     return _scores(site, plain, match_manual_axes(arrays))
 
 

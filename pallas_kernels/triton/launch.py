@@ -42,12 +42,7 @@ class Runner(abc.ABC):
 
     @abc.abstractmethod
     def load(self, ref: Ref, *, mask: jax.Array | None = None, other: float | None = None) -> jax.Array:
-        """Loads what a ref, or an index of one, refers to.
-
-        Args:
-          mask: Where to load, of the shape of what is loaded; None for everywhere.
-          other: The value elsewhere; None for anything.
-        """
+        """Loads a ref, or an index of one, where `mask` is True (None: everywhere); elsewhere `other`, or anything."""
 
     @abc.abstractmethod
     def store(self, ref: Ref, x: jax.Array, *, mask: jax.Array | None = None) -> None:
