@@ -46,6 +46,7 @@ class PagedBatch:
       ancestors: For each node of a request's tree the word of `jflex.masks.tree_bits`, padded with 0; all are 0 where
         the queries are consecutive tokens. None: they are for all requests.
 
+    >>> from jflex.paged import token_positions
     >>> batch = PagedBatch(  # a prompt of three tokens, a request that has just ended, one token after four others
     ...     jnp.array([0, 3, 3, 4]), jnp.array([3, 0, 5]), jnp.array([[1, 2, 0], [0, 0, 0], [3, 4, 5]]))
     >>> batch.requests, batch.max_pages
