@@ -128,10 +128,22 @@ LIFE_OF_A_CALL = (
     Step("backward", "jflex/_jax/custom_vjp.py", "recomputes tiles from q, k, v, lse; cotangents of\ncaptured arrays are reduced in registers"),
 )  # fmt: skip
 
+LIFE_OF_A_REQUEST = (
+    Step("endpoint", "flax_layers/serving/api/http.py", "limits, fields, access"),
+    Step("tokens", "flax_layers/serving/api/prompts.py", "chat template, tokenizer, constraint"),
+    Step("queue", "flax_layers/serving/engine/engine.py", "to the engine's thread; 429 if it is full"),
+    Step("schedule", "flax_layers/serving/engine/scheduler.py", "a token for each decoding request,\nthe rest for prompts; pages, preemption"),
+    Step("pack", "flax_layers/serving/engine/packing.py", "one transfer of int32 words"),
+    Step("step", "flax_layers/serving/device/step.py", "write pages, attend, sample: one program;\nthe host runs one step ahead"),
+    Step("read", "flax_layers/serving/engine/sequence.py", "one transfer back; stop tokens, limits"),
+    Step("text", "flax_layers/serving/api/text.py", "whole characters, stop strings, the stream"),
+)  # fmt: skip
+
 PICTURES: dict[str, Callable[[], str]] = {
     "masks": lambda: mask_row(CAUSAL, WINDOW, PACKED, NEIGHBORS),
     "mask_documents": lambda: mask_row(CAUSAL, PACKED),
     "life_of_a_call": lambda: flow(LIFE_OF_A_CALL),
+    "life_of_a_request": lambda: flow(LIFE_OF_A_REQUEST),
 }
 
 
