@@ -1,6 +1,6 @@
-"""The README's table of what each implementation supports, made from the plans that dispatch reads.
+"""The site's table of what each implementation supports, made from the plans that dispatch reads.
 
-`python -m tests.support.support_table` prints it, `--write` puts it into the README. It needs JAX 0.11 or later:
+`python -m tests.support.support_table` prints it, `--write` puts it into the page. It needs JAX 0.11 or later:
 before, `mosaic_gpu` refuses everything. No GPU is needed, for a plan is made from the name of a device.
 """
 
@@ -24,7 +24,7 @@ from pallas_kernels.plan import Refusal, all_gradients
 from pallas_kernels.spec import AttentionSpec, Blocks, Dropout, Paging
 from tests.support.specs import spec_of
 
-README = pathlib.Path(__file__).parents[2] / "README.md"
+PAGE = pathlib.Path(__file__).parents[2] / "docs/pages/reference/support.md"
 BEGIN, END = "<!-- support -->", "<!-- /support -->"
 NEEDS = (0, 11)  # of JAX, for all columns
 HOPPER = {"platform": "gpu", "device_kind": "NVIDIA H200"}
@@ -84,7 +84,7 @@ class Feature(NamedTuple):
     """A row of the table.
 
     Attributes:
-      text: What it is, as the README says it.
+      text: The feature, as the page says it.
       fields: Of the spec, beside those of a call of bfloat16.
       gradients: Whether all gradients are requested, too.
     """
@@ -234,42 +234,39 @@ def _selected(feature: Feature) -> str:
 
 
 def markdown(rows: Table) -> str:
-    """The block between the README's markers. Features with equal cells share a row."""
-    shared: dict[tuple[str, ...], list[str]] = {}
-    for text, cells in rows.items():
-        shared.setdefault(tuple(cells.values()), []).append(text)
+    """The block between the page's markers, a row for each feature."""
     head = ["", *(f"`{name}`" for name in NAMES), SELECTED]
-    lines = [head, ["---"] * len(head), *(["; ".join(texts), *cells] for cells, texts in shared.items())]
+    lines = [head, ["---"] * len(head), *([text, *cells.values()] for text, cells in rows.items())]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def parse(text: str) -> Table:
-    """The rows of a block of the README."""
+    """The rows of a block of the page."""
     lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines()]
     columns = [cell.strip("`") for cell in lines[0][1:]]
-    return {text: dict(zip(columns, line[1:], strict=True)) for line in lines[2:] for text in line[0].split("; ")}
+    return {line[0]: dict(zip(columns, line[1:], strict=True)) for line in lines[2:]}
 
 
 def committed() -> str:
-    """The block that the README holds.
+    """The block that the page holds.
 
     Raises:
       ValueError: It holds none.
     """
-    return _split(README.read_text())[1]
+    return _split(PAGE.read_text())[1]
 
 
 def _split(text: str) -> tuple[str, str, str]:
     match = re.fullmatch(rf"(.*{BEGIN}\n)(.*?)(\n?{END}\n.*)", text, re.DOTALL)
     if match is None:
-        raise ValueError(f"{README} lacks the markers {BEGIN} and {END}.")
+        raise ValueError(f"{PAGE} lacks the markers {BEGIN} and {END}.")
     return match[1], match[2], match[3]
 
 
 def main() -> None:
     """Prints or writes the table."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--write", action="store_true", help="put it into README.md")
+    parser.add_argument("--write", action="store_true", help="put it into the page")
     write = parser.parse_args().write
     if jax.__version_info__ < NEEDS:
         raise SystemExit(f"The table needs JAX 0.11 or later, and this is {jax.__version__}.")
@@ -277,8 +274,8 @@ def main() -> None:
     if not write:
         print(text)
         return
-    before, _, after = _split(README.read_text())
-    README.write_text(before + text + "\n" + after.lstrip("\n"))
+    before, _, after = _split(PAGE.read_text())
+    PAGE.write_text(before + text + "\n" + after.lstrip("\n"))
 
 
 if __name__ == "__main__":
