@@ -4,6 +4,7 @@ Pictures are committed, and `tests/docs/test_pages.py` compares them with what t
 """
 
 import html
+import json
 import pathlib
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -15,6 +16,7 @@ import jflex
 from jflex import masks
 
 IMAGES = pathlib.Path(__file__).parent / "pages/images"
+RESULTS = pathlib.Path(__file__).parents[1] / "benchmarks/results/h200"
 INK, GREY, BLUE, PALE, EDGE = "#1f2430", "#6b7280", "#3949ab", "#dfe3f7", "#9aa3b5"
 FONT = 'font-family="Helvetica, Arial, sans-serif"'
 
@@ -139,9 +141,50 @@ LIFE_OF_A_REQUEST = (
     Step("text", "flax_layers/serving/api/text.py", "whole characters, stop strings, the stream"),
 )  # fmt: skip
 
+DIFFUSION = Mask("block diffusion", masks.block_diffusion(32, 8), length=64)
+
+
+NAMES = {
+    "causal": "causal", "sliding_window": "window of 1,024", "document_mask": "12 documents", "softcap": "soft cap",
+    "alibi": "ALiBi",
+}  # fmt: skip
+PEERS = {"jflex": BLUE, "jax-cudnn": "#8c9eff", "torch-flex": "#c5cae9"}
+
+
+def speed_by_variant() -> str:
+    """Bars of TFLOP/s, from the result file of the suite `main`: S 16384, H 16, D 128."""
+    records = json.loads((RESULTS / "main.json").read_text())["records"]
+    speed = {
+        (x["direction"], x["problem"]["variant"], x["peer"]): x["TFLOP/s"]
+        for x in records
+        if (x["problem"]["S"], x["problem"]["Hq"], x["problem"]["D"]) == (16384, 16, 128) and "TFLOP/s" in x
+    }
+    parts, scale, bar = [], 0.34, 10
+    for column, direction in enumerate(("forward", "backward")):
+        left = 130 + column * 330
+        parts.append(text(left, 24, f"{direction}, TFLOP/s", 13, INK, "start"))
+        for row, (variant, name) in enumerate(NAMES.items()):
+            y = 40 + row * (3 * bar + 14)
+            if not column:
+                parts.append(text(left - 10, y + 19, name, 12, INK, "end"))
+            for number, (peer, color) in enumerate(PEERS.items()):
+                value = speed.get((direction, variant, peer))
+                if value is not None:
+                    parts.append(rectangle(left, y + number * bar, value * scale, bar - 2, color))
+                    parts.append(text(left + value * scale + 4, y + number * bar + 8, f"{value:.0f}", 9, GREY, "start"))
+    bottom = 40 + len(NAMES) * (3 * bar + 14) + 14
+    labels = {"jflex": "jflex", "jax-cudnn": "jax.nn, cuDNN", "torch-flex": "torch FlexAttention"}
+    for number, (peer, color) in enumerate(PEERS.items()):
+        x = 130 + number * 150
+        parts += [rectangle(x, bottom - 9, 10, 10, color), text(x + 16, bottom, labels[peer], 12, INK, "start")]
+    return document(760, bottom + 16, *parts)
+
+
 PICTURES: dict[str, Callable[[], str]] = {
     "masks": lambda: mask_row(CAUSAL, WINDOW, PACKED, NEIGHBORS),
+    "mask_examples": lambda: mask_row(DIFFUSION, NEIGHBORS),
     "mask_documents": lambda: mask_row(CAUSAL, PACKED),
+    "speed_by_variant": speed_by_variant,
     "life_of_a_call": lambda: flow(LIFE_OF_A_CALL),
     "life_of_a_request": lambda: flow(LIFE_OF_A_REQUEST),
 }
