@@ -4,6 +4,7 @@ Pictures are committed, and `tests/docs/test_pages.py` compares them with what t
 """
 
 import html
+import itertools
 import json
 import pathlib
 from collections.abc import Callable, Sequence
@@ -30,7 +31,8 @@ def document(width: int, height: int, *parts: str) -> str:
 
 def text(x: float, y: float, words: str, size: int = 13, color: str = INK, anchor: str = "middle") -> str:
     """A line of text, around or from `x`."""
-    return f'<text x="{x:g}" y="{y:g}" font-size="{size}" fill="{color}" text-anchor="{anchor}">{html.escape(words)}</text>'
+    place = f'x="{x:g}" y="{y:g}" text-anchor="{anchor}"'
+    return f'<text {place} font-size="{size}" fill="{color}">{html.escape(words)}</text>'
 
 
 def rectangle(x: float, y: float, width: float, height: float, fill: str, edge: str = "none", radius: int = 0) -> str:
@@ -61,7 +63,7 @@ def panel(mask: Mask, x: float, y: float, side: float) -> list[str]:
     for row, visible in enumerate(elements):
         colors = np.where(np.repeat(full[row // mask.block], mask.block), 2, 1) * visible
         edges = [0, *(np.flatnonzero(np.diff(colors)) + 1), mask.length]
-        runs = zip(edges[:-1], edges[1:], strict=True)
+        runs = itertools.pairwise(edges)
         parts += [
             rectangle(x + a * unit, y + row * unit, (b - a) * unit, unit, BLUE if colors[a] == 2 else "#8c9eff")
             for a, b in runs
@@ -82,7 +84,7 @@ def mask_row(*row: Mask, side: int = 168) -> str:
     """Masks beside one another."""
     gap, top = 22, 16
     parts = [panel(mask, gap + i * (side + gap), top, side) for i, mask in enumerate(row)]
-    return document(gap + len(row) * (side + gap), top + side + 50, *sum(parts, []))
+    return document(gap + len(row) * (side + gap), top + side + 50, *itertools.chain(*parts))
 
 
 # --- diagrams
@@ -123,20 +125,38 @@ NEIGHBORS = Mask("neighborhood in an image", masks.neighborhood((8, 8), (3, 3)))
 
 LIFE_OF_A_CALL = (
     Step("flex_attention(q, k, v, score_mod, block_mask)", "jflex/attention.py", "checks every argument"),
-    Step("trace the mods", "jflex/mods/trace.py", "a jaxpr of scalars, captured arrays as operands,\nequal by structure: a fresh lambda hits the caches"),
-    Step("plan", "pallas_kernels/*/plan/", "a Plan or a Refusal with one sentence, cached;\ndispatch, errors and explain read the same one"),
-    Step("compile the mods to tile programs", "pallas_kernels/program/", "uniform, row, column or tile: each value\nis held at the size it depends on"),
+    Step(
+        "trace the mods", "jflex/mods/trace.py",
+        "a jaxpr of scalars, captured arrays as operands,\nequal by structure: a fresh lambda hits the caches",
+    ),
+    Step(
+        "plan", "pallas_kernels/*/plan/",
+        "a Plan or a Refusal with one sentence, cached;\ndispatch, errors and explain read the same one",
+    ),
+    Step(
+        "compile the mods to tile programs", "pallas_kernels/program/",
+        "uniform, row, column or tile: each value\nis held at the size it depends on",
+    ),
     Step("run the kernel", "pallas_kernels/{triton,mosaic_gpu}/", "online softmax over the blocks that the mask lists"),
-    Step("backward", "jflex/_jax/custom_vjp.py", "recomputes tiles from q, k, v, lse; cotangents of\ncaptured arrays are reduced in registers"),
+    Step(
+        "backward", "jflex/_jax/custom_vjp.py",
+        "recomputes tiles from q, k, v, lse; cotangents of\ncaptured arrays are reduced in registers",
+    ),
 )  # fmt: skip
 
 LIFE_OF_A_REQUEST = (
     Step("endpoint", "flax_layers/serving/api/http.py", "limits, fields, access"),
     Step("tokens", "flax_layers/serving/api/prompts.py", "chat template, tokenizer, constraint"),
     Step("queue", "flax_layers/serving/engine/engine.py", "to the engine's thread; 429 if it is full"),
-    Step("schedule", "flax_layers/serving/engine/scheduler.py", "a token for each decoding request,\nthe rest for prompts; pages, preemption"),
+    Step(
+        "schedule", "flax_layers/serving/engine/scheduler.py",
+        "a token for each decoding request,\nthe rest for prompts; pages, preemption",
+    ),
     Step("pack", "flax_layers/serving/engine/packing.py", "one transfer of int32 words"),
-    Step("step", "flax_layers/serving/device/step.py", "write pages, attend, sample: one program;\nthe host runs one step ahead"),
+    Step(
+        "step", "flax_layers/serving/device/step.py",
+        "write pages, attend, sample: one program;\nthe host runs one step ahead",
+    ),
     Step("read", "flax_layers/serving/engine/sequence.py", "one transfer back; stop tokens, limits"),
     Step("text", "flax_layers/serving/api/text.py", "whole characters, stop strings, the stream"),
 )  # fmt: skip

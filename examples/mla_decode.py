@@ -20,7 +20,7 @@ def main(prompt: int = 100, tokens: int = 8):
 
     step = nnx.jit(MultiHeadLatentAttention.decode, donate_argnames="cache")
     cache = layer.init_cache(2, max_length=prompt + tokens)
-    outputs, cache = step(layer, inputs[:, :prompt], cache)
+    _, cache = step(layer, inputs[:, :prompt], cache)
     for position in range(prompt, prompt + tokens):  # queries absorbed: attention in the latent space
         token, cache = step(layer, inputs[:, position : position + 1], cache)
         error = jnp.abs(token[:, 0] - whole[:, position]).max()

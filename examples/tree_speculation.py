@@ -1,8 +1,8 @@
 # %% [markdown]
 # # Speculative decoding with a tree
 #
-# A draft proposes several continuations at once, as a tree. One call of `paged_attention` verifies all of them: each node
-# attends to the tokens before the tree, to its ancestors and to itself.
+# A draft proposes several continuations as a tree. One call of `paged_attention` verifies all of them: each node attends
+# to the tokens before the tree, to its ancestors and to itself.
 
 # %%
 import jax

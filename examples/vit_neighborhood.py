@@ -1,8 +1,8 @@
 # %% [markdown]
 # # A vision transformer with neighborhoods
 #
-# Each patch attends to the 15 x 15 patches around it. In row-major order these lie in 15 blocks of 64 patches; along the
-# Z-order curve of Morton a block is a square, and they lie in 9.
+# Each patch attends to the 15 x 15 patches around it. In row-major order these lie in 15 blocks of 64 patches. Along
+# the Z-order curve of Morton a block is a square, and they lie in 9.
 
 # %%
 import jax

@@ -72,7 +72,8 @@ def test_options_of_commands_exist(command: str):
     shown = subprocess.run(
         [sys.executable, "-m", command, "--help"], capture_output=True, text=True, cwd=ROOT, check=True
     )
-    assert lines and not [option for option in named if option not in shown.stdout.split()]
+    assert lines
+    assert not [option for option in named if option not in shown.stdout.split()]
 
 
 def test_pictures_are_as_they_are_drawn():
