@@ -1,7 +1,7 @@
 # %% [markdown]
 # # Speculative decoding with a tree
 #
-# A draft proposes several continuations as a tree. One call of `paged_attention` verifies all of them: each node attends
+# A draft proposes several continuations as a tree. One call of `paged_attention` verifies all: each node attends
 # to the tokens before the tree, to its ancestors and to itself.
 
 # %%
