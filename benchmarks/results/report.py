@@ -33,36 +33,26 @@ _VARIANTS = {
     "causal": "causal", "sliding_window": "sliding window of 1024", "document_mask": "12 packed documents",
     "softcap": "soft cap", "alibi": "ALiBi",
 }  # fmt: skip
-# Rows of the short table: suite, words with the metric, direction, and fields of the first problem that it shows.
+# Rows of the short table, each with a peer: suite, words with the metric, direction, and fields of the first problem
+# that it shows.
 _ROWS = (
     *(
         ("main", f"{words}, {direction}, TFLOP/s", direction, {"variant": variant, "S": 16384, "D": 128})
         for direction, (variant, words) in itertools.product(DIRECTIONS, _VARIANTS.items())
     ),
     ("decode", "decode, one token against 16384 keys, B 8, 32/8 heads of 128, µs", "forward", {"page": 0}),
-    ("paged", "the same from pages of 64, 4096 keys, B 32, µs", "forward", {"page": 64}),
-    ("mla", "latent attention (MLA), one token against 4096 keys, B 128, 128 heads, TFLOP/s", "forward",
-     {"Hq": 128, "T": 1}),
-    ("fp8", "causal, forward, queries and keys of eight bits, TFLOP/s", "forward",
-     {"variant": "causal", "D": 128, "keys": "float8_e4m3fn"}),
 )  # fmt: skip
 # Rows of whole models: the question, in words, and the name of the record of each column.
 _WHOLE_MODELS = (
     (
         "training",
-        "training step of a 1.2 B Llama, S 8192, 12 documents a row (cuDNN: one), tokens/s",
+        "training step, 1.2 B Llama, S 8192, 12 documents a row (cuDNN: one; torch: projections apart), tokens/s",
         [f"llama3-1b, {name}: tokens" for name in ("jflex", "torch", "cudnn")],
     ),
     (
         "generation",
         "generation with an 8 B Llama, batch 1 (torch: SDPA), tokens/s",
         [f"batch 1, {name}: decode" for name in ("jflex dense", "torch sdpa")],
-    ),
-    ("engine", "serving it to 64 clients, 1024 tokens in, 256 out, tokens/s", ["64 clients: output"]),
-    (
-        "context",
-        "causal attention on two GPUs, S 262144, 32/8 heads, forward and backward, speed over one",
-        ["causal, forward and backward, 2 GPUs, all_gather, balanced: speed-up"],
     ),
 )
 _METHOD = (
@@ -174,7 +164,7 @@ def speed_table(results: Results) -> str:
             rows.append([words, *("" if x is None else shown(x) for x in best)])
     for question, words, names in _WHOLE_MODELS:
         if (result := files.get(question)) is not None:
-            shown = {x.name: f"{x.value.median:,.{2 if x.unit == 'x' else 0}f}" for x in result.records}
+            shown = {x.name: f"{x.value.median:,.0f}" for x in result.records}
             cells = [shown.get(name, "") for name in names]
             rows.append([words, *(cells + [""] * len(columns))[: len(columns)]])
     shown = {suite for suite, *_ in _ROWS} | {question for question, *_ in _WHOLE_MODELS}

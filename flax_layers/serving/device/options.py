@@ -54,7 +54,7 @@ class EngineOptions:
         page_size: Tokens in a page, 1 to 256. Prefixes are shared in whole pages.
         cache_dtype: Dtype of keys and values in the cache: ``int8``, ``float8_e4m3fn`` or ``float8_e5m2``, with a scale
             for each token and head; of latent vectors ``float8_e4m3fn``. None: the dtype of the model. Eight bits take
-            about half the memory of bfloat16 and round keys and values; the guide of `jflex` says how much.
+            about half the memory of bfloat16 and round keys and values; the documentation says how much.
         context: Positions of a sequence, prompt included; None: the positions of the model.
         max_waiting: Requests that may wait, beside those that can start at once; more are refused.
         streaming: Sequences attend to sinks and a window alone, and keep no other pages. `context` may then be longer
