@@ -11,7 +11,7 @@ except ModuleNotFoundError as error:
     if error.name != "flax":
         raise
     raise ModuleNotFoundError(
-        "flax_layers needs Flax, which is not installed: pip install 'jflex[flax]'", name="flax"
+        "flax_layers needs Flax, which is not installed: in a checkout, pip install -e '.[flax]'", name="flax"
     ) from None
 
 from flax_layers import linen, nnx

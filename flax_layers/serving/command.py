@@ -69,7 +69,7 @@ def parser() -> argparse.ArgumentParser:
     _add_access(add)
     add("--max-requests", type=int, metavar="N", help="run at once; default: 64, on a CPU 16")
     add("--max-waiting", type=int, default=1024, metavar="N", help="more are refused with 429; default: 1024")
-    add("--max-step-tokens", type=int, metavar="N", help="of a step; default: 2048, on a CPU 128; see the documentation")
+    add("--max-step-tokens", type=int, metavar="N", help="of a step; default: 2048, on a CPU 128; see the docs")
     room = reader.add_mutually_exclusive_group()
     room.add_argument(
         "--memory", type=float, metavar="GIB", help="of the cache, on all devices; default: what is free, on a CPU 1"
@@ -80,20 +80,28 @@ def parser() -> argparse.ArgumentParser:
         "--cache-dtype",
         choices=CACHE_DTYPES,
         help="of keys and values in the KV cache, as vLLM's --kv-cache-dtype; default: that of the model. Eight bits "
-        "hold about twice the tokens of bfloat16; see the documentation for their error",
+        "hold about twice the tokens of bfloat16; see the docs for their error",
     )
     add("--context", type=int, metavar="N", help=f"tokens of a text; default: the model's, of the demo {DEMO_CONTEXT}")
     add("--streaming-window", type=int, metavar="W", help="texts attend to W last tokens and --sinks first ones alone")
     add("--sinks", type=int, metavar="N", help="first tokens that stay visible with --streaming-window; default: 4")
     add("--draft-tokens", type=int, default=0, metavar="N", help="speculated for a request in a step; default: 0")
-    add("--batch-invariant", action="store_true", help="the same bits whatever else runs; see the documentation for the cost")
+    add(
+        "--batch-invariant",
+        action="store_true",
+        help="the same bits whatever else runs; see the docs for the cost",
+    )
     add("--max-body", type=float, default=4.0, metavar="MIB", help="of a request; default: 4")
     add("--grace", type=float, default=30.0, metavar="S", help="requests go on for so long at the end; default: 30")
     add("--dtype", choices=DTYPES, help="of parameters and computation; default: bfloat16, on a CPU float32")
     add("--implementation", metavar="NAME", help="the jflex backend; default: the first that can run here")
     add("--no-constraints", action="store_true", help="refuse JSON schemas and the like, and do without llguidance")
     add("--devices", type=int, default=1, metavar="N", help="share the model, by heads (tensor parallel); default: 1")
-    add("--coordinator", metavar="HOST:PORT", help="of process 0, if devices are on several hosts; see the documentation")
+    add(
+        "--coordinator",
+        metavar="HOST:PORT",
+        help="of process 0, if devices are on several hosts; see the docs",
+    )
     add("--processes", type=int, metavar="N", help="of the same command, with --coordinator")
     add("--process", type=int, metavar="N", help="which of them this is, from 0; process 0 answers")
     add("--no-warm-up", action="store_true", help="compile programs when they are needed, not ahead")

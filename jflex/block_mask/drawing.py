@@ -99,7 +99,7 @@ def to_figure(
         from matplotlib.figure import Figure
         from matplotlib.patches import Patch
     except ImportError:
-        remedy = "Install it with `pip install 'jflex[demo]'`."
+        remedy = "Install it with `pip install matplotlib`."
         raise ImportError(f"`BlockMask.to_image` needs matplotlib. {remedy}") from None
     if not is_concrete(lists):
         raise TypeError("`BlockMask.to_image` needs the values of the lists, traced here. Call it outside `jit`.")

@@ -39,7 +39,7 @@ def costs_to_image(
         from matplotlib import colormaps
         from matplotlib.figure import Figure
     except ImportError:
-        remedy = "Install it with `pip install 'jflex[demo]'`."
+        remedy = "Install it with `pip install matplotlib`."
         raise ImportError(f"`costs_to_image` needs matplotlib. {remedy}") from None
     costs = chunk_costs(block_mask, shards, 1, partial_cost)
     if not orders:

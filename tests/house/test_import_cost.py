@@ -46,7 +46,7 @@ def test_importing_jflex_warns_of_nothing_and_asks_for_no_device():
 def test_without_flax_the_layers_say_what_to_install():
     process = fresh_python("import sys; sys.modules['flax'] = None\nimport flax_layers")
     assert process.returncode != 0
-    message = "flax_layers needs Flax, which is not installed: pip install 'jflex[flax]'"
+    message = "flax_layers needs Flax, which is not installed: in a checkout, pip install -e '.[flax]'"
     assert process.stderr.splitlines()[-1] == f"ModuleNotFoundError: {message}"
 
 
@@ -60,5 +60,5 @@ def test_without_the_packages_of_the_server_the_engine_is_imported():
 def test_without_starlette_the_endpoints_say_what_to_install():
     process = fresh_python("import sys; sys.modules['starlette'] = None\nimport flax_layers.serving.api.http")
     assert process.returncode != 0
-    message = "`flax_layers.serve` needs starlette for this: pip install 'jflex[serve]'"
+    message = "`flax_layers.serve` needs starlette: in a checkout, pip install -e '.[serve]'"
     assert process.stderr.splitlines()[-1] == f"ModuleNotFoundError: {message}"

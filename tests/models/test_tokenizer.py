@@ -182,7 +182,7 @@ def test_missing_files_and_packages(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"`folder` must hold `tokenizer.json`.*save_pretrained"):
         Tokenizer(tmp_path)
     with (
-        pytest.raises(ModuleNotFoundError, match=r"needs absent for this: pip install 'jflex\[models\]'"),
+        pytest.raises(ModuleNotFoundError, match=r"needs absent: in a checkout, pip install -e '\.\[models\]'"),
         needs("absent"),
     ):
         import absent  # noqa: F401  # pyright: ignore[reportMissingImports]

@@ -116,7 +116,7 @@ def test_a_missing_package(capsys, monkeypatch):
         with pytest.raises(SystemExit):
             main([] if package == "llguidance" else ["--no-constraints"])
         error = capsys.readouterr().err
-        assert f"`flax_layers.serve` needs {package} for this: pip install 'jflex[serve]'" in error
+        assert f"`flax_layers.serve` needs {package}: in a checkout, pip install -e '.[serve]'" in error
 
 
 def test_constraints_can_be_left_out(folder, tmp_path):

@@ -60,7 +60,8 @@ def test_packages_that_are_used_late_are_missed_early(monkeypatch, tmp_path, com
     monkeypatch.setitem(sys.modules, package, None)
     arguments = ["--data=none"] if command is train else []
     with pytest.raises(
-        ModuleNotFoundError, match=rf"`flax_layers\.{extra}` needs {package} for this: pip install 'jflex\[{extra}\]'"
+        ModuleNotFoundError,
+        match=rf"`flax_layers\.{extra}` needs {package}: in a checkout, pip install -e '\.\[{extra}\]'",
     ):
         command.main([*arguments, f"--output={tmp_path}"])
 
@@ -72,11 +73,11 @@ def test_packages_that_are_imported_at_once(monkeypatch, package: str, module: s
     importlib.import_module(f"flax_layers.train.{module}")
     monkeypatch.setitem(sys.modules, package, None)
     monkeypatch.delitem(sys.modules, f"flax_layers.train.{module}")
-    with pytest.raises(ModuleNotFoundError, match=rf"needs {package} for this: pip install 'jflex\[train\]'"):
+    with pytest.raises(ModuleNotFoundError, match=rf"needs {package}: in a checkout, pip install -e '\.\[train\]'"):
         importlib.import_module(f"flax_layers.train.{module}")
 
 
 def test_pictures_need_matplotlib(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ModuleNotFoundError, match=r"needs matplotlib for this: pip install 'jflex\[train\]'"):
+    with pytest.raises(ModuleNotFoundError, match=r"needs matplotlib: in a checkout, pip install -e '\.\[train\]'"):
         draw_losses(tmp_path / "loss.png", [(1, 2.0)])

@@ -1,4 +1,4 @@
-"""Packages of the optional extras, as `jflex[models]`."""
+"""Packages of the optional extras, such as `models`."""
 
 import contextlib
 import importlib
@@ -10,10 +10,10 @@ def needs(package: str, extra: str = "models") -> Iterator[None]:
     """Raises ModuleNotFoundError with the extra of `pyproject.toml` to install, if an import inside lacks the package.
 
     Example:
-        >>> with needs("no_such_package"):
-        ...     import no_such_package
+        >>> with needs("absent"):
+        ...     import absent
         Traceback (most recent call last):
-        ModuleNotFoundError: `flax_layers.models` needs no_such_package for this: pip install 'jflex[models]'
+        ModuleNotFoundError: `flax_layers.models` needs absent: in a checkout, pip install -e '.[models]'
     """
     try:
         yield
@@ -21,7 +21,7 @@ def needs(package: str, extra: str = "models") -> Iterator[None]:
         if error.name is None or error.name.partition(".")[0] != package:
             raise
         raise ModuleNotFoundError(
-            f"`flax_layers.{extra}` needs {package} for this: pip install 'jflex[{extra}]'", name=package
+            f"`flax_layers.{extra}` needs {package}: in a checkout, pip install -e '.[{extra}]'", name=package
         ) from None
 
 

@@ -67,7 +67,7 @@ def _check_parameters(kernel: Compiled, pointers: int) -> None:
         raise CompileError(
             f"The kernel `{kernel.name}` of {pointers} arrays has {parameters} parameters, not "
             f"{pointers + _HIDDEN_POINTERS}: this version of Triton has another calling convention than those that "
-            "were tested. Install 'jflex[jax-triton]', or pass implementation='triton' or 'xla'."
+            "were tested. Install the extra `jax-triton`, or pass implementation='triton' or 'xla'."
         )
 
 

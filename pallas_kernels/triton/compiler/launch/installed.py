@@ -11,7 +11,7 @@ import jax
 import jaxlib.version
 
 OLDEST, NEWEST = (3, 6), (3, 9)  # of Triton, tested
-_REMEDY = "`pip install 'jflex[jax-triton]'` installs one that was tested"
+_REMEDY = "the extra `jax-triton` installs one that was tested"
 _JAX_TRITON = (0, 4), (0, 11)  # jax-triton and the JAX with which it works; on 0.12 its rule for dead code raises
 
 
