@@ -86,22 +86,14 @@ def parser() -> argparse.ArgumentParser:
     add("--streaming-window", type=int, metavar="W", help="texts attend to W last tokens and --sinks first ones alone")
     add("--sinks", type=int, metavar="N", help="first tokens that stay visible with --streaming-window; default: 4")
     add("--draft-tokens", type=int, default=0, metavar="N", help="speculated for a request in a step; default: 0")
-    add(
-        "--batch-invariant",
-        action="store_true",
-        help="the same bits whatever else runs; see the docs for the cost",
-    )
+    add("--batch-invariant", action="store_true", help="the same bits whatever else runs; see the docs for the cost")
     add("--max-body", type=float, default=4.0, metavar="MIB", help="of a request; default: 4")
     add("--grace", type=float, default=30.0, metavar="S", help="requests go on for so long at the end; default: 30")
     add("--dtype", choices=DTYPES, help="of parameters and computation; default: bfloat16, on a CPU float32")
     add("--implementation", metavar="NAME", help="the jflex backend; default: the first that can run here")
     add("--no-constraints", action="store_true", help="refuse JSON schemas and the like, and do without llguidance")
     add("--devices", type=int, default=1, metavar="N", help="share the model, by heads (tensor parallel); default: 1")
-    add(
-        "--coordinator",
-        metavar="HOST:PORT",
-        help="of process 0, if devices are on several hosts; see the docs",
-    )
+    add("--coordinator", metavar="HOST:PORT", help="of process 0, if devices are on several hosts; see the docs")
     add("--processes", type=int, metavar="N", help="of the same command, with --coordinator")
     add("--process", type=int, metavar="N", help="which of them this is, from 0; process 0 answers")
     add("--no-warm-up", action="store_true", help="compile programs when they are needed, not ahead")

@@ -1,4 +1,4 @@
-"""Runners of Triton kernels: Pallas' interpreter, Pallas' own Triton, and official Triton.
+"""Runners of Triton kernels: Pallas' interpreter, Pallas' own Triton with and without PTX, and official Triton.
 
 A kernel is traced by Pallas. Its runner launches it, and has what Pallas' core has not: masked loads and stores,
 functions of the SFU. This is the one place that needs `jax.experimental.pallas.triton`, and only where that compiles a
@@ -30,6 +30,7 @@ from pallas_kernels.plan import limit_of_pallas
 from pallas_kernels.spec import AttentionSpec, Route
 from pallas_kernels.triton.compiler.launch import launch as official
 from pallas_kernels.triton.compiler.rules import primitives
+from pallas_kernels.triton.plan.limits import is_amd
 from pallas_kernels.types import Ref
 
 
@@ -140,7 +141,8 @@ def runner_of(spec: AttentionSpec) -> Runner:
 
 def runner_for(route: Route, device_kind: str) -> Runner:
     """The runner of a kernel that computes no attention."""
-    return {"interpreted": Interpreter, "pallas": PallasTriton, "official": OfficialTriton}[route](device_kind)
+    pallas = PortableTriton if is_amd(device_kind) else PallasTriton
+    return {"interpreted": Interpreter, "pallas": pallas, "official": OfficialTriton}[route](device_kind)
 
 
 class Interpreter(Runner):
@@ -272,6 +274,27 @@ class PallasTriton(Runner):
         del kernel, outputs
         params = _pallas().CompilerParams(num_warps=tiles.num_warps, num_stages=tiles.num_stages)
         return _without_warning(call(compiler_params=params), inputs)
+
+
+class PortableTriton(PallasTriton):
+    """Pallas' Triton on AMD's GPUs, which have no PTX. Lowered in tests, and never run."""
+
+    def element(self, name: str, *args: jax.Array) -> jax.Array:  # noqa: D102
+        return _PORTABLE[name](*args)
+
+    def exp2_of_multiple(self, x: jax.Array, factor: float, subtracted: jax.Array) -> jax.Array:  # noqa: D102
+        return jnp.exp2(x * factor - subtracted)
+
+
+_PORTABLE: dict[str, Callable[..., jax.Array]] = {  # what takes bytes of words is refused on AMD's GPUs
+    "multiply_add": lambda a, b, c: a * b + c,
+    "opaque": lambda x: x,
+    "relu": lambda x: jnp.where(x < 0.0, jnp.zeros_like(x), x),  # NaN stays
+    "tanh": jnp.tanh,
+    "sin": jnp.sin,
+    "cos": jnp.cos,
+    "logistic": lambda x: 1.0 / (1.0 + jnp.exp2(x)),
+}
 
 
 def _pallas() -> ModuleType:

@@ -28,6 +28,8 @@ def limit_of_device(spec: AttentionSpec) -> str | None:
         return "its splits of a constant number of keys have no entropy (leave out `batch_invariant`, or the statistic)"
     if spec.dtype not in ("bfloat16", "float16", "float32"):
         return f"its kernels compute in bfloat16, float16 or float32, not {spec.dtype}"
+    if is_amd(spec.device_kind) and (spec.qk_dtype or (spec.paging and spec.paging.dtype)):
+        return f"it loads eight bits by PTX, which {spec.device_kind} has not (take bfloat16)"
     if loads_e4m3(spec) and _lacks_e4m3(spec.device_kind):
         other = "float8_e5m2" if spec.paging is None else "bfloat16" if spec.values_in_keys else "int8"
         return (
@@ -55,6 +57,11 @@ def loads_e4m3(spec: AttentionSpec) -> bool:
     if spec.paging is not None:
         return spec.paging.dtype == "float8_e4m3fn"
     return spec.qk_dtype == "float8_e4m3fn" and decodes(spec)
+
+
+def is_amd(device_kind: str) -> bool:
+    """True for the name of an AMD GPU, as ``"gfx942"`` or ``"AMD Instinct MI300X"``."""
+    return device_kind.startswith(("gfx", "AMD"))
 
 
 def _lacks_e4m3(device_kind: str) -> bool:

@@ -195,7 +195,7 @@ def describe_splits(spec: AttentionSpec) -> str:
 
 
 # Bytes of shared memory that a CTA may have, by a part of the name of the device; elsewhere the minimum.
-HOPPER_SHARED_MEMORY, AMPERE_SHARED_MEMORY, MIN_SHARED_MEMORY = 232448, 166912, 101376
+HOPPER_SHARED_MEMORY, AMPERE_SHARED_MEMORY, MIN_SHARED_MEMORY, AMD_SHARED_MEMORY = 232448, 166912, 101376, 65536
 # Register budget for values live through the mainloop. A thread has 255, and some values are rounded to 16 bits early.
 MAX_REGISTERS = 272
 
@@ -328,4 +328,6 @@ def _most_stages(stages: int, taken: Callable[[int], float], device_kind: str) -
 def _memory_of(device_kind: str) -> int:
     if tables.has_large_memory(device_kind):
         return HOPPER_SHARED_MEMORY
+    if limits.is_amd(device_kind):
+        return AMD_SHARED_MEMORY
     return AMPERE_SHARED_MEMORY if any(name in device_kind for name in ("A100", "A800", "A30")) else MIN_SHARED_MEMORY
