@@ -4,12 +4,14 @@
     inputs = keras.Input((1024, 512))
     model = keras.Model(inputs, layer(inputs, inputs, use_causal_mask=True))
 
-Weights and arguments are those of the layer in Keras, and its files load. Keys and values are not repeated for the
-query heads; causal masks, windows, padding and packed documents become blocks to skip instead of a tensor [B, T, S].
-Three arguments are new: `score_mod` and `mask_mod` of the constructor, and `segment_ids` of the call.
+Weights and arguments are those of the layer in Keras, but for `return_attention_scores`, so its weights load. Keys and
+values are not repeated for the query heads; causal masks, windows, padding and packed documents become blocks to skip
+instead of a tensor [B, T, S]. Three arguments are new: `score_mod` and `mask_mod` of the constructor, and `segment_ids`
+of the call.
 
 A mod that is saved is a function or an object that Keras can serialize (`keras.saving.register_keras_serializable`). A
 mod that is a `keras.layers.Layer` is a sublayer: its weights are learned and saved. It makes them in its constructor.
+Under mixed precision, give it `dtype="float32"`, because scores are float32.
 
 A query that attends to no key gives zeros before the output projection; in Keras, the mean of all values.
 
@@ -51,6 +53,7 @@ class FlexAttention(keras.layers.GroupQueryAttention):
     ):
         """Attends from `query` [B, T, E] to `value` [B, S, E]; `segment_ids` [B, T] separates packed documents."""
         key = value if key is None else key
+        of_examples = (query_mask, value_mask, key_mask, attention_mask, segment_ids)
         visible = [] if self.mask_mod is None else [self.mask_mod]
         if use_causal_mask:
             visible.append(masks.causal())
@@ -63,22 +66,23 @@ class FlexAttention(keras.layers.GroupQueryAttention):
             visible.append(lambda b, h, q_idx, kv_idx: query_mask[b, q_idx])
         if attention_mask is not None:
             visible.append(_read(attention_mask))
+        block_mask = None
+        if visible:
+            of_batch = None if all(x is None for x in of_examples) and self.mask_mod is None else query.shape[0]
+            of_heads = None if attention_mask is None and self.mask_mod is None else self.num_query_heads
+            mask_mod = jflex.and_masks(*visible)
+            block_mask = jflex.create_block_mask(mask_mod, of_batch, of_heads, query.shape[1], key.shape[1])
         dropout_rate = self.dropout if training else 0.0
         out = jflex.flex_attention(
             self._query_dense(query),
             self._key_dense(key),
             self._value_dense(value),
             self.score_mod,
-            self._block_mask(visible, query.shape[0], query.shape[1], key.shape[1]),
+            block_mask,
             dropout_rate=dropout_rate,
             dropout_key=self._dropout_layer.seed_generator.next() if dropout_rate else None,
         )
         return self._output_dense(out * self._gate_dense(query) if self.use_gate else out)
-
-    def _block_mask(self, visible, B, T, S):
-        if not visible:
-            return None
-        return jflex.create_block_mask(jflex.and_masks(*visible), B, self.num_query_heads, T, S)
 
     def compute_output_spec(self, query, value, key=None, **kwargs):
         """Shape and dtype of the output; no kernel is traced for `keras.Input`, whose batch size is unknown."""

@@ -13,8 +13,7 @@ from tests.integrations.dense import HEADS, WIDTH, B, T, assert_close, dense, dr
 pytestmark = pytest.mark.full
 
 
-@pytest.mark.parametrize("heads", [(2, 1), (1, 2), (2, 2)])
-@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize(("heads", "window"), [((2, 1), None), ((1, 2), None), ((2, 2), 5)])
 def test_penzai_transformer(heads: tuple[int, int], window: int | None):
     module = load("penzai", "penzai")
     from penzai import pz
