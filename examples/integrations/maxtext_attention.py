@@ -12,8 +12,10 @@ caps. Here all become a BlockMask and a mod: nothing of size T times T exists, a
 Queries come scaled, as MaxText has them. Attention weights are not dropped, as with `dot_product`. Decoding goes to
 `dot_product`, as with `flash` on a GPU. Arguments that `flex` does not know raise NotImplementedError.
 
-MaxText 0.2.5 installs with pins of hundreds of packages, so the tests hold the signature and the mask of that release,
-copied: `tests/integrations/`.
+The constructor of `AttentionOp` refuses block diffusion on kernels that it does not know: a patch adds `flex` there.
+
+Tested in `tests/integrations/` against `AttentionOp` of MaxText 0.2.5 with `dot_product`, on a CPU, and without the
+package against its signature and masks, copied.
 """
 
 import functools

@@ -1,6 +1,9 @@
-"""The integration of MaxText against the signature and the mask of release 0.2.5."""
+"""The integration of MaxText against the package, and against signature and masks copied from release 0.2.5."""
 
 import enum
+import importlib.util
+import inspect
+import pathlib
 import types
 
 import jax
@@ -157,3 +160,69 @@ def test_maxtext_0_2_5_skips_blocks_between_documents():
         )
         apply_attention(AttentionOp("global"), query, key, value, decoder_segment_ids=ids)
     assert made[0].sparsity() == 75.0
+
+
+class Config:
+    """The defaults of MaxText's `base.yml`, and None for what it does not name."""
+
+    def __init__(self, **options):
+        import yaml
+
+        path = pathlib.Path(importlib.util.find_spec("maxtext").submodule_search_locations[0]) / "configs/base.yml"
+        self.__dict__.update(yaml.safe_load(path.read_text()), **options)
+
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+
+@pytest.fixture
+def attention_ops(monkeypatch: pytest.MonkeyPatch):
+    """Makes the operators of the package with `dot_product` and with `flex`."""
+    module = load("maxtext", "maxtext", "tokamax", "qwix", "pathwaysutils")
+    from flax import nnx
+    from maxtext.common import common_types
+    from maxtext.layers import attention_op
+
+    theirs = attention_op.AttentionOp
+    assert [*inspect.signature(theirs.apply_attention).parameters] == [
+        *inspect.signature(AttentionOp.apply_attention).parameters
+    ]
+    monkeypatch.setattr(theirs, "apply_attention", module.with_flex(theirs.apply_attention))
+    sizes = {"max_target_length": T, "num_query_heads": HEADS, "num_kv_heads": 2}
+    sizes |= {"sliding_window_size": 7, "chunk_attn_window_size": 7, "mesh": jax.make_mesh((1,), ("data",))}
+
+    def make(kind: str, **options):
+        options |= sizes | {"attention_type": common_types.AttentionType(kind), "rngs": nnx.Rngs(0)}
+        return [theirs(config=Config(), attention_kernel=kernel, **options) for kernel in ("dot_product", "flex")]
+
+    return make
+
+
+@pytest.mark.parametrize("kind", ["global", "local_sliding", "chunk", "full", "mla"])
+def test_maxtext_0_2_5_package(attention_ops, kind: str):
+    options = {
+        "bidirectional_mask": jnp.zeros((B, T), bool).at[0, 4:9].set(True).at[1, :5].set(True),
+        "sinks": draw(HEADS, seed=5),
+    }
+
+    def loss(op):
+        attend = lambda arrays: (op(*arrays, segments(), None, "train", **options) ** 2).sum()
+        return jax.value_and_grad(attend)(maxtext_arrays())
+
+    dot, flex = attention_ops(kind, attn_logits_soft_cap=2.0)
+    jax.tree.map(lambda x, y: assert_close(x, y, atol=2e-4), loss(flex), loss(dot))
+
+
+def test_maxtext_0_2_5_package_prefills_and_decodes(attention_ops):
+    query, key, value = maxtext_arrays()
+    prefilled = (key, value, segments())
+    decoded = (key[:, :8], value[:, :8], jnp.ones((B, 8), jnp.int32), jnp.full(B, 8))
+    calls = (
+        lambda op: op(query, key, value, None, None, "prefill", (prefilled, None)),
+        lambda op: op(query[:, 25:], key, value, None, None, "prefill", (prefilled, None), key[:, :25]),
+        lambda op: op(query[:, :1], key, value, None, None, "autoregressive", (prefilled, decoded)),
+    )
+    dot, flex = attention_ops("global")
+    for call in calls:
+        assert_close(call(flex), call(dot))
