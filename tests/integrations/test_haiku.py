@@ -12,8 +12,7 @@ from tests.integrations.dense import HEADS, WIDTH, B, T, assert_close, draw, loa
 pytestmark = pytest.mark.full
 
 
-@pytest.mark.parametrize("leading", [(), (B,), (2, 3)])
-@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(("leading", "masked"), [((), True), ((B,), False), ((2, 3), True)])
 def test_haiku(leading: tuple[int, ...], masked: bool):
     module = load("haiku", "haiku")
     import haiku as hk
