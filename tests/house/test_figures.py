@@ -6,7 +6,7 @@ from tests.house import figures
 
 LIMITS = {
     "library lines": 56000,
-    "test lines": 40000,
+    "test lines": 40850,
     "benchmark lines": 5500,
     "library files over 400 lines": 0,
     "functions over 50 code lines": 0,
@@ -25,10 +25,10 @@ LIMITS = {
     "Args entries of at most 3 words": 23,
     "class names used three times": 1,
     "patterns that choose tests by name": 0,
-    "lines of README.md": 182,
-    "lines of the longest page": 803,
-    "paragraphs over 100 words": 16,
-    "bullets over 60 words": 14,
+    "lines of README.md": 141,
+    "lines of the longest page": 143,
+    "paragraphs over 100 words": 0,
+    "bullets over 60 words": 0,
 }
 
 
