@@ -25,8 +25,8 @@ LIMITS = {
     "Args entries of at most 3 words": 23,
     "class names used three times": 1,
     "patterns that choose tests by name": 0,
-    "lines of README.md": 141,
-    "lines of the longest page": 143,
+    "lines of README.md": 136,
+    "lines of the longest page": 136,
     "paragraphs over 100 words": 0,
     "bullets over 60 words": 0,
 }
