@@ -13,6 +13,11 @@ B, T, HEADS, WIDTH = 2, 40, 4, 32
 assert_close = functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-5)
 
 
+def same(found, expected, **tolerance: float) -> None:
+    """Fails unless two trees hold the same numbers."""
+    jax.tree.map(functools.partial(assert_close, **tolerance), found, expected)
+
+
 def load(name: str, *packages: str) -> types.ModuleType:
     """An integration, or a skipped test without its packages."""
     for package in packages:
