@@ -14,8 +14,7 @@ Queries come scaled, as MaxText has them. Attention weights are not dropped, as 
 
 The constructor of `AttentionOp` refuses block diffusion on kernels that it does not know: a patch adds `flex` there.
 
-Tested in `tests/integrations/` against `AttentionOp` of MaxText 0.2.5 with `dot_product`, on a CPU, and without the
-package against its signature and masks, copied.
+Tested in `tests/integrations/` against `AttentionOp` of MaxText 0.2.5 with `dot_product`, on a CPU.
 """
 
 import functools

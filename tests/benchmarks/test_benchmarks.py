@@ -147,12 +147,6 @@ def test_other_weights_and_statistics_are_of_jflex_alone(fields):
 
 LATENT = small(page=8, keys="latent", Hkv=1, D=48, Dv=32, Hq=16)
 SPARSE, INDEXER = (dataclasses.replace(LATENT, selected=6), small(keys="indexer", Hkv=1, Hq=3, selected=6))
-PEERS_OF_SUITE = [peer.name for peer in peers_of("sparse_mla")]
-
-
-def selection(peer: str, problem: Problem) -> np.ndarray:
-    function, inputs = served.served_program(peer, problem, *jax_attention.mods_of(problem))
-    return np.asarray(jax.jit(function)(*inputs))
 
 
 def test_work_counts_selected_keys_alone():
@@ -170,14 +164,3 @@ def test_work_counts_selected_keys_alone():
     indexer = roofline.served_work(INDEXER)
     assert indexer.forward_flops == 2 * 16 * 4 * 3 * 64
     assert indexer.forward_bytes == item * (4 * 3 * 16 + 4 * 64 * 16) + 4 * 4 * 3 + 4 * 4 * 6
-
-
-def test_peers_that_take_no_selection_are_left_out():
-    names = lambda problem: {x for names in by_library(problem, EVERY).values() for x in names}
-    assert names(INDEXER) >= {*PEERS_OF_SUITE}
-    for problem, refused in ((SPARSE, {"jflex-mosaic"}), (INDEXER, {"jflex-mosaic", "jflex-triton", "jflex-official"})):
-        assert not names(problem) & (refused | {"jax-cudnn", "jax-xla", "flashinfer", "torch-decode", "sdpa-cudnn"})
-    reason = r"jflex-flat is not measured with noop, latent keys, the best 6 keys"
-    with pytest.raises(NotImplementedError, match=reason):
-        selection("jflex-flat", SPARSE)
-    assert INDEXER.name == "noop, indexer queries and keys, the best 6 keys; B 4, H 3/1, T 1, S 64, D 16"

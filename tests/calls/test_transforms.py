@@ -205,14 +205,6 @@ def test_checkpoint_policies_can_name_the_residuals(names, calls):
     tree_close(jax.jit(run)(*args), jax.jit(jax.grad(functools.partial(loss, REFERENCE), argnums=(0, 3)))(*args))
 
 
-def test_checkpoint_without_a_policy_around_a_capture():
-    q, k, v = drawn()
-    bias = biases()
-    total = lambda options, bias: jax.checkpoint(lambda q: loss(options, q, k, v, bias))(q)
-    run = lambda options: jax.jit(jax.grad(functools.partial(total, options)))(bias)
-    tree_close(run(BACKENDS["xla"]), run(REFERENCE))
-
-
 @backends
 def test_export_round_trip(backend):
     pytest.importorskip("flatbuffers", reason="jax.export writes with it")

@@ -53,30 +53,6 @@ def source_of(kernel, *args, out, grid=(1,), vmap=False, names=None):
 X = jax.ShapeDtypeStruct((16, 32), jnp.float32)
 
 
-def test_source_names_its_values_and_says_their_shapes():
-    def kernel(x, out):
-        i = pl.program_id(0)
-        out[i, :] = jnp.exp2(x[i, :] * 2.0) + 1.0
-
-    source = source_of(kernel, X, out=X, grid=(16,))
-    assert source.name == "a_kernel"
-    assert source.grid == (16, 1, 1)
-    assert source.dtypes == ("float32", "float32")
-    assert source.text.endswith("""
-@triton.jit
-def a_kernel(
-    x0,  # float32[16, 32]
-    out,  # float32[16, 32]
-):
-    program_0 = tl.program_id(0)  # int32[]
-    load_0 = tl.load(x0 + (program_0 * 32 + tl.arange(0, 32)))  # float32[32]
-    mul_0 = load_0 * 2.0  # float32[32]
-    exp2_0 = tl.exp2(mul_0)  # float32[32]
-    add_0 = exp2_0 + 1.0  # float32[32]
-    tl.store(out + (program_0 * 32 + tl.arange(0, 32)), add_0)
-""")
-
-
 def test_vmap_gives_blocks_an_offset_and_folds_grids_of_four_axes():
     kernel = lambda x, out: out.__setitem__(..., x[...] + pl.program_id(2).astype(jnp.float32))
     batched = jax.ShapeDtypeStruct((5, 16, 32), jnp.float32)

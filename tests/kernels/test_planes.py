@@ -53,21 +53,3 @@ def test_which_loads_are_planes(index, shape, dtype, found):
     assert [x.shape for x in bias_tiles.bias_loads(spec_with(plus(index), (shape, dtype)))] == (
         [found] if found else []
     )
-
-
-@pytest.mark.parametrize(
-    ("dtypes", "D", "count", "transposed"),
-    [
-        ((BF16, BF16), 64, 2, 2),
-        ((BF16, F32), 64, 1, 1),
-        ((F32, BF16), 64, 1, 1),
-        ((F32,), 64, 1, 0),
-        ((BF16,), 192, 1, 1),
-        ((BF16,), 256, 0, 0),
-    ],
-)
-def test_as_many_as_there_is_room_for(dtypes, D, count, transposed):
-    mod = lambda s, b, h, q, k, *xs: s + sum(x[q, k].astype(F32) for x in xs)
-    spec = spec_with(mod, *(((1024, 2048), dtype) for dtype in dtypes), D=D)
-    assert len(bias_tiles.bias_loads(spec)) == count
-    assert len(bias_tiles.bias_loads(spec, transposed=True)) == transposed

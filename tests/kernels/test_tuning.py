@@ -65,11 +65,6 @@ class TestLookUp:
     def test_table_of_a_device(self, device, name):
         assert tables.table_name(device) == name
 
-    def test_no_table_no_tiles(self):
-        key = tables.Key("forward", 64, 2, "none", "short")
-        assert tables.look_up("NVIDIA Unheard Of", key) is None
-        assert tables.look_up("cpu", key) is None
-
 
 @pytest.mark.parametrize("name", TABLES)
 class TestCommittedTables:
@@ -129,19 +124,6 @@ def bucket_of(score, mask):
 ])  # fmt: skip
 def test_buckets_of_mods(score, mask, bucket):
     assert bucket_of(score, mask) == bucket
-
-
-class TestEstimate:
-    @pytest.mark.parametrize(("kernel", "tiles", "D", "fits"), [
-        ("forward", Tiles(128, 64, 4, 2), 128, True),
-        ("forward", Tiles(128, 128, 8, 2), 192, False),  # 245760 bytes, as XLA says too
-        ("forward", Tiles(128, 128, 4, 2), 128, False),  # 320 registers
-        ("dkv", Tiles(64, 64, 4, 2), 128, True),
-        ("dkv", Tiles(128, 128, 4, 2), 64, False),
-        ("dq", Tiles(64, 64, 4, 2), 128, True),
-    ])  # fmt: skip
-    def test_may_work(self, kernel, tiles, D, fits):
-        assert triton_plan.may_work(kernel, tiles, D, D, 2) is fits
 
 
 @pytest.mark.parametrize(("kernel", "tiles", "D", "biases", "dtype"), [

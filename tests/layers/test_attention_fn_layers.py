@@ -65,26 +65,6 @@ def test_linen_layer_trains_as_with_its_own_function():
     jax.tree.map(close, *(run(linen_layer(function, **options), variables) for function in (attention_fn(), None)))
 
 
-@pytest.mark.full
-@flavours
-def test_layers_that_ask_for_what_is_not_there(flavour):
-    inputs = inputs_of(B)
-    if flavour == "nnx":
-        call = lambda layer_options, **options: nnx_layer(attention_fn(), **layer_options)(inputs, **options)
-    else:
-
-        def call(layer_options, **options):
-            rngs = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
-            return linen_layer(attention_fn(), **layer_options).init(rngs, inputs, **options)
-
-    with pytest.raises(NotImplementedError, match="`module` is set to sow"):
-        call({}, sow_weights=True)
-    if flavour == "linen":
-        einsums = {name: lambda: jnp.einsum for name in ("qk_attn_weights_einsum_cls", "attn_weights_value_einsum_cls")}
-        with pytest.raises(NotImplementedError, match="`qk_attn_weights_einsum` would replace"):
-            call(einsums)
-
-
 def nnx_steps(function, inputs: jax.Array, user_mask) -> jax.Array:
     layer = nnx_layer(function, decode=True)
     layer.init_cache(inputs.shape)

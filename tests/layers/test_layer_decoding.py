@@ -190,17 +190,6 @@ def test_unused_places_of_a_dense_cache_never_reach_an_output(flavour, implement
     assert_close(np.concatenate([first, last], axis=1), expected_of(flavour, "alibi")[:, : 2 * PART])
 
 
-@pytest.mark.parametrize("dtype", [None, jnp.int8])
-def test_what_was_speculated_can_be_taken_back(dtype):
-    layer, inputs = layer_like("nnx", "rotary", implementation="xla"), inputs_of(3)
-    _, cache = decode(layer, inputs[:, :PART], layer.init_cache(3, ROOM, dtype=dtype))
-    speculated = inputs[:, PART : 2 * PART]
-    right, _ = decode(layer, speculated, cache)
-    _, spoiled = decode(layer, 9 * speculated, cache)  # none of the nine is right
-    found, _ = decode(layer, speculated, spoiled.with_lengths([PART] * 3))
-    np.testing.assert_array_equal(found, right)
-
-
 @in_turns
 @flavours
 @pytest.mark.parametrize("dtype", [None, jnp.int8])

@@ -12,7 +12,7 @@ from flax import linen, nnx
 import flax_layers.linen
 import jflex
 from flax_layers import functional
-from flax_layers.nnx import FlexAttention, RMSNorm
+from flax_layers.nnx import RMSNorm
 from flax_layers.rotary_scaling import LinearScaling, LongRopeScaling
 from tests.support.dense_masks import causal
 from tests.support.layer_flavours import FLAVOURS, HEADS, SLOPES, LinenLayer, NNXAlibi
@@ -195,14 +195,6 @@ def test_constructor_refuses_mods_that_hide_parameters(kind):
 
 
 @pytest.mark.full
-def test_constructor_refuses_joined_masks_that_hide_parameters():
-    width = nnx.Param(jnp.array(3))
-    window = lambda b, h, q_idx, kv_idx: q_idx - kv_idx < width[...]
-    with pytest.raises(ValueError, match="`mask_mod` holds a Param"):
-        layer_of(mask_mod=jflex.and_masks(causal, window))
-
-
-@pytest.mark.full
 @flavours
 @jax.numpy_dtype_promotion("standard")  # Flax's RMSNorm promotes bfloat16 to float32 inside, which "strict" refuses
 def test_dtype_policy(flavour):
@@ -214,19 +206,6 @@ def test_dtype_policy(flavour):
     np.testing.assert_allclose(np.asarray(output, np.float32), exact(inputs_of(2)), rtol=0.1, atol=0.1)
     half = layer_of(flavour, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16)
     assert {leaf.dtype for leaf in jax.tree.leaves(FLAVOURS[flavour].params(half))} == {jnp.dtype(jnp.bfloat16)}
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("method", ["__call__", "decode"])
-def test_linen_knows_the_shared_methods(method):
-    """It records what they return, as of methods that the class defines itself."""
-    layer = layer_of("linen")
-    arguments = (inputs_of(1), *([layer.init_cache(1, LENGTH)] if method == "decode" else []))
-    filter_of = lambda module, name: isinstance(module, flax_layers.linen.FlexAttention) and name == method
-    options = {"method": method, "capture_intermediates": filter_of}
-    output, seen = layer.module.apply(layer.variables, *arguments, **options)
-    assert set(seen["intermediates"]) == {method}
-    assert seen["intermediates"][method][0] is output
 
 
 @pytest.mark.full
@@ -243,14 +222,6 @@ def test_learned_sinks():
     gradient = jax.grad(lambda layer: jnp.sum(layer(inputs) ** 2))(layer)
     [found] = [x for path, x in jax.tree.leaves_with_path(gradient) if "sinks" in jax.tree_util.keystr(path)]
     assert np.all(np.asarray(found) < 0)  # a larger sink makes outputs smaller
-
-
-@pytest.mark.full
-def test_heads_split_and_merge_back():
-    features = jnp.arange(24.0).reshape(2, 12)
-    heads = functional.split_heads(features, 3)
-    np.testing.assert_array_equal(heads[0, 1], [4.0, 5.0, 6.0, 7.0])
-    np.testing.assert_array_equal(functional.merge_heads(heads), features)
 
 
 ROWS = np.random.default_rng(0).normal(size=(1, 6, 2, 8)).astype(np.float32)
@@ -281,19 +252,3 @@ def test_norms():
     assert not np.any(gemma.scale[...])
     np.testing.assert_array_equal(gemma(ROWS), RMSNorm(8, rngs=nnx.Rngs(0))(ROWS))
     assert gemma(jnp.asarray(ROWS, jnp.bfloat16)).dtype == jnp.bfloat16
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("tokens", [1, 5])
-def test_a_block_mask_for_a_cache_is_its_mask_mod(tokens):
-    layer = FlexAttention(16, 2, implementation="xla", rngs=nnx.Rngs(0))
-    cache = layer.init_cache(2, 300)
-    filled = jnp.asarray(np.random.default_rng(1).normal(size=cache.k.shape).astype(np.float32))
-    cache = type(cache)(filled, filled, cache.lengths).with_lengths([7, 260])
-    inputs = jax.random.normal(jax.random.key(0), (2, tokens, 16))
-    for mod in (causal, jflex.masks.sliding_window(20)):
-        decode = nnx.jit(lambda layer, cache, **mask: layer.decode(inputs, cache, **mask), static_argnames="mask_mod")
-        plain, one = decode(layer, cache, mask_mod=mod)
-        blocks, other = decode(layer, cache, block_mask=cache.block_mask(mod, tokens))
-        np.testing.assert_allclose(blocks, plain, rtol=1e-5, atol=1e-6)
-        np.testing.assert_array_equal(one.k, other.k)

@@ -188,27 +188,19 @@ def tampered():
 
 WRONG = [
     ("no pages", lambda: PagePool(0, 16), ValueError, r"`num_pages` must be at least 1. Got 0"),
-    ("large pages", lambda: PagePool(8, 512),
-     ValueError, r"`page_size` must be 1 to 256 tokens. Got 512. Take smaller"),
-    ("slots", lambda: PagePool(2**31, 1),
-     ValueError, r"`num_pages` times `page_size` must be below 2\*\*31.*Take at most"),
-    ("negative", lambda: pool_of(2).alloc(-1), ValueError, r"`n` must not be negative. Got -1"),
     ("too many", lambda: pool_of(5).alloc(3),
      OutOfPages, r"`n` is 3, but 2 pages are free of 7. Release pages, or make"),
     ("share free", lambda: pool_of(2).share([1, 3]), ForeignPage, r"`ids` holds page 3, which is free. Do not use"),
-    ("share a truth", lambda: pool_of(2).share([True]), TypeError, r"`ids` must hold integers. Got bool"),
     ("free twice", lambda: pool_of(2).release([1, 2, 1]), DoubleFree,
      r"`ids` releases page 1 2 times, and it has 1 owner. Release a page once for each"),
     ("free beyond", lambda: pool_of(2).release([8]),
      ForeignPage, r"`ids` holds page 8, which is not within 1 and 7. Pass"),
-    ("fork free", lambda: pool_of(2).fork(3), ForeignPage, r"`page` holds page 3, which is free"),
     ("fork full", lambda: (p := pool_of(7)).share([1]) or p.fork(1), OutOfPages,
      r"`page` 1 has 2 owners, and none of 7 pages is free to.*Release pages"),
     ("table of free", lambda: pool_of(2).table([[1], [2, 3]]),
      ForeignPage, r"`requests\[1\]` holds page 3, which is free"),
     ("narrow", lambda: pool_of(3).table([[1], [2, 3]], max_pages=1), ValueError,
      r"`max_pages` is 1, too narrow a table: request 1 has 2 pages. Make the table wider"),
-    ("one axis", lambda: pool_of(2).check_table([1, 2]), ValueError, r"`page_table` must be \[R, max_pages\].*\(2,\)"),
     ("foreign", lambda: pool_of(2).check_table([[1, 9]]), ForeignPage, r"Entry 1 of request 0 is page 9, which is not"),
     ("lengths", lambda: pool_of(2).check_table([[1, 2]], [17, 1]),
      ValueError, r"`kv_lengths` must be \[R\].*\(2,\) and"),
@@ -218,8 +210,6 @@ WRONG = [
      RuntimeError, r"PagePool\(.*num_free=4\) is inconsistent: 4 pages"),
     ("leak", lambda: pool_of(2).check([[1]]), RuntimeError,
      r"page 2 has 1 owner in the pool, but `holders` lists it 0 times. It leaked"),
-    ("unshared", lambda: pool_of(2).check([[1, 2], [2]]),
-     RuntimeError, r"page 2 has 1 owner.*lists it 2 times. Share it"),
 ]  # fmt: skip
 
 

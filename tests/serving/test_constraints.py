@@ -174,20 +174,6 @@ def test_an_end_token_is_allowed_where_the_text_may_end():
 
 
 @pytest.mark.full
-def test_max_tokens():
-    engine = shared_engine("bytes")
-    whole = Client(engine, PROMPT, constraint=JSON, sampling=sampled(1), max_tokens=200)
-    [text] = texts(engine, "bytes", [whole])
-    size = len(whole.tokens)
-    cut, exact = (Client(engine, PROMPT, constraint=JSON, sampling=sampled(1), max_tokens=n) for n in (size - 1, size))
-    run(engine)
-    assert (cut.reason, exact.reason) == ("length", "stop")
-    assert cut.tokens == whole.tokens[:-1]
-    assert exact.tokens == whole.tokens
-    assert bytes(cut.tokens).decode() == text[:-1]
-
-
-@pytest.mark.full
 def test_log_probabilities_are_those_of_the_model():
     engine = shared_engine("bytes")
     forced = Client(engine, PROMPT, constraint=Constraint.regex("no"), logprobs=3)
@@ -256,13 +242,6 @@ def of_letters(letters: str) -> _Fixed:
 
 
 @pytest.mark.full
-def test_a_tokenizer_that_cannot_be_read():
-    value = json.loads(tokenizer("bytes").serialized())
-    with pytest.raises(ValueError, match=r"`tokenizer` must be one that llguidance can read.*can't determine decoder"):
-        Guides(_Fixed(json.dumps({**value, "decoder": None})), 256)
-
-
-@pytest.mark.full
 def test_a_tokenizer_that_lacks_a_letter():
     engine = Engine(model("bytes"), EngineOptions(**SIZES), Guides(of_letters("abc"), 256))
     with pytest.raises(ValueError, match=r"llguidance can follow\. It says: no text matches what is left of it"):
@@ -293,19 +272,6 @@ def test_a_limit_of_the_library_ends_its_request_alone():
         assert client.tokens
         assert other.reason == "length"
         assert hard not in made._compiled
-
-
-@pytest.mark.full
-def test_compiled_constraints_are_kept_up_to_a_number(monkeypatch):
-    from flax_layers.serving.engine import constraints as module
-
-    checked = []
-    monkeypatch.setattr(module, "check", checked.append)
-    made = Guides(tokenizer("bytes"), 256)
-    numbers = [*range(module._KEPT), 0, module._KEPT, 0, 1]
-    for number in numbers:
-        made.begin(Constraint.regex(f"a{number}"))
-    assert [x.text for x in checked] == [f"a{n}" for n in [*range(module._KEPT + 1), 1]]
 
 
 @pytest.mark.full

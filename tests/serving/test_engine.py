@@ -40,7 +40,6 @@ from tests.cases.engine_cases import (
 from tests.cases.train_cases import counted_compilations
 from tests.models.test_models import SMALL
 from tests.serving import test_streaming_llm_engine as streams
-from tests.support.golden_models import load
 from tests.support.rows import tiers
 
 DRAFTS, CASCADE = {"draft_tokens": 5}, {"cascade_bytes": 1}
@@ -182,14 +181,6 @@ def test_a_hit_reads_no_page_that_was_dropped(kind, expected):
         check(text, 1)
     assert {hit % 4 for hit in hits} == {0}
     assert min(hits[3:]) < 60
-
-
-@pytest.mark.full
-def test_longrope_rotates_all_keys_alike():
-    config = load("phi3").config
-    assert len(config.context_limits) == 2
-    assert len(EngineOptions(page_size=4).pages(config)) == 1
-    assert len(EngineOptions(page_size=4).pages(SMALL)) == 2
 
 
 # --- steps

@@ -275,15 +275,6 @@ def test_one_token_ends_a_document(arguments: list[str], config: ModelConfig, to
     assert document_end(options, config, make_encoder(options, config)) == (token, text)
 
 
-def test_a_tokenizer_without_an_end_token_is_named(without_eos):
-    end = document_end(parse_options(["--data=x"]), PLAIN, FolderEncoder(without_eos))
-    assert end.token is None
-    assert end.text == (
-        f"Documents end with their file. The tokenizer in {without_eos} has no `eos_token`. To end them after a token, "
-        "too, set `--end-token`."
-    )
-
-
 @pytest.mark.parametrize(
     ("arguments", "config", "message"),
     [

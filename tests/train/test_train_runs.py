@@ -294,15 +294,6 @@ def test_a_restored_state_takes_the_place_of_the_first(tmp_path):
 
 
 @pytest.mark.full
-def test_an_interrupted_run_without_checkpoints_does_not_promise_to_go_on():
-    run = Run(
-        train_cases.trainer(), train_cases.batch, Plan(3), on_step=lambda progress: signal.raise_signal(signal.SIGINT)
-    )
-    with pytest.raises(Interrupted, match=r"SIGINT ended the run after step \d of 3. Nothing was saved\.$"):
-        run.finish()
-
-
-@pytest.mark.full
 def test_a_mesh_without_an_axis_is_refused():
     mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     with pytest.raises(InputError, match=r"`mesh` must have the axes data, fsdp, model. Got data. Make it with"):

@@ -71,7 +71,6 @@ ROWS = [
      r"`key` and `value` must have as many heads.*2 and 4"),
     ("head_sizes", lambda: call(key=(2, 8, 2, 32)), ValueError,
      r"`query` and `key` must have one head size.*16 and 32"),
-    ("no_head_size", lambda: call(value=(2, 8, 2, 0)), ValueError, r"Head sizes must be at least 1"),
     ("lengths", lambda: call(value=(2, 9, 2, 16)), ValueError, r"`key` and `value` must have one length.*8 and 9"),
     ("batch", lambda: call(key=(3, 8, 2, 16), value=(3, 8, 2, 16)), ValueError,
      r"`key` and `value` must have the batch size of `query`, or both 1.*2 \(query\), 3 \(key\), 3 \(value\)"),
@@ -86,7 +85,6 @@ ROWS = [
     ("stats_unknown", lambda: call(return_stats=("lse", "min")), ValueError,
      r"`return_stats` must be a tuple of different names of 'lse', 'max', 'entropy'\. Got 'min'\. Leave it out"),
     ("stats_list", lambda: call(return_stats=["max"]), TypeError, r"`return_stats` must be a tuple.*Got \['max'\]"),
-    ("stats_kind", lambda: call(return_stats=(1,)), TypeError, r"`return_stats` must be.*type int\. Pass names"),
     ("stats_twice", lambda: call(return_stats=("max", "max")), ValueError,
      r"`return_stats` must be.*different.*Got \('max', 'max'\)\. Pass each name once"),
     ("stats_and_lse", lambda: call(return_stats=("lse",), return_lse=True), ValueError,
@@ -97,10 +95,8 @@ ROWS = [
     ("sinks_dtype", lambda: call(sinks=jnp.zeros(4, int)), TypeError, r"`sinks` must.*Got int32\[4\]\. Cast"),
     ("sinks_shape", lambda: call(sinks=array(2)), ValueError, r"`sinks` must.*one logit.*\[4\]\. Got float32\[2\]"),
     ("scale_0", lambda: call(scale=0), ValueError, r"`scale` must be finite and not 0\. Got 0"),
-    ("scale_nan", lambda: call(scale=float("nan")), ValueError, r"`scale` must be finite and not 0\. Got nan"),
     ("scale_bool", lambda: call(scale=True), TypeError, r"`scale` must be a Python number\. Got bool"),
     ("scale_array", lambda: call(scale=jnp.float32(2)), TypeError, r"`scale` must be a Python number.*score_mod"),
-    ("scale_traced", lambda: jax.jit(lambda x: call(scale=x))(2.0), TypeError, r"`scale` must be a Python number"),
     # --- masks
     ("mask_as_block_mask", lambda: call(block_mask=mask), TypeError, r"`block_mask` must be a `BlockMask`.*`mask_mod`"),
     ("array_as_block_mask", lambda: call(block_mask=array(8, 8)), TypeError,
@@ -120,8 +116,6 @@ ROWS = [
      r"`block_mask` has heads 2, the query 4.*H=4"),
     ("longer_mask", lambda: call(block_mask=block_mask(T=16, S=16)), ValueError,
      r"is for 16 queries and 16 keys, the call has 8 and 8\. Crop it with `block_mask.with_lengths\(8, 8\)`"),
-    ("shorter_mask", lambda: call(block_mask=block_mask(T=4)), ValueError,
-     r"is for 4 queries and 8 keys.*create_block_mask"),
     ("mapped_mask", lambda: call(block_mask=jax.tree.map(lambda x: x[None], block_mask())), ValueError, r"jax\.vmap"),
     # --- lengths
     ("lengths_list", lambda: call(kv_lengths=[1, 2]), TypeError,
@@ -134,7 +128,6 @@ ROWS = [
      r"Got int32\[\]\. For one length for all, pass `jnp\.full\(2, length"),
     ("lengths_beyond", lambda: call(kv_lengths=within(8, 9)), ValueError,
      r"S, the number of keys, 8\..* 1 has 9\. Make"),
-    ("lengths_negative", lambda: call(kv_lengths=within(0, -1)), ValueError, r"entry 1 has -1\."),
     # --- eight bits
     ("eight_wide_key", lambda: call(dtypes=(E4M3, BF16, BF16)), TypeError,
      r"^`query` and `key` must have one dtype where one of them has eight bits \(float8_e4m3fn, float8_e5m2\)\. "
@@ -147,19 +140,13 @@ ROWS = [
     ("eight_integer_query", lambda: call(dtypes=(jnp.int8, BF16, BF16)), TypeError,
      r"^`query` must be floating-point \(.*\), or have eight bits, as `key` \(float8_e4m3fn, float8_e5m2\); it is "
      r"int8\. Cast it\."),
-    ("eight_other_query", lambda: call(dtypes=(jnp.float8_e4m3fnuz, jnp.float8_e4m3fnuz, BF16)), TypeError,
-     r"or have eight bits, .*; it is float8_e4m3fnuz\. Cast it\."),
     ("eight_weights", lambda: jflex.attention_weights(*(array(1, 8, 2, 16, dtype=E4M3),) * 2), TypeError,
      r"^`query` must be floating-point .*; it is float8_e4m3fn\. Cast it\."),
-    ("eight_jax_nn", lambda: jflex.dot_product_attention(*(array(1, 8, 2, 16, dtype=E4M3),) * 3), TypeError,
-     r"^`query` must be floating-point .*float8"),
     # --- dropout
     ("rate_without_key", lambda: call(dropout_rate=0.1), ValueError,
      r"`dropout_rate` is 0\.1, and there is no `dropout_key`\. Pass one, as `jax\.random\.key\(0\)`"),
     ("rate_of_1", lambda: call(dropout_rate=1), ValueError,
      r"`dropout_rate` must be at least 0 and less than 1\. Got 1"),
-    ("rate_nan", lambda: call(dropout_rate=float("nan")), ValueError, r"`dropout_rate` must be at least 0.*Got nan"),
-    ("rate_text", lambda: call(dropout_rate="0.1"), TypeError, r"`dropout_rate` must be a Python number.*Got str"),
     ("rate_traced", lambda: jax.jit(lambda x: call(dropout_rate=x))(0.1), TypeError,
      r"`dropout_rate` must be a Python"),
     ("key_as_seed", lambda: call(dropout_rate=0.1, dropout_key=0), TypeError,
@@ -170,8 +157,6 @@ ROWS = [
      ValueError, r"`dropout_key` must be one key, or keys \[B, Hq\] .*Got keys \[1, 2\] for batch 2 and 4 heads"),
     ("key_without_rate", lambda: call(dropout_key=jax.random.key(0)), ValueError,
      r"`dropout_key` needs a `dropout_rate`.*`dropout_rate=0\.0` for evaluation"),
-    ("key_of_three_words", lambda: call(dropout_rate=0.0, dropout_key=jnp.zeros(3, jnp.uint32)), ValueError,
-     r"`dropout_key` must be one random key.*Got uint32\[3\]"),
     # --- implementation
     ("unknown", lambda: call(implementation="cuda"), ValueError,
      r"'mosaic_gpu', 'triton', 'official_triton', 'xla', 'reference', a sequence of them, or None\. Got 'cuda'"),
@@ -188,16 +173,12 @@ ROWS = [
     ("tile_of_96", lambda: Tiles(96, 64), ValueError, r"power of two\. Got 96; the nearest are 64 and 128"),
     ("tiles_of_config", lambda: Config(forward=(64, 64)), TypeError,
      r"`forward` of a `Config` must be a `Tiles`, as `Tiles\(64, 64\)`\. Got \(64, 64\)"),
-    ("stages", lambda: Tiles(64, 64, num_stages=0), ValueError, r"`num_stages`"),
     # --- jflex.explain of a function
     ("explain_other", lambda: jflex.explain(jnp.sin, array(1)), TypeError,
      r"`explain` takes one of `jflex.flex_attention`, .*`jflex.cascade_attention` before the arguments.*Got sin"),
     ("explain_missing", lambda: jflex.explain(jflex.paged_attention, array(1, 2, 16)), TypeError,
      r"paged_attention\(\) missing a required argument: 'cache'"),
-    ("explain_unknown", lambda: jflex.explain(jflex.cascade_attention, array(1, 2, 16), [], layout="BTNH"), TypeError,
-     r"cascade_attention\(\) got an unexpected keyword argument 'layout'"),
     # --- jflex.create_block_mask with a mask for this call
-    ("mask_zero_width", lambda: causal_mask(max_blocks=0), ValueError, r"`max_blocks` must be at least 1. Got 0"),
     ("mask_width", lambda: causal_mask(max_blocks=2.0), TypeError, r"`max_blocks` must be a Python int.*Got 2.0"),
     (
         "mask_too_narrow",

@@ -1,7 +1,5 @@
 """Wrong mods."""
 
-import functools
-
 import jax.numpy as jnp
 import numpy as np
 
@@ -38,8 +36,6 @@ ROWS = [
      r"<lambda> \(mods.py:\d+\) takes \(s, q, k\)"),
     ("mask_not_made", lambda: call(mask_mod=jflex.masks.causal), TypeError,
      r"-> bool\. causal \(sequences.py:\d+\) makes one: call it, as `causal\(\.\.\.\)`\.$"),
-    ("score_not_made", lambda: call(score_mod=jflex.scores.softcap), TypeError,
-     r"softcap \(pointwise.py:\d+\) makes one: call it, as `softcap\(\.\.\.\)`\.$"),
     ("rope_as_score", lambda: call(score_mod=jflex.rope()), TypeError,
      r"Rope \(rope.py:\d+\) is a vector mod: pass it as `query_mod` and `key_mod`\.$"),
     ("array_as_score", lambda: call(score_mod=array(1, 4, 8, 8)), TypeError,
@@ -48,7 +44,6 @@ ROWS = [
      r"Got an array\. To mask by an array \[T, S\], pass `lambda b, h, q_idx, kv_idx: array\[q_idx, kv_idx\]`"),
     ("block_mask_as_score", lambda: call(score_mod=block_mask()), TypeError,
      r"Got BlockMask\. Pass it as `block_mask`"),
-    ("partial_arity", lambda: call(score_mod=functools.partial(score, 1)), TypeError, r"score \(calls.py"),
     ("bool_of_score", lambda: call(score_mod=lambda s, b, h, q, k: q >= k), TypeError,
      r"`score_mod` must return one floating-point number; .*returned bool\[\].*pass it as `mask_mod`"),
     ("float_of_mask", lambda: call(mask_mod=lambda b, h, q, k: q.astype(F32)), TypeError,
@@ -63,11 +58,8 @@ ROWS = [
      r"to numpy or Python: Holder.mod \(mods.py:\d+\) .*an attribute that is a numpy array.*jnp\.asarray"),
     ("numpy_function", lambda: call(score_mod=lambda s, b, h, q, k: np.tanh(s)), ValueError,
      r"traced, to numpy or Python.*to a function of numpy.*use `jnp` functions"),
-    ("python_range", lambda: call(score_mod=lambda s, b, h, q, k: s + sum(range(k))), ValueError,
-     r"traced, to numpy or Python.*to `range`.*fori_loop"),
     ("list_index", lambda: call(mask_mod=lambda b, h, q, k: [True, False][h]), ValueError,
      r"indexes a list, or an attribute"),
-    ("to_float", lambda: call(score_mod=lambda s, b, h, q, k: s * float(q)), ValueError, r"into Python numbers"),
     # --- vector mods
     ("vector_size", lambda: call(query_mod=lambda x, b, h, i: x[:8]), ValueError,
      r"`query_mod` must return one vector.*float32\[16\]; .*\(mods\.py:.* returned float32\[8\]\. It is"),
@@ -77,8 +69,6 @@ ROWS = [
      r"`query_mod` must be a function \(query\[D\], b, h, .*Got int"),
     ("vector_signature", lambda: call(output_mod=lambda out, b, h, i: out), TypeError,
      r"`output_mod` must be a function \(out\[Dv\], lse, b, h, q_idx\).*takes \(out, b, h, i\)"),
-    ("vector_branches", lambda: call(key_mod=lambda x, b, h, i: x if i > 3 else -x), ValueError,
-     r"`key_mod` cannot branch in Python"),
     ("output_without_lse", lambda: call(normalize="none", output_mod=lambda out, lse, b, h, i: out * lse), ValueError,
      r"`output_mod` uses the lse.*`normalize='none'` there is none: .* gets None"),
 ]  # fmt: skip
