@@ -11,7 +11,6 @@ import jflex
 from jflex import Config, UnsupportedError, entry
 from jflex._call.dispatch import get_backend
 from jflex.options import Settings
-from pallas_kernels.ordered_add import flat_positions, ordered_add
 from pallas_kernels.plan import Refusal, all_gradients
 from tests.support import evaluation
 from tests.support.invariance import causal
@@ -96,18 +95,6 @@ def test_the_order_changes_no_gradient(backend, score):
     plain, _ = gradients(backend, score, deterministic=False)
     for x, y in zip(pull(*arguments), plain(*arguments), strict=True):
         np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-5)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("size", [1, 7, 1000])
-def test_adds_like_a_scatter(size):
-    """Whole numbers, so that each order gives the same."""
-    rng = np.random.default_rng(size)
-    at = tuple(jnp.asarray(rng.integers(-6, 8, size), jnp.int32) for _ in range(2))
-    values = jnp.asarray(rng.integers(-9, 9, size), jnp.float32)
-    expected = jnp.ones((5, 6)).at[at].add(values)
-    found = ordered_add(jnp.ones(30), flat_positions(at, (5, 6)), values).reshape(5, 6)
-    np.testing.assert_array_equal(found, expected)
 
 
 # --- what is refused

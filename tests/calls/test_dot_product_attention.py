@@ -35,13 +35,10 @@ LONG = {"T": 190, "S": 200, "D": 16, "Hkv": 2}  # more than one block, and none 
 BIAS, MASK = {"bias": (1, 4, 128, 128)}, {"mask": (1, 1, 128, 128)}
 CASES = {
     # Those of JAX's tests/nn_test.py.
-    "groups_of_one": Case({}),
     "groups_of_two": Case({}, Hkv=2),
     "one_key_head": Case({}, Hkv=1),
     "bias": Case(BIAS),
     "causal": Case({"is_causal": True}),
-    "padding": Case(PADDING),
-    "custom": Case(MASK),
     "causal_padding": Case({"is_causal": True} | PADDING),
     "custom_padding": Case(MASK | PADDING),
     "bias_causal": Case({"is_causal": True} | BIAS),

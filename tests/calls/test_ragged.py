@@ -171,20 +171,6 @@ def test_no_array_of_all_elements_and_no_evaluation_without_a_mask_mod():
 
 
 @pytest.mark.full
-def test_a_mask_of_traced_boundaries():
-    ends = boundaries(20, 0, 35)
-    q, k, v = drawn()
-
-    @jax.jit
-    def make(ends):
-        return varlen_block_mask(ends, ends, 60, 60, mask_mod=causal, block_size=16)
-
-    run = lambda mask: flex_attention_varlen(q, k, v, cu_seqlens_q=ends, cu_seqlens_k=ends, block_mask=mask)
-    assert_close(run(make(ends)), run(varlen_block_mask(ends, ends, 60, 60, mask_mod=causal)))
-    assert "VarlenBlockMask" in type(make(ends)).__name__
-
-
-@pytest.mark.full
 def test_tiles_of_the_user_divide_the_blocks_of_a_mask_of_the_call():
     ends = boundaries(200, 56)
     config = jflex.Config(forward=jflex.Tiles(256, 64), interpret=True)

@@ -180,11 +180,3 @@ def test_an_account_is_printed_and_a_call_without_blocks_counts_all_keys():
     assert account.visited is None
     assert account.flops == (2 * 32 * 4 * 64 * 256.0,) * 4
     assert "not counted" in str(account)
-
-
-@pytest.mark.full
-def test_a_backend_that_cannot_run_is_said():
-    mesh, x = mesh_of(**PAIR), jax.ShapeDtypeStruct((2, 64, 4, 16), jnp.float32)
-    account = explained(x, x, x, mesh=mesh, implementation="mosaic_gpu")
-    assert account.backend is None
-    assert "Hopper" in account.reasons["mosaic_gpu"]

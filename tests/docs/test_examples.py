@@ -38,3 +38,10 @@ def test_an_example_is_short(name: str):
 @pytest.mark.parametrize("name", SMALL)
 def test_an_example_runs(name: str):
     runpy.run_path(str(EXAMPLES / f"{name}.py"))["main"](**SMALL[name])
+
+
+def test_integrations_are_short_and_named_in_the_pages():
+    for path in (EXAMPLES / "integrations").glob("*.py"):
+        assert path.read_text().count("\n") < 200
+        for page in ("coming_from/other_frameworks.md", "examples.md"):
+            assert f"| `examples/integrations/{path.name}` |" in (EXAMPLES.parent / "docs/pages" / page).read_text()

@@ -56,12 +56,5 @@ def test_support_is_what_the_plans_say():
     assert columns(support_table.parse(committed)) == columns(made)
 
 
-def test_a_page_without_markers_of_the_support_is_refused(monkeypatch, tmp_path: pathlib.Path):
-    monkeypatch.setattr(support_table, "PAGE", tmp_path / "support.md")
-    support_table.PAGE.write_text("# jflex\n")
-    with pytest.raises(ValueError, match="lacks the markers"):
-        support_table.committed()
-
-
 def test_figures_have_their_place():
     assert README.count("<!-- figures -->") == README.count("<!-- /figures -->") == 1

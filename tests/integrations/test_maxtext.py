@@ -13,11 +13,11 @@ from tests.integrations.dense import HEADS, B, T, assert_close, draw, load, same
 
 pytestmark = pytest.mark.full
 
-SIGNATURE = """
-self query key value decoder_segment_ids segment_positions lengths model_mode use_ragged_attention previous_chunk
-bidirectional_mask sinks indexer_mask compressed_mask record_max_logits decoder_segment_ids_kv pad_kv_total
-compress_ratio qk_product_einsum wv_product_einsum
-""".split()
+SIGNATURE = (  # noqa: SIM905
+    "self query key value decoder_segment_ids segment_positions lengths model_mode use_ragged_attention previous_chunk "
+    "bidirectional_mask sinks indexer_mask compressed_mask record_max_logits decoder_segment_ids_kv pad_kv_total "
+    "compress_ratio qk_product_einsum wv_product_einsum"
+).split(" ")
 IMAGES = jnp.zeros((B, T), bool).at[0, 4:9].set(True).at[0, 11:14].set(True).at[1, :5].set(True)
 
 

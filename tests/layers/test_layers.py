@@ -167,17 +167,6 @@ def test_captured_parameters_get_gradients(flavour, form, implementation):
     assert np.abs(expected).min() > 1e-3
 
 
-@pytest.mark.full
-def test_new_parameters_of_a_mod_are_read_under_jit():
-    module, inputs = Owner(), inputs_of(1)
-    call = nnx.jit(lambda module, inputs: module(inputs))
-    before = call(module, inputs)
-    module.slopes[...] = module.slopes[...] + 1.0
-    after = call(module, inputs)
-    assert np.abs(np.asarray(after - before)).max() > 1e-3
-    assert_close(after, module(inputs))
-
-
 def hidden_states():
     alibi = NNXAlibi()
     owner = Owner()

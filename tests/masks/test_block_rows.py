@@ -149,14 +149,3 @@ def test_attention_over_a_cache():
     whole = functools.partial(jflex.flex_attention, mask_mod=dense_mod(drawn), implementation="reference")
     right = whole(query[None], key[None], value[None])[0]
     np.testing.assert_allclose(paged[:21], right[:21], rtol=1e-5, atol=1e-5)
-
-
-def rows_of(indptr=(0, 1, 2), indices=(0, 1), q_blocks=16, kv_blocks=16, **more):
-    return from_indptr(np.array(indptr), np.array(indices), 32, 32, q_blocks=q_blocks, kv_blocks=kv_blocks, **more)
-
-
-@pytest.mark.full
-def test_negative_lengths_are_zero():
-    rows = rows_of((0, 1, 2), (1, 1), kv_lengths=[-5, 3])
-    assert rows.to_paged_batch().kv_lengths.tolist() == [0, 3]
-    assert rows.to_block_mask().to_elements().sum() == 16 * 3

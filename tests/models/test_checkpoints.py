@@ -258,8 +258,3 @@ WRONG = [
 def test_wrong_folders(name, change, error, message, tmp_path):
     with pytest.raises(error, match=message):
         from_pretrained(broken(tmp_path, name, change))
-
-
-def test_a_wrong_length():
-    with pytest.raises(ValueError, match=r"`max_positions` must be at least 1\. Got 0\. The default is"):
-        from_pretrained(ROOT / "phi3", max_positions=0)

@@ -121,11 +121,6 @@ def test_a_token_of_nan_changes_no_other():
 
 
 @pytest.mark.full
-def test_no_tokens():
-    assert mixture("sigmoid")(jnp.zeros((2, 0, 8))).shape == (2, 0, 8)
-
-
-@pytest.mark.full
 def test_parameters_of_scores_are_those_of_the_model_or_float32():
     for float32_router, dtype in ((True, jnp.float32), (False, jnp.bfloat16)):
         config = dataclasses.replace(EXPERTS["clamped"], float32_router=float32_router)

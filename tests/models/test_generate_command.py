@@ -120,9 +120,6 @@ ERRORS = {
     "no folder": ((*PROMPT, "--model", "/nowhere"), "`--model` must be the folder of a checkpoint, .* no folder /now"),
     "no checkpoint": ((*PROMPT, "--model", str(ROOT / "tokenizer")), "`folder` must hold `config.json`"),
     "no tokenizer": ((*PROMPT, "--model", str(ROOT / "llama2")), "`folder` must hold `tokenizer.json`"),
-    "temperature": ((*PROMPT, "--temperature", "-1"), "`temperature` must be finite and at least 0. Got -1.0"),
-    "cache": ((*PROMPT, "--cache", "none"), "argument --cache: invalid choice: 'none'"),
-    "cache dtype": ((*PROMPT, "--cache-dtype", "int8"), "`cache_dtype` must be None unless `cache` is paged"),
     "dtype": ((*PROMPT, "--dtype", "int8"), "argument --dtype: invalid choice: 'int8'"),
 }
 

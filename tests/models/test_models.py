@@ -246,13 +246,6 @@ def test_there_is_one_product_of_each_kind_and_no_second_copy():
     assert sorted(columns) == sorted([*of_layer * layers, SMALL.vocabulary])
 
 
-@pytest.mark.full
-def test_a_shape_of_a_fused_model():
-    """As a checkpoint of a fused model is restored."""
-    shapes = nnx.state(nnx.eval_shape(fused))
-    assert shapes.blocks[0].mlp.gate.fused.kernel.shape == (SMALL.width, 2 * SMALL.mlp_width)
-
-
 def with_adapter():
     model, rngs = small(), nnx.Rngs(0)
     model.blocks[1].attention.value = nnx.LoRALinear(SMALL.width, 16, lora_rank=2, use_bias=False, rngs=rngs)
