@@ -65,6 +65,12 @@ def partitioned_by_xla(compute: Callable[..., _R], out_sharding: Callable[[], Pa
     return automatic(compute, out_sharding=out_sharding())
 
 
+def placed_as(x: jax.Array, like: jax.Array) -> jax.Array:
+    """An array with the sharding of another, in a mesh with explicit axes, where the sharding is part of the type."""
+    sharding = jax.typeof(like).sharding
+    return jax.sharding.reshard(x, sharding) if sharding.mesh.explicit_axes else x
+
+
 def leading_axes(x: jax.Array, count: int) -> PartitionSpec:
     """The sharding of the first axes of an array, and of no others."""
     return PartitionSpec(*jax.typeof(x).sharding.spec[:count])

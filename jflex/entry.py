@@ -28,7 +28,7 @@ from jflex._check.arguments import (
     current_precision,
     largest_value,
 )
-from jflex._jax import custom_vjp
+from jflex._jax import custom_vjp, forward_mode
 from jflex._jax.paged import PagedOp
 from jflex._jax.partitioning import refuse_divided_tokens
 from jflex._jax.primitive import call_as_primitive
@@ -195,7 +195,9 @@ def _run(name: str, implementation: Requested, spec: AttentionSpec, inputs: Inpu
     if get_backend(name).differentiable and spec.qk_dtype is None:
         return get_backend(name).forward(spec, inputs)
     warn_of_new_numbers(spec, inputs)
-    return custom_vjp.attend(custom_vjp.Static(name, implementation, spec), inputs)
+    static = custom_vjp.Static(name, implementation, spec)
+    both_modes = spec.config.forward_mode and spec.qk_dtype is None  # eight bits have no derivative
+    return forward_mode.attend(static, inputs) if both_modes else custom_vjp.attend(static, inputs)
 
 
 def finish(settings: Settings, saved: Saved, layout: str, positions: jax.Array | None = None) -> Any:

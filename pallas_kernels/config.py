@@ -79,6 +79,10 @@ class Config:
         are, it takes a masked call 3 us forward and 12 to 22 us backward: 0.8 to 2.6 % of sequences of 16384 tokens,
         1 to 6 % of 256 to 1024 (H200, bf16, 16 heads, `mosaic_gpu`). False saves that, where arrays are known to be
         finite. Decoding and paged attention, ``"xla"`` and ``"reference"`` contain it always.
+      forward_mode: Derivatives of `flex_attention`, `flex_attention_varlen` and layers in forward mode too: `jax.jvp`,
+        `jax.linearize`, `jax.jacfwd`, and `jax.jvp` of a gradient or tangent, so `jax.hessian`. Gradients are computed
+        as without it. Tangents and second derivatives are computed by ``"xla"`` on every device, in linear memory;
+        a mod with a `jax.custom_vjp` has none. Without it the call is a `jax.custom_vjp`.
       interpret: Run the GPU kernels on the CPU by Pallas' interpreter: slow, for tests. The bits of a row of a GEMM may
         then depend on its place in the tile.
 
@@ -96,6 +100,7 @@ class Config:
     deterministic: bool = False
     batch_invariant: bool = False
     contain_nan: bool = True
+    forward_mode: bool = False
     interpret: bool = False
 
     def __post_init__(self) -> None:

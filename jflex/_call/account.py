@@ -46,6 +46,13 @@ class Choice:
     gradients_reason: str
     config: Config
 
+    @property
+    def tangents(self) -> str | None:
+        """The backend of tangents and second derivatives; None without `Config.forward_mode`, or without gradients."""
+        by_definition = self.backend == "reference"
+        has_tangents = by_definition or (self.config.forward_mode and self.gradients is not None)
+        return None if not has_tangents else "reference" if by_definition else "xla"
+
     def lines(self) -> list[str]:
         """The account as lines."""
         lines = [f"backend   {self.backend or 'none of the requested'}"]
@@ -55,6 +62,7 @@ class Choice:
         if self.backend is not None:
             because = f", because {self.gradients_reason}" if self.gradients_reason else ""
             lines.append(f"gradients {self.gradients or 'none'}{because}")
+        lines += [f"tangents  {self.tangents}"] if self.tangents else []
         return [*lines, f"config    {_settings(self.config)}"]
 
     def __str__(self) -> str:

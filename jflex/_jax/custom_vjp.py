@@ -22,7 +22,7 @@ from jflex._call.dispatch import Requested, get_backend, no_gradients, select_pa
 from jflex._jax import partitioning
 from jflex._jax.partitioning import Axes, Split
 from jflex._jax.primitive import ONLY_REVERSE, Flat, call_as_primitive
-from jflex._mesh import match_manual_axes
+from jflex._mesh import match_manual_axes, placed_as
 from jflex.backends.base import Gradients, Inputs, Saved, SavedCotangents
 from jflex.backends.results import sinks_gradient
 from jflex.errors import UnsupportedError
@@ -160,11 +160,16 @@ def reverse_only(inputs: Inputs, unsupported: str = "") -> Inputs:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(static: Static, inputs: Inputs) -> Saved:
-    return _forward(static.backend, static.spec, inputs)
+    return run_forward(static.backend, static.spec, inputs)
 
 
-def _forward(backend: str, spec: AttentionSpec, inputs: Inputs) -> Saved:
-    saved = call_as_primitive(ForwardOp(backend, spec), inputs)
+def run_forward(backend: str, spec: AttentionSpec, inputs: Inputs) -> Saved:
+    """Runs the forward pass; `jax.checkpoint` knows its results by their names."""
+    return named(call_as_primitive(ForwardOp(backend, spec), inputs))
+
+
+def named(saved: Saved) -> Saved:
+    """The results with their names for policies of `jax.checkpoint`."""
     name = lambda x, suffix: None if x is None else checkpoint_name(x, f"jflex_{suffix}")
     return Saved(
         checkpoint_name(saved.out, "jflex_out"),
@@ -208,20 +213,21 @@ def saved_cotangents(saved: Saved, cotangents: Saved) -> SavedCotangents:
 def input_cotangents(inputs: Inputs, gradients: Gradients) -> Inputs:
     """The result of a backward rule: requested gradients in the dtypes of their arrays, else None."""
     like = lambda g, x: None if g is None else g.astype(x.dtype)
+    sinks = None if gradients.sinks is None or inputs.sinks is None else placed_as(gradients.sinks, inputs.sinks)
     nothing = jax.tree.map(lambda _: None, inputs)
     return nothing._replace(
         query=like(gradients.query, inputs.query),
         key=like(gradients.key, inputs.key),
         value=like(gradients.value, inputs.value),
         captured=nothing.captured._replace(score=tuple(map(like, gradients.score_operands, inputs.captured.score))),
-        sinks=gradients.sinks,
+        sinks=sinks,
     )
 
 
 def _attend_fwd(static: Static, perturbed: Inputs) -> tuple[Saved, tuple[Inputs, Saved, BackwardPass]]:
     inputs, requested = primals(perturbed), requested_gradients(perturbed)
     passes = select_passes(static.implementation, static.spec, requested)
-    saved = _forward(passes.forward, static.spec, inputs)
+    saved = run_forward(passes.forward, static.spec, inputs)
     return saved, (inputs, saved._replace(max=None), BackwardPass(passes.backward, requested))
 
 

@@ -2,7 +2,7 @@
 
 A backend's forward or backward pass is traced once for each spec and cached; eager calls compile once, and a
 transformation sees one primitive. It is traced without the mesh of an enclosing `jax.shard_map`, whose checks refuse
-loops with a carry that starts from a constant. The primitive has no derivative: it is only used inside a custom_vjp.
+loops with a carry that starts from a constant. The primitive has no derivative: only rules of derivatives use it.
 """
 
 from __future__ import annotations
@@ -23,8 +23,10 @@ from jflex._mesh import no_mesh
 from jflex.mods.fingerprint import aval_of, open_jaxpr
 
 ONLY_REVERSE = (
-    "The fused kernels of jflex have first derivatives in reverse mode only (`jax.grad`, `jax.vjp`); for forward mode "
-    '(`jax.jvp`, `jax.jacfwd`) and for second derivatives pass implementation="reference".'
+    "By default, the calls of jflex have first derivatives in reverse mode only (`jax.grad`, `jax.vjp`). For forward "
+    "mode (`jax.jvp`, `jax.jacfwd`) and for its second derivatives (`jax.jvp` of a gradient or tangent, `jax.hessian`) "
+    "pass config=jflex.Config(forward_mode=True); for derivatives of any order and mode, "
+    'implementation="reference".'
 )
 
 
@@ -162,12 +164,13 @@ def _lowering(ctx, *args, jaxpr, traced):
 mlir.register_lowering(_opaque_p, _lowering)
 
 
-def _jvp(*_, **__):
-    """Refuses second derivatives, which differentiate the passes of the custom_vjp."""
+def _refuse(*_, **__):
+    """Refuses the derivatives of a pass, second ones or higher, and in reverse mode over another derivative."""
     raise NotImplementedError(ONLY_REVERSE)
 
 
-ad.primitive_jvps[_opaque_p] = _jvp
+ad.primitive_jvps[_opaque_p] = _refuse
+ad.primitive_transposes[_opaque_p] = _refuse
 
 
 def _batching(args, dims, *, jaxpr, traced):

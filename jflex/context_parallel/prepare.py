@@ -20,6 +20,7 @@ from jflex.context_parallel.order import Order, checked_order
 from jflex.context_parallel.placement import Names, Placement
 from jflex.entry import Call
 from jflex.entry import prepare as prepare_dense
+from jflex.errors import UnsupportedError
 from jflex.mods.dependence import uses_index
 from jflex.mods.trace import trace_mask_mod
 from jflex.mods.types import MaskMod
@@ -174,6 +175,11 @@ def prepare(
     mesh, axis, batch_axes, head_axes, strategy, order = division
     if strategy not in STRATEGIES:
         raise ValueError(f"`strategy` must be one of {', '.join(map(repr, STRATEGIES))}. Got {strategy!r}.")
+    if strategy == "ring" and settings.config is not None and settings.config.forward_mode:
+        raise UnsupportedError(
+            "`strategy='ring'` has derivatives in reverse mode only, and `config` has forward_mode=True. Pass "
+            "strategy='all_gather' or 'ulysses', or leave out `forward_mode`."
+        )
     placement = Placement.from_mesh(mesh, axis, batch_axes, head_axes)
     arrays = [jnp.asarray(x) if isinstance(x, np.ndarray) else x for x in (query, key, value)]
     check_arrays(arrays[0], arrays[1], arrays[2], layout)

@@ -26,6 +26,7 @@ from jflex.backends.xla.block_scores import (
 from jflex.backends.xla.blockwise import QUERIES_FIRST, Column, Unit, Walk
 from jflex.backends.xla.containment import all_finite, all_of_batch, masked_product
 from jflex.backends.xla.loads import split_loads
+from jflex.backends.xla.tangent import tangent
 from pallas_kernels.plan import GradientRequest, Refusal
 from pallas_kernels.spec import AttentionSpec
 
@@ -104,6 +105,10 @@ class Xla(Backend):
     ) -> Gradients:
         """One pass over the rows: each row computes its dQ, and adds to dK, dV and gradients of captures in place."""
         return Backward(spec, inputs, saved, d_saved, requested).run()
+
+    def tangent(self, spec: AttentionSpec, inputs: Inputs, saved: Saved, tangents: Gradients) -> SavedCotangents:
+        """One pass over the rows, with the weights that the lse gives."""
+        return tangent(spec, inputs, saved, tangents)
 
 
 def _limit(spec: AttentionSpec, requested: GradientRequest | None) -> str | None:

@@ -1,0 +1,237 @@
+"""Tangents and second derivatives with `Config(forward_mode=True)`, and gradients that it must not change."""
+
+import dataclasses
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import jflex
+from tests.calls.test_features import mesh_of, placed
+from tests.cases.features import BACKENDS, FEATURES, REFERENCE
+from tests.cases.table import CASES
+from tests.support import evaluation
+from tests.support.drawn_arrays import block_mask, draw
+from tests.support.rows import in_turns, tiers
+
+BOTH = {"xla": {"implementation": "xla", "config": jflex.Config(forward_mode=True)}}
+BOTH["triton-interpret"] = {"implementation": "triton", "config": jflex.Config(forward_mode=True, interpret=True)}
+backends = pytest.mark.parametrize("backend", BOTH)
+assert_close = functools.partial(np.testing.assert_allclose, rtol=2e-4, atol=2e-4)
+# Without gradients, or of a mod with a rule for reverse mode alone.
+DIFFERENTIABLE = [case for case in CASES if not case.qk_dtype and case.name != "own_derivative"]
+
+
+def close(found, right, **how):
+    jax.tree.map(lambda x, y: assert_close(np.asarray(x), np.asarray(y), **how), found, right)
+
+
+def drawn_tangents(tree, seed=1):
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(lambda x: jnp.asarray(rng.normal(size=np.shape(x)), x.dtype), tree)
+
+
+@functools.cache
+def pushed(case, backend):
+    """Out and lse, and their tangents in the layout BTNH, along random tangents of all floating-point arrays."""
+    x, blocks = draw(case), block_mask(case)
+
+    def attend(q, k, v, floats):
+        turn = (lambda x: x) if case.layout == "BTNH" else lambda x: x.swapaxes(1, 2)
+        returned = {"return_lse": case.normalize == "softmax"}
+        function = functools.partial(jflex.flex_attention)
+        if backend == "xla":  # with the configuration of the case
+            function = lambda *args, config, **how: jflex.flex_attention(
+                *args, config=dataclasses.replace(config, forward_mode=True), **how
+            )
+        result = evaluation.call_for(
+            case, backend, (q, k, v), {**x.score, **floats}, x.mask, blocks, returned, function
+        )
+        out, lse = result if case.normalize == "softmax" else (result, jnp.zeros(x.d_lse.shape))
+        return turn(out), lse
+
+    arrays = jax.tree.map(jnp.asarray, (*x[:3], x.floats()))
+    return jax.jit(lambda xs, ts: jax.jvp(attend, xs, ts))(arrays, drawn_tangents(arrays))
+
+
+@tiers(default={"case": ["causal", "softcap", "sinks"]})
+@pytest.mark.parametrize("case", DIFFERENTIABLE, ids=str)
+def test_tangents(case):
+    """Near to those of the dense definition, and adjoint to the gradients of the float64 oracle."""
+    with jax.default_matmul_precision("highest"):
+        (_, lse), found = pushed(case, "xla")
+        _, right = pushed(case, "reference")
+    largest = np.abs(lse, where=np.isfinite(lse), out=np.zeros(lse.shape)).max(initial=0)
+    error = (1e-4 if case.dtype == "float32" else 0.02) + 4 * np.finfo(np.float32).eps * largest  # weights by the lse
+    for x, y in zip(found, right, strict=True):
+        x, y = (np.asarray(a, np.float64) for a in (x, y))
+        assert np.isfinite(x).all()
+        assert np.abs(x - y).max(initial=0) <= error * (1e-3 + np.abs(y).max(initial=0)), case.name
+    x, exact = draw(case), evaluation.exact(case)
+    tangents = drawn_tangents((*x[:3], x.floats()))
+    gradients = (*exact.results[2:5], {name: exact.results.captures[name] for name in x.floats()})
+    products = jax.tree.map(lambda g, t: np.asarray(g, np.float64) * np.asarray(t, np.float64), gradients, tangents)
+    pulled = sum(p.sum() for p in jax.tree.leaves(products))
+    pairs = [
+        (np.asarray(t, np.float64) * np.asarray(u, np.float64)) for t, u in zip(found, (x.d_out, x.d_lse), strict=True)
+    ]
+    scale = sum(np.sqrt((p**2).sum()) for p in [*pairs, *jax.tree.leaves(products)])
+    assert abs(sum(p.sum() for p in pairs) - pulled) <= 5 * error * scale
+
+
+def split(feature, arrays):
+    """The loss as a function of the floating-point arrays, and these."""
+    floats = {name: x for name, x in arrays.items() if jnp.issubdtype(x.dtype, jnp.floating)}
+    others = {name: x for name, x in arrays.items() if name not in floats}
+    return lambda options: lambda floats: feature.loss(options, floats, others), floats
+
+
+TRANSFORMED = {
+    "jvp": lambda f, x, t: jax.jvp(lambda y: f(y)[1], (x,), (t,)),
+    "linearize": lambda f, x, t: jax.linearize(jax.jit(lambda y: f(y)[1]), x)[1](t),
+    "checkpoint": lambda f, x, t: jax.jvp(jax.checkpoint(lambda y: f(y)[1]), (x,), (t,)),
+    "jvp of grad": lambda f, x, t: jax.jvp(jax.grad(lambda y: f(y)[0]), (x,), (t,)),
+    "jvp of jvp": lambda f, x, t: jax.jvp(lambda y: jax.jvp(lambda z: f(z)[0], (y,), (t,))[1], (x,), (t,)),
+    "vmap of jvp": lambda f, x, t: jax.vmap(lambda t: jax.jvp(lambda y: f(y)[1], (x,), (t,))[1])(
+        jax.tree.map(lambda a: jnp.stack([a, 2 * a]), t)
+    ),
+    "vmap of jvp of grad": lambda f, x, t: jax.vmap(lambda t: jax.jvp(jax.grad(lambda y: f(y)[0]), (x,), (t,))[1])(
+        jax.tree.map(lambda a: jnp.stack([a, 2 * a]), t)
+    ),
+    "jvp of vmap": lambda f, x, t: jax.jvp(
+        jax.vmap(lambda y: f(y)[1]), *[(jax.tree.map(lambda a: jnp.stack([a, 2 * a]), y),) for y in (x, t)]
+    ),
+    "transposed pullback": lambda f, x, t: jax.linear_transpose(jax.vjp(lambda y: f(y)[0], x)[1], jnp.float32(1))((t,)),
+}
+
+
+@tiers(default={"name": "statistics", "kind": ["jvp", "jvp of grad"], "backend": "xla"}, in_turns=True)
+@backends
+@pytest.mark.parametrize("kind", TRANSFORMED)
+@pytest.mark.parametrize("name", [name for name in FEATURES if name != "weights"])  # they have derivatives of their own
+def test_transformations(name, kind, backend):
+    make, floats = split(FEATURES[name], FEATURES[name].draw())
+    derive = lambda options: jax.jit(functools.partial(TRANSFORMED[kind], make(options)))
+    tangents = drawn_tangents(floats)
+    found, right = (derive(options)(floats, tangents) for options in (BOTH[backend], REFERENCE))
+    close(found, right, rtol=2e-3, atol=2e-3)
+
+
+@tiers(default={"name": "sinks"})
+@pytest.mark.parametrize("name", [name for name in FEATURES if name != "weights"])
+@pytest.mark.parametrize("policy", [None, jax.checkpoint_policies.save_only_these_names("jflex_out", "jflex_lse")])
+def test_gradients_are_the_program_of_the_custom_vjp(name, policy):
+    make, floats = split(FEATURES[name], FEATURES[name].draw())
+
+    def program(options):
+        function = make(options)
+        function = function if policy is None else jax.checkpoint(function, policy=policy)
+        return jax.jit(jax.value_and_grad(function, has_aux=True)).lower(floats)
+
+    both, reverse = (program(options[name]) for options, name in ((BOTH, "xla"), (BACKENDS, "xla")))
+    text = lambda lowered: re.sub(r"_\d+\b", "", lowered.as_text())  # functions of one name are numbered
+    assert text(both) == text(reverse) or name == "statistics"  # where the loss has one small function twice
+    found, right = (lowered.compile() for lowered in (both, reverse))
+    jax.tree.map(np.testing.assert_array_equal, found(floats), right(floats))
+    sizes = [compiled.memory_analysis().temp_size_in_bytes for compiled in (found, right)]
+    assert sizes[0] == sizes[1]
+
+
+def test_jacobian_and_hessian():
+    make, floats = split(FEATURES["sinks"], FEATURES["sinks"].draw())
+    by = lambda options: lambda sinks: make(options)(floats | {"sinks": sinks})[0]
+    found = jax.jacfwd(by(BOTH["xla"])), jax.hessian(by(BOTH["xla"]))
+    right = jax.jacrev(by(BACKENDS["xla"])), jax.hessian(by(REFERENCE))
+    close([f(floats["sinks"]) for f in found], [f(floats["sinks"]) for f in right])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["jvp", "jvp of grad"])
+@pytest.mark.parametrize("where", ["auto", "explicit", "shard_map"])
+@pytest.mark.parametrize("name", ["plain", "sinks", "statistics", "mods and lists"])
+@pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices; tests/conftest.py simulates them")
+def test_devices(name, where, kind):
+    feature, sharded = FEATURES[name], FEATURES[name]
+    make, floats = split(feature, feature.draw())
+    tangents = drawn_tangents(floats)
+    right = jax.jit(functools.partial(TRANSFORMED[kind], make(REFERENCE)))(floats, tangents)
+    mesh = mesh_of(AxisType.Explicit if where == "explicit" else AxisType.Auto)
+    if where == "shard_map":
+        specs = {x: feature.spec(x) for x in feature.draw()}
+        local = lambda arrays: feature.attend(BOTH["xla"], **arrays)
+        whole = jax.shard_map(local, mesh=mesh, in_specs=(specs,), out_specs=feature.results)
+        sharded = feature._replace(attend=lambda options, **arrays: whole(arrays))
+    with jax.set_mesh(mesh):
+        make, arrays = split(sharded, placed(name, mesh, "qkv"))
+        moved = jax.tree.map(lambda x, t: jax.device_put(t, x.sharding), arrays, tangents)
+        run = jax.jit(functools.partial(TRANSFORMED[kind], make(BOTH["xla"]))).lower(arrays, moved).compile()
+        found = run(arrays, moved)
+    close(found, right, rtol=2e-3, atol=2e-3)
+    assert where != "auto" or kind != "jvp" or "all-gather" not in run.as_text()
+
+
+def test_the_explicit_gradient_of_sinks_has_their_sharding():
+    mesh = mesh_of(AxisType.Explicit)
+    with jax.set_mesh(mesh):
+        arrays = placed("sinks", mesh, "qkv")
+        found = jax.jit(functools.partial(FEATURES["sinks"].differentiated, BACKENDS["xla"]))(arrays)[1]
+    assert found["sinks"].sharding.spec in (P(), P(None))
+
+
+@pytest.mark.full
+def test_a_hessian_vector_product_takes_linear_memory():
+    """Of 16,384 tokens; the scores of a head alone would take 1.1 GB."""
+    x = jax.ShapeDtypeStruct((1, 16384, 1, 32), jnp.float32)
+    mask = jflex.create_block_mask(jflex.masks.causal(), None, None, 16384, 16384)
+    loss = lambda q: jnp.sum(jflex.flex_attention(q, q, q, block_mask=mask, **BOTH["xla"]) ** 2)
+    program = jax.jit(lambda q, t: jax.jvp(jax.grad(loss), (q,), (t,))[1]).lower(x, x).compile()
+    assert program.memory_analysis().temp_size_in_bytes < 100 * 2**20
+
+
+@in_turns
+@backends
+@pytest.mark.parametrize("kind", ["grad of grad", "grad of jvp", "three times"])
+def test_other_second_and_third_derivatives_name_the_reference(kind, backend):
+    make, floats = split(FEATURES["plain"], FEATURES["plain"].draw())
+    f, x = lambda q: make(BOTH[backend])(floats | {"q": q})[0], floats["q"]
+    along = lambda g: lambda y: jax.jvp(g, (y,), (x,))[1]
+    derive = {
+        "grad of grad": lambda: jax.grad(lambda y: jnp.sum(jax.grad(f)(y)))(x),
+        "grad of jvp": lambda: jax.grad(along(f))(x),
+        "three times": lambda: along(along(along(f)))(x),
+    }[kind]
+    with pytest.raises(NotImplementedError, match=r'derivatives of any order and mode, implementation="reference"'):
+        derive()
+
+
+def test_a_backward_pass_that_is_refused_has_a_tangent():
+    """A table of distances whose gradient no kernel adds in a fixed order."""
+    config = jflex.Config(forward_mode=True, interpret=True, deterministic=True)
+    (q, k, v), table = jax.random.normal(jax.random.key(0), (3, 1, 16, 1, 16)), jnp.linspace(0.0, 1.0, 31)
+    mod = lambda table: lambda s, b, h, q_idx, kv_idx: s + table[jnp.abs(q_idx - kv_idx) + jnp.int32(b)]
+    attend = lambda table, **options: jflex.flex_attention(q, k, v, mod(table), **options)
+    run = functools.partial(attend, implementation="triton", config=config)
+    found, right = (jax.jvp(f, (table,), (table,)) for f in (run, functools.partial(attend, **REFERENCE)))
+    close(found, right)
+    with pytest.raises(jflex.UnsupportedError, match="is added by atomics, in no fixed order"):
+        jax.grad(lambda table: run(table).sum())(table)
+
+
+def test_explain_names_the_backend_of_tangents():
+    x = jax.ShapeDtypeStruct((1, 256, 2, 64), jnp.float32)
+    account = jflex.explain(x, x, x, **BOTH["xla"])
+    assert account.tangents == "xla"
+    assert "tangents  xla" in str(account)
+    assert jflex.explain(x, x, x).tangents is None
+    assert jflex.explain(x, x, x, **REFERENCE).tangents == "reference"
+
+
+def test_a_ring_is_refused():
+    x, mesh = jnp.ones((1, 16, 2, 8)), jax.make_mesh((2,), ("context",))
+    with pytest.raises(jflex.UnsupportedError, match="'ring'` has derivatives in reverse mode only"):
+        jflex.context_parallel_attention(x, x, x, mesh=mesh, strategy="ring", config=jflex.Config(forward_mode=True))
