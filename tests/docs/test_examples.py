@@ -11,6 +11,7 @@ SMALL = {
     "context_parallel": {"length": 512},
     "gemma_layers": {"length": 256},
     "learned_relative_bias": {"steps": 2},
+    "meanflow": {"steps": 2},
     "mla_decode": {"prompt": 10, "tokens": 2},
     "packed_training": {"steps": 2},
     "paged_batching": {"number": 3},

@@ -204,8 +204,14 @@ def table() -> Table:
         feature.text: {name: _cell(feature, name) for name in NAMES} | {SELECTED: _selected(feature)}
         for feature in features()
     }
-    of_transforms = {name: YES if get_backend(name).differentiable else NO for name in NAMES}
-    return rows | {"forward-mode and second derivatives": of_transforms | {SELECTED: ""}}
+    by_xla = lambda name: YES if get_backend(name).differentiable or name == "xla" else f"{YES}; tangents by `xla`"
+    any_order = {name: YES if get_backend(name).differentiable else NO for name in NAMES}
+    return rows | {
+        "`jax.jvp`, and forward over reverse mode, with `Config(forward_mode=True)`": {
+            **{name: by_xla(name) for name in NAMES}, SELECTED: "`mosaic_gpu`",
+        },
+        "derivatives of any order and mode": any_order | {SELECTED: ""},
+    }  # fmt: skip
 
 
 def _spec(feature: Feature, name: str | None = None) -> AttentionSpec:
