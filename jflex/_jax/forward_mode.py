@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
@@ -97,9 +97,9 @@ class _Linear:
     """
 
     spec: AttentionSpec
-    tree: Any  # of the residuals, (Inputs, Saved)
+    tree: jax.tree_util.PyTreeDef  # pyright: ignore[reportInvalidTypeForm]  # of the residuals, (Inputs, Saved)
     requested: GradientRequest
-    seen: tuple[bool, bool, bool]  # whether out, lse and entropy have tangents here
+    outputs: tuple[bool, bool, bool]  # whether out, lse and entropy have tangents here
     backend: str  # of the backward pass
     refusal: str  # why no backend has it; else ""
     reverse: bool = False
@@ -129,26 +129,25 @@ class _Linear:
         inputs, known = jax.tree.unflatten(self.tree, residuals)
         tangents = jax.tree.unflatten(jax.tree.structure(_chosen(inputs, self.requested)), linear)
         results = run(TangentOp(self.spec), (inputs, known if saved is None else saved(inputs), tangents))
-        return list(itertools.compress(results, self.seen))
+        return list(itertools.compress(results, self.outputs))
 
     def _reverse(self, residuals, linear, run=call_as_primitive, saved=None) -> list[jax.Array]:
         inputs, known = jax.tree.unflatten(self.tree, residuals)
         known, cotangents = known if saved is None else saved(inputs), iter(linear)
-        d_out, d_lse, d_entropy = (next(cotangents) if is_seen else None for is_seen in self.seen)
+        d_out, d_lse, d_entropy = (next(cotangents) if has_tangent else None for has_tangent in self.outputs)
         d_saved = SavedCotangents(jnp.zeros_like(known.out) if d_out is None else d_out, d_lse, d_entropy)
         backward = BackwardOp(self.backend if saved is None else Xla.name, self.spec, self.requested)
         gradients = input_cotangents(inputs, run(backward, (inputs, known, d_saved)))
         return jax.tree.leaves(_chosen(gradients, self.requested))
 
-    def transposed(self, cotangents: Sequence[Any]) -> _Linear:
+    def transposed(self, cotangents: Sequence[object]) -> _Linear:
         """The map in the other direction, for the cotangents that are not zero."""
-        is_given = [type(x) is not ad.Zero for x in cotangents]
+        nonzero = [type(x) is not ad.Zero for x in cotangents]
         if not self.reverse:
-            seen = iter(is_given)
-            return dataclasses.replace(self, reverse=True, seen=tuple(x and next(seen) for x in self.seen))
-        flags, tree = jax.tree.flatten(self.requested)
-        given = iter(is_given)
-        requested = jax.tree.unflatten(tree, [x and next(given) for x in flags])
+            kept = iter(nonzero)
+            return dataclasses.replace(self, reverse=True, outputs=tuple(x and next(kept) for x in self.outputs))
+        (flags, tree), kept = jax.tree.flatten(self.requested), iter(nonzero)
+        requested = jax.tree.unflatten(tree, [x and next(kept) for x in flags])
         return dataclasses.replace(self, reverse=False, requested=requested)
 
     def results(self, residuals: Sequence[ShapedArray]) -> list[ShapedArray]:
@@ -168,7 +167,7 @@ class _Linear:
         inputs, saved = jax.tree.unflatten(self.tree, types)
         if self.reverse:
             return jax.tree.leaves(_chosen(inputs, self.requested))
-        return list(itertools.compress((saved.out, saved.lse, saved.entropy), self.seen))
+        return list(itertools.compress((saved.out, saved.lse, saved.entropy), self.outputs))
 
 
 def _request(tangents: Inputs, inputs: Inputs) -> GradientRequest:
@@ -198,10 +197,10 @@ def _saved_jvp(spec: AttentionSpec, primals: tuple[Inputs], tangents: tuple[Inpu
     return saved, _as_saved(Xla().tangent(spec, inputs, saved, _chosen(d_inputs, _request(d_inputs, inputs))), None)
 
 
-def _as_saved(tangents: SavedCotangents, d_max: Any) -> Saved:
+def _as_saved(tangents: SavedCotangents, d_max: SymbolicZero | None) -> Saved:
     """Tangents in the shape of the results; the max has none."""
     assert tangents.lse is not None  # of a tangent, as opposed to a cotangent
-    return Saved(tangents.out, tangents.lse, d_max, tangents.entropy)
+    return Saved(tangents.out, tangents.lse, cast(jax.Array, d_max), tangents.entropy)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -275,8 +274,8 @@ mlir.register_lowering(_linear_p, _lowering)
 def _transpose(cotangents, *args, linear, **_):
     if linear.refusal and not linear.reverse:
         raise UnsupportedError(linear.refusal)
-    given, residuals = [x for x in cotangents if type(x) is not ad.Zero], args[: linear.count]
-    return [None] * linear.count + _bind(linear.transposed(cotangents), *match_manual_axes([*residuals, *given]))
+    nonzero, residuals = [x for x in cotangents if type(x) is not ad.Zero], args[: linear.count]
+    return [None] * linear.count + _bind(linear.transposed(cotangents), *match_manual_axes([*residuals, *nonzero]))
 
 
 ad.primitive_transposes[_linear_p] = _transpose
@@ -289,8 +288,8 @@ def _jvp(args, tangents, *, linear, **_):
         moved = map(ad.instantiate_zeros, tangents[linear.count :])
         return results, _bind(linear, *args[: linear.count], *moved)
     inputs, _ = jax.tree.unflatten(linear.tree, range(linear.count))
-    given = [*jax.tree.leaves(inputs), *range(linear.count, len(args))]  # not out and lse, functions of the inputs
-    moving = tuple(number for number in given if not is_zero[number])
+    arguments = [*jax.tree.leaves(inputs), *range(linear.count, len(args))]  # without out and lse, their functions
+    moving = tuple(number for number in arguments if not is_zero[number])
     arrays = match_manual_axes((list(args), [tangents[number] for number in moving]))
     return results, call_as_primitive(SecondOp(linear, moving), arrays)
 
@@ -336,8 +335,8 @@ def _attend_jvp(static: Static, primals: tuple[Inputs], tangents: tuple[Inputs])
     saved = named(attend(static._replace(backend=forward), inputs))  # `jax.checkpoint` sees the names given here
     residuals, d_inputs = match_manual_axes(((inputs, saved._replace(max=None)), _chosen(d_inputs, requested)))
     flat, tree = jax.tree.flatten(residuals)
-    seen = (True, True, saved.entropy is not None)
-    linear = _Linear(spec, tree, requested, seen, backward, refusal)
+    outputs = (True, True, saved.entropy is not None)
+    linear = _Linear(spec, tree, requested, outputs, backward, refusal)
     d_out, d_lse, *d_entropy = _bind(linear, *flat, *jax.tree.leaves(d_inputs))
     d_max = None if saved.max is None else SymbolicZero.from_primal_value(saved.max)
     return saved, _as_saved(SavedCotangents(d_out, d_lse, d_entropy[0] if d_entropy else None), d_max)
