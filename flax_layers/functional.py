@@ -41,7 +41,7 @@ def rms_norm(
     """Divides by the root mean square and multiplies by `scale + offset`, both in float32.
 
     Args:
-        inputs: Inputs, which are normalised along the last axis.
+        inputs: Inputs, which are normalized along the last axis.
         scale: One factor for each feature.
         epsilon: Added to the mean of squares.
         offset: Added to the scale.

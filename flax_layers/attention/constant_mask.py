@@ -51,7 +51,7 @@ class ConstantMask(jflex.BlockMask):
 
     @property
     def __fn_or_cls__(self) -> Content:
-        """The key by which `linen.jit` recognises an attribute of a module, instead of one made of all fields."""
+        """The key by which `linen.jit` recognizes an attribute of a module, instead of one made of all fields."""
         return self._content
 
     def __eq__(self, other: object) -> bool:

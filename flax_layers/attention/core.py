@@ -84,7 +84,7 @@ class KeyValue(NamedTuple):
     """Projected keys and values for calls of cross-attention; a pytree.
 
     Attributes:
-        key: Keys, normalised and rotated if the layer does so.
+        key: Keys, normalized and rotated if the layer does so.
         value: Values, for the same positions.
     """
 
@@ -138,14 +138,14 @@ class PagedCall(NamedTuple):
 
 
 def query_heads(layer: HeadsLayer, inputs: Float[Array, "*batch T features"]) -> Float[Array, "*batch T Hq D"]:
-    """Queries, split into heads and normalised, before they are rotated."""
+    """Queries, split into heads and normalized, before they are rotated."""
     check_features(layer, inputs)
     query = functional.split_heads(layer.query(inputs), layer.num_heads)
     return query if layer.query_norm is None else layer.query_norm(query)
 
 
 def key_value_heads(layer: HeadsLayer, inputs: Float[Array, "*batch S kv_features"]) -> KeyValue:
-    """Keys and values, split into heads, keys normalised and not yet rotated."""
+    """Keys and values, split into heads, keys normalized and not yet rotated."""
     features = layer.in_features if layer.in_kv_features is None else layer.in_kv_features
     if inputs.shape[-1] != features:
         raise ValueError(
@@ -331,7 +331,7 @@ def decode_paged(
     query, (key, value) = query_heads(layer, inputs), key_value_heads(layer, inputs)
     if streaming is None:
         query, key = rotated(layer, query, positions, length), rotated(layer, key, positions, length)
-    dtype = query.dtype if cache.k_scale is not None else cache.k.dtype  # `write` quantises to eight bits
+    dtype = query.dtype if cache.k_scale is not None else cache.k.dtype  # `write` quantizes to eight bits
     slots = jflex.paged.token_slots(batch, tokens, cache.page_size)
     requests = jflex.paged.token_requests(batch, tokens)
     key, value = vectors.stored(key, value, positions, requests)

@@ -61,7 +61,7 @@ class Queries(NamedTuple):
 
 
 class Latents(NamedTuple):
-    """The content of a cache for each token: its latent vector, normalised, and its rotated key."""
+    """The content of a cache for each token: its latent vector, normalized, and its rotated key."""
 
     latent: Float[Array, "*batch T latent"]
     rope_key: Float[Array, "*batch T rope"]

@@ -70,7 +70,7 @@ class AttentionMethods(attention_core.HeadsLayer):
             dropout_rng: In linen, the key of this call's dropout. Default: one from `self.make_rng("dropout")`.
             return_stats: Also return these statistics of each row, as in `jflex.flex_attention`: "max" for QK-clip,
                 say.
-            query_mod: `(query[D], b, h, q_idx) -> [D]`, as in `jflex.flex_attention`, after the normalisation and the
+            query_mod: `(query[D], b, h, q_idx) -> [D]`, as in `jflex.flex_attention`, after the normalization and the
                 rotary embedding of the layer, and so are the next three.
             key_mod: `(key[D], b, h_kv, kv_idx) -> [D]`.
             value_mod: `(value[D], b, h_kv, kv_idx) -> [D]`.

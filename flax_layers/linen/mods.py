@@ -63,7 +63,7 @@ def create_parameters(name: str, mod: Callable[..., object] | None, example: tup
     """Creates the parameters of a mod of the constructor or of the call.
 
     jflex traces a mod separately. Parameters that linen creates inside that trace would leak as tracers. So during
-    initialisation, a mod that captures a linen module is evaluated once before the trace: a vector mod with the
+    initialization, a mod that captures a linen module is evaluated once before the trace: a vector mod with the
     `example` of its arguments.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Normalisation by the root mean square."""
+"""Normalization by the root mean square."""
 
 import jax.numpy as jnp
 from flax import linen
@@ -28,7 +28,7 @@ class RMSNorm(linen.Module):
 
     @linen.compact
     def __call__(self, inputs: Float[Array, "*batch features"]) -> Float[Array, "*batch features"]:
-        """Returns the normalised inputs."""
+        """Returns the normalized inputs."""
         initializer = linen.initializers.constant(1.0 - self.offset)
         scale = self.param("scale", initializer, (self.num_features,), self.param_dtype)
         return rms_norm(inputs, scale, epsilon=self.epsilon, offset=self.offset, dtype=self.dtype)

@@ -33,7 +33,7 @@ class ExpertsConfig:
         scoring: `sigmoid`, as in DeepSeek-V3: with a learned correction that selects experts and weighs none; the score
             of a group is the sum of its two best. `softmax`, as in V2 and others: a group has the score of its best
             expert.
-        normalised: Whether the scores of the selected experts are divided by their sum. With `softmax`, they are then a
+        normalized: Whether the scores of the selected experts are divided by their sum. With `softmax`, they are then a
             softmax over the selected experts alone.
         scale: Factor of the scores that weigh the outputs.
         use_bias: Whether the scores and the projections of experts have biases, as in gpt-oss.
@@ -54,7 +54,7 @@ class ExpertsConfig:
     groups: int = 1
     groups_per_token: int = 1
     scoring: str = "sigmoid"
-    normalised: bool = True
+    normalized: bool = True
     scale: float = 1.0
     use_bias: bool = False
     swiglu_limit: float | None = None
@@ -124,8 +124,8 @@ class ModelConfig:
         activation: Activation of the gate of the MLP: a name in `flax_layers.models.mlp.ACTIVATIONS`.
         norm_epsilon: Epsilon of all RMS norms.
         norm_offset: Added to the scales of all RMS norms: 1 in Gemma.
-        post_norms: Whether the outputs of attention and MLP are normalised before they are added to the stream.
-        qk_norm: Whether query and key heads are normalised.
+        post_norms: Whether the outputs of attention and MLP are normalized before they are added to the stream.
+        qk_norm: Whether query and key heads are normalized.
         qkv_bias: Whether the projections to queries, keys and values have biases.
         out_bias: Whether the output projection of attention has a bias.
         mlp_bias: Whether the projections of the MLP have biases.

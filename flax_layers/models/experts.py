@@ -50,7 +50,7 @@ class Router(nnx.Module):
             scores = jax.nn.sigmoid(logits)
             choice = scores + jnp.broadcast_to(self.correction[...], scores.shape)
         weights = jnp.where(selected(choice, config), scores, 0.0)
-        if config.normalised:
+        if config.normalized:
             weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20)
         return config.scale * weights
 

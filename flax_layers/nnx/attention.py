@@ -45,7 +45,7 @@ class FlexAttention(AttentionMethods, ModAttributes):
             Default: none, and no rotary embedding.
         rotary_scaling: Scaling of the frequencies for longer contexts, as by `flax_layers.rotary_scaling.YarnScaling`.
         rotary_dim: Number of features of a head that rotate, from the first on. Default: all.
-        qk_norm: Whether each query and key head is normalised (RMS, with learned scales) before the rotary embedding,
+        qk_norm: Whether each query and key head is normalized (RMS, with learned scales) before the rotary embedding,
             as in Henry et al. 2020, arXiv:2010.04245, with RMS in place of L2.
         qk_norm_options: Arguments of `flax_layers.nnx.RMSNorm` for both, such as `{"epsilon": 1e-5}`.
         use_sinks: Whether each head has a sink (`jflex.with_sinks`): a logit in the denominator of its softmax, learned

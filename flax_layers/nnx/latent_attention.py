@@ -36,7 +36,7 @@ class MultiHeadLatentAttention(LatentMethods, ModAttributes):
             has an `mscale_all_dim`, times `(0.1 * mscale_all_dim * log(factor) + 1) ** 2`, as in DeepSeek-V3.
         rotary_base: Base of the rotary position embedding. None: no rotary embedding.
         rotary_scaling: Scaling of its frequencies, such as `flax_layers.rotary_scaling.YarnScaling`.
-        rotary_interleaved: Whether a pair of rotated features is two neighbours, as in DeepSeek's checkpoints.
+        rotary_interleaved: Whether a pair of rotated features is two neighbors, as in DeepSeek's checkpoints.
         norm_epsilon: Epsilon of the RMS norms of both latent vectors.
 
     Raises:

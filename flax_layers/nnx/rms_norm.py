@@ -1,4 +1,4 @@
-"""Normalisation by the root mean square."""
+"""Normalization by the root mean square."""
 
 import jax.numpy as jnp
 from flax import nnx
@@ -44,5 +44,5 @@ class RMSNorm(nnx.Module):
         self.dtype = dtype
 
     def __call__(self, inputs: Float[Array, "*batch features"]) -> Float[Array, "*batch features"]:
-        """Returns the normalised inputs."""
+        """Returns the normalized inputs."""
         return rms_norm(inputs, self.scale[...], epsilon=self.epsilon, offset=self.offset, dtype=self.dtype)

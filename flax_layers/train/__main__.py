@@ -113,8 +113,8 @@ def _in_words(progress: Progress) -> str:
     words = f"loss {progress.loss:.3f}"
     if progress.tokens_per_second is not None:
         words += f", {progress.tokens_per_second:,.0f} tokens/s"
-    if progress.utilisation is not None:
-        words += f", {progress.utilisation:.1%} of peak FLOP/s"
+    if progress.utilization is not None:
+        words += f", {progress.utilization:.1%} of peak FLOP/s"
     return words
 
 

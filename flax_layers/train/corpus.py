@@ -161,7 +161,7 @@ def read_corpus(
     """Reads files of text and tokens, and checks all tokens.
 
     `.npy` and `.bin` hold tokens and are memory-mapped. A `.jsonl` holds a text in each line. All other files are text
-    in UTF-8, each file one document. Texts are tokenised now.
+    in UTF-8, each file one document. Texts are tokenized now.
 
     Args:
         paths: Files; or folders, of which files with the endings of `flax_layers.train.texts.ENDINGS` are taken, sorted

@@ -33,8 +33,8 @@ class Progress(NamedTuple):
     learning_rate: float
     tokens_per_second: float | None
     """Of the last steps; None in the first, which compiles."""
-    utilisation: float | None
-    """Model FLOP utilisation; None if the peak is not known."""
+    utilization: float | None
+    """Model FLOP utilization; None if the peak is not known."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,8 +137,8 @@ class Run:
                 f"{self._last_good()}. The same command would fail at the same step: resume with a lower "
                 "`--learning-rate` or `--clip` and `--accept-changes`, or look at the data of this step."
             )
-        speed, utilisation = meter.end(rows, step_flops(self.trainer.config, multiplied, rows.documents))
-        progress = Progress(step, loss, norm, rate, speed, utilisation)
+        speed, utilization = meter.end(rows, step_flops(self.trainer.config, multiplied, rows.documents))
+        progress = Progress(step, loss, norm, rate, speed, utilization)
         self._write(**progress._asdict())
         self.on_step(progress)
 
@@ -176,7 +176,7 @@ class _Meter:
         self._clock = None
 
     def end(self, rows: Rows, flops: float) -> tuple[float | None, float | None]:
-        """Tokens a second and utilisation, at the end of a step."""
+        """Tokens a second and utilization, at the end of a step."""
         now = time.perf_counter()
         if self._compiled and self._clock is not None:
             self._recent.append((now - self._clock, rows.tokens.size, flops))

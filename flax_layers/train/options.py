@@ -125,7 +125,7 @@ def _add_computation(group: argparse._ArgumentGroup) -> None:
     add("--loss-chunk", type=_positive, default=2048, help="tokens whose logits a device holds at a time")
     add("--dtype", choices=["bfloat16", "float32"], default="bfloat16", help="of the computation")
     add("--implementation", help="the jflex backend; None: the first that can run here")
-    add("--peak-flops", help="of a device, for the utilisation: a number, or `measure`; None: a table")
+    add("--peak-flops", help="of a device, for the utilization: a number, or `measure`; None: a table")
 
 
 def _add_output(group: argparse._ArgumentGroup) -> None:

@@ -45,7 +45,7 @@ def parse_mesh(text: str) -> dict[str, int]:
         >>> parse_mesh("data=1,context=2")
         {'data': 1, 'fsdp': 1, 'context': 2, 'model': 1}
     """
-    order = (*AXES[:2], CONTEXT, *AXES[2:])  # neighbours along the last axis have the fastest links
+    order = (*AXES[:2], CONTEXT, *AXES[2:])  # neighbors along the last axis have the fastest links
     sizes: dict[str, int] = dict.fromkeys(AXES, 1)
     for part in text.split(","):
         name, _, size = part.strip().partition("=")

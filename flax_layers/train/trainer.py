@@ -306,7 +306,7 @@ class Trainer:
 
 
 def create_model(build: Callable[[], Decoder], mesh: Mesh | None = None, rules: Rules = RULES) -> Decoder:
-    """Makes a model whose parameters are initialised sharded, as by `Trainer`; no device ever holds all of them."""
+    """Makes a model whose parameters are initialized sharded, as by `Trainer`; no device ever holds all of them."""
     mesh = parallel.make_mesh(dict.fromkeys(parallel.AXES, 1)) if mesh is None else mesh
     shape = nnx.eval_shape(build)
     form, variables = nnx.split(shape)

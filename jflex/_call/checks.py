@@ -63,7 +63,7 @@ def _check_eight_bits(query: Any, key: Any, value: Any, got: str) -> None:
     if query.dtype != key.dtype:
         raise TypeError(
             f"`query` and `key` must have one dtype where one of them has eight bits ({', '.join(EIGHT_BITS)}). "
-            f"Quantise both, or cast both to the dtype of `value`. {got}"
+            f"Quantize both, or cast both to the dtype of `value`. {got}"
         )
     if str(value.dtype) not in _VALUES_OF_EIGHT_BITS:
         raise TypeError(

@@ -38,7 +38,7 @@ from jflex._check.arguments import describe_array
 
 KeptMod = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], ArrayLike]
 
-# Odd numbers: the golden ratio, and constants of MurmurHash3, which spread neighbouring positions over all bits.
+# Odd numbers: the golden ratio, and constants of MurmurHash3, which spread neighboring positions over all bits.
 _OF_QUERY, _OF_KEY, _OF_QUERY_AGAIN = np.uint32(0x9E3779B9), np.uint32(0x85EBCA6B), np.uint32(0xC2B2AE35)
 _LOWBIAS32 = np.uint32(0x7FEB352D), np.uint32(0x846CA68B)
 _SHARED_KEY_BITS, _SHARED_QUERY_BITS = (3, 4), (3,)  # in which positions that share a hash differ

@@ -51,7 +51,7 @@ class VectorMods(NamedTuple):
             if mod is not None and role in ("query", "key") and str(dtype) in EIGHT_BITS:
                 raise TypeError(
                     f"`{role}_mod` must be None where `query` and `key` have eight bits: its result would be rounded "
-                    f"to {dtype}. Apply it before they are quantised."
+                    f"to {dtype}. Apply it before they are quantized."
                 )
             if mod is not None:
                 program = check_vector_mod(role, mod, size, dtype, has_lse=has_lse)

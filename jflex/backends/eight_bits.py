@@ -17,7 +17,7 @@ def widened(inputs: Inputs) -> Inputs:
     return inputs._replace(query=inputs.query.astype(dtype), key=inputs.key.astype(dtype))
 
 
-def dequantised(rows: jax.Array, scale: jax.Array, dtype: DTypeLike) -> jax.Array:
+def dequantized(rows: jax.Array, scale: jax.Array, dtype: DTypeLike) -> jax.Array:
     """Rows [*tokens, H, D] times their scale, [*tokens, H] or [H], rounded once."""
     exact = np.promote_types(jnp.dtype(dtype), np.float32)  # which JAX refuses under strict promotion
     scale = jnp.broadcast_to(scale, rows.shape[:-1])[..., None]
@@ -29,12 +29,12 @@ def in_tiles(x: jax.Array) -> jax.Array:
     return x.reshape(*x.shape[:-1], x.shape[-1] // LATENT_TILE, LATENT_TILE)
 
 
-def dequantised_latents(rows: jax.Array, scale: jax.Array, rope: jax.Array, dtype: DTypeLike) -> jax.Array:
+def dequantized_latents(rows: jax.Array, scale: jax.Array, rope: jax.Array, dtype: DTypeLike) -> jax.Array:
     """Whole rows [*tokens, 1, W] of latent columns, the scales of their tiles [*tokens, tiles], and rotated columns.
 
     >>> rows, rope = jnp.ones((5, 1, 256), jnp.float8_e4m3fn), jnp.ones((5, 1, 64), jnp.bfloat16)
-    >>> dequantised_latents(rows, jnp.ones((5, 2)), rope, jnp.bfloat16).shape
+    >>> dequantized_latents(rows, jnp.ones((5, 2)), rope, jnp.bfloat16).shape
     (5, 1, 320)
     """
-    latent = dequantised(in_tiles(rows[..., 0, :]), scale, dtype).reshape(rows.shape)
+    latent = dequantized(in_tiles(rows[..., 0, :]), scale, dtype).reshape(rows.shape)
     return jnp.concatenate([latent, rope.astype(dtype)], axis=-1)

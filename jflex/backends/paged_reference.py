@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from jflex.backends.base import PagedInputs, Saved
 from jflex.backends.dense_scores import stats_of
-from jflex.backends.eight_bits import dequantised, dequantised_latents
+from jflex.backends.eight_bits import dequantized, dequantized_latents
 from jflex.backends.vector_mods import modified_keys
 from pallas_kernels.spec import AttentionSpec, Mod
 
@@ -55,18 +55,18 @@ def attend(spec: AttentionSpec, inputs: PagedInputs) -> Saved:
 
 
 def _rows(p: AttentionSpec, inputs: PagedInputs, pages: jax.Array, scale: jax.Array | None) -> jax.Array:
-    """The rows of the pages of each request, [R, S, Hkv, D]; of eight bits, dequantised."""
+    """The rows of the pages of each request, [R, S, Hkv, D]; of eight bits, dequantized."""
     pages_of = jnp.clip(inputs.table, 0, p.num_pages - 1) + inputs.first_page[0]
     rows = pages[pages_of].reshape(p.B, p.S, p.Hkv, pages.shape[3])
     if p.has_latent_tiles:
         assert inputs.rope_key is not None  # what has tiles has them apart
         assert inputs.key_scale is not None
         tiles, rope = (x[pages_of].reshape(p.B, p.S, -1) for x in (inputs.key_scale, inputs.rope_key))
-        return dequantised_latents(rows, tiles, rope[:, :, None], jnp.dtype(p.exact))
+        return dequantized_latents(rows, tiles, rope[:, :, None], jnp.dtype(p.exact))
     if scale is None:
         return rows
     scale = scale if scale.ndim == 1 else scale[pages_of].reshape(p.B, p.S, p.Hkv)
-    return dequantised(rows, scale, jnp.dtype(p.exact))
+    return dequantized(rows, scale, jnp.dtype(p.exact))
 
 
 def _softmax(

@@ -108,13 +108,13 @@ def to_figure(
     axes = figure.subplots(1, 1 if zoom is None else 2, squeeze=False)[0]
     sides = [np.append(np.arange(0, n, size), n) for n, size in zip(seq_lengths, block_size, strict=True)]
     if q_length and kv_length:
-        colours = ListedColormap(list(_COLOURS.values()))
-        axes[0].pcolormesh(sides[1], sides[0], states[0, 0], cmap=colours, vmin=0, vmax=2)
+        colors = ListedColormap(list(_COLOURS.values()))
+        axes[0].pcolormesh(sides[1], sides[0], states[0, 0], cmap=colors, vmin=0, vmax=2)
     percent = sparsity(states, seq_lengths, block_size)
     axes[0].set_title(f"blocks of {block_size[0]} x {block_size[1]}, {percent:.1f}% skipped")
     axes[0].set_xlim(0, kv_length or 1)
     axes[0].set_ylim(q_length or 1, 0)
-    patches = [Patch(facecolor=colour, edgecolor="grey", label=name) for name, colour in _COLOURS.items()]
+    patches = [Patch(facecolor=color, edgecolor="grey", label=name) for name, color in _COLOURS.items()]
     axes[0].legend(handles=patches, loc="upper right")
     if zoom is not None:
         queries, keys = (range(length)[part] for length, part in zip(seq_lengths, zoom, strict=True))

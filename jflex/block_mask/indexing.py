@@ -103,14 +103,14 @@ def _select_axis(index: AxisIndex, size: int, axis: str) -> Selection:
         chosen = range(size)[index]
         if chosen == range(size):
             return Selection(size, last=size - 1 if size else None, known=tuple(chosen))
-        return _known_selection(np.asarray(chosen, np.int64), neighbours=chosen.step == 1)
+        return _known_selection(np.asarray(chosen, np.int64), neighbors=chosen.step == 1)
     if isinstance(index, Tracer):
         return _traced_selection(index, size, axis)
     numbers = _integers(index, axis)
     if numbers.size and (numbers.min() < -size or numbers.max() >= size):
         raise IndexError(f"index {numbers.tolist()} is out of range for the {axis} of a BlockMask, of size {size}.")
     numbers = np.where(numbers < 0, numbers + size, numbers)
-    return _known_selection(np.atleast_1d(numbers), neighbours=numbers.size == 1)
+    return _known_selection(np.atleast_1d(numbers), neighbors=numbers.size == 1)
 
 
 def _integers(index: SupportsIndex | jax.Array | np.ndarray | list[int], axis: str) -> np.ndarray:
@@ -128,9 +128,9 @@ def _integers(index: SupportsIndex | jax.Array | np.ndarray | list[int], axis: s
     return numbers
 
 
-def _known_selection(numbers: np.ndarray, *, neighbours: bool) -> Selection:
+def _known_selection(numbers: np.ndarray, *, neighbors: bool) -> Selection:
     blocks = jnp.asarray(numbers, jnp.int32)
-    start = blocks[0] if neighbours and numbers.size else None
+    start = blocks[0] if neighbors and numbers.size else None
     last = int(numbers[-1]) if numbers.size else None
     return Selection(numbers.size, blocks, start, last, tuple(numbers.tolist()))
 

@@ -178,7 +178,7 @@ def _evaluated_states(
 ) -> Int8[Array, "B H R C"]:
     """The states by evaluation of every element.
 
-    The blocks are grouped into units, a few neighbouring blocks of one row; a step of the loop evaluates as many units
+    The blocks are grouped into units, a few neighboring blocks of one row; a step of the loop evaluates as many units
     as `_ELEMENTS_PER_STEP` allows and reduces them at once, so that XLA fuses the mask into the reduction.
     """
     batch, heads, q_length, kv_length = shape

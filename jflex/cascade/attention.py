@@ -70,7 +70,7 @@ def cascade_attention(
     ``"reference"``.
 
     Args:
-      q: Packed queries. Those of a group must be neighbours.
+      q: Packed queries. Those of a group must be neighbors.
       levels: The keys, in any order; an empty sequence gives zeros and an lse of ``-inf``.
       positions: Absolute position of each query, ``q_idx`` of mods; `jflex.paged.token_positions` computes them.
         Required with a mod, and with dropout.

@@ -27,7 +27,7 @@ def costs_to_image(
       partial_cost: The cost of a partial block, in full ones.
 
     Returns:
-      A ``matplotlib.figure.Figure``: at the left the cost of each query block, in the order of the tokens, coloured by
+      A ``matplotlib.figure.Figure``: at the left the cost of each query block, in the order of the tokens, colored by
       device; at the right that of each device, and the mean.
 
     Raises:
@@ -45,13 +45,13 @@ def costs_to_image(
     if not orders:
         raise ValueError("`orders` must hold at least one order, by its name. Got none. Pass {'natural': None}.")
     rows = {name: costs_in_order(costs, shards, order) for name, order in orders.items()}
-    colours = colormaps["viridis"](np.linspace(0, 0.9, shards))
+    colors = colormaps["viridis"](np.linspace(0, 0.9, shards))
     figure = Figure(figsize=(10.0, 2.5 * len(rows)), layout="constrained")
     for (blocks, devices), (name, row) in zip(figure.subplots(len(rows), 2, squeeze=False), rows.items(), strict=True):
-        blocks.bar(np.arange(row.size), row, width=1.0, color=np.repeat(colours, row.size // shards, axis=0))
+        blocks.bar(np.arange(row.size), row, width=1.0, color=np.repeat(colors, row.size // shards, axis=0))
         blocks.set(title=name, xlabel="query block", ylabel="blocks visited")
         of_devices = row.reshape(shards, -1).sum(1)
-        devices.bar(np.arange(shards), of_devices, color=colours)
+        devices.bar(np.arange(shards), of_devices, color=colors)
         devices.axhline(of_devices.mean(), color="grey", linestyle="--")
         devices.set(xlabel="device", ylabel="blocks visited", title=f"largest / mean: {_ratio(of_devices):.2f}")
     return figure

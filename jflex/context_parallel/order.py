@@ -55,7 +55,7 @@ def balanced_order(block_mask: BlockMask, shards: int, *, chunk_blocks: int = 1,
     Args:
       block_mask: The mask, of tokens in their natural order.
       shards: Devices along the axis of the tokens.
-      chunk_blocks: Query blocks in a chunk. Larger chunks keep neighbours together.
+      chunk_blocks: Query blocks in a chunk. Larger chunks keep neighbors together.
       partial_cost: The cost of a partial block, in full ones.
 
     Returns:

@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, Int32
 
 from jflex._check.arguments import check_int32, describe_array
-from jflex.backends.eight_bits import dequantised_latents
+from jflex.backends.eight_bits import dequantized_latents
 from jflex.entry import PagedCall, Pages, prepare_paged, run_paged
 from jflex.latent.attention import checked_latent
 from jflex.mods.compose import noop_mask
@@ -140,7 +140,7 @@ def _is_copied(q: ArrayOrShape, cache: LatentCache, selected: int) -> bool:
     H100, jax 0.11.2, bf16, one query, the best 2048 of 65,536 keys, us with a copy and in place: 32 sequences with 128
     heads 190 and 223, 8 with 87 and 93; with 16 heads 177 and 108, 79 and 65. By now 133 and 54 with a copy and 128
     heads, 75 and 41 in place with 16. Numbers of heads between were not measured: from 32 on the Hopper kernel is
-    selected. The copy is XLA's gather; what it copies of eight bits is dequantised, for that kernel takes none.
+    selected. The copy is XLA's gather; what it copies of eight bits is dequantized, for that kernel takes none.
     """
     queries, heads, width = q.shape
     size = queries * _in_pages(selected) * width * (2 if cache.scale is not None else cache.rows.dtype.itemsize)
@@ -192,7 +192,7 @@ class _Chosen:
             copies = [_gathered(x, slots) for x in (rows, *of_eight_bits)]
             if of_eight_bits:
                 scale, rope = copies[1:]
-                copies = [dequantised_latents(copies[0][..., None, :], scale, rope[..., None, :], jnp.bfloat16)]
+                copies = [dequantized_latents(copies[0][..., None, :], scale, rope[..., None, :], jnp.bfloat16)]
             return copies[0].reshape(shape)
 
         rows = _computed(copied, *(x for x in (cache.rows, cache.scale, cache.rope) if x is not None))

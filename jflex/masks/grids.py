@@ -1,8 +1,8 @@
-"""Orders of the cells of a grid in which neighbours stay close: tiles, and the Z-order of Morton.
+"""Orders of the cells of a grid in which neighbors stay close: tiles, and the Z-order of Morton.
 
 As in FlexAttention (Dong et al. 2024, https://arxiv.org/abs/2412.05496, appendix A.1).
 
-A sequence in row-major order spreads the neighbourhood of a cell over many blocks of a BlockMask; in these orders it
+A sequence in row-major order spreads the neighborhood of a cell over many blocks of a BlockMask; in these orders it
 lies in few. Attention then runs on reordered arrays: `reorder` queries, keys and values, `restore` the output.
 """
 
@@ -177,7 +177,7 @@ def neighborhood(
 
     Args:
       canvas: Height and width of the grid, or more axes before them.
-      kernel: Height and width of the neighbourhood, odd and at most those of the canvas.
+      kernel: Height and width of the neighborhood, odd and at most those of the canvas.
       order: The order of the sequence, from `tile_order` or `morton_order`, for arrays that `reorder` brought into it;
         None for row-major order.
 

@@ -10,7 +10,7 @@ kernels take the program as it was traced.
   wrong with jaxlib 0.10.2, 0.11.2 and 0.12.0.1. A contraction (`dot_general`) of the factors before broadcasting was
   never wrong (360, 210 and 360 products); of broadcast factors it is no safer than the sum.
   `jax.lax.optimization_barrier` between product and sum helps from 0.11.2 on only. `jax.lax.reduce_precision` to the
-  same precision, which XLA does not recognise as a no-op, helps everywhere, but turns the sum into a plain loop (50 ms
+  same precision, which XLA does not recognize as a no-op, helps everywhere, but turns the sum into a plain loop (50 ms
   instead of 0.8 ms for 256 x 512 x 64): it is used where no contraction is possible.
 """
 

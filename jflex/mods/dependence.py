@@ -5,7 +5,7 @@
   broadcast, as in a mask [B, 1, T, S]. Computed indices (``jnp.minimum(h, 3)``), other modes of indexing
   (`jax.numpy.take`), branches and loops are not checked.
 * An integer to a negative power is 0 in JAX, so ``2 ** -(h + 1)`` is. JAX expands the power by repeated squaring; it is
-  recognised by the sequence of primitives that `jax.numpy.power` leaves, except in loops.
+  recognized by the sequence of primitives that `jax.numpy.power` leaves, except in loops.
 """
 
 from __future__ import annotations
@@ -230,7 +230,7 @@ def _has_powers(opened: Open) -> bool:
 
 
 def _exponents(jaxpr: core.Jaxpr) -> list[core.Var | core.Literal]:
-    """The exponents of powers: a power is recognised by its sequence of primitives."""
+    """The exponents of powers: a power is recognized by its sequence of primitives."""
     names, (sequence, at, operand) = [eqn.primitive.name for eqn in jaxpr.eqns], _power()
     starts = (i for i in range(len(names) - len(sequence) + 1) if names[i : i + len(sequence)] == sequence)
     return [jaxpr.eqns[start + at].invars[operand] for start in starts]

@@ -46,12 +46,12 @@ def row_scales(rows: AnyArray, dtype: DTypeLike) -> Float32[Array, "*tokens H"]:
     return jnp.maximum(largest * np.float32(1 / LARGEST[str(jnp.dtype(dtype))]), LEAST_SCALE)
 
 
-def quantised(rows: AnyArray, scale: Float32[AnyArray, "*tokens H"], dtype: DTypeLike) -> jax.Array:
+def quantized(rows: AnyArray, scale: Float32[AnyArray, "*tokens H"], dtype: DTypeLike) -> jax.Array:
     """Rows [*tokens, H, D] times the inverse of their scale, in float32, rounded to the nearest, ties to even.
 
     What is out of range becomes the largest number of its sign. NaN stays NaN; in int8, which has none, it becomes 0.
 
-    >>> quantised(jnp.array([[1.0, -5.0, 1000.0]]), jnp.array([2.0]), jnp.int8).tolist()
+    >>> quantized(jnp.array([[1.0, -5.0, 1000.0]]), jnp.array([2.0]), jnp.int8).tolist()
     [[0, -2, 127]]
     """
     largest = LARGEST[str(jnp.dtype(dtype))]
@@ -159,15 +159,15 @@ def tile_scales(latent: Float[AnyArray, "N latent"]) -> Float32[Array, "N tiles"
     return jnp.where(jnp.isfinite(largest), scale, largest)
 
 
-def quantised_tiles(
+def quantized_tiles(
     latent: Float[AnyArray, "N latent"], scale: Float32[AnyArray, "N tiles"]
 ) -> Float[Array, "N latent"]:
     """Latent vectors divided by the scales of their tiles, rounded to the nearest, ties to even.
 
-    >>> quantised_tiles(jnp.full((1, 128), 3.0), jnp.array([[2.0]]))[0, 0].item()
+    >>> quantized_tiles(jnp.full((1, 128), 3.0), jnp.array([[2.0]]))[0, 0].item()
     1.5
     """
-    return quantised(in_tiles(jnp.asarray(latent)), scale, TILES_DTYPE).reshape(latent.shape)
+    return quantized(in_tiles(jnp.asarray(latent)), scale, TILES_DTYPE).reshape(latent.shape)
 
 
 def check_latent_size(size: int) -> None:

@@ -19,7 +19,7 @@ from jflex.paged.eight_bits import (
     check_latent_size,
     check_tiles,
     has_tiles,
-    quantised_tiles,
+    quantized_tiles,
     tile_scales,
 )
 from jflex.paged.write import TokenRows, check_rows, slot_index
@@ -196,7 +196,7 @@ def write_latent(
     ``2**-126``; a tile with NaN or an infinity becomes NaN. Rotated keys are rounded to bfloat16.
 
     Args:
-      latent: The latent vectors of N tokens, normalised as the model does it, in the dtype of the cache; for eight
+      latent: The latent vectors of N tokens, normalized as the model does it, in the dtype of the cache; for eight
         bits, in bfloat16, float16 or float32.
       rope_key: Their rotated keys, likewise.
       slots: The slot of each token, as in `jflex.paged.write`; one outside of the cache or in page 0 drops its token.
@@ -224,7 +224,7 @@ def write_latent(
         rows = jnp.concatenate([latent, rope_key], axis=1)[:, None]
         return LatentCache(set_rows(cache.rows, index, rows), cache.rope_size)
     scale = tile_scales(latent)
-    rows = set_rows(cache.rows, index, quantised_tiles(latent, scale)[:, None])
+    rows = set_rows(cache.rows, index, quantized_tiles(latent, scale)[:, None])
     rope = set_rows(cache.rope, index, jnp.asarray(rope_key).astype(ROPE_DTYPE)[:, None])
     return LatentCache(rows, cache.rope_size, rope, set_rows(cache.scale, index, scale))
 

@@ -14,7 +14,7 @@ from jaxtyping import Float, Int, Int32
 from jflex._check.arguments import check_int32, current_device, describe_array, is_eight_bits, known_values
 from jflex.backends.xla.narrow import read, set_rows
 from jflex.paged.cache import PagedCache, PageStore, check_cache, checked_layer
-from jflex.paged.eight_bits import WRITTEN, quantised, row_scales
+from jflex.paged.eight_bits import WRITTEN, quantized, row_scales
 from jflex.types import AnyArray
 
 Cache = TypeVar("Cache", bound=PageStore)
@@ -75,13 +75,13 @@ def write(
 def _written(
     cache: PagedCache, pages: jax.Array, scale: jax.Array | None, index: tuple[jax.Array, ...], rows: AnyArray
 ) -> tuple[jax.Array, jax.Array]:
-    """Pages with new rows, quantised, and their scales."""
+    """Pages with new rows, quantized, and their scales."""
     assert scale is not None  # `check_cache` asks for it
     if scale.shape != pages.shape[:-1]:
         layer_scale = scale if cache.layers is None else scale.at[index[0]].get(mode="clip")
-        return set_rows(pages, index, quantised(rows, layer_scale[None], pages.dtype)), scale
+        return set_rows(pages, index, quantized(rows, layer_scale[None], pages.dtype)), scale
     scales = row_scales(rows, pages.dtype)
-    return set_rows(pages, index, quantised(rows, scales, pages.dtype)), set_rows(scale, index, scales)
+    return set_rows(pages, index, quantized(rows, scales, pages.dtype)), set_rows(scale, index, scales)
 
 
 def copy_pages(cache: Cache, src: Int32[AnyArray, " M"], dst: Int32[AnyArray, " M"]) -> Cache:
@@ -190,7 +190,7 @@ def check_rows(writer: str, rows: Mapping[str, TokenRows], slots: AnyArray, dtyp
             if str(x.dtype) not in WRITTEN:
                 raise TypeError(
                     f"`{name}` must be one of {', '.join(WRITTEN)}: the cache holds {dtype} with scales, and "
-                    f"`{writer}` rounds to it. Got {describe_array(x)}. Pass what is not yet quantised."
+                    f"`{writer}` rounds to it. Got {describe_array(x)}. Pass what is not yet quantized."
                 )
         elif x.dtype != dtype:
             raise TypeError(

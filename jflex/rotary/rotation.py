@@ -36,7 +36,7 @@ def rotate(
       base: Wavelengths range from `2 * pi` to almost `2 * pi * base` positions.
       scaling: Scaling of the frequencies for longer contexts, from `jflex.rotary`.
       rotary_dim: Number of features of a head that rotate, from the first on; replaces `D` above. Default: all.
-      interleaved: Whether a pair is two neighbours.
+      interleaved: Whether a pair is two neighbors.
       length: Length of the sequences, for LongRoPE. Default: the largest position plus 1.
       is_far: Whether to compensate what float32 angles lose by rounding: a radian in 2**24 of their own size, so that
         scores at position 1,000,000 are wrong by 1 % of their spread. With it, they are as at position 0 up to 2**24.
@@ -119,7 +119,7 @@ def angles(
 def rotated(
     features: Float[Array, "*axes rotary_dim"], by: Angles, *, interleaved: bool
 ) -> Float[Array, "*axes rotary_dim"]:
-    """Rotates pairs of features, which are neighbours if `interleaved`, and else lie half of the features apart."""
+    """Rotates pairs of features, which are neighbors if `interleaved`, and else lie half of the features apart."""
     if interleaved:
         pairs = features.reshape(*features.shape[:-1], features.shape[-1] // 2, 2)
         first, second = pairs[..., 0], pairs[..., 1]

@@ -102,7 +102,7 @@ def undo_softmax(
       layout: Of `out` and `value_sum`.
 
     Returns:
-      An array as `out`, not normalised.
+      An array as `out`, not normalized.
 
     Raises:
       ValueError: `offset` is not positive, `layout` is unknown, or the heads of `value_sum` do not divide those of

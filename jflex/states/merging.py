@@ -124,7 +124,7 @@ def merge_over(state: AttentionState, axis: str) -> AttentionState:
     weight = jnp.exp(lse - lse_max)
     value = jnp.where((lse == -jnp.inf)[..., None], 0, state.out.astype(exact))
     columns = [weight[..., None] * value, weight[..., None]]
-    if state.entropy is not None:  # of unnormalised weights w: sum w (entropy - log w) / sum w + log sum w
+    if state.entropy is not None:  # of unnormalized weights w: sum w (entropy - log w) / sum w + log sum w
         entropy_of_state = jnp.where(lse == -jnp.inf, 0, state.entropy.astype(exact))
         columns.append((weight * (entropy_of_state - log_weight(lse, lse_max)))[..., None])
     sums = jax.lax.psum(jnp.concatenate(columns, axis=-1), axis)

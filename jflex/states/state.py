@@ -42,7 +42,7 @@ class AttentionState:
     arrays, too.
 
     Attributes:
-      out: The output, normalised: the softmax over these keys, times their values. Zeros where no key is visible.
+      out: The output, normalized: the softmax over these keys, times their values. Zeros where no key is visible.
       lse: Natural logarithm of the sum of ``exp(score)`` over these keys, float32 (float64 for a float64 `out`);
         ``-inf`` where no key is visible. `lse_from_base2` and `lse_from_flash` convert from other libraries. Zeros
         without a softmax.

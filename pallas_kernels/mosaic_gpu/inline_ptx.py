@@ -128,7 +128,7 @@ def logistic_of_pairs(exponent: jax.Array, *, of_rows: bool) -> jax.Array:
 
     Args:
       exponent: float32 [rows, columns], in the layout of wgmma accumulators.
-      of_rows: Whether the elements of a pair are in one column, 8 rows apart; else they are neighbours in a row.
+      of_rows: Whether the elements of a pair are in one column, 8 rows apart; else they are neighbors in a row.
     """
 
     def run(r: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
@@ -191,7 +191,7 @@ def _is_signed(dtype: np.dtype) -> bool | None:
 
 
 def load_strided(ref: Ref, index: jax.Array, dtype: np.dtype, step: int) -> jax.Array:
-    """Gathers from a one-dimensional array in global memory, where neighbouring columns of a tile are `step` apart.
+    """Gathers from a one-dimensional array in global memory, where neighboring columns of a tile are `step` apart.
 
     Each thread computes only the address of its first element of a row; the others are at constant offsets.
     """

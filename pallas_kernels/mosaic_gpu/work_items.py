@@ -49,7 +49,7 @@ def over_items(
     """Runs ``count = body(i, item, count)`` for the items of a persistent CTA; `count` is the caller's, from 0 on.
 
     The groups of heads of an item lie side by side, so that CTAs that run at once read the same keys from L2, or
-    neighbouring ones. `items` is the table, int32 [items, FIELDS], and `i` the number of an item in the CTA.
+    neighboring ones. `items` is the table, int32 [items, FIELDS], and `i` the number of an item in the CTA.
     """
     heads, ctas = jnp.int32(groups), jnp.int32(NUM_SMS)
     total = items[0, FIELDS - 1] * heads

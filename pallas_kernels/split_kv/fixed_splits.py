@@ -39,7 +39,7 @@ _LEAST = -127.0  # exponent of a factor that counts as 0
 
 
 class Sums(NamedTuple):
-    """Unnormalised sums over some splits."""
+    """Unnormalized sums over some splits."""
 
     exponent: jax.Array  # of the power of two that they are relative to, a whole number; -inf where nothing was visible
     row_sum: jax.Array  # sum of the weights; NaN marks a row (`pallas_kernels.softmax`)

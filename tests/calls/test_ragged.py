@@ -42,7 +42,7 @@ def test_against_each_sequence_alone(case, backend):
     np.testing.assert_array_equal(found.lse[:, :, q:], -np.inf)
 
 
-# --- the definition, and its neighbours
+# --- the definition, and its neighbors
 
 
 def drawn(N=60, M=60, seed=0):

@@ -181,7 +181,7 @@ CASES = [
     PagedCase("rotated_pages_of_16", **MIXED, mask=mask_pairs.causal, key=vector_pairs.rope_of_halves, D=32),
     PagedCase("rotated_pages_of_64", (3, 1), (130, 64), page_size=64, mask=mask_pairs.causal, D=128, layers=2,
      key=vector_pairs.rope_of_halves, value=vector_pairs.by_position),
-    PagedCase("rotated_neighbours", (1, 1, 5), (33, 5, 64), key=vector_pairs.rope_of_neighbours, D=32, Hq=8),
+    PagedCase("rotated_neighbors", (1, 1, 5), (33, 5, 64), key=vector_pairs.rope_of_neighbors, D=32, Hq=8),
     PagedCase("rotated_in_part", (1, 4), (40, 70), key=vector_pairs.partial_rope, mask=mask_pairs.causal, D=64),
     PagedCase("rotated_head_size_80", (1, 4), (40, 70), key=vector_pairs.rope_of_halves, score=slopes, D=80, Dv=24),
     PagedCase("norm_of_keys", (1, 3, 17), (9, 40, 33), Hq=10, key=vector_pairs.norm, mask=mask_pairs.causal, D=24),

@@ -84,7 +84,7 @@ def _ready_rope(interleaved, turning):
 
 
 rope_of_halves = _ready_rope(False, lambda D: D)
-rope_of_neighbours = _ready_rope(True, lambda D: D)
+rope_of_neighbors = _ready_rope(True, lambda D: D)
 partial_rope = _ready_rope(False, lambda D: D // 2)
 
 

@@ -5,9 +5,9 @@ import pytest
 from tests.house import figures
 
 LIMITS = {
-    "library lines": 56000,
-    "test lines": 40850,
-    "benchmark lines": 5500,
+    "library lines": 56440,
+    "test lines": 40200,
+    "benchmark lines": 5490,
     "library files over 400 lines": 0,
     "functions over 50 code lines": 0,
     "functions with more than 8 parameters": 13,

@@ -25,7 +25,7 @@ B, H, HKV = 2, 4, 2
 
 @pytest.fixture(autouse=True)
 def in_haste_where_nobody_runs_it(request):
-    """Interpreted kernels are compiled without most of XLA's optimisations, `xla` with them."""
+    """Interpreted kernels are compiled without most of XLA's optimizations, `xla` with them."""
     with compiled_in_haste(request.node.callspec.params["backend"] in ("triton-interpret", "reference")):
         yield
 

@@ -99,7 +99,7 @@ CASES = {
     "trees_beside_prompts": {"N": 2048 + 64 * 8, "R": 64, "nodes": 8, "mask_mod": CAUSAL},
     "decode_rope": {"key_mod": jflex.rope()},
     "decode_rope_pages_of_16": {"key_mod": jflex.rope(), "page_size": 16},
-    "decode_rope_of_neighbours": {"key_mod": jflex.rope(interleaved=True)},
+    "decode_rope_of_neighbors": {"key_mod": jflex.rope(interleaved=True)},
     "decode_rope_head_size_64": {"key_mod": jflex.rope(), "D": 64, "Hq": 8},
     "decode_norm_and_rope": {"key_mod": lambda x, b, h, i: jflex.rope()(norm(x), b, h, i)},
     "decode_gains_and_values": {"key_mod": lambda x, b, h, i: x * GAINS[h], "value_mod": lambda x, b, h, i: norm(x)},

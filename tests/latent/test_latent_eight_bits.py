@@ -105,7 +105,7 @@ def test_written_bit_for_bit(dtype, layers):
     tiles = model.in_tiles(latent)
     scales = model.scales_of_tiles(tiles)
     assert (np.frexp(scales)[0] == 0.5).all()
-    rows = model.quantised(tiles, scales, E4M3).reshape(latent.shape)
+    rows = model.quantized(tiles, scales, E4M3).reshape(latent.shape)
     right = np.concatenate([bits(rows), bits(scales), bits(rope_key.astype(jnp.bfloat16))], axis=1)
     for step in (write_latent, jax.jit(write_latent, donate_argnames="cache")):
         found = step(jax.tree.map(jnp.copy, cache), latent, rope_key, INT(SLOTS), layer=layer)
@@ -135,7 +135,7 @@ def test_what_is_not_finite_stays_in_its_tile():
     cache = LatentCache.create(PAGES, PAGE, 256, 16, dtype=E4M3)
     cache = write_latent(cache, latent, rope_key, INT([4, 5, 6]))
     with np.errstate(invalid="ignore"):  # of 0 times infinity
-        found = model.dequantised(model.in_tiles(np.asarray(cache.rows[1, :3, 0])), np.asarray(cache.scale[1, :3]))
+        found = model.dequantized(model.in_tiles(np.asarray(cache.rows[1, :3, 0])), np.asarray(cache.scale[1, :3]))
     assert np.isnan(found).all(axis=-1).tolist() == [[True, False], [False, True], [False, False]]
     assert (found[~np.isnan(found)] == 1).all()
 

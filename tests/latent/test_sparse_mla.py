@@ -150,7 +150,7 @@ def test_what_is_copied(heads, selected, config, pages):
 @pytest.mark.usefixtures("where")
 @pytest.mark.parametrize("backend", ["reference", *BACKENDS, pytest.param("mosaic_gpu", marks=pytest.mark.gpu)])
 def test_eight_bits(backend):
-    """Copied, they are dequantised, which rounds none: scales are powers of two."""
+    """Copied, they are dequantized, which rounds none: scales are powers of two."""
     case = latent_case("sparse_tiles", (1, 2), (70, 33), Hq=16, D=272, Dv=256, rope=16, held="float8_e4m3fn")
     case, indices = paged_cases.in_dtype(case, "bfloat16"), drawn(case, 50)
     check_bfloat16(case, indices, backend)

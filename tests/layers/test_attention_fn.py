@@ -133,7 +133,7 @@ def test_mods_bias_and_masks_together():
 
 
 @pytest.mark.full
-def test_precision_and_dtype_are_honoured():
+def test_precision_and_dtype_are_honored():
     query, key, value = arrays((B,))
     products = lambda **handed: str(
         jax.make_jaxpr(functools.partial(attention_fn(implementation="xla"), **handed))(query, key, value)

@@ -77,7 +77,7 @@ def test_configurations_of_the_hub():
     assert of_three == ExpertsConfig(
         number=256, width=32, per_token=8, shared=1, groups=8, groups_per_token=4, scale=2.5
     )
-    assert of_two == ExpertsConfig(number=64, width=1408, per_token=6, shared=2, scoring="softmax", normalised=False)
+    assert of_two == ExpertsConfig(number=64, width=1408, per_token=6, shared=2, scoring="softmax", normalized=False)
     assert (three.head_dim, three.value_head_dim, three.num_kv_heads) == (192, 128, 8)
     sizes: Any = {"latent_dim": 512, "nope_head_dim": 128, "rope_head_dim": 64, "value_head_dim": 128}
     assert (three.latent, two.latent) == (LatentConfig(**sizes, query_latent_dim=1536), LatentConfig(**sizes))

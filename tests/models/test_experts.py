@@ -22,9 +22,9 @@ from tests.support.rows import tiers
 GROUPS = ExpertsConfig(number=12, width=6, per_token=3, groups=4, groups_per_token=2, scale=2.5)
 EXPERTS = {
     "sigmoid": GROUPS,
-    "softmax": dataclasses.replace(GROUPS, scoring="softmax", normalised=False, shared=0),
+    "softmax": dataclasses.replace(GROUPS, scoring="softmax", normalized=False, shared=0),
     "one group": ExpertsConfig(number=5, width=4, per_token=5, shared=2),
-    "renormalised": ExpertsConfig(number=5, width=4, per_token=2, shared=0, scoring="softmax"),
+    "renormalized": ExpertsConfig(number=5, width=4, per_token=2, shared=0, scoring="softmax"),
     "clamped": ExpertsConfig(
         number=5, width=4, per_token=2, shared=0, scoring="softmax", use_bias=True, swiglu_limit=0.7, swiglu_alpha=2.0
     ),
@@ -65,7 +65,7 @@ def plainly(made: MixtureOfExperts, token: np.ndarray) -> np.ndarray:
     groups = np.argsort([sum(best) for best in of_groups])[-config.groups_per_token :]
     candidates = [e for e in range(config.number) if e // size in groups]
     chosen = sorted(candidates, key=lambda e: choice[e])[-config.per_token :]
-    total = sum(scores[chosen]) if config.normalised else 1.0
+    total = sum(scores[chosen]) if config.normalized else 1.0
     out = np.zeros_like(token)
     for e in chosen:
         out += config.scale * scores[e] / total * mlp(arrays["experts"], e)

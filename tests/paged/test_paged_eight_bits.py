@@ -63,7 +63,7 @@ def test_written_bit_for_bit(name, dtype, of, layers):
             flat = bits(pages if layer is None else pages[layer]).reshape(PAGES * PAGE, HKV, -1)
             right = own[side][None] if own else model.scales_of_rows(rows, name)
             expected = np.zeros_like(flat)
-            expected[np.array(SLOTS)[KEPT]] = bits(model.quantised(rows, right, name))[KEPT]
+            expected[np.array(SLOTS)[KEPT]] = bits(model.quantized(rows, right, name))[KEPT]
             np.testing.assert_array_equal(flat, expected)
             assert not own or (np.asarray(scale) == right[0]).all()
             if not own:
@@ -79,7 +79,7 @@ def test_what_is_not_finite_stays_in_its_row(name):
     rows[0, 0, 3], rows[1, 1, 5] = np.nan, np.inf
     cache = write(PagedCache.create(PAGES, PAGE, HKV, D, dtype=name), rows, rows, INT([4, 5, 6]))
     with np.errstate(invalid="ignore"):  # of 0 times infinity
-        found = model.dequantised(np.asarray(cache.k[1]), np.asarray(cache.k_scale[1]))
+        found = model.dequantized(np.asarray(cache.k[1]), np.asarray(cache.k_scale[1]))
     is_nan = np.isnan(found).all(axis=-1)
     assert is_nan[:3].tolist() == [[True, False], [False, True], [False, False]]
     np.testing.assert_allclose(found[:3][~is_nan[:3]], 1, rtol=1e-6)
@@ -124,7 +124,7 @@ def test_small_scales_in_the_dtype_of_the_query(dtype, backend):
     cache = write(cache, rows, rows, INT(range(4, 16)))
     query = jnp.zeros((1, 2 * HKV, D), dtype)
     out = jflex.paged_attention(query, cache, batch, **paged_evaluation.options_of(backend))
-    values = model.dequantised(np.asarray(cache.v[1:4]), np.asarray(cache.v_scale[1:4])).reshape(TOKENS, HKV, D)
+    values = model.dequantized(np.asarray(cache.v[1:4]), np.asarray(cache.v_scale[1:4])).reshape(TOKENS, HKV, D)
     right = np.repeat(values.mean(axis=0), 2, axis=0)
     tolerance = {"float16": 2**-10, "bfloat16": 2**-7}[dtype] * np.abs(values).max()
     np.testing.assert_allclose(np.asarray(out[0], np.float32), right, rtol=0, atol=tolerance)
@@ -136,7 +136,7 @@ def attended(backend, v, *, of="token", v_scale=None, q=1.0, dtype="bfloat16", *
     scales = {"k_scale": 0.01, "v_scale": v_scale} if of == "head" else {}
     cache = PagedCache.create(PAGES, PAGE, HKV, D, dtype="float8_e5m2", **scales)
     cache, batch = write(cache, k, v, INT(range(4, 16))), PagedBatch(INT([0, 1]), INT([TOKENS]), INT([[1, 2, 3]]))
-    held = lambda x, scale: model.dequantised(
+    held = lambda x, scale: model.dequantized(
         np.asarray(x[1:4]), np.broadcast_to(np.asarray(scale), (PAGES, PAGE, HKV))[1:4]
     )
     rows = lambda x, scale: held(x, scale).reshape(TOKENS, HKV, D).astype(np.float64)
@@ -274,7 +274,7 @@ WRONG = [
      TypeError, r"`cache.k_scale` must be None: keys and values of float32 have no scales"),
     ("eight-bit queries", lambda: attend(jnp.asarray(QUERY, jnp.int8), CACHE), TypeError,
      r"`q` must be one of bfloat16, float16, float32: the cache holds int8 with scales. Got q: int8.*Cast `q`"),
-    ("quantised rows", lambda: write(CACHE, ROWS.astype(np.int8), ROWS, INT([4, 5, 6])), TypeError,
+    ("quantized rows", lambda: write(CACHE, ROWS.astype(np.int8), ROWS, INT([4, 5, 6])), TypeError,
      r"`k` must be one of bfloat16.*the cache holds int8 with scales.*Got int8\[3,2,16\]. Pass what is not yet"),
     ("latents", lambda: jflex.paged.LatentCache.create(PAGES, PAGE, 8, 4, dtype="int8"), TypeError,
      r"`dtype` must be floating-point.*or float8_e4m3fn, with scales. Got int8"),

@@ -101,20 +101,20 @@ def alone(engine) -> list[dict]:
 
 
 def check(engine, fields: dict[str, str]) -> int:
-    """The status of a request; its neighbour gets the text that it gets alone."""
+    """The status of a request; its neighbor gets the text that it gets alone."""
     fields = {"prompt": json.dumps(PROMPT), "max_tokens": "3"} | fields
     body = "{" + ",".join(f'"{name}":{value}' for name, value in fields.items()) + "}"
     expected, failures = alone(engine), engine.stats().failures
 
     async def run():
         async with client(app_of(engine)) as session:
-            neighbour = session.post(COMPLETIONS, json=GREEDY)
-            return await asyncio.gather(session.post(COMPLETIONS, content=body.encode()), neighbour)
+            neighbor = session.post(COMPLETIONS, json=GREEDY)
+            return await asyncio.gather(session.post(COMPLETIONS, content=body.encode()), neighbor)
 
-    answer, neighbour = asyncio.run(run())
+    answer, neighbor = asyncio.run(run())
     assert answer.status_code in (200, 400), answer.text
     assert answer.json()["choices"] if answer.status_code == 200 else answer.json()["error"]["message"]
-    assert neighbour.json()["choices"] == expected
+    assert neighbor.json()["choices"] == expected
     assert engine.stats().failures == failures
     return answer.status_code
 

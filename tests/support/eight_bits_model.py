@@ -26,13 +26,13 @@ def scales_of_tiles(tiles):
     return np.ldexp(1.0, exponent).astype(np.float32)
 
 
-def quantised(rows, scale, name):
+def quantized(rows, scale, name):
     """Rows [..., D] of scales [...] in eight bits."""
     inverse = (np.float32(1) / scale)[..., None]
     scaled = np.clip(rows.astype(np.float32) * inverse, -LARGEST[name], LARGEST[name])
     return (np.rint(scaled) if name == "int8" else scaled).astype(DTYPES[name])
 
 
-def dequantised(held, scale):
+def dequantized(held, scale):
     """What is held times its scale, in float32."""
     return held.astype(np.float32) * scale[..., None]

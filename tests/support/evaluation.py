@@ -163,10 +163,10 @@ def everything(case: Case, backend: str, stats: tuple[str, ...] = ()) -> Results
 
     drawn = _with_cotangents(case, poisoned(case), stats)
     # `xla` as users run it in one case; it takes twice as long to compile.
-    optimised = jax.default_backend() == "gpu" or (backend == "xla" and case.name == "causal")
+    optimized = jax.default_backend() == "gpu" or (backend == "xla" and case.name == "causal")
     is_emulated = "emulated" in backend
     with emulated() if is_emulated else contextlib.nullcontext():
-        return differentiated(case, drawn, attend, block_mask(case), in_haste=not optimised, compiled=not is_emulated)
+        return differentiated(case, drawn, attend, block_mask(case), in_haste=not optimized, compiled=not is_emulated)
 
 
 def everything_by(case: Case, attend: Any, *, compiled: bool = True) -> Results:

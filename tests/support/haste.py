@@ -20,7 +20,7 @@ def begin() -> None:
 
 @contextlib.contextmanager
 def compiled_in_haste(wanted: bool) -> Iterator[None]:
-    """Compiles without most of XLA's optimisations, or with them: as users do."""
+    """Compiles without most of XLA's optimizations, or with them: as users do."""
     before = jax.config.read(_SETTING)
     jax.config.update(_SETTING, wanted)
     try:

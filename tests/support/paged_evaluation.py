@@ -37,22 +37,22 @@ class Held(NamedTuple):
         if case.rope is not None:
             columns = [eight_bits_model.in_tiles(x[:, 0, : case.Dv]) for x in rows]
             made = [eight_bits_model.scales_of_tiles(x) for x in columns]
-            return cls([eight_bits_model.quantised(x, s, case.held) for x, s in zip(columns, made, strict=True)], made)
+            return cls([eight_bits_model.quantized(x, s, case.held) for x, s in zip(columns, made, strict=True)], made)
         of_heads = np.float32(2.5 + np.arange(case.Hkv)) / eight_bits_model.LARGEST[case.held]
         by_token = lambda x: eight_bits_model.scales_of_rows(x, case.held)
         made = [by_token(x) if case.scales == "token" else np.tile(of_heads, (len(x), 1)) for x in rows]
-        return cls([eight_bits_model.quantised(x, s, case.held) for x, s in zip(rows, made, strict=True)], made)
+        return cls([eight_bits_model.quantized(x, s, case.held) for x, s in zip(rows, made, strict=True)], made)
 
     @property
-    def dequantised(self) -> list[np.ndarray]:
+    def dequantized(self) -> list[np.ndarray]:
         """The rows as attention takes them, float32."""
-        return [eight_bits_model.dequantised(x, scale) for x, scale in zip(self.rows, self.scales, strict=True)]
+        return [eight_bits_model.dequantized(x, scale) for x, scale in zip(self.rows, self.scales, strict=True)]
 
 
 class Drawn(NamedTuple):
     """Arrays in numpy: packed queries, and for each request its keys [length, Hkv, D] and values, before their mods.
 
-    Those of eight bits are dequantised. Of latent vectors, `held` has those of keys, in tiles, twice, and `rotated` the
+    Those of eight bits are dequantized. Of latent vectors, `held` has those of keys, in tiles, twice, and `rotated` the
     other columns.
     """
 
@@ -95,12 +95,12 @@ def draw(case: PagedCase) -> Drawn:
     rotated = None
     if case.held is not None and case.rope is not None:
         rotated, of_latents = [x[..., case.Dv :].astype(jnp.bfloat16) for x in keys], Held.of(case, keys)
-        values = [x.reshape(len(x), 1, case.Dv) for x in of_latents.dequantised]
+        values = [x.reshape(len(x), 1, case.Dv) for x in of_latents.dequantized]
         keys = [np.concatenate([x, y], axis=2, dtype=np.float32) for x, y in zip(values, rotated, strict=True)]
         held = of_latents, of_latents
     elif case.held is not None:
         held = Held.of(case, keys), Held.of(case, values)
-        keys, values = (x.dequantised for x in held)
+        keys, values = (x.dequantized for x in held)
     captured = [
         {} if pair is None else {name: np.asarray(x) for name, x in pair.captures(rng, case).items()}
         for pair in (case.score, case.mask)

@@ -85,7 +85,7 @@ def sizes_of_pages(batch_size: int, max_length: int) -> tuple[int, int]:
 class EightBitCache(OwnedPages):
     """Keys and values of eight bits of B sequences, with capacity for `max_length` tokens each. A pytree.
 
-    They are quantised as they are written, and kernels read them as they are: there is no second copy. Row `b` of the
+    They are quantized as they are written, and kernels read them as they are: there is no second copy. Row `b` of the
     batch owns `ceil(max_length / page_size)` pages of `pages`, in order, from page `1 + b * ceil(...)` on, so that a
     call is one of `jflex.paged_attention`.
 

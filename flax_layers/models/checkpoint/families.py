@@ -80,11 +80,11 @@ _DEEPSEEK_VALUES = {"attention_bias": (False, None), "mlp_bias": (False, None), 
 _DEEPSEEK_KEYS = {
     "number": "n_routed_experts", "width": "moe_intermediate_size", "per_token": "num_experts_per_tok",
     "shared": "n_shared_experts", "groups": "n_group", "groups_per_token": "topk_group",
-    "normalised": "norm_topk_prob", "scale": "routed_scaling_factor",
+    "normalized": "norm_topk_prob", "scale": "routed_scaling_factor",
 }
 
 _MIXTRAL_KEYS = {"number": "num_local_experts", "width": "intermediate_size", "per_token": "num_experts_per_tok"}
-_SOFTMAX_TRAITS = {"scoring": "softmax", "shared": 0, "normalised": True, "float32_router": False}
+_SOFTMAX_TRAITS = {"scoring": "softmax", "shared": 0, "normalized": True, "float32_router": False}
 
 GROUP_LIMITED = "group_limited_greedy"
 
@@ -177,7 +177,7 @@ _FAMILIES = (
         aliases={"num_local_experts": "num_experts"},
         expert_keys={
             "number": "num_experts", "width": "moe_intermediate_size", "per_token": "num_experts_per_tok",
-            "normalised": "norm_topk_prob",
+            "normalized": "norm_topk_prob",
         },
         expert_traits=_SOFTMAX_TRAITS,
     ),

@@ -214,7 +214,7 @@ class _Api:
         with contextlib.ExitStack() as unfinished:
             unfinished.callback(choices.cancel)
             try:
-                # Constraints have threads of their own: while some compile, other requests are tokenised and submitted.
+                # Constraints have threads of their own: while some compile, other requests are tokenized and submitted.
                 pool = None if body.response_format is None else self._compiling
                 await asyncio.get_running_loop().run_in_executor(pool, choices.submit, self._engine)
             except ApiError as error:

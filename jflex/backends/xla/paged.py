@@ -16,7 +16,7 @@ from jax import lax
 
 from jflex._mesh import isolated_trace
 from jflex.backends.base import PagedInputs, Saved
-from jflex.backends.eight_bits import dequantised, dequantised_latents
+from jflex.backends.eight_bits import dequantized, dequantized_latents
 from jflex.backends.vector_mods import modified_keys
 from jflex.backends.xla import softmax
 from jflex.backends.xla.block_scores import dropped, scaled_up
@@ -169,9 +169,9 @@ def _rows(
         assert rope_key is not None  # what has tiles has them apart
         assert scale is not None
         rotated = read(lambda: rope_key[at], exists[0], p.platform)
-        rows = dequantised_latents(rows, scale[at], rotated, p.exact)
+        rows = dequantized_latents(rows, scale[at], rotated, p.exact)
     elif scale is not None:
-        rows = dequantised(rows, scale if scale.ndim == 1 else scale[at], p.exact)
+        rows = dequantized(rows, scale if scale.ndim == 1 else scale[at], p.exact)
     if mod is not None:
         rows = modified_keys(functools.partial(mod, operands), rows, jnp.broadcast_to(request, j.shape), j)
     return jnp.where(exists[:, None, None], rows, 0).astype(p.exact)

@@ -54,7 +54,7 @@ class BackwardStatic(NamedTuple):
 
     @property
     def folds(self) -> bool:
-        """True if scores are the QK^T accumulator itself, which may then be initialised with -lse.
+        """True if scores are the QK^T accumulator itself, which may then be initialized with -lse.
 
         That needs no registers for the lse while weights are computed.
         """

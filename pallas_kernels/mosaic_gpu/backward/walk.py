@@ -161,7 +161,7 @@ class KeyTile(NamedTuple):
         stream, spec = self.scratch.stream, self.static.spec
         stats = wait_and_get(stream.stats, count)
         vector = lambda which: lax.broadcast_in_dim(load_vector(stats.at[which], COLUMN), prepared.tile[::-1], (1,))
-        # Before both GEMMs are issued: to initialise an accumulator waits for wgmma in flight.
+        # Before both GEMMs are issued: to initialize an accumulator waits for wgmma in flight.
         if self.static.folds:
             raw[...] = vector(LSE)
         folds_delta = prepared.dropout is None

@@ -25,7 +25,7 @@ from jax.typing import DTypeLike
 from pallas_kernels.mosaic_gpu import global_rows, inline_ptx, smem, split_kv
 from pallas_kernels.mosaic_gpu.decode import step
 from pallas_kernels.mosaic_gpu.decode.sizes import DecodeRows, Packing, first_query, merged_columns, stages_of
-from pallas_kernels.mosaic_gpu.forward.step import normalised
+from pallas_kernels.mosaic_gpu.forward.step import normalized
 from pallas_kernels.mosaic_gpu.score.tile import ROW, TILE, over_columns
 from pallas_kernels.mosaic_gpu.smem import FIRST_FREE_BARRIER, WARP_GROUP_THREADS, Ring
 from pallas_kernels.mosaic_gpu.split_kv import CONSUMERS, SplitKvInputs, finite
@@ -171,7 +171,7 @@ def _finish(static: DecodeStatic, item: Item, rows: DecodeRows, state: step.Deco
         sums, other = _columns(state.out, first, width), smem.load(scratch.out, TILE)  # [rows, width]
         _barrier("arrive", _FREE)
         spread = lambda x, shape=sums.shape: over_columns(x, shape)
-        out, row_lse = normalised(
+        out, row_lse = normalized(
             sums * spread(alpha) + other * spread(other_alpha), row_max, row_sum, None, marks=spec.needs_marks
         )
         if lse is None:

@@ -11,7 +11,7 @@ schedule is dynamic because tiles of a causal mask differ by far in work: a CTA 
 then draws ids from an atomic counter.
 
 For each tile: the prologue evaluates the loop-invariant values of the mods; the mainloop issues QK^T of one tile of
-keys and PV of the tile before it; the epilogue does the last PV, normalises, and stores by TMA.
+keys and PV of the tile before it; the epilogue does the last PV, normalizes, and stores by TMA.
 """
 
 from __future__ import annotations

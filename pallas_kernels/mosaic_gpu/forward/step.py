@@ -183,7 +183,7 @@ def start(spec: AttentionSpec, rows: int, keys: int, dtype: DTypeLike, stage: ja
 def finish(
     spec: AttentionSpec, ring: Ring, state: ForwardState, sink: jax.Array | None, visits: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Epilogue: PV of the last tile, then `normalised`; without a softmax the output as it is, and zeros.
+    """Epilogue: PV of the last tile, then `normalized`; without a softmax the output as it is, and zeros.
 
     `visits` says whether any tile was visited: else the stage of values was never filled.
     """
@@ -193,7 +193,7 @@ def finish(
     if spec.normalize == "none":
         out, lse = jnp.where(visits, out * spec.kept_scale, 0.0), _zeros(row_sum.shape, ROW)
         return out, lse + mark(out) if spec.needs_marks else lse
-    return normalised(out, state.row_max, row_sum, sink, spec.kept_scale, marks=spec.needs_marks)
+    return normalized(out, state.row_max, row_sum, sink, spec.kept_scale, marks=spec.needs_marks)
 
 
 def stats(spec: AttentionSpec, state: ForwardState, sink: jax.Array | None) -> tuple[jax.Array, ...]:
@@ -221,7 +221,7 @@ def _rescaled_logs(row_logs: jax.Array, row_sum: jax.Array, alpha: jax.Array, lo
     return (row_logs + row_sum * spread(jnp.maximum(log2_alpha, LEAST_EXPONENT))) * spread(alpha)
 
 
-def normalised(
+def normalized(
     out: jax.Array,
     row_max: jax.Array,
     row_sum: jax.Array,

@@ -20,7 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plg
 
 from pallas_kernels.mosaic_gpu import inline_ptx, smem
-from pallas_kernels.mosaic_gpu.forward.step import normalised
+from pallas_kernels.mosaic_gpu.forward.step import normalized
 from pallas_kernels.mosaic_gpu.score import scores
 from pallas_kernels.mosaic_gpu.score.tile import ROW, TILE, accumulate, accumulator, over_columns, row_vector, zero_tile
 from pallas_kernels.mosaic_gpu.smem import FIRST_FREE_BARRIER, WARP_GROUP_THREADS
@@ -264,7 +264,7 @@ class LatentStep(NamedTuple):
         plg.commit_smem()
         _barrier("sync", _SUMS_BARRIER)
         row_sum = row_sum + smem.load(buffers.row_sum.at[other_row], ROW)
-        out, lse = normalised(state.out, state.row_max, row_sum, None, marks=marks)
+        out, lse = normalized(state.out, state.row_max, row_sum, None, marks=marks)
         return out, lse + smem.load(buffers.marks.at[other_row], ROW) if marks else lse
 
 

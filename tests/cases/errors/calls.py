@@ -131,12 +131,12 @@ ROWS = [
     # --- eight bits
     ("eight_wide_key", lambda: call(dtypes=(E4M3, BF16, BF16)), TypeError,
      r"^`query` and `key` must have one dtype where one of them has eight bits \(float8_e4m3fn, float8_e5m2\)\. "
-     r"Quantise both, .*Got query: float8_e4m3fn\[2,8,4,16\], key: bfloat16"),
+     r"Quantize both, .*Got query: float8_e4m3fn\[2,8,4,16\], key: bfloat16"),
     ("eight_narrow_value", lambda: call(dtypes=(E4M3,) * 3), TypeError,
      r"^`value` must be bfloat16 or float16 where `query` and `key` have eight bits: weights and output have"),
     ("eight_query_mod", lambda: call(dtypes=EIGHT, query_mod=lambda x, b, h, i: -x), TypeError,
      r"^`query_mod` must be None where `query` and `key` have eight bits: its result would be rounded to "
-     r"float8_e4m3fn\. Apply it before they are quantised\."),
+     r"float8_e4m3fn\. Apply it before they are quantized\."),
     ("eight_integer_query", lambda: call(dtypes=(jnp.int8, BF16, BF16)), TypeError,
      r"^`query` must be floating-point \(.*\), or have eight bits, as `key` \(float8_e4m3fn, float8_e5m2\); it is "
      r"int8\. Cast it\."),

@@ -45,7 +45,7 @@ ROWS = [
     ("float16", attend(QUERY.astype(np.float16)), TypeError,
      r"`q` must be one of bfloat16, float32: the cache holds float8_e4m3fn with scales, and products.*Cast `q`"),
     ("query of latent columns", attend(QUERY[..., :128]), ValueError, r"128 latent ones and 16 rotated ones"),
-    ("quantised latents", written(E4M3), TypeError,
+    ("quantized latents", written(E4M3), TypeError,
      r"`latent` must be one of bfloat16, float16, float32: the cache holds float8_e4m3fn.*Pass what is not yet"),
     ("dense cache", lambda: layer().init_cache(1, 64, dtype=E4M3), TypeError,
      r"`dtype` must be floating-point, of 16 bits or more. Got float8_e4m3fn. A paged cache, which `init_paged"),
