@@ -83,20 +83,25 @@ class DqAccumulator(NamedTuple):
         _, parts, rows, width = self.staged.shape
         return accumulator(rows, parts * width)
 
-    def start_gemm(self, acc: Accumulator, i: Index, group: jax.Array, keys: Ref) -> None:
-        """Issues a group's part of the dQ GEMM of the ith tile; `keys` are the keys of all groups."""
+    def start_gemm(self, acc: Accumulator, i: Index, group: jax.Array, keys: Ref, zero: Index = 0) -> None:
+        """Issues a group's part of the dQ GEMM of the ith tile; `keys` are the keys of all groups.
+
+        `zero` is added to indices of shared memory; see `inline_ptx.unknown_zero`.
+        """
         plg.barrier_wait(self.written)
         part = pl.ds(group * WARP_GROUP_ROWS, WARP_GROUP_ROWS)
         for other in range(keys.shape[0]):
-            d_s, k = self.d_scores.at[_stage(i), other], keys.at[other]
+            d_s, k = self.d_scores.at[_stage(i), other + zero], keys.at[other + zero]
             if self._by_queries:
                 d_s = d_s.at[:, part]
             else:
                 k = k.at[:, pl.ds(group * (k.shape[1] - acc.shape[1]), acc.shape[1])]
             plg.wgmma(acc, d_s.T, k)
 
-    def add(self, out: Ref, group: jax.Array, b: Index, tile: TileIndex, x: jax.Array) -> None:
-        """Adds a group's part of a tile to dQ, float32 [B, Hq, T, D] in global memory, by TMA reduction."""
+    def add(
+        self, out: Ref, group: jax.Array, b: Index, tile: TileIndex, x: jax.Array, exists: jax.Array | None = None
+    ) -> None:
+        """Adds a group's part of a tile to dQ, float32 [B, Hq, T, D] in global memory, by TMA reduction, if it exists."""
         plg.barrier_arrive(self.read)
         _, parts, rows, width = self.staged.shape
         first, column = (group * rows, 0) if self._by_queries else (0, group * (out.shape[-1] - parts * width))
@@ -106,8 +111,10 @@ class DqAccumulator(NamedTuple):
         plg.commit_smem()
         for part in range(parts):
             at = (b, tile.h, pl.ds(tile.first + first, rows), pl.ds(column + part * width, width))
-            is_mine = group == 0 if part == 0 and parts > 1 else None  # the second group's first is the first's last
-            plg.copy_smem_to_gmem(self.staged.at[group, part], out.at[at], is_mine, reduction_op="add")
+            adds = exists
+            if part == 0 and parts > 1:  # the second group's first is the first's last
+                adds = group == 0 if exists is None else jnp.logical_and(exists, group == 0)
+            plg.copy_smem_to_gmem(self.staged.at[group, part], out.at[at], adds, reduction_op="add")
 
     def join(self) -> None:
         """Waits until all groups have arrived here."""

@@ -29,7 +29,7 @@ from pallas_kernels.mosaic_gpu.backward.stream import (
     wait_and_get_all,
 )
 from pallas_kernels.mosaic_gpu.score import bias_tiles, scores
-from pallas_kernels.mosaic_gpu.score.tile import COLUMN, ROW, TILE, accumulator
+from pallas_kernels.mosaic_gpu.score.tile import COLUMN, ROW, TILE, accumulator, uses_sfu
 from pallas_kernels.mosaic_gpu.smem import Ring
 from pallas_kernels.program.cotangents import LoadGroups
 from pallas_kernels.spec import AttentionSpec, Operands
@@ -87,6 +87,7 @@ class KeyTile(NamedTuple):
     first: jax.Array  # its first key
     sums: dict[str, Accumulator]  # accumulators of dK [rows, D] and dV [rows, Dv], or of one of them, in registers
     out: Ref | None  # dQ, float32 [B, Hq, T, D] in global memory, or None
+    zero: Index = 0  # added to indices of shared memory; see `inline_ptx.unknown_zero`
 
     def begin(self, kv_h: jax.Array) -> DkvState:
         """Prologue: the state before the first tile."""
@@ -115,10 +116,11 @@ class KeyTile(NamedTuple):
 
         def step(carried: _Carried, query: Index, is_partial: bool) -> _Carried:
             state, sums = carried
+            tile_step = self._replace(zero=inline_ptx.unknown_zero())
             q = wait_and_get(self.scratch.stream.queries, state.count)  # [block_q, D]
-            gemms = functools.partial(self._d_scores, prepared, state.count, query, is_partial, q)
+            gemms = functools.partial(tile_step._d_scores, prepared, state.count, query, is_partial, q)
             d_s, more = pl.run_scoped(gemms, tile, tile)
-            self._add(state, d_s, q)
+            tile_step._add(state, d_s, q)
             plg.wgmma_wait(0)
             self.scratch.stream.queries.release(state.count)
             sums = tuple(x + y for x, y in zip(sums, more, strict=True))
@@ -138,14 +140,15 @@ class KeyTile(NamedTuple):
 
         def before(acc: Accumulator) -> jax.Array:
             d_query.write(state.count, self.group, d_s)
-            d_query.start_gemm(acc, state.count - 1, self.group, self.scratch.keys)  # dQ = dS' K, of the tile before
+            # dQ = dS' K, of the tile before
+            d_query.start_gemm(acc, state.count - 1, self.group, self.scratch.keys, self.zero)
             plg.wgmma(self.sums[KEY], d_s, q)  # dK += dS'^T Q [keys, D]
             d_query.commit()
             return plg.wgmma_accumulator_load(acc, wait_n=1)
 
         x = pl.run_scoped(before, d_query.gemm_accumulator)
         stream.d_out.release(state.count)
-        d_query.add(out, self.group, self.b, state.last, x)
+        d_query.add(out, self.group, self.b, state.last, x, state.count > 0)
 
     def _d_scores(
         self,
@@ -167,10 +170,10 @@ class KeyTile(NamedTuple):
         folds_delta = prepared.dropout is None
         if KEY in self.sums and folds_delta:
             d_weights[...] = vector(DELTA)
-        plg.wgmma(raw, self.scratch.keys.at[self.group], q.T)  # S^T = K Q^T [keys, block_q]
+        plg.wgmma(raw, self.scratch.keys.at[self.group + self.zero], q.T)  # S^T = K Q^T [keys, block_q]
         d_out = wait_and_get(stream.d_out, count)  # [block_q, Dv]
         if KEY in self.sums:
-            plg.wgmma(d_weights, self.scratch.values.at[self.group], d_out.T)  # dP^T = V dO^T [keys, block_q]
+            plg.wgmma(d_weights, self.scratch.values.at[self.group + self.zero], d_out.T)  # dP^T = V dO^T [keys, block_q]
         s = plg.wgmma_accumulator_load(raw, wait_n=int(KEY in self.sums))
         rows = self.scratch.keys.shape[1]
         bias = [x.at[:, pl.ds(self.group * rows, rows)].T for x in wait_and_get_all(stream.bias, count)]
@@ -188,10 +191,13 @@ class KeyTile(NamedTuple):
         if KEY not in self.sums:
             plg.wgmma(self.sums[VALUE], dropped, d_out)  # dV += P^T dO [keys, Dv]
             return dropped, ()
-        d_p = weights_vjp(spec, tile, plg.wgmma_accumulator_load(d_weights, wait_n=0))
+        first = VALUE in self.sums and not uses_sfu(spec.programs.score)
+        if first:
+            plg.wgmma(self.sums[VALUE], dropped, d_out)  # dV += P^T dO [keys, Dv]
+        d_p = weights_vjp(spec, tile, plg.wgmma_accumulator_load(d_weights, wait_n=int(first)))
         d_p = d_p if minus_delta is None else d_p + minus_delta
         d_s = scores.scores_vjp(prepared, tile, p, d_p)  # dS^T = P^T * (dP^T - delta)
-        if VALUE in self.sums:
+        if VALUE in self.sums and not first:
             plg.wgmma(self.sums[VALUE], dropped, d_out)  # dV += P^T dO [keys, Dv]
         d_s, d_load = score_mod_vjp(self.static.derivative, tile, d_s)  # dS'^T, through the score mod
         more = tuple(jnp.sum(d_load(load), axis=1) for load in self.static.groups.columns)
