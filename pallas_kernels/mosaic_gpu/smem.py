@@ -174,3 +174,29 @@ class PingPong(NamedTuple):
         if self.group is None:
             return x
         return inline_ptx.before_barrier(FIRST_FREE_BARRIER + 1 - self.group, 2 * WARP_GROUP_THREADS, layout, x)
+
+
+class Turns(NamedTuple):
+    """Turns of two consumer warp groups, each of which waits for the other to be done with the ith tile.
+
+    A group may be one tile ahead, so each has a named barrier for even tiles and one for odd ones. A group without
+    another waits for nothing.
+    """
+
+    first: int  # named barrier, the first of `BARRIERS`
+    group: jax.Array | None  # index of this warp group; None if there is but one
+
+    BARRIERS = 4
+
+    def arrive(self, i: Index) -> None:
+        """This group is done with the ith tile."""
+        if self.group is not None:
+            inline_ptx.hardware_barrier("arrive", self._barrier(self.group, i), 2 * WARP_GROUP_THREADS)
+
+    def wait(self, i: Index) -> None:
+        """Waits until the other group is done with the ith tile."""
+        if self.group is not None:
+            inline_ptx.hardware_barrier("sync", self._barrier(1 - self.group, i), 2 * WARP_GROUP_THREADS)
+
+    def _barrier(self, group: jax.Array, i: Index) -> jax.Array:
+        return self.first + 2 * group + lax.rem(i, jnp.int32(2))

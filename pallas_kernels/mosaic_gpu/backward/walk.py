@@ -106,7 +106,7 @@ class KeyTile(NamedTuple):
             return acc[...]
 
         x = pl.run_scoped(gemm, d_query.gemm_accumulator)
-        d_query.add(out, self.group, self.b, state.last, x)
+        d_query.add(out, self.group, self.b, state.last, state.count - 1, x)
 
     def step(self, arrays: Operands[Ref], h: jax.Array) -> Callable[[_Carried, Index, bool], _Carried]:
         """The mainloop step over a tile of queries; it carries the state and the cotangents of loads by key."""
@@ -143,12 +143,12 @@ class KeyTile(NamedTuple):
             # dQ = dS' K, of the tile before
             d_query.start_gemm(acc, state.count - 1, self.group, self.scratch.keys, self.zero)
             plg.wgmma(self.sums[KEY], d_s, q)  # dK += dS'^T Q [keys, D]
-            d_query.commit()
+            d_query.commit(state.count, self.group)
             return plg.wgmma_accumulator_load(acc, wait_n=1)
 
         x = pl.run_scoped(before, d_query.gemm_accumulator)
         stream.d_out.release(state.count)
-        d_query.add(out, self.group, self.b, state.last, x, state.count > 0)
+        d_query.add(out, self.group, self.b, state.last, state.count - 1, x)
 
     def _d_scores(
         self,
