@@ -26,7 +26,7 @@ from jax.experimental.pallas import mosaic_gpu as plg
 from jflex import entry
 from jflex._jax import custom_vjp
 from jflex.backends.gpu import mosaic_gpu as adapter
-from pallas_kernels.mosaic_gpu import global_rows, inline_ptx, split_kv, work_items
+from pallas_kernels.mosaic_gpu import global_rows, inline_ptx, register_order, split_kv, work_items
 from pallas_kernels.mosaic_gpu.backward import captured, dkv, dq
 from pallas_kernels.mosaic_gpu.forward import kernel as forward_kernel
 from pallas_kernels.mosaic_gpu.launch import WARP_GROUP
@@ -360,6 +360,14 @@ _FUNCTIONS = {
     "unknown_zero": lambda: jnp.int32(0),
 }
 
+
+
+def _store_in_register_order(ref: Any, x: jax.Array) -> None:
+    """The inverse of `register_order.to_rows`, for one tile."""
+    parts = np.asarray(x).reshape(4, 2, 8, -1, 2, 4, 2)  # warp, 8 rows, row; 16 columns, 8 columns, thread, column
+    ref[...] = parts.transpose(3, 1, 0, 2, 5, 4, 6).reshape(ref.shape)
+
+
 _ROWS = {"load_rows": lambda ref, line: jnp.asarray(ref.array.reshape(-1, ref.shape[-1])[np.asarray(line)]),
          "store_rows": _store_rows, "store_values": _store_values}  # fmt: skip
 
@@ -386,6 +394,7 @@ def emulated() -> Iterator[None]:
         for module, functions in ((inline_ptx, _FUNCTIONS), (global_rows, _ROWS)):
             for name, function in functions.items():
                 patch.setattr(module, name, function)
+        patch.setattr(register_order, "store", _store_in_register_order)
         patch.setattr(inline_ptx, "after_barrier", _after_barrier)
         patch.setattr(inline_ptx, "before_barrier", _before_barrier)
         for name, function in {

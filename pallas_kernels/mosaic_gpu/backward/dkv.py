@@ -20,7 +20,8 @@ from jax.experimental.pallas import mosaic_gpu as plg
 
 from pallas_kernels import block_walk
 from pallas_kernels.gradients import RowOperands
-from pallas_kernels.mosaic_gpu import smem
+from pallas_kernels.mosaic_gpu import register_order, smem
+from pallas_kernels.mosaic_gpu.backward.one_pass import sums_shape
 from pallas_kernels.mosaic_gpu.backward.stream import KEY, VALUE, BackwardStatic, RowStats, pack_row_stats, store_sums
 from pallas_kernels.mosaic_gpu.backward.walk import DkvScratch, DkvState, KeyTile, declare
 from pallas_kernels.mosaic_gpu.launch import WARP_GROUP, Grid, flatten_captured, launch, output
@@ -55,7 +56,7 @@ class DkvInputs(NamedTuple, Generic[A]):
     arrays: Operands[A]
     order: A | None  # the order of tiles; None without a mask
     row_stats: RowStats[A]  # dO, lse and delta
-    d_query: A | None  # dQ, float32 [B, Hq, rounded up T, D], to which one pass adds; None without
+    d_query: A | None  # dQ, float32 in `one_pass.sums_shape`, to which one pass adds; None without
     bias: list[A]  # sources of bias tiles
 
 
@@ -79,11 +80,9 @@ def _launch(
     static: BackwardStatic, arrays: Operands[jax.Array], rows: RowOperands[jax.Array], *, one_pass: bool = False
 ) -> DkvOutputs[jax.Array]:
     spec, tiles, groups = static.spec, static.tiles, static.groups
-    columns, row_tiles = pl.cdiv(spec.S, tiles.block_kv), pl.cdiv(spec.T, tiles.block_q)
+    columns = pl.cdiv(spec.S, tiles.block_kv)
     per_column = lambda heads: output((spec.B, heads, columns * tiles.block_kv), jnp.float32)
-    d_query = None
-    if one_pass:
-        d_query = jax.new_ref(jnp.zeros((spec.B, spec.Hq, row_tiles * tiles.block_q, spec.D), jnp.float32))
+    d_query = jax.new_ref(jnp.zeros(sums_shape(spec, tiles), jnp.float32)) if one_pass else None
     scratch = declare(spec, tiles, arrays.key.dtype, groups, one_pass=one_pass)
     loads = () if scratch.stream.bias is None else bias_tiles.bias_loads(spec, transposed=True)
     per_entry = lambda name, x: output((spec.B, *x.shape[1:]), x.dtype) if name in static.sums else None
@@ -110,7 +109,7 @@ def _launch(
     return outputs._replace(
         columns=[x[..., : spec.S] for x in outputs.columns],
         marks=None if outputs.marks is None else outputs.marks[..., : spec.S],
-        query=None if d_query is None else jax.freeze(d_query)[:, :, : spec.T],
+        query=None if d_query is None else register_order.to_rows(jax.freeze(d_query))[:, :, : spec.T],
     )
 
 

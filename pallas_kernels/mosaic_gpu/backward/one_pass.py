@@ -23,7 +23,7 @@ from jax.experimental.pallas import mosaic_gpu as plg
 from jax.typing import DTypeLike
 
 from pallas_kernels.config import Tiles
-from pallas_kernels.mosaic_gpu import smem
+from pallas_kernels.mosaic_gpu import register_order, smem
 from pallas_kernels.mosaic_gpu.score.tile import TILE, accumulator
 from pallas_kernels.mosaic_gpu.smem import FIRST_FREE_BARRIER, WARP_GROUP_ROWS, Turns
 from pallas_kernels.spec import AttentionSpec
@@ -43,19 +43,17 @@ class DqAccumulator(NamedTuple):
     """Shared memory and barriers for dQ."""
 
     d_scores: Ref  # [stages, groups, keys of a group, queries]: dS^T
-    # float32 [groups, parts, 64, columns of a part]: the dQ of a group, for TMA; columns of both groups are one part
+    # float32 [groups, parts, *register_order.shape]: the dQ of a group, for TMA; columns of both groups are one part
     staged: Ref
     joined: Ref  # barrier: all groups are done
 
     @classmethod
     def declare(cls, spec: AttentionSpec, tiles: Tiles, dtype: DTypeLike) -> DqAccumulator:
         """Declares the scratch of dQ."""
-        groups, columns = tiles.num_warps // 4, _columns(spec, tiles)
-        width = columns if groups * columns in (spec.D, groups * spec.D) else _swizzle(spec) // 2
-        staged_swizzle = min(smem.swizzle_of(size, 4) for size in (width, spec.D))
+        groups, columns, width = tiles.num_warps // 4, _columns(spec, tiles), _width(spec, tiles)
         return cls(
             smem.tiled((D_SCORES_STAGES, groups, tiles.block_kv // groups, tiles.block_q), dtype, _swizzle(spec)),
-            smem.tiled((groups, columns // width, WARP_GROUP_ROWS, width), jnp.float32, staged_swizzle),
+            smem.declared(plg.SMEM((groups, columns // width, *register_order.shape(width)), jnp.float32)),
             smem.declared(plg.Barrier(num_arrivals=groups)),
         )
 
@@ -89,8 +87,7 @@ class DqAccumulator(NamedTuple):
     @property
     def gemm_accumulator(self) -> plg.WGMMAAccumulatorRef:
         """The accumulator of `start_gemm`."""
-        _, parts, rows, width = self.staged.shape
-        return accumulator(rows, parts * width)
+        return accumulator(WARP_GROUP_ROWS, self.staged.shape[1] * self._width)
 
     def start_gemm(self, acc: Accumulator, i: Index, group: jax.Array, keys: Ref, zero: Index = 0) -> None:
         """Issues a group's part of the dQ GEMM of the ith tile; `keys` are the keys of all groups.
@@ -108,17 +105,19 @@ class DqAccumulator(NamedTuple):
             plg.wgmma(acc, d_s.T, k)
 
     def add(self, out: Ref, group: jax.Array, b: Index, tile: TileIndex, i: Index, x: jax.Array) -> None:
-        """Adds a group's part of the ith tile to dQ, float32 [B, Hq, T, D] in global memory, by TMA reduction."""
+        """Adds a group's part of the ith tile to dQ in global memory, of `sums_shape`, by TMA reduction."""
         self._read(group).arrive(i + D_SCORES_STAGES)
-        _, parts, rows, width = self.staged.shape
-        first, column = (group * rows, 0) if self._by_queries else (0, group * (out.shape[-1] - parts * width))
+        parts, width = self.staged.shape[1], self._width
+        row, column = (group, 0) if self._by_queries else (0, group * (out.shape[3] - parts))
+        row += lax.div(tile.first, jnp.int32(WARP_GROUP_ROWS))
         plg.wait_smem_to_gmem(0, wait_read_only=True)
         for part in range(parts):
-            self.staged.at[group, part][...] = x[:, part * width : (part + 1) * width]
+            register_order.store(self.staged.at[group, part], x[:, part * width : (part + 1) * width])
         plg.commit_smem()
         for part in range(parts):
-            at = (b, tile.h, pl.ds(tile.first + first, rows), pl.ds(column + part * width, width))
-            adds = i >= 0  # all CTAs would add the zeros to the same tile
+            at = (b, tile.h, jnp.minimum(row, out.shape[2] - 1), column + part)
+            # All CTAs would add the zeros to the same tile. A block of a mask may have tiles past the end.
+            adds = jnp.logical_and(i >= 0, row < out.shape[2])
             if part == 0 and parts > 1:  # the second group's first is the first's last
                 adds = jnp.logical_and(adds, group == 0)
             plg.copy_smem_to_gmem(self.staged.at[group, part], out.at[at], adds, reduction_op="add")
@@ -127,6 +126,11 @@ class DqAccumulator(NamedTuple):
         """Waits until all groups have arrived here."""
         plg.barrier_arrive(self.joined)
         plg.barrier_wait(self.joined)
+
+    @property
+    def _width(self) -> int:
+        """Columns of a part."""
+        return self.staged.shape[2] * self.staged.shape[3] // WARP_GROUP_ROWS
 
     @property
     def _by_queries(self) -> bool:
@@ -151,6 +155,18 @@ def _columns(spec: AttentionSpec, tiles: Tiles) -> int:
     """Columns of dQ that a group computes: whole swizzled tiles, so that some may be computed twice."""
     groups, tile = tiles.num_warps // 4, _swizzle(spec) // 2
     return spec.D if _by_queries(tiles) else -(-spec.D // (groups * tile)) * tile
+
+
+def _width(spec: AttentionSpec, tiles: Tiles) -> int:
+    """Columns of a part of dQ."""
+    groups, columns = tiles.num_warps // 4, _columns(spec, tiles)
+    return columns if groups * columns in (spec.D, groups * spec.D) else _swizzle(spec) // 2
+
+
+def sums_shape(spec: AttentionSpec, tiles: Tiles) -> tuple[int, ...]:
+    """The shape of dQ in global memory: batch, heads, tiles of 64 rows, parts, and a part (`register_order.shape`)."""
+    width, rows = _width(spec, tiles), pl.cdiv(spec.T, tiles.block_q) * tiles.block_q
+    return (spec.B, spec.Hq, rows // WARP_GROUP_ROWS, spec.D // width, *register_order.shape(width))
 
 
 def fits(spec: AttentionSpec, tiles: Tiles) -> bool:

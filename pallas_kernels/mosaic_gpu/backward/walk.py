@@ -86,7 +86,7 @@ class KeyTile(NamedTuple):
     b: jax.Array
     first: jax.Array  # its first key
     sums: dict[str, Accumulator]  # accumulators of dK [rows, D] and dV [rows, Dv], or of one of them, in registers
-    out: Ref | None  # dQ, float32 [B, Hq, T, D] in global memory, or None
+    out: Ref | None  # dQ in global memory, of `one_pass.sums_shape`, or None
     zero: Index = 0  # added to indices of shared memory; see `inline_ptx.unknown_zero`
 
     def begin(self, kv_h: jax.Array) -> DkvState:

@@ -1,0 +1,60 @@
+"""Tiles of 64 rows in the order of registers: each thread of a warp group stores its elements as they are.
+
+Rows of float32 sums would take an exchange between lanes for each store. XLA puts them in order later, as it scales and
+casts them.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plg
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, vector
+
+from pallas_kernels.mosaic_gpu import inline_ptx, smem
+from pallas_kernels.types import Ref
+
+COLUMNS = 16  # of which a thread stores four elements of a row at once: 16 bytes
+_LINE = 256  # elements of a line: TMA copies so many along an axis
+# A tile of 64 rows: warps, 8 rows of a warp and those 8 below, 4 threads of a row, 2 columns of each in 8 of 16.
+_ELEMENTS = {"columns": -1, "below": 2, "warp": 4, "row": 8, "thread": 4, "eight": 2, "column": 2}
+_ROW, _COLUMN = ("warp", "below", "row"), ("columns", "eight", "thread", "column")
+
+
+def shape(columns: int) -> tuple[int, int]:
+    """The shape of 64 rows of so many columns, a multiple of `COLUMNS`."""
+    return smem.WARP_GROUP_ROWS * columns // _LINE, _LINE
+
+
+def store(ref: Ref, x: jax.Array) -> None:
+    """Stores float32 [64, columns], in the layout of wgmma accumulators, to shared memory of `shape`."""
+
+    def run(_, target, tile):
+        pointer = llvm.ptrtoint(inline_ptx.word(), mgpu.utils.memref_ptr(target))
+        thread = arith.andi(mgpu.utils.thread_idx(), arith.constant(inline_ptx.word(), smem.WARP_GROUP_THREADS - 1))
+        address = arith.addi(pointer, arith.shli(thread, arith.constant(inline_ptx.word(), 4)))
+        pairs = np.squeeze(tile.registers)  # [columns / 8, 2], of two neighbors in a row
+        for number, (columns, below) in enumerate(np.ndindex(len(pairs) // 2, 2)):
+            four = [vector.extract(pairs[2 * columns + i, below], [], [j]) for i in range(2) for j in range(2)]
+            text = f"st.shared.v4.f32 [$0+{number * smem.WARP_GROUP_THREADS * 16}], {{$1, $2, $3, $4}};"
+            nothing = ir.Type.parse("!llvm.void")
+            llvm.inline_asm(nothing, [address, *four], text, "r,f,f,f,f,~{memory}", has_side_effects=True)
+
+    inline_ptx.inline(run, (plg.RefType(), plg.Layout.WGMMA), ref, x)
+
+
+def to_rows(x: jax.Array) -> jax.Array:
+    """Puts tiles [..., row tiles, column tiles, *shape] in order: [..., rows, columns].
+
+    >>> to_rows(jnp.zeros((2, 3, 2, *shape(32)))).shape
+    (2, 192, 64)
+    """
+    *batch, row_tiles, column_tiles, _, _ = x.shape
+    axes = {name: len(batch) + 2 + i for i, name in enumerate(_ELEMENTS)}
+    x = x.reshape(*batch, row_tiles, column_tiles, *_ELEMENTS.values())
+    row, column = ([len(batch) + i, *(axes[name] for name in names)] for i, names in enumerate((_ROW, _COLUMN)))
+    x = jnp.transpose(x, (*range(len(batch)), *row, *column))
+    return x.reshape(*batch, row_tiles * smem.WARP_GROUP_ROWS, -1)
