@@ -361,7 +361,6 @@ _FUNCTIONS = {
 }
 
 
-
 def _store_in_register_order(ref: Any, x: jax.Array) -> None:
     """The inverse of `register_order.to_rows`, for one tile."""
     parts = np.asarray(x).reshape(4, 2, 8, -1, 2, 4, 2)  # warp, 8 rows, row; 16 columns, 8 columns, thread, column

@@ -173,7 +173,9 @@ class KeyTile(NamedTuple):
         plg.wgmma(raw, self.scratch.keys.at[self.group + self.zero], q.T)  # S^T = K Q^T [keys, block_q]
         d_out = wait_and_get(stream.d_out, count)  # [block_q, Dv]
         if KEY in self.sums:
-            plg.wgmma(d_weights, self.scratch.values.at[self.group + self.zero], d_out.T)  # dP^T = V dO^T [keys, block_q]
+            plg.wgmma(
+                d_weights, self.scratch.values.at[self.group + self.zero], d_out.T
+            )  # dP^T = V dO^T [keys, block_q]
         s = plg.wgmma_accumulator_load(raw, wait_n=int(KEY in self.sums))
         rows = self.scratch.keys.shape[1]
         bias = [x.at[:, pl.ds(self.group * rows, rows)].T for x in wait_and_get_all(stream.bias, count)]
@@ -191,13 +193,14 @@ class KeyTile(NamedTuple):
         if KEY not in self.sums:
             plg.wgmma(self.sums[VALUE], dropped, d_out)  # dV += P^T dO [keys, Dv]
             return dropped, ()
-        first = VALUE in self.sums and not uses_sfu(spec.programs.score)
-        if first:
+        # The dV GEMM consumes P, so that the exponentials come before the wait for dP; a mod on the SFU would spill.
+        value_first = VALUE in self.sums and not uses_sfu(spec.programs.score)
+        if value_first:
             plg.wgmma(self.sums[VALUE], dropped, d_out)  # dV += P^T dO [keys, Dv]
-        d_p = weights_vjp(spec, tile, plg.wgmma_accumulator_load(d_weights, wait_n=int(first)))
+        d_p = weights_vjp(spec, tile, plg.wgmma_accumulator_load(d_weights, wait_n=int(value_first)))
         d_p = d_p if minus_delta is None else d_p + minus_delta
         d_s = scores.scores_vjp(prepared, tile, p, d_p)  # dS^T = P^T * (dP^T - delta)
-        if VALUE in self.sums and not first:
+        if VALUE in self.sums and not value_first:
             plg.wgmma(self.sums[VALUE], dropped, d_out)  # dV += P^T dO [keys, Dv]
         d_s, d_load = score_mod_vjp(self.static.derivative, tile, d_s)  # dS'^T, through the score mod
         more = tuple(jnp.sum(d_load(load), axis=1) for load in self.static.groups.columns)
