@@ -164,18 +164,8 @@ class KeyTile(NamedTuple):
         stream, spec = self.scratch.stream, self.static.spec
         stats = wait_and_get(stream.stats, count)
         vector = lambda which: lax.broadcast_in_dim(load_vector(stats.at[which], COLUMN), prepared.tile[::-1], (1,))
-        # Before both GEMMs are issued: to initialize an accumulator waits for wgmma in flight.
-        if self.static.folds:
-            raw[...] = vector(LSE)
         folds_delta = prepared.dropout is None
-        if KEY in self.sums and folds_delta:
-            d_weights[...] = vector(DELTA)
-        plg.wgmma(raw, self.scratch.keys.at[self.group + self.zero], q.T)  # S^T = K Q^T [keys, block_q]
-        d_out = wait_and_get(stream.d_out, count)  # [block_q, Dv]
-        if KEY in self.sums:
-            plg.wgmma(
-                d_weights, self.scratch.values.at[self.group + self.zero], d_out.T
-            )  # dP^T = V dO^T [keys, block_q]
+        d_out = self._start_gemms(count, q, raw, d_weights, vector, folds_delta=folds_delta)
         s = plg.wgmma_accumulator_load(raw, wait_n=int(KEY in self.sums))
         rows = self.scratch.keys.shape[1]
         bias = [x.at[:, pl.ds(self.group * rows, rows)].T for x in wait_and_get_all(stream.bias, count)]
@@ -205,6 +195,29 @@ class KeyTile(NamedTuple):
         d_s, d_load = score_mod_vjp(self.static.derivative, tile, d_s)  # dS'^T, through the score mod
         more = tuple(jnp.sum(d_load(load), axis=1) for load in self.static.groups.columns)
         return self._without_padding(prepared, d_s).astype(d_out.dtype), more
+
+    def _start_gemms(
+        self,
+        count: Index,
+        q: Ref,
+        raw: Accumulator,
+        d_weights: Accumulator,
+        vector: Callable[[int], jax.Array],
+        *,
+        folds_delta: bool,
+    ) -> Ref:
+        """Issues the GEMMs of S^T and, for dK, of dP^T, from the row statistics on; returns dO."""
+        key_tile = self.group + self.zero
+        # Before both GEMMs are issued: to initialize an accumulator waits for wgmma in flight.
+        if self.static.folds:
+            raw[...] = vector(LSE)
+        if KEY in self.sums and folds_delta:
+            d_weights[...] = vector(DELTA)
+        plg.wgmma(raw, self.scratch.keys.at[key_tile], q.T)  # S^T = K Q^T [keys, block_q]
+        d_out = wait_and_get(self.scratch.stream.d_out, count)  # [block_q, Dv]
+        if KEY in self.sums:
+            plg.wgmma(d_weights, self.scratch.values.at[key_tile], d_out.T)  # dP^T = V dO^T [keys, block_q]
+        return d_out
 
     def _without_padding(self, prepared: scores.Scores, d_s: jax.Array) -> jax.Array:
         """Clears the dS of padding keys, which may be anything, because dQ sums over keys."""
