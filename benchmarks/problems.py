@@ -63,8 +63,8 @@ class Problem:
 
     @property
     def served(self) -> bool:
-        """The queries continue sequences, as in decoding."""
-        return self.T < self.S
+        """The queries continue sequences, as in decoding, or the keys lie in pages."""
+        return self.T < self.S or bool(self.page)
 
     @property
     def selects_keys(self) -> bool:
@@ -153,3 +153,17 @@ def requests_of(problem: Problem) -> Requests:
     elif problem.lengths == "mixed":
         queries[1:], keys[1:] = 1, S // 2
     return Requests(queries.astype(np.int32), keys.astype(np.int32))
+
+
+def page_table(problem: Problem, prefix: int = 0) -> np.ndarray:
+    """Pages of each sequence at random places, int32 [B, most pages]; sequences share the pages of a prefix.
+
+    Page 0 belongs to no sequence, and fills the rows of shorter ones.
+    """
+    shared, counts = prefix // problem.page, -(-requests_of(problem).keys // problem.page)
+    places = np.random.default_rng(0).permutation(np.arange(1, 1 + shared + int((counts - shared).sum())))
+    table = np.zeros((problem.B, counts.max()), np.int32)
+    table[:, :shared] = places[:shared]
+    for row, pages in zip(table, np.split(places[shared:], np.cumsum(counts - shared)[:-1]), strict=True):
+        row[shared : shared + len(pages)] = pages
+    return table

@@ -9,6 +9,7 @@ from benchmarks.problems import EIGHT_BITS, Problem, square
 
 SEVEN = ("noop", "causal", "alibi", "sliding_window", "prefix_lm", "softcap", "document_mask")
 _FLEX, _CUDNN, _OURS = "jflex torch-flex", "jflex torch-flex jax-cudnn", "jflex jflex-mosaic jflex-triton"
+_FLASHINFER = "flashinfer flashinfer-fa2 flashinfer-batch"
 _SHAPES = ((2, 16384, 16, 128), (4, 16384, 16, 64))  # batch, length, heads, head size
 _GROUPED = (2, 8192, (32, 8), 128)
 _BOTH = ("noop", "causal")
@@ -81,6 +82,15 @@ SUITES = {
         f"{_CUDNN} tokamax fa4",
         _squares((*reversed(_SHAPES), _GROUPED), SEVEN),
     ),
+    # Two rows of 12 documents, and documents as long as a corpus has them: most are shorter than a tile of queries.
+    "documents": _suite(
+        "packed documents, causal, beside FlashAttention-4 over sequences of these lengths",
+        "jflex-mosaic jflex-triton torch-flex fa4",
+        [
+            *_squares((*_SHAPES, _GROUPED), ["document_mask"]),
+            *_squares([(1, 32768, (64, 8), 128), (4, 8192, (64, 8), 128)], ["corpus_mask"]),
+        ],
+    ),
     "hopper": _suite(
         "the Mosaic GPU kernels beside the fastest peers on Hopper",
         "jflex-mosaic jflex-triton jax-cudnn torch-flex sdpa-cudnn fa4 tokamax",
@@ -132,7 +142,7 @@ SUITES = {
     # Causal with blocks of 64: with 128, a fifth of the visited elements would be masked at S 256, a tenth at 512.
     "short": _suite(
         "short sequences",
-        f"{_FLEX} jax-cudnn jax-xla sdpa-cudnn sdpa-flash sdpa-efficient tokamax",
+        f"{_FLEX} jax-cudnn jax-xla sdpa-cudnn sdpa-flash sdpa-efficient tokamax fa4",
         [
             square(32, S, 16, 64, variant, block=block)
             for (variant, block), S in product((("noop", 128), ("causal", 64)), (128, 256, 512, 1024))
@@ -203,7 +213,7 @@ SUITES = {
     ),
     "paged": _suite(
         "one token against pages at random places, beside the same keys contiguous",
-        f"{_OURS} jflex-contiguous flashinfer",
+        f"{_OURS} jflex-contiguous fa4 {_FLASHINFER}",
         _PAGED,
     ),
     "raw_keys": _suite(
@@ -230,7 +240,7 @@ SUITES = {
     # The shapes of FlashMLA's figures: with 16 heads loading keys bounds the time, with 128 the products do.
     "mla": _suite(
         "multi-head latent attention, absorbed: latent vectors of 512 columns and rotated keys of 64, in pages",
-        "jflex-mosaic jflex-triton jax-xla-latents",
+        f"jflex-mosaic jflex-triton jax-xla-latents {_FLASHINFER}",
         [_latent(128, T, 4096, Hq, _BOTH[T - 1], source="FlashMLA") for Hq in (16, 128) for T in (1, 2)],
     ),
     # The shapes of DeepSeek-V3.2, with all heads and with those of one of 8 devices. The figures of a problem with a
@@ -249,12 +259,21 @@ SUITES = {
     ),
     "cascade": _suite(
         "64 sequences that share a prefix: a cascade loads it once, the others once per sequence",
-        "jflex jflex-joined jflex-flat jflex-copies",
+        f"jflex jflex-joined jflex-flat jflex-copies {_FLASHINFER}",
         _CASCADE,
+    ),
+    # FlashAttention-4 loads pages by TMA where one holds a tile of 128 keys.
+    "prompts": _suite(
+        "prompts over pages at random places: 2048 tokens at the end of 8192, and 8 prompts of 1024",
+        f"jflex jflex-triton fa4 {_FLASHINFER}",
+        [
+            Problem(B, T, S, 32, 8, 128, "causal", page=page)
+            for page, (B, T, S) in product((64, 128), ((1, 2048, 8192), (8, 1024, 1024)))
+        ],
     ),
     "mixed": _suite(
         "a chunk of 2048 tokens at the end of 8192 and 63 decoding steps after 4096 keys, in one call and alone",
-        "jflex",
+        f"jflex fa4 {_FLASHINFER}",
         _MIXED,
     ),
     "batch_invariant": _suite(

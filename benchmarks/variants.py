@@ -20,6 +20,11 @@ DOCUMENTS = 12
 TEXT = 16384  # tokens of a text of a long sequence, in the mean
 KERNEL = 13  # side of a neighborhood
 TILE = (8, 16)  # of the tiled one: as many places as a block has
+# Bytes of a top module of CPython 3.11's library, as a share of the longest: the middles of 20 quantiles.
+CORPUS = (
+    0.0010, 0.0105, 0.0177, 0.0250, 0.0277, 0.0329, 0.0385, 0.0460, 0.0514, 0.0642,
+    0.0860, 0.0953, 0.1071, 0.1228, 0.1325, 0.1613, 0.2059, 0.2640, 0.3741, 0.4739,
+)  # fmt: skip
 LARGE = ("bias",)  # arrays as large as scores, which are held in the dtype of the query; small ones in float32
 
 
@@ -168,6 +173,15 @@ def _documents(name: str, length: int | None = None) -> Draw:
     return ids
 
 
+def _corpus(problem: Problem) -> dict[str, np.ndarray]:
+    """The document of every position, in a random order: one of S / 4 tokens, the others shorter by `CORPUS`."""
+    longest, generator = problem.S // 4, np.random.default_rng(0)
+    lengths = np.maximum(1, np.round(longest * generator.choice(CORPUS, problem.S))).astype(int)
+    others = lengths[np.cumsum(lengths) <= problem.S - longest]
+    ends = np.cumsum(generator.permutation([longest, *others]))
+    return {"document": np.searchsorted(ends, np.arange(problem.S), side="right").astype(np.int32)}
+
+
 def _normal(name: str, seed: int, shape: Callable[[Problem], tuple[int, ...]]) -> Draw:
     return lambda problem: {name: np.random.default_rng(seed).normal(size=shape(problem))}
 
@@ -181,6 +195,7 @@ VARIANTS = {
     "prefix_lm": Variant(_prefix_lm),
     "softcap": Variant(_softcap),
     "document_mask": Variant(_document_mask, indices=_documents("document")),
+    "corpus_mask": Variant(_document_mask, indices=_corpus),
     "windows_in_texts": Variant(_windows_in_texts, indices=_documents("text", TEXT)),
     "relative_table": Variant(_relative_table, _normal("table", 1, lambda x: (x.Hq, x.T + x.S - 1))),
     "pair_bias": Variant(_pair_bias, _normal("bias", 2, lambda x: (x.Hq, x.T, x.S))),

@@ -30,6 +30,10 @@ def _all(*conditions: Computes) -> Computes:
     return lambda problem: all(computes(problem) for computes in conditions)
 
 
+def _either(*conditions: Computes) -> Computes:
+    return lambda problem: any(computes(problem) for computes in conditions)
+
+
 def _only(*variants: str) -> Computes:
     """Variants that a peer without pages and BlockMask knows."""
     return lambda problem: not problem.page and problem.form == "split" and problem.variant in variants
@@ -60,11 +64,15 @@ _rolling = lambda x: x.keys == "rolling"
 _raw = lambda x: x.keys == "raw" and not x.served
 _shared = lambda x: x.prefix
 _decoding = lambda x: x.T == 1 and x.variant == "noop" and not (x.page or x.lengths)
-_paged = lambda x: x.T == 1 and x.page and not (x.keys or x.prefix)
+_paged = lambda x: x.page and not (x.keys or x.prefix) and x.variant in ("noop", "causal")
+_decoding_pages = lambda x: _paged(x) and x.T == 1
+_mixed = lambda x: _paged(x) and x.lengths == "mixed"
+_prefix_or_latents = lambda x: (x.prefix and not x.keys) or x.keys == "latent"
 _latents = lambda x: x.keys in ("latent", "indexer") and _dense(x)
 _CAUSAL = _only("noop", "causal")
 _JAX_NN = _only("noop", "causal", "sliding_window", "pair_bias")
-_FLASH = _only("noop", "causal", "softcap", "sliding_window")
+_FLASH = _only("noop", "causal", "softcap", "sliding_window", "document_mask", "corpus_mask")
+_FLASHINFER = _either(_paged, _prefix_or_latents)
 _MASKED = _only("noop", "causal", "alibi", "pair_bias", "sliding_window", "prefix_lm", "document_mask")
 _ALL = (
     Peer("jflex", "jflex", "jax", _any),
@@ -80,18 +88,20 @@ _ALL = (
     Peer("sdpa-flash", "torch SDPA flash", "torch", _all(_CAUSAL, _even)),
     Peer("sdpa-efficient", "torch SDPA mem-efficient", "torch", _all(_MASKED, _materialized, _full_length)),
     Peer("tokamax", "tokamax Mosaic GPU", "jax", _all(_CAUSAL, _full_length)),
-    Peer("fa4", "FlashAttention-4 CuTe", "torch", _all(_FLASH, _full_length)),
+    Peer("fa4", "FlashAttention-4 CuTe", "torch", _either(_all(_FLASH, _full_length), _paged)),
     Peer("torch-decode-mask", "torch FlexAttention TRITON_DECODE, BlockMask", "torch", _decoding),
     Peer("torch-decode", "torch FlexAttention TRITON_DECODE", "torch", _decoding),
     Peer("jflex-invariant", "jflex, batch invariant", "jax", lambda x: x.served),
     Peer("jflex-rotating", "jflex, rotated by XLA before", "jax", _raw),
     Peer("jflex-raw-keys", "jflex, raw keys rotated as loaded", "jax", _rolling),
     Peer("jflex-rerotating", "jflex, all keys rotated by XLA before", "jax", _rolling),
-    Peer("jflex-contiguous", "jflex, contiguous", "jax", _paged),
+    Peer("jflex-contiguous", "jflex, contiguous", "jax", _decoding_pages),
     Peer("jflex-joined", "jflex, both levels in one call", "jax", _shared),
     Peer("jflex-flat", "jflex, without cascade", "jax", _shared),
     Peer("jflex-copies", "jflex, without cascade or sharing", "jax", _shared),
-    Peer("flashinfer", "FlashInfer", "torch", _paged),
+    Peer("flashinfer", "FlashInfer", "torch", _FLASHINFER),
+    Peer("flashinfer-fa2", "FlashInfer fa2", "torch", _all(_FLASHINFER, lambda x: not _decoding_pages(x))),
+    Peer("flashinfer-batch", "FlashInfer BatchAttention", "torch", _mixed),
 )
 PEERS = {peer.name: peer for peer in _ALL}
 

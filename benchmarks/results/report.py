@@ -9,7 +9,7 @@ import pathlib
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 
-from benchmarks.environment import ROOT
+from benchmarks.environment import PEER_PACKAGES, ROOT
 from benchmarks.peers.table import PEERS
 from benchmarks.problems import EIGHT_BITS
 from benchmarks.results import schema
@@ -27,20 +27,30 @@ START, END = "<!-- figures -->", "<!-- /figures -->"
 # Columns of the short table; each shows the fastest of some peers, "" for the suite's first.
 _COLUMNS = {
     "jflex": ("jflex", ""), "torch-flex": ("torch-flex", "torch-decode", "torch-decode-mask"),
-    "jax-cudnn": ("jax-cudnn",), "fa4": ("fa4",),
+    "jax-cudnn": ("jax-cudnn",), "fa4": ("fa4",), "flashinfer": ("flashinfer", "flashinfer-fa2", "flashinfer-batch"),
 }  # fmt: skip
 _VARIANTS = {
     "causal": "causal", "sliding_window": "sliding window of 1024", "document_mask": "12 packed documents",
     "softcap": "soft cap", "alibi": "ALiBi",
 }  # fmt: skip
-# Rows of the short table, each with a peer: suite, words with the metric, direction, and fields of the first problem
-# that it shows.
+# Rows of the short table, shown where a peer was measured: suite, words with the metric, direction, and fields of the
+# first problem that it shows.
 _ROWS = (
     *(
         ("main", f"{words}, {direction}, TFLOP/s", direction, {"variant": variant, "S": 16384, "D": 128})
         for direction, (variant, words) in itertools.product(DIRECTIONS, _VARIANTS.items())
     ),
     ("decode", "decode, one token against 16384 keys, B 8, 32/8 heads of 128, µs", "forward", {"page": 0}),
+    *(
+        (suite, f"{words}, µs", "forward", select)
+        for suite, words, select in (
+            ("paged", "decode over pages of 64, B 32, 4096 keys, 32/8 heads", {"page": 64}),
+            ("prompts", "prompt over pages of 64: 2048 tokens at the end of 8192, 32/8 heads", {"B": 1, "page": 64}),
+            ("mixed", "that prompt and 63 decoding steps after 4096 keys", {"lengths": "mixed"}),
+            ("cascade", "decode, 64 sequences of 128 keys after 8192 shared ones, 32/8 heads", {"Hkv": 8}),
+            ("mla", "MLA decode, B 128, 4096 keys, 16 heads", {"Hq": 16}),
+        )
+    ),
 )  # fmt: skip
 # Rows of whole models: the question, in words, and the name of the record of each column.
 _WHOLE_MODELS = (
@@ -152,8 +162,9 @@ def speed_table(results: Results) -> str:
     files = results.get(DEVICE, {})
     if (main := files.get("main")) is None:
         return "No speeds have been measured."
-    columns = [name for name in _COLUMNS if name in main.peers()]
-    rows = [["", *(PEERS[name].title for name in columns)]]
+    measured = {peer for suite, *_ in _ROWS if suite in files for peer in files[suite].peers()}
+    columns = [name for name, peers in _COLUMNS.items() if measured & {*peers}]
+    rows, sources = [["", *(PEERS[name].title for name in columns)]], {}
     for suite, words, direction, select in _ROWS:
         if (result := files.get(suite)) is not None:
             matches = lambda problem, select=select: all(getattr(problem, name) == x for name, x in select.items())
@@ -161,20 +172,27 @@ def speed_table(results: Results) -> str:
             find = lambda name, x=result, y=problem, z=direction: x.find(y, name or x.baseline, z)
             best = [min(filter(None, map(find, _COLUMNS[x])), key=lambda x: x.seconds, default=None) for x in columns]
             shown = lambda x, words=words: _microseconds(x.seconds) if words.endswith("µs") else f"{x.tflops:.0f}"
-            rows.append([words, *("" if x is None else shown(x) for x in best)])
+            if any(best[1:]):
+                sources[suite] = result
+                rows.append([words, *("" if x is None else shown(x) for x in best)])
     for question, words, names in _WHOLE_MODELS:
         if (result := files.get(question)) is not None:
             shown = {x.name: f"{x.value.median:,.0f}" for x in result.records}
-            cells = [shown.get(name, "") for name in names]
+            cells, sources[question] = [shown.get(name, "") for name in names], result
             rows.append([words, *(cells + [""] * len(columns))[: len(columns)]])
-    shown = {suite for suite, *_ in _ROWS} | {question for question, *_ in _WHOLE_MODELS}
     about, link = main.about, PAGE.relative_to(ROOT).as_posix()
     return (
         f"One {about['machine']['device']}, bfloat16; S 16384, D 128 and time on the device where a row says nothing "
-        f"else; jax {about['versions']['jax']}, torch {about['versions']['torch']}, "
-        f"{_when(x for name, x in files.items() if name in shown)}. "
+        f"else; {_software(about['versions'], ('jax', 'torch'), sources.values())}, {_when(sources.values())}. "
         f"[Every figure and how it was measured]({link}).\n\n{_markdown(rows)}"
     )
+
+
+def _software(versions: Mapping[str, str], names: Sequence[str], files: Iterable[ResultFile]) -> str:
+    """Versions of packages that are named, and of the peers in each of the files."""
+    peers = {(name, x.about["versions"].get(name)) for name in PEER_PACKAGES for x in files}
+    pairs = [(name, versions.get(name)) for name in names] + sorted(x for x in peers if x[1])
+    return ", ".join(f"{name} {version}" for name, version in pairs if version)
 
 
 def _when(files: Iterable[ResultFile]) -> str:
@@ -206,7 +224,7 @@ def _section(device: str, files: Sequence[ResultFile]) -> str:
     questions = [x for x in files if x.name not in SUITES]
     machine, versions = files[0].about["machine"], (suites or files)[0].about["versions"]
     name = machine.get("device") or f"{machine['processor']}, {machine['cores']} cores"
-    software = ", ".join(f"{x} {versions[x]}" for x in ("python", "jax", "torch") if x in versions)
+    software = _software(versions, ("python", "jax", "torch"), files)
     lines = [
         f"## {name}",
         f"{software}; {_when(files)}. Medians; the quartiles of the repetitions are in brackets. The command, commit "

@@ -9,6 +9,7 @@ import torch
 from torch._functorch import config as functorch_config
 
 from benchmarks.peers.torch import attention as torch_attention
+from benchmarks.peers.torch.pages import pages_of
 from benchmarks.problems import Problem
 from benchmarks.run.library_runner import LibraryRunner
 from benchmarks.run.timing import COLD_BYTES, Call, Span, Timer, busy_per_call
@@ -28,33 +29,34 @@ class TorchRunner(LibraryRunner):
         functorch_config.donated_buffer = False
 
     def start(self, problem: Problem) -> dict[str, Any]:
-        """Draws the arrays; those in pages are drawn by the peer that reads them."""
-        self._problem, self._arrays, self._leaves = problem, [], []
+        """Draws the arrays."""
+        self._problem = problem
         torch.manual_seed(0)
         if problem.page:
+            self._pages = pages_of(problem, self._device)
             return {}
         keys, dtype = (problem.Hkv, problem.S), getattr(torch, problem.dtype)
         shapes = ((problem.Hq, problem.T, problem.D), (*keys, problem.D), (*keys, problem.value_size))
         self._arrays = [torch.randn(problem.B, *shape, device=self._device, dtype=dtype) for shape in shapes]
         self._bound = torch_attention.bind(problem, self._device)
-        self._leaves = [*self._arrays, *(self._bound.captured.values() if problem.differentiated else ())]
         return {}
 
     def build(self, peer: str, directions: Sequence[str]) -> dict[str, Call]:
         """The backward is `torch.autograd.grad` on the graph of one forward."""
-        for leaf in self._leaves:
+        if self._problem.page:
+            return {"forward": torch.no_grad()(torch_attention.paged_attention(peer, self._problem, self._pages))}
+        arrays = torch_attention.arranged(peer, self._problem, self._arrays)
+        leaves = [*arrays, *(self._bound.captured.values() if self._problem.differentiated else ())]
+        for leaf in leaves:
             leaf.requires_grad_("backward" in directions)
-        if peer == "flashinfer":
-            attend = torch_attention.flashinfer_decode(self._problem, self._device)
-        else:
-            attend = torch_attention.attention(peer, self._bound)
+        attend = torch_attention.attention(peer, self._bound)
         calls: dict[str, Call] = {}
         if "forward" in directions:
-            detached = [x.detach() for x in self._arrays]  # a backward beside it must not change it
+            detached = [x.detach() for x in arrays]  # a backward beside it must not change it
             calls["forward"] = torch.no_grad()(functools.partial(attend, *detached))
         if "backward" in directions:
-            out = attend(*self._arrays)
-            pull = functools.partial(torch.autograd.grad, out, self._leaves, retain_graph=True)
+            out = attend(*arrays)
+            pull = functools.partial(torch.autograd.grad, out, leaves, retain_graph=True)
             calls["backward"] = functools.partial(pull, torch.randn_like(out))
         return calls
 
@@ -63,7 +65,7 @@ class TorchRunner(LibraryRunner):
         return lambda: first @ second, torch.arange(count, device=self._device, dtype=torch.int32).clone
 
     def forget(self) -> None:
-        for name in ("_problem", "_arrays", "_leaves", "_bound"):
+        for name in ("_problem", "_arrays", "_pages", "_bound"):
             vars(self).pop(name, None)
         torch._dynamo.reset()
         gc.collect()

@@ -164,7 +164,7 @@ def test_the_torch_runner_runs_what_a_cpu_can(name: str):
     for problem in TINY.get(name, SUITES["tiny"].problems):
         peers = by_library(problem, peers_of(name)).get("torch", [])
         answer = runner.prepare(problem, peers, ["forward"])
-        assert not answer["unable"].keys() - {"flashinfer", "sdpa-cudnn", "sdpa-flash"}
+        assert not answer["unable"].keys() - {"fa4", "flashinfer", "sdpa-cudnn", "sdpa-flash"}
     bound = torch_attention.bind(square(2, 64, 4, 16, "alibi"), "cpu")
     assert torch_attention._materialized(bound).shape == (1, 4, 64, 64)  # cuDNN takes the first of three for the batch
 

@@ -89,6 +89,11 @@ def test_pages_show_suites_in_tables():
     short = report.speed_table(results)
     assert "| causal, backward, TFLOP/s | 128 | 64 | 64 | 64 |" in short  # FlashAttention-4 is there if it was measured
     assert "µs | 1000000 | 2000000 | 2000000 |" in short
+    about = {**ABOUT, "versions": {**ABOUT["versions"], "flashinfer-python": "0.6"}}
+    results[report.DEVICE]["mixed"] = dataclasses.replace(made("mixed"), about=about)
+    short = report.speed_table(results)
+    assert "jax 1, torch 2, flashinfer-python 0.6, 2026" in short
+    assert "keys, µs | 1000000 |  |  | 2000000 | 2000000 |" in short  # FlashInfer's column, and no row without a peer
     row = report.tables_of(results[report.DEVICE]["decode"])[0][1]
     assert row[1] == "1000000 µs, 0.00 TB/s"
     about = {**ABOUT, "remarks": ["torch-flex: ModuleNotFoundError: No module named 'torch' [everywhere]"]}

@@ -14,7 +14,7 @@ import numpy as np
 
 import jflex
 from benchmarks.peers.jax.attention import IMPLEMENTATIONS, BoundMods, Captured
-from benchmarks.problems import EIGHT_BITS, Problem, requests_of
+from benchmarks.problems import EIGHT_BITS, Problem, page_table, requests_of
 from benchmarks.variants import Mods
 
 Batch = jflex.paged.PagedBatch
@@ -48,14 +48,8 @@ def normal(seed: int, shape: tuple[int, ...], problem: Problem) -> jax.Array:
 
 def paged_inputs(problem: Problem, prefix: int = 0) -> tuple[jax.Array, Cache, Batch]:
     """Packed queries, the cache and the batch; sequences share the pages of a prefix."""
-    requests, shared = requests_of(problem), prefix // problem.page
-    pages = -(-requests.keys // problem.page)
-    count = 1 + shared + int((pages - shared).sum())  # page 0 is reserved
-    places = np.random.default_rng(0).permutation(np.arange(1, count))
-    table = np.zeros((problem.B, pages.max()), np.int32)
-    table[:, :shared] = places[:shared]
-    for row, unshared in zip(table, np.split(places[shared:], np.cumsum(pages - shared)[:-1]), strict=True):
-        row[shared : shared + len(unshared)] = unshared
+    requests, table = requests_of(problem), page_table(problem, prefix)
+    count = 1 + int(table.max())
     keys = normal(1, (count, problem.page, problem.Hkv, problem.D), problem)
     if problem.keys == "latent":
         cache = jflex.paged.LatentCache(keys, problem.D - problem.value_size)

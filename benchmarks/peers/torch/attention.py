@@ -7,12 +7,13 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.attention import SDPBackend, flex_attention, sdpa_kernel
 
-from benchmarks.problems import Problem, requests_of
-from benchmarks.variants import CAP, LARGE, VARIANTS, WINDOW, Mods, Operations
+from benchmarks.peers.torch import flash
+from benchmarks.peers.torch.pages import Pages, flashinfer
+from benchmarks.problems import Problem
+from benchmarks.variants import LARGE, VARIANTS, Mods, Operations
 
 OPERATIONS = Operations(torch.tanh, lambda x: x.to(torch.float32), torch.clamp)
 _MAX_EAGER = 2**28  # elements that `create_block_mask` may hold
-_WORKSPACE_BYTES = 128 * 2**20  # that FlashInfer takes
 _SDPA = {
     "sdpa-cudnn": SDPBackend.CUDNN_ATTENTION,
     "sdpa-flash": SDPBackend.FLASH_ATTENTION,
@@ -41,14 +42,24 @@ def bind(problem: Problem, device: str) -> BoundProblem:
 
 
 def attention(peer: str, bound: BoundProblem) -> Callable[..., Any]:
-    """A peer's ``(query, key, value) -> out``, of arrays [B, H, length, D]; an `ImportError` if it is not installed."""
+    """A peer's ``(query, key, value) -> out`` of `arranged` arrays; an `ImportError` if it is not installed."""
     if peer in _SDPA:
         return _sdpa(bound, _SDPA[peer])
     if peer == "fa4":
-        return _flash_attention_4(bound.problem)
+        return flash.dense(bound.problem, bound.device)
     if peer.startswith("torch-decode"):
         return _flex_decode(bound.problem, bound.device, blocks=peer == "torch-decode-mask")
     return _flex(bound)
+
+
+def arranged(peer: str, problem: Problem, arrays: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Query, key and value [B, H, length, D] in the order of axes that a peer's users have."""
+    return flash.arranged(problem, arrays) if peer == "fa4" else arrays
+
+
+def paged_attention(peer: str, problem: Problem, pages: Pages) -> Callable[[], torch.Tensor]:
+    """A peer's call over pages; an `ImportError` if it is not installed."""
+    return flash.paged(problem, pages) if peer == "fa4" else flashinfer(peer, problem, pages)
 
 
 def _compiled_flex(device: str) -> Callable[..., Any]:
@@ -81,21 +92,6 @@ def _sdpa(bound: BoundProblem, backend: SDPBackend) -> Callable[..., Any]:
     return attend
 
 
-def _flash_attention_4(problem: Problem) -> Callable[..., Any]:
-    """FlashAttention's kernels in CuTe's Python, which know these variants without a mod."""
-    from flash_attn.cute import flash_attn_func  # type: ignore
-
-    window = (min(WINDOW, problem.S // 2) - 1, 0) if problem.variant == "sliding_window" else (None, None)
-    cap = CAP if problem.variant == "softcap" else 0.0
-    options = {"causal": problem.variant in ("causal", "softcap"), "window_size": window, "softcap": cap}
-
-    def attend(query: Any, key: Any, value: Any) -> Any:
-        out = flash_attn_func(*(x.transpose(1, 2) for x in (query, key, value)), **options)
-        return out[0] if isinstance(out, tuple) else out  # with its lse, in some versions
-
-    return attend
-
-
 def _flex_decode(problem: Problem, device: str, *, blocks: bool) -> Callable[..., Any]:
     """FlexAttention of one token with its decode kernel forced, on a GPU.
 
@@ -107,26 +103,6 @@ def _flex_decode(problem: Problem, device: str, *, blocks: bool) -> Callable[...
     options: dict[str, Any] = {"block_mask": block_mask, "enable_gqa": problem.Hq != problem.Hkv}
     options |= {"kernel_options": {"BACKEND": "TRITON_DECODE"}} if device == "cuda" else {}
     return functools.partial(_compiled_flex(device), **options)
-
-
-def flashinfer_decode(problem: Problem, device: str) -> Callable[..., Any]:
-    """FlashInfer's batch decode over pages at random places, which it draws; an `ImportError` without it."""
-    import flashinfer  # type: ignore
-
-    keys = requests_of(problem).keys
-    counts = torch.as_tensor(-(-keys // problem.page), dtype=torch.int32)
-    indptr = torch.cat([torch.zeros(1, dtype=torch.int32), counts.cumsum(0, dtype=torch.int32)])
-    pages, dtype = int(indptr[-1]), getattr(torch, problem.dtype)
-    draw = functools.partial(torch.randn, device=device, dtype=dtype)
-    query = draw(problem.B, problem.Hq, problem.D)
-    cache = tuple(draw(pages, problem.page, problem.Hkv, problem.D) for _ in range(2))
-    workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
-    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=True)
-    last = torch.as_tensor((keys - 1) % problem.page + 1, dtype=torch.int32)
-    table = (indptr.to(device), torch.randperm(pages, dtype=torch.int32, device=device), last.to(device))
-    sizes = (problem.Hq, problem.Hkv, problem.D, problem.page)
-    wrapper.plan(*table, *sizes, q_data_type=dtype, kv_data_type=dtype)
-    return lambda: wrapper.run(query, cache)
 
 
 def _block_mask(mask: Callable[..., Any], problem: Problem, device: str) -> Any:
