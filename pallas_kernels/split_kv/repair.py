@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 
@@ -15,7 +16,7 @@ from pallas_kernels.spec import AttentionSpec, Operands
 from pallas_kernels.split_kv import decode as decode_kernel
 from pallas_kernels.split_kv import paged as paged_kernel
 from pallas_kernels.split_kv import plan as paged_plan
-from pallas_kernels.split_kv.work import PagedOperands
+from pallas_kernels.split_kv.work import UNLIMITED, PagedOperands
 from pallas_kernels.triton import forward as forward_kernel
 from pallas_kernels.triton.backward import dkv, dq
 from pallas_kernels.triton.containment import MAX_TILE
@@ -67,4 +68,6 @@ def paged(spec: AttentionSpec, arrays: PagedOperands[jax.Array], result: list[ja
     """Out and lse of a paged call, recomputed where the lse is NaN; the spec is without a plan."""
     plan = paged_plan.plan(spec)
     assert not isinstance(plan, Refusal), plan  # `limit_of_split_kv` was asked
-    return paged_kernel.repair(plan.spec, plan.launches, arrays, result)
+    # All requests in one launch: marks are rare, and each launch that finds none takes 2 us.
+    work = dataclasses.replace(plan.launches[0], max_queries=UNLIMITED)
+    return paged_kernel.repair(plan.spec, (work,), arrays, result)

@@ -171,8 +171,9 @@ def _consume(static: LatentStatic, group: int) -> None:
         rows = heads.rows_of(item.group, item.first, item.queries, spec)
         prepared = static.prepare(item, rows, rows.n, item.first)
         plg.barrier_wait(scratch.queries_full.at[0])
+        in_turn = heads.read_keys_once(spec)
         run = step.LatentStep(
-            prepared, scratch.queries, scratch.query_ropes, scratch.buffers, group, item.length, item.end
+            prepared, scratch.queries, scratch.query_ropes, scratch.buffers, group, item.length, item.end, in_turn
         )
         state = run(item.begin, item.pairs)
         plg.barrier_arrive(scratch.queries_empty.at[0])

@@ -58,6 +58,10 @@ class Heads(NamedTuple):
         """Queries of a tile."""
         return smem.WARP_GROUP_ROWS // self.padded_count
 
+    def read_keys_once(self, spec: AttentionSpec) -> bool:
+        """True if requests of the mean number of queries have one tile: loading keys then takes longer than MMAs."""
+        return self.groups == 1 and self.queries * spec.B >= spec.T
+
     def padded(self, query: jax.Array) -> jax.Array:
         """Queries [N, Hq, D] with each group of heads padded: [N, groups * padded_count, D]."""
         if self.padded_count == self.count:

@@ -81,19 +81,22 @@ class LatentStep(NamedTuple):
     group: int  # the warp group: 0 or 1; also the buffer of its own tiles, and the half of the columns that it owns
     length: jax.Array  # keys of the request
     end: jax.Array  # one past the last tile of keys
+    in_turn: bool  # whether a tile is done before the next one is waited for
     zero: Index = 0  # added to indices of shared memory; see `inline_ptx.unknown_zero`
 
     def __call__(self, begin: jax.Array, pairs: jax.Array) -> LatentState:
         """The state after so many pairs of tiles from `begin` on; the second tile of the last may be past the end."""
         state = start(self.prepared.spec)
+        if self.in_turn:
+            return lax.fori_loop(0, pairs, lambda j, state: self._with_opaque_zero()._pair(state, begin + 2 * j), state)
         if self.group == 1:
             follow = lambda j, state: self._with_opaque_zero()._follow(state, begin + 2 * j)
             return lax.fori_loop(0, pairs, follow, state)
 
         def lead(state: LatentState) -> LatentState:
-            state = self._with_opaque_zero()._lead_first(state, begin)
+            state = self._with_opaque_zero()._own(state, begin)
             on = lambda j, state: self._with_opaque_zero()._lead_on(state, begin + 2 * j)
-            return self._with_opaque_zero()._lead_last(lax.fori_loop(0, pairs - 1, on, state), begin + 2 * pairs - 1)
+            return self._with_opaque_zero()._other(lax.fori_loop(0, pairs - 1, on, state), begin + 2 * pairs - 1)
 
         return lax.cond(pairs > 0, lead, lambda state: state, state)
 
@@ -101,8 +104,14 @@ class LatentStep(NamedTuple):
         """This step with a zero that the compilers do not know."""
         return self._replace(zero=inline_ptx.unknown_zero())
 
-    def _lead_first(self, state: LatentState, tile: jax.Array) -> LatentState:
-        """Warp group 0: the first of its own tiles."""
+    def _pair(self, state: LatentState, tile: jax.Array) -> LatentState:
+        """A tile of warp group 0 and the next, of 1; a buffer is released before the other one is waited for."""
+        if self.group == 0:
+            return self._other(self._own(state, tile), tile + 1)
+        return self._own(self._other(state, tile), tile + 1)
+
+    def _own(self, state: LatentState, tile: jax.Array) -> LatentState:
+        """A tile of this warp group."""
 
         def qk(raw: Accumulator) -> jax.Array:
             self._start_near_scores(raw)
@@ -111,7 +120,15 @@ class LatentStep(NamedTuple):
 
         weights = self._weights(state.row_max, pl.run_scoped(qk, accumulator(_ROWS, TILE_KEYS)))
         self._publish(weights[1])
-        return self._lead_own(state, tile, *weights)
+        return self._add_own(state, tile, *weights)
+
+    def _other(self, state: LatentState, tile: jax.Array) -> LatentState:
+        """PV of a tile of the other warp group."""
+        b = 1 - self.group
+        state = self._received_max(state, b)
+        out = accumulate(state.out, lambda ref: self._add_received(ref, b, tile))
+        plg.barrier_arrive(self.buffers.far_empty.at[b])
+        return state._replace(out=out)
 
     def _lead_on(self, state: LatentState, tile: jax.Array) -> LatentState:
         """Warp group 0: PV of the tile of the other after `tile`, then its own next tile.
@@ -134,24 +151,18 @@ class LatentStep(NamedTuple):
 
         raw = accumulator(_ROWS, TILE_KEYS)
         out, *weights = self._run(lambda refs: pl.run_scoped(functools.partial(both, refs), raw), state.out)
-        return self._lead_own(state._replace(out=out), tile + 2, *weights)
+        return self._add_own(state._replace(out=out), tile + 2, *weights)
 
-    def _lead_own(
+    def _add_own(
         self, state: LatentState, tile: jax.Array, row_max: jax.Array, p: jax.Array, added: jax.Array
     ) -> LatentState:
-        """Warp group 0: PV of its own tile, from its weights."""
+        """PV of a tile of this warp group, from its weights."""
         state = _rescaled(state, row_max)
-        self._clear_past_end(0, tile)
-        out = self._add(state.out, p, 0)
-        plg.barrier_arrive(self.buffers.near_empty.at[0])
+        self._clear_past_end(self.group, tile)
+        values = self._values(self.group)
+        out = accumulate(state.out, lambda ref: plg.wgmma(ref, p, values))  # O += P V [rows, Dv / 2]
+        plg.barrier_arrive(self.buffers.near_empty.at[self.group])
         return LatentState(out, row_max, state.row_sum + added)
-
-    def _lead_last(self, state: LatentState, tile: jax.Array) -> LatentState:
-        """Warp group 0: PV of the last tile of the other."""
-        state = self._received_max(state, 1)
-        out = accumulate(state.out, lambda ref: self._add_received(ref, 1, tile))
-        plg.barrier_arrive(self.buffers.far_empty.at[1])
-        return state._replace(out=out)
 
     def _follow(self, state: LatentState, tile: jax.Array) -> LatentState:
         """Warp group 1: the tile of the other while its own QK^T runs, then its own."""
@@ -174,11 +185,7 @@ class LatentStep(NamedTuple):
 
         *received, row_max, p, added = pl.run_scoped(first, accumulator(_ROWS, TILE_KEYS))
         plg.barrier_arrive(self.buffers.far_empty.at[0])
-        state = _rescaled(LatentState(*received), row_max)
-        self._clear_past_end(1, tile + 1)
-        out = self._add(state.out, p, 1)
-        plg.barrier_arrive(self.buffers.near_empty.at[1])
-        return LatentState(out, row_max, state.row_sum + added)
+        return self._add_own(LatentState(*received), tile + 1, row_max, p, added)
 
     def _start_near_scores(self, raw: Accumulator) -> None:
         """Issues QK^T of the near part of the group's own tile: it arrives first."""
@@ -243,10 +250,6 @@ class LatentStep(NamedTuple):
 
     def _values(self, b: int) -> Ref:
         return self.buffers.latents.at[b + self.zero, self.group]
-
-    def _add(self, out: jax.Array, p: jax.Array, b: int) -> jax.Array:
-        """PV of the group's own tile."""
-        return accumulate(out, lambda ref: plg.wgmma(ref, p, self._values(b)))  # O += P V [rows, Dv / 2]
 
     def _clear_past_end(self, b: int, tile: jax.Array) -> None:
         """Overwrites the values past the end of the keys with zeros: their weights are 0, and they may be NaN."""
