@@ -61,7 +61,7 @@ def visibility_of_blocks(
         return None
     index_values = {"b": at[0], "h": at[1], "q": grid.positions(0), "k": grid.positions(1)}
     values = {node: index_values[node.value] for node in program.arguments}
-    return _BlockAnalysis(Evaluation(_Positions(operands, grid), values), grid).visibility(program.output)
+    return _BlockAnalysis(Evaluation(Positions(operands, grid), values), grid).visibility(program.output)
 
 
 def hides_all(mod: Mod, leading: tuple[int, int], lengths: tuple[int, int]) -> bool:
@@ -73,7 +73,7 @@ def hides_all(mod: Mod, leading: tuple[int, int], lengths: tuple[int, int]) -> b
     return not isinstance(program, Refusal) and program.output.bounds == (0, 0)
 
 
-class _Positions(Space):
+class Positions(Space):
     """Row values have the shape [rows, queries of a block], column values [columns, keys of a block]."""
 
     def __init__(self, operands: Sequence[jax.Array], grid: Grid) -> None:

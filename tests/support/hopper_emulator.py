@@ -338,6 +338,11 @@ def _logistic_of_pairs(exponent, of_rows):
     return partner / (denominator * partner)
 
 
+def _between(s, first, end):
+    column = jnp.arange(s.shape[1])
+    return (column >= first[:, None]) & (column < end[:, None])
+
+
 _FUNCTIONS = {
     "exp2": lambda layout, x: jnp.exp2(x),
     "tanh": lambda layout, x: jnp.tanh(x),
@@ -345,6 +350,7 @@ _FUNCTIONS = {
     "logistic_of_pairs": lambda exponent, of_rows: _logistic_of_pairs(exponent, of_rows),
     "keep_from": lambda layout, x, number, least: jnp.where(number >= jnp.uint32(least), x, 0),
     "mask_scores": lambda layout, s, shown: jnp.where(functools.reduce(jnp.logical_and, shown), s, -jnp.inf),
+    "keep_between": lambda s, first, end: jnp.where(_between(s, first, end), s, -jnp.inf),
     "weights": lambda layout, s, log2_scale, row_max: jnp.exp2(s * jnp.float32(log2_scale) - row_max),
     "from_library": lambda name, layout, *x: _LIBRARY.get(name, getattr(jnp, name, None))(*x),
     "load_elements": lambda ref, index, layout, dtype: _gathered(ref, index),

@@ -114,7 +114,7 @@ class KeyTile(NamedTuple):
         prepared = self.static.prepare(arrays, shape, self.b, h, k_first=self.first)
         tile = accumulator(prepared.tile[1], prepared.tile[0])
 
-        def step(carried: _Carried, query: Index, is_partial: bool) -> _Carried:
+        def compute(carried: _Carried, query: Index, is_partial: bool) -> _Carried:
             state, sums = carried
             tile_step = self._replace(zero=inline_ptx.unknown_zero())
             q = wait_and_get(self.scratch.stream.queries, state.count)  # [block_q, D]
@@ -126,7 +126,33 @@ class KeyTile(NamedTuple):
             sums = tuple(x + y for x, y in zip(sums, more, strict=True))
             return DkvState(state.count + 1, TileIndex(h, query)), sums
 
+        def step(carried: _Carried, query: Index, is_partial: bool) -> _Carried:
+            hidden = prepared.hides(query) if is_partial else None
+            if hidden is None:
+                return compute(carried, query, is_partial)
+            skip = lambda carried: self._skip(carried, TileIndex(h, query))
+            return lax.cond(hidden, skip, lambda carried: compute(carried, query, is_partial), carried)
+
         return step
+
+    def _skip(self, carried: _Carried, tile: TileIndex) -> _Carried:
+        """Passes over a tile of queries, none of which attends to a key of this warp group."""
+        (state, sums), stream, d_query = carried, self.scratch.stream, self.scratch.d_query
+        for ring in (stream.queries, stream.stats, stream.d_out, stream.bias):
+            if ring is not None:
+                ring.wait(state.count)
+                ring.release(state.count)
+        if d_query is not None and self.out is not None:
+            d_query.write(state.count, self.group, jnp.zeros(d_query.d_scores.shape[2:], d_query.d_scores.dtype))
+            d_query.commit()
+
+            def before(acc: Accumulator) -> jax.Array:
+                d_query.start_gemm(acc, state.count - 1, self.group, self.scratch.keys)
+                return acc[...]
+
+            x = pl.run_scoped(before, d_query.gemm_accumulator)
+            d_query.add(self.out, self.group, self.b, state.last, x)
+        return DkvState(state.count + 1, tile), sums
 
     def _add(self, state: DkvState, d_s: jax.Array, q: Ref) -> None:
         """Issues the dK GEMM, and adds the tile before to dQ."""

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plg
 
@@ -46,6 +47,13 @@ class LoopAxis(NamedTuple):
     passes_end: bool
 
 
+class VisibleRange(NamedTuple):
+    """Where the visible indices along the loop axis begin and end, int32; see `pallas_kernels.row_limits.RowLimits`."""
+
+    rows: tuple[jax.Array, jax.Array]  # of each row of a tile, [rows]
+    tile: tuple[jax.Array, jax.Array]  # of all of its rows, scalars; -1 is where no limits are the mask
+
+
 class Scores(NamedTuple):
     """Scores of a consumer warp group: statics, and the values of the mods that the prologue evaluates."""
 
@@ -57,6 +65,7 @@ class Scores(NamedTuple):
     dropout: Evaluation | None  # the weights that dropout keeps, with loop-invariant values
     fixed: jax.Array  # the first index along the axis that the mainloop does not go along
     pairs: bool  # whether logistics of the score mod are computed in pairs in tiles where nothing is masked
+    visible: VisibleRange | None  # None if the mask has no limits
 
     @property
     def loop(self) -> LoopAxis:
@@ -64,6 +73,13 @@ class Scores(NamedTuple):
         if self.transposed:
             return LoopAxis("q", self.tile[0], self.spec.T, self.spec.walk_passes_end("q", self.tile[0]))
         return LoopAxis("k", self.tile[1], self.spec.S, self.spec.walk_passes_end("k", self.tile[1]))
+
+    def hides(self, first: Index) -> jax.Array | None:
+        """True if limits hide all of the tile from `first` on along the loop axis; None if the mask has none."""
+        if self.visible is None:
+            return None
+        begin, end = self.visible.tile
+        return (first + self.loop.count <= begin) | (first >= end)
 
     @property
     def log2_scale(self) -> float:
@@ -114,15 +130,37 @@ def prepare(
             return None
         passes_end = spec.walk_passes_end("q" if transposed else "k", tile[0] if transposed else tile[1])
         prepared = evaluation(program, refs, shapes, tile, fixed, transposed=transposed, may_end=passes_end)
-        prepared.prepare(requested or program.nodes, kinds)
+        prepared.prepare(program.nodes if requested is None else requested, kinds)
         return prepared
 
+    visible = _visible_range(spec, arrays.captured.mask, captured.mask, fixed, first, transposed=transposed)
     score = evaluate_fixed(spec.programs.score, arrays.captured.score, captured.score, nodes)
-    mask = evaluate_fixed(spec.programs.mask, arrays.captured.mask, captured.mask, None)
+    mask = evaluate_fixed(spec.programs.mask, arrays.captured.mask, captured.mask, None if visible is None else [])
     dropout = evaluate_fixed(spec.programs.dropout, arrays.captured.dropout, captured.dropout, None)
     # A pair shares its NaN, which may come from a padding key: it has rows of its own in a transposed tile.
     pairs = patterns.is_linear_in(spec.programs.score, "logistic") and not (transposed and may_end)
-    return Scores(spec, tile, transposed, score, mask, dropout, first, pairs)
+    return Scores(spec, tile, transposed, score, mask, dropout, first, pairs, visible)
+
+
+def _visible_range(
+    spec: AttentionSpec,
+    refs: Sequence[Ref],
+    shapes: Sequence[tuple[int, ...]],
+    fixed: dict[str, jax.Array],
+    first: jax.Array,
+    *,
+    transposed: bool,
+) -> VisibleRange | None:
+    """The limits of the rows of a tile, the first of which is given; None if the mask has none."""
+    if spec.mask_mod is None or spec.mask_mod.limits is None:
+        return None
+    number, rows = spec.mask_mod.limits + transposed, fixed["k" if transposed else "q"]
+    batch, _, length = shapes[number]
+    entry = fixed["b"] if batch > 1 else jnp.int32(0)
+    ref, begins, ends = refs[number], 2 * entry * length, (2 * entry + 1) * length
+    of_rows = lambda at: inline_ptx.load_elements(ref, rows + at, ROW, np.dtype(np.int32))
+    last = jnp.minimum(first + (rows.shape[0] - 1), length - 1)
+    return VisibleRange((of_rows(begins), of_rows(ends)), (ref[begins + first], ref[ends + last]))
 
 
 class Prefetched(NamedTuple):
@@ -152,7 +190,7 @@ def prefetch(scores: Scores, first: Index, is_partial: bool) -> Prefetched:
 
     return Prefetched(
         prefetched(scores.score, spec.programs.score),
-        prefetched(scores.mask, spec.programs.mask) if is_partial else None,
+        prefetched(scores.mask, spec.programs.mask) if is_partial and scores.visible is None else None,
     )
 
 
@@ -197,10 +235,18 @@ def modify(
     if not is_partial:
         return ScoreTile(s, None, score)
     mask = Mask.at(scores, first, prefetched)
-    visible = mask.visible()
-    if by_clause:
-        return ScoreTile(mask.apply(s), visible, score)
-    return ScoreTile(s if visible is None else jnp.where(visible, s, -jnp.inf), visible, score)
+    if scores.visible is not None:
+        s = _within_limits(scores, s, first, scores.visible)
+    else:
+        s = mask.apply(s) if by_clause else mask.apply_at_once(s)
+    return ScoreTile(s, mask.visible(), score)
+
+
+def _within_limits(scores: Scores, s: jax.Array, first: Index, visible: VisibleRange) -> jax.Array:
+    """Scores, with -inf outside of the limits of the rows, or where they are masked if there are none."""
+    apply = lambda s: Mask.at(scores, first, NOT_PREFETCHED).apply_at_once(s)
+    s = inline_ptx.keep_between(s, *(x - first for x in visible.rows))
+    return lax.cond(visible.tile[0] < 0, apply, lambda s: s, s)
 
 
 def kept(scores: Scores, first: Index) -> jax.Array | None:
@@ -311,7 +357,14 @@ class Mask(NamedTuple):
         if scores.mask is None:
             return cls(scores, first, None)
         assert scores.spec.programs.mask is not None  # `prepare` began to evaluate it
-        return cls(scores, first, prefetched.mask or _at(scores, scores.mask, scores.spec.programs.mask, first))
+        prepared = scores.mask if scores.visible is None else scores.mask.child({})  # then nothing is loop-invariant
+        return cls(scores, first, prefetched.mask or _at(scores, prepared, scores.spec.programs.mask, first))
+
+    def apply_at_once(self, s: jax.Array) -> jax.Array:
+        """Scores, with -inf where they are masked by any clause."""
+        ordered, others = patterns.clauses(self.scores.spec.programs.mask)
+        conjuncts = self._conjuncts([*ordered, *others])
+        return inline_ptx.mask_scores(TILE, s, conjuncts) if conjuncts else s
 
     def apply(self, s: jax.Array) -> jax.Array:
         """Scores, with -inf where they are masked.
