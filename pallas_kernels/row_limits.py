@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_kernels.block_intervals import Grid, Positions
+from pallas_kernels.block_intervals import Grid, evaluation_at
 from pallas_kernels.plan import Refusal, program_of
 from pallas_kernels.program import patterns
 from pallas_kernels.program.build import IndexRanges
@@ -48,11 +48,7 @@ def row_limits(
     program = program_of(mod, IndexRanges(batch, 1, *lengths))
     if isinstance(program, Refusal) or not program.loads or max(lengths) > MAX_LOADED:
         return None
-    indices = {"b": b, "h": jnp.int32(0)}
-    grid = Grid(lengths, lengths)
-    indices |= {"q": grid.positions(0), "k": grid.positions(1)}
-    values = {node: indices[node.value] for node in program.arguments}
-    analysis = _Analysis(Evaluation(Positions(operands, grid), values), lengths)
+    analysis = _Analysis(evaluation_at(program, operands, (b, jnp.int32(0)), Grid(lengths, lengths)), lengths)
     if not all(analysis.add(clause) for part in patterns.clauses(program) for clause in part):
         return None
     return analysis.limits()

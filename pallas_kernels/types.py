@@ -59,7 +59,8 @@ class Mod(Protocol):
       jaxpr: Takes ``(score,) b, h, q_idx, kv_idx`` and the captured arrays, and returns one scalar; of a key or a value
         mod ``vector, b, h_kv, kv_idx`` and the captured arrays, and returns a vector like the one it takes.
       source: The user's function, for messages; equal mods may come from different ones.
-      limits: The number of the first captured array that holds `row_limits.RowLimits` of a mask; None without.
+      limits: Of a mask, the number of the first of four captured arrays that the program does not read: the two of
+        `row_limits.RowLimits`, then the orders in which rows and columns of blocks are started; None without.
     """
 
     @property

@@ -11,6 +11,7 @@ from jax.extend.core import jaxpr_as_fun
 from jaxtyping import Array, Int32
 
 from jflex._mesh import isolated_trace, varying_axes
+from jflex.block_mask.lists import BlockLists
 from jflex.mods.dependence import uses_index
 from jflex.mods.fingerprint import fingerprint
 from jflex.mods.trace import TracedMod
@@ -20,19 +21,24 @@ MIN_ELEMENTS = 1 << 22  # of a mask: the sort behind limits takes as long as att
 Mask = tuple[TracedMod, tuple[jax.Array, ...]]
 
 
-def with_limits(mask: Mask, shape: tuple[int, int, int, int], form: Mask | None = None) -> Mask:
-    """A traced mask and its captured arrays, with its limits among these if it has any.
+def with_limits(
+    mask: Mask, shape: tuple[int, int, int, int], lists: BlockLists, form: Mask | None = None
+) -> tuple[TracedMod, tuple[jax.Array, ...]]:
+    """A traced mask and its captured arrays, to which its limits are added if it has any, and two orders of `lists`.
 
-    `shape` is (B, H, T, S). `form` is the same mask in another form, of which the limits are derived.
+    Rows and columns of blocks are started in these orders, those with most blocks first. `shape` is (B, H, T, S).
+    `form` is the same mask in another form, of which the limits are derived.
     """
     (traced, operands), (form_traced, form_operands) = mask, form or mask
     T, S = shape[2:]
     if T * S < MIN_ELEMENTS or uses_index(form_traced, "h") or varying_axes(*form_operands):
         return mask
     batch = shape[0] if uses_index(form_traced, "b") else 1
-    arrays = _limits(form_traced, lax.stop_gradient(form_operands), batch, (T, S))
-    if arrays is None:
+    limits = _limits(form_traced, lax.stop_gradient(form_operands), batch, (T, S))
+    if limits is None:
         return mask
+    order = lambda *counts: jnp.argsort(-sum(counts), axis=-1).astype(jnp.int32)
+    arrays = (*limits, order(lists[0], lists[2]), order(lists[4], lists[6]))
     added = tuple((x.shape, str(x.dtype)) for x in arrays)
     indices = [jax.ShapeDtypeStruct((), jnp.int32)] * 4
     avals = [jax.ShapeDtypeStruct(size, dtype) for size, dtype in (*traced.operands, *added)]

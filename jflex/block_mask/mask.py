@@ -382,7 +382,7 @@ def create_block_mask(
     with eval_context() if known else contextlib.nullcontext():
         states = (known_block_states if known else block_states)(traced, operands, shape, block_size)
         lists = block_lists(states, follow_mod=True, max_blocks=max_blocks)
-    traced, operands = with_limits((traced, operands), shape)
+    traced, operands = with_limits((traced, operands), shape, lists)
     return BlockMask(*lists, operands, traced, shape[2:], block_size, lists_follow_mod=True)
 
 

@@ -113,7 +113,7 @@ def varlen_block_mask(
     lists = block_lists(states[None], follow_mod=True)
     # Of the key alone, positions are in no order. From the query, they count from where the keys of its sequence begin.
     by_query = None if mask_mod is None else trace_mask_mod(ReindexedMod(mask_mod, tokens.positions_by_query))
-    traced, operands = with_limits((traced, operands), (1, heads, *lengths), by_query)
+    traced, operands = with_limits((traced, operands), (1, heads, *lengths), lists, by_query)
     return VarlenBlockMask(*lists, operands, traced, lengths, size, True, cu_seqlens_q=q_ends, cu_seqlens_k=kv_ends)
 
 

@@ -54,8 +54,8 @@ class TracedMod:
     source: str = dataclasses.field(compare=False)  # the user's function, for messages: ``causal (model.py:41)``
     # the sizes that the mod was made for
     requirements: tuple[Requirement, ...] = dataclasses.field(default=(), compare=False, repr=False)
-    # of a mask, the number of the first of the operands that hold its limits, which the program does not read
-    # (`pallas_kernels.row_limits`); None without
+    # of a mask, the number of the first of four operands that the program does not read: its limits
+    # (`pallas_kernels.row_limits`), and orders of rows and columns of blocks (`block_walk`); None without
     limits: int | None = None
 
     def __call__(self, operands: Sequence[jax.Array], *arguments: jax.Array) -> jax.Array:

@@ -115,7 +115,10 @@ _WORD_BETWEEN = (
     + "sub.s32 from, from, $part; sub.s32 to, to, $part; max.s32 from, from, 0; sub.s32 to, to, from; "
     + "max.s32 to, to, 0; bmsk.clamp.b32 $0, from, to; }"
 )
-_KEEP_BIT = "{ .reg .pred kept; .reg .b32 bit; and.b32 bit, $2, %d; setp.ne.s32 kept, bit, 0; selp.f32 $0, $1, 0fff800000, kept; }"
+_KEEP_BIT = (
+    "{ .reg .pred kept; .reg .b32 bit; and.b32 bit, $2, %d; setp.ne.s32 kept, bit, 0; "
+    "selp.f32 $0, $1, 0fff800000, kept; }"
+)
 
 
 def keep_from(layout: RegisterLayout, x: jax.Array, number: jax.Array, least: int) -> jax.Array:
