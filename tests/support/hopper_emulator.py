@@ -339,7 +339,7 @@ def _logistic_of_pairs(exponent, of_rows):
 
 
 def _between(s, first, end):
-    column = jnp.arange(s.shape[1])
+    column = jnp.arange(s.shape[1])[None]
     return (column >= first[:, None]) & (column < end[:, None])
 
 
