@@ -26,7 +26,7 @@ from jax.experimental.pallas import mosaic_gpu as plg
 from jflex import entry
 from jflex._jax import custom_vjp
 from jflex.backends.gpu import mosaic_gpu as adapter
-from pallas_kernels.mosaic_gpu import global_rows, inline_ptx, register_order, split_kv, work_items
+from pallas_kernels.mosaic_gpu import global_rows, inline_ptx, register_order, selections, split_kv, work_items
 from pallas_kernels.mosaic_gpu.backward import captured, dkv, dq
 from pallas_kernels.mosaic_gpu.forward import kernel as forward_kernel
 from pallas_kernels.mosaic_gpu.launch import WARP_GROUP
@@ -348,9 +348,6 @@ _FUNCTIONS = {
     "tanh": lambda layout, x: jnp.tanh(x),
     "logistic": lambda layout, exponent: 1 / (1 + jnp.exp2(exponent)),
     "logistic_of_pairs": lambda exponent, of_rows: _logistic_of_pairs(exponent, of_rows),
-    "keep_from": lambda layout, x, number, least: jnp.where(number >= jnp.uint32(least), x, 0),
-    "mask_scores": lambda layout, s, shown: jnp.where(functools.reduce(jnp.logical_and, shown), s, -jnp.inf),
-    "keep_between": lambda s, first, end: jnp.where(_between(s, first, end), s, -jnp.inf),
     "weights": lambda layout, s, log2_scale, row_max: jnp.exp2(s * jnp.float32(log2_scale) - row_max),
     "from_library": lambda name, layout, *x: _LIBRARY.get(name, getattr(jnp, name, None))(*x),
     "load_elements": lambda ref, index, layout, dtype: _gathered(ref, index),
@@ -366,13 +363,7 @@ _FUNCTIONS = {
     "unknown_zero": lambda: jnp.int32(0),
 }
 
-
-def _store_in_register_order(ref: Any, x: jax.Array) -> None:
-    """The inverse of `register_order.to_rows`, for one tile."""
-    parts = np.asarray(x).reshape(4, 2, 8, -1, 2, 4, 2)  # warp, 8 rows, row; 16 columns, 8 columns, thread, column
-    ref[...] = parts.transpose(3, 1, 0, 2, 5, 4, 6).reshape(ref.shape)
-
-
+from pallas_kernels.mosaic_gpu import global_rows, inline_ptx, register_order, selections, split_kv, work_items
 _ROWS = {"load_rows": lambda ref, line: jnp.asarray(ref.array.reshape(-1, ref.shape[-1])[np.asarray(line)]),
          "store_rows": _store_rows, "store_values": _store_values}  # fmt: skip
 
@@ -396,7 +387,7 @@ def emulated() -> Iterator[None]:
     that each computes several tiles.
     """
     with pytest.MonkeyPatch.context() as patch:
-        for module, functions in ((inline_ptx, _FUNCTIONS), (global_rows, _ROWS)):
+        for module, functions in ((inline_ptx, _FUNCTIONS), (selections, _SELECTIONS), (global_rows, _ROWS)):
             for name, function in functions.items():
                 patch.setattr(module, name, function)
         patch.setattr(register_order, "store", _store_in_register_order)

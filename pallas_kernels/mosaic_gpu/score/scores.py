@@ -8,13 +8,13 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plg
 
-from pallas_kernels.mosaic_gpu import inline_ptx, smem
+from pallas_kernels.mosaic_gpu import inline_ptx, selections, smem
 from pallas_kernels.mosaic_gpu.score import bias_tiles
 from pallas_kernels.mosaic_gpu.score.tile import COLUMN, ROW, TILE, TileSpace, evaluation, indices_of
+from pallas_kernels.mosaic_gpu.score.visible_range import VisibleRange, visible_range
 from pallas_kernels.program import intervals, patterns
 from pallas_kernels.program.build import Program
 from pallas_kernels.program.evaluate import Evaluation, Product
@@ -47,13 +47,6 @@ class LoopAxis(NamedTuple):
     passes_end: bool
 
 
-class VisibleRange(NamedTuple):
-    """Where the visible indices along the loop axis begin and end, int32; see `pallas_kernels.row_limits.RowLimits`."""
-
-    rows: tuple[jax.Array, jax.Array]  # of each row of a tile, [rows]
-    tile: tuple[jax.Array, jax.Array]  # of all of its rows, scalars; -1 is where no limits are the mask
-
-
 class Scores(NamedTuple):
     """Scores of a consumer warp group: statics, and the values of the mods that the prologue evaluates."""
 
@@ -73,13 +66,6 @@ class Scores(NamedTuple):
         if self.transposed:
             return LoopAxis("q", self.tile[0], self.spec.T, self.spec.walk_passes_end("q", self.tile[0]))
         return LoopAxis("k", self.tile[1], self.spec.S, self.spec.walk_passes_end("k", self.tile[1]))
-
-    def hides(self, first: Index) -> jax.Array | None:
-        """True if limits hide all of the tile from `first` on along the loop axis; None if the mask has none."""
-        if self.visible is None:
-            return None
-        begin, end = self.visible.tile
-        return (first + self.loop.count <= begin) | (first >= end)
 
     @property
     def log2_scale(self) -> float:
@@ -133,34 +119,13 @@ def prepare(
         prepared.prepare(program.nodes if requested is None else requested, kinds)
         return prepared
 
-    visible = _visible_range(spec, arrays.captured.mask, captured.mask, fixed, first, transposed=transposed)
+    visible = visible_range(spec, arrays.captured.mask, captured.mask, fixed, first, transposed=transposed)
     score = evaluate_fixed(spec.programs.score, arrays.captured.score, captured.score, nodes)
     mask = evaluate_fixed(spec.programs.mask, arrays.captured.mask, captured.mask, None if visible is None else [])
     dropout = evaluate_fixed(spec.programs.dropout, arrays.captured.dropout, captured.dropout, None)
     # A pair shares its NaN, which may come from a padding key: it has rows of its own in a transposed tile.
     pairs = patterns.is_linear_in(spec.programs.score, "logistic") and not (transposed and may_end)
     return Scores(spec, tile, transposed, score, mask, dropout, first, pairs, visible)
-
-
-def _visible_range(
-    spec: AttentionSpec,
-    refs: Sequence[Ref],
-    shapes: Sequence[tuple[int, ...]],
-    fixed: dict[str, jax.Array],
-    first: jax.Array,
-    *,
-    transposed: bool,
-) -> VisibleRange | None:
-    """The limits of the rows of a tile, the first of which is given; None if the mask has none."""
-    if spec.mask_mod is None or spec.mask_mod.limits is None:
-        return None
-    number, rows = spec.mask_mod.limits + transposed, fixed["k" if transposed else "q"]
-    batch, _, length = shapes[number]
-    entry = fixed["b"] if batch > 1 else jnp.int32(0)
-    ref, begins, ends = refs[number], 2 * entry * length, (2 * entry + 1) * length
-    of_rows = lambda at: inline_ptx.load_elements(ref, rows + at, ROW, np.dtype(np.int32))
-    last = jnp.minimum(first + (rows.shape[0] - 1), length - 1)
-    return VisibleRange((of_rows(begins), of_rows(ends)), (ref[begins + first], ref[ends + last]))
 
 
 class Prefetched(NamedTuple):
@@ -245,7 +210,7 @@ def modify(
 def _within_limits(scores: Scores, s: jax.Array, first: Index, visible: VisibleRange) -> jax.Array:
     """Scores, with -inf outside of the limits of the rows, or where they are masked if there are none."""
     apply = lambda s: Mask.at(scores, first, NOT_PREFETCHED).apply_at_once(s)
-    s = inline_ptx.keep_between(s, *(x - first for x in visible.rows))
+    s = selections.keep_between(s, *(x - first for x in visible.rows))
     return lax.cond(visible.tile[0] < 0, apply, lambda s: s, s)
 
 
@@ -268,7 +233,7 @@ def drop(scores: Scores, first: Index, p: jax.Array) -> jax.Array:
     number, least = program.output.inputs
     assert least.op == "literal"
     words = _at(scores, scores.dropout, program, first).tile(number)
-    return inline_ptx.keep_from(TILE, p, words, int(least.value))
+    return selections.keep_from(TILE, p, words, int(least.value))
 
 
 def linear_weights(scores: Scores, tile: ScoreTile) -> jax.Array:
@@ -364,7 +329,7 @@ class Mask(NamedTuple):
         """Scores, with -inf where they are masked by any clause."""
         ordered, others = patterns.clauses(self.scores.spec.programs.mask)
         conjuncts = self._conjuncts([*ordered, *others])
-        return inline_ptx.mask_scores(TILE, s, conjuncts) if conjuncts else s
+        return selections.mask_scores(TILE, s, conjuncts) if conjuncts else s
 
     def apply(self, s: jax.Array) -> jax.Array:
         """Scores, with -inf where they are masked.
@@ -376,9 +341,9 @@ class Mask(NamedTuple):
         """
         ordered, others = patterns.clauses(self.scores.spec.programs.mask)
         conjuncts = self._conjuncts(others)
-        s = inline_ptx.mask_scores(TILE, s, conjuncts) if conjuncts else s
+        s = selections.mask_scores(TILE, s, conjuncts) if conjuncts else s
         for clause in ordered:
-            apply = lambda s, clause=clause: inline_ptx.mask_scores(TILE, s, self._values([clause]))
+            apply = lambda s, clause=clause: selections.mask_scores(TILE, s, self._values([clause]))
             s = lax.cond(self._may_mask(clause), apply, lambda s: s, s)
         return s
 
