@@ -363,7 +363,19 @@ _FUNCTIONS = {
     "unknown_zero": lambda: jnp.int32(0),
 }
 
-from pallas_kernels.mosaic_gpu import global_rows, inline_ptx, register_order, selections, split_kv, work_items
+_SELECTIONS = {
+    "keep_from": lambda layout, x, number, least: jnp.where(number >= jnp.uint32(least), x, 0),
+    "mask_scores": lambda layout, s, shown: jnp.where(functools.reduce(jnp.logical_and, shown), s, -jnp.inf),
+    "keep_between": lambda s, first, end: jnp.where(_between(s, first, end), s, -jnp.inf),
+}
+
+
+def _store_in_register_order(ref: Any, x: jax.Array) -> None:
+    """The inverse of `register_order.to_rows`, for one tile."""
+    parts = np.asarray(x).reshape(4, 2, 8, -1, 2, 4, 2)  # warp, 8 rows, row; 16 columns, 8 columns, thread, column
+    ref[...] = parts.transpose(3, 1, 0, 2, 5, 4, 6).reshape(ref.shape)
+
+
 _ROWS = {"load_rows": lambda ref, line: jnp.asarray(ref.array.reshape(-1, ref.shape[-1])[np.asarray(line)]),
          "store_rows": _store_rows, "store_values": _store_values}  # fmt: skip
 
