@@ -28,7 +28,7 @@ _COMPARED = {"ge": (1, 0), "gt": (1, 1), "le": (-1, 0), "lt": (-1, 1)}  # ``sign
 
 
 class RowLimits(NamedTuple):
-    """Where the visible indices of each row begin and end, int32; a kernel reads them as captured arrays of the mask.
+    """Beginnings and ends of the visible indices of rows, int32; a kernel reads them as captured arrays of the mask.
 
     Both ascend, and each is the mask. If none are, all rows begin at -1 and end at the length: so they hide nothing.
     """
@@ -116,8 +116,8 @@ class _Analysis:
     def _add_equal(self, of_query: jax.Array, of_key: jax.Array) -> None:
         """The keys whose value is that of the query; exact if all keys between the first and the last have it."""
         order = jnp.argsort(of_key).astype(jnp.int32)
-        found = lambda side: jnp.searchsorted(of_key[order], of_query, side=side, method="scan_unrolled")
-        begin, end = found("left"), found("right")
+        ranks = lambda side: jnp.searchsorted(of_key[order], of_query, side=side, method="scan_unrolled")
+        begin, end = ranks("left"), ranks("right")
         first, last = order[jnp.minimum(begin, order.size - 1)], order[end - 1]
         self.exact &= jnp.all((end == begin) | (last - first == end - 1 - begin))
         self._within(first, jnp.where(end > begin, last + 1, 0))

@@ -151,7 +151,7 @@ class PackedTokens(NamedTuple):
         return self.positions(b, h, q_idx, kv_idx)._replace(exists=exists)
 
     def positions_by_query(self, b: jax.Array, h: jax.Array, q_idx: jax.Array, kv_idx: jax.Array) -> Positions:
-        """The same as `positions_in_sequence`, except for the key of another sequence, where no mod is evaluated."""
+        """Positions as of `positions_in_sequence`, but for keys of other sequences, where they are of no sequence."""
         positions = self.positions_in_sequence(b, h, q_idx, kv_idx)
         begins = self.kv_begin[jnp.minimum(self.q_sequence, self.sequences - 1)]  # by query
         return positions._replace(kv_idx=kv_idx - begins[q_idx])

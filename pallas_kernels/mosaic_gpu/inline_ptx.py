@@ -101,7 +101,7 @@ def logistic_of_pairs(exponent: jax.Array, *, of_rows: bool) -> jax.Array:
                 below = (*at[:_AXIS_OF_8_ROWS], 1, *at[_AXIS_OF_8_ROWS + 1 :])
                 columns = zip(*map(_reciprocals, elements(at), elements(below)), strict=True)
                 new[at], new[below] = (vector.from_elements(kind, column) for column in columns)
-        return like(r, new)
+        return with_registers(r, new)
 
     return map_registers(run, plg.Layout.WGMMA, exponent)
 
@@ -229,7 +229,7 @@ def continue_columns(layout: RegisterLayout, x: jax.Array, columns: int, sign: i
 
     def run(_, start):
         repeated = [start._pointwise(arith.addf, float(sign * i)) for i in range(0, columns, TILE_COLUMNS)]
-        return like(start, np.concatenate([part.registers for part in repeated], axis=1))
+        return with_registers(start, np.concatenate([part.registers for part in repeated], axis=1))
 
     return inline(run, (layout,), x, result=array((x.shape[0], columns), x.dtype, layout))
 
@@ -248,7 +248,7 @@ def sum_columns(layout: RegisterLayout, x: jax.Array) -> jax.Array:
         for part in parts:
             for at in np.ndindex(result.shape):
                 result[at] = arith.addf(result[at], part[at])
-        return like(tile, result)
+        return with_registers(tile, result)
 
     return inline(run, (layout,), x, result=array((x.shape[0], TILE_COLUMNS), x.dtype, layout))
 
@@ -300,12 +300,12 @@ def _tied(
         new = np.empty_like(tile.registers)
         for i, at in enumerate(np.ndindex(new.shape)):
             new[at] = vector.from_elements(registers[0].type, values[width * i : width * (i + 1)])
-        return like(tile, new)
+        return with_registers(tile, new)
 
     return inline(run, (plg.Layout.WG_SPLAT, layout), barrier, x, result=array(x.shape, x.dtype, layout))
 
 
-def like(tile: mgpu.FragmentedArray, registers: np.ndarray) -> mgpu.FragmentedArray:
+def with_registers(tile: mgpu.FragmentedArray, registers: np.ndarray) -> mgpu.FragmentedArray:
     """An array of these registers, in the layout of another."""
     return type(tile)(_registers=registers, _layout=tile.layout, _is_signed=tile.is_signed)
 

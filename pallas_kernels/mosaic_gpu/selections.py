@@ -13,7 +13,7 @@ from jax.experimental.pallas import mosaic_gpu as plg
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import vector
 
-from pallas_kernels.mosaic_gpu.inline_ptx import TILE_COLUMNS, array, inline, like, map_registers, ptx, word
+from pallas_kernels.mosaic_gpu.inline_ptx import TILE_COLUMNS, array, inline, map_registers, ptx, with_registers, word
 from pallas_kernels.types import RegisterLayout
 
 
@@ -53,7 +53,7 @@ def keep_between(s: jax.Array, first: jax.Array, end: jax.Array) -> jax.Array:
                 for i, bit in enumerate(bits)
             ]
             new[at] = vector.from_elements(register.type, values)
-        return like(tile, new)
+        return with_registers(tile, new)
 
     types, result = (plg.Layout.WGMMA,) * 3, array(s.shape, s.dtype, plg.Layout.WGMMA)
     return inline(run, types, s, *limits, result=result)
@@ -97,6 +97,6 @@ def _selected(text: str, constraints: str, layout: RegisterLayout, x: jax.Array,
             parts = lambda i, vectors=at_each: [vector.extract(y, [], [i]) for y in vectors]
             values = [ptx(element, parts(i), text, constraints) for i in range(kind.shape[0])]
             new[at] = vector.from_elements(kind, values)
-        return like(tile, new)
+        return with_registers(tile, new)
 
     return map_registers(run, layout, x, *others)

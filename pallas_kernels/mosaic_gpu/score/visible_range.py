@@ -16,7 +16,7 @@ from pallas_kernels.types import Index, Ref
 
 
 class VisibleRange(NamedTuple):
-    """Where the visible indices along the loop axis begin and end, int32; see `pallas_kernels.row_limits.RowLimits`."""
+    """Begin and end of the visible indices along the loop axis, int32; see `pallas_kernels.row_limits.RowLimits`."""
 
     rows: tuple[jax.Array, jax.Array]  # of each row of a tile, [rows]
     tile: tuple[jax.Array, jax.Array]  # of all of its rows, scalars; -1 is where no limits are the mask
