@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.plan import Refusal, program_of
-from pallas_kernels.program.build import IndexRanges
+from pallas_kernels.program.build import IndexRanges, Program
 from pallas_kernels.program.evaluate import Evaluation, Space
 from pallas_kernels.program.intervals import MAX_LOADED, RULES, Interval, Visibility, result_bounds
 from pallas_kernels.program.ir import Axes, Bounds, Node, reachable
@@ -59,9 +59,15 @@ def visibility_of_blocks(
     program = program_of(mod, IndexRanges(*leading, *grid.lengths))
     if isinstance(program, Refusal):
         return None
+    return _BlockAnalysis(evaluation_at(program, operands, at, grid), grid).visibility(program.output)
+
+
+def evaluation_at(
+    program: Program, operands: Sequence[jax.Array], at: tuple[jax.Array, jax.Array], grid: Grid
+) -> Evaluation:
+    """Starts to evaluate a mask at a batch entry and head; a row value is [rows of blocks, queries of a block]."""
     index_values = {"b": at[0], "h": at[1], "q": grid.positions(0), "k": grid.positions(1)}
-    values = {node: index_values[node.value] for node in program.arguments}
-    return _BlockAnalysis(Evaluation(_Positions(operands, grid), values), grid).visibility(program.output)
+    return Evaluation(_Positions(operands, grid), {node: index_values[node.value] for node in program.arguments})
 
 
 def hides_all(mod: Mod, leading: tuple[int, int], lengths: tuple[int, int]) -> bool:

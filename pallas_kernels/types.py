@@ -59,6 +59,8 @@ class Mod(Protocol):
       jaxpr: Takes ``(score,) b, h, q_idx, kv_idx`` and the captured arrays, and returns one scalar; of a key or a value
         mod ``vector, b, h_kv, kv_idx`` and the captured arrays, and returns a vector like the one it takes.
       source: The user's function, for messages; equal mods may come from different ones.
+      limits: Of a mask, the number of the first of four captured arrays that the program does not read: the two of
+        `row_limits.RowLimits`, then the orders in which rows and columns of blocks are started; None without.
     """
 
     @property
@@ -71,6 +73,8 @@ class Mod(Protocol):
     def jaxpr(self) -> core.ClosedJaxpr: ...  # noqa: D102
     @property
     def source(self) -> str: ...  # noqa: D102
+    @property
+    def limits(self) -> int | None: ...  # noqa: D102
     def __call__(self, operands: Sequence[jax.Array], *arguments: jax.Array) -> jax.Array: ...  # noqa: D102
 
 

@@ -47,6 +47,7 @@ class Record:
     flops: float = 0.0  # over visited blocks
     moved: float = 0.0  # bytes, at least
     queue: Summary | None = None  # wall seconds of a call in a queue of calls, where that was measured
+    visible: float = 1.0  # the share of the elements of visited blocks that the mask shows, where it was counted
     backend: str = ""  # that ran, if the peer is jflex; "" where that was not recorded
 
     @classmethod
@@ -85,12 +86,13 @@ class Record:
         content |= {"value": short(self.value), "unit": self.unit, "TFLOP/s": round(self.tflops, 2)}
         content |= {"method": self.method, "flops": self.flops, "bytes": self.moved}
         content |= {"queue": short(self.queue)} if self.queue else {}
+        content |= {"visible": round(self.visible, 4)} if self.visible < 1.0 else {}
         return content | ({"backend": self.backend} if self.backend else {})
 
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> Self:
         """The inverse of `to_json`."""
-        fields = {x: content[x] for x in ("peer", "direction", "method", "flops", "backend") if x in content}
+        fields = {x: content[x] for x in ("peer", "direction", "method", "flops", "visible", "backend") if x in content}
         if "problem" in content:
             fields |= {"problem": Problem(**content["problem"]), "moved": content["bytes"]}
         if "queue" in content:

@@ -78,7 +78,7 @@ class SuiteRun:
             for name, answers in self._in_turns(ready[direction], direction, problem).items():
                 backend = started.get("backends", {}).get(name, "")
                 flops, moved = (getattr(work, f"{direction}_{x}") for x in ("flops", "bytes"))
-                done = {"backend": backend, "flops": flops, "moved": moved}
+                done = {"backend": backend, "flops": flops, "moved": moved, "visible": work.visible}
                 self.records.append(_record(problem, name, direction, answers, **done))
         self._pool.request_in_turn("release", _MEASURE_SECONDS)
 

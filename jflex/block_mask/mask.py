@@ -25,6 +25,7 @@ from jflex.block_mask import algebra, drawing
 from jflex.block_mask.dense import elements_at
 from jflex.block_mask.from_lists import states_from_given
 from jflex.block_mask.indexing import AxisIndex, select
+from jflex.block_mask.limits import with_limits
 from jflex.block_mask.lists import BlockLists, BlockMatrix, block_lists, demote_tails, is_compact, states_from_lists
 from jflex.block_mask.states import block_states, known_block_states
 from jflex.mods.array_sizes import check_mask_shape
@@ -381,6 +382,7 @@ def create_block_mask(
     with eval_context() if known else contextlib.nullcontext():
         states = (known_block_states if known else block_states)(traced, operands, shape, block_size)
         lists = block_lists(states, follow_mod=True, max_blocks=max_blocks)
+    traced, operands = with_limits((traced, operands), shape, lists)
     return BlockMask(*lists, operands, traced, shape[2:], block_size, lists_follow_mod=True)
 
 

@@ -17,6 +17,7 @@ from jaxtyping import Array, Bool, Int8, Int32
 
 from jflex._check.arguments import checked_block_size, checked_size, describe_array, known_values
 from jflex._mesh import match_manual_axes
+from jflex.block_mask.limits import with_limits
 from jflex.block_mask.lists import EMPTY, FULL, PARTIAL, block_count, block_lists, run_of
 from jflex.block_mask.mask import BlockMask, BlockSize
 from jflex.block_mask.states import UNDECIDED, settled
@@ -110,6 +111,9 @@ def varlen_block_mask(
     states = _boundary_states(q_ends, kv_ends, lengths, size)
     states = states[None] if mask_mod is None else _evaluated_states(states, traced, operands, heads, lengths, size)
     lists = block_lists(states[None], follow_mod=True)
+    # Of the key alone, positions are in no order. From the query, they count from where the keys of its sequence begin.
+    by_query = None if mask_mod is None else trace_mask_mod(ReindexedMod(mask_mod, tokens.positions_by_query))
+    traced, operands = with_limits((traced, operands), (1, heads, *lengths), lists, by_query)
     return VarlenBlockMask(*lists, operands, traced, lengths, size, True, cu_seqlens_q=q_ends, cu_seqlens_k=kv_ends)
 
 
@@ -121,12 +125,14 @@ class PackedTokens(NamedTuple):
     kv_sequence: Int32[Array, " M"]
     kv_position: Int32[Array, " M"]
     sequences: int
+    kv_begin: Int32[Array, " R"]  # the first key of each sequence
 
     @classmethod
     def from_boundaries(cls, q_ends: jax.Array, kv_ends: jax.Array, lengths: tuple[int, int]) -> PackedTokens:
         """Computes both from boundaries; the padding of queries and that of keys get different sequence ids."""
         sequences = q_ends.size - 1
-        return cls(*_locate(q_ends, lengths[0], sequences), *_locate(kv_ends, lengths[1], -1), sequences)
+        queries, keys = _locate(q_ends, lengths[0], sequences), _locate(kv_ends, lengths[1], -1)
+        return cls(*queries, *keys, sequences, kv_ends[:-1])
 
     def same_sequence(self, b: jax.Array, h: jax.Array, q_idx: jax.Array, kv_idx: jax.Array) -> Bool[Array, ""]:
         """The mask_mod of the boundaries: visible if query and key belong to one sequence."""
@@ -143,6 +149,12 @@ class PackedTokens(NamedTuple):
         """The positions for the user's mask_mod, and whether query and key belong to one sequence."""
         exists = self.same_sequence(b, h, q_idx, kv_idx)
         return self.positions(b, h, q_idx, kv_idx)._replace(exists=exists)
+
+    def positions_by_query(self, b: jax.Array, h: jax.Array, q_idx: jax.Array, kv_idx: jax.Array) -> Positions:
+        """Positions as of `positions_in_sequence`, but for keys of other sequences, where they are of no sequence."""
+        positions = self.positions_in_sequence(b, h, q_idx, kv_idx)
+        begins = self.kv_begin[jnp.minimum(self.q_sequence, self.sequences - 1)]  # by query
+        return positions._replace(kv_idx=kv_idx - begins[q_idx])
 
 
 def _locate(ends: jax.Array, length: int, padding: int) -> tuple[Int32[Array, " N"], Int32[Array, " N"]]:

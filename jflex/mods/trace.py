@@ -54,6 +54,9 @@ class TracedMod:
     source: str = dataclasses.field(compare=False)  # the user's function, for messages: ``causal (model.py:41)``
     # the sizes that the mod was made for
     requirements: tuple[Requirement, ...] = dataclasses.field(default=(), compare=False, repr=False)
+    # of a mask, the number of the first of four operands that the program does not read: its limits
+    # (`pallas_kernels.row_limits`), and orders of rows and columns of blocks (`block_walk`); None without
+    limits: int | None = None
 
     def __call__(self, operands: Sequence[jax.Array], *arguments: jax.Array) -> jax.Array:
         """Evaluates the mod at one position, as plain JAX, given the captured arrays (``jax.vmap`` it for more)."""
@@ -76,7 +79,15 @@ class TracedMod:
                 f"A BlockMask of {self.source} cannot be pickled: its {error}. Pickle the arrays that it is made of, "
                 "and call `create_block_mask` in the process that uses it."
             ) from error
-        return _load_mod, (jax.__version__, program, self.role, self.operands, self.source, self.requirements)
+        return _load_mod, (
+            jax.__version__,
+            program,
+            self.role,
+            self.operands,
+            self.source,
+            self.requirements,
+            self.limits,
+        )
 
 
 def _load_mod(
@@ -86,6 +97,7 @@ def _load_mod(
     operands: tuple[tuple[tuple[int, ...], str], ...],
     source: str,
     requirements: tuple[Requirement, ...],
+    limits: int | None,
 ) -> TracedMod:
     if version != jax.__version__:
         raise ValueError(
@@ -93,7 +105,8 @@ def _load_mod(
             "to one version. Make the mask anew, with `create_block_mask`."
         )
     jaxpr = load_program(program)
-    return TracedMod(role, fingerprint(jaxpr, differentiable=role != "mask"), operands, jaxpr, source, requirements)
+    key = fingerprint(jaxpr, differentiable=role != "mask")
+    return TracedMod(role, key, operands, jaxpr, source, requirements, limits)
 
 
 @functools.lru_cache(maxsize=256)

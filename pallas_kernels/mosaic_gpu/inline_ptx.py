@@ -1,7 +1,7 @@
 """Inline PTX and MLIR: element functions, loads and barriers that Pallas has no lowering for in Mosaic GPU.
 
-Only this module and `global_rows` need MLIR. A warp group holds arrays in registers, in a layout that says which thread
-has which element; element-wise functions keep the layout.
+Only this module, `global_rows` and `selections` need MLIR. A warp group holds arrays in registers, in a layout that
+says which thread has which element; element-wise functions keep the layout.
 """
 
 from __future__ import annotations
@@ -63,47 +63,6 @@ def exp2(layout: RegisterLayout, x: jax.Array) -> jax.Array:
     return map_registers(lambda r: r.exp2(approx=True), layout, x)
 
 
-def mask_scores(layout: RegisterLayout, s: jax.Array, visible: Sequence[jax.Array]) -> jax.Array:
-    """`s` where all of these are true, -inf elsewhere.
-
-    LLVM turns ``select(a & b, s, -inf)`` into two selects, which compete for the pipe of the comparisons: documents
-    under a causal mask at head size 64 took 0.674 ms so, and 0.646 with this PTX (H200, jax 0.11.2, bf16, S 16384).
-    """
-    both = "".join(f"and.pred shown, shown, ${i}; " for i in range(3, 2 + len(visible)))
-    text = "{ .reg .pred shown; mov.pred shown, $2; " + both + "selp.f32 $0, $1, 0fff800000, shown; }"
-    constraints = ",".join(["=f,f", *["b"] * len(visible)])
-
-    return _selected(text, constraints, layout, s, *visible)
-
-
-def keep_from(layout: RegisterLayout, x: jax.Array, number: jax.Array, least: int) -> jax.Array:
-    """`x` where the uint32 `number` is at least `least`, 0 elsewhere.
-
-    Comparison and selection are one piece of PTX, since a thread has 7 predicates: of all comparisons before all
-    selections, ptxas packs the results into registers, and unpacks them. To pack them by hand while the GEMMs run took
-    longer too: 4.79 ms for 4.48 (H200, jax 0.11.2, bf16, dropout, causal, S 16384, head size 128).
-    """
-    text = f"{{ .reg .pred kept; setp.ge.u32 kept, $2, {least}; selp.f32 $0, $1, 0f00000000, kept; }}"
-
-    return _selected(text, "=f,f,r", layout, x, number)
-
-
-def _selected(text: str, constraints: str, layout: RegisterLayout, x: jax.Array, *others: jax.Array) -> jax.Array:
-    """Applies PTX to each element of a float32 array, ``$1``, and of the other arrays, from ``$2`` on."""
-
-    def run(tile: mgpu.FragmentedArray, *arrays: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
-        new, element = np.empty_like(tile.registers), ir.F32Type.get()
-        for at, register in np.ndenumerate(tile.registers):
-            kind = ir.VectorType(register.type)
-            at_each = [y.registers[at] for y in (tile, *arrays)]
-            parts = lambda i, vectors=at_each: [vector.extract(y, [], [i]) for y in vectors]
-            values = [ptx(element, parts(i), text, constraints) for i in range(kind.shape[0])]
-            new[at] = vector.from_elements(kind, values)
-        return _like(tile, new)
-
-    return map_registers(run, layout, x, *others)
-
-
 def weights(layout: RegisterLayout, s: jax.Array, log2_scale: float, row_max_log2: jax.Array) -> jax.Array:
     """``2 ** (log2_scale * s - row_max_log2)``: one FMA and one ``ex2.approx`` for each element."""
     return map_registers(lambda r, c: r._pointwise(math.fma, log2_scale, -c).exp2(approx=True), layout, s, row_max_log2)
@@ -142,7 +101,7 @@ def logistic_of_pairs(exponent: jax.Array, *, of_rows: bool) -> jax.Array:
                 below = (*at[:_AXIS_OF_8_ROWS], 1, *at[_AXIS_OF_8_ROWS + 1 :])
                 columns = zip(*map(_reciprocals, elements(at), elements(below)), strict=True)
                 new[at], new[below] = (vector.from_elements(kind, column) for column in columns)
-        return _like(r, new)
+        return with_registers(r, new)
 
     return map_registers(run, plg.Layout.WGMMA, exponent)
 
@@ -270,7 +229,7 @@ def continue_columns(layout: RegisterLayout, x: jax.Array, columns: int, sign: i
 
     def run(_, start):
         repeated = [start._pointwise(arith.addf, float(sign * i)) for i in range(0, columns, TILE_COLUMNS)]
-        return _like(start, np.concatenate([part.registers for part in repeated], axis=1))
+        return with_registers(start, np.concatenate([part.registers for part in repeated], axis=1))
 
     return inline(run, (layout,), x, result=array((x.shape[0], columns), x.dtype, layout))
 
@@ -289,7 +248,7 @@ def sum_columns(layout: RegisterLayout, x: jax.Array) -> jax.Array:
         for part in parts:
             for at in np.ndindex(result.shape):
                 result[at] = arith.addf(result[at], part[at])
-        return _like(tile, result)
+        return with_registers(tile, result)
 
     return inline(run, (layout,), x, result=array((x.shape[0], TILE_COLUMNS), x.dtype, layout))
 
@@ -341,12 +300,13 @@ def _tied(
         new = np.empty_like(tile.registers)
         for i, at in enumerate(np.ndindex(new.shape)):
             new[at] = vector.from_elements(registers[0].type, values[width * i : width * (i + 1)])
-        return _like(tile, new)
+        return with_registers(tile, new)
 
     return inline(run, (plg.Layout.WG_SPLAT, layout), barrier, x, result=array(x.shape, x.dtype, layout))
 
 
-def _like(tile: mgpu.FragmentedArray, registers: np.ndarray) -> mgpu.FragmentedArray:
+def with_registers(tile: mgpu.FragmentedArray, registers: np.ndarray) -> mgpu.FragmentedArray:
+    """An array of these registers, in the layout of another."""
     return type(tile)(_registers=registers, _layout=tile.layout, _is_signed=tile.is_signed)
 
 

@@ -17,7 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plg
 
-from pallas_kernels.mosaic_gpu import inline_ptx, smem
+from pallas_kernels.mosaic_gpu import selections, smem
 from pallas_kernels.mosaic_gpu.launch import WARP_GROUP, flatten_captured, launch, output
 from pallas_kernels.mosaic_gpu.score import scores
 from pallas_kernels.mosaic_gpu.score.tile import COLUMN, TILE, has_spare_registers, limit_of_mods
@@ -216,7 +216,7 @@ def scores_of(prepared: scores.Scores, raw: jax.Array, first: Index, end: Index)
 
     def cut(s: jax.Array) -> jax.Array:
         exists = first + plg.broadcasted_iota(jnp.int32, (keys,), 0, layout=COLUMN) < end
-        return inline_ptx.mask_scores(TILE, s, [lax.broadcast_in_dim(exists, s.shape, (1,))])
+        return selections.mask_scores(TILE, s, [lax.broadcast_in_dim(exists, s.shape, (1,))])
 
     return lax.cond(first + keys <= end, lambda s: s, cut, s)
 

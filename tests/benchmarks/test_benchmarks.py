@@ -86,7 +86,9 @@ def test_visited_elements_are_those_of_the_blocks_with_any_visible(name: str):
     [visible] = evaluated(problem, NUMPY, np.asarray)
     blocks = [visible[q : q + 128, kv : kv + 128] for q, kv in itertools.product(range(0, 400, 128), repeat=2)]
     mods, captured = jax_attention.mods_of(problem)
-    assert jax_attention.block_mask_of(problem, mods(captured))[1] == sum(x.size * x.any() for x in blocks)
+    visited = sum(x.size * x.any() for x in blocks)
+    assert jax_attention.block_mask_of(problem, mods(captured))[1] == visited
+    assert roofline.work(problem, visited).visible == (visible.sum() / visited if name == "document_mask" else 1.0)
 
 
 def test_work_counts_gemms_and_arrays():

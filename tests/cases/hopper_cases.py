@@ -102,6 +102,16 @@ MANY = [
     Case("many_one_group", captured.table, masks.causal, Sizes(B=6, T=260, Hq=11, D=64), block=64, **BF16),
     Case("many_wide", mask=masks.window, sizes=Sizes(B=7, T=260, Hq=17, D=192), block=128, layout="BNTH", **BF16),
 ]
+# Rows have limits, those of documents; a warp group passes over tiles that they hide.
+LIMITED = [
+    Case("limits", mask=masks.documents, sizes=Sizes(T=256, Hq=4, Hkv=2, D=128), block=128, by_batch=True, **BF16),
+    Case("limits_end", scores.alibi, masks.documents, Sizes(B=1, T=330, D=64), block=128, by_batch=True, **BF16),
+    Case("limits_of_more_keys", mask=masks.documents, sizes=Sizes(B=1, T=130, S=300, D=64), block=128, by_batch=True,
+     **BF16),
+    Case("limits_one_group", mask=masks.documents, sizes=Sizes(B=1, T=200, D=80), block=64, by_batch=True, **BF16),
+    Case("limits_unknown", mask=masks.unsorted_documents, sizes=Sizes(B=1, T=256, D=128), block=128, by_batch=True,
+     **BF16),
+]  # fmt: skip
 HOPPER = [_on_hopper(case) for case in (*CASES, *LENGTHS) if case.states is None] + WIDE + MANY
 # Computed in one pass too, which short sequences take two for.
 _OF_TABLE = [

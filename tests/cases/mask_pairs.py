@@ -53,7 +53,11 @@ def _documents(rng, n):
     return {"document": np.sort(rng.integers(0, 4, (n.B, max(n.T, n.S))), axis=1).astype(np.int32)}
 
 
-documents = same(lambda b, h, q, k, c: (c["document"][b, q] == c["document"][b, k]) & (q >= k), _documents)
+_same_document = lambda b, h, q, k, c: (c["document"][b, q] == c["document"][b, k]) & (q >= k)
+documents = same(_same_document, _documents)
+unsorted_documents = same(
+    _same_document, lambda rng, n: {"document": rng.integers(0, 3, (n.B, max(n.T, n.S))).astype(np.int32)}
+)
 one_document_row = same(
     lambda b, h, q, k, c: (c["row"][q] == c["row"][k]) & (c["row"][k] >= 0),
     lambda rng, n: {"row": (rng.integers(-1, 3, max(n.T, n.S))).astype(np.int32)},

@@ -92,12 +92,13 @@ def test_no_circle():
     assert not circle(names)
 
 
-# What both packages speak of, plain dataclasses, and the bounds of blocks; all without Pallas.
+# What both packages speak of, plain dataclasses, and bounds of blocks and rows; all without Pallas.
 SHARED = (
     "pallas_kernels.block_intervals",
     "pallas_kernels.config",
     "pallas_kernels.plan",
     "pallas_kernels.program.ir",
+    "pallas_kernels.row_limits",
     "pallas_kernels.spec",
     "pallas_kernels.types",
 )

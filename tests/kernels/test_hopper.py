@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 import jflex
-from tests.cases.hopper_cases import HOPPER, ONE_PASS
+from jflex.block_mask import limits
+from tests.cases.hopper_cases import HOPPER, LIMITED, ONE_PASS
 from tests.support import evaluation, gpu_compile
 
 pytestmark = pytest.mark.full
@@ -31,6 +32,15 @@ def test_results_and_gradients(case):
 def test_gradients_in_one_pass(case):
     names = evaluation.gradients_of(case)
     evaluation.check_gradients(case, f"{BACKEND}-one_pass", names)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", LIMITED, ids=str)
+def test_limits_of_rows(monkeypatch, case):
+    monkeypatch.setattr(limits, "MIN_ELEMENTS", 1)
+    evaluation.check_forward(case, BACKEND)
+    for backend in (BACKEND, f"{BACKEND}-one_pass"):
+        evaluation.check_gradients(case, backend, evaluation.gradients_of(case))
 
 
 # Bytes that a thread stores away. The backward kernels hold sums for dK and dV that fill the registers: what they store

@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 
 import jflex
+from jflex.block_mask import limits
 from pallas_kernels.mosaic_gpu import smem
 from tests.cases import mask_pairs as masks
 from tests.cases import score_pairs as scores
-from tests.cases.hopper_cases import HOPPER, MANY, ONE_PASS
+from tests.cases.hopper_cases import HOPPER, LIMITED, MANY, ONE_PASS
 from tests.cases.table import Case, Sizes
 from tests.support import evaluation, hopper_emulator
 from tests.support.hopper_emulator import emulated
@@ -38,6 +39,15 @@ def test_results_and_gradients(case):
 @pytest.mark.parametrize("case", [case for case in ONE_PASS if case in EMULATED], ids=str)
 def test_gradients_in_one_pass(case):
     evaluation.check_gradients(case, "mosaic_gpu-emulated_one_pass", evaluation.gradients_of(case))
+
+
+@tiers(full={"case": ["limits_end", "limits_unknown"], "one_pass": [True]}, rest="long")
+@pytest.mark.parametrize("one_pass", [False, True])
+@pytest.mark.parametrize("case", LIMITED, ids=str)
+def test_limits_of_rows(monkeypatch, case, one_pass):
+    monkeypatch.setattr(limits, "MIN_ELEMENTS", 1)
+    evaluation.check_forward(case, "mosaic_gpu-emulated")
+    evaluation.check_gradients(case, f"mosaic_gpu-emulated{'_one_pass' * one_pass}", evaluation.gradients_of(case))
 
 
 def root_of_distance(q, k):

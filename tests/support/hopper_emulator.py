@@ -26,7 +26,7 @@ from jax.experimental.pallas import mosaic_gpu as plg
 from jflex import entry
 from jflex._jax import custom_vjp
 from jflex.backends.gpu import mosaic_gpu as adapter
-from pallas_kernels.mosaic_gpu import global_rows, inline_ptx, register_order, split_kv, work_items
+from pallas_kernels.mosaic_gpu import global_rows, inline_ptx, register_order, selections, split_kv, work_items
 from pallas_kernels.mosaic_gpu.backward import captured, dkv, dq
 from pallas_kernels.mosaic_gpu.forward import kernel as forward_kernel
 from pallas_kernels.mosaic_gpu.launch import WARP_GROUP
@@ -338,13 +338,16 @@ def _logistic_of_pairs(exponent, of_rows):
     return partner / (denominator * partner)
 
 
+def _between(s, first, end):
+    column = jnp.arange(s.shape[1])[None]
+    return (column >= first[:, None]) & (column < end[:, None])
+
+
 _FUNCTIONS = {
     "exp2": lambda layout, x: jnp.exp2(x),
     "tanh": lambda layout, x: jnp.tanh(x),
     "logistic": lambda layout, exponent: 1 / (1 + jnp.exp2(exponent)),
     "logistic_of_pairs": lambda exponent, of_rows: _logistic_of_pairs(exponent, of_rows),
-    "keep_from": lambda layout, x, number, least: jnp.where(number >= jnp.uint32(least), x, 0),
-    "mask_scores": lambda layout, s, shown: jnp.where(functools.reduce(jnp.logical_and, shown), s, -jnp.inf),
     "weights": lambda layout, s, log2_scale, row_max: jnp.exp2(s * jnp.float32(log2_scale) - row_max),
     "from_library": lambda name, layout, *x: _LIBRARY.get(name, getattr(jnp, name, None))(*x),
     "load_elements": lambda ref, index, layout, dtype: _gathered(ref, index),
@@ -358,6 +361,12 @@ _FUNCTIONS = {
     "atomic_increment": _increment,
     "differ_in_warp": lambda layout, x, y: jnp.any(x != y),
     "unknown_zero": lambda: jnp.int32(0),
+}
+
+_SELECTIONS = {
+    "keep_from": lambda layout, x, number, least: jnp.where(number >= jnp.uint32(least), x, 0),
+    "mask_scores": lambda layout, s, shown: jnp.where(functools.reduce(jnp.logical_and, shown), s, -jnp.inf),
+    "keep_between": lambda s, first, end: jnp.where(_between(s, first, end), s, -jnp.inf),
 }
 
 
@@ -390,7 +399,7 @@ def emulated() -> Iterator[None]:
     that each computes several tiles.
     """
     with pytest.MonkeyPatch.context() as patch:
-        for module, functions in ((inline_ptx, _FUNCTIONS), (global_rows, _ROWS)):
+        for module, functions in ((inline_ptx, _FUNCTIONS), (selections, _SELECTIONS), (global_rows, _ROWS)):
             for name, function in functions.items():
                 patch.setattr(module, name, function)
         patch.setattr(register_order, "store", _store_in_register_order)

@@ -114,7 +114,7 @@ class KeyTile(NamedTuple):
         prepared = self.static.prepare(arrays, shape, self.b, h, k_first=self.first)
         tile = accumulator(prepared.tile[1], prepared.tile[0])
 
-        def step(carried: _Carried, query: Index, is_partial: bool) -> _Carried:
+        def compute(carried: _Carried, query: Index, is_partial: bool) -> _Carried:
             state, sums = carried
             tile_step = self._replace(zero=inline_ptx.unknown_zero())
             q = wait_and_get(self.scratch.stream.queries, state.count)  # [block_q, D]
@@ -126,13 +126,31 @@ class KeyTile(NamedTuple):
             sums = tuple(x + y for x, y in zip(sums, more, strict=True))
             return DkvState(state.count + 1, TileIndex(h, query)), sums
 
+        def step(carried: _Carried, query: Index, is_partial: bool) -> _Carried:
+            if prepared.visible is None or not is_partial:
+                return compute(carried, query, is_partial)
+            hidden, skip = prepared.visible.hides(query, shape[0]), lambda x: self._skip(x, TileIndex(h, query))
+            return lax.cond(hidden, skip, lambda x: compute(x, query, is_partial), carried)
+
         return step
 
-    def _add(self, state: DkvState, d_s: jax.Array, q: Ref) -> None:
-        """Issues the dK GEMM, and adds the tile before to dQ."""
+    def _skip(self, carried: _Carried, tile: TileIndex) -> _Carried:
+        """Passes over a tile of queries, none of which attends to a key of this warp group."""
+        (state, sums), stream = carried, self.scratch.stream
+        rings = [ring for ring in (stream.queries, stream.stats, stream.bias) if ring is not None]
+        for ring in (*rings, stream.d_out):
+            ring.wait(state.count)
+        nothing = jnp.zeros((self.scratch.keys.shape[1], self.static.tiles.block_q), self.scratch.keys.dtype)
+        self._replace(zero=inline_ptx.unknown_zero())._add(state, nothing, None)
+        for ring in rings:
+            ring.release(state.count)
+        return DkvState(state.count + 1, tile), sums
+
+    def _add(self, state: DkvState, d_s: jax.Array, q: Ref | None) -> None:
+        """Issues the dK GEMM, and adds the tile before to dQ; without queries dS is 0, and adds nothing to dK."""
         d_query, out, stream = self.scratch.d_query, self.out, self.scratch.stream
         if d_query is None or out is None:
-            if KEY in self.sums:
+            if KEY in self.sums and q is not None:
                 plg.wgmma(self.sums[KEY], d_s, q)  # dK += dS'^T Q [keys, D]
             plg.wgmma_wait(1 if len(self.sums) > 1 else 0)  # the dV GEMM is done
             stream.d_out.release(state.count)
@@ -142,9 +160,10 @@ class KeyTile(NamedTuple):
             d_query.write(state.count, self.group, d_s)
             # dQ = dS' K, of the tile before
             d_query.start_gemm(acc, state.count - 1, self.group, self.scratch.keys, self.zero)
-            plg.wgmma(self.sums[KEY], d_s, q)  # dK += dS'^T Q [keys, D]
+            if q is not None:
+                plg.wgmma(self.sums[KEY], d_s, q)  # dK += dS'^T Q [keys, D]
             d_query.commit(state.count, self.group)
-            return plg.wgmma_accumulator_load(acc, wait_n=1)
+            return plg.wgmma_accumulator_load(acc, wait_n=int(q is not None))
 
         x = pl.run_scoped(before, d_query.gemm_accumulator)
         stream.d_out.release(state.count)

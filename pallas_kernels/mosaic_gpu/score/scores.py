@@ -11,9 +11,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plg
 
-from pallas_kernels.mosaic_gpu import inline_ptx, smem
+from pallas_kernels.mosaic_gpu import inline_ptx, selections, smem
 from pallas_kernels.mosaic_gpu.score import bias_tiles
 from pallas_kernels.mosaic_gpu.score.tile import COLUMN, ROW, TILE, TileSpace, evaluation, indices_of
+from pallas_kernels.mosaic_gpu.score.visible_range import VisibleRange, visible_range
 from pallas_kernels.program import intervals, patterns
 from pallas_kernels.program.build import Program
 from pallas_kernels.program.evaluate import Evaluation, Product
@@ -57,6 +58,7 @@ class Scores(NamedTuple):
     dropout: Evaluation | None  # the weights that dropout keeps, with loop-invariant values
     fixed: jax.Array  # the first index along the axis that the mainloop does not go along
     pairs: bool  # whether logistics of the score mod are computed in pairs in tiles where nothing is masked
+    visible: VisibleRange | None  # None if the mask has no limits
 
     @property
     def loop(self) -> LoopAxis:
@@ -114,15 +116,16 @@ def prepare(
             return None
         passes_end = spec.walk_passes_end("q" if transposed else "k", tile[0] if transposed else tile[1])
         prepared = evaluation(program, refs, shapes, tile, fixed, transposed=transposed, may_end=passes_end)
-        prepared.prepare(requested or program.nodes, kinds)
+        prepared.prepare(program.nodes if requested is None else requested, kinds)
         return prepared
 
+    visible = visible_range(spec, arrays.captured.mask, captured.mask, fixed, first, transposed=transposed)
     score = evaluate_fixed(spec.programs.score, arrays.captured.score, captured.score, nodes)
-    mask = evaluate_fixed(spec.programs.mask, arrays.captured.mask, captured.mask, None)
+    mask = evaluate_fixed(spec.programs.mask, arrays.captured.mask, captured.mask, None if visible is None else [])
     dropout = evaluate_fixed(spec.programs.dropout, arrays.captured.dropout, captured.dropout, None)
     # A pair shares its NaN, which may come from a padding key: it has rows of its own in a transposed tile.
     pairs = patterns.is_linear_in(spec.programs.score, "logistic") and not (transposed and may_end)
-    return Scores(spec, tile, transposed, score, mask, dropout, first, pairs)
+    return Scores(spec, tile, transposed, score, mask, dropout, first, pairs, visible)
 
 
 class Prefetched(NamedTuple):
@@ -152,7 +155,7 @@ def prefetch(scores: Scores, first: Index, is_partial: bool) -> Prefetched:
 
     return Prefetched(
         prefetched(scores.score, spec.programs.score),
-        prefetched(scores.mask, spec.programs.mask) if is_partial else None,
+        prefetched(scores.mask, spec.programs.mask) if is_partial and scores.visible is None else None,
     )
 
 
@@ -197,10 +200,18 @@ def modify(
     if not is_partial:
         return ScoreTile(s, None, score)
     mask = Mask.at(scores, first, prefetched)
-    visible = mask.visible()
-    if by_clause:
-        return ScoreTile(mask.apply(s), visible, score)
-    return ScoreTile(s if visible is None else jnp.where(visible, s, -jnp.inf), visible, score)
+    if scores.visible is not None:
+        s = _within_limits(scores, s, first, scores.visible)
+    else:
+        s = mask.apply(s) if by_clause else mask.apply_at_once(s)
+    return ScoreTile(s, mask.visible(), score)
+
+
+def _within_limits(scores: Scores, s: jax.Array, first: Index, visible: VisibleRange) -> jax.Array:
+    """Scores, with -inf outside of the limits of the rows, or where they are masked if there are none."""
+    apply = lambda s: Mask.at(scores, first, NOT_PREFETCHED).apply_at_once(s)
+    s = selections.keep_between(s, *(x - first for x in visible.rows))
+    return lax.cond(visible.tile[0] < 0, apply, lambda s: s, s)
 
 
 def kept(scores: Scores, first: Index) -> jax.Array | None:
@@ -222,7 +233,7 @@ def drop(scores: Scores, first: Index, p: jax.Array) -> jax.Array:
     number, least = program.output.inputs
     assert least.op == "literal"
     words = _at(scores, scores.dropout, program, first).tile(number)
-    return inline_ptx.keep_from(TILE, p, words, int(least.value))
+    return selections.keep_from(TILE, p, words, int(least.value))
 
 
 def linear_weights(scores: Scores, tile: ScoreTile) -> jax.Array:
@@ -311,7 +322,14 @@ class Mask(NamedTuple):
         if scores.mask is None:
             return cls(scores, first, None)
         assert scores.spec.programs.mask is not None  # `prepare` began to evaluate it
-        return cls(scores, first, prefetched.mask or _at(scores, scores.mask, scores.spec.programs.mask, first))
+        prepared = scores.mask if scores.visible is None else scores.mask.child({})  # then nothing is loop-invariant
+        return cls(scores, first, prefetched.mask or _at(scores, prepared, scores.spec.programs.mask, first))
+
+    def apply_at_once(self, s: jax.Array) -> jax.Array:
+        """Scores, with -inf where they are masked by any clause."""
+        ordered, others = patterns.clauses(self.scores.spec.programs.mask)
+        conjuncts = self._conjuncts([*ordered, *others])
+        return selections.mask_scores(TILE, s, conjuncts) if conjuncts else s
 
     def apply(self, s: jax.Array) -> jax.Array:
         """Scores, with -inf where they are masked.
@@ -323,9 +341,9 @@ class Mask(NamedTuple):
         """
         ordered, others = patterns.clauses(self.scores.spec.programs.mask)
         conjuncts = self._conjuncts(others)
-        s = inline_ptx.mask_scores(TILE, s, conjuncts) if conjuncts else s
+        s = selections.mask_scores(TILE, s, conjuncts) if conjuncts else s
         for clause in ordered:
-            apply = lambda s, clause=clause: inline_ptx.mask_scores(TILE, s, self._values([clause]))
+            apply = lambda s, clause=clause: selections.mask_scores(TILE, s, self._values([clause]))
             s = lax.cond(self._may_mask(clause), apply, lambda s: s, s)
         return s
 
