@@ -29,6 +29,7 @@ from jflex.backends.gpu import mosaic_gpu as adapter
 from pallas_kernels.mosaic_gpu import global_rows, inline_ptx, register_order, split_kv, work_items
 from pallas_kernels.mosaic_gpu.backward import captured, dkv, dq
 from pallas_kernels.mosaic_gpu.forward import kernel as forward_kernel
+from pallas_kernels.mosaic_gpu.prompt import kernel as prompt_kernel
 from pallas_kernels.mosaic_gpu.launch import WARP_GROUP
 
 SECONDS = 120.0  # after which a warp group that waits is stuck
@@ -408,7 +409,7 @@ def emulated() -> Iterator[None]:
         patch.setattr(pl, "run_scoped", _run_scoped)
         patch.setattr(pl, "run_state", _run_state)
         patch.setattr(lax, "axis_index", _axis_index)
-        for module in (forward_kernel, captured, dkv, dq, split_kv):
+        for module in (forward_kernel, captured, dkv, dq, split_kv, prompt_kernel):
             patch.setattr(module, "launch", _launch)
         patch.setattr(forward_kernel, "NUM_CTAS", 2)
         patch.setattr(work_items, "NUM_SMS", 2)
