@@ -82,11 +82,11 @@ def page_rows(spec: AttentionSpec, table: Ref, first_page: Ref, item: Item, tile
 
     `table` is int32 [R, max_pages], and `first_page` int32 [1].
     """
-    size, places = rows_of_piece(spec), look_up(spec, table, first_page, item, tile)
+    size, places = rows_of_piece(spec), look_up_pages(spec, table, first_page, item, tile)
     return [((page, pl.ds(row, size)), pl.ds(i * size, size)) for i, (page, row) in enumerate(places)]
 
 
-def look_up(
+def look_up_pages(
     spec: AttentionSpec, table: Ref, first_page: Ref, item: Item, tile: jax.Array, keys: int = TILE_KEYS
 ) -> list[tuple[jax.Array, Index]]:
     """Page and first row of each piece of a tile of so many keys."""

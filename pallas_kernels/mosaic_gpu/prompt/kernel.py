@@ -23,20 +23,22 @@ from jax.experimental.pallas import mosaic_gpu as plg
 from jax.typing import DTypeLike
 
 from pallas_kernels.config import Tiles
-from pallas_kernels.mosaic_gpu import global_rows, smem, work_items
+from pallas_kernels.mosaic_gpu import global_rows, smem
 from pallas_kernels.mosaic_gpu.forward import kernel as forward
 from pallas_kernels.mosaic_gpu.forward import step as forward_step
 from pallas_kernels.mosaic_gpu.launch import ROWS_MULTIPLE, WARP_GROUP, flatten_captured, launch, output
 from pallas_kernels.mosaic_gpu.score import scores
 from pallas_kernels.mosaic_gpu.score.tile import ROW
-from pallas_kernels.mosaic_gpu.smem import CONSUMER_REGISTERS, PRODUCER_REGISTERS, WARP_GROUP_ROWS, PingPong, Ring
+from pallas_kernels.mosaic_gpu.smem import WARP_GROUP_ROWS, PingPong, Ring
 from pallas_kernels.mosaic_gpu.split_kv import SplitKvInputs, clear_values
-from pallas_kernels.mosaic_gpu.work_items import FIELDS, Item, pieces_of_tile, rows_of_piece
+from pallas_kernels.mosaic_gpu.work_items import FIELDS, Item, look_up_pages, pieces_of_tile, rows_of_piece
 from pallas_kernels.spec import AttentionSpec
 from pallas_kernels.types import Index, Ref
 
 CONSUMERS = 2
 BLOCK_Q = CONSUMERS * WARP_GROUP_ROWS
+CONSUMER_REGISTERS, PRODUCER_REGISTERS = 232, 40  # with 24 the producer spills pages of 16 keys
+MAX_LOOKED_UP = 4  # pages of a tile of keys whose ids are held beside those of a tile of values
 
 
 def declare(spec: AttentionSpec, tiles: Tiles, dtype: DTypeLike, query_stages: int) -> forward.ForwardScratch:
@@ -154,46 +156,44 @@ def _produce(static: PromptStatic, tile_scheduler: forward.PersistentScheduler) 
 def _load_keys(static: PromptStatic, item: Item, stage: jax.Array) -> jax.Array:
     """Loads the keys and values of a work item; returns the next free stage.
 
-    A stage holds the values of the tile before, as in `forward.kernel`: their pages are kept for an iteration.
+    A stage holds the values of the tile before, as in `forward.kernel`.
     """
-    spec, keys, arrays = static.spec, static.tiles.block_kv, static.arrays
-    assert arrays.table is not None  # of a paged call
-    assert arrays.first_page is not None
-    look_up = functools.partial(work_items.look_up, spec, arrays.table, arrays.first_page, item)
+    before = lambda j: item.begin + jnp.maximum(j - 1, 0)
 
-    def step(j: jax.Array, before: list[tuple[jax.Array, Index]]) -> list[tuple[jax.Array, Index]]:
-        places = look_up(item.begin + j, keys)
-        before = jax.tree.map(lambda new, old: jnp.where(j == 0, new, old), places, before)
-        _fill(static, item, stage + j, places, before)
-        return places
+    def step(j: jax.Array, done: jax.Array) -> jax.Array:
+        _fill(static, item, stage + j, item.begin + j, before(j))
+        return done
 
-    start = jax.tree.map(jnp.zeros_like, look_up(item.begin, keys))
-    last = lax.fori_loop(0, item.tiles, step, start)
-    pl.when(item.tiles > 0)(lambda: _fill(static, item, stage + item.tiles, None, last))
+    lax.fori_loop(0, item.tiles, step, jnp.int32(0))
+    pl.when(item.tiles > 0)(lambda: _fill(static, item, stage + item.tiles, None, before(item.tiles)))
     return forward.after(stage, stage + item.tiles)
 
 
-Places = "list[tuple[jax.Array, Index]]"
+def _fill(static: PromptStatic, item: Item, i: jax.Array, key_tile: jax.Array | None, value_tile: jax.Array) -> None:
+    """Loads a tile of keys, or none, and one of values into the ith stage of the ring, once it is empty."""
+    spec, arrays, ring, keys = static.spec, static.arrays, static.scratch.ring, static.tiles.block_kv
+    size, pieces, head = rows_of_piece(spec, keys), pieces_of_tile(spec, keys), lax.div(item.group, static.group)
+    assert arrays.table is not None  # of a paged call
+    assert arrays.first_page is not None
+    look_up = functools.partial(look_up_pages, spec, arrays.table, arrays.first_page, item, keys=keys)
 
-
-def _fill(
-    static: PromptStatic,
-    item: Item,
-    i: jax.Array,
-    keys: list[tuple[jax.Array, Index]] | None,
-    values: list[tuple[jax.Array, Index]],
-) -> None:
-    """Loads the ith stage of the ring from pages, once it is empty."""
-    ring, head = static.scratch.ring, lax.div(item.group, jnp.int32(static.group))
-    size, slot = rows_of_piece(static.spec, static.tiles.block_kv), ring.wait_until_empty(i)
-    for source, tiles, places in zip((static.arrays.key, static.arrays.value), ring.tiles, (keys, values), strict=True):
-        for n, place in enumerate(values if places is None else places):
-            if places is None:
-                plg.barrier_arrive(ring.full.at[slot])
-                continue
-            page, row = place
+    def copy(source: Ref | None, tiles: Ref, places: list[tuple[jax.Array, Index]]) -> None:
+        assert source is not None  # but for MLA
+        for n, (page, row) in enumerate(places):
             target = tiles.at[slot, pl.ds(n * size, size)]
             plg.copy_gmem_to_smem(source.at[page, pl.ds(row, size), head], target, ring.full.at[slot])
+
+    # Page ids arrive while the stage is in use; those of many pages have no registers beside others.
+    at_once = pieces <= MAX_LOOKED_UP
+    key_places = None if key_tile is None else look_up(key_tile)
+    value_places = look_up(value_tile) if at_once else None
+    slot = ring.wait_until_empty(i)
+    if key_places is None:
+        for _ in range(pieces):
+            plg.barrier_arrive(ring.full.at[slot])
+    else:
+        copy(arrays.key, ring.tiles[0], key_places)
+    copy(arrays.value, ring.tiles[1], value_places or look_up(value_tile))
 
 
 # --- consumers
