@@ -82,27 +82,23 @@ def page_rows(spec: AttentionSpec, table: Ref, first_page: Ref, item: Item, tile
 
     `table` is int32 [R, max_pages], and `first_page` int32 [1].
     """
-    size, places = rows_of_piece(spec), look_up_pages(spec, table, first_page, item, tile)
+    size = rows_of_piece(spec)
+    places = [look_up_page(spec, table, first_page, item, (tile, i)) for i in range(pieces_of_tile(spec))]
     return [((page, pl.ds(row, size)), pl.ds(i * size, size)) for i, (page, row) in enumerate(places)]
 
 
-def look_up_pages(
-    spec: AttentionSpec, table: Ref, first_page: Ref, item: Item, tile: jax.Array, keys: int = TILE_KEYS
-) -> list[tuple[jax.Array, Index]]:
-    """Page and first row of each piece of a tile of so many keys."""
-    size = rows_of_piece(spec, keys)
-    pieces, per_page = keys // size, jnp.int32(spec.page_size // size)
-    last = lax.div(item.length - 1, jnp.int32(spec.page_size))
-    physical = lambda at: jnp.clip(table[item.request, at], 0, spec.num_pages - 1) + first_page[0]
-
-    def place(i: int) -> tuple[jax.Array, Index]:
-        number, row = tile * pieces + i, 0
-        page = number
-        if spec.page_size > size:
-            page, row = lax.div(number, per_page), lax.rem(number, per_page) * size
-        return physical(page if pieces == 1 else jnp.minimum(page, last)), row
-
-    return [place(i) for i in range(pieces)]
+def look_up_page(
+    spec: AttentionSpec, table: Ref, first_page: Ref, item: Item, at: tuple[jax.Array, int], keys: int = TILE_KEYS
+) -> tuple[jax.Array, Index]:
+    """Page and first row of a piece of a tile of so many keys; `at` are the numbers of both."""
+    size, pieces, (tile, piece) = rows_of_piece(spec, keys), pieces_of_tile(spec, keys), at
+    page, row = tile * pieces + piece, 0
+    if spec.page_size > size:
+        per_page = jnp.int32(spec.page_size // size)
+        page, row = lax.div(page, per_page), lax.rem(page, per_page) * size
+    if pieces > 1:
+        page = jnp.minimum(page, lax.div(item.length - 1, jnp.int32(spec.page_size)))
+    return jnp.clip(table[item.request, page], 0, spec.num_pages - 1) + first_page[0], row
 
 
 def rows_of_piece(spec: AttentionSpec, keys: int = TILE_KEYS) -> int:

@@ -29,8 +29,8 @@ from jflex.backends.gpu import mosaic_gpu as adapter
 from pallas_kernels.mosaic_gpu import global_rows, inline_ptx, register_order, split_kv, work_items
 from pallas_kernels.mosaic_gpu.backward import captured, dkv, dq
 from pallas_kernels.mosaic_gpu.forward import kernel as forward_kernel
-from pallas_kernels.mosaic_gpu.prompt import kernel as prompt_kernel
 from pallas_kernels.mosaic_gpu.launch import WARP_GROUP
+from pallas_kernels.mosaic_gpu.prompt import kernel as prompt_kernel
 
 SECONDS = 120.0  # after which a warp group that waits is stuck
 TMA_IS_LATE = False  # a copy into shared memory is there at once, or only when a warp group waits for it

@@ -234,8 +234,9 @@ def _kernel(
     scratch: ForwardScratch,
 ) -> None:
     arrays, order, counter, bias_refs = inputs
-    tile_scheduler = PersistentScheduler(_grid(spec, tiles), cta_id, counter, scratch.tile_ids)
-    row_at = lambda b, h, i: (b, h, block_walk.row_at(spec, order, b, h, i, tile_scheduler.grid.tiles))
+    grid = _grid(spec, tiles)
+    tile_scheduler = PersistentScheduler(grid, cta_id, counter, scratch.tile_ids)
+    row_at = lambda b, h, i: (b, h, block_walk.row_at(spec, order, b, h, i, grid.tiles))
     group, groups = lax.axis_index(WARP_GROUP), tiles.num_warps // 4
     loads = bias_tiles.bias_loads(spec) if bias_refs else ()
     bias = bias_tiles.BiasTiles(spec, tiles, arrays.captured.score, loads, bias_refs)

@@ -31,14 +31,14 @@ from pallas_kernels.mosaic_gpu.score import scores
 from pallas_kernels.mosaic_gpu.score.tile import ROW
 from pallas_kernels.mosaic_gpu.smem import WARP_GROUP_ROWS, PingPong, Ring
 from pallas_kernels.mosaic_gpu.split_kv import SplitKvInputs, clear_values
-from pallas_kernels.mosaic_gpu.work_items import FIELDS, Item, look_up_pages, pieces_of_tile, rows_of_piece
+from pallas_kernels.mosaic_gpu.work_items import FIELDS, Item, look_up_page, pieces_of_tile, rows_of_piece
 from pallas_kernels.spec import AttentionSpec
 from pallas_kernels.types import Index, Ref
 
 CONSUMERS = 2
 BLOCK_Q = CONSUMERS * WARP_GROUP_ROWS
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = 232, 40  # with 24 the producer spills pages of 16 keys
-MAX_LOOKED_UP = 4  # pages of a tile of keys whose ids are held beside those of a tile of values
+MAX_LOOKED_UP = 4  # pages whose ids are in registers of the producer at once
 
 
 def declare(spec: AttentionSpec, tiles: Tiles, dtype: DTypeLike, query_stages: int) -> forward.ForwardScratch:
@@ -173,27 +173,22 @@ def _fill(static: PromptStatic, item: Item, i: jax.Array, key_tile: jax.Array | 
     """Loads a tile of keys, or none, and one of values into the ith stage of the ring, once it is empty."""
     spec, arrays, ring, keys = static.spec, static.arrays, static.scratch.ring, static.tiles.block_kv
     size, pieces, head = rows_of_piece(spec, keys), pieces_of_tile(spec, keys), lax.div(item.group, static.group)
-    assert arrays.table is not None  # of a paged call
-    assert arrays.first_page is not None
-    look_up = functools.partial(look_up_pages, spec, arrays.table, arrays.first_page, item, keys=keys)
-
-    def copy(source: Ref | None, tiles: Ref, places: list[tuple[jax.Array, Index]]) -> None:
-        assert source is not None  # but for MLA
-        for n, (page, row) in enumerate(places):
+    table, first_page, values = arrays.table, arrays.first_page, arrays.value
+    assert table is not None  # of a paged call
+    assert first_page is not None
+    assert values is not None  # but for MLA
+    loads = [(arrays.key, ring.tiles[0], key_tile, n) for n in range(pieces) if key_tile is not None]
+    loads += [(values, ring.tiles[1], value_tile, n) for n in range(pieces)]
+    slot = None
+    for batch in (loads[n : n + MAX_LOOKED_UP] for n in range(0, len(loads), MAX_LOOKED_UP)):
+        places = [look_up_page(spec, table, first_page, item, (tile, n), keys) for _, _, tile, n in batch]
+        if slot is None:  # the first page ids arrive while the stage is in use
+            slot = ring.wait_until_empty(i)
+        for (page, row), (source, tiles, _, n) in zip(places, batch, strict=True):
             target = tiles.at[slot, pl.ds(n * size, size)]
             plg.copy_gmem_to_smem(source.at[page, pl.ds(row, size), head], target, ring.full.at[slot])
-
-    # Page ids arrive while the stage is in use; those of many pages have no registers beside others.
-    at_once = pieces <= MAX_LOOKED_UP
-    key_places = None if key_tile is None else look_up(key_tile)
-    value_places = look_up(value_tile) if at_once else None
-    slot = ring.wait_until_empty(i)
-    if key_places is None:
-        for _ in range(pieces):
-            plg.barrier_arrive(ring.full.at[slot])
-    else:
-        copy(arrays.key, ring.tiles[0], key_places)
-    copy(arrays.value, ring.tiles[1], value_places or look_up(value_tile))
+    for _ in range(2 * pieces - len(loads)):
+        plg.barrier_arrive(ring.full.at[slot])
 
 
 # --- consumers
@@ -243,7 +238,8 @@ def _consume_tile(
     out, lse = forward_step.finish(spec, scratch.ring, state, None, visits)
     pl.when(visits)(lambda: scratch.ring.release(state.stage))
     _store(static, item, group, first, queries, out, lse)
-    if scratch.queries.shape[0] == 1:
+    if scratch.queries.shape[0] == 1:  # the producer waits for this stage before it draws the next item
+        assert scratch.queries_empty is not None  # there is a next tile
         plg.wait_smem_to_gmem(0, wait_read_only=True)
         plg.barrier_arrive(scratch.queries_empty.at[barrier])
     return forward.after(stage, state.stage)
@@ -280,4 +276,4 @@ def _store(
         pl.when(is_result)(by_rows)
     if partial:
         of_tile = (item.slot * spec.Hq + item.group) * static.tiles.block_q + group * WARP_GROUP_ROWS
-        pl.when(item.slot >= 0)(lambda: store_rows(*partial, of_tile + row))
+        pl.when(item.slot >= 0)(lambda: store_rows(partial[0], partial[1], of_tile + row))
