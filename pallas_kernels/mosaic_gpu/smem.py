@@ -106,10 +106,10 @@ class Ring(NamedTuple):
         return cls.from_tiles(tuple(tiled((stages, rows, size), dtype) for size in sizes), readers)
 
     @classmethod
-    def from_tiles(cls, tiles: tuple[Ref, ...], readers: int) -> Ring:
-        """A ring of tiles that are already declared."""
+    def from_tiles(cls, tiles: tuple[Ref, ...], readers: int, copies: int = 1) -> Ring:
+        """A ring of tiles that are already declared, each loaded by so many TMA copies."""
         stages = tiles[0].shape[0]
-        full = declared(plg.Barrier(num_arrivals=len(tiles), num_barriers=stages))
+        full = declared(plg.Barrier(num_arrivals=len(tiles) * copies, num_barriers=stages))
         return cls(tiles, full, declared(plg.Barrier(num_arrivals=readers, num_barriers=stages)))
 
     def slot(self, i: Index) -> jax.Array:
@@ -118,13 +118,18 @@ class Ring(NamedTuple):
 
     def fill(self, i: Index, *sources: Ref | None) -> None:
         """Producer: waits until the slot of the ith tile is empty, and starts its TMA copies; None is not copied."""
-        slot = self.slot(i)
-        pl.when(i >= self.tiles[0].shape[0])(lambda: plg.barrier_wait(self.empty.at[slot]))
+        slot = self.wait_until_empty(i)
         for source, tiles in zip(sources, self.tiles, strict=True):
             if source is None:
                 plg.barrier_arrive(self.full.at[slot])
             else:
                 plg.copy_gmem_to_smem(source, tiles.at[slot], self.full.at[slot])
+
+    def wait_until_empty(self, i: Index) -> jax.Array:
+        """Producer: waits until the slot of the ith tile is empty, and returns it."""
+        slot = self.slot(i)
+        pl.when(i >= self.tiles[0].shape[0])(lambda: plg.barrier_wait(self.empty.at[slot]))
+        return slot
 
     def wait(self, i: Index) -> None:
         """Consumer: waits until the ith tile is there."""

@@ -13,14 +13,15 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plg
 
-from pallas_kernels.mosaic_gpu import selections, smem
+from pallas_kernels.mosaic_gpu import smem
 from pallas_kernels.mosaic_gpu.launch import WARP_GROUP, flatten_captured, launch, output
 from pallas_kernels.mosaic_gpu.score import scores
-from pallas_kernels.mosaic_gpu.score.tile import COLUMN, TILE, has_spare_registers, limit_of_mods
+from pallas_kernels.mosaic_gpu.score.tile import TILE, has_spare_registers, limit_of_mods
 from pallas_kernels.mosaic_gpu.work_items import TILE_KEYS, Item, PageRows, num_ctas, num_queries, over_items, page_rows
 from pallas_kernels.plan import Refusal
 from pallas_kernels.spec import AttentionSpec, Captured, Operands
@@ -29,7 +30,7 @@ from pallas_kernels.types import A, Index, Ref
 if TYPE_CHECKING:
     from pallas_kernels.mosaic_gpu.decode.sizes import DecodeRows, Packing
     from pallas_kernels.mosaic_gpu.latent.sizes import Heads, LatentRows
-    from pallas_kernels.split_kv.work import Work
+    from pallas_kernels.split_kv.work import PagedOperands, Work
 
 CONSUMERS = 2  # warp groups; the producer is the one after them
 TileRows: TypeAlias = "DecodeRows | LatentRows"
@@ -76,6 +77,21 @@ class SplitKvPlan:
     def attend(self, slots: int, arrays: SplitKvInputs[jax.Array]) -> list[jax.Array]:
         """Runs the kernel, as `attend` below does, with so many partial results at most; 0 if no keys are split."""
         return self.kernel(self.spec, self.packing, slots, arrays)
+
+    def run(self, arrays: PagedOperands[jax.Array]) -> list[jax.Array]:
+        """Out and lse of a paged call, before repairs."""
+        from pallas_kernels.split_kv import items
+
+        extents, pages = (arrays.indptr, arrays.lengths), (arrays.table, arrays.first_page)
+        planned, slots = items.plan_items(self.spec, self.work, extents, arrays.captured.mask)
+        inputs = SplitKvInputs(arrays.query, arrays.key, arrays.value, *pages, planned, arrays.captured)
+        return items.merge(self.spec, self.work, extents, self.attend(slots, inputs))
+
+    def count_splits(self, indptr: np.ndarray, lengths: np.ndarray) -> tuple[int, int]:
+        """Tiles of queries, and the splits of their keys, for each group of heads."""
+        from pallas_kernels.split_kv import items
+
+        return items.count_splits(self.spec, self.work, indptr, lengths)
 
 
 def limit_of_kernel(spec: AttentionSpec, declare: Callable[[], object]) -> Refusal | None:
@@ -211,14 +227,7 @@ def scores_of(prepared: scores.Scores, raw: jax.Array, first: Index, end: Index)
     A tile counts as partial without a mask, too: keys past the end may be NaN, which pairs of logistics would share.
     """
     by_clause = has_spare_registers(prepared.spec.programs.score)
-    s = scores.modify(prepared, raw, first, is_partial=True, by_clause=by_clause).s
-    keys = s.shape[1]
-
-    def cut(s: jax.Array) -> jax.Array:
-        exists = first + plg.broadcasted_iota(jnp.int32, (keys,), 0, layout=COLUMN) < end
-        return selections.mask_scores(TILE, s, [lax.broadcast_in_dim(exists, s.shape, (1,))])
-
-    return lax.cond(first + keys <= end, lambda s: s, cut, s)
+    return scores.mask_from(end, first, scores.modify(prepared, raw, first, is_partial=True, by_clause=by_clause).s)
 
 
 def clear_values(ref: Ref, valid: jax.Array) -> None:

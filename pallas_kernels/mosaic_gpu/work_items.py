@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple, TypeAlias
 
@@ -81,20 +82,33 @@ def page_rows(spec: AttentionSpec, table: Ref, first_page: Ref, item: Item, tile
 
     `table` is int32 [R, max_pages], and `first_page` int32 [1].
     """
-    size = spec.page_size
-    physical = lambda at: jnp.clip(table[item.request, at], 0, spec.num_pages - 1) + first_page[0]
-    if size >= TILE_KEYS:
-        per_page = jnp.int32(size // TILE_KEYS)
-        row = lax.rem(tile, per_page) * TILE_KEYS
-        return [((physical(lax.div(tile, per_page)), pl.ds(row, TILE_KEYS)), pl.ds(0, TILE_KEYS))]
-    pieces, last = pieces_of_tile(spec), lax.div(item.length - 1, jnp.int32(size))
-    pages = [physical(jnp.minimum(tile * pieces + i, last)) for i in range(pieces)]
-    return [((page, pl.ds(0, size)), pl.ds(i * size, size)) for i, page in enumerate(pages)]
+    size = rows_of_piece(spec)
+    places = [look_up_page(spec, table, first_page, item, (tile, i)) for i in range(pieces_of_tile(spec))]
+    return [((page, pl.ds(row, size)), pl.ds(i * size, size)) for i, (page, row) in enumerate(places)]
 
 
-def pieces_of_tile(spec: AttentionSpec) -> int:
-    """Pages of a tile of keys: each is a TMA copy."""
-    return TILE_KEYS // min(TILE_KEYS, spec.page_size)
+def look_up_page(
+    spec: AttentionSpec, table: Ref, first_page: Ref, item: Item, at: tuple[jax.Array, int], keys: int = TILE_KEYS
+) -> tuple[jax.Array, Index]:
+    """Page and first row of a piece of a tile of so many keys; `at` are the numbers of both."""
+    size, pieces, (tile, piece) = rows_of_piece(spec, keys), pieces_of_tile(spec, keys), at
+    page, row = tile * pieces + piece, 0
+    if spec.page_size > size:
+        per_page = jnp.int32(spec.page_size // size)
+        page, row = lax.div(page, per_page), lax.rem(page, per_page) * size
+    if pieces > 1:
+        page = jnp.minimum(page, lax.div(item.length - 1, jnp.int32(spec.page_size)))
+    return jnp.clip(table[item.request, page], 0, spec.num_pages - 1) + first_page[0], row
+
+
+def rows_of_piece(spec: AttentionSpec, keys: int = TILE_KEYS) -> int:
+    """Keys of a TMA copy: of a page, as far as it lies in one tile of so many keys."""
+    return math.gcd(spec.page_size, keys)
+
+
+def pieces_of_tile(spec: AttentionSpec, keys: int = TILE_KEYS) -> int:
+    """TMA copies of a tile of so many keys."""
+    return keys // rows_of_piece(spec, keys)
 
 
 def limit_of_pages(spec: AttentionSpec) -> str | None:

@@ -51,13 +51,19 @@ def paged(spec: AttentionSpec, works: tuple[Work, ...], arrays: PagedOperands[ja
 
     Programs are traced with heads in rows. Each request is taken by one of the launches.
     """
-    result: list[jax.Array] = []
+    return repair(spec, works, arrays, attend(spec, works, arrays, []))
+
+
+def attend(
+    spec: AttentionSpec, works: tuple[Work, ...], arrays: PagedOperands[jax.Array], result: list[jax.Array]
+) -> list[jax.Array]:
+    """The results of these launches, before repairs, with those of other requests in `result`, if it has any."""
     for work in works:
         outputs = _attend(_with_pairs(spec, work), work, arrays, result)
         result, splits = outputs[: 2 + len(spec.stats)], outputs[2 + len(spec.stats) :]
         if splits:
             result = merge_splits(spec, work, arrays, result, splits)
-    return repair(spec, works, arrays, result)
+    return result
 
 
 def repair(

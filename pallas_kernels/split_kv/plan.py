@@ -67,6 +67,11 @@ def plan(spec: AttentionSpec) -> PagedPlan | Refusal:
     return PagedPlan(traced, launches)
 
 
+def has_prompts(spec: AttentionSpec) -> bool:
+    """True if a request may have many queries, and does in more than rare steps."""
+    return max(spec.B, MAX_DECODED) < spec.T
+
+
 def _heads_of_tile(heads: int, most: int) -> int:
     """Query heads of a tile where all of them share one key head (MLA): an equal share, so that the kernel sees groups.
 
@@ -93,7 +98,7 @@ def _launches(spec: AttentionSpec) -> tuple[Work, ...]:
     rows = min(spec.group * queries, max(most, spec.group))
     if spec.B == 1 and spec.T > MAX_DECODED:  # most likely one request with all of them, or with most
         return (work(_prefill_tiles(spec), 0, UNLIMITED),)
-    if max(spec.B, MAX_DECODED) >= spec.T:
+    if not has_prompts(spec):
         return (work(_paged_decode_tiles(spec, rows), 0, UNLIMITED),)
     return (
         work(_paged_decode_tiles(spec, rows), 0, MAX_DECODED),

@@ -69,6 +69,9 @@ class Work:
     source: Literal["config", "table", "rule"] = "rule"  # of the tiles; see `pallas_kernels.plan.TileChoice`
     queries_of_tile: int | None = None  # queries in a tile; None for as many as its rows hold
     resident: int = planner.MAX_RESIDENT_PROGRAMS  # programs that are resident at once
+    # multiple of packed queries at which the tiles of a request start, but the first; that one has fewer queries then
+    alignment: int = 1
+    last_first: bool = False  # whether the last queries of a request come first: by a causal mask they see most keys
 
     def queries(self, spec: AttentionSpec) -> int:
         """Queries in a tile."""
@@ -77,9 +80,14 @@ class Work:
     def max_row_tiles(self, spec: AttentionSpec) -> int:
         """Upper bound on query tiles, padding (queries of no request) included."""
         N, R = spec.T, spec.B
-        takers = min(R + 1, N // self.min_queries if self.min_queries else R + 1)
-        by_queries = N // self.queries(spec) + takers
-        return max(1, min(by_queries, takers * pl.cdiv(min(self.max_queries, max(N, 1)), self.queries(spec))))
+        takers, extra = min(R + 1, N // self.min_queries if self.min_queries else R + 1), self.alignment - 1
+        by_queries = (N + takers * extra) // self.queries(spec) + takers
+        longest = min(self.max_queries, max(N, 1)) + extra
+        return max(1, min(by_queries, takers * pl.cdiv(longest, self.queries(spec))))
+
+    def missing(self, start: jax.Array) -> Index:
+        """Queries that the first tile of a request lacks, which starts at the packed query `start`."""
+        return lax.rem(start, jnp.int32(self.alignment)) if self.alignment > 1 else 0
 
     def num_splits(self, spec: AttentionSpec) -> int:
         """Splits to aim at for a key head, over all tiles of queries."""
@@ -155,7 +163,7 @@ def planned_requests(spec: AttentionSpec, work: Work, start: jax.Array, end: jax
     queries = jnp.maximum(end - start, 0)
     taken = (queries >= work.min_queries) & (queries <= work.max_queries)
     per_tile = work.queries(spec)
-    tiles = jnp.where(taken, lax.div(queries + (per_tile - 1), per_tile), 0)
+    tiles = jnp.where(taken, lax.div(queries + work.missing(start) + (per_tile - 1), per_tile), 0)
     key_tiles = lax.div(length + (work.tiles.block_kv - 1), work.tiles.block_kv)
     if work.max_splits(spec) == 1:
         splits = (tiles > 0).astype(jnp.int32)
@@ -211,6 +219,9 @@ def item_of(
         number, within = planner.find_work_item(planned.tiles * planned.splits, item)
     splits = jnp.maximum(planner.at(planned.splits, number), 1)
     tile, split = lax.div(within, splits), lax.rem(within, splits)
+    if work.last_first:
+        tile = planner.at(planned.tiles, number) - 1 - tile
+        within = tile * splits + split
     earlier = lax.broadcasted_iota(jnp.int32, planned.splits.shape, 0) < number
     slot = jnp.sum(jnp.where(earlier, planned.slots, 0)) + within
     return _item_at(spec, work, planned, number, tile)._replace(split=split, splits=splits, slot=slot)
@@ -235,17 +246,18 @@ def query_to_merge(spec: AttentionSpec, work: Work, planned: Requests, i: jax.Ar
     number, query = planner.find_work_item(queries_to_merge(planned), i)
     splits, per_tile = planner.at(planned.splits, number), work.queries(spec)
     earlier = lax.broadcasted_iota(jnp.int32, planned.splits.shape, 0) < number
-    slot = jnp.sum(jnp.where(earlier, planned.slots, 0)) + lax.div(query, per_tile) * splits
-    return MergeItem(planner.at(planned.start, number) + query, slot, splits, lax.rem(query, per_tile))
+    start = planner.at(planned.start, number)
+    row = query + work.missing(start)
+    slot = jnp.sum(jnp.where(earlier, planned.slots, 0)) + lax.div(row, per_tile) * splits
+    return MergeItem(start + query, slot, splits, lax.rem(row, per_tile))
 
 
 def _item_at(spec: AttentionSpec, work: Work, planned: Requests, number: jax.Array, tile: jax.Array) -> WorkItem:
-    done = tile * work.queries(spec)
+    start = planner.at(planned.start, number)
+    done = jnp.maximum(tile * work.queries(spec) - work.missing(start), 0)
     queries = jnp.maximum(planner.at(planned.queries, number) - done, 0)
     request = jnp.minimum(number, spec.B - 1)
-    return WorkItem(
-        request, planner.at(planned.start, number) + done, queries, planner.at(planned.length, number), 0, 1, 0
-    )
+    return WorkItem(request, start + done, queries, planner.at(planned.length, number), 0, 1, 0)
 
 
 class KeyTiles(NamedTuple):
@@ -291,7 +303,8 @@ def visited_tiles_of_all_heads(
         return visited_tiles(spec, tile, None, item)
     row = item.rows(spec, work, jnp.zeros_like(item.request))
     q = row.n if per_request is None else row.n - item.request * per_request
-    at = {"b": item.request, "h": row.h[:, None], "q": q[:, None]}
+    h = row.h[:, None] if spec.heads_in_rows else jnp.zeros_like(item.request)  # without them, the only one
+    at = {"b": item.request, "h": h, "q": q[:, None]}
     mask = evaluation(program, refs, work.tiles.shape, at, approximate=True, runner=runner_of(spec))
     mask.prepare(program.nodes, (Axes.UNIFORM, Axes.ROW))
     return visited_tiles(spec, tile, mask, item)

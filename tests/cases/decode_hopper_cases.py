@@ -58,6 +58,18 @@ PAGED = [
     _paged("head_sizes_80_48", (1, 2), (30, 140), D=80, Dv=48, scale=0.3),
     _paged("head_size_256", (1, 2), (30, 140), D=256, score=slopes),
 ]
+# Requests with many queries, and with few beside them; tiles of queries that start and end within others.
+PROMPTS = [
+    _paged("prompts", (150, 1, 37, 131, 0), (300, 90, 37, 140, 5), 3, D=64, mask=masks.causal),
+    _paged("prompt_alone", (200,), (261,), D=64, mask=window, score=slopes),
+    _paged("prompt_pages_of_8", (18, 2, 140), (130, 64, 141), page_size=8, D=64, mask=masks.causal, dtype="float16"),
+    _paged("prompt_pages_of_192", (18, 20), (411, 20), page_size=192, D=64, Dv=128, score=scores.softcap, factor=8.0),
+    _paged("prompt_pages_of_128", (40, 17), (300, 17), page_size=128, mask=documents, layers=2),
+    _paged("prompt_bias", (24, 17), (170, 300), page_size=32, D=64, Hq=3, Hkv=3, score=bias_by_key),
+    _paged("prompt_divided", (33, 18), (4700, 40), D=64, Hq=2, Hkv=1, mask=masks.causal),
+    _paged("prompt_head_size_256", (24, 140), (80, 140), Hq=2, Hkv=1, D=256, mask=masks.causal),
+    _paged("prompt_without_keys", (30, 20), (0, 80), D=64, mask=masks.causal),
+]
 
 
 def _latent(name: str, *args, **more) -> PagedCase:
@@ -74,7 +86,7 @@ LATENT = [
     # NaN past an odd length: two weights share the reciprocal of a logistic.
     _latent("odd_sigmoid", (1, 3), (33, 21), Hq=8, score=scores.sigmoid),
 ]
-BY_NAME = {case.name: case for case in (*DENSE, *PAGED, *LATENT)}
+BY_NAME = {case.name: case for case in (*DENSE, *PAGED, *PROMPTS, *LATENT)}
 # Small ones of several splits, and of keys that a window hides.
 DIVIDED = _paged("small_divided", (1, 2), (700, 40), D=64, mask=masks.causal)
 LATENT_DIVIDED = _latent("small_latent_divided", (1, 2), (700, 40), Hq=8, page_size=64, mask=masks.causal)

@@ -22,6 +22,7 @@ from tests.cases.decode_hopper_cases import (
     LATENT_DIVIDED,
     LATENT_HIDING,
     PAGED,
+    PROMPTS,
 )
 from tests.cases.paged_cases import PagedCase
 from tests.support import evaluation, hopper_emulator, hopper_faults, paged_evaluation
@@ -79,13 +80,13 @@ def same_bits(one, other):
         "hopper_odd_sigmoid_bfloat16",
     ]},
 )  # fmt: skip
-@pytest.mark.parametrize("case", [*DENSE, *PAGED, *LATENT], ids=str)
+@pytest.mark.parametrize("case", [*DENSE, *PAGED, *PROMPTS, *LATENT], ids=str)
 def test_against_float64(case):
     check(case, attend(case))
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", [*DENSE, *PAGED], ids=str)
+@pytest.mark.parametrize("case", [*DENSE, *PAGED, *PROMPTS], ids=str)
 def test_on_a_gpu(case):
     """Latent vectors: see `tests/latent/test_mla.py`."""
     if isinstance(case, PagedCase):

@@ -30,6 +30,7 @@ from pallas_kernels.mosaic_gpu import global_rows, inline_ptx, register_order, s
 from pallas_kernels.mosaic_gpu.backward import captured, dkv, dq
 from pallas_kernels.mosaic_gpu.forward import kernel as forward_kernel
 from pallas_kernels.mosaic_gpu.launch import WARP_GROUP
+from pallas_kernels.mosaic_gpu.prompt import kernel as prompt_kernel
 
 SECONDS = 120.0  # after which a warp group that waits is stuck
 TMA_IS_LATE = False  # a copy into shared memory is there at once, or only when a warp group waits for it
@@ -417,7 +418,7 @@ def emulated() -> Iterator[None]:
         patch.setattr(pl, "run_scoped", _run_scoped)
         patch.setattr(pl, "run_state", _run_state)
         patch.setattr(lax, "axis_index", _axis_index)
-        for module in (forward_kernel, captured, dkv, dq, split_kv):
+        for module in (forward_kernel, captured, dkv, dq, split_kv, prompt_kernel):
             patch.setattr(module, "launch", _launch)
         patch.setattr(forward_kernel, "NUM_CTAS", 2)
         patch.setattr(work_items, "NUM_SMS", 2)

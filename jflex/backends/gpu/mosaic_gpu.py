@@ -25,6 +25,7 @@ from pallas_kernels.triton.plan.limits import MAX_DECODED, available_compiler, d
 
 if TYPE_CHECKING:
     from pallas_kernels.mosaic_gpu.plan import plan as mosaic_plan
+    from pallas_kernels.mosaic_gpu.prompt.plan import PromptPlan
     from pallas_kernels.mosaic_gpu.split_kv import SplitKvPlan
 
 _LISTS = (kv_lengths.LENGTHS_BLOCK, kv_lengths.LENGTHS_BLOCK)  # block size of lists made from lengths alone
@@ -86,7 +87,9 @@ class MosaicGpu(Backend):
         if requested is not None:
             return preference.slower_backward(_dense_kernels(spec, requested))
         if spec.paging is not None:
-            return preference.slower_latent(spec) if spec.values_in_keys else preference.slower_decode()
+            if spec.values_in_keys:
+                return preference.slower_latent(spec)
+            return None if _has_prompts(spec) else preference.slower_decode()
         if _is_decoded(spec):
             missing = _plan_split_kv(spec)
             if isinstance(missing, Refusal):
@@ -137,17 +140,27 @@ def _plan_split_kv(spec: AttentionSpec) -> Plan | Refusal:
     """The plan of a paged call, or of a dense one with few queries."""
     from pallas_kernels.mosaic_gpu.decode import plan as decode_plan
     from pallas_kernels.mosaic_gpu.latent import plan as latent_plan
-    from pallas_kernels.split_kv import items, repair
+    from pallas_kernels.mosaic_gpu.prompt import plan as prompt_plan
+    from pallas_kernels.split_kv import repair
 
-    plan = latent_plan.plan(spec) if spec.values_in_keys else decode_plan.plan(spec)
+    if _has_prompts(spec):
+        plan = prompt_plan.plan(spec)
+    else:
+        plan = latent_plan.plan(spec) if spec.values_in_keys else decode_plan.plan(spec)
     if isinstance(plan, Refusal):
         return plan
     refusal = repair.limit_of_split_kv(spec, needs_marks=plan.spec.needs_marks)
     if refusal is not None:
         return refusal
-    count = functools.partial(items.count_splits, plan.spec, plan.work)
-    count_splits = None if spec.paging is None else functools.partial(splits_of, count)
+    count_splits = None if spec.paging is None else functools.partial(splits_of, plan.count_splits)
     return Plan(plan.describe, plan, count_splits=count_splits)
+
+
+def _has_prompts(spec: AttentionSpec) -> bool:
+    """True if a kernel for prompts takes requests of a paged call; latent pages have one for all."""
+    from pallas_kernels.split_kv.plan import has_prompts
+
+    return spec.paging is not None and not spec.values_in_keys and has_prompts(spec)
 
 
 @functools.lru_cache(maxsize=256)
@@ -185,17 +198,13 @@ def _describe(plan: mosaic_plan.HopperPlan, spec: AttentionSpec) -> str:
 
 def _attend_paged(spec: AttentionSpec, inputs: PagedInputs) -> Saved:
     """Out and lse of a paged call."""
-    from pallas_kernels.mosaic_gpu.split_kv import SplitKvInputs
-    from pallas_kernels.split_kv import items, repair
+    from pallas_kernels.split_kv import repair
 
     planned = _plan_split_kv(spec)
     assert isinstance(planned, Plan), planned
-    plan: SplitKvPlan = planned.kernels
+    plan: SplitKvPlan | PromptPlan = planned.kernels
     arrays = paged_operands(inputs)
-    extents, pages = (arrays.indptr, arrays.lengths), (arrays.table, arrays.first_page)
-    work_items, slots = items.plan_items(plan.spec, plan.work, extents, arrays.captured.mask)
-    operands = SplitKvInputs(arrays.query, arrays.key, arrays.value, *pages, work_items, arrays.captured)
-    result = items.merge(plan.spec, plan.work, extents, plan.attend(slots, operands))
+    result = plan.run(arrays)
     return Saved(*(repair.paged(spec, arrays, result) if plan.spec.needs_marks else result))
 
 

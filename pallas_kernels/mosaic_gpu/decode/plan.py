@@ -21,7 +21,9 @@ _STEP = 16  # columns of a head: K of a wgmma
 @functools.lru_cache(maxsize=256)
 def plan(spec: AttentionSpec) -> SplitKvPlan | Refusal:
     """Plans a paged or a dense call on a machine that `limits.limit_of_machine` does not refuse."""
-    reason = _limit(spec) or limit_of_captured(spec)
+    reason = limit_of_call(spec)
+    if reason is None and spec.group > smem.WARP_GROUP_ROWS:
+        reason = f"its tiles hold {smem.WARP_GROUP_ROWS} query heads of a key head, not {spec.group}"
     if reason is not None:
         return Refusal(reason)
     traced = with_programs(spec.replace(heads_in_rows=True))
@@ -36,7 +38,8 @@ def plan(spec: AttentionSpec) -> SplitKvPlan | Refusal:
     return SplitKvPlan(traced, packing, description, kernel.attend)
 
 
-def _limit(spec: AttentionSpec) -> str | None:
+def limit_of_call(spec: AttentionSpec) -> str | None:
+    """The limit of a kernel for few queries, or for prompts over pages, whatever the mods."""
     if spec.dtype not in ("bfloat16", "float16"):
         return f"its kernels compute in bfloat16 or float16, not {spec.dtype}"
     if spec.paging is not None and spec.paging.dtype is not None:
@@ -50,15 +53,14 @@ def _limit(spec: AttentionSpec) -> str | None:
             f"its kernel for few queries takes head sizes that are a multiple of {_STEP} up to {MAX_HEAD_SIZE}, not "
             f"{spec.D} and {spec.Dv}"
         )
-    if spec.group > smem.WARP_GROUP_ROWS:
-        return f"its tiles hold {smem.WARP_GROUP_ROWS} query heads of a key head, not {spec.group}"
     if spec.dropout is not None or spec.normalize != "softmax" or spec.stats:
         return "its kernel for few queries has neither dropout, statistics of rows nor weights without a softmax"
     if spec.config.batch_invariant:
         return "its kernel for few queries divides keys by the number of SMs, and so is not batch invariant"
     if spec.config.decode is not None or spec.config.forward is not None:
         return f"`config` sets tiles, and its kernel for few queries has one: 64 rows by {TILE_KEYS} keys"
-    return limit_of_pages(spec) if spec.paging is not None else _limit_of_dense(spec)
+    limit = limit_of_pages(spec) if spec.paging is not None else _limit_of_dense(spec)
+    return limit or limit_of_captured(spec)
 
 
 def _limit_of_dense(spec: AttentionSpec) -> str | None:

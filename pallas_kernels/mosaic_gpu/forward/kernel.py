@@ -19,7 +19,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -60,23 +60,35 @@ _DRAWN_BARRIER = FIRST_FREE_BARRIER + 2  # after the barriers of the ping-pong
 QUERY_STAGES = 2  # tiles whose queries are in shared memory at once
 
 
+class Schedule(Protocol):
+    """All tiles, by tile id."""
+
+    @property
+    def size(self) -> Index:
+        """The number of tiles."""
+        ...
+
+    def unravel(self, tile_id: Index) -> Any:
+        """The index of a tile: of a `Grid`, (batch, head, number in the tile order)."""
+        ...
+
+
 class PersistentScheduler(NamedTuple):
     """The tiles of a CTA."""
 
-    grid: Grid
+    grid: Schedule
     cta_id: Index  # the id of the CTA, and of its first tile
     # int32 [1] in global memory: the next tile id to draw; None if the kernel is not persistent (one tile for each CTA)
     counter: Ref | None
     tile_ids: Ref | None  # int32 [QUERY_STAGES] in shared memory: ids of the current tile and of the next
 
     def over_tiles(
-        self, tile: Callable[[Index, Location, jax.Array], jax.Array], next_tile: Callable[[Index], jax.Array]
+        self, tile: Callable[[Index, Any, jax.Array], jax.Array], next_tile: Callable[[Index], jax.Array]
     ) -> jax.Array:
         """Runs ``stage = tile(i, index, stage)`` for the ith tile of this CTA, and returns how many there were.
 
         Args:
-          tile: Computes the tile at index (batch, head, number in the tile order); `stage` is the first free ring
-            stage.
+          tile: Computes the tile at an index of the grid; `stage` is the first free ring stage.
           next_tile: Returns the id of the ith tile.
         """
         if self.counter is None:
@@ -110,12 +122,12 @@ def _tile_slot(i: Index) -> jax.Array:
     return lax.rem(i, jnp.int32(QUERY_STAGES))
 
 
-def _tile_counter() -> jax.Ref:
+def tile_counter() -> jax.Ref:
     """The atomic counter of tile ids, in global memory; it starts after the first tiles, whose ids are CTA ids."""
     return jax.new_ref(jnp.full((1,), NUM_CTAS, jnp.int32))
 
 
-def _tile_id_scratch() -> Ref:
+def tile_id_scratch() -> Ref:
     """Shared memory for tile ids."""
     return smem.declared(plg.SMEM((QUERY_STAGES,), jnp.int32))
 
@@ -140,7 +152,8 @@ class ForwardScratch(NamedTuple):
 
     def query_slot(self, i: Index, group: Index) -> tuple[jax.Array, jax.Array]:
         """The stage of the queries of the ith tile, and the index of their barriers."""
-        groups, query_stage = self.queries.shape[1], jnp.int32(0) if self.tile_ids is None else _tile_slot(i)
+        stages, groups = self.queries.shape[:2]
+        query_stage = jnp.int32(0) if self.tile_ids is None else lax.rem(i, jnp.int32(stages))
         return query_stage, query_stage * groups + group
 
 
@@ -170,7 +183,7 @@ def _declare(
         Ring.from_tiles((*stages, *bias), groups),
         None if Dv == D and spec.qk_dtype is None else smem.tiled((groups, rows, Dv), dtype),
         tuple(smem.declared(plg.SMEM((groups, rows), jnp.float32)) for _ in ("lse", *spec.stats)),
-        _tile_id_scratch() if is_persistent else None,
+        tile_id_scratch() if is_persistent else None,
     )
 
 
@@ -200,7 +213,7 @@ def forward(spec: AttentionSpec, tiles: Tiles, arrays: Operands[jax.Array]) -> t
     per_row = output((spec.B, spec.Hq, grid.tiles * tiles.block_q), jnp.float32)
     out, *rows = launch(
         functools.partial(_kernel, spec, tiles, captured),
-        (flatten_captured(arrays), order, _tile_counter() if is_persistent else None, bias_refs),
+        (flatten_captured(arrays), order, tile_counter() if is_persistent else None, bias_refs),
         (output((*arrays.query.shape[:3], spec.Dv), arrays.value.dtype), *(per_row for _ in ("lse", *spec.stats))),
         scratch,
         name="jflex_forward_sm90",
@@ -221,8 +234,9 @@ def _kernel(
     scratch: ForwardScratch,
 ) -> None:
     arrays, order, counter, bias_refs = inputs
-    tile_scheduler = PersistentScheduler(_grid(spec, tiles), cta_id, counter, scratch.tile_ids)
-    row_at = lambda b, h, i: (b, h, block_walk.row_at(spec, order, b, h, i, tile_scheduler.grid.tiles))
+    grid = _grid(spec, tiles)
+    tile_scheduler = PersistentScheduler(grid, cta_id, counter, scratch.tile_ids)
+    row_at = lambda b, h, i: (b, h, block_walk.row_at(spec, order, b, h, i, grid.tiles))
     group, groups = lax.axis_index(WARP_GROUP), tiles.num_warps // 4
     loads = bias_tiles.bias_loads(spec) if bias_refs else ()
     bias = bias_tiles.BiasTiles(spec, tiles, arrays.captured.score, loads, bias_refs)
@@ -261,11 +275,22 @@ def _produce(static: ForwardStatic, tile_scheduler: PersistentScheduler) -> None
             plg.copy_gmem_to_smem(static.arrays.query.at[at], scratch.queries.at[query_stage, group], full)
         return _load_keys(static, location, stage)
 
+    produce(scratch, tile_scheduler, tile)
+
+
+def produce(
+    scratch: ForwardScratch,
+    tile_scheduler: PersistentScheduler,
+    tile: Callable[[Index, Any, jax.Array], jax.Array],
+) -> None:
+    """Loop of a producer warp group over the tiles of its CTA, of which `tile` loads one."""
+    stages, groups = scratch.queries.shape[:2]
+
     def next_tile(i: Index) -> jax.Array:
         assert scratch.queries_empty is not None  # there is a next tile
         for group in range(groups):
             barrier = scratch.queries_empty.at[scratch.query_slot(i, group)[1]]
-            pl.when(i >= QUERY_STAGES)(functools.partial(plg.barrier_wait, barrier))
+            pl.when(i >= stages)(functools.partial(plg.barrier_wait, barrier))
         return tile_scheduler.draw(i)
 
     count = tile_scheduler.over_tiles(tile, next_tile)
@@ -289,10 +314,10 @@ def _load_keys(static: ForwardStatic, location: Location, stage: jax.Array) -> j
 
     end, last = block_walk.over_keys(spec, static.tiles, arrays, location, (stage, jnp.int32(0)), step)
     pl.when(end > stage)(lambda: ring.fill(end, None, arrays.value.at[at(last)], *(None for _ in static.bias.loads)))
-    return _after(stage, end)
+    return after(stage, end)
 
 
-def _after(stage: jax.Array, end: jax.Array) -> jax.Array:
+def after(stage: jax.Array, end: jax.Array) -> jax.Array:
     """The next free stage: a tile of queries takes one more than it visits tiles of keys, if any."""
     return jnp.where(end > stage, end + 1, stage)
 
@@ -300,11 +325,22 @@ def _after(stage: jax.Array, end: jax.Array) -> jax.Array:
 def _consume(static: ForwardStatic, tile_scheduler: PersistentScheduler, group: jax.Array) -> None:
     """Consumer warp group: computes its rows of each tile of queries."""
     plg.set_max_registers(CONSUMER_REGISTERS, action="increase")
-    scratch = static.scratch
     has_ping_pong = (
         static.tiles.num_warps == 8 and forward_step.bottleneck(static.spec) is not forward_step.Bottleneck.NONE
     )
     ping_pong = PingPong(group if has_ping_pong else None)
+    tile = functools.partial(_consume_tile, static, ping_pong, group)
+    consume(static.scratch, tile_scheduler, ping_pong, group, tile)
+
+
+def consume(
+    scratch: ForwardScratch,
+    tile_scheduler: PersistentScheduler,
+    ping_pong: PingPong,
+    group: jax.Array,
+    tile: Callable[[Index, Any, jax.Array], jax.Array],
+) -> None:
+    """Loop of a consumer warp group over the tiles of its CTA, of which `tile` computes its rows."""
 
     def next_tile(i: Index) -> jax.Array:
         plg.barrier_wait(scratch.queries_full.at[scratch.query_slot(i, group)[1]])
@@ -313,7 +349,7 @@ def _consume(static: ForwardStatic, tile_scheduler: PersistentScheduler, group: 
     pl.when(group == 1)(ping_pong.release)  # group 0 goes first
     if scratch.tile_ids is not None:
         plg.barrier_wait(scratch.queries_full.at[group])
-    tile_scheduler.over_tiles(functools.partial(_consume_tile, static, ping_pong, group), next_tile)
+    tile_scheduler.over_tiles(tile, next_tile)
     plg.wait_smem_to_gmem(0, wait_read_only=True)
     pl.when(group == 0)(ping_pong.acquire)
 
@@ -340,7 +376,7 @@ def _consume_tile(
     if scratch.tile_ids is None:
         plg.barrier_wait(scratch.queries_full.at[barrier])
     else:
-        pl.when(i > 0)(functools.partial(_free_last, scratch, i, group))
+        pl.when(i > 0)(functools.partial(free_last, scratch, i, group))
     pl.when(visits)(lambda: scratch.ring.wait(stage))
     start = forward_step.start(spec, rows, tiles.block_kv, static.arrays.value.dtype, stage)
     step = forward_step.ForwardStep(prepared, queries, scratch.ring, ping_pong, pl.ds(group * rows, rows))
@@ -350,10 +386,10 @@ def _consume_tile(
     pl.when(visits)(lambda: scratch.ring.release(state.stage))
     staged = (queries if scratch.out is None else scratch.out.at[group], *(x.at[group] for x in scratch.rows))
     _store(spec, staged, (*result, *forward_step.stats(spec, state, sink)), static.outputs, (b, h, first))
-    return _after(stage, state.stage)
+    return after(stage, state.stage)
 
 
-def _free_last(scratch: ForwardScratch, i: Index, group: jax.Array) -> None:
+def free_last(scratch: ForwardScratch, i: Index, group: jax.Array) -> None:
     """Releases the query stage of the tile before, once the TMA store of its output has read it."""
     assert scratch.queries_empty is not None  # there is a next tile
     plg.wait_smem_to_gmem(0, wait_read_only=True)

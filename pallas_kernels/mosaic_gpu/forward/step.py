@@ -44,6 +44,7 @@ class ForwardStep(NamedTuple):
     ring: Ring  # stages of keys [block_kv, D], values [block_kv, Dv] and bias tiles [block_q, block_kv]
     ping_pong: PingPong  # with the other consumer warp group
     rows: slice | pl.Slice  # the rows of a bias tile that belong to the warp group
+    end: Index | None = None  # one past the last key, where tiles may pass it; None for the end of the walk
 
     @property
     def bounded(self) -> bool:
@@ -103,7 +104,8 @@ class ForwardStep(NamedTuple):
             tile = scores.modify(self.prepared, loaded, first, is_partial, prefetched, rows, by_clause=by_clause)
             if spec.normalize == "none":
                 return scores.linear_weights(self.prepared, tile), state.row_max, state.row_max
-            return self._rescale_inputs(tile.s, state.row_max)
+            s = tile.s if self.end is None else scores.mask_from(self.end, first, tile.s)
+            return self._rescale_inputs(s, state.row_max)
 
         def start(refs: tuple[Ref, ...]) -> None:
             raw = plg.WGMMAAccumulatorRef(self.prepared.tile, jnp.float32)

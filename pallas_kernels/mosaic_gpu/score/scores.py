@@ -214,6 +214,17 @@ def _within_limits(scores: Scores, s: jax.Array, first: Index, visible: VisibleR
     return lax.cond(visible.tile[0] < 0, apply, lambda s: s, s)
 
 
+def mask_from(end: Index, first: Index, s: jax.Array) -> jax.Array:
+    """Scores [queries, keys] of the tile of keys from `first` on, with -inf from the key `end` on."""
+    keys = s.shape[1]
+
+    def cut(s: jax.Array) -> jax.Array:
+        exists = first + plg.broadcasted_iota(jnp.int32, (keys,), 0, layout=COLUMN) < end
+        return selections.mask_scores(TILE, s, [lax.broadcast_in_dim(exists, s.shape, (1,))])
+
+    return lax.cond(first + keys <= end, lambda s: s, cut, s)
+
+
 def kept(scores: Scores, first: Index) -> jax.Array | None:
     """The weights that dropout keeps, bool, in the tile from `first` on; None without dropout."""
     if scores.dropout is None:

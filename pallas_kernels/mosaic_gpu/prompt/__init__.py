@@ -1,0 +1,1 @@
+"""The kernel for prompts over pages, for Hopper."""
