@@ -1,4 +1,8 @@
-"""Loops over the tiles of a block mask's lists, partial blocks before full ones, and the order of such loops."""
+"""Loops over the tiles that a mask shows, partial ones before full ones, and the order of such loops.
+
+The tiles are those of a block mask's lists; without lists, those of the range that the program of the mask has
+(`pallas_kernels.program.ranges`), else all.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +11,12 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from pallas_kernels.config import Tiles
+from pallas_kernels.program import ranges
+from pallas_kernels.program.intervals import Span
 from pallas_kernels.spec import AttentionSpec, Operands
 from pallas_kernels.types import Index, Location, Ref, S, Step
 
@@ -122,6 +129,71 @@ def walk_all(
     return lax.fori_loop(whole, tiles, lambda t, s: step(s, t * tile, True), state) if tiles > whole else state
 
 
+class Extent(NamedTuple):
+    """Tiles of a walk without lists: [first, end), of which the mask hides nothing in [full_first, full_end)."""
+
+    first: Index
+    end: Index
+    full_first: Index
+    full_end: Index
+
+    def walk(self, tile: int, state: S, step: Step[S]) -> S:
+        """Walks like `block_walk.walk`."""
+        before = self.full_first - self.first
+        gap = self.full_end - self.full_first
+
+        def partial(t: Index, state: S) -> S:
+            at = self.first + t
+            return step(state, jnp.where(t < before, at, at + gap) * tile, True)
+
+        state = lax.fori_loop(0, before + (self.end - self.full_end), partial, state)
+        return lax.fori_loop(self.full_first, self.full_end, lambda t, s: step(s, t * tile, False), state)
+
+
+def _extent(spec: AttentionSpec, tiles: Tiles, axis: str, at: tuple[Index, ...]) -> Extent | None:
+    """The tiles along an axis that a tile of the other one visits, at (batch, head, tile); None for all.
+
+    Indices are int32 of any shape.
+    """
+    program = spec.programs.mask
+    if spec.block_size is not None or program is None:
+        return None
+    sizes = (tiles.block_q, tiles.block_kv) if axis == "k" else (tiles.block_kv, tiles.block_q)
+    (fixed, tile), length = sizes, spec.S if axis == "k" else spec.T
+    first = at[2] * fixed
+    visible = ranges.visible_range(program, axis, length, Span(first, first + (fixed - 1)), {"b": at[0], "h": at[1]})
+    if visible is None:
+        return None
+    clip = lambda x, low, high: jnp.minimum(jnp.maximum(x, low), high)
+    ceil = lambda x: lax.div(jnp.int32(x) + (tile - 1), jnp.int32(tile))
+    begin, full_begin = lax.div(jnp.int32(visible.first), jnp.int32(tile)), ceil(visible.full_first)
+    end = jnp.where(visible.end > visible.first, ceil(visible.end), begin)
+    full_begin = clip(full_begin, begin, end)
+    full_end = clip(lax.div(jnp.int32(visible.full_end), jnp.int32(tile)), full_begin, end)
+    return Extent(begin, end, full_begin, full_end)
+
+
+def visits_all(spec: AttentionSpec) -> bool:
+    """True if walks visit all tiles, whatever their sizes."""
+    with jax.ensure_compile_time_eval():
+        return spec.block_size is None and _extent(spec, Tiles(1, 1, 1, 1), "k", (0, 0, 0)) is None
+
+
+def count_tiles(spec: AttentionSpec, tiles: Tiles) -> tuple[int, int] | None:
+    """How many tiles of keys `over_keys` visits for all batch entries and heads, and how many of them are full.
+
+    None with a block mask, or where all tiles are visited.
+    """
+    sizes = spec.B, spec.Hq, -(-spec.T // tiles.block_q)
+    with jax.ensure_compile_time_eval():
+        at = jnp.meshgrid(*(jnp.arange(n, dtype=jnp.int32) for n in sizes), indexing="ij", sparse=True)
+        extent = _extent(spec, tiles, "k", tuple(at))
+        if extent is None:
+            return None
+        total = lambda x: int(np.broadcast_to(x, sizes).sum(dtype=np.int64))
+        return total(extent.end - extent.first), total(extent.full_end - extent.full_first)
+
+
 MIN_SORTED_ROWS = 32  # from which on sorting pays: it is two small kernels of 5 us together on an H200
 
 
@@ -151,6 +223,8 @@ def row_at(spec: AttentionSpec, order: Ref | None, b: Index, h: Index, i: jax.Ar
 def over_keys(spec: AttentionSpec, tiles: Tiles, arrays: Operands[Ref], at: Location, state: S, step: Step[S]) -> S:
     """Folds a step over the tiles of keys that a tile of queries visits, at (batch, head, tile)."""
     b, h, tile = at
+    if (extent := _extent(spec, tiles, "k", at)) is not None:
+        return extent.walk(tiles.block_kv, state, step)
     if spec.block_size is None:
         return walk_all(tiles.block_kv, spec.S, spec.programs.mask is not None, state, step)
     assert arrays.lists is not None  # of the blocks
@@ -178,6 +252,8 @@ def column_at(spec: AttentionSpec, order: Ref | None, b: Index, kv_h: Index, i: 
 def over_queries(spec: AttentionSpec, tiles: Tiles, arrays: Operands[Ref], at: Location, state: S, step: Step[S]) -> S:
     """Folds a step over the tiles of queries of one head that visit a tile of keys, at (batch, head, tile)."""
     b, h, tile = at
+    if (extent := _extent(spec, tiles, "q", at)) is not None:
+        return extent.walk(tiles.block_q, state, step)
     if spec.block_size is None:
         return walk_all(tiles.block_q, spec.T, spec.programs.mask is not None, state, step)
     assert arrays.lists is not None  # of the blocks
@@ -187,6 +263,8 @@ def over_queries(spec: AttentionSpec, tiles: Tiles, arrays: Operands[Ref], at: L
 
 def count_keys(spec: AttentionSpec, tiles: Tiles, arrays: Operands[Ref], location: Location) -> jax.Array:
     """Number of tiles that `over_keys` visits."""
+    if (extent := _extent(spec, tiles, "k", location)) is not None:
+        return extent.end - extent.first
     if spec.block_size is None:
         return jnp.int32(-(-spec.S // tiles.block_kv))
     assert arrays.lists is not None  # of the blocks

@@ -52,15 +52,15 @@ def visibility(program: Program, evaluation: Evaluation, first: jax.Array, last:
 
     The program of a mask mod is evaluated with the values of all arguments but the keys.
     """
-    return _IntervalAnalysis(evaluation, {"k": Span(first, last)}).visibility(program.output)
+    return IntervalAnalysis(evaluation, {"k": Span(first, last)}).visibility(program.output)
 
 
 def visibility_of(node: Node, evaluation: Evaluation, q: Span, k: Span) -> Visibility:
     """Classifies one tile by a boolean node of a mask's program, from the ends of both axes; spans are of scalars."""
-    return _IntervalAnalysis(evaluation, {"q": q, "k": k}).visibility(node)
+    return IntervalAnalysis(evaluation, {"q": q, "k": k}).visibility(node)
 
 
-class _IntervalAnalysis:
+class IntervalAnalysis:
     """Intervals of the nodes of one program."""
 
     def __init__(self, evaluation: Evaluation, spans: dict[str, Span]) -> None:
@@ -69,15 +69,20 @@ class _IntervalAnalysis:
         self.out_of_range: list[jax.Array] = []  # where a loaded number is larger than assumed
 
     def visibility(self, output: Node) -> Visibility:
-        for node in reachable([output]):
-            if any(axis in node.kind for axis in self.spans):
-                self.intervals[node] = self._of_tiles(node)
-        out = self._interval(output) or self._undecided()
+        """What the interval of a boolean node says of each tile."""
+        out = self.interval(output) or self._undecided()
         low, high = (jnp.broadcast_to(x, jnp.shape(self.spans["k"].first)) for x in out[:2])
         some, everything = high != 0, low != 0
         for unsafe in self.out_of_range:
             some, everything = some | unsafe, everything & ~unsafe
         return Visibility(some, everything)
+
+    def interval(self, output: Node) -> Interval | None:
+        """The interval of a node; None if it is unknown."""
+        for node in reachable([output]):
+            if node not in self.intervals and any(axis in node.kind for axis in self.spans):
+                self.intervals[node] = self._of_tiles(node)
+        return self._interval(output)
 
     def _interval(self, node: Node) -> Interval | None:
         if node not in self.intervals:
@@ -124,7 +129,7 @@ class _IntervalAnalysis:
         return Interval(first, last, bounds)
 
     def _undecided(self) -> Interval:
-        first = self.spans["k"].first
+        first = next(iter(self.spans.values())).first
         return Interval(jnp.zeros_like(first), jnp.ones_like(first), (0, 1))
 
 
