@@ -15,8 +15,8 @@ import numpy as np
 from jax import lax
 
 from pallas_kernels.config import Tiles
-from pallas_kernels.program import ranges
 from pallas_kernels.program.intervals import Span
+from pallas_kernels.program.ranges import Range, visible_range
 from pallas_kernels.spec import AttentionSpec, Operands
 from pallas_kernels.types import Index, Location, Ref, S, Step
 
@@ -129,69 +129,54 @@ def walk_all(
     return lax.fori_loop(whole, tiles, lambda t, s: step(s, t * tile, True), state) if tiles > whole else state
 
 
-class Extent(NamedTuple):
-    """Tiles of a walk without lists: [first, end), of which the mask hides nothing in [full_first, full_end)."""
+def walk_range(tiles: Range, tile: int, state: S, step: Step[S]) -> S:
+    """Walks like `walk`, over a range of tiles."""
+    before, full = tiles.full_first - tiles.first, tiles.full_end - tiles.full_first
 
-    first: Index
-    end: Index
-    full_first: Index
-    full_end: Index
+    def partial(t: Index, state: S) -> S:
+        at = tiles.first + t
+        return step(state, jnp.where(t < before, at, at + full) * tile, True)
 
-    def walk(self, tile: int, state: S, step: Step[S]) -> S:
-        """Walks like `block_walk.walk`."""
-        before = self.full_first - self.first
-        gap = self.full_end - self.full_first
-
-        def partial(t: Index, state: S) -> S:
-            at = self.first + t
-            return step(state, jnp.where(t < before, at, at + gap) * tile, True)
-
-        state = lax.fori_loop(0, before + (self.end - self.full_end), partial, state)
-        return lax.fori_loop(self.full_first, self.full_end, lambda t, s: step(s, t * tile, False), state)
+    state = lax.fori_loop(0, before + (tiles.end - tiles.full_end), partial, state)
+    return lax.fori_loop(tiles.full_first, tiles.full_end, lambda t, s: step(s, t * tile, False), state)
 
 
-def _extent(spec: AttentionSpec, tiles: Tiles, axis: str, at: tuple[Index, ...]) -> Extent | None:
-    """The tiles along an axis that a tile of the other one visits, at (batch, head, tile); None for all.
+def visible_tiles(spec: AttentionSpec, tiles: Tiles, walked: str, at: tuple[Index, ...]) -> Range | None:
+    """The tiles along ``"k"`` or ``"q"`` that a tile of the other axis visits, at (batch, head, tile).
 
-    Indices are int32 of any shape.
+    None with a block mask, and where the mask proves nothing. Indices are int32 of any shapes that broadcast.
     """
     program = spec.programs.mask
     if spec.block_size is not None or program is None:
         return None
-    sizes = (tiles.block_q, tiles.block_kv) if axis == "k" else (tiles.block_kv, tiles.block_q)
-    (fixed, tile), length = sizes, spec.S if axis == "k" else spec.T
-    first = at[2] * fixed
-    visible = ranges.visible_range(program, axis, length, Span(first, first + (fixed - 1)), {"b": at[0], "h": at[1]})
-    if visible is None:
-        return None
-    clip = lambda x, low, high: jnp.minimum(jnp.maximum(x, low), high)
-    ceil = lambda x: lax.div(jnp.int32(x) + (tile - 1), jnp.int32(tile))
-    begin, full_begin = lax.div(jnp.int32(visible.first), jnp.int32(tile)), ceil(visible.full_first)
-    end = jnp.where(visible.end > visible.first, ceil(visible.end), begin)
-    full_begin = clip(full_begin, begin, end)
-    full_end = clip(lax.div(jnp.int32(visible.full_end), jnp.int32(tile)), full_begin, end)
-    return Extent(begin, end, full_begin, full_end)
+    (axis, size), (tile, length) = ("q", tiles.block_q), (tiles.block_kv, spec.S)
+    if walked == "q":
+        (axis, size), (tile, length) = ("k", tiles.block_kv), (tiles.block_q, spec.T)
+    first = jnp.int32(at[2]) * size
+    spans = {axis: Span(first, first + (size - 1)), "b": Span(at[0], at[0]), "h": Span(at[1], at[1])}
+    visible = visible_range(program, walked, length, spans)
+    return None if visible is None else visible.in_tiles(tile)
 
 
 def visits_all(spec: AttentionSpec) -> bool:
     """True if walks visit all tiles, whatever their sizes."""
     with jax.ensure_compile_time_eval():
-        return spec.block_size is None and _extent(spec, Tiles(1, 1, 1, 1), "k", (0, 0, 0)) is None
+        return spec.block_size is None and visible_tiles(spec, Tiles(1, 1, 1, 1), "k", (0, 0, 0)) is None
 
 
 def count_tiles(spec: AttentionSpec, tiles: Tiles) -> tuple[int, int] | None:
-    """How many tiles of keys `over_keys` visits for all batch entries and heads, and how many of them are full.
+    """How many tiles of keys `over_keys` visits for all batch entries and heads, and how many of these are full.
 
-    None with a block mask, or where all tiles are visited.
+    None where it walks no range.
     """
     sizes = spec.B, spec.Hq, -(-spec.T // tiles.block_q)
     with jax.ensure_compile_time_eval():
         at = jnp.meshgrid(*(jnp.arange(n, dtype=jnp.int32) for n in sizes), indexing="ij", sparse=True)
-        extent = _extent(spec, tiles, "k", tuple(at))
-        if extent is None:
+        visible = visible_tiles(spec, tiles, "k", tuple(at))
+        if visible is None:
             return None
         total = lambda x: int(np.broadcast_to(x, sizes).sum(dtype=np.int64))
-        return total(extent.end - extent.first), total(extent.full_end - extent.full_first)
+        return total(visible.end - visible.first), total(visible.full_end - visible.full_first)
 
 
 MIN_SORTED_ROWS = 32  # from which on sorting pays: it is two small kernels of 5 us together on an H200
@@ -223,8 +208,8 @@ def row_at(spec: AttentionSpec, order: Ref | None, b: Index, h: Index, i: jax.Ar
 def over_keys(spec: AttentionSpec, tiles: Tiles, arrays: Operands[Ref], at: Location, state: S, step: Step[S]) -> S:
     """Folds a step over the tiles of keys that a tile of queries visits, at (batch, head, tile)."""
     b, h, tile = at
-    if (extent := _extent(spec, tiles, "k", at)) is not None:
-        return extent.walk(tiles.block_kv, state, step)
+    if (visible := visible_tiles(spec, tiles, "k", at)) is not None:
+        return walk_range(visible, tiles.block_kv, state, step)
     if spec.block_size is None:
         return walk_all(tiles.block_kv, spec.S, spec.programs.mask is not None, state, step)
     assert arrays.lists is not None  # of the blocks
@@ -252,8 +237,8 @@ def column_at(spec: AttentionSpec, order: Ref | None, b: Index, kv_h: Index, i: 
 def over_queries(spec: AttentionSpec, tiles: Tiles, arrays: Operands[Ref], at: Location, state: S, step: Step[S]) -> S:
     """Folds a step over the tiles of queries of one head that visit a tile of keys, at (batch, head, tile)."""
     b, h, tile = at
-    if (extent := _extent(spec, tiles, "q", at)) is not None:
-        return extent.walk(tiles.block_q, state, step)
+    if (visible := visible_tiles(spec, tiles, "q", at)) is not None:
+        return walk_range(visible, tiles.block_q, state, step)
     if spec.block_size is None:
         return walk_all(tiles.block_q, spec.T, spec.programs.mask is not None, state, step)
     assert arrays.lists is not None  # of the blocks
@@ -263,8 +248,8 @@ def over_queries(spec: AttentionSpec, tiles: Tiles, arrays: Operands[Ref], at: L
 
 def count_keys(spec: AttentionSpec, tiles: Tiles, arrays: Operands[Ref], location: Location) -> jax.Array:
     """Number of tiles that `over_keys` visits."""
-    if (extent := _extent(spec, tiles, "k", location)) is not None:
-        return extent.end - extent.first
+    if (visible := visible_tiles(spec, tiles, "k", location)) is not None:
+        return jnp.asarray(visible.end - visible.first, jnp.int32)
     if spec.block_size is None:
         return jnp.int32(-(-spec.S // tiles.block_kv))
     assert arrays.lists is not None  # of the blocks

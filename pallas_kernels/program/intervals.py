@@ -61,9 +61,12 @@ def visibility_of(node: Node, evaluation: Evaluation, q: Span, k: Span) -> Visib
 
 
 class IntervalAnalysis:
-    """Intervals of the nodes of one program."""
+    """Intervals of the nodes of one program.
 
-    def __init__(self, evaluation: Evaluation, spans: dict[str, Span]) -> None:
+    Without an evaluation, all nodes are bounded by the spans of the arguments, and no array is read.
+    """
+
+    def __init__(self, evaluation: Evaluation | None, spans: dict[str, Span]) -> None:
         self.evaluation, self.spans = evaluation, spans
         self.intervals: dict[Node, Interval | None] = {}
         self.out_of_range: list[jax.Array] = []  # where a loaded number is larger than assumed
@@ -80,7 +83,8 @@ class IntervalAnalysis:
     def interval(self, output: Node) -> Interval | None:
         """The interval of a node; None if it is unknown."""
         for node in reachable([output]):
-            if node not in self.intervals and any(axis in node.kind for axis in self.spans):
+            by_spans = self.evaluation is None or any(axis in node.kind for axis in self.spans)
+            if by_spans and node not in self.intervals:
                 self.intervals[node] = self._of_tiles(node)
         return self._interval(output)
 
@@ -93,6 +97,7 @@ class IntervalAnalysis:
         """The interval of a value that is known: its minimum and maximum over the rows."""
         if node.dtype not in (np.int32, np.bool_):
             return None
+        assert self.evaluation is not None  # else nothing is known exactly
         value = self.evaluation(node).astype(jnp.int32)
         low, high = (value, value) if node.kind == Axes.UNIFORM else (jnp.min(value), jnp.max(value))
         if node.bounds is not None:
@@ -103,6 +108,9 @@ class IntervalAnalysis:
     def _of_tiles(self, node: Node) -> Interval | None:
         if node.op == "input":
             return self._indices(node.value, node.bounds) if node.value in self.spans and node.bounds else None
+        if node.op == "literal" and node.bounds:
+            number = jnp.int32(node.bounds[0])
+            return Interval(number, number, node.bounds)
         if node.op == "call":
             return self._interval(node.inputs[0])
         is_boolean = node.dtype == np.bool_
