@@ -164,8 +164,8 @@ def visits_all(spec: AttentionSpec) -> bool:
         return spec.block_size is None and visible_tiles(spec, Tiles(1, 1, 1, 1), "k", (0, 0, 0)) is None
 
 
-def count_tiles(spec: AttentionSpec, tiles: Tiles) -> tuple[int, int] | None:
-    """How many tiles of keys `over_keys` visits for all batch entries and heads, and how many of these are full.
+def count_tiles(spec: AttentionSpec, tiles: Tiles) -> tuple[int, int, int] | None:
+    """How many tiles of keys `over_keys` visits over batch and heads, full ones among them, and all there are.
 
     None where it walks no range.
     """
@@ -176,7 +176,8 @@ def count_tiles(spec: AttentionSpec, tiles: Tiles) -> tuple[int, int] | None:
         if visible is None:
             return None
         total = lambda x: int(np.broadcast_to(x, sizes).sum(dtype=np.int64))
-        return total(visible.end - visible.first), total(visible.full_end - visible.full_first)
+        visited, full = visible.end - visible.first, visible.full_end - visible.full_first
+        return total(visited), total(full), total(-(-spec.S // tiles.block_kv))
 
 
 MIN_SORTED_ROWS = 32  # from which on sorting pays: it is two small kernels of 5 us together on an H200
