@@ -165,7 +165,7 @@ def visits_all(spec: AttentionSpec) -> bool:
 
 
 def count_tiles(spec: AttentionSpec, tiles: Tiles) -> tuple[int, int, int] | None:
-    """How many tiles of keys `over_keys` visits over batch and heads, full ones among them, and all there are.
+    """Counts tiles of keys over batch and heads: those that `over_keys` visits, full ones among them, and all.
 
     None where it walks no range.
     """

@@ -190,7 +190,7 @@ def _describe(spec: AttentionSpec, implementation: Implementation, name: str, pl
 def _count(
     spec: AttentionSpec, lists: BlockLists | None, plan: Plan | None
 ) -> tuple[int | None, int | None, int | None]:
-    """Visited and full blocks, and all blocks."""
+    """Counts of visited blocks, of full ones, and of all."""
     if lists is None:
         tiles = None if plan is None or spec.is_empty else plan.count_tiles()
         return tiles or (None, None, None)

@@ -89,7 +89,7 @@ class _Solver:
         return self.undecided
 
     def _where_zero(self, *ends: Index) -> Range:
-        """All indices where a value of the other axis, of which these are bounds, is at most 0; else none."""
+        """The range of all indices where a value of the other axis with these bounds is at most 0, else of none."""
         self.decides = True
         low, high = _least(*ends), _greatest(*ends)
         return Range(0, _where(low <= 0, self.length, 0), 0, _where(high <= 0, self.length, 0))
