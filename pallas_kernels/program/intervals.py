@@ -72,7 +72,7 @@ class IntervalAnalysis:
         self.out_of_range: list[jax.Array] = []  # where a loaded number is larger than assumed
 
     def visibility(self, output: Node) -> Visibility:
-        """What the interval of a boolean node says of each tile."""
+        """The visibility of each tile by the interval of a boolean node."""
         out = self.interval(output) or self._undecided()
         low, high = (jnp.broadcast_to(x, jnp.shape(self.spans["k"].first)) for x in out[:2])
         some, everything = high != 0, low != 0

@@ -18,15 +18,12 @@ from tests.support.specs import spec_of
 B, H = 2, 2
 TIGHT = {
     "causal": lambda b, h, q, k: q >= k,
-    "offset": lambda b, h, q, k: q + 37 >= k,
     "hidden_rows": lambda b, h, q, k: q - 37 >= k,
-    "keys_after": lambda b, h, q, k: q < k,
     "window": lambda b, h, q, k: (q >= k) & (q - k < 50),
     "distance": lambda b, h, q, k: jnp.abs(q - k) <= 30,
     "not_outside": lambda b, h, q, k: ~((q < k) | (q - k >= 50)),
     "prefix": lambda b, h, q, k: (k < 70) | (q >= k),
     "chunks": lambda b, h, q, k: q // 48 == k // 48,
-    "causal_chunks": lambda b, h, q, k: q // 48 >= k // 48,
     "by_head": lambda b, h, q, k: jnp.where(h < 1, q >= k, (q >= k) & (q - k < 50)),
     "by_batch": lambda b, h, q, k: (k < 100 * (b + 1)) & (q < 80 * (b + 1)),
     "strided": lambda b, h, q, k: k * 3 + 1 < 2 * q - 7,
@@ -40,7 +37,6 @@ LOOSE = {
     "outside": lambda b, h, q, k: jnp.abs(q - k) > 30,
     "not_equal": lambda b, h, q, k: q != k,
     "dilated": lambda b, h, q, k: (q >= k) & (q - k < 50) & ((q - k) % 4 == 0),
-    "two_lines": lambda b, h, q, k: jnp.where(k < 64, q >= k, q - 20 >= k),
 }
 UNBOUNDED = {
     "remainder": lambda b, h, q, k: q % 16 == k % 16,
