@@ -16,7 +16,7 @@ from jax import lax
 
 from pallas_kernels.config import Tiles
 from pallas_kernels.program.intervals import Span
-from pallas_kernels.program.ranges import Range, visible_range
+from pallas_kernels.program.ranges import Range, has_range, visible_range
 from pallas_kernels.spec import AttentionSpec, Operands
 from pallas_kernels.types import Index, Location, Ref, S, Step
 
@@ -147,21 +147,20 @@ def visible_tiles(spec: AttentionSpec, tiles: Tiles, walked: str, at: tuple[Inde
     None with a block mask, and where the mask proves nothing. Indices are int32 of any shapes that broadcast.
     """
     program = spec.programs.mask
-    if spec.block_size is not None or program is None:
+    if spec.block_size is not None or program is None or not has_range(program, walked):
         return None
     (axis, size), (tile, length) = ("q", tiles.block_q), (tiles.block_kv, spec.S)
     if walked == "q":
         (axis, size), (tile, length) = ("k", tiles.block_kv), (tiles.block_q, spec.T)
     first = jnp.int32(at[2]) * size
     spans = {axis: Span(first, first + (size - 1)), "b": Span(at[0], at[0]), "h": Span(at[1], at[1])}
-    visible = visible_range(program, walked, length, spans)
-    return None if visible is None else visible.in_tiles(tile)
+    return visible_range(program, walked, length, spans).in_tiles(tile)
 
 
 def visits_all(spec: AttentionSpec) -> bool:
     """True if walks visit all tiles, whatever their sizes."""
-    with jax.ensure_compile_time_eval():
-        return spec.block_size is None and visible_tiles(spec, Tiles(1, 1, 1, 1), "k", (0, 0, 0)) is None
+    program = spec.programs.mask
+    return spec.block_size is None and (program is None or not has_range(program, "k"))
 
 
 def count_tiles(spec: AttentionSpec, tiles: Tiles) -> tuple[int, int, int] | None:

@@ -7,6 +7,7 @@ tile. Where a mask has several ranges (sinks beside a window), the range around 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -44,15 +45,28 @@ class Range(NamedTuple):
         return Range(first, end, full_first, _clip(full_end, full_first, end))
 
 
-def visible_range(program: Program, walked: str, length: int, spans: Mapping[str, Span]) -> Range | None:
-    """The visible range of a mask along ``"k"`` or ``"q"``, an axis of this length; None if nothing is known of it.
+def visible_range(program: Program, walked: str, length: int, spans: Mapping[str, Span]) -> Range:
+    """The visible range of a mask along ``"k"`` or ``"q"``, an axis of this length.
 
     `spans` are the first and last index of a tile along the other axis, where the last may be padding, of the batch
     entry ``"b"``, and of the query head ``"h"``: int32 of any shapes that broadcast.
     """
-    solver = _Solver(walked, length, IntervalAnalysis(None, dict(spans)))
-    result = solver.visible(program.output)
-    return result if solver.decides else None
+    return _Solver(walked, length, IntervalAnalysis(None, dict(spans))).visible(program.output)
+
+
+@functools.lru_cache(maxsize=256)
+def has_range(program: Program, walked: str) -> bool:
+    """True if `visible_range` knows anything of a mask."""
+
+    def solve() -> None:
+        span = Span(jnp.int32(0), jnp.int32(0))
+        solver = _Solver(walked, 1, IntervalAnalysis(None, dict.fromkeys("bh" + "qk".replace(walked, ""), span)))
+        solver.visible(program.output)
+        decides.append(solver.decides)
+
+    decides: list[bool] = []
+    jax.eval_shape(solve)
+    return decides[0]
 
 
 class _Solver:
