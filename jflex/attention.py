@@ -75,7 +75,9 @@ def flex_attention(
         query head. An array that it indexes by one of these must be long enough; `jnp.minimum` clamps an index on
         purpose.
       block_mask: Which blocks of keys a block of queries visits, from `create_block_mask`.
-      mask_mod: ``(b, h, q_idx, kv_idx) -> bool``, in place of a BlockMask: no block is skipped.
+      mask_mod: ``(b, h, q_idx, kv_idx) -> bool``, in place of a BlockMask. A mask that compares indices (causal, a
+        window, a prefix, chunks) bounds the loops of the GPU kernels by itself; of others, and by ``"xla"``, all
+        blocks are visited.
       query_mod: ``(query[D], b, h, q_idx) -> [D]``, on each query before its products with keys.
       key_mod: ``(key[D], b, h_kv, kv_idx) -> [D]``, on each key; ``h_kv`` is the key head.
       value_mod: ``(value[Dv], b, h_kv, kv_idx) -> [Dv]``, on each value.

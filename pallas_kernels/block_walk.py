@@ -1,4 +1,8 @@
-"""Loops over the tiles of a block mask's lists, partial blocks before full ones, and the order of such loops."""
+"""Loops over the tiles that a mask shows, partial ones before full ones, and the order of such loops.
+
+The tiles are those of a block mask's lists; without lists, those of the range that the program of the mask has
+(`pallas_kernels.program.ranges`), else all.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +11,12 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from pallas_kernels.config import Tiles
+from pallas_kernels.program.intervals import Span
+from pallas_kernels.program.ranges import Range, has_range, visible_range
 from pallas_kernels.spec import AttentionSpec, Operands
 from pallas_kernels.types import Index, Location, Ref, S, Step
 
@@ -122,6 +129,56 @@ def walk_all(
     return lax.fori_loop(whole, tiles, lambda t, s: step(s, t * tile, True), state) if tiles > whole else state
 
 
+def walk_range(tiles: Range, tile: int, state: S, step: Step[S]) -> S:
+    """Walks like `walk`, over a range of tiles."""
+    before, full = tiles.full_first - tiles.first, tiles.full_end - tiles.full_first
+
+    def partial(t: Index, state: S) -> S:
+        at = tiles.first + t
+        return step(state, jnp.where(t < before, at, at + full) * tile, True)
+
+    state = lax.fori_loop(0, before + (tiles.end - tiles.full_end), partial, state)
+    return lax.fori_loop(tiles.full_first, tiles.full_end, lambda t, s: step(s, t * tile, False), state)
+
+
+def visible_tiles(spec: AttentionSpec, tiles: Tiles, walked: str, at: tuple[Index, ...]) -> Range | None:
+    """The tiles along ``"k"`` or ``"q"`` that a tile of the other axis visits, at (batch, head, tile).
+
+    None with a block mask, and where the mask proves nothing. Indices are int32 of any shapes that broadcast.
+    """
+    program = spec.programs.mask
+    if spec.block_size is not None or program is None or not has_range(program, walked):
+        return None
+    (axis, size), (tile, length) = ("q", tiles.block_q), (tiles.block_kv, spec.S)
+    if walked == "q":
+        (axis, size), (tile, length) = ("k", tiles.block_kv), (tiles.block_q, spec.T)
+    first = jnp.int32(at[2]) * size
+    spans = {axis: Span(first, first + (size - 1)), "b": Span(at[0], at[0]), "h": Span(at[1], at[1])}
+    return visible_range(program, walked, length, spans).in_tiles(tile)
+
+
+def visits_all(spec: AttentionSpec) -> bool:
+    """True if walks visit all tiles, whatever their sizes."""
+    program = spec.programs.mask
+    return spec.block_size is None and (program is None or not has_range(program, "k"))
+
+
+def count_tiles(spec: AttentionSpec, tiles: Tiles) -> tuple[int, int, int] | None:
+    """Counts tiles of keys over batch and heads: those that `over_keys` visits, full ones among them, and all.
+
+    None where it walks no range.
+    """
+    sizes = spec.B, spec.Hq, -(-spec.T // tiles.block_q)
+    with jax.ensure_compile_time_eval():
+        at = jnp.meshgrid(*(jnp.arange(n, dtype=jnp.int32) for n in sizes), indexing="ij", sparse=True)
+        visible = visible_tiles(spec, tiles, "k", tuple(at))
+        if visible is None:
+            return None
+        total = lambda x: int(np.broadcast_to(x, sizes).sum(dtype=np.int64))
+        visited, full = visible.end - visible.first, visible.full_end - visible.full_first
+        return total(visited), total(full), total(-(-spec.S // tiles.block_kv))
+
+
 MIN_SORTED_ROWS = 32  # from which on sorting pays: it is two small kernels of 5 us together on an H200
 
 
@@ -166,6 +223,8 @@ def row_at(spec: AttentionSpec, order: Ref | None, b: Index, h: Index, i: jax.Ar
 def over_keys(spec: AttentionSpec, tiles: Tiles, arrays: Operands[Ref], at: Location, state: S, step: Step[S]) -> S:
     """Folds a step over the tiles of keys that a tile of queries visits, at (batch, head, tile)."""
     b, h, tile = at
+    if (visible := visible_tiles(spec, tiles, "k", at)) is not None:
+        return walk_range(visible, tiles.block_kv, state, step)
     if spec.block_size is None:
         return walk_all(tiles.block_kv, spec.S, spec.programs.mask is not None, state, step)
     assert arrays.lists is not None  # of the blocks
@@ -195,6 +254,8 @@ def column_at(spec: AttentionSpec, order: Ref | None, b: Index, kv_h: Index, i: 
 def over_queries(spec: AttentionSpec, tiles: Tiles, arrays: Operands[Ref], at: Location, state: S, step: Step[S]) -> S:
     """Folds a step over the tiles of queries of one head that visit a tile of keys, at (batch, head, tile)."""
     b, h, tile = at
+    if (visible := visible_tiles(spec, tiles, "q", at)) is not None:
+        return walk_range(visible, tiles.block_q, state, step)
     if spec.block_size is None:
         return walk_all(tiles.block_q, spec.T, spec.programs.mask is not None, state, step)
     assert arrays.lists is not None  # of the blocks
@@ -204,6 +265,8 @@ def over_queries(spec: AttentionSpec, tiles: Tiles, arrays: Operands[Ref], at: L
 
 def count_keys(spec: AttentionSpec, tiles: Tiles, arrays: Operands[Ref], location: Location) -> jax.Array:
     """Number of tiles that `over_keys` visits."""
+    if (visible := visible_tiles(spec, tiles, "k", location)) is not None:
+        return jnp.asarray(visible.end - visible.first, jnp.int32)
     if spec.block_size is None:
         return jnp.int32(-(-spec.S // tiles.block_kv))
     assert arrays.lists is not None  # of the blocks

@@ -37,7 +37,8 @@ class FlexAttention(AttentionMethods, ModAttributes):
             adjacent query heads. Default: `num_heads`.
         head_dim: Size of a head. Default: `in_features // num_heads`.
         score_mod: `(score, b, h, q_idx, kv_idx) -> score`, applied to every scaled score.
-        mask_mod: `(b, h, q_idx, kv_idx) -> bool`, true where the query attends to the key; it skips no blocks.
+        mask_mod: `(b, h, q_idx, kv_idx) -> bool`, true where the query attends to the key. On a GPU, one that
+            compares positions skips blocks without a BlockMask.
         block_mask: A `jflex.BlockMask`: a mask that lists which blocks are computed, for inputs of its length; or a
             `BlockSelection`, with which each call makes one of the blocks that its queries select.
         scale: Factor of the raw scores. Default: `head_dim ** -0.5`.

@@ -74,12 +74,12 @@ class Account(Choice):
     """The plan of a call of `flex_attention` or `flex_attention_varlen`; ``print`` it.
 
     Attributes:
-      visited: Visited blocks, over batch and heads; None without a BlockMask, or where its lists or `kv_lengths` are
-        not known.
+      visited: Visited blocks, over batch and heads. Without a BlockMask, tiles of the forward kernel, where it bounds
+        them by the program of the mask. None where all are visited, or lists or `kv_lengths` are not known.
       full: Visited blocks in which the mask is not evaluated.
       skips_nothing: Whether all of several blocks are visited, although the mask hides elements of some.
-      flops: Floating-point operations of the forward pass over the visited blocks, 2 for a multiply-add; without a
-        BlockMask, over the keys within their lengths, where these are known.
+      flops: Floating-point operations of the forward pass over the visited blocks, 2 for a multiply-add; where
+        these are not counted, over the keys within their lengths, where these are known.
       bytes: Lower bound on the bytes moved: query, key, value and out once each, keys and values up to their lengths.
     """
 
@@ -99,7 +99,7 @@ class Account(Choice):
     def from_call(cls, spec: AttentionSpec, inputs: Inputs, implementation: Implementation) -> Account:
         """Makes the account of one call; query, key and value may be shapes."""
         lists = _known_lists(spec, inputs)
-        visited, full, total = _count(spec, lists)
+        visited, full, total = _count(spec, lists, select(implementation, spec).plan)
         lengths = known_values(inputs.kv_lengths)
         keys, longest = spec.B * spec.S, spec.S  # of the whole batch, and of one entry
         if lengths is not None:
@@ -129,7 +129,7 @@ class Account(Choice):
             )
             lines += [f"  {SKIPS_NOTHING}"] if self.skips_nothing else []
         elif self.blocks is None:
-            lines.append("blocks    not counted (no BlockMask, or traced)")
+            lines.append("blocks    not counted (all are visited, or the BlockMask is traced)")
         return [*lines, f"work      {work_of(self.flops, self.bytes)}"]
 
     __str__ = Choice.__str__
@@ -187,9 +187,13 @@ def _describe(spec: AttentionSpec, implementation: Implementation, name: str, pl
     return Described(both.describe(), *(both.gradients or (name, "")))
 
 
-def _count(spec: AttentionSpec, lists: BlockLists | None) -> tuple[int | None, int | None, int | None]:
+def _count(
+    spec: AttentionSpec, lists: BlockLists | None, plan: Plan | None
+) -> tuple[int | None, int | None, int | None]:
+    """Counts of visited blocks, of full ones, and of all."""
     if lists is None:
-        return None, None, None
+        tiles = None if plan is None or spec.is_empty else plan.count_tiles()
+        return tiles or (None, None, None)
     batch, heads, rows = lists.kv_num_blocks.shape
     repeat = (spec.B // batch) * (spec.Hq // heads)
     full = int(np.asarray(lists.full_kv_num_blocks).sum()) * repeat

@@ -98,6 +98,8 @@ class Plan:
     gradients: GradientsBy | None = None
     # counts the splits of a paged call from its `indptr` [R + 1] and `lengths` [R]; None if keys are not split
     count_splits: Callable[[np.ndarray, np.ndarray], Splits] | None = None
+    # counts tiles of the forward kernel of a dense call: visited, full, all; None if it has lists or visits all
+    count_tiles: Callable[[], tuple[int, int, int] | None] = lambda: None
 
 
 class Backend(abc.ABC):

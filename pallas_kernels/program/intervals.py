@@ -52,32 +52,41 @@ def visibility(program: Program, evaluation: Evaluation, first: jax.Array, last:
 
     The program of a mask mod is evaluated with the values of all arguments but the keys.
     """
-    return _IntervalAnalysis(evaluation, {"k": Span(first, last)}).visibility(program.output)
+    return IntervalAnalysis(evaluation, {"k": Span(first, last)}).visibility(program.output)
 
 
 def visibility_of(node: Node, evaluation: Evaluation, q: Span, k: Span) -> Visibility:
     """Classifies one tile by a boolean node of a mask's program, from the ends of both axes; spans are of scalars."""
-    return _IntervalAnalysis(evaluation, {"q": q, "k": k}).visibility(node)
+    return IntervalAnalysis(evaluation, {"q": q, "k": k}).visibility(node)
 
 
-class _IntervalAnalysis:
-    """Intervals of the nodes of one program."""
+class IntervalAnalysis:
+    """Intervals of the nodes of one program.
 
-    def __init__(self, evaluation: Evaluation, spans: dict[str, Span]) -> None:
+    Without an evaluation, all nodes are bounded by the spans of the arguments, and no array is read.
+    """
+
+    def __init__(self, evaluation: Evaluation | None, spans: dict[str, Span]) -> None:
         self.evaluation, self.spans = evaluation, spans
         self.intervals: dict[Node, Interval | None] = {}
         self.out_of_range: list[jax.Array] = []  # where a loaded number is larger than assumed
 
     def visibility(self, output: Node) -> Visibility:
-        for node in reachable([output]):
-            if any(axis in node.kind for axis in self.spans):
-                self.intervals[node] = self._of_tiles(node)
-        out = self._interval(output) or self._undecided()
+        """The visibility of each tile by the interval of a boolean node."""
+        out = self.interval(output) or self._undecided()
         low, high = (jnp.broadcast_to(x, jnp.shape(self.spans["k"].first)) for x in out[:2])
         some, everything = high != 0, low != 0
         for unsafe in self.out_of_range:
             some, everything = some | unsafe, everything & ~unsafe
         return Visibility(some, everything)
+
+    def interval(self, output: Node) -> Interval | None:
+        """The interval of a node; None if it is unknown."""
+        for node in reachable([output]):
+            by_spans = self.evaluation is None or any(axis in node.kind for axis in self.spans)
+            if by_spans and node not in self.intervals:
+                self.intervals[node] = self._of_tiles(node)
+        return self._interval(output)
 
     def _interval(self, node: Node) -> Interval | None:
         if node not in self.intervals:
@@ -88,6 +97,7 @@ class _IntervalAnalysis:
         """The interval of a value that is known: its minimum and maximum over the rows."""
         if node.dtype not in (np.int32, np.bool_):
             return None
+        assert self.evaluation is not None  # else nothing is known exactly
         value = self.evaluation(node).astype(jnp.int32)
         low, high = (value, value) if node.kind == Axes.UNIFORM else (jnp.min(value), jnp.max(value))
         if node.bounds is not None:
@@ -98,6 +108,9 @@ class _IntervalAnalysis:
     def _of_tiles(self, node: Node) -> Interval | None:
         if node.op == "input":
             return self._indices(node.value, node.bounds) if node.value in self.spans and node.bounds else None
+        if node.op == "literal" and node.bounds:
+            number = jnp.int32(node.bounds[0])
+            return Interval(number, number, node.bounds)
         if node.op == "call":
             return self._interval(node.inputs[0])
         is_boolean = node.dtype == np.bool_
@@ -124,7 +137,7 @@ class _IntervalAnalysis:
         return Interval(first, last, bounds)
 
     def _undecided(self) -> Interval:
-        first = self.spans["k"].first
+        first = next(iter(self.spans.values())).first
         return Interval(jnp.zeros_like(first), jnp.ones_like(first), (0, 1))
 
 

@@ -267,6 +267,18 @@ def test_what_is_not_known_is_said_to_be_so(form):
     assert str(cascade).endswith("not known in all")
 
 
+def test_counts_tiles_of_a_mask_that_bounds_the_walk():
+    x, mask = jax.ShapeDtypeStruct((2, 512, 4, 64), jnp.bfloat16), jflex.masks.sliding_window(100, 0)
+    of_tiles = explain(x, x, x, mask_mod=mask, **INTERPRETED)
+    of_blocks = explain(
+        x, x, x, block_mask=jflex.create_block_mask(mask, None, None, 512, 512, block_size=64), **INTERPRETED
+    )
+    counts = [(x.visited, x.full, x.partial, x.blocks, x.flops) for x in (of_tiles, of_blocks)]
+    assert counts[0] == counts[1]
+    assert "skipped" in str(of_tiles)
+    assert explain(x, x, x, mask_mod=mask, implementation="xla").visited is None
+
+
 def test_known_values_count_under_jit():
     """Arrays that a jitted function closes over, of which nothing may be computed by the program."""
     mask = jflex.create_block_mask(causal(), None, None, 256, 256)

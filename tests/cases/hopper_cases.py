@@ -55,6 +55,9 @@ WIDE = [
     Case("even_table", captured.table, masks.causal, Sizes(T=256, Hq=4, Hkv=2, D=64), block=128, **BF16),
     Case("even_padding", captured.bias_of_padding, masks.causal, Sizes(T=256, D=64), block=128, **BF16),
     Case("even_bias", captured.bias_bhqk, masks.causal, Sizes(T=256, S=384, D=128), block=128, layout="BNTH", **BF16),
+    # Ranges of keys and of queries follow from the mask; no tile shows the last keys, whose bias has gradients of 0.
+    Case("range_of_window", mask=masks.window, sizes=Sizes(T=300, S=420, Hq=4, Hkv=2, D=64), **BF16),
+    Case("range_and_plane", captured.fixed_bias, masks.causal, Sizes(B=1, T=136, S=448, Hq=4, Hkv=2, D=128), **BF16),
     # Elements that the copy engine brings, of 16 bits also for gradients.
     Case("plane", captured.fixed_bias, masks.causal, Sizes(T=304, S=448, Hq=4, Hkv=2, D=128), block=128, **BF16),
     Case("plane_no_mask", captured.fixed_bias, sizes=Sizes(B=1, T=264, S=576, D=64), dtype="float16"),

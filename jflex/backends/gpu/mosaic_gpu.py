@@ -165,6 +165,7 @@ def _has_prompts(spec: AttentionSpec) -> bool:
 
 @functools.lru_cache(maxsize=256)
 def _plan_dense(spec: AttentionSpec, requested: GradientRequest | None) -> Plan | Refusal:
+    from pallas_kernels import block_walk
     from pallas_kernels.mosaic_gpu.plan.plan import plan as plan_call
 
     lengthless = kv_lengths.spec_without_lengths(spec, _LISTS) if spec.kv_lengths else spec
@@ -182,7 +183,8 @@ def _plan_dense(spec: AttentionSpec, requested: GradientRequest | None) -> Plan 
             return dataclasses.replace(others, reason=reason, mod=None)
     all_by_triton = plan.deferred is not None and plan.backward is None
     by_triton = GradientsBy(triton.name, plan.deferred_reason) if all_by_triton else None
-    return Plan(functools.partial(_describe, plan, spec), plan, by_triton)
+    count_tiles = functools.partial(block_walk.count_tiles, plan.spec, plan.forward.tiles)
+    return Plan(functools.partial(_describe, plan, spec), plan, by_triton, count_tiles=count_tiles)
 
 
 def _describe(plan: mosaic_plan.HopperPlan, spec: AttentionSpec) -> str:

@@ -118,6 +118,7 @@ class Triton(Backend):
 
 @functools.lru_cache(maxsize=256)
 def _plan_dense(spec: AttentionSpec, requested: GradientRequest | None) -> Plan | Refusal:
+    from pallas_kernels import block_walk
     from pallas_kernels.triton.plan.plan import plan
 
     lengthless = kv_lengths.spec_without_lengths(spec, _block_size(spec)) if spec.kv_lengths else spec
@@ -129,7 +130,10 @@ def _plan_dense(spec: AttentionSpec, requested: GradientRequest | None) -> Plan 
         return decoded
     if decoded is not None:
         planned = dataclasses.replace(decoded, backward=planned.backward)
-    return Plan(planned.describe, planned)
+    if planned.decodes:
+        return Plan(planned.describe, planned)
+    count_tiles = functools.partial(block_walk.count_tiles, planned.spec, planned.forward.tiles)
+    return Plan(planned.describe, planned, count_tiles=count_tiles)
 
 
 @functools.lru_cache(maxsize=256)

@@ -57,6 +57,7 @@ from pallas_kernels.types import Index, Location, Ref
 
 NUM_CTAS = NUM_SMS  # one persistent CTA for each SM; on GPUs with fewer SMs the CTAs that start last find no tile left
 _DRAWN_BARRIER = FIRST_FREE_BARRIER + 2  # after the barriers of the ping-pong
+MAX_STATIC_TILES = 32  # tiles of a CTA up to which its ids follow from its own, in order and in reverse by turns
 QUERY_STAGES = 2  # tiles whose queries are in shared memory at once
 
 
@@ -78,9 +79,9 @@ class PersistentScheduler(NamedTuple):
 
     grid: Schedule
     cta_id: Index  # the id of the CTA, and of its first tile
-    # int32 [1] in global memory: the next tile id to draw; None if the kernel is not persistent (one tile for each CTA)
-    counter: Ref | None
-    tile_ids: Ref | None  # int32 [QUERY_STAGES] in shared memory: ids of the current tile and of the next
+    counter: Ref | None  # int32 [1] in global memory: the next tile id to draw; None if the schedule is static
+    # int32 [QUERY_STAGES] in shared memory: ids of the current tile and of the next; None for one tile for each CTA
+    tile_ids: Ref | None
 
     def over_tiles(
         self, tile: Callable[[Index, Any, jax.Array], jax.Array], next_tile: Callable[[Index], jax.Array]
@@ -91,7 +92,7 @@ class PersistentScheduler(NamedTuple):
           tile: Computes the tile at an index of the grid; `stage` is the first free ring stage.
           next_tile: Returns the id of the ith tile.
         """
-        if self.counter is None:
+        if self.tile_ids is None:
             tile(jnp.int32(0), self.grid.unravel(self.cta_id), jnp.int32(0))
             return jnp.int32(1)
 
@@ -105,8 +106,9 @@ class PersistentScheduler(NamedTuple):
 
     def draw(self, i: Index) -> jax.Array:
         """Draws the id of the ith tile from the atomic counter; only the producer warp group does so."""
-        assert self.counter is not None  # it is persistent
-        assert self.tile_ids is not None
+        assert self.tile_ids is not None  # it is persistent
+        if self.counter is None:
+            return self.tile_id(i)
         inline_ptx.atomic_increment(self.counter, self.tile_ids, _tile_slot(i))
         inline_ptx.hardware_barrier("sync", jnp.int32(_DRAWN_BARRIER), WARP_GROUP_THREADS)
         return self.tile_id(i)
@@ -114,6 +116,8 @@ class PersistentScheduler(NamedTuple):
     def tile_id(self, i: Index) -> jax.Array:
         """The id of the ith tile, once it was drawn."""
         assert self.tile_ids is not None  # it is persistent
+        if self.counter is None:
+            return i * NUM_CTAS + jnp.where(lax.rem(i, jnp.int32(2)) == 0, self.cta_id, NUM_CTAS - 1 - self.cta_id)
         return self.tile_ids[_tile_slot(i)]
 
 
@@ -206,6 +210,7 @@ def forward(spec: AttentionSpec, tiles: Tiles, arrays: Operands[jax.Array]) -> t
     spec, arrays = pad_operands(spec, arrays)
     grid, scratch = _grid(spec, tiles), declare(spec, tiles, arrays.value.dtype)
     is_persistent = scratch.tile_ids is not None
+    is_dynamic = is_persistent and grid.size > MAX_STATIC_TILES * NUM_CTAS
     captured = scores.CapturedShapes.from_operands(arrays)
     bias_refs = (
         [load.source(arrays.captured.score) for load in bias_tiles.bias_loads(spec)] if scratch.has_bias_tiles else []
@@ -213,7 +218,7 @@ def forward(spec: AttentionSpec, tiles: Tiles, arrays: Operands[jax.Array]) -> t
     per_row = output((spec.B, spec.Hq, grid.tiles * tiles.block_q), jnp.float32)
     out, *rows = launch(
         functools.partial(_kernel, spec, tiles, captured),
-        (flatten_captured(arrays), order, tile_counter() if is_persistent else None, bias_refs),
+        (flatten_captured(arrays), order, tile_counter() if is_dynamic else None, bias_refs),
         (output((*arrays.query.shape[:3], spec.Dv), arrays.value.dtype), *(per_row for _ in ("lse", *spec.stats))),
         scratch,
         name="jflex_forward_sm90",

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plg
 
+from pallas_kernels import block_walk
 from pallas_kernels.config import Tiles
 from pallas_kernels.mosaic_gpu import smem
 from pallas_kernels.mosaic_gpu.launch import ROWS_MULTIPLE
@@ -56,7 +57,7 @@ def without_padding(spec: AttentionSpec, load: Node, x: jax.Array) -> jax.Array:
 
 def zeros(spec: AttentionSpec, loads: Sequence[Node]) -> dict[int, jax.Ref]:
     """Arrays of zeros, by position of the load, where a kernel that skips blocks does not write all of one."""
-    writes_all = lambda load: spec.block_size is None and covers(spec, load, spec.score_shapes[load.value])
+    writes_all = lambda load: block_walk.visits_all(spec) and covers(spec, load, spec.score_shapes[load.value])
     make = lambda load: jax.new_ref(jnp.zeros(padded_shape(spec, load), load.dtype))
     return {i: make(load) for i, load in enumerate(loads) if not writes_all(load)}
 
