@@ -93,7 +93,7 @@ WIDE = [
 ]  # fmt: skip
 # More than twice as many tiles as an H200 has multiprocessors: a block of threads computes several in turn.
 MANY = [
-    Case("many_causal", scores.alibi, masks.causal, Sizes(B=4, T=400, Hq=24, Hkv=6, D=64), block=128, **BF16),
+    Case("many_causal", scores.alibi, masks.causal, Sizes(B=3, T=530, Hq=24, Hkv=6, D=64), block=128, **BF16),
     Case("many_no_mask", scores.softcap, sizes=Sizes(B=8, T=270, S=200, Hq=15, Hkv=5, D=128), **BF16),
     Case(
         "many_documents", mask=masks.documents, sizes=Sizes(B=8, T=300, Hq=15, D=64), block=128, by_batch=True, **BF16

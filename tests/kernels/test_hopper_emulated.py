@@ -8,6 +8,7 @@ import pytest
 import jflex
 from jflex.block_mask import limits
 from pallas_kernels.mosaic_gpu import smem
+from pallas_kernels.mosaic_gpu.forward.kernel import MAX_STATIC_TILES
 from tests.cases import mask_pairs as masks
 from tests.cases import score_pairs as scores
 from tests.cases.hopper_cases import HOPPER, LIMITED, MANY, ONE_PASS
@@ -18,6 +19,9 @@ from tests.support.rows import tiers
 
 # Two warp groups that compute; the others of the default and the full tier have one.
 TWO_GROUPS = Case("two_groups_small", scores.alibi, masks.causal, Sizes(B=1, T=256, D=64), block=128, dtype="bfloat16")
+# So many tiles that they are drawn from a counter.
+DRAWN = Case("two_groups_drawn", None, masks.causal, Sizes(B=1, T=128 * MAX_STATIC_TILES + 8, Hq=1, D=64), block=128,
+             dtype="bfloat16")  # fmt: skip
 # Those of many tiles are left out: with two CTAs, each computes several tiles anyway.
 EMULATED = [case for case in HOPPER if not case.unsupported and case not in MANY]
 
@@ -26,10 +30,10 @@ EMULATED = [case for case in HOPPER if not case.unsupported and case not in MANY
     default={"case": "head_size_80"},
     full={"case": [
         "slopes", "bnth_shared_keys", "length_many_sinks", "narrow_cut_to_one", "plane_gradient", "softcap_sinks",
-        "two_groups_small",
+        "two_groups_small", "two_groups_drawn",
     ]},
 )  # fmt: skip
-@pytest.mark.parametrize("case", [*EMULATED, TWO_GROUPS], ids=str)
+@pytest.mark.parametrize("case", [*EMULATED, TWO_GROUPS, DRAWN], ids=str)
 def test_results_and_gradients(case):
     evaluation.check_forward(case, "mosaic_gpu-emulated")
     evaluation.check_gradients(case, "mosaic_gpu-emulated", evaluation.gradients_of(case))

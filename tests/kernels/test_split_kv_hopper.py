@@ -30,12 +30,12 @@ def requests(R, page):
     return jflex.paged.PagedBatch(shape(R + 1), shape(R), shape(R, 4096 // page))
 
 
-def paged(T=1, B=32, Hq=32, Hkv=8, D=128, Dv=None, page=64, dtype=jnp.bfloat16, **options):
-    """A call over pages, and the shapes of its arguments."""
+def paged(T=1, B=32, Hq=32, Hkv=8, D=128, Dv=None, page=64, dtype=jnp.bfloat16, N=None, **options):
+    """A call over pages, with N queries in all or T to a request, and the shapes of its arguments."""
     pages = lambda size: shape(8193, page, Hkv, size, dtype=dtype)
     cache = jflex.paged.PagedCache(pages(D), pages(Dv or D))
     call = functools.partial(jflex.paged_attention, **{"implementation": BACKEND, **options})
-    return call, shape(B * T, Hq, D, dtype=dtype), cache, requests(B, page)
+    return call, shape(N or B * T, Hq, D, dtype=dtype), cache, requests(B, page)
 
 
 def dense(T=1, B=8, Hq=32, Hkv=8, S=16384, D=128, Dv=None, dtype=jnp.bfloat16, lengths=False, **options):
@@ -79,6 +79,14 @@ COMPILED = {
     "paged_256": (paged, {"D": 256}),
     "pages_of_8": (paged, {"page": 8}),
     "pages_of_16": (paged, {"page": 16}),
+    "prompts": (paged, {"T": 1024, "B": 8, "mask_mod": CAUSAL}),
+    "prompts_beside_tokens": (paged, {"N": 2048 + 63, "B": 64, "mask_mod": CAUSAL, "return_lse": True}),
+    "prompts_alibi": (paged, {"T": 1024, "B": 8, "mask_mod": CAUSAL, "score_mod": ALIBI, "page": 16}),
+    "prompts_softcap": (paged, {"T": 1024, "B": 8, "mask_mod": CAUSAL, "score_mod": SOFTCAP}),
+    "prompts_64": (paged, {"T": 1024, "B": 8, "mask_mod": WINDOW, "D": 64, "page": 8, "dtype": jnp.float16}),
+    "prompts_192": (paged, {"T": 1024, "B": 8, "D": 192, "page": 192}),
+    "prompts_256": (paged, {"T": 1024, "B": 8, "D": 256, "mask_mod": CAUSAL}),
+    "prompt_of_split_keys": (paged, {"T": 512, "B": 1, "mask_mod": CAUSAL, "page": 128}),
     "dense": (dense, {}),
     "dense_64": (dense, {"D": 64, "Hq": 16, "Hkv": 16, "B": 4}),
     "dense_softcap": (dense, {"score_mod": SOFTCAP}),
@@ -99,10 +107,10 @@ COMPILED = {
 }
 # The producer warp group of the latent kernel has 24 registers: it spills addresses, those of queries once for each
 # tile of them.
-KNOWN_SPILLS = {"paged_256": 84, "latent_16_heads": 48, "latent_9_heads": 48, "latent_pages_of_16": 80}
+KNOWN_SPILLS = {"paged_256": 84, "prompts_256": 52, "latent_16_heads": 48, "latent_9_heads": 48, "latent_pages_of_16": 80}
 
 
-@tiers(full={"name": ["pages_of_16", "dense", "latent_9_heads"]}, rest="long")
+@tiers(full={"name": ["pages_of_16", "prompts", "dense", "latent_9_heads"]}, rest="long")
 @NEEDS_011
 @COMPILES
 @pytest.mark.parametrize("name", COMPILED)
@@ -155,6 +163,10 @@ def test_shared_memory_of_the_latent_kernel():
     ("program", "options", "slower"),
     [
         (paged, {}, "up to 12 % longer"),
+        (paged, {"N": 2047, "B": 64}, "below 2048 queries, and 128 to a request, many rows of its tiles for prompts"),
+        (paged, {"N": 2048, "B": 64}, None),
+        (paged, {"T": 127, "B": 4}, "below 2048 queries, and 128 to a request, many rows of its tiles for prompts"),
+        (paged, {"T": 128, "B": 4}, None),
         (dense, {}, "up to 12 % longer"),
         (latent, {}, None),
         (latent, {"Hq": 16}, "below 32 query rows to a request (here 16) loading keys bounds the time"),
@@ -163,18 +175,26 @@ def test_shared_memory_of_the_latent_kernel():
         (latent, {"mask_mod": WINDOW}, None),
         (latent, {"mask_mod": lambda b, h, q, k: SLOPES[k % 128] > 0.5}, None),
     ],
-    ids=["paged", "dense", "128 heads", "16 heads", "two tokens", "causal", "window", "captured"],
+    ids=["paged", "short prompts", "chunk", "prompts of 127", "prompts of 128", "dense", "128 heads", "16 heads", "two tokens", "causal", "window", "captured"],
 )
 def test_is_preferred_where_products_take_longer_than_loading(program, options, slower):
     account = explained(program, implementation=None, **options)
     assert account.backend == (BACKEND if slower is None else "triton")
     assert slower is None or slower in account.reasons[BACKEND]
+    assert explained(program, **options).backend == BACKEND
+
+
+FOR_FEW = " for 17 queries of a request or more, paged 16 x "
+PROMPT = "prompt 128 x {} (8 warps that compute, {} stages)"
 
 
 @NEEDS_011
 @pytest.mark.parametrize(
     ("program", "sizes", "tiles"),
     [
+        (paged, {"T": 64, "B": 4}, PROMPT.format(128, 2) + FOR_FEW),
+        (paged, {"T": 64, "B": 4, "D": 64}, PROMPT.format(128, 4) + FOR_FEW),
+        (paged, {"T": 2048, "B": 1, "D": 256}, PROMPT.format(64, 2)),
         (paged, {}, "paged 64 x 64 (8 warps that compute, 4 stages, 4 heads)"),
         (dense, {"T": 4}, "decode 64 x 64 (8 warps that compute, 4 stages, 4 heads)"),
         (dense, {"D": 64}, "decode 64 x 64 (8 warps that compute, 8 stages, 4 heads)"),
@@ -194,9 +214,16 @@ def test_explain_names_the_tiles(program, sizes, tiles):
 
 TILES = {"config": jflex.Config(decode=jflex.Tiles(64, 32, 8))}
 OTHER_TILES = "`config` sets tiles, .*: 64 rows by 64 keys"
+PROMPTS = {"T": 1024, "B": 8}
 NO_LOWERING = "`score_mod` .* primitive `population_count` has no lowering for Mosaic GPU"
 NEITHER = "neither dropout, statistics of rows nor weights without a softmax"
 REFUSALS = [
+    *((f"prompts over pages of {page}", paged, {**PROMPTS, "page": page},
+       f"takes pages of 8, 16 or 32 keys or of a multiple of 64, not of {page}") for page in (1, 2, 4)),
+    ("prompts of float32", paged, {**PROMPTS, "dtype": jnp.float32}, "compute in bfloat16 or float16, not float32"),
+    ("tiles for prompts", paged, {**PROMPTS, **TILES}, OTHER_TILES + ", or 128 by 128 or 64 for prompts"),
+    ("prompts of rotated keys", paged, {**PROMPTS, "key_mod": jflex.rope()}, "and so apply no `key_mod`"),
+    ("prompts with a primitive", paged, {**PROMPTS, "score_mod": COUNTS_BITS}, NO_LOWERING),
     ("dtype", paged, {"dtype": jnp.float32}, "compute in bfloat16 or float16, not float32"),
     ("head size", paged, {"D": 72}, "head sizes that are a multiple of 16 up to 256, not 72 and 72"),
     ("large head", paged, {"D": 272}, "up to 256, not 272 and 272"),
@@ -204,7 +231,7 @@ REFUSALS = [
     ("odd page size", paged, {"page": 48}, "not of 48"),
     ("group", paged, {"Hq": 128, "Hkv": 1}, "tiles hold 64 query heads of a key head, not 128"),
     ("vector mod", paged, {"key_mod": jflex.rope()},
-     "loads keys and values by TMA, and so applies no `key_mod` or `value_mod`"),
+     "load keys and values by TMA, and so apply no `key_mod` or `value_mod`"),
     ("statistics", paged, {"return_stats": ("max",)}, NEITHER),
     ("sigmoid", paged, {"normalize": "none"}, "nor weights without a softmax"),
     ("tiles", paged, TILES, OTHER_TILES),
@@ -232,10 +259,11 @@ def test_refuses(program, sizes, message):
 
 
 @NEEDS_011
-def test_refuses_eight_bits():
-    call, q, _, batch = paged()
+@pytest.mark.parametrize("sizes", [{}, PROMPTS], ids=["tokens", "prompts"])
+def test_refuses_eight_bits(sizes):
+    call, q, _, batch = paged(**sizes)
     cache = jax.eval_shape(lambda: jflex.paged.PagedCache.create(9, 64, 8, 128, dtype=jnp.float8_e4m3fn))
-    message = "takes no eight bits, and these have float8_e4m3fn"
+    message = "take no eight bits, and these have float8_e4m3fn"
     with pytest.raises(jflex.UnsupportedError, match=message), gpu_compile.absent_gpu():
         jax.jit(call).trace(q, cache, batch)
 
@@ -247,7 +275,7 @@ def test_refuses_eight_bits():
         ({"S": 1000 + 4}, "TMA loads 8 keys at once, and S is 1004"),
         ({"block_mask": True}, "takes no lists of blocks"),
         ({"return_stats": ("max",)}, "neither dropout, statistics of rows"),
-        ({"config": jflex.Config(batch_invariant=True)}, "is not batch invariant"),
+        ({"config": jflex.Config(batch_invariant=True)}, "are not batch invariant"),
     ],
     ids=["odd length", "block mask", "statistics", "invariant"],
 )

@@ -146,6 +146,7 @@ def features() -> list[Feature]:
         Feature("`kv_lengths`, many queries", {"kv_lengths": True}),
         Feature("decoding: 1 to 16 queries", {"kv_lengths": True, "T": 1, "Hkv": 4}, gradients=False),
         Feature("`paged_attention`, `cascade_attention`", pages, gradients=False),
+        Feature("`paged_attention` of prompts", {**pages, "T": LENGTH}, gradients=False),
         Feature(
             "pages of `float8_e4m3fn` (Ada and later), `float8_e5m2`, `int8`",
             {**pages, "paging": Paging(page_size=64, num_pages=1024, dtype="float8_e4m3fn"), **HOPPER},

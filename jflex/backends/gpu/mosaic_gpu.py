@@ -89,7 +89,7 @@ class MosaicGpu(Backend):
         if spec.paging is not None:
             if spec.values_in_keys:
                 return preference.slower_latent(spec)
-            return None if _has_prompts(spec) else preference.slower_decode()
+            return preference.slower_prompts(spec) if _has_prompts(spec) else preference.slower_decode()
         if _is_decoded(spec):
             missing = _plan_split_kv(spec)
             if isinstance(missing, Refusal):

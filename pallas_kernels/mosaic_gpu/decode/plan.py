@@ -43,22 +43,23 @@ def limit_of_call(spec: AttentionSpec) -> str | None:
     if spec.dtype not in ("bfloat16", "float16"):
         return f"its kernels compute in bfloat16 or float16, not {spec.dtype}"
     if spec.paging is not None and spec.paging.dtype is not None:
-        return f"its kernel for pages takes no eight bits, and these have {spec.paging.dtype}"
+        return f"its kernels for pages take no eight bits, and these have {spec.paging.dtype}"
     if spec.qk_dtype is not None:
         return f"its kernel for few queries takes no eight bits, and query and key are {spec.qk_dtype}"
     if spec.key_mod is not None or spec.value_mod is not None:
-        return "its kernel for pages loads keys and values by TMA, and so applies no `key_mod` or `value_mod`"
+        return "its kernels for pages load keys and values by TMA, and so apply no `key_mod` or `value_mod`"
     if max(spec.D, spec.Dv) > MAX_HEAD_SIZE or spec.D % _STEP or spec.Dv % _STEP:
         return (
-            f"its kernel for few queries takes head sizes that are a multiple of {_STEP} up to {MAX_HEAD_SIZE}, not "
+            f"its kernels for few queries and pages take head sizes that are a multiple of {_STEP} up to {MAX_HEAD_SIZE}, not "
             f"{spec.D} and {spec.Dv}"
         )
     if spec.dropout is not None or spec.normalize != "softmax" or spec.stats:
-        return "its kernel for few queries has neither dropout, statistics of rows nor weights without a softmax"
+        return "its kernels for few queries and pages have neither dropout, statistics of rows nor weights without a softmax"
     if spec.config.batch_invariant:
-        return "its kernel for few queries divides keys by the number of SMs, and so is not batch invariant"
+        return "its kernels for few queries and pages divide keys by the number of SMs, and so are not batch invariant"
     if spec.config.decode is not None or spec.config.forward is not None:
-        return f"`config` sets tiles, and its kernel for few queries has one: 64 rows by {TILE_KEYS} keys"
+        tiles = f"64 rows by {TILE_KEYS} keys, or 128 by 128 or 64 for prompts"
+        return f"`config` sets tiles, and its kernels for few queries and pages have their own: {tiles}"
     limit = limit_of_pages(spec) if spec.paging is not None else _limit_of_dense(spec)
     return limit or limit_of_captured(spec)
 

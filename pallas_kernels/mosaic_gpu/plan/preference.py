@@ -13,6 +13,8 @@ WARPS_PER_GROUP = 4
 MIN_LENGTH = 256  # queries and keys from which on these kernels may be preferred
 NARROW = 64  # head size up to which few tiles, and gradients of short sequences, are faster in 'triton'
 LATENT_ROWS = 32  # of a request: query tokens times heads, from which on MMAs take longer than loading latent rows
+PROMPT_QUERIES = 128  # of a tile of the kernel for prompts, all of one head
+CHUNK = 2048  # queries from which on they may be one chunk of a prompt beside requests that decode
 VERY_NARROW = 32  # head size up to which that goes for longer ones
 
 
@@ -51,6 +53,21 @@ def slower_latent(spec: AttentionSpec) -> str | None:
     if rows >= LATENT_ROWS:
         return None
     return f"below {LATENT_ROWS} query rows to a request (here {rows}) loading keys bounds the time"
+
+
+def slower_prompts(spec: AttentionSpec) -> str | None:
+    """Why `triton` is preferred for short prompts over pages, as a sentence, by the mean of their queries; or None.
+
+    Its tiles hold the queries of all heads of a group; the tiles of the kernel for prompts hold those of one head.
+
+    H100, jax 0.11.2, bf16, causal, 32 query and 8 key heads of 128, pages of 64, requests x queries of so many keys, us
+    and of `triton`: 64 x 17 of 1024, 280 and 166; 16 x 64 of 2048, 156 and 129; 1 x 128 of 8192, 47 and 64; 1 x 512 of
+    8192, 122 and 163; 8 x 256 of 256, 43 and 55; 8 x 1024 of 1024, 172 and 286; 1 x 2048 of 8192, 382 and 563, and
+    beside 63 that decode, 781 and 937.
+    """
+    if spec.T >= min(CHUNK, PROMPT_QUERIES * spec.B):
+        return None
+    return f"below {CHUNK} queries, and {PROMPT_QUERIES} to a request, many rows of its tiles for prompts are empty"
 
 
 def slower_decode() -> str:
