@@ -107,7 +107,8 @@ COMPILED = {
 }
 # The producer warp group of the latent kernel has 24 registers: it spills addresses, those of queries once for each
 # tile of them.
-KNOWN_SPILLS = {"paged_256": 84, "prompts_256": 52, "latent_16_heads": 48, "latent_9_heads": 48, "latent_pages_of_16": 80}
+KNOWN_SPILLS = {"paged_256": 84, "prompts_256": 52,
+                "latent_16_heads": 48, "latent_9_heads": 48, "latent_pages_of_16": 80}  # fmt: skip
 
 
 @tiers(full={"name": ["pages_of_16", "prompts", "dense", "latent_9_heads"]}, rest="long")
@@ -175,7 +176,20 @@ def test_shared_memory_of_the_latent_kernel():
         (latent, {"mask_mod": WINDOW}, None),
         (latent, {"mask_mod": lambda b, h, q, k: SLOPES[k % 128] > 0.5}, None),
     ],
-    ids=["paged", "short prompts", "chunk", "prompts of 127", "prompts of 128", "dense", "128 heads", "16 heads", "two tokens", "causal", "window", "captured"],
+    ids=[
+        "paged",
+        "short prompts",
+        "chunk",
+        "prompts of 127",
+        "prompts of 128",
+        "dense",
+        "128 heads",
+        "16 heads",
+        "two tokens",
+        "causal",
+        "window",
+        "captured",
+    ],
 )
 def test_is_preferred_where_products_take_longer_than_loading(program, options, slower):
     account = explained(program, implementation=None, **options)

@@ -50,11 +50,12 @@ def limit_of_call(spec: AttentionSpec) -> str | None:
         return "its kernels for pages load keys and values by TMA, and so apply no `key_mod` or `value_mod`"
     if max(spec.D, spec.Dv) > MAX_HEAD_SIZE or spec.D % _STEP or spec.Dv % _STEP:
         return (
-            f"its kernels for few queries and pages take head sizes that are a multiple of {_STEP} up to {MAX_HEAD_SIZE}, not "
-            f"{spec.D} and {spec.Dv}"
+            f"its kernels for few queries and pages take head sizes that are a multiple of {_STEP} up to "
+            f"{MAX_HEAD_SIZE}, not {spec.D} and {spec.Dv}"
         )
     if spec.dropout is not None or spec.normalize != "softmax" or spec.stats:
-        return "its kernels for few queries and pages have neither dropout, statistics of rows nor weights without a softmax"
+        missing = "neither dropout, statistics of rows nor weights without a softmax"
+        return f"its kernels for few queries and pages have {missing}"
     if spec.config.batch_invariant:
         return "its kernels for few queries and pages divide keys by the number of SMs, and so are not batch invariant"
     if spec.config.decode is not None or spec.config.forward is not None:

@@ -65,7 +65,7 @@ def slower_prompts(spec: AttentionSpec) -> str | None:
     8192, 122 and 163; 8 x 256 of 256, 43 and 55; 8 x 1024 of 1024, 172 and 286; 1 x 2048 of 8192, 382 and 563, and
     beside 63 that decode, 781 and 937.
     """
-    if spec.T >= min(CHUNK, PROMPT_QUERIES * spec.B):
+    if min(CHUNK, PROMPT_QUERIES * spec.B) <= spec.T:
         return None
     return f"below {CHUNK} queries, and {PROMPT_QUERIES} to a request, many rows of its tiles for prompts are empty"
 
