@@ -176,21 +176,9 @@ def test_shared_memory_of_the_latent_kernel():
         (latent, {"mask_mod": WINDOW}, None),
         (latent, {"mask_mod": lambda b, h, q, k: SLOPES[k % 128] > 0.5}, None),
     ],
-    ids=[
-        "paged",
-        "short prompts",
-        "chunk",
-        "prompts of 127",
-        "prompts of 128",
-        "dense",
-        "128 heads",
-        "16 heads",
-        "two tokens",
-        "causal",
-        "window",
-        "captured",
-    ],
-)
+    ids=["paged", "short prompts", "chunk", "prompts of 127", "prompts of 128", "dense", "128 heads", "16 heads",
+         "two tokens", "causal", "window", "captured"],
+)  # fmt: skip
 def test_is_preferred_where_products_take_longer_than_loading(program, options, slower):
     account = explained(program, implementation=None, **options)
     assert account.backend == (BACKEND if slower is None else "triton")
