@@ -328,7 +328,7 @@ class Engine:
         end = program.shape.rows  # the rows of tokens follow those of requests
         for chunk in chunks:
             if chunk.scores:
-                chunk.sequence.score(chunk.first, fields[end : end + chunk.count])
+                chunk.sequence.score(chunk.first, fields[end : end + chunk.count], program.shape.drafts)
             end += chunk.size
         for chunk, row in zip(chunks, fields[: len(chunks)], strict=True):
             sequence = chunk.sequence

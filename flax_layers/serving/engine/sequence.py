@@ -82,12 +82,12 @@ class Sequence:
                 return tokens[: number + 1], "length"
         return tokens, None
 
-    def score(self, first: int, rows: Int32[np.ndarray, "N fields"]) -> None:
-        """Takes the log probabilities after the tokens of a chunk, without those that are known already."""
+    def score(self, first: int, rows: Int32[np.ndarray, "N fields"], drafts: int) -> None:
+        """Takes the log probabilities after the tokens of a chunk, but for known ones; `drafts` as for `read_row`."""
         prompt, top = len(self.request.prompt), self.request.prompt_logprobs or 0
         for position, row in enumerate(rows, first + 1):
             if position == len(self.scores) < prompt:
-                self.scores.append(read_row(row, top, 0)[1])
+                self.scores.append(read_row(row, top, drafts)[1])
 
     def take_scores(self) -> tuple[TokenLogprobs | None, ...]:
         """The log probabilities of the prompt, once."""
