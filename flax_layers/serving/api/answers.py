@@ -15,10 +15,12 @@ from jaxtyping import Int32
 
 from flax_layers.models.text_stream import TextStream
 from flax_layers.serving.api.choices import Usage
+from flax_layers.serving.api.messages import MessageParser, MessageStyle
 from flax_layers.serving.api.text import Piece, TokenText, TokenTexts
+from flax_layers.serving.api.transport import Json
+from flax_layers.serving.device.step import TokenLogprobs
 from flax_layers.serving.engine.constraints import SerializedTokenizer
 
-Json = dict[str, Any]
 Lists = dict[str, list[Any]]
 """Log probabilities as lists, by the names that the API gives them."""
 
@@ -27,6 +29,7 @@ class ServedTokenizer(SerializedTokenizer, Protocol):
     """The part of a tokenizer that the server needs: `flax_layers.models.Tokenizer` has it."""
 
     chat_templates: dict[str, str]
+    special_tokens: dict[str, str]
 
     def encode(self, text: str, *, special_tokens: bool = True) -> Int32[np.ndarray, " T"]:
         """The tokens of a text."""
@@ -44,8 +47,8 @@ class ServedTokenizer(SerializedTokenizer, Protocol):
         """The text of tokens as they come."""
         ...
 
-    def chat(self, messages: Sequence[Json]) -> str:
-        """The text of a chat."""
+    def chat(self, messages: Sequence[Json], **values: Any) -> str:
+        """The text of a chat; `values` are variables of its template, and `template` is the name of that."""
         ...
 
 
@@ -56,15 +59,35 @@ class _Choice:
     text: list[str] = dataclasses.field(default_factory=list)
     logprobs: Lists = dataclasses.field(default_factory=dict)
     finish_reason: str | None = None
+    prompt: tuple[TokenText, ...] = ()
 
 
 class Answer:
-    """The answer to one request of `/v1/completions`."""
+    """The answer to one request of `/v1/completions`.
+
+    Args:
+        model: Name of the model.
+        token_texts: Texts of single tokens.
+        choices: Number of choices.
+        include_usage: Whether a stream ends with its usage.
+        echoes: Whether log probabilities begin with those of the prompt.
+        lists_prompt: Whether `prompt_logprobs` are shown.
+    """
 
     prefix, whole_kind, chunk_kind = "cmpl", "text_completion", "text_completion"
 
-    def __init__(self, model: str, token_texts: TokenTexts, choices: int, *, include_usage: bool):
+    def __init__(
+        self,
+        model: str,
+        token_texts: TokenTexts,
+        choices: int,
+        *,
+        include_usage: bool,
+        echoes: bool = False,
+        lists_prompt: bool = False,
+    ):
         self._texts, self._include_usage, self._model = token_texts, include_usage, model
+        self._echoes, self._lists_prompt = echoes, lists_prompt
         self._id, self._created = f"{self.prefix}-{uuid.uuid4().hex}", int(time.time())
         self._choices = [_Choice() for _ in range(choices)]
 
@@ -72,8 +95,8 @@ class Answer:
         """Adds text and tokens to a choice of an answer that is not streamed."""
         choice = self._choices[index]
         choice.text.append(piece.text)
-        choice.finish_reason = piece.finish_reason
-        for name, values in self._logprobs(piece.tokens).items():
+        choice.finish_reason, choice.prompt = piece.finish_reason, piece.prompt or choice.prompt
+        for name, values in self._logprobs(self._shown(piece)).items():
             choice.logprobs.setdefault(name, []).extend(values)
 
     def whole(self, usage: Usage) -> Iterator[bytes]:
@@ -81,7 +104,8 @@ class Answer:
         yield _json(self._object(self.whole_kind, []))[:-2]  # without the end of the list and of the object
         for index, x in enumerate(self._choices):
             choice = self._choice(index, "".join(x.text), x.logprobs, x.finish_reason, whole=True)
-            yield b"," * (index > 0) + _json(choice)
+            more = {"prompt_logprobs": self._prompt_logprobs(x.prompt)} if self._lists_prompt else {}
+            yield b"," * (index > 0) + _json({**choice, **more})
         yield b'],"usage":' + _json(_usage(usage)) + b"}"
 
     def opening(self, index: int) -> Json | None:
@@ -90,7 +114,7 @@ class Answer:
 
     def chunk(self, index: int, piece: Piece) -> Json:
         """A chunk with new text and tokens of a choice."""
-        logprobs = self._logprobs(piece.tokens)
+        logprobs = self._logprobs(self._shown(piece))
         return self._chunk(self._choice(index, piece.text, logprobs, piece.finish_reason, whole=False))
 
     def closing(self, usage: Usage) -> Json | None:
@@ -113,14 +137,30 @@ class Answer:
             return {}
         return {
             "tokens": [self._texts.text(x.token) for x in tokens],
-            "token_logprobs": [_finite(x.logprobs.logprob) for x in tokens],
-            "top_logprobs": [self._top(x) for x in tokens],
+            "token_logprobs": [x.logprobs and _finite(x.logprobs.logprob) for x in tokens],
+            "top_logprobs": [x.logprobs and self._top(x.logprobs) for x in tokens],
             "text_offset": [x.offset for x in tokens],
         }
 
-    def _top(self, token: TokenText) -> dict[str, float]:
-        keys = self._texts.keys([one for one, _ in token.logprobs.top])
-        return {key: _finite(logprob) for key, (_, logprob) in zip(keys, token.logprobs.top, strict=True)}
+    def _top(self, logprobs: TokenLogprobs) -> dict[str, float]:
+        keys = self._texts.keys([one for one, _ in logprobs.top])
+        return {key: _finite(logprob) for key, (_, logprob) in zip(keys, logprobs.top, strict=True)}
+
+    def _shown(self, piece: Piece) -> Sequence[TokenText]:
+        """Tokens whose log probabilities are shown with those of the text."""
+        return (*piece.prompt, *piece.tokens) if self._echoes else piece.tokens
+
+    def _prompt_logprobs(self, tokens: Sequence[TokenText]) -> list[Json | None]:
+        """Log probabilities at each token of the prompt, by tokens as strings, as in vLLM's API."""
+        entry = lambda token, logprob, rank: {
+            "logprob": _finite(logprob), "rank": rank, "decoded_token": self._texts.text(token)
+        }  # fmt: skip
+        shown: list[Json | None] = []
+        for x in tokens:
+            top = () if x.logprobs is None else x.logprobs.top
+            best = {str(token): entry(token, logprob, rank) for rank, (token, logprob) in enumerate(top, 1)}
+            shown.append(x.logprobs and {str(x.token): entry(x.token, x.logprobs.logprob, None), **best})
+        return shown
 
 
 class ChatAnswer(Answer):
@@ -128,18 +168,35 @@ class ChatAnswer(Answer):
 
     prefix, whole_kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
+    def __init__(
+        self,
+        model: str,
+        token_texts: TokenTexts,
+        choices: int,
+        style: MessageStyle,
+        *,
+        include_usage: bool,
+        lists_prompt: bool = False,
+    ):
+        super().__init__(model, token_texts, choices, include_usage=include_usage, lists_prompt=lists_prompt)
+        self._parsers = [MessageParser(style) for _ in range(choices)]
+
     def opening(self, index: int) -> Json:
         """The first chunk of a choice: the role."""
         delta = {"role": "assistant", "content": ""}
         return self._chunk({"index": index, "delta": delta, "logprobs": None, "finish_reason": None})
 
     def _choice(self, index: int, text: str, logprobs: Lists, reason: str | None, *, whole: bool) -> Json:
+        parser = self._parsers[index]
+        delta = parser.push(text, ends=reason is not None)
         if whole:
-            message = {"message": {"role": "assistant", "content": text, "refusal": None}}
-        else:
-            message = {"delta": {"content": text} if text else {}}
+            calls = [{name: x for name, x in call.items() if name != "index"} for call in delta.pop("tool_calls", ())]
+            more = {"tool_calls": calls} if calls else {}
+            content = None if delta or calls else ""
+            delta = {"role": "assistant", "content": content, "refusal": None, **delta, **more}
         shown = {**logprobs, "refusal": None} if logprobs else None
-        return {"index": index, **message, "logprobs": shown, "finish_reason": reason}
+        reason = "tool_calls" if reason == "stop" and parser.calls else reason
+        return {"index": index, "message" if whole else "delta": delta, "logprobs": shown, "finish_reason": reason}
 
     def _logprobs(self, tokens: Sequence[TokenText]) -> Lists:
         if not tokens:
@@ -150,6 +207,7 @@ class ChatAnswer(Answer):
                 "top_logprobs": [self._entry(token, logprob) for token, logprob in x.logprobs.top],
             }
             for x in tokens
+            if x.logprobs is not None
         ]
         return {"content": entries}
 
