@@ -100,7 +100,6 @@ def test_lengths_and_words(engine):
         ({"min_tokens": 21}, "`min_tokens` must be from 0 to `max_tokens`, 20. Got 21"),
         ({"bad_words": [""]}, "`bad_words[0]` must have at least 1 character"),
         ({"prompt_logprobs": 21}, "`prompt_logprobs` must be from 0 to 20. Got 21"),
-        ({"prompt_logprobs": 2, "logprobs": 1, "echo": True}, "`prompt_logprobs` must equal `logprobs` with `echo`"),
     ):
         assert message in ask(app_of(engine), COMPLETIONS, {**GREEDY, **fields}).json()["error"]["message"]
 

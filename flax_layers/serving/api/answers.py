@@ -8,7 +8,7 @@ import math
 import time
 import uuid
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from jaxtyping import Int32
@@ -62,34 +62,27 @@ class _Choice:
     prompt: tuple[TokenText, ...] = ()
 
 
-class Answer:
-    """The answer to one request of `/v1/completions`.
+class AnswerOptions(NamedTuple):
+    """The model that answers, and which parts an answer has."""
 
-    Args:
-        model: Name of the model.
-        token_texts: Texts of single tokens.
-        choices: Number of choices.
-        include_usage: Whether a stream ends with its usage.
-        echoes: Whether log probabilities begin with those of the prompt.
-        lists_prompt: Whether `prompt_logprobs` are shown.
-    """
+    model: str
+    choices: int = 1
+    include_usage: bool = False  # a stream ends with its usage
+    echoes: bool = False  # log probabilities begin with those of the prompt
+    lists_prompt: bool = False  # there are `prompt_logprobs`
+    style: MessageStyle = MessageStyle()
+
+
+class Answer:
+    """The answer to one request of `/v1/completions`."""
 
     prefix, whole_kind, chunk_kind = "cmpl", "text_completion", "text_completion"
 
-    def __init__(
-        self,
-        model: str,
-        token_texts: TokenTexts,
-        choices: int,
-        *,
-        include_usage: bool,
-        echoes: bool = False,
-        lists_prompt: bool = False,
-    ):
-        self._texts, self._include_usage, self._model = token_texts, include_usage, model
-        self._echoes, self._lists_prompt = echoes, lists_prompt
+    def __init__(self, token_texts: TokenTexts, options: AnswerOptions):
+        self._texts, self._options = token_texts, options
         self._id, self._created = f"{self.prefix}-{uuid.uuid4().hex}", int(time.time())
-        self._choices = [_Choice() for _ in range(choices)]
+        self._choices = [_Choice() for _ in range(options.choices)]
+        self._parsers = [MessageParser(options.style) for _ in self._choices]
 
     def take(self, index: int, piece: Piece) -> None:
         """Adds text and tokens to a choice of an answer that is not streamed."""
@@ -104,7 +97,7 @@ class Answer:
         yield _json(self._object(self.whole_kind, []))[:-2]  # without the end of the list and of the object
         for index, x in enumerate(self._choices):
             choice = self._choice(index, "".join(x.text), x.logprobs, x.finish_reason, whole=True)
-            more = {"prompt_logprobs": self._prompt_logprobs(x.prompt)} if self._lists_prompt else {}
+            more = {"prompt_logprobs": self._prompt_logprobs(x.prompt)} if self._options.lists_prompt else {}
             yield b"," * (index > 0) + _json({**choice, **more})
         yield b'],"usage":' + _json(_usage(usage)) + b"}"
 
@@ -119,13 +112,13 @@ class Answer:
 
     def closing(self, usage: Usage) -> Json | None:
         """The final chunk with the usage, if `stream_options.include_usage` is set."""
-        return self._object(self.chunk_kind, [], usage=_usage(usage)) if self._include_usage else None
+        return self._object(self.chunk_kind, [], usage=_usage(usage)) if self._options.include_usage else None
 
     def _chunk(self, choice: Json) -> Json:
-        return self._object(self.chunk_kind, [choice], **({"usage": None} if self._include_usage else {}))
+        return self._object(self.chunk_kind, [choice], **({"usage": None} if self._options.include_usage else {}))
 
     def _object(self, kind: str, choices: list[Json], **more: object) -> Json:
-        head = {"id": self._id, "object": kind, "created": self._created, "model": self._model}
+        head = {"id": self._id, "object": kind, "created": self._created, "model": self._options.model}
         return {**head, "choices": choices, **more}
 
     def _choice(self, index: int, text: str, logprobs: Lists, reason: str | None, *, whole: bool) -> Json:
@@ -148,7 +141,7 @@ class Answer:
 
     def _shown(self, piece: Piece) -> Sequence[TokenText]:
         """Tokens whose log probabilities are shown with those of the text."""
-        return (*piece.prompt, *piece.tokens) if self._echoes else piece.tokens
+        return (*piece.prompt, *piece.tokens) if self._options.echoes else piece.tokens
 
     def _prompt_logprobs(self, tokens: Sequence[TokenText]) -> list[Json | None]:
         """Log probabilities at each token of the prompt, by tokens as strings, as in vLLM's API."""
@@ -167,19 +160,6 @@ class ChatAnswer(Answer):
     """The answer to one request of `/v1/chat/completions`."""
 
     prefix, whole_kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
-
-    def __init__(
-        self,
-        model: str,
-        token_texts: TokenTexts,
-        choices: int,
-        style: MessageStyle,
-        *,
-        include_usage: bool,
-        lists_prompt: bool = False,
-    ):
-        super().__init__(model, token_texts, choices, include_usage=include_usage, lists_prompt=lists_prompt)
-        self._parsers = [MessageParser(style) for _ in range(choices)]
 
     def opening(self, index: int) -> Json:
         """The first chunk of a choice: the role."""

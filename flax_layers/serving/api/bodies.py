@@ -193,14 +193,8 @@ class GenerationBody(Body):
     ) -> list[Request]:
         """The engine requests of this body for a tokenized prompt: one for each choice, with different seeds.
 
-        Args:
-            prompt: Tokens of the prompt.
-            stop_tokens: Tokens that end a text, unless `ignore_eos` is set.
-            defaults: Sampling parameters of the model, for those that the body leaves out.
-            fields: Other fields of the requests.
-
-        Raises:
-            ValueError: A value is out of range.
+        `stop_tokens` and `defaults` of sampling are of the model, `fields` others of the requests. Raises ValueError if
+        a value is out of range.
         """
         first = secrets.randbits(32) if self.seed is None else self.seed
         temperature, top_k, top_p, min_p, repetition = (
@@ -226,15 +220,6 @@ class CompletionBody(GenerationBody):
     echo: bool | None = None
     add_special_tokens: bool | None = None
 
-    @model_validator(mode="after")
-    def _check_scores(self) -> Self:
-        if self.echo and None not in (self.prompt_logprobs, self.logprobs) and self.prompt_logprobs != self.logprobs:
-            raise ValueError(
-                f"`prompt_logprobs` must equal `logprobs` with `echo`. Got {self.prompt_logprobs} and {self.logprobs}. "
-                "Leave it out."
-            )
-        return self
-
     @property
     def is_only_echoed(self) -> bool:
         """True if the prompt is all of the answer; a token is generated nevertheless, and not shown."""
@@ -242,8 +227,9 @@ class CompletionBody(GenerationBody):
 
     @property
     def scored(self) -> int | None:
-        """See `prompt_logprobs`; `logprobs` are also those of the prompt if it is echoed."""
-        return self.logprobs if self.echo and self.logprobs is not None else self.prompt_logprobs
+        """See `prompt_logprobs`; `logprobs` are also those of the prompt if it is echoed. The larger number counts."""
+        counts = (self.prompt_logprobs, self.logprobs if self.echo else None)
+        return max((x for x in counts if x is not None), default=None)
 
     @property
     def token_limit(self) -> int | None:

@@ -178,7 +178,7 @@ class ChatBody(GenerationBody):
         return {**values, **(self.chat_template_kwargs or {}), **tools}
 
     def style(self, template: str, prompt: str) -> MessageStyle:
-        """How the answer is to be read. Raises ValueError if it may have calls whose format is not known."""
+        """The parts of the answer. Raises ValueError if it may have calls whose format is not known."""
         tools, form = self.callable_tools, tool_format(template)
         if tools and form is None:
             raise ValueError(

@@ -16,7 +16,6 @@ import asyncio
 import concurrent.futures
 import contextlib
 import dataclasses
-import functools
 import hmac
 import json
 import logging
@@ -27,10 +26,11 @@ from typing import NamedTuple, TypeVar
 
 from flax_layers.models.checkpoint.optional import needs
 from flax_layers.serving.api.access import Access, Gate
-from flax_layers.serving.api.answers import Answer, ChatAnswer, ServedTokenizer, server_sent
+from flax_layers.serving.api.answers import Answer, AnswerOptions, ChatAnswer, ServedTokenizer, server_sent
 from flax_layers.serving.api.bodies import CompletionBody, DetokenizeBody, GenerationBody, TokenizeBody, parse
 from flax_layers.serving.api.chats import ChatBody
 from flax_layers.serving.api.choices import MAX_BACKLOG, Choices
+from flax_layers.serving.api.messages import MessageStyle
 from flax_layers.serving.api.metrics import Metrics
 from flax_layers.serving.api.prompts import Prompts
 from flax_layers.serving.api.text import ChoiceText, TokenTexts
@@ -86,7 +86,7 @@ class _Job(NamedTuple):
     requests: list[EngineRequest]  # one for each choice
     text: Callable[[int], ChoiceText]  # makes the text of a choice
     answer: Answer
-    source: str  # the parameter that tokens come from
+    source: str = "prompt"  # the parameter that tokens come from
     constraint: str = "response_format"  # the parameter that the constraint comes from
 
 
@@ -274,14 +274,12 @@ class _Api:
             )
         special = body.add_special_tokens is not False
         prompts = [self._prompts.tokens(prompt, special_tokens=special) for prompt in body.prompt]
-        requests = [x for tokens in prompts for x in self._requests(body, tokens, tenant, body.response_format)]
-        echoes, hidden = [""] * len(prompts), body.is_only_echoed
+        echoes = []
         if body.echo:
             vocabulary = self._engine.config.vocabulary
             text = lambda x: x if isinstance(x, str) else self._prompts.text(x, vocabulary, "prompt")
             echoes = [text(prompt) for prompt in body.prompt]
-        answer = self._answer(Answer, body, len(requests), echoes=bool(body.echo) and body.logprobs is not None)
-        return _Job(body, requests, self._texts(body, prompts, echoes, is_hidden=hidden), answer, "prompt")
+        return self._job(body, prompts, tenant, body.response_format, echoes)
 
     def _read_chat(self, raw: bytes, tenant: int | None) -> _Job:
         body = parse(ChatBody, raw)
@@ -294,45 +292,44 @@ class _Api:
         except ValueError as error:
             raise ApiError(400, str(error)) from error
         tokens = self._prompts.tokens(text, "messages", special_tokens=bool(body.add_special_tokens))
-        requests = self._requests(body, tokens, tenant, constraint)
-        answer = self._answer(functools.partial(ChatAnswer, style=style), body, len(requests))
-        origin = "tool_choice" if body.forced else "response_format"
-        return _Job(body, requests, self._texts(body, [tokens], [""]), answer, "messages", origin)
+        job = self._job(body, [tokens], tenant, constraint, style=style)
+        return job._replace(source="messages", constraint="tool_choice" if body.forced else "response_format")
 
-    def _answer(self, kind: Callable[..., Answer], body: GenerationBody, choices: int, **options: bool) -> Answer:
-        lists = body.prompt_logprobs is not None
-        options |= {"include_usage": body.include_usage, "lists_prompt": lists}
-        return kind(self._served.name, self._token_texts, choices, **options)
-
-    def _texts(
-        self, body: GenerationBody, prompts: Sequence[Sequence[int]], echoes: Sequence[str], *, is_hidden: bool = False
-    ) -> Callable[[int], ChoiceText]:
-        """Makes the text of each choice."""
-        offsets = [() if body.scored is None else self._prompts.offsets(tokens) for tokens in prompts]
-        return lambda index: ChoiceText(
+    def _job(
+        self,
+        body: GenerationBody,
+        prompts: Sequence[Sequence[int]],
+        tenant: int | None,
+        constraint: Constraint | None,
+        echoes: Sequence[str] = (),
+        style: MessageStyle = MessageStyle(),  # noqa: B008  immutable
+    ) -> _Job:
+        """The requests for tokenized prompts, and how they are answered; `echoes` are texts of all prompts, or none."""
+        vocabulary, served, prompt = self._engine.config.vocabulary, self._served, self._prompts
+        for token in body.stop_token_ids or ():
+            if not 0 <= token < vocabulary:
+                raise ApiError(400, f"`stop_token_ids` must be tokens from 0 to {vocabulary - 1}. Got {token}.")
+        namespace = body.cache_salt if tenant is None else (tenant, body.cache_salt)
+        fields = {"namespace": namespace, "constraint": constraint, "bad_words": prompt.bad_words(body.bad_words or ())}
+        try:
+            make = lambda tokens: body.requests(tokens, served.stop_tokens, served.sampling, **fields)
+            requests = [request for tokens in prompts for request in make(tokens)]
+        except ValueError as error:
+            raise ApiError(400, str(error)) from error
+        offsets = [() if body.scored is None else prompt.offsets(tokens) for tokens in prompts]
+        text: Callable[[int], ChoiceText] = lambda index: ChoiceText(
             self._tokenizer.text_stream(),
             body.stop,
             keeps_stops=bool(body.include_stop_str_in_output),
             min_tokens=body.min_tokens or 0,
-            echo=echoes[index // body.choices],
+            echo=echoes[index // body.choices] if echoes else "",
             prompt=offsets[index // body.choices],
-            is_hidden=is_hidden,
+            is_hidden=isinstance(body, CompletionBody) and body.is_only_echoed,
         )
-
-    def _requests(
-        self, body: GenerationBody, tokens: Sequence[int], tenant: int | None, constraint: Constraint | None
-    ) -> list[EngineRequest]:
-        vocabulary, served = self._engine.config.vocabulary, self._served
-        namespace = body.cache_salt if tenant is None else (tenant, body.cache_salt)
-        words = self._prompts.bad_words(body.bad_words or ())
-        for token in body.stop_token_ids or ():
-            if not 0 <= token < vocabulary:
-                raise ApiError(400, f"`stop_token_ids` must be tokens from 0 to {vocabulary - 1}. Got {token}.")
-        try:
-            fields = {"namespace": namespace, "constraint": constraint, "bad_words": words}
-            return body.requests(tokens, served.stop_tokens, served.sampling, **fields)
-        except ValueError as error:
-            raise ApiError(400, str(error)) from error
+        has_echoes, lists_prompt = bool(echoes) and body.top is not None, body.prompt_logprobs is not None
+        options = AnswerOptions(served.name, len(requests), body.include_usage, has_echoes, lists_prompt, style)
+        kind = ChatAnswer if isinstance(body, ChatBody) else Answer
+        return _Job(body, requests, text, kind(self._token_texts, options))
 
     def _status(self) -> str:
         if self._served.is_starting():

@@ -18,7 +18,7 @@ _HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*"([^"\\]*)"\s*,\s*"(?:arguments|parame
 
 
 class MessageStyle(NamedTuple):
-    """How the text of a model is to be read."""
+    """The parts of a model's text, and their marks."""
 
     marks_reasoning: bool = False  # its template has the marks of reasoning
     begins_in_reasoning: bool = False  # the prompt ends with the first of them
@@ -141,8 +141,8 @@ class MessageParser:
 
     def _show_until(self, tag: str, field: str, ends: bool) -> bool:
         """Shows the text before a tag; True if the tag has come. What may be part of it, or space before it, waits."""
-        before, found, after = self._text.partition(tag)
-        if found:
+        before, mark, after = self._text.partition(tag)
+        if mark:
             self._show(field, before.rstrip())
             self._text, self._skips_space = after, True
             return True

@@ -78,8 +78,8 @@ class ChoiceText:
     r"""The text of one choice, from its events.
 
     Args:
-        stream: Decodes the tokens.
-        stops: Stop strings.
+        stream: Decodes the tokens as they come.
+        stops: Stop strings, which end the text.
         keeps_stops: Whether the text ends with its stop string.
         min_tokens: Number of tokens in whose text stop strings are not looked for.
         echo: Text before that of the tokens.

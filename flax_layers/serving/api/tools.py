@@ -20,7 +20,7 @@ _SPACING = {"x-guidance": {"whitespace_flexible": False, "item_separator": ", ",
 
 
 class ToolFormat(NamedTuple):
-    """How a model writes a call: an object of JSON with the name of the function and its arguments.
+    """The form of a model's calls: an object of JSON with the name of the function and its arguments.
 
     `begin` and `end` are around it. Without them calls are the whole text, and semicolons separate them.
     """

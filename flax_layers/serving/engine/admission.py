@@ -13,15 +13,14 @@ from flax_layers.serving.engine.sequence import Sequence
 
 
 class Admission:
-    """Makes sequences for an engine of some sizes, whose longest sequence has `longest` tokens in the cache."""
+    """Makes sequences for an engine, whose longest sequence has `longest` tokens in the cache."""
 
     def __init__(self, options: EngineOptions, config: ModelConfig, longest: int, guides: Guides | None):
         self._options, self._config, self._longest, self._guides = options, config, longest, guides
-        self._context = options.context_of(config)
 
     def sequence(self, request: Request, deliver: Deliver) -> Sequence:
         """The sequence of a request. Raises ValueError if it can never run, or its constraint does not compile."""
-        limit = token_limit(request, self._context, self._longest, self._config.vocabulary)
+        limit = token_limit(request, self._options.context_of(self._config), self._longest, self._config.vocabulary)
         if request.prompt_logprobs is not None and self._options.batch_invariant:
             raise ValueError(
                 "`prompt_logprobs` is not supported by this engine, which has one program, for `batch_invariant`. Got "
