@@ -114,7 +114,7 @@ class ChatBody(GenerationBody):
     @model_validator(mode="after")
     def _check_tools(self) -> Self:
         names = list(schemas(self.tools))
-        if self.tool_choice not in (None, "none") and not names:
+        if self.tool_choice not in (None, "none", "auto") and not names:
             raise ValueError(f"`tool_choice` needs `tools`. Got {self.tool_choice!r} without any. Leave it out.")
         if isinstance(self.tool_choice, dict) and self.tool_choice["function"]["name"] not in names:
             raise ValueError(
