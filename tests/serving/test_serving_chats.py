@@ -14,7 +14,7 @@ from flax_layers.serving import Constraint, Engine, Guides
 from flax_layers.serving.api.chats import ChatBody
 from flax_layers.serving.api.http import create_app
 from flax_layers.serving.api.messages import MessageParser, MessageStyle
-from flax_layers.serving.api.tools import HERMES, LLAMA, tool_format
+from flax_layers.serving.api.tools import tool_format
 from flax_layers.serving.demo_model import ByteTokenizer
 from tests.support.served import CONFIG, HELLO, SERVED, SIZES, listening, model, regex
 
@@ -29,6 +29,7 @@ LLAMA3 = TOOLS + '{{ \'{"name": function name, "parameters": dictionary of argum
 LLAMA3 += MESSAGES
 R1 = MESSAGES + "<think>\n{# </think> #}"
 TEMPLATES = {"qwen": QWEN, "llama": LLAMA3, "r1": R1, "effort": MESSAGES + "{{ reasoning_effort }}", "plain": MESSAGES}
+TEMPLATES["coder"] = QWEN + "<tool_call><function=name>"
 
 
 def tool(name: str, **properties: Any) -> dict[str, Any]:
@@ -215,6 +216,7 @@ WITH = {"tools": TWO}
 NAMED = {"type": "function", "function": {"name": "rm"}}
 WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
     "no format": ("plain", WITH, "`tools` need a chat template with calls in the format of Hermes"),
+    "other format": ("coder", WITH, "`tools` need a chat template"),
     "no tools": ("qwen", {"tool_choice": "required"}, "`tool_choice` needs `tools`. Got 'required'"),
     "no such tool": ("qwen", WITH | {"tool_choice": NAMED}, "`tool_choice` must name one of .*'weather'.* Got 'rm'"),
     "choice": ("qwen", WITH | {"tool_choice": "any"}, '`tool_choice` must be "none", "auto", .* Got \'any\''),
@@ -243,8 +245,3 @@ def test_wrong_chats(name, server):
     body = wrong.value.body
     assert re.search(message, body["message"], re.DOTALL), body
     assert body["param"] == re.search("`([a-z_]+)`", body["message"])[1]
-
-
-def test_formats():
-    assert (tool_format(QWEN), tool_format(LLAMA3), tool_format(MESSAGES)) == (HERMES, LLAMA, None)
-    assert tool_format(QWEN + "<function=name>") is tool_format("[TOOL_CALLS]" + TOOLS) is None

@@ -58,6 +58,9 @@ _PAGE_RULES = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; img-src data:"
 )
 
+MAX_SCORES = 1 << 20
+"""Log probabilities of the prompts of one request, at most; up to 120 MB while they are collected."""
+
 Endpoint = Callable[[Request], Awaitable[Response]]
 Result = TypeVar("Result")
 
@@ -309,6 +312,13 @@ class _Api:
         for token in body.stop_token_ids or ():
             if not 0 <= token < vocabulary:
                 raise ApiError(400, f"`stop_token_ids` must be tokens from 0 to {vocabulary - 1}. Got {token}.")
+        scores = 0 if body.scored is None else sum(map(len, prompts)) * body.choices * (2 + body.scored)
+        if scores > MAX_SCORES:
+            raise ApiError(
+                400,
+                f"`prompt_logprobs`, or `logprobs` with `echo`, must be at most {MAX_SCORES} numbers of all prompts, "
+                f"two more for each token than asked for. Got {scores}. Send less at once.",
+            )
         namespace = body.cache_salt if tenant is None else (tenant, body.cache_salt)
         fields = {"namespace": namespace, "constraint": constraint, "bad_words": prompt.bad_words(body.bad_words or ())}
         try:
