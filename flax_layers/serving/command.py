@@ -10,7 +10,7 @@ import logging
 import pathlib
 import socket
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -23,10 +23,13 @@ from flax_layers.generate.command import DTYPES
 from flax_layers.generate.folder import load
 from flax_layers.models import Decoder
 from flax_layers.models.cache_dtype import CACHE_DTYPES, check_cache_dtype
+from flax_layers.models.checkpoint.folders import read_optional_json
 from flax_layers.models.checkpoint.optional import check_installed
+from flax_layers.sampling import Sampling
 from flax_layers.serving.api.answers import ServedTokenizer
 from flax_layers.serving.demo_model import FILE, ByteTokenizer, demo_model
 from flax_layers.serving.device.options import EngineOptions
+from flax_layers.serving.device.penalties import Penalties
 from flax_layers.serving.engine.constraints import Guides
 from flax_layers.serving.engine.engine import Engine
 from flax_layers.serving.processes import LeadingExecutor, connect, follow
@@ -51,6 +54,7 @@ class Model(NamedTuple):
     decoder: Decoder
     tokenizer: ServedTokenizer
     stop_tokens: tuple[int, ...]
+    sampling: Mapping[str, float]  # defaults of `generation_config.json`
 
 
 def parser() -> argparse.ArgumentParser:
@@ -91,6 +95,7 @@ def parser() -> argparse.ArgumentParser:
     add("--grace", type=float, default=30.0, metavar="S", help="requests go on for so long at the end; default: 30")
     add("--dtype", choices=DTYPES, help="of parameters and computation; default: bfloat16, on a CPU float32")
     add("--implementation", metavar="NAME", help="the jflex backend; default: the first that can run here")
+    add("--openai-defaults", action="store_true", help="sample by OpenAI's defaults, not by generation_config.json")
     add("--no-constraints", action="store_true", help="refuse JSON schemas and the like, and do without llguidance")
     add("--devices", type=int, default=1, metavar="N", help="share the model, by heads (tensor parallel); default: 1")
     add("--coordinator", metavar="HOST:PORT", help="of process 0, if devices are on several hosts; see the docs")
@@ -186,11 +191,27 @@ def load_served(options: argparse.Namespace, mesh: Mesh | None = None) -> Model:
             raise ValueError(f"`--dtype` must be float32 for the demo's model. Got {options.dtype}. Leave it out.")
         model = demo_model(FILE, options.implementation, say, attention)
         options.context = DEMO_CONTEXT if options.context is None else options.context
-        return Model(options.name or "jflex-demo", model, ByteTokenizer(), ())
+        return Model(options.name or "jflex-demo", model, ByteTokenizer(), (), {})
+    sampling = {} if options.openai_defaults else sampling_defaults(options.model)
     dtype = options.dtype and jnp.dtype(options.dtype)
     loaded = load(options.model, dtype, options.implementation, mesh, attention)
     name = options.name or options.model.resolve().name
-    return Model(name, loaded.model, loaded.tokenizer, loaded.stop_tokens)
+    return Model(name, loaded.model, loaded.tokenizer, loaded.stop_tokens, sampling)
+
+
+def sampling_defaults(folder: pathlib.Path) -> dict[str, float]:
+    """The sampling parameters in `generation_config.json`. Raises ValueError if one is out of range."""
+    path = folder / "generation_config.json"
+    config, names = read_optional_json(path), ("temperature", "top_k", "top_p", "min_p")
+    known = {name: config[name] for name in (*names, "repetition_penalty") if config.get(name) is not None}
+    try:
+        Sampling(**{name: known[name] for name in names if name in known})
+        Penalties(repetition_penalty=known.get("repetition_penalty", 1.0))
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"{path} must hold valid parameters. {error} Correct it, or pass `--openai-defaults`."
+        ) from error
+    return known
 
 
 def guides_of(options: argparse.Namespace, model: Model) -> Guides | None:
@@ -259,7 +280,8 @@ def serve(
     limits = Limits(body_bytes=int(options.max_body * (1 << 20)))
     is_open = not keys and ipaddress.ip_address(bound.getsockname()[0]).is_loopback
     access = Access((options.host, *options.allow_host) if is_open else None, tuple(options.allow_origin))
-    served = Served(model.name, model.stop_tokens, keys, limits, launch.is_starting, options.share_prefixes, access)
+    starting, shares = launch.is_starting, options.share_prefixes
+    served = Served(model.name, model.stop_tokens, keys, limits, starting, shares, access, model.sampling)
     app = create_app(engine, model.tokenizer, served)
     with contextlib.suppress(KeyboardInterrupt):  # uvicorn raises it again, after it has shut down
         Server(app, launch, options.grace, limits).run(sockets=[bound])

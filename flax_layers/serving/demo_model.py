@@ -35,6 +35,7 @@ class ByteTokenizer:
 
     def __init__(self) -> None:
         self.chat_templates = {"default": "the texts of the messages"}
+        self.special_tokens: dict[str, str] = {}
 
     def serialized(self) -> str:
         """The text of a `tokenizer.json`: BPE without merges."""
@@ -61,7 +62,7 @@ class ByteTokenizer:
         """The text of tokens as they come."""
         return TextStream(self.decode)
 
-    def chat(self, messages: Sequence[dict[str, str]]) -> str:
+    def chat(self, messages: Sequence[dict[str, str]], **values: object) -> str:
         """The text of a chat, which the model continues: it was not trained to answer."""
         return "\n".join(message["content"] for message in messages)
 

@@ -79,7 +79,7 @@ def _latent(name: str, *args, **more) -> PagedCase:
 ON_HOPPER = [case for case in paged_cases.LATENT if case.name not in paged_cases.NOT_ON_HOPPER]
 LATENT = [
     *(paged_cases.in_dtype(case, "bfloat16") for case in ON_HOPPER),
-    _latent("126_heads", (2,), (70,), Hq=126, page_size=128),
+    _latent("126_heads", (2,), (270,), Hq=126, page_size=128),
     _latent("window_pages_of_8", (1, 1, 20), (8, 9, 70), Hq=8, mask=window, page_size=8),
     _latent("window_divided", (1, 2), (1500, 700), Hq=8, page_size=64, mask=window),
     _latent("float16", (1, 2), (70, 33), Hq=16, page_size=128, dtype="float16"),

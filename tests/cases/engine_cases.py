@@ -205,7 +205,7 @@ class Foreseeing(PromptLookup):
 def foresee(monkeypatch: pytest.MonkeyPatch, futures: dict[tuple[int, ...], Sequence[int]] | None = None) -> None:
     """Makes engines with drafts draft from known futures: those of `recomputed`, unless others are known."""
     futures = {prompt: recomputed(prompt) for prompt in [*PROMPTS, SYSTEM]} if futures is None else futures
-    monkeypatch.setattr("flax_layers.serving.engine.engine.PromptLookup", Foreseeing)
+    monkeypatch.setattr("flax_layers.serving.engine.admission.PromptLookup", Foreseeing)
     monkeypatch.setattr(Foreseeing, "futures", futures)
 
 

@@ -5,9 +5,9 @@ import pytest
 from tests.house import figures
 
 LIMITS = {
-    "library lines": 58240,
-    "test lines": 41100,
-    "benchmark lines": 5790,
+    "library lines": 59440,
+    "test lines": 41700,
+    "benchmark lines": 5990,
     "library files over 400 lines": 0,
     "functions over 50 code lines": 0,
     "functions with more than 8 parameters": 13,

@@ -205,7 +205,9 @@ def test_nothing_is_compiled_after_warm_up():
     engine, reports = guided_engine("bytes", **sizes, **CASCADE, draft_tokens=3, draft_match=1), []
     with counted_compilations() as compiled:
         engine.warm_up(lambda done, total: reports.append((done, total)))
-    assert reports[-1][0] == reports[-1][1] == len(reports) == 2 * (len(engine.options.shapes(engine.config)) + 1)
+    scoring = len(engine.options.scoring_shapes(engine.config))
+    programs = 2 * (len(engine.options.shapes(engine.config)) + 1) + scoring
+    assert reports[-1][0] == reports[-1][1] == len(reports) == programs
     assert len(reports) <= len(compiled) <= len(reports) + 4  # once ahead, and not again when they run
     rng = np.random.default_rng(0)
     draw = lambda n: int(rng.integers(n))
@@ -215,7 +217,8 @@ def test_nothing_is_compiled_after_warm_up():
             options = {
                 "sampling": Sampling(float(draw(2)), top_k=2, seed=number), "max_tokens": 1 + draw(20),
                 "penalties": Penalties(presence_penalty=float(draw(4) == 0)), "logprobs": 2 if draw(4) == 0 else None,
-                "constraint": (JSON, REGEX, *[None] * 6)[draw(8)],
+                "constraint": (JSON, REGEX, *[None] * 6)[draw(8)], "prompt_logprobs": 1 if draw(4) == 0 else None,
+                "bad_words": ((1,),) if draw(4) == 0 else (),
             }  # fmt: skip
             submit(engine, prompt, [options] * (1 + draw(2)))
             engine.step()

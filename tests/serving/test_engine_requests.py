@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import jax
 import numpy as np
 import pytest
@@ -113,6 +115,46 @@ def test_logprobs_are_those_of_the_model():
         first = np.argsort(-row)[:3]
         assert [token for token, _ in one.top] == first.tolist()
         np.testing.assert_allclose([one.logprob, *[x for _, x in one.top]], [row[token], *row[first]], atol=1e-4)
+
+
+@pytest.mark.parametrize("options", [{}, FEW | CHUNKS, {"draft_tokens": 5}, {"cascade_bytes": 1}], ids=str)
+def test_log_probabilities_of_prompts(options):
+    """Also of prompts that are cached, in chunks, beside others, of samples, and of requests that are preempted."""
+    engine = engine_of(**options)
+    outputs(engine, [PROMPTS[1]])
+    plain = [Client(engine, prompt) for prompt in PROMPTS[:4]]
+    scored = [*submit(engine, PROMPTS[1], [{"prompt_logprobs": 3}] * 2), Client(engine, (60,), prompt_logprobs=0)]
+    run(engine)
+    assert [x.tokens for x in plain] == [recomputed(x) for x in PROMPTS[:4]]
+    assert [x.tokens for x in scored] == [recomputed(x) for x in (PROMPTS[1], PROMPTS[1], (60,))]
+    assert scored[2].events[0].prompt_logprobs == (None,)
+    logprobs = np.asarray(jax.nn.log_softmax(logits_of(model(), np.array([PROMPTS[1]], np.int32))[0]))
+    for client in scored[:2]:
+        first, *others = client.events[0].prompt_logprobs
+        assert first is None
+        assert not any(event.prompt_logprobs for event in client.events[1:])
+        for token, one, row in zip(PROMPTS[1][1:], others, logprobs, strict=False):
+            best = np.argsort(-row)[:3]
+            assert [x for x, _ in one.top] == best.tolist()
+            np.testing.assert_allclose([one.logprob, *[x for _, x in one.top]], [row[token], *row[best]], atol=1e-4)
+        assert len(others) == len(PROMPTS[1]) - 1
+
+
+@pytest.mark.parametrize("draft_tokens", [0, 5])
+def test_min_tokens_and_bad_words(draft_tokens):
+    prompt, engine = PROMPTS[1], engine_of(draft_tokens=draft_tokens)
+    greedy = recomputed(prompt)
+    pair = next((a, b) for a, b in itertools.pairwise(greedy) if a != b)
+    ask = lambda **options: Client(engine, prompt, **options)
+    short, least = (ask(stop_tokens=tuple(range(64)), **x, logprobs=0) for x in ({}, {"min_tokens": 1}))
+    stop = tuple({*range(64)} - {greedy[0]})
+    longer, banned, ended = ask(stop_tokens=stop, min_tokens=4), ask(bad_words=((greedy[0],),)), ask(bad_words=(pair,))
+    run(engine)
+    assert (short.tokens, longer.tokens[:4]) == ([], [greedy[0]] * 4)
+    assert (len(least.tokens), least.reason) == (0, "stop")  # no token is left
+    assert greedy[0] not in banned.tokens
+    assert pair not in itertools.pairwise(ended.tokens)
+    assert ended.tokens[: greedy.index(pair[0]) + 1] == greedy[: greedy.index(pair[0]) + 1]
 
 
 # --- samples

@@ -11,19 +11,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flax_layers.serving.api.bodies import FOREIGN, ChatBody, CompletionBody, StreamOptions, TokenizeBody
+from flax_layers.serving.api.bodies import CompletionBody, StreamOptions, TokenizeBody
+from flax_layers.serving.api.chats import ChatBody
+from flax_layers.serving.api.foreign import FOREIGN
 from tests.support.served import COMPLETIONS, GREEDY, PROMPT, app_of, ask, client, completion
 
 pytestmark = pytest.mark.usefixtures("no_page_is_lost")
 
 LABELS = dict.fromkeys((
-    "custom_labels", "include_obfuscation", "metadata", "parallel_tool_calls", "prompt_cache_key",
+    "custom_labels", "include_obfuscation", "metadata", "prompt_cache_key",
     "prompt_cache_options", "prompt_cache_retention", "return_mm_kwargs", "safety_identifier", "service_tier",
     "session_id", "truncation_side", "user",
 ), "me")  # fmt: skip
 NEUTRAL = {
     "presence_penalty": 0, "frequency_penalty": 0.0, "logit_bias": {}, "response_format": {"type": "text"},
     "best_of": 1, "min_p": 0, "n": None, "stop": None, "unheard_of": {"a": 1}, "messages": [], **LABELS,
+    "min_tokens": 0, "bad_words": [], "include_stop_str_in_output": False, "prompt_logprobs": None,
     **{name: field.neutral[0] if field.neutral else None for name, field in FOREIGN.items()},
 }  # fmt: skip
 
@@ -33,9 +36,9 @@ def test_neutral_values_and_unknown_fields(engine):
 
 
 REFUSED = {
-    **{name: ["what", {"no": "server"}, "has"] for name in FOREIGN},
-    "guided_json": {"type": "object"}, "tools": [{"type": "function"}], "suffix": "x", "echo": True,
-    "best_of": 2, "prompt_logprobs": 1, "min_tokens": 2, "reasoning_effort": "low", "return_token_ids": True,
+    **{name: ["what", {"no": "server"}, "has"] for name in FOREIGN if name != "echo"},
+    "guided_json": {"type": "object"}, "tools": [{"type": "function"}], "suffix": "x",
+    "best_of": 2, "min_new_tokens": 2, "reasoning_effort": "low", "return_token_ids": True,
 }  # fmt: skip
 
 
@@ -60,8 +63,11 @@ def test_every_field_of_openai_is_known():
         (StreamOptions, chat_completion_stream_options_param.ChatCompletionStreamOptionsParam),
     ):
         assert params.__annotations__.keys() <= kind.model_fields.keys() | FOREIGN.keys() | LABELS.keys()
-    assert not FOREIGN.keys() & (CompletionBody.model_fields.keys() | TokenizeBody.model_fields.keys())
-    assert FOREIGN.keys() & ChatBody.model_fields.keys() == {"max_completion_tokens", "top_logprobs"}
+    assert FOREIGN.keys() & (CompletionBody.model_fields.keys() | TokenizeBody.model_fields.keys()) == {"echo"}
+    assert FOREIGN.keys() & ChatBody.model_fields.keys() == {
+        "max_completion_tokens", "top_logprobs", "tools", "tool_choice", "parallel_tool_calls", "chat_template_kwargs",
+        "reasoning_effort", "separate_reasoning",
+    }  # fmt: skip
 
 
 def test_options_of_streams(engine):

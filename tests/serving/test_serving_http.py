@@ -235,7 +235,7 @@ def test_templates_that_fail(engine):
     class Refusing(ByteTokenizer):
         error: Exception
 
-        def chat(self, messages):
+        def chat(self, messages, **values):
             raise self.error
 
     tokenizer = Refusing()

@@ -29,6 +29,7 @@ from jflex.backends.gpu import mosaic_gpu as adapter
 from pallas_kernels.mosaic_gpu import global_rows, inline_ptx, register_order, selections, split_kv, work_items
 from pallas_kernels.mosaic_gpu.backward import captured, dkv, dq
 from pallas_kernels.mosaic_gpu.forward import kernel as forward_kernel
+from pallas_kernels.mosaic_gpu.forward import schedule
 from pallas_kernels.mosaic_gpu.launch import WARP_GROUP
 from pallas_kernels.mosaic_gpu.prompt import kernel as prompt_kernel
 
@@ -420,7 +421,7 @@ def emulated() -> Iterator[None]:
         patch.setattr(lax, "axis_index", _axis_index)
         for module in (forward_kernel, captured, dkv, dq, split_kv, prompt_kernel):
             patch.setattr(module, "launch", _launch)
-        patch.setattr(forward_kernel, "NUM_CTAS", 2)
+        patch.setattr(schedule, "NUM_CTAS", 2)
         patch.setattr(work_items, "NUM_SMS", 2)
         patch.setattr(adapter, "limit_of_machine", lambda spec: None)
         for module in (custom_vjp, entry):

@@ -8,17 +8,19 @@ import math
 import time
 import uuid
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from jaxtyping import Int32
 
 from flax_layers.models.text_stream import TextStream
 from flax_layers.serving.api.choices import Usage
+from flax_layers.serving.api.messages import MessageParser, MessageStyle
 from flax_layers.serving.api.text import Piece, TokenText, TokenTexts
+from flax_layers.serving.api.transport import Json
+from flax_layers.serving.device.step import TokenLogprobs
 from flax_layers.serving.engine.constraints import SerializedTokenizer
 
-Json = dict[str, Any]
 Lists = dict[str, list[Any]]
 """Log probabilities as lists, by the names that the API gives them."""
 
@@ -27,6 +29,7 @@ class ServedTokenizer(SerializedTokenizer, Protocol):
     """The part of a tokenizer that the server needs: `flax_layers.models.Tokenizer` has it."""
 
     chat_templates: dict[str, str]
+    special_tokens: dict[str, str]
 
     def encode(self, text: str, *, special_tokens: bool = True) -> Int32[np.ndarray, " T"]:
         """The tokens of a text."""
@@ -44,8 +47,8 @@ class ServedTokenizer(SerializedTokenizer, Protocol):
         """The text of tokens as they come."""
         ...
 
-    def chat(self, messages: Sequence[Json]) -> str:
-        """The text of a chat."""
+    def chat(self, messages: Sequence[Json], **values: Any) -> str:
+        """The text of a chat; `values` are variables of its template, and `template` is the name of that."""
         ...
 
 
@@ -56,6 +59,18 @@ class _Choice:
     text: list[str] = dataclasses.field(default_factory=list)
     logprobs: Lists = dataclasses.field(default_factory=dict)
     finish_reason: str | None = None
+    prompt: tuple[TokenText, ...] = ()
+
+
+class AnswerOptions(NamedTuple):
+    """The model that answers, and which parts an answer has."""
+
+    model: str
+    choices: int = 1
+    include_usage: bool = False  # a stream ends with its usage
+    echoes: bool = False  # log probabilities begin with those of the prompt
+    lists_prompt: bool = False  # there are `prompt_logprobs`
+    style: MessageStyle = MessageStyle()
 
 
 class Answer:
@@ -63,17 +78,18 @@ class Answer:
 
     prefix, whole_kind, chunk_kind = "cmpl", "text_completion", "text_completion"
 
-    def __init__(self, model: str, token_texts: TokenTexts, choices: int, *, include_usage: bool):
-        self._texts, self._include_usage, self._model = token_texts, include_usage, model
+    def __init__(self, token_texts: TokenTexts, options: AnswerOptions):
+        self._texts, self._options = token_texts, options
         self._id, self._created = f"{self.prefix}-{uuid.uuid4().hex}", int(time.time())
-        self._choices = [_Choice() for _ in range(choices)]
+        self._choices = [_Choice() for _ in range(options.choices)]
+        self._parsers = [MessageParser(options.style) for _ in self._choices]
 
     def take(self, index: int, piece: Piece) -> None:
         """Adds text and tokens to a choice of an answer that is not streamed."""
         choice = self._choices[index]
         choice.text.append(piece.text)
-        choice.finish_reason = piece.finish_reason
-        for name, values in self._logprobs(piece.tokens).items():
+        choice.finish_reason, choice.prompt = piece.finish_reason, piece.prompt or choice.prompt
+        for name, values in self._logprobs(self._shown(piece)).items():
             choice.logprobs.setdefault(name, []).extend(values)
 
     def whole(self, usage: Usage) -> Iterator[bytes]:
@@ -81,7 +97,8 @@ class Answer:
         yield _json(self._object(self.whole_kind, []))[:-2]  # without the end of the list and of the object
         for index, x in enumerate(self._choices):
             choice = self._choice(index, "".join(x.text), x.logprobs, x.finish_reason, whole=True)
-            yield b"," * (index > 0) + _json(choice)
+            more = {"prompt_logprobs": self._prompt_logprobs(x.prompt)} if self._options.lists_prompt else {}
+            yield b"," * (index > 0) + _json({**choice, **more})
         yield b'],"usage":' + _json(_usage(usage)) + b"}"
 
     def opening(self, index: int) -> Json | None:
@@ -90,18 +107,18 @@ class Answer:
 
     def chunk(self, index: int, piece: Piece) -> Json:
         """A chunk with new text and tokens of a choice."""
-        logprobs = self._logprobs(piece.tokens)
+        logprobs = self._logprobs(self._shown(piece))
         return self._chunk(self._choice(index, piece.text, logprobs, piece.finish_reason, whole=False))
 
     def closing(self, usage: Usage) -> Json | None:
         """The final chunk with the usage, if `stream_options.include_usage` is set."""
-        return self._object(self.chunk_kind, [], usage=_usage(usage)) if self._include_usage else None
+        return self._object(self.chunk_kind, [], usage=_usage(usage)) if self._options.include_usage else None
 
     def _chunk(self, choice: Json) -> Json:
-        return self._object(self.chunk_kind, [choice], **({"usage": None} if self._include_usage else {}))
+        return self._object(self.chunk_kind, [choice], **({"usage": None} if self._options.include_usage else {}))
 
     def _object(self, kind: str, choices: list[Json], **more: object) -> Json:
-        head = {"id": self._id, "object": kind, "created": self._created, "model": self._model}
+        head = {"id": self._id, "object": kind, "created": self._created, "model": self._options.model}
         return {**head, "choices": choices, **more}
 
     def _choice(self, index: int, text: str, logprobs: Lists, reason: str | None, *, whole: bool) -> Json:
@@ -113,14 +130,30 @@ class Answer:
             return {}
         return {
             "tokens": [self._texts.text(x.token) for x in tokens],
-            "token_logprobs": [_finite(x.logprobs.logprob) for x in tokens],
-            "top_logprobs": [self._top(x) for x in tokens],
+            "token_logprobs": [x.logprobs and _finite(x.logprobs.logprob) for x in tokens],
+            "top_logprobs": [x.logprobs and self._top(x.logprobs) for x in tokens],
             "text_offset": [x.offset for x in tokens],
         }
 
-    def _top(self, token: TokenText) -> dict[str, float]:
-        keys = self._texts.keys([one for one, _ in token.logprobs.top])
-        return {key: _finite(logprob) for key, (_, logprob) in zip(keys, token.logprobs.top, strict=True)}
+    def _top(self, logprobs: TokenLogprobs) -> dict[str, float]:
+        keys = self._texts.keys([one for one, _ in logprobs.top])
+        return {key: _finite(logprob) for key, (_, logprob) in zip(keys, logprobs.top, strict=True)}
+
+    def _shown(self, piece: Piece) -> Sequence[TokenText]:
+        """Tokens whose log probabilities are shown with those of the text."""
+        return (*piece.prompt, *piece.tokens) if self._options.echoes else piece.tokens
+
+    def _prompt_logprobs(self, tokens: Sequence[TokenText]) -> list[Json | None]:
+        """Log probabilities at each token of the prompt, by tokens as strings, as in vLLM's API."""
+        entry = lambda token, logprob, rank: {
+            "logprob": _finite(logprob), "rank": rank, "decoded_token": self._texts.text(token)
+        }  # fmt: skip
+        shown: list[Json | None] = []
+        for x in tokens:
+            top = () if x.logprobs is None else x.logprobs.top
+            best = {str(token): entry(token, logprob, rank) for rank, (token, logprob) in enumerate(top, 1)}
+            shown.append(x.logprobs and {str(x.token): entry(x.token, x.logprobs.logprob, None), **best})
+        return shown
 
 
 class ChatAnswer(Answer):
@@ -134,12 +167,16 @@ class ChatAnswer(Answer):
         return self._chunk({"index": index, "delta": delta, "logprobs": None, "finish_reason": None})
 
     def _choice(self, index: int, text: str, logprobs: Lists, reason: str | None, *, whole: bool) -> Json:
+        parser = self._parsers[index]
+        delta = parser.push(text, ends=reason is not None)
         if whole:
-            message = {"message": {"role": "assistant", "content": text, "refusal": None}}
-        else:
-            message = {"delta": {"content": text} if text else {}}
+            calls = [{name: x for name, x in call.items() if name != "index"} for call in delta.pop("tool_calls", ())]
+            more = {"tool_calls": calls} if calls else {}
+            content = None if delta or calls else ""
+            delta = {"role": "assistant", "content": content, "refusal": None, **delta, **more}
         shown = {**logprobs, "refusal": None} if logprobs else None
-        return {"index": index, **message, "logprobs": shown, "finish_reason": reason}
+        reason = "tool_calls" if reason == "stop" and parser.calls else reason
+        return {"index": index, "message" if whole else "delta": delta, "logprobs": shown, "finish_reason": reason}
 
     def _logprobs(self, tokens: Sequence[TokenText]) -> Lists:
         if not tokens:
@@ -150,6 +187,7 @@ class ChatAnswer(Answer):
                 "top_logprobs": [self._entry(token, logprob) for token, logprob in x.logprobs.top],
             }
             for x in tokens
+            if x.logprobs is not None
         ]
         return {"content": entries}
 

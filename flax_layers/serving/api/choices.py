@@ -40,26 +40,29 @@ class Choices:
     Args:
         requests: One for each choice; all requests of a prompt follow each other.
         per_prompt: Number of choices of each prompt.
-        text: Constructs the text of a choice.
+        text: Constructs the text of each choice.
         metrics: Collects latencies and finish reasons.
         max_backlog: Tokens and log probabilities that may wait for the client. None: any number.
+        constraint: Name of the field that the constraint comes from.
     """
 
     def __init__(
         self,
         requests: Sequence[Request],
         per_prompt: int,
-        text: Callable[[], ChoiceText],
+        text: Callable[[int], ChoiceText],
         metrics: Metrics,
         max_backlog: int | None = None,
+        constraint: str = "response_format",
     ):
+        self._constraint = constraint
         self._max_backlog, self._is_behind = max_backlog, False
         self._produced = self._consumed = 0  # by the engine's thread, and by the loop
         self._weights = [1 if x.logprobs is None else 2 + x.logprobs for x in requests]
         self._requests, self._per_prompt, self._metrics = requests, per_prompt, metrics
         self._loop, self._arrived = asyncio.get_running_loop(), asyncio.Event()
         self._events: collections.deque[tuple[int, Event, float]] = collections.deque()
-        self._texts = [text() for _ in requests]
+        self._texts = [text(index) for index in range(len(requests))]
         self._last = [time.perf_counter()] * len(requests)
         self._tickets: list[Ticket] = []
         self._is_cancelled = False
@@ -83,8 +86,7 @@ class Choices:
             status = {QueueFull: 429, Closed: 503}.get(type(error), 400)
             is_long = any(len(x.prompt) + (x.max_tokens or 1) > engine.context for x in self._requests)
             code = "context_length_exceeded" if status == 400 and is_long else None
-            message = str(error).replace("`constraint`", "`response_format`")  # as in the body
-            raise ApiError(status, message, code=code) from error
+            raise ApiError(status, self._named(str(error)), code=code) from error
 
     def cancel(self) -> None:
         """Ends unfinished choices before the next step."""
@@ -131,6 +133,10 @@ class Choices:
 
         return deliver
 
+    def _named(self, message: str) -> str:
+        """A message about the constraint, with the name that it has in the body."""
+        return message.replace("`constraint`", f"`{self._constraint}`")
+
     def _wake(self) -> None:
         self._arrived.set()
         is_behind = self._max_backlog is not None and self._produced - self._consumed > self._max_backlog
@@ -167,7 +173,7 @@ class Choices:
                         "wait for the client. Read it, or ask for fewer.",
                     )
                 raise ApiError(503, event.error or "The request was cancelled.")
-            error = event.error.replace("`constraint`", "`response_format`")
+            error = self._named(event.error)
             raise ApiError(500, f"The request failed in a step of the engine. {error}. Try again.")
         if event.tokens:
             kind = self._metrics.next_token if text.num_tokens else self._metrics.first_token
@@ -186,4 +192,5 @@ def _joined(pieces: Sequence[Piece]) -> Piece:
     if len(pieces) == 1:
         return pieces[0]
     tokens = tuple(token for piece in pieces for token in piece.tokens)
-    return Piece("".join(piece.text for piece in pieces), tokens, pieces[-1].finish_reason)
+    prompt = tuple(token for piece in pieces for token in piece.prompt)
+    return Piece("".join(piece.text for piece in pieces), tokens, pieces[-1].finish_reason, prompt)

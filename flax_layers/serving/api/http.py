@@ -21,14 +21,16 @@ import json
 import logging
 import pathlib
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from typing import TypeVar
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from typing import NamedTuple, TypeVar
 
 from flax_layers.models.checkpoint.optional import needs
 from flax_layers.serving.api.access import Access, Gate
-from flax_layers.serving.api.answers import Answer, ChatAnswer, ServedTokenizer, server_sent
-from flax_layers.serving.api.bodies import ChatBody, CompletionBody, GenerationBody, TokenizeBody, parse
+from flax_layers.serving.api.answers import Answer, AnswerOptions, ChatAnswer, ServedTokenizer, server_sent
+from flax_layers.serving.api.bodies import CompletionBody, DetokenizeBody, GenerationBody, TokenizeBody, parse
+from flax_layers.serving.api.chats import ChatBody
 from flax_layers.serving.api.choices import MAX_BACKLOG, Choices
+from flax_layers.serving.api.messages import MessageStyle
 from flax_layers.serving.api.metrics import Metrics
 from flax_layers.serving.api.prompts import Prompts
 from flax_layers.serving.api.text import ChoiceText, TokenTexts
@@ -40,6 +42,7 @@ from flax_layers.serving.api.transport import (
     read_body,
     unless_disconnected,
 )
+from flax_layers.serving.engine.constraints import Constraint
 from flax_layers.serving.engine.engine import Engine
 from flax_layers.serving.engine.requests import Request as EngineRequest
 
@@ -54,6 +57,9 @@ _LOG = logging.getLogger(__name__)
 _PAGE_RULES = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; img-src data:"
 )
+
+MAX_SCORES = 1 << 20
+"""Log probabilities of the prompts of one request, at most; up to 120 MB while they are collected."""
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 Result = TypeVar("Result")
@@ -72,6 +78,19 @@ class Served:
     is_starting: Callable[[], bool] = lambda: False
     shares_prefixes: bool = False  # whether clients with different keys share cached prefixes
     access: Access = dataclasses.field(default=Access(), repr=False)  # allowed hosts and web pages
+    # sampling parameters of requests that leave them out, as of `generation_config.json`
+    sampling: Mapping[str, float] = dataclasses.field(default_factory=dict)
+
+
+class _Job(NamedTuple):
+    """A request that has been read."""
+
+    body: GenerationBody
+    requests: list[EngineRequest]  # one for each choice
+    text: Callable[[int], ChoiceText]  # makes the text of a choice
+    answer: Answer
+    source: str = "prompt"  # the parameter that tokens come from
+    constraint: str = "response_format"  # the parameter that the constraint comes from
 
 
 def create_app(engine: Engine, tokenizer: ServedTokenizer, served: Served) -> Gate:
@@ -85,6 +104,8 @@ def create_app(engine: Engine, tokenizer: ServedTokenizer, served: Served) -> Ga
             Route("/metrics", guarded(api.metrics)),
             Route("/stats", guarded(api.stats)),
             Route("/tokenize", guarded(api.tokenize), methods=["POST"]),
+            Route("/detokenize", guarded(api.detokenize), methods=["POST"]),
+            Route("/tokenizer_info", guarded(api.tokenizer_info)),
             Route("/v1/models", guarded(api.models)),
             Route("/v1/models/{name:path}", guarded(api.model)),
             Route("/v1/completions", guarded(api.completions), methods=["POST"]),
@@ -187,15 +208,23 @@ class _Api:
         """The tokens of a text."""
         return Response(await self._read(request, self._tokenize), media_type="application/json")
 
+    async def detokenize(self, request: Request) -> Response:
+        """The text of tokens."""
+        return JSONResponse({"prompt": await self._read(request, self._detokenize)})
+
+    async def tokenizer_info(self, request: Request) -> Response:
+        """Special tokens and the chat template, for clients that count tokens, such as lm-evaluation-harness."""
+        special, template = self._tokenizer.special_tokens, self._tokenizer.chat_templates.get("default")
+        tokens = {name: special.get(name) for name in ("bos_token", "eos_token", "pad_token", "unk_token")}
+        return JSONResponse({**tokens, "chat_template": template})
+
     async def completions(self, request: Request) -> Response:
         """Continues prompts."""
-        body, requests = await self._read(request, self._read_completion)
-        return await self._generate(request, body, requests, Answer, "prompt")
+        return await self._generate(request, await self._read(request, self._read_completion))
 
     async def chats(self, request: Request) -> Response:
         """Answers in a chat."""
-        body, requests = await self._read(request, self._read_chat)
-        return await self._generate(request, body, requests, ChatAnswer, "messages")
+        return await self._generate(request, await self._read(request, self._read_chat))
 
     async def _read(self, request: Request, function: Callable[[bytes, int | None], Result]) -> Result:
         """Reads a body, and calls a function of it and the tenant in a thread, as long as the client is there."""
@@ -203,22 +232,19 @@ class _Api:
         reading = self._prompts.in_thread(raw, lambda raw: function(raw, tenant))
         return await unless_disconnected(request.receive, reading)
 
-    async def _generate(
-        self, request: Request, body: GenerationBody, requests: Sequence[EngineRequest], kind: type[Answer], source: str
-    ) -> Response:
-        """Answers a request, whose tokens come from the parameter `source`."""
-        answer = kind(self._served.name, self._token_texts, len(requests), include_usage=body.include_usage)
-        text = lambda: ChoiceText(self._tokenizer.text_stream(), body.stop)
+    async def _generate(self, request: Request, job: _Job) -> Response:
+        """Answers a request."""
+        body, requests, answer = job.body, job.requests, job.answer
         max_backlog = MAX_BACKLOG if body.stream else None
-        choices = Choices(requests, body.choices, text, self._metrics, max_backlog)
+        choices = Choices(requests, body.choices, job.text, self._metrics, max_backlog, job.constraint)
         with contextlib.ExitStack() as unfinished:
             unfinished.callback(choices.cancel)
             try:
                 # Constraints have threads of their own: while some compile, other requests are tokenized and submitted.
-                pool = None if body.response_format is None else self._compiling
+                pool = None if requests[0].constraint is None else self._compiling
                 await asyncio.get_running_loop().run_in_executor(pool, choices.submit, self._engine)
             except ApiError as error:
-                error.param = source if error.param == "prompt" else error.param
+                error.param = job.source if error.param == "prompt" else error.param
                 raise
             if body.stream:
                 unfinished.pop_all()  # the stream cancels it
@@ -228,14 +254,19 @@ class _Api:
         return Response(content, media_type="application/json")
 
     def _tokenize(self, raw: bytes, tenant: int | None) -> bytes:
-        """Runs beside the event loop, as the two methods that follow."""
+        """Runs beside the event loop, as the methods that follow."""
         body = parse(TokenizeBody, raw)
         self._check_model(body.model)
         tokens = self._prompts.tokens(body.prompt, special_tokens=body.add_special_tokens is not False)
         answer = {"tokens": tokens, "count": len(tokens), "max_model_len": self._engine.context}
         return json.dumps(answer, separators=(",", ":")).encode()
 
-    def _read_completion(self, raw: bytes, tenant: int | None) -> tuple[CompletionBody, list[EngineRequest]]:
+    def _detokenize(self, raw: bytes, tenant: int | None) -> str:
+        body = parse(DetokenizeBody, raw)
+        self._check_model(body.model)
+        return self._prompts.text(body.tokens, self._engine.config.vocabulary, "tokens", special_tokens=True)
+
+    def _read_completion(self, raw: bytes, tenant: int | None) -> _Job:
         body = parse(CompletionBody, raw)
         self._check_model(body.model)
         options = self._engine.options
@@ -246,24 +277,69 @@ class _Api:
             )
         special = body.add_special_tokens is not False
         prompts = [self._prompts.tokens(prompt, special_tokens=special) for prompt in body.prompt]
-        return body, [request for tokens in prompts for request in self._requests(body, tokens, tenant)]
+        echoes = []
+        if body.echo:
+            vocabulary = self._engine.config.vocabulary
+            text = lambda x: x if isinstance(x, str) else self._prompts.text(x, vocabulary, "prompt")
+            echoes = [text(prompt) for prompt in body.prompt]
+        return self._job(body, prompts, tenant, body.response_format, echoes)
 
-    def _read_chat(self, raw: bytes, tenant: int | None) -> tuple[ChatBody, list[EngineRequest]]:
+    def _read_chat(self, raw: bytes, tenant: int | None) -> _Job:
         body = parse(ChatBody, raw)
         self._check_model(body.model)
-        text = self._prompts.chat([message.model_dump() for message in body.messages])
+        name, template = self._prompts.template(has_tools=bool(body.callable_tools))
+        try:
+            values = body.template_values(template) | ({} if name == "default" else {"template": name})
+            text = self._prompts.chat([x.model_dump(exclude_none=True) for x in body.messages], **values)
+            style, constraint = body.style(template, text), body.constraint(template)
+        except ValueError as error:
+            raise ApiError(400, str(error)) from error
         tokens = self._prompts.tokens(text, "messages", special_tokens=bool(body.add_special_tokens))
-        return body, self._requests(body, tokens, tenant)
+        job = self._job(body, [tokens], tenant, constraint, style=style)
+        return job._replace(source="messages", constraint="tool_choice" if body.forced else "response_format")
 
-    def _requests(self, body: GenerationBody, tokens: Sequence[int], tenant: int | None) -> list[EngineRequest]:
-        vocabulary = self._engine.config.vocabulary
+    def _job(
+        self,
+        body: GenerationBody,
+        prompts: Sequence[Sequence[int]],
+        tenant: int | None,
+        constraint: Constraint | None,
+        echoes: Sequence[str] = (),
+        style: MessageStyle = MessageStyle(),  # noqa: B008  immutable
+    ) -> _Job:
+        """The requests for tokenized prompts, and how they are answered; `echoes` are texts of all prompts, or none."""
+        vocabulary, served, prompt = self._engine.config.vocabulary, self._served, self._prompts
         for token in body.stop_token_ids or ():
             if not 0 <= token < vocabulary:
                 raise ApiError(400, f"`stop_token_ids` must be tokens from 0 to {vocabulary - 1}. Got {token}.")
+        scores = 0 if body.scored is None else sum(map(len, prompts)) * body.choices * (2 + body.scored)
+        if scores > MAX_SCORES:
+            raise ApiError(
+                400,
+                f"`prompt_logprobs`, or `logprobs` with `echo`, must be at most {MAX_SCORES} numbers of all prompts, "
+                f"two more for each token than asked for. Got {scores}. Send less at once.",
+            )
+        namespace = body.cache_salt if tenant is None else (tenant, body.cache_salt)
+        fields = {"namespace": namespace, "constraint": constraint, "bad_words": prompt.bad_words(body.bad_words or ())}
         try:
-            return body.requests(tokens, self._served.stop_tokens, tenant)
+            make = lambda tokens: body.requests(tokens, served.stop_tokens, served.sampling, **fields)
+            requests = [request for tokens in prompts for request in make(tokens)]
         except ValueError as error:
             raise ApiError(400, str(error)) from error
+        offsets = [() if body.scored is None else prompt.offsets(tokens) for tokens in prompts]
+        text: Callable[[int], ChoiceText] = lambda index: ChoiceText(
+            self._tokenizer.text_stream(),
+            body.stop,
+            keeps_stops=bool(body.include_stop_str_in_output),
+            min_tokens=body.min_tokens or 0,
+            echo=echoes[index // body.choices] if echoes else "",
+            prompt=offsets[index // body.choices],
+            is_hidden=isinstance(body, CompletionBody) and body.is_only_echoed,
+        )
+        has_echoes, lists_prompt = bool(echoes) and body.top is not None, body.prompt_logprobs is not None
+        options = AnswerOptions(served.name, len(requests), body.include_usage, has_echoes, lists_prompt, style)
+        kind = ChatAnswer if isinstance(body, ChatBody) else Answer
+        return _Job(body, requests, text, kind(self._token_texts, options))
 
     def _status(self) -> str:
         if self._served.is_starting():

@@ -6,15 +6,13 @@ import asyncio
 import concurrent.futures
 import json
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from flax_layers.models.checkpoint.optional import needs
 from flax_layers.models.checkpoint.tokenizer import BYTE_NAMES
 from flax_layers.serving.api.answers import ServedTokenizer
-from flax_layers.serving.api.transport import ApiError
+from flax_layers.serving.api.transport import ApiError, Json
 
-Part = dict[str, Any]
-"""A part of a `tokenizer.json`, or a message."""
 Result = TypeVar("Result")
 
 LONG_BODY = 1 << 18
@@ -73,12 +71,39 @@ class Prompts:
             return self._tokenizer.encode(text, special_tokens=special_tokens).tolist()
         return text
 
-    def chat(self, messages: Sequence[Part]) -> str:
-        """Renders a chat. Raises ApiError 400 without a chat template, or if the messages do not fit it."""
-        if not self._tokenizer.chat_templates:
+    def offsets(self, tokens: Sequence[int]) -> list[tuple[int, int]]:
+        """Tokens, each with the offset of its text in the text of all."""
+        stream, offset, offsets = self._tokenizer.text_stream(), 0, []
+        for token in tokens:
+            offsets.append((token, offset))
+            offset += len(stream.push([token]))
+        return offsets
+
+    def bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """The tokens of words, by themselves and after a space."""
+        encode = lambda word: tuple(self._tokenizer.encode(word, special_tokens=False).tolist())
+        spellings = (x for word in words for x in (encode(word), encode(f" {word.lstrip()}")))
+        return tuple(dict.fromkeys(filter(None, spellings)))
+
+    def text(self, tokens: Sequence[int], vocabulary: int, param: str, *, special_tokens: bool = False) -> str:
+        """The text of tokens. Raises ApiError 400 for a token out of the vocabulary."""
+        wrong = next((x for x in tokens if not 0 <= x < vocabulary), None)
+        if wrong is not None:
+            raise ApiError(400, f"`{param}` must hold tokens from 0 to {vocabulary - 1}. Got {wrong}.")
+        return self._tokenizer.decode(tokens, special_tokens=special_tokens)
+
+    def template(self, *, has_tools: bool) -> tuple[str, str]:
+        """Name and text of the chat template. Raises ApiError 400 without one."""
+        templates = self._tokenizer.chat_templates
+        if not templates:
             raise ApiError(400, "`messages` needs a chat template. The model has none. Use `/v1/completions`.")
+        name = "tool_use" if has_tools and "tool_use" in templates else "default"
+        return name, templates.get(name, "")
+
+    def chat(self, messages: Sequence[Json], **values: object) -> str:
+        """Renders a chat. Raises ApiError 400 if the messages do not fit the chat template."""
         try:
-            return self._tokenizer.chat(messages)
+            return self._tokenizer.chat(messages, **values)
         except _TEMPLATE_ERRORS as error:
             raise ApiError(400, f"`messages` do not fit the chat template of the model. {error}") from error
 
@@ -125,7 +150,7 @@ def _normalized(serialized: str, texts: Sequence[str]) -> list[str]:
     return [normalizer.normalize_str(text) for text in texts]
 
 
-def _flat(part: Part | None) -> Iterator[Part]:
+def _flat(part: Json | None) -> Iterator[Json]:
     """The parts of a sequence, or a part by itself."""
     if part is None:
         return
@@ -136,7 +161,7 @@ def _flat(part: Part | None) -> Iterator[Part]:
         yield part
 
 
-def _contraction(normalizer: Part) -> int | None:
+def _contraction(normalizer: Json) -> int | None:
     """The most characters that a normalizer makes one; None: any number, or it drops some."""
     match normalizer:
         case {"type": "NFC" | "NFKC"}:
@@ -148,7 +173,7 @@ def _contraction(normalizer: Part) -> int | None:
     return None
 
 
-def _keeps_characters(pre_tokenizer: Part) -> bool:
+def _keeps_characters(pre_tokenizer: Json) -> bool:
     match pre_tokenizer:
         case {"type": "ByteLevel" | "Metaspace" | "Digits" | "UnicodeScripts"}:
             return True
@@ -157,7 +182,7 @@ def _keeps_characters(pre_tokenizer: Part) -> bool:
     return False
 
 
-def _covers_characters(model: Part, vocabulary: Part, is_byte_level: bool) -> bool:
+def _covers_characters(model: Json, vocabulary: Json, is_byte_level: bool) -> bool:
     """True if the tokens of a model cover each character of a text."""
     has_bytes = is_byte_level and vocabulary.keys() >= BYTE_NAMES.keys()
     falls_back = model.get("byte_fallback") and all(f"<0x{byte:02X}>" in vocabulary for byte in range(256))

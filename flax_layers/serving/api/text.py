@@ -12,7 +12,7 @@ from flax_layers.serving.engine.requests import Event, TokenLogprobs
 
 
 class StopStrings:
-    """Cuts a text that comes piece by piece where a stop string begins.
+    """Cuts a text that comes piece by piece where a stop string begins; if it `keeps` that, where it ends.
 
     The stop string that is complete first ends the text, however the text is cut into pieces. The end of a piece that
     may begin a stop string is held back until more is known.
@@ -25,8 +25,8 @@ class StopStrings:
         True
     """
 
-    def __init__(self, stops: Sequence[str]):
-        self._stops = tuple(stops)
+    def __init__(self, stops: Sequence[str], *, keeps: bool = False):
+        self._stops, self._keeps = tuple(stops), keeps
         self._longest = max(map(len, self._stops), default=0)
         self._tail = ""
         self.has_ended = False
@@ -39,7 +39,7 @@ class StopStrings:
         starts = [(text.find(stop) + len(stop), text.find(stop)) for stop in self._stops if stop in text]
         if starts:
             self.has_ended, self._tail = True, ""
-            return text[: min(starts)[1]]
+            return text[: min(starts)[0 if self._keeps else 1]]
         first = next(
             (n for n in range(max(0, len(text) - self._longest + 1), len(text)) if self._may_begin(text[n:])), len(text)
         )
@@ -61,7 +61,7 @@ class TokenText:
 
     token: int
     offset: int
-    logprobs: TokenLogprobs
+    logprobs: TokenLogprobs | None  # None for the first token of a prompt
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,19 +71,40 @@ class Piece:
     text: str = ""
     tokens: tuple[TokenText, ...] = ()  # whose text has begun to be shown; only if log probabilities were asked for
     finish_reason: Literal["stop", "length"] | None = None  # None while the text goes on
+    prompt: tuple[TokenText, ...] = ()  # tokens of the prompt, only in the first piece, and as for `tokens`
 
 
 class ChoiceText:
     r"""The text of one choice, from its events.
 
+    Args:
+        stream: Decodes the tokens as they come.
+        stops: Stop strings, which end the text.
+        keeps_stops: Whether the text ends with its stop string.
+        min_tokens: Number of tokens in whose text stop strings are not looked for.
+        echo: Text before that of the tokens.
+        prompt: Tokens of the prompt with their offsets, if their log probabilities come with the first event.
+        is_hidden: Whether generated tokens are left out.
+
     Example:
         >>> text = ChoiceText(TextStream(lambda tokens: bytes(tokens).decode()), ["\n"])
         >>> text.push(Event(tuple(b"ab"))).text, text.push(Event(tuple(b"c\nd")))
-        ('ab', Piece(text='c', tokens=(), finish_reason='stop'))
+        ('ab', Piece(text='c', tokens=(), finish_reason='stop', prompt=()))
     """
 
-    def __init__(self, stream: TextStream, stops: Sequence[str] = ()):
-        self._stream, self._stops = stream, StopStrings(stops)
+    def __init__(
+        self,
+        stream: TextStream,
+        stops: Sequence[str] = (),
+        *,
+        keeps_stops: bool = False,
+        min_tokens: int = 0,
+        echo: str = "",
+        prompt: Sequence[tuple[int, int]] = (),
+        is_hidden: bool = False,
+    ):
+        self._stream, self._stops, self._min_tokens = stream, StopStrings(stops, keeps=keeps_stops), min_tokens
+        self._echo, self._prompt, self._is_hidden = echo, prompt, is_hidden
         self._waiting: list[TokenText] = []
         self._decoded = self._shown = 0
         self.is_done = False  # whether the text has ended
@@ -93,8 +114,11 @@ class ChoiceText:
         """Takes the next event, neither `cancelled` nor `error`. A stop string is the end of the text, too."""
         if self.is_done:
             return Piece()
-        pieces = []
-        for number, token in enumerate(event.tokens):
+        pieces, scores = [self._echo], zip(self._prompt, event.prompt_logprobs, strict=False)
+        prompt = tuple(TokenText(token, offset, logprobs) for (token, offset), logprobs in scores)
+        self._decoded += len(self._echo)
+        self._echo = ""
+        for number, token in enumerate(() if self._is_hidden else event.tokens):
             self.num_tokens += 1
             if event.logprobs:
                 self._waiting.append(TokenText(token, self._decoded, event.logprobs[number]))
@@ -107,14 +131,15 @@ class ChoiceText:
             pieces += [self._add(self._stream.finish()), self._stops.finish()]
         if self._stops.has_ended:
             reason = "stop"
+        reason = "length" if reason and self._is_hidden else reason
         self.is_done = reason is not None
         text = "".join(pieces)
         self._shown += len(text)
-        return Piece(text, self._release(), reason)
+        return Piece(text, self._release(), reason, prompt)
 
     def _add(self, text: str) -> str:
         self._decoded += len(text)
-        return self._stops.push(text)
+        return text if self.num_tokens <= self._min_tokens else self._stops.push(text)
 
     def _release(self) -> tuple[TokenText, ...]:
         """The tokens whose text has begun to be shown; at the end all that a stop string does not cut off."""

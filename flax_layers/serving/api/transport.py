@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 import re
 from collections.abc import AsyncIterator, Callable, Coroutine
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from flax_layers.models.checkpoint.optional import needs
 
@@ -16,6 +16,8 @@ with needs("starlette", "serve"):
     from starlette.types import Receive, Scope, Send
 
 Result = TypeVar("Result")
+Json = dict[str, Any]
+"""A JSON object."""
 
 _KINDS = {
     400: ("invalid_request_error", None),

@@ -40,6 +40,7 @@ class Program(NamedTuple):
     # sorts
     is_greedy: bool = False
     is_cascade: bool = False  # the first rows share a prefix, which is read once, and each row has one token
+    is_scoring: bool = False  # it computes the log probabilities of tokens of prompts, too
 
 
 @dataclasses.dataclass(frozen=True)
@@ -224,6 +225,13 @@ class EngineOptions:
             drafted = [Shape(self._drafted(rows), rows, pages, self.draft_tokens) for rows, _, pages, _ in decoding]
             drafted += [shape._replace(drafts=self.draft_tokens) for shape in mixed]
         return tuple(dict.fromkeys(decoding + mixed + drafted))
+
+    def scoring_shapes(self, config: ModelConfig) -> tuple[Shape, ...]:
+        """The shapes of steps that compute log probabilities of prompts; with `batch_invariant`, there are none."""
+        if self.batch_invariant:
+            return ()
+        widths = self.pages(config)
+        return tuple(Shape(n, self.max_requests, pages, self.draft_tokens) for n in self.tokens for pages in widths)
 
     def shape_for(
         self, tokens: int, rows: int, pages: int, config: ModelConfig, *, drafts: bool = False, forks: bool = False

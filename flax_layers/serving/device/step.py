@@ -31,6 +31,10 @@ MAX_LOGPROBS = 20
 """Top log probabilities that a request may ask for; as in OpenAI's API."""
 
 
+_SCORED_ROWS = 128
+"""Rows of logits that are held at once to score prompts: 79 MB of 152,000 tokens."""
+
+
 class TokenLogprobs(NamedTuple):
     """Log probabilities (natural) at one position, of the model's own distribution: before temperature and truncation.
 
@@ -73,6 +77,8 @@ def make_step(
         parameters: Items[Array], state: DeviceState, packed: Array, *, program: Program
     ) -> tuple[DeviceState, Array]:
         model = nnx.merge(graph, jax.tree.unflatten(form, parameters))
+        count = program.shape.tokens if program.is_scoring else 0
+        packed, following = jnp.split(packed, [packed.shape[0] - count])
         inputs = unpack(packed, program.shape)
         tokens = jnp.where(inputs.tokens < 0, state.sampled[jnp.maximum(-1 - inputs.tokens, 0)], inputs.tokens)
         shared = inputs.shared_prefix if program.is_cascade else None
@@ -99,6 +105,9 @@ def make_step(
             accepted = accept(nodes, tokens[nodes.rows], jnp.concatenate([sampled[:, None], after], axis=1))
             cache, sampled = compact(cache, inputs.batch, nodes, accepted), accepted.last
             fields = jnp.concatenate([fields, accepted.tokens[:, 1:], accepted.counts[:, None]], axis=1)
+        if program.is_scoring:
+            scores = _scores(model, hidden, following)
+            fields = jnp.concatenate([fields, jnp.pad(scores, ((0, 0), (0, fields.shape[1] - scores.shape[1])))])
         state = DeviceState(cache, state.sampled.at[inputs.slots].set(sampled, mode="drop"), edits, state.allowed)
         return _constrained(state, sharding), _replicated(fields, sharding)
 
@@ -163,6 +172,12 @@ def _fields(sampled: Int32[Array, " R"], logits: Float[Array, "R V"]) -> Int32[A
     best, which = jax.lax.top_k(logprobs, min(MAX_LOGPROBS, logits.shape[-1]))
     bits = lambda x: jax.lax.bitcast_convert_type(x, jnp.int32)
     return jnp.concatenate([sampled[:, None], bits(of_sampled), which.astype(jnp.int32), bits(best)], axis=-1)
+
+
+def _scores(model: Decoder, hidden: Float[Array, "N width"], following: Int32[Array, " N"]) -> Int32[Array, "N fields"]:
+    """The fields of the tokens that follow in prompts; logits of a few rows are held at once, not of all."""
+    score = lambda row: _fields(row[1][None], model.logits(row[0])[None])[0]
+    return jax.lax.map(score, (hidden, following), batch_size=_SCORED_ROWS)
 
 
 def read_row(

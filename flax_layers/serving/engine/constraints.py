@@ -179,7 +179,7 @@ class Guides:
                 f"{_words(str(error))}. Serve the model without constraints."
             ) from error
         self._row_words = -(-size // 32)
-        self._of_model = _bits([token for token in known.values() if token < vocabulary], vocabulary)
+        self._of_model = token_bits([token for token in known.values() if token < vocabulary], vocabulary)
         self._compiled: collections.OrderedDict[Constraint, Guide] = collections.OrderedDict()
         self._lock = threading.Lock()
 
@@ -195,7 +195,7 @@ class Guides:
         ended = [token for token in stop_tokens if 0 <= token < self.vocabulary]
         with self._lock:
             matcher, may_end = first.matcher.deep_copy(), first.matcher.is_accepting()
-        allowed = first.allowed | _bits(ended, self.vocabulary).view(np.int32) if may_end else first.allowed
+        allowed = first.allowed | token_bits(ended, self.vocabulary).view(np.int32) if may_end else first.allowed
         return Guide(constraint, tuple(ended), matcher, allowed)
 
     def allow(self, guides: Sequence[Guide]) -> None:
@@ -260,7 +260,7 @@ class Guides:
             guide.is_complete = may_end
             guide.error = "" if may_end else "no token of the model may come next"
         elif may_end and guide.stop_tokens:
-            allowed |= _bits(guide.stop_tokens, self.vocabulary)
+            allowed |= token_bits(guide.stop_tokens, self.vocabulary)
         guide.allowed = allowed.view(np.int32)
 
 
@@ -296,10 +296,10 @@ def _words(message: str) -> str:
     return text if len(text) <= 240 else f"{text[:160]} ... {text[-60:]}"
 
 
-def _bits(tokens: Sequence[int], vocabulary: int) -> UInt32[np.ndarray, " words"]:
+def token_bits(tokens: Sequence[int], vocabulary: int) -> UInt32[np.ndarray, " words"]:
     """Tokens as bits, the lowest bit of the first word first.
 
-    >>> _bits([0, 33], 40).tolist()
+    >>> token_bits([0, 33], 40).tolist()
     [1, 2]
     """
     chosen = np.zeros(-(-vocabulary // 32) * 32, bool)

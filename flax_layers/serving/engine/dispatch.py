@@ -17,7 +17,7 @@ from flax_layers.serving.device.executor import Executor
 from flax_layers.serving.device.options import EngineOptions, Program
 from flax_layers.serving.device.penalties import Penalties, pack_penalties
 from flax_layers.serving.engine.cascades import NO_PREFIX, Cascades
-from flax_layers.serving.engine.packing import pack, pack_allowed, pack_copies
+from flax_layers.serving.engine.packing import pack, pack_allowed, pack_copies, pack_following
 from flax_layers.serving.engine.scheduler import Chunk
 from flax_layers.serving.engine.sequence import PageCopy
 from jflex.types import AnyArray
@@ -47,7 +47,7 @@ class Dispatcher:
     def run(self, chunks: list[Chunk]) -> Dispatched:
         """Dispatches a step of at least one chunk. Its results are on their way to the host."""
         self._write_penalties(chunks)
-        if any(chunk.sequence.guide is not None for chunk in chunks):
+        if any(chunk.samples and chunk.sequence.is_limited for chunk in chunks):
             self._allow(chunks)
         chunks, program, shared = self._choose_program(chunks)
         self._copy_pages([pair for chunk in chunks if chunk.count for pair in chunk.copies])
@@ -60,7 +60,8 @@ class Dispatcher:
         self, chunks: list[Chunk], program: Program, shared: SharedPrefix = NO_PREFIX
     ) -> Int32[np.ndarray, " words"]:
         """Packs a step; see `pack`."""
-        return pack(chunks, program.shape, self._options.max_requests, shared)
+        words = pack(chunks, program.shape, self._options.max_requests, shared)
+        return np.concatenate([words, pack_following(chunks, program.shape.tokens)]) if program.is_scoring else words
 
     def warm_up(self, report: Callable[[int, int], None]) -> None:
         """Compiles every program that a step may need; see `warm_up`."""
@@ -71,6 +72,7 @@ class Dispatcher:
         programs += [(shape, True) for shape in self._cascade_shapes]
         kinds = (False,) if self._options.batch_invariant else (True, False)
         programs = [Program(shape, greedy, cascade) for shape, cascade in programs for greedy in kinds]
+        programs += [Program(shape, is_scoring=True) for shape in self._options.scoring_shapes(self._config)]
         warm_up(self._executor, [(self.packed([], program), program) for program in programs], report)
 
     def _write_penalties(self, chunks: list[Chunk]) -> None:
@@ -84,10 +86,15 @@ class Dispatcher:
 
     def _choose_program(self, chunks: list[Chunk]) -> tuple[list[Chunk], Program, SharedPrefix]:
         """The chunks in the order of their rows, their program, and the prefix that the first rows share."""
+        tokens, pages = sum(chunk.size for chunk in chunks), max(len(chunk.sequence.pages) for chunk in chunks)
+        if any(chunk.scores for chunk in chunks):
+            holds = lambda shape: shape.tokens >= tokens and shape.pages >= pages
+            scoring = next(filter(holds, self._options.scoring_shapes(self._config)))
+            return chunks, Program(scoring, is_scoring=True), NO_PREFIX
         shape = self._options.shape_for(
-            sum(chunk.size for chunk in chunks),
+            tokens,
             len(chunks),
-            max(len(chunk.sequence.pages) for chunk in chunks),
+            pages,
             self._config,
             drafts=any(chunk.draft.tokens for chunk in chunks),
             forks=not all(chunk.count for chunk in chunks),

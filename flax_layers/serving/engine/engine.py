@@ -26,10 +26,9 @@ from flax_layers.models import Decoder
 from flax_layers.serving.device.executor import Executor
 from flax_layers.serving.device.options import EngineOptions
 from flax_layers.serving.device.step import TokenLogprobs, read_row
-from flax_layers.serving.engine.constraints import Guide, Guides
+from flax_layers.serving.engine.admission import Admission
+from flax_layers.serving.engine.constraints import Guides
 from flax_layers.serving.engine.dispatch import Dispatched, Dispatcher
-from flax_layers.serving.engine.drafts import PromptLookup
-from flax_layers.serving.engine.packing import pack_request
 from flax_layers.serving.engine.pages import Pages
 from flax_layers.serving.engine.requests import (
     COUNTED,
@@ -39,7 +38,6 @@ from flax_layers.serving.engine.requests import (
     FinishReason,
     Request,
     Stats,
-    token_limit,
 )
 from flax_layers.serving.engine.scheduler import Chunk, OutOfRoom, Scheduler
 from flax_layers.serving.engine.sequence import Sequence, Ticket
@@ -107,6 +105,7 @@ class Engine:
         windows = model.config.windows
         self._pages = Pages(options, model.config, None if None in windows else max(filter(None, windows)))
         self._scheduler = Scheduler(options, self._pages)
+        self._admission = Admission(options, model.config, self._pages.longest, guides)
         self._dispatched: Dispatched | None = None
         self._numbers = itertools.count()
         self._counts: collections.Counter[str] = collections.Counter()
@@ -152,14 +151,15 @@ class Engine:
         """
         if len({(request.prompt, request.namespace) for request in requests}) > 1:
             raise ValueError("`requests` must have one prompt and one namespace. Submit others on their own.")
-        samples = [self._sequence(*pair) for pair in zip(requests, deliver, strict=True)]
+        samples = [self._admission.sequence(*pair) for pair in zip(requests, deliver, strict=True)]
         with self._changed:
             if self._closed:
                 raise Closed("The engine takes no more requests: it is shutting down. Send them to another server.")
             self._scheduler.check_room(len(self._inbox), len(samples))
             for sequence in samples:
                 sequence.number = next(self._numbers)
-                sequence.samples = samples if len(samples) > 1 else []
+                shares = len(samples) > 1 and sequence.request.prompt_logprobs is None
+                sequence.samples = samples if shares else []
             self._inbox += samples
             self._changed.notify()
         return [Ticket(sequence, self._cancel) for sequence in samples]
@@ -232,24 +232,6 @@ class Engine:
             while self.step():
                 pass
         self._executor.close()
-
-    def _sequence(self, request: Request, deliver: Deliver) -> Sequence:
-        limit = token_limit(request, self.context, self._pages.longest, self.config.vocabulary)
-        words = pack_request(request)
-        is_speculated = self.options.draft_tokens > 0 and request.may_be_speculated
-        lookup = PromptLookup(request.prompt, self.options.draft_match) if is_speculated else None
-        guide = self._guide(request)
-        return Sequence(request, limit, deliver, words, lookup=lookup, guide=guide)
-
-    def _guide(self, request: Request) -> Guide | None:
-        if request.constraint is None:
-            return None
-        if self._guides is None:
-            raise ValueError(
-                "`constraint` is not supported by this engine: it was made without `guides`. Leave it out, or make the "
-                "engine with `guides=Guides(tokenizer, vocabulary)`."
-            )
-        return self._guides.begin(request.constraint, request.stop_tokens)
 
     def _loop(self) -> None:
         try:
@@ -343,6 +325,11 @@ class Engine:
         """Waits for a step, and delivers its tokens."""
         chunks, program, results = dispatched
         fields = np.asarray(results)  # may raise; then the requests of the step fail
+        end = program.shape.rows  # the rows of tokens follow those of requests
+        for chunk in chunks:
+            if chunk.scores:
+                chunk.sequence.score(chunk.first, fields[end : end + chunk.count], program.shape.drafts)
+            end += chunk.size
         for chunk, row in zip(chunks, fields[: len(chunks)], strict=True):
             sequence = chunk.sequence
             if chunk.samples and sequence.finish_reason is None:
@@ -364,7 +351,8 @@ class Engine:
         elif sequence.lookup is not None:
             self._pages.trim(sequence)
         self._counts["generated_tokens"] += len(tokens)
-        self._deliver(sequence, Event(tokens, () if logprobs is None else (logprobs,) * len(tokens), reason))
+        of_tokens = () if logprobs is None else (logprobs,) * len(tokens)
+        self._deliver(sequence, Event(tokens, of_tokens, reason, prompt_logprobs=sequence.take_scores()))
 
     def _end(self, sequence: Sequence, reason: FinishReason, error: str = "", *, keep: bool = True) -> None:
         self._scheduler.finish(sequence, reason, keep=keep)

@@ -57,11 +57,21 @@ def pack(
             slots[row] = sequence.slot
     sequences = [chunk.sequence for chunk in chunks]
     if sequences:
-        state = [(x.is_edited, x.dropped, x.guide is not None) for x in sequences]
+        state = [(x.is_edited, x.dropped, x.is_limited) for x in sequences]
         columns[: len(chunks)] = np.concatenate([np.array([x.words for x in sequences]), np.array(state, np.int32)], 1)
     words = columns.T.ravel()
     arrays = [np.array(shared, np.int32), tokens, indptr, lengths, slots, words, table.ravel(), ancestors.ravel()]
     return np.concatenate(arrays)
+
+
+def pack_following(chunks: Items[Chunk], tokens: int) -> Int32[np.ndarray, " tokens"]:
+    """Packs the token after each token of the chunks, where it is known; 0 elsewhere."""
+    following, end = np.zeros(tokens, np.int32), 0
+    for chunk in chunks:
+        known = chunk.sequence.tokens[chunk.first + 1 : chunk.first + 1 + chunk.count]
+        following[end : end + len(known)] = known
+        end += chunk.size
+    return following
 
 
 def pack_copies(copies: Items[PageCopy]) -> list[Int32[np.ndarray, " words"]]:
@@ -81,9 +91,9 @@ def pack_copies(copies: Items[PageCopy]) -> list[Int32[np.ndarray, " words"]]:
 
 
 def pack_allowed(chunks: Items[Chunk], slots: int, vocabulary: int) -> Int32[np.ndarray, " words"]:
-    """Packs a bit for each token that the constraint of a slot allows next, the lowest of the first word first."""
+    """Packs a bit for each token that is allowed next in a slot, the lowest of the first word first."""
     bits = np.zeros((slots, -(-vocabulary // 32)), np.int32)
     for chunk in chunks:
-        if chunk.samples and chunk.sequence.guide is not None:
-            bits[chunk.sequence.slot] = chunk.sequence.guide.allowed
+        if chunk.samples and chunk.sequence.is_limited:
+            bits[chunk.sequence.slot] = chunk.sequence.allowed(vocabulary)
     return bits.ravel()

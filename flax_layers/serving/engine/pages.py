@@ -197,7 +197,8 @@ class Pages:
 
     def _match(self, sequence: Sequence, limit: int | None = None) -> PrefixHit:
         """The cached prefix of a sequence, as far as it may be shared; locked. By default without its last token."""
-        tokens = sequence.tokens if self._shares else []
+        # All tokens are computed whose log probabilities are asked for.
+        tokens = sequence.tokens if self._shares and sequence.request.prompt_logprobs is None else []
         if self._shared is not None:
             limit = min(self._shared, max(0, len(tokens) - 1))
         return self._cache.match(tokens[:limit], namespace=sequence.request.namespace, limit=limit)

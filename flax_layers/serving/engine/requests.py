@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Hashable
 from typing import Literal, NamedTuple
 
@@ -20,6 +21,9 @@ follow its constraint."""
 MAX_STOP_TOKENS = 1024
 """Stop tokens of a request, at most."""
 
+MAX_BAD_WORDS = 1024
+"""Bad words of a request, at most."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Request:
@@ -34,6 +38,10 @@ class Request:
         logprobs: Number of top tokens with log probabilities, beside the sampled ones; None: no log probabilities.
         namespace: Requests share cached prefixes only within a namespace: a tenant, an adapter, a salt.
         constraint: Language of the generated text; None for any text. The engine needs `guides` for it.
+        prompt_logprobs: Number of top tokens with log probabilities at each token of the prompt, beside that token;
+            None: no log probabilities. The whole prompt is computed, whatever the prefix cache holds.
+        min_tokens: Number of tokens before which no stop token is sampled, as far as the constraint goes on.
+        bad_words: Tokens of words that are not sampled, unless the constraint allows nothing else.
 
     Raises:
         TypeError: A field has a wrong type.
@@ -55,6 +63,9 @@ class Request:
     logprobs: int | None = None
     namespace: Hashable = None
     constraint: Constraint | None = None
+    prompt_logprobs: int | None = None
+    min_tokens: int = 0
+    bad_words: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("prompt", "stop_tokens"):
@@ -74,21 +85,31 @@ class Request:
             raise ValueError(
                 f"`max_tokens` must be at least 1. Got {self.max_tokens}. Leave it out to use the whole context."
             )
-        if self.logprobs is not None and not 0 <= checked_integer("logprobs", self.logprobs) <= MAX_LOGPROBS:
+        for name in ("logprobs", "prompt_logprobs"):
+            count = getattr(self, name)
+            if count is not None and not 0 <= checked_integer(name, count) <= MAX_LOGPROBS:
+                raise ValueError(
+                    f"`{name}` must be from 0 to {MAX_LOGPROBS}. Got {count}. Ask for fewer, or leave it out."
+                )
+        most = math.inf if self.max_tokens is None else self.max_tokens
+        if not 0 <= checked_integer("min_tokens", self.min_tokens) <= most:
+            raise ValueError(f"`min_tokens` must be from 0 to `max_tokens`, {most}. Got {self.min_tokens}. Lower it.")
+        if len(self.bad_words) > MAX_BAD_WORDS or not all(self.bad_words):
             raise ValueError(
-                f"`logprobs` must be from 0 to {MAX_LOGPROBS}. Got {self.logprobs}. Ask for fewer, or leave it out."
+                f"`bad_words` must be at most {MAX_BAD_WORDS} words, none empty. Got {len(self.bad_words)}. Leave some "
+                "out."
             )
 
     @functools.cached_property
     def is_greedy(self) -> bool:
         """True if only the most probable tokens are needed: no draws, no log probabilities, no other logits."""
-        is_plain = not self.penalties and self.constraint is None
-        return self.sampling.temperature == 0 and is_plain and self.logprobs is None
+        return self.sampling.temperature == 0 and self.may_be_speculated and self.prompt_logprobs is None
 
     @property
     def may_be_speculated(self) -> bool:
         """True if its tokens may be drafted: no token changes the logits after it, and no log probabilities return."""
-        return not self.penalties and self.logprobs is None and self.constraint is None
+        is_free = self.constraint is None and not self.min_tokens and not self.bad_words
+        return is_free and not self.penalties and self.logprobs is None
 
 
 class Event(NamedTuple):
@@ -99,12 +120,15 @@ class Event(NamedTuple):
         logprobs: One for each of them, if the request asked for them.
         finish_reason: None while the sequence goes on. No event follows one that has a reason.
         error: Why the request failed, for `error` and for `cancelled` by a shutdown.
+        prompt_logprobs: One for each token of the prompt, None for the first, in the first event of a request that
+            asked for them.
     """
 
     tokens: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] = ()
     finish_reason: FinishReason | None = None
     error: str = ""
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
 
 
 Deliver = Callable[[Event], None]
@@ -125,9 +149,11 @@ def token_limit(request: Request, context: int, cache_tokens: int, vocabulary: i
             f"`prompt` must hold tokens from 0 to {vocabulary - 1}, the last one of the model. It holds {least} to "
             f"{most}. Use the model's own tokenizer."
         )
-    for token, _ in request.penalties.logit_bias:
-        if not 0 <= token < vocabulary:
-            raise ValueError(f"`logit_bias` must be of tokens from 0 to {vocabulary - 1}. Got {token}.")
+    changed = {"logit_bias": (x for x, _ in request.penalties.logit_bias), "bad_words": (*sum(request.bad_words, ()),)}
+    for name, tokens in changed.items():
+        for token in tokens:
+            if not 0 <= token < vocabulary:
+                raise ValueError(f"`{name}` must be of tokens from 0 to {vocabulary - 1}. Got {token}.")
     limit = "the context length" if context <= cache_tokens else "what the pages of the cache hold"
     if prompt >= room:
         raise ValueError(

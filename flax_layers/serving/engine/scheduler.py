@@ -37,6 +37,12 @@ class Chunk(NamedTuple):
         """Tokens to compute, drafts included."""
         return self.count + len(self.draft.tokens)
 
+    @property
+    def scores(self) -> bool:
+        """True if log probabilities of tokens of its prompt are computed from its tokens."""
+        request = self.sequence.request
+        return request.prompt_logprobs is not None and self.first + 1 < len(request.prompt)
+
 
 class OutOfRoom(Exception):
     """A running sequence needs a page, and only a preemption can free one."""

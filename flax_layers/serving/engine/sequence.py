@@ -9,8 +9,10 @@ from collections.abc import Callable, Iterator
 import numpy as np
 from jaxtyping import Int32
 
+from flax_layers.serving.device.step import TokenLogprobs, read_row
 from flax_layers.serving.engine.constraints import Guide
 from flax_layers.serving.engine.drafts import Draft, PromptLookup
+from flax_layers.serving.engine.exclusions import Exclusions
 from flax_layers.serving.engine.requests import Deliver, FinishReason, Request
 from jflex.paged import PrefixHit
 
@@ -48,13 +50,17 @@ class Sequence:
     finish_reason: FinishReason | None = None  # None until it ends
     # follows its constraint; None without one. It has taken the known tokens after the prompt
     guide: Guide | None = None
+    exclusions: Exclusions | None = None  # tokens that may not come next; None: there are none
     # the samples of its prompt that were submitted together, itself included; empty if it is the only one
     samples: list[Sequence] = dataclasses.field(default_factory=list, repr=False)
     copies: tuple[PageCopy, ...] = ()  # pages to copy for its next chunk: source and destination
     fault: Exception | None = None  # an error on the host, which ends it when its next token is read
+    # log probabilities of the first tokens of the prompt, None for the very first; empty once they are delivered
+    scores: list[TokenLogprobs | None] = dataclasses.field(default_factory=list, repr=False)
 
     def __post_init__(self) -> None:
         self.tokens = list(self.request.prompt)
+        self.scores = [] if self.request.prompt_logprobs is None else [None]
         self._stops = frozenset(self.request.stop_tokens)
 
     def append(self, tokens: tuple[int, ...]) -> tuple[tuple[int, ...], FinishReason | None]:
@@ -75,6 +81,18 @@ class Sequence:
             if len(self.tokens) - len(self.request.prompt) == self.limit:
                 return tokens[: number + 1], "length"
         return tokens, None
+
+    def score(self, first: int, rows: Int32[np.ndarray, "N fields"], drafts: int) -> None:
+        """Takes the log probabilities after the tokens of a chunk, but for known ones; `drafts` as for `read_row`."""
+        prompt, top = len(self.request.prompt), self.request.prompt_logprobs or 0
+        for position, row in enumerate(rows, first + 1):
+            if position == len(self.scores) < prompt:
+                self.scores.append(read_row(row, top, drafts)[1])
+
+    def take_scores(self) -> tuple[TokenLogprobs | None, ...]:
+        """The log probabilities of the prompt, once."""
+        scores, self.scores = tuple(self.scores), []
+        return scores
 
     def draft(self, most: int) -> Draft:
         """Drafts at most `most` of its next tokens."""
@@ -119,7 +137,22 @@ class Sequence:
     @property
     def runs_ahead(self) -> bool:
         """True if its next step can be dispatched before the last one is read: it depends on no token but by value."""
-        return self.guide is None and self.lookup is None
+        needs_tokens = self.exclusions is not None and self.exclusions.needs_tokens
+        return self.guide is None and self.lookup is None and not needs_tokens
+
+    @property
+    def is_limited(self) -> bool:
+        """True if not every token may be sampled in the planned step, which has counted it as pending."""
+        return self.guide is not None or (self.exclusions is not None and self.exclusions.is_active(self.generated - 1))
+
+    def allowed(self, vocabulary: int) -> Int32[np.ndarray, " words"]:
+        """Bits of the tokens that may be sampled in the planned step."""
+        allowed = None if self.guide is None else self.guide.allowed
+        if self.exclusions is None:
+            assert allowed is not None
+            return allowed
+        known = self.tokens[len(self.request.prompt) :]
+        return self.exclusions.keep_allowed(allowed, known, self.generated - 1, vocabulary)
 
     @property
     def top_logprobs(self) -> int:

@@ -19,7 +19,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -30,10 +30,10 @@ from jax.typing import DTypeLike
 
 from pallas_kernels import block_walk
 from pallas_kernels.config import Tiles
-from pallas_kernels.mosaic_gpu import inline_ptx, smem
+from pallas_kernels.mosaic_gpu import smem
+from pallas_kernels.mosaic_gpu.forward import schedule
 from pallas_kernels.mosaic_gpu.forward import step as forward_step
 from pallas_kernels.mosaic_gpu.launch import (
-    NUM_SMS,
     WARP_GROUP,
     Grid,
     cut_rows,
@@ -46,97 +46,14 @@ from pallas_kernels.mosaic_gpu.launch import (
 from pallas_kernels.mosaic_gpu.score import bias_tiles, scores
 from pallas_kernels.mosaic_gpu.smem import (
     CONSUMER_REGISTERS,
-    FIRST_FREE_BARRIER,
     PRODUCER_REGISTERS,
-    WARP_GROUP_THREADS,
     PingPong,
     Ring,
 )
 from pallas_kernels.spec import AttentionSpec, Operands
 from pallas_kernels.types import Index, Location, Ref
 
-NUM_CTAS = NUM_SMS  # one persistent CTA for each SM; on GPUs with fewer SMs the CTAs that start last find no tile left
-_DRAWN_BARRIER = FIRST_FREE_BARRIER + 2  # after the barriers of the ping-pong
-# Tiles of a head up to which a CTA's tiles follow from its id, in order and in reverse by turns: no counter is filled.
-# H100, jax 0.11.2, bf16, causal, us, static and dynamic: 75 and 80 at S 512, 207 and 207 at S 1024 (D 64, B 32, H 16),
-# 4469 and 3039 at S 16384 (D 128, B 2, H 16), where the heaviest tiles of several heads meet in one CTA.
-MAX_STATIC_TILES = 4
-QUERY_STAGES = 2  # tiles whose queries are in shared memory at once
-
-
-class Schedule(Protocol):
-    """All tiles, by tile id."""
-
-    @property
-    def size(self) -> Index:
-        """The number of tiles."""
-        ...
-
-    def unravel(self, tile_id: Index) -> Any:
-        """The index of a tile: of a `Grid`, (batch, head, number in the tile order)."""
-        ...
-
-
-class PersistentScheduler(NamedTuple):
-    """The tiles of a CTA."""
-
-    grid: Schedule
-    cta_id: Index  # the id of the CTA, and of its first tile
-    counter: Ref | None  # int32 [1] in global memory: the next tile id to draw; None if the schedule is static
-    # int32 [QUERY_STAGES] in shared memory: ids of the current tile and of the next; None for one tile for each CTA
-    tile_ids: Ref | None
-
-    def over_tiles(
-        self, tile: Callable[[Index, Any, jax.Array], jax.Array], next_tile: Callable[[Index], jax.Array]
-    ) -> jax.Array:
-        """Runs ``stage = tile(i, index, stage)`` for the ith tile of this CTA, and returns how many there were.
-
-        Args:
-          tile: Computes the tile at an index of the grid; `stage` is the first free ring stage.
-          next_tile: Returns the id of the ith tile.
-        """
-        if self.tile_ids is None:
-            tile(jnp.int32(0), self.grid.unravel(self.cta_id), jnp.int32(0))
-            return jnp.int32(1)
-
-        def body(state: tuple[jax.Array, Index, jax.Array]) -> tuple[jax.Array, Index, jax.Array]:
-            i, tile_id, stage = state
-            stage = tile(i, self.grid.unravel(tile_id), stage)
-            return i + 1, next_tile(i + 1), stage
-
-        more = lambda state: state[1] < self.grid.size
-        return lax.while_loop(more, body, (jnp.int32(0), self.cta_id, jnp.int32(0)))[0]
-
-    def draw(self, i: Index) -> jax.Array:
-        """Draws the id of the ith tile from the atomic counter; only the producer warp group does so."""
-        assert self.tile_ids is not None  # it is persistent
-        if self.counter is None:
-            return self.tile_id(i)
-        inline_ptx.atomic_increment(self.counter, self.tile_ids, _tile_slot(i))
-        inline_ptx.hardware_barrier("sync", jnp.int32(_DRAWN_BARRIER), WARP_GROUP_THREADS)
-        return self.tile_id(i)
-
-    def tile_id(self, i: Index) -> jax.Array:
-        """The id of the ith tile, once it was drawn."""
-        assert self.tile_ids is not None  # it is persistent
-        if self.counter is None:
-            return i * NUM_CTAS + jnp.where(lax.rem(i, jnp.int32(2)) == 0, self.cta_id, NUM_CTAS - 1 - self.cta_id)
-        return self.tile_ids[_tile_slot(i)]
-
-
-def _tile_slot(i: Index) -> jax.Array:
-    """The query stage of the ith tile."""
-    return lax.rem(i, jnp.int32(QUERY_STAGES))
-
-
-def tile_counter() -> jax.Ref:
-    """The atomic counter of tile ids, in global memory; it starts after the first tiles, whose ids are CTA ids."""
-    return jax.new_ref(jnp.full((1,), NUM_CTAS, jnp.int32))
-
-
-def tile_id_scratch() -> Ref:
-    """Shared memory for tile ids."""
-    return smem.declared(plg.SMEM((QUERY_STAGES,), jnp.int32))
+T = TypeVar("T")  # the index of a tile
 
 
 class ForwardScratch(NamedTuple):
@@ -167,7 +84,7 @@ class ForwardScratch(NamedTuple):
 def declare(spec: AttentionSpec, tiles: Tiles, dtype: DTypeLike) -> ForwardScratch:
     """The scratch of a CTA: with bias tiles if they fit, and persistent if that fits then."""
     bias = bias_tiles.declare(spec, tiles, tiles.num_stages)
-    persistence = (True, False) if _grid(spec, tiles).size > NUM_CTAS else (False,)
+    persistence = (True, False) if _grid(spec, tiles).size > schedule.NUM_CTAS else (False,)
     for bias_refs, is_persistent in itertools.product((bias, ()) if bias else ((),), persistence):
         declared = _declare(spec, tiles, dtype, bias_refs, is_persistent=is_persistent)
         if smem.bytes_of(jax.tree.leaves(declared)) <= smem.LIMIT:
@@ -178,7 +95,7 @@ def declare(spec: AttentionSpec, tiles: Tiles, dtype: DTypeLike) -> ForwardScrat
 def _declare(
     spec: AttentionSpec, tiles: Tiles, dtype: DTypeLike, bias: tuple[Ref, ...], *, is_persistent: bool
 ) -> ForwardScratch:
-    groups, query_stages = tiles.num_warps // 4, QUERY_STAGES if is_persistent else 1
+    groups, query_stages = tiles.num_warps // 4, schedule.QUERY_STAGES if is_persistent else 1
     rows = tiles.block_q // groups
     (D, Dv), qk_dtype = padded_head_sizes(spec, dtype), jnp.dtype(spec.qk_dtype or dtype)
     sizes = ((D, qk_dtype), (Dv, dtype))
@@ -190,7 +107,7 @@ def _declare(
         Ring.from_tiles((*stages, *bias), groups),
         None if Dv == D and spec.qk_dtype is None else smem.tiled((groups, rows, Dv), dtype),
         tuple(smem.declared(plg.SMEM((groups, rows), jnp.float32)) for _ in ("lse", *spec.stats)),
-        tile_id_scratch() if is_persistent else None,
+        schedule.tile_id_scratch() if is_persistent else None,
     )
 
 
@@ -213,7 +130,7 @@ def forward(spec: AttentionSpec, tiles: Tiles, arrays: Operands[jax.Array]) -> t
     spec, arrays = pad_operands(spec, arrays)
     grid, scratch = _grid(spec, tiles), declare(spec, tiles, arrays.value.dtype)
     is_persistent = scratch.tile_ids is not None
-    is_dynamic = is_persistent and grid.tiles > MAX_STATIC_TILES
+    is_dynamic = is_persistent and grid.tiles > schedule.MAX_STATIC_TILES
     captured = scores.CapturedShapes.from_operands(arrays)
     bias_refs = (
         [load.source(arrays.captured.score) for load in bias_tiles.bias_loads(spec)] if scratch.has_bias_tiles else []
@@ -221,11 +138,11 @@ def forward(spec: AttentionSpec, tiles: Tiles, arrays: Operands[jax.Array]) -> t
     per_row = output((spec.B, spec.Hq, grid.tiles * tiles.block_q), jnp.float32)
     out, *rows = launch(
         functools.partial(_kernel, spec, tiles, captured),
-        (flatten_captured(arrays), order, tile_counter() if is_dynamic else None, bias_refs),
+        (flatten_captured(arrays), order, schedule.tile_counter() if is_dynamic else None, bias_refs),
         (output((*arrays.query.shape[:3], spec.Dv), arrays.value.dtype), *(per_row for _ in ("lse", *spec.stats))),
         scratch,
         name="jflex_forward_sm90",
-        num_ctas=NUM_CTAS if is_persistent else grid.size,
+        num_ctas=schedule.NUM_CTAS if is_persistent else grid.size,
         warp_groups=tiles.num_warps // 4 + 1,
     )
     return cut_rows(spec, out, T, Dv), *(x[..., :T] for x in rows)
@@ -243,7 +160,7 @@ def _kernel(
 ) -> None:
     arrays, order, counter, bias_refs = inputs
     grid = _grid(spec, tiles)
-    tile_scheduler = PersistentScheduler(grid, cta_id, counter, scratch.tile_ids)
+    tile_scheduler = schedule.PersistentScheduler(grid, cta_id, counter, scratch.tile_ids)
     row_at = lambda b, h, i: (b, h, block_walk.row_at(spec, order, b, h, i, grid.tiles))
     group, groups = lax.axis_index(WARP_GROUP), tiles.num_warps // 4
     loads = bias_tiles.bias_loads(spec) if bias_refs else ()
@@ -268,7 +185,7 @@ class ForwardStatic(NamedTuple):
     row_at: Callable[[jax.Array, jax.Array, jax.Array], Location]
 
 
-def _produce(static: ForwardStatic, tile_scheduler: PersistentScheduler) -> None:
+def _produce(static: ForwardStatic, tile_scheduler: schedule.PersistentScheduler[Location]) -> None:
     """Producer warp group: draws tile ids, and loads queries, keys and values by TMA."""
     plg.set_max_registers(PRODUCER_REGISTERS, action="decrease")
     scratch, spec, tiles = static.scratch, static.spec, static.tiles
@@ -288,8 +205,8 @@ def _produce(static: ForwardStatic, tile_scheduler: PersistentScheduler) -> None
 
 def produce(
     scratch: ForwardScratch,
-    tile_scheduler: PersistentScheduler,
-    tile: Callable[[Index, Any, jax.Array], jax.Array],
+    tile_scheduler: schedule.PersistentScheduler[T],
+    tile: Callable[[Index, T, jax.Array], jax.Array],
 ) -> None:
     """Loop of a producer warp group over the tiles of its CTA, of which `tile` loads one."""
     stages, groups = scratch.queries.shape[:2]
@@ -330,7 +247,7 @@ def after(stage: jax.Array, end: jax.Array) -> jax.Array:
     return jnp.where(end > stage, end + 1, stage)
 
 
-def _consume(static: ForwardStatic, tile_scheduler: PersistentScheduler, group: jax.Array) -> None:
+def _consume(static: ForwardStatic, tile_scheduler: schedule.PersistentScheduler[Location], group: jax.Array) -> None:
     """Consumer warp group: computes its rows of each tile of queries."""
     plg.set_max_registers(CONSUMER_REGISTERS, action="increase")
     has_ping_pong = (
@@ -343,10 +260,10 @@ def _consume(static: ForwardStatic, tile_scheduler: PersistentScheduler, group: 
 
 def consume(
     scratch: ForwardScratch,
-    tile_scheduler: PersistentScheduler,
+    tile_scheduler: schedule.PersistentScheduler[T],
     ping_pong: PingPong,
     group: jax.Array,
-    tile: Callable[[Index, Any, jax.Array], jax.Array],
+    tile: Callable[[Index, T, jax.Array], jax.Array],
 ) -> None:
     """Loop of a consumer warp group over the tiles of its CTA, of which `tile` computes its rows."""
 

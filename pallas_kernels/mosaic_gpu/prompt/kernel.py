@@ -25,6 +25,7 @@ from jax.typing import DTypeLike
 from pallas_kernels.config import Tiles
 from pallas_kernels.mosaic_gpu import global_rows, smem
 from pallas_kernels.mosaic_gpu.forward import kernel as forward
+from pallas_kernels.mosaic_gpu.forward import schedule
 from pallas_kernels.mosaic_gpu.forward import step as forward_step
 from pallas_kernels.mosaic_gpu.launch import ROWS_MULTIPLE, WARP_GROUP, flatten_captured, launch, output
 from pallas_kernels.mosaic_gpu.score import scores
@@ -52,7 +53,7 @@ def declare(spec: AttentionSpec, tiles: Tiles, dtype: DTypeLike, query_stages: i
         Ring.from_tiles(tuple(stages), CONSUMERS, pieces_of_tile(spec, tiles.block_kv)),
         None if spec.Dv == spec.D else smem.tiled((CONSUMERS, WARP_GROUP_ROWS, spec.Dv), dtype),
         (),
-        forward.tile_id_scratch(),
+        schedule.tile_id_scratch(),
     )
 
 
@@ -117,18 +118,18 @@ def attend(
         refs, counter = inputs
         static = PromptStatic(spec, tiles, group, captured, refs, tuple(outputs), scratch)
         table = ItemTable.from_items(refs.items, spec.Hkv)
-        tile_scheduler = forward.PersistentScheduler(table, cta_id, counter, scratch.tile_ids)
+        tile_scheduler = schedule.PersistentScheduler(table, cta_id, counter, scratch.tile_ids)
         number = lax.axis_index(WARP_GROUP)
         pl.when(number == CONSUMERS)(lambda: _produce(static, tile_scheduler))
         pl.when(number < CONSUMERS)(lambda: _consume(static, tile_scheduler, number))
 
     out, *others = launch(
         kernel,
-        (arrays._replace(query=query, captured=flat.captured), forward.tile_counter()),
+        (arrays._replace(query=query, captured=flat.captured), schedule.tile_counter()),
         outputs,
         declare(spec, tiles, arrays.query.dtype, query_stages),
         name="jflex_prompt_sm90",
-        num_ctas=forward.NUM_CTAS,
+        num_ctas=schedule.NUM_CTAS,
         warp_groups=CONSUMERS + 1,
     )
     return [out[: spec.T], *others]
@@ -137,7 +138,7 @@ def attend(
 # --- producer
 
 
-def _produce(static: PromptStatic, tile_scheduler: forward.PersistentScheduler) -> None:
+def _produce(static: PromptStatic, tile_scheduler: schedule.PersistentScheduler[Item]) -> None:
     """Producer warp group: draws work items, and loads queries, keys and values by TMA."""
     plg.set_max_registers(PRODUCER_REGISTERS, action="decrease")
     scratch = static.scratch
@@ -194,7 +195,7 @@ def _fill(static: PromptStatic, item: Item, i: jax.Array, key_tile: jax.Array | 
 # --- consumers
 
 
-def _consume(static: PromptStatic, tile_scheduler: forward.PersistentScheduler, group: jax.Array) -> None:
+def _consume(static: PromptStatic, tile_scheduler: schedule.PersistentScheduler[Item], group: jax.Array) -> None:
     """Consumer warp group: computes its rows of each tile of queries."""
     plg.set_max_registers(CONSUMER_REGISTERS, action="increase")
     has_ping_pong = forward_step.bottleneck(static.spec) is not forward_step.Bottleneck.NONE
