@@ -58,7 +58,7 @@ def slower_latent(spec: AttentionSpec) -> str | None:
 def slower_prompts(spec: AttentionSpec) -> str | None:
     """Why `triton` is preferred for short prompts over pages, as a sentence, by the mean of their queries; or None.
 
-    Its tiles hold the queries of all heads of a group; the tiles of the kernel for prompts hold those of one head.
+    Tiles of `triton` hold queries of all heads of a group; tiles of the kernel for prompts hold queries of one head.
 
     H100, jax 0.11.2, bf16, causal, 32 query and 8 key heads of 128, pages of 64, requests x queries of so many keys, us
     and of `triton`: 64 x 17 of 1024, 280 and 166; 16 x 64 of 2048, 156 and 129; 1 x 128 of 8192, 47 and 64; 1 x 512 of
