@@ -170,7 +170,7 @@ def test_shared_memory_of_the_latent_kernel():
         (paged, {"T": 128, "B": 4}, None),
         (dense, {}, "up to 12 % longer"),
         (latent, {}, None),
-        (latent, {"Hq": 16}, "below 32 query rows to a request (here 16) loading keys bounds the time"),
+        (latent, {"Hq": 8}, "below 16 query rows to a request (here 8) loading keys bounds the time"),
         (latent, {"Hq": 16, "T": 2}, None),
         (latent, {"T": 2, "mask_mod": CAUSAL}, None),
         (latent, {"mask_mod": WINDOW}, None),

@@ -12,7 +12,7 @@ from pallas_kernels.spec import AttentionSpec
 WARPS_PER_GROUP = 4
 MIN_LENGTH = 256  # queries and keys from which on these kernels may be preferred
 NARROW = 64  # head size up to which few tiles, and gradients of short sequences, are faster in 'triton'
-LATENT_ROWS = 32  # of a request: query tokens times heads, from which on MMAs take longer than loading latent rows
+LATENT_ROWS = 16  # of a request: query tokens times heads, from which on the kernel for latent caches was timed
 PROMPT_QUERIES = 128  # of a tile of the kernel for prompts, all of one head
 CHUNK = 2048  # queries from which on they may be one chunk of a prompt beside requests that decode
 VERY_NARROW = 32  # head size up to which that goes for longer ones
@@ -45,9 +45,9 @@ def slower_forward(plan: HopperPlan) -> str | None:
 def slower_latent(spec: AttentionSpec) -> str | None:
     """Why `triton` is preferred for a latent cache: loading it bounds the time; None otherwise.
 
-    H200, jax 0.11.2, bf16, 128 sequences of 4096 keys, latent and rope size 512 and 64, pages of 64, us beside those of
-    `triton`, with one query token and with two: 16 heads, 220 and 178, 226 and 265; 128 heads, 251 and 834, 454 and
-    1695. A causal window of 1024 keys: 78 and 84, 93 and 144; 114 and 277, 212 and 574.
+    Jax 0.11.2, bf16, 128 sequences of 4096 keys, latent and rope size 512 and 64, pages of 64, us beside those of
+    `triton`, with one query token and with two. H100: 16 heads, 222 and 235, 230 and 303. H200: 128 heads, 251 and 834,
+    454 and 1695; under a causal window of 1024 keys 114 and 277, 212 and 574.
     """
     rows = spec.Hq * spec.T // spec.B
     if rows >= LATENT_ROWS:
