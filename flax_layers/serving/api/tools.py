@@ -1,4 +1,4 @@
-"""Formats in which models call tools, recognised from their chat templates, and the grammars of forced calls."""
+"""Formats in which models call tools, recognized from their chat templates, and the grammars of forced calls."""
 
 from __future__ import annotations
 
