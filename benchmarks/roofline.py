@@ -39,7 +39,7 @@ def visited_elements(visited: np.ndarray, lengths: tuple[int, int], block: tuple
 
 
 def visible_elements(problem: Problem) -> int | None:
-    """Elements that a mask of packed causal documents shows, those of its triangles; None for other variants."""
+    """Elements that a mask of packed causal documents shows, its triangles; None for other variants."""
     if problem.variant != "document_mask":
         return None
     lengths = np.unique(VARIANTS[problem.variant].indices(problem)["document"], return_counts=True)[1]

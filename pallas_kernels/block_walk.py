@@ -1,7 +1,7 @@
 """Loops over the tiles that a mask shows, partial ones before full ones, and the order of such loops.
 
-The tiles are those of a block mask's lists; without lists, those of the range that the program of the mask has
-(`pallas_kernels.program.ranges`), else all.
+A block mask lists the tiles. Without lists, they are the range of the program of the mask
+(`pallas_kernels.program.ranges`), or all.
 """
 
 from __future__ import annotations

@@ -80,18 +80,31 @@ class SplitKvPlan:
 
     def run(self, arrays: PagedOperands[jax.Array]) -> list[jax.Array]:
         """Out and lse of a paged call, before repairs."""
-        from pallas_kernels.split_kv import items
-
-        extents, pages = (arrays.indptr, arrays.lengths), (arrays.table, arrays.first_page)
-        planned, slots = items.plan_items(self.spec, self.work, extents, arrays.captured.mask)
-        inputs = SplitKvInputs(arrays.query, arrays.key, arrays.value, *pages, planned, arrays.captured)
-        return items.merge(self.spec, self.work, extents, self.attend(slots, inputs))
+        return run_work(self.spec, self.work, arrays, self.attend)
 
     def count_splits(self, indptr: np.ndarray, lengths: np.ndarray) -> tuple[int, int]:
         """Tiles of queries, and the splits of their keys, for each group of heads."""
         from pallas_kernels.split_kv import items
 
         return items.count_splits(self.spec, self.work, indptr, lengths)
+
+
+def run_work(
+    spec: AttentionSpec,
+    work: Work,
+    arrays: PagedOperands[jax.Array],
+    attend: Callable[[int, SplitKvInputs[jax.Array]], list[jax.Array]],
+) -> list[jax.Array]:
+    """Out and lse of the requests that `work` takes, before repairs: plans their items, attends, and merges splits.
+
+    `attend` gets the number of partial results.
+    """
+    from pallas_kernels.split_kv import items
+
+    extents, pages = (arrays.indptr, arrays.lengths), (arrays.table, arrays.first_page)
+    planned, slots = items.plan_items(spec, work, extents, arrays.captured.mask)
+    inputs = SplitKvInputs(arrays.query, arrays.key, arrays.value, *pages, planned, arrays.captured)
+    return items.merge(spec, work, extents, attend(slots, inputs))
 
 
 def limit_of_kernel(spec: AttentionSpec, declare: Callable[[], object]) -> Refusal | None:

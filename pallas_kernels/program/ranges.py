@@ -21,7 +21,7 @@ from pallas_kernels.program.intervals import MAX_LOADED, IntervalAnalysis, Span
 from pallas_kernels.program.ir import Node, reachable
 from pallas_kernels.types import Index
 
-_SIDES = {"ge": (1, 0), "gt": (1, 1), "le": (-1, 0), "lt": (-1, 1)}  # ``sign * (a - b) >= least``
+COMPARISONS = {"ge": (1, 0), "gt": (1, 1), "le": (-1, 0), "lt": (-1, 1)}  # ``sign * (a - b) >= least``
 _OPPOSITE = {"ge": "lt", "lt": "ge", "le": "gt", "gt": "le", "and": "or", "or": "and", "eq": "ne", "ne": "eq"}
 
 
@@ -121,7 +121,7 @@ class _Solver:
         """The range of a comparison of two integers."""
         if not all(x.dtype == np.int32 and _is_small(x) for x in node.inputs):
             return self.undecided
-        (sign, least), (a, b) = _SIDES[op], node.inputs
+        (sign, least), (a, b) = COMPARISONS[op], node.inputs
         return self._at_least([(sign, a), (-sign, b)], least, least)
 
     def _at_least(self, terms: Sequence[tuple[int, Node]], low: Index, high: Index) -> Range:

@@ -57,7 +57,7 @@ def paged(spec: AttentionSpec, works: tuple[Work, ...], arrays: PagedOperands[ja
 def attend(
     spec: AttentionSpec, works: tuple[Work, ...], arrays: PagedOperands[jax.Array], result: list[jax.Array]
 ) -> list[jax.Array]:
-    """The results of these launches, before repairs, with those of other requests in `result`, if it has any."""
+    """The results of these launches, before repairs, beside `result` of other requests, if it has any."""
     for work in works:
         outputs = _attend(_with_pairs(spec, work), work, arrays, result)
         result, splits = outputs[: 2 + len(spec.stats)], outputs[2 + len(spec.stats) :]

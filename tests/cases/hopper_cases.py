@@ -105,7 +105,7 @@ MANY = [
     Case("many_one_group", captured.table, masks.causal, Sizes(B=6, T=260, Hq=11, D=64), block=64, **BF16),
     Case("many_wide", mask=masks.window, sizes=Sizes(B=7, T=260, Hq=17, D=192), block=128, layout="BNTH", **BF16),
 ]
-# Rows have limits, those of documents; a warp group passes over tiles that they hide.
+# Documents give rows limits; a warp group passes over tiles that they hide.
 LIMITED = [
     Case("limits", mask=masks.documents, sizes=Sizes(T=256, Hq=4, Hkv=2, D=128), block=128, by_batch=True, **BF16),
     Case("limits_end", scores.alibi, masks.documents, Sizes(B=1, T=330, D=64), block=128, by_batch=True, **BF16),

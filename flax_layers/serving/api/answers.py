@@ -68,7 +68,7 @@ class AnswerOptions(NamedTuple):
     model: str
     choices: int = 1
     include_usage: bool = False  # a stream ends with its usage
-    echoes: bool = False  # log probabilities begin with those of the prompt
+    echoes: bool = False  # log probabilities begin with the prompt's
     lists_prompt: bool = False  # there are `prompt_logprobs`
     style: MessageStyle = MessageStyle()
 
@@ -140,7 +140,7 @@ class Answer:
         return {key: _finite(logprob) for key, (_, logprob) in zip(keys, logprobs.top, strict=True)}
 
     def _shown(self, piece: Piece) -> Sequence[TokenText]:
-        """Tokens whose log probabilities are shown with those of the text."""
+        """Tokens whose log probabilities are shown."""
         return (*piece.prompt, *piece.tokens) if self._options.echoes else piece.tokens
 
     def _prompt_logprobs(self, tokens: Sequence[TokenText]) -> list[Json | None]:

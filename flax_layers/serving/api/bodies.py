@@ -227,7 +227,7 @@ class CompletionBody(GenerationBody):
 
     @property
     def scored(self) -> int | None:
-        """See `prompt_logprobs`; `logprobs` are also those of the prompt if it is echoed. The larger number counts."""
+        """See `prompt_logprobs`; `logprobs` cover the prompt too if it is echoed. The larger number counts."""
         counts = (self.prompt_logprobs, self.logprobs if self.echo else None)
         return max((x for x in counts if x is not None), default=None)
 

@@ -28,7 +28,7 @@ class MessageStyle(NamedTuple):
 
 
 class MessageParser:
-    r"""Parses the text of one choice. Fields of its deltas, joined, are those of the whole text.
+    r"""Parses the text of one choice. Fields of its deltas, joined, are the fields of the whole text.
 
     White space around reasoning and calls is left out. A call of an unknown function, or one that is no JSON, is text.
 

@@ -325,7 +325,7 @@ class Engine:
         """Waits for a step, and delivers its tokens."""
         chunks, program, results = dispatched
         fields = np.asarray(results)  # may raise; then the requests of the step fail
-        end = program.shape.rows  # the rows of tokens follow those of requests
+        end = program.shape.rows  # after the rows of requests come the rows of tokens
         for chunk in chunks:
             if chunk.scores:
                 chunk.sequence.score(chunk.first, fields[end : end + chunk.count], program.shape.drafts)

@@ -37,7 +37,7 @@ class Exclusions:
     def keep_allowed(
         self, allowed: Int32[np.ndarray, " words"] | None, known: Sequence[int], count: int, vocabulary: int
     ) -> Int32[np.ndarray, " words"]:
-        """Bits of the tokens that are allowed next: of those of a constraint, if there is one and some remain."""
+        """Bits of the tokens that are allowed next, also by a constraint; by that alone if none would remain."""
         excluded = [token for token in self.excluded(known, count) if 0 <= token < vocabulary]
         kept = ~token_bits(excluded, vocabulary).view(np.int32)
         if allowed is None:

@@ -119,7 +119,8 @@ def _columns(spec: AttentionSpec) -> tuple[Axis, Axis, Axis]:
 def _load_pair(static: LatentStatic, item: Item, j: jax.Array, pair: jax.Array) -> jax.Array:
     """Loads a pair of tiles into the two buffers; of a pair that has but one tile, the second is left as it is."""
     buffers, columns = static.scratch.buffers, _columns(static.spec)
-    # Not for CTAs that each read keys of their own: between prefetch and load 19 to 39 MB pass through the L2 cache.
+    # Not for CTAs that each read keys of their own: 128 sequences of 4096 keys, 16 heads, took 307 us with the prefetch
+    # and 220 without, in turn 216 (H100, jax 0.11.2).
     if not static.packing.read_keys_once(static.spec):
         for b in range(BUFFERS):
             ahead = item.begin + 2 * (j + PAIRS_PREFETCHED) + b

@@ -45,9 +45,9 @@ def slower_forward(plan: HopperPlan) -> str | None:
 def slower_latent(spec: AttentionSpec) -> str | None:
     """Why `triton` is preferred for a latent cache: loading it bounds the time; None otherwise.
 
-    Jax 0.11.2, bf16, 128 sequences of 4096 keys, latent and rope size 512 and 64, pages of 64, us beside those of
-    `triton`, with one query token and with two. H100: 16 heads, 222 and 235, 230 and 303. H200: 128 heads, 251 and 834,
-    454 and 1695; under a causal window of 1024 keys 114 and 277, 212 and 574.
+    Jax 0.11.2, bf16, 128 sequences of 4096 keys, latent and rope size 512 and 64, pages of 64, us and of `triton`.
+    H100, 16 heads, one query token: 222 and, in an earlier run, 235. H200, 128 heads, with one and with two: 251 and
+    834, 454 and 1695; under a causal window of 1024 keys 114 and 277, 212 and 574.
     """
     rows = spec.Hq * spec.T // spec.B
     if rows >= LATENT_ROWS:

@@ -15,7 +15,7 @@ from pallas_kernels.mosaic_gpu.decode.plan import limit_of_call
 from pallas_kernels.mosaic_gpu.launch import NUM_SMS, ROWS_MULTIPLE
 from pallas_kernels.mosaic_gpu.prompt import kernel
 from pallas_kernels.mosaic_gpu.score.tile import is_heavy
-from pallas_kernels.mosaic_gpu.split_kv import SplitKvInputs, limit_of_kernel
+from pallas_kernels.mosaic_gpu.split_kv import limit_of_kernel, run_work
 from pallas_kernels.plan import Refusal, with_programs
 from pallas_kernels.spec import AttentionSpec
 from pallas_kernels.split_kv import items, paged
@@ -46,11 +46,8 @@ class PromptPlan:
 
     def run(self, arrays: PagedOperands[jax.Array]) -> list[jax.Array]:
         """Out and lse of a paged call, before repairs: of prompts, and after them of requests with few queries."""
-        extents, pages = (arrays.indptr, arrays.lengths), (arrays.table, arrays.first_page)
-        work_items, slots = items.plan_items(self.spec, self.work, extents, arrays.captured.mask)
-        inputs = SplitKvInputs(arrays.query, arrays.key, arrays.value, *pages, work_items, arrays.captured)
-        parts = kernel.attend(self.spec, self.work.tiles, self.group, self.query_stages, slots, inputs)
-        result = items.merge(self.spec, self.work, extents, parts)
+        attend = functools.partial(kernel.attend, self.spec, self.work.tiles, self.group, self.query_stages)
+        result = run_work(self.spec, self.work, arrays, attend)
         return paged.attend(self.few.spec, self.few.launches, arrays, result)
 
     def count_splits(self, indptr: np.ndarray, lengths: np.ndarray) -> tuple[int, int]:
