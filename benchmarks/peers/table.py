@@ -8,7 +8,7 @@ from benchmarks.suites import SUITES
 
 _MAX_SCORES = 8 * 2**30  # bytes of float32 scores that a dense peer may materialize
 _MAX_MASK = 2**31  # bytes of a materialized mask
-_DECODED, _TILED_ROWS = 16, 8  # of the Mosaic GPU kernel for few queries: queries, and what pages are a multiple of
+_TILED_ROWS = 8  # Mosaic GPU's kernels over pages take multiples of it
 Computes = Callable[[Problem], object]
 
 
@@ -40,11 +40,10 @@ def _only(*variants: str) -> Computes:
 
 
 def _mosaic(problem: Problem) -> bool:
-    """All with as many queries as keys; few queries against keys in 16 bits that are loaded as they are; latents."""
+    """All with as many queries as keys; few queries and prompts against keys in 16 bits that are loaded as they are."""
     if problem.selects_keys or not problem.served or problem.keys == "latent":
         return not problem.selects_keys
-    plain = not (problem.keys or problem.prefix) and problem.T <= _DECODED
-    return plain and problem.page % _TILED_ROWS == 0
+    return not (problem.keys or problem.prefix) and problem.page % _TILED_ROWS == 0
 
 
 def _materialized(problem: Problem) -> bool:
