@@ -17,7 +17,7 @@ from pallas_kernels.types import Axis, Index, Ref
 
 TILE_KEYS = 64  # of a tile of keys
 TILED_ROWS = 8  # of a swizzled tile: what TMA writes to shared memory is a multiple
-FIELDS = 8  # of an item in memory: those of `Item` but its group, and of the first how many items are not padding
+FIELDS = 10  # of an item in memory: those of `Item` but its group, and of the first how many items are not padding
 PageRows: TypeAlias = "tuple[tuple[jax.Array, Axis], Axis]"  # a page and its rows, and which rows of a tile they are
 
 
@@ -32,6 +32,8 @@ class Item(NamedTuple):
     begin: jax.Array  # the first tile of keys
     end: jax.Array  # one past the last
     slot: jax.Array  # of the partial result; -1 where the keys of the tile of queries are not split
+    full_begin: jax.Array  # the first tile of keys from which on no key is masked
+    full_end: jax.Array  # one past the last of them; at least `full_begin`
 
     @property
     def tiles(self) -> jax.Array:

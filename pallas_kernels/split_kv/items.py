@@ -27,7 +27,7 @@ from pallas_kernels.split_kv.work import (
 from pallas_kernels.triton.launch import runner_of
 from pallas_kernels.types import Ref
 
-FIELDS = 8  # of a work item
+FIELDS = 10  # of a work item
 Extents: TypeAlias = "tuple[jax.Array | np.ndarray, jax.Array | np.ndarray]"
 """`indptr` and `lengths` of `RequestExtents`, in numpy where they are known on the host."""
 
@@ -68,7 +68,8 @@ def work_items(
     """The work items of a launch, int32 [items, FIELDS].
 
     Fields are the request, the first query, the queries from there on, the keys, the first tile of keys, one past the
-    last, the slot of the partial result (-1 where keys are not split), and the number of items that are not padding.
+    last, the slot of the partial result (-1 where keys are not split), the first tile of a run without masked keys, one
+    past the last of them, and the number of items that are not padding.
 
     A program computes one item, as those of the paged kernel do. By XLA it takes eight kernels.
     """
@@ -98,6 +99,7 @@ def _kernel(
     visited = visited_tiles_of_all_heads(spec, work, mask_operands, item, per_request)
     begin, end = (visited.first + x for x in planner.split_range(visited.last - visited.first, item.split, item.splits))
     slot = jnp.where(item.splits > 1, item.slot, -1)
+    full_begin, full_end = (jnp.clip(x, begin, end) for x in (visited.first_whole, visited.last_whole))
     fields = (
         item.request,
         item.first,
@@ -106,6 +108,8 @@ def _kernel(
         begin,
         end,
         slot,
+        full_begin,
+        jnp.maximum(full_begin, full_end),
         jnp.sum(planned.tiles * planned.splits),
     )
     for i, field in enumerate(fields):
@@ -129,7 +133,8 @@ def items_on_host(spec: AttentionSpec, work: Work, extents: RequestExtents[np.nd
             bounds = min(split * size[request], end), min((split + 1) * size[request], end)
             slot = slots[:request].sum() + within if splits[request] > 1 else -1
             owner, remaining = min(request, spec.B - 1), max(queries[request] - done, 0)
-            items.append([owner, start[request] + done, remaining, length[request], *bounds, slot])
+            full_end = min(max(length[request] // work.tiles.block_kv, bounds[0]), bounds[1])
+            items.append([owner, start[request] + done, remaining, length[request], *bounds, slot, bounds[0], full_end])
     return np.array([[*row, len(items)] for row in items], np.int32).reshape(-1, FIELDS), int(slots.sum())
 
 

@@ -300,7 +300,8 @@ def visited_tiles_of_all_heads(
     """
     program, tile = spec.programs.mask, work.tiles.block_kv
     if program is None or (spec.Hkv > 1 and program.argument("h") in program.nodes):
-        return visited_tiles(spec, tile, None, item)
+        unknown = visited_tiles(spec, tile, None, item)
+        return unknown if program is None else unknown._replace(last_whole=0)
     row = item.rows(spec, work, jnp.zeros_like(item.request))
     q = row.n if per_request is None else row.n - item.request * per_request
     h = row.h[:, None] if spec.heads_in_rows else jnp.zeros_like(item.request)  # without them, the only one

@@ -8,6 +8,8 @@ from tests.cases.paged_cases import MIXED, PagedCase, bias_by_key, documents, pr
 from tests.cases.table import Case, Sizes
 
 BF16 = {"dtype": "bfloat16"}
+wide_window = masks.same(lambda b, h, q, k, c: (q >= k) & (q - k < 400))  # shows whole tiles, between two partial ones
+wide_window_by_head = masks.same(lambda b, h, q, k, c: (q >= k) & (q - k < 400 - 300 * h))
 DENSE = [
     Case("dense_decode", sizes=Sizes(T=1, S=512, Hq=8, Hkv=2, D=128), **BF16),
     Case("dense_one_tile", scores.softcap, sizes=Sizes(B=3, T=1, S=64, Hq=4, D=64), **BF16),
@@ -68,6 +70,8 @@ PROMPTS = [
     _paged("prompt_bias", (24, 17), (170, 300), page_size=32, D=64, Hq=3, Hkv=3, score=bias_by_key),
     _paged("prompt_divided", (33, 18), (4700, 40), D=64, Hq=2, Hkv=1, mask=masks.causal),
     _paged("prompt_head_size_256", (24, 140), (80, 140), Hq=2, Hkv=1, D=256, mask=masks.causal),
+    _paged("prompt_window", (140, 20), (700, 400), D=64, Hq=2, Hkv=1, mask=wide_window),
+    _paged("prompt_by_head", (140,), (600,), D=64, Hq=2, Hkv=1, mask=wide_window_by_head),
     _paged("prompt_without_keys", (30, 20), (0, 80), D=64, mask=masks.causal),
 ]
 

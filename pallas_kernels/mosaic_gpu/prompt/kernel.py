@@ -235,7 +235,7 @@ def _consume_tile(
     pl.when(visits)(begin)
     start = forward_step.start(spec, WARP_GROUP_ROWS, keys, static.arrays.query.dtype, stage)
     step = forward_step.ForwardStep(prepared, queries, scratch.ring, ping_pong, pl.ds(0, WARP_GROUP_ROWS), item.length)
-    state = lax.fori_loop(0, item.tiles, lambda j, state: step(state, (item.begin + j) * keys, True), start)
+    state = _over_keys(item, keys, step, start)
     pl.when(visits)(lambda: clear(state.stage, item.end - 1))
     out, lse = forward_step.finish(spec, scratch.ring, state, None, visits)
     pl.when(visits)(lambda: scratch.ring.release(state.stage))
@@ -245,6 +245,22 @@ def _consume_tile(
         plg.wait_smem_to_gmem(0, wait_read_only=True)
         plg.barrier_arrive(scratch.queries_empty.at[barrier])
     return forward.after(stage, state.stage)
+
+
+def _over_keys(
+    item: Item, keys: int, step: forward_step.ForwardStep, state: forward_step.ForwardState
+) -> forward_step.ForwardState:
+    """Folds the step over the tiles of keys, in order: masked ones, unmasked ones, and masked ones again."""
+    whole = step._replace(end=None)
+
+    def rounds(second: jax.Array, state: forward_step.ForwardState) -> forward_step.ForwardState:
+        choose = lambda first, other: jnp.where(second == 0, first, other)
+        partial = choose(item.begin, item.full_end), choose(item.full_begin, item.end)
+        full = item.full_begin, choose(item.full_end, item.full_begin)
+        state = lax.fori_loop(*partial, lambda j, state: step(state, j * keys, True), state)
+        return lax.fori_loop(*full, lambda j, state: whole(state, j * keys, False), state)
+
+    return lax.fori_loop(0, 2, rounds, state)
 
 
 def _store(
