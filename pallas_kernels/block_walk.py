@@ -74,6 +74,8 @@ def walk(
     step: Step[S],
     split: Split | FixedSplit | None = None,  # which of the listed tiles to walk; all without
     max_blocks: Index | None = None,  # how many blocks of each list are walked, the first ones; None for all
+    *,
+    descending: bool = False,  # whether to walk both lists from their ends, the full blocks first
 ) -> S:
     """Folds ``step(state, first, is_partial)`` over the tiles of the listed blocks, `first` their first indices."""
     per_block = block // tile  # lax.div and lax.rem below: `//` and `%` would repair the sign of a number that has none
@@ -81,9 +83,11 @@ def walk(
     bounded = lambda count: count if max_blocks is None else jnp.minimum(count, max_blocks)
     lengths = [bounded(counts[row.at]) * per_block for counts, _ in (row.partial, row.full)]
     start, end = (0, None) if split is None else split.tile_range(lengths[0] + lengths[1])
-    for (_, indices), is_partial, tiles in zip((row.partial, row.full), (True, False), lengths, strict=True):
+    lists = list(zip((row.partial, row.full), (True, False), lengths, strict=True))
+    for (_, indices), is_partial, tiles in lists[::-1] if descending else lists:
 
-        def body(t, state, indices=indices, is_partial=is_partial):
+        def body(t, state, indices=indices, is_partial=is_partial, tiles=tiles):
+            t = tiles - 1 - t if descending else t
             i, within = (t, 0) if per_block == 1 else (lax.div(t, per_block), lax.rem(t, per_block))
             block_id = block_at(indices, row.at, i, last + 1)
             block_id = jnp.minimum(jnp.maximum(block_id, 0), last)  # lists from the user may hold anything
@@ -129,16 +133,24 @@ def walk_all(
     return lax.fori_loop(whole, tiles, lambda t, s: step(s, t * tile, True), state) if tiles > whole else state
 
 
-def walk_range(tiles: Range, tile: int, state: S, step: Step[S]) -> S:
+def walk_range(tiles: Range, tile: int, state: S, step: Step[S], *, descending: bool = False) -> S:
     """Walks like `walk`, over a range of tiles."""
     before, full = tiles.full_first - tiles.first, tiles.full_end - tiles.full_first
+    partials = before + (tiles.end - tiles.full_end)
 
     def partial(t: Index, state: S) -> S:
+        t = partials - 1 - t if descending else t
         at = tiles.first + t
         return step(state, jnp.where(t < before, at, at + full) * tile, True)
 
-    state = lax.fori_loop(0, before + (tiles.end - tiles.full_end), partial, state)
-    return lax.fori_loop(tiles.full_first, tiles.full_end, lambda t, s: step(s, t * tile, False), state)
+    def whole(t: Index, state: S) -> S:
+        t = tiles.full_first + tiles.full_end - 1 - t if descending else t
+        return step(state, t * tile, False)
+
+    loops = [(0, partials, partial), (tiles.full_first, tiles.full_end, whole)]
+    for loop in loops[::-1] if descending else loops:
+        state = lax.fori_loop(*loop, state)
+    return state
 
 
 def visible_tiles(spec: AttentionSpec, tiles: Tiles, walked: str, at: tuple[Index, ...]) -> Range | None:
@@ -251,16 +263,25 @@ def column_at(spec: AttentionSpec, order: Ref | None, b: Index, kv_h: Index, i: 
     return i if order is None else order[(*list_position(spec, b, kv_h), i)]
 
 
-def over_queries(spec: AttentionSpec, tiles: Tiles, arrays: Operands[Ref], at: Location, state: S, step: Step[S]) -> S:
+def over_queries(
+    spec: AttentionSpec,
+    tiles: Tiles,
+    arrays: Operands[Ref],
+    at: Location,
+    state: S,
+    step: Step[S],
+    *,
+    descending: bool = False,
+) -> S:
     """Folds a step over the tiles of queries of one head that visit a tile of keys, at (batch, head, tile)."""
     b, h, tile = at
     if (visible := visible_tiles(spec, tiles, "q", at)) is not None:
-        return walk_range(visible, tiles.block_q, state, step)
+        return walk_range(visible, tiles.block_q, state, step, descending=descending)
     if spec.block_size is None:
         return walk_all(tiles.block_q, spec.T, spec.programs.mask is not None, state, step)
     assert arrays.lists is not None  # of the blocks
     column = row_of_lists(spec, arrays.lists[4:], b, h, lax.div(tile, jnp.int32(spec.block_size[1] // tiles.block_kv)))
-    return walk(column, spec.block_size[0], tiles.block_q, spec.T, state, step)
+    return walk(column, spec.block_size[0], tiles.block_q, spec.T, state, step, descending=descending)
 
 
 def count_keys(spec: AttentionSpec, tiles: Tiles, arrays: Operands[Ref], location: Location) -> jax.Array:

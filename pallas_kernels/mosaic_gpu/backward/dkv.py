@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, Generic, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ from pallas_kernels.gradients import RowOperands
 from pallas_kernels.mosaic_gpu import register_order, smem
 from pallas_kernels.mosaic_gpu.backward.one_pass import sums_shape
 from pallas_kernels.mosaic_gpu.backward.stream import KEY, VALUE, BackwardStatic, RowStats, pack_row_stats, store_sums
-from pallas_kernels.mosaic_gpu.backward.walk import DkvScratch, DkvState, KeyTile, declare
+from pallas_kernels.mosaic_gpu.backward.walk import Carried, DkvScratch, KeyTile, declare
 from pallas_kernels.mosaic_gpu.launch import WARP_GROUP, Grid, flatten_captured, launch, output
 from pallas_kernels.mosaic_gpu.score import bias_tiles
 from pallas_kernels.mosaic_gpu.score.tile import TILE, accumulator, row_vector
@@ -32,7 +32,10 @@ from pallas_kernels.softmax import mark
 from pallas_kernels.spec import AttentionSpec, Operands
 from pallas_kernels.types import A, Accumulator, Index, Location, Ref, S
 
+_Step: TypeAlias = Callable[[S, jax.Array, Index, bool], S]  # at query head and first query
 MAX_HEAD_SIZE_BOTH_SUMS = 128  # up to which registers hold 64 rows of both accumulators
+DESCENDING = False  # whether tiles of queries are walked from the last on
+HEADS_INSIDE = False  # whether a tile of queries is walked for all heads of a group before the next
 
 
 class DkvOutputs(NamedTuple, Generic[A]):
@@ -133,24 +136,49 @@ def _produce(static: BackwardStatic, inputs: DkvInputs[Ref], location: Location,
     b, k_first = location[0], location[2] * static.tiles.block_kv
     bias = static.bias(inputs.arrays, inputs.bias, transposed=True)
 
-    def one_head(h: jax.Array, i: Index) -> Index:
-        bias_at = bias.sources_of_head(b, h)
+    def step(i: Index, h: jax.Array, first: Index, _: bool) -> Index:
+        sources = bias.sources_of_head(b, h)(first, k_first)
+        scratch.stream.fill(static.spec, i, inputs.arrays, inputs.row_stats, (b, h, first), sources)
+        return i + 1
 
-        def step(i: Index, first: Index, _: bool) -> Index:
-            index, sources = (b, h, first), bias_at(first, k_first)
-            scratch.stream.fill(static.spec, i, inputs.arrays, inputs.row_stats, index, sources)
-            return i + 1
-
-        return block_walk.over_queries(static.spec, static.tiles, inputs.arrays, (b, h, location[2]), i, step)
-
-    _over_heads(static.spec, location[1], jnp.int32(0), one_head)
+    _over_queries(static, inputs.arrays, location, jnp.int32(0), lambda _: step)
 
 
-def _over_heads(spec: AttentionSpec, kv_h: jax.Array, state: S, one_head: Callable[[jax.Array, S], S]) -> S:
-    """Folds over the query heads that share a key head."""
-    if spec.group == 1:
-        return one_head(kv_h, state)
-    return lax.fori_loop(0, spec.group, lambda i, state: one_head(kv_h * spec.group + i, state), state)
+def _over_queries(
+    static: BackwardStatic,
+    arrays: Operands[Ref],
+    location: Location,
+    state: S,
+    step_of: Callable[[jax.Array], _Step[S]],
+    end: Callable[[jax.Array, S], S] = lambda _, state: state,
+) -> S:
+    """Folds over tiles of queries of the heads that share a key head: the step of a head, and its end."""
+    (b, kv_h, column), spec = location, static.spec
+    first = kv_h * spec.group
+    walk = lambda h, state, step: block_walk.over_queries(
+        spec, static.tiles, arrays, (b, h, column), state, step, descending=DESCENDING
+    )
+    if _walks_heads_inside(static):
+        step = step_of(first)
+
+        def heads(state: S, query: Index, is_partial: bool) -> S:
+            return lax.fori_loop(0, spec.group, lambda i, state: step(state, first + i, query, is_partial), state)
+
+        return walk(first, state, heads)
+
+    def one_head(i: Index, state: S) -> S:
+        h = first + i
+        step = step_of(h)
+        return end(h, walk(h, state, lambda state, *tile: step(state, h, *tile)))
+
+    return one_head(0, state) if spec.group == 1 else lax.fori_loop(0, spec.group, one_head, state)
+
+
+def _walks_heads_inside(static: BackwardStatic) -> bool:
+    """True if all heads of a group are alike but for their operands."""
+    spec, programs = static.spec, static.spec.programs
+    uses_head = any(p is not None and p.argument("h") in p.nodes for p in (programs.score, programs.mask, programs.dropout))
+    return HEADS_INSIDE and spec.group > 1 and spec.list_heads == 1 and not uses_head and not static.groups.columns
 
 
 def _consume(
@@ -173,19 +201,18 @@ def _consume(
     def walk(*accumulators: Accumulator) -> tuple[jax.Array, ...]:
         sums = dict(zip(static.sums, accumulators, strict=True))
         key_tile = KeyTile(static, scratch, group, b, first, sums, inputs.d_query)
-        state = key_tile.begin(kv_h)
 
-        def one_head(h: jax.Array, state: DkvState) -> DkvState:
-            step, cotangents = key_tile.step(arrays, h), tuple(row_vector(rows) for _ in outputs.columns)
-            state, cotangents = block_walk.over_queries(
-                spec, static.tiles, arrays, (b, h, column), (state, cotangents), step
-            )
+        def end(h: jax.Array, carried: Carried) -> Carried:
+            state, cotangents = carried
             for ref, x in zip(outputs.columns, cotangents, strict=True):
                 assert scratch.sums is not None  # to stage it
                 store_sums(scratch.sums.at[group], ref.at[b, h, pl.ds(first, rows)], x)
-            return state
+            return state, zeros
 
-        key_tile.end(_over_heads(spec, kv_h, state, one_head))
+        zeros = tuple(row_vector(rows) for _ in outputs.columns)
+        step_of = functools.partial(key_tile.step, arrays)
+        state, _ = _over_queries(static, arrays, location, (key_tile.begin(kv_h), zeros), step_of, end)
+        key_tile.end(state)
         scales = {KEY: spec.scale, VALUE: spec.kept_scale}
         return tuple(ref[...] if scales[name] == 1.0 else ref[...] * scales[name] for name, ref in sums.items())
 

@@ -74,7 +74,7 @@ class DkvState(NamedTuple):
     last: TileIndex
 
 
-_Carried: TypeAlias = tuple[DkvState, tuple[jax.Array, ...]]  # and the cotangents of loads by key
+Carried: TypeAlias = tuple[DkvState, tuple[jax.Array, ...]]  # and the cotangents of loads by key
 
 
 class KeyTile(NamedTuple):
@@ -108,13 +108,16 @@ class KeyTile(NamedTuple):
         x = pl.run_scoped(gemm, d_query.gemm_accumulator)
         d_query.add(out, self.group, self.b, state.last, state.count - 1, x)
 
-    def step(self, arrays: Operands[Ref], h: jax.Array) -> Callable[[_Carried, Index, bool], _Carried]:
-        """The mainloop step over a tile of queries; it carries the state and the cotangents of loads by key."""
+    def step(self, arrays: Operands[Ref], h: jax.Array) -> Callable[[Carried, jax.Array, Index, bool], Carried]:
+        """The mainloop step over a tile of queries; it carries the state and the cotangents of loads by key.
+
+        Of a query head for which the mods are evaluated as for the head `h`.
+        """
         shape = (self.static.tiles.block_q, self.scratch.keys.shape[1])
         prepared = self.static.prepare(arrays, shape, self.b, h, k_first=self.first)
         tile = accumulator(prepared.tile[1], prepared.tile[0])
 
-        def compute(carried: _Carried, query: Index, is_partial: bool) -> _Carried:
+        def compute(carried: Carried, h: jax.Array, query: Index, is_partial: bool) -> Carried:
             state, sums = carried
             tile_step = self._replace(zero=inline_ptx.unknown_zero())
             q = wait_and_get(self.scratch.stream.queries, state.count)  # [block_q, D]
@@ -126,15 +129,15 @@ class KeyTile(NamedTuple):
             sums = tuple(x + y for x, y in zip(sums, more, strict=True))
             return DkvState(state.count + 1, TileIndex(h, query)), sums
 
-        def step(carried: _Carried, query: Index, is_partial: bool) -> _Carried:
+        def step(carried: Carried, h: jax.Array, query: Index, is_partial: bool) -> Carried:
             if prepared.visible is None or not is_partial:
-                return compute(carried, query, is_partial)
+                return compute(carried, h, query, is_partial)
             hidden, skip = prepared.visible.hides(query, shape[0]), lambda x: self._skip(x, TileIndex(h, query))
-            return lax.cond(hidden, skip, lambda x: compute(x, query, is_partial), carried)
+            return lax.cond(hidden, skip, lambda x: compute(x, h, query, is_partial), carried)
 
         return step
 
-    def _skip(self, carried: _Carried, tile: TileIndex) -> _Carried:
+    def _skip(self, carried: Carried, tile: TileIndex) -> Carried:
         """Passes over a tile of queries, none of which attends to a key of this warp group."""
         (state, sums), stream = carried, self.scratch.stream
         rings = [ring for ring in (stream.queries, stream.stats, stream.bias) if ring is not None]
