@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from pallas_kernels.program import patterns
 from pallas_kernels.program.build import Program
 from pallas_kernels.program.intervals import MAX_LOADED, IntervalAnalysis, Span
 from pallas_kernels.program.ir import Node, reachable
@@ -52,6 +53,19 @@ def visible_range(program: Program, walked: str, length: int, spans: Mapping[str
     entry ``"b"``, and of the query head ``"h"``: int32 of any shapes that broadcast.
     """
     return _Solver(walked, length, IntervalAnalysis(None, dict(spans))).visible(program.output)
+
+
+@functools.lru_cache(maxsize=256)
+def is_range(program: Program, walked: str) -> bool:
+    """True if a mask shows to each index of the other axis just its `visible_range`: clauses that compare sums."""
+
+    def compares_sums(clause: Node) -> bool:
+        nodes = reachable(clause.inputs)
+        wraps = not all(x.dtype == np.int32 and _is_small(x) for x in nodes)
+        sums = all(x.op in ("input", "literal", "add", "sub", "neg") for x in nodes)
+        return clause.op in COMPARISONS and walked in clause.kind and sums and not wraps
+
+    return all(compares_sums(clause) for part in patterns.clauses(program) for clause in part)
 
 
 @functools.lru_cache(maxsize=256)

@@ -29,7 +29,7 @@ from pallas_kernels.mosaic_gpu.score import bias_tiles
 from pallas_kernels.mosaic_gpu.score.tile import TILE, accumulator, row_vector
 from pallas_kernels.mosaic_gpu.smem import CONSUMER_REGISTERS, PRODUCER_REGISTERS
 from pallas_kernels.softmax import mark
-from pallas_kernels.spec import AttentionSpec, Operands
+from pallas_kernels.spec import Operands
 from pallas_kernels.types import A, Accumulator, Index, Location, Ref, S
 
 _Step: TypeAlias = Callable[[S, jax.Array, Index, bool], S]  # at query head and first query
@@ -177,7 +177,8 @@ def _over_queries(
 def _walks_heads_inside(static: BackwardStatic) -> bool:
     """True if all heads of a group are alike but for their operands."""
     spec, programs = static.spec, static.spec.programs
-    uses_head = any(p is not None and p.argument("h") in p.nodes for p in (programs.score, programs.mask, programs.dropout))
+    mods = [p for p in (programs.score, programs.mask, programs.dropout) if p is not None]
+    uses_head = any(p.argument("h") in p.nodes for p in mods)
     return HEADS_INSIDE and spec.group > 1 and spec.list_heads == 1 and not uses_head and not static.groups.columns
 
 
