@@ -29,6 +29,7 @@ class BlockRow(NamedTuple):
     partial: tuple[Ref, Ref]
     full: tuple[Ref, Ref]
     at: tuple[Index, Index, Index]
+    descending: bool = False  # whether both lists are walked from their ends, the full blocks first; not with splits
 
 
 def list_position(spec: AttentionSpec, b: Index, h: Index) -> tuple[Index, Index]:
@@ -74,8 +75,6 @@ def walk(
     step: Step[S],
     split: Split | FixedSplit | None = None,  # which of the listed tiles to walk; all without
     max_blocks: Index | None = None,  # how many blocks of each list are walked, the first ones; None for all
-    *,
-    descending: bool = False,  # whether to walk both lists from their ends, the full blocks first
 ) -> S:
     """Folds ``step(state, first, is_partial)`` over the tiles of the listed blocks, `first` their first indices."""
     per_block = block // tile  # lax.div and lax.rem below: `//` and `%` would repair the sign of a number that has none
@@ -84,10 +83,10 @@ def walk(
     lengths = [bounded(counts[row.at]) * per_block for counts, _ in (row.partial, row.full)]
     start, end = (0, None) if split is None else split.tile_range(lengths[0] + lengths[1])
     lists = list(zip((row.partial, row.full), (True, False), lengths, strict=True))
-    for (_, indices), is_partial, tiles in lists[::-1] if descending else lists:
+    for (_, indices), is_partial, tiles in lists[::-1] if row.descending else lists:
 
         def body(t, state, indices=indices, is_partial=is_partial, tiles=tiles):
-            t = tiles - 1 - t if descending else t
+            t = tiles - 1 - t if row.descending else t
             i, within = (t, 0) if per_block == 1 else (lax.div(t, per_block), lax.rem(t, per_block))
             block_id = block_at(indices, row.at, i, last + 1)
             block_id = jnp.minimum(jnp.maximum(block_id, 0), last)  # lists from the user may hold anything
@@ -148,8 +147,8 @@ def walk_range(tiles: Range, tile: int, state: S, step: Step[S], *, descending: 
         return step(state, t * tile, False)
 
     loops = [(0, partials, partial), (tiles.full_first, tiles.full_end, whole)]
-    for loop in loops[::-1] if descending else loops:
-        state = lax.fori_loop(*loop, state)
+    for first, end, body in loops[::-1] if descending else loops:
+        state = lax.fori_loop(first, end, body, state)
     return state
 
 
@@ -273,7 +272,10 @@ def over_queries(
     *,
     descending: bool = False,
 ) -> S:
-    """Folds a step over the tiles of queries of one head that visit a tile of keys, at (batch, head, tile)."""
+    """Folds a step over the tiles of queries of one head that visit a tile of keys, at (batch, head, tile).
+
+    Where a mask chooses tiles, `descending` reverses their order.
+    """
     b, h, tile = at
     if (visible := visible_tiles(spec, tiles, "q", at)) is not None:
         return walk_range(visible, tiles.block_q, state, step, descending=descending)
@@ -281,7 +283,8 @@ def over_queries(
         return walk_all(tiles.block_q, spec.T, spec.programs.mask is not None, state, step)
     assert arrays.lists is not None  # of the blocks
     column = row_of_lists(spec, arrays.lists[4:], b, h, lax.div(tile, jnp.int32(spec.block_size[1] // tiles.block_kv)))
-    return walk(column, spec.block_size[0], tiles.block_q, spec.T, state, step, descending=descending)
+    column = column._replace(descending=descending)
+    return walk(column, spec.block_size[0], tiles.block_q, spec.T, state, step)
 
 
 def count_keys(spec: AttentionSpec, tiles: Tiles, arrays: Operands[Ref], location: Location) -> jax.Array:

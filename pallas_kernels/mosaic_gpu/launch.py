@@ -18,7 +18,7 @@ from pallas_kernels.types import Index, Location, Ref
 WARP_GROUP = "warp_group"
 _CTA = "block"
 NUM_SMS = 132  # of an H100 or H200
-MAX_WAVES = 2  # waves of CTAs over the SMs that the tiles of concurrent heads fill
+MAX_WAVES = 2  # waves of CTAs over the SMs that the tiles of concurrent heads fill, where nothing else is known
 ROWS_MULTIPLE = 8  # rows of a swizzled tile: TMA takes arrays of whole ones
 T = TypeVar("T")  # outputs
 
@@ -35,6 +35,7 @@ class Grid(NamedTuple):
     batch: int
     heads: int
     tiles: int
+    max_waves: int = MAX_WAVES
 
     @property
     def size(self) -> int:
@@ -44,7 +45,7 @@ class Grid(NamedTuple):
     @property
     def concurrent_heads(self) -> int:
         """Heads that are computed concurrently; the last group of heads may be smaller."""
-        return max(1, min(self.batch * self.heads, MAX_WAVES * NUM_SMS // max(1, self.tiles)))
+        return max(1, min(self.batch * self.heads, self.max_waves * NUM_SMS // max(1, self.tiles)))
 
     def unravel(self, tile_id: Index) -> Location:
         """Batch, head, and number in the head's order of tiles, of a tile id below the size."""

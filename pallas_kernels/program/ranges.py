@@ -57,13 +57,12 @@ def visible_range(program: Program, walked: str, length: int, spans: Mapping[str
 
 @functools.lru_cache(maxsize=256)
 def is_range(program: Program, walked: str) -> bool:
-    """True if a mask shows to each index of the other axis just its `visible_range`: clauses that compare sums."""
+    """True if a mask shows to an index of the other axis all of its `visible_range`: its clauses compare sums."""
 
     def compares_sums(clause: Node) -> bool:
-        nodes = reachable(clause.inputs)
-        wraps = not all(x.dtype == np.int32 and _is_small(x) for x in nodes)
-        sums = all(x.op in ("input", "literal", "add", "sub", "neg") for x in nodes)
-        return clause.op in COMPARISONS and walked in clause.kind and sums and not wraps
+        nodes, sums = reachable(clause.inputs), ("input", "literal", "add", "sub", "neg")
+        exact = all(x.op in sums and x.dtype == np.int32 and _is_small(x) for x in nodes)
+        return exact and clause.op in COMPARISONS and walked in clause.kind
 
     return all(compares_sums(clause) for part in patterns.clauses(program) for clause in part)
 

@@ -57,6 +57,7 @@ WIDE = [
     Case("even_bias", captured.bias_bhqk, masks.causal, Sizes(T=256, S=384, D=128), block=128, layout="BNTH", **BF16),
     # Ranges of keys and of queries follow from the mask; no tile shows the last keys, whose bias has gradients of 0.
     Case("range_of_window", mask=masks.window, sizes=Sizes(T=300, S=420, Hq=4, Hkv=2, D=64), **BF16),
+    Case("range_by_head", mask=masks.both_sides_by_head, sizes=Sizes(B=1, T=140, S=200, Hq=4, Hkv=2, D=64), **BF16),
     Case("range_and_plane", captured.fixed_bias, masks.causal, Sizes(B=1, T=136, S=448, Hq=4, Hkv=2, D=128), **BF16),
     # Elements that the copy engine brings, of 16 bits also for gradients.
     Case("plane", captured.fixed_bias, masks.causal, Sizes(T=304, S=448, Hq=4, Hkv=2, D=128), block=128, **BF16),
@@ -105,10 +106,15 @@ MANY = [
     Case("many_one_group", captured.table, masks.causal, Sizes(B=6, T=260, Hq=11, D=64), block=64, **BF16),
     Case("many_wide", mask=masks.window, sizes=Sizes(B=7, T=260, Hq=17, D=192), block=128, layout="BNTH", **BF16),
 ]
-# Documents give rows limits; a warp group passes over tiles that they hide.
+# Documents give rows limits; a warp group passes over tiles that they hide. Heads of a group share a walk, unless a mod
+# depends on the head or has cotangents by key.
 LIMITED = [
     Case("limits", mask=masks.documents, sizes=Sizes(T=256, Hq=4, Hkv=2, D=128), block=128, by_batch=True, **BF16),
     Case("limits_end", scores.alibi, masks.documents, Sizes(B=1, T=330, D=64), block=128, by_batch=True, **BF16),
+    Case("limits_and_head", scores.alibi, masks.documents, Sizes(B=1, T=140, Hq=2, Hkv=1, D=64), block=128,
+     by_batch=True, **BF16),
+    Case("limits_and_key", captured.bias_kv, masks.documents, Sizes(B=1, T=140, Hq=2, Hkv=1, D=64), block=128,
+     by_batch=True, **BF16),
     Case("limits_of_more_keys", mask=masks.documents, sizes=Sizes(B=1, T=130, S=300, D=64), block=128, by_batch=True,
      **BF16),
     Case("limits_one_group", mask=masks.documents, sizes=Sizes(B=1, T=200, D=80), block=64, by_batch=True, **BF16),

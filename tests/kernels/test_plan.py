@@ -114,9 +114,9 @@ def places(grid):
 
 
 @pytest.mark.full
-@given(st.integers(1, 5), st.integers(1, 9), st.integers(1, 40))
-def test_each_tile_once_and_those_of_a_head_in_order(batch, heads, tiles):
-    found = places(Grid(batch, heads, tiles))
+@given(st.integers(1, 5), st.integers(1, 9), st.integers(1, 40), st.integers(1, 2))
+def test_each_tile_once_and_those_of_a_head_in_order(batch, heads, tiles, max_waves):
+    found = places(Grid(batch, heads, tiles, max_waves))
     assert sorted(map(tuple, found)) == list(np.ndindex(batch, heads, tiles))
     for head in np.ndindex(batch, heads):
         assert found[(found[:, :2] == head).all(1)][:, 2].tolist() == list(range(tiles))

@@ -11,6 +11,8 @@ import jflex
 from pallas_kernels import block_walk
 from pallas_kernels.config import Tiles
 from pallas_kernels.program.build import IndexRanges
+from pallas_kernels.program.intervals import Span
+from pallas_kernels.program.ranges import is_range, visible_range
 from pallas_kernels.spec import Programs
 from tests.support import tile_programs
 from tests.support.specs import spec_of
@@ -38,6 +40,10 @@ LOOSE = {
     "not_equal": lambda b, h, q, k: q != k,
     "dilated": lambda b, h, q, k: (q >= k) & (q - k < 50) & ((q - k) % 4 == 0),
 }
+SUMS = {
+    **{name: TIGHT[name] for name in ("causal", "hidden_rows", "window")},
+    "heads_and_batch": lambda b, h, q, k: (q + h >= k - b) & (k + k < q + 90) & (-q - k > -150),
+}
 UNBOUNDED = {
     "remainder": lambda b, h, q, k: q % 16 == k % 16,
     "wraps": lambda b, h, q, k: q * 2**30 >= k,
@@ -45,9 +51,13 @@ UNBOUNDED = {
 }
 
 
+def program_of(mod, T, S):
+    return tile_programs.program_of(mod, [], IndexRanges(B, H, T, S), role="mask")
+
+
 def tiles_of(mod, T, S, tiles, walked):
     """First, end, full_first and full_end for each batch entry, head and tile, or None; and the truth of each tile."""
-    program = tile_programs.program_of(mod, [], IndexRanges(B, H, T, S), role="mask")
+    program = program_of(mod, T, S)
     spec = spec_of(B=B, T=T, S=S, Hq=H).replace(programs=Programs(mask=program))
     rows, columns = ((tiles.block_q, T), (tiles.block_kv, S))[:: 1 if walked == "k" else -1]
     counts = tuple(-(-length // size) for size, length in (rows, columns))
@@ -92,13 +102,34 @@ def test_no_range_of_other_masks(name):
     assert tiles_of(UNBOUNDED[name], 128, 128, Tiles(64, 64, 4, 2), "k")[0] is None
 
 
+@pytest.mark.parametrize("walked", ["k", "q"])
+@pytest.mark.parametrize("name", SUMS)
+def test_ranges_that_are_masks(name, walked):
+    """All of the range of a single index is visible, padding aside."""
+    T, S = 100, 130
+    program, seen = program_of(SUMS[name], T, S), jflex.create_mask(SUMS[name], B, H, T, S)
+    assert is_range(program, walked)
+    (axis, size), length = (("q", T), S) if walked == "k" else (("k", S), T)
+    at = jnp.meshgrid(*(jnp.arange(n, dtype=jnp.int32) for n in (B, H, size)), indexing="ij")
+    spans = {name: Span(x, x) for name, x in zip(f"bh{axis}", at, strict=True)}
+    first, end, *_ = visible_range(program, walked, length, spans)
+    i = np.arange(length)
+    found = (np.expand_dims(first, -1) <= i) & (i < np.expand_dims(end, -1))
+    np.testing.assert_array_equal(found, seen if walked == "k" else seen.swapaxes(2, 3))
+
+
+@pytest.mark.parametrize("name", [*(name for name in TIGHT if name not in SUMS), *LOOSE, *UNBOUNDED])
+def test_ranges_that_may_not_be_masks(name):
+    assert not is_range(program_of((TIGHT | LOOSE | UNBOUNDED)[name], 100, 130), "k")
+
+
 @pytest.mark.parametrize("name", ["window", "prefix", "by_head", "nothing"])
 def test_walk(name):
-    """Each tile of the range once: partial ones first, then full ones, as of lists."""
+    """Each tile of the range once: partial ones first, then full ones, as of lists; or in descending order."""
     tiles, at = Tiles(64, 64, 4, 2), (1, 0, 4)
     found, *_ = tiles_of(TIGHT[name], 400, 400, tiles, "k")
     first, end, full_first, full_end = (int(x[at][0]) for x in found)
-    program = tile_programs.program_of(TIGHT[name], [], IndexRanges(B, H, 400, 400), role="mask")
+    program = program_of(TIGHT[name], 400, 400)
     spec = spec_of(B=B, T=400, Hq=H).replace(programs=Programs(mask=program))
     step, at = lambda seen, key, is_partial: [*seen, (int(key), is_partial)], tuple(map(jnp.int32, at))
     with jax.disable_jit():
@@ -106,6 +137,11 @@ def test_walk(name):
         assert int(block_walk.count_keys(spec, tiles, None, at)) == len(seen)
     partial = [i for i in range(first, end) if not full_first <= i < full_end]
     assert seen == [(64 * i, True) for i in partial] + [(64 * i, False) for i in range(full_first, full_end)]
+    with jax.disable_jit():
+        ascending, descending = (
+            block_walk.over_queries(spec, tiles, None, at, [], step, descending=x) for x in (False, True)
+        )
+    assert descending == ascending[::-1]
 
 
 TERMS = st.recursive(

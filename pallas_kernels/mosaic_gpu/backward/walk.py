@@ -111,7 +111,7 @@ class KeyTile(NamedTuple):
     def step(self, arrays: Operands[Ref], h: jax.Array) -> Callable[[Carried, jax.Array, Index, bool], Carried]:
         """The mainloop step over a tile of queries; it carries the state and the cotangents of loads by key.
 
-        Of a query head for which the mods are evaluated as for the head `h`.
+        Mods are evaluated at the head `h`, whatever head the step is of.
         """
         shape = (self.static.tiles.block_q, self.scratch.keys.shape[1])
         prepared = self.static.prepare(arrays, shape, self.b, h, k_first=self.first)
