@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import UInt8
 
-from flax_layers.train.corpus import Rows
+from flax_layers.train.dataset.corpus import Rows
 
 HELD_OUT_SHARE = 1 / 16
 NOT_OURS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "lib2to3"}

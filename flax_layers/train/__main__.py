@@ -6,15 +6,17 @@ from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax.typing import Dtype
 
 from flax_layers.models import ModelConfig, save_pretrained
 from flax_layers.models.checkpoint.optional import check_installed
 from flax_layers.train import data, setup
-from flax_layers.train.corpus import Batches, Rows
+from flax_layers.train.dataset.corpus import Batches, Rows
 from flax_layers.train.errors import InputError, run_command, saving
-from flax_layers.train.log import Log, draw_losses
+from flax_layers.train.log import Log, draw_losses, tensorboard_hook
 from flax_layers.train.loop import Plan, Progress, Run
+from flax_layers.train.memory import step_memory
 from flax_layers.train.options import parse_options
 from flax_layers.train.trainer import Trainer
 
@@ -36,7 +38,7 @@ def main(arguments: list[str] | None = None) -> float | None:
     from flax_layers.train.checkpoints import Checkpoints
 
     options = parse_options(arguments)
-    check_installed("grain", "matplotlib", "tqdm", extra="train")
+    check_installed("grain", "matplotlib", "tqdm", *["tensorboardX"] * bool(options.log_dir), extra="train")
     config, score_mod = setup.model_config(options)
     mesh, recipe = setup.create_mesh(options, config), setup.make_recipe(options)
     peak = setup.all_peak_flops(options.peak_flops, mesh)
@@ -51,15 +53,18 @@ def main(arguments: list[str] | None = None) -> float | None:
         accept_changes=options.accept_changes,
     ) as checkpoints:
         _check_resumed(options, checkpoints)
-        trainer = setup.make_trainer(options, recipe, config, score_mod, mesh)
+        trainer, make_model = setup.make_trainer(options, recipe, config, score_mod, mesh)
         _introduce(options, trainer, batches)
-        if checkpoints.latest() is not None:
-            trainer.state = checkpoints.restore(trainer.release_state())
+        if checkpoints.latest() is None:
+            trainer.begin(make_model())
+        else:
+            trainer.state = checkpoints.restore(trainer.state)
         path = options.output / "log.jsonl"
         with saving(path, checkpoints.last_good):
             log = Log(path, int(trainer.state.step))
         plan = Plan(options.steps, options.save_every, options.evaluate_every, peak)
-        _fit(Run(trainer, batches.at, plan, held_out, checkpoints, log))
+        hooks = [tensorboard_hook(options.log_dir, int(trainer.state.step))] if options.log_dir else []
+        _fit(Run(trainer, batches.at, plan, held_out, checkpoints, log, hooks=hooks))
         return _finish(options, trainer, log, checkpoints, export_dtype)
 
 
@@ -85,12 +90,19 @@ def _check_resumed(options: argparse.Namespace, checkpoints: "Checkpoints") -> N
 
 
 def _introduce(options: argparse.Namespace, trainer: Trainer, batches: Batches) -> None:
-    """Prints what is trained, where and on what."""
-    size = sum(value.size for value in trainer.state.parameters.values())
+    """Prints what is trained, where, on what, and the memory that it takes. Raises InputError if it does not fit."""
+    sizes = {path: value.size for path, value in trainer.state.parameters.items()}
+    trained, corpus = sum(sizes[path] for path in trainer.trained), batches.corpus
     print(
-        f"{size / 1e6:,.1f} M parameters, {options.dtype}, on {trainer.mesh.size} of {jax.device_count()} devices "
-        f"({jax.devices()[0].device_kind}); {len(batches.rows):,} rows of {options.length} tokens to train on"
+        f"{sum(sizes.values()) / 1e6:,.1f} M parameters, {trained / 1e6:,.1f} M of them trained, {options.dtype}, on "
+        f"{trainer.mesh.size} of {jax.device_count()} devices ({jax.devices()[0].device_kind}); "
+        f"{len(batches.rows):,} rows of {options.length} tokens to train on"
     )
+    if corpus.weights:
+        print(f"{sum(map(np.count_nonzero, corpus.weights)) / corpus.size:.1%} of the tokens are trained")
+    memory = step_memory(trainer, options.batch, options.length, has_weights=bool(corpus.weights))
+    print(f"Memory: {memory}")
+    memory.check()
 
 
 def _fit(run: Run) -> None:

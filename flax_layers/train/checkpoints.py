@@ -90,7 +90,7 @@ class Checkpoints:
         if step is None:
             return []
         about = self._manager.restore(step, args=ocp.args.Composite(about=ocp.args.JsonRestore()))["about"]
-        changed = [name for name, value in self._about.items() if name not in about or about[name] != value]
+        changed = [name for name, value in self._about.items() if about.get(name) != value]  # an absent option is None
         lines = [f"{x}: {_shown(about, x)} in the checkpoint, {_shown(self._about, x)} in this run" for x in changed]
         acceptable = self._changeable.issuperset(changed)
         if changed and not (acceptable and self._accept_changes):

@@ -5,9 +5,9 @@ import pathlib
 from typing import NamedTuple
 
 from flax_layers.models import ModelConfig
-from flax_layers.train.corpus import Batches, Corpus, Rows, read_corpus
+from flax_layers.train.dataset.corpus import Batches, Corpus, Rows, read_corpus
+from flax_layers.train.dataset.texts import ByteEncoder, Encoder, FolderEncoder
 from flax_layers.train.errors import InputError
-from flax_layers.train.texts import ByteEncoder, Encoder, FolderEncoder
 
 
 class DocumentEnd(NamedTuple):
@@ -74,7 +74,7 @@ def make_batches(
     def read(option: str, paths: list[pathlib.Path]) -> Corpus:
         return read_corpus(
             paths, encoder, vocabulary=config.vocabulary, end_token=end_token, token_dtype=options.token_dtype,
-            field=options.field, option=option,
+            field=options.field, weight_field=options.weight_field, option=option,
         )  # fmt: skip
 
     def batches(corpus: Corpus, rows: range, parts: int = 1) -> Batches:

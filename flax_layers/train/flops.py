@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -58,18 +58,21 @@ def measured_flops(size: int = 8192, repeats: int = 10) -> float:
     return 2 * size**3 * repeats / (time.perf_counter() - started)
 
 
-def multiplied_parameters(shapes: Mapping[str, tuple[int, ...]], config: ModelConfig) -> int:
+def multiplied_parameters(
+    shapes: Mapping[str, tuple[int, ...]], config: ModelConfig, trained: Collection[str] | None = None
+) -> float:
     """Parameters that each token is multiplied by: all projections with the output head, not the embedding lookup.
 
     Of a mixture of experts it is those that a token goes through. (The decoder computes the others, too.) `shapes` are
-    of all parameters, by path.
+    of all parameters, by path. One that is not in `trained` counts two thirds: no gradient of it is computed.
     """
+    share = lambda path: 1 if trained is None or path in trained else 2 / 3
     kernels = 0
     for path, shape in shapes.items():
         if path.endswith(".kernel"):
             experts = config.layers[int(path.split(".")[1])].experts if ".mlp.experts." in path else None
-            kernels += math.prod(shape if experts is None else (experts.per_token, *shape[1:]))
-    return kernels + (config.vocabulary * config.width if config.tied_embeddings else 0)
+            kernels += share(path) * math.prod(shape if experts is None else (experts.per_token, *shape[1:]))
+    return kernels + (share("embed.embedding") * config.vocabulary * config.width if config.tied_embeddings else 0)
 
 
 def visible_pairs(documents: Int[np.ndarray, "B T"], window: int | None = None) -> int:
@@ -88,7 +91,7 @@ def visible_pairs(documents: Int[np.ndarray, "B T"], window: int | None = None) 
     return total
 
 
-def step_flops(config: ModelConfig, multiplied: int, documents: Int[np.ndarray, "B T"]) -> float:
+def step_flops(config: ModelConfig, multiplied: float, documents: Int[np.ndarray, "B T"]) -> float:
     """Model FLOPs of the forward and backward pass of a batch; `multiplied` as from `multiplied_parameters`.
 
     Each token takes 6 FLOPs for each parameter that it is multiplied by, and each attended pair 6 for each feature of a

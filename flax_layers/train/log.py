@@ -1,14 +1,19 @@
-"""The log of a run: one line of JSON for each step."""
+"""The log of a run: one line of JSON for each step, and TensorBoard."""
 
+import importlib
 import json
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from flax_layers.models.checkpoint.optional import needs
 
 Curve = Sequence[tuple[int, float]]
 """Steps, and the loss at each."""
+
+
+Hook = Callable[[int, Mapping[str, float]], None]
+"""Takes a step and its numbers by name, those of `Progress` or `held_out_loss`."""
 
 
 class Log:
@@ -33,6 +38,19 @@ class Log:
     def curve(self, name: str) -> Curve:
         """The steps that have an entry, and the entry of each."""
         return [(line["step"], line[name]) for line in _lines(self.path) if name in line]
+
+
+def tensorboard_hook(folder: pathlib.Path, step: int = 0) -> Hook:
+    """A hook that writes for TensorBoard, which hides earlier numbers of the steps after `step`, where a run begins."""
+    with needs("tensorboardX", "train"):
+        package = importlib.import_module("tensorboardX")
+    writer = package.SummaryWriter(str(folder), purge_step=step + 1)
+
+    def write(step: int, numbers: Mapping[str, float]) -> None:
+        for name, value in numbers.items():
+            writer.add_scalar(name, value, step)
+
+    return write
 
 
 def _lines(path: pathlib.Path) -> list[dict[str, Any]]:

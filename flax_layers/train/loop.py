@@ -7,13 +7,13 @@ import math
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
-from flax_layers.train.corpus import Rows
+from flax_layers.train.dataset.corpus import Rows
 from flax_layers.train.errors import Interrupted, LossError, saving
 from flax_layers.train.flops import multiplied_parameters, step_flops
-from flax_layers.train.log import Log
+from flax_layers.train.log import Hook, Log
 from flax_layers.train.trainer import Metrics, Trainer
 
 if TYPE_CHECKING:
@@ -78,6 +78,7 @@ class Run:
         log: Where each step is written; None: nowhere.
         on_step: Called with the progress of each step.
         on_evaluation: Called with each step that is evaluated, and its held-out loss.
+        hooks: Called with the step and the numbers of each line of the log, by name: for other logs.
     """
 
     trainer: Trainer
@@ -88,6 +89,7 @@ class Run:
     log: Log | None = None
     on_step: Callable[[Progress], None] = lambda progress: None
     on_evaluation: Callable[[int, float], None] = lambda step, loss: None
+    hooks: Sequence[Hook] = ()
 
     def finish(self) -> None:
         """Takes all steps that are left.
@@ -99,7 +101,7 @@ class Run:
         """
         shapes = {path: value.shape for path, value in self.trainer.state.parameters.items()}
         meter = _Meter(self.plan.peak_flops)
-        multiplied = multiplied_parameters(shapes, self.trainer.config)
+        multiplied = multiplied_parameters(shapes, self.trainer.config, self.trainer.trained)
         waiting: tuple[int, Metrics, Rows] | None = None
         start = int(self.trainer.state.step)
         with _signals() as received:
@@ -128,7 +130,7 @@ class Run:
             self._write(step=step, held_out_loss=loss)
             self.on_evaluation(step, loss)
 
-    def _report(self, step: int, metrics: Metrics, rows: Rows, meter: "_Meter", multiplied: int) -> None:
+    def _report(self, step: int, metrics: Metrics, rows: Rows, meter: "_Meter", multiplied: float) -> None:
         """Waits for a step, raises if it is not finite, and reports it."""
         loss, norm, rate = (float(value) for value in metrics)
         if not (math.isfinite(loss) and math.isfinite(norm)):
@@ -149,11 +151,13 @@ class Run:
             f"{name} ended the run after step {step} of {self.plan.steps}. {self._last_good()}.{resume}", number
         )
 
-    def _write(self, **line: Any) -> None:
-        """Adds a line to the log."""
+    def _write(self, step: int, **numbers: float | None) -> None:
+        """Adds a line to the log, and calls the hooks."""
         if self.log is not None:
             with saving(self.log.path, self._last_good):
-                self.log.write(**line)
+                self.log.write(step=step, **numbers)
+        for hook in self.hooks:
+            hook(step, {name: value for name, value in numbers.items() if value is not None})
 
     def _last_good(self) -> str:
         return "Nothing was saved" if self.checkpoints is None else self.checkpoints.last_good()

@@ -10,11 +10,14 @@ from jaxtyping import Array, Float, Float32, Int
 Hidden = Float[Array, "R T width"]
 
 
-def next_token_weights(documents: Int[Array, "*batch T"]) -> Float32[Array, "*batch T"]:
-    """1 where the next token belongs to the same document, else 0.
+def next_token_weights(
+    documents: Int[Array, "*batch T"], weights: Float32[Array, "*batch T"] | None = None
+) -> Float32[Array, "*batch T"]:
+    """The weight of the next token where it belongs to the same document, else 0.
 
     Args:
         documents: Document id of each token.
+        weights: How much the prediction of each token counts; None: 1.
 
     Returns:
         The weight of each token's loss.
@@ -23,8 +26,9 @@ def next_token_weights(documents: Int[Array, "*batch T"]) -> Float32[Array, "*ba
         >>> next_token_weights(jnp.array([0, 0, 1, 1, 1])).tolist()
         [1.0, 0.0, 1.0, 1.0, 0.0]
     """
-    same = documents[..., 1:] == documents[..., :-1]
-    return jnp.pad(same.astype(jnp.float32), [(0, 0)] * (documents.ndim - 1) + [(0, 1)])
+    same = (documents[..., 1:] == documents[..., :-1]).astype(jnp.float32)
+    counts = same if weights is None else same * weights[..., 1:]
+    return jnp.pad(counts, [(0, 0)] * (documents.ndim - 1) + [(0, 1)])
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))

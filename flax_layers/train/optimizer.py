@@ -1,7 +1,10 @@
 """AdamW with warm-up, cosine decay and clipping: optax, put together."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+import difflib
+import fnmatch
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -76,6 +79,18 @@ def _decays(parameters: Mapping[str, jax.Array]) -> dict[str, bool]:
     """Marks the parameters that decay, by their paths."""
     names = {path: path.split(".") for path in parameters}
     return {path: parts[-1] in _DECAYING and "score_mod" not in parts for path, parts in names.items()}
+
+
+def trained_paths(paths: Collection[str], patterns: Sequence[str] | None) -> frozenset[str]:
+    """The paths that a pattern matches, as in a shell; None: all. Raises InputError if a pattern matches none."""
+    matched = set(paths if patterns is None else ())
+    for pattern in patterns or ():
+        if not (more := fnmatch.filter(paths, pattern)):
+            known = dict.fromkeys(re.sub(r"\.\d+\.", ".*.", path) for path in paths)
+            nearest = ", ".join(difflib.get_close_matches(pattern, known, cutoff=0))
+            raise InputError(f"`--train` must match parameters. {pattern!r} matches none. The nearest are {nearest}.")
+        matched.update(more)
+    return frozenset(matched)
 
 
 def _products() -> Callable[..., bool]:

@@ -69,9 +69,11 @@ def _add_data(group: argparse._ArgumentGroup) -> None:
         "--data",
         required=True,
         **many,
-        help="text files, .jsonl with a text in each line, token files (.npy, .bin), or folders of them",
+        help="text files, .jsonl with a text, a prompt and its completion, or a chat in each line, token files (.npy, "
+        ".bin), or folders of them",
     )
-    add("--field", default="text", help="of the objects in .jsonl files: their text")
+    add("--field", help="of .jsonl files: a text, or messages; None: messages, else prompt with completion, else text")
+    add("--weight-field", help="of .jsonl files: a number that multiplies the loss of the line")
     add("--held-out", **many, help="files of the same kinds, for the held-out loss")
     add(
         "--held-out-share",
@@ -105,6 +107,7 @@ def _add_training(group: argparse._ArgumentGroup) -> None:
     add(
         "--schedule-steps", type=_positive, help="length of the schedule; later steps keep its last rate; None: --steps"
     )
+    add("--train", nargs="+", metavar="PATTERN", help="of the parameters to train, as '*.attention.*'; None: all")
     add("--weight-decay", type=_factor, default=0.1, help="of AdamW, for kernels and embeddings")
     add("--clip", type=_rate, default=1.0, help="largest global norm of the gradient")
     add("--seed", type=int, default=0, help="of the weights and of the order of rows")
@@ -131,6 +134,7 @@ def _add_computation(group: argparse._ArgumentGroup) -> None:
 def _add_output(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     add("--output", type=pathlib.Path, default=pathlib.Path("train_output"), help="folder of the run")
+    add("--log-dir", type=pathlib.Path, help="folder of event files for TensorBoard; needs tensorboardX")
     add("--save-every", type=_count, default=500, help="steps between checkpoints; 0: only at the end")
     add("--keep", type=_positive, default=2, help="checkpoints that are kept")
     add("--evaluate-every", type=_count, default=100, help="steps between held-out losses; 0: at the end")

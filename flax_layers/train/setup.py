@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import functools
 import pathlib
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -20,8 +21,8 @@ from flax_layers.models.checkpoint.folders import check_replaceable
 from flax_layers.models.sharding import RULES, parameter_shardings
 from flax_layers.nnx import AlibiBias, RelativeBias
 from flax_layers.train import parallel
-from flax_layers.train.corpus import Batches
 from flax_layers.train.data import tokenizer_folder
+from flax_layers.train.dataset.corpus import Batches
 from flax_layers.train.errors import InputError
 from flax_layers.train.flops import measured_flops, peak_flops
 from flax_layers.train.optimizer import Recipe
@@ -111,18 +112,18 @@ def make_recipe(options: argparse.Namespace) -> Recipe:
 
 def make_trainer(
     options: argparse.Namespace, recipe: Recipe, config: ModelConfig, score_mod: MakeScoreMod | None, mesh: Mesh
-) -> Trainer:
-    """The model, from scratch or from a checkpoint, with its optimizer. Raises ValueError if it does not fit."""
+) -> tuple[Trainer, Callable[[], Decoder]]:
+    """The trainer, for which nothing is allocated yet, and a function that makes the model, from scratch or not."""
     common: dict[str, Any] = {"dtype": jnp.dtype(options.dtype), "implementation": options.implementation}
+    build = lambda: Decoder(config, score_mod=score_mod, rngs=nnx.Rngs(options.seed), **common)
     if options.model is None:
-        build = lambda: Decoder(config, score_mod=score_mod, rngs=nnx.Rngs(options.seed), **common)
-        model = create_model(build, mesh)
+        make_model = functools.partial(create_model, build, mesh)
     else:
-        model = from_pretrained(options.model, param_dtype=jnp.float32, mesh=mesh, **common)
+        make_model = functools.partial(from_pretrained, options.model, param_dtype=jnp.float32, mesh=mesh, **common)
     how = Computation(
         options.accumulate, options.remat, options.loss_chunk, options.context_strategy, options.context_order
     )
-    return Trainer(model, recipe, how, mesh=mesh)
+    return Trainer(nnx.eval_shape(build), recipe, how, mesh=mesh, trained=options.train), make_model
 
 
 def description(
@@ -140,6 +141,7 @@ def description(
     layers = sizes.pop("layers")
     model = {f"model.{name}": value for name, value in sizes.items()}
     model |= {"model.layers": len(layers), "attention of each layer": layers, "--bias": options.bias}
+    model["--train"] = options.train  # the optimizer has the moments of these alone
     return model, {
         "--batch": options.batch,
         "--length": options.length,

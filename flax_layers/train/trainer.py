@@ -3,8 +3,8 @@
 import dataclasses
 import functools
 import re
-from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -17,10 +17,10 @@ from flax_layers.models import Decoder, ModelConfig
 from flax_layers.models.checkpoint.optional import needs
 from flax_layers.models.sharding import RULES, Rules, parameter_shardings
 from flax_layers.train import parallel
-from flax_layers.train.corpus import Rows
+from flax_layers.train.dataset.corpus import Rows
 from flax_layers.train.errors import InputError
 from flax_layers.train.loss import next_token_weights, summed_cross_entropy
-from flax_layers.train.optimizer import REMAT, Recipe
+from flax_layers.train.optimizer import REMAT, Recipe, trained_paths
 from jflex import context_parallel
 from jflex.context_parallel import STRATEGIES
 
@@ -28,6 +28,8 @@ with needs("optax", "train"):
     import optax
 
 EMBEDDING = "embed.embedding"
+
+Value = TypeVar("Value")
 
 Parameters = dict[str, Array]
 """By their paths, as `blocks.0.mlp.up.kernel`."""
@@ -38,6 +40,7 @@ class PlacedRows(NamedTuple):
 
     tokens: Int32[Array, "*parts B T"]
     documents: Int32[Array, "*parts B T"]
+    weights: Float32[Array, "*parts B T"] | None = None
 
 
 class State(NamedTuple):
@@ -46,16 +49,16 @@ class State(NamedTuple):
     step: Int32[Array, ""]
     """Steps taken so far."""
     parameters: Parameters
-    """float32."""
+    """float32, with those that are not trained."""
     optimizer: Any
-    """The state of optax."""
+    """The state of optax, of the trained parameters."""
 
 
 class Metrics(NamedTuple):
     """Metrics of a step, before its update: arrays on the device that may not be ready yet."""
 
     loss: Float32[Array, ""]
-    """Nats for each scored token."""
+    """Nats for each scored token: their mean, by their weights."""
     gradient_norm: Float32[Array, ""]
     """Before clipping."""
     learning_rate: Float32[Array, ""]
@@ -96,15 +99,18 @@ class Trainer:
     """Trains a decoder on one device or on a mesh of them.
 
     Args:
-        model: With float32 parameters. The trainer donates them: use its `model()` afterwards.
+        model: With float32 parameters. The trainer donates them: use its `model()` afterwards. Of a model that
+            `nnx.eval_shape` made, nothing is allocated until `begin`, or a state that is set.
         recipe: The optimizer and its schedule.
         computation: How a step is computed.
         mesh: With the axes `data`, `fsdp` and `model`, and `context` to divide the tokens of rows. Default: the first
             device.
         rules: How parameters are sharded over it.
+        trained: Patterns of the paths of parameters that are trained, such as `*.attention.*`. The others have no
+            gradients and no moments. Default: all.
 
     Raises:
-        InputError: The parameters are narrower than float32, or the mesh lacks an axis.
+        InputError: The trained parameters are narrower than float32, the mesh lacks an axis, or a pattern matches none.
         ValueError: The mesh does not divide the model.
 
     Example:
@@ -128,6 +134,7 @@ class Trainer:
         *,
         mesh: Mesh | None = None,
         rules: Rules = RULES,
+        trained: Sequence[str] | None = None,
     ):
         self.config = model.config
         self._dtype = model.embed.dtype
@@ -141,26 +148,47 @@ class Trainer:
         self._context = parallel.context_of(self.mesh, computation.context_strategy, computation.context_order)
         self._form, variables = nnx.split(model)
         self._variables = [(path, leaf.replace(None)) for path, leaf in nnx.to_flat_state(variables)]
-        parameters = flat_parameters(variables)
-        _check_float32(parameters)
-        shardings = shardings_of(parameters, self.config, self.mesh, rules)
-        parameters = jax.device_put(parameters, shardings)
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), flat_parameters(variables))
+        self.trained = trained_paths(shapes, trained)
+        _check_float32(self._trained(shapes))
+        shardings = shardings_of(shapes, self.config, self.mesh, rules)
         optimizer = recipe.optimizer()
+        moments = jax.eval_shape(optimizer.init, self._trained(shapes))
         whole = parallel.placed(self.mesh)
         by_optimizer = optax.tree_map_params(
             optimizer,
             lambda _, sharding: sharding,
-            jax.eval_shape(optimizer.init, parameters),
-            shardings,
+            moments,
+            self._trained(shardings),
             transform_non_params=lambda _: whole,
         )
         self.shardings: Any = State._make((whole, shardings, by_optimizer))
-        with jax.numpy_dtype_promotion("standard"):
-            state = jax.jit(optimizer.init, out_shardings=by_optimizer)(parameters)
-        self.state = State(jax.device_put(jnp.int32(0), whole), parameters, state)
+        self.state: State = jax.tree.map(
+            lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+            State._make((jax.ShapeDtypeStruct((), jnp.int32), shapes, moments)),
+            self.shardings,
+        )
+        self._init = jax.jit(optimizer.init, out_shardings=by_optimizer)
         take = functools.partial(self._take_step, optimizer, recipe.schedule())
         self._step = jax.jit(take, donate_argnums=0, out_shardings=(self.shardings, whole))
         self._sums = jax.jit(self._loss_sums, out_shardings=whole)
+        if all(isinstance(x, jax.Array) for x in flat_parameters(variables).values()):
+            self.begin(model)
+
+    def begin(self, model: Decoder) -> None:
+        """Sets the state to that before the first step, with the parameters of a model."""
+        parameters = jax.device_put(flat_parameters(nnx.state(model)), self.shardings.parameters)
+        with jax.numpy_dtype_promotion("standard"):
+            optimizer = self._init(self._trained(parameters))
+        self.state = State(jax.device_put(jnp.int32(0), self.shardings.step), parameters, optimizer)
+
+    def compile(self, rows: int, length: int, *, has_weights: bool = False) -> jax.stages.Compiled:
+        """Compiles the step for batches of `rows`; `step` then compiles nothing. Nothing else is allocated."""
+        shape = (self.computation.accumulate, rows // self.computation.accumulate, length)
+        sharding = parallel.placed(self.mesh, None, parallel.ROWS[0])
+        dtypes = PlacedRows._make((np.int32, np.int32, np.float32 if has_weights else None))
+        batch = jax.tree.map(lambda dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding), dtypes)
+        return self._step.lower(self.state, batch).compile()
 
     def step(self, rows: Rows) -> Metrics:
         """Takes a step on a batch. It returns at once; reading the metrics waits for the device.
@@ -173,7 +201,7 @@ class Trainer:
         """
         parts = self.computation.accumulate
         self._check_rows(rows, parts)
-        split = Rows(*(array.reshape(parts, -1, array.shape[-1]) for array in rows))
+        split = jax.tree.map(lambda array: array.reshape(parts, -1, array.shape[-1]), rows)
         self.state, metrics = self._step(self.state, self._on_devices(split, None, parallel.ROWS[0]))
         return metrics
 
@@ -191,23 +219,11 @@ class Trainer:
             self._check_rows(rows, 1)
             sums.append(self._sums(self.state.parameters, self._on_devices(rows, parallel.ROWS[0])))
         total, count = np.sum([[float(part) for part in pair] for pair in sums], axis=0)
-        return float(total / max(count, 1.0))
+        return float(total / (count or 1.0))
 
     def model(self) -> Decoder:
         """The model with the current parameters; the next step invalidates them."""
         return self._merged(self.state.parameters)
-
-    def release_state(self) -> State:
-        """Frees the state before one is restored from a checkpoint: both at once may not fit into memory.
-
-        Returns:
-            Its shapes, dtypes and shardings.
-        """
-        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), self.state)
-        for array in jax.tree.leaves(self.state):
-            array.delete()
-        self.state = shapes
-        return shapes
 
     def _check_rows(self, rows: Rows, parts: int) -> None:
         count, shards = len(rows.tokens), parallel.row_shards(self.mesh)
@@ -218,42 +234,51 @@ class Trainer:
             )
         parallel.check_length(self.mesh, rows.tokens.shape[-1], self.computation.context_order)
 
+    def _trained(self, by_path: dict[str, Value]) -> dict[str, Value]:
+        return {path: value for path, value in by_path.items() if path in self.trained}
+
     def _merged(self, parameters: Parameters) -> Decoder:
         return _merged(self._form, self._variables, parameters)
 
     def _on_devices(self, rows: Rows, *spec: Any) -> PlacedRows:
         sharding = parallel.placed(self.mesh, *spec)
-        tokens, documents = (jax.device_put(np.asarray(array, np.int32), sharding) for array in rows)
-        return PlacedRows(tokens, documents)
+        dtypes = np.int32, np.int32, np.float32
+        arrays = [None if x is None else np.asarray(x, dtype) for x, dtype in zip(rows, dtypes, strict=True)]
+        return PlacedRows._make(jax.device_put(arrays, sharding))
 
     def _take_step(
         self, optimizer: optax.GradientTransformation, schedule: optax.Schedule, state: State, rows: PlacedRows
     ) -> tuple[State, Metrics]:
         """Compiled: gradients of all micro-batches, and one update."""
-        count = jnp.maximum(jnp.sum(next_token_weights(rows.documents)), 1)
-        part_loss = jax.value_and_grad(lambda parameters, part: self._loss_sums(parameters, part)[0] / count)
+        count = jnp.sum(next_token_weights(rows.documents, rows.weights))
+        count = jnp.where(count > 0, count, 1)
+        trained = self._trained(state.parameters)
+        shardings = self._trained(self.shardings.parameters)
+        part_loss = jax.value_and_grad(
+            lambda trained, part: self._loss_sums(state.parameters | trained, part)[0] / count
+        )
 
         def add(sums, part):
-            loss, gradients = part_loss(state.parameters, part)
-            gradients = _constrained(gradients, self.shardings.parameters)
+            loss, gradients = part_loss(trained, part)
+            gradients = _constrained(gradients, shardings)
             return jax.tree.map(jnp.add, sums, (loss, gradients)), None
 
         if self.computation.accumulate == 1:
-            loss, gradients = part_loss(state.parameters, jax.tree.map(lambda array: array[0], rows))
-            gradients = _constrained(gradients, self.shardings.parameters)
+            loss, gradients = part_loss(trained, jax.tree.map(lambda array: array[0], rows))
+            gradients = _constrained(gradients, shardings)
         else:
-            start = jnp.float32(0), jax.tree.map(jnp.zeros_like, state.parameters)
+            start = jnp.float32(0), jax.tree.map(jnp.zeros_like, trained)
             (loss, gradients), _ = jax.lax.scan(add, start, rows)
         with jax.numpy_dtype_promotion("standard"):  # optax mixes counts with floats
-            updates, optimizer_state = optimizer.update(gradients, state.optimizer, state.parameters)
-            parameters: Any = optax.apply_updates(state.parameters, updates)
+            updates, optimizer_state = optimizer.update(gradients, state.optimizer, trained)
+            updated: Any = optax.apply_updates(trained, updates)
             metrics = Metrics(loss, optax.tree.norm(gradients), jnp.float32(schedule(state.step)))
-        return State(state.step + 1, parameters, optimizer_state), metrics
+        return State(state.step + 1, state.parameters | updated, optimizer_state), metrics
 
     def _loss_sums(self, parameters: Parameters, rows: PlacedRows) -> tuple[Float32[Array, ""], Float32[Array, ""]]:
-        """Summed cross entropy of rows, and the number of scored tokens."""
+        """Summed cross entropy of rows, and the sum of the weights of their tokens."""
         model = self._merged(self._as_used(parameters))
-        weights = next_token_weights(rows.documents)
+        weights = next_token_weights(rows.documents, rows.weights)
         targets = jnp.roll(rows.tokens, -1, axis=1)
         tokens, targets, weights = map(self._divided, (rows.tokens, targets, weights))
         hidden = model.hidden(

@@ -30,10 +30,13 @@ def build(config: ModelConfig = CONFIG, dtype=jnp.float32) -> Decoder:
     return Decoder(config, dtype=dtype, score_mod=slopes, implementation="xla", rngs=nnx.Rngs(0))
 
 
-def trainer(mesh: str = "data=1", computation: Computation | None = None, config=CONFIG, dtype=jnp.float32) -> Trainer:
+def trainer(
+    mesh: str = "data=1", computation: Computation | None = None, config=CONFIG, dtype=jnp.float32, trained=None
+) -> Trainer:
     devices = make_mesh(parse_mesh(mesh))
     model = create_model(lambda: build(config, dtype), devices)
-    return Trainer(model, Recipe(steps=20, learning_rate=1e-2), computation or Computation(), mesh=devices)
+    recipe = Recipe(steps=20, learning_rate=1e-2)
+    return Trainer(model, recipe, computation or Computation(), mesh=devices, trained=trained)
 
 
 @contextlib.contextmanager

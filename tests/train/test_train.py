@@ -8,9 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
-from flax_layers.train import Computation, InputError, Rows, make_mesh, parse_mesh
+from flax_layers.train import Computation, InputError, Recipe, Trainer, create_model, make_mesh, parse_mesh
 from flax_layers.train.flops import multiplied_parameters, peak_flops, step_flops, visible_pairs
+from flax_layers.train.memory import Memory, step_memory
 from flax_layers.train.optimizer import REMAT
 from flax_layers.train.parallel import check_mesh
 from tests.cases import train_cases
@@ -78,7 +80,7 @@ def test_nothing_compiles_after_the_first_step():
 def test_a_step_gathers_no_keys_and_computes_in_bfloat16(mesh: str):
     """Over rows and heads, attention needs nothing of another device; parameters are gathered over `fsdp` alone."""
     trainer = train_cases.trainer(mesh, dtype=jnp.bfloat16)
-    text = compiled_step(trainer, batch()).as_text()
+    text = trainer.compile(*batch().tokens.shape).as_text()
     gathered = re.findall(r"= \(?(\w+\[[\d,]*\])\S*(?:, \S+\))? all-gather(?:-start)?\(", text)
     assert not [shape for shape in gathered if shape.startswith(("f32", "bf16")) and shape.count(",") > 1], gathered
     if "fsdp" not in mesh:
@@ -87,21 +89,81 @@ def test_a_step_gathers_no_keys_and_computes_in_bfloat16(mesh: str):
     assert {leaf.dtype for leaf in trainer.state.parameters.values()} == {jnp.dtype("float32")}
 
 
-def compiled_step(trainer, rows: Rows) -> Any:
-    return lowered_step(trainer, rows).compile()
-
-
-def lowered_step(trainer, rows: Rows) -> Any:
-    split = Rows(*(array[None] for array in rows))
-    return trainer._step.lower(trainer.state, trainer._on_devices(split, None, ("data", "fsdp")))
-
-
 @pytest.mark.full
 def test_the_state_is_updated_in_place():
     trainer = train_cases.trainer()
-    memory = compiled_step(trainer, batch()).memory_analysis()
+    memory = trainer.compile(*batch().tokens.shape).memory_analysis()
     held = sum(leaf.nbytes for leaf in jax.tree.leaves(trainer.state))
     assert memory.alias_size_in_bytes > 0.99 * held
+
+
+ATTENTION = ("*.attention.*",)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("mesh", ["data=1", MESH])
+def test_parameters_that_are_not_trained_stay_and_take_no_memory(mesh: str):
+    """The first gradient of the others is that of training all; clipping has no part in it."""
+    whole, some = train_cases.trainer(mesh), train_cases.trainer(mesh, trained=ATTENTION)
+    before = jax.tree.map(np.asarray, some.state.parameters)
+    memory = [step_memory(x, 8, 32) for x in (whole, some)]
+    moments = [x.state.optimizer[1][0].mu for x in (whole, some)]
+    assert set(moments[1]) == some.trained == {x for x in moments[0] if ".attention." in x}
+    assert sum(x.nbytes for x in jax.tree.leaves(some.state.optimizer)) < 0.5 * sum(
+        x.nbytes for x in jax.tree.leaves(whole.state.optimizer)
+    )
+    assert memory[1].parameters == memory[0].parameters
+    assert memory[1].total - memory[1].optimizer < memory[0].total - memory[0].optimizer - memory[1].gradients
+    for x in (whole, some):
+        assert float(x.step(batch()).loss) == pytest.approx(4.2, abs=0.2)
+    after, moments = some.state.parameters, [x.state.optimizer[1][0].mu for x in (whole, some)]
+    changed = {path for path, value in before.items() if np.any(value != after[path])}
+    assert changed == some.trained
+    scales = [np.linalg.norm([np.linalg.norm(x[path]) for path in some.trained]) for x in moments]
+    for path in some.trained:  # Adam's first moment is the gradient, scaled
+        np.testing.assert_allclose(moments[1][path] / scales[1], moments[0][path] / scales[0], atol=1e-5)
+
+
+@pytest.mark.parametrize("pattern", ["*.atention.*", "blocks.0.attention.query"])
+def test_a_pattern_that_matches_no_parameter(pattern: str):
+    with pytest.raises(InputError, match=rf"'{re.escape(pattern)}' matches none. .*blocks\.\*\.attention\."):
+        Trainer(nnx.eval_shape(train_cases.build), Recipe(1), trained=["*.mlp.*", pattern])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("mesh", "accumulate"), [("data=1", 1), (MESH, 2)])
+def test_memory_is_known_before_anything_is_allocated(mesh: str, accumulate: int):
+    """It is what XLA reports; and the program of the first step is compiled by then."""
+    devices = make_mesh(parse_mesh(mesh))
+    trainer = Trainer(nnx.eval_shape(train_cases.build), Recipe(9), Computation(accumulate), mesh=devices)
+    memory = step_memory(trainer, 8, 32)
+    assert not any(isinstance(x, jax.Array) for x in jax.tree.leaves(trainer.state))
+    compiled = trainer.compile(8, 32).memory_analysis()
+    trainer.begin(create_model(train_cases.build, devices))
+    with counted_compilations() as programs:
+        trainer.step(batch())
+    assert not programs
+    leaves = jax.tree.leaves((trainer.state.parameters, trainer.state.optimizer))
+    held = sum(x.addressable_shards[0].data.nbytes for x in leaves)
+    assert memory.parameters + memory.optimizer == held
+    rows = 2 * batch().tokens.size * 4 // (devices.shape["data"] * devices.shape["fsdp"])
+    assert compiled.argument_size_in_bytes == pytest.approx(held + rows, rel=0.01)
+    assert memory.total == pytest.approx(held + rows + compiled.temp_size_in_bytes, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("memory", "message"),
+    [
+        (Memory(4 << 30, 8 << 30, 4 << 30, 1 << 30, 15 << 30), r"18\.25 GB of 16\.11 GB .*Shard the parameters"),
+        (Memory(4 << 30, 8 << 30, 1 << 30, 4 << 30, 15 << 30), "18.*parameters 4.29 GB, .*Recompute more"),
+        (Memory(1 << 20, 1 << 20, 1 << 20, 1 << 30, 1 << 30), ".*gradients 1.0 MB, activations .*Recompute"),
+    ],
+)
+def test_a_run_that_does_not_fit_is_refused(memory: Memory, message: str):
+    with pytest.raises(InputError, match=f"The run would not fit into memory: {message}"):
+        memory.check()
+    memory._replace(capacity=None).check()
+    memory._replace(capacity=memory.total).check()
 
 
 @pytest.mark.full
@@ -115,6 +177,8 @@ def test_flops_count_what_is_multiplied_and_seen():
     shapes = {path: value.shape for path, value in train_cases.trainer().state.parameters.items()}
     multiplied = multiplied_parameters(shapes, CONFIG)
     assert multiplied == 2 * (16 * 32 * 2 + 16 * 16 * 2 + 3 * 16 * 32) + 16 * 64
+    frozen = multiplied_parameters(shapes, CONFIG, {path for path in shapes if ".mlp." not in path})
+    assert frozen == pytest.approx(multiplied - 2 * 3 * 16 * 32 / 3)
     pairs = visible_pairs(documents, 12) + visible_pairs(documents)
     assert step_flops(CONFIG, multiplied, documents) == 6 * multiplied * 12 + 12 * 4 * 8 * pairs
     assert peak_flops("NVIDIA H100 80GB HBM3") == 989e12

@@ -52,13 +52,14 @@ def test_an_error_ends_a_command_with_one_line(error: Exception):
 @pytest.mark.parametrize(
     ("command", "extra", "package"),
     [
-        *((train, "train", package) for package in ("grain", "matplotlib", "tqdm")),
+        *((train, "train", package) for package in ("grain", "matplotlib", "tensorboardX", "tqdm")),
         *((demo, "demo", package) for package in ("matplotlib", "tqdm")),
     ],
 )
 def test_packages_that_are_used_late_are_missed_early(monkeypatch, tmp_path, command, extra: str, package: str):
+    arguments = ["--data=none", f"--log-dir={tmp_path}"] if command is train else []
+    monkeypatch.setitem(sys.modules, "tensorboardX", sys)  # it may be absent
     monkeypatch.setitem(sys.modules, package, None)
-    arguments = ["--data=none"] if command is train else []
     with pytest.raises(
         ModuleNotFoundError,
         match=rf"`flax_layers\.{extra}` needs {package}: in a checkout, pip install -e '\.\[{extra}\]'",

@@ -19,7 +19,6 @@ from jflex import context_parallel
 from tests.cases import train_cases
 from tests.support.layer_flavours import FLAVOURS
 from tests.support.rows import tiers
-from tests.train.test_train import compiled_step, lowered_step
 from tests.train.test_train_runs import SMALL, losses_of
 
 pytestmark = [
@@ -85,7 +84,7 @@ def test_the_order_is_zigzag_unless_another_is_named(monkeypatch):
     monkeypatch.setattr(jflex, "context_parallel_attention", recorded)
     for how, order in ((Computation(), [0, 3, 1, 2]), (Computation(context_order="natural"), None)):
         seen.clear()
-        lowered_step(train_cases.trainer("context=2", how, CONFIG), batch())
+        train_cases.trainer("context=2", how, CONFIG).compile(*batch().tokens.shape)
         assert len(seen) >= len(CONFIG.layers)
         assert all(found == order for found in seen)
 
@@ -95,7 +94,7 @@ def test_the_order_is_zigzag_unless_another_is_named(monkeypatch):
 def test_a_step_sends_keys_alone_and_no_token_of_the_stream(name):
     """The order is taken of tokens that every device has, once; only attention sends along the axis of tokens."""
     mesh, strategy, *_ = RUNS[name]
-    text = compiled_step(trainer_of(name, jnp.bfloat16), batch()).as_text()
+    text = trainer_of(name, jnp.bfloat16).compile(*batch().tokens.shape).as_text()
     rows, context = parse_mesh(mesh)["data"], parse_mesh(mesh)["context"]
     sent = re.findall(r"= \(?(\w+\[[\d,]*\])\S*(?:, \S+\))? (all-gather|all-to-all|collective-permute)", text)
     of_stream = rf"\[{4 // rows},{LENGTH}(?:,{CONFIG.width})?\]|\[{4 // rows},{LENGTH // context},{CONFIG.width}\]"

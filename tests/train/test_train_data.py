@@ -13,11 +13,11 @@ import pytest
 
 from flax_layers.models import ModelConfig
 from flax_layers.train import Batches, Corpus, InputError, read_corpus
-from flax_layers.train.corpus import scan_tokens
 from flax_layers.train.data import document_end, make_batches, make_encoder, tokenizer_folder
+from flax_layers.train.dataset.corpus import scan_tokens
+from flax_layers.train.dataset.texts import ByteEncoder, Encoder, FolderEncoder
 from flax_layers.train.options import parse_options
 from flax_layers.train.setup import export_source, model_config, with_end_token
-from flax_layers.train.texts import ByteEncoder, Encoder, FolderEncoder
 from tests.cases import train_cases
 from tests.support.golden_models import ROOT
 
@@ -108,7 +108,9 @@ BAD_LINES = {
 @pytest.mark.parametrize("line", BAD_LINES)
 def test_bad_lines_of_a_jsonl(tmp_path, line):
     (tmp_path / "a.jsonl").write_text(f'{{"text": "fine"}}\n{line}\n')
-    with pytest.raises(InputError, match=rf"`--data` must hold an object with a string `text` in .* {BAD_LINES[line]}"):
+    with pytest.raises(
+        InputError, match=rf"`--data` must hold an object with .* a string `text` in .* {BAD_LINES[line]}"
+    ):
         read([tmp_path])
 
 
@@ -203,7 +205,7 @@ def test_an_empty_corpus_is_refused(texts):
 @pytest.mark.parametrize("option", ["--data", "--held-out"])
 def test_tokens_out_of_range_are_refused_at_once(tmp_path, monkeypatch, token: int, dtype, option: str):
     """Wherever they are, also where int32 would wrap around to a token of the vocabulary."""
-    monkeypatch.setattr("flax_layers.train.corpus._CHUNK", 4)
+    monkeypatch.setattr("flax_layers.train.dataset.corpus._CHUNK", 4)
     tokens = np.zeros(11, dtype)
     tokens[9] = token
     np.save(tmp_path / "a.npy", tokens[:9])
@@ -218,7 +220,7 @@ def test_tokens_out_of_range_are_refused_at_once(tmp_path, monkeypatch, token: i
 
 def test_a_fingerprint_tells_contents_apart(monkeypatch):
     """Those of every chunk, and where files end; not names and dtypes."""
-    monkeypatch.setattr("flax_layers.train.corpus._CHUNK", 4)
+    monkeypatch.setattr("flax_layers.train.dataset.corpus._CHUNK", 4)
 
     def fingerprint(*files: list[int], dtype: Any = np.uint16) -> str:
         return scan_tokens(["name"] * len(files), [np.array(file, dtype) for file in files], 256, "--data")

@@ -22,11 +22,11 @@ class StillTrainer:
 
     mesh = make_mesh(parse_mesh("data=1"))
 
-    def __init__(self, *_):
+    def __init__(self):
         self.state = State(jnp.int32(6), {"weight": jnp.zeros(2)}, {})
 
-    def release_state(self) -> State:
-        return self.state
+    def begin(self, model: None) -> None:
+        pass
 
 
 def save(run: Run) -> None:
@@ -37,7 +37,8 @@ def save(run: Run) -> None:
 @pytest.fixture
 def run(tmp_path, monkeypatch):
     """Runs the command without training: it compares, restores and saves."""
-    monkeypatch.setattr(train.setup, "make_trainer", StillTrainer)
+    monkeypatch.setattr(train.setup, "make_trainer", lambda *_: (StillTrainer(), lambda: None))
+    monkeypatch.setattr(train, "_introduce", lambda *_: None)
     monkeypatch.setattr(train, "_fit", save)
     monkeypatch.setattr(train, "_finish", lambda *_: None)
     write_text(tmp_path / "text")

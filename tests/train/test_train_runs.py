@@ -6,7 +6,8 @@ import re
 import signal
 import subprocess
 import sys
-from typing import Any
+import types
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +21,9 @@ from flax_layers.train.__main__ import main
 from flax_layers.train.checkpoints import Checkpoints
 from flax_layers.train.log import Log
 from flax_layers.train.options import parse_options
+from flax_layers.train.trainer import flat_parameters
 from tests.cases import train_cases
+from tests.support.golden_models import ROOT
 from tests.support.rows import tiers
 
 SMALL = (  # noqa: SIM905
@@ -177,6 +180,7 @@ def test_a_loss_that_is_nan_ends_the_run(tmp_path):
         (["--model=somewhere"], "`--model` says all sizes. Leave out `--sizes` and `--bias`"),
         (["--mesh=model=2", "--sizes=vocabulary=257"], r"(?s)does not divide .*embed\.embedding \[257, "),
         (["--export-dtype=float16"], "`--export-dtype` needs `--export`, the folder to write. Got float16"),
+        (["--train", "*.atention.*"], r"`--train` must match .* '\*\.atention\.\*' .*blocks\.\*\.attention\."),
         (["--peak-flops=many"], "`--peak-flops` must be a number, or `measure`. Got 'many'"),
     ],
 )
@@ -207,6 +211,47 @@ def test_a_checkpoint_of_hugging_face_is_trained_on_and_written(tmp_path):
     assert after.embed.embedding.dtype == jnp.bfloat16  # as it was
     change = np.abs(np.asarray(after.embed.embedding[...]) - np.asarray(from_pretrained(source).embed.embedding[...]))
     assert 1e-3 < change.max() < 0.1
+
+
+class Events:
+    """A stand-in for the writer of tensorboardX."""
+
+    written: ClassVar[list[tuple]] = []
+
+    def __init__(self, folder: str, purge_step: int):
+        self.written.append((folder, purge_step))
+
+    def add_scalar(self, name: str, value: float, step: int) -> None:
+        self.written.append((name, value, step))
+
+
+@pytest.mark.full
+def test_some_parameters_are_trained_on_answers(tmp_path, monkeypatch, capsys):
+    """The run resumes with their moments alone, and exports the whole model; TensorBoard gets the log."""
+    monkeypatch.setitem(sys.modules, "tensorboardX", types.SimpleNamespace(SummaryWriter=Events))
+    chat = [{"role": "user", "content": "who?"}, {"role": "assistant", "content": "all you need is attention"}]
+    (tmp_path / "a.jsonl").write_text(f"{json.dumps({'messages': chat})}\n" * 40)
+    arguments = [*SMALL, f"--data={tmp_path}/a.jsonl", f"--tokenizer={ROOT}/tokenizer", "--schedule-steps=6"]
+    arguments[1] += ",vocabulary=280"
+    some = ["--train", "*.attention.*", "norm.*"]
+    main([*arguments, f"--output={tmp_path}/whole", *some])
+    more = [f"--output={tmp_path}/two", f"--export={tmp_path}/new", f"--log-dir={tmp_path}/events"]
+    main([*arguments, *more, *some, "--steps=4"])
+    with pytest.raises(InputError, match=r"--train: \['\*\.attention\.\*', 'norm\.\*'\] in .*, None in this"):
+        main([*arguments, *more, "--accept-changes"])
+    main([*arguments, *more, *some])
+    assert losses_of(tmp_path / "two") == losses_of(tmp_path / "whole")
+    printed = capsys.readouterr().out
+    assert re.search(r"M of them trained, float32, .* rows of 32 tokens to train on\n\d+\.\d% of the tokens", printed)
+    assert re.search(r"Memory: \d+\.\d MB on each device: parameters \d+\.\d MB, optimizer .*, activations ", printed)
+    steps = [step for name, _, step in (x for x in Events.written if len(x) == 3) if name == "loss"]
+    assert steps == [1, 2, 3, 4, 5, 6]
+    assert [x[1] for x in Events.written if x[0] == f"{tmp_path}/events"] == [1, 5]
+    assert ("held_out_loss", 6) in {(x[0], x[2]) for x in Events.written if len(x) == 3}
+    exported = flat_parameters(nnx.state(from_pretrained(tmp_path / "new")))
+    main([*arguments, f"--output={tmp_path}/none", f"--export={tmp_path}/first", "--learning-rate=1e-30", "--steps=1"])
+    for path, value in flat_parameters(nnx.state(from_pretrained(tmp_path / "first"))).items():
+        assert np.array_equal(value, exported[path]) == (".attention." not in path and path != "norm.scale"), path
 
 
 @pytest.mark.full
@@ -278,19 +323,6 @@ def test_parameters_of_a_narrow_dtype_are_refused():
     model = Decoder(train_cases.CONFIG, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
     with pytest.raises(InputError, match=r"must have float32 parameters to train. Got bfloat16. Pass `param_dtype"):
         Trainer(model, Recipe(steps=1))
-
-
-@pytest.mark.full
-def test_a_restored_state_takes_the_place_of_the_first(tmp_path):
-    run = small_run(tmp_path, plan=Plan(1, save_every=1))
-    run.finish()
-    before = jax.tree.leaves(run.trainer.state)
-    expected = float(run.trainer.state.parameters["norm.scale"].sum())
-    like = run.trainer.release_state()
-    assert all(array.is_deleted() for array in before)
-    run.trainer.state = run.checkpoints.restore(like)
-    assert float(run.trainer.state.parameters["norm.scale"].sum()) == expected
-    assert jax.tree.map(lambda x: x.sharding, run.trainer.state) == jax.tree.map(lambda x: x.sharding, like)
 
 
 @pytest.mark.full

@@ -4,6 +4,7 @@ Templates come with checkpoints, so they run in a sandbox.
 """
 
 import datetime
+import functools
 import json
 from collections.abc import Mapping
 from typing import Any, NoReturn
@@ -17,8 +18,10 @@ import jinja2.sandbox
 import jinja2.utils
 
 
-def render(source: str, origin: str, values: Mapping[str, object]) -> str:
+def render(source: str, origin: str, values: Mapping[str, object], marks: tuple[str, str] = ("", "")) -> str:
     """Renders a chat. `origin` is the name and the file of the template, for messages.
+
+    `marks` are written before and after the text of each `{% generation %}` block.
 
     Raises:
         ValueError: The template is not valid, or it refuses the messages.
@@ -29,7 +32,7 @@ def render(source: str, origin: str, values: Mapping[str, object]) -> str:
         '<user><assistant>'
     """
     try:
-        compiled = _environment().from_string(source)
+        compiled = _compiled(source, marks)
     except jinja2.TemplateSyntaxError as error:
         raise ValueError(
             f"`template` must be valid jinja2. Line {error.lineno} of {origin}: {(error.message or '').rstrip('.')}. "
@@ -42,14 +45,16 @@ def render(source: str, origin: str, values: Mapping[str, object]) -> str:
 
 
 class _GenerationBlock(jinja2.ext.Extension):
-    """`{% generation %}` marks the text of the assistant for training; here it only renders its body."""
+    """`{% generation %}` marks the text of the assistant for training: its body is rendered between marks."""
 
     tags = {"generation"}  # noqa: RUF012  as jinja2 declares it
 
     def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
         lineno = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return jinja2.nodes.Scope(body, lineno=lineno)
+        marks = getattr(self.environment, "generation_marks")  # noqa: B009  jinja2 adds it
+        before, after = (jinja2.nodes.Output([jinja2.nodes.TemplateData(mark)]) for mark in marks)
+        return jinja2.nodes.Scope([before, *body, after], lineno=lineno)
 
 
 class _Dict:
@@ -100,12 +105,14 @@ def _strftime_now(format: str) -> str:
     return datetime.datetime.now().strftime(format)
 
 
-def _environment() -> jinja2.Environment:
+@functools.lru_cache(16)  # a corpus of chats renders one template many times
+def _compiled(source: str, marks: tuple[str, str]) -> jinja2.Template:
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, jinja2.ext.loopcontrols]
     )
+    environment.extend(generation_marks=marks)
     environment.filters["tojson"] = _to_json
     environment.globals |= {
         "raise_exception": _raise_exception, "strftime_now": _strftime_now, "dict": _Dict(), "namespace": _Namespace,
     }  # fmt: skip
-    return environment
+    return environment.from_string(source)

@@ -26,6 +26,9 @@ def _byte_names() -> dict[str, int]:
     return {chr(byte if byte in shown else 256 + hidden.index(byte)): byte for byte in range(256)}
 
 
+TEMPLATE_ERRORS = (ValueError, TypeError, LookupError, ArithmeticError, AttributeError, RecursionError)
+"""Errors that a checkpoint's template raises for messages that it was not written for."""
+
 BYTE_NAMES = _byte_names()
 """The byte of each character in byte-level tokens, whose bytes have the names that GPT-2 gave them."""
 
@@ -95,6 +98,16 @@ class Tokenizer:
         [encoding] = self._tokenizer.encode_batch_fast([text], add_special_tokens=special_tokens)
         return np.asarray(encoding.ids, np.int32)
 
+    def encode_spans(self, text: str, *, special_tokens: bool = True) -> tuple[Int32[np.ndarray, " T"], np.ndarray]:
+        """Encodes text as `encode`; also the characters of each token, as `[begin, end)`. Added ones have none."""
+        [encoding] = self._tokenizer.encode_batch([text], add_special_tokens=special_tokens)
+        return np.asarray(encoding.ids, np.int32), np.asarray(encoding.offsets, np.int64).reshape(-1, 2)
+
+    @functools.cached_property
+    def added_tokens(self) -> tuple[str, ...]:
+        """The texts of tokens that no merge makes, such as `<|im_end|>`."""
+        return tuple(token.content for token in self._tokenizer.get_added_tokens_decoder().values())
+
     def decode(self, tokens: Iterable[int], *, special_tokens: bool = False) -> str:
         """Decodes token ids to text, which shows special tokens if `special_tokens` is set."""
         return self._tokenizer.decode([int(token) for token in tokens], skip_special_tokens=not special_tokens)
@@ -139,6 +152,7 @@ class Tokenizer:
         *,
         add_generation_prompt: bool = True,
         template: str = "default",
+        generation_marks: tuple[str, str] = ("", ""),
         **values: object,
     ) -> str:
         """Renders a chat with a chat template. Encode the text with `special_tokens=False`.
@@ -149,6 +163,7 @@ class Tokenizer:
             messages: The messages, in order.
             add_generation_prompt: Whether to append the beginning of the answer.
             template: Name of the chat template.
+            generation_marks: Texts to put around each `{% generation %}` block of the template.
             values: Other variables of the template, such as `tools`.
 
         Raises:
@@ -166,7 +181,7 @@ class Tokenizer:
             "messages": messages, "add_generation_prompt": add_generation_prompt,
         }  # fmt: skip
         origin = f"{template!r} in {self._template_paths[template]}"
-        return chat_template.render(self.chat_templates[template], origin, values)
+        return chat_template.render(self.chat_templates[template], origin, values, generation_marks)
 
 
 def _content(token: str | Mapping[str, str]) -> str:

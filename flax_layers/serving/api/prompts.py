@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 from flax_layers.models.checkpoint.optional import needs
-from flax_layers.models.checkpoint.tokenizer import BYTE_NAMES
+from flax_layers.models.checkpoint.tokenizer import BYTE_NAMES, TEMPLATE_ERRORS
 from flax_layers.serving.api.answers import ServedTokenizer
 from flax_layers.serving.api.transport import ApiError, Json
 
@@ -20,9 +20,6 @@ LONG_BODY = 1 << 18
 
 LONG_BYTES = 1 << 26
 """Bytes of all long bodies that are read or wait for it, at most; a single one may have more."""
-
-_TEMPLATE_ERRORS = (ValueError, TypeError, LookupError, ArithmeticError, AttributeError, RecursionError)
-"""Errors that a checkpoint's template raises for messages that it was not written for."""
 
 _CONTRACTION = 4
 """Code points that NFC and NFKC make one at most: no canonical decomposition is longer."""
@@ -104,7 +101,7 @@ class Prompts:
         """Renders a chat. Raises ApiError 400 if the messages do not fit the chat template."""
         try:
             return self._tokenizer.chat(messages, **values)
-        except _TEMPLATE_ERRORS as error:
+        except TEMPLATE_ERRORS as error:
             raise ApiError(400, f"`messages` do not fit the chat template of the model. {error}") from error
 
 

@@ -1,6 +1,5 @@
 """Texts to train on: which files are taken, and what is refused."""
 
-import json
 import pathlib
 import warnings
 from collections.abc import Iterator, Sequence
@@ -55,23 +54,23 @@ class FolderEncoder:
     """
 
     def __init__(self, folder: pathlib.Path):
-        self._tokenizer = Tokenizer(folder)
+        self.tokenizer = Tokenizer(folder)
         self.folder = folder
-        name = self._tokenizer.special_tokens.get("eos_token")
-        self.end_token = None if name is None else self._tokenizer.token_id(name)
+        name = self.tokenizer.special_tokens.get("eos_token")
+        self.end_token = None if name is None else self.tokenizer.token_id(name)
 
     @property
     def vocabulary(self) -> int:
         """Number of tokens."""
-        return self._tokenizer.vocabulary
+        return self.tokenizer.vocabulary
 
     def encode(self, text: bytes) -> Tokens:
         """Returns the tokens of a text in UTF-8."""
-        return self._tokenizer.encode(text.decode()).astype(np.uint32)
+        return self.tokenizer.encode(text.decode()).astype(np.uint32)
 
     def text(self, token: int) -> str:
         """Returns the text of a token, also of a special one."""
-        return self._tokenizer.decode([token], special_tokens=True)
+        return self.tokenizer.decode([token], special_tokens=True)
 
 
 LINES = ".jsonl"
@@ -119,19 +118,13 @@ def _files_in(folder: pathlib.Path, option: str) -> list[pathlib.Path]:
     return taken
 
 
-def read_texts(path: pathlib.Path, field: str, option: str) -> Iterator[bytes]:
-    """Yields the texts in a file, in UTF-8: a `.jsonl` holds an object in each line, with the text in `field`.
-
-    Raises InputError if the file is no text in UTF-8, or a line has no text. `option` named the file.
-    """
+def read_text(path: pathlib.Path, option: str) -> bytes:
+    """Returns the text of a file, in UTF-8. Raises InputError if it is none; `option` named the file."""
     if path.suffix.lower() in _RECORDS:
         raise InputError(
             f"`{option}` must hold text, {LINES} or token files. Got {path}, all of whose syntax would be learned. "
-            f'Write its texts to a {LINES}, one object such as {{"{field}": "..."}} in each line; or rename it to .txt.'
+            f'Write its texts to a {LINES}, one object such as {{"text": "..."}} in each line; or rename it to .txt.'
         )
-    if path.suffix.lower() == LINES:
-        yield from _read_lines(path, field, option)
-        return
     text = path.read_bytes()
     try:
         text.decode()
@@ -143,33 +136,4 @@ def read_texts(path: pathlib.Path, field: str, option: str) -> Iterator[bytes]:
             f"`{option}` must hold text in UTF-8, {LINES} or token files ({', '.join(TOKEN_FILES)}). Got {path}: "
             f"{wrong}. Unpack it, or write its texts to a {LINES}."
         )
-    yield text
-
-
-def _read_lines(path: pathlib.Path, field: str, option: str) -> Iterator[bytes]:
-    with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
-            try:
-                record = json.loads(line)
-                text = record.get(field) if isinstance(record, dict) else None
-                wrong = None if isinstance(text, str) else _described(record)
-                encoded = text.encode() if isinstance(text, str) else b""
-            except ValueError as error:
-                encoded, wrong = b"", str(error)
-            if wrong is not None:
-                raise InputError(
-                    f"`{option}` must hold an object with a string `{field}` in each line. Got {wrong} in line "
-                    f"{number} of {path}. Correct it, or name another field with `--field`."
-                )
-            yield encoded
-
-
-def _described(record: object) -> str:
-    """The contents of a line without a text, for messages."""
-    if not isinstance(record, dict):
-        return type(record).__name__
-    return (
-        f"an object with {', '.join(f'{name} ({type(value).__name__})' for name, value in record.items()) or 'nothing'}"
-    )
+    return text

@@ -8,12 +8,14 @@ import pathlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+import jax
 import numpy as np
-from jaxtyping import Int, Int32
+from jaxtyping import Float32, Int, Int32
 
 from flax_layers.models.checkpoint.optional import needs
+from flax_layers.train.dataset.lines import Document, Lines, ended
+from flax_layers.train.dataset.texts import LINES, TOKEN_FILES, Encoder, files_of, read_text
 from flax_layers.train.errors import InputError
-from flax_layers.train.texts import TOKEN_FILES, Encoder, files_of, read_texts
 
 if TYPE_CHECKING:
     import grain
@@ -26,13 +28,16 @@ class Rows(NamedTuple):
     """Token ids."""
     documents: Int[np.ndarray, "B T"]
     """Document ids within each row, not decreasing along it."""
+    weights: Float32[np.ndarray, "B T"] | None = None
+    """How much the prediction of each token counts; None: 1. The loss is the weighted mean over all rows of a step."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Corpus:
     """Tokens of all files, one after the other, read on demand.
 
-    A document ends where its file ends, and after each end token. `read_corpus` checks tokens; this class does not.
+    A document ends where its file ends, and after each end token; with weights, only at `starts`, since it may be a
+    chat of many turns. `read_corpus` checks tokens; this class does not.
 
     Attributes:
         files: Their tokens; those of token files are memory-mapped.
@@ -40,6 +45,7 @@ class Corpus:
         option: Of the command line that named the files, for messages.
         fingerprint: Of all tokens, and of where documents begin.
         starts: Where further documents begin, as lines of a .jsonl: indices of tokens, increasing.
+        weights: The weight of each token of each file; empty if all count 1.
 
     Example:
         >>> corpus = Corpus((np.array([5, 9, 6]), np.array([7, 8])), end_token=9)
@@ -53,6 +59,7 @@ class Corpus:
     option: str = "--data"
     fingerprint: str = ""
     starts: Int[np.ndarray, " documents"] = dataclasses.field(default_factory=lambda: np.zeros(0, np.int64))
+    weights: tuple[Float32[np.ndarray, " tokens"], ...] = ()
 
     @functools.cached_property
     def _starts(self) -> Int[np.ndarray, " files+1"]:
@@ -74,19 +81,24 @@ class Corpus:
             The tokens, and their document ids.
         """
         end = begin + length
-        first, last = np.searchsorted(self._starts, [begin, end - 1], side="right") - 1
-        parts = [
-            self.files[file][max(begin - start, 0) : end - start]
-            for file, start in enumerate(self._starts[first : last + 1].tolist(), first)
-        ]
-        tokens = np.concatenate(parts).astype(np.int32)
+        tokens = self._cut(self.files, begin, end).astype(np.int32)
         starts = np.zeros(length, bool)
-        if self.end_token is not None:
+        if self.end_token is not None and not self.weights:
             starts[1:] = tokens[:-1] == self.end_token
-        starts[self._starts[first + 1 : last + 1] - begin] = True
-        starts[self.starts[slice(*np.searchsorted(self.starts, [begin, end]))] - begin] = True
+        for known in (self._starts, self.starts):
+            starts[known[slice(*np.searchsorted(known, [begin, end]))] - begin] = True
         starts[0] = False
         return tokens, np.cumsum(starts, dtype=np.int32)
+
+    def row_weights(self, begin: int, length: int) -> Float32[np.ndarray, " T"] | None:
+        """The weights of a row of tokens; None if all tokens of the corpus count 1."""
+        return self._cut(self.weights, begin, begin + length) if self.weights else None
+
+    def _cut(self, arrays: Sequence[np.ndarray], begin: int, end: int) -> np.ndarray:
+        """Joins what arrays, one for each file, hold of a range of tokens."""
+        first, last = np.searchsorted(self._starts, [begin, end - 1], side="right") - 1
+        starts = enumerate(self._starts[first : last + 1].tolist(), int(first))
+        return np.concatenate([arrays[file][max(begin - start, 0) : end - start] for file, start in starts])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,12 +152,14 @@ class Batches:
             missing = self.batch - len(rows.tokens)
             alone = np.tile(np.arange(self.length, dtype=np.int32), (missing, 1))  # each token its own document
             empty = np.zeros((missing, self.length), np.int32)
-            batches.append(Rows(np.concatenate([rows.tokens, empty]), np.concatenate([rows.documents, alone])))
+            padding = Rows(empty, alone, None if rows.weights is None else empty.astype(np.float32))
+            batches.append(jax.tree.map(lambda *parts: np.concatenate(parts), rows, padding))
         return batches
 
     def _stack(self, chosen: Sequence[int]) -> Rows:
-        rows = [self.corpus.row(row * self.length, self.length) for row in chosen]
-        return Rows(*(np.stack(column) for column in zip(*rows, strict=True)))
+        ranges = [(row * self.length, self.length) for row in chosen]
+        rows = [Rows(*self.corpus.row(*x), self.corpus.row_weights(*x)) for x in ranges]
+        return jax.tree.map(lambda *column: np.stack(column), *rows)
 
 
 def read_corpus(
@@ -155,51 +169,68 @@ def read_corpus(
     vocabulary: int,
     end_token: int | None = None,
     token_dtype: str = "uint16",
-    field: str = "text",
+    field: str | None = None,
+    weight_field: str | None = None,
     option: str = "--data",
 ) -> Corpus:
     """Reads files of text and tokens, and checks all tokens.
 
-    `.npy` and `.bin` hold tokens and are memory-mapped. A `.jsonl` holds a text in each line. All other files are text
-    in UTF-8, each file one document. Texts are tokenized now.
+    `.npy` and `.bin` hold tokens and are memory-mapped. A `.jsonl` holds in each line a text, a prompt with its
+    completion, or a chat: of these only completions and answers are trained. All other files are text in UTF-8, each
+    file one document. Texts are tokenized now.
 
     Args:
-        paths: Files; or folders, of which files with the endings of `flax_layers.train.texts.ENDINGS` are taken, sorted
-            by name. A warning names the others.
+        paths: Files; or folders, of which files with the endings of `flax_layers.train.dataset.texts.ENDINGS` are
+            taken, sorted by name. A warning names the others.
         tokenizer: For text. Only token files need none.
         vocabulary: Tokens must lie below it.
         end_token: Ends a document. It is added to the end of each text that does not end with it.
         token_dtype: Of the tokens in `.bin` files.
-        field: Of the objects in `.jsonl` files: their text.
+        field: Of the objects in `.jsonl` files: their text or messages. None: `messages`, else `prompt` with
+            `completion`, else `text`.
+        weight_field: Of the objects in `.jsonl` files: a number that multiplies the loss of the line.
         option: Of the command line that named the files, for messages.
 
     Raises:
         InputError: A path does not exist, or a folder holds nothing that is taken; a token file does not hold one axis
-            of integers; a file is no text in UTF-8; a line of a `.jsonl` has no text; there is text and no tokenizer; a
-            token is not in the vocabulary.
+            of integers; a file is no text in UTF-8; a line of a `.jsonl` has none of them; there is text and no
+            tokenizer; a token is not in the vocabulary.
     """
-    names, files, starts, size = [], [], [], 0
+    names, files, weights, starts, size = [], [], [], [], 0
     for path in files_of(paths, option):
         if path.suffix.lower() in TOKEN_FILES:
-            parts = [_mapped(path, token_dtype, option)]
+            documents = [Document(_mapped(path, token_dtype, option))]
         elif tokenizer is None:
             raise InputError(
                 f"`--tokenizer` is required for text, as {path}: `bytes`, or a folder with a tokenizer.json."
             )
+        elif path.suffix.lower() == LINES:
+            documents = Lines(tokenizer, end_token, field, weight_field, option).read(path)
         else:
-            parts = [_encoded(text, tokenizer, end_token) for text in read_texts(path, field, option)]
-        parts = [part for part in parts if len(part)]
-        if parts:
-            ends = size + np.cumsum([len(part) for part in parts])
+            text = read_text(path, option)
+            documents = [Document(ended(tokenizer.encode(text), end_token))] if text else []
+        documents = [document for document in documents if len(document.tokens)]
+        if documents:
+            ends = size + np.cumsum([len(document.tokens) for document in documents])
+            names.append(str(path))
+            parts = [document.tokens for document in documents]
+            files.append(parts[0] if len(parts) == 1 else np.concatenate(parts))
+            counts = [np.broadcast_to(np.float32(1), len(x)) if w is None else w for x, w in documents]
+            weights.append(None if all(x.weights is None for x in documents) else np.concatenate(counts))
             starts.append(ends[:-1])
             size = int(ends[-1])
-            names.append(str(path))
-            files.append(parts[0] if len(parts) == 1 else np.concatenate(parts))
     within = np.concatenate([np.zeros(0, np.int64), *starts])
     fingerprint = scan_tokens(names, files, vocabulary, option)
-    if len(within):
-        fingerprint = hashlib.blake2b(fingerprint.encode() + within.astype("<u8").tobytes(), digest_size=16).hexdigest()
-    return Corpus(tuple(files), end_token, option, fingerprint, within)
+    hashed = within.astype("<u8").tobytes() + b"".join(x.tobytes() for x in weights if x is not None)
+    if hashed:
+        fingerprint = hashlib.blake2b(fingerprint.encode() + hashed, digest_size=16).hexdigest()
+    if all(x is None for x in weights):
+        return Corpus(tuple(files), end_token, option, fingerprint, within)
+    begins = np.cumsum([0, *map(len, files)])
+    for n in (n for n, known in enumerate(weights) if known is None):
+        weights[n] = np.broadcast_to(np.float32(1), len(files[n]))
+        starts.append(begins[n] + 1 + np.flatnonzero(files[n][:-1] == end_token))  # as without weights
+    return Corpus(tuple(files), end_token, option, fingerprint, np.unique(np.concatenate(starts)), tuple(weights))
 
 
 def _mapped(path: pathlib.Path, token_dtype: str, option: str) -> np.ndarray:
@@ -222,13 +253,6 @@ def _mapped(path: pathlib.Path, token_dtype: str, option: str) -> np.ndarray:
             f"{tokens.shape} in {path}."
         )
     return tokens
-
-
-def _encoded(text: bytes, tokenizer: Encoder, end_token: int | None) -> np.ndarray:
-    tokens = tokenizer.encode(text) if text else np.zeros(0, np.uint32)
-    if end_token is None or not len(tokens) or tokens[-1] == end_token:
-        return tokens
-    return np.append(tokens, np.uint32(end_token))
 
 
 Tokens = Int[np.ndarray, " tokens"]

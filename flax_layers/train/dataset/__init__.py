@@ -1,0 +1,1 @@
+"""Training data: files, documents, and rows of them."""
