@@ -17,6 +17,7 @@ from flax_layers.generate.generation import Generation, Speed, generate
 from flax_layers.generate.sequences import KINDS
 from flax_layers.models import Tokenizer
 from flax_layers.models.cache_dtype import CACHE_DTYPES
+from flax_layers.models.eight_bit_weights import WEIGHT_DTYPES
 from flax_layers.sampling import Sampling
 
 DTYPES = ("bfloat16", "float16", "float32")
@@ -44,6 +45,7 @@ def parser() -> argparse.ArgumentParser:
     add("--cache", choices=list(KINDS), default="dense", help="cache of keys and values; default: dense")
     add("--cache-dtype", choices=CACHE_DTYPES, help="of keys and values with --cache paged; default: the model's")
     add("--dtype", choices=DTYPES, help="default: bfloat16 on a GPU, float32 on a CPU")
+    add("--weight-dtype", choices=WEIGHT_DTYPES, help="of the layers' projections; default: that of --dtype")
     add("--implementation", metavar="NAME", help="jflex backend; default: jflex chooses")
     return reader
 
@@ -70,7 +72,8 @@ def begin(options: argparse.Namespace, stdin: TextIO) -> tuple[Loaded, Generatio
     check_max_tokens(options.max_tokens)
     check_cache(options.cache, options.cache_dtype)  # before gigabytes are read
     texts = texts_of(options, stdin)
-    loaded = load(options.model, options.dtype and jnp.dtype(options.dtype), options.implementation)
+    dtype = options.dtype and jnp.dtype(options.dtype)
+    loaded = load(options.model, dtype, options.implementation, weight_dtype=options.weight_dtype)
     prompts = [tokens_of(loaded.tokenizer, text, chat=options.chat) for text in texts]
     return loaded, generate(
         loaded.model, prompts, max_tokens=options.max_tokens, sampling=sampling, cache=options.cache,

@@ -9,7 +9,7 @@ from flax.typing import Dtype
 from jax.sharding import Mesh
 
 import jflex
-from flax_layers.models import Decoder, ModelConfig, Tokenizer, from_pretrained, fuse_projections
+from flax_layers.models import Decoder, ModelConfig, Tokenizer, from_pretrained, fuse_projections, quantize_weights
 from flax_layers.models.checkpoint.folders import read_optional_json, recover, remedy_of_missing
 
 
@@ -32,16 +32,18 @@ def load(
     implementation: str | tuple[str, ...] | None = None,
     mesh: Mesh | None = None,
     attention_config: jflex.Config | None = None,
+    weight_dtype: str | None = None,
 ) -> Loaded:
     """Reads model, tokenizer and stop tokens. On one device, the projections of the model are fused.
 
     Without a `dtype` of parameters and computation, it is `default_dtype()`; without a `mesh`, parameters are on JAX's
-    default device. `attention_config` is as for `Decoder`.
+    default device. `attention_config` is as for `Decoder`. With a `weight_dtype`, projections are rounded to it by
+    `quantize_weights`.
 
     Raises:
         FileNotFoundError: The folder, or a required file in it, does not exist.
         CheckpointError: A file cannot be read.
-        ValueError: The mesh does not divide the parameters.
+        ValueError: The mesh does not divide the parameters, or there are a mesh and a `weight_dtype`.
     """
     folder = pathlib.Path(folder)
     recover(folder)
@@ -55,6 +57,8 @@ def load(
     model = from_pretrained(folder, dtype=dtype or default_dtype(), mesh=mesh, **options)
     if mesh is None:
         fuse_projections(model)
+    if weight_dtype is not None:
+        quantize_weights(model, weight_dtype)
     return Loaded(model, tokenizer, stop_tokens(folder, model.config))
 
 

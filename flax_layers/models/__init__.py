@@ -6,6 +6,7 @@ from flax_layers.models.checkpoint.folders import CheckpointError
 from flax_layers.models.checkpoint.tokenizer import Tokenizer
 from flax_layers.models.config import ExpertsConfig, LatentConfig, LayerConfig, ModelConfig
 from flax_layers.models.decoder import Decoder
+from flax_layers.models.eight_bit_weights import quantize_weights
 from flax_layers.models.fused import fuse_projections
 from flax_layers.models.sharding import RULES, parameter_shardings
 from flax_layers.models.text_stream import TextStream
@@ -24,5 +25,6 @@ __all__ = [
     "from_pretrained",
     "fuse_projections",
     "parameter_shardings",
+    "quantize_weights",
     "save_pretrained",
 ]

@@ -92,11 +92,15 @@ def _check(name: str, part: object) -> None:
             f"`{name}` must be an nnx.Linear in each layer of `model`. Got {type(part).__name__}. Call "
             "`fuse_projections` once, and merge adapters into the kernels first."
         )
-    kernel = part.kernel[...]
+    check_one_device(part.kernel[...], "fuse_projections")
+
+
+def check_one_device(kernel: Array, function: str) -> None:
+    """Raises ValueError for a kernel on several devices, which the named function does not take."""
     if not isinstance(kernel, Tracer) and len(kernel.sharding.device_set) > 1:
         raise ValueError(
             "`model` must be on one device: a mesh divides each projection by heads or hidden features. Leave "
-            "`fuse_projections` out."
+            f"`{function}` out."
         )
 
 

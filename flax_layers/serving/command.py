@@ -25,6 +25,7 @@ from flax_layers.models import Decoder
 from flax_layers.models.cache_dtype import CACHE_DTYPES, check_cache_dtype
 from flax_layers.models.checkpoint.folders import read_optional_json
 from flax_layers.models.checkpoint.optional import check_installed
+from flax_layers.models.eight_bit_weights import WEIGHT_DTYPES, quantize_weights
 from flax_layers.sampling import Sampling
 from flax_layers.serving.api.answers import ServedTokenizer
 from flax_layers.serving.demo_model import FILE, ByteTokenizer, demo_model
@@ -94,6 +95,12 @@ def parser() -> argparse.ArgumentParser:
     add("--max-body", type=float, default=4.0, metavar="MIB", help="of a request; default: 4")
     add("--grace", type=float, default=30.0, metavar="S", help="requests go on for so long at the end; default: 30")
     add("--dtype", choices=DTYPES, help="of parameters and computation; default: bfloat16, on a CPU float32")
+    add(
+        "--weight-dtype",
+        choices=WEIGHT_DTYPES,
+        help="of the layers' projections; default: that of --dtype. Eight bits halve what a decoding step reads; see "
+        "the docs for their error",
+    )
     add("--implementation", metavar="NAME", help="the jflex backend; default: the first that can run here")
     add("--openai-defaults", action="store_true", help="sample by OpenAI's defaults, not by generation_config.json")
     add("--no-constraints", action="store_true", help="refuse JSON schemas and the like, and do without llguidance")
@@ -172,6 +179,11 @@ def begin(options: argparse.Namespace) -> tuple[tuple[str, ...], socket.socket]:
             "`--batch-invariant` needs one device: the order in which an all-reduce adds may depend on the place of a "
             f"token. Got {options.devices}. Leave one of them out."
         )
+    if options.weight_dtype is not None and options.devices > 1:
+        raise ValueError(
+            f"`--weight-dtype` needs one device: shards of a projection have no scales. Got {options.devices}. Leave "
+            "one of them out."
+        )
     if options.sinks is not None and options.streaming_window is None:
         raise ValueError(f"`--sinks` needs `--streaming-window`, the last tokens. Got {options.sinks}. Set both.")
     _sizes(options, num_pages=2 if options.num_pages is None else options.num_pages)
@@ -190,11 +202,13 @@ def load_served(options: argparse.Namespace, mesh: Mesh | None = None) -> Model:
         if options.dtype not in (None, "float32"):
             raise ValueError(f"`--dtype` must be float32 for the demo's model. Got {options.dtype}. Leave it out.")
         model = demo_model(FILE, options.implementation, say, attention)
+        if options.weight_dtype is not None:
+            quantize_weights(model, options.weight_dtype)
         options.context = DEMO_CONTEXT if options.context is None else options.context
         return Model(options.name or "jflex-demo", model, ByteTokenizer(), (), {})
     sampling = {} if options.openai_defaults else sampling_defaults(options.model)
     dtype = options.dtype and jnp.dtype(options.dtype)
-    loaded = load(options.model, dtype, options.implementation, mesh, attention)
+    loaded = load(options.model, dtype, options.implementation, mesh, attention, options.weight_dtype)
     name = options.name or options.model.resolve().name
     return Model(name, loaded.model, loaded.tokenizer, loaded.stop_tokens, sampling)
 

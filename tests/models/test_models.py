@@ -20,8 +20,10 @@ from flax_layers.models import (
     fuse_projections,
     mods,
     parameter_shardings,
+    quantize_weights,
     save_pretrained,
 )
+from flax_layers.models.eight_bit_weights import EightBitLinear
 from flax_layers.models.fused import is_fused
 from flax_layers.rotary_scaling import LinearScaling
 from tests.support.golden_models import (
@@ -282,3 +284,50 @@ def test_a_model_on_a_mesh_stays_as_it_is():
     ):
         fuse_projections(model)
     assert not is_fused(model)
+
+
+# --- weights of eight bits
+
+
+@tiers({"name": ["qwen2"]}, {"name": ["gemma3", "gpt_oss", "deepseek_v3"]})
+@pytest.mark.parametrize("name", ["qwen2", "gemma3", "gpt_oss", "deepseek_v3"])
+def test_logits_are_those_of_rounded_weights(name):
+    """Of families with biases (Qwen2), experts, norms of heads and latent attention; fused projections are the same."""
+    tokens, wide, model, fused_one = expected(name)["tokens"], load(name), load(name), load(name)
+    quantize_weights(model)
+    rounded = {path: part for path, part in nnx.iter_modules(model.blocks) if isinstance(part, EightBitLinear)}
+    assert len(rounded) >= 6 * len(model.blocks)
+    parts = dict(nnx.iter_modules(wide.blocks))
+    for path, part in rounded.items():
+        kernel, scale = np.asarray(parts[path].kernel[...]), np.asarray(part.scale[...])[..., None, :]
+        stored = np.asarray(part.kernel[...])
+        assert stored.dtype == jnp.float8_e4m3fn
+        error = np.abs(kernel / scale - stored.astype(np.float32))  # half of a unit in the last of 3 bits
+        assert np.all(error <= np.maximum(np.abs(kernel / scale) * 2**-4, 2**-10) * 1.001)
+        parts[path].kernel.set_value(jnp.asarray(stored.astype(np.float32) * scale))
+    right = np.asarray(logits_of(wide, tokens))
+    np.testing.assert_allclose(logits_of(model, tokens), right, rtol=1e-4, atol=1e-5 * np.abs(right).max())
+    fuse_projections(fused_one)
+    quantize_weights(fused_one)
+    np.testing.assert_allclose(logits_of(fused_one, tokens), right, rtol=1e-4, atol=1e-5 * np.abs(right).max())
+
+
+def quantized():
+    model = small()
+    quantize_weights(model)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("provoke", "message"),
+    [
+        (lambda folder: quantize_weights(quantized()), r"must be an nnx\.Linear in each layer .* Got EightBitLinear"),
+        (lambda folder: quantize_weights(small(), "int4"), "`dtype` of weights must be one of float8_e4m3fn, or None"),
+        (lambda folder: fuse_projections(quantized()), r"must be an nnx\.Linear in each layer .* Got EightBitLinear"),
+        (lambda folder: save_pretrained(quantized(), folder), "`model` must not have weights of eight bits"),
+    ],
+)
+def test_models_with_weights_of_eight_bits_are_refused(provoke, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        provoke(tmp_path / "model")
+    assert not (tmp_path / "model").exists()

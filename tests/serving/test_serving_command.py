@@ -75,6 +75,10 @@ ERRORS = {
     "no keys": (("--api-key-file", os.devnull), "`--api-key-file` must hold a key .* /dev/null holds none"),
     "no text": (("--api-key-file", sys.executable), "`--api-key-file` must be a text file .*: It is not UTF-8"),
     "cache dtype": (("--cache-dtype", "fp8"), "argument --cache-dtype: invalid choice: 'fp8' .*int8.*float8_e5m2"),
+    "weight dtype": (
+        ("--weight-dtype", "float8_e4m3fn", "--devices", "2"),
+        "`--weight-dtype` needs one device: .* Got 2",
+    ),
     "devices": (("--devices", "9"), "`--devices` must be from 1 to 8, the devices that JAX finds. Got 9"),
     "one of three": (("--processes", "2"), "`--coordinator`, `--processes` and `--process` must be passed together"),
     "process": (
@@ -159,6 +163,13 @@ def test_sizes_of_the_cache(name, bytes_of_number, folder):
     assert engine.options.cache_dtype == name
     assert engine._executor._state.cache.k.dtype == (name or "float32")
     assert engine_options(read("--num-pages", "7"), model.decoder).num_pages == 7
+
+
+def test_weights_of_eight_bits(folder):
+    """Of a checkpoint and of the demo's model."""
+    for words in (("--model", str(folder)), ()):
+        decoder = load_served(read(*words, "--weight-dtype", "float8_e4m3fn")).decoder
+        assert decoder.blocks[0].attention.out.kernel[...].dtype == "float8_e4m3fn"
 
 
 def test_the_cache_of_streaming(folder):

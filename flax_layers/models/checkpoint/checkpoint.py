@@ -25,6 +25,7 @@ from flax_layers.models.checkpoint.tensor_files import TensorFiles, write_files
 from flax_layers.models.checkpoint.tensor_names import TOP_MODULES, Tensor, pieces_of, tensors_of
 from flax_layers.models.config import ModelConfig
 from flax_layers.models.decoder import Decoder
+from flax_layers.models.eight_bit_weights import is_quantized
 from flax_layers.models.fused import is_fused
 from flax_layers.models.sharding import RULES, Rules, parameter_shardings
 
@@ -172,7 +173,7 @@ def save_pretrained(
 
     Raises:
         CheckpointError: `folder` holds files that do not belong to a checkpoint, or a number is too large for `dtype`.
-        ValueError: The format of the family cannot describe the model, or its projections are fused.
+        ValueError: The format of the family cannot describe the model, or its projections are fused or have eight bits.
         OSError: A file cannot be written.
     """
     folder = pathlib.Path(folder)
@@ -180,6 +181,11 @@ def save_pretrained(
         raise ValueError(
             "`model` must not have fused projections: files hold each projection by itself. Save the model before "
             "`fuse_projections`."
+        )
+    if is_quantized(model):
+        raise ValueError(
+            "`model` must not have weights of eight bits: files hold them as they were. Save the model before "
+            "`quantize_weights`."
         )
     raw = write_config(model.config)
     values = {".".join(map(str, path)): leaf[...] for path, leaf in nnx.to_flat_state(nnx.state(model, nnx.Param))}

@@ -1,0 +1,124 @@
+"""Weights of eight bits, for inference: half the bytes that a decoding step reads."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from flax.typing import Dtype
+from jaxtyping import Array, Float
+
+from flax_layers.models.decoder import Decoder
+from flax_layers.models.fused import check_one_device
+from flax_layers.nnx import MultiHeadLatentAttention
+
+WEIGHT_DTYPES = ("float8_e4m3fn",)
+
+
+class EightBitLinear(nnx.Module):
+    """A projection whose kernel has eight bits, with a scale for each output.
+
+    The product takes the kernel as it is widened, and its accumulated result times the scales: XLA does all three in
+    one GEMM, so that memory gives eight bits a weight.
+
+    Args:
+        linear: The projection whose kernel is rounded. Experts are stacked along leading axes.
+        dtype: Of the kernel.
+    """
+
+    def __init__(self, linear: nnx.Linear, dtype: Dtype):
+        kernel, scale = _rounded(linear.kernel[...], jnp.dtype(dtype))
+        self.kernel, self.scale, self.bias = nnx.Param(kernel), nnx.Param(scale), linear.bias
+        self.dtype: Dtype = linear.dtype or linear.param_dtype
+        self.param_dtype, self.out_features = linear.param_dtype, linear.out_features
+
+    def __call__(self, inputs: Float[Array, "*batch inputs"]) -> Float[Array, "*batch outputs"]:
+        """Returns the projection."""
+        inputs = inputs.astype(self.dtype)
+        contraction = (((inputs.ndim - 1,), (0,)), ((), ()))
+        kernel = self.kernel[...].astype(self.dtype)
+        products = jax.lax.dot_general(inputs, kernel, contraction, preferred_element_type=jnp.float32)
+        products *= self.scale[...].reshape(*[1] * (inputs.ndim - 1), -1)
+        if self.bias is not None:
+            products += self.bias[...].astype(jnp.float32).reshape(*[1] * (inputs.ndim - 1), -1)
+        return products.astype(self.dtype)
+
+
+@functools.partial(jax.jit, static_argnames="dtype")
+def _rounded(kernel: Float[Array, "*experts inputs outputs"], dtype: Dtype) -> tuple[Array, Array]:
+    """A kernel in a dtype of eight bits, and the scale of each output, which its largest weight decides."""
+    wide = kernel.astype(jnp.float32)
+    largest = jnp.max(jnp.abs(wide), axis=-2)
+    scale = jnp.where(largest == 0, 1.0, largest / jnp.finfo(dtype).max.astype(jnp.float32))
+    return (wide / scale[..., None, :]).astype(dtype), scale
+
+
+def check_weight_dtype(name: str | None) -> None:
+    """Raises ValueError for a name that is neither None nor one of `WEIGHT_DTYPES`."""
+    if name is not None and name not in WEIGHT_DTYPES:
+        raise ValueError(
+            f"`dtype` of weights must be one of {', '.join(WEIGHT_DTYPES)}, or None for the dtype of the model. Got "
+            f"{name!r}."
+        )
+
+
+def quantize_weights(model: Decoder, dtype: str = "float8_e4m3fn") -> None:
+    """Rounds the projections of all layers to eight bits, with a scale for each output.
+
+    In place, for inference on one device, one projection after the other: the old kernels are dropped. Embeddings, the
+    output projection of the model, routers, norms and biases stay as they are, as in checkpoints of eight bits; so
+    does the up-projection of latent attention, which decoding absorbs into queries.
+
+    Args:
+        model: Its projections may be fused; see `fuse_projections`.
+        dtype: Of the kernels, one of `WEIGHT_DTYPES`.
+
+    Raises:
+        ValueError: There is no such dtype, the model is on several devices, or one of the projections is no
+            `nnx.Linear`, because it has eight bits already, or an adapter.
+
+    Example:
+        >>> from flax_layers.models import LayerConfig, ModelConfig
+        >>> config = ModelConfig(
+        ...     vocabulary=64, width=16, mlp_width=32, num_heads=2, num_kv_heads=1, head_dim=8,
+        ...     layers=(LayerConfig(),), max_positions=64,
+        ... )
+        >>> model = Decoder(config, rngs=nnx.Rngs(0))
+        >>> quantize_weights(model)
+        >>> up = model.blocks[0].mlp.up
+        >>> print(up.kernel[...].dtype, up.scale.shape)
+        float8_e4m3fn (32,)
+    """
+    check_weight_dtype(dtype)
+    places: dict[
+        int, tuple[nnx.Linear, list[tuple[nnx.Module, str]]]
+    ] = {}  # of each projection; fused ones have several
+    for _, owner in nnx.iter_modules(model.blocks):
+        for name, part in vars(owner).items():
+            if not isinstance(part, (nnx.Linear, nnx.LoRALinear, EightBitLinear)):
+                continue
+            if not (name == "up" and isinstance(owner, MultiHeadLatentAttention)):
+                places.setdefault(id(part), (_checked(name, part), []))[1].append((owner, name))
+    while places:  # a kernel is dropped before the next one is rounded
+        _, (linear, owners) = places.popitem()
+        rounded = EightBitLinear(linear, dtype)
+        for owner, name in owners:
+            setattr(owner, name, rounded)
+
+
+def is_quantized(model: nnx.Module) -> bool:
+    """Tests whether `quantize_weights` was called."""
+    return any(isinstance(module, EightBitLinear) for _, module in nnx.iter_modules(model))
+
+
+def _checked(name: str, part: nnx.Linear | nnx.LoRALinear | EightBitLinear) -> nnx.Linear:
+    """The projection. Raises ValueError for one that cannot be rounded, before anything is changed."""
+    if not isinstance(part, nnx.Linear) or isinstance(part, nnx.LoRALinear):
+        raise ValueError(
+            f"`{name}` must be an nnx.Linear in each layer of `model`. Got {type(part).__name__}. Call "
+            "`quantize_weights` once, and merge adapters into the kernels first."
+        )
+    check_one_device(part.kernel[...], "quantize_weights")
+    return part
