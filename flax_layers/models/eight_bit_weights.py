@@ -25,7 +25,7 @@ class EightBitLinear(nnx.Module):
 
     Args:
         linear: The projection whose kernel is rounded. Experts are stacked along leading axes.
-        dtype: Of the kernel.
+        dtype: A dtype of eight bits, for the kernel.
     """
 
     def __init__(self, linear: nnx.Linear, dtype: Dtype):
@@ -73,7 +73,7 @@ def quantize_weights(model: Decoder, dtype: str = "float8_e4m3fn") -> None:
 
     Args:
         model: Its projections may be fused; see `fuse_projections`.
-        dtype: Of the kernels, one of `WEIGHT_DTYPES`.
+        dtype: Dtype of the kernels, one of `WEIGHT_DTYPES`.
 
     Raises:
         ValueError: There is no such dtype, the model is on several devices, or one of the projections is no
@@ -103,9 +103,9 @@ def quantize_weights(model: Decoder, dtype: str = "float8_e4m3fn") -> None:
                 places.setdefault(id(part), (_checked(name, part), []))[1].append((owner, name))
     while places:  # a kernel is dropped before the next one is rounded
         _, (linear, owners) = places.popitem()
-        rounded = EightBitLinear(linear, dtype)
+        projection = EightBitLinear(linear, dtype)
         for owner, name in owners:
-            setattr(owner, name, rounded)
+            setattr(owner, name, projection)
 
 
 def is_quantized(model: nnx.Module) -> bool:

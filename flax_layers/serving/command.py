@@ -81,12 +81,7 @@ def parser() -> argparse.ArgumentParser:
     )
     room.add_argument("--num-pages", type=int, metavar="N", help="of the cache, instead of --memory")
     add("--page-size", type=int, default=64, metavar="N", help="tokens in a page; default: 64")
-    add(
-        "--cache-dtype",
-        choices=CACHE_DTYPES,
-        help="of keys and values in the KV cache, as vLLM's --kv-cache-dtype; default: that of the model. Eight bits "
-        "hold about twice the tokens of bfloat16; see the docs for their error",
-    )
+    _add_dtypes(add)
     add("--context", type=int, metavar="N", help=f"tokens of a text; default: the model's, of the demo {DEMO_CONTEXT}")
     add("--streaming-window", type=int, metavar="W", help="texts attend to W last tokens and --sinks first ones alone")
     add("--sinks", type=int, metavar="N", help="first tokens that stay visible with --streaming-window; default: 4")
@@ -94,13 +89,6 @@ def parser() -> argparse.ArgumentParser:
     add("--batch-invariant", action="store_true", help="the same bits whatever else runs; see the docs for the cost")
     add("--max-body", type=float, default=4.0, metavar="MIB", help="of a request; default: 4")
     add("--grace", type=float, default=30.0, metavar="S", help="requests go on for so long at the end; default: 30")
-    add("--dtype", choices=DTYPES, help="of parameters and computation; default: bfloat16, on a CPU float32")
-    add(
-        "--weight-dtype",
-        choices=WEIGHT_DTYPES,
-        help="of the layers' projections; default: that of --dtype. Eight bits halve what a decoding step reads; see "
-        "the docs for their error",
-    )
     add("--implementation", metavar="NAME", help="the jflex backend; default: the first that can run here")
     add("--openai-defaults", action="store_true", help="sample by OpenAI's defaults, not by generation_config.json")
     add("--no-constraints", action="store_true", help="refuse JSON schemas and the like, and do without llguidance")
@@ -111,6 +99,22 @@ def parser() -> argparse.ArgumentParser:
     add("--no-warm-up", action="store_true", help="compile programs when they are needed, not ahead")
     add("--compilation-cache", type=pathlib.Path, metavar="FOLDER", help="keeps compiled programs for the next start")
     return reader
+
+
+def _add_dtypes(add: Callable[..., object]) -> None:
+    add("--dtype", choices=DTYPES, help="of parameters and computation; default: bfloat16, on a CPU float32")
+    add(
+        "--weight-dtype",
+        choices=WEIGHT_DTYPES,
+        help="of the layers' projections; default: that of --dtype. Eight bits halve what a decoding step reads; see "
+        "the docs for their error",
+    )
+    add(
+        "--cache-dtype",
+        choices=CACHE_DTYPES,
+        help="of keys and values in the KV cache, as vLLM's --kv-cache-dtype; default: that of the model. Eight bits "
+        "hold about twice the tokens of bfloat16; see the docs for their error",
+    )
 
 
 def _add_access(add: Callable[..., object]) -> None:

@@ -163,8 +163,8 @@ class EngineOptions:
         (961, 1700, 300)
         """
         lower = max((size for size in self.tokens if size <= before + count), default=0)
-        rest = before + count - lower
-        is_less = lower >= _COMPUTE_BOUND and before < lower and 0 < rest <= lower // 2 and not self.draft_tokens
+        beyond = before + count - lower
+        is_less = lower >= _COMPUTE_BOUND and before < lower and 0 < beyond <= lower // 2 and not self.draft_tokens
         return lower - before if is_less else count
 
     def context_of(self, config: ModelConfig) -> int:
