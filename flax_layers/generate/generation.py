@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import functools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Literal, NamedTuple
 
@@ -17,17 +16,14 @@ from flax import nnx
 from jaxtyping import Array, Int32
 
 from flax_layers.generate.batch import Batch, check_batch, check_cache
-from flax_layers.generate.sequences import KINDS, PagedSequences, Sequences
-from flax_layers.generate.steps import NO_TOKEN, Rules, State, prefill, write_chunk
+from flax_layers.generate.sequences import MakeSequences, empty_sequences
+from flax_layers.generate.steps import NO_TOKEN, Programs, Rules, State, make_programs
 from flax_layers.models import Decoder
 from flax_layers.models.cache_dtype import check_cache_dtype
 from flax_layers.sampling import Sampling, SamplingBatch
 
 FinishReason = Literal["stop", "length"]
 """`stop`: a stop token was generated. `length`: `max_tokens` or the model's last position was reached."""
-
-MakeSequences = Callable[[Decoder, int, int], Sequences]
-"""Takes a model, the number of sequences, and the capacity of each."""
 
 Tokens = Int32[np.ndarray, "B steps"]
 
@@ -189,17 +185,19 @@ class Generation(Iterator[Piece]):
     ) -> Iterator[Piece]:
         """Continues some rows until they end, or need more than `limit` positions."""
         batch = self._batch.continued(rows, self._tokens, limit)
-        graph, parameters = nnx.split(model)
+        graph, variables = nnx.split(model)
+        parameters, form = jax.tree.flatten(variables)
+        programs = make_programs(graph, form)
         tokens, counts = map(jnp.asarray, batch.padded(limit))
-        sequences = empty(model, len(counts), batch.room(max_tokens, limit))
+        room = batch.room(max_tokens, limit)
         rules = Rules(
             SamplingBatch.from_requests(batch.sampling),
             jnp.asarray(batch.max_tokens, jnp.int32),
             jnp.asarray(batch.stop_tokens, jnp.int32),
         )
-        self._compile(prefill, graph, parameters, sequences, tokens, counts, rules)
+        self._compile(programs, programs.prefill, parameters, tokens, counts, rules, empty=empty, room=room)
         started = time.perf_counter()
-        state = prefill(graph, parameters, sequences, tokens, counts, rules)
+        state = programs.prefill(parameters, tokens, counts, rules, empty=empty, room=room)
         first = np.asarray(state.token)[:, None]
         self.speed.prefill_seconds += time.perf_counter() - started
         self.speed.prompt_tokens += sum(map(len, batch.prompts))
@@ -207,8 +205,8 @@ class Generation(Iterator[Piece]):
         remaining = dict(zip(rows, batch.max_tokens, strict=True))
         yield from self._take(remaining, first)
         if any(remaining.values()):
-            self._compile(write_chunk, graph, parameters, state, rules, steps=chunk)
-            write = lambda state: write_chunk(graph, parameters, state, rules, steps=chunk)
+            self._compile(programs, programs.write_chunk, parameters, state, rules, steps=chunk)
+            write = lambda state: programs.write_chunk(parameters, state, rules, steps=chunk)
             yield from self._decode(write, state, remaining, chunk)
 
     def _decode(
@@ -248,10 +246,12 @@ class Generation(Iterator[Piece]):
         self._tokens[row] += tokens
         return Piece(row, tokens, self._reasons[row])
 
-    def _compile(self, program: jax.stages.Wrapped, *arguments: object, **options: object) -> None:
-        """Compiles ahead of time, to measure it. The call that follows takes the program from JAX's cache."""
+    def _compile(
+        self, programs: Programs, program: jax.stages.Wrapped, *arguments: object, **options: Hashable
+    ) -> None:
+        """Compiles ahead of time, to measure it."""
         started = time.perf_counter()
-        program.lower(*arguments, **options).compile()
+        programs.compile(program, *arguments, **options)
         self.speed.compile_seconds += time.perf_counter() - started
 
 
@@ -308,5 +308,4 @@ def generate(
     check_cache_dtype(cache_dtype, model)
     if chunk < 1:
         raise ValueError(f"`chunk` must be at least 1. Got {chunk}. The default is {CHUNK}.")
-    empty = KINDS[cache].empty if cache_dtype is None else functools.partial(PagedSequences.empty, dtype=cache_dtype)
-    return Generation(model, batch, empty, max_tokens, chunk)
+    return Generation(model, batch, empty_sequences(cache, cache_dtype), max_tokens, chunk)

@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -97,3 +99,12 @@ Sequences = DenseSequences | PagedSequences
 
 KINDS: dict[str, type[DenseSequences] | type[PagedSequences]] = {"dense": DenseSequences, "paged": PagedSequences}
 """The kinds of sequences, by the name of their cache."""
+
+MakeSequences = Callable[[Decoder, int, int], Sequences]
+"""Takes a model, the number of sequences, and the capacity of each."""
+
+
+@functools.cache
+def empty_sequences(kind: str, dtype: Dtype | None = None) -> MakeSequences:
+    """The constructor of empty sequences; the same object for the same arguments, as a static argument must be."""
+    return KINDS[kind].empty if dtype is None else functools.partial(PagedSequences.empty, dtype=dtype)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Hashable
+from collections.abc import Sequence as Items
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Int, Int32
 
-from flax_layers.compiler_options import DECODING
-from flax_layers.generate.sequences import Sequences
+from flax_layers.compiler_options import DECODING, PROMPTS
+from flax_layers.generate.sequences import MakeSequences, Sequences
 from flax_layers.models import Decoder
 from flax_layers.sampling import SamplingBatch, sample
 
@@ -41,48 +43,85 @@ class State:
     ended: Bool[Array, " B"]  # True for each complete sequence
 
 
-@functools.partial(jax.jit, static_argnames="graph", donate_argnames="sequences")
-def prefill(
-    graph: nnx.GraphDef[Decoder],
-    parameters: nnx.State,
-    sequences: Sequences,
-    prompts: Int[Array, "B T"],
-    counts: Int32[Array, " B"],
-    rules: Rules,
-) -> State:
-    """Reads prompts, padded to one length, and samples the first token of each sequence.
+class Programs:
+    """The programs of models of one form: `prefill` and `write_chunk`, jitted functions of a list of parameters.
 
-    `sequences` must be empty; they are donated. `counts` are the lengths of the prompts.
+    Graph definition and form are not arguments of the programs, because `jax.jit` would hash and flatten them in each
+    call.
     """
-    logits, sequences = sequences.read(nnx.merge(graph, parameters), prompts, counts)
-    begun = jnp.zeros(counts.shape, jnp.int32)
-    return _choose(logits, State(sequences, begun, begun, begun > 0), rules)
+
+    def __init__(self, graph: nnx.GraphDef[Decoder], form: Hashable):
+        self._graph, self._form = graph, form
+        self._known: set[Hashable] = set()
+        self.prefill = jax.jit(self._prefill, static_argnames=("empty", "room"), compiler_options=PROMPTS)
+        self.write_chunk = jax.jit(
+            self._write_chunk, static_argnames="steps", donate_argnames="state", compiler_options=DECODING
+        )
+
+    def compile(self, program: jax.stages.Wrapped, *arguments: object, **options: Hashable) -> None:
+        """Compiles a program ahead of time, once for each set of shapes. A call takes it from JAX's cache.
+
+        To lower a program again, only to find that it is there, takes longer than a prompt: 40 ms with 32 layers.
+        """
+        leaves, form = jax.tree.flatten(arguments)
+        key = program, form, tuple((x.shape, x.dtype) for x in leaves), *options.items()
+        if key not in self._known:
+            program.lower(*arguments, **options).compile()
+            self._known.add(key)
+
+    def _model(self, parameters: Items[Array]) -> Decoder:
+        return nnx.merge(self._graph, jax.tree.unflatten(self._form, parameters))
+
+    def _prefill(
+        self,
+        parameters: Items[Array],
+        prompts: Int[Array, "B T"],
+        counts: Int32[Array, " B"],
+        rules: Rules,
+        *,
+        empty: MakeSequences,
+        room: int,
+    ) -> State:
+        """Reads prompts, padded to one length, and samples the first token of each sequence.
+
+        `counts` are the lengths of the prompts. The caches, with `room` tokens for each, are made here, because a call
+        of `jnp.zeros` for each of a layer delays the first kernel.
+        """
+        model = self._model(parameters)
+        logits, sequences = empty(model, len(counts), room).read(model, prompts, counts)
+        begun = jnp.zeros(counts.shape, jnp.int32)
+        return _choose(logits, State(sequences, begun, begun, begun > 0), rules)
+
+    def _write_chunk(
+        self, parameters: Items[Array], state: State, rules: Rules, *, steps: int
+    ) -> tuple[State, Int32[Array, "B steps"]]:
+        """Runs `steps` decoding steps. A sequence that has ended does not change.
+
+        The number of steps is static, also after all sequences have ended. With a condition that it computes, XLA waits
+        for the GPU after each step, and the call returns when its last step is launched: 5.2 ms a step of the shape of
+        Llama 3 8B at batch 1, and 4.6 ms so (H200, JAX 0.11.2).
+
+        Returns:
+            The new state, which replaces the donated one, and the sampled tokens; `NO_TOKEN` where a sequence had
+            ended.
+        """
+        model = self._model(parameters)
+
+        def advance(step: Array, carry: tuple[State, Array]) -> tuple[State, Array]:
+            state, chunk = carry
+            going = (~state.ended).astype(jnp.int32)
+            logits, sequences = state.sequences.read(model, state.token[:, None], going)
+            state = _choose(logits, dataclasses.replace(state, sequences=sequences), rules)
+            return state, chunk.at[:, step].set(state.token)
+
+        chunk = jnp.full((state.token.shape[0], steps), NO_TOKEN, jnp.int32)
+        return jax.lax.fori_loop(0, steps, advance, (state, chunk))
 
 
-@functools.partial(jax.jit, static_argnames=("graph", "steps"), donate_argnames="state", compiler_options=DECODING)
-def write_chunk(
-    graph: nnx.GraphDef[Decoder], parameters: nnx.State, state: State, rules: Rules, *, steps: int
-) -> tuple[State, Int32[Array, "B steps"]]:
-    """Runs `steps` decoding steps. A sequence that has ended does not change.
-
-    The number of steps is static, also after all sequences have ended. With a condition that it computes, XLA waits
-    for the GPU after each step, and the call returns when its last step is launched: 5.2 ms a step of the shape of
-    Llama 3 8B at batch 1, and 4.6 ms so (H200, JAX 0.11.2).
-
-    Returns:
-        The new state, which replaces the donated one, and the sampled tokens; `NO_TOKEN` where a sequence had ended.
-    """
-    model = nnx.merge(graph, parameters)
-
-    def advance(step: Array, carry: tuple[State, Array]) -> tuple[State, Array]:
-        state, chunk = carry
-        going = (~state.ended).astype(jnp.int32)
-        logits, sequences = state.sequences.read(model, state.token[:, None], going)
-        state = _choose(logits, dataclasses.replace(state, sequences=sequences), rules)
-        return state, chunk.at[:, step].set(state.token)
-
-    chunk = jnp.full((state.token.shape[0], steps), NO_TOKEN, jnp.int32)
-    return jax.lax.fori_loop(0, steps, advance, (state, chunk))
+@functools.cache
+def make_programs(graph: nnx.GraphDef[Decoder], form: Hashable) -> Programs:
+    """The programs of a model, by its graph definition and by `form`, the tree definition of its state."""
+    return Programs(graph, form)
 
 
 def _choose(logits: Array, state: State, rules: Rules) -> State:

@@ -8,11 +8,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
+from jaxtyping import Array
 
 from flax_layers.generate import Sampling, generate
 from flax_layers.generate.batch import bucket
 from flax_layers.generate.sequences import KINDS
-from flax_layers.generate.steps import Rules, State, write_chunk
+from flax_layers.generate.steps import Programs, Rules, State, make_programs
 from flax_layers.models import Decoder
 from flax_layers.sampling import SamplingBatch
 from tests.cases.engine_cases import model as small_model
@@ -125,6 +126,12 @@ def test_buckets():
     assert all(n <= bucket(n) <= 1.5 * n for n in range(12, 5000))
 
 
+def programs_of(model: Decoder) -> tuple[Programs, list[Array]]:
+    graph, variables = nnx.split(model)
+    parameters, form = jax.tree.flatten(variables)
+    return make_programs(graph, form), parameters
+
+
 def state_of(model: Decoder, cache: str, room: int) -> tuple[State, Rules]:
     zeros = jnp.zeros(2, jnp.int32)
     rules = Rules(SamplingBatch(), jnp.full(2, 9, jnp.int32), jnp.zeros(1, jnp.int32))
@@ -136,9 +143,9 @@ def state_of(model: Decoder, cache: str, room: int) -> tuple[State, Rules]:
 def test_the_cache_is_updated_in_place(cache):
     config = dataclasses.replace(SMALL, max_positions=1 << 14)
     large = Decoder(config, implementation="xla", rngs=nnx.Rngs(0))
-    graph, parameters = nnx.split(large)
+    programs, parameters = programs_of(large)
     state, rules = state_of(large, cache, 1 << 14)
-    memory = write_chunk.lower(graph, parameters, state, rules, steps=4).compile().memory_analysis()
+    memory = programs.write_chunk.lower(parameters, state, rules, steps=4).compile().memory_analysis()
     assert memory is not None
     held = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
     assert memory.alias_size_in_bytes > 0.99 * held
@@ -161,9 +168,9 @@ def attention_calls(jaxpr) -> list[list[str]]:
 
 def test_a_step_reads_only_the_window_of_a_dense_cache(model):
     """By the jaxpr of the compiled loop: the layer with a window gets the list of its blocks of 512 keys."""
-    graph, parameters = nnx.split(model)
+    programs, parameters = programs_of(model)
     state, rules = state_of(model, "dense", 512)
-    traced = write_chunk.trace(graph, parameters, state, rules, steps=4)
+    traced = programs.write_chunk.trace(parameters, state, rules, steps=4)
     windowed, full = attention_calls(traced.jaxpr.jaxpr)
     assert "(2, 1, 1, 4)" in windowed
     assert "(2, 1, 1, 4)" not in full
