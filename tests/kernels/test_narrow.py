@@ -21,6 +21,7 @@ import jflex
 from flax_layers.attention.caches.dense import DenseCache
 from flax_layers.attention.caches.owned_pages import EightBitCache
 from jflex import paged
+from jflex.backends.xla import narrow
 from jflex.backends.xla.narrow import set_rows
 from tests.support.haste import compiled_in_haste
 from tests.support.rows import tiers
@@ -158,6 +159,20 @@ def test_any_bits_are_set(shape, axes, dtype):
     np.testing.assert_array_equal(np.asarray(found).view(np.uint8), right.view(np.uint8))
     nothing = jax.jit(set_rows)(x, (jnp.full(2, -1), *(jnp.zeros(2, jnp.int32) for _ in index[1:])), rows[:2])
     np.testing.assert_array_equal(np.asarray(nothing).view(np.uint8), x.view(np.uint8))
+
+
+@pytest.mark.parametrize("position", [0, 2, 4, 5, -1])
+def test_one_row_of_an_array_on_a_gpu(position, monkeypatch):
+    """With a second row that is dropped; also under `vmap`, and out of range."""
+    monkeypatch.setattr(narrow, "current_device", lambda *arrays: ("gpu", ""))
+    x, row = np.arange(10.0, dtype=np.float32).reshape(1, 5, 2), np.full((1, 1, 2), 20, np.float32)
+    right = x.copy()
+    right[:, position : position + 1 if position >= 0 else position] = 20
+    index = jnp.zeros((1, 1), jnp.int32), jnp.full((1, 1), position)
+    np.testing.assert_array_equal(set_rows(jnp.asarray(x), index, row), right)
+    np.testing.assert_array_equal(
+        jax.vmap(lambda r: set_rows(jnp.asarray(x), index, r))(np.stack([row] * 2)), [right] * 2
+    )
 
 
 @pytest.mark.full
