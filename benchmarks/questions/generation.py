@@ -3,7 +3,9 @@
 The model has the shape of Llama 3 8B and random weights in bfloat16. jflex decodes with `flax_layers.generate`, from
 the dense and from the paged cache; the peer is `benchmarks.peers.torch.generation`, with SDPA. A step reads all weights
 but the embeddings, and the keys and values of all tokens: its share of the copy rate is those bytes a second, over the
-bytes that a copy reads and writes a second in that process.
+bytes that a copy reads and writes a second in that process. The rate of a prompt is by the wall, from the call of its
+program to the first token on the host. Of jflex there are also the first token since `generate` was called, and the
+device time of a prompt.
 
 In a limited time, one batch at a time: a file that is there keeps the records of others. With the variables
 `JAX_COMPILATION_CACHE_DIR` and `TORCHINDUCTOR_CACHE_DIR`, a second call on the same machine need not compile again.
@@ -19,6 +21,7 @@ from benchmarks.run.jobs import SHARED_GPU, Job, RunJob, run_job, run_jobs
 
 _VARIABLES = {**SHARED_GPU, "TORCHINDUCTOR_COMPILE_THREADS": "8"}
 _ITEM = 2  # bytes of bfloat16
+FIRST, DEVICE = "first token", "prompt, device time"
 _RATIO = ": decode over that of the faster torch"
 PEERS = {
     "jflex dense": (__name__, "jax_generation", {"cache": "dense"}),
@@ -106,6 +109,7 @@ def _records(label: str, answer: Mapping[str, Any], shape: Shape, load: Load) ->
         Record.from_values(f"{label}: share of the copy rate", shares, "%"),
         Record.from_values(f"{label}: prompt", [load.batch * load.prompt / s for s in answer["prefill"]], "tokens/s"),
         Record.single(f"{label}: copy rate", answer["copy"] / 1e12, "TB/s"),
+        *(Record.from_values(f"{label}: {name}", answer[name], "s") for name in (FIRST, DEVICE) if name in answer),
     ]
 
 
@@ -118,20 +122,27 @@ def check_counts(texts: Sequence[Sequence[int]], expected: int) -> None:
 
 def jax_generation(shape: Shape, load: Load, runs: int, cache: str) -> dict[str, Any]:
     """Seconds of prompt and decoding of each run, after one that compiles; and the copy rate."""
+    import time
+
     import numpy as np
 
-    from benchmarks.run.jax_runner import JaxRunner
+    from benchmarks.run.jax_runner import JaxRunner, timer
     from flax_layers.generate import generate
 
     (batch, prompt, tokens), model = load, jax_model(shape)
     prompts = np.random.default_rng(0).integers(0, shape.vocabulary, (batch, prompt)).tolist()
-    prefill, decode = [], []
+    prefill, decode, first = [], [], []
     for _ in range(runs + 1):
+        started = time.perf_counter()
         generation = generate(model, prompts, max_tokens=tokens, cache=cache, stop_tokens=())
+        next(generation)
+        first.append(time.perf_counter() - started)
         check_counts([result.tokens for result in generation.results()], tokens)
         prefill.append(generation.speed.prefill_seconds)
         decode.append(generation.speed.decode_seconds)
-    return {"prefill": prefill[1:], "decode": decode[1:], "copy": JaxRunner().rates()["copy_bytes"]}
+    prompt = lambda: generate(model, prompts, max_tokens=1, cache=cache, stop_tokens=()).results()
+    copy, device = JaxRunner().rates()["copy_bytes"], timer().device_seconds(prompt, runs)
+    return {"prefill": prefill[1:], "decode": decode[1:], "copy": copy, FIRST: first[1:], DEVICE: device}
 
 
 def jax_model(shape: Shape) -> Any:

@@ -53,7 +53,8 @@ class TestGeneration:
 
         measured = generation.generated(TINY, LOAD, runs=1, run=run)
         found = by_name(measured)
-        assert (measured.remarks, len(found)) == ([], 3 * 5 + 2)
+        assert (measured.remarks, len(found)) == ([], 3 * 5 + 2 + 2 * 2)
+        assert min(found[f"batch 2, jflex dense: {name}"] for name in (generation.FIRST, generation.DEVICE)) > 0
         assert found["batch 2, torch sdpa: decode"] == pytest.approx(2 * 9 / 0.5)
         assert found["batch 2, torch sdpa: prompt"] == pytest.approx(2 * 20 / 0.1)
         share = 100 * step_bytes(TINY, LOAD) * 9 / 0.5 / 1e9
