@@ -115,15 +115,16 @@ def _accumulate(
     i = n * run + lax.broadcasted_iota(jnp.int32, (run,), 0)
     exists, slot = i < count, first_slot + jnp.minimum(i, count - 1)
     lse = runner_of(spec).load(partials.lse.at[(slot, *at)], mask=exists, other=-jnp.inf)
+    loaded = []  # before the lse are used, so that one latency covers both
+    for first, width in chunks(size):
+        column = first + lax.broadcasted_iota(jnp.int32, (run, width), 1)
+        slot_tile, mask = (jnp.broadcast_to(y[:, None], column.shape) for y in (slot, exists))
+        source = partials.out.at[(slot_tile, *at, column)]
+        loaded.append(runner_of(spec).load(source, mask=(column < size) & mask, other=0.0))
     new_max = jnp.maximum(row.max, jnp.max(lse))
     safe_max = jnp.where(new_max == -jnp.inf, 0.0, new_max)
     weight, alpha = jnp.exp(lse - safe_max), jnp.exp(row.max - safe_max)
-    added = []
-    for (first, width), x in zip(chunks(size), row.sums, strict=True):
-        column = first + lax.broadcasted_iota(jnp.int32, (run, width), 1)
-        slot_tile, mask = (jnp.broadcast_to(y[:, None], column.shape) for y in (slot, exists))
-        values = runner_of(spec).load(partials.out.at[(slot_tile, *at, column)], mask=(column < size) & mask, other=0.0)
-        added.append(x * alpha + jnp.sum(values * weight[:, None], axis=0))
+    added = [x * alpha + jnp.sum(values * weight[:, None], axis=0) for x, values in zip(row.sums, loaded, strict=True)]
     row_sum, stats = row.sum * alpha + jnp.sum(weight), []
     for name, ref, x in zip(spec.stats, partials.stats, row.stats, strict=True):
         values = runner_of(spec).load(ref.at[(slot, *at)], mask=exists, other=_START[name])

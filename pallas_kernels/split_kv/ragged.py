@@ -171,19 +171,28 @@ class SplitPlan:
     def item_at(self, extents: KvExtents[Ref], item: jax.Array, head: jax.Array) -> WorkItem:
         """The work item of a program."""
         tiles, splits = self.splits(extents)
-        row, i = planner.find_longest_first(tiles, splits, item)
+        row, i = self._find_split(tiles, splits, item)
         count, exists = planner.at(splits, row), row < self.rows
         b, kv_h = self.batch_and_head(jnp.minimum(row, self.rows - 1), head)
         # The split after the last one is empty.
         split = block_walk.Split(jnp.where(exists, i, 1), jnp.maximum(count, 1))
-        slot = _slots_before(splits, row) + i
+        slot = i if self.rows == 1 else _slots_before(splits, row) + i
         fixed = (0, 0)
         if self.is_fixed:
             fixed = jnp.where(count > 1, i, 0), jnp.where(count > 1, i + 1, self.fixed_splits(planner.at(tiles, row)))
         return WorkItem(Row(b, kv_h, extents.end(self.spec, b)), split, exists, count == 1, slot, fixed)
 
+    def _find_split(self, tiles: jax.Array, splits: jax.Array, item: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The row of a program, one past the last if it has nothing to do, and which split of it."""
+        if self.rows == 1:
+            return (item >= jnp.sum(splits)).astype(jnp.int32), item
+        return planner.find_longest_first(tiles, splits, item)
+
     def split_row(self, splits: jax.Array, i: jax.Array, head: jax.Array) -> SplitRow:
         """The ith of the rows that are split."""
+        if self.rows == 1:
+            zero = jnp.zeros((), jnp.int32)
+            return SplitRow(*self.batch_and_head(zero, head), zero, jnp.sum(splits))
         row, _ = planner.find_work_item((splits > 1).astype(jnp.int32), i)
         b, kv_h = self.batch_and_head(jnp.minimum(row, self.rows - 1), head)
         return SplitRow(b, kv_h, _slots_before(splits, row), planner.at(splits, row))
