@@ -118,7 +118,7 @@ class Programs:
         return jax.lax.fori_loop(0, steps, advance, (state, chunk))
 
 
-@functools.cache
+@functools.lru_cache(maxsize=16)
 def make_programs(graph: nnx.GraphDef[Decoder], form: Hashable) -> Programs:
     """The programs of a model, by its graph definition and by `form`, the tree definition of its state."""
     return Programs(graph, form)
