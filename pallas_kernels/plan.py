@@ -21,6 +21,7 @@ from pallas_kernels.config import Tiles
 from pallas_kernels.program.build import Derivative, IndexRanges, Program, differentiate, trace_program
 from pallas_kernels.program.ir import Node
 from pallas_kernels.program.rules.views import NotOnTile
+from pallas_kernels.program.tangents import Tangent, push_forward
 from pallas_kernels.program.vectors.vectors import Chunks, VectorProgram, VectorSizes, chunkings, trace_vector_program
 from pallas_kernels.spec import AttentionSpec, Programs, VectorPrograms
 from pallas_kernels.types import Mod, Role
@@ -39,6 +40,11 @@ class GradientRequest(NamedTuple):
     value: bool
     score_operands: tuple[bool, ...]
     sinks: bool = False
+
+    @property
+    def moves_scores(self) -> bool:
+        """True if scores depend on a requested input."""
+        return self.query or self.key or any(self.score_operands)
 
 
 def all_gradients(spec: AttentionSpec) -> GradientRequest:
@@ -138,6 +144,13 @@ def derivative_of(spec: AttentionSpec, requested: Sequence[bool]) -> Derivative 
     return _derivative_of(spec.programs.score, tuple(requested))
 
 
+def tangent_of(spec: AttentionSpec, requested: GradientRequest) -> Tangent | Refusal | None:
+    """The tangent of the score mod along the requested inputs; None without a score mod, or where no score moves."""
+    if spec.programs.score is None or not requested.moves_scores:
+        return None
+    return _tangent_of(spec.programs.score, requested.score_operands, moves_score=requested.query or requested.key)
+
+
 @functools.lru_cache(maxsize=256)
 def program_of(mod: Mod, sizes: IndexRanges) -> Program | Refusal:
     """The tile program of a score or mask mod, or why it has none."""
@@ -177,6 +190,14 @@ def _derivative_of(program: Program, requested: tuple[bool, ...]) -> Derivative 
         return differentiate(program, requested)
     except NotOnTile as error:
         return _refusal("score", f"{error} (in its derivative: without gradients, it runs)")
+
+
+@functools.lru_cache(maxsize=256)
+def _tangent_of(program: Program, captured: tuple[bool, ...], *, moves_score: bool) -> Tangent | Refusal:
+    try:
+        return push_forward(program, captured, moves_score=moves_score)
+    except NotOnTile as error:
+        return _refusal("score", f"{error} (in its tangent)")
 
 
 def _refusal(role: Role, reason: str) -> Refusal:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -12,7 +11,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from jflex._call.dispatch import Implementation, Selection, get_backend, no_gradients, select, select_passes
+from jflex._call.dispatch import (
+    Implementation,
+    Selection,
+    get_backend,
+    no_gradients,
+    select,
+    select_passes,
+    select_tangent,
+    text_of,
+)
 from jflex._check.arguments import known_values
 from jflex.backends.base import Inputs, Plan
 from jflex.backends.lengths import bounded_lists
@@ -33,9 +41,12 @@ class Choice:
     Attributes:
       backend: The backend that runs it, or None if no requested one supports it.
       reasons: Why each backend before it in the order does not run it.
-      tiles: Kernels and tile sizes of both passes and where the sizes come from, as text.
+      tiles: Kernels and tile sizes of the passes and where the sizes come from, as text.
       gradients: The backend that computes the gradients, or None if there are none.
       gradients_reason: Why there are none, or why another backend than `backend` computes them; else empty.
+      tangents: The backend of tangents, along all inputs; None without `Config.forward_mode`. Second derivatives are
+        those of ``"xla"``, or of ``"reference"`` where that runs the call.
+      tangents_reason: Why backends before it in the order do not compute them; else empty.
       config: The settings of the call.
     """
 
@@ -44,14 +55,9 @@ class Choice:
     tiles: str
     gradients: str | None
     gradients_reason: str
+    tangents: str | None
+    tangents_reason: str
     config: Config
-
-    @property
-    def tangents(self) -> str | None:
-        """The backend of tangents and second derivatives; None without `Config.forward_mode`, or without gradients."""
-        by_definition = self.backend == "reference"
-        has_tangents = by_definition or (self.config.forward_mode and self.gradients is not None)
-        return None if not has_tangents else "reference" if by_definition else "xla"
 
     def lines(self) -> list[str]:
         """The account as lines."""
@@ -60,13 +66,16 @@ class Choice:
         if self.tiles:
             lines.append(f"tiles     {self.tiles}")
         if self.backend is not None:
-            because = f", because {self.gradients_reason}" if self.gradients_reason else ""
-            lines.append(f"gradients {self.gradients or 'none'}{because}")
-        lines += [f"tangents  {self.tangents}"] if self.tangents else []
+            lines.append(f"gradients {self.gradients or 'none'}{_because(self.gradients_reason)}")
+        lines += [f"tangents  {self.tangents}{_because(self.tangents_reason)}"] if self.tangents else []
         return [*lines, f"config    {_settings(self.config)}"]
 
     def __str__(self) -> str:
         return "\n".join(self.lines())
+
+
+def _because(reason: str) -> str:
+    return f", because {reason}" if reason else ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,11 +145,13 @@ class Account(Choice):
 
 
 class Described(NamedTuple):
-    """Kernels and tiles of both passes as text, the backend of the gradients, and why that one or none."""
+    """Kernels and tiles of the passes as text, the backends of gradients and tangents, and why these or none."""
 
     tiles: str
     gradients: str | None
     gradients_reason: str
+    tangents: str | None = None
+    tangents_reason: str = ""
 
 
 def choice_of(spec: AttentionSpec, selection: Selection, describe: Callable[[str, Plan], Described]) -> dict[str, Any]:
@@ -153,7 +164,19 @@ def choice_of(spec: AttentionSpec, selection: Selection, describe: Callable[[str
 
 def dense_choice(spec: AttentionSpec, implementation: Implementation) -> dict[str, Any]:
     """The fields of the `Choice` of a dense call."""
-    return choice_of(spec, select(implementation, spec), functools.partial(_describe, spec, implementation))
+
+    def describe(name: str, plan: Plan) -> Described:
+        passes = _describe(spec, implementation, name, plan)
+        if name == "reference":
+            return passes._replace(tangents=name)
+        if not spec.config.forward_mode or spec.qk_dtype is not None:
+            return passes
+        chosen = select_tangent(implementation, spec, all_gradients(spec))
+        assert chosen.plan is not None  # 'xla' has every tangent
+        tiles = f"{passes.tiles}; tangent {chosen.plan.describe()}"
+        return passes._replace(tiles=tiles, tangents=chosen.name, tangents_reason=text_of(chosen))
+
+    return choice_of(spec, select(implementation, spec), describe)
 
 
 def work_of(flops: int | None, moved: int | None) -> str:

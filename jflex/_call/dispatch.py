@@ -87,7 +87,7 @@ def select_forward(implementation: Implementation, spec: AttentionSpec, caller: 
     assert selection.name is not None  # it is supported
     if implementation is None and selection.name == "xla" and spec.platform == "gpu":
         warn_user(
-            f"{caller} runs on the slower implementation 'xla' on this GPU. {_text(selection)}. Pass "
+            f"{caller} runs on the slower implementation 'xla' on this GPU. {text_of(selection)}. Pass "
             "implementation='xla' to accept that."
         )
     return selection.name
@@ -130,6 +130,22 @@ def select_passes(implementation: Implementation, spec: AttentionSpec, requested
     return Passes(name, name) if faster is None else Passes(name, faster.name, faster.reason)
 
 
+def select_tangent(implementation: Implementation, spec: AttentionSpec, requested: GradientRequest) -> Selection:
+    """Selects the backend of the tangent along these inputs: of the requested ones and those after them in the order.
+
+    'xla' is the last of these, and has the tangent of every call.
+    """
+    names = [name for name in names_of(implementation) if name in ORDER]
+    later = ORDER[ORDER.index(names[-1]) + 1 :] if names else ORDER[-1:]
+    rejections: dict[str, str] = {}
+    for name in dict.fromkeys((*names, *later)):
+        plan = get_backend(name).plan_tangent(spec, requested)
+        if not isinstance(plan, Refusal):
+            return Selection(name, plan, rejections)
+        rejections[name] = plan.sentence(spec)
+    raise AssertionError("'xla' refused a tangent")
+
+
 def no_gradients(spec: AttentionSpec) -> str:
     """Why no backend computes gradients of a call with eight bits, as part of a sentence."""
     return f"`query` and `key` of {spec.qk_dtype} are for inference (cast both to {spec.dtype})"
@@ -163,10 +179,11 @@ def _refusal(selection: Selection, spec: AttentionSpec, requested: GradientReque
     able = [name for name in others if not isinstance(get_backend(name).plan(spec, requested), Refusal)]
     what = "this call" if requested is None else "this call with its gradients"
     return (
-        f"None of the requested implementations supports {what}. {_text(selection)}. These do: "
+        f"None of the requested implementations supports {what}. {text_of(selection)}. These do: "
         f"{', '.join(map(repr, able))}; pass implementation=None to let jflex choose."
     )
 
 
-def _text(selection: Selection) -> str:
+def text_of(selection: Selection) -> str:
+    """Why each rejected backend does not run, as a part of a sentence."""
     return "; ".join(f"{name}: {reason}" for name, reason in selection.rejections.items())

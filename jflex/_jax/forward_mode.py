@@ -22,7 +22,7 @@ from jax.extend.core import ClosedJaxpr, Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import PartitionSpec
 
-from jflex._call.dispatch import select_passes
+from jflex._call.dispatch import Requested, get_backend, select_passes, select_tangent
 from jflex._jax import partitioning
 from jflex._jax.custom_vjp import BackwardOp, Static, input_cotangents, named, run_forward
 from jflex._jax.partitioning import Axes, Split
@@ -41,11 +41,12 @@ _Moving: TypeAlias = tuple[Inputs, Saved, Gradients]
 class TangentOp:
     """``(Inputs, Saved, tangents of some inputs) -> tangents of Saved``."""
 
+    backend: str
     spec: AttentionSpec
 
     def __call__(self, arrays: _Moving) -> SavedCotangents:
         """Runs the backend."""
-        return Xla().tangent(self.spec, *arrays)
+        return get_backend(self.backend).tangent(self.spec, *arrays)
 
     def axes(self, arrays: _Moving, results: SavedCotangents) -> tuple[list[Axes], list[Axes]]:
         """Batch and head axes of the flat inputs and outputs."""
@@ -69,7 +70,7 @@ class TangentOp:
                 if number is not None:
                     captured[number] = x
             tangents = tangents._replace(score_operands=tuple(captured))
-            return tuple(jax.tree.leaves(TangentOp(shard.spec)((shard.inputs, saved, tangents))))
+            return tuple(jax.tree.leaves(TangentOp(self.backend, shard.spec)((shard.inputs, saved, tangents))))
 
         return partitioning.partitioned(self.spec, whole, local, *self.axes(arrays, results))
 
@@ -100,6 +101,7 @@ class _Linear:
     tree: jax.tree_util.PyTreeDef  # pyright: ignore[reportInvalidTypeForm]  # of the residuals, (Inputs, Saved)
     requested: GradientRequest
     outputs: tuple[bool, bool, bool]  # whether out, lse and entropy have tangents here
+    implementation: Requested
     backend: str  # of the backward pass
     refusal: str  # why no backend has it; else ""
     reverse: bool = False
@@ -128,7 +130,10 @@ class _Linear:
     def _forward(self, residuals, linear, run=call_as_primitive, saved=None) -> list[jax.Array]:
         inputs, known = jax.tree.unflatten(self.tree, residuals)
         tangents = jax.tree.unflatten(jax.tree.structure(_chosen(inputs, self.requested)), linear)
-        results = run(TangentOp(self.spec), (inputs, known if saved is None else saved(inputs), tangents))
+        backend = Xla.name
+        if saved is None:
+            backend = str(select_tangent(self.implementation, self.spec, self.requested).name)
+        results = run(TangentOp(backend, self.spec), (inputs, known if saved is None else saved(inputs), tangents))
         return list(itertools.compress(results, self.outputs))
 
     def _reverse(self, residuals, linear, run=call_as_primitive, saved=None) -> list[jax.Array]:
@@ -336,7 +341,7 @@ def _attend_jvp(static: Static, primals: tuple[Inputs], tangents: tuple[Inputs])
     residuals, d_inputs = match_manual_axes(((inputs, saved._replace(max=None)), _chosen(d_inputs, requested)))
     flat, tree = jax.tree.flatten(residuals)
     outputs = (True, True, saved.entropy is not None)
-    linear = _Linear(spec, tree, requested, outputs, backward, refusal)
+    linear = _Linear(spec, tree, requested, outputs, static.implementation, backward, refusal)
     d_out, d_lse, *d_entropy = _bind(linear, *flat, *jax.tree.leaves(d_inputs))
     d_max = None if saved.max is None else SymbolicZero.from_primal_value(saved.max)
     return saved, _as_saved(SavedCotangents(d_out, d_lse, d_entropy[0] if d_entropy else None), d_max)

@@ -47,13 +47,20 @@ class PagedInputs(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """Requested cotangents, else None. Those of captured arrays are float32 or have the dtype of the array."""
+    """Cotangents or tangents, None where not requested; of captured arrays in float32 or the dtype of the array."""
 
     query: jax.Array | None
     key: jax.Array | None
     value: jax.Array | None
     score_operands: tuple[jax.Array | None, ...]
     sinks: jax.Array | None = None
+
+    @property
+    def requested(self) -> GradientRequest:
+        """The request of these."""
+        query, key, value = (x is not None for x in self[:3])
+        captured = tuple(x is not None for x in self.score_operands)
+        return GradientRequest(query, key, value, captured, self.sinks is not None)
 
 
 class Saved(NamedTuple):
@@ -125,6 +132,15 @@ class Backend(abc.ABC):
         self, spec: AttentionSpec, inputs: Inputs, saved: Saved, d_saved: SavedCotangents, requested: GradientRequest
     ) -> Gradients:
         """Pulls the cotangents of out, lse and entropy of a dense call back to the inputs."""
+
+    def plan_tangent(self, spec: AttentionSpec, requested: GradientRequest) -> Plan | Refusal:
+        """The plan of the tangent of a dense call along these inputs, or the refusal."""
+        del spec, requested
+        return Refusal("it has no kernel for tangents")
+
+    def tangent(self, spec: AttentionSpec, inputs: Inputs, saved: Saved, tangents: Gradients) -> SavedCotangents:
+        """Pushes tangents of some inputs of a dense call forward to out, lse and entropy."""
+        raise NotImplementedError(f"'{self.name}' plans no tangent.")
 
     def not_preferred(self, spec: AttentionSpec, requested: GradientRequest | None) -> str | None:
         """Why the next backend of GPU kernels in the order is faster at a call that this one supports, or None.

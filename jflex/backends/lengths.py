@@ -91,16 +91,18 @@ def inputs_without_lengths(spec: AttentionSpec, inputs: Inputs, size: tuple[int,
     Keys and values beyond the lengths are set to 0: NaN there would survive a weight of 0. Those that the batch shares
     are repeated, because each batch entry has its own length.
     """
+    clear = functools.partial(cleared, spec, _lengths(inputs))
+    return bounded_inputs(spec, inputs, size)._replace(key=clear(inputs.key), value=clear(inputs.value))
+
+
+def cleared(spec: AttentionSpec, lengths: Int32[Array, " B"], x: jax.Array) -> jax.Array:
+    """Keys or values, or their tangents, of each batch entry, with zeros beyond its length."""
     axis = 1 if spec.layout == "BTNH" else 2
     shape = [spec.B, 1, 1, 1]
     shape[axis] = spec.S
-    inside = jax.lax.broadcasted_iota(jnp.int32, shape, axis) < _lengths(inputs)[:, None, None, None]
-
-    def clear(x: jax.Array) -> jax.Array:
-        x = jnp.broadcast_to(x, (spec.B, *x.shape[1:]))
-        return jnp.where(jnp.broadcast_to(inside, x.shape), x, jnp.zeros_like(x))
-
-    return bounded_inputs(spec, inputs, size)._replace(key=clear(inputs.key), value=clear(inputs.value))
+    inside = jax.lax.broadcasted_iota(jnp.int32, shape, axis) < lengths[:, None, None, None]
+    x = jnp.broadcast_to(x, (spec.B, *x.shape[1:]))
+    return jnp.where(jnp.broadcast_to(inside, x.shape), x, jnp.zeros_like(x))
 
 
 def sum_shared_batch(spec: AttentionSpec, gradients: Gradients) -> Gradients:

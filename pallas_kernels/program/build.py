@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -106,7 +106,7 @@ def trace_program(
     if len(opened.invars) - len(operands) == 5:
         arguments.insert(0, graph.input("score", Axes.TILE, np.float32))
     views = [View.whole(graph, i, shape, dtype) for i, (shape, dtype) in enumerate(operands)]
-    ins = [*(_box(node) for node in arguments), *views]
+    ins = [*(box(node) for node in arguments), *views]
     [out] = Run(graph).jaxpr(opened, consts, ins)
     return Program(graph, tuple(arguments), element(graph, out))
 
@@ -117,17 +117,14 @@ def differentiate(program: Program, requested: Sequence[bool]) -> Derivative:
     Raises:
       NotOnTile: A primitive of the derivative has no meaning on a tile.
     """
-    graph = program.graph
-    # A function with a custom derivative rule may load more for it than its value needs.
-    every = dict.fromkeys((*program.loads, *(n for n in _needed(program.output) if n.op == "load")))
+    graph, every = program.graph, all_loads(program)
     loads = [n for n in every if jnp.issubdtype(n.dtype, jnp.floating) and requested[n.value]]
 
     def pulled(cotangent, *arguments_and_loads):
         arguments, values = arguments_and_loads[:5], arguments_and_loads[5:]
-        f = lambda score, *xs: _evaluate_scalars(
-            program, (score, *arguments[1:]), dict(zip(loads, xs, strict=True)), others
-        )
-        others = dict(zip(remaining, values[len(loads) :], strict=True))
+        others = dict(zip((*program.arguments[1:], *remaining), (*arguments[1:], *values[len(loads) :]), strict=True))
+        moving = (program.arguments[0], *loads)
+        f = lambda *xs: evaluate_scalars(program, others | dict(zip(moving, xs, strict=True)))
         return jax.vjp(f, arguments[0], *values[: len(loads)])[1](cotangent)
 
     remaining = [n for n in every if n not in loads]
@@ -138,11 +135,12 @@ def differentiate(program: Program, requested: Sequence[bool]) -> Derivative:
         jaxpr, consts = open_jaxpr(jax.make_jaxpr(pulled)(*(jax.ShapeDtypeStruct((), n.dtype) for n in ins)))
     except NotImplementedError as error:  # JAX itself has no derivative of `nextafter`, say
         raise NotOnTile(f"JAX cannot differentiate it: {error}") from error
-    d_score, *d_loads = (element(graph, x) for x in Run(graph).jaxpr(jaxpr, consts, [_box(n) for n in ins]))
+    d_score, *d_loads = (element(graph, x) for x in Run(graph).jaxpr(jaxpr, consts, [box(n) for n in ins]))
     return Derivative(program, ct, d_score, dict(zip(loads, d_loads, strict=True)))
 
 
-def _box(node: Node) -> Scalars:
+def box(node: Node) -> Scalars:
+    """An array of one node, without axes."""
     return scalars((), lambda _: node)
 
 
@@ -243,11 +241,11 @@ class Run:
         """Evaluates a primitive by a substitute formula, and differentiates the primitive itself."""
         exact = [self.graph.cast(n, np.float32) for n in ins]
         jaxpr, consts = open_jaxpr(jax.make_jaxpr(formula)(*(jax.ShapeDtypeStruct((), np.float32) for _ in ins)))
-        [out] = self.jaxpr(jaxpr, consts, [_box(n) for n in exact])
+        [out] = self.jaxpr(jaxpr, consts, [box(n) for n in exact])
         return self._called(eqn, ins, self.graph.cast(element(self.graph, out), dtype))
 
     def _called(self, eqn: core.JaxprEqn, ins: Sequence[Node], out: Node) -> Node:
-        return self.graph.call(out, _Call(eqn, tuple(map(_box, ins))), 0)
+        return self.graph.call(out, _Call(eqn, tuple(map(box, ins))), 0)
 
     def _division(self, eqn: core.JaxprEqn, ins: list[Value]) -> Sequence[Value] | None:
         """``//`` and ``%`` of non-negative integers, which need no correction of the sign."""
@@ -261,7 +259,7 @@ class Run:
         reference = jax.make_jaxpr(jnp.floor_divide if op == "div" else jnp.remainder)(*(v.aval for v in eqn.invars))
         if str(open_jaxpr(reference)[0].eqns[0].params["jaxpr"]) != str(eqn.params["jaxpr"]):
             return None  # a user's function of that name
-        return [_box(self.graph.same_dtype(op, getattr(jax.lax, op), a, b))]
+        return [box(self.graph.same_dtype(op, getattr(jax.lax, op), a, b))]
 
     def _differentiated_as(self, eqn: core.JaxprEqn, ins: list[Value], outs: Sequence[Value]) -> Sequence[Value]:
         """Values that were computed as `outs`, with the derivative of the equation itself."""
@@ -309,10 +307,17 @@ class Run:
         return window.select_dimensions(range(1, len(x.shape)))
 
 
-def _evaluate_scalars(program: Program, arguments: Sequence[jax.Array], *loads: dict[Node, jax.Array]) -> jax.Array:
-    """Evaluates a program on scalars as plain JAX, with its own derivative rules; for `jax.vjp`."""
+def all_loads(program: Program) -> list[Node]:
+    """The loads of a program and of its derivatives: a function with a rule of its own may load more for it."""
+    return list(dict.fromkeys((*program.loads, *(n for n in _needed(program.output) if n.op == "load"))))
+
+
+def evaluate_scalars(program: Program, values: Mapping[Node, jax.Array]) -> jax.Array:
+    """Evaluates a program on scalars as plain JAX, with its own derivative rules; for `jax.vjp` and `jax.jvp`.
+
+    The values are of its arguments and loads.
+    """
     env: dict[Node, jax.Array] = {}
-    values = dict(zip(program.arguments, arguments, strict=True)) | {n: x for group in loads for n, x in group.items()}
     called: dict[_Call, list[jax.Array]] = {}
     for node in _needed(program.output):
         if node in values:

@@ -45,10 +45,7 @@ class Xla(Backend):
             return Refusal(reason)
         if spec.paging is not None:
             return Plan(lambda: "pages, one request after another")
-        size = spec.block_size
-        if size is not None:
-            return Plan(lambda: f"{size[0]} x {size[1]}, the blocks of the mask")
-        return Plan(lambda: "dense blocks, no mask lists")
+        return Plan(lambda: _blocks_of(spec))
 
     def forward(self, spec: AttentionSpec, inputs: Inputs | PagedInputs) -> Saved:
         """Online softmax over the blocks of each row (Milakov and Gimelshein 2018, arXiv:1805.02867)."""
@@ -106,9 +103,19 @@ class Xla(Backend):
         """One pass over the rows: each row computes its dQ, and adds to dK, dV and gradients of captures in place."""
         return Backward(spec, inputs, saved, d_saved, requested).run()
 
+    def plan_tangent(self, spec: AttentionSpec, requested: GradientRequest) -> Plan | Refusal:
+        """The blocks of the forward pass, along any input."""
+        del requested
+        return Plan(lambda: _blocks_of(spec))
+
     def tangent(self, spec: AttentionSpec, inputs: Inputs, saved: Saved, tangents: Gradients) -> SavedCotangents:
         """One pass over the rows, with the weights that the lse gives."""
         return tangent(spec, inputs, saved, tangents)
+
+
+def _blocks_of(spec: AttentionSpec) -> str:
+    size = spec.block_size
+    return "dense blocks, no mask lists" if size is None else f"{size[0]} x {size[1]}, the blocks of the mask"
 
 
 def _limit(spec: AttentionSpec, requested: GradientRequest | None) -> str | None:

@@ -21,6 +21,7 @@ from jflex.backends.xla.block_scores import (
 from jflex.backends.xla.blockwise import QUERIES_FIRST, Column, Unit, Walk
 from jflex.backends.xla.containment import masked_product
 from pallas_kernels.spec import AttentionSpec
+from pallas_kernels.tangents import of_sinks
 
 
 class _Sums(NamedTuple):
@@ -39,13 +40,9 @@ def tangent(spec: AttentionSpec, inputs: Inputs, saved: Saved, tangents: Gradien
     """
     sums = _summed(spec, inputs, saved, tangents)
     d_lse, d_entropy = sums.lse, None
-    lse = _of_empty_rows(saved.lse)
     logs = sums.logs
     if inputs.sinks is not None and tangents.sinks is not None:
-        sinks, d_sinks = inputs.sinks[None, :, None], tangents.sinks[None, :, None]
-        moved = jnp.exp(sinks - lse) * d_sinks
-        d_lse = d_lse + moved
-        logs = logs + jnp.where(moved == 0, 0.0, moved * (sinks - lse))
+        d_lse, logs = map(jnp.add, (d_lse, logs), of_sinks(inputs.sinks, tangents.sinks, saved.lse))
     if saved.entropy is not None:
         d_entropy = (-logs - d_lse * saved.entropy).astype(saved.entropy.dtype)
     out = sums.out

@@ -1,0 +1,43 @@
+"""Tangents by kernels: what the adapters of both backends do around these."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+
+from jflex.backends import lengths as kv_lengths
+from jflex.backends.base import Gradients, Inputs, Saved, SavedCotangents
+from jflex.backends.gpu.triton import operands_of
+from pallas_kernels.spec import AttentionSpec, Operands
+from pallas_kernels.tangents import Moved, Pushed, of_sinks, with_tangents
+
+Kernel = Callable[[Operands, Moved[jax.Array]], Pushed[jax.Array]]
+
+
+def push_forward(
+    spec: AttentionSpec,
+    block_size: tuple[int, int],
+    inputs: Inputs,
+    saved: Saved,
+    tangents: Gradients,
+    kernel: Kernel,
+) -> SavedCotangents:
+    """The tangents of the results by a kernel for calls without lengths; new lists have blocks of `block_size`."""
+    d_key, d_value = tangents.key, tangents.value
+    if spec.kv_lengths:
+        lengths = inputs.kv_lengths
+        assert lengths is not None  # the spec has lengths
+        clear = lambda x: None if x is None else kv_lengths.cleared(spec, lengths, x)
+        d_key, d_value = clear(d_key), clear(d_value)
+        inputs = kv_lengths.inputs_without_lengths(spec, inputs, block_size)
+    d_lse = logs = None
+    if inputs.sinks is not None and tangents.sinks is not None:
+        d_lse, logs = of_sinks(inputs.sinks, tangents.sinks, saved.lse)
+    operands = with_tangents(operands_of(inputs), tangents.score_operands)
+    pushed = kernel(operands, Moved(tangents.query, d_key, d_value, saved.out, saved.lse, d_lse))
+    d_entropy = None
+    if saved.entropy is not None:
+        assert pushed.logs is not None  # the kernel has seen that statistic in the spec
+        d_entropy = -(pushed.logs if logs is None else pushed.logs + logs) - pushed.lse * saved.entropy
+    return SavedCotangents(pushed.out, pushed.lse, d_entropy)
