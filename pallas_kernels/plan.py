@@ -26,7 +26,7 @@ from pallas_kernels.program.vectors.vectors import Chunks, VectorProgram, Vector
 from pallas_kernels.spec import AttentionSpec, Programs, VectorPrograms
 from pallas_kernels.types import Mod, Role
 
-Kernel = Literal["forward", "decode", "dkv", "dq"]
+Kernel = Literal["forward", "decode", "dkv", "dq", "tangent"]
 _OPERAND_DTYPES = frozenset(
     {"bool", "int8", "int16", "int32", "uint8", "uint16", "uint32", "float16", "bfloat16", "float32"}
 )

@@ -186,10 +186,10 @@ def has_large_memory(device_kind: str) -> bool:
 
 
 def tiles_for(kernel: str, need: Need, rows: int) -> Tiles:
-    """Tiles of a kernel: ``"forward"``, ``"decode"`` with so many rows, ``"dkv"`` or ``"dq"``."""
+    """Tiles of a kernel: ``"forward"``, ``"decode"`` with so many rows, ``"dkv"``, ``"dq"`` or ``"tangent"``."""
     if kernel == "decode":
         return decode_tiles(need, rows)
-    return {"forward": forward_tiles, "dkv": dkv_tiles, "dq": dq_tiles}[kernel](need)
+    return {"forward": forward_tiles, "dkv": dkv_tiles, "dq": dq_tiles, "tangent": tangent_tiles}[kernel](need)
 
 
 def forward_tiles(need: Need) -> Tiles:
@@ -264,6 +264,15 @@ def dq_tiles(need: Need) -> Tiles:
     if 64 < need.head_size <= 80 and not need.heavy:
         return Tiles(128, 64, 4, 2)
     return Tiles(64, 64, 4, 2)
+
+
+def tangent_tiles(need: Need) -> Tiles:
+    """Tiles of the Triton kernel for tangents, which holds four arrays of keys for the two of the forward kernel."""
+    if need.itemsize == 4:
+        return Tiles(32, 32, 4, 2) if need.head_size <= 64 and need.large_memory else Tiles(32, 16, 4, 1)
+    if need.head_size > 128 or (need.head_size > 64 and not need.large_memory):
+        return Tiles(64 if need.large_memory else 32, 32 if need.large_memory else 16, 4, 1)
+    return Tiles(64, 64, 4, 2) if need.large_memory else Tiles(64, 32, 4, 1)
 
 
 def decode_tiles(need: Need, rows: int) -> Tiles:

@@ -44,11 +44,9 @@ def pushed(case, backend):
     def attend(q, k, v, floats):
         turn = (lambda x: x) if case.layout == "BTNH" else lambda x: x.swapaxes(1, 2)
         returned = {"return_lse": case.normalize == "softmax"}
-        function = functools.partial(jflex.flex_attention)
-        if backend == "xla":  # with the configuration of the case
-            function = lambda *args, config, **how: jflex.flex_attention(
-                *args, config=dataclasses.replace(config, forward_mode=True), **how
-            )
+        function = lambda *args, config, **how: jflex.flex_attention(
+            *args, config=dataclasses.replace(config, forward_mode=True), **how
+        )
         result = evaluation.call_for(
             case, backend, (q, k, v), {**x.score, **floats}, x.mask, blocks, returned, function
         )
@@ -60,11 +58,14 @@ def pushed(case, backend):
 
 
 @tiers(default={"case": ["causal", "softcap", "sinks"]})
+@pytest.mark.parametrize("backend", evaluation.BACKENDS)
 @pytest.mark.parametrize("case", DIFFERENTIABLE, ids=str)
-def test_tangents(case):
+def test_tangents(case, backend):
     """Near to those of the dense definition, and adjoint to the gradients of the float64 oracle."""
+    if evaluation.refused(case, backend):
+        return
     with jax.default_matmul_precision("highest"):
-        (_, lse), found = pushed(case, "xla")
+        (_, lse), found = pushed(case, backend)
         _, right = pushed(case, "reference")
     largest = np.abs(lse, where=np.isfinite(lse), out=np.zeros(lse.shape)).max(initial=0)
     error = (1e-4 if case.dtype == "float32" else 0.02) + 4 * np.finfo(np.float32).eps * largest  # weights by the lse

@@ -107,6 +107,30 @@ class Triton(Backend):
         return kv_lengths.sum_shared_batch(spec, result) if spec.kv_lengths else result
 
     @isolated_trace
+    def plan_tangent(self, spec: AttentionSpec, requested: GradientRequest) -> Plan | Refusal:
+        """The kernel and its tiles."""
+        reason = limit_of_device(spec) or limit_of_compiler(spec, self.compiler)
+        return self._plan_tangent(spec, requested) if reason is None else Refusal(reason)
+
+    def _plan_tangent(self, spec: AttentionSpec, requested: GradientRequest) -> Plan | Refusal:
+        from pallas_kernels.triton.plan.tangent import plan
+
+        spec = spec.replace(compiler=self.compiler)
+        planned = plan(kv_lengths.spec_without_lengths(spec, _block_size(spec)) if spec.kv_lengths else spec, requested)
+        return planned if isinstance(planned, Refusal) else Plan(planned.describe, planned)
+
+    @isolated_trace
+    def tangent(self, spec: AttentionSpec, inputs: Inputs, saved: Saved, tangents: Gradients) -> SavedCotangents:
+        """Runs the tangent kernel."""
+        from jflex.backends.gpu.tangents import push_forward
+        from pallas_kernels.triton.tangent import tangent
+
+        plan = self._plan_tangent(spec, tangents.requested)
+        assert isinstance(plan, Plan), plan
+        kernel = functools.partial(tangent, plan.kernels)
+        return push_forward(spec, _block_size(spec), inputs, saved, tangents, kernel)
+
+    @isolated_trace
     def not_preferred(self, spec: AttentionSpec, requested: GradientRequest | None) -> str | None:
         """Calls of Pallas' Triton that official Triton was measured to run faster."""
         from pallas_kernels.triton.plan.plan import faster_by_official

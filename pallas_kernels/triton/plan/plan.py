@@ -88,7 +88,7 @@ def _plan_forward(spec: AttentionSpec) -> TritonPlan | Refusal:
     traced = with_programs(spec.replace(heads_in_rows=decoded))
     if isinstance(traced, Refusal):
         return traced
-    choice = _choose_tiles(traced, "decode" if decoded else "forward")
+    choice = choose_tiles(traced, "decode" if decoded else "forward")
     return choice if isinstance(choice, Refusal) else TritonPlan(traced, choice)
 
 
@@ -103,7 +103,7 @@ def _plan_backward(spec: AttentionSpec, requested: GradientRequest) -> BackwardP
         return Refusal(_UNORDERED)
     if spec.config.deterministic and _is_too_large_to_sort(traced, requested):
         return Refusal(_UNSORTED)
-    dkv, dq = _choose_tiles(traced, "dkv"), _choose_tiles(traced, "dq")
+    dkv, dq = choose_tiles(traced, "dkv"), choose_tiles(traced, "dq")
     if isinstance(dkv, Refusal):
         return dkv
     if isinstance(dq, Refusal):
@@ -119,7 +119,7 @@ def _is_too_large_to_sort(spec: AttentionSpec, requested: GradientRequest) -> bo
 # --- tiles
 
 
-def _choose_tiles(spec: AttentionSpec, kernel: Kernel) -> TileChoice | Refusal:
+def choose_tiles(spec: AttentionSpec, kernel: Kernel) -> TileChoice | Refusal:
     """The tiles of a kernel; of one stage where the loop must not be pipelined."""
     choice = _tiles_of(spec, kernel)
     smallest = min(choice.tiles.shape)
@@ -139,12 +139,12 @@ def _tiles_of(spec: AttentionSpec, kernel: Kernel) -> TileChoice:
 
     Tiles that no user set are cut to what divides the mask's blocks and is no larger than the call.
     """
-    configured: Tiles | None = getattr(spec.config, kernel)
+    configured: Tiles | None = getattr(spec.config, kernel, None)
     if configured is not None:
         rows = tables.decode_rows(spec.group * spec.T)
         return TileChoice(dataclasses.replace(configured, block_q=rows) if kernel == "decode" else configured, "config")
     invariant = spec.config.batch_invariant and kernel == "forward"
-    measured = None if kernel == "decode" or invariant else _measured_tiles(spec, kernel)
+    measured = None if kernel in ("decode", "tangent") or invariant else _measured_tiles(spec, kernel)
     tiles = tables.tiles_for(kernel, tables.need_of(spec), spec.group * spec.T) if measured is None else measured
     block_q, block_kv = tiles.shape
     if kernel == "decode":  # rows of its tile are queries of several heads
@@ -227,6 +227,8 @@ def shared_memory(kernel: str, tiles: Tiles, D: int, Dv: int, itemsize: int, loa
         elements = tiles.block_q * size + tiles.num_stages * tiles.block_kv * both
     elif kernel == "captured":  # it walks batch entries and heads
         elements = tiles.num_stages * (tiles.block_q + tiles.block_kv) * both
+    elif kernel == "tangent":  # each array has a tangent beside it
+        elements = 2 * (tiles.block_q * size + tiles.num_stages * tiles.block_kv * both)
     elif kernel == "dq":
         elements = tiles.block_q * both + tiles.num_stages * tiles.block_kv * both
     else:
