@@ -1,6 +1,5 @@
 """Tangents and second derivatives with `Config(forward_mode=True)`, and gradients that it must not change."""
 
-import dataclasses
 import functools
 import re
 
@@ -16,7 +15,7 @@ from tests.calls.test_features import mesh_of, placed
 from tests.cases.features import BACKENDS, FEATURES, REFERENCE
 from tests.cases.table import CASES
 from tests.support import evaluation
-from tests.support.drawn_arrays import block_mask, draw
+from tests.support.drawn_arrays import draw, drawn_tangents
 from tests.support.rows import in_turns, tiers
 
 BOTH = {"xla": {"implementation": "xla", "config": jflex.Config(forward_mode=True)}}
@@ -31,30 +30,9 @@ def close(found, right, **how):
     jax.tree.map(lambda x, y: assert_close(np.asarray(x), np.asarray(y), **how), found, right)
 
 
-def drawn_tangents(tree, seed=1):
-    rng = np.random.default_rng(seed)
-    return jax.tree.map(lambda x: jnp.asarray(rng.normal(size=np.shape(x)), x.dtype), tree)
-
-
 @functools.cache
 def pushed(case, backend):
-    """Out and lse, and their tangents in the layout BTNH, along random tangents of all floating-point arrays."""
-    x, blocks = draw(case), block_mask(case)
-
-    def attend(q, k, v, floats):
-        turn = (lambda x: x) if case.layout == "BTNH" else lambda x: x.swapaxes(1, 2)
-        returned = {"return_lse": case.normalize == "softmax"}
-        function = lambda *args, config, **how: jflex.flex_attention(
-            *args, config=dataclasses.replace(config, forward_mode=True), **how
-        )
-        result = evaluation.call_for(
-            case, backend, (q, k, v), {**x.score, **floats}, x.mask, blocks, returned, function
-        )
-        out, lse = result if case.normalize == "softmax" else (result, jnp.zeros(x.d_lse.shape))
-        return turn(out), lse
-
-    arrays = jax.tree.map(jnp.asarray, (*x[:3], x.floats()))
-    return jax.jit(lambda xs, ts: jax.jvp(attend, xs, ts))(arrays, drawn_tangents(arrays))
+    return evaluation.pushed(case, backend, draw(case), in_haste=backend.endswith("interpret"))
 
 
 @tiers(default={"case": ["causal", "softcap", "sinks"]})
@@ -64,9 +42,8 @@ def test_tangents(case, backend):
     """Near to those of the dense definition, and adjoint to the gradients of the float64 oracle."""
     if evaluation.refused(case, backend):
         return
-    with jax.default_matmul_precision("highest"):
-        (_, lse), found = pushed(case, backend)
-        _, right = pushed(case, "reference")
+    (_, lse), found = pushed(case, backend)
+    _, right = pushed(case, "reference")
     largest = np.abs(lse, where=np.isfinite(lse), out=np.zeros(lse.shape)).max(initial=0)
     error = (1e-4 if case.dtype == "float32" else 0.02) + 4 * np.finfo(np.float32).eps * largest  # weights by the lse
     for x, y in zip(found, right, strict=True):
@@ -83,6 +60,55 @@ def test_tangents(case, backend):
     ]
     scale = sum(np.sqrt((p**2).sum()) for p in [*pairs, *jax.tree.leaves(products)])
     assert abs(sum(p.sum() for p in pairs) - pulled) <= 5 * error * scale
+
+
+@in_turns
+@pytest.mark.parametrize("poison", [np.nan, np.inf])
+@pytest.mark.parametrize("backend", evaluation.BACKENDS)
+def test_hidden_values_and_tangents_that_are_not_finite(backend, poison):
+    """Two causal documents: what the second has in its values reaches no tangent of the first."""
+    x, tangents = jax.random.normal(jax.random.key(0), (2, 3, 2, 96, 2, 16), jnp.float32)
+    mask = lambda b, h, q_idx, kv_idx: (q_idx >= kv_idx) & (q_idx // 48 == kv_idx // 48)
+    implementation, _, manner = backend.partition("-")
+    config = jflex.Config(forward_mode=True, interpret=manner == "interpret")
+
+    def attend(query, key, value):
+        return jflex.flex_attention(
+            query, key, value, mask_mod=mask, implementation=implementation, config=config, return_lse=True
+        )
+
+    run = jax.jit(lambda arrays, moved: jax.jvp(attend, tuple(arrays), tuple(moved))[1])
+    clean, last = run(x, tangents), (2, slice(None), 60)
+    for arrays in ((x.at[last].set(poison), tangents), (x, tangents.at[last].set(poison))):
+        d_out, d_lse = run(*arrays)
+        np.testing.assert_array_equal(d_lse, clean[1])
+        close(d_out[:, :60], clean[0][:, :60])
+        assert not np.isfinite(d_out[:, 60:]).any()
+
+
+@in_turns
+@pytest.mark.parametrize("backend", evaluation.BACKENDS)
+@pytest.mark.parametrize("name", ["sinks", "statistics", "mods and lists"])
+def test_tangents_along_some_inputs_add_up(name, backend):
+    """Each subset of inputs has a kernel of its own."""
+    implementation, _, manner = backend.partition("-")
+    options = {"implementation": implementation}
+    options["config"] = jflex.Config(forward_mode=True, interpret=manner == "interpret")
+    make, floats = split(FEATURES[name], FEATURES[name].draw())
+    tangents = drawn_tangents(floats)
+
+    def along(names):
+        function = lambda some: make(options)(floats | some)[1]
+        return jax.jit(lambda *xs: jax.jvp(function, *((x,) for x in xs))[1])(
+            *({n: tree[n] for n in names} for tree in (floats, tangents))
+        )
+
+    parts = [along([n]) for n in floats]
+    whole, pair = along(list(floats)), along(["q", "v"])
+    add = lambda *xs: functools.reduce(jnp.add, xs)
+    close(jax.tree.map(add, *parts), whole, rtol=2e-3, atol=2e-3)
+    named = dict(zip(floats, parts, strict=True))
+    close(jax.tree.map(add, named["q"], named["v"]), pair, rtol=2e-3, atol=2e-3)
 
 
 def split(feature, arrays):
@@ -229,6 +255,14 @@ def test_explain_names_the_backend_of_tangents():
     assert account.tangents == "xla"
     assert "tangents  xla" in str(account)
     assert jflex.explain(x, x, x).tangents is None
+    account = jflex.explain(x, x, x, **BOTH["triton-interpret"])
+    assert account.tangents == "triton"
+    assert "; tangent 32 x " in account.tiles
+    pulled = jax.custom_vjp(lambda x: 2 * x)
+    pulled.defvjp(lambda x: (pulled(x), None), lambda _, ct: (2 * ct,))
+    account = jflex.explain(x, x, x, lambda s, b, h, q_idx, kv_idx: pulled(s), **BOTH["triton-interpret"])
+    assert (account.tangents, account.gradients) == ("xla", "triton")
+    assert "primitive `custom_lin` has no meaning on a tile" in str(account)
     assert jflex.explain(x, x, x, **REFERENCE).tangents == "reference"
 
 

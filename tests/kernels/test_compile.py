@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from tests.cases.table import CASES, LENGTHS, Case, Sizes
-from tests.support import evaluation, gpu_compile, haste
+from tests.support import drawn_arrays, evaluation, gpu_compile, haste
 from tests.support.rows import tiers
 
 KERNELS = ["jflex_backward_dkv", "jflex_backward_dq", "jflex_forward"]
@@ -41,6 +41,7 @@ KNOWN_SPILLS = {
     "softcap_float32": 400,
     "gate": 400,
 }
+TANGENTS = {"alibi", "causal", "softcap", "document", "gqa", "head_size_128", "head_sizes_192_128", "head_size_256"}
 SUPPORTED = [case for case in [*CASES, *LENGTHS] if "triton" not in case.unsupported]
 
 
@@ -80,6 +81,18 @@ def test_compiles(case):
     )
     if fills_wgmma(case):
         assert {kernel.tensor for kernel in kernels} == {"wgmma"}
+
+
+@tiers(full={"case": ["alibi", "head_size_128"]}, rest="long")
+@pytest.mark.skipif(gpu_compile.missing() is not None, reason="compiles for a GPU")
+@pytest.mark.parametrize("case", [case for case in SUPPORTED if case.name in TANGENTS], ids=str)
+def test_tangents(case):
+    program = evaluation.tangent_program(case, "triton", drawn_arrays.draw(case))
+    with jax.default_matmul_precision(case.precision):
+        kernels = {kernel.name: kernel for kernel in gpu_compile.compile_kernels(*program)}
+    assert ("jflex_tangent_repair" in kernels) == (case.mask is not None)
+    assert kernels["jflex_tangent"].spill == 0
+    assert not fills_wgmma(case) or kernels["jflex_tangent"].tensor == "wgmma"
 
 
 @tiers(full={"D": 64}, rest="long")

@@ -126,22 +126,28 @@ def test_buckets_of_mods(score, mask, bucket):
     assert bucket_of(score, mask) == bucket
 
 
+@pytest.mark.usefixtures("fresh_plans")
 @pytest.mark.parametrize(("kernel", "tiles", "D", "biases", "dtype"), [
     ("forward", Tiles(128, 64, 4, 3), 64, 0, "float32"),
     ("forward", Tiles(128, 64, 8, 2), 80, 1, "bfloat16"),
     ("dq", Tiles(64, 64, 4, 3), 96, 2, "float32"),
     ("dkv", Tiles(128, 64, 8, 2), 64, 0, "float32"),
     ("dkv", Tiles(64, 64, 4, 3), 128, 1, "float32"),
+    ("tangent", Tiles(64, 32, 4, 3), 128, 0, "float32"),
+    ("tangent", Tiles(128, 64, 8, 2), 64, 1, "bfloat16"),
 ])  # fmt: skip
-def test_shared_memory_is_what_the_compiler_takes(kernel, tiles, D, biases, dtype):
+def test_shared_memory_is_what_the_compiler_takes(kernel, tiles, D, biases, dtype, monkeypatch):
     if gpu_compile.missing():
         pytest.skip(gpu_compile.missing())
     S, loads = 256, triton_plan.LoadBytes(biases * jnp.dtype(dtype).itemsize)
-    config = jflex.Config(**{kernel: tiles})
+    config = jflex.Config(forward_mode=True, **({} if kernel == "tangent" else {kernel: tiles}))
+    monkeypatch.setattr(tables, "tangent_tiles", lambda need: tiles)  # which no `Config` sets
 
     def run(q, k, v, captured):
         mod = lambda s, b, h, i, j: sum((x[h, i, j].astype(jnp.float32) for x in captured), start=s)
         attend = lambda *qkv: jflex.flex_attention(*qkv, mod, implementation="triton", config=config)
+        if kernel == "tangent":
+            return jax.jvp(attend, (q, k, v), (q, k, v))
         out, pull = jax.vjp(attend, q, k, v)
         return out, pull(out)
 

@@ -54,6 +54,12 @@ def draw(case: Case) -> Drawn:
     return Drawn(q.astype(qk_dtype), k.astype(qk_dtype), v.astype(dtype), d_out.astype(dtype), d_lse, *captured)
 
 
+def drawn_tangents(tree: Any, seed: int = 1) -> Any:
+    """Random tangents of arrays, in their dtypes."""
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(lambda x: jnp.asarray(rng.normal(size=np.shape(x)), x.dtype), tree)
+
+
 def poisoned(case: Case) -> Drawn:
     """The arrays of a case, with NaN in all keys and values that no length reaches."""
     x, n = draw(case), case.sizes

@@ -19,7 +19,15 @@ from jflex import AttentionStats
 from pallas_kernels.triton.compiler.launch.installed import launcher
 from tests.cases.table import CASES, Case
 from tests.support import dropout_bits, oracle, plain_attention, tolerance
-from tests.support.drawn_arrays import Drawn, block_mask, draw, poisoned, visible, visible_places
+from tests.support.drawn_arrays import (
+    Drawn,
+    block_mask,
+    draw,
+    drawn_tangents,
+    poisoned,
+    visible,
+    visible_places,
+)
 from tests.support.haste import compiled_in_haste
 from tests.support.hopper_emulator import emulated
 
@@ -189,6 +197,28 @@ def differentiated(
         out, rows, gradients = run(x, more, floats)
     has_stats = isinstance(rows, AttentionStats)
     return Results(out, rows.lse if has_stats else rows, *gradients, stats=rows if has_stats else None)
+
+
+def pushed(case: Case, backend: str, drawn: Drawn, *, in_haste: bool = True, options: dict | None = None) -> Any:
+    """Out and lse of a backend, and their tangents along random tangents of all floating-point arrays."""
+    run, *arguments = tangent_program(case, backend, drawn)
+    with jax.default_matmul_precision("highest"), compiled_in_haste(in_haste):
+        return jax.jit(run, compiler_options=options)(*arguments)
+
+
+def tangent_program(case: Case, backend: str, drawn: Drawn) -> tuple[Any, ...]:
+    """Out and lse with their tangents, and the arguments."""
+
+    def flex_attention(*args, config, **how):
+        return jflex.flex_attention(*args, config=dataclasses.replace(config, forward_mode=True), **how)
+
+    def attend(x, blocks, q, k, v, floats):
+        return call(case, backend, q, k, v, {**x.score, **floats}, x.mask, blocks, flex_attention)
+
+    x = jax.tree.map(jnp.asarray, drawn)
+    arrays = (*x[:3], x.floats())
+    run = lambda x, blocks, xs, ts: jax.jvp(functools.partial(attend, x, blocks), xs, ts)
+    return run, x, block_mask(case), arrays, drawn_tangents(arrays)
 
 
 def program_of(case: Case, backend: str) -> tuple[Any, ...]:

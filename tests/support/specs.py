@@ -18,7 +18,8 @@ def forget_plans() -> None:
     from pallas_kernels.mosaic_gpu.plan import plan as mosaic_plan
     from pallas_kernels.split_kv import plan as paged_plan
     from pallas_kernels.triton.plan import plan as triton_plan
+    from pallas_kernels.triton.plan import tangent as tangent_plan
 
     adapters = mosaic_gpu._plan_dense, mosaic_gpu._plan_split_kv, triton._plan_dense, triton._plan_paged
-    for function in (*adapters, mosaic_plan.plan, triton_plan.plan, paged_plan.plan):
+    for function in (*adapters, mosaic_plan.plan, triton_plan.plan, tangent_plan.plan, paged_plan.plan):
         function.cache_clear()

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 import jflex
-from jflex._call.dispatch import get_backend, select, select_passes
+from jflex._call.dispatch import get_backend, select, select_passes, select_tangent
 from jflex._call.dropout import kept_mod
 from jflex.mods.trace import trace_mask_mod, trace_score_mod, trace_vector_mod
 from pallas_kernels.plan import Refusal, all_gradients
@@ -205,11 +205,16 @@ def table() -> Table:
         feature.text: {name: _cell(feature, name) for name in NAMES} | {SELECTED: _selected(feature)}
         for feature in features()
     }
-    by_xla = lambda name: YES if get_backend(name).differentiable or name == "xla" else f"{YES}; tangents by `xla`"
+    by_xla = lambda name: YES if get_backend(name).differentiable or name == "xla" else f"{YES}; by `xla`"
     any_order = {name: YES if get_backend(name).differentiable else NO for name in NAMES}
+    plain = Feature("", {})
+    tangent = select_tangent(None, _spec(plain), all_gradients(_spec(plain)))
     return rows | {
-        "`jax.jvp`, and forward over reverse mode, with `Config(forward_mode=True)`": {
-            **{name: by_xla(name) for name in NAMES}, SELECTED: "`mosaic_gpu`",
+        "`jax.jvp` with `Config(forward_mode=True)`": {
+            **{name: _tangent_cell(plain, name) for name in NAMES}, SELECTED: f"`{tangent.name}`",
+        },
+        "forward over reverse mode with `Config(forward_mode=True)`": {
+            **{name: by_xla(name) for name in NAMES}, SELECTED: "`xla`",
         },
         "derivatives of any order and mode": any_order | {SELECTED: ""},
     }  # fmt: skip
@@ -229,6 +234,14 @@ def _cell(feature: Feature, name: str) -> str:
     if plan.gradients is not None:
         return f"{YES}; backward by `{plan.gradients.backend}`"
     return f"{YES}; this gradient by `triton`" if "by 'triton'" in plan.describe() else YES
+
+
+def _tangent_cell(feature: Feature, name: str) -> str:
+    if get_backend(name).differentiable:
+        return YES
+    spec = _spec(feature, name)
+    chosen = select_tangent(name, spec, all_gradients(spec)).name
+    return YES if chosen == name else f"{YES}; by `{chosen}`"
 
 
 def _selected(feature: Feature) -> str:

@@ -40,8 +40,20 @@ class Miscompiled(Wrong):
     """It is right without XLA's pass `algsimp`, which makes plain JAX wrong, too."""
 
 
+TANGENTS = ("tangent of out", "tangent of lse")
+
+
+def tangents_by_library(case: Case, backend: str, options: dict[str, Any] | None = None) -> dict[str, np.ndarray]:
+    """The tangents of out and lse by name; none of a mod that has a rule for reverse mode alone."""
+    if "custom_vjp" in case.score.source():
+        return {}
+    call, in_haste = case.call, jax.default_backend() != "gpu"
+    _, found = evaluation.pushed(call, backend, drawn_arrays.poisoned(call), in_haste=in_haste, options=options)
+    return dict(zip(TANGENTS, map(np.asarray, found), strict=True))
+
+
 def by_library(case: Case, backend: str, options: dict[str, Any] | None = None) -> Results:
-    """Out, lse and all gradients, compiled with these options.
+    """Out, lse, all gradients, and tangents with these, compiled with these options.
 
     Raises:
       jflex.UnsupportedError: The implementation refuses the mods.
@@ -50,6 +62,7 @@ def by_library(case: Case, backend: str, options: dict[str, Any] | None = None) 
     attend = lambda x, blocks, q, k, v, c: evaluation.call(call, backend, q, k, v, {**x.score, **c}, x.mask, blocks)
     drawn, blocks = drawn_arrays.poisoned(call), drawn_arrays.block_mask(call)
     results = evaluation.differentiated(call, drawn, attend, blocks, in_haste=in_haste, options=options)
+    results = results._replace(captures={**results.captures, **tangents_by_library(case, backend, options)})
     return jax.tree.map(np.asarray, results)
 
 
@@ -83,7 +96,9 @@ def plain(case: Case, visible, places) -> Results:
 
     with jax.default_device(jax.devices("cpu")[0]), compiled_in_haste(True):
         found = jax.jit(run, compiler_options=EXACTLY)(drawn, drawn.floats(), visible, places)
-        return jax.tree.map(np.asarray, found)
+        # Their precision is that of the definition: the roundings of plain attention are made for cotangents.
+        tangents = tangents_by_library(case, "reference", EXACTLY)
+        return jax.tree.map(np.asarray, found._replace(captures={**found.captures, **tangents}))
 
 
 def exact(case: Case, visible, places) -> Callable[[float], Results]:
@@ -113,6 +128,10 @@ def exact(case: Case, visible, places) -> Callable[[float], Results]:
         # Where the derivative of a mod cancels, as that of ``sum(softmax(x))``, roundings remain.
         remain = (of_half if case.score.uses_half else EPS) * jnp.sqrt(jnp.sum(jnp.where(visible, d_s, 0) ** 2))
         d_floats = {name: a + remain * noise.remains for name, a in d_floats.items()}
+        if "custom_vjp" not in case.score.source():
+            along = jax.tree.map(wide, drawn_arrays.drawn_tangents((*drawn[:3], drawn.floats())))
+            _, moved = jax.jvp(scores, (x.query, x.key, floats), (along[0], along[1], along[3]))
+            d_floats |= _pushed(visible, s, moved, (x.value, along[2]), (EPS, half), noise)
         return Results(out, lse, d_query, d_key, d_value, d_floats)
 
     wide = lambda a: a.astype(np.float64) if jnp.issubdtype(a.dtype, jnp.floating) else a
@@ -129,6 +148,20 @@ def exact(case: Case, visible, places) -> Callable[[float], Results]:
             return jax.tree.map(np.asarray, compiled(x, floats, visible, places, noise))
 
     return at
+
+
+def _pushed(visible, s, d_s, values, roundings, noise) -> dict[str, Any]:
+    """Tangents of out and lse; a kernel starts from a rounded lse and output, and rounds ``P dS``."""
+    softmax = functools.partial(_softmax, visible, s.dtype)
+    (out, lse), (d_out, d_lse) = jax.jvp(softmax, (s, values[0]), (d_s, values[1]))
+    finite = jnp.where(jnp.isfinite(lse), lse, 0.0)[..., None]
+    terms = jnp.abs(jnp.where(visible, jnp.exp(s - finite) * d_s, 0.0))
+    (of_lse, of_half), around = roundings, plain_attention.output(terms, jnp.abs(values[0]), s.dtype)
+    of_lse = of_lse * jnp.abs(finite)
+    by_lse = jnp.swapaxes(noise.rows * (of_lse + of_half), 1, 2) * around
+    by_out = jnp.swapaxes(noise.rows * (of_half * d_lse[..., None]), 1, 2) * out
+    d_lse = d_lse + (noise.rows * of_lse * terms.sum(-1, keepdims=True))[..., 0]
+    return dict(zip(TANGENTS, (d_out + by_lse + by_out, d_lse), strict=True))
 
 
 # --- the comparison
