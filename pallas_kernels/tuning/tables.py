@@ -267,12 +267,18 @@ def dq_tiles(need: Need) -> Tiles:
 
 
 def tangent_tiles(need: Need) -> Tiles:
-    """Tiles of the Triton kernel for tangents, which holds four arrays of keys for the two of the forward kernel."""
+    """Tiles of the Triton kernel for tangents, which holds four arrays of keys for the two of the forward kernel.
+
+    Compiled for sm_90a, jax 0.11.2, causal: head size 192, 64 x 32, 4 warps, 2 stages 218 registers, with 1 stage 255;
+    head size 256, 72 bytes of spills with 2 stages and 108 with 1.
+    """
     if need.itemsize == 4:
         return Tiles(32, 32, 4, 2) if need.head_size <= 64 and need.large_memory else Tiles(32, 16, 4, 1)
-    if need.head_size > 128 or (need.head_size > 64 and not need.large_memory):
-        return Tiles(64 if need.large_memory else 32, 32 if need.large_memory else 16, 4, 1)
-    return Tiles(64, 64, 4, 2) if need.large_memory else Tiles(64, 32, 4, 1)
+    if not need.large_memory:
+        return Tiles(64, 32, 4, 1) if need.head_size <= 64 else Tiles(32, 16, 4, 1)
+    if need.head_size > 128:
+        return Tiles(64, 32, 4, 2)
+    return Tiles(64, 64, 4, 2) if need.head_size <= 64 else Tiles(128, 64, 8, 2)
 
 
 def decode_tiles(need: Need, rows: int) -> Tiles:
