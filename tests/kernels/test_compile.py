@@ -91,7 +91,7 @@ def test_tangents(case):
     with jax.default_matmul_precision(case.precision):
         kernels = {kernel.name: kernel for kernel in gpu_compile.compile_kernels(*program)}
     assert ("jflex_tangent_repair" in kernels) == (case.mask is not None)
-    assert kernels["jflex_tangent"].spill <= (72 if case.sizes.D == 256 else 0)
+    assert kernels["jflex_tangent"].spill <= (128 if case.sizes.D == 256 else 0)
     assert not fills_wgmma(case) or kernels["jflex_tangent"].tensor == "wgmma"
 
 

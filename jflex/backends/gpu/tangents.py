@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import jax
 
 from jflex.backends import lengths as kv_lengths
 from jflex.backends.base import Gradients, Inputs, Saved, SavedCotangents
-from jflex.backends.gpu.triton import operands_of
-from pallas_kernels.spec import AttentionSpec, Operands
-from pallas_kernels.tangents import Moved, Pushed, of_sinks, with_tangents
+from pallas_kernels.spec import AttentionSpec
 
-Kernel = Callable[[Operands, Moved[jax.Array]], Pushed[jax.Array]]
+if TYPE_CHECKING:
+    from pallas_kernels.tangents import Moved, Pushed
 
 
 def push_forward(
@@ -21,9 +21,11 @@ def push_forward(
     inputs: Inputs,
     saved: Saved,
     tangents: Gradients,
-    kernel: Kernel,
+    kernel: Callable[[Inputs, Moved[jax.Array]], Pushed[jax.Array]],
 ) -> SavedCotangents:
     """The tangents of the results by a kernel for calls without lengths; new lists have blocks of `block_size`."""
+    from pallas_kernels.tangents import Moved, of_sinks
+
     d_key, d_value = tangents.key, tangents.value
     if spec.kv_lengths:
         lengths = inputs.kv_lengths
@@ -34,8 +36,7 @@ def push_forward(
     d_lse = logs = None
     if inputs.sinks is not None and tangents.sinks is not None:
         d_lse, logs = of_sinks(inputs.sinks, tangents.sinks, saved.lse)
-    operands = with_tangents(operands_of(inputs), tangents.score_operands)
-    pushed = kernel(operands, Moved(tangents.query, d_key, d_value, saved.out, saved.lse, d_lse))
+    pushed = kernel(inputs, Moved(tangents.query, d_key, d_value, saved.out, saved.lse, d_lse))
     d_entropy = None
     if saved.entropy is not None:
         assert pushed.logs is not None  # the kernel has seen that statistic in the spec

@@ -123,11 +123,12 @@ class Triton(Backend):
     def tangent(self, spec: AttentionSpec, inputs: Inputs, saved: Saved, tangents: Gradients) -> SavedCotangents:
         """Runs the tangent kernel."""
         from jflex.backends.gpu.tangents import push_forward
+        from pallas_kernels.tangents import with_tangents
         from pallas_kernels.triton.tangent import tangent
 
-        plan = self._plan_tangent(spec, tangents.requested)
+        plan, captured = self._plan_tangent(spec, tangents.requested), tangents.score_operands
         assert isinstance(plan, Plan), plan
-        kernel = functools.partial(tangent, plan.kernels)
+        kernel = lambda inputs, moved: tangent(plan.kernels, with_tangents(operands_of(inputs), captured), moved)
         return push_forward(spec, _block_size(spec), inputs, saved, tangents, kernel)
 
     @isolated_trace

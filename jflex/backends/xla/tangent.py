@@ -21,7 +21,6 @@ from jflex.backends.xla.block_scores import (
 from jflex.backends.xla.blockwise import QUERIES_FIRST, Column, Unit, Walk
 from jflex.backends.xla.containment import masked_product
 from pallas_kernels.spec import AttentionSpec
-from pallas_kernels.tangents import of_sinks
 
 
 class _Sums(NamedTuple):
@@ -38,6 +37,8 @@ def tangent(spec: AttentionSpec, inputs: Inputs, saved: Saved, tangents: Gradien
     ``dO = T V + P dV - rowsum(T) * O``, and the tangent of the lse is ``rowsum(T)``. Where P is 0, so is T: a masked
     score may have an infinite tangent.
     """
+    from pallas_kernels.tangents import of_sinks
+
     sums = _summed(spec, inputs, saved, tangents)
     d_lse, d_entropy = sums.lse, None
     logs = sums.logs
