@@ -234,6 +234,20 @@ def continue_columns(layout: RegisterLayout, x: jax.Array, columns: int, sign: i
     return inline(run, (layout,), x, result=array((x.shape[0], columns), x.dtype, layout))
 
 
+def columns(layout: RegisterLayout, x: jax.Array, first: int, count: int) -> jax.Array:
+    """Columns of a tile, a multiple of `TILE_COLUMNS` from a multiple on: registers that a thread has."""
+    part = slice(first // TILE_COLUMNS, (first + count) // TILE_COLUMNS)
+    run = lambda _, tile: with_registers(tile, tile.registers[:, part])
+    return inline(run, (layout,), x, result=array((x.shape[0], count), x.dtype, layout))
+
+
+def join_columns(layout: RegisterLayout, *parts: jax.Array) -> jax.Array:
+    """The tile of these columns, side by side: the inverse of `columns`."""
+    run = lambda _, *tiles: with_registers(tiles[0], np.concatenate([tile.registers for tile in tiles], axis=1))
+    shape = (parts[0].shape[0], sum(part.shape[1] for part in parts))
+    return inline(run, (layout,) * len(parts), *parts, result=array(shape, parts[0].dtype, layout))
+
+
 def sum_columns(layout: RegisterLayout, x: jax.Array) -> jax.Array:
     """Row sums over every `TILE_COLUMNS`-th column: each thread sums its own registers of a row.
 

@@ -24,7 +24,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plg
 
 from jflex import entry
-from jflex._jax import custom_vjp
+from jflex._jax import custom_vjp, forward_mode
 from jflex.backends.gpu import mosaic_gpu as adapter
 from pallas_kernels.mosaic_gpu import global_rows, inline_ptx, register_order, selections, split_kv, work_items
 from pallas_kernels.mosaic_gpu.backward import captured, dkv, dq
@@ -32,6 +32,7 @@ from pallas_kernels.mosaic_gpu.forward import kernel as forward_kernel
 from pallas_kernels.mosaic_gpu.forward import schedule
 from pallas_kernels.mosaic_gpu.launch import WARP_GROUP
 from pallas_kernels.mosaic_gpu.prompt import kernel as prompt_kernel
+from pallas_kernels.mosaic_gpu.tangent import kernel as tangent_kernel
 
 SECONDS = 120.0  # after which a warp group that waits is stuck
 TMA_IS_LATE = False  # a copy into shared memory is there at once, or only when a warp group waits for it
@@ -140,6 +141,10 @@ class Barrier:
             self.late[i].pop(0)()
         return self.phases[i] >= phase
 
+    def check_room(self, i: int) -> None:
+        """Copies arrive when they begin. An arrival of the next phase, before this one has ended, is illegal."""
+        assert self.arrived[i] + len(self.late[i]) < self.arrivals, "a barrier got arrivals of two phases at once"
+
     @property
     def at(self) -> Barrier:
         return self
@@ -155,6 +160,7 @@ def _which(barrier: Any) -> tuple[Barrier, int]:
 def arrive(barrier: Any) -> None:
     barriers, i = _which(barrier)
     with barriers.cta.changed:
+        barriers.check_room(i)
         barriers.arrived[i] += 1
         if barriers.arrived[i] == barriers.arrivals:
             barriers.arrived[i], barriers.phases[i] = 0, barriers.phases[i] + 1
@@ -285,6 +291,7 @@ def _to_smem(source: Memory, target: Memory, barrier: Any) -> None:
         return copy()
     barriers, i = _which(barrier)
     with barriers.cta.changed:
+        barriers.check_room(i)
         barriers.late[i].append(copy)
         barriers.cta.changed.notify_all()
 
@@ -359,6 +366,8 @@ _FUNCTIONS = {
         [x + jnp.float32(sign * i) for i in range(0, columns, x.shape[1])], axis=1
     ),
     "hide_range": lambda layout, x: x,
+    "columns": lambda layout, x, first, count: x[:, first : first + count],
+    "join_columns": lambda layout, *parts: jnp.concatenate(parts, axis=1),
     "sum_columns": lambda layout, x: x.reshape(x.shape[0], -1, inline_ptx.TILE_COLUMNS).sum(axis=1),
     "atomic_increment": _increment,
     "differ_in_warp": lambda layout, x, y: jnp.any(x != y),
@@ -419,11 +428,14 @@ def emulated() -> Iterator[None]:
         patch.setattr(pl, "run_scoped", _run_scoped)
         patch.setattr(pl, "run_state", _run_state)
         patch.setattr(lax, "axis_index", _axis_index)
-        for module in (forward_kernel, captured, dkv, dq, split_kv, prompt_kernel):
+        for module in (forward_kernel, captured, dkv, dq, split_kv, prompt_kernel, tangent_kernel):
             patch.setattr(module, "launch", _launch)
         patch.setattr(schedule, "NUM_CTAS", 2)
         patch.setattr(work_items, "NUM_SMS", 2)
         patch.setattr(adapter, "limit_of_machine", lambda spec: None)
         for module in (custom_vjp, entry):
             patch.setattr(module, "call_as_primitive", lambda op, arrays: op(arrays))
+        tangent = functools.partialmethod(forward_mode._Linear._forward, run=lambda op, arrays: op(arrays))
+        patch.setattr(forward_mode._Linear, "_forward", tangent)
+        patch.setattr(forward_mode, "_bind", lambda linear, *arrays: linear(*arrays))
         yield

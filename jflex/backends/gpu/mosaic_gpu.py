@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from pallas_kernels.mosaic_gpu.plan import plan as mosaic_plan
     from pallas_kernels.mosaic_gpu.prompt.plan import PromptPlan
     from pallas_kernels.mosaic_gpu.split_kv import SplitKvPlan
+    from pallas_kernels.mosaic_gpu.tangent.plan import TangentPlan
+    from pallas_kernels.spec import Operands
+    from pallas_kernels.tangents import Moved, Pushed
 
 _LISTS = (kv_lengths.LENGTHS_BLOCK, kv_lengths.LENGTHS_BLOCK)  # block size of lists made from lengths alone
 
@@ -78,6 +81,23 @@ class MosaicGpu(Backend):
             return gradients
         either = lambda x, other: other if x is None else x
         return gradients._replace(score_operands=tuple(map(either, gradients.score_operands, others.score_operands)))
+
+    @isolated_trace
+    def plan_tangent(self, spec: AttentionSpec, requested: GradientRequest) -> Plan | Refusal:
+        """The kernel and its tiles."""
+        reason = limit_of_machine(spec)
+        return _plan_tangent(_with_compiler(spec), requested) if reason is None else Refusal(reason)
+
+    @isolated_trace
+    def tangent(self, spec: AttentionSpec, inputs: Inputs, saved: Saved, tangents: Gradients) -> SavedCotangents:
+        """Runs the tangent kernel."""
+        from jflex.backends.gpu.tangents import push_forward
+        from pallas_kernels.tangents import with_tangents
+
+        plan, captured = _plan_tangent(_with_compiler(spec), tangents.requested), tangents.score_operands
+        assert isinstance(plan, Plan), plan
+        kernel = lambda inputs, moved: _push_forward(plan.kernels, with_tangents(operands_of(inputs), captured), moved)
+        return push_forward(spec, _LISTS, inputs, saved, tangents, kernel)
 
     def not_preferred(self, spec: AttentionSpec, requested: GradientRequest | None) -> str | None:
         """Calls that underfill a CTA or the GPU or are not MMA-bound: `pallas_kernels.mosaic_gpu.plan.preference`."""
@@ -193,6 +213,36 @@ def _describe(plan: mosaic_plan.HopperPlan, spec: AttentionSpec) -> str:
     if plan.deferred is None or plan.backward is None:
         return text
     return f"{text}; gradients of arrays that {plan.deferred_reason} by '{NAMES[spec.device.compiler]}'"
+
+
+# --- tangents
+
+
+@functools.lru_cache(maxsize=256)
+def _plan_tangent(spec: AttentionSpec, requested: GradientRequest) -> Plan | Refusal:
+    from pallas_kernels.mosaic_gpu.tangent.plan import plan as plan_call
+
+    plan = plan_call(kv_lengths.spec_without_lengths(spec, _LISTS) if spec.kv_lengths else spec, requested)
+    if isinstance(plan, Refusal):
+        return plan
+    missing = limit_of_compiler(spec, spec.device.compiler) if plan.spec.needs_marks else None
+    if missing is not None:
+        return Refusal(f"the kernels of Triton recompute what NaN reached, and {missing} (or `contain_nan=False`)")
+    return Plan(plan.describe, plan)
+
+
+def _push_forward(plan: TangentPlan, arrays: Operands[jax.Array], moved: Moved[jax.Array]) -> Pushed[jax.Array]:
+    """The tangents of out and lse, with the rows recomputed that masked NaN reached."""
+    from pallas_kernels.mosaic_gpu.tangent.kernel import tangent
+    from pallas_kernels.triton import tangent as by_triton
+    from pallas_kernels.triton.plan.tangent import TangentPlan as TritonPlan
+
+    pushed = tangent(plan.spec, plan.choice.tiles, plan.requested, plan.tangent, arrays, moved)
+    if not plan.spec.needs_marks:
+        return pushed
+    repairing = TritonPlan(plan.spec, plan.requested, plan.tangent, plan.choice)
+    out, lse = by_triton.repair(repairing, arrays, moved, pushed[:2])
+    return pushed._replace(out=out, lse=lse)
 
 
 # --- split-KV

@@ -59,13 +59,14 @@ class Scores(NamedTuple):
     fixed: jax.Array  # the first index along the axis that the mainloop does not go along
     pairs: bool  # whether logistics of the score mod are computed in pairs in tiles where nothing is masked
     visible: VisibleRange | None  # None if the mask has no limits
+    passes_end: bool  # whether tiles of the mainloop may pass the end
 
     @property
     def loop(self) -> LoopAxis:
         """The axis of the mainloop."""
         if self.transposed:
-            return LoopAxis("q", self.tile[0], self.spec.T, self.spec.walk_passes_end("q", self.tile[0]))
-        return LoopAxis("k", self.tile[1], self.spec.S, self.spec.walk_passes_end("k", self.tile[1]))
+            return LoopAxis("q", self.tile[0], self.spec.T, self.passes_end)
+        return LoopAxis("k", self.tile[1], self.spec.S, self.passes_end)
 
     @property
     def log2_scale(self) -> float:
@@ -95,6 +96,7 @@ def prepare(
     q: jax.Array | None = None,
     may_end: bool,  # whether these queries or keys may reach past the end
     nodes: Sequence[Node] | None = None,  # nodes of the score mod to prepare; None for the nodes of its program
+    walked: int | None = None,  # keys or queries of a step of the mainloop; None for a tile
 ) -> Scores:
     """Prologue: evaluates the loop-invariant values of the mods (uniform, and along the axis that stays fixed)."""
     transposed, first = k_first is not None, q_first if k_first is None else k_first
@@ -105,6 +107,7 @@ def prepare(
     else:
         fixed["q"] = indices_of(first, tile[0], spec.T, ROW, may_end=may_end) if q is None else q
     kinds = (Axes.UNIFORM, Axes.COLUMN if transposed else Axes.ROW)
+    passes_end = spec.walk_passes_end("q" if transposed else "k", walked or tile[0 if transposed else 1])
 
     def evaluate_fixed(
         program: Program | None,
@@ -114,7 +117,6 @@ def prepare(
     ) -> Evaluation | None:
         if program is None:
             return None
-        passes_end = spec.walk_passes_end("q" if transposed else "k", tile[0] if transposed else tile[1])
         prepared = evaluation(program, refs, shapes, tile, fixed, transposed=transposed, may_end=passes_end)
         prepared.prepare(program.nodes if requested is None else requested, kinds)
         return prepared
@@ -125,7 +127,7 @@ def prepare(
     dropout = evaluate_fixed(spec.programs.dropout, arrays.captured.dropout, captured.dropout, None)
     # A pair shares its NaN, which may come from a padding key: it has rows of its own in a transposed tile.
     pairs = patterns.is_linear_in(spec.programs.score, "logistic") and not (transposed and may_end)
-    return Scores(spec, tile, transposed, score, mask, dropout, first, pairs, visible)
+    return Scores(spec, tile, transposed, score, mask, dropout, first, pairs, visible, passes_end)
 
 
 class Prefetched(NamedTuple):

@@ -261,7 +261,7 @@ def is_heavy(program: Program | None) -> bool:
     Functions that reduce their argument to a period always do: a sine spills 2280 bytes with 128 keys, and none with
     64, where a gelu or a softplus spills none with either (compiled for sm_90a, head size 64).
     """
-    return is_periodic(program) or (program is not None and _values(program.nodes) > MAX_LIGHT_VALUES)
+    return is_periodic(program) or (program is not None and tile_values(program.nodes) > MAX_LIGHT_VALUES)
 
 
 def is_periodic(program: Program | None) -> bool:
@@ -271,7 +271,7 @@ def is_periodic(program: Program | None) -> bool:
 
 def fits_beside_gemm(program: Program | None) -> bool:
     """True if a mod can be evaluated while a wgmma in flight holds registers."""
-    return program is None or _values(program.nodes) <= MAX_VALUES_BESIDE_GEMM
+    return program is None or tile_values(program.nodes) <= MAX_VALUES_BESIDE_GEMM
 
 
 def has_spare_registers(program: Program | None) -> bool:
@@ -296,13 +296,14 @@ def exceeds_registers(derivative: Derivative) -> bool:
 
     Compiled for sm_90a, one of three functions of the score, a sine among them, spills 3228 bytes.
     """
-    return _values(derivative.nodes) > MAX_DERIVATIVE_VALUES
+    return tile_values(derivative.nodes) > MAX_DERIVATIVE_VALUES
 
 
 def mask_exceeds_registers(program: Program | None) -> bool:
     """True if a mask has so many tile values that it spills in every tile of the backward kernels."""
-    return program is not None and _values(program.nodes) > MAX_MASK_VALUES
+    return program is not None and tile_values(program.nodes) > MAX_MASK_VALUES
 
 
-def _values(nodes: Iterable[Node]) -> int:
+def tile_values(nodes: Iterable[Node]) -> int:
+    """Tile values that registers hold at once, at most."""
     return sum(VALUES_PER_CALL if node.op in _CALLS else 1 for node in nodes if node.kind == Axes.TILE)

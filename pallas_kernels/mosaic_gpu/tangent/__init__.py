@@ -1,0 +1,1 @@
+"""The tangent kernel of dense attention for Hopper."""

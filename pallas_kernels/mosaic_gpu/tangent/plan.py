@@ -1,0 +1,78 @@
+"""Plan of the tangent kernel for Hopper."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+
+import jax
+
+from pallas_kernels.config import Tiles
+from pallas_kernels.mosaic_gpu import smem
+from pallas_kernels.mosaic_gpu.plan.limits import limit_of_arrays
+from pallas_kernels.mosaic_gpu.score.tile import is_heavy, limit_of_mods, tile_values, unsupported_primitive
+from pallas_kernels.mosaic_gpu.tangent import kernel
+from pallas_kernels.mosaic_gpu.tangent.step import Directions
+from pallas_kernels.plan import GradientRequest, Refusal, TileChoice, tangent_of, with_programs
+from pallas_kernels.program.tangents import Tangent
+from pallas_kernels.spec import AttentionSpec
+
+MAX_STAGES = 4  # slots in a ring
+MAX_VALUES = 96  # tile values of a mod and its tangent
+MAX_VALUES_WIDE = (
+    32  # up to which registers hold tiles of 128 keys: with 68 (a gelu and a softplus) it spills 1116 bytes
+)
+MAX_HEAD_SIZE_WIDE = 128  # up to which registers hold tiles of 128 keys
+
+
+@dataclasses.dataclass(frozen=True)
+class TangentPlan:
+    """The tangent of a dense call."""
+
+    spec: AttentionSpec  # the call, with its tile programs
+    requested: GradientRequest  # the inputs that have tangents
+    tangent: Tangent | None  # of the score mod; None without one, or where no score moves
+    choice: TileChoice
+
+    def describe(self) -> str:
+        """Tiles and their source, for `jflex.explain`."""
+        return self.choice.describe()
+
+
+@functools.lru_cache(maxsize=256)
+def plan(spec: AttentionSpec, requested: GradientRequest) -> TangentPlan | Refusal:
+    """Plans the tangent of a dense call without lengths; the machine is one that has the kernel."""
+    reason = limit_of_arrays(spec)
+    traced = with_programs(spec) if reason is None else Refusal(reason)
+    if isinstance(traced, Refusal):
+        return traced
+    tangent, limit = tangent_of(traced, requested), limit_of_mods(traced)
+    if limit is not None:
+        return limit
+    if isinstance(tangent, Refusal):
+        return tangent
+    if tangent is not None and (missing := unsupported_primitive(tangent.nodes)) is not None:
+        return Refusal(f"its kernel has no tangent of the score mod: {missing}", "score")
+    if tangent is not None and tile_values(tangent.nodes) > MAX_VALUES:
+        return Refusal("the tangent of the score mod computes more on each element than registers hold", "score")
+    tiles = _tiles(traced, Directions.from_request(requested), tangent)
+    if isinstance(tiles, Refusal):
+        return tiles
+    return TangentPlan(traced, requested, tangent, TileChoice(tiles, "rule"))
+
+
+def _tiles(spec: AttentionSpec, directions: Directions, tangent: Tangent | None) -> Tiles | Refusal:
+    """Two consumer warp groups of 64 queries, and the widest tiles of keys and most slots that fit."""
+    blocks = spec.block_size or (128, 128)
+    pairs = blocks[0] % 128 == 0 and spec.T > 64
+    many = tangent is not None and tile_values(tangent.nodes) > MAX_VALUES_WIDE
+    heavy = many or is_heavy(spec.programs.mask) or spec.dropout is not None
+    wide = max(spec.D, spec.Dv) <= MAX_HEAD_SIZE_WIDE and blocks[1] % 128 == 0 and not heavy
+    sizes = itertools.product((2, 1) if pairs else (1,), (128, 64) if wide else (64,), range(MAX_STAGES, 0, -1))
+    for groups, block_kv, stages in sizes:
+        tiles = Tiles(64 * groups, block_kv, 4 * groups, stages)
+        scratch = jax.tree.leaves(kernel.declare(spec, tiles, directions, spec.dtype))
+        if stages >= directions.keys and smem.bytes_of(scratch) <= smem.LIMIT:
+            return tiles
+    return Refusal(f"shared memory does not hold its tiles at head sizes {spec.D} and {spec.Dv}")
