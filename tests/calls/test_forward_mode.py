@@ -14,52 +14,26 @@ import jflex
 from tests.calls.test_features import mesh_of, placed
 from tests.cases.features import BACKENDS, FEATURES, REFERENCE
 from tests.cases.table import CASES
-from tests.support import evaluation
-from tests.support.drawn_arrays import draw, drawn_tangents
+from tests.support import evaluation, tangents
+from tests.support.drawn_arrays import drawn_tangents
 from tests.support.rows import in_turns, tiers
 
 BOTH = {"xla": {"implementation": "xla", "config": jflex.Config(forward_mode=True)}}
 BOTH["triton-interpret"] = {"implementation": "triton", "config": jflex.Config(forward_mode=True, interpret=True)}
 backends = pytest.mark.parametrize("backend", BOTH)
 assert_close = functools.partial(np.testing.assert_allclose, rtol=2e-4, atol=2e-4)
-# Without gradients, or of a mod with a rule for reverse mode alone.
-DIFFERENTIABLE = [case for case in CASES if not case.qk_dtype and case.name != "own_derivative"]
 
 
 def close(found, right, **how):
     jax.tree.map(lambda x, y: assert_close(np.asarray(x), np.asarray(y), **how), found, right)
 
 
-@functools.cache
-def pushed(case, backend):
-    return evaluation.pushed(case, backend, draw(case), in_haste=backend.endswith("interpret"))
-
-
 @tiers(default={"case": ["causal", "softcap", "sinks"]})
 @pytest.mark.parametrize("backend", evaluation.BACKENDS)
-@pytest.mark.parametrize("case", DIFFERENTIABLE, ids=str)
+@pytest.mark.parametrize("case", tangents.having(CASES), ids=str)
 def test_tangents(case, backend):
-    """Near to those of the dense definition, and adjoint to the gradients of the float64 oracle."""
-    if evaluation.refused(case, backend):
-        return
-    (_, lse), found = pushed(case, backend)
-    _, right = pushed(case, "reference")
-    largest = np.abs(lse, where=np.isfinite(lse), out=np.zeros(lse.shape)).max(initial=0)
-    error = (1e-4 if case.dtype == "float32" else 0.02) + 4 * np.finfo(np.float32).eps * largest  # weights by the lse
-    for x, y in zip(found, right, strict=True):
-        x, y = (np.asarray(a, np.float64) for a in (x, y))
-        assert np.isfinite(x).all()
-        assert np.abs(x - y).max(initial=0) <= error * (1e-3 + np.abs(y).max(initial=0)), case.name
-    x, exact = draw(case), evaluation.exact(case)
-    tangents = drawn_tangents((*x[:3], x.floats()))
-    gradients = (*exact.results[2:5], {name: exact.results.captures[name] for name in x.floats()})
-    products = jax.tree.map(lambda g, t: np.asarray(g, np.float64) * np.asarray(t, np.float64), gradients, tangents)
-    pulled = sum(p.sum() for p in jax.tree.leaves(products))
-    pairs = [
-        (np.asarray(t, np.float64) * np.asarray(u, np.float64)) for t, u in zip(found, (x.d_out, x.d_lse), strict=True)
-    ]
-    scale = sum(np.sqrt((p**2).sum()) for p in [*pairs, *jax.tree.leaves(products)])
-    assert abs(sum(p.sum() for p in pairs) - pulled) <= 5 * error * scale
+    if not evaluation.refused(case, backend):
+        tangents.check(case, backend)
 
 
 @in_turns

@@ -10,7 +10,8 @@ import pytest
 import jflex
 from jflex.block_mask import limits
 from tests.cases.hopper_cases import HOPPER, LIMITED, ONE_PASS
-from tests.support import evaluation, gpu_compile
+from tests.support import evaluation, gpu_compile, tangents
+from tests.support.drawn_arrays import draw
 
 pytestmark = pytest.mark.full
 
@@ -43,6 +44,15 @@ def test_limits_of_rows(monkeypatch, case):
         evaluation.check_gradients(case, backend, evaluation.gradients_of(case))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", tangents.having([*HOPPER, *LIMITED]), ids=str)
+def test_tangents(monkeypatch, case):
+    if case in LIMITED:
+        monkeypatch.setattr(limits, "MIN_ELEMENTS", 1)
+    if not evaluation.refused(case, BACKEND):
+        tangents.check(case, BACKEND)
+
+
 # Bytes that a thread stores away. The backward kernels hold sums for dK and dV that fill the registers: what they store
 # away are mostly addresses, and with 444 bytes (a soft cap at head size 64) they are faster than with smaller tiles.
 # In the forward kernel the group that copies has but 24 registers, and stores addresses away once a tile of queries.
@@ -66,6 +76,27 @@ def test_compiles(case):
 @pytest.mark.parametrize("case", ONE_PASS, ids=str)
 def test_compiles_in_one_pass(case):
     assert any("backward_sm90" in kernel.name for kernel in kernels_of(case, f"{BACKEND}-one_pass"))
+
+
+# Of two groups of 64 queries and tiles of 128 keys, whose sums and scores fill the registers at head size 128.
+TANGENT_SPILLS = {
+    "two_groups_causal": 0,
+    "two_groups_table": 160,
+    "two_groups_no_mask": 128,
+    "even_bias": 256,
+    "plane_wide": 64,
+    "head_size_256": 320,
+}
+
+
+@NEEDS_011
+@pytest.mark.skipif(gpu_compile.missing() is not None, reason="compiles for a GPU")
+@pytest.mark.parametrize("case", [case for case in HOPPER if case.name in TANGENT_SPILLS], ids=str)
+def test_tangents_compile(case):
+    kernels = gpu_compile.compile_kernels(*evaluation.tangent_program(case, BACKEND, draw(case)))
+    (kernel,) = (kernel for kernel in kernels if "tangent_sm90" in kernel.name)
+    assert kernel.tensor == "wgmma"
+    assert kernel.spill <= TANGENT_SPILLS[case.name], kernel
 
 
 def kernels_of(case, backend):

@@ -9,11 +9,12 @@ import jflex
 from jflex.block_mask import limits
 from pallas_kernels.mosaic_gpu import smem
 from pallas_kernels.mosaic_gpu.forward.schedule import MAX_STATIC_TILES
+from pallas_kernels.mosaic_gpu.tangent import kernel as tangent_kernel
 from tests.cases import mask_pairs as masks
 from tests.cases import score_pairs as scores
 from tests.cases.hopper_cases import HOPPER, LIMITED, MANY, ONE_PASS
 from tests.cases.table import Case, Sizes
-from tests.support import evaluation, hopper_emulator
+from tests.support import evaluation, hopper_emulator, tangents
 from tests.support.hopper_emulator import emulated
 from tests.support.rows import tiers
 
@@ -52,6 +53,51 @@ def test_limits_of_rows(monkeypatch, case, one_pass):
     monkeypatch.setattr(limits, "MIN_ELEMENTS", 1)
     evaluation.check_forward(case, "mosaic_gpu-emulated")
     evaluation.check_gradients(case, f"mosaic_gpu-emulated{'_one_pass' * one_pass}", evaluation.gradients_of(case))
+
+
+@tiers(
+    default={"case": "head_size_80", "is_late": [True]},
+    full={"case": ["bnth_shared_keys", "slopes", "softcap_sinks", "two_groups_small", "limits_end"], "is_late": [True]},
+    rest="long",
+)
+@pytest.mark.parametrize("is_late", [False, True])
+@pytest.mark.parametrize("case", tangents.having([*EMULATED, TWO_GROUPS, DRAWN, *LIMITED]), ids=str)
+def test_tangents(monkeypatch, case, is_late):
+    monkeypatch.setattr(limits, "MIN_ELEMENTS", 1)
+    monkeypatch.setattr(hopper_emulator, "TMA_IS_LATE", is_late)
+    tangents.check(case, "mosaic_gpu-emulated")
+
+
+@pytest.mark.full
+def test_the_emulator_notices_arrivals_of_two_phases(monkeypatch):
+    """At a barrier these are an illegal instruction: the last tile must end before the consumers are told so."""
+
+    def produce(call, tile_scheduler):
+        tile_scheduler.over_tiles(call._load_tile, tile_scheduler.draw)
+        for group in range(call.static.groups):
+            tangent_kernel.plg.barrier_arrive(call.scratch.queries_full.at[group])
+
+    monkeypatch.setattr(tangent_kernel.TangentCall, "produce", produce)
+    monkeypatch.setattr(hopper_emulator, "TMA_IS_LATE", True)
+    monkeypatch.setattr(hopper_emulator, "SECONDS", 10.0)
+    with pytest.raises(AssertionError, match="arrivals of two phases at once"):
+        tangents.check(TWO_GROUPS, "mosaic_gpu-emulated")
+
+
+@pytest.mark.full
+def test_tangents_of_values_that_are_not_finite():
+    """Two causal documents: NaN of the first in values and their tangents reaches no row of the second."""
+    x, moved = jax.random.normal(jax.random.key(0), (2, 3, 1, 256, 2, 64), jnp.bfloat16)
+    mask = lambda b, h, q_idx, kv_idx: (q_idx >= kv_idx) & ((q_idx < 100) == (kv_idx < 100))
+    blocks = jflex.create_block_mask(mask, None, None, 256, 256)
+    attend = lambda *qkv: jflex.flex_attention(
+        *qkv, block_mask=blocks, implementation="mosaic_gpu", config=jflex.Config(forward_mode=True, interpret=True)
+    )
+    with emulated():
+        run = lambda at: jax.jvp(attend, tuple(x.at[at].set(jnp.nan)), tuple(moved.at[at].set(jnp.nan)))[1]
+        clean, found = run((2, 0, slice(0, 0))), run((2, 0, slice(0, 3)))
+    np.testing.assert_allclose(*(np.asarray(d_out[:, 100:], np.float32) for d_out in (found, clean)), atol=2e-2)
+    assert np.isnan(found[:, 3:100]).all()
 
 
 def root_of_distance(q, k):

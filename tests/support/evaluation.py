@@ -201,9 +201,11 @@ def differentiated(
 
 def pushed(case: Case, backend: str, drawn: Drawn, *, in_haste: bool = True, options: dict | None = None) -> Any:
     """Out and lse of a backend, and their tangents along random tangents of all floating-point arrays."""
-    run, *arguments = tangent_program(case, backend, drawn)
-    with jax.default_matmul_precision("highest"), compiled_in_haste(in_haste):
-        return jax.jit(run, compiler_options=options)(*arguments)
+    (run, *arguments), is_emulated = tangent_program(case, backend, drawn), "emulated" in backend
+    run = run if is_emulated else jax.jit(run, compiler_options=options)
+    emulation = emulated() if is_emulated else contextlib.nullcontext()
+    with jax.default_matmul_precision("highest"), compiled_in_haste(in_haste), emulation:
+        return run(*arguments)
 
 
 def tangent_program(case: Case, backend: str, drawn: Drawn) -> tuple[Any, ...]:
