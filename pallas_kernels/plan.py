@@ -86,6 +86,20 @@ class TileChoice:
         return f"{block_q} x {block_kv} ({warps} warps, {stages} stages, by {self.source})"
 
 
+@dataclasses.dataclass(frozen=True)
+class TangentPlan:
+    """The tangent of a dense call."""
+
+    spec: AttentionSpec  # the call, with its tile programs
+    requested: GradientRequest  # the inputs that have tangents
+    tangent: Tangent | None  # of the score mod; None without one, or where no score moves
+    choice: TileChoice
+
+    def describe(self) -> str:
+        """Tiles and their source, for `jflex.explain`."""
+        return self.choice.describe()
+
+
 def exceeds_pallas_indexing(elements: int) -> bool:
     """True if Pallas' Triton does not reach the last elements of an array of 8 bits.
 

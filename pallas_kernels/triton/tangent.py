@@ -18,6 +18,7 @@ from jax.experimental import pallas as pl
 from pallas_kernels import block_walk
 from pallas_kernels.config import Tiles
 from pallas_kernels.gradients import log2_lse
+from pallas_kernels.plan import TangentPlan
 from pallas_kernels.program.evaluate import Product
 from pallas_kernels.softmax import LEAST_EXPONENT, ScoreTile, mark
 from pallas_kernels.spec import LN_2, AttentionSpec, Operands
@@ -37,7 +38,6 @@ from pallas_kernels.triton.head_chunks import (
     zero_rows,
 )
 from pallas_kernels.triton.launch import runner_of
-from pallas_kernels.triton.plan.tangent import TangentPlan
 from pallas_kernels.types import Index, Location, Ref, S, Step
 
 

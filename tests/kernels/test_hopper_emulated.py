@@ -74,7 +74,7 @@ def test_the_emulator_notices_arrivals_of_two_phases(monkeypatch):
 
     def produce(call, tile_scheduler):
         tile_scheduler.over_tiles(call._load_tile, tile_scheduler.draw)
-        for group in range(call.static.groups):
+        for group in range(call.scratch.queries.shape[1]):
             tangent_kernel.plg.barrier_arrive(call.scratch.queries_full.at[group])
 
     monkeypatch.setattr(tangent_kernel.TangentCall, "produce", produce)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from pallas_kernels.mosaic_gpu.plan import plan as mosaic_plan
     from pallas_kernels.mosaic_gpu.prompt.plan import PromptPlan
     from pallas_kernels.mosaic_gpu.split_kv import SplitKvPlan
-    from pallas_kernels.mosaic_gpu.tangent.plan import TangentPlan
+    from pallas_kernels.plan import TangentPlan
     from pallas_kernels.spec import Operands
     from pallas_kernels.tangents import Moved, Pushed
 
@@ -235,13 +235,11 @@ def _push_forward(plan: TangentPlan, arrays: Operands[jax.Array], moved: Moved[j
     """The tangents of out and lse, with the rows recomputed that masked NaN reached."""
     from pallas_kernels.mosaic_gpu.tangent.kernel import tangent
     from pallas_kernels.triton import tangent as by_triton
-    from pallas_kernels.triton.plan.tangent import TangentPlan as TritonPlan
 
-    pushed = tangent(plan.spec, plan.choice.tiles, plan.requested, plan.tangent, arrays, moved)
+    pushed = tangent(plan, arrays, moved)
     if not plan.spec.needs_marks:
         return pushed
-    repairing = TritonPlan(plan.spec, plan.requested, plan.tangent, plan.choice)
-    out, lse = by_triton.repair(repairing, arrays, moved, pushed[:2])
+    out, lse = by_triton.repair(plan, arrays, moved, pushed[:2])
     return pushed._replace(out=out, lse=lse)
 
 

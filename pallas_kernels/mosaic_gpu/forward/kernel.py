@@ -310,7 +310,7 @@ def _consume_tile(
     result = forward_step.finish(spec, scratch.ring, state, sink, visits)
     pl.when(visits)(lambda: scratch.ring.release(state.stage))
     staged = (queries if scratch.out is None else scratch.out.at[group], *(x.at[group] for x in scratch.rows))
-    _store(spec, staged, (*result, *forward_step.stats(spec, state, sink)), static.outputs, (b, h, first))
+    store(spec, staged, (*result, *forward_step.stats(spec, state, sink)), static.outputs, (b, h, first))
     return after(stage, state.stage)
 
 
@@ -321,7 +321,7 @@ def free_last(scratch: ForwardScratch, i: Index, group: jax.Array) -> None:
     plg.barrier_arrive(scratch.queries_empty.at[scratch.query_slot(i - 1, group)[1]])
 
 
-def _store(
+def store(
     spec: AttentionSpec,
     staged: tuple[Ref, ...],
     result: tuple[jax.Array, ...],

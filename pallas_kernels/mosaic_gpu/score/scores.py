@@ -33,9 +33,9 @@ class CapturedShapes(NamedTuple):
 
     @classmethod
     def from_operands(cls, arrays: Operands[jax.Array]) -> CapturedShapes:
-        """The shapes of captured arrays that are not flattened yet."""
+        """The shapes of captured arrays that are not flattened yet; None is not read."""
         groups = arrays.captured.score, arrays.captured.mask, arrays.captured.dropout
-        return cls(*(tuple(x.shape for x in group) for group in groups))
+        return cls(*(tuple(() if x is None else x.shape for x in group) for group in groups))
 
 
 class LoopAxis(NamedTuple):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 
@@ -14,30 +13,14 @@ from pallas_kernels.mosaic_gpu.plan.limits import limit_of_arrays
 from pallas_kernels.mosaic_gpu.score.tile import is_heavy, limit_of_mods, tile_values, unsupported_primitive
 from pallas_kernels.mosaic_gpu.tangent import kernel
 from pallas_kernels.mosaic_gpu.tangent.step import Directions
-from pallas_kernels.plan import GradientRequest, Refusal, TileChoice, tangent_of, with_programs
+from pallas_kernels.plan import GradientRequest, Refusal, TangentPlan, TileChoice, tangent_of, with_programs
 from pallas_kernels.program.tangents import Tangent
 from pallas_kernels.spec import AttentionSpec
 
-MAX_STAGES = 4  # slots in a ring
+MAX_STAGES = 5  # slots in the ring of keys
 MAX_VALUES = 96  # tile values of a mod and its tangent
-MAX_VALUES_WIDE = (
-    32  # up to which registers hold tiles of 128 keys: with 68 (a gelu and a softplus) it spills 1116 bytes
-)
-MAX_HEAD_SIZE_WIDE = 128  # up to which registers hold tiles of 128 keys
-
-
-@dataclasses.dataclass(frozen=True)
-class TangentPlan:
-    """The tangent of a dense call."""
-
-    spec: AttentionSpec  # the call, with its tile programs
-    requested: GradientRequest  # the inputs that have tangents
-    tangent: Tangent | None  # of the score mod; None without one, or where no score moves
-    choice: TileChoice
-
-    def describe(self) -> str:
-        """Tiles and their source, for `jflex.explain`."""
-        return self.choice.describe()
+# Up to which registers hold tiles of 128 keys: with 68 values (a gelu and a softplus) these spill 1116 bytes.
+MAX_VALUES_WIDE, MAX_HEAD_SIZE_WIDE = 32, 128
 
 
 @functools.lru_cache(maxsize=256)
@@ -72,7 +55,7 @@ def _tiles(spec: AttentionSpec, directions: Directions, tangent: Tangent | None)
     sizes = itertools.product((2, 1) if pairs else (1,), (128, 64) if wide else (64,), range(MAX_STAGES, 0, -1))
     for groups, block_kv, stages in sizes:
         tiles = Tiles(64 * groups, block_kv, 4 * groups, stages)
-        scratch = jax.tree.leaves(kernel.declare(spec, tiles, directions, spec.dtype))
+        scratch = jax.tree.leaves(kernel.declare(spec, tiles, directions))
         if stages >= directions.keys and smem.bytes_of(scratch) <= smem.LIMIT:
             return tiles
     return Refusal(f"shared memory does not hold its tiles at head sizes {spec.D} and {spec.Dv}")

@@ -5,25 +5,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 
-from pallas_kernels.plan import GradientRequest, Refusal, TileChoice, tangent_of, with_programs
-from pallas_kernels.program.tangents import Tangent
+from pallas_kernels.plan import GradientRequest, Refusal, TangentPlan, tangent_of, with_programs
 from pallas_kernels.spec import AttentionSpec
 from pallas_kernels.triton.plan.limits import limit_of_device
 from pallas_kernels.triton.plan.plan import choose_tiles, fitted
-
-
-@dataclasses.dataclass(frozen=True)
-class TangentPlan:
-    """The tangent of a dense call."""
-
-    spec: AttentionSpec  # the call, with its tile programs
-    requested: GradientRequest  # the inputs that have tangents
-    tangent: Tangent | None  # of the score mod; None without one, or where no score moves
-    choice: TileChoice
-
-    def describe(self) -> str:
-        """Tiles and their source, for `jflex.explain`."""
-        return self.choice.describe()
 
 
 @functools.lru_cache(maxsize=256)
