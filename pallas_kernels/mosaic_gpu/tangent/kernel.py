@@ -13,6 +13,7 @@ needs no more than five slots at once: at head size 128 there is no room for mor
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import NamedTuple
@@ -47,7 +48,7 @@ from pallas_kernels.mosaic_gpu.smem import CONSUMER_REGISTERS, PRODUCER_REGISTER
 from pallas_kernels.mosaic_gpu.tangent.step import Directions, TangentState, TangentStep
 from pallas_kernels.plan import TangentPlan
 from pallas_kernels.softmax import mark
-from pallas_kernels.spec import AttentionSpec, Operands
+from pallas_kernels.spec import LN_2, AttentionSpec, Operands
 from pallas_kernels.tangents import Moved, Pushed
 from pallas_kernels.types import Index, Location, Ref
 
@@ -96,9 +97,9 @@ def tangent(plan: TangentPlan, arrays: Operands[jax.Array], moved: Moved[jax.Arr
       plan: Its tiles have 64 queries for each of `num_warps` / 4 consumers.
       arrays: The operands, with tangents of captured arrays (`pallas_kernels.tangents.with_tangents`).
     """
-    spec, tiles, directions = plan.spec, plan.choice.tiles, Directions.from_request(plan.requested)
+    spec, tiles = plan.spec, plan.choice.tiles
     order, (T, Dv) = block_walk.row_order(spec, tiles, arrays), (spec.T, spec.Dv)
-    captured, scratch = scores.CapturedShapes.from_operands(arrays), declare(spec, tiles, directions)
+    captured = scores.CapturedShapes.from_operands(arrays)
     spec, arrays = pad_operands(spec, arrays)
     grid, padding = Grid(spec.B, spec.Hq, pl.cdiv(T, tiles.block_q)), ((0, 0), (0, 0), (0, -T % tiles.block_q))
     is_dynamic = grid.size > schedule.NUM_CTAS and grid.tiles > schedule.MAX_STATIC_TILES
@@ -113,10 +114,10 @@ def tangent(plan: TangentPlan, arrays: Operands[jax.Array], moved: Moved[jax.Arr
     )
     per_row = output((spec.B, spec.Hq, grid.tiles * tiles.block_q), jnp.float32)
     out, *rows = launch(
-        functools.partial(_kernel, spec, plan, directions, captured, grid),
+        functools.partial(_kernel, dataclasses.replace(plan, spec=spec), captured, grid),
         (flatten_captured(arrays), moved, order, schedule.tile_counter() if is_dynamic else None),
         (output((*arrays.query.shape[:3], spec.Dv), arrays.value.dtype), *(per_row for _ in _row_results(spec))),
-        scratch,
+        declare(spec, tiles, Directions.from_request(plan.requested)),
         name="jflex_tangent_sm90",
         num_ctas=min(schedule.NUM_CTAS, grid.size),
         warp_groups=tiles.num_warps // 4 + 1,
@@ -126,9 +127,7 @@ def tangent(plan: TangentPlan, arrays: Operands[jax.Array], moved: Moved[jax.Arr
 
 
 def _kernel(
-    spec: AttentionSpec,
     plan: TangentPlan,
-    directions: Directions,
     captured: scores.CapturedShapes,
     grid: Grid,
     cta_id: Index,
@@ -139,9 +138,9 @@ def _kernel(
 ) -> None:
     arrays, moved, order, counter = inputs
     tile_scheduler = schedule.PersistentScheduler(grid, cta_id, counter, scratch.tile_ids)
-    row_at = lambda b, h, i: (b, h, block_walk.row_at(spec, order, b, h, i, grid.tiles))
+    row_at = lambda b, h, i: (b, h, block_walk.row_at(plan.spec, order, b, h, i, grid.tiles))
     group, groups = lax.axis_index(WARP_GROUP), scratch.queries.shape[1]
-    call = TangentCall(spec, plan, directions, captured, arrays, moved, outputs, scratch, row_at)
+    call = TangentCall(plan, Directions.from_request(plan.requested), captured, arrays, moved, outputs, scratch, row_at)
     pl.when(group == groups)(lambda: call.produce(tile_scheduler))
     pl.when(group < groups)(lambda: call.consume(tile_scheduler, group))
 
@@ -149,8 +148,7 @@ def _kernel(
 class TangentCall(NamedTuple):
     """A CTA: inputs, outputs and scratch of producer and consumers."""
 
-    spec: AttentionSpec  # with padded head sizes
-    plan: TangentPlan
+    plan: TangentPlan  # with padded head sizes
     directions: Directions
     captured: scores.CapturedShapes  # of the score mod with their tangents
     arrays: Operands[Ref]  # of the forward pass, and tangents of the captured arrays of the score mod
@@ -176,7 +174,7 @@ class TangentCall(NamedTuple):
 
         The queries of the second group are loaded after the first keys: the groups end a tile at different times.
         """
-        spec, tiles, moved, directions = self.spec, self.plan.choice.tiles, self.moved, self.directions
+        spec, tiles, moved, directions = self.plan.spec, self.plan.choice.tiles, self.moved, self.directions
         keys, values, location = self.scratch.keys, self.scratch.values, self.row_at(*index)
         b, h = (location[0] if spec.Bkv > 1 else 0), lax.div(location[1], jnp.int32(spec.group))
         sources = [self.arrays.value] if directions.scores else []
@@ -205,7 +203,7 @@ class TangentCall(NamedTuple):
         """Loads Q and dQ of a group, once it has stored the tile before."""
         scratch, (b, h, row), rows = self.scratch, location, self.scratch.queries.shape[2]
         pl.when(i > 0)(lambda: plg.barrier_wait(scratch.queries_empty.at[group]))
-        at = smem.rows_at(self.spec, b, h, row * self.plan.choice.tiles.block_q + group * rows, rows)
+        at = smem.rows_at(self.plan.spec, b, h, row * self.plan.choice.tiles.block_q + group * rows, rows)
         sources = (self.arrays.query, self.moved.query)
         for n, source in enumerate(x for x in sources if x is not None):
             plg.copy_gmem_to_smem(source.at[at], scratch.queries.at[n, group], scratch.queries_full.at[group])
@@ -223,7 +221,7 @@ class TangentCall(NamedTuple):
 
     def _consume_tile(self, group: jax.Array, _: Index, index: Location, stage: jax.Array) -> jax.Array:
         """Prologue, mainloop and epilogue of a consumer's rows; returns the number of the next tile of keys."""
-        spec, tiles, scratch, tangent = self.spec, self.plan.choice.tiles, self.scratch, self.plan.tangent
+        spec, tiles, scratch, tangent = self.plan.spec, self.plan.choice.tiles, self.scratch, self.plan.tangent
         (b, h, row), rows = location, _ = self.row_at(*index), scratch.queries.shape[2]
         first = row * tiles.block_q + group * rows
         prepared = scores.prepare(
@@ -244,23 +242,22 @@ class TangentCall(NamedTuple):
 
     def _finish(self, state: TangentState, group: jax.Array, index: Location) -> None:
         """Epilogue: subtracts dlse * O, and stores by TMA."""
-        (b, h, first), spec, scratch, moved = index, self.spec, self.scratch, self.moved
+        (b, h, first), spec, scratch, moved = index, self.plan.spec, self.scratch, self.moved
         staged = scratch.queries.at[0, group] if scratch.out is None else scratch.out.at[group]
-        out, (row_sum, logs), rows = state.out * spec.kept_scale, state.rows(), scratch.queries.shape[2]
-        moves_rows = spec.normalize == "softmax" and (row_sum is not None or moved.d_lse is not None)
+        out, rows = state.out * spec.kept_scale, scratch.queries.shape[2]
+        d_lse, logs, *_ = (*(jnp.sum(x, axis=1) for x in state.sums), row_vector(rows), row_vector(rows))
+        moves_rows = bool(state.sums) or (spec.normalize == "softmax" and moved.d_lse is not None)
         if moves_rows:
             plg.commit_smem()  # all warps have read Q, which O overwrites
             source = moved.out.at[smem.rows_at(spec, b, h, first, rows)]
             plg.copy_gmem_to_smem(source, staged, scratch.out_full.at[group])
-        d_lse = row_vector(rows) if row_sum is None else row_sum
         if moved.d_lse is not None:
             d_lse = d_lse + load_vector(moved.d_lse.at[b, h, pl.ds(first, rows)], ROW)
         if moves_rows:
             plg.barrier_wait(scratch.out_full.at[group])
             out = out - over_columns(d_lse, out.shape) * smem.load(staged, TILE).astype(jnp.float32)
         d_lse = d_lse + mark(out) if spec.needs_marks else d_lse
-        results = out, d_lse, row_vector(rows) if logs is None else logs
         targets = staged, *(x.at[group] for x in scratch.rows)
-        store(spec, targets, results[: len(targets)], self.outputs, index)
+        store(spec, targets, (out, d_lse, logs * LN_2)[: len(targets)], self.outputs, index)
         plg.wait_smem_to_gmem(0, wait_read_only=True)
         plg.barrier_arrive(scratch.queries_empty.at[group])

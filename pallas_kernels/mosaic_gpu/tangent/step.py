@@ -24,7 +24,7 @@ from pallas_kernels.plan import GradientRequest
 from pallas_kernels.program.evaluate import Product
 from pallas_kernels.program.tangents import Tangent
 from pallas_kernels.softmax import LEAST_EXPONENT, ScoreTile
-from pallas_kernels.spec import LN_2, AttentionSpec
+from pallas_kernels.spec import AttentionSpec
 from pallas_kernels.types import Accumulator, Index, Ref
 
 
@@ -61,23 +61,17 @@ class TangentState(NamedTuple):
     """Sums of the rows of a consumer warp group, after some of the keys; all in registers."""
 
     out: jax.Array  # float32 [rows, Dv]: T V + P dV
-    row_sum: jax.Array | None  # float32 [rows, 8]: sums of T, each over every eighth column; None without T
-    row_logs: jax.Array | None  # [rows, 8]: sums of T times the exponents of base 2, for the entropy; None without it
+    # float32 [rows, 8] each, over every eighth column: of T, and for the entropy of T times the exponents of base 2;
+    # none without T or a softmax
+    sums: tuple[jax.Array, ...]
     stage: jax.Array  # the number of the next tile of keys
 
     @classmethod
     def start(cls, spec: AttentionSpec, directions: Directions, rows: int, stage: jax.Array) -> TangentState:
         """The state before the first tile of keys."""
-        sums = directions.scores and spec.normalize == "softmax"
-        partial = lambda exists: zero_tile(rows, inline_ptx.TILE_COLUMNS) if exists else None
-        logs = partial(sums and "entropy" in spec.stats)
-        return cls(zero_tile(rows, spec.Dv), partial(sums), logs, stage)
-
-    def rows(self) -> tuple[jax.Array | None, jax.Array | None]:
-        """Row sums of T, and of T times natural exponents."""
-        total = lambda x: None if x is None else jnp.sum(x, axis=1)
-        logs = total(self.row_logs)
-        return total(self.row_sum), None if logs is None else logs * LN_2
+        count = 1 + ("entropy" in spec.stats) if directions.scores and spec.normalize == "softmax" else 0
+        sums = tuple(zero_tile(rows, inline_ptx.TILE_COLUMNS) for _ in range(count))
+        return cls(zero_tile(rows, spec.Dv), sums, stage)
 
 
 class TangentStep(NamedTuple):
@@ -102,7 +96,7 @@ class TangentStep(NamedTuple):
         # Before the accumulators: they are set to zero by their first wgmma if nothing comes in between.
         for number in keys:
             self.keys.wait(number)
-        operands, row_sum, row_logs = self._weights(state, keys, first, is_partial)
+        operands, sums = self._weights(state.sums, keys, first, is_partial)
         for number in keys:
             self.keys.release(number)
         for number in values:
@@ -116,19 +110,20 @@ class TangentStep(NamedTuple):
         out = accumulate(state.out, gemms)
         for number in values:
             self.values.release(number)
-        return TangentState(out, row_sum, row_logs, state.stage + 1)
+        return TangentState(out, sums, state.stage + 1)
 
     def _weights(
-        self, state: TangentState, numbers: list[jax.Array], first: Index, is_partial: bool
-    ) -> tuple[list[jax.Array], jax.Array | None, jax.Array | None]:
-        """The A operands of the output's GEMMs, T and P as far as they are needed, and the new row sums.
+        self, sums: tuple[jax.Array, ...], numbers: list[jax.Array], first: Index, is_partial: bool
+    ) -> tuple[list[jax.Array], tuple[jax.Array, ...]]:
+        """The A operands of the output's GEMMs, T and P as far as they are needed, and the new sums.
 
         They are computed part by part, a part of the keys each: so few registers hold what is between.
         """
         prepared, directions = self.prepared, self.directions
-        (rows, part), count = prepared.tile, self.keys.tiles[0].shape[1] // prepared.tile[1]
+        (rows, part), block_kv = prepared.tile, self.keys.tiles[0].shape[1]
+        starts = range(0, block_kv, part)
 
-        def gemms(raw: Accumulator, d_raw: Accumulator) -> list[jax.Array]:
+        def gemms(raw: Accumulator, d_raw: Accumulator) -> tuple[list[jax.Array], tuple[jax.Array, ...]]:
             zero = inline_ptx.unknown_zero()
             group, keys = self.group + zero, [self.keys.tiles[0].at[self.keys.slot(i) + zero].T for i in numbers]
             plg.wgmma(raw, self.queries.at[0, group], keys[0])  # S = Q K^T [rows, block_kv]
@@ -136,21 +131,18 @@ class TangentStep(NamedTuple):
                 plg.wgmma(d_raw, self.queries.at[1, group], keys[0])  # dS = dQ K^T
             if directions.key:
                 plg.wgmma(d_raw, self.queries.at[0, group], keys[1])  # dS += Q dK^T
-            firsts = [first + i * part for i in range(count)]
-            prefetched = [scores.prefetch(prepared, x, is_partial) for x in firsts]
+            prefetched = [scores.prefetch(prepared, first + i, is_partial) for i in starts]
             used = [raw, d_raw] if directions.query or directions.key else [raw]
             loaded = [plg.wgmma_accumulator_load(x, wait_n=0) for x in used]
-            parts, row_sum, row_logs = [], state.row_sum, state.row_logs
-            for i, x in enumerate(firsts):
-                columns = loaded if count == 1 else [inline_ptx.columns(TILE, y, i * part, part) for y in loaded]
-                operands, row_sum, row_logs = self._part(columns, x, is_partial, prefetched[i], (row_sum, row_logs))
+            parts, new_sums = [], sums
+            for i, fetched in zip(starts, prefetched, strict=True):
+                columns = [inline_ptx.columns(TILE, x, i, part) for x in loaded]
+                operands, new_sums = self._part(columns, first + i, is_partial, fetched, new_sums)
                 parts.append(operands)
-            joined = [x[0] if count == 1 else inline_ptx.join_columns(TILE, *x) for x in zip(*parts, strict=True)]
-            return [*joined, *(x for x in (row_sum, row_logs) if x is not None)]
+            return [inline_ptx.join_columns(TILE, *x) for x in zip(*parts, strict=True)], new_sums
 
-        acc = accumulator(rows, part * count)
-        results = [*pl.run_scoped(gemms, acc, acc), None, None]
-        return results[: directions.values], *results[directions.values :][:2]
+        acc = accumulator(rows, block_kv)
+        return pl.run_scoped(gemms, acc, acc)
 
     def _part(
         self,
@@ -158,33 +150,26 @@ class TangentStep(NamedTuple):
         first: Index,
         is_partial: bool,
         prefetched: scores.Prefetched,
-        sums: tuple[jax.Array | None, jax.Array | None],
-    ) -> tuple[list[jax.Array], jax.Array | None, jax.Array | None]:
-        """The A operands of some keys, from QK^T and its tangent if it has one, and the new row sums."""
-        prepared, spec, (loaded, *moved), (row_sum, row_logs) = self.prepared, self.prepared.spec, accumulators, sums
+        sums: tuple[jax.Array, ...],
+    ) -> tuple[list[jax.Array], tuple[jax.Array, ...]]:
+        """The A operands of some keys, from QK^T and its tangent if it has one, and the new sums."""
+        prepared, spec, (loaded, *moved) = self.prepared, self.prepared.spec, accumulators
         by_clause = has_spare_registers(spec.programs.score) and spec.normalize == "softmax"
         tile = scores.modify(prepared, loaded, first, is_partial, prefetched, by_clause=by_clause)
         tile = tile._replace(kept=scores.kept(prepared, first))
-        p, exponent = self._probabilities(tile)
+        if self.lse_log2 is None:
+            p, terms = scores.linear_weights(prepared, tile), ()
+        else:
+            lse_log2 = over_columns(self.lse_log2, prepared.tile)
+            p, terms = scores.weights(prepared, tile, lse_log2), (1.0,)
+            if "entropy" in spec.stats:
+                terms = 1.0, jnp.maximum(tile.s * prepared.log2_scale - lse_log2, LEAST_EXPONENT)
         operands = [p] if self.directions.value else []
         if self.directions.scores:
             t = self._moved(tile, p, self._d_scores(tile, *moved), is_partial)
             operands = [t, *operands]
-            row_sum = None if row_sum is None else row_sum + inline_ptx.sum_columns(TILE, t)
-            if row_logs is not None:
-                assert exponent is not None  # of the entropy
-                row_logs = row_logs + inline_ptx.sum_columns(TILE, t * jnp.maximum(exponent, LEAST_EXPONENT))
-        return [tile.drop(x).astype(self.values.tiles[0].dtype) for x in operands], row_sum, row_logs
-
-    def _probabilities(self, tile: ScoreTile) -> tuple[jax.Array, jax.Array | None]:
-        """P, and the exponents of base 2 for the entropy; without a softmax the scores."""
-        if self.lse_log2 is None:
-            return scores.linear_weights(self.prepared, tile), None
-        lse_log2 = over_columns(self.lse_log2, self.prepared.tile)
-        if "entropy" not in self.prepared.spec.stats:
-            return scores.weights(self.prepared, tile, lse_log2), None
-        exponent = tile.s * self.prepared.log2_scale - lse_log2
-        return inline_ptx.exp2(TILE, exponent), exponent
+            sums = tuple(x + inline_ptx.sum_columns(TILE, t * y) for x, y in zip(sums, terms, strict=True))
+        return [tile.drop(x).astype(self.values.tiles[0].dtype) for x in operands], sums
 
     def _d_scores(self, tile: ScoreTile, d_raw: jax.Array | None = None) -> jax.Array:
         """The tangents of the modified scores."""
@@ -200,5 +185,4 @@ class TangentStep(NamedTuple):
         """T, which is 0 where P is: tangents of masked scores may be infinite or NaN."""
         if self.lse_log2 is None:
             return tile.clear(d_s)
-        t = p * d_s
-        return jnp.where(p == 0.0, 0.0, t) if is_partial or self.tangent is not None else t
+        return jnp.where(p == 0.0, 0.0, p * d_s) if is_partial or self.tangent is not None else p * d_s
