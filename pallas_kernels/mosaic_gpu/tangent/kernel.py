@@ -229,6 +229,8 @@ class TangentCall(NamedTuple):
             may_end=spec.T % tiles.block_q != 0, nodes=None if tangent is None else tangent.nodes,
             walked=tiles.block_kv,
         )  # fmt: skip
+        if prepared.visible is not None and prepared.visible.is_mask:
+            prepared = prepared._replace(visible=None)  # limits of rows take registers: 132 bytes spilled, without 16
         lse_log2 = None
         if spec.normalize == "softmax":
             lse_log2 = load_vector(self.moved.lse.at[b, h, pl.ds(first, rows)], ROW)
