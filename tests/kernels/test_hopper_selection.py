@@ -90,6 +90,32 @@ def test_is_first_where_it_is_faster(arguments, reason):
     assert chosen(**arguments, implementation=BACKEND).backend == BACKEND
 
 
+# --- tangents
+
+CUSTOM = jax.custom_vjp(lambda x: x * x)
+CUSTOM.defvjp(lambda x: (CUSTOM(x), x), lambda x, ct: (2 * x * ct,))
+MANY_CALLS = lambda s, b, h, q, k: jax.nn.gelu(jnp.sin(jax.nn.softplus(jax.nn.gelu(jnp.cos(s)))))
+
+
+@NEEDS_011
+@pytest.mark.parametrize(
+    ("arguments", "backend", "text"),
+    [
+        ({}, BACKEND, "; tangent 128 x 128 (8 warps"),
+        ({"block": 64}, BACKEND, "; tangent 64 x 64 (4 warps"),
+        ({"D": 192}, BACKEND, "; tangent 128 x 64 (8 warps"),
+        ({"D": 256}, BACKEND, "; tangent 64 x 64 (4 warps"),
+        ({"score_mod": lambda s, b, h, q, k: jax.nn.gelu(jax.nn.softplus(s))}, BACKEND, "; tangent 128 x 64 (8 warps"),
+        ({"score_mod": MANY_CALLS}, "triton", "computes more on each element than registers hold"),
+        ({"score_mod": lambda s, b, h, q, k: CUSTOM(s)}, "xla", "primitive `custom_lin` has no meaning on a tile"),
+    ],
+)
+def test_tangents_run_where_explain_says(arguments, backend, text):
+    account = chosen(**arguments, implementation=BACKEND, config=jflex.Config(forward_mode=True))
+    assert account.tangents == backend
+    assert text in str(account)
+
+
 # --- gradients
 
 BELOW = "below {} queries or keys, at head sizes up to {}, it is faster"

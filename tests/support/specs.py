@@ -16,10 +16,12 @@ def spec_of(**fields) -> AttentionSpec:
 def forget_plans() -> None:
     """Plans are pure, so they are cached: a test that changes a table or a rule must forget them before and after."""
     from pallas_kernels.mosaic_gpu.plan import plan as mosaic_plan
+    from pallas_kernels.mosaic_gpu.tangent import plan as mosaic_tangent
     from pallas_kernels.split_kv import plan as paged_plan
     from pallas_kernels.triton.plan import plan as triton_plan
     from pallas_kernels.triton.plan import tangent as tangent_plan
 
-    adapters = mosaic_gpu._plan_dense, mosaic_gpu._plan_split_kv, triton._plan_dense, triton._plan_paged
-    for function in (*adapters, mosaic_plan.plan, triton_plan.plan, tangent_plan.plan, paged_plan.plan):
+    adapters = mosaic_gpu._plan_dense, mosaic_gpu._plan_tangent, mosaic_gpu._plan_split_kv
+    plans = mosaic_plan, mosaic_tangent, triton_plan, tangent_plan, paged_plan
+    for function in (*adapters, triton._plan_dense, triton._plan_paged, *(module.plan for module in plans)):
         function.cache_clear()
