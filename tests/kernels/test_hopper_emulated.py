@@ -79,7 +79,6 @@ def test_the_emulator_notices_arrivals_of_two_phases(monkeypatch):
 
     monkeypatch.setattr(tangent_kernel.TangentCall, "produce", produce)
     monkeypatch.setattr(hopper_emulator, "TMA_IS_LATE", True)
-    monkeypatch.setattr(hopper_emulator, "SECONDS", 10.0)
     with pytest.raises(AssertionError, match="arrivals of two phases at once"):
         tangents.check(TWO_GROUPS, "mosaic_gpu-emulated")
 

@@ -45,8 +45,8 @@ from pallas_kernels.mosaic_gpu.launch import (
 from pallas_kernels.mosaic_gpu.score import scores
 from pallas_kernels.mosaic_gpu.score.tile import ROW, TILE, over_columns, row_vector
 from pallas_kernels.mosaic_gpu.smem import CONSUMER_REGISTERS, PRODUCER_REGISTERS, Ring
-from pallas_kernels.mosaic_gpu.tangent.step import Directions, TangentState, TangentStep
-from pallas_kernels.plan import TangentPlan
+from pallas_kernels.mosaic_gpu.tangent.step import TangentState, TangentStep, slots
+from pallas_kernels.plan import GradientRequest, TangentPlan
 from pallas_kernels.softmax import mark
 from pallas_kernels.spec import LN_2, AttentionSpec, Operands
 from pallas_kernels.tangents import Moved, Pushed
@@ -69,16 +69,16 @@ class TangentScratch(NamedTuple):
     tile_ids: Ref
 
 
-def declare(spec: AttentionSpec, tiles: Tiles, directions: Directions) -> TangentScratch:
+def declare(spec: AttentionSpec, tiles: Tiles, requested: GradientRequest) -> TangentScratch:
     """The scratch of a CTA: `num_stages` slots in the ring of keys, and one less in that of values."""
     groups, (D, Dv) = tiles.num_warps // 4, padded_head_sizes(spec, spec.dtype)
-    rows, slots = tiles.block_q // groups, max(tiles.num_stages - 1, directions.values)
+    rows, queries = tiles.block_q // groups, 1 + requested.query
     return TangentScratch(
-        smem.tiled((1 + directions.query, groups, rows, D), spec.dtype),
-        smem.declared(plg.Barrier(num_arrivals=1 + directions.query, num_barriers=groups)),
+        smem.tiled((queries, groups, rows, D), spec.dtype),
+        smem.declared(plg.Barrier(num_arrivals=queries, num_barriers=groups)),
         smem.declared(plg.Barrier(num_barriers=groups)),
         Ring.declare(tiles.num_stages, tiles.block_kv, (D,), spec.dtype, groups),
-        Ring.declare(slots, tiles.block_kv, (Dv,), spec.dtype, groups),
+        Ring.declare(max(tiles.num_stages - 1, slots(requested)[1]), tiles.block_kv, (Dv,), spec.dtype, groups),
         None if Dv == D else smem.tiled((groups, rows, Dv), spec.dtype),
         smem.declared(plg.Barrier(num_barriers=groups)),
         tuple(smem.declared(plg.SMEM((groups, rows), jnp.float32)) for _ in _row_results(spec)),
@@ -117,7 +117,7 @@ def tangent(plan: TangentPlan, arrays: Operands[jax.Array], moved: Moved[jax.Arr
         functools.partial(_kernel, dataclasses.replace(plan, spec=spec), captured, grid),
         (flatten_captured(arrays), moved, order, schedule.tile_counter() if is_dynamic else None),
         (output((*arrays.query.shape[:3], spec.Dv), arrays.value.dtype), *(per_row for _ in _row_results(spec))),
-        declare(spec, tiles, Directions.from_request(plan.requested)),
+        declare(spec, tiles, plan.requested),
         name="jflex_tangent_sm90",
         num_ctas=min(schedule.NUM_CTAS, grid.size),
         warp_groups=tiles.num_warps // 4 + 1,
@@ -140,7 +140,7 @@ def _kernel(
     tile_scheduler = schedule.PersistentScheduler(grid, cta_id, counter, scratch.tile_ids)
     row_at = lambda b, h, i: (b, h, block_walk.row_at(plan.spec, order, b, h, i, grid.tiles))
     group, groups = lax.axis_index(WARP_GROUP), scratch.queries.shape[1]
-    call = TangentCall(plan, Directions.from_request(plan.requested), captured, arrays, moved, outputs, scratch, row_at)
+    call = TangentCall(plan, captured, arrays, moved, outputs, scratch, row_at)
     pl.when(group == groups)(lambda: call.produce(tile_scheduler))
     pl.when(group < groups)(lambda: call.consume(tile_scheduler, group))
 
@@ -149,7 +149,6 @@ class TangentCall(NamedTuple):
     """A CTA: inputs, outputs and scratch of producer and consumers."""
 
     plan: TangentPlan  # with padded head sizes
-    directions: Directions
     captured: scores.CapturedShapes  # of the score mod with their tangents
     arrays: Operands[Ref]  # of the forward pass, and tangents of the captured arrays of the score mod
     moved: Moved[Ref]  # lse in base 2, inf for fully masked rows and padding; rows are padded to whole tiles
@@ -174,10 +173,10 @@ class TangentCall(NamedTuple):
 
         The queries of the second group are loaded after the first keys: the groups end a tile at different times.
         """
-        spec, tiles, moved, directions = self.plan.spec, self.plan.choice.tiles, self.moved, self.directions
+        spec, tiles, moved, requested = self.plan.spec, self.plan.choice.tiles, self.moved, self.plan.requested
         keys, values, location = self.scratch.keys, self.scratch.values, self.row_at(*index)
         b, h = (location[0] if spec.Bkv > 1 else 0), lax.div(location[1], jnp.int32(spec.group))
-        sources = [self.arrays.value] if directions.scores else []
+        sources, (per_step, values_per_step) = [self.arrays.value] * requested.moves_scores, slots(requested)
         sources += [] if moved.value is None else [moved.value]
 
         def others() -> None:
@@ -186,12 +185,12 @@ class TangentCall(NamedTuple):
 
         def step(j: jax.Array, first: Index, _: bool) -> jax.Array:
             at = smem.rows_at(spec, b, h, first, tiles.block_kv)
-            keys.fill(j * directions.keys, self.arrays.key.at[at])
+            keys.fill(j * per_step, self.arrays.key.at[at])
             pl.when(j == stage)(others)
             if moved.key is not None:
-                keys.fill(j * directions.keys + 1, moved.key.at[at])
+                keys.fill(j * per_step + 1, moved.key.at[at])
             for n, source in enumerate(sources):
-                values.fill(j * directions.values + n, source.at[at])
+                values.fill(j * values_per_step + n, source.at[at])
             return j + 1
 
         self._load_queries(i, location, 0)
@@ -235,9 +234,9 @@ class TangentCall(NamedTuple):
         if spec.normalize == "softmax":
             lse_log2 = load_vector(self.moved.lse.at[b, h, pl.ds(first, rows)], ROW)
         step = TangentStep(
-            prepared, tangent, self.directions, scratch.queries, group, lse_log2, scratch.keys, scratch.values
+            prepared, tangent, self.plan.requested, scratch.queries, group, lse_log2, scratch.keys, scratch.values
         )
-        start = TangentState.start(spec, self.directions, rows, stage)
+        start = TangentState.start(spec, self.plan.requested, rows, stage)
         state = block_walk.over_keys(spec, tiles, self.arrays, location, start, step)
         self._finish(state, group, (b, h, first))
         return state.stage

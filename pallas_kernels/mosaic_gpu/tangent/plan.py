@@ -12,7 +12,7 @@ from pallas_kernels.mosaic_gpu import smem
 from pallas_kernels.mosaic_gpu.plan.limits import limit_of_arrays
 from pallas_kernels.mosaic_gpu.score.tile import is_heavy, limit_of_mods, tile_values, unsupported_primitive
 from pallas_kernels.mosaic_gpu.tangent import kernel
-from pallas_kernels.mosaic_gpu.tangent.step import Directions
+from pallas_kernels.mosaic_gpu.tangent.step import slots
 from pallas_kernels.plan import GradientRequest, Refusal, TangentPlan, TileChoice, tangent_of, with_programs
 from pallas_kernels.program.tangents import Tangent
 from pallas_kernels.spec import AttentionSpec
@@ -39,23 +39,18 @@ def plan(spec: AttentionSpec, requested: GradientRequest) -> TangentPlan | Refus
         return Refusal(f"its kernel has no tangent of the score mod: {missing}", "score")
     if tangent is not None and tile_values(tangent.nodes) > MAX_VALUES:
         return Refusal("the tangent of the score mod computes more on each element than registers hold", "score")
-    tiles = _tiles(traced, Directions.from_request(requested), tangent)
-    if isinstance(tiles, Refusal):
-        return tiles
-    return TangentPlan(traced, requested, tangent, TileChoice(tiles, "rule"))
+    return TangentPlan(traced, requested, tangent, TileChoice(_tiles(traced, requested, tangent), "rule"))
 
 
-def _tiles(spec: AttentionSpec, directions: Directions, tangent: Tangent | None) -> Tiles | Refusal:
+def _tiles(spec: AttentionSpec, requested: GradientRequest, tangent: Tangent | None) -> Tiles:
     """Two consumer warp groups of 64 queries, and the widest tiles of keys and most slots that fit."""
     blocks = spec.block_size or (128, 128)
     pairs = blocks[0] % 128 == 0 and spec.T > 64
     many = tangent is not None and tile_values(tangent.nodes) > MAX_VALUES_WIDE
     heavy = many or is_heavy(spec.programs.mask) or spec.dropout is not None
     wide = max(spec.D, spec.Dv) <= MAX_HEAD_SIZE_WIDE and blocks[1] % 128 == 0 and not heavy
-    sizes = itertools.product((2, 1) if pairs else (1,), (128, 64) if wide else (64,), range(MAX_STAGES, 0, -1))
-    for groups, block_kv, stages in sizes:
-        tiles = Tiles(64 * groups, block_kv, 4 * groups, stages)
-        scratch = jax.tree.leaves(kernel.declare(spec, tiles, directions))
-        if stages >= directions.keys and smem.bytes_of(scratch) <= smem.LIMIT:
-            return tiles
-    return Refusal(f"shared memory does not hold its tiles at head sizes {spec.D} and {spec.Dv}")
+    counts = range(MAX_STAGES, slots(requested)[0] - 1, -1)
+    sizes = itertools.product((2, 1) if pairs else (1,), (128, 64) if wide else (64,), counts)
+    choices = (Tiles(64 * groups, block_kv, 4 * groups, stages) for groups, block_kv, stages in sizes)
+    size = lambda tiles: smem.bytes_of(jax.tree.leaves(kernel.declare(spec, tiles, requested)))
+    return next(tiles for tiles in choices if size(tiles) <= smem.LIMIT)  # with one group, 64 keys fit up to 256

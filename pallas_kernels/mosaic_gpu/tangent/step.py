@@ -28,33 +28,9 @@ from pallas_kernels.spec import AttentionSpec
 from pallas_kernels.types import Accumulator, Index, Ref
 
 
-class Directions(NamedTuple):
-    """The inputs that have tangents; sinks enter through the rows of the kernel."""
-
-    query: bool
-    key: bool
-    value: bool
-    captured: bool  # whether any captured array of the score mod has one
-
-    @classmethod
-    def from_request(cls, requested: GradientRequest) -> Directions:
-        """The directions of a request."""
-        return cls(*requested[:3], any(requested.score_operands))
-
-    @property
-    def scores(self) -> bool:
-        """True if scores have tangents."""
-        return self.query or self.key or self.captured
-
-    @property
-    def keys(self) -> int:
-        """Tiles in the ring of keys for each tile of keys: K, and dK."""
-        return 1 + self.key
-
-    @property
-    def values(self) -> int:
-        """Tiles in the ring of values: V where scores have tangents, and dV."""
-        return self.scores + self.value
+def slots(requested: GradientRequest) -> tuple[int, int]:
+    """Tiles in the rings of keys (K, dK) and values (V where scores have tangents, dV) for each tile of keys."""
+    return 1 + requested.key, requested.moves_scores + requested.value
 
 
 class TangentState(NamedTuple):
@@ -67,9 +43,9 @@ class TangentState(NamedTuple):
     stage: jax.Array  # the number of the next tile of keys
 
     @classmethod
-    def start(cls, spec: AttentionSpec, directions: Directions, rows: int, stage: jax.Array) -> TangentState:
+    def start(cls, spec: AttentionSpec, requested: GradientRequest, rows: int, stage: jax.Array) -> TangentState:
         """The state before the first tile of keys."""
-        count = 1 + ("entropy" in spec.stats) if directions.scores and spec.normalize == "softmax" else 0
+        count = 1 + ("entropy" in spec.stats) if requested.moves_scores and spec.normalize == "softmax" else 0
         sums = tuple(zero_tile(rows, inline_ptx.TILE_COLUMNS) for _ in range(count))
         return cls(zero_tile(rows, spec.Dv), sums, stage)
 
@@ -79,7 +55,7 @@ class TangentStep(NamedTuple):
 
     prepared: scores.Scores  # how scores are computed, with the loop-invariant values of the mods
     tangent: Tangent | None  # of the score mod; None without one
-    directions: Directions
+    requested: GradientRequest  # the inputs that have tangents; sinks enter through the rows of the kernel
     queries: Ref  # [1 or 2, groups, rows, D] in shared memory: Q, and dQ if it is there
     group: jax.Array  # index of the warp group
     lse_log2: jax.Array | None  # [rows]: the lse in base 2; None without a softmax
@@ -91,8 +67,7 @@ class TangentStep(NamedTuple):
 
         The warp groups are not in ping-pong at the GEMMs: it costs 12 % (noop, head size 128: 657 TFLOP/s against 736).
         """
-        directions = self.directions
-        keys, values = ([state.stage * n + i for i in range(n)] for n in (directions.keys, directions.values))
+        keys, values = ([state.stage * n + i for i in range(n)] for n in slots(self.requested))
         # Before the accumulators: they are set to zero by their first wgmma if nothing comes in between.
         for number in keys:
             self.keys.wait(number)
@@ -119,7 +94,7 @@ class TangentStep(NamedTuple):
 
         They are computed part by part, a part of the keys each: so few registers hold what is between.
         """
-        prepared, directions = self.prepared, self.directions
+        prepared, requested = self.prepared, self.requested
         (rows, part), block_kv = prepared.tile, self.keys.tiles[0].shape[1]
         starts = range(0, block_kv, part)
 
@@ -127,12 +102,12 @@ class TangentStep(NamedTuple):
             zero = inline_ptx.unknown_zero()
             group, keys = self.group + zero, [self.keys.tiles[0].at[self.keys.slot(i) + zero].T for i in numbers]
             plg.wgmma(raw, self.queries.at[0, group], keys[0])  # S = Q K^T [rows, block_kv]
-            if directions.query:
+            if requested.query:
                 plg.wgmma(d_raw, self.queries.at[1, group], keys[0])  # dS = dQ K^T
-            if directions.key:
+            if requested.key:
                 plg.wgmma(d_raw, self.queries.at[0, group], keys[1])  # dS += Q dK^T
             prefetched = [scores.prefetch(prepared, first + i, is_partial) for i in starts]
-            used = [raw, d_raw] if directions.query or directions.key else [raw]
+            used = [raw, d_raw] if requested.query or requested.key else [raw]
             loaded = [plg.wgmma_accumulator_load(x, wait_n=0) for x in used]
             parts, new_sums = [], sums
             for i, fetched in zip(starts, prefetched, strict=True):
@@ -164,9 +139,12 @@ class TangentStep(NamedTuple):
             p, terms = scores.weights(prepared, tile, lse_log2), (1.0,)
             if "entropy" in spec.stats:
                 terms = 1.0, jnp.maximum(tile.s * prepared.log2_scale - lse_log2, LEAST_EXPONENT)
-        operands = [p] if self.directions.value else []
-        if self.directions.scores:
-            t = self._moved(tile, p, self._d_scores(tile, *moved), is_partial)
+        operands = [p] if self.requested.value else []
+        if self.requested.moves_scores:
+            d_s = self._d_scores(tile, *moved)
+            t = tile.clear(d_s) if self.lse_log2 is None else p * d_s
+            if self.lse_log2 is not None and (is_partial or self.tangent is not None):
+                t = jnp.where(p == 0.0, 0.0, t)  # tangents of masked scores may be infinite or NaN
             operands = [t, *operands]
             sums = tuple(x + inline_ptx.sum_columns(TILE, t * y) for x, y in zip(sums, terms, strict=True))
         return [tile.drop(x).astype(self.values.tiles[0].dtype) for x in operands], sums
@@ -180,9 +158,3 @@ class TangentStep(NamedTuple):
         assert tile.score is not None  # the evaluation of the mod
         moved = {} if d_raw is None else {self.tangent.d_score: Product(d_raw, scale)}
         return tile.score.child({}, moved).tile(self.tangent.output)
-
-    def _moved(self, tile: ScoreTile, p: jax.Array, d_s: jax.Array, is_partial: bool) -> jax.Array:
-        """T, which is 0 where P is: tangents of masked scores may be infinite or NaN."""
-        if self.lse_log2 is None:
-            return tile.clear(d_s)
-        return jnp.where(p == 0.0, 0.0, p * d_s) if is_partial or self.tangent is not None else p * d_s
