@@ -14,7 +14,7 @@ import jflex
 from tests.calls.test_features import mesh_of, placed
 from tests.cases.features import BACKENDS, FEATURES, REFERENCE
 from tests.cases.table import CASES
-from tests.support import evaluation, tangents
+from tests.support import evaluation
 from tests.support.drawn_arrays import drawn_tangents
 from tests.support.rows import in_turns, tiers
 
@@ -30,10 +30,10 @@ def close(found, right, **how):
 
 @tiers(default={"case": ["causal", "softcap", "sinks"]})
 @pytest.mark.parametrize("backend", evaluation.BACKENDS)
-@pytest.mark.parametrize("case", tangents.having(CASES), ids=str)
+@pytest.mark.parametrize("case", evaluation.having_tangents(CASES), ids=str)
 def test_tangents(case, backend):
     if not evaluation.refused(case, backend):
-        tangents.check(case, backend)
+        evaluation.check_tangents(case, backend)
 
 
 @in_turns

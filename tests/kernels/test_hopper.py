@@ -10,7 +10,7 @@ import pytest
 import jflex
 from jflex.block_mask import limits
 from tests.cases.hopper_cases import HOPPER, LIMITED, ONE_PASS
-from tests.support import evaluation, gpu_compile, tangents
+from tests.support import evaluation, gpu_compile
 from tests.support.drawn_arrays import draw
 
 pytestmark = pytest.mark.full
@@ -45,12 +45,12 @@ def test_limits_of_rows(monkeypatch, case):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", tangents.having([*HOPPER, *LIMITED]), ids=str)
+@pytest.mark.parametrize("case", evaluation.having_tangents([*HOPPER, *LIMITED]), ids=str)
 def test_tangents(monkeypatch, case):
     if case in LIMITED:
         monkeypatch.setattr(limits, "MIN_ELEMENTS", 1)
     if not evaluation.refused(case, BACKEND):
-        tangents.check(case, BACKEND)
+        evaluation.check_tangents(case, BACKEND)
 
 
 # Bytes that a thread stores away. The backward kernels hold sums for dK and dV that fill the registers: what they store

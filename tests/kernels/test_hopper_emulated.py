@@ -14,7 +14,7 @@ from tests.cases import mask_pairs as masks
 from tests.cases import score_pairs as scores
 from tests.cases.hopper_cases import HOPPER, LIMITED, MANY, ONE_PASS
 from tests.cases.table import Case, Sizes
-from tests.support import evaluation, hopper_emulator, tangents
+from tests.support import evaluation, hopper_emulator
 from tests.support.hopper_emulator import emulated
 from tests.support.rows import tiers
 
@@ -61,11 +61,11 @@ def test_limits_of_rows(monkeypatch, case, one_pass):
     rest="long",
 )
 @pytest.mark.parametrize("is_late", [False, True])
-@pytest.mark.parametrize("case", tangents.having([*EMULATED, TWO_GROUPS, DRAWN, *LIMITED]), ids=str)
+@pytest.mark.parametrize("case", evaluation.having_tangents([*EMULATED, TWO_GROUPS, DRAWN, *LIMITED]), ids=str)
 def test_tangents(monkeypatch, case, is_late):
     monkeypatch.setattr(limits, "MIN_ELEMENTS", 1)
     monkeypatch.setattr(hopper_emulator, "TMA_IS_LATE", is_late)
-    tangents.check(case, "mosaic_gpu-emulated")
+    evaluation.check_tangents(case, "mosaic_gpu-emulated")
 
 
 @pytest.mark.full
@@ -80,7 +80,7 @@ def test_the_emulator_notices_arrivals_of_two_phases(monkeypatch):
     monkeypatch.setattr(tangent_kernel.TangentCall, "produce", produce)
     monkeypatch.setattr(hopper_emulator, "TMA_IS_LATE", True)
     with pytest.raises(AssertionError, match="arrivals of two phases at once"):
-        tangents.check(TWO_GROUPS, "mosaic_gpu-emulated")
+        evaluation.check_tangents(TWO_GROUPS, "mosaic_gpu-emulated")
 
 
 @pytest.mark.full

@@ -359,6 +359,35 @@ def compare_gradients(case: Case, found: Results, by_plain: Results, by_oracle: 
         tolerance.check(name, pick(found, name), pick(by_plain, name), right, rounding)
 
 
+@functools.cache
+def _tangents_by_definition(case: Case) -> Any:
+    return pushed(case, "reference", draw(case), in_haste=False)[1]
+
+
+def check_tangents(case: Case, backend: str) -> None:
+    """Fails unless the tangents of out and lse along random tangents are right."""
+    in_haste = backend.endswith(("interpret", "emulated"))
+    (_, lse), found = pushed(case, backend, draw(case), in_haste=in_haste)
+    largest = np.abs(lse, where=np.isfinite(lse), out=np.zeros(lse.shape)).max(initial=0)
+    error = (1e-4 if case.dtype == "float32" else 0.02) + 4 * np.finfo(np.float32).eps * largest  # weights by the lse
+    for x, y in zip(found, _tangents_by_definition(case), strict=True):
+        x, y = (np.asarray(a, np.float64) for a in (x, y))
+        assert np.isfinite(x).all()
+        assert np.abs(x - y).max(initial=0) <= error * (1e-3 + np.abs(y).max(initial=0)), case.name
+    product = lambda *xs: np.prod([np.asarray(x, np.float64) for x in xs], 0)
+    x, right = draw(case), exact(case).results
+    gradients = (*right[2:5], {name: right.captures[name] for name in x.floats()})
+    products = jax.tree.leaves(jax.tree.map(product, gradients, drawn_tangents((*x[:3], x.floats()))))
+    pairs = [product(*pair) for pair in zip(found, (x.d_out, x.d_lse), strict=True)]
+    scale = sum(np.sqrt((p**2).sum()) for p in [*pairs, *products])
+    assert abs(sum(p.sum() for p in pairs) - sum(p.sum() for p in products)) <= 5 * error * scale
+
+
+def having_tangents(cases: Sequence[Case]) -> list[Case]:
+    """The cases with tangents: eight bits have none, nor a mod with a rule for reverse mode alone."""
+    return [case for case in cases if not case.qk_dtype and case.name != "own_derivative"]
+
+
 def gradients_of(case: Case) -> tuple[str, ...]:
     """The names of all gradients."""
     return "query", "key", "value", *draw(case).floats()
