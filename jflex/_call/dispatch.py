@@ -139,10 +139,12 @@ def select_tangent(implementation: Implementation, spec: AttentionSpec, requeste
     later = ORDER[ORDER.index(names[-1]) + 1 :] if names else ORDER[-1:]
     rejections: dict[str, str] = {}
     for name in dict.fromkeys((*names, *later)):
-        plan = get_backend(name).plan_tangent(spec, requested)
-        if not isinstance(plan, Refusal):
+        backend = get_backend(name)
+        plan = backend.plan_tangent(spec, requested)
+        reason = backend.not_preferred_tangent(spec) if implementation is None else None
+        if reason is None and not isinstance(plan, Refusal):
             return Selection(name, plan, rejections)
-        rejections[name] = plan.sentence(spec)
+        rejections[name] = plan.sentence(spec) if isinstance(plan, Refusal) else str(reason)
     raise AssertionError("'xla' refused a tangent")
 
 

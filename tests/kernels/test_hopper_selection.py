@@ -116,6 +116,15 @@ def test_tangents_run_where_explain_says(arguments, backend, text):
     assert text in str(account)
 
 
+@NEEDS_011
+def test_tangents_with_a_mask_are_of_triton_unless_named():
+    forward_mode = jflex.Config(forward_mode=True)
+    assert chosen(config=forward_mode).tangents == BACKEND
+    account = chosen(block=128, config=forward_mode)
+    assert account.tangents == "triton"
+    assert "its tangents with a mask have not been timed" in account.tangents_reason
+
+
 # --- gradients
 
 BELOW = "below {} queries or keys, at head sizes up to {}, it is faster"

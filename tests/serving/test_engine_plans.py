@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 
 from flax_layers.serving import EngineOptions
 from flax_layers.serving.device import inputs
 from flax_layers.serving.device.options import Program, Shape
 from flax_layers.serving.engine.cascades import NO_PREFIX, Cascades
-from flax_layers.serving.engine.pages import Pages
 from flax_layers.serving.engine.requests import Request
-from flax_layers.serving.engine.scheduler import Chunk, Scheduler
+from flax_layers.serving.engine.scheduler import Chunk
 from flax_layers.serving.engine.sequence import Sequence
 from jflex.paged import PagePool, PrefixCache
 from tests.cases.engine_cases import PROMPTS, Client, engine_of
-from tests.models.test_models import SMALL
 
 
 def test_a_step_is_planned_and_packed_by_the_host_alone(monkeypatch):
@@ -35,31 +32,6 @@ def test_a_step_is_planned_and_packed_by_the_host_alone(monkeypatch):
     packed = [engine._dispatcher.packed(chunks, program) for _ in range(2)]
     assert type(packed[0]) is np.ndarray
     np.testing.assert_array_equal(packed[0], packed[1])
-
-
-@pytest.mark.parametrize(
-    ("lengths", "sizes"),
-    [
-        ((1700,), [1700, 1]),
-        ((1100,), [1024, 76, 1]),  # a bucket of 1024 and one of 128, not one of 2048
-        ((600, 500), [1024, 77]),  # the first one is whole, and decodes beside the rest of the second
-        ((1100, 2000), [2048, 1024, 30]),  # the second one fills the step
-        ((300,), [300, 1]),  # reading the weights takes most of the time of 256 tokens, and of 512
-    ],
-)
-def test_the_last_chunk_of_a_step_fills_a_bucket(lengths, sizes):
-    options = EngineOptions(max_requests=4, num_pages=100)
-    scheduler = Scheduler(options, Pages(options, SMALL))
-    for number, length in enumerate(lengths):
-        request = Request(tuple(range(number, number + length)))
-        scheduler.waiting.append(Sequence(request, 100, lambda event: None, np.zeros(0, np.int32), number))
-    for size in sizes:
-        chunks = scheduler.schedule(may_preempt=True)
-        assert sum(chunk.size for chunk in chunks) == size
-        for chunk in chunks:
-            if chunk.samples:
-                chunk.sequence.pending -= 1
-                chunk.sequence.tokens.append(0)
 
 
 def test_when_a_cascade_pays():

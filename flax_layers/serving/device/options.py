@@ -16,9 +16,6 @@ MAX_DRAFTS = 31
 _SMALL_TABLE = 64
 """Pages of a request up to which all steps share one width of the table: 64 rows of it are 16 KB to transfer."""
 
-_COMPUTE_BOUND = 512
-"""Tokens of a step from which twice as many take twice as long; below, reading the weights takes most of the time."""
-
 _FARTHEST = 1 << 24
 """Tokens of a text at most: a request with penalties sends a number for each to the device."""
 
@@ -152,20 +149,6 @@ class EngineOptions:
         """Buckets of tokens in a step that holds a chunk of a prompt: powers of 2, since padding takes time."""
         least = self.max_step_tokens if self.batch_invariant else min(128, self.max_step_tokens)
         return _ladder(least, self.max_step_tokens, 2)
-
-    def trimmed(self, before: int, count: int) -> int:
-        """Tokens of the last chunk of a step in which `before` others are: fewer, where the bucket below takes less.
-
-        The rest goes into the next step, which everything that decodes is part of, too.
-
-        >>> options = EngineOptions(max_step_tokens=2048)
-        >>> options.trimmed(63, 1024), options.trimmed(0, 1700), options.trimmed(0, 300)
-        (961, 1700, 300)
-        """
-        lower = max((size for size in self.tokens if size <= before + count), default=0)
-        beyond = before + count - lower
-        is_less = lower >= _COMPUTE_BOUND and before < lower and 0 < beyond <= lower // 2 and not self.draft_tokens
-        return lower - before if is_less else count
 
     def context_of(self, config: ModelConfig) -> int:
         """Positions of a sequence: `context`, or the positions of the model.

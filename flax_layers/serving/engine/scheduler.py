@@ -88,19 +88,19 @@ class Scheduler:
         budget = self._options.max_step_tokens - len(chunks)
         reading = [x for x in self.running if x.missing > 1 and not x.is_done]
         for sequence in reading:
-            budget -= self._add_chunk(chunks, sequence, budget, sequence is reading[-1] and not self._may_admit)
+            budget -= self._add_chunk(chunks, sequence, budget)
         if reading and not chunks:  # with `streaming`, prompts get their pages chunk by chunk
             if not may_preempt:
                 raise OutOfRoom
             self.preempt(self.running[-1])
             return self.schedule(may_preempt=True)
         self._lacks_pages = False
-        while budget and self._may_admit:
+        while budget and self.waiting and self._slots:
             sequence = self.waiting[0]
             if not self._admit(sequence, decoding):
                 self._lacks_pages = True
                 break
-            budget -= self._add_chunk(chunks, sequence, budget, not self._may_admit)
+            budget -= self._add_chunk(chunks, sequence, budget)
         for row in range(len(decoding)):
             chunks[row] = self._with_draft(chunks[row], budget)
             budget -= len(chunks[row].draft.tokens)
@@ -124,11 +124,6 @@ class Scheduler:
         sequence.computed = 0
         self.waiting.appendleft(sequence)
         self.preemptions += 1
-
-    @property
-    def _may_admit(self) -> bool:
-        """True if a sequence waits, and there is a slot for it."""
-        return bool(self.waiting and self._slots)
 
     def _make_room(self, may_preempt: bool) -> list[Sequence]:
         """The decoding sequences, each with a page for its token; the oldest ones come first."""
@@ -176,14 +171,11 @@ class Scheduler:
         sequence.slot = self._slots.pop()
         bisect.insort(self.running, sequence, key=lambda x: x.number)
 
-    def _add_chunk(self, chunks: list[Chunk], sequence: Sequence, budget: int, is_last: bool) -> int:
+    def _add_chunk(self, chunks: list[Chunk], sequence: Sequence, budget: int) -> int:
         if not budget:
             return 0
         self._pages.skip_cached(sequence)
-        count = min(budget, sequence.missing)
-        if is_last:  # no other prompt would fill the step
-            count = self._options.trimmed(self._options.max_step_tokens - budget, count)
-        count = self._pages.room(sequence, count, spare=len(self.running) - 1)
+        count = self._pages.room(sequence, min(budget, sequence.missing), spare=len(self.running) - 1)
         if count:
             chunks.append(self._chunk(sequence, count))
             self._admit_samples(chunks)
