@@ -136,7 +136,7 @@ def test_a_file_for_each_expert(tmp_path):
 def test_runs_of_other_families_are_described_as_before_there_were_experts():
     """So that they go on from their checkpoints."""
     corpus = argparse.Namespace(end_token=None, size=0, fingerprint="")
-    options: Any = argparse.Namespace(bias=None, batch=1, length=1, seed=0, dtype="float32")
+    options: Any = argparse.Namespace(bias=None, batch=1, length=1, seed=0, dtype="float32", train=None)
     batches: Any = argparse.Namespace(corpus=corpus, rows=())
     for name, has_both in (("llama3", False), (V3, True)):
         model, _ = description(options, Recipe(steps=1), load(name).config, batches)
