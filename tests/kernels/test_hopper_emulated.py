@@ -9,7 +9,6 @@ import jflex
 from jflex.block_mask import limits
 from pallas_kernels.mosaic_gpu import smem
 from pallas_kernels.mosaic_gpu.forward.schedule import MAX_STATIC_TILES
-from pallas_kernels.mosaic_gpu.tangent import kernel as tangent_kernel
 from tests.cases import mask_pairs as masks
 from tests.cases import score_pairs as scores
 from tests.cases.hopper_cases import HOPPER, LIMITED, MANY, ONE_PASS
@@ -70,17 +69,16 @@ def test_tangents(monkeypatch, case, is_late):
 
 @pytest.mark.full
 def test_the_emulator_notices_arrivals_of_two_phases(monkeypatch):
-    """At a barrier these are an illegal instruction: the last tile must end before the consumers are told so."""
-
-    def produce(call, tile_scheduler):
-        tile_scheduler.over_tiles(call._load_tile, tile_scheduler.draw)
-        for group in range(call.scratch.queries.shape[1]):
-            tangent_kernel.plg.barrier_arrive(call.scratch.queries_full.at[group])
-
-    monkeypatch.setattr(tangent_kernel.TangentCall, "produce", produce)
+    """At a barrier these are an illegal instruction: the tangent kernel told its end while queries were on their way."""
     monkeypatch.setattr(hopper_emulator, "TMA_IS_LATE", True)
+    barrier = hopper_emulator.Barrier(count=1, arrivals=2, cta=hopper_emulator.Cta())
+    source, target = (hopper_emulator.Memory(np.zeros(8)) for _ in range(2))
+    for _ in range(2):
+        hopper_emulator.copy_to_smem(source, target, barrier)
     with pytest.raises(AssertionError, match="arrivals of two phases at once"):
-        evaluation.check_tangents(TWO_GROUPS, "mosaic_gpu-emulated")
+        hopper_emulator.arrive(barrier)
+    assert barrier.is_past(0, 1)
+    hopper_emulator.arrive(barrier)  # of the next phase
 
 
 @pytest.mark.full

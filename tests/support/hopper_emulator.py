@@ -282,7 +282,7 @@ def _wgmma(accumulator: Memory, a: Any, b: Memory) -> None:
         accumulator.write(wide(a) @ wide(b), add=True)
 
 
-def _to_smem(source: Memory, target: Memory, barrier: Any) -> None:
+def copy_to_smem(source: Memory, target: Memory, barrier: Any) -> None:
     def copy() -> None:
         target.write(source.read())
         arrive(barrier)
@@ -417,7 +417,7 @@ def emulated() -> Iterator[None]:
         patch.setattr(inline_ptx, "after_barrier", _after_barrier)
         patch.setattr(inline_ptx, "before_barrier", _before_barrier)
         for name, function in {
-            "barrier_wait": wait, "barrier_arrive": arrive, "copy_gmem_to_smem": _to_smem,
+            "barrier_wait": wait, "barrier_arrive": arrive, "copy_gmem_to_smem": copy_to_smem,
             "copy_smem_to_gmem": _to_gmem, "commit_smem": _nothing, "wait_smem_to_gmem": _nothing,
             "set_max_registers": _nothing, "wgmma": _wgmma, "wgmma_wait": _nothing, "async_prefetch": _nothing,
             "wgmma_accumulator_load": lambda ref, **_: ref[...], "WGMMAAccumulatorRef": Accumulator, "ACC": Accumulator,
