@@ -69,7 +69,7 @@ def test_tangents(monkeypatch, case, is_late):
 
 @pytest.mark.full
 def test_the_emulator_notices_arrivals_of_two_phases(monkeypatch):
-    """At a barrier these are an illegal instruction. The tangent kernel told its end while queries were on their way."""
+    """At a barrier these are an illegal instruction: the tangent kernel ended while queries were on their way."""
     monkeypatch.setattr(hopper_emulator, "TMA_IS_LATE", True)
     barrier = hopper_emulator.Barrier(count=1, arrivals=2, cta=hopper_emulator.Cta())
     source, target = (hopper_emulator.Memory(np.zeros(8)) for _ in range(2))
