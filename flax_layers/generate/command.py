@@ -45,7 +45,7 @@ def parser() -> argparse.ArgumentParser:
     add("--cache", choices=list(KINDS), default="dense", help="cache of keys and values; default: dense")
     add("--cache-dtype", choices=CACHE_DTYPES, help="of keys and values with --cache paged; default: the model's")
     add("--dtype", choices=DTYPES, help="default: bfloat16 on a GPU, float32 on a CPU")
-    add("--weight-dtype", choices=WEIGHT_DTYPES, help="of the layers' projections; default: that of --dtype")
+    add("--weight-dtype", choices=WEIGHT_DTYPES, help="of the layers' projections; default: as --dtype")
     add("--implementation", metavar="NAME", help="jflex backend; default: jflex chooses")
     return reader
 

@@ -106,7 +106,7 @@ def _add_dtypes(add: Callable[..., object]) -> None:
     add(
         "--weight-dtype",
         choices=WEIGHT_DTYPES,
-        help="of the layers' projections; default: that of --dtype. Eight bits halve what a decoding step reads; see "
+        help="of the layers' projections; default: as --dtype. Eight bits halve what a decoding step reads; see "
         "the docs for their error",
     )
     add(

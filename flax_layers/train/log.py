@@ -13,7 +13,7 @@ Curve = Sequence[tuple[int, float]]
 
 
 Hook = Callable[[int, Mapping[str, float]], None]
-"""Takes a step and its numbers by name, those of `Progress` or `held_out_loss`."""
+"""Takes a step and its numbers by name, as the log has them."""
 
 
 class Log:

@@ -17,7 +17,7 @@ def next_token_weights(
 
     Args:
         documents: Document id of each token.
-        weights: How much the prediction of each token counts; None: 1.
+        weights: The weight of the prediction of each token; None: 1.
 
     Returns:
         The weight of each token's loss.

@@ -49,7 +49,7 @@ class State(NamedTuple):
     step: Int32[Array, ""]
     """Steps taken so far."""
     parameters: Parameters
-    """float32, with those that are not trained."""
+    """In float32; frozen ones too."""
     optimizer: Any
     """The state of optax, of the trained parameters."""
 

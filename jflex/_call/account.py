@@ -44,8 +44,8 @@ class Choice:
       tiles: Kernels and tile sizes of the passes and where the sizes come from, as text.
       gradients: The backend that computes the gradients, or None if there are none.
       gradients_reason: Why there are none, or why another backend than `backend` computes them; else empty.
-      tangents: The backend of tangents, along all inputs; None without `Config.forward_mode`. Second derivatives are
-        those of ``"xla"``, or of ``"reference"`` where that runs the call.
+      tangents: The backend of tangents, along all inputs; None without `Config.forward_mode`. ``"xla"``
+        computes second derivatives, or ``"reference"`` where that runs the call.
       tangents_reason: Why backends before it in the order do not compute them; else empty.
       config: The settings of the call.
     """

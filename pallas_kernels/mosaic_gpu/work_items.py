@@ -13,11 +13,11 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.mosaic_gpu.launch import NUM_SMS
 from pallas_kernels.spec import AttentionSpec
+from pallas_kernels.split_kv.items import FIELDS
 from pallas_kernels.types import Axis, Index, Ref
 
 TILE_KEYS = 64  # of a tile of keys
 TILED_ROWS = 8  # of a swizzled tile: what TMA writes to shared memory is a multiple
-FIELDS = 10  # of an item in memory: those of `Item` but its group, and of the first how many items are not padding
 PageRows: TypeAlias = "tuple[tuple[jax.Array, Axis], Axis]"  # a page and its rows, and which rows of a tile they are
 
 

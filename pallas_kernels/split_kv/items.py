@@ -27,7 +27,7 @@ from pallas_kernels.split_kv.work import (
 from pallas_kernels.triton.launch import runner_of
 from pallas_kernels.types import Ref
 
-FIELDS = 10  # of a work item
+FIELDS = 10  # numbers of a work item in memory: see `work_items`
 Extents: TypeAlias = "tuple[jax.Array | np.ndarray, jax.Array | np.ndarray]"
 """`indptr` and `lengths` of `RequestExtents`, in numpy where they are known on the host."""
 

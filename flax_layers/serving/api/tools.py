@@ -13,7 +13,7 @@ Schema = Mapping[str, object]
 """JSON schema of the arguments of a function."""
 
 _FOREIGN = re.compile("<function=|<arg_key>|<parameter=")
-"""What templates write inside of `<tool_call>` if their calls are not JSON, as in Qwen3-Coder and GLM-4.5."""
+"""Text inside of `<tool_call>` of templates whose calls are not JSON, as in Qwen3-Coder and GLM-4.5."""
 
 _SPACING = {"x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}}
 """The white space that models write by themselves; free white space might never end."""

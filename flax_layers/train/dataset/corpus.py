@@ -29,7 +29,7 @@ class Rows(NamedTuple):
     documents: Int[np.ndarray, "B T"]
     """Document ids within each row, not decreasing along it."""
     weights: Float32[np.ndarray, "B T"] | None = None
-    """How much the prediction of each token counts; None: 1. The loss is the weighted mean over all rows of a step."""
+    """The weight of the prediction of each token; None: 1. The loss is the weighted mean over all rows of a step."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -32,8 +32,9 @@ from pallas_kernels.mosaic_gpu.score import scores
 from pallas_kernels.mosaic_gpu.score.tile import ROW
 from pallas_kernels.mosaic_gpu.smem import WARP_GROUP_ROWS, PingPong, Ring
 from pallas_kernels.mosaic_gpu.split_kv import SplitKvInputs, clear_values
-from pallas_kernels.mosaic_gpu.work_items import FIELDS, Item, look_up_page, pieces_of_tile, rows_of_piece
+from pallas_kernels.mosaic_gpu.work_items import Item, look_up_page, pieces_of_tile, rows_of_piece
 from pallas_kernels.spec import AttentionSpec
+from pallas_kernels.split_kv.items import FIELDS
 from pallas_kernels.types import Index, Ref
 
 CONSUMERS = 2

@@ -70,7 +70,7 @@ class TangentScratch(NamedTuple):
 
 
 def declare(spec: AttentionSpec, tiles: Tiles, requested: GradientRequest) -> TangentScratch:
-    """The scratch of a CTA: `num_stages` slots in the ring of keys, and one less in that of values."""
+    """The scratch of a CTA: `num_stages` slots in the ring of keys, and one less for values."""
     groups, (D, Dv) = tiles.num_warps // 4, padded_head_sizes(spec, spec.dtype)
     rows, queries = tiles.block_q // groups, 1 + requested.query
     return TangentScratch(

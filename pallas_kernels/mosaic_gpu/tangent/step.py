@@ -63,10 +63,7 @@ class TangentStep(NamedTuple):
     values: Ring  # V and dV by turns, [block_kv, Dv] each
 
     def __call__(self, state: TangentState, first: Index, is_partial: bool) -> TangentState:
-        """Adds a tile of keys.
-
-        The warp groups are not in ping-pong at the GEMMs: it costs 12 % (noop, head size 128: 657 TFLOP/s against 736).
-        """
+        """Adds a tile of keys, without ping-pong (H200, jax 0.11.2, bf16, no mod, D 128: 736 TFLOP/s, with it 657)."""
         keys, values = ([state.stage * n + i for i in range(n)] for n in slots(self.requested))
         # Before the accumulators: they are set to zero by their first wgmma if nothing comes in between.
         for number in keys:
