@@ -2,8 +2,9 @@
 
 FLOPs are counted over the blocks of 128 x 128 that the BlockMask visits, the same number for every peer: two GEMMs,
 with two FLOPs for each of D (or Dv) elements, per element of a visited block; the backward as its five GEMMs, which
-are 2.5 forwards where D = Dv. Of packed causal documents the share of these elements that is visible is counted too: in
-16384 tokens of 12 documents 0.81. Bytes are the least that must move: every array once, and of keys those attended to.
+are 2.5 forwards where D = Dv, and the jvp as the forward and five GEMMs. Of packed causal documents the share of these
+elements that is visible is counted too: in 16384 tokens of 12 documents 0.81. Bytes are the least that must move: every
+array once, and of keys those attended to.
 """
 
 import math
@@ -27,6 +28,16 @@ class Work(NamedTuple):
     forward_bytes: float  # query, key, value and captured scores read; out and lse written
     backward_bytes: float  # all of these and the cotangent read; the gradients written
     visible: float = 1.0  # the share of the counted elements that the mask shows; 1 where it is not counted
+
+    @property
+    def jvp_flops(self) -> float:
+        """The forward, and of the tangent the GEMMs of S, dQ K and Q dK over D, and of P dV and T V over Dv."""
+        return self.forward_flops + self.backward_flops
+
+    @property
+    def jvp_bytes(self) -> float:
+        """Inputs and outputs of the forward, and as many of their tangents."""
+        return 2 * self.forward_bytes
 
 
 def visited_elements(visited: np.ndarray, lengths: tuple[int, int], block: tuple[int, int] = (128, 128)) -> int:

@@ -13,6 +13,7 @@ _FLASHINFER = "flashinfer flashinfer-fa2 flashinfer-batch"
 _SHAPES = ((2, 16384, 16, 128), (4, 16384, 16, 64))  # batch, length, heads, head size
 _GROUPED = (2, 8192, (32, 8), 128)
 _BOTH = ("noop", "causal")
+_TANGENTS = ("causal", "alibi", "softcap", "document_mask")
 _PAPER, _PAPER_KV = "Dong et al. 2024, arXiv:2412.05496", 256 * 2**20  # bytes of key and value together (section 6.2)
 
 
@@ -22,7 +23,10 @@ class Suite(NamedTuple):
     title: str
     peers: tuple[str, ...]  # names in `benchmarks.peers.table.PEERS`; ratios are about the first
     problems: tuple[Problem, ...]
-    inference: bool = False  # whether there is no backward; served problems have none in any case
+    directions: tuple[str, ...] = (
+        "forward",
+        "backward",
+    )  # of `benchmarks.run.library_runner`; served problems have the first
     queue: bool = False  # whether the wall time of a call in a queue of calls is measured too
 
     @property
@@ -31,7 +35,7 @@ class Suite(NamedTuple):
         return self.problems[0].served
 
 
-def _suite(title: str, peers: str, problems: Iterable[Problem], **flags: bool) -> Suite:
+def _suite(title: str, peers: str, problems: Iterable[Problem], **flags: Any) -> Suite:
     return Suite(title, tuple(peers.split()), tuple(problems), **flags)
 
 
@@ -102,12 +106,22 @@ SUITES = {
             square(2, 16384, 16, 192, "causal", Dv=128),
         ],
     ),
+    # Value and tangent of one call; of ALiBi the slopes have tangents too.
+    "tangents": _suite(
+        "forward mode: the jvp, value and tangent together, beside the forward",
+        "jflex-mosaic jflex-triton",
+        [
+            dataclasses.replace(x, differentiated=x.variant == "alibi")
+            for x in _squares((*_SHAPES, (8, 4096, 16, 128), (16, 4096, 16, 64)), _TANGENTS)
+        ],
+        directions=("forward", "jvp"),
+    ),
     # At head size 64 exponentials bound the time.
     "fp8": _suite(
         "queries and keys in eight bits beside bfloat16, values in bfloat16",
         "jflex-mosaic jflex-triton",
         _squares(_SHAPES, _BOTH, keys=("", EIGHT_BITS[0])),
-        inference=True,
+        directions=("forward",),
     ),
     # An equal number of tokens at every length, and a single sequence, whose tiles do not fill the GPU.
     "hopper_short": _suite(

@@ -38,7 +38,7 @@ _VARIANTS = {
 _ROWS = (
     *(
         ("main", f"{words}, {direction}, TFLOP/s", direction, {"variant": variant, "S": 16384, "D": 128})
-        for direction, (variant, words) in itertools.product(DIRECTIONS, _VARIANTS.items())
+        for direction, (variant, words) in itertools.product(DIRECTIONS[:2], _VARIANTS.items())
     ),
     ("decode", "decode, one token against 16384 keys, B 8, 32/8 heads of 128, µs", "forward", {"page": 0}),
     *(
@@ -80,7 +80,10 @@ def tables_of(result: ResultFile) -> list[Table]:
     main = [["", *titles, *([] if served else [f"{PEERS[result.baseline].title} of the roof"])]]
     for problem in result.problems:
         records = {
-            name: [result.find(problem, name, direction) for direction in DIRECTIONS[: 1 if served else 2]]
+            name: [
+                result.find(problem, name, direction)
+                for direction in SUITES[result.name].directions[: 1 if served else 2]
+            ]
             for name in result.peers()
         }
         if served:
@@ -139,6 +142,11 @@ def sentences(result: ResultFile) -> list[str]:
                 f"{direction}: {title} is {statistics.geometric_mean(ratios):.2f} times as fast as "
                 f"{PEERS[name].title} in the geometric mean of {len(ratios)}, {min(ratios):.2f} at the least."
             )
+    for name in result.peers("jvp"):
+        both = [[result.find(x, name, y) for y in ("forward", "jvp")] for x in result.problems]
+        ratios = [jvp.seconds / forward.seconds for forward, jvp in both if forward and jvp]
+        if ratios:
+            lines.append(f"{PEERS[name].title}: a jvp takes {min(ratios):.2f} to {max(ratios):.2f} forwards.")
     missing = lambda name: any(x.startswith(f"{name}: ModuleNotFoundError") for x in result.about["remarks"])
     absent = [peer.title for name, peer in PEERS.items() if missing(name)]
     return lines + [f"Not installed there: {', '.join(absent)}."] * bool(absent)
@@ -237,7 +245,7 @@ def _section(device: str, files: Sequence[ResultFile]) -> str:
 def _suite(device: str, result: ResultFile) -> str:
     suite = SUITES[result.name]
     shown = "device time, TB/s that must move, share of the roof"
-    kind = shown if suite.served else "TFLOP/s over visited blocks, forward / backward"
+    kind = shown if suite.served else f"TFLOP/s over visited blocks, {' / '.join(suite.directions)}"
     lines = [f"### `{result.name}`: {suite.title}", f"{result.problems[0].dtype}; {kind}"]
     lines += [*map(_markdown, tables_of(result)), *_plots(device, result)]
     return "\n\n".join(filter(None, [*lines, "\n".join(f"* {sentence}" for sentence in sentences(result))]))

@@ -42,7 +42,7 @@ class Record:
     unit: str  # "s", "MB" and so on, "x" for a ratio, "" for a count
     problem: Problem | None = None  # of a suite's records
     peer: str = ""  # a name in `benchmarks.peers.table.PEERS`
-    direction: str = ""  # "forward" or "backward"; the latter without the former
+    direction: str = ""  # "forward"; "backward", without the forward; or "jvp", with it
     method: str = ""  # how the seconds were found
     flops: float = 0.0  # over visited blocks
     moved: float = 0.0  # bytes, at least

@@ -154,7 +154,12 @@ class JaxRunner(LibraryRunner):
             return {"forward": (jax.jit(function), inputs)}
         attend = jax_attention.ATTENTION[peer](self._problem, self._mods)
         functions = {"forward": attend, "backward": jax_attention.with_residuals(attend, self._problem)}
-        return {direction: (jax.jit(functions[direction]), self._inputs) for direction in directions}
+        programs = {x: (jax.jit(functions[x]), self._inputs) for x in directions if x in functions}
+        if "jvp" in directions:
+            tangents = [jax.tree.map(jnp.flip, x) for x in self._inputs[:4]]
+            pushed = jax_attention.with_tangents(peer, self._problem, self._mods)
+            programs["jvp"] = jax.jit(pushed), (tangents, *self._inputs)
+        return programs
 
     def build(self, peer: str, directions: Sequence[str]) -> dict[str, Call]:
         """The forward is one program; so is the backward, from the residuals that `jax.vjp` keeps."""

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from benchmarks.problems import Problem
 from benchmarks.run.timing import Call, Timer, describe_error, failures
 
-DIRECTIONS = ("forward", "backward")
+DIRECTIONS = ("forward", "backward", "jvp")  # the last computes the value and its tangent
 _MAX_SECONDS = 1.5  # of kernels that one measurement may take, if it has three repetitions
 
 

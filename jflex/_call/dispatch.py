@@ -139,12 +139,10 @@ def select_tangent(implementation: Implementation, spec: AttentionSpec, requeste
     later = ORDER[ORDER.index(names[-1]) + 1 :] if names else ORDER[-1:]
     rejections: dict[str, str] = {}
     for name in dict.fromkeys((*names, *later)):
-        backend = get_backend(name)
-        plan = backend.plan_tangent(spec, requested)
-        reason = backend.not_preferred_tangent(spec) if implementation is None else None
-        if reason is None and not isinstance(plan, Refusal):
+        plan = get_backend(name).plan_tangent(spec, requested)
+        if not isinstance(plan, Refusal):
             return Selection(name, plan, rejections)
-        rejections[name] = plan.sentence(spec) if isinstance(plan, Refusal) else str(reason)
+        rejections[name] = plan.sentence(spec)
     raise AssertionError("'xla' refused a tangent")
 
 

@@ -138,11 +138,6 @@ class Backend(abc.ABC):
         del spec, requested
         return Refusal("it has no kernel for tangents")
 
-    def not_preferred_tangent(self, spec: AttentionSpec) -> str | None:
-        """Why the next backend in the order computes a tangent if none was named, or None."""
-        del spec
-        return None
-
     def tangent(self, spec: AttentionSpec, inputs: Inputs, saved: Saved, tangents: Gradients) -> SavedCotangents:
         """Pushes tangents of some inputs of a dense call forward to out, lse and entropy."""
         raise NotImplementedError(f"'{self.name}' plans no tangent.")

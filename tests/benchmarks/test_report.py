@@ -14,7 +14,6 @@ from benchmarks.problems import Problem
 from benchmarks.questions.question import QUESTIONS
 from benchmarks.results import report, schema
 from benchmarks.results.schema import Record, ResultFile, Summary
-from benchmarks.run.library_runner import DIRECTIONS
 from benchmarks.suites import SUITES
 
 FILES = sorted(schema.FOLDER.glob("*/*.json"))
@@ -45,7 +44,8 @@ def record(problem: Problem, peer: str, direction: str, seconds: float = 1.0, **
 
 def made(name: str, peers: float = 2.0) -> ResultFile:
     """A suite in which the baseline takes a second, its peers `peers` ones, and other forms twice as long."""
-    found, result, directions = [], ResultFile(name, (), ABOUT), ("forward",) if SUITES[name].served else DIRECTIONS
+    found, result = [], ResultFile(name, (), ABOUT)
+    directions = SUITES[name].directions[: 1 if SUITES[name].served else None]
     for problem, direction in itertools.product(SUITES[name].problems, directions):
         for peer in itertools.chain(*by_library(problem, tuple(PEERS.values())).values()):
             seconds = {"split": 1.0}.get(problem.form, 2.0) * (1.0 if peer == result.baseline else peers)

@@ -6,7 +6,7 @@ All arrays are arguments of what is jitted, so that none is a constant of the pr
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -100,6 +100,17 @@ def with_residuals(attend: Attend, problem: Problem) -> Callable[..., Any]:
     return both
 
 
+def with_tangents(peer: str, problem: Problem, mods: BoundMods) -> Callable[..., Any]:
+    """``(tangents, *inputs) -> (out, its tangent)``; whether captured arrays have tangents depends on the problem."""
+    attend = _jflex(problem, mods, IMPLEMENTATIONS[peer], jflex.Config(forward_mode=True))
+
+    def both(tangents: Sequence[Any], *inputs: Any) -> Any:
+        moved = 4 if problem.differentiated else 3
+        return jax.jvp(lambda *x: attend(*x, *inputs[moved:]), inputs[:moved], tuple(tangents[:moved]))
+
+    return both
+
+
 def forward_and_backward(attend: Callable[..., jax.Array]) -> Callable[..., Any]:
     """``(query, key, value, cotangent) -> (out, gradients)`` of an attention."""
 
@@ -154,10 +165,12 @@ def _rotating(problem: Problem, mods: BoundMods) -> Attend:
     return attend
 
 
-def _jflex(problem: Problem, mods: BoundMods, implementation: str | None = None) -> Attend:
+def _jflex(
+    problem: Problem, mods: BoundMods, implementation: str | None = None, config: jflex.Config | None = None
+) -> Attend:
     def attend(*inputs: Any) -> Any:
         arguments, options = _arguments(problem, mods, *inputs)
-        result = jflex.flex_attention(*arguments, implementation=implementation, **options)
+        result = jflex.flex_attention(*arguments, implementation=implementation, config=config, **options)
         return result[0] if problem.stats else result
 
     return attend

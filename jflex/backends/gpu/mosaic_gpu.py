@@ -88,10 +88,6 @@ class MosaicGpu(Backend):
         reason = limit_of_machine(spec)
         return _plan_tangent(_with_compiler(spec), requested) if reason is None else Refusal(reason)
 
-    def not_preferred_tangent(self, spec: AttentionSpec) -> str | None:
-        """Calls with a mask, whose partial tiles the kernel has computed in an emulator alone."""
-        return None if spec.mask_mod is None else "its tangents with a mask have not been timed; name it to run them"
-
     @isolated_trace
     def tangent(self, spec: AttentionSpec, inputs: Inputs, saved: Saved, tangents: Gradients) -> SavedCotangents:
         """Runs the tangent kernel."""
