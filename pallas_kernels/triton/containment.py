@@ -9,7 +9,8 @@ from 96 registers a thread to 244, and had the forward kernel spill 1.6 KB (comp
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -67,22 +68,33 @@ class Marked(NamedTuple):
 
     spec: AttentionSpec
     heads: int
-    batch: int
     length: int  # rows of a head
     tile: int  # rows of a tile
 
     @property
     def tiles(self) -> int:
         """Tiles of all heads and batch entries."""
-        return self.heads * self.batch * pl.cdiv(self.length, self.tile)
+        return self.heads * self.spec.B * pl.cdiv(self.length, self.tile)
 
     @property
     def programs(self) -> int:
         """Size of the grid: programs that take the tiles in a grid-stride loop."""
         return min(MAX_PROGRAMS, self.tiles)
 
-    def repair(self, marks: Ref, fix: Callable[[jax.Array, jax.Array, jax.Array], None]) -> None:
-        """Runs ``fix(b, h, first row)`` for this program's tiles that hold a mark.
+    def launch(
+        self,
+        kernel: Callable[..., None],
+        inputs: Sequence[object],
+        results: tuple[jax.Array, ...],
+        tiles: Tiles,
+        name: str,
+    ) -> list[jax.Array]:
+        """Runs ``kernel(self, *input refs, refs to the old results, *refs to the new ones)``, in the same memory."""
+        kernel, grid = functools.partial(kernel, self), (self.programs,)
+        return runner_of(self.spec).launch_in_place(kernel, inputs, results, name=name, grid=grid, tiles=tiles)
+
+    def repair(self, marks: Ref, fix: Callable[[Location], None]) -> None:
+        """Runs ``fix((b, h, index of the tile))`` for this program's tiles that hold a mark.
 
         The tiles of a program lie far apart, so that all programs share a sequence that is full of NaN. Marks are
         float32 [B, heads, length], or [B, heads, 1] for all of a head; NaN is a mark.
@@ -91,15 +103,15 @@ class Marked(NamedTuple):
         count = max(1, MARKS_AT_ONCE // self.tile)
 
         def one(number: jax.Array) -> None:
-            b, h, first = self._index(number)
-            row = jnp.minimum(first + lax.broadcasted_iota(jnp.int32, (self.tile,), 0), last)
-            pl.when(any_nan(runner_of(self.spec).load(marks.at[(b, h, row)])))(lambda: fix(b, h, first))
+            b, h, tile = location = self._locate(number)
+            row = jnp.minimum(tile * self.tile + lax.broadcasted_iota(jnp.int32, (self.tile,), 0), last)
+            pl.when(any_nan(runner_of(self.spec).load(marks.at[(b, h, row)])))(lambda: fix(location))
 
         def run(chunk: Index, state: jax.Array) -> jax.Array:
             start = program + chunk * count * programs
             number = start + lax.broadcasted_iota(jnp.int32, (count, self.tile), 0) * programs
-            b, h, first = self._index(jnp.minimum(number, self.tiles - 1))
-            row = jnp.minimum(first + lax.broadcasted_iota(jnp.int32, number.shape, 1), last)
+            b, h, tile = self._locate(jnp.minimum(number, self.tiles - 1))
+            row = jnp.minimum(tile * self.tile + lax.broadcasted_iota(jnp.int32, number.shape, 1), last)
             has_nan = any_nan(jnp.sum(runner_of(self.spec).load(marks.at[(b, h, row)]), axis=1))
             remaining = jnp.minimum(lax.div(self.tiles - start + (programs - 1), programs), count)
             each = lambda i, state: (one(start + i * programs), state)[1]
@@ -107,10 +119,10 @@ class Marked(NamedTuple):
 
         lax.fori_loop(0, pl.cdiv(pl.cdiv(self.tiles, self.programs), count), run, jnp.int32(0))
 
-    def _index(self, number: jax.Array) -> Location:
+    def _locate(self, number: jax.Array) -> Location:
         per_head = pl.cdiv(self.length, self.tile)
         head, tile = lax.div(number, per_head), lax.rem(number, per_head)
-        return lax.div(head, self.heads), lax.rem(head, self.heads), tile * self.tile
+        return lax.div(head, self.heads), lax.rem(head, self.heads), tile
 
 
 def any_nan(x: jax.Array) -> jax.Array:

@@ -20,7 +20,6 @@ from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels import block_walk, softmax
@@ -29,19 +28,11 @@ from pallas_kernels.softmax import ScoreTile, mark
 from pallas_kernels.spec import LN_2, AttentionSpec, Operands
 from pallas_kernels.triton import scores
 from pallas_kernels.triton.containment import Attended, Marked, cleared, repair_tiles
-from pallas_kernels.triton.head_chunks import (
-    Columns,
-    load_keys,
-    load_queries,
-    powers_of_two,
-    pv_dot,
-    store_rows,
-    store_vector,
-    zero_values,
-)
+from pallas_kernels.triton.head_chunks import Columns, powers_of_two, pv_dot, zero_values
 from pallas_kernels.triton.launch import runner_of
+from pallas_kernels.triton.query_tile import QueryTile
 from pallas_kernels.triton.scores import Scores, linear_weights, weights
-from pallas_kernels.types import Index, Ref, S
+from pallas_kernels.types import Index, Location, Ref, S
 
 
 class Tile(NamedTuple):
@@ -214,11 +205,8 @@ def repair(
 ) -> tuple[jax.Array, jax.Array]:
     """Recomputes the tiles that have an lse of NaN; see `containment`."""
     tiles = repair_tiles(tiles)
-    marked = Marked(spec, spec.Hq, spec.B, spec.T, tiles.block_q)
-    kernel = functools.partial(_repair_kernel, spec, tiles, marked)
-    out, lse = runner_of(spec).launch_in_place(
-        kernel, (arrays,), tuple(result), name="jflex_forward_repair", grid=(marked.programs,), tiles=tiles
-    )
+    kernel, marked = functools.partial(_repair_kernel, tiles), Marked(spec, spec.Hq, spec.T, tiles.block_q)
+    out, lse = marked.launch(kernel, (arrays,), tuple(result), tiles, "jflex_forward_repair")
     return out, lse
 
 
@@ -231,17 +219,14 @@ def _kernel(
     lse: Ref,  # [B, Hq, T]
     *stats: Ref,  # [B, Hq, T] for each of `spec.stats`
 ) -> None:
-    i, h, b = pl.program_id(0), pl.program_id(1), pl.program_id(2)
-    tile = block_walk.row_at(spec, order, b, h, i, pl.num_programs(0))
-    rows, vectors = _attention(spec, tiles, arrays, b, h, tile).attend()
-    first, rows_end = tile * tiles.block_q, spec.T % tiles.block_q != 0
-    store_rows(spec, out, b, h, first, rows, spec.T, may_end=rows_end)
+    queries = QueryTile.of_program(spec, tiles, arrays, order)
+    rows, vectors = _attention(queries).attend()
+    queries.store(out, rows)
     for ref, x in zip((lse, *stats), vectors, strict=True):
-        store_vector(spec, ref, (b, h), first, x, spec.T, may_end=rows_end)
+        queries.store_vector(ref, x)
 
 
 def _repair_kernel(
-    spec: AttentionSpec,
     tiles: Tiles,
     marked: Marked,
     arrays: Operands[Ref],
@@ -249,36 +234,25 @@ def _repair_kernel(
     out: Ref,  # [B, T, Hq, Dv] or [B, Hq, T, Dv], the same memory
     lse: Ref,  # [B, Hq, T], the same memory
 ) -> None:
-    rows_end = spec.T % tiles.block_q != 0
-
-    def fix(b: jax.Array, h: jax.Array, first: jax.Array) -> None:
-        tile = lax.div(first, jnp.int32(tiles.block_q))
-        clean, (row_lse, *_), attended = _attention(spec, tiles, arrays, b, h, tile).repair()
-        rows = load_queries(spec, before[0], b, h, first, tiles.block_q, may_end=rows_end)
-        rows = attended.keep(rows, clean)
-        store_rows(spec, out, b, h, first, rows, spec.T, may_end=rows_end)
-        store_vector(spec, lse, (b, h), first, row_lse, spec.T, may_end=rows_end)
+    def fix(at: Location) -> None:
+        queries = QueryTile(marked.spec, tiles, arrays, at)
+        clean, (row_lse, *_), attended = _attention(queries).repair()
+        queries.store(out, attended.keep(queries.load(before[0]), clean))
+        queries.store_vector(lse, row_lse)
 
     marked.repair(before[1], fix)
 
 
-def _attention(
-    spec: AttentionSpec, tiles: Tiles, arrays: Operands[Ref], b: jax.Array, h: jax.Array, tile: jax.Array
-) -> Attention:
+def _attention(queries: QueryTile) -> Attention:
     """The attention of a tile of queries of a head."""
-    rows_end, keys_end = spec.T % tiles.block_q != 0, spec.walk_passes_end("k", tiles.block_kv)
-    first = tile * tiles.block_q
-    q = load_queries(spec, arrays.query, b, h, first, tiles.block_q, may_end=rows_end)  # [Bq, D]
-    prepared = scores.prepare(spec, arrays, tiles.shape, b, h, q_first=first)
+    spec, arrays = queries.spec, queries.arrays
+    q, prepared = queries.load(arrays.query), queries.prepare()  # [Bq, D]
 
     def tile_at(key: Index, is_partial: bool) -> Tile:
-        load = functools.partial(
-            load_keys, spec, b=b, h=h, first=key, rows=tiles.block_kv, may_end=is_partial and keys_end
-        )
+        load = functools.partial(queries.load_keys, key=key, may_end=is_partial and queries.keys_end)
         result = scores.compute(prepared, q, load(arrays.key), key, is_partial)  # S = QK^T, [Bq, Bk]
         return Tile(result, load(arrays.value))  # V [Bk, Dv]
 
-    walk = functools.partial(block_walk.over_keys, spec, tiles, arrays, (b, h, tile))
     may_be_empty = spec.programs.mask is not None or spec.programs.score is not None
-    sink = None if arrays.sinks is None else arrays.sinks[h]
-    return Attention(prepared, tiles.block_q, walk, tile_at, may_be_empty, sink)
+    sink = None if arrays.sinks is None else arrays.sinks[queries.at[1]]
+    return Attention(prepared, queries.tiles.block_q, queries.walk, tile_at, may_be_empty, sink)

@@ -95,19 +95,6 @@ def widened(spec: AttentionSpec, x: jax.Array) -> jax.Array:
     return x.astype(spec.dtype) if x.dtype.itemsize == 1 else x
 
 
-def load_queries(
-    spec: AttentionSpec, ref: Ref, b: Index, h: Index, first: Index, rows: int, *, may_end: bool
-) -> Columns:
-    """Rows of the query, or of an array like it, of a query head: [rows, D]."""
-    return load_rows(spec, ref, b, h, first, rows, spec.T, may_end=may_end)
-
-
-def load_keys(spec: AttentionSpec, ref: Ref, b: Index, h: Index, first: Index, rows: int, *, may_end: bool) -> Columns:
-    """Rows of key or value for a query head: of the key head that its group shares; their batch may be shared too."""
-    b, h = (b if spec.Bkv > 1 else 0), lax.div(h, spec.group)
-    return load_rows(spec, ref, b, h, first, rows, spec.S, may_end=may_end)
-
-
 def store_rows(
     spec: AttentionSpec, ref: Ref, b: Index, h: Index, first: Index, x: Columns, length: int, *, may_end: bool
 ) -> None:

@@ -152,8 +152,7 @@ def prepare(
     # where the axis of the mainloop ends, at or before the end of its array, if known only at run time: what lies
     # beyond is masked in partial tiles
     end: Index | None = None,
-    # nodes of the score mod to prepare, if more than those of its program
-    programs: Mapping[str, Sequence[Node]] | None = None,
+    nodes: Sequence[Node] | None = None,  # of the score mod to prepare, if more than those of its program
 ) -> Scores:
     """Prologue: evaluates the loop-invariant values of the mods (uniform, and along the axis that stays fixed)."""
     transposed = k_first is not None
@@ -177,7 +176,7 @@ def prepare(
         evaluation_.prepare(nodes or program.nodes, fixed_axes)
         return evaluation_
 
-    score = evaluate_fixed(spec.programs.score, arrays.captured.score, (programs or {}).get("score"))
+    score = evaluate_fixed(spec.programs.score, arrays.captured.score, nodes)
     mask = evaluate_fixed(spec.programs.mask, arrays.captured.mask, None)
     dropout = evaluate_fixed(spec.programs.dropout, arrays.captured.dropout, None)
     return Scores(spec, tile, transposed, score, mask, dropout, "q" if transposed else "k", end)

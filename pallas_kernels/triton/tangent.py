@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels import block_walk
@@ -21,24 +20,14 @@ from pallas_kernels.gradients import log2_lse
 from pallas_kernels.plan import TangentPlan
 from pallas_kernels.program.evaluate import Product
 from pallas_kernels.softmax import LEAST_EXPONENT, ScoreTile, mark
-from pallas_kernels.spec import LN_2, AttentionSpec, Operands
+from pallas_kernels.spec import LN_2, Operands
 from pallas_kernels.tangents import Moved, Pushed
 from pallas_kernels.triton import scores
 from pallas_kernels.triton.containment import Attended, Marked, cleared, repair_tiles
-from pallas_kernels.triton.head_chunks import (
-    Columns,
-    add_rows,
-    load_keys,
-    load_queries,
-    load_vector,
-    pv_dot,
-    qk_dot,
-    store_rows,
-    store_vector,
-    zero_rows,
-)
+from pallas_kernels.triton.head_chunks import Columns, add_rows, pv_dot, qk_dot, zero_rows
 from pallas_kernels.triton.launch import runner_of
-from pallas_kernels.types import Index, Location, Ref, S, Step
+from pallas_kernels.triton.query_tile import QueryTile
+from pallas_kernels.types import Index, Location, Ref
 
 
 def tangent(plan: TangentPlan, arrays: Operands[jax.Array], moved: Moved[jax.Array]) -> Pushed[jax.Array]:
@@ -67,15 +56,8 @@ def repair(
 ) -> tuple[jax.Array, jax.Array]:
     """Recomputes the tiles that have NaN in the tangent of the lse; see `containment`."""
     spec, tiles = plan.spec, repair_tiles(plan.choice.tiles)
-    marked = Marked(spec, spec.Hq, spec.B, spec.T, tiles.block_q)
-    out, lse = runner_of(spec).launch_in_place(
-        functools.partial(_repair_kernel, plan, tiles, marked),
-        (arrays, moved),
-        result,
-        name="jflex_tangent_repair",
-        grid=(marked.programs,),
-        tiles=tiles,
-    )
+    kernel, marked = functools.partial(_repair_kernel, plan, tiles), Marked(spec, spec.Hq, spec.T, tiles.block_q)
+    out, lse = marked.launch(kernel, (arrays, moved), result, tiles, "jflex_tangent_repair")
     return out, lse
 
 
@@ -87,15 +69,14 @@ def _kernel(
     out: Ref,  # [B, T, Hq, Dv] or [B, Hq, T, Dv]
     *vectors: Ref,  # [B, Hq, T]: the tangent of the lse, and sums for that of the entropy
 ) -> None:
-    i, h, b = pl.program_id(0), pl.program_id(1), pl.program_id(2)
-    tile = block_walk.row_at(plan.spec, order, b, h, i, pl.num_programs(0))
-    queries = _Queries.from_refs(plan, plan.choice.tiles, arrays, moved, (b, h, tile))
-    sums = queries.walk(queries.start, lambda sums, *key: queries.add(sums, queries.tile_at(*key)))
+    tile = QueryTile.of_program(plan.spec, plan.choice.tiles, arrays, order)
+    queries = _Queries.from_refs(plan, tile, moved)
+    sums = tile.walk(queries.start, lambda sums, *key: queries.add(sums, queries.tile_at(*key)))
     d_out, d_lse = queries.finish(sums)
-    queries.rows.store(out, d_out)
+    tile.store(out, d_out)
     d_lse = d_lse + mark(*d_out) if plan.spec.needs_marks else d_lse
     for ref, x in zip(vectors, (d_lse, sums.logs), strict=False):
-        queries.rows.store_vector(ref, x)
+        tile.store_vector(ref, x)
 
 
 def _repair_kernel(
@@ -108,8 +89,9 @@ def _repair_kernel(
     out: Ref,  # [B, T, Hq, Dv] or [B, Hq, T, Dv], the same memory
     lse: Ref,  # [B, Hq, T], the same memory
 ) -> None:
-    def fix(b: jax.Array, h: jax.Array, first: jax.Array) -> None:
-        queries = _Queries.from_refs(plan, tiles, arrays, moved, (b, h, lax.div(first, jnp.int32(tiles.block_q))))
+    def fix(at: Location) -> None:
+        query_tile = QueryTile(plan.spec, tiles, arrays, at)
+        queries = _Queries.from_refs(plan, query_tile, moved)
 
         def step(state: tuple[_Sums, Attended], key: Index, is_partial: bool) -> tuple[_Sums, Attended]:
             (sums, attended), tile = state, queries.tile_at(key, is_partial)
@@ -117,10 +99,10 @@ def _repair_kernel(
                 attended = attended if rows is None else attended.to(rows, tile.scores.visible)
             return queries.add(sums, tile.cleared()), attended
 
-        sums, attended = queries.walk((queries.start, Attended.none(tiles.block_q)), step)
+        sums, attended = query_tile.walk((queries.start, Attended.none(tiles.block_q)), step)
         d_out, d_lse = queries.finish(sums)
-        queries.rows.store(out, attended.keep(queries.rows.load(before[0]), d_out))
-        queries.rows.store_vector(lse, d_lse)
+        query_tile.store(out, attended.keep(query_tile.load(before[0]), d_out))
+        query_tile.store_vector(lse, d_lse)
 
     marked.repair(before[1], fix)
 
@@ -147,84 +129,38 @@ class _Keys(NamedTuple):
         return self._replace(values=cleared(self.values), d_values=d_values)
 
 
-class _Rows(NamedTuple):
-    """The rows of a tile of queries of a head in memory."""
-
-    spec: AttentionSpec
-    at: Location  # batch, head, first query
-    count: int
-
-    @property
-    def may_end(self) -> bool:
-        """True if a tile may have padding queries."""
-        return self.spec.T % self.count != 0
-
-    def load(self, ref: Ref) -> Columns:
-        """Rows of an array like query or output."""
-        return load_queries(self.spec, ref, *self.at, self.count, may_end=self.may_end)
-
-    def store(self, ref: Ref, x: Columns) -> None:
-        """Stores what `load` would load."""
-        store_rows(self.spec, ref, *self.at, x, self.spec.T, may_end=self.may_end)
-
-    def load_vector(self, ref: Ref, other: float) -> jax.Array:
-        """A number of each row, [Bq]; `other` for padding."""
-        b, h, first = self.at
-        return load_vector(self.spec, ref, (b, h), first, self.count, self.spec.T, other, may_end=self.may_end)
-
-    def store_vector(self, ref: Ref, x: jax.Array) -> None:
-        """Stores what `load_vector` would load."""
-        b, h, first = self.at
-        store_vector(self.spec, ref, (b, h), first, x, self.spec.T, may_end=self.may_end)
-
-
 class _Queries(NamedTuple):
     """A tile of queries of a head: what the prologue loads and prepares."""
 
     plan: TangentPlan
-    tiles: Tiles
-    arrays: Operands[Ref]
+    tile: QueryTile
     moved: Moved[Ref]
-    at: Location  # batch, head, and index of the tile
-    rows: _Rows
     prepared: scores.Scores
     q: Columns  # [Bq, D], in chunks of columns
     d_q: Columns | None  # None without a tangent
     lse_log2: jax.Array  # the lse in base 2, [Bq, 1]
 
     @classmethod
-    def from_refs(
-        cls, plan: TangentPlan, tiles: Tiles, arrays: Operands[Ref], moved: Moved[Ref], at: Location
-    ) -> _Queries:
+    def from_refs(cls, plan: TangentPlan, tile: QueryTile, moved: Moved[Ref]) -> _Queries:
         """Loads it."""
-        b, h, tile = at
-        rows = _Rows(plan.spec, (b, h, tile * tiles.block_q), tiles.block_q)
-        q, d_q = rows.load(arrays.query), None if moved.query is None else rows.load(moved.query)
-        programs = None if plan.tangent is None else {"score": plan.tangent.nodes}
-        prepared = scores.prepare(plan.spec, arrays, tiles.shape, b, h, q_first=rows.at[2], programs=programs)
-        lse_log2 = log2_lse(rows.load_vector(moved.lse, -jnp.inf))[:, None]
-        return cls(plan, tiles, arrays, moved, at, rows, prepared, q, d_q, lse_log2)
+        q, d_q = tile.load(tile.arrays.query), None if moved.query is None else tile.load(moved.query)
+        prepared = tile.prepare(None if plan.tangent is None else plan.tangent.nodes)
+        return cls(plan, tile, moved, prepared, q, d_q, log2_lse(tile.load_vector(moved.lse, -jnp.inf))[:, None])
 
     @property
     def start(self) -> _Sums:
         """The sums of no keys."""
-        rows = jnp.zeros((self.tiles.block_q,), jnp.float32)
-        return _Sums(zero_rows(self.tiles.block_q, self.plan.spec.Dv), rows, rows)
-
-    def walk(self, state: S, step: Step[S]) -> S:
-        """Folds a step over the tiles of keys that the forward kernel visits."""
-        return block_walk.over_keys(self.plan.spec, self.tiles, self.arrays, self.at, state, step)
+        rows = jnp.zeros((self.tile.tiles.block_q,), jnp.float32)
+        return _Sums(zero_rows(self.tile.tiles.block_q, self.plan.spec.Dv), rows, rows)
 
     def tile_at(self, key: Index, is_partial: bool) -> _Keys:
         """Loads a tile of keys, and computes its scores and their tangents."""
-        spec, (b, h, _) = self.plan.spec, self.at
-        may_end = is_partial and spec.walk_passes_end("k", self.tiles.block_kv)
-        load = functools.partial(load_keys, spec, b=b, h=h, first=key, rows=self.tiles.block_kv, may_end=may_end)
-        k, d_k = load(self.arrays.key), None if self.moved.key is None else load(self.moved.key)
+        load = functools.partial(self.tile.load_keys, key=key, may_end=is_partial and self.tile.keys_end)
+        k, d_k = load(self.tile.arrays.key), None if self.moved.key is None else load(self.moved.key)
         tile = scores.compute(self.prepared, self.q, k, key, is_partial)  # S = Q K^T, [Bq, Bk]
         d_scores = self._d_scores(tile, k, d_k) if self.plan.requested.moves_scores else None
         d_values = None if self.moved.value is None else load(self.moved.value)
-        return _Keys(tile, d_scores, load(self.arrays.value), d_values)
+        return _Keys(tile, d_scores, load(self.tile.arrays.value), d_values)
 
     def _d_scores(self, tile: ScoreTile, k: Columns, d_k: Columns | None) -> jax.Array:
         """The tangents of the modified scores of a tile."""
@@ -265,6 +201,6 @@ class _Queries(NamedTuple):
         if spec.normalize == "none":
             return out, d_lse
         if self.moved.d_lse is not None:
-            d_lse = d_lse + self.rows.load_vector(self.moved.d_lse, 0.0)
-        before = self.rows.load(self.moved.out)
+            d_lse = d_lse + self.tile.load_vector(self.moved.d_lse, 0.0)
+        before = self.tile.load(self.moved.out)
         return tuple(x - d_lse[:, None] * o.astype(jnp.float32) for x, o in zip(out, before, strict=True)), d_lse

@@ -11,7 +11,6 @@ The grid is (tiles or diagonals times splits, heads, batch), the last two of len
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -29,9 +28,10 @@ from pallas_kernels.program.cotangents import covers, stores
 from pallas_kernels.program.ir import Axes, Node
 from pallas_kernels.spec import AttentionSpec, Operands
 from pallas_kernels.triton import scores
-from pallas_kernels.triton.head_chunks import load_keys, load_queries, load_vector, qk_dot
+from pallas_kernels.triton.head_chunks import qk_dot
 from pallas_kernels.triton.launch import runner_of
 from pallas_kernels.triton.plan.plan import fitted
+from pallas_kernels.triton.query_tile import QueryTile
 from pallas_kernels.types import Index, Ref
 
 MAX_TILE = 64
@@ -44,7 +44,7 @@ class CapturedWork(NamedTuple):
     spec: AttentionSpec
     axes: BroadcastAxes  # along which the loads are constant
     loads: tuple[Node, ...]
-    tile: int  # queries of a tile, and keys
+    tiles: Tiles  # square
     splits: int = 1  # programs that share a tile or diagonal
 
     @classmethod
@@ -52,11 +52,16 @@ class CapturedWork(NamedTuple):
         cls, spec: AttentionSpec, tiles: Tiles, group: tuple[BroadcastAxes, tuple[Node, ...]]
     ) -> CapturedWork:
         """The work of a group of `LoadGroups.repeated`, with splits where there are few programs."""
-        whole = cls(spec, *group, min(*tiles.shape, MAX_TILE))
+        whole = cls(spec, *group, _tiles(spec, tiles))
         kept_heads, kept_batch = whole.kept
         summed = spec.B * spec.Hq // (kept_heads * kept_batch)
         programs = whole.positions * kept_heads * kept_batch
         return whole._replace(splits=max(1, min(summed, TARGET_PROGRAMS // programs)))
+
+    @property
+    def tile(self) -> int:
+        """Queries of a tile, and keys."""
+        return self.tiles.block_q
 
     @property
     def grid_of_tiles(self) -> tuple[int, int]:
@@ -112,16 +117,16 @@ def captured(
         shapes,
         name="jflex_backward_captured",
         grid=(work.positions * work.splits, *work.kept),
-        tiles=fitted(spec, "captured", _tiles(work, tiles), [derivative.d_loads[x] for x in work.loads]),
+        tiles=fitted(spec, "captured", work.tiles, [derivative.d_loads[x] for x in work.loads]),
         aliases={before + n: i for n, i in enumerate(zeroed)},
     )
     return [x.sum(axis=0) if work.stores(load) else x for x, load in zip(outs, work.loads, strict=True)]
 
 
-def _tiles(work: CapturedWork, tiles: Tiles) -> Tiles:
+def _tiles(spec: AttentionSpec, tiles: Tiles) -> Tiles:
     """H200, pair bias at S 384, head size 32: 188 us with 64 x 64 and 3 stages, 280 with 2, 534 with 32 x 32."""
-    deep = max(work.spec.D, work.spec.Dv) <= 64 and tiles.num_stages > 1
-    return Tiles(work.tile, work.tile, tiles.num_warps, 3 if deep else tiles.num_stages)
+    deep, tile = max(spec.D, spec.Dv) <= 64 and tiles.num_stages > 1, min(*tiles.shape, MAX_TILE)
+    return Tiles(tile, tile, tiles.num_warps, 3 if deep else tiles.num_stages)
 
 
 def _kernel(
@@ -144,13 +149,12 @@ def _kernel(
         head = own_head if heads == 1 else lax.rem(i, heads)
         entry = own_entry if batch == 1 else lax.rem(lax.div(i, heads), batch)
         along = lax.div(i, heads * batch)
-        at = (entry, head, (first[0] + along) * work.tile, (first[1] + along) * work.tile)
+        at = (entry, head, first[0] + along, first[1] + along)
         if states is None or spec.block_size is None:
             return program.add(at, True, sums)
         block_q, block_kv = spec.block_size
-        state = states[
-            (*block_walk.list_position(spec, entry, head), lax.div(at[2], block_q), lax.div(at[3], block_kv))
-        ]
+        block = lax.div(at[2] * work.tile, block_q), lax.div(at[3] * work.tile, block_kv)
+        state = states[(*block_walk.list_position(spec, entry, head), *block)]
         visit = lambda sums: program.add(at, state == block_walk.PARTIAL, sums)
         return lax.cond(state != block_walk.EMPTY, visit, lambda sums: sums, sums)
 
@@ -158,7 +162,7 @@ def _kernel(
     size = lax.div(total + work.splits - 1, work.splits)
     start = tuple(jnp.zeros((work.tile, work.tile), jnp.float32) for _ in work.loads)
     sums = lax.fori_loop(split * size, jnp.minimum((split + 1) * size, total), step, start)
-    at = (own_entry, own_head, first[0] * work.tile, first[1] * work.tile)
+    at = (own_entry, own_head, *first)
     for load, ref, x in zip(work.loads, gradients, sums, strict=True):
         program.write(ref, load, x, at, split)
 
@@ -174,7 +178,7 @@ def _first_tile(work: CapturedWork, position: jax.Array) -> tuple[tuple[jax.Arra
 
 
 class _Program(NamedTuple):
-    """The state of a program; `at` below is (batch, query head, first query, first key)."""
+    """The state of a program; `at` below is (batch, query head, tile of queries, tile of keys)."""
 
     work: CapturedWork
     derivative: Derivative
@@ -189,15 +193,10 @@ class _Program(NamedTuple):
     ) -> tuple[jax.Array, ...]:
         """Adds the cotangents of one tile."""
         spec, arrays, rows, tile = self.work.spec, self.arrays, self.rows, self.work.tile
-        b, h, query, key = at
-        rows_end, keys_end = spec.T % tile != 0, spec.S % tile != 0
-        of_rows = functools.partial(load_queries, spec, b=b, h=h, first=query, rows=tile, may_end=rows_end)
-        of_keys = functools.partial(load_keys, spec, b=b, h=h, first=key, rows=tile, may_end=keys_end)
-        vector = functools.partial(
-            load_vector, spec, at=(b, h), first=query, rows=tile, length=spec.T, may_end=rows_end
-        )
-        q, d_out = of_rows(arrays.query), of_rows(rows.d_out)  # [tile, D], [tile, Dv]
-        prepared = self._scores(at, self.derivative.nodes)
+        queries, key = self._queries(at), at[3] * tile
+        of_keys = functools.partial(queries.load_keys, key=key, may_end=spec.S % tile != 0)
+        q, d_out, vector = queries.load(arrays.query), queries.load(rows.d_out), queries.load_vector
+        prepared = queries.prepare(self.derivative.nodes)
         outs = scores.compute(prepared, q, of_keys(arrays.key), key, is_partial)  # S = QK^T, [tile, tile]
         lse_log2 = log2_lse(vector(rows.lse, other=-jnp.inf))[:, None]
         p = scores.probabilities(prepared, outs, lse_log2)  # P = exp2(S - lse)
@@ -206,8 +205,8 @@ class _Program(NamedTuple):
         d_s = scores.scores_vjp(prepared, outs, p, d_p, vector(rows.delta, other=0.0)[:, None])  # P * (dP - delta)
         _, of_load = score_mod_vjp(self.derivative, outs, d_s)
         cotangents = [of_load(load) for load in self.work.loads]
-        if self.work.axes.diagonal and rows_end:  # padding of the last tile is no padding in the first
-            exists = query + lax.broadcasted_iota(jnp.int32, d_s.shape, 0) < spec.T
+        if self.work.axes.diagonal and queries.may_end:  # padding of the last tile is no padding in the first
+            exists = queries.first + lax.broadcasted_iota(jnp.int32, d_s.shape, 0) < spec.T
             cotangents = [jnp.where(exists, x, 0.0) for x in cotangents]
         return tuple(total + x for total, x in zip(sums, cotangents, strict=True))
 
@@ -220,13 +219,13 @@ class _Program(NamedTuple):
         split: Index,
     ) -> None:
         """Writes the sums of a position to the elements that its first tile loads."""
-        spec = self.work.spec
-        prepared = self._scores(at, ())
+        spec, queries, key = self.work.spec, self._queries(at), at[3] * self.work.tile
+        prepared = queries.prepare(())
         assert prepared.score is not None  # which loads
-        evaluation = prepared.score.child(scores.walked_index(prepared, self.derivative.program, at[3]))
+        evaluation = prepared.score.child(scores.walked_index(prepared, self.derivative.program, key))
         index = tuple(evaluation.space.spread(evaluation(i), i.kind, Axes.TILE) for i in load.inputs)
-        exists = (at[2] + lax.broadcasted_iota(jnp.int32, total.shape, 0) < spec.T) & (
-            at[3] + lax.broadcasted_iota(jnp.int32, total.shape, 1) < spec.S
+        exists = (queries.first + lax.broadcasted_iota(jnp.int32, total.shape, 0) < spec.T) & (
+            key + lax.broadcasted_iota(jnp.int32, total.shape, 1) < spec.S
         )
         if not self.work.stores(load):
             addupdate(ref, index, jnp.where(exists, total, 0.0))
@@ -237,7 +236,5 @@ class _Program(NamedTuple):
         else:
             runner_of(spec).store(ref.at[index], total.astype(ref.dtype), mask=exists)
 
-    def _scores(self, at: tuple[jax.Array, jax.Array, jax.Array, jax.Array], nodes: Sequence[Node]) -> scores.Scores:
-        b, h, query, _ = at
-        tile = (self.work.tile, self.work.tile)
-        return scores.prepare(self.work.spec, self.arrays, tile, b, h, q_first=query, programs={"score": nodes})
+    def _queries(self, at: tuple[jax.Array, jax.Array, jax.Array, jax.Array]) -> QueryTile:
+        return QueryTile(self.work.spec, self.work.tiles, self.arrays, at[:3])

@@ -81,15 +81,9 @@ def repair(
 ) -> tuple[jax.Array, jax.Array]:
     """Recomputes dK and dV of the tiles with marked keys; `marks` is float32 [B, Hkv, S]; see `containment`."""
     spec, tiles = statics.spec, repair_tiles(statics.tiles)
-    marked = Marked(spec, spec.Hkv, spec.B, spec.S, tiles.block_kv)
-    d_key, d_value = runner_of(spec).launch_in_place(
-        functools.partial(_repair_kernel, statics._replace(tiles=tiles, groups=None), marked),
-        (arrays, rows, marks),
-        result,
-        name="jflex_backward_dkv_repair",
-        grid=(marked.programs,),
-        tiles=tiles,
-    )
+    kernel = functools.partial(_repair_kernel, statics._replace(tiles=tiles, groups=None))
+    marked = Marked(spec, spec.Hkv, spec.S, tiles.block_kv)
+    d_key, d_value = marked.launch(kernel, (arrays, rows, marks), result, tiles, "jflex_backward_dkv_repair")
     return d_key, d_value
 
 
@@ -134,16 +128,16 @@ def _repair_kernel(
 ) -> None:
     spec, tiles = statics.spec, statics.tiles
 
-    def fix(b: jax.Array, kv_h: jax.Array, first: jax.Array) -> None:
-        keys = _Keys.from_refs(spec, tiles, arrays, (b, kv_h, lax.div(first, jnp.int32(tiles.block_kv))))
+    def fix(at: Location) -> None:
+        keys = _Keys.from_refs(spec, tiles, arrays, at)
 
         def one_head(member: Index, state: _State) -> _State:
-            head = _Head(keys, statics, rows, kv_h * spec.group + member)
+            head = _Head(keys, statics, rows, at[1] * spec.group + member)
             return head.walk(state, head.step())
 
         d_k, d_v, attended = keys.over_heads((*keys.zeros, Attended.none(tiles.block_kv)), one_head)
         assert isinstance(attended, Attended)  # as it was before
-        keys.store(d_key, d_value, d_k, attended.keep(keys.load(before[1], b), keys.scaled_up(d_v)))
+        keys.store(d_key, d_value, d_k, attended.keep(keys.load(before[1], at[0]), keys.scaled_up(d_v)))
 
     marked.repair(marks, fix)
 
@@ -247,9 +241,9 @@ class _Head(NamedTuple):
 
     def _prepared(self) -> scores.Scores:
         keys, derivative = self.keys, self.statics.derivative
-        programs = None if derivative is None else {"score": derivative.nodes}
+        nodes = None if derivative is None else derivative.nodes
         b, tile = keys.at[0], keys.tiles.shape
-        return scores.prepare(keys.spec, keys.arrays, tile, b, self.h, k_first=keys.first, programs=programs)
+        return scores.prepare(keys.spec, keys.arrays, tile, b, self.h, k_first=keys.first, nodes=nodes)
 
     def _load(self, query: Index, is_partial: bool) -> tuple[Columns, Columns, Callable[..., jax.Array]]:
         """Q and dO of a tile of queries, and a function that loads a vector over them."""

@@ -16,27 +16,17 @@ from jax.experimental import pallas as pl
 from jax.ref import addupdate
 
 from pallas_kernels import block_walk
-from pallas_kernels.config import Tiles
 from pallas_kernels.gradients import KernelStatics, RowOperands, log2_lse, score_mod_vjp, weights_vjp
+from pallas_kernels.program.build import Derivative
 from pallas_kernels.program.ir import Axes, Node
 from pallas_kernels.softmax import ScoreTile, mark
 from pallas_kernels.spec import AttentionSpec, Operands
 from pallas_kernels.triton import scores
 from pallas_kernels.triton.containment import Marked, cleared, repair_tiles
-from pallas_kernels.triton.head_chunks import (
-    Columns,
-    add_rows,
-    load_keys,
-    load_queries,
-    load_vector,
-    pv_dot,
-    qk_dot,
-    store_rows,
-    store_vector,
-    zero_rows,
-)
+from pallas_kernels.triton.head_chunks import Columns, add_rows, pv_dot, qk_dot, zero_rows
 from pallas_kernels.triton.launch import runner_of
-from pallas_kernels.types import Index, Location, Ref, S, Step
+from pallas_kernels.triton.query_tile import QueryTile
+from pallas_kernels.types import Index, Location, Ref
 
 
 class DqOutputs(NamedTuple):
@@ -87,15 +77,9 @@ def repair(
 ) -> jax.Array:
     """Recomputes dQ of the tiles with marked rows; `marks` is float32 [B, Hq, T]; see `containment`."""
     spec, tiles = statics.spec, repair_tiles(statics.tiles)
-    marked = Marked(spec, spec.Hq, spec.B, spec.T, tiles.block_q)
-    [d_query] = runner_of(spec).launch_in_place(
-        functools.partial(_repair_kernel, statics._replace(tiles=tiles, groups=None), marked),
-        (arrays, rows, marks),
-        d_query,
-        name="jflex_backward_dq_repair",
-        grid=(marked.programs,),
-        tiles=tiles,
-    )
+    kernel = functools.partial(_repair_kernel, statics._replace(tiles=tiles, groups=None))
+    marked = Marked(spec, spec.Hq, spec.T, tiles.block_q)
+    [d_query] = marked.launch(kernel, (arrays, rows, marks), (d_query,), tiles, "jflex_backward_dq_repair")
     return d_query
 
 
@@ -110,25 +94,23 @@ def _kernel(
 ) -> None:
     spec, tiles, derivative, groups = statics
     assert groups is not None  # but for a repair
-    i, h, b = pl.program_id(0), pl.program_id(1), pl.program_id(2)
-    tile = block_walk.row_at(spec, order, b, h, i, pl.num_programs(0))
-    queries = _Queries.from_refs(statics, arrays, rows, (b, h, tile))
-    written = captured[len(groups.rows) :]
+    query_tile = QueryTile.of_program(spec, tiles, arrays, order)
+    queries, written = _Queries.from_refs(query_tile, derivative, rows), captured[len(groups.rows) :]
 
     def step(state: tuple[Columns, Columns], key: Index, is_partial: bool) -> tuple[Columns, Columns]:
         (d_q, sums), (k, tile, d_s) = state, queries.d_scores(key, is_partial)
         d_s, of_load = score_mod_vjp(derivative, tile, d_s)  # dS' of QK^T, from dS of the modified scores
         sums = tuple(total + jnp.sum(of_load(n), axis=1) for total, n in zip(sums, groups.rows, strict=True))
         for load, ref in zip((*groups.stores, *groups.atomics), written, strict=False):
-            _write(spec, ref, tile, load, of_load(load), (queries.first, key), add=load in groups.atomics)
+            _write(spec, ref, tile, load, of_load(load), (query_tile.first, key), add=load in groups.atomics)
         return add_rows(d_q, pv_dot(spec, d_s, k)), sums  # dQ += dS' K
 
     sums = tuple(jnp.zeros((tiles.block_q,), jnp.float32) for _ in groups.rows)
-    d_q, sums = queries.walk((zero_rows(tiles.block_q, spec.D), sums), step)
+    d_q, sums = query_tile.walk((zero_rows(tiles.block_q, spec.D), sums), step)
     queries.store(d_query, d_q)
     vectors = zip(captured, sums, strict=False)
     for ref, x in [*vectors, (captured[-1], mark(*d_q))] if spec.needs_marks else vectors:
-        store_vector(spec, ref, (b, h), queries.first, x, spec.T, may_end=queries.rows_end)
+        query_tile.store_vector(ref, x)
 
 
 def _repair_kernel(
@@ -137,22 +119,21 @@ def _repair_kernel(
     arrays: Operands[Ref],
     rows: RowOperands[Ref],
     marks: Ref,  # [B, Hq, T], or [B, Hq, 1] for all of a head
-    before: Ref,
+    before: tuple[Ref],
     d_query: Ref,  # [B, T, Hq, D] or [B, Hq, T, D]
 ) -> None:
     del before  # the memory of `d_query`
     spec, tiles, derivative, _ = statics
 
-    def fix(b: jax.Array, h: jax.Array, first: jax.Array) -> None:
-        tile = lax.div(first, jnp.int32(tiles.block_q))
-        queries = _Queries.from_refs(statics, arrays, rows, (b, h, tile))
+    def fix(at: Location) -> None:
+        queries = _Queries.from_refs(QueryTile(spec, tiles, arrays, at), derivative, rows)
 
         def step(d_q: Columns, key: Index, is_partial: bool) -> Columns:
             k, tile, d_s = queries.d_scores(key, is_partial)
             d_s, _ = score_mod_vjp(derivative, tile, tile.clear(d_s))
             return add_rows(d_q, pv_dot(spec, d_s, cleared(k)))  # dQ += dS' K
 
-        queries.store(d_query, queries.walk(zero_rows(tiles.block_q, spec.D), step))
+        queries.store(d_query, queries.tile.walk(zero_rows(tiles.block_q, spec.D), step))
 
     marked.repair(marks, fix)
 
@@ -160,10 +141,7 @@ def _repair_kernel(
 class _Queries(NamedTuple):
     """A tile of queries of a head: what the prologue loads and prepares."""
 
-    spec: AttentionSpec
-    tiles: Tiles
-    arrays: Operands[Ref]
-    at: Location  # batch, head, and index of the tile
+    tile: QueryTile
     prepared: scores.Scores
     q: Columns  # [Bq, D], in chunks of columns
     d_out: Columns  # [Bq, Dv], in chunks of columns
@@ -172,52 +150,28 @@ class _Queries(NamedTuple):
     d_entropy: jax.Array | None
 
     @classmethod
-    def from_refs(cls, statics: KernelStatics, arrays: Operands[Ref], rows: RowOperands[Ref], at: Location) -> _Queries:
+    def from_refs(cls, tile: QueryTile, derivative: Derivative | None, rows: RowOperands[Ref]) -> _Queries:
         """Loads it."""
-        (spec, tiles, derivative, _), (b, h, tile) = statics, at
-        first, rows_end = tile * tiles.block_q, spec.T % tiles.block_q != 0
-        load = functools.partial(load_queries, spec, b=b, h=h, first=first, rows=tiles.block_q, may_end=rows_end)
-        vector = functools.partial(
-            load_vector, spec, at=(b, h), first=first, rows=tiles.block_q, length=spec.T, may_end=rows_end
-        )
-        q, d_out = load(arrays.query), load(rows.d_out)
+        q, d_out, vector = tile.load(tile.arrays.query), tile.load(rows.d_out), tile.load_vector
         lse_log2, delta = log2_lse(vector(rows.lse, other=-jnp.inf)), vector(rows.delta, other=0.0)
-        programs = None if derivative is None else {"score": derivative.nodes}
-        prepared = scores.prepare(spec, arrays, tiles.shape, b, h, q_first=first, programs=programs)
-        return cls(spec, tiles, arrays, at, prepared, q, d_out, lse_log2, delta, rows.load_d_entropy(vector))
-
-    @property
-    def first(self) -> Index:
-        """The first query."""
-        return self.at[2] * self.tiles.block_q
-
-    @property
-    def rows_end(self) -> bool:
-        """True if a tile may have padding queries."""
-        return self.spec.T % self.tiles.block_q != 0
-
-    def walk(self, state: S, step: Step[S]) -> S:
-        """Folds a step over the tiles of keys that the forward kernel visits."""
-        return block_walk.over_keys(self.spec, self.tiles, self.arrays, self.at, state, step)
+        prepared = tile.prepare(None if derivative is None else derivative.nodes)
+        return cls(tile, prepared, q, d_out, lse_log2, delta, rows.load_d_entropy(vector))
 
     def d_scores(self, key: Index, is_partial: bool) -> tuple[Columns, ScoreTile, jax.Array]:
         """A tile of keys, its scores, and the cotangents of the modified scores."""
-        spec, tiles, (b, h, _) = self.spec, self.tiles, self.at
-        may_end = is_partial and spec.walk_passes_end("k", tiles.block_kv)
-        load = functools.partial(load_keys, spec, b=b, h=h, first=key, rows=tiles.block_kv, may_end=may_end)
-        k = load(self.arrays.key)  # [Bk, D]
+        spec, arrays = self.tile.spec, self.tile.arrays
+        load = functools.partial(self.tile.load_keys, key=key, may_end=is_partial and self.tile.keys_end)
+        k = load(arrays.key)  # [Bk, D]
         tile = scores.compute(self.prepared, self.q, k, key, is_partial)  # S = QK^T, [Bq, Bk]
         lse_log2 = self.lse_log2[:, None]
         p = scores.probabilities(self.prepared, tile, lse_log2)  # P = exp2(S - lse)
-        d_p = weights_vjp(spec, tile, qk_dot(spec, self.d_out, load(self.arrays.value)))  # dP = dO V^T
+        d_p = weights_vjp(spec, tile, qk_dot(spec, self.d_out, load(arrays.value)))  # dP = dO V^T
         d_p = scores.entropy_vjp(self.prepared, tile, d_p, lse_log2, self.d_entropy)
         return k, tile, scores.scores_vjp(self.prepared, tile, p, d_p, self.delta[:, None])  # dS = P * (dP - delta)
 
     def store(self, d_query: Ref, d_q: Columns) -> None:
         """Epilogue: scales and stores dQ."""
-        b, h, _ = self.at
-        d_q = tuple(x * self.spec.scale for x in d_q)
-        store_rows(self.spec, d_query, b, h, self.first, d_q, self.spec.T, may_end=self.rows_end)
+        self.tile.store(d_query, tuple(x * self.tile.spec.scale for x in d_q))
 
 
 def _write(
