@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -15,13 +15,12 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
-from jax.sharding import PartitionSpec
 from jaxtyping import PyTree
 
 from jflex._call.dispatch import Requested, get_backend, no_gradients, select_passes
 from jflex._jax import partitioning
-from jflex._jax.partitioning import Axes, Split
-from jflex._jax.primitive import ONLY_REVERSE, Flat, call_as_primitive
+from jflex._jax.partitioning import Axes, BackendOp, Split
+from jflex._jax.primitive import ONLY_REVERSE, call_as_primitive
 from jflex._mesh import match_manual_axes, placed_as
 from jflex.backends.base import Gradients, Inputs, Saved, SavedCotangents
 from jflex.backends.results import sinks_gradient
@@ -30,45 +29,34 @@ from pallas_kernels.plan import GradientRequest
 from pallas_kernels.spec import AttentionSpec
 
 
-@dataclasses.dataclass(frozen=True)
-class ForwardOp:
+class ForwardOp(BackendOp[Inputs, Saved]):
     """``Inputs -> Saved``."""
-
-    backend: str
-    spec: AttentionSpec
 
     def __call__(self, inputs: Inputs) -> Saved:
         """Runs the backend."""
         return get_backend(self.backend).forward(self.spec, inputs)
 
     def axes(self, inputs: Inputs, saved: Saved) -> tuple[list[Axes], list[Axes]]:
-        """Batch and head axes of the flat inputs and outputs."""
+        """See `BackendOp`."""
         return partitioning.input_axes(self.spec, inputs), partitioning.saved_axes(self.spec, saved)
 
-    def partitioned(self, inputs: Inputs, saved: Saved, whole: Flat) -> Flat:
-        """See `jflex._jax.primitive.Op`."""
-        tree = jax.tree.structure(inputs)
+    def of_shard(self, inputs: Inputs, saved: Saved, mesh: jax.sharding.Mesh, split: Split) -> Saved:
+        """See `BackendOp`."""
+        del saved
+        shard = partitioning.shard_of(self.spec, inputs, mesh, split)
+        return ForwardOp(self.backend, shard.spec)(shard.inputs)
 
-        def local(mesh: jax.sharding.Mesh, split: Split, *flat: jax.Array) -> tuple[jax.Array, ...]:
-            shard = partitioning.shard_of(self.spec, jax.tree.unflatten(tree, flat), mesh, split)
-            return tuple(jax.tree.leaves(ForwardOp(self.backend, shard.spec)(shard.inputs)))
 
-        return partitioning.partitioned(self.spec, whole, local, *self.axes(inputs, saved))
-
-    def out_specs(self, inputs: Inputs, saved: Saved, pspec: PartitionSpec) -> list[PartitionSpec]:
-        """See `jflex._jax.primitive.Op`."""
-        return partitioning.out_specs(*self.axes(inputs, saved), jax.tree.leaves(saved), pspec)
+_Pulled: TypeAlias = tuple[Inputs, Saved, SavedCotangents]
 
 
 @dataclasses.dataclass(frozen=True)
-class BackwardOp:
+class BackwardOp(BackendOp[_Pulled, Gradients]):
     """``(Inputs, Saved, cotangent of Saved) -> Gradients``."""
 
-    backend: str
-    spec: AttentionSpec
     requested: GradientRequest
 
-    def __call__(self, arrays: tuple[Inputs, Saved, SavedCotangents]) -> Gradients:
+    def __call__(self, arrays: _Pulled) -> Gradients:
         """Runs the backend; sinks have their gradient here, the same for all."""
         gradients = get_backend(self.backend).backward(self.spec, *arrays, self.requested)
         if not self.requested.sinks:
@@ -77,10 +65,8 @@ class BackwardOp:
         assert inputs.sinks is not None  # their gradient is requested
         return gradients._replace(sinks=sinks_gradient(self.spec, inputs.sinks, saved, d_saved))
 
-    def axes(
-        self, arrays: tuple[Inputs, Saved, SavedCotangents], gradients: Gradients
-    ) -> tuple[list[Axes], list[Axes]]:
-        """Batch and head axes of the flat inputs and outputs."""
+    def axes(self, arrays: _Pulled, gradients: Gradients) -> tuple[list[Axes], list[Axes]]:
+        """See `BackendOp`."""
         inputs, saved, d_saved = arrays
         ins = [
             *partitioning.input_axes(self.spec, inputs),
@@ -89,41 +75,26 @@ class BackwardOp:
         ]
         return ins, partitioning.gradient_axes(self.spec, gradients)
 
-    def partitioned(self, arrays: tuple[Inputs, Saved, SavedCotangents], gradients: Gradients, whole: Flat) -> Flat:
-        """See `jflex._jax.primitive.Op`."""
-        tree = jax.tree.structure(arrays)
-
-        def local(mesh: jax.sharding.Mesh, split: Split, *flat: jax.Array) -> tuple[jax.Array, ...]:
-            inputs, saved, d_saved = jax.tree.unflatten(tree, flat)
-            shard = partitioning.shard_of(self.spec, inputs, mesh, split)
-            local_op = BackwardOp(self.backend, shard.spec, shard.requested(self.requested))
-            gradients_of_shard = local_op((shard.inputs, saved, d_saved))
-            captured = []
-            for number, x in zip(shard.operands, gradients.score_operands, strict=True):
-                if x is not None:
-                    part = jnp.zeros(x.shape, x.dtype) if number is None else gradients_of_shard.score_operands[number]
-                    assert part is not None  # a shard has the same requested gradients as the whole
-                    captured.append(_sum(part, (*split.batch, *split.heads, *split.queries)))
-            shared = (*(split.batch if self.spec.Bkv < self.spec.B else ()), *split.queries)
-            keys = [_sum(x, shared) for x in (gradients_of_shard.key, gradients_of_shard.value) if x is not None]
-            sinks = (
-                []
-                if gradients_of_shard.sinks is None
-                else [_sum(gradients_of_shard.sinks, (*split.batch, *split.queries))]
-            )
-            return (*([] if gradients_of_shard.query is None else [gradients_of_shard.query]), *keys, *captured, *sinks)
-
-        return partitioning.partitioned(self.spec, whole, local, *self.axes(arrays, gradients))
-
-    def out_specs(
-        self, arrays: tuple[Inputs, Saved, SavedCotangents], gradients: Gradients, pspec: PartitionSpec
-    ) -> list[PartitionSpec]:
-        """See `jflex._jax.primitive.Op`."""
-        return partitioning.out_specs(*self.axes(arrays, gradients), jax.tree.leaves(gradients), pspec)
+    def of_shard(self, arrays: _Pulled, gradients: Gradients, mesh: jax.sharding.Mesh, split: Split) -> Gradients:
+        """See `BackendOp`."""
+        inputs, saved, d_saved = arrays
+        shard = partitioning.shard_of(self.spec, inputs, mesh, split)
+        local_op = BackwardOp(self.backend, shard.spec, shard.requested(self.requested))
+        local = local_op((shard.inputs, saved, d_saved))
+        of_rows = (*split.batch, *split.queries)
+        of_keys = of_rows if self.spec.Bkv < self.spec.B else split.queries
+        captured: list[jax.Array | None] = []
+        for number, x in zip(shard.operands, gradients.score_operands, strict=True):
+            unread = None if x is None else jnp.zeros(x.shape, x.dtype)
+            part = unread if x is None or number is None else local.score_operands[number]
+            captured.append(_sum(part, (*of_rows, *split.heads)))
+        key, value, sinks = _sum(local.key, of_keys), _sum(local.value, of_keys), _sum(local.sinks, of_rows)
+        return Gradients(local.query, key, value, tuple(captured), sinks)
 
 
-def _sum(x: jax.Array, names: tuple[str, ...]) -> jax.Array:
-    return jax.lax.psum(x, names) if names else x
+def _sum(x: jax.Array | None, names: tuple[str, ...]) -> jax.Array | None:
+    """The sum over axes of the mesh, if there is an array."""
+    return jax.lax.psum(x, names) if names and x is not None else x
 
 
 class Static(NamedTuple):

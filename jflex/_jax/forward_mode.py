@@ -25,8 +25,8 @@ from jax.sharding import PartitionSpec
 from jflex._call.dispatch import Requested, get_backend, select_passes, select_tangent
 from jflex._jax import partitioning
 from jflex._jax.custom_vjp import BackwardOp, Static, input_cotangents, named, run_forward
-from jflex._jax.partitioning import Axes, Split
-from jflex._jax.primitive import Flat, call_as_primitive
+from jflex._jax.partitioning import Axes, BackendOp, Split
+from jflex._jax.primitive import Flat, call_as_primitive, lower_without_mesh
 from jflex._mesh import match_manual_axes, no_mesh
 from jflex.backends.base import Gradients, Inputs, Saved, SavedCotangents
 from jflex.backends.xla.attention import Xla
@@ -37,19 +37,15 @@ from pallas_kernels.spec import AttentionSpec
 _Moving: TypeAlias = tuple[Inputs, Saved, Gradients]
 
 
-@dataclasses.dataclass(frozen=True)
-class TangentOp:
+class TangentOp(BackendOp[_Moving, SavedCotangents]):
     """``(Inputs, Saved, tangents of some inputs) -> tangents of Saved``."""
-
-    backend: str
-    spec: AttentionSpec
 
     def __call__(self, arrays: _Moving) -> SavedCotangents:
         """Runs the backend."""
         return get_backend(self.backend).tangent(self.spec, *arrays)
 
     def axes(self, arrays: _Moving, results: SavedCotangents) -> tuple[list[Axes], list[Axes]]:
-        """Batch and head axes of the flat inputs and outputs."""
+        """See `BackendOp`."""
         inputs, saved, tangents = arrays
         ins = [
             *partitioning.input_axes(self.spec, inputs),
@@ -58,25 +54,19 @@ class TangentOp:
         ]
         return ins, partitioning.saved_axes(self.spec, results)
 
-    def partitioned(self, arrays: _Moving, results: SavedCotangents, whole: Flat) -> Flat:
-        """See `jflex._jax.primitive.Op`. Each device has its rows and all keys: nothing is summed."""
-        tree = jax.tree.structure(arrays)
-
-        def local(mesh: jax.sharding.Mesh, split: Split, *flat: jax.Array) -> tuple[jax.Array, ...]:
-            inputs, saved, tangents = jax.tree.unflatten(tree, flat)
-            shard = partitioning.shard_of(self.spec, inputs, mesh, split)
-            captured: list[jax.Array | None] = [None] * len(shard.inputs.captured.score)
-            for number, x in zip(shard.operands, tangents.score_operands, strict=True):
-                if number is not None:
-                    captured[number] = x
-            tangents = tangents._replace(score_operands=tuple(captured))
-            return tuple(jax.tree.leaves(TangentOp(self.backend, shard.spec)((shard.inputs, saved, tangents))))
-
-        return partitioning.partitioned(self.spec, whole, local, *self.axes(arrays, results))
-
-    def out_specs(self, arrays: _Moving, results: SavedCotangents, pspec: PartitionSpec) -> list[PartitionSpec]:
-        """See `jflex._jax.primitive.Op`."""
-        return partitioning.out_specs(*self.axes(arrays, results), jax.tree.leaves(results), pspec)
+    def of_shard(
+        self, arrays: _Moving, results: SavedCotangents, mesh: jax.sharding.Mesh, split: Split
+    ) -> SavedCotangents:
+        """See `BackendOp`. Each device has its rows and all keys: nothing is summed."""
+        del results
+        inputs, saved, tangents = arrays
+        shard = partitioning.shard_of(self.spec, inputs, mesh, split)
+        captured: list[jax.Array | None] = [None] * len(shard.inputs.captured.score)
+        for number, x in zip(shard.operands, tangents.score_operands, strict=True):
+            if number is not None:
+                captured[number] = x
+        tangents = tangents._replace(score_operands=tuple(captured))
+        return TangentOp(self.backend, shard.spec)((shard.inputs, saved, tangents))
 
 
 # --- the linear map between tangents of the inputs and of the results
@@ -266,14 +256,7 @@ _linear_p.def_impl(lambda *xs, linear, **_: _compiled(linear)(*xs))
 _linear_p.def_abstract_eval(lambda *avals, linear, **_: linear.results(avals[: linear.count]))
 
 
-def _lowering(ctx, *args, linear, **_):
-    plain = lambda avals: [ShapedArray(x.shape, x.dtype) for x in avals]
-    with no_mesh():
-        ctx = ctx.replace(avals_in=plain(ctx.avals_in), avals_out=plain(ctx.avals_out))
-        return mlir.lower_fun(linear, multiple_results=True)(ctx, *args)
-
-
-mlir.register_lowering(_linear_p, _lowering)
+mlir.register_lowering(_linear_p, lambda ctx, *args, linear, **_: lower_without_mesh(linear, ctx, args))
 
 
 def _transpose(cotangents, *args, linear, **_):

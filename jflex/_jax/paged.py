@@ -5,18 +5,15 @@ A device computes some heads, and the pages of each request that it holds.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 
 from jflex._call.dispatch import get_backend
 from jflex._jax import partitioning
-from jflex._jax.partitioning import Axes, Split
-from jflex._jax.primitive import Flat
+from jflex._jax.partitioning import Axes, BackendOp, Split
 from jflex._jax.shard import Spread, Where, moved, moved_dropout
 from jflex.backends.base import PagedInputs, Saved
 from jflex.mods.trace import VectorRole, trace_mask_mod, trace_score_mod, trace_vector_mod
@@ -25,12 +22,8 @@ from pallas_kernels.spec import AttentionSpec, Captured, Mod
 _ROWS, _PAGES = Axes(None, 1), Axes(None, 2, per_key=True)
 
 
-@dataclasses.dataclass(frozen=True)
-class PagedOp:
+class PagedOp(BackendOp[PagedInputs, Saved]):
     """``PagedInputs -> Saved``."""
-
-    backend: str
-    spec: AttentionSpec
 
     def __call__(self, inputs: PagedInputs) -> Saved:
         """Runs the backend."""
@@ -46,22 +39,13 @@ class PagedOp:
             axes = axes._replace(key=_PAGES, value=_PAGES, **scales)
         return partitioning.flat_axes(axes), rows
 
-    def partitioned(self, inputs: PagedInputs, outputs: Saved, whole: Flat) -> Flat:
-        """See `jflex._jax.primitive.Op`."""
-        tree = jax.tree.structure(inputs)
-
-        def local(mesh: jax.sharding.Mesh, split: Split, *flat: jax.Array) -> tuple[jax.Array, ...]:
-            spec, local_inputs = self.spec, jax.tree.unflatten(tree, flat)
-            pieces = math.prod(mesh.shape[name] for name in split.heads)
-            if pieces > 1:
-                spec, local_inputs = paged_shard_of(spec, local_inputs, pieces, jax.lax.axis_index(split.heads))
-            return tuple(jax.tree.leaves(PagedOp(self.backend, spec)(local_inputs)))
-
-        return partitioning.partitioned(self.spec, whole, local, *self.axes(inputs, outputs))
-
-    def out_specs(self, inputs: PagedInputs, outputs: Saved, pspec: PartitionSpec) -> list[PartitionSpec]:
-        """See `jflex._jax.primitive.Op`."""
-        return partitioning.out_specs(*self.axes(inputs, outputs), jax.tree.leaves(outputs), pspec)
+    def of_shard(self, inputs: PagedInputs, outputs: Saved, mesh: jax.sharding.Mesh, split: Split) -> Saved:
+        """See `BackendOp`."""
+        del outputs
+        spec, pieces = self.spec, math.prod(mesh.shape[name] for name in split.heads)
+        if pieces > 1:
+            spec, inputs = paged_shard_of(spec, inputs, pieces, jax.lax.axis_index(split.heads))
+        return PagedOp(self.backend, spec)(inputs)
 
 
 def paged_shard_of(

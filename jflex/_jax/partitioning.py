@@ -7,11 +7,11 @@ divided, each device gets all keys, as in `jflex.context_parallel_attention(...,
 
 from __future__ import annotations
 
-import functools
+import dataclasses
 import math
 import warnings
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Generic, NamedTuple, TypeVar
 
 import jax
 from jax.experimental.custom_partitioning import custom_partitioning
@@ -23,6 +23,9 @@ from jflex._jax.shard import Shard, Span, Where
 from jflex.backends.base import Gradients, Inputs, Saved, SavedCotangents
 from jflex.block_mask.lists import lists_of_rows
 from pallas_kernels.spec import AttentionSpec
+
+X = TypeVar("X")  # pytrees of arrays
+Y = TypeVar("Y")
 
 
 class Axes(NamedTuple):
@@ -99,19 +102,6 @@ class Split(NamedTuple):
         return PartitionSpec(*names)
 
 
-def out_specs(
-    in_axes: Sequence[Axes], out_axes: Sequence[Axes], outputs: Sequence[jax.ShapeDtypeStruct], pspec: PartitionSpec
-) -> list[PartitionSpec]:
-    """Shardings of the outputs in a mesh with explicit axes, which are part of their types, from that of the query."""
-
-    def names(axis: int | None) -> tuple[str, ...]:
-        entry = None if axis is None else pspec[axis]
-        return () if entry is None else entry if isinstance(entry, tuple) else (entry,)
-
-    split = Split(names(in_axes[0].batch), names(in_axes[0].heads))
-    return [split.pspec(axes, len(x.shape)) for axes, x in zip(out_axes, outputs, strict=True)]
-
-
 def shard_of(spec: AttentionSpec, inputs: Inputs, mesh: jax.sharding.Mesh, split: Split) -> Shard:
     """The local spec and inputs, inside the program of one shard."""
     pieces = [math.prod(mesh.shape[name] for name in names) for names in split]
@@ -128,42 +118,61 @@ def shard_of(spec: AttentionSpec, inputs: Inputs, mesh: jax.sharding.Mesh, split
     return shard.shard_of(spec, inputs, Where(batch, head, Span(query[None], T)))
 
 
-def partitioned(
-    spec: AttentionSpec,
-    function: Flat,
-    local: Callable[..., tuple[jax.Array, ...]],
-    in_axes: Sequence[Axes],
-    out_axes: Sequence[Axes],
-) -> Flat:
-    """Lets XLA's partitioner run ``local(mesh, split, *flat arrays)`` on each shard; the first input is the query."""
-    call = custom_partitioning(function)
+@dataclasses.dataclass(frozen=True)
+class BackendOp(Generic[X, Y]):
+    """A pass of a backend that divides batch, heads and queries: an `Op` of `jflex._jax.primitive`."""
 
-    def partition(mesh, in_shapes, out_shapes):
-        query, key, value = (x.sharding for x in in_shapes[:3])
-        split = _split(spec, mesh, in_shapes[0].sharding, in_axes[0])
-        divided = next(filter(None, (_divided_tokens(spec, x) for x in (query, key, value))), None)
-        if divided is not None and not split.queries:
-            warnings.warn(f"Every device gathers and computes all tokens. {divided}", stacklevel=2)
-        sharding = lambda x, axes: NamedSharding(mesh, split.pspec(axes, len(x.shape)))
-        outs, _ = jax.tree.flatten(out_shapes)
-        out_shardings = tuple(map(sharding, outs, out_axes))
+    backend: str
+    spec: AttentionSpec
 
-        def without_mesh(
-            *xs: jax.Array,
-        ) -> tuple[jax.Array, ...]:  # a mesh with explicit axes would put shardings into a shard's program
-            with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
-                return lower_separately(functools.partial(local, mesh, split), *xs)
+    def axes(self, arrays: X, results: Y) -> tuple[list[Axes], list[Axes]]:
+        """Axes of the flat arrays, the query first, and of the flat results."""
+        raise NotImplementedError
 
-        return mesh, without_mesh, out_shardings, tuple(map(sharding, in_shapes, in_axes))
+    def of_shard(self, arrays: X, results: Y, mesh: jax.sharding.Mesh, split: Split) -> Y:
+        """Computes one shard, from its arrays; `results` are shapes of the whole call."""
+        raise NotImplementedError
 
-    def rule(mesh, in_types, out_types):
-        del mesh
-        return _shardy_rule(
-            spec, in_axes, out_axes, [len(t.shape) for t in in_types], [len(t.shape) for t in out_types]
-        )
+    def partitioned(self, arrays: X, results: Y, whole: Flat) -> Flat:
+        """Lets XLA's partitioner run `of_shard` on each shard."""
+        call, tree = custom_partitioning(whole), jax.tree.structure(arrays)
+        in_axes, out_axes = self.axes(arrays, results)
 
-    call.def_partition(partition, sharding_rule=rule)
-    return call
+        def partition(mesh, in_shapes, out_shapes):
+            query, key, value = (x.sharding for x in in_shapes[:3])
+            split = _split(self.spec, mesh, in_shapes[0].sharding, in_axes[0])
+            divided = next(filter(None, (_divided_tokens(self.spec, x) for x in (query, key, value))), None)
+            if divided is not None and not split.queries:
+                warnings.warn(f"Every device gathers and computes all tokens. {divided}", stacklevel=2)
+            sharding = lambda x, axes: NamedSharding(mesh, split.pspec(axes, len(x.shape)))
+            out_shardings = tuple(map(sharding, jax.tree.leaves(out_shapes), out_axes))
+            local = lambda *xs: jax.tree.leaves(self.of_shard(jax.tree.unflatten(tree, xs), results, mesh, split))
+
+            def without_mesh(*xs: jax.Array) -> tuple[jax.Array, ...]:
+                # A mesh with explicit axes would put shardings into a shard's program.
+                with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+                    return lower_separately(local, *xs)
+
+            return mesh, without_mesh, out_shardings, tuple(map(sharding, in_shapes, in_axes))
+
+        def rule(mesh, in_types, out_types):
+            del mesh
+            ranks = ([len(t.shape) for t in types] for types in (in_types, out_types))
+            return _shardy_rule(self.spec, in_axes, out_axes, *ranks)
+
+        call.def_partition(partition, sharding_rule=rule)
+        return call
+
+    def out_specs(self, arrays: X, results: Y, pspec: PartitionSpec) -> list[PartitionSpec]:
+        """Shardings of the results in a mesh with explicit axes, which are part of their types, from the query's."""
+
+        def names(axis: int | None) -> tuple[str, ...]:
+            entry = None if axis is None else pspec[axis]
+            return () if entry is None else entry if isinstance(entry, tuple) else (entry,)
+
+        (query, *_), out_axes = self.axes(arrays, results)
+        split = Split(names(query.batch), names(query.heads))
+        return [split.pspec(axes, len(x.shape)) for axes, x in zip(out_axes, jax.tree.leaves(results), strict=True)]
 
 
 def refuse_divided_tokens(spec: AttentionSpec, *arrays: jax.Array) -> None:

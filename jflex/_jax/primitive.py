@@ -153,15 +153,15 @@ def _abstract(*avals, jaxpr, traced):
     ]
 
 
-def _lowering(ctx, *args, jaxpr, traced):
-    del traced
+def lower_without_mesh(function, ctx, args):
+    """Lowers a function of flat arrays with several results, outside of the caller's mesh."""
     plain = lambda avals: [ShapedArray(x.shape, x.dtype) for x in avals]
     with no_mesh():
         ctx = ctx.replace(avals_in=plain(ctx.avals_in), avals_out=plain(ctx.avals_out))
-        return mlir.lower_fun(jaxpr_as_fun(jaxpr), multiple_results=True)(ctx, *args)
+        return mlir.lower_fun(function, multiple_results=True)(ctx, *args)
 
 
-mlir.register_lowering(_opaque_p, _lowering)
+mlir.register_lowering(_opaque_p, lambda ctx, *args, jaxpr, **_: lower_without_mesh(jaxpr_as_fun(jaxpr), ctx, args))
 
 
 def _refuse(*_, **__):
