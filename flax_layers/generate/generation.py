@@ -5,21 +5,20 @@ from __future__ import annotations
 import collections
 import dataclasses
 import time
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jaxtyping import Array, Int32
 
 from flax_layers.generate.batch import Batch, check_batch, check_cache
-from flax_layers.generate.sequences import MakeSequences, empty_sequences
-from flax_layers.generate.steps import NO_TOKEN, Programs, Rules, State, make_programs
+from flax_layers.generate.steps import NO_TOKEN, Rules, State, make_programs
 from flax_layers.models import Decoder
 from flax_layers.models.cache_dtype import check_cache_dtype
+from flax_layers.models.form import flatten_model
 from flax_layers.sampling import Sampling, SamplingBatch
 
 FinishReason = Literal["stop", "length"]
@@ -140,20 +139,20 @@ class Generation(Iterator[Piece]):
     While you process a piece, the device computes the next one.
 
     Args:
-        empty: Constructs empty sequences, as `flax_layers.generate.sequences.DenseSequences.empty`.
         max_tokens: See `generate`. It determines the capacity of the cache.
         chunk: Decoding steps in one compiled call.
+        kind: Kind and dtype of the cache, as `cache` and `dtype`.
 
     Attributes:
         speed: Tokens and seconds so far.
     """
 
-    def __init__(self, model: Decoder, batch: Batch, empty: MakeSequences, max_tokens: int, chunk: int):
+    def __init__(self, model: Decoder, batch: Batch, max_tokens: int, chunk: int, **kind: str | None):
         self._batch = batch
         self._tokens: list[list[int]] = [[] for _ in batch.prompts]
         self._reasons: list[FinishReason | None] = [None] * len(batch.prompts)
         self.speed = Speed(0, len(batch.prompts))
-        self._pieces = self._run(model, empty, max_tokens, chunk)
+        self._pieces = self._run(model, max_tokens, chunk, kind)
 
     def __next__(self) -> Piece:
         return next(self._pieces)
@@ -169,7 +168,7 @@ class Generation(Iterator[Piece]):
         pairs = zip(self._tokens, self._reasons, strict=True)
         return [Result(tokens, reason) for tokens, reason in pairs if reason is not None]
 
-    def _run(self, model: Decoder, empty: MakeSequences, max_tokens: int, chunk: int) -> Iterator[Piece]:
+    def _run(self, model: Decoder, max_tokens: int, chunk: int, kind: dict[str, str | None]) -> Iterator[Piece]:
         """Runs one batch for each set of rotary factors; LongRoPE has two.
 
         A sequence that outgrows the first set is read again, since the keys in its cache are rotated with it.
@@ -178,26 +177,24 @@ class Generation(Iterator[Piece]):
             lengths = [len(p) + len(written) for p, written in zip(self._batch.prompts, self._tokens, strict=True)]
             rows = [row for row, n in enumerate(lengths) if n <= limit and self._reasons[row] is None]
             if rows:
-                yield from self._run_batch(model, empty, rows, limit, max_tokens, chunk)
+                yield from self._run_batch(model, rows, limit, max_tokens, chunk, kind)
 
     def _run_batch(
-        self, model: Decoder, empty: MakeSequences, rows: list[int], limit: int, max_tokens: int, chunk: int
+        self, model: Decoder, rows: list[int], limit: int, max_tokens: int, chunk: int, kind: dict[str, str | None]
     ) -> Iterator[Piece]:
         """Continues some rows until they end, or need more than `limit` positions."""
         batch = self._batch.continued(rows, self._tokens, limit)
-        graph, variables = nnx.split(model)
-        parameters, form = jax.tree.flatten(variables)
-        programs = make_programs(graph, form)
-        tokens, counts = map(jnp.asarray, batch.padded(limit))
-        room = batch.room(max_tokens, limit)
+        parameters, form = flatten_model(model)
+        programs = make_programs(form)
         rules = Rules(
             SamplingBatch.from_requests(batch.sampling),
             jnp.asarray(batch.max_tokens, jnp.int32),
             jnp.asarray(batch.stop_tokens, jnp.int32),
         )
-        self._compile(programs, programs.prefill, parameters, tokens, counts, rules, empty=empty, room=room)
+        prompts, options = (parameters, *batch.padded(limit), rules), {**kind, "room": batch.room(max_tokens, limit)}
+        self.speed.compile_seconds += programs.compile(programs.prefill, *prompts, **options)
         started = time.perf_counter()
-        state = programs.prefill(parameters, tokens, counts, rules, empty=empty, room=room)
+        state = programs.prefill(*prompts, **options)
         first = np.asarray(state.token)[:, None]
         self.speed.prefill_seconds += time.perf_counter() - started
         self.speed.prompt_tokens += sum(map(len, batch.prompts))
@@ -205,7 +202,7 @@ class Generation(Iterator[Piece]):
         remaining = dict(zip(rows, batch.max_tokens, strict=True))
         yield from self._take(remaining, first)
         if any(remaining.values()):
-            self._compile(programs, programs.write_chunk, parameters, state, rules, steps=chunk)
+            self.speed.compile_seconds += programs.compile(programs.write_chunk, parameters, state, rules, steps=chunk)
             write = lambda state: programs.write_chunk(parameters, state, rules, steps=chunk)
             yield from self._decode(write, state, remaining, chunk)
 
@@ -245,14 +242,6 @@ class Generation(Iterator[Piece]):
             self._reasons[row] = "length"
         self._tokens[row] += tokens
         return Piece(row, tokens, self._reasons[row])
-
-    def _compile(
-        self, programs: Programs, program: jax.stages.Wrapped, *arguments: object, **options: Hashable
-    ) -> None:
-        """Compiles ahead of time, to measure it."""
-        started = time.perf_counter()
-        programs.compile(program, *arguments, **options)
-        self.speed.compile_seconds += time.perf_counter() - started
 
 
 def generate(
@@ -308,4 +297,4 @@ def generate(
     check_cache_dtype(cache_dtype, model)
     if chunk < 1:
         raise ValueError(f"`chunk` must be at least 1. Got {chunk}. The default is {CHUNK}.")
-    return Generation(model, batch, empty_sequences(cache, cache_dtype), max_tokens, chunk)
+    return Generation(model, batch, max_tokens, chunk, cache=cache, dtype=cache_dtype)

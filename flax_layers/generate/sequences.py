@@ -6,9 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -38,9 +36,9 @@ class DenseSequences:
     lengths: Int32[Array, " B"]
 
     @classmethod
-    def empty(cls, model: Decoder, batch_size: int, max_length: int) -> DenseSequences:
-        """Empty sequences, with capacity for `max_length` tokens each."""
-        caches = model.init_caches(batch_size, max_length)
+    def empty(cls, model: Decoder, batch_size: int, max_length: int, dtype: Dtype | None = None) -> DenseSequences:
+        """Empty sequences, with capacity for `max_length` tokens each; `dtype` as for `Decoder.init_caches`."""
+        caches = model.init_caches(batch_size, max_length, dtype=dtype)
         return cls(_with_lengths(caches, None), caches[0].lengths)
 
     def read(
@@ -71,7 +69,7 @@ class PagedSequences:
     lengths: Int32[Array, " B"]
 
     @classmethod
-    def empty(cls, model: Decoder, batch_size: int, max_length: int, *, dtype: Dtype | None = None) -> PagedSequences:
+    def empty(cls, model: Decoder, batch_size: int, max_length: int, dtype: Dtype | None = None) -> PagedSequences:
         """See `DenseSequences.empty`; `dtype` as for `Decoder.init_paged_cache`."""
         page_size, pages = PAGE_SIZE, -(-max_length // PAGE_SIZE)
         if any(max_length <= limit < pages * page_size for limit in model.config.context_limits[:-1]):
@@ -99,12 +97,3 @@ Sequences = DenseSequences | PagedSequences
 
 KINDS: dict[str, type[DenseSequences] | type[PagedSequences]] = {"dense": DenseSequences, "paged": PagedSequences}
 """The kinds of sequences, by the name of their cache."""
-
-MakeSequences = Callable[[Decoder, int, int], Sequences]
-"""Takes a model, the number of sequences, and the capacity of each."""
-
-
-@functools.cache
-def empty_sequences(kind: str, dtype: Dtype | None = None) -> MakeSequences:
-    """The constructor of empty sequences; the same object for the same arguments, as a static argument must be."""
-    return KINDS[kind].empty if dtype is None else functools.partial(PagedSequences.empty, dtype=dtype)

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import time
 from collections.abc import Hashable
 from collections.abc import Sequence as Items
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jaxtyping import Array, Bool, Int, Int32
 
 from flax_layers.compiler_options import DECODING, PROMPTS
-from flax_layers.generate.sequences import MakeSequences, Sequences
-from flax_layers.models import Decoder
+from flax_layers.generate.sequences import KINDS, Sequences
+from flax_layers.models.form import ModelForm
 from flax_layers.sampling import SamplingBatch, sample
 
 NO_TOKEN = -1
@@ -46,31 +46,30 @@ class State:
 class Programs:
     """The programs of models of one form: `prefill` and `write_chunk`, jitted functions of a list of parameters.
 
-    Graph definition and form are not arguments of the programs, because `jax.jit` would hash and flatten them in each
-    call.
+    The form is not an argument of the programs, because `jax.jit` would compare it in each call.
     """
 
-    def __init__(self, graph: nnx.GraphDef[Decoder], form: Hashable):
-        self._graph, self._form = graph, form
+    def __init__(self, form: ModelForm):
+        self._form = form
         self._known: set[Hashable] = set()
-        self.prefill = jax.jit(self._prefill, static_argnames=("empty", "room"), compiler_options=PROMPTS)
+        self.prefill = jax.jit(self._prefill, static_argnames=("cache", "dtype", "room"), compiler_options=PROMPTS)
         self.write_chunk = jax.jit(
             self._write_chunk, static_argnames="steps", donate_argnames="state", compiler_options=DECODING
         )
 
-    def compile(self, program: jax.stages.Wrapped, *arguments: object, **options: Hashable) -> None:
-        """Compiles a program ahead of time, once for each set of shapes. A call takes it from JAX's cache.
+    def compile(self, program: jax.stages.Wrapped, *arguments: object, **options: Hashable) -> float:
+        """Compiles a program ahead of time, once for each set of shapes, and returns the seconds that it took.
 
-        To lower a program again, only to find that it is there, takes longer than a prompt: 40 ms with 32 layers.
+        A call takes it from JAX's cache. To lower a program again, only to find that it is there, takes longer than a
+        prompt: 40 ms with 32 layers.
         """
+        started = time.perf_counter()
         leaves, form = jax.tree.flatten(arguments)
         key = program, form, tuple((x.shape, x.dtype) for x in leaves), *options.items()
         if key not in self._known:
             program.lower(*arguments, **options).compile()
             self._known.add(key)
-
-    def _model(self, parameters: Items[Array]) -> Decoder:
-        return nnx.merge(self._graph, jax.tree.unflatten(self._form, parameters))
+        return time.perf_counter() - started
 
     def _prefill(
         self,
@@ -79,7 +78,8 @@ class Programs:
         counts: Int32[Array, " B"],
         rules: Rules,
         *,
-        empty: MakeSequences,
+        cache: str,
+        dtype: str | None,
         room: int,
     ) -> State:
         """Reads prompts, padded to one length, and samples the first token of each sequence.
@@ -87,8 +87,8 @@ class Programs:
         `counts` are the lengths of the prompts. The caches, with `room` tokens for each, are made here, because a call
         of `jnp.zeros` for each of a layer delays the first kernel.
         """
-        model = self._model(parameters)
-        logits, sequences = empty(model, len(counts), room).read(model, prompts, counts)
+        model = self._form.model(parameters)
+        logits, sequences = KINDS[cache].empty(model, len(counts), room, dtype).read(model, prompts, counts)
         begun = jnp.zeros(counts.shape, jnp.int32)
         return _choose(logits, State(sequences, begun, begun, begun > 0), rules)
 
@@ -105,7 +105,7 @@ class Programs:
             The new state, which replaces the donated one, and the sampled tokens; `NO_TOKEN` where a sequence had
             ended.
         """
-        model = self._model(parameters)
+        model = self._form.model(parameters)
 
         def advance(step: Array, carry: tuple[State, Array]) -> tuple[State, Array]:
             state, chunk = carry
@@ -118,10 +118,8 @@ class Programs:
         return jax.lax.fori_loop(0, steps, advance, (state, chunk))
 
 
-@functools.lru_cache(maxsize=16)
-def make_programs(graph: nnx.GraphDef[Decoder], form: Hashable) -> Programs:
-    """The programs of a model, by its graph definition and by `form`, the tree definition of its state."""
-    return Programs(graph, form)
+make_programs = functools.lru_cache(maxsize=16)(Programs)
+"""The programs of models of a form."""
 
 
 def _choose(logits: Array, state: State, rules: Rules) -> State:

@@ -77,11 +77,16 @@ def best(logits: np.ndarray, margin: float = 1e-4) -> int:
 
 @functools.cache
 def recomputed(prompt: tuple[int, ...], kind: str = "small", count: int = COUNT) -> list[int]:
+    """Greedy tokens after a prompt of one of the small models."""
+    return greedy(model(kind), prompt, count)
+
+
+def greedy(decoder: Decoder, prompt: tuple[int, ...], count: int) -> list[int]:
     """Greedy tokens after a prompt, each by a pass over its whole sequence."""
     text = np.zeros((1, 64), np.int32)
     text[0, : len(prompt)] = prompt
     for place in range(len(prompt), len(prompt) + count):
-        text[0, place] = best(np.asarray(logits_of(model(kind), text))[0, place - 1])
+        text[0, place] = best(np.asarray(logits_of(decoder, text))[0, place - 1])
     return text[0, len(prompt) : len(prompt) + count].tolist()
 
 

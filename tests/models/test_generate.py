@@ -14,10 +14,11 @@ from flax_layers.generate import Sampling, generate
 from flax_layers.generate.batch import bucket
 from flax_layers.generate.sequences import KINDS
 from flax_layers.generate.steps import Programs, Rules, State, make_programs
-from flax_layers.models import Decoder
+from flax_layers.models import Decoder, fuse_projections
+from flax_layers.models.form import flatten_model
 from flax_layers.sampling import SamplingBatch
+from tests.cases.engine_cases import greedy, recomputed
 from tests.cases.engine_cases import model as small_model
-from tests.cases.engine_cases import recomputed
 from tests.cases.train_cases import counted_compilations
 from tests.models.test_models import SMALL
 from tests.support.golden_models import expected, load
@@ -119,6 +120,30 @@ def test_prompts_of_a_bucket_compile_nothing(cache, model):
     assert not compiled
 
 
+@pytest.mark.full
+def test_a_changed_model_is_seen():
+    """Other weights run the same programs; other attributes and modules run others."""
+    changed, seen = nnx.clone(small_model()), []
+    first, second = (block.mlp for block in changed.blocks)
+    for change, compiles in (
+        (lambda: None, True),
+        (lambda: first.up.kernel.set_value(first.up.kernel[..., ::-1]), False),
+        (lambda: setattr(first.gate, "kernel", nnx.Param(-first.gate.kernel[...])), False),
+        (lambda: setattr(first, "clamp", (0.1, 1.0)), True),
+        (lambda: setattr(changed.blocks[0], "mlp", second), True),  # shared
+        (lambda: fuse_projections(changed), True),
+    ):
+        change()
+        with counted_compilations() as compiled:
+            seen.append(tokens_of(changed, PROMPTS[1:2], max_tokens=4)[0])
+        assert bool(compiled) == compiles
+        assert seen[-1] == greedy(changed, PROMPTS[1], 4)
+    assert len(set(map(tuple, seen))) == 5  # to fuse projections changes no token
+    changed.notes = nnx.static([])  # changes of a list are not seen
+    with pytest.raises(TypeError, match="unhashable"):
+        tokens_of(changed)
+
+
 def test_buckets():
     assert [bucket(n) for n in (1, 16, 17, 24, 25, 33, 48, 49, 64, 65, 97)] == [
         16, 16, 24, 24, 32, 48, 48, 64, 64, 96, 128
@@ -127,9 +152,8 @@ def test_buckets():
 
 
 def programs_of(model: Decoder) -> tuple[Programs, list[Array]]:
-    graph, variables = nnx.split(model)
-    parameters, form = jax.tree.flatten(variables)
-    return make_programs(graph, form), parameters
+    parameters, form = flatten_model(model)
+    return make_programs(form), parameters
 
 
 def state_of(model: Decoder, cache: str, room: int) -> tuple[State, Rules]:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 
 import jax
-from flax import nnx
 from jax.sharding import NamedSharding
 from jaxtyping import Array, Int32
 
 from flax_layers.models import Decoder
 from flax_layers.models.cache_dtype import check_cache_dtype
+from flax_layers.models.form import flatten_model
 from flax_layers.serving.device.options import EngineOptions, Program
 from flax_layers.serving.device.step import DeviceState, cache_sharding, change_state, empty_state, make_step
 from jflex.types import AnyArray
@@ -26,12 +26,11 @@ class Executor:
     def __init__(self, model: Decoder, options: EngineOptions):
         check_cache_dtype(options.cache_dtype, model)
         self._model, self._options = model, options
-        graph, state = nnx.split(model)
-        self._parameters, form = jax.tree.flatten(state)
+        self._parameters, form = flatten_model(model)
         heads = model.config.num_kv_heads if model.config.latent is None else None
         self._sharding = cache_sharding(self._parameters, heads)
         _check_invariant(model, options, self._sharding)
-        self._step = make_step(graph, form, self._sharding, options.streaming)
+        self._step = make_step(form, self._sharding, options.streaming)
         self._state = self._empty_state()
 
     @property
