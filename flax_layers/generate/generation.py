@@ -89,50 +89,6 @@ class Speed:
         return (self.tokens - self.first_tokens) / self.decode_seconds if self.decode_seconds else 0.0
 
 
-class ChunkReader:
-    """Copies chunks to the host in a thread of its own, in the order in which they are pushed.
-
-    The seconds of a chunk count from its dispatch, or from the end of the chunk before it if that is later, to the end
-    of its copy. The time of the caller meanwhile does not count.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> with ChunkReader() as reader:
-        ...     reader.push(jnp.array([[1, 2]]), time.perf_counter())
-        ...     tokens, seconds = reader.pop()
-        >>> tokens.tolist(), 0 <= seconds < 60
-        ([[1, 2]], True)
-    """
-
-    def __init__(self):
-        self._thread = ThreadPoolExecutor(1)
-        self._pending: collections.deque[Future[tuple[Tokens, float]]] = collections.deque()
-        self._copied = 0.0
-
-    def __enter__(self) -> ChunkReader:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._thread.shutdown()
-
-    def __len__(self) -> int:
-        """Chunks that have been pushed and not popped."""
-        return len(self._pending)
-
-    def push(self, chunk: Int32[Array, "B steps"], dispatched: float) -> None:
-        """Begins to copy a chunk, which need not be computed yet; its program was called at the time `dispatched`."""
-        self._pending.append(self._thread.submit(self._copy, chunk, dispatched))
-
-    def pop(self) -> tuple[Tokens, float]:
-        """Waits for the oldest chunk; returns its tokens and its seconds."""
-        return self._pending.popleft().result()
-
-    def _copy(self, chunk: Int32[Array, "B steps"], dispatched: float) -> tuple[Tokens, float]:
-        tokens = np.asarray(chunk)
-        begun, self._copied = max(dispatched, self._copied), time.perf_counter()
-        return tokens, self._copied - begun
-
-
 class Generation(Iterator[Piece]):
     """A running generation. Iterate over it to stream pieces; `results` runs it to the end.
 
@@ -209,17 +165,23 @@ class Generation(Iterator[Piece]):
     def _decode(
         self, write: Callable[[State], tuple[State, Array]], state: State, remaining: dict[int, int], chunk: int
     ) -> Iterator[Piece]:
-        """Runs chunks of decoding steps. The next chunk is dispatched before the current one is read."""
-        chunks = -(-max(remaining.values()) // chunk)
-        with ChunkReader() as reader:
+        """Runs chunks of decoding steps. The next chunk is dispatched before the current one is read.
+
+        A thread copies chunks to the host, in their order. The seconds of a chunk count from its dispatch, or from the
+        end of the chunk before it if that is later; so the time of the caller meanwhile does not count.
+        """
+        chunks, copied = -(-max(remaining.values()) // chunk), 0.0
+        pending: collections.deque[tuple[float, Future[tuple[Tokens, float]]]] = collections.deque()
+        with ThreadPoolExecutor(1) as thread:
             while any(remaining.values()):
-                while chunks and len(reader) < 2:
+                while chunks and len(pending) < 2:
                     dispatched = time.perf_counter()
                     state, written = write(state)
-                    reader.push(written, dispatched)
+                    pending.append((dispatched, thread.submit(_copy, written)))
                     chunks -= 1
-                tokens, seconds = reader.pop()
-                self.speed.decode_seconds += seconds
+                dispatched, copying = pending.popleft()
+                begun, (tokens, copied) = max(dispatched, copied), copying.result()
+                self.speed.decode_seconds += copied - begun
                 yield from self._take(remaining, tokens)
         jax.block_until_ready(state.ended)  # the chunk after the last one that was read
 
@@ -242,6 +204,11 @@ class Generation(Iterator[Piece]):
             self._reasons[row] = "length"
         self._tokens[row] += tokens
         return Piece(row, tokens, self._reasons[row])
+
+
+def _copy(chunk: Int32[Array, "B steps"]) -> tuple[Tokens, float]:
+    """Waits for a chunk, and copies it to the host; with the time when that ended."""
+    return np.asarray(chunk), time.perf_counter()
 
 
 def generate(
@@ -280,6 +247,7 @@ def generate(
             the cache or the model refuses `cache_dtype`.
 
     Example:
+        >>> from flax import nnx
         >>> from flax_layers.models import LayerConfig, ModelConfig
         >>> config = ModelConfig(
         ...     vocabulary=64, width=16, mlp_width=32, num_heads=2, num_kv_heads=1, head_dim=8,
