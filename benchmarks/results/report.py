@@ -15,7 +15,6 @@ from benchmarks.problems import EIGHT_BITS
 from benchmarks.results import schema
 from benchmarks.results.schema import FOLDER, Record, ResultFile
 from benchmarks.roofline import share
-from benchmarks.run.library_runner import DIRECTIONS
 from benchmarks.suites import SUITES
 
 Table = list[list[str]]  # the first row is the header
@@ -33,16 +32,22 @@ _VARIANTS = {
     "causal": "causal", "sliding_window": "sliding window of 1024", "document_mask": "12 packed documents",
     "softcap": "soft cap", "alibi": "ALiBi",
 }  # fmt: skip
-# Rows of the short table, shown where a peer was measured: suite, words with the metric, direction, and fields of the
+# Rows of the short table, shown where a peer was measured: suite, words with the metric, directions, and fields of the
 # first problem that it shows.
+_BOTH = ("forward", "backward")
 _ROWS = (
     *(
-        ("main", f"{words}, {direction}, TFLOP/s", direction, {"variant": variant, "S": 16384, "D": 128})
-        for direction, (variant, words) in itertools.product(DIRECTIONS[:2], _VARIANTS.items())
+        (
+            "documents" if variant == "document_mask" else "main",
+            f"{words}, TFLOP/s forward / backward",
+            _BOTH,
+            {"variant": variant, "S": 16384, "D": 128},
+        )
+        for variant, words in _VARIANTS.items()
     ),
-    ("decode", "decode, one token against 16384 keys, B 8, 32/8 heads of 128, µs", "forward", {"page": 0}),
+    ("decode", "decode, one token against 16384 keys, B 8, 32/8 heads of 128, µs", _BOTH[:1], {"page": 0}),
     *(
-        (suite, f"{words}, µs", "forward", select)
+        (suite, f"{words}, µs", _BOTH[:1], select)
         for suite, words, select in (
             ("paged", "decode over pages of 64, B 32, 4096 keys, 32/8 heads", {"page": 64}),
             ("prompts", "prompt over pages of 64: 2048 tokens at the end of 8192, 32/8 heads", {"B": 1, "page": 64}),
@@ -173,16 +178,22 @@ def speed_table(results: Results) -> str:
     measured = {peer for suite, *_ in _ROWS if suite in files for peer in files[suite].peers()}
     columns = [name for name, peers in _COLUMNS.items() if measured & {*peers}]
     rows, sources = [["", *(PEERS[name].title for name in columns)]], {}
-    for suite, words, direction, select in _ROWS:
+    for suite, words, directions, select in _ROWS:
         if (result := files.get(suite)) is not None:
             matches = lambda problem, select=select: all(getattr(problem, name) == x for name, x in select.items())
             problem = next(filter(matches, result.problems), None)
-            find = lambda name, x=result, y=problem, z=direction: x.find(y, name or x.baseline, z)
-            best = [min(filter(None, map(find, _COLUMNS[x])), key=lambda x: x.seconds, default=None) for x in columns]
-            shown = lambda x, words=words: _microseconds(x.seconds) if words.endswith("µs") else f"{x.tflops:.0f}"
-            if any(best[1:]):
+            find = lambda name, z, x=result, y=problem: x.find(y, name or x.baseline, z)
+            best = [
+                [
+                    min(filter(None, (find(x, z) for x in names)), key=lambda x: x.seconds, default=None)
+                    for z in directions
+                ]
+                for names in map(_COLUMNS.__getitem__, columns)
+            ]
+            shown = lambda x, words=words: _microseconds(x.seconds) if words.endswith("µs") else _tflops(x)
+            if any(filter(any, best[1:])):
                 sources[suite] = result
-                rows.append([words, *("" if x is None else shown(x) for x in best)])
+                rows.append([words, *(" / ".join(map(shown, pair)) if any(pair) else "" for pair in best)])
     for question, words, names in _WHOLE_MODELS:
         if (result := files.get(question)) is not None:
             shown = {x.name: f"{x.value.median:,.0f}" for x in result.records}

@@ -87,7 +87,8 @@ def test_pages_show_suites_in_tables():
     assert "| noop; B 4, H 16, S 16384, D 64 | 64 / 64 |" in text
     assert "is 2.00 times as fast as torch FlexAttention in the geometric mean of" in text
     short = report.speed_table(results)
-    assert "| causal, backward, TFLOP/s | 128 | 64 | 64 | 64 |" in short  # FlashAttention-4 is there if it was measured
+    # FlashAttention-4 is there if it was measured.
+    assert "| causal, TFLOP/s forward / backward | 128 / 128 | 64 / 64 | 64 / 64 | 64 / 64 |" in short
     assert "µs | 1000000 | 2000000 | 2000000 |" in short
     about = {**ABOUT, "versions": {**ABOUT["versions"], "flashinfer-python": "0.6"}}
     results[report.DEVICE]["mixed"] = dataclasses.replace(made("mixed"), about=about)
@@ -99,6 +100,7 @@ def test_pages_show_suites_in_tables():
     about = {**ABOUT, "remarks": ["torch-flex: ModuleNotFoundError: No module named 'torch' [everywhere]"]}
     absent = dataclasses.replace(results[report.DEVICE]["main"], about=about)
     assert report.sentences(absent)[-1] == "Not installed there: torch FlexAttention."
+    assert "jflex mosaic_gpu: a jvp takes 1.00 to 1.00 forwards." in report.sentences(made("tangents"))
 
 
 @pytest.mark.parametrize("words", documented())
