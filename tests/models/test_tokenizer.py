@@ -28,13 +28,15 @@ def test_tokens_and_back(tokenizer, row):
     plain = row["text"].replace("<s>", "").replace("</s>", "")
     assert tokenizer.decode(tokens) == plain
     assert tokenizer.decode(tokens, special_tokens=True) == "<s>" + row["text"]
-    assert "".join(tokenizer.decode_stream(tokens)) == plain
+    stream = tokenizer.text_stream()
+    assert stream.push(tokens) + stream.finish() == plain
 
 
 def test_a_stream_shows_whole_characters(tokenizer):
     tokens = tokenizer.encode("😀", special_tokens=False)
     assert len(tokens) > 1
-    assert list(tokenizer.decode_stream(tokens)) == ["😀"]
+    stream = tokenizer.text_stream()
+    assert [stream.push([token]) for token in tokens] == [""] * (len(tokens) - 1) + ["😀"]
 
 
 def test_chat_prompts(tokenizer):

@@ -7,11 +7,13 @@ import contextlib
 import dataclasses
 import itertools
 import json
+from unittest.mock import Mock
 
 import httpx
 import pytest
 
 from flax_layers.serving import Engine, Request
+from flax_layers.serving.api.choices import wake_all
 from tests.cases.engine_cases import fail_once
 from tests.support.served import (
     CHATS,
@@ -215,6 +217,20 @@ def test_shutdown_under_load_ends_each_request(grace):
         assert len(whole) < 6
         assert all("error" in events[-1] or ended(events[-1]) for events in streamed)
     idle(engine)
+
+
+def test_a_step_wakes_the_loop_once_for_all_requests():
+    engine, loop, closed, request, woken = Engine(model(), SIZES), Mock(), asyncio.new_event_loop(), Mock(), {}
+    engine.after_step.append(lambda: wake_all(woken))
+    closed.close()
+    for one in (loop, closed, loop):  # a loop that is gone does not matter to others
+        engine.submit(Request((1,), max_tokens=2), lambda event, one=one: woken.setdefault(one, []).append(request))
+    while engine.step():
+        pass
+    assert loop.call_soon_threadsafe.call_count == 2
+    for call in loop.call_soon_threadsafe.call_args_list:
+        call.args[0]()
+    assert request.wake.call_count == 4
 
 
 def test_a_loop_that_is_gone_does_not_break_the_engine(engine):

@@ -3,7 +3,7 @@
 import functools
 import pathlib
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -132,15 +132,6 @@ class Tokenizer:
         decoder = self._tokenizer.decoder
         state = "" if decoder is None else decoder.__getstate__().decode()
         return frozenset(self._tokenizer.get_added_tokens_decoder()), state
-
-    def decode_stream(self, tokens: Iterable[int], *, special_tokens: bool = False) -> Iterator[str]:
-        """Decodes token ids as they arrive, and yields pieces of text, in whole characters."""
-        stream = self.text_stream(special_tokens=special_tokens)
-        for token in tokens:
-            if piece := stream.push([int(token)]):
-                yield piece
-        if piece := stream.finish():
-            yield piece
 
     def text_stream(self, *, special_tokens: bool = False) -> TextStream:
         """A stream that decodes the tokens of one text as they arrive."""

@@ -83,6 +83,8 @@ class Answer:
         self._id, self._created = f"{self.prefix}-{uuid.uuid4().hex}", int(time.time())
         self._choices = [_Choice() for _ in range(options.choices)]
         self._parsers = [MessageParser(options.style) for _ in self._choices]
+        usage = {"usage": None} if options.include_usage else {}
+        self._before, _, self._after = server_sent(self._object(self.chunk_kind, [0], **usage)).rpartition(b"0")
 
     def take(self, index: int, piece: Piece) -> None:
         """Adds text and tokens to a choice of an answer that is not streamed."""
@@ -101,23 +103,24 @@ class Answer:
             yield b"," * (index > 0) + _json({**choice, **more})
         yield b'],"usage":' + _json(_usage(usage)) + b"}"
 
-    def opening(self, index: int) -> Json | None:
-        """The first chunk of a choice; None for none."""
-        return None
+    def opening(self, index: int) -> bytes:
+        """The first event of a choice; empty for none."""
+        return b""
 
-    def chunk(self, index: int, piece: Piece) -> Json:
-        """A chunk with new text and tokens of a choice."""
+    def chunk(self, index: int, piece: Piece) -> bytes:
+        """An event with new text and tokens of a choice."""
         logprobs = self._logprobs(self._shown(piece))
         return self._chunk(self._choice(index, piece.text, logprobs, piece.finish_reason, whole=False))
 
-    def closing(self, usage: Usage) -> Json | None:
-        """The final chunk with the usage, if `stream_options.include_usage` is set."""
-        return self._object(self.chunk_kind, [], usage=_usage(usage)) if self._options.include_usage else None
+    def closing(self, usage: Usage) -> bytes:
+        """The final event with the usage, if `stream_options.include_usage` is set; else empty."""
+        last = self._object(self.chunk_kind, [], usage=_usage(usage))
+        return server_sent(last) if self._options.include_usage else b""
 
-    def _chunk(self, choice: Json) -> Json:
-        return self._object(self.chunk_kind, [choice], **({"usage": None} if self._options.include_usage else {}))
+    def _chunk(self, choice: Json) -> bytes:
+        return self._before + _json(choice) + self._after
 
-    def _object(self, kind: str, choices: list[Json], **more: object) -> Json:
+    def _object(self, kind: str, choices: list[Any], **more: object) -> Json:
         head = {"id": self._id, "object": kind, "created": self._created, "model": self._options.model}
         return {**head, "choices": choices, **more}
 
@@ -161,8 +164,8 @@ class ChatAnswer(Answer):
 
     prefix, whole_kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def opening(self, index: int) -> Json:
-        """The first chunk of a choice: the role."""
+    def opening(self, index: int) -> bytes:
+        """The first event of a choice: the role."""
         delta = {"role": "assistant", "content": ""}
         return self._chunk({"index": index, "delta": delta, "logprobs": None, "finish_reason": None})
 

@@ -23,6 +23,10 @@ _TURN = 1024
 """Tokens and log probabilities after which a stream lets others have their turn: 13 ms of a CPU for tokens alone."""
 
 
+Woken = dict[asyncio.AbstractEventLoop, list["Choices"]]
+"""Requests with new events, by their loops."""
+
+
 class Usage(NamedTuple):
     """Tokens of a request: of its prompts, of those in the prefix cache, and of all choices."""
 
@@ -42,6 +46,7 @@ class Choices:
         per_prompt: Number of choices of each prompt.
         text: Constructs the text of each choice.
         metrics: Collects latencies and finish reasons.
+        woken: Gets it in each step with events, for `wake_all`.
         max_backlog: Tokens and log probabilities that may wait for the client. None: any number.
         constraint: Name of the field that the constraint comes from.
     """
@@ -52,6 +57,7 @@ class Choices:
         per_prompt: int,
         text: Callable[[int], ChoiceText],
         metrics: Metrics,
+        woken: Woken,
         max_backlog: int | None = None,
         constraint: str = "response_format",
     ):
@@ -60,7 +66,8 @@ class Choices:
         self._produced = self._consumed = 0  # by the engine's thread, and by the loop
         self._weights = [1 if x.logprobs is None else 2 + x.logprobs for x in requests]
         self._requests, self._per_prompt, self._metrics = requests, per_prompt, metrics
-        self._loop, self._arrived = asyncio.get_running_loop(), asyncio.Event()
+        self._woken, self._loop = woken, asyncio.get_running_loop()
+        self._arrived = self._loop.create_future()  # done once there are events
         self._events: collections.deque[tuple[int, Event, float]] = collections.deque()
         self._texts = [text(index) for index in range(len(requests))]
         self._last = [time.perf_counter()] * len(requests)
@@ -97,18 +104,18 @@ class Choices:
                 ticket.cancel()
                 self._metrics.ended("cancelled")
 
-    async def pieces(self) -> AsyncIterator[tuple[int, Piece]]:
-        """Yields the index of a choice and its new text: one piece for all text that came while the client was slow.
+    async def pieces(self) -> AsyncIterator[list[tuple[int, Piece]]]:
+        """Yields indices of choices and their new texts: one piece for all text that came while the client was slow.
 
         Raises ApiError if a step failed, or the server shuts down.
         """
         while not all(text.is_done for text in self._texts):
-            await self._arrived.wait()
-            self._arrived.clear()
+            await self._arrived
+            self._arrived = self._loop.create_future()
             while self._events:
                 pieces, error = self._next_pieces()
-                for index, piece in pieces:
-                    yield index, piece
+                if pieces:
+                    yield pieces
                 if error is not None:
                     raise error
                 if self._events:  # of a client that was slow: others have their turn
@@ -128,8 +135,7 @@ class Choices:
         def deliver(event: Event) -> None:  # in the engine's thread
             self._events.append((index, event, time.perf_counter()))
             self._produced += len(event.tokens) * self._weights[index]
-            with contextlib.suppress(RuntimeError):  # the loop has been closed
-                self._loop.call_soon_threadsafe(self._wake)
+            self._woken.setdefault(self._loop, []).append(self)
 
         return deliver
 
@@ -137,8 +143,10 @@ class Choices:
         """A message about the constraint, with the name that it has in the body."""
         return message.replace("`constraint`", f"`{self._constraint}`")
 
-    def _wake(self) -> None:
-        self._arrived.set()
+    def wake(self) -> None:
+        """Takes note of new events, in the event loop."""
+        if not self._arrived.done():
+            self._arrived.set_result(None)
         is_behind = self._max_backlog is not None and self._produced - self._consumed > self._max_backlog
         if is_behind and not self._is_behind:
             self._is_behind = True
@@ -147,18 +155,18 @@ class Choices:
 
     def _next_pieces(self) -> tuple[list[tuple[int, Piece]], ApiError | None]:
         """Takes about `_TURN` tokens and log probabilities: new pieces by choice, and the error after them."""
-        fresh: dict[int, list[Piece]] = {}
+        fresh: dict[int, Piece] = {}
         error, ends = None, self._consumed + _TURN
         while self._events and self._consumed < ends and error is None:
             index, event, moment = self._events.popleft()
             self._consumed += len(event.tokens) * self._weights[index]
             if not self._texts[index].is_done:
                 try:
-                    fresh.setdefault(index, []).append(self._take(index, event, moment))
+                    piece = self._take(index, event, moment)
+                    fresh[index] = fresh[index].then(piece) if index in fresh else piece
                 except ApiError as failure:
                     error = failure
-        joined = [(index, _joined(pieces)) for index, pieces in fresh.items() if pieces]
-        return [(index, piece) for index, piece in joined if piece != Piece()], error
+        return [(index, piece) for index, piece in fresh.items() if any(piece)], error
 
     def _take(self, index: int, event: Event, moment: float) -> Piece:
         text = self._texts[index]
@@ -188,9 +196,12 @@ class Choices:
         return piece
 
 
-def _joined(pieces: Sequence[Piece]) -> Piece:
-    if len(pieces) == 1:
-        return pieces[0]
-    tokens = tuple(token for piece in pieces for token in piece.tokens)
-    prompt = tuple(token for piece in pieces for token in piece.prompt)
-    return Piece("".join(piece.text for piece in pieces), tokens, pieces[-1].finish_reason, prompt)
+def wake_all(woken: Woken) -> None:
+    """Wakes the event loops of requests with new events: once for all events of a step, in the engine's thread.
+
+    A wake-up for each event took 10 us of that thread, a third of its time for a token (256 streams, 2 CPUs).
+    """
+    while woken:
+        loop, requests = woken.popitem()
+        with contextlib.suppress(RuntimeError):  # the loop has been closed
+            loop.call_soon_threadsafe(lambda requests=requests: [choices.wake() for choices in requests])

@@ -5,7 +5,7 @@ The steps of a completion:
 1. `Gate` checks host and origin, `_Api.guarded` the key.
 2. `read_body` takes the body. In a thread, `parse` checks it, and `Prompts.tokens` tokenizes its texts.
 3. `Choices.submit` passes a request for each choice to `Engine.submit_samples`, whose module says how it goes on.
-4. After each step, the engine's thread queues an `Event`, and wakes the event loop.
+4. In each step, the engine's thread queues an `Event`; after it, `wake_all` wakes the event loop.
 5. `Choices.pieces` makes text of the events; its `ChoiceText` ends at a stop string.
 6. `Answer` words each piece as a chunk of a stream, in `_events`, or all of them as one body, in `_whole`.
 """
@@ -29,7 +29,7 @@ from flax_layers.serving.api.access import Access, Gate
 from flax_layers.serving.api.answers import Answer, AnswerOptions, ChatAnswer, ServedTokenizer, server_sent
 from flax_layers.serving.api.bodies import CompletionBody, DetokenizeBody, GenerationBody, TokenizeBody, parse
 from flax_layers.serving.api.chats import ChatBody
-from flax_layers.serving.api.choices import MAX_BACKLOG, Choices
+from flax_layers.serving.api.choices import MAX_BACKLOG, Choices, Woken, wake_all
 from flax_layers.serving.api.messages import MessageStyle
 from flax_layers.serving.api.metrics import Metrics
 from flax_layers.serving.api.prompts import Prompts
@@ -144,8 +144,7 @@ async def _gone(request: Request, error: Exception) -> Response:
 
 
 async def _unforeseen(request: Request, error: Exception) -> Response:
-    answer = ApiError(500, "The server failed. Its log says more. Try again.")
-    return JSONResponse(answer.body(), answer.status)
+    return await _api_error(request, ApiError(500, "The server failed. Its log says more. Try again."))
 
 
 class _Api:
@@ -153,7 +152,8 @@ class _Api:
 
     def __init__(self, engine: Engine, tokenizer: ServedTokenizer, served: Served):
         self._engine, self._tokenizer, self._served = engine, tokenizer, served
-        self._metrics = Metrics(engine.stats)
+        self._metrics, self._woken = Metrics(engine.stats), Woken()
+        engine.after_step.append(lambda: wake_all(self._woken))
         self._created = int(time.time())
         self._prompts, self._token_texts = Prompts(tokenizer, engine.context), TokenTexts(tokenizer.token_bytes)
         self._compiling = concurrent.futures.ThreadPoolExecutor(2, "jflex-constraints")
@@ -236,7 +236,7 @@ class _Api:
         """Answers a request."""
         body, requests, answer = job.body, job.requests, job.answer
         max_backlog = MAX_BACKLOG if body.stream else None
-        choices = Choices(requests, body.choices, job.text, self._metrics, max_backlog, job.constraint)
+        choices = Choices(requests, body.choices, job.text, self._metrics, self._woken, max_backlog, job.constraint)
         with contextlib.ExitStack() as unfinished:
             unfinished.callback(choices.cancel)
             try:
@@ -362,8 +362,9 @@ class _Api:
 
 async def _whole(choices: Choices, answer: Answer) -> bytes:
     """The JSON of an answer. Other requests have their turn while it is made."""
-    async for index, piece in choices.pieces():
-        answer.take(index, piece)
+    async for pieces in choices.pieces():
+        for index, piece in pieces:
+            answer.take(index, piece)
     parts = []
     for part in answer.whole(choices.usage):
         parts.append(part)
@@ -374,14 +375,12 @@ async def _whole(choices: Choices, answer: Answer) -> bytes:
 async def _events(choices: Choices, answer: Answer, count: int, request_id: str) -> AsyncIterator[bytes]:
     """The events of a streamed answer; a failure is the last one."""
     try:
-        for index in range(count):
-            if (opening := answer.opening(index)) is not None:
-                yield server_sent(opening)
-        async for index, piece in choices.pieces():
-            yield server_sent(answer.chunk(index, piece))
-        if (closing := answer.closing(choices.usage)) is not None:
-            yield server_sent(closing)
+        if opening := b"".join(map(answer.opening, range(count))):
+            yield opening
+        async for pieces in choices.pieces():
+            yield b"".join(answer.chunk(index, piece) for index, piece in pieces)
+        end = answer.closing(choices.usage)
     except ApiError as error:
         _LOG.warning("The stream %s ended with status %d: %s", request_id, error.status, error.message)
-        yield server_sent(error.body())
-    yield server_sent("[DONE]")
+        end = server_sent(error.body())
+    yield end + server_sent("[DONE]")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from flax_layers.models.text_stream import TextStream
 from flax_layers.serving.engine.requests import Event, TokenLogprobs
@@ -33,8 +33,8 @@ class StopStrings:
 
     def push(self, piece: str) -> str:
         """Takes the next piece, and returns the text that can be shown; none after a stop string."""
-        if self.has_ended:
-            return ""
+        if self.has_ended or not self._stops:
+            return "" if self.has_ended else piece
         text = self._tail + piece
         starts = [(text.find(stop) + len(stop), text.find(stop)) for stop in self._stops if stop in text]
         if starts:
@@ -64,14 +64,18 @@ class TokenText:
     logprobs: TokenLogprobs | None  # None for the first token of a prompt
 
 
-@dataclasses.dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """New text of an event."""
 
     text: str = ""
     tokens: tuple[TokenText, ...] = ()  # whose text has begun to be shown; only if log probabilities were asked for
     finish_reason: Literal["stop", "length"] | None = None  # None while the text goes on
     prompt: tuple[TokenText, ...] = ()  # tokens of the prompt, only in the first piece, and as for `tokens`
+
+    def then(self, other: Piece) -> Piece:
+        """One piece of both."""
+        text, tokens, reason, prompt = other
+        return Piece(self.text + text, self.tokens + tokens, reason, self.prompt + prompt)
 
 
 class ChoiceText:
@@ -114,8 +118,8 @@ class ChoiceText:
         """Takes the next event, neither `cancelled` nor `error`. A stop string is the end of the text, too."""
         if self.is_done:
             return Piece()
-        pieces, scores = [self._echo], zip(self._prompt, event.prompt_logprobs, strict=False)
-        prompt = tuple(TokenText(token, offset, logprobs) for (token, offset), logprobs in scores)
+        pieces, scores = [self._echo], event.prompt_logprobs
+        prompt = tuple(TokenText(*pair, x) for pair, x in zip(self._prompt, scores, strict=False)) if scores else ()
         self._decoded += len(self._echo)
         self._echo = ""
         for number, token in enumerate(() if self._is_hidden else event.tokens):

@@ -144,13 +144,14 @@ class EventStream(Response):
         """Answers the request."""
         try:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            await unless_disconnected(receive, self._write(send))
+            await unless_disconnected(receive, self._write(send, scope["state"].get("write_chunk")))
         except (Disconnected, OSError):  # servers raise OSError when they send to a client that has left
             pass
         finally:
             self._end()
 
-    async def _write(self, send: Send) -> None:
+    async def _write(self, send: Send, write: Callable[[bytes], bool] | None) -> None:
         async for event in self._events:
-            await send({"type": "http.response.body", "body": event, "more_body": True})
+            if write is None or not write(event):
+                await send({"type": "http.response.body", "body": event, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -7,7 +7,7 @@ The steps of a request:
 3. `Scheduler.schedule` admits it, allocates its pages through `Pages`, and plans chunks of its tokens.
 4. `Dispatcher.run` packs the chunks of all requests into one array, and `Executor.run` dispatches the program.
 5. While the device computes, `Engine.step` reads the tokens of the step before: `Sequence.append` checks its ends.
-6. `Engine` delivers an `Event` with the new tokens, until one has a finish reason.
+6. `Engine` delivers an `Event` with the new tokens, until one has a finish reason, and calls `after_step` functions.
 7. `Scheduler.finish` releases its pages; the prefix cache keeps the full ones.
 """
 
@@ -30,15 +30,7 @@ from flax_layers.serving.engine.admission import Admission
 from flax_layers.serving.engine.constraints import Guides
 from flax_layers.serving.engine.dispatch import Dispatched, Dispatcher
 from flax_layers.serving.engine.pages import Pages
-from flax_layers.serving.engine.requests import (
-    COUNTED,
-    Closed,
-    Deliver,
-    Event,
-    FinishReason,
-    Request,
-    Stats,
-)
+from flax_layers.serving.engine.requests import COUNTED, Closed, Deliver, Event, FinishReason, Request, Stats
 from flax_layers.serving.engine.scheduler import Chunk, OutOfRoom, Scheduler
 from flax_layers.serving.engine.sequence import Sequence, Ticket
 
@@ -114,6 +106,7 @@ class Engine:
         self._cancelled: list[Sequence] = []
         self._closed = False
         self._thread: threading.Thread | None = None
+        self.after_step: list[Callable[[], None]] = []  # called once the events of a step have been delivered
 
     def submit(self, request: Request, deliver: Deliver) -> Ticket:
         """Takes a request.
@@ -179,6 +172,7 @@ class Engine:
             self._fail(chunks, error, is_intact=self._executor.is_intact())
         else:
             self._drain(following)
+        self._end_step()
         with self._changed:
             return self._has_work()
 
@@ -258,6 +252,7 @@ class Engine:
         for sequence in unfinished:
             sequence.finish_reason = "error"
             self._deliver(sequence, Event(finish_reason="error", error=f"The engine broke down: {error!r}"))
+        self._end_step()
 
     def _has_work(self) -> bool:
         scheduler = self._scheduler
@@ -365,6 +360,10 @@ class Engine:
             _LOG.exception("Request %d: its events cannot be delivered.", sequence.number)
             if sequence.finish_reason is None:
                 self._scheduler.finish(sequence, "error")
+
+    def _end_step(self) -> None:
+        for function in self.after_step:
+            function()
 
     def _fail(self, chunks: Items[Chunk], error: Exception, *, is_intact: bool = False) -> None:
         """Ends the requests of failed steps, and computes the others again whose keys may be lost.
