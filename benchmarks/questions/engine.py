@@ -1,9 +1,10 @@
 """The serving engine under load, beside `transformers`: ``python -m benchmarks engine``.
 
-The model has the shape of Llama 3 8B and random weights in bfloat16; there is no HTTP. Clients of a closed loop send
-1024 tokens and get 256; so do Poisson arrivals, at shares of the closed loop's rate. Then 64 users share a prompt of
-4096 tokens: without the prefix cache, with it, and with a cascade. All programs are compiled before, and a run of the
-same load warms the GPU.
+The model has the shape of Llama 3 8B and random weights in bfloat16. Clients of a closed loop send 1024 tokens and get
+256; so do Poisson arrivals, at shares of the closed loop's rate. The part `http` puts the same loops on a server in the
+process of the engine, too: what it costs is the share of the output that is lost, with tokenizer and JSON. Then 64
+users share a prompt of 4096 tokens: without the prefix cache, with it, and with a cascade. All programs are compiled
+before, and a run of the same load warms the GPU.
 
 The least time of a step is the longer of two: that of reading all weights but the embeddings, and the keys and values
 of its requests, at the rate of a copy in that process (bytes read and written); and that of its products at the rate of
@@ -31,7 +32,7 @@ from benchmarks.results.schema import Record
 from benchmarks.run.jobs import SHARED_GPU, Job, RunJob, run_job, run_jobs
 from benchmarks.run.timing import busy_seconds
 
-PARTS = ("clients", "launches", "users", "transformers")
+PARTS = ("clients", "http", "launches", "users", "transformers")
 CACHE_DTYPES = ("float8_e4m3fn", "float8_e5m2", "int8")
 OPTIONS = {
     "parts": {"nargs": "*", "type": one_of(*PARTS), "help": f"all without: {', '.join(PARTS)}"},
@@ -143,6 +144,8 @@ def measured_part(shape: Shape, sizes: Sizes, part: str, limit: float = 560.0, r
     target = __name__, "jax_loads", {**arguments, "part": part}
     if part == "transformers":
         target = "benchmarks.peers.torch.serving", "torch_serving", arguments
+    elif part == "http":
+        target = "benchmarks.questions.http_cost", "http_loads", arguments
     elif part == "launches":
         variables["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_NO_GRAPHS}".strip()
     answers, remarks = run_jobs([Job(part, *target, variables, limit)], run)

@@ -175,6 +175,11 @@ async def send(url: str, load: Load, key: str | None = None, vocabulary: int = 2
         return await asyncio.gather(*tasks)
 
 
+def loaded(url: str, load: Load, vocabulary: int) -> list[Timing]:
+    """Puts a load on a server; a job."""
+    return asyncio.run(send(url, load, None, vocabulary))
+
+
 def serving(
     url: str = "http://localhost:8000",
     key: str | None = None,

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import jflex
-from benchmarks.questions import engine, generation, training
+from benchmarks.questions import engine, generation, http_cost, training
 from benchmarks.questions.engine import Roof, Sizes
 from benchmarks.questions.generation import Load, Shape, step_bytes
 from benchmarks.questions.question import Measured
@@ -84,6 +84,15 @@ class TestEngine:
         assert found["Poisson arrivals at 50% of 2 clients: requests"] < found["2 clients: requests"]
         assert found["2 clients: first token"] > found["2 clients: between tokens"] > 0
         assert all(0 < value < 100 for name, value in found.items() if "roof" in name)
+
+    def test_cost_of_http(self):
+        run_here = lambda job: getattr(http_cost, job.function)(**job.arguments)
+        measured = engine.measured_part(TINY, SIZES, "http", run=run_here)
+        found = by_name(measured)
+        assert (measured.remarks, len(found)) == ([], 2 * 7 + 1)
+        alone, by_http = (found[f"2 clients, {kind}: output"] for kind in ("engine alone", "HTTP"))
+        assert found["2 clients: cost of HTTP"] == pytest.approx(100 * (1 - by_http / alone), abs=0.1)
+        assert found["2 clients, HTTP: failed"] == 0
 
     def test_users_and_names_of_a_cache_of_eight_bits(self):
         """Names tell the cache, so that both stand in one file. The roof counts bytes of keys, values and scales."""

@@ -105,7 +105,7 @@ def test_earlier_records_stay_with_add(tmp_path):
 def test_wrong_commands(monkeypatch, capsys):
     for words, message in (
         (["gpu", "two"], "unknown: two; known are first_call"),
-        (["engine", "peers"], "unknown: peers; known are clients, launches, users, transformers"),
+        (["engine", "peers"], "unknown: peers; known are clients, http, launches, users, transformers"),
         (["engine", "--cache-dtype", "fp8"], "invalid choice: 'fp8'"),
         (["bars"], "invalid choice: 'bars'"),
     ):
