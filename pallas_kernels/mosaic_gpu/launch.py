@@ -71,6 +71,9 @@ def launch(
     """Runs ``kernel(cta_id, inputs, outputs, scratch)`` in every warp group of every CTA, consumers and one producer.
 
     Inputs are a pytree of arrays; outputs (`output`) and scratch are pytrees of declarations; the kernel gets refs.
+
+    The barriers keep slices out of the call: XLA hands over an address inside of the whole array otherwise, and Mosaic
+    GPU refuses one that is no multiple of 256.
     """
     flat, tree = jax.tree.flatten(inputs)
     shapes, out_tree = jax.tree.flatten(outputs)
@@ -91,8 +94,8 @@ def launch(
         compiler_params=plg.CompilerParams(
             lowering_semantics=plg.LoweringSemantics.Lane, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0
         ),
-    )(*flat)
-    return jax.tree.unflatten(out_tree, results)
+    )(*lax.optimization_barrier(flat))
+    return jax.tree.unflatten(out_tree, lax.optimization_barrier(results))
 
 
 def output(shape: tuple[int, ...], dtype: DTypeLike) -> jax.Array:

@@ -170,7 +170,8 @@ def test_the_gpu_holds_no_second_cache(layers, step, dtype):
     make = lambda: PagedCache.create(4096, 16, 8, 128, dtype=dtype, layers=layers)
     tokens = jax.ShapeDtypeStruct((64, 8, 128), dtype)
     cache, slots = jax.eval_shape(make), jax.ShapeDtypeStruct((64,), jnp.int32)
-    memory = gpu_compile.memory_of(step, cache, tokens, tokens, slots, donate_argnums=(0,))
+    compiled = gpu_compile.compiled_of(step, cache, tokens, tokens, slots, donate_argnums=(0,))
+    memory = compiled.memory_analysis()
     held = 2 * cache.k.size * cache.k.dtype.itemsize
     assert memory.alias_size_in_bytes == held
     assert memory.temp_size_in_bytes < held / 100

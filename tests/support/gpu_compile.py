@@ -100,14 +100,14 @@ def _sharding() -> jax.sharding.SingleDeviceSharding:
     return jax.sharding.SingleDeviceSharding(absent_gpus(1)[0])
 
 
-def memory_of(function: Any, *arrays: Any, donate_argnums: tuple[int, ...] = ()) -> Any:
-    """Compiles a function and says what memory it needs, as `jax.stages.Compiled.memory_analysis` does.
+def compiled_of(function: Any, *arrays: Any, donate_argnums: tuple[int, ...] = ()) -> Any:
+    """Compiles a function, to a `jax.stages.Compiled`.
 
     Raises what XLA raises when it refuses the function. Needs `missing()` to be None.
     """
     with absent_gpu(), compiled_in_haste(False):
         traced = jax.jit(function, donate_argnums=donate_argnums).trace(*jax.tree.map(_on_gpu, arrays))
-        return traced.lower(lowering_platforms=("cuda",)).compile().memory_analysis()
+        return traced.lower(lowering_platforms=("cuda",)).compile()
 
 
 def _on_gpu(x: Any) -> jax.ShapeDtypeStruct:

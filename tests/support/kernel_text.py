@@ -83,7 +83,7 @@ def _recorded_kernels(request: pytest.FixtureRequest, monkeypatch: pytest.Monkey
         pytest.skip("recorded")
 
     monkeypatch.setattr(gpu_compile, "lower", record)
-    for name in ("compile_kernels", "ptx_of", "memory_of"):
+    for name in ("compile_kernels", "ptx_of", "compiled_of"):
         monkeypatch.setattr(gpu_compile, name, skip)
 
 

@@ -35,7 +35,7 @@ def _verdict(case: Case, backend: str, manner: str) -> tuple[str, str]:
     try:
         if manner == "compile":
             with jax.default_matmul_precision("highest"):
-                gpu_compile.memory_of(*evaluation.program_of(case.call, backend))
+                gpu_compile.compiled_of(*evaluation.program_of(case.call, backend))
         else:
             judge(case, backend)
     except jflex.UnsupportedError as error:

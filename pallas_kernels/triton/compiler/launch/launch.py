@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
+from jax import lax
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Primitive, jaxpr_as_fun
 from jax.interpreters import batching, mlir
 
@@ -122,8 +123,12 @@ def call(
     outputs: Sequence[jax.ShapeDtypeStruct],
     aliases: dict[int, int],
 ) -> list[jax.Array]:
-    """Compiles and calls a kernel, by the launcher that is here."""
-    chosen = launcher()
+    """Compiles and calls a kernel, by the launcher that is here.
+
+    The kernel takes addresses to be multiples of 16. The barrier keeps slices out of the call: XLA hands over an address
+    inside of the whole array otherwise.
+    """
+    args, chosen = lax.optimization_barrier(tuple(args)), launcher()
     if isinstance(chosen, str):
         raise NotImplementedError(f"official_triton: {chosen}.")
     sizes = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
