@@ -15,8 +15,7 @@ from jax.extend.core import jaxpr_as_fun
 
 from jflex._check.arguments import largest_value
 from jflex._check.user_warnings import warn_user
-from jflex.backends.lengths import trace_mask
-from jflex.mods.trace import TracedMod
+from jflex.mods.trace import TracedMod, trace_mask
 from pallas_kernels.block_intervals import hides_all
 from pallas_kernels.spec import AttentionSpec
 

@@ -7,11 +7,10 @@ captured arrays; the lists omit the blocks beyond a length; keys and values beyo
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+from jax.extend.core import jaxpr_as_fun
 from jaxtyping import Array, Int8, Int32
 
 from jflex.backends.base import Gradients, Inputs
@@ -26,7 +25,7 @@ from jflex.block_mask.lists import (
     states_from_lists,
 )
 from jflex.mods.fingerprint import fingerprint
-from jflex.mods.trace import TracedMod
+from jflex.mods.trace import TracedMod, trace_mask
 from pallas_kernels.spec import AttentionSpec, Blocks
 
 LENGTHS_BLOCK = 128  # queries and keys of a block, in lists made from lengths alone
@@ -81,8 +80,8 @@ def bounded_states(states: Int8[Array, "b H R C"], lengths: Int32[Array, " B"], 
 
 
 def spec_without_lengths(spec: AttentionSpec, size: tuple[int, int] | None) -> AttentionSpec:
-    """An equivalent spec for a backend without support for lengths, of a call that has them."""
-    return with_lengths_as_mask(spec, size).replace(Bkv=spec.B)
+    """An equivalent spec for a backend without support for lengths; the spec of a call that has none."""
+    return with_lengths_as_mask(spec, size).replace(Bkv=spec.B) if spec.kv_lengths else spec
 
 
 def inputs_without_lengths(spec: AttentionSpec, inputs: Inputs, size: tuple[int, int] | None) -> Inputs:
@@ -91,6 +90,8 @@ def inputs_without_lengths(spec: AttentionSpec, inputs: Inputs, size: tuple[int,
     Keys and values beyond the lengths are set to 0: NaN there would survive a weight of 0. Those that the batch shares
     are repeated, because each batch entry has its own length.
     """
+    if not spec.kv_lengths:
+        return inputs
     clear = functools.partial(cleared, spec, _lengths(inputs))
     return bounded_inputs(spec, inputs, size)._replace(key=clear(inputs.key), value=clear(inputs.value))
 
@@ -107,7 +108,7 @@ def cleared(spec: AttentionSpec, lengths: Int32[Array, " B"], x: jax.Array) -> j
 
 def sum_shared_batch(spec: AttentionSpec, gradients: Gradients) -> Gradients:
     """Gradients for `spec` from those of `spec_without_lengths`: sums those of shared keys and values."""
-    if spec.Bkv == spec.B:
+    if spec.Bkv == spec.B or not spec.kv_lengths:
         return gradients
 
     def sums(x: jax.Array | None) -> jax.Array | None:
@@ -136,11 +137,3 @@ def _bounded_mask(spec: AttentionSpec) -> TracedMod:
     jaxpr = trace_mask(bounded, operands)
     source = "kv_lengths" if mask is None else mask.source
     return TracedMod("mask", fingerprint(jaxpr, differentiable=False), operands, jaxpr, source)
-
-
-def trace_mask(function: Callable[..., jax.Array], operands: Sequence[tuple[tuple[int, ...], str]]) -> ClosedJaxpr:
-    """The program of a mask, as a function of its indices and operands."""
-    scalars = [jax.ShapeDtypeStruct((), jnp.int32)] * 4
-    avals = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in operands]
-    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
-        return jax.make_jaxpr(function)(*scalars, *avals)

@@ -43,8 +43,7 @@ class Reference(Backend):
         """Follows the definition line by line."""
         if isinstance(inputs, PagedInputs):
             return paged_reference.attend(spec, inputs)
-        if spec.kv_lengths:
-            spec, inputs = spec_without_lengths(spec, None), inputs_without_lengths(spec, inputs, None)
+        spec, inputs = spec_without_lengths(spec, None), inputs_without_lengths(spec, inputs, None)
         exact = jnp.dtype(spec.exact)
         by_heads = lambda x: (x if spec.layout == "BNTH" else x.swapaxes(1, 2)).astype(exact)
         query, key, value = (by_heads(x) for x in (inputs.query, inputs.key, inputs.value))

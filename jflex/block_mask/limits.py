@@ -14,7 +14,7 @@ from jflex._mesh import isolated_trace, varying_axes
 from jflex.block_mask.lists import BlockLists
 from jflex.mods.dependence import uses_index
 from jflex.mods.fingerprint import fingerprint
-from jflex.mods.trace import TracedMod
+from jflex.mods.trace import TracedMod, trace_mask
 from pallas_kernels.row_limits import RowLimits, row_limits
 
 MIN_ELEMENTS = 1 << 22  # of a mask: the sort behind limits takes as long as attention of fewer (not measured)
@@ -40,14 +40,10 @@ def with_limits(
     order = lambda *counts: jnp.argsort(-sum(counts), axis=-1).astype(jnp.int32)
     arrays = (*limits, order(lists[0], lists[2]), order(lists[4], lists[6]))
     added = tuple((x.shape, str(x.dtype)) for x in arrays)
-    indices = [jax.ShapeDtypeStruct((), jnp.int32)] * 4
-    avals = [jax.ShapeDtypeStruct(size, dtype) for size, dtype in (*traced.operands, *added)]
-    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
-        jaxpr = jax.make_jaxpr(lambda *x: jaxpr_as_fun(traced.jaxpr)(*x[: -len(added)])[0])(*indices, *avals)
+    all_operands = (*traced.operands, *added)
+    jaxpr = trace_mask(lambda *x: jaxpr_as_fun(traced.jaxpr)(*x[: -len(added)])[0], all_operands)
     key = fingerprint(jaxpr, differentiable=False)
-    traced = dataclasses.replace(
-        traced, fingerprint=key, operands=(*traced.operands, *added), jaxpr=jaxpr, limits=len(operands)
-    )
+    traced = dataclasses.replace(traced, fingerprint=key, operands=all_operands, jaxpr=jaxpr, limits=len(operands))
     return traced, (*operands, *arrays)
 
 

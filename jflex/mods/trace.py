@@ -133,6 +133,14 @@ def trace_vector_mod(
     return _residual(mod, lambda *args: jnp.asarray(accept_numpy(mod)(*args)), arguments, role)
 
 
+def trace_mask(function: Callable[..., jax.Array], operands: Sequence[tuple[tuple[int, ...], str]]) -> core.ClosedJaxpr:
+    """The program of a mask, as a function of its indices and operands."""
+    scalars = [jax.ShapeDtypeStruct((), jnp.int32)] * 4
+    avals = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in operands]
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+        return jax.make_jaxpr(function)(*scalars, *avals)
+
+
 def mod_requirements(mod: object, traced: TracedMod | None) -> tuple[Requirement, ...]:
     """The requirements of a mod and of its program; none without a mod."""
     return (*requirements_of(mod), *(() if traced is None else traced.requirements))

@@ -57,7 +57,7 @@ class MosaicGpu(Backend):
         if (decoded := _plan_decode(spec)) is not None:
             return _decode(spec, decoded.kernels, inputs)
         plan = _dense_kernels(spec, None)
-        operands = operands_of(_without_lengths(spec, inputs))._replace(sinks=inputs.sinks)
+        operands = operands_of(kv_lengths.inputs_without_lengths(spec, inputs, _LISTS))._replace(sinks=inputs.sinks)
         out, lse, *stats = forward(plan.spec, plan.forward.tiles, operands)
         if plan.spec.needs_marks:
             out, lse = repair.forward(plan.spec, operands, (out, lse))
@@ -92,12 +92,10 @@ class MosaicGpu(Backend):
     def tangent(self, spec: AttentionSpec, inputs: Inputs, saved: Saved, tangents: Gradients) -> SavedCotangents:
         """Runs the tangent kernel."""
         from jflex.backends.gpu.tangents import push_forward
-        from pallas_kernels.tangents import with_tangents
 
-        plan, captured = _plan_tangent(_with_compiler(spec), tangents.requested), tangents.score_operands
+        plan = _plan_tangent(_with_compiler(spec), tangents.requested)
         assert isinstance(plan, Plan), plan
-        kernel = lambda inputs, moved: _push_forward(plan.kernels, with_tangents(operands_of(inputs), captured), moved)
-        return push_forward(spec, _LISTS, inputs, saved, tangents, kernel)
+        return push_forward(spec, _LISTS, inputs, saved, tangents, functools.partial(_push_forward, plan.kernels))
 
     def not_preferred(self, spec: AttentionSpec, requested: GradientRequest | None) -> str | None:
         """Calls that underfill a CTA or the GPU or are not MMA-bound: `pallas_kernels.mosaic_gpu.plan.preference`."""
@@ -188,8 +186,8 @@ def _plan_dense(spec: AttentionSpec, requested: GradientRequest | None) -> Plan 
     from pallas_kernels import block_walk
     from pallas_kernels.mosaic_gpu.plan.plan import plan as plan_call
 
-    lengthless = kv_lengths.spec_without_lengths(spec, _LISTS) if spec.kv_lengths else spec
-    plan, triton = plan_call(lengthless, requested), Triton(spec.device.compiler)
+    plan = plan_call(kv_lengths.spec_without_lengths(spec, _LISTS), requested)
+    triton = Triton(spec.device.compiler)
     if isinstance(plan, Refusal):
         return plan
     if plan.spec.needs_marks and spec.device.compiler == "official":  # Pallas' was chosen because it has no limit here
@@ -222,7 +220,7 @@ def _describe(plan: mosaic_plan.HopperPlan, spec: AttentionSpec) -> str:
 def _plan_tangent(spec: AttentionSpec, requested: GradientRequest) -> Plan | Refusal:
     from pallas_kernels.mosaic_gpu.tangent.plan import plan as plan_call
 
-    plan = plan_call(kv_lengths.spec_without_lengths(spec, _LISTS) if spec.kv_lengths else spec, requested)
+    plan = plan_call(kv_lengths.spec_without_lengths(spec, _LISTS), requested)
     if isinstance(plan, Refusal):
         return plan
     missing = limit_of_compiler(spec, spec.device.compiler) if plan.spec.needs_marks else None
@@ -298,7 +296,7 @@ def _gradients(
 
     assert plan.backward is not None  # else the caller has returned
     requested, derivative, tiles = plan.backward.requested, plan.backward.derivative, plan.backward.tiles
-    operands = operands_of(_without_lengths(spec, inputs))
+    operands = operands_of(kv_lengths.inputs_without_lengths(spec, inputs, _LISTS))
     states = (saved.out, saved.lse), (d_saved.out, d_saved.lse)
     result = gradients.backward(
         plan.spec,
@@ -308,10 +306,4 @@ def _gradients(
         *states,
         repair.backward(plan.spec, operands, derivative, *states),
     )
-    result = requested_gradients(result, requested)
-    return kv_lengths.sum_shared_batch(spec, result) if spec.kv_lengths else result
-
-
-def _without_lengths(spec: AttentionSpec, inputs: Inputs) -> Inputs:
-    """The arrays with lengths as a part of the mask, for kernels that take none."""
-    return kv_lengths.inputs_without_lengths(spec, inputs, _LISTS) if spec.kv_lengths else inputs
+    return kv_lengths.sum_shared_batch(spec, requested_gradients(result, requested))

@@ -9,7 +9,8 @@ import jax
 
 from jflex.backends import lengths as kv_lengths
 from jflex.backends.base import Gradients, Inputs, Saved, SavedCotangents
-from pallas_kernels.spec import AttentionSpec
+from jflex.backends.gpu.triton import operands_of
+from pallas_kernels.spec import AttentionSpec, Operands
 
 if TYPE_CHECKING:
     from pallas_kernels.tangents import Moved, Pushed
@@ -21,10 +22,10 @@ def push_forward(
     inputs: Inputs,
     saved: Saved,
     tangents: Gradients,
-    kernel: Callable[[Inputs, Moved[jax.Array]], Pushed[jax.Array]],
+    kernel: Callable[[Operands, Moved[jax.Array]], Pushed[jax.Array]],
 ) -> SavedCotangents:
     """The tangents of the results by a kernel for calls without lengths; new lists have blocks of `block_size`."""
-    from pallas_kernels.tangents import Moved, of_sinks
+    from pallas_kernels.tangents import Moved, of_sinks, with_tangents
 
     d_key, d_value = tangents.key, tangents.value
     if spec.kv_lengths:
@@ -32,11 +33,12 @@ def push_forward(
         assert lengths is not None  # the spec has lengths
         clear = lambda x: None if x is None else kv_lengths.cleared(spec, lengths, x)
         d_key, d_value = clear(d_key), clear(d_value)
-        inputs = kv_lengths.inputs_without_lengths(spec, inputs, block_size)
+    arrays = operands_of(kv_lengths.inputs_without_lengths(spec, inputs, block_size))
     d_lse = logs = None
     if inputs.sinks is not None and tangents.sinks is not None:
         d_lse, logs = of_sinks(inputs.sinks, tangents.sinks, saved.lse)
-    pushed = kernel(inputs, Moved(tangents.query, d_key, d_value, saved.out, saved.lse, d_lse))
+    moved = Moved(tangents.query, d_key, d_value, saved.out, saved.lse, d_lse)
+    pushed = kernel(with_tangents(arrays, tangents.score_operands), moved)
     d_entropy = None
     if saved.entropy is not None:
         assert pushed.logs is not None  # the kernel has seen that statistic in the spec

@@ -73,7 +73,7 @@ class Triton(Backend):
         if plan.decodes:
             results = decode(plan.spec, tiles, operands_of(inputs), inputs.kv_lengths)
             return fold_sinks(spec, _saved(spec, results), inputs.sinks)
-        inputs = _without_lengths(spec, inputs)
+        inputs = kv_lengths.inputs_without_lengths(spec, inputs, _block_size(spec))
         if spec.qk_dtype is not None:  # once: to widen each tile took 13.1 ms, and 16 bits 8.8 (H200, D 128, S 16384)
             inputs = widened(inputs)
         return _saved(spec, forward(plan.spec, tiles, operands_of(inputs)._replace(sinks=inputs.sinks)))
@@ -93,7 +93,7 @@ class Triton(Backend):
         from pallas_kernels.triton.backward import gradients
 
         plan: triton_plan.BackwardPlan = self._kernels(spec, requested).backward  # gradients were requested
-        inputs = _without_lengths(spec, inputs)
+        inputs = kv_lengths.inputs_without_lengths(spec, inputs, _block_size(spec))
         result = gradients.backward(
             plan.spec,
             gradients.BackwardTiles(plan.dkv.tiles, plan.dq.tiles),
@@ -103,8 +103,7 @@ class Triton(Backend):
             (d_saved.out, d_saved.lse),
             _entropy(saved, d_saved),
         )
-        result = requested_gradients(result, requested)
-        return kv_lengths.sum_shared_batch(spec, result) if spec.kv_lengths else result
+        return kv_lengths.sum_shared_batch(spec, requested_gradients(result, requested))
 
     @isolated_trace
     def plan_tangent(self, spec: AttentionSpec, requested: GradientRequest) -> Plan | Refusal:
@@ -116,19 +115,18 @@ class Triton(Backend):
         from pallas_kernels.triton.plan.tangent import plan
 
         spec = spec.replace(compiler=self.compiler)
-        planned = plan(kv_lengths.spec_without_lengths(spec, _block_size(spec)) if spec.kv_lengths else spec, requested)
+        planned = plan(kv_lengths.spec_without_lengths(spec, _block_size(spec)), requested)
         return planned if isinstance(planned, Refusal) else Plan(planned.describe, planned)
 
     @isolated_trace
     def tangent(self, spec: AttentionSpec, inputs: Inputs, saved: Saved, tangents: Gradients) -> SavedCotangents:
         """Runs the tangent kernel."""
         from jflex.backends.gpu.tangents import push_forward
-        from pallas_kernels.tangents import with_tangents
         from pallas_kernels.triton.tangent import tangent
 
-        plan, captured = self._plan_tangent(spec, tangents.requested), tangents.score_operands
+        plan = self._plan_tangent(spec, tangents.requested)
         assert isinstance(plan, Plan), plan
-        kernel = lambda inputs, moved: tangent(plan.kernels, with_tangents(operands_of(inputs), captured), moved)
+        kernel = functools.partial(tangent, plan.kernels)
         return push_forward(spec, _block_size(spec), inputs, saved, tangents, kernel)
 
     @isolated_trace
@@ -146,7 +144,7 @@ def _plan_dense(spec: AttentionSpec, requested: GradientRequest | None) -> Plan 
     from pallas_kernels import block_walk
     from pallas_kernels.triton.plan.plan import plan
 
-    lengthless = kv_lengths.spec_without_lengths(spec, _block_size(spec)) if spec.kv_lengths else spec
+    lengthless = kv_lengths.spec_without_lengths(spec, _block_size(spec))
     decoded = plan(spec, None) if spec.kv_lengths and decodes(spec) else None  # the decoding kernel takes lengths
     planned = decoded if decoded is not None and requested is None else plan(lengthless, requested)
     if isinstance(planned, Refusal):
@@ -213,11 +211,6 @@ def _entropy(saved: Saved, d_saved: SavedCotangents) -> Entropy | None:
     if saved.entropy is None or d_saved.entropy is None:
         return None
     return Entropy(saved.entropy, d_saved.entropy)
-
-
-def _without_lengths(spec: AttentionSpec, inputs: Inputs) -> Inputs:
-    """The arrays with lengths as a part of the mask, for kernels that take none."""
-    return kv_lengths.inputs_without_lengths(spec, inputs, _block_size(spec)) if spec.kv_lengths else inputs
 
 
 def _block_size(spec: AttentionSpec) -> tuple[int, int]:
