@@ -8,19 +8,27 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plg
 from jax.typing import DTypeLike
 
 from pallas_kernels.mosaic_gpu import inline_ptx
 from pallas_kernels.mosaic_gpu.score import scores
-from pallas_kernels.mosaic_gpu.score.tile import ROW, TILE, fits_beside_gemm, has_spare_registers, uses_sfu
+from pallas_kernels.mosaic_gpu.score.tile import (
+    ROW,
+    TILE,
+    fits_beside_gemm,
+    has_spare_registers,
+    over_columns,
+    row_vector,
+    uses_sfu,
+    zero_tile,
+)
 from pallas_kernels.mosaic_gpu.smem import PingPong, Ring
 from pallas_kernels.program import patterns
 from pallas_kernels.softmax import LEAST_EXPONENT, mark
 from pallas_kernels.spec import LN_2, LOG2_E, AttentionSpec
-from pallas_kernels.types import Accumulator, Index, Ref, RegisterLayout
+from pallas_kernels.types import Accumulator, Index, Ref
 
 
 class ForwardState(NamedTuple):
@@ -70,11 +78,11 @@ class ForwardStep(NamedTuple):
             return state._replace(out=out, p=drop(s).astype(state.p.dtype), stage=state.stage + 1)
         exponent, row_sum, row_logs = s * prepared.log2_scale, state.row_sum, state.row_logs
         if not self.bounded:
-            exponent = exponent - _over_columns(safe_max, s.shape)
+            exponent = exponent - over_columns(safe_max, s.shape)
             alpha = inline_ptx.exp2(ROW, state.row_max - safe_max)  # rescale factor of O and row_sum
             if row_logs is not None:
                 row_logs = _rescaled_logs(row_logs, row_sum, alpha, state.row_max - safe_max)
-            row_sum, out = row_sum * _over_columns(alpha, row_sum.shape), out * _over_columns(alpha, out.shape)
+            row_sum, out = row_sum * over_columns(alpha, row_sum.shape), out * over_columns(alpha, out.shape)
         p = inline_ptx.exp2(TILE, exponent)  # P = exp2(S - m) [rows, block_kv]
         row_sum = row_sum + inline_ptx.sum_columns(TILE, p)
         if row_logs is not None:
@@ -112,7 +120,7 @@ class ForwardStep(NamedTuple):
             for ref, x in zip(refs[1:], pl.run_scoped(functools.partial(gemms, refs[0]), raw), strict=True):
                 ref[...] = x
 
-        tile, row = _zeros(self.prepared.tile, TILE), _zeros(self.prepared.tile[:1], ROW)
+        tile, row = zero_tile(*self.prepared.tile), row_vector(self.prepared.tile[0])
         run: Any = pl.run_state(start)
         return run((plg.WGMMAAccumulatorRef.init(state.out), tile, row, row))
 
@@ -176,10 +184,9 @@ def is_bounded(spec: AttentionSpec, dtype: DTypeLike) -> bool:
 def start(spec: AttentionSpec, rows: int, keys: int, dtype: DTypeLike, stage: jax.Array) -> ForwardState:
     """The state before the first tile of keys, which is in the given stage."""
     least = 0.0 if is_bounded(spec, dtype) else -jnp.inf
-    row_max = plg.layout_cast(jnp.full((rows,), least, jnp.float32), ROW)
-    row_sum, p = _zeros((rows, inline_ptx.TILE_COLUMNS), TILE), plg.layout_cast(jnp.zeros((rows, keys), dtype), TILE)
-    row_logs = _zeros(row_sum.shape, TILE) if "entropy" in spec.stats else None
-    return ForwardState(_zeros((rows, spec.Dv), TILE), row_max, row_sum, p, stage, row_logs)
+    row_sum, p = zero_tile(rows, inline_ptx.TILE_COLUMNS), zero_tile(rows, keys, dtype)
+    row_logs = zero_tile(*row_sum.shape) if "entropy" in spec.stats else None
+    return ForwardState(zero_tile(rows, spec.Dv), row_vector(rows, least), row_sum, p, stage, row_logs)
 
 
 def finish(
@@ -193,7 +200,7 @@ def finish(
     add: Any = pl.run_state(lambda ref: plg.wgmma(ref, state.p, values))  # O += P V, of the last tile
     out, row_sum = add(plg.WGMMAAccumulatorRef.init(state.out)), jnp.sum(state.row_sum, axis=1)
     if spec.normalize == "none":
-        out, lse = jnp.where(visits, out * spec.kept_scale, 0.0), _zeros(row_sum.shape, ROW)
+        out, lse = jnp.where(visits, out * spec.kept_scale, 0.0), row_vector(*row_sum.shape)
         return out, lse + mark(out) if spec.needs_marks else lse
     return normalized(out, state.row_max, row_sum, sink, spec.kept_scale, marks=spec.needs_marks)
 
@@ -219,7 +226,7 @@ def _entropy(state: ForwardState, sink: jax.Array | None) -> jax.Array:
 
 def _rescaled_logs(row_logs: jax.Array, row_sum: jax.Array, alpha: jax.Array, log2_alpha: jax.Array) -> jax.Array:
     """``row_logs`` after a new row_max: each weight is multiplied by alpha, and its exponent grows by log2_alpha."""
-    spread = lambda x: x if row_sum.ndim == 1 else _over_columns(x, row_sum.shape)
+    spread = lambda x: x if row_sum.ndim == 1 else over_columns(x, row_sum.shape)
     return (row_logs + row_sum * spread(jnp.maximum(log2_alpha, LEAST_EXPONENT))) * spread(alpha)
 
 
@@ -246,8 +253,8 @@ def normalized(
     row_sum = jnp.where(empty, 1.0, row_sum)
     lse = jnp.where(empty, -jnp.inf, row_max * LN_2 + jnp.log(row_sum))
     # Where no tile is visited, the stage of values was never filled.
-    out = jnp.where(_over_columns(masked, out.shape), 0.0, out)
-    return out * _over_columns(alpha / row_sum, out.shape), lse + mark(out) if marks else lse
+    out = jnp.where(over_columns(masked, out.shape), 0.0, out)
+    return out * over_columns(alpha / row_sum, out.shape), lse + mark(out) if marks else lse
 
 
 def _with_sink(row_max: jax.Array, row_sum: jax.Array, sink: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -257,11 +264,3 @@ def _with_sink(row_max: jax.Array, row_sum: jax.Array, sink: jax.Array) -> tuple
     safe_max = jnp.where(new_max == -jnp.inf, 0.0, new_max)
     alpha = inline_ptx.exp2(ROW, row_max - safe_max)
     return new_max, alpha, row_sum * alpha + inline_ptx.exp2(ROW, sink_log2 - safe_max)
-
-
-def _over_columns(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    return lax.broadcast_in_dim(x, shape, (0,))
-
-
-def _zeros(shape: tuple[int, ...], layout: RegisterLayout) -> jax.Array:
-    return plg.layout_cast(jnp.zeros(shape, jnp.float32), layout)
