@@ -11,7 +11,7 @@ from flax.typing import Dtype
 from jaxtyping import Array, Float
 
 from flax_layers.models.decoder import Decoder
-from flax_layers.models.fused import check_one_device
+from flax_layers.models.fused import checked_linear
 from flax_layers.nnx import MultiHeadLatentAttention
 
 WEIGHT_DTYPES = ("float8_e4m3fn",)
@@ -102,17 +102,16 @@ def quantize_weights(model: Decoder, dtype: str = "float8_e4m3fn") -> None:
         float8_e4m3fn (32,)
     """
     check_weight_dtype(dtype)
-    places: dict[
-        int, tuple[nnx.Linear, list[tuple[nnx.Module, str]]]
-    ] = {}  # of each projection; fused ones have several
+    places: dict[nnx.Linear, list[tuple[nnx.Module, str]]] = {}  # fused projections have several
     for _, owner in nnx.iter_modules(model.blocks):
         for name, part in vars(owner).items():
             if not isinstance(part, (nnx.Linear, nnx.LoRALinear, EightBitLinear)):
                 continue
             if not (name == "up" and isinstance(owner, MultiHeadLatentAttention)):
-                places.setdefault(id(part), (_checked(name, part), []))[1].append((owner, name))
+                linear = checked_linear(name, part, "quantize_weights")
+                places.setdefault(linear, []).append((owner, name))
     while places:  # a kernel is dropped before the next one is rounded
-        _, (linear, owners) = places.popitem()
+        linear, owners = places.popitem()
         projection = EightBitLinear(linear, dtype)
         for owner, name in owners:
             setattr(owner, name, projection)
@@ -121,14 +120,3 @@ def quantize_weights(model: Decoder, dtype: str = "float8_e4m3fn") -> None:
 def is_quantized(model: nnx.Module) -> bool:
     """Tests whether `quantize_weights` was called."""
     return any(isinstance(module, EightBitLinear) for _, module in nnx.iter_modules(model))
-
-
-def _checked(name: str, part: nnx.Linear | nnx.LoRALinear | EightBitLinear) -> nnx.Linear:
-    """The projection. Raises ValueError for one that cannot be rounded, before anything is changed."""
-    if not isinstance(part, nnx.Linear) or isinstance(part, nnx.LoRALinear):
-        raise ValueError(
-            f"`{name}` must be an nnx.Linear in each layer of `model`. Got {type(part).__name__}. Call "
-            "`quantize_weights` once, and merge adapters into the kernels first."
-        )
-    check_one_device(part.kernel[...], "quantize_weights")
-    return part

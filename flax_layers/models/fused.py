@@ -75,7 +75,7 @@ def fuse_projections(model: nnx.Module) -> None:
     groups = list(_groups(model))
     for owner, names in groups:
         for name in names:
-            _check(name, getattr(owner, name))
+            checked_linear(name, getattr(owner, name), "fuse_projections")
     for owner, names in groups:
         parts = [getattr(owner, name) for name in names]
         sizes, start = [part.out_features for part in parts], 0
@@ -85,23 +85,20 @@ def fuse_projections(model: nnx.Module) -> None:
             start += size
 
 
-def _check(name: str, part: object) -> None:
-    """Raises ValueError for a projection that cannot be fused, before anything is changed."""
+def checked_linear(name: str, part: object, function: str) -> nnx.Linear:
+    """The projection. Raises ValueError for one that the named function cannot replace, before anything is changed."""
     if type(part) is not nnx.Linear:
         raise ValueError(
-            f"`{name}` must be an nnx.Linear in each layer of `model`. Got {type(part).__name__}. Call "
-            "`fuse_projections` once, and merge adapters into the kernels first."
+            f"`{name}` must be an nnx.Linear in each layer of `model`. Got {type(part).__name__}. Call `{function}` "
+            "once, and merge adapters into the kernels first."
         )
-    check_one_device(part.kernel[...], "fuse_projections")
-
-
-def check_one_device(kernel: Array, function: str) -> None:
-    """Raises ValueError for a kernel on several devices, which the named function does not take."""
+    kernel = part.kernel[...]
     if not isinstance(kernel, Tracer) and len(kernel.sharding.device_set) > 1:
         raise ValueError(
             "`model` must be on one device: a mesh divides each projection by heads or hidden features. Leave "
             f"`{function}` out."
         )
+    return part
 
 
 def is_fused(model: nnx.Module) -> bool:

@@ -146,8 +146,9 @@ class Trainer:
                 "`flax_layers.train.make_mesh`, or add axes of size 1."
             )
         self._context = parallel.context_of(self.mesh, computation.context_strategy, computation.context_order)
-        self._form, variables = nnx.split(model)
-        self._variables = [(path, leaf.replace(None)) for path, leaf in nnx.to_flat_state(variables)]
+        form, variables = nnx.split(model)
+        shells = [(path, leaf.replace(None)) for path, leaf in nnx.to_flat_state(variables)]
+        self._merged = functools.partial(_merged, form, shells)
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), flat_parameters(variables))
         self.trained = trained_paths(shapes, trained)
         _check_float32(self._trained(shapes))
@@ -236,9 +237,6 @@ class Trainer:
 
     def _trained(self, by_path: dict[str, Value]) -> dict[str, Value]:
         return {path: value for path, value in by_path.items() if path in self.trained}
-
-    def _merged(self, parameters: Parameters) -> Decoder:
-        return _merged(self._form, self._variables, parameters)
 
     def _on_devices(self, rows: Rows, *spec: Any) -> PlacedRows:
         sharding = parallel.placed(self.mesh, *spec)
