@@ -17,12 +17,11 @@ import numpy as np
 from pallas_kernels.plan import Refusal, program_of
 from pallas_kernels.program.build import IndexRanges, Program
 from pallas_kernels.program.evaluate import Evaluation, Space
-from pallas_kernels.program.intervals import MAX_LOADED, RULES, Interval, Visibility, result_bounds
+from pallas_kernels.program.intervals import MAX_LOADED, Interval, IntervalAnalysis, Visibility, result_bounds
 from pallas_kernels.program.ir import Axes, Bounds, Node, reachable
 from pallas_kernels.types import Mod
 
 _INTEGERS = frozenset(map(np.dtype, (np.int8, np.uint8, np.int16, np.uint16, np.int32)))  # that int32 holds
-_LOGICAL = frozenset({"and", "or", "not"})
 
 
 class Grid(NamedTuple):
@@ -59,7 +58,8 @@ def visibility_of_blocks(
     program = program_of(mod, IndexRanges(*leading, *grid.lengths))
     if isinstance(program, Refusal):
         return None
-    return _BlockAnalysis(evaluation_at(program, operands, at, grid), grid).visibility(program.output)
+    analysis = _BlockAnalysis(evaluation_at(program, operands, at, grid), {})
+    return None if analysis.interval(program.output) is None else analysis.visibility(program.output, grid.shape)
 
 
 def evaluation_at(
@@ -97,61 +97,24 @@ class _Positions(Space):
         return self.operands[node.value][tuple(indices)]
 
 
-class _BlockAnalysis:
-    """Intervals of the nodes of one program: [rows, 1] of row values, [1, columns] of column values; None: unknown."""
+class _BlockAnalysis(IntervalAnalysis):
+    """Intervals of the nodes of one program: [rows, 1] of row values, [1, columns] of column values."""
 
-    def __init__(self, evaluation: Evaluation, grid: Grid) -> None:
-        self.evaluation, self.grid = evaluation, grid
-        self.intervals: dict[Node, Interval | None] = {}
-        self.out_of_range: list[jax.Array] = []  # where a number that enters arithmetic is larger than assumed
+    def _is_of_tiles(self, node: Node) -> bool:
+        return node.kind == Axes.TILE
 
-    def visibility(self, output: Node) -> Visibility | None:
-        interval = self._interval(output)
-        if interval is None:
-            return None
-        some, everything = (jnp.broadcast_to(x != 0, self.grid.shape) for x in (interval.high, interval.low))
-        for unsafe in self.out_of_range:
-            some, everything = some | unsafe, everything & ~unsafe
-        return Visibility(some, everything)
-
-    def _interval(self, node: Node) -> Interval | None:
-        if node not in self.intervals:
-            self.intervals[node] = self._of_tiles(node) if node.kind == Axes.TILE else self._of_axis(node)
-        return self.intervals[node]
-
-    def _of_axis(self, node: Node) -> Interval | None:
+    def _of_rows(self, node: Node) -> Interval | None:
         """The exact interval of a value of one axis, or of none."""
         is_boolean = node.dtype == np.bool_
         if not (is_boolean or node.dtype in _INTEGERS) or any(x.dtype.kind not in "iub" for x in reachable([node])):
             return None
+        assert self.evaluation is not None  # of all blocks at once
         value = self.evaluation(node).astype(jnp.int32)
         low, high = (value, value) if node.kind == Axes.UNIFORM else (value.min(axis=1), value.max(axis=1))
         if node.kind != Axes.UNIFORM:
             low, high = (x[:, None] if node.kind == Axes.ROW else x[None] for x in (low, high))
         limits = (0, 1) if is_boolean else (int(np.iinfo(node.dtype).min), int(np.iinfo(node.dtype).max))
         return Interval(low, high, node.bounds or limits)
-
-    def _of_tiles(self, node: Node) -> Interval | None:
-        if node.op == "call":
-            return self._interval(node.inputs[0])
-        is_boolean = node.dtype == np.bool_
-        if node.op not in RULES or not (is_boolean or node.dtype == np.int32):
-            return None
-        if (node.op in _LOGICAL and not is_boolean) or (node.op == "convert_element_type" and is_boolean):
-            return None
-        ins = [self._interval(x) for x in node.inputs]
-        if (node.op in ("and", "or") and any(ins)) or (node.op == "select_n" and all(ins[1:])):
-            undecided = Interval(jnp.int32(0), jnp.int32(1), (0, 1))
-            ins = [x or undecided for x in ins]  # what the other side decides still counts
-        intervals = [x for x in ins if x is not None]
-        if len(intervals) < len(ins):
-            return None
-        if is_boolean:
-            ends, bounds = RULES[node.op](*intervals), (0, 1)
-        else:
-            intervals, bounds = self._within_range(node, intervals)
-            ends = None if bounds is None else RULES[node.op](*intervals)
-        return None if ends is None or bounds is None else Interval(*ends, bounds)
 
     def _within_range(self, node: Node, ins: list[Interval]) -> tuple[list[Interval], Bounds | None]:
         """The inputs of an integer and its static bounds, for which large numbers are assumed not to occur."""

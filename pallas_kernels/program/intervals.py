@@ -52,12 +52,12 @@ def visibility(program: Program, evaluation: Evaluation, first: jax.Array, last:
 
     The program of a mask mod is evaluated with the values of all arguments but the keys.
     """
-    return IntervalAnalysis(evaluation, {"k": Span(first, last)}).visibility(program.output)
+    return IntervalAnalysis(evaluation, {"k": Span(first, last)}).visibility(program.output, jnp.shape(first))
 
 
 def visibility_of(node: Node, evaluation: Evaluation, q: Span, k: Span) -> Visibility:
     """Classifies one tile by a boolean node of a mask's program, from the ends of both axes; spans are of scalars."""
-    return IntervalAnalysis(evaluation, {"q": q, "k": k}).visibility(node)
+    return IntervalAnalysis(evaluation, {"q": q, "k": k}).visibility(node, ())
 
 
 class IntervalAnalysis:
@@ -71,10 +71,10 @@ class IntervalAnalysis:
         self.intervals: dict[Node, Interval | None] = {}
         self.out_of_range: list[jax.Array] = []  # where a loaded number is larger than assumed
 
-    def visibility(self, output: Node) -> Visibility:
-        """The visibility of each tile by the interval of a boolean node."""
-        out = self.interval(output) or self._undecided()
-        low, high = (jnp.broadcast_to(x, jnp.shape(self.spans["k"].first)) for x in out[:2])
+    def visibility(self, output: Node, shape: tuple[int, ...]) -> Visibility:
+        """The visibility of tiles, an array of this shape, by the interval of a boolean node."""
+        out = self.interval(output) or _undecided()
+        low, high = (jnp.broadcast_to(x, shape) for x in out[:2])
         some, everything = high != 0, low != 0
         for unsafe in self.out_of_range:
             some, everything = some | unsafe, everything & ~unsafe
@@ -83,10 +83,13 @@ class IntervalAnalysis:
     def interval(self, output: Node) -> Interval | None:
         """The interval of a node; None if it is unknown."""
         for node in reachable([output]):
-            by_spans = self.evaluation is None or any(axis in node.kind for axis in self.spans)
-            if by_spans and node not in self.intervals:
+            if self._is_of_tiles(node) and node not in self.intervals:
                 self.intervals[node] = self._of_tiles(node)
         return self._interval(output)
+
+    def _is_of_tiles(self, node: Node) -> bool:
+        """True if a node is bounded by the intervals of its inputs."""
+        return self.evaluation is None or any(axis in node.kind for axis in self.spans)
 
     def _interval(self, node: Node) -> Interval | None:
         if node not in self.intervals:
@@ -115,30 +118,31 @@ class IntervalAnalysis:
             return self._interval(node.inputs[0])
         is_boolean = node.dtype == np.bool_
         if node.op not in RULES or node.dtype not in (np.int32, np.bool_):
-            return self._undecided() if is_boolean else None
-        if node.op in ("and", "or", "not") and not is_boolean:
             return None
-        if node.op == "convert_element_type" and is_boolean:
-            return self._undecided()
+        if node.op in (("convert_element_type",) if is_boolean else ("and", "or", "not")):
+            return None
         ins = [self._interval(x) for x in node.inputs]
-        if any(x is None for x in ins):
-            return self._undecided() if is_boolean else None
+        if any(ins) or not is_boolean:  # what the others decide still counts
+            ins = [x or (_undecided() if y.dtype == np.bool_ else None) for x, y in zip(ins, node.inputs, strict=True)]
         intervals = [x for x in ins if x is not None]
-        bounds = (0, 1) if is_boolean else result_bounds(node, intervals)
+        if len(intervals) < len(ins):
+            return None
+        intervals, bounds = (intervals, (0, 1)) if is_boolean else self._within_range(node, intervals)
         ends = None if bounds is None else RULES[node.op](*intervals)
-        if ends is None or bounds is None:
-            return self._undecided() if is_boolean else None
-        low, high = ends
-        return Interval(low, high, bounds)
+        return None if ends is None or bounds is None else Interval(*ends, bounds)
+
+    def _within_range(self, node: Node, ins: list[Interval]) -> tuple[list[Interval], Bounds | None]:
+        """The inputs of an integer and its static bounds; None if it might wrap."""
+        return ins, result_bounds(node, ins)
 
     def _indices(self, axis: str, bounds: Bounds) -> Interval:
         """Clamps the span: bounds are proven only for existing indices, not for padding."""
         first, last = (jnp.minimum(x, bounds[1]) for x in self.spans[axis])
         return Interval(first, last, bounds)
 
-    def _undecided(self) -> Interval:
-        first = next(iter(self.spans.values())).first
-        return Interval(jnp.zeros_like(first), jnp.ones_like(first), (0, 1))
+
+def _undecided() -> Interval:
+    return Interval(jnp.int32(0), jnp.int32(1), (0, 1))
 
 
 def result_bounds(node: Node, ins: Sequence[Interval]) -> Bounds | None:

@@ -48,6 +48,7 @@ UNBOUNDED = {
     "remainder": lambda b, h, q, k: q % 16 == k % 16,
     "wraps": lambda b, h, q, k: q * 2**30 >= k,
     "float": lambda b, h, q, k: q.astype(jnp.float32) * 1.5 >= k.astype(jnp.float32),
+    "one of two": lambda b, h, q, k: (q > 30) ^ (q < 9),
 }
 
 
