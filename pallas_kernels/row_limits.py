@@ -20,12 +20,10 @@ from jax import lax
 
 from pallas_kernels.block_intervals import Grid, evaluation_at
 from pallas_kernels.plan import Refusal, program_of
-from pallas_kernels.program import patterns
 from pallas_kernels.program.build import IndexRanges
-from pallas_kernels.program.evaluate import Evaluation
-from pallas_kernels.program.intervals import MAX_LOADED
+from pallas_kernels.program.intervals import MAX_LOADED, Interval, IntervalAnalysis, Span
 from pallas_kernels.program.ir import Axes, Node
-from pallas_kernels.program.ranges import COMPARISONS
+from pallas_kernels.program.ranges import Range, Solver
 from pallas_kernels.types import Mod
 
 
@@ -44,93 +42,68 @@ def row_limits(
 ) -> RowLimits | None:
     """The limits of a mask at a batch entry; None if its program is no conjunction of limits, or captures nothing.
 
-    A clause compares the key with a value of the query, or a function of the key with one for equality. It may not use
-    the head. What compares indices alone has no need of arrays.
+    A clause compares the key, or a distance from it or a quotient of it, with a value of the query; or a function of the
+    key with one for equality. It may not use the head. What compares indices alone has no need of arrays.
     """
     program = program_of(mod, IndexRanges(batch, 1, *lengths))
     if isinstance(program, Refusal) or not program.loads or max(lengths) > MAX_LOADED:
         return None
-    analysis = _Analysis(evaluation_at(program, operands, (b, jnp.int32(0)), Grid(lengths, lengths)), lengths)
-    if not all(analysis.add(clause) for part in patterns.clauses(program) for clause in part):
-        return None
-    return analysis.limits()
+    evaluation = evaluation_at(program, operands, (b, jnp.int32(0)), Grid(lengths, lengths))
+    solver = _RowSolver(Axes.COLUMN, lengths[1], _RowAnalysis(evaluation, {Axes.COLUMN: Span(0, lengths[1] - 1)}))
+    visible = solver.visible(program.output)
+    return solver.limits(visible, lengths) if solver.decides_all else None
 
 
-class _Analysis:
-    """The limits of keys under the clauses so far, [T]."""
+class _RowAnalysis(IntervalAnalysis):
+    """What depends on the query is known exactly, as it depends on each, [T]."""
 
-    def __init__(self, evaluation: Evaluation, lengths: tuple[int, int]) -> None:
-        self.evaluation, self.lengths = evaluation, lengths
-        self.first, self.end = jnp.zeros(lengths[0], jnp.int32), jnp.full(lengths[0], lengths[1], jnp.int32)
-        self.exact = jnp.bool_(True)
-
-    def add(self, clause: Node) -> bool:
-        """Adds a clause; False if it has no limits."""
-        if Axes.COLUMN not in clause.kind:
-            self._within(jnp.int32(0), jnp.where(self._rows(clause), self.lengths[1], 0))
-            return True
-        if clause.op == "eq":
-            kinds = {node.kind: node for node in clause.inputs[::-1] if node.dtype.kind in "iu"}
-            key = kinds.pop(Axes.COLUMN, None)
-            if key is None or not kinds or Axes.TILE in kinds:
-                return False
-            self._add_equal(self._rows(*kinds.values()), self.evaluation(key)[0])
-            return True
-        sides = [self._affine(node) for node in clause.inputs] if clause.op in COMPARISONS else []
-        if not sides or None in sides:
-            return False
-        (slope, value), (other_slope, other) = (x for x in sides if x is not None)
-        sign, least = COMPARISONS[clause.op]
-        slope, value = sign * (slope - other_slope), sign * (value - other)
-        if slope not in (1, -1):
-            return False
-        if slope == 1:
-            self._within(least - value, jnp.int32(self.lengths[1]))
-        else:
-            self._within(jnp.int32(0), value - least + 1)
-        return True
-
-    def _within(self, first: jax.Array, end: jax.Array) -> None:
-        self.first, self.end = jnp.maximum(self.first, first), jnp.minimum(self.end, end)
-
-    def _rows(self, node: Node) -> jax.Array:
-        """The values of a node that does not depend on the key, [T]."""
-        value = self.evaluation(node)
-        return jnp.broadcast_to(value if node.kind == Axes.UNIFORM else value[0], self.lengths[:1])
-
-    def _affine(self, node: Node) -> tuple[int, jax.Array] | None:
-        """A node as ``slope * key + value``, with a value of the query; it must not wrap."""
-        if Axes.COLUMN not in node.kind:
-            value = self._rows(node).astype(jnp.int32)
-            self.exact &= jnp.all(jnp.abs(value) <= MAX_LOADED)
-            return (0, value) if node.dtype == np.int32 else None
-        if node.op == "input":
-            return 1, jnp.int32(0)
-        sides = [self._affine(x) for x in node.inputs] if node.op in ("add", "sub", "neg") else []
-        if not sides or None in sides:
+    def _of_rows(self, node: Node) -> Interval | None:
+        if node.dtype not in (np.int32, np.bool_):
             return None
-        (slope, value), *others = (x for x in sides if x is not None)
-        for other_slope, other in others:
-            sign = -1 if node.op == "sub" else 1
-            slope, value = slope + sign * other_slope, value + sign * other
-        return (-slope, -value) if node.op == "neg" else (slope, value)
+        value = self.values(node).astype(jnp.int32)
+        self.out_of_range.append(jnp.any((value < -MAX_LOADED) | (value > MAX_LOADED)))
+        return Interval(value, value, (-MAX_LOADED, MAX_LOADED))
 
-    def _add_equal(self, of_query: jax.Array, of_key: jax.Array) -> None:
+    def values(self, node: Node) -> jax.Array:
+        """The values of a node that depends on one index."""
+        assert self.evaluation is not None
+        value = self.evaluation(node)
+        return value if node.kind == Axes.UNIFORM else value[0]
+
+
+class _RowSolver(Solver):
+    """The visible keys of each query; of integers that are equal, both may be any functions of their index."""
+
+    analysis: _RowAnalysis
+
+    def visible(self, node: Node, *, negated: bool = False) -> Range:
+        if Axes.COLUMN not in node.kind:
+            return self._of_other(node, negated=negated)
+        kinds = {x.kind: x for x in node.inputs[::-1] if x.dtype.kind in "iu"}
+        if node.op != "eq" or negated or Axes.TILE in kinds or len(kinds) < 2:
+            return super().visible(node, negated=negated)
+        key = kinds.pop(Axes.COLUMN)
+        return self._equal(*map(self.analysis.values, (*kinds.values(), key)))
+
+    def _equal(self, of_query: jax.Array, of_key: jax.Array) -> Range:
         """The keys whose value is that of the query; exact if all keys between the first and the last have it."""
         order = jnp.argsort(of_key).astype(jnp.int32)
         ranks = lambda side: jnp.searchsorted(of_key[order], of_query, side=side, method="scan_unrolled")
         begin, end = ranks("left"), ranks("right")
         first, last = order[jnp.minimum(begin, order.size - 1)], order[end - 1]
-        self.exact &= jnp.all((end == begin) | (last - first == end - 1 - begin))
-        self._within(first, jnp.where(end > begin, last + 1, 0))
+        self.analysis.out_of_range.append(jnp.any((end > begin) & (last - first != end - 1 - begin)))
+        return Range(first, jnp.where(end > begin, last + 1, 0), first, last + 1)
 
-    def limits(self) -> RowLimits:
+    def limits(self, visible: Range, lengths: tuple[int, int]) -> RowLimits:
         """The limits in both directions; limits of keys must ascend to have a transpose."""
-        T, S = self.lengths
-        empty = self.first >= self.end
-        reached = lax.cummax(jnp.where(empty, 0, self.end))  # an empty row comes between its neighbors
-        first, end = (jnp.where(empty, reached, x) for x in (self.first, self.end))
-        exact = self.exact & jnp.all(first[1:] >= first[:-1]) & jnp.all(end[1:] >= end[:-1])
+        T, S = lengths
+        first, end = (jnp.broadcast_to(x, T) for x in visible[:2])
+        empty = first >= end
+        reached = lax.cummax(jnp.where(empty, 0, end))  # an empty row comes between its neighbors
+        first, end = (jnp.where(empty, reached, x) for x in (first, end))
+        exact = jnp.all(first[1:] >= first[:-1]) & jnp.all(end[1:] >= end[:-1])
+        for unsafe in self.analysis.out_of_range:
+            exact &= ~unsafe
         key = jnp.arange(S, dtype=jnp.int32)
         count = lambda x: jnp.searchsorted(x, key, side="right", method="scan_unrolled").astype(jnp.int32)
         either = lambda first, end, length: jnp.where(exact, jnp.stack([first, end]), jnp.array([[-1], [length]]))

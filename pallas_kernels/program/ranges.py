@@ -8,7 +8,7 @@ tile. Where a mask has several ranges (sinks beside a window), the range around 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -52,7 +52,7 @@ def visible_range(program: Program, walked: str, length: int, spans: Mapping[str
     `spans` are the first and last index of a tile along the other axis, where the last may be padding, of the batch
     entry ``"b"``, and of the query head ``"h"``: int32 of any shapes that broadcast.
     """
-    return _Solver(walked, length, IntervalAnalysis(None, dict(spans))).visible(program.output)
+    return Solver(walked, length, IntervalAnalysis(None, dict(spans))).visible(program.output)
 
 
 @functools.lru_cache(maxsize=256)
@@ -61,7 +61,7 @@ def is_range(program: Program, walked: str) -> bool:
 
     def compares_sums(clause: Node) -> bool:
         nodes, sums = reachable(clause.inputs), ("input", "literal", "add", "sub", "neg")
-        exact = all(x.op in sums and x.dtype == np.int32 and _is_small(x) for x in nodes)
+        exact = all(x.op in sums and x.dtype == np.int32 for x in nodes) and _are_small(nodes)
         return exact and clause.op in COMPARISONS and walked in clause.kind
 
     return all(compares_sums(clause) for part in patterns.clauses(program) for clause in part)
@@ -73,7 +73,7 @@ def has_range(program: Program, walked: str) -> bool:
 
     def solve() -> None:
         span = Span(jnp.int32(0), jnp.int32(0))
-        solver = _Solver(walked, 1, IntervalAnalysis(None, dict.fromkeys("bh" + "qk".replace(walked, ""), span)))
+        solver = Solver(walked, 1, IntervalAnalysis(None, dict.fromkeys("bh" + "qk".replace(walked, ""), span)))
         solver.visible(program.output)
         decides.append(solver.decides)
 
@@ -82,13 +82,13 @@ def has_range(program: Program, walked: str) -> bool:
     return decides[0]
 
 
-class _Solver:
-    """Ranges of the boolean nodes of a program."""
+class Solver:
+    """Ranges of the boolean nodes of a program, by the intervals of what depends on the other axis alone."""
 
     def __init__(self, walked: str, length: int, analysis: IntervalAnalysis) -> None:
         self.walked, self.length, self.analysis = walked, length, analysis
-        self.undecided = Range(0, length, 0, 0)
         self.decides = False  # whether anything is known
+        self.decides_all = True  # whether all is known, and no range is around several
 
     def visible(self, node: Node, *, negated: bool = False) -> Range:
         """The range of a boolean node, or of its negation."""
@@ -98,22 +98,40 @@ class _Solver:
                 return self.visible(node.inputs[0], negated=negated != (op == "not"))
             case "and" | "or":
                 both = (self.visible(x, negated=negated) for x in node.inputs)
-                return _intersection(*both) if op == "and" else _union(*both)
+                return _intersection(*both) if op == "and" else self._union(*both)
             case "select_n" if node.inputs[0].dtype == np.bool_:
                 which, *cases = node.inputs
                 taken = (self.visible(which, negated=x) for x in (True, False))
                 both = (_intersection(x, self.visible(y, negated=negated)) for x, y in zip(taken, cases, strict=True))
-                return _union(*both)
+                return self._union(*both)
             case _ if self.walked not in node.kind:
-                ends = self._ends(node)
-                return self.undecided if ends is None else self._where_zero(*(x if negated else 1 - x for x in ends))
+                return self._of_other(node, negated=negated)
             case "ge" | "gt" | "le" | "lt":
                 return self._compared(op, node)
             case "eq":
                 return _intersection(self._compared("ge", node), self._compared("le", node))
             case "ne":
-                return _union(self._compared("gt", node), self._compared("lt", node))
-        return self.undecided
+                return self._union(self._compared("gt", node), self._compared("lt", node))
+        return self._undecided()
+
+    def _union(self, a: Range, b: Range) -> Range:
+        """The range around two; of the indices that are visible throughout, the longer range if they are apart."""
+        self.decides_all = False
+        hull = Range(*(function(x, y) for function, x, y in zip((_least, _greatest) * 2, a, b, strict=True)))
+        pick = lambda i: _where(a.end <= a.first, b[i], _where(b.end <= b.first, a[i], hull[i]))
+        together = _greatest(a.full_first, b.full_first) <= _least(a.full_end, b.full_end)
+        is_longer = a.full_end - a.full_first >= b.full_end - b.full_first
+        pick_full = lambda i: _where(together, hull[i], _where(is_longer, a[i], b[i]))
+        return Range(pick(0), pick(1), pick_full(2), pick_full(3))
+
+    def _of_other(self, node: Node, *, negated: bool) -> Range:
+        """The range of a boolean of the other axis, or of its negation: all indices, or none."""
+        ends = self._ends(node)
+        return self._undecided() if ends is None else self._where_zero(*(x if negated else 1 - x for x in ends))
+
+    def _undecided(self) -> Range:
+        self.decides_all = False
+        return Range(0, self.length, 0, 0)
 
     def _where_zero(self, *ends: Index) -> Range:
         """The range of all indices where a value of the other axis with these bounds is at most 0, else of none."""
@@ -123,17 +141,24 @@ class _Solver:
 
     def _ends(self, node: Node) -> tuple[Index, Index] | None:
         """Minimum and maximum of a value of the other axis; None where an array is read, or an integer is large."""
-        if not _is_small(node):
+        if not self._is_small(node):
             return None
-        if node.op == "literal":
+        if node.op == "literal" and self.analysis.evaluation is None:
             return int(node.value), int(node.value)
         interval = self.analysis.interval(node)
         return None if interval is None else interval[:2]
 
+    def _is_small(self, node: Node) -> bool:
+        """True if sums of multiples of the nodes behind an integer surely do not wrap; known ones are checked."""
+        nodes = reachable([node])
+        if self.analysis.evaluation is not None:
+            nodes = [x for x in nodes if self.walked in x.kind and x.op not in ("add", "sub", "neg", "call")]
+        return _are_small(nodes)
+
     def _compared(self, op: str, node: Node) -> Range:
         """The range of a comparison of two integers."""
-        if not all(x.dtype == np.int32 and _is_small(x) for x in node.inputs):
-            return self.undecided
+        if not all(x.dtype == np.int32 and self._is_small(x) for x in node.inputs):
+            return self._undecided()
         (sign, least), (a, b) = COMPARISONS[op], node.inputs
         return self._at_least([(sign, a), (-sign, b)], least, least)
 
@@ -145,13 +170,13 @@ class _Solver:
         for node in [x for x in factors if self.walked not in x.kind]:
             factor, ends = factors.pop(node), self._ends(node)
             if ends is None:
-                return self.undecided
+                return self._undecided()
             least, most = ends if factor < 0 else ends[::-1]
             low, high = low - factor * least, high - factor * most
         unknowns = [(node, factor) for node, factor in factors.items() if factor]
         if not unknowns:
             return self._where_zero(low, high)
-        return self._solved(*unknowns[0], low, high) if len(unknowns) == 1 else self.undecided
+        return self._solved(*unknowns[0], low, high) if len(unknowns) == 1 else self._undecided()
 
     def _add(self, factors: dict[Node, int], factor: int, node: Node) -> None:
         """Adds a multiple of a node to a sum, term by term as far as it depends on the walked index."""
@@ -181,7 +206,7 @@ class _Solver:
             terms = [(1, node.inputs[0]), (-1, node.inputs[0])]
             terms = terms if node.op == "abs" else [(sign, x) for x in node.inputs]
             both = (self._at_least([term], low, high) for term in terms)
-            return _union(*both) if (node.op != "min") == (sign > 0) else _intersection(*both)
+            return self._union(*both) if (node.op != "min") == (sign > 0) else _intersection(*both)
         if node.op == "div" and size == 1 and node.bounds is not None:
             number, divisor = node.inputs
             if number.bounds is not None and number.bounds[0] >= 0 and divisor.op == "literal" and divisor.value > 0:
@@ -190,12 +215,11 @@ class _Solver:
                 limits, least = ((0, most), 0) if sign > 0 else ((-most, 1), 1 - by)
                 low, high = (_clip(x, *limits) * by + least for x in (low, high))
                 return self._at_least([(sign, number)], low, high)
-        return self.undecided
+        return self._undecided()
 
 
-def _is_small(node: Node) -> bool:
-    """True if sums of multiples of the nodes behind an integer surely do not wrap."""
-    bounds = [x.bounds for x in reachable([node])]
+def _are_small(nodes: Iterable[Node]) -> bool:
+    bounds = [x.bounds for x in nodes]
     return all(x is not None and max(-x[0], x[1]) <= MAX_LOADED for x in bounds)
 
 
@@ -228,13 +252,3 @@ def _quotient(x: Index, divisor: int) -> Index:
 
 def _intersection(a: Range, b: Range) -> Range:
     return Range(*(function(x, y) for function, x, y in zip((_greatest, _least) * 2, a, b, strict=True)))
-
-
-def _union(a: Range, b: Range) -> Range:
-    """The range around two; of the indices that are visible throughout, the longer range if they are apart."""
-    hull = Range(*(function(x, y) for function, x, y in zip((_least, _greatest) * 2, a, b, strict=True)))
-    pick = lambda i: _where(a.end <= a.first, b[i], _where(b.end <= b.first, a[i], hull[i]))
-    together = _greatest(a.full_first, b.full_first) <= _least(a.full_end, b.full_end)
-    is_longer = a.full_end - a.full_first >= b.full_end - b.full_first
-    pick_full = lambda i: _where(together, hull[i], _where(is_longer, a[i], b[i]))
-    return Range(pick(0), pick(1), pick_full(2), pick_full(3))
