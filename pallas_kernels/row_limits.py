@@ -42,8 +42,8 @@ def row_limits(
 ) -> RowLimits | None:
     """The limits of a mask at a batch entry; None if its program is no conjunction of limits, or captures nothing.
 
-    A clause compares the key, or a distance from it or a quotient of it, with a value of the query; or a function of the
-    key with one for equality. It may not use the head. What compares indices alone has no need of arrays.
+    A clause compares the key, or a distance from it or a quotient of it, with a value of the query; or, for equality, a
+    function of the key with one. It may not use the head. What compares indices alone has no need of arrays.
     """
     program = program_of(mod, IndexRanges(batch, 1, *lengths))
     if isinstance(program, Refusal) or not program.loads or max(lengths) > MAX_LOADED:

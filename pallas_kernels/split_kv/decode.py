@@ -226,7 +226,7 @@ def _load_queries(spec: AttentionSpec, ref: Ref, b: Index, h: jax.Array, t: jax.
         column = first + lax.broadcasted_iota(jnp.int32, shape, 1)
         h_row, t_row = jnp.broadcast_to(h, shape), jnp.broadcast_to(t, shape)
         at = (b, t_row, h_row, column) if spec.layout == "BTNH" else (b, h_row, t_row, column)
-        return widened(spec, runner_of(spec).load(ref.at[at], mask=column < spec.D, other=0.0))
+        return widened(spec, runner_of(spec).load(ref.at[at], mask=column < spec.D))
 
     return tuple(load(*chunk) for chunk in chunks(spec.D))
 

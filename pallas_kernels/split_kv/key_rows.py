@@ -53,7 +53,7 @@ class KeyRows(NamedTuple):
             page, row = arrays.table[(work_item.request, lax.div(first, page_size))], lax.rem(first, page_size)
         else:
             at = arrays.table.at[(work_item.request, lax.div(position, page_size))]
-            page = runner_of(spec).load(at, mask=exists, other=0) if may_end else runner_of(spec).load(at)
+            page = runner_of(spec).load(at, mask=exists if may_end else None)
             row = lax.rem(position, page_size)
         page = jnp.minimum(jnp.maximum(page, 0), spec.num_pages - 1) + arrays.first_page[0]
         return cls(spec, h, first, exists, page, row, may_end)
@@ -107,12 +107,8 @@ class KeyRows(NamedTuple):
     def _scales_at(self, ref: Ref, column: Index) -> jax.Array:
         """A column of the scales of each key, [count]: zeros past the request's length."""
         row = lax.broadcasted_iota(jnp.int32, self.exists.shape, 0) + self.row if self._is_one_page else self.row
-        at = ref.at[(self.page, row, column)]
-        return (
-            runner_of(self.spec).load(at, mask=self.exists, other=0.0)
-            if self.may_end
-            else runner_of(self.spec).load(at)
-        )
+        mask = self.exists if self.may_end else None
+        return runner_of(self.spec).load(ref.at[(self.page, row, column)], mask=mask)
 
     def _load(self, ref: Ref, mod: PreparedVectors | None, scale: jax.Array | None) -> Columns:
         """Rows [count, D or Dv], multiplied by a scale, and as a mod makes them; zeros past the request's length."""
@@ -144,10 +140,7 @@ class KeyRows(NamedTuple):
         if self.may_end:
             exists = jnp.broadcast_to(self.exists[:, None], lanes.shape)
             mask = exists if mask is None else mask & exists
-        at = ref.at[(pages, rows, self.h, lanes)]
-        if mask is None:
-            return runner_of(self.spec).load(at)
-        return runner_of(self.spec).load(at, mask=mask, other=0 if jnp.issubdtype(ref.dtype, jnp.integer) else 0.0)
+        return runner_of(self.spec).load(ref.at[(pages, rows, self.h, lanes)], mask=mask)
 
     @property
     def _is_one_page(self) -> bool:

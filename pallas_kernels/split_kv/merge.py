@@ -120,7 +120,7 @@ def _accumulate(
         column = first + lax.broadcasted_iota(jnp.int32, (run, width), 1)
         slot_tile, mask = (jnp.broadcast_to(y[:, None], column.shape) for y in (slot, exists))
         source = partials.out.at[(slot_tile, *at, column)]
-        loaded.append(runner_of(spec).load(source, mask=(column < size) & mask, other=0.0))
+        loaded.append(runner_of(spec).load(source, mask=(column < size) & mask))
     new_max = jnp.maximum(row.max, jnp.max(lse))
     safe_max = jnp.where(new_max == -jnp.inf, 0.0, new_max)
     weight, alpha = jnp.exp(lse - safe_max), jnp.exp(row.max - safe_max)
@@ -158,7 +158,7 @@ def _merge_fixed_row(
         for first, width in chunks(size):
             column = first + lax.broadcasted_iota(jnp.int32, (width,), 0)
             mask = (column < size) & exists
-            out.append(runner_of(spec).load(partials.out.at[(here, *at, column)], mask=mask, other=0.0))
+            out.append(runner_of(spec).load(partials.out.at[(here, *at, column)], mask=mask))
         empty = 0.0 if spec.normalize == "none" else -jnp.inf
         max_values = tuple(vector(ref, -jnp.inf) for ref in row_max)
         return fixed_splits.Sums(vector(partials.lse, empty), vector(row_sum, 0.0), tuple(out), max_values)

@@ -332,7 +332,7 @@ def _load_queries(spec: AttentionSpec, ref: Ref, n: jax.Array, h: jax.Array) -> 
         shape = (n.shape[0], width)
         column = first + step * lax.broadcasted_iota(jnp.int32, shape, 1)
         at = (jnp.broadcast_to(n[:, None], shape), jnp.broadcast_to(h[:, None], shape), column)
-        return runner_of(spec).load(ref.at[at], mask=column < spec.D, other=0.0)
+        return runner_of(spec).load(ref.at[at], mask=column < spec.D)
 
     return tuple(load(*chunk) for chunk in key_chunks(spec))
 

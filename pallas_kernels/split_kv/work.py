@@ -145,7 +145,7 @@ def requests(spec: AttentionSpec, work: Work, arrays: PagedOperands[Ref] | Reque
     i = lax.broadcasted_iota(jnp.int32, (1 << R.bit_length(),), 0)
     start = runner_of(spec).load(arrays.indptr.at[i], mask=i <= R, other=N)
     end = runner_of(spec).load(arrays.indptr.at[i + 1], mask=i < R, other=N)
-    return planned_requests(spec, work, start, end, runner_of(spec).load(arrays.lengths.at[i], mask=i < R, other=0))
+    return planned_requests(spec, work, start, end, runner_of(spec).load(arrays.lengths.at[i], mask=i < R))
 
 
 def requests_on_host(spec: AttentionSpec, work: Work, indptr: np.ndarray, lengths: np.ndarray) -> Requests:

@@ -80,12 +80,7 @@ def load_rows(
 
     def load(start: int, width: int) -> jax.Array:
         at, mask = _index_and_mask(spec, ref, (b, h), (first, rows, length, may_end), (start, width))
-        return widened(
-            spec,
-            runner_of(spec).load(ref.at[at])
-            if mask is None
-            else runner_of(spec).load(ref.at[at], mask=mask, other=0.0),
-        )
+        return widened(spec, runner_of(spec).load(ref.at[at], mask=mask))
 
     return tuple(load(*chunk) for chunk in chunks(ref.shape[3]))
 

@@ -42,8 +42,8 @@ class Runner(abc.ABC):
     is_interpreter: ClassVar[bool] = False
 
     @abc.abstractmethod
-    def load(self, ref: Ref, *, mask: jax.Array | None = None, other: float | None = None) -> jax.Array:
-        """Loads a ref, or an index of one, where `mask` is True (None: everywhere); elsewhere `other`, or anything."""
+    def load(self, ref: Ref, *, mask: jax.Array | None = None, other: float = 0) -> jax.Array:
+        """Loads a ref, or an index of one, where `mask` is True (None: everywhere); elsewhere `other`."""
 
     @abc.abstractmethod
     def store(self, ref: Ref, x: jax.Array, *, mask: jax.Array | None = None) -> None:
@@ -154,9 +154,9 @@ class Interpreter(Runner):
 
     is_interpreter = True
 
-    def load(self, ref: Ref, *, mask: jax.Array | None = None, other: float | None = None) -> jax.Array:  # noqa: D102
+    def load(self, ref: Ref, *, mask: jax.Array | None = None, other: float = 0) -> jax.Array:  # noqa: D102
         if limit_of_pallas() is None:
-            return _pallas().load(ref, mask=mask, other=other)
+            return _load_by_pallas(ref, mask, other)
         return self.load_by_index(ref, mask, other)
 
     def store(self, ref: Ref, x: jax.Array, *, mask: jax.Array | None = None) -> None:  # noqa: D102
@@ -165,10 +165,10 @@ class Interpreter(Runner):
         return self.store_by_index(ref, x, mask)
 
     @staticmethod
-    def load_by_index(ref: Ref, mask: jax.Array | None, other: float | None) -> jax.Array:
+    def load_by_index(ref: Ref, mask: jax.Array | None, other: float) -> jax.Array:
         """Loads by index arrays."""
         x = ref_get(*by_arrays(ref))
-        return x if mask is None or other is None else jnp.where(mask, x, jnp.full_like(x, other))
+        return x if mask is None else jnp.where(mask, x, jnp.full_like(x, other))
 
     @staticmethod
     def store_by_index(ref: Ref, x: jax.Array, mask: jax.Array | None) -> None:
@@ -219,7 +219,7 @@ def by_arrays(ref: Ref) -> tuple[Ref, tuple[jax.Array, ...] | None]:
 class OfficialTriton(Runner):
     """Official Triton: operations are primitives of ours, of which its emitter makes source."""
 
-    def load(self, ref: Ref, *, mask: jax.Array | None = None, other: float | None = None) -> jax.Array:  # noqa: D102
+    def load(self, ref: Ref, *, mask: jax.Array | None = None, other: float = 0) -> jax.Array:  # noqa: D102
         return ref_get(ref) if mask is None else primitives.masked_load(ref, mask, other)
 
     def store(self, ref: Ref, x: jax.Array, *, mask: jax.Array | None = None) -> None:  # noqa: D102
@@ -239,8 +239,8 @@ class OfficialTriton(Runner):
 class PallasTriton(Runner):
     """The Triton inside Pallas, deprecated since JAX 0.11."""
 
-    def load(self, ref: Ref, *, mask: jax.Array | None = None, other: float | None = None) -> jax.Array:  # noqa: D102
-        return _pallas().load(ref, mask=mask, other=other)
+    def load(self, ref: Ref, *, mask: jax.Array | None = None, other: float = 0) -> jax.Array:  # noqa: D102
+        return _load_by_pallas(ref, mask, other)
 
     def store(self, ref: Ref, x: jax.Array, *, mask: jax.Array | None = None) -> None:  # noqa: D102
         _pallas().store(ref, x, mask=mask)
@@ -302,6 +302,12 @@ def _pallas() -> ModuleType:
     from jax.experimental.pallas import triton
 
     return triton
+
+
+def _load_by_pallas(ref: Ref, mask: jax.Array | None, other: float) -> jax.Array:
+    """`pallas.triton.load`, which takes a number of the kind of the array, and none without a mask."""
+    other = other if jnp.issubdtype(ref.dtype, jnp.integer) else float(other)
+    return _pallas().load(ref, mask=mask, other=None if mask is None else other)
 
 
 def _inline_ptx(ptx: str, *args: jax.Array, dtype: str = "float32") -> jax.Array:

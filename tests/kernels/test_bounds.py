@@ -43,7 +43,7 @@ def outside(monkeypatch):
         count = jnp.sum(wrong if mask is None else wrong & mask)
         jax.debug.callback(functools.partial(note, name), count)
 
-    def load(self, ref, *, mask=None, other=None):
+    def load(self, ref, *, mask=None, other=0):
         check("load", ref, mask)
         return self.load_by_index(ref, mask, other)
 

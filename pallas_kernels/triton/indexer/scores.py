@@ -98,7 +98,7 @@ def _sum_over_heads(runner: Runner, tile: _Tile, query: Ref, weights: Ref, keys:
             weight = runner.load(weights.at[n, head])
         else:  # zeros for the heads that do not exist: with a key that is infinite, their products are NaN
             products = jnp.where(jnp.broadcast_to(head[None] < tile.heads, products.shape), products, 0.0)
-            weight = runner.load(weights.at[n, head], mask=head < tile.heads, other=0.0)
+            weight = runner.load(weights.at[n, head], mask=head < tile.heads)
         return total + jnp.sum(products * weight.astype(jnp.float32)[None], axis=1)
 
     start, blocks = jnp.zeros((tile.block_keys,), jnp.float32), pl.cdiv(tile.heads, tile.block_heads)
@@ -119,7 +119,7 @@ def _load_rows(runner: Runner, ref: Ref, at: tuple[Index, ...], first: Index, ro
         if start + width > ref.shape[-1]:
             exists.append(column < ref.shape[-1])
         mask = functools.reduce(jnp.logical_and, exists) if exists else None
-        return runner.load(ref.at[(*at, row, column)], mask=mask, other=None if mask is None else 0.0)
+        return runner.load(ref.at[(*at, row, column)], mask=mask)
 
     return tuple(load(*chunk) for chunk in chunks(ref.shape[-1]))
 

@@ -110,7 +110,7 @@ def _kernel(runner: Runner, part: _Part, has_positions: bool, ranks: Ref, *refs:
         position = at
         if has_positions:
             exists = selected & (at < part.length)
-            position = runner.load(positions[0].at[row, at], mask=exists, other=0)
+            position = runner.load(positions[0].at[row, at], mask=exists)
         runner.store(out.at[row, to], ~x, mask=selected)
         runner.store(out_positions.at[row, to], position, mask=selected)
         return before + jnp.sum(ones)

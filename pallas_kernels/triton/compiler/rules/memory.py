@@ -39,11 +39,8 @@ def _mask_load(emitter: Emitter, eqn: JaxprEqn, ins: list[Value]) -> list[Value]
     line, pointer = emitter.loads.pop(cast(Var, eqn.invars[0]))
     _, mask = ins
     del emitter.lines[line]
-    other = eqn.params["other"]
-    arguments = f"{pointer}, mask={emitter.dialect.mask(emitter.tensor(mask))}"
-    if other is not None:
-        arguments += f", other={number_of(other, ins[0].dtype).text}"
-    return emitter.out(eqn, emitter.dialect.load(arguments, ins[0].dtype), "load")
+    where, other = emitter.dialect.mask(emitter.tensor(mask)), number_of(eqn.params["other"], ins[0].dtype).text
+    return emitter.out(eqn, emitter.dialect.load(f"{pointer}, mask={where}, other={other}", ins[0].dtype), "load")
 
 
 def _mask_store(emitter: Emitter, eqn: JaxprEqn, ins: list[Value]) -> list[Value]:

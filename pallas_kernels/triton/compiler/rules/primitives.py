@@ -85,8 +85,8 @@ mask_store_p = Primitive("jflex_mask_store")
 element_p = Primitive("jflex_element")
 
 
-def masked_load(ref: jax.Ref, mask: jax.Array, other: float | None) -> jax.Array:
-    """Loads elements of a ref where a mask is true; elsewhere `other`, or anything."""
+def masked_load(ref: jax.Ref, mask: jax.Array, other: float) -> jax.Array:
+    """Loads elements of a ref where a mask is true; elsewhere `other`."""
     x = ref_get(ref)
     return mask_load_p.bind(x, jnp.broadcast_to(mask, x.shape), other=other)
 
