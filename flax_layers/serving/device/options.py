@@ -19,6 +19,15 @@ _SMALL_TABLE = 64
 _FARTHEST = 1 << 24
 """Tokens of a text at most: a request with penalties sends a number for each to the device."""
 
+_EXCLUSIVE = {
+    ("draft_tokens", "streaming"): "0 with `streaming`, which does not verify trees of drafts",
+    ("draft_tokens", "batch_invariant"): "0 with `batch_invariant`: other requests decide how many drafts there is "
+    "room for, and so how sums are ordered",
+    ("streaming", "batch_invariant"): "None with `batch_invariant`: chunks of a prompt, whose sizes depend on other "
+    "requests, decide where its splits begin",
+}
+"""Pairs of options that exclude each other, and what the first one must be, and why."""
+
 
 class Shape(NamedTuple):
     """The shape of a step: packed tokens and rows of requests, with padding, and the width of the page table.
@@ -109,12 +118,10 @@ class EngineOptions:
             raise ValueError(
                 f"`draft_tokens` must be from 0 to {MAX_DRAFTS}. Got {self.draft_tokens}. Use 0 for no speculation."
             )
-        if self.draft_tokens and self.streaming is not None:
-            raise ValueError(
-                "`draft_tokens` must be 0 with `streaming`, which does not verify trees of drafts. Got "
-                f"{self.draft_tokens}. Leave one of them out."
-            )
-        self._check_invariant()
+        for (name, other), rule in _EXCLUSIVE.items():
+            if getattr(self, name) and getattr(self, other):
+                got = getattr(self, name)
+                raise ValueError(f"`{name}` must be {rule}. Got {got}. Leave one of them out.")
         check_cache_name(self.cache_dtype)
         if not 1 <= self.page_size <= 256:
             raise ValueError(f"`page_size` must be from 1 to 256. Got {self.page_size}. 16 to 64 suit most models.")
@@ -122,21 +129,6 @@ class EngineOptions:
             raise ValueError(
                 f"`max_step_tokens` must be at least `max_requests`, so that every request gets a token in each step. "
                 f"Got {self.max_step_tokens} and {self.max_requests}."
-            )
-
-    def _check_invariant(self) -> None:
-        """Refuses drafts and windows: other requests would decide how the keys of a request are split."""
-        if not self.batch_invariant:
-            return
-        if self.draft_tokens:
-            raise ValueError(
-                "`draft_tokens` must be 0 with `batch_invariant`: other requests decide how many drafts there is room "
-                f"for, and so how sums are ordered. Got {self.draft_tokens}. Leave one of them out."
-            )
-        if self.streaming is not None:
-            raise ValueError(
-                "`streaming` must be None with `batch_invariant`: chunks of a prompt, whose sizes depend on other "
-                f"requests, decide where its splits begin. Got {self.streaming}. Leave one of them out."
             )
 
     @property
