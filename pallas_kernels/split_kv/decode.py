@@ -30,7 +30,7 @@ from pallas_kernels.split_kv.ragged import KvExtents, Row, SplitPlan
 from pallas_kernels.triton import scores
 from pallas_kernels.triton.containment import any_nan
 from pallas_kernels.triton.forward import Attention, Tile, Walk
-from pallas_kernels.triton.head_chunks import Columns, chunks, load_rows, widened
+from pallas_kernels.triton.head_chunks import load_lines, load_rows, store_lines
 from pallas_kernels.triton.launch import runner_of
 from pallas_kernels.types import Index, Ref
 
@@ -133,10 +133,8 @@ def _uniform_kernel(
     if splits == 1:
         return ragged.store_unsplit(spec, ragged.unsplit_item(row), rows, vectors, result)
     out, *of_vectors = result
-    for (first, width), x in zip(chunks(spec.Dv), rows, strict=True):
-        column = first + lax.broadcasted_iota(jnp.int32, (tiles.block_q, width), 1)
-        line = lax.broadcasted_iota(jnp.int32, (tiles.block_q, width), 0)
-        runner_of(spec).store(out.at[(b * splits + split, kv_h, line, column)], x, mask=column < spec.Dv)
+    line = lax.broadcasted_iota(jnp.int32, (tiles.block_q,), 0)
+    store_lines(spec, out, (b * splits + split, kv_h, line), rows)
     for ref, x in zip(of_vectors, vectors, strict=True):
         runner_of(spec).store(ref.at[(b * splits + split, kv_h, pl.ds(0, tiles.block_q))], x)
 
@@ -188,8 +186,7 @@ def _repair_kernel(
         attention = _attention(spec, tiles, arrays, item.row, functools.partial(walk, item.split))
         if spec.config.batch_invariant:
             of_split = functools.partial(_fixed_walk, tiles, walk)
-            sums, attended = fixed_splits.repair(attention, of_split, *item.fixed)
-            rows, vectors = fixed_splits.finish(spec, sums)
+            rows, vectors, attended = fixed_splits.repair(attention, of_split, *item.fixed)
         else:
             rows, vectors, attended = attention.repair()
         ragged.store_unsplit(spec, item, rows, vectors, result, keeps=attended.bad > 0.0)
@@ -203,7 +200,7 @@ def _attention(spec: AttentionSpec, tiles: Tiles, arrays: Operands[Ref], row: Ro
     line = lax.broadcasted_iota(jnp.int32, (tiles.block_q, 1), 0)
     line = jnp.minimum(line, spec.group * spec.T - 1)  # lines beyond repeat the last one, and are dropped
     h, t = kv_h * spec.group + lax.div(line, spec.T), lax.rem(line, spec.T)
-    q = _load_queries(spec, arrays.query, b, h, t)  # [block_q, D]
+    q = load_lines(spec, arrays.query, (b, t, h) if spec.layout == "BTNH" else (b, h, t))  # [block_q, D]
     prepared = scores.prepare(spec, arrays, tiles.shape, b, h, q=t, end=end)
     kv_b = b if spec.Bkv > 1 else 0
 
@@ -216,19 +213,6 @@ def _attention(spec: AttentionSpec, tiles: Tiles, arrays: Operands[Ref], row: Ro
         return Tile(tile, keys(arrays.value))  # V [Bk, Dv]
 
     return Attention(prepared, tiles.block_q, walk, tile_at)
-
-
-def _load_queries(spec: AttentionSpec, ref: Ref, b: Index, h: jax.Array, t: jax.Array) -> Columns:
-    """The query of each row."""
-
-    def load(first: int, width: int) -> jax.Array:
-        shape = (h.shape[0], width)
-        column = first + lax.broadcasted_iota(jnp.int32, shape, 1)
-        h_row, t_row = jnp.broadcast_to(h, shape), jnp.broadcast_to(t, shape)
-        at = (b, t_row, h_row, column) if spec.layout == "BTNH" else (b, h_row, t_row, column)
-        return widened(spec, runner_of(spec).load(ref.at[at], mask=column < spec.D))
-
-    return tuple(load(*chunk) for chunk in chunks(spec.D))
 
 
 def _fixed_walk(tiles: Tiles, walk: Callable[..., Any], i: Index) -> Walk:

@@ -83,15 +83,19 @@ def attend(attention: Attention, walk_of: Callable[[Index], Walk], first: Index,
     return lax.fori_loop(first, end, one, _nothing(attention))
 
 
-def repair(attention: Attention, walk_of: Callable[[Index], Walk], first: Index, end: Index) -> tuple[Sums, Attended]:
-    """Sums from cleared values (`pallas_kernels.triton.containment`), and the rows that must keep their output."""
+def repair(
+    attention: Attention, walk_of: Callable[[Index], Walk], first: Index, end: Index
+) -> tuple[Columns, RowVectors, Attended]:
+    """The result over splits from cleared values, and the rows that must keep their output, as `Attention.repair`."""
 
     def one(i: Index, carry: tuple[Sums, Attended]) -> tuple[Sums, Attended]:
         split_attention = attention._replace(walk=walk_of(i))
         state, attended = split_attention.repaired_state(carry[1])
         return add(carry[0], _of_state(split_attention, state, marked=False)), attended
 
-    return lax.fori_loop(first, end, one, (_nothing(attention), Attended.none(attention.rows)))
+    start = _nothing(attention), Attended.none(attention.rows)
+    sums, attended = lax.fori_loop(first, end, one, start)
+    return *finish(attention.spec, sums), attended
 
 
 def _nothing(attention: Attention) -> Sums:

@@ -23,7 +23,7 @@ from pallas_kernels.split_kv import fixed_splits, planner
 from pallas_kernels.split_kv.ragged import KvExtents, SplitPlan, SplitRow
 from pallas_kernels.split_kv.work import PagedOperands, RequestExtents, Work, queries_to_merge, query_to_merge, requests
 from pallas_kernels.triton.forward import RowVectors
-from pallas_kernels.triton.head_chunks import Columns, chunks
+from pallas_kernels.triton.head_chunks import Columns, chunks, load_lines, store_lines
 from pallas_kernels.triton.launch import runner_of
 from pallas_kernels.types import A, Index, Ref
 
@@ -69,8 +69,7 @@ def merge_row(
       count: How many there are; with none, the row is fully masked.
       at: Head and row of the partial results.
     """
-    size = partials.out.shape[-1]
-    zeros = tuple(jnp.zeros((width,), jnp.float32) for _, width in chunks(size))
+    zeros = tuple(jnp.zeros((width,), jnp.float32) for _, width in chunks(spec.Dv))
     scalar = lambda x: jnp.full((), x, jnp.float32)
     stats = tuple(scalar(_START[name]) for name in spec.stats)
     start = _Row(scalar(-jnp.inf), jnp.zeros((), jnp.float32), zeros, stats)
@@ -111,16 +110,11 @@ def _accumulate(
     row: _Row,
 ) -> _Row:
     """Rescales the weighted sums of a row, and adds a run of partial results."""
-    (first_slot, count), size = slots, partials.out.shape[-1]
+    first_slot, count = slots
     i = n * run + lax.broadcasted_iota(jnp.int32, (run,), 0)
     exists, slot = i < count, first_slot + jnp.minimum(i, count - 1)
     lse = runner_of(spec).load(partials.lse.at[(slot, *at)], mask=exists, other=-jnp.inf)
-    loaded = []  # before the lse are used, so that one latency covers both
-    for first, width in chunks(size):
-        column = first + lax.broadcasted_iota(jnp.int32, (run, width), 1)
-        slot_tile, mask = (jnp.broadcast_to(y[:, None], column.shape) for y in (slot, exists))
-        source = partials.out.at[(slot_tile, *at, column)]
-        loaded.append(runner_of(spec).load(source, mask=(column < size) & mask))
+    loaded = load_lines(spec, partials.out, (slot, *at), exists)  # before the lse are used: one latency covers both
     new_max = jnp.maximum(row.max, jnp.max(lse))
     safe_max = jnp.where(new_max == -jnp.inf, 0.0, new_max)
     weight, alpha = jnp.exp(lse - safe_max), jnp.exp(row.max - safe_max)
@@ -145,8 +139,8 @@ def _merge_fixed_row(
     spec: AttentionSpec, partials: Partials[Ref], slot: Index, count: Index, at: tuple[Index, Index]
 ) -> tuple[Columns, RowVectors]:
     """Merges splits of a constant number of keys, in ascending order; otherwise like `merge_row`."""
-    scalar, size = lambda x: jnp.full((), x, jnp.float32), partials.out.shape[-1]
-    zeros = tuple(jnp.zeros((width,), jnp.float32) for _, width in chunks(size))
+    scalar = lambda x: jnp.full((), x, jnp.float32)
+    zeros = tuple(jnp.zeros((width,), jnp.float32) for _, width in chunks(spec.Dv))
     exponent = scalar(0.0 if spec.normalize == "none" else -jnp.inf)
     start = fixed_splits.Sums(exponent, scalar(0.0), zeros, tuple(scalar(-jnp.inf) for _ in spec.stats))
 
@@ -154,14 +148,10 @@ def _merge_fixed_row(
         exists, here = i < count, slot + jnp.minimum(i, count - 1)
         vector = lambda ref, other: jnp.where(exists, ref[(here, *at)], other)
         row_sum, *row_max = partials.stats
-        out = []
-        for first, width in chunks(size):
-            column = first + lax.broadcasted_iota(jnp.int32, (width,), 0)
-            mask = (column < size) & exists
-            out.append(runner_of(spec).load(partials.out.at[(here, *at, column)], mask=mask))
+        out = load_lines(spec, partials.out, (here, *at), exists)
         empty = 0.0 if spec.normalize == "none" else -jnp.inf
         max_values = tuple(vector(ref, -jnp.inf) for ref in row_max)
-        return fixed_splits.Sums(vector(partials.lse, empty), vector(row_sum, 0.0), tuple(out), max_values)
+        return fixed_splits.Sums(vector(partials.lse, empty), vector(row_sum, 0.0), out, max_values)
 
     def run(n: jax.Array, sums: fixed_splits.Sums) -> fixed_splits.Sums:
         loaded = [load(n * LOADED_AT_ONCE + k) for k in range(LOADED_AT_ONCE)]  # before the first is used
@@ -265,10 +255,7 @@ def _merge_line(
     h, t = row.kv_h * spec.group + lax.div(line, spec.T), lax.rem(line, spec.T)
     for ref, x in zip(vector_refs, vectors, strict=True):
         ref[row.b, h, t] = x
-    for (first, width), x in zip(chunks(spec.Dv), columns, strict=True):
-        column = first + lax.broadcasted_iota(jnp.int32, (width,), 0)
-        at = (row.b, t, h, column) if spec.layout == "BTNH" else (row.b, h, t, column)
-        runner_of(spec).store(out.at[at], x.astype(out.dtype), mask=column < spec.Dv)
+    store_lines(spec, out, (row.b, t, h) if spec.layout == "BTNH" else (row.b, h, t), columns)
 
 
 # --- pages
@@ -320,8 +307,6 @@ def _paged_kernel(
         n = jnp.minimum(row.n, spec.T - 1)
         for ref, x in zip(vector_refs, vectors, strict=True):
             ref[n, h] = x
-        for (first, width), x in zip(chunks(spec.Dv), columns, strict=True):
-            column = first + lax.broadcasted_iota(jnp.int32, (width,), 0)
-            runner_of(spec).store(out.at[(n, h, column)], x.astype(out.dtype), mask=column < spec.Dv)
+        store_lines(spec, out, (n, h), columns)
 
     planner.grid_stride(rows, merge)

@@ -39,7 +39,7 @@ from pallas_kernels.split_kv.work import (
 from pallas_kernels.triton import scores, vectors
 from pallas_kernels.triton.containment import any_nan
 from pallas_kernels.triton.forward import Attention, RowVectors, Tile, Walk
-from pallas_kernels.triton.head_chunks import Columns, key_chunks, value_chunks
+from pallas_kernels.triton.head_chunks import Columns, key_chunks, load_lines, store_lines, value_chunks
 from pallas_kernels.triton.launch import runner_of
 from pallas_kernels.types import Index, Ref, S
 
@@ -230,7 +230,7 @@ class _WorkTile(NamedTuple):
         for ref, x in zip(per_row, row_vectors, strict=True):
             runner_of(spec).store(ref.at[(row.n, row.h)], x, mask=whole)
         mask = whole if keeps is None else whole & ~keeps
-        _store(spec, out, (row.n[:, None], row.h[:, None]), columns, mask)
+        store_lines(spec, out, (row.n, row.h), columns, mask, value_chunks(spec))
 
 
 def _kernel(
@@ -275,7 +275,7 @@ def _store_partial(
     is_split = program.row.exists & (item.splits > 1)
     for ref, x in zip(per_row, row_vectors, strict=True):
         runner_of(spec).store(ref.at[(item.slot, kv_h, i)], x, mask=is_split)
-    _store(spec, partial_out, (item.slot, kv_h, i[:, None]), columns, is_split)
+    store_lines(spec, partial_out, (item.slot, kv_h, i), columns, is_split, value_chunks(spec))
 
 
 def _repair_kernel(spec: AttentionSpec, work: Work, arrays: PagedOperands[Ref], before: list[Ref], *refs: Ref) -> None:
@@ -300,41 +300,20 @@ def _fix(program: _WorkTile, work: Work, refs: Sequence[Ref], marked: jax.Array)
     """Computes a tile of queries again, and stores the rows that are marked."""
     spec = program.attention.spec
     if spec.config.batch_invariant:
-        sums, attended = fixed_splits.repair(program.attention, *program.fixed_splits(work))
-        columns, row_vectors = fixed_splits.finish(spec, sums)
+        columns, row_vectors, attended = fixed_splits.repair(program.attention, *program.fixed_splits(work))
     else:
         columns, row_vectors, attended = program.attention.repair()
     program.store(refs, columns, row_vectors, whole=marked, keeps=attended.bad > 0.0)
 
 
-def _store(spec: AttentionSpec, ref: Ref, at: tuple[Index, ...], columns: Columns, mask: jax.Array) -> None:
-    size = ref.shape[-1]
-    for (first, _, step), x in zip(value_chunks(spec), columns, strict=True):
-        column = first + step * lax.broadcasted_iota(jnp.int32, x.shape, 1)
-        index = tuple(jnp.broadcast_to(i, x.shape) if jnp.ndim(i) else i for i in at)
-        runner_of(spec).store(ref.at[(*index, column)], x.astype(ref.dtype), mask=mask[:, None] & (column < size))
-
-
 def _scaled_queries(spec: AttentionSpec, ref: Ref, row: QueryRows) -> tuple[Columns, jax.Array | None]:
     """The queries of the rows, and what the product of those in float16 is to be multiplied by, if they were scaled."""
-    q = _load_queries(spec, ref, row.n, row.h)
+    q = load_lines(spec, ref, (row.n, row.h), pieces=key_chunks(spec))
     if not spec.holds_pairs(spec.D, spec.vector_programs.key):
         return q, None
     count = len(value_chunks(spec)) if spec.has_latent_tiles else len(q)  # rotated columns are no pairs
     scaled, factor = byte_pairs.in_float16(q[:count])
     return (*scaled, *q[count:]), factor
-
-
-def _load_queries(spec: AttentionSpec, ref: Ref, n: jax.Array, h: jax.Array) -> Columns:
-    """The queries of the rows, in the chunks of lanes of the keys."""
-
-    def load(first: int, width: int, step: int) -> jax.Array:
-        shape = (n.shape[0], width)
-        column = first + step * lax.broadcasted_iota(jnp.int32, shape, 1)
-        at = (jnp.broadcast_to(n[:, None], shape), jnp.broadcast_to(h[:, None], shape), column)
-        return runner_of(spec).load(ref.at[at], mask=column < spec.D)
-
-    return tuple(load(*chunk) for chunk in key_chunks(spec))
 
 
 def _over_keys(

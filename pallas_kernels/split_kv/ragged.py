@@ -23,7 +23,7 @@ from pallas_kernels.config import Tiles
 from pallas_kernels.spec import AttentionSpec
 from pallas_kernels.split_kv import fixed_splits, planner
 from pallas_kernels.triton.forward import RowVectors
-from pallas_kernels.triton.head_chunks import Columns, chunks
+from pallas_kernels.triton.head_chunks import Columns, store_lines
 from pallas_kernels.triton.launch import runner_of
 from pallas_kernels.types import A, Index, Ref, S
 
@@ -236,12 +236,7 @@ def store_partial(
     line = lax.broadcasted_iota(jnp.int32, (block_q,), 0)
     for ref, x in zip(vector_refs, vectors, strict=True):
         runner_of(spec).store(ref.at[(slot, head, line)], x, mask=jnp.broadcast_to(kept, (block_q,)))
-    for (first, width), x in zip(chunks(partial_out.shape[-1]), rows, strict=True):
-        column = first + lax.broadcasted_iota(jnp.int32, (block_q, width), 1)
-        line = lax.broadcasted_iota(jnp.int32, (block_q, width), 0)
-        runner_of(spec).store(
-            partial_out.at[(slot, head, line, column)], x, mask=(column < partial_out.shape[-1]) & kept
-        )
+    store_lines(spec, partial_out, (slot, head, line), rows, kept)
 
 
 def load_lse(spec: AttentionSpec, row: Row, block_q: int, lse: Ref) -> jax.Array:
@@ -259,23 +254,16 @@ def store_unsplit(
     keeps: jax.Array | None = None,
 ) -> None:
     """Stores the output, lse and stats of an unsplit row; outputs where `keeps` is true stay as they are."""
-    (out, *vector_refs), row, is_here, block_q = result, item.row, item.exists & item.unsplit, vectors[0].shape[0]
-
-    def batch_and_head(line: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        # Lines past the last name rows of other heads, or none; as repeated ones they would undo, in the interpreter,
-        # what the last one stores.
-        exists = is_here & (line < spec.group * spec.T)
-        return row.kv_h * spec.group + lax.div(line, spec.T), lax.rem(line, spec.T), exists
-
-    h, t, exists = batch_and_head(lax.broadcasted_iota(jnp.int32, (block_q,), 0))
+    (out, *vector_refs), row = result, item.row
+    line = lax.broadcasted_iota(jnp.int32, vectors[0].shape, 0)
+    # Lines past the last name rows of other heads, or none; as repeated ones they would undo, in the interpreter, what
+    # the last one stores.
+    exists = item.exists & item.unsplit & (line < spec.group * spec.T)
+    h, t = row.kv_h * spec.group + lax.div(line, spec.T), lax.rem(line, spec.T)
     for ref, x in zip(vector_refs, vectors, strict=True):
         runner_of(spec).store(ref.at[(row.b, h, t)], x, mask=exists)
-    for (first, width), x in zip(chunks(spec.Dv), rows, strict=True):
-        column = first + lax.broadcasted_iota(jnp.int32, (block_q, width), 1)
-        h, t, exists = batch_and_head(lax.broadcasted_iota(jnp.int32, (block_q, width), 0))
-        at = (row.b, t, h, column) if spec.layout == "BTNH" else (row.b, h, t, column)
-        exists = exists if keeps is None else exists & ~keeps[:, None]
-        runner_of(spec).store(out.at[at], x.astype(out.dtype), mask=(column < spec.Dv) & exists)
+    at = (row.b, t, h) if spec.layout == "BTNH" else (row.b, h, t)
+    store_lines(spec, out, at, rows, exists if keeps is None else exists & ~keeps)
 
 
 def over_keys(

@@ -20,6 +20,7 @@ from pallas_kernels.types import Index, Ref
 MIN_DOT_SIZE = 16  # M, N and K of an MMA
 
 Columns = tuple[jax.Array, ...]  # chunks of rows: [rows, width] each, zeros beyond the head size
+Chunks = tuple[Chunk, ...]
 
 
 def chunks(size: int) -> list[tuple[int, int]]:
@@ -33,7 +34,7 @@ def chunks(size: int) -> list[tuple[int, int]]:
     return [(0, whole // 2), (whole // 2, second)] if whole // 2 + second < whole else [(0, whole)]
 
 
-def key_chunks(spec: AttentionSpec) -> tuple[Chunk, ...]:
+def key_chunks(spec: AttentionSpec) -> Chunks:
     """The chunks that hold keys and queries of a paged call; those of the values first, if keys hold these."""
     if not spec.values_in_keys:
         return _side_chunks(spec, spec.D, spec.vector_programs.key)
@@ -41,7 +42,7 @@ def key_chunks(spec: AttentionSpec) -> tuple[Chunk, ...]:
     return (*value_chunks(spec), *rotated)
 
 
-def value_chunks(spec: AttentionSpec) -> tuple[Chunk, ...]:
+def value_chunks(spec: AttentionSpec) -> Chunks:
     """The chunks that hold values and outputs: as a mod makes them, or tiles of columns that share a scale."""
     if spec.has_latent_tiles:
         pairs = [(0, 1), (1, 1)] if spec.holds_pairs(spec.Dv, None) else [(0, 0)]
@@ -50,12 +51,12 @@ def value_chunks(spec: AttentionSpec) -> tuple[Chunk, ...]:
     return _side_chunks(spec, spec.Dv, spec.vector_programs.value)
 
 
-def plain_chunks(size: int) -> tuple[Chunk, ...]:
+def plain_chunks(size: int) -> Chunks:
     """The chunks that hold keys or values of a paged call without a mod."""
     return tuple(Chunk(*chunk) for chunk in chunks(size))
 
 
-def _side_chunks(spec: AttentionSpec, size: int, mod: VectorProgram | None) -> tuple[Chunk, ...]:
+def _side_chunks(spec: AttentionSpec, size: int, mod: VectorProgram | None) -> Chunks:
     """The chunks that hold keys or values, as a mod makes them, and the queries or outputs that go with them."""
     if mod is not None:
         return mod.chunks
@@ -118,6 +119,46 @@ def _index_and_mask(
             mask &= row < length
     b, h = (jnp.full((), x, jnp.int32) if isinstance(x, int) else x for x in head)  # the interpreter takes no plain int
     return ((b, row, h, column) if spec.layout == "BTNH" else (b, h, row, column)), mask
+
+
+def load_lines(
+    spec: AttentionSpec, ref: Ref, at: tuple[Index, ...], mask: jax.Array | None = None, pieces: Chunks | None = None
+) -> Columns:
+    """Loads rows of the last axis that are anywhere in an array, as `widened`; zeros outside of it and of a mask.
+
+    Args:
+      at: Indices of the other axes, each a scalar, [rows] or [rows, 1]. If all are scalars, what is loaded is [width].
+      mask: Of the rows, a scalar or [rows].
+      pieces: The chunks; by default those of the size of the array.
+    """
+    indices = (_index_of_lines(ref, at, mask, piece) for piece in pieces or plain_chunks(ref.shape[-1]))
+    return tuple(widened(spec, runner_of(spec).load(ref.at[index], mask=inside)) for index, inside in indices)
+
+
+def store_lines(
+    spec: AttentionSpec,
+    ref: Ref,
+    at: tuple[Index, ...],
+    x: Columns,
+    mask: jax.Array | None = None,
+    pieces: Chunks | None = None,
+) -> None:
+    """Stores what `load_lines` would load."""
+    for piece, columns in zip(pieces or plain_chunks(ref.shape[-1]), x, strict=True):
+        index, inside = _index_of_lines(ref, at, mask, piece)
+        runner_of(spec).store(ref.at[index], columns.astype(ref.dtype), mask=inside)
+
+
+def _index_of_lines(
+    ref: Ref, at: tuple[Index, ...], mask: jax.Array | None, piece: Chunk
+) -> tuple[tuple[Index, ...], jax.Array]:
+    """The index of a chunk of rows, and the mask of what is loaded."""
+    shape = (*next((jnp.shape(x)[:1] for x in at if jnp.ndim(x)), ()), piece.width)
+    column = piece.first + piece.step * lax.broadcasted_iota(jnp.int32, shape, len(shape) - 1)
+    beside = lambda x: x[:, None] if jnp.ndim(x) == 1 else x
+    index = tuple(jnp.broadcast_to(beside(x), shape) if jnp.ndim(x) else x for x in at)
+    inside = column < ref.shape[-1]
+    return (*index, column), inside if mask is None else beside(mask) & inside
 
 
 def load_vector(
