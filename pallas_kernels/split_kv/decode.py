@@ -15,7 +15,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -122,11 +121,10 @@ def _uniform_kernel(
 ) -> None:
     split, kv_h, b = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     row = Row(b, kv_h)
-    walk = functools.partial(ragged.over_keys, spec, tiles, arrays.lists, row)
-    attention = _attention(spec, tiles, arrays, row, functools.partial(walk, block_walk.Split(split, splits)))
+    attention, split_walk = _attention(spec, tiles, arrays, row, block_walk.Split(split, splits))
     if spec.config.batch_invariant:
         first, end = (0, ragged.max_fixed_splits(spec, tiles)) if splits == 1 else (split, split + 1)
-        sums = fixed_splits.attend(attention, functools.partial(_fixed_walk, tiles, walk), first, end)
+        sums = fixed_splits.attend(attention, split_walk, first, end)
         rows, vectors = fixed_splits.finish(spec, sums) if splits == 1 else (sums.out, sums.vectors)
     else:
         rows, vectors = attention.attend()
@@ -152,10 +150,9 @@ def _ragged_kernel(
 
     def compute(number: jax.Array) -> None:
         item = plan.item_at(extents, number, head)
-        walk = functools.partial(ragged.over_keys, spec, tiles, arrays.lists, item.row)
-        attention = _attention(spec, tiles, arrays, item.row, functools.partial(walk, item.split))
+        attention, split_walk = _attention(spec, tiles, arrays, item.row, item.split)
         if plan.is_fixed:
-            sums = fixed_splits.attend(attention, functools.partial(_fixed_walk, tiles, walk), *item.fixed)
+            sums = fixed_splits.attend(attention, split_walk, *item.fixed)
             ragged.store_partial(spec, item, head, sums.out, sums.vectors, refs[count:])
             rows, vectors = fixed_splits.finish(spec, sums)
         else:
@@ -182,11 +179,9 @@ def _repair_kernel(
     item = ragged.unsplit_item(Row(b, kv_h, KvExtents(lengths, None, None).end(spec, b)), fixed)
 
     def fix() -> None:
-        walk = functools.partial(ragged.over_keys, spec, tiles, arrays.lists, item.row)
-        attention = _attention(spec, tiles, arrays, item.row, functools.partial(walk, item.split))
+        attention, split_walk = _attention(spec, tiles, arrays, item.row, item.split)
         if spec.config.batch_invariant:
-            of_split = functools.partial(_fixed_walk, tiles, walk)
-            rows, vectors, attended = fixed_splits.repair(attention, of_split, *item.fixed)
+            rows, vectors, attended = fixed_splits.repair(attention, split_walk, *item.fixed)
         else:
             rows, vectors, attended = attention.repair()
         ragged.store_unsplit(spec, item, rows, vectors, result, keeps=attended.bad > 0.0)
@@ -194,8 +189,10 @@ def _repair_kernel(
     pl.when(any_nan(ragged.load_lse(spec, item.row, tiles.block_q, before[1])))(fix)
 
 
-def _attention(spec: AttentionSpec, tiles: Tiles, arrays: Operands[Ref], row: Row, walk: Walk) -> Attention:
-    """Attention of the queries of a row; the walk is `ragged.over_keys`, over ``(first key, is_partial, may_end)``."""
+def _attention(
+    spec: AttentionSpec, tiles: Tiles, arrays: Operands[Ref], row: Row, split: block_walk.Split
+) -> tuple[Attention, Callable[[Index], Walk]]:
+    """Attention of the queries of a row over a split of its keys, and the walk of each split of constant size."""
     b, kv_h, end = row
     line = lax.broadcasted_iota(jnp.int32, (tiles.block_q, 1), 0)
     line = jnp.minimum(line, spec.group * spec.T - 1)  # lines beyond repeat the last one, and are dropped
@@ -212,9 +209,7 @@ def _attention(spec: AttentionSpec, tiles: Tiles, arrays: Operands[Ref], row: Ro
         tile = scores.compute(masked, q, keys(arrays.key), key, is_partial or may_end)  # S = QK^T, [block_q, Bk]
         return Tile(tile, keys(arrays.value))  # V [Bk, Dv]
 
-    return Attention(prepared, tiles.block_q, walk, tile_at)
-
-
-def _fixed_walk(tiles: Tiles, walk: Callable[..., Any], i: Index) -> Walk:
-    """The walk of a split of a constant number of keys."""
-    return functools.partial(walk, block_walk.FixedSplit(i, fixed_splits.tiles_of_split(tiles)))
+    walk = functools.partial(ragged.over_keys, spec, tiles, arrays.lists, row)
+    size = fixed_splits.tiles_of_split(tiles)
+    split_walk = lambda i: functools.partial(walk, block_walk.FixedSplit(i, size))
+    return Attention(prepared, tiles.block_q, functools.partial(walk, split), tile_at), split_walk

@@ -69,6 +69,8 @@ def merge_row(
       count: How many there are; with none, the row is fully masked.
       at: Head and row of the partial results.
     """
+    if spec.config.batch_invariant:
+        return _merge_fixed_row(spec, partials, slot, count, at)
     zeros = tuple(jnp.zeros((width,), jnp.float32) for _, width in chunks(spec.Dv))
     scalar = lambda x: jnp.full((), x, jnp.float32)
     stats = tuple(scalar(_START[name]) for name in spec.stats)
@@ -248,10 +250,7 @@ def _merge_line(
 ) -> None:
     """Merges and stores one line of a split row; `location` is that of its partial results: head and line."""
     (out, *vector_refs), line = result, location[1]
-    if spec.config.batch_invariant:
-        columns, vectors = _merge_fixed_row(spec, partials, row.slot, row.splits, location)
-    else:
-        columns, vectors = merge_row(spec, partials, run, row.slot, row.splits, location)
+    columns, vectors = merge_row(spec, partials, run, row.slot, row.splits, location)
     h, t = row.kv_h * spec.group + lax.div(line, spec.T), lax.rem(line, spec.T)
     for ref, x in zip(vector_refs, vectors, strict=True):
         ref[row.b, h, t] = x
@@ -300,10 +299,7 @@ def _paged_kernel(
         row = query_to_merge(spec, work, planned, lax.div(number, spec.Hq))
         line = row.t * spec.group + lax.rem(h, spec.group)
         at = lax.div(h, spec.group), line
-        if spec.config.batch_invariant:
-            columns, vectors = _merge_fixed_row(spec, splits, row.slot, row.splits, at)
-        else:
-            columns, vectors = merge_row(spec, splits, run, row.slot, row.splits, at)
+        columns, vectors = merge_row(spec, splits, run, row.slot, row.splits, at)
         n = jnp.minimum(row.n, spec.T - 1)
         for ref, x in zip(vector_refs, vectors, strict=True):
             ref[n, h] = x

@@ -7,6 +7,9 @@ two would.
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -78,12 +81,9 @@ def load_rows(
       ref: [B, length, heads, size] or [B, heads, length, size].
       may_end: Whether the rows may reach past the end.
     """
-
-    def load(start: int, width: int) -> jax.Array:
-        at, mask = _index_and_mask(spec, ref, (b, h), (first, rows, length, may_end), (start, width))
-        return widened(spec, runner_of(spec).load(ref.at[at], mask=mask))
-
-    return tuple(load(*chunk) for chunk in chunks(ref.shape[3]))
+    of_chunk = functools.partial(_index_of_rows, spec, ref, (b, h), (first, rows, length, may_end))
+    indices = map(of_chunk, plain_chunks(ref.shape[3]))
+    return tuple(widened(spec, runner_of(spec).load(ref.at[index], mask=mask)) for index, mask in indices)
 
 
 def widened(spec: AttentionSpec, x: jax.Array) -> jax.Array:
@@ -95,30 +95,22 @@ def store_rows(
     spec: AttentionSpec, ref: Ref, b: Index, h: Index, first: Index, x: Columns, length: int, *, may_end: bool
 ) -> None:
     """Stores what `load_rows` would load."""
-    for chunk, columns in zip(chunks(ref.shape[3]), x, strict=True):
-        at, mask = _index_and_mask(spec, ref, (b, h), (first, columns.shape[0], length, may_end), chunk)
-        runner_of(spec).store(ref.at[at], columns.astype(ref.dtype), mask=mask)
+    for chunk, columns in zip(plain_chunks(ref.shape[3]), x, strict=True):
+        index, mask = _index_of_rows(spec, ref, (b, h), (first, columns.shape[0], length, may_end), chunk)
+        runner_of(spec).store(ref.at[index], columns.astype(ref.dtype), mask=mask)
 
 
-def _index_and_mask(
-    spec: AttentionSpec,
-    ref: Ref,
-    head: tuple[Index, Index],
-    rows: tuple[Index, int, Index, bool],
-    chunk: tuple[int, int],
-) -> tuple[tuple[jax.Array | slice | pl.Slice, ...], jax.Array | None]:
+def _index_of_rows(
+    spec: AttentionSpec, ref: Ref, head: tuple[Index, Index], rows: tuple[Index, int, Index, bool], chunk: Chunk
+) -> tuple[tuple[Any, ...], jax.Array | None]:
     """The index of a chunk of rows, and the mask of what is not padding, or None if nothing is."""
-    (first, count, length, may_end), (start, width), size = rows, chunk, ref.shape[3]
-    if not may_end and start + width <= size:
-        row, column, mask = pl.ds(first, count), pl.ds(start, width), None
-    else:
-        row = first + lax.broadcasted_iota(jnp.int32, (count, width), 0)
-        column = start + lax.broadcasted_iota(jnp.int32, (count, width), 1)
-        mask = column < size
-        if may_end:
-            mask &= row < length
+    first, count, length, may_end = rows
     b, h = (jnp.full((), x, jnp.int32) if isinstance(x, int) else x for x in head)  # the interpreter takes no plain int
-    return ((b, row, h, column) if spec.layout == "BTNH" else (b, h, row, column)), mask
+    in_layout = lambda row: (b, row, h) if spec.layout == "BTNH" else (b, h, row)
+    if not may_end and chunk.first + chunk.width <= ref.shape[3]:
+        return (*in_layout(pl.ds(first, count)), pl.ds(chunk.first, chunk.width)), None
+    row = first + lax.broadcasted_iota(jnp.int32, (count,), 0)
+    return _index_of_lines(ref, in_layout(row), row < length if may_end else None, chunk)
 
 
 def load_lines(
