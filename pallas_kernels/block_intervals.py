@@ -16,7 +16,7 @@ import numpy as np
 
 from pallas_kernels.plan import Refusal, program_of
 from pallas_kernels.program.build import IndexRanges, Program
-from pallas_kernels.program.evaluate import Evaluation, Space
+from pallas_kernels.program.evaluate import ArraySpace, Evaluation
 from pallas_kernels.program.intervals import MAX_LOADED, Interval, IntervalAnalysis, Visibility, result_bounds
 from pallas_kernels.program.ir import Axes, Bounds, Node, reachable
 from pallas_kernels.types import Mod
@@ -67,7 +67,8 @@ def evaluation_at(
 ) -> Evaluation:
     """Starts to evaluate a mask at a batch entry and head; a row value is [rows of blocks, queries of a block]."""
     index_values = {"b": at[0], "h": at[1], "q": grid.positions(0), "k": grid.positions(1)}
-    return Evaluation(_Positions(operands, grid), {node: index_values[node.value] for node in program.arguments})
+    shapes = {Axes.ROW: index_values["q"].shape, Axes.COLUMN: index_values["k"].shape}
+    return Evaluation(ArraySpace(operands, shapes), {node: index_values[node.value] for node in program.arguments})
 
 
 def hides_all(mod: Mod, leading: tuple[int, int], lengths: tuple[int, int]) -> bool:
@@ -77,24 +78,6 @@ def hides_all(mod: Mod, leading: tuple[int, int], lengths: tuple[int, int]) -> b
     """
     program = program_of(mod, IndexRanges(*leading, *lengths))
     return not isinstance(program, Refusal) and program.output.bounds == (0, 0)
-
-
-class _Positions(Space):
-    """Row values have the shape [rows, queries of a block], column values [columns, keys of a block]."""
-
-    def __init__(self, operands: Sequence[jax.Array], grid: Grid) -> None:
-        self.operands = operands
-        (rows, columns), (queries, keys) = grid.shape, grid.block_size
-        self.shapes: dict[str, tuple[int, int]] = {Axes.ROW: (rows, queries), Axes.COLUMN: (columns, keys)}
-
-    def literal(self, node: Node) -> jax.Array:
-        return jnp.full((), node.value.item(), node.dtype)
-
-    def spread(self, x: jax.Array, kind: str, to: str) -> jax.Array:
-        return x if kind == to else jnp.broadcast_to(x, self.shapes[to])
-
-    def load(self, node: Node, indices: Sequence[jax.Array]) -> jax.Array:
-        return self.operands[node.value][tuple(indices)]
 
 
 class _BlockAnalysis(IntervalAnalysis):

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jflex.backends.base import PagedInputs, Saved
-from jflex.backends.dense_scores import stats_of
+from jflex.backends.dense_scores import softmax, stats_of
 from jflex.backends.eight_bits import dequantized, dequantized_latents
 from jflex.backends.vector_mods import modified_keys
 from pallas_kernels.spec import AttentionSpec, Mod
@@ -73,15 +73,9 @@ def _softmax(
     p: AttentionSpec, s: jax.Array, value: jax.Array, visible: jax.Array, drop: Callable[[jax.Array], jax.Array]
 ) -> Saved:
     """Output, lse and statistics from scores [N, Hq, S] and values [N, S, Hq, Dv]; `drop` applies dropout."""
-    s = jnp.where(visible, s, -jnp.inf)
-    top = jax.lax.stop_gradient(jnp.max(s, axis=2, keepdims=True, initial=-jnp.inf))
-    weights = jnp.where(visible, jnp.exp(s - jnp.where(top == -jnp.inf, 0, top)), 0)
-    total = weights.sum(axis=2, keepdims=True)
-    empty = total == 0
-    safe = jnp.where(empty, 1, total)
-    out = jnp.einsum("nhs,nshd->nhd", drop(weights / safe), value, precision="highest")
-    lse = jnp.where(empty, -jnp.inf, top + jnp.log(safe))[..., 0]
-    stats = stats_of(s, visible, weights / safe, lse, None) if p.stats else ()
+    weights, lse = softmax(s, visible)
+    out = jnp.einsum("nhs,nshd->nhd", drop(weights), value, precision="highest")
+    stats = stats_of(s, visible, weights, lse, None) if p.stats else ()
     lse, *stats = (x.astype(jnp.float32) for x in (lse, *stats))
     named_stats = {name: x for name, x in zip(("max", "entropy"), stats, strict=False) if name in p.stats}
     return Saved(out.astype(p.out_dtype), lse, **named_stats)

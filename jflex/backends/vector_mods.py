@@ -125,11 +125,7 @@ def _mapped(mod: Callable[..., Any], dtype: DTypeLike, axes: Sequence[str]) -> C
 
 def _indices_along(x: jax.Array, axis: int) -> Int32[Array, " n"]:
     """0, 1, ... along an axis; in a mesh with explicit axes sharded like it, as `jax.vmap` requires."""
-    mesh, shape = jax.sharding.get_abstract_mesh(), (x.shape[axis],)
-    if not mesh.explicit_axes:
-        return jnp.arange(*shape, dtype=jnp.int32)
-    spec = jax.sharding.PartitionSpec(jax.typeof(x).sharding.spec[axis])
-    return jax.lax.broadcasted_iota(jnp.int32, shape, 0, out_sharding=jax.sharding.NamedSharding(mesh, spec))
+    return _sharded_along(jnp.arange(x.shape[axis], dtype=jnp.int32), x, axis)
 
 
 def _sharded_along(positions: Int32[Array, " n"], x: jax.Array, axis: int) -> Int32[Array, " n"]:
@@ -148,10 +144,8 @@ def used_keys(
     shared = key.shape[0] != kv_lengths.shape[0]
     lengths = jnp.max(kv_lengths, initial=0, keepdims=True) if shared else kv_lengths
     axis = 1 if layout == "BTNH" else 2
-    if positions is not None:
-        return jnp.expand_dims(positions, [a for a in range(4) if a != axis]) < lengths[:, None, None, None]
-    shape = tuple(size if a in (0, axis) else 1 for a, size in enumerate(key.shape))
-    return jax.lax.broadcasted_iota(jnp.int32, shape, axis) < lengths[:, None, None, None]
+    positions = jnp.arange(key.shape[axis], dtype=jnp.int32) if positions is None else positions
+    return jnp.expand_dims(positions, [a for a in range(4) if a != axis]) < lengths[:, None, None, None]
 
 
 def exact_dtype(dtype: DTypeLike) -> DTypeLike:

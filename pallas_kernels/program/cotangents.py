@@ -12,12 +12,11 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from pallas_kernels.ordered_add import flat_positions, ordered_add
 from pallas_kernels.program.broadcast_axes import NO_AXES, BroadcastAxes, broadcast_axes
 from pallas_kernels.program.build import Derivative
-from pallas_kernels.program.evaluate import Evaluation, Space
+from pallas_kernels.program.evaluate import ArraySpace, Evaluation
 from pallas_kernels.program.ir import Axes, Node, reachable
 from pallas_kernels.types import ScoreShape
 
@@ -89,26 +88,6 @@ def _argument_with_offset(node: Node) -> str | None:
     return None
 
 
-class _DenseSpace(Space):
-    """Evaluates on whole arrays: values of a kind as [B, Hq, T or 1, S or 1]."""
-
-    def __init__(self, scores: ScoreShape, operands: Sequence[jax.Array]) -> None:
-        self.operands = operands
-        B, H, T, S = scores.B, scores.Hq, scores.T, scores.S
-        self.shapes = {Axes.UNIFORM: (B, H, 1, 1), Axes.ROW: (B, H, T, 1), Axes.COLUMN: (B, H, 1, S)}
-
-    def literal(self, node: Node) -> jax.Array:
-        return jnp.full(self.shapes[Axes.UNIFORM], node.value.item(), node.dtype)
-
-    def spread(self, x: jax.Array, kind: str, to: str) -> jax.Array:
-        return jnp.broadcast_to(x, self.shapes[to])
-
-    def load(self, node: Node, indices: Sequence[jax.Array]) -> jax.Array:
-        x = self.operands[node.value]
-        x = x[tuple(indices)] if indices else jnp.broadcast_to(x, self.shapes[Axes.UNIFORM])
-        return x != 0 if node.dtype == np.bool_ else x
-
-
 def scatter(
     scores: ScoreShape,
     derivative: Derivative,
@@ -129,7 +108,9 @@ def scatter(
     cotangent = jnp.sum(cotangent, axis=summed, keepdims=True)
     if operand.ndim == 0:
         return cotangent.reshape(())
-    space, program = _DenseSpace(scores, operands), derivative.program
+    B, H, T, S = scores.B, scores.Hq, scores.T, scores.S
+    shapes = {Axes.UNIFORM: (B, H, 1, 1), Axes.ROW: (B, H, T, 1), Axes.COLUMN: (B, H, 1, S)}
+    space, program = ArraySpace(operands, shapes), derivative.program
     numbers = {"b": 0, "h": 1, "q": 2, "k": 3}
     kinds = {"b": Axes.UNIFORM, "h": Axes.UNIFORM, "q": Axes.ROW, "k": Axes.COLUMN}
     indices = {

@@ -178,9 +178,9 @@ def substitute(primitive: str, params: Params, dtypes: Sequence[np.dtype]) -> Ca
 class Space(abc.ABC):
     """A backend of evaluation: shapes and layouts of values of each kind, and how elements are loaded."""
 
-    @abc.abstractmethod
     def literal(self, node: Node) -> jax.Array:
         """A constant, as a uniform value."""
+        return jnp.full((), node.value.item(), node.dtype)
 
     @abc.abstractmethod
     def spread(self, x: jax.Array, kind: str, to: str) -> jax.Array:
@@ -201,6 +201,27 @@ class Space(abc.ABC):
     def substitutes_of_multiples(self, kind: str) -> Mapping[str, OfMultiple]:
         """Substitutes for primitives of one float32 argument, by functions of a multiple of it."""
         return {}
+
+
+class ArraySpace(Space):
+    """Evaluates on arrays, of a shape for each kind; without one, uniform values are scalars."""
+
+    def __init__(self, operands: Sequence[jax.Array], shapes: Mapping[str, tuple[int, ...]]) -> None:
+        self.operands, self.shapes = operands, {Axes.UNIFORM: (), **shapes}
+
+    def literal(self, node: Node) -> jax.Array:
+        """An array of the shape of uniform values."""
+        return self.spread(super().literal(node), node.kind, Axes.UNIFORM)
+
+    def spread(self, x: jax.Array, kind: str, to: str) -> jax.Array:
+        """Broadcasts to the shape of a kind."""
+        return jnp.broadcast_to(x, self.shapes[to])
+
+    def load(self, node: Node, indices: Sequence[jax.Array]) -> jax.Array:
+        """Gathers elements."""
+        x = self.operands[node.value]
+        x = x[tuple(indices)] if indices else self.spread(x, node.kind, Axes.UNIFORM)
+        return x != 0 if node.dtype == np.bool_ else x
 
 
 class OfMultiple(NamedTuple):

@@ -40,10 +40,6 @@ class TileSpace(Space):
         shapes = {Axes.UNIFORM: (), Axes.ROW: (block_q, 1), Axes.COLUMN: (1, block_kv), Axes.TILE: (block_q, block_kv)}
         self.shapes = {kind: shape[::-1] if transposed else shape for kind, shape in shapes.items()}
 
-    def literal(self, node: Node) -> jax.Array:
-        """A constant of the kernel."""
-        return jnp.full((), node.value.item(), node.dtype)
-
     def spread(self, x: jax.Array, kind: str, to: str) -> jax.Array:
         """Broadcasts along the axes that are new."""
         return x if kind == to else jnp.broadcast_to(x, self.shapes[to])

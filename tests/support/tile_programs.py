@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.program.build import IndexRanges, trace_program
-from pallas_kernels.program.evaluate import Space
+from pallas_kernels.program.evaluate import ArraySpace
 
 INDEX = jax.ShapeDtypeStruct((), jnp.int32)
 
@@ -21,7 +21,7 @@ def program_of(mod: Any, operands: Sequence[Any], sizes: IndexRanges, *, role: s
     return trace_program(jaxpr, [(x.shape, str(jnp.dtype(x.dtype))) for x in operands], sizes)
 
 
-class DenseSpace(Space):
+class DenseSpace(ArraySpace):
     """Values as arrays.
 
     Args:
@@ -30,13 +30,4 @@ class DenseSpace(Space):
     """
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]], operands: Sequence[Any] = ()):
-        self.shapes, self.operands = {"": (), **shapes}, operands
-
-    def literal(self, node: Any) -> jax.Array:
-        return jnp.full((), node.value.item(), node.dtype)
-
-    def spread(self, x: jax.Array, kind: str, to: str) -> jax.Array:
-        return jnp.broadcast_to(x, self.shapes[to])
-
-    def load(self, node: Any, indices: Sequence[jax.Array]) -> jax.Array:
-        return self.operands[node.value][tuple(indices)]
+        super().__init__(operands, shapes)

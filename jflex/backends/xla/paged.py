@@ -7,8 +7,7 @@ at either end that interval arithmetic proves fully masked are skipped.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,10 +27,6 @@ from pallas_kernels.spec import AttentionSpec, Mod
 
 if TYPE_CHECKING:
     from pallas_kernels.program.build import Program
-    from pallas_kernels.program.evaluate import Space
-    from pallas_kernels.program.ir import Node
-
-Pages = TypeVar("Pages", jax.Array, jax.Array | None)
 
 # 32 decoding requests of 1024 keys, Hq 8, Hkv 2, D 64, float32 take 14, 16, 13, 13 and 12 ms on 2 cores with 64, 128,
 # 256, 512 and 1024; smaller tiles waste less on short requests.
@@ -68,9 +63,8 @@ def attend(spec: AttentionSpec, inputs: PagedInputs) -> Saved:
     if p.config.batch_invariant:  # on a CPU, the bits of a GEMM may depend on the row
         works = [_Work(1, p.T, 1)]
     padded = jnp.pad(inputs.query, ((0, spare), (0, 0), (0, 0)))
-    inputs = inputs._replace(key=_by_layer(p, inputs.key), value=_by_layer(p, inputs.value))
-    inputs = inputs._replace(key_scale=_by_layer(p, inputs.key_scale), value_scale=_by_layer(p, inputs.value_scale))
-    inputs = inputs._replace(rope_key=_by_layer(p, inputs.rope_key))
+    fields = ("key", "value", "key_scale", "value_scale", "rope_key")
+    inputs = inputs._replace(**{name: _by_layer(p, getattr(inputs, name)) for name in fields})
     out = jnp.zeros((p.T + spare, p.Hq, p.Dv), p.out_dtype)
     fill = lambda x: jnp.full((p.T + spare, p.Hq), x, jnp.float32)
     stats = {name: fill(-jnp.inf if name == "max" else 0.0) for name in p.stats}
@@ -80,7 +74,7 @@ def attend(spec: AttentionSpec, inputs: PagedInputs) -> Saved:
     return jax.tree.map(lambda x: x[: p.T], saved)
 
 
-def _by_layer(p: AttentionSpec, pages: Pages) -> Pages:
+def _by_layer(p: AttentionSpec, pages: jax.Array | None) -> jax.Array | None:
     """Pages, or scales of their tokens, as [L, P, page_size, ...] if there are several layers.
 
     This undoes the reshape of a stacked cache. XLA's CPU compiler copies an argument that is reshaped before a loop
@@ -206,11 +200,11 @@ def walk_of(
     if program is None:  # no mask, or one without a kernel program
         return jnp.zeros_like(end), end
     from pallas_kernels.program import intervals
-    from pallas_kernels.program.evaluate import Evaluation
+    from pallas_kernels.program.evaluate import ArraySpace, Evaluation
 
     rows = jnp.stack([x.reshape(-1) for x in jnp.meshgrid(n, h, indexing="ij")])
     indices = {"b": request, "q": rows[0], "h": rows[1]}
-    space = _space(inputs.captured.mask, rows.shape[1])
+    space = ArraySpace(inputs.captured.mask, {"q": rows.shape[1:]})
     known = Evaluation(space, {node: indices[node.value] for node in program.arguments if node.value in indices})
     tiles = -(-p.S // tile)
     run = -(-tiles // MOST_JUDGED)
@@ -228,20 +222,3 @@ def _mask_program(p: AttentionSpec) -> Program | None:
 
     planned = with_programs(p.replace(score_mod=None, heads_in_rows=True))
     return None if isinstance(planned, Refusal) else planned.programs.mask
-
-
-def _space(operands: Sequence[jax.Array], count: int) -> Space:
-    """Row values have the shape ``[count]``, uniform ones ``[]``."""
-    from pallas_kernels.program.evaluate import Space
-
-    class Rows(Space):
-        def literal(self, node: Node) -> jax.Array:
-            return jnp.full((), node.value.item(), node.dtype)
-
-        def spread(self, x: jax.Array, kind: str, to: str) -> jax.Array:
-            return jnp.broadcast_to(x, (count,)) if to == "q" else x
-
-        def load(self, node: Node, indices: Sequence[jax.Array]) -> jax.Array:
-            return operands[node.value][tuple(indices)]
-
-    return Rows()

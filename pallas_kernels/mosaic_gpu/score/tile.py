@@ -86,10 +86,6 @@ class TileSpace(Space):
             Axes.TILE: TILE,
         }
 
-    def literal(self, node: Node) -> jax.Array:
-        """A constant of the kernel."""
-        return jnp.full((), node.value.item(), node.dtype)
-
     def spread(self, x: jax.Array, kind: str, to: str) -> jax.Array:
         """Broadcasts along the axes that are new; a thread holds a repeated value once."""
         if kind == to:
