@@ -27,6 +27,7 @@ from flax_layers.attention.layer import (
     check_features,
     check_packed,
     nan_beyond_room,
+    rotated,
 )
 from flax_layers.attention.mods import Mods, VectorModOptions, VectorMods
 from flax_layers.attention.selection import BlockSelection
@@ -52,7 +53,6 @@ class HeadsLayer(Layer):
     in_kv_features: int | None
     num_kv_heads: int
     head_dim: int
-    rotary_dim: int | None
     dropout_rate: float
     key: Projection
     value: Projection
@@ -155,16 +155,6 @@ def key_value_heads(layer: HeadsLayer, inputs: Float[Array, "*batch S kv_feature
     key = functional.split_heads(layer.key(inputs), layer.num_kv_heads)
     value = functional.split_heads(layer.value(inputs), layer.num_kv_heads)
     return KeyValue(key if layer.key_norm is None else layer.key_norm(key), value)
-
-
-def rotated(
-    layer: HeadsLayer, heads: Float[Array, "*batch T H D"], positions: Int[Array, "*#batch T"], length: int | None
-) -> Float[Array, "*batch T H D"]:
-    """Queries or keys with the rotary embedding of the layer, if it has one; options as for `functional.rotate`."""
-    if layer.rotary_base is None:
-        return heads
-    options = {"scaling": layer.rotary_scaling, "rotary_dim": layer.rotary_dim, "length": length}
-    return functional.rotate(heads, positions, layer.rotary_base, **options)
 
 
 def project_kv(

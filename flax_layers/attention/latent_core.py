@@ -29,6 +29,7 @@ from flax_layers.attention.layer import (
     check_features,
     check_packed,
     nan_beyond_room,
+    rotated,
 )
 from flax_layers.attention.mods import Mods
 from jflex.paged.eight_bits import QUERIES
@@ -43,7 +44,6 @@ class LatentLayer(Layer):
     nope_head_dim: int
     rope_head_dim: int
     value_head_dim: int
-    rotary_interleaved: bool
     query_down: Projection | None
     latent: Projection
     latent_norm: Norm
@@ -112,7 +112,7 @@ def queries_of(
         query_inputs = layer.query_norm(layer.query_down(inputs))
     heads = functional.split_heads(layer.query(query_inputs), layer.num_heads)
     nope, rope = jnp.split(heads, [layer.nope_head_dim], axis=-1)
-    return Queries(nope, _rotated(layer, rope, positions, length))
+    return Queries(nope, rotated(layer, rope, positions, length))
 
 
 def latents_of(
@@ -123,15 +123,8 @@ def latents_of(
 ) -> Latents:
     """The latent vectors and the rotated keys of the tokens of a call."""
     latent, rope_key = jnp.split(layer.latent(inputs), [layer.latent_dim], axis=-1)
-    rope_key = _rotated(layer, rope_key[..., None, :], positions, length)[..., 0, :]
+    rope_key = rotated(layer, rope_key[..., None, :], positions, length)[..., 0, :]
     return Latents(layer.latent_norm(latent), rope_key)
-
-
-def _rotated(layer: LatentLayer, heads: Array, positions: Array, length: int | None) -> Array:
-    if layer.rotary_base is None:
-        return heads
-    options = {"scaling": layer.rotary_scaling, "interleaved": layer.rotary_interleaved, "length": length}
-    return functional.rotate(heads, positions, layer.rotary_base, **options)
 
 
 def up_projections(layer: LatentLayer, dtype: Dtype) -> Up:

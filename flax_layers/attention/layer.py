@@ -9,9 +9,10 @@ from typing import TypeAlias, TypedDict
 import jax.numpy as jnp
 from flax import linen, nnx
 from flax.typing import Dtype
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 import jflex
+from flax_layers import functional
 from flax_layers.attention.caches.dense import DenseCache, known
 from flax_layers.attention.caches.owned_pages import OwnedPages
 from flax_layers.attention.constant_mask import block_mask_data
@@ -42,6 +43,8 @@ class Layer:
     scale: float | None
     rotary_base: float | None
     rotary_scaling: RotaryScaling | None
+    rotary_dim: int | None = None
+    rotary_interleaved: bool = False
     implementation: str | tuple[str, ...] | None
     config: jflex.Config | None
     query: Projection
@@ -69,6 +72,16 @@ def check_features(layer: Layer, inputs: Float[Array, "*batch T features"]) -> N
         raise ValueError(
             f"`inputs` must have `in_features`, {layer.in_features}, in its last axis. Got shape {inputs.shape}."
         )
+
+
+def rotated(
+    layer: Layer, heads: Float[Array, "*batch T H D"], positions: Int[Array, "*#batch T"], length: int | None
+) -> Float[Array, "*batch T H D"]:
+    """Queries or keys with the rotary embedding of the layer, if it has one; `length` as for `functional.rotate`."""
+    if layer.rotary_base is None:
+        return heads
+    options = {"rotary_dim": layer.rotary_dim, "interleaved": layer.rotary_interleaved, "length": length}
+    return functional.rotate(heads, positions, layer.rotary_base, scaling=layer.rotary_scaling, **options)
 
 
 def check_dense(inputs: Float[Array, "*batch T features"], cache: object, kind: type[DenseCache | OwnedPages]) -> None:

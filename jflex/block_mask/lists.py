@@ -212,13 +212,10 @@ def lists_of_rows(lists: BlockLists, first: Int32[Array, ""], rows: int) -> Bloc
     [[[[1, 2]]]]
     """
     of_rows = lambda x: jax.lax.dynamic_slice_in_dim(x, first, rows, 2)
-    counts, indices, full_counts, full_indices = map(of_rows, lists[:4])
-    kept = lists._replace(
-        kv_num_blocks=counts, kv_indices=indices, full_kv_num_blocks=full_counts, full_kv_indices=full_indices
-    )
+    kept = BlockLists._make((*map(of_rows, lists[:4]), *lists[4:]))
     states = jnp.swapaxes(states_from_lists(kept), -1, -2)
     partial, full = _list_row(states == PARTIAL), _list_row(states == FULL)
-    return BlockLists(counts, indices, full_counts, full_indices, *partial, *full)
+    return BlockLists(*kept[:4], *partial, *full)
 
 
 def join_states(partial: Bool[Array, "B H R C"], full: Bool[Array, "B H R C"]) -> Int8[Array, "B H R C"]:

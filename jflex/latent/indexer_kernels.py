@@ -62,16 +62,16 @@ def _may_be_divided(*arrays: jax.Array) -> bool:
     return any(len(x.devices()) > 1 for x in arrays)
 
 
-# --- scores
-
 Arrays = tuple[jax.Array, jax.Array, jax.Array]
 """Queries, keys and weights of heads."""
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _scores(site: Site, plain: Callable[..., jax.Array], arrays: Arrays) -> jax.Array:
+    from jflex.backends.gpu import triton_indexer
+
     query, key, weights = arrays
-    return call_as_primitive(_Scores(site), (query, key, weights.astype(jnp.float32)))
+    return call_as_primitive(_Kernel(triton_indexer.scores, site), (query, key, weights.astype(jnp.float32)))
 
 
 def _scores_fwd(site: Site, plain: Callable[..., jax.Array], arrays: Arrays) -> tuple[jax.Array, Arrays]:
@@ -91,8 +91,23 @@ def scores(site: Site, plain: Callable[..., jax.Array], arrays: Arrays) -> jax.A
     return _scores(site, plain, match_manual_axes(arrays))
 
 
-class _AsWhole:
-    """Partitioning of operations that XLA does not partition itself: rows are the first axis of all arrays."""
+def top_k(site: Site, scores: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
+    """`jax.lax.top_k` by the kernel; k is from 1 to the number of keys."""
+    from jflex.backends.gpu import triton_indexer
+
+    return call_as_primitive(_Kernel(triton_indexer.select, site, (k,)), (scores,))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Kernel:
+    """A kernel of Triton as an operation, which XLA does not partition: rows are the first axis of all arrays."""
+
+    run: Callable[..., Any]
+    site: Site
+    numbers: tuple[int, ...] = ()
+
+    def __call__(self, arrays: tuple[jax.Array, ...]) -> Any:
+        return self.run(self.site, *arrays, *self.numbers)
 
     def partitioned(self, arrays: Any, outputs: Any, whole: Flat) -> Flat:
         """See `jflex._jax.primitive.Op`: XLA gathers."""
@@ -103,32 +118,3 @@ class _AsWhole:
         """See `jflex._jax.primitive.Op`."""
         del arrays
         return [PartitionSpec(pspec[0], None) for _ in jax.tree.leaves(outputs)]
-
-
-@dataclasses.dataclass(frozen=True)
-class _Scores(_AsWhole):
-    site: Site
-
-    def __call__(self, arrays: Arrays) -> jax.Array:
-        from jflex.backends.gpu import triton_indexer
-
-        return triton_indexer.scores(self.site, *arrays)
-
-
-# --- selection
-
-
-@dataclasses.dataclass(frozen=True)
-class _Selection(_AsWhole):
-    site: Site
-    k: int
-
-    def __call__(self, scores: jax.Array) -> tuple[jax.Array, jax.Array]:
-        from jflex.backends.gpu import triton_indexer
-
-        return triton_indexer.select(self.site, scores, self.k)
-
-
-def top_k(site: Site, scores: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
-    """`jax.lax.top_k` by the kernel; k is from 1 to the number of keys."""
-    return call_as_primitive(_Selection(site, k), scores)
