@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, TypeVar, cast
+from typing import Literal, NamedTuple, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plg
 from jax.typing import DTypeLike
 
@@ -21,6 +22,23 @@ NUM_SMS = 132  # of an H100 or H200
 MAX_WAVES = 2  # waves of CTAs over the SMs that the tiles of concurrent heads fill, where nothing else is known
 ROWS_MULTIPLE = 8  # rows of a swizzled tile: TMA takes arrays of whole ones
 T = TypeVar("T")  # outputs
+
+
+def run_roles(
+    consumers: int,
+    produce: Callable[[], None],
+    consume: Callable[[jax.Array], None],
+    registers: tuple[int, int] = (smem.CONSUMER_REGISTERS, smem.PRODUCER_REGISTERS),
+) -> None:
+    """Runs the warp groups of a CTA: consumers, and after them a producer, which gives registers to these."""
+    group = lax.axis_index(WARP_GROUP)
+
+    def run(action: Literal["increase", "decrease"], count: int, role: Callable[[], None]) -> None:
+        plg.set_max_registers(count, action=action)
+        role()
+
+    pl.when(group == consumers)(lambda: run("decrease", registers[1], produce))
+    pl.when(group < consumers)(lambda: run("increase", registers[0], lambda: consume(group)))
 
 
 class Grid(NamedTuple):

@@ -221,7 +221,7 @@ class ArraySpace(Space):
         """Gathers elements."""
         x = self.operands[node.value]
         x = x[tuple(indices)] if indices else self.spread(x, node.kind, Axes.UNIFORM)
-        return x != 0 if node.dtype == np.bool_ else x
+        return x.astype(node.dtype) if node.dtype == np.bool_ else x  # kernels get booleans as integers
 
 
 class OfMultiple(NamedTuple):

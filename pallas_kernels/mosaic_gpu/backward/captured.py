@@ -36,10 +36,9 @@ from pallas_kernels.mosaic_gpu.backward.stream import (
     pack_row_stats,
     wait_and_get_all,
 )
-from pallas_kernels.mosaic_gpu.launch import WARP_GROUP, flatten_captured, launch, output
+from pallas_kernels.mosaic_gpu.launch import flatten_captured, launch, output, run_roles
 from pallas_kernels.mosaic_gpu.score import bias_gradients, bias_tiles, scores
 from pallas_kernels.mosaic_gpu.score.tile import ROW, accumulator, zero_tile
-from pallas_kernels.mosaic_gpu.smem import CONSUMER_REGISTERS, PRODUCER_REGISTERS
 from pallas_kernels.spec import Operands
 from pallas_kernels.types import A, Accumulator, Index, Ref, S
 
@@ -134,9 +133,7 @@ def _kernel(
     scratch: CapturedScratch,
 ) -> None:
     program = _CapturedProgram(static, work, inputs, scratch, _locate(static, work, cta_id))
-    group = lax.axis_index(WARP_GROUP)
-    pl.when(group == static.warp_groups)(program.produce)
-    pl.when(group < static.warp_groups)(lambda: program.consume(group, outputs))
+    run_roles(static.warp_groups, program.produce, lambda group: program.consume(group, outputs))
 
 
 def _locate(static: BackwardStatic, work: CapturedWork, cta_id: Index) -> CapturedLocation:
@@ -166,7 +163,6 @@ class _CapturedProgram(NamedTuple):
 
     def produce(self) -> None:
         """Producer warp group: loads the operands of all tiles of the sum by TMA."""
-        plg.set_max_registers(PRODUCER_REGISTERS, action="decrease")
         spec, tiles, at, scratch = self.static.spec, self.static.tiles, self.at, self.scratch
         arrays, row_stats = self.inputs.arrays, self.inputs.row_stats
         bias = self.static.bias(arrays, self.inputs.bias)
@@ -188,7 +184,6 @@ class _CapturedProgram(NamedTuple):
 
     def consume(self, group: jax.Array, outputs: Sequence[Ref]) -> None:
         """Consumer warp group: the mainloop over batch entries and heads, and the epilogue of its 64 queries."""
-        plg.set_max_registers(CONSUMER_REGISTERS, action="increase")
         spec, tiles, at, d_query = self.static.spec, self.static.tiles, self.at, self.inputs.d_query
         rows = tiles.block_q // self.static.warp_groups
         queries = QueryRows(group, pl.ds(group * rows, rows), at.query + group * rows, (rows, tiles.block_kv))

@@ -24,10 +24,9 @@ from pallas_kernels.mosaic_gpu import register_order, smem
 from pallas_kernels.mosaic_gpu.backward.one_pass import sums_shape
 from pallas_kernels.mosaic_gpu.backward.stream import KEY, VALUE, BackwardStatic, RowStats, pack_row_stats, store_sums
 from pallas_kernels.mosaic_gpu.backward.walk import Carried, DkvScratch, KeyTile, declare
-from pallas_kernels.mosaic_gpu.launch import WARP_GROUP, Grid, flatten_captured, launch, output
+from pallas_kernels.mosaic_gpu.launch import Grid, flatten_captured, launch, output, run_roles
 from pallas_kernels.mosaic_gpu.score import bias_tiles
 from pallas_kernels.mosaic_gpu.score.tile import TILE, accumulator, row_vector
-from pallas_kernels.mosaic_gpu.smem import CONSUMER_REGISTERS, PRODUCER_REGISTERS
 from pallas_kernels.softmax import mark
 from pallas_kernels.spec import Operands
 from pallas_kernels.types import A, Accumulator, Index, Location, Ref, S
@@ -124,14 +123,12 @@ def _kernel(
 ) -> None:
     b, kv_h, tile = _grid(static).unravel(cta_id)
     location = (b, kv_h, block_walk.column_at(static.spec, inputs.order, b, kv_h, tile))
-    group = lax.axis_index(WARP_GROUP)
-    pl.when(group == static.warp_groups)(lambda: _produce(static, inputs, location, scratch))
-    pl.when(group < static.warp_groups)(lambda: _consume(static, inputs, location, outputs, scratch, group))
+    produce = functools.partial(_produce, static, inputs, location, scratch)
+    run_roles(static.warp_groups, produce, functools.partial(_consume, static, inputs, location, outputs, scratch))
 
 
 def _produce(static: BackwardStatic, inputs: DkvInputs[Ref], location: Location, scratch: DkvScratch) -> None:
     """Producer warp group: loads tiles of queries, dO, row statistics and bias tiles by TMA."""
-    plg.set_max_registers(PRODUCER_REGISTERS, action="decrease")
     b, k_first = location[0], location[2] * static.tiles.block_kv
     bias = static.bias(inputs.arrays, inputs.bias, transposed=True)
 
@@ -208,7 +205,6 @@ def _consume(
     group: jax.Array,
 ) -> None:
     """Consumer warp group: prologue, mainloop over tiles of queries, and epilogue of its 64 keys."""
-    plg.set_max_registers(CONSUMER_REGISTERS, action="increase")
     spec, arrays, rows = static.spec, inputs.arrays, static.tiles.block_kv // static.warp_groups
     b, kv_h, column = location
     first = column * static.tiles.block_kv + group * rows

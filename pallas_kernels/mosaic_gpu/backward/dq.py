@@ -32,10 +32,10 @@ from pallas_kernels.mosaic_gpu.backward.stream import (
     wait_and_get,
     wait_and_get_all,
 )
-from pallas_kernels.mosaic_gpu.launch import WARP_GROUP, Grid, flatten_captured, launch, output
+from pallas_kernels.mosaic_gpu.launch import Grid, flatten_captured, launch, output, run_roles
 from pallas_kernels.mosaic_gpu.score import bias_gradients, bias_tiles, scores
 from pallas_kernels.mosaic_gpu.score.tile import ROW, accumulator, row_vector
-from pallas_kernels.mosaic_gpu.smem import CONSUMER_REGISTERS, PRODUCER_REGISTERS, Ring
+from pallas_kernels.mosaic_gpu.smem import Ring
 from pallas_kernels.program.cotangents import LoadGroups
 from pallas_kernels.softmax import mark
 from pallas_kernels.spec import AttentionSpec, Operands
@@ -159,14 +159,12 @@ def _kernel(
     grid = _grid(static)
     b, h, tile = grid.unravel(cta_id)
     location = (b, h, block_walk.row_at(static.spec, inputs.order, b, h, tile, grid.tiles))
-    group = lax.axis_index(WARP_GROUP)
-    pl.when(group == static.warp_groups)(lambda: _produce(static, inputs, location, scratch))
-    pl.when(group < static.warp_groups)(lambda: _consume(static, inputs, location, outputs, scratch, group))
+    produce = functools.partial(_produce, static, inputs, location, scratch)
+    run_roles(static.warp_groups, produce, functools.partial(_consume, static, inputs, location, outputs, scratch))
 
 
 def _produce(static: BackwardStatic, inputs: DqInputs[Ref], location: Location, scratch: DqScratch) -> None:
     """Producer warp group: loads keys, values and bias tiles by TMA."""
-    plg.set_max_registers(PRODUCER_REGISTERS, action="decrease")
     spec, arrays, q_first = static.spec, inputs.arrays, location[2] * static.tiles.block_q
     bias_at = static.bias(arrays, inputs.bias).sources_of_head(*location[:2])
     b, h = (location[0] if spec.Bkv > 1 else 0), lax.div(location[1], jnp.int32(spec.group))
@@ -191,7 +189,6 @@ def _consume(
     group: jax.Array,
 ) -> None:
     """Consumer warp group: prologue, mainloop over tiles of keys, and epilogue of its 64 queries."""
-    plg.set_max_registers(CONSUMER_REGISTERS, action="increase")
     spec, tiles, arrays, row_stats = static.spec, static.tiles, inputs.arrays, inputs.row_stats
     b, h, row = location
     rows = tiles.block_q // static.warp_groups

@@ -34,7 +34,6 @@ from pallas_kernels.mosaic_gpu import smem
 from pallas_kernels.mosaic_gpu.forward import schedule
 from pallas_kernels.mosaic_gpu.forward import step as forward_step
 from pallas_kernels.mosaic_gpu.launch import (
-    WARP_GROUP,
     Grid,
     cut_rows,
     flatten_captured,
@@ -42,14 +41,10 @@ from pallas_kernels.mosaic_gpu.launch import (
     output,
     pad_operands,
     padded_head_sizes,
+    run_roles,
 )
 from pallas_kernels.mosaic_gpu.score import bias_tiles, scores
-from pallas_kernels.mosaic_gpu.smem import (
-    CONSUMER_REGISTERS,
-    PRODUCER_REGISTERS,
-    PingPong,
-    Ring,
-)
+from pallas_kernels.mosaic_gpu.smem import PingPong, Ring
 from pallas_kernels.spec import AttentionSpec, Operands
 from pallas_kernels.types import Index, Location, Ref
 
@@ -162,12 +157,11 @@ def _kernel(
     grid = _grid(spec, tiles)
     tile_scheduler = schedule.PersistentScheduler(grid, cta_id, counter, scratch.tile_ids)
     row_at = lambda b, h, i: (b, h, block_walk.row_at(spec, order, b, h, i, grid.tiles))
-    group, groups = lax.axis_index(WARP_GROUP), tiles.num_warps // 4
     loads = bias_tiles.bias_loads(spec) if bias_refs else ()
     bias = bias_tiles.BiasTiles(spec, tiles, arrays.captured.score, loads, bias_refs)
     static = ForwardStatic(spec, tiles, captured, arrays, bias, outputs, scratch, row_at)
-    pl.when(group == groups)(lambda: _produce(static, tile_scheduler))
-    pl.when(group < groups)(lambda: _consume(static, tile_scheduler, group))
+    produce, consume = (functools.partial(role, static, tile_scheduler) for role in (_produce, _consume))
+    run_roles(tiles.num_warps // 4, produce, consume)
 
 
 class ForwardStatic(NamedTuple):
@@ -187,7 +181,6 @@ class ForwardStatic(NamedTuple):
 
 def _produce(static: ForwardStatic, tile_scheduler: schedule.PersistentScheduler[Location]) -> None:
     """Producer warp group: draws tile ids, and loads queries, keys and values by TMA."""
-    plg.set_max_registers(PRODUCER_REGISTERS, action="decrease")
     scratch, spec, tiles = static.scratch, static.spec, static.tiles
     groups, rows = scratch.queries.shape[1:3]
 
@@ -249,7 +242,6 @@ def after(stage: jax.Array, end: jax.Array) -> jax.Array:
 
 def _consume(static: ForwardStatic, tile_scheduler: schedule.PersistentScheduler[Location], group: jax.Array) -> None:
     """Consumer warp group: computes its rows of each tile of queries."""
-    plg.set_max_registers(CONSUMER_REGISTERS, action="increase")
     has_ping_pong = (
         static.tiles.num_warps == 8 and forward_step.bottleneck(static.spec) is not forward_step.Bottleneck.NONE
     )

@@ -185,7 +185,7 @@ def start(spec: AttentionSpec, rows: int, keys: int, dtype: DTypeLike, stage: ja
     """The state before the first tile of keys, which is in the given stage."""
     least = 0.0 if is_bounded(spec, dtype) else -jnp.inf
     row_sum, p = zero_tile(rows, inline_ptx.TILE_COLUMNS), zero_tile(rows, keys, dtype)
-    row_logs = zero_tile(*row_sum.shape) if "entropy" in spec.stats else None
+    row_logs = zero_tile(rows, inline_ptx.TILE_COLUMNS) if "entropy" in spec.stats else None
     return ForwardState(zero_tile(rows, spec.Dv), row_vector(rows, least), row_sum, p, stage, row_logs)
 
 

@@ -27,7 +27,7 @@ from pallas_kernels.mosaic_gpu import global_rows, smem
 from pallas_kernels.mosaic_gpu.forward import kernel as forward
 from pallas_kernels.mosaic_gpu.forward import schedule
 from pallas_kernels.mosaic_gpu.forward import step as forward_step
-from pallas_kernels.mosaic_gpu.launch import ROWS_MULTIPLE, WARP_GROUP, flatten_captured, launch, output
+from pallas_kernels.mosaic_gpu.launch import ROWS_MULTIPLE, flatten_captured, launch, output, run_roles
 from pallas_kernels.mosaic_gpu.score import scores
 from pallas_kernels.mosaic_gpu.score.tile import ROW
 from pallas_kernels.mosaic_gpu.smem import WARP_GROUP_ROWS, PingPong, Ring
@@ -40,7 +40,7 @@ from pallas_kernels.types import Index, Ref
 CONSUMERS = 2
 BLOCK_Q = CONSUMERS * WARP_GROUP_ROWS
 # The producer has addresses of pages; 240 and 24 spill nothing either, and were not timed.
-CONSUMER_REGISTERS, PRODUCER_REGISTERS = 232, 40
+REGISTERS = 232, 40  # of consumers and producer
 MAX_LOOKED_UP = 4  # pages whose ids are in registers of the producer at once
 
 
@@ -121,9 +121,8 @@ def attend(
         static = PromptStatic(spec, tiles, group, captured, refs, tuple(outputs), scratch)
         table = ItemTable.from_items(refs.items, spec.Hkv)
         tile_scheduler = schedule.PersistentScheduler(table, cta_id, counter, scratch.tile_ids)
-        number = lax.axis_index(WARP_GROUP)
-        pl.when(number == CONSUMERS)(lambda: _produce(static, tile_scheduler))
-        pl.when(number < CONSUMERS)(lambda: _consume(static, tile_scheduler, number))
+        produce, consume = (functools.partial(role, static, tile_scheduler) for role in (_produce, _consume))
+        run_roles(CONSUMERS, produce, consume, REGISTERS)
 
     out, *others = launch(
         kernel,
@@ -142,7 +141,6 @@ def attend(
 
 def _produce(static: PromptStatic, tile_scheduler: schedule.PersistentScheduler[Item]) -> None:
     """Producer warp group: draws work items, and loads queries, keys and values by TMA."""
-    plg.set_max_registers(PRODUCER_REGISTERS, action="decrease")
     scratch = static.scratch
 
     def tile(i: Index, item: Item, stage: jax.Array) -> jax.Array:
@@ -199,7 +197,6 @@ def _fill(static: PromptStatic, item: Item, i: jax.Array, key_tile: jax.Array | 
 
 def _consume(static: PromptStatic, tile_scheduler: schedule.PersistentScheduler[Item], group: jax.Array) -> None:
     """Consumer warp group: computes its rows of each tile of queries."""
-    plg.set_max_registers(CONSUMER_REGISTERS, action="increase")
     has_ping_pong = forward_step.bottleneck(static.spec) is not forward_step.Bottleneck.NONE
     ping_pong = PingPong(group if has_ping_pong else None)
     tile = functools.partial(_consume_tile, static, ping_pong, group)

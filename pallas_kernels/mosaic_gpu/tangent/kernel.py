@@ -32,7 +32,6 @@ from pallas_kernels.mosaic_gpu.backward.stream import load_vector
 from pallas_kernels.mosaic_gpu.forward import schedule
 from pallas_kernels.mosaic_gpu.forward.kernel import store
 from pallas_kernels.mosaic_gpu.launch import (
-    WARP_GROUP,
     Grid,
     cut_rows,
     flatten_captured,
@@ -41,10 +40,11 @@ from pallas_kernels.mosaic_gpu.launch import (
     pad_operands,
     pad_rows,
     padded_head_sizes,
+    run_roles,
 )
 from pallas_kernels.mosaic_gpu.score import scores
 from pallas_kernels.mosaic_gpu.score.tile import ROW, TILE, over_columns, row_vector
-from pallas_kernels.mosaic_gpu.smem import CONSUMER_REGISTERS, PRODUCER_REGISTERS, Ring
+from pallas_kernels.mosaic_gpu.smem import Ring
 from pallas_kernels.mosaic_gpu.tangent.step import TangentState, TangentStep, slots
 from pallas_kernels.plan import GradientRequest, TangentPlan
 from pallas_kernels.softmax import mark
@@ -139,10 +139,9 @@ def _kernel(
     arrays, moved, order, counter = inputs
     tile_scheduler = schedule.PersistentScheduler(grid, cta_id, counter, scratch.tile_ids)
     row_at = lambda b, h, i: (b, h, block_walk.row_at(plan.spec, order, b, h, i, grid.tiles))
-    group, groups = lax.axis_index(WARP_GROUP), scratch.queries.shape[1]
     call = TangentCall(plan, captured, arrays, moved, outputs, scratch, row_at)
-    pl.when(group == groups)(lambda: call.produce(tile_scheduler))
-    pl.when(group < groups)(lambda: call.consume(tile_scheduler, group))
+    produce, consume = (functools.partial(role, tile_scheduler) for role in (call.produce, call.consume))
+    run_roles(scratch.queries.shape[1], produce, consume)
 
 
 class TangentCall(NamedTuple):
@@ -159,7 +158,6 @@ class TangentCall(NamedTuple):
 
     def produce(self, tile_scheduler: schedule.PersistentScheduler[Location]) -> None:
         """Producer warp group: draws tile ids, and loads all tiles by TMA."""
-        plg.set_max_registers(PRODUCER_REGISTERS, action="decrease")
         tile_scheduler.over_tiles(self._load_tile, tile_scheduler.draw)
         sources, groups = self.scratch.queries.shape[:2]
         for group in range(groups):  # so that the consumers read that no tile is left
@@ -209,7 +207,6 @@ class TangentCall(NamedTuple):
 
     def consume(self, tile_scheduler: schedule.PersistentScheduler[Location], group: jax.Array) -> None:
         """Consumer warp group: computes its rows of each tile of queries."""
-        plg.set_max_registers(CONSUMER_REGISTERS, action="increase")
 
         def next_tile(i: Index) -> jax.Array:
             plg.barrier_wait(self.scratch.queries_full.at[group])
