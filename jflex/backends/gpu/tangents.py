@@ -9,7 +9,6 @@ import jax
 
 from jflex.backends import lengths as kv_lengths
 from jflex.backends.base import Gradients, Inputs, Saved, SavedCotangents
-from jflex.backends.gpu.triton import operands_of
 from pallas_kernels.spec import AttentionSpec, Operands
 
 if TYPE_CHECKING:
@@ -33,7 +32,7 @@ def push_forward(
         assert lengths is not None  # the spec has lengths
         clear = lambda x: None if x is None else kv_lengths.cleared(spec, lengths, x)
         d_key, d_value = clear(d_key), clear(d_value)
-    arrays = operands_of(kv_lengths.inputs_without_lengths(spec, inputs, block_size))
+    arrays = kv_lengths.inputs_without_lengths(spec, inputs, block_size).operands()
     d_lse = logs = None
     if inputs.sinks is not None and tangents.sinks is not None:
         d_lse, logs = of_sinks(inputs.sinks, tangents.sinks, saved.lse)
