@@ -55,7 +55,7 @@ def row_limits(
 
 
 class _RowAnalysis(IntervalAnalysis):
-    """What depends on the query is known exactly, as it depends on each, [T]."""
+    """Values of the query are known exactly: their intervals are arrays [T] of two equal ends."""
 
     def _of_rows(self, node: Node) -> Interval | None:
         if node.dtype not in (np.int32, np.bool_):

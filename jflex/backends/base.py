@@ -12,7 +12,7 @@ import numpy as np
 
 from jflex.block_mask.lists import BlockLists
 from pallas_kernels.plan import GradientRequest, Refusal
-from pallas_kernels.spec import AttentionSpec, Captured, Operands, as_int8
+from pallas_kernels.spec import AttentionSpec, Captured
 
 
 class Inputs(NamedTuple):
@@ -25,11 +25,6 @@ class Inputs(NamedTuple):
     captured: Captured[jax.Array]
     kv_lengths: jax.Array | None = None  # how many keys each batch entry has, int32 [B]; None if all have S
     sinks: jax.Array | None = None  # float32 [Hq], a logit in the denominator of each query head; None without
-
-    def operands(self) -> Operands[jax.Array]:
-        """The arrays that kernels get, without sinks; booleans that mods capture as int8."""
-        lists = None if self.lists is None else tuple(self.lists)
-        return Operands(self.query, self.key, self.value, lists, jax.tree.map(as_int8, self.captured))
 
 
 class PagedInputs(NamedTuple):

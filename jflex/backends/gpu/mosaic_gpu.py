@@ -16,7 +16,7 @@ import numpy as np
 from jflex._mesh import isolated_trace
 from jflex.backends import lengths as kv_lengths
 from jflex.backends.base import Backend, Gradients, GradientsBy, Inputs, PagedInputs, Plan, Saved, SavedCotangents
-from jflex.backends.gpu.triton import NAMES, Triton, paged_operands, requested_gradients, splits_of
+from jflex.backends.gpu.triton import NAMES, Triton, operands_of, paged_operands, requested_gradients, splits_of
 from jflex.backends.results import fold_sinks
 from pallas_kernels.mosaic_gpu.plan.limits import limit_of_machine
 from pallas_kernels.plan import GradientRequest, Refusal, limit_of_pallas
@@ -57,7 +57,7 @@ class MosaicGpu(Backend):
         if (decoded := _plan_decode(spec)) is not None:
             return _decode(spec, decoded.kernels, inputs)
         plan = _dense_kernels(spec, None)
-        operands = kv_lengths.inputs_without_lengths(spec, inputs, _LISTS).operands()._replace(sinks=inputs.sinks)
+        operands = operands_of(kv_lengths.inputs_without_lengths(spec, inputs, _LISTS))._replace(sinks=inputs.sinks)
         out, lse, *stats = forward(plan.spec, plan.forward.tiles, operands)
         if plan.spec.needs_marks:
             out, lse = repair.forward(plan.spec, operands, (out, lse))
@@ -95,7 +95,8 @@ class MosaicGpu(Backend):
 
         plan = _plan_tangent(_with_compiler(spec), tangents.requested)
         assert isinstance(plan, Plan), plan
-        return push_forward(spec, _LISTS, inputs, saved, tangents, functools.partial(_push_forward, plan.kernels))
+        arrays = operands_of(kv_lengths.inputs_without_lengths(spec, inputs, _LISTS))
+        return push_forward(spec, arrays, inputs, saved, tangents, functools.partial(_push_forward, plan.kernels))
 
     def not_preferred(self, spec: AttentionSpec, requested: GradientRequest | None) -> str | None:
         """Calls that underfill a CTA or the GPU or are not MMA-bound: `pallas_kernels.mosaic_gpu.plan.preference`."""
@@ -261,7 +262,7 @@ def _decode(spec: AttentionSpec, plan: SplitKvPlan, inputs: Inputs) -> Saved:
     from pallas_kernels.mosaic_gpu.split_kv import SplitKvInputs
     from pallas_kernels.split_kv import items, repair
 
-    arrays, work = inputs.operands(), plan.work
+    arrays, work = operands_of(inputs), plan.work
     packed = plan.spec.replace(T=spec.B * spec.T)  # to the plan of items and the merge
     indptr, lengths = np.arange(spec.B + 1, dtype=np.int32) * spec.T, inputs.kv_lengths
     extents = indptr, np.full(spec.B, spec.S, np.int32) if lengths is None else lengths
@@ -296,7 +297,7 @@ def _gradients(
 
     assert plan.backward is not None  # else the caller has returned
     requested, derivative, tiles = plan.backward.requested, plan.backward.derivative, plan.backward.tiles
-    operands = kv_lengths.inputs_without_lengths(spec, inputs, _LISTS).operands()
+    operands = operands_of(kv_lengths.inputs_without_lengths(spec, inputs, _LISTS))
     states = (saved.out, saved.lse), (d_saved.out, d_saved.lse)
     result = gradients.backward(
         plan.spec,

@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
 def push_forward(
     spec: AttentionSpec,
-    block_size: tuple[int, int],
+    arrays: Operands[jax.Array],
     inputs: Inputs,
     saved: Saved,
     tangents: Gradients,
     kernel: Callable[[Operands, Moved[jax.Array]], Pushed[jax.Array]],
 ) -> SavedCotangents:
-    """The tangents of the results by a kernel for calls without lengths; new lists have blocks of `block_size`."""
+    """The tangents of the results by a kernel for calls without lengths; `arrays` are the inputs of one."""
     from pallas_kernels.tangents import Moved, of_sinks, with_tangents
 
     d_key, d_value = tangents.key, tangents.value
@@ -32,7 +32,6 @@ def push_forward(
         assert lengths is not None  # the spec has lengths
         clear = lambda x: None if x is None else kv_lengths.cleared(spec, lengths, x)
         d_key, d_value = clear(d_key), clear(d_value)
-    arrays = kv_lengths.inputs_without_lengths(spec, inputs, block_size).operands()
     d_lse = logs = None
     if inputs.sinks is not None and tangents.sinks is not None:
         d_lse, logs = of_sinks(inputs.sinks, tangents.sinks, saved.lse)

@@ -20,7 +20,7 @@ from jflex.backends.base import Backend, Gradients, Inputs, PagedInputs, Plan, S
 from jflex.backends.eight_bits import widened
 from jflex.backends.results import fold_sinks
 from pallas_kernels.plan import GradientRequest, Refusal
-from pallas_kernels.spec import AttentionSpec, Compiler, as_int8
+from pallas_kernels.spec import AttentionSpec, Compiler, Operands, as_int8
 from pallas_kernels.triton.plan.limits import MIN_TILE, decodes, describe_compiler, limit_of_compiler, limit_of_device
 
 if TYPE_CHECKING:
@@ -71,12 +71,13 @@ class Triton(Backend):
         plan: triton_plan.TritonPlan = self._kernels(spec, None)
         tiles = plan.forward.tiles
         if plan.decodes:
-            results = decode(plan.spec, tiles, inputs.operands(), inputs.kv_lengths)
+            results = decode(plan.spec, tiles, operands_of(inputs), inputs.kv_lengths)
             return fold_sinks(spec, _saved(spec, results), inputs.sinks)
-        inputs = kv_lengths.inputs_without_lengths(spec, inputs, _block_size(spec))
+        if spec.kv_lengths:
+            inputs = kv_lengths.inputs_without_lengths(spec, inputs, _block_size(spec))
         if spec.qk_dtype is not None:  # once: to widen each tile took 13.1 ms, and 16 bits 8.8 (H200, D 128, S 16384)
             inputs = widened(inputs)
-        return _saved(spec, forward(plan.spec, tiles, inputs.operands()._replace(sinks=inputs.sinks)))
+        return _saved(spec, forward(plan.spec, tiles, operands_of(inputs)._replace(sinks=inputs.sinks)))
 
     def _kernels(self, spec: AttentionSpec, requested: GradientRequest | None) -> Any:
         """The plan of the kernels themselves, a `TritonPlan` or a `PagedPlan`, for a call that they support."""
@@ -97,7 +98,7 @@ class Triton(Backend):
         result = gradients.backward(
             plan.spec,
             gradients.BackwardTiles(plan.dkv.tiles, plan.dq.tiles),
-            inputs.operands(),
+            operands_of(inputs),
             RequestedGradients(requested.query, requested.key or requested.value, plan.derivative),
             (saved.out, saved.lse),
             (d_saved.out, d_saved.lse),
@@ -126,8 +127,8 @@ class Triton(Backend):
 
         plan = self._plan_tangent(spec, tangents.requested)
         assert isinstance(plan, Plan), plan
-        kernel = functools.partial(tangent, plan.kernels)
-        return push_forward(spec, _block_size(spec), inputs, saved, tangents, kernel)
+        arrays = operands_of(kv_lengths.inputs_without_lengths(spec, inputs, _block_size(spec)))
+        return push_forward(spec, arrays, inputs, saved, tangents, functools.partial(tangent, plan.kernels))
 
     @isolated_trace
     def not_preferred(self, spec: AttentionSpec, requested: GradientRequest | None) -> str | None:
@@ -144,7 +145,7 @@ def _plan_dense(spec: AttentionSpec, requested: GradientRequest | None) -> Plan 
     from pallas_kernels import block_walk
     from pallas_kernels.triton.plan.plan import plan
 
-    lengthless = kv_lengths.spec_without_lengths(spec, _block_size(spec))
+    lengthless = kv_lengths.spec_without_lengths(spec, _block_size(spec)) if spec.kv_lengths else spec
     decoded = plan(spec, None) if spec.kv_lengths and decodes(spec) else None  # the decoding kernel takes lengths
     planned = decoded if decoded is not None and requested is None else plan(lengthless, requested)
     if isinstance(planned, Refusal):
@@ -177,6 +178,12 @@ def splits_of(count: Callable[..., tuple[int, int]], indptr: np.ndarray, lengths
 
 
 # --- operands and results of kernels
+
+
+def operands_of(inputs: Inputs) -> Operands:
+    """The arrays of a dense call; booleans that mods capture as int8."""
+    lists = None if inputs.lists is None else tuple(inputs.lists)
+    return Operands(inputs.query, inputs.key, inputs.value, lists, jax.tree.map(as_int8, inputs.captured))
 
 
 def paged_operands(inputs: PagedInputs) -> PagedOperands[jax.Array]:

@@ -28,10 +28,10 @@ from pallas_kernels.program.cotangents import covers, stores
 from pallas_kernels.program.ir import Axes, Node
 from pallas_kernels.spec import AttentionSpec, Operands
 from pallas_kernels.triton import scores
+from pallas_kernels.triton.forward import QueryTile
 from pallas_kernels.triton.head_chunks import qk_dot
 from pallas_kernels.triton.launch import runner_of
 from pallas_kernels.triton.plan.plan import fitted
-from pallas_kernels.triton.query_tile import QueryTile
 from pallas_kernels.types import Index, Ref
 
 MAX_TILE = 64

@@ -23,9 +23,9 @@ from pallas_kernels.softmax import ScoreTile, mark
 from pallas_kernels.spec import AttentionSpec, Operands
 from pallas_kernels.triton import scores
 from pallas_kernels.triton.containment import Marked, cleared, repair_tiles
+from pallas_kernels.triton.forward import QueryTile
 from pallas_kernels.triton.head_chunks import Columns, add_rows, pv_dot, qk_dot, zero_rows
 from pallas_kernels.triton.launch import runner_of
-from pallas_kernels.triton.query_tile import QueryTile
 from pallas_kernels.types import Index, Location, Ref
 
 

@@ -125,8 +125,8 @@ def call(
 ) -> list[jax.Array]:
     """Compiles and calls a kernel, by the launcher that is here.
 
-    The kernel takes addresses to be multiples of 16. The barrier keeps slices out of the call: XLA hands over an address
-    inside of the whole array otherwise.
+    The kernel takes addresses to be multiples of 16. The barrier keeps slices out of the call: otherwise XLA hands over
+    an address inside of the whole array.
     """
     args, chosen = lax.optimization_barrier(tuple(args)), launcher()
     if isinstance(chosen, str):
