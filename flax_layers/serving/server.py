@@ -139,16 +139,6 @@ class _Connection(H11Protocol):
         names = {name for name, _ in self.headers or ()}
         if {b"content-length", b"transfer-encoding"} <= names and CLOSE_HEADER not in self.headers:
             self.headers.append(CLOSE_HEADER)  # the scope holds the same list, and is answered later
-        if self.scope is not None:
-            self.scope.setdefault("state", {})["write_chunk"] = self.write_chunk
-
-    def write_chunk(self, data: bytes) -> bool:
-        """Writes a chunk of a body past ASGI and h11; returns False where they must write it."""
-        has_chunks = self.conn.our_state is h11.SEND_BODY and self.scope["http_version"] == "1.1"
-        is_open = has_chunks and not (self.flow.write_paused or self.transport.is_closing())
-        if is_open and data:
-            self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
-        return is_open
 
     def pause_writing(self) -> None:
         """Begins to wait for the client to read."""

@@ -4,37 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import http.client
-import io
-import json
 import logging
 import re
 import socket
 import time
-from unittest.mock import Mock
 
-import httpx
 import pytest
 
-from flax_layers.serving import Engine
 from flax_layers.serving.api.access import Access
 from flax_layers.serving.api.http import Limits
-from flax_layers.serving.server import _Connection
-from tests.support.served import (
-    CHATS,
-    COMPLETIONS,
-    GREEDY,
-    SERVED,
-    SIZES,
-    app_of,
-    ask,
-    completion,
-    events_of,
-    exchange,
-    listening,
-    model,
-    texts_of,
-)
+from tests.support.served import CHATS, COMPLETIONS, GREEDY, SERVED, app_of, ask, exchange, listening
 
 PATHS = {"/": None, "/health": None, "/metrics": None, "/stats": None, "/v1/models": None, COMPLETIONS: {}, CHATS: {},
          "/tokenize": {"prompt": "a"}}  # fmt: skip
@@ -173,22 +152,6 @@ def test_two_lengths_of_a_body_end_the_connection(length):
         one = exchange(address, CHUNKED % (b"", len(BODY), BODY) + last)
         assert re.findall(rb"HTTP/1.1 (\d+)", one) == [b"200", b"200"]
         assert one.lower().count(b"connection: close") == 1
-
-
-@pytest.mark.parametrize("version", [b"1.0", b"1.1"])
-def test_streams_past_h11(version, engine, monkeypatch):
-    """HTTP/1.0 knows no chunks."""
-    written, write = [], _Connection.write_chunk
-    monkeypatch.setattr(_Connection, "write_chunk", lambda *x: written.append(write(*x)) or written[-1])
-    body = json.dumps(GREEDY | {"stream": True}).encode()
-    head = b"POST %s HTTP/%s\r\nHost: localhost\r\nConnection: close\r\nContent-Length: %d\r\n\r\n"
-    with listening(engine=Engine(model(), SIZES)) as address:
-        received = exchange(address, head % (COMPLETIONS.encode(), version, len(body)) + body)
-    answer = http.client.HTTPResponse(Mock(makefile=lambda mode: io.BytesIO(received)))
-    answer.begin()
-    events = events_of(httpx.Response(200, headers=[*answer.headers.items()], content=answer.read()))
-    assert texts_of(events) == [completion(engine)["choices"][0]["text"]]
-    assert (any(written), all(written)) == ((version == b"1.1"),) * 2
 
 
 @pytest.mark.full

@@ -144,14 +144,13 @@ class EventStream(Response):
         """Answers the request."""
         try:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            await unless_disconnected(receive, self._write(send, scope["state"].get("write_chunk")))
+            await unless_disconnected(receive, self._write(send))
         except (Disconnected, OSError):  # servers raise OSError when they send to a client that has left
             pass
         finally:
             self._end()
 
-    async def _write(self, send: Send, write: Callable[[bytes], bool] | None) -> None:
+    async def _write(self, send: Send) -> None:
         async for event in self._events:
-            if write is None or not write(event):
-                await send({"type": "http.response.body", "body": event, "more_body": True})
+            await send({"type": "http.response.body", "body": event, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
