@@ -13,6 +13,7 @@ _FLASHINFER = "flashinfer flashinfer-fa2 flashinfer-batch"
 _SHAPES = ((2, 16384, 16, 128), (4, 16384, 16, 64))  # batch, length, heads, head size
 _GROUPED = (2, 8192, (32, 8), 128)
 _BOTH = ("noop", "causal")
+TRAINED = ("forward", "backward")
 _TANGENTS = ("causal", "alibi", "softcap", "document_mask")
 _PAPER, _PAPER_KV = "Dong et al. 2024, arXiv:2412.05496", 256 * 2**20  # bytes of key and value together (section 6.2)
 
@@ -23,10 +24,7 @@ class Suite(NamedTuple):
     title: str
     peers: tuple[str, ...]  # names in `benchmarks.peers.table.PEERS`; ratios are about the first
     problems: tuple[Problem, ...]
-    directions: tuple[str, ...] = (
-        "forward",
-        "backward",
-    )  # of `benchmarks.run.library_runner`; served problems have the first
+    directions: tuple[str, ...]  # of `benchmarks.run.library_runner`
     queue: bool = False  # whether the wall time of a call in a queue of calls is measured too
 
     @property
@@ -35,8 +33,12 @@ class Suite(NamedTuple):
         return self.problems[0].served
 
 
-def _suite(title: str, peers: str, problems: Iterable[Problem], **flags: Any) -> Suite:
-    return Suite(title, tuple(peers.split()), tuple(problems), **flags)
+def _suite(
+    title: str, peers: str, problems: Iterable[Problem], directions: tuple[str, ...] = TRAINED, queue: bool = False
+) -> Suite:
+    """A suite of the directions; of the forward alone if the problems are served."""
+    problems = tuple(problems)
+    return Suite(title, tuple(peers.split()), problems, ("forward",) if problems[0].served else directions, queue)
 
 
 def _squares(shapes: Iterable[tuple[Any, ...]], variants: Iterable[str], **more: Iterable[Any]) -> list[Problem]:

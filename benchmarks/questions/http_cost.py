@@ -1,4 +1,4 @@
-"""What HTTP costs beside the engine alone: the part `http` of ``python -m benchmarks engine``."""
+"""Cost of HTTP beside the engine alone: the part `http` of ``python -m benchmarks engine``."""
 
 import contextlib
 import dataclasses

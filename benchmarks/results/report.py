@@ -11,11 +11,11 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from benchmarks.environment import PEER_PACKAGES, ROOT
 from benchmarks.peers.table import PEERS
-from benchmarks.problems import EIGHT_BITS
+from benchmarks.problems import EIGHT_BITS, Problem
 from benchmarks.results import schema
 from benchmarks.results.schema import FOLDER, Record, ResultFile
 from benchmarks.roofline import share
-from benchmarks.suites import SUITES
+from benchmarks.suites import SUITES, TRAINED
 
 Table = list[list[str]]  # the first row is the header
 Results = Mapping[str, Mapping[str, ResultFile]]  # by device and name
@@ -34,20 +34,19 @@ _VARIANTS = {
 }  # fmt: skip
 # Rows of the short table, shown where a peer was measured: suite, words with the metric, directions, and fields of the
 # first problem that it shows.
-_BOTH = ("forward", "backward")
 _ROWS = (
     *(
         (
             "documents" if variant == "document_mask" else "main",
             f"{words}, TFLOP/s forward / backward",
-            _BOTH,
+            TRAINED,
             {"variant": variant, "S": 16384, "D": 128},
         )
         for variant, words in _VARIANTS.items()
     ),
-    ("decode", "decode, one token against 16384 keys, B 8, 32/8 heads of 128, µs", _BOTH[:1], {"page": 0}),
+    ("decode", "decode, one token against 16384 keys, B 8, 32/8 heads of 128, µs", ("forward",), {"page": 0}),
     *(
-        (suite, f"{words}, µs", _BOTH[:1], select)
+        (suite, f"{words}, µs", ("forward",), select)
         for suite, words, select in (
             ("paged", "decode over pages of 64, B 32, 4096 keys, 32/8 heads", {"page": 64}),
             ("prompts", "prompt over pages of 64: 2048 tokens at the end of 8192, 32/8 heads", {"B": 1, "page": 64}),
@@ -85,10 +84,7 @@ def tables_of(result: ResultFile) -> list[Table]:
     main = [["", *titles, *([] if served else [f"{PEERS[result.baseline].title} of the roof"])]]
     for problem in result.problems:
         records = {
-            name: [
-                result.find(problem, name, direction)
-                for direction in SUITES[result.name].directions[: 1 if served else 2]
-            ]
+            name: [result.find(problem, name, direction) for direction in SUITES[result.name].directions]
             for name in result.peers()
         }
         if served:
@@ -182,14 +178,7 @@ def speed_table(results: Results) -> str:
         if (result := files.get(suite)) is not None:
             matches = lambda problem, select=select: all(getattr(problem, name) == x for name, x in select.items())
             problem = next(filter(matches, result.problems), None)
-            find = lambda name, z, x=result, y=problem: x.find(y, name or x.baseline, z)
-            best = [
-                [
-                    min(filter(None, (find(x, z) for x in names)), key=lambda x: x.seconds, default=None)
-                    for z in directions
-                ]
-                for names in map(_COLUMNS.__getitem__, columns)
-            ]
+            best = [[_fastest(result, problem, _COLUMNS[x], z) for z in directions] for x in columns]
             shown = lambda x, words=words: _microseconds(x.seconds) if words.endswith("µs") else _tflops(x)
             if any(filter(any, best[1:])):
                 sources[suite] = result
@@ -205,6 +194,12 @@ def speed_table(results: Results) -> str:
         f"else; {_software(about['versions'], ('jax', 'torch'), sources.values())}, {_when(sources.values())}. "
         f"[Every figure and how it was measured]({link}).\n\n{_markdown(rows)}"
     )
+
+
+def _fastest(result: ResultFile, problem: Problem | None, names: Iterable[str], direction: str) -> Record | None:
+    """The record of the fastest of some peers, "" for the suite's first; None if none was measured."""
+    records = (result.find(problem, name or result.baseline, direction) for name in names)
+    return min(filter(None, records), key=lambda x: x.seconds, default=None)
 
 
 def _software(versions: Mapping[str, str], names: Sequence[str], files: Iterable[ResultFile]) -> str:

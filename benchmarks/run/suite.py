@@ -188,7 +188,7 @@ def plan_of(name: str, options: argparse.Namespace) -> Plan:
     """The parts of a suite that the options choose."""
     chosen = {"variant": options.variants, "S": options.lengths, "D": options.head_sizes, "B": options.batches}
     selected = lambda problem: all(not values or getattr(problem, x) in values for x, values in chosen.items())
-    possible = SUITES[name].directions[: 1 if SUITES[name].served else None]
+    possible = SUITES[name].directions
     directions = tuple(x for x in possible if options.direction in (x, "both")) or possible[:1]
     return Plan(name, list(filter(selected, SUITES[name].problems)), peers_of(name, options.peers), directions)
 
@@ -198,7 +198,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     suites = f"one or more, in this order: {', '.join(SUITES)}"
     add("--suite", choices=tuple(SUITES), nargs="+", metavar="NAME", default=["quick"], help=suites)
-    served = ", ".join(name for name, x in SUITES.items() if x.served or len(x.directions) == 1)
+    served = ", ".join(name for name, x in SUITES.items() if len(x.directions) == 1)
     add("--pass", dest="direction", choices=(*DIRECTIONS, "both"), default="both", help=f"{served}: forward only")
     for name, kind, letter in (
         ("variants", str, "NAME"),

@@ -245,7 +245,7 @@ class QueryTile(NamedTuple):
         return load_rows(spec, ref, b, kv_h, key, self.tiles.block_kv, spec.S, may_end=may_end)
 
     def prepare(self, nodes: Sequence[Node] | None = None) -> scores.Scores:
-        """Prologue of the mods; `nodes` of the score mod, if more than those of its program."""
+        """Prologue of the mods; `nodes` of the score mod, by default of its program alone."""
         b, h, _ = self.at
         return scores.prepare(self.spec, self.arrays, self.tiles.shape, b, h, q_first=self.first, nodes=nodes)
 

@@ -121,7 +121,7 @@ def load_lines(
     Args:
       at: Indices of the other axes, each a scalar, [rows] or [rows, 1]. If all are scalars, what is loaded is [width].
       mask: Of the rows, a scalar or [rows].
-      pieces: The chunks; by default those of the size of the array.
+      pieces: The chunks; by default the plain ones of the last axis.
     """
     indices = (_index_of_lines(ref, at, mask, piece) for piece in pieces or plain_chunks(ref.shape[-1]))
     return tuple(widened(spec, runner_of(spec).load(ref.at[index], mask=inside)) for index, inside in indices)

@@ -148,7 +148,7 @@ def prepare(
     # where the axis of the mainloop ends, at or before the end of its array, if known only at run time: what lies
     # beyond is masked in partial tiles
     end: Index | None = None,
-    nodes: Sequence[Node] | None = None,  # of the score mod to prepare, if more than those of its program
+    nodes: Sequence[Node] | None = None,  # of the score mod to prepare, by default of its program alone
 ) -> Scores:
     """Prologue: evaluates the loop-invariant values of the mods (uniform, and along the axis that stays fixed)."""
     transposed = k_first is not None

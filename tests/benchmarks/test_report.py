@@ -45,8 +45,7 @@ def record(problem: Problem, peer: str, direction: str, seconds: float = 1.0, **
 def made(name: str, peers: float = 2.0) -> ResultFile:
     """A suite in which the baseline takes a second, its peers `peers` ones, and other forms twice as long."""
     found, result = [], ResultFile(name, (), ABOUT)
-    directions = SUITES[name].directions[: 1 if SUITES[name].served else None]
-    for problem, direction in itertools.product(SUITES[name].problems, directions):
+    for problem, direction in itertools.product(SUITES[name].problems, SUITES[name].directions):
         for peer in itertools.chain(*by_library(problem, tuple(PEERS.values())).values()):
             seconds = {"split": 1.0}.get(problem.form, 2.0) * (1.0 if peer == result.baseline else peers)
             found.append(record(problem, peer, direction, seconds, flops=1e12 * problem.D, moved=1e9))

@@ -199,7 +199,7 @@ class Choices:
 def wake_all(woken: Woken) -> None:
     """Wakes the event loops of requests with new events: once for all events of a step, in the engine's thread.
 
-    A wake-up for each event took 10 us of that thread, a third of its time for a token (256 streams, 2 CPUs).
+    The thread takes 36 us of CPU time a token, with a wake-up for each event 47 (256 streams, host of an H200).
     """
     while woken:
         loop, requests = woken.popitem()
