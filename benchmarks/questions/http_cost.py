@@ -6,20 +6,22 @@ import gc
 import json
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from benchmarks.questions.engine import Results, Sizes, drive
 from benchmarks.questions.generation import Shape, jax_model
 from benchmarks.questions.question import Measured
-from benchmarks.questions.serving import records_of
+from benchmarks.questions.serving import Load, Timing, records_of
 from benchmarks.results.schema import Record
 from benchmarks.run.jobs import Job, run_job
 
 
 def http_loads(shape: Shape, sizes: Sizes) -> Measured:
-    """The closed loops of clients, by the engine alone and by HTTP, whose clients are a process of their own; a job."""
+    """The closed loops of clients, by the engine alone and by HTTP with clients in processes of their own; a job."""
     from flax_layers.serving import Engine
 
     model, results = jax_model(shape), Results()
@@ -29,8 +31,7 @@ def http_loads(shape: Shape, sizes: Sizes) -> Measured:
         with served(engine, shape.vocabulary) as url:
             drive(engine, dataclasses.replace(load, requests=load.concurrency, seed=1), shape.vocabulary)
             alone = drive(engine, load, shape.vocabulary)
-            arguments = {"url": url, "load": load, "vocabulary": shape.vocabulary}
-            client = run_job(Job("client", "benchmarks.questions.serving", "loaded", arguments))
+            client = _by_processes(url, load, shape.vocabulary)
         rates = []
         for kind, timings in (("engine alone", alone), ("HTTP", client)):
             records, remarks, *_ = records_of(timings, load)
@@ -42,6 +43,17 @@ def http_loads(shape: Shape, sizes: Sizes) -> Measured:
         del engine
         gc.collect()  # its cache, which cycles keep
     return results.measured()
+
+
+def _by_processes(url: str, load: Load, vocabulary: int) -> list[Timing]:
+    """Puts a load on a server by processes of 32 clients each."""
+    parts = max(1, load.concurrency // 32)
+    share = {"requests": load.requests // parts, "concurrency": load.concurrency // parts}
+    common = {"url": url, "vocabulary": vocabulary, "begin": time.perf_counter() + 2 + parts}  # when all have started
+    loads = [common | {"load": dataclasses.replace(load, **share, seed=part)} for part in range(parts)]
+    jobs = [Job("client", "benchmarks.questions.serving", "loaded", arguments) for arguments in loads]
+    with ThreadPoolExecutor(parts) as pool:
+        return [timing for timings in pool.map(run_job, jobs) for timing in timings]
 
 
 @contextlib.contextmanager

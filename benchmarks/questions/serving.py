@@ -143,8 +143,10 @@ async def _ask(session: Any, model: str, prompt: Sequence[int], output: int) -> 
     return timing
 
 
-async def send(url: str, load: Load, key: str | None = None, vocabulary: int = 256, **client: Any) -> list[Timing]:
-    """Puts a load on a server; the `client` has more arguments of `httpx.AsyncClient`."""
+async def send(
+    url: str, load: Load, key: str | None = None, vocabulary: int = 256, *, begin: float = 0.0, **client: Any
+) -> list[Timing]:
+    """Puts a load on a server, from `begin` on by `time.perf_counter`; the `client` has more of `httpx.AsyncClient`."""
     import httpx
 
     client |= {"base_url": url, "timeout": _TIMEOUT, "limits": httpx.Limits(max_connections=None)}
@@ -154,6 +156,7 @@ async def send(url: str, load: Load, key: str | None = None, vocabulary: int = 2
         prompts = load.prompts(vocabulary)
         for prompt, output in prompts[: load.warm_up]:
             await _ask(session, model, prompt, output)
+        await asyncio.sleep(begin - time.perf_counter())
         draw, free = random.Random(load.seed + 1), asyncio.Semaphore(load.concurrency)
 
         async def one(prompt: list[int], output: int) -> Timing:
@@ -175,9 +178,9 @@ async def send(url: str, load: Load, key: str | None = None, vocabulary: int = 2
         return await asyncio.gather(*tasks)
 
 
-def loaded(url: str, load: Load, vocabulary: int) -> list[Timing]:
+def loaded(url: str, load: Load, vocabulary: int, begin: float) -> list[Timing]:
     """Puts a load on a server; a job."""
-    return asyncio.run(send(url, load, None, vocabulary))
+    return asyncio.run(send(url, load, None, vocabulary, begin=begin))
 
 
 def serving(
