@@ -160,8 +160,10 @@ SUITES = {
         "short sequences",
         f"{_FLEX} jax-cudnn jax-xla sdpa-cudnn sdpa-flash sdpa-efficient tokamax fa4",
         [
-            square(32, S, 16, 64, variant, block=block)
-            for (variant, block), S in product((("noop", 128), ("causal", 64)), (128, 256, 512, 1024))
+            square(32, S, 16, 64, variant, block=block, form=form)
+            for (variant, block, form), S in product(
+                (("noop", 128, "split"), ("causal", 64, "split"), ("causal", 128, "everywhere")), (128, 256, 512, 1024)
+            )
         ],
         queue=True,
     ),
