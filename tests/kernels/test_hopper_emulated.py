@@ -56,7 +56,10 @@ def test_limits_of_rows(monkeypatch, case, one_pass):
 
 @tiers(
     default={"case": "head_size_80", "is_late": [True]},
-    full={"case": ["bnth_shared_keys", "slopes", "softcap_sinks", "two_groups_small", "limits_end"], "is_late": [True]},
+    full={
+        "case": ["bnth_shared_keys", "extreme_logits", "slopes", "softcap_sinks", "two_groups_small", "limits_end"],
+        "is_late": [True],
+    },
     rest="long",
 )
 @pytest.mark.parametrize("is_late", [False, True])
