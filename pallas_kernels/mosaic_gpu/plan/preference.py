@@ -10,7 +10,7 @@ from pallas_kernels.mosaic_gpu.score.tile import is_periodic
 from pallas_kernels.spec import AttentionSpec
 
 WARPS_PER_GROUP = 4
-MIN_LENGTH = 256  # queries and keys from which on these kernels may be preferred
+MIN_LENGTH = 128  # queries and keys from which on these kernels may be preferred
 NARROW = 64  # head size up to which few tiles, and gradients of short sequences, are faster in 'triton'
 LATENT_ROWS = 16  # of a request: query tokens times heads, from which on the kernel for latent caches was timed
 PROMPT_QUERIES = 128  # of a tile of the kernel for prompts, all of one head
@@ -23,17 +23,18 @@ def slower_forward(plan: HopperPlan) -> str | None:
 
     H200, jax 0.11.2, bf16, 16 heads, TFLOP/s and of `triton`: causal, 64 texts of 256 tokens, 220 and 202
     at head size 64, 328 and 235 at 128, and one such text at 128, 49 and 33. No mask, head size 32, 222 and 232 at
-    384 tokens, 267 and 271 at 768; with a pair bias 188 and 171, 222 and 199. A sine of each score, causal, 4 x
-    4096 tokens, head size 64: 6031 us and 2475.
+    384 tokens, 267 and 271 at 768; with a pair bias 188 and 171, 222 and 199. Head size 64, 32 texts of 128 tokens,
+    143 and 136, causal by a mask_mod 125 and 117; of 256, 190 and 184; of 512, 298 and 270. A sine of each score,
+    causal, 4 x 4096 tokens, head size 64: 6031 us and 2475.
     """
     spec = plan.spec
     length, tiles = min(spec.T, spec.S), spec.B * spec.Hq * math.ceil(spec.T / 128)
     widest = max(spec.D, spec.Dv)
     if length < MIN_LENGTH:
         return f"below {MIN_LENGTH} queries or keys only the kernels of 'triton' were tuned"
-    if length < 4 * MIN_LENGTH and widest <= VERY_NARROW and spec.score_mod is None:
-        return f"below {4 * MIN_LENGTH} queries or keys, at head sizes up to {VERY_NARROW}, 'triton' is faster"
-    if length < 2 * MIN_LENGTH and tiles < NUM_SMS and widest <= NARROW:
+    if length < 8 * MIN_LENGTH and widest <= VERY_NARROW and spec.score_mod is None:
+        return f"below {8 * MIN_LENGTH} queries or keys, at head sizes up to {VERY_NARROW}, 'triton' is faster"
+    if length < (4 if widest <= NARROW else 2) * MIN_LENGTH and tiles < NUM_SMS:
         return f"{tiles} tiles of 128 queries leave some of the {NUM_SMS} SMs without work"
     if plan.forward.tiles.num_warps == WARPS_PER_GROUP:
         return "blocks of 64 queries keep one of its two consumer warp groups idle (a `block_size` of 128 does not)"
