@@ -129,11 +129,13 @@ class Program:
         Args:
           sizes: For the letters B, Hq, T and S in it.
           wide: Floating point of 64 bits, whatever the program says.
-          select: Branches as selects: `vmap` of `cond` broadcasts all that the branches capture.
+          select: Branches as selects: `vmap` of `cond` broadcasts all that the branches capture. Chains of indices as
+            one: `vmap` of ``c[h][q]`` holds a row for each element, 35 GB of some mods.
           rounded: Through which values of 16 bits pass, with the number of their step.
         """
         name = f"<random {self.role}_mod {id(self)}>"
         source = self.source(disturbed=rounded is not None)
+        source = source.replace("][", ", ") if select else source
         linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
         dtypes = (jnp.float64, jnp.float64) if wide else (jnp.float32, jnp.dtype(self.half).type)
         names = {letter: getattr(sizes, letter) for letter in ("B", "Hq", "T", "S")}
