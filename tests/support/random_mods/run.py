@@ -20,7 +20,7 @@ def run(seed: int, backend: str, profile: str | None = None) -> dict[str, Any]:
 
     Args:
       seed: Of the call.
-      backend: As `implementation=`; ``"triton-interpret"``; or ``"triton-compile"`` and the like, which are compiled
+      backend: As `implementation=`; ``"triton-interpret"``; ``"mosaic_gpu-emulated"``; or ``"triton-compile"``, compiled
         for a GPU that is not there, and not run.
       profile: What is drawn, as in `case.PROFILES`.
     """
