@@ -187,6 +187,7 @@ BAD: dict[str, tuple[str, Any, int, str]] = {
     "vast prompts": (COMPLETIONS, {"prompt": [[1]] * 70_000}, 400, "`prompt` must be at most 65536 texts. Got 70000"),
     "mixed prompts": (COMPLETIONS, {"prompt": ["a", 1]}, 400, "`prompt` must be a text, a list of texts"),
     "foreign token": (COMPLETIONS, {"prompt": [256]}, 400, "`prompt` must hold tokens from 0 to 255.*256"),
+    "scored token": (COMPLETIONS, {"prompt": [-1], "prompt_logprobs": 0}, 400, "`prompt` must hold tokens.* Got -1"),
     "long prompt": (COMPLETIONS, {"prompt": "x" * 1024}, 400, "shorter than 1024 tokens.* Got 1024"),
     "long answer": (COMPLETIONS, {"prompt": "xxx", "max_tokens": 1022}, 400, "at most 1024 tokens.* Got 3 and 1022"),
     "temperature": (COMPLETIONS, GREEDY | {"temperature": -1}, 400, "`temperature` must be .* Got -1"),

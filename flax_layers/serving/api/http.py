@@ -155,7 +155,8 @@ class _Api:
         self._metrics, self._woken = Metrics(engine.stats), Woken()
         engine.after_step.append(lambda: wake_all(self._woken))
         self._created = int(time.time())
-        self._prompts, self._token_texts = Prompts(tokenizer, engine.context), TokenTexts(tokenizer.token_bytes)
+        self._prompts = Prompts(tokenizer, engine.context, engine.config.vocabulary)
+        self._token_texts = TokenTexts(tokenizer.token_bytes)
         self._compiling = concurrent.futures.ThreadPoolExecutor(2, "jflex-constraints")
         self._keys = [key.encode() for key in served.keys]
         self._page = pathlib.Path(__file__).with_name("page.html").read_text(encoding="utf-8")
@@ -264,7 +265,7 @@ class _Api:
     def _detokenize(self, raw: bytes, tenant: int | None) -> str:
         body = parse(DetokenizeBody, raw)
         self._check_model(body.model)
-        return self._prompts.text(body.tokens, self._engine.config.vocabulary, "tokens", special_tokens=True)
+        return self._prompts.text(body.tokens, "tokens", special_tokens=True)
 
     def _read_completion(self, raw: bytes, tenant: int | None) -> _Job:
         body = parse(CompletionBody, raw)
@@ -277,11 +278,8 @@ class _Api:
             )
         special = body.add_special_tokens is not False
         prompts = [self._prompts.tokens(prompt, special_tokens=special) for prompt in body.prompt]
-        echoes = []
-        if body.echo:
-            vocabulary = self._engine.config.vocabulary
-            text = lambda x: x if isinstance(x, str) else self._prompts.text(x, vocabulary, "prompt")
-            echoes = [text(prompt) for prompt in body.prompt]
+        text = lambda x: x if isinstance(x, str) else self._prompts.text(x, "prompt")
+        echoes = [text(prompt) for prompt in body.prompt] if body.echo else []
         return self._job(body, prompts, tenant, body.response_format, echoes)
 
     def _read_chat(self, raw: bytes, tenant: int | None) -> _Job:

@@ -28,11 +28,12 @@ _CONTRACTION = 4
 class Prompts:
     """Tokenizes prompts in threads: four for short bodies, and one for long ones, so that these delay no other.
 
-    The tokenizer should not hold the GIL for long. A prompt must be shorter than `context` tokens.
+    The tokenizer should not hold the GIL for long. A prompt must be shorter than `context` tokens, each below
+    `vocabulary`.
     """
 
-    def __init__(self, tokenizer: ServedTokenizer, context: int):
-        self._tokenizer, self._context = tokenizer, context
+    def __init__(self, tokenizer: ServedTokenizer, context: int, vocabulary: int):
+        self._tokenizer, self._context, self._vocabulary = tokenizer, context, vocabulary
         self._longest = longest_token(tokenizer.serialized())
         self._threads = concurrent.futures.ThreadPoolExecutor(4, "jflex-prompts")
         self._long_thread = concurrent.futures.ThreadPoolExecutor(1, "jflex-long-prompts")
@@ -54,7 +55,10 @@ class Prompts:
             self._long_bytes -= len(raw)
 
     def tokens(self, text: str | Sequence[int], param: str = "prompt", *, special_tokens: bool = True) -> Sequence[int]:
-        """Tokenizes the text of a parameter. Raises ApiError 400 if it is certainly longer than the context."""
+        """Tokenizes the text of a parameter, or checks its tokens.
+
+        Raises ApiError 400 if it is certainly longer than the context, or a token is out of the vocabulary.
+        """
         size, covered = len(text), self._longest if isinstance(text, str) else 1
         if covered is not None and size > (self._context - 1) * covered:
             least = f"{size} characters, at least {-(-size // covered)} tokens" if isinstance(text, str) else f"{size}"
@@ -66,7 +70,7 @@ class Prompts:
             )
         if isinstance(text, str):
             return self._tokenizer.encode(text, special_tokens=special_tokens).tolist()
-        return text
+        return self._checked(text, param)
 
     def offsets(self, tokens: Sequence[int]) -> list[tuple[int, int]]:
         """Tokens, each with the offset of its text in the text of all."""
@@ -82,12 +86,15 @@ class Prompts:
         spellings = (x for word in words for x in (encode(word), encode(f" {word.lstrip()}")))
         return tuple(dict.fromkeys(filter(None, spellings)))
 
-    def text(self, tokens: Sequence[int], vocabulary: int, param: str, *, special_tokens: bool = False) -> str:
+    def text(self, tokens: Sequence[int], param: str, *, special_tokens: bool = False) -> str:
         """The text of tokens. Raises ApiError 400 for a token out of the vocabulary."""
-        wrong = next((x for x in tokens if not 0 <= x < vocabulary), None)
+        return self._tokenizer.decode(self._checked(tokens, param), special_tokens=special_tokens)
+
+    def _checked(self, tokens: Sequence[int], param: str) -> Sequence[int]:
+        wrong = next((x for x in tokens if not 0 <= x < self._vocabulary), None)
         if wrong is not None:
-            raise ApiError(400, f"`{param}` must hold tokens from 0 to {vocabulary - 1}. Got {wrong}.")
-        return self._tokenizer.decode(tokens, special_tokens=special_tokens)
+            raise ApiError(400, f"`{param}` must hold tokens from 0 to {self._vocabulary - 1}. Got {wrong}.")
+        return tokens
 
     def template(self, *, has_tools: bool) -> tuple[str, str]:
         """Name and text of the chat template. Raises ApiError 400 without one."""
