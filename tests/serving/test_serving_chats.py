@@ -231,6 +231,8 @@ WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
     "effort": ("qwen", {"reasoning_effort": "high"}, "`reasoning_effort` is not supported by this model.* Got 'high'"),
     "always": ("r1", {"reasoning_effort": "none"}, "`reasoning_effort` is not supported by this model"),
     "kwargs": ("qwen", {"extra_body": {"chat_template_kwargs": {"messages": []}}}, "must not have 'messages'"),
+    "self": ("qwen", {"extra_body": {"chat_template_kwargs": {"self": 1}}}, "must not have 'self'"),
+    "marks": ("qwen", {"extra_body": {"chat_template_kwargs": {"generation_marks": "ab"}}}, "not have 'generation_mar"),
     "streamed": ("qwen", {"stream": True, "extra_body": {"prompt_logprobs": 1}}, "must be left out with `stream`"),
 }  # fmt: skip
 

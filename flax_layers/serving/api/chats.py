@@ -20,8 +20,8 @@ with needs("pydantic", "serve"):
     from pydantic import BaseModel, ConfigDict, Field, PlainValidator, model_validator
 
 MAX_TOOLS = 128
-_OF_SERVER = frozenset(("messages", "tools", "template", "add_generation_prompt"))
-"""Variables of chat templates that the server sets."""
+_OF_SERVER = frozenset(("messages", "tools", "template", "add_generation_prompt", "generation_marks", "self"))
+"""Variables of chat templates that the server sets, and those that no template can have."""
 
 
 def _content(value: Unchecked) -> str:
