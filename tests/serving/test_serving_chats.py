@@ -122,6 +122,7 @@ def shown(*values: object) -> list[tuple[str, dict]]:
 
 UNKNOWN = f"<tool_call>{call('rm')}</tool_call>"
 TAGGED = f"<tool_call>\n{call()}\n</tool_call>"
+FIRST = '<tool_call>{"arguments": {"a": %s}, "name": "add"}</tool_call>'
 PARTS: dict[str, tuple[str, str, str | None, str | None, list]] = {
     "text": ("qwen", "Hello.\n", None, "Hello.\n", []),
     "reasoning": ("qwen", "<think>\nSo {\n</think>\n\nYes <b>", "So {", "Yes <b>", []),
@@ -130,6 +131,9 @@ PARTS: dict[str, tuple[str, str, str | None, str | None, list]] = {
     "a call": ("qwen", TAGGED, None, None, shown(1)),
     "reasoning, text, calls": ("qwen", f"<think>a</think> So:\n{TAGGED}\n{TAGGED}\n", "a", "So:", shown(1, 1)),
     "arguments first": ("qwen", '<tool_call>{"arguments": {"a": "}"}, "name": "add"}', None, None, shown("}")),
+    "half a surrogate": ("qwen", FIRST % '"\\ud800"', None, FIRST % '"\\ud800"', []),
+    "a surrogate pair": ("qwen", FIRST % '"\\ud83d\\ude00"', None, None, shown("😀")),
+    "no number": ("qwen", FIRST % "[NaN, 1e999]", None, FIRST % "[NaN, 1e999]", []),
     "strings": ("qwen", f"<tool_call>{call(a='}{</tool_call>')}</tool_call>", None, None, shown("}{</tool_call>")),
     "no end": ("qwen", f"<tool_call>\n{call()}", None, None, shown(1)),
     "unknown function": ("qwen", UNKNOWN, None, UNKNOWN, []),
@@ -228,6 +232,8 @@ WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
     "calls": ("qwen", {"messages": [{"role": "assistant", "tool_calls": [{"function": {}}]}]}, "`messages` must"),
     "arguments": ("qwen", {"messages": [{"role": "assistant", "tool_calls": [
         {"function": {"name": "a", "arguments": "{"}}]}]}, "`messages` must have .* an object of JSON"),
+    "half a surrogate": ("qwen", {"messages": [{"role": "assistant", "tool_calls": [
+        {"function": {"name": "a", "arguments": '{"a": "\\ud800"}'}}]}]}, "`messages` must have .* an object of JSON"),
     "effort": ("qwen", {"reasoning_effort": "high"}, "`reasoning_effort` is not supported by this model.* Got 'high'"),
     "always": ("r1", {"reasoning_effort": "none"}, "`reasoning_effort` is not supported by this model"),
     "kwargs": ("qwen", {"extra_body": {"chat_template_kwargs": {"messages": []}}}, "must not have 'messages'"),

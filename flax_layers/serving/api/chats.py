@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import reprlib
 from collections.abc import Mapping
@@ -18,6 +17,7 @@ from flax_layers.serving.engine.constraints import Constraint
 
 with needs("pydantic", "serve"):
     from pydantic import BaseModel, ConfigDict, Field, PlainValidator, model_validator
+    from pydantic_core import from_json
 
 MAX_TOOLS = 128
 _OF_SERVER = frozenset(("messages", "tools", "template", "add_generation_prompt", "generation_marks", "self"))
@@ -41,11 +41,11 @@ def _content(value: Unchecked) -> str:
 def _calls(value: Unchecked) -> list[Json] | None:
     """Parses the calls of an earlier answer. Templates get their arguments as objects, as from `transformers`."""
     try:
-        read = lambda x: json.loads(x) if isinstance(x, str) else x
+        read = lambda x: from_json(x) if isinstance(x, str) else x
         functions = [{**call["function"], "arguments": read(call["function"]["arguments"])} for call in value or ()]
         if not all(isinstance(x["name"], str) and isinstance(x["arguments"], dict) for x in functions):
             raise TypeError
-    except (LookupError, TypeError, ValueError, RecursionError):
+    except (LookupError, TypeError, ValueError):
         raise ValueError(
             '`messages` must have a list of {"id": "...", "type": "function", "function": {"name": "...", "arguments": '
             f'"..."}}}} as `tool_calls`, whose arguments are an object of JSON. Got {reprlib.repr(value)}.'

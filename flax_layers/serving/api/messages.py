@@ -8,8 +8,12 @@ import uuid
 from collections.abc import Collection
 from typing import NamedTuple
 
+from flax_layers.models.checkpoint.optional import needs
 from flax_layers.serving.api.tools import ToolFormat
 from flax_layers.serving.api.transport import Json
+
+with needs("pydantic", "serve"):
+    from pydantic_core import from_json
 
 THINK, THOUGHT = "<think>", "</think>"
 """Marks around the reasoning of a model."""
@@ -106,7 +110,7 @@ class MessageParser:
         call = _read_call(written)
         if call is not None and call[0] in self._style.functions:
             self._open(call[0])
-            self._show_arguments(json.dumps(call[1], ensure_ascii=False))
+            self._show_arguments(call[1])
             self._read = self._closing
             return True
         self._show("content", self._format.begin + written)
@@ -196,11 +200,12 @@ class _ObjectEnd:
         return None
 
 
-def _read_call(text: str) -> tuple[str, Json] | None:
-    """Name and arguments of a call, whose keys have any order."""
+def _read_call(text: str) -> tuple[str, str] | None:
+    """Name and arguments of a call, whose keys have any order; the arguments as JSON, which has no NaN."""
     try:
-        call = json.loads(text)
-    except (ValueError, RecursionError):
+        call = from_json(text)
+        arguments = call.get("arguments", call.get("parameters")) if isinstance(call, dict) else None
+        written = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+    except ValueError:
         return None
-    arguments = call.get("arguments", call.get("parameters")) if isinstance(call, dict) else None
-    return (str(call.get("name")), arguments) if isinstance(arguments, dict) else None
+    return (str(call.get("name")), written) if isinstance(arguments, dict) else None
