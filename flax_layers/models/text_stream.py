@@ -5,6 +5,9 @@ from collections.abc import Callable, Iterable, Sequence
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 """How tokenizers decode bytes that are not a complete character."""
 
+_MOST_PENDING = 32
+"""Tokens that may wait for the end of a character. More are no character, or have no text, as special tokens."""
+
 
 class TextStream:
     """Decodes tokens as they arrive. The pieces, joined, are the text of all tokens.
@@ -33,16 +36,22 @@ class TextStream:
         pieces = []
         for token in tokens:
             self._pending.append(token)
-            piece = self._new_text()
-            if piece and not piece.endswith(UNFINISHED):
-                self._shown, self._pending = self._pending, []
-                pieces.append(piece)
+            size = len(self._pending)
+            piece = self._new_text(size)
+            if not piece or piece.endswith(UNFINISHED):
+                if size < _MOST_PENDING:
+                    continue
+                size //= 2
+                piece = self._new_text(size)
+            self._shown = self._pending[:size] if piece else self._shown
+            self._pending = self._pending[size:]
+            pieces.append(piece)
         return "".join(pieces)
 
     def finish(self) -> str:
         """Ends the stream, and returns the text that was held back: the bytes of an incomplete character."""
-        piece, self._pending = self._new_text(), []
+        piece, self._pending = self._new_text(len(self._pending)), []
         return piece
 
-    def _new_text(self) -> str:
-        return self._decode(self._shown + self._pending)[len(self._decode(self._shown)) :]
+    def _new_text(self, size: int) -> str:
+        return self._decode(self._shown + self._pending[:size])[len(self._decode(self._shown)) :]

@@ -63,6 +63,21 @@ def test_the_end_shows_what_was_held_back():
     assert taken.push(Event((), (), "length")) == Piece("\N{REPLACEMENT CHARACTER}", (), "length")
 
 
+@pytest.mark.parametrize("tokens", [[0x80], [0x80, 0xE2, 0x82, 0xAC, 0xF0, 0x9F, 0xFF], [256], [256, 256, 256, 0x80]])
+def test_no_token_is_decoded_often(tokens):
+    """Tokens that are no character, or have no text, do not pile up."""
+    sizes: list[int] = []
+
+    def decode(tokens):
+        sizes.append(len(tokens))
+        return bytes(x for x in tokens if x < 256).decode(errors="replace")
+
+    drawn, stream = np.random.default_rng(0).choice(tokens, 2000).tolist(), TextStream(decode)
+    pieces = [stream.push([token]) for token in drawn]
+    assert max(sizes) < 100
+    assert "".join(pieces) + stream.finish() == decode(drawn)
+
+
 def test_log_probabilities_come_with_their_text():
     taken, found = choice("cd"), []
     for number, token in enumerate(b"abcXcde"):
