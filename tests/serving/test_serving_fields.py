@@ -6,6 +6,7 @@ import asyncio
 import functools
 import json
 import re
+import time
 
 import pytest
 from hypothesis import given, settings
@@ -14,6 +15,8 @@ from hypothesis import strategies as st
 from flax_layers.serving.api.bodies import CompletionBody, StreamOptions, TokenizeBody
 from flax_layers.serving.api.chats import ChatBody
 from flax_layers.serving.api.foreign import FOREIGN
+from flax_layers.serving.engine.exclusions import Exclusions
+from flax_layers.serving.engine.requests import Request, token_limit
 from tests.support.served import COMPLETIONS, GREEDY, PROMPT, app_of, ask, client, completion
 
 pytestmark = pytest.mark.usefixtures("no_page_is_lost")
@@ -76,6 +79,17 @@ def test_options_of_streams(engine):
     error = stream(continuous_usage_stats=True).json()["error"]
     assert error["param"] == "stream_options.continuous_usage_stats"
     assert "can only be False. Got True. Set `stream_options.include_usage`" in error["message"]
+
+
+def test_many_long_bad_words_take_no_time():
+    """Each of the steps and samples of a request looks at them."""
+    words = tuple((n, *[7] * 1000) for n in range(1000))
+    request = Request((1,), bad_words=words)
+    exclusions, began = Exclusions(request), time.thread_time()
+    assert token_limit(request, 4096, 4096, 1000) == 4095
+    assert [exclusions.excluded([5] * 4000, 4000) for _ in range(100)] == [[]] * 100
+    assert time.thread_time() - began < 0.5
+    assert exclusions.excluded([3, *[7] * 999], 1000) == [7]
 
 
 # --- numbers

@@ -99,6 +99,7 @@ def test_lengths_and_words(engine):
     for fields, message in (
         ({"min_tokens": 21}, "`min_tokens` must be from 0 to `max_tokens`, 20. Got 21"),
         ({"bad_words": [""]}, "`bad_words[0]` must have at least 1 character"),
+        ({"bad_words": ["a", "b" * 257]}, "`bad_words[1]` must have at most 256 characters. Got 257"),
         ({"prompt_logprobs": 20, "n": 128, "prompt": [[7] * 400]}, "must be at most 1048576 numbers of all prompts"),
         ({"prompt_logprobs": 21}, "`prompt_logprobs` must be from 0 to 20. Got 21"),
     ):

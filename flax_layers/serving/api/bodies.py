@@ -140,7 +140,9 @@ class GenerationBody(Body):
     cache_salt: str | None = Field(None, max_length=MAX_SALT)
     ignore_eos: bool | None = None
     min_tokens: int | None = None
-    bad_words: list[Annotated[str, Field(min_length=1)]] | None = Field(None, max_length=MAX_BAD_WORDS // 2)
+    bad_words: list[Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]] | None = Field(
+        None, max_length=MAX_BAD_WORDS // 2
+    )
     include_stop_str_in_output: bool | None = None
     prompt_logprobs: int | None = None
     response_format: Annotated[Constraint | None, PlainValidator(_constraint)] = None

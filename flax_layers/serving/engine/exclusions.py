@@ -32,7 +32,8 @@ class Exclusions:
     def excluded(self, known: Sequence[int], count: int) -> list[int]:
         """The excluded tokens after `count` generated tokens, of which the first ones are known."""
         stops = self._stops if count < self._least else ()
-        return [*stops, *(x[-1] for x in self._words if len(x) == 1 or tuple(known[1 - len(x) :]) == x[:-1])]
+        may_end = lambda x: tuple(known[-1:]) == x[-2:-1] and tuple(known[1 - len(x) :]) == x[:-1]  # few compare all
+        return [*stops, *(x[-1] for x in self._words if len(x) == 1 or may_end(x))]
 
     def keep_allowed(
         self, allowed: Int32[np.ndarray, " words"] | None, known: Sequence[int], count: int, vocabulary: int

@@ -149,7 +149,7 @@ def token_limit(request: Request, context: int, cache_tokens: int, vocabulary: i
             f"`prompt` must hold tokens from 0 to {vocabulary - 1}, the last one of the model. It holds {least} to "
             f"{most}. Use the model's own tokenizer."
         )
-    changed = {"logit_bias": (x for x, _ in request.penalties.logit_bias), "bad_words": (*sum(request.bad_words, ()),)}
+    changed = {"logit_bias": (x for x, _ in request.penalties.logit_bias), "bad_words": set().union(*request.bad_words)}
     for name, tokens in changed.items():
         for token in tokens:
             if not 0 <= token < vocabulary:
