@@ -135,6 +135,7 @@ PARTS: dict[str, tuple[str, str, str | None, str | None, list]] = {
     "a surrogate pair": ("qwen", FIRST % '"\\ud83d\\ude00"', None, None, shown("😀")),
     "no number": ("qwen", FIRST % "[NaN, 1e999]", None, FIRST % "[NaN, 1e999]", []),
     "strings": ("qwen", f"<tool_call>{call(a='}{</tool_call>')}</tool_call>", None, None, shown("}{</tool_call>")),
+    "an end inside": ("qwen", FIRST % '"</tool_call>"', None, FIRST % '"</tool_call>"', []),
     "no end": ("qwen", f"<tool_call>\n{call()}", None, None, shown(1)),
     "unknown function": ("qwen", UNKNOWN, None, UNKNOWN, []),
     "no JSON": ("qwen", "a <tool_call>{b</tool_call> c", None, "a<tool_call>{b</tool_call> c", []),

@@ -101,9 +101,9 @@ class MessageParser:
             self._open(head[1])
             self._text, self._object, self._read = self._text[head.end() :], _ObjectEnd(), self._arguments
             return True
-        size, end = _ObjectEnd().find(self._text), self._format.end
-        if size is None and end and end in self._text:
-            size = self._text.index(end) + len(end)
+        end = self._format.end
+        closed = self._text.index(end) + len(end) if end and end in self._text else None
+        size = _ObjectEnd().find(self._text[:closed]) or closed
         if size is None and not ends:
             return False
         written, self._text = (self._text, "") if size is None else (self._text[:size], self._text[size:])
