@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from typing import Any
 
 import openai
@@ -165,6 +166,16 @@ def test_parts_of_a_text(name):
             found = {key: found.get(key, "") + delta.get(key, "") for key in {*found, *delta}}
         parsed = [(name, json.loads(arguments)) for name, arguments in calls]
         assert [found.get("reasoning_content"), found.get("content"), parsed] == expected
+
+
+def test_long_calls_are_read_once():
+    """Also those that are text in the end."""
+    parser = MessageParser(MessageStyle(format=tool_format(QWEN), functions=("add",)))
+    parser.push('<tool_call>{"name": "rm", "arguments": {"a": "')
+    began = time.thread_time()
+    assert not any(parser.push("x") for _ in range(10_000))
+    assert time.thread_time() - began < 0.5
+    assert len(parser.push('"}}</tool_call>')["content"]) > 10_000
 
 
 def script(monkeypatch: pytest.MonkeyPatch, text: str) -> None:

@@ -91,7 +91,7 @@ class MessageParser:
                 self._format = None  # it goes on as text
                 return True
             self._text = text
-        self._read = self._call if has_call else self._read
+        self._object, self._read = _ObjectEnd(), self._call if has_call else self._read
         return has_call
 
     def _call(self, ends: bool) -> bool:
@@ -103,7 +103,7 @@ class MessageParser:
             return True
         end = self._format.end
         closed = self._text.index(end) + len(end) if end and end in self._text else None
-        size = _ObjectEnd().find(self._text[:closed]) or closed
+        size = self._object.find(self._text[:closed]) or closed
         if size is None and not ends:
             return False
         written, self._text = (self._text, "") if size is None else (self._text[:size], self._text[size:])
@@ -120,7 +120,7 @@ class MessageParser:
     def _arguments(self, ends: bool) -> bool:
         size = self._object.find(self._text)
         self._show_arguments(self._text[:size])
-        self._text = "" if size is None else self._text[size:]
+        self._text, self._object.read = "" if size is None else self._text[size:], 0
         self._read = self._arguments if size is None else self._closing
         return size is not None
 
@@ -178,15 +178,17 @@ class _ObjectEnd:
     """Finds where an object of JSON ends, in a text that comes piece by piece."""
 
     def __init__(self) -> None:
+        self.read = 0  # characters that were read, of the text that the next call gets
         self._depth, self._in_string, self._is_escaped = 0, False, False
 
-    def find(self, piece: str) -> int | None:
-        """The index after the end of the object in the next piece; None if it goes on.
+    def find(self, text: str) -> int | None:
+        """The index after the end of the object in a text that has grown; None if it goes on.
 
         >>> _ObjectEnd().find('{"a": "}"} and more')
         10
         """
-        for n, x in enumerate(piece, 1):
+        for x in text[self.read :]:
+            self.read += 1
             if self._is_escaped:
                 self._is_escaped = False
             elif self._in_string:
@@ -196,7 +198,7 @@ class _ObjectEnd:
             elif x in "{}":
                 self._depth += 1 if x == "{" else -1
                 if self._depth <= 0:
-                    return n
+                    return self.read
         return None
 
 
