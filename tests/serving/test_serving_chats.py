@@ -240,6 +240,8 @@ WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
     "twice": ("qwen", {"tools": [CITY, CITY]}, "`tools` must have different names"),
     "no object": ("qwen", {"tools": [{**CITY, "function": {"name": "a", "parameters": {"type": "array"}}}]}, "`tools`"),
     "bad schema": ("qwen", {"tools": [tool("a", b={"not": {}})], "tool_choice": "required"}, '`tool_choice`.*"not"'),
+    "long schema": ("qwen", {"tools": [tool("a", b={"const": "x" * 140_000})], "tool_choice": "required"},
+                    "`tool_choice` must have at most 131072 characters"),
     "both": ("qwen", WITH | {"response_format": regex("a")}, "`response_format` must be left out with `tools`"),
     "calls": ("qwen", {"messages": [{"role": "assistant", "tool_calls": [{"function": {}}]}]}, "`messages` must"),
     "arguments": ("qwen", {"messages": [{"role": "assistant", "tool_calls": [

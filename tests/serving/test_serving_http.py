@@ -194,6 +194,8 @@ BAD: dict[str, tuple[str, Any, int, str]] = {
     "top_k": (COMPLETIONS, GREEDY | {"top_k": -2}, 400, "`top_k` must be at least 0"),
     "n": (COMPLETIONS, GREEDY | {"n": 0}, 400, "`n` must be from 1 to 128. Got 0"),
     "max_tokens": (COMPLETIONS, GREEDY | {"max_tokens": 0}, 400, "`max_tokens` must be at least 1. Got 0"),
+    "max_completion_tokens": (CHATS, HELLO | {"max_completion_tokens": 0}, 400, "`max_completion_tokens` must"),
+    "hidden scores": (COMPLETIONS, GREEDY | {"prompt_logprobs": -1, "echo": True, "logprobs": 1}, 400, "`prompt_logpr"),
     "stop": (COMPLETIONS, GREEDY | {"stop": [""]}, 400, "`stop` must be a text of 1 to 256 characters"),
     "logprobs": (COMPLETIONS, GREEDY | {"logprobs": 21}, 400, "`logprobs` must be from 0 to 20. Got 21"),
     "usage": (COMPLETIONS, GREEDY | {"stream_options": {}}, 400, "`stream_options` may be given only with `stream`"),

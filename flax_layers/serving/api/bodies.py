@@ -144,7 +144,7 @@ class GenerationBody(Body):
         None, max_length=MAX_BAD_WORDS // 2
     )
     include_stop_str_in_output: bool | None = None
-    prompt_logprobs: int | None = None
+    prompt_logprobs: int | None = Field(None, ge=0)
     response_format: Annotated[Constraint | None, PlainValidator(_constraint)] = None
 
     @model_validator(mode="after")

@@ -291,7 +291,7 @@ class _Api:
             text = self._prompts.chat([x.model_dump(exclude_none=True) for x in body.messages], **values)
             style, constraint = body.style(template, text), body.constraint(template)
         except ValueError as error:
-            raise ApiError(400, str(error)) from error
+            raise ApiError(400, str(error).replace("`constraint`", "`tool_choice`")) from error
         tokens = self._prompts.tokens(text, "messages", special_tokens=bool(body.add_special_tokens))
         job = self._job(body, [tokens], tenant, constraint, style=style)
         return job._replace(source="messages", constraint="tool_choice" if body.forced else "response_format")
