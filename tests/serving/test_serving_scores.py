@@ -11,7 +11,9 @@ import numpy as np
 import openai
 import pytest
 
+from flax_layers.serving.api.http import create_app
 from flax_layers.serving.command import load_served, parser, sampling_defaults
+from flax_layers.serving.demo_model import ByteTokenizer
 from tests.support.golden_models import logits_of
 from tests.support.served import (
     CHATS,
@@ -70,6 +72,21 @@ def test_echoes(engine):
     assert completion(engine, echo=True, max_tokens=0)["usage"]["completion_tokens"] == 0
     stop = plain[0]["text"][0]
     assert completion(engine, echo=True, stop=[stop, PROMPT[:3]])["choices"][0]["text"] == PROMPT
+
+
+def test_spaces_that_tokenizers_strip(engine):
+    """As Llama 2's, at the beginning of a text: of an answer, but not of the continuation of a prompt."""
+
+    class Stripping(ByteTokenizer):
+        def decode(self, tokens, *, special_tokens=False):
+            return super().decode(tokens).removeprefix(" ")
+
+    app, body = create_app(engine, Stripping(), SERVED), {"logit_bias": {"32": 100}, "max_tokens": 3}
+    of = lambda **more: ask(app, COMPLETIONS, {"prompt": PROMPT, **body, **more}).json()["choices"]
+    assert [x["text"] for x in of(n=2)] == ["   "] * 2
+    assert [x["text"] for x in of(prompt=[[97], [98, 32]], echo=True)] == ["a   ", "b    "]
+    assert of(prompt=[0xC3])[0]["text"] == "  "  # it begins no character
+    assert ask(app, CHATS, HELLO | body).json()["choices"][0]["message"]["content"] == "  "
 
 
 def test_prompt_logprobs(engine):

@@ -326,7 +326,7 @@ class _Api:
             raise ApiError(400, str(error)) from error
         offsets = [() if body.scored is None else prompt.offsets(tokens) for tokens in prompts]
         text: Callable[[int], ChoiceText] = lambda index: ChoiceText(
-            self._tokenizer.text_stream(),
+            prompt.stream(prompts[index // body.choices] if isinstance(body, CompletionBody) else ()),
             body.stop,
             keeps_stops=bool(body.include_stop_str_in_output),
             min_tokens=body.min_tokens or 0,

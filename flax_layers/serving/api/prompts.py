@@ -10,6 +10,7 @@ from typing import TypeVar
 
 from flax_layers.models.checkpoint.optional import needs
 from flax_layers.models.checkpoint.tokenizer import BYTE_NAMES, TEMPLATE_ERRORS
+from flax_layers.models.text_stream import TextStream
 from flax_layers.serving.api.answers import ServedTokenizer
 from flax_layers.serving.api.transport import ApiError, Json
 
@@ -71,6 +72,13 @@ class Prompts:
         if isinstance(text, str):
             return self._tokenizer.encode(text, special_tokens=special_tokens).tolist()
         return self._checked(text, param)
+
+    def stream(self, tokens: Sequence[int]) -> TextStream:
+        """The stream of the text after tokens, of which the last ones say whether a space begins it."""
+        stream = self._tokenizer.text_stream()
+        stream.push(tokens[-8:])
+        stream.finish()
+        return stream
 
     def offsets(self, tokens: Sequence[int]) -> list[tuple[int, int]]:
         """Tokens, each with the offset of its text in the text of all."""
