@@ -143,6 +143,7 @@ PARTS: dict[str, tuple[str, str, str | None, str | None, list]] = {
     "a head": ("qwen", '<tool_call>{"name": "a', None, '<tool_call>{"name": "a', []),
     "Llama": ("llama", call(key="parameters", a={"b": "\\"}), None, None, shown({"b": "\\"})),
     "several of Llama": ("llama", f" {call(key='parameters')}; {call(key='parameters', a=2)}", None, None, shown(1, 2)),
+    "a last semicolon": ("llama", f"{call(key='parameters')};\n", None, None, shown(1)),
     "JSON of Llama": ("llama", '{"a": 1} {"name": "add"}', None, '{"a": 1} {"name": "add"}', []),
     "text of Llama": ("llama", f" So: {call()}", None, f" So: {call()}", []),
 }  # fmt: skip

@@ -84,7 +84,7 @@ class MessageParser:
             has_call = self._show_until(self._format.begin, "content", ends)
         else:
             text = self._text.lstrip(" \r\n\t;" if self.calls else None)
-            if not (text or ends):
+            if not text and (self.calls or not ends):
                 return False
             has_call = text.startswith("{")
             if not has_call:
