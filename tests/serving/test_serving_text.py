@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 
 import numpy as np
 import pytest
@@ -87,6 +88,15 @@ def test_log_probabilities_come_with_their_text():
     assert [(x.token, x.offset, x.logprobs.logprob) for x in found] == [
         (token, number, -float(number)) for number, token in enumerate(b"abcX")
     ]
+
+
+def test_log_probabilities_of_tokens_without_text_take_no_time():
+    taken, event = ChoiceText(TextStream(lambda tokens: "a" * sum(tokens))), Event((0,), (TokenLogprobs(-1.0, ()),))
+    began = time.thread_time()
+    pieces = [taken.push(event) for _ in range(20_000)]
+    assert time.thread_time() - began < 1
+    assert not any(map(any, pieces))
+    assert [x.offset for x in taken.push(event._replace(tokens=(1,))).tokens] == [0] * 20_001
 
 
 def test_random_texts():

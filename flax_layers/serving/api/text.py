@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
@@ -148,8 +149,8 @@ class ChoiceText:
     def _release(self) -> tuple[TokenText, ...]:
         """The tokens whose text has begun to be shown; at the end all that a stop string does not cut off."""
         ended = self.is_done and not self._stops.has_ended
-        ready = [token for token in self._waiting if ended or token.offset < self._shown]
-        self._waiting = self._waiting[len(ready) :]
+        ready = [*itertools.takewhile(lambda token: ended or token.offset < self._shown, self._waiting)]
+        del self._waiting[: len(ready)]
         return tuple(ready)
 
 
