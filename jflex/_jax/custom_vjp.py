@@ -131,12 +131,12 @@ def reverse_only(inputs: Inputs, unsupported: str = "") -> Inputs:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(static: Static, inputs: Inputs) -> Saved:
-    return run_forward(static.backend, static.spec, inputs)
+    return run_forward(ForwardOp(static.backend, static.spec), inputs)
 
 
-def run_forward(backend: str, spec: AttentionSpec, inputs: Inputs) -> Saved:
+def run_forward(op: ForwardOp, inputs: Inputs) -> Saved:
     """Runs the forward pass; `jax.checkpoint` knows its results by their names."""
-    return named(call_as_primitive(ForwardOp(backend, spec), inputs))
+    return named(call_as_primitive(op, inputs))
 
 
 def named(saved: Saved) -> Saved:
@@ -198,7 +198,7 @@ def input_cotangents(inputs: Inputs, gradients: Gradients) -> Inputs:
 def _attend_fwd(static: Static, perturbed: Inputs) -> tuple[Saved, tuple[Inputs, Saved, BackwardPass]]:
     inputs, requested = primals(perturbed), requested_gradients(perturbed)
     passes = select_passes(static.implementation, static.spec, requested)
-    saved = run_forward(passes.forward, static.spec, inputs)
+    saved = run_forward(ForwardOp(passes.forward, static.spec), inputs)
     return saved, (inputs, saved._replace(max=None), BackwardPass(passes.backward, requested))
 
 

@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec
 
 from jflex._call.dispatch import Requested, get_backend, select_passes, select_tangent
 from jflex._jax import partitioning
-from jflex._jax.custom_vjp import BackwardOp, Static, input_cotangents, named, run_forward
+from jflex._jax.custom_vjp import BackwardOp, ForwardOp, Static, input_cotangents, named, run_forward
 from jflex._jax.partitioning import Axes, BackendOp, Split
 from jflex._jax.primitive import Flat, call_as_primitive, lower_without_mesh
 from jflex._mesh import match_manual_axes, no_mesh
@@ -305,10 +305,28 @@ batching.primitive_batchers[_linear_p] = _batching
 # --- the call
 
 
+@dataclasses.dataclass(frozen=True)
+class _AttendOp(ForwardOp):
+    """A forward pass with tangents: the gradient of a `jax.lax.scan` drops the rule of a `jax.custom_jvp` in it."""
+
+    implementation: Requested
+
+    def jvp(self, tree, flat, tangents) -> tuple[list[jax.Array], list[jax.Array]]:
+        """Pushes tangents of flat inputs forward."""
+        static = Static(self.backend, self.implementation, self.spec)
+
+        def results(moving: dict[int, jax.Array]) -> list[jax.Array]:
+            inputs = jax.tree.unflatten(tree, [moving.get(number, x) for number, x in enumerate(flat)])
+            return jax.tree.leaves(attend(static, inputs))
+
+        moved = {number: x for number, x in enumerate(tangents) if x is not None}
+        return jax.jvp(results, ({number: flat[number] for number in moved},), (moved,))
+
+
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def attend(static: Static, inputs: Inputs) -> Saved:
     """Runs a backend so that JAX can differentiate the result in both modes."""
-    return run_forward(static.backend, static.spec, inputs)
+    return run_forward(_AttendOp(static.backend, static.spec, static.implementation), inputs)
 
 
 @functools.partial(attend.defjvp, symbolic_zeros=True)

@@ -58,7 +58,8 @@ def call_as_primitive(function: Op[X, Y], arrays: X) -> Y:
     x64 = bool(jax.config.jax_enable_x64)  # pyright: ignore[reportAttributeAccessIssue]  # made at run time
     with jax.disable_jit(False):  # a pass has no eager form: its loops and kernels are compiled, also for a debugger
         traced = _trace(function, tree, avals, x64, jax.device_count() > 1)
-        return jax.tree.unflatten(traced.tree, _opaque_p.bind(*flat, jaxpr=traced.jaxpr, traced=traced))
+        results = _opaque_p.bind(*flat, jaxpr=traced.jaxpr, traced=traced, jvp=traced.jvp)
+        return jax.tree.unflatten(traced.tree, results)
 
 
 def lower_separately(function: Callable[..., Sequence[jax.Array]], *arrays: jax.Array) -> tuple[jax.Array, ...]:
@@ -67,7 +68,7 @@ def lower_separately(function: Callable[..., Sequence[jax.Array]], *arrays: jax.
     The path on which JAX lowers for XLA's partitioner does not support mutable arrays, which some kernels use.
     """
     with jax.disable_jit(False):
-        return tuple(_opaque_p.bind(*arrays, jaxpr=jax.make_jaxpr(function)(*arrays), traced=None))
+        return tuple(_opaque_p.bind(*arrays, jaxpr=jax.make_jaxpr(function)(*arrays), traced=None, jvp=None))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -78,6 +79,7 @@ class _Traced:
     plain: ClosedJaxpr
     tree: object
     out_specs: Callable[[PartitionSpec], list[PartitionSpec]]
+    jvp: Flat | None  # of flat arrays and tangents, None where these are zero; of an operation that has it
 
 
 @functools.lru_cache(maxsize=1024)
@@ -98,7 +100,9 @@ def _trace(
         if several_devices:
             split = function.partitioned(arrays, outputs, lambda *xs: tuple(jaxpr_as_fun(plain)(*xs)))
             jaxpr = jax.make_jaxpr(split)(*inputs)
-    return _Traced(jaxpr, plain, jax.tree.structure(outputs), functools.partial(function.out_specs, arrays, outputs))
+    out_specs = functools.partial(function.out_specs, arrays, outputs)
+    jvp = getattr(function, "jvp", None)
+    return _Traced(jaxpr, plain, jax.tree.structure(outputs), out_specs, jvp and functools.partial(jvp, tree))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -129,7 +133,7 @@ def _inner(eqn: JaxprEqn) -> Iterator[Jaxpr]:
 
 @functools.lru_cache(maxsize=1024)
 def _compiled(jaxpr: ClosedJaxpr, traced: _Traced | None) -> Callable[..., list[jax.Array]]:
-    return jax.jit(lambda *xs: _opaque_p.bind(*xs, jaxpr=jaxpr, traced=traced))
+    return jax.jit(lambda *xs: _opaque_p.bind(*xs, jaxpr=jaxpr, traced=traced, jvp=None))
 
 
 _opaque_p = Primitive("jflex_call")
@@ -137,11 +141,11 @@ _opaque_p.multiple_results = True
 # Newer versions of JAX expand "high" primitives such as `searchsorted` late, and count a primitive that holds one as
 # high, too. This one is not: `lower_fun` expands what it holds.
 _opaque_p.is_high = lambda *_, **__: False
-_opaque_p.def_impl(lambda *args, jaxpr, traced: _compiled(jaxpr, traced)(*args))
+_opaque_p.def_impl(lambda *args, jaxpr, traced, **_: _compiled(jaxpr, traced)(*args))
 
 
 @_opaque_p.def_abstract_eval
-def _abstract(*avals, jaxpr, traced):
+def _abstract(*avals, jaxpr, traced, **_):
     outs, first = [aval_of(v) for v in open_jaxpr(jaxpr).jaxpr.outvars], avals[0]
     specs = [(None,) * len(x.shape) for x in outs]
     if traced is not None and any(name is not None for name in first.sharding.spec):
@@ -169,16 +173,25 @@ def _refuse(*_, **__):
     raise NotImplementedError(ONLY_REVERSE)
 
 
-ad.primitive_jvps[_opaque_p] = _refuse
+def _jvp(args, tangents, *, jvp, **_):
+    return (jvp or _refuse)(list(args), [None if type(x) is ad.Zero else x for x in tangents])
+
+
+ad.primitive_jvps[_opaque_p] = _jvp
 ad.primitive_transposes[_opaque_p] = _refuse
 
 
-def _batching(args, dims, *, jaxpr, traced):
+@functools.lru_cache(maxsize=1024)
+def _mapped(jvp: Flat, in_axes: Sequence[int | None]) -> Flat:
+    return jax.vmap(jvp, in_axes=(list(in_axes), list(in_axes)))
+
+
+def _batching(args, dims, *, jaxpr, traced, jvp):
     in_axes = tuple(dims)  # None where an array is not mapped
     plain = jaxpr if traced is None else traced.plain
     x64 = bool(jax.config.jax_enable_x64)  # pyright: ignore[reportAttributeAccessIssue]  # made at run time
     new = _batched(plain, in_axes, tuple((x.shape, x.dtype) for x in args), x64)
-    outs = _opaque_p.bind(*args, jaxpr=new, traced=None)
+    outs = _opaque_p.bind(*args, jaxpr=new, traced=None, jvp=jvp and _mapped(jvp, in_axes))
     return outs, [0] * len(outs)
 
 

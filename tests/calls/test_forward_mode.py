@@ -15,6 +15,7 @@ from tests.calls.test_features import mesh_of, placed
 from tests.cases.features import BACKENDS, FEATURES, REFERENCE
 from tests.cases.table import CASES
 from tests.support import evaluation
+from tests.support.dense_masks import causal
 from tests.support.drawn_arrays import drawn_tangents
 from tests.support.rows import in_turns, tiers
 
@@ -141,6 +142,30 @@ def test_gradients_are_the_program_of_the_custom_vjp(name, policy):
     jax.tree.map(np.testing.assert_array_equal, found(floats), right(floats))
     sizes = [compiled.memory_analysis().temp_size_in_bytes for compiled in (found, right)]
     assert sizes[0] == sizes[1]
+
+
+twice = lambda f, y: jnp.sum(jax.vmap(f)(jnp.stack([y, 2 * y])), axis=0)
+through_layers = lambda layer, y: jax.lax.scan(lambda y, _: (y + layer(y), None), y, length=2)[0]
+LAYERED = {
+    "scan": through_layers,
+    "mapped scan": lambda layer, y: twice(functools.partial(through_layers, layer), y),
+    "scan of mapped calls": lambda layer, y: through_layers(functools.partial(twice, layer), y),
+}
+
+
+@tiers(default={"name": "scan of mapped calls", "backend": "xla"})
+@backends
+@pytest.mark.parametrize("name", LAYERED)
+def test_hessian_vector_products_through_a_scan(name, backend):
+    """Its gradient drops the rules of `jax.custom_jvp` in it, and keeps those of primitives."""
+    x = FEATURES["plain"].draw()["q"]
+
+    def product(options):
+        layer = lambda y: jflex.flex_attention(y, y, jnp.sin(y), mask_mod=causal, **options)
+        loss = lambda y: jnp.sum(LAYERED[name](layer, y) ** 2)
+        return jax.jit(lambda y: jax.jvp(jax.grad(loss), (y,), (jnp.cos(y),))[1])(x)
+
+    assert_close(product(BOTH[backend]), product(REFERENCE), rtol=2e-3, atol=2e-3)
 
 
 def test_jacobian_and_hessian():
