@@ -27,7 +27,7 @@ from jflex._jax import partitioning
 from jflex._jax.custom_vjp import BackwardOp, ForwardOp, Static, input_cotangents, named, run_forward
 from jflex._jax.partitioning import Axes, BackendOp, Split
 from jflex._jax.primitive import Flat, call_as_primitive, lower_without_mesh
-from jflex._mesh import match_manual_axes, no_mesh
+from jflex._mesh import match_manual_axes, no_mesh, placed_as
 from jflex.backends.base import Gradients, Inputs, Saved, SavedCotangents
 from jflex.backends.xla.attention import Xla
 from jflex.errors import UnsupportedError
@@ -279,7 +279,7 @@ def _jvp(args, tangents, *, linear, **_):
     arguments = [*jax.tree.leaves(inputs), *range(linear.count, len(args))]  # without out and lse, their functions
     moving = tuple(number for number in arguments if not is_zero[number])
     arrays = match_manual_axes((list(args), [tangents[number] for number in moving]))
-    return results, call_as_primitive(SecondOp(linear, moving), arrays)
+    return results, list(map(placed_as, call_as_primitive(SecondOp(linear, moving), arrays), results))
 
 
 ad.primitive_jvps[_linear_p] = _jvp

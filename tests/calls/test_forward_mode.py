@@ -209,6 +209,20 @@ def test_the_explicit_gradient_of_sinks_has_their_sharding():
     assert found["sinks"].sharding.spec in (P(), P(None))
 
 
+def test_the_explicit_tangent_of_a_gradient_has_its_sharding():
+    """That of a residual connection is the sum of two, which must be of one type."""
+    feature, mesh = FEATURES["plain"], mesh_of(AxisType.Explicit)
+
+    def product(options, arrays):
+        loss = lambda q: jnp.sum((q + feature.attend(options, **arrays | {"q": q})[0]) ** 2)
+        return jax.jit(lambda q: jax.jvp(jax.grad(loss), (q,), (jnp.cos(q),)))(arrays["q"])
+
+    with jax.set_mesh(mesh):
+        found = product(BOTH["xla"], placed("plain", mesh, "qkv"))
+    close(found, product(REFERENCE, feature.draw()), rtol=2e-3, atol=2e-3)
+    assert found[0].sharding == found[1].sharding
+
+
 @pytest.mark.full
 def test_a_hessian_vector_product_takes_linear_memory():
     """Of 16,384 tokens; the scores of a head alone would take 1.1 GB."""
