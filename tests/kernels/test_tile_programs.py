@@ -52,6 +52,17 @@ def test_indices_are_divided_by_powers_of_two_without_a_division(operation, divi
     assert operations.isdisjoint({"div", "rem", "jit"}) == (offset == 0 and divisor != 12)
 
 
+@pytest.mark.parametrize("dtype", [np.int8, np.int32, np.uint32])
+def test_an_index_is_clipped_in_its_own_dtype(dtype):
+    """A negative distance as an unsigned index is large."""
+    of = lambda table: lambda s, b, h, q, k: s + jnp.take(table, (q - k).astype(dtype), mode="clip")
+    table, q, k = jnp.arange(3.0), jnp.arange(5)[:, None], jnp.arange(7)[None]
+    program = tile_programs.program_of(lambda *args: of(args[-1])(*args[:-1]), [table], SIZES)
+    known = {node: {"score": jnp.zeros((5, 7)), "q": q, "k": k}.get(node.value) for node in program.arguments}
+    space = tile_programs.DenseSpace({"q": (5, 1), "k": (1, 7), "qk": (5, 7)}, [table])
+    np.testing.assert_array_equal(Evaluation(space, known)(program.output), of(table)(0.0, 0, 0, q, k))
+
+
 @pytest.mark.parametrize(("mod", "expected"), [
     (lambda s, b, h, q, k: s - 0.5 * (q - k).astype(jnp.float32), 1),
     (lambda s, b, h, q, k: s * s + s, 1),

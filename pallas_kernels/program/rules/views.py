@@ -127,7 +127,10 @@ def gather(graph: Graph, source: View, indices: Scalars, params: Params) -> View
         starts = [graph.literal(0, np.int32)] * len(sizes)
         valid: Node | None = None
         for number, d in enumerate(numbers.start_index_map):
-            start, last = graph.cast(indices[(*batch, number)], np.int32), source.shape[d] - sizes[d]
+            index, last = indices[(*batch, number)], source.shape[d] - sizes[d]
+            if params["mode"] == lax.GatherScatterMode.CLIP and index.dtype == np.uint32:
+                index = graph.clamp(index, 0, last)  # before it is negative
+            start = graph.cast(index, np.int32)
             if params["mode"] == lax.GatherScatterMode.FILL_OR_DROP:
                 for op, limit in (("ge", 0), ("le", last)):
                     inside = graph.compare(op, start, graph.literal(limit, np.int32))
