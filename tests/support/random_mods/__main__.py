@@ -10,7 +10,7 @@ import sys
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.support.random_mods", description=__doc__)
-    parser.add_argument("--implementation", default="xla", help="as in the call; -interpret, -emulated or -compile: on the CPU")
+    parser.add_argument("--implementation", default="xla", help="as in the call, or of the CPU as in `run`")
     parser.add_argument("--seeds", default="0:100", help="one seed, or first:last, the last not included")
     parser.add_argument("--profile", help="what is drawn, by default what fits: quick, small, wide or hopper")
     args = parser.parse_args()

@@ -20,8 +20,8 @@ def run(seed: int, backend: str, profile: str | None = None) -> dict[str, Any]:
 
     Args:
       seed: Of the call.
-      backend: As `implementation=`; ``"triton-interpret"``; ``"mosaic_gpu-emulated"``; or ``"triton-compile"``, compiled
-        for a GPU that is not there, and not run.
+      backend: As `implementation=`; ``"triton-interpret"``, ``"mosaic_gpu-emulated"``; or ``"triton-compile"`` and the
+        like, which are compiled for a GPU that is not there, and not run.
       profile: What is drawn, as in `case.PROFILES`.
     """
     implementation, _, manner = backend.partition("-")
