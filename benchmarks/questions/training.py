@@ -82,7 +82,7 @@ PROBLEMS = {
     "llama3-8b-4-layers": Problem("llama3-8b", 4, 8192, 12, (("layers", 4),)),
     "llama3-1b-8k": Problem("llama3-1b", 1, 8192, 1),
     "llama3-1b-32k": Problem("llama3-1b", 1, 32768, 1),
-    "llama3-1b-128k": Problem("llama3-1b", 1, 131072, 1, forms=(("blocks", 1),)),  # others need more than 141 GB
+    "llama3-1b-128k": Problem("llama3-1b", 1, 131072, 1, forms=(("blocks", 1),)),  # without, 50 + 4 x 34 GB by 32k
     "tiny": Problem("tiny", 2, 256, 3, (("layers", 1), ("width", 32), ("head_dim", 8))),
 }
 # `tiny` tries the command out.

@@ -157,7 +157,7 @@ LAYERED = {
 @backends
 @pytest.mark.parametrize("name", LAYERED)
 def test_hessian_vector_products_through_a_scan(name, backend):
-    """Its gradient drops the rules of `jax.custom_jvp` in it, and keeps those of primitives."""
+    """The gradient of a scan drops the rule of a `jax.custom_jvp` inside of it, and keeps the rule of a primitive."""
     x = FEATURES["plain"].draw()["q"]
 
     def product(options):
@@ -210,7 +210,7 @@ def test_the_explicit_gradient_of_sinks_has_their_sharding():
 
 
 def test_the_explicit_tangent_of_a_gradient_has_its_sharding():
-    """That of a residual connection is the sum of two, which must be of one type."""
+    """A residual connection adds two tangents, which must have one type."""
     feature, mesh = FEATURES["plain"], mesh_of(AxisType.Explicit)
 
     def product(options, arrays):
@@ -218,9 +218,9 @@ def test_the_explicit_tangent_of_a_gradient_has_its_sharding():
         return jax.jit(lambda q: jax.jvp(jax.grad(loss), (q,), (jnp.cos(q),)))(arrays["q"])
 
     with jax.set_mesh(mesh):
-        found = product(BOTH["xla"], placed("plain", mesh, "qkv"))
-    close(found, product(REFERENCE, feature.draw()), rtol=2e-3, atol=2e-3)
-    assert found[0].sharding == found[1].sharding
+        gradient, tangent = product(BOTH["xla"], placed("plain", mesh, "qkv"))
+    close((gradient, tangent), product(REFERENCE, feature.draw()), rtol=2e-3, atol=2e-3)
+    assert gradient.sharding == tangent.sharding
 
 
 @pytest.mark.full

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import time
 from typing import Any
 
 import openai
@@ -14,7 +13,7 @@ from flax_layers.models.checkpoint import chat_template
 from flax_layers.serving import Constraint, Engine, Guides
 from flax_layers.serving.api.chats import ChatBody
 from flax_layers.serving.api.http import create_app
-from flax_layers.serving.api.messages import MessageParser, MessageStyle
+from flax_layers.serving.api.messages import MessageParser, MessageStyle, _ObjectEnd
 from flax_layers.serving.api.tools import tool_format
 from flax_layers.serving.demo_model import ByteTokenizer
 from tests.support.served import CONFIG, HELLO, SERVED, SIZES, listening, model, regex
@@ -169,14 +168,22 @@ def test_parts_of_a_text(name):
         assert [found.get("reasoning_content"), found.get("content"), parsed] == expected
 
 
-def test_long_calls_are_read_once():
-    """Also those that are text in the end."""
+def test_long_calls_are_read_once(monkeypatch):
+    """A call of an unknown function, which is text in the end."""
+    find, sizes = _ObjectEnd.find, []
+
+    def counted(end, text):
+        before = end.read
+        size = find(end, text)
+        sizes.append(end.read - before)
+        return size
+
+    monkeypatch.setattr(_ObjectEnd, "find", counted)
     parser = MessageParser(MessageStyle(format=tool_format(QWEN), functions=("add",)))
     parser.push('<tool_call>{"name": "rm", "arguments": {"a": "')
-    began = time.thread_time()
     assert not any(parser.push("x") for _ in range(10_000))
-    assert time.thread_time() - began < 0.5
-    assert len(parser.push('"}}</tool_call>')["content"]) > 10_000
+    assert len(content := parser.push('"}}</tool_call>')["content"]) > 10_000
+    assert sum(sizes) < len(content)
 
 
 def script(monkeypatch: pytest.MonkeyPatch, text: str) -> None:

@@ -75,7 +75,7 @@ def test_echoes(engine):
 
 
 def test_spaces_that_tokenizers_strip(engine):
-    """As Llama 2's, at the beginning of a text: of an answer, but not of the continuation of a prompt."""
+    """Llama 2's tokenizer strips a space at the beginning of an answer; a continuation of a prompt keeps it."""
 
     class Stripping(ByteTokenizer):
         def decode(self, tokens, *, special_tokens=False):

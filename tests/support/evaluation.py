@@ -140,6 +140,11 @@ def config_of(case: Case, manner: str) -> jflex.Config:
     return config if case.tiles is None else dataclasses.replace(config, **dict.fromkeys(_PASSES, case.tiles))
 
 
+def emulation(backend: str) -> contextlib.AbstractContextManager[None]:
+    """The emulator of the Hopper kernels, for a backend that runs in it."""
+    return emulated() if "emulated" in backend else contextlib.nullcontext()
+
+
 _PASSES = ("forward", "dkv", "dq")
 
 
@@ -172,9 +177,10 @@ def everything(case: Case, backend: str, stats: tuple[str, ...] = ()) -> Results
     drawn = _with_cotangents(case, poisoned(case), stats)
     # `xla` as users run it in one case; it takes twice as long to compile.
     optimized = jax.default_backend() == "gpu" or (backend == "xla" and case.name == "causal")
-    is_emulated = "emulated" in backend
-    with emulated() if is_emulated else contextlib.nullcontext():
-        return differentiated(case, drawn, attend, block_mask(case), in_haste=not optimized, compiled=not is_emulated)
+    with emulation(backend):
+        return differentiated(
+            case, drawn, attend, block_mask(case), in_haste=not optimized, compiled="emulated" not in backend
+        )
 
 
 def everything_by(case: Case, attend: Any, *, compiled: bool = True) -> Results:
@@ -203,8 +209,7 @@ def pushed(case: Case, backend: str, drawn: Drawn, *, in_haste: bool = True, opt
     """Out and lse of a backend, and their tangents along random tangents of all floating-point arrays."""
     (run, *arguments), is_emulated = tangent_program(case, backend, drawn), "emulated" in backend
     run = run if is_emulated else jax.jit(run, compiler_options=options)
-    emulation = emulated() if is_emulated else contextlib.nullcontext()
-    with jax.default_matmul_precision("highest"), compiled_in_haste(in_haste), emulation:
+    with jax.default_matmul_precision("highest"), compiled_in_haste(in_haste), emulation(backend):
         return run(*arguments)
 
 

@@ -21,7 +21,7 @@ with needs("pydantic", "serve"):
 
 MAX_TOOLS = 128
 _OF_SERVER = frozenset(("messages", "tools", "template", "add_generation_prompt", "generation_marks", "self"))
-"""Variables of chat templates that the server sets, and those that no template can have."""
+"""Variables of chat templates that no request may set."""
 
 
 def _content(value: Unchecked) -> str:

@@ -7,7 +7,6 @@ attention makes with the same mod.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -19,7 +18,6 @@ import numpy as np
 from tests.support import drawn_arrays, evaluation, plain_attention, tolerance
 from tests.support.drawn_arrays import Drawn
 from tests.support.evaluation import Results, compiled_in_haste
-from tests.support.hopper_emulator import emulated
 from tests.support.random_mods.case import EXACTLY, WITHOUT_ALGSIMP, Case
 
 EPS = float(np.finfo(np.float32).eps)
@@ -63,9 +61,8 @@ def by_library(case: Case, backend: str, options: dict[str, Any] | None = None) 
     call, in_haste = case.call, jax.default_backend() != "gpu"
     attend = lambda x, blocks, q, k, v, c: evaluation.call(call, backend, q, k, v, {**x.score, **c}, x.mask, blocks)
     drawn, blocks = drawn_arrays.poisoned(call), drawn_arrays.block_mask(call)
-    is_emulated = "emulated" in backend
-    how: dict[str, Any] = {"in_haste": in_haste, "compiled": not is_emulated, "options": options}
-    with emulated() if is_emulated else contextlib.nullcontext():
+    how: dict[str, Any] = {"in_haste": in_haste, "compiled": "emulated" not in backend, "options": options}
+    with evaluation.emulation(backend):
         results = evaluation.differentiated(call, drawn, attend, blocks, **how)
     results = results._replace(captures={**results.captures, **tangents_by_library(case, backend, options)})
     return jax.tree.map(np.asarray, results)
