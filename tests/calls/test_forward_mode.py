@@ -136,8 +136,9 @@ def test_gradients_are_the_program_of_the_custom_vjp(name, policy):
         return jax.jit(jax.value_and_grad(function, has_aux=True)).lower(floats)
 
     both, reverse = (program(options[name]) for options, name in ((BOTH, "xla"), (BACKENDS, "xla")))
-    text = lambda lowered: re.sub(r"_\d+\b", "", lowered.as_text())  # functions of one name are numbered
-    assert text(both) == text(reverse) or name == "statistics"  # where the loss has one small function twice
+    # A function that caches of JAX hold twice is emitted twice, under a number: which are, depends on earlier tests.
+    functions = lambda lowered: {f.strip("} \n") for f in re.sub(r"_\d+\b", "", lowered.as_text()).split("func.func ")}
+    assert functions(both) == functions(reverse)
     found, right = (lowered.compile() for lowered in (both, reverse))
     jax.tree.map(np.testing.assert_array_equal, found(floats), right(floats))
     sizes = [compiled.memory_analysis().temp_size_in_bytes for compiled in (found, right)]
