@@ -135,7 +135,7 @@ class Program:
         """
         name = f"<random {self.role}_mod {id(self)}>"
         source = self.source(disturbed=rounded is not None)
-        source = source.replace("][", ", ") if select else source
+        source = re.sub(r"(\[[^][:]+\]){2,}", lambda m: m[0].replace("][", ", "), source) if select else source
         linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
         dtypes = (jnp.float64, jnp.float64) if wide else (jnp.float32, jnp.dtype(self.half).type)
         names = {letter: getattr(sizes, letter) for letter in ("B", "Hq", "T", "S")}
