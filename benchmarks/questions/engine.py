@@ -37,6 +37,10 @@ CACHE_DTYPES = ("float8_e4m3fn", "float8_e5m2", "int8")
 OPTIONS = {
     "parts": {"nargs": "*", "type": one_of(*PARTS), "help": f"all without: {', '.join(PARTS)}"},
     "clients": {"help": "of closed loops"},
+    "prompt": {"help": "tokens of each prompt"},
+    "output": {"help": "tokens of each answer"},
+    "turns": {"help": "requests of each client, one after the other"},
+    "pages": {"type": int, "help": "of the cache, at most; without: what all requests fill"},
     "step_tokens": {"help": "tokens of a step, at most"},
     "shares": {"nargs": "*", "help": "of Poisson arrivals"},
     "cache_dtype": {"choices": CACHE_DTYPES, "help": "of keys and values; without: that of the model"},
@@ -44,6 +48,7 @@ OPTIONS = {
 }
 _NO_GRAPHS = "--xla_gpu_enable_command_buffer="
 _PROFILED = 2.0  # seconds of a profile that are counted
+_PROFILED_TOKENS = 1 << 18  # of the answers of a load, at most: a profile holds each of its kernels
 
 
 class Sizes(NamedTuple):
@@ -52,6 +57,8 @@ class Sizes(NamedTuple):
     prompt: int = 1024
     output: int = 256
     clients: tuple[int, ...] = (1, 64, 256)
+    turns: int = 2
+    pages: int | None = None
     users: int = 64
     shared: int = 4096
     suffix: int = 128  # tokens of a user after the shared ones, and of an answer
@@ -73,18 +80,22 @@ class Sizes(NamedTuple):
                 yield f"{self.users} users share {self.shared} tokens, {kind}{cache}", load, self._options(load, **more)
         else:
             kind = ", no command buffers" if part == "launches" else ""
+            lengths, usual = (self.prompt, self.output, self.turns), Sizes._field_defaults
+            if lengths != (usual["prompt"], usual["output"], usual["turns"]):
+                kind = f", {self.prompt}/{self.output} tokens, {self.turns} turns{kind}"
             for clients in self.clients:
-                load = Load(max(4, 2 * clients), clients, None, ((self.prompt, self.output),), 0, 0)
+                requests = max(4, self.turns * clients)
+                load = Load(requests, clients, None, ((self.prompt, self.output),), 0, 0)
                 yield f"{clients} clients{kind}{cache}", load, self._options(load, prefix_cache=False)
 
     def _options(self, load: Load, **more: Any) -> Any:
         from flax_layers.serving import EngineOptions
 
         requests, length = load.concurrency, sum(load.lengths[0])
+        pages = 1 + (requests + 1) * -(-length // self.page_size)
         return EngineOptions(
             max_requests=requests, max_step_tokens=max(requests, self.step_tokens), page_size=self.page_size,
-            num_pages=1 + (requests + 1) * -(-length // self.page_size), cache_dtype=self.cache_dtype, context=length,
-            **more,
+            num_pages=min(pages, self.pages or pages), cache_dtype=self.cache_dtype, context=length, **more,
         )  # fmt: skip
 
 
@@ -125,6 +136,10 @@ class Roof(NamedTuple):
 def engine(
     parts: Sequence[str] = (),
     clients: Sequence[int] = Sizes().clients,
+    prompt: int = Sizes().prompt,
+    output: int = Sizes().output,
+    turns: int = Sizes().turns,
+    pages: int | None = None,
     step_tokens: int = Sizes().step_tokens,
     shares: Sequence[float] = Sizes().shares,
     cache_dtype: str | None = None,
@@ -133,7 +148,9 @@ def engine(
     """Tokens a second, latencies, and the share of the roof, beside peers."""
     if cache_dtype is not None and PARTS[-1] in parts:
         raise SystemExit(f"--cache-dtype is for jflex: leave out the part {PARTS[-1]}, or the option")
-    sizes = Sizes(clients=(*clients,), step_tokens=step_tokens, shares=(*shares,), cache_dtype=cache_dtype)
+    sizes = Sizes(
+        prompt, output, (*clients,), turns, pages, step_tokens=step_tokens, shares=(*shares,), cache_dtype=cache_dtype
+    )
     for part in parts or PARTS[: len(PARTS) - (cache_dtype is not None)]:
         yield measured_part(Shape(), sizes, part, limit)
 
@@ -286,7 +303,8 @@ def jax_loads(shape: Shape, sizes: Sizes, part: str) -> Measured:
         if part == "users":
             stats = running.stats()
             results.remarks.append(f"{name}: {stats.cascade_steps} of {stats.steps} steps were cascades")
-        if jax.default_backend() == "gpu" and part != "users":
+        answers = load.requests * load.lengths[0][1]
+        if jax.default_backend() == "gpu" and part != "users" and answers <= _PROFILED_TOKENS:
             record_launches(running, name, load, shape.vocabulary, results)
         else:
             running.stop()

@@ -12,6 +12,7 @@ from benchmarks.questions.question import Measured
 
 TINY, LOAD = Shape(1, 64, 128, 4, 2, 16, 300), Load(2, 20, 10)
 SIZES = Sizes(12, 6, (2,), users=2, shared=16, suffix=8, page_size=8, step_tokens=16, shares=(0.5,))
+CLIENTS = "2 clients, 12/6 tokens, 2 turns"
 
 
 def by_name(measured: Measured) -> dict[str, float]:
@@ -79,10 +80,10 @@ class TestEngine:
         measured = engine.measured_part(TINY, SIZES, "clients", run=self.run_here)
         found = by_name(measured)
         assert (measured.remarks, len(found)) == ([], 2 + 1 + 2 * 8)
-        assert found["2 clients: failed"] == 0
-        assert found["2 clients: output"] == pytest.approx(6 * found["2 clients: requests"], rel=1e-2)
-        assert found["Poisson arrivals at 50% of 2 clients: requests"] < found["2 clients: requests"]
-        assert found["2 clients: first token"] > found["2 clients: between tokens"] > 0
+        assert found[f"{CLIENTS}: failed"] == 0
+        assert found[f"{CLIENTS}: output"] == pytest.approx(6 * found[f"{CLIENTS}: requests"], rel=1e-2)
+        assert found[f"Poisson arrivals at 50% of {CLIENTS}: requests"] < found[f"{CLIENTS}: requests"]
+        assert found[f"{CLIENTS}: first token"] > found[f"{CLIENTS}: between tokens"] > 0
         assert all(0 < value < 100 for name, value in found.items() if "roof" in name)
 
     def test_cost_of_http(self):
@@ -90,9 +91,9 @@ class TestEngine:
         measured = engine.measured_part(TINY, SIZES, "http", run=run_here)
         found = by_name(measured)
         assert (measured.remarks, len(found)) == ([], 2 * 7 + 1)
-        alone, by_http = (found[f"2 clients, {kind}: output"] for kind in ("engine alone", "HTTP"))
-        assert found["2 clients: cost of HTTP"] == pytest.approx(100 * (1 - by_http / alone), abs=0.1)
-        assert found["2 clients, HTTP: failed"] == 0
+        alone, by_http = (found[f"{CLIENTS}, {kind}: output"] for kind in ("engine alone", "HTTP"))
+        assert found[f"{CLIENTS}: cost of HTTP"] == pytest.approx(100 * (1 - by_http / alone), abs=0.1)
+        assert found[f"{CLIENTS}, HTTP: failed"] == 0
 
     def test_users_and_names_of_a_cache_of_eight_bits(self):
         """Names tell the cache, so that both stand in one file. The roof counts bytes of keys, values and scales."""
@@ -105,4 +106,4 @@ class TestEngine:
         assert cascades[name.format("no prefix cache")] == cascades[name.format("prefix cache")] == 0
         assert cascades[name.format("prefix cache and cascade")] > 0
         assert Roof.from_shape(Shape(), 1.0, 1.0, "int8").key_bytes == 32 * 2 * 8 * (128 + 4)
-        assert [name for name, _, _ in sizes.cases("launches")] == ["2 clients, no command buffers, int8 cache"]
+        assert [name for name, _, _ in sizes.cases("launches")] == [f"{CLIENTS}, no command buffers, int8 cache"]
