@@ -144,7 +144,7 @@ def submit(engine: Engine, prompt, each: list[dict[str, Any]]) -> list[Sample]:
     """Submits samples of a prompt, with the options of each."""
     samples = [Sample() for _ in each]
     requests = [Request(prompt, **{"max_tokens": COUNT, **options}) for options in each]
-    tickets = engine.submit_samples(requests, [sample.events.append for sample in samples])
+    tickets = engine.submit_all(requests, [sample.events.append for sample in samples])
     for sample, ticket in zip(samples, tickets, strict=True):
         sample.ticket = ticket
     return samples

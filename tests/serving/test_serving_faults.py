@@ -39,8 +39,11 @@ pytestmark = pytest.mark.usefixtures("no_page_is_lost")
 def test_a_full_queue_and_a_closed_engine():
     engine = Engine(model(), dataclasses.replace(SIZES, max_waiting=0))
     app = app_of(engine)
-    for _ in range(SIZES.max_requests):  # all can start
+    for _ in range(SIZES.max_requests - 1):  # all can start
         engine.submit(Request((1,)), lambda event: None)
+    answer = ask(app, COMPLETIONS, GREEDY | {"prompt": ["ab", "abc"]})  # there is room for one of them
+    assert (answer.status_code, engine.stats().waiting) == (429, SIZES.max_requests - 1)
+    engine.submit(Request((1,)), lambda event: None)
     answer = ask(app, COMPLETIONS, GREEDY)
     assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
     assert answer.json()["error"]["type"] == "rate_limit_error"

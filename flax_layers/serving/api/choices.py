@@ -77,18 +77,13 @@ class Choices:
     def submit(self, engine: Engine) -> None:
         """Submits the requests. Takes a while for many long prompts, so it runs beside the event loop.
 
-        Raises ApiError if the engine refuses one of them. `cancel` ends the others.
+        Raises ApiError if the engine refuses one of them; it takes none then.
         """
         try:
-            for first in range(0, len(self._requests), self._per_prompt):
-                samples = range(first, first + self._per_prompt)
-                deliver = [self._deliver(index) for index in samples]
-                tickets = engine.submit_samples([self._requests[index] for index in samples], deliver)
-                self._tickets += tickets
-                if self._is_cancelled:  # meanwhile
-                    for ticket in tickets:
-                        ticket.cancel()
-                    return
+            self._tickets += engine.submit_all(self._requests, [self._deliver(x) for x in range(len(self._requests))])
+            if self._is_cancelled:  # meanwhile
+                for ticket in self._tickets:
+                    ticket.cancel()
         except (ValueError, QueueFull, Closed) as error:
             status = {QueueFull: 429, Closed: 503}.get(type(error), 400)
             is_long = any(len(x.prompt) + (x.max_tokens or 1) > engine.context for x in self._requests)

@@ -4,7 +4,7 @@ The steps of a completion:
 
 1. `Gate` checks host and origin, `_Api.guarded` the key.
 2. `read_body` takes the body. In a thread, `parse` checks it, and `Prompts.tokens` tokenizes its texts.
-3. `Choices.submit` passes a request for each choice to `Engine.submit_samples`, whose module says how it goes on.
+3. `Choices.submit` passes a request for each choice to `Engine.submit_all`, whose module says how it goes on.
 4. In each step, the engine's thread queues an `Event`; after it, `wake_all` wakes the event loop.
 5. `Choices.pieces` makes text of the events; its `ChoiceText` ends at a stop string.
 6. `Answer` words each piece as a chunk of a stream, in `_events`, or all of them as one body, in `_whole`.

@@ -17,7 +17,7 @@ import collections
 import itertools
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from collections.abc import Sequence as Items
 
 import numpy as np
@@ -124,38 +124,39 @@ class Engine:
             QueueFull: Too many requests wait.
             Closed: The engine shuts down.
         """
-        [ticket] = self.submit_samples([request], [deliver])
+        [ticket] = self.submit_all([request], [deliver])
         return ticket
 
-    def submit_samples(self, requests: Items[Request], deliver: Items[Deliver]) -> list[Ticket]:
-        """Takes several samples of one prompt, which is computed once for all of them; or none, if it raises.
+    def submit_all(self, requests: Items[Request], deliver: Items[Deliver]) -> list[Ticket]:
+        """Takes several requests, or none if it raises. A prompt is computed once for all requests that have it.
 
         Args:
-            requests: Requests with one prompt and one namespace.
+            requests: Those with one prompt and one namespace are samples of it, and should follow each other.
             deliver: Receives the events of each.
 
         Returns:
             A ticket for each.
 
         Raises:
-            ValueError: Their prompts or namespaces differ, or as for `submit`.
+            ValueError: As for `submit`, of any request.
             QueueFull: Too many requests wait.
             Closed: The engine shuts down.
         """
-        if len({(request.prompt, request.namespace) for request in requests}) > 1:
-            raise ValueError("`requests` must have one prompt and one namespace. Submit others on their own.")
-        samples = [self._admission.sequence(*pair) for pair in zip(requests, deliver, strict=True)]
+        sequences = [self._admission.sequence(*pair) for pair in zip(requests, deliver, strict=True)]
+        prompts: dict[tuple[Items[int], Hashable], list[Sequence]] = {}
+        for sequence, request in zip(sequences, requests, strict=True):
+            prompts.setdefault((request.prompt, request.namespace), []).append(sequence)
         with self._changed:
             if self._closed:
                 raise Closed("The engine takes no more requests: it is shutting down. Send them to another server.")
-            self._scheduler.check_room(len(self._inbox), len(samples))
-            for sequence in samples:
+            self._scheduler.check_room(len(self._inbox), len(sequences))
+            for sequence, request in zip(sequences, requests, strict=True):
+                samples = prompts[request.prompt, request.namespace]
                 sequence.number = next(self._numbers)
-                shares = len(samples) > 1 and sequence.request.prompt_logprobs is None
-                sequence.samples = samples if shares else []
-            self._inbox += samples
+                sequence.samples = samples if len(samples) > 1 and request.prompt_logprobs is None else []
+            self._inbox += sequences
             self._changed.notify()
-        return [Ticket(sequence, self._cancel) for sequence in samples]
+        return [Ticket(sequence, self._cancel) for sequence in sequences]
 
     def step(self) -> bool:
         """Dispatches a step, then reads the one before. A step that fails ends its requests with an error.

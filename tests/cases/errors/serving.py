@@ -85,8 +85,8 @@ ROWS = [
     ("logprobs", request(logprobs=21), VALUES, r"`logprobs` must be from 0 to 20. Got 21"),
     ("stop tokens", request(stop_tokens=(7,) * 1025), VALUES, r"`stop_tokens` must be at most 1024 tokens. Got 1025"),
     ("half a token", lambda: Request((1, 2.5)), TYPES, r"`prompt\[1\]` must be an integer. Got float"),
-    ("prompts", lambda: engine_of().submit_samples([Request((1,)), Request((2,))], [print] * 2), VALUES,
-     "one prompt and one namespace"),
+    ("one of several", lambda: engine_of().submit_all([Request((1,)), Request((64,))], [print] * 2), VALUES,
+     "`prompt` must hold tokens from 0 to 63"),
     ("samples", lambda: submit(engine_of(max_waiting=3), (1, 2), [{}] * 8), QueueFull, FULL),
     # --- penalties and samplings
     ("presence", penalties(presence_penalty=2.5), VALUES, "`presence_penalty` must be from -2 to 2. Got 2.5"),
