@@ -51,17 +51,26 @@ class HeadsLayer(Layer):
     """Attributes of a `FlexAttention`, nnx or linen."""
 
     in_kv_features: int | None
-    num_kv_heads: int
-    head_dim: int
+    num_kv_heads: int | None
+    head_dim: int | None
     dropout_rate: float
     key: Projection
     value: Projection
     key_norm: Norm | None
     sinks: nnx.Variable | Array | None
 
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Number of key heads, and the size of a head."""
+        return (
+            self.num_heads if self.num_kv_heads is None else self.num_kv_heads,
+            self.in_features // self.num_heads if self.head_dim is None else self.head_dim,
+        )
 
-def check_heads(in_features: int, num_heads: int, num_kv_heads: int, head_dim: int | None) -> None:
+
+def check_heads(in_features: int, num_heads: int, num_kv_heads: int | None, head_dim: int | None) -> None:
     """Raises ValueError if the head counts or sizes of a layer do not fit."""
+    num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
     if num_heads < 1 or num_kv_heads < 1 or num_heads % num_kv_heads:
         raise ValueError(
             f"`num_kv_heads` must divide `num_heads`, so that every key head is shared by the same number of query "
@@ -152,8 +161,8 @@ def key_value_heads(layer: HeadsLayer, inputs: Float[Array, "*batch S kv_feature
             f"Keys and values must be projected from `in_kv_features`, {features}, in the last axis. Got shape "
             f"{inputs.shape}. Pass `inputs_kv` of that size, or change `in_kv_features` of the layer."
         )
-    key = functional.split_heads(layer.key(inputs), layer.num_kv_heads)
-    value = functional.split_heads(layer.value(inputs), layer.num_kv_heads)
+    key = functional.split_heads(layer.key(inputs), layer.sizes[0])
+    value = functional.split_heads(layer.value(inputs), layer.sizes[0])
     return KeyValue(key if layer.key_norm is None else layer.key_norm(key), value)
 
 

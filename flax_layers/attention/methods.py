@@ -117,7 +117,7 @@ class AttentionMethods(attention_core.HeadsLayer):
         """
         cache_dtype = dtype or self._compute_dtype()
         kind = EightBitCache if has_eight_bits(cache_dtype) else DenseCache
-        return kind.create(batch_size, max_length, self.num_kv_heads, self.head_dim, dtype=cache_dtype)
+        return kind.create(batch_size, max_length, *self.sizes, dtype=cache_dtype)
 
     def init_paged_cache(
         self, num_pages: int, page_size: int, *, layers: int | None = None, dtype: Dtype | None = None
@@ -136,7 +136,7 @@ class AttentionMethods(attention_core.HeadsLayer):
             TypeError: A size is not an integer, or the dtype is not floating-point.
             ValueError: A size is out of its range.
         """
-        sizes = (num_pages, page_size, self.num_kv_heads, self.head_dim)
+        sizes = (num_pages, page_size, *self.sizes)
         return jflex.paged.PagedCache.create(*sizes, dtype=dtype or self._compute_dtype(), layers=layers)
 
     def project_kv(self, inputs_kv: Float[Array, "*batch S kv_features"]) -> KeyValue:

@@ -89,10 +89,8 @@ class FlexAttention(LinenLayer, AttentionMethods, linen.Module):
     config: jflex.Config | None = None
 
     def __post_init__(self) -> None:
-        """Checks the arguments and fills in the sizes that have defaults."""
-        self.num_kv_heads = self.num_heads if self.num_kv_heads is None else self.num_kv_heads
+        """Checks the arguments."""
         attention_core.check_heads(self.in_features, self.num_heads, self.num_kv_heads, self.head_dim)
-        self.head_dim = self.in_features // self.num_heads if self.head_dim is None else self.head_dim
         check_mods(self.score_mod, self.mask_mod, self.num_heads)
         attention_core.check_dropout_rate(self.dropout_rate)
         self.block_mask = constant_mask(self.block_mask)
@@ -100,16 +98,15 @@ class FlexAttention(LinenLayer, AttentionMethods, linen.Module):
 
     def setup(self) -> None:
         """Makes the projections."""
-        assert self.num_kv_heads is not None  # both are set by `__post_init__`
-        assert self.head_dim is not None
+        num_kv_heads, head_dim = self.sizes
         dtypes = {"dtype": self.dtype, "param_dtype": self.param_dtype}
         inits = {"kernel_init": self.kernel_init, "bias_init": self.bias_init}
         linear = functools.partial(linen.Dense, **inits, **dtypes)
-        self.query = linear(self.num_heads * self.head_dim, use_bias=self.use_bias)
-        self.key = linear(self.num_kv_heads * self.head_dim, use_bias=self.use_bias)
-        self.value = linear(self.num_kv_heads * self.head_dim, use_bias=self.use_bias)
+        self.query = linear(self.num_heads * head_dim, use_bias=self.use_bias)
+        self.key = linear(num_kv_heads * head_dim, use_bias=self.use_bias)
+        self.value = linear(num_kv_heads * head_dim, use_bias=self.use_bias)
         self.out = linear(self.in_features, use_bias=self.use_bias if self.out_bias is None else self.out_bias)
-        norm = functools.partial(RMSNorm, self.head_dim, **dtypes, **(self.qk_norm_options or {}))
+        norm = functools.partial(RMSNorm, head_dim, **dtypes, **(self.qk_norm_options or {}))
         self.query_norm = norm() if self.qk_norm else None
         self.key_norm = norm() if self.qk_norm else None
         zeros = linen.initializers.zeros_init()
@@ -124,8 +121,7 @@ class FlexAttention(LinenLayer, AttentionMethods, linen.Module):
     project_kv = AttentionMethods.project_kv
 
     def _vectors(self, vectors: VectorMods) -> VectorMods:
-        assert self.head_dim is not None  # set by `__post_init__`
-        for example in vectors.examples(self.head_dim):
+        for example in vectors.examples(self.sizes[1]):
             create_parameters(*example)
         return vectors
 

@@ -136,11 +136,10 @@ class FlexAttention(AttentionMethods, ModAttributes):
     ):
         check_mods(score_mod, mask_mod, num_heads)
         attention_core.check_dropout_rate(dropout_rate)
-        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         attention_core.check_heads(in_features, num_heads, num_kv_heads, head_dim)
         self.in_features, self.in_kv_features = in_features, in_kv_features
-        self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
-        self.head_dim = in_features // num_heads if head_dim is None else head_dim
+        self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
+        self.num_kv_heads, self.head_dim = self.sizes
         linear = functools.partial(nnx.Linear, kernel_init=kernel_init, bias_init=bias_init)
         linear = functools.partial(linear, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
         self._add_projections(linear, use_bias, use_bias if out_bias is None else out_bias)
@@ -156,10 +155,11 @@ class FlexAttention(AttentionMethods, ModAttributes):
 
     def _add_projections(self, linear: Callable[..., nnx.Linear], use_bias: bool, out_bias: bool) -> None:
         kv_features = self.in_features if self.in_kv_features is None else self.in_kv_features
-        self.query = linear(self.in_features, self.num_heads * self.head_dim, use_bias=use_bias)
-        self.key = linear(kv_features, self.num_kv_heads * self.head_dim, use_bias=use_bias)
-        self.value = linear(kv_features, self.num_kv_heads * self.head_dim, use_bias=use_bias)
-        self.out = linear(self.num_heads * self.head_dim, self.in_features, use_bias=out_bias)
+        num_kv_heads, head_dim = self.sizes
+        self.query = linear(self.in_features, self.num_heads * head_dim, use_bias=use_bias)
+        self.key = linear(kv_features, num_kv_heads * head_dim, use_bias=use_bias)
+        self.value = linear(kv_features, num_kv_heads * head_dim, use_bias=use_bias)
+        self.out = linear(self.num_heads * head_dim, self.in_features, use_bias=out_bias)
 
     _key_option = "rngs"
 

@@ -216,6 +216,15 @@ def test_linen_modules_of_equal_masks_are_equal_and_jitted():
     assert_close(jitted.apply(variables, inputs), module.apply(variables, inputs))
 
 
+def test_sizes_of_a_cloned_linen_module_follow_its_arguments():
+    sizes = {"in_features": FEATURES, "num_heads": HEADS}
+    for changes in ({"num_heads": 2 * HEADS}, {"num_heads": HEADS // 2}, {"in_features": 2 * FEATURES}):
+        changed = flax_layers.linen.FlexAttention(**sizes).clone(**changes)
+        expected = flax_layers.linen.FlexAttention(**sizes | changes)
+        assert changed == expected
+        assert changed.init_cache(1, 8).k.shape == expected.init_cache(1, 8).k.shape
+
+
 @full
 @flavours
 def test_latent_layers_keep_masks_alike(flavour):
