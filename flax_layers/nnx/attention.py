@@ -4,6 +4,7 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from flax.typing import Dtype, Initializer
@@ -190,7 +191,7 @@ class FlexAttention(AttentionMethods, ModAttributes):
         return _dropout_stream(rngs)()
 
     def _compute_dtype(self) -> Dtype:
-        return self.key.dtype or self.key.param_dtype
+        return self.key.dtype or jax.tree.leaves(self.key)[0].dtype  # as they are, if they were cast
 
 
 def _dropout_stream(rngs: nnx.Rngs | nnx.RngStream) -> nnx.RngStream:

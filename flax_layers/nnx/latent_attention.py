@@ -2,6 +2,7 @@
 
 import functools
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from flax.typing import Dtype, Initializer
@@ -109,4 +110,4 @@ class MultiHeadLatentAttention(LatentMethods, ModAttributes):
         return self.up.kernel[...]
 
     def _compute_dtype(self) -> Dtype:
-        return self.latent.dtype or self.latent.param_dtype
+        return self.latent.dtype or jax.tree.leaves(self.latent)[0].dtype  # as they are, if they were cast

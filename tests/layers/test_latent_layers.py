@@ -175,7 +175,8 @@ def test_dtypes(flavour, dtype):
     layer16 = made(flavour, dtype=dtype)
     out = called(layer16, inputs)
     assert out.dtype == dtype
-    assert layer16.init_cache(2, 8).pages.rows.dtype == dtype
+    cast = jax.tree.map(lambda x: x.astype(dtype), made("nnx"))
+    assert cast.init_cache(2, 8).pages.rows.dtype == layer16.init_cache(2, 8).pages.rows.dtype == dtype
     right = np.asarray(called(made(flavour), inputs))
     np.testing.assert_allclose(out.astype(jnp.float32), right, rtol=0, atol=0.03 * np.abs(right).max())
     _, cache = decoded(layer16, inputs[:, :39], layer16.init_cache(2, LENGTH))

@@ -211,6 +211,8 @@ def test_a_cache_of_its_own_dtype():
     np.testing.assert_allclose(output, expected_of("nnx", "plain"), rtol=0.1, atol=0.05)
     assert layer_of(dtype=jnp.bfloat16).init_cache(1, 2).v.dtype == jnp.bfloat16
     assert layer_of(param_dtype=jnp.bfloat16).init_paged_cache(2, 2, layers=3).k.shape == (3, 2, 2, 2, 8)
+    cast = jax.tree.map(lambda x: x.astype(jnp.bfloat16), (layer, inputs))
+    assert cast[0].init_cache(1, 2).k.dtype == cast[0](cast[1]).dtype == jnp.bfloat16
 
 
 @in_turns
