@@ -206,6 +206,20 @@ def test_equal_masks_share_a_program_and_variables_any():
     assert len(traces) == 2
 
 
+def test_layers_of_equal_ready_mods_share_a_program_and_are_averaged():
+    traces, inputs = [], inputs_of()
+    mods = lambda left=4: {"mask_mod": masks.sliding_window(left), "score_mod": scores.softcap(5.0)}
+    first, second = (FLAVOURS["nnx"].make(FEATURES, seed=seed, **mods()) for seed in range(2))
+    run = nnx.jit(lambda layer: traces.append(1) or layer(inputs))
+    for layer in (first, second, jax.tree.map(lambda a, b: (a + b) / 2, first, second), copy.copy(first)):
+        assert_close(run(layer), layer(inputs), atol=1e-5)
+    assert len(traces) == 1
+    module = functools.partial(flax_layers.linen.FlexAttention, FEATURES, HEADS)
+    assert module(**mods()) == module(**mods()) != module(**mods(5))
+    assert masks.sliding_window(1) != masks.sliding_window(True)
+    assert masks.document(IDS) != masks.document(IDS)  # numpy arrays may change
+
+
 def test_linen_modules_of_equal_masks_are_equal_and_jitted():
     of = lambda make=flax_layers.linen.FlexAttention: make(FEATURES, HEADS, block_mask=blocks(masks.document(IDS)))
     module, inputs = of(), inputs_of()
