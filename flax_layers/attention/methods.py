@@ -93,7 +93,7 @@ class AttentionMethods(attention_core.HeadsLayer):
         dropout_key = self._dropout_key(deterministic, *take(self._key_option))
         mods = self._mods(*take("score_mod", "mask_mod", "block_mask"))
         positions, context, inputs_kv = take("positions", "context", "inputs_kv")
-        vectors = self._vectors(VectorMods(**arguments))
+        vectors = self._vectors(VectorMods.from_options(arguments))
         call = Call(positions, dropout_key, return_stats, vectors, context, inputs_kv)
         return attention_core.attend(self, inputs, mods, call)
 
@@ -197,7 +197,7 @@ class AttentionMethods(attention_core.HeadsLayer):
         """
         if mask_mod is not None and block_mask is not None:
             raise ValueError("`mask_mod` and `block_mask` are two forms of one mask. Got both. Pass one of them.")
-        vectors = self._vectors(VectorMods(**vector_mods))
+        vectors = self._vectors(VectorMods.from_options(vector_mods))
         mods = self._mods(score_mod, mask_mod)
         if not isinstance(cache, EightBitCache):
             return attention_core.decode(self, inputs, cache, mods, block_mask, vectors)
@@ -251,7 +251,7 @@ class AttentionMethods(attention_core.HeadsLayer):
                 known; the constructor's BlockMask masks more than its mask_mod; vector mods with `streaming`.
         """
         mods = self._mods(score_mod, mask_mod)
-        call = PagedCall(self._vectors(VectorMods(**vector_mods)), layer, shared_prefix, streaming)
+        call = PagedCall(self._vectors(VectorMods.from_options(vector_mods)), layer, shared_prefix, streaming)
         return attention_core.decode_paged(self, inputs, cache, batch, mods, call)
 
     def _dropout_key(self, deterministic: bool | None, source: Any) -> Array | None:

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import inspect
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple, TypedDict
 
 import jax.numpy as jnp
@@ -97,6 +97,17 @@ class VectorMods(NamedTuple):
     key_mod: jflex.VectorMod | None = None
     value_mod: jflex.VectorMod | None = None
     output_mod: jflex.OutputMod | None = None
+
+    @classmethod
+    def from_options(cls, options: Mapping) -> VectorMods:
+        """The mods among the keywords of a call that are left. Raises TypeError for any other keyword."""
+        for name in options.keys() - set(cls._fields):
+            raise TypeError(
+                f"`{name}` is not an argument of this call of the layer, which takes masks as `mask_mod` or "
+                "`block_mask`. Pass a dense mask as `mask_mod=lambda b, h, q_idx, kv_idx: mask[b, 0, q_idx, kv_idx]`, "
+                "and the source of dropout's key as `rngs` in nnx, and `dropout_rng` in linen."
+            )
+        return cls(**options)
 
     @property
     def any(self) -> bool:

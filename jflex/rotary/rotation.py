@@ -45,7 +45,7 @@ def rotate(
       The rotated vectors in the dtype of `heads`.
 
     Raises:
-      ValueError: `D` is odd, or `rotary_dim` is odd or greater than `D`.
+      ValueError: `D` is odd, `rotary_dim` is odd or greater than `D`, or `positions` do not fit.
 
     References:
       Su et al. 2021, RoFormer, arXiv:2104.09864, section 3.4.
@@ -55,6 +55,13 @@ def rotate(
     True
     """
     rotary_dim = checked_rotary_dim(rotary_dim, heads.shape[-1])
+    shape, axes = jnp.shape(positions), heads.shape[:-2]
+    fits = len(shape) <= len(axes) and shape[-1:] == axes[-1:]
+    if not fits or any(n not in (1, m) for n, m in zip(shape[::-1], axes[::-1], strict=False)):
+        raise ValueError(
+            f"`positions` must be one for each token, {list(axes)}, and leading axes may be absent or 1. Got "
+            f"{list(shape)}. Add `jnp.arange({axes[-1]})` to the first position of each sequence."
+        )
     length = jnp.max(jnp.asarray(positions), initial=-1) + 1 if length is None and scaling is not None else length
     positions = jnp.broadcast_to(positions, heads.shape[:-2])[..., None]  # the same for all heads
     dtype = jnp.float64 if heads.dtype == jnp.float64 else jnp.float32

@@ -111,6 +111,19 @@ ROWS = [
          rf"`{name}` of a LongRopeScaling must hold one factor for each of the 4 pairs .* Got 3\. Change them, or")
         for name in ("short_factors", "long_factors")
     ),
+    *(
+        (f"positions_{'x'.join(map(str, shape)) or 'scalar'}",
+         lambda shape=shape: layer(rotary_base=9.0)(ones(2, 3, FEATURES), positions=jnp.zeros(shape, jnp.int32)),
+         ValueError,
+         rf"`positions` must be one for each token, \[2, 3\], .* Got \[{', '.join(map(str, shape))}\]\. Add `jnp")
+        for shape in ((), (2, 1), (4,), (1, 2, 3))
+    ),
+    *(
+        (f"{flavour}_{name}",
+         lambda flavour=flavour, name=name: layer(flavour)(ones(2, 3, FEATURES), **{name: None}), TypeError,
+         rf"`{name}` is not an argument of this call of the layer, .* dense mask as `mask_mod=lambda b, h, q_idx, kv_i")
+        for flavour, name in (("nnx", "mask"), ("linen", "mask"), ("nnx", "dropout_rng"), ("linen", "decode"))
+    ),
     # --- dense caches
     ("no_dense_cache", lambda: decode(cache=layer().init_paged_cache(4, 4)), TypeError,
      "`cache` must be a DenseCache. Got PagedCache.*`layer.init_cache`.*`layer.decode_paged`"),
