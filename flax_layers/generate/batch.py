@@ -11,7 +11,7 @@ from jaxtyping import Int32
 from flax_layers.generate.sequences import KINDS
 from flax_layers.models import ModelConfig
 from flax_layers.models.cache_dtype import check_cache_name
-from flax_layers.sampling import Sampling
+from flax_layers.sampling import Sampling, checked_integer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,8 +65,9 @@ def check_batch(
     sampling: Sampling | Sequence[Sampling],
     stop_tokens: Sequence[int] | None,
 ) -> Batch:
-    """Checks the arguments of `generate`, and raises ValueError for one that is out of range."""
-    _check_prompts(config, prompts)
+    """Checks the arguments of `generate`, and raises TypeError or ValueError for one that is wrong."""
+    each_prompt = tuple(_tokens(f"`prompts`, in prompt {number},", prompt) for number, prompt in enumerate(prompts))
+    _check_prompts(config, each_prompt)
     check_max_tokens(max_tokens)
     each = (sampling,) * len(prompts) if isinstance(sampling, Sampling) else tuple(sampling)
     if len(each) != len(prompts):
@@ -74,14 +75,24 @@ def check_batch(
             f"`sampling` must be one `Sampling` for all prompts, or one for each. Got {len(each)} for {len(prompts)} "
             "prompts."
         )
-    most = tuple(min(max_tokens, config.max_positions - len(prompt)) for prompt in prompts)
-    stops = config.eos_token_ids if stop_tokens is None else tuple(stop_tokens)
-    return Batch(tuple(map(tuple, prompts)), each, most, stops)
+    most = tuple(min(max_tokens, config.max_positions - len(prompt)) for prompt in each_prompt)
+    stops = config.eos_token_ids if stop_tokens is None else _tokens("`stop_tokens`", stop_tokens)
+    return Batch(each_prompt, each, most, stops)
+
+
+def _tokens(name: str, tokens: Sequence[int]) -> tuple[int, ...]:
+    """A list or an array of tokens as Python numbers. Raises TypeError for anything else."""
+    array = np.asarray(tokens)
+    if array.ndim != 1 or (array.size and not np.issubdtype(array.dtype, np.integer)):
+        raise TypeError(
+            f"{name} must be a list of integers. Got {str(tokens)[:40]!r}. Encode texts with the tokenizer."
+        )
+    return tuple(array.tolist())
 
 
 def check_max_tokens(max_tokens: int) -> None:
-    """Raises ValueError unless `max_tokens` is at least 1."""
-    if max_tokens < 1:
+    """Raises TypeError or ValueError unless `max_tokens` is an integer of at least 1."""
+    if checked_integer("max_tokens", max_tokens) < 1:
         raise ValueError(f"`max_tokens` must be at least 1. Got {max_tokens}. Pass the number of tokens to generate.")
 
 

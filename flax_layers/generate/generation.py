@@ -19,7 +19,7 @@ from flax_layers.generate.steps import NO_TOKEN, Rules, State, make_programs
 from flax_layers.models import Decoder
 from flax_layers.models.cache_dtype import check_cache_dtype
 from flax_layers.models.form import flatten_model
-from flax_layers.sampling import Sampling, SamplingBatch
+from flax_layers.sampling import Sampling, SamplingBatch, checked_integer
 
 FinishReason = Literal["stop", "length"]
 """`stop`: a stop token was generated. `length`: `max_tokens` or the model's last position was reached."""
@@ -243,6 +243,7 @@ def generate(
         An iterator over pieces; its `results()` returns all tokens.
 
     Raises:
+        TypeError: Tokens or numbers are not integers.
         ValueError: A prompt is empty, too long, or has tokens outside the vocabulary; a parameter is out of range; or
             the cache or the model refuses `cache_dtype`.
 
@@ -263,6 +264,6 @@ def generate(
     batch = check_batch(model.config, prompts, max_tokens, sampling, stop_tokens)
     check_cache(cache, cache_dtype)
     check_cache_dtype(cache_dtype, model)
-    if chunk < 1:
+    if checked_integer("chunk", chunk) < 1:
         raise ValueError(f"`chunk` must be at least 1. Got {chunk}. The default is {CHUNK}.")
-    return Generation(model, batch, max_tokens, chunk, cache=cache, dtype=cache_dtype)
+    return Generation(model, batch, int(max_tokens), int(chunk), cache=cache, dtype=cache_dtype)

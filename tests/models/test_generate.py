@@ -6,6 +6,7 @@ import threading
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
 from jaxtyping import Array
@@ -86,6 +87,13 @@ def test_stop_tokens_end_one_text_and_not_the_others(model, texts):
     results = generate(model, PROMPTS, max_tokens=COUNT, stop_tokens=[text[0] for text in texts]).results()
     assert [(result.tokens, result.finish_reason) for result in results] == [([], "stop")] * 3
     assert tokens_of(model, max_tokens=1) == [text[:1] for text in texts]
+
+
+def test_prompts_and_numbers_may_be_arrays(model, texts):
+    prompts = np.array(PROMPTS[:1])
+    for same in (prompts, jnp.asarray(prompts), list(prompts)):
+        [result] = generate(model, same, max_tokens=np.int64(COUNT), stop_tokens=np.array([], int)).results()
+        assert result.tokens == texts[0]
 
 
 @pytest.mark.full

@@ -139,6 +139,14 @@ ROWS = [
      VALUES, r"computes in float16, .* Compute in bfloat16 or float32, or"),
     # --- generation
     ("no prompt", generated([]), VALUES, "`prompts` must hold at least one prompt. Got none. Pass lists of tokens"),
+    *(
+        (f"{name} in place of tokens", generated(prompts), TypeError,
+         rf"`prompts`, in prompt 0, must be a list of integers. Got '{got}'. Encode texts with the tokenizer")
+        for name, prompts, got in (("one prompt", [1, 2], "1"), ("text", ["ab"], "ab"), ("floats", [[1.7]], r"\[1.7\]"))
+    ),
+    ("one stop token", generated(stop_tokens=3), TypeError, "`stop_tokens` must be a list of integers. Got '3'"),
+    ("half of max_tokens", generated(max_tokens=2.5), TypeError, "`max_tokens` must be an integer. Got float"),
+    ("half a step", generated(chunk=2.5), TypeError, "`chunk` must be an integer. Got float"),
     ("an empty prompt", generated([[1], []]), VALUES,
      "`prompts` must have at least one token each. Prompt 1 is empty. Pass"),
     ("a long prompt", generated([[1] * 512]), VALUES,
