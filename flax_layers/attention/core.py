@@ -62,10 +62,8 @@ class HeadsLayer(Layer):
     @property
     def sizes(self) -> tuple[int, int]:
         """Number of key heads, and the size of a head."""
-        return (
-            self.num_heads if self.num_kv_heads is None else self.num_kv_heads,
-            self.in_features // self.num_heads if self.head_dim is None else self.head_dim,
-        )
+        num_kv_heads = self.num_heads if self.num_kv_heads is None else self.num_kv_heads
+        return num_kv_heads, self.in_features // self.num_heads if self.head_dim is None else self.head_dim
 
 
 def check_heads(in_features: int, num_heads: int, num_kv_heads: int | None, head_dim: int | None) -> None:

@@ -103,9 +103,8 @@ class VectorMods(NamedTuple):
         """The mods among the keywords of a call that are left. Raises TypeError for any other keyword."""
         for name in options.keys() - set(cls._fields):
             raise TypeError(
-                f"`{name}` is not an argument of this call of the layer, which takes masks as `mask_mod` or "
-                "`block_mask`. Pass a dense mask as `mask_mod=lambda b, h, q_idx, kv_idx: mask[b, 0, q_idx, kv_idx]`, "
-                "and the source of dropout's key as `rngs` in nnx, and `dropout_rng` in linen."
+                f"`{name}` is not an argument of this call. Pass a dense mask as `mask_mod=lambda b, h, q_idx, kv_idx: "
+                "mask[b, 0, q_idx, kv_idx]`, and the source of dropout's key as `rngs`, in linen as `dropout_rng`."
             )
         return cls(**options)
 

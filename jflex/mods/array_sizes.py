@@ -56,32 +56,22 @@ class SizedMod:
         return self.required
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True)
 class ReadyMod(SizedMod):
-    """A ready mod: a function and its requirements; `ready` adds the call that makes it, which pickles hold.
+    """A ready mod: a function and its requirements; `ready` adds the call that makes it, which pickles hold."""
 
-    Mods of equal calls with numbers alone are equal: as attributes of layers, they share compiled programs.
-    """
-
-    mod: Callable[..., ArrayLike]
-    required: tuple[Requirement, ...]
-    call: tuple[Callable[..., ReadyMod], tuple[object, ...], dict[str, object]] | None = None
+    mod: Callable[..., ArrayLike] = dataclasses.field(compare=False)
+    required: tuple[Requirement, ...] = dataclasses.field(compare=False)
+    call: tuple[Callable[..., ReadyMod], tuple[object, ...], dict[str, object]] | None = dataclasses.field(
+        default=None, compare=False
+    )
+    key: object = dataclasses.field(init=False)  # of equal calls with numbers alone: their layers share programs
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "__wrapped__", self.mod)  # messages name the function, and the signature is its own
-
-    @functools.cached_property
-    def _key(self) -> tuple[object, ...]:
-        arguments = () if self.call is None else self.call[1:]
-        if self.call is None or any(type(x) not in (bool, int, float, str) for x in jax.tree.leaves(arguments)):
-            return (id(self),)
-        return self.call[0], repr(arguments)  # tells 1, 1.0 and True apart
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, ReadyMod) and self._key == other._key
-
-    def __hash__(self) -> int:
-        return hash(self._key)
+        make, *arguments = self.call or (None, self)
+        is_known = all(type(x) in (bool, int, float, str) for x in jax.tree.leaves(arguments))
+        object.__setattr__(self, "key", (make, repr(arguments)) if is_known else id(self))  # tells 1 and True apart
 
     def __reduce__(self) -> tuple[object, ...]:
         assert self.call is not None  # made by a decorated function

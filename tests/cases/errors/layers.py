@@ -121,7 +121,7 @@ ROWS = [
     *(
         (f"{flavour}_{name}",
          lambda flavour=flavour, name=name: layer(flavour)(ones(2, 3, FEATURES), **{name: None}), TypeError,
-         rf"`{name}` is not an argument of this call of the layer, .* dense mask as `mask_mod=lambda b, h, q_idx, kv_i")
+         rf"`{name}` is not an argument of this call. .* dense mask as `mask_mod=lambda b, h, q_idx, kv_i")
         for flavour, name in (("nnx", "mask"), ("linen", "mask"), ("nnx", "dropout_rng"), ("linen", "decode"))
     ),
     # --- dense caches
