@@ -83,6 +83,7 @@ def _decays(parameters: Mapping[str, jax.Array]) -> dict[str, bool]:
 
 def trained_paths(paths: Collection[str], patterns: Sequence[str] | None) -> frozenset[str]:
     """The paths that a pattern matches, as in a shell; None: all. Raises InputError if a pattern matches none."""
+    patterns = [patterns] if isinstance(patterns, str) else patterns
     matched = set(paths if patterns is None else ())
     for pattern in patterns or ():
         if not (more := fnmatch.filter(paths, pattern)):

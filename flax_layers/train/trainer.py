@@ -213,12 +213,14 @@ class Trainer:
             Nats for each token.
 
         Raises:
-            InputError: The mesh does not divide the rows of a batch.
+            InputError: There is no batch, or the mesh does not divide the rows of one.
         """
         sums = []
         for rows in batches:
             self._check_rows(rows, 1)
             sums.append(self._sums(self.state.parameters, self._on_devices(rows, parallel.ROWS[0])))
+        if not sums:
+            raise InputError("`batches` must hold a batch. It is empty. Pass a list, or make the generator again.")
         total, count = np.sum([[float(part) for part in pair] for pair in sums], axis=0)
         return float(total / (count or 1.0))
 

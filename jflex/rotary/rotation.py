@@ -56,7 +56,7 @@ def rotate(
     """
     rotary_dim = checked_rotary_dim(rotary_dim, heads.shape[-1])
     shape, axes = jnp.shape(positions), heads.shape[:-2]
-    fits = len(shape) <= len(axes) and shape[-1:] == axes[-1:]
+    fits = len(shape) <= len(axes) and (shape[-1:] or (1,)) == axes[-1:]
     if not fits or any(n not in (1, m) for n, m in zip(shape[::-1], axes[::-1], strict=False)):
         raise ValueError(
             f"`positions` must be one for each token, {list(axes)}, and leading axes may be absent or 1. Got "

@@ -128,6 +128,8 @@ def test_parameters_that_are_not_trained_stay_and_take_no_memory(mesh: str):
 def test_a_pattern_that_matches_no_parameter(pattern: str):
     with pytest.raises(InputError, match=rf"'{re.escape(pattern)}' matches none. .*blocks\.\*\.attention\."):
         Trainer(nnx.eval_shape(train_cases.build), Recipe(1), trained=["*.mlp.*", pattern])
+    one, several = (Trainer(nnx.eval_shape(train_cases.build), Recipe(1), trained=x) for x in ("*.mlp.*", ["*.mlp.*"]))
+    assert one.trained == several.trained
 
 
 @pytest.mark.full
@@ -230,6 +232,8 @@ def test_rows_that_a_step_does_not_divide():
         trainer.step(batch(rows=6))
     with pytest.raises(InputError, match=r"micro-batches, 1, times data \* fsdp, 2\. Got 3\."):
         trainer.mean_loss([batch(rows=3)])
+    with pytest.raises(InputError, match=r"`batches` must hold a batch\. It is empty"):
+        trainer.mean_loss([])
 
 
 @pytest.mark.parametrize("wrong", [{"accumulate": 0}, {"loss_chunk": 0}, {"remat": "some"}])
