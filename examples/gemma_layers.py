@@ -21,7 +21,7 @@ def attend(query, key, value, block_mask):
 
 
 def dense(query, key, value, mask):
-    """The same in plain JAX, which holds the scores."""
+    """The same in plain JAX, which stores the scores."""
     key, value = (jnp.repeat(x, query.shape[2] // x.shape[2], axis=2) for x in (key, value))
     s = jnp.einsum("bthd,bshd->bhts", query, key) / query.shape[-1] ** 0.5
     s = jnp.where(mask, CAP * jnp.tanh(s / CAP), -jnp.inf)

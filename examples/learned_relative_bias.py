@@ -2,7 +2,7 @@
 # # A learned relative bias
 #
 # A head learns to look five tokens back. The bias is a table of one number for each distance; `flex_attention` reads it
-# inside of the kernel and computes its gradient in the same backward pass.
+# inside the kernel and computes its gradient in the same backward pass.
 
 # %%
 import jax

@@ -1,4 +1,4 @@
-"""MeanFlow on images of squares: the target of its loss holds a `jax.jvp` through attention (arXiv:2505.13447)."""
+"""MeanFlow on images of squares: the target of its loss contains a `jax.jvp` through attention (arXiv:2505.13447)."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Latent attention (MLA): one small vector of a token for all heads, cached, and read as keys and as values."""
+"""Latent attention (MLA): the cache has one small vector for each token, read as keys and values of all heads."""
 
 import jax
 import jax.numpy as jnp

@@ -31,7 +31,7 @@ def serve(requests):
         running += [waiting.pop(0) for _ in range(min(ROWS - len(running), len(waiting)))]
         tokens, ends = [], np.zeros(ROWS + 1, np.int32)
         lengths, table = np.zeros(ROWS, np.int32), np.zeros((ROWS, 8), np.int32)  # page 0 is padding
-        for row, request in enumerate(running):  # decoding takes one token, a prompt what is left of the step
+        for row, request in enumerate(running):  # decoding takes one token, a prompt the rest of the step
             new = request.tokens[request.computed :][: STEP - len(tokens)]
             tokens, request.computed = tokens + new, request.computed + len(new)
             request.pages += pool.alloc(pool.pages_for(request.computed) - len(request.pages))
