@@ -86,10 +86,14 @@ def sliding_window(left: int | Int[ArrayLike, ""], right: int | Int[ArrayLike, "
       left: Keys before the query.
       right: Keys after the query.
 
+    Raises:
+      ValueError: Two numbers leave no key between them.
+
     >>> from jflex.block_mask.dense import create_mask
     >>> create_mask(sliding_window(1), None, None, 3, 3)[0, 0].astype(int).tolist()
     [[1, 0, 0], [1, 1, 0], [0, 1, 1]]
     """
+    _check_window(left, right)
 
     def window(b, h, q_idx, kv_idx):
         return (kv_idx >= q_idx - left) & (kv_idx <= q_idx + right)
@@ -109,7 +113,7 @@ def dilated_window(left: int, right: int = 0, *, dilation: int) -> MaskMod:
       dilation: Distance between visible keys; the query's own key is one of them.
 
     Raises:
-      ValueError: `dilation` is not positive.
+      ValueError: `dilation` is not positive, or two numbers leave no key between them.
 
     >>> from jflex.block_mask.dense import create_mask
     >>> create_mask(dilated_window(4, dilation=2), None, None, 5, 5)[0, 0, 4].astype(int).tolist()
@@ -117,12 +121,22 @@ def dilated_window(left: int, right: int = 0, *, dilation: int) -> MaskMod:
     """
     if dilation < 1:
         raise ValueError(f"`dilation` must be at least 1. Got {dilation}.")
+    _check_window(left, right)
 
     def window(b, h, q_idx, kv_idx):
         distance = q_idx - kv_idx
         return (distance <= left) & (distance >= -right) & (distance % dilation == 0)
 
     return window
+
+
+def _check_window(*sizes: object) -> None:
+    numbers = [size for size in sizes if isinstance(size, int)]
+    if len(numbers) == 2 and sum(numbers) < 0:
+        raise ValueError(
+            f"`left` and `right` must leave a key in the window. Got {numbers[0]} and {numbers[1]}. For a side without "
+            "a bound, pass the length of the keys; -1 does not mean that, as it does in FlashAttention."
+        )
 
 
 @ready

@@ -27,6 +27,8 @@ ROWS = [
     (lambda: masks.causal("bottom_right"), ValueError, "needs `q_length` and `kv_length`"),
     (lambda: masks.causal(q_length=3), ValueError, "are for `alignment='bottom_right'` only"),
     (lambda: masks.dilated_window(3, dilation=0), ValueError, "`dilation` must be at least 1"),
+    (lambda: masks.dilated_window(-2, 1, dilation=2), ValueError, "`left` and `right` must leave a key .* -2 and 1"),
+    (lambda: masks.sliding_window(-1), ValueError, "`left` and `right` must leave a key .* Got -1 and 0.* the length"),
     (lambda: masks.document(TWO_ROWS[None]), ValueError, r"must be \[T\] or \[B, T\]"),
     (lambda: masks.document(TWO_ROWS, TWO_ROWS[0]), ValueError, "alike for queries and keys"),
     (lambda: masks.block_diffusion(0, 4), ValueError, "must be positive"),
