@@ -54,6 +54,20 @@ def match_manual_axes(tree: _Tree) -> _Tree:
     return jax.tree.map(lambda x: vary(x, axes), tree)
 
 
+def compiled_in_shard_map(function: Callable[_P, _R], static_argnums: tuple[int, ...]) -> Callable[_P, _R]:
+    """Compiles a function inside of `jax.shard_map`, which evaluates no `custom_vjp` with symbolic zeros by itself."""
+    compiled = jax.jit(function, static_argnums=static_argnums, inline=True)  # inline: nothing of it is left in a `jit`
+
+    @functools.wraps(function)
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        if not jax.sharding.get_abstract_mesh().manual_axes:
+            return function(*args, **kwargs)
+        with jax.disable_jit(False):
+            return compiled(*args, **kwargs)
+
+    return call
+
+
 def partitioned_by_xla(compute: Callable[..., _R], out_sharding: Callable[[], PartitionSpec]) -> Callable[..., _R]:
     """Lets XLA choose the shardings inside of a function of arrays.
 

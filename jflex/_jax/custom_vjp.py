@@ -21,7 +21,7 @@ from jflex._call.dispatch import Requested, get_backend, no_gradients, select_pa
 from jflex._jax import partitioning
 from jflex._jax.partitioning import Axes, BackendOp, Split
 from jflex._jax.primitive import ONLY_REVERSE, call_as_primitive
-from jflex._mesh import match_manual_axes, placed_as
+from jflex._mesh import compiled_in_shard_map, match_manual_axes, placed_as
 from jflex.backends.base import Gradients, Inputs, Saved, SavedCotangents
 from jflex.backends.results import sinks_gradient
 from jflex.errors import UnsupportedError
@@ -110,7 +110,7 @@ def attend(static: Static, inputs: Inputs) -> Saved:
     eight_bits = static.spec.qk_dtype is not None
     inputs = reverse_only(inputs, f"This call has no derivatives: {no_gradients(static.spec)}." if eight_bits else "")
     try:
-        return _attend(static, inputs)
+        return _call(static, inputs)
     except TypeError as error:
         if "forward-mode" in str(error):  # JAX's error for custom_vjp, which `jit(jacfwd(...))` raises before the guard
             raise NotImplementedError(ONLY_REVERSE) from error
@@ -210,6 +210,7 @@ def _attend_bwd(static: Static, residuals: tuple[Inputs, Saved, BackwardPass], c
 
 
 _attend.defvjp(_attend_fwd, _attend_bwd, symbolic_zeros=True)
+_call = compiled_in_shard_map(_attend, (0,))
 
 
 # A custom_vjp refuses forward mode with JAX's own message, and under jit not before lowering. This identity comes

@@ -35,7 +35,7 @@ from jflex._jax.custom_vjp import (
 )
 from jflex._jax.primitive import call_as_primitive
 from jflex._jax.shard import Shard, Where, shard_of
-from jflex._mesh import match_manual_axes
+from jflex._mesh import compiled_in_shard_map, match_manual_axes
 from jflex.backends.base import Gradients, Inputs, Saved
 from jflex.backends.results import fold_sinks
 from jflex.backends.vector_mods import exact_dtype
@@ -112,7 +112,7 @@ def attend_in_ring(call: ContextCall, inputs: Inputs, where: Where, sees: jax.Ar
     if get_backend(name).differentiable:
         saved = _forward(ring, name, local)
     else:
-        saved = cast(Saved, _attend(ring, name, local._replace(inputs=reverse_only(local.inputs))))
+        saved = cast(Saved, _call(ring, name, local._replace(inputs=reverse_only(local.inputs))))
     return fold_sinks(shard.spec, saved, inputs.sinks)
 
 
@@ -293,3 +293,4 @@ def _attend_bwd(
 
 
 _attend.defvjp(_attend_fwd, _attend_bwd, symbolic_zeros=True)
+_call = compiled_in_shard_map(_attend, (0, 1))

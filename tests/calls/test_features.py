@@ -97,6 +97,26 @@ def test_a_gradient_inside_of_shard_map(backend):
     assert_close(jax.jit(sharded)(*arrays), local(*arrays))
 
 
+@pytest.mark.parametrize("strategy", [None, "ring"])
+def test_eager_shard_map(strategy):
+    """JAX evaluates no `custom_vjp` with symbolic zeros there by itself."""
+
+    def attend(q, **options):
+        call = jflex.context_parallel_attention if options else jflex.flex_attention
+        return call(q, q, q, mask_mod=jflex.masks.causal(), implementation="xla", **options)
+
+    q = jax.random.normal(jax.random.key(0), (2, 64, 4, D))
+    local, spec = (attend, P("data")) if strategy is None else (
+        functools.partial(attend, axis="model", strategy=strategy), P("data", "model"))  # fmt: skip
+    run = jax.shard_map(local, mesh=mesh_of(), in_specs=spec, out_specs=spec)
+    loss = lambda attend, q: jnp.sum(attend(q) ** 2)
+    assert_close(run(q), attend(q))
+    if strategy is None:
+        with jax.disable_jit():
+            assert_close(run(q), attend(q))
+    assert_close(jax.grad(functools.partial(loss, run))(q), jax.grad(functools.partial(loss, attend))(q))
+
+
 @pytest.mark.full
 @backends
 def test_eager_call_with_sharded_arrays(backend):
