@@ -13,6 +13,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int32, UInt32
 
+from jflex._mesh import vary, varying_axes
+
 _BITS = 32
 
 
@@ -76,7 +78,7 @@ def last_where(
         return jnp.where(holds(further), further, reached)
 
     # A loop: unrolled, such a search in a table takes XLA seconds to compile.
-    return lax.fori_loop(jnp.int32(0), last.bit_length(), search, jnp.zeros_like(like))
+    return lax.fori_loop(jnp.int32(0), last.bit_length(), search, vary(jnp.zeros_like(like), varying_axes(holds(like))))
 
 
 class BitRows(NamedTuple):

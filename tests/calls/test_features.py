@@ -97,6 +97,19 @@ def test_a_gradient_inside_of_shard_map(backend):
     assert_close(jax.jit(sharded)(*arrays), local(*arrays))
 
 
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
+def test_blocks_selected_inside_of_shard_map(compiled):
+    def attend(q):
+        blocks = jflex.select_blocks(jflex.block_scores(q, q, block_size=16), 2, block_size=16)
+        options = {"block_size": 16, "mask_mod": jflex.masks.causal(), "H": 4}
+        mask = jflex.block_mask_from_indices(blocks, 64, 64, **options)
+        return jflex.flex_attention(q, q, q, block_mask=mask, implementation="xla")
+
+    q = jax.random.normal(jax.random.key(0), (2, 64, 4, D))
+    run = jax.shard_map(attend, mesh=mesh_of(), in_specs=P("data"), out_specs=P("data"))
+    assert_close((jax.jit(run) if compiled else run)(q), attend(q))
+
+
 @pytest.mark.parametrize("strategy", [None, "ring"])
 def test_eager_shard_map(strategy):
     """JAX evaluates no `custom_vjp` with symbolic zeros there by itself."""
