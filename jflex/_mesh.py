@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any, ParamSpec, TypeVar
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import eval_context
 from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
@@ -20,6 +23,23 @@ def no_mesh() -> AbstractContextManager[object]:
     """A context without a mesh that keeps the current abstract device, for which a program may be lowered."""
     device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
     return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device))
+
+
+def as_known(known: bool) -> AbstractContextManager[object]:
+    """Computes at once what is known, also while tracing; outside of the mesh of an enclosing `jax.shard_map`."""
+    stack = ExitStack()
+    if known:
+        stack.enter_context(eval_context())
+        stack.enter_context(no_mesh())
+    return stack
+
+
+def without_mesh(arrays: _Tree) -> _Tree:
+    """Constants for the inside of `jax.shard_map`, of arrays computed at once in a mesh with explicit axes."""
+    is_typed = lambda x: jax.typeof(x).sharding.mesh.explicit_axes and not jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+    if not jax.sharding.get_abstract_mesh().manual_axes:
+        return arrays
+    return jax.tree.map(lambda x: np.asarray(x) if is_typed(x) else x, arrays)
 
 
 def isolated_trace(function: Callable[_P, _R]) -> Callable[_P, _R]:

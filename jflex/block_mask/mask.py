@@ -9,18 +9,18 @@ After FlexAttention (Dong et al., 2024, https://arxiv.org/abs/2412.05496, sectio
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer, eval_context
+from jax.core import Tracer
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Int, Int8, Int32
 
 from jflex._check.arguments import checked_block_size, checked_positive, checked_shape, checked_size
+from jflex._mesh import as_known, without_mesh
 from jflex.block_mask import algebra, drawing
 from jflex.block_mask.dense import elements_at
 from jflex.block_mask.from_lists import states_from_given
@@ -379,9 +379,10 @@ def create_block_mask(
     check_mask_shape(mod_requirements(mask_mod, traced), shape, "a BlockMask")
     # Tables whose widths follow from values are made while tracing if they can be: then the values are known.
     known = is_compact(shape[2:], block_size, max_blocks) and not any(isinstance(x, Tracer) for x in operands)
-    with eval_context() if known else contextlib.nullcontext():
+    with as_known(known):
         states = (known_block_states if known else block_states)(traced, operands, shape, block_size)
         lists = block_lists(states, follow_mod=True, max_blocks=max_blocks)
+    lists = without_mesh(lists) if known else lists
     traced, operands = with_limits((traced, operands), shape, lists)
     return BlockMask(*lists, operands, traced, shape[2:], block_size, lists_follow_mod=True)
 

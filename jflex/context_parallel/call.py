@@ -13,10 +13,10 @@ import numpy as np
 from jaxtyping import Array, Bool, Int8, Int32
 
 from jflex._jax.shard import Span, Where
+from jflex._mesh import as_known
 from jflex.block_mask.drawing import is_concrete
 from jflex.block_mask.lists import BlockLists, block_lists
 from jflex.block_mask.mask import BlockMask
-from jflex.context_parallel.masks import as_known
 from jflex.context_parallel.order import Order
 from jflex.context_parallel.placement import Placement
 from pallas_kernels.spec import AttentionSpec

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-from typing import Any
 
 import jax
-from jax.core import Tracer, eval_context
+from jax.core import Tracer
 
 from jflex._check.arguments import known_values
-from jflex._mesh import no_mesh
+from jflex._mesh import as_known
 from jflex.block_mask.drawing import is_concrete
 from jflex.block_mask.mask import BlockMask, create_block_mask
 from jflex.masks.sequences import padding
@@ -55,12 +53,3 @@ def bounded_block_mask(block_mask: BlockMask, kv_lengths: jax.Array) -> BlockMas
             padding(kv_lengths), kv_lengths.shape[0], None, *block_mask.shape[2:], block_size=block_mask.block_size
         )
         return block_mask & within
-
-
-def as_known(known: bool) -> Any:
-    """Computes at once what is known, also while tracing; outside of the mesh of an enclosing `jax.shard_map`."""
-    stack = contextlib.ExitStack()
-    if known:
-        stack.enter_context(eval_context())
-        stack.enter_context(no_mesh())
-    return stack

@@ -21,7 +21,7 @@ from jax.core import Tracer
 from jax.extend import core
 from jax.typing import ArrayLike, DTypeLike
 
-from jflex._mesh import match_manual_axes, varying_axes
+from jflex._mesh import as_known, match_manual_axes, varying_axes, without_mesh
 from jflex.mods.array_sizes import CallSizes, Requirement, check_requirements, program_requirements, requirements_of
 from jflex.mods.batchable import CALLS, batchable
 from jflex.mods.dependence import check_integer_powers, index_requirements
@@ -293,8 +293,9 @@ def _hoist(traced: core.ClosedJaxpr) -> tuple[Callable[..., jax.Array], tuple[ja
             env.update(zip(outs, bind(eqn, [read(x) for x in ins]), strict=True))
         return jnp.asarray(read(result))
 
-    with jax.ensure_compile_time_eval():  # inside of `jit`, too
-        return replay, tuple(jnp.asarray(x) if isinstance(x, np.ndarray) else x for x in captured.values())
+    with as_known(True):  # inside of `jit`, too
+        arrays = {key: jnp.asarray(x) for key, x in captured.items() if isinstance(x, np.ndarray)}
+    return replay, tuple((captured | without_mesh(arrays)).values())
 
 
 def _with_key_data(
@@ -333,11 +334,13 @@ def _is_literal(x: _Known) -> bool:
 def _compute(eqn: core.JaxprEqn, ins: Sequence[_Known]) -> list[_Known]:
     values = [x.value for x in ins]
     concrete = not any(isinstance(x, Tracer) for x in values)
-    with jax.ensure_compile_time_eval() if concrete else contextlib.nullcontext():
+    with as_known(concrete):
         outs = bind(eqn, values if concrete else match_manual_axes(values))
     captured = any(x.captured for x in ins) or not concrete or any(map(_is_key, outs))
     if not captured and all(np.ndim(x) == 0 for x in outs):
         outs = [np.asarray(x) for x in outs]
+    elif concrete:
+        outs = without_mesh(outs)
     return [_Known(x, captured) for x in outs]
 
 

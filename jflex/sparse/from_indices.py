@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer, eval_context
+from jax.core import Tracer
 from jax.typing import ArrayLike
 from jaxtyping import Array, Int, Int8, Int32
 
 from jflex._check.arguments import checked_block_size, checked_size
-from jflex._mesh import leading_axes, partitioned_by_xla
+from jflex._mesh import as_known, leading_axes, partitioned_by_xla, without_mesh
 from jflex.block_mask.lists import (
     EMPTY,
     FULL,
@@ -142,14 +141,16 @@ def _states_of_mod(
 ) -> Int8[Array, "#B #H R C"]:
     """States of blocks if they are selected; evaluated now if values are known, even while tracing."""
     if traced is None:
-        with eval_context():
+        with as_known(True):
             inside = inside_blocks((shape[2], shape[3]), block_size)
-            return jnp.where(inside, jnp.int8(FULL), jnp.int8(PARTIAL))[None, None]
+            states = jnp.where(inside, jnp.int8(FULL), jnp.int8(PARTIAL))[None, None]
+        return without_mesh(states)
     batch, heads = (n if uses_index(traced, index) else 1 for n, index in zip(shape[:2], "bh", strict=True))
     mod_shape = batch, heads, shape[2], shape[3]
     known = not any(isinstance(x, Tracer) for x in operands)
-    with eval_context() if known else contextlib.nullcontext():
-        return (known_block_states if known else block_states)(traced, operands, mod_shape, block_size)
+    with as_known(known):
+        states = (known_block_states if known else block_states)(traced, operands, mod_shape, block_size)
+    return without_mesh(states) if known else states
 
 
 def _widths(bounds: Int8[Array, "B H R C"], k: int) -> Widths:

@@ -97,6 +97,30 @@ def test_a_gradient_inside_of_shard_map(backend):
     assert_close(jax.jit(sharded)(*arrays), local(*arrays))
 
 
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
+def test_constants_of_mods_inside_of_shard_map(compiled, kind):
+    """They are computed while tracing, outside of the mesh; without `jit` JAX evaluates each operation in turn."""
+    key = jax.random.key(0)
+
+    def attend(q):
+        table = jnp.cumsum(jnp.ones(64))
+        mod = lambda score, b, h, q_idx, kv_idx: (
+            score * jnp.sqrt(2.0) + jnp.exp(-jnp.arange(64.0))[kv_idx] + table[q_idx]
+        )
+        causal = lambda b, h, q_idx, kv_idx: jnp.tri(64, dtype=bool)[q_idx, kv_idx]
+        mask = jflex.create_block_mask(causal, None, None, 64, 64, block_size=16, max_blocks=4)
+        dropout = {"dropout_rate": 0.5, "dropout_key": key}
+        return jflex.flex_attention(q, q, q, mod, mask, implementation="xla", **dropout)
+
+    mesh, q = mesh_of(kind), jax.random.normal(jax.random.key(1), (2, 64, 4, D))
+    expected = jnp.concatenate([attend(x[None]) for x in q])
+    run = jax.shard_map(attend, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
+    with jax.set_mesh(mesh):
+        found = (jax.jit(run) if compiled else run)(jax.device_put(q, NamedSharding(mesh, P("data"))))
+    assert_close(np.asarray(found), expected)
+
+
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
 def test_blocks_selected_inside_of_shard_map(compiled):
     def attend(q):
