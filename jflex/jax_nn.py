@@ -14,7 +14,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int32
 
 from jflex._call.checks import check_arrays
-from jflex._call.dispatch import Implementation, names_of
+from jflex._call.dispatch import Implementation, hashable, names_of
 from jflex._check.arguments import check_config, check_scale, checked_lengths, describe_array
 from jflex.attention import flex_attention
 from jflex.block_mask.bands import Band, band_block_mask
@@ -366,8 +366,7 @@ def _checked_window(window: int | tuple[int, int] | None) -> tuple[int | None, i
 
 def _check_implementation(implementation: Implementation) -> None:
     """Raises ValueError for a name that jflex does not have."""
-    names = (implementation,) if isinstance(implementation, str) else tuple(implementation or ())
-    if "cudnn" in names:
+    if "cudnn" in (hashable(implementation) or ()):
         raise ValueError(
             "`implementation` cannot be 'cudnn', which `jax.nn.dot_product_attention` has: jflex does not call cuDNN. "
             "Pass None, which selects among jflex's own kernels, or 'mosaic_gpu' or 'triton' by name."

@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple, ParamSpec, TypedDict, TypeVar, get_
 import jax
 from jaxtyping import Float, Int32
 
-from jflex._call.dispatch import Implementation, Requested
+from jflex._call.dispatch import Implementation, Requested, hashable
 from jflex._call.dropout import KeptMod, check_dropout, kept_mod
 from jflex._call.vector_mods import VectorMods
 from jflex._check.arguments import check_lse, check_normalize
@@ -180,8 +180,7 @@ def checked(**keywords: Any) -> Settings:
     """The settings of a call."""
     settings = Settings(**keywords)
     check_normalize(settings.normalize, settings.sinks)
-    if not isinstance(settings.implementation, str | None):
-        settings = settings._replace(implementation=tuple(settings.implementation))
+    settings = settings._replace(implementation=hashable(settings.implementation))
     if settings.return_lse:
         check_lse(settings.return_lse, settings.normalize)
     if settings.return_stats != ():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -45,12 +45,20 @@ class Selection(NamedTuple):
     rejections: dict[str, str]
 
 
+def hashable(implementation: Implementation) -> Requested:
+    """An argument `implementation` that can be hashed; one that is no sequence counts as a wrong name."""
+    if isinstance(implementation, str | None):
+        return implementation
+    return tuple(implementation) if isinstance(implementation, Iterable) else (implementation,)
+
+
 def names_of(implementation: Implementation) -> tuple[str, ...]:
     """The backend names of an argument `implementation`."""
     known = ", ".join(map(repr, KNOWN))
     if implementation is None:
         return ORDER
-    names = (implementation,) if isinstance(implementation, str) else tuple(implementation)
+    names = hashable(implementation) or ()
+    names = (names,) if isinstance(names, str) else names
     if not names:
         raise ValueError(f"`implementation` must name at least one backend; the sequence is empty. Known are {known}.")
     for name in names:

@@ -160,6 +160,7 @@ ROWS = [
     # --- implementation
     ("unknown", lambda: call(implementation="cuda"), ValueError,
      r"'mosaic_gpu', 'triton', 'official_triton', 'xla', 'reference', a sequence of them, or None\. Got 'cuda'"),
+    ("no_sequence", lambda: call(implementation=3), ValueError, r"`implementation` must be one of .* Got 3\."),
     ("empty_sequence", lambda: call(implementation=()), ValueError, r"at least one backend; the sequence is empty"),
     ("not_here", lambda: call(implementation="triton"), UnsupportedError,
      r"triton: it needs an NVIDIA GPU, and this call runs on cpu.*These do: 'xla', 'reference'"),

@@ -48,5 +48,6 @@ ROWS = [
     ("window_array", lambda: call(local_window_size=jnp.int32(3)), TypeError, r"jflex\.masks\.sliding_window"),
     ("window_empty", lambda: call(local_window_size=(-2, 0)), ValueError, r"hides every key.*Pass -1 for a side"),
     ("scale_bool", lambda: call(scale=False), TypeError, r"`scale` must be a Python number\. Got bool"),
+    ("no_sequence", lambda: call(implementation=3), ValueError, r"`implementation` must be one of .* Got 3\."),
     ("cudnn", lambda: call(implementation="cudnn"), ValueError, r"`implementation` cannot be 'cudnn'.*'mosaic_gpu'"),
 ]  # fmt: skip
