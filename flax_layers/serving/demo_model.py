@@ -14,7 +14,7 @@ import jflex
 from flax_layers.demo.model import ByteDecoder, Sizes, load_model, save_model
 from flax_layers.models import Decoder
 from flax_layers.models.checkpoint.optional import needs
-from flax_layers.models.checkpoint.tokenizer import BYTE_NAMES
+from flax_layers.models.checkpoint.tokenizer import byte_level_json
 from flax_layers.models.text_stream import TextStream
 
 FILE = pathlib.Path("demo_output", "model.npz")
@@ -38,13 +38,8 @@ class ByteTokenizer:
         self.special_tokens: dict[str, str] = {}
 
     def serialized(self) -> str:
-        """The text of a `tokenizer.json`: BPE without merges."""
-        with needs("tokenizers"):
-            from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-        tokenizer = Tokenizer(models.BPE(BYTE_NAMES, []))
-        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-        tokenizer.decoder = decoders.ByteLevel()
-        return tokenizer.to_str()
+        """The text of a `tokenizer.json`."""
+        return byte_level_json()
 
     def encode(self, text: str, *, special_tokens: bool = True) -> Int32[np.ndarray, " T"]:
         """The bytes of a text. There are no special tokens."""

@@ -323,9 +323,10 @@ def test_the_tokenizer_beside_a_config_is_taken(without_eos):
         (["--model=one", "--tokenizer=other"], "other"),
         (["--model=one"], "one"),
         (["--config=one", "--tokenizer=other"], "other"),
-        (["--tokenizer=bytes"], None),
+        ([], None),
     ],
 )
-def test_the_tokenizer_that_was_trained_with_is_exported(arguments: list[str], folder: str | None):
+def test_the_tokenizer_that_was_trained_with_is_exported(tmp_path, arguments: list[str], folder: str | None):
     expected = None if folder is None else pathlib.Path(folder)
     assert export_source(parse_options(["--data=x", *arguments])) == expected
+    assert export_source(parse_options(["--data=x", "--tokenizer=bytes", f"--output={tmp_path}"])) == tmp_path

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from flax_layers.models import CheckpointError, Decoder, from_pretrained
+from flax_layers.models import CheckpointError, Decoder, Tokenizer, from_pretrained
 from flax_layers.train import InputError, Interrupted, LossError, Plan, Recipe, Rows, Run, SaveError, Trainer
 from flax_layers.train.__main__ import main
 from flax_layers.train.checkpoints import Checkpoints
@@ -260,6 +260,9 @@ def test_a_model_from_scratch_is_exported_in_float32_or_as_told(text, undisturbe
     main([*SMALL, f"--data={text}", f"--output={undisturbed}", f"--export={tmp_path}/new", *options])
     assert from_pretrained(tmp_path / "new").embed.embedding.dtype == jnp.dtype(dtype)
     assert json.loads((tmp_path / "new" / "config.json").read_text())["torch_dtype"] == dtype
+    tokenizer = Tokenizer(tmp_path / "new")
+    assert tokenizer.encode("né").tolist() == [*"né".encode()]
+    assert tokenizer.decode([*"né".encode()]) == "né"
     assert f"{tmp_path}/new in {dtype}\n" in capsys.readouterr().out
 
 

@@ -1,6 +1,7 @@
 """The tokenizer and the chat templates of a checkpoint."""
 
 import functools
+import json
 import pathlib
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -31,6 +32,14 @@ TEMPLATE_ERRORS = (ValueError, TypeError, LookupError, ArithmeticError, Attribut
 
 BYTE_NAMES = _byte_names()
 """The byte of each character in byte-level tokens, whose bytes have the names that GPT-2 gave them."""
+
+
+def byte_level_json() -> str:
+    """The text of a `tokenizer.json` with a token for each byte of UTF-8: BPE without merges."""
+    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    model = {"type": "BPE", "vocab": BYTE_NAMES, "merges": []}
+    empty = {"added_tokens": [], "normalizer": None, "post_processor": None}
+    return json.dumps({"version": "1.0", **empty, "pre_tokenizer": level, "decoder": level, "model": model})
 
 
 class Tokenizer:
