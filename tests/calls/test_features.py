@@ -97,6 +97,7 @@ def test_a_gradient_inside_of_shard_map(backend):
     assert_close(jax.jit(sharded)(*arrays), local(*arrays))
 
 
+@tiers(default={"compiled": [True]})
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
 def test_constants_of_mods_inside_of_shard_map(compiled, kind):
@@ -121,6 +122,7 @@ def test_constants_of_mods_inside_of_shard_map(compiled, kind):
     assert_close(np.asarray(found), expected)
 
 
+@tiers(default={"compiled": [True]})
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
 def test_blocks_selected_inside_of_shard_map(compiled):
     def attend(q):
