@@ -83,7 +83,7 @@ def _check_export(options: argparse.Namespace, config: ModelConfig) -> None:
 def export_source(options: argparse.Namespace) -> pathlib.Path | None:
     """The folder whose tokenizer belongs to the exported model: that of bytes is written there. None: there is none."""
     if options.tokenizer == "bytes":
-        (options.output / "tokenizer.json").write_text(byte_level_json())
+        (options.output / "tokenizer.json").write_text(byte_level_json(), encoding="utf-8")
         return options.output
     return tokenizer_folder(options) or options.model
 

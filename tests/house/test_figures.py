@@ -5,7 +5,7 @@ import pytest
 from tests.house import figures
 
 LIMITS = {
-    "library lines": 60393,
+    "library lines": 60394,
     "test lines": 42460,
     "benchmark lines": 5990,
     "library files over 400 lines": 0,

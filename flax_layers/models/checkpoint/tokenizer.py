@@ -1,7 +1,6 @@
 """The tokenizer and the chat templates of a checkpoint."""
 
 import functools
-import json
 import pathlib
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -36,10 +35,12 @@ BYTE_NAMES = _byte_names()
 
 def byte_level_json() -> str:
     """The text of a `tokenizer.json` with a token for each byte of UTF-8: BPE without merges."""
-    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-    model = {"type": "BPE", "vocab": BYTE_NAMES, "merges": []}
-    empty = {"added_tokens": [], "normalizer": None, "post_processor": None}
-    return json.dumps({"version": "1.0", **empty, "pre_tokenizer": level, "decoder": level, "model": model})
+    with needs("tokenizers"):
+        from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    tokenizer = Tokenizer(models.BPE(BYTE_NAMES, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer.to_str()
 
 
 class Tokenizer:
