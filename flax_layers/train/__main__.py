@@ -11,6 +11,7 @@ from flax.typing import Dtype
 
 from flax_layers.models import ModelConfig, save_pretrained
 from flax_layers.models.checkpoint.optional import check_installed
+from flax_layers.models.checkpoint.tokenizer import byte_level_json
 from flax_layers.train import data, setup
 from flax_layers.train.dataset.corpus import Batches, Rows
 from flax_layers.train.errors import InputError, run_command, saving
@@ -141,6 +142,8 @@ def _finish(
     if options.export is not None:
         with saving(options.export, checkpoints.last_good):
             source = setup.export_source(options)
+            if options.tokenizer == "bytes":
+                (options.output / "tokenizer.json").write_text(byte_level_json(), encoding="utf-8")
             save_pretrained(trainer.model(), options.export, source=source, dtype=export_dtype)
         written += f", {options.export} in {jnp.dtype(export_dtype).name}"
     loss = held_out[-1][1] if held_out else None

@@ -18,7 +18,6 @@ from flax_layers.models.block import MakeScoreMod
 from flax_layers.models.checkpoint.checkpoint import read_folder_config, read_folder_dtype
 from flax_layers.models.checkpoint.config_json import write_config
 from flax_layers.models.checkpoint.folders import check_replaceable
-from flax_layers.models.checkpoint.tokenizer import byte_level_json
 from flax_layers.models.sharding import RULES, parameter_shardings
 from flax_layers.nnx import AlibiBias, RelativeBias
 from flax_layers.train import parallel
@@ -81,11 +80,8 @@ def _check_export(options: argparse.Namespace, config: ModelConfig) -> None:
 
 
 def export_source(options: argparse.Namespace) -> pathlib.Path | None:
-    """The folder whose tokenizer belongs to the exported model: that of bytes is written there. None: there is none."""
-    if options.tokenizer == "bytes":
-        (options.output / "tokenizer.json").write_text(byte_level_json(), encoding="utf-8")
-        return options.output
-    return tokenizer_folder(options) or options.model
+    """The folder whose tokenizer belongs to the exported model: `--output` for bytes. None: there is none."""
+    return options.output if options.tokenizer == "bytes" else tokenizer_folder(options) or options.model
 
 
 def export_dtype(options: argparse.Namespace) -> Dtype:

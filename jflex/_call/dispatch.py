@@ -57,8 +57,7 @@ def names_of(implementation: Implementation) -> tuple[str, ...]:
     known = ", ".join(map(repr, KNOWN))
     if implementation is None:
         return ORDER
-    names = hashable(implementation) or ()
-    names = (names,) if isinstance(names, str) else names
+    names = (implementation,) if isinstance(implementation, str) else tuple(hashable(implementation) or ())
     if not names:
         raise ValueError(f"`implementation` must name at least one backend; the sequence is empty. Known are {known}.")
     for name in names:
