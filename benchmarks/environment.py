@@ -14,7 +14,7 @@ import tempfile
 from typing import Any, Self
 
 ROOT = pathlib.Path(__file__).parent.parent
-PEER_PACKAGES = ("flash-attn-4", "flashinfer-python", "tokamax")  # packages whose versions the reports name
+PEER_PACKAGES = ("fa4-jax", "flash-attn-4", "flashinfer-python", "tokamax")  # packages whose versions the reports name
 _PACKAGES = ("jax", "jaxlib", "numpy", "torch", "triton", "nvidia-cudnn-cu13", "nvidia-cutlass-dsl", *PEER_PACKAGES)
 _VISIBLE = os.environ.get("CUDA_VISIBLE_DEVICES", "").partition(",")[0]
 # The first GPU that this process sees: on a host with several, others may be busy.

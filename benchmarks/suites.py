@@ -111,7 +111,7 @@ SUITES = {
     # Value and tangent of one call; of ALiBi the slopes have tangents too.
     "tangents": _suite(
         "forward mode: the jvp, value and tangent together, beside the forward",
-        "jflex-mosaic jflex-triton",
+        "jflex-mosaic jflex-triton fa4-jax",
         [
             dataclasses.replace(x, differentiated=x.variant == "alibi")
             for x in _squares((*_SHAPES, (8, 4096, 16, 128), (16, 4096, 16, 64)), _TANGENTS)

@@ -203,3 +203,13 @@ VARIANTS = {
     "neighborhood_tiled": Variant(_neighborhood("tiles")),
     "neighborhood_morton": Variant(_neighborhood("morton")),
 }
+
+
+def document_offsets(problem: Problem) -> np.ndarray | None:
+    """Offsets of the documents in the packed rows of the batch, int32, one longer; None without documents."""
+    ids = VARIANTS[problem.variant].indices(problem).get("document")
+    if ids is None:
+        return None
+    starts = np.concatenate([[0], np.flatnonzero(np.diff(ids)) + 1])
+    rows = np.arange(problem.B)[:, None] * problem.S
+    return np.append((rows + starts).reshape(-1), problem.B * problem.S).astype(np.int32)

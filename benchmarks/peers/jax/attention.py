@@ -16,7 +16,7 @@ import numpy as np
 import jflex
 from benchmarks import roofline
 from benchmarks.problems import EIGHT_BITS, Problem
-from benchmarks.variants import LARGE, VARIANTS, WINDOW, Mods, Operations
+from benchmarks.variants import LARGE, VARIANTS, WINDOW, Mods, Operations, document_offsets
 
 _ORDERS = {
     "rows": lambda canvas, tile: None,
@@ -102,7 +102,10 @@ def with_residuals(attend: Attend, problem: Problem) -> Callable[..., Any]:
 
 def with_tangents(peer: str, problem: Problem, mods: BoundMods) -> Callable[..., Any]:
     """``(tangents, *inputs) -> (out, its tangent)``; whether captured arrays have tangents depends on the problem."""
-    attend = _jflex(problem, mods, IMPLEMENTATIONS[peer], jflex.Config(forward_mode=True))
+    if peer in IMPLEMENTATIONS:
+        attend = _jflex(problem, mods, IMPLEMENTATIONS[peer], jflex.Config(forward_mode=True))
+    else:
+        attend = ATTENTION[peer](problem, mods)
 
     def both(tangents: Sequence[Any], *inputs: Any) -> Any:
         moved = 4 if problem.differentiated else 3
@@ -195,6 +198,20 @@ def _jax_nn(problem: Problem, mods: BoundMods, implementation: Any) -> Attend:
     return attend
 
 
+def _fa4_jax(problem: Problem, mods: BoundMods) -> Attend:
+    import fa4_jax  # type: ignore
+
+    options, offsets = {"causal": problem.variant != "noop", "backend": "cute"}, document_offsets(problem)
+
+    def attend(query: jax.Array, key: jax.Array, value: jax.Array, captured: Captured, block_mask: Any) -> Any:
+        if offsets is None:
+            return fa4_jax.flash_attn(query, key, value, **options)
+        packed = (x.reshape(-1, *x.shape[2:]) for x in (query, key, value))
+        return fa4_jax.flash_attn_varlen(*packed, offsets, offsets, **options).reshape(query.shape)
+
+    return attend
+
+
 def _tokamax(problem: Problem, mods: BoundMods) -> Attend:
     import tokamax  # type: ignore
 
@@ -208,5 +225,6 @@ ATTENTION: dict[str, Callable[[Problem, BoundMods], Attend]] = {
     "jax-cudnn": functools.partial(_jax_nn, implementation="cudnn"),
     "jax-xla": functools.partial(_jax_nn, implementation="xla"),
     "tokamax": _tokamax,
+    "fa4-jax": _fa4_jax,
     "jflex-rotating": _rotating,
 }

@@ -9,17 +9,7 @@ from torch import Tensor
 
 from benchmarks.peers.torch.pages import Pages
 from benchmarks.problems import Problem
-from benchmarks.variants import CAP, VARIANTS, WINDOW
-
-
-def document_offsets(problem: Problem) -> np.ndarray | None:
-    """Offsets of the documents in the packed rows of the batch, int32, one longer; None without documents."""
-    ids = VARIANTS[problem.variant].indices(problem).get("document")
-    if ids is None:
-        return None
-    starts = np.concatenate([[0], np.flatnonzero(np.diff(ids)) + 1])
-    rows = np.arange(problem.B)[:, None] * problem.S
-    return np.append((rows + starts).reshape(-1), problem.B * problem.S).astype(np.int32)
+from benchmarks.variants import CAP, WINDOW, document_offsets
 
 
 def arranged(problem: Problem, arrays: Sequence[Tensor]) -> list[Tensor]:
