@@ -81,9 +81,9 @@ class Config:
         finite. Decoding and paged attention, ``"xla"`` and ``"reference"`` contain it always.
       forward_mode: Derivatives of `flex_attention`, `flex_attention_varlen` and layers in forward mode too: `jax.jvp`,
         `jax.linearize`, `jax.jacfwd`, and `jax.jvp` of a gradient or tangent, so `jax.hessian`. Gradients are computed
-        as without it. Tangents are computed by a kernel of ``"triton"`` or by ``"xla"``, second derivatives by
-        ``"xla"`` on every device, in linear memory; a mod with a `jax.custom_vjp` has none. Without it the call is a
-        `jax.custom_vjp`.
+        as without it. Tangents are computed by kernels of ``"mosaic_gpu"`` and ``"triton"``, or by ``"xla"``, second
+        derivatives by ``"xla"`` on every device, in linear memory; a mod with a `jax.custom_vjp` has none. Without it
+        the call is a `jax.custom_vjp`.
       interpret: Run the GPU kernels on the CPU by Pallas' interpreter: slow, for tests. The bits of a row of a GEMM may
         then depend on its place in the tile.
 
