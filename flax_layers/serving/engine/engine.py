@@ -204,7 +204,7 @@ class Engine:
         )
 
     def check(self) -> None:
-        """Raises AssertionError unless every page is free, cached or in use, once; for tests and debugging."""
+        """Raises RuntimeError unless every page is free, cached or in use, once; for tests and debugging."""
         self._pages.check(self._scheduler.running)
 
     def start(self) -> None:
