@@ -165,7 +165,7 @@ def test_sizes_of_the_cache(name, bytes_of_number, folder):
     assert engine_options(read("--num-pages", "7"), model.decoder).num_pages == 7
 
 
-def test_weights_of_eight_bits(folder):
+def test_weights_of_eight_bits(folder, small_demo):
     """Of a checkpoint and of the demo's model."""
     for words in (("--model", str(folder)), ()):
         decoder = load_served(read(*words, "--weight-dtype", "float8_e4m3fn")).decoder
@@ -324,13 +324,18 @@ def test_a_signal_ends_the_command(folder, tmp_path):
     assert lines[2][:2] == ("POST /v1/completions", "200")
 
 
-@pytest.mark.full
-def test_the_demo_is_trained_once(tmp_path, monkeypatch, capsys):
+@pytest.fixture
+def small_demo(tmp_path, monkeypatch):
+    """A demo that trains a small model for two steps."""
     from flax_layers.serving import demo_model
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(demo_model, "SIZES", SMALL)
     monkeypatch.setattr(demo_model.TRAINING, "steps", 2)
+
+
+@pytest.mark.full
+def test_the_demo_is_trained_once(small_demo, capsys):
     for said in ("trained on the Python standard library for 2 steps", "the byte-level model of the demo, from"):
         served = load_served(read("--implementation", "xla"))
         assert said in capsys.readouterr().err
