@@ -39,14 +39,14 @@ def parser() -> argparse.ArgumentParser:
     add("--max-tokens", type=int, default=256, metavar="N", help="maximum number of new tokens; default: 256")
     add("--temperature", type=float, default=0.0, metavar="T", help="sampling temperature; default: 0, greedy")
     add("--top-k", type=int, default=0, metavar="K", help="sample from the K most probable tokens; default: 0, all")
-    add("--top-p", type=float, default=1.0, metavar="P", help="sample from the fewest with total probability P")
-    add("--min-p", type=float, default=0.0, metavar="M", help="sample from those with M times the highest probability")
+    add("--top-p", type=float, default=1.0, metavar="P", help="sample from the fewest tokens with probability P")
+    add("--min-p", type=float, default=0.0, metavar="M", help="sample from tokens with M times the highest probability")
     add("--seed", type=int, default=0, help="random seed; default: 0")
     add("--cache", choices=list(KINDS), default="dense", help="cache of keys and values; default: dense")
-    add("--cache-dtype", choices=CACHE_DTYPES, help="of keys and values with --cache paged; default: the model's")
-    add("--dtype", choices=DTYPES, help="default: bfloat16 on a GPU, float32 on a CPU")
-    add("--weight-dtype", choices=WEIGHT_DTYPES, help="of the layers' projections; default: as --dtype")
-    add("--implementation", metavar="NAME", help="jflex backend; default: jflex chooses")
+    add("--cache-dtype", choices=CACHE_DTYPES, help="dtype of a paged cache; default: the model's")
+    add("--dtype", choices=DTYPES, help="dtype of the model; default: bfloat16 on a GPU, float32 on a CPU")
+    add("--weight-dtype", choices=WEIGHT_DTYPES, help="dtype of the layers' projections; default: as --dtype")
+    add("--implementation", metavar="NAME", help="jflex implementation; default: the first that can run here")
     return reader
 
 

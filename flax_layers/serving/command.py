@@ -66,74 +66,74 @@ def parser() -> argparse.ArgumentParser:
         "A page to try it is at /, metrics for Prometheus are at /metrics.",
     )
     add = reader.add_argument
-    add("--model", type=pathlib.Path, metavar="FOLDER", help="of a checkpoint; default: the demo's byte-level model")
-    add("--name", help="of the model, for clients; default: that of the folder")
-    add("--host", default="127.0.0.1", help="default: 127.0.0.1, this machine alone; 0.0.0.0: all networks")
-    add("--port", type=int, default=8000, help="0: any that is free; default: 8000")
-    add("--api-key-file", type=pathlib.Path, metavar="FILE", help="clients must send one of its lines as a key")
+    add("--model", type=pathlib.Path, metavar="FOLDER", help="folder of a checkpoint; default: the demo's model")
+    add("--name", help="model name that clients send; default: the name of the folder")
+    add("--host", default="127.0.0.1", help="address to listen on; default: 127.0.0.1; 0.0.0.0: all networks")
+    add("--port", type=int, default=8000, help="port to listen on; 0: any free one; default: 8000")
+    add("--api-key-file", type=pathlib.Path, metavar="FILE", help="API keys, one a line; clients must send one")
     _add_access(add)
-    add("--max-requests", type=int, metavar="N", help="run at once; default: 64, on a CPU 16")
-    add("--max-waiting", type=int, default=1024, metavar="N", help="more are refused with 429; default: 1024")
-    add("--max-step-tokens", type=int, metavar="N", help="of a step; default: 2048, on a CPU 128; see the docs")
+    add("--max-requests", type=int, metavar="N", help="concurrent requests; default: 64, on a CPU 16")
+    add("--max-waiting", type=int, default=1024, metavar="N", help="queued requests; more get a 429; default: 1024")
+    add("--max-step-tokens", type=int, metavar="N", help="tokens in a step; default: 2048, on a CPU 128")
     room = reader.add_mutually_exclusive_group()
     room.add_argument(
-        "--memory", type=float, metavar="GIB", help="of the cache, on all devices; default: what is free, on a CPU 1"
+        "--memory", type=float, metavar="GIB", help="cache on all devices; default: what is free, on a CPU 1"
     )
-    room.add_argument("--num-pages", type=int, metavar="N", help="of the cache, instead of --memory")
+    room.add_argument("--num-pages", type=int, metavar="N", help="number of pages in the cache, instead of --memory")
     add("--page-size", type=int, default=64, metavar="N", help="tokens in a page; default: 64")
     _add_dtypes(add)
-    add("--context", type=int, metavar="N", help=f"tokens of a text; default: the model's, of the demo {DEMO_CONTEXT}")
-    add("--streaming-window", type=int, metavar="W", help="texts attend to W last tokens and --sinks first ones alone")
+    add("--context", type=int, metavar="N", help=f"tokens in a text; default: the model's, of the demo {DEMO_CONTEXT}")
+    add("--streaming-window", type=int, metavar="W", help="attend to the last W tokens and --sinks first ones alone")
     add("--sinks", type=int, metavar="N", help="first tokens that stay visible with --streaming-window; default: 4")
-    add("--draft-tokens", type=int, default=0, metavar="N", help="speculated for a request in a step; default: 0")
-    add("--batch-invariant", action="store_true", help="the same bits whatever else runs; see the docs for the cost")
-    add("--max-body", type=float, default=4.0, metavar="MIB", help="of a request; default: 4")
-    add("--grace", type=float, default=30.0, metavar="S", help="requests go on for so long at the end; default: 30")
-    add("--implementation", metavar="NAME", help="the jflex backend; default: the first that can run here")
+    add("--draft-tokens", type=int, default=0, metavar="N", help="drafts of a request in a step; default: 0")
+    add("--batch-invariant", action="store_true", help="give a request the same bits whatever else runs; slower")
+    add("--max-body", type=float, default=4.0, metavar="MIB", help="largest request; default: 4")
+    add("--grace", type=float, default=30.0, metavar="S", help="seconds for running requests at the end; default: 30")
+    add("--implementation", metavar="NAME", help="jflex implementation; default: the first that can run here")
     add("--openai-defaults", action="store_true", help="sample by OpenAI's defaults, not by generation_config.json")
-    add("--no-constraints", action="store_true", help="refuse JSON schemas and the like, and do without llguidance")
-    add("--devices", type=int, default=1, metavar="N", help="share the model, by heads (tensor parallel); default: 1")
-    add("--coordinator", metavar="HOST:PORT", help="of process 0, if devices are on several hosts; see the docs")
-    add("--processes", type=int, metavar="N", help="of the same command, with --coordinator")
-    add("--process", type=int, metavar="N", help="which of them this is, from 0; process 0 answers")
-    add("--no-warm-up", action="store_true", help="compile programs when they are needed, not ahead")
-    add("--compilation-cache", type=pathlib.Path, metavar="FOLDER", help="keeps compiled programs for the next start")
+    add("--no-constraints", action="store_true", help="refuse JSON schemas and other constraints; no llguidance")
+    add("--devices", type=int, default=1, metavar="N", help="devices that divide the heads of the model; default: 1")
+    add("--coordinator", metavar="HOST:PORT", help="address of process 0, for devices on several hosts")
+    add("--processes", type=int, metavar="N", help="number of processes, with --coordinator")
+    add("--process", type=int, metavar="N", help="number of this process, from 0; process 0 takes the requests")
+    add("--no-warm-up", action="store_true", help="compile programs at their first use")
+    add("--compilation-cache", type=pathlib.Path, metavar="FOLDER", help="keep compiled programs for the next start")
     return reader
 
 
 def _add_dtypes(add: Callable[..., object]) -> None:
-    add("--dtype", choices=DTYPES, help="of parameters and computation; default: bfloat16, on a CPU float32")
+    add("--dtype", choices=DTYPES, help="dtype of the model; default: bfloat16, on a CPU float32")
     add(
         "--weight-dtype",
         choices=WEIGHT_DTYPES,
-        help="of the layers' projections; default: as --dtype. Eight bits halve what a decoding step reads; see "
-        "the docs for their error",
+        help="dtype of the layers' projections; default: as --dtype. Eight bits halve the bytes that a decoding step "
+        "reads; see the docs for their error",
     )
     add(
         "--cache-dtype",
         choices=CACHE_DTYPES,
-        help="of keys and values in the KV cache, as vLLM's --kv-cache-dtype; default: that of the model. Eight bits "
-        "hold about twice the tokens of bfloat16; see the docs for their error",
+        help="dtype of the KV cache, as vLLM's --kv-cache-dtype; default: that of the model. Eight bits hold about "
+        "twice the tokens of bfloat16; see the docs for their error",
     )
 
 
 def _add_access(add: Callable[..., object]) -> None:
-    add("--share-prefixes", action="store_true", help="clients with different keys share cached prefixes")
+    add("--share-prefixes", action="store_true", help="share cached prefixes between API keys")
     add(
         "--allow-host",
         action="append",
         default=[],
         metavar="NAME",
-        help="in Host, beside names of this machine; * for all; checked on a loopback address without keys; repeatable",
+        help="host name that requests may name; *: any; checked on a loopback address without keys; repeatable",
     )
     add(
         "--allow-origin",
         action="append",
         default=[],
         metavar="ORIGIN",
-        help="of web pages that may call, as http://localhost:3000; * for all; repeatable",
+        help="origin of web pages that may call, as http://localhost:3000; *: any; repeatable",
     )
-    add("--log-level", choices=LOG_LEVELS, default="info", help="default: info, which logs each request")
+    add("--log-level", choices=LOG_LEVELS, default="info", help="log level; default: info, which logs each request")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

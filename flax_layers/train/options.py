@@ -11,13 +11,20 @@ from flax_layers.train.setup import BIASES, SHAPES
 from jflex.context_parallel import STRATEGIES
 
 
+class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
+    """Shows defaults that are not None."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        return action.help if action.default is None else super()._get_help_string(action)
+
+
 def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
     """Reads the command line, or `arguments` in its place; returns the options by name."""
     parser = argparse.ArgumentParser(
         prog="python -m flax_layers.train",
         description="Trains a decoder on documents packed into rows. Run the same command again to resume from the "
         "last checkpoint in --output.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=_HelpFormatter,
     )
     _add_model(parser.add_argument_group("model"))
     _add_data(parser.add_argument_group("data"))
@@ -58,7 +65,7 @@ def _add_model(group: argparse._ArgumentGroup) -> None:
         help="folder with a config.json, and maybe a tokenizer.json: this model, from scratch",
     )
     start.add_argument("--shape", choices=list(SHAPES), default="tiny", help="a named model, from scratch")
-    add("--sizes", help="of a model from scratch, as width=256,layers=8; see flax_layers.train.setup")
+    add("--sizes", help="sizes of a model from scratch, as width=256,layers=8; see flax_layers.train.setup")
     add("--bias", choices=list(BIASES), help="learned attention bias in place of the rotary embedding")
 
 
@@ -72,63 +79,56 @@ def _add_data(group: argparse._ArgumentGroup) -> None:
         help="text files, .jsonl with a text, a prompt and its completion, or a chat in each line, token files (.npy, "
         ".bin), or folders of them",
     )
-    add("--field", help="of .jsonl files: a text, or messages; None: messages, else prompt with completion, else text")
-    add("--weight-field", help="of .jsonl files: a number that multiplies the loss of the line")
-    add("--held-out", **many, help="files of the same kinds, for the held-out loss")
+    add("--field", help=".jsonl field of a text or messages; default: messages, else prompt and completion, else text")
+    add("--weight-field", help=".jsonl field of a number that multiplies the loss of the line")
+    add("--held-out", **many, help="files of the same kinds for the held-out loss")
     add(
         "--held-out-share",
         type=_share,
         default=0.01,
-        help="share of the rows, the last ones, that is held out if --held-out is absent",
+        help="share of the rows, at the end, that is held out without --held-out",
     )
-    add("--held-out-batches", type=_positive, default=16, help="at most this many batches are evaluated")
-    add("--tokenizer", help="`bytes`, or a folder with a tokenizer.json; None: that of --model or --config")
+    add("--held-out-batches", type=_positive, default=16, help="batches in an evaluation, at most")
+    add("--tokenizer", help="`bytes`, or a folder with a tokenizer.json; default: that of --model or --config")
     add(
         "--end-token",
         type=int,
-        help="ends a document; None: the first eos_token_id of config.json, or else the tokenizer's eos_token",
+        help="token that ends a document; default: the first eos_token_id of config.json, or else the tokenizer's",
     )
-    add("--token-dtype", choices=["uint16", "uint32"], default="uint16", help="of .bin files")
+    add("--token-dtype", choices=["uint16", "uint32"], default="uint16", help="dtype of .bin files")
 
 
 def _add_training(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
-    add("--steps", type=_positive, default=1000, help="in all, with those before the run was resumed")
-    add("--batch", type=_positive, default=8, help="rows of a step")
-    add("--length", type=_length, default=1024, help="tokens of a row")
-    add("--learning-rate", type=_rate, default=3e-4, help="the largest of the schedule")
-    add("--warmup", type=_count, help="steps until it is reached; None: a tenth of the schedule, at most 50")
-    add(
-        "--final-share",
-        type=_factor,
-        default=0.1,
-        help="the last learning rate, as a fraction of the largest; 1: constant",
-    )
-    add(
-        "--schedule-steps", type=_positive, help="length of the schedule; later steps keep its last rate; None: --steps"
-    )
-    add("--train", nargs="+", metavar="PATTERN", help="of the parameters to train, as '*.attention.*'; None: all")
-    add("--weight-decay", type=_factor, default=0.1, help="of AdamW, for kernels and embeddings")
-    add("--clip", type=_rate, default=1.0, help="largest global norm of the gradient")
-    add("--seed", type=int, default=0, help="of the weights and of the order of rows")
+    add("--steps", type=_positive, default=1000, help="steps in all, with those before a resume")
+    add("--batch", type=_positive, default=8, help="rows in a step")
+    add("--length", type=_length, default=1024, help="tokens in a row")
+    add("--learning-rate", type=_rate, default=3e-4, help="peak learning rate")
+    add("--warmup", type=_count, help="steps to the peak; default: a tenth of the schedule, at most 50")
+    add("--final-share", type=_factor, default=0.1, help="final learning rate as a fraction of the peak; 1: constant")
+    add("--schedule-steps", type=_positive, help="schedule length; later steps keep the last rate; default: --steps")
+    add("--train", nargs="+", metavar="PATTERN", help="parameters to train, as '*.attention.*'; default: all")
+    add("--weight-decay", type=_factor, default=0.1, help="weight decay of AdamW, for kernels and embeddings")
+    add("--clip", type=_rate, default=1.0, help="maximum global norm of the gradient")
+    add("--seed", type=int, default=0, help="random seed of the weights and of the order of rows")
 
 
 def _add_computation(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
-    add("--mesh", default="data=1", help="devices, as data=2,fsdp=1,context=2,model=4")
+    add("--mesh", default="data=1", help="device mesh, as data=2,fsdp=1,context=2,model=4")
     add(
         "--context-strategy",
         choices=list(STRATEGIES),
         default="all_gather",
-        help="how devices that divide the tokens of a row (`context`) meet the keys of others",
+        help="how devices on the axis `context`, which divide the tokens of a row, exchange keys",
     )
-    add("--context-order", choices=list(ORDERS), default="zigzag", help="in which order they divide them")
-    add("--accumulate", type=_positive, default=1, help="micro-batches of a step, computed one after the other")
-    add("--remat", choices=list(REMAT), default="none", help="what the backward pass recomputes")
+    add("--context-order", choices=list(ORDERS), default="zigzag", help="order in which they divide the tokens")
+    add("--accumulate", type=_positive, default=1, help="micro-batches in a step, computed one after the other")
+    add("--remat", choices=list(REMAT), default="none", help="activations that the backward pass recomputes")
     add("--loss-chunk", type=_positive, default=2048, help="tokens whose logits a device holds at a time")
-    add("--dtype", choices=["bfloat16", "float32"], default="bfloat16", help="of the computation")
-    add("--implementation", help="the jflex backend; None: the first that can run here")
-    add("--peak-flops", help="of a device, for the utilization: a number, or `measure`; None: a table")
+    add("--dtype", choices=["bfloat16", "float32"], default="bfloat16", help="dtype of the computation")
+    add("--implementation", help="jflex implementation; default: the first that can run here")
+    add("--peak-flops", help="FLOP/s of a device, for the utilization: a number, or `measure`; default: from a table")
 
 
 def _add_output(group: argparse._ArgumentGroup) -> None:
@@ -136,13 +136,13 @@ def _add_output(group: argparse._ArgumentGroup) -> None:
     add("--output", type=pathlib.Path, default=pathlib.Path("train_output"), help="folder of the run")
     add("--log-dir", type=pathlib.Path, help="folder of event files for TensorBoard; needs tensorboardX")
     add("--save-every", type=_count, default=500, help="steps between checkpoints; 0: only at the end")
-    add("--keep", type=_positive, default=2, help="checkpoints that are kept")
+    add("--keep", type=_positive, default=2, help="checkpoints to keep")
     add("--evaluate-every", type=_count, default=100, help="steps between held-out losses; 0: at the end")
     add("--export", type=pathlib.Path, help="folder to write a Hugging Face checkpoint to at the end")
     add(
         "--export-dtype",
         choices=["bfloat16", "float16", "float32"],
-        help="of its tensors; None: the dtype of --model, and float32 from scratch",
+        help="dtype of the exported tensors; default: that of --model, and float32 from scratch",
     )
     add(
         "--accept-changes",
