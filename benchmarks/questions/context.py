@@ -33,10 +33,10 @@ OPTIONS = {
     "masks": {"choices": MASKS},
     "strategies": {"choices": STRATEGIES},
     "orders": {"choices": ORDERS},
-    "devices": {"type": int, "help": "so many of the host's; without: all"},
-    "implementation": {"help": "without: that which jflex takes"},
+    "devices": {"type": int, "help": "number of devices; default: all of the host"},
+    "implementation": {"help": "implementation of jflex; default: the first that can run"},
     "runs": {"help": "repetitions, two of a long call"},
-    "limit": {"type": float, "metavar": "SECONDS", "help": "begin nothing after so many"},
+    "limit": {"type": float, "metavar": "SECONDS", "help": "start no measurement after them"},
 }
 _SAMPLES = 509  # rows that are compared; a prime, so that no block is left out
 _ERROR = 0.02  # relative, of bfloat16 results that were summed in another order

@@ -35,16 +35,16 @@ from benchmarks.run.timing import busy_seconds
 PARTS = ("clients", "http", "launches", "users", "transformers")
 CACHE_DTYPES = ("float8_e4m3fn", "float8_e5m2", "int8")
 OPTIONS = {
-    "parts": {"nargs": "*", "type": one_of(*PARTS), "help": f"all without: {', '.join(PARTS)}"},
-    "clients": {"help": "of closed loops"},
+    "parts": {"nargs": "*", "type": one_of(*PARTS), "help": f"parts to run, by default all: {', '.join(PARTS)}"},
+    "clients": {"help": "clients of each closed loop"},
     "prompt": {"help": "tokens of each prompt"},
     "output": {"help": "tokens of each answer"},
     "turns": {"help": "requests of each client, one after the other"},
-    "pages": {"type": int, "help": "of the cache, at most; without: what all requests fill"},
-    "step_tokens": {"help": "tokens of a step, at most"},
-    "shares": {"nargs": "*", "help": "of Poisson arrivals"},
-    "cache_dtype": {"choices": CACHE_DTYPES, "help": "of keys and values; without: that of the model"},
-    "limit": {"help": "seconds of a part"},
+    "pages": {"type": int, "help": "pages of the cache, at most; default: what all requests fill"},
+    "step_tokens": {"help": "tokens in a step, at most"},
+    "shares": {"nargs": "*", "help": "shares of the closed loop's rate for Poisson arrivals"},
+    "cache_dtype": {"choices": CACHE_DTYPES, "help": "dtype of the cache; default: that of the model"},
+    "limit": {"help": "seconds for each part"},
 }
 _NO_GRAPHS = "--xla_gpu_enable_command_buffer="
 _PROFILED = 2.0  # seconds of a profile that are counted

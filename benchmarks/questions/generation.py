@@ -28,7 +28,7 @@ PEERS = {
     "jflex paged": (__name__, "jax_generation", {"cache": "paged"}),
     "torch sdpa": ("benchmarks.peers.torch.generation", "torch_generation", {}),
 }
-OPTIONS = {"peers": {"choices": list(PEERS)}, "limit": {"help": "seconds of a process"}}
+OPTIONS = {"peers": {"choices": list(PEERS)}, "limit": {"help": "seconds for each process"}}
 
 
 class Shape(NamedTuple):

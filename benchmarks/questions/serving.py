@@ -26,17 +26,17 @@ from benchmarks.questions.question import Measured
 from benchmarks.results.schema import Record
 
 OPTIONS = {
-    "url": {"help": "of the server, without /v1"},
+    "url": {"help": "address of the server, without /v1"},
     "key": {"help": "API key"},
-    "start": {"nargs": argparse.REMAINDER, "help": "starts flax_layers.serve with the options that follow"},
+    "start": {"nargs": argparse.REMAINDER, "help": "start flax_layers.serve with the options that follow"},
     "requests": {"help": "measured requests"},
     "concurrency": {"help": "clients of a closed loop"},
-    "rate": {"type": float, "help": "requests a second, Poisson, instead"},
-    "prompt_tokens": {"help": "of each prompt"},
-    "output_tokens": {"help": "of each answer"},
+    "rate": {"type": float, "help": "requests a second of Poisson arrivals, instead of --concurrency"},
+    "prompt_tokens": {"help": "tokens of each prompt"},
+    "output_tokens": {"help": "tokens of each answer"},
     "lengths": {"type": Path, "metavar": "FILE", "help": "lines of two numbers: prompt and output tokens"},
     "shared": {"help": "tokens that all prompts begin with"},
-    "vocabulary": {"help": "prompts are of tokens below it"},
+    "vocabulary": {"help": "tokens of prompts are drawn below it"},
 }
 _TIMEOUT = 600.0
 

@@ -89,9 +89,9 @@ PROBLEMS = {
 OPTIONS = {
     "problems": {"choices": list(PROBLEMS)},
     "peers": {"choices": list(ATTENTION)},
-    "meshes": {"help": "for jflex; peers have one device"},
+    "meshes": {"help": "meshes of jflex; peers have one device"},
     "steps": {"help": "timed steps"},
-    "limit": {"help": "seconds of a process"},
+    "limit": {"help": "seconds for each process"},
 }
 
 
