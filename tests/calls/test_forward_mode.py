@@ -29,7 +29,7 @@ def close(found, right, **how):
     jax.tree.map(lambda x, y: assert_close(np.asarray(x), np.asarray(y), **how), found, right)
 
 
-@tiers(default=[{"case": "causal", "backend": "xla"}, {"case": "sinks", "backend": "triton-interpret"}])
+@tiers(default=[{"case": "causal", "backend": "xla"}, {"case": "sinks", "backend": "triton-interpret"}], in_turns=True)
 @pytest.mark.parametrize("backend", evaluation.BACKENDS)
 @pytest.mark.parametrize("case", evaluation.having_tangents(CASES), ids=str)
 def test_tangents(case, backend):
