@@ -8,7 +8,7 @@ TOLERANCE = 0.05  # of the norm; bfloat16 arrays computed in different orders di
 SERVED_TOLERANCE = 0.02  # of the norm, for outputs alone; rounding to bfloat16 makes them differ by a fifth of this
 _BASELINES = (  # the first that is there
     "jax-xla-latents", "jflex-triton", "jax-cudnn", "jax-xla", "jflex-contiguous", "jflex-flat", "jflex-rotating",
-    "jflex-rerotating",
+    "jflex-rerotating", "fa4-jax",
 )  # fmt: skip
 _JUDGED = ("jflex", "jflex-mosaic", "jflex-raw-keys", "jflex-joined")
 
