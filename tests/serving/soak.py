@@ -133,8 +133,8 @@ class Soak:
         while not self._stopped.is_set():
             self._live = [x for x in self._live if not x[0].ended]
             for _ in range(draw.choice((1, 2, 8, 40)) if len(self._live) < 90 else 0):
-                clients = [self._client()] * draw.choice((1, 1, 1, 3))
-                clients = [dataclasses.replace(x, tokens=[]) for x in clients]
+                client, samples = self._client(), draw.choice((1, 1, 1, 3))
+                clients = [dataclasses.replace(client, tokens=[]) for _ in range(samples)]
                 try:
                     tickets = self.engine.submit_all([x.request for x in clients], clients)
                 except QueueFull:
@@ -167,14 +167,14 @@ class Soak:
 
     def _parameters(self, kind: str) -> dict[str, object]:
         draw = self.draw
-        sampling = lambda: Sampling(draw.choice((0.3, 2.0)), draw.choice((0, 40)), 0.9, draw.getrandbits(31))
+        sampling = Sampling(draw.choice((0.3, 2.0)), draw.choice((0, 40)), 0.9, draw.getrandbits(31))
         return {
-            "sampled": lambda: {"sampling": sampling()},
-            "penalties": lambda: {"penalties": Penalties(0.5, 0.5, 1.2, ((5, 3.0),))},
-            "logprobs": lambda: {"logprobs": draw.choice((0, 5))},
-            "scores": lambda: {"prompt_logprobs": 0},
-            "exclusions": lambda: {"min_tokens": 1, "bad_words": ((7,), (8, 9)), "stop_tokens": (3,)},
-        }.get(kind, dict)()
+            "sampled": {"sampling": sampling},
+            "penalties": {"penalties": Penalties(0.5, 0.5, 1.2, ((5, 3.0),))},
+            "logprobs": {"logprobs": draw.choice((0, 5))},
+            "scores": {"prompt_logprobs": 0},
+            "exclusions": {"min_tokens": 1, "bad_words": ((7,), (8, 9)), "stop_tokens": (3,)},
+        }.get(kind, {})
 
     def _tokens(self, count: int) -> tuple[int, ...]:
         return tuple(self.draw.randrange(self.vocabulary) for _ in range(count))
@@ -184,7 +184,7 @@ def main() -> int:
     from benchmarks.questions.generation import Shape, jax_model
 
     parser = argparse.ArgumentParser(prog="python -m tests.serving.soak", description=__doc__)
-    parser.add_argument("--cache-dtype", help="of keys and values, by default that of the model")
+    parser.add_argument("--cache-dtype", help="dtype of the cache; default: the model's")
     parser.add_argument("--seconds", type=float, default=600.0)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
