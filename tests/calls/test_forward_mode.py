@@ -22,6 +22,7 @@ from tests.support.rows import in_turns, tiers
 BOTH = {"xla": {"implementation": "xla", "config": jflex.Config(forward_mode=True)}}
 BOTH["triton-interpret"] = {"implementation": "triton", "config": jflex.Config(forward_mode=True, interpret=True)}
 backends = pytest.mark.parametrize("backend", BOTH)
+TANGENTS = evaluation.having_tangents(CASES)
 assert_close = functools.partial(np.testing.assert_allclose, rtol=2e-4, atol=2e-4)
 
 
@@ -29,9 +30,12 @@ def close(found, right, **how):
     jax.tree.map(lambda x, y: assert_close(np.asarray(x), np.asarray(y), **how), found, right)
 
 
-@tiers(default=[{"case": "causal", "backend": "xla"}, {"case": "sinks", "backend": "triton-interpret"}], in_turns=True)
+@tiers(
+    default=[{"case": "causal", "backend": "xla"}, {"case": "sinks", "backend": "triton-interpret"}],
+    full=[{"case": str(case), "backend": evaluation.BACKENDS[i % 2]} for i, case in enumerate(TANGENTS)],
+)
 @pytest.mark.parametrize("backend", evaluation.BACKENDS)
-@pytest.mark.parametrize("case", evaluation.having_tangents(CASES), ids=str)
+@pytest.mark.parametrize("case", TANGENTS, ids=str)
 def test_tangents(case, backend):
     if not evaluation.refused(case, backend):
         evaluation.check_tangents(case, backend)
