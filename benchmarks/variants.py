@@ -206,7 +206,7 @@ VARIANTS = {
 
 
 def document_offsets(problem: Problem) -> np.ndarray | None:
-    """Offsets of the documents in the packed rows of the batch, int32, one longer; None without documents."""
+    """Offsets of the documents in the packed rows of the batch, int32 [documents + 1]; None without documents."""
     ids = VARIANTS[problem.variant].indices(problem).get("document")
     if ids is None:
         return None

@@ -86,7 +86,7 @@ _ALL = (
     Peer("sdpa-cudnn", "torch SDPA cuDNN", "torch", _all(_CAUSAL, _even)),
     Peer("sdpa-flash", "torch SDPA flash", "torch", _all(_CAUSAL, _even)),
     Peer("sdpa-efficient", "torch SDPA mem-efficient", "torch", _all(_MASKED, _materialized, _full_length)),
-    Peer("fa4-jax", "fa4-jax CuTe", "jax", _only("noop", "causal", "document_mask")),
+    Peer("fa4-jax", "fa4-jax CuTe", "jax", _all(_only("noop", "causal", "document_mask"), _full_length)),
     Peer("tokamax", "tokamax Mosaic GPU", "jax", _all(_CAUSAL, _full_length)),
     Peer("fa4", "FlashAttention-4 CuTe", "torch", _either(_all(_FLASH, _full_length), _paged)),
     Peer("torch-decode-mask", "torch FlexAttention TRITON_DECODE, BlockMask", "torch", _decoding),

@@ -36,7 +36,7 @@ OPTIONS = {
     "devices": {"type": int, "help": "number of devices; default: all of the host"},
     "implementation": {"help": "implementation of jflex; default: the first that can run"},
     "runs": {"help": "repetitions, two of a long call"},
-    "limit": {"type": float, "metavar": "SECONDS", "help": "start no measurement after them"},
+    "limit": {"type": float, "metavar": "SECONDS", "help": "start no measurement after this time"},
 }
 _SAMPLES = 509  # rows that are compared; a prime, so that no block is left out
 _ERROR = 0.02  # relative, of bfloat16 results that were summed in another order

@@ -43,7 +43,7 @@ OPTIONS = {
     "pages": {"type": int, "help": "pages of the cache, at most; default: what all requests fill"},
     "step_tokens": {"help": "tokens in a step, at most"},
     "shares": {"nargs": "*", "help": "shares of the closed loop's rate for Poisson arrivals"},
-    "cache_dtype": {"choices": CACHE_DTYPES, "help": "dtype of the cache; default: that of the model"},
+    "cache_dtype": {"choices": CACHE_DTYPES, "help": "dtype of the cache; default: the model's"},
     "limit": {"help": "seconds for each part"},
 }
 _NO_GRAPHS = "--xla_gpu_enable_command_buffer="

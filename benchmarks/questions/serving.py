@@ -36,7 +36,7 @@ OPTIONS = {
     "output_tokens": {"help": "tokens of each answer"},
     "lengths": {"type": Path, "metavar": "FILE", "help": "lines of two numbers: prompt and output tokens"},
     "shared": {"help": "tokens that all prompts begin with"},
-    "vocabulary": {"help": "tokens of prompts are drawn below it"},
+    "vocabulary": {"help": "number of tokens that prompts are drawn from"},
 }
 _TIMEOUT = 600.0
 

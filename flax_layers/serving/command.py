@@ -77,7 +77,7 @@ def parser() -> argparse.ArgumentParser:
     add("--max-step-tokens", type=int, metavar="N", help="tokens in a step; default: 2048, on a CPU 128")
     room = reader.add_mutually_exclusive_group()
     room.add_argument(
-        "--memory", type=float, metavar="GIB", help="cache on all devices; default: what is free, on a CPU 1"
+        "--memory", type=float, metavar="GIB", help="cache size on all devices; default: free memory, on a CPU 1"
     )
     room.add_argument("--num-pages", type=int, metavar="N", help="number of pages in the cache, instead of --memory")
     add("--page-size", type=int, default=64, metavar="N", help="tokens in a page; default: 64")
@@ -91,7 +91,7 @@ def parser() -> argparse.ArgumentParser:
     add("--grace", type=float, default=30.0, metavar="S", help="seconds for running requests at the end; default: 30")
     add("--implementation", metavar="NAME", help="jflex implementation; default: the first that can run here")
     add("--openai-defaults", action="store_true", help="sample by OpenAI's defaults, not by generation_config.json")
-    add("--no-constraints", action="store_true", help="refuse JSON schemas and other constraints; no llguidance")
+    add("--no-constraints", action="store_true", help="refuse JSON schemas and other constraints, without llguidance")
     add("--devices", type=int, default=1, metavar="N", help="devices that divide the heads of the model; default: 1")
     add("--coordinator", metavar="HOST:PORT", help="address of process 0, for devices on several hosts")
     add("--processes", type=int, metavar="N", help="number of processes, with --coordinator")
@@ -112,7 +112,7 @@ def _add_dtypes(add: Callable[..., object]) -> None:
     add(
         "--cache-dtype",
         choices=CACHE_DTYPES,
-        help="dtype of the KV cache, as vLLM's --kv-cache-dtype; default: that of the model. Eight bits hold about "
+        help="dtype of the KV cache, as vLLM's --kv-cache-dtype; default: the model's. Eight bits hold about "
         "twice the tokens of bfloat16; see the docs for their error",
     )
 

@@ -89,7 +89,7 @@ def _add_data(group: argparse._ArgumentGroup) -> None:
         help="share of the rows, at the end, that is held out without --held-out",
     )
     add("--held-out-batches", type=_positive, default=16, help="batches in an evaluation, at most")
-    add("--tokenizer", help="`bytes`, or a folder with a tokenizer.json; default: that of --model or --config")
+    add("--tokenizer", help="`bytes`, or a folder with a tokenizer.json; default: the folder of --model or --config")
     add(
         "--end-token",
         type=int,
@@ -142,7 +142,7 @@ def _add_output(group: argparse._ArgumentGroup) -> None:
     add(
         "--export-dtype",
         choices=["bfloat16", "float16", "float32"],
-        help="dtype of the exported tensors; default: that of --model, and float32 from scratch",
+        help="dtype of the exported tensors; default: the dtype of --model, float32 from scratch",
     )
     add(
         "--accept-changes",
