@@ -86,6 +86,7 @@ class TestEngine:
         assert found[f"{CLIENTS}: first token"] > found[f"{CLIENTS}: between tokens"] > 0
         assert all(0 < value < 100 for name, value in found.items() if "roof" in name)
 
+    @pytest.mark.long
     def test_cost_of_http(self):
         run_here = lambda job: getattr(http_cost, job.function)(**job.arguments)
         measured = engine.measured_part(TINY, SIZES, "http", run=run_here)
@@ -95,6 +96,7 @@ class TestEngine:
         assert found[f"{CLIENTS}: cost of HTTP"] == pytest.approx(100 * (1 - by_http / alone), abs=0.1)
         assert found[f"{CLIENTS}, HTTP: failed"] == 0
 
+    @pytest.mark.long
     def test_users_and_names_of_a_cache_of_eight_bits(self):
         """Names tell the cache, so that both stand in one file. The roof counts bytes of keys, values and scales."""
         sizes = SIZES._replace(cache_dtype="int8")

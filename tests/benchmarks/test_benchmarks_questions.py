@@ -40,6 +40,7 @@ def test_first_call(monkeypatch):
     assert [x.partition(" is left out: ")[2] for x in remarks] == ["No module named 'torch'"] * 2
 
 
+@pytest.mark.long
 def test_eight_bits(monkeypatch):
     """At a small size: bfloat16 is best, a scale of each token is not worse than one."""
     monkeypatch.setattr(numerics, "DTYPES", ("int8",))
@@ -59,6 +60,7 @@ def test_eight_bits(monkeypatch):
 
 
 @pytest.mark.skipif(jax.device_count() < 2, reason="needs two devices; tests/conftest.py simulates them")
+@pytest.mark.long
 def test_several_devices_beside_one(tmp_path):
     sizes = ("length=512", "heads=4", "kv-heads=2", "head-size=16", "documents=3", "implementation=xla", "runs=2")
     tiny = ["context", *(f"--{size}" for size in sizes), "--devices=2", f"--out={tmp_path}"]

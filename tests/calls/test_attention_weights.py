@@ -13,6 +13,7 @@ from jflex.masks import causal, document
 from tests.cases.table import CASES, LENGTHS, Case, in_tiers
 from tests.support import evaluation, tolerance
 from tests.support.evaluation import compiled_in_haste
+from tests.support.rows import tiers
 
 SOFTMAX = [case for case in [*CASES, *LENGTHS] if not case.dropout_rate and case.normalize == "softmax"]
 BY_NAME = {case.name: case for case in SOFTMAX}
@@ -70,7 +71,7 @@ def sums(case: Case, weights, value):
     return of.einsum("bhts,bshd->bthd", weights, value.astype(weights.dtype))
 
 
-@pytest.mark.parametrize("case", in_tiers(BY_NAME[name] for name in AGAINST_THE_ORACLE))
+@pytest.mark.parametrize("case", in_tiers((BY_NAME[name] for name in AGAINST_THE_ORACLE), share=2))
 def test_rows_against_the_oracle(case: Case):
     x, T = jax.tree.map(jnp.asarray, evaluation.poisoned(case)), case.sizes.T
     rows = np.array([T - 1, 0, T // 2, T // 2, T // 3])  # neither sorted nor different
@@ -89,7 +90,7 @@ def test_rows_against_the_oracle(case: Case):
     tolerance.check("out", out(found), out(plain), oracle.out[:, rows].astype(np.float64), around)
 
 
-@pytest.mark.full
+@tiers(rest="full", share=3)
 @pytest.mark.parametrize("case", DIFFERENTIATED, ids=str)
 def test_outputs_and_gradients_as_of_reference(case: Case):
     x = jax.tree.map(jnp.asarray, evaluation.poisoned(case))

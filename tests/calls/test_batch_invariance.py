@@ -74,8 +74,7 @@ def check_in_batches(run, one, *batches):
 # --- pages
 
 
-@pytest.mark.full
-@in_turns
+@tiers(rest="full", in_turns=True, share=2)
 @everywhere
 @pytest.mark.parametrize("mods", MODS)
 def test_a_request_has_the_same_bits_in_every_batch_of_pages(backend, mods):
@@ -130,8 +129,7 @@ def test_without_it_the_batch_changes_bits(backend):
 # --- cascade
 
 
-@pytest.mark.full
-@in_turns
+@tiers(rest="full", in_turns=True, share=2)
 @everywhere
 @pytest.mark.parametrize("mods", ["causal", "alibi"])
 def test_a_request_has_the_same_bits_in_every_cascade(backend, mods):
@@ -182,8 +180,7 @@ def test_latent_attention_has_the_same_bits_in_every_batch(backend):
 # --- dense calls
 
 
-@pytest.mark.full
-@in_turns
+@tiers(rest="full", in_turns=True, share=2)
 @everywhere
 @pytest.mark.parametrize("queries", [1, 3])
 def test_decoding_has_the_same_bits_in_every_batch(backend, queries):
@@ -212,8 +209,7 @@ def test_decoding_with_lists_has_the_same_bits_in_every_batch(backend):
     np.testing.assert_array_equal(call([0, 1, 4, 7])[2], alone[0])
 
 
-@pytest.mark.full
-@in_turns
+@tiers(rest="full", in_turns=True, share=2)
 @everywhere
 @pytest.mark.parametrize("mods", ["causal", "window"])
 def test_prefill_has_the_same_bits_in_every_batch(backend, mods):

@@ -188,7 +188,7 @@ def assert_right(found, right):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5, err_msg=name)
 
 
-@pytest.mark.full
+@tiers(rest="full", share=2)
 @pytest.mark.parametrize(("tree", "mods"), [*(("append", mods) for mods in MODS),
                                            *((tree, "bias_by_key_and_request") for tree in TREES if tree != "append"),
                                            ("queries_within_the_shared_level", "causal")])  # fmt: skip

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import jflex
 from tests.cases.features import BACKENDS, FEATURES, REFERENCE, ROWS, D
-from tests.support.rows import in_turns, tiers
+from tests.support.rows import tiers
 from tests.support.traces import Traced
 
 backends = pytest.mark.parametrize("backend", BACKENDS)
@@ -43,8 +43,7 @@ def check(name, found):
     jax.tree.map(lambda x, y: assert_close(np.asarray(x), np.asarray(y)), found, right)
 
 
-@pytest.mark.full
-@in_turns
+@tiers(rest="full", in_turns=True, share=3)
 @backends
 @features("packed")
 def test_jit_of_sharded_arrays_gathers_no_keys(name, backend):
@@ -73,8 +72,7 @@ def test_explicit_mesh(name, backend):
     check(name, found)
 
 
-@pytest.mark.full
-@in_turns
+@tiers(rest="full", in_turns=True, share=3)
 @backends
 @features("dropout", "selected blocks")  # dropout has the indices of a shard
 def test_shard_map_over_batch_and_heads(name, backend):
@@ -136,7 +134,7 @@ def test_blocks_selected_inside_of_shard_map(compiled):
     assert_close((jax.jit(run) if compiled else run)(q), attend(q))
 
 
-@tiers(default={"strategy": [None]})
+@tiers(default={"strategy": [None]}, rest="long")
 @pytest.mark.parametrize("strategy", [None, "ring"])
 def test_eager_shard_map(strategy):
     """JAX evaluates no `custom_vjp` with symbolic zeros there by itself."""
@@ -174,7 +172,7 @@ def test_uneven_heads_are_computed_whole():
     assert_close(run(*(jax.device_put(x, place) for x in (q, k, k))), run(q, k, k))
 
 
-@tiers(default={"name": "sinks", "backend": "xla"}, in_turns=True)
+@tiers(default={"name": "sinks", "backend": "xla"}, in_turns=True, share=3)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", FEATURES)
 def test_new_values_vmap_and_remat(name, backend):

@@ -14,7 +14,7 @@ from tests.calls.test_transforms import shapes_made
 from tests.cases.features import BACKENDS
 from tests.cases.table import LENGTHS
 from tests.support import evaluation
-from tests.support.rows import in_turns
+from tests.support.rows import tiers
 
 B, T, S, HQ, HKV, D = 2, 2, 96, 4, 2, 16
 backends = pytest.mark.parametrize("backend", BACKENDS)
@@ -34,8 +34,7 @@ def within(*lengths):
 # --- against the oracle
 
 
-@pytest.mark.full
-@in_turns
+@tiers(rest="full", in_turns=True, share=2)
 @pytest.mark.parametrize("case", LENGTHS, ids=str)
 @pytest.mark.parametrize("backend", evaluation.BACKENDS)
 def test_lengths(case, backend):
@@ -43,7 +42,7 @@ def test_lengths(case, backend):
     evaluation.check_gradients(case, backend, ("query", "key", "value", *evaluation.draw(case).floats()))
 
 
-@pytest.mark.full
+@tiers(full={"by_head": True}, rest="long")
 @pytest.mark.parametrize("by_head", [False, True])
 def test_rows_that_share_few_programs(by_head):
     """With 32 key heads a GPU has 9 programs for each: some rows of several tiles stay whole, some are divided."""

@@ -40,14 +40,14 @@ ALL = evaluation.STATS
 # --- against float64
 
 
-@tiers(default={"backend": "triton-interpret", "case": "slopes"}, in_turns=True)
+@tiers(default={"backend": "triton-interpret", "case": "slopes"}, in_turns=True, share=2)
 @pytest.mark.parametrize("case", [TABLE[name] for name in NAMES], ids=str)
 @pytest.mark.parametrize("backend", ["reference", *evaluation.BACKENDS])
 def test_against_float64(case, backend):
     evaluation.check_stats(case, backend)
 
 
-@pytest.mark.full
+@tiers(rest="full", share=4)
 @pytest.mark.parametrize(
     ("name", "names"), [*((name, ALL) for name in EMULATED), ("two_groups_causal", ("lse", "max"))]
 )
@@ -63,7 +63,7 @@ def test_on_hopper(case, names):
     evaluation.check_stats(case, "mosaic_gpu", names)
 
 
-@pytest.mark.full
+@tiers(full={"backend": "triton-interpret"}, rest="long")
 @kernels
 def test_packed_sequences(backend):
     """Each sequence alone; NaN in all padding."""

@@ -14,7 +14,7 @@ import jflex
 from jflex import AttentionState, merge, merge_all
 from tests.cases import mask_pairs, score_pairs
 from tests.support import oracle
-from tests.support.rows import in_turns
+from tests.support.rows import in_turns, tiers
 
 B, T, S, HQ, HKV, D, DV = 2, 20, 24, 4, 2, 8, 12
 F32 = jnp.float32
@@ -75,8 +75,7 @@ def exact_attention(variant, query, key, value):
     return arrays, exact[0], captures, oracle.forward(*arrays, D**-0.5, *exact, captures)
 
 
-@pytest.mark.full
-@in_turns
+@tiers(rest="full", in_turns=True, share=2)
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("cuts", CUTS.values(), ids=CUTS)
 def test_parts_of_the_keys_merge_to_all_of_them(variant, cuts):

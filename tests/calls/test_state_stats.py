@@ -89,7 +89,7 @@ def exact(scores):
     return scores.max() + np.log(weights.sum()), scores.max(), -np.sum(p * np.log(np.where(p > 0, p, 1)))
 
 
-@pytest.mark.full
+@pytest.mark.long
 @settings(max_examples=40)
 @given(st.lists(st.lists(KEYS, min_size=ROWS, max_size=ROWS), min_size=2, max_size=12))
 def test_merging_is_that_of_all_scores(splits):

@@ -17,6 +17,7 @@ from tests.cases import ready_score_pairs as ready
 from tests.cases import score_pairs as scores
 from tests.cases.mask_pairs import MaskPair
 from tests.cases.score_pairs import ScorePair
+from tests.support.rows import stays
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,9 +118,13 @@ def distinct(cases: Iterable[Case]) -> list[Case]:
     return [x for x in cases if not {x.score, x.mask} <= seen and not seen.update((x.score, x.mask))]
 
 
-def in_tiers(cases: Iterable[Case]) -> list[Any]:
-    """Parameters of a test: cases with the mark of their tier."""
-    return [pytest.param(x, id=x.name, marks=[pytest.mark.full] if x.tier == "full" else []) for x in cases]
+def in_tiers(cases: Iterable[Case], share: int = 1) -> list[Any]:
+    """Parameters of a test: cases with the mark of their tier. Of ``full``, one in `share` stays; others are long."""
+    rows = []
+    for number, case in enumerate(cases):
+        rest = pytest.mark.full if stays(number, share) else pytest.mark.long
+        rows.append(pytest.param(case, id=case.name, marks=[rest] if case.tier == "full" else []))
+    return rows
 
 
 N = Sizes

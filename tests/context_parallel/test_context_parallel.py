@@ -14,7 +14,7 @@ from tests.cases.table import Case
 from tests.cases.table import Sizes as N
 from tests.support import evaluation
 from tests.support.context_parallel_calls import CUBE, NEEDS_EIGHT_DEVICES, ZIGZAG, attend_by, mesh_of, strategies
-from tests.support.rows import in_turns
+from tests.support.rows import in_turns, tiers
 
 pytestmark = NEEDS_EIGHT_DEVICES
 
@@ -95,8 +95,7 @@ def check(name, strategy, implementation="xla"):
     evaluation.compare_gradients(case, found, by_plain, exact, names)
 
 
-@pytest.mark.full
-@in_turns
+@tiers(rest="full", in_turns=True, share=2)
 @strategies
 @pytest.mark.parametrize("name", CASES)
 def test_results_and_gradients_against_float64(name, strategy):

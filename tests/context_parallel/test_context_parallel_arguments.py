@@ -18,7 +18,7 @@ from tests.support.context_parallel_calls import (
     mesh_of,
     strategies,
 )
-from tests.support.rows import in_turns
+from tests.support.rows import in_turns, tiers
 
 pytestmark = NEEDS_EIGHT_DEVICES
 T, HEADS, KV_HEADS, D = 64, 8, 4, 16
@@ -89,8 +89,7 @@ def on_one_device(name):
     return differentiated(attend, arrays(name), captured())
 
 
-@pytest.mark.full
-@in_turns
+@tiers(rest="full", in_turns=True, share=2)
 @strategies
 @pytest.mark.parametrize("name", CASES)
 def test_results_and_gradients_are_those_of_one_device(name, strategy):

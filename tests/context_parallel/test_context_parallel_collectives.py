@@ -25,7 +25,7 @@ from tests.support.context_parallel_calls import (
     drawn,
     mesh_of,
 )
-from tests.support.rows import in_turns, tiers
+from tests.support.rows import tiers
 
 pytestmark = NEEDS_EIGHT_DEVICES
 
@@ -70,8 +70,7 @@ def test_captured_gradients_are_summed_by_one_reduction():
     assert len(re.findall(r"f32\[4\]\S* all-reduce\(", text)) == 1
 
 
-@pytest.mark.full
-@in_turns
+@tiers(rest="full", in_turns=True, share=2)
 @pytest.mark.parametrize(("strategy", "implementation"), [("all_gather", "xla"), ("ring", "xla"), ("ring", "triton")])
 @pytest.mark.parametrize("traced", [False, True])
 def test_tables_of_long_sequences_are_narrow(strategy, implementation, traced, monkeypatch):

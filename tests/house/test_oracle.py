@@ -43,7 +43,7 @@ def test_gradients_match_finite_differences(case):
     assert abs((loss(step) - loss(-step)) / (2 * step) - along) <= 1e-4 * size + 1e-6
 
 
-@pytest.mark.parametrize("case", in_tiers(distinct(CASES)))
+@pytest.mark.parametrize("case", in_tiers(distinct(CASES), share=3))
 def test_reference_matches_oracle(case):
     check_everything(case, "reference")
 

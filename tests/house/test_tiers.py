@@ -6,7 +6,7 @@ import tomllib
 
 import pytest
 
-from tests.support.rows import tiers
+from tests.support.rows import stays, tiers
 from tests.support.workers import group_of
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -51,6 +51,20 @@ def test_rows_that_are_not_named_have_the_next_tier():
 def test_rows_for_a_gpu_stay():
     assert [*rows_of(in_turns=True)] == ["xla-a", "xla-c", "triton-a", "triton-b", "triton-c", "interpreted-b"]
     assert [*rows_of(full={"backend": "xla"}, rest="gpu")] == [f"{x}-{y}" for x in ("xla", "triton") for y in "abc"]
+
+
+def test_of_rows_without_a_name_one_in_a_share_stays():
+    rows = rows_of(default={"backend": "xla", "case": "a"}, share=2)
+    assert rows["xla-a"] == []
+    assert [name for name, marks in rows.items() if marks == ["full"]] == ["xla-b", "interpreted-a", "interpreted-c"]
+    assert [name for name, marks in rows.items() if marks == ["long"]] == ["xla-c", "interpreted-b"]
+    assert all(rows[f"triton-{case}"] == ["gpu", "full"] for case in "abc")
+
+
+@pytest.mark.parametrize("share", [2, 3, 4])
+@pytest.mark.parametrize("backends", [2, 3])
+def test_rows_that_stay_meet_every_backend(backends, share):
+    assert {number % backends for number in range(24) if stays(number, share)} == {*range(backends)}
 
 
 def test_a_description_of_no_row_is_refused():

@@ -119,7 +119,7 @@ def arguments_of(x: Case) -> tuple[Any, ...]:
 SOME = [*{arguments_of(x): x for x in [*LENGTHS, *CASES][::-1]}.values()]
 
 
-@pytest.mark.parametrize("case", in_tiers(SOME))
+@pytest.mark.parametrize("case", in_tiers(SOME, share=3))
 def test_the_table_of_cases(case: Case):
     """Traces forward and backward pass, which is when annotations are compared; nothing is compiled."""
     run, *shapes = evaluation.program_of(case, "xla")

@@ -61,7 +61,7 @@ def paged(q, **how):
 CALLS = [training, packed, decoding, decoding_evenly, paged]
 
 
-@pytest.mark.full
+@tiers(full={"call": "training"}, rest="long")
 @pytest.mark.parametrize("call", CALLS)
 def test_interpreted(call):
     right = jax.jit(functools.partial(call, **KERNEL))(drawn(1, 80, 2, 16))

@@ -83,7 +83,7 @@ def test_compiles(case):
         assert {kernel.tensor for kernel in kernels} == {"wgmma"}
 
 
-@tiers(full={"case": ["alibi", "head_size_128"]}, rest="long")
+@tiers(full={"case": "head_size_128"}, rest="long")
 @pytest.mark.skipif(gpu_compile.missing() is not None, reason="compiles for a GPU")
 @pytest.mark.parametrize("case", [case for case in SUPPORTED if case.name in TANGENTS], ids=str)
 def test_tangents(case):

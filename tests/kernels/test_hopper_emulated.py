@@ -29,8 +29,7 @@ EMULATED = [case for case in HOPPER if not case.unsupported and case not in MANY
 @tiers(
     default={"case": "head_size_80"},
     full={"case": [
-        "slopes", "bnth_shared_keys", "length_many_sinks", "narrow_cut_to_one", "plane_gradient", "softcap_sinks",
-        "two_groups_small", "two_groups_drawn",
+        "bnth_shared_keys", "length_many_sinks", "narrow_cut_to_one", "two_groups_small", "two_groups_drawn",
     ]},
 )  # fmt: skip
 @pytest.mark.parametrize("case", [*EMULATED, TWO_GROUPS, DRAWN], ids=str)
@@ -45,7 +44,7 @@ def test_gradients_in_one_pass(case):
     evaluation.check_gradients(case, "mosaic_gpu-emulated_one_pass", evaluation.gradients_of(case))
 
 
-@tiers(full={"case": ["limits", "limits_end", "limits_unknown"], "one_pass": [True]}, rest="long")
+@tiers(full={"case": "limits_unknown", "one_pass": [True]}, rest="long")
 @pytest.mark.parametrize("one_pass", [False, True])
 @pytest.mark.parametrize("case", LIMITED, ids=str)
 def test_limits_of_rows(monkeypatch, case, one_pass):
@@ -56,10 +55,7 @@ def test_limits_of_rows(monkeypatch, case, one_pass):
 
 @tiers(
     default={"case": "head_size_80", "is_late": [True]},
-    full={
-        "case": ["bnth_shared_keys", "extreme_logits", "slopes", "softcap_sinks", "two_groups_small", "limits_end"],
-        "is_late": [True],
-    },
+    full={"case": "bnth_shared_keys", "is_late": [True]},
     rest="long",
 )
 @pytest.mark.parametrize("is_late", [False, True])

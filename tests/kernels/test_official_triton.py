@@ -263,7 +263,7 @@ def _run(*command: str, **environment: str) -> str:
     return done.stdout
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_without_the_triton_of_pallas_everything_else_works():
     assert _run("-c", WITHOUT) == "fine\n"
 

@@ -80,7 +80,6 @@ def same_bits(one, other):
         "hopper_mixed_bfloat16", "hopper_pages_of_8_bfloat16", "hopper_padding_and_empty_bfloat16",
         "hopper_layers_float16", "latent_mixed_bfloat16", "latent_63_heads_bfloat16", "hopper_126_heads_bfloat16",
         "hopper_odd_sigmoid_bfloat16", "hopper_prompts_bfloat16", "hopper_prompt_alone_bfloat16",
-        "hopper_prompt_pages_of_8_float16", "hopper_prompt_divided_bfloat16",
     ]},
 )  # fmt: skip
 @pytest.mark.parametrize("case", [*DENSE, *PAGED, *PROMPTS, *LATENT], ids=str)

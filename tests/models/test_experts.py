@@ -154,7 +154,7 @@ def test_wrong_experts(change, message):
 # --- models
 
 
-@pytest.mark.full
+@tiers(full={"name": "gpt_oss"}, rest="long")
 @pytest.mark.parametrize(("name", "devices", "drafts"), [("deepseek_v3", 2, 5), ("gpt_oss", 1, 0)])
 def test_served_tokens_are_those_of_transformers(name, devices, drafts, monkeypatch):
     """Pages are poisoned, and equal prompts share pages: layers without a window read them in a cascade.
@@ -193,7 +193,7 @@ def trained(name: str, mesh: str) -> tuple[list[float], Trainer]:
     return [float(trainer.step(rows(0)).loss) for _ in range(4)], trainer
 
 
-@pytest.mark.full
+@tiers(full={"name": "gpt_oss"}, rest="long")
 @pytest.mark.parametrize(("name", "mesh"), [("deepseek_v3", "data=2,fsdp=2,model=2"), ("gpt_oss", "context=2")])
 def test_training(name, mesh):
     losses, trainer = trained(name, "data=1")

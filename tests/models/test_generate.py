@@ -128,7 +128,7 @@ def test_prompts_of_a_bucket_compile_nothing(cache, model):
     assert not compiled
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_a_changed_model_is_seen():
     """Other weights run the same programs; other attributes and modules run others."""
     changed, seen = nnx.clone(small_model()), []
@@ -208,7 +208,7 @@ def test_a_step_reads_only_the_window_of_a_dense_cache(model):
     assert "(2, 1, 1, 4)" not in full
 
 
-@pytest.mark.full
+@tiers(full={"name": ["gemma3", "deepseek_v3", "gpt_oss"]}, rest="long")
 @pytest.mark.parametrize(
     ("name", "cache"),
     [
@@ -222,7 +222,7 @@ def test_tokens_are_those_of_transformers(name, cache):
     assert tokens_of(load(name), prompts, max_tokens=len(greedy[0]), cache=cache) == greedy
 
 
-@pytest.mark.full
+@tiers(full={"cache": "dense"}, rest="long")
 @pytest.mark.parametrize(("cache", "chunk"), [("dense", 3), ("paged", 16)])
 def test_longrope_beyond_its_original_context(cache, chunk):
     """Of 16 positions. When a sequence has more, `transformers` computes the cache again. One begins with more."""

@@ -12,7 +12,7 @@ from jflex.mods.trace import trace_score_mod
 from pallas_kernels.program.rules.random_bits import threefry2x32
 from tests.support import gpu_compile
 from tests.support.hopper_emulator import emulated
-from tests.support.rows import in_turns
+from tests.support.rows import tiers
 
 T, HEADS = 5, 2
 INTERPRET = jflex.Config(interpret=True)
@@ -42,8 +42,7 @@ def table(draw, key):
     return drawn.reshape(HEADS, T, T)
 
 
-@pytest.mark.full
-@in_turns
+@tiers(rest="full", in_turns=True, share=2)
 @pytest.mark.parametrize("kind", KEYS)
 @pytest.mark.parametrize("implementation", ["xla", "triton", "reference"])
 def test_numbers_are_those_of_the_key(kind, implementation):

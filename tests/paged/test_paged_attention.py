@@ -68,7 +68,7 @@ def test_against_float64(case, backend):
     paged_evaluation.check(case, run(case, backend))
 
 
-@tiers(default={"case": ["decode", "mixed", "mixed_with_padding_and_empty_requests", "rotated_pages_of_16"]})
+@tiers(default={"case": ["decode", "mixed", "mixed_with_padding_and_empty_requests", "rotated_pages_of_16"]}, share=2)
 @pytest.mark.parametrize("case", [case for case in CASES if case.name not in NOT_INTERPRETED], ids=str)
 def test_interpreted_against_float64(case):
     paged_evaluation.check(case, run(case, "triton-interpret"))

@@ -53,7 +53,7 @@ def test_pages_against_float64(case, backend):
     paged_evaluation.check_stats(case, stats)
 
 
-@tiers(default={"case": "decode"})
+@tiers(default={"case": "decode"}, share=2)
 @pytest.mark.parametrize("case", [case for case in TABLE if case.name in INTERPRETED], ids=str)
 def test_pages_interpreted_against_float64(case):
     out, stats = paged_evaluation.run(case, "triton-interpret", stats=ALL)

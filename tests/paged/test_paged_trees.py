@@ -118,7 +118,7 @@ def exact(requests, query, own, score, shown) -> np.ndarray:
     return out
 
 
-@tiers(default={"backend": "xla", "name": "alibi_in_a_window"}, in_turns=True)
+@tiers(default={"backend": "xla", "name": "alibi_in_a_window"}, in_turns=True, share=2)
 @pytest.mark.parametrize("name", MODS)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_trees_of_one_batch_against_float64(backend, name):

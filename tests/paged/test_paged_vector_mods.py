@@ -12,6 +12,7 @@ import pytest
 import jflex
 from tests.cases import vector_pairs as pairs
 from tests.mods.test_vector_mods import BACKENDS, CASES, Case, assert_close, causal, drawn, mods_of
+from tests.support.rows import tiers
 
 
 @pytest.mark.full
@@ -72,7 +73,7 @@ def by_request(vector, b, h, i):
     return vector * (1.0 + b.astype(jnp.float32)) / (1 + h).astype(jnp.float32)
 
 
-@pytest.mark.full
+@tiers(full={"backend": "xla-True"}, rest="long")
 @pytest.mark.parametrize(("backend", "interleaved"), [("xla", True), ("triton-interpret", False)])
 def test_raw_keys_as_keys_that_were_modified_before(backend, interleaved):
     rope = jflex.rope(100.0, interleaved=interleaved)

@@ -70,7 +70,7 @@ def test_any_small_schema(kind, value, seed):
         assert client.reason == "length" or is_valid(value, text), text
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_whitespace_and_any_object():
     engine = shared_engine("bytes")
     clients = [

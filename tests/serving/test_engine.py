@@ -75,7 +75,8 @@ ENGINES = {
 FOR_LONG = [
     "no prefix cache", "pages of a token", "few pages", "cascade, few pages", "most drafts", "drafts, chunks",
     "drafts, pages of a token", "windows, drafts", "two devices, drafts", "int8, few pages", "e5m2, drafts",
-    "windows, e4m3", "latent, e4m3, chunks", "fused projections", "int8",
+    "windows, e4m3", "latent, e4m3, chunks", "fused projections", "int8", "two devices", "drafts, few pages",
+    "e4m3, cascade", "latent, e4m3, drafts",
 ]  # fmt: skip
 
 
@@ -262,7 +263,7 @@ def test_a_warm_up_that_fails_compiles_nothing_more(monkeypatch):
 # --- several devices
 
 
-@pytest.mark.full
+@tiers(full={"dtype": "int8"}, rest="long")
 @pytest.mark.parametrize("dtype", [None, "int8"])
 def test_two_devices_share_the_heads_of_the_cache(dtype):
     """Scales lie beside the heads that they are of, and stay there: the same steps are not compiled twice."""
@@ -283,7 +284,7 @@ def test_two_devices_share_the_heads_of_the_cache(dtype):
 NAMES = ("int8", "float8_e4m3fn", "float8_e5m2")
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_streaming_rotates_keys_of_eight_bits():
     engine = Engine(
         model("streaming"), EngineOptions(**streams.SIZES | {"cache_dtype": "float8_e4m3fn", "num_pages": 9})

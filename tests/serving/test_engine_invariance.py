@@ -92,10 +92,7 @@ BATCHES = [
 ]
 
 
-@tiers(
-    full={"layers": ["one of two in a window-float32-{'max_step_tokens': 9}", "one of two in a window-bfloat16-{}"]},
-    rest="long",
-)
+@tiers(full={"layers": "one of two in a window-float32-{'max_step_tokens': 9}"}, rest="long")
 @pytest.mark.parametrize(("layers", "dtype", "options"), BATCHES, ids=str)
 def test_a_request_gets_the_same_bits_alone_and_among_others(layers, dtype, options):
     decoder, engine = model(layers, dtype), engine_of(model(layers, dtype), **options)
@@ -132,7 +129,7 @@ def test_samples_of_a_prompt():
         assert heard(sample) == heard(client)
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_without_it_the_batch_changes_bits():
     """Else the tests above would show nothing."""
     decoder, usual, few = model(promises=False), {"batch_invariant": False}, ARRIVALS[6:10]

@@ -278,7 +278,7 @@ def test_a_launch_that_fails_ends_the_server(folder, monkeypatch):
     assert not engine.is_running
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_a_signal_ends_the_command(folder, tmp_path):
     """It answers while it compiles; a signal lets the requests end that run."""
     with socket.socket() as probe:

@@ -48,7 +48,7 @@ OPTIONS = [
 ]  # fmt: skip
 
 
-@tiers(full={"options": [str(options) for options in OPTIONS[:2]]}, rest="long")
+@tiers(full={"options": str(OPTIONS[0])}, rest="long")
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_tokens_are_those_of_the_oracle(options):
     """Of texts that have become longer than the cache, and others that preempt them."""
@@ -119,7 +119,7 @@ def test_prefixes_are_shared_up_to_the_size():
     assert hits == [0, 12, 12, 8]
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_draws_and_penalties_know_the_whole_sequence():
     """A seed draws by the position in the sequence, and a penalty counts tokens whose pages are gone."""
     sampling = Sampling(1.0, seed=3)

@@ -25,7 +25,12 @@ class _Value(NamedTuple):
         return any(mark.name == "gpu" for mark in self.marks)
 
 
-def tiers(default: Rows = (), full: Rows = (), *, rest: str = "", in_turns: bool = False) -> Callable:
+def stays(number: int, share: int) -> bool:
+    """Selects one row in `share`. After each six it shifts by one, so that rows of two or three backends take turns."""
+    return (number + number // 6) % share == 0
+
+
+def tiers(default: Rows = (), full: Rows = (), *, rest: str = "", in_turns: bool = False, share: int = 1) -> Callable:
     """Sets the tier of each row of the product of the ``parametrize`` decorators below.
 
     ``{"backend": "xla", "case": ["causal", "alibi"]}`` describes two rows, by values of parameters or their ids; a list
@@ -38,6 +43,7 @@ def tiers(default: Rows = (), full: Rows = (), *, rest: str = "", in_turns: bool
         a GPU alone.
       in_turns: Leaves rows out: each value of the longest parameter meets the values of the others in turn. Rows of
         the default tier and rows for a GPU stay.
+      share: One in `share` of the rows that no description names has the tier `rest`; the others are of ``long``.
     """
     rest = rest or ("long" if default and full else "full" if default else "default")
 
@@ -48,10 +54,11 @@ def tiers(default: Rows = (), full: Rows = (), *, rest: str = "", in_turns: bool
         named = dict.fromkeys(_described(full, table, test), "full")
         named |= dict.fromkeys(_described(default, table, test), "default")
         turns = _turns(axes) if in_turns else range(len(table))
-        params = []
+        params, unnamed = [], itertools.count()
         for number, row in enumerate(table):
-            tier = named.get(number, rest)
-            if any(x.is_for_gpu for x in row) or number in named or (number in turns and rest != "gpu"):
+            is_kept = number in named or any(x.is_for_gpu for x in row)
+            if is_kept or (number in turns and rest != "gpu"):
+                tier = named.get(number, rest) if is_kept or stays(next(unnamed), share) else "long"
                 arguments = [argument for x in row for argument in x.arguments.values()]
                 marks = [*itertools.chain(*(x.marks for x in row)), *_MARKS[tier]]
                 params.append(pytest.param(*arguments, id="-".join(x.identity for x in row), marks=marks))

@@ -50,7 +50,7 @@ def test_losses_on_every_mesh_are_those_of_one_device(mesh: str, on_one_device):
     assert moments.sharding == kernel.sharding
 
 
-@pytest.mark.full
+@tiers(rest="full", share=3)
 @pytest.mark.parametrize(
     ("mesh", "computation"),
     [
@@ -75,7 +75,7 @@ def test_nothing_compiles_after_the_first_step():
     assert not compiled
 
 
-@pytest.mark.full
+@tiers(full={"mesh": MESH}, rest="long")
 @pytest.mark.parametrize("mesh", ["data=4,model=2", MESH])
 def test_a_step_gathers_no_keys_and_computes_in_bfloat16(mesh: str):
     """Over rows and heads, attention needs nothing of another device; parameters are gathered over `fsdp` alone."""
@@ -100,7 +100,7 @@ def test_the_state_is_updated_in_place():
 ATTENTION = ("*.attention.*",)
 
 
-@pytest.mark.full
+@tiers(full={"mesh": "data=1"}, rest="long")
 @pytest.mark.parametrize("mesh", ["data=1", MESH])
 def test_parameters_that_are_not_trained_stay_and_take_no_memory(mesh: str):
     """The first gradient of the others is that of training all; clipping has no part in it."""

@@ -14,6 +14,7 @@ from flax_layers.train.dataset.corpus import read_corpus
 from flax_layers.train.dataset.texts import ByteEncoder, FolderEncoder
 from tests.cases import train_cases
 from tests.support.golden_models import ROOT
+from tests.support.rows import tiers
 
 END = "</s>"
 CHATML = (
@@ -161,7 +162,7 @@ def test_the_loss_is_that_of_transformers_with_masked_labels(name):
     assert Trainer(model, Recipe(1)).mean_loss([rows]) == pytest.approx(LOSSES[name], abs=1e-5)
 
 
-@pytest.mark.full
+@tiers(full={"mesh": "data=1"}, rest="long")
 @pytest.mark.parametrize(("mesh", "accumulate"), [("data=1", 4), ("data=2,context=2,model=2", 2)])
 def test_the_loss_is_the_mean_over_all_trained_tokens(mesh, accumulate):
     """However they are spread over micro-batches and devices; a row without any is none."""

@@ -72,7 +72,7 @@ def test_losses_and_gradients_are_those_of_one_device(name):
         np.testing.assert_allclose(moments[path], moment, rtol=1e-3, atol=1e-5 * np.abs(moment).max(), err_msg=path)
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_the_order_is_zigzag_unless_another_is_named(monkeypatch):
     """Attention of every layer gets the order. If its tokens came in another one, the losses above would differ."""
     seen, attend = [], jflex.context_parallel_attention
@@ -124,7 +124,7 @@ def test_wrong_input(check, message):
         check(make_mesh(parse_mesh("context=2")))
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_a_run_goes_on_with_another_mesh(tmp_path):
     """A checkpoint holds whole arrays, wherever their parts lay: the losses are those of one device."""
     (tmp_path / "text.txt").write_bytes(np.random.default_rng(0).integers(97, 123, 32 * 80, np.uint8).tobytes())

@@ -98,7 +98,7 @@ def by_failure(patch, step: int) -> str:
     return "broken"
 
 
-@tiers(full={"name": ["SIGINT", "failure", "fewer steps"]}, rest="long")
+@tiers(full={"name": ["SIGINT", "failure"]}, rest="long")
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "failure", "fewer steps"])
 def test_a_run_that_stopped_goes_on_with_the_same_losses(name, text, undisturbed, tmp_path, monkeypatch, capsys):
     arguments = [*SMALL, f"--data={text}", f"--output={tmp_path}", "--schedule-steps=6"]
@@ -123,7 +123,7 @@ def small_run(folder: pathlib.Path, **changes) -> Any:
     return Run(trainer, checkpoints=checkpoints, log=Log(folder / "log.jsonl"), **changes)
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_a_full_disk_leaves_the_last_good_checkpoint(text, undisturbed, tmp_path):
     """In a process of its own: a failed save leaves coroutines of orbax, which would warn in whichever test follows."""
     arguments = [*SMALL, f"--data={text}", f"--output={tmp_path}", "--schedule-steps=6"]
@@ -225,7 +225,7 @@ class Events:
         self.written.append((name, value, step))
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_some_parameters_are_trained_on_answers(tmp_path, monkeypatch, capsys):
     """The run resumes with their moments alone, and exports the whole model; TensorBoard gets the log."""
     monkeypatch.setitem(sys.modules, "tensorboardX", types.SimpleNamespace(SummaryWriter=Events))
@@ -254,7 +254,7 @@ def test_some_parameters_are_trained_on_answers(tmp_path, monkeypatch, capsys):
         assert np.array_equal(value, exported[path]) == (".attention." not in path and path != "norm.scale"), path
 
 
-@pytest.mark.full
+@tiers(full={"dtype": "bfloat16"}, rest="long")
 @pytest.mark.parametrize(("options", "dtype"), [([], "float32"), (["--export-dtype=bfloat16"], "bfloat16")])
 def test_a_model_from_scratch_is_exported_in_float32_or_as_told(text, undisturbed, tmp_path, capsys, options, dtype):
     main([*SMALL, f"--data={text}", f"--output={undisturbed}", f"--export={tmp_path}/new", *options])
