@@ -14,6 +14,8 @@ import numpy as np
 from jax.core import Tracer
 from jax.typing import ArrayLike, DTypeLike
 
+from jflex._mesh import as_known
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -24,10 +26,9 @@ _KINDS: dict[str, tuple[DTypeLike, str]] = {
 }
 
 
-def compile_time(*captures: object) -> contextlib.AbstractContextManager[None]:
-    """Returns a context that evaluates operations at once, also inside ``jit``, unless a capture is traced."""
-    is_traced = any(isinstance(x, Tracer) for x in jax.tree.leaves(captures))
-    return contextlib.nullcontext() if is_traced else jax.ensure_compile_time_eval()
+def compile_time(*captures: object) -> contextlib.AbstractContextManager[object]:
+    """Returns a context that evaluates operations at once, also while tracing, unless a capture is traced."""
+    return as_known(not any(isinstance(x, Tracer) for x in jax.tree.leaves(captures)))
 
 
 def at_compile_time(factory: Callable[P, R]) -> Callable[P, R]:

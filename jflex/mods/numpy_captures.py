@@ -1,4 +1,4 @@
-"""Mods that index a numpy array with their arguments, which numpy refuses if they are traced."""
+"""Mods that capture arrays which a trace refuses: of numpy, or of the explicit mesh of an enclosing `jax.shard_map`."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
+from jflex._mesh import without_mesh
 from jflex.mods.array_sizes import SizedMod
 
 _R = TypeVar("_R")
@@ -22,7 +23,7 @@ _NUMBERS = "biufc"  # kinds of dtypes that JAX has
 
 
 def indexable(mod: Callable[..., _R]) -> Callable[..., _R] | None:
-    """The mod with captured numpy arrays that tracers may index; None if it captures none.
+    """The mod with captured numpy arrays, and arrays of an explicit mesh, that tracers may index; None if it has none.
 
     These are the arrays in closures, globals, defaults and arguments of `functools.partial`, also inside of tuples,
     lists and dicts, and the arrays of functions that the mod calls by name. Attributes of objects stay as they are.
@@ -50,6 +51,7 @@ class _Conversion:
 
     def __call__(self, x: object) -> Any:
         """Converts an array, a function or a container; returns anything else as it is."""
+        x = without_mesh(x) if isinstance(x, jax.Array) and not isinstance(x, Tracer) else x
         if isinstance(x, np.ndarray) and x.dtype.kind in _NUMBERS:
             self.arrays += 1
             return x.view(_Indexable)
@@ -60,7 +62,7 @@ class _Conversion:
         if isinstance(x, functools.partial):
             return functools.partial(self(x.func), *self(x.args), **self(x.keywords))
         if isinstance(x, SizedMod) and dataclasses.is_dataclass(x):
-            return dataclasses.replace(x, **{f.name: self(getattr(x, f.name)) for f in dataclasses.fields(x)})
+            return dataclasses.replace(x, **{f.name: self(getattr(x, f.name)) for f in dataclasses.fields(x) if f.init})
         if type(x) is dict:
             return {key: self(value) for key, value in x.items()}
         return tuple(map(self, x)) if type(x) is tuple else [*map(self, x)] if type(x) is list else x

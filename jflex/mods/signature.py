@@ -88,17 +88,14 @@ def checked_result(out: ArrayLike, role: ScalarRole, source: str) -> jax.Array:
             "`.astype(bool)`; to change scores rather than hide them, pass it as `score_mod`."
         )
     if role == "score" and not jnp.issubdtype(dtype, jnp.floating):
-        hint = (
-            " To hide scores rather than change them, pass it as `mask_mod`."
-            if dtype == jnp.bool_
-            else " Cast it with `.astype(jnp.float32)`."
-        )
+        hide = " To hide scores rather than change them, pass it as `mask_mod`."
+        hint = hide if dtype == jnp.bool_ else " Cast it with `.astype(jnp.float32)`."
         raise TypeError(f"`score_mod` must return {expected}; {returned}.{hint}")
     return jnp.asarray(out, jnp.bool_ if role == "mask" else jnp.float32)
 
 
 def accept_numpy(mod: Callable[..., R]) -> Callable[..., R]:
-    """The mod; if numpy refuses a tracer, the mod with captured numpy arrays that tracers may index.
+    """The mod; if numpy refuses a tracer, or `jax.shard_map` an array, the mod with captures that tracers may index.
 
     >>> slopes = np.array([0.5, 0.25])
     >>> mod = accept_numpy(lambda score, b, h, q_idx, kv_idx: score * slopes[h])
@@ -109,7 +106,7 @@ def accept_numpy(mod: Callable[..., R]) -> Callable[..., R]:
     def call(*args: object) -> R:
         try:
             return mod(*args)
-        except (jax.errors.TracerArrayConversionError, jax.errors.TracerIntegerConversionError):
+        except (jax.errors.TracerArrayConversionError, jax.errors.TracerIntegerConversionError, NotImplementedError):
             converted = indexable(mod)
             if converted is None:
                 raise

@@ -120,6 +120,37 @@ def test_constants_of_mods_inside_of_shard_map(compiled, kind):
     assert_close(np.asarray(found), expected)
 
 
+IDS = np.arange(64) // 20
+MADE_INSIDE = {
+    "causal document": lambda _: jflex.masks.causal_document(IDS),
+    "document": lambda _: jflex.masks.document(IDS),
+    "padding": lambda _: jflex.masks.padding(np.array([30])),
+    "array of the mesh": lambda ids: lambda b, h, q_idx, kv_idx: ids[q_idx] == ids[kv_idx],
+}
+
+
+@tiers(default={"name": "causal document", "compiled": True, "kind": "explicit"}, full={"compiled": True})
+@pytest.mark.parametrize("name", MADE_INSIDE)
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
+def test_ready_mods_made_inside_of_shard_map(compiled, kind, name):
+    """Their arrays are known, and computed outside of the mesh."""
+
+    def attend(q, ids):
+        options = {"block_size": 16, "max_blocks": 4}
+        mask = jflex.create_block_mask(MADE_INSIDE[name](ids), int(name == "padding") or None, None, 64, 64, **options)
+        slopes = jflex.scores.alibi(jflex.scores.alibi_slopes(4))
+        return jflex.flex_attention(q, q, q, slopes, mask, implementation="xla")
+
+    mesh, q = mesh_of(kind), jax.random.normal(jax.random.key(1), (2, 64, 4, D))
+    expected = jnp.concatenate([attend(x[None], jnp.asarray(IDS)) for x in q])
+    with jax.set_mesh(mesh):
+        local = functools.partial(attend, ids=jnp.asarray(IDS))
+        run = jax.shard_map(local, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
+        found = (jax.jit(run) if compiled else run)(jax.device_put(q, NamedSharding(mesh, P("data"))))
+    assert_close(np.asarray(found), expected)
+
+
 @tiers(default={"compiled": [True]})
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
 def test_blocks_selected_inside_of_shard_map(compiled):
