@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import eval_context
+from jax.core import Tracer, eval_context
 from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
@@ -40,6 +40,14 @@ def without_mesh(arrays: _Tree) -> _Tree:
     if not jax.sharding.get_abstract_mesh().manual_axes:
         return arrays
     return jax.tree.map(lambda x: np.asarray(x) if is_typed(x) else x, arrays)
+
+
+def replicated(x: jax.Array) -> jax.Array | np.ndarray:
+    """A captured array that mods may index: replicated in a mesh with explicit axes, a constant inside `shard_map`."""
+    with nullcontext() if isinstance(x, Tracer) else eval_context():
+        if jax.sharding.get_abstract_mesh().explicit_axes:
+            return jax.sharding.reshard(x, PartitionSpec(*[None] * x.ndim))
+        return x if isinstance(x, Tracer) else without_mesh(x)
 
 
 def isolated_trace(function: Callable[_P, _R]) -> Callable[_P, _R]:

@@ -125,5 +125,37 @@ def _describe(value: Any) -> str:
 
 def bind(eqn: core.JaxprEqn, values: Sequence[ArrayLike]) -> list[jax.Array]:
     """Applies the primitive of an equation to values."""
-    out = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(eqn.params))
+    params, in_mesh = eqn.params, not jax.sharding.get_abstract_mesh().empty
+    if not in_mesh and any(aval_of(v).sharding.mesh.explicit_axes for v in eqn.outvars):
+        params = {name: _without_mesh(parameter) for name, parameter in params.items()}
+    out = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(params))
     return list(out) if eqn.primitive.multiple_results else [out]
+
+
+def _without_mesh(parameter: Any) -> Any:
+    """A parameter of an equation that was traced in a mesh with explicit axes, as outside of any mesh."""
+    if type(parameter) in (tuple, list):
+        return type(parameter)(map(_without_mesh, parameter))
+    if isinstance(parameter, jax.sharding.Sharding | jax.sharding.AbstractMesh):
+        return None if isinstance(parameter, jax.sharding.Sharding) else jax.sharding.get_abstract_mesh()
+    if not hasattr(parameter, "eqns") and not hasattr(parameter, "jaxpr"):
+        return parameter
+    jaxpr, consts = open_jaxpr(parameter)
+
+    def run(*args: jax.Array) -> list[jax.Array]:
+        env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
+        read = lambda v: known_literal(v) if isinstance(v, core.Literal) else env[v]
+        for eqn in jaxpr.eqns:
+            env.update(zip(eqn.outvars, bind(eqn, [read(v) for v in eqn.invars]), strict=True))
+        return [read(v) for v in jaxpr.outvars]
+
+    types = map(aval_of, jaxpr.invars)
+    return jax.make_jaxpr(run)(*(jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type) for x in types))
+
+
+def known_literal(literal: core.Literal) -> Any:
+    """The value of a literal without the mesh of an enclosing `jax.shard_map`, which JAX 0.11 keeps in it."""
+    if not hasattr(literal.val, "dtype"):
+        return literal.val
+    known = np.asarray(literal.val)
+    return known.item() if aval_of(literal).weak_type else known

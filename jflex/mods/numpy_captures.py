@@ -15,22 +15,19 @@ import numpy as np
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
-from jflex._mesh import without_mesh
-from jflex.mods.array_sizes import SizedMod
+from jflex._mesh import replicated
 
 _R = TypeVar("_R")
 _NUMBERS = "biufc"  # kinds of dtypes that JAX has
 
 
-def indexable(mod: Callable[..., _R]) -> Callable[..., _R] | None:
-    """The mod with captured numpy arrays, and arrays of an explicit mesh, that tracers may index; None if it has none.
+def indexable(mod: Callable[..., _R]) -> Callable[..., _R]:
+    """The mod with captured numpy arrays, and arrays of an explicit mesh, that tracers may index.
 
     These are the arrays in closures, globals, defaults and arguments of `functools.partial`, also inside of tuples,
     lists and dicts, and the arrays of functions that the mod calls by name. Attributes of objects stay as they are.
     """
-    conversion = _Conversion()
-    converted = conversion(mod)
-    return converted if conversion.arrays else None
+    return _Conversion()(mod)
 
 
 class _Indexable(np.ndarray):
@@ -46,22 +43,20 @@ class _Conversion:
     """Copies functions and containers, with arrays that tracers may index in place of numpy arrays."""
 
     def __init__(self) -> None:
-        self.arrays = 0
         self._copies: dict[int, types.FunctionType] = {}
 
     def __call__(self, x: object) -> Any:
         """Converts an array, a function or a container; returns anything else as it is."""
-        x = without_mesh(x) if isinstance(x, jax.Array) and not isinstance(x, Tracer) else x
+        x = replicated(x) if isinstance(x, jax.Array) else x
         if isinstance(x, np.ndarray) and x.dtype.kind in _NUMBERS:
-            self.arrays += 1
             return x.view(_Indexable)
         if isinstance(x, types.FunctionType):
             return self._function(x)
         if isinstance(x, types.MethodType):
-            return types.MethodType(self(x.__func__), x.__self__)
+            return types.MethodType(self(x.__func__), self(x.__self__))
         if isinstance(x, functools.partial):
             return functools.partial(self(x.func), *self(x.args), **self(x.keywords))
-        if isinstance(x, SizedMod) and dataclasses.is_dataclass(x):
+        if dataclasses.is_dataclass(x) and not isinstance(x, type) and type(x).__module__.startswith("jflex."):
             return dataclasses.replace(x, **{f.name: self(getattr(x, f.name)) for f in dataclasses.fields(x) if f.init})
         if type(x) is dict:
             return {key: self(value) for key, value in x.items()}

@@ -104,13 +104,11 @@ def accept_numpy(mod: Callable[..., R]) -> Callable[..., R]:
     """
 
     def call(*args: object) -> R:
+        mesh = jax.sharding.get_abstract_mesh()
         try:
-            return mod(*args)
+            return (indexable(mod) if mesh.explicit_axes else mod)(*args)
         except (jax.errors.TracerArrayConversionError, jax.errors.TracerIntegerConversionError, NotImplementedError):
-            converted = indexable(mod)
-            if converted is None:
-                raise
-            return converted(*args)
+            return indexable(mod)(*args)
 
     return call
 

@@ -25,7 +25,7 @@ from jflex._mesh import as_known, match_manual_axes, varying_axes, without_mesh
 from jflex.mods.array_sizes import CallSizes, Requirement, check_requirements, program_requirements, requirements_of
 from jflex.mods.batchable import CALLS, batchable
 from jflex.mods.dependence import check_integer_powers, index_requirements
-from jflex.mods.fingerprint import Open, aval_of, bind, fingerprint, open_jaxpr, sub_jaxpr
+from jflex.mods.fingerprint import Open, bind, fingerprint, known_literal, open_jaxpr, sub_jaxpr
 from jflex.mods.signature import ScalarRole, accept_numpy, check_signature, checked_result
 from jflex.mods.stored_programs import load_program, store_program
 from jflex.mods.types import MaskMod, ScoreMod
@@ -319,12 +319,8 @@ def _is_key(x: ArrayLike) -> bool:
 
 
 def _known_literal(literal: core.Literal) -> _Known:
-    """A literal without the mesh of an enclosing `jax.shard_map`, which JAX 0.11 keeps in it: programs know no mesh."""
-    value = literal.val
-    if jax.sharding.get_abstract_mesh().empty or not hasattr(value, "dtype"):
-        return _Known(value, False)
-    known = np.asarray(value)
-    return _Known(known.item() if aval_of(literal).weak_type else known, False)
+    """A literal: programs know no mesh."""
+    return _Known(literal.val if jax.sharding.get_abstract_mesh().empty else known_literal(literal), False)
 
 
 def _is_literal(x: _Known) -> bool:

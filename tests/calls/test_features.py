@@ -58,14 +58,14 @@ def test_jit_of_sharded_arrays_gathers_no_keys(name, backend):
     assert not [shape for shape in gathered if re.search(rf"\d+,\d+,\d+,{D}\]", shape)], gathered
 
 
-@tiers(default={"name": "plain", "backend": "xla"}, in_turns=True)
+@tiers(default={"name": ["plain", "lengths"], "backend": "xla"}, in_turns=True, share=3)
 @backends
-@pytest.mark.parametrize("name", ["plain", "weights", "statistics", "jax_nn", "selected blocks"])
+@features("packed", "vector mods")
 def test_explicit_mesh(name, backend):
-    """Where types say how arrays are sharded, the type of the output says it too."""
+    """Where types say how arrays are sharded, the type of the output says it too. Captured arrays are sharded, too."""
     mesh = mesh_of(AxisType.Explicit)
     with jax.set_mesh(mesh):
-        found = jax.jit(functools.partial(FEATURES[name].differentiated, BACKENDS[backend]))(placed(name, mesh, "qkv"))
+        found = jax.jit(functools.partial(FEATURES[name].differentiated, BACKENDS[backend]))(placed(name, mesh))
         assert jax.typeof(jax.tree.leaves(found[0][1])[0]).sharding.spec[:2] == (
             ("data", None) if name != "weights" else ("data", "model")
         )

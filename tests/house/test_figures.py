@@ -5,8 +5,8 @@ import pytest
 from tests.house import figures
 
 LIMITS = {
-    "library lines": 60394,
-    "test lines": 42460,
+    "library lines": 60423,
+    "test lines": 42493,
     "benchmark lines": 5990,
     "library files over 400 lines": 0,
     "functions over 50 code lines": 0,

@@ -147,6 +147,41 @@ def test_sharded_creation_in_one_jit(flavour, options):
     assert_close(layer(inputs), recipes.make()(inputs), atol=1e-5)
 
 
+@full
+@eight
+@flavours
+def test_batches_sharded_over_the_mesh_of_make_mesh(flavour):
+    """Its axes are explicit: shardings are part of the types of ids, caches and masks."""
+    layer, mesh = FLAVOURS[flavour].make(FEATURES, mask_mod=masks.causal()), jax.make_mesh((2,), ("data",))
+    own = {"nnx": nnx.MultiHeadAttention, "linen": flax.linen.MultiHeadDotProductAttention}[flavour]
+    x = jax.random.normal(jax.random.key(0), (4, LENGTH, FEATURES))
+    ids = jnp.sort(jax.random.randint(jax.random.key(1), (4, LENGTH), 0, 3), axis=1)
+
+    def packed(layer, x, ids):
+        mask = masks.causal_document(ids)
+        return layer(x, block_mask=jflex.create_block_mask(mask, 4, None, LENGTH, LENGTH, block_size=16))
+
+    def decoded(layer, x, cache):
+        _, cache = layer.decode(x[:, :-1], cache)
+        return layer.decode(x[:, -1:], cache)[0]
+
+    def padded(x, ids):
+        mask, options = nnx.make_attention_mask(ids > 0, ids > 0), {"attention_fn": flax_layers.attention_fn()}
+        if flavour == "nnx":
+            return own(HEADS, FEATURES, rngs=nnx.Rngs(0), decode=False, **options)(x, mask=mask)
+        return own(HEADS, **options).init_with_output(jax.random.key(0), x, mask=mask)[0]
+
+    def outputs(place):
+        arrays, cache = place((x, ids)), layer.init_cache(4, max_length=LENGTH)
+        caches = [decoded(layer, arrays[0], cache), decoded(layer, arrays[0], place(cache))]
+        return [jax.jit(packed)(layer, *arrays), *caches, jax.jit(padded)(*arrays)]
+
+    expected = outputs(lambda tree: tree)
+    with jax.set_mesh(mesh):
+        found = outputs(lambda tree: jax.tree.map(lambda x: jax.device_put(x, NamedSharding(mesh, P("data"))), tree))
+    jax.tree.map(functools.partial(assert_close, rtol=1e-5, atol=1e-5), found, expected)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("options", [pytest.param("a mask", marks=full), "mods"])
 def test_traced_masks_and_mods_are_variables_of_a_layer_made_in_jit(options):

@@ -22,7 +22,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from jflex._check.arguments import current_device
-from jflex._mesh import match_manual_axes
+from jflex._mesh import leading_axes, match_manual_axes, partitioned_by_xla
 from jflex.types import AnyArray
 
 _NATIVE = (0, 11, 2)  # the first version of JAX seen not to widen bfloat16
@@ -61,7 +61,9 @@ def set_rows(x: jax.Array, index: tuple[jax.Array, ...], rows: AnyArray) -> jax.
         if platform == "gpu" and all(i.size == 1 for i in index):
             index, rows = _with_dropped_row(x, index, rows)
         # Without `unique_indices`, XLA writes 8 and 16 bits on a GPU by loops of compare-and-swap.
-        return x.at[index].set(rows, mode="drop", wrap_negative_indices=False, unique_indices=True)
+        options = {"mode": "drop", "wrap_negative_indices": False, "unique_indices": True}
+        write = lambda x, index, rows: x.at[index].set(rows, **options)
+        return partitioned_by_xla(write, lambda: leading_axes(x, x.ndim))(x, index, rows)
     x, index, rows = match_manual_axes((x, tuple(jnp.broadcast_arrays(*index)), rows))
     return _set_bits_jit(x, index, rows)
 
