@@ -20,6 +20,7 @@ from benchmarks.run.library_runner import DIRECTIONS
 from benchmarks.run.timing import QUEUE, Communication, Timer, busy_per_call, spans_per_call
 from benchmarks.suites import SUITES
 from tests.benchmarks.test_benchmarks import INDEXER, LATENT, MIXED, PARTS, SPARSE, small
+from tests.support.rows import tiers
 
 FAKE = dict.fromkeys(("jax", "mosaic", "torch"), "tests.benchmarks.fake_runner:FakeRunner")
 TINY = {
@@ -124,6 +125,7 @@ def test_a_wrong_result_is_a_mismatch():
     assert mismatches(close, 0.02)
 
 
+@pytest.mark.long
 def test_the_jax_runner_computes_each_form_and_gradient():
     runner = JaxRunner()
     partial = square(1, 256, (2, 1), 16, "alibi", differentiated=True, form="partial")
@@ -140,6 +142,7 @@ def test_the_jax_runner_computes_each_form_and_gradient():
     runner.release()
 
 
+@tiers(rest="full", share=2)
 @pytest.mark.parametrize("name", TINY)
 def test_the_jax_runner_serves(name: str):
     runner = JaxRunner()

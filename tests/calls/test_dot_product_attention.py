@@ -136,6 +136,7 @@ def by_jax_nn(name: str, dtype: str):
 @tiers(
     default={"name": ["groups_of_two", "causal_padding", "long_mask"], "dtype": "float32", "backend": "xla"},
     in_turns=True,
+    share=2,
 )
 @pytest.mark.parametrize("backend", ["xla", "triton-interpret", pytest.param("triton", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -297,8 +298,7 @@ SUBSETS = (("query", "key", "value"), ("query",), ("value", "mask"), ("bias",), 
 SUBSETS += (("key", "key_value_seq_lengths"), NAMES)
 
 
-@pytest.mark.full
-@in_turns
+@tiers(rest="full", in_turns=True, share=2)
 @pytest.mark.parametrize("backend", ["xla", "triton"])
 @pytest.mark.parametrize("mapped", SUBSETS, ids="-".join)
 def test_vmap_over_any_subset(mapped, backend):

@@ -88,6 +88,7 @@ def plain(case):
         {"case": "eight_head_size_1", "backend": ["triton-interpret", "mosaic_gpu-emulated"]},
     ],
     in_turns=True,
+    share=2,
 )
 @pytest.mark.parametrize("case", [*CASES, *DECODING], ids=str)
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -96,8 +96,7 @@ def agree(account, run: Run) -> None:
 # --- the case tables
 
 
-@pytest.mark.full
-@in_turns
+@tiers(rest="full", in_turns=True, share=2)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("case", ragged_cases.CASES, ids=str)
 def test_packed_cases(case, backend, told, ran):

@@ -123,7 +123,6 @@ def test_constants_of_mods_inside_of_shard_map(compiled, kind):
 IDS = np.arange(64) // 20
 MADE_INSIDE = {
     "causal document": lambda _: jflex.masks.causal_document(IDS),
-    "document": lambda _: jflex.masks.document(IDS),
     "padding": lambda _: jflex.masks.padding(np.array([30])),
     "array of the mesh": lambda ids: lambda b, h, q_idx, kv_idx: ids[q_idx] == ids[kv_idx],
 }

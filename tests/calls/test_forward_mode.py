@@ -32,7 +32,7 @@ def close(found, right, **how):
 
 @tiers(
     default=[{"case": "causal", "backend": "xla"}, {"case": "sinks", "backend": "triton-interpret"}],
-    full=[{"case": str(case), "backend": evaluation.BACKENDS[i % 2]} for i, case in enumerate(TANGENTS[::5])],
+    full=[{"case": str(case), "backend": evaluation.BACKENDS[i % 2]} for i, case in enumerate(TANGENTS[::8])],
 )
 @pytest.mark.parametrize("backend", evaluation.BACKENDS)
 @pytest.mark.parametrize("case", TANGENTS, ids=str)
@@ -117,7 +117,7 @@ TRANSFORMED = {
 }
 
 
-@tiers(default={"name": "statistics", "kind": ["jvp", "jvp of grad"], "backend": "xla"}, in_turns=True)
+@tiers(default={"name": "statistics", "kind": ["jvp", "jvp of grad"], "backend": "xla"}, in_turns=True, share=2)
 @backends
 @pytest.mark.parametrize("kind", TRANSFORMED)
 @pytest.mark.parametrize("name", [name for name in FEATURES if name != "weights"])  # they have derivatives of their own
@@ -159,7 +159,7 @@ LAYERED = {
 }
 
 
-@tiers(default={"name": "scan of mapped calls", "backend": "xla"})
+@tiers(default={"name": "scan of mapped calls", "backend": "xla"}, share=3)
 @backends
 @pytest.mark.parametrize("name", LAYERED)
 def test_hessian_vector_products_through_a_scan(name, backend):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import jflex
 from jflex import AttentionState
-from tests.support.rows import in_turns
+from tests.support.rows import tiers
 
 ALL = ("lse", "max", "entropy")
 assert_close = functools.partial(np.testing.assert_allclose, rtol=3e-5, atol=3e-5)
@@ -37,8 +37,7 @@ def merged(count, layout, sinks, q, k, v):
     return state.out, jflex.AttentionStats(*(x.swapaxes(1, 2) for x in (state.lse, state.max, state.entropy)))
 
 
-@pytest.mark.full
-@in_turns
+@tiers(rest="full", in_turns=True, share=3)
 @pytest.mark.parametrize("layout", ["BTNH", "BNTH"])
 @pytest.mark.parametrize("count", [1, 4, 16])
 @pytest.mark.parametrize("sinks", [None, [-1.0, 0.0, 2.0, -np.inf]], ids=["no_sinks", "sinks"])

@@ -153,7 +153,6 @@ def test_sharded_creation_in_one_jit(flavour, options):
 def test_batches_sharded_over_the_mesh_of_make_mesh(flavour):
     """Its axes are explicit: shardings are part of the types of ids, caches and masks."""
     layer, mesh = FLAVOURS[flavour].make(FEATURES, mask_mod=masks.causal()), jax.make_mesh((2,), ("data",))
-    own = {"nnx": nnx.MultiHeadAttention, "linen": flax.linen.MultiHeadDotProductAttention}[flavour]
     x = jax.random.normal(jax.random.key(0), (4, LENGTH, FEATURES))
     ids = jnp.sort(jax.random.randint(jax.random.key(1), (4, LENGTH), 0, 3), axis=1)
 
@@ -168,8 +167,9 @@ def test_batches_sharded_over_the_mesh_of_make_mesh(flavour):
     def padded(x, ids):
         mask, options = nnx.make_attention_mask(ids > 0, ids > 0), {"attention_fn": flax_layers.attention_fn()}
         if flavour == "nnx":
-            return own(HEADS, FEATURES, rngs=nnx.Rngs(0), decode=False, **options)(x, mask=mask)
-        return own(HEADS, **options).init_with_output(jax.random.key(0), x, mask=mask)[0]
+            return nnx.MultiHeadAttention(HEADS, FEATURES, rngs=nnx.Rngs(0), decode=False, **options)(x, mask=mask)
+        own = flax.linen.MultiHeadDotProductAttention(HEADS, **options)
+        return own.init_with_output(jax.random.key(0), x, mask=mask)[0]
 
     def outputs(place):
         arrays, cache = place((x, ids)), layer.init_cache(4, max_length=LENGTH)

@@ -193,7 +193,7 @@ def trained(name: str, mesh: str) -> tuple[list[float], Trainer]:
     return [float(trainer.step(rows(0)).loss) for _ in range(4)], trainer
 
 
-@tiers(full={"name": "gpt_oss"}, rest="long")
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "mesh"), [("deepseek_v3", "data=2,fsdp=2,model=2"), ("gpt_oss", "context=2")])
 def test_training(name, mesh):
     losses, trainer = trained(name, "data=1")
