@@ -125,9 +125,9 @@ def _describe(value: Any) -> str:
 
 def bind(eqn: core.JaxprEqn, values: Sequence[ArrayLike]) -> list[jax.Array]:
     """Applies the primitive of an equation to values."""
-    params, in_mesh = eqn.params, not jax.sharding.get_abstract_mesh().empty
-    if not in_mesh and any(aval_of(v).sharding.mesh.explicit_axes for v in eqn.outvars):
-        params = {name: _without_mesh(parameter) for name, parameter in params.items()}
+    meshes = (aval_of(v).sharding.mesh for v in eqn.outvars) if jax.sharding.get_abstract_mesh().empty else ()
+    is_typed = any(mesh.explicit_axes for mesh in meshes)
+    params = {name: _without_mesh(x) for name, x in eqn.params.items()} if is_typed else eqn.params
     out = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(params))
     return list(out) if eqn.primitive.multiple_results else [out]
 
@@ -142,7 +142,7 @@ def _without_mesh(parameter: Any) -> Any:
         return parameter
     jaxpr, consts = open_jaxpr(parameter)
 
-    def run(*args: jax.Array) -> list[jax.Array]:
+    def run(*args: jax.Array) -> list[ArrayLike]:
         env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
         read = lambda v: known_literal(v) if isinstance(v, core.Literal) else env[v]
         for eqn in jaxpr.eqns:
@@ -155,7 +155,5 @@ def _without_mesh(parameter: Any) -> Any:
 
 def known_literal(literal: core.Literal) -> Any:
     """The value of a literal without the mesh of an enclosing `jax.shard_map`, which JAX 0.11 keeps in it."""
-    if not hasattr(literal.val, "dtype"):
-        return literal.val
-    known = np.asarray(literal.val)
+    known = np.asarray(literal.val, aval_of(literal).dtype)
     return known.item() if aval_of(literal).weak_type else known

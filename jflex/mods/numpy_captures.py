@@ -56,11 +56,13 @@ class _Conversion:
             return types.MethodType(self(x.__func__), self(x.__self__))
         if isinstance(x, functools.partial):
             return functools.partial(self(x.func), *self(x.args), **self(x.keywords))
-        if dataclasses.is_dataclass(x) and not isinstance(x, type) and type(x).__module__.startswith("jflex."):
-            return dataclasses.replace(x, **{f.name: self(getattr(x, f.name)) for f in dataclasses.fields(x) if f.init})
         if type(x) is dict:
             return {key: self(value) for key, value in x.items()}
-        return tuple(map(self, x)) if type(x) is tuple else [*map(self, x)] if type(x) is list else x
+        if type(x) is tuple or type(x) is list:
+            return tuple(map(self, x)) if type(x) is tuple else [*map(self, x)]
+        if dataclasses.is_dataclass(x) and not isinstance(x, type) and type(x).__module__.startswith("jflex."):
+            return dataclasses.replace(x, **{f.name: self(getattr(x, f.name)) for f in dataclasses.fields(x) if f.init})
+        return x
 
     def _function(self, x: types.FunctionType) -> types.FunctionType:
         if (x.__module__ or "").partition(".")[0] in ("jax", "numpy"):

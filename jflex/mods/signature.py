@@ -104,9 +104,8 @@ def accept_numpy(mod: Callable[..., R]) -> Callable[..., R]:
     """
 
     def call(*args: object) -> R:
-        mesh = jax.sharding.get_abstract_mesh()
         try:
-            return (indexable(mod) if mesh.explicit_axes else mod)(*args)
+            return (indexable(mod) if jax.sharding.get_abstract_mesh().explicit_axes else mod)(*args)
         except (jax.errors.TracerArrayConversionError, jax.errors.TracerIntegerConversionError, NotImplementedError):
             return indexable(mod)(*args)
 

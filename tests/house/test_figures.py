@@ -5,7 +5,7 @@ import pytest
 from tests.house import figures
 
 LIMITS = {
-    "library lines": 60423,
+    "library lines": 60422,
     "test lines": 42493,
     "benchmark lines": 5990,
     "library files over 400 lines": 0,
