@@ -25,7 +25,7 @@ def indexable(mod: Callable[..., _R]) -> Callable[..., _R]:
     """The mod with captured numpy arrays, and arrays of an explicit mesh, that tracers may index.
 
     These are the arrays in closures, globals, defaults and arguments of `functools.partial`, also inside of tuples,
-    lists and dicts, and the arrays of functions that the mod calls by name. Attributes of objects stay as they are.
+    lists, dicts and mods of jflex, and of functions that the mod calls by name. Attributes of other objects stay.
     """
     return _Conversion()(mod)
 

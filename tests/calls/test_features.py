@@ -62,7 +62,7 @@ def test_jit_of_sharded_arrays_gathers_no_keys(name, backend):
 @backends
 @features("packed", "vector mods")
 def test_explicit_mesh(name, backend):
-    """Where types say how arrays are sharded, the type of the output says it too. Captured arrays are sharded, too."""
+    """Types say how inputs, captured arrays and outputs are sharded."""
     mesh = mesh_of(AxisType.Explicit)
     with jax.set_mesh(mesh):
         found = jax.jit(functools.partial(FEATURES[name].differentiated, BACKENDS[backend]))(placed(name, mesh))
