@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import jax
 import numpy as np
+import pytest
 
+from flax_layers.models.form import flatten_model
 from flax_layers.serving import EngineOptions
 from flax_layers.serving.device import inputs
 from flax_layers.serving.device.options import Program, Shape
+from flax_layers.serving.device.step import empty_state, make_step
 from flax_layers.serving.engine.cascades import NO_PREFIX, Cascades
+from flax_layers.serving.engine.packing import pack
 from flax_layers.serving.engine.requests import Request
 from flax_layers.serving.engine.scheduler import Chunk
 from flax_layers.serving.engine.sequence import Sequence
 from jflex.paged import PagePool, PrefixCache
-from tests.cases.engine_cases import PROMPTS, Client, engine_of
+from tests.cases.engine_cases import PROMPTS, Client, engine_of, model
+from tests.support import gpu_compile
 
 
 def test_a_step_is_planned_and_packed_by_the_host_alone(monkeypatch):
@@ -32,6 +38,19 @@ def test_a_step_is_planned_and_packed_by_the_host_alone(monkeypatch):
     packed = [engine._dispatcher.packed(chunks, program) for _ in range(2)]
     assert type(packed[0]) is np.ndarray
     np.testing.assert_array_equal(packed[0], packed[1])
+
+
+@pytest.mark.full
+@pytest.mark.skipif(gpu_compile.missing() is not None, reason="compiles for a GPU")
+def test_a_gpu_computes_nothing_twice_beside_a_large_cache():
+    """XLA counts donated caches twice; short of memory by that count, it wrote pages twice, into a second cache."""
+    options = EngineOptions(num_pages=1 << 22, page_size=64, max_requests=4, max_step_tokens=64)
+    state = jax.eval_shape(lambda: empty_state(model(), options, None))
+    assert sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state)) > 60e9
+    program = Program(options.shapes(model().config)[0])
+    parameters, form = flatten_model(model())
+    arrays = (parameters, state, pack([], program.shape, options.max_requests))
+    assert ".remat" not in gpu_compile.compiled_of(make_step(form, None), *arrays, program=program).as_text()
 
 
 def test_when_a_cascade_pays():

@@ -100,13 +100,14 @@ def _sharding() -> jax.sharding.SingleDeviceSharding:
     return jax.sharding.SingleDeviceSharding(absent_gpus(1)[0])
 
 
-def compiled_of(function: Any, *arrays: Any, donate_argnums: tuple[int, ...] = ()) -> Any:
-    """Compiles a function, to a `jax.stages.Compiled`.
+def compiled_of(function: Any, *arrays: Any, donate_argnums: tuple[int, ...] = (), **static: Any) -> Any:
+    """Compiles a function, to a `jax.stages.Compiled`; a jitted one with its own options, and `static` arguments.
 
     Raises what XLA raises when it refuses the function. Needs `missing()` to be None.
     """
+    jitted = function if static else jax.jit(function, donate_argnums=donate_argnums)
     with absent_gpu(), compiled_in_haste(False):
-        traced = jax.jit(function, donate_argnums=donate_argnums).trace(*jax.tree.map(_on_gpu, arrays))
+        traced = jitted.trace(*jax.tree.map(_on_gpu, arrays), **static)
         return traced.lower(lowering_platforms=("cuda",)).compile()
 
 
