@@ -55,7 +55,7 @@ def parameter_shardings(
             f"`shapes` must be of a model whose projections are not fused: a mesh divides each of them. Got "
             f"{fused[0]}. Leave `fuse_projections` out."
         )
-    mesh = Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
+    mesh = automatic_mesh(mesh)
     shardings, wrong = {}, []
     for path, shape in shapes.items():
         spec = _present(next((spec for pattern, spec in rules if re.search(pattern, path)), PartitionSpec()), mesh)
@@ -74,6 +74,11 @@ def parameter_shardings(
             + "\nMake an axis of the mesh smaller, or pass `rules` that replicate these parameters."
         )  # fmt: skip
     return shardings
+
+
+def automatic_mesh(mesh: Mesh) -> Mesh:
+    """The mesh with automatic axes; `jax.make_mesh` makes explicit ones, where every operation would need shardings."""
+    return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
 
 
 def _present(spec: PartitionSpec, mesh: Mesh) -> PartitionSpec:

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float32, Int32
 
 from flax_layers.models import Decoder, ModelConfig
 from flax_layers.models.checkpoint.optional import needs
-from flax_layers.models.sharding import RULES, Rules, parameter_shardings
+from flax_layers.models.sharding import RULES, Rules, automatic_mesh, parameter_shardings
 from flax_layers.train import parallel
 from flax_layers.train.dataset.corpus import Rows
 from flax_layers.train.errors import InputError
@@ -139,7 +139,7 @@ class Trainer:
         self.config = model.config
         self._dtype = model.embed.dtype
         self.computation = computation
-        self.mesh = parallel.make_mesh(dict.fromkeys(parallel.AXES, 1)) if mesh is None else mesh
+        self.mesh = parallel.make_mesh(dict.fromkeys(parallel.AXES, 1)) if mesh is None else automatic_mesh(mesh)
         if not set(parallel.AXES) <= set(self.mesh.shape):
             raise InputError(
                 f"`mesh` must have the axes {', '.join(parallel.AXES)}. Got {', '.join(self.mesh.shape)}. Make it with "

@@ -3,6 +3,7 @@
 With fused projections: the same outputs, in one product where there were two or three.
 """
 
+import functools
 import re
 
 import jax
@@ -273,6 +274,16 @@ def test_fused_models_are_refused(provoke, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         provoke(tmp_path / "model")
     assert not (tmp_path / "model").exists()
+
+
+@pytest.mark.full
+def test_tokens_sharded_over_the_mesh_of_make_mesh():
+    model, mesh, tokens = small(), jax.make_mesh((2,), ("data",)), tokens_of(2, 32)
+    computed = nnx.jit(nnx.value_and_grad(lambda model, tokens: model(tokens).std()))
+    expected = computed(model, tokens)
+    with jax.set_mesh(mesh):
+        found = computed(model, jax.device_put(tokens, jax.sharding.NamedSharding(mesh, PartitionSpec("data"))))
+    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-5), found, expected)
 
 
 def test_a_model_on_a_mesh_stays_as_it_is():

@@ -50,6 +50,13 @@ def test_losses_on_every_mesh_are_those_of_one_device(mesh: str, on_one_device):
     assert moments.sharding == kernel.sharding
 
 
+@pytest.mark.full
+def test_losses_on_the_mesh_of_make_mesh(on_one_device, monkeypatch):
+    monkeypatch.setattr(train_cases, "make_mesh", lambda sizes: jax.make_mesh(tuple(sizes.values()), tuple(sizes)))
+    for found, expected in zip(three_steps(train_cases.trainer(MESH)), on_one_device, strict=True):
+        np.testing.assert_allclose(found, expected, rtol=2e-5)
+
+
 @tiers(rest="full", share=3)
 @pytest.mark.parametrize(
     ("mesh", "computation"),
