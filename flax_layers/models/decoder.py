@@ -252,8 +252,9 @@ class Decoder(nnx.Module):
 
     def _embed(self, tokens: Int[Array, "*batch"]) -> Float[Array, "*batch width"]:
         # Take, then cast: the gradients of repeated tokens are summed in the dtype of the parameters.
-        take = functools.partial(jnp.take, axis=0)
-        if jax.sharding.get_abstract_mesh().explicit_axes:  # where lookups of sharded tokens need a sharding
-            take = jax.sharding.auto_axes(take, out_sharding=jax.P(*jax.typeof(tokens).sharding.spec, None))
-        stream = take(self.embed.embedding[...], tokens).astype(self.embed.dtype)
+        # Lookups of tokens sharded over explicit axes need the sharding of their results.
+        explicit = jax.sharding.get_abstract_mesh().explicit_axes
+        sharding = jax.P(*jax.typeof(tokens).sharding.spec, None) if explicit else None
+        rows = self.embed.embedding[...].at[tokens].get(mode="fill", out_sharding=sharding)
+        stream = rows.astype(self.embed.dtype)
         return stream * jnp.asarray(self.config.embedding_scale, stream.dtype)

@@ -123,6 +123,6 @@ class MixtureOfExperts(nnx.Module):
         # Of each expert, the backward pass keeps its weights alone: activations of all would take their number as much.
         body = jax.checkpoint(add, prevent_cse=False)
         weights = jnp.moveaxis(self.router(inputs), -1, 0)
-        routed, _ = jax.lax.scan(body, jnp.zeros(inputs.shape, jnp.float32), (kernels, weights))
+        routed, _ = jax.lax.scan(body, jnp.zeros_like(inputs, jnp.float32), (kernels, weights))
         routed = routed.astype(inputs.dtype)
         return routed if self.shared is None else routed + self.shared(inputs)
