@@ -78,10 +78,6 @@ class NNX:
         graph, state = nnx.split(layer)
         return lambda state: nnx.merge(graph, state), state
 
-    def with_implementation(self, layer, name: str):
-        layer.implementation = name
-        return layer
-
     def gradients(self, loss, layer) -> dict:
         return nnx.to_pure_dict(nnx.jit(nnx.grad(loss))(layer))
 
@@ -107,9 +103,6 @@ class Linen:
 
     def split(self, layer: LinenLayer):
         return lambda variables: LinenLayer(variables, layer.module), layer.variables
-
-    def with_implementation(self, layer: LinenLayer, name: str) -> LinenLayer:
-        return dataclasses.replace(layer, module=layer.module.clone(implementation=name))
 
     def gradients(self, loss, layer: LinenLayer) -> dict:
         return self.params(jax.jit(jax.grad(loss))(layer))
