@@ -103,8 +103,8 @@ class Trainer:
             `nnx.eval_shape` made, nothing is allocated until `begin`, or a state that is set.
         recipe: The optimizer and its schedule.
         computation: How a step is computed.
-        mesh: With the axes `data`, `fsdp` and `model`, and `context` to divide the tokens of rows. Default: the first
-            device.
+        mesh: With the axes `data`, `fsdp` and `model`, and `context` to divide the tokens of rows; explicit axes become
+            automatic. Default: the first device.
         rules: How parameters are sharded over it.
         trained: Patterns of the paths of parameters that are trained, such as `*.attention.*`. The others have no
             gradients and no moments. Default: all.
