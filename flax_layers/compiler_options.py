@@ -12,8 +12,8 @@ step at batch 1 takes 6.5 ms so, and 5.2 ms without the pass (H200, JAX 0.11.2).
 another overlap in a CUDA graph that is concurrent: 4.26 ms a step, and 4.30 without.
 
 Rematerialization counts a donated cache twice, as argument and as result, and computes again what it need not: of the
-same shape, a step of 512 requests has 60 kernels more beside a cache of 43 GB. Beside one of 107 GB it writes pages of
-the first layer twice, and a server on an H200 ran out of memory, for 50 GiB.
+same shape, a step of 512 requests beside a cache of 43 GB has 454 fusions and one write of pages twice, and 364 without
+the pass (compiled for an H200, not timed).
 """
 
 PROMPTS: dict[str, str] = {"xla_gpu_graph_min_graph_size": "1000000000"}

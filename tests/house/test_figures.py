@@ -6,7 +6,7 @@ from tests.house import figures
 
 LIMITS = {
     "library lines": 60435,
-    "test lines": 42526,
+    "test lines": 42527,
     "benchmark lines": 5990,
     "library files over 400 lines": 0,
     "functions over 50 code lines": 0,

@@ -280,11 +280,12 @@ def test_fused_models_are_refused(provoke, message, tmp_path):
 @pytest.mark.parametrize("name", ["qwen2", "deepseek_v3"])
 def test_tokens_sharded_over_the_mesh_of_make_mesh(name):
     model, mesh, tokens = load(name), jax.make_mesh((2,), ("data",)), expected(name)["tokens"][:2]
-    computed = nnx.jit(nnx.value_and_grad(lambda model, tokens: model(tokens).std()))
-    wanted = computed(model, tokens)
+    loss_and_gradients = nnx.jit(nnx.value_and_grad(lambda model, tokens: model(tokens).std()))
+    on_one_device = loss_and_gradients(model, tokens)
     with jax.set_mesh(mesh):
-        found = computed(model, jax.device_put(tokens, jax.sharding.NamedSharding(mesh, PartitionSpec("data"))))
-    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-5), found, wanted)
+        tokens = jax.device_put(tokens, jax.sharding.NamedSharding(mesh, PartitionSpec("data")))
+        on_two = loss_and_gradients(model, tokens)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-5), on_two, on_one_device)
 
 
 def test_a_model_on_a_mesh_stays_as_it_is():

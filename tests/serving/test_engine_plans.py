@@ -43,7 +43,7 @@ def test_a_step_is_planned_and_packed_by_the_host_alone(monkeypatch):
 @pytest.mark.full
 @pytest.mark.skipif(gpu_compile.missing() is not None, reason="compiles for a GPU")
 def test_a_gpu_computes_nothing_twice_beside_a_large_cache():
-    """XLA counts donated caches twice; short of memory by that count, it wrote pages twice, into a second cache."""
+    """XLA counts a donated cache twice, and rematerialized to save memory that is not short."""
     options = EngineOptions(num_pages=1 << 22, page_size=64, max_requests=4, max_step_tokens=64)
     state = jax.eval_shape(lambda: empty_state(model(), options, None))
     assert sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state)) > 60e9
