@@ -29,7 +29,7 @@ from benchmarks.questions.generation import Shape, jax_model
 from benchmarks.questions.question import Measured, one_of
 from benchmarks.questions.serving import Load, Timing, records_of
 from benchmarks.results.schema import Record
-from benchmarks.run.jobs import SHARED_GPU, Job, RunJob, run_job, run_jobs
+from benchmarks.run.jobs import Job, RunJob, run_job, run_jobs
 from benchmarks.run.timing import busy_seconds
 
 PARTS = ("clients", "http", "launches", "users", "transformers")
@@ -157,7 +157,8 @@ def engine(
 
 def measured_part(shape: Shape, sizes: Sizes, part: str, limit: float = 560.0, run: RunJob = run_job) -> Measured:
     """Runs a part in a process of its own, of at most `limit` seconds."""
-    arguments, variables = {"shape": shape, "sizes": sizes}, dict(SHARED_GPU)
+    arguments: dict[str, Any] = {"shape": shape, "sizes": sizes}
+    variables: dict[str, str] = {}  # JAX takes its memory at the start: growing, it finds no 50 GiB beside 50 GiB
     target = __name__, "jax_loads", {**arguments, "part": part}
     if part == "transformers":
         target = "benchmarks.peers.torch.serving", "torch_serving", arguments
