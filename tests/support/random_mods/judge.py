@@ -120,12 +120,13 @@ def exact(case: Case, visible, places) -> Callable[[float], Results]:
         s, pull_s = jax.vjp(scores, x.query, x.key, floats)
         s = s + noise.scores * of_mod * jnp.maximum(jnp.abs(jnp.where(visible, s, 0)), 1)
         (out, lse), pull = jax.vjp(functools.partial(_softmax, visible, s.dtype), s, x.value)
-        d_s, d_value = pull((x.d_out, x.d_lse))
+        d_s, _ = pull((x.d_out, x.d_lse))
         # A fused backward pass starts from the lse in float32 and from the output in its dtype.
         finite = jnp.where(jnp.isfinite(lse), lse, 0.0)[..., None]
         weights = jnp.where(visible, jnp.exp(s - finite), 0.0)
         by_output = half * jnp.sqrt(((out * x.d_out) ** 2).sum(-1)).swapaxes(1, 2)[..., None]
         factor = 1 + noise.rows * EPS * jnp.abs(finite)
+        _, d_value = pull((x.d_out * factor.swapaxes(1, 2), x.d_lse))
         d_query, d_key, d_floats = pull_s(jnp.where(visible, d_s * factor + noise.rows * weights * by_output, 0.0))
         # Where the derivative of a mod cancels, as that of ``sum(softmax(x))``, roundings remain.
         remain = (of_half if case.score.uses_half else EPS) * jnp.sqrt(jnp.sum(jnp.where(visible, d_s, 0) ** 2))
