@@ -158,7 +158,7 @@ def engine(
 def measured_part(shape: Shape, sizes: Sizes, part: str, limit: float = 560.0, run: RunJob = run_job) -> Measured:
     """Runs a part in a process of its own, of at most `limit` seconds."""
     arguments: dict[str, Any] = {"shape": shape, "sizes": sizes}
-    variables: dict[str, str] = {}  # JAX takes its memory at the start: growing, it finds no 50 GiB beside 50 GiB
+    variables: dict[str, str] = {}  # JAX preallocates: a pool that grows has no room for two arrays of 50 GiB
     target = __name__, "jax_loads", {**arguments, "part": part}
     if part == "transformers":
         target = "benchmarks.peers.torch.serving", "torch_serving", arguments
