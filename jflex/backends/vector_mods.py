@@ -10,15 +10,19 @@ It sees one vector alone: it cannot mix positions.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import jaxpr_as_fun
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int32
 
+from jflex._mesh import leading_axes, partitioned_by_xla
 from jflex.mods.signature import accept_numpy
+from jflex.mods.trace import TracedMod, trace_vector_call
 from jflex.mods.types import OutputMod, VectorMod
 
 
@@ -84,7 +88,8 @@ def modified_rows(
     if is_output:
         rows = first, None if rows[1] is None else rows[1].astype(exact_dtype(dtype))
     call = (lambda x, *where: mod(*x, *where)) if is_output else mod
-    modified = _mapped(call, dtype, ("bi", "h"))(rows, jnp.maximum(b, 0), _indices_along(first, 1), jnp.maximum(idx, 0))
+    heads = jnp.arange(first.shape[1], dtype=jnp.int32)
+    modified = _mapped(call, dtype, ("bi", "h"))(rows, jnp.maximum(b, 0), heads, jnp.maximum(idx, 0))
     return jnp.where((b < 0)[:, None, None], jnp.zeros_like(modified), modified) if is_output else modified
 
 
@@ -92,9 +97,9 @@ def _of_dense(mod: Callable[..., Any], x: Any, layout: str, positions: Int32[Arr
     """`mod` of every vector of an array of four axes, or of a pair of it and an array without the last."""
     first: jax.Array = jax.tree.leaves(x)[0]
     axes = ("b", "i", "h") if layout == "BTNH" else ("b", "h", "i")
-    indices = {name: _indices_along(first, axis) for axis, name in enumerate(axes)}
+    indices = {name: jnp.arange(first.shape[axis], dtype=jnp.int32) for axis, name in enumerate(axes)}
     if positions is not None:
-        indices["i"] = _sharded_along(positions, first, axes.index("i"))
+        indices["i"] = positions
     return _mapped(mod, first.dtype, axes)(x, indices["b"], indices["h"], indices["i"])
 
 
@@ -117,24 +122,36 @@ def _mapped(mod: Callable[..., Any], dtype: DTypeLike, axes: Sequence[str]) -> C
     def one(x: Any, b: jax.Array, h: jax.Array, i: jax.Array) -> jax.Array:
         return mod(jax.tree.map(lambda leaf: leaf.astype(exact_dtype(dtype)), x), b, h, i).astype(dtype)
 
-    function: Callable[..., jax.Array] = one
+    def call(x: jax.Array | tuple[jax.Array | None, ...], *indices: jax.Array) -> jax.Array:
+        if not jax.sharding.get_abstract_mesh().explicit_axes:
+            return _over_axes(one, axes)(x, *indices)
+        leaves, tree = jax.tree.flatten(x)
+        vectors = [jax.ShapeDtypeStruct(leaf.shape[len(axes) :], leaf.dtype) for leaf in leaves]
+        traced, operands = trace_vector_call(lambda *args: one(tree.unflatten(args[:-3]), *args[-3:]), vectors)
+        return _partitioned(traced, (*axes,), leaves, indices, operands)
+
+    return call
+
+
+def _over_axes(call: Callable[..., jax.Array], axes: Sequence[str], operands: int = 0) -> Callable[..., jax.Array]:
     for names in reversed(axes):
-        function = jax.vmap(function, in_axes=(0, *(0 if index in names else None for index in "bhi")))
-    return function
+        of_indices = (0 if index in names else None for index in "bhi")
+        call = jax.vmap(call, in_axes=(0, *of_indices, *[None] * operands))
+    return call
 
 
-def _indices_along(x: jax.Array, axis: int) -> Int32[Array, " n"]:
-    """0, 1, ... along an axis; in a mesh with explicit axes sharded like it, as `jax.vmap` requires."""
-    return _sharded_along(jnp.arange(x.shape[axis], dtype=jnp.int32), x, axis)
-
-
-def _sharded_along(positions: Int32[Array, " n"], x: jax.Array, axis: int) -> Int32[Array, " n"]:
-    """Numbers for an axis of `x`; in a mesh with explicit axes sharded like it, as `jax.vmap` requires."""
-    mesh = jax.sharding.get_abstract_mesh()
-    if not mesh.explicit_axes:
-        return positions
-    spec = jax.sharding.PartitionSpec(jax.typeof(x).sharding.spec[axis])
-    return jax.reshard(positions, jax.sharding.NamedSharding(mesh, spec))
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _partitioned(
+    traced: TracedMod,
+    axes: tuple[str, ...],
+    x: list[jax.Array],
+    indices: tuple[jax.Array, ...],
+    operands: tuple[jax.Array, ...],
+) -> jax.Array:
+    """A mod over axes in a mesh with explicit axes, where it could index no array by an index that is sharded."""
+    program = jaxpr_as_fun(traced.jaxpr)
+    call = _over_axes(lambda x, *more: program(*x, *more)[0], axes, len(operands))
+    return partitioned_by_xla(call, lambda: leading_axes(x[0], len(axes)))(x, *indices, *operands)
 
 
 def used_keys(

@@ -133,6 +133,13 @@ def trace_vector_mod(
     return _residual(mod, lambda *args: jnp.asarray(accept_numpy(mod)(*args)), arguments, role)
 
 
+def trace_vector_call(
+    call: Callable[..., jax.Array], vectors: Sequence[jax.ShapeDtypeStruct]
+) -> tuple[TracedMod, tuple[jax.Array, ...]]:
+    """Traces a call of a vector mod, which was checked, on the vectors of one token and on its indices."""
+    return _residual(call, call, [*vectors, *[_INDEX] * 3], "value")
+
+
 def trace_mask(function: Callable[..., jax.Array], operands: Sequence[tuple[tuple[int, ...], str]]) -> core.ClosedJaxpr:
     """The program of a mask, as a function of its indices and operands."""
     scalars = [jax.ShapeDtypeStruct((), jnp.int32)] * 4

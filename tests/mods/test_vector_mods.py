@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 import jflex
 from tests.cases import vector_pairs as pairs
@@ -251,6 +253,23 @@ def test_packed_sequences_are_as_each_alone(backend, dtype):
     for x, y in zip(*map(jax.tree.leaves, (run(packed, *padded), run(alone, *exact))), strict=True):
         x, y = (np.asarray(a, np.float64) for a in (x, y))
         np.testing.assert_allclose(x, y, rtol=rtol, atol=rtol * np.abs(y).max())
+
+
+@pytest.mark.skipif(jax.device_count() < 4, reason="shards over four devices")
+@tiers(default={"compiled": True})
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
+def test_captures_are_indexed_in_an_explicit_mesh(compiled):
+    """By indices that are sharded, and sharded themselves; results and gradients are those without a mesh."""
+    case = CASES[1]
+    (q, k, v, d_out, d_lse), captures = drawn(case)
+    run = functools.partial(differentiated, case, functools.partial(call, case, BACKENDS["xla"]))
+    right = run((q, k, v, d_out, d_lse), captures)
+    run = jax.jit(run) if compiled else run
+    with jax.set_mesh(jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)):
+        arrays = [jax.device_put(x, P("data", None, "model")) for x in (q, k, v, d_out)]
+        placed = jax.tree.map(lambda x: jax.device_put(x, P("model" if x.shape[0] % 2 == 0 else None)), captures)
+        got = run((*arrays, jax.device_put(d_lse, P("data", "model"))), placed)
+    jax.tree.map(lambda x, y: assert_close(np.asarray(x), np.asarray(y)), got, right)
 
 
 def test_rows_without_keys_come_as_zeros_and_minus_infinity():
