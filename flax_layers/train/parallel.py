@@ -1,15 +1,21 @@
 """The mesh of devices, and how rows are sharded over it."""
 
+import functools
 import math
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from flax_layers.context_parallel import ContextParallel
 from flax_layers.models import ModelConfig
 from flax_layers.train.errors import InputError
 from jflex import context_parallel
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 AXES = ("data", "fsdp", "model")
 """Rows are sharded over `data` and `fsdp`, parameters over `fsdp` and `model`: see `flax_layers.models.sharding`."""
@@ -25,6 +31,17 @@ ROWS = PartitionSpec(("data", "fsdp"))
 
 LEAST_BLOCK = 16
 """Tokens of the smallest block of a mask that all kernels have tiles for."""
+
+
+def outside_of_meshes(function: Callable[P, R]) -> Callable[P, R]:
+    """Runs a function without the mesh of `jax.set_mesh`, whose axes may be explicit; shardings name their own."""
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+            return function(*args, **kwargs)
+
+    return call
 
 
 def parse_mesh(text: str) -> dict[str, int]:

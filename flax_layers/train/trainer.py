@@ -126,6 +126,7 @@ class Trainer:
         True
     """
 
+    @parallel.outside_of_meshes
     def __init__(
         self,
         model: Decoder,
@@ -176,6 +177,7 @@ class Trainer:
         if all(isinstance(x, jax.Array) for x in flat_parameters(variables).values()):
             self.begin(model)
 
+    @parallel.outside_of_meshes
     def begin(self, model: Decoder) -> None:
         """Sets the state to that before the first step, with the parameters of a model."""
         parameters = jax.device_put(flat_parameters(nnx.state(model)), self.shardings.parameters)
@@ -183,6 +185,7 @@ class Trainer:
             optimizer = self._init(self._trained(parameters))
         self.state = State(jax.device_put(jnp.int32(0), self.shardings.step), parameters, optimizer)
 
+    @parallel.outside_of_meshes
     def compile(self, rows: int, length: int, *, has_weights: bool = False) -> jax.stages.Compiled:
         """Compiles the step for batches of `rows`; `step` then compiles nothing. Nothing else is allocated."""
         shape = (self.computation.accumulate, rows // self.computation.accumulate, length)
@@ -191,6 +194,7 @@ class Trainer:
         batch = jax.tree.map(lambda dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding), dtypes)
         return self._step.lower(self.state, batch).compile()
 
+    @parallel.outside_of_meshes
     def step(self, rows: Rows) -> Metrics:
         """Takes a step on a batch. It returns at once; reading the metrics waits for the device.
 
@@ -206,6 +210,7 @@ class Trainer:
         self.state, metrics = self._step(self.state, self._on_devices(split, None, parallel.ROWS[0]))
         return metrics
 
+    @parallel.outside_of_meshes
     def mean_loss(self, batches: Iterable[Rows]) -> float:
         """Loss of all scored tokens of the batches.
 
