@@ -6,7 +6,7 @@ from tests.house import figures
 
 LIMITS = {
     "library lines": 60481,
-    "test lines": 42554,
+    "test lines": 42552,
     "benchmark lines": 5990,
     "library files over 400 lines": 0,
     "functions over 50 code lines": 0,
