@@ -134,6 +134,7 @@ def _mapped(mod: Callable[..., Any], dtype: DTypeLike, axes: Sequence[str]) -> C
 
 
 def _over_axes(call: Callable[..., jax.Array], axes: Sequence[str], operands: int = 0) -> Callable[..., jax.Array]:
+    """`call` over the axes that `_mapped` describes, with operands that have none of them."""
     for names in reversed(axes):
         of_indices = (0 if index in names else None for index in "bhi")
         call = jax.vmap(call, in_axes=(0, *of_indices, *[None] * operands))

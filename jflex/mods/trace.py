@@ -136,7 +136,7 @@ def trace_vector_mod(
 def trace_vector_call(
     call: Callable[..., jax.Array], vectors: Sequence[jax.ShapeDtypeStruct]
 ) -> tuple[TracedMod, tuple[jax.Array, ...]]:
-    """Traces a call of a vector mod, which was checked, on the vectors of one token and on its indices."""
+    """Traces a call of any vector mod, which was checked, on the vectors of one token and on its indices."""
     return _residual(call, call, [*vectors, *[_INDEX] * 3], "value")
 
 

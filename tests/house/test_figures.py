@@ -5,7 +5,7 @@ import pytest
 from tests.house import figures
 
 LIMITS = {
-    "library lines": 60481,
+    "library lines": 60483,
     "test lines": 42552,
     "benchmark lines": 5990,
     "library files over 400 lines": 0,
