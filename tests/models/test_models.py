@@ -276,11 +276,10 @@ def test_fused_models_are_refused(provoke, message, tmp_path):
     assert not (tmp_path / "model").exists()
 
 
-@pytest.mark.full
-def test_tokens_sharded_over_the_mesh_of_make_mesh():
-    """Of a model with experts, whose scan has a carry."""
-    name, mesh = "deepseek_v3", jax.make_mesh((2,), ("data",))
-    model, tokens = load(name), expected(name)["tokens"][:2]
+@tiers(full={"name": "deepseek_v3"}, rest="long")
+@pytest.mark.parametrize("name", ["qwen2", "deepseek_v3"])
+def test_tokens_sharded_over_the_mesh_of_make_mesh(name):
+    model, mesh, tokens = load(name), jax.make_mesh((2,), ("data",)), expected(name)["tokens"][:2]
     loss_and_gradients = nnx.jit(nnx.value_and_grad(lambda model, tokens: model(tokens).std()))
     on_one_device = loss_and_gradients(model, tokens)
     with jax.set_mesh(mesh):

@@ -1,5 +1,6 @@
 """The trainer: meshes, accumulation and remat change nothing; what it holds and moves."""
 
+import contextlib
 import dataclasses
 import re
 from typing import Any
@@ -50,12 +51,13 @@ def test_losses_on_every_mesh_are_those_of_one_device(mesh: str, on_one_device):
     assert moments.sharding == kernel.sharding
 
 
-@pytest.mark.full
-def test_losses_on_the_mesh_of_make_mesh(on_one_device, monkeypatch):
-    """In its context, too; its axes are explicit."""
+@tiers(full={"inside": True}, rest="long")
+@pytest.mark.parametrize("inside", [False, True])
+def test_losses_on_the_mesh_of_make_mesh(inside, on_one_device, monkeypatch):
+    """Its axes are explicit; outside and inside of `jax.set_mesh`."""
     mesh = jax.make_mesh((2, 2, 2), ("data", "fsdp", "model"))
     monkeypatch.setattr(train_cases, "make_mesh", lambda sizes: mesh)
-    with jax.set_mesh(mesh):
+    with jax.set_mesh(mesh) if inside else contextlib.nullcontext():
         losses = three_steps(train_cases.trainer(MESH))
     for found, expected in zip(losses, on_one_device, strict=True):
         np.testing.assert_allclose(found, expected, rtol=2e-5)
