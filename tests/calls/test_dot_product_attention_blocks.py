@@ -77,9 +77,7 @@ def test_lists_are_left_out_where_they_would_say_nothing():
 BANDS = [
     (Band(*sides).within(T, S), (T, S), block)
     for sides, (T, S), block in itertools.product(
-        [(None, 0), (3, None), (7, 5), (20, -9), (-4, 11)],
-        [(40, 40), (33, 70), (64, 17)],
-        [(16, 16), (16, 32)],
+        [(None, 0), (3, None), (7, 5), (20, -9), (-4, 11)], [(40, 40), (33, 70), (64, 17)], [(16, 16), (16, 32)]
     )
 ]
 

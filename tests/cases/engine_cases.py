@@ -17,14 +17,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from flax_layers.models import (
-    Decoder,
-    LatentConfig,
-    LayerConfig,
-    ModelConfig,
-    fuse_projections,
-    parameter_shardings,
-)
+from flax_layers.models import Decoder, LatentConfig, LayerConfig, ModelConfig, fuse_projections, parameter_shardings
 from flax_layers.nnx import AlibiBias
 from flax_layers.serving import Engine, EngineOptions, Event, Request, Streaming
 from flax_layers.serving.engine.drafts import Draft, PromptLookup

@@ -83,7 +83,5 @@ def _edges(rng, n):
 
 
 edge_bias = ScorePair(
-    lambda c: scores.edge_bias(c["table"], c["edges"]),
-    Score(_mean_of_edges, None, _mean_of_edges_by_table),
-    _edges,
+    lambda c: scores.edge_bias(c["table"], c["edges"]), Score(_mean_of_edges, None, _mean_of_edges_by_table), _edges
 )

@@ -106,8 +106,7 @@ def test_results_and_gradients_against_float64(name, strategy):
 @in_turns
 @strategies
 @pytest.mark.parametrize(
-    ("name", "implementation"),
-    [("documents", "triton"), ("bfloat16", "triton"), ("sinks and empty rows", "reference")],
+    ("name", "implementation"), [("documents", "triton"), ("bfloat16", "triton"), ("sinks and empty rows", "reference")]
 )
 def test_other_implementations(name, implementation, strategy):
     check(name, strategy, implementation)

@@ -10,14 +10,7 @@ from jax.sharding import AxisType
 
 import jflex
 from jflex import context_parallel
-from tests.support.context_parallel_calls import (
-    CUBE,
-    MASKS,
-    NEEDS_EIGHT_DEVICES,
-    drawn,
-    mesh_of,
-    strategies,
-)
+from tests.support.context_parallel_calls import CUBE, MASKS, NEEDS_EIGHT_DEVICES, drawn, mesh_of, strategies
 from tests.support.rows import in_turns, tiers
 
 pytestmark = NEEDS_EIGHT_DEVICES

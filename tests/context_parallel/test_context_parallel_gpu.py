@@ -13,10 +13,7 @@ from tests.cases.table import Sizes as N
 from tests.support import divided_pages, evaluation
 from tests.support.context_parallel_calls import attend_by, strategies
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(jax.device_count() < 2, reason="needs two GPUs of one host"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(jax.device_count() < 2, reason="needs two GPUs of one host")]
 SIZES = N(T=1024, Hq=4, Hkv=2, D=64)
 ZIGZAG = context_parallel.zigzag_order(2)
 SHUFFLED = np.array([3, 0, 6, 5, 7, 1, 4, 2])

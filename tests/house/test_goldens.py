@@ -13,16 +13,7 @@ import pytest
 from flax_layers.generate import generate
 from flax_layers.models import save_pretrained
 from tests.models.test_model_configs import IGNORED, READ
-from tests.support.golden_models import (
-    NAMES,
-    ROOT,
-    add_head,
-    change_config,
-    expected,
-    load,
-    logits_of,
-    relative_error,
-)
+from tests.support.golden_models import NAMES, ROOT, add_head, change_config, expected, load, logits_of, relative_error
 
 READER = """
 import sys, numpy as np, torch, transformers

@@ -12,10 +12,6 @@ os.environ.setdefault("KERAS_BACKEND", "jax")
 
 @pytest.fixture(autouse=True)
 def _as_frameworks_run() -> Iterator[None]:
-    with (
-        jax.numpy_dtype_promotion("standard"),
-        jax.numpy_rank_promotion("allow"),
-        warnings.catch_warnings(),
-    ):
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"), warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         yield

@@ -113,10 +113,7 @@ def test_what_is_decided_beside_something_undecided_still_counts():
 
 @pytest.mark.parametrize(
     "mod",
-    [
-        lambda b, h, q, k: 40 // (SIZES.S - k) >= 40,
-        lambda b, h, q, k: k * (2**31 // SIZES.S - 1) > 2_000_000_000,
-    ],
+    [lambda b, h, q, k: 40 // (SIZES.S - k) >= 40, lambda b, h, q, k: k * (2**31 // SIZES.S - 1) > 2_000_000_000],
     ids=["quotient", "product"],
 )
 def test_keys_past_the_last_one_of_a_cut_tile_count_for_nothing(mod):

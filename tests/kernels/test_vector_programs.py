@@ -11,12 +11,7 @@ import jflex
 from jflex.mods.trace import trace_vector_mod
 from pallas_kernels.program.evaluate import Evaluation
 from pallas_kernels.program.ir import Node
-from pallas_kernels.program.vectors.vectors import (
-    VECTOR,
-    VectorSizes,
-    chunkings,
-    trace_vector_program,
-)
+from pallas_kernels.program.vectors.vectors import VECTOR, VectorSizes, chunkings, trace_vector_program
 from pallas_kernels.triton.head_chunks import plain_chunks
 from tests.support.rows import tiers
 from tests.support.tile_programs import DenseSpace

@@ -16,14 +16,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from flax_layers.generate.folder import load as load_folder
-from flax_layers.models import (
-    CheckpointError,
-    Decoder,
-    LayerConfig,
-    ModelConfig,
-    from_pretrained,
-    save_pretrained,
-)
+from flax_layers.models import CheckpointError, Decoder, LayerConfig, ModelConfig, from_pretrained, save_pretrained
 from flax_layers.models.checkpoint import tensor_files
 from flax_layers.models.checkpoint.checkpoint import read_folder_config
 from tests.support.golden_models import NAMES, ROOT, add_head, change_config, expected, load, logits_of, relative_error

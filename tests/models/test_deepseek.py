@@ -18,13 +18,7 @@ import safetensors.numpy
 
 from flax_layers.attention.streaming import Streaming
 from flax_layers.context_parallel import ContextParallel
-from flax_layers.models import (
-    ExpertsConfig,
-    LatentConfig,
-    LayerConfig,
-    from_pretrained,
-    save_pretrained,
-)
+from flax_layers.models import ExpertsConfig, LatentConfig, LayerConfig, from_pretrained, save_pretrained
 from flax_layers.models.checkpoint.config_json import read_config, write_config
 from flax_layers.nnx import SharedPrefix
 from flax_layers.rotary_scaling import YarnScaling

@@ -28,14 +28,7 @@ from flax_layers.models import (
 from flax_layers.models.eight_bit_weights import EightBitLinear
 from flax_layers.models.fused import is_fused
 from flax_layers.rotary_scaling import LinearScaling
-from tests.support.golden_models import (
-    NAMES,
-    decode,
-    expected,
-    load,
-    logits_of,
-    relative_error,
-)
+from tests.support.golden_models import NAMES, decode, expected, load, logits_of, relative_error
 from tests.support.rows import tiers
 
 families = pytest.mark.parametrize("name", NAMES)

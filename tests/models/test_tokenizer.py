@@ -136,10 +136,7 @@ def test_a_template_may_ask_for_the_date(tmp_path):
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        (
-            "a\n{% if %}",
-            r"`template` must be valid jinja2\. Line 2 of 'default' in .*/chat_template\.jinja: .*\. C",
-        ),
+        ("a\n{% if %}", r"`template` must be valid jinja2\. Line 2 of 'default' in .*/chat_template\.jinja: .*\. C"),
         ("{{ x | nothing }}", r"Line 1 of .*: No filter named 'nothing'\. Correct the file, or download it again\."),
         ("\n\n{% generation %}", r"Line 3 of .*: Unexpected end of template"),
         ("{% training %}", r"Line 1 of .*: Encountered unknown tag 'training'"),

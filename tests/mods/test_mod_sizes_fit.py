@@ -13,18 +13,7 @@ from jflex.mods.trace import trace_mask_mod
 from jflex.paged import PagedBatch, PagedCache
 from tests.cases.errors.index_sizes import TWO, per_head, same_document
 from tests.support.rows import tiers
-from tests.support.sized_calls import (
-    DOCUMENT,
-    IDS,
-    block_mask,
-    call,
-    cascade,
-    draw,
-    ids_of,
-    int32,
-    paged,
-    varlen,
-)
+from tests.support.sized_calls import DOCUMENT, IDS, block_mask, call, cascade, draw, ids_of, int32, paged, varlen
 
 assert_close = functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-5)
 LONG_IDS, WIDE_BIAS = ids_of(2, 40), draw(2, 4, 40, 48)

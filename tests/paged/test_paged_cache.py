@@ -7,12 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jflex.paged import (
-    PagedCache,
-    copy_pages,
-    copy_slots,
-    write,
-)
+from jflex.paged import PagedCache, copy_pages, copy_slots, write
 from tests.support import gpu_compile
 
 P, SIZE, HKV, D, DV, L = 6, 4, 2, 8, 5, 3

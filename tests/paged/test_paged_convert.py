@@ -8,14 +8,7 @@ import numpy as np
 import pytest
 
 import jflex
-from jflex.paged import (
-    PagedCache,
-    PagePool,
-    clear_unused,
-    convert_block_mask,
-    convert_mask_mod,
-    convert_score_mod,
-)
+from jflex.paged import PagedCache, PagePool, clear_unused, convert_block_mask, convert_mask_mod, convert_score_mod
 from tests.support import oracle
 from tests.support.traces import Traced
 

@@ -131,8 +131,7 @@ def test_tokens_of_the_step_before_are_not_read_for_a_cancelled_request():
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("fails_at", "when_read", "drafts"),
-    [(1, False, 0), (4, False, 0), (2, True, 0), (3, True, 5)],
+    ("fails_at", "when_read", "drafts"), [(1, False, 0), (4, False, 0), (2, True, 0), (3, True, 5)]
 )
 def test_a_failed_step_ends_its_requests_alone(fails_at, when_read, drafts, monkeypatch):
     """Samples that were not in it compute their prompt again."""

@@ -43,11 +43,7 @@ def near(b, h, q_idx, kv_idx):
     return jnp.abs(q_idx - kv_idx) < 33
 
 
-MASKS = {
-    "causal": lambda b, h, q, k: q >= k,
-    "near": near,
-    "own": lambda b, h, q, k: q // 64 == k // 64,
-}
+MASKS = {"causal": lambda b, h, q, k: q >= k, "near": near, "own": lambda b, h, q, k: q // 64 == k // 64}
 
 
 def attend_in(mesh, strategy, **options):

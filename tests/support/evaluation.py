@@ -19,15 +19,7 @@ from jflex import AttentionStats
 from pallas_kernels.triton.compiler.launch.installed import launcher
 from tests.cases.table import CASES, Case
 from tests.support import dropout_bits, oracle, plain_attention, tolerance
-from tests.support.drawn_arrays import (
-    Drawn,
-    block_mask,
-    draw,
-    drawn_tangents,
-    poisoned,
-    visible,
-    visible_places,
-)
+from tests.support.drawn_arrays import Drawn, block_mask, draw, drawn_tangents, poisoned, visible, visible_places
 from tests.support.haste import compiled_in_haste
 from tests.support.hopper_emulator import emulated
 

@@ -163,8 +163,7 @@ def features() -> list[Feature]:
         Feature("gradient of `bias[h, q_idx, kv_idx]`", _captured(lambda x: _score(_shared_bias(x)), shared)),
         Feature("gradient of `table[h, q_idx - kv_idx]`", _captured(lambda x: _score(_distance(x)), distances)),
         Feature(
-            "gradient of `table[ids[q_idx], ids[kv_idx]]`",
-            _captured(lambda *x: _score(_gathered(*x)), table, ids),
+            "gradient of `table[ids[q_idx], ids[kv_idx]]`", _captured(lambda *x: _score(_gathered(*x)), table, ids)
         ),
         Feature("`query_mod`, `key_mod`, `value_mod`, `output_mod`, `jflex.rope`", {}),  # outside of the kernels
         Feature("`return_stats` over pages", {**pages, "stats": ("max", "entropy")}, gradients=False),

@@ -23,7 +23,7 @@ from tests.support.rows import tiers
 MESH = "data=2,fsdp=2,model=2"
 
 pytestmark = [
-    pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices; tests/conftest.py simulates them"),
+    pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices; tests/conftest.py simulates them")
 ]
 
 

@@ -22,7 +22,7 @@ from tests.support.rows import tiers
 from tests.train.test_train_runs import SMALL, losses_of
 
 pytestmark = [
-    pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices; tests/conftest.py simulates them"),
+    pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices; tests/conftest.py simulates them")
 ]
 LENGTH = 64
 CONFIG = dataclasses.replace(

@@ -64,10 +64,7 @@ LINES = b'{"text": "abc", "id": 1}\n\n{"text": ""}\n  {"text": "\\u00e4d"}\r\n{"
 
 @pytest.mark.parametrize(
     ("options", "tokens", "documents"),
-    [
-        ({}, "abcäde", [0, 0, 0, 1, 1, 1, 2]),
-        ({"end_token": ord("c")}, "abcädcec", [0, 0, 0, 1, 1, 1, 1, 2, 2]),
-    ],
+    [({}, "abcäde", [0, 0, 0, 1, 1, 1, 2]), ({"end_token": ord("c")}, "abcädcec", [0, 0, 0, 1, 1, 1, 1, 2, 2])],
 )
 def test_each_line_of_a_jsonl_is_a_document(tmp_path, options, tokens, documents):
     (tmp_path / "a.jsonl").write_bytes(LINES)
@@ -199,8 +196,7 @@ def test_an_empty_corpus_is_refused(texts):
 
 
 @pytest.mark.parametrize(
-    ("token", "dtype"),
-    [(256, np.uint16), (256, np.int64), (2**32 + 5, np.int64), (-1, np.int64), (2**63, np.uint64)],
+    ("token", "dtype"), [(256, np.uint16), (256, np.int64), (2**32 + 5, np.int64), (-1, np.int64), (2**63, np.uint64)]
 )
 @pytest.mark.parametrize("option", ["--data", "--held-out"])
 def test_tokens_out_of_range_are_refused_at_once(tmp_path, monkeypatch, token: int, dtype, option: str):

@@ -6,17 +6,7 @@ import jax
 import jax.numpy as jnp
 
 import jflex
-from tests.support.sized_calls import (
-    block_mask,
-    call,
-    cascade,
-    draw,
-    ids_of,
-    int32,
-    paged,
-    varlen,
-    with_table_of,
-)
+from tests.support.sized_calls import block_mask, call, cascade, draw, ids_of, int32, paged, varlen, with_table_of
 
 TWO = draw(2)
 IDS = ids_of(20)

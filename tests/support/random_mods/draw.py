@@ -62,11 +62,7 @@ class Drawing:
     def apply(self, operation: Operation) -> _Value:
         """Adds an operation on values that are there, or that are loaded for it."""
         args = [self.argument(letter) for letter in operation.args]
-        numbers = {
-            "n": str(self.rng.integers(2, 8)),
-            "c": f"{self.rng.uniform(0.3, 1.5):.2f}",
-            "L": str(self.length),
-        }
+        numbers = {"n": str(self.rng.integers(2, 8)), "c": f"{self.rng.uniform(0.3, 1.5):.2f}", "L": str(self.length)}
         text = operation.text
         for name, number in numbers.items():
             text = text.replace(f"{{{name}}}", number)
