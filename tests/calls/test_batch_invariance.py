@@ -84,7 +84,7 @@ def test_a_request_has_the_same_bits_in_every_batch_of_pages(backend, mods):
     check_in_batches(run, one, [one, short], [long, one], [short, long, long, one, one, short, short])
 
 
-@tiers(default={"mods": "alibi", "backend": "xla"}, in_turns=True)
+@tiers(full={"mods": "alibi", "backend": "xla"}, in_turns=True, rest="full")
 @everywhere
 @pytest.mark.parametrize("mods", ["alibi", "window"])
 def test_a_token_has_the_same_bits_however_it_is_prefilled(backend, mods):

@@ -196,7 +196,7 @@ def test_equals_attention_over_all_keys(tree, mods):
     assert_right(cascade(tree, dense_levels(tree), MODS[mods], **BACKENDS["xla"]), flat(tree, MODS[mods]))
 
 
-@tiers(default={"tree": "append-alibi", "backend": ["reference", "xla"]}, in_turns=True)
+@tiers({"tree": "append-alibi", "backend": "reference"}, {"tree": "append-alibi"}, in_turns=True, rest="full")
 @backends
 @pytest.mark.parametrize(("tree", "mods"), [("append", "alibi"), ("three_levels", "window"), ("decode", "causal")])
 def test_on_every_backend(tree, mods, backend):
@@ -278,6 +278,7 @@ def test_other_values_do_not_compile_again():
     assert len(traced) == 1
 
 
+@pytest.mark.full
 def test_gradient_of_the_reference_is_that_of_one_level():
     rng = np.random.default_rng(0)
     draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)

@@ -157,6 +157,7 @@ def test_explain_under_jit_counts_no_blocks():
     assert "not counted" in said[0]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("options", [{"implementation": "xla"},
                                      {"implementation": "triton", "config": jflex.Config(interpret=True)}],
                          ids=["xla", "triton-interpret"])  # fmt: skip

@@ -56,7 +56,7 @@ def attend(*arrays, key=KEY, rate=RATE, **more):
 # --- which weights
 
 
-@tiers(default={"how": "triton"})
+@tiers(rest="full")
 @backends
 def test_weights_are_kept_by_the_generator(how):
     np.testing.assert_array_equal(kept_of(attend(*shown(), **how)), drawn_kept())

@@ -148,6 +148,7 @@ def test_gradients_are_refused(backend):
             jax.grad(loss, argument)(q, v, scale)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("jitted", [False, True], ids=["eager", "jit"])
 @pytest.mark.parametrize("backend", ["reference", "xla"])
 def test_forward_mode_names_what_works(backend, jitted):

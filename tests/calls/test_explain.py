@@ -214,6 +214,7 @@ BATCH = PagedBatch(jnp.array([0, 3, 4]), jnp.array([20, 100]), jnp.array([[1, 2,
 QUERY = jnp.zeros((5, 4, 16))
 
 
+@pytest.mark.full
 def test_shapes_of_arrays_give_the_account_of_arrays():
     attend = functools.partial(explain, jflex.paged_attention, mask_mod=causal(), **INTERPRETED)
     assert attend(as_shapes(QUERY), as_shapes(CACHE), BATCH) == attend(QUERY, CACHE, BATCH)
@@ -231,6 +232,7 @@ def test_shapes_of_arrays_give_the_account_of_arrays():
     )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("form", ["shapes", "traced"])
 def test_what_is_not_known_is_said_to_be_so(form):
     accounts = []
@@ -266,6 +268,7 @@ def test_what_is_not_known_is_said_to_be_so(form):
     assert str(cascade).endswith("not known in all")
 
 
+@pytest.mark.full
 def test_counts_tiles_of_a_mask_that_bounds_the_walk():
     x, mask = jax.ShapeDtypeStruct((2, 512, 4, 64), jnp.bfloat16), jflex.masks.sliding_window(100, 0)
     of_tiles = explain(x, x, x, mask_mod=mask, **INTERPRETED)
@@ -278,6 +281,7 @@ def test_counts_tiles_of_a_mask_that_bounds_the_walk():
     assert explain(x, x, x, mask_mod=mask, implementation="xla").visited is None
 
 
+@pytest.mark.full
 def test_known_values_count_under_jit():
     """Arrays that a jitted function closes over, of which nothing may be computed by the program."""
     mask = jflex.create_block_mask(causal(), None, None, 256, 256)

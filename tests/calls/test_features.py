@@ -95,7 +95,7 @@ def test_a_gradient_inside_of_shard_map(backend):
     assert_close(jax.jit(sharded)(*arrays), local(*arrays))
 
 
-@tiers(default={"compiled": [True]})
+@tiers(rest="full")
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
 def test_constants_of_mods_inside_of_shard_map(compiled, kind):
@@ -128,7 +128,7 @@ MADE_INSIDE = {
 }
 
 
-@tiers(default={"name": "causal document", "compiled": True, "kind": "explicit"}, full={"compiled": True})
+@tiers(full=[{"name": "causal document", "compiled": True, "kind": "explicit"}, {"compiled": True}], rest="long")
 @pytest.mark.parametrize("name", MADE_INSIDE)
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
@@ -150,7 +150,7 @@ def test_ready_mods_made_inside_of_shard_map(compiled, kind, name):
     assert_close(np.asarray(found), expected)
 
 
-@tiers(default={"compiled": [True]})
+@tiers(rest="full")
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
 def test_blocks_selected_inside_of_shard_map(compiled):
     def attend(q):
@@ -164,7 +164,7 @@ def test_blocks_selected_inside_of_shard_map(compiled):
     assert_close((jax.jit(run) if compiled else run)(q), attend(q))
 
 
-@tiers(default={"strategy": [None]}, rest="long")
+@tiers(full={"strategy": [None]}, rest="long")
 @pytest.mark.parametrize("strategy", [None, "ring"])
 def test_eager_shard_map(strategy):
     """JAX evaluates no `custom_vjp` with symbolic zeros there by itself."""

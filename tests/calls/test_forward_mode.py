@@ -17,7 +17,7 @@ from tests.cases.table import CASES
 from tests.support import evaluation
 from tests.support.dense_masks import causal
 from tests.support.drawn_arrays import drawn_tangents
-from tests.support.rows import in_turns, tiers
+from tests.support.rows import tiers
 
 BOTH = {"xla": {"implementation": "xla", "config": jflex.Config(forward_mode=True)}}
 BOTH["triton-interpret"] = {"implementation": "triton", "config": jflex.Config(forward_mode=True, interpret=True)}
@@ -31,8 +31,12 @@ def close(found, right, **how):
 
 
 @tiers(
-    default=[{"case": "causal", "backend": "xla"}, {"case": "sinks", "backend": "triton-interpret"}],
-    full=[{"case": str(case), "backend": evaluation.BACKENDS[i % 2]} for i, case in enumerate(TANGENTS[::8])],
+    default={"case": "sinks", "backend": "xla"},
+    full=[
+        {"case": "sinks"},
+        {"case": "causal", "backend": "xla"},
+        *({"case": str(case), "backend": evaluation.BACKENDS[i % 2]} for i, case in enumerate(TANGENTS[::8])),
+    ],
 )
 @pytest.mark.parametrize("backend", evaluation.BACKENDS)
 @pytest.mark.parametrize("case", TANGENTS, ids=str)
@@ -41,7 +45,7 @@ def test_tangents(case, backend):
         evaluation.check_tangents(case, backend)
 
 
-@in_turns
+@tiers(in_turns=True, rest="full")
 @pytest.mark.parametrize("poison", [np.nan, np.inf])
 @pytest.mark.parametrize("backend", evaluation.BACKENDS)
 def test_hidden_values_and_tangents_that_are_not_finite(backend, poison):
@@ -117,7 +121,13 @@ TRANSFORMED = {
 }
 
 
-@tiers(default={"name": "statistics", "kind": ["jvp", "jvp of grad"], "backend": "xla"}, in_turns=True, share=2)
+@tiers(
+    default={"name": "statistics", "kind": "jvp", "backend": "xla"},
+    full={"name": "statistics", "kind": "jvp of grad", "backend": "xla"},
+    rest="full",
+    in_turns=True,
+    share=2,
+)
 @backends
 @pytest.mark.parametrize("kind", TRANSFORMED)
 @pytest.mark.parametrize("name", [name for name in FEATURES if name != "weights"])  # they have derivatives of their own
@@ -129,7 +139,7 @@ def test_transformations(name, kind, backend):
     close(found, right, rtol=2e-3, atol=2e-3)
 
 
-@tiers(default={"name": "sinks"}, share=2)
+@tiers(full={"name": "sinks"}, share=2, rest="full")
 @pytest.mark.parametrize("name", [name for name in FEATURES if name != "weights"])
 @pytest.mark.parametrize("policy", [None, jax.checkpoint_policies.save_only_these_names("jflex_out", "jflex_lse")])
 def test_gradients_are_the_program_of_the_custom_vjp(name, policy):
@@ -159,7 +169,7 @@ LAYERED = {
 }
 
 
-@tiers(default={"name": "scan of mapped calls", "backend": "xla"}, share=3)
+@tiers(full={"name": "scan of mapped calls", "backend": "xla"}, share=3, rest="full")
 @backends
 @pytest.mark.parametrize("name", LAYERED)
 def test_hessian_vector_products_through_a_scan(name, backend):
@@ -240,7 +250,7 @@ def test_a_hessian_vector_product_takes_linear_memory():
     assert program.memory_analysis().temp_size_in_bytes < 100 * 2**20
 
 
-@in_turns
+@tiers(in_turns=True, rest="full")
 @backends
 @pytest.mark.parametrize("kind", ["grad of grad", "grad of jvp", "three times"])
 def test_other_second_and_third_derivatives_name_the_reference(kind, backend):
@@ -256,6 +266,7 @@ def test_other_second_and_third_derivatives_name_the_reference(kind, backend):
         derive()
 
 
+@pytest.mark.full
 def test_a_backward_pass_that_is_refused_has_a_tangent():
     """A table of distances whose gradient no kernel adds in a fixed order."""
     config = jflex.Config(forward_mode=True, interpret=True, deterministic=True)
@@ -286,6 +297,7 @@ def test_explain_names_the_backend_of_tangents():
     assert jflex.explain(x, x, x, **REFERENCE).tangents == "reference"
 
 
+@pytest.mark.full
 def test_a_ring_is_refused():
     x, mesh = jnp.ones((1, 16, 2, 8)), jax.make_mesh((2,), ("context",))
     with pytest.raises(jflex.UnsupportedError, match="'ring'` has derivatives in reverse mode only"):

@@ -30,7 +30,7 @@ def boundaries(*lengths: int) -> jax.Array:
 # --- against the oracle
 
 
-@tiers(default={"backend": "triton-interpret", "case": "causal_grouped"}, in_turns=True, share=2)
+@tiers(full={"backend": "triton-interpret", "case": "causal_grouped"}, in_turns=True, share=2, rest="full")
 @pytest.mark.parametrize("case", CASES, ids=str)
 @backends
 def test_against_each_sequence_alone(case, backend):

@@ -40,7 +40,7 @@ ALL = evaluation.STATS
 # --- against float64
 
 
-@tiers(default={"backend": "triton-interpret", "case": "slopes"}, in_turns=True, share=2)
+@tiers(full={"backend": "triton-interpret", "case": "slopes"}, in_turns=True, share=2, rest="full")
 @pytest.mark.parametrize("case", [TABLE[name] for name in NAMES], ids=str)
 @pytest.mark.parametrize("backend", ["reference", *evaluation.BACKENDS])
 def test_against_float64(case, backend):
@@ -138,6 +138,7 @@ def test_forward_mode_and_second_derivatives_of_the_reference():
     np.testing.assert_allclose(twice, (step(1e-2) - step(-1e-2)) / 2e-2, rtol=2e-2)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("implementation", ["xla", "reference", None])
 @pytest.mark.parametrize("sinks", [None, [-1.0, 0.0, 2.0, -np.inf]])
 def test_without_keys(implementation, sinks):

@@ -171,6 +171,7 @@ def test_merging_is_associative(a, b, c):
     states_close(several(c, a, b), expected)
 
 
+@pytest.mark.full
 @settings(max_examples=40)
 @given(states(any_lse))
 def test_the_empty_state_is_neutral(a):

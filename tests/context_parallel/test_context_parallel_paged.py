@@ -83,6 +83,7 @@ def test_query_and_output_mods_and_sinks():
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=3e-5, atol=3e-5), found, right)
 
 
+@pytest.mark.full
 def test_results_of_float64_have_the_dtypes_of_paged_attention():
     """The lse was float64 beside a max of float32, which no state may hold: a call with sinks raised."""
     case = BY_NAME["mixed"]

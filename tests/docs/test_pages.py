@@ -33,7 +33,7 @@ def python_blocks(text: str) -> list[tuple[str, str | None]]:
 RUN = [name for name in PAGES if python_blocks(read(name))]
 
 
-@pytest.mark.parametrize("name", [pytest.param(x, marks=[] if x in FIRST else pytest.mark.full) for x in RUN])
+@pytest.mark.parametrize("name", [pytest.param(x, marks=[] if x in FIRST[:2] else pytest.mark.full) for x in RUN])
 def test_python_blocks_run_in_order(name: str):
     namespace: dict = {"__name__": "page"}
     for source, shown in python_blocks(read(name)):

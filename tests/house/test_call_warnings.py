@@ -87,6 +87,7 @@ SEEING = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", HIDING)
 def test_a_decoding_step_with_a_mask_of_training_warns(name):
     with pytest.warns(

@@ -19,7 +19,7 @@ def modules_with_examples(package: str) -> list[str]:
     return [".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for path in paths]
 
 
-@tiers(default={"name": ["jflex.attention", "jflex.explain", "jflex.config"]})
+@tiers(rest="full")
 @pytest.mark.parametrize("name", [name for package in PACKAGES for name in modules_with_examples(package)])
 def test_examples(name: str):
     module = importlib.import_module(name)

@@ -34,6 +34,7 @@ def jflex_modules() -> set[str]:
     return loaded_by("import jflex")
 
 
+@pytest.mark.full
 def test_importing_jflex_warns_of_nothing_and_asks_for_no_device():
     # JAX refuses a new number of devices once the first device was asked for.
     loaded_by(
@@ -50,6 +51,7 @@ def test_without_flax_the_layers_say_what_to_install():
     assert process.stderr.splitlines()[-1] == f"ModuleNotFoundError: {message}"
 
 
+@pytest.mark.full
 def test_without_the_packages_of_the_server_the_engine_is_imported():
     names = ("starlette", "uvicorn", "pydantic", "prometheus_client", "llguidance")
     loaded = loaded_by(f"import sys; sys.modules.update(dict.fromkeys({names}))\nimport flax_layers.serving")

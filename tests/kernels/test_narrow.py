@@ -110,6 +110,7 @@ def test_a_larger_cache_takes_no_more_memory_to_write(name, dtype):
     assert temporary[1] <= temporary[0]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_paged_decoding(dtype):
     cache, query = paged.PagedCache.create(P, PAGE, H, D, dtype=dtype), jnp.ones((R, 4, D), dtype)
@@ -161,6 +162,7 @@ def test_any_bits_are_set(shape, axes, dtype):
     np.testing.assert_array_equal(np.asarray(nothing).view(np.uint8), x.view(np.uint8))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("position", [0, 2, 4, 5, -1])
 def test_one_row_of_an_array_on_a_gpu(position, monkeypatch):
     """With a second row that is dropped; also under `vmap`, and out of range."""

@@ -118,6 +118,7 @@ def results_of(case):
     return judge.by_library(case, "xla")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("fault", FAULTS)
 def test_faults_are_seen(fault):
     assert messages_of(KNOWN, results_of(faulty(KNOWN, fault)))

@@ -15,6 +15,7 @@ from pallas_kernels.program.intervals import Span
 from pallas_kernels.program.ranges import is_range, visible_range
 from pallas_kernels.spec import Programs
 from tests.support import tile_programs
+from tests.support.rows import tiers
 from tests.support.specs import spec_of
 
 B, H = 2, 2
@@ -91,6 +92,7 @@ def check(mod, T, S, tiles, walked, *, exact=False):
         np.testing.assert_array_equal(unmasked, full)
 
 
+@tiers(default={"name": ["window", "by_head", "dilated"], "walked": "k"})
 @pytest.mark.parametrize("walked", ["k", "q"])
 @pytest.mark.parametrize("name", [*TIGHT, *LOOSE])
 def test_tiles_of_masks(name, walked):
@@ -124,6 +126,7 @@ def test_ranges_that_may_not_be_masks(name):
     assert not is_range(program_of((TIGHT | LOOSE | UNBOUNDED)[name], 100, 130), "k")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["window", "prefix", "by_head", "nothing"])
 def test_walk(name):
     """Each tile of the range once: partial ones first, then full ones, as of lists; or in descending order."""

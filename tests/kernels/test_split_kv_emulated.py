@@ -72,14 +72,13 @@ def same_bits(one, other):
 
 
 @tiers(
-    default={"case": [
-        "dense_one_tile", "hopper_head_sizes_80_48_bfloat16", "hopper_prompt_bias_bfloat16", "latent_softcap_bfloat16",
-    ]},
+    default={"case": ["hopper_head_sizes_80_48_bfloat16", "latent_softcap_bfloat16"]},
     full={"case": [
         "dense_sinks", "dense_sees_nothing", "dense_bnth", "dense_lengths_window", "dense_shared_keys",
         "hopper_mixed_bfloat16", "hopper_pages_of_8_bfloat16", "hopper_padding_and_empty_bfloat16",
         "hopper_layers_float16", "latent_mixed_bfloat16", "latent_63_heads_bfloat16", "hopper_126_heads_bfloat16",
         "hopper_odd_sigmoid_bfloat16", "hopper_prompts_bfloat16", "hopper_prompt_alone_bfloat16",
+        "hopper_prompt_bias_bfloat16", "dense_one_tile",
     ]},
 )  # fmt: skip
 @pytest.mark.parametrize("case", [*DENSE, *PAGED, *PROMPTS, *LATENT], ids=str)

@@ -111,7 +111,7 @@ def evaluated(mod, vectors, b, h, way):
     return out
 
 
-@tiers(default={"size": 20}, in_turns=True)
+@tiers({"size": 20, "name": ["halves", "norm", "softmax", "table"]}, {"size": 20}, rest="full", in_turns=True)
 @pytest.mark.parametrize("name", MODS)
 @pytest.mark.parametrize("size", [32, 48, 20])
 def test_against_vmap(name, size):

@@ -101,6 +101,7 @@ def test_vmap_of_scores_and_gradients(backend, mapped):
         close(found, plain)
 
 
+@pytest.mark.full
 @backends
 @pytest.mark.parametrize(("N", "H", "D", "S"), [(0, 2, 16, 5), (2, 0, 16, 5), (2, 3, 16, 0), (2, 3, 0, 5)])
 def test_scores_of_nothing(N, H, D, S, backend):
@@ -122,6 +123,7 @@ def test_gradients_of_the_kernel_are_those_of_xla(x64):
         close(x, y)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("heads_at_once", [1, 2, 3, 6])
 def test_indexer_scores(heads_at_once, monkeypatch):
     monkeypatch.setattr(indexer, "_PRODUCTS", 5 * 11 * heads_at_once)
@@ -262,6 +264,7 @@ def test_selection_from_nothing(N, S, backend):
 # --- loss
 
 
+@pytest.mark.full
 def test_the_loss_is_a_kl_divergence_with_a_gradient_into_the_indexer_alone():
     rng = np.random.default_rng(0)
     scores, weights = rng.normal(size=(4, 6)), rng.random((4, 6))

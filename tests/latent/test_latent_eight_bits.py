@@ -95,7 +95,7 @@ def bytes_of(cache):
     )
 
 
-@tiers(default={"dtype": "float32", "layers": None}, in_turns=True)
+@tiers(full={"dtype": "float32", "layers": None}, in_turns=True, rest="full")
 @pytest.mark.parametrize("layers", [None, 3])
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, jnp.bfloat16], ids=lambda x: jnp.dtype(x).name)
 def test_written_bit_for_bit(dtype, layers):
@@ -116,6 +116,7 @@ def test_written_bit_for_bit(dtype, layers):
         assert np.isfinite(np.asarray(found.rows, np.float32)).all()
 
 
+@pytest.mark.full
 def test_the_row_of_flash_mla_is_656_bytes():
     cache = LatentCache.create(PAGES, PAGE, 512, 64, dtype=E4M3)
     cache = write_latent(cache, *drawn(np.float32, 512, 64), INT(SLOTS))
@@ -129,6 +130,7 @@ def test_the_row_of_flash_mla_is_656_bytes():
         np.testing.assert_array_equal(bits(x), bits(y))
 
 
+@pytest.mark.full
 def test_what_is_not_finite_stays_in_its_tile():
     latent, rope_key = np.ones((3, 256), np.float32), np.ones((3, 16), np.float32)
     latent[0, 3], latent[1, 200] = np.nan, np.inf

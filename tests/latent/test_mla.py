@@ -44,8 +44,10 @@ def test_against_float64(case, backend):
 
 
 @tiers(
-    default={"backend": "triton-interpret", "case": "latent_128_heads_bfloat16"},
-    full={"backend": "xla", "case": ["latent_mixed_bfloat16", "latent_of_deepseek_bfloat16"]},
+    full=[
+        {"backend": "triton-interpret", "case": "latent_128_heads_bfloat16"},
+        {"backend": "xla", "case": ["latent_mixed_bfloat16", "latent_of_deepseek_bfloat16"]},
+    ],
     rest="gpu",
 )
 @pytest.mark.parametrize("case", [paged_cases.in_dtype(case, "bfloat16") for case in CASES], ids=str)
@@ -129,6 +131,7 @@ def up_projected(query, tokens, up):
     return jflex.flex_attention(q[None], key[None], value[None], mask_mod=mask, implementation="xla")[0]
 
 
+@pytest.mark.full
 def test_absorbed_and_up_projected_agree_in_float64():
     with jax.enable_x64(True):
         arrays = drawn()
@@ -164,6 +167,7 @@ def test_explain_counts_the_rows_of_the_cache_once():
     assert "paged 16 x" in account.tiles
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("sizes", "reason"),
     [
@@ -195,7 +199,7 @@ def test_writing_drops_what_lies_outside():
     assert copied.rope_size == 1
 
 
-@tiers(default={"backend": "xla"})
+@tiers(rest="full")
 @pytest.mark.skipif(jax.device_count() < 2, reason="shards over two devices")
 @pytest.mark.parametrize("backend", ["xla", "triton-interpret"])
 def test_query_heads_are_sharded_and_the_cache_is_not(backend):

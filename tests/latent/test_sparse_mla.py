@@ -192,7 +192,7 @@ def test_all_keys_equal_dense_attention(backend):
     check(sparse(CASE, indices, backend), paged_evaluation.run(CASE, backend))
 
 
-@tiers(default={"backend": "xla"})
+@tiers(rest="full")
 @pytest.mark.usefixtures("where")
 @backends
 def test_positions_out_of_range_are_dropped_and_never_read(backend):
@@ -240,7 +240,7 @@ def test_no_keys(backend):
         np.testing.assert_array_equal(lse, -np.inf)
 
 
-@tiers(default={"backend": "xla"})
+@tiers(rest="full")
 @backends
 def test_a_position_counts_as_often_as_it_is_selected(backend):
     case = latent_case("sparse_twice", (1,), (20,), Hq=4)

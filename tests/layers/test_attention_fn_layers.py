@@ -128,6 +128,7 @@ def test_the_position_is_that_of_the_cache_under_a_mask_of_the_caller():
     assert_close(nnx_steps(attention_fn(far, decode=True), inputs, hides), whole)
 
 
+@pytest.mark.full
 @flavours
 @pytest.mark.parametrize(
     ("name", "function"),

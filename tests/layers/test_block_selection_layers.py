@@ -102,7 +102,7 @@ def test_latent_attention_selects(flax):
     np.testing.assert_allclose(later[:, :90], few[:, :90], rtol=1e-5, atol=1e-5)
 
 
-@tiers(default={"flavour": "nnx"})
+@tiers(rest="full")
 @flavours
 def test_training_compiles_once_and_the_loss_falls(flavour):
     """Each step selects anew, of new inputs."""

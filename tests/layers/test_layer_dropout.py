@@ -137,6 +137,7 @@ class Twice(linen.Module):
         return layer(inputs), layer(inputs)
 
 
+@pytest.mark.full
 def test_each_call_of_linen_makes_a_key():
     module, keys = Twice(), {"params": jax.random.key(0), "dropout": jax.random.key(1)}
     variables = module.init(keys, INPUTS)

@@ -91,7 +91,7 @@ class Recipes:
         return nnx.jit(self.make)() if self.is_nnx else jax.jit(self.make)()
 
 
-@tiers(default={"options": "a mask made inside"}, in_turns=True)
+@tiers(full={"options": "a mask made inside"}, in_turns=True, rest="full")
 @flavours
 @pytest.mark.parametrize("options", KNOWN)
 def test_layers_of_known_masks_and_mods_keep_no_state_of_them(flavour, options, tmp_path):
@@ -116,6 +116,7 @@ def test_layers_of_known_masks_and_mods_keep_no_state_of_them(flavour, options, 
         same(merge(checkpointer.restore(tmp_path / "state", shapes)))
 
 
+@pytest.mark.full
 @flavours
 def test_a_state_is_restored_for_another_length(flavour):
     of = lambda length: Recipes(flavour, lambda: {"block_mask": blocks(masks.causal(), length)})
@@ -220,6 +221,7 @@ def test_flaxs_own_layer_made_in_jit(options):
     assert_close(nnx.jit(make)()(inputs_of()), make()(inputs_of()))
 
 
+@pytest.mark.full
 def test_equal_masks_share_a_program_and_variables_any():
     traces, inputs = [], inputs_of()
 

@@ -146,7 +146,7 @@ def owning(flavour: str, form: str, implementation: str, inputs: jax.Array):
     return module, lambda params: params["attention"] | {"slopes": params["slopes"]}
 
 
-@tiers(default={"implementation": "xla", "flavour": "nnx"}, in_turns=True)
+@tiers(full={"implementation": "xla", "flavour": "nnx"}, in_turns=True, rest="full")
 @flavours
 @pytest.mark.parametrize("implementation", ["reference", "xla"])
 @pytest.mark.parametrize("form", ["module", "method"])

@@ -221,6 +221,7 @@ def test_drawing():
     assert block_mask.to_string(limit=1) == "\n".join([*expected[:2], "... and 5 more"])
 
 
+@pytest.mark.full
 def test_image(tmp_path):
     pytest.importorskip("matplotlib")
     block_mask, values = random_mask(4)

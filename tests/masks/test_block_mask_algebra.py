@@ -45,6 +45,7 @@ def test_getitem_equals_slicing_the_dense_mask(index):
     check_same_mask(chosen, dense)
 
 
+@pytest.mark.full
 def test_getitem_with_traced_numbers():
     block_mask, values = random_mask(2, lengths=(96, 70))
     chosen = jax.jit(lambda mask, b, row: mask[b, :, row])(block_mask, 1, jnp.asarray(2))
@@ -68,6 +69,7 @@ def test_with_lengths_equals_the_mask_made_for_them(lengths):
     chex.assert_trees_all_equal(resized, made, strict=True)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("lengths", [(64, 96), (50, 40), (96, 128)])
 def test_listed_masks_are_cropped(lengths):
     states = np.random.default_rng(3).integers(0, 3, (2, 1, 3, 4))

@@ -96,7 +96,7 @@ def test_doubt_of_known_masks_is_settled(monkeypatch):
     block_states.clear_cache()  # of the sizes above
 
 
-@tiers(default={"name": ["causal", "documents", "documents, both sides", "documents of large numbers"]})
+@tiers(rest="full")
 @pytest.mark.parametrize("name", KNOWN)
 def test_no_element_is_evaluated_of_masks_of_structure(name, monkeypatch):
     """Bounds and corners decide all blocks of these: the state of no block is in doubt."""
@@ -217,7 +217,7 @@ def test_rows_that_are_cut_list_every_block_once(sizes, share, seed):
     assert np.all((as_read == matrix) | (as_read == 1))
 
 
-@tiers(default={"share": 0.4})
+@tiers(rest="full")
 @pytest.mark.parametrize("share", [0.05, 0.4, 0.95])
 def test_known_tables_hold_the_states_exactly(share, monkeypatch):
     matrix = random_states(3, (2, 1, 50, 41), share)

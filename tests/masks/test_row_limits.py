@@ -17,6 +17,7 @@ from pallas_kernels.program.intervals import MAX_LOADED
 from tests.kernels.test_intervals import MASKS
 from tests.masks.test_block_states import QUICK, mod_of
 from tests.support.dense_masks import causal
+from tests.support.rows import tiers
 
 T = S = 96
 RNG = np.random.default_rng(0)
@@ -75,12 +76,14 @@ CASES = {
 }
 
 
+@tiers(default={"name": ["sorted", "window", "blocks", "random"]})
 @pytest.mark.parametrize("name", CASES)
 def test_limits_are_the_mask_where_they_say_so(name):
     mask_mod, expected = CASES[name]
     assert check(jflex.create_block_mask(mask_mod, None, None, T, S, block_size=16)) == expected
 
 
+@pytest.mark.full
 def test_limits_of_traced_ids_by_batch_and_of_a_pickled_mask():
     ids = jnp.asarray(np.stack([SORTED, AGAIN, OTHER]))
     make = jax.jit(lambda ids: jflex.create_block_mask(documents(ids), 3, None, T, S, block_size=16))
@@ -89,6 +92,7 @@ def test_limits_of_traced_ids_by_batch_and_of_a_pickled_mask():
     assert make(ids)[0].traced.limits is None  # the mask_mod has another program there
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("ends", [([0, 20, 20, 60, 86],) * 2, ([0, 10, 10, 90, 90], [0, 30, 60, 60, 80])], ids=str)
 @pytest.mark.parametrize("window", [None, lambda b, h, q, k: (q >= k) & (q - k < 9), lambda b, h, q, k: k - q < 5])
 def test_limits_of_packed_sequences(ends, window):

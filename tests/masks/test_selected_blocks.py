@@ -99,7 +99,7 @@ def compare(case, found):
     evaluation.compare_gradients(case.case, found, *right, ("query", "key", "value"))
 
 
-@tiers(default={"backend": ["reference", "xla"], "case": "selected_grouped"}, in_turns=True)
+@tiers({"backend": "xla", "case": "selected_grouped"}, {"case": "selected_grouped"}, in_turns=True, rest="full")
 @cases
 @pytest.mark.parametrize("backend", ["reference", *evaluation.BACKENDS])
 def test_attention_is_that_of_the_dense_mask(case, backend):

@@ -76,7 +76,7 @@ def tokens_of(*shape: int) -> np.ndarray:
     return np.random.default_rng(0).normal(size=(*shape, 8)).astype(np.float32)
 
 
-@tiers(default={"name": ["sigmoid", "clamped"]})
+@tiers(rest="full")
 @pytest.mark.parametrize("name", EXPERTS)
 def test_experts_against_float64(name):
     tokens = tokens_of(2, 9)

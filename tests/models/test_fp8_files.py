@@ -101,6 +101,7 @@ def test_what_is_read_is_value_times_scale(name, tmp_path):
         assert_equal(from_pretrained(folder, dtype=dtype), from_pretrained(tmp_path / "plain", dtype=dtype))
 
 
+@pytest.mark.full
 def test_ragged_blocks_of_128(tmp_path):
     """With the dtype of the other tensors, though there are more scales."""
     save_pretrained(Decoder(RAGGED, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0)), tmp_path / "saved")
@@ -111,6 +112,7 @@ def test_ragged_blocks_of_128(tmp_path):
     assert_equal(from_pretrained(tmp_path / "again"), model)
 
 
+@pytest.mark.full
 def test_each_device_reads_its_part(tmp_path):
     mesh = jax.make_mesh((2, 2), ("fsdp", "model"), devices=jax.devices()[:4])
     for name in ("phi3", "deepseek_v3"):  # parts of a tensor that begin within a block; experts

@@ -89,6 +89,7 @@ def test_stop_tokens_end_one_text_and_not_the_others(model, texts):
     assert tokens_of(model, max_tokens=1) == [text[:1] for text in texts]
 
 
+@pytest.mark.full
 def test_prompts_and_numbers_may_be_arrays(model, texts):
     prompts = np.array(PROMPTS[:1])
     for same in (prompts, jnp.asarray(prompts), list(prompts)):
@@ -170,7 +171,7 @@ def state_of(model: Decoder, cache: str, room: int) -> tuple[State, Rules]:
     return State(KINDS[cache].empty(model, 2, room), zeros, zeros, zeros > 0), rules
 
 
-@tiers(default={"cache": "dense"})
+@tiers(rest="full")
 @caches
 def test_the_cache_is_updated_in_place(cache):
     config = dataclasses.replace(SMALL, max_positions=1 << 14)

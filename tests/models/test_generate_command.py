@@ -51,6 +51,7 @@ def text_of(folder, prompt: str, special_tokens: bool = True, **options) -> str:
     return loaded.tokenizer.decode(generate(loaded.model, [tokens], **options).results()[0].tokens)
 
 
+@pytest.mark.full
 def test_the_text_of_a_prompt(run, folder):
     written = run("--prompt", "Hello")
     assert written.out == text_of(folder, "Hello") + "\n"

@@ -49,7 +49,7 @@ def tokens_of(*shape: int) -> np.ndarray:
     return np.random.default_rng(3).integers(0, SMALL.vocabulary, shape).astype(np.int32)
 
 
-@tiers(default={"name": ["gemma3", "deepseek_v3", "gpt_oss"]})
+@tiers(default={"name": "gemma3"})
 @families
 def test_logits_are_those_of_transformers(name):
     known = expected(name)
@@ -229,6 +229,7 @@ def fused():
     return model
 
 
+@pytest.mark.full
 def test_there_is_one_product_of_each_kind_and_no_second_copy():
     """XLA keeps one of the equal products of all parts, and the parameters hold the old number of elements."""
     model = small()
@@ -296,7 +297,7 @@ def test_a_model_on_a_mesh_stays_as_it_is():
 # --- weights of eight bits
 
 
-@tiers({"name": ["qwen2"]}, {"name": ["gpt_oss", "deepseek_v3"]})
+@tiers(full=[{"name": ["qwen2"]}, {"name": ["gpt_oss", "deepseek_v3"]}], rest="long")
 @pytest.mark.parametrize("name", ["qwen2", "gemma3", "gpt_oss", "deepseek_v3"])
 def test_logits_are_those_of_rounded_weights(name, monkeypatch):
     """Of families with biases (Qwen2), experts, norms of heads and latent attention; fused projections are the same.

@@ -88,6 +88,7 @@ def test_a_row_draws_the_same_whatever_is_around_it():
     assert together.tolist() == [int(token) for token in alone] == backwards[::-1].tolist()
 
 
+@pytest.mark.full
 def test_seed_and_position_decide_the_draw():
     logits = np.zeros((64, VOCABULARY), np.float32)
     batch = lambda seed: SamplingBatch.from_requests([Sampling(1.0, seed=seed)] * 64)

@@ -99,6 +99,7 @@ def rename(monkeypatch) -> str:
     return "Input/output"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("inject", [second_file, last_moment, rename])
 def test_a_save_that_fails_leaves_the_last_checkpoint(inject, tmp_path, monkeypatch):
     folder = tmp_path / "saved"
@@ -150,6 +151,7 @@ def interrupted(tmp_path, monkeypatch):
     return folder
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("use", "family"),
     [

@@ -73,6 +73,7 @@ def test_numpy_arrays_are_read_as_jax_arrays(name):
     assert traced == again  # a cache hit
 
 
+@pytest.mark.full
 def test_masks_and_vector_mods():
     ids = np.repeat(np.arange(4), 8)
     by_numpy = jflex.and_masks(lambda b, h, q, k: ids[q] == ids[k], lambda b, h, q, k: SLOPES[h] < 1)

@@ -57,7 +57,7 @@ def continued(offset, options, query, key, value, with_block_mask):
     return jflex.flex_attention(query, key, value, score_mod, return_lse=True, **masked, **options)
 
 
-@tiers(default={"backend": "xla"}, in_turns=True)
+@tiers(full={"backend": "xla"}, in_turns=True, rest="full")
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("with_block_mask", [False, True])
 def test_new_queries_get_the_rows_of_the_whole_sequence(backend, with_block_mask):
@@ -72,6 +72,7 @@ def test_new_queries_get_the_rows_of_the_whole_sequence(backend, with_block_mask
         assert_close(lse, np.take_along_axis(exact()[1], rows[:, None], axis=2))
 
 
+@pytest.mark.full
 def test_captured_arrays_keep_their_gradients():
     query, key, value = draw()
     new, offset = query[:, 20:24], np.array([20, 20])

@@ -33,7 +33,7 @@ def applied(mod, x):
     return mod(jnp.asarray(x), b, h, i)
 
 
-@tiers(default=[{"positions": ["index", "T"], "rotary_dim": 8, "interleaved": True}, {"positions": "B, T"}])
+@tiers(default={"positions": "B, T", "rotary_dim": 8})
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("rotary_dim", [None, 8, 0])
 @pytest.mark.parametrize("positions", [None, PLACES[1], PLACES], ids=["index", "T", "B, T"])
@@ -96,6 +96,7 @@ def test_scaled_frequencies(D, base, scaling, right):
     np.testing.assert_allclose(found, right, rtol=5e-6)
 
 
+@pytest.mark.full
 def test_numbers_of_transformers():
     """Of `modeling_rope_utils`: Qwen's YaRN, some pairs, and the attention factors of Qwen and DeepSeek."""
     scaled = YarnScaling(4.0, 32768)(jnp.asarray(frequencies(128, 1e6), jnp.float32), 0)

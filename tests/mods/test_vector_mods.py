@@ -205,12 +205,7 @@ def check(case: Case, found) -> None:
         tolerance.check(name, x, allowed, y, rounding)
 
 
-@tiers(
-    default=[
-        {"case": "rotated", "backend": "triton-interpret"}, {"case": ["every", "lengths"], "backend": "xla"}
-    ],
-    in_turns=True,
-)  # fmt: skip
+@tiers({"case": ["every", "lengths"], "backend": "xla"}, {"case": "rotated"}, in_turns=True, rest="full")
 @backends
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_against_float64(case, backend):
@@ -220,7 +215,7 @@ def test_against_float64(case, backend):
     check(case, run(poisoned(case, arrays), captures))
 
 
-@tiers(default={"backend": "xla"})
+@tiers(rest="full")
 @pytest.mark.parametrize(("backend", "dtype"), [("xla", "float32"), ("triton-interpret", "bfloat16")])
 def test_packed_sequences_are_as_each_alone(backend, dtype):
     """With all gradients; indices are those of a sequence and in it, and padding is NaN."""
@@ -256,7 +251,7 @@ def test_packed_sequences_are_as_each_alone(backend, dtype):
 
 
 @pytest.mark.skipif(jax.device_count() < 4, reason="shards over four devices")
-@tiers(default={"compiled": True})
+@tiers(rest="full")
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
 def test_captures_are_indexed_in_an_explicit_mesh(compiled):
     """By indices that are sharded, and sharded themselves; results and gradients are those without a mesh."""

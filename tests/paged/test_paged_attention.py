@@ -68,7 +68,12 @@ def test_against_float64(case, backend):
     paged_evaluation.check(case, run(case, backend))
 
 
-@tiers(default={"case": ["decode", "mixed", "mixed_with_padding_and_empty_requests", "rotated_pages_of_16"]}, share=2)
+@tiers(
+    default={"case": ["decode", "mixed_with_padding_and_empty_requests"]},
+    full={"case": ["mixed", "rotated_pages_of_16"]},
+    rest="full",
+    share=2,
+)
 @pytest.mark.parametrize("case", [case for case in CASES if case.name not in NOT_INTERPRETED], ids=str)
 def test_interpreted_against_float64(case):
     paged_evaluation.check(case, run(case, "triton-interpret"))
@@ -124,7 +129,7 @@ def test_one_visible_key_gives_its_value_to_the_last_bit(backend):
 # --- what holds exactly
 
 
-@tiers(default={"backend": "xla", "case": "e4m3"})
+@tiers(rest="full")
 @backends
 @pytest.mark.parametrize("case", [CASE, BY_NAME["e4m3"]], ids=str)
 def test_where_pages_lie_changes_no_bit(case, backend):
@@ -136,7 +141,7 @@ def test_where_pages_lie_changes_no_bit(case, backend):
 # --- one program
 
 
-@tiers(default={"backend": "xla"})
+@tiers(rest="full")
 @backends
 def test_one_program_serves_all_lengths_and_tables(backend):
     """Also where requests are as uneven as can be, or there are none."""

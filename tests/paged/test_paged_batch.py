@@ -65,6 +65,7 @@ EMPTY = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("batch", EMPTY.values(), ids=EMPTY)
 @pytest.mark.parametrize("num_tokens", [0, 3])
 def test_empty_batches_are_right(batch, num_tokens):

@@ -98,6 +98,7 @@ def test_slots_given_twice_are_fine_where_no_token_lives():
         assert_holds(step(cache, k, v, INT([0, 0, -1, -1, 10**6, 10**6])), (cache.k, cache.v))
 
 
+@pytest.mark.full
 def test_copies_read_before_they_write():
     cache = drawn(L)
     new = copy_pages(cache, INT([1, 2, 5, 3]), INT([2, 1, -1, P]))
@@ -157,6 +158,7 @@ def test_a_donated_cache_is_updated_in_place(layers, step):
     assert cache.v.is_deleted()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, F32])
 @pytest.mark.parametrize(("layers", "step"), STEPS.values(), ids=STEPS)
 def test_the_gpu_holds_no_second_cache(layers, step, dtype):

@@ -259,6 +259,7 @@ def test_no_requests_and_no_keys(requests):
     np.testing.assert_array_equal(out, np.zeros((requests, 1, 1, 4)))
 
 
+@pytest.mark.full
 def test_messages_name_the_users_function():
     def branches(b, h, q_idx, kv_idx):
         return q_idx and q_idx >= kv_idx

@@ -46,7 +46,7 @@ def bits(x):
     return np.asarray(x).view(np.uint8)
 
 
-@tiers(default={"dtype": "float32", "layers": None}, in_turns=True)
+@tiers(full={"dtype": "float32", "layers": None}, in_turns=True, rest="full")
 @pytest.mark.parametrize("layers", [None, 3])
 @pytest.mark.parametrize("of", ["token", "head"])
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, jnp.bfloat16], ids=lambda x: jnp.dtype(x).name)

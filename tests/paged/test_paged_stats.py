@@ -154,6 +154,7 @@ def test_levels_against_float64(tree, mods, backend):
         assert_close(found, expected)
 
 
+@pytest.mark.full
 def test_no_levels_and_levels_without_keys():
     out, stats = jflex.cascade_attention(jnp.ones((2, 4, 8)), [], return_stats=ALL)
     assert (out.shape, {x.shape for x in stats}) == ((2, 4, 8), {(2, 4)})

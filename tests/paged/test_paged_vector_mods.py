@@ -152,6 +152,7 @@ def test_the_default_takes_xla_for_a_matrix_and_explain_says_why():
     assert "with key_mod on each tile that is loaded" in account.tiles
 
 
+@pytest.mark.full
 def test_keys_before_they_are_written():
     key = jnp.asarray(drawn(CASES[1])[0][1])[0]
     at = jnp.arange(key.shape[0], dtype=jnp.int32)

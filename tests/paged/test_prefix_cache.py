@@ -79,6 +79,7 @@ def test_hits_are_known_by_what_they_are_and_not_by_what_they_hold():
 # --- insert
 
 
+@pytest.mark.full
 def test_tokens_are_attended_to_on_the_pages_of_the_cache_once_duplicates_are_gone():
     """Pages that are free hold NaN, as another request could have written anything there."""
     pool, cache = make(num_pages=8, page_size=4)

@@ -163,6 +163,7 @@ def test_results_that_cannot_be_read_end_their_requests(fails_at, monkeypatch):
     assert outputs(engine, PROMPTS[:1]) == [recomputed(PROMPTS[0])]
 
 
+@pytest.mark.full
 def test_a_step_that_reaches_no_device_empties_nothing_of_others(monkeypatch):
     """Its requests end, with the tokens of the step before; those of other namespaces keep their pages."""
     engine = engine_of()

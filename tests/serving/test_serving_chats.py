@@ -94,6 +94,7 @@ def calls_of(message: dict[str, Any]) -> list[tuple[str, dict]]:
     return [(function["name"], json.loads(function["arguments"])) for function in functions]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("template", ["qwen", "llama"])
 def test_forced_calls(template, server):
     client, tokenizer = server
@@ -192,6 +193,7 @@ def script(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     monkeypatch.setattr(ChatBody, "constraint", lambda self, template: grammar)
 
 
+@pytest.mark.full
 def test_chosen_calls_and_reasoning(server, monkeypatch):
     client, tokenizer = server
     tokenizer.use("qwen")

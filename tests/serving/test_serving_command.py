@@ -165,6 +165,7 @@ def test_sizes_of_the_cache(name, bytes_of_number, folder):
     assert engine_options(read("--num-pages", "7"), model.decoder).num_pages == 7
 
 
+@pytest.mark.full
 def test_weights_of_eight_bits(folder, small_demo):
     """Of a checkpoint and of the demo's model."""
     for words in (("--model", str(folder)), ()):

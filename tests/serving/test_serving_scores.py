@@ -41,6 +41,7 @@ def expected(tokens: list[int]) -> np.ndarray:
     return np.asarray(jax.nn.log_softmax(logits_of(model(), np.array([tokens], np.int32))[0]))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("prompt", [PROMPT, TOKENS], ids=["text", "tokens"])
 def test_requests_of_lm_evaluation_harness(prompt, engine):
     """As its `local-completions` sends them, and reads the answers."""

@@ -30,16 +30,17 @@ OFFICIAL_TRITON = pytest.param(
 )
 BACKENDS = ["xla", "triton-interpret", pytest.param("triton", marks=pytest.mark.gpu), OFFICIAL_TRITON]
 STATS = ("lse", "max", "entropy")
+FIRST = ("softcap", "slopes", "sinks")
 
 
 def runs(cases: Sequence[Case]) -> list[Any]:
-    """Parameters ``backend, case``. Without a GPU, a case of the full tier runs on one backend, in turn."""
+    """Parameters ``backend, case``: `FIRST` in the default tier; a case of the full tier on one backend, in turn."""
     rows = []
     for case in cases:
         others = BACKENDS[CASES.index(case) % 2], *BACKENDS[2:]
         for backend in others if case.tier == "full" else BACKENDS:
             name, marks = (backend, []) if isinstance(backend, str) else (*backend.values, list(backend.marks))
-            marks = [*marks, pytest.mark.full] if case.tier == "full" else marks
+            marks = marks if case.name in FIRST else [*marks, pytest.mark.full]
             rows.append(pytest.param(name, case, id=f"{name}-{case}", marks=marks))
     return rows
 

@@ -49,6 +49,7 @@ def write_text(path: pathlib.Path, seed: int = 0) -> None:
     path.write_bytes(np.random.default_rng(seed).integers(97, 123, 32 * 80, np.uint8).tobytes())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
