@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import jax.numpy as jnp
-from flax import nnx
+from flax import linen, nnx
 from jax.core import Tracer
 from jax.typing import ArrayLike
 from jaxtyping import Array
@@ -96,8 +96,11 @@ def is_state(value: object) -> bool:
 
 
 def _may_capture_tracers(mod: Mod) -> bool:
+    reachable = list(captures(mod))
+    if any(isinstance(x, linen.Module) for x in reachable):
+        return False  # linen holds its parameters, which a trace of the mod must not create
     is_tracing = isinstance(jnp.zeros(()), Tracer)  # then an object may hold tracers where `captures` does not look
-    return is_tracing or any(isinstance(x, Tracer) for x in captures(mod))
+    return is_tracing or any(isinstance(x, Tracer) for x in reachable)
 
 
 def check_mods(score_mod: ScoreMod | None, mask_mod: MaskMod | None, heads: int) -> None:

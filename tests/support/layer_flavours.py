@@ -31,7 +31,7 @@ class LinenAlibi(flax.linen.Module):
 
     @flax.linen.compact
     def __call__(self, score, b, h, q_idx, kv_idx):
-        slopes = self.param("slopes", lambda key: SLOPES)
+        slopes = self.param("slopes", lambda key: SLOPES + 0 * jax.random.uniform(key))  # traced under `jit`
         return score - slopes[h] * jnp.abs(q_idx - kv_idx).astype(score.dtype)
 
 

@@ -1,0 +1,46 @@
+"""Mods while Flax captures intermediate values, which would be tracers of the trace in which jflex reads a mod."""
+
+import functools
+from collections.abc import Callable
+from typing import TypeVar, cast
+
+from flax import linen, nnx
+
+from flax_layers.attention.mods import captures
+
+Mod = TypeVar("Mod", bound=Callable[..., object] | None)
+
+
+class _Nothing(linen.Module):
+    """The module of an `apply` that captures no outputs."""
+
+
+def without_capture(mod: Mod) -> Mod:
+    """The mod, whose outputs neither `capture_intermediates` of linen nor `nnx.capture` keeps.
+
+    Outside of these it is the mod itself.
+
+    Example:
+        >>> from flax_layers.nnx import AlibiBias
+        >>> bias = AlibiBias(4, rngs=nnx.Rngs(0))
+        >>> without_capture(bias) is bias
+        True
+    """
+    return mod if mod is None else cast(Mod, _without_capture(mod))
+
+
+def _without_capture(mod: Callable[..., object]) -> Callable[..., object]:
+    if isinstance(mod, nnx.Module) and hasattr(mod, "__captures__"):
+        return functools.update_wrapper(functools.partial(_call_copy, *nnx.split(mod)), mod, updated=())
+    modules = (x for x in captures(mod) if isinstance(x, linen.Module) and x.scope is not None)
+    if any(module.is_mutable_collection("intermediates") for module in modules):
+        uncaptured = linen.apply(lambda _, *arguments: mod(*arguments), _Nothing(parent=None))
+        return functools.update_wrapper(functools.partial(uncaptured, {}), mod, updated=())
+    return mod
+
+
+def _call_copy(definition: nnx.GraphDef, state: nnx.State, *arguments: object) -> object:
+    copy = nnx.merge(definition, state)
+    for _, module in nnx.iter_modules(copy):
+        vars(module)["__captures__"] = ()  # `sow` finds nothing to write to
+    return copy(*arguments)
