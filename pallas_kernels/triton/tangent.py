@@ -37,11 +37,7 @@ def tangent(plan: TangentPlan, arrays: Operands[jax.Array], moved: Moved[jax.Arr
     out, lse, *logs = runner_of(spec).launch(
         functools.partial(_kernel, plan),
         (arrays, block_walk.row_order(spec, tiles, arrays), moved),
-        [
-            jax.ShapeDtypeStruct(moved.out.shape, moved.out.dtype),
-            rows,
-            *([rows] if "entropy" in spec.stats else []),
-        ],
+        [jax.ShapeDtypeStruct(moved.out.shape, moved.out.dtype), rows, *([rows] if "entropy" in spec.stats else [])],
         name="jflex_tangent",
         grid=(pl.cdiv(spec.T, tiles.block_q), spec.Hq, spec.B),
         tiles=tiles,

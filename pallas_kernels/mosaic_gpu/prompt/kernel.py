@@ -112,10 +112,7 @@ def attend(
     query = jnp.pad(arrays.query, ((0, padding), (0, 0), (0, 0))) if padding else arrays.query
 
     def kernel(
-        cta_id: Index,
-        inputs: tuple[SplitKvInputs[Ref], Ref],
-        outputs: tuple[Ref, ...],
-        scratch: forward.ForwardScratch,
+        cta_id: Index, inputs: tuple[SplitKvInputs[Ref], Ref], outputs: tuple[Ref, ...], scratch: forward.ForwardScratch
     ) -> None:
         refs, counter = inputs
         static = PromptStatic(spec, tiles, group, captured, refs, tuple(outputs), scratch)
