@@ -15,6 +15,7 @@ import jflex
 from flax_layers import functional
 from flax_layers.attention.caches.dense import DenseCache, known
 from flax_layers.attention.caches.owned_pages import OwnedPages
+from flax_layers.attention.capture import without_capture
 from flax_layers.attention.constant_mask import block_mask_data
 from flax_layers.attention.mods import Mods
 from flax_layers.attention.selection import BlockSelection
@@ -59,7 +60,8 @@ class Layer:
     ) -> Mods:
         """The mods of a call, or else of the constructor."""
         stored = Mods().replaced_by(self.score_mod, self.mask_mod, block_mask_data(self.block_mask))
-        return stored.replaced_by(score_mod, mask_mod, block_mask)
+        mods = stored.replaced_by(score_mod, mask_mod, block_mask)
+        return mods._replace(score_mod=without_capture(mods.score_mod), mask_mod=without_capture(mods.mask_mod))
 
     def _compute_dtype(self) -> Dtype:
         """The dtype of the computation, or of the parameters where the layer has none of its own."""

@@ -15,6 +15,7 @@ import jflex
 from flax_layers.attention import core as attention_core
 from flax_layers.attention.caches.dense import DenseCache
 from flax_layers.attention.caches.owned_pages import EightBitCache, has_eight_bits
+from flax_layers.attention.capture import without_capture
 from flax_layers.attention.core import Call, CallOptions, KeyValue, PagedCall
 from flax_layers.attention.mods import VectorModOptions, VectorMods
 from flax_layers.attention.streaming import Streaming
@@ -260,4 +261,4 @@ class AttentionMethods(attention_core.HeadsLayer):
 
     def _vectors(self, vectors: VectorMods) -> VectorMods:
         """The vector mods of a call; linen creates their parameters first."""
-        return vectors
+        return VectorMods(**{name: without_capture(mod) for name, mod in vectors._asdict().items()})

@@ -11,6 +11,7 @@ from flax.typing import Dtype
 from jaxtyping import Array, Bool, Float, Int, Num
 
 import jflex
+from flax_layers.attention.capture import without_capture
 from flax_layers.attention.constant_mask import block_mask_data
 from flax_layers.attention.core import fold_batch
 from flax_layers.attention.layer import AttentionOptions
@@ -172,9 +173,10 @@ class AttentionFn:
         else:
             query, key, value = promote_dtype((query, key, value), dtype=dtype)
         _check_batch(query, key, value)
-        mods = Mods(self.score_mod, self.mask_mod, block_mask_data(self.block_mask))
-        create_parameters("score_mod", mods.score_mod)
-        create_parameters("mask_mod", mods.mask_mod)
+        for name in ("score_mod", "mask_mod"):
+            create_parameters(name, getattr(self, name))
+        score_mod, mask_mod = without_capture(self.score_mod), without_capture(self.mask_mod)
+        mods = Mods(score_mod, mask_mod, block_mask_data(self.block_mask))
         call = _Call(mods, (query, key, value), bias, mask, is_causal)
         with matmul_precision(precision):
             attended = call.run(self.decode, self.options, dropout)

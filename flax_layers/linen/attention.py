@@ -123,7 +123,7 @@ class FlexAttention(LinenLayer, AttentionMethods, linen.Module):
     def _vectors(self, vectors: VectorMods) -> VectorMods:
         for example in vectors.examples(self.sizes[1]):
             create_parameters(*example)
-        return vectors
+        return super()._vectors(vectors)
 
     @linen.nowrap
     def _dropout_key(self, deterministic: bool | None, dropout_rng: Array | None) -> Array | None:

@@ -19,7 +19,7 @@ import flax_layers.nnx
 import jflex
 from flax_layers.nnx import AttentionMask
 from jflex import masks, scores
-from tests.support.layer_flavours import FLAVOURS, HEADS
+from tests.support.layer_flavours import FLAVOURS, HEADS, LinenLayer
 from tests.support.rows import tiers
 
 LENGTH, FEATURES = 48, 16
@@ -289,3 +289,47 @@ def test_latent_layers_keep_masks_alike(flavour):
     layer = make()
     assert nnx.state(layer, nnx.Param) == nnx.state(layer)
     assert_close(nnx.jit(make)()(inputs_of()), layer(inputs_of()))
+
+
+def captured(module, inputs, flavour):
+    """The outputs under `jit`, and the intermediate values that Flax captures of all modules."""
+    if flavour == "linen":
+        apply = jax.jit(functools.partial(module.module.apply, capture_intermediates=True))
+        outputs, state = apply(module.variables, inputs)
+        return outputs, state["intermediates"]
+    keep = functools.partial(nnx.capture, method_outputs=nnx.Intermediate)
+    return nnx.jit(lambda module, inputs: keep(module, nnx.Intermediate)(inputs))(module, inputs)
+
+
+@full
+@flavours
+def test_all_intermediate_values_but_those_of_mods_are_captured(flavour):
+    layer, inputs = FLAVOURS[flavour].make(FEATURES, score_mod=FLAVOURS[flavour].alibi()), inputs_of()
+    expected = layer(inputs)
+    outputs, values = captured(layer, inputs, flavour)
+    assert_close(outputs, expected)
+    assert {"query", "key", "value", "out"} == set(values) - {"__call__"}
+    assert_close(values["out"]["__call__"][0], expected)
+    assert_close(layer(inputs), expected)
+
+
+@full
+@flavours
+def test_flaxs_own_layer_is_created_in_jit_and_captures_no_values_of_mods(flavour):
+    sizes, inputs = {"num_heads": HEADS, "qkv_features": FEATURES}, inputs_of()
+    if flavour == "nnx":
+        attention_fn = flax_layers.attention_fn(score_mod=FLAVOURS[flavour].alibi())
+        make = functools.partial(nnx.MultiHeadAttention, in_features=FEATURES, decode=False, rngs=nnx.Rngs(0))
+        layer = make(**sizes, attention_fn=attention_fn)
+    else:
+
+        class Layer(flax.linen.Module):
+            @flax.linen.compact
+            def __call__(self, inputs):
+                attention_fn = flax_layers.attention_fn(score_mod=FLAVOURS[flavour].alibi(name="alibi"))
+                return flax.linen.MultiHeadDotProductAttention(**sizes, attention_fn=attention_fn)(inputs)
+
+        layer = LinenLayer(jax.jit(Layer().init)(jax.random.key(0), inputs), Layer())
+    outputs, values = captured(layer, inputs, flavour)
+    assert_close(outputs, layer(inputs))
+    assert "alibi" not in str(jax.tree.map(jnp.shape, values))
