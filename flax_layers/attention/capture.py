@@ -30,17 +30,23 @@ def without_capture(mod: Mod) -> Mod:
 
 
 def _without_capture(mod: Callable[..., object]) -> Callable[..., object]:
-    if isinstance(mod, nnx.Module) and hasattr(mod, "__captures__"):
-        return functools.update_wrapper(functools.partial(_call_copy, *nnx.split(mod)), mod, updated=())
-    modules = (x for x in captures(mod) if isinstance(x, linen.Module) and x.scope is not None)
-    if any(module.is_mutable_collection("intermediates") for module in modules):
+    reachable = list(captures(mod))
+    bound = (x for x in reachable if isinstance(x, linen.Module) and x.scope is not None)
+    if any(module.is_mutable_collection("intermediates") for module in bound):
         uncaptured = linen.apply(lambda _, *arguments: mod(*arguments), _Nothing(parent=None))
         return functools.update_wrapper(functools.partial(uncaptured, {}), mod, updated=())
+    inner = (module for x in reachable if isinstance(x, nnx.Module) for _, module in nnx.iter_modules(x))
+    if sowing := [module for module in inner if hasattr(module, "__captures__")]:  # inside of `nnx.capture`
+        return functools.update_wrapper(functools.partial(_call_unsown, sowing, mod), mod, updated=())
     return mod
 
 
-def _call_copy(definition: nnx.GraphDef, state: nnx.State, *arguments: object) -> object:
-    copy = nnx.merge(definition, state)
-    for _, module in nnx.iter_modules(copy):
-        vars(module)["__captures__"] = ()  # `sow` finds nothing to write to
-    return copy(*arguments)
+def _call_unsown(modules: list[nnx.Module], mod: Callable[..., object], *arguments: object) -> object:
+    kept = [vars(module)["__captures__"] for module in modules]
+    try:
+        for module in modules:
+            vars(module)["__captures__"] = ()  # `sow` finds nothing to write to
+        return mod(*arguments)
+    finally:
+        for module, values in zip(modules, kept, strict=True):
+            vars(module)["__captures__"] = values

@@ -173,8 +173,8 @@ class AttentionFn:
         else:
             query, key, value = promote_dtype((query, key, value), dtype=dtype)
         _check_batch(query, key, value)
-        for name in ("score_mod", "mask_mod"):
-            create_parameters(name, getattr(self, name))
+        create_parameters("score_mod", self.score_mod)
+        create_parameters("mask_mod", self.mask_mod)
         score_mod, mask_mod = without_capture(self.score_mod), without_capture(self.mask_mod)
         mods = Mods(score_mod, mask_mod, block_mask_data(self.block_mask))
         call = _Call(mods, (query, key, value), bias, mask, is_causal)
