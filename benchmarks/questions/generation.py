@@ -22,7 +22,7 @@ from benchmarks.run.jobs import SHARED_GPU, Job, RunJob, run_job, run_jobs
 _VARIABLES = {**SHARED_GPU, "TORCHINDUCTOR_COMPILE_THREADS": "8"}
 _ITEM = 2  # bytes of bfloat16
 FIRST, DEVICE = "first token", "prompt, device time"
-_RATIO = ": decode over that of the faster torch"
+_RATIO = ": decode, over torch"
 PEERS = {
     "jflex dense": (__name__, "jax_generation", {"cache": "dense"}),
     "jflex paged": (__name__, "jax_generation", {"cache": "paged"}),
