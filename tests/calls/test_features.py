@@ -128,7 +128,7 @@ MADE_INSIDE = {
 }
 
 
-@tiers(full=[{"name": "causal document", "compiled": True, "kind": "explicit"}, {"compiled": True}], rest="long")
+@tiers(full={"compiled": True}, rest="long")
 @pytest.mark.parametrize("name", MADE_INSIDE)
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])

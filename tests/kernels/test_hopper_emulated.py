@@ -53,7 +53,7 @@ def test_limits_of_rows(monkeypatch, case, one_pass):
     evaluation.check_gradients(case, f"mosaic_gpu-emulated{'_one_pass' * one_pass}", evaluation.gradients_of(case))
 
 
-@tiers(full=[{"case": "head_size_80", "is_late": [True]}, {"case": "bnth_shared_keys", "is_late": [True]}], rest="long")
+@tiers(full={"case": ["head_size_80", "bnth_shared_keys"], "is_late": [True]}, rest="long")
 @pytest.mark.parametrize("is_late", [False, True])
 @pytest.mark.parametrize("case", evaluation.having_tangents([*EMULATED, TWO_GROUPS, DRAWN, *LIMITED]), ids=str)
 def test_tangents(monkeypatch, case, is_late):

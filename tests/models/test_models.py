@@ -297,7 +297,7 @@ def test_a_model_on_a_mesh_stays_as_it_is():
 # --- weights of eight bits
 
 
-@tiers(full=[{"name": ["qwen2"]}, {"name": ["gpt_oss", "deepseek_v3"]}], rest="long")
+@tiers(full={"name": ["qwen2", "gpt_oss", "deepseek_v3"]}, rest="long")
 @pytest.mark.parametrize("name", ["qwen2", "gemma3", "gpt_oss", "deepseek_v3"])
 def test_logits_are_those_of_rounded_weights(name, monkeypatch):
     """Of families with biases (Qwen2), experts, norms of heads and latent attention; fused projections are the same.
