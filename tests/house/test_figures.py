@@ -5,8 +5,8 @@ import pytest
 from tests.house import figures
 
 LIMITS = {
-    "library lines": 60536,
-    "test lines": 42565,
+    "library lines": 60577,
+    "test lines": 42636,
     "benchmark lines": 5990,
     "library files over 400 lines": 0,
     "functions over 50 code lines": 0,

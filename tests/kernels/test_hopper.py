@@ -1,6 +1,7 @@
 """The kernels through Mosaic GPU: results on a Hopper GPU; without one, that they lower, and compile without spills."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -162,6 +163,20 @@ def test_statistics_spill_nothing(D):
         found = gpu_compile.compile_kernels(functools.partial(call, return_stats=names), x, x, x)
         [kernel] = [kernel for kernel in found if "sm90" in kernel.name]
         assert (kernel.spill, kernel.tensor) == (0, "wgmma")
+
+
+@NEEDS_011
+@pytest.mark.skipif(gpu_compile.missing() is not None, reason="compiles for a GPU")
+def test_zeros_of_two_layers_are_not_copied():
+    """The backward kernel adds dQ to zeros in place."""
+
+    def run(x):
+        attend = lambda x: jflex.flex_attention(x, x, x, mask_mod=jflex.masks.causal(), implementation=BACKEND)
+        return jnp.sum(attend(attend(x)), dtype=jnp.float32)
+
+    text = gpu_compile.compiled_of(jax.grad(run), jax.ShapeDtypeStruct((1, 1024, 4, 64), jnp.bfloat16)).as_text()
+    assert text.count("jflex_backward_sm90/mpmd_map") >= 2
+    assert not re.findall(r"= f32\[[\d,]*\]\S* copy\(", text)
 
 
 @NEEDS_011
