@@ -91,10 +91,14 @@ def test_nothing_compiles_after_the_first_step():
 @tiers(full={"mesh": MESH}, rest="long")
 @pytest.mark.parametrize("mesh", ["data=4,model=2", MESH])
 def test_a_step_gathers_no_keys_and_computes_in_bfloat16(mesh: str):
-    """Over rows and heads, attention needs nothing of another device; parameters are gathered over `fsdp` alone."""
+    """Over rows and heads, attention needs nothing of another device; parameters are gathered over `fsdp` alone.
+
+    The loss gathers maxima and sums of exponentials: of 32 tokens from two shards of the vocabulary.
+    """
     trainer = train_cases.trainer(mesh, dtype=jnp.bfloat16)
     text = trainer.compile(*batch().tokens.shape).as_text()
     gathered = re.findall(r"= \(?(\w+\[[\d,]*\])\S*(?:, \S+\))? all-gather(?:-start)?\(", text)
+    gathered = [shape for shape in gathered if not re.fullmatch(r"f32\[1,\d,32,2\]", shape)]
     assert not [shape for shape in gathered if shape.startswith(("f32", "bf16")) and shape.count(",") > 1], gathered
     if "fsdp" not in mesh:
         assert not [shape for shape in gathered if shape.startswith(("f32", "bf16"))], gathered

@@ -46,6 +46,14 @@ def test_value_and_gradients_are_those_of_the_dense_loss(chunk: int, softcap: fl
     np.testing.assert_allclose(jax.jit(chunked)(hidden, kernel), expected[0], rtol=2e-6)
 
 
+def test_large_and_equal_logits():
+    """They leave nothing of most exponentials, or add 40 equal ones."""
+    hidden, kernel, targets, weights = drawn()
+    for factor in (0.0, 300.0):
+        arrays = factor * hidden, kernel, targets, weights
+        np.testing.assert_allclose(summed_cross_entropy(*arrays, 24), dense(*arrays, None), rtol=2e-6)
+
+
 @pytest.mark.full
 def test_gradients_of_the_kernel_are_summed_in_float32():
     hidden, kernel, _, _ = drawn(jnp.bfloat16, rows=4, length=256)
