@@ -6,6 +6,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 from jaxtyping import Array, Float
 
 ACTIVATIONS = {
@@ -38,10 +39,25 @@ class MLP(nnx.Module):
 
     def __call__(self, inputs: Float[Array, "*batch width"]) -> Float[Array, "*batch width"]:
         """Returns the output, which is added to the residual stream."""
-        gate, up = self.gate(inputs), self.up(inputs)
+        gate, up = _shared_by_gradients(self.gate(inputs), self.up(inputs))
         if self.clamp is not None:
             return self.down(clamped_swiglu(gate, up, *self.clamp))
         return self.down(ACTIVATIONS[self.activation](gate) * up)
+
+
+@jax.custom_jvp
+def _shared_by_gradients(gate: Array, up: Array) -> tuple[Array, Array]:
+    """Returns its arguments, and lets XLA compute the gradients of both in one kernel.
+
+    XLA does not fuse siblings whose common operands are results of GEMMs, unless a barrier is in between. One kernel of
+    [32768, 8192] takes 0.62 ms (H200); two would move 0.9 ms of bytes.
+    """
+    return gate, up
+
+
+@_shared_by_gradients.defjvp
+def _(primals, tangents):
+    return lax.optimization_barrier(primals), tangents
 
 
 def clamped_swiglu(
