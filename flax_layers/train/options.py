@@ -125,7 +125,7 @@ def _add_computation(group: argparse._ArgumentGroup) -> None:
     add("--context-order", choices=list(ORDERS), default="zigzag", help="order in which they divide the tokens")
     add("--accumulate", type=_positive, default=1, help="micro-batches in a step, computed one after the other")
     add("--remat", choices=list(REMAT), default="none", help="activations that the backward pass recomputes")
-    add("--loss-chunk", type=_positive, default=2048, help="tokens whose logits a device holds at a time")
+    add("--loss-chunk", type=_positive, default=4096, help="tokens whose logits a device holds at a time")
     add("--dtype", choices=["bfloat16", "float32"], default="bfloat16", help="dtype of the computation")
     add("--implementation", help="jflex implementation; default: the first that can run here")
     add("--peak-flops", help="FLOP/s of a device, for the utilization: a number, or `measure`; default: from a table")

@@ -80,7 +80,7 @@ class Computation:
 
     accumulate: int = 1
     remat: str = "none"
-    loss_chunk: int = 2048
+    loss_chunk: int = 4096
     context_strategy: str = "all_gather"
     context_order: str = "zigzag"
 
