@@ -6,7 +6,7 @@ from tests.house import figures
 
 LIMITS = {
     "library lines": 60577,
-    "test lines": 42636,
+    "test lines": 42643,
     "benchmark lines": 5990,
     "library files over 400 lines": 0,
     "functions over 50 code lines": 0,

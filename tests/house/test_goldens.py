@@ -1,6 +1,8 @@
 """The committed checkpoints are what the installed `transformers` makes; it reads what is written here."""
 
+import importlib.metadata
 import importlib.util
+import json
 import pathlib
 import shutil
 import subprocess
@@ -15,6 +17,7 @@ from flax_layers.models import save_pretrained
 from tests.models.test_model_configs import IGNORED, READ
 from tests.support.golden_models import NAMES, ROOT, add_head, change_config, expected, load, logits_of, relative_error
 
+VERSIONS = ROOT / "versions.json"
 READER = """
 import sys, numpy as np, torch, transformers
 for tokens, folder in zip(sys.argv[1::2], sys.argv[2::2]):
@@ -33,9 +36,13 @@ def python(*arguments: str | pathlib.Path) -> None:
 
 @pytest.fixture(scope="module")
 def packages() -> None:
+    """Skips where torch is not installed, or a `transformers` that reads and computes these files otherwise."""
     for package in ("torch", "transformers"):
         if importlib.util.find_spec(package) is None:
             pytest.skip(f"{package} is not installed")
+    installed, oldest = importlib.metadata.version("transformers"), json.loads(VERSIONS.read_text())["transformers"]
+    if tuple(map(int, installed.split(".")[:2])) < tuple(map(int, oldest.split(".")[:2])):
+        pytest.skip(f"the checkpoints were made with transformers {oldest} and later, not {installed}")
 
 
 @pytest.fixture(scope="module")
