@@ -60,7 +60,7 @@ _ROWS = (
 _WHOLE_MODELS = (
     (
         "training",
-        "training step, 1.2 B Llama, S 8192, 12 documents a row (cuDNN: one), tokens/s",
+        "training step, 1.2 B Llama, S 8192, 12 documents a row (cuDNN: one, and an earlier loss), tokens/s",
         [f"llama3-1b, {name}: tokens" for name in ("jflex", "torch", "cudnn")],
     ),
     (

@@ -39,14 +39,14 @@ class MLP(nnx.Module):
 
     def __call__(self, inputs: Float[Array, "*batch width"]) -> Float[Array, "*batch width"]:
         """Returns the output, which is added to the residual stream."""
-        gate, up = _shared_by_gradients(self.gate(inputs), self.up(inputs))
+        gate, up = _gradient_operands(self.gate(inputs), self.up(inputs))
         if self.clamp is not None:
             return self.down(clamped_swiglu(gate, up, *self.clamp))
         return self.down(ACTIVATIONS[self.activation](gate) * up)
 
 
 @jax.custom_jvp
-def _shared_by_gradients(gate: Array, up: Array) -> tuple[Array, Array]:
+def _gradient_operands(gate: Array, up: Array) -> tuple[Array, Array]:
     """Returns its arguments, and lets XLA compute the gradients of both in one kernel.
 
     XLA does not fuse siblings whose common operands are results of GEMMs, unless a barrier is in between. One kernel of
@@ -55,7 +55,7 @@ def _shared_by_gradients(gate: Array, up: Array) -> tuple[Array, Array]:
     return gate, up
 
 
-@_shared_by_gradients.defjvp
+@_gradient_operands.defjvp
 def _(primals, tangents):
     return lax.optimization_barrier(primals), tangents
 

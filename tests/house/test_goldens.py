@@ -2,7 +2,6 @@
 
 import importlib.metadata
 import importlib.util
-import json
 import pathlib
 import shutil
 import subprocess
@@ -17,7 +16,6 @@ from flax_layers.models import save_pretrained
 from tests.models.test_model_configs import IGNORED, READ
 from tests.support.golden_models import NAMES, ROOT, add_head, change_config, expected, load, logits_of, relative_error
 
-VERSIONS = ROOT / "versions.json"
 READER = """
 import sys, numpy as np, torch, transformers
 for tokens, folder in zip(sys.argv[1::2], sys.argv[2::2]):
@@ -26,6 +24,10 @@ for tokens, folder in zip(sys.argv[1::2], sys.argv[2::2]):
         logits = model.eval()(torch.from_numpy(np.load(tokens)["tokens"]).long(), use_cache=False).logits
     np.save(folder + "/logits.npy", logits.numpy())
 """
+IS_OLD = importlib.util.find_spec("transformers") is not None and (
+    tuple(map(int, importlib.metadata.version("transformers").split(".")[:2])) < (5, 23)
+)
+RECENT = pytest.mark.skipif(IS_OLD, reason="5.17 computes gpt_oss otherwise, and fails at a changed config")
 
 
 def python(*arguments: str | pathlib.Path) -> None:
@@ -36,13 +38,9 @@ def python(*arguments: str | pathlib.Path) -> None:
 
 @pytest.fixture(scope="module")
 def packages() -> None:
-    """Skips where torch is not installed, or a `transformers` that reads and computes these files otherwise."""
     for package in ("torch", "transformers"):
         if importlib.util.find_spec(package) is None:
             pytest.skip(f"{package} is not installed")
-    installed, oldest = importlib.metadata.version("transformers"), json.loads(VERSIONS.read_text())["transformers"]
-    if tuple(map(int, installed.split(".")[:2])) < tuple(map(int, oldest.split(".")[:2])):
-        pytest.skip(f"the checkpoints were made with transformers {oldest} and later, not {installed}")
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +51,7 @@ def made(packages, tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [pytest.param(x, marks=RECENT if x == "gpt_oss" else ()) for x in NAMES])
 def test_checkpoints_made_anew(name, made, tmp_path):
     anew, committed = expected(name, made), expected(name)
     np.testing.assert_array_equal(anew["tokens"], committed["tokens"])
@@ -70,6 +68,7 @@ def test_checkpoints_made_anew(name, made, tmp_path):
 
 
 @pytest.mark.gpu
+@RECENT
 def test_changed_checkpoints(packages, tmp_path):
     """The tables of `tests/models/test_model_configs.py`, and files that hold a head beside tied embeddings."""
     rows: list[tuple[str, pathlib.Path]] = []

@@ -83,8 +83,8 @@ def _launch(
     columns = pl.cdiv(spec.S, tiles.block_kv)
     per_column = lambda heads: output((spec.B, heads, columns * tiles.block_kv), jnp.float32)
     # XLA would write equal zeros of several layers once, and copy them for each: twice the bytes of writing them.
-    zero, _ = lax.optimization_barrier((jnp.float32(0), arrays.query))
-    d_query = jax.new_ref(jnp.full(sums_shape(spec, tiles), zero)) if one_pass else None
+    zero = lambda: lax.optimization_barrier((jnp.float32(0), arrays.query))[0]
+    d_query = jax.new_ref(jnp.full(sums_shape(spec, tiles), zero())) if one_pass else None
     scratch = declare(spec, tiles, arrays.key.dtype, groups, one_pass=one_pass)
     loads = () if scratch.stream.bias is None else bias_tiles.bias_loads(spec, transposed=True)
     per_entry = lambda name, x: output((spec.B, *x.shape[1:]), x.dtype) if name in static.sums else None
