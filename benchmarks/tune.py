@@ -305,6 +305,7 @@ def _hopper_configurations(kernel: str, head_size: int) -> Iterator[Tiles]:
 
     loads = LoadGroups((), (), (), (), ())
     by_keys, both_sums = kernel in ("one_pass_sm90", "dkv_sm90"), head_size <= dkv.MAX_HEAD_SIZE_BOTH_SUMS
+    shares_keys = kernel == "dkv_sm90" and not both_sums  # two groups, with 64 keys in all
     declare: Callable[..., object] = {
         "forward_sm90": forward.declare,
         "dq_sm90": functools.partial(dq.declare, loads=loads),
@@ -316,13 +317,14 @@ def _hopper_configurations(kernel: str, head_size: int) -> Iterator[Tiles]:
     for groups, rows, columns in itertools.product((1, 2), (64, 128), (64, 128)):
         # In one pass a call with its forward pass took 1 to 84 % longer with one group than with two (H200, head sizes
         # 64 to 128), but where two left no room for bias tiles.
-        refused = (rows > 64 and kernel != "forward_sm90") or (groups == 1 and kernel == "one_pass_sm90")
+        needs_two = shares_keys or kernel == "one_pass_sm90"
+        refused = (rows > 64 and kernel != "forward_sm90") or (groups == 1 and needs_two)
         # Registers of a thread for 64 rows: accumulators and scores of 32 bits, probabilities of 16.
         accumulators = head_size if by_keys and both_sums else head_size // 2
         registers = accumulators + (columns // 2 if kernel == "forward_sm90" else columns) + columns // 4
         if refused or groups * rows > 128 or rows // 64 * registers > _REGISTERS:
             continue
-        block_q, block_kv = (columns, groups * rows) if by_keys else (groups * rows, columns)
+        block_q, block_kv = (columns, rows if shares_keys else groups * rows) if by_keys else (groups * rows, columns)
         for stages in range(2, _MAX_STAGES + 1):
             tiles = Tiles(block_q, block_kv, 4 * groups, stages)
             if kernel == "one_pass_sm90" and not (both_sums and one_pass.fits(spec, tiles)):

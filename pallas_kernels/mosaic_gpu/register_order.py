@@ -19,6 +19,7 @@ from pallas_kernels.mosaic_gpu import inline_ptx, smem
 from pallas_kernels.types import Ref
 
 COLUMNS = 16  # of which a thread stores four elements of a row at once: 16 bytes
+_STRIDE = smem.WARP_GROUP_THREADS * 16  # bytes from four elements of a thread to its next four
 _LINE = 256  # elements of a line: TMA copies so many along an axis
 # A tile of 64 rows: warps, 8 rows of a warp and those 8 below, 4 threads of a row, 2 columns of each in 8 of 16.
 _ELEMENTS = {"columns": -1, "below": 2, "warp": 4, "row": 8, "thread": 4, "eight": 2, "column": 2}
@@ -34,17 +35,42 @@ def store(ref: Ref, x: jax.Array) -> None:
     """Stores float32 [64, columns], in the layout of wgmma accumulators, to shared memory of `shape`."""
 
     def run(_, target, tile):
-        pointer = llvm.ptrtoint(inline_ptx.word(), mgpu.utils.memref_ptr(target))
-        thread = arith.andi(mgpu.utils.thread_idx(), arith.constant(inline_ptx.word(), smem.WARP_GROUP_THREADS - 1))
-        address = arith.addi(pointer, arith.shli(thread, arith.constant(inline_ptx.word(), 4)))
+        address = _address_of_thread(target)
         pairs = np.squeeze(tile.registers)  # [columns / 8, 2], of two neighbors in a row
         for number, (columns, below) in enumerate(np.ndindex(len(pairs) // 2, 2)):
             four = [vector.extract(pairs[2 * columns + i, below], [], [j]) for i in range(2) for j in range(2)]
-            text = f"st.shared.v4.f32 [$0+{number * smem.WARP_GROUP_THREADS * 16}], {{$1, $2, $3, $4}};"
+            text = f"st.shared.v4.f32 [$0+{number * _STRIDE}], {{$1, $2, $3, $4}};"
             nothing = ir.Type.parse("!llvm.void")
             llvm.inline_asm(nothing, [address, *four], text, "r,f,f,f,f,~{memory}", has_side_effects=True)
 
     inline_ptx.inline(run, (plg.RefType(), plg.Layout.WGMMA), ref, x)
+
+
+def load(ref: Ref) -> jax.Array:
+    """Loads what `store` has stored."""
+    size, layout = (smem.WARP_GROUP_ROWS, ref.shape[0] * _LINE // smem.WARP_GROUP_ROWS), plg.Layout.WGMMA
+
+    def run(_, source):
+        address, pairs = _address_of_thread(source), np.empty((size[1] // 8, 2), dtype=object)
+        four, two = (ir.VectorType.get((n,), ir.F32Type.get()) for n in (4, 2))
+        for number, (columns, below) in enumerate(np.ndindex(len(pairs) // 2, 2)):
+            at = arith.addi(address, arith.constant(inline_ptx.word(), number * _STRIDE))
+            x = llvm.load(four, llvm.inttoptr(ir.Type.parse("!llvm.ptr<3>"), at), alignment=16)
+            for i in range(2):
+                pairs[2 * columns + i, below] = vector.extract_strided_slice(two, x, [2 * i], [2], [1])
+        tiled = layout.to_mgpu()
+        return mgpu.FragmentedArray(
+            _registers=pairs.reshape(tiled.registers_shape(size)), _layout=tiled, _is_signed=None
+        )
+
+    return inline_ptx.inline(run, (plg.RefType(),), ref, result=inline_ptx.array(size, jnp.float32, layout))
+
+
+def _address_of_thread(ref: ir.Value) -> ir.Value:
+    """The address in shared memory of the first four elements of this thread."""
+    pointer = llvm.ptrtoint(inline_ptx.word(), mgpu.utils.memref_ptr(ref))
+    thread = arith.andi(mgpu.utils.thread_idx(), arith.constant(inline_ptx.word(), smem.WARP_GROUP_THREADS - 1))
+    return arith.addi(pointer, arith.shli(thread, arith.constant(inline_ptx.word(), 4)))
 
 
 def to_rows(x: jax.Array) -> jax.Array:

@@ -88,6 +88,9 @@ WIDE = [
      shared_dropout=True, **BF16),
     Case("two_groups_dropout_wide", scores.alibi, masks.causal, Sizes(B=1, T=260, Hq=4, Hkv=2, D=128), block=128,
      dropout_rate=0.2, sinks=True, **BF16),
+    # Two groups share keys: one has gradients by key, and a row of it passes over tiles.
+    Case("shared_keys_256", captured.bias_kv, masks.documents, Sizes(T=200, S=330, Hq=4, Hkv=2, D=256, Dv=176),
+     block=128, by_batch=True, dropout_rate=0.1, **BF16),
     Case("two_groups_no_mask", scores.softcap, sizes=Sizes(T=257, S=450, Hq=4, Hkv=1, D=96), **BF16),
     Case("two_groups_own_lists", mask=masks.random_elements, sizes=Sizes(T=384, Hq=2, D=64), block=128,
      states=np.random.default_rng(2).integers(0, 3, (2, 2, 3, 3)), **BF16),
@@ -117,6 +120,8 @@ LIMITED = [
      by_batch=True, **BF16),
     Case("limits_of_more_keys", mask=masks.documents, sizes=Sizes(B=1, T=130, S=300, D=64), block=128, by_batch=True,
      **BF16),
+    Case("limits_shared_keys", captured.bias_kv, masks.documents, Sizes(B=1, T=140, Hq=2, Hkv=1, D=192), block=128,
+     by_batch=True, **BF16),
     Case("limits_one_group", mask=masks.documents, sizes=Sizes(B=1, T=200, D=80), block=64, by_batch=True, **BF16),
     Case("limits_unknown", mask=masks.unsorted_documents, sizes=Sizes(B=1, T=256, D=128), block=128, by_batch=True,
      **BF16),

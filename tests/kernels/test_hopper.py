@@ -60,7 +60,8 @@ def test_tangents(monkeypatch, case):
 SPILLS = {"forward": 48, "backward": 460}
 KNOWN_SPILLS = {
     "softcap_of_much": 560,  # the backward kernel for dK and dV; 8684 with a tile of 128 by 128
-    "two_groups_dropout_wide": 560,  # the hash of dropout beside ALiBi
+    "two_groups_dropout_wide": 684,  # the hash of dropout beside ALiBi; 560 before nvcc 13.5
+    "decode_mask_mod": 84,  # the forward kernel, of nvcc 13.5; none of the backward kernels
     "switch": 480,  # it computes more on each element than registers hold
     "shared_by_all": 576,  # the kernel for dK and dV, which loads float32 elements one by one beside a window
     "two_groups_table": 576,  # addresses of elements: backward 535 TFLOP/s with such a table (D 128), `triton` 217
@@ -129,7 +130,7 @@ def _compiled_once(name, backend, program):
 
 @NEEDS_011
 @pytest.mark.skipif(gpu_compile.missing() is not None, reason="compiles for a GPU")
-@pytest.mark.parametrize(("D", "count"), [(64, 2), (96, 2), (192, 4)])
+@pytest.mark.parametrize(("D", "count"), [(64, 2), (96, 2), (192, 3)])
 def test_shared_memory_is_known_from_what_is_declared(monkeypatch, D, count):
     from pallas_kernels.mosaic_gpu import smem as memory
     from pallas_kernels.mosaic_gpu.backward import dkv as backward_dkv

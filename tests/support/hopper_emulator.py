@@ -387,6 +387,10 @@ def _store_in_register_order(ref: Any, x: jax.Array) -> None:
     ref[...] = parts.transpose(3, 1, 0, 2, 5, 4, 6).reshape(ref.shape)
 
 
+def _load_in_register_order(ref: Any) -> jax.Array:
+    return register_order.to_rows(jnp.asarray(ref[...])[None, None])
+
+
 _ROWS = {"load_rows": lambda ref, line: jnp.asarray(ref.array.reshape(-1, ref.shape[-1])[np.asarray(line)]),
          "store_rows": _store_rows, "store_values": _store_values}  # fmt: skip
 
@@ -414,6 +418,7 @@ def emulated() -> Iterator[None]:
             for name, function in functions.items():
                 patch.setattr(module, name, function)
         patch.setattr(register_order, "store", _store_in_register_order)
+        patch.setattr(register_order, "load", _load_in_register_order)
         patch.setattr(inline_ptx, "after_barrier", _after_barrier)
         patch.setattr(inline_ptx, "before_barrier", _before_barrier)
         for name, function in {

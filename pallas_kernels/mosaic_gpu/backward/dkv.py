@@ -4,6 +4,9 @@ A CTA owns a tile of keys of one key head. The producer warp group loads tiles o
 of all query heads that share the keys. Two consumer warp groups own 64 keys each, with their dK and dV accumulators in
 registers. Scores are transposed, (keys, queries): then P^T and dS^T are the A operands of the dV and dK GEMMs straight
 from registers. One pass may compute dQ too: `one_pass`.
+
+Registers do not hold both accumulators of head sizes above 128. Then the groups share 64 keys: one computes S^T and dV,
+the other dP^T and dK, with S^T through shared memory.
 """
 
 from __future__ import annotations
@@ -41,11 +44,12 @@ class DkvOutputs(NamedTuple, Generic[A]):
     In a launch S and T are rounded up to whole tiles.
     """
 
-    key: A | None  # dK for each batch entry, in the layout of the key
-    value: A | None  # dV for each batch entry, in the layout of the value
+    key: A  # dK for each batch entry, in the layout of the key
+    value: A  # dV for each batch entry, in the layout of the value
     columns: list[A]  # cotangents [B, Hq, S] of ``groups.columns``
-    # float32 [B, Hkv, S]: NaN for keys whose dK or dV is not finite, and, with dQ, which are not finite themselves
-    marks: A | None
+    # float32 [B, Hkv, S] of each warp group of shared keys, else one: NaN for keys whose dK or dV is not finite, and,
+    # with dQ, which are not finite themselves; empty where nothing is masked
+    marks: list[A]
     # dQ, float32 [B, Hq, T, D], without the scale of the scores; not among the outputs of a launch
     query: A | None = None
 
@@ -65,20 +69,10 @@ def dkv(
 ) -> DkvOutputs[jax.Array]:
     """Computes dK and dV in the layout of the key; of each batch entry, where the batch shares them.
 
-    With `one_pass` dQ too, without the scale of the scores, and not deterministic. Head sizes of more than 128 take a
-    launch for dK and one for dV. A consumer warp group takes 64 keys. Operands are padded, as `BackwardCall` has them.
+    With `one_pass` dQ too, without the scale of the scores, and not deterministic. Operands are padded, as
+    `BackwardCall` has them.
     """
-    if max(static.spec.D, static.spec.Dv) <= MAX_HEAD_SIZE_BOTH_SUMS:
-        return _launch(static, arrays, rows, one_pass=one_pass)
-    assert not one_pass, "dQ needs registers beside both accumulators"
-    keys, values = (_launch(static.for_sum(name), arrays, rows) for name in (KEY, VALUE))
-    marks = None if keys.marks is None or values.marks is None else keys.marks + values.marks
-    return keys._replace(value=values.value, marks=marks)
-
-
-def _launch(
-    static: BackwardStatic, arrays: Operands[jax.Array], rows: RowOperands[jax.Array], *, one_pass: bool = False
-) -> DkvOutputs[jax.Array]:
+    assert not (one_pass and static.shares_keys), "dQ needs registers beside both accumulators"
     spec, tiles, groups = static.spec, static.tiles, static.groups
     columns = pl.cdiv(spec.S, tiles.block_kv)
     per_column = lambda heads: output((spec.B, heads, columns * tiles.block_kv), jnp.float32)
@@ -87,7 +81,7 @@ def _launch(
     d_query = jax.new_ref(jnp.full(sums_shape(spec, tiles), zero())) if one_pass else None
     scratch = declare(spec, tiles, arrays.key.dtype, groups, one_pass=one_pass)
     loads = () if scratch.stream.bias is None else bias_tiles.bias_loads(spec, transposed=True)
-    per_entry = lambda name, x: output((spec.B, *x.shape[1:]), x.dtype) if name in static.sums else None
+    per_entry = lambda x: output((spec.B, *x.shape[1:]), x.dtype)
     outputs = launch(
         functools.partial(_kernel, static),
         DkvInputs(
@@ -98,19 +92,19 @@ def _launch(
             [load.source(arrays.captured.score) for load in loads],
         ),
         DkvOutputs(
-            per_entry(KEY, arrays.key),
-            per_entry(VALUE, arrays.value),
+            per_entry(arrays.key),
+            per_entry(arrays.value),
             [per_column(spec.Hq) for _ in groups.columns],
-            per_column(spec.Hkv) if spec.needs_marks else None,
+            [per_column(spec.Hkv)] * (spec.needs_marks * (1 + static.shares_keys)),
         ),
         scratch,
-        name="jflex_backward_sm90" if one_pass else f"jflex_backward_d{''.join(name[0] for name in static.sums)}_sm90",
+        name="jflex_backward_sm90" if one_pass else "jflex_backward_dkv_sm90",
         num_ctas=_grid(static).size,
         warp_groups=static.warp_groups + 1,
     )
     return outputs._replace(
         columns=[x[..., : spec.S] for x in outputs.columns],
-        marks=None if outputs.marks is None else outputs.marks[..., : spec.S],
+        marks=[x[..., : spec.S] for x in outputs.marks],
         query=None if d_query is None else register_order.to_rows(jax.freeze(d_query))[:, :, : spec.T],
     )
 
@@ -126,7 +120,15 @@ def _kernel(
     b, kv_h, tile = _grid(static).unravel(cta_id)
     location = (b, kv_h, block_walk.column_at(static.spec, inputs.order, b, kv_h, tile))
     produce = functools.partial(_produce, static, inputs, location, scratch)
-    run_roles(static.warp_groups, produce, functools.partial(_consume, static, inputs, location, outputs, scratch))
+
+    def consume(group: jax.Array) -> None:
+        if not static.shares_keys:
+            _consume(static, inputs, location, outputs, scratch, group)
+            return
+        for i, role in enumerate(map(static.for_sum, (VALUE, KEY))):
+            pl.when(group == i)(functools.partial(_consume, role, inputs, location, outputs, scratch, group))
+
+    run_roles(static.warp_groups, produce, consume)
 
 
 def _produce(static: BackwardStatic, inputs: DkvInputs[Ref], location: Location, scratch: DkvScratch) -> None:
@@ -207,25 +209,32 @@ def _consume(
     group: jax.Array,
 ) -> None:
     """Consumer warp group: prologue, mainloop over tiles of queries, and epilogue of its 64 keys."""
-    spec, arrays, rows = static.spec, inputs.arrays, static.tiles.block_kv // static.warp_groups
+    spec, arrays, rows = static.spec, inputs.arrays, smem.WARP_GROUP_ROWS
     b, kv_h, column = location
-    first = column * static.tiles.block_kv + group * rows
-    _load_keys(static, arrays, location, scratch, group)
+    tile = jnp.int32(0) if static.shares_keys else group
+    first = column * static.tiles.block_kv + tile * rows
+    at = smem.rows_at(spec, b if spec.Bkv > 1 else 0, kv_h, first, rows)
+    operands = {VALUE: (arrays.key, scratch.keys), KEY: (arrays.value, scratch.values)}  # by the sum beside their GEMM
+    for source, ref in map(operands.__getitem__, static.sums):
+        plg.copy_gmem_to_smem(source.at[at], ref.at[tile], scratch.full.at[group])
+    for other in (group,) if scratch.d_query is None else range(static.warp_groups):  # dQ takes the keys of all
+        plg.barrier_wait(scratch.full.at[other])
     # No row of dQ is available in the epilogue: so a key that is not finite is itself marked.
-    marks = mark(smem.load(scratch.keys.at[group], TILE)) if spec.needs_marks and scratch.d_query is not None else None
+    marks = mark(smem.load(scratch.keys.at[tile], TILE)) if spec.needs_marks and scratch.d_query is not None else None
+    columns = outputs.columns if KEY in static.sums else []
 
     def walk(*accumulators: Accumulator) -> tuple[jax.Array, ...]:
         sums = dict(zip(static.sums, accumulators, strict=True))
-        key_tile = KeyTile(static, scratch, group, b, first, sums, inputs.d_query)
+        key_tile = KeyTile(static, scratch, tile, b, first, sums, inputs.d_query)
 
         def end(h: jax.Array, carried: Carried) -> Carried:
             state, cotangents = carried
-            for ref, x in zip(outputs.columns, cotangents, strict=True):
+            for ref, x in zip(columns, cotangents, strict=True):
                 assert scratch.sums is not None  # to stage it
                 store_sums(scratch.sums.at[group], ref.at[b, h, pl.ds(first, rows)], x)
             return state, zeros
 
-        zeros = tuple(row_vector(rows) for _ in outputs.columns)
+        zeros = tuple(row_vector(rows) for _ in columns)
         step_of = functools.partial(key_tile.step, arrays)
         state, _ = _over_queries(static, arrays, location, (key_tile.begin(kv_h), zeros), step_of, end)
         key_tile.end(state)
@@ -234,35 +243,20 @@ def _consume(
 
     sizes = {KEY: spec.D, VALUE: spec.Dv}
     sums: Any = pl.run_scoped(walk, *(accumulator(rows, sizes[name]) for name in static.sums))  # dK, dV
-    if outputs.marks is not None:
+    if outputs.marks:
         marks = mark(*sums) if marks is None else marks + mark(*sums)
         assert scratch.sums is not None
-        store_sums(scratch.sums.at[group], outputs.marks.at[b, kv_h, pl.ds(first, rows)], marks)
-    if scratch.d_query is not None:
-        scratch.d_query.join()  # all groups have read the keys
+        out = outputs.marks[-1 if static.sums == (KEY,) else 0]
+        store_sums(scratch.sums.at[group], out.at[b, kv_h, pl.ds(first, rows)], marks)
+    for shared in (scratch.d_query, scratch.scores):
+        if shared is not None:
+            shared.join()  # all groups have read the keys and values
     targets = {KEY: (scratch.keys, outputs.key), VALUE: (scratch.values, outputs.value)}
-    staged = [targets[name][0].at[group] for name in static.sums]
+    staged = [targets[name][0].at[tile] for name in static.sums]
     for ref, x in zip(staged, sums, strict=True):
         ref[...] = x.astype(ref.dtype)  # dK is staged over the keys, dV over the values
     plg.commit_smem()
     at = smem.rows_at(spec, b, kv_h, first, rows)
     for ref, name in zip(staged, static.sums, strict=True):
-        target = targets[name][1]
-        assert target is not None  # it is computed
-        plg.copy_smem_to_gmem(ref, target.at[at])  # TMA drops rows past the end
+        plg.copy_smem_to_gmem(ref, targets[name][1].at[at])  # TMA drops rows past the end
     plg.wait_smem_to_gmem(0, wait_read_only=True)
-
-
-def _load_keys(
-    static: BackwardStatic, arrays: Operands[Ref], location: Location, scratch: DkvScratch, group: jax.Array
-) -> None:
-    """Loads the keys and values of this group by TMA; for dQ, also waits for the keys of the others."""
-    spec, groups = static.spec, static.warp_groups
-    b, kv_h, column = location
-    rows = static.tiles.block_kv // groups
-    first = column * static.tiles.block_kv + group * rows
-    at = smem.rows_at(spec, b if spec.Bkv > 1 else 0, kv_h, first, rows)
-    for source, ref in zip((arrays.key, arrays.value), (scratch.keys, scratch.values), strict=True):
-        plg.copy_gmem_to_smem(source.at[at], ref.at[group], scratch.full.at[group])
-    for other in (group,) if scratch.d_query is None else range(groups):
-        plg.barrier_wait(scratch.full.at[other])

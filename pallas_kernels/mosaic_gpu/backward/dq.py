@@ -20,7 +20,7 @@ from jax.typing import DTypeLike
 from pallas_kernels import block_walk
 from pallas_kernels.config import Tiles
 from pallas_kernels.gradients import RowOperands, score_mod_vjp, weights_vjp
-from pallas_kernels.mosaic_gpu import smem
+from pallas_kernels.mosaic_gpu import inline_ptx, smem
 from pallas_kernels.mosaic_gpu.backward.stream import (
     DELTA,
     LSE,
@@ -72,7 +72,7 @@ class DqScratch(NamedTuple):
     sums: Ref  # float32 [groups, rows], to stage cotangents of loads by query
     full: Ref  # a barrier for each group: its queries and dO have arrived
     keys: Ring  # ring of keys [block_kv, D]
-    values: Ring  # ring of values [block_kv, Dv]
+    values: Ring  # ring of values [block_kv, Dv]; of one stage where more do not fit
     stored: tuple[Ref, ...]  # [groups, rows, block_kv] for each of ``groups.stores``, to stage cotangents
     bias: Ring | None  # ring of bias tiles [block_q, block_kv]; None without
 
@@ -80,8 +80,7 @@ class DqScratch(NamedTuple):
 class QueryTile(NamedTuple):
     """Per-warp-group query state."""
 
-    queries: Ref  # [rows, D], in shared memory
-    d_out: Ref  # [rows, Dv], in shared memory
+    group: jax.Array  # index of the warp group
     rows: slice | pl.Slice  # slice of its rows in the tile of the CTA
     lse_log2: jax.Array  # [rows]: the lse in base 2, which is subtracted from scores
     delta: jax.Array  # [rows]: subtracted from dP
@@ -93,17 +92,22 @@ def declare(spec: AttentionSpec, tiles: Tiles, dtype: DTypeLike, loads: LoadGrou
     """The scratch of a CTA."""
     groups = tiles.num_warps // 4
     rows = tiles.block_q // groups
-    make = functools.partial(
-        DqScratch,
-        smem.tiled((groups, rows, spec.D), dtype),
-        smem.tiled((groups, rows, spec.Dv), dtype),
-        smem.declared(plg.SMEM((groups, rows), jnp.float32)),
-        smem.declared(plg.Barrier(num_arrivals=2, num_barriers=groups)),
-        Ring.declare(tiles.num_stages, tiles.block_kv, (spec.D,), dtype, groups),
-        Ring.declare(tiles.num_stages, tiles.block_kv, (spec.Dv,), dtype, groups),
-        bias_gradients.declare(loads.stores, tiles),
-    )
-    return bias_tiles.with_bias_ring(make, spec, tiles)
+
+    def with_values(stages: int) -> DqScratch:
+        make = functools.partial(
+            DqScratch,
+            smem.tiled((groups, rows, spec.D), dtype),
+            smem.tiled((groups, rows, spec.Dv), dtype),
+            smem.declared(plg.SMEM((groups, rows), jnp.float32)),
+            smem.declared(plg.Barrier(num_arrivals=2, num_barriers=groups)),
+            Ring.declare(tiles.num_stages, tiles.block_kv, (spec.D,), dtype, groups),
+            Ring.declare(stages, tiles.block_kv, (spec.Dv,), dtype, groups),
+            bias_gradients.declare(loads.stores, tiles),
+        )
+        return bias_tiles.with_bias_ring(make, spec, tiles)
+
+    scratch = with_values(tiles.num_stages)
+    return scratch if smem.bytes_of(jax.tree.leaves(scratch)) <= smem.LIMIT else with_values(1)
 
 
 def dq(static: BackwardStatic, arrays: Operands[jax.Array], rows: RowOperands[jax.Array]) -> DqOutputs[jax.Array]:
@@ -211,7 +215,7 @@ def _consume(
     plg.barrier_wait(scratch.full.at[group])
 
     def walk(d_query: Accumulator) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-        tile = QueryTile(queries, d_out, pl.ds(group * rows, rows), lse_log2, delta, d_query, stored)
+        tile = QueryTile(group, pl.ds(group * rows, rows), lse_log2, delta, d_query, stored)
         step = functools.partial(_step, static, prepared, scratch, tile)
         sums = tuple(row_vector(rows) for _ in static.groups.rows)
         _, sums = block_walk.over_keys(spec, tiles, arrays, location, (jnp.int32(0), sums), step)
@@ -244,17 +248,19 @@ def _step(
     keys = wait_and_get(scratch.keys, i)  # [block_kv, D]
 
     def gemms(raw: Accumulator, d_weights: Accumulator) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-        plg.wgmma(raw, query_tile.queries, keys.T)  # S = Q K^T [rows, block_kv]
-        plg.wgmma(d_weights, query_tile.d_out, wait_and_get(scratch.values, i).T)  # dP = dO V^T [rows, block_kv]
+        group = query_tile.group + inline_ptx.unknown_zero()
+        plg.wgmma(raw, scratch.queries.at[group], keys.T)  # S = Q K^T [rows, block_kv]
+        plg.wgmma(d_weights, scratch.d_out.at[group], wait_and_get(scratch.values, i).T)  # dP = dO V^T [rows, block_kv]
         bias = [x.at[query_tile.rows] for x in wait_and_get_all(scratch.bias, i)]
         tile = scores.modify(prepared, plg.wgmma_accumulator_load(raw, wait_n=1), first, is_partial, bias=bias)
         if scratch.bias is not None:
             scratch.bias.release(i)
         p = scores.weights(prepared, tile, lse_log2)  # P = exp2(S - lse)
         tile = tile._replace(kept=scores.kept(prepared, first))
-        d_p = weights_vjp(static.spec, tile, plg.wgmma_accumulator_load(d_weights, wait_n=0))
-        d_s = scores.scores_vjp(prepared, tile, p, d_p - delta)  # dS = P * (dP - delta)
+        d_p = plg.wgmma_accumulator_load(d_weights, wait_n=0)
         scratch.values.release(i)
+        d_p = weights_vjp(static.spec, tile, d_p)
+        d_s = scores.scores_vjp(prepared, tile, p, d_p - delta)  # dS = P * (dP - delta)
         d_s, d_load = score_mod_vjp(static.derivative, tile, d_s)  # dS', through the score mod
         query_tile.stored.store(first, [d_load(n) for n in static.groups.stores])
         return d_s, tuple(x + jnp.sum(d_load(n), axis=1) for x, n in zip(sums, static.groups.rows, strict=True))

@@ -6,8 +6,7 @@ With P the probabilities and dO the cotangent of the output (Dao 2023, arXiv:230
 
 where dS' is dS pulled back through the score mod. One pass computes all of it with five GEMMs; tiles of keys add to dQ
 in no fixed order, so its last bits may differ between runs. Or two kernels recompute P and dO V^T each, one for dK and
-dV, one for dQ: seven GEMMs, and the same bits in each run. Head sizes of more than 128 take three kernels, one for each
-gradient: eight GEMMs.
+dV, one for dQ: seven GEMMs, and the same bits in each run. Head sizes of more than 128 take two kernels.
 """
 
 from __future__ import annotations
@@ -170,17 +169,16 @@ def _dkv_pass(call: BackwardCall) -> PassGradients:
     spec, unpadded, groups, derivative = call.spec, call.unpadded, call.groups, call.requested.derivative
     operands, d_query, d_key, d_value = defaultdict(list), None, None, None
     outputs = dkv(call.static(call.tiles.dkv), call.arrays, call.rows, one_pass=call.one_pass)
+    marks = sum_gradients(outputs.marks)
     if outputs.query is not None:
         d_query = call.query_from_sums(outputs.query)
-        if outputs.marks is not None:
-            d_query = call.repairs.query(d_query, _marks_of_queries(spec, outputs.marks))
+        if marks is not None:
+            d_query = call.repairs.query(d_query, _marks_of_queries(spec, marks))
     if call.requested.key_or_value:
-        assert outputs.key is not None
-        assert outputs.value is not None
         sums = (outputs.key, unpadded.S, unpadded.D), (outputs.value, unpadded.S, unpadded.Dv)
         d_key, d_value = (cut_rows(spec, *x) for x in sums)
-        if outputs.marks is not None:
-            d_key, d_value = call.repairs.key_value((d_key, d_value), outputs.marks)
+        if marks is not None:
+            d_key, d_value = call.repairs.key_value((d_key, d_value), marks)
         d_key, d_value = sum_batch(spec, d_key), sum_batch(spec, d_value)
     collect(spec, derivative, call.arrays, groups.columns, outputs.columns, operands)
     return PassGradients(operands, d_query, d_key, d_value)

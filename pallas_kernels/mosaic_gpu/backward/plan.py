@@ -19,7 +19,7 @@ from pallas_kernels.program.cotangents import LoadGroups
 from pallas_kernels.spec import AttentionSpec
 
 MIN_ONE_PASS_LENGTH = 1024  # queries from which on one pass is faster (`is_one_pass_faster`)
-MAX_HEAD_SIZE_TWO_GROUPS = 192  # up to which shared memory holds the tiles of two consumers, beside the stream
+MAX_HEAD_SIZE_BIAS_TILES = 192  # up to which shared memory holds bias tiles beside the queries of two groups
 
 
 class BackwardTiles(NamedTuple):
@@ -47,17 +47,20 @@ def unsupported_tiles(spec: AttentionSpec, dkv: Tiles | None, dq: Tiles | None, 
     """
     if dkv is None:
         return "`config` sets tiles for dq alone"
+    wide = max(_padded(spec).D, _padded(spec).Dv) > MAX_HEAD_SIZE_BOTH_SUMS
     for name, tiles, rows, columns in (("dkv", dkv, "block_kv", "block_q"), ("dq", dq, "block_q", "block_kv")):
         if tiles is None:
             continue
         sizes = dataclasses.asdict(tiles)
-        if tiles.num_warps not in (4, 8) or sizes[rows] != 16 * tiles.num_warps or sizes[columns] % 64:
+        shapes, rule = ((4, 64), (8, 128)), "a warp group of 4 warps takes 64 rows"
+        if wide and name == "dkv":
+            shapes, rule = ((8, 64),), "two warp groups of 4 warps share 64 keys"
+        if (tiles.num_warps, sizes[rows]) not in shapes or sizes[columns] % 64:
             return (
-                f"a warp group of 4 warps takes 64 rows, and `config` sets for {name} `{rows}` {sizes[rows]} and "
-                f"`{columns}` {sizes[columns]} with {tiles.num_warps} warps"
+                f"{rule}, and `config` sets for {name} `{rows}` {sizes[rows]} and `{columns}` {sizes[columns]} with "
+                f"{tiles.num_warps} warps"
             )
-    narrow = max(_padded(spec).D, _padded(spec).Dv) <= MAX_HEAD_SIZE_BOTH_SUMS
-    if dq is None and not (one_pass and narrow and fits(_padded(spec), dkv)):
+    if dq is None and (wide or not (one_pass and fits(_padded(spec), dkv))):
         return "`config` sets no tiles for dq, which a kernel of its own computes here"
     return None
 
@@ -93,10 +96,13 @@ def backward_tiles(spec: AttentionSpec, *, one_pass: bool) -> BackwardTiles | No
     widest = max(spec.D, spec.Dv)
     light = not is_heavy(spec.programs.score) and spec.dropout is None
     narrow = widest <= 64 and light and len(bias_tiles.bias_loads(spec)) < 2
-    pair = lambda size: 2 if size % 128 == 0 and widest <= MAX_HEAD_SIZE_TWO_GROUPS else 1
-    groups_kv, groups_q = pair(blocks[1]), pair(blocks[0])
+    groups_q, groups_kv = (2 if size % 128 == 0 else 1 for size in blocks)
+    if widest > MAX_HEAD_SIZE_BIAS_TILES and bias_tiles.bias_loads(spec):
+        groups_q = 1
     block_q = 128 if narrow and groups_q == 2 and groups_kv == 2 else 64
     dkv = Tiles(block_q, 64 * groups_kv, 4 * groups_kv, 2)
+    if widest > MAX_HEAD_SIZE_BOTH_SUMS:
+        dkv = Tiles(64, 64, 8, 2)  # two groups share the keys
     if one_pass and widest <= MAX_HEAD_SIZE_BOTH_SUMS and fits(spec, dkv):
         return BackwardTiles(dkv, None)
     return BackwardTiles(dkv, Tiles(64 * groups_q, 128 if narrow and groups_kv == 2 else 64, 4 * groups_q, 2))

@@ -34,13 +34,11 @@ class BackwardStatic(NamedTuple):
     derivative: Derivative | None  # of the score mod; None without one
     groups: LoadGroups  # loads of captured arrays with requested gradients
     captured: scores.CapturedShapes  # shapes of the captured arrays
-    sums: tuple[str, ...] = (KEY, VALUE)  # which of dK (`KEY`) and dV (`VALUE`) the dK/dV kernel computes
+    sums: tuple[str, ...] = (KEY, VALUE)  # which of dK (`KEY`) and dV (`VALUE`) a warp group of dK/dV computes
 
     def for_sum(self, name: str) -> BackwardStatic:
-        """Statics of dK or dV alone; the launch for dK computes the cotangents of loads."""
-        if name == KEY:
-            return self._replace(sums=(name,))
-        return self._replace(sums=(name,), derivative=None, groups=self.groups._replace(columns=()))
+        """Statics of a warp group with dK or dV alone; that of dK computes the cotangents of loads."""
+        return self._replace(sums=(name,), derivative=self.derivative if name == KEY else None)
 
     def bias(self, arrays: Operands[Ref], refs: Sequence[Ref], *, transposed: bool = False) -> bias_tiles.BiasTiles:
         """The bias tiles that TMA loads; `refs` are empty if they do not fit."""
@@ -51,6 +49,11 @@ class BackwardStatic(NamedTuple):
     def warp_groups(self) -> int:
         """Consumer warp groups of a CTA."""
         return self.tiles.num_warps // 4
+
+    @property
+    def shares_keys(self) -> bool:
+        """True if a CTA of dK/dV has 64 keys, of which one warp group computes dK and the other dV."""
+        return self.tiles.block_kv < self.warp_groups * smem.WARP_GROUP_ROWS
 
     @property
     def folds(self) -> bool:

@@ -17,6 +17,7 @@ from pallas_kernels.config import Tiles
 from pallas_kernels.gradients import score_mod_vjp, weights_vjp
 from pallas_kernels.mosaic_gpu import inline_ptx, smem
 from pallas_kernels.mosaic_gpu.backward.one_pass import DqAccumulator, TileIndex
+from pallas_kernels.mosaic_gpu.backward.shared_scores import SharedScores
 from pallas_kernels.mosaic_gpu.backward.stream import (
     DELTA,
     KEY,
@@ -39,29 +40,32 @@ from pallas_kernels.types import Accumulator, Index, Ref
 class DkvScratch(NamedTuple):
     """Shared memory and barriers of a CTA."""
 
-    keys: Ref  # [groups, rows, D]; the epilogue stages dK there
-    values: Ref  # [groups, rows, Dv]; the epilogue stages dV there
+    keys: Ref  # [groups, rows, D], or [1, rows, D] of shared keys; the epilogue stages dK there
+    values: Ref  # [groups, rows, Dv], or [1, rows, Dv]; the epilogue stages dV there
     sums: Ref | None  # float32 [groups, rows], to stage cotangents of loads by key, and marks; None without
-    full: Ref  # a barrier for each group: its keys and values have arrived
+    full: Ref  # a barrier for each group: its keys and values have arrived, or of shared keys those that it reads
     stream: QueryStream  # rings of the tiles of queries
     d_query: DqAccumulator | None  # for dQ; None without
+    scores: SharedScores | None  # S^T of shared keys; None without
 
 
 def declare(
     spec: AttentionSpec, tiles: Tiles, dtype: DTypeLike, loads: LoadGroups, *, one_pass: bool = False
 ) -> DkvScratch:
     """The scratch of a CTA."""
-    groups = tiles.num_warps // 4
-    rows = tiles.block_kv // groups
+    groups, rows = tiles.num_warps // 4, smem.WARP_GROUP_ROWS
+    key_tiles = tiles.block_kv // rows
+    shares = key_tiles < groups
 
     def make(bias: Ring | None) -> DkvScratch:
         return DkvScratch(
-            smem.tiled((groups, rows, spec.D), dtype),
-            smem.tiled((groups, rows, spec.Dv), dtype),
+            smem.tiled((key_tiles, rows, spec.D), dtype),
+            smem.tiled((key_tiles, rows, spec.Dv), dtype),
             smem.declared(plg.SMEM((groups, rows), jnp.float32)) if loads.columns or spec.needs_marks else None,
-            smem.declared(plg.Barrier(num_arrivals=2, num_barriers=groups)),
+            smem.declared(plg.Barrier(num_arrivals=1 if shares else 2, num_barriers=groups)),
             QueryStream.declare(spec, tiles.block_q, tiles.num_stages, dtype, groups, bias),
             DqAccumulator.declare(spec, tiles, dtype) if one_pass else None,
+            SharedScores.declare(tiles.block_q) if shares else None,
         )
 
     return bias_tiles.with_bias_ring(make, spec, tiles, transposed=True)
@@ -82,7 +86,7 @@ class KeyTile(NamedTuple):
 
     static: BackwardStatic
     scratch: DkvScratch
-    group: jax.Array  # index of the warp group
+    group: jax.Array  # index of its tile of keys
     b: jax.Array
     first: jax.Array  # its first key
     sums: dict[str, Accumulator]  # accumulators of dK [rows, D] and dV [rows, Dv], or of one of them, in registers
@@ -93,6 +97,8 @@ class KeyTile(NamedTuple):
         """Prologue: the state before the first tile."""
         if self.scratch.d_query is not None:
             self.scratch.d_query.begin(self.group)
+        if self.scratch.scores is not None and VALUE not in self.sums:
+            self.scratch.scores.begin_reads()
         return DkvState(jnp.int32(0), TileIndex(kv_h * self.static.spec.group, jnp.int32(0)))
 
     def end(self, state: DkvState) -> None:
@@ -188,7 +194,7 @@ class KeyTile(NamedTuple):
         vector = lambda which: lax.broadcast_in_dim(load_vector(stats.at[which], COLUMN), prepared.tile[::-1], (1,))
         folds_delta = prepared.dropout is None
         d_out = self._start_gemms(count, q, raw, d_weights, vector, folds_delta=folds_delta)
-        s = plg.wgmma_accumulator_load(raw, wait_n=int(KEY in self.sums))
+        s = self._scores(raw)
         rows = self.scratch.keys.shape[1]
         bias = [x.at[:, pl.ds(self.group * rows, rows)].T for x in wait_and_get_all(stream.bias, count)]
         tile = scores.modify(prepared, s, query, is_partial, bias=bias)
@@ -228,18 +234,29 @@ class KeyTile(NamedTuple):
         *,
         folds_delta: bool,
     ) -> Ref:
-        """Issues the GEMMs of S^T and, for dK, of dP^T, from the row statistics on; returns dO."""
+        """Issues the GEMMs of S^T for dV and of dP^T for dK, from the row statistics on; returns dO."""
         key_tile = self.group + self.zero
         # Before both GEMMs are issued: to initialize an accumulator waits for wgmma in flight.
-        if self.static.folds:
+        if VALUE in self.sums and self.static.folds:
             raw[...] = vector(LSE)
         if KEY in self.sums and folds_delta:
             d_weights[...] = vector(DELTA)
-        plg.wgmma(raw, self.scratch.keys.at[key_tile], q.T)  # S^T = K Q^T [keys, block_q]
+        if VALUE in self.sums:
+            plg.wgmma(raw, self.scratch.keys.at[key_tile], q.T)  # S^T = K Q^T [keys, block_q]
         d_out = wait_and_get(self.scratch.stream.d_out, count)  # [block_q, Dv]
         if KEY in self.sums:
             plg.wgmma(d_weights, self.scratch.values.at[key_tile], d_out.T)  # dP^T = V dO^T [keys, block_q]
         return d_out
+
+    def _scores(self, raw: Accumulator) -> jax.Array:
+        """S^T of the GEMM, or of the other warp group, which hands it on."""
+        shared = self.scratch.scores
+        if shared is not None and VALUE not in self.sums:
+            return shared.read()
+        s = plg.wgmma_accumulator_load(raw, wait_n=int(KEY in self.sums))
+        if shared is not None:
+            shared.write(s)
+        return s
 
     def _without_padding(self, prepared: scores.Scores, d_s: jax.Array) -> jax.Array:
         """Clears the dS of padding keys, which may be anything, because dQ sums over keys."""
