@@ -1,6 +1,7 @@
 """Chunked cross entropy of the next token: only the logits of one chunk exist at a time."""
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -89,8 +90,9 @@ def _losses(hidden: Hidden, targets: Array, kernel: Array, softcap: float | None
 def _log_sum_exp(logits: Float32[Array, "R T vocabulary"]) -> Float32[Array, "R T"]:
     """Log of the sum of exponentials along the last axis.
 
-    One pass: `jax.nn.logsumexp` reads the logits twice. For 32,768 tokens and 128,256 words it takes 5.9 ms (H200); two
-    passes would move 8 ms of bytes.
+    One pass: `jax.nn.logsumexp` reads the logits twice. Groups of neighbors are summed before they are merged, which
+    takes two exponentials. H200, 4,096 tokens and 128,256 words, ms: two passes 0.99, one 0.75, with groups of 4 0.57,
+    of 8 0.50, of 16 1.66.
     """
 
     def merge(part, other):
@@ -99,8 +101,13 @@ def _log_sum_exp(logits: Float32[Array, "R T vocabulary"]) -> Float32[Array, "R 
         smaller, larger = total * factor + other_total, total + other_total * factor
         return jnp.maximum(maximum, other_maximum), jnp.where(maximum < other_maximum, smaller, larger)
 
+    size = math.gcd(logits.shape[-1], 8)
+    grouped = logits.reshape(*logits.shape[:-1], -1, size)
+    parts = [grouped[..., i] for i in range(size)]
+    maxima = functools.reduce(jnp.maximum, parts)
+    totals = sum((jnp.exp(part - maxima) for part in parts[1:]), jnp.exp(parts[0] - maxima))
     start = jnp.finfo(jnp.float32).min, jnp.float32(0)
-    maximum, total = lax.reduce((logits, jnp.ones_like(logits)), start, merge, (logits.ndim - 1,))
+    maximum, total = lax.reduce((maxima, totals), start, merge, (logits.ndim - 1,))
     return maximum + jnp.log(total)
 
 
