@@ -128,7 +128,10 @@ def prepare(
     sinks = None if settings.sinks is None else checked_sinks(settings.sinks, Hq)
     call_sizes = CallSizes(B, Hq, T, S if lengths is None else largest_value(lengths))
     if vectors != VectorMods():
-        sizes = _with_vectors(sizes, vectors, query.dtype, call_sizes, has_lse=settings.normalize == "softmax")
+        has_lse = settings.normalize == "softmax"
+        vectors.check(sizes.D, sizes.Dv, query.dtype, sizes=call_sizes, kv_heads=sizes.Hkv, has_lse=has_lse)
+        if sizes.Bkv != B and vectors.needs_batch(sizes.D, sizes.Dv, query.dtype):
+            sizes = sizes._replace(Bkv=B)  # the mods make different keys for each batch entry
     if block_mask is None:
         mask, blocks, lists = _traced(trace_mask_mod, settings.mask_mod), None, None
     else:
@@ -158,14 +161,6 @@ def _sizes(query: Any, key: Any, value: Any, layout: str) -> Sizes:
     length, heads = (1, 2) if layout == "BTNH" else (2, 1)
     (T, S), (Hq, Hkv) = ((query.shape[axis], key.shape[axis]) for axis in (length, heads))
     return Sizes(B=query.shape[0], T=T, S=S, Hq=Hq, Hkv=Hkv, D=query.shape[3], Dv=value.shape[3], Bkv=key.shape[0])
-
-
-def _with_vectors(sizes: Sizes, vectors: VectorMods, dtype: DTypeLike, call: CallSizes, *, has_lse: bool) -> Sizes:
-    """Checks vector mods; keys that they make different ones for each batch entry have the batch size of the query."""
-    vectors.check(sizes.D, sizes.Dv, dtype, sizes=call, kv_heads=sizes.Hkv, has_lse=has_lse)
-    if sizes.Bkv == sizes.B or not vectors.needs_batch(sizes.D, sizes.Dv, dtype):
-        return sizes
-    return sizes._replace(Bkv=sizes.B)
 
 
 def with_modified_inputs(call: Call) -> Call:

@@ -201,29 +201,28 @@ def heaviest_first(counts: jax.Array) -> jax.Array | None:
     return None if counts.shape[-1] < MIN_SORTED_ROWS else jnp.argsort(-counts, axis=-1).astype(jnp.int32)
 
 
-def _order_of_mask(spec: AttentionSpec, arrays: Operands[jax.Array], axis: int, tile: int) -> jax.Array | None:
-    """The order of blocks that a mask has among its captured arrays, where a tile is a block; else None.
+def _order(spec: AttentionSpec, arrays: Operands[jax.Array], axis: int, tile: int, length: int) -> jax.Array | None:
+    """The order of tiles along an axis.
 
-    To sort the rows of each call takes two kernels.
+    A mask may have that of its blocks among its captured arrays: to sort the rows of each call takes two kernels.
     """
-    number = None if spec.mask_mod is None else spec.mask_mod.limits
-    assert spec.block_size is not None
-    if number is None or spec.block_size[axis] != tile or spec.list_heads > 1:
+    if spec.block_size is None:
         return None
-    order = arrays.captured.mask[number + 2 + axis]
-    return order if order.shape[-1] >= MIN_SORTED_ROWS else None
+    number = None if spec.mask_mod is None else spec.mask_mod.limits
+    if number is not None and spec.block_size[axis] == tile and spec.list_heads == 1:
+        order = arrays.captured.mask[number + 2 + axis]
+        if order.shape[-1] >= MIN_SORTED_ROWS:
+            return order
+    assert arrays.lists is not None  # of the blocks
+    weight = arrays.lists[4 * axis] + arrays.lists[4 * axis + 2]
+    if axis == 1 and spec.list_heads > 1:
+        weight = weight.reshape(spec.list_batch, spec.Hkv, spec.group, -1).sum(axis=2)
+    return heaviest_first(jnp.repeat(weight, spec.block_size[axis] // tile, axis=-1)[..., : -(-length // tile)])
 
 
 def row_order(spec: AttentionSpec, tiles: Tiles, arrays: Operands[jax.Array]) -> jax.Array | None:
     """The order in which tiles of queries are started, [list batch, list heads, tiles]; None is reverse order."""
-    if spec.block_size is None:
-        return None
-    if (order := _order_of_mask(spec, arrays, 0, tiles.block_q)) is not None:
-        return order
-    assert arrays.lists is not None  # of the blocks
-    weight = arrays.lists[0] + arrays.lists[2]
-    weight = jnp.repeat(weight, spec.block_size[0] // tiles.block_q, axis=-1)[..., : -(-spec.T // tiles.block_q)]
-    return heaviest_first(weight)
+    return _order(spec, arrays, 0, tiles.block_q, spec.T)
 
 
 def row_at(spec: AttentionSpec, order: Ref | None, b: Index, h: Index, i: jax.Array, rows: Index) -> jax.Array:
@@ -245,16 +244,7 @@ def over_keys(spec: AttentionSpec, tiles: Tiles, arrays: Operands[Ref], at: Loca
 
 def column_order(spec: AttentionSpec, tiles: Tiles, arrays: Operands[jax.Array]) -> jax.Array | None:
     """The order in which tiles of keys are started, [list batch, key heads or 1, tiles]; None is ascending."""
-    if spec.block_size is None:
-        return None
-    if (order := _order_of_mask(spec, arrays, 1, tiles.block_kv)) is not None:
-        return order
-    assert arrays.lists is not None  # of the blocks
-    weight = arrays.lists[4] + arrays.lists[6]
-    if spec.list_heads > 1:
-        weight = weight.reshape(spec.list_batch, spec.Hkv, spec.group, -1).sum(axis=2)
-    weight = jnp.repeat(weight, spec.block_size[1] // tiles.block_kv, axis=-1)[..., : -(-spec.S // tiles.block_kv)]
-    return heaviest_first(weight)
+    return _order(spec, arrays, 1, tiles.block_kv, spec.S)
 
 
 def column_at(spec: AttentionSpec, order: Ref | None, b: Index, kv_h: Index, i: jax.Array) -> jax.Array:

@@ -68,12 +68,8 @@ class BackwardOp(BackendOp[_Pulled, Gradients]):
     def axes(self, arrays: _Pulled, gradients: Gradients) -> tuple[list[Axes], list[Axes]]:
         """See `BackendOp`."""
         inputs, saved, d_saved = arrays
-        ins = [
-            *partitioning.input_axes(self.spec, inputs),
-            *partitioning.saved_axes(self.spec, saved),
-            *partitioning.saved_axes(self.spec, d_saved),
-        ]
-        return ins, partitioning.gradient_axes(self.spec, gradients)
+        rows = [axes for x in (saved, d_saved) for axes in partitioning.saved_axes(self.spec, x)]
+        return [*partitioning.input_axes(self.spec, inputs), *rows], partitioning.gradient_axes(self.spec, gradients)
 
     def of_shard(self, arrays: _Pulled, gradients: Gradients, mesh: jax.sharding.Mesh, split: Split) -> Gradients:
         """See `BackendOp`."""
@@ -120,13 +116,10 @@ def attend(static: Static, inputs: Inputs) -> Saved:
 def reverse_only(inputs: Inputs, unsupported: str = "") -> Inputs:
     """Inputs that refuse forward mode with a message of the library; all derivatives if `unsupported` says why."""
     guard = lambda x: _reverse_only(unsupported, x) if jnp.issubdtype(x.dtype, jnp.floating) else x
-    return inputs._replace(
-        query=guard(inputs.query),
-        key=guard(inputs.key),
-        value=guard(inputs.value),
-        captured=inputs.captured._replace(score=tuple(map(guard, inputs.captured.score))),
-        sinks=None if inputs.sinks is None else guard(inputs.sinks),
-    )
+    query, key, value = map(guard, inputs[:3])
+    captured = inputs.captured._replace(score=tuple(map(guard, inputs.captured.score)))
+    sinks = None if inputs.sinks is None else guard(inputs.sinks)
+    return inputs._replace(query=query, key=key, value=value, captured=captured, sinks=sinks)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -141,13 +134,8 @@ def run_forward(op: ForwardOp, inputs: Inputs) -> Saved:
 
 def named(saved: Saved) -> Saved:
     """The results with their names for policies of `jax.checkpoint`."""
-    name = lambda x, suffix: None if x is None else checkpoint_name(x, f"jflex_{suffix}")
-    return Saved(
-        checkpoint_name(saved.out, "jflex_out"),
-        checkpoint_name(saved.lse, "jflex_lse"),
-        name(saved.max, "max"),
-        name(saved.entropy, "entropy"),
-    )
+    arrays = {name: x for name, x in saved._asdict().items() if x is not None}
+    return saved._replace(**{name: checkpoint_name(x, f"jflex_{name}") for name, x in arrays.items()})
 
 
 @jax.tree_util.register_static
@@ -186,13 +174,9 @@ def input_cotangents(inputs: Inputs, gradients: Gradients) -> Inputs:
     like = lambda g, x: None if g is None else g.astype(x.dtype)
     sinks = None if gradients.sinks is None or inputs.sinks is None else placed_as(gradients.sinks, inputs.sinks)
     nothing = jax.tree.map(lambda _: None, inputs)
-    return nothing._replace(
-        query=like(gradients.query, inputs.query),
-        key=like(gradients.key, inputs.key),
-        value=like(gradients.value, inputs.value),
-        captured=nothing.captured._replace(score=tuple(map(like, gradients.score_operands, inputs.captured.score))),
-        sinks=sinks,
-    )
+    query, key, value = map(like, gradients[:3], inputs[:3])
+    captured = nothing.captured._replace(score=tuple(map(like, gradients.score_operands, inputs.captured.score)))
+    return nothing._replace(query=query, key=key, value=value, captured=captured, sinks=sinks)
 
 
 def _attend_fwd(static: Static, perturbed: Inputs) -> tuple[Saved, tuple[Inputs, Saved, BackwardPass]]:

@@ -26,7 +26,7 @@ from jflex._call.dispatch import Requested, get_backend, select_passes, select_t
 from jflex._jax import partitioning
 from jflex._jax.custom_vjp import BackwardOp, ForwardOp, Static, input_cotangents, named, run_forward
 from jflex._jax.partitioning import Axes, BackendOp, Split
-from jflex._jax.primitive import Flat, call_as_primitive, lower_without_mesh
+from jflex._jax.primitive import Op, call_as_primitive, lower_without_mesh
 from jflex._mesh import match_manual_axes, no_mesh, placed_as
 from jflex.backends.base import Gradients, Inputs, Saved, SavedCotangents
 from jflex.backends.xla.attention import Xla
@@ -35,6 +35,7 @@ from pallas_kernels.plan import GradientRequest
 from pallas_kernels.spec import AttentionSpec
 
 _Moving: TypeAlias = tuple[Inputs, Saved, Gradients]
+_Flat: TypeAlias = tuple[list[jax.Array], list[jax.Array]]
 
 
 class TangentOp(BackendOp[_Moving, SavedCotangents]):
@@ -199,13 +200,13 @@ def _as_saved(tangents: SavedCotangents, d_max: SymbolicZero | None) -> Saved:
 
 
 @dataclasses.dataclass(frozen=True)
-class SecondOp:
+class SecondOp(Op[_Flat, list[jax.Array]]):
     """``(residuals and linear arrays, tangents of some) -> tangents of the results`` of a linear map."""
 
     linear: _Linear
     moving: tuple[int, ...]  # the arrays that have tangents
 
-    def __call__(self, arrays: tuple[list[jax.Array], list[jax.Array]]) -> list[jax.Array]:
+    def __call__(self, arrays: _Flat) -> list[jax.Array]:
         """Differentiates plain JAX."""
         flat, tangents = arrays
 
@@ -214,11 +215,6 @@ class SecondOp:
             return self.linear.differentiable(*(new.get(number, x) for number, x in enumerate(flat)))
 
         return jax.jvp(results, [flat[number] for number in self.moving], tangents)[1]
-
-    def partitioned(self, arrays: object, results: object, whole: Flat) -> Flat:
-        """See `jflex._jax.primitive.Op`. XLA partitions plain JAX itself."""
-        del arrays, results
-        return whole
 
     def out_specs(self, arrays: object, results: list[jax.Array], pspec: object) -> list[PartitionSpec]:
         """See `jflex._jax.primitive.Op`."""

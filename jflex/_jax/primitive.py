@@ -43,8 +43,9 @@ class Op(Protocol[X, Y]):
         ...
 
     def partitioned(self, arrays: X, outputs: Y, whole: Flat, /) -> Flat:
-        """Makes `whole`, a function of flat arrays, partitionable over the devices of a mesh."""
-        ...
+        """Makes `whole`, a function of flat arrays, partitionable over a mesh; unchanged, XLA partitions or gathers."""
+        del arrays, outputs
+        return whole
 
     def out_specs(self, arrays: X, outputs: Y, pspec: PartitionSpec, /) -> list[PartitionSpec]:
         """Shardings of the flat outputs, from that of the first input."""

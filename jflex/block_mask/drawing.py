@@ -27,7 +27,7 @@ def is_concrete(lists: BlockLists) -> bool:
 
 def sparsity(states: np.ndarray, seq_lengths: tuple[int, int], block_size: tuple[int, int]) -> float:
     """The percentage of elements in empty blocks."""
-    heights, widths = (_clipped_sizes(length, block) for length, block in zip(seq_lengths, block_size, strict=True))
+    heights, widths = map(np.diff, _edges(seq_lengths, block_size))
     total = states.shape[0] * states.shape[1] * seq_lengths[0] * seq_lengths[1]
     if total == 0:
         return 0.0
@@ -44,9 +44,10 @@ def skips_nothing(states: np.ndarray, seq_lengths: tuple[int, int], block_size: 
     return several and bool(np.all(states)) and bool(np.any(states[..., :rows, :columns] == PARTIAL))
 
 
-def _clipped_sizes(length: int, block: int) -> np.ndarray:
-    starts = np.arange(0, length, block, dtype=np.int64)
-    return np.minimum(starts + block, length) - starts
+def _edges(seq_lengths: tuple[int, int], block_size: tuple[int, int]) -> list[np.ndarray]:
+    return [
+        np.append(np.arange(0, n, size, dtype=np.int64), n) for n, size in zip(seq_lengths, block_size, strict=True)
+    ]
 
 
 def draw(
@@ -106,7 +107,7 @@ def to_figure(
     states, (q_length, kv_length) = np.asarray(states_from_lists(lists)), seq_lengths
     figure = Figure(figsize=(6.0 if zoom is None else 11.0, 5.5), layout="constrained")
     axes = figure.subplots(1, 1 if zoom is None else 2, squeeze=False)[0]
-    sides = [np.append(np.arange(0, n, size), n) for n, size in zip(seq_lengths, block_size, strict=True)]
+    sides = _edges(seq_lengths, block_size)
     if q_length and kv_length:
         colors = ListedColormap(list(_COLOURS.values()))
         axes[0].pcolormesh(sides[1], sides[0], states[0, 0], cmap=colors, vmin=0, vmax=2)

@@ -104,16 +104,16 @@ def _select_axis(index: AxisIndex, size: int, axis: str) -> Selection:
         if chosen == range(size):
             return Selection(size, last=size - 1 if size else None, known=tuple(chosen))
         return _known_selection(np.asarray(chosen, np.int64), neighbors=chosen.step == 1)
-    if isinstance(index, Tracer):
-        return _traced_selection(index, size, axis)
     numbers = _integers(index, axis)
+    if isinstance(numbers, Tracer):
+        return _traced_selection(numbers.astype(jnp.int32), size)
     if numbers.size and (numbers.min() < -size or numbers.max() >= size):
         raise IndexError(f"index {numbers.tolist()} is out of range for the {axis} of a BlockMask, of size {size}.")
     numbers = np.where(numbers < 0, numbers + size, numbers)
     return _known_selection(np.atleast_1d(numbers), neighbors=numbers.size == 1)
 
 
-def _integers(index: SupportsIndex | jax.Array | np.ndarray | list[int], axis: str) -> np.ndarray:
+def _integers(index: SupportsIndex | jax.Array | np.ndarray | list[int], axis: str) -> np.ndarray | Tracer:
     fault = f"a BlockMask is indexed on its {axis} with an integer, a slice or an array of integers with one axis; got "
     if isinstance(index, (bool, np.bool_)) or index is None or index is Ellipsis:
         raise TypeError(f"{fault}{index!r}.")
@@ -122,8 +122,11 @@ def _integers(index: SupportsIndex | jax.Array | np.ndarray | list[int], axis: s
             return np.asarray(operator.index(index))
         except TypeError:
             raise TypeError(f"{fault}{type(index).__name__}.") from None
-    numbers = np.asarray(index) if len(np.shape(index)) == 0 or np.size(index) else np.zeros(np.shape(index), np.int64)
-    if numbers.ndim > 1 or not np.issubdtype(numbers.dtype, np.integer):
+    if isinstance(index, Tracer):
+        numbers = index
+    else:
+        numbers = np.asarray(index) if np.ndim(index) == 0 or np.size(index) else np.zeros(np.shape(index), np.int64)
+    if numbers.ndim > 1 or not jnp.issubdtype(numbers.dtype, jnp.integer):
         raise TypeError(f"{fault}{numbers.dtype}[{','.join(map(str, numbers.shape))}].")
     return numbers
 
@@ -135,13 +138,7 @@ def _known_selection(numbers: np.ndarray, *, neighbors: bool) -> Selection:
     return Selection(numbers.size, blocks, start, last, tuple(numbers.tolist()))
 
 
-def _traced_selection(index: jax.Array, size: int, axis: str) -> Selection:
-    if not jnp.issubdtype(index.dtype, jnp.integer) or index.ndim > 1:
-        raise TypeError(
-            f"a BlockMask is indexed on its {axis} with an integer, a slice or an array of integers with one axis; "
-            f"got {index.dtype}[{','.join(map(str, index.shape))}]."
-        )
-    index = index.astype(jnp.int32)
+def _traced_selection(index: jax.Array, size: int) -> Selection:
     # The value is not known while tracing, so one out of range is clamped, as JAX does for arrays.
     blocks = jnp.clip(jnp.where(index < 0, index + size, index), 0, max(size - 1, 0)).reshape(-1)
     return Selection(blocks.size, blocks, blocks[0] if index.ndim == 0 else None)

@@ -192,9 +192,7 @@ def _of_level(settings: Settings, level: CascadeLevel, positions: jax.Array, req
         b = jnp.zeros_like(n) if requests is None else requests[n]
         return Positions(b, h, positions[n], level.start[g] + j)
 
-    def by_row(g: jax.Array, h: jax.Array, n: jax.Array, j: jax.Array) -> Positions:
-        return Positions(jnp.zeros_like(n) if requests is None else n, h, positions[n], level.start[g] + j)
-
+    by_row = lambda g, h, n, j: absolute(g, h, n, j)._replace(b=jnp.zeros_like(n) if requests is None else n)
     of_keys = lambda g, h, j, kv_idx: Positions(jnp.zeros_like(j), h, level.start[g] + j, kv_idx)
     return settings._replace(
         score_mod=reindexed(settings.score_mod, absolute),

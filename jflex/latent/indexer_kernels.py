@@ -13,7 +13,7 @@ from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
 from jflex._check.arguments import check_config, current_device
-from jflex._jax.primitive import Flat, call_as_primitive
+from jflex._jax.primitive import Op, call_as_primitive
 from jflex._mesh import match_manual_axes
 from jflex.errors import UnsupportedError
 
@@ -74,16 +74,10 @@ def _scores(site: Site, plain: Callable[..., jax.Array], arrays: Arrays) -> jax.
     return call_as_primitive(_Kernel(triton_indexer.scores, site), (query, key, weights.astype(jnp.float32)))
 
 
-def _scores_fwd(site: Site, plain: Callable[..., jax.Array], arrays: Arrays) -> tuple[jax.Array, Arrays]:
-    return _scores(site, plain, arrays), arrays
-
-
-def _scores_bwd(site: Site, plain: Callable[..., jax.Array], arrays: Arrays, d_scores: jax.Array) -> tuple[Arrays]:
-    del site
-    return (jax.vjp(plain, *arrays)[1](d_scores),)
-
-
-_scores.defvjp(_scores_fwd, _scores_bwd)
+_scores.defvjp(
+    lambda site, plain, arrays: (_scores(site, plain, arrays), arrays),
+    lambda _, plain, arrays, d_scores: (jax.vjp(plain, *arrays)[1](d_scores),),
+)
 
 
 def scores(site: Site, plain: Callable[..., jax.Array], arrays: Arrays) -> jax.Array:
@@ -99,7 +93,7 @@ def top_k(site: Site, scores: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Kernel:
+class _Kernel(Op[Any, Any]):
     """A kernel of Triton as an operation, which XLA does not partition: rows are the first axis of all arrays."""
 
     run: Callable[..., Any]
@@ -108,11 +102,6 @@ class _Kernel:
 
     def __call__(self, arrays: tuple[jax.Array, ...]) -> Any:
         return self.run(self.site, *arrays, *self.numbers)
-
-    def partitioned(self, arrays: Any, outputs: Any, whole: Flat) -> Flat:
-        """See `jflex._jax.primitive.Op`: XLA gathers."""
-        del arrays, outputs
-        return whole
 
     def out_specs(self, arrays: Any, outputs: Any, pspec: PartitionSpec) -> list[PartitionSpec]:
         """See `jflex._jax.primitive.Op`."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -62,7 +61,7 @@ class PagedAccount(Choice):
         indptr, lengths, table = map(known_values, (pages.indptr, pages.lengths, pages.table))
         query_tiles, splits = _splits(spec, selection, indptr, lengths)
         used, different = _pages(spec.page_size, lengths, table)
-        work = _work(spec, indptr, lengths)
+        flops, moved = _work(spec, indptr, lengths)
         return cls(
             **choice_of(spec, selection, functools.partial(_describe, call.caller)),
             requests=spec.B,
@@ -75,8 +74,8 @@ class PagedAccount(Choice):
             query_tiles=query_tiles,
             splits=splits,
             splits_keys=not spec.is_empty and selection.plan is not None and selection.plan.count_splits is not None,
-            flops=work.flops,
-            bytes=work.bytes,
+            flops=flops,
+            bytes=moved,
         )
 
     def lines(self) -> list[str]:
@@ -145,8 +144,7 @@ class CascadeAccount:
         lines = []
         for number, level in enumerate(self.levels):
             lines.append(f"level {number}")
-            lines += [f"  {line}" for line in [f"left out: {NOTHING}"] if level is None]
-            lines += [] if level is None else [f"  {line}" for line in level.lines()]
+            lines += [f"  {line}" for line in ([f"left out: {NOTHING}"] if level is None else level.lines())]
         several = f"{self.merged} partial outputs, by XLA, {self.merge_bytes / 1e6:.3f} MB"
         lines.append(f"merge     {several if self.merged > 1 else 'none: fewer than two levels'}")
         return "\n".join([*lines, f"work      {work_of(self.flops, self.bytes)} in all"])
@@ -177,14 +175,10 @@ def _pages(page_size: int, lengths: np.ndarray | None, table: np.ndarray | None)
     return int(used.sum()), np.unique(table[np.arange(table.shape[1]) < used[:, None]]).size
 
 
-class _Work(NamedTuple):
-    flops: int | None
-    bytes: int | None
-
-
-def _work(spec: AttentionSpec, indptr: np.ndarray | None, lengths: np.ndarray | None) -> _Work:
+def _work(spec: AttentionSpec, indptr: np.ndarray | None, lengths: np.ndarray | None) -> tuple[int | None, int | None]:
+    """Floating-point operations, and bytes."""
     if indptr is None or lengths is None:
-        return _Work(None, None)
+        return None, None
     keys = lengths.astype(np.int64)
     pairs = spec.Hq * int((np.diff(indptr) * keys).sum())
     eight_bits = spec.paging is not None and spec.paging.dtype is not None
@@ -194,7 +188,7 @@ def _work(spec: AttentionSpec, indptr: np.ndarray | None, lengths: np.ndarray | 
     if spec.has_latent_tiles:
         row = spec.Dv + jnp.dtype(ROPE_DTYPE).itemsize * (spec.D - spec.Dv)
     of_keys = int(keys[np.diff(indptr) > 0].sum()) * spec.Hkv * row
-    return _Work(2 * pairs * (spec.D + spec.Dv), of_queries + of_keys)
+    return 2 * pairs * (spec.D + spec.Dv), of_queries + of_keys
 
 
 def _merge_bytes(specs: Sequence[AttentionSpec]) -> int:

@@ -193,7 +193,8 @@ class PagePool:
         freed = distinct[self._owners[distinct] == 0]
         # In the order of the call, each page where it loses its last owner.
         last = {int(page): entry for entry, page in enumerate(pages)}
-        self._push(sorted(freed.tolist(), key=last.__getitem__))
+        self._free[self._num_free : self._num_free + freed.size] = sorted(freed.tolist(), key=last.__getitem__)
+        self._num_free += freed.size
 
     def fork(self, page: int) -> int:
         """Copy-on-write: returns a page that the caller, an owner of `page`, owns alone.
@@ -293,7 +294,8 @@ class PagePool:
         used = table != 0
         if kv_lengths is not None:
             used = self._used(table, checked_integers(kv_lengths, "kv_lengths"))
-        wrong = used & ~self._have_owners(table)
+        inside = (table >= 1) & (table < self._num_pages)
+        wrong = used & ~(inside & (self._owners[np.where(inside, table, 0)] > 0))
         if wrong.any():
             request, entry = np.argwhere(wrong)[0].tolist()
             page = int(table[request, entry])
@@ -340,10 +342,6 @@ class PagePool:
                 f"{_times(listed[page])}. {remedy}"
             )
 
-    def _push(self, pages: list[int]) -> None:
-        self._free[self._num_free : self._num_free + len(pages)] = pages
-        self._num_free += len(pages)
-
     def _checked(self, name: str, ids: Iterable[int]) -> np.ndarray:
         """Ids as an array; raises unless every one is a page of the pool."""
         pages = checked_integers(ids if isinstance(ids, np.ndarray) else list(ids), name).reshape(-1)
@@ -372,10 +370,6 @@ class PagePool:
                 f"{kv_lengths[request]} keys of request {request}. Make the table wider."
             )
         return np.arange(table.shape[1]) < needed[:, None]
-
-    def _have_owners(self, pages: np.ndarray) -> np.ndarray:
-        inside = (pages >= 1) & (pages < self._num_pages)
-        return inside & (self._owners[np.where(inside, pages, 0)] > 0)
 
     def _fault(self, page: int) -> str:
         """Why a page cannot be used, and what to do: the end of a sentence."""

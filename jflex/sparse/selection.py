@@ -63,7 +63,8 @@ def block_scores(
             f"shapes {query.shape} and {key.shape}."
         )
     compute = functools.partial(_scores, blocks=(q_block, kv_block), by_mean=queries == "mean")
-    return partitioned_by_xla(compute, lambda: _by_batch_and_head(query, key))(query, key)
+    out_spec = lambda: PartitionSpec(jax.typeof(query).sharding.spec[0], jax.typeof(key).sharding.spec[2])
+    return partitioned_by_xla(compute, out_spec)(query, key)
 
 
 def select_blocks(
@@ -118,7 +119,9 @@ def select_blocks(
         raise ValueError(f"`scores` must have axes [..., query blocks, key blocks]. Got shape {scores.shape}.")
     k, local = checked_size(k, "k"), checked_size(local_blocks, "local_blocks")
     initial = min(checked_size(initial_blocks, "initial_blocks"), scores.shape[-1])
-    first, last = _own_blocks(scores.shape[-2], checked_block_size(block_size))
+    q_block, kv_block = checked_block_size(block_size)
+    query = np.arange(scores.shape[-2]) * q_block  # the first one of each block
+    first, last = query // kv_block, (query + q_block - 1) // kv_block
     begin, end = np.maximum(first - (local - 1), 0), np.minimum(last + 1, scores.shape[-1])
     begin = np.minimum(begin, end) if local else end
     _check_room(k, begin, end, np.minimum(initial, last + 1) if causal else np.full_like(last, initial))
@@ -141,11 +144,6 @@ def _scores(
     return jnp.einsum("brhd,bchd->bhrc", one, means, precision="highest")
 
 
-def _by_batch_and_head(query: jax.Array, key: jax.Array) -> PartitionSpec:
-    """The sharding of scores: that of the batch of the queries, and of the heads of the keys."""
-    return PartitionSpec(jax.typeof(query).sharding.spec[0], jax.typeof(key).sharding.spec[2])
-
-
 def _means(x: jax.Array, block: int) -> Float[Array, "B blocks H D"]:
     """The mean of each block of tokens, in float32."""
     batch, length, heads, size = x.shape
@@ -154,12 +152,6 @@ def _means(x: jax.Array, block: int) -> Float[Array, "B blocks H D"]:
     sums = padded.reshape(batch, blocks, block, heads, size).sum(axis=2, dtype=jnp.float32)
     counts = np.minimum(block, length - np.arange(blocks) * block).astype(np.float32)
     return sums / counts[None, :, None, None]
-
-
-def _own_blocks(rows: int, sizes: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
-    """The first and the last key block with a position of each query block."""
-    begin = np.arange(rows) * sizes[0]
-    return begin // sizes[1], (begin + sizes[0] - 1) // sizes[1]
 
 
 def _check_room(k: int, begin: np.ndarray, end: np.ndarray, lead: np.ndarray) -> None:

@@ -20,8 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.extend.core import Primitive, jaxpr_as_fun
-from jax.interpreters import batching, mlir
+from jax.extend.core import jaxpr_as_fun
+from jax.interpreters import mlir
 from jax.ref import get as ref_get
 from jax.ref import set as ref_set
 
@@ -273,7 +273,7 @@ class PallasTriton(Runner):
     def _run(self, call, kernel, inputs, outputs, tiles) -> list[jax.Array]:
         del kernel, outputs
         params = _pallas().CompilerParams(num_warps=tiles.num_warps, num_stages=tiles.num_stages)
-        return _without_warning(call(compiler_params=params), inputs)
+        return official.bind(_quiet_p, call(compiler_params=params), inputs)
 
 
 class PortableTriton(PallasTriton):
@@ -325,20 +325,7 @@ def _inline_ptx(ptx: str, *args: jax.Array, dtype: str = "float32") -> jax.Array
 # JAX >= 0.11 warns at each lowering of a kernel through Triton, which is inside of a user's own jit, where no context
 # of ours reaches. So the call is a primitive whose lowering lowers the kernel with this one warning off.
 _MESSAGE = "The Pallas Triton backend is deprecated"
-_quiet_p = Primitive("jflex_triton_call")
-_quiet_p.multiple_results = True
-
-
-def _without_warning(call: Callable[..., list[jax.Array]], inputs: Sequence[object]) -> list[jax.Array]:
-    flat, tree = jax.tree.flatten(tuple(inputs))
-    jaxpr = jax.make_jaxpr(lambda *xs: call(*jax.tree.unflatten(tree, xs)))(*flat)
-    return _quiet_p.bind(*flat, jaxpr=jaxpr)
-
-
-@_quiet_p.def_effectful_abstract_eval
-def _quiet_abstract(*_, jaxpr):
-    opened = getattr(jaxpr, "jaxpr", jaxpr)
-    return [v.aval for v in opened.outvars], opened.effects
+_quiet_p = official.call_primitive("jflex_triton_call")
 
 
 def _quiet_lowering(ctx, *args, jaxpr):
@@ -348,14 +335,3 @@ def _quiet_lowering(ctx, *args, jaxpr):
 
 
 mlir.register_lowering(_quiet_p, _quiet_lowering)
-_quiet_p.def_impl(lambda *args, jaxpr: jax.jit(lambda *xs: _quiet_p.bind(*xs, jaxpr=jaxpr))(*args))
-
-
-def _quiet_batching(args, dims, *, jaxpr):
-    batched = jax.vmap(jaxpr_as_fun(jaxpr), in_axes=tuple(dims))
-    new = jax.make_jaxpr(batched)(*args)
-    outs = _quiet_p.bind(*args, jaxpr=new)
-    return outs, [0] * len(outs)
-
-
-batching.primitive_batchers[_quiet_p] = _quiet_batching

@@ -112,11 +112,13 @@ def read_config(raw: Raw, max_positions: int | None = None) -> ModelConfig:
     head_dim = raw["head_dim"] or raw["hidden_size"] // heads
     positions = max_positions or raw["max_position_embeddings"]
     bias, eos = raw.get("attention_bias", False), raw["eos_token_id"]
+    window = lambda kind: raw["sliding_window"] if kind == SLIDING else None
+    rotary = lambda kind: config_rope.read_rotary(family, raw, kind, head_dim, positions)
     fields = {field: raw[key] for field, key in (_FIELDS | _OPTIONAL_FIELDS).items() if key in raw}
     fields |= {
         "num_kv_heads": raw["num_key_value_heads"] or heads,
         "head_dim": head_dim,
-        "layers": tuple(_layer(family, raw, kind, head_dim, positions) for kind in layer_kinds(raw)),
+        "layers": tuple(LayerConfig(window(kind), **rotary(kind)) for kind in layer_kinds(raw)),
         "max_positions": positions,
         "activation": raw.get("hidden_activation", raw["hidden_act"]),
         "qkv_bias": bias,
@@ -218,12 +220,6 @@ def layer_kinds(raw: Raw) -> list[str]:
             "`use_sliding_window` is false. Correct the file."
         )
     return kinds
-
-
-def _layer(family: Family, raw: Raw, kind: str, head_dim: int, max_positions: int) -> LayerConfig:
-    """The configuration of a layer of a kind."""
-    rotary = config_rope.read_rotary(family, raw, kind, head_dim, max_positions)
-    return LayerConfig(window=raw["sliding_window"] if kind == SLIDING else None, **rotary)
 
 
 def write_config(config: ModelConfig) -> Fields:

@@ -27,7 +27,7 @@ from typing import NamedTuple, TypeVar
 from flax_layers.models.checkpoint.optional import needs
 from flax_layers.serving.api.access import Access, Gate
 from flax_layers.serving.api.answers import Answer, AnswerOptions, ChatAnswer, ServedTokenizer, server_sent
-from flax_layers.serving.api.bodies import CompletionBody, DetokenizeBody, GenerationBody, TokenizeBody, parse
+from flax_layers.serving.api.bodies import BodyKind, CompletionBody, DetokenizeBody, GenerationBody, TokenizeBody, parse
 from flax_layers.serving.api.chats import ChatBody
 from flax_layers.serving.api.choices import MAX_BACKLOG, Choices, Woken, wake_all
 from flax_layers.serving.api.messages import MessageStyle
@@ -207,11 +207,11 @@ class _Api:
 
     async def tokenize(self, request: Request) -> Response:
         """The tokens of a text."""
-        return Response(await self._read(request, self._tokenize), media_type="application/json")
+        return Response(await self._read(request, TokenizeBody, self._tokenize), media_type="application/json")
 
     async def detokenize(self, request: Request) -> Response:
         """The text of tokens."""
-        return JSONResponse({"prompt": await self._read(request, self._detokenize)})
+        return JSONResponse({"prompt": await self._read(request, DetokenizeBody, self._detokenize)})
 
     async def tokenizer_info(self, request: Request) -> Response:
         """Special tokens and the chat template, for clients that count tokens, such as lm-evaluation-harness."""
@@ -221,17 +221,24 @@ class _Api:
 
     async def completions(self, request: Request) -> Response:
         """Continues prompts."""
-        return await self._generate(request, await self._read(request, self._read_completion))
+        return await self._generate(request, await self._read(request, CompletionBody, self._read_completion))
 
     async def chats(self, request: Request) -> Response:
         """Answers in a chat."""
-        return await self._generate(request, await self._read(request, self._read_chat))
+        return await self._generate(request, await self._read(request, ChatBody, self._read_chat))
 
-    async def _read(self, request: Request, function: Callable[[bytes, int | None], Result]) -> Result:
+    async def _read(
+        self, request: Request, kind: type[BodyKind], function: Callable[[BodyKind, int | None], Result]
+    ) -> Result:
         """Reads a body, and calls a function of it and the tenant in a thread, as long as the client is there."""
-        raw, tenant = await read_body(request, self._served.limits), request.state.tenant
-        reading = self._prompts.in_thread(raw, lambda raw: function(raw, tenant))
-        return await unless_disconnected(request.receive, reading)
+
+        def read(raw: bytes) -> Result:
+            body = parse(kind, raw)
+            self._check_model(body.model)
+            return function(body, request.state.tenant)
+
+        raw = await read_body(request, self._served.limits)
+        return await unless_disconnected(request.receive, self._prompts.in_thread(raw, read))
 
     async def _generate(self, request: Request, job: _Job) -> Response:
         """Answers a request."""
@@ -254,22 +261,16 @@ class _Api:
             content = await unless_disconnected(request.receive, _whole(choices, answer))
         return Response(content, media_type="application/json")
 
-    def _tokenize(self, raw: bytes, tenant: int | None) -> bytes:
+    def _tokenize(self, body: TokenizeBody, tenant: int | None) -> bytes:
         """Runs beside the event loop, as the methods that follow."""
-        body = parse(TokenizeBody, raw)
-        self._check_model(body.model)
         tokens = self._prompts.tokens(body.prompt, special_tokens=body.add_special_tokens is not False)
         answer = {"tokens": tokens, "count": len(tokens), "max_model_len": self._engine.context}
         return json.dumps(answer, separators=(",", ":")).encode()
 
-    def _detokenize(self, raw: bytes, tenant: int | None) -> str:
-        body = parse(DetokenizeBody, raw)
-        self._check_model(body.model)
+    def _detokenize(self, body: DetokenizeBody, tenant: int | None) -> str:
         return self._prompts.text(body.tokens, "tokens", special_tokens=True)
 
-    def _read_completion(self, raw: bytes, tenant: int | None) -> _Job:
-        body = parse(CompletionBody, raw)
-        self._check_model(body.model)
+    def _read_completion(self, body: CompletionBody, tenant: int | None) -> _Job:
         options = self._engine.options
         texts, most = len(body.prompt) * body.choices, options.max_requests + options.max_waiting
         if texts > most:
@@ -282,9 +283,7 @@ class _Api:
         echoes = [text(prompt) for prompt in body.prompt] if body.echo else []
         return self._job(body, prompts, tenant, body.response_format, echoes)
 
-    def _read_chat(self, raw: bytes, tenant: int | None) -> _Job:
-        body = parse(ChatBody, raw)
-        self._check_model(body.model)
+    def _read_chat(self, body: ChatBody, tenant: int | None) -> _Job:
         name, template = self._prompts.template(has_tools=bool(body.callable_tools))
         try:
             values = body.template_values(template) | ({} if name == "default" else {"template": name})

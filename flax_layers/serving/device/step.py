@@ -197,21 +197,6 @@ def read_row(
     return tokens, TokenLogprobs(logprob, tuple(zip(which, best, strict=True))[:top])
 
 
-def begin_penalties(state: DeviceState, words: Int32[Array, " words"]) -> DeviceState:
-    """Writes the penalties of a request to its slot, from the words of `pack_penalties`."""
-    return dataclasses.replace(state, edits=state.edits.begin(words))
-
-
-def allow_tokens(state: DeviceState, words: Int32[Array, " words"]) -> DeviceState:
-    """Writes the bits of the tokens that the constraints of all slots allow next, one slot after the other."""
-    return dataclasses.replace(state, allowed=words.reshape(state.allowed.shape))
-
-
-def copy_state_pages(state: DeviceState, words: Int32[Array, " words"]) -> DeviceState:
-    """Copies pages of all layers, from the words of `pack_copies`."""
-    return dataclasses.replace(state, cache=copy_pages(state.cache, *jnp.split(words, 2)))
-
-
 def poison_pages(state: DeviceState, free: Int32[Array, " P"]) -> DeviceState:
     """Overwrites pages marked with 1 with NaN. Of int8, which has none, it overwrites the scales."""
 
@@ -224,7 +209,15 @@ def poison_pages(state: DeviceState, free: Int32[Array, " P"]) -> DeviceState:
     return dataclasses.replace(state, cache=jax.tree.map(overwrite, state.cache))
 
 
-CHANGES = {"penalties": begin_penalties, "allowed": allow_tokens, "copies": copy_state_pages, "poison": poison_pages}
+CHANGES = {
+    # the penalties of a request, to its slot: words of `pack_penalties`
+    "penalties": lambda state, words: dataclasses.replace(state, edits=state.edits.begin(words)),
+    # the bits of the tokens that the constraints of all slots allow next, one slot after the other
+    "allowed": lambda state, words: dataclasses.replace(state, allowed=words.reshape(state.allowed.shape)),
+    # pages of all layers: words of `pack_copies`
+    "copies": lambda state, words: dataclasses.replace(state, cache=copy_pages(state.cache, *jnp.split(words, 2))),
+    "poison": poison_pages,
+}
 """Changes of the state between steps, by name."""
 
 

@@ -267,7 +267,8 @@ def _decode(spec: AttentionSpec, plan: SplitKvPlan, inputs: Inputs) -> Saved:
     indptr, lengths = np.arange(spec.B + 1, dtype=np.int32) * spec.T, inputs.kv_lengths
     extents = indptr, np.full(spec.B, spec.S, np.int32) if lengths is None else lengths
     work_items, slots = items.plan_items(packed, work, extents, arrays.captured.mask, per_request=spec.T)
-    query = _packed(spec, arrays.query)
+    query = arrays.query if spec.layout == "BTNH" else arrays.query.swapaxes(1, 2)
+    query = query.reshape(spec.B * spec.T, *query.shape[2:])  # queries of a batch entry side by side
     operands = SplitKvInputs(query, arrays.key, arrays.value, None, None, work_items, arrays.captured)
     partials = plan.attend(slots, operands)
     out, lse = items.merge(packed, work, extents, partials)
@@ -277,12 +278,6 @@ def _decode(spec: AttentionSpec, plan: SplitKvPlan, inputs: Inputs) -> Saved:
     if plan.spec.needs_marks:
         result = repair.decode(spec, arrays, lengths, result)
     return fold_sinks(spec, Saved(*result), inputs.sinks)
-
-
-def _packed(spec: AttentionSpec, query: jax.Array) -> jax.Array:
-    """Queries [N, Hq, D], those of a batch entry side by side."""
-    tokens_first = query if spec.layout == "BTNH" else query.swapaxes(1, 2)
-    return tokens_first.reshape(spec.B * spec.T, *tokens_first.shape[2:])
 
 
 # --- gradients

@@ -53,15 +53,12 @@ def tangent(spec: AttentionSpec, inputs: Inputs, saved: Saved, tangents: Gradien
     return SavedCotangents(out.astype(saved.out.dtype), d_lse.astype(saved.lse.dtype), d_entropy)
 
 
-def _of_empty_rows(lse: jax.Array) -> jax.Array:
-    return jnp.where(lse == -jnp.inf, jnp.inf, lse)  # exp(s - inf) is 0
-
-
 def _summed(spec: AttentionSpec, inputs: Inputs, saved: Saved, tangents: Gradients) -> _Sums:
     walk = Walk.from_inputs(spec, inputs, QUERIES_FIRST)
     spec, dtype = walk.spec, exact(spec)
     queries = jax.tree.map(lambda x: walk.padded(x, spec.layout), (inputs.query, tangents.query))
-    lses = walk.padded(_of_empty_rows(saved.lse).astype(dtype), "BNTH")
+    lse = jnp.where(saved.lse == -jnp.inf, jnp.inf, saved.lse)  # exp(s - inf) is 0
+    lses = walk.padded(lse.astype(dtype), "BNTH")
 
     def row(sums: _Sums, unit: Unit) -> _Sums:
         q, dq = jax.tree.map(lambda x: walk.queries(x, unit, spec.layout), queries)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -21,8 +22,37 @@ from pallas_kernels.triton.compiler.launch.installed import launcher
 from pallas_kernels.triton.compiler.launch.target import Target, target_of
 from pallas_kernels.types import aval_of
 
-_call_p = Primitive("jflex_official_triton")
-_call_p.multiple_results = True
+
+def call_primitive(name: str) -> Primitive:
+    """A primitive of a traced call of a kernel, its parameter `jaxpr`, with all rules but the one that lowers it."""
+    primitive = Primitive(name)
+    primitive.multiple_results = True
+    primitive.def_effectful_abstract_eval(_abstract)
+    primitive.def_impl(lambda *args, **params: jax.jit(functools.partial(primitive.bind, **params))(*args))
+    batching.primitive_batchers[primitive] = functools.partial(_batching, primitive)
+    return primitive
+
+
+def bind(primitive: Primitive, call: Callable[..., list[jax.Array]], inputs: Sequence[object], **params: object):
+    """Traces `call` of `pl.pallas_call`, and binds a `call_primitive` to it."""
+    flat, tree = jax.tree.flatten(tuple(inputs))
+    jaxpr = jax.make_jaxpr(lambda *xs: call(*jax.tree.unflatten(tree, xs)))(*flat)
+    return primitive.bind(*flat, jaxpr=jaxpr, **params)
+
+
+def _abstract(*_, jaxpr, **__):
+    opened = getattr(jaxpr, "jaxpr", jaxpr)
+    return [v.aval for v in opened.outvars], opened.effects
+
+
+def _batching(primitive, args, dims, *, jaxpr, **params):
+    """`jax.vmap` gives the grid of a kernel another axis."""
+    new = jax.make_jaxpr(jax.vmap(jaxpr_as_fun(jaxpr), in_axes=tuple(dims)))(*args)
+    outs = primitive.bind(*args, jaxpr=new, **params)
+    return outs, [0] * len(outs)
+
+
+_call_p = call_primitive("jflex_official_triton")
 
 
 def launch(
@@ -33,9 +63,7 @@ def launch(
     device_kind: str,
 ) -> list[jax.Array]:
     """Runs a kernel, `call` of `pl.pallas_call`, on a device; `names` of its arguments are as `names_of` gives them."""
-    flat, tree = jax.tree.flatten(tuple(inputs))
-    jaxpr = jax.make_jaxpr(lambda *xs: call(*jax.tree.unflatten(tree, xs)))(*flat)
-    return _call_p.bind(*flat, jaxpr=jaxpr, names=names, tiles=tiles, device_kind=device_kind)
+    return bind(_call_p, call, inputs, names=names, tiles=tiles, device_kind=device_kind)
 
 
 def names_of(kernel: Callable[..., None], inputs: Sequence[object], outputs: int) -> tuple[str, ...]:
@@ -58,12 +86,6 @@ def names_of(kernel: Callable[..., None], inputs: Sequence[object], outputs: int
     return tuple(name if names.count(name) == 1 else f"{name}_{n}" for n, name in enumerate(names))
 
 
-@_call_p.def_effectful_abstract_eval
-def _abstract(*_, jaxpr, **__):
-    opened = getattr(jaxpr, "jaxpr", jaxpr)
-    return [v.aval for v in opened.outvars], opened.effects
-
-
 def _lowering(ctx, *args, jaxpr, names, tiles, device_kind):
     target = target_of(device_kind)
     if isinstance(target, str):
@@ -73,17 +95,6 @@ def _lowering(ctx, *args, jaxpr, names, tiles, device_kind):
 
 
 mlir.register_lowering(_call_p, _lowering, platform="cuda")
-_call_p.def_impl(lambda *args, **params: jax.jit(lambda *xs: _call_p.bind(*xs, **params))(*args))
-
-
-def _batching(args, dims, *, jaxpr, **params):
-    """`jax.vmap` gives the grid of a kernel another axis."""
-    new = jax.make_jaxpr(jax.vmap(jaxpr_as_fun(jaxpr), in_axes=tuple(dims)))(*args)
-    outs = _call_p.bind(*args, jaxpr=new, **params)
-    return outs, [0] * len(outs)
-
-
-batching.primitive_batchers[_call_p] = _batching
 
 
 def _run(
@@ -145,16 +156,11 @@ def launched_of(eqn: JaxprEqn) -> Launched:
     shapes = tuple(tuple(aval_of(v).shape) for v in (*eqn.invars, *eqn.outvars))
     aliases = {int(output): int(argument) for argument, output in params["input_output_aliases"]}
     name = re.sub(r"\W", "_", str(params["name"] if "name" in params else params["name_and_src_info"].name))
-    index = tuple(_block_indices(shapes, [aval_of(v).shape for v in jaxpr.invars], mapping.block_mappings))
+    index = tuple(  # maps of the blocks that are not whole arrays
+        None if whole == tuple(aval_of(part).shape) else block.index_map_jaxpr
+        for whole, part, block in zip(shapes, jaxpr.invars, mapping.block_mappings, strict=True)
+    )
     return Launched(name, jaxpr, tuple(mapping.grid), shapes, index, aliases, inputs)
-
-
-def _block_indices(
-    shapes: Sequence[tuple[int, ...]], parts: Sequence[tuple[int, ...]], mappings: Sequence[Any]
-) -> Iterator[ClosedJaxpr | None]:
-    """Index maps of the blocks that are not whole arrays."""
-    for whole, part, mapping in zip(shapes, parts, mappings, strict=True):
-        yield None if tuple(whole) == tuple(part) else mapping.index_map_jaxpr
 
 
 def kernels_in(jaxpr: Any) -> Iterator[tuple[Launched, tuple[str, ...], Tiles]]:
