@@ -88,7 +88,6 @@ WIDE = [
      shared_dropout=True, **BF16),
     Case("two_groups_dropout_wide", scores.alibi, masks.causal, Sizes(B=1, T=260, Hq=4, Hkv=2, D=128), block=128,
      dropout_rate=0.2, sinks=True, **BF16),
-    # Two groups share keys: one has gradients by key, and a row of it passes over tiles.
     Case("shared_keys_256", captured.bias_kv, masks.documents, Sizes(T=200, S=330, Hq=4, Hkv=2, D=256, Dv=176),
      block=128, by_batch=True, dropout_rate=0.1, **BF16),
     Case("two_groups_no_mask", scores.softcap, sizes=Sizes(T=257, S=450, Hq=4, Hkv=1, D=96), **BF16),
@@ -99,16 +98,14 @@ WIDE = [
 MANY = [
     Case("many_causal", scores.alibi, masks.causal, Sizes(B=3, T=530, Hq=24, Hkv=6, D=64), block=128, **BF16),
     Case("many_no_mask", scores.softcap, sizes=Sizes(B=8, T=270, S=200, Hq=15, Hkv=5, D=128), **BF16),
-    Case(
-        "many_documents", mask=masks.documents, sizes=Sizes(B=8, T=300, Hq=15, D=64), block=128, by_batch=True, **BF16
-    ),
-    Case(
-        "many_empty_rows", mask=masks.first_half_only, sizes=Sizes(B=10, T=260, Hq=12, D=64, Dv=128), block=128, **BF16
-    ),
+    Case("many_documents", mask=masks.documents, sizes=Sizes(B=8, T=300, Hq=15, D=64), block=128, by_batch=True,
+     **BF16),
+    Case("many_empty_rows", mask=masks.first_half_only, sizes=Sizes(B=10, T=260, Hq=12, D=64, Dv=128), block=128,
+     **BF16),
     Case("many_planes", captured.fixed_bias, masks.causal, Sizes(B=6, T=256, Hq=24, D=64), block=128, **BF16),
     Case("many_one_group", captured.table, masks.causal, Sizes(B=6, T=260, Hq=11, D=64), block=64, **BF16),
     Case("many_wide", mask=masks.window, sizes=Sizes(B=7, T=260, Hq=17, D=192), block=128, layout="BNTH", **BF16),
-]
+]  # fmt: skip
 # Documents give rows limits; a warp group passes over tiles that they hide. Heads of a group share a walk, unless a mod
 # depends on the head or has cotangents by key.
 LIMITED = [

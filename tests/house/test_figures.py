@@ -5,14 +5,14 @@ import pytest
 from tests.house import figures
 
 LIMITS = {
-    "library lines": 60577,
-    "test lines": 42643,
+    "library lines": 60582,
+    "test lines": 42642,
     "benchmark lines": 5990,
     "library files over 400 lines": 0,
     "functions over 50 code lines": 0,
     "functions with more than 8 parameters": 13,
     "lines of overloads": 108,
-    "uses of Any": 287,
+    "uses of Any": 286,
     "fields of AttentionSpec": 7,
     "classes with score_operands": 3,
     "triton_here and .own": 0,

@@ -251,12 +251,17 @@ def _consume(
     for shared in (scratch.d_query, scratch.scores):
         if shared is not None:
             shared.join()  # all groups have read the keys and values
-    targets = {KEY: (scratch.keys, outputs.key), VALUE: (scratch.values, outputs.value)}
-    staged = [targets[name][0].at[tile] for name in static.sums]
-    for ref, x in zip(staged, sums, strict=True):
-        ref[...] = x.astype(ref.dtype)  # dK is staged over the keys, dV over the values
-    plg.commit_smem()
     at = smem.rows_at(spec, b, kv_h, first, rows)
-    for ref, name in zip(staged, static.sums, strict=True):
-        plg.copy_smem_to_gmem(ref, targets[name][1].at[at])  # TMA drops rows past the end
+    targets = {KEY: (scratch.keys, outputs.key), VALUE: (scratch.values, outputs.value)}
+    stores = [(targets[name][0].at[tile], targets[name][1].at[at]) for name in static.sums]
+    _store(stores, sums)
+
+
+def _store(stores: list[tuple[Ref, Ref]], sums: tuple[jax.Array, ...]) -> None:
+    """Stores dK, staged over the keys, and dV, staged over the values, by TMA, which drops rows past the end."""
+    for (staged, _), x in zip(stores, sums, strict=True):
+        staged[...] = x.astype(staged.dtype)
+    plg.commit_smem()
+    for staged, target in stores:
+        plg.copy_smem_to_gmem(staged, target)
     plg.wait_smem_to_gmem(0, wait_read_only=True)

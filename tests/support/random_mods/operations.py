@@ -122,14 +122,10 @@ RULED = [
     Operation("f", "v", "length({0})", lambda a: 3 * a),
     Operation("f", "ff", "halved({0}, {1})", lambda a, b: max(a, b) + a / 2, 2),
     Operation("f", "f", "jax.jit(bent)(0.5 * {0})", _ONE, 0.5),
-    Operation(
-        "f",
-        "pff",
-        "lax.cond({0}, lambda x, y: pulled(x, y), lambda x, y: bent(x) - y, {1}, {2})",
-        lambda _, a, b: a * b + b + 1,
-    ),
+    Operation("f", "pff", "lax.cond({0}, lambda x, y: pulled(x, y), lambda x, y: bent(x) - y, {1}, {2})",
+     lambda _, a, b: a * b + b + 1),
     Operation("f", "f", "lax.fori_loop(0, 3, lambda j, x: bent(x) + 0.2 * x, {0})", lambda a: a + 2),
-]
+]  # fmt: skip
 CONVERSIONS = [
     Operation("f", "i", "({0} % {n}).astype(F32) * 0.2", lambda a: 1.5, 2),
     Operation("f", "i", "jnp.tanh(0.05 * {0}.astype(F32))", _ONE),
@@ -215,17 +211,13 @@ HALVES = [
     Operation("g", "g", "jax.nn.silu({0})", _SAME),
     Operation("g", "g", "jax.nn.gelu({0})", _SAME, 0.5),
     Operation("g", "pgg", "jnp.where({0}, {1}, {2})", lambda _, a, b: max(a, b)),
-    Operation(
-        "g",
-        "pgg",
-        "lax.cond({0}, lambda x, y: x * y, lambda x, y: x + 0.5 * y, {1}, {2})",
-        lambda _, a, b: a * b + a + b,
-    ),
+    Operation("g", "pgg", "lax.cond({0}, lambda x, y: x * y, lambda x, y: x + 0.5 * y, {1}, {2})",
+     lambda _, a, b: a * b + a + b),
     Operation("g", "g", "lax.stop_gradient({0})", _SAME),
     Operation("g", "g", "bent({0})", _ONE),
     Operation("g", "gg", "pulled({0}, {1})", lambda a, b: a * b / 2 + 1),
     Operation("g", "i", "({0} % 9).astype(G) * 0.25", lambda a: 2),
-]
+]  # fmt: skip
 VECTORS = [
     *(Operation("v", "vv", f"{{0}} {sign} {{1}}", _SUM) for sign in "+-"),
     Operation("v", "vv", "{0} * {1}", _PRODUCT, 2),
