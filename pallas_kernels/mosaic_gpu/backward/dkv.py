@@ -3,7 +3,8 @@
 A CTA owns a tile of keys of one key head. The producer warp group loads tiles of queries, dO and row statistics by TMA,
 of all query heads that share the keys. Two consumer warp groups own 64 keys each, with their dK and dV accumulators in
 registers. Scores are transposed, (keys, queries): then P^T and dS^T are the A operands of the dV and dK GEMMs straight
-from registers. One pass may compute dQ too: `one_pass`.
+from registers. One pass may compute dQ too: `one_pass`. Persistent CTAs took longer: causal, S 16384, head size 128,
+8050 us for 7607 (H200, jax 0.11.2, bf16).
 
 Registers do not hold both accumulators of head sizes above 128. Then the groups share 64 keys: one computes S^T and dV,
 the other dP^T and dK, with S^T through shared memory.
@@ -188,9 +189,8 @@ def _walks_heads_inside(static: BackwardStatic) -> bool:
     in addition ascending order, and one wave:
 
     * documents of a corpus, B 1, S 32768, 64 heads on 8: 10687, 9988, 9674, 9636; B 4, S 8192: 4489, 4343, 4113, 4050;
-    * 12 documents, B 2, S 8192, 32 heads on 8: 978, 1030, 956, 944; a causal mask: 4243, 4346, 4386, 4392.
-
-    CTAs of two heads took 3770 at B 4, but 350 more to add their parts of dK and dV.
+    * 12 documents, B 2, S 8192, 32 heads on 8: 978, 1030, 956, 944; a causal mask: 4243, 4346, 4386, 4392;
+    * CTAs of two heads took 3770 at B 4, but 350 more to add their parts of dK and dV.
     """
     spec, programs = static.spec, static.spec.programs
     if spec.group == 1 or spec.mask_mod is None or spec.mask_mod.limits is None:
