@@ -5,9 +5,9 @@ import pytest
 from tests.house import figures
 
 LIMITS = {
-    "library lines": 60582,
-    "test lines": 42642,
-    "benchmark lines": 5990,
+    "library lines": 60589,
+    "test lines": 42649,
+    "benchmark lines": 5944,
     "library files over 400 lines": 0,
     "functions over 50 code lines": 0,
     "functions with more than 8 parameters": 13,

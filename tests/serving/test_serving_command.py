@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
 import pathlib
@@ -277,6 +278,12 @@ def test_a_launch_that_fails_ends_the_server(folder, monkeypatch):
     asyncio.run(server.serve(sockets=[bind("127.0.0.1", 0)]))
     assert isinstance(launch.failure, ZeroDivisionError)
     assert not engine.is_running
+
+
+def test_the_garbage_collector_leaves_out_what_was_there_before():
+    with served.listening():
+        assert gc.get_freeze_count()
+    assert not gc.get_freeze_count()
 
 
 @pytest.mark.long
