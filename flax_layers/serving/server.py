@@ -59,9 +59,6 @@ def url_of(bound: socket.socket) -> str:
 class Launch:
     """Starts and stops an engine: its programs are compiled in a thread, so that the server answers meanwhile.
 
-    While the engine runs, the garbage collector leaves out what was there before, most of it from compilation: to look
-    at it stopped 160 streams for 0.3 to 0.5 s, once or twice in 20 s (a model of one layer, on a CPU).
-
     `report` is called with the number of compiled programs, and of all; without it none are compiled ahead. `ready` is
     called once the engine runs. `failure` tells why it could not be started.
     """
@@ -96,7 +93,7 @@ class Launch:
             if self._report is not None:
                 self._engine.warm_up(self._progress)
                 gc.collect()
-            gc.freeze()
+            gc.freeze()  # a full collection of all older objects stopped every stream for 0.3 to 0.5 s (one layer, CPU)
             self._engine.start()
             self._ready()
         except _Interrupted:

@@ -5,7 +5,7 @@ import pytest
 from tests.house import figures
 
 LIMITS = {
-    "library lines": 60589,
+    "library lines": 60587,
     "test lines": 42649,
     "benchmark lines": 5944,
     "library files over 400 lines": 0,

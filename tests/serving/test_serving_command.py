@@ -280,7 +280,7 @@ def test_a_launch_that_fails_ends_the_server(folder, monkeypatch):
     assert not engine.is_running
 
 
-def test_the_garbage_collector_leaves_out_what_was_there_before():
+def test_garbage_collection_skips_objects_older_than_the_engine():
     with served.listening():
         assert gc.get_freeze_count()
     assert not gc.get_freeze_count()

@@ -189,8 +189,9 @@ def _walks_heads_inside(static: BackwardStatic) -> bool:
     in addition ascending order, and one wave:
 
     * documents of a corpus, B 1, S 32768, 64 heads on 8: 10687, 9988, 9674, 9636; B 4, S 8192: 4489, 4343, 4113, 4050;
-    * 12 documents, B 2, S 8192, 32 heads on 8: 978, 1030, 956, 944; a causal mask: 4243, 4346, 4386, 4392;
-    * CTAs of two heads took 3770 at B 4, but 350 more to add their parts of dK and dV.
+    * 12 documents, B 2, S 8192, 32 heads on 8: 978, 1030, 956, 944; a causal mask: 4243, 4346, 4386, 4392.
+
+    CTAs of two heads took 3770 at B 4, but 350 more to add their parts of dK and dV.
     """
     spec, programs = static.spec, static.spec.programs
     if spec.group == 1 or spec.mask_mod is None or spec.mask_mod.limits is None:
