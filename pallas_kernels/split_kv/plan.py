@@ -10,6 +10,7 @@ import numpy as np
 from pallas_kernels.config import Tiles
 from pallas_kernels.plan import Refusal, TileChoice, with_programs, with_vector_programs
 from pallas_kernels.spec import AttentionSpec
+from pallas_kernels.split_kv import planner
 from pallas_kernels.split_kv.work import UNLIMITED, Work, requests_on_host
 from pallas_kernels.triton.head_chunks import plain_chunks
 from pallas_kernels.triton.plan import limits
@@ -111,7 +112,8 @@ def _paged_decode_tiles(spec: AttentionSpec, rows: int) -> TileChoice:
     if spec.values_in_keys:
         default = tables.latent_tiles(need, block_q)
     else:
-        default = tables.paged_decode_tiles(need, rows, spec.max_pages, spec.S)
+        share = min(1.0, spec.B * spec.Hkv / planner.MAX_RESIDENT_PROGRAMS)  # longer rows are split among programs
+        default = tables.paged_decode_tiles(need, rows, spec.max_pages, spec.S, int(share * spec.S))
     return _fit_paged(spec, default, spec.config.decode, block_q=block_q)
 
 

@@ -151,6 +151,7 @@ def can_pipeline(score: Program | None) -> bool:
 
 
 SHORT = 1024  # keys of a request, up to which the prologue of a deep pipeline takes longer than it saves
+SHORT_WALK = 2048  # keys of a program over pages, up to which more programs on an SM save more than deep pipelines
 
 
 class Need(NamedTuple):
@@ -305,14 +306,16 @@ def decode_rows(rows: int) -> int:
     return max(16, 1 << (rows - 1).bit_length())
 
 
-def paged_decode_tiles(need: Need, rows: int, pages: int, capacity: int) -> Tiles:
+def paged_decode_tiles(need: Need, rows: int, pages: int, capacity: int, walked: int) -> Tiles:
     """Tiles of the paged Triton kernel for requests with few queries.
 
     Where pages are looked up in the mainloop, a load of keys waits for one of the page table, and the pipeline needs
     stages for both: H200, jax 0.11.2, bf16, (R, Hq, Hkv, S, D) = (32, 32, 8, 4096, 128), pages of 64, cold L2, with
-    merging 138 us with 64 keys, 4 warps, 7 stages, 158 with 5. Where there are few tiles to a
-    program, filling a deep pipeline takes longer than it saves: 64 requests, 32 heads of both, of 128 keys 45 us with 3
-    stages, 50 with 5, 62 with 7; of 1024 keys 254, 257 and 258.
+    merging 138 us with 64 keys, 4 warps, 7 stages, 158 with 5. Where a program walks few keys, filling a deep pipeline
+    takes longer than it saves, and more programs fit on an SM. Causal, R and S, 7 stages and 3: 64 and 1152, 93.6 and
+    83.7; 128 and 2304, 289 and 281; 1 and 9216, 23.8 and 22.7; 16 and 2304, 55.8 and 53.9; 32 and 2304, 87.8 and 89.6;
+    16 and 4608, 87.5 and 89.8; 64 and 4608, 288 and 344. At head size 64, 16 heads of both, 7 stages take less from
+    1152 keys on: R 8, 23.8 and 24.6; R 64, 88.2 and 97.7.
 
     A tile of keys of eight bits has twice the keys for the same bytes: H100, jax 0.11.2, 32 requests of 16384 keys, the
     same heads, e4m3 and int8 401 and 407 us with 128 keys, 4 stages, 464 and 485 with 64 keys, 7 stages, 433 and 430
@@ -325,6 +328,7 @@ def paged_decode_tiles(need: Need, rows: int, pages: int, capacity: int) -> Tile
       rows: Queries times query heads of a key head.
       pages: Pages that a request may have.
       capacity: Keys that it may have.
+      walked: Keys that a program may walk.
     """
     tiles = decode_tiles(need, rows)
     if need.large_memory and need.itemsize == 2 and need.head_size <= 128:
@@ -332,7 +336,8 @@ def paged_decode_tiles(need: Need, rows: int, pages: int, capacity: int) -> Tile
         if need.in_bytes and tiles.block_q == 16 and keys is not None:
             return Tiles(tiles.block_q, keys, 4, 4 if capacity > SHORT else 3)
         block_kv, warps = (64, 2) if need.head_size <= 64 and tiles.block_q == 16 else (64, 4)
-        return Tiles(tiles.block_q, block_kv, warps, 7 if pages > 1 and capacity > SHORT else 3)
+        is_short = capacity <= SHORT if need.head_size <= 64 else walked <= SHORT_WALK
+        return Tiles(tiles.block_q, block_kv, warps, 3 if pages == 1 or is_short else 7)
     return dataclasses.replace(tiles, num_stages=2 * tiles.num_stages + 1) if pages > 1 else tiles
 
 

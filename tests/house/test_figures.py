@@ -5,8 +5,8 @@ import pytest
 from tests.house import figures
 
 LIMITS = {
-    "library lines": 60587,
-    "test lines": 42649,
+    "library lines": 60594,
+    "test lines": 42660,
     "benchmark lines": 5944,
     "library files over 400 lines": 0,
     "functions over 50 code lines": 0,

@@ -16,7 +16,8 @@ from pallas_kernels.config import Tiles
 from pallas_kernels.mosaic_gpu.plan import plan as mosaic_plan
 from pallas_kernels.plan import TileChoice, all_gradients
 from pallas_kernels.program.build import IndexRanges, trace_program
-from pallas_kernels.spec import Blocks
+from pallas_kernels.spec import Blocks, Paging
+from pallas_kernels.split_kv import plan as paged_plan
 from pallas_kernels.triton.plan import plan as triton_plan
 from pallas_kernels.tuning import tables
 from tests.support import gpu_compile
@@ -64,6 +65,16 @@ class TestLookUp:
     ])  # fmt: skip
     def test_table_of_a_device(self, device, name):
         assert tables.table_name(device) == name
+
+
+@pytest.mark.parametrize(("requests", "keys", "D", "stages"), [
+    (64, 1152, 128, 3), (32, 4096, 128, 7), (1, 9216, 128, 3), (64, 4608, 128, 7), (64, 1152, 64, 7), (64, 1024, 64, 3),
+])  # fmt: skip
+def test_pipelines_over_pages_are_shallow_where_a_program_walks_few_keys(requests, keys, D, stages):
+    sizes = {"B": requests, "T": requests, "S": keys, "Hq": 32, "Hkv": 8, "D": D}
+    spec = spec_of(**sizes, platform="gpu", device_kind="NVIDIA H200", paging=Paging(64, 8193))
+    [work] = paged_plan.plan(spec).launches
+    assert (work.tiles.block_kv, work.tiles.num_stages) == (64, stages)
 
 
 @pytest.mark.parametrize("name", TABLES)
