@@ -5,9 +5,9 @@ import pytest
 from tests.house import figures
 
 LIMITS = {
-    "library lines": 60594,
-    "test lines": 42660,
-    "benchmark lines": 5944,
+    "library lines": 60601,
+    "test lines": 42699,
+    "benchmark lines": 5947,
     "library files over 400 lines": 0,
     "functions over 50 code lines": 0,
     "functions with more than 8 parameters": 13,

@@ -241,7 +241,7 @@ WRONG = [
     ("llama2", replace_config(hidden_size="48"), CheckpointError, r"broken/config.json is not .* integer. Got '48'"),
     ("llama2", lambda f: (f / "model.safetensors").rename(f / "consolidated.safetensors"), FileNotFoundError,
      r"broken holds config.json, consolidated.safetensors, .*as Mistral's consolidated.safetensors, are not read"),
-    ("llama2", lambda f: (f / "adapter_config.json").write_text("{}"), CheckpointError,
+    ("llama2", lambda f: (f / "config.json").rename(f / "adapter_config.json"), CheckpointError,
      r"broken holds an adapter, adapter_config.json, .* `merge_and_unload`"),
     ("llama2", replace_config(num_hidden_layers=1), CheckpointError, r"9 unexpected"),
 ]  # fmt: skip

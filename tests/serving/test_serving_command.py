@@ -51,9 +51,12 @@ SMALL = Sizes(width=16, layers=1, heads=2, kv_heads=1)
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> pathlib.Path:
-    """A checkpoint of a random model, with a tokenizer and a chat template."""
+    """A checkpoint of a random model, with a tokenizer and a chat template, beside an adapter."""
     path = tmp_path_factory.mktemp("checkpoint") / "tiny"
+    (path.parent / "adapter").mkdir()
+    (path.parent / "adapter/adapter_config.json").write_text("{}")
     save_pretrained(Decoder(CONFIG, rngs=nnx.Rngs(0)), path, source=ROOT / "tokenizer")
+    (path / "generation_config.json").write_text('{"temperature": 0.0, "eos_token_id": 1}')
     return path
 
 
@@ -62,6 +65,7 @@ def read(*arguments: str):
 
 
 ERRORS = {
+    "an adapter": (("--model", "adapter"), "adapter holds an adapter, adapter_config.json, .* `merge_and_unload`"),
     "no folder": (("--model", "/nowhere"), "`--model` must be the folder of a checkpoint, .* no folder /nowhere"),
     "port": (("--port", "65536"), "`--port` must be from 0 to 65535. Got 65536"),
     "host": (("--host", "256.0.0.1"), "`--host` must be an address of this machine. Got '256.0.0.1'"),
@@ -90,8 +94,9 @@ ERRORS = {
 
 
 @pytest.mark.parametrize("name", ERRORS)
-def test_wrong_options(name, folder, capsys):
+def test_wrong_options(name, folder, capsys, monkeypatch):
     """One sentence on the standard error, and nothing else."""
+    monkeypatch.chdir(folder.parent)
     arguments, message = ERRORS[name]
     with pytest.raises(SystemExit) as ended:
         main(["--model", str(folder), "--port", "0", "--implementation", "xla", *arguments])

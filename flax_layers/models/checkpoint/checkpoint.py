@@ -17,6 +17,7 @@ from flax_layers.models.checkpoint.folders import (
     CheckpointError,
     copy_tokenizer,
     recover,
+    refuse_adapter,
     remedy_of_missing,
     replaced_folder,
 )
@@ -140,6 +141,7 @@ def _has_own_head(folder: pathlib.Path) -> bool:
 
 def _read_raw(folder: Folder) -> Raw:
     """The contents of `config.json`."""
+    refuse_adapter(folder)
     path = pathlib.Path(folder) / "config.json"
     if not path.exists():
         raise FileNotFoundError(f"`folder` must hold `config.json`. There is no {path}. {remedy_of_missing(folder)}")

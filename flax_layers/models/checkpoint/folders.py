@@ -122,6 +122,15 @@ def remedy_of_missing(folder: str | pathlib.Path) -> str:
     return f"Pass a checkpoint. From the Hugging Face hub: hf download {name} --local-dir {name.partition('/')[2]}"
 
 
+def refuse_adapter(folder: str | pathlib.Path) -> None:
+    """Raises CheckpointError for a folder with an adapter of the package peft, of which it may hold nothing else."""
+    if (path := pathlib.Path(folder) / "adapter_config.json").exists():
+        raise CheckpointError(
+            f"{folder} holds an adapter, {path.name}, which is not applied here. Merge it into the model with "
+            "`merge_and_unload` of the package peft, and save that."
+        )
+
+
 def read_optional_json(path: pathlib.Path) -> dict[str, Any]:
     """Reads the object of a JSON file, an empty one without a file. Raises CheckpointError if it holds no object."""
     if not path.exists():

@@ -20,7 +20,7 @@ from flax_layers.models.checkpoint.mxfp4_files import BLOCKS, MXFP4, SCALES, Pac
 from flax_layers.models.checkpoint.optional import needs
 from flax_layers.models.checkpoint.tensor_names import ParameterSlice, Shape, Tensor
 
-SINGLE, INDEX, ADAPTER = "model.safetensors", "model.safetensors.index.json", "adapter_config.json"
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 Index = tuple[slice, ...]
 CHUNK_BYTES = 16 << 20
 """Bytes that are converted to another dtype at a time."""
@@ -184,11 +184,6 @@ def _paths(folder: pathlib.Path) -> dict[pathlib.Path, list[str] | None]:
     As in Transformers, `model.safetensors` counts alone. Beside it may be an index of an earlier save, or Mistral's own
     `consolidated.safetensors`.
     """
-    if (folder / ADAPTER).exists():
-        raise CheckpointError(
-            f"{folder} holds an adapter, {ADAPTER}, which is not applied here. Merge it into the model with "
-            "`merge_and_unload` of the package peft, and save that."
-        )
     if (folder / SINGLE).exists():
         return {folder / SINGLE: None}
     index = folder / INDEX
