@@ -72,6 +72,7 @@ PROMPTS = [
     _paged("prompt_head_size_256", (24, 140), (80, 140), Hq=2, Hkv=1, D=256, mask=masks.causal),
     _paged("prompt_window", (140, 20), (700, 400), D=64, Hq=2, Hkv=1, mask=wide_window),
     _paged("prompt_by_head", (140,), (600,), D=64, Hq=2, Hkv=1, mask=wide_window_by_head),
+    _paged("prompt_first_keys_and_window", (140, 20), (300, 20), D=64, mask=paged_cases.sinks_and_window),
     _paged("prompt_without_keys", (30, 20), (0, 80), D=64, mask=masks.causal),
 ]
 

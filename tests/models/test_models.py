@@ -32,7 +32,7 @@ from tests.support.golden_models import NAMES, decode, expected, load, logits_of
 from tests.support.rows import tiers
 
 families = pytest.mark.parametrize("name", NAMES)
-TOLERANCE = 1e-4
+TOLERANCE = 1e-5
 
 SMALL = ModelConfig(
     family="gemma3_text", vocabulary=64, width=32, mlp_width=48, num_heads=4, num_kv_heads=2, head_dim=8,

@@ -231,7 +231,7 @@ def running(folder) -> Iterator[tuple[Engine, str]]:
     """An engine of the checkpoint, and the address of its server."""
     loaded = load_served(read("--model", str(folder), "--implementation", "xla"))
     engine = Engine(loaded.decoder, EngineOptions(max_requests=4, max_step_tokens=64, num_pages=65, page_size=16))
-    app = create_app(engine, loaded.tokenizer, Served(loaded.name, loaded.stop_tokens))
+    app = create_app(engine, loaded.tokenizer, Served(loaded.name, loaded.stop_tokens, sampling=loaded.sampling))
     with served.listening(app, engine=engine) as (host, port):
         yield engine, f"http://{host}:{port}"
     engine.check()
@@ -252,6 +252,9 @@ def test_the_official_client(running):
         whole = client.completions.create(prompt="Hello", **short)
         stream = client.completions.create(prompt="Hello", stream=True, **short)
         assert "".join(chunk.choices[0].text for chunk in stream) == whole.choices[0].text
+        sampled = lambda **more: client.completions.create(**{**short, "prompt": "Hello", "seed": 1, **more})
+        by_default, hotter = (sampled(temperature=x).choices[0].text for x in (openai.omit, 1.0))
+        assert by_default == whole.choices[0].text != hotter
 
         said = client.chat.completions.create(**chat)
         assert said.choices[0].message.role == "assistant"

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import re
 
+import httpx
 import jax
 import numpy as np
 import openai
@@ -162,3 +163,12 @@ def test_the_official_client_reads_scores(engine):
         more = {"prompt_logprobs": 1, "min_tokens": 2, "bad_words": ["a"], "include_stop_str_in_output": True}
         scored = client.completions.create(model="tiny", prompt=PROMPT, max_tokens=2, extra_body=more).choices[0]
         assert len(scored.prompt_logprobs) == len(TOKENS)
+        greedy = {"model": "tiny", "prompt": PROMPT, "temperature": 0, "max_tokens": 20}
+        complete = lambda **more: client.completions.create(**greedy, extra_body=more).choices[0].text
+        text = complete()
+        stop, word = text[3:5], next(x for x in text if x.isascii())
+        assert complete(stop=stop, include_stop_str_in_output=True) == text[: text.find(stop) + 2]
+        assert complete(stop=text[0], min_tokens=4).startswith(text[:2])
+        assert word not in complete(bad_words=[word])
+        answer = httpx.post(f"http://{host}:{port}/detokenize", json={"tokens": [110, 195, 169]})
+        assert answer.json() == {"prompt": "né"}

@@ -13,13 +13,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tensorboardX
 from flax import nnx
+from tensorboardX.proto import event_pb2
 
 from flax_layers.models import CheckpointError, Decoder, Tokenizer, from_pretrained
 from flax_layers.train import InputError, Interrupted, LossError, Plan, Recipe, Rows, Run, SaveError, Trainer
 from flax_layers.train.__main__ import main
 from flax_layers.train.checkpoints import Checkpoints
-from flax_layers.train.log import Log
+from flax_layers.train.log import Log, tensorboard_hook
 from flax_layers.train.options import parse_options
 from flax_layers.train.trainer import flat_parameters
 from tests.cases import train_cases
@@ -223,6 +225,24 @@ class Events:
 
     def add_scalar(self, name: str, value: float, step: int) -> None:
         self.written.append((name, value, step))
+
+
+@pytest.mark.full
+def test_tensorboard_reads_the_log(tmp_path, monkeypatch):
+    writers, create = [], tensorboardX.SummaryWriter
+    monkeypatch.setattr(
+        tensorboardX, "SummaryWriter", lambda *args, **more: writers.append(create(*args, **more)) or writers[0]
+    )
+    tensorboard_hook(tmp_path, step=2)(3, {"loss": 0.5})
+    writers[0].close()
+    [path], events = tmp_path.glob("events.*"), []
+    content = path.read_bytes()
+    while content:  # a length of 8 bytes, a checksum of 4, the event, a checksum
+        end = 12 + int.from_bytes(content[:8], "little")
+        events.append(event_pb2.Event.FromString(content[12:end]))
+        content = content[end + 4 :]
+    assert [(x.step, value.tag, value.simple_value) for x in events for value in x.summary.value] == [(3, "loss", 0.5)]
+    assert [x.step for x in events if x.session_log.status == event_pb2.SessionLog.START] == [3]  # hides later steps
 
 
 @pytest.mark.long
