@@ -51,7 +51,7 @@ def visited_elements(visited: np.ndarray, lengths: tuple[int, int], block: tuple
 
 def visible_elements(problem: Problem) -> int | None:
     """Elements that a mask of packed causal documents shows, its triangles; None for other variants."""
-    if problem.variant != "document_mask":
+    if problem.variant not in ("document_mask", "corpus_mask"):
         return None
     lengths = np.unique(VARIANTS[problem.variant].indices(problem)["document"], return_counts=True)[1]
     return int(lengths @ (lengths + 1)) // 2

@@ -72,9 +72,11 @@ _WHOLE_MODELS = (
 _METHOD = (
     "The times of a suite are those of its kernels, from the profiler, with a cold L2. Libraries are timed in turns. "
     "The backward is timed alone. FLOPs are counted alike for every peer: over the blocks of 128 x 128 that the "
-    "BlockMask visits, the backward as five GEMMs (2.5 forwards where D = Dv). The roof is what the same run reached "
-    "in a GEMM of matrices of side 8192, or in a copy where bandwidth is the limit. In decoding, FLOPs and bytes are "
-    "those of visible keys, of selected ones where keys are selected, and keys that sequences share count once."
+    "BlockMask visits, the backward as five GEMMs (2.5 forwards where D = Dv). Of packed documents, the share of these "
+    "elements that the mask shows is beside the name: times this share, a rate counts the exact mask. The roof is what "
+    "the same run reached in a GEMM of matrices of side 8192, or in a copy where bandwidth is the limit. In decoding, "
+    "FLOPs and bytes are those of visible keys, of selected ones where keys are selected, and keys that sequences "
+    "share count once."
 )
 
 
@@ -94,7 +96,8 @@ def tables_of(result: ResultFile) -> list[Table]:
             cells.append(
                 " / ".join(_roof(result, record) or "-" for record in records.get(result.baseline, [None] * 2))
             )
-        main.append([problem.name, *cells])
+        visible = min((x.visible for pair in records.values() for x in pair if x is not None), default=1.0)
+        main.append([problem.name + (f"; {visible:.0%} visible" if visible < 1.0 else ""), *cells])
     queued = [["µs of the kernels / of a call in a queue", *titles]]
     for problem, direction in itertools.product(result.problems, result.directions):
         found = [result.find(problem, name, direction) for name in result.peers()]
