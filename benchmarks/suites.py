@@ -259,7 +259,7 @@ SUITES = {
     "mla": _suite(
         "multi-head latent attention, absorbed: latent vectors of 512 columns and rotated keys of 64, in pages",
         f"jflex-mosaic jflex-triton jax-xla-latents {_FLASHINFER}",
-        [_latent(128, T, 4096, Hq, _BOTH[T - 1], source="FlashMLA") for Hq in (16, 128) for T in (1, 2)],
+        [_latent(128, T, 4096, Hq, _BOTH[T - 1], source="FlashMLA") for Hq in (16, 32, 64, 128) for T in (1, 2)],
     ),
     # The shapes of DeepSeek-V3.2, with all heads and with those of one of 8 devices. The figures of a problem with a
     # selection are of attention alone; the indexer is a problem of its own.
@@ -285,8 +285,11 @@ SUITES = {
         "prompts over pages at random places: 2048 tokens at the end of 8192, and 8 prompts of 1024",
         f"jflex jflex-triton fa4 {_FLASHINFER}",
         [
-            Problem(B, T, S, 32, 8, 128, "causal", page=page)
-            for page, (B, T, S) in product((64, 128), ((1, 2048, 8192), (8, 1024, 1024)))
+            *(Problem(1, 2048, 8192, 32, 8, 128, variant, page=64) for variant in ("sliding_window", "softcap")),
+            *(
+                Problem(B, T, S, 32, 8, 128, "causal", page=page)
+                for page, (B, T, S) in product((16, 64, 128), ((1, 2048, 8192), (8, 1024, 1024)))
+            ),
         ],
     ),
     "mixed": _suite(

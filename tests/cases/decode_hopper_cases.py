@@ -84,6 +84,7 @@ def _latent(name: str, *args, **more) -> PagedCase:
 ON_HOPPER = [case for case in paged_cases.LATENT if case.name not in paged_cases.NOT_ON_HOPPER]
 LATENT = [
     *(paged_cases.in_dtype(case, "bfloat16") for case in ON_HOPPER),
+    _latent("32_heads", (1, 2), (140, 33), Hq=32, page_size=64, mask=masks.causal),
     _latent("126_heads", (2,), (270,), Hq=126, page_size=128),
     _latent("window_pages_of_8", (1, 1, 20), (8, 9, 70), Hq=8, mask=window, page_size=8),
     _latent("window_divided", (1, 2), (1500, 700), Hq=8, page_size=64, mask=window),
