@@ -1,9 +1,9 @@
 """Training steps of whole models beside peers: ``python -m benchmarks training``.
 
-Each case runs in a process of its own, so that its peak memory is its own. The JAX peers are one model, one optimizer
-and one loss, those of `flax_layers.train`; only the attention is exchanged. So they need Flax and
-optax beside JAX; the torch peer needs them, too, for the sizes, and torch. A peer that is not installed, or runs out of
-memory in every form of the step, gets a remark in place of figures.
+Each case runs in a process of its own, so that its peak memory is its own; beside it stands what `flax_layers.train`
+predicts. The JAX peers are one model, one optimizer and one loss, those of `flax_layers.train`; only the attention is
+exchanged. So they need Flax and optax beside JAX; the torch peer needs them, too, for the sizes, and torch. A peer that
+is not installed, or runs out of memory in every form of the step, gets a remark in place of figures.
 """
 
 import dataclasses
@@ -28,6 +28,7 @@ from benchmarks.run.timing import describe_error, failures
 from flax_layers.models import Decoder, ModelConfig
 from flax_layers.train import Computation, Recipe, Rows, Trainer, create_model, make_mesh, parse_mesh
 from flax_layers.train.flops import multiplied_parameters, peak_flops, step_flops
+from flax_layers.train.memory import step_memory
 from flax_layers.train.setup import SHAPES, resized
 from flax_layers.train.trainer import parameter_shapes
 
@@ -97,7 +98,7 @@ OPTIONS = {
 
 def measure(problem: Problem, peer: str, mesh: str, remat: str, accumulate: int, steps: int) -> dict[str, Any]:
     """Runs a case in this process, `steps` timed steps after two that warm up."""
-    step, peak_bytes = (torch_step if peer == "torch" else jax_step)(problem, peer, mesh, remat, accumulate)
+    step, memory = (torch_step if peer == "torch" else jax_step)(problem, peer, mesh, remat, accumulate)
     batches = [problem.batch(number) for number in range(steps + 2)]
     first = time.perf_counter()
     losses = [float(step(*batch)) for batch in batches[:2]]
@@ -110,7 +111,7 @@ def measure(problem: Problem, peer: str, mesh: str, remat: str, accumulate: int,
         "first_two_steps_seconds": started - first,
         "tokens_per_second": problem.rows * problem.length / seconds,
         "model_flops_per_second": np.mean([problem.flops(documents) for _, documents in batches[2:]]) / seconds,
-        "peak_bytes": peak_bytes(),
+        **memory(),
         "losses": losses,
     }
 
@@ -124,7 +125,7 @@ def measure_case(problem: str, **case: Any) -> dict[str, Any]:
 
 
 def jax_step(problem: Problem, peer: str, mesh: str, remat: str, accumulate: int) -> tuple[Step, Callable]:
-    """The step of `flax_layers.train`, with the attention of a peer; and a function that returns the peak memory."""
+    """The step of `flax_layers.train`, with the attention of a peer; and its memory, to be read after steps."""
     if peer != "jflex":
         jflex.flex_attention = functools.partial(peers_attention, peer)  # in this process alone
     devices = make_mesh(parse_mesh(mesh))
@@ -135,11 +136,12 @@ def jax_step(problem: Problem, peer: str, mesh: str, remat: str, accumulate: int
     def step(tokens: np.ndarray, documents: np.ndarray) -> Any:
         return trainer.step(Rows(tokens, documents)).loss
 
-    def peak_bytes() -> int | None:
-        stats = jax.local_devices()[0].memory_stats()
-        return None if stats is None else stats["peak_bytes_in_use"]
+    def memory() -> dict[str, Any]:
+        stats = jax.local_devices()[0].memory_stats() or {}
+        predicted = step_memory(trainer, problem.rows, problem.length).total
+        return {"peak_bytes": stats.get("peak_bytes_in_use"), "predicted_bytes": predicted}
 
-    return step, peak_bytes
+    return step, memory
 
 
 def peers_attention(peer: str, query, key, value, score_mod=None, block_mask=None, *, scale=None, **_) -> Any:
@@ -153,7 +155,7 @@ def peers_attention(peer: str, query, key, value, score_mod=None, block_mask=Non
 
 
 def torch_step(problem: Problem, peer: str, mesh: str, remat: str, accumulate: int) -> tuple[Step, Callable]:
-    """Model and step in torch: bfloat16 by autocast, float32 weights, a fused AdamW."""
+    """The step in torch, and its memory: bfloat16 by autocast, float32 weights, a fused AdamW."""
     if mesh != "data=1" or remat == "products":
         raise NotImplementedError("the torch peer has one device, and remat of whole blocks or none")
     import torch
@@ -185,7 +187,7 @@ def torch_step(problem: Problem, peer: str, mesh: str, remat: str, accumulate: i
         optimizer.zero_grad(set_to_none=True)
         return total
 
-    return step, torch.cuda.max_memory_allocated
+    return step, lambda: {"peak_bytes": torch.cuda.max_memory_allocated()}
 
 
 def run_case(name: str, peer: str, mesh: str, steps: int, limit: float, run: RunJob = run_job) -> dict[str, Any]:
@@ -235,6 +237,7 @@ def records_of(case: dict[str, Any], device: str) -> Measured:
         "step": (case["seconds"], "s"),
         "model FLOP utilisation": (peak and 100 * case["model_flops_per_second"] / peak / devices, "%"),
         "peak memory": (case["peak_bytes"] and case["peak_bytes"] / 1e9, "GB"),
+        "predicted memory": (case.get("predicted_bytes") and case["predicted_bytes"] / 1e9, "GB"),
         "first two steps": (case["first_two_steps_seconds"], "s"),
     }
     records = [Record.single(title + name, value, unit) for name, (value, unit) in values.items() if value is not None]

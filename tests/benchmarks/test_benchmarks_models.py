@@ -28,7 +28,7 @@ class TestTraining:
         with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):  # which jax.nn relies on
             figures = {peer: training.measure(tiny, peer, "data=1", "none", 1, steps=1) for peer in ("jflex", "dense")}
         np.testing.assert_allclose(figures["dense"]["losses"], figures["jflex"]["losses"], rtol=1e-3)
-        assert figures["jflex"]["tokens_per_second"] > 0
+        assert min(figures["jflex"][name] for name in ("tokens_per_second", "predicted_bytes")) > 0
 
     @pytest.mark.parametrize(("name", "billions"), [("llama3-1b", 1.24), ("llama3-8b-4-layers", 1.40)])
     def test_flops_count_all_that_is_multiplied(self, name: str, billions: float):
