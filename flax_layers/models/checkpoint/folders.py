@@ -123,7 +123,7 @@ def remedy_of_missing(folder: str | pathlib.Path) -> str:
 
 
 def refuse_adapter(folder: str | pathlib.Path) -> None:
-    """Raises CheckpointError for a folder with an adapter of the package peft, of which it may hold nothing else."""
+    """Raises CheckpointError for a folder with an adapter of the package peft, whether it holds a model or not."""
     if (path := pathlib.Path(folder) / "adapter_config.json").exists():
         raise CheckpointError(
             f"{folder} holds an adapter, {path.name}, which is not applied here. Merge it into the model with "
