@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
+import contextlib
 import errno
 import gc
 import json
 import socket
-import threading
 from collections.abc import Callable
 
 from flax_layers.models.checkpoint.optional import needs
@@ -60,47 +61,46 @@ class Launch:
     """Starts and stops an engine: its programs are compiled in a thread, so that the server answers meanwhile.
 
     `report` is called with the number of compiled programs, and of all; without it none are compiled ahead. `ready` is
-    called once the engine runs. `failure` tells why it could not be started.
+    called once the engine runs.
     """
 
     def __init__(
         self, engine: Engine, report: Callable[[int, int], None] | None = None, ready: Callable[[], None] = lambda: None
     ):
         self._engine, self._report, self._ready = engine, report, ready
-        self._thread: threading.Thread | None = None
+        self._thread = concurrent.futures.ThreadPoolExecutor(1, "jflex-warm-up")
+        self._starting: concurrent.futures.Future[None] | None = None
         self._interrupted = False
-        self.failure: Exception | None = None
+
+    @property
+    def failure(self) -> BaseException | None:
+        """Why the engine could not be started; None while it starts, and if it could."""
+        return self._starting.exception() if self._starting is not None and self._starting.done() else None
 
     def is_starting(self) -> bool:
         """True while programs are being compiled."""
-        return self._thread is not None and self._thread.is_alive() and not self._engine.is_running
+        return self._starting is not None and not self._starting.done() and not self._engine.is_running
 
     def start(self, failed: Callable[[], None]) -> None:
         """Begins to compile, then starts the engine; calls `failed` if that fails."""
-        self._thread = threading.Thread(target=self._run, args=(failed,), name="jflex-warm-up", daemon=True)
-        self._thread.start()
+        self._starting = self._thread.submit(self._run)
+        self._starting.add_done_callback(lambda starting: failed() if starting.exception() is not None else None)
 
     def stop(self, grace: float) -> None:
         """Stops the engine, after the program that is being compiled. Requests may take `grace` seconds."""
         self._interrupted = True
-        if self._thread is not None:
-            self._thread.join()
+        self._thread.shutdown()
         self._engine.stop(grace)
         gc.unfreeze()
 
-    def _run(self, failed: Callable[[], None]) -> None:
-        try:
+    def _run(self) -> None:
+        with contextlib.suppress(_Interrupted):
             if self._report is not None:
                 self._engine.warm_up(self._progress)
                 gc.collect()
             gc.freeze()  # a full collection of all older objects stopped every stream for 0.3 to 0.5 s (one layer, CPU)
             self._engine.start()
             self._ready()
-        except _Interrupted:
-            pass
-        except Exception as error:  # any error of the compiler, as no memory: the process must end, not hang
-            self.failure = error
-            failed()
 
     def _progress(self, done: int, total: int) -> None:
         assert self._report is not None
