@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 
 import jflex
 from flax_layers.models import Decoder, ModelConfig, Tokenizer, from_pretrained, fuse_projections, quantize_weights
-from flax_layers.models.checkpoint.folders import read_optional_json, recover, refuse_adapter, remedy_of_missing
+from flax_layers.models.checkpoint.folders import read_optional_json, recover, remedy_of_missing
 
 
 class Loaded(NamedTuple):
@@ -52,7 +52,6 @@ def load(
             f"`--model` must be the folder of a checkpoint, with `config.json`, `*.safetensors` and `tokenizer.json`. "
             f"There is no folder {folder}. {remedy_of_missing(folder)}"
         )
-    refuse_adapter(folder)
     tokenizer = Tokenizer(folder)  # first: a missing file raises before gigabytes are read
     options = {"implementation": implementation, "attention_config": attention_config}
     model = from_pretrained(folder, dtype=dtype or default_dtype(), mesh=mesh, **options)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int32
 
-from flax_layers.models.checkpoint.folders import MORE_TEMPLATES, CheckpointError, read_optional_json, recover
+from flax_layers.models.checkpoint import folders
 from flax_layers.models.checkpoint.optional import needs
 from flax_layers.models.text_stream import TextStream
 
@@ -61,9 +61,10 @@ class Tokenizer:
 
     def __init__(self, folder: str | pathlib.Path):
         folder = pathlib.Path(folder)
-        recover(folder)
+        folders.recover(folder)
         path = folder / "tokenizer.json"
         if not path.exists():
+            folders.refuse_adapter(folder)
             raise FileNotFoundError(
                 f"`folder` must hold `tokenizer.json`. There is no {path}; `transformers` writes one with "
                 "`AutoTokenizer.from_pretrained(...).save_pretrained(folder)`."
@@ -73,11 +74,11 @@ class Tokenizer:
         try:
             self._tokenizer = tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
         except Exception as error:  # the library raises nothing narrower
-            raise CheckpointError(f"{path} cannot be read: {error}. Download it again.") from error
+            raise folders.CheckpointError(f"{path} cannot be read: {error}. Download it again.") from error
         self._tokenizer.no_truncation()  # settings of training, which `transformers` ignores as well
         self._tokenizer.no_padding()
         config_path = folder / "tokenizer_config.json"
-        config = read_optional_json(config_path)
+        config = folders.read_optional_json(config_path)
         self.special_tokens: dict[str, str] = {
             name: _content(config[name])
             for name in ("bos_token", "eos_token", "unk_token", "pad_token")
@@ -199,7 +200,7 @@ def _chat_templates(
         templates = {"default": templates}
     elif isinstance(templates, list):
         templates = {entry["name"]: entry["template"] for entry in templates}
-    files = {path.stem: path for path in sorted((folder / MORE_TEMPLATES).glob("*.jinja"))}
+    files = {path.stem: path for path in sorted((folder / folders.MORE_TEMPLATES).glob("*.jinja"))}
     if (folder / "chat_template.jinja").exists():
         files["default"] = folder / "chat_template.jinja"
     texts = {name: path.read_text(encoding="utf-8") for name, path in files.items()}
