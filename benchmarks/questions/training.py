@@ -1,7 +1,7 @@
 """Training steps of whole models beside peers: ``python -m benchmarks training``.
 
 Each case runs in a process of its own, so that its peak memory is its own; beside it stands what `flax_layers.train`
-predicts. The JAX peers are one model, one optimizer and one loss, those of `flax_layers.train`; only the attention is
+predicts. The JAX peers share the model, the optimizer and the loss of `flax_layers.train`; only the attention is
 exchanged. So they need Flax and optax beside JAX; the torch peer needs them, too, for the sizes, and torch. A peer that
 is not installed, or runs out of memory in every form of the step, gets a remark in place of figures.
 """

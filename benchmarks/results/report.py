@@ -70,13 +70,12 @@ _WHOLE_MODELS = (
     ),
 )
 _METHOD = (
-    "The times of a suite are those of its kernels, from the profiler, with a cold L2. Libraries are timed in turns. "
+    "The times of a suite are kernel times, from the profiler, with a cold L2. Libraries are timed in turns. "
     "The backward is timed alone. FLOPs are counted alike for every peer: over the blocks of 128 x 128 that the "
     "BlockMask visits, the backward as five GEMMs (2.5 forwards where D = Dv). Of packed documents, the share of these "
     "elements that the mask shows is beside the name: times this share, a rate counts the exact mask. The roof is what "
     "the same run reached in a GEMM of matrices of side 8192, or in a copy where bandwidth is the limit. In decoding, "
-    "FLOPs and bytes are those of visible keys, of selected ones where keys are selected, and keys that sequences "
-    "share count once."
+    "FLOPs and bytes count visible keys, selected ones where keys are selected, and keys that sequences share once."
 )
 
 
