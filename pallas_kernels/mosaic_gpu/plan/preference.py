@@ -22,10 +22,9 @@ def slower_forward(plan: HopperPlan) -> str | None:
     """Cases that underfill a CTA or the GPU, or are not MMA-bound, as a sentence; None where these kernels lead.
 
     H200, jax 0.11.2, bf16, 16 heads, TFLOP/s and of `triton`: causal, 64 texts of 256 tokens, 220 and 202
-    at head size 64, 328 and 235 at 128, and one such text at 128, 49 and 33. No mask, head size 32, 222 and 232 at
-    384 tokens, 267 and 271 at 768; with a pair bias 188 and 171, 222 and 199. Head size 64, 32 texts of 128 tokens,
-    143 and 136, causal by a mask_mod 125 and 117; of 256, 190 and 184; of 512, 298 and 270. A sine of each score,
-    causal, 4 x 4096 tokens, head size 64: 6031 us and 2475.
+    at head size 64, 328 and 235 at 128. No mask, head size 32, 222 and 232 at 384 tokens, 267 and 271 at 768; with a
+    pair bias 188 and 171, 222 and 199. Head size 64, 32 texts of 128 tokens, 143 and 136; of 512, 298 and 270. A sine
+    of each score, causal, 4 x 4096 tokens, head size 64: 6031 us and 2475.
     """
     spec = plan.spec
     length, tiles = min(spec.T, spec.S), spec.B * spec.Hq * math.ceil(spec.T / 128)
@@ -46,9 +45,8 @@ def slower_forward(plan: HopperPlan) -> str | None:
 def slower_latent(spec: AttentionSpec) -> str | None:
     """Why `triton` is preferred for a latent cache: loading it bounds the time; None otherwise.
 
-    Jax 0.11.2, bf16, 128 sequences of 4096 keys, latent and rope size 512 and 64, pages of 64, us and of `triton`.
-    H100, 16 heads, one query token: 222 and, in an earlier run, 235. H200, 128 heads, with one and with two: 251 and
-    834, 454 and 1695; under a causal window of 1024 keys 114 and 277, 212 and 574.
+    H200, jax 0.11.2, bf16, 128 sequences of 4096 keys, latent and rope size 512 and 64, pages of 64, 128 heads, us and
+    of `triton`, one query token and two: 251 and 834, 454 and 1695; a window of 1024 keys 114 and 277, 212 and 574.
     """
     rows = spec.Hq * spec.T // spec.B
     if rows >= LATENT_ROWS:
@@ -62,9 +60,7 @@ def slower_prompts(spec: AttentionSpec) -> str | None:
     Tiles of `triton` hold queries of all heads of a group; tiles of the kernel for prompts hold queries of one head.
 
     H100, jax 0.11.2, bf16, causal, 32 query and 8 key heads of 128, pages of 64, requests x queries of so many keys, us
-    and of `triton`: 64 x 17 of 1024, 280 and 166; 16 x 64 of 2048, 156 and 129; 1 x 128 of 8192, 47 and 64; 1 x 512 of
-    8192, 122 and 163; 8 x 256 of 256, 43 and 55; 8 x 1024 of 1024, 172 and 286; 1 x 2048 of 8192, 382 and 563, and
-    beside 63 that decode, 781 and 937.
+    and of `triton`: 16 x 64 of 2048, 156 and 129; 1 x 128 of 8192, 47 and 64; 8 x 256 of 256, 43 and 55.
     """
     if min(CHUNK, PROMPT_QUERIES * spec.B) <= spec.T:
         return None
@@ -75,8 +71,7 @@ def slower_decode() -> str:
     """Why `triton` is preferred for few queries against keys and values, contiguous or in pages.
 
     H200, jax 0.11.2, bf16, 32 query and 8 key heads of 128, us and of `triton`: 8 sequences of 16384 keys, 137
-    and 132; 32 of 4096, 134 and 133, from pages of 64 140 and 139; 1 of 65536, 76 and 73; lengths up to 16384, uniform,
-    147 and 146, skewed, 166 and 149. 16 heads of 64: 4 sequences of 16384 keys, 78 and 73.
+    and 132; 32 of 4096 from pages of 64, 140 and 139; lengths up to 16384, uniform, 147 and 146, skewed, 166 and 149.
     """
     return "its kernel for few queries takes up to 12 % longer than those of 'triton'"
 
@@ -84,13 +79,11 @@ def slower_decode() -> str:
 def slower_backward(plan: HopperPlan) -> str | None:
     """Gradients for which few MMAs of narrow heads do not outweigh the other work, as a sentence, or None.
 
-    H200, jax 0.11.2, bf16, TFLOP/s and of `triton`, causal: head size 64, 157 and 176 for 256 tokens, 207
-    and 219 for 512, 281 and 265 for 1024; head size 128, 211 and 183 for 256. Head size 32, no mask, us: 689 and
-    654 for 1024 tokens, 1178 and 1221 for 2048.
+    H200, jax 0.11.2, bf16, TFLOP/s and of `triton`, causal: head size 64, 207 and 219 for 512 tokens, 281 and 265 for
+    1024; head size 128, 211 and 183 for 256. Head size 32, no mask, us: 689 and 654 for 1024, 1178 and 1221 for 2048.
 
     Not where their own kernel sums the gradient of a pair bias that batch or heads share: `triton` computes nine GEMMs
-    and each weight three times, these kernels seven and twice. Head size 32, bf16, TFLOP/s: B 384, H 4, 384 tokens, 135
-    and 109; B 128, H 8, 768 tokens, 159 and 122.
+    and each weight three times, these seven and twice. Head size 32, TFLOP/s: B 384, H 4, 384 tokens, 135 and 109.
     """
     spec = plan.spec
     config, length, widest = spec.config, min(spec.T, spec.S), max(spec.D, spec.Dv)
