@@ -79,10 +79,9 @@ def _with_pairs(spec: AttentionSpec, work: Work) -> AttentionSpec:
     """The spec of a launch, which loads eight bits in pairs where its rows are too few for wgmma.
 
     What feeds wgmma goes through shared memory in 16 bits in any case. H100, jax 0.11.2, 2048 causal queries at the end
-    of 8192 keys, Hq 32, Hkv 8, D 128, in pairs and otherwise: e4m3 1032 and 1188 us, int8 1017 and 881; bfloat16 564.
-    On Ampere pairs spill 840 bytes there. Latent vectors, of 512 and 64 columns, take 828 SASS instructions in pairs
-    with 16 rows, 1170 otherwise; with 64 rows pairs spill 1428 bytes, for 608. What Pallas reaches as words alone is
-    loaded so in any case.
+    of 8192 keys, Hq 32, Hkv 8, D 128, in pairs and otherwise: e4m3 1032 and 1188 us, int8 1017 and 881. Latent vectors,
+    of 512 and 64 columns, take 828 SASS instructions in pairs with 16 rows, 1170 otherwise; with 64 rows pairs spill
+    1428 bytes. What Pallas reaches as words alone is loaded so in any case.
     """
     few = work.tiles.block_q < MIN_WGMMA_ROWS
     too_large = not spec.has_latent_tiles and any(
@@ -241,11 +240,16 @@ def _kernel(
     *refs: Ref,  # out [N, Hq, Dv], lse and stats [N, Hq]; partial results, [slots, Hkv, block_q] in place of [N, Hq]
 ) -> None:
     del before  # the memory of the outputs but partial results
-    program, count = _WorkTile.from_number(spec, work, arrays), 2 + len(spec.stats)
-    item, (columns, row_vectors) = program.item, program.attention.attend()
-    program.store(refs[:count], columns, row_vectors, whole=(item.queries > 0) & (item.splits == 1))
-    if len(refs) > count:
-        _store_partial(program, refs[count:], pl.program_id(0), columns, row_vectors)
+    planned, number, count = requests(spec, work, arrays), pl.program_id(0), 2 + len(spec.stats)
+
+    def compute() -> None:
+        program = _WorkTile.from_number(spec, work, arrays, number, planned)
+        item, (columns, row_vectors) = program.item, program.attention.attend()
+        program.store(refs[:count], columns, row_vectors, whole=(item.queries > 0) & (item.splits == 1))
+        if len(refs) > count:
+            _store_partial(program, refs[count:], number, columns, row_vectors)
+
+    pl.when(number < jnp.sum(planned.tiles * planned.splits) * spec.Hkv)(compute)
 
 
 def _fixed_kernel(spec: AttentionSpec, work: Work, arrays: PagedOperands[Ref], before: list[Ref], *refs: Ref) -> None:
