@@ -62,15 +62,16 @@ class Grid(NamedTuple):
 
     @property
     def concurrent_heads(self) -> int:
-        """Heads that are computed concurrently; the last group of heads may be smaller."""
+        """Heads that are computed concurrently; what is left over joins the last group, behind which SMs would idle."""
         return max(1, min(self.batch * self.heads, self.max_waves * NUM_SMS // max(1, self.tiles)))
 
     def unravel(self, tile_id: Index) -> Location:
         """Batch, head, and number in the head's order of tiles, of a tile id below the size."""
         concurrent_heads, tiles, heads = (jnp.int32(x) for x in (self.concurrent_heads, self.tiles, self.heads))
-        group = lax.div(tile_id, concurrent_heads * tiles)
+        last = jnp.int32(self.batch * self.heads // self.concurrent_heads - 1)
+        group = lax.min(lax.div(tile_id, concurrent_heads * tiles), last)
         offset = tile_id - group * concurrent_heads * tiles
-        count = lax.min(concurrent_heads, self.batch * heads - group * concurrent_heads)
+        count = jnp.where(group == last, self.batch * heads - last * concurrent_heads, concurrent_heads)
         tile = lax.div(offset, count)
         head = group * concurrent_heads + offset - tile * count
         return lax.div(head, heads), lax.rem(head, heads), tile

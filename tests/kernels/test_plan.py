@@ -122,9 +122,12 @@ def test_each_tile_once_and_those_of_a_head_in_order(batch, heads, tiles, max_wa
         assert found[(found[:, :2] == head).all(1)][:, 2].tolist() == list(range(tiles))
 
 
-@pytest.mark.parametrize(("heads", "tiles"), [(16, 64), (64, 64), (32, 128), (64, 32)])
-def test_multiprocessors_end_together_under_a_causal_mask(heads, tiles):
+@pytest.mark.parametrize(
+    ("heads", "tiles", "most"),
+    [(16, 64, 1.01), (64, 64, 1.01), (32, 128, 1.01), (64, 32, 1.01), (16, 86, 1.04)],  # a head of 16 is left over
+)
+def test_multiprocessors_end_together_under_a_causal_mask(heads, tiles, most):
     free = [0] * NUM_SMS
     for *_, nth in places(Grid(1, heads, tiles)).tolist():
         heapq.heappush(free, heapq.heappop(free) + tiles - nth + 2)
-    assert max(free) < 1.01 * sum(free) / len(free)
+    assert max(free) < most * sum(free) / len(free)
