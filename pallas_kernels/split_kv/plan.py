@@ -62,9 +62,9 @@ def plan(spec: AttentionSpec) -> PagedPlan | Refusal:
     if isinstance(traced, Refusal):
         return traced
     launches = _launches(traced)
-    smallest = min(min(work.tiles.shape) for work in launches)
-    if smallest < MIN_TILE:
-        return Refusal(f"it needs tiles of at least {MIN_TILE}, in powers of two; `config` sets {smallest}")
+    size = next((x for work in launches for x in work.tiles.shape if x < MIN_TILE or x & (x - 1)), None)
+    if size is not None:
+        return Refusal(f"it needs tiles of at least {MIN_TILE}, in powers of two; `config` sets {size}")
     return PagedPlan(traced, launches)
 
 

@@ -97,6 +97,7 @@ WIDE = [
 # More than twice as many tiles as an H200 has multiprocessors: a block of threads computes several in turn.
 MANY = [
     Case("many_causal", scores.alibi, masks.causal, Sizes(B=3, T=530, Hq=24, Hkv=6, D=64), block=128, **BF16),
+    Case("many_mask_mod", mask=masks.causal, sizes=Sizes(B=4, T=1000, Hq=10, Hkv=5, D=64), **BF16),
     Case("many_no_mask", scores.softcap, sizes=Sizes(B=8, T=270, S=200, Hq=15, Hkv=5, D=128), **BF16),
     Case("many_documents", mask=masks.documents, sizes=Sizes(B=8, T=300, Hq=15, D=64), block=128, by_batch=True,
      **BF16),
@@ -124,6 +125,9 @@ LIMITED = [
      **BF16),
 ]  # fmt: skip
 HOPPER = [_on_hopper(case) for case in (*CASES, *LENGTHS) if case.states is None] + WIDE + MANY
+# Computed by three warp groups too, which many tiles take.
+_PLAIN = "alibi_like causal_mask_mod prefix_mask_mod bnth_shared_keys sinks_alone range_of_window range_by_head "
+THREE_GROUPS = [case for case in HOPPER if case.name in (_PLAIN + "plane_no_mask many_mask_mod").split()]
 # Computed in one pass too, which short sequences take two for.
 _OF_TABLE = [
     "identity",

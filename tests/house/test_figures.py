@@ -5,9 +5,9 @@ import pytest
 from tests.house import figures
 
 LIMITS = {
-    "library lines": 60601,
-    "test lines": 42700,
-    "benchmark lines": 5953,
+    "library lines": 60605,
+    "test lines": 42738,
+    "benchmark lines": 5952,
     "library files over 400 lines": 0,
     "functions over 50 code lines": 0,
     "functions with more than 8 parameters": 13,

@@ -10,7 +10,7 @@ import pytest
 
 import jflex
 from jflex.block_mask import limits
-from tests.cases.hopper_cases import HOPPER, LIMITED, ONE_PASS
+from tests.cases.hopper_cases import HOPPER, LIMITED, ONE_PASS, THREE_GROUPS
 from tests.support import evaluation, gpu_compile
 from tests.support.drawn_arrays import draw
 
@@ -27,6 +27,12 @@ def test_results_and_gradients(case):
         return
     evaluation.check_forward(case, BACKEND)
     evaluation.check_gradients(case, BACKEND, evaluation.gradients_of(case))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", THREE_GROUPS, ids=str)
+def test_three_warp_groups(case):
+    evaluation.check_forward(case, f"{BACKEND}-three_groups")
 
 
 @pytest.mark.gpu

@@ -11,7 +11,7 @@ from pallas_kernels.mosaic_gpu import smem
 from pallas_kernels.mosaic_gpu.forward.schedule import MAX_STATIC_TILES
 from tests.cases import mask_pairs as masks
 from tests.cases import score_pairs as scores
-from tests.cases.hopper_cases import HOPPER, LIMITED, MANY, ONE_PASS
+from tests.cases.hopper_cases import HOPPER, LIMITED, MANY, ONE_PASS, THREE_GROUPS
 from tests.cases.table import Case, Sizes
 from tests.support import evaluation, hopper_emulator
 from tests.support.hopper_emulator import emulated
@@ -36,6 +36,12 @@ EMULATED = [case for case in HOPPER if not case.unsupported and case not in MANY
 def test_results_and_gradients(case):
     evaluation.check_forward(case, "mosaic_gpu-emulated")
     evaluation.check_gradients(case, "mosaic_gpu-emulated", evaluation.gradients_of(case))
+
+
+@tiers(full={"case": ["range_of_window", "plane_no_mask"]}, rest="long")
+@pytest.mark.parametrize("case", [case for case in THREE_GROUPS if case in EMULATED], ids=str)
+def test_three_warp_groups(case):
+    evaluation.check_forward(case, "mosaic_gpu-emulated_three_groups")
 
 
 @tiers(full={"case": "negative_scale"}, rest="long")

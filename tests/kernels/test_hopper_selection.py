@@ -92,6 +92,23 @@ def test_is_first_where_it_is_faster(arguments, reason):
     assert chosen(**arguments, implementation=BACKEND).backend == BACKEND
 
 
+@NEEDS_011
+@pytest.mark.parametrize(
+    ("arguments", "tile"),
+    [
+        ({}, "192 x 128 (12 warps"),
+        ({"D": 128}, "128 x 128"),
+        ({"T": 4096}, "128 x 128"),  # two waves for three of two thirds
+        ({"block": 128}, "128 x 128"),
+        ({"mask_mod": jflex.masks.causal()}, "192 x 128 (12 warps"),
+        ({"mask_mod": jflex.masks.causal(), "heads": 4}, "128 x 128"),
+        ({"mask_mod": jflex.masks.sliding_window(1024)}, "128 x 128"),
+    ],
+)
+def test_three_warp_groups_where_they_are_faster(arguments, tile):
+    assert f"forward {tile}" in chosen(**{"T": 16384, "heads": 16, **arguments}).tiles
+
+
 # --- tangents
 
 CUSTOM = jax.custom_vjp(lambda x: x * x)

@@ -1,14 +1,13 @@
 """Forward kernel for Hopper: warp-specialised, persistent, with ping-pong scheduling of two consumers.
 
 Persistent CTAs draw tiles of queries, each of one head, from `PersistentScheduler`. The producer warp group walks
-the listed blocks of keys and loads queries by TMA, and keys and values into a ring of shared-memory stages. Two
-consumer warp groups own half of the queries each, and hold their weights P, O accumulator and online softmax state in
-registers (Shah et al. 2024, arXiv:2407.08608, algorithm 2). They ping-pong at the bottleneck: the tensor cores, or the
-special-function unit (`step`).
+the listed blocks of keys and loads queries by TMA, and keys and values into a ring of shared-memory stages. Two or
+three consumer warp groups divide the queries, and hold their weights P, O accumulator and online softmax state in
+registers (Shah et al. 2024, arXiv:2407.08608, algorithm 2). Two ping-pong at the bottleneck: the tensor cores, or the
+special-function unit (`step`). Three overlap without turns (H200, D 64: 7385 us, with turns 7394).
 
-A persistent CTA loads the queries of its next tile while it computes, where a new CTA would first have to start. The
-schedule is dynamic because tiles of a causal mask differ by far in work: a CTA takes its CTA id as its first tile id,
-then draws ids from an atomic counter.
+A persistent CTA loads the queries of its next tile while it computes. The schedule is dynamic because tiles of a causal
+mask differ in work: a CTA takes its CTA id as its first tile id, then draws ids from an atomic counter.
 
 For each tile: the prologue evaluates the loop-invariant values of the mods; the mainloop issues QK^T of one tile of
 keys and PV of the tile before it; the epilogue does the last PV, normalizes, and stores by TMA.
@@ -49,6 +48,7 @@ from pallas_kernels.spec import AttentionSpec, Operands
 from pallas_kernels.types import Index, Location, Ref
 
 T = TypeVar("T")  # the index of a tile
+REGISTERS = {1: (240, 24), 2: (240, 24), 3: (160, 32)}  # of a thread: of 1 to 3 consumers, and of the producer
 
 
 class ForwardScratch(NamedTuple):
@@ -130,7 +130,7 @@ def forward(spec: AttentionSpec, tiles: Tiles, arrays: Operands[jax.Array]) -> t
     bias_refs = (
         [load.source(arrays.captured.score) for load in bias_tiles.bias_loads(spec)] if scratch.has_bias_tiles else []
     )
-    per_row = output((spec.B, spec.Hq, grid.tiles * tiles.block_q), jnp.float32)
+    per_row = output((spec.B, spec.Hq, -(-spec.T // 128) * 128), jnp.float32)  # whole rows of warp groups
     out, *rows = launch(
         functools.partial(_kernel, spec, tiles, captured),
         (flatten_captured(arrays), order, schedule.tile_counter() if is_dynamic else None, bias_refs),
@@ -161,7 +161,7 @@ def _kernel(
     bias = bias_tiles.BiasTiles(spec, tiles, arrays.captured.score, loads, bias_refs)
     static = ForwardStatic(spec, tiles, captured, arrays, bias, outputs, scratch, row_at)
     produce, consume = (functools.partial(role, static, tile_scheduler) for role in (_produce, _consume))
-    run_roles(tiles.num_warps // 4, produce, consume)
+    run_roles(tiles.num_warps // 4, produce, consume, REGISTERS[tiles.num_warps // 4])
 
 
 class ForwardStatic(NamedTuple):
@@ -172,7 +172,7 @@ class ForwardStatic(NamedTuple):
     captured: scores.CapturedShapes  # shapes of the captured arrays
     arrays: Operands[Ref]  # the inputs, in global memory
     bias: bias_tiles.BiasTiles  # the bias tiles that TMA loads beside keys and values
-    # out, in the layout of the query, [..., Dv]; lse and `spec.stats`, float32 [B, Hq, T rounded up to whole tiles]
+    # out, in the layout of the query, [..., Dv]; lse and `spec.stats`, float32 [B, Hq, rounded up T]
     outputs: tuple[Ref, ...]
     scratch: ForwardScratch  # shared memory and barriers
     # maps (batch, head, number in the tile order) to (batch, head, tile of queries)

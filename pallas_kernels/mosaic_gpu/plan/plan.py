@@ -7,13 +7,16 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
+from pallas_kernels.block_walk import count_tiles
 from pallas_kernels.config import Tiles
 from pallas_kernels.mosaic_gpu import smem
 from pallas_kernels.mosaic_gpu.backward import plan as backward_plan
 from pallas_kernels.mosaic_gpu.backward.plan import BackwardTiles
 from pallas_kernels.mosaic_gpu.forward import kernel
+from pallas_kernels.mosaic_gpu.launch import NUM_SMS
 from pallas_kernels.mosaic_gpu.plan.limits import ROWS, limit_of_arrays
 from pallas_kernels.mosaic_gpu.score import bias_tiles
 from pallas_kernels.mosaic_gpu.score.tile import (
@@ -88,11 +91,11 @@ def _plan_forward(spec: AttentionSpec) -> HopperPlan | Refusal:
     choice = _forward_tiles(spec)
     tiles = choice.tiles
     if choice.source == "config" and (
-        tiles.num_warps not in (4, 8) or tiles.block_q * 4 // tiles.num_warps not in (64, 128)
+        tiles.num_warps not in (4, 8, 12) or tiles.block_q * 4 // tiles.num_warps not in (64, 128)
     ):
         return Refusal(
-            f"a warp group of 4 warps takes 64 or 128 queries, one or two of them a tile; `config` sets "
-            f"{tiles.block_q} queries and {tiles.num_warps} warps"
+            f"three warp groups take 192 queries; else a warp group of 4 warps takes 64 or 128 queries, one or two of "
+            f"them a tile; `config` sets {tiles.block_q} queries and {tiles.num_warps} warps"
         )
     if tiles.block_kv % ROWS:
         return Refusal(f"its tiles are multiples of {ROWS} keys, and `config` sets tiles of {tiles.block_kv}")
@@ -156,9 +159,35 @@ def _forward_tiles(spec: AttentionSpec) -> TileChoice:
         many = spec.replace(B=_MANY)
         return TileChoice(forward_tiles(many, dtype), "rule")
     measured = _measured_tiles(spec, "forward_sm90", spec.S)
+    if _takes_three_groups(spec):
+        return TileChoice(THREE_GROUPS, "rule")
     if measured is not None and measured.block_q <= spec.T and suits(spec, measured, dtype):
         return TileChoice(measured, "table")
     return TileChoice(forward_tiles(spec, dtype), "rule")
+
+
+THREE_GROUPS = Tiles(192, 128, num_warps=12, num_stages=3)
+_BALANCED = 2**17  # queries of all heads from which on a masked call has five waves of these tiles
+
+
+def _takes_three_groups(spec: AttentionSpec) -> bool:
+    """True if three consumer warp groups are faster, which share loads of keys, and leave 160 registers to a thread.
+
+    H200, jax 0.11.2, bf16, us by two and by three: no mask, D 64, 8092 and 7411 (B 4, H 16, S 16384), D 32, 1826 and
+    1582 (S 8192), D 80, 1204 and 1345; causal 8234 and 7600 (H 32, S 32768). Where wider tiles compute more, they lose:
+    no mask 139 and 149 (H 16, S 4096), a window of 1024 667 and 707; with 128 keys, 66 and 149 (B 8, T 4096).
+    """
+    is_light = tables.mods_of(*spec.programs) in ("none", "arithmetic") and spec.qk_dtype is None and not spec.stats
+    if not is_light or spec.block_size is not None or max(spec.D, spec.Dv) > 64 or min(spec.T, spec.S) < 512:
+        return False
+    if spec.normalize != "softmax" or (spec.programs.mask is not None and spec.B * spec.Hq * spec.T < _BALANCED):
+        return False
+
+    def cost(tiles: Tiles) -> int:
+        visits, waves = count_tiles(spec, tiles), pl.cdiv(spec.B * spec.Hq * pl.cdiv(spec.T, tiles.block_q), NUM_SMS)
+        return tiles.block_q * (waves if visits is None else visits[0])
+
+    return cost(THREE_GROUPS) < 1.05 * cost(Tiles(128, 128))
 
 
 def forward_tiles(spec: AttentionSpec, dtype: DTypeLike) -> Tiles:
@@ -167,9 +196,7 @@ def forward_tiles(spec: AttentionSpec, dtype: DTypeLike) -> Tiles:
     A persistent kernel has priority: stages, then keys in a tile, are given up for it.
 
     Register budget: a thread holds half a tile's columns of scores, beside half of Dv for the O accumulator. 128 keys
-    go with head sizes up to 128, unless a mod is heavy (one with a gelu and a softplus spills 1420 bytes). H200, jax
-    0.11.2, bf16, S 16384, no mod, with the first version of the kernel: head size 128 in 6.84 ms with 128 keys, 8.32
-    with 64; head size 64 in 9.12 with 128 keys, 11.58 with 64.
+    go with head sizes up to 128, unless a mod is heavy (one with a gelu and a softplus spills 1420 bytes).
     """
     blocks = spec.block_size or (128, 128)
     groups = 2 if blocks[0] % 128 == 0 and spec.T > 64 else 1

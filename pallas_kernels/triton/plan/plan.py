@@ -122,11 +122,11 @@ def _is_too_large_to_sort(spec: AttentionSpec, requested: GradientRequest) -> bo
 def choose_tiles(spec: AttentionSpec, kernel: Kernel) -> TileChoice | Refusal:
     """The tiles of a kernel; of one stage where the loop must not be pipelined."""
     choice = _tiles_of(spec, kernel)
-    smallest = min(choice.tiles.shape)
-    if smallest < MIN_TILE:
+    size = next((x for x in choice.tiles.shape if x < MIN_TILE or x & (x - 1)), None)
+    if size is not None:
         where = "the mask's block size allows" if spec.blocks is not None else "`config` sets"
         return Refusal(
-            f"it needs tiles of at least {MIN_TILE}, in powers of two; {where} {smallest} (create the mask with a "
+            f"it needs tiles of at least {MIN_TILE}, in powers of two; {where} {size} (create the mask with a "
             f"`block_size` that is a multiple of {MIN_TILE})"
         )
     if tables.can_pipeline(spec.programs.score):
