@@ -182,7 +182,7 @@ def count_tiles(spec: AttentionSpec, tiles: Tiles) -> tuple[int, int, int] | Non
     sizes = spec.B, spec.Hq, -(-spec.T // tiles.block_q)
     with jax.ensure_compile_time_eval():
         at = jnp.meshgrid(*(jnp.arange(n, dtype=jnp.int32) for n in sizes), indexing="ij", sparse=True)
-        visible = visible_tiles(spec, tiles, "k", tuple(at))
+        visible = jax.jit(lambda *at: visible_tiles(spec, tiles, "k", at))(*at)
         if visible is None:
             return None
         total = lambda x: int(np.broadcast_to(x, sizes).sum(dtype=np.int64))

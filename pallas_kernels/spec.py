@@ -60,6 +60,7 @@ class Blocks:
     size: tuple[int, int]  # queries and keys in a block
     batch: int  # batch size of the lists: 1 or B
     heads: int  # heads of the lists: 1 or Hq
+    follow_mod: bool = False  # whether the mask mod alone defines the mask, so that lists need not be read
 
 
 class Dense(NamedTuple):

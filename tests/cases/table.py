@@ -166,19 +166,11 @@ ELEMENTWISE = [
     Case("extreme_logits", scores.identity, masks.causal, block=64, scale=1e3, precision="highest"),
     Case("extreme_logits_softcap", scores.softcap, scale=1e2, **BF16),
     Case("negative_scale", scores.identity, scale=-0.5, **BF16),
-    Case(
-        "reciprocal_with_padding",
-        scores.reciprocal,
-        masks.padding,
-        N(T=65),
-        block=32,
-        by_batch=True,
-        positive=True,
-        **BF16,
-    ),
+    Case("reciprocal_with_padding", scores.reciprocal, masks.padding, N(T=65), block=32, by_batch=True, positive=True,
+     **BF16),
     Case("log_where_seen", scores.log_distance, masks.strictly_causal, block=32, **BF16),
     Case("log_where_seen_mask_mod", scores.log_distance, masks.strictly_causal, N(T=37), **BF16),
-]
+]  # fmt: skip
 
 CAPTURED = [
     Case("bias_q", captured.bias_q, **BF16),
@@ -200,15 +192,8 @@ CAPTURED = [
     Case("table_float32", captured.table, sizes=N(T=37, S=70)),
     Case("table_more_keys", captured.table, masks.both_sides, N(T=70, S=200), block=(32, 64), **BF16),
     Case("table_by_document", captured.table, masks.documents, N(T=200), block=64, by_batch=True, **BF16),
-    Case(
-        "bias_hqk_by_head",
-        captured.bias_hqk,
-        masks.window_by_head,
-        N(T=130, Hq=4, Hkv=2),
-        block=64,
-        by_head=True,
-        **BF16,
-    ),
+    Case("bias_hqk_by_head", captured.bias_hqk, masks.window_by_head, N(T=130, Hq=4, Hkv=2), block=64, by_head=True,
+     **BF16),
     Case("bias_bqk_through_full_blocks", captured.bias_bqk, masks.causal, N(T=129, Hq=4, Hkv=1), block=32, **F16),
     Case("table_of_distance", captured.table_of_distance, **BF16),
     Case("table_of_wrapped", captured.table_of_wrapped, sizes=N(T=150, S=40)),
@@ -233,7 +218,7 @@ CAPTURED = [
     Case("polynomial", captured.polynomial, **BF16),
     Case("scan", captured.scan, **BF16),
     Case("sorting", captured.sorting, unsupported={"triton": r"score_mod.*sort.*implementation='xla'"}, tier="default"),
-]
+]  # fmt: skip
 
 READY = [
     Case("sandwich", ready.sandwich, masks.causal, N(T=129, Hq=4, Hkv=2), block=64, **BF16),
@@ -363,24 +348,16 @@ NOT_NORMALIZED = [
 DROPOUT = [
     Case("dropout", mask=masks.causal, sizes=N(T=70, Hq=4, Hkv=2), block=32, dropout_rate=0.3, **BF16, tier="default"),
     Case("causal_dropout_repaired", captured.bias_hqk, masks.causal, N(T=67, S=70), block=32, dropout_rate=0.5),
-    Case(
-        "softcap_dropout_sinks",
-        scores.softcap,
-        masks.causal,
-        N(T=70, Hq=4, Hkv=2),
-        dropout_rate=0.3,
-        sinks=True,
-        **BF16,
-    ),
+    Case("softcap_dropout_sinks", scores.softcap, masks.causal, N(T=70, Hq=4, Hkv=2), dropout_rate=0.3, sinks=True,
+     **BF16),
     Case("softcap_dropout", scores.softcap, sizes=N(T=129, Hq=4, Hkv=2), dropout_rate=0.1, **BF16),
     Case("dropout_bias_qk", captured.bias_qk, masks.window, N(T=70, Hq=4, Hkv=1), dropout_rate=0.2, layout="BNTH"),
-    Case(
-        "dropout_shared", mask=masks.causal, sizes=N(T=70, Hq=4, Hkv=2), dropout_rate=0.3, shared_dropout=True, **BF16
-    ),
+    Case("dropout_shared", mask=masks.causal, sizes=N(T=70, Hq=4, Hkv=2), dropout_rate=0.3, shared_dropout=True,
+     **BF16),
     Case("dropout_table", captured.table, masks.causal, N(T=129), block=64, dropout_rate=0.9, **F16),
     Case("dropout_decode", captured.bias_kv, sizes=N(T=3, S=300, Hq=4, Hkv=2, Bkv=1), dropout_rate=0.25, **BF16),
     Case("dropout_head_size_128", sizes=N(B=1, T=100, D=128), dropout_rate=0.1, **BF16),
-]
+]  # fmt: skip
 
 CASES = [*STANDARD, *ELEMENTWISE, *CAPTURED, *READY, *MASKED, *SHAPES, *SINKS, *NOT_NORMALIZED, *DROPOUT]
 
@@ -392,42 +369,26 @@ LENGTHS = [
     Case("length_sigmoid", scores.sigmoid, sizes=N(B=3, T=1, S=300), kv_lengths=(129, 0, 300), normalize="none"),
     Case("length_of_one", sizes=N(B=1, T=1, S=700, Hq=4, Hkv=1), kv_lengths=(643,), **BF16),
     Case("length_mask_mod", captured.bias_hqk, masks.odd_keys, N(T=4, S=257, Hq=4, Hkv=2), kv_lengths=(257, 100)),
-    Case(
-        "length_blocks", scores.alibi, masks.offset_by_batch, N(B=3, T=4, S=300, Hq=4, Hkv=2), block=64, by_batch=True,
-        kv_lengths=(1, 300, 90), **F16,
-    ),
-    Case(
-        "length_shared_blocks", captured.slopes, masks.both_sides, N(B=2, T=16, S=200, Hq=4, Hkv=1), block=32,
-        kv_lengths=(33, 10), layout="BNTH", **BF16,
-    ),
-    Case(
-        "length_full_blocks", captured.bias_kv, masks.everything, N(B=2, T=2, S=256, Hq=2, Hkv=1), block=64,
-        kv_lengths=(70, 256), **BF16,
-    ),
-    Case(
-        "length_lists_by_head", captured.table, masks.random_elements, N(T=5, S=200, Hq=3), block=32, by_head=True,
-        kv_lengths=(190, 64), **BF16,
-    ),
+    Case("length_blocks", scores.alibi, masks.offset_by_batch, N(B=3, T=4, S=300, Hq=4, Hkv=2), block=64, by_batch=True,
+     kv_lengths=(1, 300, 90), **F16),
+    Case("length_shared_blocks", captured.slopes, masks.both_sides, N(B=2, T=16, S=200, Hq=4, Hkv=1), block=32,
+     kv_lengths=(33, 10), layout="BNTH", **BF16),
+    Case("length_full_blocks", captured.bias_kv, masks.everything, N(B=2, T=2, S=256, Hq=2, Hkv=1), block=64,
+     kv_lengths=(70, 256), **BF16),
+    Case("length_lists_by_head", captured.table, masks.random_elements, N(T=5, S=200, Hq=3), block=32, by_head=True,
+     kv_lengths=(190, 64), **BF16),
     Case("length_shared_keys", sizes=N(3, 2, 150, Hq=4, Hkv=2, D=40, Dv=80, Bkv=1), kv_lengths=(5, 150, 64), **BF16),
     Case("length_sees_nothing", scores.times_two, masks.strictly_causal, N(T=3, S=130), kv_lengths=(0, 1)),
     Case("softcap_length_many_queries", scores.softcap, sizes=N(3, 70, 300, Hq=4), kv_lengths=(99, 0, 300), **BF16),
     Case("length_many_mask_mod", captured.table, masks.window, N(T=70, S=100), kv_lengths=(40, 100)),
-    Case(
-        "length_many_blocks", scores.log_distance, masks.strictly_causal, N(T=100, Hq=4, Hkv=2), block=32,
-        kv_lengths=(33, 96), **BF16,
-    ),
-    Case(
-        "length_many_lists_by_head", captured.bias_hqk, masks.window_by_head, N(T=70, S=130, Hq=4, Hkv=2), block=32,
-        by_head=True, kv_lengths=(64, 90), layout="BNTH", **BF16,
-    ),
-    Case(
-        "length_own_lists", captured.bias_bq, sizes=N(T=130, S=96), block=32, kv_lengths=(95, 20),
-        states=np.random.default_rng(0).integers(0, 3, (1, 1, 5, 3)), **BF16,
-    ),
-    Case(
-        "length_dropout", captured.slopes, masks.both_sides, N(T=40, S=100, Hq=4, Hkv=2), block=32,
-        kv_lengths=(33, 96), dropout_rate=0.3,
-    ),
+    Case("length_many_blocks", scores.log_distance, masks.strictly_causal, N(T=100, Hq=4, Hkv=2), block=32,
+     kv_lengths=(33, 96), **BF16),
+    Case("length_many_lists_by_head", captured.bias_hqk, masks.window_by_head, N(T=70, S=130, Hq=4, Hkv=2), block=32,
+     by_head=True, kv_lengths=(64, 90), layout="BNTH", **BF16),
+    Case("length_own_lists", captured.bias_bq, sizes=N(T=130, S=96), block=32, kv_lengths=(95, 20),
+     states=np.random.default_rng(0).integers(0, 3, (1, 1, 5, 3)), **BF16),
+    Case("length_dropout", captured.slopes, masks.both_sides, N(T=40, S=100, Hq=4, Hkv=2), block=32,
+     kv_lengths=(33, 96), dropout_rate=0.3),
     Case("length_dropout_decode", sizes=N(B=3, T=2, S=300, Hq=4), kv_lengths=(5, 0, 300), dropout_rate=0.5, **BF16),
     Case("length_many_shared_keys", captured.slopes, sizes=N(B=3, T=37, S=67, Bkv=1), kv_lengths=(67, 4, 0), **BF16),
 ]  # fmt: skip

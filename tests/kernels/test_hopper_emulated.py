@@ -1,14 +1,18 @@
 """The Hopper kernels on a CPU, by `tests.support.hopper_emulator`: results and gradients of the table of cases."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import jflex
+from jflex.backends.gpu import mosaic_gpu
 from jflex.block_mask import limits
 from pallas_kernels.mosaic_gpu import smem
 from pallas_kernels.mosaic_gpu.forward.schedule import MAX_STATIC_TILES
+from pallas_kernels.mosaic_gpu.plan import plan
 from tests.cases import mask_pairs as masks
 from tests.cases import score_pairs as scores
 from tests.cases.hopper_cases import HOPPER, LIMITED, MANY, ONE_PASS, THREE_GROUPS
@@ -42,6 +46,21 @@ def test_results_and_gradients(case):
 @pytest.mark.parametrize("case", [case for case in THREE_GROUPS if case in EMULATED], ids=str)
 def test_three_warp_groups(case):
     evaluation.check_forward(case, "mosaic_gpu-emulated_three_groups")
+
+
+@pytest.mark.full
+def test_three_warp_groups_walk_the_range_of_a_mask_in_place_of_its_lists(monkeypatch):
+    """Blocks of 128 queries are no whole tiles of 192."""
+    caches, planned = (plan.plan, mosaic_gpu._plan_dense), []
+    for cache in caches:
+        cache.cache_clear()
+    monkeypatch.setattr(plan, "_takes_three_groups", lambda spec: planned.append(spec) or spec.block_size is None)
+    case = dataclasses.replace(TWO_GROUPS, name="three_groups_ranges")
+    evaluation.check_forward(case, "mosaic_gpu-emulated")
+    evaluation.check_gradients(case, "mosaic_gpu-emulated", evaluation.gradients_of(case))
+    for cache in caches:
+        cache.cache_clear()
+    assert None in [spec.block_size for spec in planned]
 
 
 @tiers(full={"case": "negative_scale"}, rest="long")

@@ -99,7 +99,7 @@ def test_is_first_where_it_is_faster(arguments, reason):
         ({}, "192 x 128 (12 warps"),
         ({"D": 128}, "128 x 128"),
         ({"T": 4096}, "128 x 128"),  # two waves for three of two thirds
-        ({"block": 128}, "128 x 128"),
+        ({"block": 128}, "192 x 128 (12 warps"),
         ({"mask_mod": jflex.masks.causal()}, "192 x 128 (12 warps"),
         ({"mask_mod": jflex.masks.causal(), "heads": 4}, "128 x 128"),
         ({"mask_mod": jflex.masks.sliding_window(1024)}, "128 x 128"),
@@ -107,6 +107,20 @@ def test_is_first_where_it_is_faster(arguments, reason):
 )
 def test_three_warp_groups_where_they_are_faster(arguments, tile):
     assert f"forward {tile}" in chosen(**{"T": 16384, "heads": 16, **arguments}).tiles
+
+
+@NEEDS_011
+@pytest.mark.parametrize("name", ["sinks_and_window", "from_kv_blocks"])
+def test_lists_are_read_where_they_may_skip_tiles_of_a_range(name):
+    x, causal = jax.ShapeDtypeStruct((1, 16384, 16, 64), jnp.bfloat16), jflex.masks.causal()
+    seen = (
+        jflex.and_masks(causal, lambda b, h, q, k: (k < 4) | (q - k < 1024)) if name == "sinks_and_window" else causal
+    )
+    mask = jflex.create_block_mask(seen, None, None, 16384, 16384)
+    if name == "from_kv_blocks":
+        mask = jflex.BlockMask.from_kv_blocks(*mask.lists[:4], mask_mod=causal)
+    with gpu_compile.absent_gpu():
+        assert "forward 128 x 128" in jflex.explain(x, x, x, block_mask=mask, implementation=BACKEND).tiles
 
 
 # --- tangents

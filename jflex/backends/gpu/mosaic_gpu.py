@@ -58,7 +58,7 @@ class MosaicGpu(Backend):
             return _decode(spec, decoded.kernels, inputs)
         plan = _dense_kernels(spec, None)
         operands = operands_of(kv_lengths.inputs_without_lengths(spec, inputs, _LISTS))._replace(sinks=inputs.sinks)
-        out, lse, *stats = forward(plan.spec, plan.forward.tiles, operands)
+        out, lse, *stats = forward(plan.forward_spec, plan.forward.tiles, operands)
         if plan.spec.needs_marks:
             out, lse = repair.forward(plan.spec, operands, (out, lse))
         return Saved(out, lse, **dict(zip(spec.stats, stats, strict=True)))

@@ -48,6 +48,7 @@ class HopperPlan:
 
     spec: AttentionSpec  # the call, with its tile programs
     forward: TileChoice  # tiles of the forward kernel
+    forward_spec: AttentionSpec  # of the forward kernel: where it walks the range of the mask, without lists
     has_bias_tiles: bool  # whether TMA loads elements of captured arrays, tile by tile
     # the requested gradients that these kernels compute; None for none, or forward only
     backward: BackwardPlan | None = None
@@ -103,7 +104,8 @@ def _plan_forward(spec: AttentionSpec) -> HopperPlan | Refusal:
     needed = smem.bytes_of(jax.tree.leaves(declared))
     if needed > smem.LIMIT:
         return Refusal(f"its tile needs {needed} bytes of shared memory, and a CTA has {smem.LIMIT}")
-    return HopperPlan(spec, choice, bool(declared.has_bias_tiles))
+    walked = _without_lists(spec) if choice is _THREE_GROUPS else spec
+    return HopperPlan(spec, choice, walked, bool(declared.has_bias_tiles))
 
 
 _MANY = 1024  # batch entries
@@ -159,14 +161,19 @@ def _forward_tiles(spec: AttentionSpec) -> TileChoice:
         many = spec.replace(B=_MANY)
         return TileChoice(forward_tiles(many, dtype), "rule")
     measured = _measured_tiles(spec, "forward_sm90", spec.S)
-    if _takes_three_groups(spec):
-        return TileChoice(THREE_GROUPS, "rule")
+    if _takes_three_groups(_without_lists(spec)):
+        return _THREE_GROUPS
     if measured is not None and measured.block_q <= spec.T and suits(spec, measured, dtype):
         return TileChoice(measured, "table")
     return TileChoice(forward_tiles(spec, dtype), "rule")
 
 
-THREE_GROUPS = Tiles(192, 128, num_warps=12, num_stages=3)
+def _without_lists(spec: AttentionSpec) -> AttentionSpec:
+    """The call without the lists of its BlockMask, if these follow from the mask."""
+    return spec.replace(blocks=None) if spec.blocks is not None and spec.blocks.follow_mod else spec
+
+
+_THREE_GROUPS = TileChoice(Tiles(192, 128, num_warps=12, num_stages=3), "rule")
 _BALANCED = 2**17  # queries of all heads from which on a masked call has five waves of these tiles
 
 
@@ -175,19 +182,18 @@ def _takes_three_groups(spec: AttentionSpec) -> bool:
 
     H200, jax 0.11.2, bf16, us by two and by three: no mask, D 64, 8092 and 7411 (B 4, H 16, S 16384), D 32, 1826 and
     1582 (S 8192), D 80, 1204 and 1345; causal 8234 and 7600 (H 32, S 32768). Where wider tiles compute more, they lose:
-    no mask 139 and 149 (H 16, S 4096), a window of 1024 667 and 707; with 128 keys, 66 and 149 (B 8, T 4096).
+    no mask 139 and 149 (H 16, S 4096), a window of 1024 667 and 707, a mask without a range 3485 and 3622; with 128
+    keys, 66 and 149. Many partial tiles also show a loose range, of which lists may skip tiles.
     """
-    is_light = tables.mods_of(*spec.programs) in ("none", "arithmetic") and spec.qk_dtype is None and not spec.stats
-    if not is_light or spec.block_size is not None or max(spec.D, spec.Dv) > 64 or min(spec.T, spec.S) < 512:
+    is_plain = spec.normalize == "softmax" and spec.block_size is None and not spec.stats
+    is_light = tables.mods_of(*spec.programs) in ("none", "arithmetic") and spec.qk_dtype is None
+    if not (is_plain and is_light) or max(spec.D, spec.Dv) > 64 or min(spec.T, spec.S) < 512:
         return False
-    if spec.normalize != "softmax" or (spec.programs.mask is not None and spec.B * spec.Hq * spec.T < _BALANCED):
-        return False
-
-    def cost(tiles: Tiles) -> int:
-        visits, waves = count_tiles(spec, tiles), pl.cdiv(spec.B * spec.Hq * pl.cdiv(spec.T, tiles.block_q), NUM_SMS)
-        return tiles.block_q * (waves if visits is None else visits[0])
-
-    return cost(THREE_GROUPS) < 1.05 * cost(Tiles(128, 128))
+    if spec.programs.mask is None:
+        waves = lambda queries: pl.cdiv(spec.B * spec.Hq * pl.cdiv(spec.T, queries), NUM_SMS)
+        return 192 * waves(192) < 1.05 * 128 * waves(128)
+    visits = count_tiles(spec, Tiles(128, 128)) if spec.B * spec.Hq * spec.T >= _BALANCED else None
+    return visits is not None and visits[1] > 0.95 * visits[0]  # full tiles among all
 
 
 def forward_tiles(spec: AttentionSpec, dtype: DTypeLike) -> Tiles:
