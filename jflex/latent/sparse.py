@@ -137,10 +137,9 @@ def prepare(
 def _is_copied(q: ArrayOrShape, cache: LatentCache, selected: int) -> bool:
     """True if selected rows are copied first, so that the Hopper kernel loads 64 of them by TMA.
 
-    H100, jax 0.11.2, bf16, one query, the best 2048 of 65,536 keys, us with a copy and in place: 32 sequences with 128
-    heads 190 and 223, 8 with 87 and 93; with 16 heads 177 and 108, 79 and 65. By now 133 and 54 with a copy and 128
-    heads, 75 and 41 in place with 16. Numbers of heads between were not measured: from 32 on the Hopper kernel is
-    selected. The copy is XLA's gather; what it copies of eight bits is dequantized, for that kernel takes none.
+    H100, jax 0.11.2, bf16, one query, the best 2048 of 65,536 keys, us with a copy and in place: 128 heads 190 and 223,
+    16 heads 177 and 108. From 32 on, where nothing was measured, the Hopper kernel is selected. Eight bits are
+    dequantized as they are copied, for that kernel takes none.
     """
     queries, heads, width = q.shape
     size = queries * _in_pages(selected) * width * (2 if cache.scale is not None else cache.rows.dtype.itemsize)

@@ -31,8 +31,7 @@ ROUND_UP, ROUND_MANY = 0.8, 2.0
 def num_splits(heads: int, resident: int = MAX_RESIDENT_PROGRAMS) -> int:
     """KV splits for each of so many key heads, over all rows: no more than are resident at once.
 
-    With more, the last programs run alone (tail wave): H200, jax 0.11.2, bf16, 64 queries of 32 heads over 8192 keys of
-    their own head, D 128, the kernel alone: 49.5 us in 9 splits (288 programs), 45.7 in 8.
+    With more, the last programs run alone (tail wave): H200, D 128, 49.5 us in 9 splits (288 programs), 45.7 in 8.
     """
     return max(1, resident // heads)
 
@@ -41,8 +40,7 @@ def even_splits(rows: int) -> int:
     """Splits of each of so many equal rows: one program for each SM, if that keeps enough SMs busy.
 
     H200, jax 0.11.2, bf16, one query, kernels and merging in us, with one and with two programs for each: (B, Hq, Hkv,
-    S, D) = (8, 32, 8, 16384, 128) 132 and 134, (1, 32, 8, 65536, 128) 74.1 and 77, (4, 16, 16, 16384, 64) 75.1 and
-    76.4. With two waves: (32, 32, 8, 4096, 128) 132 without splits, 138 with two.
+    S, D) = (8, 32, 8, 16384, 128) 132 and 134, (1, 32, 8, 65536, 128) 74.1 and 77.
     """
     splits = max(1, NUM_SMS // rows)
     idle = rows * splits < MIN_BUSY_FRACTION * NUM_SMS

@@ -5,11 +5,9 @@ and full ones without, and keeps the query, the online softmax state and the O a
 2024, arXiv:2412.05496, section 4; Dao 2023, arXiv:2307.08691, algorithm 1). The grid is (tiles of queries, query heads,
 batch).
 
-Roofline on an H200: GEMMs at 817 TFLOP/s as measured; the SFU at one exponential for each score, 16 a cycle and SM, is
-1070 TFLOP/s at head size 64 and 2140 at 128. One after the other that is 463 and 591, and 450 and 501 to 553 are
-reached without a mod: a Triton program waits for its MMAs before it computes exponentials, and only the other resident
-program of the SM (occupancy 2) overlaps. To do better, one program must overlap both (ping-pong), which Triton cannot
-express.
+Roofline on an H200: GEMMs at 817 TFLOP/s as measured, and then the SFU's exponentials, 16 a cycle and SM, are 463
+TFLOP/s at head size 64 and 591 at 128; 450 and 501 to 553 are reached without a mod. A Triton program waits for its
+MMAs before it computes exponentials, and only the other resident program of the SM (occupancy 2) overlaps.
 """
 
 from __future__ import annotations

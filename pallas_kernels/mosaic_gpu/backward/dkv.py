@@ -157,7 +157,7 @@ def _over_queries(
 
     From the last tile on, full tiles before partial ones. Then CTAs that started together meet at the same queries,
     although each has its diagonal elsewhere. H200, jax 0.11.2, bf16, S 16384, 16 heads, backward, us, ascending and
-    descending: causal 8319 and 8009, documents 1386 and 1348 (D 64: 1763 and 1720), a window 1500 and 1492.
+    descending: causal 8319 and 8009, documents 1386 and 1348, a window 1500 and 1492.
     """
     (b, kv_h, column), spec = location, static.spec
     first = kv_h * spec.group
@@ -186,12 +186,8 @@ def _walks_heads_inside(static: BackwardStatic) -> bool:
     This takes heads that are alike but for their operands. It pays where a mask has limits (documents): few CTAs share
     a tile of queries, and meet at it while it is in the L2 cache, with tiles of keys in ascending order and one wave of
     concurrent heads. H200, jax 0.11.2, bf16, D 128, backward, us: one head after the other, all heads of a group, and
-    in addition ascending order, and one wave:
-
-    * documents of a corpus, B 1, S 32768, 64 heads on 8: 10687, 9988, 9674, 9636; B 4, S 8192: 4489, 4343, 4113, 4050;
-    * 12 documents, B 2, S 8192, 32 heads on 8: 978, 1030, 956, 944; a causal mask: 4243, 4346, 4386, 4392.
-
-    CTAs of two heads took 3770 at B 4, but 350 more to add their parts of dK and dV.
+    in addition ascending order, and one wave: documents of a corpus, B 1, S 32768, 64 heads on 8, 10687, 9988, 9674,
+    9636; 12 documents, B 2, S 8192, 32 heads on 8, 978, 1030, 956, 944; a causal mask 4243, 4346, 4386, 4392.
     """
     spec, programs = static.spec, static.spec.programs
     if spec.group == 1 or spec.mask_mod is None or spec.mask_mod.limits is None:

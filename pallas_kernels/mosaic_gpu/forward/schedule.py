@@ -19,8 +19,7 @@ Tile = TypeVar("Tile", covariant=True)  # the index of a tile
 NUM_CTAS = NUM_SMS  # one persistent CTA for each SM; on GPUs with fewer SMs the CTAs that start last find no tile left
 _DRAWN_BARRIER = FIRST_FREE_BARRIER + 2  # after the barriers of the ping-pong
 # Tiles of a head up to which a CTA's tiles follow from its id, in order and in reverse by turns: no counter is filled.
-# H100, jax 0.11.2, bf16, causal, us, static and dynamic: 75 and 80 at S 512, 207 and 207 at S 1024 (D 64, B 32, H 16),
-# 4444 and 3039 at S 16384 (D 128, B 2, H 16), where the heaviest tiles of several heads meet in one CTA.
+# H100, jax 0.11.2, causal, us, static and dynamic: 75 and 80 at S 512, 207 and 207 at S 1024, 4444 and 3039 at S 16384.
 MAX_STATIC_TILES = 4
 QUERY_STAGES = 2  # tiles whose queries are in shared memory at once
 
