@@ -111,9 +111,15 @@ def _batched(
     jaxpr: ClosedJaxpr, in_axes: Sequence[int | None], shapes: Sequence[tuple[tuple[int, ...], np.dtype]], x64: bool
 ) -> ClosedJaxpr:
     """The vmapped jaxpr; a 32-bit one stays 32-bit, as the loops over batched kernels must."""
-    inputs = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes]
+    inputs, function = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes], jaxpr_as_fun(jaxpr)
+    if _holds_refs(open_jaxpr(jaxpr).jaxpr):  # JAX does not batch them; a call with one fills the GPU by itself
+        function = jax.custom_batching.sequential_vmap(function)
     with no_mesh(), jax.enable_x64(x64 and _computes_in_64_bits(open_jaxpr(jaxpr).jaxpr)):
-        return jax.make_jaxpr(jax.vmap(jaxpr_as_fun(jaxpr), in_axes=in_axes))(*inputs)
+        return jax.make_jaxpr(jax.vmap(function, in_axes=in_axes))(*inputs)
+
+
+def _holds_refs(jaxpr: Jaxpr) -> bool:
+    return any(eqn.primitive.name == "new_ref" or any(map(_holds_refs, _inner(eqn))) for eqn in jaxpr.eqns)
 
 
 def _computes_in_64_bits(jaxpr: Jaxpr) -> bool:
