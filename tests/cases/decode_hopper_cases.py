@@ -18,23 +18,16 @@ DENSE = [
     Case("dense_window_by_head", mask=masks.window_by_head, sizes=Sizes(T=3, S=320, Hq=4, Hkv=2, D=64), **BF16),
     Case("dense_sees_nothing", mask=masks.strictly_causal, sizes=Sizes(T=4, S=136, Hq=4, Hkv=1, D=80, Dv=48), **BF16),
     Case("dense_16_queries", captured.bias_q, masks.odd_keys, Sizes(T=16, S=192, Hq=4, Hkv=1, D=64), **BF16),
-    Case(
-        "dense_bnth", captured.bias_hqk, masks.both_sides, Sizes(T=3, S=128, Hq=4, Hkv=2, D=64), layout="BNTH", **BF16
-    ),
+    Case("dense_bnth", captured.bias_hqk, masks.both_sides, Sizes(T=3, S=128, Hq=4, Hkv=2, D=64), layout="BNTH",
+     **BF16),
     Case("dense_bnth_one", sizes=Sizes(T=1, S=512, Hq=4, Hkv=2, D=128), layout="BNTH", dtype="float16"),
     Case("dense_sinks", captured.slopes, sizes=Sizes(T=1, S=512, Hq=8, Hkv=2, D=64), sinks=True, **BF16),
-    Case(
-        "dense_lengths", scores.softcap, sizes=Sizes(B=3, T=1, S=504, Hq=8, Hkv=2, D=128), kv_lengths=(129, 0, 504),
-        **BF16,
-    ),
-    Case(
-        "dense_shared_keys", sizes=Sizes(B=3, T=2, S=152, Hq=4, Hkv=2, D=48, Dv=80, Bkv=1), kv_lengths=(5, 150, 64),
-        **BF16,
-    ),
-    Case(
-        "dense_lengths_window", captured.slopes, masks.both_sides, Sizes(T=4, S=640, Hq=4, Hkv=1, D=64),
-        kv_lengths=(600, 77), **BF16,
-    ),
+    Case("dense_lengths", scores.softcap, sizes=Sizes(B=3, T=1, S=504, Hq=8, Hkv=2, D=128), kv_lengths=(129, 0, 504),
+     **BF16),
+    Case("dense_shared_keys", sizes=Sizes(B=3, T=2, S=152, Hq=4, Hkv=2, D=48, Dv=80, Bkv=1), kv_lengths=(5, 150, 64),
+     **BF16),
+    Case("dense_lengths_window", captured.slopes, masks.both_sides, Sizes(T=4, S=640, Hq=4, Hkv=1, D=64),
+     kv_lengths=(600, 77), **BF16),
     Case("dense_256", scores.alibi, sizes=Sizes(T=1, S=192, Hq=4, Hkv=2, D=256), **BF16),
 ]  # fmt: skip
 

@@ -326,16 +326,8 @@ SINKS = [
 ]
 
 NOT_NORMALIZED = [
-    Case(
-        "sigmoid",
-        scores.sigmoid,
-        masks.causal,
-        N(T=129, Hq=4, Hkv=2),
-        block=64,
-        normalize="none",
-        **BF16,
-        tier="default",
-    ),
+    Case("sigmoid", scores.sigmoid, masks.causal, N(T=129, Hq=4, Hkv=2), block=64, normalize="none", **BF16,
+     tier="default"),
     Case("sigmoid_everywhere", scores.sigmoid, sizes=N(T=70, S=100, Dv=40), normalize="none"),
     Case("flash_sigmoid", scores.flash_sigmoid, sizes=N(B=1, T=100, D=128), scale=128**-0.5, normalize="none", **F16),
     Case("sigmoid_decode", scores.sigmoid, sizes=N(T=1, S=300, Hq=8, Hkv=2), normalize="none", **F16),
@@ -343,7 +335,7 @@ NOT_NORMALIZED = [
     Case("scores_as_weights", mask=masks.strictly_causal, scale=-0.1, sizes=N(T=70), block=32, normalize="none"),
     Case("bias_as_weights", captured.bias_hqk, masks.causal, N(T=67, S=70), normalize="none", **BF16),
     Case("log_as_weights", scores.log_distance, masks.strictly_causal, N(T=67), block=32, normalize="none"),
-]
+]  # fmt: skip
 
 DROPOUT = [
     Case("dropout", mask=masks.causal, sizes=N(T=70, Hq=4, Hkv=2), block=32, dropout_rate=0.3, **BF16, tier="default"),
