@@ -98,6 +98,9 @@ def _plan_forward(spec: AttentionSpec) -> HopperPlan | Refusal:
             f"three warp groups take 192 queries; else a warp group of 4 warps takes 64 or 128 queries, one or two of "
             f"them a tile; `config` sets {tiles.block_q} queries and {tiles.num_warps} warps"
         )
+    blocks = spec.block_size or tiles.shape  # those of lengths are checked here alone
+    if choice is not _THREE_GROUPS and any(size % tile for size, tile in zip(blocks, tiles.shape, strict=True)):
+        return Refusal(f"its tiles divide blocks of {blocks}, and `config` sets tiles of {tiles.shape}")
     if tiles.block_kv % ROWS:
         return Refusal(f"its tiles are multiples of {ROWS} keys, and `config` sets tiles of {tiles.block_kv}")
     declared = kernel.declare(spec, tiles, jnp.dtype(spec.dtype))

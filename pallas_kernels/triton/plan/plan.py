@@ -124,7 +124,7 @@ def choose_tiles(spec: AttentionSpec, kernel: Kernel) -> TileChoice | Refusal:
     choice = _tiles_of(spec, kernel)
     size = next((x for x in choice.tiles.shape if x < MIN_TILE or x & (x - 1)), None)
     if size is not None:
-        where = "the mask's block size allows" if spec.blocks is not None else "`config` sets"
+        where = "`config` sets" if choice.source == "config" else "the mask's block size allows"
         return Refusal(
             f"it needs tiles of at least {MIN_TILE}, in powers of two; {where} {size} (create the mask with a "
             f"`block_size` that is a multiple of {MIN_TILE})"
