@@ -59,7 +59,7 @@ def flex_attention(
     """Attention whose scores and sparsity are ordinary JAX functions, fused into one kernel.
 
     Each score is ``scale * <query, key>`` in float32, passed through `score_mod`; masked keys do not enter the softmax,
-    and kernels skip the blocks that a `block_mask` does not list. Query head ``h`` attends to key head
+    and kernels skip blocks of keys that a `block_mask` hides. Query head ``h`` attends to key head
     ``h // (Hq // Hkv)``. A query that attends to no key gives zeros, an lse of ``-inf`` and zero gradients.
 
     Gradients flow from output, lse and entropy into query, key, value and every floating-point array that `score_mod`

@@ -180,7 +180,7 @@ def count_tiles(spec: AttentionSpec, tiles: Tiles) -> tuple[int, int, int] | Non
     None where it walks no range.
     """
     sizes = spec.B, spec.Hq, -(-spec.T // tiles.block_q)
-    with jax.ensure_compile_time_eval():
+    with jax.ensure_compile_time_eval(), jax.transfer_guard("allow"):
         at = jnp.meshgrid(*(jnp.arange(n, dtype=jnp.int32) for n in sizes), indexing="ij", sparse=True)
         visible = jax.jit(lambda *at: visible_tiles(spec, tiles, "k", at))(*at)
         if visible is None:

@@ -30,6 +30,8 @@ REFUSALS = [
      r"takes 64 or 128 queries, one or two of them a tile; `config` sets 32 queries and 4 warps"),
     ("keys of a tile", X, {"config": jflex.Config(forward=jflex.Tiles(128, 32, num_warps=8))},
      r"its tiles are multiples of 64 keys, and `config` sets tiles of 32"),
+    ("tiles of lengths", X, {"kv_lengths": jnp.full(1, 200), "config": jflex.Config(forward=jflex.Tiles(192, 64, 12))},
+     r"divide blocks of \(128, 128\), and `config` sets tiles of \(192, 64\)"),
     ("interpreter", X, {"config": jflex.Config(interpret=True)}, r"no interpreter; they run on a Hopper GPU"),
 ]  # fmt: skip
 
@@ -73,6 +75,7 @@ def test_refuses_cuda_that_miscompiles(monkeypatch, version, refused):
         ({}, None),
         ({"block": 128}, None),
         ({"block": 64}, "blocks of 64 queries keep one"),
+        ({"block": 64, "T": 16384, "heads": 16}, "blocks of 64 queries keep one"),
         ({"T": 256}, "4 tiles of 128 queries leave some of the 132"),
         ({"T": 255, "D": 128}, "4 tiles of 128 queries leave some of the 132"),
         ({"T": 128, "heads": 132}, None),
@@ -110,17 +113,26 @@ def test_three_warp_groups_where_they_are_faster(arguments, tile):
 
 
 @NEEDS_011
-@pytest.mark.parametrize("name", ["sinks_and_window", "from_kv_blocks"])
+@pytest.mark.parametrize("name", ["sinks_and_window", "hole", "from_kv_blocks"])
 def test_lists_are_read_where_they_may_skip_tiles_of_a_range(name):
     x, causal = jax.ShapeDtypeStruct((1, 16384, 16, 64), jnp.bfloat16), jflex.masks.causal()
-    seen = (
-        jflex.and_masks(causal, lambda b, h, q, k: (k < 4) | (q - k < 1024)) if name == "sinks_and_window" else causal
-    )
+    more = {"sinks_and_window": lambda b, h, q, k: (k < 4) | (q - k < 1024), "hole": lambda b, h, q, k: k // 128 != 1}
+    seen = jflex.and_masks(causal, *([more[name]] if name in more else []))
     mask = jflex.create_block_mask(seen, None, None, 16384, 16384)
     if name == "from_kv_blocks":
         mask = jflex.BlockMask.from_kv_blocks(*mask.lists[:4], mask_mod=causal)
     with gpu_compile.absent_gpu():
         assert "forward 128 x 128" in jflex.explain(x, x, x, block_mask=mask, implementation=BACKEND).tiles
+
+
+@NEEDS_011
+def test_a_call_with_drawn_tiles_is_traced_without_transfers_and_under_vmap():
+    """JAX does not batch the counter of tiles: calls are computed one after the other."""
+    x = jax.ShapeDtypeStruct((2, 8, 1024, 16, 64), jnp.bfloat16)
+    attend = lambda *args: jflex.flex_attention(*args, mask_mod=jflex.masks.causal(), implementation=BACKEND)
+    total = lambda *args: jax.vmap(attend)(*args).astype(jnp.float32).sum()
+    with gpu_compile.absent_gpu(), jax.transfer_guard("disallow"):
+        assert "scan" in str(jax.jit(jax.grad(total)).trace(x, x, x).jaxpr)
 
 
 # --- tangents

@@ -29,6 +29,7 @@ from pallas_kernels.mosaic_gpu.score.tile import (
 from pallas_kernels.plan import GradientRequest, Refusal, TileChoice, derivative_of, with_programs
 from pallas_kernels.program.build import Derivative
 from pallas_kernels.program.cotangents import LoadGroups, group_loads
+from pallas_kernels.program.ranges import is_range
 from pallas_kernels.spec import AttentionSpec
 from pallas_kernels.tuning import tables
 
@@ -156,7 +157,7 @@ def _plan_backward(forward: HopperPlan, requested: GradientRequest) -> HopperPla
 
 
 def _forward_tiles(spec: AttentionSpec) -> TileChoice:
-    """The user's tiles, else measured ones where they divide the mask's blocks, else a rule's."""
+    """The user's tiles, else three groups', else measured ones where they divide the mask's blocks, else a rule's."""
     if spec.config.forward is not None:
         return TileChoice(spec.config.forward, "config")
     dtype = jnp.dtype(spec.dtype)
@@ -172,21 +173,25 @@ def _forward_tiles(spec: AttentionSpec) -> TileChoice:
 
 
 def _without_lists(spec: AttentionSpec) -> AttentionSpec:
-    """The call without the lists of its BlockMask, if these follow from the mask."""
-    return spec.replace(blocks=None) if spec.blocks is not None and spec.blocks.follow_mod else spec
+    """The call without the lists of its BlockMask, if these follow from a mask that is a range of keys."""
+    blocks, mask = spec.blocks, spec.programs.mask
+    if blocks is None or mask is None or not blocks.follow_mod or any(size % 128 for size in blocks.size):
+        return spec
+    return spec.replace(blocks=None) if is_range(mask, "k") else spec
 
 
 _THREE_GROUPS = TileChoice(Tiles(192, 128, num_warps=12, num_stages=3), "rule")
 _BALANCED = 2**17  # queries of all heads from which on a masked call has five waves of these tiles
 
 
+@functools.lru_cache(maxsize=256)
 def _takes_three_groups(spec: AttentionSpec) -> bool:
     """True if three consumer warp groups are faster, which share loads of keys, and leave 160 registers to a thread.
 
-    H200, jax 0.11.2, bf16, us by two and by three: no mask, D 64, 8092 and 7411 (B 4, H 16, S 16384), D 32, 1826 and
-    1582 (S 8192), D 80, 1204 and 1345; causal 8234 and 7600 (H 32, S 32768). Where wider tiles compute more, they lose:
-    no mask 139 and 149 (H 16, S 4096), a window of 1024 667 and 707, a mask without a range 3485 and 3622; with 128
-    keys, 66 and 149. Many partial tiles also show a loose range, of which lists may skip tiles.
+    H200, jax 0.11.2, bf16, 16 heads, us by two and by three: no mask, D 64, 8092 and 7411 (B 4, S 16384), D 32, 1826
+    and 1582 (B 4, S 8192), D 80, 1204 and 1345 (B 2); causal 4169 and 3917 (B 4, S 16384). Where wider tiles compute
+    more, they lose: no mask 139 and 149 (B 1, S 4096), a window of 1024 667 and 707, a mask without a range 3485 and
+    3622. So they do with few keys: 66 and 149 (B 8, T 4096, S 128).
     """
     is_plain = spec.normalize == "softmax" and spec.block_size is None and not spec.stats
     is_light = tables.mods_of(*spec.programs) in ("none", "arithmetic") and spec.qk_dtype is None
