@@ -136,7 +136,7 @@ def prepare(
         mask, blocks, lists = _traced(trace_mask_mod, settings.mask_mod), None, None
     else:
         mask, lists = _Traced(block_mask.traced, block_mask.mask_operands), block_mask.lists
-        blocks = Blocks(block_mask.block_size, *block_mask.shape[:2], block_mask.lists_follow_mod)
+        blocks = Blocks(block_mask.block_size, *block_mask.shape[:2], follow_mod=block_mask.lists_follow_mod)
     score = _traced(trace_score_mod, settings.score_mod)
     required = (*mod_requirements(settings.score_mod, score.mod), *mod_requirements(settings.mask_mod, mask.mod))
     check_requirements(required, call_sizes)

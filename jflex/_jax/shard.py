@@ -90,7 +90,7 @@ def shard_of(whole: AttentionSpec, inputs: Inputs, where: Where) -> Shard:
     dropout, dropout_operands = moved_dropout(whole.dropout, inputs.captured.dropout, where)
     blocks = whole.blocks
     if blocks is not None and inputs.lists is not None:
-        blocks = Blocks(blocks.size, *inputs.lists[0].shape[:2], blocks.follow_mod)
+        blocks = Blocks(blocks.size, *inputs.lists[0].shape[:2], follow_mod=blocks.follow_mod)
     length, heads = (1, 2) if whole.layout == "BTNH" else (2, 1)
     query, key = inputs.query.shape, inputs.key.shape
     spec = whole.replace(
