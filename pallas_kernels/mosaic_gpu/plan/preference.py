@@ -22,9 +22,9 @@ def slower_forward(plan: HopperPlan) -> str | None:
     """Cases that underfill a CTA or the GPU, or are not MMA-bound, as a sentence; None where these kernels lead.
 
     H200, jax 0.11.2, bf16, 16 heads, TFLOP/s and of `triton`: causal, 64 texts of 256 tokens, 220 and 202
-    at head size 64, 328 and 235 at 128. No mask, head size 32, 222 and 232 at 384 tokens, 267 and 271 at 768; with a
-    pair bias 188 and 171, 222 and 199. Head size 64, 32 texts of 128 tokens, 143 and 136; of 512, 298 and 270. A sine
-    of each score, causal, 4 x 4096 tokens, head size 64: 6031 us and 2475.
+    at head size 64, 328 and 235 at 128, and one such text at 128, 49 and 33. No mask, head size 32, 222 and 232 at
+    384 tokens, 267 and 271 at 768; with a pair bias 188 and 171, 222 and 199. Head size 64, 32 texts of 128 tokens,
+    143 and 136; of 512, 298 and 270. A sine of each score, causal, 4 x 4096 tokens, head size 64: 6031 us and 2475.
     """
     spec = plan.spec
     length, tiles = min(spec.T, spec.S), spec.B * spec.Hq * math.ceil(spec.T / 128)
@@ -45,8 +45,9 @@ def slower_forward(plan: HopperPlan) -> str | None:
 def slower_latent(spec: AttentionSpec) -> str | None:
     """Why `triton` is preferred for a latent cache: loading it bounds the time; None otherwise.
 
-    H200, jax 0.11.2, bf16, 128 sequences of 4096 keys, latent and rope size 512 and 64, pages of 64, 128 heads, us and
-    of `triton`, one query token and two: 251 and 834, 454 and 1695; a window of 1024 keys 114 and 277, 212 and 574.
+    Jax 0.11.2, bf16, 128 sequences of 4096 keys, latent and rope size 512 and 64, pages of 64, us and of `triton`.
+    H100, 16 heads, one query token: 222 and, in an earlier run, 235. H200, 128 heads, with one and with two: 251 and
+    834, 454 and 1695; under a causal window of 1024 keys 114 and 277, 212 and 574.
     """
     rows = spec.Hq * spec.T // spec.B
     if rows >= LATENT_ROWS:
@@ -60,7 +61,8 @@ def slower_prompts(spec: AttentionSpec) -> str | None:
     Tiles of `triton` hold queries of all heads of a group; tiles of the kernel for prompts hold queries of one head.
 
     H100, jax 0.11.2, bf16, causal, 32 query and 8 key heads of 128, pages of 64, requests x queries of so many keys, us
-    and of `triton`: 16 x 64 of 2048, 156 and 129; 1 x 128 of 8192, 47 and 64; 8 x 256 of 256, 43 and 55.
+    and of `triton`: 16 x 64 of 2048, 156 and 129; 1 x 128 of 8192, 47 and 64; 8 x 256 of 256, 43 and 55; 1 x 2048 of
+    8192, 382 and 563, and beside 63 that decode, 781 and 937.
     """
     if min(CHUNK, PROMPT_QUERIES * spec.B) <= spec.T:
         return None
