@@ -149,17 +149,11 @@ class _WorkTile(NamedTuple):
 
     @classmethod
     def from_number(
-        cls,
-        spec: AttentionSpec,
-        work: Work,
-        arrays: PagedOperands[Ref],
-        number: jax.Array | None = None,
-        planned: Requests | None = None,
+        cls, spec: AttentionSpec, work: Work, arrays: PagedOperands[Ref], number: jax.Array, planned: Requests
     ) -> _WorkTile:
-        """From a number of work item and key head: the program id for None."""
-        number = pl.program_id(0) if number is None else number
+        """From a number of work item and key head."""
         kv_h, item = lax.rem(number, spec.Hkv), lax.div(number, spec.Hkv)
-        work_item = item_of(spec, work, requests(spec, work, arrays) if planned is None else planned, item)
+        work_item = item_of(spec, work, planned, item)
         if spec.max_pages == 1:  # looked up once, so that the loads of the loop depend on no other
             work_item = work_item._replace(page=arrays.table[(work_item.request, 0)])
         row = work_item.rows(spec, work, kv_h)
@@ -249,6 +243,7 @@ def _kernel(
         if len(refs) > count:
             _store_partial(program, refs[count:], number, columns, row_vectors)
 
+    # H200: 256 requests, two of them prompts in 2048 queries: this launch 218 us, and 182 where the other programs end.
     pl.when(number < jnp.sum(planned.tiles * planned.splits) * spec.Hkv)(compute)
 
 
