@@ -28,7 +28,7 @@ def run_roles(
     consumers: int,
     produce: Callable[[], None],
     consume: Callable[[jax.Array], None],
-    registers: tuple[int, int] = (smem.CONSUMER_REGISTERS, smem.PRODUCER_REGISTERS),
+    registers: tuple[int, int] = smem.REGISTERS,
 ) -> None:
     """Runs the warp groups of a CTA: consumers, and after them a producer, which gives registers to these."""
     group = lax.axis_index(WARP_GROUP)

@@ -89,7 +89,7 @@ def rows_at(spec: AttentionSpec, b: Index, h: Index, first: Index, count: int) -
 
 
 # Register budget of a thread, set by setmaxnreg: two consumer warp groups and one producer share 65536 registers.
-CONSUMER_REGISTERS, PRODUCER_REGISTERS = 240, 24
+REGISTERS = CONSUMER_REGISTERS, PRODUCER_REGISTERS = 240, 24
 WARP_GROUP_THREADS = 128
 
 

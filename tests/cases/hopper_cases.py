@@ -126,8 +126,9 @@ LIMITED = [
 ]  # fmt: skip
 HOPPER = [_on_hopper(case) for case in (*CASES, *LENGTHS) if case.states is None] + WIDE + MANY
 # Computed by three warp groups too, which many tiles take.
-_PLAIN = "alibi_like causal_mask_mod prefix_mask_mod bnth_shared_keys sinks_alone range_of_window range_by_head "
-THREE_GROUPS = [case for case in HOPPER if case.name in (_PLAIN + "plane_no_mask many_mask_mod").split()]
+_PLAIN = ["alibi_like", "causal_mask_mod", "prefix_mask_mod", "bnth_shared_keys", "sinks_alone", "range_of_window",
+          "range_by_head", "plane_no_mask", "many_mask_mod"]  # fmt: skip
+THREE_GROUPS = [case for case in HOPPER if case.name in _PLAIN]
 # Computed in one pass too, which short sequences take two for.
 _OF_TABLE = [
     "identity",

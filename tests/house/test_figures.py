@@ -5,8 +5,8 @@ import pytest
 from tests.house import figures
 
 LIMITS = {
-    "library lines": 60605,
-    "test lines": 42729,
+    "library lines": 60603,
+    "test lines": 42724,
     "benchmark lines": 5952,
     "library files over 400 lines": 0,
     "functions over 50 code lines": 0,

@@ -48,7 +48,7 @@ from pallas_kernels.spec import AttentionSpec, Operands
 from pallas_kernels.types import Index, Location, Ref
 
 T = TypeVar("T")  # the index of a tile
-REGISTERS = {1: (240, 24), 2: (240, 24), 3: (160, 32)}  # of a thread: of 1 to 3 consumers, and of the producer
+REGISTERS_OF_THREE = 160, 32  # of a thread of three consumers, and of the producer: as `smem.REGISTERS`
 
 
 class ForwardScratch(NamedTuple):
@@ -161,7 +161,8 @@ def _kernel(
     bias = bias_tiles.BiasTiles(spec, tiles, arrays.captured.score, loads, bias_refs)
     static = ForwardStatic(spec, tiles, captured, arrays, bias, outputs, scratch, row_at)
     produce, consume = (functools.partial(role, static, tile_scheduler) for role in (_produce, _consume))
-    run_roles(tiles.num_warps // 4, produce, consume, REGISTERS[tiles.num_warps // 4])
+    groups = tiles.num_warps // 4
+    run_roles(groups, produce, consume, REGISTERS_OF_THREE if groups == 3 else smem.REGISTERS)
 
 
 class ForwardStatic(NamedTuple):

@@ -99,8 +99,8 @@ def _plan_forward(spec: AttentionSpec) -> HopperPlan | Refusal:
             f"three warp groups take 192 queries; else a warp group of 4 warps takes 64 or 128 queries, one or two of "
             f"them a tile; `config` sets {tiles.block_q} queries and {tiles.num_warps} warps"
         )
-    blocks = spec.block_size or tiles.shape  # those of lengths are checked here alone
-    if choice is not _THREE_GROUPS and any(size % tile for size, tile in zip(blocks, tiles.shape, strict=True)):
+    blocks = spec.block_size or tiles.shape  # blocks made of `kv_lengths` are unknown where `config` is checked
+    if choice.source == "config" and any(size % tile for size, tile in zip(blocks, tiles.shape, strict=True)):
         return Refusal(f"its tiles divide blocks of {blocks}, and `config` sets tiles of {tiles.shape}")
     if tiles.block_kv % ROWS:
         return Refusal(f"its tiles are multiples of {ROWS} keys, and `config` sets tiles of {tiles.block_kv}")
@@ -164,9 +164,9 @@ def _forward_tiles(spec: AttentionSpec) -> TileChoice:
     if spec.config.batch_invariant:  # as if there were more tiles than CTAs: with few, other tiles may be persistent
         many = spec.replace(B=_MANY)
         return TileChoice(forward_tiles(many, dtype), "rule")
-    measured = _measured_tiles(spec, "forward_sm90", spec.S)
     if _takes_three_groups(_without_lists(spec)):
         return _THREE_GROUPS
+    measured = _measured_tiles(spec, "forward_sm90", spec.S)
     if measured is not None and measured.block_q <= spec.T and suits(spec, measured, dtype):
         return TileChoice(measured, "table")
     return TileChoice(forward_tiles(spec, dtype), "rule")
