@@ -36,7 +36,7 @@ Step = Callable[[np.ndarray, np.ndarray], Any]  # of tokens and documents, to th
 _OUT_OF_MEMORY = ("RESOURCE_EXHAUSTED", "OutOfMemory", "out of memory")
 
 ATTENTION = {
-    "jflex": "jflex.flex_attention with the BlockMask of the documents, made in every step",
+    "jflex": "jflex.flex_attention with the BlockMask of the documents, made in every step; of one a row, causal",
     "cudnn": "jax.nn.dot_product_attention, cuDNN, causal: it attends across documents",
     "dense": "jax.nn.dot_product_attention on XLA with a dense mask of the documents",
     "torch": "torch.compile, FlexAttention with the BlockMask of the documents, made in every step",
@@ -134,11 +134,11 @@ def jax_step(problem: Problem, peer: str, mesh: str, remat: str, accumulate: int
     trainer = Trainer(model, recipe, Computation(accumulate, remat), mesh=devices)
 
     def step(tokens: np.ndarray, documents: np.ndarray) -> Any:
-        return trainer.step(Rows(tokens, documents)).loss
+        return trainer.step(Rows(tokens, documents if problem.documents > 1 else None)).loss
 
     def memory() -> dict[str, Any]:
         stats = jax.local_devices()[0].memory_stats() or {}
-        predicted = step_memory(trainer, problem.rows, problem.length).total
+        predicted = step_memory(trainer, problem.rows, problem.length, has_documents=problem.documents > 1).total
         return {"peak_bytes": stats.get("peak_bytes_in_use"), "predicted_bytes": predicted}
 
     return step, memory

@@ -103,7 +103,7 @@ def main(arguments: list[str] | None = None) -> float:
         f"{jax.devices()[0].device_kind}; {len(corpus.training)} files to train on, {len(corpus.held_out)} held out, "
         f"{sum(map(len, corpus.training)) / 1e6:.1f} and {sum(map(len, corpus.held_out)) / 1e6:.1f} MB"
     )
-    block_mask = document_mask(held_out[0].documents)
+    block_mask = document_mask(held_out[0].document_ids)
     print(f"The block mask of one batch:\n{block_mask}\n")
 
     sizes = Sizes(options.width, options.layers, options.heads, options.kv_heads)

@@ -79,5 +79,5 @@ def unigram_loss(texts: list[Text], rows: list[Rows]) -> float:
     """
     counts = 1 + np.sum([np.bincount(text, minlength=256) for text in texts], axis=0)
     losses = -np.log(counts / counts.sum())
-    targets = [batch.tokens[:, 1:][batch.documents[:, 1:] == batch.documents[:, :-1]] for batch in rows]
+    targets = [batch.tokens[:, 1:][np.diff(batch.document_ids) == 0] for batch in rows]
     return float(losses[np.concatenate(targets)].mean())

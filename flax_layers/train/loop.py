@@ -139,7 +139,7 @@ class Run:
                 f"{self._last_good()}. The same command would fail at the same step: resume with a lower "
                 "`--learning-rate` or `--clip` and `--accept-changes`, or look at the data of this step."
             )
-        speed, utilization = meter.end(rows, step_flops(self.trainer.config, multiplied, rows.documents))
+        speed, utilization = meter.end(rows, step_flops(self.trainer.config, multiplied, rows.document_ids))
         progress = Progress(step, loss, norm, rate, speed, utilization)
         self._write(**progress._asdict())
         self.on_step(progress)

@@ -39,9 +39,11 @@ class Memory(NamedTuple):
         raise InputError(f"The run would not fit into memory: {self}. {remedy}")
 
 
-def step_memory(trainer: Trainer, rows: int, length: int, *, has_weights: bool = False) -> Memory:
+def step_memory(
+    trainer: Trainer, rows: int, length: int, *, has_documents: bool = True, has_weights: bool = False
+) -> Memory:
     """Compiles the step of a trainer for batches of `rows`, and reads its memory from the compiler."""
-    stats = trainer.compile(rows, length, has_weights=has_weights).memory_analysis()
+    stats = trainer.compile(rows, length, has_documents=has_documents, has_weights=has_weights).memory_analysis()
     assert stats is not None  # all platforms have it
     # The state is donated, so that most outputs take the place of arguments.
     arguments = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes

@@ -39,8 +39,13 @@ class PlacedRows(NamedTuple):
     """`Rows` on devices."""
 
     tokens: Int32[Array, "*parts B T"]
-    documents: Int32[Array, "*parts B T"]
+    documents: Int32[Array, "*parts B T"] | None
     weights: Float32[Array, "*parts B T"] | None = None
+
+    def loss_weights(self) -> Float32[Array, "*parts B T"]:
+        """The weight of the loss of each token."""
+        documents = jnp.zeros_like(self.tokens) if self.documents is None else self.documents
+        return next_token_weights(documents, self.weights)
 
 
 class State(NamedTuple):
@@ -186,11 +191,14 @@ class Trainer:
         self.state = State(jax.device_put(jnp.int32(0), self.shardings.step), parameters, optimizer)
 
     @parallel.outside_of_meshes
-    def compile(self, rows: int, length: int, *, has_weights: bool = False) -> jax.stages.Compiled:
+    def compile(
+        self, rows: int, length: int, *, has_documents: bool = True, has_weights: bool = False
+    ) -> jax.stages.Compiled:
         """Compiles the step for batches of `rows`; `step` then compiles nothing. Nothing else is allocated."""
         shape = (self.computation.accumulate, rows // self.computation.accumulate, length)
         sharding = parallel.placed(self.mesh, None, parallel.ROWS[0])
-        dtypes = PlacedRows._make((np.int32, np.int32, np.float32 if has_weights else None))
+        documents, weights = np.int32 if has_documents else None, np.float32 if has_weights else None
+        dtypes = PlacedRows._make((np.int32, documents, weights))
         batch = jax.tree.map(lambda dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding), dtypes)
         return self._step.lower(self.state, batch).compile()
 
@@ -255,7 +263,7 @@ class Trainer:
         self, optimizer: optax.GradientTransformation, schedule: optax.Schedule, state: State, rows: PlacedRows
     ) -> tuple[State, Metrics]:
         """Compiled: gradients of all micro-batches, and one update."""
-        count = jnp.sum(next_token_weights(rows.documents, rows.weights))
+        count = jnp.sum(rows.loss_weights())
         count = jnp.where(count > 0, count, 1)
         trained = self._trained(state.parameters)
         shardings = self._trained(self.shardings.parameters)
@@ -283,8 +291,7 @@ class Trainer:
     def _loss_sums(self, parameters: Parameters, rows: PlacedRows) -> tuple[Float32[Array, ""], Float32[Array, ""]]:
         """Summed cross entropy of rows, and the sum of the weights of their tokens."""
         model = self._merged(self._as_used(parameters))
-        weights = next_token_weights(rows.documents, rows.weights)
-        targets = jnp.roll(rows.tokens, -1, axis=1)
+        targets, weights = jnp.roll(rows.tokens, -1, axis=1), rows.loss_weights()
         tokens, targets, weights = map(self._divided, (rows.tokens, targets, weights))
         hidden = model.hidden(
             tokens,

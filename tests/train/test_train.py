@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from flax_layers.train import Computation, InputError, Recipe, Trainer, create_model, make_mesh, parse_mesh
+from flax_layers.train import Computation, InputError, Recipe, Rows, Trainer, create_model, make_mesh, parse_mesh
 from flax_layers.train.flops import multiplied_parameters, peak_flops, step_flops, visible_pairs
 from flax_layers.train.memory import Memory, step_memory
 from flax_layers.train.optimizer import REMAT
@@ -74,6 +74,20 @@ def test_losses_on_the_mesh_of_make_mesh(inside, on_one_device, monkeypatch):
 def test_how_a_step_is_computed_does_not_change_it(mesh: str, computation: Computation, on_one_device):
     for found, expected in zip(three_steps(train_cases.trainer(mesh, computation)), on_one_device, strict=True):
         np.testing.assert_allclose(found, expected, rtol=2e-5)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_ids_of_one_document_may_be_left_out(accumulate: int):
+    tokens, losses = batch().tokens, []
+    for rows in (Rows(tokens, np.zeros_like(tokens)), Rows(tokens)):
+        trainer = train_cases.trainer(computation=Computation(accumulate))
+        trainer.compile(*tokens.shape, has_documents=rows.documents is not None)
+        with counted_compilations() as compiled:
+            losses.append([float(trainer.step(rows).loss)])
+        assert not compiled
+        losses[-1].append(trainer.mean_loss([rows]))
+    np.testing.assert_allclose(*losses, rtol=2e-5)
 
 
 @pytest.mark.full

@@ -26,10 +26,15 @@ class Rows(NamedTuple):
 
     tokens: Int[np.ndarray, "B T"]
     """Token ids."""
-    documents: Int[np.ndarray, "B T"]
-    """Document ids within each row, not decreasing along it."""
+    documents: Int[np.ndarray, "B T"] | None = None
+    """Document ids within each row, not decreasing along it; None: one document in each row, and faster attention."""
     weights: Float32[np.ndarray, "B T"] | None = None
     """The weight of the prediction of each token; None: 1. The loss is the weighted mean over all rows of a step."""
+
+    @property
+    def document_ids(self) -> Int[np.ndarray, "B T"]:
+        """`documents`, or 0 for all tokens where it is None."""
+        return np.zeros_like(self.tokens) if self.documents is None else self.documents
 
 
 @dataclasses.dataclass(frozen=True)
