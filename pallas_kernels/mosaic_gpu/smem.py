@@ -135,6 +135,14 @@ class Ring(NamedTuple):
         """Consumer: waits until the ith tile is there."""
         plg.barrier_wait(self.full.at[self.slot(i)])
 
+    def pass_over(self, first: Index, end: Index) -> None:
+        """Consumer: releases tiles that it does not read."""
+
+        @pl.loop(first, end)
+        def _(i: Index) -> None:
+            self.wait(i)
+            self.release(i)
+
     def stage(self, i: Index) -> tuple[Ref, ...]:
         """The arrays of the ith tile, which has been waited for."""
         slot = self.slot(i)
@@ -145,7 +153,7 @@ class Ring(NamedTuple):
         plg.barrier_arrive(self.empty.at[self.slot(i)])
 
 
-FIRST_FREE_BARRIER = 4  # named barrier; Mosaic GPU takes the lower ones
+FIRST_FREE_BARRIER = 4  # named barrier; Mosaic GPU takes 1 to 3 for three warp groups, 4 and 5 for those of a wide tile
 
 
 class PingPong(NamedTuple):

@@ -67,19 +67,29 @@ def is_range(program: Program, walked: str) -> bool:
     return all(compares_sums(clause) for part in patterns.clauses(program) for clause in part)
 
 
-@functools.lru_cache(maxsize=256)
 def has_range(program: Program, walked: str) -> bool:
     """True if `visible_range` knows anything of a mask."""
+    return _solution(program, walked)[0]
+
+
+def is_prefix(program: Program) -> bool:
+    """True if a mask surely shows each query all keys up to one of them (causal)."""
+    return is_range(program, "k") and all(_solution(program, "k"))
+
+
+@functools.lru_cache(maxsize=256)
+def _solution(program: Program, walked: str) -> tuple[bool, ...]:
+    """Answers if `visible_range` knows anything, and for an `is_range` if both of its ranges begin at 0."""
 
     def solve() -> None:
         span = Span(jnp.int32(0), jnp.int32(0))
         solver = Solver(walked, 1, IntervalAnalysis(None, dict.fromkeys("bh" + "qk".replace(walked, ""), span)))
-        solver.visible(program.output)
-        decides.append(solver.decides)
+        visible = solver.visible(program.output)
+        answers.extend((solver.decides, *(isinstance(x, int) and x == 0 for x in visible[::2])))
 
-    decides: list[bool] = []
+    answers: list[bool] = []
     jax.eval_shape(solve)
-    return decides[0]
+    return tuple(answers)
 
 
 class Solver:

@@ -42,6 +42,8 @@ WIDE = [
     Case("two_groups_documents", mask=masks.documents, sizes=Sizes(T=384, D=128), block=128, by_batch=True, **BF16),
     Case("narrow_runs_wide", mask=masks.causal, sizes=Sizes(B=1, T=512, D=64), block=128, max_blocks=1, **BF16),
     Case("narrow_cut_wide", mask=masks.scattered(128), sizes=Sizes(B=1, T=640, D=64), block=128, max_blocks=1, **BF16),
+    Case("shortest", scores.alibi, masks.causal, Sizes(T=120, S=128, Hq=4, Hkv=2, D=64), **BF16),
+    Case("shortest_hidden_key", mask=masks.hidden_key, sizes=Sizes(T=128, D=64), **BF16),
     # Weights without a maximum, of up to exp(50), which float16 does not hold.
     Case("softcap_far", scores.softcap_far, masks.causal, Sizes(T=260, D=64), block=128, scale=10.0, **BF16),
     Case("softcap_far_float16", scores.softcap_far, masks.causal, Sizes(T=260, D=64), block=128, scale=10.0,
@@ -125,10 +127,10 @@ LIMITED = [
      **BF16),
 ]  # fmt: skip
 HOPPER = [_on_hopper(case) for case in (*CASES, *LENGTHS) if case.states is None] + WIDE + MANY
-# Computed by three warp groups too, which many tiles take.
+# Computed by three and by four warp groups too.
 _PLAIN = ["alibi_like", "causal_mask_mod", "prefix_mask_mod", "bnth_shared_keys", "sinks_alone", "range_of_window",
-          "range_by_head", "plane_no_mask", "many_mask_mod"]  # fmt: skip
-THREE_GROUPS = [case for case in HOPPER if case.name in _PLAIN]
+          "range_by_head", "plane_no_mask", "many_mask_mod", "shortest_hidden_key"]  # fmt: skip
+MORE_GROUPS = [case for case in HOPPER if case.name in _PLAIN]
 # Computed in one pass too, which short sequences take two for.
 _OF_TABLE = [
     "identity",

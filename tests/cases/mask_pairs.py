@@ -32,6 +32,7 @@ def same(mod: Callable[..., Any], captures: Callable[..., dict[str, Any]] = lamb
 
 everything = MaskPair(lambda c: lambda b, h, q, k: True, lambda b, h, q, k, c: True)
 causal = same(lambda b, h, q, k, c: q >= k)
+hidden_key = same(lambda b, h, q, k, c: (q >= k) & (k != 20))
 strictly_causal = same(lambda b, h, q, k, c: q > k)
 window = same(lambda b, h, q, k, c: (q >= k) & (q - k < 40))
 both_sides = same(lambda b, h, q, k, c: (q - k < 20) & (k - q < 30))

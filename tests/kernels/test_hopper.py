@@ -10,7 +10,7 @@ import pytest
 
 import jflex
 from jflex.block_mask import limits
-from tests.cases.hopper_cases import HOPPER, LIMITED, ONE_PASS, THREE_GROUPS
+from tests.cases.hopper_cases import HOPPER, LIMITED, MORE_GROUPS, ONE_PASS
 from tests.support import evaluation, gpu_compile
 from tests.support.drawn_arrays import draw
 
@@ -30,9 +30,10 @@ def test_results_and_gradients(case):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", THREE_GROUPS, ids=str)
-def test_three_warp_groups(case):
-    evaluation.check_forward(case, f"{BACKEND}-three_groups")
+@pytest.mark.parametrize("groups", ["three", "four"])
+@pytest.mark.parametrize("case", MORE_GROUPS, ids=str)
+def test_three_and_four_warp_groups(case, groups):
+    evaluation.check_forward(case, f"{BACKEND}-{groups}_groups")
 
 
 @pytest.mark.gpu

@@ -14,7 +14,7 @@ from pallas_kernels.mosaic_gpu.forward.schedule import MAX_STATIC_TILES
 from pallas_kernels.mosaic_gpu.plan import plan
 from tests.cases import mask_pairs as masks
 from tests.cases import score_pairs as scores
-from tests.cases.hopper_cases import HOPPER, LIMITED, MANY, ONE_PASS, THREE_GROUPS
+from tests.cases.hopper_cases import HOPPER, LIMITED, MANY, MORE_GROUPS, ONE_PASS
 from tests.cases.table import Case, Sizes
 from tests.support import evaluation, hopper_emulator
 from tests.support.hopper_emulator import emulated
@@ -33,6 +33,7 @@ EMULATED = [case for case in HOPPER if not case.unsupported and case not in MANY
     default={"case": "head_size_80"},
     full={"case": [
         "bnth_shared_keys", "length_many_sinks", "narrow_cut_to_one", "two_groups_small", "two_groups_drawn",
+        "shortest", "shortest_hidden_key",
     ]},
 )  # fmt: skip
 @pytest.mark.parametrize("case", [*EMULATED, TWO_GROUPS, DRAWN], ids=str)
@@ -41,18 +42,21 @@ def test_results_and_gradients(case):
     evaluation.check_gradients(case, "mosaic_gpu-emulated", evaluation.gradients_of(case))
 
 
-@tiers(full={"case": ["range_of_window", "plane_no_mask"]}, rest="long")
-@pytest.mark.parametrize("case", [case for case in THREE_GROUPS if case in EMULATED], ids=str)
-def test_three_warp_groups(case):
-    evaluation.check_forward(case, "mosaic_gpu-emulated_three_groups")
+@tiers(full={"case": ["range_of_window", "plane_no_mask", "causal_mask_mod", "shortest_hidden_key"]}, rest="long")
+@pytest.mark.parametrize("groups", ["three", "four"])
+@pytest.mark.parametrize("case", [case for case in MORE_GROUPS if case in EMULATED], ids=str)
+def test_three_and_four_warp_groups(case, groups):
+    evaluation.check_forward(case, f"mosaic_gpu-emulated_{groups}_groups")
 
 
 @pytest.mark.full
-def test_three_warp_groups_walk_the_range_of_a_mask_in_place_of_its_lists(monkeypatch):
-    """Blocks of 128 queries are no whole tiles of 192. Plans are cached: no other test has this length."""
+@pytest.mark.parametrize(("tiles", "length"), [("_THREE_GROUPS", 443), ("_FOUR_GROUPS", 442)])
+def test_wide_tiles_walk_the_range_of_a_mask_in_place_of_its_lists(monkeypatch, tiles, length):
+    """Blocks of 128 queries are no whole tiles of more. Plans are cached: no other test has these lengths."""
     planned = []
-    monkeypatch.setattr(plan, "_takes_three_groups", lambda spec: planned.append(spec) or spec.block_size is None)
-    case = dataclasses.replace(TWO_GROUPS, name="three_groups_ranges", sizes=Sizes(B=1, T=443, D=64))
+    choice = lambda spec: planned.append(spec) or (None if spec.block_size else getattr(plan, tiles))
+    monkeypatch.setattr(plan, "_wide_tiles", choice)
+    case = dataclasses.replace(TWO_GROUPS, name="wide_ranges", sizes=Sizes(B=1, T=length, D=64))
     evaluation.check_forward(case, "mosaic_gpu-emulated")
     evaluation.check_gradients(case, "mosaic_gpu-emulated", evaluation.gradients_of(case))
     assert None in [spec.block_size for spec in planned]

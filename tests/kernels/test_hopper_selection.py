@@ -20,14 +20,16 @@ REFUSALS = [
     ("blocks", X, {"block_mask": jflex.create_block_mask(jflex.masks.causal(), None, None, 256, 256, block_size=32)},
      r"blocks of the mask are 32 x 32 \(create the mask with a `block_size` that is a multiple of 64\)"),
     ("rows of a warp group", X, {"config": jflex.Config(forward=jflex.Tiles(32, 64, num_warps=8))},
-     r"64 or 128 queries.*32 queries and 8 warps"),
+     r"64 or 128 queries, or .* `config` sets 32 queries and 8 warps"),
     ("shared memory", jax.ShapeDtypeStruct((1, 512, 2, 256), X.dtype),
      {"config": jflex.Config(forward=jflex.Tiles(128, 128, num_warps=8, num_stages=4))},
      r"needs \d+ bytes of shared memory, and a CTA has 232448"),
     ("a primitive", X, {"score_mod": lambda s, b, h, q, k: s + jax.lax.population_count(q ^ k).astype(jnp.float32)},
      r"`score_mod` .* cannot run in its kernels: primitive `population_count` has no lowering for Mosaic GPU"),
     ("rows of a warp group", X, {"config": jflex.Config(forward=jflex.Tiles(32, 64, num_warps=4))},
-     r"takes 64 or 128 queries, one or two of them a tile; `config` sets 32 queries and 4 warps"),
+     r"64 or 128 queries, or .* `config` sets 32 queries and 4 warps"),
+    ("keys of four groups", X, {"config": jflex.Config(forward=jflex.Tiles(256, 128, num_warps=16))},
+     r"four warp groups have registers for tiles of 64 keys, and for head sizes up to 64"),
     ("keys of a tile", X, {"config": jflex.Config(forward=jflex.Tiles(128, 32, num_warps=8))},
      r"its tiles are multiples of 64 keys, and `config` sets tiles of 32"),
     ("tiles of lengths", X, {"kv_lengths": jnp.full(1, 200), "config": jflex.Config(forward=jflex.Tiles(192, 64, 12))},
@@ -106,9 +108,17 @@ def test_is_first_where_it_is_faster(arguments, reason):
         ({"mask_mod": jflex.masks.causal()}, "192 x 128 (12 warps"),
         ({"mask_mod": jflex.masks.causal(), "heads": 4}, "128 x 128"),
         ({"mask_mod": jflex.masks.sliding_window(1024)}, "128 x 128"),
+        ({"T": 1024, "heads": 132}, "256 x 64 (16 warps"),
+        ({"T": 1024, "heads": 132, "block": 128}, "256 x 64 (16 warps"),
+        ({"T": 1024, "heads": 132, "mask_mod": jflex.masks.sliding_window(256)}, "128 x 128"),
+        ({"T": 1024}, "128 x 128"),  # half as many CTAs
+        ({"T": 384, "heads": 132}, "128 x 128"),  # every other tile of 256 is half empty
+        ({"T": 576, "heads": 512}, "192 x 128 (12 warps"),
+        ({"T": 128, "heads": 132}, "128 x 64 (8 warps"),
+        ({"T": 128, "heads": 132, "config": jflex.Config(batch_invariant=True)}, "128 x 128"),  # S may be room
     ],
 )
-def test_three_warp_groups_where_they_are_faster(arguments, tile):
+def test_wide_tiles_where_they_are_faster(arguments, tile):
     assert f"forward {tile}" in chosen(**{"T": 16384, "heads": 16, **arguments}).tiles
 
 

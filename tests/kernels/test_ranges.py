@@ -12,7 +12,7 @@ from pallas_kernels import block_walk
 from pallas_kernels.config import Tiles
 from pallas_kernels.program.build import IndexRanges
 from pallas_kernels.program.intervals import Span
-from pallas_kernels.program.ranges import is_range, visible_range
+from pallas_kernels.program.ranges import is_prefix, is_range, visible_range
 from pallas_kernels.spec import Programs
 from tests.support import tile_programs
 from tests.support.rows import tiers
@@ -40,17 +40,21 @@ LOOSE = {
     "outside": lambda b, h, q, k: jnp.abs(q - k) > 30,
     "not_equal": lambda b, h, q, k: q != k,
     "dilated": lambda b, h, q, k: (q >= k) & (q - k < 50) & ((q - k) % 4 == 0),
+    "hidden_key": lambda b, h, q, k: (q >= k) & (k != 20),
+    "gap": lambda b, h, q, k: (k < 10) | (k >= 64),
 }
 SUMS = {
     **{name: TIGHT[name] for name in ("causal", "hidden_rows", "window")},
     "heads_and_batch": lambda b, h, q, k: (q + h >= k - b) & (k + k < q + 90) & (-q - k > -150),
 }
+PREFIXES = ["causal", "hidden_rows", "heads_and_batch"]
 UNBOUNDED = {
     "remainder": lambda b, h, q, k: q % 16 == k % 16,
     "wraps": lambda b, h, q, k: q * 2**30 >= k,
     "float": lambda b, h, q, k: q.astype(jnp.float32) * 1.5 >= k.astype(jnp.float32),
     "one of two": lambda b, h, q, k: (q > 30) ^ (q < 9),
 }
+MASKS = TIGHT | LOOSE | SUMS | UNBOUNDED
 
 
 def program_of(mod, T, S):
@@ -103,6 +107,14 @@ def test_tiles_of_masks(name, walked):
 @pytest.mark.parametrize("name", UNBOUNDED)
 def test_no_range_of_other_masks(name):
     assert tiles_of(UNBOUNDED[name], 128, 128, Tiles(64, 64, 4, 2), "k")[0] is None
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_masks_that_show_the_first_keys(name):
+    assert is_prefix(program_of(MASKS[name], 200, 300)) == (name in PREFIXES)
+    if name in PREFIXES:
+        first, _, full_first, _ = tiles_of(MASKS[name], 200, 300, Tiles(64, 64, 4, 2), "k")[0]
+        assert not np.any([first, full_first])
 
 
 @pytest.mark.parametrize("walked", ["k", "q"])

@@ -129,7 +129,9 @@ def config_of(case: Case, manner: str) -> jflex.Config:
         "no_repair": jflex.Config(contain_nan=False),
         "one_pass": one_pass(case),
         "three_groups": jflex.Config(forward=jflex.Tiles(192, 128, num_warps=12)),
+        "four_groups": jflex.Config(forward=jflex.Tiles(256, 64, num_warps=16)),
         "emulated_three_groups": jflex.Config(interpret=True, forward=jflex.Tiles(192, 128, num_warps=12)),
+        "emulated_four_groups": jflex.Config(interpret=True, forward=jflex.Tiles(256, 64, num_warps=16)),
         "emulated_one_pass": dataclasses.replace(one_pass(case), interpret=True, contain_nan=False),
     }.get(manner, jflex.Config())
     return config if case.tiles is None else dataclasses.replace(config, **dict.fromkeys(_PASSES, case.tiles))

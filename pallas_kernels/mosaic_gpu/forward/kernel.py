@@ -1,10 +1,10 @@
 """Forward kernel for Hopper: warp-specialised, persistent, with ping-pong scheduling of two consumers.
 
 Persistent CTAs draw tiles of queries, each of one head, from `PersistentScheduler`. The producer warp group walks
-the listed blocks of keys and loads queries by TMA, and keys and values into a ring of shared-memory stages. Two or
-three consumer warp groups divide the queries, and hold their weights P, O accumulator and online softmax state in
+the listed blocks of keys and loads queries by TMA, and keys and values into a ring of shared-memory stages. Two to
+four consumer warp groups divide the queries, and hold their weights P, O accumulator and online softmax state in
 registers (Shah et al. 2024, arXiv:2407.08608, algorithm 2). Two ping-pong at the bottleneck: the tensor cores, or the
-special-function unit (`step`). Three overlap without turns (H200, D 64: 7385 us, with turns 7394).
+special-function unit (`step`). More overlap without it (H200, D 64, three: 7385 us, with a ping-pong 7394).
 
 A persistent CTA loads the queries of its next tile while it computes. The schedule is dynamic because tiles of a causal
 mask differ in work: a CTA takes its CTA id as its first tile id, then draws ids from an atomic counter.
@@ -44,11 +44,12 @@ from pallas_kernels.mosaic_gpu.launch import (
 )
 from pallas_kernels.mosaic_gpu.score import bias_tiles, scores
 from pallas_kernels.mosaic_gpu.smem import PingPong, Ring
+from pallas_kernels.program.ranges import Range, is_prefix
 from pallas_kernels.spec import AttentionSpec, Operands
-from pallas_kernels.types import Index, Location, Ref
+from pallas_kernels.types import Index, Location, Ref, S, Step
 
 T = TypeVar("T")  # the index of a tile
-REGISTERS_OF_THREE = 160, 32  # of a thread of three consumers, and of the producer: as `smem.REGISTERS`
+REGISTERS = {3: (160, 32), 4: (112, 24)}  # of a thread of so many consumers, and of the producer: as `smem.REGISTERS`
 
 
 class ForwardScratch(NamedTuple):
@@ -162,7 +163,7 @@ def _kernel(
     static = ForwardStatic(spec, tiles, captured, arrays, bias, outputs, scratch, row_at)
     produce, consume = (functools.partial(role, static, tile_scheduler) for role in (_produce, _consume))
     groups = tiles.num_warps // 4
-    run_roles(groups, produce, consume, REGISTERS_OF_THREE if groups == 3 else smem.REGISTERS)
+    run_roles(groups, produce, consume, REGISTERS.get(groups, smem.REGISTERS))
 
 
 class ForwardStatic(NamedTuple):
@@ -189,7 +190,7 @@ def _produce(static: ForwardStatic, tile_scheduler: schedule.PersistentScheduler
         b, h, row = location = static.row_at(*index)
         for group in range(groups):
             query_stage, barrier = scratch.query_slot(i, group)
-            at = smem.rows_at(spec, b, h, row * tiles.block_q + group * rows, rows)
+            at = smem.rows_at(spec, b, h, row * tiles.block_q + _part(static, i, group) * rows, rows)
             full = scratch.queries_full.at[barrier]
             plg.copy_gmem_to_smem(static.arrays.query.at[at], scratch.queries.at[query_stage, group], full)
         return _load_keys(static, location, stage)
@@ -231,9 +232,49 @@ def _load_keys(static: ForwardStatic, location: Location, stage: jax.Array) -> j
         ring.fill(i, arrays.key.at[at(first)], arrays.value.at[at(before)], *bias_at(q_first, first))
         return i + 1, first
 
-    end, last = block_walk.over_keys(spec, static.tiles, arrays, location, (stage, jnp.int32(0)), step)
+    end, last = _over_keys(static, location, _prefix(static, location), (stage, jnp.int32(0)), step)
     pl.when(end > stage)(lambda: ring.fill(end, None, arrays.value.at[at(last)], *(None for _ in static.bias.loads)))
     return after(stage, end)
+
+
+def is_shortest(spec: AttentionSpec) -> bool:
+    """True for up to 128 tokens: tiles of 64 keys are faster, and prefixes than a ping-pong. S may be room for a batch.
+
+    H200, D 64, B 32, S 128, us by 128 and by 64 keys: 15.4 and 14.2, causal 17.6 and 16.6, and with prefixes 15.8.
+    """
+    return spec.T > 64 and max(spec.T, spec.S) <= 128 and max(spec.D, spec.Dv) <= 64 and not spec.config.batch_invariant
+
+
+def _has_prefixes(spec: AttentionSpec, tiles: Tiles) -> bool:
+    """True if each consumer walks the prefix of keys that its rows see, without ping-pong."""
+    mask = None if spec.block_size is not None else spec.programs.mask
+    is_narrow = tiles.block_kv == 64 and is_shortest(spec)
+    return (tiles.num_warps == 16 or is_narrow) and mask is not None and is_prefix(mask)
+
+
+def _part(static: ForwardStatic, i: Index, group: Index) -> Index:
+    """The part of the rows of the ith tile that a group computes. Parts rotate: the last has the longest prefix."""
+    groups = static.tiles.num_warps // 4
+    return lax.rem(i + group, jnp.int32(groups)) if _has_prefixes(static.spec, static.tiles) else group
+
+
+def _prefix(static: ForwardStatic, location: Location, part: Index | None = None) -> Range | None:
+    """The prefix of keys of a tile, or of a part of its rows, where consumers walk prefixes; else None."""
+    spec, tiles, (b, h, row) = static.spec, static.tiles, location
+    if part is not None:
+        groups = tiles.num_warps // 4
+        tiles, row = Tiles(tiles.block_q // groups, tiles.block_kv), row * groups + part
+    return block_walk.visible_tiles(spec, tiles, "k", (b, h, row)) if _has_prefixes(spec, static.tiles) else None
+
+
+def _over_keys(static: ForwardStatic, location: Location, prefix: Range | None, state: S, step: Step[S]) -> S:
+    """Walks a prefix in ascending order, or the tiles of `block_walk.over_keys`."""
+    if prefix is None:
+        return block_walk.over_keys(static.spec, static.tiles, static.arrays, location, state, step)
+    for first, end, is_partial in ((0, prefix.full_end, False), (prefix.full_end, prefix.end, True)):
+        body = lambda t, state, is_partial=is_partial: step(state, t * static.tiles.block_kv, is_partial)
+        state = lax.fori_loop(first, end, body, state)
+    return state
 
 
 def after(stage: jax.Array, end: jax.Array) -> jax.Array:
@@ -243,9 +284,9 @@ def after(stage: jax.Array, end: jax.Array) -> jax.Array:
 
 def _consume(static: ForwardStatic, tile_scheduler: schedule.PersistentScheduler[Location], group: jax.Array) -> None:
     """Consumer warp group: computes its rows of each tile of queries."""
-    has_ping_pong = (
-        static.tiles.num_warps == 8 and forward_step.bottleneck(static.spec) is not forward_step.Bottleneck.NONE
-    )
+    spec, tiles = static.spec, static.tiles
+    has_ping_pong = tiles.num_warps == 8 and not _has_prefixes(spec, tiles)
+    has_ping_pong = has_ping_pong and forward_step.bottleneck(spec) is not forward_step.Bottleneck.NONE
     ping_pong = PingPong(group if has_ping_pong else None)
     tile = functools.partial(_consume_tile, static, ping_pong, group)
     consume(static.scratch, tile_scheduler, ping_pong, group, tile)
@@ -279,7 +320,8 @@ def _consume_tile(
     spec, tiles, scratch = static.spec, static.tiles, static.scratch
     (query_stage, barrier), rows = scratch.query_slot(i, group), scratch.queries.shape[2]
     b, h, row = location = static.row_at(*index)
-    first, queries = row * tiles.block_q + group * rows, scratch.queries.at[query_stage, group]
+    part = _part(static, i, group)
+    first, queries = row * tiles.block_q + part * rows, scratch.queries.at[query_stage, group]
     prepared = scores.prepare(
         spec,
         static.arrays,
@@ -290,21 +332,26 @@ def _consume_tile(
         q_first=first,
         may_end=spec.T % tiles.block_q != 0,
     )
-    visits = block_walk.count_keys(spec, tiles, static.arrays, location) > 0
+    count, prefix = block_walk.count_keys(spec, tiles, static.arrays, location), _prefix(static, location, part)
+    visits = (count if prefix is None else jnp.asarray(prefix.end)) > 0
     if scratch.tile_ids is None:
         plg.barrier_wait(scratch.queries_full.at[barrier])
     else:
         pl.when(i > 0)(functools.partial(free_last, scratch, i, group))
     pl.when(visits)(lambda: scratch.ring.wait(stage))
     start = forward_step.start(spec, rows, tiles.block_kv, static.arrays.value.dtype, stage)
-    step = forward_step.ForwardStep(prepared, queries, scratch.ring, ping_pong, pl.ds(group * rows, rows))
-    state = block_walk.over_keys(spec, tiles, static.arrays, location, start, step)
+    step = forward_step.ForwardStep(prepared, queries, scratch.ring, ping_pong, pl.ds(part * rows, rows))
+    state = _over_keys(static, location, prefix, start, step)
     sink = None if static.arrays.sinks is None else static.arrays.sinks[h]
     result = forward_step.finish(spec, scratch.ring, state, sink, visits)
     pl.when(visits)(lambda: scratch.ring.release(state.stage))
     staged = (queries if scratch.out is None else scratch.out.at[group], *(x.at[group] for x in scratch.rows))
     store(spec, staged, (*result, *forward_step.stats(spec, state, sink)), static.outputs, (b, h, first))
-    return after(stage, state.stage)
+    if prefix is None:
+        return after(stage, state.stage)
+    free = after(stage, stage + count)
+    scratch.ring.pass_over(state.stage + visits.astype(jnp.int32), free)
+    return free
 
 
 def free_last(scratch: ForwardScratch, i: Index, group: jax.Array) -> None:

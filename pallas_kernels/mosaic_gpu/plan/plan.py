@@ -29,7 +29,7 @@ from pallas_kernels.mosaic_gpu.score.tile import (
 from pallas_kernels.plan import GradientRequest, Refusal, TileChoice, derivative_of, with_programs
 from pallas_kernels.program.build import Derivative
 from pallas_kernels.program.cotangents import LoadGroups, group_loads
-from pallas_kernels.program.ranges import is_range
+from pallas_kernels.program.ranges import is_prefix, is_range
 from pallas_kernels.spec import AttentionSpec
 from pallas_kernels.tuning import tables
 
@@ -92,13 +92,13 @@ def plan(spec: AttentionSpec, requested: GradientRequest | None) -> HopperPlan |
 def _plan_forward(spec: AttentionSpec) -> HopperPlan | Refusal:
     choice = _forward_tiles(spec)
     tiles = choice.tiles
-    if choice.source == "config" and (
-        tiles.num_warps not in (4, 8, 12) or tiles.block_q * 4 // tiles.num_warps not in (64, 128)
-    ):
+    if choice.source == "config" and (tiles.num_warps, tiles.block_q * 4 // tiles.num_warps) not in _WARP_GROUPS:
         return Refusal(
-            f"three warp groups take 192 queries; else a warp group of 4 warps takes 64 or 128 queries, one or two of "
-            f"them a tile; `config` sets {tiles.block_q} queries and {tiles.num_warps} warps"
+            f"a tile has one or two warp groups of 64 or 128 queries, or three or four of 64 (4 warps each); `config` "
+            f"sets {tiles.block_q} queries and {tiles.num_warps} warps"
         )
+    if tiles.num_warps == 16 and max(tiles.block_kv, spec.D, spec.Dv) > 64:
+        return Refusal("four warp groups have registers for tiles of 64 keys, and for head sizes up to 64")
     blocks = spec.block_size or tiles.shape  # blocks made of `kv_lengths` are unknown where `config` is checked
     if choice.source == "config" and any(size % tile for size, tile in zip(blocks, tiles.shape, strict=True)):
         return Refusal(f"its tiles divide blocks of {blocks}, and `config` sets tiles of {tiles.shape}")
@@ -108,10 +108,11 @@ def _plan_forward(spec: AttentionSpec) -> HopperPlan | Refusal:
     needed = smem.bytes_of(jax.tree.leaves(declared))
     if needed > smem.LIMIT:
         return Refusal(f"its tile needs {needed} bytes of shared memory, and a CTA has {smem.LIMIT}")
-    walked = _without_lists(spec) if choice is _THREE_GROUPS else spec
+    walked = _without_lists(spec) if choice in (_SHORTEST, _THREE_GROUPS, _FOUR_GROUPS) else spec
     return HopperPlan(spec, choice, walked, bool(declared.has_bias_tiles))
 
 
+_WARP_GROUPS = {(4, 64), (4, 128), (8, 64), (8, 128), (12, 64), (16, 64)}  # their warps, and the queries of each
 _MANY = 1024  # batch entries
 MAX_STAGES = 4  # of the forward kernel
 _NO_ENTROPY = "they have no derivative of the entropy (where its gradient is not requested, they run)"
@@ -157,15 +158,15 @@ def _plan_backward(forward: HopperPlan, requested: GradientRequest) -> HopperPla
 
 
 def _forward_tiles(spec: AttentionSpec) -> TileChoice:
-    """The user's tiles, else three groups', else measured ones where they divide the mask's blocks, else a rule's."""
+    """The user's tiles, else `_wide_tiles`, else measured ones where they divide the mask's blocks, else a rule's."""
     if spec.config.forward is not None:
         return TileChoice(spec.config.forward, "config")
     dtype = jnp.dtype(spec.dtype)
     if spec.config.batch_invariant:  # as if there were more tiles than CTAs: with few, other tiles may be persistent
         many = spec.replace(B=_MANY)
         return TileChoice(forward_tiles(many, dtype), "rule")
-    if _takes_three_groups(_without_lists(spec)):
-        return _THREE_GROUPS
+    if (wide := _wide_tiles(_without_lists(spec))) is not None:
+        return wide
     measured = _measured_tiles(spec, "forward_sm90", spec.S)
     if measured is not None and measured.block_q <= spec.T and suits(spec, measured, dtype):
         return TileChoice(measured, "table")
@@ -181,27 +182,41 @@ def _without_lists(spec: AttentionSpec) -> AttentionSpec:
 
 
 _THREE_GROUPS = TileChoice(Tiles(192, 128, num_warps=12, num_stages=3), "rule")
+_FOUR_GROUPS = TileChoice(Tiles(256, 64, num_warps=16, num_stages=6), "rule")
+_SHORTEST = TileChoice(Tiles(128, 64, num_warps=8, num_stages=4), "rule")
+_FEW = 1024  # queries and keys up to which four groups are preferred to three
 _BALANCED = 2**17  # queries of all heads from which on a masked call has five waves of these tiles
 
 
 @functools.lru_cache(maxsize=256)
-def _takes_three_groups(spec: AttentionSpec) -> bool:
-    """True if three consumer warp groups are faster, which share loads of keys, and leave 160 registers to a thread.
+def _wide_tiles(spec: AttentionSpec) -> TileChoice | None:
+    """Three or four consumer warp groups if these are faster: they share loads of keys. Two for `kernel.is_shortest`.
 
     H200, jax 0.11.2, bf16, 16 heads, us by two and by three: no mask, D 64, 8092 and 7411 (B 4, S 16384), D 32, 1826
     and 1582 (B 4, S 8192), D 80, 1204 and 1345 (B 2); causal 4169 and 3917 (B 4, S 16384). Where wider tiles compute
     more, they lose: no mask 139 and 149 (B 1, S 4096), a window of 1024 667 and 707, a mask without a range 3485 and
     3622. So they do with few keys: 66 and 149 (B 8, T 4096, S 128).
+
+    By two and by four, B 32: no mask 31.8 and 28.4 (S 256), 88.2 and 84.5 (S 512), 297 and 290 (S 1024), but 53.9 and
+    66.4 where tiles are half empty (S 384); causal, each group with its prefix, 34.7 and 26.9, 72.7 and 63.3, 201 and
+    187, and 324 and 321 (B 16, S 2048); ALiBi 36.5 and 28.6 (S 256).
     """
     is_plain = spec.normalize == "softmax" and spec.block_size is None and not spec.stats
     is_light = tables.mods_of(*spec.programs) in ("none", "arithmetic") and spec.qk_dtype is None
-    if not (is_plain and is_light) or max(spec.D, spec.Dv) > 64 or min(spec.T, spec.S) < 512:
-        return False
-    if spec.programs.mask is None:
-        waves = lambda queries: pl.cdiv(spec.B * spec.Hq * pl.cdiv(spec.T, queries), NUM_SMS)
-        return 192 * waves(192) < 1.05 * 128 * waves(128)
+    if not (is_plain and is_light) or max(spec.D, spec.Dv) > 64:
+        return None
+    if kernel.is_shortest(spec):
+        return _SHORTEST
+    queries = lambda size: size * pl.cdiv(spec.B * spec.Hq * pl.cdiv(spec.T, size), NUM_SMS)  # of an SM, with padding
+    mask, fewest, most = spec.programs.mask, min(spec.T, spec.S), max(spec.T, spec.S)
+    if fewest >= 256 and most <= _FEW and (mask is None or is_prefix(mask)) and queries(256) <= queries(128):
+        return _FOUR_GROUPS
+    if fewest < 512:
+        return None
+    if mask is None:
+        return _THREE_GROUPS if queries(192) < 1.05 * queries(128) else None
     visits = count_tiles(spec, Tiles(128, 128)) if spec.B * spec.Hq * spec.T >= _BALANCED else None
-    return visits is not None and visits[1] > 0.95 * visits[0]  # full tiles among all
+    return _THREE_GROUPS if visits is not None and visits[1] > 0.95 * visits[0] else None  # full tiles among all
 
 
 def forward_tiles(spec: AttentionSpec, dtype: DTypeLike) -> Tiles:
