@@ -155,14 +155,13 @@ SUITES = {
     ),
     # Odd head sizes beside even ones: 80 (Phi-2, Stable Diffusion), 96 (Phi-3), 192 (query and key of DeepSeek).
     "heads": _suite("head sizes", _CUDNN, _squares([(2, 8192, 16, D) for D in (64, 80, 96, 128, 192)], _BOTH)),
-    # Causal with blocks of 64: with 128, a fifth of the visited elements would be masked at S 256, a tenth at 512.
     "short": _suite(
         "short sequences",
         f"{_FLEX} jax-cudnn jax-xla sdpa-cudnn sdpa-flash sdpa-efficient tokamax fa4",
         [
-            square(32, S, 16, 64, variant, block=block, form=form)
-            for (variant, block, form), S in product(
-                (("noop", 128, "split"), ("causal", 64, "split"), ("causal", 128, "everywhere")), (128, 256, 512, 1024)
+            square(32, S, 16, 64, variant, form=form)
+            for (variant, form), S in product(
+                (("noop", "split"), ("causal", "split"), ("causal", "everywhere")), (128, 256, 512, 1024)
             )
         ],
         queue=True,
