@@ -56,6 +56,14 @@ def _bounded_memory() -> Iterator[None]:
         jax.clear_caches()
 
 
+@pytest.fixture
+def settings_of_device() -> Iterator[None]:
+    """In haste on the CPU; on a GPU, float32 without TF32."""
+    on_gpu = jax.default_backend() == "gpu"
+    with haste.compiled_in_haste(not on_gpu), jax.default_matmul_precision("highest" if on_gpu else None):
+        yield
+
+
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Any]:
     """The engine of `tests.support.served`, which the tests of a module share. Its packages are imported here alone."""

@@ -17,11 +17,12 @@ from pallas_kernels.triton.plan.limits import limit_of_device
 from tests.cases import mask_pairs, paged_cases, score_pairs
 from tests.cases.paged_cases import MIXED, latent_case, slopes
 from tests.support import eight_bits_model as model
-from tests.support import evaluation, paged_evaluation
+from tests.support import paged_evaluation
 from tests.support.paged_evaluation import options_of, run
 from tests.support.rows import tiers
 from tests.support.specs import spec_of
 
+pytestmark = pytest.mark.usefixtures("settings_of_device")
 E4M3 = "float8_e4m3fn"
 INT = functools.partial(jnp.asarray, dtype=jnp.int32)
 GPU = pytest.param("triton", marks=pytest.mark.gpu)
@@ -42,14 +43,6 @@ CASES = [
     held_case("tiles_of_deepseek", (1, 2), (70, 33), Hq=16, D=576, Dv=512, rope=64, scale=192**-0.5),
 ]
 IN_BFLOAT16 = [paged_cases.in_dtype(case, "bfloat16") for case in CASES]
-
-
-@pytest.fixture(autouse=True)
-def settings():
-    """In haste on the CPU; on a GPU, float32 without TF32."""
-    on_gpu = jax.default_backend() == "gpu"
-    with evaluation.compiled_in_haste(not on_gpu), jax.default_matmul_precision("highest" if on_gpu else None):
-        yield
 
 
 @tiers(

@@ -10,10 +10,11 @@ import pytest
 import jflex
 from tests.cases import mask_pairs, paged_cases
 from tests.cases.paged_cases import latent_case, slopes
-from tests.support import evaluation, paged_evaluation
+from tests.support import paged_evaluation
 from tests.support.paged_evaluation import options_of, run
 from tests.support.rows import tiers
 
+pytestmark = pytest.mark.usefixtures("settings_of_device")
 GPU = pytest.param("triton", marks=pytest.mark.gpu)
 BACKENDS = ["xla", "triton-interpret", GPU]
 HOPPER = pytest.param("mosaic_gpu", marks=pytest.mark.gpu)  # of 16 bits alone
@@ -26,14 +27,6 @@ GRID = [
                 mask=mask_pairs.causal)
     for heads in (1, 3, 9, 63, 64, 126, 128) for queries in (1, 2, 4) for keys in (20, 140, 4096)
 ]  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def settings():
-    """In haste on the CPU; on a GPU, float32 without TF32."""
-    on_gpu = jax.default_backend() == "gpu"
-    with evaluation.compiled_in_haste(not on_gpu), jax.default_matmul_precision("highest" if on_gpu else None):
-        yield
 
 
 @tiers(default={"case": "latent_decode"}, in_turns=True)

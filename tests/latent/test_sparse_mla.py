@@ -11,9 +11,10 @@ import jflex
 from jflex.latent import sparse as sparse_call
 from tests.cases import mask_pairs, paged_cases
 from tests.cases.paged_cases import latent_case, slopes
-from tests.support import evaluation, paged_evaluation
+from tests.support import paged_evaluation
 from tests.support.rows import in_turns, tiers
 
+pytestmark = pytest.mark.usefixtures("settings_of_device")
 GPU = pytest.param("triton", marks=pytest.mark.gpu)
 BACKENDS = ["xla", "triton-interpret", GPU]
 backends = pytest.mark.parametrize("backend", BACKENDS)
@@ -26,14 +27,6 @@ INVALID = (-(2**31), -123456, -1, 2**31 - 1)
 def where(request, monkeypatch):
     """Where the kernels read the selected rows."""
     monkeypatch.setattr(sparse_call, "COPIED_HEADS", 1 if request.param == "copied" else 1 << 30)
-
-
-@pytest.fixture(autouse=True)
-def settings():
-    """In haste on the CPU; on a GPU, float32 without TF32."""
-    on_gpu = jax.default_backend() == "gpu"
-    with evaluation.compiled_in_haste(not on_gpu), jax.default_matmul_precision("highest" if on_gpu else None):
-        yield
 
 
 def owners(case):

@@ -15,6 +15,7 @@ from tests.support import evaluation, paged_evaluation
 from tests.support.paged_evaluation import call, draw, placed, run
 from tests.support.rows import in_turns, tiers
 
+pytestmark = pytest.mark.usefixtures("settings_of_device")
 GPU = pytest.param("triton", marks=pytest.mark.gpu)
 BACKENDS = ["xla", "triton-interpret", GPU]
 backends = pytest.mark.parametrize("backend", BACKENDS)
@@ -34,16 +35,6 @@ NOT_INTERPRETED = [
 EIGHT_BITS = ["e4m3", "e4m3_of_heads", "divided_int8"]
 # On the CPU; a GPU runs all.
 BFLOAT16 = ["mixed", "rotated_pages_of_16", *EIGHT_BITS]
-
-
-@pytest.fixture(autouse=True)
-def settings():
-    """In haste on the CPU; on a GPU, float32 without TF32."""
-    on_gpu = jax.default_backend() == "gpu"
-    with evaluation.compiled_in_haste(not on_gpu), jax.default_matmul_precision("highest" if on_gpu else None):
-        yield
-
-
 in_bfloat16 = functools.partial(paged_cases.in_dtype, dtype="bfloat16")
 
 

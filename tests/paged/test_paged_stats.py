@@ -11,10 +11,11 @@ import jflex
 from pallas_kernels.split_kv import planner
 from tests.calls import test_cascade
 from tests.cases.paged_cases import CASES, PagedCase
-from tests.support import dropout_bits, evaluation, oracle, paged_evaluation
+from tests.support import dropout_bits, oracle, paged_evaluation
 from tests.support.layer_flavours import FLAVOURS
 from tests.support.rows import in_turns, tiers
 
+pytestmark = pytest.mark.usefixtures("settings_of_device")
 ALL = ("lse", "max", "entropy")
 GPU = pytest.param("triton", marks=pytest.mark.gpu)
 TABLE = [case for case in CASES if case.normalize == "softmax"]
@@ -23,13 +24,6 @@ INTERPRETED = ["decode", "mixed", "group_5", "divided_with_parts_that_see_nothin
 OPTIONS = test_cascade.BACKENDS
 every_backend = pytest.mark.parametrize("backend", ["reference", "xla", "triton-interpret", GPU])
 assert_close = functools.partial(np.testing.assert_allclose, rtol=3e-5, atol=3e-5)
-
-
-@pytest.fixture(autouse=True)
-def _settings():
-    on_gpu = jax.default_backend() == "gpu"
-    with evaluation.compiled_in_haste(not on_gpu), jax.default_matmul_precision("highest" if on_gpu else None):
-        yield
 
 
 def causal(b, h, q_idx, kv_idx):

@@ -15,9 +15,10 @@ from jflex.backends.xla.paged import KEYS, walk_of
 from jflex.options import Settings
 from jflex.paged import PagedBatch, PagedCache, check_batch, debug_check_batch, token_positions, token_slots
 from jflex.paged.attention import prepare
-from tests.support import evaluation, paged_evaluation
+from tests.support import paged_evaluation
 from tests.support.rows import tiers
 
+pytestmark = pytest.mark.usefixtures("settings_of_device")
 H, HKV, D, PAGE = 4, 2, 16, 4
 TREE, WIDE = [-1, 0, 0, 1, 1, 2, 5], [-1, 0, 1, 2, 0, 4, 1, 0, 7, 8, 8, 3]
 FULL = [-1, *[max(0, node // 2 - 1) for node in range(1, 32)]]
@@ -50,13 +51,6 @@ MODS = {
         lambda q, k: (q >= k) & (IDS[q] == IDS[k]),
     ),
 }
-
-
-@pytest.fixture(autouse=True)
-def settings():
-    on_gpu = jax.default_backend() == "gpu"
-    with evaluation.compiled_in_haste(not on_gpu), jax.default_matmul_precision("highest" if on_gpu else None):
-        yield
 
 
 def parents_of(queries) -> list[int]:
