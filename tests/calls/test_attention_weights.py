@@ -12,7 +12,6 @@ from jflex import weights as module
 from jflex.masks import causal, document
 from tests.cases.table import CASES, LENGTHS, Case, in_tiers
 from tests.support import evaluation, tolerance
-from tests.support.evaluation import compiled_in_haste
 from tests.support.rows import tiers
 
 SOFTMAX = [case for case in [*CASES, *LENGTHS] if not case.dropout_rate and case.normalize == "softmax"]
@@ -75,8 +74,7 @@ def sums(case: Case, weights, value):
 def test_rows_against_the_oracle(case: Case):
     x, T = jax.tree.map(jnp.asarray, evaluation.poisoned(case)), case.sizes.T
     rows = np.array([T - 1, 0, T // 2, T // 2, T // 3])  # neither sorted nor different
-    with compiled_in_haste(jax.default_backend() != "gpu"):
-        found = np.asarray(weights_of(case, x.query, x.key, x.score, rows))
+    found = np.asarray(weights_of(case, x.query, x.key, x.score, rows))
     assert found.dtype == np.float32
     oracle = evaluation.exact(case).found
     moved = tolerance.score_rounding(evaluation.draw(case), oracle, case)[..., rows, None]
@@ -109,8 +107,7 @@ def test_outputs_and_gradients_as_of_reference(case: Case):
         out, pull = jax.vjp(attend, x.query, x.key, floats)
         return out, pull(x.d_out)
 
-    with compiled_in_haste(True):
-        found, right = (jax.jit(functools.partial(run, attend))() for attend in (by_weights, by_reference))
+    found, right = (jax.jit(functools.partial(run, attend))() for attend in (by_weights, by_reference))
     eps = float(jnp.finfo(case.dtype).eps)
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(right), strict=True):
         a, b = (np.asarray(y, np.float64) for y in (a, b))

@@ -14,7 +14,6 @@ import jflex
 from jflex._call.dropout import kept_mod
 from tests.support import dropout_bits, gpu_compile
 from tests.support.dense_masks import causal
-from tests.support.evaluation import compiled_in_haste
 from tests.support.rows import in_turns, tiers
 
 B, T, S, HQ, HKV = 2, 40, 70, 4, 2
@@ -23,12 +22,6 @@ INTERPRETED = {"implementation": "triton", "config": jflex.Config(interpret=True
 BACKENDS = {"reference": {"implementation": "reference"}, "xla": {"implementation": "xla"}, "triton": INTERPRETED}
 backends = pytest.mark.parametrize("how", BACKENDS.values(), ids=BACKENDS)
 fused = pytest.mark.parametrize("how", [BACKENDS["xla"], INTERPRETED], ids=["xla", "triton"])
-
-
-@pytest.fixture(autouse=True)
-def _in_haste():
-    with compiled_in_haste(True):
-        yield
 
 
 def shown(batch=B, queries=T, keys=S, key_batch=None, layout="BTNH"):

@@ -13,7 +13,6 @@ import flax_layers.linen
 import flax_layers.nnx
 import jflex
 from flax_layers.rotary_scaling import YarnScaling
-from tests.support import evaluation
 from tests.support.layer_flavours import FLAVOURS, LinenLayer
 from tests.support.rows import in_turns, tiers
 
@@ -68,12 +67,6 @@ def called(layer, inputs, **options):
 
 def decoded(layer, inputs, cache):
     return jax.jit(lambda x, cache: layer.decode(x, cache))(inputs, cache)
-
-
-@pytest.fixture(autouse=True)
-def in_haste():
-    with evaluation.compiled_in_haste(True):
-        yield
 
 
 def inputs_of(name="latent_queries", dtype=jnp.float32):

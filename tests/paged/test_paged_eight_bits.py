@@ -12,7 +12,7 @@ from jflex.paged import PagedBatch, PagedCache, clear_unused, copy_pages, copy_s
 from pallas_kernels.spec import Paging
 from pallas_kernels.triton.plan.limits import limit_of_device
 from tests.support import eight_bits_model as model
-from tests.support import evaluation, paged_evaluation
+from tests.support import paged_evaluation
 from tests.support.rows import in_turns, tiers
 from tests.support.specs import spec_of
 
@@ -22,12 +22,6 @@ TOKENS, HKV, D, DV, PAGE, PAGES = 12, 2, 16, 8, 4, 6
 INT = functools.partial(jnp.asarray, dtype=jnp.int32)
 SLOTS = [9, -1, 4, 23, 10, 5, 6, 7, 8, 11, 10**6, 12]
 KEPT = np.array([0 <= slot < PAGE * PAGES for slot in SLOTS])
-
-
-@pytest.fixture(autouse=True)
-def in_haste():
-    with evaluation.compiled_in_haste(jax.default_backend() != "gpu"):
-        yield
 
 
 def drawn(dtype=np.float32, size=D, seed=0):

@@ -4,7 +4,7 @@ import pytest
 
 from flax_layers.serving import Engine, EngineOptions
 from tests.serving.soak import Client, Soak
-from tests.support import evaluation, served
+from tests.support import served
 
 pytestmark = pytest.mark.full
 SIZES = EngineOptions(
@@ -14,10 +14,9 @@ SIZES = EngineOptions(
 
 @pytest.fixture(scope="module")
 def small():
-    with evaluation.compiled_in_haste(True):
-        engine = Engine(served.model(), SIZES)
-        engine.warm_up()
-        yield engine
+    engine = Engine(served.model(), SIZES)
+    engine.warm_up()
+    return engine
 
 
 def test_nothing_is_wrong(small):
