@@ -236,18 +236,11 @@ def _exponents(jaxpr: core.Jaxpr) -> list[core.Var | core.Literal]:
     return [jaxpr.eqns[start + at].invars[operand] for start in starts]
 
 
-class _Power(NamedTuple):
-    """The primitives of a power of integers, and where the exponent enters: the equation and its operand."""
-
-    primitives: list[str]
-    equation: int
-    operand: int
-
-
 @functools.cache
-def _power() -> _Power:
+def _power() -> tuple[list[str], int, int]:
+    """The primitives of a power of integers, and where the exponent enters: the equation and its operand."""
     index = jax.ShapeDtypeStruct((), jnp.int32)
     jaxpr = open_jaxpr(jax.make_jaxpr(lambda x, exponent: jnp.power(x, exponent))(index, index)).jaxpr
     equation = next(i for i, eqn in enumerate(jaxpr.eqns) if jaxpr.invars[1] in eqn.invars)
     operand = jaxpr.eqns[equation].invars.index(jaxpr.invars[1])
-    return _Power([eqn.primitive.name for eqn in jaxpr.eqns], equation, operand)
+    return [eqn.primitive.name for eqn in jaxpr.eqns], equation, operand
