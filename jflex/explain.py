@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any, Concatenate, NamedTuple, overload
+from typing import Any, Concatenate, overload
 
 import jax
 import jax.numpy as jnp
@@ -119,13 +119,6 @@ def explain(*args: Any, **kwargs: Any) -> Account | PagedAccount | CascadeAccoun
     return _with_tracers(explained, (settings, arguments))
 
 
-class _Explained(NamedTuple):
-    """Checks of a call, and the account of their result."""
-
-    prepare: Callable[..., object]
-    account: Callable[[Any, Implementation], Any]
-
-
 def _dense(call: entry.Call, implementation: Implementation) -> Account:
     return Account.from_call(call.spec, call.inputs, implementation)
 
@@ -135,16 +128,15 @@ def _prepare_context_parallel(settings: Settings, **arguments: Any) -> Checked:
     return prepare_context_parallel(settings=settings, division=division, **arguments)
 
 
-_CALLS: dict[Callable[..., object], _Explained] = {
-    attention.flex_attention: _Explained(entry.prepare, _dense),
-    varlen.flex_attention_varlen: _Explained(varlen.prepare, lambda packed, how: _dense(packed.call, how)),
-    paged.paged_attention: _Explained(paged.prepare, PagedAccount.from_call),
-    latent.mla_attention: _Explained(latent.prepare, PagedAccount.from_call),
-    sparse.sparse_mla_attention: _Explained(sparse.prepare, PagedAccount.from_call),
-    context_parallel_attention: _Explained(_prepare_context_parallel, ContextAccount.from_call),
-    cascade.cascade_attention: _Explained(
-        cascade.prepare, lambda call, how: CascadeAccount.from_levels(call.levels, how)
-    ),
+# The checks of each call, and the account of their result.
+_CALLS: dict[Callable[..., object], tuple[Callable[..., object], Callable[[Any, Implementation], Any]]] = {
+    attention.flex_attention: (entry.prepare, _dense),
+    varlen.flex_attention_varlen: (varlen.prepare, lambda packed, how: _dense(packed.call, how)),
+    paged.paged_attention: (paged.prepare, PagedAccount.from_call),
+    latent.mla_attention: (latent.prepare, PagedAccount.from_call),
+    sparse.sparse_mla_attention: (sparse.prepare, PagedAccount.from_call),
+    context_parallel_attention: (_prepare_context_parallel, ContextAccount.from_call),
+    cascade.cascade_attention: (cascade.prepare, lambda call, how: CascadeAccount.from_levels(call.levels, how)),
 }
 _BY_FUNCTION = {inspect.unwrap(call): explained for call, explained in _CALLS.items()}  # without decorators
 
