@@ -88,14 +88,8 @@ def run_of(position: Int32[Array, " N"], indptr: Int32[Array, " R_and_1"]) -> In
     return jnp.searchsorted(indptr[1:], position, side="right", method="scan_unrolled").astype(jnp.int32)
 
 
-class PackedStates(NamedTuple):
-    """The blocks of each list as bits: partial and full ones of every row, then of every column."""
-
-    kv_partial: BitRows
-    kv_full: BitRows
-    q_partial: BitRows
-    q_full: BitRows
-
+PackedStates = tuple[BitRows, ...]
+"""The blocks of each list as bits: partial and full ones of every row, then of every column."""
 
 Widths = tuple[int, int, int, int]
 """Entries of a row of each table: partial and full key blocks, partial and full query blocks."""
@@ -135,8 +129,8 @@ def pack_states(states: Int8[Array, "B H R C"]) -> PackedStates:
     turned = [transpose(x.reshape(batch * heads, rows, x.shape[1]), columns) for x in words]
     words += [x.reshape(batch * heads * columns, x.shape[2]) for x in turned]
     if words[0].shape[1] != words[2].shape[1]:
-        return PackedStates(*_split(words[:2]), *_split(words[2:]))
-    return PackedStates(*_split(words))
+        return *_split(words[:2]), *_split(words[2:])
+    return tuple(_split(words))
 
 
 def _split(words: list[jax.Array]) -> list[BitRows]:
