@@ -117,12 +117,12 @@ def batchable_program(traced: TracedMod) -> core.ClosedJaxpr:
 
 def trace_score_mod(mod: Callable[..., ArrayLike]) -> tuple[TracedMod, tuple[jax.Array, ...]]:
     """Traces ``mod(score, b, h, q_idx, kv_idx) -> score``; also returns the arrays that it closes over."""
-    return _trace(mod, "score")
+    return _residual(mod, *_scalar_call(mod, "score"), "score")
 
 
 def trace_mask_mod(mod: Callable[..., ArrayLike]) -> tuple[TracedMod, tuple[jax.Array, ...]]:
     """Traces ``mod(b, h, q_idx, kv_idx) -> bool``; also returns the arrays that it closes over."""
-    return _trace(mod, "mask")
+    return _residual(mod, *_scalar_call(mod, "mask"), "mask")
 
 
 def trace_vector_mod(
@@ -175,10 +175,6 @@ def describe(mod: Any) -> str:
     if code is None:
         return name
     return f"{name} ({code.co_filename.rsplit('/', 1)[-1]}:{code.co_firstlineno})"
-
-
-def _trace(mod: Callable[..., ArrayLike], role: ScalarRole) -> tuple[TracedMod, tuple[jax.Array, ...]]:
-    return _residual(mod, *_scalar_call(mod, role), role)
 
 
 def _scalar_call(
