@@ -16,11 +16,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.core import Tracer
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float, Float32
 
-from jflex._check.arguments import LARGEST, describe_array, is_eight_bits
+from jflex._check.arguments import LARGEST, describe_array, is_eight_bits, known_values
 from jflex.backends.eight_bits import in_tiles
 from jflex.types import AnyArray
 from pallas_kernels.spec import LATENT_TILE
@@ -125,10 +124,9 @@ def check_scale(name: str, scale: Any, pages: AnyArray) -> None:
 
 def check_positive(name: str, scale: ArrayLike) -> None:
     """Raises ValueError unless all scales, if they are known, are positive, finite and not subnormal."""
-    is_array = isinstance(scale, jax.Array | np.ndarray) and not isinstance(scale, Tracer)
-    if not is_array or (isinstance(scale, jax.Array) and not scale.is_fully_addressable):
+    x = known_values(scale)
+    if x is None:
         return
-    x = np.asarray(scale)
     wrong = x[~((x >= LEAST_SCALE) & (x < np.inf))]
     if wrong.size:
         raise ValueError(
