@@ -17,7 +17,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int32
 
 from jflex._call.vector_mods import VectorMods
-from jflex._check.arguments import describe_array, device_of, known_values
+from jflex._check.arguments import check_is_array, describe_array, device_of, known_values
 from jflex.backends.base import Saved
 from jflex.backends.vector_mods import modified_rows
 from jflex.block_mask.varlen_mask import (
@@ -254,8 +254,7 @@ def _own_block_size(config: object) -> tuple[int, int]:
 
 def _check_arrays(q: ArrayOrShape, k: ArrayOrShape, v: ArrayOrShape) -> None:
     for name, x, axes in (("q", q, "[N, Hq, D]"), ("k", k, "[M, Hkv, D]"), ("v", v, "[M, Hkv, Dv]")):
-        if not (hasattr(x, "shape") and hasattr(x, "dtype")):
-            raise TypeError(f"`{name}` must be an array. Got {type(x).__name__}.")
+        check_is_array(x, name)
         if len(x.shape) != 3:
             raise ValueError(
                 f"`{name}` must have three axes, {axes}, its tokens packed. Got {describe_array(x)}. A batch of "

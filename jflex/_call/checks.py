@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 import jax
 import numpy as np
 
-from jflex._check.arguments import DTYPES, EIGHT_BITS, LAYOUTS, describe_array
+from jflex._check.arguments import DTYPES, EIGHT_BITS, LAYOUTS, check_is_array, check_layout, describe_array
 from jflex._check.user_warnings import warn_user
 from jflex.block_mask.mask import BlockMask
 from jflex.mods.dependence import uses_index
@@ -27,12 +27,10 @@ def check_arrays(
     may_have_eight_bits: bool = False,
 ) -> None:
     """Raises unless query, key and value fit together; a call without a value may have any."""
-    if layout not in LAYOUTS:
-        raise ValueError(f"`layout` must be one of {', '.join(map(repr, LAYOUTS))}. Got {layout!r}.")
+    check_layout(layout)
     named: dict[str, Any] = {"query": query, "key": key} | ({"value": value} if has_value else {})
     for name, x in named.items():
-        if not (hasattr(x, "shape") and hasattr(x, "dtype")):
-            raise TypeError(f"`{name}` must be an array. Got {type(x).__name__}.")
+        check_is_array(x, name)
     got = "Got " + ", ".join(f"{name}: {describe_array(x)}" for name, x in named.items()) + "."
     for name, x in named.items():
         if len(x.shape) != 4:

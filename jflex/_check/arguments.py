@@ -33,6 +33,18 @@ def is_eight_bits(dtype: DTypeLike) -> bool:
     return str(jnp.dtype(dtype)) in LARGEST
 
 
+def check_layout(layout: object) -> None:
+    """Raises ValueError for a layout that jflex does not have."""
+    if layout not in LAYOUTS:
+        raise ValueError(f"`layout` must be one of {', '.join(map(repr, LAYOUTS))}. Got {layout!r}.")
+
+
+def check_is_array(x: object, name: str) -> None:
+    """Raises TypeError unless an argument has a shape and a dtype."""
+    if not (hasattr(x, "shape") and hasattr(x, "dtype")):
+        raise TypeError(f"`{name}` must be an array. Got {type(x).__name__}.")
+
+
 def known_values(x: object) -> np.ndarray | None:
     """The values of an array; None for tracers, shapes, and arrays spread over several hosts.
 

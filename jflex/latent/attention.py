@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jflex._check.arguments import check_scale, checked_positive, describe_array
+from jflex._check.arguments import check_is_array, check_scale, checked_positive, describe_array
 from jflex.entry import PagedCall, check_packed, prepare_paged, run_paged
 from jflex.mods.types import ScoreMod
 from jflex.options import LatentOptions, LatentOutput, LatentPair, Settings, checked, takes
@@ -138,8 +138,7 @@ def _scale_of(caller: str, qk_head_dim: int | None, scale: float | None) -> floa
 
 def _check_absorbed(q: ArrayOrShape, cache: LatentCache) -> None:
     """Raises unless absorbed queries fit a cache."""
-    if not (hasattr(q, "shape") and hasattr(q, "dtype")):
-        raise TypeError(f"`q` must be an array. Got {type(q).__name__}.")
+    check_is_array(q, "q")
     got = f"Got q: {describe_array(q)}, cache.rows: {describe_array(cache.rows)}."
     if len(q.shape) != 3 or q.shape[1] == 0:
         raise ValueError(

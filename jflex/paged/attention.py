@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Int32
 
-from jflex._check.arguments import describe_array, is_eight_bits, known_values
+from jflex._check.arguments import check_is_array, describe_array, is_eight_bits, known_values
 from jflex.backends.vector_mods import modified_rows
 from jflex.entry import PagedCall, Pages, check_packed, finish_packed, prepare_paged, run_paged
 from jflex.mods.array_sizes import CallSizes
@@ -191,8 +191,7 @@ def check_queries(q: ArrayOrShape, cache: object) -> None:
         raise TypeError(
             f"`cache` must be a `PagedCache`. Got {type(cache).__name__}. Make one with `PagedCache.create(...)`."
         )
-    if not (hasattr(q, "shape") and hasattr(q, "dtype")):
-        raise TypeError(f"`q` must be an array. Got {type(q).__name__}.")
+    check_is_array(q, "q")
     got = f"Got q: {describe_array(q)}, cache.k: {describe_array(cache.k)}, cache.v: {describe_array(cache.v)}."
     if len(q.shape) != 3:
         raise ValueError(

@@ -20,7 +20,7 @@ from jax.core import Tracer
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float32, Int32, Shaped
 
-from jflex._check.arguments import DTYPES, LARGEST, checked_positive, describe_array, is_eight_bits
+from jflex._check.arguments import DTYPES, LARGEST, check_is_array, checked_positive, describe_array, is_eight_bits
 from jflex.paged.eight_bits import check_scale, first_scale
 from jflex.types import AnyArray
 
@@ -212,8 +212,7 @@ class PagedCache(PageStore):
         >>> PagedCache.create(4, 2, 1, 1, dtype="float32").check()
         """
         for name, pages in (("cache.k", self.k), ("cache.v", self.v)):
-            if not (hasattr(pages, "shape") and hasattr(pages, "dtype")):
-                raise TypeError(f"`{name}` must be an array. Got {type(pages).__name__}.")
+            check_is_array(pages, name)
         got = f"Got k: {describe_array(self.k)}, v: {describe_array(self.v)}."
         if str(self.k.dtype) not in (*DTYPES, *LARGEST) or self.k.dtype != self.v.dtype:
             raise TypeError(

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, BFloat16, Float, Float32, Int, Int32
 
-from jflex._check.arguments import DTYPES, checked_positive, describe_array
+from jflex._check.arguments import DTYPES, check_is_array, checked_positive, describe_array
 from jflex.backends.xla.narrow import set_rows
 from jflex.paged.cache import PageStore, check_cache, checked_pages
 from jflex.paged.eight_bits import (
@@ -158,8 +158,7 @@ class LatentCache(PageStore):
 
         >>> LatentCache.create(4, 2, 8, 4, dtype="float32").check()
         """
-        if not (hasattr(self.rows, "shape") and hasattr(self.rows, "dtype")):
-            raise TypeError(f"`cache.rows` must be an array. Got {type(self.rows).__name__}.")
+        check_is_array(self.rows, "cache.rows")
         got = f"Got rows: {describe_array(self.rows)}, rope_size: {self.rope_size}."
         if str(self.rows.dtype) not in (*DTYPES, TILES_DTYPE):
             raise TypeError(

@@ -20,7 +20,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from jflex._check.arguments import DTYPES, LAYOUTS, describe_array
+from jflex._check.arguments import DTYPES, check_is_array, check_layout, describe_array
 from jflex.states.stats import AttentionStats, Stat
 from jflex.types import AnyArray, Lse, Out
 
@@ -114,7 +114,7 @@ class AttentionState:
         >>> state.out.shape, state.lse.shape
         ((1, 16, 4, 8), (1, 16, 4))
         """
-        _check_layout(layout)
+        check_layout(layout)
         stats = lse if isinstance(lse, AttentionStats) else AttentionStats(lse)
         if stats.lse is None:
             raise ValueError(
@@ -151,7 +151,7 @@ class AttentionState:
         >>> out.shape, lse.shape
         ((1, 4, 16, 8), (1, 4, 16))
         """
-        _check_layout(layout)
+        check_layout(layout)
         state = checked_state("self", self)
         if state.out.ndim != 4:
             raise ValueError(
@@ -191,18 +191,12 @@ def checked_state(name: str, state: object) -> AttentionState:
 
 def _checked_array(name: str, x: AnyArray, dtypes: Sequence[str]) -> jax.Array:
     x = jnp.asarray(x) if isinstance(x, np.ndarray) else x
-    if not (hasattr(x, "shape") and hasattr(x, "dtype")):
-        raise TypeError(f"`{name}` must be an array. Got {type(x).__name__}.")
+    check_is_array(x, name)
     if str(x.dtype) not in dtypes:
         raise TypeError(
             f"`{name}` must be floating-point ({', '.join(dtypes)}). Got {describe_array(x)}. Cast it with `.astype`."
         )
     return x
-
-
-def _check_layout(layout: str) -> None:
-    if layout not in LAYOUTS:
-        raise ValueError(f"`layout` must be one of {', '.join(map(repr, LAYOUTS))}. Got {layout!r}.")
 
 
 def check_alike(name: str, state: AttentionState, first_name: str, first: AttentionState) -> None:
