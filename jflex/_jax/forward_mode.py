@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeAlias, cast
+from typing import TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
@@ -73,11 +73,8 @@ class TangentOp(BackendOp[_Moving, SavedCotangents]):
 # --- the linear map between tangents of the inputs and of the results
 
 
-class _Level(NamedTuple):
-    """A level of `jax.vmap`: its size, and the axis of each residual, 0 or None. Other arrays are mapped at axis 0."""
-
-    size: int
-    axes: tuple[int | None, ...]
+_Level: TypeAlias = tuple[int, tuple[int | None, ...]]
+"""A level of `jax.vmap`: its size, and the axis of each residual, 0 or None. Other arrays are mapped at axis 0."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,8 +111,8 @@ class _Linear:
         return self._mapped(functools.partial(direction, **how), flat)
 
     def _mapped(self, function: Callable[..., list[jax.Array]], flat: Sequence[jax.Array]) -> list[jax.Array]:
-        for level in self.levels:
-            function = jax.vmap(function, in_axes=(list(level.axes), 0), axis_size=level.size)
+        for size, axes in self.levels:
+            function = jax.vmap(function, in_axes=(list(axes), 0), axis_size=size)
         return function(list(flat[: self.count]), list(flat[self.count :]))
 
     def _forward(self, residuals, linear, run=call_as_primitive, saved=None) -> list[jax.Array]:
@@ -150,8 +147,8 @@ class _Linear:
         """The types of the results: of the inputs, or of what was saved."""
         types = []
         for number, x in enumerate(residuals):
-            mapped = sum(level.axes[number] is not None for level in self.levels)
-            sizes, spec = (level.size for level in reversed(self.levels)), x.sharding.spec[mapped:]
+            mapped = sum(axes[number] is not None for _, axes in self.levels)
+            sizes, spec = (size for size, _ in reversed(self.levels)), x.sharding.spec[mapped:]
             types.append(
                 ShapedArray(
                     (*sizes, *x.shape[mapped:]),
@@ -289,7 +286,7 @@ def _batching(args, dims, *, linear, **_):
         jnp.broadcast_to(x, (size, *x.shape)) if axis is None else x  # the transpose sums over the batch
         for x, axis in zip(args[count:], dims[count:], strict=True)
     ]
-    level = _Level(size, tuple(None if axis is None else 0 for axis in dims[:count]))
+    level = size, tuple(None if axis is None else 0 for axis in dims[:count])
     linear = dataclasses.replace(linear, levels=(*linear.levels, level))
     results = _bind(linear, *args[:count], *moved)
     return results, [0] * len(results)
