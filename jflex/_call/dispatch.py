@@ -81,7 +81,7 @@ def select(implementation: Implementation, spec: AttentionSpec, requested: Gradi
         faster = _faster(name, spec, None, requested) if implementation is None else None
         if faster is None:
             return Selection(name, plan, rejections)
-        rejections[name] = faster.reason
+        _, rejections[name] = faster
     return Selection(None, None, rejections)
 
 
@@ -134,7 +134,7 @@ def select_passes(implementation: Implementation, spec: AttentionSpec, requested
         raise UnsupportedError(_refusal(selection, spec, requested))
     name = selection.name
     faster = _faster(name, spec, requested, requested) if implementation is None else None
-    return Passes(name, name) if faster is None else Passes(name, faster.name, faster.reason)
+    return Passes(name, name) if faster is None else Passes(name, *faster)
 
 
 def select_tangent(implementation: Implementation, spec: AttentionSpec, requested: GradientRequest) -> Selection:
@@ -158,19 +158,12 @@ def no_gradients(spec: AttentionSpec) -> str:
     return f"`query` and `key` of {spec.qk_dtype} are for inference (cast both to {spec.dtype})"
 
 
-class _Faster(NamedTuple):
-    """A backend that is faster than one before it in the order, and why."""
-
-    name: str
-    reason: str
-
-
 def _faster(
     name: str, spec: AttentionSpec, judged: GradientRequest | None, requested: GradientRequest | None
-) -> _Faster | None:
+) -> tuple[str, str] | None:
     """The next backend in the order that supports the call, if it is known to be faster than `name`; not `xla`.
 
-    The backward pass with the `judged` gradients is compared; for None, the forward pass.
+    Returns its name and why. The backward pass with the `judged` gradients is compared; for None, the forward pass.
     """
     reason = get_backend(name).not_preferred(spec, judged)
     if reason is None:
@@ -178,7 +171,7 @@ def _faster(
     later = ORDER[ORDER.index(name) + 1 : ORDER.index("xla")]
     able = (other for other in later if not isinstance(get_backend(other).plan(spec, requested), Refusal))
     other = next(able, None)
-    return None if other is None else _Faster(other, reason)
+    return None if other is None else (other, reason)
 
 
 def _refusal(selection: Selection, spec: AttentionSpec, requested: GradientRequest | None) -> str:
