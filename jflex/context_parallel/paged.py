@@ -200,8 +200,7 @@ def _on_device(
     table = table.reshape(*table.shape[:1], -1, n)[:, :, me] - me * local_pages
     lengths = arrays.lengths // (n * size) * size + jnp.clip(arrays.lengths % (n * size) - me * size, 0, size)
     first = arrays.first_page // (n * local_pages) * local_pages
-    exact = spec.dtype if spec.dtype == "float64" else "float32"
-    local = spec.replace(S=table.shape[1] * size, paging=paging._replace(num_pages=local_pages), out_dtype=exact)
+    local = spec.replace(S=table.shape[1] * size, paging=paging._replace(num_pages=local_pages), out_dtype=spec.exact)
     number = jax.lax.axis_index(placement.heads) if placement.head_shards > 1 else 0
     local, inputs = paged_shard_of(local, arrays, placement.head_shards, number, Spread(me * size, size, n * size))
     pages = Pages(
