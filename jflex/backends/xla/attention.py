@@ -13,16 +13,7 @@ from jflex.backends.eight_bits import widened
 from jflex.backends.results import fold_sinks
 from jflex.backends.xla import paged, softmax
 from jflex.backends.xla.backward import Backward
-from jflex.backends.xla.block_scores import (
-    dropped,
-    einsum,
-    exact,
-    kept_weights,
-    modified,
-    raw_scores,
-    scaled_query,
-    scaled_up,
-)
+from jflex.backends.xla.block_scores import dropped, einsum, kept_weights, modified, raw_scores, scaled_query, scaled_up
 from jflex.backends.xla.blockwise import QUERIES_FIRST, Column, Unit, Walk
 from jflex.backends.xla.containment import all_finite, all_of_batch, masked_product
 from jflex.backends.xla.loads import split_loads
@@ -53,7 +44,7 @@ class Xla(Backend):
             return paged.attend(spec, inputs)
         inputs = inputs if spec.qk_dtype is None else widened(inputs)
         walk = Walk.from_inputs(spec, inputs, QUERIES_FIRST)
-        spec, dtype = walk.spec, exact(spec)
+        spec, dtype = walk.spec, spec.exact
         query, is_softmax = walk.padded(inputs.query, spec.layout), spec.normalize == "softmax"
 
         def row(saved: Saved, unit: Unit) -> Saved:

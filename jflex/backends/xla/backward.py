@@ -10,16 +10,7 @@ import jax.numpy as jnp
 
 from jflex.backends.base import Gradients, Inputs, Saved, SavedCotangents
 from jflex.backends.xla import softmax
-from jflex.backends.xla.block_scores import (
-    dropped,
-    einsum,
-    exact,
-    kept_weights,
-    modified,
-    raw_scores,
-    scaled_query,
-    scaled_up,
-)
+from jflex.backends.xla.block_scores import dropped, einsum, kept_weights, modified, raw_scores, scaled_query, scaled_up
 from jflex.backends.xla.blockwise import KEYS_FIRST, Column, Unit, Walk
 from jflex.backends.xla.captured import CapturedGradients
 from jflex.backends.xla.containment import all_finite, cleared, masked_product
@@ -52,7 +43,7 @@ class Backward:
         self.walk, self.inputs, self.requested = Walk.from_inputs(spec, inputs, KEYS_FIRST), inputs, requested
         self.spec = spec = self.walk.spec
         self.query, self.d_out = (self.walk.padded(x, spec.layout) for x in (inputs.query, d_saved.out))
-        delta = jnp.sum(saved.out.astype(exact(spec)) * d_saved.out.astype(exact(spec)), axis=-1)
+        delta = jnp.sum(saved.out.astype(spec.exact) * d_saved.out.astype(spec.exact), axis=-1)
         delta = delta if spec.layout == "BNTH" else delta.swapaxes(1, 2)
         vectors = softmax.row_vectors(delta, saved, d_saved)
         self.vectors = jax.tree.map(lambda x: self.walk.padded(x, "BNTH"), vectors)
@@ -64,7 +55,7 @@ class Backward:
     def run(self) -> Gradients:
         """All requested gradients."""
         spec, walk, requested = self.spec, self.walk, self.requested
-        dtype = exact(spec)
+        dtype = spec.exact
         grads = {
             "query": jnp.zeros(self.query.shape, dtype) if requested.query else None,
             "key": walk.zero_keys(spec.D, dtype) if requested.key else None,

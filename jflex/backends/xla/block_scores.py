@@ -12,22 +12,16 @@ from jflex.backends.xla.blockwise import Unit, Walk, over_block
 from pallas_kernels.spec import AttentionSpec
 
 
-def exact(spec: AttentionSpec) -> jnp.dtype:
-    """The dtype of scores and accumulators."""
-    return jnp.dtype(spec.exact)
-
-
 def einsum(axes: str, a: jax.Array, b: jax.Array, spec: AttentionSpec) -> jax.Array:
     """A GEMM, with results in the dtype of scores."""
-    dtype = exact(spec)
     if spec.platform == "cpu":  # XLA's CPU lacks some 16-bit GEMMs with float32 results ("UNIMPLEMENTED")
-        a, b = a.astype(dtype), b.astype(dtype)
-    return jnp.einsum(axes, a, b, precision=spec.precision, preferred_element_type=dtype)
+        a, b = a.astype(spec.exact), b.astype(spec.exact)
+    return jnp.einsum(axes, a, b, precision=spec.precision, preferred_element_type=spec.exact)
 
 
 def scaled_query(q: jax.Array, spec: AttentionSpec) -> jax.Array:
     """A query times the scale, for `raw_scores`; on a CPU alone, where it is float32 and a pass over scores is slow."""
-    return q.astype(exact(spec)) * jnp.asarray(spec.scale, exact(spec)) if spec.platform == "cpu" else q
+    return q.astype(spec.exact) * jnp.asarray(spec.scale, spec.exact) if spec.platform == "cpu" else q
 
 
 def raw_scores(axes: str, a: jax.Array, b: jax.Array, spec: AttentionSpec) -> jax.Array:

@@ -15,6 +15,7 @@ from typing import NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
 from jflex.backends.base import Inputs
 from jflex.backends.lengths import bounded_inputs, with_lengths_as_mask
@@ -305,7 +306,7 @@ class Walk:
         kv_idx = first + lax.broadcasted_iota(jnp.int32, block.shape, 2)
         return jnp.where(kv_idx < jnp.broadcast_to(lengths, block.shape), block, jnp.zeros_like(block))
 
-    def zero_keys(self, size: int, dtype: jnp.dtype) -> jax.Array:
+    def zero_keys(self, size: int, dtype: DTypeLike) -> jax.Array:
         """Zeros for gradients of key or value, padded to whole blocks, for each batch entry."""
         p = self.spec
         return jnp.zeros(self._turned((p.B, p.Hkv, self.columns * self.size[1], size)), dtype)

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from jflex.backends.base import Saved, SavedCotangents
 from pallas_kernels.spec import AttentionSpec
@@ -21,7 +22,7 @@ class SoftmaxState(NamedTuple):
     row_logs: jax.Array | None = None  # sum of the weights times their logarithms, for the entropy; None without it
 
 
-def start(spec: AttentionSpec, shape: tuple[int, ...], dtype: jnp.dtype) -> SoftmaxState:
+def start(spec: AttentionSpec, shape: tuple[int, ...], dtype: DTypeLike) -> SoftmaxState:
     """The state of rows of this shape before the first block."""
     start = SoftmaxState(jnp.full(shape, -jnp.inf, dtype), jnp.zeros(shape, dtype), jnp.zeros((*shape, spec.Dv), dtype))
     return start._replace(row_logs=jnp.zeros(shape, dtype)) if "entropy" in spec.stats else start

@@ -8,16 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jflex.backends.base import Gradients, Inputs, Saved, SavedCotangents
-from jflex.backends.xla.block_scores import (
-    dropped,
-    einsum,
-    exact,
-    kept_weights,
-    modified,
-    raw_scores,
-    scaled_query,
-    scaled_up,
-)
+from jflex.backends.xla.block_scores import dropped, einsum, kept_weights, modified, raw_scores, scaled_query, scaled_up
 from jflex.backends.xla.blockwise import QUERIES_FIRST, Column, Unit, Walk
 from jflex.backends.xla.containment import masked_product
 from pallas_kernels.spec import AttentionSpec
@@ -55,7 +46,7 @@ def tangent(spec: AttentionSpec, inputs: Inputs, saved: Saved, tangents: Gradien
 
 def _summed(spec: AttentionSpec, inputs: Inputs, saved: Saved, tangents: Gradients) -> _Sums:
     walk = Walk.from_inputs(spec, inputs, QUERIES_FIRST)
-    spec, dtype = walk.spec, exact(spec)
+    spec, dtype = walk.spec, spec.exact
     queries = jax.tree.map(lambda x: walk.padded(x, spec.layout), (inputs.query, tangents.query))
     lse = jnp.where(saved.lse == -jnp.inf, jnp.inf, saved.lse)  # exp(s - inf) is 0
     lses = walk.padded(lse.astype(dtype), "BNTH")
