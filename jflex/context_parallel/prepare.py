@@ -57,8 +57,9 @@ class Checked(NamedTuple):
         size = own_block_size(self.chunk)
         if size is None or (self.mask_mod is None and self.kv_lengths is None):
             return None
-        uses = [False, False] if self.mask_mod is None else _uses_batch_and_heads(self.mask_mod)
-        return Blocks(size, spec.B if uses[0] or self.kv_lengths is not None else 1, spec.Hq if uses[1] else 1)
+        traced = None if self.mask_mod is None else trace_mask_mod(self.mask_mod)[0]
+        uses_b, uses_h = (traced is not None and uses_index(traced, index) for index in ("b", "h"))
+        return Blocks(size, spec.B if uses_b or self.kv_lengths is not None else 1, spec.Hq if uses_h else 1)
 
     def masked(self) -> tuple[Call, BlockMask | None]:
         """The call with the mask that is run, which hides the keys beyond the lengths, and its BlockMask."""
@@ -75,11 +76,6 @@ class Checked(NamedTuple):
         if block_mask is self.block_mask and mask_mod is self.mask_mod:
             return self.call, block_mask
         return self.traced(block_mask, mask_mod), block_mask
-
-
-def _uses_batch_and_heads(mask_mod: MaskMod) -> list[bool]:
-    traced, _ = trace_mask_mod(mask_mod)
-    return [uses_index(traced, index) for index in ("b", "h")]
 
 
 class Sizes(NamedTuple):
