@@ -10,7 +10,7 @@ from jflex.block_mask.mask import BlockMask
 from jflex.context_parallel.call import Strategy
 from jflex.context_parallel.placement import Names
 from jflex.context_parallel.prepare import Division, prepare
-from jflex.context_parallel.run import query_positions, run
+from jflex.context_parallel.run import positions_of, run
 from jflex.entry import finish
 from jflex.mods.types import ScoreMod
 from jflex.options import Options, Output, Pair, checked, takes
@@ -127,4 +127,5 @@ def context_parallel_attention(
     division = Division(mesh, axis, batch_axes, head_axes, strategy, order)
     call = prepare(query, key, value, settings, division, block_mask=block_mask, kv_lengths=kv_lengths, layout=layout)
     saved = run(call, settings.implementation)
-    return finish(settings, saved, layout, query_positions(call) if settings.output_mod is not None else None)
+    positions = None if settings.output_mod is None else positions_of(call.context, call.call.spec.T)
+    return finish(settings, saved, layout, positions)

@@ -47,11 +47,6 @@ def run(checked: Checked, implementation: Requested) -> Saved:
     return _on_mesh(context, inputs, sees)
 
 
-def query_positions(checked: Checked) -> jax.Array | None:
-    """The positions of the queries of the caller, for the output mod; None where these count from 0."""
-    return _positions(checked.context, checked.call.spec.T)
-
-
 def device_spec(context: ContextCall, inputs: Inputs, blocks: Blocks | None) -> AttentionSpec:
     """The call of the first device; `blocks` are those of the whole mask, which need not be made yet."""
     spec, placement, n = context.spec, context.placement, context.placement.shards
@@ -87,7 +82,7 @@ def _modified(checked: Checked) -> tuple[jax.Array, jax.Array, jax.Array]:
     spec, vectors = call.spec, call.vectors
     if lengths is None and vectors[:3] == (None, None, None):
         return checked.arrays
-    positions = TokenPositions(_positions(context, spec.T), _positions(context, spec.S))
+    positions = TokenPositions(positions_of(context, spec.T), positions_of(context, spec.S))
     query, key, value = modified_inputs(vectors[:3], checked.arrays, spec.layout, spec.Bkv, lengths, positions)
     if lengths is None:
         return query, key, value
@@ -96,7 +91,7 @@ def _modified(checked: Checked) -> tuple[jax.Array, jax.Array, jax.Array]:
     return query, clear(key), clear(value)
 
 
-def _positions(context: ContextCall, length: int) -> Int32[Array, " n"] | None:
+def positions_of(context: ContextCall, length: int) -> Int32[Array, " n"] | None:
     """The positions of the tokens of an array of the caller; None where these count from 0."""
     placement = context.placement
     if placement.mesh is None:
