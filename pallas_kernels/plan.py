@@ -168,10 +168,8 @@ def tangent_of(spec: AttentionSpec, requested: GradientRequest) -> Tangent | Ref
 @functools.lru_cache(maxsize=256)
 def program_of(mod: Mod, sizes: IndexRanges) -> Program | Refusal:
     """The tile program of a score or mask mod, or why it has none."""
-    reason = _operand_reason(mod)
-    if reason is not None:
-        return _refusal(mod.role, reason)
     try:
+        _check_operands(mod)
         program = trace_program(mod.jaxpr, mod.operands, sizes)
     except NotOnTile as error:
         return _refusal(mod.role, str(error))
@@ -181,10 +179,8 @@ def program_of(mod: Mod, sizes: IndexRanges) -> Program | Refusal:
 @functools.lru_cache(maxsize=256)
 def _vector_program_of(mod: Mod, sizes: VectorSizes, ways: tuple[Chunks, ...]) -> VectorProgram | Refusal:
     """The program on the tiles that cost least."""
-    reason = _operand_reason(mod)
-    if reason is not None:
-        return _refusal(mod.role, reason)
     try:
+        _check_operands(mod)
         programs = [trace_vector_program(mod.jaxpr, mod.operands, sizes, chunks) for chunks in ways]
     except NotOnTile as error:
         return _refusal(mod.role, str(error))
@@ -219,15 +215,15 @@ def _refusal(role: Role, reason: str) -> Refusal:
     return Refusal(f"cannot run in a kernel: {reason}. {advice}", role)
 
 
-def _operand_reason(mod: Mod) -> str | None:
+def _check_operands(mod: Mod) -> None:
     for shape, dtype in mod.operands:
+        captured = f"it captures an array of {dtype}{list(shape)}"
         if dtype not in _OPERAND_DTYPES:
-            return f"it captures an array of {dtype}{list(shape)}, where kernels take up to 32 bits (cast it)"
+            raise NotOnTile(f"{captured}, where kernels take up to 32 bits (cast it)")
         if 0 in shape:
-            return f"it captures an empty array of shape {list(shape)}"
+            raise NotOnTile(f"it captures an empty array of shape {list(shape)}")
         if dtype in ("bool", "int8", "uint8") and exceeds_pallas_indexing(math.prod(shape)):
-            return (
-                f"it captures an array of {dtype}{list(shape)}: with more than 2 ** 31 elements in at most 2 ** 32 "
-                "bytes, Pallas does not reach the last ones"
+            raise NotOnTile(
+                f"{captured}: with more than 2 ** 31 elements in at most 2 ** 32 bytes, Pallas does not reach the last "
+                "ones"
             )
-    return None
