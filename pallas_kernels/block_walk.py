@@ -132,10 +132,8 @@ def walk_all(
     return lax.fori_loop(whole, tiles, lambda t, s: step(s, t * tile, True), state) if tiles > whole else state
 
 
-def walk_range(
-    tiles: Range, tile: int, state: S, step: Step[S], *, descending: bool = False, ascending: bool = False
-) -> S:
-    """Walks like `walk`, over a range of tiles; `ascending` takes the full ones first, which begin the range."""
+def walk_range(tiles: Range, tile: int, state: S, step: Step[S], *, descending: bool = False) -> S:
+    """Walks like `walk`, over a range of tiles."""
     before, full = tiles.full_first - tiles.first, tiles.full_end - tiles.full_first
     partials = before + (tiles.end - tiles.full_end)
 
@@ -149,7 +147,7 @@ def walk_range(
         return step(state, t * tile, False)
 
     loops = [(0, partials, partial), (tiles.full_first, tiles.full_end, whole)]
-    for first, end, body in loops[::-1] if descending or ascending else loops:
+    for first, end, body in loops[::-1] if descending else loops:
         state = lax.fori_loop(first, end, body, state)
     return state
 

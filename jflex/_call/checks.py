@@ -119,8 +119,7 @@ def _check_shapes(q: tuple, k: tuple, v: tuple, layout: str, got: str, has_value
     if k[heads] == 0 or q[heads] == 0 or q[heads] % k[heads]:
         fail(
             f"`key` has {k[heads]} heads, which do not divide the {q[heads]} heads of `query`. Grouped-query "
-            f"attention gives "
-            "each key head an equal share of the query heads."
+            "attention gives each key head an equal share of the query heads."
         )
     if 0 in (q[3], v[3]):
         fail("Head sizes must be at least 1.")

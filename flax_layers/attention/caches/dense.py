@@ -193,11 +193,8 @@ def check_room(lengths: Int32[Array, " B"], max_length: int, tokens: int) -> Non
 
 def known(x: Array | np.ndarray) -> np.ndarray | None:
     """The values; None for tracers and for arrays that are not fully addressable in this process."""
-    if isinstance(x, np.ndarray):
-        return x
-    if isinstance(x, Tracer) or not x.is_fully_addressable:
-        return None
-    return np.asarray(x)
+    is_known = isinstance(x, np.ndarray) or (not isinstance(x, Tracer) and x.is_fully_addressable)
+    return np.asarray(x) if is_known else None
 
 
 def checked_size(name: str, size: SupportsIndex, least: int) -> int:
