@@ -36,6 +36,7 @@ from benchmarks.variants import VARIANTS
 from pallas_kernels.config import Tiles
 from pallas_kernels.program.cotangents import LoadGroups
 from pallas_kernels.spec import AttentionSpec, Blocks, Dense, Device, Numerics, Sizes
+from pallas_kernels.triton.head_chunks import chunks
 from pallas_kernels.triton.plan import plan as triton_plan
 from pallas_kernels.tuning import tables
 from pallas_kernels.tuning.tables import HEAD_SIZES, HOPPER_KERNELS, KERNELS, LENGTHS, MODS, OFFICIAL_KERNELS
@@ -58,6 +59,8 @@ _NAMES = {
     "dq_sm90": ("jflex_backward_dq_sm90",),
 }
 _RUNS = 5
+# Register budget for values live through the mainloop. A thread has 255, and some values are rounded to 16 bits early.
+MAX_REGISTERS = 272
 _JOB_SECONDS = 24 * 3600.0
 _REGISTERS = 240  # of a thread, for what a Hopper kernel holds of a tile; a few of them may spill
 _MAX_STAGES = 4
@@ -290,8 +293,32 @@ def configurations(kernel: str, head_size: int) -> Iterator[Tiles]:
         tiles = Tiles(block_q, block_kv, warps, stages)
         stages_are_right = stages == 1 if head_size > 192 else stages > 1
         needless = (warps == 8 and rows < 128) or (columns < 64 and head_size < 80)
-        if stages_are_right and not needless and triton_plan.may_work(kernel, tiles, head_size, head_size, 2):
+        if stages_are_right and not needless and may_work(kernel, tiles, head_size, head_size, 2):
             yield tiles
+
+
+def registers(kernel: str, tiles: Tiles, D: int, Dv: int) -> float:
+    """Estimated registers of a thread for accumulators, scores and weights.
+
+    >>> registers("forward", Tiles(128, 64, 4, 2), 128, 128)
+    224.0
+    """
+    size, size_v = (sum(width for _, width in chunks(x)) for x in (D, Dv))
+    scores = tiles.block_q * tiles.block_kv
+    live = {
+        "forward": tiles.block_q * size_v + 1.5 * scores,  # the weights live beside the scores, in 16 bits
+        "dq": tiles.block_q * size + 2.5 * scores,
+        "dkv": tiles.block_kv * (size + size_v) + 2.5 * scores,
+    }
+    return live[kernel] / (32 * tiles.num_warps)
+
+
+def may_work(
+    kernel: str, tiles: Tiles, D: int, Dv: int, itemsize: int, loads: triton_plan.LoadBytes = triton_plan.NO_LOADS
+) -> bool:
+    """True if a configuration may fit into the shared memory and registers of Hopper."""
+    needed = triton_plan.shared_memory(kernel, tiles, D, Dv, itemsize, loads)
+    return needed <= triton_plan.HOPPER_SHARED_MEMORY and registers(kernel, tiles, D, Dv) <= MAX_REGISTERS
 
 
 def _hopper_configurations(kernel: str, head_size: int) -> Iterator[Tiles]:

@@ -92,9 +92,8 @@ class TestCommittedTables:
                 continue
             kernel = key.kernel.removesuffix("_official")
             by_element = (4 if kernel == "dkv" else 2) if key.mods == "elements" else 0
-            assert triton_plan.may_work(
-                kernel, tiles, key.head_size, key.head_size, key.itemsize, triton_plan.LoadBytes(by_element)
-            )
+            loads = triton_plan.LoadBytes(by_element)
+            assert tune.may_work(kernel, tiles, key.head_size, key.head_size, key.itemsize, loads)
 
     def test_provenance(self, name):
         content = tables.read(name)

@@ -196,8 +196,6 @@ def describe_splits(spec: AttentionSpec) -> str:
 
 # Bytes of shared memory that a CTA may have, by a part of the name of the device; elsewhere the minimum.
 HOPPER_SHARED_MEMORY, AMPERE_SHARED_MEMORY, MIN_SHARED_MEMORY, AMD_SHARED_MEMORY = 232448, 166912, 101376, 65536
-# Register budget for values live through the mainloop. A thread has 255, and some values are rounded to 16 bits early.
-MAX_REGISTERS = 272
 
 
 class LoadBytes(NamedTuple):
@@ -235,28 +233,6 @@ def shared_memory(kernel: str, tiles: Tiles, D: int, Dv: int, itemsize: int, loa
         elements = tiles.block_kv * both + tiles.num_stages * tiles.block_q * both
         more += (tiles.num_stages - 1) * tiles.block_q * 2 * 4
     return elements * itemsize + more
-
-
-def registers(kernel: str, tiles: Tiles, D: int, Dv: int) -> float:
-    """Estimated registers of a thread for accumulators, scores and weights.
-
-    >>> registers("forward", Tiles(128, 64, 4, 2), 128, 128)
-    224.0
-    """
-    size, size_v = (sum(width for _, width in chunks(x)) for x in (D, Dv))
-    scores = tiles.block_q * tiles.block_kv
-    live = {
-        "forward": tiles.block_q * size_v + 1.5 * scores,  # the weights live beside the scores, in 16 bits
-        "dq": tiles.block_q * size + 2.5 * scores,
-        "dkv": tiles.block_kv * (size + size_v) + 2.5 * scores,
-    }
-    return live[kernel] / (32 * tiles.num_warps)
-
-
-def may_work(kernel: str, tiles: Tiles, D: int, Dv: int, itemsize: int, loads: LoadBytes = NO_LOADS) -> bool:
-    """True if a configuration may fit into the shared memory and registers of Hopper."""
-    fits = shared_memory(kernel, tiles, D, Dv, itemsize, loads) <= HOPPER_SHARED_MEMORY
-    return fits and registers(kernel, tiles, D, Dv) <= MAX_REGISTERS
 
 
 def bytes_of_loads(kernel: str, programs: Sequence[Program | None]) -> LoadBytes:
