@@ -247,23 +247,23 @@ def _section(device: str, files: Sequence[ResultFile]) -> str:
         f"and machine of each figure are in `{device}/*.json`.",
         *([_METHOD] if suites else []),
     ]
-    return "\n\n".join([*lines, *(_suite(device, x) for x in suites), *(_question(device, x) for x in questions)])
+    return "\n\n".join([*lines, *map(_suite, suites), *map(_question, questions)])
 
 
-def _suite(device: str, result: ResultFile) -> str:
+def _suite(result: ResultFile) -> str:
     suite = SUITES[result.name]
     shown = "device time, TB/s that must move, share of the roof"
     kind = shown if suite.served else f"TFLOP/s over visited blocks, {' / '.join(suite.directions)}"
     lines = [f"### `{result.name}`: {suite.title}", f"{result.problems[0].dtype}; {kind}"]
-    lines += [*map(_markdown, tables_of(result)), *_plots(device, result)]
+    lines += map(_markdown, tables_of(result))
     return "\n\n".join(filter(None, [*lines, "\n".join(f"* {sentence}" for sentence in sentences(result))]))
 
 
-def _question(device: str, result: ResultFile) -> str:
+def _question(result: ResultFile) -> str:
     shown = [x for x in result.records if result.name != "numerics" or x.unit == "x"]
     table = "\n\n".join(map(_markdown, question_tables(result.name, shown)))
     remarks = "\n".join(f"* {remark}" for remark in result.about["remarks"])
-    parts = [f"### `{result.name}`: {result.about['title']}", table, *_plots(device, result), remarks]
+    parts = [f"### `{result.name}`: {result.about['title']}", table, remarks]
     return "\n\n".join(filter(None, parts))
 
 
@@ -280,11 +280,6 @@ def question_tables(name: str, records: Sequence[Record]) -> list[Table]:
     table = [["", *columns], *([row, *(cells.get((row, x), "") for x in columns)] for row in rows)]
     listed = [["", "measured"], *([x.name, _measured(x)] for x in records if x not in crossed)]
     return [table for table in (table, listed) if len(table) > 1]
-
-
-def _plots(device: str, result: ResultFile) -> list[str]:
-    paths = sorted((FOLDER / device).glob(f"{result.name}_by_*.png"))
-    return [f"![{path.stem}]({path.relative_to(FOLDER).as_posix()})" for path in paths]
 
 
 def _measured(record: Record) -> str:
