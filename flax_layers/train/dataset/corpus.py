@@ -27,7 +27,7 @@ class Rows(NamedTuple):
     tokens: Int[np.ndarray, "B T"]
     """Token ids."""
     documents: Int[np.ndarray, "B T"] | None = None
-    """Document ids within each row, not decreasing along it; None: one document in each row, and faster attention."""
+    """Document ids within each row, not decreasing along it; None: one document in each row."""
     weights: Float32[np.ndarray, "B T"] | None = None
     """The weight of the prediction of each token; None: 1. The loss is the weighted mean over all rows of a step."""
 
