@@ -153,7 +153,7 @@ class Ring(NamedTuple):
         plg.barrier_arrive(self.empty.at[self.slot(i)])
 
 
-FIRST_FREE_BARRIER = 4  # named barrier; Mosaic GPU takes 1 to 3 for three warp groups, 4 and 5 for those of a wide tile
+FIRST_FREE_BARRIER = 4  # named barrier; Mosaic GPU takes one for each warp group, from 1: three where two ping-pong
 
 
 class PingPong(NamedTuple):

@@ -238,18 +238,18 @@ def _load_keys(static: ForwardStatic, location: Location, stage: jax.Array) -> j
 
 
 def is_shortest(spec: AttentionSpec) -> bool:
-    """True for up to 128 tokens: tiles of 64 keys are faster, and prefixes than a ping-pong. S may be room for a batch.
+    """True for up to 128 tokens: tiles of 64 keys are faster there, and prefixes faster than a ping-pong.
 
     H200, D 64, B 32, S 128, us by 128 and by 64 keys: 15.4 and 14.2, causal 17.6 and 16.6, and with prefixes 15.8.
     """
-    return spec.T > 64 and max(spec.T, spec.S) <= 128 and max(spec.D, spec.Dv) <= 64 and not spec.config.batch_invariant
+    is_free = not spec.config.batch_invariant  # else the room for keys, S, must not choose tiles
+    return is_free and spec.T > 64 and max(spec.T, spec.S) <= 128 and max(spec.D, spec.Dv) <= 64
 
 
 def _has_prefixes(spec: AttentionSpec, tiles: Tiles) -> bool:
     """True if each consumer walks the prefix of keys that its rows see, without ping-pong."""
-    mask = None if spec.block_size is not None else spec.programs.mask
-    is_narrow = tiles.block_kv == 64 and is_shortest(spec)
-    return (tiles.num_warps == 16 or is_narrow) and mask is not None and is_prefix(mask)
+    mask = spec.programs.mask if tiles.num_warps == 16 or (tiles.block_kv == 64 and is_shortest(spec)) else None
+    return spec.block_size is None and mask is not None and is_prefix(mask)
 
 
 def _part(static: ForwardStatic, i: Index, group: Index) -> Index:
