@@ -42,7 +42,10 @@ def test_results_and_gradients(case):
     evaluation.check_gradients(case, "mosaic_gpu-emulated", evaluation.gradients_of(case))
 
 
-@tiers(full={"case": ["range_of_window", "plane_no_mask", "causal_mask_mod", "shortest_hidden_key"]}, rest="long")
+@tiers(
+    full={"case": ["alibi_like", "range_of_window", "plane_no_mask", "causal_mask_mod", "shortest_hidden_key"]},
+    rest="long",
+)
 @pytest.mark.parametrize("groups", ["three", "four"])
 @pytest.mark.parametrize("case", [case for case in MORE_GROUPS if case in EMULATED], ids=str)
 def test_three_and_four_warp_groups(case, groups):
