@@ -5,7 +5,7 @@ the dense and from the paged cache; the peer is `benchmarks.peers.torch.generati
 but the embeddings, and the keys and values of all tokens: its share of the copy rate is those bytes a second, over the
 bytes that a copy reads and writes a second in that process. The rate of a prompt is by the wall, from the call of its
 program to the first token on the host. Of jflex there are also the first token since `generate` was called, and the
-device time of a prompt.
+device time of a prompt, and all of it with projections of eight bits.
 
 In a limited time, one batch at a time: a file that is there keeps the records of others. With the variables
 `JAX_COMPILATION_CACHE_DIR` and `TORCHINDUCTOR_CACHE_DIR`, a second call on the same machine need not compile again.
@@ -24,9 +24,10 @@ _ITEM = 2  # bytes of bfloat16
 FIRST, DEVICE = "first token", "prompt, device time"
 _RATIO = ": decode, over torch"
 PEERS = {
-    "jflex dense": (__name__, "jax_generation", {"cache": "dense"}),
-    "jflex paged": (__name__, "jax_generation", {"cache": "paged"}),
-    "torch sdpa": ("benchmarks.peers.torch.generation", "torch_generation", {}),
+    "jflex dense": (__name__, "jax_generation", {"cache": "dense"}, _ITEM),
+    "jflex paged": (__name__, "jax_generation", {"cache": "paged"}, _ITEM),
+    "jflex 8-bit weights": (__name__, "jax_generation", {"cache": "dense"}, 1),
+    "torch sdpa": ("benchmarks.peers.torch.generation", "torch_generation", {}, _ITEM),
 }
 OPTIONS = {"peers": {"choices": list(PEERS)}, "limit": {"help": "seconds for each process"}}
 
@@ -41,13 +42,14 @@ class Shape(NamedTuple):
     kv_heads: int = 8
     head_size: int = 128
     vocabulary: int = 128256
+    item: int = _ITEM  # bytes of a weight of a projection
 
     @property
     def weight_bytes(self) -> int:
         """Bytes of all weights but the embeddings."""
         attention = self.width * self.head_size * 2 * (self.heads + self.kv_heads)
         block = attention + 3 * self.width * self.mlp_width
-        return _ITEM * (self.layers * block + self.width * self.vocabulary)
+        return self.item * self.layers * block + _ITEM * self.width * self.vocabulary
 
     @property
     def key_bytes(self) -> int:
@@ -86,12 +88,14 @@ def generated(
     run: RunJob = run_job,
 ) -> Measured:
     """Measures the named peers, one after the other, each in a process of its own of at most `limit` seconds."""
-    shared, jobs = {"shape": shape, "load": load, "runs": runs}, []
+    shapes, jobs = {}, []
     for peer in peers:
-        module, function, more = PEERS[peer]
-        jobs.append(Job(f"batch {load.batch}, {peer}", module, function, shared | more, _VARIABLES, limit))
+        (module, function, more, item), label = PEERS[peer], f"batch {load.batch}, {peer}"
+        shapes[label] = shape._replace(item=item)
+        arguments = {"shape": shapes[label], "load": load, "runs": runs} | more
+        jobs.append(Job(label, module, function, arguments, _VARIABLES, limit))
     answers, remarks = run_jobs(jobs, run, at_once=1)
-    records = [record for label, answer in answers.items() for record in _records(label, answer, shape, load)]
+    records = [record for label, answer in answers.items() for record in _records(label, answer, shapes[label], load)]
     # Tokens per second of jflex over those of torch.
     decode = {label: statistics.median(answer["decode"]) for label, answer in answers.items()}
     torch = [seconds for label, seconds in decode.items() if "torch" in label]
@@ -146,11 +150,11 @@ def jax_generation(shape: Shape, load: Load, runs: int, cache: str) -> dict[str,
 
 
 def jax_model(shape: Shape) -> Any:
-    """A `Decoder` with random weights in bfloat16, as the commands of flax_layers load one."""
+    """A `Decoder` with random weights in bfloat16, like the commands of flax_layers; or projections of 8 bits."""
     import jax.numpy as jnp
     from flax import nnx
 
-    from flax_layers.models import Decoder, LayerConfig, ModelConfig, fuse_projections
+    from flax_layers.models import Decoder, LayerConfig, ModelConfig, fuse_projections, quantize_weights
 
     config = ModelConfig(
         vocabulary=shape.vocabulary, width=shape.width, mlp_width=shape.mlp_width, num_heads=shape.heads,
@@ -159,4 +163,6 @@ def jax_model(shape: Shape) -> Any:
     )  # fmt: skip
     model = Decoder(config, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
     fuse_projections(model)
+    if shape.item == 1:
+        quantize_weights(model)
     return model

@@ -16,20 +16,21 @@ from flax_layers.nnx import MultiHeadLatentAttention
 
 WEIGHT_DTYPES = ("float8_e4m3fn",)
 
-WIDE_ROWS = 512
-"""Rows of inputs from which a kernel is widened before the product, in memory.
+ROUNDED_ROWS = 128
+"""Rows of inputs from which they are rounded too, so that the GEMM has eight bits on both sides.
 
-Of 4096 x 28672 weights, one GEMM of 1024 rows that widens them takes 419 us, cuBLAS's of bfloat16 300, and to widen
-them 84 by their bytes (H200, JAX 0.11.2).
+Of 4096 x 28672 weights, us of all kernels with one side of eight bits, with both, and in bfloat16 (H200, JAX 0.11.2):
+64 rows 44, 45, 64; 128 rows 60, 49, 64; 256 rows 124, 66, 96; 1024 rows 422, 207, 306.
 """
 
 
 class EightBitLinear(nnx.Module):
     """A projection whose kernel has eight bits, with a scale for each output.
 
-    The product takes the kernel as it is widened, and its accumulated result times the scales: for a few rows XLA does
-    all three in one GEMM, so that memory gives eight bits a weight. The kernel is transposed, `[outputs, inputs]`: one
-    row and 4096 x 28672 weights take 46 us so, 64 as `[inputs, outputs]`, and 63 in bfloat16 (H200, JAX 0.11.2).
+    For a few rows, the product takes the kernel as it is widened, and its accumulated result times the scales: XLA does
+    all three in one GEMM, so that memory gives eight bits a weight. From `ROUNDED_ROWS` on, each row of the inputs is
+    rounded like an output of the kernel. The kernel is transposed, `[outputs, inputs]`: one row and 4096 x 28672
+    weights take 46 us so, 64 as `[inputs, outputs]`, and 63 in bfloat16 (H200, JAX 0.11.2).
 
     Args:
         linear: The projection whose kernel is rounded. Experts are stacked along leading axes.
@@ -37,32 +38,37 @@ class EightBitLinear(nnx.Module):
     """
 
     def __init__(self, linear: nnx.Linear, dtype: Dtype):
-        kernel, scale = _rounded(linear.kernel[...], jnp.dtype(dtype))
+        kernel, scale = _rounded(jnp.swapaxes(linear.kernel[...], -1, -2), jnp.dtype(dtype))
         self.kernel, self.scale, self.bias = nnx.Param(kernel), nnx.Param(scale), linear.bias
         self.dtype: Dtype = linear.dtype or linear.param_dtype
         self.param_dtype, self.out_features = linear.param_dtype, linear.out_features
 
     def __call__(self, inputs: Float[Array, "*batch inputs"]) -> Float[Array, "*batch outputs"]:
         """Returns the projection."""
-        inputs = inputs.astype(self.dtype)
-        contraction = (((inputs.ndim - 1,), (1,)), ((), ()))
-        kernel = self.kernel[...].astype(self.dtype)
-        if inputs.size >= WIDE_ROWS * inputs.shape[-1]:
-            kernel = jax.lax.optimization_barrier(kernel)
-        products = jax.lax.dot_general(inputs, kernel, contraction, preferred_element_type=jnp.float32)
-        products *= self.scale[...].reshape(*[1] * (inputs.ndim - 1), -1)
+        inputs, kernel = inputs.astype(self.dtype), self.kernel[...]
+        contraction, along_outputs = (((inputs.ndim - 1,), (1,)), ((), ())), (*[1] * (inputs.ndim - 1), -1)
+        scale = self.scale[...].reshape(along_outputs)
+        product_dtype: Dtype = jnp.float32
+        if inputs.size >= ROUNDED_ROWS * inputs.shape[-1]:
+            inputs, row_scale = _rounded(inputs, kernel.dtype)
+            scale *= row_scale[..., None]
+            product_dtype = jnp.bfloat16 if self.dtype == jnp.bfloat16 else jnp.float32
+        else:
+            kernel = kernel.astype(self.dtype)
+        products = jax.lax.dot_general(inputs, kernel, contraction, preferred_element_type=product_dtype)
+        products = products.astype(jnp.float32) * scale
         if self.bias is not None:
-            products += self.bias[...].astype(jnp.float32).reshape(*[1] * (inputs.ndim - 1), -1)
+            products += self.bias[...].astype(jnp.float32).reshape(along_outputs)
         return products.astype(self.dtype)
 
 
 @functools.partial(jax.jit, static_argnames="dtype")
-def _rounded(kernel: Float[Array, "*experts inputs outputs"], dtype: Dtype) -> tuple[Array, Array]:
-    """A transposed kernel in a dtype of eight bits, and the scale of each output, by its largest weight."""
-    wide = kernel.astype(jnp.float32)
-    largest = jnp.max(jnp.abs(wide), axis=-2)
+def _rounded(rows: Float[Array, "*batch size"], dtype: Dtype) -> tuple[Array, Array]:
+    """Rows in a dtype of eight bits, and the scale of each, by its largest element."""
+    wide = rows.astype(jnp.float32)
+    largest = jnp.max(jnp.abs(wide), axis=-1)
     scale = jnp.where(largest == 0, 1.0, largest / jnp.finfo(dtype).max.astype(jnp.float32))
-    return jnp.swapaxes((wide / scale[..., None, :]).astype(dtype), -1, -2), scale
+    return (wide / scale[..., None]).astype(dtype), scale
 
 
 def check_weight_dtype(name: str | None) -> None:

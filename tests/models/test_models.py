@@ -299,11 +299,8 @@ def test_a_model_on_a_mesh_stays_as_it_is():
 
 @tiers(full={"name": ["qwen2", "gpt_oss", "deepseek_v3"]}, rest="long")
 @pytest.mark.parametrize("name", ["qwen2", "gemma3", "gpt_oss", "deepseek_v3"])
-def test_logits_are_those_of_rounded_weights(name, monkeypatch):
-    """Of families with biases (Qwen2), experts, norms of heads and latent attention; fused projections are the same.
-
-    The fused ones also widen kernels before the product, as for many rows.
-    """
+def test_logits_are_those_of_rounded_weights(name):
+    """Of families with biases (Qwen2), experts, norms of heads and latent attention; fused projections are the same."""
     tokens, wide, model, fused_one = expected(name)["tokens"], load(name), load(name), load(name)
     quantize_weights(model)
     rounded = {path: part for path, part in nnx.iter_modules(model.blocks) if isinstance(part, EightBitLinear)}
@@ -320,8 +317,33 @@ def test_logits_are_those_of_rounded_weights(name, monkeypatch):
     np.testing.assert_allclose(logits_of(model, tokens), right, rtol=1e-4, atol=1e-5 * np.abs(right).max())
     fuse_projections(fused_one)
     quantize_weights(fused_one)
-    monkeypatch.setattr(eight_bit_weights, "WIDE_ROWS", 1)
     np.testing.assert_allclose(logits_of(fused_one, tokens), right, rtol=1e-4, atol=1e-5 * np.abs(right).max())
+
+
+@pytest.mark.parametrize(("dtype", "unit"), [("float32", 2**-20), ("bfloat16", 2**-7), ("float16", 2**-10)])
+def test_many_rows_are_rounded_too(dtype, unit):
+    """Each with its scale: small rows beside large ones, zeros, and an infinity that stays in its row."""
+    rows, eight = eight_bit_weights.ROUNDED_ROWS, jnp.float8_e4m3fn
+    linear = nnx.Linear(32, 48, dtype=dtype, bias_init=nnx.initializers.normal(), rngs=nnx.Rngs(0))
+    projection = EightBitLinear(linear, eight)
+    inputs = np.random.default_rng(0).standard_normal((rows, 32)) * np.logspace(-3, 2, rows)[:, None]
+    inputs[3], inputs[5, 7] = 0, np.inf
+    inputs = jnp.asarray(inputs, dtype)
+    wide = np.asarray(inputs, np.float32)
+    largest = np.abs(wide).max(axis=1, keepdims=True)
+    scale = np.where(largest == 0, np.float32(1), largest / np.float32(448))
+    with np.errstate(invalid="ignore"):  # a scale that is off by a unit decides ties
+        rounded, other = ((wide / scale * x).astype(eight).astype(np.float64) * scale for x in (1, 1 - 2.0**-22))
+        ties = np.abs(rounded - other)
+    kernel = (np.asarray(projection.kernel[...], np.float64) * np.asarray(projection.scale[...])[:, None]).T
+    right, bias = rounded @ kernel, np.asarray(linear.bias[...], np.float64)
+    found = np.asarray(projection(inputs.reshape(2, -1, 32)).reshape(rows, 48), np.float64)
+    assert np.isnan(found[5]).all() and np.isnan(right[5]).all()
+    limit = (unit * np.abs(rounded) + ties) @ np.abs(kernel) + unit * np.abs(bias)
+    assert np.all(np.delete(np.abs(found - (right + bias)) <= limit, 5, axis=0))
+    few = np.asarray(projection(inputs[6:]), np.float64)  # are not rounded
+    exact = np.asarray(inputs[6:], np.float64) @ kernel + bias
+    assert np.abs(few - exact).max() < np.abs(found[6:] - exact).max() / 2
 
 
 def quantized():
