@@ -16,7 +16,7 @@ from jax import lax
 
 from pallas_kernels.config import Tiles
 from pallas_kernels.program.intervals import Span
-from pallas_kernels.program.ranges import Range, has_range, visible_range
+from pallas_kernels.program.ranges import Range, has_range, is_range, visible_range
 from pallas_kernels.spec import AttentionSpec, Operands
 from pallas_kernels.types import Index, Location, Ref, S, Step
 
@@ -166,6 +166,17 @@ def visible_tiles(spec: AttentionSpec, tiles: Tiles, walked: str, at: tuple[Inde
     first = jnp.int32(at[2]) * size
     spans = {axis: Span(first, first + (size - 1)), "b": Span(at[0], at[0]), "h": Span(at[1], at[1])}
     return visible_range(program, walked, length, spans).in_tiles(tile)
+
+
+def without_lists(spec: AttentionSpec, *axes: str) -> AttentionSpec:
+    """The call without the lists of its BlockMask, if these follow from a mask that is a range along each of the axes.
+
+    Of ``"k"`` for kernels that walk keys, and ``"q"`` for queries.
+    """
+    blocks, mask = spec.blocks, spec.programs.mask
+    if blocks is None or mask is None or not blocks.follow_mod or any(size % 128 for size in blocks.size):
+        return spec
+    return spec.replace(blocks=None) if all(is_range(mask, axis) for axis in axes) else spec
 
 
 def visits_all(spec: AttentionSpec) -> bool:

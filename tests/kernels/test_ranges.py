@@ -13,7 +13,7 @@ from pallas_kernels.config import Tiles
 from pallas_kernels.program.build import IndexRanges
 from pallas_kernels.program.intervals import Span
 from pallas_kernels.program.ranges import is_prefix, is_range, visible_range
-from pallas_kernels.spec import Programs
+from pallas_kernels.spec import Blocks, Programs
 from tests.support import tile_programs
 from tests.support.rows import tiers
 from tests.support.specs import spec_of
@@ -136,6 +136,19 @@ def test_ranges_that_are_masks(name, walked):
 @pytest.mark.parametrize("name", [*(name for name in TIGHT if name not in SUMS), *LOOSE, *UNBOUNDED])
 def test_ranges_that_may_not_be_masks(name):
     assert not is_range(program_of((TIGHT | LOOSE | UNBOUNDED)[name], 100, 130), "k")
+
+
+@pytest.mark.parametrize(("name", "blocks", "are_read"), [
+    ("causal", Blocks((128, 256), 1, 1, follow_mod=True), False),
+    ("window", Blocks((128, 128), B, H, follow_mod=True), False),
+    ("window", Blocks((128, 128), B, H), True),  # these may mask more
+    ("causal", Blocks((64, 128), 1, 1, follow_mod=True), True),
+    ("prefix", Blocks((128, 128), 1, 1, follow_mod=True), True),
+    ("by_batch", Blocks((128, 128), B, 1, follow_mod=True), True),  # to a key, its clauses of queries alone are none
+])  # fmt: skip
+def test_lists_are_read_unless_they_follow_from_a_range(name, blocks, are_read):
+    spec = spec_of(B=B, T=400, Hq=H, blocks=blocks).replace(programs=Programs(mask=program_of(MASKS[name], 400, 400)))
+    assert (block_walk.without_lists(spec, "k", "q").blocks is not None) == are_read
 
 
 @pytest.mark.full

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
-from pallas_kernels.block_walk import count_tiles
+from pallas_kernels.block_walk import count_tiles, without_lists
 from pallas_kernels.config import Tiles
 from pallas_kernels.mosaic_gpu import smem
 from pallas_kernels.mosaic_gpu.backward import plan as backward_plan
@@ -29,7 +29,7 @@ from pallas_kernels.mosaic_gpu.score.tile import (
 from pallas_kernels.plan import GradientRequest, Refusal, TileChoice, derivative_of, with_programs
 from pallas_kernels.program.build import Derivative
 from pallas_kernels.program.cotangents import LoadGroups, group_loads
-from pallas_kernels.program.ranges import is_prefix, is_range
+from pallas_kernels.program.ranges import is_prefix
 from pallas_kernels.spec import AttentionSpec
 from pallas_kernels.tuning import tables
 
@@ -108,7 +108,7 @@ def _plan_forward(spec: AttentionSpec) -> HopperPlan | Refusal:
     needed = smem.bytes_of(jax.tree.leaves(declared))
     if needed > smem.LIMIT:
         return Refusal(f"its tile needs {needed} bytes of shared memory, and a CTA has {smem.LIMIT}")
-    walked = _without_lists(spec) if choice in (_SHORTEST, _THREE_GROUPS, _FOUR_GROUPS) else spec
+    walked = without_lists(spec, "k") if choice in (_SHORTEST, _THREE_GROUPS, _FOUR_GROUPS) else spec
     return HopperPlan(spec, choice, walked, bool(declared.has_bias_tiles))
 
 
@@ -165,20 +165,12 @@ def _forward_tiles(spec: AttentionSpec) -> TileChoice:
     if spec.config.batch_invariant:  # as if there were more tiles than CTAs: with few, other tiles may be persistent
         many = spec.replace(B=_MANY)
         return TileChoice(forward_tiles(many, dtype), "rule")
-    if (wide := _wide_tiles(_without_lists(spec))) is not None:
+    if (wide := _wide_tiles(without_lists(spec, "k"))) is not None:
         return wide
     measured = _measured_tiles(spec, "forward_sm90", spec.S)
     if measured is not None and measured.block_q <= spec.T and suits(spec, measured, dtype):
         return TileChoice(measured, "table")
     return TileChoice(forward_tiles(spec, dtype), "rule")
-
-
-def _without_lists(spec: AttentionSpec) -> AttentionSpec:
-    """The call without the lists of its BlockMask, if these follow from a mask that is a range of keys."""
-    blocks, mask = spec.blocks, spec.programs.mask
-    if blocks is None or mask is None or not blocks.follow_mod or any(size % 128 for size in blocks.size):
-        return spec
-    return spec.replace(blocks=None) if is_range(mask, "k") else spec
 
 
 _THREE_GROUPS = TileChoice(Tiles(192, 128, num_warps=12, num_stages=3), "rule")

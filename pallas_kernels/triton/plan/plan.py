@@ -14,6 +14,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.block_walk import without_lists
 from pallas_kernels.config import Tiles
 from pallas_kernels.plan import GradientRequest, Kernel, Refusal, TileChoice, derivative_of, with_programs
 from pallas_kernels.program.build import Derivative, Program
@@ -88,6 +89,7 @@ def _plan_forward(spec: AttentionSpec) -> TritonPlan | Refusal:
     traced = with_programs(spec.replace(heads_in_rows=decoded))
     if isinstance(traced, Refusal):
         return traced
+    traced = traced if decoded else without_lists(traced, "k")
     choice = choose_tiles(traced, "decode" if decoded else "forward")
     return choice if isinstance(choice, Refusal) else TritonPlan(traced, choice)
 
@@ -99,10 +101,13 @@ def _plan_backward(spec: AttentionSpec, requested: GradientRequest) -> BackwardP
     derivative = derivative_of(traced, requested.score_operands)
     if isinstance(derivative, Refusal):
         return derivative
-    if spec.config.deterministic and not is_ordered(traced, group_loads(traced, derivative)):
+    groups = group_loads(traced, derivative)
+    if spec.config.deterministic and not is_ordered(traced, groups):
         return Refusal(_UNORDERED)
     if spec.config.deterministic and _is_too_large_to_sort(traced, requested):
         return Refusal(_UNSORTED)
+    if not groups.repeated:  # the kernel of these loads skips the blocks that lists leave out
+        traced = without_lists(traced, "k", "q")
     dkv, dq = choose_tiles(traced, "dkv"), choose_tiles(traced, "dq")
     if isinstance(dkv, Refusal):
         return dkv
