@@ -64,10 +64,7 @@ MARKS = {"default": pytest.mark.full, "full": pytest.mark.long}
 def test_compiles(case):
     with jax.default_matmul_precision(case.precision):
         program = evaluation.program_of(case, "triton" if case.name in REPAIRED else "triton-no_repair")
-        if gpu_compile.missing():
-            gpu_compile.lower(*program)
-            pytest.skip(f"lowered, but not compiled: {gpu_compile.missing()}")
-        kernels = gpu_compile.compile_kernels(*program)
+        kernels = gpu_compile.compile_or_skip(*program)
     repairs = {kernel.name for kernel in kernels if "repair" in kernel.name}
     # They hardly ever compute: what they spill takes no time.
     kernels = [kernel for kernel in kernels if kernel.name not in repairs]

@@ -110,13 +110,9 @@ def test_tangents_compile(case):
 
 def kernels_of(case, backend):
     """The kernels of a case, compiled, of which none stores much away."""
-    program = evaluation.program_of(case, backend)
-    if gpu_compile.missing():
-        gpu_compile.lower(*program)
-        pytest.skip(f"lowered, but not compiled: {gpu_compile.missing()}")
-    kernels = _compiled_once(case.name, backend, program)
+    kernels = _compiled_once(case, backend)
     if not kernels and backend != BACKEND:  # they are those of the same case without an option
-        kernels = _compiled_once(case.name, BACKEND, evaluation.program_of(case, BACKEND))
+        kernels = _compiled_once(case, BACKEND)
     assert {kernel.tensor for kernel in kernels} == {"wgmma"}
     for kernel in kernels:
         allowed = SPILLS["forward" if "forward" in kernel.name else "backward"]
@@ -124,15 +120,11 @@ def kernels_of(case, backend):
     return kernels
 
 
-_COMPILED = {}
-
-
-def _compiled_once(name, backend, program):
+@functools.cache
+def _compiled_once(case, backend):
     """Kernels through Mosaic GPU, which are reported when a process compiles them first."""
-    if (name, backend) not in _COMPILED:
-        found = gpu_compile.compile_kernels(*program)
-        _COMPILED[name, backend] = [kernel for kernel in found if "sm90" in kernel.name]
-    return _COMPILED[name, backend]
+    found = gpu_compile.compile_or_skip(*evaluation.program_of(case, backend))
+    return [kernel for kernel in found if "sm90" in kernel.name]
 
 
 @NEEDS_011

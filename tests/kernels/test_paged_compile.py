@@ -136,10 +136,7 @@ SOME = ["decode_alibi", "decode_stats", "decode_e4m3", "latent_16_heads"]
 @pytest.mark.parametrize("name", CASES)
 def test_compiles(name):
     attend, *shapes = program(**CASES[name])
-    if gpu_compile.missing():
-        gpu_compile.lower(attend, *shapes)
-        pytest.skip(f"lowered, but not compiled: {gpu_compile.missing()}")
-    kernels = gpu_compile.compile_kernels(attend, *shapes)
+    kernels = gpu_compile.compile_or_skip(attend, *shapes)
     N, R = (CASES[name].get(x, 32) for x in "NR")
     launches = 2 if max(R, MAX_DECODED) < N else 1  # for requests with few queries, and with many
     names = [kernel.name.rstrip("_0123456789") for kernel in kernels]
@@ -190,10 +187,7 @@ def test_the_indexer_compiles(name):
         best = jax.vmap(best, in_axes=(0, 0 if has_keys else None, 0))
         several = lambda x: jax.ShapeDtypeStruct((sequences, *x.shape), x.dtype)
         shapes = [x if n == 1 and not has_keys else several(x) for n, x in enumerate(shapes)]
-    if gpu_compile.missing():
-        gpu_compile.lower(best, *shapes)
-        pytest.skip(f"lowered, but not compiled: {gpu_compile.missing()}")
-    kernels = gpu_compile.compile_kernels(best, *shapes)
+    kernels = gpu_compile.compile_or_skip(best, *shapes)
     names = [kernel.name.rstrip("_0123456789") for kernel in kernels]
     assert sorted(names) == [SCORES, *[SELECT] * launches]
     assert not {kernel.name: kernel.spill for kernel in kernels if kernel.spill}

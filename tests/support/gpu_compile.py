@@ -19,6 +19,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import pytest
 from jax.experimental import topologies
 
 from tests.support.haste import compiled_in_haste
@@ -132,6 +133,14 @@ def compile_kernels(function: Any, *arrays: Any) -> list[Kernel]:
         shared = _shared(folder)
         kernels = (_assembled(text, folder, shared) for text in texts if re.sub(r"__\d+$", "", _entry(text)) in names)
         return sorted([*kernels, *_mosaic_kernels(mosaic.read_text(errors="replace"), folder)])
+
+
+def compile_or_skip(function: Any, *arrays: Any) -> list[Kernel]:
+    """Compiles kernels; without the compilers it lowers the function and skips the rest of the test."""
+    if missing():
+        lower(function, *arrays)
+        pytest.skip(f"lowered, but not compiled: {missing()}")
+    return compile_kernels(function, *arrays)
 
 
 def ptx_of(function: Any, *arrays: Any) -> list[str]:
