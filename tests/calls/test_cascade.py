@@ -153,10 +153,10 @@ def paged_levels(tree: str, page_size: int = 8) -> list[CascadeLevel]:
     return levels
 
 
-def flat(tree: str, mods: Mods) -> tuple[np.ndarray, np.ndarray]:
-    """Attention of each request over all its keys, in float64."""
+def flat(tree: str, mods: Mods) -> tuple[np.ndarray, ...]:
+    """Attention of each request over all its keys, in float64: out, lse, max and entropy."""
     x, made = drawn(tree), TREES[tree]
-    out, lse = np.zeros((len(x.q), HQ, D)), np.full((len(x.q), HQ), -np.inf)
+    out, (lse, row_max, entropy) = np.zeros((len(x.q), HQ, D)), np.zeros((3, len(x.q), HQ))
     for r in range(len(made.queries)):
         of = lambda arrays, r=r: np.concatenate([arrays[n][g] for n, level in enumerate(made.levels)
                                                  for g, (members, _) in enumerate(level) if r in members])  # fmt: skip
@@ -164,15 +164,18 @@ def flat(tree: str, mods: Mods) -> tuple[np.ndarray, np.ndarray]:
         rows = range(x.batch.qo_indptr[r], x.batch.qo_indptr[r + 1])
         position, k = np.array(rows)[:, None] - rows.stop + len(keys), np.arange(len(keys))[None]
         for h in range(HQ):
-            s = x.q[rows.start : rows.stop, h].astype(np.float64) @ keys[:, h // 2].T * D**-0.5
+            at = slice(rows.start, rows.stop), h
+            s = x.q[at].astype(np.float64) @ keys[:, h // 2].T * D**-0.5
             s = np.where(mods.mask(r, h, position, k), mods.score(s, r, h, position, k), -np.inf)
             with np.errstate(divide="ignore", invalid="ignore"):
                 top = s.max(axis=1, keepdims=True)
                 weights = np.exp(s - np.where(np.isfinite(top), top, 0))
                 total = weights.sum(axis=1, keepdims=True)
-                out[rows.start : rows.stop, h] = np.where(total > 0, weights @ values[:, h // 2] / total, 0)
-                lse[rows.start : rows.stop, h] = (top + np.log(total))[:, 0]
-    return out, lse
+                p = np.where(total > 0, weights / total, 0)
+                out[at] = p @ values[:, h // 2]
+                lse[at], row_max[at] = (top + np.log(total))[:, 0], top[:, 0]
+                entropy[at] = -np.sum(p * np.log(np.where(p > 0, p, 1)), axis=1)
+    return out, lse, row_max, entropy
 
 
 def cascade(tree: str, levels, mods: Mods, **how):
@@ -184,7 +187,7 @@ def cascade(tree: str, levels, mods: Mods, **how):
 
 
 def assert_right(found, right):
-    for name, a, b in zip(("out", "lse"), found, right, strict=True):
+    for name, a, b in zip(("out", "lse"), found, right[:2], strict=True):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5, err_msg=name)
 
 
