@@ -6,10 +6,9 @@ import jax
 import jax.numpy as jnp
 
 import jflex
-from jflex.paged import LatentCache, PagedBatch, PagedCache, write_latent
+from jflex.paged import LatentCache, PagedCache, write_latent
+from tests.cases.errors.paged import BATCH, INT
 
-INT = lambda x: jnp.asarray(x, jnp.int32)
-BATCH = PagedBatch(INT([0, 2, 3]), INT([20, 5]), INT([[1, 2], [3, 0]]))
 CACHE = LatentCache.create(4, 16, 32, 16, dtype="float32")
 LAYERS = LatentCache.create(4, 16, 32, 16, dtype="float32", layers=2)
 

@@ -7,15 +7,12 @@ import numpy as np
 
 import jflex
 from jflex.paged import PagedBatch, PagedCache
+from tests.cases.errors.calls import F32
+from tests.cases.errors.calls import array as zeros
 
-F32 = jnp.float32
 INT = lambda x: jnp.asarray(x, jnp.int32)
 BATCH = PagedBatch(INT([0, 2, 3]), INT([20, 5]), INT([[1, 2], [3, 0]]))
 INTERPRETED = {"implementation": "triton", "config": jflex.Config(interpret=True)}
-
-
-def zeros(*shape, dtype=F32):
-    return jnp.zeros(shape, dtype)
 
 
 def cache_of(heads=2, size=16, layers=None, dtype=F32):

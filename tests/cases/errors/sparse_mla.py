@@ -7,11 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 
 import jflex
+from tests.cases.errors.latent import CACHE
+from tests.cases.errors.paged import BATCH, INT, wrong
 
-INT = lambda x: jnp.asarray(x, jnp.int32)
-CACHE = jflex.paged.LatentCache.create(4, 16, 32, 16, dtype="float32")
-BATCH = jflex.paged.PagedBatch(INT([0, 2, 3]), INT([20, 5]), INT([[1, 2], [3, 0]]))
-TREES = jflex.paged.PagedBatch(INT([0, 2, 3]), INT([20, 5]), INT([[1, 2], [3, 0]]), INT([[1, 3], [1, 0]]))
+TREES = wrong(ancestors=INT([[1, 3], [1, 0]]))
 
 
 def call(indices, cache=CACHE, batch=BATCH, **options):

@@ -4,21 +4,13 @@ import jax.numpy as jnp
 import numpy as np
 
 import jflex
-
-F32 = jnp.float32
-
-
-def array(*shape, dtype=F32):
-    return jnp.zeros(shape, dtype)
+from tests.cases.errors.calls import F32, array
+from tests.cases.errors.mods import branches
 
 
 def weights(query=(2, 8, 4, 16), key=(2, 8, 2, 16), dtypes=(F32, F32), **options):
     arrays = (array(*shape, dtype=dtype) for shape, dtype in zip((query, key), dtypes, strict=True))
     return jflex.attention_weights(*arrays, **options)
-
-
-def branches(score, b, h, q_idx, kv_idx):
-    return score if q_idx >= kv_idx else -score
 
 
 ONE_ROW = jflex.create_block_mask(jflex.masks.causal(), None, None, 1, 8, block_size=32)
