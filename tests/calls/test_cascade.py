@@ -11,14 +11,11 @@ import pytest
 import jflex
 from jflex import CascadeLevel
 from jflex.paged import PagedBatch, PagedCache, token_positions, token_requests
+from tests.cases import features
+from tests.support.dense_masks import causal
 from tests.support.rows import tiers
 
-BACKENDS = {
-    "reference": {"implementation": "reference"},
-    "xla": {"implementation": "xla"},
-    "triton-interpret": {"implementation": "triton", "config": jflex.Config(interpret=True)},
-    "triton": {"implementation": "triton"},
-}
+BACKENDS = {"reference": features.REFERENCE, **features.BACKENDS, "triton": {"implementation": "triton"}}
 backends = pytest.mark.parametrize(
     "backend", [pytest.param(name, marks=pytest.mark.gpu) if name == "triton" else name for name in BACKENDS]
 )
@@ -33,10 +30,6 @@ class Mods(NamedTuple):
     given: dict
     score: object = lambda s, b, h, q, k: s
     mask: object = lambda b, h, q, k: np.broadcast_to(True, np.broadcast_shapes(q.shape, k.shape))
-
-
-def causal(b, h, q, k):
-    return q >= k
 
 
 def window(b, h, q, k):

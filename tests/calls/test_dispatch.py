@@ -13,6 +13,7 @@ from jflex._call.dispatch import get_backend, select_forward, select_passes
 from jflex.backends.base import Plan
 from jflex.paged import PagedBatch, PagedCache
 from pallas_kernels.plan import GradientRequest, Refusal
+from tests.cases.features import BACKENDS
 from tests.support import gpu_compile
 from tests.support.rows import in_turns
 from tests.support.specs import spec_of
@@ -158,9 +159,7 @@ def test_explain_under_jit_counts_no_blocks():
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("options", [{"implementation": "xla"},
-                                     {"implementation": "triton", "config": jflex.Config(interpret=True)}],
-                         ids=["xla", "triton-interpret"])  # fmt: skip
+@pytest.mark.parametrize("options", BACKENDS.values(), ids=BACKENDS)
 def test_unlisted_blocks_and_unused_entries_are_never_read(options):
     """NaN in keys that no list names, and garbage after the counts, reach no output and no gradient."""
     rng = np.random.default_rng(0)
@@ -176,9 +175,7 @@ def test_unlisted_blocks_and_unused_entries_are_never_read(options):
 
 @pytest.mark.full
 @in_turns
-@pytest.mark.parametrize("options", [{"implementation": "xla"},
-                                     {"implementation": "triton", "config": jflex.Config(interpret=True)}],
-                         ids=["xla", "triton-interpret"])  # fmt: skip
+@pytest.mark.parametrize("options", BACKENDS.values(), ids=BACKENDS)
 @pytest.mark.parametrize("tiles", [(16, 64), (64, 16), (32, 32)])
 def test_tiles_of_the_user_do_not_change_the_result(options, tiles):
     rng = np.random.default_rng(1)

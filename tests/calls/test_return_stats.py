@@ -10,6 +10,7 @@ import pytest
 
 import jflex
 from tests.calls.test_transforms import shapes_made
+from tests.cases.features import BACKENDS, REFERENCE
 from tests.cases.hopper_cases import HOPPER
 from tests.cases.table import CASES, LENGTHS
 from tests.support import evaluation, gpu_compile
@@ -27,12 +28,8 @@ ON_HOPPER = {case.name: case for case in HOPPER if case.name in (
     "two_groups_causal", "two_groups_dropout", "two_groups_empty_rows",
 )}  # fmt: skip
 EMULATED = ["even_bias", "length_many_sinks", "sinks_bounded", "two_groups_dropout", "two_groups_empty_rows"]
-OPTIONS = {
-    "reference": {"implementation": "reference"},
-    "xla": {"implementation": "xla"},
-    "triton-interpret": {"implementation": "triton", "config": jflex.Config(interpret=True)},
-}
-kernels = pytest.mark.parametrize("backend", ["xla", "triton-interpret"])
+OPTIONS = {"reference": REFERENCE, **BACKENDS}
+kernels = pytest.mark.parametrize("backend", BACKENDS)
 assert_close = functools.partial(np.testing.assert_allclose, rtol=3e-5, atol=3e-5)
 ALL = evaluation.STATS
 

@@ -9,6 +9,7 @@ import pytest
 
 import jflex
 from jflex.paged import PagedCache, PagePool, clear_unused, convert_block_mask, convert_mask_mod, convert_score_mod
+from tests.cases.features import BACKENDS, REFERENCE
 from tests.support import oracle
 from tests.support.traces import Traced
 
@@ -17,11 +18,7 @@ LENGTHS = np.array([70, 33, 0, 5], np.int32)  # a prefix is shared, one is empty
 B, KV_LEN = len(LENGTHS), 80
 F32 = jnp.float32
 INT = functools.partial(np.asarray, dtype=np.int32)
-OPTIONS = {
-    "xla": {"implementation": "xla"},
-    "reference": {"implementation": "reference"},
-    "triton-interpret": {"implementation": "triton", "config": jflex.Config(interpret=True)},
-}
+OPTIONS = {"reference": REFERENCE, **BACKENDS}
 assert_close = functools.partial(np.testing.assert_allclose, rtol=3e-5, atol=3e-5)
 DOCUMENTS = np.sort(np.random.default_rng(1).integers(0, 3, (B, KV_LEN)), axis=1).astype(np.int32)
 BIAS = np.random.default_rng(2).normal(size=(HQ, KV_LEN)).astype(np.float32)
