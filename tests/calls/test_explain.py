@@ -66,17 +66,22 @@ def ran(monkeypatch) -> list[Run]:
     return runs
 
 
-@pytest.fixture
-def told(monkeypatch) -> list[Any]:
-    """The accounts of the calls of attention that tests make, taken before each is made."""
+def explained(monkeypatch, calls) -> list[Any]:
+    """The accounts of the calls of attention that follow, taken before each is made."""
     accounts = []
 
     def spy(call, *args, **kwargs):
         accounts.append(explain(call, *args, **kwargs))
         return call(*args, **kwargs)
 
-    for name, call in CALLS.items():
+    for name, call in calls.items():
         monkeypatch.setattr(jflex, name, functools.partial(spy, call))
+    return accounts
+
+
+@pytest.fixture
+def told(monkeypatch) -> list[Any]:
+    accounts = explained(monkeypatch, CALLS)
     monkeypatch.setattr(ragged_cases, "flex_attention_varlen", jflex.flex_attention_varlen)
     return accounts
 
@@ -188,14 +193,7 @@ TABLES = [
 def test_wrong_calls_give_the_errors_of_the_call(provoke, monkeypatch):
     with pytest.raises((TypeError, ValueError, jflex.UnsupportedError)) as by_call:
         provoke()
-    accounts = []
-
-    def explained(call, *args, **kwargs):
-        accounts.append(explain(call, *args, **kwargs))
-        return call(*args, **kwargs)
-
-    for name, call in {**CALLS, "flex_attention": jflex.flex_attention}.items():
-        monkeypatch.setattr(jflex, name, functools.partial(explained, call))
+    accounts = explained(monkeypatch, {**CALLS, "flex_attention": jflex.flex_attention})
     with pytest.raises(by_call.type) as by_explain:
         provoke()
     assert str(by_explain.value) == str(by_call.value)
