@@ -11,6 +11,7 @@ import pytest
 import jflex
 from jflex._call.dispatch import get_backend
 from tests.calls.test_transforms import shapes_made
+from tests.cases.errors.calls import within
 from tests.cases.features import BACKENDS
 from tests.cases.table import LENGTHS
 from tests.support import evaluation
@@ -25,10 +26,6 @@ def drawn(seed=0, batch=B, queries=T):
     rng = np.random.default_rng(seed)
     draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
     return draw(batch, queries, HQ, D), draw(batch, S, HKV, D), draw(batch, S, HKV, D)
-
-
-def within(*lengths):
-    return jnp.array(lengths, jnp.int32)
 
 
 # --- against the oracle

@@ -11,15 +11,11 @@ from hypothesis import strategies as st
 
 import jflex
 from jflex import AttentionState
+from tests.calls.test_return_stats import drawn
 from tests.support.rows import tiers
 
 ALL = ("lse", "max", "entropy")
 assert_close = functools.partial(np.testing.assert_allclose, rtol=3e-5, atol=3e-5)
-
-
-def drawn(T=6, S=64):
-    rng = np.random.default_rng(1)
-    return [jnp.asarray(rng.normal(size=(2, n, h, 16)), jnp.float32) for n, h in ((T, 4), (S, 2), (S, 2))]
 
 
 def merged(count, layout, sinks, q, k, v):
@@ -43,7 +39,7 @@ def merged(count, layout, sinks, q, k, v):
 @pytest.mark.parametrize("sinks", [None, [-1.0, 0.0, 2.0, -np.inf]], ids=["no_sinks", "sinks"])
 def test_states_merge_to_the_whole_with_gradients(count, layout, sinks):
     """The first row attends to nothing, and so do many splits of others."""
-    arrays, sinks = drawn(), None if sinks is None else jnp.array(sinks)
+    arrays, sinks = drawn(T=6, S=64), None if sinks is None else jnp.array(sinks)
 
     def loss(attend, *arrays):
         out, stats = attend(*arrays)
