@@ -284,16 +284,6 @@ def operands(seed, *leading):
     return dict(zip(NAMES, (*arrays, lengths(5), lengths(6), draw(7)), strict=True))
 
 
-def ours(arrays, implementation="xla"):
-    return jflex.dot_product_attention(
-        **arrays, is_causal=True, local_window_size=(130, 5), implementation=implementation
-    )
-
-
-def theirs(arrays):
-    return jax.nn.dot_product_attention(**arrays, is_causal=True, local_window_size=(130, 5))
-
-
 SUBSETS = (("query", "key", "value"), ("query",), ("value", "mask"), ("bias",), ("query_seq_lengths",), ("scale",))
 SUBSETS += (("key", "key_value_seq_lengths"), NAMES)
 
@@ -305,9 +295,8 @@ def test_vmap_over_any_subset(mapped, backend):
     one, many = operands(0), operands(1, 3)
     arrays = {name: (many if name in mapped else one)[name] for name in NAMES}
     axes = ({name: 0 if name in mapped else None for name in NAMES},)
-    attend = ours if backend == "xla" else lambda x: jflex.dot_product_attention(
-        **x, is_causal=True, local_window_size=(130, 5), **INTERPRET
-    )  # fmt: skip
+    options = INTERPRET if backend == "triton" else {"implementation": "xla"}
+    attend = lambda call, **more: lambda x: call(**x, is_causal=True, local_window_size=(130, 5), **more)
     with jax.numpy_rank_promotion("allow"):
-        expected = jax.vmap(theirs, axes)(arrays)
-    assert_close(jax.vmap(attend, axes)(arrays), expected)
+        expected = jax.vmap(attend(jax.nn.dot_product_attention), axes)(arrays)
+    assert_close(jax.vmap(attend(jflex.dot_product_attention, **options), axes)(arrays), expected)
