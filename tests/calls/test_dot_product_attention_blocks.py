@@ -219,10 +219,6 @@ def test_the_signature_is_that_of_jax():
     assert [p.name for p in ours[len(theirs) :]] == ["config"]
 
 
-def draw(seed, *shape, dtype):
-    return jax.random.normal(jax.random.key(seed), shape, dtype)
-
-
 @pytest.mark.full
 def test_float64_with_a_mask_has_no_infinities():
     with jax.enable_x64(), jax.debug_infs(True):
@@ -236,7 +232,7 @@ def test_float64_with_a_mask_has_no_infinities():
 )
 def test_a_window_that_would_hide_all_keys(window):
     """-1 is no bound, as in FlashAttention."""
-    query = draw(0, 1, 9, 2, 8, dtype="float32")
+    query = jax.random.normal(jax.random.key(0), (1, 9, 2, 8))
     left, right = (9 if side == -1 else side for side in (window if isinstance(window, tuple) else (window,) * 2))
     found = jflex.dot_product_attention(query, query, query, local_window_size=window)
     expected = jax.nn.dot_product_attention(query, query, query, local_window_size=(left, right))
