@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+import jflex
 from tests.cases.table import CASES, LENGTHS, Case, Sizes
 from tests.support import drawn_arrays, evaluation, gpu_compile, haste
 from tests.support.rows import tiers
@@ -97,8 +98,6 @@ def test_tangents(case):
 @pytest.mark.parametrize(("D", "spill"), [(64, 0), (128, 176)])
 def test_statistics_of_rows(D, spill):
     """The max takes no register more than the lse does; the entropy of head size 128 spills a little more."""
-    import jflex
-
     x, d_rows = jax.ShapeDtypeStruct((2, 1024, 8, D), jnp.bfloat16), jax.ShapeDtypeStruct((2, 8, 1024), jnp.float32)
     mask = jflex.create_block_mask(jflex.masks.causal(), None, None, 1024, 1024)
     config = jflex.Config(contain_nan=False)
@@ -123,12 +122,9 @@ def test_statistics_of_rows(D, spill):
 
 
 @pytest.mark.full
+@pytest.mark.skipif(gpu_compile.missing() is not None, reason="compiles for a GPU")
 def test_reports_what_cannot_be_compiled():
     """So that a kernel which passes here is known to have been judged."""
-    if gpu_compile.missing():
-        pytest.skip(gpu_compile.missing())
-    import jflex
-
     case = Case("too_much_shared_memory", sizes=Sizes(B=1, T=512, D=256), dtype="bfloat16")
     config = jflex.Config(forward=jflex.Tiles(128, 256, num_warps=8, num_stages=4))
     x = evaluation.draw(case)
@@ -145,8 +141,6 @@ def test_kernels_hide_the_transfers_of_a_ring():
 
     XLA runs the instructions of a computation in the order of its text; it has one transfer under way at a time.
     """
-    import jflex
-
     mesh = Mesh(np.array(gpu_compile.absent_gpus(4)), ("context",), axis_types=(AxisType.Auto,))
     tokens = NamedSharding(mesh, PartitionSpec(None, "context"))
     shape = lambda heads: jax.ShapeDtypeStruct((1, 8192, heads, 64), jnp.bfloat16, sharding=tokens)

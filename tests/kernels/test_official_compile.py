@@ -127,11 +127,10 @@ def test_primitives(arch):
 
 @pytest.mark.full
 @pytest.mark.skipif(isinstance(launcher(), str), reason=str(launcher()))
+@pytest.mark.skipif(gpu_compile.missing() is not None, reason="compiles for a GPU")
 @pytest.mark.parametrize("transform", ["grad", "vmap", "vmap of one", "shard_map", "export"])
 def test_lowered_and_compiled_by_xla(monkeypatch, transform):
     """By what launches here: jax-triton, or jaxlib."""
-    if gpu_compile.missing():
-        pytest.skip(gpu_compile.missing())
     monkeypatch.setattr(limits, "launcher", launcher)
     monkeypatch.setenv("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
     x, slopes = jax.ShapeDtypeStruct((2, 256, 4, 64), jnp.bfloat16), jax.ShapeDtypeStruct((4,), jnp.float32)

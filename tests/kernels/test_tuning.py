@@ -136,6 +136,7 @@ def test_buckets_of_mods(score, mask, bucket):
     assert bucket_of(score, mask) == bucket
 
 
+@pytest.mark.skipif(gpu_compile.missing() is not None, reason="compiles for a GPU")
 @pytest.mark.usefixtures("fresh_plans")
 @pytest.mark.parametrize(("kernel", "tiles", "D", "biases", "dtype"), [
     ("forward", Tiles(128, 64, 4, 3), 64, 0, "float32"),
@@ -147,8 +148,6 @@ def test_buckets_of_mods(score, mask, bucket):
     ("tangent", Tiles(128, 64, 8, 2), 64, 1, "bfloat16"),
 ])  # fmt: skip
 def test_shared_memory_is_what_the_compiler_takes(kernel, tiles, D, biases, dtype, monkeypatch):
-    if gpu_compile.missing():
-        pytest.skip(gpu_compile.missing())
     S, loads = 256, triton_plan.LoadBytes(biases * jnp.dtype(dtype).itemsize)
     config = jflex.Config(forward_mode=True, **({} if kernel == "tangent" else {kernel: tiles}))
     monkeypatch.setattr(tables, "tangent_tiles", lambda need: tiles)  # which no `Config` sets
@@ -167,6 +166,7 @@ def test_shared_memory_is_what_the_compiler_takes(kernel, tiles, D, biases, dtyp
     assert taken == pytest.approx(triton_plan.shared_memory(kernel, tiles, D, D, 2, loads), rel=0.02)
 
 
+@pytest.mark.skipif(gpu_compile.missing() is not None, reason="compiles for a GPU")
 def test_mods_that_read_much_by_element_take_fewer_stages():
     x, pair = jax.ShapeDtypeStruct((1, 256, 2, 64), jnp.bfloat16), jax.ShapeDtypeStruct((256, 256, 8), jnp.float32)
 
@@ -175,12 +175,11 @@ def test_mods_that_read_much_by_element_take_fewer_stages():
         return jflex.flex_attention(q, k, v, mod, implementation="triton")
 
     arrays = (x, x, x, pair, jax.ShapeDtypeStruct((2, 8), jnp.float32))
-    if gpu_compile.missing():
-        pytest.skip(gpu_compile.missing())
     [kernel] = gpu_compile.compile_kernels(run, *arrays)
     assert kernel.shared <= triton_plan.HOPPER_SHARED_MEMORY
 
 
+@pytest.mark.skipif(gpu_compile.missing() is not None, reason="compiles for a GPU")
 def test_what_mods_read_by_row_is_counted():
     """A random mod needed 512 bytes more than there are: tile loads of 20 bytes, and 20 for each query."""
     x, pair = jax.ShapeDtypeStruct((1, 256, 2, 64), jnp.bfloat16), jax.ShapeDtypeStruct((256, 256, 5), jnp.float32)
@@ -190,8 +189,6 @@ def test_what_mods_read_by_row_is_counted():
         out, pull = jax.vjp(lambda *qkv: jflex.flex_attention(*qkv, mod, implementation="triton"), q, k, v)
         return out, pull(out)
 
-    if gpu_compile.missing():
-        pytest.skip(gpu_compile.missing())
     found = gpu_compile.compile_kernels(run, x, x, x, pair, jax.ShapeDtypeStruct((256, 5), jnp.float32))
     assert max(one.shared for one in found) <= triton_plan.HOPPER_SHARED_MEMORY
 
