@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.ref import addupdate
@@ -137,6 +138,7 @@ def _table() -> list[Row]:
 
 
 TABLE = _table()
+CASES = [pytest.param(row, dtype, id=f"{row.name}-{dtype}") for row in TABLE for dtype in row.dtypes]
 MEMORY = {  # what is no function of tiles: kernels on refs, and what they make of x and y
     "masked": (lambda x, y, out: masked_store(out, _masked(x, y), _column() < 20), lambda x, y: np.where(
         np.arange(COLUMNS) < 20, np.where(np.arange(COLUMNS) < 7, x, -3) + y, 0)),

@@ -281,10 +281,7 @@ def test_in_the_interpreter_of_triton(cases):
 
 @needs_triton
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    ("row", "dtype"),
-    [pytest.param(row, dtype, id=f"{row.name}-{dtype}") for row in official_primitives.TABLE for dtype in row.dtypes],
-)
+@pytest.mark.parametrize(("row", "dtype"), official_primitives.CASES)
 def test_primitive(row, dtype):
     official_primitives.check_row(row, dtype)
 

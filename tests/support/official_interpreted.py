@@ -41,10 +41,7 @@ def test_paged(case):
     paged_evaluation.check(case, paged_evaluation.run(case, "official_triton"))
 
 
-@pytest.mark.parametrize(
-    ("row", "dtype"),
-    [pytest.param(row, dtype, id=f"{row.name}-{dtype}") for row in official_primitives.TABLE for dtype in row.dtypes],
-)
+@pytest.mark.parametrize(("row", "dtype"), official_primitives.CASES)
 def test_primitive(row, dtype):
     if row.name in LIBDEVICE:
         pytest.skip("Triton's interpreter has no libdevice")
