@@ -114,19 +114,15 @@ def messages_of(case, found):
     return judge.compare(found, wanted.by_plain, wanted.right, wanted.moves(8.0, 4))
 
 
-def results_of(case):
-    return judge.by_library(case, "xla")
-
-
 @pytest.mark.full
 @pytest.mark.parametrize("fault", FAULTS)
 def test_faults_are_seen(fault):
-    assert messages_of(KNOWN, results_of(faulty(KNOWN, fault)))
+    assert messages_of(KNOWN, judge.by_library(faulty(KNOWN, fault), "xla"))
 
 
 @pytest.mark.full
 def test_not_a_number_is_seen():
-    found = results_of(KNOWN)
+    found = judge.by_library(KNOWN, "xla")
     assert not messages_of(KNOWN, found)
     out = np.where(np.arange(found.out.size).reshape(found.out.shape) == 5, np.nan, found.out)
     assert messages_of(KNOWN, found._replace(out=out))

@@ -19,10 +19,6 @@ def program_of(mod, *shapes):
     return tile_programs.program_of(mod, [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes], SIZES)
 
 
-def spec_with(sizes=SIZES):
-    return spec_of(B=sizes.B, T=sizes.T, S=sizes.S, Hq=sizes.Hq, D=16, scale=0.25)
-
-
 class CountingSpace(tile_programs.DenseSpace):
     """Tiles of one shape; counts the multiply-adds."""
 
@@ -149,7 +145,8 @@ BATCH, HEADS, DIAGONAL = (
 def test_invariance(mod, shape, expected):
     program = program_of(mod, shape)
     [load] = [node for node in program.loads if node.kind == "qk"]
-    assert broadcast_axes(spec_with(), load) == expected
+    spec = spec_of(B=SIZES.B, T=SIZES.T, S=SIZES.S, Hq=SIZES.Hq, D=16, scale=0.25)
+    assert broadcast_axes(spec, load) == expected
 
 
 @pytest.mark.parametrize("off", [-1, 0, 1])
