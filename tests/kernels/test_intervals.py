@@ -167,9 +167,9 @@ MASKS = st.recursive(
 )
 
 
-def evaluate(tree, leaves):
+def evaluate(tree, leaves, functions=FUNCTIONS):
     if isinstance(tree, tuple):
-        return FUNCTIONS[tree[0]](*(evaluate(x, leaves) for x in tree[1:]))
+        return functions[tree[0]](*(evaluate(x, leaves, functions) for x in tree[1:]))
     return leaves[tree] if isinstance(tree, str) else jnp.int32(tree)
 
 

@@ -14,6 +14,7 @@ from pallas_kernels.program.build import IndexRanges
 from pallas_kernels.program.intervals import Span
 from pallas_kernels.program.ranges import is_prefix, is_range, visible_range
 from pallas_kernels.spec import Blocks, Programs
+from tests.kernels.test_intervals import evaluate
 from tests.support import tile_programs
 from tests.support.rows import tiers
 from tests.support.specs import spec_of
@@ -192,14 +193,9 @@ OPERATIONS = {
 }  # fmt: skip
 
 
-def evaluated(tree, indices):
-    if isinstance(tree, tuple):
-        return OPERATIONS[tree[0]](*(evaluated(x, indices) for x in tree[1:]))
-    return indices[tree] if isinstance(tree, str) else jnp.int32(tree)
-
-
 @pytest.mark.full
 @settings(max_examples=60, deadline=None)
 @given(CLAUSES, st.integers(1, 90), st.integers(1, 90), st.sampled_from(["k", "q"]))
 def test_no_mask_loses_a_visible_tile(tree, T, S, walked):
-    check(lambda b, h, q, k: evaluated(tree, {"b": b, "h": h, "q": q, "k": k}), T, S, Tiles(16, 8, 4, 2), walked)
+    mod = lambda b, h, q, k: evaluate(tree, {"b": b, "h": h, "q": q, "k": k}, OPERATIONS)
+    check(mod, T, S, Tiles(16, 8, 4, 2), walked)
