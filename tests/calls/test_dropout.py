@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 import jflex
 from jflex._call.dropout import kept_mod
 from tests.support import dropout_bits, gpu_compile
+from tests.support.context_parallel_calls import NEEDS_EIGHT_DEVICES
 from tests.support.dense_masks import causal
 from tests.support.rows import in_turns, tiers
 
@@ -169,7 +170,7 @@ def test_a_new_key_compiles_nothing():
 
 @pytest.mark.full
 @fused
-@pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices; tests/conftest.py simulates them")
+@NEEDS_EIGHT_DEVICES
 def test_shard_map_has_the_indices_of_a_shard(how):
     mesh = jax.make_mesh((2,), ("data",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
 

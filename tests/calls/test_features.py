@@ -12,14 +12,13 @@ from jax.sharding import PartitionSpec as P
 
 import jflex
 from tests.cases.features import BACKENDS, FEATURES, REFERENCE, ROWS, D
+from tests.support.context_parallel_calls import NEEDS_EIGHT_DEVICES
 from tests.support.rows import tiers
 from tests.support.traces import Traced
 
 backends = pytest.mark.parametrize("backend", BACKENDS)
 assert_close = functools.partial(np.testing.assert_allclose, rtol=3e-5, atol=3e-5)
-pytestmark = [
-    pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices; tests/conftest.py simulates them")
-]
+pytestmark = NEEDS_EIGHT_DEVICES
 
 
 def features(*left_out):

@@ -15,6 +15,7 @@ from tests.calls.test_features import mesh_of, placed
 from tests.cases.features import BACKENDS, FEATURES, REFERENCE
 from tests.cases.table import CASES
 from tests.support import evaluation
+from tests.support.context_parallel_calls import NEEDS_EIGHT_DEVICES
 from tests.support.dense_masks import causal
 from tests.support.drawn_arrays import drawn_tangents
 from tests.support.rows import tiers
@@ -197,7 +198,7 @@ def test_jacobian_and_hessian():
 @pytest.mark.parametrize("kind", ["jvp", "jvp of grad"])
 @pytest.mark.parametrize("where", ["auto", "explicit", "shard_map"])
 @pytest.mark.parametrize("name", ["plain", "sinks", "statistics", "mods and lists"])
-@pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices; tests/conftest.py simulates them")
+@NEEDS_EIGHT_DEVICES
 def test_devices(name, where, kind):
     feature, sharded = FEATURES[name], FEATURES[name]
     make, floats = split(feature, feature.draw())

@@ -19,6 +19,7 @@ import flax_layers.nnx
 import jflex
 from flax_layers.nnx import AttentionMask
 from jflex import masks, scores
+from tests.support.context_parallel_calls import NEEDS_EIGHT_DEVICES
 from tests.support.layer_flavours import FLAVOURS, HEADS, LinenLayer
 from tests.support.rows import tiers
 
@@ -127,11 +128,8 @@ def test_a_state_is_restored_for_another_length(flavour):
     assert_close(longer(inputs), layer(inputs, mask_mod=masks.causal()))
 
 
-eight = pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices; tests/conftest.py simulates them")
-
-
 @full
-@eight
+@NEEDS_EIGHT_DEVICES
 @flavours
 @pytest.mark.parametrize("options", ["a mask made inside", "ready mods"])
 def test_sharded_creation_in_one_jit(flavour, options):
@@ -149,7 +147,7 @@ def test_sharded_creation_in_one_jit(flavour, options):
 
 
 @full
-@eight
+@NEEDS_EIGHT_DEVICES
 @flavours
 def test_batches_sharded_over_the_mesh_of_make_mesh(flavour):
     """Its axes are explicit: shardings are part of the types of ids, caches and masks."""

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 import flax_layers.linen
 from flax_layers.linen import params_from_nnx, params_to_nnx
 from flax_layers.rotary_scaling import LinearScaling
+from tests.support.context_parallel_calls import NEEDS_EIGHT_DEVICES
 from tests.support.dense_masks import causal
 from tests.support.layer_flavours import FLAVOURS, HEADS, LinenLayer
 from tests.support.rows import in_turns
@@ -160,9 +161,6 @@ def test_nnx_scan_and_remat_are_the_layers_in_turn():
     jax.tree.map(functools.partial(assert_close, rtol=1e-4, atol=1e-4), loss(through), loss(in_turn))
 
 
-eight = pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices; tests/conftest.py simulates them")
-
-
 def sharded(tree, mesh, spec_of):
     put = lambda path, leaf: jax.device_put(leaf, NamedSharding(mesh, spec_of(jax.tree_util.keystr(path), leaf)))
     return jax.tree_util.tree_map_with_path(put, tree)
@@ -175,7 +173,7 @@ def heads_over_model(path: str, leaf: jax.Array) -> P:
     return P("model", None) if "out" in path else P(None, "model")
 
 
-@eight
+@NEEDS_EIGHT_DEVICES
 def test_heads_and_batch_over_devices_give_what_one_device_gives():
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     layer, inputs = layer_of("linen", "all", implementation="xla"), inputs_of(4)

@@ -18,13 +18,11 @@ from flax_layers.train.optimizer import REMAT
 from flax_layers.train.parallel import check_mesh
 from tests.cases import train_cases
 from tests.cases.train_cases import CONFIG, batch, counted_compilations
+from tests.support.context_parallel_calls import NEEDS_EIGHT_DEVICES
 from tests.support.rows import tiers
 
 MESH = "data=2,fsdp=2,model=2"
-
-pytestmark = [
-    pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices; tests/conftest.py simulates them")
-]
+pytestmark = NEEDS_EIGHT_DEVICES
 
 
 def three_steps(trainer) -> tuple[list[float], list[float], float]:

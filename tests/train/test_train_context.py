@@ -17,13 +17,12 @@ from flax_layers.train.__main__ import main
 from flax_layers.train.parallel import check_length, check_strategy
 from jflex import context_parallel
 from tests.cases import train_cases
+from tests.support.context_parallel_calls import NEEDS_EIGHT_DEVICES
 from tests.support.layer_flavours import FLAVOURS
 from tests.support.rows import tiers
 from tests.train.test_train_runs import SMALL, losses_of
 
-pytestmark = [
-    pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices; tests/conftest.py simulates them")
-]
+pytestmark = NEEDS_EIGHT_DEVICES
 LENGTH = 64
 CONFIG = dataclasses.replace(
     train_cases.CONFIG, max_positions=LENGTH, layers=(LayerConfig(window=24), LayerConfig(rotary_base=None))
