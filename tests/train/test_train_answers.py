@@ -67,11 +67,8 @@ BOTH = [(" naïve 😀 </s>", 1), ("café</s>", 1)]
     ("record", "template", "trained"),
     [
         ({"messages": CHAT}, CHATML, BOTH),
-        (
-            {"messages": CHAT},
-            GENERATION,
-            BOTH,
-        ),  # token for token as `return_assistant_tokens_mask` of transformers 5.24
+        # Token for token as `return_assistant_tokens_mask` of transformers 5.24.
+        ({"messages": CHAT}, GENERATION, BOTH),
         ({"messages": [ASK, SILENT, *MORE]}, CHATML, BOTH[1:]),
         ({"messages": [ASK, {**ANSWER, "weight": 0.5}, *MORE]}, GENERATION, [(BOTH[0][0], 0.5), BOTH[1]]),
         ({"messages": [ASK, SILENT, *MORE]}, FORGETFUL, [("(thought) café</s>", 1)]),

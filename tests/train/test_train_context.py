@@ -20,6 +20,7 @@ from tests.cases import train_cases
 from tests.support.context_parallel_calls import NEEDS_EIGHT_DEVICES
 from tests.support.layer_flavours import FLAVOURS
 from tests.support.rows import tiers
+from tests.train.test_train_resume import write_text
 from tests.train.test_train_runs import SMALL, losses_of
 
 pytestmark = NEEDS_EIGHT_DEVICES
@@ -126,7 +127,7 @@ def test_wrong_input(check, message):
 @pytest.mark.long
 def test_a_run_goes_on_with_another_mesh(tmp_path):
     """A checkpoint holds whole arrays, wherever their parts lay: the losses are those of one device."""
-    (tmp_path / "text.txt").write_bytes(np.random.default_rng(0).integers(97, 123, 32 * 80, np.uint8).tobytes())
+    write_text(tmp_path / "text.txt")
     options = [*SMALL, f"--data={tmp_path}/text.txt", "--length=64", "--batch=4"]
     main([*options, f"--output={tmp_path}/one"])
     more = [f"--output={tmp_path}/two", "--schedule-steps=6"]

@@ -27,18 +27,15 @@ from flax_layers.train.trainer import flat_parameters
 from tests.cases import train_cases
 from tests.support.golden_models import ROOT
 from tests.support.rows import tiers
+from tests.train.test_train_resume import ARGUMENTS, write_text
 
-SMALL = (  # noqa: SIM905
-    "--tokenizer=bytes --sizes=width=16,mlp_width=32,num_heads=4,num_kv_heads=2,head_dim=8,layers=1,max_positions=64 "
-    "--length=32 --batch=8 --steps=6 --learning-rate=0.01 --dtype=float32 --save-every=2 --evaluate-every=3 "
-    "--implementation=xla"
-).split(" ")
+SMALL = [*ARGUMENTS, "--dtype=float32", "--save-every=2", "--evaluate-every=3"]
 
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory) -> pathlib.Path:
     path = tmp_path_factory.mktemp("text") / "text.txt"
-    path.write_bytes(np.random.default_rng(0).integers(97, 123, 32 * 80, np.uint8).tobytes())
+    write_text(path)
     return path
 
 
