@@ -93,10 +93,10 @@ def torch_generation(shape: Shape, load: Load, runs: int, device: str = "cuda") 
 
 def _seconds(compiled: Programs, prompts: Tensor, tokens: int) -> tuple[float, float]:
     """Until the first token, and of all others; greedy, without a look at the tokens before the end."""
-    _wait()
+    wait()
     started = time.perf_counter()
     token = compiled.prefill(prompts)
-    _wait()
+    wait()
     begun = time.perf_counter()
     position, written = torch.tensor([prompts.shape[1]], device=prompts.device), [token]
     for _ in range(tokens - 1):
@@ -109,6 +109,7 @@ def _seconds(compiled: Programs, prompts: Tensor, tokens: int) -> tuple[float, f
     return begun - started, ended - begun
 
 
-def _wait() -> None:
+def wait() -> None:
+    """Until a GPU is idle, if there is one."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
+from benchmarks.peers.torch.generation import wait
 from benchmarks.questions.engine import Results, Sizes
 from benchmarks.questions.generation import Shape
 from benchmarks.questions.question import Measured
@@ -55,10 +56,10 @@ def _model(shape: Shape, device: str) -> Any:
 def _seconds(generate: Callable[[], None]) -> float:
     """Time of the second run; the first one compiles and records graphs."""
     generate()
-    _wait()
+    wait()
     started = time.perf_counter()
     generate()
-    _wait()
+    wait()
     return time.perf_counter() - started
 
 
@@ -84,8 +85,3 @@ def _continuous(model: Any, prompts: torch.Tensor, tokens: int) -> None:
 def _check(counts: Sequence[int], expected: int) -> None:
     if not counts or set(counts) != {expected}:
         raise RuntimeError(f"Generated {sorted(set(counts))} tokens, expected {expected} of each.")
-
-
-def _wait() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
