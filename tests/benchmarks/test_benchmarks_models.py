@@ -8,17 +8,11 @@ import jflex
 from benchmarks.questions import engine, generation, http_cost, training
 from benchmarks.questions.engine import Roof, Sizes
 from benchmarks.questions.generation import Load, Shape, step_bytes
-from benchmarks.questions.question import Measured
+from tests.benchmarks.test_benchmarks_questions import by_name
 
 TINY, LOAD = Shape(1, 64, 128, 4, 2, 16, 300), Load(2, 20, 10)
 SIZES = Sizes(12, 6, (2,), users=2, shared=16, suffix=8, page_size=8, step_tokens=16, shares=(0.5,))
 CLIENTS = "2 clients, 12/6 tokens, 2 turns"
-
-
-def by_name(measured: Measured) -> dict[str, float]:
-    found = {record.name: record.value.median for record in measured.records}
-    assert len(found) == len(measured.records)
-    return found
 
 
 class TestTraining:
@@ -53,7 +47,7 @@ class TestGeneration:
             return generation.jax_generation(**job.arguments)
 
         measured = generation.generated(TINY, LOAD, runs=1, run=run)
-        found = by_name(measured)
+        found = by_name(measured.records)
         assert (measured.remarks, len(found)) == ([], 3 * 5 + 2 + 2 * 2)
         assert min(found[f"batch 2, jflex dense: {name}"] for name in (generation.FIRST, generation.DEVICE)) > 0
         assert found["batch 2, torch sdpa: decode"] == pytest.approx(2 * 9 / 0.5)
@@ -78,7 +72,7 @@ class TestEngine:
 
     def test_clients(self):
         measured = engine.measured_part(TINY, SIZES, "clients", run=self.run_here)
-        found = by_name(measured)
+        found = by_name(measured.records)
         assert (measured.remarks, len(found)) == ([], 2 + 1 + 2 * 8)
         assert found[f"{CLIENTS}: failed"] == 0
         assert found[f"{CLIENTS}: output"] == pytest.approx(6 * found[f"{CLIENTS}: requests"], rel=1e-2)
@@ -90,7 +84,7 @@ class TestEngine:
     def test_cost_of_http(self):
         run_here = lambda job: getattr(http_cost, job.function)(**job.arguments)
         measured = engine.measured_part(TINY, SIZES, "http", run=run_here)
-        found = by_name(measured)
+        found = by_name(measured.records)
         assert (measured.remarks, len(found)) == ([], 2 * 7 + 1)
         alone, by_http = (found[f"{CLIENTS}, {kind}: output"] for kind in ("engine alone", "HTTP"))
         assert found[f"{CLIENTS}: cost of HTTP"] == pytest.approx(100 * (1 - by_http / alone), abs=0.1)
@@ -102,7 +96,7 @@ class TestEngine:
         sizes = SIZES._replace(cache_dtype="int8")
         measured = engine.measured_part(TINY, sizes, "users", run=self.run_here)
         assert len(measured.records) == 3 * (1 + 8)
-        assert all(", int8 cache: " in name for name in by_name(measured))
+        assert all(", int8 cache: " in name for name in by_name(measured.records))
         cascades = {remark.partition(":")[0]: int(remark.split()[-6]) for remark in measured.remarks}
         name = "2 users share 16 tokens, {}, int8 cache"
         assert cascades[name.format("no prefix cache")] == cascades[name.format("prefix cache")] == 0
