@@ -59,9 +59,6 @@ def loss(options, mods, ends, q, k, v, slopes):
     return jnp.sum(jnp.sin(out)) + jnp.sum(jnp.cos(jnp.where(lse == -jnp.inf, 0.0, lse)))
 
 
-SLOPES = jnp.linspace(0.5, 1.5, 12).reshape(3, 4)
-
-
 @pytest.mark.parametrize("backend", ["xla", "reference"])
 def test_no_sequences_and_no_tokens(backend):
     slopes, ends = jnp.ones((0, 4)), boundaries()

@@ -25,9 +25,6 @@ pytestmark = pytest.mark.full
 FEATURES, LENGTH, DEPTH = 32, 13, 2
 SIZES = {"num_kv_heads": 2, "head_dim": 8}
 assert_close = functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-5)
-flavours = pytest.mark.parametrize("flavour", FLAVOURS)
-
-
 OPTIONS = {
     "plain": lambda flavour: {},
     "all": lambda flavour: {

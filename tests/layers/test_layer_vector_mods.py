@@ -12,7 +12,6 @@ from tests.support.dense_masks import causal
 from tests.support.layer_flavours import FLAVOURS
 
 IN_FEATURES, LENGTH, D = 32, 19, 8
-flavours = pytest.mark.parametrize("flavour", FLAVOURS)
 INPUTS = np.random.default_rng(1).normal(size=(2, LENGTH, IN_FEATURES)).astype(np.float32)
 TABLE = jnp.asarray(np.random.default_rng(2).uniform(0.5, 1.5, (2, LENGTH, D)).astype(np.float32))
 MODS = {

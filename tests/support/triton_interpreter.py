@@ -16,7 +16,6 @@ import jax
 import numpy as np
 from jax.interpreters import mlir
 
-from pallas_kernels.plan import Refusal
 from pallas_kernels.triton.compiler.compile import jit_function
 from pallas_kernels.triton.compiler.emit import emit
 from pallas_kernels.triton.compiler.emit.dialect import Dialect
@@ -144,10 +143,3 @@ def replaced(monkeypatch: Any) -> None:
     monkeypatch.setattr(launch, "call", call)
     monkeypatch.setattr("pallas_kernels.triton.plan.limits.launcher", lambda: Launcher("direct", "an interpreter"))
     monkeypatch.setattr("jflex.entry.current_device", lambda *_: ("gpu", "NVIDIA H200"))
-
-
-def emitted(launched: emit.Launched, names: tuple[str, ...]) -> emit.Source:
-    """The source of a kernel for the interpreter."""
-    source = emit.emit(launched, names, Interpreted())
-    assert not isinstance(source, Refusal), source
-    return source

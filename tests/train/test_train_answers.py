@@ -16,7 +16,6 @@ from tests.cases import train_cases
 from tests.support.golden_models import ROOT
 from tests.support.rows import tiers
 
-END = "</s>"
 CHATML = (
     "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}</s>\n{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"

@@ -10,7 +10,6 @@ from jflex.paged import LatentCache, PagedCache, write_latent
 from tests.cases.errors.paged import BATCH, INT
 
 CACHE = LatentCache.create(4, 16, 32, 16, dtype="float32")
-LAYERS = LatentCache.create(4, 16, 32, 16, dtype="float32", layers=2)
 
 
 def call(q=None, cache=CACHE, batch=BATCH, **options):

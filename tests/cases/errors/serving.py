@@ -22,7 +22,6 @@ from tests.models.test_models import SMALL
 from tests.support.golden_models import load
 
 TYPES, VALUES = TypeError, ValueError
-MANY = 10**400  # more than a float holds
 REGEX = Constraint.regex("a")
 STREAMING = Streaming(sinks=3, window=9)
 
