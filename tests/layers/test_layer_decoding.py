@@ -283,7 +283,6 @@ def dense_step(layer, inputs, cache):
     return layer.decode(inputs, cache)
 
 
-@pytest.mark.full
 def test_dense_steps_compile_once_and_update_the_cache_in_place():
     mask = CountedCalls()
     layer, inputs = layer_of("linen", mask_mod=mask, rotary_base=50.0, implementation="xla"), inputs_of(2, length=1)
@@ -303,7 +302,6 @@ def test_dense_steps_compile_once_and_update_the_cache_in_place():
     assert memory.temp_size_in_bytes < buffer_bytes(cache) / 20
 
 
-@pytest.mark.full
 def test_layers_that_share_a_paged_cache_scan_in_place():
     """The cache is part of the carry; what is scanned over are the layers and their numbers."""
     keys = jax.random.split(jax.random.key(0), 3)
