@@ -243,10 +243,8 @@ def test_numbers_and_numpy_arrays():
 @pytest.mark.parametrize("hidden", [-np.inf, np.finfo(np.float32).min, -1e9])
 def test_additive_masks(hidden, backend):
     """Also where the first keys are hidden, more than a tile of them: padding on the left."""
-    x, bias = (
-        jax.random.normal(jax.random.key(0), (1, 150, 2, 8)),
-        jnp.where(jnp.tri(150).T > 0, 0, jnp.float32(hidden)),
-    )
+    x = jax.random.normal(jax.random.key(0), (1, 150, 2, 8))
+    bias = jnp.where(jnp.tri(150).T > 0, 0, jnp.float32(hidden))
     options = INTERPRET if backend == "triton" else {"implementation": backend}
 
     def run(attend):

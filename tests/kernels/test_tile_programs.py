@@ -110,11 +110,9 @@ def check_multiply_adds(space, mod, expected):
     np.testing.assert_allclose(found, want, rtol=1e-6, atol=1e-6)
 
 
-BATCH, HEADS, DIAGONAL = (
-    BroadcastAxes(True, False, False),
-    BroadcastAxes(False, True, False),
-    BroadcastAxes(False, False, True),
-)
+BATCH = BroadcastAxes(True, False, False)
+HEADS = BroadcastAxes(False, True, False)
+DIAGONAL = BroadcastAxes(False, False, True)
 
 
 @pytest.mark.parametrize(("mod", "shape", "expected"), [

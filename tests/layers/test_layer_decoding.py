@@ -147,9 +147,8 @@ def test_paged_calls_with_prompts_and_tokens_together_are_the_whole_sequences(fl
 def test_mods_of_the_call_replace_those_of_the_constructor(flavour):
     """`layer` has the parameters of the layer that has these mods by its constructor."""
     of_function = lambda score, b, h, q_idx, kv_idx: score - SLOPES[h] * (q_idx - kv_idx).astype(score.dtype)
-    score_mod = (
-        FLAVOURS[flavour].alibi() if flavour == "nnx" else of_function
-    )  # in linen a module is bound to its owner
+    # In linen a module is bound to its owner.
+    score_mod = FLAVOURS[flavour].alibi() if flavour == "nnx" else of_function
     mods = {"score_mod": score_mod, "mask_mod": window}
     layer, inputs, expected = layer_of(flavour), inputs_of(3)[:1], expected_of(flavour, "alibi")[:1]
     dense = nnx.jit(lambda layer, *rest: layer.decode(*rest, **mods))

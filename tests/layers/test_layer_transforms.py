@@ -138,10 +138,8 @@ def test_linen_scan_and_remat_are_the_layers_in_turn():
 
 def test_nnx_scan_and_remat_are_the_layers_in_turn():
     options = lambda: SIZES | {"mask_mod": causal} | OPTIONS["all"]("nnx")
-    stacked, inputs = (
-        FLAVOURS["nnx"].stack(jax.random.split(jax.random.key(0), DEPTH), FEATURES, options),
-        inputs_of(2),
-    )
+    stacked = FLAVOURS["nnx"].stack(jax.random.split(jax.random.key(0), DEPTH), FEATURES, options)
+    inputs = inputs_of(2)
     block = lambda stream, layer: stream + layer(stream)
     through = nnx.scan(nnx.remat(block), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
 

@@ -17,10 +17,8 @@ from tests.support.rows import tiers
 
 assert_close = functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-5)
 VECTORS = np.random.default_rng(0).normal(size=(2, 7, 3, 16)).astype(np.float32)
-HF_PAIRS, HF_FREQUENCIES = (
-    [0, 20, 30, 40, 50, 63],
-    [1.0, 0.0133352149, 0.00106436096, 4.44569851e-05, 5.13381246e-06, 3.10234441e-07],
-)
+HF_PAIRS = [0, 20, 30, 40, 50, 63]
+HF_FREQUENCIES = [1.0, 0.0133352149, 0.00106436096, 4.44569851e-05, 5.13381246e-06, 3.10234441e-07]
 HF_BOTH = 1.121751143713058
 PLACES = np.array([[0, 1, 2, 3, 4, 5, 6], [5, 9, 1, 1, 30, 2, 0]])
 

@@ -38,9 +38,8 @@ def test_positions_without_a_page_have_no_slot():
     assert slots_of(table, positions, 4).tolist() == [-1, -1, 12, -1, -1, 20, 23, -1, -1, -1]
 
 
-BATCH = PagedBatch(
-    INT([0, 3, 3, 4, 9]), INT([3, 0, 9, 2]), INT([[1, 0, 0], [0, 0, 0], [5, 2, 4], [3, 99, -7]])
-)  # the last has more queries than keys
+# The last request has more queries than keys.
+BATCH = PagedBatch(INT([0, 3, 3, 4, 9]), INT([3, 0, 9, 2]), INT([[1, 0, 0], [0, 0, 0], [5, 2, 4], [3, 99, -7]]))
 
 
 def test_tokens_of_a_batch():
