@@ -48,7 +48,7 @@ class TestGeneration:
 
         measured = generation.generated(TINY, LOAD, runs=1, run=run)
         found = by_name(measured.records)
-        assert (measured.remarks, len(found)) == ([], 3 * 5 + 2 + 2 * 2)
+        assert (measured.remarks, len(found)) == ([], 4 * 5 + 3 + 3 * 2)
         assert min(found[f"batch 2, jflex dense: {name}"] for name in (generation.FIRST, generation.DEVICE)) > 0
         assert found["batch 2, torch sdpa: decode"] == pytest.approx(2 * 9 / 0.5)
         assert found["batch 2, torch sdpa: prompt"] == pytest.approx(2 * 20 / 0.1)
@@ -62,6 +62,7 @@ class TestGeneration:
         """Weights without embeddings: attention, MLP, and the head; keys and values of 25 tokens."""
         weights = 64 * 64 * 2 + 64 * 32 * 2 + 3 * 64 * 128 + 64 * 300
         assert step_bytes(TINY, LOAD) == 2 * (weights + 2 * 25 * 2 * 2 * 16)
+        assert step_bytes(TINY._replace(item=1), LOAD) == step_bytes(TINY, LOAD) - weights + 64 * 300
         generation.check_counts([[1] * 16] * 2, 16)
         with pytest.raises(RuntimeError, match=r"^Generated 12 tokens, expected 16\.$"):
             generation.check_counts([[1] * 16, [1] * 12], 16)
