@@ -353,15 +353,8 @@ def _bind_call(call: _Call, env: dict[Node, jax.Array]) -> list[jax.Array]:
 
 def _needed(output: Node) -> list[Node]:
     """Reachable nodes, like `reachable`, but through the inputs of calls rather than through their inlined bodies."""
-    seen: dict[int, Node] = {}
-    stack = [output]
-    while stack:
-        node = stack.pop()
-        if node.number not in seen:
-            seen[node.number] = node
-            is_call = node.op == "call"
-            stack.extend((n for nodes in node.value[0].inputs for n in nodes.ravel()) if is_call else node.inputs)
-    return [seen[number] for number in sorted(seen)]
+    called = lambda node: (n for nodes in node.value[0].inputs for n in nodes.ravel())
+    return reachable([output], lambda node: called(node) if node.op == "call" else node.inputs)
 
 
 def open_jaxpr(x: core.ClosedJaxpr | core.Jaxpr) -> tuple[core.Jaxpr, tuple[npt.ArrayLike, ...]]:

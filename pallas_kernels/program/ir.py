@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -52,15 +52,15 @@ def join_axes(nodes: Sequence[Node]) -> str:
     return "".join(axis for axis in "qk" if any(axis in node.kind for node in nodes))
 
 
-def reachable(outputs: Sequence[Node]) -> list[Node]:
-    """All nodes that the outputs need, inputs first."""
+def reachable(outputs: Sequence[Node], inputs: Callable[[Node], Iterable[Node]] = lambda n: n.inputs) -> list[Node]:
+    """All nodes that the outputs need, inputs first; `inputs` of a node are those that it needs itself."""
     seen: dict[int, Node] = {}
     stack = list(outputs)
     while stack:
         node = stack.pop()
         if node.number not in seen:
             seen[node.number] = node
-            stack.extend(node.inputs)
+            stack.extend(inputs(node))
     return [seen[number] for number in sorted(seen)]
 
 
