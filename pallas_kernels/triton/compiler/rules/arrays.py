@@ -11,16 +11,6 @@ from pallas_kernels.triton.compiler.emit.text import Value, axes_of, is_float, n
 from pallas_kernels.types import aval_of
 
 
-def _program_id(emitter: Emitter, eqn: JaxprEqn, ins: list[Value]) -> list[Value]:
-    del ins
-    return [emitter.program_id(eqn.params["axis"])]
-
-
-def _num_programs(emitter: Emitter, eqn: JaxprEqn, ins: list[Value]) -> list[Value]:
-    del ins
-    return [number_of(emitter.grid[eqn.params["axis"]])]
-
-
 def _iota(emitter: Emitter, eqn: JaxprEqn, ins: list[Value]) -> list[Value]:
     del ins
     shape, axis, dtype = eqn.params["shape"], eqn.params["dimension"], np.dtype(eqn.params["dtype"])
@@ -149,8 +139,8 @@ RULES: dict[str, Rule] = {
     "dot_general": _dot_general,
     "expand_dims": _reshape,
     "iota": _iota,
-    "num_programs": _num_programs,
-    "program_id": _program_id,
+    "num_programs": lambda emitter, eqn, _: [number_of(emitter.grid[eqn.params["axis"]])],
+    "program_id": lambda emitter, eqn, _: [emitter.program_id(eqn.params["axis"])],
     "reduce_and": _reduce_bool("min"),
     "reduce_max": _reduce("max"),
     "reduce_min": _reduce("min"),
