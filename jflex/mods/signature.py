@@ -32,7 +32,8 @@ def check_signature(mod: object, role: ScalarRole, source: str) -> None:
         f"`{role}_mod` must be a function ({', '.join(_ARGUMENTS[role])}) -> {'score' if role == 'score' else 'bool'}"
     )
     if not callable(mod):
-        raise TypeError(f"{rule}. Got {_kind(mod)}.{_instead(mod, role)}")
+        kind = "an array" if isinstance(mod, (jax.Array, np.ndarray)) else type(mod).__name__
+        raise TypeError(f"{rule}. Got {kind}.{_instead(mod, role)}")
     try:
         signature = inspect.signature(mod)
     except ValueError:  # builtins have none; tracing reports a wrong call
@@ -50,10 +51,6 @@ def check_signature(mod: object, role: ScalarRole, source: str) -> None:
             signature.bind(*_ARGUMENTS[other])
             hint = f" It fits a {other}_mod: pass it as `{other}_mod`."
         raise TypeError(f"{rule}. {source} takes {signature}.{hint}") from None
-
-
-def _kind(x: object) -> str:
-    return "an array" if isinstance(x, (jax.Array, np.ndarray)) else type(x).__name__
 
 
 def _instead(x: object, role: ScalarRole) -> str:

@@ -281,7 +281,7 @@ def _hoist(traced: core.ClosedJaxpr) -> tuple[Callable[..., jax.Array], tuple[ja
     [result] = run(jaxpr, consts, arguments)
 
     used = [x for _, ins, _ in steps for x in ins] + [result]
-    captured = {id(x.value): x.value for x in used if isinstance(x, _Known) and not _is_literal(x)}
+    captured = {id(x.value): x.value for x in used if isinstance(x, _Known) and (x.captured or np.ndim(x.value))}
     slots = {key: len(arguments) + i for i, key in enumerate(captured)}
 
     def replay(*args: jax.Array) -> jax.Array:
@@ -324,10 +324,6 @@ def _is_key(x: ArrayLike) -> bool:
 def _known_literal(literal: core.Literal) -> _Known:
     """A literal: programs know no mesh."""
     return _Known(literal.val if jax.sharding.get_abstract_mesh().empty else known_literal(literal), False)
-
-
-def _is_literal(x: _Known) -> bool:
-    return not x.captured and np.ndim(x.value) == 0
 
 
 def _compute(eqn: core.JaxprEqn, ins: Sequence[_Known]) -> list[_Known]:
