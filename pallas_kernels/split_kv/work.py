@@ -283,7 +283,7 @@ def visited_tiles(spec: AttentionSpec, tile: int, mask: Evaluation | None, item:
     visible = intervals.visibility(spec.programs.mask, mask, first_key, first_key + (run * tile - 1))
     exists = i * run < last
     some, whole_runs = visible.some & exists, visible.all & ((i + 1) * run <= whole)
-    first, after = _first_where(some, i, count), _last_where(some, i) + 1
+    first, after = _first_where(some, i, count), jnp.max(jnp.where(some, i, -1)) + 1
     first_whole = _first_where(whole_runs, i, count)
     last_whole = _first_where(~whole_runs & (i > first_whole), i, count)
     end = jnp.minimum(after * run, last)
@@ -313,10 +313,6 @@ def visited_tiles_of_all_heads(
 
 def _first_where(x: jax.Array, i: jax.Array, count: int) -> jax.Array:
     return jnp.min(jnp.where(x, i, count))
-
-
-def _last_where(x: jax.Array, i: jax.Array) -> jax.Array:
-    return jnp.max(jnp.where(x, i, -1))
 
 
 class QueryBlocks(NamedTuple):

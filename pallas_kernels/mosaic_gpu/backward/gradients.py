@@ -160,10 +160,6 @@ def _dq_pass(call: BackwardCall) -> PassGradients:
     return PassGradients(operands, d_query)
 
 
-def _needs_dkv(call: BackwardCall) -> bool:
-    return bool(call.requested.key_or_value or call.groups.columns or call.one_pass)
-
-
 def _dkv_pass(call: BackwardCall) -> PassGradients:
     """Computes dK and dV, gradients of captured arrays that are read by key, and in one pass dQ."""
     spec, unpadded, groups, derivative = call.spec, call.unpadded, call.groups, call.requested.derivative
@@ -187,7 +183,7 @@ def _dkv_pass(call: BackwardCall) -> PassGradients:
 PASSES = (
     BackwardPass(lambda call: call.sums_captured, _captured_pass),
     BackwardPass(_needs_dq, _dq_pass),
-    BackwardPass(_needs_dkv, _dkv_pass),
+    BackwardPass(lambda call: bool(call.requested.key_or_value or call.groups.columns or call.one_pass), _dkv_pass),
 )
 
 

@@ -178,7 +178,7 @@ def _finish(static: DecodeStatic, item: Item, rows: DecodeRows, state: step.Deco
             lse = row_lse
         elif spec.needs_marks:
             lse = lse + mark(out)
-        store(functools.partial(_store_columns, first, out))
+        store(lambda refs, line, at=first, x=out: global_rows.store_rows(refs[0], line, at, x.astype(refs[0].dtype)))
     assert lse is not None  # there are columns
     store(lambda refs, line: global_rows.store_values(refs[1], line, lse))
 
@@ -189,11 +189,6 @@ def _columns(x: jax.Array, first: int, width: int) -> jax.Array:
 
 def _barrier(operation: str, number: int) -> None:
     inline_ptx.hardware_barrier(operation, jnp.int32(number), CONSUMERS * WARP_GROUP_THREADS)
-
-
-def _store_columns(first: int, out: jax.Array, refs: tuple[Ref, ...], line: jax.Array) -> None:
-    """Stores columns from `first` on to the result or to the partial results."""
-    global_rows.store_rows(refs[0], line, first, out.astype(refs[0].dtype))
 
 
 ROLES = split_kv.Roles("jflex_decode_sm90", _produce, _consume)

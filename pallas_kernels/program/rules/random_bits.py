@@ -83,10 +83,6 @@ def _unwrap(eqn: core.JaxprEqn, ins: Sequence[Scalars], inline: Inline) -> Seque
     return [scalars((*keys.shape, _WORDS), lambda i: _word(keys, i[:-1], i[-1]))]
 
 
-def _clone(eqn: core.JaxprEqn, ins: Sequence[Scalars], inline: Inline) -> Sequence[Scalars]:
-    return ins
-
-
 def _of_each(function: Callable[..., jax.Array], *dtypes: np.dtype) -> Callable[..., Scalars]:
     """A function of key data, and of scalars, for each key of an array."""
 
@@ -159,7 +155,7 @@ def threefry2x32(key0: ArrayLike, key1: ArrayLike, x0: ArrayLike, x1: ArrayLike)
 RULES: dict[str, Callable[[core.JaxprEqn, Sequence[Scalars], Inline], Sequence[Scalars]]] = {
     "random_wrap": _wrap,
     "random_unwrap": _unwrap,
-    "random_clone": _clone,
+    "random_clone": lambda eqn, ins, inline: ins,
     "random_fold_in": _fold_in,
     "random_bits": _bits,
     "random_split": _split,
