@@ -53,13 +53,9 @@ class Plan:
     evaluate_every: int = 0
     peak_flops: float | None = None
 
-    def saves_after(self, step: int) -> bool:
-        """True if a checkpoint follows the step."""
-        return step == self.steps or (self.save_every > 0 and step % self.save_every == 0)
-
-    def evaluates_after(self, step: int) -> bool:
-        """True if a held-out loss follows the step."""
-        return step == self.steps or (self.evaluate_every > 0 and step % self.evaluate_every == 0)
+    def is_due(self, every: int, step: int) -> bool:
+        """True if what happens every so many steps, and at the end, follows the step."""
+        return step == self.steps or (every > 0 and step % every == 0)
 
 
 @dataclasses.dataclass
@@ -100,19 +96,19 @@ class Run:
             Interrupted: By a signal; a checkpoint was written before.
         """
         shapes = {path: value.shape for path, value in self.trainer.state.parameters.items()}
-        meter = _Meter(self.plan.peak_flops)
+        plan, meter = self.plan, _Meter(self.plan.peak_flops)
         multiplied = multiplied_parameters(shapes, self.trainer.config, self.trainer.trained)
         waiting: tuple[int, Metrics, Rows] | None = None
         start = int(self.trainer.state.step)
         with _signals() as received:
-            for step in range(start + 1, self.plan.steps + 1):
+            for step in range(start + 1, plan.steps + 1):
                 rows = self.batch_at(step - 1)
                 meter.begin()
                 metrics = self.trainer.step(rows)
                 if waiting is not None:
                     self._report(*waiting, meter, multiplied)
                 waiting = step, metrics, rows
-                saves, evaluates = self.plan.saves_after(step), self.plan.evaluates_after(step)
+                saves, evaluates = (plan.is_due(every, step) for every in (plan.save_every, plan.evaluate_every))
                 if saves or evaluates or received or step == start + 1:
                     self._report(*waiting, meter, multiplied)
                     waiting = None
