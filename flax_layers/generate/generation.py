@@ -170,6 +170,7 @@ class Generation(Iterator[Piece]):
         A thread copies chunks to the host, in their order. The seconds of a chunk count from its dispatch, or from the
         end of the chunk before it if that is later; so the time of the caller meanwhile does not count.
         """
+        copy = lambda chunk: (np.asarray(chunk), time.perf_counter())
         chunks, copied = -(-max(remaining.values()) // chunk), 0.0
         pending: collections.deque[tuple[float, Future[tuple[Tokens, float]]]] = collections.deque()
         with ThreadPoolExecutor(1) as thread:
@@ -177,7 +178,7 @@ class Generation(Iterator[Piece]):
                 while chunks and len(pending) < 2:
                     dispatched = time.perf_counter()
                     state, written = write(state)
-                    pending.append((dispatched, thread.submit(_copy, written)))
+                    pending.append((dispatched, thread.submit(copy, written)))
                     chunks -= 1
                 dispatched, copying = pending.popleft()
                 begun, (tokens, copied) = max(dispatched, copied), copying.result()
@@ -204,11 +205,6 @@ class Generation(Iterator[Piece]):
             self._reasons[row] = "length"
         self._tokens[row] += tokens
         return Piece(row, tokens, self._reasons[row])
-
-
-def _copy(chunk: Int32[Array, "B steps"]) -> tuple[Tokens, float]:
-    """Waits for a chunk, and copies it to the host; with the time when that ended."""
-    return np.asarray(chunk), time.perf_counter()
 
 
 def generate(
