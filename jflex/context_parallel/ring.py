@@ -229,9 +229,7 @@ def _typed_like(local: _Local, tree: PyTree) -> PyTree:
     return match_manual_axes((tree, local.me, local.inputs.query))[0]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _attend(ring: _Ring, backend: str, local: _Local) -> Saved:
-    return _forward(ring, backend, local)
+_attend = jax.custom_vjp(_forward, nondiff_argnums=(0, 1))
 
 
 def _attend_fwd(ring: _Ring, backend: str, perturbed: _Local) -> tuple[Saved, tuple[_Local, Saved, BackwardPass]]:
