@@ -53,11 +53,8 @@ def push_forward(program: Program, requested: Sequence[bool], *, moves_score: bo
     fixed, count = [n for n in (*program.arguments, *loads) if n not in tangents], len(tangents)
 
     def pushed(*values: jax.Array) -> jax.Array:
-        moved, along, others = (
-            values[:count],
-            values[count : 2 * count],
-            dict(zip(fixed, values[2 * count :], strict=True)),
-        )
+        moved, along = values[:count], values[count : 2 * count]
+        others = dict(zip(fixed, values[2 * count :], strict=True))
         f = lambda *xs: evaluate_scalars(program, others | dict(zip(tangents, xs, strict=True)))
         return jax.jvp(f, moved, along)[1]
 

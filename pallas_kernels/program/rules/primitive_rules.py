@@ -236,10 +236,8 @@ def _position(better: str) -> Callable[..., Value]:
             best, position = x[i][0], graph.literal(0, dtype)
             for p, candidate in enumerate(x[i][1:], start=1):
                 wins = graph.compare(better, candidate, best)
-                best, position = (
-                    graph.select(wins, candidate, best),
-                    graph.select(wins, graph.literal(p, dtype), position),
-                )
+                best = graph.select(wins, candidate, best)
+                position = graph.select(wins, graph.literal(p, dtype), position)
             return position
 
         return scalars(shape, at)

@@ -317,11 +317,8 @@ def dot_general(graph: Graph, ins: Inputs, params: Params, shape: tuple[int, ...
 
     def product(index: tuple[Position, ...]) -> Node:
         batch, free = index[: len(batch_a)], list(index[len(batch_a) :])
-        lhs, rhs, contracted = (
-            free[: len(free_a)],
-            free[len(free_a) : -len(over) or None],
-            free[len(free) - len(over) :],
-        )
+        lhs, rhs = free[: len(free_a)], free[len(free_a) : -len(over) or None]
+        contracted = free[len(free) - len(over) :]
         nodes = []
         for x, places in (
             (a, zip((*batch_a, *free_a, *contract_a), (*batch, *lhs, *contracted), strict=True)),
