@@ -176,10 +176,6 @@ def _reversed(ends: Ends) -> Ends:
     return 1 - ends[1], 1 - ends[0]
 
 
-def _product(a: Interval, b: Interval) -> Ends:
-    return _ends_of([x * y for x in a[:2] for y in b[:2]])
-
-
 def _ends_of(values: list[jax.Array]) -> Ends:
     low = high = values[0]
     for x in values[1:]:
@@ -227,7 +223,7 @@ def _within(low: Interval, x: Interval, high: Interval) -> Ends:
 RULES: dict[str, Callable[..., Ends | None]] = {
     "add": lambda a, b: (a.low + b.low, a.high + b.high),
     "sub": lambda a, b: (a.low - b.high, a.high - b.low),
-    "mul": _product,
+    "mul": lambda a, b: _ends_of([x * y for x in a[:2] for y in b[:2]]),
     "neg": lambda a: (-a.high, -a.low),
     "abs": _absolute,
     "sign": lambda a: (jnp.clip(a.low, -1, 1), jnp.clip(a.high, -1, 1)),

@@ -100,14 +100,6 @@ def _gather(graph: Graph, ins: Sequence[Value], params: Params, shape: tuple[int
     return gather(graph, x, load(graph, indices), params)
 
 
-def _concatenate(graph: Graph, ins: Sequence[Value], params: Params, shape: tuple[int, ...]) -> Value:
-    return np.concatenate([load(graph, x) for x in ins], axis=params["dimension"])
-
-
-def _stack(graph: Graph, ins: Sequence[Value], params: Params, shape: tuple[int, ...]) -> Value:
-    return np.stack([load(graph, x) for x in ins], axis=params["axis"])
-
-
 def _iota(graph: Graph, ins: Sequence[Value], params: Params, shape: tuple[int, ...]) -> Value:
     return scalars(shape, lambda i: graph.literal(i[params["dimension"]], params["dtype"]))
 
@@ -115,10 +107,6 @@ def _iota(graph: Graph, ins: Sequence[Value], params: Params, shape: tuple[int, 
 def _empty(graph: Graph, ins: Sequence[Value], params: Params, shape: tuple[int, ...]) -> Value:
     """Zeros, as XLA allocates on a CPU."""
     return scalars(shape, lambda _: graph.literal(0, params["dtype"]))
-
-
-def _rev(graph: Graph, ins: Sequence[Value], params: Params, shape: tuple[int, ...]) -> Value:
-    return np.asarray(np.flip(load(graph, ins[0]), params["dimensions"]), object)
 
 
 def _unstack(graph: Graph, ins: Sequence[Value], params: Params, shape: tuple[int, ...]) -> Value:
@@ -286,8 +274,11 @@ def _where(graph: Graph, node: Node, position: int, if_there: Scalars, otherwise
 RULES: dict[str, Callable[..., Value]] = {
     "squeeze": _squeeze, "reshape": _reshape, "broadcast_in_dim": _broadcast_in_dim, "transpose": _transpose,
     "slice": _slice, "dynamic_slice": _dynamic_slice, "dynamic_update_slice": _dynamic_update_slice, "gather": _gather,
-    "concatenate": _concatenate, "iota": _iota, "empty": _empty, "rev": _rev, "stack": _stack, "unstack": _unstack,
-    "pad": _pad, "select_n": _select_n, "clamp": _clamp, "dot_general": _dot_general,
+    "concatenate": lambda graph, ins, params, _: np.concatenate([load(graph, x) for x in ins], params["dimension"]),
+    "stack": lambda graph, ins, params, _: np.stack([load(graph, x) for x in ins], params["axis"]),
+    "rev": lambda graph, ins, params, _: np.asarray(np.flip(load(graph, ins[0]), params["dimensions"]), object),
+    "iota": _iota, "empty": _empty, "unstack": _unstack, "pad": _pad, "select_n": _select_n, "clamp": _clamp,
+    "dot_general": _dot_general,
     "reduce_sum": _reduction("add", lax.add), "reduce_max": _reduction("max", lax.max),
     "reduce_min": _reduction("min", lax.min), "reduce_prod": _reduction("mul", lax.mul),
     "reduce_and": _reduction("and", lax.bitwise_and), "reduce_or": _reduction("or", lax.bitwise_or),

@@ -212,15 +212,11 @@ def _element(emitter: Emitter, eqn: JaxprEqn, ins: list[Value]) -> list[Value]:
     return emitter.out(eqn, f"tl.inline_asm_elementwise({code}, [{', '.join(args)}], {kind})", name)
 
 
-def _same(emitter: Emitter, eqn: JaxprEqn, ins: list[Value]) -> list[Value]:
-    del emitter, eqn
-    return ins[:1]
-
-
 _LIBDEVICE = (
     "acos", "acosh", "asin", "asinh", "atan", "atan2", "atanh", "cbrt", "cos", "cosh", "erf", "erfc", "exp", "expm1",
     "log", "log1p", "log2", "nextafter", "pow", "sin", "sinh", "tan", "tanh",
 )  # fmt: skip
+_SAME: Rule = lambda emitter, eqn, ins: ins[:1]
 _LOGISTIC = lambda emitter, x: f"1.0 / (1.0 + {emitter.dialect.math('exp', f'-{x}')})"
 
 RULES: dict[str, Rule] = {
@@ -234,8 +230,8 @@ RULES: dict[str, Rule] = {
     "ceil": _of_float32(lambda emitter, x: f"tl.ceil({x})"),
     "clamp": _rule(_clamp),
     "convert_element_type": _cast,
-    "copy": _same,
-    "copy_p": _same,
+    "copy": _SAME,
+    "copy_p": _SAME,
     "div": _rule(_div),
     "eq": _comparison("=="),
     "exp2": _of_float32(lambda emitter, x: f"tl.exp2({x})"),
@@ -267,7 +263,7 @@ RULES: dict[str, Rule] = {
     "sign": _rule(_sign),
     "sqrt": _of_float32(lambda emitter, x: f"tl.sqrt_rn({x})"),
     "square": _rule(lambda emitter, dtype, x: f"{x} * {x}"),
-    "stop_gradient": _same,
+    "stop_gradient": _SAME,
     "sub": _infix("-"),
     "xor": _infix("^"),
 }
