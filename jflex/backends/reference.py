@@ -47,7 +47,8 @@ class Reference(Backend):
         exact = jnp.dtype(spec.exact)
         by_heads = lambda x: (x if spec.layout == "BNTH" else x.swapaxes(1, 2)).astype(exact)
         query, key, value = (by_heads(x) for x in (inputs.query, inputs.key, inputs.value))
-        key, value = (self._per_query_head(spec, x) for x in (key, value))
+        per_query_head = lambda x: jnp.repeat(jnp.broadcast_to(x, (spec.B, *x.shape[1:])), spec.group, axis=1)
+        key, value = map(per_query_head, (key, value))
         visible = jnp.ones((spec.B, spec.Hq, spec.T, spec.S), bool)
         if spec.mask_mod is not None:
             visible = over_indices(spec.mask_mod, inputs.captured.mask, visible.shape)
@@ -100,9 +101,6 @@ class Reference(Backend):
         lse = jnp.zeros_like(saved.lse) if d_saved.lse is None else d_saved.lse
         rows = jax.tree.map(jnp.zeros_like, saved)._replace(out=d_saved.out, lse=lse)
         return Gradients(*pull(rows if d_saved.entropy is None else rows._replace(entropy=d_saved.entropy)))
-
-    def _per_query_head(self, spec: AttentionSpec, x: jax.Array) -> jax.Array:
-        return jnp.repeat(jnp.broadcast_to(x, (spec.B, *x.shape[1:])), spec.group, axis=1)
 
 
 def _captures_floats(mod: Mod | None) -> bool:

@@ -51,7 +51,8 @@ def _slope(node: Node, slopes: list[int | None]) -> int | None:
         return None
     if node.op == "convert_element_type":
         return constants[0] if _keeps_slope(node.inputs[0], node.dtype) else None
-    if node.dtype.kind == "f" and not all(_is_exact(n) for n in node.inputs):
+    is_exact = lambda n: n.op == "convert_element_type" and is_exact_in_float(*n.inputs)
+    if node.dtype.kind == "f" and not all(map(is_exact, node.inputs)):
         return None  # inexact sums round up here and down there
     if node.op == "sub":
         return constants[0] - constants[1]
@@ -64,7 +65,3 @@ def _keeps_slope(node: Node, dtype: np.dtype) -> bool:
         return is_exact_in_float(node)
     wraps = node.bounds is None  # it may; then a wider integer would show the jumps
     return node.dtype.kind in "iu" and dtype.kind in "iu" and not (wraps and dtype.itemsize > node.dtype.itemsize)
-
-
-def _is_exact(node: Node) -> bool:
-    return node.op == "convert_element_type" and is_exact_in_float(*node.inputs)
