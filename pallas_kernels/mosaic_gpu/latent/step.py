@@ -119,7 +119,6 @@ class LatentStep(NamedTuple):
             return self._modify(plg.wgmma_accumulator_load(raw), tile)
 
         weights = self._weights(state.row_max, pl.run_scoped(qk, accumulator(_ROWS, TILE_KEYS)))
-        self._publish(weights[1])
         return self._add_own(state, tile, *weights)
 
     def _other(self, state: LatentState, tile: jax.Array) -> LatentState:
@@ -145,7 +144,6 @@ class LatentStep(NamedTuple):
             self._start_far_scores(raw)
             s = self._modify(plg.wgmma_accumulator_load(raw), tile + 2)
             weights = self._weights(state.row_max, s)
-            self._publish(weights[1])
             for ref, x in zip(refs[1:], weights, strict=True):
                 ref[...] = x
 
@@ -176,7 +174,6 @@ class LatentStep(NamedTuple):
                 self._add_received(refs[0], 0, tile)
                 s = self._modify(plg.wgmma_accumulator_load(raw, wait_n=1), tile + 1)
                 weights = self._weights(received.row_max, s)
-                self._publish(weights[1])
                 for ref, x in zip(refs[1:], weights, strict=True):
                     ref[...] = x
 
@@ -206,7 +203,7 @@ class LatentStep(NamedTuple):
         return scores_of(self.prepared, raw, first, jnp.where(tile < self.end, self.length, 0))
 
     def _weights(self, row_max: jax.Array, s: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """The new row_max, which is published, the weights of the group's own tile, and their partial sums."""
+        """The new row_max and the weights of the group's own tile, both published, and the weights' partial sums."""
         scale = self.prepared.log2_scale
         largest = jnp.max(s, axis=1) * scale
         row_max = jnp.where(largest > row_max + MAX_EXCESS, largest, row_max)
@@ -214,7 +211,9 @@ class LatentStep(NamedTuple):
         number = jnp.int32(_MAX_BARRIER + self.group)
         row_max = inline_ptx.after_barrier(number, 2 * WARP_GROUP_THREADS, ROW, row_max, "arrive")
         p = inline_ptx.exp2(TILE, s * scale - over_columns(finite(row_max), s.shape))  # P = exp2(S - m)
-        return row_max, p.astype(self.queries.dtype), inline_ptx.sum_columns(TILE, p)
+        weights = row_max, p.astype(self.queries.dtype), inline_ptx.sum_columns(TILE, p)
+        self._publish(weights[1])
+        return weights
 
     def _run(self, both: Callable[[tuple[Accumulator, ...]], None], out: jax.Array) -> tuple[jax.Array, ...]:
         """Runs `both` on refs to O and to the results of `_weights`, and returns their values."""
