@@ -13,11 +13,10 @@ from pallas_kernels.triton.compiler.emit.text import DTYPES, Value, is_float, nu
 from pallas_kernels.triton.compiler.rules.primitives import FUNCTIONS, constraints, pack
 from pallas_kernels.types import aval_of
 
-Texts = list[str]
 _WIDE = np.dtype("float32")  # in which 16 bits are computed where Triton has no instruction for them
 
 
-def _texts(emitter: Emitter, ins: Sequence[Value]) -> Texts:
+def _texts(emitter: Emitter, ins: Sequence[Value]) -> list[str]:
     """Operands of one dtype. A number stays one only beside a value for which Triton gives it the right dtype."""
     weak = any(not x.is_number and x.dtype.name in ("int32", "float32") for x in ins)
     return [x.text if weak else emitter.tensor(x) for x in ins]
