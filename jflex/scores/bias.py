@@ -40,11 +40,10 @@ def bias(values: Float[ArrayLike, "B H T S"]) -> ScoreMod:
         ("q_idx", "hold one row for each query", "Pass values [B, H, {}, S]."),
         ("kv_idx", "hold one number for each key", "Pass values [B, H, T, {}]."),
     )
-    shared = [axis for axis, many in (("b", many_batches), ("h", many_heads)) if not many]
     required = (
         Requirement(axis, size, f"`values` of `bias` must {rule}", remedy)
         for size, (axis, rule, remedy) in zip(values.shape, axes, strict=True)
-        if axis not in shared
+        if size > 1 or axis not in ("b", "h")
     )
     return ReadyMod(add_bias, tuple(required))
 
