@@ -50,8 +50,11 @@ def plan(spec: AttentionSpec) -> PagedPlan | Refusal:
     reason = limit_of_device(spec)
     if reason is not None:
         return Refusal(reason)
-    if spec.values_in_keys:  # to the kernel, heads that share a tile are a group with a key head of its own
-        heads = _heads_of_tile(spec.Hq, tables.latent_rows(tables.need_of(spec)))
+    if spec.values_in_keys:
+        # An equal share of the heads, as many as a tile holds, is to the kernel a group with a key head of its own.
+        # Tiles of a query lie side by side in the grid, and read the same keys from the L2 cache.
+        most = tables.latent_rows(tables.need_of(spec))
+        heads = max(n for n in range(1, most + 1) if spec.Hq % n == 0)
         spec = spec.replace(Hkv=spec.Hq // heads)
     if spec.group > MAX_GROUP:
         return Refusal(f"its kernels take up to {MAX_GROUP} query heads for each key head, not {spec.group}")
@@ -71,14 +74,6 @@ def plan(spec: AttentionSpec) -> PagedPlan | Refusal:
 def has_prompts(spec: AttentionSpec) -> bool:
     """True if a request may have many queries, and does in more than rare steps."""
     return max(spec.B, MAX_DECODED) < spec.T
-
-
-def _heads_of_tile(heads: int, most: int) -> int:
-    """Query heads of a tile where all of them share one key head (MLA): an equal share, so that the kernel sees groups.
-
-    Tiles of a query lie side by side in the grid, and read the same keys from the L2 cache.
-    """
-    return max(n for n in range(1, most + 1) if heads % n == 0)
 
 
 def _launches(spec: AttentionSpec) -> tuple[Work, ...]:
