@@ -62,6 +62,17 @@ def test_vmap_gives_blocks_an_offset_and_folds_grids_of_four_axes():
     assert ".to(tl.int64) * 512" in source.text
 
 
+def test_vmap_broadcasts_what_a_kernel_adds_to(monkeypatch):
+    add = lambda x, sums, out: out.__setitem__(..., x[...] + sums[...])
+    call = pl.pallas_call(add, out_shape=X, input_output_aliases={1: 0})
+    x, sums = jnp.arange(5.0 * 16 * 32).reshape(5, 16, 32), jnp.ones((16, 32))
+    jaxpr = jax.make_jaxpr(jax.vmap(call, in_axes=(0, None)))(x, sums)
+    assert len(jaxpr.jaxpr.eqns) > 1
+    monkeypatch.setattr(launch, "_launch", lambda launched, eqn, args, *_: [args[0] + args[1]])
+    [out] = launch._run(jaxpr, [x, sums], (), None, None)
+    assert (out == x + 1).all()
+
+
 def test_an_unknown_primitive_is_refused_by_its_name():
     refusal = source_of(lambda x, out: out.__setitem__(..., jnp.sort(x[...])), X, out=X)
     assert isinstance(refusal, Refusal)

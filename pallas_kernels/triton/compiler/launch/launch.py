@@ -100,7 +100,7 @@ mlir.register_lowering(_call_p, _lowering, platform="cuda")
 def _run(
     jaxpr: ClosedJaxpr, args: Sequence[jax.Array], names: tuple[str, ...], tiles: Tiles, target: Target
 ) -> list[jax.Array]:
-    """Evaluates a jaxpr with a kernel, which Triton runs; around one that is batched, `jax.vmap` may move axes."""
+    """Evaluates a jaxpr with a kernel, which Triton runs; before a batched one, `jax.vmap` may broadcast arrays."""
     opened = jaxpr.jaxpr
     values: dict[Any, Any] = dict(zip([*opened.constvars, *opened.invars], [*jaxpr.consts, *args], strict=True))
     read = lambda v: v.val if isinstance(v, Literal) else values[v]
@@ -109,8 +109,7 @@ def _run(
         if eqn.primitive.name == "pallas_call":
             outs = _launch(launched_of(eqn), eqn, ins, names, tiles, target)
         else:
-            subfuns, params = eqn.primitive.get_bind_params(eqn.params)
-            results = eqn.primitive.bind(*subfuns, *ins, **params)
+            results = eqn.primitive.bind(*ins, **eqn.primitive.get_bind_params(eqn.params))
             outs = results if eqn.primitive.multiple_results else [results]
         values.update(zip(eqn.outvars, outs, strict=True))
     return [read(v) for v in opened.outvars]
