@@ -66,8 +66,8 @@ class EightBitLinear(nnx.Module):
 def _rounded(rows: Float[Array, "*batch size"], dtype: Dtype) -> tuple[Array, Array]:
     """Rows in a dtype of eight bits, and the scale of each, by its largest element."""
     wide = rows.astype(jnp.float32)
-    largest = jnp.max(jnp.abs(wide), axis=-1)
-    scale = jnp.where(largest == 0, 1.0, largest / jnp.finfo(dtype).max.astype(jnp.float32))
+    scale = jnp.max(jnp.abs(wide), axis=-1) / jnp.finfo(dtype).max.astype(jnp.float32)
+    scale = jnp.maximum(scale, jnp.finfo(jnp.float32).tiny)  # for zeros too; a smaller one may count as 0
     return (wide / scale[..., None]).astype(dtype), scale
 
 

@@ -327,11 +327,11 @@ def test_many_rows_are_rounded_too(dtype, unit):
     linear = nnx.Linear(32, 48, dtype=dtype, bias_init=nnx.initializers.normal(), rngs=nnx.Rngs(0))
     projection = EightBitLinear(linear, eight)
     inputs = np.random.default_rng(0).standard_normal((rows, 32)) * np.logspace(-3, 2, rows)[:, None]
-    inputs[3], inputs[5, 7] = 0, np.inf
+    inputs[2], inputs[3], inputs[5, 7] = inputs[2] * 1e-34, 0, np.inf
     inputs = jnp.asarray(inputs, dtype)
     wide = np.asarray(inputs, np.float32)
     largest = np.abs(wide).max(axis=1, keepdims=True)
-    scale = np.where(largest == 0, np.float32(1), largest / np.float32(448))
+    scale = np.maximum(largest / np.float32(448), np.finfo(np.float32).tiny)
     with np.errstate(invalid="ignore"):  # a scale that is off by a unit decides ties
         rounded, other = ((wide / scale * x).astype(eight).astype(np.float64) * scale for x in (1, 1 - 2.0**-22))
         ties = np.abs(rounded - other)
