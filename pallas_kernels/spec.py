@@ -132,6 +132,11 @@ class Device(NamedTuple):
     compiler: Compiler = "pallas"
 
 
+def is_amd(device_kind: str) -> bool:
+    """True for the name of an AMD GPU, as ``"gfx942"`` or ``"AMD Instinct MI300X"``."""
+    return device_kind.startswith(("gfx", "AMD"))
+
+
 class Planned(NamedTuple):
     """Decisions of a plan that its kernels read; a spec without a plan has the defaults."""
 

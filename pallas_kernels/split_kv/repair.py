@@ -17,7 +17,6 @@ from pallas_kernels.split_kv import decode as decode_kernel
 from pallas_kernels.split_kv import paged as paged_kernel
 from pallas_kernels.split_kv import plan as paged_plan
 from pallas_kernels.split_kv.work import UNLIMITED, PagedOperands
-from pallas_kernels.triton import forward as forward_kernel
 from pallas_kernels.triton.backward import dkv, dq
 from pallas_kernels.triton.containment import MAX_TILE
 from pallas_kernels.triton.plan import plan as triton_plan
@@ -35,11 +34,6 @@ def limit_of_split_kv(spec: AttentionSpec, *, needs_marks: bool) -> Refusal | No
     if missing is None:
         return None
     return Refusal(f"the kernels of Triton merge its partial results and repair them, and {missing}")
-
-
-def forward(spec: AttentionSpec, arrays: Operands, result: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-    """Out and lse, recomputed where the lse is NaN."""
-    return forward_kernel.repair(spec, TILES, arrays, result)
 
 
 def backward(

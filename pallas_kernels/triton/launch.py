@@ -27,10 +27,9 @@ from jax.ref import set as ref_set
 
 from pallas_kernels.config import Tiles
 from pallas_kernels.plan import limit_of_pallas
-from pallas_kernels.spec import AttentionSpec, Route
+from pallas_kernels.spec import AttentionSpec, Route, is_amd
 from pallas_kernels.triton.compiler.launch import launch as official
 from pallas_kernels.triton.compiler.rules import primitives
-from pallas_kernels.triton.plan.limits import is_amd
 from pallas_kernels.types import Ref
 
 

@@ -49,7 +49,8 @@ class MosaicGpu(Backend):
     def forward(self, spec: AttentionSpec, inputs: Inputs | PagedInputs) -> Saved:
         """Runs the forward kernel, or one with split-KV."""
         from pallas_kernels.mosaic_gpu.forward.kernel import forward
-        from pallas_kernels.split_kv import repair
+        from pallas_kernels.split_kv.repair import TILES
+        from pallas_kernels.triton.forward import repair
 
         spec = _with_compiler(spec)
         if isinstance(inputs, PagedInputs):
@@ -57,10 +58,12 @@ class MosaicGpu(Backend):
         if (decoded := _plan_decode(spec)) is not None:
             return _decode(spec, decoded.kernels, inputs)
         plan = _dense_kernels(spec, None)
-        operands = operands_of(kv_lengths.inputs_without_lengths(spec, inputs, _LISTS))._replace(sinks=inputs.sinks)
+        if spec.kv_lengths:
+            inputs = kv_lengths.inputs_without_lengths(spec, inputs, _LISTS)
+        operands = operands_of(inputs)._replace(sinks=inputs.sinks)
         out, lse, *stats = forward(plan.forward_spec, plan.forward.tiles, operands)
         if plan.spec.needs_marks:
-            out, lse = repair.forward(plan.spec, operands, (out, lse))
+            out, lse = repair(plan.spec, TILES, operands, (out, lse))
         return Saved(out, lse, **dict(zip(spec.stats, stats, strict=True)))
 
     @isolated_trace
@@ -187,7 +190,7 @@ def _plan_dense(spec: AttentionSpec, requested: GradientRequest | None) -> Plan 
     from pallas_kernels import block_walk
     from pallas_kernels.mosaic_gpu.plan.plan import plan as plan_call
 
-    plan = plan_call(kv_lengths.spec_without_lengths(spec, _LISTS), requested)
+    plan = plan_call(kv_lengths.spec_without_lengths(spec, _LISTS) if spec.kv_lengths else spec, requested)
     triton = Triton(spec.device.compiler)
     if isinstance(plan, Refusal):
         return plan

@@ -165,7 +165,7 @@ def _forward_tiles(spec: AttentionSpec) -> TileChoice:
     if spec.config.batch_invariant:  # as if there were more tiles than CTAs: with few, other tiles may be persistent
         many = spec.replace(B=_MANY)
         return TileChoice(forward_tiles(many, dtype), "rule")
-    if (wide := _wide_tiles(without_lists(spec, "k"))) is not None:
+    if max(spec.D, spec.Dv) <= _NARROW and (wide := _wide_tiles(without_lists(spec, "k"))) is not None:
         return wide
     measured = _measured_tiles(spec, "forward_sm90", spec.S)
     if measured is not None and measured.block_q <= spec.T and suits(spec, measured, dtype):
@@ -176,6 +176,7 @@ def _forward_tiles(spec: AttentionSpec) -> TileChoice:
 _THREE_GROUPS = TileChoice(Tiles(192, 128, num_warps=12, num_stages=3), "rule")
 _FOUR_GROUPS = TileChoice(Tiles(256, 64, num_warps=16, num_stages=6), "rule")
 _SHORTEST = TileChoice(Tiles(128, 64, num_warps=8, num_stages=4), "rule")
+_NARROW = 64  # head size up to which three and four groups have registers enough
 _FEW = 1024  # queries and keys up to which four groups are preferred to three
 _BALANCED = 2**17  # queries of all heads from which on a masked call has five waves of these tiles
 
@@ -195,7 +196,7 @@ def _wide_tiles(spec: AttentionSpec) -> TileChoice | None:
     """
     is_plain = spec.normalize == "softmax" and spec.block_size is None and not spec.stats
     is_light = tables.mods_of(*spec.programs) in ("none", "arithmetic") and spec.qk_dtype is None
-    if not (is_plain and is_light) or max(spec.D, spec.Dv) > 64:
+    if not (is_plain and is_light):
         return None
     if kernel.is_shortest(spec):
         return _SHORTEST

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pallas_kernels.plan import exceeds_pallas_indexing, limit_of_pallas
-from pallas_kernels.spec import AttentionSpec, Compiler
+from pallas_kernels.spec import AttentionSpec, Compiler, is_amd
 from pallas_kernels.triton.compiler.launch.installed import launcher
 from pallas_kernels.triton.compiler.launch.target import target_of
 
@@ -57,11 +57,6 @@ def loads_e4m3(spec: AttentionSpec) -> bool:
     if spec.paging is not None:
         return spec.paging.dtype == "float8_e4m3fn"
     return spec.qk_dtype == "float8_e4m3fn" and decodes(spec)
-
-
-def is_amd(device_kind: str) -> bool:
-    """True for the name of an AMD GPU, as ``"gfx942"`` or ``"AMD Instinct MI300X"``."""
-    return device_kind.startswith(("gfx", "AMD"))
 
 
 def _lacks_e4m3(device_kind: str) -> bool:

@@ -20,7 +20,7 @@ from pallas_kernels.plan import GradientRequest, Kernel, Refusal, TileChoice, de
 from pallas_kernels.program.build import Derivative, Program
 from pallas_kernels.program.cotangents import group_loads, is_ordered
 from pallas_kernels.program.ir import Axes, Node, reachable
-from pallas_kernels.spec import AttentionSpec
+from pallas_kernels.spec import AttentionSpec, is_amd
 from pallas_kernels.triton.head_chunks import chunks
 from pallas_kernels.triton.plan import limits
 from pallas_kernels.triton.plan.limits import MIN_TILE, decodes, limit_of_device
@@ -311,6 +311,6 @@ def _most_stages(stages: int, taken: Callable[[int], float], device_kind: str) -
 def _memory_of(device_kind: str) -> int:
     if tables.has_large_memory(device_kind):
         return HOPPER_SHARED_MEMORY
-    if limits.is_amd(device_kind):
+    if is_amd(device_kind):
         return AMD_SHARED_MEMORY
     return AMPERE_SHARED_MEMORY if any(name in device_kind for name in ("A100", "A800", "A30")) else MIN_SHARED_MEMORY
