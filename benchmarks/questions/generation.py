@@ -4,8 +4,8 @@ The model has the shape of Llama 3 8B and random weights in bfloat16. jflex deco
 the dense and from the paged cache; the peer is `benchmarks.peers.torch.generation`, with SDPA. A step reads all weights
 but the embeddings, and the keys and values of all tokens: its share of the copy rate is those bytes a second, over the
 bytes that a copy reads and writes a second in that process. The rate of a prompt is by the wall, from the call of its
-program to the first token on the host. Of jflex there are also the first token since `generate` was called, and the
-device time of a prompt, and all of it with projections of eight bits.
+program to the first token on the host. Of jflex there are also the first token since `generate` was called, the device
+time of a prompt, and the same model with projections of eight bits.
 
 In a limited time, one batch at a time: a file that is there keeps the records of others. With the variables
 `JAX_COMPILATION_CACHE_DIR` and `TORCHINDUCTOR_CACHE_DIR`, a second call on the same machine need not compile again.
@@ -96,12 +96,13 @@ def generated(
         jobs.append(Job(label, module, function, arguments, _VARIABLES, limit))
     answers, remarks = run_jobs(jobs, run, at_once=1)
     records = [record for label, answer in answers.items() for record in _records(label, answer, shapes[label], load)]
-    # Tokens per second of jflex over those of torch.
-    decode = {label: statistics.median(answer["decode"]) for label, answer in answers.items()}
+    # Tokens per second of jflex over those of torch, with the same weights.
+    same = [label for label in answers if shapes[label].item == _ITEM]
+    decode = {label: statistics.median(answers[label]["decode"]) for label in same}
     torch = [seconds for label, seconds in decode.items() if "torch" in label]
     jflex = {label: seconds for label, seconds in decode.items() if "jflex" in label and torch}
     records += [Record.single(label + _RATIO, min(torch) / seconds, "x") for label, seconds in jflex.items()]
-    return Measured(records, remarks, f"batch {load.batch}, ", _RATIO)
+    return Measured(records, remarks, f"batch {load.batch}, ", _RATIO if same else "")
 
 
 def _records(label: str, answer: Mapping[str, Any], shape: Shape, load: Load) -> list[Record]:

@@ -135,7 +135,7 @@ def answer(
     folder = options.out or schema.FOLDER / results_folder(machine.get("device", "cpu"))
     path = folder / f"{question.name}.json"
     old = schema.read(path) if question.keeps or options.add else None
-    before = {} if old is None else {"before": schema.runs_of(old)}
+    before = schema.history(old)
     records, remarks = ([], []) if old is None else (list(old.records), list(old.about["remarks"]))
     measured = measure()
     for part in [measured] if isinstance(measured, Measured) else measured:

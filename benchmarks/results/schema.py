@@ -147,6 +147,7 @@ def write(path: pathlib.Path, records: Iterable[Record], about: dict[str, Any]) 
     """
     here = describe()
     here["machine"] |= about.get("machine", {})
+    here["versions"] = about.get("versions", {}) | here["versions"]
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = ",\n".join("    " + json.dumps(record.to_json()) for record in records)
     head = json.dumps({"name": path.stem, **about, **here}, indent=2)
@@ -179,6 +180,9 @@ def merged(old: Iterable[Record], new: Sequence[Record]) -> list[Record]:
     return [*(record for record in old if record.key not in again), *new]
 
 
-def runs_of(old: ResultFile) -> list[dict[str, Any]]:
-    """Date, command and commit of the runs whose records a file holds, for `before` of the next one."""
-    return [*old.about.get("before", []), {x: old.about[x] for x in ("date", "command", "commit")}]
+def history(old: ResultFile | None) -> dict[str, Any]:
+    """Date, command and commit of the runs whose records a file holds, and versions of packages, for the next one."""
+    if old is None:
+        return {}
+    runs = [*old.about.get("before", []), {x: old.about[x] for x in ("date", "command", "commit")}]
+    return {"before": runs, "versions": old.about.get("versions", {})}

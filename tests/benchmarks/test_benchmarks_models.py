@@ -48,7 +48,7 @@ class TestGeneration:
 
         measured = generation.generated(TINY, LOAD, runs=1, run=run)
         found = by_name(measured.records)
-        assert (measured.remarks, len(found)) == ([], 4 * 5 + 3 + 3 * 2)
+        assert (measured.remarks, len(found)) == ([], 4 * 5 + 2 + 3 * 2)
         assert min(found[f"batch 2, jflex dense: {name}"] for name in (generation.FIRST, generation.DEVICE)) > 0
         assert found["batch 2, torch sdpa: decode"] == pytest.approx(2 * 9 / 0.5)
         assert found["batch 2, torch sdpa: prompt"] == pytest.approx(2 * 20 / 0.1)
@@ -57,6 +57,8 @@ class TestGeneration:
         for cache in ("dense", "paged"):
             ratio = found[f"batch 2, jflex {cache}: decode, over torch"]
             assert ratio == pytest.approx(found[f"batch 2, jflex {cache}: decode"] / 36, rel=0.02)
+
+        assert generation.generated(TINY, LOAD, ["jflex 8-bit weights"], runs=1, run=run).derived == ""
 
     def test_bytes_and_tokens_of_a_step(self):
         """Weights without embeddings: attention, MLP, and the head; keys and values of 25 tokens."""

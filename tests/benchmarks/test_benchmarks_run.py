@@ -76,10 +76,12 @@ def test_suites_are_measured_in_one_command_and_added_to(tmp_path):
     assert [(x.problem.page, x.peer) for x in first["paged"].records][:2] == [(x, "jflex-contiguous") for x in (64, 16)]
     assert [x.peer for x in first["tiny"].records] == ["jax-xla"]
     kept, stale = "torch: no GPU [noop]", "not measured: the time was over [noop]"
-    schema.write(tmp_path / "tiny.json", first["tiny"].records, {**first["tiny"].about, "remarks": [kept, stale]})
+    about = {**first["tiny"].about, "remarks": [kept, stale], "versions": {"a-peer": "1.0"}}
+    schema.write(tmp_path / "tiny.json", first["tiny"].records, about)
     first = {path.stem: schema.read(path) for path in tmp_path.glob("*.json")}
     again = measure(f"{words} --add".replace("jax-xla", "jax-cudnn"), tmp_path)["tiny"]
     assert again.about["remarks"] == [kept]
+    assert again.about["versions"].items() >= {"a-peer": "1.0", "jax": jax.__version__}.items()
     assert [x.peer for x in again.records] == ["jax-xla", "jax-cudnn"]
     assert again.about["before"] == [{x: first["tiny"].about[x] for x in ("date", "command", "commit")}]
 
