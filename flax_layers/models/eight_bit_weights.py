@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from flax.typing import Dtype
+from jax.core import Tracer
 from jaxtyping import Array, Float
 
 from flax_layers.models.decoder import Decoder
@@ -17,7 +18,7 @@ from flax_layers.nnx import MultiHeadLatentAttention
 WEIGHT_DTYPES = ("float8_e4m3fn",)
 
 ROUNDED_ROWS = 128
-"""Rows of inputs from which they are rounded too, so that the GEMM has eight bits on both sides.
+"""Rows of inputs from which they are rounded too, where GEMMs of eight bits on both sides are fast.
 
 Of 4096 x 28672 weights, us of all kernels with one side of eight bits, with both, and in bfloat16 (H200, JAX 0.11.2):
 64 rows 44, 45, 64; 128 rows 60, 49, 64; 256 rows 124, 66, 96; 1024 rows 422, 207, 306.
@@ -28,9 +29,11 @@ class EightBitLinear(nnx.Module):
     """A projection whose kernel has eight bits, with a scale for each output.
 
     For a few rows, the product takes the kernel as it is widened, and its accumulated result times the scales: XLA does
-    all three in one GEMM, so that memory gives eight bits a weight. From `ROUNDED_ROWS` on, each row of the inputs is
-    rounded like an output of the kernel. The kernel is transposed, `[outputs, inputs]`: one row and 4096 x 28672
-    weights take 46 us so, 64 as `[inputs, outputs]`, and 63 in bfloat16 (H200, JAX 0.11.2).
+    all three in one GEMM, so that memory gives eight bits a weight. From `ROUNDED_ROWS` on, and on a GPU from Ada on,
+    each row of the inputs is rounded like an output of the kernel.
+
+    The kernel is transposed, `[outputs, inputs]`: one row and 4096 x 28672 weights take 46 us so, 64 as `[inputs,
+    outputs]`, and 63 in bfloat16 (H200, JAX 0.11.2).
 
     Args:
         linear: The projection whose kernel is rounded. Experts are stacked along leading axes.
@@ -38,7 +41,11 @@ class EightBitLinear(nnx.Module):
     """
 
     def __init__(self, linear: nnx.Linear, dtype: Dtype):
-        kernel, scale = _rounded(jnp.swapaxes(linear.kernel[...], -1, -2), jnp.dtype(dtype))
+        wide = linear.kernel[...]
+        devices = () if isinstance(wide, Tracer) else wide.devices()
+        kinds = [(x.device_kind, getattr(x, "compute_capability", "")) for x in devices]
+        self.rounds_inputs = any(_multiplies_float8(*kind) for kind in kinds)
+        kernel, scale = _rounded(jnp.swapaxes(wide, -1, -2), jnp.dtype(dtype))
         self.kernel, self.scale, self.bias = nnx.Param(kernel), nnx.Param(scale), linear.bias
         self.dtype: Dtype = linear.dtype or linear.param_dtype
         self.param_dtype, self.out_features = linear.param_dtype, linear.out_features
@@ -49,7 +56,7 @@ class EightBitLinear(nnx.Module):
         contraction, along_outputs = (((inputs.ndim - 1,), (1,)), ((), ())), (*[1] * (inputs.ndim - 1), -1)
         scale = self.scale[...].reshape(along_outputs)
         product_dtype: Dtype = jnp.float32
-        if inputs.size >= ROUNDED_ROWS * inputs.shape[-1]:
+        if self.rounds_inputs and inputs.size >= ROUNDED_ROWS * inputs.shape[-1]:
             inputs, row_scale = _rounded(inputs, kernel.dtype)
             scale *= row_scale[..., None]
             product_dtype = jnp.bfloat16 if self.dtype == jnp.bfloat16 else jnp.float32
@@ -60,6 +67,11 @@ class EightBitLinear(nnx.Module):
         if self.bias is not None:
             products += self.bias[...].astype(jnp.float32).reshape(along_outputs)
         return products.astype(self.dtype)
+
+
+def _multiplies_float8(device_kind: str, compute_capability: str) -> bool:
+    """True for an NVIDIA GPU from Ada on; for others XLA widens both sides."""
+    return device_kind.startswith("NVIDIA") and float(compute_capability) >= 8.9
 
 
 @functools.partial(jax.jit, static_argnames="dtype")
@@ -86,6 +98,9 @@ def quantize_weights(model: Decoder, dtype: str = "float8_e4m3fn") -> None:
     In place, for inference on one device, one projection after the other: the old kernels are dropped. Embeddings, the
     output projection of the model, routers, norms and biases stay as they are, as in checkpoints of eight bits; so
     does the up-projection of latent attention, which decoding absorbs into queries.
+
+    On GPUs from Ada on, a call with 128 tokens or more, padding included, rounds the inputs of the projections too,
+    each token with a scale of its own: GEMMs then run in FP8. So logits depend on the number of tokens in a call.
 
     Args:
         model: Its projections may be fused; see `fuse_projections`.

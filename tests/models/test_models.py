@@ -326,6 +326,7 @@ def test_many_rows_are_rounded_too(dtype, unit):
     rows, eight = eight_bit_weights.ROUNDED_ROWS, jnp.float8_e4m3fn
     linear = nnx.Linear(32, 48, dtype=dtype, bias_init=nnx.initializers.normal(), rngs=nnx.Rngs(0))
     projection = EightBitLinear(linear, eight)
+    projection.rounds_inputs = True
     inputs = np.random.default_rng(0).standard_normal((rows, 32)) * np.logspace(-3, 2, rows)[:, None]
     inputs[2], inputs[3], inputs[5, 7] = inputs[2] * 1e-34, 0, np.inf
     inputs = jnp.asarray(inputs, dtype)
@@ -344,6 +345,14 @@ def test_many_rows_are_rounded_too(dtype, unit):
     few = np.asarray(projection(inputs[6:]), np.float64)  # are not rounded
     exact = np.asarray(inputs[6:], np.float64) @ kernel + bias
     assert np.abs(few - exact).max() < np.abs(found[6:] - exact).max() / 2
+
+
+@pytest.mark.parametrize(("kind", "capability", "rounds"), [
+    ("cpu", "", False), ("NVIDIA A100-SXM4-40GB", "8.0", False), ("AMD Instinct MI300X", "gfx942", False),
+    ("NVIDIA L4", "8.9", True), ("NVIDIA H200", "9.0", True), ("NVIDIA B200", "10.0", True),
+])  # fmt: skip
+def test_inputs_are_rounded_where_products_of_eight_bits_are_fast(kind, capability, rounds):
+    assert eight_bit_weights._multiplies_float8(kind, capability) == rounds
 
 
 def quantized():
