@@ -171,7 +171,7 @@ def visible_tiles(spec: AttentionSpec, tiles: Tiles, walked: str, at: tuple[Inde
 def without_lists(spec: AttentionSpec, *axes: str) -> AttentionSpec:
     """The call without the lists of its BlockMask, if these follow from a mask that is a range along each of the axes.
 
-    Of ``"k"`` for kernels that walk keys, and ``"q"`` for queries.
+    The axes are ``"k"`` for kernels that walk keys, and ``"q"`` for queries.
     """
     blocks, mask = spec.blocks, spec.programs.mask
     if blocks is None or mask is None or not blocks.follow_mod or any(size % 128 for size in blocks.size):

@@ -54,7 +54,7 @@ class Plan:
     peak_flops: float | None = None
 
     def is_due(self, every: int, step: int) -> bool:
-        """True if what happens every so many steps, and at the end, follows the step."""
+        """True if an action of period `every` follows the step; the last step has all actions."""
         return step == self.steps or (every > 0 and step % every == 0)
 
 

@@ -53,7 +53,7 @@ def join_axes(nodes: Sequence[Node]) -> str:
 
 
 def reachable(outputs: Sequence[Node], inputs: Callable[[Node], Iterable[Node]] = lambda n: n.inputs) -> list[Node]:
-    """All nodes that the outputs need, inputs first; `inputs` of a node are those that it needs itself."""
+    """All nodes that the outputs need, inputs first; `inputs` returns those of a node."""
     seen: dict[int, Node] = {}
     stack = list(outputs)
     while stack:

@@ -105,8 +105,9 @@ def _plan_backward(spec: AttentionSpec, requested: GradientRequest) -> BackwardP
         return Refusal(_UNORDERED)
     if spec.config.deterministic and _is_too_large_to_sort(traced, requested):
         return Refusal(_UNSORTED)
-    # Us of both passes by lists and by ranges (H200, D 64): causal, B 32, S 512 313 and 290, B 2, S 8192 2889 and 2608;
-    # a window of 256, B 4, S 4096 417 and 379. The kernel of repeated loads skips the blocks that lists leave out.
+    # H200, us of both passes by lists and by ranges: D 64, causal, B 32, S 512 313 and 290, B 2, S 8192 2889 and 2608;
+    # D 128, B 4, S 2048 968 and 846; a window of 256, B 2, S 16384, H 8 712 and 617.
+    # The kernel of repeated loads skips the blocks that lists leave out.
     traced = traced if groups.repeated else without_lists(traced, "k", "q")
     dkv, dq = choose_tiles(traced, "dkv"), choose_tiles(traced, "dq")
     if isinstance(dkv, Refusal):
