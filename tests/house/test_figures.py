@@ -5,9 +5,9 @@ import pytest
 from tests.house import figures
 
 LIMITS = {
-    "library lines": 60506,
-    "test lines": 42580,
-    "benchmark lines": 5976,
+    "library lines": 60519,
+    "test lines": 42593,
+    "benchmark lines": 5981,
     "library files over 400 lines": 0,
     "functions over 50 code lines": 0,
     "functions with more than 8 parameters": 13,
