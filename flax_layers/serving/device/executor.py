@@ -12,7 +12,7 @@ from flax_layers.models import Decoder
 from flax_layers.models.cache_dtype import check_cache_dtype
 from flax_layers.models.form import flatten_model
 from flax_layers.serving.device.options import EngineOptions, Program
-from flax_layers.serving.device.step import DeviceState, cache_sharding, change_state, empty_state, make_step
+from flax_layers.serving.device.step import cache_sharding, change_state, empty_state, make_step
 from jflex.types import AnyArray
 
 
@@ -31,7 +31,7 @@ class Executor:
         self._sharding = cache_sharding(self._parameters, heads)
         _check_invariant(model, options, self._sharding)
         self._step = make_step(form, self._sharding, options.streaming)
-        self._state = self._empty_state()
+        self._state = empty_state(model, options, self._sharding)
 
     @property
     def token_bytes(self) -> int:
@@ -62,13 +62,10 @@ class Executor:
 
     def reset(self) -> None:
         """Begins anew, with an empty cache."""
-        self._state = self._empty_state()
+        self._state = empty_state(self._model, self._options, self._sharding)
 
     def close(self) -> None:
         """Ends the executor: no call follows."""
-
-    def _empty_state(self) -> DeviceState:
-        return empty_state(self._model, self._options, self._sharding)
 
 
 def _check_invariant(model: Decoder, options: EngineOptions, sharding: NamedSharding | None) -> None:
