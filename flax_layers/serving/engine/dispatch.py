@@ -91,14 +91,8 @@ class Dispatcher:
             holds = lambda shape: shape.tokens >= tokens and shape.pages >= pages
             scoring = next(filter(holds, self._options.scoring_shapes(self._config)))
             return chunks, Program(scoring, is_scoring=True), NO_PREFIX
-        shape = self._options.shape_for(
-            tokens,
-            len(chunks),
-            pages,
-            self._config,
-            drafts=any(chunk.draft.tokens for chunk in chunks),
-            forks=not all(chunk.count for chunk in chunks),
-        )
+        drafts, forks = any(chunk.draft.tokens for chunk in chunks), not all(chunk.count for chunk in chunks)
+        shape = self._options.shape_for(tokens, len(chunks), pages, self._config, drafts=drafts, forks=forks)
         may_cascade = shape in self._cascade_shapes and all(chunk.size == 1 for chunk in chunks)
         chunks, shared = self._cascades.arrange(chunks) if may_cascade else (chunks, NO_PREFIX)
         is_greedy = not self._options.batch_invariant and all(chunk.sequence.request.is_greedy for chunk in chunks)
