@@ -41,9 +41,8 @@ class StopStrings:
         if starts:
             self.has_ended, self._tail = True, ""
             return text[: min(starts)[0 if self._keeps else 1]]
-        first = next(
-            (n for n in range(max(0, len(text) - self._longest + 1), len(text)) if self._may_begin(text[n:])), len(text)
-        )
+        may_begin = lambda n: any(stop.startswith(text[n:]) for stop in self._stops)
+        first = next(filter(may_begin, range(max(0, len(text) - self._longest + 1), len(text))), len(text))
         self._tail = text[first:]
         return text[:first]
 
@@ -51,9 +50,6 @@ class StopStrings:
         """Ends the text, and returns its withheld end."""
         tail, self._tail = self._tail, ""
         return tail
-
-    def _may_begin(self, tail: str) -> bool:
-        return any(stop.startswith(tail) for stop in self._stops)
 
 
 @dataclasses.dataclass(frozen=True)
