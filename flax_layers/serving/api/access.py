@@ -95,11 +95,9 @@ class Gate:
     """
 
     def __init__(self, app: ASGIApp, access: Access):
-        self._access = access
-        methods, exposed = ("GET", "POST"), ("x-request-id",)
-        self._app = app
+        self._access, self._app = access, app
         if access.origins:
-            self._app = CORSMiddleware(app, access.origins, methods, ("*",), expose_headers=exposed)
+            self._app = CORSMiddleware(app, access.origins, ("GET", "POST"), ("*",), expose_headers=("x-request-id",))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers a request."""
