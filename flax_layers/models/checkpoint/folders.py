@@ -51,7 +51,8 @@ def replaced_folder(folder: pathlib.Path) -> Iterator[pathlib.Path]:
         yield staging
         for path in staging.rglob("*"):
             if path.is_file():
-                _flush(path)
+                with path.open("rb+") as file:
+                    os.fsync(file.fileno())  # the error of a full disk may come only here
         staging.chmod(0o755)
         if folder.exists():
             folder.rename(_old(folder))
@@ -148,9 +149,3 @@ def _belongs(path: pathlib.Path) -> bool:
     if path.name == MORE_TEMPLATES:
         return path.is_dir() and all(file.suffix == ".jinja" for file in path.iterdir())
     return path.is_file() and (path.name in TOKENIZER_FILES or _BELONGS.fullmatch(path.name) is not None)
-
-
-def _flush(path: pathlib.Path) -> None:
-    """Waits until a file is on disk. The error of a full disk may come only here."""
-    with path.open("rb+") as file:
-        os.fsync(file.fileno())
