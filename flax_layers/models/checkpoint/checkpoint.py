@@ -225,13 +225,10 @@ def _check_tensors(
         shapes |= {name + SCALE: fp8.scale_shape(shapes[name]) for name in matrices}
     # Layers for multi-token prediction follow the others, and no decoder needs them.
     predicting = tuple(name.removesuffix(_PREDICTING) for name in files.shapes if name.endswith(_PREDICTING))
+    is_expected = lambda name: name in known or name.endswith(_IGNORED) or name.startswith(predicting)
     problems: dict[str, list[str]] = {
         "missing": [name for name in shapes if name not in files.shapes],
-        "unexpected": [
-            name
-            for name in files.shapes
-            if not (name in known or name.endswith(_IGNORED) or name.startswith(predicting))
-        ],
+        "unexpected": [name for name in files.shapes if not is_expected(name)],
         "with another shape": [
             f"{name}: {list(files.shapes[name])}, not {list(shape)}"
             for name, shape in shapes.items()
