@@ -79,11 +79,8 @@ class Tokenizer:
         self._tokenizer.no_padding()
         config_path = folder / "tokenizer_config.json"
         config = folders.read_optional_json(config_path)
-        self.special_tokens: dict[str, str] = {
-            name: _content(config[name])
-            for name in ("bos_token", "eos_token", "unk_token", "pad_token")
-            if config.get(name)
-        }
+        roles = ("bos_token", "eos_token", "unk_token", "pad_token")
+        self.special_tokens: dict[str, str] = {role: _content(config[role]) for role in roles if config.get(role)}
         self.chat_templates, self._template_paths = _chat_templates(folder, config, config_path)
 
     @property
