@@ -97,11 +97,8 @@ def files_of(paths: Sequence[pathlib.Path], option: str) -> Iterator[pathlib.Pat
 def _files_in(folder: pathlib.Path, option: str) -> list[pathlib.Path]:
     files = sorted(file for file in folder.rglob("*") if file.is_file())
     names = {file: file.relative_to(folder) for file in files}
-    taken = [
-        file
-        for file in files
-        if file.suffix.lower() in ENDINGS and not any(part.startswith(".") for part in names[file].parts)
-    ]
+    is_hidden = lambda file: any(part.startswith(".") for part in names[file].parts)
+    taken = [file for file in files if file.suffix.lower() in ENDINGS and not is_hidden(file)]
     others = [str(names[file]) for file in files if file not in set(taken)]
     shown = ", ".join(others[:_SHOWN]) + (f" and {len(others) - _SHOWN} more" if len(others) > _SHOWN else "")
     if not taken:
