@@ -284,18 +284,15 @@ def scan_tokens(names: Sequence[str], files: Sequence[Tokens], vocabulary: int, 
         file, start = chunk
         tokens = files[file][start : start + _CHUNK]
         if tokens.min() < 0 or tokens.max() >= vocabulary:
-            raise _out_of_range(tokens, start, names[file], vocabulary, option)
+            index = int(np.flatnonzero((tokens < 0) | (tokens >= vocabulary))[0])
+            raise InputError(
+                f"`{option}` must hold tokens from 0 to {vocabulary - 1}, the model's vocabulary. Got {tokens[index]} "
+                f"at token {start + index} of {names[file]}. Use the tokenizer of the model, or the right "
+                "`--token-dtype`."
+            )
         return hashlib.blake2b(tokens.astype("<u4").data, digest_size=16).digest()
 
     with concurrent.futures.ThreadPoolExecutor() as threads:
         for part in threads.map(digest, chunks):
             fingerprint.update(part)
     return fingerprint.hexdigest()
-
-
-def _out_of_range(tokens: Tokens, start: int, name: str, vocabulary: int, option: str) -> InputError:
-    index = int(np.flatnonzero((tokens < 0) | (tokens >= vocabulary))[0])
-    return InputError(
-        f"`{option}` must hold tokens from 0 to {vocabulary - 1}, the model's vocabulary. Got {tokens[index]} at token "
-        f"{start + index} of {name}. Use the tokenizer of the model, or the right `--token-dtype`."
-    )
