@@ -58,11 +58,9 @@ class Checkpoints:
     def last_good(self) -> str:
         """The newest checkpoint in words."""
         step = self.latest()
-        return (
-            "There is no checkpoint"
-            if step is None
-            else f"The last good checkpoint is of step {step}, {self.folder}/{step}"
-        )
+        if step is None:
+            return "There is no checkpoint"
+        return f"The last good checkpoint is of step {step}, {self.folder}/{step}"
 
     def save(self, step: int, state: State) -> None:
         """Writes a checkpoint, and waits for it. Raises SaveError if that fails; earlier ones are what they were."""
@@ -94,13 +92,8 @@ class Checkpoints:
         lines = [f"{x}: {_shown(about, x)} in the checkpoint, {_shown(self._about, x)} in this run" for x in changed]
         acceptable = self._changeable.issuperset(changed)
         if changed and not (acceptable and self._accept_changes):
-            where = f"{self.folder}/{step}"
-            raise InputError(
-                "\n  ".join(
-                    [f"`--output` holds a checkpoint of another run, {where}, which this one cannot resume:", *lines]
-                )
-                + f"\n{_remedy(about, changed, acceptable)}"
-            )
+            title = f"`--output` holds a checkpoint of another run, {self.folder}/{step}, which this one cannot resume:"
+            raise InputError("\n  ".join([title, *lines]) + f"\n{_remedy(about, changed, acceptable)}")
         return lines
 
     def restore(self, like: State) -> State:
