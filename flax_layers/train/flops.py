@@ -48,9 +48,8 @@ def measured_flops(size: int = 8192, repeats: int = 10) -> float:
 
     @jax.jit
     def products(matrices):
-        return jax.lax.fori_loop(
-            0, repeats, lambda _, matrices: (matrices @ matrix) * jnp.bfloat16(size**-0.5), matrices
-        )
+        multiply = lambda _, matrices: (matrices @ matrix) * jnp.bfloat16(size**-0.5)
+        return jax.lax.fori_loop(0, repeats, multiply, matrices)
 
     products(matrix).block_until_ready()
     started = time.perf_counter()
@@ -99,6 +98,5 @@ def step_flops(config: ModelConfig, multiplied: float, documents: Int[np.ndarray
     """
     by_window = {window: visible_pairs(documents, window) for window in config.windows}
     pairs = sum(by_window[layer.window] for layer in config.layers)
-    return (
-        6.0 * multiplied * documents.size + 6.0 * config.num_heads * (config.head_dim + config.value_head_dim) * pairs
-    )
+    features = config.head_dim + config.value_head_dim
+    return 6.0 * multiplied * documents.size + 6.0 * config.num_heads * features * pairs
