@@ -267,19 +267,16 @@ class Trainer:
         count = jnp.where(count > 0, count, 1)
         trained = self._trained(state.parameters)
         shardings = self._trained(self.shardings.parameters)
-        part_loss = jax.value_and_grad(
-            lambda trained, part: self._loss_sums(state.parameters | trained, part)[0] / count
-        )
+        part_loss = lambda trained, part: self._loss_sums(state.parameters | trained, part)[0] / count
 
-        def add(sums, part):
-            loss, gradients = part_loss(trained, part)
-            gradients = _constrained(gradients, shardings)
-            return jax.tree.map(jnp.add, sums, (loss, gradients)), None
+        def differentiate(part):
+            loss, gradients = jax.value_and_grad(part_loss)(trained, part)
+            return loss, _constrained(gradients, shardings)
 
         if self.computation.accumulate == 1:
-            loss, gradients = part_loss(trained, jax.tree.map(lambda array: array[0], rows))
-            gradients = _constrained(gradients, shardings)
+            loss, gradients = differentiate(jax.tree.map(lambda array: array[0], rows))
         else:
+            add = lambda sums, part: (jax.tree.map(jnp.add, sums, differentiate(part)), None)
             start = jnp.float32(0), jax.tree.map(jnp.zeros_like, trained)
             (loss, gradients), _ = jax.lax.scan(add, start, rows)
         with jax.numpy_dtype_promotion("standard"):  # optax mixes counts with floats
