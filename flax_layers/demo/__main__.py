@@ -94,11 +94,8 @@ def main(arguments: list[str] | None = None) -> float:
     options = parse_options(arguments)
     check_installed("matplotlib", "tqdm", extra="demo")
     corpus = data.read_corpus()
-    held_out = list(
-        itertools.islice(
-            data.packed_rows(corpus.held_out, options.rows, options.length, options.seed + 1), HELD_OUT_BATCHES
-        )
-    )
+    batches = data.packed_rows(corpus.held_out, options.rows, options.length, options.seed + 1)
+    held_out = list(itertools.islice(batches, HELD_OUT_BATCHES))
     print(
         f"{jax.devices()[0].device_kind}; {len(corpus.training)} files to train on, {len(corpus.held_out)} held out, "
         f"{sum(map(len, corpus.training)) / 1e6:.1f} and {sum(map(len, corpus.held_out)) / 1e6:.1f} MB"
