@@ -134,9 +134,8 @@ class Sizes(NamedTuple):
     def whole(self, arrays: Sequence[ArrayOrShape], layout: str, placement: Placement) -> list[jax.ShapeDtypeStruct]:
         """Shapes of the whole arrays, on a device of the mesh."""
         length = 1 if layout == "BTNH" else 2
-        device = (
-            placement.mesh.devices.flat[0] if isinstance(placement.mesh, jax.sharding.Mesh) else device_of(arrays[0])
-        )
+        mesh = placement.mesh
+        device = mesh.devices.flat[0] if isinstance(mesh, jax.sharding.Mesh) else device_of(arrays[0])
         sharding = None if device is None else jax.sharding.SingleDeviceSharding(device)
         lengths = (self.T, self.S, self.S)
         shape = lambda x, n: (*x.shape[:length], n, *x.shape[length + 1 :])

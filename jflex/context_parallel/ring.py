@@ -105,8 +105,7 @@ def attend_in_ring(call: ContextCall, inputs: Inputs, where: Where, sees: jax.Ar
     ring = _Ring(call, steps_of(known, call.placement.shards))
     if known is not None and _all_see(known, ring.steps):
         sees = None
-    local = _Local(inputs._replace(sinks=None), where, sees, me)
-    local = match_manual_axes(local)
+    local = match_manual_axes(_Local(inputs._replace(sinks=None), where, sees, me))
     shard = ring.at(local, (local.inputs.key, local.inputs.value), me)
     name = select_forward(call.implementation, shard.spec, CALLER)
     if get_backend(name).differentiable:

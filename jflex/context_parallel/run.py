@@ -150,7 +150,6 @@ def _on_device(call: ContextCall, inputs: Inputs, sees: jax.Array | None) -> Sav
     elif call.strategy == "ulysses":
         saved = attend_exchanged(call, inputs, where)
     else:
-        lists = inputs.lists
-        lists = None if lists is None else BlockLists(*(x[0] for x in lists))
+        lists = None if inputs.lists is None else BlockLists(*(x[0] for x in inputs.lists))
         saved = attend_in_ring(call, inputs._replace(lists=lists), where, None if sees is None else sees[0])
     return Saved(*saved[:2], **{name: getattr(saved, name) for name in spec.stats})
