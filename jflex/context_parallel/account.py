@@ -84,17 +84,16 @@ class ContextAccount(Choice):
     def lines(self) -> list[str]:
         """The account as lines."""
         taken = "" if self.steps is None else f", {self.steps} of {self.devices} steps"
-        gflops = [x / 1e9 for x in self.flops]
-        shown = ", ".join(f"{x:.3f}" for x in gflops[:16]) + (", ..." if len(gflops) > 16 else "")
+        shown = lambda numbers: ", ".join(numbers[:16]) + (", ..." if len(numbers) > 16 else "")
+        gflops = shown([f"{x / 1e9:.3f}" for x in self.flops])
         blocks = "not counted (no BlockMask, or traced)"
         if self.visited is not None:
-            shown_blocks = ", ".join(f"{x:g}" for x in self.visited[:16]) + (", ..." if len(self.visited) > 16 else "")
-            blocks = f"{shown_blocks} visited by each device"
+            blocks = f"{shown([f'{x:g}' for x in self.visited])} visited by each device"
         return [
             f"strategy  {self.strategy} over {self.devices} devices along {self.axis!r}{taken}",
             *super().lines(),
             f"blocks    {blocks}",
-            f"work      {shown} GFLOP forward of each device; largest / mean: {self.imbalance:.2f}",
+            f"work      {gflops} GFLOP forward of each device; largest / mean: {self.imbalance:.2f}",
             f"sent      {self.bytes_sent / 1e6:.3f} MB forward, {self.bytes_sent_backward / 1e6:.3f} MB backward, by a "
             "device",
         ]
