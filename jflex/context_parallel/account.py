@@ -14,7 +14,6 @@ from jflex.context_parallel.call import ContextCall, Strategy, Tables, divided
 from jflex.context_parallel.prepare import Checked
 from jflex.context_parallel.ring import steps_of
 from jflex.context_parallel.run import device_spec
-from pallas_kernels.spec import AttentionSpec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,10 +118,11 @@ def _bytes_sent(context: ContextCall, steps: int | None) -> tuple[int, int]:
     spec, placement, n = context.spec, context.placement, context.placement.shards
     width = jnp.dtype(spec.dtype).itemsize
     sums = max(width, 4)  # of the gradients that travel in a ring: float32, float64 of float64
-    keys = _elements(
-        spec, spec.Bkv if spec.Bkv < spec.B else spec.B // placement.batch_shards, spec.S, spec.Hkv, context
-    )
-    queries = _elements(spec, spec.B // placement.batch_shards, spec.T, spec.Hq, context)
+    batch = spec.B // placement.batch_shards
+    # Of keys and values, or of queries and outputs, of the whole sequence.
+    elements = lambda batch, length, heads: batch * length * (heads // placement.head_shards) * (spec.D + spec.Dv)
+    keys = elements(spec.Bkv if spec.Bkv < spec.B else batch, spec.S, spec.Hkv)
+    queries = elements(batch, spec.T, spec.Hq)
     if context.strategy == "all_gather":
         sent = (n - 1) * keys * width // n
         return sent, sent
@@ -131,8 +131,3 @@ def _bytes_sent(context: ContextCall, steps: int | None) -> tuple[int, int]:
         return (steps - 1) * keys * width // n, (steps - 1) * keys * (width + sums) // n
     sent = (n - 1) * (queries + keys) * width // n**2
     return sent, sent
-
-
-def _elements(spec: AttentionSpec, batch: int, length: int, heads: int, context: ContextCall) -> int:
-    """Elements of keys and values, or of queries and outputs, of the whole sequence."""
-    return batch * length * (heads // context.placement.head_shards) * (spec.D + spec.Dv)
