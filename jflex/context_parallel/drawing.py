@@ -51,12 +51,8 @@ def costs_to_image(
         blocks.bar(np.arange(row.size), row, width=1.0, color=np.repeat(colors, row.size // shards, axis=0))
         blocks.set(title=name, xlabel="query block", ylabel="blocks visited")
         of_devices = row.reshape(shards, -1).sum(1)
+        ratio = of_devices.max() / of_devices.mean() if of_devices.any() else 1.0
         devices.bar(np.arange(shards), of_devices, color=colors)
         devices.axhline(of_devices.mean(), color="grey", linestyle="--")
-        devices.set(xlabel="device", ylabel="blocks visited", title=f"largest / mean: {_ratio(of_devices):.2f}")
+        devices.set(xlabel="device", ylabel="blocks visited", title=f"largest / mean: {ratio:.2f}")
     return figure
-
-
-def _ratio(costs: np.ndarray) -> float:
-    """The largest cost of a device over the mean."""
-    return float(costs.max() / costs.mean()) if costs.any() else 1.0
