@@ -53,10 +53,6 @@ def slot_map(
     """
     num_pages, page_size = checked_pages(num_pages, page_size)
     _check_table(page_table, kv_lengths, num_pages, page_size)
-    return _inverted(page_table, kv_lengths, num_pages, page_size)
-
-
-def _inverted(page_table: AnyArray, kv_lengths: AnyArray | None, num_pages: int, page_size: int) -> SlotMap:
     table = jnp.asarray(page_table)
     requests, max_pages = table.shape
     starts = jnp.arange(max_pages, dtype=jnp.int32)[None] * page_size
