@@ -101,9 +101,8 @@ def attention_fn(
             "`block_mask` masks more than its mask_mod, so it cannot be used with `decode`. Pass a `mask_mod` of "
             "positions in the whole sequence instead."
         )
-    remedy = "Make it a callable nnx.Module."
     for name, mod in (("score_mod", score_mod), ("mask_mod", mask_mod)):
-        check_no_hidden_state(name, mod, remedy)
+        check_no_hidden_state(name, mod, "Make it a callable nnx.Module.")
     mods = Mods(stored("score_mod", score_mod), stored("mask_mod", mask_mod), stored("block_mask", block_mask))
     kind = AttentionModule if any(map(is_state, mods)) else AttentionFn
     return kind(mods, decode, {"scale": scale, "implementation": implementation, "config": config})
