@@ -26,18 +26,16 @@ def without_capture(mod: Mod) -> Mod:
         >>> without_capture(bias) is bias
         True
     """
-    return mod if mod is None else cast(Mod, _without_capture(mod))
-
-
-def _without_capture(mod: Callable[..., object]) -> Callable[..., object]:
+    if mod is None:
+        return mod
     reachable = list(captures(mod))
     bound = (x for x in reachable if isinstance(x, linen.Module) and x.scope is not None)
     if any(module.is_mutable_collection("intermediates") for module in bound):
         uncaptured = linen.apply(lambda _, *arguments: mod(*arguments), _Nothing(parent=None))
-        return functools.update_wrapper(functools.partial(uncaptured, {}), mod, updated=())
+        return cast(Mod, functools.update_wrapper(functools.partial(uncaptured, {}), mod, updated=()))
     inner = (module for x in reachable if isinstance(x, nnx.Module) for _, module in nnx.iter_modules(x))
     if sowing := [module for module in inner if hasattr(module, "__captures__")]:  # inside of `nnx.capture`
-        return functools.update_wrapper(functools.partial(_call_unsown, sowing, mod), mod, updated=())
+        return cast(Mod, functools.update_wrapper(functools.partial(_call_unsown, sowing, mod), mod, updated=()))
     return mod
 
 
