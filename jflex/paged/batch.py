@@ -104,8 +104,7 @@ def check_batch(batch: PagedBatch, cache: PageStore, num_tokens: int) -> None:
     uses 3 entries, and entry 2 is 8. Take pages from the `PagePool` of this cache.
     """
     num_tokens = _check_shapes(batch, cache, num_tokens)
-    values = (getattr(batch, name) for name in _FIELDS)
-    fields = [known_values(x) for x in values]
+    fields = [known_values(getattr(batch, name)) for name in _FIELDS]
     check_rules(_rules(fields, batch.max_pages, cache, num_tokens))
 
 
