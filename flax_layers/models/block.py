@@ -89,25 +89,15 @@ class Block(nnx.Module):
             positions: Positions for the rotary embedding. Default: 0, 1, 2, ...
             context: How tokens are divided among devices. Default: they are not.
         """
-        attended = self.attention(
-            self.attention_norm(stream),
-            score_mod=mods.score_mod(self.config, self.score_mod),
-            positions=positions,
-            **self._mask(block_mask),
-            **_present(context=context),
-        )
+        options = {**self._mods(block_mask), **_present(context=context)}
+        attended = self.attention(self.attention_norm(stream), positions=positions, **options)
         return self._add_both(stream, attended)
 
     def decode(
         self, stream: Float[Array, "B T width"], cache: AnyCache, block_mask: jflex.BlockMask | None = None
     ) -> tuple[Float[Array, "B T width"], AnyCache]:
         """Appends tokens to each sequence. Returns their residual stream after this block, and the cache."""
-        attended, cache = self.attention.decode(
-            self.attention_norm(stream),
-            cache,
-            score_mod=mods.score_mod(self.config, self.score_mod),
-            **self._mask(block_mask),
-        )
+        attended, cache = self.attention.decode(self.attention_norm(stream), cache, **self._mods(block_mask))
         return self._add_both(stream, attended), cache
 
     def decode_paged(
@@ -132,9 +122,10 @@ class Block(nnx.Module):
         )
         return self._add_both(stream, attended), cache
 
-    def _mask(self, block_mask: jflex.BlockMask | None) -> dict[str, Any]:
-        """The mask of a call, of one of its forms."""
-        return {"mask_mod": mods.mask_mod(self.layer.window)} if block_mask is None else {"block_mask": block_mask}
+    def _mods(self, block_mask: jflex.BlockMask | None) -> dict[str, Any]:
+        """The score_mod of a call, and its mask of one of its forms."""
+        mask = {"mask_mod": mods.mask_mod(self.layer.window)} if block_mask is None else {"block_mask": block_mask}
+        return {"score_mod": mods.score_mod(self.config, self.score_mod), **mask}
 
     def _add_both(
         self, stream: Float[Array, "*batch width"], attended: Float[Array, "*batch width"]
