@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import jax.numpy as jnp
 from flax import nnx
@@ -14,6 +14,7 @@ from flax_layers.models.mlp import MLP
 from flax_layers.nnx import FlexAttention
 
 _GROUPS = ((FlexAttention, ("query", "key", "value")), (MLP, ("gate", "up")))
+"""Modules that have projections to fuse, and the names of these."""
 
 
 class FusedPart(nnx.Module):
@@ -72,7 +73,8 @@ def fuse_projections(model: nnx.Module) -> None:
         >>> attention.query.fused is attention.key.fused, attention.query.fused.kernel.shape
         (True, (16, 32))
     """
-    groups = list(_groups(model))
+    modules = [module for _, module in nnx.iter_modules(model)]
+    groups = [(module, names) for module in modules for kind, names in _GROUPS if isinstance(module, kind)]
     for owner, names in groups:
         for name in names:
             checked_linear(name, getattr(owner, name), "fuse_projections")
@@ -104,14 +106,6 @@ def checked_linear(name: str, part: object, function: str) -> nnx.Linear:
 def is_fused(model: nnx.Module) -> bool:
     """Tests whether `fuse_projections` was called."""
     return any(isinstance(module, FusedPart) for _, module in nnx.iter_modules(model))
-
-
-def _groups(model: nnx.Module) -> Iterator[tuple[nnx.Module, tuple[str, ...]]]:
-    """The modules that have projections to fuse, and the names of these."""
-    for _, module in nnx.iter_modules(model):
-        for kind, names in _GROUPS:
-            if isinstance(module, kind):
-                yield module, names
 
 
 def _side_by_side(linears: Sequence[nnx.Linear]) -> nnx.Linear:
