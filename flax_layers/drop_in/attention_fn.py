@@ -224,7 +224,8 @@ class _Call:
         self, mods: Mods, causal: jflex.MaskMod | None, block_size: tuple[int, int]
     ) -> tuple[jflex.MaskMod | None, jflex.BlockMask | None]:
         """The conjunction of the mods' mask, `is_causal` and the dense mask: a mask_mod or a BlockMask."""
-        combined = _all_of(mods.mask_mod, causal, self.dense)
+        masks = [mask for mask in (mods.mask_mod, causal, self.dense) if mask is not None]
+        combined = jflex.and_masks(*masks) if len(masks) > 1 else masks[0] if masks else None
         if 0 in (self.B, self.T, self.S):
             return (combined, None) if mods.block_mask is None else (None, mods.block_mask)
         if mods.block_mask is None:
@@ -275,12 +276,6 @@ class _Call:
                     "that the mask allows. For a single query in cross-attention, pass decode=False: the query is at "
                     "position 0. Or use `FlexAttention` of flax_layers, which knows the positions in its caches."
                 )
-
-
-def _all_of(*masks: jflex.MaskMod | None) -> jflex.MaskMod | None:
-    """Combines mask_mods with `and_masks`. None stands for no mask."""
-    present = [mask for mask in masks if mask is not None]
-    return jflex.and_masks(*present) if len(present) > 1 else present[0] if present else None
 
 
 def _check_batch(query: Array, key: Array, value: Array) -> None:
