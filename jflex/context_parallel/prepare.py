@@ -187,7 +187,10 @@ def prepare(
     def traced(block_mask: BlockMask | None, mask_mod: MaskMod | None) -> Call:
         masked = settings._replace(mask_mod=mask_mod)
         call = prepare_dense(q, k, v, masked, block_mask=block_mask, kv_lengths=lengths, layout=layout)
-        return _without_lengths(call)._replace(caller=CALLER)
+        if call.spec.kv_lengths:  # the mask has them; keys of a shared batch are then those of each entry
+            spec = call.spec.replace(kv_lengths=False, Bkv=call.spec.B)
+            call = call._replace(spec=spec, inputs=call.inputs._replace(kv_lengths=None))
+        return call._replace(caller=CALLER)
 
     call = traced(block_mask, settings.mask_mod)
     in_order = None if order is None else tuple(order.tolist())
@@ -196,11 +199,3 @@ def prepare(
     if block_mask is not None and strategy != "ulysses" and not call.spec.is_empty:
         check_block_size(block_mask, checked.chunk)
     return checked
-
-
-def _without_lengths(call: Call) -> Call:
-    """The call without its lengths, which the mask has; keys of a shared batch are then those of each entry."""
-    if not call.spec.kv_lengths:
-        return call
-    spec = call.spec.replace(kv_lengths=False, Bkv=call.spec.B)
-    return call._replace(spec=spec, inputs=call.inputs._replace(kv_lengths=None))
