@@ -387,9 +387,8 @@ def _constrained(tree: Any, shardings: Any) -> Any:
 
 
 def _merged(form: nnx.GraphDef, variables: Iterable[tuple[Any, Any]], parameters: Parameters) -> Decoder:
-    return nnx.merge(
-        form, nnx.from_flat_state([(path, leaf.replace(parameters[_name(path)])) for path, leaf in variables])
-    )
+    leaves = [(path, leaf.replace(parameters[_name(path)])) for path, leaf in variables]
+    return nnx.merge(form, nnx.from_flat_state(leaves))
 
 
 def _name(path: Iterable[Any]) -> str:
