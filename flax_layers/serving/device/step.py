@@ -88,18 +88,17 @@ def make_step(
         logits = of_nodes if nodes is None else of_nodes[:, 0]
         ends = jnp.asarray(inputs.batch.kv_lengths) if nodes is None else nodes.positions[:, 0]
         edits, positions = state.edits, ends + inputs.dropped
+        sampling = SamplingBatch() if program.is_greedy else inputs.sampling
         if program.is_greedy:
-            sampled = sample(logits, SamplingBatch(), positions)
+            sampled = sample(logits, sampling, positions)
             fields = sampled[:, None]
         else:
             changed = apply_penalties(logits, inputs.penalties, edits, inputs.slots)
             changed = keep_allowed(changed, state.allowed.at[inputs.slots].get(mode="clip"), inputs.is_guided)
-            sampled = sample(changed, inputs.sampling, positions)
+            sampled = sample(changed, sampling, positions)
             fields, edits = _fields(sampled, logits), edits.sampled(inputs.slots, sampled)
         if nodes is not None:
-            after = sample_drafts(
-                of_nodes[:, 1:], SamplingBatch() if program.is_greedy else inputs.sampling, nodes.positions
-            )
+            after = sample_drafts(of_nodes[:, 1:], sampling, nodes.positions)
             accepted = accept(nodes, tokens[nodes.rows], jnp.concatenate([sampled[:, None], after], axis=1))
             cache, sampled = compact(cache, inputs.batch, nodes, accepted), accepted.last
             fields = jnp.concatenate([fields, accepted.tokens[:, 1:], accepted.counts[:, None]], axis=1)
