@@ -19,10 +19,10 @@ from flax_layers.attention import streaming as streaming_llm
 from flax_layers.attention.caches.dense import DenseCache
 from flax_layers.attention.caches.owned_pages import EightBitCache
 from flax_layers.attention.layer import (
-    AttentionOptions,
     Layer,
     Norm,
     Projection,
+    attention_options,
     check_dense,
     check_features,
     check_packed,
@@ -188,11 +188,6 @@ def sinks(layer: HeadsLayer) -> Float[Array, " Hq"] | None:
     return None if layer.sinks is None else layer.sinks[...]
 
 
-def attention_options(layer: HeadsLayer) -> AttentionOptions:
-    """Options that every attention call of the layer gets."""
-    return {"scale": layer.scale, "implementation": layer.implementation, "config": layer.config}
-
-
 def fold_batch(heads: Float[Array, "*batch T H D"]) -> Float[Array, "B T H D"]:
     """Folds all leading axes into one batch axis, the last of them fastest.
 
@@ -228,7 +223,7 @@ def attend(layer: HeadsLayer, inputs: Float[Array, "*batch T features"], mods: M
         attention = functools.partial(attention, dropout_rate=layer.dropout_rate, dropout_key=call.dropout_key)
     result = attention(
         query, key, value, mods.score_mod, mods.mask_for(query, key), mask_mod=mods.mask_mod, sinks=sinks(layer),
-        **attention_options(layer), return_stats=call.return_stats, **call.vectors._asdict(),
+        **attention_options(layer, layer.scale), return_stats=call.return_stats, **call.vectors._asdict(),
     )  # fmt: skip
     attended, stats = result if isinstance(result, tuple) else (result, None)
     unfold = lambda x: x.reshape(*batch, *x.shape[1:])
@@ -281,7 +276,7 @@ def decode(
     cache = cache.append(key, value)
     attended = jflex.flex_attention(
         fold_batch(query).astype(cache.k.dtype), cache.k, cache.v, mods.score_mod, block_mask, mask_mod=mods.mask_mod,
-        kv_lengths=cache.lengths, sinks=sinks(layer), **attention_options(layer),
+        kv_lengths=cache.lengths, sinks=sinks(layer), **attention_options(layer, layer.scale),
         **vectors.for_cached_keys(before)._asdict(),
     )  # fmt: skip
     outputs = join(layer, attended.reshape(query.shape).astype(query.dtype))
@@ -334,7 +329,7 @@ def decode_paged(
     key, value = vectors.stored(key, value, positions, requests)
     cache = jflex.paged.write(cache, key.astype(dtype), value.astype(dtype), slots, layer=number)
     packed = query.astype(dtype)
-    options: dict[str, Any] = {**attention_options(layer), "sinks": sinks(layer)}
+    options: dict[str, Any] = {**attention_options(layer, layer.scale), "sinks": sinks(layer)}
     if streaming is not None:
         rope = None
         if layer.rotary_base is not None:

@@ -21,10 +21,10 @@ from flax_layers import functional
 from flax_layers.attention.caches.dense import known
 from flax_layers.attention.caches.owned_pages import DenseLatentCache
 from flax_layers.attention.layer import (
-    AttentionOptions,
     Layer,
     Norm,
     Projection,
+    attention_options,
     check_dense,
     check_features,
     check_packed,
@@ -92,11 +92,6 @@ def scale_of(layer: LatentLayer) -> float:
     if not isinstance(yarn, YarnScaling) or not yarn.mscale_all_dim or yarn.factor <= 1:
         return scale
     return scale * (0.1 * yarn.mscale_all_dim * math.log(yarn.factor) + 1) ** 2
-
-
-def attention_options(layer: LatentLayer) -> AttentionOptions:
-    """Options that every attention call of the layer gets."""
-    return {"scale": scale_of(layer), "implementation": layer.implementation, "config": layer.config}
 
 
 def queries_of(
@@ -176,7 +171,7 @@ def attend(
     query = jnp.concatenate(queries_of(layer, inputs, positions, known), axis=-1)
     key, value = up_projected(layer, latents_of(layer, inputs, positions, known))
     q, k, v = (x.reshape(-1, *x.shape[-3:]) for x in (query, key, value))
-    options = attention_options(layer)
+    options = attention_options(layer, scale_of(layer))
     attended = jflex.flex_attention(q, k, v, mods.score_mod, mods.mask_for(q, k), mask_mod=mods.mask_mod, **options)
     return layer.out(functional.merge_heads(attended.reshape(*query.shape[:-1], layer.value_head_dim)))
 
@@ -191,7 +186,7 @@ def decode(
     positions = before[:, None] + jnp.arange(tokens, dtype=jnp.int32)[None]
     query = queries_of(layer, rows, positions, cache.max_length)
     cache = cache.append(*latents_of(layer, rows, positions, cache.max_length))
-    options = attention_options(layer)
+    options = attention_options(layer, scale_of(layer))
     if tokens < fewest_queries_to_project(layer):
         pages = cache.pages.rows
         q = absorbed(layer, query).astype(pages.dtype).reshape(-1, layer.num_heads, pages.shape[-1])
@@ -238,7 +233,7 @@ def decode_paged(
         )
     latent, rope_key = (x.astype(dtype) for x in new)
     cache = jflex.paged.write_latent(cache, latent, rope_key, slots, layer=number)
-    options = {**attention_options(layer), "score_mod": mods.score_mod, "mask_mod": mods.mask_mod}
+    options = {**attention_options(layer, scale_of(layer)), "score_mod": mods.score_mod, "mask_mod": mods.mask_mod}
     if not new_prompts:
         attended = jflex.mla_attention(absorbed(layer, query).astype(dtype), cache, batch, layer=number, **options)
         return joined(layer, attended.astype(query.nope.dtype)), cache

@@ -68,6 +68,11 @@ class Layer:
         raise NotImplementedError
 
 
+def attention_options(layer: Layer, scale: float | None) -> AttentionOptions:
+    """Options that every attention call of a layer gets."""
+    return {"scale": scale, "implementation": layer.implementation, "config": layer.config}
+
+
 def check_features(layer: Layer, inputs: Float[Array, "*batch T features"]) -> None:
     """Raises ValueError unless the last axis has the `in_features` of the layer."""
     if inputs.shape[-1] != layer.in_features:
