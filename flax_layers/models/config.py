@@ -228,7 +228,6 @@ class ModelConfig:
 
 
 def _check_least(config: object, least: Mapping[str, int]) -> None:
-    """Raises ValueError for a size that is too small."""
     for name, smallest in least.items():
         if getattr(config, name) < smallest:
             raise ValueError(f"`{name}` must be at least {smallest}. Got {getattr(config, name)}. Change it.")

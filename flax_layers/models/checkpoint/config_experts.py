@@ -34,7 +34,6 @@ def read_fields(family: Family, raw: Raw, layers: tuple[LayerConfig, ...]) -> Fi
 
 
 def _sparse_layers(family: Family, raw: Raw) -> list[bool]:
-    """The layers that have experts."""
     keys = family.expert_keys
     has_experts = bool(keys) and (raw[keys["number"]] > 0 or not family.reads("mlp_only_layers"))
     first, step = raw.get("first_k_dense_replace", 0), raw.get("decoder_sparse_step", 1)

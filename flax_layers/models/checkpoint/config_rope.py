@@ -89,7 +89,6 @@ def _nested(raw: Raw, kind: str) -> Raw:
 
 
 def _scaling(family: Family, raw: Raw, rope: Raw, max_positions: int) -> RotaryScaling | None:
-    """The rotary scaling of a layer."""
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "su" or (kind == "yarn" and family.name == "phi3"):  # its first names
         kind = "longrope"

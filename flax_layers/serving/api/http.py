@@ -241,7 +241,6 @@ class _Api:
         return await unless_disconnected(request.receive, self._prompts.in_thread(raw, read))
 
     async def _generate(self, request: Request, job: _Job) -> Response:
-        """Answers a request."""
         body, requests, answer = job.body, job.requests, job.answer
         max_backlog = MAX_BACKLOG if body.stream else None
         choices = Choices(requests, body.choices, job.text, self._metrics, self._woken, max_backlog, job.constraint)
