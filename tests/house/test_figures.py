@@ -5,7 +5,7 @@ import pytest
 from tests.house import figures
 
 LIMITS = {
-    "library lines": 60415,
+    "library lines": 60418,
     "test lines": 42593,
     "benchmark lines": 5981,
     "library files over 400 lines": 0,

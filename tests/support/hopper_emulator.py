@@ -301,7 +301,7 @@ _adding = threading.Lock()
 
 def _to_gmem(source: Memory, target: Memory, predicate: Any = None, *, reduction_op: str | None = None) -> None:
     if predicate is None or bool(predicate):
-        # JAX copies one row, which is contiguous, by another instruction, which knows the end of the whole array alone.
+        # A bulk copy, without the bounds of TMA: JAX copies contiguous memory so, and a row has no swizzle.
         is_row = len(target.shape) == 1
         assert not is_row or all(first + size <= end for (first, size, _), end in target._ends()), "spills a row"
         with _adding:

@@ -368,11 +368,14 @@ def store(
     outputs: tuple[Ref, ...],
     index: Location,
 ) -> None:
-    """Starts the TMA stores of a group's rows; TMA drops rows of the output past the end."""
+    """Starts the stores of a group's rows.
+
+    TMA drops rows of the output past the end; a bulk copy of the lse would reach the rows of the next head.
+    """
     (b, h, first), rows = index, result[0].shape[0]
     for ref, x in zip(staged, result, strict=True):
         ref[...] = x.astype(ref.dtype)
     plg.commit_smem()
     plg.copy_smem_to_gmem(staged[0], outputs[0].at[smem.rows_at(spec, b, h, first, rows)])
-    for ref, target in zip(staged[1:], outputs[1:], strict=True):  # these would reach the rows of the next head
+    for ref, target in zip(staged[1:], outputs[1:], strict=True):
         plg.copy_smem_to_gmem(ref, target.at[b, h, pl.ds(first, rows)], first < spec.T)
