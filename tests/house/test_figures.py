@@ -6,7 +6,7 @@ from tests.house import figures
 
 LIMITS = {
     "library lines": 60418,
-    "test lines": 42593,
+    "test lines": 42599,
     "benchmark lines": 5981,
     "library files over 400 lines": 0,
     "functions over 50 code lines": 0,

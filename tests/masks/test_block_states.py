@@ -17,7 +17,7 @@ from jflex.block_mask.states import block_states
 from jflex.mods.trace import trace_mask_mod
 from tests.cases.ready_masks import READY
 from tests.cases.table import CASES
-from tests.kernels.test_intervals import LARGE, MASKS, mod_of
+from tests.kernels.test_intervals import LARGE, MASKS, evaluate
 from tests.support import evaluation
 from tests.support.dense_masks import causal, pooled_states
 from tests.support.rows import tiers
@@ -43,6 +43,13 @@ def by_elements(mod, shape, block_size):
     return pooled_states(np.asarray(dense), block_size)
 
 
+def mod_of(tree, by_q, by_b, by_k):
+    def mod(b, h, q, k):
+        return evaluate(tree, {"b": b, "h": h, "q": q, "k": k, "by_q": by_q[q], "by_b": by_b[b], "by_k": by_k[k]})
+
+    return mod
+
+
 @pytest.mark.full
 @QUICK
 @given(MASKS, st.sampled_from([(8, 16), (16, 8), (7, 32)]), st.booleans(), st.integers(0, 2**32 - 1))
@@ -55,8 +62,7 @@ def test_random_masks_have_the_states_of_their_elements(tree, block_size, few, s
     captured[0].sort()
     for x in captured[: seed % 3]:
         x[rng.integers(0, len(x))] = rng.choice(LARGE)
-    shape, arrays = tuple(SIZES[n] for n in "BHTS"), [jnp.asarray(x) for x in captured]
-    mod = lambda b, h, q, k: mod_of(tree)(b, h, q, k, *arrays)
+    shape, mod = tuple(SIZES[n] for n in "BHTS"), mod_of(tree, *map(jnp.asarray, captured))
     with pytest.MonkeyPatch.context() as patch:
         found = by_bounds(patch, mod, shape, block_size, few, per_step=(1, 1 << 13)[seed % 2])
     np.testing.assert_array_equal(found, by_elements(mod, shape, block_size))
