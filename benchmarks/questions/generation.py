@@ -96,7 +96,7 @@ def generated(
         jobs.append(Job(label, module, function, arguments, _VARIABLES, limit))
     answers, remarks = run_jobs(jobs, run, at_once=1)
     records = [record for label, answer in answers.items() for record in _records(label, answer, shapes[label], load)]
-    # Tokens per second of jflex over those of torch, with the same weights.
+    # Tokens per second: jflex over torch, with the same weights.
     same = [label for label in answers if shapes[label].item == _ITEM]
     decode = {label: statistics.median(answers[label]["decode"]) for label in same}
     torch = [seconds for label, seconds in decode.items() if "torch" in label]

@@ -135,7 +135,6 @@ def answer(
     folder = options.out or schema.FOLDER / results_folder(machine.get("device", "cpu"))
     path = folder / f"{question.name}.json"
     old = schema.read(path) if question.keeps or options.add else None
-    before = schema.history(old)
     records, remarks = ([], []) if old is None else (list(old.records), list(old.about["remarks"]))
     measured = measure()
     for part in [measured] if isinstance(measured, Measured) else measured:
@@ -144,7 +143,7 @@ def answer(
         kept = [x for x in remarks if not (part.label and x.startswith(part.label))]
         remarks = list(dict.fromkeys([*kept, *part.remarks]))
         about = {"title": question.title, **part.about, "machine": gpu_facts() | dict(part.machine)}
-        schema.write(path, records, {**about, "remarks": remarks, **before})
+        schema.write(path, records, {**about, "remarks": remarks, **schema.history(old)})
         print("\n".join([*map(line, part.records), *part.remarks]), flush=True)
     print(f"{path}: {question.title}")
 

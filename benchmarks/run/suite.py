@@ -253,7 +253,6 @@ def _measure(
     committed = schema.FOLDER / results_folder(about["machine"].get("device", "cpu")) / f"{plan.suite}.json"
     path = committed if options.out is None else options.out / committed.name
     old = (schema.read(path) or schema.read(committed)) if options.add else None
-    before = schema.history(old)
     earlier = [] if old is None else [x for x in old.about["remarks"] if not x.startswith(_NOT_MEASURED)]
     with tqdm(plan.problems, unit="problem", dynamic_ncols=True, mininterval=2.0, disable=None) as bar:
         for problem in bar:
@@ -265,7 +264,7 @@ def _measure(
             if run.records:
                 records = schema.merged([] if old is None else old.records, run.records)
                 remarks = list(dict.fromkeys([*earlier, *run.remarks()]))
-                more = {"clocks": watch.seen(), "remarks": remarks, **before}
+                more = {"clocks": watch.seen(), "remarks": remarks, **schema.history(old)}
                 schema.write(path, records, {"title": SUITES[plan.suite].title, **about, **more})
     if run.records:
         return path

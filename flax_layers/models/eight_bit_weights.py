@@ -18,7 +18,7 @@ from flax_layers.nnx import MultiHeadLatentAttention
 WEIGHT_DTYPES = ("float8_e4m3fn",)
 
 ROUNDED_ROWS = 128
-"""Rows of inputs from which they are rounded too, where GEMMs of eight bits on both sides are fast.
+"""Number of rows from which inputs are rounded too, where GEMMs of eight bits on both sides are fast.
 
 Of 4096 x 28672 weights, us of all kernels with one side of eight bits, with both, and in bfloat16 (H200, JAX 0.11.2):
 64 rows 44, 45, 64; 128 rows 60, 49, 64; 256 rows 124, 66, 96; 1024 rows 422, 207, 306.

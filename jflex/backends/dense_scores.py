@@ -22,7 +22,7 @@ def scores(query: jax.Array, key: jax.Array) -> jax.Array:
     return einsum("bnth,bnsh->bnts", query, key)
 
 
-_values_cleared = jax.custom_jvp(cleared)  # whose derivative is that of the identity
+_values_cleared = jax.custom_jvp(cleared)  # with the derivative of the identity
 _values_cleared.defjvp(lambda primals, tangents: (cleared(*primals), *tangents))
 
 

@@ -119,7 +119,7 @@ def _bytes_sent(context: ContextCall, steps: int | None) -> tuple[int, int]:
     width = jnp.dtype(spec.dtype).itemsize
     sums = max(width, 4)  # of the gradients that travel in a ring: float32, float64 of float64
     batch = spec.B // placement.batch_shards
-    # Of keys and values, or of queries and outputs, of the whole sequence.
+    # Elements of keys and values, or of queries and outputs, in the whole sequence.
     elements = lambda batch, length, heads: batch * length * (heads // placement.head_shards) * (spec.D + spec.Dv)
     keys = elements(spec.Bkv if spec.Bkv < spec.B else batch, spec.S, spec.Hkv)
     queries = elements(batch, spec.T, spec.Hq)

@@ -53,7 +53,7 @@ def join_axes(nodes: Sequence[Node]) -> str:
 
 
 def reachable(outputs: Sequence[Node], inputs: Callable[[Node], Iterable[Node]] = lambda n: n.inputs) -> list[Node]:
-    """All nodes that the outputs need, inputs first; `inputs` returns those of a node."""
+    """All nodes that the outputs need, inputs first; `inputs` lists what one node needs."""
     seen: dict[int, Node] = {}
     stack = list(outputs)
     while stack:

@@ -58,7 +58,7 @@ def test_a_rate_of_0_changes_nothing(flavour):
 
 @pytest.mark.full
 def test_deterministic_calls_and_decoding_never_drop():
-    """Of linen; the methods are shared."""
+    """In linen; nnx shares the methods."""
     layer, plain = layer_of("linen"), layer_of("linen", rate=0.0)
     expected = plain(INPUTS)
     assert_same(layer(INPUTS, deterministic=True), expected)

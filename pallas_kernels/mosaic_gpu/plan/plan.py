@@ -176,7 +176,7 @@ def _forward_tiles(spec: AttentionSpec) -> TileChoice:
 _THREE_GROUPS = TileChoice(Tiles(192, 128, num_warps=12, num_stages=3), "rule")
 _FOUR_GROUPS = TileChoice(Tiles(256, 64, num_warps=16, num_stages=6), "rule")
 _SHORTEST = TileChoice(Tiles(128, 64, num_warps=8, num_stages=4), "rule")
-_NARROW = 64  # head size up to which three and four groups have registers enough
+_NARROW = 64  # head size up to which three and four groups have enough registers
 _FEW = 1024  # queries and keys up to which four groups are preferred to three
 _BALANCED = 2**17  # queries of all heads from which on a masked call has five waves of these tiles
 
