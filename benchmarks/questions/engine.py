@@ -12,8 +12,9 @@ a GEMM. The share of the roof is the sum of these times over all steps, over the
 count for each of them; a cascade, and in part the L2 cache, read them once, so that their share may pass 100 %. The
 device is idle when no kernel runs, by the profiler, in the middle of a closed loop; the same profile tells which share
 of the kernels XLA launched in command buffers (CUDA graphs). The part `launches` runs the closed loops again without
-them. With `--cache-dtype` the cache has eight bits, and names of records say so. The peers are `generate` with a static
-cache, which gets all prompts of a batch at once, and `generate_batch`, the continuous batching of `transformers`.
+them. With `--cache-dtype` or `--weight-dtype` the cache or the projections have eight bits, and names of records say
+so; the products of such projections have half the least time. The peers are `generate` with a static cache, which gets
+all prompts of a batch at once, and `generate_batch`, the continuous batching of `transformers`.
 """
 
 import dataclasses
@@ -44,6 +45,7 @@ OPTIONS = {
     "step_tokens": {"help": "tokens in a step, at most"},
     "shares": {"nargs": "*", "help": "shares of the closed loop's rate for Poisson arrivals"},
     "cache_dtype": {"choices": CACHE_DTYPES, "help": "dtype of the cache; default: the model's"},
+    "weight_dtype": {"choices": ("float8_e4m3fn",), "help": "dtype of the projections; default: the model's"},
     "limit": {"help": "seconds for each part"},
 }
 _NO_GRAPHS = "--xla_gpu_enable_command_buffer="
@@ -66,10 +68,12 @@ class Sizes(NamedTuple):
     step_tokens: int = 2048
     shares: tuple[float, ...] = (0.5, 0.8)  # of the rate of the last closed loop, at which requests then arrive
     cache_dtype: str | None = None  # that of the model
+    weight_dtype: str | None = None
 
     def cases(self, part: str) -> Iterator[tuple[str, Load, Any]]:
         """Name, load and `EngineOptions` of each load of a part."""
         cache = "" if self.cache_dtype is None else f", {self.cache_dtype} cache"
+        cache += "" if self.weight_dtype is None else f", {self.weight_dtype} weights"
         if part == "users":
             load = Load(2 * self.users, self.users, None, ((self.shared + self.suffix, self.suffix),), self.shared, 0)
             for kind, more in {
@@ -119,7 +123,7 @@ class Roof(NamedTuple):
 
     @classmethod
     def from_shape(cls, shape: Shape, bytes_rate: float, flops_rate: float, cache_dtype: str | None = None) -> Self:
-        """Roof of a model; its weights have two bytes, and each makes two operations of a token."""
+        """Roof of a model: a weight of two bytes makes two operations of a token, one of a byte at twice the rate."""
         pair = 4 * shape.layers * shape.heads * shape.head_size
         weights, keys = shape.weight_bytes, shape.key_bytes
         if cache_dtype is not None:  # a byte, and for each vector a scale of four
@@ -143,16 +147,19 @@ def engine(
     step_tokens: int = Sizes().step_tokens,
     shares: Sequence[float] = Sizes().shares,
     cache_dtype: str | None = None,
+    weight_dtype: str | None = None,
     limit: float = 560.0,
 ) -> Iterator[Measured]:
     """Tokens a second, latencies, and the share of the roof, beside peers."""
-    if cache_dtype is not None and PARTS[-1] in parts:
-        raise SystemExit(f"--cache-dtype is for jflex: leave out the part {PARTS[-1]}, or the option")
-    sizes = Sizes(
-        prompt, output, (*clients,), turns, pages, step_tokens=step_tokens, shares=(*shares,), cache_dtype=cache_dtype
-    )
-    for part in parts or PARTS[: len(PARTS) - (cache_dtype is not None)]:
-        yield measured_part(Shape(), sizes, part, limit)
+    has_peer = cache_dtype is None and weight_dtype is None
+    if not has_peer and PARTS[-1] in parts:
+        raise SystemExit(f"Dtypes are for jflex: leave out the part {PARTS[-1]}, or the options")
+    more: dict[str, Any] = {"shares": (*shares,), "cache_dtype": cache_dtype, "weight_dtype": weight_dtype}
+    sizes, shape = Sizes(prompt, output, (*clients,), turns, pages, step_tokens=step_tokens, **more), Shape()
+    if weight_dtype is not None:
+        shape = shape._replace(item=1)
+    for part in parts or PARTS[: len(PARTS) - (not has_peer)]:
+        yield measured_part(shape, sizes, part, limit)
 
 
 def measured_part(shape: Shape, sizes: Sizes, part: str, limit: float = 560.0, run: RunJob = run_job) -> Measured:

@@ -94,7 +94,7 @@ class TestEngine:
         assert found[f"{CLIENTS}, HTTP: failed"] == 0
 
     @pytest.mark.long
-    def test_users_and_names_of_a_cache_of_eight_bits(self):
+    def test_users_and_names_of_eight_bits(self):
         """Names tell the cache, so that both stand in one file. The roof counts bytes of keys, values and scales."""
         sizes = SIZES._replace(cache_dtype="int8")
         measured = engine.measured_part(TINY, sizes, "users", run=self.run_here)
@@ -105,4 +105,8 @@ class TestEngine:
         assert cascades[name.format("no prefix cache")] == cascades[name.format("prefix cache")] == 0
         assert cascades[name.format("prefix cache and cascade")] > 0
         assert Roof.from_shape(Shape(), 1.0, 1.0, "int8").key_bytes == 32 * 2 * 8 * (128 + 4)
-        assert [name for name, _, _ in sizes.cases("launches")] == [f"{CLIENTS}, no command buffers, int8 cache"]
+        names = lambda sizes, part: [name for name, _, _ in sizes.cases(part)]
+        assert names(sizes, "launches") == [f"{CLIENTS}, no command buffers, int8 cache"]
+        assert names(SIZES._replace(weight_dtype="fp8"), "clients") == [f"{CLIENTS}, fp8 weights"]
+        rounded, roof = (Roof.from_shape(shape, 1.0, 1.0) for shape in (Shape(item=1), Shape()))
+        assert rounded.token_flops < 0.6 * roof.token_flops
