@@ -104,7 +104,7 @@ def run_work(
     extents, pages = (arrays.indptr, arrays.lengths), (arrays.table, arrays.first_page)
     planned, slots = items.plan_items(spec, work, extents, arrays.captured.mask)
     inputs = SplitKvInputs(arrays.query, arrays.key, arrays.value, *pages, planned, arrays.captured)
-    return items.merge(spec, work, extents, attend(slots, inputs))
+    return items.merge(spec, work, extents, planned, attend(slots, inputs))
 
 
 def limit_of_kernel(spec: AttentionSpec, declare: Callable[[], object]) -> Refusal | None:

@@ -13,7 +13,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.mosaic_gpu.launch import NUM_SMS
 from pallas_kernels.spec import AttentionSpec
-from pallas_kernels.split_kv.items import FIELDS
+from pallas_kernels.split_kv.work import NUM_ITEMS
 from pallas_kernels.types import Axis, Index, Ref
 
 TILE_KEYS = 64  # of a tile of keys
@@ -55,14 +55,14 @@ def over_items(
     neighboring ones. `items` is the table, int32 [items, FIELDS], and `i` the number of an item in the CTA.
     """
     heads, ctas = jnp.int32(groups), jnp.int32(NUM_SMS)
-    total = items[0, FIELDS - 1] * heads
+    total = items[0, NUM_ITEMS] * heads
     # Every other round in reverse: where the longest items come first, a CTA with a long one gets a short one next.
     position = lambda i: jnp.where(lax.rem(i, jnp.int32(2)) == 0, cta_id, ctas - 1 - cta_id)
 
     def run(i: jax.Array, count: jax.Array) -> jax.Array:
         number = position(i) + i * ctas
         at, group = lax.div(number, heads), lax.rem(number, heads)
-        return body(i, Item(group, *(items[at, field] for field in range(FIELDS - 1))), count)
+        return body(i, Item(group, *(items[at, field] for field in range(NUM_ITEMS))), count)
 
     whole = lax.div(total, ctas)
     rounds = whole + (position(whole) < lax.rem(total, ctas)).astype(jnp.int32)

@@ -161,7 +161,7 @@ def _ragged_kernel(
         ragged.store_unsplit(spec, item, rows, vectors, refs[:count])
 
     if plan.is_fixed:
-        planner.grid_stride(jnp.sum(plan.splits(extents)[1]), compute, axis=1)
+        planner.grid_stride(planner.program_of(axis=1), jnp.sum(plan.splits(extents)[1]), compute)
     else:
         compute(pl.program_id(1))
 

@@ -16,10 +16,12 @@ from pallas_kernels.spec import AttentionSpec
 from pallas_kernels.split_kv import planner
 from pallas_kernels.split_kv.merge import merge_splits
 from pallas_kernels.split_kv.work import (
+    FIELDS,
     UNLIMITED,
     RequestExtents,
     Work,
     item_of,
+    queries_to_merge,
     requests,
     requests_on_host,
     visited_tiles_of_all_heads,
@@ -27,7 +29,6 @@ from pallas_kernels.split_kv.work import (
 from pallas_kernels.triton.launch import runner_of
 from pallas_kernels.types import Ref
 
-FIELDS = 10  # numbers of a work item in memory: see `work_items`
 Extents: TypeAlias = "tuple[jax.Array | np.ndarray, jax.Array | np.ndarray]"
 """`indptr` and `lengths` of `RequestExtents`, in numpy where they are known on the host."""
 
@@ -69,7 +70,7 @@ def work_items(
 
     Fields are the request, the first query, the queries from there on, the keys, the first tile of keys, one past the
     last, the slot of the partial result (-1 where keys are not split), the first tile of a run without masked keys, one
-    past the last of them, and the number of items that are not padding.
+    past the last of them, and the numbers of items that are not padding and of queries whose keys are split.
 
     A program computes one item, as those of the paged kernel do. By XLA it takes eight kernels.
     """
@@ -111,6 +112,7 @@ def _kernel(
         full_begin,
         jnp.maximum(full_begin, full_end),
         jnp.sum(planned.tiles * planned.splits),
+        jnp.sum(queries_to_merge(planned)),
     )
     for i, field in enumerate(fields):
         items[number, i] = field
@@ -135,15 +137,21 @@ def items_on_host(spec: AttentionSpec, work: Work, extents: RequestExtents[np.nd
             owner, remaining = min(request, spec.B - 1), max(queries[request] - done, 0)
             full_end = min(max(length[request] // work.tiles.block_kv, bounds[0]), bounds[1])
             items.append([owner, start[request] + done, remaining, length[request], *bounds, slot, bounds[0], full_end])
-    return np.array([[*row, len(items)] for row in items], np.int32).reshape(-1, FIELDS), int(slots.sum())
+    shared = len(items), queries[splits > 1].sum()
+    return np.array([[*row, *shared] for row in items], np.int32).reshape(-1, FIELDS), int(slots.sum())
 
 
-def merge(spec: AttentionSpec, work: Work, extents: Extents, result: Sequence[jax.Array]) -> list[jax.Array]:
-    """Out [N, Hq, Dv] and lse [N, Hq], from these and the partial results of the launch, if keys may be split."""
+def merge(
+    spec: AttentionSpec, work: Work, extents: Extents, table: jax.Array, result: Sequence[jax.Array]
+) -> list[jax.Array]:
+    """Out [N, Hq, Dv] and lse [N, Hq], from these and the partial results of the launch, if keys may be split.
+
+    `table` are the work items.
+    """
     if len(result) == 2:
         return list(result)
     arrays = RequestExtents(*map(jnp.asarray, extents))
-    return merge_splits(spec, work, arrays, result[:2], result[2:])
+    return merge_splits(spec, work, arrays, result[:2], result[2:], table)
 
 
 def count_splits(spec: AttentionSpec, work: Work, indptr: np.ndarray, lengths: np.ndarray) -> tuple[int, int]:

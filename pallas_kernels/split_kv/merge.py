@@ -21,7 +21,16 @@ from pallas_kernels.softmax import LEAST_EXPONENT
 from pallas_kernels.spec import AttentionSpec
 from pallas_kernels.split_kv import fixed_splits, planner
 from pallas_kernels.split_kv.ragged import KvExtents, SplitPlan, SplitRow
-from pallas_kernels.split_kv.work import PagedOperands, RequestExtents, Work, queries_to_merge, query_to_merge, requests
+from pallas_kernels.split_kv.work import (
+    NUM_SPLIT_QUERIES,
+    PagedOperands,
+    RequestExtents,
+    Requests,
+    Work,
+    queries_to_merge,
+    query_to_merge,
+    requests,
+)
 from pallas_kernels.triton.forward import RowVectors
 from pallas_kernels.triton.head_chunks import Columns, chunks, load_lines, store_lines
 from pallas_kernels.triton.launch import runner_of
@@ -237,7 +246,7 @@ def _ragged_kernel(
         head, i = lax.rem(row_head, plan.heads), lax.div(row_head, plan.heads)
         _merge_line(spec, run, partials, plan.split_row(splits, i, head), (head, line), result)
 
-    planner.grid_stride(rows, merge)
+    planner.grid_stride(planner.program_of(), rows, merge)
 
 
 def _merge_line(
@@ -266,16 +275,20 @@ def merge_splits(
     arrays: PagedOperands[jax.Array] | RequestExtents[jax.Array],
     result: Sequence[jax.Array],
     splits: Sequence[jax.Array],
+    items: jax.Array | None = None,
 ) -> list[jax.Array]:
-    """Writes the rows that have several splits into out [N, Hq, Dv], lse and stats [N, Hq], and returns these."""
+    """Writes the rows that have several splits into out [N, Hq, Dv], lse and stats [N, Hq], and returns these.
+
+    With a table of work items, which counts their queries, nothing is planned where there are none.
+    """
     extents, rows = RequestExtents(arrays.indptr, arrays.lengths), work.rows_to_merge(spec)
     run, warps = _at_once(spec, work.max_splits(spec), rows)
     return runner_of(spec).launch_in_place(
         functools.partial(_paged_kernel, spec, work, run),
-        (extents, Partials.from_arrays(splits)),
+        (extents, Partials.from_arrays(splits), items),
         tuple(result),
         name="jflex_paged_merge",
-        grid=(min(rows, planner.MAX_MERGE_PROGRAMS),),
+        grid=(min(rows, planner.MAX_MERGE_PROGRAMS if spec.B == 1 else planner.FEW_MERGE_PROGRAMS),),
         tiles=Tiles(run, run, warps, 1),
     )
 
@@ -286,15 +299,14 @@ def _paged_kernel(
     run: int,
     extents: RequestExtents[Ref],
     splits: Partials[Ref],
+    items: Ref | None,
     before: tuple[Ref, ...],
-    out: Ref,
-    *vector_refs: Ref,
+    *result: Ref,
 ) -> None:
     del before  # the memory of the outputs
-    planned = requests(spec, work, extents)
-    rows = jnp.sum(queries_to_merge(planned)) * spec.Hq
+    program, (out, *vector_refs) = planner.program_of(), result
 
-    def merge(number: jax.Array) -> None:
+    def merge(planned: Requests, number: jax.Array) -> None:
         h = lax.rem(number, spec.Hq)
         row = query_to_merge(spec, work, planned, lax.div(number, spec.Hq))
         line = row.t * spec.group + lax.rem(h, spec.group)
@@ -305,4 +317,9 @@ def _paged_kernel(
             ref[n, h] = x
         store_lines(spec, out, (n, h), columns)
 
-    planner.grid_stride(rows, merge)
+    def merge_all() -> None:
+        planned = requests(spec, work, extents)
+        rows = jnp.sum(queries_to_merge(planned)) * spec.Hq
+        planner.grid_stride(program, rows, functools.partial(merge, planned))
+
+    merge_all() if items is None else pl.when(items[0, NUM_SPLIT_QUERIES] * spec.Hq > program[0])(merge_all)

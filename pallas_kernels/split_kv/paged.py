@@ -261,7 +261,7 @@ def _fixed_kernel(spec: AttentionSpec, work: Work, arrays: PagedOperands[Ref], b
         if len(refs) > count:
             _store_partial(program, refs[count:], number, sums.out, sums.vectors)
 
-    planner.grid_stride(jnp.sum(planned.tiles * planned.splits) * spec.Hkv, compute)
+    planner.grid_stride(planner.program_of(), jnp.sum(planned.tiles * planned.splits) * spec.Hkv, compute)
 
 
 def _store_partial(

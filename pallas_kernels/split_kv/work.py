@@ -25,6 +25,8 @@ from pallas_kernels.types import A, Index, Ref
 
 UNLIMITED = 1 << 30  # queries of a request
 ROWS_PER_KEY_TILE = 8  # rows of queries; a split has at least one tile of keys for each so many
+# Numbers of a work item in memory, see `items.work_items`, and which of them are the same in all items.
+FIELDS, NUM_ITEMS, NUM_SPLIT_QUERIES = 11, 9, 10
 MAX_JUDGED_RUNS = 1024  # runs of tiles of keys whose mask is bounded at once, each a value in a register
 
 

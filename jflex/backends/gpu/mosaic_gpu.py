@@ -274,7 +274,7 @@ def _decode(spec: AttentionSpec, plan: SplitKvPlan, inputs: Inputs) -> Saved:
     query = query.reshape(spec.B * spec.T, *query.shape[2:])  # queries of a batch entry side by side
     operands = SplitKvInputs(query, arrays.key, arrays.value, None, None, work_items, arrays.captured)
     partials = plan.attend(slots, operands)
-    out, lse = items.merge(packed, work, extents, partials)
+    out, lse = items.merge(packed, work, extents, work_items, partials)
     by_batch = lambda x: x.reshape(spec.B, spec.T, *x.shape[1:])
     out, lse = by_batch(out), by_batch(lse).swapaxes(1, 2)
     result = [out if spec.layout == "BTNH" else out.swapaxes(1, 2), lse]

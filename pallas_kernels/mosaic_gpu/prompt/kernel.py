@@ -34,7 +34,7 @@ from pallas_kernels.mosaic_gpu.smem import WARP_GROUP_ROWS, PingPong, Ring
 from pallas_kernels.mosaic_gpu.split_kv import SplitKvInputs, clear_values
 from pallas_kernels.mosaic_gpu.work_items import Item, look_up_page, pieces_of_tile, rows_of_piece
 from pallas_kernels.spec import AttentionSpec
-from pallas_kernels.split_kv.items import FIELDS
+from pallas_kernels.split_kv.work import NUM_ITEMS
 from pallas_kernels.types import Index, Ref
 
 CONSUMERS = 2
@@ -69,13 +69,13 @@ class ItemTable(NamedTuple):
     @classmethod
     def from_items(cls, items: Ref, heads: int) -> ItemTable:
         """The table of a launch, without its padding."""
-        return cls(items, heads, items[0, FIELDS - 1] * heads)
+        return cls(items, heads, items[0, NUM_ITEMS] * heads)
 
     def unravel(self, tile_id: Index) -> Item:
         """The work item of a tile id below the size."""
         heads = jnp.int32(self.heads)
         at = lax.div(tile_id, heads)
-        return Item(lax.rem(tile_id, heads), *(self.items[at, field] for field in range(FIELDS - 1)))
+        return Item(lax.rem(tile_id, heads), *(self.items[at, field] for field in range(NUM_ITEMS)))
 
 
 class PromptStatic(NamedTuple):
