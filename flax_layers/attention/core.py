@@ -267,7 +267,7 @@ def decode(
     check_dense(inputs, cache, DenseCache)
     batch, length = inputs.shape[:-2], inputs.shape[-2]
     before = cache.lengths
-    mods = (Mods(mods.score_mod) if block_mask is not None else mods.for_decoding()).at(before)
+    mods = (Mods(mods.score_mod) if block_mask is not None else mods.for_decoding(length)).at(before)
     positions = before.reshape(*batch, 1) + jnp.arange(length, dtype=jnp.int32).reshape(*[1] * len(batch), length)
     query = rotated(layer, query_heads(layer, inputs), positions, cache.max_length)
     key, value = map(fold_batch, project_kv(layer, inputs, positions, cache.max_length))
@@ -289,7 +289,7 @@ def decode_eight_bits(
     """Computes `decode` of a layer over eight bits: its sequences are requests, which keep their pages."""
     check_dense(inputs, cache, EightBitCache)
     batch = cache.next_tokens(inputs.shape[-2])
-    packed = inputs.reshape(-1, inputs.shape[-1])
+    packed, mods = inputs.reshape(-1, inputs.shape[-1]), mods.for_decoding(inputs.shape[-2])
     outputs, pages = decode_paged(layer, packed, cache.pages, batch, mods, PagedCall(vectors))
     cache = dataclasses.replace(cache, pages=pages, lengths=batch.kv_lengths)
     outputs = outputs.reshape(*inputs.shape[:-1], outputs.shape[-1])

@@ -181,7 +181,8 @@ def decode(
 ) -> tuple[Float[Array, "*batch T features"], DenseLatentCache]:
     """Computes `decode` of a layer, in the form that takes fewer operations for so many tokens."""
     check_dense(inputs, cache, DenseLatentCache)
-    tokens, before, mods = inputs.shape[-2], cache.lengths, mods.for_decoding()
+    tokens, before = inputs.shape[-2], cache.lengths
+    mods = mods.for_decoding(tokens)
     rows = inputs.reshape(cache.batch_size, *inputs.shape[-2:])
     positions = before[:, None] + jnp.arange(tokens, dtype=jnp.int32)[None]
     query = queries_of(layer, rows, positions, cache.max_length)

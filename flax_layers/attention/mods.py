@@ -48,8 +48,13 @@ class Mods(NamedTuple):
         """The BlockMask of a call, made of its queries and keys if they select blocks."""
         return self.block_mask if self.selection is None else self.selection.block_mask(query, key)
 
-    def for_decoding(self) -> Mods:
+    def for_decoding(self, tokens: int | None = None) -> Mods:
         """Replaces the BlockMask by its mask_mod, which takes positions in the whole sequence.
+
+        Where each sequence gets one token, a causal mask is dropped: the last token attends to all keys.
+
+        Args:
+            tokens: Tokens of each sequence, if all get as many.
 
         Raises:
             ValueError: The BlockMask masks more than its mask_mod, or is a selection.
@@ -60,14 +65,13 @@ class Mods(NamedTuple):
                 "whole sequences, so it cannot be used for decoding. Pass `mask_mod` to this call: with "
                 "`jflex.masks.causal()`, tokens attend to all keys before them."
             )
-        if self.block_mask is None:
-            return self
-        if self.mask_mod is not None or not self.block_mask.lists_follow_mod:
+        mask_mod = self.mask_mod if self.block_mask is None else self.block_mask.mask_mod
+        if self.block_mask is not None and (self.mask_mod is not None or not self.block_mask.lists_follow_mod):
             raise ValueError(
                 "The `block_mask` of this layer's constructor masks more than its mask_mod, so it cannot be used for "
                 "decoding. Pass `mask_mod` to this call, a mask of positions in the whole sequence."
             )
-        return Mods(self.score_mod, self.block_mask.mask_mod)
+        return Mods(self.score_mod, None if tokens == 1 and mask_mod == jflex.masks.causal() else mask_mod)
 
     def at(self, first: Int32[Array, ""] | Int32[Array, " B"]) -> Mods:
         """The mods for queries whose positions begin at `first`; they must have no BlockMask."""

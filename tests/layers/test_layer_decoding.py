@@ -29,7 +29,7 @@ def window(b, h, q_idx, kv_idx):
 
 
 def layer_of(flavour: str = "nnx", **options):
-    plain = {"num_kv_heads": 2, "head_dim": 8, "mask_mod": causal}
+    plain = {"num_kv_heads": 2, "head_dim": 8, "mask_mod": jflex.masks.causal()}
     return FLAVOURS[flavour].make(FEATURES, **(plain | options))
 
 
@@ -245,6 +245,17 @@ def test_a_dense_cache_of_eight_bits(flavour, dtype):
     paged = layer.init_paged_cache(7, 64, dtype=dtype)
     _, paged = decode_paged(layer, inputs.reshape(-1, FEATURES), paged, PagedBatch(starts, lengths, pages))
     np.testing.assert_array_equal(cache.pages.k[jnp.array([1, 3, 5]), :LENGTH], paged.k[jnp.array([1, 3, 5]), :LENGTH])
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.int8])
+def test_one_token_of_each_sequence_needs_no_causal_mask(dtype):
+    def program(mask_mod, tokens):
+        layer = layer_of(mask_mod=mask_mod)
+        cache = layer.init_cache(2, 64, dtype=dtype)
+        return str(jax.make_jaxpr(lambda x, cache: layer.decode(x, cache)[0])(inputs_of(2, length=tokens), cache))
+
+    assert program(jflex.masks.causal(), 1) == program(None, 1) != program(causal, 1)
+    assert program(jflex.masks.causal(), 2) != program(None, 2)
 
 
 def test_no_sequences():
