@@ -57,5 +57,6 @@ def rms_norm(
     """
     x = inputs.astype(jnp.float32)
     factor = jnp.expand_dims(scale.astype(jnp.float32) + offset, range(x.ndim - 1))
-    normal = x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + epsilon)
-    return (normal * factor).astype(dtype or inputs.dtype)
+    # In the sum, not behind it: XLA fuses a norm of one row, whose sum is a scalar, only if no constant follows.
+    mean_square = jnp.sum((x * x + epsilon) / x.shape[-1], axis=-1, keepdims=True)
+    return (x * jax.lax.rsqrt(mean_square) * factor).astype(dtype or inputs.dtype)
