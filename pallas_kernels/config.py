@@ -11,7 +11,7 @@ class Tiles:
 
     Attributes:
       block_q: Queries in a tile. The forward kernel of `mosaic_gpu` also takes 192, with 12 warps.
-      block_kv: Keys in a tile.
+      block_kv: Keys in a tile. That kernel also takes 192, with 128 queries and 8 warps.
       num_warps: Warps that share a tile (GPU kernels only).
       num_stages: Depth of the software pipeline over the loop (GPU kernels only). The kernels of `triton` take 1 where
         a score mod indexes an array by the score, which Triton does not pipeline rightly.
@@ -33,8 +33,9 @@ class Tiles:
             size = getattr(self, field.name)
             if not isinstance(size, int) or size < 1:
                 raise ValueError(f"`{field.name}` of a `Tiles` must be a positive integer. Got {size!r}.")
-            is_of_three = (self.block_q, self.num_warps) == (192, 12) and field.name != "block_kv"
-            if field.name != "num_stages" and size & (size - 1) and not is_of_three:
+            is_of_three = (self.block_q, self.num_warps) == (192, 12) and (field.name != "block_kv" or size == 96)
+            is_wide = (self.block_q, self.block_kv, self.num_warps) == (128, 192, 8)
+            if field.name != "num_stages" and size & (size - 1) and not (is_of_three or is_wide):
                 raise ValueError(
                     f"`{field.name}` of a `Tiles` must be a power of two. Got {size}; the nearest are "
                     f"{1 << (size.bit_length() - 1)} and {1 << size.bit_length()}."

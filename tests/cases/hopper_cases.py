@@ -32,10 +32,13 @@ def _on_hopper(case: Case) -> Case:
     )
 
 
+# Two warp groups that compute; the others of the default and the full tier have one.
+TWO_GROUPS = Case("two_groups_small", scores.alibi, masks.causal, Sizes(B=1, T=256, D=64), block=128, **BF16)
 # Two warp groups of 64 queries need blocks of 128; most of the table's are smaller.
 WIDE = [
     Case("two_groups_causal", mask=masks.causal, sizes=Sizes(T=300, Hq=4, Hkv=2, D=64), block=128, **BF16),
     Case("two_groups_more_keys", scores.alibi, masks.causal, Sizes(T=200, S=520, D=128), block=128, **BF16),
+    Case("two_groups_192_128", scores.alibi, masks.causal, Sizes(T=200, S=300, D=192, Dv=128), block=128, **BF16),
     Case("two_groups_many_tiles", mask=masks.window, sizes=Sizes(B=1, T=1030, D=64), block=128, dtype="float16"),
     Case("two_groups_table", captured.table, masks.causal, Sizes(B=1, T=390, D=64), block=128, **BF16),
     Case("two_groups_empty_rows", mask=masks.first_half_only, sizes=Sizes(T=400, D=64), block=128, **BF16),

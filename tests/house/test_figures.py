@@ -5,9 +5,9 @@ import pytest
 from tests.house import figures
 
 LIMITS = {
-    "library lines": 60418,
-    "test lines": 42599,
-    "benchmark lines": 5979,
+    "library lines": 60509,
+    "test lines": 42649,
+    "benchmark lines": 5986,
     "library files over 400 lines": 0,
     "functions over 50 code lines": 0,
     "functions with more than 8 parameters": 13,

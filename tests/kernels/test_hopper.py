@@ -1,5 +1,6 @@
 """The kernels through Mosaic GPU: results on a Hopper GPU; without one, that they lower, and compile without spills."""
 
+import dataclasses
 import functools
 import re
 
@@ -10,7 +11,9 @@ import pytest
 
 import jflex
 from jflex.block_mask import limits
-from tests.cases.hopper_cases import HOPPER, LIMITED, MORE_GROUPS, ONE_PASS
+from pallas_kernels.mosaic_gpu.plan import plan
+from tests.cases.hopper_cases import HOPPER, LIMITED, MORE_GROUPS, ONE_PASS, TWO_GROUPS
+from tests.cases.table import Sizes
 from tests.support import evaluation, gpu_compile
 from tests.support.drawn_arrays import draw
 
@@ -34,6 +37,32 @@ def test_results_and_gradients(case):
 @pytest.mark.parametrize("case", MORE_GROUPS, ids=str)
 def test_three_and_four_warp_groups(case, groups):
     evaluation.check_forward(case, f"{BACKEND}-{groups}_groups")
+
+
+# Tiles of the plan, and a length that no other test has, because plans are cached; blocks are no whole tiles.
+WIDE_TILES = [
+    ("_THREE_GROUPS", 443, 64),
+    ("_THREE_OF_96", 444, 96),
+    ("_FOUR_GROUPS", 442, 64),
+    ("_MANY_KEYS", 441, 128),
+]
+
+
+def check_wide_tiles(monkeypatch, backend, tiles, length, size):
+    """Tiles that walk the range of a mask in place of its lists."""
+    planned = []
+    choice = lambda spec: planned.append(spec) or (None if spec.block_size else getattr(plan, tiles))
+    monkeypatch.setattr(plan, "_wide_tiles", choice)
+    case = dataclasses.replace(TWO_GROUPS, name="wide_ranges", sizes=Sizes(B=1, T=length, D=size))
+    evaluation.check_forward(case, backend)
+    evaluation.check_gradients(case, backend, evaluation.gradients_of(case))
+    assert None in [spec.block_size for spec in planned]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("tiles", "length", "size"), WIDE_TILES)
+def test_wide_tiles(monkeypatch, tiles, length, size):
+    check_wide_tiles(monkeypatch, BACKEND, tiles, length, size)
 
 
 @pytest.mark.gpu

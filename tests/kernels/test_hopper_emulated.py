@@ -1,7 +1,5 @@
 """The Hopper kernels on a CPU, by `tests.support.hopper_emulator`: results and gradients of the table of cases."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,17 +9,14 @@ import jflex
 from jflex.block_mask import limits
 from pallas_kernels.mosaic_gpu import smem
 from pallas_kernels.mosaic_gpu.forward.schedule import MAX_STATIC_TILES
-from pallas_kernels.mosaic_gpu.plan import plan
 from tests.cases import mask_pairs as masks
-from tests.cases import score_pairs as scores
-from tests.cases.hopper_cases import HOPPER, LIMITED, MANY, MORE_GROUPS, ONE_PASS
+from tests.cases.hopper_cases import HOPPER, LIMITED, MANY, MORE_GROUPS, ONE_PASS, TWO_GROUPS
 from tests.cases.table import Case, Sizes
+from tests.kernels.test_hopper import WIDE_TILES, check_wide_tiles
 from tests.support import evaluation, hopper_emulator
 from tests.support.hopper_emulator import emulated
 from tests.support.rows import tiers
 
-# Two warp groups that compute; the others of the default and the full tier have one.
-TWO_GROUPS = Case("two_groups_small", scores.alibi, masks.causal, Sizes(B=1, T=256, D=64), block=128, dtype="bfloat16")
 # So many tiles that they are drawn from a counter.
 DRAWN = Case("two_groups_drawn", None, masks.causal, Sizes(B=1, T=128 * MAX_STATIC_TILES + 8, Hq=1, D=64), block=128,
              dtype="bfloat16")  # fmt: skip
@@ -33,7 +28,7 @@ EMULATED = [case for case in HOPPER if not case.unsupported and case not in MANY
     default={"case": "head_size_80"},
     full={"case": [
         "bnth_shared_keys", "length_many_sinks", "narrow_cut_to_one", "two_groups_small", "two_groups_drawn",
-        "shortest", "shortest_hidden_key",
+        "shortest", "shortest_hidden_key", "two_groups_192_128",
     ]},
 )  # fmt: skip
 @pytest.mark.parametrize("case", [*EMULATED, TWO_GROUPS, DRAWN], ids=str)
@@ -53,16 +48,9 @@ def test_three_and_four_warp_groups(case, groups):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("tiles", "length"), [("_THREE_GROUPS", 443), ("_FOUR_GROUPS", 442)])
-def test_wide_tiles_walk_the_range_of_a_mask_in_place_of_its_lists(monkeypatch, tiles, length):
-    """Blocks of 128 queries are no whole tiles of more. Plans are cached: no other test has these lengths."""
-    planned = []
-    choice = lambda spec: planned.append(spec) or (None if spec.block_size else getattr(plan, tiles))
-    monkeypatch.setattr(plan, "_wide_tiles", choice)
-    case = dataclasses.replace(TWO_GROUPS, name="wide_ranges", sizes=Sizes(B=1, T=length, D=64))
-    evaluation.check_forward(case, "mosaic_gpu-emulated")
-    evaluation.check_gradients(case, "mosaic_gpu-emulated", evaluation.gradients_of(case))
-    assert None in [spec.block_size for spec in planned]
+@pytest.mark.parametrize(("tiles", "length", "size"), WIDE_TILES)
+def test_wide_tiles_walk_the_range_of_a_mask_in_place_of_its_lists(monkeypatch, tiles, length, size):
+    check_wide_tiles(monkeypatch, "mosaic_gpu-emulated", tiles, length, size)
 
 
 @tiers(full={"case": "negative_scale"}, rest="long")

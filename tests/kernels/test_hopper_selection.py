@@ -52,12 +52,12 @@ def test_is_refused_off_hopper():
         jflex.flex_attention(x, x, x, implementation=BACKEND)
 
 
-def chosen(T=1024, block=None, heads=2, D=64, **arguments):
+def chosen(T=1024, block=None, heads=2, D=64, Dv=None, **arguments):
     """What would run, on a Hopper GPU, where no implementation is named."""
-    x = jax.ShapeDtypeStruct((1, T, heads, D), jnp.bfloat16)
+    x, value = (jax.ShapeDtypeStruct((1, T, heads, size), jnp.bfloat16) for size in (D, Dv or D))
     mask = None if block is None else jflex.create_block_mask(jflex.masks.causal(), None, None, T, T, block_size=block)
     with gpu_compile.absent_gpu():
-        return jflex.explain(x, x, x, block_mask=mask, **arguments)
+        return jflex.explain(x, x, value, block_mask=mask, **arguments)
 
 
 @NEEDS_011
@@ -102,7 +102,17 @@ def test_is_first_where_it_is_faster(arguments, reason):
     ("arguments", "tile"),
     [
         ({}, "192 x 128 (12 warps"),
-        ({"D": 128}, "128 x 128"),
+        ({"D": 96, "heads": 32}, "192 x 96 (12 warps"),
+        ({"D": 96, "block": 128}, "192 x 96 (12 warps"),
+        ({"D": 96, "T": 1024, "heads": 132}, "128 x 128"),  # as many queries for each SM, with padding
+        ({"D": 80}, "128 x 128"),
+        ({"D": 128}, "128 x 192 (8 warps"),
+        ({"D": 128, "T": 8100}, "128 x 128"),  # padded by 2 %
+        ({"D": 128, "score_mod": lambda s, b, h, q, k: s * 2}, "128 x 128"),
+        ({"D": 128, "block": 128}, "128 x 128"),
+        ({"D": 192}, "128 x 64"),
+        ({"D": 192, "Dv": 128}, "128 x 128"),
+        ({"D": 192, "Dv": 128, "block": 128}, "128 x 128"),
         ({"T": 4096}, "128 x 128"),  # two waves for three of two thirds
         ({"block": 128}, "192 x 128 (12 warps"),
         ({"mask_mod": jflex.masks.causal()}, "192 x 128 (12 warps"),

@@ -61,7 +61,8 @@ class ForwardScratch(NamedTuple):
     # a stage holds the keys [block_kv, D] of a tile and the values [block_kv, Dv] of the tile before it, whose GEMMs
     # belong to the same mainloop iteration, and bias tiles [block_q, block_kv]
     ring: Ring
-    out: Ref | None  # [groups, rows, Dv], staged for the TMA store; None if it overwrites the queries
+    # [groups, rows, `_staged_columns`], for the TMA store; None if the output overwrites the queries
+    out: Ref | None
     rows: tuple[Ref, ...]  # [groups, rows], float32, each: of the lse and of `spec.stats`
     tile_ids: Ref | None  # of the current tile and the next; None if the kernel is not persistent
 
@@ -101,10 +102,15 @@ def _declare(
         smem.declared(plg.Barrier(num_barriers=query_stages * groups)),
         smem.declared(plg.Barrier(num_barriers=query_stages * groups)) if is_persistent else None,
         Ring.from_tiles((*stages, *bias), groups),
-        None if Dv == D and spec.qk_dtype is None else smem.tiled((groups, rows, Dv), dtype),
+        None if Dv == D and spec.qk_dtype is None else smem.tiled((groups, rows, _staged_columns(D, Dv)), dtype),
         tuple(smem.declared(plg.SMEM((groups, rows), jnp.float32)) for _ in ("lse", *spec.stats)),
         schedule.tile_id_scratch() if is_persistent else None,
     )
+
+
+def _staged_columns(D: int, Dv: int) -> int:
+    """Columns of the output that are stored at once: half of 128, where shared memory then holds 128 wide keys."""
+    return 64 if 128 < D <= 192 and Dv == 128 else Dv
 
 
 def _grid(spec: AttentionSpec, tiles: Tiles) -> Grid:
@@ -261,10 +267,12 @@ def _part(static: ForwardStatic, i: Index, group: Index) -> Index:
 def _prefix(static: ForwardStatic, location: Location, part: Index | None = None) -> Range | None:
     """The prefix of keys of a tile, or of a part of its rows, where consumers walk prefixes; else None."""
     spec, tiles, (b, h, row) = static.spec, static.tiles, location
+    if not _has_prefixes(spec, tiles):
+        return None
     if part is not None:
         groups = tiles.num_warps // 4
         tiles, row = Tiles(tiles.block_q // groups, tiles.block_kv), row * groups + part
-    return block_walk.visible_tiles(spec, tiles, "k", (b, h, row)) if _has_prefixes(spec, static.tiles) else None
+    return block_walk.visible_tiles(spec, tiles, "k", (b, h, row))
 
 
 def _over_keys(static: ForwardStatic, location: Location, prefix: Range | None, state: S, step: Step[S]) -> S:
@@ -368,14 +376,21 @@ def store(
     outputs: tuple[Ref, ...],
     index: Location,
 ) -> None:
-    """Starts the stores of a group's rows.
+    """Starts the stores of a group's rows, of all columns or, one after the other, of as many as are staged.
 
     TMA drops rows of the output past the end; a bulk copy of the lse would reach the rows of the next head.
     """
-    (b, h, first), rows = index, result[0].shape[0]
-    for ref, x in zip(staged, result, strict=True):
+    (b, h, first), (out, *vectors) = index, result
+    (rows, columns), width = out.shape, staged[0].shape[1]
+    parts = [lax.slice(out, (0, column), (rows, column + width)) for column in range(0, columns, width)]
+    at = smem.rows_at(spec, b, h, first, rows)
+    for ref, x in zip(staged, (parts[0], *vectors), strict=True):
         ref[...] = x.astype(ref.dtype)
-    plg.commit_smem()
-    plg.copy_smem_to_gmem(staged[0], outputs[0].at[smem.rows_at(spec, b, h, first, rows)])
+    for i, part in enumerate(parts):
+        if i > 0:
+            plg.wait_smem_to_gmem(0, wait_read_only=True)
+            staged[0][...] = part.astype(staged[0].dtype)
+        plg.commit_smem()
+        plg.copy_smem_to_gmem(staged[0], outputs[0].at[at].at[:, pl.ds(i * width, width)])
     for ref, target in zip(staged[1:], outputs[1:], strict=True):
         plg.copy_smem_to_gmem(ref, target.at[b, h, pl.ds(first, rows)], first < spec.T)

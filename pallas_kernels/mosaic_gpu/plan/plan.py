@@ -102,13 +102,13 @@ def _plan_forward(spec: AttentionSpec) -> HopperPlan | Refusal:
     blocks = spec.block_size or tiles.shape  # blocks made of `kv_lengths` are unknown where `config` is checked
     if choice.source == "config" and any(size % tile for size, tile in zip(blocks, tiles.shape, strict=True)):
         return Refusal(f"its tiles divide blocks of {blocks}, and `config` sets tiles of {tiles.shape}")
-    if tiles.block_kv % ROWS:
+    if tiles.block_kv % ROWS and choice != _THREE_OF_96:
         return Refusal(f"its tiles are multiples of {ROWS} keys, and `config` sets tiles of {tiles.block_kv}")
     declared = kernel.declare(spec, tiles, jnp.dtype(spec.dtype))
     needed = smem.bytes_of(jax.tree.leaves(declared))
     if needed > smem.LIMIT:
         return Refusal(f"its tile needs {needed} bytes of shared memory, and a CTA has {smem.LIMIT}")
-    walked = without_lists(spec, "k") if choice in (_SHORTEST, _THREE_GROUPS, _FOUR_GROUPS) else spec
+    walked = without_lists(spec, "k") if choice in _WIDE else spec
     return HopperPlan(spec, choice, walked, bool(declared.has_bias_tiles))
 
 
@@ -165,19 +165,25 @@ def _forward_tiles(spec: AttentionSpec) -> TileChoice:
     if spec.config.batch_invariant:  # as if there were more tiles than CTAs: with few, other tiles may be persistent
         many = spec.replace(B=_MANY)
         return TileChoice(forward_tiles(many, dtype), "rule")
-    if max(spec.D, spec.Dv) <= _NARROW and (wide := _wide_tiles(without_lists(spec, "k"))) is not None:
+    if (wide := _wide_tiles(without_lists(spec, "k"))) is not None:
         return wide
     measured = _measured_tiles(spec, "forward_sm90", spec.S)
+    if _has_wide_keys(spec):  # the table has values as wide
+        measured = None
     if measured is not None and measured.block_q <= spec.T and suits(spec, measured, dtype):
         return TileChoice(measured, "table")
     return TileChoice(forward_tiles(spec, dtype), "rule")
 
 
 _THREE_GROUPS = TileChoice(Tiles(192, 128, num_warps=12, num_stages=3), "rule")
+_THREE_OF_96 = TileChoice(Tiles(192, 96, num_warps=12, num_stages=3), "rule")
 _FOUR_GROUPS = TileChoice(Tiles(256, 64, num_warps=16, num_stages=6), "rule")
 _SHORTEST = TileChoice(Tiles(128, 64, num_warps=8, num_stages=4), "rule")
+_MANY_KEYS = TileChoice(Tiles(128, 192, num_warps=8, num_stages=2), "rule")
+_WIDE = (_THREE_GROUPS, _THREE_OF_96, _FOUR_GROUPS, _SHORTEST, _MANY_KEYS)
 _NARROW = 64  # head size up to which three and four groups have enough registers
 _FEW = 1024  # queries and keys up to which four groups are preferred to three
+_LONG = 8192  # queries and keys from which on tiles of many keys are preferred
 _BALANCED = 2**17  # queries of all heads from which on a masked call has five waves of these tiles
 
 
@@ -193,23 +199,47 @@ def _wide_tiles(spec: AttentionSpec) -> TileChoice | None:
     By two and by four, B 32: no mask 31.8 and 28.4 (S 256), 88.2 and 84.5 (S 512), 297 and 290 (S 1024), but 53.9 and
     66.4 where tiles are half empty (S 384); causal, each group with its prefix, 34.7 and 26.9, 72.7 and 63.3, 201 and
     187, and 324 and 321 (B 16, S 2048); ALiBi 36.5 and 28.6 (S 256).
+
+    TFLOP/s, B 2, S 16384: D 96, two groups and three with 96 keys, no mask 654 and 688, causal 644 and 667; 128 keys
+    spill there, 603 and 545. D 128, no mask, 128 and 192 keys, 714 and 739, though 60 bytes are spilled.
     """
     is_plain = spec.normalize == "softmax" and spec.block_size is None and not spec.stats
     is_light = tables.mods_of(*spec.programs) in ("none", "arithmetic") and spec.qk_dtype is None
     if not (is_plain and is_light):
         return None
+    if spec.D == spec.Dv == 128:
+        return _MANY_KEYS if _takes_many_keys(spec) else None
+    is_narrow = max(spec.D, spec.Dv) <= _NARROW
+    if not is_narrow and not (spec.D == spec.Dv == 96 and spec.dropout is None):
+        return None
     if kernel.is_shortest(spec):
         return _SHORTEST
     queries = lambda size: size * pl.cdiv(spec.B * spec.Hq * pl.cdiv(spec.T, size), NUM_SMS)  # of an SM, with padding
     mask, fewest, most = spec.programs.mask, min(spec.T, spec.S), max(spec.T, spec.S)
-    if fewest >= 256 and most <= _FEW and (mask is None or is_prefix(mask)) and queries(256) <= queries(128):
+    is_short = is_narrow and fewest >= 256 and most <= _FEW
+    if is_short and (mask is None or is_prefix(mask)) and queries(256) <= queries(128):
         return _FOUR_GROUPS
     if fewest < 512:
         return None
+    three, gain = (_THREE_GROUPS, 1.05) if is_narrow else (_THREE_OF_96, 1.02)
     if mask is None:
-        return _THREE_GROUPS if queries(192) < 1.05 * queries(128) else None
+        return three if queries(192) < gain * queries(128) else None
     visits = count_tiles(spec, Tiles(128, 128)) if spec.B * spec.Hq * spec.T >= _BALANCED else None
-    return _THREE_GROUPS if visits is not None and visits[1] > 0.95 * visits[0] else None  # full tiles among all
+    return three if visits is not None and visits[1] > 0.95 * visits[0] else None  # full tiles among all
+
+
+def _takes_many_keys(spec: AttentionSpec) -> bool:
+    """True for long calls without mods, where 192 keys in a tile pad them by at most 1 %."""
+    is_bare = spec.programs.mask is None and spec.programs.score is None and spec.dropout is None
+    return is_bare and min(spec.T, spec.S) >= _LONG and pl.cdiv(spec.S, 192) * 192 <= 1.01 * spec.S
+
+
+_OF_WIDE_KEYS = Tiles(128, 128, num_warps=8, num_stages=2)
+
+
+def _has_wide_keys(spec: AttentionSpec) -> bool:
+    """True for the head sizes of DeepSeek's prompts: a tile has the registers of 128 columns of values."""
+    return 128 < spec.D <= 192 and spec.Dv == 128 and spec.qk_dtype is None
 
 
 def forward_tiles(spec: AttentionSpec, dtype: DTypeLike) -> Tiles:
@@ -219,11 +249,16 @@ def forward_tiles(spec: AttentionSpec, dtype: DTypeLike) -> Tiles:
 
     Register budget: a thread holds half a tile's columns of scores, beside half of Dv for the O accumulator. 128 keys
     go with head sizes up to 128, unless a mod is heavy (one with a gelu and a softplus spills 1420 bytes).
+
+    Wide keys have no memory for 128 keys in a persistent kernel, but gain: H200, jax 0.11.2, TFLOP/s, B 2, H 16,
+    S 16384, D 192, Dv 128, 64 and 128 keys, no mask 657 and 755, causal 672 and 758.
     """
     blocks = spec.block_size or (128, 128)
     groups = 2 if blocks[0] % 128 == 0 and spec.T > 64 else 1
-    light = not (is_heavy(spec.programs.score) or is_heavy(spec.programs.mask))
-    wide = max(spec.D, spec.Dv) <= 128 and blocks[1] % 128 == 0 and light
+    light = not (is_heavy(spec.programs.score) or is_heavy(spec.programs.mask)) and blocks[1] % 128 == 0
+    if light and groups == 2 and _has_wide_keys(spec) and suits(spec, _OF_WIDE_KEYS, dtype):
+        return _OF_WIDE_KEYS
+    wide = max(spec.D, spec.Dv) <= 128 and light
     candidates = [
         Tiles(64 * groups, block_kv, 4 * groups, stages)
         for block_kv in ((128, 64) if wide else (64,))
