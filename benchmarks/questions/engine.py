@@ -153,13 +153,13 @@ def engine(
     """Tokens a second, latencies, and the share of the roof, beside peers."""
     has_peer = cache_dtype is None and weight_dtype is None
     if not has_peer and PARTS[-1] in parts:
-        raise SystemExit(f"Dtypes are for jflex: leave out the part {PARTS[-1]}, or the options")
-    more: dict[str, Any] = {"shares": (*shares,), "cache_dtype": cache_dtype, "weight_dtype": weight_dtype}
-    sizes, shape = Sizes(prompt, output, (*clients,), turns, pages, step_tokens=step_tokens, **more), Shape()
-    if weight_dtype is not None:
-        shape = shape._replace(item=1)
+        raise SystemExit(f"--cache-dtype and --weight-dtype are for jflex: leave out them or the part {PARTS[-1]}")
+    sizes = Sizes(
+        prompt, output, (*clients,), turns, pages, step_tokens=step_tokens, shares=(*shares,),
+        cache_dtype=cache_dtype, weight_dtype=weight_dtype,
+    )  # fmt: skip
     for part in parts or PARTS[: len(PARTS) - (not has_peer)]:
-        yield measured_part(shape, sizes, part, limit)
+        yield measured_part(Shape() if weight_dtype is None else Shape(item=1), sizes, part, limit)
 
 
 def measured_part(shape: Shape, sizes: Sizes, part: str, limit: float = 560.0, run: RunJob = run_job) -> Measured:

@@ -5,7 +5,7 @@ import pytest
 from tests.house import figures
 
 LIMITS = {
-    "library lines": 60509,
+    "library lines": 60504,
     "test lines": 42649,
     "benchmark lines": 5986,
     "library files over 400 lines": 0,

@@ -39,7 +39,7 @@ def test_three_and_four_warp_groups(case, groups):
     evaluation.check_forward(case, f"{BACKEND}-{groups}_groups")
 
 
-# Tiles of the plan, and a length that no other test has, because plans are cached; blocks are no whole tiles.
+# Tiles of the plan, the length of sequences, which no other test has, since plans are cached, and the head size.
 WIDE_TILES = [
     ("_THREE_GROUPS", 443, 64),
     ("_THREE_OF_96", 444, 96),

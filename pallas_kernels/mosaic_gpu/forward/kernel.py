@@ -61,7 +61,7 @@ class ForwardScratch(NamedTuple):
     # a stage holds the keys [block_kv, D] of a tile and the values [block_kv, Dv] of the tile before it, whose GEMMs
     # belong to the same mainloop iteration, and bias tiles [block_q, block_kv]
     ring: Ring
-    # [groups, rows, `_staged_columns`], for the TMA store; None if the output overwrites the queries
+    # [groups, rows, columns that are stored at once], for the TMA store; None if the output overwrites the queries
     out: Ref | None
     rows: tuple[Ref, ...]  # [groups, rows], float32, each: of the lse and of `spec.stats`
     tile_ids: Ref | None  # of the current tile and the next; None if the kernel is not persistent
@@ -95,22 +95,22 @@ def _declare(
     groups, query_stages = tiles.num_warps // 4, schedule.QUERY_STAGES if is_persistent else 1
     rows = tiles.block_q // groups
     (D, Dv), qk_dtype = padded_head_sizes(spec, dtype), jnp.dtype(spec.qk_dtype or dtype)
-    sizes = ((D, qk_dtype), (Dv, dtype))
+    sizes, staged = ((D, qk_dtype), (Dv, dtype)), 64 if has_wide_keys(D, Dv) else Dv
     stages = [smem.tiled((tiles.num_stages, tiles.block_kv, size), of_tile) for size, of_tile in sizes]
     return ForwardScratch(
         smem.tiled((query_stages, groups, rows, D), qk_dtype),
         smem.declared(plg.Barrier(num_barriers=query_stages * groups)),
         smem.declared(plg.Barrier(num_barriers=query_stages * groups)) if is_persistent else None,
         Ring.from_tiles((*stages, *bias), groups),
-        None if Dv == D and spec.qk_dtype is None else smem.tiled((groups, rows, _staged_columns(D, Dv)), dtype),
+        None if Dv == D and spec.qk_dtype is None else smem.tiled((groups, rows, staged), dtype),
         tuple(smem.declared(plg.SMEM((groups, rows), jnp.float32)) for _ in ("lse", *spec.stats)),
         schedule.tile_id_scratch() if is_persistent else None,
     )
 
 
-def _staged_columns(D: int, Dv: int) -> int:
-    """Columns of the output that are stored at once: half of 128, where shared memory then holds 128 wide keys."""
-    return 64 if 128 < D <= 192 and Dv == 128 else Dv
+def has_wide_keys(D: int, Dv: int) -> bool:
+    """True for the head sizes of DeepSeek's prompts: half of the output is staged at once, beside 128 keys."""
+    return 128 < D <= 192 and Dv == 128
 
 
 def _grid(spec: AttentionSpec, tiles: Tiles) -> Grid:

@@ -167,9 +167,8 @@ def _forward_tiles(spec: AttentionSpec) -> TileChoice:
         return TileChoice(forward_tiles(many, dtype), "rule")
     if (wide := _wide_tiles(without_lists(spec, "k"))) is not None:
         return wide
-    measured = _measured_tiles(spec, "forward_sm90", spec.S)
-    if _has_wide_keys(spec):  # the table has values as wide
-        measured = None
+    has_wide_keys = kernel.has_wide_keys(spec.D, spec.Dv)  # the values of the table are as wide
+    measured = None if has_wide_keys else _measured_tiles(spec, "forward_sm90", spec.S)
     if measured is not None and measured.block_q <= spec.T and suits(spec, measured, dtype):
         return TileChoice(measured, "table")
     return TileChoice(forward_tiles(spec, dtype), "rule")
@@ -237,11 +236,6 @@ def _takes_many_keys(spec: AttentionSpec) -> bool:
 _OF_WIDE_KEYS = Tiles(128, 128, num_warps=8, num_stages=2)
 
 
-def _has_wide_keys(spec: AttentionSpec) -> bool:
-    """True for the head sizes of DeepSeek's prompts: a tile has the registers of 128 columns of values."""
-    return 128 < spec.D <= 192 and spec.Dv == 128 and spec.qk_dtype is None
-
-
 def forward_tiles(spec: AttentionSpec, dtype: DTypeLike) -> Tiles:
     """Rule for the forward kernel: two consumer warp groups of 64 queries each, and as many stages as fit.
 
@@ -251,12 +245,13 @@ def forward_tiles(spec: AttentionSpec, dtype: DTypeLike) -> Tiles:
     go with head sizes up to 128, unless a mod is heavy (one with a gelu and a softplus spills 1420 bytes).
 
     Wide keys have no memory for 128 keys in a persistent kernel, but gain: H200, jax 0.11.2, TFLOP/s, B 2, H 16,
-    S 16384, D 192, Dv 128, 64 and 128 keys, no mask 657 and 755, causal 672 and 758.
+    S 16384, D 192, Dv 128, two readings with 64 and 128 keys, no mask 657, 609 and 756, 746, causal 672 and 758.
     """
     blocks = spec.block_size or (128, 128)
     groups = 2 if blocks[0] % 128 == 0 and spec.T > 64 else 1
     light = not (is_heavy(spec.programs.score) or is_heavy(spec.programs.mask)) and blocks[1] % 128 == 0
-    if light and groups == 2 and _has_wide_keys(spec) and suits(spec, _OF_WIDE_KEYS, dtype):
+    has_wide_keys = kernel.has_wide_keys(spec.D, spec.Dv) and spec.qk_dtype is None
+    if light and groups == 2 and has_wide_keys and suits(spec, _OF_WIDE_KEYS, dtype):
         return _OF_WIDE_KEYS
     wide = max(spec.D, spec.Dv) <= 128 and light
     candidates = [
