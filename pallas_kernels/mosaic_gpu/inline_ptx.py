@@ -275,8 +275,16 @@ def after_barrier(
     ptxas moves arithmetic across barriers, and sees through copies. So the value is selected by the upper half of the
     clock, which never gets to all ones.
     """
-    text = f"bar.{operation} $number, {threads}; mov.u32 word, %clock_hi; setp.eq.u32 never, word, -1;"
-    return _tied(text, "selp.f32 $to, 0f00000000, $of, never;", barrier, layout, x)
+    return _tied(f"bar.{operation} $number, {threads}; {_NEVER}", _SELECTED, barrier, layout, x)
+
+
+def unknown(layout: RegisterLayout, x: jax.Array) -> jax.Array:
+    """`x` as a value that the compilers do not know, see `after_barrier`: they convert it no earlier than here."""
+    return _tied(_NEVER, _SELECTED, jnp.int32(0), layout, x)
+
+
+_NEVER = "mov.u32 word, %clock_hi; setp.eq.u32 never, word, -1;"
+_SELECTED = "selp.f32 $to, 0f00000000, $of, never;"
 
 
 def before_barrier(barrier: jax.Array, threads: int, layout: RegisterLayout, x: jax.Array) -> jax.Array:
@@ -294,12 +302,13 @@ def before_barrier(barrier: jax.Array, threads: int, layout: RegisterLayout, x: 
 def _tied(
     before: str, each: str, barrier: jax.Array, layout: RegisterLayout, x: jax.Array, *, after: str = ""
 ) -> jax.Array:
-    """Inline PTX over all registers of an array: `each` computes ``$to`` from ``$of``."""
+    """Inline PTX over all 32-bit registers of an array: `each` computes ``$to`` from ``$of``."""
 
     def run(_, which, tile):
         registers, element = list(tile.registers.flat), ir.F32Type.get()
-        width = ir.VectorType(registers[0].type).shape[0]
-        values = [vector.extract(register, [], [i]) for register in registers for i in range(width)]
+        width = registers[0].type.shape[0] * mgpu.utils.bitwidth(registers[0].type.element_type) // 32
+        words = [llvm.bitcast(ir.VectorType.get((width,), element), register) for register in registers]
+        values = [vector.extract(word, [], [i]) for word in words for i in range(width)]
         count = len(values)
         lines = [each.replace("$to", f"${i}").replace("$of", f"${count + i}") for i in range(count)]
         text = " ".join(("{ .reg .pred never; .reg .b32 word;", before, *lines, after, "}"))
@@ -313,7 +322,8 @@ def _tied(
         values = [llvm.extractvalue(element, result, [i]) for i in range(count)]
         new = np.empty_like(tile.registers)
         for i, at in enumerate(np.ndindex(new.shape)):
-            new[at] = vector.from_elements(registers[0].type, values[width * i : width * (i + 1)])
+            word = vector.from_elements(words[0].type, values[width * i : width * (i + 1)])
+            new[at] = llvm.bitcast(registers[0].type, word)
         return with_registers(tile, new)
 
     return inline(run, (plg.Layout.WG_SPLAT, layout), barrier, x, result=array(x.shape, x.dtype, layout))

@@ -5,8 +5,8 @@ of all query heads that share the keys. Two consumer warp groups own 64 keys eac
 registers. Scores are transposed, (keys, queries): then P^T and dS^T are the A operands of the dV and dK GEMMs straight
 from registers. One pass may compute dQ too: `one_pass`. Persistent CTAs took 8050 us for 7607 (H200, causal, S 16384).
 
-Registers do not hold both accumulators of head sizes above 128. Then the groups share 64 keys: one computes S^T and dV,
-the other dP^T and dK, with S^T through shared memory.
+Above head size 128 registers hold both accumulators in one pass alone, up to a limit (`plan`). Else the groups share 64
+keys: one computes S^T and dV, the other dP^T and dK, with S^T through shared memory.
 """
 
 from __future__ import annotations

@@ -7,6 +7,12 @@ CTAs of other keys. The order of these additions is not fixed, so dQ may differ 
 The dQ GEMM of a tile is issued when the dS of the next tile is known, so no group waits for the other as long as it is
 less than a tile ahead, and the dK GEMM runs while dQ is stored. Before the first tile there is a tile of zeros.
 
+Where dK and dV have more than 256 columns, registers are tight (`is_tight`): S^T becomes P before dP^T is computed, dS
+takes P in 16 bits, as the dV GEMM does, and the dK GEMM reads dS^T from shared memory. So a thread holds at most 208
+numbers during a GEMM; with 16 more, ptxas serializes wgmma instructions. H200, jax 0.11.2, bf16, B 2, H 16, S 16384,
+D 192, Dv 128, backward, us, in two kernels, with dS^T in registers, and so: causal 15705, 14355, 12073, without a
+mask 33092, 29283, 25628.
+
 The groups meet at named barriers. At mbarriers, where all threads arrive one by one, the kernel took 1.04 to 1.07 times
 as long under masks (H200, jax 0.11.2, bf16, S 16384 and 8192, head sizes 64 and 128).
 """
@@ -29,6 +35,7 @@ from pallas_kernels.mosaic_gpu.smem import FIRST_FREE_BARRIER, WARP_GROUP_ROWS, 
 from pallas_kernels.spec import AttentionSpec
 from pallas_kernels.types import Accumulator, Index, Ref
 
+_TIGHT_BUFFERS = 2  # for parts of dQ, where memory holds no more
 D_SCORES_STAGES = 2  # double buffer of dS: one tile is read while the next is written
 
 
@@ -43,7 +50,8 @@ class DqAccumulator(NamedTuple):
     """Shared memory and barriers for dQ."""
 
     d_scores: Ref  # [stages, groups, keys of a group, queries]: dS^T
-    # float32 [groups, parts, *register_order.shape]: the dQ of a group, for TMA; columns of both groups are one part
+    # float32 [groups, buffers, *register_order.shape]: the dQ of a group, part by part, for TMA; columns of both groups
+    # are one part
     staged: Ref
     joined: Ref  # barrier: all groups are done
 
@@ -51,9 +59,11 @@ class DqAccumulator(NamedTuple):
     def declare(cls, spec: AttentionSpec, tiles: Tiles, dtype: DTypeLike) -> DqAccumulator:
         """Declares the scratch of dQ."""
         groups, columns, width = tiles.num_warps // 4, _columns(spec, tiles), _width(spec, tiles)
+        swizzle, parts = key_swizzle(spec, tiles), columns // width
+        buffers = min(parts, _TIGHT_BUFFERS) if is_tight(spec) else parts
         return cls(
-            smem.tiled((D_SCORES_STAGES, groups, tiles.block_kv // groups, tiles.block_q), dtype, _swizzle(spec)),
-            smem.declared(plg.SMEM((groups, columns // width, *register_order.shape(width)), jnp.float32)),
+            smem.tiled((D_SCORES_STAGES, groups, tiles.block_kv // groups, tiles.block_q), dtype, swizzle),
+            smem.declared(plg.SMEM((groups, buffers, *register_order.shape(width)), jnp.float32)),
             smem.declared(plg.Barrier(num_arrivals=groups)),
         )
 
@@ -69,7 +79,7 @@ class DqAccumulator(NamedTuple):
         self._write(i, group, d_s)
 
     def _write(self, i: Index, group: jax.Array, d_s: jax.Array) -> None:
-        self.d_scores.at[_stage(i), group][...] = plg.layout_cast(d_s, TILE)
+        self.tile(i, group)[...] = plg.layout_cast(d_s, TILE)
 
     def commit(self, i: Index, group: jax.Array) -> None:
         """Makes the ith tile of dS, which this group has written, visible to all groups."""
@@ -84,10 +94,13 @@ class DqAccumulator(NamedTuple):
         """Turns of groups that have read the tile before the last, so that the next may take its place."""
         return Turns(FIRST_FREE_BARRIER + Turns.BARRIERS, group if self.d_scores.shape[1] > 1 else None)
 
-    @property
-    def gemm_accumulator(self) -> plg.WGMMAAccumulatorRef:
-        """The accumulator of `start_gemm`."""
-        return accumulator(WARP_GROUP_ROWS, self.staged.shape[1] * self._width)
+    def tile(self, i: Index, group: Index) -> Ref:
+        """The ith tile of dS^T of a group."""
+        return self.d_scores.at[_stage(i), group]
+
+    def gemm_accumulator(self, out: Ref) -> plg.WGMMAAccumulatorRef:
+        """The accumulator of `start_gemm`, for `out` in global memory."""
+        return accumulator(WARP_GROUP_ROWS, self._parts(out) * self._width)
 
     def start_gemm(self, acc: Accumulator, i: Index, group: jax.Array, keys: Ref, zero: Index = 0) -> None:
         """Issues a group's part of the dQ GEMM of the ith tile; `keys` are the keys of all groups.
@@ -97,7 +110,7 @@ class DqAccumulator(NamedTuple):
         self._written(group).wait(i + D_SCORES_STAGES)
         part = pl.ds(group * WARP_GROUP_ROWS, WARP_GROUP_ROWS)
         for other in range(keys.shape[0]):
-            d_s, k = self.d_scores.at[_stage(i), other + zero], keys.at[other + zero]
+            d_s, k = self.tile(i, other + zero), keys.at[other + zero]
             if self._by_queries:
                 d_s = d_s.at[:, part]
             else:
@@ -107,25 +120,38 @@ class DqAccumulator(NamedTuple):
     def add(self, out: Ref, group: jax.Array, b: Index, tile: TileIndex, i: Index, x: jax.Array) -> None:
         """Adds a group's part of the ith tile to dQ in global memory, of `sums_shape`, by TMA reduction."""
         self._read(group).arrive(i + D_SCORES_STAGES)
-        parts, width = self.staged.shape[1], self._width
+        parts, buffers, width = self._parts(out), self.staged.shape[1], self._width
         row, column = (group, 0) if self._by_queries else (0, group * (out.shape[3] - parts))
         row += lax.div(tile.first, jnp.int32(WARP_GROUP_ROWS))
         plg.wait_smem_to_gmem(0, wait_read_only=True)
-        for part in range(parts):
-            register_order.store(self.staged.at[group, part], x[:, part * width : (part + 1) * width])
-        plg.commit_smem()
-        for part in range(parts):
-            at = (b, tile.h, jnp.minimum(row, out.shape[2] - 1), column + part)
-            # All CTAs would add the zeros to the same tile. A block of a mask may have tiles past the end.
-            adds = jnp.logical_and(i >= 0, row < out.shape[2])
-            if part == 0 and parts > 1:  # the second group's first is the first's last
-                adds = jnp.logical_and(adds, group == 0)
-            plg.copy_smem_to_gmem(self.staged.at[group, part], out.at[at], adds, reduction_op="add")
+        for first in range(0, parts, buffers):
+            if first:
+                plg.wait_smem_to_gmem(0, wait_read_only=True)
+            some = range(first, min(first + buffers, parts))
+            for part in some:
+                register_order.store(self.staged.at[group, part - first], x[:, part * width : (part + 1) * width])
+            plg.commit_smem()
+            for part in some:
+                at = (b, tile.h, jnp.minimum(row, out.shape[2] - 1), column + part)
+                # All CTAs would add the zeros to the same tile. A block of a mask may have tiles past the end.
+                adds = jnp.logical_and(i >= 0, row < out.shape[2])
+                if part == 0 and self._column_groups * parts > out.shape[3]:  # the second's first is the first's last
+                    adds = jnp.logical_and(adds, group == 0)
+                plg.copy_smem_to_gmem(self.staged.at[group, part - first], out.at[at], adds, reduction_op="add")
 
     def join(self) -> None:
         """Waits until all groups have arrived here."""
         plg.barrier_arrive(self.joined)
         plg.barrier_wait(self.joined)
+
+    def _parts(self, out: Ref) -> int:
+        """Parts of a group; `out` has the parts of all columns."""
+        return pl.cdiv(out.shape[3], self._column_groups)
+
+    @property
+    def _column_groups(self) -> int:
+        """Groups that split the columns."""
+        return 1 if self._by_queries else self.d_scores.shape[1]
 
     @property
     def _width(self) -> int:
@@ -146,21 +172,33 @@ def _stage(i: Index) -> jax.Array:
     return lax.rem(i + D_SCORES_STAGES, jnp.int32(D_SCORES_STAGES))
 
 
-def _swizzle(spec: AttentionSpec) -> int:
-    """The swizzle of dS and of the keys: a wgmma with both operands in shared memory needs both alike."""
-    return smem.swizzle_of(spec.D, 2)
+def is_tight(spec: AttentionSpec) -> bool:
+    """True if beside dK and dV of 64 keys, registers do not hold S^T and dP^T at once."""
+    return spec.D + spec.Dv > 256
+
+
+def key_swizzle(spec: AttentionSpec, tiles: Tiles) -> int:
+    """The swizzle of dS, keys and queries: a wgmma with both operands in shared memory needs both alike.
+
+    If one divides the columns of each group, the widest such. H200, jax 0.11.2, bf16, B 2, H 16, S 16384, D 96, us, 64
+    bytes, with which each group computes 64 columns, and 32: causal 7009 and 6706, no mask, two readings, 13870, 14605
+    and 13126, 14373.
+    """
+    swizzles = (s for s in (128, 64, 32) if spec.D * 2 % (s * tiles.num_warps // 4) == 0)
+    widest = smem.swizzle_of(spec.D, 2)
+    return widest if _by_queries(tiles) or spec.D <= 64 else next(swizzles, widest)
 
 
 def _columns(spec: AttentionSpec, tiles: Tiles) -> int:
     """Columns of dQ that a group computes: whole swizzled tiles, so that some may be computed twice."""
-    groups, tile = tiles.num_warps // 4, _swizzle(spec) // 2
+    groups, tile = tiles.num_warps // 4, key_swizzle(spec, tiles) // 2
     return spec.D if _by_queries(tiles) else -(-spec.D // (groups * tile)) * tile
 
 
 def _width(spec: AttentionSpec, tiles: Tiles) -> int:
     """Columns of a part of dQ."""
-    groups, columns = tiles.num_warps // 4, _columns(spec, tiles)
-    return columns if groups * columns in (spec.D, groups * spec.D) else _swizzle(spec) // 2
+    groups, columns, tile = tiles.num_warps // 4, _columns(spec, tiles), key_swizzle(spec, tiles) // 2
+    return columns if groups * columns in (spec.D, groups * spec.D) and not is_tight(spec) else tile
 
 
 def sums_shape(spec: AttentionSpec, tiles: Tiles) -> tuple[int, ...]:

@@ -11,10 +11,10 @@ from jax.typing import DTypeLike
 from pallas_kernels.config import Tiles
 from pallas_kernels.mosaic_gpu.backward import captured_work, dq, walk
 from pallas_kernels.mosaic_gpu.backward.dkv import MAX_HEAD_SIZE_BOTH_SUMS
-from pallas_kernels.mosaic_gpu.backward.one_pass import fits
+from pallas_kernels.mosaic_gpu.backward.one_pass import fits, is_tight
 from pallas_kernels.mosaic_gpu.launch import padded_head_sizes
 from pallas_kernels.mosaic_gpu.score import bias_gradients, bias_tiles
-from pallas_kernels.mosaic_gpu.score.tile import is_heavy
+from pallas_kernels.mosaic_gpu.score.tile import is_heavy, uses_sfu
 from pallas_kernels.program.cotangents import LoadGroups
 from pallas_kernels.spec import AttentionSpec
 
@@ -55,12 +55,14 @@ def unsupported_tiles(spec: AttentionSpec, dkv: Tiles | None, dq: Tiles | None, 
         shapes, rule = ((4, 64), (8, 128)), "a warp group of 4 warps takes 64 rows"
         if wide and name == "dkv":
             shapes, rule = ((8, 64),), "two warp groups of 4 warps share 64 keys"
+            if dq is None and _holds_both_sums(_padded(spec), tiles):
+                continue
         if (tiles.num_warps, sizes[rows]) not in shapes or sizes[columns] % 64:
             return (
                 f"{rule}, and `config` sets for {name} `{rows}` {sizes[rows]} and `{columns}` {sizes[columns]} with "
                 f"{tiles.num_warps} warps"
             )
-    if dq is None and (wide or not (one_pass and fits(_padded(spec), dkv))):
+    if dq is None and not (one_pass and fits(_padded(spec), dkv) and _holds_both_sums(_padded(spec), dkv)):
         return "`config` sets no tiles for dq, which a kernel of its own computes here"
     return None
 
@@ -85,7 +87,8 @@ def backward_tiles(spec: AttentionSpec, *, one_pass: bool) -> BackwardTiles | No
     """The tiles that were fastest on an H200, cut to divide the blocks; None if no tile does.
 
     In one pass, where they fit it and `one_pass` allows it. A heavy mod takes two kernels: with T5's buckets at head
-    size 64 a tile of 128 x 128 spills 1568 bytes, tiles half as large in two kernels none.
+    size 64 a tile of 128 x 128 spills 1568 bytes, tiles half as large in two kernels none. So does a mod on the SFU
+    where registers are tight.
     """
     spec, blocks = _padded(spec), spec.block_size or (128, 128)
     if any(size % 64 for size in blocks):
@@ -100,9 +103,26 @@ def backward_tiles(spec: AttentionSpec, *, one_pass: bool) -> BackwardTiles | No
     dkv = Tiles(block_q, 64 * groups_kv, 4 * groups_kv, 2)
     if widest > MAX_HEAD_SIZE_BOTH_SUMS:
         dkv = Tiles(64, 64, 8, 2)  # two groups share the keys
-    if one_pass and widest <= MAX_HEAD_SIZE_BOTH_SUMS and fits(spec, dkv):
+        is_light = light and not (uses_sfu(spec.programs.score) and is_tight(spec))
+        if one_pass and is_light and groups_kv == 2 and _holds_both_sums(spec, _OF_WIDE):
+            return BackwardTiles(_OF_WIDE, None)
+    elif one_pass and fits(spec, dkv):
         return BackwardTiles(dkv, None)
     return BackwardTiles(dkv, Tiles(64 * groups_q, 128 if narrow and groups_kv == 2 else 64, 4 * groups_q, 2))
+
+
+_OF_WIDE = Tiles(64, 128, num_warps=8, num_stages=2)
+_MAX_WIDE, _MAX_WIDE_SUM = 192, 320  # head size of queries and of values, and both together
+
+
+def _holds_both_sums(spec: AttentionSpec, tiles: Tiles) -> bool:
+    """True if each warp group has registers for dK and dV of 64 keys."""
+    widest = max(spec.D, spec.Dv)
+    if widest <= MAX_HEAD_SIZE_BOTH_SUMS:
+        return True
+    fits_registers = widest <= _MAX_WIDE and spec.D + spec.Dv <= _MAX_WIDE_SUM
+    is_pair = tiles.shape == _OF_WIDE.shape and tiles.num_warps == _OF_WIDE.num_warps  # of groups
+    return fits_registers and is_pair and fits(spec, tiles)
 
 
 def captured_tiles(spec: AttentionSpec, dtype: DTypeLike, groups: LoadGroups, *, with_query: bool) -> Tiles | None:

@@ -97,11 +97,18 @@ class QueryStream(NamedTuple):
 
     @classmethod
     def declare(
-        cls, spec: AttentionSpec, rows: int, stages: int, dtype: DTypeLike, readers: int, bias: Ring | None
+        cls,
+        spec: AttentionSpec,
+        rows: int,
+        stages: int,
+        dtype: DTypeLike,
+        readers: int,
+        bias: Ring | None,
+        swizzle: int | None,
     ) -> QueryStream:
-        """Declares the rings."""
+        """Declares the rings; queries have the given swizzle, or the widest."""
         return cls(
-            Ring.declare(stages, rows, (spec.D,), dtype, readers),
+            Ring.from_tiles((smem.tiled((stages, rows, spec.D), dtype, swizzle),), readers),
             Ring.declare(stages, rows, (spec.Dv,), dtype, readers),
             Ring.from_tiles((smem.declared(plg.SMEM((stages, 2, rows), jnp.float32)),), readers),
             bias,

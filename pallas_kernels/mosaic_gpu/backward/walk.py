@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 from pallas_kernels.config import Tiles
 from pallas_kernels.gradients import score_mod_vjp, weights_vjp
 from pallas_kernels.mosaic_gpu import inline_ptx, smem
-from pallas_kernels.mosaic_gpu.backward.one_pass import DqAccumulator, TileIndex
+from pallas_kernels.mosaic_gpu.backward.one_pass import DqAccumulator, TileIndex, is_tight, key_swizzle
 from pallas_kernels.mosaic_gpu.backward.shared_scores import SharedScores
 from pallas_kernels.mosaic_gpu.backward.stream import (
     DELTA,
@@ -56,14 +56,15 @@ def declare(
     groups, rows = tiles.num_warps // 4, smem.WARP_GROUP_ROWS
     key_tiles = tiles.block_kv // rows
     shares = key_tiles < groups
+    swizzle = key_swizzle(spec, tiles) if one_pass else None
 
     def make(bias: Ring | None) -> DkvScratch:
         return DkvScratch(
-            smem.tiled((key_tiles, rows, spec.D), dtype),
+            smem.tiled((key_tiles, rows, spec.D), dtype, swizzle),
             smem.tiled((key_tiles, rows, spec.Dv), dtype),
             smem.declared(plg.SMEM((groups, rows), jnp.float32)) if loads.columns or spec.needs_marks else None,
             smem.declared(plg.Barrier(num_arrivals=1 if shares else 2, num_barriers=groups)),
-            QueryStream.declare(spec, tiles.block_q, tiles.num_stages, dtype, groups, bias),
+            QueryStream.declare(spec, tiles.block_q, tiles.num_stages, dtype, groups, bias, swizzle),
             DqAccumulator.declare(spec, tiles, dtype) if one_pass else None,
             SharedScores.declare(tiles.block_q) if shares else None,
         )
@@ -93,6 +94,11 @@ class KeyTile(NamedTuple):
     out: Ref | None  # dQ in global memory, of `one_pass.sums_shape`, or None
     zero: Index = 0  # added to indices of shared memory; see `inline_ptx.unknown_zero`
 
+    @property
+    def is_tight(self) -> bool:
+        """True if registers are tight (`one_pass.is_tight`)."""
+        return len(self.sums) > 1 and is_tight(self.static.spec)
+
     def begin(self, kv_h: jax.Array) -> DkvState:
         """Prologue: the state before the first tile."""
         if self.scratch.d_query is not None:
@@ -111,7 +117,7 @@ class KeyTile(NamedTuple):
             d_query.start_gemm(acc, state.count - 1, self.group, self.scratch.keys)  # dQ = dS' K
             return acc[...]
 
-        x = pl.run_scoped(gemm, d_query.gemm_accumulator)
+        x = pl.run_scoped(gemm, d_query.gemm_accumulator(out))
         d_query.add(out, self.group, self.b, state.last, state.count - 1, x)
 
     def step(self, arrays: Operands[Ref], h: jax.Array) -> Callable[[Carried, jax.Array, Index, bool], Carried]:
@@ -167,14 +173,18 @@ class KeyTile(NamedTuple):
 
         def before(acc: Accumulator) -> jax.Array:
             d_query.write(state.count, self.group, d_s)
+            if self.is_tight:
+                d_query.commit(state.count, self.group)
             # dQ = dS' K, of the tile before
             d_query.start_gemm(acc, state.count - 1, self.group, self.scratch.keys, self.zero)
             if q is not None:
-                plg.wgmma(self.sums[KEY], d_s, q)  # dK += dS'^T Q [keys, D]
-            d_query.commit(state.count, self.group)
+                of_keys = d_query.tile(state.count, self.group + self.zero) if self.is_tight else d_s
+                plg.wgmma(self.sums[KEY], of_keys, q)  # dK += dS'^T Q [keys, D]
+            if not self.is_tight:
+                d_query.commit(state.count, self.group)
             return plg.wgmma_accumulator_load(acc, wait_n=int(q is not None))
 
-        x = pl.run_scoped(before, d_query.gemm_accumulator)
+        x = pl.run_scoped(before, d_query.gemm_accumulator(out))
         stream.d_out.release(state.count)
         d_query.add(out, self.group, self.b, state.last, state.count - 1, x)
 
@@ -192,7 +202,7 @@ class KeyTile(NamedTuple):
         stream, spec = self.scratch.stream, self.static.spec
         stats = wait_and_get(stream.stats, count)
         vector = lambda which: lax.broadcast_in_dim(load_vector(stats.at[which], COLUMN), prepared.tile[::-1], (1,))
-        folds_delta = prepared.dropout is None
+        folds_delta = KEY not in self.sums or (prepared.dropout is None and not self.is_tight)
         d_out = self._start_gemms(count, q, raw, d_weights, vector, folds_delta=folds_delta)
         s = self._scores(raw)
         rows = self.scratch.keys.shape[1]
@@ -205,18 +215,25 @@ class KeyTile(NamedTuple):
         else:
             p = scores.weights(prepared, tile, -vector(LSE))
         tile = tile._replace(kept=scores.kept(prepared, query))
-        minus_delta = None if folds_delta else vector(DELTA)
-        stream.stats.release(count)
+        if folds_delta:
+            stream.stats.release(count)
         dropped = tile.drop(p).astype(d_out.dtype)
         if KEY not in self.sums:
             plg.wgmma(self.sums[VALUE], dropped, d_out)  # dV += P^T dO [keys, Dv]
             return dropped, ()
         # The dV GEMM consumes P, so that the exponentials come before the wait for dP; a mod on the SFU would spill.
-        value_first = VALUE in self.sums and not uses_sfu(spec.programs.score)
+        value_first = VALUE in self.sums and (self.is_tight or not uses_sfu(spec.programs.score))
         if value_first:
             plg.wgmma(self.sums[VALUE], dropped, d_out)  # dV += P^T dO [keys, Dv]
-        d_p = weights_vjp(spec, tile, plg.wgmma_accumulator_load(d_weights, wait_n=int(value_first)))
-        d_p = d_p if minus_delta is None else d_p + minus_delta
+        if self.is_tight:
+            self._start_d_weights(d_weights, d_out)
+        runs = value_first and not self.is_tight  # the dV GEMM, behind that of dP
+        d_p = weights_vjp(spec, tile, plg.wgmma_accumulator_load(d_weights, wait_n=int(runs)))
+        if not folds_delta:
+            d_p += vector(DELTA)
+            stream.stats.release(count)
+        if self.is_tight and prepared.dropout is None:
+            p = inline_ptx.unknown(TILE, dropped).astype(p.dtype)
         d_s = scores.scores_vjp(prepared, tile, p, d_p)  # dS^T = P^T * (dP^T - delta)
         if VALUE in self.sums and not value_first:
             plg.wgmma(self.sums[VALUE], dropped, d_out)  # dV += P^T dO [keys, Dv]
@@ -235,25 +252,28 @@ class KeyTile(NamedTuple):
         folds_delta: bool,
     ) -> Ref:
         """Issues the GEMMs of S^T for dV and of dP^T for dK, from the row statistics on; returns dO."""
-        key_tile = self.group + self.zero
         # Before both GEMMs are issued: to initialize an accumulator waits for wgmma in flight.
         if VALUE in self.sums and self.static.folds:
             raw[...] = vector(LSE)
         if KEY in self.sums and folds_delta:
             d_weights[...] = vector(DELTA)
         if VALUE in self.sums:
-            plg.wgmma(raw, self.scratch.keys.at[key_tile], q.T)  # S^T = K Q^T [keys, block_q]
+            plg.wgmma(raw, self.scratch.keys.at[self.group + self.zero], q.T)  # S^T = K Q^T [keys, block_q]
         d_out = wait_and_get(self.scratch.stream.d_out, count)  # [block_q, Dv]
-        if KEY in self.sums:
-            plg.wgmma(d_weights, self.scratch.values.at[key_tile], d_out.T)  # dP^T = V dO^T [keys, block_q]
+        if KEY in self.sums and not self.is_tight:
+            self._start_d_weights(d_weights, d_out)
         return d_out
+
+    def _start_d_weights(self, d_weights: Accumulator, d_out: Ref) -> None:
+        values = self.scratch.values.at[self.group + self.zero]
+        plg.wgmma(d_weights, values, d_out.T)  # dP^T = V dO^T [keys, block_q]
 
     def _scores(self, raw: Accumulator) -> jax.Array:
         """S^T of the GEMM, or of the other warp group, which hands it on."""
         shared = self.scratch.scores
         if shared is not None and VALUE not in self.sums:
             return shared.read()
-        s = plg.wgmma_accumulator_load(raw, wait_n=int(KEY in self.sums))
+        s = plg.wgmma_accumulator_load(raw, wait_n=int(KEY in self.sums and not self.is_tight))
         if shared is not None:
             shared.write(s)
         return s
