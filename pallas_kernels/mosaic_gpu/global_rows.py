@@ -11,7 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plg
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
-from pallas_kernels.mosaic_gpu.inline_ptx import TILE_COLUMNS, address_at, array, inline, ptx, word
+from pallas_kernels.mosaic_gpu.inline_ptx import TILE_COLUMNS, address_at, array, inline, ptx, run_ptx, word
 from pallas_kernels.types import Ref
 
 _TILE = plg.Layout.WGMMA
@@ -77,8 +77,7 @@ def store_rows(ref: Ref, line: jax.Array, first: int, x: jax.Array) -> None:
             at = (first + TILE_COLUMNS * where[1]) * size
             source = "$2" if size == 2 else "{$2, $3}"
             text = f"{{ .reg .pred stored; setp.ge.s32 stored, $0, 0; @stored {store} [$1+{at}], {source}; }}"
-            nothing, kinds = ir.Type.parse("!llvm.void"), ",".join(["r", "l", *constraint, "~{memory}"])
-            llvm.inline_asm(nothing, [number, address, *values], text, kinds, has_side_effects=True)
+            run_ptx([number, address, *values], text, ",".join(["r", "l", *constraint]))
 
     inline(run, (plg.RefType(), _TILE, _TILE, _TILE), ref, lax.broadcast_in_dim(line, pairs, (0,)), column, x)
 
@@ -96,6 +95,6 @@ def store_values(ref: Ref, at: jax.Array, x: jax.Array) -> None:
             address = address_at(base, arith.muli(arith.extsi(wide, number), arith.constant(wide, 4)))
             text = "{ .reg .pred stored; setp.ge.s32 stored, $0, 0; @stored st.global.f32 [$1], $2; }"
             operands = [number, address, vector.extract(register, [], [0])]
-            llvm.inline_asm(ir.Type.parse("!llvm.void"), operands, text, "r,l,f,~{memory}", has_side_effects=True)
+            run_ptx(operands, text, "r,l,f")
 
     inline(run, (plg.RefType(), _TILE, _TILE), ref, index, lax.broadcast_in_dim(x, pairs, (0,)))

@@ -28,6 +28,12 @@ def ptx(
     return cast("ir.Value", llvm.inline_asm(result, operands, text, constraints, has_side_effects=side_effects))
 
 
+def run_ptx(operands: Sequence[ir.Value], text: str, constraints: str) -> None:
+    """Inline PTX for its effect on memory."""
+    nothing = ir.Type.parse("!llvm.void")
+    llvm.inline_asm(nothing, operands, text, f"{constraints},~{{memory}}", has_side_effects=True)
+
+
 def word(bits: int = 32) -> ir.IntegerType:
     """The type of words of so many bits."""
     return ir.IntegerType.get_signless(bits)
@@ -213,11 +219,7 @@ def hardware_barrier(operation: str, barrier: jax.Array, threads: int) -> None:
 
     Threads that wait at a named barrier sleep; at an mbarrier in shared memory they poll.
     """
-
-    def run(_, which):
-        text, nothing = f"bar.{operation} $0, {threads};", ir.Type.parse("!llvm.void")
-        llvm.inline_asm(nothing, [which.registers[()]], text, "r,~{memory}", has_side_effects=True)
-
+    run = lambda _, which: run_ptx([which.registers[()]], f"bar.{operation} $0, {threads};", "r")
     inline(run, (plg.Layout.WG_SPLAT,), barrier)
 
 

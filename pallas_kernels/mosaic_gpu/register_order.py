@@ -6,6 +6,8 @@ casts them. The kernel of packed causal documents, 16384 tokens, took 794 us for
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -35,14 +37,38 @@ def store(ref: Ref, x: jax.Array) -> None:
 
     def run(_, target, tile):
         address = _address_of_thread(target)
-        pairs = np.squeeze(tile.registers)  # [columns / 8, 2], of two neighbors in a row
-        for number, (columns, below) in enumerate(np.ndindex(len(pairs) // 2, 2)):
-            four = [vector.extract(pairs[2 * columns + i, below], [], [j]) for i in range(2) for j in range(2)]
-            text = f"st.shared.v4.f32 [$0+{number * _STRIDE}], {{$1, $2, $3, $4}};"
-            nothing = ir.Type.parse("!llvm.void")
-            llvm.inline_asm(nothing, [address, *four], text, "r,f,f,f,f,~{memory}", has_side_effects=True)
+        for offset, four in _fours(tile):
+            inline_ptx.run_ptx([address, *four], f"st.shared.v4.f32 [$0+{offset}], {{$1, $2, $3, $4}};", "r,f,f,f,f")
 
     inline_ptx.inline(run, (plg.RefType(), plg.Layout.WGMMA), ref, x)
+
+
+def add(ref: Ref, x: jax.Array, adds: jax.Array) -> None:
+    """Adds such an array to global memory of `shape` if `adds`, by atomic additions of 16 bytes.
+
+    Without a copy in shared memory, of which TMA adds as much: H200, jax 0.11.2, bf16, S 16384, 16 heads, backward, us,
+    two readings each, by TMA and so: D 192, Dv 128, causal 12054, 12723 and 11944, 12177; D 128, no mask 17090, 17833
+    and 17168, 16991, documents 1605, 1604 and 1642, 1643.
+    """
+
+    def run(_, target, tile, adds):
+        offset = arith.extui(inline_ptx.word(64), _offset_of_thread())
+        address = inline_ptx.address_at(mgpu.utils.memref_ptr(target), offset)
+        for offset, four in _fours(tile):
+            instruction = f"@adds red.relaxed.gpu.global.add.v4.f32 [$0+{offset}], {{$1, $2, $3, $4}};"
+            text = f"{{ .reg .pred adds; setp.ne.s32 adds, $5, 0; {instruction} }}"
+            inline_ptx.run_ptx([address, *four, adds.registers[()]], text, "l,f,f,f,f,r")
+
+    types = (plg.RefType(), plg.Layout.WGMMA, plg.Layout.WG_SPLAT)
+    inline_ptx.inline(run, types, ref, x, adds.astype(jnp.int32))
+
+
+def _fours(tile: mgpu.FragmentedArray) -> Iterator[tuple[int, list[ir.Value]]]:
+    """The elements of this thread, four of a row at a time, and where they are stored: bytes from its first."""
+    pairs = np.squeeze(tile.registers)  # [columns / 8, 2], of two neighbors in a row
+    for number, (columns, below) in enumerate(np.ndindex(len(pairs) // 2, 2)):
+        four = [vector.extract(pairs[2 * columns + i, below], [], [j]) for i in range(2) for j in range(2)]
+        yield number * _STRIDE, four
 
 
 def load(ref: Ref) -> jax.Array:
@@ -67,9 +93,12 @@ def load(ref: Ref) -> jax.Array:
 
 def _address_of_thread(ref: ir.Value) -> ir.Value:
     """The address in shared memory of the first four elements of this thread."""
-    pointer = llvm.ptrtoint(inline_ptx.word(), mgpu.utils.memref_ptr(ref))
+    return arith.addi(llvm.ptrtoint(inline_ptx.word(), mgpu.utils.memref_ptr(ref)), _offset_of_thread())
+
+
+def _offset_of_thread() -> ir.Value:
     thread = arith.andi(mgpu.utils.thread_idx(), arith.constant(inline_ptx.word(), smem.WARP_GROUP_THREADS - 1))
-    return arith.addi(pointer, arith.shli(thread, arith.constant(inline_ptx.word(), 4)))
+    return arith.shli(thread, arith.constant(inline_ptx.word(), 4))
 
 
 def to_rows(x: jax.Array) -> jax.Array:

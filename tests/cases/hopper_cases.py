@@ -39,6 +39,9 @@ WIDE = [
     Case("two_groups_causal", mask=masks.causal, sizes=Sizes(T=300, Hq=4, Hkv=2, D=64), block=128, **BF16),
     Case("two_groups_more_keys", scores.alibi, masks.causal, Sizes(T=200, S=520, D=128), block=128, **BF16),
     Case("two_groups_192_128", scores.alibi, masks.causal, Sizes(T=200, S=300, D=192, Dv=128), block=128, **BF16),
+    Case("wide_keys_documents", mask=masks.documents, sizes=Sizes(T=384, Hq=4, Hkv=2, D=192, Dv=128), block=128,
+     by_batch=True, dtype="float16"),
+    Case("wide_values_softcap", scores.softcap, sizes=Sizes(T=257, S=450, Hq=4, Hkv=1, D=128, Dv=192), **BF16),
     Case("two_groups_many_tiles", mask=masks.window, sizes=Sizes(B=1, T=1030, D=64), block=128, dtype="float16"),
     Case("two_groups_table", captured.table, masks.causal, Sizes(B=1, T=390, D=64), block=128, **BF16),
     Case("two_groups_empty_rows", mask=masks.first_half_only, sizes=Sizes(T=400, D=64), block=128, **BF16),
@@ -169,4 +172,4 @@ _TWO_KERNELS = {"softcap_of_much", "even_bias", "plane_gradient", "planes_two", 
                 "two_groups_dropout", "two_groups_dropout_shared", "stored_odd", "stored_no_mask", "shared_heads",
                 "shared_causal", "shared_by_all", "shared_batch", "shared_dropout", "shared_more_heads"}  # fmt: skip
 ONE_PASS = [case for case in HOPPER if case.name in _OF_TABLE]
-ONE_PASS += [case for case in (*WIDE, *MANY) if case.name not in _TWO_KERNELS and case.sizes.D <= 128]
+ONE_PASS += [case for case in (*WIDE, *MANY) if case.name not in _TWO_KERNELS and case.sizes.D + case.sizes.Dv <= 320]

@@ -249,12 +249,16 @@ def test_gradients_run_where_explain_says(length, kernels):
         (4096, 64, ((4096, 4096), jnp.int32), "dkv 128 x 128"),  # TMA loads 32-bit elements for dQ only
         (4096, 64, ((4096, 4100), jnp.int32), "dkv and dq 128 x 128"),  # which it does not bring
         (4096, 128, ((4096, 4096), jnp.int16), "dkv and dq 64 x 128"),
+        (1024, (192, 128), None, "dkv and dq 64 x 128"),
+        (4096, (192, 128), ((4096, 4096), jnp.int16), "dkv and dq 64 x 128"),
+        (1024, 192, None, "dkv 64 x 64"),
     ],
 )
 def test_one_pass_where_it_is_faster(length, D, bias, kernels):
     elements = jnp.zeros(*(bias or ((), jnp.int16)))  # integers have no gradient
     mod = None if bias is None else lambda s, b, h, q, k: s + elements[q, k].astype(jnp.float32)
-    tiles = chosen(length, D=D, score_mod=mod).tiles
+    D, Dv = D if isinstance(D, tuple) else (D, D)
+    tiles = chosen(length, D=D, Dv=Dv, score_mod=mod).tiles
     assert f" {kernels} " in tiles
     assert ("bias tiles by TMA" in tiles) == (bias is not None and bias[0][1] % 32 == 0)
 

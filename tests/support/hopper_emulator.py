@@ -391,6 +391,14 @@ def _store_in_register_order(ref: Any, x: jax.Array) -> None:
     ref[...] = parts.transpose(3, 1, 0, 2, 5, 4, 6).reshape(ref.shape)
 
 
+def _add_in_register_order(ref: Any, x: jax.Array, adds: Any) -> None:
+    if bool(adds):
+        ordered = np.empty(ref.shape, np.float32)
+        _store_in_register_order(ordered, x)
+        with _adding:
+            ref.write(ordered, add=True)
+
+
 def _load_in_register_order(ref: Any) -> jax.Array:
     return register_order.to_rows(jnp.asarray(ref[...])[None, None])
 
@@ -422,6 +430,7 @@ def emulated() -> Iterator[None]:
             for name, function in functions.items():
                 patch.setattr(module, name, function)
         patch.setattr(register_order, "store", _store_in_register_order)
+        patch.setattr(register_order, "add", _add_in_register_order)
         patch.setattr(register_order, "load", _load_in_register_order)
         patch.setattr(inline_ptx, "after_barrier", _after_barrier)
         patch.setattr(inline_ptx, "before_barrier", _before_barrier)

@@ -10,8 +10,8 @@ less than a tile ahead, and the dK GEMM runs while dQ is stored. Before the firs
 Where dK and dV have more than 256 columns, registers are tight (`is_tight`): S^T becomes P before dP^T is computed, dS
 takes P in 16 bits, as the dV GEMM does, and the dK GEMM reads dS^T from shared memory. So a thread holds at most 208
 numbers during a GEMM; with 16 more, ptxas serializes wgmma instructions. H200, jax 0.11.2, bf16, B 2, H 16, S 16384,
-D 192, Dv 128, backward, us, in two kernels, with dS^T in registers, and so: causal 15705, 14355, 12073, without a
-mask 33092, 29283, 25628.
+D 192, Dv 128, backward, us, in two kernels, with dS^T in registers, and so: causal 15705, 14355, 12073, no mask 33092,
+29283, 25628. Softcap spills 340 bytes, and takes 17291 for 19353.
 
 The groups meet at named barriers. At mbarriers, where all threads arrive one by one, the kernel took 1.04 to 1.07 times
 as long under masks (H200, jax 0.11.2, bf16, S 16384 and 8192, head sizes 64 and 128).
@@ -35,7 +35,6 @@ from pallas_kernels.mosaic_gpu.smem import FIRST_FREE_BARRIER, WARP_GROUP_ROWS, 
 from pallas_kernels.spec import AttentionSpec
 from pallas_kernels.types import Accumulator, Index, Ref
 
-_TIGHT_BUFFERS = 2  # for parts of dQ, where memory holds no more
 D_SCORES_STAGES = 2  # double buffer of dS: one tile is read while the next is written
 
 
@@ -50,20 +49,19 @@ class DqAccumulator(NamedTuple):
     """Shared memory and barriers for dQ."""
 
     d_scores: Ref  # [stages, groups, keys of a group, queries]: dS^T
-    # float32 [groups, buffers, *register_order.shape]: the dQ of a group, part by part, for TMA; columns of both groups
-    # are one part
-    staged: Ref
+    # float32 [groups, parts, *register_order.shape]: the dQ of a group, for TMA; columns of both groups are one part.
+    # None where registers are tight: threads add it themselves
+    staged: Ref | None
     joined: Ref  # barrier: all groups are done
 
     @classmethod
     def declare(cls, spec: AttentionSpec, tiles: Tiles, dtype: DTypeLike) -> DqAccumulator:
         """Declares the scratch of dQ."""
         groups, columns, width = tiles.num_warps // 4, _columns(spec, tiles), _width(spec, tiles)
-        swizzle, parts = key_swizzle(spec, tiles), columns // width
-        buffers = min(parts, _TIGHT_BUFFERS) if is_tight(spec) else parts
+        swizzle, staged = key_swizzle(spec, tiles), (groups, columns // width, *register_order.shape(width))
         return cls(
             smem.tiled((D_SCORES_STAGES, groups, tiles.block_kv // groups, tiles.block_q), dtype, swizzle),
-            smem.declared(plg.SMEM((groups, buffers, *register_order.shape(width)), jnp.float32)),
+            None if is_tight(spec) else smem.declared(plg.SMEM(staged, jnp.float32)),
             smem.declared(plg.Barrier(num_arrivals=groups)),
         )
 
@@ -100,7 +98,7 @@ class DqAccumulator(NamedTuple):
 
     def gemm_accumulator(self, out: Ref) -> plg.WGMMAAccumulatorRef:
         """The accumulator of `start_gemm`, for `out` in global memory."""
-        return accumulator(WARP_GROUP_ROWS, self._parts(out) * self._width)
+        return accumulator(WARP_GROUP_ROWS, self._parts(out) * _width_of(out))
 
     def start_gemm(self, acc: Accumulator, i: Index, group: jax.Array, keys: Ref, zero: Index = 0) -> None:
         """Issues a group's part of the dQ GEMM of the ith tile; `keys` are the keys of all groups.
@@ -118,26 +116,27 @@ class DqAccumulator(NamedTuple):
             plg.wgmma(acc, d_s.T, k)
 
     def add(self, out: Ref, group: jax.Array, b: Index, tile: TileIndex, i: Index, x: jax.Array) -> None:
-        """Adds a group's part of the ith tile to dQ in global memory, of `sums_shape`, by TMA reduction."""
+        """Adds a group's part of the ith tile to dQ in global memory, of `sums_shape`."""
         self._read(group).arrive(i + D_SCORES_STAGES)
-        parts, buffers, width = self._parts(out), self.staged.shape[1], self._width
+        parts, width = self._parts(out), _width_of(out)
+        columns = [x[:, part * width : (part + 1) * width] for part in range(parts)]
         row, column = (group, 0) if self._by_queries else (0, group * (out.shape[3] - parts))
         row += lax.div(tile.first, jnp.int32(WARP_GROUP_ROWS))
-        plg.wait_smem_to_gmem(0, wait_read_only=True)
-        for first in range(0, parts, buffers):
-            if first:
-                plg.wait_smem_to_gmem(0, wait_read_only=True)
-            some = range(first, min(first + buffers, parts))
-            for part in some:
-                register_order.store(self.staged.at[group, part - first], x[:, part * width : (part + 1) * width])
+        if self.staged is not None:
+            plg.wait_smem_to_gmem(0, wait_read_only=True)
+            for part in range(parts):
+                register_order.store(self.staged.at[group, part], columns[part])
             plg.commit_smem()
-            for part in some:
-                at = (b, tile.h, jnp.minimum(row, out.shape[2] - 1), column + part)
-                # All CTAs would add the zeros to the same tile. A block of a mask may have tiles past the end.
-                adds = jnp.logical_and(i >= 0, row < out.shape[2])
-                if part == 0 and self._column_groups * parts > out.shape[3]:  # the second's first is the first's last
-                    adds = jnp.logical_and(adds, group == 0)
-                plg.copy_smem_to_gmem(self.staged.at[group, part - first], out.at[at], adds, reduction_op="add")
+        for part in range(parts):
+            target = out.at[b, tile.h, jnp.minimum(row, out.shape[2] - 1), column + part]
+            # All CTAs would add the zeros to the same tile. A block of a mask may have tiles past the end.
+            adds = jnp.logical_and(i >= 0, row < out.shape[2])
+            if part == 0 and self._column_groups * parts > out.shape[3]:  # the second group's first is the first's last
+                adds = jnp.logical_and(adds, group == 0)
+            if self.staged is None:
+                register_order.add(target, columns[part], adds)
+            else:
+                plg.copy_smem_to_gmem(self.staged.at[group, part], target, adds, reduction_op="add")
 
     def join(self) -> None:
         """Waits until all groups have arrived here."""
@@ -154,18 +153,18 @@ class DqAccumulator(NamedTuple):
         return 1 if self._by_queries else self.d_scores.shape[1]
 
     @property
-    def _width(self) -> int:
-        """Columns of a part."""
-        return self.staged.shape[2] * self.staged.shape[3] // WARP_GROUP_ROWS
-
-    @property
     def _by_queries(self) -> bool:
-        return self.d_scores.shape[3] == self.staged.shape[0] * WARP_GROUP_ROWS
+        return self.d_scores.shape[3] == self.d_scores.shape[1] * WARP_GROUP_ROWS
 
 
 def _by_queries(tiles: Tiles) -> bool:
     """True if the groups split dQ by queries, 64 each; else by columns."""
     return tiles.block_q == tiles.num_warps // 4 * WARP_GROUP_ROWS
+
+
+def _width_of(out: Ref) -> int:
+    """Columns of a part of dQ in global memory."""
+    return out.shape[4] * out.shape[5] // WARP_GROUP_ROWS
 
 
 def _stage(i: Index) -> jax.Array:
@@ -198,7 +197,7 @@ def _columns(spec: AttentionSpec, tiles: Tiles) -> int:
 def _width(spec: AttentionSpec, tiles: Tiles) -> int:
     """Columns of a part of dQ."""
     groups, columns, tile = tiles.num_warps // 4, _columns(spec, tiles), key_swizzle(spec, tiles) // 2
-    return columns if groups * columns in (spec.D, groups * spec.D) and not is_tight(spec) else tile
+    return columns if groups * columns in (spec.D, groups * spec.D) else tile
 
 
 def sums_shape(spec: AttentionSpec, tiles: Tiles) -> tuple[int, ...]:

@@ -11,10 +11,10 @@ from jax.typing import DTypeLike
 from pallas_kernels.config import Tiles
 from pallas_kernels.mosaic_gpu.backward import captured_work, dq, walk
 from pallas_kernels.mosaic_gpu.backward.dkv import MAX_HEAD_SIZE_BOTH_SUMS
-from pallas_kernels.mosaic_gpu.backward.one_pass import fits, is_tight
+from pallas_kernels.mosaic_gpu.backward.one_pass import fits
 from pallas_kernels.mosaic_gpu.launch import padded_head_sizes
 from pallas_kernels.mosaic_gpu.score import bias_gradients, bias_tiles
-from pallas_kernels.mosaic_gpu.score.tile import is_heavy, uses_sfu
+from pallas_kernels.mosaic_gpu.score.tile import is_heavy
 from pallas_kernels.program.cotangents import LoadGroups
 from pallas_kernels.spec import AttentionSpec
 
@@ -87,8 +87,7 @@ def backward_tiles(spec: AttentionSpec, *, one_pass: bool) -> BackwardTiles | No
     """The tiles that were fastest on an H200, cut to divide the blocks; None if no tile does.
 
     In one pass, where they fit it and `one_pass` allows it. A heavy mod takes two kernels: with T5's buckets at head
-    size 64 a tile of 128 x 128 spills 1568 bytes, tiles half as large in two kernels none. So does a mod on the SFU
-    where registers are tight.
+    size 64 a tile of 128 x 128 spills 1568 bytes, tiles half as large in two kernels none.
     """
     spec, blocks = _padded(spec), spec.block_size or (128, 128)
     if any(size % 64 for size in blocks):
@@ -103,8 +102,7 @@ def backward_tiles(spec: AttentionSpec, *, one_pass: bool) -> BackwardTiles | No
     dkv = Tiles(block_q, 64 * groups_kv, 4 * groups_kv, 2)
     if widest > MAX_HEAD_SIZE_BOTH_SUMS:
         dkv = Tiles(64, 64, 8, 2)  # two groups share the keys
-        is_light = light and not (uses_sfu(spec.programs.score) and is_tight(spec))
-        if one_pass and is_light and groups_kv == 2 and _holds_both_sums(spec, _OF_WIDE):
+        if one_pass and light and groups_kv == 2 and _holds_both_sums(spec, _OF_WIDE):
             return BackwardTiles(_OF_WIDE, None)
     elif one_pass and fits(spec, dkv):
         return BackwardTiles(dkv, None)

@@ -97,16 +97,10 @@ class QueryStream(NamedTuple):
 
     @classmethod
     def declare(
-        cls,
-        spec: AttentionSpec,
-        rows: int,
-        stages: int,
-        dtype: DTypeLike,
-        readers: int,
-        bias: Ring | None,
-        swizzle: int | None,
+        cls, spec: AttentionSpec, tiles: Tiles, dtype: DTypeLike, bias: Ring | None, swizzle: int | None
     ) -> QueryStream:
         """Declares the rings; queries have the given swizzle, or the widest."""
+        stages, rows, readers = tiles.num_stages, tiles.block_q, tiles.num_warps // 4
         return cls(
             Ring.from_tiles((smem.tiled((stages, rows, spec.D), dtype, swizzle),), readers),
             Ring.declare(stages, rows, (spec.Dv,), dtype, readers),

@@ -64,7 +64,7 @@ def declare(
             smem.tiled((key_tiles, rows, spec.Dv), dtype),
             smem.declared(plg.SMEM((groups, rows), jnp.float32)) if loads.columns or spec.needs_marks else None,
             smem.declared(plg.Barrier(num_arrivals=1 if shares else 2, num_barriers=groups)),
-            QueryStream.declare(spec, tiles.block_q, tiles.num_stages, dtype, groups, bias, swizzle),
+            QueryStream.declare(spec, tiles, dtype, bias, swizzle),
             DqAccumulator.declare(spec, tiles, dtype) if one_pass else None,
             SharedScores.declare(tiles.block_q) if shares else None,
         )
