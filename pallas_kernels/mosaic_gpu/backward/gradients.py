@@ -6,7 +6,7 @@ With P the probabilities and dO the cotangent of the output (Dao 2023, arXiv:230
 
 where dS' is dS pulled back through the score mod. One pass computes all of it with five GEMMs; tiles of keys add to dQ
 in no fixed order, so its last bits may differ between runs. Or two kernels recompute P and dO V^T each, one for dK and
-dV, one for dQ: seven GEMMs, and the same bits in each run. Head sizes of more than 128 take two kernels.
+dV, one for dQ: seven GEMMs, and the same bits in each run. Most head sizes of more than 128 take two kernels.
 """
 
 from __future__ import annotations

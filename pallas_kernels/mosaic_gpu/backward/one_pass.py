@@ -11,7 +11,7 @@ Where dK and dV have more than 256 columns, registers are tight (`is_tight`): S^
 takes P in 16 bits, as the dV GEMM does, and the dK GEMM reads dS^T from shared memory. So a thread holds at most 208
 numbers during a GEMM; with 16 more, ptxas serializes wgmma instructions. H200, jax 0.11.2, bf16, B 2, H 16, S 16384,
 D 192, Dv 128, backward, us, in two kernels, with dS^T in registers, and so: causal 15705, 14355, 12073, no mask 33092,
-29283, 25628. Softcap spills 340 bytes, and takes 17291 for 19353.
+29283, 25628. Softcap spills 332 bytes, and takes 15806 for 19495.
 
 The groups meet at named barriers. At mbarriers, where all threads arrive one by one, the kernel took 1.04 to 1.07 times
 as long under masks (H200, jax 0.11.2, bf16, S 16384 and 8192, head sizes 64 and 128).
