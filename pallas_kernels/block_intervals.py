@@ -45,15 +45,10 @@ class Grid(NamedTuple):
 def visibility_of_blocks(
     mod: Mod, operands: Sequence[jax.Array], at: tuple[jax.Array, jax.Array], leading: tuple[int, int], grid: Grid
 ) -> Visibility | None:
-    """Classifies all blocks of a batch entry and head; positions past the lengths do not count.
+    """Classifies all blocks, [rows, columns], of a batch entry and query head; positions past the lengths do not count.
 
-    Args:
-      operands: The arrays that it captures.
-      at: Batch entry and query head.
-      leading: How many there are of each.
-
-    Returns:
-      Booleans [rows, columns]; None if nothing is known of any block, or the mod has no tile program.
+    `leading` are the numbers of batch entries and heads. None if nothing is known of any block, or the mod has no tile
+    program.
     """
     program = program_of(mod, IndexRanges(*leading, *grid.lengths))
     if isinstance(program, Refusal):

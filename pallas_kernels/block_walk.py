@@ -101,13 +101,10 @@ def walk(
 
 
 def block_at(indices: Ref | jax.Array, at: tuple[Index, ...], i: Index, blocks: int) -> jax.Array:
-    """The ith block of a row of a table of blocks; a narrow table ends in a run.
+    """The ith block of a row of a table; `i` is below the count of the row.
 
-    Args:
-      indices: The table. If it has fewer entries than there are blocks, the last entry of a row begins a run: the
-        blocks after it follow one by one.
-      i: Which block, below the count of the row.
-      blocks: How many blocks there are.
+    If the table has fewer entries than there are `blocks`, the last entry of a row begins a run: the blocks after it
+    follow one by one.
     """
     last = indices.shape[-1] - 1
     if last + 1 >= blocks:

@@ -77,9 +77,7 @@ def load_rows(
 ) -> Columns:
     """Loads rows of an array in the layout of the spec, eight bits widened to its dtype; zeros outside of the array.
 
-    Args:
-      ref: [B, length, heads, size] or [B, heads, length, size].
-      may_end: Whether the rows may reach past the end.
+    The array is [B, length, heads, size] or [B, heads, length, size]. With `may_end`, rows may reach past the end.
     """
     of_chunk = functools.partial(_index_of_rows, spec, ref, (b, h), (first, rows, length, may_end))
     indices = map(of_chunk, plain_chunks(ref.shape[3]))

@@ -231,11 +231,7 @@ REDUCTIONS = frozenset(_REDUCED)
 
 
 def reduce(graph: Graph, name: str, x: LazyArray, axes: Sequence[int], lanes: Lanes) -> LazyArray:
-    """A reduction: of a few values one by one, else over the lanes of tiles.
-
-    Args:
-      name: Of the primitive: `reduce_sum`, `reduce_max` or `reduce_min`.
-      lanes: Those of a tile; longer dimensions take several.
+    """One of `REDUCTIONS`: of a few values one by one, else over the lanes of tiles; long dimensions take several.
 
     Raises:
       NotOnTile: Many values are left, which may differ between lanes.

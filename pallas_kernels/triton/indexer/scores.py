@@ -39,10 +39,8 @@ class _Tile(NamedTuple):
 def scores(runner: Runner, query: jax.Array, key: jax.Array, weights: jax.Array) -> jax.Array:
     """Float32 ``scores[n, s] = sum over h of weights[n, h] * relu(query[n, h] . key[s])``.
 
-    Args:
-      query: [N, H, D], bfloat16 or float16, with at least one of each, as of the keys.
-      key: [S, D], of the same dtype.
-      weights: [N, H], floating point.
+    Queries [N, H, D] and keys [S, D] are both bfloat16 or float16, with at least one of each; weights [N, H] are
+    floating point.
     """
     tile = _tile_of(query.shape, key.shape[0])
     [out] = runner.launch(
