@@ -5,8 +5,8 @@ import pytest
 from tests.house import figures
 
 LIMITS = {
-    "library lines": 60504,
-    "test lines": 42649,
+    "library lines": 60601,
+    "test lines": 42666,
     "benchmark lines": 5986,
     "library files over 400 lines": 0,
     "functions over 50 code lines": 0,
