@@ -8,10 +8,10 @@ The dQ GEMM of a tile is issued when the dS of the next tile is known, so no gro
 less than a tile ahead, and the dK GEMM runs while dQ is stored. Before the first tile there is a tile of zeros.
 
 Where dK and dV have more than 256 columns, registers are tight (`is_tight`): S^T becomes P before dP^T is computed, dS
-takes P in 16 bits, as the dV GEMM does, and the dK GEMM reads dS^T from shared memory. So a thread holds at most 208
-numbers during a GEMM; with 16 more, ptxas serializes wgmma instructions. H200, jax 0.11.2, bf16, B 2, H 16, S 16384,
-D 192, Dv 128, backward, us, in two kernels, with dS^T in registers, and so: causal 15705, 14355, 12073, no mask 33092,
-29283, 25628. Softcap spills 332 bytes, and takes 15806 for 19495.
+takes P in 16 bits, as the dV GEMM does, and the dK GEMM reads dS^T from shared memory. Threads add dQ themselves. So a
+thread holds at most 208 numbers during a GEMM; with 16 more, ptxas serializes wgmma instructions. H200, jax 0.11.2,
+bf16, B 2, H 16, S 16384, D 192, Dv 128, backward, us, in two kernels and so: causal 15640 and 12088, no mask 32630 and
+24434; with softcap, which spills 332 bytes, 19495 and 15806.
 
 The groups meet at named barriers. At mbarriers, where all threads arrive one by one, the kernel took 1.04 to 1.07 times
 as long under masks (H200, jax 0.11.2, bf16, S 16384 and 8192, head sizes 64 and 128).
@@ -98,7 +98,7 @@ class DqAccumulator(NamedTuple):
 
     def gemm_accumulator(self, out: Ref) -> plg.WGMMAAccumulatorRef:
         """The accumulator of `start_gemm`, for `out` in global memory."""
-        return accumulator(WARP_GROUP_ROWS, self._parts(out) * _width_of(out))
+        return accumulator(WARP_GROUP_ROWS, self._parts(out) * _part_width(out))
 
     def start_gemm(self, acc: Accumulator, i: Index, group: jax.Array, keys: Ref, zero: Index = 0) -> None:
         """Issues a group's part of the dQ GEMM of the ith tile; `keys` are the keys of all groups.
@@ -118,7 +118,7 @@ class DqAccumulator(NamedTuple):
     def add(self, out: Ref, group: jax.Array, b: Index, tile: TileIndex, i: Index, x: jax.Array) -> None:
         """Adds a group's part of the ith tile to dQ in global memory, of `sums_shape`."""
         self._read(group).arrive(i + D_SCORES_STAGES)
-        parts, width = self._parts(out), _width_of(out)
+        parts, width = self._parts(out), _part_width(out)
         columns = [x[:, part * width : (part + 1) * width] for part in range(parts)]
         row, column = (group, 0) if self._by_queries else (0, group * (out.shape[3] - parts))
         row += lax.div(tile.first, jnp.int32(WARP_GROUP_ROWS))
@@ -162,7 +162,7 @@ def _by_queries(tiles: Tiles) -> bool:
     return tiles.block_q == tiles.num_warps // 4 * WARP_GROUP_ROWS
 
 
-def _width_of(out: Ref) -> int:
+def _part_width(out: Ref) -> int:
     """Columns of a part of dQ in global memory."""
     return out.shape[4] * out.shape[5] // WARP_GROUP_ROWS
 

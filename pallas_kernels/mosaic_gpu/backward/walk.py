@@ -178,8 +178,8 @@ class KeyTile(NamedTuple):
             # dQ = dS' K, of the tile before
             d_query.start_gemm(acc, state.count - 1, self.group, self.scratch.keys, self.zero)
             if q is not None:
-                of_keys = d_query.tile(state.count, self.group + self.zero) if self.is_tight else d_s
-                plg.wgmma(self.sums[KEY], of_keys, q)  # dK += dS'^T Q [keys, D]
+                operand = d_query.tile(state.count, self.group + self.zero) if self.is_tight else d_s
+                plg.wgmma(self.sums[KEY], operand, q)  # dK += dS'^T Q [keys, D]
             if not self.is_tight:
                 d_query.commit(state.count, self.group)
             return plg.wgmma_accumulator_load(acc, wait_n=int(q is not None))
@@ -227,8 +227,8 @@ class KeyTile(NamedTuple):
             plg.wgmma(self.sums[VALUE], dropped, d_out)  # dV += P^T dO [keys, Dv]
         if self.is_tight:
             self._start_d_weights(d_weights, d_out)
-        runs = value_first and not self.is_tight  # the dV GEMM, behind that of dP
-        d_p = weights_vjp(spec, tile, plg.wgmma_accumulator_load(d_weights, wait_n=int(runs)))
+        wait_n = int(value_first and not self.is_tight)  # the dV GEMM may run on, if it is behind that of dP
+        d_p = weights_vjp(spec, tile, plg.wgmma_accumulator_load(d_weights, wait_n=wait_n))
         if not folds_delta:
             d_p += vector(DELTA)
             stream.stats.release(count)

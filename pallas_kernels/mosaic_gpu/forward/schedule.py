@@ -51,7 +51,7 @@ class PersistentScheduler(NamedTuple, Generic[Tile]):
     ) -> jax.Array:
         """Runs ``stage = tile(i, index, stage)`` for the ith tile of this CTA, and returns how many there were.
 
-        `index` is that of the grid, and `stage` the first free ring stage. `next_tile` returns the id of the ith tile.
+        `index` is the index in the grid, `stage` the first free ring stage. `next_tile` returns the id of the ith tile.
         """
         if self.tile_ids is None:
             tile(jnp.int32(0), self.grid.unravel(self.cta_id), jnp.int32(0))
