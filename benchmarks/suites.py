@@ -287,7 +287,7 @@ SUITES = {
             *(Problem(1, 2048, 8192, 32, 8, 128, variant, page=64) for variant in ("sliding_window", "softcap")),
             *(
                 Problem(B, T, S, 32, 8, 128, "causal", page=page)
-                for page, (B, T, S) in product((16, 64, 128), ((1, 2048, 8192), (8, 1024, 1024)))
+                for page, (B, T, S) in product((1, 16, 64, 128), ((1, 2048, 8192), (8, 1024, 1024)))
             ),
         ],
     ),

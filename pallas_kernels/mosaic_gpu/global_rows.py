@@ -11,10 +11,21 @@ from jax.experimental.pallas import mosaic_gpu as plg
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
-from pallas_kernels.mosaic_gpu.inline_ptx import TILE_COLUMNS, address_at, array, inline, ptx, run_ptx, word
+from pallas_kernels.mosaic_gpu import smem
+from pallas_kernels.mosaic_gpu.inline_ptx import (
+    AXIS_OF_8_ROWS,
+    TILE_COLUMNS,
+    address_at,
+    array,
+    inline,
+    ptx,
+    run_ptx,
+    word,
+)
 from pallas_kernels.types import Ref
 
 _TILE = plg.Layout.WGMMA
+PIECE = 8  # elements that a thread copies at once
 
 
 def load_rows(ref: Ref, line: jax.Array) -> jax.Array:
@@ -42,6 +53,50 @@ def load_rows(ref: Ref, line: jax.Array) -> jax.Array:
 
     types, result = (plg.RefType(), _TILE, _TILE), array((line.shape[0], columns), ref.dtype, _TILE)
     return inline(run, types, ref, lax.broadcast_in_dim(line, pairs, (0,)), column, result=result)
+
+
+def copy_rows(ref: Ref, line: jax.Array, target: Ref) -> None:
+    """Copies rows of 16-bit elements to a swizzled tile of shared memory, 16 bytes at a time (``cp.async``).
+
+    `ref` is seen as lines of its last axis; `line` is that of each row, in range. Four threads share a row. The copies
+    are done after `wait_for_copies`.
+    """
+    rows, size = target.shape
+    swizzle, pieces = smem.swizzle_of(size, 2), size // PIECE
+    transforms = plg.TilingTransform((8, swizzle // 2)), plg.SwizzleTransform(swizzle)
+    row, column = (plg.broadcasted_iota(jnp.int32, (rows, TILE_COLUMNS), axis, layout=_TILE) for axis in (0, 1))
+    thread = lax.div(column, jnp.int32(2))  # of the row
+    begin = lax.rem(row, jnp.int32(8)) * swizzle  # of the row in a swizzled tile of 8
+
+    def place(step: int) -> jax.Array:
+        """Where the piece of this thread goes in its first row."""
+        tile, piece = lax.div(thread + step, jnp.int32(swizzle // 16)), lax.rem(thread + step, jnp.int32(swizzle // 16))
+        permuted = (piece * 16) ^ (lax.shift_right_logical(begin, jnp.int32(3)) & (swizzle - 16))
+        return (lax.div(row, jnp.int32(8)) * (size * 2 // swizzle) + tile) * (8 * swizzle) + begin + permuted
+
+    steps = range(0, pieces, 4)
+
+    def run(_, source, to, lines, threads, *places):
+        wide, base = word(64), mgpu.utils.memref_ptr(source)
+        first = lambda x, where=(0,) * lines.registers.ndim: vector.extract(x.registers[where], [], [0])
+        tile, at = llvm.ptrtoint(word(), mgpu.utils.memref_ptr(to)), arith.extsi(wide, first(threads))
+        at = arith.muli(at, arith.constant(wide, 16))
+        for where in np.ndindex(lines.registers.shape):
+            offset = arith.muli(arith.extsi(wide, first(lines, where)), arith.constant(wide, size * 2))
+            address = address_at(base, arith.addi(offset, at))
+            below = (64 * where[0] + 8 * where[AXIS_OF_8_ROWS]) * size * 2
+            for step, place in zip(steps, places, strict=True):
+                copy = f"cp.async.cg.shared.global [$0+{below}], [$1+{16 * step}], 16;"
+                text = f"{{ .reg .pred copied; setp.lt.s32 copied, $2, {pieces - step}; @copied {copy} }}"
+                run_ptx([arith.addi(tile, first(place)), address, first(threads)], text, "r,l,r")
+
+    types = (plg.RefType(), plg.RefType(transforms), *[_TILE] * (2 + len(steps)))
+    inline(run, types, ref, target, lax.broadcast_in_dim(line, row.shape, (0,)), thread, *map(place, steps))
+
+
+def wait_for_copies() -> None:
+    """Waits until the copies of this thread have arrived."""
+    inline(lambda _: run_ptx([], "cp.async.wait_all;", ""), ())
 
 
 def store_rows(ref: Ref, line: jax.Array, first: int, x: jax.Array) -> None:

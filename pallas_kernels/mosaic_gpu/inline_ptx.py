@@ -103,8 +103,8 @@ def logistic_of_pairs(exponent: jax.Array, *, of_rows: bool) -> jax.Array:
         for at in np.ndindex(new.shape):
             if not of_rows:
                 new[at] = vector.from_elements(kind, _reciprocals(*elements(at)))
-            elif at[_AXIS_OF_8_ROWS] == 0:
-                below = (*at[:_AXIS_OF_8_ROWS], 1, *at[_AXIS_OF_8_ROWS + 1 :])
+            elif at[AXIS_OF_8_ROWS] == 0:
+                below = (*at[:AXIS_OF_8_ROWS], 1, *at[AXIS_OF_8_ROWS + 1 :])
                 columns = zip(*map(_reciprocals, elements(at), elements(below)), strict=True)
                 new[at], new[below] = (vector.from_elements(kind, column) for column in columns)
         return with_registers(r, new)
@@ -119,7 +119,7 @@ def hide_range(layout: RegisterLayout, x: jax.Array) -> jax.Array:
 
 
 MAX_PAIRED_EXPONENT = 63.0  # (1 + 2 ** 63) ** 2 is below the largest float32
-_AXIS_OF_8_ROWS = 4  # of the registers of wgmma accumulators: a thread holds elements of two rows, 8 apart
+AXIS_OF_8_ROWS = 4  # of the registers of wgmma accumulators: a thread holds elements of two rows, 8 apart
 
 
 def _reciprocal(r: mgpu.FragmentedArray) -> mgpu.FragmentedArray:

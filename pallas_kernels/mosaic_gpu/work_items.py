@@ -8,10 +8,14 @@ from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plg
 
+from pallas_kernels.mosaic_gpu import inline_ptx
 from pallas_kernels.mosaic_gpu.launch import NUM_SMS
+from pallas_kernels.mosaic_gpu.score.tile import ROW
 from pallas_kernels.spec import AttentionSpec
 from pallas_kernels.split_kv.work import NUM_ITEMS
 from pallas_kernels.types import Axis, Index, Ref
@@ -101,6 +105,17 @@ def look_up_page(
     if pieces > 1:
         page = jnp.minimum(page, lax.div(item.length - 1, jnp.int32(spec.page_size)))
     return jnp.clip(table[item.request, page], 0, spec.num_pages - 1) + first_page[0], row
+
+
+def lines_of_tile(
+    spec: AttentionSpec, table: Ref, first_page: Ref, item: Item, tile: jax.Array, keys: int
+) -> jax.Array:
+    """Lines of a tile of so many keys in the pages of one head, int32 [keys]; past the length, that of the last key."""
+    key = jnp.minimum(tile * keys + plg.broadcasted_iota(jnp.int32, (keys,), 0, layout=ROW), item.length - 1)
+    size = jnp.int32(spec.page_size)
+    page = inline_ptx.load_elements(table.at[item.request], lax.div(key, size), ROW, np.dtype(np.int32))
+    page = jnp.minimum(jnp.maximum(page, 0), spec.num_pages - 1) + first_page[0]
+    return page * size + lax.rem(key, size)
 
 
 def rows_of_piece(spec: AttentionSpec, keys: int = TILE_KEYS) -> int:

@@ -78,7 +78,7 @@ def same_bits(one, other):
         "hopper_mixed_bfloat16", "hopper_pages_of_8_bfloat16", "hopper_padding_and_empty_bfloat16",
         "hopper_layers_float16", "latent_mixed_bfloat16", "latent_63_heads_bfloat16", "hopper_126_heads_bfloat16",
         "hopper_odd_sigmoid_bfloat16", "hopper_prompts_bfloat16", "hopper_prompt_alone_bfloat16",
-        "hopper_prompt_bias_bfloat16", "dense_one_tile",
+        "hopper_prompt_bias_bfloat16", "hopper_prompt_pages_of_1_bfloat16", "dense_one_tile",
     ]},
 )  # fmt: skip
 @pytest.mark.parametrize("case", [*DENSE, *PAGED, *PROMPTS, *LATENT], ids=str)

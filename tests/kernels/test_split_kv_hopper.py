@@ -86,6 +86,8 @@ COMPILED = {
     "prompts_64": (paged, {"T": 1024, "B": 8, "mask_mod": WINDOW, "D": 64, "page": 8, "dtype": jnp.float16}),
     "prompts_192": (paged, {"T": 1024, "B": 8, "D": 192, "page": 192}),
     "prompts_256": (paged, {"T": 1024, "B": 8, "D": 256, "mask_mod": CAUSAL}),
+    "prompts_pages_of_1": (paged, {"T": 1024, "B": 8, "mask_mod": CAUSAL, "page": 1}),
+    "prompts_pages_of_4": (paged, {"T": 1024, "B": 8, "mask_mod": CAUSAL, "page": 4, "D": 80, "Dv": 48}),
     "prompt_of_split_keys": (paged, {"T": 512, "B": 1, "mask_mod": CAUSAL, "page": 128}),
     "dense": (dense, {}),
     "dense_64": (dense, {"D": 64, "Hq": 16, "Hkv": 16, "B": 4}),
@@ -220,8 +222,6 @@ PROMPTS = {"T": 1024, "B": 8}
 NO_LOWERING = "`score_mod` .* primitive `population_count` has no lowering for Mosaic GPU"
 NEITHER = "neither dropout, statistics of rows nor weights without a softmax"
 REFUSALS = [
-    *((f"prompts over pages of {page}", paged, {**PROMPTS, "page": page},
-       f"takes pages of 8, 16 or 32 keys or of a multiple of 64, not of {page}") for page in (1, 2, 4)),
     ("prompts of float32", paged, {**PROMPTS, "dtype": jnp.float32}, "compute in bfloat16 or float16, not float32"),
     ("tiles for prompts", paged, {**PROMPTS, **TILES}, OTHER_TILES + ", or 128 by 128 or 64 for prompts"),
     ("prompts of rotated keys", paged, {**PROMPTS, "key_mod": jflex.rope()}, "and so apply no `key_mod`"),

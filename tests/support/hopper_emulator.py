@@ -403,8 +403,13 @@ def _load_in_register_order(ref: Any) -> jax.Array:
     return register_order.to_rows(jnp.asarray(ref[...])[None, None])
 
 
+def _copy_rows(ref: Memory, line: jax.Array, target: Memory) -> None:
+    target[...] = ref.array.reshape(-1, ref.shape[-1])[np.asarray(line)]
+
+
 _ROWS = {"load_rows": lambda ref, line: jnp.asarray(ref.array.reshape(-1, ref.shape[-1])[np.asarray(line)]),
-         "store_rows": _store_rows, "store_values": _store_values}  # fmt: skip
+         "copy_rows": _copy_rows, "wait_for_copies": lambda: None, "store_rows": _store_rows,
+         "store_values": _store_values}  # fmt: skip
 
 
 def _after_barrier(barrier: Any, threads: int, layout: Any, x: jax.Array, operation: str = "sync") -> jax.Array:

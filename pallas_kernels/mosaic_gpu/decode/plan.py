@@ -21,7 +21,7 @@ _STEP = 16  # columns of a head: K of a wgmma
 @functools.lru_cache(maxsize=256)
 def plan(spec: AttentionSpec) -> SplitKvPlan | Refusal:
     """Plans a paged or a dense call on a machine that `limits.limit_of_machine` does not refuse."""
-    reason = limit_of_call(spec)
+    reason = limit_of_call(spec) or (limit_of_pages(spec) if spec.paging is not None else _limit_of_dense(spec))
     if reason is None and spec.group > smem.WARP_GROUP_ROWS:
         reason = f"its tiles hold {smem.WARP_GROUP_ROWS} query heads of a key head, not {spec.group}"
     if reason is not None:
@@ -61,8 +61,7 @@ def limit_of_call(spec: AttentionSpec) -> str | None:
     if spec.config.decode is not None or spec.config.forward is not None:
         tiles = f"64 rows by {TILE_KEYS} keys, or 128 by 128 or 64 for prompts"
         return f"`config` sets tiles, and its kernels for few queries and pages have their own: {tiles}"
-    limit = limit_of_pages(spec) if spec.paging is not None else _limit_of_dense(spec)
-    return limit or limit_of_captured(spec)
+    return limit_of_captured(spec)
 
 
 def _limit_of_dense(spec: AttentionSpec) -> str | None:

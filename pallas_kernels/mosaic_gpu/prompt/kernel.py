@@ -32,7 +32,14 @@ from pallas_kernels.mosaic_gpu.score import scores
 from pallas_kernels.mosaic_gpu.score.tile import ROW
 from pallas_kernels.mosaic_gpu.smem import WARP_GROUP_ROWS, PingPong, Ring
 from pallas_kernels.mosaic_gpu.split_kv import SplitKvInputs, clear_values
-from pallas_kernels.mosaic_gpu.work_items import Item, look_up_page, pieces_of_tile, rows_of_piece
+from pallas_kernels.mosaic_gpu.work_items import (
+    Item,
+    limit_of_pages,
+    lines_of_tile,
+    look_up_page,
+    pieces_of_tile,
+    rows_of_piece,
+)
 from pallas_kernels.spec import AttentionSpec
 from pallas_kernels.split_kv.work import NUM_ITEMS
 from pallas_kernels.types import Index, Ref
@@ -48,15 +55,21 @@ def declare(spec: AttentionSpec, tiles: Tiles, dtype: DTypeLike, query_stages: i
     """The scratch of a CTA."""
     stages = [smem.tiled((tiles.num_stages, tiles.block_kv, size), dtype) for size in (spec.D, spec.Dv)]
     barrier = smem.declared(plg.Barrier(num_barriers=query_stages * CONSUMERS))
+    copies = 1 if gathers(spec) else pieces_of_tile(spec, tiles.block_kv)
     return forward.ForwardScratch(
         smem.tiled((query_stages, CONSUMERS, WARP_GROUP_ROWS, spec.D), dtype),
         barrier,
         barrier,
-        Ring.from_tiles(tuple(stages), CONSUMERS, pieces_of_tile(spec, tiles.block_kv)),
+        Ring.from_tiles(tuple(stages), CONSUMERS, copies),
         None if spec.Dv == spec.D else smem.tiled((CONSUMERS, WARP_GROUP_ROWS, spec.Dv), dtype),
         (),
         schedule.tile_id_scratch(),
     )
+
+
+def gathers(spec: AttentionSpec) -> bool:
+    """True if pages are too small for TMA, so that threads copy their rows."""
+    return limit_of_pages(spec) is not None
 
 
 class ItemTable(NamedTuple):
@@ -157,13 +170,14 @@ def _load_keys(static: PromptStatic, item: Item, stage: jax.Array) -> jax.Array:
     A stage holds the values of the tile before, as in `forward.kernel`.
     """
     before = lambda j: item.begin + jnp.maximum(j - 1, 0)
+    fill = _gather if gathers(static.spec) else _fill
 
     def step(j: jax.Array, done: jax.Array) -> jax.Array:
-        _fill(static, item, stage + j, item.begin + j, before(j))
+        fill(static, item, stage + j, item.begin + j, before(j))
         return done
 
     lax.fori_loop(0, item.tiles, step, jnp.int32(0))
-    pl.when(item.tiles > 0)(lambda: _fill(static, item, stage + item.tiles, None, before(item.tiles)))
+    pl.when(item.tiles > 0)(lambda: fill(static, item, stage + item.tiles, None, before(item.tiles)))
     return forward.after(stage, stage + item.tiles)
 
 
@@ -186,6 +200,23 @@ def _fill(static: PromptStatic, item: Item, i: jax.Array, key_tile: jax.Array | 
             target = tiles.at[slot, pl.ds(n * size, size)]
             plg.copy_gmem_to_smem(source.at[page, pl.ds(row, size), head], target, ring.full.at[slot])
     for _ in range(2 * pieces - len(loads)):
+        plg.barrier_arrive(ring.full.at[slot])
+
+
+def _gather(static: PromptStatic, item: Item, i: jax.Array, key_tile: jax.Array | None, value_tile: jax.Array) -> None:
+    """Does what `_fill` does, row by row."""
+    spec, arrays, ring, keys = static.spec, static.arrays, static.scratch.ring, static.tiles.block_kv
+    assert arrays.table is not None  # of a paged call
+    assert arrays.first_page is not None
+    lines = functools.partial(lines_of_tile, spec, arrays.table, arrays.first_page, item, keys=keys)
+    loads = [(arrays.key, ring.tiles[0], lines(key_tile))] if key_tile is not None else []
+    loads.append((arrays.value, ring.tiles[1], lines(value_tile)))
+    slot, heads = ring.wait_until_empty(i), spec.Hq // static.group
+    for source, tiles, line in loads:
+        global_rows.copy_rows(source, line * heads + lax.div(item.group, static.group), tiles.at[slot])
+    global_rows.wait_for_copies()
+    plg.commit_smem()
+    for _ in ring.tiles:
         plg.barrier_arrive(ring.full.at[slot])
 
 
