@@ -87,7 +87,7 @@ def copy_rows(ref: Ref, line: jax.Array, target: Ref) -> None:
             below = (64 * where[0] + 8 * where[AXIS_OF_8_ROWS]) * size * 2
             for step, place in zip(steps, places, strict=True):
                 copy = f"cp.async.cg.shared.global [$0+{below}], [$1+{16 * step}], 16;"
-                text = f"{{ .reg .pred copied; setp.lt.s32 copied, $2, {pieces - step}; @copied {copy} }}"
+                text = f"{{ .reg .pred exists; setp.lt.s32 exists, $2, {pieces - step}; @exists {copy} }}"
                 run_ptx([arith.addi(tile, first(place)), address, first(threads)], text, "r,l,r")
 
     types = (plg.RefType(), plg.RefType(transforms), *[_TILE] * (2 + len(steps)))

@@ -23,13 +23,13 @@ from jax.experimental.pallas import mosaic_gpu as plg
 
 from pallas_kernels import block_walk
 from pallas_kernels.gradients import RowOperands
-from pallas_kernels.mosaic_gpu import register_order, smem
+from pallas_kernels.mosaic_gpu import global_rows, register_order, smem
 from pallas_kernels.mosaic_gpu.backward.one_pass import sums_shape
 from pallas_kernels.mosaic_gpu.backward.stream import KEY, VALUE, BackwardStatic, RowStats, pack_row_stats, store_sums
 from pallas_kernels.mosaic_gpu.backward.walk import Carried, DkvScratch, KeyTile, declare
-from pallas_kernels.mosaic_gpu.launch import Grid, flatten_captured, launch, output, run_roles
+from pallas_kernels.mosaic_gpu.launch import NUM_SMS, Grid, flatten_captured, launch, output, run_roles
 from pallas_kernels.mosaic_gpu.score import bias_tiles
-from pallas_kernels.mosaic_gpu.score.tile import TILE, accumulator, row_vector
+from pallas_kernels.mosaic_gpu.score.tile import ROW, TILE, accumulator, row_vector
 from pallas_kernels.softmax import mark
 from pallas_kernels.spec import Operands
 from pallas_kernels.types import A, Accumulator, Index, Location, Ref, S
@@ -119,7 +119,11 @@ def _kernel(
 ) -> None:
     b, kv_h, tile = _grid(static).unravel(cta_id)
     location = (b, kv_h, block_walk.column_at(static.spec, inputs.order, b, kv_h, tile))
-    produce = functools.partial(_produce, static, inputs, location, scratch)
+
+    def produce() -> None:
+        _produce(static, inputs, location, scratch)
+        if static.spec.block_size is not None:
+            _prefetch(static, inputs, cta_id + NUM_SMS)
 
     def consume(group: jax.Array) -> None:
         if not static.shares_keys:
@@ -142,6 +146,19 @@ def _produce(static: BackwardStatic, inputs: DkvInputs[Ref], location: Location,
         return i + 1
 
     _over_queries(static, inputs.arrays, location, jnp.int32(0), lambda _: step)
+
+
+def _prefetch(static: BackwardStatic, inputs: DkvInputs[Ref], cta_id: Index) -> None:
+    """Prefetches the keys and values of a later CTA into L2.
+
+    A CTA that reads its tile from lists loads them late. H200, jax 0.11.2, bf16, S 16384, 16 heads, kernel, us, without
+    and with: documents, D 64 1418 and 1384, D 128 1053 and 1045; a window of 1024, D 64 1477 and 1495.
+    """
+    grid, spec, rows = _grid(static), static.spec, static.tiles.block_kv
+    b, kv_h, tile = grid.unravel(jnp.minimum(cta_id, grid.size - 1))
+    first = block_walk.column_at(spec, inputs.order, b, kv_h, tile) * rows
+    for source in (inputs.arrays.key, inputs.arrays.value):
+        plg.async_prefetch(source.at[smem.rows_at(spec, b if spec.Bkv > 1 else 0, kv_h, first, rows)])
 
 
 def _over_queries(
@@ -213,15 +230,25 @@ def _consume(
     operands = {VALUE: (arrays.key, scratch.keys), KEY: (arrays.value, scratch.values)}  # by the sum beside their GEMM
     for source, ref in map(operands.__getitem__, static.sums):
         plg.copy_gmem_to_smem(source.at[at], ref.at[tile], scratch.full.at[group])
-    for other in (group,) if scratch.d_query is None else range(static.warp_groups):  # dQ takes the keys of all
-        plg.barrier_wait(scratch.full.at[other])
-    # No row of dQ is available in the epilogue: so a key that is not finite is itself marked.
-    marks = mark(smem.load(scratch.keys.at[tile], TILE)) if spec.needs_marks and scratch.d_query is not None else None
     columns = outputs.columns if KEY in static.sums else []
 
     def walk(*accumulators: Accumulator) -> tuple[jax.Array, ...]:
         sums = dict(zip(static.sums, accumulators, strict=True))
         key_tile = KeyTile(static, scratch, tile, b, first, sums, inputs.d_query)
+
+        def wait_for_keys() -> None:
+            for other in (group,) if scratch.d_query is None else range(static.warp_groups):  # dQ takes the keys of all
+                plg.barrier_wait(scratch.full.at[other])
+
+        def step_of(h: jax.Array) -> Callable[[Carried, jax.Array, Index, bool], Carried]:
+            """The step of a head; keys and values arrive while limits of the mask do, and while dS is set to zero.
+
+            H200, jax 0.11.2, bf16, S 16384, 16 heads, kernel, us, with this wait before and here: D 64, a window of
+            1024 1521 and 1481, documents 1456 and 1425; D 128, no mask 18278 and 17150, causal 7817 and 8122.
+            """
+            step = key_tile.step(arrays, h)
+            pl.when(h == kv_h * spec.group)(wait_for_keys)
+            return step
 
         def end(h: jax.Array, carried: Carried) -> Carried:
             state, cotangents = carried
@@ -231,7 +258,6 @@ def _consume(
             return state, zeros
 
         zeros = tuple(row_vector(rows) for _ in columns)
-        step_of = functools.partial(key_tile.step, arrays)
         state, _ = _over_queries(static, arrays, location, (key_tile.begin(kv_h), zeros), step_of, end)
         key_tile.end(state)
         scales = {KEY: spec.scale, VALUE: spec.kept_scale}
@@ -239,25 +265,39 @@ def _consume(
 
     sizes = {KEY: spec.D, VALUE: spec.Dv}
     sums: Any = pl.run_scoped(walk, *(accumulator(rows, sizes[name]) for name in static.sums))  # dK, dV
+    _store(static, location, outputs, scratch, group, dict(zip(static.sums, sums, strict=True)))
+
+
+def _store(
+    static: BackwardStatic,
+    location: Location,
+    outputs: DkvOutputs[Ref],
+    scratch: DkvScratch,
+    group: jax.Array,
+    sums: dict[str, jax.Array],
+) -> None:
+    """Stores marks, dV and dK by TMA, which drops rows past the end; dV is staged over the values, dK over the keys.
+
+    Only the dQ GEMM reads keys of the other group, so that dV does not wait for it. With marks from registers, and this
+    order: documents, D 64, kernel, us, 1465 and 1446 (H200, jax 0.11.2, bf16, S 16384, 16 heads).
+    """
+    spec, rows, (b, kv_h, column) = static.spec, smem.WARP_GROUP_ROWS, location
+    tile = jnp.int32(0) if static.shares_keys else group
+    first = column * static.tiles.block_kv + tile * rows
     if outputs.marks:
-        marks = mark(*sums) if marks is None else marks + mark(*sums)
-        assert scratch.sums is not None
+        marks = mark(*sums.values())
+        if scratch.d_query is not None:  # no row of dQ is available: so a key that is not finite is itself marked
+            marks += mark(smem.load(scratch.keys.at[tile], TILE))
         out = outputs.marks[-1 if static.sums == (KEY,) else 0]
-        store_sums(scratch.sums.at[group], out.at[b, kv_h, pl.ds(first, rows)], marks)
-    for shared in (scratch.d_query, scratch.scores):
-        if shared is not None:
-            shared.join()  # all groups have read the keys and values
-    at = smem.rows_at(spec, b, kv_h, first, rows)
-    targets = {KEY: (scratch.keys, outputs.key), VALUE: (scratch.values, outputs.value)}
-    stores = [(targets[name][0].at[tile], targets[name][1].at[at]) for name in static.sums]
-    _store(stores, sums)
-
-
-def _store(stores: list[tuple[Ref, Ref]], sums: tuple[jax.Array, ...]) -> None:
-    """Stores dK, staged over the keys, and dV, staged over the values, by TMA, which drops rows past the end."""
-    for (staged, _), x in zip(stores, sums, strict=True):
-        staged[...] = x.astype(staged.dtype)
-    plg.commit_smem()
-    for staged, target in stores:
-        plg.copy_smem_to_gmem(staged, target)
+        row = first + plg.broadcasted_iota(jnp.int32, (rows,), 0, layout=ROW)
+        global_rows.store_values(out, (b * spec.Hkv + kv_h) * out.shape[2] + row, marks)
+    targets = {VALUE: (scratch.values, outputs.value), KEY: (scratch.keys, outputs.key)}
+    for name in (name for name in targets if name in sums):
+        for shared in (scratch.d_query if name == KEY else None, scratch.scores):
+            if shared is not None:
+                shared.join()  # all groups have read the keys and values
+        staged, target = targets[name][0].at[tile], targets[name][1]
+        staged[...] = sums[name].astype(staged.dtype)
+        plg.commit_smem()
+        plg.copy_smem_to_gmem(staged, target.at[smem.rows_at(spec, b, kv_h, first, rows)])
     plg.wait_smem_to_gmem(0, wait_read_only=True)

@@ -29,9 +29,9 @@ from jax.experimental.pallas import mosaic_gpu as plg
 from jax.typing import DTypeLike
 
 from pallas_kernels.config import Tiles
-from pallas_kernels.mosaic_gpu import register_order, smem
+from pallas_kernels.mosaic_gpu import inline_ptx, register_order, smem
 from pallas_kernels.mosaic_gpu.score.tile import TILE, accumulator
-from pallas_kernels.mosaic_gpu.smem import FIRST_FREE_BARRIER, WARP_GROUP_ROWS, Turns
+from pallas_kernels.mosaic_gpu.smem import FIRST_FREE_BARRIER, WARP_GROUP_ROWS, WARP_GROUP_THREADS, Turns
 from pallas_kernels.spec import AttentionSpec
 from pallas_kernels.types import Accumulator, Index, Ref
 
@@ -52,7 +52,6 @@ class DqAccumulator(NamedTuple):
     # float32 [groups, parts, *register_order.shape]: the dQ of a group, for TMA; columns of both groups are one part.
     # None where registers are tight: threads add it themselves
     staged: Ref | None
-    joined: Ref  # barrier: all groups are done
 
     @classmethod
     def declare(cls, spec: AttentionSpec, tiles: Tiles, dtype: DTypeLike) -> DqAccumulator:
@@ -62,7 +61,6 @@ class DqAccumulator(NamedTuple):
         return cls(
             smem.tiled((D_SCORES_STAGES, groups, tiles.block_kv // groups, tiles.block_q), dtype, swizzle),
             None if is_tight(spec) else smem.declared(plg.SMEM(staged, jnp.float32)),
-            smem.declared(plg.Barrier(num_arrivals=groups)),
         )
 
     def begin(self, group: jax.Array) -> None:
@@ -140,8 +138,8 @@ class DqAccumulator(NamedTuple):
 
     def join(self) -> None:
         """Waits until all groups have arrived here."""
-        plg.barrier_arrive(self.joined)
-        plg.barrier_wait(self.joined)
+        barrier = jnp.int32(FIRST_FREE_BARRIER + 2 * Turns.BARRIERS)
+        inline_ptx.hardware_barrier("sync", barrier, self.d_scores.shape[1] * WARP_GROUP_THREADS)
 
     def _parts(self, out: Ref) -> int:
         """Parts of a group; `out` has the parts of all columns."""

@@ -42,7 +42,7 @@ class DkvScratch(NamedTuple):
 
     keys: Ref  # [groups, rows, D], or [1, rows, D] of shared keys; the epilogue stages dK there
     values: Ref  # [groups, rows, Dv], or [1, rows, Dv]; the epilogue stages dV there
-    sums: Ref | None  # float32 [groups, rows], to stage cotangents of loads by key, and marks; None without
+    sums: Ref | None  # float32 [groups, rows], to stage cotangents of loads by key; None without
     full: Ref  # a barrier for each group: its keys and values have arrived, or of shared keys those that it reads
     stream: QueryStream  # rings of the tiles of queries
     d_query: DqAccumulator | None  # for dQ; None without
@@ -62,7 +62,7 @@ def declare(
         return DkvScratch(
             smem.tiled((key_tiles, rows, spec.D), dtype, swizzle),
             smem.tiled((key_tiles, rows, spec.Dv), dtype),
-            smem.declared(plg.SMEM((groups, rows), jnp.float32)) if loads.columns or spec.needs_marks else None,
+            smem.declared(plg.SMEM((groups, rows), jnp.float32)) if loads.columns else None,
             smem.declared(plg.Barrier(num_arrivals=1 if shares else 2, num_barriers=groups)),
             QueryStream.declare(spec, tiles, dtype, bias, swizzle),
             DqAccumulator.declare(spec, tiles, dtype) if one_pass else None,
