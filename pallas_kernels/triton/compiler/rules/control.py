@@ -7,9 +7,10 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
+from pallas_kernels.program.build import scan_layout
 from pallas_kernels.triton.compiler.emit.emitter import Emitter, Rule, UnknownPrimitiveError
 from pallas_kernels.triton.compiler.emit.text import Value, number_of
-from pallas_kernels.types import Params, aval_of
+from pallas_kernels.types import aval_of
 
 _INT32 = np.dtype("int32")
 
@@ -71,7 +72,7 @@ def _counted(test: Jaxpr, body: Jaxpr, tested: int, constants: int) -> tuple[int
 def _scan(emitter: Emitter, eqn: JaxprEqn, ins: list[Value]) -> list[Value]:
     """A `lax.fori_loop` of a known number of steps."""
     params, body = eqn.params, eqn.params["jaxpr"].jaxpr
-    consts, carried = _scan_sizes(params)
+    consts, carried = scan_layout(params)
     if consts + carried != len(ins) or params["reverse"]:
         raise UnknownPrimitiveError("the primitive `scan`, but for `lax.fori_loop`")
     constants, first = ins[:consts], ins[consts:]
@@ -89,14 +90,6 @@ def _scan(emitter: Emitter, eqn: JaxprEqn, ins: list[Value]) -> list[Value]:
     last = _loop(emitter, (str(start), str(end)), [first[i] for i in others], step)
     outs: dict[int | None, Value] = {number: number_of(np.int32(end)), **dict(zip(others, last, strict=True))}
     return [outs[i] for i in range(carried)]
-
-
-def _scan_sizes(params: Params) -> tuple[int, int]:
-    """Numbers of constants and of carried values; JAX 0.12 holds them in a tree."""
-    if "ft_in" in params:
-        consts, carried = params["ft_in"].unpack()[:2]
-        return len(consts), len(carried)
-    return params["num_consts"], params["num_carry"]
 
 
 def _counts(body: Jaxpr, consts: int, i: int) -> bool:
