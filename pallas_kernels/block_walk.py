@@ -201,18 +201,11 @@ def count_tiles(spec: AttentionSpec, tiles: Tiles) -> tuple[int, int, int] | Non
 MIN_SORTED_ROWS = 32  # from which on sorting pays: it is two small kernels of 5 us together on an H200
 
 
-def heaviest_first(counts: jax.Array) -> jax.Array | None:
-    """The order in which rows are started: those with most blocks first, so that the last wave is balanced.
-
-    None for so few rows that reverse order is good enough, which is the same for a causal mask.
-    """
-    return None if counts.shape[-1] < MIN_SORTED_ROWS else jnp.argsort(-counts, axis=-1).astype(jnp.int32)
-
-
 def _order(spec: AttentionSpec, arrays: Operands[jax.Array], axis: int, tile: int, length: int) -> jax.Array | None:
-    """The order of tiles along an axis.
+    """The order of tiles along an axis: tiles with most blocks first, so that the last wave is balanced.
 
-    A mask may have that of its blocks among its captured arrays: to sort the rows of each call takes two kernels.
+    None for so few tiles that reverse order is good enough, which is the same for a causal mask. A mask may have the
+    order of its blocks among its captured arrays: to sort the rows of each call takes two kernels.
     """
     if spec.block_size is None:
         return None
@@ -225,7 +218,8 @@ def _order(spec: AttentionSpec, arrays: Operands[jax.Array], axis: int, tile: in
     weight = arrays.lists[4 * axis] + arrays.lists[4 * axis + 2]
     if axis == 1 and spec.list_heads > 1:
         weight = weight.reshape(spec.list_batch, spec.Hkv, spec.group, -1).sum(axis=2)
-    return heaviest_first(jnp.repeat(weight, spec.block_size[axis] // tile, axis=-1)[..., : -(-length // tile)])
+    weight = jnp.repeat(weight, spec.block_size[axis] // tile, axis=-1)[..., : -(-length // tile)]
+    return None if weight.shape[-1] < MIN_SORTED_ROWS else jnp.argsort(-weight, axis=-1).astype(jnp.int32)
 
 
 def row_order(spec: AttentionSpec, tiles: Tiles, arrays: Operands[jax.Array]) -> jax.Array | None:
