@@ -152,7 +152,8 @@ class SplitPlan:
         else:
             assert spec.block_size is not None
             max_blocks_ = max_blocks(spec, end)
-            at = (*_list_position(spec, b, kv_h), jnp.zeros_like(row))
+            zero = jnp.zeros_like(row)
+            at = (b if spec.list_batch > 1 else zero), (kv_h if spec.list_heads > 1 else zero), zero
             listed = [runner_of(spec).load(counts.at[at]) for counts in (extents.counts, extents.full_counts)]
             listed = [x if max_blocks_ is None else jnp.minimum(x, max_blocks_) for x in listed]
             tiles = (listed[0] + listed[1]) * (spec.block_size[1] // self.tiles.block_kv)
@@ -214,11 +215,6 @@ def max_blocks(spec: AttentionSpec, end: Index | None) -> jax.Array | None:
     """Bound on a row's listed blocks that begin before `end`: lists ascend, so these are the first ones."""
     assert spec.block_size is not None
     return None if end is None else lax.div(end + (spec.block_size[1] - 1), spec.block_size[1])
-
-
-def _list_position(spec: AttentionSpec, b: jax.Array, h: jax.Array) -> tuple[jax.Array, jax.Array]:
-    zero = jnp.zeros_like(b)
-    return (b if spec.list_batch > 1 else zero), (h if spec.list_heads > 1 else zero)
 
 
 def _slots_before(splits: jax.Array, row: Index) -> jax.Array:
