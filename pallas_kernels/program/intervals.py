@@ -55,11 +55,6 @@ def visibility(program: Program, evaluation: Evaluation, first: jax.Array, last:
     return IntervalAnalysis(evaluation, {"k": Span(first, last)}).visibility(program.output, jnp.shape(first))
 
 
-def visibility_of(node: Node, evaluation: Evaluation, q: Span, k: Span) -> Visibility:
-    """Classifies one tile by a boolean node of a mask's program, from the ends of both axes; spans are of scalars."""
-    return IntervalAnalysis(evaluation, {"q": q, "k": k}).visibility(node, ())
-
-
 class IntervalAnalysis:
     """Intervals of the nodes of one program.
 

@@ -387,4 +387,4 @@ class Mask(NamedTuple):
         assert scores.mask is not None  # whose clause it is
         firsts = (self.first, scores.fixed) if scores.transposed else (scores.fixed, self.first)
         q, k = (intervals.Span(at, at + (count - 1)) for at, count in zip(firsts, scores.tile, strict=True))
-        return ~intervals.visibility_of(clause, scores.mask.child({}), q, k).all
+        return ~intervals.IntervalAnalysis(scores.mask.child({}), {"q": q, "k": k}).visibility(clause, ()).all
