@@ -52,11 +52,6 @@ class Sums(NamedTuple):
         return self.exponent, self.row_sum, *self.row_max
 
 
-def vectors_of_partial(spec: AttentionSpec) -> int:
-    """Vectors that are stored of a partial result."""
-    return (2 if spec.config.batch_invariant else 1) + len(spec.stats)
-
-
 def tiles_of_split(tiles: Tiles) -> int:
     """Tiles of keys of a split."""
     return max(1, limits.KEYS_OF_SPLIT // tiles.block_kv)

@@ -204,7 +204,8 @@ def result_shapes(spec: AttentionSpec, out_dtype: DTypeLike) -> list[jax.ShapeDt
 
 def partial_shapes(spec: AttentionSpec, slots: tuple[int, ...]) -> list[jax.ShapeDtypeStruct]:
     """Shapes of partial results, float32: out [*slots, Dv], and lse and stats [*slots]."""
-    vectors = [jax.ShapeDtypeStruct(slots, jnp.float32)] * fixed_splits.vectors_of_partial(spec)
+    count = (2 if spec.config.batch_invariant else 1) + len(spec.stats)  # see `fixed_splits.Sums.vectors`
+    vectors = [jax.ShapeDtypeStruct(slots, jnp.float32)] * count
     return [jax.ShapeDtypeStruct((*slots, spec.Dv), jnp.float32), *vectors]
 
 
