@@ -56,11 +56,13 @@ PARTIALS_PER_WARP = 16  # read at once: 64 registers of a thread at 128 columns
 MAX_FEW_ROWS = 132  # up to which the merge needs more warps in a program to fill the GPU
 
 
-def partials_at_once(max_splits: int, rows: int) -> tuple[int, int]:
+def _at_once(spec: AttentionSpec, max_splits: int, rows: int) -> tuple[int, int]:
     """Partial results that a merge program reads at once, and its warps.
 
     A few rows may have many splits each.
     """
+    if spec.config.batch_invariant:
+        return 2, 1
     run = min(1 << (max_splits - 1).bit_length(), PARTIALS_PER_WARP if rows > MAX_FEW_ROWS else 4 * PARTIALS_PER_WARP)
     return max(run, 2), max(1, run // PARTIALS_PER_WARP)
 
@@ -224,10 +226,6 @@ def merge_ragged(plan: SplitPlan, extents: KvExtents[jax.Array], partials: Resul
     )
 
 
-def _at_once(spec: AttentionSpec, max_splits: int, rows: int) -> tuple[int, int]:
-    return (2, 1) if spec.config.batch_invariant else partials_at_once(max_splits, rows)
-
-
 def _uniform_kernel(spec: AttentionSpec, splits: int, run: int, partials: Partials[Ref], *result: Ref) -> None:
     line, kv_h, b = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     _merge_line(spec, run, partials, SplitRow(b, kv_h, b * splits, jnp.int32(splits)), (kv_h, line), result)
@@ -310,8 +308,7 @@ def _paged_kernel(
     def merge(planned: Requests, number: jax.Array) -> None:
         h = lax.rem(number, spec.Hq)
         row = query_to_merge(spec, work, planned, lax.div(number, spec.Hq))
-        line = row.t * spec.group + lax.rem(h, spec.group)
-        at = lax.div(h, spec.group), line
+        at = lax.div(h, spec.group), row.t * spec.group + lax.rem(h, spec.group)
         columns, vectors = merge_row(spec, splits, run, row.slot, row.splits, at)
         n = jnp.minimum(row.n, spec.T - 1)
         for ref, x in zip(vector_refs, vectors, strict=True):
