@@ -40,19 +40,18 @@ def group_loads(scores: ScoreShape, derivative: Derivative | None) -> LoadGroups
     for load in (n for n in loads if n.kind == Axes.TILE):
         axes = broadcast_axes(scores, load)
         (repeated.setdefault(axes, []) if any(axes) else single).append(load)
-    alone = lambda n: sum(other.value == n.value for other in single) == 1
-    stores = [n for n in single if alone(n) and reads_once(scores, n)]
+    stored = [n for n in single if stores(scores, single, n, NO_AXES)]
     return LoadGroups(
         tuple(n for n in loads if n.kind in (Axes.UNIFORM, Axes.ROW)),
         tuple(n for n in loads if n.kind == Axes.COLUMN),
         tuple((axes, tuple(group)) for axes, group in repeated.items()),
-        tuple(stores),
-        tuple(n for n in single if n not in stores),
+        tuple(stored),
+        tuple(n for n in single if n not in stored),
     )
 
 
 def stores(scores: ScoreShape, loads: Sequence[Node], load: Node, axes: BroadcastAxes) -> bool:
-    """True if a load of a group that is constant along some axes is stored, and not added by atomics."""
+    """True if a load of a group that is constant along these axes is stored, and not added by atomics."""
     alone = sum(other.value == load.value for other in loads) == 1
     return alone and reads_once(scores, load, axes)
 
