@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import inspect
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple, TypedDict
 
 import jax.numpy as jnp
@@ -146,6 +146,15 @@ class VectorMods(NamedTuple):
             (name, mod, (vector, jnp.float32(0), *index) if name == "output_mod" else (vector, *index))
             for name, mod in self._asdict().items()
         ]
+
+
+def check_mods(
+    score_mod: jflex.ScoreMod | None, mask_mod: jflex.MaskMod | None, heads: int, check_state: Callable[..., None]
+) -> None:
+    """Raises ValueError for mods of a constructor made for another number of heads; ``check_state(name, mod)``, too."""
+    for name, mod in (("score_mod", score_mod), ("mask_mod", mask_mod)):
+        check_state(name, mod)
+        jflex.check_mod_sizes(mod, heads=heads, caller="a layer")
 
 
 def captures(mod: object) -> Iterator[object]:

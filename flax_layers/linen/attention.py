@@ -14,9 +14,9 @@ import jflex
 from flax_layers.attention import core as attention_core
 from flax_layers.attention.constant_mask import constant_mask
 from flax_layers.attention.methods import AttentionMethods
-from flax_layers.attention.mods import VectorMods
+from flax_layers.attention.mods import VectorMods, check_mods
 from flax_layers.attention.selection import BlockSelection
-from flax_layers.linen.mods import LinenLayer, check_mods, create_parameters
+from flax_layers.linen.mods import LinenLayer, check_no_nnx_state, create_parameters
 from flax_layers.linen.rms_norm import RMSNorm
 from jflex.rotary import RotaryScaling
 
@@ -91,7 +91,7 @@ class FlexAttention(LinenLayer, AttentionMethods, linen.Module):
     def __post_init__(self) -> None:
         """Checks the arguments."""
         attention_core.check_heads(self.in_features, self.num_heads, self.num_kv_heads, self.head_dim)
-        check_mods(self.score_mod, self.mask_mod, self.num_heads)
+        check_mods(self.score_mod, self.mask_mod, self.num_heads, check_no_nnx_state)
         attention_core.check_dropout_rate(self.dropout_rate)
         self.block_mask = constant_mask(self.block_mask)
         super().__post_init__()

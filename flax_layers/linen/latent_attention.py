@@ -12,8 +12,9 @@ import jflex
 from flax_layers.attention import latent_core
 from flax_layers.attention.constant_mask import constant_mask
 from flax_layers.attention.latent_methods import LatentMethods
+from flax_layers.attention.mods import check_mods
 from flax_layers.attention.selection import BlockSelection
-from flax_layers.linen.mods import LinenLayer, check_mods
+from flax_layers.linen.mods import LinenLayer, check_no_nnx_state
 from flax_layers.linen.rms_norm import RMSNorm
 from jflex.rotary import RotaryScaling
 
@@ -81,7 +82,7 @@ class MultiHeadLatentAttention(LinenLayer, LatentMethods, linen.Module):
         """Checks the arguments."""
         names = ("latent_dim", "nope_head_dim", "rope_head_dim", "value_head_dim")
         latent_core.check_sizes(self.num_heads, **{name: getattr(self, name) for name in names})
-        check_mods(self.score_mod, self.mask_mod, self.num_heads)
+        check_mods(self.score_mod, self.mask_mod, self.num_heads, check_no_nnx_state)
         self.block_mask = constant_mask(self.block_mask)
         super().__post_init__()
 

@@ -34,13 +34,6 @@ class LinenLayer(Layer):
         return self.dtype or self.param_dtype
 
 
-def check_mods(score_mod: jflex.ScoreMod | None, mask_mod: jflex.MaskMod | None, heads: int) -> None:
-    """Raises ValueError for mods of a constructor with NNX parameters, or made for another number of heads."""
-    for name, mod in (("score_mod", score_mod), ("mask_mod", mask_mod)):
-        check_no_nnx_state(name, mod)
-        jflex.check_mod_sizes(mod, heads=heads, caller="a layer")
-
-
 def check_no_nnx_state(name: str, mod: Callable[..., object] | None) -> None:
     """Raises ValueError for a mod with NNX parameters, which linen would treat as constants.
 

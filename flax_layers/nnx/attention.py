@@ -13,9 +13,10 @@ from jaxtyping import Array
 import jflex
 from flax_layers.attention import core as attention_core
 from flax_layers.attention.methods import AttentionMethods
+from flax_layers.attention.mods import check_mods
 from flax_layers.attention.selection import BlockSelection
 from flax_layers.nnx.rms_norm import RMSNorm
-from flax_layers.nnx.stored_mods import ModAttributes, check_mods
+from flax_layers.nnx.stored_mods import ModAttributes, check_no_hidden_state
 from jflex.rotary import RotaryScaling
 
 
@@ -135,7 +136,7 @@ class FlexAttention(AttentionMethods, ModAttributes):
         config: jflex.Config | None = None,
         rngs: nnx.Rngs,
     ):
-        check_mods(score_mod, mask_mod, num_heads)
+        check_mods(score_mod, mask_mod, num_heads, check_no_hidden_state)
         attention_core.check_dropout_rate(dropout_rate)
         attention_core.check_heads(in_features, num_heads, num_kv_heads, head_dim)
         self.in_features, self.in_kv_features = in_features, in_kv_features

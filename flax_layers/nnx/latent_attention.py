@@ -11,9 +11,10 @@ from jaxtyping import Array, Float
 import jflex
 from flax_layers.attention import latent_core
 from flax_layers.attention.latent_methods import LatentMethods
+from flax_layers.attention.mods import check_mods
 from flax_layers.attention.selection import BlockSelection
 from flax_layers.nnx.rms_norm import RMSNorm
-from flax_layers.nnx.stored_mods import ModAttributes, check_mods
+from flax_layers.nnx.stored_mods import ModAttributes, check_no_hidden_state
 from jflex.rotary import RotaryScaling
 
 
@@ -87,7 +88,7 @@ class MultiHeadLatentAttention(LatentMethods, ModAttributes):
     ):
         sizes = {"latent_dim": latent_dim, "nope_head_dim": nope_head_dim, "rope_head_dim": rope_head_dim}
         latent_core.check_sizes(num_heads, **sizes, value_head_dim=value_head_dim)
-        check_mods(score_mod, mask_mod, num_heads)
+        check_mods(score_mod, mask_mod, num_heads, check_no_hidden_state)
         linear = functools.partial(nnx.Linear, use_bias=False, kernel_init=kernel_init)
         linear = functools.partial(linear, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
         norm = functools.partial(RMSNorm, epsilon=norm_epsilon, dtype=dtype, param_dtype=param_dtype, rngs=rngs)

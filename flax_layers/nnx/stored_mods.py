@@ -103,13 +103,6 @@ def _may_capture_tracers(mod: Mod) -> bool:
     return is_tracing or any(isinstance(x, Tracer) for x in reachable)
 
 
-def check_mods(score_mod: ScoreMod | None, mask_mod: MaskMod | None, heads: int) -> None:
-    """Raises ValueError for mods of a constructor with hidden parameters, or made for another number of heads."""
-    for name, mod in (("score_mod", score_mod), ("mask_mod", mask_mod)):
-        check_no_hidden_state(name, mod)
-        jflex.check_mod_sizes(mod, heads=heads, caller="a layer")
-
-
 def check_no_hidden_state(name: str, mod: Mod | None, remedy: str = _REMEDY) -> None:
     """Raises ValueError for a mod whose parameters the transformations of Flax would not see.
 
