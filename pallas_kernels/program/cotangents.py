@@ -51,25 +51,21 @@ def group_loads(scores: ScoreShape, derivative: Derivative | None) -> LoadGroups
 
 
 def stores(scores: ScoreShape, loads: Sequence[Node], load: Node, axes: BroadcastAxes) -> bool:
-    """True if a load of a group that is constant along these axes is stored, and not added by atomics."""
+    """True if a load of a group that is constant along these axes is stored, and not added by atomics.
+
+    No other load of the group reads its array, and different (b, h, q, k) surely read different elements: each has its
+    own dimension, up to an offset. `axes` are ignored, because the load is constant along them.
+    """
     alone = sum(other.value == load.value for other in loads) == 1
-    return alone and reads_once(scores, load, axes)
+    sizes = {"b": 1 if axes.batch else scores.B, "h": 1 if axes.heads else scores.Hq, "q": scores.T, "k": scores.S}
+    indexing = {_argument_with_offset(index) for index in load.inputs}
+    return alone and not axes.diagonal and all(size == 1 or name in indexing for name, size in sizes.items())
 
 
 def is_ordered(scores: ScoreShape, groups: LoadGroups) -> bool:
     """True if all cotangents are added in a fixed order, and none by atomics."""
     stored = (stores(scores, loads, load, axes) for axes, loads in groups.repeated for load in loads)
     return not groups.atomics and all(stored)
-
-
-def reads_once(scores: ScoreShape, load: Node, axes: BroadcastAxes = NO_AXES) -> bool:
-    """True if different (b, h, q, k) surely read different elements: each has its own dimension, up to an offset.
-
-    `axes` are ignored, because the load is constant along them.
-    """
-    sizes = {"b": 1 if axes.batch else scores.B, "h": 1 if axes.heads else scores.Hq, "q": scores.T, "k": scores.S}
-    indexing = {_argument_with_offset(index) for index in load.inputs}
-    return not axes.diagonal and all(size == 1 or name in indexing for name, size in sizes.items())
 
 
 def covers(scores: ScoreShape, load: Node, shape: tuple[int, ...]) -> bool:
