@@ -159,10 +159,6 @@ class Settings(NamedTuple):
         """The vector mods."""
         return VectorMods(self.query_mod, self.key_mod, self.value_mod, self.output_mod)
 
-    def without_vectors(self) -> Settings:
-        """These settings without vector mods."""
-        return self._replace(query_mod=None, key_mod=None, value_mod=None, output_mod=None)
-
     def kept(self, batch: int | Int32[jax.Array, " rows"], heads: int) -> KeptMod | None:
         """The mod of dropout, True where a weight is kept; None without dropout. See `jflex._call.dropout.kept_mod`."""
         if not self.dropout_rate or self.kept_mod is not None:

@@ -170,7 +170,8 @@ def prepare(
         tokens = PackedTokens.from_boundaries(q_ends, kv_ends, lengths)
         score_mod, kept = (reindexed(mod, tokens.positions) if tokens.sequences else None for mod in (score_mod, kept))
     rate = 0.0 if kept is None else settings.dropout_rate
-    dense = settings.without_vectors()._replace(score_mod=score_mod, mask_mod=None, kept_mod=kept, dropout_rate=rate)
+    dense = settings._replace(query_mod=None, key_mod=None, value_mod=None, output_mod=None)
+    dense = dense._replace(score_mod=score_mod, mask_mod=None, kept_mod=kept, dropout_rate=rate)
     call = prepare_dense(_batch_of_one(q), _batch_of_one(k), _batch_of_one(v), dense, block_mask=block_mask)
     return PackedCall(call._replace(caller="flex_attention_varlen"), q_ends, kv_ends)
 
