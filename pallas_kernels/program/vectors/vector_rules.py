@@ -188,7 +188,7 @@ def _rev(graph: Graph, ins: Inputs, params: Params, shape: tuple[int, ...]) -> L
     return LazyArray(shape, x.dtype, element)
 
 
-def unstacked(graph: Graph, x: LazyArray, axis: int, position: int) -> LazyArray:
+def unstacked(x: LazyArray, axis: int, position: int) -> LazyArray:
     """One element along a dimension."""
     shape = (*x.shape[:axis], *x.shape[axis + 1 :])
     return LazyArray(shape, x.dtype, lambda index: x.at([*index[:axis], position, *index[axis:]]))

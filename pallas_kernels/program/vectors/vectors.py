@@ -215,7 +215,7 @@ class _VectorRun:
         if name == "split":
             return vector_rules.split(graph, ins[0], params["axis"], params["sizes"])
         if name == "unstack":
-            return [vector_rules.unstacked(graph, ins[0], params["axis"], i) for i in range(len(eqn.outvars))]
+            return [vector_rules.unstacked(ins[0], params["axis"], i) for i in range(len(eqn.outvars))]
         if name in vector_rules.REDUCTIONS:
             return [vector_rules.reduce(graph, name, ins[0], params["axes"], self.lanes)]
         if name == "dot_general":

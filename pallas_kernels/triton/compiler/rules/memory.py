@@ -29,7 +29,7 @@ def _get(emitter: Emitter, eqn: JaxprEqn, ins: list[Value]) -> list[Value]:
     """A load; `jflex_mask_load`, where it follows, takes its line back."""
     aval, (out,) = aval_of(eqn.outvars[0]), eqn.outvars
     dtype = np.dtype(aval.dtype)
-    pointer = _pointer(emitter, eqn, ins, 1)
+    pointer = _pointer(eqn, ins, 1)
     emitter.loads[out] = len(emitter.lines), pointer
     return [emitter.let("load", emitter.dialect.load(pointer, dtype), aval.shape, dtype)]
 
@@ -51,7 +51,7 @@ def _mask_store(emitter: Emitter, eqn: JaxprEqn, ins: list[Value]) -> list[Value
 
 def _swap(emitter: Emitter, eqn: JaxprEqn, ins: list[Value]) -> list[Value]:
     """A store; what was there before is never used in a kernel."""
-    pointer, value, dtype = _pointer(emitter, eqn, ins, 2), ins[1], ins[0].dtype
+    pointer, value, dtype = _pointer(eqn, ins, 2), ins[1], ins[0].dtype
     mask = None if isinstance(eqn.invars[1], Literal) else emitter.masks.pop(eqn.invars[1], None)
     masked = "" if mask is None else f", mask={emitter.dialect.mask(emitter.tensor(mask))}"
     emitter.put(f"tl.store({pointer}, {emitter.dialect.stored(emitter.tensor(value), dtype)}{masked})")
@@ -59,12 +59,12 @@ def _swap(emitter: Emitter, eqn: JaxprEqn, ins: list[Value]) -> list[Value]:
 
 
 def _addupdate(emitter: Emitter, eqn: JaxprEqn, ins: list[Value]) -> list[Value]:
-    pointer, value = _pointer(emitter, eqn, ins, 2), emitter.tensor(ins[1])
+    pointer, value = _pointer(eqn, ins, 2), emitter.tensor(ins[1])
     emitter.put(f'tl.atomic_add({pointer}, {emitter.dialect.stored(value, ins[0].dtype)}, sem="relaxed")')
     return []
 
 
-def _pointer(emitter: Emitter, eqn: JaxprEqn, ins: list[Value], first: int) -> str:
+def _pointer(eqn: JaxprEqn, ins: list[Value], first: int) -> str:
     """The pointers that an equation reads or writes; its index begins at operand `first`."""
     known = {id(v): x for v, x in zip(eqn.invars, ins, strict=True)}
     read = lambda x: known[id(x)] if id(x) in known else number_of(getattr(x, "val", x))
