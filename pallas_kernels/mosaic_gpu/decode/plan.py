@@ -24,9 +24,7 @@ def plan(spec: AttentionSpec) -> SplitKvPlan | Refusal:
     reason = limit_of_call(spec) or (limit_of_pages(spec) if spec.paging is not None else _limit_of_dense(spec))
     if reason is None and spec.group > smem.WARP_GROUP_ROWS:
         reason = f"its tiles hold {smem.WARP_GROUP_ROWS} query heads of a key head, not {spec.group}"
-    if reason is not None:
-        return Refusal(reason)
-    traced = with_programs(spec.replace(heads_in_rows=True))
+    traced = with_programs(spec.replace(heads_in_rows=True)) if reason is None else Refusal(reason)
     if isinstance(traced, Refusal):
         return traced
     refusal = limit_of_kernel(traced, lambda: kernel.declare(traced, jnp.dtype(spec.dtype)))

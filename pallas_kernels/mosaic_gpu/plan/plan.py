@@ -78,9 +78,7 @@ def plan(spec: AttentionSpec, requested: GradientRequest | None) -> HopperPlan |
     The machine is one that `limits.limit_of_machine` does not refuse.
     """
     reason = limit_of_arrays(spec)
-    if reason is not None:
-        return Refusal(reason)
-    traced = with_programs(spec)
+    traced = with_programs(spec) if reason is None else Refusal(reason)
     if isinstance(traced, Refusal):
         return traced
     forward = limit_of_mods(traced) or _plan_forward(traced)

@@ -75,9 +75,7 @@ class TritonPlan:
 def plan(spec: AttentionSpec, requested: GradientRequest | None) -> TritonPlan | Refusal:
     """Plans a dense call, forward only if `requested` is None; only the decoding kernel knows `spec.kv_lengths`."""
     reason = limit_of_device(spec)
-    if reason is not None:
-        return Refusal(reason)
-    forward = _plan_forward(spec)
+    forward = _plan_forward(spec) if reason is None else Refusal(reason)
     if isinstance(forward, Refusal) or requested is None:
         return forward
     backward = _plan_backward(spec, requested)
