@@ -90,12 +90,10 @@ _ROUND = np.float32(1.5 * 2**23)  # a number of magnitude up to 2 ** 22 loses it
 
 
 def _of_angle(runner: Runner, name: str, x: jax.Array, **_: object) -> jax.Array:
-    """Sine or cosine, with an absolute error of 2 ** -20.5 up to 2 ** 22 turns (PTX ISA, section on `sin.approx`)."""
-    return runner.element(name, _within_a_turn(runner, x))
+    """Sine or cosine, with an absolute error of 2 ** -20.5 up to 2 ** 22 turns (PTX ISA, section on `sin.approx`).
 
-
-def _within_a_turn(runner: Runner, x: jax.Array) -> jax.Array:
-    """The angle between -pi and pi, by Cody and Waite's reduction: its FMAs round relative to the small result."""
+    Of the angle between -pi and pi, by Cody and Waite's reduction: its FMAs round relative to the small result.
+    """
     fma = lambda a, factor, c: runner.multiply_add(a, jnp.full_like(x, factor), c)
     turns = fma(x, np.float32(1 / _TWO_PI), jnp.full_like(x, _ROUND)) - _ROUND
-    return fma(turns, -_TWO_PI_LOW, fma(turns, -_TWO_PI_HIGH, x))
+    return runner.element(name, fma(turns, -_TWO_PI_LOW, fma(turns, -_TWO_PI_HIGH, x)))
