@@ -26,16 +26,12 @@ def push_forward(
     """The tangents of the results by a kernel for calls without lengths; `arrays` are the inputs of one."""
     from pallas_kernels.tangents import Moved, of_sinks, with_tangents
 
-    d_key, d_value = tangents.key, tangents.value
-    if spec.kv_lengths:
-        lengths = inputs.kv_lengths
-        assert lengths is not None  # the spec has lengths
-        clear = lambda x: None if x is None else kv_lengths.cleared(spec, lengths, x)
-        d_key, d_value = clear(d_key), clear(d_value)
+    lengths = inputs.kv_lengths
+    clear = lambda x: x if x is None or lengths is None else kv_lengths.cleared(spec, lengths, x)
     d_lse = logs = None
     if inputs.sinks is not None and tangents.sinks is not None:
         d_lse, logs = of_sinks(inputs.sinks, tangents.sinks, saved.lse)
-    moved = Moved(tangents.query, d_key, d_value, saved.out, saved.lse, d_lse)
+    moved = Moved(tangents.query, clear(tangents.key), clear(tangents.value), saved.out, saved.lse, d_lse)
     pushed = kernel(with_tangents(arrays, tangents.score_operands), moved)
     d_entropy = None
     if saved.entropy is not None:
