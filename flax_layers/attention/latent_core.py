@@ -203,8 +203,7 @@ def decode(
         jnp.concatenate(query, axis=-1), key, value, shifted.score_mod, mask_mod=shifted.mask_mod,
         kv_lengths=jnp.minimum(cache.lengths, cache.max_length), **options,
     )  # fmt: skip
-    outputs = layer.out(functional.merge_heads(attended)).reshape(inputs.shape)
-    return nan_beyond_room(outputs, cache), cache
+    return nan_beyond_room(layer.out(functional.merge_heads(attended)).reshape(inputs.shape), cache), cache
 
 
 def decode_paged(
