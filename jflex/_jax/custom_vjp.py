@@ -42,7 +42,6 @@ class ForwardOp(BackendOp[Inputs, Saved]):
 
     def of_shard(self, inputs: Inputs, saved: Saved, mesh: jax.sharding.Mesh, split: Split) -> Saved:
         """See `BackendOp`."""
-        del saved
         shard = partitioning.shard_of(self.spec, inputs, mesh, split)
         return ForwardOp(self.backend, shard.spec)(shard.inputs)
 
@@ -215,7 +214,6 @@ mlir.register_lowering(_guard_p, _refuse)
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _reverse_only(unsupported: str, x: jax.Array) -> jax.Array:
-    del unsupported
     return x
 
 

@@ -59,7 +59,6 @@ class TangentOp(BackendOp[_Moving, SavedCotangents]):
         self, arrays: _Moving, results: SavedCotangents, mesh: jax.sharding.Mesh, split: Split
     ) -> SavedCotangents:
         """See `BackendOp`. Each device has its rows and all keys: nothing is summed."""
-        del results
         inputs, saved, tangents = arrays
         shard = partitioning.shard_of(self.spec, inputs, mesh, split)
         captured: list[jax.Array | None] = [None] * len(shard.inputs.captured.score)
@@ -215,7 +214,6 @@ class SecondOp(Op[_Flat, list[jax.Array]]):
 
     def out_specs(self, arrays: object, results: list[jax.Array], pspec: object) -> list[PartitionSpec]:
         """See `jflex._jax.primitive.Op`."""
-        del arrays, pspec
         return [PartitionSpec(*[None] * len(x.shape)) for x in results]
 
 

@@ -41,7 +41,6 @@ class PagedOp(BackendOp[PagedInputs, Saved]):
 
     def of_shard(self, inputs: PagedInputs, outputs: Saved, mesh: jax.sharding.Mesh, split: Split) -> Saved:
         """See `BackendOp`."""
-        del outputs
         spec, pieces = self.spec, math.prod(mesh.shape[name] for name in split.heads)
         if pieces > 1:
             spec, inputs = paged_shard_of(spec, inputs, pieces, jax.lax.axis_index(split.heads))

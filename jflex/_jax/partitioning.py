@@ -156,7 +156,6 @@ class BackendOp(Generic[X, Y]):
             return mesh, without_mesh, out_shardings, tuple(map(sharding, in_shapes, in_axes))
 
         def rule(mesh, in_types, out_types):
-            del mesh
             ranks = ([len(t.shape) for t in types] for types in (in_types, out_types))
             return _shardy_rule(self.spec, in_axes, out_axes, *ranks)
 

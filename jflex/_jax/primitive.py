@@ -44,7 +44,6 @@ class Op(Protocol[X, Y]):
 
     def partitioned(self, arrays: X, outputs: Y, whole: Flat, /) -> Flat:
         """Makes `whole`, a function of flat arrays, partitionable over a mesh; unchanged, XLA partitions or gathers."""
-        del arrays, outputs
         return whole
 
     def out_specs(self, arrays: X, outputs: Y, pspec: PartitionSpec, /) -> list[PartitionSpec]:

@@ -135,7 +135,6 @@ class Backend(abc.ABC):
 
     def plan_tangent(self, spec: AttentionSpec, requested: GradientRequest) -> Plan | Refusal:
         """The plan of the tangent of a dense call along these inputs, or the refusal."""
-        del spec, requested
         return Refusal("it has no kernel for tangents")
 
     def tangent(self, spec: AttentionSpec, inputs: Inputs, saved: Saved, tangents: Gradients) -> SavedCotangents:
@@ -147,5 +146,4 @@ class Backend(abc.ABC):
 
         Used if no backend was named. With `requested`, it is about the backward pass alone.
         """
-        del spec, requested
         return None

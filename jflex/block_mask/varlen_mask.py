@@ -136,12 +136,10 @@ class PackedTokens(NamedTuple):
 
     def same_sequence(self, b: jax.Array, h: jax.Array, q_idx: jax.Array, kv_idx: jax.Array) -> Bool[Array, ""]:
         """The mask_mod of the boundaries: visible if query and key belong to one sequence."""
-        del b, h
         return self.q_sequence[q_idx] == self.kv_sequence[kv_idx]
 
     def positions(self, b: jax.Array, h: jax.Array, q_idx: jax.Array, kv_idx: jax.Array) -> Positions:
         """The positions for the user's score_mod; the mask excludes other sequences."""
-        del b
         sequence = jnp.minimum(self.q_sequence[q_idx], self.sequences - 1)
         return Positions(sequence, h, self.q_position[q_idx], self.kv_position[kv_idx])
 

@@ -232,7 +232,6 @@ _attend = jax.custom_vjp(_forward, nondiff_argnums=(0, 1))
 
 
 def _attend_fwd(ring: _Ring, backend: str, perturbed: _Local) -> tuple[Saved, tuple[_Local, Saved, BackwardPass]]:
-    del backend
     local, requested = primals(perturbed), requested_gradients(perturbed.inputs)
     shard = ring.at(local, (local.inputs.key, local.inputs.value), local.me)
     passes = select_passes(ring.call.implementation, shard.spec, shard.requested(requested))
@@ -254,7 +253,6 @@ _OfKeys = tuple[jax.Array | None, jax.Array | None]
 def _attend_bwd(
     ring: _Ring, backend: str, residuals: tuple[_Local, Saved, BackwardPass], cotangents: Saved
 ) -> tuple[_Local]:
-    del backend
     local, saved, backward = residuals
     requested, inputs = backward.requested, local.inputs
     d_saved = saved_cotangents(saved, cotangents)

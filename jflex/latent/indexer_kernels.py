@@ -105,5 +105,4 @@ class _Kernel(Op[Any, Any]):
 
     def out_specs(self, arrays: Any, outputs: Any, pspec: PartitionSpec) -> list[PartitionSpec]:
         """See `jflex._jax.primitive.Op`."""
-        del arrays
         return [PartitionSpec(pspec[0], None) for _ in jax.tree.leaves(outputs)]

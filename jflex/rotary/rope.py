@@ -43,7 +43,6 @@ class Rope(SizedMod):
 
     def __call__(self, vector: Float[Array, " D"], b: jax.Array, h: jax.Array, idx: jax.Array) -> Float[Array, " D"]:
         """Rotates one vector, in its dtype."""
-        del h
         position = jnp.asarray(idx)
         if self.positions is not None:
             rows = self.positions.reshape(-1, self.positions.shape[-1])

@@ -249,7 +249,6 @@ def _kernel(
 
 def _fixed_kernel(spec: AttentionSpec, work: Work, arrays: PagedOperands[Ref], before: list[Ref], *refs: Ref) -> None:
     """Takes items in a grid-stride loop, with splits of a constant number of keys."""
-    del before
     planned = requests(spec, work, arrays)
     count = 2 + len(spec.stats)
 

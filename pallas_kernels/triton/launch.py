@@ -191,7 +191,6 @@ class Interpreter(Runner):
         return x
 
     def _run(self, call, kernel, inputs, outputs, tiles) -> list[jax.Array]:
-        del kernel, outputs, tiles
         return call()(*inputs)
 
 
@@ -269,7 +268,6 @@ class PallasTriton(Runner):
         return lax.fori_loop(0, 1, lambda _, __: compute(), jnp.zeros(tile.shape, tile.dtype))
 
     def _run(self, call, kernel, inputs, outputs, tiles) -> list[jax.Array]:
-        del kernel, outputs
         params = _pallas().CompilerParams(num_warps=tiles.num_warps, num_stages=tiles.num_stages)
         return official.bind(_quiet_p, call(compiler_params=params), inputs)
 

@@ -96,7 +96,6 @@ class Xla(Backend):
 
     def plan_tangent(self, spec: AttentionSpec, requested: GradientRequest) -> Plan | Refusal:
         """The blocks of the forward pass, along any input."""
-        del requested
         return Plan(lambda: _blocks_of(spec))
 
     def tangent(self, spec: AttentionSpec, inputs: Inputs, saved: Saved, tangents: Gradients) -> SavedCotangents:

@@ -20,7 +20,6 @@ def all_of_batch(x: jax.Array) -> jax.Array:
 
 @all_of_batch.def_vmap
 def _all_of_batch(axis_size: int, in_batched: list[bool], x: jax.Array) -> tuple[jax.Array, bool]:
-    del axis_size, in_batched
     return all_of_batch(jnp.all(x)), False
 
 

@@ -26,12 +26,10 @@ class Dialect:
 
     def load(self, arguments: str, dtype: np.dtype) -> str:
         """A load, with what `tl.load` takes."""
-        del dtype
         return f"tl.load({arguments})"
 
     def stored(self, text: str, dtype: np.dtype) -> str:
         """A value as it is stored."""
-        del dtype
         return text
 
     def mask(self, text: str) -> str:

@@ -12,7 +12,6 @@ from pallas_kernels.types import aval_of
 
 
 def _iota(emitter: Emitter, eqn: JaxprEqn, ins: list[Value]) -> list[Value]:
-    del ins
     shape, axis, dtype = eqn.params["shape"], eqn.params["dimension"], np.dtype(eqn.params["dtype"])
     text = f"tl.arange(0, {shape[axis]})" + axes_of(len(shape), [axis])
     text = text if dtype == np.int32 else emitter.dialect.cast(text, dtype)
