@@ -116,28 +116,6 @@ def checked_latent(
 ) -> Settings:
     """Checks what `mla_attention` and `sparse_mla_attention` have in common; the settings with the scale of scores."""
     check_latent_cache(cache)
-    _check_absorbed(q, cache)
-    settings = settings._replace(scale=_scale_of(caller, qk_head_dim, settings.scale))
-    check_batch(batch, cache, q.shape[0])
-    check_packed(settings, q, cache.latent_size, call_sizes(batch, q.shape[1]), 1)
-    return settings
-
-
-def _scale_of(caller: str, qk_head_dim: int | None, scale: float | None) -> float:
-    """The factor of the scores."""
-    if (qk_head_dim is None) == (scale is None):
-        raise ValueError(
-            f"`{caller}` takes one of `qk_head_dim` and `scale`: the size of a latent row does not tell how scores "
-            f"are scaled. Got qk_head_dim={qk_head_dim!r}, scale={scale!r}. Pass the head size of queries before they "
-            "are absorbed, nope + rope, as `qk_head_dim` (192 for DeepSeek-V3)."
-        )
-    if qk_head_dim is None:
-        return check_scale(scale, 1)
-    return checked_positive(qk_head_dim, "qk_head_dim") ** -0.5
-
-
-def _check_absorbed(q: ArrayOrShape, cache: LatentCache) -> None:
-    """Raises unless absorbed queries fit a cache."""
     check_is_array(q, "q")
     got = f"Got q: {describe_array(q)}, cache.rows: {describe_array(cache.rows)}."
     if len(q.shape) != 3 or q.shape[1] == 0:
@@ -158,3 +136,20 @@ def _check_absorbed(q: ArrayOrShape, cache: LatentCache) -> None:
             f"`q` must have the columns of a row of the cache, {cache.latent_size} latent ones and {cache.rope_size} "
             f"rotated ones. {got} Multiply the up-projection of the keys into the query first."
         )
+    settings = settings._replace(scale=_scale_of(caller, qk_head_dim, settings.scale))
+    check_batch(batch, cache, q.shape[0])
+    check_packed(settings, q, cache.latent_size, call_sizes(batch, q.shape[1]), 1)
+    return settings
+
+
+def _scale_of(caller: str, qk_head_dim: int | None, scale: float | None) -> float:
+    """The factor of the scores."""
+    if (qk_head_dim is None) == (scale is None):
+        raise ValueError(
+            f"`{caller}` takes one of `qk_head_dim` and `scale`: the size of a latent row does not tell how scores "
+            f"are scaled. Got qk_head_dim={qk_head_dim!r}, scale={scale!r}. Pass the head size of queries before they "
+            "are absorbed, nope + rope, as `qk_head_dim` (192 for DeepSeek-V3)."
+        )
+    if qk_head_dim is None:
+        return check_scale(scale, 1)
+    return checked_positive(qk_head_dim, "qk_head_dim") ** -0.5

@@ -62,15 +62,6 @@ def indexer_scores(
     [[3.0, 1.0]]
     """
     arrays = query, key, weights = jnp.asarray(query), jnp.asarray(key), jnp.asarray(weights)
-    _check_scores(query, key, weights)
-    limit = lambda kernels, site: kernels.limit_of_scores(site, query, key)
-    site = site_of_kernel("indexer_scores", implementation, config, arrays, limit)
-    if site is None or 0 in (*query.shape, *key.shape):
-        return _scores(query, key, weights)
-    return indexer_kernels.scores(site, _scores, arrays)
-
-
-def _check_scores(query: Array, key: Array, weights: Array) -> None:
     if query.ndim != 3:
         raise ValueError(f"`query` must be [N, H, D]. Got {describe_array(query)}. For several sequences `jax.vmap`.")
     if key.ndim != 2 or key.shape[1] != query.shape[2]:
@@ -83,6 +74,11 @@ def _check_scores(query: Array, key: Array, weights: Array) -> None:
             f"`weights` must be {list(query.shape[:2])}, one for each head of each query. Got "
             f"{describe_array(weights)}. Broadcast them by `jnp.broadcast_to`."
         )
+    limit = lambda kernels, site: kernels.limit_of_scores(site, query, key)
+    site = site_of_kernel("indexer_scores", implementation, config, arrays, limit)
+    if site is None or 0 in (*query.shape, *key.shape):
+        return _scores(query, key, weights)
+    return indexer_kernels.scores(site, _scores, arrays)
 
 
 def _scores(query: Array, key: Array, weights: Array) -> Array:
