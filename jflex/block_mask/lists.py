@@ -287,7 +287,14 @@ def block_lists(
     needed = np.asarray(entries_needed(packed)).tolist()
     if max_blocks is None:
         return lists_of_width(packed, states.shape, _widths(map(_rounded, needed), blocks))
-    _check_widths(needed, max_blocks)
+    most = max(needed)
+    if most > max_blocks:
+        row, listed = _KINDS[needed.index(most)]
+        raise ValueError(
+            f"`max_blocks` is {max_blocks}, but a {row} of this mask needs {most} entries for its {listed} (blocks in "
+            f"sequence at the end of a row take one entry). Pass `max_blocks={most}` or more, or None for tables as "
+            "wide as the most crowded row."
+        )
     return lists_of_width(packed, states.shape, _widths([max_blocks] * 4, blocks))
 
 
@@ -300,14 +307,3 @@ def _widths(widths: Sequence[int] | map[int], blocks: Widths) -> Widths:
 def _rounded(needed: int) -> int:
     """The next power of two, so that few widths occur."""
     return max(LEAST_WIDTH, 1 << (needed - 1).bit_length())
-
-
-def _check_widths(needed: list[int], max_blocks: int) -> None:
-    most = max(needed)
-    if most > max_blocks:
-        row, listed = _KINDS[needed.index(most)]
-        raise ValueError(
-            f"`max_blocks` is {max_blocks}, but a {row} of this mask needs {most} entries for its {listed} (blocks in "
-            f"sequence at the end of a row take one entry). Pass `max_blocks={most}` or more, or None for tables as "
-            "wide as the most crowded row."
-        )
