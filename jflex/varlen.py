@@ -118,7 +118,10 @@ def flex_attention_varlen(
     call, q_ends, kv_ends = prepare(
         q, k, v, settings, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, block_mask=block_mask
     )
-    modified = _Modified.from_lengths(settings.vectors, q_ends, kv_ends, (q.shape[0], k.shape[0]))
+    tokens = None
+    if settings.vectors.any and q_ends.size > 1:
+        tokens = PackedTokens.from_boundaries(q_ends, kv_ends, (q.shape[0], k.shape[0]))
+    modified = _Modified(settings.vectors, tokens, q_ends, kv_ends)
     q, k, v = modified.inputs(*map(jnp.asarray, (q, k, v)))
     # NaN in padding would survive a weight of 0, in the GEMMs of the block that the last boundary cuts.
     q, k, v = (_without_padding(x, ends)[None] for x, ends in ((q, q_ends), (k, kv_ends), (v, kv_ends)))
@@ -153,7 +156,13 @@ def prepare(
 ) -> PackedCall:
     """Checks every argument of `flex_attention_varlen`, and makes the mask if there is none; q, k, v may be shapes."""
     score_mod, mask_mod = settings.score_mod, settings.mask_mod
-    _check_arrays(q, k, v)
+    for name, x, axes in (("q", q, "[N, Hq, D]"), ("k", k, "[M, Hkv, D]"), ("v", v, "[M, Hkv, Dv]")):
+        check_is_array(x, name)
+        if len(x.shape) != 3:
+            raise ValueError(
+                f"`{name}` must have three axes, {axes}, its tokens packed. Got {describe_array(x)}. A batch of "
+                "sequences of one length goes to `flex_attention`."
+            )
     lengths, heads = (q.shape[0], k.shape[0]), q.shape[1]
     q_ends, kv_ends = checked_boundaries(cu_seqlens_q, cu_seqlens_k, lengths)
     check_callable(score_mod, "score_mod", "(score, b, h, q_idx, kv_idx) -> score")
@@ -187,14 +196,6 @@ class _Modified(NamedTuple):
     tokens: PackedTokens | None
     q_ends: jax.Array
     kv_ends: jax.Array
-
-    @classmethod
-    def from_lengths(
-        cls, vectors: VectorMods, q_ends: jax.Array, kv_ends: jax.Array, lengths: tuple[int, int]
-    ) -> _Modified:
-        """Locates the tokens if there are mods."""
-        exists = vectors.any and q_ends.size > 1
-        return cls(vectors, PackedTokens.from_boundaries(q_ends, kv_ends, lengths) if exists else None, q_ends, kv_ends)
 
     def inputs(self, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """The packed arrays, as the mods make them; padding is arbitrary but finite."""
@@ -251,16 +252,6 @@ def _own_block_size(config: object) -> tuple[int, int]:
     tiles = [getattr(config, name, None) for name in ("forward", "dkv", "dq", "decode")]
     sizes = [(tile.block_q, tile.block_kv) for tile in tiles if tile is not None]
     return max([DEFAULT_BLOCK, *(q for q, _ in sizes)]), max([DEFAULT_BLOCK, *(kv for _, kv in sizes)])
-
-
-def _check_arrays(q: ArrayOrShape, k: ArrayOrShape, v: ArrayOrShape) -> None:
-    for name, x, axes in (("q", q, "[N, Hq, D]"), ("k", k, "[M, Hkv, D]"), ("v", v, "[M, Hkv, Dv]")):
-        check_is_array(x, name)
-        if len(x.shape) != 3:
-            raise ValueError(
-                f"`{name}` must have three axes, {axes}, its tokens packed. Got {describe_array(x)}. A batch of "
-                "sequences of one length goes to `flex_attention`."
-            )
 
 
 def _check_mask(
