@@ -14,6 +14,7 @@ from jflex.backends.xla.block_scores import dropped, einsum, kept_weights, modif
 from jflex.backends.xla.blockwise import KEYS_FIRST, Column, Unit, Walk
 from jflex.backends.xla.captured import CapturedGradients
 from jflex.backends.xla.containment import all_finite, cleared, masked_product
+from jflex.backends.xla.loads import split_loads
 from pallas_kernels.plan import GradientRequest
 from pallas_kernels.spec import AttentionSpec
 
@@ -48,9 +49,8 @@ class Backward:
         vectors = softmax.row_vectors(delta, saved, d_saved)
         self.vectors = jax.tree.map(lambda x: self.walk.padded(x, "BNTH"), vectors)
         self.is_clean = self.walk.is_partial is False or all_finite(d_saved.out)
-        self.captured = (
-            None if spec.score_mod is None else CapturedGradients.from_walk(self.walk, inputs.captured.score)
-        )
+        loaded = None if spec.score_mod is None else split_loads(spec.score_mod)
+        self.captured = None if loaded is None else CapturedGradients(self.walk, loaded, inputs.captured.score)
 
     def run(self) -> Gradients:
         """All requested gradients."""

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.extend.core import jaxpr_as_fun
 
 from jflex.backends.xla.blockwise import INDEX_OF_AXIS, Unit, Walk, over_block
-from jflex.backends.xla.loads import Load, LoadedMod, split_loads
+from jflex.backends.xla.loads import Load, LoadedMod
 from jflex.mods.batchable import Factored, batchable, factored
 
 
@@ -21,12 +21,6 @@ class CapturedGradients(NamedTuple):
     walk: Walk
     loaded: LoadedMod
     operands: Sequence[jax.Array]
-
-    @classmethod
-    def from_walk(cls, walk: Walk, operands: Sequence[jax.Array]) -> CapturedGradients:
-        """For the score mod of a walk."""
-        assert walk.spec.score_mod is not None
-        return cls(walk, split_loads(walk.spec.score_mod), operands)
 
     def through_mod(
         self,
