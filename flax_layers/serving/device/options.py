@@ -149,17 +149,13 @@ class EngineOptions:
             ValueError: `context` is out of range, or there is `streaming` for a model with latent attention.
         """
         context = config.max_positions if self.context is None else self.context
-        if self.streaming is not None:
-            return self._streamed(context, config)
-        if not 2 <= context <= config.max_positions:
-            raise ValueError(
-                f"`context` must be from 2 to the {config.max_positions} positions that the model was made for. Got "
-                f"{context}. `streaming` allows more."
-            )
-        return context
-
-    def _streamed(self, context: int, config: ModelConfig) -> int:
-        assert self.streaming is not None
+        if self.streaming is None:
+            if not 2 <= context <= config.max_positions:
+                raise ValueError(
+                    f"`context` must be from 2 to the {config.max_positions} positions that the model was made for. "
+                    f"Got {context}. `streaming` allows more."
+                )
+            return context
         if config.latent is not None:
             raise ValueError(
                 "`streaming` must be None for a model with latent attention, whose cache holds keys that are rotated "
