@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import jax.numpy as jnp
 from flax import nnx
 from flax.typing import Dtype
@@ -81,7 +79,13 @@ def fuse_projections(model: nnx.Module) -> None:
     for owner, names in groups:
         parts = [getattr(owner, name) for name in names]
         sizes, start = [part.out_features for part in parts], 0
-        fused = _side_by_side(parts)
+        kernels = [part.kernel[...] for part in parts]
+        biases = [part.bias[...] for part in parts if part.bias is not None]
+        fused = parts[0]  # gets the parameters of all; experts are stacked along axes before
+        fused.out_features = sum(sizes)
+        fused.kernel = nnx.Param(jnp.concatenate(kernels, axis=-1))
+        if biases:
+            fused.bias = nnx.Param(jnp.concatenate(biases, axis=-1))
         for name, size in zip(names, sizes, strict=True):
             setattr(owner, name, FusedPart(fused, start, size))
             start += size
@@ -106,15 +110,3 @@ def checked_linear(name: str, part: object, function: str) -> nnx.Linear:
 def is_fused(model: nnx.Module) -> bool:
     """Tests whether `fuse_projections` was called."""
     return any(isinstance(module, FusedPart) for _, module in nnx.iter_modules(model))
-
-
-def _side_by_side(linears: Sequence[nnx.Linear]) -> nnx.Linear:
-    """The first of the projections with the parameters of all; experts are stacked along axes before."""
-    fused = linears[0]
-    kernels = [x.kernel[...] for x in linears]
-    biases = [x.bias[...] for x in linears if x.bias is not None]
-    fused.out_features = sum(x.out_features for x in linears)
-    fused.kernel = nnx.Param(jnp.concatenate(kernels, axis=-1))
-    if biases:
-        fused.bias = nnx.Param(jnp.concatenate(biases, axis=-1))
-    return fused
