@@ -107,7 +107,10 @@ class Streaming:
             return (self._part(batch, jflex.and_masks(visible, causal()), score_mod, mask_mod),)
         if num_tokens > batch.requests or batch.ancestors is not None:
             return self._window_and_sinks(batch, rope, score_mod, mask_mod)
-        batch, owners = _one_token_each(batch, num_tokens)
+        owners = jnp.maximum(token_requests(batch, num_tokens), 0)
+        ends = token_positions(batch, num_tokens) + 1  # of the keys of each token, with its own; of padding 0
+        starts = jnp.minimum(jnp.arange(num_tokens + 1, dtype=jnp.int32), jnp.asarray(batch.qo_indptr)[-1])
+        batch = PagedBatch(starts, ends, jnp.asarray(batch.page_table)[owners])  # a request for each token
         gaps = self._gaps(batch)
         rotate_key = lambda key, b, h, kv_idx: rope(key, b, h, self._cache_position(kv_idx, gaps[b]))
         return (self._part(batch, visible, score_mod, mask_mod, self._rotate_query(rope), rotate_key, owners),)
@@ -187,11 +190,3 @@ def attend(
         return call(parts[0], sinks=sinks)
     state = jflex.merge_all([jflex.AttentionState(*call(part, return_lse=True)) for part in parts])
     return (state if sinks is None else jflex.with_sinks(state, sinks)).out
-
-
-def _one_token_each(batch: PagedBatch, num_tokens: int) -> tuple[PagedBatch, Int32[Array, " N"]]:
-    """A batch with a request for each packed token, whose keys end with the token's own; and the request of each."""
-    owners, ends = token_requests(batch, num_tokens), token_positions(batch, num_tokens) + 1  # padding: 0
-    owners = jnp.maximum(owners, 0)
-    starts = jnp.minimum(jnp.arange(num_tokens + 1, dtype=jnp.int32), jnp.asarray(batch.qo_indptr)[-1])
-    return PagedBatch(starts, ends, jnp.asarray(batch.page_table)[owners]), owners
