@@ -72,30 +72,18 @@ def band_block_mask(
         return None
     traced, operands = trace_mask_mod(mask_mod)
     batch_heads = tuple(size if uses_index(traced, index) else 1 for size, index in zip(shape, "bh", strict=False))
-    if lists is None:
-        states = _states_of_arrays(band, seq_lengths, block_size, q_lengths, mask, hides_more)
+    if lists is None:  # query lengths or a dense mask decide
+        states = jnp.asarray(_static_states(band, seq_lengths, block_size))
+        if q_lengths is not None:
+            states = _cut_by_queries(states, band, seq_lengths, block_size, q_lengths)
+        if mask is not None:
+            states = jnp.minimum(*jnp.broadcast_arrays(states, dense_states(mask, block_size)))
+        states = jnp.minimum(states, jnp.int8(PARTIAL)) if hides_more else states
         states = jnp.broadcast_to(states, (*batch_heads, R, C))
         lists = BlockLists(*lists_from_states(demote_tails(states, seq_lengths, block_size)))
     elif batch_heads != (1, 1):
         lists = BlockLists(*(jnp.broadcast_to(x, (*batch_heads, *x.shape[2:])) for x in lists))
     return BlockMask(*lists, operands, traced, seq_lengths, block_size, lists_follow_mod=True)
-
-
-def _states_of_arrays(
-    band: Band,
-    seq_lengths: tuple[int, int],
-    block_size: tuple[int, int],
-    q_lengths: Int32[Array, " B"] | None,
-    mask: Bool[Array, "b h t s"] | None,
-    hides_more: bool,
-) -> Int8[Array, "b h R C"]:
-    """The states of the blocks where query lengths or a dense mask decide."""
-    states = jnp.asarray(_static_states(band, seq_lengths, block_size))
-    if q_lengths is not None:
-        states = _cut_by_queries(states, band, seq_lengths, block_size, q_lengths)
-    if mask is not None:
-        states = jnp.minimum(*jnp.broadcast_arrays(states, dense_states(mask, block_size)))
-    return jnp.minimum(states, jnp.int8(PARTIAL)) if hides_more else states
 
 
 @jax.jit(static_argnames="block_size")
