@@ -18,7 +18,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int8, Int32
+from jaxtyping import Array, Int32
 
 from jflex._check.arguments import largest_value
 from jflex.backends.lengths import bounded_states
@@ -102,7 +102,11 @@ def convert_block_mask(
     if block_mask.traced is not None:
         traced = dataclasses.replace(traced, source=block_mask.traced.source)
     states = block_mask.states() if page_table.shape[0] else jnp.zeros((1, *block_mask.states().shape[1:]), jnp.int8)
-    states = _page_states(bounded_states(states, lengths, page_size), slots)
+    states = bounded_states(states, lengths, page_size)
+    block = jnp.where(slots.starts < 0, states.shape[-1], slots.starts // page_size)
+    # A table can have more entries than the mask has blocks. One more, empty, serves for all beyond.
+    states = jnp.pad(states, ((0, 0), (0, 0), (0, 0), (0, 1)), constant_values=EMPTY)
+    states = jax.vmap(functools.partial(jnp.take, axis=-1, mode="clip"))(states, block)  # to the columns of pages
     lengths = block_mask.seq_lengths[0], num_pages * page_size
     lists, follow_mod = BlockLists(*lists_from_states(states)), block_mask.lists_follow_mod
     return BlockMask(*lists, operands, traced, lengths, block_mask.block_size, follow_mod)
@@ -212,14 +216,6 @@ def clear_unused(
 
 def _of_slots(mod: MaskMod | ScoreMod, slots: SlotMap) -> ReindexedMod:
     return ReindexedMod(mod, slots.positions, without(requirements_of(mod), "kv_idx"))
-
-
-def _page_states(states: Int8[Array, "B H R C"], slots: SlotMap) -> Int8[Array, "B H R P"]:
-    """Moves every block of keys to the column of its page."""
-    block = jnp.where(slots.starts < 0, states.shape[-1], slots.starts // slots.page_size)
-    # A table can have more entries than the mask has blocks. One more, empty, serves for all beyond.
-    states = jnp.pad(states, ((0, 0), (0, 0), (0, 0), (0, 1)), constant_values=EMPTY)
-    return jax.vmap(functools.partial(jnp.take, axis=-1, mode="clip"))(states, block)
 
 
 def _check_block_mask(block_mask: object, table_shape: tuple[int, ...], page_size: int) -> None:
