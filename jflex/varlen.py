@@ -34,7 +34,7 @@ from jflex.entry import prepare as prepare_dense
 from jflex.mods.dependence import uses_index
 from jflex.mods.reindex import reindexed
 from jflex.mods.trace import trace_mask_mod
-from jflex.mods.types import MaskMod, ScoreMod
+from jflex.mods.types import ScoreMod
 from jflex.options import Options, PackedOutput, PackedPair, Settings, checked, takes
 from jflex.states.stats import AttentionStats, Stat
 from jflex.types import AnyArray, ArrayOrShape
@@ -168,10 +168,11 @@ def prepare(
     check_callable(score_mod, "score_mod", "(score, b, h, q_idx, kv_idx) -> score")
     check_packed(settings, q, v.shape[2], packed_sizes(q_ends, kv_ends, heads, "a call"), k.shape[1])
     if block_mask is None:
-        make = lambda H: varlen_block_mask(
-            q_ends, kv_ends, *lengths, mask_mod=mask_mod, H=H, block_size=_own_block_size(settings.config)
-        )
-        block_mask = make(None if mask_mod is None or not _uses_heads(mask_mod) else heads)
+        H, block_size = None, _own_block_size(settings.config)
+        if mask_mod is not None:
+            check_callable(mask_mod, "mask_mod", "(b, h, q_idx, kv_idx) -> bool")
+            H = heads if uses_index(trace_mask_mod(mask_mod)[0], "h") else None
+        block_mask = varlen_block_mask(q_ends, kv_ends, *lengths, mask_mod=mask_mod, H=H, block_size=block_size)
     else:
         _check_mask(block_mask, mask_mod, q_ends, kv_ends, lengths)
     kept = settings.kept(q_ends.size - 1, heads)
@@ -240,11 +241,6 @@ def _without_padding(x: jax.Array, ends: Int32[Array, " R_and_1"], fill: float =
         return x
     inside = lax.broadcasted_iota(jnp.int32, x.shape, 0) < ends[-1]
     return jnp.where(inside, x, jnp.full_like(x, fill))
-
-
-def _uses_heads(mask_mod: MaskMod) -> bool:
-    check_callable(mask_mod, "mask_mod", "(b, h, q_idx, kv_idx) -> bool")
-    return uses_index(trace_mask_mod(mask_mod)[0], "h")
 
 
 def _own_block_size(config: object) -> tuple[int, int]:
