@@ -18,9 +18,8 @@ from jflex._jax.shard import Span, shard_of
 from jflex.backends.base import Inputs, Saved
 from jflex.backends.vector_mods import TokenPositions, modified_inputs, used_keys
 from jflex.block_mask.lists import BlockLists
-from jflex.context_parallel.call import ContextCall, Strategy, divided
+from jflex.context_parallel.call import ContextCall, divided
 from jflex.context_parallel.exchange import attend_exchanged, attend_gathered
-from jflex.context_parallel.placement import Placement
 from jflex.context_parallel.prepare import Checked
 from jflex.context_parallel.ring import attend_in_ring
 from jflex.entry import run as run_dense
@@ -43,7 +42,11 @@ def run(checked: Checked, implementation: Requested) -> Saved:
     inputs = call.inputs._replace(query=query, key=key, value=value, lists=tables.lists)
     sees = None if tables.sees is None else jnp.asarray(tables.sees)
     if placement.mesh is None:
-        return _on_device(context, *_own_tables(inputs, sees, placement, strategy))
+        # Inside of the caller's `jax.shard_map`: the tables of one device, with the axis that `_specs` divides.
+        local = lambda x: jax.lax.dynamic_slice_in_dim(x, placement.shard(), 1)
+        if inputs.lists is not None and strategy != "ulysses":
+            inputs = inputs._replace(lists=BlockLists(*map(local, inputs.lists)))
+        return _on_device(context, inputs, None if sees is None else local(sees))
     return _on_mesh(context, inputs, sees)
 
 
@@ -113,16 +116,6 @@ def _on_mesh(call: ContextCall, inputs: Inputs, sees: jax.Array | None) -> Saved
     out: Any = placement.rows(call.spec.layout)
     saved = Saved(out, row, **dict.fromkeys(call.spec.stats, row))
     return placement.mapped(body, specs, saved, inputs, sees)
-
-
-def _own_tables(
-    inputs: Inputs, sees: jax.Array | None, placement: Placement, strategy: Strategy
-) -> tuple[Inputs, jax.Array | None]:
-    """The tables of one device, inside of the caller's `jax.shard_map`, with the axis that `_specs` divides."""
-    local = lambda x: jax.lax.dynamic_slice_in_dim(x, placement.shard(), 1)
-    if inputs.lists is not None and strategy != "ulysses":
-        inputs = inputs._replace(lists=BlockLists(*map(local, inputs.lists)))
-    return inputs, None if sees is None else local(sees)
 
 
 def _specs(call: ContextCall, inputs: Inputs) -> Any:
