@@ -64,34 +64,34 @@ def copy_rows(ref: Ref, line: jax.Array, target: Ref) -> None:
     rows, size = target.shape
     swizzle, pieces = smem.swizzle_of(size, 2), size // PIECE
     transforms = plg.TilingTransform((8, swizzle // 2)), plg.SwizzleTransform(swizzle)
-    row, column = (plg.broadcasted_iota(jnp.int32, (rows, TILE_COLUMNS), axis, layout=_TILE) for axis in (0, 1))
-    thread = lax.div(column, jnp.int32(2))  # of the row
+    row, columns = (plg.broadcasted_iota(jnp.int32, (rows, TILE_COLUMNS), axis, layout=_TILE) for axis in (0, 1))
+    thread = lax.div(columns, jnp.int32(2))  # of the row
     begin = lax.rem(row, jnp.int32(8)) * swizzle  # of the row in a swizzled tile of 8
 
-    def place(step: int) -> jax.Array:
-        """Where the piece of this thread goes in its first row."""
+    def offset_of(step: int) -> jax.Array:
+        """Offset of a piece in the first row of this thread, in bytes."""
         tile, piece = lax.div(thread + step, jnp.int32(swizzle // 16)), lax.rem(thread + step, jnp.int32(swizzle // 16))
         permuted = (piece * 16) ^ (lax.shift_right_logical(begin, jnp.int32(3)) & (swizzle - 16))
         return (lax.div(row, jnp.int32(8)) * (size * 2 // swizzle) + tile) * (8 * swizzle) + begin + permuted
 
     steps = range(0, pieces, 4)
 
-    def run(_, source, to, lines, threads, *places):
+    def run(_, source, target, lines, threads, *offsets):
         wide, base = word(64), mgpu.utils.memref_ptr(source)
         first = lambda x, where=(0,) * lines.registers.ndim: vector.extract(x.registers[where], [], [0])
-        tile, at = llvm.ptrtoint(word(), mgpu.utils.memref_ptr(to)), arith.extsi(wide, first(threads))
-        at = arith.muli(at, arith.constant(wide, 16))
+        tile, column = llvm.ptrtoint(word(), mgpu.utils.memref_ptr(target)), arith.extsi(wide, first(threads))
+        column = arith.muli(column, arith.constant(wide, 16))
         for where in np.ndindex(lines.registers.shape):
             offset = arith.muli(arith.extsi(wide, first(lines, where)), arith.constant(wide, size * 2))
-            address = address_at(base, arith.addi(offset, at))
+            address = address_at(base, arith.addi(offset, column))
             below = (64 * where[0] + 8 * where[AXIS_OF_8_ROWS]) * size * 2
-            for step, place in zip(steps, places, strict=True):
+            for step, piece in zip(steps, offsets, strict=True):
                 copy = f"cp.async.cg.shared.global [$0+{below}], [$1+{16 * step}], 16;"
                 text = f"{{ .reg .pred exists; setp.lt.s32 exists, $2, {pieces - step}; @exists {copy} }}"
-                run_ptx([arith.addi(tile, first(place)), address, first(threads)], text, "r,l,r")
+                run_ptx([arith.addi(tile, first(piece)), address, first(threads)], text, "r,l,r")
 
     types = (plg.RefType(), plg.RefType(transforms), *[_TILE] * (2 + len(steps)))
-    inline(run, types, ref, target, lax.broadcast_in_dim(line, row.shape, (0,)), thread, *map(place, steps))
+    inline(run, types, ref, target, lax.broadcast_in_dim(line, row.shape, (0,)), thread, *map(offset_of, steps))
 
 
 def wait_for_copies() -> None:

@@ -5,8 +5,8 @@ import pytest
 from tests.house import figures
 
 LIMITS = {
-    "library lines": 60601,
-    "test lines": 42666,
+    "library lines": 60597,
+    "test lines": 42674,
     "benchmark lines": 5986,
     "library files over 400 lines": 0,
     "functions over 50 code lines": 0,

@@ -72,8 +72,8 @@ def declare(spec: AttentionSpec, tiles: Tiles, dtype: DTypeLike, query_stages: i
 def gathers(spec: AttentionSpec) -> bool:
     """True if pages are too small for TMA, so that threads copy their rows.
 
-    H200, jax 0.11.2, bf16, causal, 32 query and 8 key heads of 128, 2048 queries at the end of 8192 keys, kernel, us, by
-    TMA and by row: pages of 8, 494 and 414, 16, 392 and 412, 64, 351 and 413; pages of 1 by row, 405 (`triton`: 587).
+    H200, jax 0.11.2, bf16, causal, 32 query and 8 key heads of 128, 2048 queries at the end of 8192 keys, us, by TMA
+    and by row: pages of 8, 494 and 414, 16, 392 and 412, 64, 351 and 413; pages of 1 by row 405, on `triton` 593.
     """
     return spec.page_size == TILED_ROWS or limit_of_pages(spec) is not None
 
