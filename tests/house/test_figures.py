@@ -5,8 +5,8 @@ import pytest
 from tests.house import figures
 
 LIMITS = {
-    "library lines": 60597,
-    "test lines": 42674,
+    "library lines": 60599,
+    "test lines": 42676,
     "benchmark lines": 5986,
     "library files over 400 lines": 0,
     "functions over 50 code lines": 0,

@@ -222,6 +222,8 @@ PROMPTS = {"T": 1024, "B": 8}
 NO_LOWERING = "`score_mod` .* primitive `population_count` has no lowering for Mosaic GPU"
 NEITHER = "neither dropout, statistics of rows nor weights without a softmax"
 REFUSALS = [
+    ("rows of small pages", paged, {**PROMPTS, "page": 4, "Hq": 65536, "Hkv": 65536, "D": 16},
+     "count rows of pages of 4 keys in 32 bits, and there are 2147745792"),
     ("prompts of float32", paged, {**PROMPTS, "dtype": jnp.float32}, "compute in bfloat16 or float16, not float32"),
     ("tiles for prompts", paged, {**PROMPTS, **TILES}, OTHER_TILES + ", or 128 by 128 or 64 for prompts"),
     ("prompts of rotated keys", paged, {**PROMPTS, "key_mod": jflex.rope()}, "and so apply no `key_mod`"),

@@ -291,13 +291,13 @@ def _store(
         out = outputs.marks[-1 if static.sums == (KEY,) else 0]
         row = first + plg.broadcasted_iota(jnp.int32, (rows,), 0, layout=ROW)
         global_rows.store_values(out, (b * spec.Hkv + kv_h) * out.shape[2] + row, marks)
-    targets = {VALUE: (scratch.values, outputs.value), KEY: (scratch.keys, outputs.key)}
-    for name in (name for name in targets if name in sums):
+    targets = {KEY: (scratch.keys, outputs.key), VALUE: (scratch.values, outputs.value)}
+    for name, x in reversed(sums.items()):  # dV first
         for shared in (scratch.d_query if name == KEY else None, scratch.scores):
             if shared is not None:
                 shared.join()  # all groups have read the keys and values
         staged, target = targets[name][0].at[tile], targets[name][1]
-        staged[...] = sums[name].astype(staged.dtype)
+        staged[...] = x.astype(staged.dtype)
         plg.commit_smem()
         plg.copy_smem_to_gmem(staged, target.at[smem.rows_at(spec, b, kv_h, first, rows)])
     plg.wait_smem_to_gmem(0, wait_read_only=True)

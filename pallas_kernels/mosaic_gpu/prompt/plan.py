@@ -61,6 +61,8 @@ class PromptPlan:
 def plan(spec: AttentionSpec) -> PromptPlan | Refusal:
     """Plans a paged call with prompts, on a machine that `limits.limit_of_machine` does not refuse."""
     reason = limit_of_call(spec)
+    if kernel.gathers(spec) and spec.paged_rows > jnp.iinfo(jnp.int32).max:
+        reason = f"its threads count rows of pages of {spec.page_size} keys in 32 bits, and there are {spec.paged_rows}"
     if reason is not None:
         return Refusal(reason)
     launches = paged_plan.plan(spec)
