@@ -214,6 +214,7 @@ def _gather(static: PromptStatic, item: Item, i: jax.Array, key_tile: jax.Array 
     spec, arrays, ring, keys = static.spec, static.arrays, static.scratch.ring, static.tiles.block_kv
     assert arrays.table is not None  # of a paged call
     assert arrays.first_page is not None
+    assert arrays.value is not None  # but for MLA
     lines = functools.partial(lines_of_tile, spec, arrays.table, arrays.first_page, item, keys=keys)
     loads = [(arrays.key, ring.tiles[0], lines(key_tile))] if key_tile is not None else []
     loads.append((arrays.value, ring.tiles[1], lines(value_tile)))
