@@ -404,11 +404,18 @@ def _load_in_register_order(ref: Any) -> jax.Array:
 
 
 def _copy_rows(ref: Memory, line: jax.Array, target: Memory) -> None:
-    target[...] = ref.array.reshape(-1, ref.shape[-1])[np.asarray(line)]
+    """Copies rows when this warp group waits for its copies, and no earlier."""
+    rows = ref.array.reshape(-1, ref.shape[-1])[np.asarray(line)]
+    here.copies = [*getattr(here, "copies", ()), (target, rows)]
+
+
+def _wait_for_copies() -> None:
+    for target, rows in here.__dict__.pop("copies"):
+        target[...] = rows
 
 
 _ROWS = {"load_rows": lambda ref, line: jnp.asarray(ref.array.reshape(-1, ref.shape[-1])[np.asarray(line)]),
-         "copy_rows": _copy_rows, "wait_for_copies": lambda: None, "store_rows": _store_rows,
+         "copy_rows": _copy_rows, "wait_for_copies": _wait_for_copies, "store_rows": _store_rows,
          "store_values": _store_values}  # fmt: skip
 
 
