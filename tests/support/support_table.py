@@ -188,7 +188,7 @@ def features() -> list[Feature]:
             gradients=False,
         ),
         Feature(
-            "`Config(batch_invariant=True)`, decoding and pages (`xla` on a CPU)",
+            "`Config(batch_invariant=True)`, decoding and pages",
             {**pages, "config": jflex.Config(batch_invariant=True)},
             gradients=False,
         ),
@@ -227,9 +227,12 @@ def _spec(feature: Feature, name: str | None = None) -> AttentionSpec:
 
 def _cell(feature: Feature, name: str) -> str:
     spec = _spec(feature, name)
-    plan = get_backend(name).plan(spec, all_gradients(spec) if feature.gradients else None)
+    requested = all_gradients(spec) if feature.gradients else None
+    plan = get_backend(name).plan(spec, requested)
     if isinstance(plan, Refusal):
         return NO
+    if name in ("xla", "reference") and isinstance(get_backend(name).plan(_spec(feature), requested), Refusal):
+        return f"{YES}, on a CPU"
     if plan.gradients is not None:
         return f"{YES}; backward by `{plan.gradients.backend}`"
     return f"{YES}; this gradient by `triton`" if "by 'triton'" in plan.describe() else YES
