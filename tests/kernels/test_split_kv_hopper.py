@@ -109,7 +109,7 @@ COMPILED = {
 }
 # The producer warp group of the latent kernel has 24 registers: it spills addresses, those of queries once for each
 # tile of them.
-KNOWN_SPILLS = {"paged_256": 84, "prompts_256": 52,
+KNOWN_SPILLS = {"paged_256": 84, "prompts_256": 52, "prompts_pages_of_4": 24,
                 "latent_16_heads": 48, "latent_9_heads": 48, "latent_pages_of_16": 80}  # fmt: skip
 
 
