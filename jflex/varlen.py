@@ -118,9 +118,8 @@ def flex_attention_varlen(
     call, q_ends, kv_ends = prepare(
         q, k, v, settings, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, block_mask=block_mask
     )
-    tokens = None
-    if settings.vectors.any and q_ends.size > 1:
-        tokens = PackedTokens.from_boundaries(q_ends, kv_ends, (q.shape[0], k.shape[0]))
+    exists = settings.vectors.any and q_ends.size > 1
+    tokens = PackedTokens.from_boundaries(q_ends, kv_ends, (q.shape[0], k.shape[0])) if exists else None
     modified = _Modified(settings.vectors, tokens, q_ends, kv_ends)
     q, k, v = modified.inputs(*map(jnp.asarray, (q, k, v)))
     # NaN in padding would survive a weight of 0, in the GEMMs of the block that the last boundary cuts.

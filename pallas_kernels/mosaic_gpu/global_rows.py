@@ -58,12 +58,11 @@ def load_rows(ref: Ref, line: jax.Array) -> jax.Array:
 def copy_rows(ref: Ref, line: jax.Array, target: Ref) -> None:
     """Copies rows of 16-bit elements to a swizzled tile of shared memory, 16 bytes at a time (``cp.async``).
 
-    `ref` is seen as lines of its last axis; `line` is that of each row, in range. Four threads share a row. The copies
-    are done after `wait_for_copies`.
+    `ref` is seen as lines of its last axis; `line` has the line of each row, in range. Four threads share a row. The
+    copies are done after `wait_for_copies`.
     """
     rows, size = target.shape
     swizzle, pieces = smem.swizzle_of(size, 2), size // PIECE
-    transforms = plg.TilingTransform((8, swizzle // 2)), plg.SwizzleTransform(swizzle)
     row, columns = (plg.broadcasted_iota(jnp.int32, (rows, TILE_COLUMNS), axis, layout=_TILE) for axis in (0, 1))
     thread = lax.div(columns, jnp.int32(2))  # of the row
     begin = lax.rem(row, jnp.int32(8)) * swizzle  # of the row in a swizzled tile of 8
@@ -71,8 +70,8 @@ def copy_rows(ref: Ref, line: jax.Array, target: Ref) -> None:
     def offset_of(step: int) -> jax.Array:
         """Offset of a piece in the first row of this thread, in bytes."""
         tile, piece = lax.div(thread + step, jnp.int32(swizzle // 16)), lax.rem(thread + step, jnp.int32(swizzle // 16))
-        permuted = (piece * 16) ^ (lax.shift_right_logical(begin, jnp.int32(3)) & (swizzle - 16))
-        return (lax.div(row, jnp.int32(8)) * (size * 2 // swizzle) + tile) * (8 * swizzle) + begin + permuted
+        column = (piece * 16) ^ (lax.shift_right_logical(begin, jnp.int32(3)) & (swizzle - 16))
+        return (lax.div(row, jnp.int32(8)) * (size * 2 // swizzle) + tile) * (8 * swizzle) + begin + column
 
     steps = range(0, pieces, 4)
 
@@ -84,13 +83,13 @@ def copy_rows(ref: Ref, line: jax.Array, target: Ref) -> None:
         for where in np.ndindex(lines.registers.shape):
             offset = arith.muli(arith.extsi(wide, first(lines, where)), arith.constant(wide, size * 2))
             address = address_at(base, arith.addi(offset, column))
-            below = (64 * where[0] + 8 * where[AXIS_OF_8_ROWS]) * size * 2
+            row_offset = (64 * where[0] + 8 * where[AXIS_OF_8_ROWS]) * size * 2
             for step, piece in zip(steps, offsets, strict=True):
-                copy = f"cp.async.cg.shared.global [$0+{below}], [$1+{16 * step}], 16;"
+                copy = f"cp.async.cg.shared.global [$0+{row_offset}], [$1+{16 * step}], 16;"
                 text = f"{{ .reg .pred exists; setp.lt.s32 exists, $2, {pieces - step}; @exists {copy} }}"
                 run_ptx([arith.addi(tile, first(piece)), address, first(threads)], text, "r,l,r")
 
-    types = (plg.RefType(), plg.RefType(transforms), *[_TILE] * (2 + len(steps)))
+    types = (plg.RefType(), plg.RefType(smem.transforms(swizzle, 2)), *[_TILE] * (2 + len(steps)))
     inline(run, types, ref, target, lax.broadcast_in_dim(line, row.shape, (0,)), thread, *map(offset_of, steps))
 
 

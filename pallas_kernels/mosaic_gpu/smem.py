@@ -51,8 +51,12 @@ def tiled(shape: tuple[int, ...], dtype: DTypeLike, swizzle: int | None = None) 
     """Declares rows in the layout that TMA writes and wgmma reads, with the given swizzle or the widest."""
     itemsize = jnp.dtype(dtype).itemsize
     swizzle = swizzle or swizzle_of(shape[-1], itemsize)
-    transforms = (plg.TilingTransform((8, swizzle // itemsize)), plg.SwizzleTransform(swizzle))
-    return declared(plg.SMEM(shape, dtype, transforms=transforms))
+    return declared(plg.SMEM(shape, dtype, transforms=transforms(swizzle, itemsize)))
+
+
+def transforms(swizzle: int, itemsize: int) -> tuple[plg.TilingTransform, plg.SwizzleTransform]:
+    """Transforms of rows in swizzled tiles of 8."""
+    return plg.TilingTransform((8, swizzle // itemsize)), plg.SwizzleTransform(swizzle)
 
 
 def declared(x: pl.MemoryRef | plg.Barrier) -> Ref:

@@ -110,7 +110,7 @@ def look_up_page(
 def lines_of_tile(
     spec: AttentionSpec, table: Ref, first_page: Ref, item: Item, tile: jax.Array, keys: int
 ) -> jax.Array:
-    """Lines of a tile of so many keys in the pages of one head, int32 [keys]; past the length, that of the last key."""
+    """Lines of a tile of so many keys in the pages of one head, int32 [keys]; past the length, the last key."""
     key = jnp.minimum(tile * keys + plg.broadcasted_iota(jnp.int32, (keys,), 0, layout=ROW), item.length - 1)
     size = jnp.int32(spec.page_size)
     page = inline_ptx.load_elements(table.at[item.request], lax.div(key, size), ROW, np.dtype(np.int32))

@@ -149,7 +149,7 @@ def _produce(static: BackwardStatic, inputs: DkvInputs[Ref], location: Location,
 
 
 def _prefetch(static: BackwardStatic, inputs: DkvInputs[Ref], cta_id: Index) -> None:
-    """Prefetches the keys and values of a later CTA into L2.
+    """Prefetches the keys and values of a later CTA, at most the last, into L2.
 
     A CTA that reads its tile from lists loads them late. H200, jax 0.11.2, bf16, S 16384, 16 heads, kernel, us, without
     and with: documents, D 64 1418 and 1384, D 128 1053 and 1045; a window of 1024, D 64 1477 and 1495.
@@ -244,7 +244,8 @@ def _consume(
             """The step of a head; keys and values arrive while limits of the mask do, and while dS is set to zero.
 
             H200, jax 0.11.2, bf16, S 16384, 16 heads, kernel, us, with this wait before and here: D 64, a window of
-            1024 1521 and 1481, documents 1456 and 1425; D 128, no mask 18278 and 17150, causal 7817 and 8122.
+            1024 1521 and 1481, documents 1456 and 1425; D 128, here with dV stored first, no mask 18278 and 17150,
+            causal 7817 and 8122.
             """
             step = key_tile.step(arrays, h)
             pl.when(h == kv_h * spec.group)(wait_for_keys)

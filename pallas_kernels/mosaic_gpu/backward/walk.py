@@ -227,7 +227,7 @@ class KeyTile(NamedTuple):
             plg.wgmma(self.sums[VALUE], dropped, d_out)  # dV += P^T dO [keys, Dv]
         if self.is_tight:
             self._start_d_weights(d_weights, d_out)
-        wait_n = int(value_first and not self.is_tight)  # the dV GEMM may run on, if it is behind that of dP
+        wait_n = int(value_first and not self.is_tight)  # the dV GEMM may run on, if it was issued after the dP GEMM
         d_p = weights_vjp(spec, tile, plg.wgmma_accumulator_load(d_weights, wait_n=wait_n))
         if not folds_delta:
             d_p += vector(DELTA)
