@@ -244,6 +244,10 @@ def _declared(cta: Cta, x: Any) -> Any:
     if isinstance(x, plg.Barrier):
         count = x.num_barriers if isinstance(x.num_barriers, int) else math.prod(x.num_barriers)
         return Barrier(count, x.num_arrivals, cta)
+    if isinstance(x, plg.RefUnion):  # the same bytes
+        shared = np.full(x.shape, -1, np.int8)
+        size = lambda y: math.prod(y.shape) * np.dtype(y.dtype).itemsize
+        return jax.tree.map(lambda y: Memory(shared[: size(y)].view(y.dtype).reshape(y.shape)), tuple(x.refs))
     return Memory(_garbage(x))
 
 

@@ -3,7 +3,13 @@
 A CTA owns a tile of keys of one key head. The producer warp group loads tiles of queries, dO and row statistics by TMA,
 of all query heads that share the keys. Two consumer warp groups own 64 keys each, with their dK and dV accumulators in
 registers. Scores are transposed, (keys, queries): then P^T and dS^T are the A operands of the dV and dK GEMMs straight
-from registers. One pass may compute dQ too: `one_pass`. Persistent CTAs took 8050 us for 7607 (H200, causal, S 16384).
+from registers. One pass may compute dQ too: `one_pass`.
+
+Where dQ is added by TMA, CTAs are persistent: dK and dV are staged in the memory of dS and dQ, so that keys, values and
+queries of the next tile of keys arrive meanwhile. A tile is drawn when the last queries of the one before are loaded:
+drawn at its first, neighbors drift apart. H200, jax 0.11.2, bf16, S 16384, 16 heads, kernel, us, one CTA for a tile,
+drawn early, and so: window of 1024, D 64 1498, 1430, 1383, D 128 1153, 1250, 1122; documents, D 64 1388, 1370, 1345,
+D 128 1053, 1081, 1023; 32 x 1024 tokens, causal, D 64 465, 413, 411.
 
 Above head size 128 registers hold both accumulators in one pass alone, up to a limit (`plan`). Else the groups share 64
 keys: one computes S^T and dV, the other dP^T and dK, with S^T through shared memory.
@@ -27,12 +33,13 @@ from pallas_kernels.mosaic_gpu import global_rows, register_order, smem
 from pallas_kernels.mosaic_gpu.backward.one_pass import sums_shape
 from pallas_kernels.mosaic_gpu.backward.stream import KEY, VALUE, BackwardStatic, RowStats, pack_row_stats, store_sums
 from pallas_kernels.mosaic_gpu.backward.walk import Carried, DkvScratch, KeyTile, declare
-from pallas_kernels.mosaic_gpu.launch import NUM_SMS, Grid, flatten_captured, launch, output, run_roles
+from pallas_kernels.mosaic_gpu.forward import schedule
+from pallas_kernels.mosaic_gpu.launch import Grid, flatten_captured, launch, output, run_roles
 from pallas_kernels.mosaic_gpu.score import bias_tiles
-from pallas_kernels.mosaic_gpu.score.tile import ROW, TILE, accumulator, row_vector
+from pallas_kernels.mosaic_gpu.score.tile import ROW, accumulator, row_vector
 from pallas_kernels.softmax import mark
 from pallas_kernels.spec import Operands
-from pallas_kernels.types import A, Accumulator, Index, Location, Ref, S
+from pallas_kernels.types import A, Accumulator, Axis, Index, Location, Ref, S
 
 _Step: TypeAlias = Callable[[S, jax.Array, Index, bool], S]  # at query head and first query
 MAX_HEAD_SIZE_BOTH_SUMS = 128  # up to which registers hold 64 rows of both accumulators
@@ -62,6 +69,7 @@ class DkvInputs(NamedTuple, Generic[A]):
     row_stats: RowStats[A]  # dO, lse and delta
     d_query: A | None  # dQ, float32 in `one_pass.sums_shape`, to which one pass adds; None without
     bias: list[A]  # sources of bias tiles
+    counter: A | None  # of tiles of keys; None without persistent CTAs
 
 
 def dkv(
@@ -90,6 +98,7 @@ def dkv(
             pack_row_stats(rows, tiles.block_q, static.lse_scale),
             d_query,  # pyright: ignore[reportArgumentType]  (of JAX's own type of refs)
             [load.source(arrays.captured.score) for load in loads],
+            schedule.tile_counter() if scratch.persistence else None,  # pyright: ignore[reportArgumentType]
         ),
         DkvOutputs(
             per_entry(arrays.key),
@@ -99,7 +108,7 @@ def dkv(
         ),
         scratch,
         name="jflex_backward_sm90" if one_pass else "jflex_backward_dkv_sm90",
-        num_ctas=_grid(static).size,
+        num_ctas=schedule.NUM_CTAS if scratch.persistence else _grid(static).size,
         warp_groups=static.warp_groups + 1,
     )
     return outputs._replace(
@@ -117,48 +126,96 @@ def _grid(static: BackwardStatic) -> Grid:
 def _kernel(
     static: BackwardStatic, cta_id: Index, inputs: DkvInputs[Ref], outputs: DkvOutputs[Ref], scratch: DkvScratch
 ) -> None:
-    b, kv_h, tile = _grid(static).unravel(cta_id)
-    location = (b, kv_h, block_walk.column_at(static.spec, inputs.order, b, kv_h, tile))
+    scratch = scratch.opened()
+    tiles = schedule.PersistentScheduler(_grid(static), cta_id, inputs.counter, scratch.tile_ids)
+
+    def locate(index: Location) -> Location:
+        return *index[:2], block_walk.column_at(static.spec, inputs.order, *index)
 
     def produce() -> None:
-        _produce(static, inputs, location, scratch)
-        if static.spec.block_size is not None:
-            _prefetch(static, inputs, cta_id + NUM_SMS)
+        def next_tile(i: Index) -> jax.Array:
+            tile_id = tiles.draw(i)
+            assert scratch.persistence is not None  # there is a next tile
+            plg.barrier_arrive(scratch.persistence.drawn.at[schedule.tile_slot(i)])
+            if static.spec.block_size is not None:
+                prefetch = lambda: _prefetch(static, inputs, locate(tiles.grid.unravel(tile_id)))
+                pl.when(tile_id < tiles.grid.size)(prefetch)
+            return tile_id
+
+        load = lambda i, index, count: _produce(static, inputs, locate(index), scratch, i, count)
+        tiles.over_tiles(load, next_tile)
 
     def consume(group: jax.Array) -> None:
-        if not static.shares_keys:
-            _consume(static, inputs, location, outputs, scratch, group)
-            return
-        for i, role in enumerate(map(static.for_sum, (VALUE, KEY))):
-            pl.when(group == i)(functools.partial(_consume, role, inputs, location, outputs, scratch, group))
+        def next_tile(i: Index) -> jax.Array:
+            assert scratch.persistence is not None  # there is a next tile
+            plg.barrier_wait(scratch.persistence.drawn.at[schedule.tile_slot(i)])
+            return tiles.tile_id(i)
+
+        def consume_as(role: BackwardStatic) -> None:
+            compute = lambda _, index, count: _consume(role, inputs, locate(index), outputs, scratch, group, count)
+            tiles.over_tiles(compute, next_tile)
+
+        if static.shares_keys:
+            for i, role in enumerate(map(static.for_sum, (VALUE, KEY))):
+                pl.when(group == i)(functools.partial(consume_as, role))
+        else:
+            consume_as(static)
+        plg.wait_smem_to_gmem(0, wait_read_only=True)
 
     run_roles(static.warp_groups, produce, consume)
 
 
-def _produce(static: BackwardStatic, inputs: DkvInputs[Ref], location: Location, scratch: DkvScratch) -> None:
-    """Producer warp group: loads tiles of queries, dO, row statistics and bias tiles by TMA."""
+def _keys_at(static: BackwardStatic, location: Location, tile: Index = 0, rows: int | None = None) -> tuple[Axis, ...]:
+    """The index of a tile of keys, or of so many of its rows."""
+    (b, kv_h, column), spec, block = location, static.spec, static.tiles.block_kv
+    rows = block if rows is None else rows
+    return smem.rows_at(spec, b if spec.Bkv > 1 else 0, kv_h, column * block + tile * rows, rows)
+
+
+def _produce(
+    static: BackwardStatic,
+    inputs: DkvInputs[Ref],
+    location: Location,
+    scratch: DkvScratch,
+    number: Index,
+    count: jax.Array,
+) -> jax.Array:
+    """Producer warp group: loads queries, dO, row statistics and bias tiles by TMA; returns the next free stage.
+
+    Keys and values come behind the first queries: these may be loaded while the keys before are still read.
+    """
     b, k_first = location[0], location[2] * static.tiles.block_kv
     bias = static.bias(inputs.arrays, inputs.bias, transposed=True)
+
+    def load_keys() -> None:
+        sources = (inputs.arrays.value, scratch.values), (inputs.arrays.key, scratch.keys)
+        for i, (source, ref) in enumerate(sources):
+            if scratch.persistence is not None:
+                pl.when(number > 0)(functools.partial(plg.barrier_wait, scratch.persistence.empty.at[i]))
+            for tile in range(ref.shape[0]):
+                at = _keys_at(static, location, tile, smem.WARP_GROUP_ROWS)
+                plg.copy_gmem_to_smem(source.at[at], ref.at[tile], scratch.full)
 
     def step(i: Index, h: jax.Array, first: Index, _: bool) -> Index:
         sources = bias.sources_of_head(b, h)(first, k_first)
         scratch.stream.fill(static.spec, i, inputs.arrays, inputs.row_stats, (b, h, first), sources)
+        pl.when(i == count)(load_keys)
         return i + 1
 
-    _over_queries(static, inputs.arrays, location, jnp.int32(0), lambda _: step)
+    end = _over_queries(static, inputs.arrays, location, count, lambda _: step)
+    pl.when(end == count)(load_keys)
+    return end
 
 
-def _prefetch(static: BackwardStatic, inputs: DkvInputs[Ref], cta_id: Index) -> None:
-    """Prefetches the keys and values of a later CTA, at most the last, into L2.
+def _prefetch(static: BackwardStatic, inputs: DkvInputs[Ref], location: Location) -> None:
+    """Prefetches the keys and values of the next tile into L2.
 
-    A CTA that reads its tile from lists loads them late. H200, jax 0.11.2, bf16, S 16384, 16 heads, kernel, us, without
-    and with: documents, D 64 1418 and 1384, D 128 1053 and 1045; a window of 1024, D 64 1477 and 1495.
+    A tile that is read from lists is loaded late. H200, jax 0.11.2, bf16, S 16384, 16 heads, kernel, us, without and
+    with, before CTAs were persistent: documents, D 64 1418 and 1384, D 128 1053 and 1045; a window of 1024, D 64 1477
+    and 1495.
     """
-    grid, spec, rows = _grid(static), static.spec, static.tiles.block_kv
-    b, kv_h, tile = grid.unravel(jnp.minimum(cta_id, grid.size - 1))
-    first = block_walk.column_at(spec, inputs.order, b, kv_h, tile) * rows
     for source in (inputs.arrays.key, inputs.arrays.value):
-        plg.async_prefetch(source.at[smem.rows_at(spec, b if spec.Bkv > 1 else 0, kv_h, first, rows)])
+        plg.async_prefetch(source.at[_keys_at(static, location)])
 
 
 def _over_queries(
@@ -220,33 +277,29 @@ def _consume(
     outputs: DkvOutputs[Ref],
     scratch: DkvScratch,
     group: jax.Array,
-) -> None:
-    """Consumer warp group: prologue, mainloop over tiles of queries, and epilogue of its 64 keys."""
+    count: jax.Array,
+) -> jax.Array:
+    """Consumer warp group: prologue, mainloop over tiles of queries, and epilogue of its 64 keys.
+
+    Takes the number of tiles of queries of earlier keys; returns it with these.
+    """
     spec, arrays, rows = static.spec, inputs.arrays, smem.WARP_GROUP_ROWS
     b, kv_h, column = location
     tile = jnp.int32(0) if static.shares_keys else group
     first = column * static.tiles.block_kv + tile * rows
-    at = smem.rows_at(spec, b if spec.Bkv > 1 else 0, kv_h, first, rows)
-    operands = {VALUE: (arrays.key, scratch.keys), KEY: (arrays.value, scratch.values)}  # by the sum beside their GEMM
-    for source, ref in map(operands.__getitem__, static.sums):
-        plg.copy_gmem_to_smem(source.at[at], ref.at[tile], scratch.full.at[group])
     columns = outputs.columns if KEY in static.sums else []
 
-    def walk(*accumulators: Accumulator) -> tuple[jax.Array, ...]:
+    def walk(*accumulators: Accumulator) -> tuple[Any, ...]:
         sums = dict(zip(static.sums, accumulators, strict=True))
         key_tile = KeyTile(static, scratch, tile, b, first, sums, inputs.d_query)
 
         def wait_for_keys() -> None:
-            for other in (group,) if scratch.d_query is None else range(static.warp_groups):  # dQ takes the keys of all
-                plg.barrier_wait(scratch.full.at[other])
+            plg.barrier_wait(scratch.full)
+            if scratch.persistence is not None:  # TMA has read the dK and dV before, where dQ and dS come now
+                plg.wait_smem_to_gmem(0, wait_read_only=True)
 
         def step_of(h: jax.Array) -> Callable[[Carried, jax.Array, Index, bool], Carried]:
-            """The step of a head; keys and values arrive while limits of the mask do, and while dS is set to zero.
-
-            H200, jax 0.11.2, bf16, S 16384, 16 heads, kernel, us, with this wait before and here: D 64, a window of
-            1024 1521 and 1481, documents 1456 and 1425; D 128, here with dV stored first, no mask 18278 and 17150,
-            causal 7817 and 8122.
-            """
+            """The step of a head; keys and values arrive while limits of the mask do."""
             step = key_tile.step(arrays, h)
             pl.when(h == kv_h * spec.group)(wait_for_keys)
             return step
@@ -259,14 +312,16 @@ def _consume(
             return state, zeros
 
         zeros = tuple(row_vector(rows) for _ in columns)
-        state, _ = _over_queries(static, arrays, location, (key_tile.begin(kv_h), zeros), step_of, end)
-        key_tile.end(state)
-        scales = {KEY: spec.scale, VALUE: spec.kept_scale}
-        return tuple(ref[...] if scales[name] == 1.0 else ref[...] * scales[name] for name, ref in sums.items())
+        state, _ = _over_queries(static, arrays, location, (key_tile.begin(kv_h, count), zeros), step_of, end)
+        marks, scales = key_tile.end(state), {KEY: spec.scale, VALUE: spec.kept_scale}
+        scaled = [ref[...] if scales[name] == 1.0 else ref[...] * scales[name] for name, ref in sums.items()]
+        return state.count, marks, scaled
 
     sizes = {KEY: spec.D, VALUE: spec.Dv}
-    sums: Any = pl.run_scoped(walk, *(accumulator(rows, sizes[name]) for name in static.sums))  # dK, dV
-    _store(static, location, outputs, scratch, group, dict(zip(static.sums, sums, strict=True)))
+    results: Any = pl.run_scoped(walk, *(accumulator(rows, sizes[name]) for name in static.sums))  # dK, dV
+    end_count, marks, sums = results
+    _store(static, location, outputs, scratch, tile, dict(zip(static.sums, sums, strict=True)), marks)
+    return end_count
 
 
 def _store(
@@ -274,31 +329,27 @@ def _store(
     location: Location,
     outputs: DkvOutputs[Ref],
     scratch: DkvScratch,
-    group: jax.Array,
+    tile: jax.Array,
     sums: dict[str, jax.Array],
+    marks: list[jax.Array],
 ) -> None:
-    """Stores marks, dV and dK by TMA, which drops rows past the end; dV is staged over the values, dK over the keys.
+    """Stores marks, dV and dK, the latter by TMA, which drops rows past the end.
 
-    Only the dQ GEMM reads keys of the other group, so that dV does not wait for it. With marks from registers, and this
-    order: documents, D 64, kernel, us, 1465 and 1446 (H200, jax 0.11.2, bf16, S 16384, 16 heads).
+    No row of dQ is available: so keys that are not finite are themselves marked, by `marks`.
     """
     spec, rows, (b, kv_h, column) = static.spec, smem.WARP_GROUP_ROWS, location
-    tile = jnp.int32(0) if static.shares_keys else group
     first = column * static.tiles.block_kv + tile * rows
     if outputs.marks:
-        marks = mark(*sums.values())
-        if scratch.d_query is not None:  # no row of dQ is available: so a key that is not finite is itself marked
-            marks += mark(smem.load(scratch.keys.at[tile], TILE))
         out = outputs.marks[-1 if static.sums == (KEY,) else 0]
         row = first + plg.broadcasted_iota(jnp.int32, (rows,), 0, layout=ROW)
-        global_rows.store_values(out, (b * spec.Hkv + kv_h) * out.shape[2] + row, marks)
-    targets = {KEY: (scratch.keys, outputs.key), VALUE: (scratch.values, outputs.value)}
-    for name, x in reversed(sums.items()):  # dV first
-        for shared in (scratch.d_query if name == KEY else None, scratch.scores):
-            if shared is not None:
-                shared.join()  # all groups have read the keys and values
-        staged, target = targets[name][0].at[tile], targets[name][1]
+        global_rows.store_values(out, (b * spec.Hkv + kv_h) * out.shape[2] + row, sum(marks, mark(*sums.values())))
+    for shared in (scratch.d_query, scratch.scores):
+        if shared is not None:
+            shared.join()  # all groups have read dS, or the keys and values
+    for name, x in reversed(sums.items()):  # dV first: where dK is staged, TMA still reads dQ
+        staged, target = scratch.staging(name, tile), outputs.key if name == KEY else outputs.value
+        if name == KEY:
+            plg.wait_smem_to_gmem(1, wait_read_only=True)
         staged[...] = x.astype(staged.dtype)
         plg.commit_smem()
         plg.copy_smem_to_gmem(staged, target.at[smem.rows_at(spec, b, kv_h, first, rows)])
-    plg.wait_smem_to_gmem(0, wait_read_only=True)

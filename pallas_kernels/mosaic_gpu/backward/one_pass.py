@@ -5,7 +5,7 @@ all keys of the CTA, for some of the queries or some of the columns, and adds it
 CTAs of other keys. The order of these additions is not fixed, so dQ may differ in its last bits between runs.
 
 The dQ GEMM of a tile is issued when the dS of the next tile is known, so no group waits for the other as long as it is
-less than a tile ahead, and the dK GEMM runs while dQ is stored. Before the first tile there is a tile of zeros.
+less than a tile ahead, and the dK GEMM runs while dQ is stored. Before the first tile there is one whose dQ is dropped.
 
 Where dK and dV have more than 256 columns, registers are tight (`is_tight`): S^T becomes P before dP^T is computed, dS
 takes P in 16 bits, as the dV GEMM does, and the dK GEMM reads dS^T from shared memory. Threads add dQ themselves. So a
@@ -35,6 +35,7 @@ from pallas_kernels.mosaic_gpu.smem import FIRST_FREE_BARRIER, WARP_GROUP_ROWS, 
 from pallas_kernels.spec import AttentionSpec
 from pallas_kernels.types import Accumulator, Index, Ref
 
+PAST_THE_END = 2**30  # the first query of a tile whose dQ is not added
 D_SCORES_STAGES = 2  # double buffer of dS: one tile is read while the next is written
 
 
@@ -48,7 +49,7 @@ class TileIndex(NamedTuple):
 class DqAccumulator(NamedTuple):
     """Shared memory and barriers for dQ."""
 
-    d_scores: Ref  # [stages, groups, keys of a group, queries]: dS^T
+    d_scores: Ref  # [groups, stages, keys of a group, queries]: dS^T
     # float32 [groups, parts, *register_order.shape]: the dQ of a group, for TMA; columns of both groups are one part.
     # None where registers are tight: threads add it themselves
     staged: Ref | None
@@ -59,22 +60,18 @@ class DqAccumulator(NamedTuple):
         groups, columns, width = tiles.num_warps // 4, _columns(spec, tiles), _width(spec, tiles)
         swizzle, staged = key_swizzle(spec, tiles), (groups, columns // width, *register_order.shape(width))
         return cls(
-            smem.tiled((D_SCORES_STAGES, groups, tiles.block_kv // groups, tiles.block_q), dtype, swizzle),
+            smem.tiled((groups, D_SCORES_STAGES, tiles.block_kv // groups, tiles.block_q), dtype, swizzle),
             None if is_tight(spec) else smem.declared(plg.SMEM(staged, jnp.float32)),
         )
 
-    def begin(self, group: jax.Array) -> None:
-        """Prologue: writes zeros, as the dS of a tile before the first."""
-        self._write(jnp.int32(-1), group, jnp.zeros(self.d_scores.shape[2:], self.d_scores.dtype))
-        self.commit(jnp.int32(-1), group)
-        self._read(group).arrive(0)
+    def begin(self, i: Index, group: jax.Array) -> None:
+        """Prologue before the ith tile: the dS of the tile before it, of other keys or none, is never added to dQ."""
+        self._written(group).arrive(i + 1)
+        pl.when(i == 0)(lambda: self._read(group).arrive(0))
 
     def write(self, i: Index, group: jax.Array, d_s: jax.Array) -> None:
         """Writes the ith tile of dS^T of a group, once all groups have read the one in its stage."""
         self._read(group).wait(i)
-        self._write(i, group, d_s)
-
-    def _write(self, i: Index, group: jax.Array, d_s: jax.Array) -> None:
         self.tile(i, group)[...] = plg.layout_cast(d_s, TILE)
 
     def commit(self, i: Index, group: jax.Array) -> None:
@@ -84,15 +81,15 @@ class DqAccumulator(NamedTuple):
 
     def _written(self, group: jax.Array) -> Turns:
         """Turns of groups that have written a tile, numbered from -`D_SCORES_STAGES` on."""
-        return Turns(FIRST_FREE_BARRIER, group if self.d_scores.shape[1] > 1 else None)
+        return Turns(FIRST_FREE_BARRIER, group if self.d_scores.shape[0] > 1 else None)
 
     def _read(self, group: jax.Array) -> Turns:
         """Turns of groups that have read the tile before the last, so that the next may take its place."""
-        return Turns(FIRST_FREE_BARRIER + Turns.BARRIERS, group if self.d_scores.shape[1] > 1 else None)
+        return Turns(FIRST_FREE_BARRIER + Turns.BARRIERS, group if self.d_scores.shape[0] > 1 else None)
 
-    def tile(self, i: Index, group: Index) -> Ref:
-        """The ith tile of dS^T of a group."""
-        return self.d_scores.at[_stage(i), group]
+    def tile(self, i: Index, group: Index, zero: Index = 0) -> Ref:
+        """The ith tile of dS^T of a group; `zero` is added to the stage (`inline_ptx.unknown_zero`)."""
+        return self.d_scores.at[group, smem.modulo(i, D_SCORES_STAGES) + zero]
 
     def gemm_accumulator(self, out: Ref) -> plg.WGMMAAccumulatorRef:
         """The accumulator of `start_gemm`, for `out` in global memory."""
@@ -106,16 +103,24 @@ class DqAccumulator(NamedTuple):
         self._written(group).wait(i + D_SCORES_STAGES)
         part = pl.ds(group * WARP_GROUP_ROWS, WARP_GROUP_ROWS)
         for other in range(keys.shape[0]):
-            d_s, k = self.tile(i, other + zero), keys.at[other + zero]
+            d_s, k = self.tile(i, other, zero), keys.at[other + zero]
             if self._by_queries:
                 d_s = d_s.at[:, part]
             else:
                 k = k.at[:, pl.ds(group * (k.shape[1] - acc.shape[1]), acc.shape[1])]
             plg.wgmma(acc, d_s.T, k)
 
-    def add(self, out: Ref, group: jax.Array, b: Index, tile: TileIndex, i: Index, x: jax.Array) -> None:
-        """Adds a group's part of the ith tile to dQ in global memory, of `sums_shape`."""
-        self._read(group).arrive(i + D_SCORES_STAGES)
+    def add(
+        self, out: Ref, group: jax.Array, b: Index, tile: TileIndex, i: Index, x: jax.Array, *, is_last: bool = False
+    ) -> None:
+        """Adds a group's part of the ith tile to dQ in global memory, of `sums_shape`, unless `tile` is past its end.
+
+        Unless it is the last, the next tile of dS becomes visible too: one fence for both. H200, jax 0.11.2, bf16,
+        S 16384, kernel, us, with two and one: D 128, no mask 15650 and 14850, causal 7946 and 7440, window 1122 and
+        1091, documents 1031 and 1010; D 64, window 1450 and 1472, documents 1325 and 1317, causal 8783 and 8938.
+        """
+        if not is_last:
+            self._read(group).arrive(i + D_SCORES_STAGES)
         parts, width = self._parts(out), _part_width(out)
         columns = [x[:, part * width : (part + 1) * width] for part in range(parts)]
         row, column = (group, 0) if self._by_queries else (0, group * (out.shape[3] - parts))
@@ -124,11 +129,10 @@ class DqAccumulator(NamedTuple):
             plg.wait_smem_to_gmem(0, wait_read_only=True)
             for part in range(parts):
                 register_order.store(self.staged.at[group, part], columns[part])
-            plg.commit_smem()
+            plg.commit_smem() if is_last else self.commit(i + 1, group)
         for part in range(parts):
             target = out.at[b, tile.h, jnp.minimum(row, out.shape[2] - 1), column + part]
-            # All CTAs would add the zeros to the same tile. A block of a mask may have tiles past the end.
-            adds = jnp.logical_and(i >= 0, row < out.shape[2])
+            adds = row < out.shape[2]  # a block of a mask may have tiles past the end
             if part == 0 and self._column_groups * parts > out.shape[3]:  # the second group's first is the first's last
                 adds = jnp.logical_and(adds, group == 0)
             if self.staged is None:
@@ -139,7 +143,7 @@ class DqAccumulator(NamedTuple):
     def join(self) -> None:
         """Waits until all groups have arrived here."""
         barrier = jnp.int32(FIRST_FREE_BARRIER + 2 * Turns.BARRIERS)
-        inline_ptx.hardware_barrier("sync", barrier, self.d_scores.shape[1] * WARP_GROUP_THREADS)
+        inline_ptx.hardware_barrier("sync", barrier, self.d_scores.shape[0] * WARP_GROUP_THREADS)
 
     def _parts(self, out: Ref) -> int:
         """Parts of a group; `out` has the parts of all columns."""
@@ -148,11 +152,11 @@ class DqAccumulator(NamedTuple):
     @property
     def _column_groups(self) -> int:
         """Groups that split the columns."""
-        return 1 if self._by_queries else self.d_scores.shape[1]
+        return 1 if self._by_queries else self.d_scores.shape[0]
 
     @property
     def _by_queries(self) -> bool:
-        return self.d_scores.shape[3] == self.d_scores.shape[1] * WARP_GROUP_ROWS
+        return self.d_scores.shape[3] == self.d_scores.shape[0] * WARP_GROUP_ROWS
 
 
 def _by_queries(tiles: Tiles) -> bool:
@@ -163,10 +167,6 @@ def _by_queries(tiles: Tiles) -> bool:
 def _part_width(out: Ref) -> int:
     """Columns of a part of dQ in global memory."""
     return out.shape[4] * out.shape[5] // WARP_GROUP_ROWS
-
-
-def _stage(i: Index) -> jax.Array:
-    return lax.rem(i + D_SCORES_STAGES, jnp.int32(D_SCORES_STAGES))
 
 
 def is_tight(spec: AttentionSpec) -> bool:

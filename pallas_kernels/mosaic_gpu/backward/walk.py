@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import NamedTuple, TypeAlias
 
@@ -16,7 +17,7 @@ from jax.typing import DTypeLike
 from pallas_kernels.config import Tiles
 from pallas_kernels.gradients import score_mod_vjp, weights_vjp
 from pallas_kernels.mosaic_gpu import inline_ptx, smem
-from pallas_kernels.mosaic_gpu.backward.one_pass import DqAccumulator, TileIndex, is_tight, key_swizzle
+from pallas_kernels.mosaic_gpu.backward.one_pass import PAST_THE_END, DqAccumulator, TileIndex, is_tight, key_swizzle
 from pallas_kernels.mosaic_gpu.backward.shared_scores import SharedScores
 from pallas_kernels.mosaic_gpu.backward.stream import (
     DELTA,
@@ -29,47 +30,107 @@ from pallas_kernels.mosaic_gpu.backward.stream import (
     wait_and_get,
     wait_and_get_all,
 )
+from pallas_kernels.mosaic_gpu.forward import schedule
 from pallas_kernels.mosaic_gpu.score import bias_tiles, scores
 from pallas_kernels.mosaic_gpu.score.tile import COLUMN, ROW, TILE, accumulator, uses_sfu
 from pallas_kernels.mosaic_gpu.smem import Ring
 from pallas_kernels.program.cotangents import LoadGroups
+from pallas_kernels.softmax import mark
 from pallas_kernels.spec import AttentionSpec, Operands
 from pallas_kernels.types import Accumulator, Index, Ref
+
+
+class Persistence(NamedTuple):
+    """What a persistent CTA needs to load the next keys while it stores dK and dV."""
+
+    tile_ids: Ref  # `schedule.tile_id_scratch`
+    drawn: Ref  # a barrier for each of them
+    empty: Ref  # two barriers: values and keys may be overwritten
 
 
 class DkvScratch(NamedTuple):
     """Shared memory and barriers of a CTA."""
 
-    keys: Ref  # [groups, rows, D], or [1, rows, D] of shared keys; the epilogue stages dK there
-    values: Ref  # [groups, rows, Dv], or [1, rows, Dv]; the epilogue stages dV there
+    keys: Ref  # [groups, rows, D], or [1, rows, D] of shared keys
+    values: Ref  # [groups, rows, Dv], or [1, rows, Dv]
     sums: Ref | None  # float32 [groups, rows], to stage cotangents of loads by key; None without
-    full: Ref  # a barrier for each group: its keys and values have arrived, or of shared keys those that it reads
+    full: Ref  # a barrier: keys and values have arrived
     stream: QueryStream  # rings of the tiles of queries
-    d_query: DqAccumulator | None  # for dQ; None without
+    d_query: DqAccumulator | None  # for dQ, of unions with where dV and dK are staged if persistent; None without
     scores: SharedScores | None  # S^T of shared keys; None without
+    persistence: Persistence | None  # None for one tile of keys
+    staged: tuple[Ref, Ref] | None = None  # in the kernel: where dV and dK are staged if persistent, [groups, any, rows, size]
+
+    @property
+    def tile_ids(self) -> Ref | None:
+        """The ids of tiles of a persistent CTA."""
+        return None if self.persistence is None else self.persistence.tile_ids
+
+    def opened(self) -> DkvScratch:
+        """The scratch in the kernel, without unions."""
+        if self.persistence is None:
+            return self
+        assert self.d_query is not None  # of persistent CTAs
+        (d_scores, values), (staged, keys) = self.d_query.d_scores, self.d_query.staged
+        return self._replace(d_query=self.d_query._replace(d_scores=d_scores, staged=staged), staged=(values, keys))
+
+    def staging(self, name: str, tile: Index) -> Ref:
+        """Where the epilogue stages dK or dV of a tile of 64 keys; without persistence over the keys or values."""
+        if self.staged is None:
+            return (self.keys if name == KEY else self.values).at[tile]
+        return self.staged[name == KEY].at[tile, 0]
 
 
 def declare(
     spec: AttentionSpec, tiles: Tiles, dtype: DTypeLike, loads: LoadGroups, *, one_pass: bool = False
 ) -> DkvScratch:
-    """The scratch of a CTA."""
+    """The scratch of a CTA, which is persistent if it adds dQ by TMA and that fits."""
     groups, rows = tiles.num_warps // 4, smem.WARP_GROUP_ROWS
     key_tiles = tiles.block_kv // rows
     shares = key_tiles < groups
     swizzle = key_swizzle(spec, tiles) if one_pass else None
 
     def make(bias: Ring | None) -> DkvScratch:
-        return DkvScratch(
+        scratch = DkvScratch(
             smem.tiled((key_tiles, rows, spec.D), dtype, swizzle),
             smem.tiled((key_tiles, rows, spec.Dv), dtype),
             smem.declared(plg.SMEM((groups, rows), jnp.float32)) if loads.columns else None,
-            smem.declared(plg.Barrier(num_arrivals=1 if shares else 2, num_barriers=groups)),
+            smem.declared(plg.Barrier(num_arrivals=2 * key_tiles)),
             QueryStream.declare(spec, tiles, dtype, bias, swizzle),
             DqAccumulator.declare(spec, tiles, dtype) if one_pass else None,
             SharedScores.declare(tiles.block_q) if shares else None,
+            None,
         )
+        persistent = _persistent(scratch, swizzle)
+        return scratch if smem.bytes_of(jax.tree.leaves(persistent)) > smem.LIMIT else persistent
 
     return bias_tiles.with_bias_ring(make, spec, tiles, transposed=True)
+
+
+def _persistent(scratch: DkvScratch, swizzle: int | None) -> DkvScratch:
+    """The scratch of a persistent CTA; without dQ by TMA, or where it has no room for dK and dV, as it is."""
+    d_query, groups = scratch.d_query, scratch.keys.shape[0]
+    if d_query is None or d_query.staged is None:
+        return scratch
+    bytes_of_group = lambda x: math.prod(x.shape[1:]) * jnp.dtype(x.dtype).itemsize
+    stages = d_query.d_scores, d_query.staged
+    if any(bytes_of_group(x) < bytes_of_group(y) for x, y in zip(stages, (scratch.values, scratch.keys), strict=True)):
+        return scratch
+
+    def union(x: Ref, rows: Ref, swizzle: int | None) -> Ref:
+        """Memory of `x`, in which each group may stage rows: where it alone reads and writes `x`."""
+        copies = -(-bytes_of_group(x) // bytes_of_group(rows))
+        return smem.declared(plg.RefUnion(x, smem.tiled((groups, copies, *rows.shape[1:]), rows.dtype, swizzle)))
+
+    d_scores, staged = union(stages[0], scratch.values, None), union(stages[1], scratch.keys, swizzle)
+    return scratch._replace(
+        d_query=d_query._replace(d_scores=d_scores, staged=staged),
+        persistence=Persistence(
+            schedule.tile_id_scratch(),
+            smem.declared(plg.Barrier(num_barriers=schedule.QUERY_STAGES)),
+            smem.declared(plg.Barrier(num_arrivals=groups, num_barriers=2)),
+        ),
+    )
 
 
 class DkvState(NamedTuple):
@@ -99,26 +160,32 @@ class KeyTile(NamedTuple):
         """True if registers are tight (`one_pass.is_tight`)."""
         return len(self.sums) > 1 and is_tight(self.static.spec)
 
-    def begin(self, kv_h: jax.Array) -> DkvState:
-        """Prologue: the state before the first tile."""
+    def begin(self, kv_h: jax.Array, count: jax.Array) -> DkvState:
+        """Prologue: the state before the first tile, after `count` tiles of other keys."""
         if self.scratch.d_query is not None:
-            self.scratch.d_query.begin(self.group)
+            self.scratch.d_query.begin(count, self.group)
         if self.scratch.scores is not None and VALUE not in self.sums:
             self.scratch.scores.begin_reads()
-        return DkvState(jnp.int32(0), TileIndex(kv_h * self.static.spec.group, jnp.int32(0)))
+        return DkvState(count, TileIndex(kv_h * self.static.spec.group, jnp.int32(PAST_THE_END)))
 
-    def end(self, state: DkvState) -> None:
-        """Epilogue: adds the dQ of the last tile."""
-        d_query, out = self.scratch.d_query, self.out
+    def end(self, state: DkvState) -> list[jax.Array]:
+        """Epilogue: adds the dQ of the last tile; returns marks of the keys where they are needed for dQ."""
+        d_query, out, persistence = self.scratch.d_query, self.out, self.scratch.persistence
         if d_query is None or out is None:
-            return
+            return []
 
-        def gemm(acc: Accumulator) -> jax.Array:
+        def gemm(acc: Accumulator) -> tuple[jax.Array, list[jax.Array]]:
             d_query.start_gemm(acc, state.count - 1, self.group, self.scratch.keys)  # dQ = dS' K
-            return acc[...]
+            keys = [smem.load(self.scratch.keys.at[self.group], TILE)] * self.static.spec.needs_marks
+            return acc[...], [mark(x) for x in keys]
 
-        x = pl.run_scoped(gemm, d_query.gemm_accumulator(out))
-        d_query.add(out, self.group, self.b, state.last, state.count - 1, x)
+        if persistence is not None:
+            plg.barrier_arrive(persistence.empty.at[0])
+        x, marks = pl.run_scoped(gemm, d_query.gemm_accumulator(out))
+        if persistence is not None:
+            plg.barrier_arrive(persistence.empty.at[1])
+        d_query.add(out, self.group, self.b, state.last, state.count - 1, x, is_last=True)
+        return marks
 
     def step(self, arrays: Operands[Ref], h: jax.Array) -> Callable[[Carried, jax.Array, Index, bool], Carried]:
         """The mainloop step over a tile of queries; it carries the state and the cotangents of loads by key.
@@ -180,8 +247,6 @@ class KeyTile(NamedTuple):
             if q is not None:
                 operand = d_query.tile(state.count, self.group + self.zero) if self.is_tight else d_s
                 plg.wgmma(self.sums[KEY], operand, q)  # dK += dS'^T Q [keys, D]
-            if not self.is_tight:
-                d_query.commit(state.count, self.group)
             return plg.wgmma_accumulator_load(acc, wait_n=int(q is not None))
 
         x = pl.run_scoped(before, d_query.gemm_accumulator(out))

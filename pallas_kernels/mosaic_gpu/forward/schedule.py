@@ -17,7 +17,7 @@ from pallas_kernels.types import Index, Ref
 
 Tile = TypeVar("Tile", covariant=True)  # the index of a tile
 NUM_CTAS = NUM_SMS  # one persistent CTA for each SM; on GPUs with fewer SMs the CTAs that start last find no tile left
-_DRAWN_BARRIER = FIRST_FREE_BARRIER + 2  # after the barriers of the ping-pong
+_DRAWN_BARRIER = FIRST_FREE_BARRIER + 9  # after the barriers of the ping-pong, and of the backward
 # Tiles of a head up to which a CTA's tiles follow from its id, in order and in reverse by turns: no counter is filled.
 # H100, jax 0.11.2, causal, us, static and dynamic: 75 and 80 at S 512, 207 and 207 at S 1024, 4444 and 3039 at S 16384.
 MAX_STATIC_TILES = 4
@@ -70,7 +70,7 @@ class PersistentScheduler(NamedTuple, Generic[Tile]):
         assert self.tile_ids is not None  # it is persistent
         if self.counter is None:
             return self.tile_id(i)
-        inline_ptx.atomic_increment(self.counter, self.tile_ids, _tile_slot(i))
+        inline_ptx.atomic_increment(self.counter, self.tile_ids, tile_slot(i))
         inline_ptx.hardware_barrier("sync", jnp.int32(_DRAWN_BARRIER), WARP_GROUP_THREADS)
         return self.tile_id(i)
 
@@ -79,12 +79,12 @@ class PersistentScheduler(NamedTuple, Generic[Tile]):
         assert self.tile_ids is not None  # it is persistent
         if self.counter is None:
             return i * NUM_CTAS + jnp.where(lax.rem(i, jnp.int32(2)) == 0, self.cta_id, NUM_CTAS - 1 - self.cta_id)
-        return self.tile_ids[_tile_slot(i)]
+        return self.tile_ids[tile_slot(i)]
 
 
-def _tile_slot(i: Index) -> jax.Array:
-    """The query stage of the ith tile."""
-    return lax.rem(i, jnp.int32(QUERY_STAGES))
+def tile_slot(i: Index) -> jax.Array:
+    """The stage of the ith tile."""
+    return smem.modulo(i, QUERY_STAGES)
 
 
 def tile_counter() -> jax.Ref:
