@@ -8,7 +8,7 @@ import pytest
 import jflex
 from jflex.block_mask import limits
 from pallas_kernels.mosaic_gpu import smem
-from pallas_kernels.mosaic_gpu.forward.schedule import MAX_STATIC_TILES
+from pallas_kernels.mosaic_gpu.schedule import MAX_STATIC_TILES
 from tests.cases import mask_pairs as masks
 from tests.cases.hopper_cases import HOPPER, LIMITED, MANY, MORE_GROUPS, ONE_PASS, TWO_GROUPS
 from tests.cases.table import Case, Sizes

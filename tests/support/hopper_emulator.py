@@ -26,10 +26,17 @@ from jax.experimental.pallas import mosaic_gpu as plg
 from jflex import entry
 from jflex._jax import custom_vjp, forward_mode
 from jflex.backends.gpu import mosaic_gpu as adapter
-from pallas_kernels.mosaic_gpu import global_rows, inline_ptx, register_order, selections, split_kv, work_items
+from pallas_kernels.mosaic_gpu import (
+    global_rows,
+    inline_ptx,
+    register_order,
+    schedule,
+    selections,
+    split_kv,
+    work_items,
+)
 from pallas_kernels.mosaic_gpu.backward import captured, dkv, dq
 from pallas_kernels.mosaic_gpu.forward import kernel as forward_kernel
-from pallas_kernels.mosaic_gpu.forward import schedule
 from pallas_kernels.mosaic_gpu.launch import WARP_GROUP
 from pallas_kernels.mosaic_gpu.prompt import kernel as prompt_kernel
 from pallas_kernels.mosaic_gpu.tangent import kernel as tangent_kernel

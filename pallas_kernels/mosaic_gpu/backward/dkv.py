@@ -29,11 +29,10 @@ from jax.experimental.pallas import mosaic_gpu as plg
 
 from pallas_kernels import block_walk
 from pallas_kernels.gradients import RowOperands
-from pallas_kernels.mosaic_gpu import global_rows, register_order, smem
+from pallas_kernels.mosaic_gpu import global_rows, register_order, schedule, smem
 from pallas_kernels.mosaic_gpu.backward.one_pass import sums_shape
 from pallas_kernels.mosaic_gpu.backward.stream import KEY, VALUE, BackwardStatic, RowStats, pack_row_stats, store_sums
 from pallas_kernels.mosaic_gpu.backward.walk import Carried, DkvScratch, KeyTile, declare
-from pallas_kernels.mosaic_gpu.forward import schedule
 from pallas_kernels.mosaic_gpu.launch import Grid, flatten_captured, launch, output, run_roles
 from pallas_kernels.mosaic_gpu.score import bias_tiles
 from pallas_kernels.mosaic_gpu.score.tile import ROW, accumulator, row_vector
@@ -129,8 +128,8 @@ def _kernel(
     scratch = scratch.opened()
     tiles = schedule.PersistentScheduler(_grid(static), cta_id, inputs.counter, scratch.tile_ids)
 
-    def locate(index: Location) -> Location:
-        return *index[:2], block_walk.column_at(static.spec, inputs.order, *index)
+    def locate(at: Location) -> Location:
+        return *at[:2], block_walk.column_at(static.spec, inputs.order, *at)
 
     def produce() -> None:
         def next_tile(i: Index) -> jax.Array:
@@ -142,8 +141,7 @@ def _kernel(
                 pl.when(tile_id < tiles.grid.size)(prefetch)
             return tile_id
 
-        load = lambda i, index, count: _produce(static, inputs, locate(index), scratch, i, count)
-        tiles.over_tiles(load, next_tile)
+        tiles.over_tiles(lambda i, at, count: _produce(static, inputs, locate(at), scratch, i, count), next_tile)
 
     def consume(group: jax.Array) -> None:
         def next_tile(i: Index) -> jax.Array:
@@ -152,7 +150,7 @@ def _kernel(
             return tiles.tile_id(i)
 
         def consume_as(role: BackwardStatic) -> None:
-            compute = lambda _, index, count: _consume(role, inputs, locate(index), outputs, scratch, group, count)
+            compute = lambda _, at, count: _consume(role, inputs, locate(at), outputs, scratch, group, count)
             tiles.over_tiles(compute, next_tile)
 
         if static.shares_keys:
@@ -165,11 +163,10 @@ def _kernel(
     run_roles(static.warp_groups, produce, consume)
 
 
-def _keys_at(static: BackwardStatic, location: Location, tile: Index = 0, rows: int | None = None) -> tuple[Axis, ...]:
-    """The index of a tile of keys, or of so many of its rows."""
-    (b, kv_h, column), spec, block = location, static.spec, static.tiles.block_kv
-    rows = block if rows is None else rows
-    return smem.rows_at(spec, b if spec.Bkv > 1 else 0, kv_h, column * block + tile * rows, rows)
+def _keys_at(static: BackwardStatic, location: Location, tile: int, rows: int) -> tuple[Axis, ...]:
+    """The index of a part of a tile of keys, of so many rows."""
+    (b, kv_h, column), spec = location, static.spec
+    return smem.rows_at(spec, b if spec.Bkv > 1 else 0, kv_h, column * static.tiles.block_kv + tile * rows, rows)
 
 
 def _produce(
@@ -196,7 +193,7 @@ def _produce(
                 at = _keys_at(static, location, tile, smem.WARP_GROUP_ROWS)
                 plg.copy_gmem_to_smem(source.at[at], ref.at[tile], scratch.full)
 
-    def step(i: Index, h: jax.Array, first: Index, _: bool) -> Index:
+    def step(i: jax.Array, h: jax.Array, first: Index, _: bool) -> jax.Array:
         sources = bias.sources_of_head(b, h)(first, k_first)
         scratch.stream.fill(static.spec, i, inputs.arrays, inputs.row_stats, (b, h, first), sources)
         pl.when(i == count)(load_keys)
@@ -215,7 +212,7 @@ def _prefetch(static: BackwardStatic, inputs: DkvInputs[Ref], location: Location
     and 1495.
     """
     for source in (inputs.arrays.key, inputs.arrays.value):
-        plg.async_prefetch(source.at[_keys_at(static, location)])
+        plg.async_prefetch(source.at[_keys_at(static, location, 0, static.tiles.block_kv)])
 
 
 def _over_queries(
@@ -289,7 +286,7 @@ def _consume(
     first = column * static.tiles.block_kv + tile * rows
     columns = outputs.columns if KEY in static.sums else []
 
-    def walk(*accumulators: Accumulator) -> tuple[Any, ...]:
+    def walk(*accumulators: Accumulator) -> tuple[Index, list[jax.Array], list[jax.Array]]:
         sums = dict(zip(static.sums, accumulators, strict=True))
         key_tile = KeyTile(static, scratch, tile, b, first, sums, inputs.d_query)
 

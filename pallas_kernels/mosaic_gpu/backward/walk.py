@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 
 from pallas_kernels.config import Tiles
 from pallas_kernels.gradients import score_mod_vjp, weights_vjp
-from pallas_kernels.mosaic_gpu import inline_ptx, smem
+from pallas_kernels.mosaic_gpu import inline_ptx, schedule, smem
 from pallas_kernels.mosaic_gpu.backward.one_pass import PAST_THE_END, DqAccumulator, TileIndex, is_tight, key_swizzle
 from pallas_kernels.mosaic_gpu.backward.shared_scores import SharedScores
 from pallas_kernels.mosaic_gpu.backward.stream import (
@@ -30,7 +30,6 @@ from pallas_kernels.mosaic_gpu.backward.stream import (
     wait_and_get,
     wait_and_get_all,
 )
-from pallas_kernels.mosaic_gpu.forward import schedule
 from pallas_kernels.mosaic_gpu.score import bias_tiles, scores
 from pallas_kernels.mosaic_gpu.score.tile import COLUMN, ROW, TILE, accumulator, uses_sfu
 from pallas_kernels.mosaic_gpu.smem import Ring
@@ -41,11 +40,11 @@ from pallas_kernels.types import Accumulator, Index, Ref
 
 
 class Persistence(NamedTuple):
-    """What a persistent CTA needs to load the next keys while it stores dK and dV."""
+    """Shared memory and barriers of a persistent CTA, which loads the next keys while it stores dK and dV."""
 
     tile_ids: Ref  # `schedule.tile_id_scratch`
-    drawn: Ref  # a barrier for each of them
-    empty: Ref  # two barriers: values and keys may be overwritten
+    drawn: Ref  # a barrier for each id: it is there
+    empty: Ref  # two barriers: values, and keys, may be overwritten
 
 
 class DkvScratch(NamedTuple):
@@ -56,26 +55,26 @@ class DkvScratch(NamedTuple):
     sums: Ref | None  # float32 [groups, rows], to stage cotangents of loads by key; None without
     full: Ref  # a barrier: keys and values have arrived
     stream: QueryStream  # rings of the tiles of queries
-    d_query: DqAccumulator | None  # for dQ, of unions with where dV and dK are staged if persistent; None without
+    d_query: DqAccumulator | None  # for dQ; None without. Declared as unions with `staged` if persistent
     scores: SharedScores | None  # S^T of shared keys; None without
     persistence: Persistence | None  # None for one tile of keys
-    staged: tuple[Ref, Ref] | None = None  # in the kernel: where dV and dK are staged if persistent, [groups, any, rows, size]
+    # In the kernel of persistent CTAs, to stage dV and dK: [groups, copies, rows, size], of which the first is used.
+    staged: tuple[Ref, Ref] | None = None
 
     @property
     def tile_ids(self) -> Ref | None:
-        """The ids of tiles of a persistent CTA."""
+        """Ids of the tiles of keys; None for one tile."""
         return None if self.persistence is None else self.persistence.tile_ids
 
     def opened(self) -> DkvScratch:
         """The scratch in the kernel, without unions."""
-        if self.persistence is None:
+        if self.persistence is None or self.d_query is None or self.d_query.staged is None:
             return self
-        assert self.d_query is not None  # of persistent CTAs
         (d_scores, values), (staged, keys) = self.d_query.d_scores, self.d_query.staged
         return self._replace(d_query=self.d_query._replace(d_scores=d_scores, staged=staged), staged=(values, keys))
 
     def staging(self, name: str, tile: Index) -> Ref:
-        """Where the epilogue stages dK or dV of a tile of 64 keys; without persistence over the keys or values."""
+        """Shared memory to stage dK or dV of 64 keys: that of dQ or dS, or without persistence of keys or values."""
         if self.staged is None:
             return (self.keys if name == KEY else self.values).at[tile]
         return self.staged[name == KEY].at[tile, 0]
@@ -108,28 +107,25 @@ def declare(
 
 
 def _persistent(scratch: DkvScratch, swizzle: int | None) -> DkvScratch:
-    """The scratch of a persistent CTA; without dQ by TMA, or where it has no room for dK and dV, as it is."""
-    d_query, groups = scratch.d_query, scratch.keys.shape[0]
+    """The scratch of a persistent CTA; as it is without dQ by TMA, or if dS or dQ have no room for dV or dK."""
+    d_query, (groups, *_) = scratch.d_query, scratch.keys.shape
     if d_query is None or d_query.staged is None:
         return scratch
-    bytes_of_group = lambda x: math.prod(x.shape[1:]) * jnp.dtype(x.dtype).itemsize
-    stages = d_query.d_scores, d_query.staged
-    if any(bytes_of_group(x) < bytes_of_group(y) for x, y in zip(stages, (scratch.values, scratch.keys), strict=True)):
+    size = lambda x: math.prod(x.shape[1:]) * jnp.dtype(x.dtype).itemsize  # bytes of a group
+    if size(d_query.d_scores) < size(scratch.values) or size(d_query.staged) < size(scratch.keys):
         return scratch
 
     def union(x: Ref, rows: Ref, swizzle: int | None) -> Ref:
-        """Memory of `x`, in which each group may stage rows: where it alone reads and writes `x`."""
-        copies = -(-bytes_of_group(x) // bytes_of_group(rows))
+        """Declares `x`, and rows in its place, such that those of a group begin where the `x` of the others ends."""
+        copies = pl.cdiv(size(x), size(rows))
         return smem.declared(plg.RefUnion(x, smem.tiled((groups, copies, *rows.shape[1:]), rows.dtype, swizzle)))
 
-    d_scores, staged = union(stages[0], scratch.values, None), union(stages[1], scratch.keys, swizzle)
+    d_scores, staged = union(d_query.d_scores, scratch.values, None), union(d_query.staged, scratch.keys, swizzle)
+    drawn = smem.declared(plg.Barrier(num_barriers=schedule.QUERY_STAGES))
+    empty = smem.declared(plg.Barrier(num_arrivals=groups, num_barriers=2))
     return scratch._replace(
         d_query=d_query._replace(d_scores=d_scores, staged=staged),
-        persistence=Persistence(
-            schedule.tile_id_scratch(),
-            smem.declared(plg.Barrier(num_barriers=schedule.QUERY_STAGES)),
-            smem.declared(plg.Barrier(num_arrivals=groups, num_barriers=2)),
-        ),
+        persistence=Persistence(schedule.tile_id_scratch(), drawn, empty),
     )
 
 

@@ -29,8 +29,7 @@ from jax.typing import DTypeLike
 
 from pallas_kernels import block_walk
 from pallas_kernels.config import Tiles
-from pallas_kernels.mosaic_gpu import smem
-from pallas_kernels.mosaic_gpu.forward import schedule
+from pallas_kernels.mosaic_gpu import schedule, smem
 from pallas_kernels.mosaic_gpu.forward import step as forward_step
 from pallas_kernels.mosaic_gpu.launch import (
     Grid,

@@ -24,9 +24,8 @@ from jax.experimental.pallas import mosaic_gpu as plg
 from jax.typing import DTypeLike
 
 from pallas_kernels.config import Tiles
-from pallas_kernels.mosaic_gpu import global_rows, smem
+from pallas_kernels.mosaic_gpu import global_rows, schedule, smem
 from pallas_kernels.mosaic_gpu.forward import kernel as forward
-from pallas_kernels.mosaic_gpu.forward import schedule
 from pallas_kernels.mosaic_gpu.forward import step as forward_step
 from pallas_kernels.mosaic_gpu.launch import ROWS_MULTIPLE, flatten_captured, launch, output, run_roles
 from pallas_kernels.mosaic_gpu.score import scores

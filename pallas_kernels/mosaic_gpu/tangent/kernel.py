@@ -27,9 +27,8 @@ from jax.experimental.pallas import mosaic_gpu as plg
 from pallas_kernels import block_walk
 from pallas_kernels.config import Tiles
 from pallas_kernels.gradients import log2_lse
-from pallas_kernels.mosaic_gpu import smem
+from pallas_kernels.mosaic_gpu import schedule, smem
 from pallas_kernels.mosaic_gpu.backward.stream import load_vector
-from pallas_kernels.mosaic_gpu.forward import schedule
 from pallas_kernels.mosaic_gpu.forward.kernel import store
 from pallas_kernels.mosaic_gpu.launch import (
     Grid,
