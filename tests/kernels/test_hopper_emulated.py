@@ -53,7 +53,7 @@ def test_wide_tiles_walk_the_range_of_a_mask_in_place_of_its_lists(monkeypatch, 
     check_wide_tiles(monkeypatch, "mosaic_gpu-emulated", tiles, length, size)
 
 
-@tiers(full={"case": ["negative_scale", "two_groups_192_128"]}, rest="long")
+@tiers(full={"case": ["negative_scale", "two_groups_192_128", "length_sees_nothing"]}, rest="long")
 @pytest.mark.parametrize("case", [case for case in ONE_PASS if case in EMULATED], ids=str)
 def test_gradients_in_one_pass(case):
     evaluation.check_gradients(case, "mosaic_gpu-emulated_one_pass", evaluation.gradients_of(case))

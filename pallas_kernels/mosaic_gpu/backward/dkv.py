@@ -150,7 +150,7 @@ def _kernel(
             return tiles.tile_id(i)
 
         def consume_as(role: BackwardStatic) -> None:
-            compute = lambda _, at, count: _consume(role, inputs, locate(at), outputs, scratch, group, count)
+            compute = lambda i, at, count: _consume(role, inputs, locate(at), outputs, scratch, group, i, count)
             tiles.over_tiles(compute, next_tile)
 
         if static.shares_keys:
@@ -274,6 +274,7 @@ def _consume(
     outputs: DkvOutputs[Ref],
     scratch: DkvScratch,
     group: jax.Array,
+    number: Index,
     count: jax.Array,
 ) -> jax.Array:
     """Consumer warp group: prologue, mainloop over tiles of queries, and epilogue of its 64 keys.
@@ -309,7 +310,7 @@ def _consume(
             return state, zeros
 
         zeros = tuple(row_vector(rows) for _ in columns)
-        state, _ = _over_queries(static, arrays, location, (key_tile.begin(kv_h, count), zeros), step_of, end)
+        state, _ = _over_queries(static, arrays, location, (key_tile.begin(kv_h, number, count), zeros), step_of, end)
         marks, scales = key_tile.end(state), {KEY: spec.scale, VALUE: spec.kept_scale}
         scaled = [ref[...] if scales[name] == 1.0 else ref[...] * scales[name] for name, ref in sums.items()]
         return state.count, marks, scaled

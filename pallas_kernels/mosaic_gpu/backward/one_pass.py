@@ -64,10 +64,10 @@ class DqAccumulator(NamedTuple):
             None if is_tight(spec) else smem.declared(plg.SMEM(staged, jnp.float32)),
         )
 
-    def begin(self, i: Index, group: jax.Array) -> None:
-        """Prologue before the ith tile: the dS of the tile before it, of other keys or none, is never added to dQ."""
-        self._written(group).arrive(i + 1)
-        pl.when(i == 0)(lambda: self._read(group).arrive(0))
+    def begin(self, i: Index, group: jax.Array, *, is_first: jax.Array) -> None:
+        """Prologue before the ith tile, of first or later keys: the dS of the tile before it is never added to dQ."""
+        self._written(group).arrive(i - 1 + D_SCORES_STAGES)
+        pl.when(is_first)(lambda: self._read(group).arrive(0))
 
     def write(self, i: Index, group: jax.Array, d_s: jax.Array) -> None:
         """Writes the ith tile of dS^T of a group, once all groups have read the one in its stage."""

@@ -156,10 +156,10 @@ class KeyTile(NamedTuple):
         """True if registers are tight (`one_pass.is_tight`)."""
         return len(self.sums) > 1 and is_tight(self.static.spec)
 
-    def begin(self, kv_h: jax.Array, count: jax.Array) -> DkvState:
-        """Prologue: the state before the first tile, after `count` tiles of other keys."""
+    def begin(self, kv_h: jax.Array, number: Index, count: jax.Array) -> DkvState:
+        """Prologue: the state before the first tile, after `count` tiles of the CTA's earlier keys."""
         if self.scratch.d_query is not None:
-            self.scratch.d_query.begin(count, self.group)
+            self.scratch.d_query.begin(count, self.group, is_first=number == 0)
         if self.scratch.scores is not None and VALUE not in self.sums:
             self.scratch.scores.begin_reads()
         return DkvState(count, TileIndex(kv_h * self.static.spec.group, jnp.int32(PAST_THE_END)))
