@@ -7,9 +7,9 @@ from registers. One pass may compute dQ too: `one_pass`.
 
 Where dQ is added by TMA, CTAs are persistent: dK and dV are staged in the memory of dS and dQ, so that keys, values and
 queries of the next tile of keys arrive meanwhile. A tile is drawn when the last queries of the one before are loaded:
-drawn at its first, neighbors drift apart. H200, jax 0.11.2, bf16, S 16384, 16 heads, kernel, us, one CTA for a tile,
-drawn early, and so: window of 1024, D 64 1498, 1430, 1383, D 128 1153, 1250, 1122; documents, D 64 1388, 1370, 1345,
-D 128 1053, 1081, 1023; 32 x 1024 tokens, causal, D 64 465, 413, 411.
+drawn at its first, tiles that share queries do not meet. H200, jax 0.11.2, bf16, S 16384, kernel, us, with a CTA for
+each tile and now: window of 1024, D 64 1505 and 1477, D 128 1148 and 1093; documents, D 64 1394 and 1324, D 128 1045 and
+1012; no mask, D 128 15843 and 14852; causal, D 64 8827 and 8937, D 128 7419 and 7440; 32 x 1024 tokens 467 and 396.
 
 Above head size 128 registers hold both accumulators in one pass alone, up to a limit (`plan`). Else the groups share 64
 keys: one computes S^T and dV, the other dP^T and dK, with S^T through shared memory.
