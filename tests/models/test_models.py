@@ -255,21 +255,6 @@ def sharded():
     parameter_shardings(shapes, jax.make_mesh((2,), ("model",)))
 
 
-@pytest.mark.parametrize(
-    ("provoke", "message"),
-    [
-        (lambda folder: fuse_projections(fused()), r"`query` must be an nnx\.Linear in each layer .* Got FusedPart"),
-        (lambda folder: with_adapter(), r"`value` must be an nnx\.Linear in each layer of `model`\. Got LoRALinear"),
-        (lambda folder: sharded(), "`shapes` must be of a model whose projections are not fused"),
-        (lambda folder: save_pretrained(fused(), folder), "`model` must not have fused projections: files hold each"),
-    ],
-)
-def test_fused_models_are_refused(provoke, message, tmp_path):
-    with pytest.raises(ValueError, match=message):
-        provoke(tmp_path / "model")
-    assert not (tmp_path / "model").exists()
-
-
 @tiers(full={"name": "deepseek_v3"}, rest="long")
 @pytest.mark.parametrize("name", ["qwen2", "deepseek_v3"])
 def test_tokens_sharded_over_the_mesh_of_make_mesh(name):
@@ -364,13 +349,17 @@ def quantized():
 @pytest.mark.parametrize(
     ("provoke", "message"),
     [
+        (lambda folder: fuse_projections(fused()), r"`query` must be an nnx\.Linear in each layer .* Got FusedPart"),
+        (lambda folder: with_adapter(), r"`value` must be an nnx\.Linear in each layer of `model`\. Got LoRALinear"),
+        (lambda folder: sharded(), "`shapes` must be of a model whose projections are not fused"),
+        (lambda folder: save_pretrained(fused(), folder), "`model` must not have fused projections: files hold each"),
         (lambda folder: quantize_weights(quantized()), r"must be an nnx\.Linear in each layer .* Got EightBitLinear"),
         (lambda folder: quantize_weights(small(), "int4"), "`dtype` of weights must be one of float8_e4m3fn, or None"),
         (lambda folder: fuse_projections(quantized()), r"must be an nnx\.Linear in each layer .* Got EightBitLinear"),
         (lambda folder: save_pretrained(quantized(), folder), "`model` must not have weights of eight bits"),
     ],
 )
-def test_models_with_weights_of_eight_bits_are_refused(provoke, message, tmp_path):
+def test_models_with_fused_or_eight_bit_weights_are_refused(provoke, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         provoke(tmp_path / "model")
     assert not (tmp_path / "model").exists()

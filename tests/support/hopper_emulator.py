@@ -26,15 +26,7 @@ from jax.experimental.pallas import mosaic_gpu as plg
 from jflex import entry
 from jflex._jax import custom_vjp, forward_mode
 from jflex.backends.gpu import mosaic_gpu as adapter
-from pallas_kernels.mosaic_gpu import (
-    global_rows,
-    inline_ptx,
-    register_order,
-    schedule,
-    selections,
-    split_kv,
-    work_items,
-)
+from pallas_kernels.mosaic_gpu import global_rows, inline_ptx, register_order, selections, split_kv, work_items
 from pallas_kernels.mosaic_gpu.backward import captured, dkv, dq
 from pallas_kernels.mosaic_gpu.forward import kernel as forward_kernel
 from pallas_kernels.mosaic_gpu.launch import WARP_GROUP
@@ -252,8 +244,7 @@ def _declared(cta: Cta, x: Any) -> Any:
         count = x.num_barriers if isinstance(x.num_barriers, int) else math.prod(x.num_barriers)
         return Barrier(count, x.num_arrivals, cta)
     if isinstance(x, plg.RefUnion):  # the same bytes
-        shared = np.full(x.shape, -1, np.int8)
-        size = lambda y: math.prod(y.shape) * np.dtype(y.dtype).itemsize
+        shared, size = np.full(x.shape, -1, np.int8), lambda y: math.prod(y.shape) * np.dtype(y.dtype).itemsize
         return jax.tree.map(lambda y: Memory(shared[: size(y)].view(y.dtype).reshape(y.shape)), tuple(x.refs))
     return Memory(_garbage(x))
 
@@ -471,7 +462,7 @@ def emulated() -> Iterator[None]:
         patch.setattr(lax, "axis_index", _axis_index)
         for module in (forward_kernel, captured, dkv, dq, split_kv, prompt_kernel, tangent_kernel):
             patch.setattr(module, "launch", _launch)
-        patch.setattr(schedule, "NUM_CTAS", 2)
+        patch.setattr("pallas_kernels.mosaic_gpu.schedule.NUM_CTAS", 2)
         patch.setattr(work_items, "NUM_SMS", 2)
         patch.setattr(adapter, "limit_of_machine", lambda spec: None)
         for module in (custom_vjp, entry):
