@@ -7,9 +7,8 @@ from registers. One pass may compute dQ too: `one_pass`.
 
 Where dQ is added by TMA, CTAs are persistent: dK and dV are staged in the memory of dS and dQ, so that keys, values and
 queries of the next tile of keys arrive meanwhile. A tile is drawn when the last queries of the one before are loaded:
-drawn at its first, tiles that share queries do not meet. H200, jax 0.11.2, bf16, S 16384, kernel, us, with a CTA for
-each tile and now: window of 1024, D 64 1505 and 1477, D 128 1148 and 1093; documents, D 64 1394 and 1324, D 128 1045 and
-1012; no mask, D 128 15843 and 14852; causal, D 64 8827 and 8937, D 128 7419 and 7440; 32 x 1024 tokens 467 and 396.
+drawn earlier, tiles that share queries do not meet. H200, jax 0.11.2, bf16, S 16384, kernel, relative to one CTA for each
+tile: D 64, window of 1024 0.98, documents 0.95, causal 1.01; D 128 0.95, 0.97, 1.00, no mask 0.94; 32 x 1024 tokens 0.85.
 
 Above head size 128 registers hold both accumulators in one pass alone, up to a limit (`plan`). Else the groups share 64
 keys: one computes S^T and dV, the other dP^T and dK, with S^T through shared memory.
@@ -19,7 +18,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, Generic, NamedTuple, TypeAlias
+from typing import Generic, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -126,7 +125,8 @@ def _kernel(
     static: BackwardStatic, cta_id: Index, inputs: DkvInputs[Ref], outputs: DkvOutputs[Ref], scratch: DkvScratch
 ) -> None:
     scratch = scratch.opened()
-    tiles = schedule.PersistentScheduler(_grid(static), cta_id, inputs.counter, scratch.tile_ids)
+    tile_ids = None if scratch.persistence is None else scratch.persistence.tile_ids
+    tiles = schedule.PersistentScheduler(_grid(static), cta_id, inputs.counter, tile_ids)
 
     def locate(at: Location) -> Location:
         return *at[:2], block_walk.column_at(static.spec, inputs.order, *at)
@@ -208,8 +208,7 @@ def _prefetch(static: BackwardStatic, inputs: DkvInputs[Ref], location: Location
     """Prefetches the keys and values of the next tile into L2.
 
     A tile that is read from lists is loaded late. H200, jax 0.11.2, bf16, S 16384, 16 heads, kernel, us, without and
-    with, before CTAs were persistent: documents, D 64 1418 and 1384, D 128 1053 and 1045; a window of 1024, D 64 1477
-    and 1495.
+    with, one CTA for a tile: documents, D 64 1418 and 1384, D 128 1053 and 1045; a window of 1024, D 64 1477 and 1495.
     """
     for source in (inputs.arrays.key, inputs.arrays.value):
         plg.async_prefetch(source.at[_keys_at(static, location, 0, static.tiles.block_kv)])
@@ -316,8 +315,7 @@ def _consume(
         return state.count, marks, scaled
 
     sizes = {KEY: spec.D, VALUE: spec.Dv}
-    results: Any = pl.run_scoped(walk, *(accumulator(rows, sizes[name]) for name in static.sums))  # dK, dV
-    end_count, marks, sums = results
+    end_count, marks, sums = pl.run_scoped(walk, *(accumulator(rows, sizes[name]) for name in static.sums))
     _store(static, location, outputs, scratch, tile, dict(zip(static.sums, sums, strict=True)), marks)
     return end_count
 

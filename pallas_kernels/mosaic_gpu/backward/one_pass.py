@@ -64,7 +64,7 @@ class DqAccumulator(NamedTuple):
             None if is_tight(spec) else smem.declared(plg.SMEM(staged, jnp.float32)),
         )
 
-    def begin(self, i: Index, group: jax.Array, *, is_first: jax.Array) -> None:
+    def begin(self, i: Index, group: jax.Array, *, is_first: bool | jax.Array) -> None:
         """Prologue before the ith tile, of first or later keys: the dS of the tile before it is never added to dQ."""
         self._written(group).arrive(i - 1 + D_SCORES_STAGES)
         pl.when(is_first)(lambda: self._read(group).arrive(0))

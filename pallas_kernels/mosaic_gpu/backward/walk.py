@@ -61,11 +61,6 @@ class DkvScratch(NamedTuple):
     # In the kernel of persistent CTAs, to stage dV and dK: [groups, copies, rows, size], of which the first is used.
     staged: tuple[Ref, Ref] | None = None
 
-    @property
-    def tile_ids(self) -> Ref | None:
-        """Ids of the tiles of keys; None for one tile."""
-        return None if self.persistence is None else self.persistence.tile_ids
-
     def opened(self) -> DkvScratch:
         """The scratch in the kernel, without unions."""
         if self.persistence is None or self.d_query is None or self.d_query.staged is None:
