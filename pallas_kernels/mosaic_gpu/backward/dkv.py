@@ -7,8 +7,9 @@ from registers. One pass may compute dQ too: `one_pass`.
 
 Where dQ is added by TMA, CTAs are persistent: dK and dV are staged in the memory of dS and dQ, so that keys, values and
 queries of the next tile of keys arrive meanwhile. A tile is drawn when the last queries of the one before are loaded:
-drawn earlier, tiles that share queries do not meet. H200, jax 0.11.2, bf16, S 16384, kernel, relative to one CTA for each
-tile: D 64, window of 1024 0.98, documents 0.95, causal 1.01; D 128 0.95, 0.97, 1.00, no mask 0.94; 32 x 1024 tokens 0.85.
+drawn earlier, tiles that share queries do not meet. H200, jax 0.11.2, bf16, S 16384, kernel, relative to one CTA for
+each tile: D 64, window of 1024 0.98, documents 0.95, causal 1.01; D 128 0.95, 0.97, 1.00, no mask 0.94; D 64, 32 x 1024
+tokens 0.85.
 
 Above head size 128 registers hold both accumulators in one pass alone, up to a limit (`plan`). Else the groups share 64
 keys: one computes S^T and dV, the other dP^T and dK, with S^T through shared memory.
