@@ -129,13 +129,6 @@ def finish(state: SoftmaxState, log2_scale: float, kept_scale: float = 1.0) -> t
 
 
 def mark(*sums: jax.Array) -> jax.Array:
-    """Marks rows whose sums [rows, columns] are not finite: float32 [rows], NaN for these, else 0.
-
-    Marks show where masked NaN reached a sum. A weight of 0 times NaN is NaN: one key that no query may attend to would
-    reach every output of its tile, and a page that one request leaves to another would carry it on. To clear every tile
-    before its MMA costs on every tile. But a sum never loses a NaN. So kernels mark rows, and a second launch, the
-    *repair*, computes their tiles again with cleared operands (`pallas_kernels.triton.containment`). It reads the
-    marks, and exits at once where there are none.
-    """
+    """Marks rows whose sums [rows, columns] are not finite: float32 [rows], NaN for these, else 0."""
     zeros = [jnp.sum(x.astype(jnp.float32) * 0.0, axis=1) for x in sums]
     return sum(zeros[1:], start=zeros[0])
