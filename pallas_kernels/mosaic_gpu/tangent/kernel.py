@@ -1,14 +1,10 @@
 """Tangent kernel for Hopper: tangents of out and lse in one pass over the keys, with the lse of the forward pass.
 
-With P = exp(S - lse), and T = P * dS (0 where P is 0)::
-
-    ds = scale * (dQ K^T + Q dK^T),   dS = the tangent of the score mod,   dlse = rowsum(T),
-    dO = T V + P dV - dlse * O
-
-Five GEMMs, fewer where an input has no tangent. Since the lse is known, nothing is rescaled: a tile of keys adds to one
-accumulator. Persistent CTAs draw tiles of queries as the forward kernel does. Two consumer warp groups own 64 queries
-each. The producer loads K and dK by turns into one ring of shared memory, V and dV into another, so that a tile of keys
-needs no more than five slots at once: at head size 128 there is no room for more beside Q and dQ.
+`pallas_kernels.tangents` has the formulas: five GEMMs, fewer where an input has no tangent. Since the lse is known,
+nothing is rescaled: a tile of keys adds to one accumulator. Persistent CTAs draw tiles of queries as the forward kernel
+does. Two consumer warp groups own 64 queries each. The producer loads K and dK by turns into one ring of shared memory,
+V and dV into another, so that a tile of keys needs no more than five slots at once: at head size 128 there is no room
+for more beside Q and dQ.
 """
 
 from __future__ import annotations
