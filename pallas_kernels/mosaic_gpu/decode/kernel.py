@@ -6,8 +6,6 @@ requests are few. A producer warp group looks up pages, and loads tiles of keys 
 items. Loading bounds the time, so the ring holds 128 KiB. Two consumer warp groups take every other tile, each with a
 softmax state of its own, and merge the two at the end of an item: while one waits for a GEMM or computes weights, the
 other goes on.
-
-Of an item whose keys are not split the output is stored; of the others, partial results, which a second kernel merges.
 """
 
 from __future__ import annotations
