@@ -157,10 +157,8 @@ def bottleneck(spec: AttentionSpec) -> Bottleneck:
     Without a softmax there are no exponentials but in the mod (not measured).
 
     QK^T of eight bits runs at twice the rate. At head size 128 a tile of 64 by 128 then takes 256 cycles of an SM for
-    QK^T, 512 for PV and 512 for exponentials, as head size 96 does with 16 bits, in 0.87 to 0.90 of the time of 128. So
-    1.12 to 1.2 times the speed was predicted, and 1.33 if all but the GEMMs were hidden; as above, 845 TFLOP/s beside
-    714 are reached without a mod, and 848 beside 731 under a causal mask. In a later run 846 and 854, with ping-pong at
-    the GEMMs 819 and 832.
+    QK^T, 512 for PV and 512 for exponentials, as head size 96 does with 16 bits. As above, without a mod and causal,
+    819 and 832 with ping-pong at the GEMMs, 846 and 854 at the exponentials.
     """
     if uses_sfu(spec.programs.score):
         return Bottleneck.NONE
