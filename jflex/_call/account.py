@@ -141,8 +141,6 @@ class Account(Choice):
             lines.append("blocks    not counted (all are visited, or the BlockMask is traced)")
         return [*lines, f"work      {work_of(self.flops, self.bytes)}"]
 
-    __str__ = Choice.__str__
-
 
 class Described(NamedTuple):
     """Kernels and tiles of the passes as text, the backends of gradients and tangents, and why these or none."""

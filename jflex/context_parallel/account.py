@@ -97,8 +97,6 @@ class ContextAccount(Choice):
             "device",
         ]
 
-    __str__ = Choice.__str__
-
 
 def _visited(context: ContextCall, tables: Tables) -> np.ndarray:
     """Visited blocks of each position along the axis, over all batch entries and heads."""

@@ -101,8 +101,6 @@ class PagedAccount(Choice):
             return NOT_KNOWN
         return f"{self.splits} of the keys of {self.query_tiles} query tiles, per key head"
 
-    __str__ = Choice.__str__
-
 
 @dataclasses.dataclass(frozen=True)
 class CascadeAccount:
