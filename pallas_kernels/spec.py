@@ -282,16 +282,13 @@ class AttentionSpec:
         return self.pairs and self.may_hold_pairs(size, mod)
 
     @property
-    def contains_nan(self) -> bool:
+    def needs_marks(self) -> bool:
         """True if masked NaN is kept out of all sums (`pallas_kernels.softmax.mark`)."""
+        if self.programs.mask is None:  # only padding is masked, which is zeros
+            return False
         if self.paging is not None:
             return not self.paging.hides_zeros
         return self.config.contain_nan or self.heads_in_rows
-
-    @property
-    def needs_marks(self) -> bool:
-        """True if sums are marked (`softmax.mark`): without a mask only padding is masked, which is zeros."""
-        return self.programs.mask is not None and self.contains_nan
 
     @property
     def score_shapes(self) -> tuple[tuple[int, ...], ...]:
