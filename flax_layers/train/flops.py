@@ -12,22 +12,11 @@ from jaxtyping import Int
 from flax_layers.models import ModelConfig
 
 PEAKS = {
-    "A100": 312e12,
-    "H100": 989e12,
-    "H100 PCIe": 756e12,
-    "H100 NVL": 835e12,
-    "H200": 989e12,
-    "GH200": 989e12,
-    "B200": 2250e12,
-    "L4": 121e12,
-    "L40S": 362e12,
-    "TPU v4": 275e12,
-    "TPU v5 lite": 197e12,
-    "TPU v5e": 197e12,
-    "TPU v5p": 459e12,
-    "TPU v6 lite": 918e12,
+    "A100": 312e12, "H100": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H200": 989e12, "GH200": 989e12,
+    "B200": 2250e12, "L4": 121e12, "L40S": 362e12,
+    "TPU v4": 275e12, "TPU v5 lite": 197e12, "TPU v5e": 197e12, "TPU v5p": 459e12, "TPU v6 lite": 918e12,
     "TPU v6e": 918e12,
-}
+}  # fmt: skip
 """Peak FLOP/s of dense bf16 matrix products from data sheets, by words of `jax.Device.device_kind`."""
 
 
