@@ -15,20 +15,10 @@ from jax.core import ShapedArray
 from jax.extend import core
 from jax.typing import ArrayLike
 
-_NAMES = frozenset(
-    {
-        "name",
-        "debug_info",
-        "ctx_mesh",
-        "out_sharding",
-        "in_shardings",
-        "out_shardings",
-        "inline",
-        "compiler_options_kvs",
-        "donated_invars",
-        "keep_unused",
-    }
-)
+_NAMES = frozenset({
+    "name", "debug_info", "ctx_mesh", "out_sharding", "in_shardings", "out_shardings", "inline", "compiler_options_kvs",
+    "donated_invars", "keep_unused",
+})  # fmt: skip
 
 
 class Open(NamedTuple):
