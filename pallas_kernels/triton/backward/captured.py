@@ -17,7 +17,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.ref import addupdate
 
 from pallas_kernels import block_walk
 from pallas_kernels.config import Tiles
@@ -25,9 +24,10 @@ from pallas_kernels.gradients import KernelStatics, RowOperands, log2_lse, score
 from pallas_kernels.program.broadcast_axes import BroadcastAxes
 from pallas_kernels.program.build import Derivative
 from pallas_kernels.program.cotangents import covers, stores
-from pallas_kernels.program.ir import Axes, Node
+from pallas_kernels.program.ir import Node
 from pallas_kernels.spec import AttentionSpec, Operands
 from pallas_kernels.triton import scores
+from pallas_kernels.triton.backward.dq import write_cotangents
 from pallas_kernels.triton.forward import QueryTile
 from pallas_kernels.triton.head_chunks import qk_dot
 from pallas_kernels.triton.launch import runner_of
@@ -222,19 +222,9 @@ class _Program(NamedTuple):
         spec, queries, key = self.work.spec, self._queries(at), at[3] * self.work.tile
         prepared = queries.prepare(())
         assert prepared.score is not None  # which loads
-        evaluation = prepared.score.child(scores.walked_index(prepared, self.derivative.program, key))
-        index = tuple(evaluation.space.spread(evaluation(i), i.kind, Axes.TILE) for i in load.inputs)
-        exists = (queries.first + lax.broadcasted_iota(jnp.int32, total.shape, 0) < spec.T) & (
-            key + lax.broadcasted_iota(jnp.int32, total.shape, 1) < spec.S
-        )
-        if not self.work.stores(load):
-            addupdate(ref, index, jnp.where(exists, total, 0.0))
-            return
-        index = (jnp.full(total.shape, split, jnp.int32), *index)
-        if spec.config.interpret:  # it also writes masked elements, with their old values
-            addupdate(ref, index, jnp.where(exists, total, 0.0).astype(ref.dtype))
-        else:
-            runner_of(spec).store(ref.at[index], total.astype(ref.dtype), mask=exists)
+        score = prepared.score.child(scores.walked_index(prepared, self.derivative.program, key))
+        stored, first = self.work.stores(load), (queries.first, key)
+        write_cotangents(spec, ref, score, load, total, first, add=not stored, split=split if stored else None)
 
     def _queries(self, at: tuple[jax.Array, jax.Array, jax.Array, jax.Array]) -> QueryTile:
         return QueryTile(self.work.spec, self.work.tiles, self.arrays, at[:3])

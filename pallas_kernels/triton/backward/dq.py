@@ -18,6 +18,7 @@ from jax.ref import addupdate
 from pallas_kernels import block_walk
 from pallas_kernels.gradients import KernelStatics, RowOperands, log2_lse, score_mod_vjp, weights_vjp
 from pallas_kernels.program.build import Derivative
+from pallas_kernels.program.evaluate import Evaluation
 from pallas_kernels.program.ir import Axes, Node
 from pallas_kernels.softmax import ScoreTile, mark
 from pallas_kernels.spec import AttentionSpec, Operands
@@ -102,7 +103,9 @@ def _kernel(
         d_s, of_load = score_mod_vjp(derivative, tile, d_s)  # dS' of QK^T, from dS of the modified scores
         sums = tuple(total + jnp.sum(of_load(n), axis=1) for total, n in zip(sums, groups.rows, strict=True))
         for load, ref in zip((*groups.stores, *groups.atomics), written, strict=False):
-            _write(spec, ref, tile, load, of_load(load), (query_tile.first, key), add=load in groups.atomics)
+            assert tile.score is not None  # which loads
+            first, add = (query_tile.first, key), load in groups.atomics
+            write_cotangents(spec, ref, tile.score, load, of_load(load), first, add=add)
         return add_rows(d_q, pv_dot(spec, d_s, k)), sums  # dQ += dS' K
 
     sums = tuple(jnp.zeros((tiles.block_q,), jnp.float32) for _ in groups.rows)
@@ -174,22 +177,21 @@ class _Queries(NamedTuple):
         self.tile.store(d_query, tuple(x * self.tile.spec.scale for x in d_q))
 
 
-def _write(
+def write_cotangents(
     spec: AttentionSpec,
     ref: Ref,
-    tile: ScoreTile,
+    score: Evaluation,
     load: Node,
     cotangent: jax.Array,
     first: tuple[Index, Index],
     *,
     add: bool,
+    split: Index | None = None,  # index of the leading axis of a gradient of splits
 ) -> None:
     """Writes the cotangents of a tile to the gradient of the array: a plain store where nothing else writes there."""
-    q_first, k_first = first
-    score = tile.score
-    assert score is not None  # which loads
+    (q_first, k_first), shape = first, cotangent.shape
     at = tuple(score.space.spread(score(i), i.kind, Axes.TILE) for i in load.inputs)
-    shape = cotangent.shape
+    at = at if split is None else (jnp.full(shape, split, jnp.int32), *at)
     exists = (q_first + lax.broadcasted_iota(jnp.int32, shape, 0) < spec.T) & (
         k_first + lax.broadcasted_iota(jnp.int32, shape, 1) < spec.S
     )
