@@ -97,10 +97,10 @@ def _attend(
     outputs = [jax.ShapeDtypeStruct((spec.T, spec.Hq, spec.Dv), spec.out_dtype), *per_row(spec.T, spec.Hq)]
     if work.max_splits(spec) > 1:
         outputs += partial_shapes(spec, (work.slots(spec), spec.Hkv, work.tiles.block_q))
-    kernel, programs = _kernel, spec.Hkv * work.num_items(spec)
+    programs = spec.Hkv * work.num_items(spec)
     if spec.config.batch_invariant:
-        kernel, programs = _fixed_kernel, min(programs, fixed_splits.MAX_PROGRAMS)
-    return _launch(kernel, spec, work, arrays, before, outputs, "jflex_paged", programs)
+        programs = min(programs, fixed_splits.MAX_PROGRAMS)
+    return _launch(_kernel, spec, work, arrays, before, outputs, "jflex_paged", programs)
 
 
 def _repair(
@@ -235,32 +235,24 @@ def _kernel(
 ) -> None:
     del before  # the memory of the outputs but partial results
     planned, number, count = requests(spec, work, arrays), pl.program_id(0), 2 + len(spec.stats)
-
-    def compute() -> None:
-        program = _WorkTile.from_number(spec, work, arrays, number, planned)
-        item, (columns, row_vectors) = program.item, program.attention.attend()
-        program.store(refs[:count], columns, row_vectors, whole=(item.queries > 0) & (item.splits == 1))
-        if len(refs) > count:
-            _store_partial(program, refs[count:], number, columns, row_vectors)
-
-    # H200: 256 requests, two of them prompts in 2048 queries: this launch 218 us, and 182 where the other programs end.
-    pl.when(number < jnp.sum(planned.tiles * planned.splits) * spec.Hkv)(compute)
-
-
-def _fixed_kernel(spec: AttentionSpec, work: Work, arrays: PagedOperands[Ref], before: list[Ref], *refs: Ref) -> None:
-    """Takes items in a grid-stride loop, with splits of a constant number of keys."""
-    planned = requests(spec, work, arrays)
-    count = 2 + len(spec.stats)
+    items = jnp.sum(planned.tiles * planned.splits) * spec.Hkv
 
     def compute(number: jax.Array) -> None:
-        program = _WorkTile.from_number(spec, work, arrays, number, planned)
-        item, sums = program.item, fixed_splits.attend(program.attention, *program.fixed_splits(work))
-        columns, row_vectors = fixed_splits.finish(spec, sums)
-        program.store(refs[:count], columns, row_vectors, whole=(item.queries > 0) & (item.splits == 1))
+        tile = _WorkTile.from_number(spec, work, arrays, number, planned)
+        if spec.config.batch_invariant:
+            sums = fixed_splits.attend(tile.attention, *tile.fixed_splits(work))
+            result, partial = fixed_splits.finish(spec, sums), (sums.out, sums.vectors)
+        else:
+            result = partial = tile.attention.attend()
+        tile.store(refs[:count], *result, whole=(tile.item.queries > 0) & (tile.item.splits == 1))
         if len(refs) > count:
-            _store_partial(program, refs[count:], number, sums.out, sums.vectors)
+            _store_partial(tile, refs[count:], number, *partial)
 
-    planner.grid_stride(planner.program_of(), jnp.sum(planned.tiles * planned.splits) * spec.Hkv, compute)
+    if spec.config.batch_invariant:
+        planner.grid_stride(planner.program_of(), items, compute)
+    else:
+        # H200: 256 requests, two of them prompts in 2048 queries: this launch 218 us, and 182 where other programs end.
+        pl.when(number < items)(lambda: compute(number))
 
 
 def _store_partial(
