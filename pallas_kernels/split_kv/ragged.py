@@ -128,11 +128,6 @@ class SplitPlan:
             return min(fixed_splits.max_slots(self.heads), self.rows * self.max_splits)
         return min(2 * self.num_splits, self.num_items)
 
-    @property
-    def max_split_rows(self) -> int:
-        """Rows that are split, at most."""
-        return min(self.rows, self.num_splits)
-
     def batch_and_head(self, row: jax.Array, head: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Batch entry and key head."""
         if self.heads == self.spec.Hkv:
