@@ -8,8 +8,7 @@ from registers. One pass may compute dQ too: `one_pass`.
 Where dQ is added by TMA, CTAs are persistent: dK and dV are staged in the memory of dS and dQ, so that keys, values and
 queries of the next tile of keys arrive meanwhile. A tile is drawn when the last queries of the one before are loaded:
 drawn earlier, tiles that share queries do not meet. H200, jax 0.11.2, bf16, S 16384, kernel, relative to one CTA for
-each tile: D 64, window of 1024 0.98, documents 0.95, causal 1.01; D 128 0.95, 0.97, 1.00, no mask 0.94; D 64, 32 x 1024
-tokens 0.85.
+each tile: D 64, window of 1024 0.98, documents 0.95, causal 1.01; D 128 0.95, 0.97, 1.00, without a mask 0.94.
 
 Above head size 128 registers hold both accumulators in one pass alone, up to a limit (`plan`). Else the groups share 64
 keys: one computes S^T and dV, the other dP^T and dK, with S^T through shared memory.
@@ -38,7 +37,7 @@ from pallas_kernels.mosaic_gpu.score import bias_tiles
 from pallas_kernels.mosaic_gpu.score.tile import ROW, accumulator, row_vector
 from pallas_kernels.softmax import mark
 from pallas_kernels.spec import Operands
-from pallas_kernels.types import A, Accumulator, Axis, Index, Location, Ref, S
+from pallas_kernels.types import A, Accumulator, Index, Location, Ref, S
 
 _Step: TypeAlias = Callable[[S, jax.Array, Index, bool], S]  # at query head and first query
 MAX_HEAD_SIZE_BOTH_SUMS = 128  # up to which registers hold 64 rows of both accumulators
@@ -164,12 +163,6 @@ def _kernel(
     run_roles(static.warp_groups, produce, consume)
 
 
-def _keys_at(static: BackwardStatic, location: Location, tile: int, rows: int) -> tuple[Axis, ...]:
-    """The index of a part of a tile of keys, of so many rows."""
-    (b, kv_h, column), spec = location, static.spec
-    return smem.rows_at(spec, b if spec.Bkv > 1 else 0, kv_h, column * static.tiles.block_kv + tile * rows, rows)
-
-
 def _produce(
     static: BackwardStatic,
     inputs: DkvInputs[Ref],
@@ -182,7 +175,8 @@ def _produce(
 
     Keys and values come behind the first queries: these may be loaded while the keys before are still read.
     """
-    b, k_first = location[0], location[2] * static.tiles.block_kv
+    (b, kv_h, column), spec, rows = location, static.spec, smem.WARP_GROUP_ROWS
+    k_first = column * static.tiles.block_kv
     bias = static.bias(inputs.arrays, inputs.bias, transposed=True)
 
     def load_keys() -> None:
@@ -191,12 +185,12 @@ def _produce(
             if scratch.persistence is not None:
                 pl.when(number > 0)(functools.partial(plg.barrier_wait, scratch.persistence.empty.at[i]))
             for tile in range(ref.shape[0]):
-                at = _keys_at(static, location, tile, smem.WARP_GROUP_ROWS)
+                at = smem.rows_at(spec, b if spec.Bkv > 1 else 0, kv_h, k_first + tile * rows, rows)
                 plg.copy_gmem_to_smem(source.at[at], ref.at[tile], scratch.full)
 
     def step(i: jax.Array, h: jax.Array, first: Index, _: bool) -> jax.Array:
         sources = bias.sources_of_head(b, h)(first, k_first)
-        scratch.stream.fill(static.spec, i, inputs.arrays, inputs.row_stats, (b, h, first), sources)
+        scratch.stream.fill(spec, i, inputs.arrays, inputs.row_stats, (b, h, first), sources)
         pl.when(i == count)(load_keys)
         return i + 1
 
@@ -211,8 +205,9 @@ def _prefetch(static: BackwardStatic, inputs: DkvInputs[Ref], location: Location
     A tile that is read from lists is loaded late. H200, jax 0.11.2, bf16, S 16384, 16 heads, kernel, us, without and
     with, one CTA for a tile: documents, D 64 1418 and 1384, D 128 1053 and 1045; a window of 1024, D 64 1477 and 1495.
     """
+    (b, kv_h, column), spec, rows = location, static.spec, static.tiles.block_kv
     for source in (inputs.arrays.key, inputs.arrays.value):
-        plg.async_prefetch(source.at[_keys_at(static, location, 0, static.tiles.block_kv)])
+        plg.async_prefetch(source.at[smem.rows_at(spec, b if spec.Bkv > 1 else 0, kv_h, column * rows, rows)])
 
 
 def _over_queries(
@@ -255,9 +250,8 @@ def _walks_heads_inside(static: BackwardStatic) -> bool:
 
     This takes heads that are alike but for their operands. It pays where a mask has limits (documents): few CTAs share
     a tile of queries, and meet at it while it is in the L2 cache, with tiles of keys in ascending order and one wave of
-    concurrent heads. H200, jax 0.11.2, bf16, D 128, backward, us: one head after the other, all heads of a group, and
-    in addition ascending order, and one wave: documents of a corpus, B 1, S 32768, 64 heads on 8, 10687, 9988, 9674,
-    9636; 12 documents, B 2, S 8192, 32 heads on 8, 978, 1030, 956, 944; a causal mask 4243, 4346, 4386, 4392.
+    concurrent heads. H200, jax 0.11.2, bf16, D 128, backward, us, one head after the other and so: documents of a
+    corpus, S 32768, 64 heads on 8, 10687 and 9636; 12 documents, S 8192, 32 heads on 8, 978 and 944; causal 4243, 4392.
     """
     spec, programs = static.spec, static.spec.programs
     if spec.group == 1 or spec.mask_mod is None or spec.mask_mod.limits is None:
@@ -277,10 +271,7 @@ def _consume(
     number: Index,
     count: jax.Array,
 ) -> jax.Array:
-    """Consumer warp group: prologue, mainloop over tiles of queries, and epilogue of its 64 keys.
-
-    Takes the number of tiles of queries of earlier keys; returns it with these.
-    """
+    """Consumer warp group: prologue, mainloop and epilogue of 64 keys; returns `count`, the tiles of queries so far."""
     spec, arrays, rows = static.spec, inputs.arrays, smem.WARP_GROUP_ROWS
     b, kv_h, column = location
     tile = jnp.int32(0) if static.shares_keys else group
