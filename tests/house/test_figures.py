@@ -6,7 +6,7 @@ from tests.house import figures
 
 LIMITS = {
     "library lines": 60603,
-    "test lines": 42677,
+    "test lines": 42678,
     "benchmark lines": 5986,
     "library files over 400 lines": 0,
     "functions over 50 code lines": 0,

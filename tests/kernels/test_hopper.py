@@ -99,6 +99,7 @@ KNOWN_SPILLS = {
     "two_groups_dropout_wide": 684,  # the hash of dropout beside ALiBi; 560 before nvcc 13.5
     "decode_mask_mod": 84,  # the forward kernel, of nvcc 13.5; none of the backward kernels
     "switch": 480,  # it computes more on each element than registers hold
+    "narrow_cut_wide": 496,  # as much in partial blocks; 288 with a CTA for each tile of keys
     "shared_by_all": 576,  # the kernel for dK and dV, which loads float32 elements one by one beside a window
     "two_groups_table": 576,  # addresses of elements: backward 535 TFLOP/s with such a table (D 128), `triton` 217
 }
