@@ -123,7 +123,7 @@ class Ring(NamedTuple):
 
     def slot(self, i: Index) -> jax.Array:
         """The slot of the ith tile in the ring."""
-        return modulo(i, self.tiles[0].shape[0])
+        return lax.rem(i, jnp.int32(self.tiles[0].shape[0]))
 
     def fill(self, i: Index, *sources: Ref | None) -> None:
         """Producer: waits until the slot of the ith tile is empty, and starts its TMA copies; None is not copied."""

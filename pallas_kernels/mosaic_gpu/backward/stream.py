@@ -87,6 +87,13 @@ class BackwardStatic(NamedTuple):
         )  # fmt: skip
 
 
+class _Ring(Ring):
+    """A ring whose slots are the low bits of the number of a tile. Decoding would spill twice as much so (D 256)."""
+
+    def slot(self, i: Index) -> jax.Array:
+        return smem.modulo(i, self.tiles[0].shape[0])
+
+
 class QueryStream(NamedTuple):
     """Rings of shared-memory stages with a tile of queries each."""
 
@@ -102,9 +109,9 @@ class QueryStream(NamedTuple):
         """Declares the rings; queries have the given swizzle, or the widest."""
         stages, rows, readers = tiles.num_stages, tiles.block_q, tiles.num_warps // 4
         return cls(
-            Ring.from_tiles((smem.tiled((stages, rows, spec.D), dtype, swizzle),), readers),
-            Ring.declare(stages, rows, (spec.Dv,), dtype, readers),
-            Ring.from_tiles((smem.declared(plg.SMEM((stages, 2, rows), jnp.float32)),), readers),
+            _Ring.from_tiles((smem.tiled((stages, rows, spec.D), dtype, swizzle),), readers),
+            _Ring.declare(stages, rows, (spec.Dv,), dtype, readers),
+            _Ring.from_tiles((smem.declared(plg.SMEM((stages, 2, rows), jnp.float32)),), readers),
             bias,
         )
 

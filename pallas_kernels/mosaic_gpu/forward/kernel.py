@@ -73,7 +73,7 @@ class ForwardScratch(NamedTuple):
     def query_slot(self, i: Index, group: Index) -> tuple[jax.Array, jax.Array]:
         """The stage of the queries of the ith tile, and the index of their barriers."""
         stages, groups = self.queries.shape[:2]
-        query_stage = jnp.int32(0) if self.tile_ids is None else smem.modulo(i, stages)
+        query_stage = jnp.int32(0) if self.tile_ids is None else lax.rem(i, jnp.int32(stages))
         return query_stage, query_stage * groups + group
 
 
