@@ -214,7 +214,7 @@ def partial_shapes(spec: AttentionSpec, slots: tuple[int, ...]) -> list[jax.Shap
 def merge_ragged(plan: SplitPlan, extents: KvExtents[jax.Array], partials: Results, result: Results) -> Results:
     """Writes the rows that are split into out, lse and stats [B, Hq, T], and returns these."""
     spec = plan.spec
-    rows = spec.group * spec.T * plan.heads * min(plan.rows, plan.num_splits)  # of those that are split, at most
+    rows = spec.group * spec.T * plan.heads * min(plan.rows, plan.num_splits)  # an upper bound of the split rows
     run, warps = _at_once(spec, plan.max_splits, rows)
     return runner_of(spec).launch_in_place(
         functools.partial(_ragged_kernel, plan, run),

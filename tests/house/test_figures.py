@@ -5,7 +5,7 @@ import pytest
 from tests.house import figures
 
 LIMITS = {
-    "library lines": 60602,
+    "library lines": 60600,
     "test lines": 42678,
     "benchmark lines": 5986,
     "library files over 400 lines": 0,

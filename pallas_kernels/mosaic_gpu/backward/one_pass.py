@@ -115,7 +115,7 @@ class DqAccumulator(NamedTuple):
     ) -> None:
         """Adds a group's part of the ith tile to dQ in global memory, of `sums_shape`, unless `tile` is past its end.
 
-        Unless it is the last, the next tile of dS becomes visible too: with a fence for each, causal, D 128, took 1.06.
+        The next tile of dS, if any, becomes visible too: two fences took 1.06 times as long (H200, D 128, causal).
         """
         if not is_last:
             self._read(group).arrive(i + D_SCORES_STAGES)

@@ -43,7 +43,7 @@ class Persistence(NamedTuple):
     """Shared memory and barriers of a persistent CTA, which loads the next keys while it stores dK and dV."""
 
     tile_ids: Ref  # `schedule.tile_id_scratch`
-    drawn: Ref  # a barrier for each id: it is there
+    full: Ref  # a barrier for each id: it is there
     empty: Ref  # two barriers: values, and keys, may be overwritten
 
 
@@ -55,24 +55,24 @@ class DkvScratch(NamedTuple):
     sums: Ref | None  # float32 [groups, rows], to stage cotangents of loads by key; None without
     full: Ref  # a barrier: keys and values have arrived
     stream: QueryStream  # rings of the tiles of queries
-    d_query: DqAccumulator | None  # for dQ; None without. Declared as unions with `staged` if persistent
+    d_query: DqAccumulator | None  # for dQ; None without. Declared as unions with `epilogue` if persistent
     scores: SharedScores | None  # S^T of shared keys; None without
     persistence: Persistence | None  # None for one tile of keys
     # In the kernel of persistent CTAs, to stage dV and dK: [groups, copies, rows, size], of which the first is used.
-    staged: tuple[Ref, Ref] | None = None
+    epilogue: tuple[Ref, Ref] | None = None
 
-    def opened(self) -> DkvScratch:
+    def open_unions(self) -> DkvScratch:
         """The scratch in the kernel, without unions."""
         if self.persistence is None or self.d_query is None or self.d_query.staged is None:
             return self
         (d_scores, values), (staged, keys) = self.d_query.d_scores, self.d_query.staged
-        return self._replace(d_query=self.d_query._replace(d_scores=d_scores, staged=staged), staged=(values, keys))
+        return self._replace(d_query=self.d_query._replace(d_scores=d_scores, staged=staged), epilogue=(values, keys))
 
     def staging(self, name: str, tile: Index) -> Ref:
-        """Shared memory to stage dK or dV of 64 keys: that of dQ or dS, or without persistence of keys or values."""
-        if self.staged is None:
+        """Shared memory from which TMA stores the dK or dV of 64 keys."""
+        if self.epilogue is None:
             return (self.keys if name == KEY else self.values).at[tile]
-        return self.staged[name == KEY].at[tile, 0]
+        return self.epilogue[name == KEY].at[tile, 0]
 
 
 def declare(
@@ -95,13 +95,13 @@ def declare(
             SharedScores.declare(tiles.block_q) if shares else None,
             None,
         )
-        persistent = _persistent(scratch, swizzle)
+        persistent = _add_persistence(scratch, swizzle)
         return scratch if smem.bytes_of(jax.tree.leaves(persistent)) > smem.LIMIT else persistent
 
     return bias_tiles.with_bias_ring(make, spec, tiles, transposed=True)
 
 
-def _persistent(scratch: DkvScratch, swizzle: int | None) -> DkvScratch:
+def _add_persistence(scratch: DkvScratch, swizzle: int | None) -> DkvScratch:
     """The scratch of a persistent CTA; as it is without dQ by TMA, or if dS or dQ have no room for dV or dK."""
     d_query, (groups, *_) = scratch.d_query, scratch.keys.shape
     if d_query is None or d_query.staged is None:
@@ -111,16 +111,16 @@ def _persistent(scratch: DkvScratch, swizzle: int | None) -> DkvScratch:
         return scratch
 
     def union(x: Ref, rows: Ref, swizzle: int | None) -> Ref:
-        """Declares `x`, and rows in its place, such that those of a group begin where the `x` of the others ends."""
+        """Aliases `x` with rows to stage. The rows of a group never overlap the `x` of another group."""
         copies = pl.cdiv(size(x), size(rows))
         return smem.declared(plg.RefUnion(x, smem.tiled((groups, copies, *rows.shape[1:]), rows.dtype, swizzle)))
 
     d_scores, staged = union(d_query.d_scores, scratch.values, None), union(d_query.staged, scratch.keys, swizzle)
-    drawn = smem.declared(plg.Barrier(num_barriers=schedule.QUERY_STAGES))
+    full = smem.declared(plg.Barrier(num_barriers=schedule.QUERY_STAGES))
     empty = smem.declared(plg.Barrier(num_arrivals=groups, num_barriers=2))
     return scratch._replace(
         d_query=d_query._replace(d_scores=d_scores, staged=staged),
-        persistence=Persistence(schedule.tile_id_scratch(), drawn, empty),
+        persistence=Persistence(schedule.tile_id_scratch(), full, empty),
     )
 
 
@@ -167,8 +167,9 @@ class KeyTile(NamedTuple):
 
         def gemm(acc: Accumulator) -> tuple[jax.Array, list[jax.Array]]:
             d_query.start_gemm(acc, state.count - 1, self.group, self.scratch.keys)  # dQ = dS' K
-            keys = [smem.load(self.scratch.keys.at[self.group], TILE)] * self.static.spec.needs_marks
-            return acc[...], [mark(x) for x in keys]
+            needs_marks, keys = self.static.spec.needs_marks, self.scratch.keys.at[self.group]
+            marks = [mark(smem.load(keys, TILE))] if needs_marks else []  # while the GEMM runs
+            return acc[...], marks
 
         if persistence is not None:
             plg.barrier_arrive(persistence.empty.at[0])
