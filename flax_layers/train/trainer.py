@@ -271,7 +271,7 @@ class Trainer:
 
         def differentiate(part):
             loss, gradients = jax.value_and_grad(part_loss)(trained, part)
-            return loss, _constrained(gradients, shardings)
+            return loss, jax.lax.with_sharding_constraint(gradients, shardings)
 
         if self.computation.accumulate == 1:
             loss, gradients = differentiate(jax.tree.map(lambda array: array[0], rows))
@@ -379,11 +379,6 @@ def _check_float32(parameters: Parameters) -> None:
             f"`model` must have float32 parameters to train. Got {', '.join(narrow)}. Pass `param_dtype=jnp.float32` "
             "to `from_pretrained` or `Decoder`; `dtype` is that of the computation."
         )
-
-
-def _constrained(tree: Any, shardings: Any) -> Any:
-    """Fixes shardings inside `jit`."""
-    return jax.tree.map(jax.lax.with_sharding_constraint, tree, shardings)
 
 
 def _merged(form: nnx.GraphDef, variables: Iterable[tuple[Any, Any]], parameters: Parameters) -> Decoder:
