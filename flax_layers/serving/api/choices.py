@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import contextlib
+import functools
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import NamedTuple
@@ -13,7 +14,7 @@ from flax_layers.serving.api.metrics import Metrics
 from flax_layers.serving.api.text import ChoiceText, Piece
 from flax_layers.serving.api.transport import ApiError
 from flax_layers.serving.engine.engine import Engine
-from flax_layers.serving.engine.requests import Closed, Deliver, Event, QueueFull, Request
+from flax_layers.serving.engine.requests import Closed, Event, QueueFull, Request
 from flax_layers.serving.engine.sequence import Ticket
 
 MAX_BACKLOG = 1 << 18
@@ -80,7 +81,8 @@ class Choices:
         Raises ApiError if the engine refuses one of them; it takes none then.
         """
         try:
-            self._tickets += engine.submit_all(self._requests, [self._deliver(x) for x in range(len(self._requests))])
+            deliver = [functools.partial(self._deliver, index) for index in range(len(self._requests))]
+            self._tickets += engine.submit_all(self._requests, deliver)
             if self._is_cancelled:  # meanwhile
                 for ticket in self._tickets:
                     ticket.cancel()
@@ -126,13 +128,10 @@ class Choices:
             sum(text.num_tokens for text in self._texts),
         )
 
-    def _deliver(self, index: int) -> Deliver:
-        def deliver(event: Event) -> None:  # in the engine's thread
-            self._events.append((index, event, time.perf_counter()))
-            self._produced += len(event.tokens) * self._weights[index]
-            self._woken.setdefault(self._loop, []).append(self)
-
-        return deliver
+    def _deliver(self, index: int, event: Event) -> None:  # in the engine's thread
+        self._events.append((index, event, time.perf_counter()))
+        self._produced += len(event.tokens) * self._weights[index]
+        self._woken.setdefault(self._loop, []).append(self)
 
     def _named(self, message: str) -> str:
         """A message about the constraint, with the name that it has in the body."""
