@@ -81,13 +81,8 @@ def pack_copies(copies: Items[PageCopy]) -> list[Int32[np.ndarray, " words"]]:
         >>> [words.tolist() for words in pack_copies([(3, 5)])]
         [[3, 0, 0, 0, 0, 0, 0, 0, 5, -1, -1, -1, -1, -1, -1, -1]]
     """
-    packed = []
-    for first in range(0, len(copies), COPIES):
-        words = np.repeat(np.array([0, -1], np.int32), COPIES)
-        for n, (source, destination) in enumerate(copies[first : first + COPIES]):
-            words[n], words[COPIES + n] = source, destination
-        packed.append(words)
-    return packed
+    pairs = np.array([*copies, *[(0, -1)] * (-len(copies) % COPIES)], np.int32)
+    return list(pairs.reshape(-1, COPIES, 2).swapaxes(1, 2).reshape(-1, 2 * COPIES))
 
 
 def pack_allowed(chunks: Items[Chunk], slots: int, vocabulary: int) -> Int32[np.ndarray, " words"]:
