@@ -36,11 +36,6 @@ class FusedPart(nnx.Module):
         """The dtype of the computation."""
         return self.fused.dtype
 
-    @property
-    def param_dtype(self) -> Dtype:
-        """The dtype of the parameters."""
-        return self.fused.param_dtype
-
 
 def fuse_projections(model: nnx.Module) -> None:
     """Makes one matrix of the projections to queries, keys and values of each layer, and one of `gate` and `up`.
