@@ -83,9 +83,6 @@ class DenseCache:
             k: Keys, which are cast to the dtype of the cache.
             v: Values, which are cast, too.
 
-        Returns:
-            The cache with T more tokens in each sequence.
-
         Raises:
             ValueError: The cache has another batch, number of heads or head size, or the tokens do not fit.
 
@@ -118,9 +115,6 @@ class DenseCache:
 
         Args:
             lengths: New lengths, one for each sequence. Traced lengths are not checked.
-
-        Returns:
-            A cache with the same keys and values.
 
         Raises:
             ValueError: There is not one length for each sequence, or one is out of range.
@@ -158,10 +152,7 @@ class DenseCache:
 
 
 def checked_lengths(lengths: Array | list[int], batch_size: int, max_length: int) -> Int32[Array, " B"]:
-    """New lengths of the sequences of a cache. Traced ones are not checked.
-
-    Raises:
-        ValueError: There is not one length for each sequence, or one is out of range.
+    """New lengths of the sequences of a cache, checked as by `DenseCache.with_lengths`.
 
     Example:
         >>> checked_lengths([3, 5], batch_size=2, max_length=8).tolist()

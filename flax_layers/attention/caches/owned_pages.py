@@ -155,18 +155,11 @@ class EightBitCache(OwnedPages):
         return self._batch(tokens, self.lengths + tokens)
 
     def append(self, k: Float[Array, "B T Hkv D"], v: Float[Array, "B T Hkv D"]) -> EightBitCache:
-        """Appends T tokens to each sequence, as `DenseCache.append`.
-
-        Args:
-            k: Keys, in bfloat16, float16 or float32.
-            v: Values, in the same dtype.
-
-        Returns:
-            The cache with T more tokens in each sequence.
+        """Appends T tokens to each sequence, as `DenseCache.append`; `k` and `v` in bfloat16, float16 or float32.
 
         Raises:
             TypeError: The dtype is another one.
-            ValueError: The cache has another batch, number of heads or head size, or the tokens do not fit.
+            ValueError: Shapes or lengths do not fit, as for `DenseCache.append`.
 
         Example:
             >>> cache = EightBitCache.create(2, 4, num_kv_heads=1, head_dim=1, dtype=jnp.int8).with_lengths([0, 2])
@@ -217,18 +210,11 @@ class DenseLatentCache(OwnedPages):
     def create(
         cls, batch_size: int, max_length: int, *, latent_size: int, rope_size: int, dtype: DTypeLike
     ) -> DenseLatentCache:
-        """A cache of empty sequences.
+        """A cache of empty sequences; other arguments, and errors, are as for `DenseCache.create`.
 
         Args:
-            batch_size: B, the number of sequences.
-            max_length: Capacity of each, in tokens.
             latent_size: Columns of the latent vector.
             rope_size: Columns of the rotated key.
-            dtype: Floating-point, of 16 bits or more.
-
-        Raises:
-            TypeError: A size is not an integer, or the dtype is not floating-point, or has eight bits.
-            ValueError: `batch_size` is negative, or another size is not positive.
         """
         if jnp.dtype(dtype).itemsize == 1:
             raise TypeError(
@@ -255,9 +241,6 @@ class DenseLatentCache(OwnedPages):
         Args:
             latent: Latent vectors, which are cast to the dtype of the cache.
             rope_key: Rotated keys, which are cast, too.
-
-        Returns:
-            The cache with T more tokens in each sequence.
 
         Raises:
             ValueError: The cache has another batch or other sizes, or the tokens do not fit.
