@@ -109,21 +109,7 @@ class Engine:
         self.after_step: list[Callable[[], None]] = []  # called once the events of a step have been delivered
 
     def submit(self, request: Request, deliver: Deliver) -> Ticket:
-        """Takes a request.
-
-        Args:
-            request: Prompt, limits and sampling.
-            deliver: Receives its events. The last one has a `finish_reason`.
-
-        Returns:
-            Its ticket, which cancels it.
-
-        Raises:
-            ValueError: The request can never run: too long, a token that the model does not know, or a constraint that
-                does not compile.
-            QueueFull: Too many requests wait.
-            Closed: The engine shuts down.
-        """
+        """Takes a request, and returns its ticket. Arguments and errors are as for `submit_all`."""
         [ticket] = self.submit_all([request], [deliver])
         return ticket
 
@@ -132,13 +118,14 @@ class Engine:
 
         Args:
             requests: Those with one prompt and one namespace are samples of it, and should follow each other.
-            deliver: Receives the events of each.
+            deliver: Receives the events of each. The last one of a request has a `finish_reason`.
 
         Returns:
-            A ticket for each.
+            A ticket for each, which cancels it.
 
         Raises:
-            ValueError: As for `submit`, of any request.
+            ValueError: A request can never run: too long, a token that the model does not know, or a constraint that
+                does not compile.
             QueueFull: Too many requests wait.
             Closed: The engine shuts down.
         """
