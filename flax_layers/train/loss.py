@@ -20,9 +20,6 @@ def next_token_weights(
         documents: Document id of each token.
         weights: The weight of the prediction of each token; None: 1.
 
-    Returns:
-        The weight of each token's loss.
-
     Example:
         >>> next_token_weights(jnp.array([0, 0, 1, 1, 1])).tolist()
         [1.0, 0.0, 1.0, 1.0, 0.0]

@@ -66,11 +66,7 @@ class Recipe:
         )
 
     def optimizer(self) -> optax.GradientTransformation:
-        """Clipping, then AdamW.
-
-        Returns:
-            The optimizer; its state has the form of the parameters.
-        """
+        """Clipping, then AdamW, whose state has the form of the parameters."""
         adam = optax.adamw(self.schedule(), self.b1, self.b2, weight_decay=self.weight_decay, mask=_decays)
         return optax.chain(optax.clip_by_global_norm(self.clip), adam)
 

@@ -45,16 +45,9 @@ def outside_of_meshes(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def parse_mesh(text: str) -> dict[str, int]:
-    """Reads sizes of axes, as `--mesh` takes them.
+    """Reads sizes of axes, as `--mesh` takes them. Raises InputError for a text of another form.
 
-    Args:
-        text: As `data=2,fsdp=1,model=4`; axes that are left out have size 1.
-
-    Returns:
-        The size of each axis; `context` is there if it is named.
-
-    Raises:
-        InputError: It does not have that form.
+    Axes that are left out have size 1, except `context`, which is then left out of the sizes, too.
 
     Example:
         >>> parse_mesh("data=2,model=4")
@@ -75,11 +68,7 @@ def parse_mesh(text: str) -> dict[str, int]:
 
 
 def make_mesh(sizes: dict[str, int]) -> Mesh:
-    """The mesh of the first devices.
-
-    Raises:
-        InputError: There are fewer devices.
-    """
+    """The mesh of the first devices. Raises InputError if there are fewer."""
     needed, devices = math.prod(sizes.values()), jax.devices()
     if needed > len(devices):
         raise InputError(

@@ -206,9 +206,6 @@ class Trainer:
     def step(self, rows: Rows) -> Metrics:
         """Takes a step on a batch. It returns at once; reading the metrics waits for the device.
 
-        Returns:
-            The loss before the step, and more.
-
         Raises:
             InputError: The micro-batches and the mesh do not divide the rows.
         """
@@ -220,10 +217,7 @@ class Trainer:
 
     @parallel.outside_of_meshes
     def mean_loss(self, batches: Iterable[Rows]) -> float:
-        """Loss of all scored tokens of the batches.
-
-        Returns:
-            Nats for each token.
+        """Mean loss of all scored tokens of the batches, in nats.
 
         Raises:
             InputError: There is no batch, or the mesh does not divide the rows of one.

@@ -77,14 +77,7 @@ class Corpus:
         return int(self._starts[-1])
 
     def row(self, begin: int, length: int) -> tuple[Int32[np.ndarray, " T"], Int32[np.ndarray, " T"]]:
-        """A row of tokens.
-
-        Args:
-            begin: Index of the first token.
-
-        Returns:
-            The tokens, and their document ids.
-        """
+        """The tokens of a row from index `begin` on, and their document ids."""
         end = begin + length
         tokens = self._cut(self.files, begin, end).astype(np.int32)
         starts = np.zeros(length, bool)
