@@ -143,14 +143,8 @@ class AttentionMethods(attention_core.HeadsLayer):
     def project_kv(self, inputs_kv: Float[Array, "*batch S kv_features"]) -> KeyValue:
         """Projects the inputs of cross-attention to keys and values, once for many calls.
 
-        In a decoder, project the outputs of the encoder once, and pass the result as `inputs_kv` to the calls of each
-        token.
-
-        Args:
-            inputs_kv: One vector for each key.
-
-        Returns:
-            Keys and values, a pytree.
+        In a decoder, project the outputs of the encoder once, and pass the result, a pytree, as `inputs_kv` to the
+        calls of each token.
         """
         return attention_core.project_kv(self, inputs_kv)
 

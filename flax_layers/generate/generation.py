@@ -114,11 +114,7 @@ class Generation(Iterator[Piece]):
         return next(self._pieces)
 
     def results(self) -> list[Result]:
-        """Runs the generation to the end.
-
-        Returns:
-            The continuation of each prompt, including the pieces that were already streamed.
-        """
+        """Runs the generation to the end. The results include the pieces that were already streamed."""
         for _ in self:
             pass
         pairs = zip(self._tokens, self._reasons, strict=True)

@@ -42,13 +42,7 @@ MakeScoreMod = Callable[..., nnx.Module]
 class Block(nnx.Module):
     """A transformer block: attention and an MLP or a mixture of experts, each added to the residual stream.
 
-    Args:
-        config: The configuration of the model.
-        layer: The configuration of this layer.
-        score_mod: Makes a module that is the score_mod of this layer.
-        implementation: The jflex backend, as for `Decoder`.
-        attention_config: Tile sizes and promises of its attention.
-        **options: `dtype`, `param_dtype` and `rngs`, as for `Decoder`.
+    All arguments but the configuration of the layer are as for `Decoder`.
     """
 
     def __init__(

@@ -29,7 +29,6 @@ class Decoder(nnx.Module):
     not matter where a document begins.
 
     Args:
-        config: The configuration of the model.
         dtype: Dtype of the computation; parameters are cast to it. Default: `param_dtype`.
         param_dtype: Dtype of the parameters.
         score_mod: Takes `rngs` and makes a module with parameters, the score_mod of a layer. Default: no score_mod.
@@ -90,7 +89,7 @@ class Decoder(nnx.Module):
         constrain: Callable[[Array], Array] = lambda stream: stream,
         context: ContextParallel | None = None,
     ) -> Float[Array, "B T width"]:
-        """The last hidden states, after the final norm. `logits` takes them.
+        """The last hidden states, after the final norm, in the dtype of the computation. `logits` takes them.
 
         Args:
             tokens: Rows of tokens, in the order of `context`.
@@ -103,9 +102,6 @@ class Decoder(nnx.Module):
                 example.
             context: How tokens are divided among devices; the result is in its order, too. Default: each
                 device attends to whole sequences.
-
-        Returns:
-            One vector for each token, in the dtype of the computation.
 
         Raises:
             ValueError: Rows are longer than the model's positions, or there is a `context` with latent attention.
@@ -123,14 +119,7 @@ class Decoder(nnx.Module):
         return self.norm(stream)
 
     def logits(self, hidden: Float[Array, "*batch width"]) -> Float[Array, "*batch vocabulary"]:
-        """The logits of hidden states: of all tokens, or of one chunk at a time.
-
-        Args:
-            hidden: The output of `hidden`, `decode_hidden` or `decode_paged_hidden`.
-
-        Returns:
-            Logits, float32, accumulated in float32.
-        """
+        """The logits of hidden states, of all tokens or of one chunk at a time; float32, accumulated in float32."""
         kernel = self.head_kernel().astype(hidden.dtype)
         contraction = (((hidden.ndim - 1,), (0,)), ((), ()))
         logits = jax.lax.dot_general(hidden, kernel, contraction, preferred_element_type=jnp.float32)

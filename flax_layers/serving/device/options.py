@@ -224,15 +224,9 @@ class EngineOptions:
     def shape_for(
         self, tokens: int, rows: int, pages: int, config: ModelConfig, *, drafts: bool = False, forks: bool = False
     ) -> Shape:
-        """The least shape that holds a step.
+        """The least shape that holds a step with so many tokens and requests, none with more `pages`.
 
-        Args:
-            tokens: Number of tokens in the step.
-            rows: Number of requests in it.
-            pages: The largest number of pages of a request.
-            config: Configuration of the model.
-            drafts: True if some of the tokens are drafted.
-            forks: True if some of the requests have no token.
+        `drafts` tells that some of the tokens are drafted, `forks` that some of the requests have no token.
         """
         width, bucket = _least(self.pages(config), pages), _least(self.rows, rows)
         if drafts and tokens <= self._drafted(bucket):

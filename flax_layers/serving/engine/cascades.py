@@ -24,7 +24,6 @@ class Cascades:
     in the L2 cache, less 10 us. So it begins to pay at 100 MB.
 
     Args:
-        options: Sizes of the engine.
         token_bytes: Bytes of a token's keys and values in one layer, on one device.
     """
 

@@ -52,7 +52,6 @@ class Engine:
     the cache is sharded by KV heads, and so are its scales.
 
     Args:
-        options: Sizes of the engine.
         guides: Compiles the constraints of requests; None: there are none. A step with a constrained request has a
             second transfer, a bit for each token and request. Such a request does not run ahead, so its steps are read
             one by one, with all in them.
