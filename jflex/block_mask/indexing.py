@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jaxtyping import Array, Int8, Int32
+from jaxtyping import Array, Int32
 
 from jflex.block_mask.lists import BlockMatrix
 from jflex.mods.array_sizes import requirements_of, without
@@ -28,7 +28,6 @@ class Selection:
     size: int
     blocks: Int32[Array, " N"] | None = None
     start: Int32[Array, ""] | None = None  # the first index if they are consecutive, else None
-    last: int | None = None  # the last index, if known while tracing
     known: tuple[int, ...] | None = None  # all indices, if known while tracing
 
 
@@ -37,8 +36,12 @@ def select(mask: BlockMatrix, index: AxisIndex | tuple[AxisIndex, ...]) -> Block
     batch, heads, rows = mask.states.shape[:3]
     selections = _selections(index, (batch, heads, rows))
     q_length = _selected_length(selections[2], mask.seq_lengths[0], mask.block_size[0])
+    states = mask.states
+    for axis, selection in enumerate(selections):
+        if selection.blocks is not None:
+            states = _take(states, selection.blocks, axis=axis)
     return mask._replace(
-        states=_selected_states(mask.states, selections),
+        states=states,
         mask_mod=None if mask.mask_mod is None else _selected_mask(mask.mask_mod, selections, mask.block_size[0]),
         seq_lengths=(q_length, mask.seq_lengths[1]),
     )
@@ -102,11 +105,14 @@ def _select_axis(index: AxisIndex, size: int, axis: str) -> Selection:
     if isinstance(index, slice):
         chosen = range(size)[index]
         if chosen == range(size):
-            return Selection(size, last=size - 1 if size else None, known=tuple(chosen))
+            return Selection(size)
         return _known_selection(np.asarray(chosen, np.int64), neighbors=chosen.step == 1)
     numbers = _integers(index, axis)
     if isinstance(numbers, Tracer):
-        return _traced_selection(numbers.astype(jnp.int32), size)
+        # The value is not known while tracing, so one out of range is clamped, as JAX does for arrays.
+        index = numbers.astype(jnp.int32)
+        blocks = jnp.clip(jnp.where(index < 0, index + size, index), 0, max(size - 1, 0)).reshape(-1)
+        return Selection(blocks.size, blocks, blocks[0] if index.ndim == 0 else None)
     if numbers.size and (numbers.min() < -size or numbers.max() >= size):
         raise IndexError(f"index {numbers.tolist()} is out of range for the {axis} of a BlockMask, of size {size}.")
     numbers = np.where(numbers < 0, numbers + size, numbers)
@@ -134,22 +140,7 @@ def _integers(index: SupportsIndex | jax.Array | np.ndarray | list[int], axis: s
 def _known_selection(numbers: np.ndarray, *, neighbors: bool) -> Selection:
     blocks = jnp.asarray(numbers, jnp.int32)
     start = blocks[0] if neighbors and numbers.size else None
-    last = int(numbers[-1]) if numbers.size else None
-    return Selection(numbers.size, blocks, start, last, tuple(numbers.tolist()))
-
-
-def _traced_selection(index: jax.Array, size: int) -> Selection:
-    # The value is not known while tracing, so one out of range is clamped, as JAX does for arrays.
-    blocks = jnp.clip(jnp.where(index < 0, index + size, index), 0, max(size - 1, 0)).reshape(-1)
-    return Selection(blocks.size, blocks, blocks[0] if index.ndim == 0 else None)
-
-
-def _selected_states(states: Int8[Array, "B H R C"], selections: tuple[Selection, ...]) -> Int8[Array, "B2 H2 R2 C"]:
-    """Takes the selected batches, heads and rows of a matrix of states."""
-    for axis, selection in enumerate(selections):
-        if selection.blocks is not None:
-            states = _take(states, selection.blocks, axis=axis)
-    return states
+    return Selection(numbers.size, blocks, start, tuple(numbers.tolist()))
 
 
 _take = jax.jit(jnp.take, static_argnames="axis")
@@ -178,4 +169,4 @@ def _selected_length(selection: Selection, length: int, block: int) -> int:
             f"query block {blocks - 1} of a BlockMask holds {tail} queries instead of {block}, so it can only be "
             f"selected last. The selected blocks are {list(selection.known)}."
         )
-    return selection.size * block - (block - tail if selection.last == blocks - 1 else 0)
+    return selection.size * block - (block - tail if selection.known[-1] == blocks - 1 else 0)
