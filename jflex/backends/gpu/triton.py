@@ -24,7 +24,6 @@ from pallas_kernels.spec import AttentionSpec, Compiler, Operands, as_int8
 from pallas_kernels.triton.plan.limits import MIN_TILE, decodes, describe_compiler, limit_of_compiler, limit_of_device
 
 if TYPE_CHECKING:
-    from pallas_kernels.gradients import Entropy
     from pallas_kernels.gradients import Gradients as KernelGradients
     from pallas_kernels.split_kv.plan import PagedPlan
     from pallas_kernels.split_kv.work import PagedOperands
@@ -90,11 +89,14 @@ class Triton(Backend):
         self, spec: AttentionSpec, inputs: Inputs, saved: Saved, d_saved: SavedCotangents, requested: GradientRequest
     ) -> Gradients:
         """Runs the dK/dV and the dQ kernel, if their gradients are requested."""
-        from pallas_kernels.gradients import RequestedGradients
+        from pallas_kernels.gradients import Entropy, RequestedGradients
         from pallas_kernels.triton.backward import gradients
 
         plan: triton_plan.BackwardPlan = self._kernels(spec, requested).backward  # gradients were requested
         inputs = kv_lengths.inputs_without_lengths(spec, inputs, _block_size(spec))
+        entropy = None
+        if saved.entropy is not None and d_saved.entropy is not None:
+            entropy = Entropy(saved.entropy, d_saved.entropy)
         result = gradients.backward(
             plan.spec,
             gradients.BackwardTiles(plan.dkv.tiles, plan.dq.tiles),
@@ -102,7 +104,7 @@ class Triton(Backend):
             RequestedGradients(requested.query, requested.key or requested.value, plan.derivative),
             (saved.out, saved.lse),
             (d_saved.out, d_saved.lse),
-            _entropy(saved, d_saved),
+            entropy,
         )
         return kv_lengths.sum_shared_batch(spec, requested_gradients(result, requested))
 
@@ -203,15 +205,6 @@ def _saved(spec: AttentionSpec, results: Sequence[jax.Array]) -> Saved:
     """From out, lse and ``spec.stats``, as the kernels return them."""
     out, lse, *stats = results
     return Saved(out, lse, **dict(zip(spec.stats, stats, strict=True)))
-
-
-def _entropy(saved: Saved, d_saved: SavedCotangents) -> Entropy | None:
-    """The entropy and its cotangent, for the kernels; None without a cotangent."""
-    from pallas_kernels.gradients import Entropy
-
-    if saved.entropy is None or d_saved.entropy is None:
-        return None
-    return Entropy(saved.entropy, d_saved.entropy)
 
 
 def _block_size(spec: AttentionSpec) -> tuple[int, int]:
