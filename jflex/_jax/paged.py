@@ -14,10 +14,10 @@ import jax.numpy as jnp
 from jflex._call.dispatch import get_backend
 from jflex._jax import partitioning
 from jflex._jax.partitioning import Axes, BackendOp, Split
-from jflex._jax.shard import Spread, Where, moved, moved_dropout
+from jflex._jax.shard import Spread, Where, moved, moved_mods
 from jflex.backends.base import PagedInputs, Saved
-from jflex.mods.trace import VectorRole, trace_mask_mod, trace_score_mod, trace_vector_mod
-from pallas_kernels.spec import AttentionSpec, Captured, Mod
+from jflex.mods.trace import VectorRole, trace_vector_mod
+from pallas_kernels.spec import AttentionSpec, Mod
 
 _ROWS, _PAGES = Axes(None, 1), Axes(None, 2, per_key=True)
 
@@ -56,17 +56,13 @@ def paged_shard_of(
     """
     head = lambda heads: None if pieces == 1 else number * (heads // pieces)
     first = Where(head=head(spec.Hq), keys=rows)
-    score, score_operands = moved(spec.score_mod, inputs.captured.score, first, trace_score_mod)
-    mask, mask_operands = moved(spec.mask_mod, inputs.captured.mask, first, trace_mask_mod)
-    dropout, dropout_operands = moved_dropout(spec.dropout, inputs.captured.dropout, first)
+    mods, captured = moved_mods(spec, inputs.captured, first)
     key_heads = spec.Hkv if spec.values_in_keys else spec.Hkv // pieces
-    sizes = {"Hq": spec.Hq // pieces, "Hkv": key_heads, "dropout": dropout}
     first_key = Where(head=head(spec.Hkv), queries=rows)  # the index of a key is the last one of a vector mod
     key, key_operands = _moved_vector_mod(spec, spec.key_mod, inputs.captured.key, first_key)
     value, value_operands = _moved_vector_mod(spec, spec.value_mod, inputs.captured.value, first_key)
-    local = spec.replace(**sizes, score_mod=score, mask_mod=mask, key_mod=key, value_mod=value)
-    captured = Captured(score_operands, mask_operands, key_operands, value_operands, dropout_operands)
-    return local, inputs._replace(captured=captured)
+    local = spec.replace(Hq=spec.Hq // pieces, Hkv=key_heads, **mods, key_mod=key, value_mod=value)
+    return local, inputs._replace(captured=captured._replace(key=key_operands, value=value_operands))
 
 
 def _moved_vector_mod(

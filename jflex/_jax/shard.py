@@ -85,9 +85,7 @@ class Shard(NamedTuple):
 
 def shard_of(whole: AttentionSpec, inputs: Inputs, where: Where) -> Shard:
     """The call of one device, from the spec of the whole call and local arrays."""
-    score, score_operands = moved(whole.score_mod, inputs.captured.score, where, trace_score_mod)
-    mask, mask_operands = moved(whole.mask_mod, inputs.captured.mask, where, trace_mask_mod)
-    dropout, dropout_operands = moved_dropout(whole.dropout, inputs.captured.dropout, where)
+    mods, captured = moved_mods(whole, inputs.captured, where)
     blocks = whole.blocks
     if blocks is not None and inputs.lists is not None:
         blocks = Blocks(blocks.size, *inputs.lists[0].shape[:2], follow_mod=blocks.follow_mod)
@@ -95,10 +93,9 @@ def shard_of(whole: AttentionSpec, inputs: Inputs, where: Where) -> Shard:
     query, key = inputs.query.shape, inputs.key.shape
     spec = whole.replace(
         B=query[0], T=query[length], S=key[length], Hq=query[heads], Hkv=key[heads], Bkv=key[0],
-        score_mod=score, mask_mod=mask, dropout=dropout, blocks=blocks, sinks=inputs.sinks is not None,
+        **mods, blocks=blocks, sinks=inputs.sinks is not None,
     )  # fmt: skip
-    numbers = tuple(next((i for i, y in enumerate(score_operands) if y is x), None) for x in inputs.captured.score)
-    captured = Captured(score_operands, mask_operands, dropout=dropout_operands)
+    numbers = tuple(next((i for i, y in enumerate(captured.score) if y is x), None) for x in inputs.captured.score)
     return Shard(spec, inputs._replace(captured=captured), numbers)
 
 
@@ -115,12 +112,14 @@ def moved(
     return dataclasses.replace(traced, source=mod.source), captured
 
 
-def moved_dropout(
-    dropout: Dropout | None, operands: tuple[jax.Array, ...], where: Where
-) -> tuple[Dropout | None, tuple[jax.Array, ...]]:
-    """Dropout whose mod takes local indices."""
-    if dropout is None:
-        return None, operands
-    kept, operands = moved(dropout.mod, operands, where, trace_mask_mod)
-    assert kept is not None  # as `dropout.mod`
-    return dataclasses.replace(dropout, mod=kept), operands
+def moved_mods(
+    whole: AttentionSpec, captured: Captured[jax.Array], where: Where
+) -> tuple[dict[str, Mod | Dropout | None], Captured[jax.Array]]:
+    """Score mod, mask mod and dropout that take local indices, by their names in a spec, and what these capture."""
+    score, of_score = moved(whole.score_mod, captured.score, where, trace_score_mod)
+    mask, of_mask = moved(whole.mask_mod, captured.mask, where, trace_mask_mod)
+    dropout = whole.dropout
+    kept, of_dropout = moved(None if dropout is None else dropout.mod, captured.dropout, where, trace_mask_mod)
+    if dropout is not None and kept is not None:
+        dropout = dataclasses.replace(dropout, mod=kept)
+    return {"score_mod": score, "mask_mod": mask, "dropout": dropout}, Captured(of_score, of_mask, dropout=of_dropout)
