@@ -177,8 +177,7 @@ def checked(**keywords: Any) -> Settings:
     settings = Settings(**keywords)
     check_normalize(settings.normalize, settings.sinks)
     settings = settings._replace(implementation=hashable(settings.implementation))
-    if settings.return_lse:
-        check_lse(settings.return_lse, settings.normalize)
+    check_lse(settings.return_lse, settings.normalize)
     if settings.return_stats != ():
         stats = check_stats(settings.return_stats, settings.return_lse, settings.normalize)
         settings = settings._replace(return_stats=stats)

@@ -140,8 +140,6 @@ def warn_of_layout(query: ArrayOrShape, key: ArrayOrShape, layout: str) -> None:
 
 def check_block_mask(block_mask: object, mask_mod: object, B: int, Hq: int, T: int, S: int) -> None:
     """Raises unless `block_mask` fits the call."""
-    if block_mask is None:
-        return
     if not isinstance(block_mask, BlockMask):
         hint, kind = "", type(block_mask).__name__
         if callable(block_mask):
