@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import pickle
-from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -110,10 +109,6 @@ def _param(eqn: core.JaxprEqn, value: object) -> object:
 
 def _traced(program: _Program) -> core.ClosedJaxpr:
     avals = [jax.ShapeDtypeStruct(shape, dtype, weak_type=is_weak) for shape, dtype, is_weak in program.arguments]
-    return jax.make_jaxpr(_function(program))(*avals)
-
-
-def _function(program: _Program) -> Callable[..., list[jax.Array]]:
     constants = tuple(map(jax.numpy.asarray, program.constants))
 
     def run(*args: jax.Array) -> list[jax.Array]:
@@ -126,7 +121,7 @@ def _function(program: _Program) -> Callable[..., list[jax.Array]]:
             values.update(zip(outputs, outs if primitive.multiple_results else [outs], strict=True))
         return [jax.numpy.asarray(read(x)) for x in program.results]
 
-    return run
+    return jax.make_jaxpr(run)(*avals)
 
 
 def _number(x: _Number) -> ArrayLike:
