@@ -138,7 +138,10 @@ def prepare(
     levels = _checked_levels(levels)
     for level in levels:
         check_queries(q, level.cache)
-        _check_level(level, q.shape[0])
+        if not level.is_dense:
+            check_batch(level.groups, level.cache, q.shape[0])
+        elif (indptr := known_values(level.groups.qo_indptr)) is not None:
+            check_rules(indptr_rules(indptr, q.shape[0]))
     has_mods = settings.vectors.any or settings.score_mod is not None or settings.mask_mod is not None
     positions, requests = _checked_rows(q, positions, requests, settings)
     value_size = levels[0].cache.v.shape[-1] if levels else q.shape[2]
@@ -216,13 +219,6 @@ def _checked_levels(levels: object) -> tuple[CascadeLevel, ...]:
     if len(sizes) > 1:
         raise ValueError(f"`levels` must have values of one head size, to be merged. Got {sorted(sizes)}.")
     return tuple(levels)
-
-
-def _check_level(level: CascadeLevel, num_tokens: int) -> None:
-    if not level.is_dense:
-        check_batch(level.groups, level.cache, num_tokens)
-    elif (indptr := known_values(level.groups.qo_indptr)) is not None:
-        check_rules(indptr_rules(indptr, num_tokens))
 
 
 def _checked_rows(
