@@ -76,7 +76,7 @@ class PagedBatch:
 
 
 def check_batch(batch: PagedBatch, cache: PageStore, num_tokens: int) -> None:
-    """Raises unless a batch is valid for a cache and for the number of packed queries.
+    """Raises unless a batch is valid for a cache and for N, the number of packed queries.
 
     Dtypes and shapes are always checked. Values are checked if known: those of numpy arrays and of JAX arrays outside
     ``jit``, whose values the check waits for; in the page table only the entries that a request uses. Tracers pass: see
@@ -85,10 +85,6 @@ def check_batch(batch: PagedBatch, cache: PageStore, num_tokens: int) -> None:
 
     Valid are requests without keys or queries, requests with more queries than keys, whose first queries have negative
     positions, and a batch without requests.
-
-    Args:
-      cache: The cache that its pages are in.
-      num_tokens: N, the number of packed rows.
 
     Raises:
       TypeError: `batch` or `cache` has another type, or a field is not an int32 array.
@@ -114,10 +110,6 @@ def debug_check_batch(batch: PagedBatch, cache: PageStore, num_tokens: int) -> N
     It stages `jax.experimental.checkify.check`, so the function that calls it must be transformed by ``checkify``,
     outside of its ``jit``; without that, JAX refuses to compile it. The error comes back as a value; ``throw`` raises
     it. The checks take time, and a `scan` carries their outcome along.
-
-    Args:
-      cache: The cache that its pages are in.
-      num_tokens: N, the number of packed rows.
 
     Raises:
       TypeError: As `check_batch`, at once.

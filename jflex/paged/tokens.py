@@ -17,9 +17,6 @@ from jflex.types import AnyArray
 def token_requests(batch: PagedBatch, num_tokens: int) -> Int32[Array, " N"]:
     """The request of every packed query; -1 for padding after the last request.
 
-    Args:
-      num_tokens: N, the number of packed rows.
-
     >>> batch = PagedBatch(jnp.array([0, 2, 2, 3]), jnp.array([2, 0, 1]), jnp.ones((3, 1), jnp.int32))
     >>> token_requests(batch, 4).tolist()
     [0, 0, 2, -1]
@@ -34,9 +31,6 @@ def token_positions(batch: PagedBatch, num_tokens: int) -> Int32[Array, " N"]:
     """The position of every packed query within its request: ``q_idx`` of mods, and the one for rotary embeddings.
 
     That of a node of a tree counts its ancestors, not the rows before it.
-
-    Args:
-      num_tokens: N, the number of packed rows.
 
     Returns:
       Positions; -1 for padding after the last request.
@@ -66,8 +60,6 @@ def token_slots(batch: PagedBatch, num_tokens: int, page_size: int) -> Int32[Arr
 
     Args:
       batch: The batch, its `kv_lengths` counting the tokens of this step.
-      num_tokens: N, the number of packed rows.
-      page_size: Page size of the cache.
 
     Returns:
       Slots; -1, which `write` drops, for padding and for tokens without a page.
@@ -101,7 +93,6 @@ def slots_of(
     Args:
       page_table: The pages of one request, [max_pages], or of several, [R, max_pages].
       positions: Positions of tokens in that request, [N], or in each of several, [R, N].
-      page_size: Tokens in a page.
 
     Returns:
       Slots; -1 where a position is negative or beyond the table, or its entry is not a page of tokens (0 or negative).
