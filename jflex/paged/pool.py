@@ -150,9 +150,6 @@ class PagePool:
     def share(self, ids: Iterable[int]) -> None:
         """Gives each page one more owner.
 
-        Args:
-          ids: Pages that have owners.
-
         Raises:
           TypeError: An id is not an integer.
           ForeignPage: A page is free, or not one of the pool.
@@ -166,9 +163,6 @@ class PagePool:
 
     def release(self, ids: Iterable[int]) -> None:
         """Removes one owner from each page; pages without owners become free, and the last is allocated first.
-
-        Args:
-          ids: Pages that have owners.
 
         Raises:
           TypeError: An id is not an integer.
@@ -202,12 +196,6 @@ class PagePool:
         If the caller is the only owner, this is `page` and nothing changes. Else the caller's ownership moves to a free
         page: `page` has one owner less, the new page has one, and the caller must copy the tokens,
         ``copy_pages(cache, src, dst)``, before anything is written to either.
-
-        Args:
-          page: A page that has owners.
-
-        Returns:
-          `page`, or the id of the new page.
 
         Raises:
           TypeError: `page` is not an integer.
