@@ -21,10 +21,8 @@ def costs_to_image(
     """Draws what each query block and each device visits, with matplotlib.
 
     Args:
-      block_mask: The mask, of tokens in their natural order.
-      shards: Devices along the axis of the tokens.
+      block_mask: As in `jflex.context_parallel.balanced_order`, and so `shards` and `partial_cost`.
       orders: Orders of the tokens by name, None for the natural one; each gets a row of the picture.
-      partial_cost: The cost of a partial block, in full ones.
 
     Returns:
       A ``matplotlib.figure.Figure``: at the left the cost of each query block, in the order of the tokens, colored by

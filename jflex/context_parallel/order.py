@@ -58,9 +58,6 @@ def balanced_order(block_mask: BlockMask, shards: int, *, chunk_blocks: int = 1,
       chunk_blocks: Query blocks in a chunk. Larger chunks keep neighbors together.
       partial_cost: The cost of a partial block, in full ones.
 
-    Returns:
-      A permutation of the chunks.
-
     Raises:
       TypeError: `block_mask` is not a BlockMask, or is traced; or a number is of a wrong type.
       ValueError: The query blocks cannot be divided into chunks, or the chunks among the devices.
@@ -89,10 +86,8 @@ def device_costs(
     """Number of blocks of a mask that each device visits, for all batch entries and heads of the mask.
 
     Args:
-      block_mask: The mask, of tokens in their natural order.
-      shards: Devices along the axis of the tokens.
+      block_mask: As in `balanced_order`, and so `shards` and `partial_cost`.
       order: The order of the tokens; None for the natural one.
-      partial_cost: The cost of a partial block, in full ones.
 
     Returns:
       The cost of each device, in full blocks.
@@ -147,9 +142,7 @@ def reorder(x: Shaped[ArrayLike, "*axes"], order: Int[ArrayLike, " chunks"], axi
     notice the order.
 
     Args:
-      x: An array with an axis of tokens.
       order: A permutation of chunks, as from `zigzag_order` or `balanced_order`.
-      axis: The axis of the tokens.
 
     Returns:
       An array of the same shape, with chunk ``order[i]`` in slot ``i``.
@@ -167,14 +160,6 @@ def reorder(x: Shaped[ArrayLike, "*axes"], order: Int[ArrayLike, " chunks"], axi
 def restore(x: Shaped[ArrayLike, "*axes"], order: Int[ArrayLike, " chunks"], axis: int = 1) -> Shaped[Array, "*axes"]:
     """Brings the tokens of an array back into their natural order: the inverse of `reorder`.
 
-    Args:
-      x: An array of reordered tokens.
-      order: The order of the tokens.
-      axis: The axis of the tokens.
-
-    Returns:
-      An array of the same shape.
-
     Raises:
       TypeError: The order is not of integers, or is traced.
       ValueError: It is no permutation, or its length does not divide that of the axis.
@@ -187,13 +172,6 @@ def restore(x: Shaped[ArrayLike, "*axes"], order: Int[ArrayLike, " chunks"], axi
 
 def positions(order: Int[ArrayLike, " chunks"], length: int) -> Int32[np.ndarray, " length"]:
     """The position of each token of a reordered sequence: for rotary embeddings, and other uses of positions.
-
-    Args:
-      order: A permutation of chunks.
-      length: Tokens of the sequence.
-
-    Returns:
-      The position of the token in each slot.
 
     Raises:
       TypeError: The order is not of integers, or is traced.

@@ -84,7 +84,6 @@ def reorder(x: Shaped[ArrayLike, "*axes"], order: Int[ArrayLike, " N"], axis: in
     Args:
       x: An array with a token for each cell of the grid, as queries [B, T, Hq, D].
       order: From `tile_order` or `morton_order`.
-      axis: The axis of the tokens.
 
     Returns:
       An array of the same shape; token ``i`` is that of cell ``order[i]``.
@@ -101,11 +100,6 @@ def reorder(x: Shaped[ArrayLike, "*axes"], order: Int[ArrayLike, " N"], axis: in
 
 def restore(x: Shaped[ArrayLike, "*axes"], order: Int[ArrayLike, " N"], axis: int = 1) -> Shaped[Array, "*axes"]:
     """Brings the tokens of an array back into row-major order: the inverse of `reorder`.
-
-    Args:
-      x: An array of reordered tokens, as the output of attention.
-      order: The order of the tokens.
-      axis: The axis of the tokens.
 
     Returns:
       An array of the same shape; token ``order[i]`` is token ``i`` of `x`.
