@@ -82,14 +82,10 @@ class Placement:
         return jax.shard_map(body, mesh=self.mesh, in_specs=specs, out_specs=out_specs)(*arrays)
 
     def rows(self, layout: str, *, batch: bool = True) -> PartitionSpec:
-        """The sharding of query, key, value or output; `batch`: whether each batch entry has its own."""
+        """The sharding of query, key, value, output, or an lse (BNTH); `batch`: whether each entry has its own."""
         first = self.batch if batch and self.batch else None
         heads = self.heads or None
         return PartitionSpec(first, self.axis, heads) if layout == "BTNH" else PartitionSpec(first, heads, self.axis)
-
-    def lse(self) -> PartitionSpec:
-        """The sharding of an lse [B, Hq, T]."""
-        return PartitionSpec(self.batch or None, self.heads or None, self.axis)
 
 
 def _names(argument: str, names: Names) -> tuple[str, ...]:

@@ -112,8 +112,8 @@ def _on_mesh(call: ContextCall, inputs: Inputs, sees: jax.Array | None) -> Saved
     placement = call.placement
     specs = _specs(call, inputs), None if sees is None else PartitionSpec(placement.axis)
     body = functools.partial(_on_device, call)
-    row: Any = placement.lse()
     out: Any = placement.rows(call.spec.layout)
+    row: Any = placement.rows("BNTH")
     saved = Saved(out, row, **dict.fromkeys(call.spec.stats, row))
     return placement.mapped(body, specs, saved, inputs, sees)
 
