@@ -136,13 +136,10 @@ def _specs(call: ContextCall, inputs: Inputs) -> Any:
 
 def _on_device(call: ContextCall, inputs: Inputs, sees: jax.Array | None) -> Saved:
     """The program of one device."""
-    spec = call.spec
     where = call.rows_of(lambda names: jax.lax.axis_index(names).astype(jnp.int32))
     if call.strategy == "all_gather":
-        saved = attend_gathered(call, inputs, where)
-    elif call.strategy == "ulysses":
-        saved = attend_exchanged(call, inputs, where)
-    else:
-        lists = None if inputs.lists is None else BlockLists(*(x[0] for x in inputs.lists))
-        saved = attend_in_ring(call, inputs._replace(lists=lists), where, None if sees is None else sees[0])
-    return Saved(*saved[:2], **{name: getattr(saved, name) for name in spec.stats})
+        return attend_gathered(call, inputs, where)
+    if call.strategy == "ulysses":
+        return attend_exchanged(call, inputs, where)
+    lists = None if inputs.lists is None else BlockLists(*(x[0] for x in inputs.lists))
+    return attend_in_ring(call, inputs._replace(lists=lists), where, None if sees is None else sees[0])
