@@ -189,8 +189,7 @@ def check_mod_sizes(
 
 def check_mask_shape(requirements: Iterable[Requirement], shape: tuple[int, ...], caller: str) -> None:
     """`check_requirements` for a mask of the shape ``(B, H, Q_LEN, KV_LEN)``."""
-    batch, heads, queries, keys = shape
-    check_requirements(requirements, CallSizes(batch, heads, queries, keys, caller))
+    check_requirements(requirements, CallSizes(*shape, caller=caller))
 
 
 def check_requirements(requirements: Iterable[Requirement], sizes: CallSizes) -> None:
