@@ -102,10 +102,7 @@ def angles(
 ) -> Angles:
     """By what each pair of features rotates at some positions.
 
-    Args:
-      base: Pair ``i`` rotates by ``base ** (-2 * i / rotary_dim)`` radians per position.
-      scaling: Scales these frequencies, and the rotated features.
-      is_far: Whether to compensate what float32 angles lose by rounding.
+    Pair ``i`` rotates by ``base ** (-2 * i / rotary_dim)`` radians per position; see `rotate`.
     """
     exponents = jnp.arange(0, rotary_dim, 2, dtype=dtype) / rotary_dim
     frequencies = jnp.asarray(base, dtype) ** -exponents
