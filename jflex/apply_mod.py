@@ -28,7 +28,6 @@ def apply_vector_mod(
 
     Args:
       vector_mod: ``(vector[D], b, h, idx) -> [D]``, as in `flex_attention`.
-      vectors: One vector for each token and head.
       positions: ``idx`` of each token; `jflex.paged.token_positions` computes them. Those of padding, -1, become 0.
       requests: ``b`` of each token; `jflex.paged.token_requests` computes them. 0 for None, and for padding.
 

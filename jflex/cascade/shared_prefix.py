@@ -26,7 +26,6 @@ def shared_prefix_levels(
     Both numbers are data: other values do not recompile anything. 0 and 0: nothing is shared.
 
     Args:
-      batch: The batch, as for `paged_attention`.
       requests: How many requests share their first pages, counted from the first request.
       tokens: How many keys are on these pages, a multiple of the page size. Each of these requests has as many.
       layer: Which layer of a stacked cache.

@@ -62,7 +62,6 @@ def mla_attention(
       q: Absorbed, packed queries, in the dtype of the cache: latent columns, then the rotated ones. For a cache of
         eight bits, bfloat16 or float32.
       cache: The latent vectors, those of these queries included: `jflex.paged.write_latent` them first.
-      batch: The queries and keys of each request.
       qk_head_dim: Head size of queries before they are absorbed, ``nope + rope`` (192 in DeepSeek-V2 and V3): scores
         are scaled by ``qk_head_dim ** -0.5``. The size of a row of the cache has nothing to do with it.
       score_mod: ``(score, b, h, q_idx, kv_idx) -> score``, as in `paged_attention`.

@@ -67,7 +67,6 @@ def sparse_mla_attention(
 
     Args:
       q: Absorbed, packed queries, as in `mla_attention`.
-      batch: The queries and keys of each request.
       indices: Positions of keys within the request of each query, in any order; -1 for none.
       qk_head_dim: As in `mla_attention`.
       score_mod: ``(score, b, h, q_idx, kv_idx) -> score``, at the request and at absolute positions.

@@ -70,7 +70,6 @@ def paged_attention(
       q: Packed queries, in the dtype of the cache; over eight bits in bfloat16, float16 or float32. Query head ``h``
         attends to key head ``h // (Hq // Hkv)``.
       cache: Keys and values, those of these queries included: `jflex.paged.write` them first.
-      batch: The queries and keys of each request.
       score_mod: ``(score, b, h, q_idx, kv_idx) -> score``, on scalars, as in `flex_attention`.
       layer: Which layer of a stacked cache, a Python int or traced; no copy of it is made.
       return_lse: Also return the float32 logsumexp (natural log) of the scores over the visible keys.

@@ -61,7 +61,6 @@ def convert_block_mask(
       page_table: The pages of each request. Requests may share pages. Entries of 0 or below are no page. A request must
         not list a page twice, because its inverse would be ambiguous: in a traced table that does, the first entry
         counts.
-      page_size: Page size of the cache.
       num_pages: P of the cache.
       kv_lengths: Keys of each request. Keys beyond are masked, and table entries for them are ignored. None: as many as
         `block_mask` has and the table has pages for. Do not pass them to `flex_attention` as well, where lengths would

@@ -115,7 +115,6 @@ def copy_slots(cache: Cache, src: Int32[AnyArray, " M"], dst: Int32[AnyArray, " 
     All are read before any is written. Under ``jit`` with the cache donated, no second cache is made.
 
     Args:
-      cache: The cache, a `PagedCache` or a `LatentCache`.
       src: Slots to read; one outside of the cache reads another.
       dst: Slots to write, without duplicates. A pair with a `dst` of -1, any other outside of the cache, or one in page
         0, is dropped.

@@ -140,7 +140,6 @@ class BlockSparseRows:
         """The requests of a batch as query blocks, and the pages of a cache as key blocks.
 
         Args:
-          num_tokens: N, the number of packed rows.
           num_pages: P of the cache.
 
         Returns:
