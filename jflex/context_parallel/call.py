@@ -17,7 +17,7 @@ from jflex._mesh import as_known
 from jflex.block_mask.drawing import is_concrete
 from jflex.block_mask.lists import BlockLists, block_lists
 from jflex.block_mask.mask import BlockMask
-from jflex.context_parallel.order import Order
+from jflex.context_parallel.order import Order, chunks_in_order
 from jflex.context_parallel.placement import Placement
 from pallas_kernels.spec import AttentionSpec
 
@@ -105,7 +105,4 @@ def _listed(states: Int8[Array, "*devices B H R C"], follow_mod: bool, whole: in
 
 
 def _in_order(states: Int8[Array, "B H R C"], axis: int, order: Order | None) -> Int8[Array, "B H R C"]:
-    if order is None:
-        return states
-    size = states.shape[axis] // order.size
-    return jnp.take(states, (order[:, None] * size + np.arange(size)).reshape(-1), axis=axis)
+    return states if order is None else chunks_in_order(states, order, axis)
