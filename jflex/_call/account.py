@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 
 from jflex._call.dispatch import (
     Implementation,
@@ -24,7 +23,7 @@ from jflex._call.dispatch import (
 from jflex._check.arguments import known_values
 from jflex.backends.base import Inputs, Plan
 from jflex.backends.lengths import bounded_lists
-from jflex.block_mask.drawing import SKIPS_NOTHING, skips_nothing
+from jflex.block_mask.drawing import SKIPS_NOTHING, is_concrete, skips_nothing
 from jflex.block_mask.lists import BlockLists, states_from_lists
 from jflex.config import Config
 from jflex.errors import UnsupportedError
@@ -232,7 +231,7 @@ def _skips_nothing(spec: AttentionSpec, lists: BlockLists | None) -> bool:
 def _known_lists(spec: AttentionSpec, inputs: Inputs) -> BlockLists | None:
     """The lists that the call walks; None if their values are not known."""
     lists, lengths = inputs.lists, known_values(inputs.kv_lengths)
-    if lists is None or spec.blocks is None or any(isinstance(x, Tracer | jax.ShapeDtypeStruct) for x in lists):
+    if lists is None or spec.blocks is None or not is_concrete(lists):
         return None
     if inputs.kv_lengths is None:
         return lists

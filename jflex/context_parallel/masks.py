@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 
 import jax
-from jax.core import Tracer
 
 from jflex._check.arguments import known_values
 from jflex._mesh import as_known
 from jflex.block_mask.drawing import is_concrete
 from jflex.block_mask.mask import BlockMask, create_block_mask
 from jflex.masks.sequences import padding
+from jflex.mods.arrays import compile_time
 from jflex.mods.compose import and_masks
 from jflex.mods.dependence import uses_index
 from jflex.mods.trace import trace_mask_mod
@@ -35,8 +35,7 @@ def own_block_mask(mask_mod: MaskMod, sizes: tuple[int, int, int, int], chunk: t
         return None
     traced, operands = trace_mask_mod(mask_mod)
     batch, heads = (n if uses_index(traced, index) else None for n, index in zip(sizes, ("b", "h"), strict=False))
-    known = not any(isinstance(x, Tracer) for x in operands)
-    with as_known(known):
+    with compile_time(operands):
         return create_block_mask(mask_mod, batch, heads, *sizes[2:], block_size=block_size)
 
 
