@@ -16,7 +16,7 @@ from pallas_kernels.config import Tiles
 from pallas_kernels.gradients import RowOperands, log2_lse
 from pallas_kernels.mosaic_gpu import smem
 from pallas_kernels.mosaic_gpu.score import bias_tiles, scores
-from pallas_kernels.mosaic_gpu.smem import Ring
+from pallas_kernels.mosaic_gpu.smem import BitRing, Ring
 from pallas_kernels.program.build import Derivative
 from pallas_kernels.program.cotangents import LoadGroups
 from pallas_kernels.spec import LOG2_E, AttentionSpec, Operands
@@ -87,13 +87,6 @@ class BackwardStatic(NamedTuple):
         )  # fmt: skip
 
 
-class _Ring(Ring):
-    """A ring whose slots are the low bits of the number of a tile. Decoding would spill twice as much so (D 256)."""
-
-    def slot(self, i: Index) -> jax.Array:
-        return smem.modulo(i, self.tiles[0].shape[0])
-
-
 class QueryStream(NamedTuple):
     """Rings of shared-memory stages with a tile of queries each."""
 
@@ -109,9 +102,9 @@ class QueryStream(NamedTuple):
         """Declares the rings; queries have the given swizzle, or the widest."""
         stages, rows, readers = tiles.num_stages, tiles.block_q, tiles.num_warps // 4
         return cls(
-            _Ring.from_tiles((smem.tiled((stages, rows, spec.D), dtype, swizzle),), readers),
-            _Ring.declare(stages, rows, (spec.Dv,), dtype, readers),
-            _Ring.from_tiles((smem.declared(plg.SMEM((stages, 2, rows), jnp.float32)),), readers),
+            BitRing.from_tiles((smem.tiled((stages, rows, spec.D), dtype, swizzle),), readers),
+            BitRing.declare(stages, rows, (spec.Dv,), dtype, readers),
+            BitRing.from_tiles((smem.declared(plg.SMEM((stages, 2, rows), jnp.float32)),), readers),
             bias,
         )
 

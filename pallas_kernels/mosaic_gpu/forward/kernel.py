@@ -42,7 +42,7 @@ from pallas_kernels.mosaic_gpu.launch import (
     run_roles,
 )
 from pallas_kernels.mosaic_gpu.score import bias_tiles, scores
-from pallas_kernels.mosaic_gpu.smem import PingPong, Ring
+from pallas_kernels.mosaic_gpu.smem import BitRing, PingPong, Ring
 from pallas_kernels.program.ranges import Range, is_prefix
 from pallas_kernels.spec import AttentionSpec, Operands
 from pallas_kernels.types import Index, Location, Ref, S, Step
@@ -100,7 +100,7 @@ def _declare(
         smem.tiled((query_stages, groups, rows, D), qk_dtype),
         smem.declared(plg.Barrier(num_barriers=query_stages * groups)),
         smem.declared(plg.Barrier(num_barriers=query_stages * groups)) if is_persistent else None,
-        Ring.from_tiles((*stages, *bias), groups),
+        BitRing.from_tiles((*stages, *bias), groups),
         None if Dv == D and spec.qk_dtype is None else smem.tiled((groups, rows, staged), dtype),
         tuple(smem.declared(plg.SMEM((groups, rows), jnp.float32)) for _ in ("lse", *spec.stats)),
         schedule.tile_id_scratch() if is_persistent else None,
