@@ -59,7 +59,7 @@ def test_gradients_in_one_pass(case):
     evaluation.check_gradients(case, "mosaic_gpu-emulated_one_pass", evaluation.gradients_of(case))
 
 
-@tiers(full={"case": "limits_unknown", "one_pass": [True]}, rest="long")
+@tiers(full={"case": ["limits", "limits_unknown"], "one_pass": [True]}, rest="long")
 @pytest.mark.parametrize("one_pass", [False, True])
 @pytest.mark.parametrize("case", LIMITED, ids=str)
 def test_limits_of_rows(monkeypatch, case, one_pass):

@@ -203,7 +203,7 @@ class KeyTile(NamedTuple):
         def step(carried: Carried, h: jax.Array, query: Index, is_partial: bool) -> Carried:
             if prepared.visible is None or not is_partial:
                 return compute(carried, h, query, is_partial)
-            hidden, skip = prepared.visible.hides(query, shape[0]), lambda x: self._skip(x, TileIndex(h, query))
+            hidden, skip = prepared.visible.tile.hide(query, shape[0]), lambda x: self._skip(x, TileIndex(h, query))
             return lax.cond(hidden, skip, lambda x: compute(x, h, query, is_partial), carried)
 
         return step

@@ -213,7 +213,7 @@ def _within_limits(scores: Scores, s: jax.Array, first: Index, visible: VisibleR
     """Scores, with -inf outside of the limits of the rows, or where they are masked if there are none."""
     apply = lambda s: Mask.at(scores, first, NOT_PREFETCHED).apply_at_once(s)
     s = selections.keep_between(s, *(x - first for x in visible.rows))
-    return s if visible.is_mask else lax.cond(visible.tile[0] < 0, apply, lambda s: s, s)
+    return s if visible.is_mask else lax.cond(visible.tile.begin < 0, apply, lambda s: s, s)
 
 
 def mask_from(end: Index, first: Index, s: jax.Array) -> jax.Array:

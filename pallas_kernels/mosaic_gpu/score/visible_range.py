@@ -17,17 +17,23 @@ from pallas_kernels.spec import AttentionSpec
 from pallas_kernels.types import Index, Ref
 
 
+class TileLimits(NamedTuple):
+    """Begin and end of the indices along the loop axis that rows of a tile see; -1 where no limits are the mask."""
+
+    begin: Index
+    end: Index
+
+    def hide(self, first: Index, count: int) -> jax.Array:
+        """True if no row sees any of so many indices from `first` on."""
+        return jnp.logical_or(first + count <= self.begin, first >= self.end)
+
+
 class VisibleRange(NamedTuple):
     """Begin and end of the visible indices along the loop axis, int32; see `pallas_kernels.row_limits.RowLimits`."""
 
     rows: tuple[jax.Array, jax.Array]  # of each row of a tile, [rows]
-    tile: tuple[Index, Index]  # of all of its rows, scalars; -1 is where no limits are the mask
+    tile: TileLimits
     is_mask: bool  # whether limits are surely the mask
-
-    def hides(self, first: Index, count: int) -> jax.Array:
-        """True if the rows hide all of a tile of so many from `first` on along the loop axis."""
-        begin, end = self.tile
-        return jnp.logical_or(first + count <= begin, first >= end)
 
 
 def visible_range(
@@ -43,13 +49,22 @@ def visible_range(
     if spec.mask_mod is None or spec.mask_mod.limits is None:
         return _of_indices(spec, fixed, first, transposed=transposed)
     rows, number = fixed["k" if transposed else "q"], spec.mask_mod.limits + transposed
-    batch, _, length = shapes[number]
-    entry = fixed["b"] if batch > 1 else jnp.int32(0)
-    ref, begins, ends = refs[number], 2 * entry * length, (2 * entry + 1) * length
-    of_rows = lambda at: inline_ptx.load_elements(ref, rows + at, ROW, np.dtype(np.int32))
-    at = lambda row: jnp.minimum(row, length - 1)
-    of_tile = ref[begins + at(first)], ref[ends + at(first + (rows.shape[0] - 1))]
-    return VisibleRange((of_rows(begins), of_rows(ends)), of_tile, is_mask=False)
+    of_rows = lambda at: inline_ptx.load_elements(refs[number], rows + at, ROW, np.dtype(np.int32))
+    begins, ends = _places(shapes[number], fixed["b"])
+    tile = tile_limits(refs[number], shapes[number], fixed["b"], first, rows.shape[0])
+    return VisibleRange((of_rows(begins), of_rows(ends)), tile, is_mask=False)
+
+
+def tile_limits(ref: Ref, shape: tuple[int, ...], b: jax.Array, first: jax.Array, count: int) -> TileLimits:
+    """Limits of so many rows from `first` on, of an array of limits in memory, flattened."""
+    (begins, ends), at = _places(shape, b), lambda row: jnp.minimum(row, shape[2] - 1)
+    return TileLimits(ref[begins + at(first)], ref[ends + at(first + (count - 1))])
+
+
+def _places(shape: tuple[int, ...], b: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Offsets of the begins and of the ends of a batch entry."""
+    entry = b if shape[0] > 1 else jnp.int32(0)
+    return 2 * entry * shape[2], (2 * entry + 1) * shape[2]
 
 
 def _of_indices(
@@ -66,4 +81,4 @@ def _of_indices(
     rows, spans = fixed[axis], {name: Span(fixed[name], fixed[name]) for name in "bh"}
     within = lambda *ends: ranges.visible_range(program, walked, length, {**spans, axis: Span(*ends)})[:2]
     begin, end = (rows * 0 + x for x in within(rows, rows))  # some are the ends of the axis
-    return VisibleRange((begin, end), within(first, first + (rows.shape[0] - 1)), is_mask=True)
+    return VisibleRange((begin, end), TileLimits(*within(first, first + (rows.shape[0] - 1))), is_mask=True)
