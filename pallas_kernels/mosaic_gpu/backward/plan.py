@@ -18,7 +18,6 @@ from pallas_kernels.mosaic_gpu.score.tile import is_heavy
 from pallas_kernels.program.cotangents import LoadGroups
 from pallas_kernels.spec import AttentionSpec
 
-MIN_ONE_PASS_LENGTH = 1024  # queries from which on one pass is faster (`is_one_pass_faster`)
 MAX_HEAD_SIZE_BIAS_TILES = 192  # up to which shared memory holds bias tiles beside the queries of two groups
 
 
@@ -71,13 +70,17 @@ def is_one_pass_faster(spec: AttentionSpec, tiles: BackwardTiles, groups: LoadGr
     """True if tiles are of one pass, and it is faster than two.
 
     Short sequences have few MMAs beside the float32 dQ in global memory, which one pass sets to zero, adds to and
-    converts. H200, jax 0.11.2, bf16, 32768 tokens, 16 heads, one pass and two in us, causal, 1024 tokens: head size 64
-    660 and 644, 128 1051 and 1007; without a mask 915 and 928, 1493 and 1544.
+    converts. H200, jax 0.11.2, bf16, 16384 tokens, 16 heads, causal, one pass and two in us: head size 64, 256 tokens
+    201 and 224, 512 231 and 284; head size 128, 512 tokens 411 and 385. With 4 key heads, head size 64, 512 tokens 242
+    and 232; main kernels alone, 1024 tokens 203 and 304; head size 128, 1024 tokens 396 and 415, 2048 558 and 716:
+    around them one pass takes 70 us at head size 64 and 140 at 128, two 28 and 48.
 
     False too where TMA loads bias tiles in the kernel for dQ alone, as it does for 32 bits: with such a pair bias for
     each of 16 heads, 4 x 4096 tokens, 3920 and 3769 at head size 128. With one of 16 bits 2553 and 3251.
     """
-    if tiles.dq is not None or spec.T < MIN_ONE_PASS_LENGTH:
+    is_grouped = spec.group > 1
+    least = (1024 if is_grouped else 256) if max(spec.D, spec.Dv) <= 64 else (2048 if is_grouped else 1024)
+    if tiles.dq is not None or least > spec.T:
         return False
     has_bias_tiles = declare(spec, tiles, jnp.bfloat16, groups)[0].stream.bias is not None
     return has_bias_tiles or not bias_tiles.bias_loads(_padded(spec))
