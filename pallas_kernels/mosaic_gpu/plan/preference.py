@@ -81,8 +81,9 @@ def slower_decode() -> str:
 def slower_backward(plan: HopperPlan) -> str | None:
     """Gradients for which few MMAs of narrow heads do not outweigh the other work, as a sentence, or None.
 
-    H200, jax 0.11.2, bf16, TFLOP/s and of `triton`, causal: head size 64, 207 and 219 for 512 tokens, 281 and 265 for
-    1024; head size 128, 211 and 183 for 256. Head size 32, no mask, us: 689 and 654 for 1024, 1178 and 1221 for 2048.
+    H200, jax 0.11.2, bf16, us and of `triton`, causal and without a mask: head size 64, 212 and 193, 231 and 237 for
+    384 tokens, 231 and 224, 268 and 293 for 512, 256 and 273, 332 and 394 for 768; head size 128, 310 and 357, 351 and
+    377 for 256. Head size 32, no mask: 689 and 654 for 1024, 1178 and 1221 for 2048.
 
     Not where their own kernel sums the gradient of a pair bias that batch or heads share: `triton` computes nine GEMMs
     and each weight three times, these seven and twice. Head size 32, TFLOP/s: B 384, H 4, 384 tokens, 135 and 109.
@@ -93,5 +94,5 @@ def slower_backward(plan: HopperPlan) -> str | None:
         return None
     if plan.backward is not None and plan.backward.tiles.captured is not None:
         return None
-    least, size = (2048, VERY_NARROW) if widest <= VERY_NARROW else (1024, NARROW)
+    least, size = (2048, VERY_NARROW) if widest <= VERY_NARROW else (512, NARROW)
     return None if length >= least else f"below {least} queries or keys, at head sizes up to {size}, it is faster"
