@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-
 import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
@@ -16,18 +14,29 @@ _INT32 = np.dtype("int32")
 
 
 def _loop(
-    emitter: Emitter, bounds: tuple[str, str], first: Sequence[Value], step: Callable[[Value, list[Value]], list[Value]]
+    emitter: Emitter,
+    body: Jaxpr,
+    consts: list[Value],
+    first: list[Value],
+    bounds: tuple[Value, Value],
+    counter: int | None,
+    end: int | None = None,
 ) -> list[Value]:
-    """A ``for``: `step` takes the counter and what is carried, and gives what is carried on."""
-    carried = [emitter.let("carry", emitter.tensor(x), x.shape, x.dtype) for x in first]
-    counter = Value(emitter.name("i"), (), _INT32)
-    emitter.put(f"for {counter.text} in tl.range({bounds[0]}, {bounds[1]}):")
+    """A ``for`` between bounds; `counter` and `end` number the carried values that are its counter and its end."""
+    others = [i for i in range(len(first)) if i not in (counter, end)]
+    carried = [emitter.let("carry", emitter.tensor(first[i]), first[i].shape, first[i].dtype) for i in others]
+    count = Value(emitter.name("i"), (), _INT32)
+    emitter.put(f"for {count.text} in tl.range({bounds[0].text}, {bounds[1].text}):")
 
-    def body() -> None:
-        if (line := emitter.dialect.counter(counter.text)) is not None:
+    def values_at(count: Value) -> list[Value]:
+        values = {end: bounds[1], counter: count, **dict(zip(others, carried, strict=True))}
+        return [values[i] for i in range(len(first))]
+
+    def emit_body() -> None:
+        if (line := emitter.dialect.counter(count.text)) is not None:
             emitter.put(line)
-        outs = step(counter, carried)
-        changed = [(old, new) for old, new in zip(carried, outs, strict=True) if old.text != new.text]
+        outs = emitter.block(body, [*consts, *values_at(count)])
+        changed = [(old, outs[i]) for i, old in zip(others, carried, strict=True) if old.text != outs[i].text]
         names = {x.text for x in carried}
         # One that becomes another is kept apart until all of them change.
         kept = [
@@ -36,8 +45,8 @@ def _loop(
         for (old, _), new in zip(changed, kept, strict=True):
             emitter.put(f"{old.text} = {emitter.tensor(new)}")
 
-    emitter.body(body)
-    return carried
+    emitter.body(emit_body)
+    return values_at(bounds[1])
 
 
 def _while(emitter: Emitter, eqn: JaxprEqn, ins: list[Value]) -> list[Value]:
@@ -46,16 +55,7 @@ def _while(emitter: Emitter, eqn: JaxprEqn, ins: list[Value]) -> list[Value]:
     tested, constants = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
     consts, first = ins[tested : tested + constants], ins[tested + constants :]
     low, high = _counted(test, body, tested, constants)
-    others = [i for i in range(len(first)) if i not in (low, high)]
-
-    def step(counter: Value, carried: list[Value]) -> list[Value]:
-        now = {low: counter, high: first[high], **dict(zip(others, carried, strict=True))}
-        outs = emitter.block(body, [*consts, *(now[i] for i in range(len(first)))])
-        return [outs[i] for i in others]
-
-    last = _loop(emitter, (first[low].text, first[high].text), [first[i] for i in others], step)
-    outs = {low: first[high], high: first[high], **dict(zip(others, last, strict=True))}
-    return [outs[i] for i in range(len(first))]
+    return _loop(emitter, body, consts, first, (first[low], first[high]), low, high)
 
 
 def _counted(test: Jaxpr, body: Jaxpr, tested: int, constants: int) -> tuple[int, int]:
@@ -79,17 +79,7 @@ def _scan(emitter: Emitter, eqn: JaxprEqn, ins: list[Value]) -> list[Value]:
     counting = (i for i in range(carried) if first[i].is_number and _counts(body, consts, i))
     number = next(counting, None)
     start = 0 if number is None else int(first[number].text.strip("()"))
-    others = [i for i in range(carried) if i != number]
-
-    def step(counter: Value, now: list[Value]) -> list[Value]:
-        values: dict[int | None, Value] = {number: counter, **dict(zip(others, now, strict=True))}
-        outs = emitter.block(body, [*constants, *(values[i] for i in range(carried))])
-        return [outs[i] for i in others]
-
-    end = start + params["length"]
-    last = _loop(emitter, (str(start), str(end)), [first[i] for i in others], step)
-    outs: dict[int | None, Value] = {number: number_of(np.int32(end)), **dict(zip(others, last, strict=True))}
-    return [outs[i] for i in range(carried)]
+    return _loop(emitter, body, constants, first, (number_of(start), number_of(start + params["length"])), number)
 
 
 def _counts(body: Jaxpr, consts: int, i: int) -> bool:
