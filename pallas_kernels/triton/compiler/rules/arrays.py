@@ -25,20 +25,13 @@ def _filled(emitter: Emitter, eqn: JaxprEqn, value: Value) -> list[Value]:
 
 
 def _broadcast_in_dim(emitter: Emitter, eqn: JaxprEqn, ins: list[Value]) -> list[Value]:
-    shape, kept, value = eqn.params["shape"], eqn.params["broadcast_dimensions"], ins[0]
+    """An array with more axes; those that `broadcast_to` adds come first."""
+    shape, value = aval_of(eqn.outvars[0]).shape, ins[0]
+    kept = eqn.params.get("broadcast_dimensions", range(len(shape) - len(value.shape), len(shape)))
     if not value.shape:
         return _filled(emitter, eqn, value)
     sizes = [value.shape[kept.index(i)] if i in kept else 1 for i in range(len(shape))]
     return emitter.out(eqn, spread(value.text + axes_of(len(shape), kept), sizes, shape), "broadcast")
-
-
-def _broadcast_to(emitter: Emitter, eqn: JaxprEqn, ins: list[Value]) -> list[Value]:
-    shape, value = aval_of(eqn.outvars[0]).shape, ins[0]
-    if not value.shape:
-        return _filled(emitter, eqn, value)
-    new = len(shape) - len(value.shape)
-    sizes = [*[1] * new, *value.shape]
-    return emitter.out(eqn, spread(value.text + axes_of(len(shape), range(new, len(shape))), sizes, shape), "broadcast")
 
 
 def _reshape(emitter: Emitter, eqn: JaxprEqn, ins: list[Value]) -> list[Value]:
@@ -133,7 +126,7 @@ def _input_precision(emitter: Emitter, eqn: JaxprEqn, dtype: np.dtype) -> str:
 
 RULES: dict[str, Rule] = {
     "broadcast_in_dim": _broadcast_in_dim,
-    "broadcast_to": _broadcast_to,
+    "broadcast_to": _broadcast_in_dim,
     "cumsum": _cumsum,
     "dot_general": _dot_general,
     "expand_dims": _reshape,
