@@ -73,8 +73,7 @@ def test_a_gradient_beyond_32_bits_is_not_sorted():
 def test_official_triton_counts_elements_in_64_bits(heads, is_wide):
     shape = (1, 1 << 20, heads, 128)
     value = lambda name: Value(name, (), np.dtype("int32"))
-    index = memory._Index([value("b"), value("t"), value("h"), value("d")], ())
-    offset = memory._offset(index, shape, lambda x: x)
+    offset = memory._offset([value("b"), value("t"), value("h"), value("d")], 0, shape, lambda x: x)
     assert offset.count(".to(tl.int64)") == (4 if is_wide else 0)
     assert f"{heads * 128}" in offset
 

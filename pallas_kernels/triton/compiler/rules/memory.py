@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -16,13 +16,6 @@ from pallas_kernels.triton.compiler.emit.text import Value, axes_of, number_of
 from pallas_kernels.types import aval_of
 
 _MAX_INT32_SIZE = 1 << 31  # elements of an array that int32 can count
-
-
-class _Index(NamedTuple):
-    """Parts of the index of a ref."""
-
-    indices: Sequence[Any]
-    int_indexer_shape: tuple[int, ...]
 
 
 def _get(emitter: Emitter, eqn: JaxprEqn, ins: list[Value]) -> list[Value]:
@@ -70,22 +63,22 @@ def _pointer(eqn: JaxprEqn, ins: list[Value], first: int) -> str:
     read = lambda x: known[id(x)] if id(x) in known else number_of(getattr(x, "val", x))
     transforms = jax.tree.unflatten(eqn.params["tree"], eqn.invars[first:])
     ref = ins[0]
-    if not transforms:
-        whole = [pl.ds(0, size) for size in ref.shape]
-        transforms = (_Index(whole, ()),)
-    if len(transforms) != 1 or not hasattr(transforms[0], "indices"):
+    if len(transforms) > 1 or not all(hasattr(x, "indices") for x in transforms):
         raise UnknownPrimitiveError(f"the primitive `{eqn.primitive.name}` with more than one index")
-    offset = _offset(transforms[0], ref.shape, read)
+    if transforms:
+        indices, arrays = transforms[0].indices, len(transforms[0].int_indexer_shape)
+    else:
+        indices, arrays = [pl.ds(0, size) for size in ref.shape], 0
+    offset = _offset(indices, arrays, ref.shape, read)
     return f"{ref.text} + {offset}" if offset else ref.text
 
 
-def _offset(indexer: Any, shape: tuple[int, ...], read: Callable[[Any], Value]) -> str:
-    """Offset of an index from a pointer. Axes of arrays come before those of slices."""
-    slices = [x for x in indexer.indices if isinstance(x, pl.Slice)]
-    arrays = len(indexer.int_indexer_shape)
+def _offset(indices: Sequence[Any], arrays: int, shape: tuple[int, ...], read: Callable[[Any], Value]) -> str:
+    """Offset of an index from a pointer. The axes of arrays, so many, come before those of slices."""
+    slices = [x for x in indices if isinstance(x, pl.Slice)]
     rank, axis, terms = arrays + len(slices), arrays, []
     wide = math.prod(shape) >= _MAX_INT32_SIZE
-    for i, index in enumerate(indexer.indices):
+    for i, index in enumerate(indices):
         stride = math.prod(shape[i + 1 :])
         if isinstance(index, pl.Slice):
             start, text = read(index.start), f"tl.arange(0, {index.size}){axes_of(rank, [axis])}"
