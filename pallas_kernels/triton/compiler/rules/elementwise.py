@@ -13,8 +13,6 @@ from pallas_kernels.triton.compiler.emit.text import DTYPES, Value, is_float, nu
 from pallas_kernels.triton.compiler.rules.primitives import FUNCTIONS, constraints, pack
 from pallas_kernels.types import aval_of
 
-_WIDE = np.dtype("float32")  # in which 16 bits are computed where Triton has no instruction for them
-
 
 def _texts(emitter: Emitter, ins: Sequence[Value]) -> list[str]:
     """Operands of one dtype. A number stays one only beside a value for which Triton gives it the right dtype."""
@@ -73,15 +71,11 @@ def _math(name: str) -> Rule:
 
 
 def _of_float32(write: Callable[..., str]) -> Rule:
-    """A function ``write(emitter, *texts)`` that takes float32: operands of other dtypes are cast."""
+    """A function ``write(emitter, *texts)`` that takes float32, as Triton has none of 16 bits: others are cast."""
 
     def rule(emitter: Emitter, eqn: JaxprEqn, ins: list[Value]) -> list[Value]:
-        wide = [
-            emitter.tensor(x)
-            if x.dtype in (np.float32, np.float64)
-            else f"{emitter.tensor(x)}.to({DTYPES[_WIDE.name]})"
-            for x in ins
-        ]
+        cast = lambda x: "" if x.dtype in (np.float32, np.float64) else ".to(tl.float32)"
+        wide = [emitter.tensor(x) + cast(x) for x in ins]
         return emitter.out(eqn, _rounded(emitter, write(emitter, *wide), np.dtype(aval_of(eqn.outvars[0]).dtype)))
 
     return rule
