@@ -79,28 +79,22 @@ class Graph:
         number = np.asarray(value, dtype)
         exact = number.dtype.kind in "iub"
         bounds = (int(number), int(number)) if exact else None
-        return self._make(
-            ("literal", str(dtype), number.tobytes()), "literal", Axes.UNIFORM, dtype, value=number, bounds=bounds
-        )
+        return self._make(("literal", str(dtype), number.tobytes()), Axes.UNIFORM, dtype, value=number, bounds=bounds)
 
     def input(self, name: str, kind: str, dtype: DTypeLike, bounds: Bounds | None = None) -> Node:
         """An argument of the mod."""
-        return self._make(("input", name), "input", kind, np.dtype(dtype), value=name, bounds=bounds)
+        return self._make(("input", name), kind, np.dtype(dtype), value=name, bounds=bounds)
 
     def load(self, operand: int, dtype: DTypeLike, indices: Sequence[Node]) -> Node:
         """One element of a captured array; the indices must be in range."""
         key = ("load", operand, *(i.number for i in indices))
         bounds = (0, 1) if np.dtype(dtype) == np.bool_ else None
-        return self._make(
-            key, "load", join_axes(indices), np.dtype(dtype), tuple(indices), value=operand, bounds=bounds
-        )
+        return self._make(key, join_axes(indices), np.dtype(dtype), tuple(indices), value=operand, bounds=bounds)
 
     def call(self, inlined: Node, call: object, output: int) -> Node:
         """A value with a custom derivative rule: evaluated as `inlined`, differentiated as `call`."""
         key = ("call", id(call), output)
-        return self._make(
-            key, "call", inlined.kind, inlined.dtype, (inlined,), value=(call, output), bounds=inlined.bounds
-        )
+        return self._make(key, inlined.kind, inlined.dtype, (inlined,), value=(call, output), bounds=inlined.bounds)
 
     def apply(
         self,
@@ -125,7 +119,7 @@ class Graph:
         if op == "div" and dtype == np.float32 and inputs[0].kind == Axes.TILE and inputs[1].kind != Axes.TILE:
             return self._multiply_by_reciprocal(*inputs)
         key = (op, str(dtype), repr(params), *(i.number for i in inputs))
-        return self._make(key, op, join_axes(inputs), dtype, inputs, function, bounds=_bounds(op, inputs, dtype))
+        return self._make(key, join_axes(inputs), dtype, inputs, function, bounds=_bounds(op, inputs, dtype))
 
     def _is_in_range(self, amount: Node, dtype: np.dtype) -> bool:
         """True if a shift surely is by less than the bits of a number. LLVM defines no other."""
@@ -140,9 +134,8 @@ class Graph:
         within = (self.compare(than, amount, self.literal(limit, amount.dtype)) for than, limit in limits)
         inside = self.same_dtype("and", lax.bitwise_and, *within)
         safe = self.select(inside, amount, self.literal(bits - 1, amount.dtype))
-        shifted = self._make(
-            (op, str(dtype), "()", x.number, safe.number), op, join_axes((x, safe)), dtype, (x, safe), function
-        )
+        key = (op, str(dtype), "()", x.number, safe.number)
+        shifted = self._make(key, join_axes((x, safe)), dtype, (x, safe), function)
         return shifted if op == "shift_right_arithmetic" else self.select(inside, shifted, self.literal(0, dtype))
 
     def same_dtype(self, op: str, function: Callable[..., jax.Array], *inputs: Node) -> Node:
@@ -153,7 +146,7 @@ class Graph:
         """`reduce_sum`, `reduce_max` or `reduce_min` over the columns of tiles of one shape together: a row value."""
         terms = tuple(terms)
         key = ("reduce_lanes", name, *(n.number for n in terms))
-        return self._make(key, "reduce_lanes", Axes.ROW, terms[0].dtype, terms, _OVER_LANES[name])
+        return self._make(key, Axes.ROW, terms[0].dtype, terms, _OVER_LANES[name])
 
     def compare(self, op: str, a: Node, b: Node) -> Node:
         """``lt``, ``le``, ``gt``, ``ge``, ``eq`` or ``ne``."""
@@ -193,8 +186,7 @@ class Graph:
 
     def _make(
         self,
-        key: tuple[object, ...],
-        op: str,
+        key: tuple[str, *tuple[object, ...]],  # begins with the op
         kind: str,
         dtype: np.dtype,
         inputs: tuple[Node, ...] = (),
@@ -204,7 +196,7 @@ class Graph:
         bounds: Bounds | None = None,
     ) -> Node:
         if key not in self._made:
-            self._made[key] = Node(len(self._made), op, kind, dtype, inputs, apply, value, bounds)
+            self._made[key] = Node(len(self._made), key[0], kind, dtype, inputs, apply, value, bounds)
         return self._made[key]
 
     def _fold(self, op: str, inputs: tuple[Node, ...], dtype: np.dtype) -> Node | None:
@@ -229,11 +221,8 @@ class Graph:
                 return x
             if dtype == np.bool_ and op in _ABSORBING and other.bounds == (_ABSORBING[op],) * 2:
                 return other
-        if op in ("max", "min") and a is not None and b is not None:
-            if a[0] >= b[1]:
-                return inputs[0] if op == "max" else inputs[1]
-            if b[0] >= a[1]:
-                return inputs[1] if op == "max" else inputs[0]
+            if op in ("max", "min") and x.bounds and other.bounds and x.bounds[0] >= other.bounds[1]:
+                return x if op == "max" else other
         if op == "sub" and b == (0, 0):
             return inputs[0]
         return None
