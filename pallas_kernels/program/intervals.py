@@ -18,11 +18,10 @@ from jax import lax
 
 from pallas_kernels.program.build import Program
 from pallas_kernels.program.evaluate import Evaluation
-from pallas_kernels.program.ir import RANGES, Axes, Bounds, Node, reachable
+from pallas_kernels.program.ir import Axes, Bounds, Node, bounds_of, reachable
 from pallas_kernels.types import Index
 
 MAX_LOADED = 1 << 24  # assumed bound of loaded numbers; if one is larger, nothing is decided: so nothing wraps
-_INT32 = np.iinfo(np.int32)
 
 
 class Interval(NamedTuple):
@@ -142,9 +141,7 @@ def _undecided() -> Interval:
 
 def result_bounds(node: Node, ins: Sequence[Interval]) -> Bounds | None:
     """Static bounds of the integer that a node computes from these inputs; None if it might wrap."""
-    evaluated = [x.bounds for x in (ins[1:] if node.op == "select_n" else ins)]
-    low, high = RANGES[node.op](*evaluated)
-    return (low, high) if _INT32.min <= low and high <= _INT32.max else None
+    return bounds_of(node.op, [x.bounds for x in ins], node.dtype)
 
 
 Ends = tuple[jax.Array, jax.Array]

@@ -119,7 +119,8 @@ class Graph:
         if op == "div" and dtype == np.float32 and inputs[0].kind == Axes.TILE and inputs[1].kind != Axes.TILE:
             return self._multiply_by_reciprocal(*inputs)
         key = (op, str(dtype), repr(params), *(i.number for i in inputs))
-        return self._make(key, join_axes(inputs), dtype, inputs, function, bounds=_bounds(op, inputs, dtype))
+        bounds = bounds_of(op, [x.bounds for x in inputs], dtype)
+        return self._make(key, join_axes(inputs), dtype, inputs, function, bounds=bounds)
 
     def _is_in_range(self, amount: Node, dtype: np.dtype) -> bool:
         """True if a shift surely is by less than the bits of a number. LLVM defines no other."""
@@ -310,15 +311,13 @@ _DECIDE: dict[str, Callable[[Bounds, Bounds], bool | None]] = {
 }  # fmt: skip
 
 
-def _bounds(op: str, inputs: Sequence[Node], dtype: np.dtype) -> Bounds | None:
-    """Bounds of an integer result; None if it may leave the range of its dtype, for then it wraps."""
+def bounds_of(op: str, ranges: Sequence[Bounds | None], dtype: np.dtype) -> Bounds | None:
+    """Bounds of a result, from those of the inputs; None if it may leave the range of its dtype, for then it wraps."""
     if dtype == np.bool_:
         return (0, 1)
     if dtype.kind not in "iu":
         return None
-    ranges = [x.bounds for x in inputs]
-    if op == "select_n":
-        ranges = ranges[1:]
+    ranges = ranges[1:] if op == "select_n" else ranges
     if not ranges or None in ranges or op not in RANGES:
         return None
     low, high = RANGES[op](*ranges)
