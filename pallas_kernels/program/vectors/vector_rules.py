@@ -6,6 +6,7 @@ Each takes the graph, the inputs, the parameters and the shape of the result, as
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -53,10 +54,8 @@ def _reshape(graph: Graph, ins: Inputs, params: Params, shape: tuple[int, ...]) 
     if [x.shape[d] for d in kept] == [size for size in shape if size != 1]:
 
         def without_ones(index: tuple[Position, ...]) -> Node:
-            source: list[Position] = [0] * len(x.shape)
-            for d, i in zip(kept, (i for i, size in zip(index, shape, strict=True) if size != 1), strict=True):
-                source[d] = i
-            return x.at(source)
+            source = dict(zip(kept, (i for i, size in zip(index, shape, strict=True) if size != 1), strict=True))
+            return x.at([source.get(d, 0) for d in range(len(x.shape))])
 
         return LazyArray(shape, x.dtype, without_ones)
     return LazyArray(shape, x.dtype, lambda index: x.at(unravel(graph, ravel(graph, index, shape), x.shape)))
@@ -242,18 +241,13 @@ def reduce(graph: Graph, name: str, x: LazyArray, axes: Sequence[int], lanes: La
     exact = accumulator(x.dtype)
 
     def value(index: Sequence[Position], reduced: Sequence[Position]) -> Node:
-        at: list[Position] = [0] * len(x.shape)
-        for d, i in (*zip(kept, index, strict=True), *zip(axes, reduced, strict=True)):
-            at[d] = i
-        return graph.cast(x.at(at), exact)
+        at = dict(zip((*kept, *axes), (*index, *reduced), strict=True))
+        return graph.cast(x.at([at[d] for d in range(len(x.shape))]), exact)
 
     def element(index: tuple[Position, ...]) -> Node:
         if math.prod(over) <= MAX_UNROLLED:
             terms = [value(index, position) for position in itertools.product(*map(range, over))]
-            total = terms[0]
-            for term in terms[1:]:
-                total = graph.same_dtype(op, function, total, term)
-            return graph.cast(total, x.dtype)
+            return graph.cast(functools.reduce(functools.partial(graph.same_dtype, op, function), terms), x.dtype)
         if math.prod(shape) > MAX_CHOICES:
             raise NotOnTile(
                 f"primitive `{name}` leaves {shape} values, and a tile holds at most {MAX_CHOICES} sums over lanes"
@@ -316,14 +310,12 @@ def dot_general(graph: Graph, ins: Inputs, params: Params, shape: tuple[int, ...
         lhs, rhs = free[: len(free_a)], free[len(free_a) : -len(over) or None]
         contracted = free[len(free) - len(over) :]
         nodes = []
-        for x, places in (
-            (a, zip((*batch_a, *free_a, *contract_a), (*batch, *lhs, *contracted), strict=True)),
-            (b, zip((*batch_b, *free_b, *contract_b), (*batch, *rhs, *contracted), strict=True)),
+        for x, dimensions, positions in (
+            (a, (*batch_a, *free_a, *contract_a), (*batch, *lhs, *contracted)),
+            (b, (*batch_b, *free_b, *contract_b), (*batch, *rhs, *contracted)),
         ):
-            at: list[Position] = [0] * len(x.shape)
-            for d, i in places:
-                at[d] = i
-            nodes.append(graph.cast(x.at(at), exact))
+            at = dict(zip(dimensions, positions, strict=True))
+            nodes.append(graph.cast(x.at([at[d] for d in range(len(x.shape))]), exact))
         return graph.same_dtype("mul", lax.mul, *nodes)
 
     whole = LazyArray((*shape, *over), exact, product)
