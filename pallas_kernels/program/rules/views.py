@@ -125,7 +125,7 @@ def gather(graph: Graph, source: View, indices: Scalars, params: Params) -> View
 
     def at(batch: tuple[int, ...]) -> View:
         starts = [graph.literal(0, np.int32)] * len(sizes)
-        valid: Node | None = None
+        valid = graph.literal(True, np.bool_)
         for number, d in enumerate(numbers.start_index_map):
             index, last = indices[(*batch, number)], source.shape[d] - sizes[d]
             if params["mode"] == lax.GatherScatterMode.CLIP and index.dtype == np.uint32:
@@ -134,12 +134,16 @@ def gather(graph: Graph, source: View, indices: Scalars, params: Params) -> View
             if params["mode"] == lax.GatherScatterMode.FILL_OR_DROP:
                 for op, limit in (("ge", 0), ("le", last)):
                     inside = graph.compare(op, start, graph.literal(limit, np.int32))
-                    valid = inside if valid is None else graph.same_dtype("and", lax.bitwise_and, valid, inside)
+                    valid = graph.same_dtype("and", lax.bitwise_and, valid, inside)
             starts[d] = graph.clamp(start, 0, last)
         for d, batch_dim in zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True):
             starts[d] = graph.literal(batch[batch_dim], np.int32)
         window = source.window(graph, starts, sizes, (1,) * len(sizes))
-        return _fill(graph, window, valid, params.get("fill_value")).select_dimensions(kept)
+        if valid.bounds != (1, 1):
+            if window.valid is not None:
+                raise NotOnTile("it indexes what it has already indexed with a fill value; clip the indices instead")
+            window = dataclasses.replace(window, valid=valid, fill=fill_of(window.dtype, params.get("fill_value")))
+        return window.select_dimensions(kept)
 
     batch_shape = indices.shape[:-1]
     if batch_shape == ():
@@ -153,14 +157,6 @@ def gather(graph: Graph, source: View, indices: Scalars, params: Params) -> View
     if math.prod(shape) > MAX_VALUES:
         raise NotOnTile(f"it gathers {shape} values at once, and a tile holds at most {MAX_VALUES} for each element")
     return scalars(shape, lambda i: at(tuple(i[d] for d in outer)).element(graph, [i[d] for d in offsets]))
-
-
-def _fill(graph: Graph, window: View, valid: Node | None, fill: npt.ArrayLike | None) -> View:
-    if valid is None or valid.bounds == (1, 1):
-        return window
-    if window.valid is not None:
-        raise NotOnTile("it indexes what it has already indexed with a fill value; clip the indices instead")
-    return dataclasses.replace(window, valid=valid, fill=fill_of(window.dtype, fill))
 
 
 def fill_of(dtype: np.dtype, fill: npt.ArrayLike | None) -> npt.ArrayLike:
