@@ -21,7 +21,7 @@ from jax.typing import DTypeLike
 from pallas_kernels.program.evaluate import ELEMENTWISE, substitute, without_accuracy
 from pallas_kernels.program.ir import Axes, Graph, Node, reachable
 from pallas_kernels.program.rules import random_bits
-from pallas_kernels.program.rules.primitive_rules import RULES, Value, choose, element, load, polynomial, split
+from pallas_kernels.program.rules.primitive_rules import RULES, Value, choose, element, entry, load, polynomial, split
 from pallas_kernels.program.rules.views import NotOnTile, Scalars, View, scalars
 from pallas_kernels.types import Params, aval_of
 
@@ -201,7 +201,7 @@ class Run:
         if name == "cond":
             return self._cond(eqn, ins)
         if name == "unstack":
-            return [RULES["unstack"](self.graph, ins, eqn.params | {"place": i}, ()) for i in range(len(eqn.outvars))]
+            return [entry(self.graph, ins[0], eqn.params["axis"], i) for i in range(len(eqn.outvars))]
         if name == "split":
             return split(self.graph, ins[0], eqn.params["axis"], eqn.params["sizes"])
         if name in RULES:
@@ -292,19 +292,12 @@ class Run:
         jaxpr, closed = open_jaxpr(params["jaxpr"])
         stacked: list[list[Scalars]] = []
         for step in reversed(range(length)) if params["reverse"] else range(length):
-            outs = self.jaxpr(jaxpr, closed, [*consts, *carry, *(self._row(x, step) for x in xs)])
+            outs = self.jaxpr(jaxpr, closed, [*consts, *carry, *(entry(graph, x, 0, step) for x in xs)])
             carry = outs[:num_carry]
             stacked.append([load(graph, x) for x in outs[num_carry:]])
         stacked = stacked[::-1] if params["reverse"] else stacked
         empty = [np.empty((0, *aval_of(v).shape[1:]), object) for v in eqn.outvars[num_carry:]]
         return [*carry, *([np.stack(ys) for ys in zip(*stacked, strict=True)] if stacked else empty)]
-
-    def _row(self, x: Value, step: int) -> Value:
-        if not isinstance(x, View):
-            return np.asarray(x[step], object).reshape(x.shape[1:])
-        remaining = x.shape[1:]
-        window = x.window(self.graph, [step, *[0] * len(remaining)], (1, *remaining), (1,) * len(x.shape))
-        return window.select_dimensions(range(1, len(x.shape)))
 
 
 def all_loads(program: Program) -> list[Node]:

@@ -109,9 +109,8 @@ def _empty(graph: Graph, ins: Sequence[Value], params: Params, shape: tuple[int,
     return scalars(shape, lambda _: graph.literal(0, params["dtype"]))
 
 
-def _unstack(graph: Graph, ins: Sequence[Value], params: Params, shape: tuple[int, ...]) -> Value:
-    """Element ``params["place"]`` along a dimension."""
-    [x], axis, position = ins, params["axis"], params["place"]
+def entry(graph: Graph, x: Value, axis: int, position: int) -> Value:
+    """The element or row at a position along a dimension."""
     if isinstance(x, View):
         starts = [position if d == axis else 0 for d in range(len(x.shape))]
         sizes = [1 if d == axis else size for d, size in enumerate(x.shape)]
@@ -277,7 +276,7 @@ RULES: dict[str, Callable[..., Value]] = {
     "concatenate": lambda graph, ins, params, _: np.concatenate([load(graph, x) for x in ins], params["dimension"]),
     "stack": lambda graph, ins, params, _: np.stack([load(graph, x) for x in ins], params["axis"]),
     "rev": lambda graph, ins, params, _: np.asarray(np.flip(load(graph, ins[0]), params["dimensions"]), object),
-    "iota": _iota, "empty": _empty, "unstack": _unstack, "pad": _pad, "select_n": _select_n, "clamp": _clamp,
+    "iota": _iota, "empty": _empty, "pad": _pad, "select_n": _select_n, "clamp": _clamp,
     "dot_general": _dot_general,
     "reduce_sum": _reduction("add", lax.add), "reduce_max": _reduction("max", lax.max),
     "reduce_min": _reduction("min", lax.min), "reduce_prod": _reduction("mul", lax.mul),
