@@ -105,15 +105,9 @@ def scatter(
         return cotangent.reshape(())
     B, H, T, S = scores.B, scores.Hq, scores.T, scores.S
     shapes = {Axes.UNIFORM: (B, H, 1, 1), Axes.ROW: (B, H, T, 1), Axes.COLUMN: (B, H, 1, S)}
-    space, program = ArraySpace(operands, shapes), derivative.program
-    numbers = {"b": 0, "h": 1, "q": 2, "k": 3}
-    kinds = {"b": Axes.UNIFORM, "h": Axes.UNIFORM, "q": Axes.ROW, "k": Axes.COLUMN}
-    indices = {
-        n: jax.lax.broadcasted_iota(jnp.int32, space.shapes[kinds[n.value]], numbers[n.value])
-        for n in program.arguments
-        if n.value in numbers
-    }
-    evaluation = Evaluation(space, indices)
+    space = ArraySpace(operands, shapes)
+    iota = lambda n: jax.lax.broadcasted_iota(jnp.int32, space.shapes[n.kind], "bhqk".index(n.value))
+    evaluation = Evaluation(space, {n: iota(n) for n in derivative.program.arguments if n.value != "score"})
     at = [space.spread(evaluation(i), i.kind, load.kind) for i in load.inputs]
     first = tuple(slice(0, 1) if axis in summed else slice(None) for axis in range(4))
     at = tuple(i[first] for i in at)
