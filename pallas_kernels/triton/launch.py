@@ -51,9 +51,9 @@ class Runner(abc.ABC):
         The interpreter also writes the elements that are masked, with their old values.
         """
 
-    @abc.abstractmethod
     def element(self, name: str, *args: jax.Array) -> jax.Array:
-        """One of `primitives.FUNCTIONS` on each element of arrays of one shape; not for the interpreter."""
+        """One of `primitives.FUNCTIONS` on each element of arrays of one shape, by JAX where there is no PTX."""
+        return _PORTABLE[name](*args)
 
     def multiply_add(self, a: jax.Array, b: jax.Array, c: jax.Array) -> jax.Array:
         """``a * b + c`` of float32 arrays of one shape, as one FMA instruction."""
@@ -63,9 +63,9 @@ class Runner(abc.ABC):
         """The positive elements of a float32 array, zeros for the others, and NaN, which Triton's maximum drops."""
         return self.element("relu", x)
 
-    @abc.abstractmethod
     def exp2_of_multiple(self, x: jax.Array, factor: float, subtracted: jax.Array) -> jax.Array:
-        """``2 ** (factor * x - subtracted)``, by one FMA and one ``ex2.approx`` (relative error 2 ** -22)."""
+        """``2 ** (factor * x - subtracted)``; with PTX by one FMA and one ``ex2.approx`` (relative error 2 ** -22)."""
+        return jnp.exp2(x * factor - subtracted)
 
     def opaque(self, x: jax.Array) -> jax.Array:
         """A float32 tile as it is, which LLVM cannot see through: costs no instruction.
@@ -175,20 +175,8 @@ class Interpreter(Runner):
         whole, index = by_arrays(ref)
         ref_set(whole, index, x if mask is None else jnp.where(mask, x, ref_get(whole, index)))
 
-    def element(self, name: str, *args: jax.Array) -> jax.Array:  # noqa: D102
-        raise NotImplementedError(f"The interpreter has no `{name}`.")
-
-    def multiply_add(self, a: jax.Array, b: jax.Array, c: jax.Array) -> jax.Array:  # noqa: D102
-        return a * b + c
-
     def relu(self, x: jax.Array) -> jax.Array:  # noqa: D102
         return jnp.maximum(x, 0.0)
-
-    def exp2_of_multiple(self, x: jax.Array, factor: float, subtracted: jax.Array) -> jax.Array:  # noqa: D102
-        return jnp.exp2(x * factor - subtracted)
-
-    def opaque(self, x: jax.Array) -> jax.Array:  # noqa: D102
-        return x
 
     def _run(self, call, kernel, inputs, outputs, tiles) -> list[jax.Array]:
         return call()(*inputs)
@@ -275,14 +263,10 @@ class PallasTriton(Runner):
 class PortableTriton(PallasTriton):
     """Pallas' Triton on AMD's GPUs, which have no PTX. Lowered in tests, and never run."""
 
-    def element(self, name: str, *args: jax.Array) -> jax.Array:  # noqa: D102
-        return _PORTABLE[name](*args)
-
-    def exp2_of_multiple(self, x: jax.Array, factor: float, subtracted: jax.Array) -> jax.Array:  # noqa: D102
-        return jnp.exp2(x * factor - subtracted)
+    element, exp2_of_multiple = Runner.element, Runner.exp2_of_multiple
 
 
-_PORTABLE: dict[str, Callable[..., jax.Array]] = {  # what takes bytes of words is refused on AMD's GPUs
+_PORTABLE: dict[str, Callable[..., jax.Array]] = {  # without words of bytes, which are refused on AMD's GPUs
     "multiply_add": lambda a, b, c: a * b + c,
     "opaque": lambda x: x,
     "relu": lambda x: jnp.where(x < 0.0, jnp.zeros_like(x), x),  # NaN stays

@@ -80,8 +80,6 @@ def _logistic(runner: Runner, exponent: jax.Array) -> jax.Array:
     would take one SFU function, not two, but has an absolute error of 2 ** -12, and a weight of sigmoid attention may
     be 2 ** -14 for all keys.
     """
-    if runner.is_interpreter:
-        return 1.0 / (1.0 + jnp.exp2(exponent))
     return runner.element("logistic", exponent)
 
 
