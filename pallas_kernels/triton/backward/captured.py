@@ -11,7 +11,7 @@ The grid is (tiles or diagonals times splits, heads, batch), the last two of len
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -177,20 +177,18 @@ def _first_tile(work: CapturedWork, position: jax.Array) -> tuple[tuple[jax.Arra
     return (row, column), jnp.minimum(rows - row, columns - column)
 
 
+_Place: TypeAlias = tuple[jax.Array, jax.Array, jax.Array, jax.Array]  # batch, query head, tiles of queries and of keys
+
+
 class _Program(NamedTuple):
-    """The state of a program; `at` below is (batch, query head, tile of queries, tile of keys)."""
+    """The state of a program."""
 
     work: CapturedWork
     derivative: Derivative
     arrays: Operands[Ref]
     rows: RowOperands[Ref]
 
-    def add(
-        self,
-        at: tuple[jax.Array, jax.Array, jax.Array, jax.Array],
-        is_partial: bool | jax.Array,
-        sums: tuple[jax.Array, ...],
-    ) -> tuple[jax.Array, ...]:
+    def add(self, at: _Place, is_partial: bool | jax.Array, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         """Adds the cotangents of one tile."""
         spec, arrays, rows, tile = self.work.spec, self.arrays, self.rows, self.work.tile
         queries, key = self._queries(at), at[3] * tile
@@ -210,14 +208,7 @@ class _Program(NamedTuple):
             cotangents = [jnp.where(exists, x, 0.0) for x in cotangents]
         return tuple(total + x for total, x in zip(sums, cotangents, strict=True))
 
-    def write(
-        self,
-        ref: Ref,
-        load: Node,
-        total: jax.Array,
-        at: tuple[jax.Array, jax.Array, jax.Array, jax.Array],
-        split: Index,
-    ) -> None:
+    def write(self, ref: Ref, load: Node, total: jax.Array, at: _Place, split: Index) -> None:
         """Writes the sums of a position to the elements that its first tile loads."""
         spec, queries, key = self.work.spec, self._queries(at), at[3] * self.work.tile
         prepared = queries.prepare(())
@@ -226,5 +217,5 @@ class _Program(NamedTuple):
         stored, first = self.work.stores(load), (queries.first, key)
         write_cotangents(spec, ref, score, load, total, first, add=not stored, split=split if stored else None)
 
-    def _queries(self, at: tuple[jax.Array, jax.Array, jax.Array, jax.Array]) -> QueryTile:
+    def _queries(self, at: _Place) -> QueryTile:
         return QueryTile(self.work.spec, self.work.tiles, self.arrays, at[:3])
