@@ -58,9 +58,8 @@ def prepare(
     """Prologue: evaluates what depends on the lane alone."""
     evaluations = []
     for of_width in program.lane_programs:
-        space = _VectorSpace(
-            refs, block_kv, of_width.width, approximate=spec.dtype != "float32", runner=runner_of(spec)
-        )
+        tile, approximate = (block_kv, of_width.width), spec.dtype != "float32"
+        space = _VectorSpace(refs, *tile, transposed=False, approximate=approximate, runner=runner_of(spec))
         lane = lax.broadcasted_iota(jnp.int32, (1, of_width.width), 1)
         values = {of_width.argument(name): x for name, x in (("b", b), ("h", h), ("k", lane))}
         evaluation = Evaluation(space, values)
@@ -71,9 +70,6 @@ def prepare(
 
 class _VectorSpace(TileSpace):
     """Tiles of keys and lanes."""
-
-    def __init__(self, refs: Sequence[Ref], keys: int, lanes: int, *, approximate: bool, runner: Runner) -> None:
-        super().__init__(refs, keys, lanes, transposed=False, approximate=approximate, runner=runner)
 
     def substitutes(self, kind: str) -> Mapping[str, Callable[..., jax.Array]]:
         """The SFU's sine and cosine too, for vectors of 16 bits."""
