@@ -5,8 +5,8 @@ import pytest
 from tests.house import figures
 
 LIMITS = {
-    "library lines": 60600,
-    "test lines": 42678,
+    "library lines": 60309,
+    "test lines": 42677,
     "benchmark lines": 5986,
     "library files over 400 lines": 0,
     "functions over 50 code lines": 0,
