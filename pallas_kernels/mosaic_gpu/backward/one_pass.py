@@ -104,7 +104,7 @@ class DqAccumulator(NamedTuple):
         part = pl.ds(group * WARP_GROUP_ROWS, WARP_GROUP_ROWS)
         for other in range(keys.shape[0]):
             d_s, k = self.tile(i, other, zero), keys.at[other + zero]
-            if self._by_queries:
+            if self._splits_queries:
                 d_s = d_s.at[:, part]
             else:
                 k = k.at[:, pl.ds(group * (k.shape[1] - acc.shape[1]), acc.shape[1])]
@@ -121,7 +121,7 @@ class DqAccumulator(NamedTuple):
             self._read(group).arrive(i + D_SCORES_STAGES)
         parts, width = self._parts(out), _part_width(out)
         columns = [x[:, part * width : (part + 1) * width] for part in range(parts)]
-        row, column = (group, 0) if self._by_queries else (0, group * (out.shape[3] - parts))
+        row, column = (group, 0) if self._splits_queries else (0, group * (out.shape[3] - parts))
         row += lax.div(tile.first, jnp.int32(WARP_GROUP_ROWS))
         if self.staged is not None:
             plg.wait_smem_to_gmem(0, wait_read_only=True)
@@ -150,10 +150,10 @@ class DqAccumulator(NamedTuple):
     @property
     def _column_groups(self) -> int:
         """Groups that split the columns."""
-        return 1 if self._by_queries else self.d_scores.shape[0]
+        return 1 if self._splits_queries else self.d_scores.shape[0]
 
     @property
-    def _by_queries(self) -> bool:
+    def _splits_queries(self) -> bool:
         return self.d_scores.shape[3] == self.d_scores.shape[0] * WARP_GROUP_ROWS
 
 
