@@ -312,7 +312,7 @@ _DECIDE: dict[str, Callable[[Bounds, Bounds], bool | None]] = {
 
 
 def bounds_of(op: str, ranges: Sequence[Bounds | None], dtype: np.dtype) -> Bounds | None:
-    """Bounds of a result, from those of the inputs; None if it may leave the range of its dtype, for then it wraps."""
+    """Bounds of a result, from bounds of the inputs; None if it may wrap, past the range of its dtype."""
     if dtype == np.bool_:
         return (0, 1)
     if dtype.kind not in "iu":

@@ -72,8 +72,8 @@ def is_one_pass_faster(spec: AttentionSpec, tiles: BackwardTiles, groups: LoadGr
     Short sequences have few MMAs beside the float32 dQ in global memory, which one pass sets to zero, adds to and
     converts. H200, jax 0.11.2, bf16, 16384 tokens, 16 heads, causal, one pass and two in us: head size 64, 256 tokens
     201 and 224, 512 231 and 284; head size 128, 512 tokens 411 and 385. With 4 key heads, head size 64, 512 tokens 242
-    and 232; main kernels alone, 1024 tokens 203 and 304; head size 128, 1024 tokens 396 and 415, 2048 558 and 716:
-    around them one pass takes 70 us at head size 64 and 140 at 128, two 28 and 48.
+    and 232; main kernels alone, 1024 tokens 203 and 304; head size 128, 1024 tokens 396 and 415, 2048 558 and 716. At
+    head size 64 other kernels take 81 us around one pass, 30 around two; at 128 they have twice the bytes.
 
     False too where TMA loads bias tiles in the kernel for dQ alone, as it does for 32 bits: with such a pair bias for
     each of 16 heads, 4 x 4096 tokens, 3920 and 3769 at head size 128. With one of 16 bits 2553 and 3251.

@@ -50,19 +50,19 @@ def visible_range(
         return _of_indices(spec, fixed, first, transposed=transposed)
     rows, number = fixed["k" if transposed else "q"], spec.mask_mod.limits + transposed
     of_rows = lambda at: inline_ptx.load_elements(refs[number], rows + at, ROW, np.dtype(np.int32))
-    begins, ends = _places(shapes[number], fixed["b"])
+    begins, ends = _offsets(shapes[number], fixed["b"])
     tile = tile_limits(refs[number], shapes[number], fixed["b"], first, rows.shape[0])
     return VisibleRange((of_rows(begins), of_rows(ends)), tile, is_mask=False)
 
 
 def tile_limits(ref: Ref, shape: tuple[int, ...], b: jax.Array, first: jax.Array, count: int) -> TileLimits:
     """Limits of so many rows from `first` on, of an array of limits in memory, flattened."""
-    (begins, ends), at = _places(shape, b), lambda row: jnp.minimum(row, shape[2] - 1)
+    (begins, ends), at = _offsets(shape, b), lambda row: jnp.minimum(row, shape[2] - 1)
     return TileLimits(ref[begins + at(first)], ref[ends + at(first + (count - 1))])
 
 
-def _places(shape: tuple[int, ...], b: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Offsets of the begins and of the ends of a batch entry."""
+def _offsets(shape: tuple[int, ...], b: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Offsets of the begins and the ends of a batch entry."""
     entry = b if shape[0] > 1 else jnp.int32(0)
     return 2 * entry * shape[2], (2 * entry + 1) * shape[2]
 

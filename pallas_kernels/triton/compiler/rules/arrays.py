@@ -25,7 +25,7 @@ def _filled(emitter: Emitter, eqn: JaxprEqn, value: Value) -> list[Value]:
 
 
 def _broadcast_in_dim(emitter: Emitter, eqn: JaxprEqn, ins: list[Value]) -> list[Value]:
-    """An array with more axes; those that `broadcast_to` adds come first."""
+    """Broadcasts an array; `broadcast_to` adds axes in front."""
     shape, value = aval_of(eqn.outvars[0]).shape, ins[0]
     kept = eqn.params.get("broadcast_dimensions", range(len(shape) - len(value.shape), len(shape)))
     if not value.shape:

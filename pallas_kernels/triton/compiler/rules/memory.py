@@ -74,7 +74,7 @@ def _pointer(eqn: JaxprEqn, ins: list[Value], first: int) -> str:
 
 
 def _offset(indices: Sequence[Any], arrays: int, shape: tuple[int, ...], read: Callable[[Any], Value]) -> str:
-    """Offset of an index from a pointer. The axes of arrays, so many, come before those of slices."""
+    """Offset of an index from a pointer; its first `arrays` axes are of arrays, the others of slices."""
     slices = [x for x in indices if isinstance(x, pl.Slice)]
     rank, axis, terms = arrays + len(slices), arrays, []
     wide = math.prod(shape) >= _MAX_INT32_SIZE
